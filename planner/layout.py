@@ -1,0 +1,70 @@
+"""A layout: how many devices each axis takes, and what each of them keeps."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from attrs import frozen
+
+
+class Recompute(StrEnum):
+    """What the backward pass computes again instead of keeping."""
+
+    NONE = "none"
+    SELECTIVE = "selective"  # the core of attention
+    FULL = "full"  # everything but the input of each block
+
+
+class Precision(StrEnum):
+    """The type that activations and matrix products are computed in; master weights are fp32."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+@frozen(kw_only=True)
+class Workload:
+    """What one optimizer step must do, whatever the layout."""
+
+    seq: int  # tokens a sequence
+    batch: int  # sequences a step, over all devices (the global batch)
+    precision: Precision = Precision.BF16
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a step."""
+        return self.seq * self.batch
+
+
+@frozen(kw_only=True)
+class Layout:
+    """The degree of each axis of the device mesh. `Layout()` is one process.
+
+    Dense layers see the grid dp x pp x cp x tp, experts the grid edp x pp x ep x etp over the same devices.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1  # model chunks a pipeline rank
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False
+    micro_batch: int = 1  # sequences
+    recompute: Recompute = Recompute.NONE
+    distributed_optimizer: bool = False
+
+    @property
+    def world(self) -> int:
+        """Devices in all."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def edp(self) -> int:
+        """Copies of each expert."""
+        return self.world // (self.pp * self.ep * self.etp)
+
+    def microbatches(self, batch: int) -> int:
+        """Micro-batches that each data-parallel rank runs for a global batch of `batch` sequences."""
+        return batch // (self.dp * self.micro_batch)
