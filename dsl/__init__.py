@@ -1,0 +1,91 @@
+"""What a model is: a graph of layers, each of them its mathematics."""
+
+if __name__ != "megaloom.dsl":
+    raise ImportError("import megaloom.dsl, not dsl")
+
+from .combine import Block, Each, Repeat, Residual, repeat, residual
+from .dims import BATCH, SEQ, Dim, DType, Shape, Sizes
+from .errors import ShapeError, UserError
+from .graph import Graph, Model, Node, Slot, fingerprint, graph, model
+from .layer import Chain, Given, Layer, chain
+from .layers import MLP, Attention, Dropout, Embed, LayerNorm, MoE, Positions, RMSNorm, SwiGLU, Unembed
+from .ops import (
+    Attend,
+    Combine,
+    Dot,
+    Drop,
+    Gate,
+    Input,
+    Lookup,
+    Normalize,
+    Pick,
+    Rename,
+    Rope,
+    Route,
+    Rows,
+    Weight,
+    dot,
+    ids,
+    weight,
+)
+from .value import Op, Pointwise, Value, apply, fn
+
+__all__ = [
+    "BATCH",
+    "MLP",
+    "SEQ",
+    "Attend",
+    "Attention",
+    "Block",
+    "Chain",
+    "Combine",
+    "DType",
+    "Dim",
+    "Dot",
+    "Drop",
+    "Dropout",
+    "Each",
+    "Embed",
+    "Gate",
+    "Given",
+    "Graph",
+    "Input",
+    "Layer",
+    "LayerNorm",
+    "Lookup",
+    "MoE",
+    "Model",
+    "Node",
+    "Normalize",
+    "Op",
+    "Pick",
+    "Pointwise",
+    "Positions",
+    "RMSNorm",
+    "Rename",
+    "Repeat",
+    "Residual",
+    "Rope",
+    "Route",
+    "Rows",
+    "Shape",
+    "ShapeError",
+    "Sizes",
+    "Slot",
+    "SwiGLU",
+    "Unembed",
+    "UserError",
+    "Value",
+    "Weight",
+    "apply",
+    "chain",
+    "dot",
+    "fingerprint",
+    "fn",
+    "graph",
+    "ids",
+    "model",
+    "repeat",
+    "residual",
+    "weight",
+]

@@ -1,0 +1,112 @@
+"""Named dimensions, the shapes made of them, and their sizes under a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from fractions import Fraction
+from math import prod
+
+from attrs import field, frozen
+from attrs.validators import instance_of
+
+from .errors import ShapeError
+
+
+class DType(StrEnum):
+    """What an element is. The workload's precision says how many bytes a `COMPUTE` element takes."""
+
+    COMPUTE = "compute"
+    FLOAT32 = "float32"
+    INDEX = "index"
+    MASK = "mask"
+
+
+@frozen
+class Dim:
+    """A dimension of a tensor, known by its name.
+
+    A dim without a size (batch, seq) is bound by the workload. A derived dim (the slots of
+    an expert) is a share of the product of other dims.
+    """
+
+    name: str = field(validator=instance_of(str))
+    size: int | None = field(default=None)
+    share: Fraction = Fraction(1)
+    of: tuple[Dim, ...] = ()
+
+    @size.validator
+    def _positive(self, _: object, size: int | None) -> None:
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ShapeError(f"{self.name} cannot have size {size!r}: a size is a whole number of at least 1")
+
+    @property
+    def known(self) -> int:
+        """The size. Raises ShapeError for a dim that the workload binds."""
+        if self.size is None:
+            raise ShapeError(f"{self.name} has no size here: give it one, Dim({self.name!r}, ...)")
+        return self.size
+
+    def __str__(self) -> str:
+        return self.name if self.size is None else f"{self.name}={self.size}"
+
+
+BATCH, SEQ = Dim("batch"), Dim("seq")
+
+
+@frozen
+class Shape:
+    """An ordered set of dims; no two of them share a name.
+
+    >>> str(Shape((BATCH, SEQ, Dim("embed", 4096))))
+    '[batch seq embed=4096]'
+    """
+
+    dims: tuple[Dim, ...]
+
+    def __attrs_post_init__(self) -> None:
+        names = [d.name for d in self.dims]
+        for name in names:
+            if names.count(name) > 1:
+                raise ShapeError(f"{self} has {name!r} twice: rename one of them")
+
+    def __iter__(self) -> Iterator[Dim]:
+        return iter(self.dims)
+
+    def __contains__(self, name: str) -> bool:
+        return any(d.name == name for d in self.dims)
+
+    def __getitem__(self, name: str) -> Dim:
+        for d in self.dims:
+            if d.name == name:
+                return d
+        raise ShapeError(f"{self} has no dim {name!r}: it has {', '.join(d.name for d in self.dims) or 'none'}")
+
+    def without(self, *names: str) -> Shape:
+        """This shape less the dims of these names."""
+        return Shape(tuple(d for d in self.dims if d.name not in names))
+
+    def __str__(self) -> str:
+        return "[" + " ".join(map(str, self.dims)) + "]"
+
+
+class Sizes(dict[str, int]):
+    """The workload: sizes for the dims that a model leaves open.
+
+    >>> Sizes(batch=2, seq=8)((BATCH, SEQ, Dim("embed", 4)))
+    64
+    """
+
+    def __call__(self, dims: Iterable[Dim]) -> int:
+        """The number of elements of a tensor of these dims."""
+        return prod(map(self.of, dims))
+
+    def of(self, d: Dim) -> int:
+        """The size of one dim."""
+        if d.size is not None:
+            return d.size
+        if d.of:
+            return int(self(d.of) * d.share)
+        if d.name not in self:
+            raise ShapeError(f"{d.name} has no size: the workload gives {', '.join(self) or 'none'}")
+        return self[d.name]

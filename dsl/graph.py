@@ -1,0 +1,234 @@
+"""The layer graph of a model: its applied layers in program order, with combinators looked through.
+
+A node is a layer (or an addition between layers). Nodes are named by kind and count, `attention.3`, and
+weights by their node, `attention.3.q`; both are the same whatever the layout, and however the program
+was grouped. A weight made outside the layers keeps the name it was given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
+from hashlib import sha256
+
+import networkx as nx
+from attrs import define, evolve, field, fields, frozen
+
+from .combine import Block, Each
+from .dims import Dim, Shape
+from .errors import ShapeError, UserError
+from .layer import Layer, kind
+from .ops import Input, Weight
+from .value import Op, Value
+
+
+@frozen(eq=False)
+class Model:
+    """Named outputs: what a program computes. Compare models by `fingerprint`."""
+
+    name: str
+    outputs: tuple[Value, ...]
+
+
+def model(name: str, *outputs: Value) -> Model:
+    """The model of this name that computes these outputs."""
+    if not outputs:
+        raise ShapeError(f"model {name!r} computes nothing: give it at least one output")
+    return Model(name, outputs)
+
+
+@frozen
+class Slot:
+    """A weight in its place: its name in the model, and the dims of the copies around it (experts)."""
+
+    name: str
+    value: Value
+    outer: tuple[Dim, ...] = ()
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        """All its dims, those of the copies first."""
+        return (*self.outer, *self.value.shape.dims)
+
+
+@frozen(eq=False)
+class Node:
+    """One applied layer: its name, its op, the nodes it reads, its weights, and the repeat's iteration it is in."""
+
+    name: str
+    op: Op
+    inputs: tuple[str, ...]
+    value: Value
+    block: int | None
+    weights: tuple[Slot, ...] = ()
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the node's output."""
+        return self.value.shape
+
+    @property
+    def input(self) -> bool:
+        """Whether the data provides this node."""
+        return isinstance(self.op, Input)
+
+
+@frozen(eq=False, slots=False)
+class Graph:
+    """The nodes of a model in program order: each after those that it reads."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...]
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Each node's position."""
+        return {n.name: i for i, n in enumerate(self.nodes)}
+
+    @cached_property
+    def crossing(self) -> tuple[tuple[str, ...], ...]:
+        """For each position i, the nodes before it whose values are read at or after it; inputs don't count."""
+        last = {name: len(self.nodes) for name in self.outputs}
+        for i, n in enumerate(self.nodes):
+            for name in n.inputs:
+                last[name] = max(last.get(name, 0), i)
+        alive: list[str] = []
+        out = []
+        for i, n in enumerate(self.nodes):
+            alive = [name for name in alive if last.get(name, 0) >= i]
+            out.append(tuple(alive))
+            if not n.input:
+                alive.append(n.name)
+        return tuple(out)
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """The positions where the graph may be cut into stages: exactly one [batch seq embed] value crosses."""
+        return tuple(i for i, names in enumerate(self.crossing) if len(names) == 1 and self._hidden(names[0]))
+
+    def _hidden(self, name: str) -> bool:
+        return [d.name for d in self.nodes[self.index[name]].shape] == ["batch", "seq", "embed"]
+
+    @cached_property
+    def weights(self) -> dict[str, Slot]:
+        """Every distinct weight by its name."""
+        return {s.name: s for n in self.nodes for s in n.weights}
+
+    def networkx(self) -> nx.DiGraph[str]:
+        """The graph for networkx: nodes carry `node`, edges the `shape` that flows."""
+        g: nx.DiGraph[str] = nx.DiGraph(name=self.name)
+        for n in self.nodes:
+            g.add_node(n.name, node=n)
+            g.add_edges_from((i, n.name, {"shape": self.nodes[self.index[i]].shape}) for i in n.inputs)
+        return g
+
+
+@define
+class _Walk:
+    """The state of reading a program into nodes."""
+
+    nodes: list[Node] = field(factory=list)
+    names: dict[int, str] = field(factory=dict)  # of each value seen, by identity
+    kinds: Counter[str] = field(factory=Counter)
+    blocks: dict[int, int] = field(factory=dict)  # the number of each outermost Block, by identity
+
+    def read(self, root: Value) -> None:
+        """Add every node that `root` needs. Iterative: programs are deeper than Python's stack."""
+        todo: list[tuple[Value, int | None, bool]] = [(root, None, False)]
+        while todo:
+            v, block, ready = todo.pop()
+            if id(v) in self.names or isinstance(v.op, Weight):
+                continue
+            inner = v.body if isinstance(v.op, Layer) and v.op.transparent else None
+            needs = v.args if inner is None else (inner,)
+            if not ready:
+                todo.append((v, block, True))
+                inside = id(v) if isinstance(v.op, Block) and block is None else block
+                todo += [(a, inside, False) for a in reversed(needs)]
+                if inner is not None:  # what goes in comes first, and lies outside the block
+                    todo += [(a, block, False) for a in reversed(v.args)]
+            elif inner is not None:
+                self.names[id(v)] = self.names[id(inner)]
+            else:
+                self.add(v, block)
+
+    def add(self, v: Value, block: int | None) -> None:
+        base = kind(v.op)
+        name = base if isinstance(v.op, Input) else f"{base}.{self.kinds[base]}"
+        self.kinds[base] += 1
+        self.names[id(v)] = name
+        inputs = tuple(self.names[id(a)] for a in v.args if not isinstance(a.op, Weight))
+        number = None if block is None else self.blocks.setdefault(block, len(self.blocks))
+        self.nodes.append(Node(name, v.op, inputs, v, number))
+
+
+def primitives(value: Value) -> Iterator[tuple[Value, str, tuple[Dim, ...]]]:
+    """Each primitive of one applied layer, inputs before outputs: (value, path inside the layer, dims of copies)."""
+    outside = {id(a) for a in value.args if not isinstance(a.op, Weight)}
+    seen: set[int] = set()
+
+    def visit(v: Value, path: str, outer: tuple[Dim, ...]) -> Iterator[tuple[Value, str, tuple[Dim, ...]]]:
+        if id(v) in seen or id(v) in outside:
+            return
+        seen.add(id(v))
+        for a in v.args:
+            yield from visit(a, path, outer)
+        if v.body is None:
+            yield v, path, outer
+        elif isinstance(v.op, Each):
+            yield from visit(v.body, f"{path}{v.op.dim}.", (*outer, v.shape.dims[0]))
+        else:
+            yield from visit(v.body, path, outer)
+
+    yield from visit(value.body if value.body is not None else value, "", ())
+
+
+def _slots(node: Node, shared: set[int]) -> tuple[Slot, ...]:
+    """The weights of a node, each under its name in the model."""
+    held = {id(getattr(node.op, f.name)) for f in fields(type(node.op))} if isinstance(node.op, Layer) else set()
+    out = []
+    for v, path, outer in primitives(node.value):
+        if isinstance(v.op, Weight):
+            own = id(v) not in held and id(v) not in shared
+            out.append(Slot(f"{node.name}.{path}{v.op.name}" if own else v.op.name, v, outer if own else ()))
+    return tuple(out)
+
+
+@lru_cache(maxsize=64)
+def graph(m: Model) -> Graph:
+    """The layer graph of a model. Raises ShapeError when two of its weights share a name."""
+    walk = _Walk()
+    for v in m.outputs:
+        walk.read(v)
+    uses = Counter(id(v) for n in walk.nodes for v, *_ in primitives(n.value) if isinstance(v.op, Weight))
+    shared = {i for i, n in uses.items() if n > 1}
+    nodes = tuple(evolve(n, weights=_slots(n, shared)) for n in walk.nodes)
+    named: dict[str, Value] = {}
+    for n in nodes:
+        for s in n.weights:
+            if named.setdefault(s.name, s.value) is not s.value:
+                raise ShapeError(f"two weights are named {s.name!r}, one in {n.name}: name them apart")
+    return Graph(m.name, nodes, tuple(walk.names[id(v)] for v in m.outputs))
+
+
+def fingerprint(m: Model) -> str:
+    """A model's identity, the same in every process: a digest of its nodes, their weights and their primitives."""
+    digest = sha256()
+    for n in graph(m).nodes:
+        order: dict[int, int] = {}
+        said = [n.name, repr(n.op), *n.inputs, *(f"{s.name}{list(map(str, s.dims))}" for s in n.weights)]
+        for v, path, _ in primitives(n.value):
+            order[id(v)] = len(order)
+            said.append(f"{path}{v.op!r}{[order.get(id(a), -1) for a in v.args]}{v.shape}")
+        digest.update("\n".join(said).encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def one_output(m: Model) -> Node:
+    """The only output of a model, for those who can use no more. Raises UserError."""
+    g = graph(m)
+    if len(g.outputs) != 1:
+        raise UserError(f"model {m.name!r} has {len(g.outputs)} outputs ({', '.join(g.outputs)}); one is needed here")
+    return g.nodes[g.index[g.outputs[0]]]
