@@ -1,0 +1,70 @@
+"""Cutting a chain into chunks: exact, by dynamic programming.
+
+Protocol: a model is a chain of atoms, what lies between two neighbouring cuts of its graph. `cut` says where each chunk
+begins; `evenest` is the whole problem on plain numbers, `allowed` its memory limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Matrix = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+SAME = 1 + 1e-12  # sums of the same seconds in another order
+
+
+def cut(
+    seconds: Sequence[float], cuts: Sequence[int], count: int, allowed: Callable[[int], Mask] | None = None
+) -> tuple[int, ...] | None:
+    """The positions 0, …, len(seconds) that bound `count` chunks of nodes, none empty, each begun at one of `cuts`.
+
+    `seconds` are by node. None if there are too few cuts, or `allowed` leaves no way.
+    """
+    places = (0, *cuts, len(seconds))
+    sums = np.add.reduceat(np.asarray(seconds, dtype=float), places[:-1])
+    chosen = evenest(sums, count, allowed)
+    return None if chosen is None else tuple(places[i] for i in chosen)
+
+
+def evenest(atoms: Matrix, count: int, allowed: Callable[[int], Mask] | None = None) -> tuple[int, ...] | None:
+    """The bounds of `count` non-empty runs of atoms whose slowest run is as quick as can be.
+
+    Among those, the least sum of squares, so that what is not slowest is even too. `allowed(k)[i, j]` says whether run k
+    may be atoms[i:j]. O(count · len(atoms)²), in numpy.
+    """
+    size = len(atoms) + 1
+    if count >= size:
+        return None
+    if count == 1 and allowed is None:
+        return (0, size - 1)
+    sums = np.concatenate([[0.0], np.cumsum(atoms)])
+    cost = sums[None, :] - sums[:, None]
+    cost[np.tril_indices(size)] = np.inf
+    tables = [_masked(cost, allowed, k) for k in range(count)]
+    best = tables[0][0]
+    for table in tables[1:]:
+        best = np.maximum(best[:, None], table).min(axis=0)
+    slowest = best[-1]
+    if not np.isfinite(slowest):
+        return None
+    return _walk([np.where(table <= slowest * SAME, table**2, np.inf) for table in tables])
+
+
+def _masked(cost: Matrix, allowed: Callable[[int], Mask] | None, k: int) -> Matrix:
+    return cost if allowed is None else np.where(allowed(k), cost, np.inf)
+
+
+def _walk(tables: Sequence[Matrix]) -> tuple[int, ...]:
+    """The bounds with the least sum of one entry of each table in turn, from the first atom to the last."""
+    best, back = tables[0][0], []
+    for table in tables[1:]:
+        reach = best[:, None] + table
+        back.append(reach.argmin(axis=0))
+        best = reach.min(axis=0)
+    bounds = [len(best) - 1]
+    for choice in reversed(back):
+        bounds.append(int(choice[bounds[-1]]))
+    return (0, *reversed(bounds))

@@ -1,0 +1,156 @@
+"""megatron-core's pipeline schedules, replayed event by event.
+
+Protocol: `order` says what a pipeline rank does, step after step; `replay` gives each step a start and an end, once its
+input has arrived and its rank is free; `held` says what a rank keeps meanwhile. Stages are numbered in model order:
+stage s is chunk s // pp of rank s % pp. All times are in seconds, all functions pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from attrs import frozen
+
+
+class Step(NamedTuple):
+    """One micro-batch through one stage, one way."""
+
+    stage: int
+    microbatch: int
+    backward: bool
+
+
+class Event(NamedTuple):
+    """A step with its place in time."""
+
+    step: Step
+    start: float
+    end: float
+
+
+@frozen
+class Timeline:
+    """What each pipeline rank does when, for one optimizer step's micro-batches."""
+
+    events: tuple[tuple[Event, ...], ...]  # by rank, in order
+    busy: tuple[float, ...]  # by rank: computing
+    sending: tuple[float, ...]  # by rank: held up by its own sends
+
+    @property
+    def makespan(self) -> float:
+        """When the last rank ends its last step."""
+        return max(self.ends)
+
+    @property
+    def ends(self) -> tuple[float, ...]:
+        """When each rank ends its last step."""
+        return tuple(events[-1].end for events in self.events)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the makespan in which the average rank waits: neither computes nor sends."""
+        span = self.makespan * len(self.busy)
+        return 1 - (sum(self.busy) + sum(self.sending)) / span if span else 0.0
+
+
+def warmup(rank: int, pp: int, vpp: int, microbatches: int) -> int:
+    """How many forward steps `rank` runs before its first backward step follows one.
+
+    Source: megatron-core 0.16.1, schedules.py:738, with micro-batch groups of pp as everywhere here.
+    """
+    ahead = pp - rank - 1
+    return min(ahead if vpp == 1 else 2 * ahead + (vpp - 1) * pp, microbatches * vpp)
+
+
+def table(pp: int, vpp: int, microbatches: int) -> tuple[tuple[int, int], ...]:
+    """The (micro-batch, chunk) of each forward step of any rank: groups of pp micro-batches, chunk by chunk.
+
+    Source: megatron-core 0.16.1, schedules.py:798.
+    """
+    if vpp == 1:
+        return tuple((i, 0) for i in range(microbatches))
+    groups = (range(first, min(first + pp, microbatches)) for first in range(0, microbatches, pp))
+    return tuple((i, chunk) for group in groups for chunk in range(vpp) for i in group)
+
+
+@lru_cache(maxsize=4096)
+def order(rank: int, pp: int, vpp: int, microbatches: int) -> tuple[Step, ...]:
+    """The steps of `rank`: warm-up forwards, then one forward and one backward in turn, then the backwards left over."""
+    rows = table(pp, vpp, microbatches)
+    forward = [Step(chunk * pp + rank, i, False) for i, chunk in rows]
+    backward = [Step((vpp - 1 - chunk) * pp + rank, i, True) for i, chunk in rows]
+    ahead = warmup(rank, pp, vpp, microbatches)
+    steady = [step for pair in zip(forward[ahead:], backward, strict=False) for step in pair]
+    return tuple(forward[:ahead] + steady + backward[len(forward) - ahead :])
+
+
+@lru_cache(maxsize=4096)
+def held(rank: int, pp: int, vpp: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """The fullest sets of forward steps that `rank` ever has in flight: how many of each chunk, no set within another."""
+    now = [0] * vpp
+    seen: set[tuple[int, ...]] = set()
+    for step in order(rank, pp, vpp, microbatches):
+        now[step.stage // pp] += -1 if step.backward else 1
+        seen.add(tuple(now))
+    return tuple(sorted(s for s in seen if not any(_within(s, other) for other in seen if other != s)))
+
+
+def _within(small: tuple[int, ...], large: tuple[int, ...]) -> bool:
+    return all(a <= b for a, b in zip(small, large, strict=True))
+
+
+def replay(
+    forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float], pp: int, microbatches: int
+) -> Timeline:
+    """Each step starts as soon as its rank is free and its input is there, in the rank's order.
+
+    `forward` and `backward` are seconds of one micro-batch by stage, `transfer[s]` those of what passes between stages s
+    and s + 1, either way. One chunk a rank: a rank sends before it goes on (megatron-core's blocking exchange); several:
+    it sends while it computes (`overlap_p2p_comm`, the only setting that is right there).
+    """
+    stages = len(forward)
+    vpp = stages // pp
+    blocking = vpp == 1
+    orders = [order(rank, pp, vpp, microbatches) for rank in range(pp)]
+    arrived: dict[Step, float] = {Step(0, i, False): 0.0 for i in range(microbatches)}
+    events: list[list[Event]] = [[] for _ in range(pp)]
+    free, busy, sending = [0.0] * pp, [0.0] * pp, [0.0] * pp
+    ready = list(range(pp))
+    while ready:
+        rank = ready.pop()
+        steps, mine = orders[rank], events[rank]
+        while len(mine) < len(steps) and (step := steps[len(mine)]) in arrived:
+            stage, i, back = step
+            start = max(free[rank], arrived[step])
+            seconds = backward[stage] if back else forward[stage]
+            free[rank] = end = start + seconds
+            busy[rank] += seconds
+            mine.append(Event(step, start, end))
+            if stage == (0 if back else stages - 1):
+                if not back:
+                    arrived[Step(stage, i, True)] = end
+                continue
+            target = stage - 1 if back else stage + 1
+            sent = transfer[min(stage, target)]
+            arrived[Step(target, i, back)] = end + sent
+            if blocking:
+                free[rank] += sent
+                sending[rank] += sent
+            ready.append(target % pp)
+    assert all(len(done) == len(steps) for done, steps in zip(events, orders, strict=True)), "a schedule that waits"
+    return Timeline(tuple(map(tuple, events)), tuple(busy), tuple(sending))
+
+
+def bound(seconds: Sequence[float], pp: int, microbatches: int) -> float:
+    """No schedule of these stages' seconds (forward and backward) ends sooner.
+
+    The slowest rank does all its micro-batches; before and after, one of them passes the ranks ahead of it.
+    """
+    first = 0.0
+    slowest = 0.0
+    for rank in range(pp):
+        slowest = max(slowest, first + microbatches * sum(seconds[rank::pp]))
+        first += seconds[rank]
+    return max(slowest, sum(seconds))
