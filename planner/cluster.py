@@ -1,8 +1,63 @@
-"""Devices, the links between them, and the clusters they make."""
+"""Devices, the links between them, and the clusters they make.
+
+`cluster("64xH100")` makes one from the presets below; every figure in them has its source beside it.
+"""
 
 from __future__ import annotations
 
-from attrs import field, frozen
+import difflib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from attrs import Attribute, field, frozen
+
+from megaloom.dsl.errors import UserError
+
+GiB = 2**30
+
+# Bytes that torch.cuda reports in all, less than what is printed on the box: read off the "total capacity of …"
+# of torch's own out-of-memory messages, as users report them.
+MEMORY = {
+    "A100": int(79.15 * GiB),
+    "A100-40GB": int(39.39 * GiB),
+    "H100": int(79.10 * GiB),
+    "H200": int(139.80 * GiB),
+    "B200": int(178.35 * GiB),
+    "GB200": int(184.31 * GiB),
+    "CPU": 4 * GiB,  # a process's share when four of them have a machine of 16 GiB
+}
+
+
+def within(low: float, high: float, unit: str) -> Callable[[Any, Attribute[Any], float], None]:
+    """A validator: the figure lies in [low, high] of `unit`, outside of which it is a slip of the pen."""
+
+    def check(owner: Any, attribute: Attribute[Any], value: float) -> None:
+        if not low <= value <= high:  # also refuses nan
+            what = f"{type(owner).__name__} {getattr(owner, 'name', '')}".strip()
+            raise UserError(
+                f"{what}: {attribute.name} = {value:g} is not plausible\n"
+                f"{attribute.name} is in {unit}, from {low:g} to {high:g}"
+            )
+
+    return check
+
+
+def _flops(owner: Device, attribute: Attribute[Any], value: dict[str, float]) -> None:
+    if not value:
+        raise UserError(f"Device {owner.name}: flops is empty\ngive a peak for each precision, as {{'bf16': 1e15}}")
+    for flops in value.values():
+        within(1e8, 1e17, "FLOP/s")(owner, attribute, flops)
+
+
+def _nbytes(owner: Device, attribute: Attribute[Any], value: int) -> None:
+    within(2**20, 2**43, "bytes")(owner, attribute, value)
+    known = MEMORY.get(owner.name, value) if owner.name != "CPU" else value
+    if not 0.9 * known <= value <= 1.1 * known:
+        raise UserError(
+            f"Device {owner.name}: nbytes is {value / GiB:.1f} GiB, but a {owner.name} has {known / GiB:.1f} GiB\n"
+            "give the right memory, or the device another name"
+        )
 
 
 @frozen(kw_only=True)
@@ -10,29 +65,238 @@ class Device:
     """One accelerator (or one CPU process), by its datasheet and by what it was measured to reach."""
 
     name: str
-    flops: dict[str, float] = field(hash=False)  # peak FLOP/s of a dense matrix product, by Precision value
-    nbytes: int  # memory
-    bandwidth: float  # bytes/s of that memory, read + written
+    flops: dict[str, float] = field(hash=False, validator=_flops)  # peak FLOP/s of a matrix product, by Precision value
+    nbytes: int = field(validator=_nbytes)  # memory
+    bandwidth: float = field(validator=within(1e8, 1e14, "bytes/s"))  # peak of that memory, read + written
+    flops_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the peak"))
+    """What a large matrix product reaches of `flops`."""
+    bandwidth_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the peak"))
+    """What a large copy reaches of `bandwidth`."""
+    launch_seconds: float = field(default=0.0, validator=within(0, 1, "seconds"))
+    """What one small kernel takes at least, with the host's part in it."""
 
 
 @frozen(kw_only=True)
 class Link:
-    """What joins a device to others: bytes/s one way, and seconds before the first byte."""
+    """What joins a device to others: a message takes latency + steps * hop + bytes / (bandwidth * efficiency).
+
+    `steps` are those of the collective after the first: n - 2 for an all-gather in a ring of n, 0 for a send.
+    """
 
     name: str
-    bandwidth: float
-    latency: float
+    bandwidth: float = field(validator=within(1e6, 1e13, "bytes/s"))  # of one device, one way
+    latency: float = field(validator=within(0, 1, "seconds"))  # before the first byte
+    hop: float = field(default=0.0, validator=within(0, 1, "seconds"))
+    efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the bandwidth"))
 
 
 @frozen(kw_only=True)
 class Cluster:
-    """`count` devices, `per_node` of them in each node, joined by `intra` within a node and by `inter` across."""
+    """`count` devices, `per_node` of them in each node, joined by `intra` within a node and by `inter` across.
+
+    A node is what the fast link spans: a box of 8, or as much of a rack of 72 as is used.
+    """
 
     device: Device
-    count: int
-    per_node: int
+    count: int = field(validator=within(1, 10**6, "devices"))
+    per_node: int = field(validator=within(1, 10**6, "devices"))
     intra: Link
     inter: Link
 
+    def __attrs_post_init__(self) -> None:
+        if self.count % self.per_node:
+            raise UserError(
+                f"{self.count} devices do not fill nodes of {self.per_node}\n"
+                f"{self.count // self.per_node * self.per_node or self.per_node} or "
+                f"{-(-self.count // self.per_node) * self.per_node} would"
+            )
+        for link in (self.intra, self.inter):
+            if link.bandwidth > self.device.bandwidth:
+                raise UserError(
+                    f"{link.name} at {link.bandwidth:g} bytes/s is faster than the memory of a {self.device.name}, "
+                    f"{self.device.bandwidth:g} bytes/s, that it reads from\n"
+                    "bandwidth is in bytes/s: 400 Gb/s is 50e9"
+                )
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes the devices fill."""
+        return self.count // self.per_node
+
     def __str__(self) -> str:
         return f"{self.count}x{self.device.name}"
+
+
+@frozen(kw_only=True)
+class Preset:
+    """A kind of device and how it comes: `tray` of them are had together, up to `domain` of them share `intra`."""
+
+    device: Device
+    intra: Link
+    inter: Link
+    domain: int
+    tray: int
+
+
+# NVLink, one way, from the datasheets of the GPUs (which print the sum of both ways). Of it, 0.755 is the mean of
+# all-reduce, all-gather, reduce-scatter, all-to-all and a ring of sends of 1 GiB over four H200 (354, 326, 322, 337,
+# 360 GB/s of 450; shared/megatron_core.md); NVIDIA says 370 (github.com/NVIDIA/nccl-tests/issues/212). Taken to be the
+# same share for the other generations, which were not measured. Latency and hop: NCCL's own tuning table for
+# the ring (src/graph/tuning.cc: base 8.4 us, NVLink 3.4 us, network 14 us). It gives 25 us for the all-reduce over
+# four that took 25, and 15 us for the all-gather that took 17.
+def _nvlink(generation: int, bandwidth: float) -> Link:
+    return Link(name=f"NVLink {generation}", bandwidth=bandwidth, latency=8.4e-6, hop=3.4e-6, efficiency=0.755)
+
+
+# One network card a GPU. Of 50 GB/s NCCL gets 46 to 48 (github.com/NVIDIA/nccl-tests/issues/290).
+def _infiniband(name: str, bandwidth: float) -> Link:
+    return Link(name=f"InfiniBand {name}", bandwidth=bandwidth, latency=8.4e-6, hop=14e-6, efficiency=0.92)
+
+
+NVLINK3, NVLINK4, NVLINK5 = _nvlink(3, 300e9), _nvlink(4, 450e9), _nvlink(5, 900e9)
+HDR, NDR = _infiniband("HDR", 25e9), _infiniband("NDR", 50e9)  # DGX A100: 200 Gb/s a GPU; DGX H100, B200, NVL72: 400
+
+# Not measured: what an eager torch kernel costs the host at the least. A CUDA graph would hide it.
+LAUNCH = 5e-6
+
+# flops: dense, from NVIDIA's datasheets, bf16 on the tensor cores, fp32 on the CUDA cores (torch does not use TF32
+# unless told to). flops_efficiency: the best large bf16 product found by github.com/stas00/ml-engineering (MAMF table:
+# A100 267.9, H100 and H200 794.5, B200 1745 TFLOP/s); measured for this project on the H200: 790
+# (shared/megatron_core.md). bandwidth: datasheets. bandwidth_efficiency: a device copy on the H200 moves 4.3 TB/s of
+# 4.8; taken to be the same share for the others.
+DEVICES = (
+    Device(
+        name="A100",  # SXM, 80 GB
+        flops={"bf16": 312e12, "fp32": 19.5e12},
+        nbytes=MEMORY["A100"],
+        bandwidth=2.039e12,
+        flops_efficiency=0.859,
+        bandwidth_efficiency=0.896,
+        launch_seconds=LAUNCH,
+    ),
+    Device(
+        name="A100-40GB",  # SXM
+        flops={"bf16": 312e12, "fp32": 19.5e12},
+        nbytes=MEMORY["A100-40GB"],
+        bandwidth=1.555e12,
+        flops_efficiency=0.859,
+        bandwidth_efficiency=0.896,
+        launch_seconds=LAUNCH,
+    ),
+    Device(
+        name="H100",  # SXM
+        flops={"bf16": 989.4e12, "fp32": 66.9e12},
+        nbytes=MEMORY["H100"],
+        bandwidth=3.35e12,
+        flops_efficiency=0.80,
+        bandwidth_efficiency=0.896,
+        launch_seconds=LAUNCH,
+    ),
+    Device(
+        name="H200",  # SXM
+        flops={"bf16": 989.4e12, "fp32": 66.9e12},
+        nbytes=MEMORY["H200"],
+        bandwidth=4.8e12,
+        flops_efficiency=0.80,
+        bandwidth_efficiency=0.896,
+        launch_seconds=LAUNCH,
+    ),
+    Device(
+        name="B200",  # HGX, 1,000 W
+        flops={"bf16": 2.25e15, "fp32": 75e12},
+        nbytes=MEMORY["B200"],
+        bandwidth=8e12,
+        flops_efficiency=0.776,
+        bandwidth_efficiency=0.896,
+        launch_seconds=LAUNCH,
+    ),
+    Device(
+        name="GB200",  # NVL72, 1,200 W: 180 PFLOP/s dense bf16, 5.76 PFLOP/s fp32, 576 TB/s in a rack of 72
+        flops={"bf16": 2.5e15, "fp32": 80e12},
+        nbytes=MEMORY["GB200"],
+        bandwidth=8e12,
+        flops_efficiency=0.776,
+        bandwidth_efficiency=0.896,
+        launch_seconds=LAUNCH,
+    ),
+    # Measured for this project on a virtual machine with 2 cores of an AMD EPYC with AVX-512, torch 2.13, four
+    # processes of one thread at a time, best of 5, the slowest process counted: matrix products of 512 (fp32) and
+    # 1024 (bf16), a copy of 32 MiB; launch: what a small block's forward and backward takes more than its products
+    # do, by kernel (1.5 ms, about 75). One or two processes alone are about twice as fast.
+    Device(
+        name="CPU",
+        flops={"fp32": 52e9, "bf16": 117e9},
+        nbytes=MEMORY["CPU"],
+        bandwidth=17e9,
+        launch_seconds=20e-6,
+    ),
+)
+# The same machine, gloo over loopback, four processes, best of 9. A send of 1 KiB 0.25 ms, an all-gather 1.2, an
+# all-reduce 2.1; of 32 MiB a send 1.3 GB/s, and bus bandwidths from 0.25 (all-gather) to 1.2 (all-reduce).
+LOOPBACK = Link(name="gloo on loopback", bandwidth=1.3e9, latency=0.25e-3, hop=0.4e-3, efficiency=0.6)
+
+
+def _preset(device: Device) -> Preset:
+    match device.name:
+        case "CPU":  # one machine, however many processes
+            return Preset(device=device, intra=LOOPBACK, inter=LOOPBACK, domain=10**6, tray=1)
+        case "GB200":
+            return Preset(device=device, intra=NVLINK5, inter=NDR, domain=72, tray=4)
+        case "B200":
+            return Preset(device=device, intra=NVLINK5, inter=NDR, domain=8, tray=8)
+        case "A100" | "A100-40GB":
+            return Preset(device=device, intra=NVLINK3, inter=HDR, domain=8, tray=8)
+        case _:
+            return Preset(device=device, intra=NVLINK4, inter=NDR, domain=8, tray=8)
+
+
+PRESETS = {device.name: _preset(device) for device in DEVICES}
+ALIASES = {"A100-80GB": "A100"}
+DEFAULT = "H100"  # the kind that a bare count means
+
+
+def cluster(text: str) -> Cluster:
+    """The cluster that `64xH100` names: a count and a kind of device.
+
+    `H100` alone is one of them, `64` alone that many H100; nodes are as the preset has them, filled evenly.
+
+    Raises UserError for a kind that is not known and for a count that fills no nodes.
+    """
+    if re.fullmatch(r"\s*-?\d+\s*", text):
+        text = f"{text}x{DEFAULT}"
+    found = re.fullmatch(r"\s*(?:(-?\d+)\s*[x*\u00d7]\s*)?([a-z][\w-]*)\s*", text, re.I)
+    if not found:
+        raise UserError(f"{text!r} is not a number of devices of a kind\nsay it as 8xH100; known: {', '.join(PRESETS)}")
+    count, preset = int(found[1] or 1), _find(found[2])
+    if count < 1:
+        raise UserError(f"{text!r}: {count} devices can train nothing\nask for at least 1x{preset.device.name}")
+    return Cluster(
+        device=preset.device,
+        count=count,
+        per_node=_per_node(count, preset),
+        intra=preset.intra,
+        inter=preset.inter,
+    )
+
+
+def _find(name: str) -> Preset:
+    kinds = {kind.lower(): kind for kind in PRESETS} | {alias.lower(): kind for alias, kind in ALIASES.items()}
+    if name.lower() not in kinds:
+        near = difflib.get_close_matches(name.lower(), kinds, 1)
+        hint = f"; did you mean {kinds[near[0]]}?" if near else ""
+        raise UserError(f"unknown device {name!r}{hint}\nknown: {', '.join(PRESETS)}")
+    return PRESETS[kinds[name.lower()]]
+
+
+def _per_node(count: int, preset: Preset) -> int:
+    """The most devices a node that fill every node evenly, in whole trays."""
+    if count <= preset.tray:
+        return count
+    if count % preset.tray:
+        below = count // preset.tray * preset.tray
+        raise UserError(
+            f"{count}x{preset.device.name}: they come {preset.tray} to a node, and {count} do not fill nodes evenly\n"
+            f"{below}x{preset.device.name} or {below + preset.tray}x{preset.device.name} would"
+        )
+    trays, most = count // preset.tray, preset.domain // preset.tray
+    return preset.tray * max(n for n in range(1, min(trays, most) + 1) if trays % n == 0)
