@@ -32,8 +32,8 @@ def cut(
 def evenest(atoms: Matrix, count: int, allowed: Callable[[int], Mask] | None = None) -> tuple[int, ...] | None:
     """The bounds of `count` non-empty runs of atoms whose slowest run is as quick as can be.
 
-    Among those, the least sum of squares, so that what is not slowest is even too. `allowed(k)[i, j]` says whether run k
-    may be atoms[i:j]. O(count · len(atoms)²), in numpy.
+    Among those, the least sum of squares, so that what is not slowest is even too. `allowed(k)[i, j]` says whether
+    run k may be atoms[i:j]. O(count · len(atoms)²), in numpy.
     """
     size = len(atoms) + 1
     if count >= size:

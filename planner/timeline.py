@@ -77,7 +77,7 @@ def table(pp: int, vpp: int, microbatches: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=4096)
 def order(rank: int, pp: int, vpp: int, microbatches: int) -> tuple[Step, ...]:
-    """The steps of `rank`: warm-up forwards, then one forward and one backward in turn, then the backwards left over."""
+    """The steps of `rank`: warm-up forwards, then forward and backward in turn, then the backwards left over."""
     rows = table(pp, vpp, microbatches)
     forward = [Step(chunk * pp + rank, i, False) for i, chunk in rows]
     backward = [Step((vpp - 1 - chunk) * pp + rank, i, True) for i, chunk in rows]
@@ -88,7 +88,7 @@ def order(rank: int, pp: int, vpp: int, microbatches: int) -> tuple[Step, ...]:
 
 @lru_cache(maxsize=4096)
 def held(rank: int, pp: int, vpp: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """The fullest sets of forward steps that `rank` ever has in flight: how many of each chunk, no set within another."""
+    """The fullest sets of forwards that `rank` ever has in flight: how many of each chunk, no set within another."""
     now = [0] * vpp
     seen: set[tuple[int, ...]] = set()
     for step in order(rank, pp, vpp, microbatches):
@@ -106,9 +106,9 @@ def replay(
 ) -> Timeline:
     """Each step starts as soon as its rank is free and its input is there, in the rank's order.
 
-    `forward` and `backward` are seconds of one micro-batch by stage, `transfer[s]` those of what passes between stages s
-    and s + 1, either way. One chunk a rank: a rank sends before it goes on (megatron-core's blocking exchange); several:
-    it sends while it computes (`overlap_p2p_comm`, the only setting that is right there).
+    `forward` and `backward` are seconds of one micro-batch by stage, `transfer[s]` those of what passes between
+    stages s and s + 1, either way. One chunk a rank: a rank sends before it goes on (megatron-core's blocking
+    exchange); several: it sends while it computes (`overlap_p2p_comm`, the only setting that is right there).
     """
     stages = len(forward)
     vpp = stages // pp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def ways(atoms: list[float], count: int) -> list[tuple[int, ...]]:
 
 
 def runs(atoms: list[float], bounds: tuple[int, ...]) -> list[float]:
-    return [sum(atoms[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [sum(atoms[a:b]) for a, b in pairwise(bounds)]
 
 
 def squares(atoms: list[float], bounds: tuple[int, ...]) -> float:
@@ -61,4 +61,6 @@ def test_chunks_begin_at_cuts_only(count: int) -> None:
     if count > 4:
         assert bounds is None
     else:
-        assert bounds is not None and set(bounds) <= {0, *cuts, 7} and len(bounds) == count + 1
+        assert bounds is not None
+        assert set(bounds) <= {0, *cuts, 7}
+        assert len(bounds) == count + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,9 @@ def test_warmup_and_order_are_megatron_cores() -> None:
             steps = timeline.order(rank, p, v, m)
             forward = [(s.microbatch, s.stage // p) for s in steps if not s.backward]
             backward = [(s.microbatch, v - 1 - s.stage // p) for s in steps if s.backward]
-            assert forward == rows and backward == rows and len(steps) == 2 * total
+            assert forward == rows
+            assert backward == rows
+            assert len(steps) == 2 * total
             kinds = [s.backward for s in steps]
             assert kinds == [False] * ahead + [False, True] * remaining + [True] * ahead
             assert all(s.stage % p == rank for s in steps)
@@ -78,7 +81,7 @@ def test_every_step_waits_for_its_input_and_its_rank(case: Any) -> None:
             before = step._replace(stage=step.stage + (1 if step.backward else -1))
             assert event.start >= events[before].end + transfer[min(before.stage, step.stage)]
     for rank in line.events:
-        assert all(a.end <= b.start for a, b in zip(rank, rank[1:], strict=False))
+        assert all(a.end <= b.start for a, b in pairwise(rank))
 
 
 @given(pipelines())
@@ -91,14 +94,14 @@ def test_no_rank_is_busier_than_the_makespan_and_no_replay_beats_the_bound(case:
         assert line.busy[rank] + line.sending[rank] <= line.makespan * (1 + 1e-12)
     assert line.makespan >= timeline.bound(total, pp, microbatches) * (1 - 1e-12)
     assert line.makespan >= replay(forward, backward, [0.0] * len(total), pp, microbatches).makespan
-    assert 0 <= line.bubble + 1e-12 and line.bubble < 1
+    assert -1e-12 <= line.bubble < 1
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 6), SECONDS, SECONDS)
-def test_uniform_stages_have_the_textbook_bubble(pp: int, vpp: int, rounds: int, forward: float, backward: float) -> None:
+def test_uniform_stages_have_the_known_bubble(pp: int, vpp: int, rounds: int, ahead: float, back: float) -> None:
     vpp = vpp if pp > 1 else 1
     m = rounds * pp
     stages = pp * vpp
-    line: Timeline = replay([forward] * stages, [backward] * stages, [0.0] * stages, pp, m)
+    line: Timeline = replay([ahead] * stages, [back] * stages, [0.0] * stages, pp, m)
     assert math.isclose(line.bubble, (pp - 1) / (m * vpp + pp - 1), abs_tol=1e-9)
-    assert math.isclose(line.makespan, timeline.bound([forward + backward] * stages, pp, m))
+    assert math.isclose(line.makespan, timeline.bound([ahead + back] * stages, pp, m))
