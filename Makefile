@@ -1,0 +1,58 @@
+# `make train` and `make test` do all the set-up they need, alone and in either order. `make help` lists the rest.
+VENV := .venv
+BIN := $(VENV)/bin
+SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
+# The Python to build $(VENV) from: PYTHON=..., or the first of these that is new enough.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
+    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+# Where that Python keeps a torch that drives this machine's GPUs, if it does. A cluster's own torch is built for its
+# driver, NCCL and Transformer Engine, so we use it instead of the pinned one. Anywhere else the pinned one is installed.
+OWN_TORCH ?= $(shell $(PYTHON) -c 'import pathlib, torch; assert torch.cuda.is_available(); \
+    print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null)
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint types unit format clean .venv
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+train: .venv  ## the main job: plan and train a small GPT on the text of Python's standard library (ARGS="..." for options)
+	@$(BIN)/megaloom train stdlib-gpt $(ARGS)
+
+test: lint types unit  ## lint, types and tests
+
+lint: .venv  ## ruff, its formatter, and the arrows between the packages
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/lint-imports --no-logo
+
+types: .venv  ## mypy, strict for dsl, planner and examples
+	$(BIN)/python -m mypy
+
+unit: .venv  ## pytest alone (ARGS="-n0 -k ..." for options)
+	$(BIN)/python -m pytest $(ARGS)
+
+format: .venv  ## rewrite the sources as lint wants them
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+clean:  ## remove everything that make made; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# .installing is there until all is done, so an install that was cut short is begun anew.
+.venv: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Megaloom needs Python >= 3.11 and found none. Name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "Installing into $(VENV) with $(PYTHON) (once; a minute or more; log: $(VENV)/install.log)"
+	@test ! -e $(VENV)/.installing || rm -rf $(VENV)
+	@mkdir -p $(VENV) && touch $(VENV)/.installing && rm -f $@
+	@$(PYTHON) -m venv $(VENV)
+	@own="$(OWN_TORCH)"; if [ -n "$$own" ]; then echo "Using the torch in $$own"; echo "$$own" > $(SITE)/own_torch.pth; \
+	    grep -v '^torch==' constraints.txt; else cat constraints.txt; fi > $(VENV)/constraints.txt
+	@$(BIN)/python -m pip install -qq --log $(VENV)/install.log --disable-pip-version-check -c $(VENV)/constraints.txt setuptools
+	@$(BIN)/python -m pip install -qq --log $(VENV)/install.log --disable-pip-version-check -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev]'
+	@mv $(VENV)/.installing $@ && touch $@
