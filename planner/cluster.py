@@ -74,6 +74,14 @@ class Device:
     """What a large copy reaches of `bandwidth`."""
     launch_seconds: float = field(default=0.0, validator=within(0, 1, "seconds"))
     """What one small kernel takes at least, with the host's part in it."""
+    attend_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the peak"))
+    """What fused attention reaches of `flops` on long sequences, heads of 128, causal work counted as half."""
+    sustained: float = field(default=1.0, validator=within(0.1, 1, "shares of the best"))
+    """What is left of `flops` in a training step, at the clock that the power limit leaves."""
+    units: int = field(default=1, validator=within(1, 10**6, "multiprocessors"))
+    """How many multiprocessors the tiles of a matrix product are dealt to."""
+    context_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
+    """What the driver, the libraries and the process take before the first tensor."""
 
 
 @frozen(kw_only=True)
@@ -164,6 +172,13 @@ LAUNCH = 5e-6
 # A100 267.9, H100 and H200 794.5, B200 1745 TFLOP/s); measured for this project on the H200: 790
 # (shared/megatron_core.md). bandwidth: datasheets. bandwidth_efficiency: a device copy on the H200 moves 4.3 TB/s of
 # 4.8; taken to be the same share for the others.
+# attend_efficiency: cuDNN's forward on an H100, causal, heads of 128, reaches 539 TFLOP/s at 16k (Shah et al.,
+# arXiv:2407.08608, figure 5), its backward 516 (figure 6); FlashAttention-2 gets 50-73 % of an A100 (Dao,
+# arXiv:2307.08691); the other generations are taken to be as the H100. sustained: in the profile of a training step on
+# the H200 (shared/megatron_core.md: 70 % of 514 TFLOP/s' time) matrix products run at 690 TFLOP/s where alone they
+# reach 790, of which their shapes explain 3 %; an A100 keeps its clock. units: datasheets. context_nbytes: not
+# measured here, as nvidia-smi shows it for a process that has made one tensor and one matrix product.
+CONTEXT = int(0.6 * GiB)
 DEVICES = (
     Device(
         name="A100",  # SXM, 80 GB
@@ -173,6 +188,9 @@ DEVICES = (
         flops_efficiency=0.859,
         bandwidth_efficiency=0.896,
         launch_seconds=LAUNCH,
+        attend_efficiency=0.58,
+        units=108,
+        context_nbytes=CONTEXT,
     ),
     Device(
         name="A100-40GB",  # SXM
@@ -182,6 +200,9 @@ DEVICES = (
         flops_efficiency=0.859,
         bandwidth_efficiency=0.896,
         launch_seconds=LAUNCH,
+        attend_efficiency=0.58,
+        units=108,
+        context_nbytes=CONTEXT,
     ),
     Device(
         name="H100",  # SXM
@@ -191,6 +212,10 @@ DEVICES = (
         flops_efficiency=0.80,
         bandwidth_efficiency=0.896,
         launch_seconds=LAUNCH,
+        attend_efficiency=0.545,
+        sustained=0.9,
+        units=132,
+        context_nbytes=CONTEXT,
     ),
     Device(
         name="H200",  # SXM
@@ -200,6 +225,10 @@ DEVICES = (
         flops_efficiency=0.80,
         bandwidth_efficiency=0.896,
         launch_seconds=LAUNCH,
+        attend_efficiency=0.545,
+        sustained=0.9,
+        units=132,
+        context_nbytes=CONTEXT,
     ),
     Device(
         name="B200",  # HGX, 1,000 W
@@ -209,6 +238,10 @@ DEVICES = (
         flops_efficiency=0.776,
         bandwidth_efficiency=0.896,
         launch_seconds=LAUNCH,
+        attend_efficiency=0.545,
+        sustained=0.9,
+        units=148,
+        context_nbytes=CONTEXT,
     ),
     Device(
         name="GB200",  # NVL72, 1,200 W: 180 PFLOP/s dense bf16, 5.76 PFLOP/s fp32, 576 TB/s in a rack of 72
@@ -218,6 +251,10 @@ DEVICES = (
         flops_efficiency=0.776,
         bandwidth_efficiency=0.896,
         launch_seconds=LAUNCH,
+        attend_efficiency=0.545,
+        sustained=0.9,
+        units=152,
+        context_nbytes=CONTEXT,
     ),
     # Measured for this project on a virtual machine with 2 cores of an AMD EPYC with AVX-512, torch 2.13, four
     # processes of one thread at a time, best of 5, the slowest process counted: matrix products of 512 (fp32) and
@@ -229,6 +266,8 @@ DEVICES = (
         nbytes=MEMORY["CPU"],
         bandwidth=17e9,
         launch_seconds=20e-6,
+        attend_efficiency=0.5,  # not measured
+        context_nbytes=GiB // 2,  # python, torch and megatron-core
     ),
 )
 # The same machine, gloo over loopback, four processes, best of 9. A send of 1 KiB 0.25 ms, an all-gather 1.2, an
