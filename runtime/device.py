@@ -1,0 +1,168 @@
+"""Which device and backend this process uses, and megatron-core made ready for it.
+
+`prepare()` comes before the first `import megatron.core` anywhere in this package. No other function here needs
+megatron-core, and none makes a CUDA context: a parent that only starts ranks holds no GPU memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import warnings
+from typing import Any
+
+import torch
+
+from megaloom.dsl.errors import UserError
+
+from . import shim
+
+CPU_PROCESSES = 4
+"""Processes on a machine without GPUs: the fewest that hold two axes of two, with any number of cores."""
+
+PRESETS = ("GB200", "B200", "H200", "H100", "A100")
+"""The devices that the planner knows; a name that contains another (GB200, B200) comes before it."""
+
+
+@functools.cache
+def gpus() -> int:
+    """Number of CUDA devices that this process may use; counted by NVML, so that CUDA is not started by asking."""
+    return torch.cuda.device_count()
+
+
+# Counted when the module is loaded: the shim answers for CUDA later.
+gpus()
+
+
+def available() -> int:
+    """Number of devices on this machine: its GPUs, or `CPU_PROCESSES` where there are none."""
+    return gpus() or CPU_PROCESSES
+
+
+def backend() -> str:
+    """The collectives' library: "nccl" between GPUs, "gloo" between CPU processes."""
+    return "nccl" if gpus() else "gloo"
+
+
+def current() -> torch.device:
+    """The device of this process; on GPUs the one that `torch.cuda.set_device` chose for its rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if gpus() else torch.device("cpu")
+
+
+def cluster_here() -> str:
+    """This machine as the planner names it, such as "4xCPU" or "2xH200"; UserError for a GPU without a preset."""
+    return f"{available()}x{_preset(gpu_name()) if gpus() else 'CPU'}"
+
+
+def _preset(name: str) -> str:
+    for preset in PRESETS:
+        if preset in name.upper():
+            return preset
+    raise UserError(
+        f"no figures for this machine's GPU, {name!r}\n"
+        f"known: {', '.join(reversed(PRESETS))}; name the nearest one with its count, such as --gpus {gpus()}xA100"
+    )
+
+
+def gpu_name() -> str:
+    """The first GPU's name, from the driver alone: the runtime would make a context, half a GB on that GPU."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    handle, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+    for call, args in (
+        (cuda.cuInit, (0,)),
+        (cuda.cuDeviceGet, (ctypes.byref(handle), 0)),
+        (cuda.cuDeviceGetName, (name, len(name), handle)),
+    ):
+        if status := call(*args):
+            raise UserError(f"the CUDA driver does not answer: {call.__name__} returns {status}; see nvidia-smi")
+    return name.value.decode()
+
+
+@functools.cache
+def prepare() -> None:
+    """Import megatron-core so that it runs on this machine's devices, with or without CUDA. Idempotent."""
+    _silence()
+    if gpus():
+        # Before Blackwell, kernels of one connection run in the order of their launch, which overlapping of
+        # tensor- and context-parallel collectives counts on. Too late once CUDA has started: launch sets it too.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        _import_megatron()
+    else:
+        shim.install()
+        # Without a GPU nothing is gained by compiling the fused functions, and it takes seconds and a compiler.
+        compile_, torch.compile = torch.compile, _uncompiled  # type: ignore[assignment]
+        try:
+            _import_megatron()
+        finally:
+            torch.compile = compile_
+        shim.finish()
+    _without_transformer_engine()
+
+
+def _uncompiled(function: Any = None, **kwargs: Any) -> Any:
+    return (lambda f: f) if function is None else function
+
+
+def _import_megatron() -> None:
+    import megatron.core.dist_checkpointing
+    import megatron.core.distributed
+    import megatron.core.models.gpt
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel.schedules  # noqa: F401
+
+    if not gpus():
+        megatron.core.jit.disable_jit_fuser()  # for modules of megatron-core that are imported later
+
+
+def _silence() -> None:
+    """Nothing that a user could act on: libraries that are optional, and torch's renaming of its collectives."""
+    for message in (
+        ".*(Apex|Transformer ?Engine|transformer_engine).*",
+        ".*is deprecated. Please use.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _without_transformer_engine() -> None:
+    """Three places of megatron-core 0.16.1 that fail on any device if Transformer Engine is missing."""
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # moe_utils.py:1192 asks whether it is None, having never set it
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        _load_with_torch_adam(distrib_optimizer.DistributedOptimizer)
+
+
+def _load_with_torch_adam(cls: Any) -> None:
+    """torch's Adam keeps its count of steps among the tensors of each parameter; the distributed optimizer
+    loses sight of that when it loads (distrib_optimizer.py:642, 819, 947)."""
+    state_dict, load_state_dict = cls.state_dict, cls.load_state_dict
+
+    def with_states(self: Any) -> Any:
+        """Before the first step there are no states, and it asks for their one count of steps: make them."""
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if not self.optimizer.state[param]:
+                    zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                    self.optimizer.state[param].update(step=torch.tensor(0.0), **zeros)
+        return state_dict(self)
+
+    def with_own_steps(self: Any, state: Any) -> None:
+        """It hands one tensor to all parameters, and each of them would count it up."""
+        load_state_dict(self, state)
+        for of_param in self.optimizer.state.values():
+            of_param["step"] = of_param["step"].clone()
+
+    def copy_tensors(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
+        """The parameter is a leaf, and the count of steps is not among `tensors`."""
+        group, index = self.model_param_group_index_map[model_param]
+        param = self.optimizer.param_groups[group]["params"][index]
+        with torch.no_grad():
+            for name, target in {"param": param, **self.optimizer.state[param]}.items():
+                if name != "step":
+                    target.copy_(tensors[name])
+
+    cls.state_dict, cls.load_state_dict = with_states, with_own_steps
+    cls._set_main_param_and_optimizer_states = copy_tensors

@@ -1,0 +1,310 @@
+"""One process a device: start ranks on this machine, or join those that torchrun or srun started.
+
+`run` is the whole life of a group of ranks. They are forked from this process on CPU (megatron-core is imported
+once, here) and spawned where there are GPUs; each calls the entry and leaves its outcome in a file (see `rank`).
+When one fails the others are ended, and of everything that went wrong the first real error is raised here: ranks
+that only saw a peer vanish are never the news. Whatever happens to this process (an error, a timeout, Ctrl-C,
+SIGTERM, SIGKILL), no rank outlives it.
+
+torch's own `start_processes` are not used: they wait up to 30 s for ranks that are stuck in a collective, report
+the first process to exit rather than the first to fail, keep this process's signals, and lose the ranks already
+started if starting the next one fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import socket
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from attrs import define, field
+
+from megaloom.dsl.errors import UserError
+
+from . import device, rank
+from .rank import Failure, Place, Returned
+
+GRACE = 2.0
+"""Seconds that ranks get to end by themselves: to tell of the real error, or to leave the terminal in order."""
+
+
+class RankError(RuntimeError):
+    """A rank failed: which one, and the text of its traceback, or how its process ended."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"rank {rank} {text}")
+        self.rank, self.text = rank, text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rank, self.text)
+
+
+def run(entry: Callable[..., Any], args: tuple[Any, ...], world: int, *, timeout: float | None = None) -> list[Any]:
+    """Each rank's `entry(*args)`, of `world` ranks on this machine, in the order of ranks.
+
+    `entry` is importable, `args` and the returned values are small and picklable. Rank 0 writes to this process's
+    stdout and stderr; the others' output is shown if they die without a traceback. `timeout`: seconds for it all.
+    Raises the first real error of any rank: its UserError, or else a RankError.
+    """
+    _check(world)
+    if not device.gpus():
+        device.prepare()  # here, once: forked ranks have it already
+    job = pickle.dumps((entry, args))
+    with (
+        tempfile.TemporaryDirectory(prefix="megaloom-") as folder,
+        _deferred_signals() as caught,
+        socket.create_server(("127.0.0.1", 0), backlog=4 * world) as server,
+    ):
+        ranks = Ranks(world, Path(folder))
+        try:
+            ranks.start(server.getsockname()[1], job)
+            # The ranks' meeting point, on a socket that listens already. Its thread starts only now: a forked
+            # process would have inherited no thread, but the locks that it held.
+            store = dist.TCPStore(
+                *server.getsockname(), is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+            )
+            ranks.watch(caught, None if timeout is None else time.monotonic() + timeout)
+            return ranks.values()
+        finally:
+            ranks.end()
+            store = None  # noqa: F841 # else an error's traceback would keep it, and its thread, for the next fork
+
+
+def _check(world: int) -> None:
+    if world < 1:
+        raise UserError(f"cannot start {world} ranks; 1 or more would work")
+    if device.gpus() and world > device.gpus():
+        raise UserError(f"{world} ranks need a GPU each, and this machine has {device.gpus()}: plan for those")
+    if inside():
+        raise UserError("already one of many ranks (RANK is set), where no more are started; unset RANK to start some")
+
+
+@contextlib.contextmanager
+def _deferred_signals() -> Iterator[list[int]]:
+    """The signals that came, for the loop to act upon: an exception in the midst of a start would lose ranks."""
+    caught: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # no other may set handlers, nor runs them
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # such as under nohup
+                before[number] = signal.signal(number, lambda number, frame: caught.append(number))
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _defaults(**variables: object) -> Iterator[None]:
+    """Environment variables, where they are unset, for the processes that start meanwhile."""
+    unset = {name: str(value) for name, value in variables.items() if name not in os.environ}
+    os.environ.update(unset)
+    try:
+        yield
+    finally:
+        for name in unset:
+            del os.environ[name]
+
+
+def _threads(world: int) -> int:
+    """Threads for each of `world` ranks, so that together they don't exceed this process's cores."""
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // world))
+
+
+@define(eq=False)
+class Ranks:
+    """The processes of one run, and the folder in which they leave their outcomes."""
+
+    world: int
+    folder: Path
+    processes: list[Any] = field(factory=list, init=False)
+    ended: dict[int, float] = field(factory=dict, init=False)  # rank -> when that was seen, in monotonic seconds
+
+    def start(self, port: int, job: bytes) -> None:
+        """Start them all, each on the list before the next one starts."""
+        context: Any = multiprocessing.get_context("spawn" if device.gpus() else "fork")
+        threads = _threads(self.world)
+        # What OpenMP and CUDA read when a spawned rank loads them, before it runs a line of ours.
+        with _defaults(OMP_NUM_THREADS=threads, CUDA_DEVICE_MAX_CONNECTIONS=1), warnings.catch_warnings():
+            # Python 3.12 warns of forking beside any thread. None of ours runs now, and ranks touch no other's.
+            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+            for number in range(self.world):
+                place = Place(number, self.world, port, str(self.folder), threads, os.getpid())
+                process = context.Process(target=rank.main, args=(place, job))
+                process.start()
+                self.processes.append(process)
+
+    def running(self) -> list[int]:
+        """The ranks that have not ended; the others are noted as ended."""
+        alive = [number for number, process in enumerate(self.processes) if process.is_alive()]
+        for number in set(range(len(self.processes))).difference(alive):
+            self.ended.setdefault(number, time.monotonic())
+        return alive
+
+    def watch(self, caught: Sequence[int], deadline: float | None) -> None:
+        """Return when all have ended well; raise at the first failure, a signal or the deadline."""
+        while running := self.running():
+            if caught:
+                raise KeyboardInterrupt if caught[0] == signal.SIGINT else SystemExit(128 + caught[0])
+            if self.failures():
+                break
+            if deadline is not None and time.monotonic() > deadline:
+                raise self.too_late(running)
+            self.wait(0.1)
+        if self.failures():
+            raise self.first_error()
+
+    def wait(self, seconds: float) -> None:
+        """Until another rank ends, but no longer than that."""
+        wait([process.sentinel for process in self.processes if process.is_alive()], timeout=seconds)
+
+    def outcome(self, number: int) -> Returned | Failure:
+        """What a rank that has ended left; if it left nothing, how its process ended."""
+        try:
+            return pickle.loads((self.folder / f"{number}.outcome").read_bytes())  # type: ignore[no-any-return]
+        except FileNotFoundError:
+            code = self.processes[number].exitcode
+            # NCCL and gloo may abort a process whose peer is gone.
+            return Failure(number, self.ended[number], _ending(code) + self.output(number), code == -signal.SIGABRT)
+
+    def values(self) -> list[Any]:
+        """What the ranks returned, all of them having done so."""
+        outcomes = [self.outcome(number) for number in range(self.world)]
+        return [outcome.value for outcome in outcomes if isinstance(outcome, Returned)]
+
+    def failures(self) -> list[Failure]:
+        """Those of the ranks that have ended so far."""
+        outcomes = [self.outcome(number) for number in self.ended]
+        return [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+
+    def output(self, number: int) -> str:
+        """The last lines that a rank wrote, if they are not on the terminal already."""
+        log = self.folder / f"{number}.log"
+        lines = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
+        return "".join(["\nthe end of its output:" if lines else "", *(f"\n  | {line}" for line in lines)])
+
+    def first_error(self) -> Exception:
+        """The earliest that is no consequence of another, waiting a little for one to come; else the earliest."""
+        deadline = time.monotonic() + GRACE
+        while all(failure.consequence for failure in self.failures()) and time.monotonic() < deadline:
+            if not self.running():
+                break
+            self.wait(0.05)
+        first = min(self.failures(), key=lambda failure: (failure.consequence, failure.when))
+        text = first.text
+        done = sorted(self.ended.keys() - {failure.rank for failure in self.failures()})
+        if first.consequence and done:
+            text += f"\nrank {_names(done)} had already returned: not all ranks take part in the same collectives"
+        return first.user or RankError(first.rank, text)
+
+    def too_late(self, running: list[int]) -> RankError:
+        """Who was still running, and where."""
+        self.signal(signal.SIGUSR1)  # a rank answers with its stack, also from inside a collective
+        time.sleep(0.2)
+        stack = (self.folder / f"{running[0]}.stack").read_text().rstrip()
+        done = f"rank {_names(sorted(self.ended))} had returned" if self.ended else "no rank had returned"
+        text = f"ran out of time, and so did {_names(running)}" if running[1:] else "ran out of time"
+        return RankError(running[0], f"{text}; {done}. It was here:\n{stack}")
+
+    def signal(self, number: int) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    def end(self) -> None:
+        """No rank is left after this: first asked to stop, then made to."""
+        self.signal(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE
+        while self.running() and time.monotonic() < deadline:
+            self.wait(0.05)
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _ending(code: int) -> str:
+    """How a process ended that had no time to say why, and what may help."""
+    if code >= 0:
+        return f"left with exit status {code}, without an error of its own"
+    died = f"died of signal {-code} ({signal.Signals(-code).name})"
+    if code == -signal.SIGKILL:
+        return died + ": often the kernel, out of memory; a smaller micro-batch or more recomputation needs less"
+    return died
+
+
+# --------------------------------------------------------------------------------------- under torchrun or srun
+def inside() -> bool:
+    """Whether this process is already one of many, started by torchrun or srun: then `join`, don't `run`."""
+    return "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+
+
+def join(world: int | None = None) -> None:
+    """Initialise torch.distributed as the environment says; UserError if that is incomplete or not of `world` ranks."""
+    names = _from_slurm() if "RANK" not in os.environ else {}
+    missing = [name for name in TORCHRUN if name not in os.environ and name not in names]
+    if missing:
+        raise UserError(
+            f"RANK is set, as under torchrun, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not\n"
+            "start with torchrun --nproc-per-node, or unset RANK to let this process start the ranks itself"
+        )
+    os.environ.update(names)
+    number, size, local = (_integer(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if world is not None and size != world:
+        raise UserError(f"the plan is for {world} ranks, and {size} were started; start {world}, or plan for {size}")
+    device.prepare()
+    if not dist.is_initialized():
+        rank.initialise(number, size, _own_gpu(local), None)
+
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""The variables that torchrun sets and torch.distributed reads."""
+
+
+def _integer(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise UserError(f"{name}={os.environ[name]!r} in the environment is no number") from None
+
+
+def _own_gpu(local: int) -> int:
+    """The index of this rank's GPU; 0 where each rank is shown only its own, as srun --gpus-per-task does."""
+    if local < device.gpus() or not device.gpus():
+        return local
+    if device.gpus() == 1:
+        return 0
+    raise UserError(f"local rank {local} has no GPU, of {device.gpus()} here; start at most {device.gpus()} a node")
+
+
+def _from_slurm() -> dict[str, str]:
+    """torchrun's variables from srun's; the first node of the step is the meeting point, unless one is named."""
+    given = {torchrun: os.environ[slurm] for torchrun, slurm in SLURM.items() if slurm in os.environ}
+    first = re.match(r"([^\[,]+)(?:\[(\d+))?", os.environ.get("SLURM_STEP_NODELIST", ""))
+    if first:
+        given.setdefault("MASTER_ADDR", os.environ.get("MASTER_ADDR", "".join(first.groups(""))))
+    if "SLURM_JOB_ID" in os.environ:  # the same on all nodes, another for each job
+        port = 20000 + int(os.environ["SLURM_JOB_ID"]) % 20000
+        given.setdefault("MASTER_PORT", os.environ.get("MASTER_PORT", str(port)))
+    return given
+
+
+SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+"""srun's names for torchrun's."""

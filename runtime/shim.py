@@ -1,0 +1,196 @@
+"""megatron-core on a machine without CUDA: "the current CUDA device" comes to mean the CPU.
+
+`install()` runs before megatron-core is first imported and replaces, in torch, only what would otherwise raise
+there. `finish()` runs after the import and does the same inside megatron-core. Nothing is edited on disk,
+`torch.cuda.is_available()` stays False, and neither function is ever called on a machine with CUDA.
+
+| group | who in megatron-core 0.16.1 asks for it |
+|---|---|
+| device | everything (`torch.cuda.current_device()` as a device), p2p and checkpoints (`synchronize`) |
+| streams | the all-to-all dispatcher of MoE |
+| factories | optimizer, gradient clipping, schedules, rotary positions with context parallelism (`pin_memory`) |
+| tensors | rotary positions with context parallelism, tied embeddings, parallel checkpoint loads (`.cuda()`) |
+| types | every optimizer: it sorts parameters by the name "torch.cuda.FloatTensor" |
+| random | the tracker of random states |
+| uneven | expert tensor parallelism: gloo gathers and scatters only equal parts |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+
+def install() -> None:
+    """After this, code written for CUDA runs on the CPU, in torch itself."""
+    for group in (_device, _streams, _factories, _tensors, _types, _random, _uneven):
+        group()
+
+
+def finish() -> None:
+    """What can only be replaced inside megatron-core, once it is imported."""
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    random._get_cuda_rng_state = _get_rng_state
+    random._set_cuda_rng_state = _set_rng_state
+    # The tracker warns if the CPU generator moved inside its fork(): here that is the very point of it.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    # It makes numpy arrays only of tensors that lie on CUDA (moe_utils.py:1093), and then counts on them.
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
+
+
+def _answers(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+def _device() -> None:
+    torch.cuda.current_device = _answers(CPU)
+    torch.cuda.device_count = _answers(1)
+    for silent in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+        setattr(torch.cuda, silent, _answers(None))
+    for nothing in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(torch.cuda, nothing, _answers(0))
+
+
+class _Ordered:
+    """A stream or an event where everything happens in program order anyway: waiting is free."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait(self, *args: Any) -> None:
+        pass
+
+    record = synchronize = wait_stream = wait_event = wait
+
+    def record_event(self, event: _Ordered | None = None) -> _Ordered:
+        return event or _Ordered()
+
+
+def _streams() -> None:
+    torch.cuda.Stream = torch.cuda.Event = _Ordered  # type: ignore[misc, assignment]
+    torch.cuda.current_stream = torch.cuda.default_stream = _answers(_Ordered())
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[misc, assignment]
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _answers(None)
+
+
+def _here(device: Any) -> Any:
+    return CPU if device is not None and str(device).startswith("cuda") else device
+
+
+def _factories() -> None:
+    for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(make)
+    def factory(*args: Any, **kwargs: Any) -> Tensor:
+        if "device" in kwargs:
+            kwargs["device"] = _here(kwargs["device"])
+            kwargs.pop("pin_memory", None)
+        return make(*args, **kwargs)
+
+    return factory
+
+
+def _tensors() -> None:
+    to = Tensor.to
+
+    @functools.wraps(to)
+    def moved(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args and isinstance(args[0], str | torch.device):
+            args = (_here(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = _here(kwargs["device"])
+        return to(self, *args, **kwargs)
+
+    def itself(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    Tensor.to = moved  # type: ignore[method-assign, assignment]
+    Tensor.cuda = Tensor.pin_memory = torch.nn.Module.cuda = itself  # type: ignore[method-assign, assignment]
+    Tensor.record_stream = _answers(None)  # type: ignore[method-assign]
+
+
+def _types() -> None:
+    named = Tensor.type
+
+    @functools.wraps(named)
+    def type_(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        asks_the_name = not args and not kwargs
+        name = named(self, *args, **kwargs)
+        if asks_the_name and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core.optimizer"):
+            return name.replace("torch.", "torch.cuda.", 1)
+        return name
+
+    Tensor.type = type_  # type: ignore[method-assign]
+
+
+def _get_rng_state(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+def _random() -> None:
+    for where in (torch.cuda, torch.cuda.random):
+        where.get_rng_state, where.set_rng_state = _get_rng_state, _set_rng_state
+        where.manual_seed = where.manual_seed_all = _seed  # type: ignore[assignment]
+
+
+def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _uneven() -> None:
+    """Parts of unequal length travel padded to the longest; equal ones as they always did."""
+    gather, scatter = dist.all_gather, dist.reduce_scatter
+
+    def all_gather(parts: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        longest = _longest(parts)
+        if longest is None:
+            return gather(parts, tensor, group=group, async_op=async_op)
+        padded = [part.new_empty(longest, *part.shape[1:]) for part in parts]
+        gather(padded, _pad(tensor, longest), group=group)
+        for part, full in zip(parts, padded, strict=True):
+            part.copy_(full[: len(part)])
+
+    def reduce_scatter(
+        out: Tensor, parts: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        longest = _longest(parts)
+        if longest is None:
+            return scatter(out, parts, op=op, group=group, async_op=async_op)
+        full = out.new_empty(longest, *out.shape[1:])
+        scatter(full, [_pad(part, longest) for part in parts], op=op, group=group)
+        out.copy_(full[: len(out)])
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
+
+
+def _longest(parts: list[Tensor]) -> int | None:
+    """The greatest length of parts that differ in length, None if they don't."""
+    lengths = {len(part) for part in parts if part.dim()}
+    return max(lengths) if len(lengths) > 1 else None
+
+
+def _pad(tensor: Tensor, length: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
