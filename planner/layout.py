@@ -36,6 +36,9 @@ class Workload:
         return self.seq * self.batch
 
 
+AXES = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
+
+
 @frozen(kw_only=True)
 class Layout:
     """The degree of each axis of the device mesh. `Layout()` is one process.
@@ -56,6 +59,11 @@ class Layout:
     distributed_optimizer: bool = False
 
     @property
+    def degrees(self) -> dict[str, int]:
+        """The degree of each axis, and the micro-batch size."""
+        return {axis: getattr(self, axis) for axis in (*AXES, "micro_batch")}
+
+    @property
     def world(self) -> int:
         """Devices in all."""
         return self.dp * self.tp * self.pp * self.cp
@@ -64,6 +72,15 @@ class Layout:
     def edp(self) -> int:
         """Copies of each expert."""
         return self.world // (self.pp * self.ep * self.etp)
+
+    def __str__(self) -> str:
+        """The layout as people write it: what is not 1 or off."""
+        said = [f"{axis}{degree}" for axis, degree in self.degrees.items() if degree > 1 and axis in AXES]
+        said += [f"mbs{self.micro_batch}"]
+        said += ["sp"] if self.sequence_parallel else []
+        said += ["dist-opt"] if self.distributed_optimizer else []
+        said += [f"recompute {self.recompute}"] if self.recompute is not Recompute.NONE else []
+        return " ".join(said)
 
     def microbatches(self, batch: int) -> int:
         """Micro-batches that each data-parallel rank runs for a global batch of `batch` sequences."""

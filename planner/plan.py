@@ -1,11 +1,34 @@
-"""The plan: a layout, the cut of the graph into stages, and what is predicted of them. A value; JSON on disk."""
+"""The plan: a layout, the cut of the graph into stages, and what is predicted of them. A value; JSON on disk.
+
+Protocol: `loads(dumps(plan), …) == plan`, exactly. What cannot be a plan of this version is a PlanError that names the
+field; `check` refuses another model than the one that was planned.
+"""
 
 from __future__ import annotations
 
-from attrs import frozen
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_origin
+
+from attrs import fields, frozen, has
+from cattrs import ClassValidationError, Converter, IterableValidationError, IterableValidationNote
+from cattrs.gen import make_dict_structure_fn
+
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import Model, fingerprint
 
 from .cluster import Cluster
 from .layout import Layout, Workload
+
+VERSION = 1
+
+
+class PlanError(UserError):
+    """A plan that cannot be used: corrupt, foreign, of another version, or of another model."""
 
 
 @frozen(kw_only=True)
@@ -47,3 +70,181 @@ class Plan:
     stages: tuple[Stage, ...]
     predicted: Prediction
     reasons: tuple[str, ...]  # why this layout, in sentences
+
+
+def check(plan: Plan, model: Model) -> None:
+    """Nothing, when `model` is the one that was planned. Raises PlanError otherwise."""
+    found = fingerprint(model)
+    if found != plan.fingerprint:
+        raise PlanError(
+            f"the plan is for another model: {plan.model} had fingerprint {plan.fingerprint}, "
+            f"{model.name!r} has {found}\nit changed since; plan it again: {again(plan)}"
+        )
+
+
+def again(plan: Plan) -> str:
+    """The command that makes such a plan anew."""
+    w = plan.workload
+    return f"plan {plan.model} --gpus {plan.cluster} --seq {w.seq} --batch {w.batch} --precision {w.precision}"
+
+
+def dumps(plan: Plan) -> str:
+    """The plan as JSON."""
+    return json.dumps(_converter().unstructure(plan), indent=1, allow_nan=False) + "\n"
+
+
+def loads(text: str, where: str) -> Plan:
+    """The plan that this JSON holds. `where` names its place in errors. Raises PlanError."""
+    try:
+        raw = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{where} is not JSON: {error}\na plan is what `plan MODEL -o {where}` writes") from None
+    if not isinstance(raw, dict) or "version" not in raw or "stages" not in raw:
+        raise PlanError(f"{where} is JSON, but not a plan\na plan is what `plan MODEL -o {where}` writes")
+    if raw["version"] != VERSION or isinstance(raw["version"], bool):
+        raise PlanError(
+            f"{where} is a plan of version {raw['version']!r}; this megaloom reads version {VERSION}\n"
+            f"plan {raw.get('model', 'MODEL')!s} again"
+        )
+    try:
+        plan = _converter().structure(raw, Plan)
+    except (ClassValidationError, ValueError) as error:
+        _refuse(where, *_first(error, ""))
+    _consistent(plan, where)
+    return plan
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the plan, whole or not at all. Raises UserError where it cannot be written."""
+    target = Path(path)
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
+        ) as file:
+            try:
+                file.write(dumps(plan))
+                file.flush()
+                os.fsync(file.fileno())
+                os.chmod(file.name, 0o666 & ~_umask())
+                os.replace(file.name, target)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise UserError(
+            f"cannot write the plan to {target}: {error.strerror}\ngive another path, in a directory that exists"
+        ) from None
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """The plan in this file. Raises PlanError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise PlanError(f"{path} is not text, so not a plan\na plan is what `plan MODEL -o {path}` writes") from None
+    except OSError as error:
+        raise PlanError(f"cannot read a plan from {path}: {error.strerror}\n`plan MODEL -o {path}` makes one") from None
+    return loads(text, str(path))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number that a plan can hold")
+
+
+def _refuse(where: str, path: str, what: str) -> NoReturn:
+    raise PlanError(f"{where} is damaged: {path or 'the plan'} {what}\nplan again, or mend that field")
+
+
+def _first(error: BaseException, path: str) -> tuple[str, str]:
+    """The first thing that cattrs found wrong: the path of the field, and what is wrong with it."""
+    if isinstance(error, ClassValidationError):
+        noted, others = error.group_exceptions()
+        return _first(noted[0][0], f"{path}.{noted[0][1].name}".lstrip(".")) if noted else _first(others[0], path)
+    if isinstance(error, IterableValidationError):
+        inner, note = error.group_exceptions()[0][0]
+        return _first(inner, f"{path}[{note.index!r}]")
+    return path, f"is refused: {error}"
+
+
+@cache
+def _converter() -> Converter:
+    """JSON to values and nothing looser: no text for a number, no fraction for an integer, no field too many."""
+    converter = Converter()
+    for kind, accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
+        converter.register_structure_hook(kind, partial(_exactly, accepted))
+    converter.register_structure_hook_factory(partial(_made_of, tuple), partial(_items, converter, list))
+    converter.register_structure_hook_factory(partial(_made_of, dict), partial(_items, converter, dict))
+    converter.register_structure_hook_factory(has, partial(_fields, converter))
+    return converter
+
+
+def _made_of(container: type, kind: Any) -> bool:
+    return get_origin(kind) is container
+
+
+def _exactly(accepted: tuple[type, ...], value: Any, kind: type) -> Any:
+    if type(value) not in accepted:
+        raise ValueError(f"{value!r:.40} where {kind.__name__} is due")
+    return kind(value)
+
+
+def _fields(converter: Converter, kind: type) -> Callable[[Any, Any], Any]:
+    structure: Callable[[Any, Any], Any] = make_dict_structure_fn(kind, converter)
+    due = {attribute.name for attribute in fields(kind)}
+
+    def checked(value: Any, _: Any) -> Any:
+        if type(value) is not dict:
+            raise ValueError(f"{value!r:.40} where the fields of a {kind.__name__} are due")
+        if due != value.keys():  # a plan says everything: what is left out is lost, not at its default
+            missing, unknown = due - value.keys(), value.keys() - due
+            raise ValueError(f"field {min(missing or unknown)!r} is {'missing' if missing else 'unknown'}")
+        return structure(value, kind)
+
+    return checked
+
+
+def _items(converter: Converter, container: Any, kind: Any) -> Callable[[Any, Any], Any]:
+    """A tuple from a list, a dict from a dict: each item by the hook of its type, an error with its index or key."""
+    item = get_args(kind)[0 if container is list else 1]
+
+    def structure(value: Any, _: Any) -> Any:
+        if type(value) is not container:
+            raise ValueError(f"{value!r:.40} where a {'list' if container is list else 'table'} is due")
+        made = {}
+        for index, one in value.items() if container is dict else enumerate(value):
+            try:
+                made[index] = converter.structure(one, item)
+            except Exception as error:
+                error.__notes__ = [*getattr(error, "__notes__", ()), IterableValidationNote("", index, item)]
+                raise IterableValidationError("", [error], kind) from None
+        return made if container is dict else tuple(made.values())
+
+    return structure
+
+
+def _consistent(plan: Plan, where: str) -> None:
+    """Refuse what every field allows but no plan is: stages that leave nodes out, a world that is not the cluster."""
+    layout, stages = plan.layout, plan.stages
+    for axis, degree in layout.degrees.items():
+        if degree < 1:
+            _refuse(where, f"layout.{axis}", f"is {degree}: it is at least 1")
+    for name, amount in (("seq", plan.workload.seq), ("batch", plan.workload.batch)):
+        if amount < 1:
+            _refuse(where, f"workload.{name}", f"is {amount}: it is at least 1")
+    if layout.world != plan.cluster.count:
+        _refuse(where, "layout", f"takes {layout.world} devices, and the cluster has {plan.cluster.count}")
+    if len(stages) != layout.pp * layout.vpp:
+        _refuse(where, "stages", f"are {len(stages)}, and pp {layout.pp} x vpp {layout.vpp} is another number")
+    if len(plan.predicted.nbytes) != layout.pp:
+        _refuse(where, "predicted.nbytes", f"has {len(plan.predicted.nbytes)} ranks, and pp is {layout.pp}")
+    for i, stage in enumerate(stages):
+        if (stage.chunk, stage.rank) != divmod(i, layout.pp):
+            _refuse(where, f"stages[{i}]", f"is chunk {stage.chunk} of rank {stage.rank}, out of model order")
+        if not (stages[i - 1].stop if i else 0) == stage.start < stage.stop:
+            _refuse(where, f"stages[{i}]", f"is nodes {stage.start} to {stage.stop}, not what follows the stage before")
