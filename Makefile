@@ -7,9 +7,9 @@ SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-# Where that Python keeps a torch that drives this machine's GPUs, if it does. A cluster's own torch is built for its
-# driver, NCCL and Transformer Engine, so we use it instead of the pinned one. Anywhere else the pinned one is installed.
-OWN_TORCH ?= $(shell $(PYTHON) -c 'import pathlib, torch; assert torch.cuda.is_available(); \
+# Where that Python keeps a torch that drives this machine's GPUs, if it has one. Such a torch was built for the driver,
+# NCCL and Transformer Engine at hand, so we use it, whatever its version. Elsewhere the pinned torch is installed.
+OWN_TORCH ?= $(shell $(PYTHON) -c 'import pathlib, torch; assert torch.cuda.is_available() and torch.__version__ >= "2.6"; \
     print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null)
 
 .DEFAULT_GOAL := help
@@ -47,12 +47,13 @@ clean:  ## remove everything that make made; runs/ stays
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Megaloom needs Python >= 3.11 and found none. Name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
-	@echo "Installing into $(VENV) with $(PYTHON) (once; a minute or more; log: $(VENV)/install.log)"
+	@echo "Installing into $(VENV) with $(PYTHON) (once; a minute, or several where torch comes with CUDA)"
 	@test ! -e $(VENV)/.installing || rm -rf $(VENV)
 	@mkdir -p $(VENV) && touch $(VENV)/.installing && rm -f $@
 	@$(PYTHON) -m venv $(VENV)
-	@own="$(OWN_TORCH)"; if [ -n "$$own" ]; then echo "Using the torch in $$own"; echo "$$own" > $(SITE)/own_torch.pth; \
-	    grep -v '^torch==' constraints.txt; else cat constraints.txt; fi > $(VENV)/constraints.txt
-	@$(BIN)/python -m pip install -qq --log $(VENV)/install.log --disable-pip-version-check -c $(VENV)/constraints.txt setuptools
-	@$(BIN)/python -m pip install -qq --log $(VENV)/install.log --disable-pip-version-check -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev]'
+	@cp constraints.txt $(VENV)
+	@own="$(OWN_TORCH)"; test -z "$$own" || { echo "Using the torch in $$own"; \
+	    echo "$$own" > $(SITE)/own_torch.pth; sed -i '/^torch==/d' $(VENV)/constraints.txt; }
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt setuptools
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev]'
 	@mv $(VENV)/.installing $@ && touch $@
