@@ -96,6 +96,8 @@ class Link:
     latency: float = field(validator=within(0, 1, "seconds"))  # before the first byte
     hop: float = field(default=0.0, validator=within(0, 1, "seconds"))
     efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the bandwidth"))
+    group_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
+    """What the buffers of one group of devices take on each of them."""
 
 
 @frozen(kw_only=True)
@@ -146,6 +148,9 @@ class Preset:
     tray: int
 
 
+# The buffers of one NCCL communicator of more than two devices, on four A100 (github.com/NVIDIA/nccl/issues/964).
+NCCL_GROUP = 688 * 10**6
+
 # NVLink, one way, from the datasheets of the GPUs (which print the sum of both ways). Of it, 0.755 is the mean of
 # all-reduce, all-gather, reduce-scatter, all-to-all and a ring of sends of 1 GiB over four H200 (354, 326, 322, 337,
 # 360 GB/s of 450; shared/megatron_core.md); NVIDIA says 370 (github.com/NVIDIA/nccl-tests/issues/212). Taken to be the
@@ -153,12 +158,26 @@ class Preset:
 # the ring (src/graph/tuning.cc: base 8.4 us, NVLink 3.4 us, network 14 us). It gives 25 us for the all-reduce over
 # four that took 25, and 15 us for the all-gather that took 17.
 def _nvlink(generation: int, bandwidth: float) -> Link:
-    return Link(name=f"NVLink {generation}", bandwidth=bandwidth, latency=8.4e-6, hop=3.4e-6, efficiency=0.755)
+    return Link(
+        name=f"NVLink {generation}",
+        bandwidth=bandwidth,
+        latency=8.4e-6,
+        hop=3.4e-6,
+        efficiency=0.755,
+        group_nbytes=NCCL_GROUP,
+    )
 
 
 # One network card a GPU. Of 50 GB/s NCCL gets 46 to 48 (github.com/NVIDIA/nccl-tests/issues/290).
 def _infiniband(name: str, bandwidth: float) -> Link:
-    return Link(name=f"InfiniBand {name}", bandwidth=bandwidth, latency=8.4e-6, hop=14e-6, efficiency=0.92)
+    return Link(
+        name=f"InfiniBand {name}",
+        bandwidth=bandwidth,
+        latency=8.4e-6,
+        hop=14e-6,
+        efficiency=0.92,
+        group_nbytes=NCCL_GROUP,
+    )
 
 
 NVLINK3, NVLINK4, NVLINK5 = _nvlink(3, 300e9), _nvlink(4, 450e9), _nvlink(5, 900e9)
