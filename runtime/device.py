@@ -109,7 +109,7 @@ def _import_megatron() -> None:
     import megatron.core.distributed
     import megatron.core.models.gpt
     import megatron.core.optimizer
-    import megatron.core.pipeline_parallel.schedules  # noqa: F401
+    import megatron.core.pipeline_parallel.schedules
 
     if not gpus():
         megatron.core.jit.disable_jit_fuser()  # for modules of megatron-core that are imported later

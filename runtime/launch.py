@@ -14,6 +14,7 @@ started if starting the next one fails.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -52,12 +53,20 @@ class RankError(RuntimeError):
         return type(self), (self.rank, self.text)
 
 
-def run(entry: Callable[..., Any], args: tuple[Any, ...], world: int, *, timeout: float | None = None) -> list[Any]:
+def run(
+    entry: Callable[..., Any],
+    args: tuple[Any, ...],
+    world: int,
+    *,
+    timeout: float | None = None,
+    grace: float = GRACE,
+) -> list[Any]:
     """Each rank's `entry(*args)`, of `world` ranks on this machine, in the order of ranks.
 
     `entry` is importable, `args` and the returned values are small and picklable. Rank 0 writes to this process's
     stdout and stderr; the others' output is shown if they die without a traceback. `timeout`: seconds for it all.
-    Raises the first real error of any rank: its UserError, or else a RankError.
+    `grace`: seconds from a first SIGINT or SIGTERM, which ranks get as SIGTERM, to their end; a second one ends them
+    at once. Raises the first real error of any rank: its UserError, or else a RankError.
     """
     _check(world)
     if not device.gpus():
@@ -76,7 +85,7 @@ def run(entry: Callable[..., Any], args: tuple[Any, ...], world: int, *, timeout
             store = dist.TCPStore(
                 *server.getsockname(), is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
             )
-            ranks.watch(caught, None if timeout is None else time.monotonic() + timeout)
+            ranks.watch(caught, None if timeout is None else time.monotonic() + timeout, grace)
             return ranks.values()
         finally:
             ranks.end()
@@ -155,15 +164,16 @@ class Ranks:
             self.ended.setdefault(number, time.monotonic())
         return alive
 
-    def watch(self, caught: Sequence[int], deadline: float | None) -> None:
+    def watch(self, caught: Sequence[int], deadline: float | None, grace: float) -> None:
         """Return when all have ended well; raise at the first failure, a signal or the deadline."""
-        while running := self.running():
+        while self.running():
             if caught:
+                self.ask_to_end(grace, unless=lambda: len(caught) > 1)
                 raise KeyboardInterrupt if caught[0] == signal.SIGINT else SystemExit(128 + caught[0])
             if self.failures():
                 break
             if deadline is not None and time.monotonic() > deadline:
-                raise self.too_late(running)
+                raise self.too_late()
             self.wait(0.1)
         if self.failures():
             raise self.first_error()
@@ -179,7 +189,8 @@ class Ranks:
         except FileNotFoundError:
             code = self.processes[number].exitcode
             # NCCL and gloo may abort a process whose peer is gone.
-            return Failure(number, self.ended[number], _ending(code) + self.output(number), code == -signal.SIGABRT)
+            doubt = 1 if code == -signal.SIGABRT else 0
+            return Failure(number, self.ended[number], _ending(code) + self.remains(number), doubt)
 
     def values(self) -> list[Any]:
         """What the ranks returned, all of them having done so."""
@@ -191,53 +202,66 @@ class Ranks:
         outcomes = [self.outcome(number) for number in self.ended]
         return [outcome for outcome in outcomes if isinstance(outcome, Failure)]
 
-    def output(self, number: int) -> str:
-        """The last lines that a rank wrote, if they are not on the terminal already."""
+    def remains(self, number: int) -> str:
+        """Where a rank was when it died, and its last lines if they are not on the terminal already."""
         log = self.folder / f"{number}.log"
         lines = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
-        return "".join(["\nthe end of its output:" if lines else "", *(f"\n  | {line}" for line in lines)])
+        output = "".join(f"\n  | {line}" for line in lines)
+        stack = self.stack(number)
+        return (f"\nit was here:\n{stack}" if stack else "") + ("\nthe end of its output:" + output if output else "")
+
+    def stack(self, number: int) -> str:
+        """What faulthandler wrote of a rank, innermost call first, as far out as its entry."""
+        stack = self.folder / f"{number}.stack"
+        lines = stack.read_text().splitlines() if stack.exists() else []
+        calls = itertools.takewhile(lambda line: f'"{rank.__file__}"' not in line, lines)
+        return "\n".join(line for line in calls if line.startswith("  File"))
 
     def first_error(self) -> Exception:
-        """The earliest that is no consequence of another, waiting a little for one to come; else the earliest."""
+        """The earliest of those least in doubt, waiting a little for one that is in none."""
         deadline = time.monotonic() + GRACE
-        while all(failure.consequence for failure in self.failures()) and time.monotonic() < deadline:
-            if not self.running():
-                break
+        while self.running() and all(failure.doubt for failure in self.failures()) and time.monotonic() < deadline:
             self.wait(0.05)
-        first = min(self.failures(), key=lambda failure: (failure.consequence, failure.when))
-        text = first.text
+        first = min(self.failures(), key=lambda failure: (failure.doubt, failure.when))
         done = sorted(self.ended.keys() - {failure.rank for failure in self.failures()})
-        if first.consequence and done:
-            text += f"\nrank {_names(done)} had already returned: not all ranks take part in the same collectives"
+        text = first.text
+        if first.doubt and done:
+            text += f"\n{_names(done)} had already returned: not all ranks take part in the same collectives"
         return first.user or RankError(first.rank, text)
 
-    def too_late(self, running: list[int]) -> RankError:
-        """Who was still running, and where."""
+    def too_late(self) -> RankError:
+        """Who was still at work, and where."""
+        late = [number for number in range(self.world) if not (self.folder / f"{number}.outcome").exists()]
+        late = late or self.running()
         self.signal(signal.SIGUSR1)  # a rank answers with its stack, also from inside a collective
         time.sleep(0.2)
-        stack = (self.folder / f"{running[0]}.stack").read_text().rstrip()
-        done = f"rank {_names(sorted(self.ended))} had returned" if self.ended else "no rank had returned"
-        text = f"ran out of time, and so did {_names(running)}" if running[1:] else "ran out of time"
-        return RankError(running[0], f"{text}; {done}. It was here:\n{stack}")
+        who = f"ran out of time ({_names(late)} of {self.world} had not returned); it was here:\n"
+        return RankError(late[0], who + self.stack(late[0]))
 
     def signal(self, number: int) -> None:
         for process in self.processes:
             if process.is_alive():
                 os.kill(process.pid, number)
 
+    def ask_to_end(self, grace: float, unless: Callable[[], bool] = lambda: False) -> None:
+        """Give the ranks that many seconds to end, unless something else comes."""
+        self.signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace
+        while self.running() and time.monotonic() < deadline and not unless():
+            self.wait(0.05)
+
     def end(self) -> None:
         """No rank is left after this: first asked to stop, then made to."""
-        self.signal(signal.SIGTERM)
-        deadline = time.monotonic() + GRACE
-        while self.running() and time.monotonic() < deadline:
-            self.wait(0.05)
+        self.ask_to_end(GRACE)
         self.signal(signal.SIGKILL)
         for process in self.processes:
             process.join()
 
 
 def _names(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+    """As in "rank 1", "ranks 1 and 2", "ranks 1, 2 and 4"."""
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 def _ending(code: int) -> str:

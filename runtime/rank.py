@@ -30,7 +30,7 @@ from . import device
 COLLECTIVE = datetime.timedelta(minutes=10)
 """How long a collective waits for its slowest rank: long enough for a checkpoint, short enough to notice a hang."""
 
-PARTING = datetime.timedelta(seconds=5)
+PARTING = datetime.timedelta(seconds=2)
 """How long a rank that is done stays for the others, whose last collectives may still read from it."""
 
 CONSEQUENCE = re.compile(
@@ -55,7 +55,7 @@ class Failure:
     rank: int
     when: float  # time.monotonic(): one clock for all processes of a machine
     text: str
-    consequence: bool  # of another rank's end, as far as its words can tell
+    doubt: int  # that it is an error of its own: 0 none, 1 an abort, 2 the words of one whose peer is gone
     user: UserError | None = None
 
 
@@ -108,13 +108,14 @@ def _listen(place: Place) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _unwind)
-    faulthandler.register(signal.SIGUSR1, file=place.file("stack").open("w"), all_threads=False)
+    stack = place.file("stack").open("w")
+    faulthandler.enable(stack, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     if place.rank:
         with place.file("log").open("w") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        sys.stdout = open(1, "w", buffering=1, closefd=False)
-        sys.stderr = open(2, "w", buffering=1, closefd=False)
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
 
 
 def _unwind(number: int, frame: Any) -> None:
@@ -165,6 +166,7 @@ def _part(store: dist.Store, world: int) -> None:
     """Leave together: a peer's last collective may still be reading from this process."""
     if device.gpus():
         torch.cuda.synchronize()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to unwind
     if store.add("megaloom/done", 1) == world:
         store.set("megaloom/all done", "")
     with contextlib.suppress(RuntimeError):  # the others don't come; what that means is for the parent to say
@@ -176,8 +178,8 @@ def _failure(rank: int, error: BaseException) -> Failure:
     trace = error.__traceback__ and error.__traceback__.tb_next
     text = "failed:\n" + "".join(traceback.format_exception(type(error), error, trace)).rstrip()
     user = _portable(error) if isinstance(error, UserError) else None
-    consequence = isinstance(error, RuntimeError) and CONSEQUENCE.search(str(error)) is not None
-    return Failure(rank, time.monotonic(), text, consequence, user)
+    doubt = 2 if isinstance(error, RuntimeError) and CONSEQUENCE.search(str(error)) else 0
+    return Failure(rank, time.monotonic(), text, doubt, user)
 
 
 def _portable(error: UserError) -> UserError:

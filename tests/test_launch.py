@@ -58,7 +58,7 @@ def test_the_real_error_is_told_not_its_consequences(on):
 
 
 def test_a_user_error_stays_one():
-    with pytest.raises(UserError, match="^a batch of 7 does not divide$"):
+    with pytest.raises(UserError, match=r"^a batch of 7 does not divide$"):
         launch.run(fail, ("user", 1), 2, timeout=30)
 
 
@@ -68,7 +68,7 @@ def test_a_user_error_stays_one():
         ("exit", "rank 1 failed:\n.*SystemExit: 3"),
         ("vanish", r"rank 1 left with exit status 3.*\n.*  \| last words"),
         (signal.SIGKILL, r"rank 1 died of signal 9 \(SIGKILL\): often the kernel, out of memory"),
-        (signal.SIGSEGV, r"rank 1 died of signal 11 \(SIGSEGV\)"),
+        (signal.SIGABRT, r"rank 1 died of signal 6 \(SIGABRT\)\nit was here:\n  File .* in fail\n"),
         (signal.SIGTERM, r"rank 1 died of signal 15 \(SIGTERM\)"),
     ],
 )
@@ -84,8 +84,8 @@ def hang(on):
 
 def test_a_timeout_names_who_was_still_running_and_where():
     start = time.monotonic()
-    with pytest.raises(RankError, match=r"^rank 1 ran out of time.*") as caught:
-        launch.run(hang, (1,), 2, timeout=2)
+    with pytest.raises(RankError, match=r"^rank 1 ran out of time \(rank 1 of 2 had not") as caught:
+        launch.run(hang, (1,), 2, timeout=1)
     assert "test_launch.py" in caught.value.text and "in hang" in caught.value.text
     assert time.monotonic() - start < 10
 
@@ -105,7 +105,7 @@ def unpicklable():
 
 
 def test_a_result_that_cannot_travel():
-    with pytest.raises(RankError, match="rank 0 failed:.*unpicklable"):
+    with pytest.raises(RankError, match=r"rank 0 failed:\n(.*\n)*.*unpicklable"):
         launch.run(unpicklable, (), 1, timeout=30)
 
 
