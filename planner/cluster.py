@@ -151,6 +151,7 @@ class Preset:
 # The buffers of one NCCL communicator of more than two devices, on four A100 (github.com/NVIDIA/nccl/issues/964).
 NCCL_GROUP = 688 * 10**6
 
+
 # NVLink, one way, from the datasheets of the GPUs (which print the sum of both ways). Of it, 0.755 is the mean of
 # all-reduce, all-gather, reduce-scatter, all-to-all and a ring of sends of 1 GiB over four H200 (354, 326, 322, 337,
 # 360 GB/s of 450; shared/megatron_core.md); NVIDIA says 370 (github.com/NVIDIA/nccl-tests/issues/212). Taken to be the
