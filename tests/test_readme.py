@@ -1,0 +1,21 @@
+"""What the README says to type works."""
+
+import re
+from pathlib import Path
+
+from megaloom.dsl import fingerprint
+from megaloom.dsl.find import find
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    """The code of the README in this language, block by block."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def test_the_declared_model_is_llama3_8b(tmp_path: Path) -> None:
+    (declaration,) = blocks("python")
+    (tmp_path / "llama.py").write_text(declaration)
+    ours, published = (find(ref)[0] for ref in (str(tmp_path / "llama.py"), "llama3-8b"))
+    assert fingerprint(ours) == fingerprint(published)
