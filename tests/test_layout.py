@@ -1,0 +1,157 @@
+"""Layouts: what each rule refuses, that what it says instead works, and that nothing else is refused."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from attrs import evolve
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from megaloom.dsl import (
+    MLP,
+    Attention,
+    Dim,
+    Embed,
+    Layer,
+    LayerNorm,
+    Unembed,
+    Value,
+    dot,
+    fn,
+    ids,
+    model,
+    residual,
+    weight,
+)
+from megaloom.dsl.find import find
+from megaloom.dsl.graph import Graph, graph
+from megaloom.planner.cluster import cluster
+from megaloom.planner.layout import Layout, Precision, Recompute, Workload
+from megaloom.planner.rules import FIRST, RULES, divisors, violations
+
+
+@cache
+def example(name: str) -> Graph:
+    return graph(find(name)[0])
+
+
+def broken(name: str, layout: Layout, seq: int = 1024, batch: int = 64, gpus: int | None = None) -> dict[str, str]:
+    """The rules that a layout breaks, and their fixes."""
+    machine = evolve(cluster("1xH100"), count=gpus or max(1, layout.world))
+    found = violations(layout, example(name), Workload(seq=seq, batch=batch), machine)
+    return {v.rule: v.fix for v in found}
+
+
+CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, and what mends it
+    ("gpt2", {"tp": 0}, {}, "positive", "tp is at least 1", {"tp": 1}),
+    ("gpt2", {"micro_batch": -1}, {}, "positive", "micro_batch is at least 1", {"micro_batch": 1}),
+    ("gpt2", {"tp": 2}, {"gpus": 8}, "world", "dp 4 takes them all", {"dp": 4}),
+    ("gpt2", {"pp": 3}, {"gpus": 8}, "world", "tp x pp x cp = 3 must divide 8: 2 or 4 would", {"pp": 4, "dp": 2}),
+    ("gpt2", {"tp": 8}, {}, "tp-heads", "tp 6 or 12 would", {"tp": 6}),
+    ("gpt2-xl", {"tp": 2}, {}, "tp-heads", "tp 1 or 5 would", {"tp": 5}),
+    ("llama3-8b", {"tp": 16}, {}, "", "", {}),  # 8 key/value heads, each on two ranks
+    ("mixtral-8x7b", {"ep": 3, "dp": 3}, {"batch": 63}, "ep-experts", "ep 2 or 4 would", {"ep": 1}),
+    ("mixtral-8x7b", {"ep": 8, "dp": 4}, {}, "expert-grid", "ep x etp must divide the 4 devices", {"ep": 4}),
+    ("mixtral-8x7b", {"ep": 2, "etp": 3, "dp": 6}, {"batch": 60}, "etp-width", "etp 2 or 4 would", {"etp": 1}),
+    ("llama3-8b", {"ep": 2, "dp": 2}, {}, "no-experts", "ep 1 and etp 1", {"ep": 1}),
+    ("llama3-8b", {"etp": 2, "tp": 2}, {}, "no-experts", "ep 1 and etp 1", {"etp": 1}),
+    ("gpt2", {"sequence_parallel": True}, {}, "sp-tp", "tp at least 2, or", {"sequence_parallel": False}),
+    ("mixtral-8x7b", {"tp": 2, "dp": 2, "ep": 2}, {}, "moe-sp", "sequence_parallel on", {"sequence_parallel": True}),
+    ("mixtral-8x7b", {"tp": 2, "sequence_parallel": True}, {}, "moe-ep", "ep 2 would, or tp 1 and etp 1", {"ep": 2}),
+    ("mixtral-8x7b", {"etp": 2, "dp": 2}, {}, "moe-ep", "tp 1 and etp 1", {"etp": 1}),
+    ("gpt2", {"vpp": 2}, {}, "vpp-pp", "vpp 1, or pp at least 2", {"vpp": 1}),
+    ("gpt2", {"pp": 4, "vpp": 20}, {}, "stages", "vpp 7 would", {"vpp": 7}),
+    ("gpt2", {"pp": 64}, {}, "stages", "pp 28 would, with vpp 1", {"pp": 28}),
+    ("gpt2", {"dp": 3}, {}, "batch", "a batch of 63 or 66 would", {}),
+    ("gpt2", {"micro_batch": 3}, {}, "batch", "or a micro-batch of 2 or 4", {"micro_batch": 4}),
+    ("gpt2", {"pp": 3, "vpp": 2}, {}, "vpp-microbatches", "vpp 1 would, or a batch of 63 or 66", {"vpp": 1}),
+    ("gpt2", {"pp": 4, "vpp": 2}, {"batch": 2}, "vpp-microbatches", "or a batch of 4", {"vpp": 1}),
+    ("gpt2", {"cp": 4}, {"seq": 1020}, "seq", "a sequence of 1016 or 1024 would", {"cp": 2}),
+    ("gpt2", {"cp": 4, "tp": 4, "sequence_parallel": True}, {"seq": 1000}, "seq", "of 992 or 1024", {"cp": 1}),
+    ("gpt2", {"tp": 4, "sequence_parallel": True}, {"seq": 1002}, "seq", "a sequence of 1000 or 1004", {"tp": 2}),
+    ("gpt2", {}, {"seq": 1025}, "positions", "1024 or less", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "given", "rule", "fix", "mend"), CASES)
+def test_a_rule_refuses_and_its_fix_works(
+    name: str, layout: dict[str, int], given: dict[str, int], rule: str, fix: str, mend: dict[str, int]
+) -> None:
+    found = broken(name, Layout(**layout), **given)
+    assert list(found) == ([rule] if rule else [])
+    assert fix in found.get(rule, "")
+    if mend:
+        assert broken(name, Layout(**layout | mend), **given) == {}
+
+
+def test_every_rule_is_shown_to_refuse() -> None:
+    elsewhere = {"tp-kv-heads", "tp-width", "recompute-blocks", "precision"}
+    assert {case[3] for case in CASES if case[3]} | elsewhere == {rule.id for rule in (*FIRST, *RULES)}
+
+
+def test_a_mended_batch_or_sequence_works() -> None:
+    assert all(broken("gpt2", Layout(dp=3), batch=batch) == {} for batch in (63, 66))
+    assert all(broken("gpt2", Layout(pp=3, vpp=2), batch=batch) == {} for batch in (63, 66))
+    assert all(broken("gpt2", Layout(cp=4), seq=seq) == {} for seq in (1016, 1024))
+
+
+def test_a_message_says_what_and_where() -> None:
+    layout, machine = Layout(tp=8), cluster("8xH100")
+    (found,) = violations(layout, example("gpt2"), Workload(seq=1024, batch=8), machine)
+    assert str(found) == "tp 8 does not divide heads=12 [tp-heads]\ntp 6 or 12 would"
+
+
+@pytest.mark.parametrize(
+    ("kv", "tp", "legal"), [(6, 4, False), (6, 3, True), (3, 6, True), (2, 12, True), (4, 6, False)]
+)
+def test_key_value_heads_divide_or_repeat(kv: int, tp: int, legal: bool) -> None:
+    wte = weight("wte", Dim("vocab", 64), Dim("embed", 48))
+    m = model("gqa", ids() >> Embed(wte) >> residual(Attention(heads=12, kv_heads=kv)) >> Unembed(wte))
+    machine = evolve(cluster("1xH100"), count=tp)
+    found = [v.rule for v in violations(Layout(tp=tp), graph(m), Workload(seq=64, batch=8), machine)]
+    assert found == ([] if legal else ["tp-kv-heads"])
+
+
+class Wide(Layer):
+    """A layer of the user's own, with a dim of its own on tp."""
+
+    splits = {"channels": "tp"}  # noqa: RUF012 - as a user would write it
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        c = Dim("channels", 10)
+        return dot(fn("relu", dot(x, weight("in", x["embed"], c), "embed")), weight("out", c, x["embed"]), "channels")
+
+
+@pytest.mark.parametrize(("layer", "fix"), [(Wide(), "tp 2 or 5 would"), (MLP(14), "tp 2 or 7 would")])
+def test_tp_divides_the_width_of_any_layer(layer: Layer, fix: str) -> None:
+    wte = weight("wte", Dim("vocab", 64), Dim("embed", 48))
+    m = model("own", ids() >> Embed(wte) >> layer >> LayerNorm() >> Unembed(wte))
+    machine = evolve(cluster("1xH100"), count=4)
+    (found,) = violations(Layout(tp=4), graph(m), Workload(seq=64, batch=8), machine)
+    assert (found.rule, found.fix) == ("tp-width", fix)
+    assert "recompute-blocks" in [
+        v.rule for v in violations(Layout(recompute=Recompute.FULL), graph(m), Workload(seq=64, batch=8), machine)
+    ]
+
+
+def test_a_precision_without_a_figure() -> None:
+    machine = cluster("1xH100")
+    machine = evolve(machine, device=evolve(machine.device, flops={"bf16": 1e15}))
+    workload = Workload(seq=64, batch=8, precision=Precision.FP32)
+    assert [v.rule for v in violations(Layout(), example("gpt2"), workload, machine)] == ["precision"]
+
+
+@given(st.data())
+def test_what_is_built_by_the_rules_is_legal(data: st.DataObject) -> None:
+    """A layout made of divisors alone, from the published shape of Mixtral: 32 heads, 8 key/value heads, 8 experts."""
+    tp, pp, cp = (data.draw(st.sampled_from([1, 2, 4, 8])) for _ in range(3))
+    dp, vpp = data.draw(st.integers(1, 12)), data.draw(st.sampled_from([1, 2, 4])) if pp > 1 else 1
+    etp = data.draw(st.sampled_from(divisors(dp * tp * cp, 14336)))
+    ep = data.draw(st.sampled_from([e for e in divisors(8) if dp * tp * cp % (e * etp) == 0]))
+    assume(ep > 1 or tp == etp == 1)
+    micro, groups = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    layout = Layout(dp=dp, tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp, sequence_parallel=tp > 1, micro_batch=micro)
+    seq = 2 * cp * tp * data.draw(st.integers(1, 100))
+    assert broken("mixtral-8x7b", layout, seq=seq, batch=dp * micro * groups * pp) == {}
