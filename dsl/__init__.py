@@ -6,6 +6,7 @@ if __name__ != "megaloom.dsl":
 from .combine import Block, Each, Repeat, Residual, repeat, residual
 from .dims import BATCH, SEQ, Dim, DType, Shape, Sizes
 from .errors import ShapeError, UserError
+from .facts import Collective, Costs, Flops, Saved, Split, Work, costs, flops, params, saved
 from .graph import Graph, Model, Node, Slot, fingerprint, graph, model
 from .layer import Chain, Given, Layer, chain
 from .layers import MLP, Attention, Dropout, Embed, LayerNorm, MoE, Positions, RMSNorm, SwiGLU, Unembed
@@ -38,7 +39,9 @@ __all__ = [
     "Attention",
     "Block",
     "Chain",
+    "Collective",
     "Combine",
+    "Costs",
     "DType",
     "Dim",
     "Dot",
@@ -46,6 +49,7 @@ __all__ = [
     "Dropout",
     "Each",
     "Embed",
+    "Flops",
     "Gate",
     "Given",
     "Graph",
@@ -68,24 +72,31 @@ __all__ = [
     "Rope",
     "Route",
     "Rows",
+    "Saved",
     "Shape",
     "ShapeError",
     "Sizes",
     "Slot",
+    "Split",
     "SwiGLU",
     "Unembed",
     "UserError",
     "Value",
     "Weight",
+    "Work",
     "apply",
     "chain",
+    "costs",
     "dot",
     "fingerprint",
+    "flops",
     "fn",
     "graph",
     "ids",
     "model",
+    "params",
     "repeat",
     "residual",
+    "saved",
     "weight",
 ]

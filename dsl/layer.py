@@ -22,6 +22,7 @@ class Layer(Op):
     at: str = field(factory=caller, kw_only=True, eq=False, repr=False)  # where it was written
     transparent: ClassVar[bool] = False  # combinators are: the graph looks through them
     noted: ClassVar[bool] = True  # whether an error inside names this layer
+    splits: ClassVar[dict[str, str]] = {}  # its own dims that may be divided, and on which axis: see dsl.splits
 
     def body(self, x: Value, /, **side: Value) -> Value:
         """The layer's mathematics: its output for the input x and the side inputs, by name."""

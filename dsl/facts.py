@@ -1,0 +1,242 @@
+"""What a model costs, folded from the primitives of its nodes. All counts are exact integers, of elements or FLOPs.
+
+Protocol: `costs(node, batch=, seq=, split=)` is one node on one device for one micro-batch; everything else is a sum of
+those. A FLOP is a multiply or an add. Elements become bytes with the workload's precision, which a model does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+from attrs import frozen
+
+from .dims import SEQ, DType, Sizes
+from .exchange import Collective, collectives
+from .graph import Model, Node, graph
+from .ops import Attend, Dot, Input, Lookup, Pick, Rename, Rows, Weight
+from .program import Program, Step, origin, program
+from .splits import WHOLE, Local, Split, cut
+from .value import Value
+
+__all__ = ["Collective", "Costs", "Flops", "Saved", "Split", "Work", "costs", "flops", "params", "saved"]
+
+VIEWS = (Weight, Input, Pick, Rename)  # no work: the tensor is there already
+
+
+@frozen
+class Work:
+    """What one primitive computes on one device.
+
+    `count` products of [m, k] with [k, n] (0 if it is none; for "attend" m queries, n keys, k channels). elements: read
+    and written in the forward pass; a chain of pointwise ops is one piece of work, which reads what enters it and
+    writes what leaves it. core: of attention, which selective recompute does again.
+    """
+
+    kind: str
+    path: str
+    flops: int
+    dgrad: int
+    wgrad: int
+    elements: int
+    core: bool = False
+    count: int = 0
+    m: int = 0
+    n: int = 0
+    k: int = 0
+
+
+@frozen
+class Saved:
+    """A tensor that the backward pass reads, as one device holds it.
+
+    port: which of the node's inputs it is (by position in `Node.inputs`), -1 its output, None neither. An input belongs
+    to the node that reads it in its backward pass; where two do (or the node that made it), `saved` counts it once.
+    core: selective recompute, which keeps what enters the core of attention and makes the rest again, does not keep it.
+    """
+
+    elements: int
+    dtype: DType
+    what: str
+    core: bool = False
+    port: int | None = None
+
+
+@frozen
+class Costs:
+    """One node on one device, for one micro-batch. A weight that several nodes share is counted in each of them."""
+
+    work: tuple[Work, ...]
+    collectives: tuple[Collective, ...]
+    saved: tuple[Saved, ...]
+    params: int
+    expert_params: int
+
+
+@frozen
+class Flops:
+    """FLOPs by pass: backward is dgrad (for activations) + wgrad (for weights)."""
+
+    forward: int = 0
+    dgrad: int = 0
+    wgrad: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of a training step: model FLOPs, in which nothing is recomputed and causal attention counts half."""
+        return self.forward + self.dgrad + self.wgrad
+
+
+def params(x: Model | Node) -> int:
+    """The parameters of a model or a node, each distinct weight once."""
+    slots = graph(x).weights.values() if isinstance(x, Model) else x.weights
+    return sum(Sizes()(s.dims) for s in slots)
+
+
+def flops(model: Model, *, batch: int, seq: int) -> Flops:
+    """What a batch of sequences costs, however it is laid out."""
+    work = [w for n in graph(model).nodes for w in costs(n, batch=batch, seq=seq).work]
+    return Flops(sum(w.flops for w in work), sum(w.dgrad for w in work), sum(w.wgrad for w in work))
+
+
+def saved(nodes: Iterable[Node], *, batch: int, seq: int, split: Split = WHOLE) -> tuple[Saved, ...]:
+    """What the backward passes of these nodes read, each distinct tensor once."""
+    out: dict[tuple[str, int | None], Saved] = {}
+    for node in nodes:
+        for i, s in enumerate(costs(node, batch=batch, seq=seq, split=split).saved):
+            if s.port is None:
+                out[node.name, i] = s
+            else:
+                out.setdefault((node.name if s.port < 0 else node.inputs[s.port], None), s)
+    return tuple(out.values())
+
+
+def costs(node: Node, *, batch: int, seq: int, split: Split = WHOLE) -> Costs:
+    """One node on one device, for a micro-batch of this many sequences.
+
+    Computed once for all nodes of equal layers and shapes. Routing is taken to be balanced: each expert gets as many
+    slots as the next.
+    """
+    return _costs(program(node), batch, seq, split)
+
+
+@lru_cache(maxsize=1 << 15)
+def _costs(p: Program, batch: int, seq: int, split: Split) -> Costs:
+    sizes = Sizes(batch=batch, seq=seq)
+    dense, expert = _params(p, sizes, split)
+    return Costs(
+        work=tuple(_work(p, sizes, split)),
+        collectives=collectives(p, sizes, split),
+        saved=tuple(_saved(p, sizes, split)),
+        params=dense,
+        expert_params=expert,
+    )
+
+
+def _params(p: Program, sizes: Sizes, split: Split) -> tuple[int, int]:
+    """The parameters of a node on one device: dense ones, and those of experts."""
+    out = {False: 0, True: 0}
+    for outer, shape in p.weights:
+        inside = p.inside(outer)
+        out[inside] += Local(sizes, split, cut(p.table, outer, shape), inside)((*outer, *shape))
+    return out[False], out[True]
+
+
+def _work(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
+    for step in p.steps:
+        v = step.value
+        if isinstance(v.op, VIEWS) or id(v) in p.fused:
+            continue
+        local = step.at(sizes, split)
+        forward, dgrad, wgrad = _flops(step, sizes, split)
+        count, m, n, k = _product(step, local)
+        elements = sum(_size(step, x, local) for x in (*_reads(p, step), v))
+        yield Work(
+            kind=type(v.op).__name__.lower(),
+            path=step.name,
+            flops=forward,
+            dgrad=dgrad,
+            wgrad=wgrad,
+            elements=elements,
+            core=isinstance(v.op, Attend),
+            count=count,
+            m=m,
+            n=n,
+            k=k,
+        )
+
+
+def _size(step: Step, v: Value, local: Local) -> int:
+    """The elements of a value that a primitive works on: of keys and values, those of all devices of cp."""
+    n = local((*step.outer, *v.shape))
+    gathered = isinstance(step.value.op, Attend) and v is not step.value and v is not step.value.args[0]
+    return n * local.split.cp if gathered and SEQ.name in v.shape else n
+
+
+def _flops(step: Step, sizes: Sizes, split: Split) -> tuple[int, int, int]:
+    """Forward, dgrad, wgrad. The transpose of a product costs as much as the product, for each of its arguments."""
+    v = step.value
+    shapes = tuple(a.shape for a in v.args)
+    if isinstance(v.op, Attend):  # each device's share of the queries meets all the keys
+        local = step.at(sizes, split, whole=SEQ.name)
+        shares = split.cp if SEQ.name in step.axes else 1
+        forward = -(-v.op.flops(v.shape, shapes, local) * local(step.outer) // shares)
+        return forward, 2 * forward, 0
+    local = step.at(sizes, split)
+    forward = v.op.flops(v.shape, shapes, local) * local(step.outer)
+    return forward, forward * (len(v.args) - len(step.weights)), forward * len(step.weights)
+
+
+def _product(step: Step, local: Local) -> tuple[int, int, int, int]:
+    """count, m, n, k."""
+    v = step.value
+    match v.op:
+        case Dot(over):
+            x, w = (a.shape for a in v.args)
+            both = [d for d in x if d.name in w and d.name not in over]
+            names = [*over, *(d.name for d in both)]
+            count = local((*step.outer, *both))
+            return count, local(x.without(*names)), local(w.without(*names)), local(x[name] for name in over)
+        case Attend():
+            q, k = v.args[0].shape, v.args[1].shape
+            heads = [d for d in q if d.name in ("batch", "heads")]
+            queries = local(q.without("batch", "heads", "head_dim"))
+            keys = local(k.without("batch", "kv_heads", "head_dim"))
+            keys *= local.split.cp if SEQ.name in k and SEQ.name in local.axes else 1
+            return local(heads), queries, keys, local.of(q["head_dim"])
+    return 0, 0, 0, 0
+
+
+def _reads(p: Program, step: Step) -> Iterator[Value]:
+    """The distinct tensors that a piece of work reads; of a table, the rows it looks up."""
+    v = step.value
+    if isinstance(v.op, Lookup | Rows):
+        yield v
+        return
+    seen: set[int] = set()
+    for a in v.args:
+        for x in p.entries(a):
+            if id(x.source) not in seen:
+                seen.add(id(x.source))
+                yield x
+
+
+def _saved(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
+    """What is kept: of a chain of pointwise ops what enters it, as its inside is quickly made again."""
+    outer = {id(s.value): s.outer for s in p.steps}
+    names = {id(s.value): s.name for s in p.steps}
+    ports = {id(v.source): i for i, v in reversed(list(enumerate(p.inputs)))}
+    seen: set[int] = set()
+    for step in p.steps:
+        v = step.value
+        for x in (x for kept in v.op.keeps(v) for x in p.entries(kept)):
+            if id(x.source) in seen or isinstance(x.source.op, Weight):
+                continue
+            seen.add(id(x.source))
+            around = outer.get(id(origin(x)), ())
+            port = -1 if x.source is p.value.source else ports.get(id(x.source))
+            yield Saved(p.held(x, around, sizes, split), x.dtype, names.get(id(x.source), "input"), port=port)
+        for what, shape, dtype in v.op.notes(v):
+            axes = cut(p.table, step.outer, shape)
+            n = Local(sizes, split, axes, p.inside(step.outer))((*step.outer, *shape))
+            yield Saved(n, dtype, what, core=isinstance(v.op, Attend))

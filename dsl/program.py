@@ -1,0 +1,150 @@
+"""What one node computes, as the facts read it: its primitives, each with the dims and axes around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+
+from attrs import field, frozen
+
+from .combine import Each
+from .dims import Dim, DType, Shape
+from .graph import Node, primitives
+from .layer import Layer
+from .ops import Drop, Weight
+from .splits import SPLITS, Local, Split, cut
+from .value import Op, Pointwise, Value
+
+
+@frozen(eq=False)
+class Step:
+    """A primitive: its value, its name inside the node, the copies around it, and which dims it divides."""
+
+    value: Value
+    name: str
+    outer: tuple[Dim, ...]
+    table: Mapping[str, str]
+    axes: Mapping[str, str] = field(init=False)  # of all tensors that the primitive touches
+    inside: bool = field(init=False)  # among the experts
+
+    @axes.default
+    def _axes(self) -> dict[str, str]:
+        return cut(self.table, self.outer, *(v.shape for v in (*self.value.args, self.value)))
+
+    @inside.default
+    def _inside(self) -> bool:
+        return any(self.table.get(d.name) == "ep" for d in self.outer)
+
+    def at(self, sizes: Mapping[str, int], split: Split, *, whole: str = "") -> Local:
+        """The sizes that this primitive works on, with one dim left whole if one is named."""
+        return Local(sizes, split, {n: a for n, a in self.axes.items() if n != whole}, self.inside)
+
+    @property
+    def weights(self) -> tuple[Value, ...]:
+        """The weights that it reads."""
+        return tuple(a for a in self.value.args if isinstance(a.op, Weight))
+
+
+@frozen(eq=False)
+class Program:
+    """The primitives of one node, and of all that are like it."""
+
+    value: Value
+    table: Mapping[str, str]
+    steps: tuple[Step, ...]
+    inputs: tuple[Value, ...]
+    weights: tuple[tuple[tuple[Dim, ...], Shape], ...]  # of each, the copies around it and its own dims
+    fused: frozenset[int]  # the source of each value that only exists inside a chain of pointwise ops
+
+    def inside(self, outer: tuple[Dim, ...]) -> bool:
+        """Whether these copies are experts."""
+        return any(self.table.get(d.name) == "ep" for d in outer)
+
+    def held(self, v: Value, outer: tuple[Dim, ...], sizes: Mapping[str, int], split: Split) -> int:
+        """The elements of a value that one device holds."""
+        local = Local(sizes, split, cut(self.table, outer, v.shape), self.inside(outer))
+        if v.dtype is DType.INDEX:  # data: every device of tp has it all
+            local.sharded = False
+        return local((*outer, *v.shape))
+
+    def entries(self, v: Value) -> Iterator[Value]:
+        """The value itself or, if it only exists inside a chain of pointwise ops, what that chain reads of it."""
+        if id(v.source) in self.fused:
+            for a in v.source.args:
+                yield from self.entries(a)
+        else:
+            yield v
+
+
+def origin(v: Value) -> Value:
+    """The value behind applied layers, up to the edge of repeated copies."""
+    while v.body is not None and not isinstance(v.op, Each):
+        v = v.body
+    return v
+
+
+def program(node: Node) -> Program:
+    """The program of a node; nodes of equal layers on equal shapes have the same one, made once."""
+    return _program(node)
+
+
+@frozen(cache_hash=True)
+class _Like:
+    """Nodes of which every fact is the same."""
+
+    op: Op
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[DType, ...]
+    weights: tuple[tuple[tuple[Dim, ...], Shape], ...]
+    node: Node = field(eq=False)
+
+
+@lru_cache(maxsize=1 << 14)
+def _program(node: Node) -> Program:
+    args, weights = node.value.args, tuple((s.outer, s.value.shape) for s in node.weights)
+    return _made(_Like(node.op, tuple(a.shape for a in args), tuple(a.dtype for a in args), weights, node))
+
+
+@lru_cache(maxsize=1 << 12)
+def _made(like: _Like) -> Program:
+    value = like.node.value
+    table = {**SPLITS, **_splits(value, {id(a) for a in value.args})}
+    steps = tuple(Step(v, _name(v, path), outer, table) for v, path, outer in primitives(value))
+    inputs = tuple(a for a in value.args if not isinstance(a.op, Weight))
+    return Program(value, table, steps, inputs, like.weights, _fused(value, steps))
+
+
+def _splits(value: Value, outside: set[int]) -> dict[str, str]:
+    """What the layers inside a node add to the table of splits."""
+    out: dict[str, str] = {}
+    seen, todo = set(outside), [value]
+    while todo:
+        v = todo.pop()
+        if id(v) in seen:
+            continue
+        seen.add(id(v))
+        if isinstance(v.op, Layer):
+            out.update(v.op.splits)
+        todo += [*v.args, *([v.body] if v.body is not None else [])]
+    return out
+
+
+def _name(v: Value, path: str) -> str:
+    """A primitive with a weight is known by the weight, others by their kind."""
+    named = next((a.op.name for a in v.args if isinstance(a.op, Weight)), None)
+    return path + (named or (v.op.fn if isinstance(v.op, Pointwise) else type(v.op).__name__.lower()))
+
+
+def _fused(value: Value, steps: tuple[Step, ...]) -> frozenset[int]:
+    readers: dict[int, list[Op]] = {}
+    for s in steps:
+        for a in s.value.args:
+            readers.setdefault(id(a.source), []).append(s.value.op)
+    pointwise = (Pointwise, Drop)
+    return frozenset(
+        id(s.value)
+        for s in steps
+        if isinstance(s.value.op, pointwise)
+        and s.value is not value.source
+        and all(isinstance(op, pointwise) for op in readers[id(s.value)])
+    )

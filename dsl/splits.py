@@ -1,0 +1,96 @@
+"""How a program divides over devices: one table of dims to axes, and what else follows.
+
+Protocol: `cut` says which dims of a tensor are divided, `Local` is the sizes that one device then sees. Two dims of one
+tensor never share an axis, a dim sits on one axis (Shazeer et al., arXiv:1811.02084). With sequence parallel, what
+carries no dim on tp has its seq on tp as well (Korthikanti et al., arXiv:2205.05198). What does not divide rounds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from math import ceil, prod
+
+from attrs import frozen
+
+from .dims import SEQ, Dim, Sizes
+
+# A layer with a dim of its own adds to this: `splits = {"channels": "tp"}`.
+SPLITS: Mapping[str, str] = {
+    "batch": "dp",  # a micro-batch is what one device has already
+    "seq": "cp",
+    "experts": "ep",
+    "heads": "tp",
+    "kv_heads": "tp",
+    "ff": "tp",
+    "vocab": "tp",
+}
+
+
+@frozen(kw_only=True, cache_hash=True)
+class Split:
+    """The degrees of the axes that cut tensors. etp takes tp's place among the experts."""
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False
+
+    def degree(self, axis: str) -> int:
+        """The number of devices along an axis."""
+        return {"tp": self.tp, "cp": self.cp, "ep": self.ep, "etp": self.etp}.get(axis, 1)
+
+
+WHOLE = Split()
+
+
+def cut(table: Mapping[str, str], outer: tuple[Dim, ...], *tensors: Iterable[Dim]) -> dict[str, str]:
+    """The dims of these tensors that are divided, and the axis of each; `outer` are the copies around them.
+
+    Experts are divided where they are copies, or dispatched to: not beside batch and seq, whose devices ep is made of.
+    """
+    inside = any(table.get(d.name) == "ep" for d in outer)
+    out: dict[str, str] = {}
+    for tensor in tensors:
+        dims, taken = (*outer, *tensor), set()
+        apart = inside or any(d.of for d in dims)
+        for d in dims:
+            axis = table.get(d.name)
+            if axis is None or axis in taken or (axis == "ep" and not apart):
+                continue
+            taken.add(axis)
+            out[d.name] = "etp" if axis == "tp" and inside else axis
+    return out
+
+
+class Local(Sizes):
+    """The sizes that one device sees of tensors divided like this.
+
+    Slots, a device's share of dispatched tokens, follow its own tokens: as many as those times top_k, over all its
+    experts, which takes balanced routing. Among the experts every device of etp sees the slots of all of them.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], split: Split, axes: Mapping[str, str], inside: bool = False) -> None:
+        super().__init__(sizes)
+        self.split, self.axes, self.inside = split, axes, inside
+        self.sharded = split.sequence_parallel and "tp" not in axes.values()  # seq lies on tp as well
+
+    def of(self, d: Dim) -> int:
+        """The size of one dim here."""
+        return ceil(self._exact(d))
+
+    def __call__(self, dims: Iterable[Dim]) -> int:
+        """The number of elements here of a tensor of these dims."""
+        return ceil(prod(map(self._exact, dims)))
+
+    def _exact(self, d: Dim) -> int | Fraction:
+        if d.of:
+            tokens = Local(self, self.split, {SEQ.name: "cp"})
+            copies = self.split.ep * (self.split.etp if self.inside else 1)
+            return tokens(d.of) * d.share * copies
+        axis, size = self.axes.get(d.name), super().of(d)
+        if axis is None:
+            return size
+        degree = self.split.degree(axis) * (self.split.tp if axis == "cp" and self.sharded else 1)
+        return -(-size // degree)
