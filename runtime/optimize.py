@@ -1,0 +1,79 @@
+"""What makes the parameters move: DDP, the optimizer, the learning rate."""
+
+from __future__ import annotations
+
+from attrs import field, frozen
+from attrs.validators import ge, gt
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from .grid import Grid
+from .stage import Stage
+
+
+@frozen(kw_only=True)
+class Recipe:
+    """How a model is trained, whatever the layout: AdamW with warm-up and cosine decay."""
+
+    steps: int = field(validator=ge(1))
+    seed: int = 1234
+    lr: float = field(default=1e-3, validator=gt(0))
+    min_lr: float = 1e-4
+    warmup: int = 20  # steps
+    weight_decay: float = 0.1
+    clip_grad: float = 1.0  # the gradient's norm is cut to this
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+
+def replicate(stages: list[Stage], config: TransformerConfig, grid: Grid) -> list[DistributedDataParallel]:
+    """The stages with their gradients in contiguous fp32 buffers, reduced over the data-parallel ranks."""
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=grid.layout.distributed_optimizer
+    )
+    return [DistributedDataParallel(config, ddp, s, disable_bucketing=i > 0) for i, s in enumerate(stages)]
+
+
+def optimizer(
+    recipe: Recipe, chunks: list[DistributedDataParallel], config: TransformerConfig, grid: Grid
+) -> MegatronOptimizer:
+    """AdamW on fp32 master weights; its state is split over the data-parallel ranks if the layout says so."""
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=recipe.lr,
+            min_lr=recipe.min_lr,
+            weight_decay=recipe.weight_decay,
+            adam_beta1=recipe.beta1,
+            adam_beta2=recipe.beta2,
+            adam_eps=recipe.eps,
+            clip_grad=recipe.clip_grad,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=grid.layout.distributed_optimizer,
+        ),
+        chunks,
+        use_gloo_process_groups=False,
+    )
+
+
+def schedule(recipe: Recipe, optim: MegatronOptimizer) -> OptimizerParamScheduler:
+    """The learning rate of each step: linear warm-up from 0, then a cosine down to min_lr at the last step."""
+    return OptimizerParamScheduler(
+        optim,
+        init_lr=0.0,
+        max_lr=recipe.lr,
+        min_lr=min(recipe.min_lr, recipe.lr),
+        lr_warmup_steps=min(recipe.warmup, recipe.steps - 1),
+        lr_decay_steps=recipe.steps,
+        lr_decay_style="cosine",
+        start_wd=recipe.weight_decay,
+        end_wd=recipe.weight_decay,
+        wd_incr_steps=recipe.steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

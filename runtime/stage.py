@@ -1,0 +1,203 @@
+"""One chunk of the model on one pipeline rank: a slice of the graph as one MegatronModule.
+
+megatron-core's schedules call it with a micro-batch and hand it the hidden states of the stage before. What
+crosses a cut is one tensor [seq, batch, embed].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import torch
+from attrs import frozen
+from megatron.core import tensor_parallel
+from megatron.core.enums import ModelType
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sharded_state_dict_default
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_viewless_tensor
+from torch import Tensor, nn
+
+from megaloom.dsl import Embed, Graph, Node, Unembed, UserError
+from megaloom.planner import plan as plans
+from megaloom.planner.layout import Recompute
+
+from . import build
+
+
+@frozen(eq=False, slots=False)
+class Segment:
+    """Nodes that run together; when `again`, the backward pass runs them again instead of keeping their insides."""
+
+    nodes: tuple[Node, ...]
+    again: bool
+    reads: tuple[str, ...]  # values from before it
+    writes: tuple[str, ...]  # values that something after it reads
+
+    @cached_property
+    def done(self) -> tuple[tuple[str, ...], ...]:
+        """For each node, the values that nothing reads after it, so that what autograd does not need is freed."""
+        last = {name: i for i, n in enumerate(self.nodes) for name in (*n.inputs, n.name)}
+        return tuple(
+            tuple(name for name, i in last.items() if i == here and name not in self.writes)
+            for here in range(len(self.nodes))
+        )
+
+
+class Stage(MegatronModule):
+    """The nodes [start, stop) of a graph. Called with token ids and labels [batch, seq] of this rank's positions;
+    returns hidden states, or on the last stage the loss of each token [batch, seq] in fp32.
+    """
+
+    def __init__(self, graph: Graph, chunk: plans.Stage, site: build.Site, recompute: Recompute) -> None:
+        super().__init__(site.config)
+        self.graph, self.grid = graph, site.grid
+        self.model_type = ModelType.encoder_or_decoder
+        self.vp_stage = chunk.chunk if site.grid.layout.vpp > 1 else None
+        self.pre_process, self.post_process = chunk.start == 0, chunk.stop == len(graph.nodes)
+        self.reads = () if self.pre_process else graph.crossing[chunk.start]
+        self.writes = graph.outputs if self.post_process else graph.crossing[chunk.stop]
+        nodes = [n for n in graph.nodes[chunk.start : chunk.stop] if not n.input]
+        self.segments = segments(nodes, self.writes, recompute)
+        self.modules_of = nn.ModuleDict({_key(n): build.module(n.op, site) for n in nodes})
+        self.received: Tensor | None = None
+        self.tie = tied(graph)
+        self.share_embeddings_and_output_weights = self.tie is not None
+        self._tie()
+
+    def _tie(self) -> None:
+        """Make the table of the embedding serve the logits too: one parameter here, or two kept equal by
+        finalize_model_grads."""
+        if self.tie is None:
+            return
+        embed, unembed = (self.modules_of[_key(n)] if _key(n) in self.modules_of else None for n in self.tie)
+        if embed is not None and unembed is not None:
+            unembed.weight = embed.weight
+        elif self.grid.layout.pp > 1 and (embed is not None or unembed is not None):
+            weight = (embed or unembed).weight  # type: ignore[union-attr]
+            weight.shared_embedding = True
+            weight.shared = unembed is not None  # a copy is not counted in the gradient's norm
+
+    def set_input_tensor(self, tensors: Any) -> None:
+        """What the stage before sent; the schedules give a list of one."""
+        self.received = tensors[0] if isinstance(tensors, list | tuple) else tensors
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """The tied weight, on the stages that hold it."""
+        for n in self.tie or ():
+            if _key(n) in self.modules_of:
+                return self.modules_of[_key(n)].weight
+        return None
+
+    def placed(self) -> Iterator[tuple[Node, nn.Module]]:
+        """The nodes of this stage, each with its module."""
+        for s in self.segments:
+            for n in s.nodes:
+                yield n, self.modules_of[_key(n)]
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        values = {n.name: tokens for n in self.graph.nodes if n.input}
+        if self.reads:
+            assert self.received is not None, "the schedule sets the input tensor first"
+            # A view would keep what it is a view of from being freed.
+            values[self.reads[0]] = make_viewless_tensor(self.received, requires_grad=True, keep_graph=True)
+        for s in self.segments:
+            self._run(s, values)
+        out = values[self.writes[0]]
+        if not self.post_process:
+            return out
+        loss = vocab_parallel_cross_entropy(out.float(), labels.transpose(0, 1).contiguous())
+        return loss.transpose(0, 1).contiguous()
+
+    def _run(self, segment: Segment, values: dict[str, Tensor]) -> None:
+        def run(*given: Tensor) -> tuple[Tensor, ...] | Tensor:
+            here = dict(zip(segment.reads, given, strict=True))
+            del given
+            for n, done in zip(segment.nodes, segment.done, strict=True):
+                here[n.name] = self.modules_of[_key(n)](*(here[i] for i in n.inputs))
+                for name in done:
+                    del here[name]
+            out = tuple(here[name] for name in segment.writes)
+            return out[0] if len(out) == 1 else out
+
+        given = tuple(values[name] for name in segment.reads)
+        again = segment.again and torch.is_grad_enabled()
+        made = tensor_parallel.checkpoint(run, False, *given) if again else run(*given)
+        values.update(zip(segment.writes, made if isinstance(made, tuple) else (made,), strict=True))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Each parameter under its layout-independent name, with this rank's share of it."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        out: dict[str, Any] = {}
+        for n, module in self.placed():
+            key = f"{prefix}{n.name}."
+            if isinstance(n.op, Unembed):
+                out |= self._logits_state(n, module, key, metadata)
+            else:
+                out |= sharded_state_dict_default(
+                    module, key, sharded_offsets, metadata, tp_group=self.grid.groups.tp
+                )
+        return out
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take the parameters that `sharded_state_dict` named, as read from a checkpoint."""
+        for n, module in self.placed():
+            prefix = f"{n.name}."
+            module.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+
+    def _logits_state(self, node: Node, module: nn.Module, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
+        """The table of the logits: padded by layout, and when tied a replica of the embedding's."""
+        if self.tie is not None and _key(self.tie[0]) in self.modules_of:
+            return {}  # the embedding's
+        name = f"{prefix}weight"
+        replica: dict[str, Any] = {}
+        key = name
+        if self.tie is not None:
+            key = f"{self.tie[0].name}.weight"
+            replica = {"replica_id": (1, 0, metadata["dp_cp_group"].rank())}
+        groups = {"tp_group": self.grid.groups.tp, "dp_cp_group": metadata["dp_cp_group"]}
+        return {
+            name: make_tp_sharded_tensor_for_checkpoint(
+                module.weight, key, allow_shape_mismatch=True, **replica, **groups
+            )
+        }
+
+
+def _key(node: Node) -> str:
+    """A node's name as torch allows it."""
+    return node.name.replace(".", "_")
+
+
+def tied(graph: Graph) -> tuple[Node, Node] | None:
+    """The embedding and the logits that share a table, if they do. Raises UserError for other shared weights."""
+    users: dict[str, list[Node]] = {}
+    for n in graph.nodes:
+        for s in n.weights:
+            users.setdefault(s.name, []).append(n)
+    shared = {name: nodes for name, nodes in users.items() if len(nodes) > 1}
+    for name, nodes in shared.items():
+        if [type(n.op) for n in nodes] != [Embed, Unembed] or len(shared) > 1:
+            said = ", ".join(n.name for n in nodes)
+            raise UserError(f"weight {name!r} is shared by {said}\nthe runtime can tie one Embed with one Unembed")
+    for embed, unembed in shared.values():
+        return embed, unembed
+    return None
+
+
+def segments(nodes: list[Node], outputs: tuple[str, ...], recompute: Recompute) -> tuple[Segment, ...]:
+    """The nodes in runs: with full recompute one for each block of a repeat, else one in all."""
+    full = recompute is Recompute.FULL
+    runs = [tuple(g) for _, g in groupby(nodes, key=lambda n: n.block if full else None)]
+    out = []
+    for i, run in enumerate(runs):
+        own = {n.name for n in run}
+        reads = tuple(dict.fromkeys(name for n in run for name in n.inputs if name not in own))
+        later = {name for r in runs[i + 1 :] for n in r for name in n.inputs} | set(outputs)
+        writes = tuple(n.name for n in run if n.name in later)
+        out.append(Segment(run, full and run[0].block is not None, reads, writes))
+    return tuple(out)

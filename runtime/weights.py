@@ -1,0 +1,150 @@
+"""From a model's own weights to the parameters of its modules, and to this rank's share of them.
+
+Weights have layout-independent names (`attention.3.q`) and full shapes in the model; `parameters` says, for each
+kind of layer, how they make up the parameters that megatron-core keeps (full, in its order of rows); `fill` takes
+this rank's share of each. Initial values come from `initial`, so that they are the same on every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import singledispatch
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from megaloom.dsl import MLP, Attention, Dropout, Embed, LayerNorm, MoE, Node, Op, Pointwise, Positions, RMSNorm
+from megaloom.dsl import SwiGLU, Unembed, Slot
+
+from .grid import Grid
+
+
+@frozen
+class Weights:
+    """The full weights of one node, by the names they have in its layer; `draw` gets those of a slot."""
+
+    slots: dict[str, Slot]
+    draw: Callable[[Slot, int | None], Tensor]
+    experts: range  # those that this rank holds
+
+    def __call__(self, name: str, index: int | None = None) -> Tensor:
+        """One weight, or the weight of one copy of a layer."""
+        return self.draw(self.slots[name], index)
+
+    def inside(self, name: str) -> Weights:
+        """The weights of a layer within this one."""
+        prefix = name + "."
+        slots = {k.removeprefix(prefix): s for k, s in self.slots.items() if k.startswith(prefix)}
+        return Weights(slots, self.draw, self.experts)
+
+
+Parameters = dict[str, Tensor]
+
+
+@singledispatch
+def parameters(op: Op, w: Weights) -> Parameters:
+    """The full parameters of the module that `build` makes of an op, by their names in it."""
+    raise NotImplementedError(f"no parameters are described for {type(op).__name__}")
+
+
+@parameters.register(Dropout)
+@parameters.register(Pointwise)
+def _(op: Op, w: Weights) -> Parameters:
+    return {}
+
+
+@parameters.register(Embed)
+@parameters.register(Positions)
+@parameters.register(Unembed)
+def _(op: Embed | Positions | Unembed, w: Weights) -> Parameters:
+    (name,) = w.slots
+    return {"weight": w(name)}
+
+
+@parameters.register
+def _(op: RMSNorm, w: Weights) -> Parameters:
+    return {"weight": w("scale")}
+
+
+@parameters.register
+def _(op: LayerNorm, w: Weights) -> Parameters:
+    return {"weight": w("scale"), "bias": w("shift")}
+
+
+@parameters.register
+def _(op: Attention, w: Weights) -> Parameters:
+    """linear_qkv's rows go by key/value head: its queries, its key, its value (megatron-core's attention.py)."""
+    q, k, v, o = (w(name) for name in "qkvo")
+    out = {
+        "linear_qkv.weight": _by_group(q.permute(1, 2, 0), k.permute(1, 2, 0), v.permute(1, 2, 0)),
+        "linear_proj.weight": o.flatten(0, 1).T,
+    }
+    if op.bias:
+        q, k, v = (w(f"{name}_bias") for name in "qkv")
+        out |= {"linear_qkv.bias": _by_group(q, k, v), "linear_proj.bias": w("o_bias")}
+    return out
+
+
+def _by_group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[heads, head_dim, …], [kv_heads, head_dim, …] twice → rows of each group together."""
+    groups = k.shape[0]
+    q = q.unflatten(0, (groups, q.shape[0] // groups))
+    return torch.cat([q, k[:, None], v[:, None]], 1).flatten(0, 2)
+
+
+@parameters.register
+def _(op: MLP, w: Weights) -> Parameters:
+    out = {"linear_fc1.weight": w("up").T, "linear_fc2.weight": w("down").T}
+    return out | {"linear_fc1.bias": w("up_bias"), "linear_fc2.bias": w("down_bias")} if op.bias else out
+
+
+@parameters.register
+def _(op: SwiGLU, w: Weights) -> Parameters:
+    return {"linear_fc1.weight": torch.cat([w("gate").T, w("up").T]), "linear_fc2.weight": w("down").T}
+
+
+@parameters.register
+def _(op: MoE, w: Weights) -> Parameters:
+    out = {"router.weight": w("router").T}
+    inside = w.inside("experts")
+    for local, index in enumerate(w.experts):
+        one = Weights(inside.slots, lambda slot, _, i=index: w.draw(slot, i), w.experts)
+        out |= {f"experts.local_experts.{local}.{k}": t for k, t in parameters(op.expert, one).items()}
+    return out
+
+
+def of_node(node: Node, draw: Callable[[Slot, int | None], Tensor], grid: Grid) -> Parameters:
+    """The full parameters of a node's module, its experts those that this rank holds."""
+    slots = {s.name.removeprefix(node.name + "."): s for s in node.weights}
+    held = range(0)
+    if isinstance(node.op, MoE):
+        each = node.op.experts // grid.layout.ep
+        held = range(grid.ep * each, (grid.ep + 1) * each)
+    return parameters(node.op, Weights(slots, draw, held))
+
+
+@torch.no_grad()
+def fill(module: nn.Module, full: Parameters, grid: Grid) -> None:
+    """Give each of a module's parameters this rank's share of its full value."""
+    own = dict(module.named_parameters())
+    assert own.keys() <= full.keys(), f"{type(module).__name__} has {own.keys()}, the layer {full.keys()}"
+    for name, p in own.items():
+        expert = "local_experts" in name
+        rank, size = (grid.etp, grid.layout.etp) if expert else (grid.tp, grid.layout.tp)
+        p.copy_(share(full[name], p, rank, size))
+
+
+def share(full: Tensor, p: nn.Parameter, rank: int, size: int) -> Tensor:
+    """This rank's share of a full parameter, by the marks that megatron-core's layers leave on theirs.
+
+    `partition_dim` is the dimension that is split; a `partition_stride` of 2 means two parts (gate and up), each
+    of them split. Rows that only pad the vocabulary are zero.
+    """
+    if not getattr(p, "tensor_model_parallel", False) or size == 1:
+        return full
+    dim, stride = p.partition_dim, p.partition_stride  # type: ignore[attr-defined]
+    missing = p.shape[dim] * size - full.shape[dim]
+    if missing:
+        full = torch.cat([full, full.new_zeros(missing, *full.shape[1:])])
+    return torch.cat([part.chunk(size, dim)[rank] for part in full.chunk(stride, dim)], dim)
