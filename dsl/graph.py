@@ -182,12 +182,24 @@ def primitives(value: Value) -> Iterator[tuple[Value, str, tuple[Dim, ...]]]:
         else:
             yield from visit(v.body, path, outer)
 
-    yield from visit(value.body if value.body is not None else value, "", ())
+    yield from visit(value, "", ())
+
+
+def _held(it: object) -> Iterator[int]:
+    """The values that a layer, or a layer within it, was given when it was made, by identity."""
+    if isinstance(it, Value):
+        yield id(it)
+    elif isinstance(it, Layer):
+        for f in fields(type(it)):
+            yield from _held(getattr(it, f.name))
+    elif isinstance(it, tuple):
+        for part in it:
+            yield from _held(part)
 
 
 def _slots(node: Node, shared: set[int]) -> tuple[Slot, ...]:
     """The weights of a node, each under its name in the model."""
-    held = {id(getattr(node.op, f.name)) for f in fields(type(node.op))} if isinstance(node.op, Layer) else set()
+    held = set(_held(node.op))
     out = []
     for v, path, outer in primitives(node.value):
         if isinstance(v.op, Weight):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from attrs import frozen
 
+from .combine import Each
 from .dims import Dim
 from .errors import ShapeError
-from .combine import Each
 from .layer import Layer
 from .ops import Attend, Combine, Drop, Gate, Lookup, Normalize, Rope, Route, Rows, dot, weight
 from .value import Value, apply, fn
