@@ -28,7 +28,7 @@ PRESETS = ("GB200", "B200", "H200", "H100", "A100")
 @functools.cache
 def gpus() -> int:
     """Number of CUDA devices that this process may use; counted by NVML, so that CUDA is not started by asking."""
-    return torch.cuda.device_count()
+    return int(torch.cuda.device_count())
 
 
 # Counted when the module is loaded: the shim answers for CUDA later.
@@ -91,7 +91,7 @@ def prepare() -> None:
     else:
         shim.install()
         # Without a GPU nothing is gained by compiling the fused functions, and it takes seconds and a compiler.
-        compile_, torch.compile = torch.compile, _uncompiled  # type: ignore[assignment]
+        compile_, torch.compile = torch.compile, _uncompiled
         try:
             _import_megatron()
         finally:

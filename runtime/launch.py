@@ -26,6 +26,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -76,10 +77,13 @@ def run(
         tempfile.TemporaryDirectory(prefix="megaloom-") as folder,
         _deferred_signals() as caught,
         socket.create_server(("127.0.0.1", 0), backlog=4 * world) as server,
+        ThreadPoolExecutor(1) as starter,
     ):
         ranks = Ranks(world, Path(folder))
         try:
-            ranks.start(server.getsockname()[1], job)
+            # By a thread that never computed: OpenMP's workers belong to the thread that made them, and a forked copy
+            # of that thread waits for them forever. It stays until the end, as ranks die with what started them.
+            starter.submit(ranks.start, server.getsockname()[1], job).result()
             # The ranks' meeting point, on a socket that listens already. Its thread starts only now: a forked
             # process would have inherited no thread, but the locks that it held.
             store = dist.TCPStore(
@@ -149,7 +153,7 @@ class Ranks:
         threads = _threads(self.world)
         # What OpenMP and CUDA read when a spawned rank loads them, before it runs a line of ours.
         with _defaults(OMP_NUM_THREADS=threads, CUDA_DEVICE_MAX_CONNECTIONS=1), warnings.catch_warnings():
-            # Python 3.12 warns of forking beside any thread. None of ours runs now, and ranks touch no other's.
+            # Python 3.12 warns of forking beside other threads: the one of ours only waits.
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
             for number in range(self.world):
                 place = Place(number, self.world, port, str(self.folder), threads, os.getpid())
@@ -286,8 +290,8 @@ def join(world: int | None = None) -> None:
     missing = [name for name in TORCHRUN if name not in os.environ and name not in names]
     if missing:
         raise UserError(
-            f"RANK is set, as under torchrun, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not\n"
-            "start with torchrun --nproc-per-node, or unset RANK to let this process start the ranks itself"
+            f"started as one of many ranks, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set\n"
+            "start with torchrun or srun, or unset RANK to let this process start the ranks itself"
         )
     os.environ.update(names)
     number, size, local = (_integer(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))

@@ -79,9 +79,9 @@ class _Ordered:
 
 
 def _streams() -> None:
-    torch.cuda.Stream = torch.cuda.Event = _Ordered  # type: ignore[misc, assignment]
+    torch.cuda.Stream = torch.cuda.Event = _Ordered
     torch.cuda.current_stream = torch.cuda.default_stream = _answers(_Ordered())
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[misc, assignment]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _answers(None)
 
 
@@ -119,9 +119,9 @@ def _tensors() -> None:
     def itself(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self
 
-    Tensor.to = moved  # type: ignore[method-assign, assignment]
-    Tensor.cuda = Tensor.pin_memory = torch.nn.Module.cuda = itself  # type: ignore[method-assign, assignment]
-    Tensor.record_stream = _answers(None)  # type: ignore[method-assign]
+    Tensor.to = moved
+    Tensor.cuda = Tensor.pin_memory = torch.nn.Module.cuda = itself
+    Tensor.record_stream = _answers(None)
 
 
 def _types() -> None:
@@ -135,7 +135,7 @@ def _types() -> None:
             return name.replace("torch.", "torch.cuda.", 1)
         return name
 
-    Tensor.type = type_  # type: ignore[method-assign]
+    Tensor.type = type_
 
 
 def _get_rng_state(*args: Any, **kwargs: Any) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
+import socket
 import sys
 import time
 from pathlib import Path
@@ -14,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from megaloom.dsl.errors import UserError
-from megaloom.runtime import launch
+from megaloom.runtime import device, launch
 from megaloom.runtime.launch import RankError
 
 pytestmark = pytest.mark.timeout(60)
-HERE = Path(__file__).parent
 
 
 def summed(value):
@@ -124,17 +124,32 @@ def test_ranks_share_the_cores():
         assert launch.run(threads, (), world, timeout=30) == [1] * world
 
 
-LONG = """
-import os, sys, time
-from megaloom.runtime import launch
-def entry():
-    print(os.getpid(), flush=True)
-    with open(sys.argv[1] + "/" + os.environ["RANK"], "w") as file:
-        file.write(str(os.getpid()))
+def product():
+    x = torch.ones(600, 600, requires_grad=True)
+    (x @ x).sum().backward()
+    return x.grad.sum().item()
+
+
+def test_ranks_compute_on_several_threads_though_their_parent_did_so_before(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    expected = product()
+    torch.set_num_threads(before)
+    assert launch.run(product, (), 1, timeout=20) == [expected]
+
+
+def note_and_sleep(folder):
+    (folder / f"{dist.get_rank()}.part").write_text(str(os.getpid()))
+    (folder / f"{dist.get_rank()}.part").rename(folder / f"{dist.get_rank()}.pid")
     time.sleep(1000)
-if __name__ == "__main__":
-    launch.run(entry, (), 2)
-"""
+
+
+def start_sleepers(folder):
+    try:
+        launch.run(note_and_sleep, (folder,), 2)
+    except KeyboardInterrupt:
+        os._exit(130)
 
 
 def alive(pid):
@@ -144,23 +159,128 @@ def alive(pid):
         return False
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=lambda x: str(x)
-)
-def test_no_rank_outlives_the_process_that_started_it(number, code, tmp_path):
-    script = tmp_path / "long.py"
-    script.write_text(LONG)
-    parent = subprocess.Popen([sys.executable, script, tmp_path], stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-    files = [tmp_path / "0", tmp_path / "1"]
-    while not all(file.exists() and file.read_text() for file in files):
-        assert parent.poll() is None, parent.stderr.read()
-        time.sleep(0.05)
-    ranks = [int(file.read_text()) for file in files]
-    assert all(map(alive, ranks))
-    parent.send_signal(number)
-    parent.communicate(timeout=20)
-    assert parent.returncode == code or (number == signal.SIGINT and parent.returncode == -signal.SIGINT)
-    deadline = time.monotonic() + 5
-    while any(map(alive, ranks)):
+def until(true, seconds):
+    deadline = time.monotonic() + seconds
+    while not true():
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_rank_outlives_the_process_that_started_it(number, code, tmp_path):
+    device.prepare()
+    parent = multiprocessing.get_context("fork").Process(target=start_sleepers, args=(tmp_path,))
+    parent.start()
+    until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 20)
+    ranks = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
+    assert all(map(alive, ranks))
+    os.kill(parent.pid, number)
+    parent.join(20)
+    assert parent.exitcode == code
+    until(lambda: not any(map(alive, ranks)), 5)
+
+
+def finish_on_request(folder):
+    asked = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    (folder / f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
+    until(lambda: asked, 20)
+    time.sleep(0.5)
+    (folder / f"{dist.get_rank()}.saved").touch()
+
+
+def start_finishers(folder):
+    try:
+        launch.run(finish_on_request, (folder,), 2, grace=20)
+    except KeyboardInterrupt:
+        os._exit(130)
+
+
+def test_ranks_may_finish_what_they_do_when_they_are_interrupted(tmp_path):
+    device.prepare()
+    parent = multiprocessing.get_context("fork").Process(target=start_finishers, args=(tmp_path,))
+    parent.start()
+    until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 20)
+    os.kill(parent.pid, signal.SIGINT)
+    parent.join(20)
+    assert parent.exitcode == 130
+    assert len(list(tmp_path.glob("*.saved"))) == 2
+
+
+# ---------------------------------------------------------------------------------------- under torchrun or srun
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets the environment of a process that somebody else started, and only that."""
+    for name in list(os.environ):
+        if name in launch.TORCHRUN or name.startswith("SLURM_"):
+            monkeypatch.delenv(name)
+    return lambda **variables: [monkeypatch.setenv(name, value) for name, value in variables.items()]
+
+
+def test_a_process_by_itself_is_not_inside(environment):
+    assert not launch.inside()
+    environment(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1")  # a shell that srun or salloc gave
+    assert not launch.inside()
+    environment(SLURM_STEP_NUM_TASKS="2")
+    assert launch.inside()
+
+
+def test_an_incomplete_environment_is_told(environment):
+    environment(RANK="0", WORLD_SIZE="2")
+    with pytest.raises(UserError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not"):
+        launch.join()
+
+
+def test_a_world_of_another_size_is_told(environment):
+    environment(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="here", MASTER_PORT="1")
+    with pytest.raises(UserError, match="the plan is for 8 ranks, and 2 were started"):
+        launch.join(8)
+    environment(WORLD_SIZE="two")
+    with pytest.raises(UserError, match="WORLD_SIZE='two'"):
+        launch.join(8)
+
+
+def test_no_ranks_are_started_by_a_rank(environment):
+    environment(RANK="0")
+    with pytest.raises(UserError, match="unset RANK"):
+        launch.run(summed, (0,), 2)
+
+
+def joined(folder, number, variables):
+    os.environ.update(variables)
+    launch.join(2)
+    (folder / str(number)).write_text(str(summed(0)))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"RANK": "{}", "WORLD_SIZE": "2", "LOCAL_RANK": "{}", "MASTER_ADDR": "localhost", "MASTER_PORT": "{port}"},
+        {"SLURM_PROCID": "{}", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "{}", "SLURM_STEP_NODELIST": "localhost",
+         "MASTER_PORT": "{port}"},
+    ],
+    ids=["torchrun", "srun"],
+)  # fmt: skip
+def test_joining(names, environment, tmp_path):
+    device.prepare()
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = []
+    for number in range(2):
+        variables = {name: value.format(number, port=port) for name, value in names.items()}
+        ranks.append(context.Process(target=joined, args=(tmp_path, number, variables)))
+        ranks[-1].start()
+    for number, rank in enumerate(ranks):
+        rank.join(30)
+        assert rank.exitcode == 0
+        assert (tmp_path / str(number)).read_text() == str((number, 2, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu-[003-006,11]", "gpu-003"), ("login1,gpu-[1-2]", "login1"), ("c7.example.org", "c7.example.org")],
+)
+def test_the_first_node_of_a_step_is_where_ranks_meet(nodes, first, environment):
+    environment(SLURM_STEP_NODELIST=nodes, SLURM_JOB_ID="123456")
+    assert launch._from_slurm() == {"MASTER_ADDR": first, "MASTER_PORT": "23456"}
