@@ -22,8 +22,8 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_view
 from torch import Tensor, nn
 
 from megaloom.dsl import Embed, Graph, Node, Unembed, UserError
-from megaloom.planner import plan as plans
 from megaloom.planner.layout import Recompute
+from megaloom.planner.plan import Stage as Chunk
 
 from . import build
 
@@ -52,7 +52,7 @@ class Stage(MegatronModule):
     returns hidden states, or on the last stage the loss of each token [batch, seq] in fp32.
     """
 
-    def __init__(self, graph: Graph, chunk: plans.Stage, site: build.Site, recompute: Recompute) -> None:
+    def __init__(self, graph: Graph, chunk: Chunk, site: build.Site, recompute: Recompute) -> None:
         super().__init__(site.config)
         self.graph, self.grid = graph, site.grid
         self.model_type = ModelType.encoder_or_decoder
