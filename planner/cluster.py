@@ -195,8 +195,9 @@ LAUNCH = 5e-6
 # attend_efficiency: cuDNN's forward on an H100, causal, heads of 128, reaches 539 TFLOP/s at 16k (Shah et al.,
 # arXiv:2407.08608, figure 5), its backward 516 (figure 6); FlashAttention-2 gets 50-73 % of an A100 (Dao,
 # arXiv:2307.08691); the other generations are taken to be as the H100. sustained: in the profile of a training step on
-# the H200 (shared/megatron_core.md: 70 % of 514 TFLOP/s' time) matrix products run at 690 TFLOP/s where alone they
-# reach 790, of which their shapes explain 3 %; an A100 keeps its clock. units: datasheets. context_nbytes: not
+# the H200 (shared/megatron_core.md: 70 % of the time at 514 model TFLOP/s) matrix products run at 680 TFLOP/s where
+# alone they reach 790, of which their shapes explain 3 to 4 %; taken to be the same for what came later, and an A100 to
+# keep its clock. units: datasheets. context_nbytes: not
 # measured here, as nvidia-smi shows it for a process that has made one tensor and one matrix product.
 CONTEXT = int(0.6 * GiB)
 DEVICES = (
@@ -233,7 +234,7 @@ DEVICES = (
         bandwidth_efficiency=0.896,
         launch_seconds=LAUNCH,
         attend_efficiency=0.545,
-        sustained=0.9,
+        sustained=0.88,
         units=132,
         context_nbytes=CONTEXT,
     ),
@@ -246,7 +247,7 @@ DEVICES = (
         bandwidth_efficiency=0.896,
         launch_seconds=LAUNCH,
         attend_efficiency=0.545,
-        sustained=0.9,
+        sustained=0.88,
         units=132,
         context_nbytes=CONTEXT,
     ),
@@ -259,7 +260,7 @@ DEVICES = (
         bandwidth_efficiency=0.896,
         launch_seconds=LAUNCH,
         attend_efficiency=0.545,
-        sustained=0.9,
+        sustained=0.88,
         units=148,
         context_nbytes=CONTEXT,
     ),
@@ -272,7 +273,7 @@ DEVICES = (
         bandwidth_efficiency=0.896,
         launch_seconds=LAUNCH,
         attend_efficiency=0.545,
-        sustained=0.9,
+        sustained=0.88,
         units=152,
         context_nbytes=CONTEXT,
     ),

@@ -39,12 +39,17 @@ class Part:
 
 def static(params: int, expert_params: int, layout: Layout, precision: Precision) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer state. The distributed optimizer cuts the state, over copies alike."""
-    dense, experts = (group("dp", layout).size, layout.edp) if layout.distributed_optimizer else (1, 1)
+    dense, experts = copies(layout)
     return {
         "weights": WEIGHT[precision] * (params + expert_params),
         "gradients": GRADIENT * (params + expert_params),
         "optimizer": -(-STATE[precision] * params // dense) - (-STATE[precision] * expert_params // experts),
     }
+
+
+def copies(layout: Layout) -> tuple[int, int]:
+    """Over how many devices the optimizer's state is cut: that of dense weights, and that of experts."""
+    return (group("dp", layout).size, layout.edp) if layout.distributed_optimizer else (1, 1)
 
 
 def runtime(layout: Layout, cluster: Cluster) -> int:
@@ -72,3 +77,17 @@ def peak(
         "allocator": int(ALLOCATOR * (saved + workspace + logits)),
         "runtime": runtime(layout, cluster),
     }
+
+
+def least(state: float, saved: float, layout: Layout, microbatches: int, cluster: Cluster) -> float:
+    """No cut of a model gives its fullest rank less: `state` and `saved` (of one micro-batch) are the whole model's.
+
+    The fullest rank has at least any weighted mean of the ranks; two means are tried, equal weights and the inverse of
+    the micro-batches in flight.
+    """
+    pp, vpp = layout.pp, layout.vpp
+    flights = [max(map(sum, held(r, pp, vpp, microbatches))) / vpp if vpp == 1 else 1 / vpp for r in range(pp)]
+    inverse = [1 / f for f in flights]
+    equal = (state + min(flights) * saved) / pp
+    weighted = (min(inverse) * state + saved) / sum(inverse)
+    return max(equal, weighted) + runtime(layout, cluster)

@@ -2,7 +2,7 @@
 
 Protocol: `group` says which devices an axis joins, `seconds` what a collective costs there, `hop` what a value costs
 that passes to the next pipeline rank. Every group of an axis works at once; a device has its own share of its node's
-network (`Cluster.inter` is one device's), so a group crosses between nodes on as many shares as it has members in a node.
+network (`Cluster.inter` is one device's), so a group leaves a node on as many shares as it has members there.
 """
 
 from __future__ import annotations
@@ -72,10 +72,8 @@ def seconds(kind: str, nbytes: float, group: Group, cluster: Cluster) -> float:
     latency = (far if across else near).latency
     latency += min(across, steps) * far.hop + max(0, steps - across - (not across)) * near.hop
     if kind == "all_to_all":
-        inside = n if nodes == 1 else members
-        return latency + max(
-            _pass(nbytes * (inside - 1) / n, near), _pass(nbytes * (n - inside) / n, far) if across else 0.0
-        )
+        local = members if across else n
+        return latency + max(_pass(nbytes * (local - 1) / n, near), _pass(nbytes * (n - local) / n, far))
     wire = PASSES[kind] * nbytes * (n - 1) / n
     inside = _pass(wire, near) if members > 1 else 0.0
     return latency + max(inside, _pass(wire / members, far) if across else 0.0)

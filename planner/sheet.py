@@ -1,0 +1,268 @@
+"""What every node of a graph costs under one way to divide it: seconds and bytes of a micro-batch on one device.
+
+Protocol: `anatomy(graph)` is what does not depend on the layout, `sheet` the costs under a split, a micro-batch and a
+recompute mode. Nodes that are alike are priced once; `Sheet.sums` adds up runs of nodes, `Sheet.total` all of them.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from functools import cached_property, lru_cache
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from megaloom.dsl.dims import Dim, DType, Sizes
+from megaloom.dsl.facts import Costs, Saved, costs
+from megaloom.dsl.graph import Graph, Node, Slot
+from megaloom.dsl.program import program
+from megaloom.dsl.splits import SPLITS, Local, Split, cut
+
+from . import kernels, traffic
+from .cluster import Cluster
+from .layout import Layout, Precision, Recompute, Workload
+
+Rows = NDArray[np.float64]
+
+
+class Col(IntEnum):
+    """The columns of a sheet: seconds, then bytes, then elements."""
+
+    FORWARD = 0  # kernels
+    BACKWARD = 1
+    AGAIN = 2  # kernels of the forward pass that the backward pass repeats
+    TP_FORWARD = 3  # collectives, all of them exposed
+    CP_FORWARD = 4
+    EP_FORWARD = 5
+    TP_BACKWARD = 6  # those of recompute included
+    CP_BACKWARD = 7
+    EP_BACKWARD = 8
+    SAVED = 9
+    PARAMS = 10
+    EXPERT_PARAMS = 11
+
+
+AHEAD = [Col.FORWARD, Col.TP_FORWARD, Col.CP_FORWARD, Col.EP_FORWARD]  # what a forward step takes
+BACK = [Col.BACKWARD, Col.AGAIN, Col.TP_BACKWARD, Col.CP_BACKWARD, Col.EP_BACKWARD]
+STEP = [*AHEAD, *BACK]
+TRAFFIC = {  # where the collectives of an axis are counted
+    "tp": (Col.TP_FORWARD, Col.TP_BACKWARD),
+    "cp": (Col.CP_FORWARD, Col.CP_BACKWARD),
+    "ep": (Col.EP_FORWARD, Col.EP_BACKWARD),
+    "etp": (Col.EP_FORWARD, Col.EP_BACKWARD),
+}
+NBYTES = {DType.FLOAT32: 4, DType.INDEX: 8, DType.MASK: 1}  # COMPUTE is the workload's precision
+# Each micro-batch's gradient is added to the main one: a read of it, a read and a write of the fp32 buffer.
+ACCUMULATE = {Precision.FP32: 4 + 4 + 4, Precision.BF16: 2 + 4 + 4}
+
+
+@frozen
+class Kind:
+    """Nodes that cost the same wherever they stand."""
+
+    node: Node  # one of them
+    owns: tuple[int, ...]  # which of its saved tensors no earlier node has saved already
+    inside: bool  # a block: full recompute computes it again
+    enters: bool  # it is the first of its block, whose input full recompute keeps
+    ends: bool  # the loss is taken of it
+
+
+@frozen(eq=False, slots=False)
+class Anatomy:
+    """What the planner reads off a graph once."""
+
+    graph: Graph
+    kinds: tuple[Kind, ...]
+    kind: NDArray[np.intp]  # of each node
+    shared: tuple[tuple[Slot, tuple[int, ...]], ...]  # weights that several nodes use, and which
+    embed: int  # width of what crosses a cut
+
+    @cached_property
+    def counts(self) -> Rows:
+        """How many nodes there are of each kind."""
+        return np.bincount(self.kind, minlength=len(self.kinds)).astype(float)
+
+    @cached_property
+    def blocks(self) -> int:
+        """How many blocks there are."""
+        return sum(kind.enters * int(n) for kind, n in zip(self.kinds, self.counts, strict=True))
+
+    @cached_property
+    def block(self) -> Rows:
+        """How many nodes of each kind the largest block has."""
+        rows: dict[int, Rows] = {}
+        for node, kind in zip(self.graph.nodes, self.kind, strict=True):
+            if node.block is not None:
+                rows.setdefault(node.block, np.zeros(len(self.kinds)))[kind] += 1
+        return max(rows.values(), key=lambda row: float(row.sum()), default=np.zeros(len(self.kinds)))
+
+
+@lru_cache(maxsize=16)
+def anatomy(graph: Graph) -> Anatomy:
+    """What the planner reads off a graph once."""
+    known: dict[tuple[object, ...], int] = {}
+    kinds: list[Kind] = []
+    kind: list[int] = []
+    claimed: set[str] = set()
+    uses: dict[str, list[int]] = {}
+    last: int | None = None
+    for i, node in enumerate(graph.nodes):
+        owns = _owns(node, costs(node, batch=1, seq=64).saved, claimed)
+        enters, last = node.block is not None and node.block != last, node.block
+        flags = node.block is not None, enters, node.name in graph.outputs
+        key = (id(program(node)), owns, *flags)
+        if key not in known:
+            known[key] = len(kinds)
+            kinds.append(Kind(node, owns, *flags))
+        kind.append(known[key])
+        for slot in node.weights:
+            uses.setdefault(slot.name, []).append(i)
+    shared = tuple((graph.weights[name], tuple(nodes)) for name, nodes in uses.items() if len(nodes) > 1)
+    width = next((n.shape["embed"].known for n in graph.nodes if not n.input and "embed" in n.shape), 1)
+    return Anatomy(graph, tuple(kinds), np.array(kind), shared, width)
+
+
+def _owns(node: Node, saved: tuple[Saved, ...], claimed: set[str]) -> tuple[int, ...]:
+    """Which of the tensors that a node saves nobody before it has saved; those are claimed for it."""
+    owns = []
+    for i, s in enumerate(saved):
+        name = None if s.port is None else node.name if s.port < 0 else node.inputs[s.port]
+        if name is None or name not in claimed:
+            owns.append(i)
+        if name is not None:
+            claimed.add(name)
+    return tuple(owns)
+
+
+@frozen(eq=False, slots=False)
+class Sheet:
+    """The costs of every node: `rows` by kind."""
+
+    anatomy: Anatomy
+    rows: Rows  # [kinds, columns]
+    boundary: int  # bytes that cross a cut, one way
+    workspace: int  # bytes that come and go: the gradients beside the largest saved tensor, and a block made again
+    logits: int  # elements of the output on this device
+    shared: tuple[int, ...]  # elements of each shared weight on this device
+
+    @cached_property
+    def total(self) -> Rows:
+        """The sum over all nodes."""
+        return self.anatomy.counts @ self.rows
+
+    @cached_property
+    def by_node(self) -> Rows:
+        """[nodes, columns]"""
+        return self.rows[self.anatomy.kind]
+
+    def sums(self, bounds: tuple[int, ...]) -> Rows:
+        """The sum over each run of nodes between neighbouring bounds: [runs, columns]."""
+        return np.add.reduceat(self.by_node, bounds[:-1])
+
+
+def split_of(layout: Layout) -> Split:
+    """The part of a layout that divides tensors."""
+    return Split(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp, sequence_parallel=layout.sequence_parallel)
+
+
+@frozen
+class Base:
+    """A sheet before recompute, with what recompute needs: by kind, the columns and the core's part of them."""
+
+    rows: Rows
+    core: Rows  # [kinds, (forward seconds, saved bytes)]
+    largest: int  # bytes of the largest saved tensor
+
+
+def base(anatomy: Anatomy, layout: Layout, workload: Workload, cluster: Cluster) -> Base:
+    """The costs of each kind of node when nothing is computed again."""
+    rows, core, largest = np.zeros((len(anatomy.kinds), len(Col))), np.zeros((len(anatomy.kinds), 2)), 0
+    split = split_of(layout)
+    for row, heart, kind in zip(rows, core, anatomy.kinds, strict=True):
+        found = costs(kind.node, batch=layout.micro_batch, seq=workload.seq, split=split)
+        _compute(row, heart, found, cluster, workload.precision)
+        _exchange(row, found, layout, cluster, workload.precision)
+        for i, s in enumerate(found.saved):
+            nbytes = s.elements * NBYTES.get(s.dtype, kernels.NBYTES[workload.precision])
+            largest = max(largest, nbytes)
+            if i in kind.owns:
+                row[Col.SAVED] += nbytes
+                heart[1] += nbytes * s.core
+        row[Col.PARAMS], row[Col.EXPERT_PARAMS] = found.params, found.expert_params
+        if kind.ends:
+            _loss(row, kind.node, layout, workload, cluster)
+    return Base(rows, core, largest)
+
+
+def _compute(row: Rows, core: Rows, found: Costs, cluster: Cluster, precision: Precision) -> None:
+    device = cluster.device
+    for work in found.work:
+        took = kernels.seconds(work, device, precision)
+        row[Col.FORWARD] += took.forward
+        row[Col.BACKWARD] += took.backward
+        core[0] += took.forward * work.core
+    added = ACCUMULATE[precision] * (found.params + found.expert_params)
+    row[Col.BACKWARD] += added / (device.bandwidth * device.bandwidth_efficiency)
+
+
+def _exchange(row: Rows, found: Costs, layout: Layout, cluster: Cluster, precision: Precision) -> None:
+    for c in found.collectives:
+        nbytes = c.elements * kernels.NBYTES[precision]
+        row[TRAFFIC[c.axis][c.backward]] += traffic.seconds(c.kind, nbytes, traffic.group(c.axis, layout), cluster)
+
+
+def _loss(row: Rows, node: Node, layout: Layout, workload: Workload, cluster: Cluster) -> None:
+    """Cross-entropy of the logits; over a divided vocabulary with the sums of three numbers a token.
+
+    Source: megatron-core 0.16.1, tensor_parallel/cross_entropy.py.
+    """
+    device, tokens = cluster.device, layout.micro_batch * workload.seq // layout.cp
+    moved = kernels.LOSS_TRAFFIC * _local(node.shape.dims, layout, workload)
+    for col in (Col.FORWARD, Col.BACKWARD):
+        row[col] += moved / 2 / (device.bandwidth * device.bandwidth_efficiency)
+    group = traffic.group("tp", layout)
+    row[Col.TP_FORWARD] += 3 * traffic.seconds("all_reduce", NBYTES[DType.FLOAT32] * tokens, group, cluster)
+
+
+def sheet(base: Base, anatomy: Anatomy, layout: Layout, workload: Workload) -> Sheet:
+    """The costs under the layout's recompute mode."""
+    rows, workspace = base.rows.copy(), 2 * base.largest
+    width = kernels.NBYTES[workload.precision]
+    tokens = layout.micro_batch * workload.seq // layout.cp
+    boundary = width * anatomy.embed * tokens // (layout.tp if layout.sequence_parallel else 1)
+    if layout.recompute is Recompute.SELECTIVE:
+        rows[:, Col.AGAIN] += base.core[:, 0]
+        rows[:, Col.SAVED] -= base.core[:, 1]
+        workspace += int(base.core[:, 1].max())
+    elif layout.recompute is Recompute.FULL:
+        inside = np.array([kind.inside for kind in anatomy.kinds])
+        rows[inside, Col.AGAIN] += rows[inside, Col.FORWARD]
+        for ahead, back in set(TRAFFIC.values()):
+            rows[inside, back] += rows[inside, ahead]
+        workspace += int(anatomy.block @ base.rows[:, Col.SAVED])
+        rows[inside, Col.SAVED] = 0
+        rows[[kind.enters for kind in anatomy.kinds], Col.SAVED] += boundary
+    return Sheet(
+        anatomy=anatomy,
+        rows=rows,
+        boundary=boundary,
+        workspace=workspace,
+        logits=_logits(anatomy, layout, workload),
+        shared=_shared(anatomy, layout, workload),
+    )
+
+
+def _logits(anatomy: Anatomy, layout: Layout, workload: Workload) -> int:
+    graph = anatomy.graph
+    return sum(_local(graph.nodes[graph.index[name]].shape.dims, layout, workload) for name in graph.outputs)
+
+
+def _shared(anatomy: Anatomy, layout: Layout, workload: Workload) -> tuple[int, ...]:
+    return tuple(_local(slot.dims, layout, workload) for slot, _ in anatomy.shared)
+
+
+def _local(dims: tuple[Dim, ...], layout: Layout, workload: Workload) -> int:
+    """The elements that one device holds of a dense tensor."""
+    sizes = Sizes(batch=layout.micro_batch, seq=workload.seq)
+    return Local(sizes, split_of(layout), cut(SPLITS, (), dims))(dims)
