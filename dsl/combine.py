@@ -23,7 +23,7 @@ class Residual(Layer):
     def body(self, x: Value, /, **side: Value) -> Value:
         y = self.inner(x, **side)
         if y.shape != x.shape:
-            raise ShapeError(f"a residual adds its input to its output, but {x.shape} becomes {y.shape}")
+            raise ShapeError(f"a residual needs its input's shape back, but {x.shape} becomes {y.shape}")
         return x + y
 
     def __str__(self) -> str:

@@ -65,6 +65,9 @@ class Shape:
     dims: tuple[Dim, ...]
 
     def __attrs_post_init__(self) -> None:
+        for d in self.dims:
+            if not isinstance(d, Dim):
+                raise ShapeError(f"{d!r} is no dim: a shape is made of dims, such as Dim('embed', 512)")
         names = [d.name for d in self.dims]
         for name in names:
             if names.count(name) > 1:

@@ -1,6 +1,9 @@
-"""Errors that are the user's to mend."""
+"""Errors that are the user's to mend, and the places in the user's program that they name."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -16,3 +19,38 @@ class UserError(ValueError):
 
 class ShapeError(UserError):
     """A program whose dims do not fit. Its notes say where, outermost last."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.at = caller()
+
+    def __str__(self) -> str:
+        return super().__str__() + ("" if self.noted else f"\n  at {short(self.at)}")
+
+    @property
+    def noted(self) -> bool:
+        """Whether its notes say where."""
+        return hasattr(self, "__notes__")
+
+
+def located(error: ShapeError, what: str, at: str) -> ShapeError:
+    """The error, with a note of where it happened."""
+    error.add_note(f"  in {what:<40} {short(at)}")
+    return error
+
+
+def caller() -> str:
+    """The first line of the user's program on the stack, as file:line."""
+    frame = sys._getframe(1)
+    package = __package__ or ""
+    while frame.f_back and (
+        frame.f_globals.get("__name__", "").startswith(package) or frame.f_code.co_filename.startswith("<")
+    ):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def short(at: str) -> str:
+    """A place as people write it: below the working directory relative, else the file's own name."""
+    path = Path(at)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name

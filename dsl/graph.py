@@ -8,7 +8,7 @@ was grouped. A weight made outside the layers keeps the name it was given.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import cached_property, lru_cache
 from hashlib import sha256
 
@@ -17,7 +17,7 @@ from attrs import define, evolve, field, fields, frozen
 
 from .combine import Block, Each
 from .dims import Dim, Shape
-from .errors import ShapeError, UserError
+from .errors import ShapeError, UserError, located
 from .layer import Layer, kind
 from .ops import Input, Weight
 from .value import Op, Value
@@ -34,7 +34,10 @@ class Model:
 def model(name: str, *outputs: Value) -> Model:
     """The model of this name that computes these outputs."""
     if not outputs:
-        raise ShapeError(f"model {name!r} computes nothing: give it at least one output")
+        raise ShapeError(f"model {name!r} computes nothing: give it a name and at least one output")
+    for v in outputs:
+        if not isinstance(v, Value):
+            raise ShapeError(f"{v!r} is no output: an output is a value, such as ids() >> layer")
     return Model(name, outputs)
 
 
@@ -217,25 +220,45 @@ def graph(m: Model) -> Graph:
     uses = Counter(id(v) for n in walk.nodes for v, *_ in primitives(n.value) if isinstance(v.op, Weight))
     shared = {i for i, n in uses.items() if n > 1}
     nodes = tuple(evolve(n, weights=_slots(n, shared)) for n in walk.nodes)
-    named: dict[str, Value] = {}
+    named: dict[str, tuple[Slot, Node]] = {}
     for n in nodes:
         for s in n.weights:
-            if named.setdefault(s.name, s.value) is not s.value:
-                raise ShapeError(f"two weights are named {s.name!r}, one in {n.name}: name them apart")
+            slot, node = named.setdefault(s.name, (s, n))
+            if slot.value is not s.value:
+                raise _namesakes((slot, node), (s, n))
     return Graph(m.name, nodes, tuple(walk.names[id(v)] for v in m.outputs))
+
+
+def _namesakes(*pair: tuple[Slot, Node]) -> ShapeError:
+    (slot, node), (_, other) = pair
+    how = "name them apart"
+    if node is other:
+        how += f", or say `transparent = True` in {type(node.op).__name__}: each layer in its body is then a node"
+    error = ShapeError(f"two weights are named {slot.name!r}: {how}")
+    for s, n in pair:
+        located(error, n.name, s.value.at)
+    return error
 
 
 def fingerprint(m: Model) -> str:
     """A model's identity, the same in every process: a digest of its nodes, their weights and their primitives."""
     digest = sha256()
     for n in graph(m).nodes:
-        order: dict[int, int] = {}
+        order = {id(a): -1 - i for i, a in enumerate(n.value.args)}  # of each value of the node, inputs below zero
         said = [n.name, repr(n.op), *n.inputs, *(f"{s.name}{list(map(str, s.dims))}" for s in n.weights)]
         for v, path, _ in primitives(n.value):
+            said.append(f"{path}{v.op!r}{[order[_known(a, order)] for a in v.args]}{v.shape}")
             order[id(v)] = len(order)
-            said.append(f"{path}{v.op!r}{[order.get(id(a), -1) for a in v.args]}{v.shape}")
         digest.update("\n".join(said).encode() + b"\0")
+    digest.update("\n".join(graph(m).outputs).encode())
     return digest.hexdigest()[:16]
+
+
+def _known(v: Value, known: Container[int]) -> int:
+    """The value itself or, if it is a layer's output, the first known one that it stands for; by identity."""
+    while id(v) not in known and v.body is not None:
+        v = v.body
+    return id(v)
 
 
 def one_output(m: Model) -> Node:

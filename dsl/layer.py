@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from attrs import NOTHING, field, fields, frozen
 
-from .errors import ShapeError
-from .value import Op, Value, caller, located
+from .errors import ShapeError, caller, located
+from .value import Op, Value, no_layer
 
 
 @frozen
@@ -26,12 +26,16 @@ class Layer(Op):
 
     def body(self, x: Value, /, **side: Value) -> Value:
         """The layer's mathematics: its output for the input x and the side inputs, by name."""
-        raise NotImplementedError(f"{type(self).__name__} has no body")
+        raise ShapeError(f"{type(self).__name__} has no body: write its mathematics as body(self, x, /, **side)")
 
     def __call__(self, x: Value, /, **side: Value) -> Value:
         try:
             out = self.body(x, **side)
+            if not isinstance(out, Value):
+                raise ShapeError(f"the body of {type(self).__name__} must return a value, not {out!r}")
         except ShapeError as error:
+            if not error.noted and error.at != caller():  # a line of the user's own body
+                located(error, f"body of {type(self).__name__}", error.at)
             if self.noted:
                 located(error, str(self), self.at)
             raise
@@ -84,11 +88,10 @@ def chain(*layers: Layer) -> Layer:
     """These layers, one after another; chains inside are spliced in, so that `>>` is associative."""
     for layer in layers:
         if not isinstance(layer, Layer):
-            made = " (call it to make one)" if isinstance(layer, type) else ""
-            raise ShapeError(f"{layer!r} is no layer{made}")
+            raise no_layer(layer)
     flat = tuple(part for layer in layers for part in (layer.layers if isinstance(layer, Chain) else (layer,)))
     if not flat:
-        raise ShapeError("a combinator needs at least one layer inside it")
+        raise ShapeError("a combinator needs at least one layer")
     return flat[0] if len(flat) == 1 else Chain(flat)
 
 

@@ -7,8 +7,8 @@ from fractions import Fraction
 from attrs import frozen
 
 from .dims import BATCH, SEQ, Dim, DType, Shape, Sizes
-from .errors import ShapeError
-from .value import Op, Value, apply, caller, renamed
+from .errors import ShapeError, caller
+from .value import Op, Value, apply, renamed
 
 
 @frozen
@@ -16,6 +16,9 @@ class Input(Op):
     """What the data provides."""
 
     name: str
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @frozen
@@ -25,6 +28,9 @@ class Weight(Op):
     name: str
     mean: float = 0.0
     std: float = 0.02
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @frozen
@@ -146,6 +152,7 @@ class Attend(Op):
 
     def shape(self, *args: Shape) -> Shape:
         q, k, v = args
+        q["seq"]
         n, g = q["heads"].known, k["kv_heads"].known
         if n % g:
             fits = ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
@@ -244,6 +251,9 @@ def weight(name: str, *dims: Dim, mean: float = 0.0, std: float = 0.02) -> Value
 
     Its initial values are normal(mean, std); a std of 0 makes it constant.
     """
+    for d in dims:
+        if isinstance(d, Dim) and d.size is None:
+            raise ShapeError(f"weight {name!r} has sizes of its own, but {d.name} has none: write Dim({d.name!r}, ...)")
     return Value(Weight(name, mean, std), (), Shape(dims), at=caller())
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attrs import evolve, field, frozen
 
 from .dims import Dim, DType, Shape, Sizes
-from .errors import ShapeError
+from .errors import ShapeError, caller
 
 if TYPE_CHECKING:
     from .layer import Layer
 
 LINEAR = frozenset({"add"})  # their backward reads nothing
-CURVED = frozenset({"mul", "gelu", "gelu_tanh", "silu", "relu"})  # their backward reads their inputs
+UNARY = frozenset({"gelu", "gelu_tanh", "silu", "relu"})
+CURVED = UNARY | {"mul"}  # their backward reads their inputs
 
 
 class Op:
@@ -61,6 +60,8 @@ class Value:
         return value
 
     def __rshift__(self, layer: Layer) -> Value:
+        if not isinstance(layer, Op) or not callable(layer):
+            raise no_layer(layer)
         return layer(self)
 
     def __add__(self, other: Value) -> Value:
@@ -75,10 +76,10 @@ class Value:
 
 def apply(op: Op, *args: Value) -> Value:
     """The value of a primitive applied to these arguments."""
-    try:
-        return Value(op, args, op.shape(*(a.shape for a in args)), at=caller())
-    except ShapeError as error:
-        raise located(error, str(op), caller()) from None
+    for a in args:
+        if not isinstance(a, Value):
+            raise ShapeError(f"{a!r} is no value: a value is an input, a weight, or a layer applied to a value")
+    return Value(op, args, op.shape(*(a.shape for a in args)), at=caller())
 
 
 @frozen
@@ -93,11 +94,16 @@ class Pointwise(Op):
             raise ShapeError(f"no function {name!r}: there are {', '.join(sorted(LINEAR | CURVED))}")
 
     def shape(self, *args: Shape) -> Shape:
+        if not args or (self.fn in UNARY and len(args) > 1):
+            takes = "one value" if self.fn in UNARY else "one or more values"
+            raise ShapeError(f"{self.fn} takes {takes}, not {len(args)}")
         big = max(args, key=lambda s: len(s.dims))
         for s in args:
             for d in s:
-                if d.name not in big or big[d.name] != d:
-                    raise ShapeError(f"cannot {self.fn} {args[0]} and {args[-1]}: they differ in {d.name!r}")
+                if d.name not in big:
+                    raise ShapeError(f"cannot {self.fn} {s} and {big}: neither has all the dims of the other")
+                if big[d.name] != d:
+                    raise ShapeError(f"cannot {self.fn} {s} and {big}: {d} is not {big[d.name]}")
         return big
 
     def keeps(self, out: Value) -> tuple[Value, ...]:
@@ -107,32 +113,20 @@ class Pointwise(Op):
         return self.fn
 
 
+def no_layer(it: object) -> ShapeError:
+    """The error of writing something else where a layer must stand."""
+    if isinstance(it, type) and issubclass(it, Op):
+        return ShapeError(f"{it.__name__} is a class, not a layer: call it to make one, {it.__name__}(...)")
+    if isinstance(it, Op):
+        return ShapeError(f"{it} is a primitive, not a layer: apply(...) applies one to values")
+    if isinstance(it, (list, tuple)):
+        return ShapeError("a list is no layer: write its layers as arguments, or chain(*layers)")
+    return ShapeError(f"{it!r} is no layer")
+
+
 def fn(name: str, *args: Value) -> Value:
     """A function of one element at a time; the arguments are broadcast over dims they lack."""
     return apply(Pointwise(name), *args)
-
-
-def located(error: ShapeError, what: str, at: str) -> ShapeError:
-    """The error, with a note of where it happened."""
-    error.add_note(f"  in {what:<40} {short(at)}")
-    return error
-
-
-def caller() -> str:
-    """The first line of the user's program on the stack, as file:line."""
-    frame = sys._getframe(1)
-    package = __package__ or ""
-    while frame.f_back and (
-        frame.f_globals.get("__name__", "").startswith(package) or frame.f_code.co_filename.startswith("<")
-    ):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def short(at: str) -> str:
-    """A place as people write it: below the working directory relative, else the file's own name."""
-    path = Path(at)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
 
 
 def renamed(d: Dim, name: str) -> Dim:
