@@ -38,7 +38,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden, dtype=dtype, device=device.current())) if bias else None
         for parameter in self.parameters():
             # What finalize_model_grads looks for: each rank has seen only its part of the sequence.
-            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         if self.rms:
@@ -92,7 +92,7 @@ class CoreAttention(MegatronModule):
             if self.cp.size() > 1:
                 out = self.over_ranks(q, key, value, causal)
             else:
-                out = self.attend(q, *(x.permute(1, 2, 0, 3) for x in (key, value)), causal)
+                out = self.attend(q, key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), causal)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def over_ranks(self, q: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:

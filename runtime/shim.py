@@ -153,7 +153,7 @@ def _seed(seed: int) -> None:
 def _random() -> None:
     for where in (torch.cuda, torch.cuda.random):
         where.get_rng_state, where.set_rng_state = _get_rng_state, _set_rng_state
-        where.manual_seed = where.manual_seed_all = _seed  # type: ignore[assignment]
+        where.manual_seed = where.manual_seed_all = _seed
 
 
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -118,10 +118,12 @@ def threads():
     return torch.get_num_threads()
 
 
-def test_ranks_share_the_cores():
-    world = 2 * len(os.sched_getaffinity(0))
-    if "OMP_NUM_THREADS" not in os.environ:
-        assert launch.run(threads, (), world, timeout=30) == [1] * world
+def test_ranks_share_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [launch.run(threads, (), world, timeout=30) for world in (1, 2, 4)] == [[6], [3] * 2, [1] * 4]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert launch.run(threads, (), 1, timeout=30) == [2]
 
 
 def product():

@@ -1,0 +1,172 @@
+"""The devices of this machine, and megatron-core on a machine without CUDA."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megaloom.dsl.errors import UserError
+from megaloom.planner.cluster import cluster
+from megaloom.runtime import device, launch
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_machine_without_gpus():
+    assert device.gpus() == 0 and not torch.cuda.is_available()
+    assert device.available() == 4
+    assert device.backend() == "gloo"
+    assert device.current() == torch.device("cpu")
+    assert device.cluster_here() == "4xCPU"
+
+
+@pytest.mark.parametrize("name", [*device.PRESETS, "CPU"])
+def test_the_planner_knows_every_device_that_is_recognised(name):
+    assert cluster(f"2x{name}").device.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+    ],
+)
+def test_gpus_are_known_by_their_drivers_names(name, preset):
+    assert device._preset(name) == preset
+
+
+def test_an_unknown_gpu_is_told_with_what_would_work():
+    with pytest.raises(UserError, match=r"'NVIDIA GeForce RTX 4090'\nknown: A100, H100, H200, B200, GB200"):
+        device._preset("NVIDIA GeForce RTX 4090")
+
+
+def test_preparing_is_idempotent_and_silent():
+    code = "from megaloom.runtime import device as d; d.prepare(); d.prepare(); import megatron.core.transformer"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""
+
+
+def states():
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    x = torch.ones(100, requires_grad=True)
+
+    def drop(y):
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            apart = torch.nn.functional.dropout(y)
+        return apart + torch.nn.functional.dropout(y)
+
+    out = tensor_parallel.checkpoint(drop, False, x)
+    common = torch.rand(3)
+    out.sum().backward()  # drops again: the gradient shows whether the same
+    return out.detach(), x.grad, common
+
+
+def test_random_states_are_kept_apart_and_restored_by_recomputation():
+    (first, again, common), (second, second_again, also_common) = launch.run(states, (), 2, timeout=40)
+    assert torch.equal(first, again) and torch.equal(second, second_again)
+    assert not torch.equal(first, second)
+    assert torch.equal(common, also_common)
+
+
+def uneven(lengths):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    parts = [torch.zeros(n, 2) for n in lengths]
+    dist.all_gather(parts, torch.full((lengths[rank], 2), float(rank)))
+    mine = torch.empty(lengths[rank], 2)
+    dist.reduce_scatter(mine, [torch.full((n, 2), 10.0**i) for i, n in enumerate(lengths)])
+    return torch.cat(parts)[:, 0].tolist(), (mine / world).tolist()
+
+
+@pytest.mark.parametrize("lengths", [(1, 3, 0), (2, 2, 2)])
+def test_gathering_and_scattering_parts_of_any_length(lengths):
+    gathered = [float(rank) for rank, length in enumerate(lengths) for _ in range(length)]
+    for rank, (found, mine) in enumerate(launch.run(uneven, (lengths,), 3, timeout=40)):
+        assert found == gathered
+        assert mine == [[10.0**rank] * 2] * lengths[rank]
+
+
+def router(dtype):
+    from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
+    x, weight = torch.randn(5, 8), torch.randn(3, 8)
+    return (router_gating_linear(x, weight, None, dtype) - x @ weight.T).abs().max().item()
+
+
+def test_routing_in_float32_without_transformer_engine():
+    assert launch.run(router, (torch.float32,), 1, timeout=40)[0] < 1e-6
+
+
+class Trainee:
+    """A linear layer under megatron-core's distributed optimizer, for steps on fixed data."""
+
+    def __init__(self, rows):
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import MegatronModule
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+        layer = MegatronModule(config)
+        layer.weight = torch.nn.Parameter(torch.arange(rows * 8.0).view(rows, 8))
+        self.model = DistributedDataParallel(
+            config, DistributedDataParallelConfig(use_distributed_optimizer=True), layer
+        )
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(optimizer="adam", lr=0.1, use_distributed_optimizer=True),
+            [self.model],
+            use_gloo_process_groups=False,
+        )
+        self.weight = layer.weight
+
+    def states(self, loading=False):
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        sharded = {"weight": ShardedTensor.from_rank_offsets("weight", self.weight, replica_id=dist.get_rank())}
+        metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+        return sharded, self.optimizer.sharded_state_dict(sharded, is_loading=loading, metadata=metadata)
+
+    def step(self, seed):
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        torch.manual_seed(seed)
+        (self.weight * torch.randn(self.weight.shape)).sum().backward()
+        self.model.finish_grad_sync()
+        self.optimizer.step()
+
+
+def resumed(folder, rows):
+    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    first, second = Trainee(rows), Trainee(rows)
+    for seed in range(3):
+        first.step(seed)
+    weight, optimizer = first.states()
+    dist_checkpointing.save({"optimizer": optimizer, **weight}, folder)
+    weight, optimizer = second.states(loading=True)
+    loaded = dist_checkpointing.load({"optimizer": optimizer, **weight}, folder)
+    second.optimizer.load_state_dict(loaded["optimizer"])
+    second.weight.data.copy_(loaded["weight"])
+    for seed in range(3, 6):
+        first.step(seed)
+        second.step(seed)
+    return first.weight.data, second.weight.data
+
+
+@pytest.mark.parametrize("rows", [32, 3], ids=["shared", "all on rank 0"])
+def test_the_distributed_optimizer_resumes_with_torchs_adam(rows, tmp_path):
+    for straight, again in launch.run(resumed, (str(tmp_path), rows), 2, timeout=40):
+        assert torch.equal(straight, again)
+        assert not torch.equal(straight, torch.arange(rows * 8.0).view(rows, 8))
