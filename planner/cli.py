@@ -1,0 +1,235 @@
+"""`plan`: the command that finds a layout. It never loads torch, and loads the planner only when it plans.
+
+Exit codes: 0, 2 for what the user can mend (said on stderr), 130 when interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
+
+from attrs import asdict, frozen
+from cyclopts import App, CycloptsError, Parameter
+
+from .layout import Precision, Recompute, Workload
+
+if TYPE_CHECKING:
+    from megaloom.dsl.graph import Graph, Model
+
+    from .cluster import Cluster
+    from .plan import Plan
+    from .search import Found
+
+app = App(
+    name="plan",
+    help="Find the best layout of a model over a cluster, say why, and write it as a plan that `megaloom train` runs.",
+    version_flags=[],
+    help_format="plaintext",
+)
+app["--help"].group = "Parameters"
+
+
+@Parameter(name="*", group="Fix a part of the layout (what is not given is searched)")
+@frozen(kw_only=True)
+class Fixed:
+    """What the user has decided about the layout."""
+
+    dp: int | None = None
+    """Data-parallel copies."""
+    tp: int | None = None
+    """Tensor-parallel ranks."""
+    pp: int | None = None
+    """Pipeline ranks."""
+    vpp: int | None = None
+    """Model chunks a pipeline rank (interleaved schedule)."""
+    cp: int | None = None
+    """Context-parallel ranks, which share each sequence."""
+    ep: int | None = None
+    """Expert-parallel ranks."""
+    etp: int | None = None
+    """Tensor-parallel ranks of each expert."""
+    sequence_parallel: bool | None = None
+    """Divide what tp leaves whole by sequence."""
+    micro_batch: int | None = None
+    """Sequences a micro-batch."""
+    recompute: Recompute | None = None
+    """What the backward pass computes again."""
+    distributed_optimizer: bool | None = None
+    """Divide the optimizer's state over data-parallel ranks."""
+
+
+FREE = Fixed()
+
+
+@app.default
+def plan(
+    model: str,
+    /,
+    *,
+    gpus: str = "8xH100",
+    seq: int | None = None,
+    batch: int | None = None,
+    precision: Precision = Precision.BF16,
+    fixed: Fixed = FREE,
+    top: int = 5,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    output: Annotated[str | None, Parameter(name=["-o", "--output"])] = None,
+) -> None:
+    """Find the best layout of a model over a cluster, say why, and write it as a plan that `megaloom train` runs.
+
+    Parameters
+    ----------
+    model
+        file.py:name, a file.py with one model, package.module:name, or one of the examples (llama3-8b).
+    gpus
+        How many of which device: 64xH100. Known: A100, A100-40GB, H100, H200, B200, GB200, CPU.
+    seq
+        Tokens a sequence. [default: 4096, or what the model's learned positions allow]
+    batch
+        Sequences a step, over all devices. [default: 8 a device, fewer beyond 128 devices]
+    precision
+        What activations and matrix products are computed in.
+    top
+        How many layouts to show.
+    as_json
+        Print JSON for machines and nothing else; no plan is written without -o.
+    output
+        Where the plan is written. [default: plan.json]
+    """
+    from megaloom.dsl.errors import UserError
+    from megaloom.dsl.find import find
+    from megaloom.dsl.graph import graph
+
+    from .cluster import cluster
+    from .plan import save
+
+    if top < 1:
+        raise UserError(f"--top {top} shows nothing\ngive at least 1")
+    declared, ref = find(model)
+    machine = cluster(gpus)
+    workload = Workload(
+        seq=default_seq(graph(declared)) if seq is None else seq,
+        batch=default_batch(machine) if batch is None else batch,
+        precision=precision,
+    )
+    found = _search(declared, machine, workload, ref, fixed)
+    target = output or ("" if as_json else "plan.json")
+    if target:
+        save(found.best, target)
+    if as_json:
+        print(json.dumps(for_machines(found, top), indent=1))
+    else:
+        assumed = [name for name, value in (("--seq", seq), ("--batch", batch)) if value is None]
+        _tell(found, declared, top, assumed, target)
+
+
+def _search(declared: Model, machine: Cluster, workload: Workload, ref: str, fixed: Fixed) -> Found:
+    """The search, with a sign of life where somebody watches."""
+    from rich.console import Console
+
+    from .search import plan as search
+
+    chosen = {name: value for name, value in asdict(fixed, recurse=False).items() if value is not None}
+    console = Console(stderr=True)
+    watched = console.status(f"searching the layouts of {declared.name} on {machine} ...")
+    with watched if console.is_terminal else nullcontext():
+        return search(declared, machine, workload, ref=ref, fixed=chosen)
+
+
+def default_seq(g: Graph) -> int:
+    """4096, or as many tokens as the model has learned positions for."""
+    from .rules import needs
+
+    return min((4096, *needs(g).positions))
+
+
+def default_batch(machine: Cluster) -> int:
+    """8 sequences a device, at most 1024 in all, at least one a device."""
+    return machine.count * max(1, min(8, 1024 // machine.count))
+
+
+def for_machines(found: Found, top: int) -> dict[str, Any]:
+    """The search's result as JSON: the best layouts, best first, and what was rejected."""
+    return {
+        "plans": [_for_machines(p) for p in (found.best, *found.others)[:top]],
+        "rejected": [{"layout": asdict(r.layout), "cause": r.cause} for r in found.rejected],
+    }
+
+
+def _for_machines(plan: Plan) -> dict[str, Any]:
+    from .cluster import GiB
+    from .explain import exposed, fullest
+
+    p = plan.predicted
+    return {
+        "model": plan.model,
+        "fingerprint": plan.fingerprint,
+        "gpus": str(plan.cluster),
+        "workload": asdict(plan.workload),
+        "layout": asdict(plan.layout),
+        "predicted": {
+            "step_seconds": p.step_seconds,
+            "memory_gib": fullest(plan) / GiB,
+            "tokens_per_second_per_gpu": p.tokens_per_second_per_device,
+            "tflops_per_gpu": p.flops_per_second_per_device / 1e12,
+            "mfu": p.mfu,
+            "bubble": p.bubble,
+            "exposed_communication": exposed(plan),
+            "breakdown_seconds": p.breakdown,
+            "memory_gib_by_rank": [{holder: n / GiB for holder, n in rank.items()} for rank in p.nbytes],
+        },
+        "stages": [asdict(stage) for stage in plan.stages],
+        "reasons": list(plan.reasons),
+    }
+
+
+def _tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target: str) -> None:
+    from rich.console import Group
+    from rich.text import Text
+
+    from megaloom.dsl.facts import params
+    from megaloom.dsl.graph import graph
+
+    from .explain import report, show
+
+    best = found.best
+    machine, w = best.cluster, best.workload
+    nodes = f"{machine.nodes} nodes of {machine.per_node}" if machine.nodes > 1 else "one node"
+    said = f" ({' and '.join(assumed)} not given)" if assumed else ""
+    head = (
+        f"{declared.name}: {params(declared):,} parameters, on {machine} ({nodes})\n"
+        f"a step: {w.batch:,} sequences of {w.seq:,} tokens{said}; layouts searched in {found.seconds:.1f} s\n"
+    )
+    foot = f"\nwrote {target}; `megaloom train {target}` trains by it"
+    show(Group(Text(head), report(found, graph(declared), top), Text(foot)), sys.stdout)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code. Errors that the user can mend go to stderr, without a traceback."""
+    try:
+        app(argv, exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+    except CycloptsError as error:
+        return _fail(f"{error}\n`plan --help` lists what can be given")
+    except KeyboardInterrupt:
+        print("plan: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ValueError as error:
+        from megaloom.dsl.errors import UserError
+
+        if not isinstance(error, UserError):
+            raise
+        return _fail(str(error))
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"plan: {message}", file=sys.stderr)
+    return 2

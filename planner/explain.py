@@ -1,0 +1,291 @@
+"""A plan, said so that one can judge it: what it is, why it wins, and why its neighbours lose.
+
+Protocol: `summary` of a plan and `report` of a search are things for rich to print; `show` prints them, as tables on a
+terminal, as plain lines of any length elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from io import StringIO
+from itertools import groupby
+from typing import TYPE_CHECKING, TextIO
+
+from attrs import frozen
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from megaloom.dsl.graph import Graph, Node
+
+from .cluster import GiB
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from .search import Found
+
+BAR = 24  # characters of a full bar
+ROWS = 16  # more pipeline ranks than this are shown in part
+
+
+def report(found: Found, graph: Graph, top: int) -> RenderableType:
+    """The best plan in full, the next `top` - 1 beside it, and the nearest layouts that cannot be."""
+    parts = [summary(found.best, graph)]
+    if found.others[: top - 1]:
+        parts += [Text("\nNext best", "bold"), runners_up(found.best, found.others[: top - 1])]
+    if found.rejected:
+        parts += [Text("\nNearest that are not to be had", "bold"), rejected(found)]
+    return Group(*parts)
+
+
+def summary(plan: Plan, graph: Graph) -> RenderableType:
+    """One plan: its layout, its predictions, its reasons, where its step goes, and its pipeline ranks."""
+    return Group(
+        layout_table(plan),
+        Text(),
+        prediction_table(plan),
+        Text("\nWhy", "bold"),
+        *(Padding(Text(reason), (0, 0, 0, 2)) for reason in plan.reasons),
+        Text("\nWhere the step goes", "bold"),
+        breakdown(plan),
+        Text("\nPipeline ranks: milliseconds of one micro-batch, parameters on one device", "bold"),
+        ranks(plan, graph),
+        Text(f"\nMemory of each pipeline rank at its fullest, in {unit(plan).name}", "bold"),
+        memory(plan),
+    )
+
+
+def layout_table(plan: Plan) -> Table:
+    """What is trained and how it is laid out, in the columns that people know."""
+    x, w = plan.layout, plan.workload
+    cells = {
+        "GPUs": str(plan.cluster),
+        "precision": w.precision.value,
+        "GBS": str(w.batch),
+        "MBS": str(x.micro_batch),
+        "seq": str(w.seq),
+        "TP": str(x.tp),
+        "PP": str(x.pp),
+        "VP": str(x.vpp),
+        "CP": str(x.cp),
+        "EP": str(x.ep) if x.etp == 1 else f"{x.ep} x ETP {x.etp}",
+        "DP": str(x.dp),
+        "SP": _switch(x.sequence_parallel),
+        "recompute": x.recompute.value,
+        "dist-opt": _switch(x.distributed_optimizer),
+    }
+    return _table(cells, [list(cells.values())], gap=1)
+
+
+def prediction_table(plan: Plan) -> Table:
+    """What a step of it is predicted to take."""
+    p, size, time = plan.predicted, unit(plan), clock(plan)
+    cells = {
+        f"{time.name}/step": time.of(p.step_seconds),
+        "tok/s/GPU": f"{p.tokens_per_second_per_device:,.0f}",
+        "TFLOP/s/GPU": _tera(p.flops_per_second_per_device),
+        "MFU": f"{p.mfu:.1%}",
+        "memory": f"{size.of(fullest(plan))} of {size.of(plan.cluster.device.nbytes)} {size.name}",
+        "bubble": f"{p.bubble:.1%}",
+        "exposed comm": f"{exposed(plan):.1%}",
+    }
+    return _table(cells, [list(cells.values())])
+
+
+def ranks(plan: Plan, graph: Graph) -> Table:
+    """Each pipeline rank: how long a micro-batch takes on it, and what it holds, chunk after chunk."""
+    rows = []
+    for rank in range(plan.layout.pp):
+        chunks = [s for s in plan.stages if s.rank == rank]
+        rows.append(
+            [
+                str(rank),
+                f"{1e3 * sum(s.forward_seconds for s in chunks):.2f}",
+                f"{1e3 * sum(s.backward_seconds for s in chunks):.2f}",
+                si(sum(s.params for s in chunks)),
+                "; ".join(holds(graph.nodes[s.start : s.stop], graph) for s in chunks),
+            ]
+        )
+    return _table(["rank", "forward", "backward", "params", "holds"], _part(rows), left=("holds",))
+
+
+def memory(plan: Plan) -> Table:
+    """Each pipeline rank's memory by what holds it."""
+    size = unit(plan)
+    holders = list(dict.fromkeys(holder for rank in plan.predicted.nbytes for holder in rank))
+    rows = [
+        [str(rank), *(size.of(nbytes.get(holder, 0)) for holder in holders), size.of(sum(nbytes.values()))]
+        for rank, nbytes in enumerate(plan.predicted.nbytes)
+    ]
+    return _table(["rank", *holders, "in all"], _part(rows), gap=1)
+
+
+def breakdown(plan: Plan) -> Table:
+    """The seconds of a step by cause. The last row is their sum, the predicted step."""
+    parts, time = plan.predicted.breakdown, clock(plan)
+    step = sum(parts.values())
+    rows = [[cause, time.of(s), f"{s / step:.1%}", "#" * round(BAR * s / step)] for cause, s in parts.items()]
+    return _table(["", time.name, "share", " "], [*rows, ["a step", time.of(step), "100.0%", ""]], left=("", " "))
+
+
+def runners_up(best: Plan, others: Iterable[Plan]) -> Table:
+    """The next plans, each with what it loses by."""
+    size, time = unit(best), clock(best)
+    rows = []
+    for plan in others:
+        x, p = plan.layout, plan.predicted
+        rows.append(
+            [
+                *map(str, (x.tp, x.pp, x.vpp, x.cp, x.ep, x.dp, x.micro_batch)),
+                _switch(x.sequence_parallel),
+                x.recompute.value,
+                _switch(x.distributed_optimizer),
+                time.of(p.step_seconds),
+                f"{p.mfu:.1%}",
+                size.of(fullest(plan)),
+                loses(best, plan),
+            ]
+        )
+    head = [
+        "TP",
+        "PP",
+        "VP",
+        "CP",
+        "EP",
+        "DP",
+        "MBS",
+        "SP",
+        "recompute",
+        "dist-opt",
+        f"{time.name}/step",
+        "MFU",
+        size.name,
+    ]
+    return _table([*head, "loses by"], rows, left=("loses by",), gap=1)
+
+
+def rejected(found: Found) -> Table:
+    """Layouts close to the best one that cannot be had, each with its cause."""
+    return _table(["layout", "cause"], [[str(r.layout), r.cause] for r in found.rejected], left=("layout", "cause"))
+
+
+def loses(best: Plan, plan: Plan) -> str:
+    """How much slower a plan is than the best one, and the cause that adds most to it."""
+    ours, theirs, time = best.predicted, plan.predicted, clock(best)
+    slower = theirs.step_seconds - ours.step_seconds
+    if slower < 0.0005 * ours.step_seconds:
+        return "as fast, " + ("with more memory" if fullest(plan) > fullest(best) else "by no better use of it")
+    causes = {**ours.breakdown, **theirs.breakdown}
+    more = {cause: theirs.breakdown.get(cause, 0.0) - ours.breakdown.get(cause, 0.0) for cause in causes}
+    cause = max(more, key=lambda c: more[c])
+    return f"{slower / ours.step_seconds:.1%} slower: {cause} +{time.of(more[cause])} {time.name}"
+
+
+def exposed(plan: Plan) -> float:
+    """The share of the step in which devices wait for communication."""
+    return (
+        sum(s for cause, s in plan.predicted.breakdown.items() if "communication" in cause)
+        / plan.predicted.step_seconds
+    )
+
+
+def fullest(plan: Plan) -> int:
+    """Bytes on the fullest pipeline rank."""
+    return max(sum(rank.values()) for rank in plan.predicted.nbytes)
+
+
+def holds(nodes: Sequence[Node], graph: Graph) -> str:
+    """What a stage holds, in words: whole blocks by number, parts of blocks and what lies outside by kind."""
+    sizes = {block: len(list(group)) for block, group in groupby(graph.nodes, key=lambda n: n.block)}
+    said: list[str] = []
+    whole: list[int] = []
+
+    def flush() -> None:
+        if whole:
+            said.append(f"block {whole[0]}" if len(whole) == 1 else f"blocks {whole[0]}-{whole[-1]}")
+            whole.clear()
+
+    for block, group in groupby(nodes, key=lambda n: n.block):
+        inside = list(group)
+        if block is not None and len(inside) == sizes[block]:
+            whole.append(block)
+            continue
+        flush()
+        said.append(_kinds(inside) + ("" if block is None else f" of block {block}"))
+    flush()
+    return ", ".join(said)
+
+
+def _kinds(nodes: Sequence[Node]) -> str:
+    """The kinds of these nodes: those with matrices, if there are any."""
+    large = [n for n in nodes if any(len(slot.dims) > 1 for slot in n.weights)]
+    return ", ".join(n.name.rpartition(".")[0] or n.name for n in large or nodes)
+
+
+def show(what: RenderableType, file: TextIO) -> None:
+    """Print on a terminal as rich does; elsewhere plain lines, as long as they are, without colours or rules."""
+    if file.isatty():
+        Console(file=file, highlight=False).print(what)
+        return
+    text = StringIO()
+    Console(file=text, width=10_000, color_system=None, force_terminal=False, highlight=False).print(what)
+    for line in text.getvalue().splitlines():
+        print(line.rstrip(), file=file)
+
+
+@frozen
+class Unit:
+    """A unit to show figures in."""
+
+    name: str
+    size: float
+    digits: int
+
+    def of(self, figure: float) -> str:
+        """So much, in this unit."""
+        return f"{figure / self.size:.{self.digits}f}"
+
+
+def unit(plan: Plan) -> Unit:
+    """The unit that suits the memory of a plan: GiB, for small ones MiB."""
+    return Unit("GiB", GiB, 1) if fullest(plan) >= 4 * GiB else Unit("MiB", 2**20, 1)
+
+
+def clock(plan: Plan) -> Unit:
+    """The unit that suits its step: seconds, for short ones milliseconds."""
+    return Unit("s", 1.0, 3) if plan.predicted.step_seconds >= 1 else Unit("ms", 1e-3, 2)
+
+
+def si(count: int) -> str:
+    """A count to three figures, in thousands, millions or billions."""
+    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
+
+
+def _switch(on: bool) -> str:
+    return "on" if on else "off"
+
+
+def _tera(flops: float) -> str:
+    return f"{flops / 1e12:.0f}" if flops >= 1e13 else f"{flops / 1e12:.3g}"
+
+
+def _part(rows: list[list[str]]) -> list[list[str]]:
+    """All rows, or the first and last with a gap between."""
+    if len(rows) <= ROWS:
+        return rows
+    half = ROWS // 2
+    return [*rows[:half], ["..."] + [""] * (len(rows[0]) - 1), *rows[-half:]]
+
+
+def _table(head: Iterable[str], rows: Iterable[Sequence[str]], left: Sequence[str] = (), gap: int = 2) -> Table:
+    """Columns of plain text (brackets are no markup), numbers to the right."""
+    table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim")
+    for name in head:
+        table.add_column(Text(name), justify="left" if name in left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
