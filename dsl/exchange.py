@@ -27,7 +27,7 @@ class Collective:
 
     elements: of the whole tensor that the group works on, so that in a ring of n each device sends
     elements * (n - 1) / n for an all-gather or a reduce-scatter, and twice that for an all-reduce. Of an all-to-all,
-    what one device has, the 1/n that stays included.
+    what one device has, the 1/n that stays included. core: selective recompute does it again in the backward pass.
     """
 
     kind: Kind
@@ -35,6 +35,7 @@ class Collective:
     elements: int
     backward: bool
     what: str
+    core: bool = False
 
 
 def collectives(program: Program, sizes: Mapping[str, int], split: Split) -> tuple[Collective, ...]:
@@ -47,7 +48,7 @@ class _Inference:
     program: Program
     sizes: Mapping[str, int]
     split: Split
-    partial: dict[int, tuple[Step, str]] = field(factory=dict)  # what is not reduced yet: where it came from, its axis
+    partial: dict[int, tuple[Step, set[str]]] = field(factory=dict)  # what is not reduced yet: its origin and axes
     entered: set[tuple[int, str]] = field(factory=set)
 
     def read(self) -> Iterator[Collective]:
@@ -57,17 +58,14 @@ class _Inference:
             first = pending[0] if pending else None
             if v.op == Pointwise("add") and first and all(p and p[1] == first[1] for p in pending):
                 self.partial[id(v)] = first
-                for a in v.args:
-                    self.partial.pop(id(a.source), None)
                 continue
             for a in v.args:
                 yield from self.reduce(a)
                 if not isinstance(a.op, Weight) and a.dtype is DType.COMPUTE:
                     yield from self.enter(step, a)
             yield from self.along(step)
-            for name in _contracted(step):
-                if (axis := self.axis(step, name)) is not None:
-                    self.partial[id(v)] = step, axis
+            if axes := {axis for name in _contracted(step) if (axis := self.axis(step, name))}:
+                self.partial[id(v)] = step, axes
         yield from self.reduce(self.program.value)
 
     def axis(self, step: Step, name: str) -> str | None:
@@ -84,13 +82,14 @@ class _Inference:
         v = v.source
         if id(v) not in self.partial:
             return
-        step, axis = self.partial.pop(id(v))
+        step, axes = self.partial.pop(id(v))
         n = step.at(self.sizes, self.split)((*step.outer, *v.shape))
-        if self.scattered(axis, v):
-            yield Collective("reduce_scatter", axis, n, False, step.name)
-            yield Collective("all_gather", axis, n, True, step.name)
-        else:
-            yield Collective("all_reduce", axis, n, False, step.name)
+        for axis in sorted(axes):
+            if self.scattered(axis, v):
+                yield Collective("reduce_scatter", axis, n, False, step.name)
+                yield Collective("all_gather", axis, n, True, step.name)
+            else:
+                yield Collective("all_reduce", axis, n, False, step.name)
 
     def enter(self, step: Step, v: Value) -> Iterator[Collective]:
         """An undivided value is read by divided work: once for each value, as its gradients are added first.
@@ -118,22 +117,19 @@ class _Inference:
     def along(self, step: Step) -> Iterator[Collective]:
         """What mixes along a divided dim.
 
-        Attention gathers keys and values over cp, and again in the backward pass, where their gradients are
-        reduce-scattered. Tokens travel to their experts and back, and so do their gradients.
+        Attention gathers keys and values over cp, together, and keeps them so; recomputed, it gathers them again.
+        Tokens travel to their experts and back, and so do their gradients.
         """
         v = step.value
         match v.op:
-            case Attend() if self.axis(step, SEQ.name):
+            case Attend() if gathered := step.gathered(self.split):
                 local = step.at(self.sizes, self.split, whole=SEQ.name)
-                for a in v.args[1:]:
-                    if SEQ.name in a.shape:
-                        n = local((*step.outer, *a.shape))
-                        yield Collective("all_gather", "cp", n, False, "keys and values")
-                        yield Collective("all_gather", "cp", n, True, "keys and values")
-                        yield Collective("reduce_scatter", "cp", n, True, "keys and values")
+                n = sum(local((*step.outer, *a.shape)) for a in gathered)
+                yield Collective("all_gather", "cp", n, False, "keys and values", core=True)
+                yield Collective("reduce_scatter", "cp", n, True, "keys and values")
             case Route() | Combine() if self.split.ep > 1:
                 sent = v if isinstance(v.op, Route) else v.args[0]
-                n = self.program.held(sent, step.outer, self.sizes, self.split)
+                n = self.program.held(sent.shape, step.outer, self.sizes, self.split)
                 for backward in (False, True):
                     yield Collective("all_to_all", "ep", n, backward, "dispatch" if sent is v else "combine")
             case Normalize() if axis := self.axis(step, v.op.over):

@@ -16,7 +16,7 @@ from .exchange import Collective, collectives
 from .graph import Model, Node, graph
 from .ops import Attend, Dot, Input, Lookup, Pick, Rename, Rows, Weight
 from .program import Program, Step, origin, program
-from .splits import WHOLE, Local, Split, cut
+from .splits import WHOLE, Local, Split, among_experts
 from .value import Value
 
 __all__ = ["Collective", "Costs", "Flops", "Saved", "Split", "Work", "costs", "flops", "params", "saved"]
@@ -87,8 +87,10 @@ class Flops:
         return self.forward + self.dgrad + self.wgrad
 
 
-def params(x: Model | Node) -> int:
-    """The parameters of a model or a node, each distinct weight once."""
+def params(x: Model | Node | Value) -> int:
+    """The parameters of a model, a node, or all that a value is computed from; each distinct weight once."""
+    if isinstance(x, Value):
+        x = Model("", (x,))
     slots = graph(x).weights.values() if isinstance(x, Model) else x.weights
     return sum(Sizes()(s.dims) for s in slots)
 
@@ -137,8 +139,7 @@ def _params(p: Program, sizes: Sizes, split: Split) -> tuple[int, int]:
     """The parameters of a node on one device: dense ones, and those of experts."""
     out = {False: 0, True: 0}
     for outer, shape in p.weights:
-        inside = p.inside(outer)
-        out[inside] += Local(sizes, split, cut(p.table, outer, shape), inside)((*outer, *shape))
+        out[among_experts(p.table, outer)] += p.held(shape, outer, sizes, split)
     return out[False], out[True]
 
 
@@ -149,8 +150,11 @@ def _work(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
             continue
         local = step.at(sizes, split)
         forward, dgrad, wgrad = _flops(step, sizes, split)
-        count, m, n, k = _product(step, local)
-        elements = sum(_size(step, x, local) for x in (*_reads(p, step), v))
+        count, m, n, k = _product(step, local, split)
+        gathered = step.gathered(split)
+        elements = sum(
+            local((*step.outer, *x.shape)) * (split.cp if x in gathered else 1) for x in (*_reads(p, step), v)
+        )
         yield Work(
             kind=type(v.op).__name__.lower(),
             path=step.name,
@@ -164,13 +168,6 @@ def _work(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
             n=n,
             k=k,
         )
-
-
-def _size(step: Step, v: Value, local: Local) -> int:
-    """The elements of a value that a primitive works on: of keys and values, those of all devices of cp."""
-    n = local((*step.outer, *v.shape))
-    gathered = isinstance(step.value.op, Attend) and v is not step.value and v is not step.value.args[0]
-    return n * local.split.cp if gathered and SEQ.name in v.shape else n
 
 
 def _flops(step: Step, sizes: Sizes, split: Split) -> tuple[int, int, int]:
@@ -187,7 +184,7 @@ def _flops(step: Step, sizes: Sizes, split: Split) -> tuple[int, int, int]:
     return forward, forward * (len(v.args) - len(step.weights)), forward * len(step.weights)
 
 
-def _product(step: Step, local: Local) -> tuple[int, int, int, int]:
+def _product(step: Step, local: Local, split: Split) -> tuple[int, int, int, int]:
     """count, m, n, k."""
     v = step.value
     match v.op:
@@ -201,8 +198,7 @@ def _product(step: Step, local: Local) -> tuple[int, int, int, int]:
             q, k = v.args[0].shape, v.args[1].shape
             heads = [d for d in q if d.name in ("batch", "heads")]
             queries = local(q.without("batch", "heads", "head_dim"))
-            keys = local(k.without("batch", "kv_heads", "head_dim"))
-            keys *= local.split.cp if SEQ.name in k and SEQ.name in local.axes else 1
+            keys = local(k.without("batch", "kv_heads", "head_dim")) * (split.cp if step.gathered(split) else 1)
             return local(heads), queries, keys, local.of(q["head_dim"])
     return 0, 0, 0, 0
 
@@ -235,8 +231,11 @@ def _saved(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
             seen.add(id(x.source))
             around = outer.get(id(origin(x)), ())
             port = -1 if x.source is p.value.source else ports.get(id(x.source))
-            yield Saved(p.held(x, around, sizes, split), x.dtype, names.get(id(x.source), "input"), port=port)
+            n = p.held(x.shape, around, sizes, split, data=x.dtype is DType.INDEX)
+            yield Saved(n, x.dtype, names.get(id(x.source), "input"), port=port)
         for what, shape, dtype in v.op.notes(v):
-            axes = cut(p.table, step.outer, shape)
-            n = Local(sizes, split, axes, p.inside(step.outer))((*step.outer, *shape))
+            n = p.held(shape, step.outer, sizes, split)
             yield Saved(n, dtype, what, core=isinstance(v.op, Attend))
+        for x in step.gathered(split):  # each device has its own part already
+            n = (split.cp - 1) * p.held(x.shape, step.outer, sizes, split)
+            yield Saved(n, x.dtype, "keys and values of other devices", core=True)

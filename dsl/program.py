@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from .combine import Each
-from .dims import Dim, DType, Shape
+from .dims import SEQ, Dim, DType, Shape
 from .graph import Node, primitives
 from .layer import Layer
-from .ops import Drop, Weight
-from .splits import SPLITS, Local, Split, cut
+from .ops import Attend, Drop, Weight
+from .splits import SPLITS, Local, Split, among_experts, cut
 from .value import Op, Pointwise, Value
 
 
@@ -25,19 +25,21 @@ class Step:
     outer: tuple[Dim, ...]
     table: Mapping[str, str]
     axes: Mapping[str, str] = field(init=False)  # of all tensors that the primitive touches
-    inside: bool = field(init=False)  # among the experts
 
     @axes.default
     def _axes(self) -> dict[str, str]:
         return cut(self.table, self.outer, *(v.shape for v in (*self.value.args, self.value)))
 
-    @inside.default
-    def _inside(self) -> bool:
-        return any(self.table.get(d.name) == "ep" for d in self.outer)
-
     def at(self, sizes: Mapping[str, int], split: Split, *, whole: str = "") -> Local:
         """The sizes that this primitive works on, with one dim left whole if one is named."""
-        return Local(sizes, split, {n: a for n, a in self.axes.items() if n != whole}, self.inside)
+        axes = {n: a for n, a in self.axes.items() if n != whole}
+        return Local(sizes, split, axes, among_experts(self.table, self.outer))
+
+    def gathered(self, split: Split) -> tuple[Value, ...]:
+        """The keys and values of which every device of cp needs the whole sequence, where it holds a part."""
+        if not isinstance(self.value.op, Attend) or split.cp == 1:
+            return ()
+        return tuple(a for a in self.value.args[1:] if SEQ.name in a.shape)
 
     @property
     def weights(self) -> tuple[Value, ...]:
@@ -56,16 +58,14 @@ class Program:
     weights: tuple[tuple[tuple[Dim, ...], Shape], ...]  # of each, the copies around it and its own dims
     fused: frozenset[int]  # the source of each value that only exists inside a chain of pointwise ops
 
-    def inside(self, outer: tuple[Dim, ...]) -> bool:
-        """Whether these copies are experts."""
-        return any(self.table.get(d.name) == "ep" for d in outer)
-
-    def held(self, v: Value, outer: tuple[Dim, ...], sizes: Mapping[str, int], split: Split) -> int:
-        """The elements of a value that one device holds."""
-        local = Local(sizes, split, cut(self.table, outer, v.shape), self.inside(outer))
-        if v.dtype is DType.INDEX:  # data: every device of tp has it all
-            local.sharded = False
-        return local((*outer, *v.shape))
+    def held(
+        self, dims: Iterable[Dim], outer: tuple[Dim, ...], sizes: Mapping[str, int], split: Split, data: bool = False
+    ) -> int:
+        """The elements that one device holds of a tensor among these copies; of data all that its tp group does."""
+        tensor = tuple(dims)
+        split = evolve(split, sequence_parallel=False) if data else split
+        local = Local(sizes, split, cut(self.table, outer, tensor), among_experts(self.table, outer))
+        return local((*outer, *tensor))
 
     def entries(self, v: Value) -> Iterator[Value]:
         """The value itself or, if it only exists inside a chain of pointwise ops, what that chain reads of it."""
@@ -83,26 +83,21 @@ def origin(v: Value) -> Value:
     return v
 
 
-def program(node: Node) -> Program:
-    """The program of a node; nodes of equal layers on equal shapes have the same one, made once."""
-    return _program(node)
-
-
 @frozen(cache_hash=True)
 class _Like:
-    """Nodes of which every fact is the same."""
+    """What nodes of which every fact is the same have in common, and one of them."""
 
     op: Op
-    shapes: tuple[Shape, ...]
-    dtypes: tuple[DType, ...]
+    inputs: tuple[tuple[Shape, DType, int], ...]  # the number is the place of the first that is the same value
     weights: tuple[tuple[tuple[Dim, ...], Shape], ...]
     node: Node = field(eq=False)
 
 
 @lru_cache(maxsize=1 << 14)
-def _program(node: Node) -> Program:
+def program(node: Node) -> Program:
+    """The program of a node; nodes of equal layers on equal shapes have the same one, made once."""
     args, weights = node.value.args, tuple((s.outer, s.value.shape) for s in node.weights)
-    return _made(_Like(node.op, tuple(a.shape for a in args), tuple(a.dtype for a in args), weights, node))
+    return _made(_Like(node.op, tuple((a.shape, a.dtype, args.index(a)) for a in args), weights, node))
 
 
 @lru_cache(maxsize=1 << 12)

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from math import ceil, prod
 
-from attrs import frozen
+from attrs import Attribute, field, frozen
 
 from .dims import SEQ, Dim, Sizes
+from .errors import UserError
 
 # A layer with a dim of its own adds to this: `splits = {"channels": "tp"}`.
 SPLITS: Mapping[str, str] = {
@@ -27,14 +28,19 @@ SPLITS: Mapping[str, str] = {
 }
 
 
+def _degree(_: object, attribute: Attribute[int], n: int) -> None:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise UserError(f"{attribute.name} of {n!r}: a degree is a whole number of devices, at least 1")
+
+
 @frozen(kw_only=True, cache_hash=True)
 class Split:
     """The degrees of the axes that cut tensors. etp takes tp's place among the experts."""
 
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
+    tp: int = field(default=1, validator=_degree)
+    cp: int = field(default=1, validator=_degree)
+    ep: int = field(default=1, validator=_degree)
+    etp: int = field(default=1, validator=_degree)
     sequence_parallel: bool = False
 
     def degree(self, axis: str) -> int:
@@ -45,12 +51,17 @@ class Split:
 WHOLE = Split()
 
 
+def among_experts(table: Mapping[str, str], outer: Iterable[Dim]) -> bool:
+    """Whether these dims of copies are experts."""
+    return any(table.get(d.name) == "ep" for d in outer)
+
+
 def cut(table: Mapping[str, str], outer: tuple[Dim, ...], *tensors: Iterable[Dim]) -> dict[str, str]:
     """The dims of these tensors that are divided, and the axis of each; `outer` are the copies around them.
 
     Experts are divided where they are copies, or dispatched to: not beside batch and seq, whose devices ep is made of.
     """
-    inside = any(table.get(d.name) == "ep" for d in outer)
+    inside = among_experts(table, outer)
     out: dict[str, str] = {}
     for tensor in tensors:
         dims, taken = (*outer, *tensor), set()
