@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import queue
 import sys
 import warnings
 from typing import Any
@@ -100,6 +101,7 @@ def prepare() -> None:
             torch.compile = compile_
         shim.finish()
     _without_transformer_engine()
+    _without_a_manager()
 
 
 def _uncompiled(function: Any = None, **kwargs: Any) -> Any:
@@ -122,6 +124,8 @@ def _silence() -> None:
     for category, message in (
         (UserWarning, "(Transformer Engine and )?Apex (is|are) not installed"),  # both are optional
         (UserWarning, "full scope is deprecated"),  # TransformerConfig, of its own default
+        (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf"),  # the distributed optimizer's shards
+        (FutureWarning, "`load_state_dict` is deprecated"),  # by torch, in dist_checkpointing
         (DeprecationWarning, "The following imports from `dynamic_context.py`"),  # one of its own imports
         (FutureWarning, r"`torch\.distributed\.\w+` is deprecated\. Please use"),  # it runs on older torch too
     ):
@@ -172,3 +176,12 @@ def _load_with_torch_adam(cls: Any) -> None:
 
     cls.state_dict, cls.load_state_dict = with_states, with_own_steps
     cls._set_main_param_and_optimizer_states = copy_tensors
+
+
+def _without_a_manager() -> None:
+    """A checkpoint's results pass from a rank to itself: megatron-core starts a process in each rank to hold them
+    meanwhile (filesystem_async.py:51), which takes seconds and a third of a GB, and outlives a rank that is killed."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    results: queue.Queue[Any] = queue.Queue()
+    filesystem_async._get_write_results_queue = lambda: results

@@ -162,10 +162,12 @@ class Ranks:
                 self.processes.append(process)
 
     def running(self) -> list[int]:
-        """The ranks that have not ended; the others are noted as ended."""
+        """The ranks that have not ended; of the others that is noted, and what they had started is ended too."""
         alive = [number for number, process in enumerate(self.processes) if process.is_alive()]
-        for number in set(range(len(self.processes))).difference(alive):
-            self.ended.setdefault(number, time.monotonic())
+        for number in set(range(len(self.processes))).difference(alive, self.ended):
+            self.ended[number] = time.monotonic()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.processes[number].pid, signal.SIGKILL)
         return alive
 
     def watch(self, caught: Sequence[int], deadline: float | None, grace: float) -> None:
@@ -260,6 +262,7 @@ class Ranks:
         self.signal(signal.SIGKILL)
         for process in self.processes:
             process.join()
+        self.running()
 
 
 def _names(ranks: Sequence[int]) -> str:

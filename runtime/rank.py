@@ -92,11 +92,12 @@ def main(place: Place, job: bytes) -> None:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(status)
+        os._exit(status)  # `launch` sees to what this process may have started
 
 
 def _belong_to(parent: int) -> None:
-    """No rank outlives the process that started it, even one that was killed."""
+    """No rank outlives the process that started it, even one that was killed; nor does what a rank starts."""
+    os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:

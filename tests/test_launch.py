@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -180,6 +182,19 @@ def test_no_rank_outlives_the_process_that_started_it(number, code, tmp_path):
     parent.join(20)
     assert parent.exitcode == code
     until(lambda: not any(map(alive, ranks)), 5)
+
+
+def start_a_sleeper(folder, then):
+    (folder / "pid").write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
+    if then:
+        os.kill(os.getpid(), then)
+
+
+@pytest.mark.parametrize("then", [None, signal.SIGKILL])
+def test_nothing_that_a_rank_started_outlives_it(then, tmp_path):
+    with pytest.raises(RankError) if then else nullcontext():
+        launch.run(start_a_sleeper, (tmp_path, then), 1, timeout=30)
+    until(lambda: not alive(int((tmp_path / "pid").read_text())), 5)
 
 
 def finish_on_request(folder):
