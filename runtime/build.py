@@ -395,7 +395,7 @@ def _(op: MoE, site: Site) -> nn.Module:
     parts = moe_layer.MoESubmodules(experts=ModuleSpec(SequentialMLP, submodules=LINEARS), router=Router)
     made = Mixture(config, parts, pg_collection=site.grid.groups)
     for p in made.experts.parameters():
-        # Experts have a grid of their own, also when it differs from the dense one by tp alone
-        # (megatron-core's layers mark them only when ep > 1).
-        p.allreduce = site.grid.layout.ep == 1 and site.grid.layout.etp == site.grid.layout.tp  # type: ignore[attr-defined]
+        # Experts have a grid of their own, and an optimizer of their own on any layout (megatron-core's layers say
+        # so only when ep > 1, which is wrong under tp and names the optimizer's state by layout).
+        p.allreduce = False  # type: ignore[attr-defined]
     return made

@@ -147,13 +147,19 @@ class Stage(MegatronModule):
     def load(self, state: dict[str, Any]) -> None:
         """Take the parameters that `sharded_state_dict` named, as read from a checkpoint."""
         for n, module in self.placed():
+            if self._borrows(n):
+                continue
             prefix = f"{n.name}."
             module.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
 
+    def _borrows(self, node: Node) -> bool:
+        """Whether a node's weight is the embedding's on this same stage."""
+        return self.tie is not None and node is self.tie[1] and _key(self.tie[0]) in self.modules_of
+
     def _logits_state(self, node: Node, module: nn.Module, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
         """The table of the logits: padded by layout, and when tied a replica of the embedding's."""
-        if self.tie is not None and _key(self.tie[0]) in self.modules_of:
-            return {}  # the embedding's
+        if self._borrows(node):
+            return {}
         name = f"{prefix}weight"
         replica: dict[str, Any] = {}
         key = name

@@ -150,7 +150,11 @@ class Engine:
     def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
         """Everything that training needs to go on, for megatron.core.dist_checkpointing: names and global shapes
         that no layout changes, with this rank's shares."""
-        meta = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": self.grid.groups.dp_cp}
+        meta = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": self.grid.groups.dp_cp,
+        }
         model = {k: v for s in self.stages for k, v in s.sharded_state_dict(metadata=meta).items()}
         return {
             "model": model,
