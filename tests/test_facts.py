@@ -20,6 +20,7 @@ from megaloom.dsl import (
     Dropout,
     DType,
     Embed,
+    Gate,
     Input,
     Layer,
     LayerNorm,
@@ -33,6 +34,7 @@ from megaloom.dsl import (
     Unembed,
     UserError,
     Value,
+    apply,
     chain,
     costs,
     dot,
@@ -272,6 +274,30 @@ def test_a_pointwise_chain_is_one_piece_of_work():
     }
     (biased,) = (w for w in costs(node(MLP(32, bias=True)), batch=B, seq=S).work if w.path == "gelu")
     assert biased.elements == 2 * B * S * 32 + 32  # with the bias in it
+
+
+def test_what_a_node_and_the_next_both_keep_is_stored_once():
+    scores = dot(hidden(), weight("w", Dim("embed", 64), Dim("experts", 4)), "embed")
+    gate = apply(Gate(2), scores)  # keeps its own output, which the square keeps as its input
+    last = nodes(gate * gate)[-2:]
+    assert [s.port for n in last for s in costs(n, batch=B, seq=S).saved] == [-1, 0]
+    assert [s.elements for s in saved(last, batch=B, seq=S)] == [B * S * 4]
+
+
+def test_a_product_keeps_as_many_tensors_as_it_reads():
+    x = hidden()
+    y = x >> RMSNorm()
+    square, product = (nodes(v)[-1] for v in (x * x, x * y))
+    assert [len(costs(n, batch=B, seq=S).saved) for n in (square, product)] == [1, 2]
+
+
+def test_what_work_reads_and_writes():
+    attend = next(w for w in costs(node(Attention(heads=8, kv_heads=2)), batch=B, seq=S).work if w.core)
+    assert attend.elements == B * S * (64 + 2 * 16 + 64)
+    split = costs(node(Attention(heads=8, kv_heads=2)), batch=B, seq=S, split=Split(cp=4, tp=2)).work
+    assert next(w for w in split if w.core).elements == B * S * (64 // 4 + 2 * 16 + 64 // 4) // 2
+    embed = graph(gpt("g", 1, A, H, vocab=1000, seq=S)).nodes[1]
+    assert [w.elements for w in costs(embed, batch=B, seq=S).work] == [2 * B * S * H]  # its rows, not the table
 
 
 def test_ids_are_whole_on_every_device_of_tp():
