@@ -136,9 +136,18 @@ class _Inference:
                 n = step.at(self.sizes, self.split)((*step.outer, *v.shape.without(v.op.over)))
                 for backward in (False, True):
                     yield Collective("all_reduce", axis, n, backward, "statistics")
-            case Rename() if (axis := self.axis(step, v.op.old)) and v.op.new not in self.program.table:
-                n = step.at(self.sizes, self.split, whole=v.op.old)((*step.outer, *v.args[0].shape))
-                yield Collective("all_gather", axis, n, False, v.op.new)
+            case Rename() if v.op.new not in self.program.table:
+                yield from self.gather(step, v.op.old)
+
+    def gather(self, step: Step, dim: str) -> Iterator[Collective]:
+        """A divided dim becomes whole; the gradient, which every device then has a part of, is reduced by `enter`."""
+        x = step.value.args[0]
+        if dim == SEQ.name and self.scattered("tp", x) and "tp" not in step.axes.values() and self.split.tp > 1:
+            n = self.program.held(x.shape, step.outer, self.sizes, self.split, data=True)
+            yield Collective("all_gather", "tp", n, False, step.name)
+        if axis := self.axis(step, dim):
+            n = step.at(self.sizes, self.split, whole=dim)((*step.outer, *x.shape))
+            yield Collective("all_gather", axis, n, False, step.name)
 
 
 def _contracted(step: Step) -> tuple[str, ...]:

@@ -125,6 +125,8 @@ def costs(node: Node, *, batch: int, seq: int, split: Split = WHOLE) -> Costs:
 @lru_cache(maxsize=1 << 15)
 def _costs(p: Program, batch: int, seq: int, split: Split) -> Costs:
     sizes = Sizes(batch=batch, seq=seq)
+    renames = [s.value.op for s in p.steps if isinstance(s.value.op, Rename)]
+    sizes.update({op.new: sizes[op.old] for op in renames if op.old in sizes})
     dense, expert = _params(p, sizes, split)
     return Costs(
         work=tuple(_work(p, sizes, split)),

@@ -25,7 +25,9 @@ from megaloom.dsl import (
     Layer,
     LayerNorm,
     MoE,
+    Normalize,
     Positions,
+    Rename,
     RMSNorm,
     Saved,
     Shape,
@@ -418,6 +420,54 @@ def test_partial_sums_are_added_before_they_are_reduced():
     assert found == {("tp", "all_reduce", False): 1, ("tp", "all_reduce", True): 1}
     biased = exchanged(hidden() >> Parallel(Attention(heads=8, bias=True), MLP(32)), Split(tp=2))
     assert biased[("tp", "all_reduce", False)] == 2  # a bias is added once, so after the sum
+
+
+@frozen
+class ByHand(Layer):
+    """Attention without its softmax, written with a renamed dim."""
+
+    heads: int
+
+    def body(self, x, /, **side):
+        e, h, c = x["embed"], Dim("heads", self.heads), Dim("head_dim", x["embed"].known // self.heads)
+        q = dot(x, weight("q", e, h, c), "embed")
+        k = dot(apply(Rename("seq", "keys"), x), weight("k", e, h, c), "embed")
+        o = dot(dot(q, k, "head_dim"), k, "keys")
+        return dot(o, weight("o", h, c, e), "heads", "head_dim")
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_renamed_sequence_is_gathered(sequence_parallel):
+    split = Split(cp=2, tp=2, sequence_parallel=sequence_parallel)
+    found = costs(node(ByHand(4)), batch=3, seq=16, split=split).collectives
+    assert [(c.axis, c.elements) for c in found if c.what == "rename"] == [
+        *([("tp", 3 * 8 * 64)] if sequence_parallel else []),
+        ("cp", 3 * 16 * 64),
+    ]
+    backward = {(c.kind, c.axis, c.elements) for c in found if c.backward and c.what == "k"}
+    assert backward == {("all_reduce", "tp", 3 * 16 * 64)}  # each device of tp has the gradient of its heads
+    assert exchanged(hidden() >> ByHand(4), Split(cp=2))[("cp", "all_reduce", True)] == 1  # and of its queries
+
+
+@frozen
+class Inner(Layer):
+    """A norm between two products, over what tp divides."""
+
+    ff: int
+
+    def body(self, x, /, **side):
+        e, f = x["embed"], Dim("ff", self.ff)
+        h = dot(x, weight("up", e, f), "embed")
+        h = apply(Normalize("ff", False, 1e-5), h, weight("scale", f, mean=1.0, std=0.0))
+        return dot(h, weight("down", f, e), "ff")
+
+
+def test_a_norm_over_a_divided_dim_exchanges_statistics():
+    found = costs(node(Inner(32)), batch=3, seq=16, split=Split(tp=2)).collectives
+    assert [(c.kind, c.axis, c.elements, c.backward) for c in found if c.what == "statistics"] == [
+        ("all_reduce", "tp", 3 * 16, False),
+        ("all_reduce", "tp", 3 * 16, True),
+    ]
 
 
 @frozen
