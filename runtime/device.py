@@ -10,6 +10,7 @@ import ctypes
 import functools
 import os
 import queue
+import re
 import sys
 import warnings
 from typing import Any
@@ -23,8 +24,8 @@ from . import shim
 CPU_PROCESSES = 4
 """Processes on a machine without GPUs: the fewest that hold two axes of two, with any number of cores."""
 
-PRESETS = ("GB200", "B200", "H200", "H100", "A100")
-"""The devices that the planner knows; a name that contains another (GB200, B200) comes before it."""
+PRESETS = ("A100", "H100", "H200", "B200", "GB200")
+"""The GPUs that the planner knows, by the word that stands for them in the driver's name of one."""
 
 
 @functools.cache
@@ -59,11 +60,11 @@ def cluster_here() -> str:
 
 def _preset(name: str) -> str:
     for preset in PRESETS:
-        if preset in name.upper():
+        if re.search(rf"\b{preset}\b", name):
             return preset
     raise UserError(
         f"no figures for this machine's GPU, {name!r}\n"
-        f"known: {', '.join(reversed(PRESETS))}; name the nearest one with its count, such as --gpus {gpus()}xA100"
+        f"known: {', '.join(PRESETS)}; name the nearest one with its count, such as --gpus {gpus()}xA100"
     )
 
 

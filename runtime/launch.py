@@ -175,6 +175,8 @@ class Ranks:
         while self.running():
             if caught:
                 self.ask_to_end(grace, unless=lambda: len(caught) > 1)
+                if any(failure.user for failure in self.failures()):  # such as no room for what they wanted to save
+                    raise self.first_error()
                 raise KeyboardInterrupt if caught[0] == signal.SIGINT else SystemExit(128 + caught[0])
             if self.failures():
                 break
@@ -261,7 +263,7 @@ class Ranks:
         self.ask_to_end(GRACE)
         self.signal(signal.SIGKILL)
         for process in self.processes:
-            process.join()
+            process.join(GRACE)  # longer only if the kernel itself is stuck with it
         self.running()
 
 

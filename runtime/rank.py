@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import io
 import os
 import pickle
 import re
@@ -87,12 +88,18 @@ def main(place: Place, job: bytes) -> None:
             _part(store, place.world)
             status = 0
     except KeyboardInterrupt:
-        _die(signal.SIGTERM)
+        _flush()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
     finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        _flush()
         os._exit(status)  # `launch` sees to what this process may have started
+
+
+def _flush() -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def _belong_to(parent: int) -> None:
@@ -112,7 +119,10 @@ def _listen(place: Place) -> None:
     stack = place.file("stack").open("w")
     faulthandler.enable(stack, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
-    if place.rank:
+    if place.rank == 0:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # in a pipe, too, progress is seen when it is made
+    else:
         with place.file("log").open("w") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
@@ -123,11 +133,6 @@ def _unwind(number: int, frame: Any) -> None:
     """End by way of the `finally` clauses, such as the one that gives the terminal its cursor back."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
-
-
-def _die(number: int) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
 
 
 def _work(place: Place, job: bytes) -> tuple[bytes, dist.Store | None]:

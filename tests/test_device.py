@@ -43,9 +43,10 @@ def test_gpus_are_known_by_their_drivers_names(name, preset):
     assert device._preset(name) == preset
 
 
-def test_an_unknown_gpu_is_told_with_what_would_work():
-    with pytest.raises(UserError, match=r"'NVIDIA GeForce RTX 4090'\nknown: A100, H100, H200, B200, GB200"):
-        device._preset("NVIDIA GeForce RTX 4090")
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB"])
+def test_an_unknown_gpu_is_told_with_what_would_work(name):
+    with pytest.raises(UserError, match=f"{name!r}\\nknown: A100, H100, H200, B200, GB200"):
+        device._preset(name)
 
 
 def test_preparing_is_idempotent_and_silent():

@@ -197,31 +197,36 @@ def test_nothing_that_a_rank_started_outlives_it(then, tmp_path):
     until(lambda: not alive(int((tmp_path / "pid").read_text())), 5)
 
 
-def finish_on_request(folder):
+def finish_on_request(folder, fails):
     asked = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     (folder / f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
     until(lambda: asked, 20)
     time.sleep(0.5)
+    if fails:
+        raise UserError("no room to save")
     (folder / f"{dist.get_rank()}.saved").touch()
 
 
-def start_finishers(folder):
+def start_finishers(folder, fails):
     try:
-        launch.run(finish_on_request, (folder,), 2, grace=20)
+        launch.run(finish_on_request, (folder, fails), 2, grace=20)
     except KeyboardInterrupt:
         os._exit(130)
+    except UserError:
+        os._exit(2)
 
 
-def test_ranks_may_finish_what_they_do_when_they_are_interrupted(tmp_path):
+@pytest.mark.parametrize(("fails", "code"), [(False, 130), (True, 2)])
+def test_ranks_may_finish_what_they_do_when_they_are_interrupted(fails, code, tmp_path):
     device.prepare()
-    parent = multiprocessing.get_context("fork").Process(target=start_finishers, args=(tmp_path,))
+    parent = multiprocessing.get_context("fork").Process(target=start_finishers, args=(tmp_path, fails))
     parent.start()
     until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 20)
     os.kill(parent.pid, signal.SIGINT)
     parent.join(20)
-    assert parent.exitcode == 130
-    assert len(list(tmp_path.glob("*.saved"))) == 2
+    assert parent.exitcode == code
+    assert len(list(tmp_path.glob("*.saved"))) == (0 if fails else 2)
 
 
 # ---------------------------------------------------------------------------------------- under torchrun or srun
