@@ -58,12 +58,12 @@ def seconds(work: Work, device: Device, precision: Precision) -> Seconds:
     if work.kind == "dot":
         fast = peak * device.flops_efficiency
         m, n, k = work.m, work.n, work.k
-        passes = [  # the products of y = x w, of dx = dy w^T and of dw = x^T dy
+        products = [  # y = x w, dx = dy w^T, dw = x^T dy
             (work.flops, fill(m, n, k, work.count, device)),
             (work.dgrad, fill(m, k, n, work.count, device)),
             (work.wgrad, fill(k, n, m, work.count, device)),
         ]
-        forward, *back = (max(flops / (fast * share), traffic, launch) if flops else 0.0 for flops, share in passes)
+        forward, *back = (max(flops / (fast * share), traffic, launch) if flops else 0.0 for flops, share in products)
         return Seconds(forward, sum(back))
     if work.kind == "attend":
         fast = peak * device.attend_efficiency * reach(work.n, work.k)

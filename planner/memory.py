@@ -7,6 +7,7 @@ Sizes are in bytes. The parts of a peak are added as if their worst moments were
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from attrs import frozen
 
@@ -37,6 +38,11 @@ class Part:
     logits: int  # elements of logits, if the loss is here
 
 
+def copies(layout: Layout) -> tuple[int, int]:
+    """Over how many devices the optimizer's state is cut: that of dense weights, and that of experts."""
+    return (layout.dp * layout.cp, layout.edp) if layout.distributed_optimizer else (1, 1)
+
+
 def static(params: int, expert_params: int, layout: Layout, precision: Precision) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer state. The distributed optimizer cuts the state, over copies alike."""
     dense, experts = copies(layout)
@@ -47,23 +53,17 @@ def static(params: int, expert_params: int, layout: Layout, precision: Precision
     }
 
 
-def copies(layout: Layout) -> tuple[int, int]:
-    """Over how many devices the optimizer's state is cut: that of dense weights, and that of experts."""
-    return (group("dp", layout).size, layout.edp) if layout.distributed_optimizer else (1, 1)
-
-
 def runtime(layout: Layout, cluster: Cluster) -> int:
     """Bytes that no tensor holds: the context, and buffers for each axis of more than one device."""
-    axes = [axis for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp") if group(axis, layout).size > 1]
+    axes = ["tp", "cp", "dp", "pp", "ep", "etp", *(["edp"] if layout.ep * layout.etp > 1 else [])]
     link = cluster.inter if cluster.nodes > 1 else cluster.intra
-    axes = [axis for axis in axes if not (axis == "edp" and layout.ep == layout.etp == 1)]
-    return cluster.device.context_nbytes + link.group_nbytes * len(axes)
+    return cluster.device.context_nbytes + link.group_nbytes * sum(group(axis, layout).size > 1 for axis in axes)
 
 
 def peak(
-    parts: Sequence[Part], rank: int, layout: Layout, microbatches: int, precision: Precision, cluster: Cluster
+    parts: Sequence[Part], rank: int, layout: Layout, microbatches: int, precision: Precision, beside: int
 ) -> dict[str, int]:
-    """Bytes of pipeline rank `rank` at its fullest, by what holds them; `parts` are its chunks in order."""
+    """Bytes of a pipeline rank at its fullest, by what holds them; `parts` are its chunks, `beside` is `runtime`."""
     params, experts = sum(p.params for p in parts), sum(p.expert_params for p in parts)
     flights = held(rank, layout.pp, layout.vpp, microbatches)
     saved = max(sum(n * p.saved for n, p in zip(flight, parts, strict=True)) for flight in flights)
@@ -75,19 +75,25 @@ def peak(
         "workspace": workspace,
         "logits": logits,
         "allocator": int(ALLOCATOR * (saved + workspace + logits)),
-        "runtime": runtime(layout, cluster),
+        "runtime": beside,
     }
 
 
-def least(state: float, saved: float, layout: Layout, microbatches: int, cluster: Cluster) -> float:
+@lru_cache(maxsize=4096)
+def means(pp: int, vpp: int, microbatches: int) -> tuple[float, float, float]:
+    """What `least` must know of a schedule: the fewest in flight on any rank, the least and the sum of their inverses.
+
+    Of a rank's chunks the smallest may be the only one that flies often, so with chunks one flight is sure, of all.
+    """
+    flights = [min(microbatches, pp - r) if vpp == 1 else 1 for r in range(pp)]
+    return min(flights), min(1 / f for f in flights), sum(1 / f for f in flights)
+
+
+def least(state: float, saved: float, layout: Layout, microbatches: int) -> float:
     """No cut of a model gives its fullest rank less: `state` and `saved` (of one micro-batch) are the whole model's.
 
     The fullest rank has at least any weighted mean of the ranks; two means are tried, equal weights and the inverse of
     the micro-batches in flight.
     """
-    pp, vpp = layout.pp, layout.vpp
-    flights = [max(map(sum, held(r, pp, vpp, microbatches))) / vpp if vpp == 1 else 1 / vpp for r in range(pp)]
-    inverse = [1 / f for f in flights]
-    equal = (state + min(flights) * saved) / pp
-    weighted = (min(inverse) * state + saved) / sum(inverse)
-    return max(equal, weighted) + runtime(layout, cluster)
+    fewest, inverse, total = means(layout.pp, layout.vpp, microbatches)
+    return max((state + fewest * saved) / layout.pp, (inverse * state + saved) / total)

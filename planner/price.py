@@ -1,38 +1,27 @@
 """The price of one layout: its stages, its step time by cause, its memory by holder.
 
-Protocol: `price` cuts the graph, replays the schedule and adds what follows it: gradient reduction, tied weights, the
-optimizer. The runtime overlaps none of that with compute, so all of it counts. A `Pricer` keeps what layouts share;
-its `bound` is the cheap lower bound by which a search leaves layouts out.
+Protocol: `price` cuts the graph, replays the schedule and adds what follows it. A `Pricer` keeps what layouts share;
+its `bound` is the cheap lower bound by which a search leaves layouts out, `compete` the price of one that may win.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
 from attrs import define, field, frozen
-from numpy.typing import NDArray
 
 from megaloom.dsl.facts import costs
 from megaloom.dsl.graph import Graph
 
 from . import memory, timeline, traffic
 from .cluster import Cluster
-from .layout import Layout, Precision, Workload
+from .fit import MORE, Bounds, Fit, capacity, stages_of
+from .layout import Layout, Workload
 from .memory import Part
 from .plan import Prediction, Stage
 from .sheet import AHEAD, BACK, STEP, Anatomy, Base, Col, Rows, Sheet, anatomy, base, sheet
-from .stages import cut
+from .tail import Tail, tail, tied
 from .timeline import Timeline
-from .traffic import Group
 
-# Bytes that a step moves for each element of the optimizer's share: 4 for the gradient's norm and 8 for its scaling;
-# AdamW as torch's foreach kernels do it, a pass for each operation (decay 8, first moment 12, second moment 8 + 12,
-# root 8, division 8, epsilon 8, update 16); and for bf16 the copy of the master weight.
-STEP_TRAFFIC = {Precision.FP32: 4 + 8 + 80, Precision.BF16: 4 + 8 + 80 + 4 + 2}
-ZERO_TRAFFIC = 4  # the whole gradient buffer is zeroed
-
-CAUSES = {  # of the time of a pipeline rank that computes, and the columns that they are in
+CAUSES = {  # of the time that a pipeline rank computes for, and the columns that they are in
     "forward": [Col.FORWARD],
     "backward": [Col.BACKWARD],
     "recompute": [Col.AGAIN],
@@ -50,7 +39,7 @@ class Priced:
     stages: tuple[Stage, ...]
     prediction: Prediction
     timeline: Timeline
-    capacity: int  # bytes of one device
+    capacity: int  # bytes of a device that may be filled
 
     @property
     def peaks(self) -> tuple[int, ...]:
@@ -66,21 +55,6 @@ class Priced:
     def seconds(self) -> float:
         """Of a step."""
         return self.prediction.step_seconds
-
-
-@frozen
-class Tail:
-    """What follows the last micro-batch on one rank, in seconds."""
-
-    reduction: float  # of gradients; with the distributed optimizer, then the gathering of new weights
-    gathering: float
-    tied: float
-    optimizer: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.reduction + self.gathering + self.tied + self.optimizer
 
 
 def price(graph: Graph, layout: Layout, cluster: Cluster, workload: Workload) -> Priced:
@@ -99,7 +73,8 @@ class Pricer:
     model_flops: int = field(init=False)  # of a step: no recompute, causal attention counted half
     _bases: dict[tuple[object, ...], Base] = field(factory=dict, init=False)
     _sheets: dict[tuple[object, ...], Sheet] = field(factory=dict, init=False)
-    _cuts: dict[tuple[object, ...], tuple[int, ...]] = field(factory=dict, init=False)
+    _cuts: dict[tuple[object, ...], Bounds] = field(factory=dict, init=False)
+    _floors: dict[tuple[object, ...], tuple[Tail, float]] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.anatomy = anatomy(self.graph)
@@ -110,21 +85,53 @@ class Pricer:
     def sheet(self, layout: Layout) -> Sheet:
         """The costs of every node under a layout."""
         where = _where(layout)
-        found = self._sheets.get((*where, layout.recompute))
-        if found is None:
+        key = (*where, layout.recompute)
+        if key not in self._sheets:
             if where not in self._bases:
                 self._bases[where] = base(self.anatomy, layout, self.workload, self.cluster)
-            found = sheet(self._bases[where], self.anatomy, layout, self.workload)
-            self._sheets[(*where, layout.recompute)] = found
-        return found
+            self._sheets[key] = sheet(self._bases[where], self.anatomy, layout, self.workload)
+        return self._sheets[key]
+
+    def fit(self, layout: Layout) -> Fit:
+        """What the stages of a layout hold."""
+        return Fit(layout, self.sheet(layout), self.workload, self.cluster)
 
     def price(self, layout: Layout) -> Priced:
-        """The stages, the step time and the memory of a legal layout."""
-        costs, bounds = self.sheet(layout), self.cut(layout)
-        m = layout.microbatches(self.workload.batch)
-        sums, parts = costs.sums(bounds), self.parts(layout, bounds)
+        """The stages, the step time and the memory of a legal layout: cut to fit the memory if that can be."""
+        fit, even = self.fit(layout), self._even(layout)
+        bounds = even if fit.fits(even) else fit.tight() or even
+        return self._priced(fit, bounds)
+
+    def compete(self, layout: Layout, limit: float) -> Priced | None:
+        """The price of a legal layout if it fits the memory and may take less than `limit` seconds."""
+        fit, bounds = self.fit(layout), self._even(layout)
+        if not fit.fits(bounds):
+            slowest = float(fit.sheet.sums(bounds)[:, STEP].sum(axis=1).max())
+            tight = fit.tight() if fit.microbatches * slowest < limit else None
+            if tight is None or not fit.fits(tight):
+                return None
+            bounds = tight
+        sums = fit.sheet.sums(bounds)[:, STEP].sum(axis=1).tolist()
+        if timeline.bound(sums, layout.pp, fit.microbatches) >= limit:
+            return None
+        return self._priced(fit, bounds)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a device that a plan may fill."""
+        return capacity(self.cluster)
+
+    def _even(self, layout: Layout) -> Bounds:
+        key = (*_where(layout), layout.recompute, layout.pp * layout.vpp)
+        if key not in self._cuts:
+            self._cuts[key] = self.fit(layout).even()
+        return self._cuts[key]
+
+    def _priced(self, fit: Fit, bounds: Bounds) -> Priced:
+        layout, m = fit.layout, fit.microbatches
+        sums, parts = fit.sheet.sums(bounds), fit.parts(bounds)
         forward, backward = sums[:, AHEAD].sum(axis=1).tolist(), sums[:, BACK].sum(axis=1).tolist()
-        hops = [traffic.hop(costs.boundary, s, layout, self.cluster) for s in range(len(parts) - 1)]
+        hops = [traffic.hop(fit.sheet.boundary, s, layout, self.cluster) for s in range(len(parts) - 1)]
         line = timeline.replay(forward, backward, hops, layout.pp, m)
         stages = tuple(
             Stage(
@@ -138,33 +145,45 @@ class Pricer:
             )
             for i, part in enumerate(parts)
         )
-        tails = [self.tail(layout, parts[r :: layout.pp], bounds, r) for r in range(layout.pp)]
+        tails = [self._tail(fit, parts, bounds, r) for r in range(layout.pp)]
         return Priced(
             layout=layout,
             stages=stages,
-            prediction=self._predict(layout, sums, line, tails, self.peaks(layout, parts)),
+            prediction=self._predict(layout, m * sums, line, tails, fit.peaks(parts)),
             timeline=line,
-            capacity=self.cluster.device.nbytes,
+            capacity=capacity(self.cluster),
         )
+
+    def _tail(self, fit: Fit, parts: list[Part], bounds: Bounds, rank: int) -> Tail:
+        layout, mine = fit.layout, parts[rank :: fit.layout.pp]
+        ties = 0.0
+        for (_, nodes), elements in zip(self.anatomy.shared, fit.sheet.shared, strict=True):
+            ranks = {stage % layout.pp for stage in stages_of(nodes, bounds)}
+            ties += tied(elements, ranks, layout, self.cluster) if rank in ranks else 0.0
+        params, experts = sum(p.params for p in mine), sum(p.expert_params for p in mine)
+        return tail(params, experts, ties, layout, self.workload.precision, self.cluster)
 
     def _predict(
         self, layout: Layout, sums: Rows, line: Timeline, tails: list[Tail], peaks: tuple[dict[str, int], ...]
     ) -> Prediction:
-        """Every rank waits until all have reduced, for the gradient's norm; the step ends with the last of them."""
-        m, ranks = layout.microbatches(self.workload.batch), range(layout.pp)
+        """Every rank waits until all have reduced, for the gradient's norm; the step ends with the last of them.
+
+        The breakdown is that of the rank that waits the least.
+        """
+        ranks = range(layout.pp)
         reduced = max(line.ends[r] + tails[r].reduction + tails[r].tied for r in ranks)
         end = reduced + max(tail.optimizer + tail.gathering for tail in tails)
         own = [line.busy[r] + line.sending[r] + tails[r].total for r in ranks]
-        slowest = max(ranks, key=own.__getitem__)
-        mine, tail = m * sums[slowest :: layout.pp].sum(axis=0), tails[slowest]
-        breakdown = {cause: float(mine[columns].sum()) for cause, columns in CAUSES.items()} | {
-            "pipeline communication": line.sending[slowest],
-            "pipeline bubble": max(0.0, end - own[slowest]) if layout.pp > 1 else 0.0,
-            "gradient communication": tail.reduction + tail.gathering,
-            "tied-weight communication": tail.tied,
-            "optimizer": tail.optimizer,
+        busiest = max(ranks, key=own.__getitem__)
+        mine, after = sums[busiest :: layout.pp].sum(axis=0), tails[busiest]
+        parts = {cause: float(mine[columns].sum()) for cause, columns in CAUSES.items()} | {
+            "pipeline communication": line.sending[busiest],
+            "pipeline bubble": max(0.0, end - own[busiest]) if layout.pp > 1 else 0.0,
+            "gradient communication": after.reduction + after.gathering,
+            "tied-weight communication": after.tied,
+            "optimizer": after.optimizer,
         }
-        breakdown = {cause: seconds for cause, seconds in breakdown.items() if seconds}
+        breakdown = {cause: seconds for cause, seconds in parts.items() if seconds}
         step = sum(breakdown.values())
         flops = self.model_flops / step / layout.world
         return Prediction(
@@ -177,118 +196,6 @@ class Pricer:
             nbytes=peaks,
         )
 
-    def parts(self, layout: Layout, bounds: tuple[int, ...]) -> list[Part]:
-        """What each stage holds. A weight that several nodes of a rank share is there once."""
-        sheet = self.sheet(layout)
-        sums = sheet.sums(bounds)
-        spare = self._spare(sheet, layout, bounds)
-        last = len(bounds) - 2
-        return [
-            Part(
-                params=int(row[Col.PARAMS]) - spare[i],
-                expert_params=int(row[Col.EXPERT_PARAMS]),
-                saved=int(row[Col.SAVED]) + (sheet.boundary if i else 0),
-                workspace=sheet.workspace,
-                logits=sheet.logits if i == last else 0,
-            )
-            for i, row in enumerate(sums)
-        ]
-
-    def _spare(self, sheet: Sheet, layout: Layout, bounds: tuple[int, ...]) -> list[int]:
-        """The elements that each stage counts of weights that it, or an earlier stage of its rank, has already."""
-        spare = [0] * (len(bounds) - 1)
-        for (_, nodes), elements in zip(self.anatomy.shared, sheet.shared, strict=True):
-            seen: set[int] = set()
-            for stage in _stages_of(nodes, bounds):
-                spare[stage] += elements * (stage % layout.pp in seen)
-                seen.add(stage % layout.pp)
-        return spare
-
-    def peaks(self, layout: Layout, parts: list[Part]) -> tuple[dict[str, int], ...]:
-        """The memory of each pipeline rank at its fullest, by holder."""
-        m = layout.microbatches(self.workload.batch)
-        return tuple(
-            memory.peak(parts[r :: layout.pp], r, layout, m, self.workload.precision, self.cluster)
-            for r in range(layout.pp)
-        )
-
-    def cut(self, layout: Layout) -> tuple[int, ...]:
-        """The bounds of the stages: the most even in time that fit the memory; if none fit, the most even."""
-        count = layout.pp * layout.vpp
-        key = (*_where(layout), layout.recompute, count)
-        if key not in self._cuts:
-            self._cuts[key] = self._even(layout, None)
-        even = self._cuts[key]
-        if count == 1 or self._fits(layout, even):
-            return even
-        try:
-            tight = self._even(layout, self._allowed(layout))
-        except LookupError:
-            return even
-        return tight
-
-    def _even(self, layout: Layout, allowed: Callable[[int], NDArray[np.bool_]] | None) -> tuple[int, ...]:
-        seconds = self.sheet(layout).by_node[:, STEP].sum(axis=1)
-        found = cut(seconds.tolist(), self.graph.cuts, layout.pp * layout.vpp, allowed)
-        if found is None:
-            raise LookupError("no such cut")
-        return found
-
-    def _fits(self, layout: Layout, bounds: tuple[int, ...]) -> bool:
-        peaks = self.peaks(layout, self.parts(layout, bounds))
-        return max(sum(held.values()) for held in peaks) <= self.cluster.device.nbytes
-
-    def _allowed(self, layout: Layout) -> Callable[[int], NDArray[np.bool_]]:
-        """Which runs of atoms fit the memory as stage k. Exact for one chunk a rank; several get equal shares of it."""
-        sheet, precision = self.sheet(layout), self.workload.precision
-        m = layout.microbatches(self.workload.batch)
-        places = (0, *self.graph.cuts, len(self.graph.nodes))
-        atoms = np.add.reduceat(sheet.by_node, places[:-1])
-        sums = np.concatenate([np.zeros((1, len(Col))), np.cumsum(atoms, axis=0)])
-        one, expert = (sum(memory.static(*pair, layout, precision).values()) for pair in ((10**6, 0), (0, 10**6)))
-        state = (one * sums[:, Col.PARAMS] + expert * sums[:, Col.EXPERT_PARAMS]) / 10**6
-
-        def allowed(k: int) -> NDArray[np.bool_]:
-            rank, chunk = k % layout.pp, k // layout.pp
-            flights = max(flight[chunk] for flight in timeline.held(rank, layout.pp, layout.vpp, m))
-            logits = sheet.logits if k == layout.pp * layout.vpp - 1 else 0
-            none = [Part(0, 0, 0, sheet.workspace, logits)] * layout.vpp
-            fixed = sum(memory.peak(none, rank, layout, m, precision, self.cluster).values())
-            room = (self.cluster.device.nbytes - fixed) / layout.vpp
-            saved = flights * (1 + memory.ALLOCATOR) * sums[:, Col.SAVED]
-            need = state + saved
-            entry = flights * (1 + memory.ALLOCATOR) * (sheet.boundary if k else 0)
-            fits: NDArray[np.bool_] = need[None, :] - need[:, None] + entry <= room
-            return fits
-
-        return allowed
-
-    def tail(self, layout: Layout, parts: list[Part], bounds: tuple[int, ...], rank: int) -> Tail:
-        """What pipeline rank `rank` does after its last micro-batch."""
-        params, experts = sum(p.params for p in parts), sum(p.expert_params for p in parts)
-        sheet, tied = self.sheet(layout), 0.0
-        for (_, nodes), elements in zip(self.anatomy.shared, sheet.shared, strict=True):
-            ranks = {stage % layout.pp for stage in _stages_of(nodes, bounds)}
-            if len(ranks) > 1 and rank in ranks:
-                apart = Group(len(ranks), (max(ranks) - min(ranks)) // (len(ranks) - 1) * (layout.world // layout.pp))
-                tied += traffic.seconds("all_reduce", memory.GRADIENT * elements, apart, self.cluster)
-        return self._tail(layout, params, experts, tied)
-
-    def _tail(self, layout: Layout, params: float, experts: float, tied: float = 0.0) -> Tail:
-        reduction = gathering = 0.0
-        for elements, axis in ((params, "dp"), (experts, "edp")):
-            group, precision = traffic.group(axis, layout), self.workload.precision
-            kind = "reduce_scatter" if layout.distributed_optimizer else "all_reduce"
-            reduction += traffic.seconds(kind, memory.GRADIENT * elements, group, self.cluster)
-            if layout.distributed_optimizer:
-                weights = memory.WEIGHT[precision] * elements
-                gathering += traffic.seconds("all_gather", weights, group, self.cluster)
-        dense, expert = memory.copies(layout)
-        moved = STEP_TRAFFIC[self.workload.precision] * (params / dense + experts / expert)
-        moved += ZERO_TRAFFIC * (params + experts)
-        device = self.cluster.device
-        return Tail(reduction, gathering, tied, moved / (device.bandwidth * device.bandwidth_efficiency))
-
     def bound(self, layout: Layout) -> tuple[float, float]:
         """(seconds of a step, bytes of the fullest rank): no way to cut the graph into these stages takes less.
 
@@ -297,23 +204,24 @@ class Pricer:
         total / (1 - (1 - 1/m)^pp). With chunks, what is waited for may be as short as one likes.
         """
         sheet, m, pp = self.sheet(layout), layout.microbatches(self.workload.batch), layout.pp
-        total = float(sheet.total[STEP].sum())
-        params = sheet.total[Col.PARAMS] - sum(
-            n * (len(nodes) - 1) for (_, nodes), n in zip(self.anatomy.shared, sheet.shared, strict=True)
-        )
-        experts = sheet.total[Col.EXPERT_PARAMS]
-        tail = self._tail(layout, params / pp, experts / pp)
-        pipeline = m * total / pp if layout.vpp > 1 or m == 1 else total / (1 - (1 - 1 / m) ** pp)
-        seconds = max(pipeline, m * total / pp + tail.reduction, total) + tail.optimizer + tail.gathering
-        state = sum(memory.static(int(params), int(experts), layout, self.workload.precision).values())
-        return seconds, memory.least(state, float(sheet.total[Col.SAVED]), layout, m, self.cluster)
+        after, fixed = self._floor(layout, sheet)
+        work = m * sheet.step / pp
+        pipeline = work if layout.vpp > 1 or m == 1 else sheet.step / (1 - (1 - 1 / m) ** pp)
+        seconds = max(pipeline, work + after.reduction, sheet.step) + after.optimizer + after.gathering
+        params, experts = sheet.params
+        state = sum(memory.static(params, experts, layout, self.workload.precision).values())
+        return seconds, fixed + memory.least(state, MORE * sheet.saved, layout, m) + MORE * sheet.workspace
+
+    def _floor(self, layout: Layout, sheet: Sheet) -> tuple[Tail, float]:
+        """What the average rank does after its micro-batches, and the bytes that no tensor holds."""
+        key = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp, layout.distributed_optimizer)
+        if key not in self._floors:
+            params, experts = (n / layout.pp for n in sheet.params)
+            after = tail(params, experts, 0.0, layout, self.workload.precision, self.cluster)
+            self._floors[key] = after, memory.runtime(layout, self.cluster)
+        return self._floors[key]
 
 
 def _where(layout: Layout) -> tuple[object, ...]:
     """What the costs of a node depend on."""
     return layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel, layout.micro_batch
-
-
-def _stages_of(nodes: tuple[int, ...], bounds: tuple[int, ...]) -> list[int]:
-    """The stage of each node."""
-    return [int(np.searchsorted(bounds, node, side="right")) - 1 for node in nodes]

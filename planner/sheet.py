@@ -152,6 +152,22 @@ class Sheet:
         return self.anatomy.counts @ self.rows
 
     @cached_property
+    def step(self) -> float:
+        """Seconds of a micro-batch through the whole model, both ways."""
+        return float(self.total[STEP].sum())
+
+    @cached_property
+    def saved(self) -> float:
+        """Bytes that the whole model keeps of a micro-batch."""
+        return float(self.total[Col.SAVED])
+
+    @cached_property
+    def params(self) -> tuple[int, int]:
+        """The elements of the whole model on this device, each weight once: dense ones, and experts'."""
+        twice = sum(n * (len(nodes) - 1) for (_, nodes), n in zip(self.anatomy.shared, self.shared, strict=True))
+        return int(self.total[Col.PARAMS]) - twice, int(self.total[Col.EXPERT_PARAMS])
+
+    @cached_property
     def by_node(self) -> Rows:
         """[nodes, columns]"""
         return self.rows[self.anatomy.kind]

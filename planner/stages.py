@@ -17,7 +17,7 @@ SAME = 1 + 1e-12  # sums of the same seconds in another order
 
 
 def cut(
-    seconds: Sequence[float], cuts: Sequence[int], count: int, allowed: Callable[[int], Mask] | None = None
+    seconds: Sequence[float] | Matrix, cuts: Sequence[int], count: int, allowed: Callable[[int], Mask] | None = None
 ) -> tuple[int, ...] | None:
     """The positions 0, …, len(seconds) that bound `count` chunks of nodes, none empty, each begun at one of `cuts`.
 

@@ -34,19 +34,35 @@ class Event(NamedTuple):
 class Timeline:
     """What each pipeline rank does when, for one optimizer step's micro-batches."""
 
-    events: tuple[tuple[Event, ...], ...]  # by rank, in order
+    steps: tuple[tuple[Step, ...], ...]  # by rank, in order
+    starts: tuple[tuple[float, ...], ...]  # of each of them
+    forward: tuple[float, ...]  # seconds by stage
+    backward: tuple[float, ...]
     busy: tuple[float, ...]  # by rank: computing
     sending: tuple[float, ...]  # by rank: held up by its own sends
+
+    @property
+    def events(self) -> tuple[tuple[Event, ...], ...]:
+        """Every rank's steps with their place in time."""
+        return tuple(
+            tuple(
+                Event(step, start, start + (self.backward if step.backward else self.forward)[step.stage])
+                for step, start in zip(steps, starts, strict=True)
+            )
+            for steps, starts in zip(self.steps, self.starts, strict=True)
+        )
+
+    @property
+    def ends(self) -> tuple[float, ...]:
+        """When each rank ends its last step, which is a backward one."""
+        return tuple(
+            starts[-1] + self.backward[steps[-1].stage] for steps, starts in zip(self.steps, self.starts, strict=True)
+        )
 
     @property
     def makespan(self) -> float:
         """When the last rank ends its last step."""
         return max(self.ends)
-
-    @property
-    def ends(self) -> tuple[float, ...]:
-        """When each rank ends its last step."""
-        return tuple(events[-1].end for events in self.events)
 
     @property
     def bubble(self) -> float:
@@ -110,37 +126,49 @@ def replay(
     stages s and s + 1, either way. One chunk a rank: a rank sends before it goes on (megatron-core's blocking
     exchange); several: it sends while it computes (`overlap_p2p_comm`, the only setting that is right there).
     """
-    stages = len(forward)
-    vpp = stages // pp
-    blocking = vpp == 1
+    last = len(forward) - 1
+    vpp = len(forward) // pp
     orders = [order(rank, pp, vpp, microbatches) for rank in range(pp)]
-    arrived: dict[Step, float] = {Step(0, i, False): 0.0 for i in range(microbatches)}
-    events: list[list[Event]] = [[] for _ in range(pp)]
-    free, busy, sending = [0.0] * pp, [0.0] * pp, [0.0] * pp
+    arrived: list[list[list[float | None]]] = [  # forward and backward, by stage and micro-batch
+        [[None] * microbatches for _ in forward] for _ in range(2)
+    ]
+    arrived[0][0] = [0.0] * microbatches
+    starts: list[list[float]] = [[] for _ in orders]
+    free = [0.0] * pp
     ready = list(range(pp))
     while ready:
         rank = ready.pop()
-        steps, mine = orders[rank], events[rank]
-        while len(mine) < len(steps) and (step := steps[len(mine)]) in arrived:
-            stage, i, back = step
-            start = max(free[rank], arrived[step])
-            seconds = backward[stage] if back else forward[stage]
-            free[rank] = end = start + seconds
-            busy[rank] += seconds
-            mine.append(Event(step, start, end))
-            if stage == (0 if back else stages - 1):
+        steps, begun, now = orders[rank], starts[rank], free[rank]
+        while len(begun) < len(steps):
+            stage, i, back = steps[len(begun)]
+            came = arrived[back][stage][i]
+            if came is None:
+                break
+            start = came if came > now else now
+            begun.append(start)
+            now = start + (backward[stage] if back else forward[stage])
+            if stage == (0 if back else last):
                 if not back:
-                    arrived[Step(stage, i, True)] = end
+                    arrived[1][stage][i] = now
                 continue
             target = stage - 1 if back else stage + 1
-            sent = transfer[min(stage, target)]
-            arrived[Step(target, i, back)] = end + sent
-            if blocking:
-                free[rank] += sent
-                sending[rank] += sent
+            sent = now + transfer[target if back else stage]
+            arrived[back][target][i] = sent
+            if vpp == 1:
+                now = sent
             ready.append(target % pp)
-    assert all(len(done) == len(steps) for done, steps in zip(events, orders, strict=True)), "a schedule that waits"
-    return Timeline(tuple(map(tuple, events)), tuple(busy), tuple(sending))
+        free[rank] = now
+    assert all(len(s) == len(o) for s, o in zip(starts, orders, strict=True)), "a schedule in which ranks wait forever"
+    return Timeline(
+        steps=tuple(orders),
+        starts=tuple(map(tuple, starts)),
+        forward=tuple(forward),
+        backward=tuple(backward),
+        busy=tuple(microbatches * (sum(forward[r::pp]) + sum(backward[r::pp])) for r in range(pp)),
+        sending=tuple(
+            microbatches * sum(transfer[max(0, r - 1) : min(r + 1, last)]) if vpp == 1 else 0.0 for r in range(pp)
+        ),
+    )
 
 
 def bound(seconds: Sequence[float], pp: int, microbatches: int) -> float:

@@ -34,15 +34,20 @@ def group(axis: str, layout: Layout) -> Group:
     "dp" is the group over which dense gradients are reduced (dp and cp together), "edp" that of experts.
     Source: megatron-core 0.16.1, parallel_state.py:562.
     """
-    return {
-        "tp": Group(layout.tp, 1),
-        "cp": Group(layout.cp, layout.tp),
-        "dp": Group(layout.dp * layout.cp, layout.tp),
-        "etp": Group(layout.etp, 1),
-        "ep": Group(layout.ep, layout.etp),
-        "edp": Group(layout.edp, layout.etp * layout.ep),
-        "pp": Group(layout.pp, layout.world // layout.pp),
-    }[axis]
+    match axis:
+        case "tp" | "etp":
+            return Group(getattr(layout, axis), 1)
+        case "cp":
+            return Group(layout.cp, layout.tp)
+        case "dp":
+            return Group(layout.dp * layout.cp, layout.tp)
+        case "ep":
+            return Group(layout.ep, layout.etp)
+        case "edp":
+            return Group(layout.edp, layout.etp * layout.ep)
+        case "pp":
+            return Group(layout.pp, layout.world // layout.pp)
+    raise ValueError(f"no axis {axis!r}")
 
 
 @lru_cache(maxsize=4096)

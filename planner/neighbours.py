@@ -1,0 +1,111 @@
+"""The layouts one step from another, and what becomes of them.
+
+Protocol: `judged` prices every neighbour of a layout: those that can be had are rivals, the others are rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from attrs import evolve
+
+from .layout import AXES, Layout, Recompute
+from .price import Pricer
+from .reasons import Rejected, Rival, broken, lacking
+from .rules import divisors, needs, violations
+from .space import Fixed, chunks, micro_batches
+
+GRID = ("dp", "tp", "pp", "cp")  # the axes whose product is the number of devices
+
+
+def judged(layout: Layout, pricer: Pricer, fixed: Fixed) -> tuple[list[Rival], tuple[Rejected, ...]]:
+    """The neighbours that are legal and fit the memory, with their prices; and the others, with their causes."""
+    rivals, rejected = [], []
+    for change, other in neighbours(layout, pricer, fixed):
+        wrong = violations(other, pricer.graph, pricer.workload, pricer.cluster)
+        if wrong:
+            rejected.append(Rejected(other, broken(wrong)))
+            continue
+        priced = pricer.price(other)
+        if priced.excess > 0:
+            rejected.append(Rejected(other, lacking(priced)))
+        else:
+            rivals.append(Rival(change, priced))
+    return rivals, tuple(rejected)
+
+
+def neighbours(layout: Layout, pricer: Pricer, fixed: Fixed) -> Iterator[tuple[str, Layout]]:
+    """What each step changes, in words, and the layout that it leads to. What is fixed stays."""
+    seen = {layout}
+    for other in _steps(layout, pricer, fixed):
+        x = _settled(other, layout)
+        if x not in seen and all(getattr(x, name) == value for name, value in fixed.items()):
+            seen.add(x)
+            yield _change(layout, x), x
+
+
+def _with(x: Layout, **changes: Any) -> Layout:
+    return evolve(x, **changes)
+
+
+def _steps(x: Layout, pricer: Pricer, fixed: Fixed) -> Iterator[Layout]:
+    blocks = len({node.block for node in pricer.graph.nodes if node.block is not None})
+    for a in GRID:
+        if (factor := _factor(getattr(x, a))) > 1:
+            for b in GRID:
+                if a != b:
+                    yield _with(x, **{a: getattr(x, a) // factor, b: getattr(x, b) * factor})
+    for name, values in (
+        ("micro_batch", micro_batches(x, pricer.workload, {})),
+        ("vpp", chunks(x.pp, blocks)),
+        ("ep", divisors(x.world // (x.pp * x.etp)) if needs(pricer.graph).experts else (1,)),
+    ):
+        now = getattr(x, name)
+        for value in (
+            max((v for v in values if v < now), default=now),
+            min((v for v in values if v > now), default=now),
+        ):
+            yield _with(x, **{name: value})
+    for mode in (Recompute.NONE, *((Recompute.FULL,) if blocks else ())):
+        yield evolve(x, recompute=mode)
+    if x.tp > 1:
+        yield evolve(x, sequence_parallel=not x.sequence_parallel)
+    yield evolve(x, distributed_optimizer=not x.distributed_optimizer)
+
+
+def _settled(x: Layout, origin: Layout) -> Layout:
+    """The layout with what depends on its axes set as one would: sequence parallelism with tp, chunks with pp."""
+    sp = x.sequence_parallel if x.tp == origin.tp else x.tp > 1
+    return evolve(
+        x,
+        sequence_parallel=sp,
+        vpp=x.vpp if x.pp > 1 else 1,
+        distributed_optimizer=x.distributed_optimizer and x.dp * x.cp > 1,
+    )
+
+
+def _change(layout: Layout, other: Layout) -> str:
+    """What distinguishes a layout from another, in words: `tp 2, dp 4 (for tp 1, dp 8)`."""
+    names = [name for name in (*AXES, "micro_batch") if getattr(layout, name) != getattr(other, name)]
+    new, old = (", ".join(f"{_said(name)} {getattr(x, name)}" for name in names) for x in (other, layout))
+    parts = [f"{new} (for {old})"] if names else []
+    if other.recompute is not layout.recompute:
+        parts.append(f"recompute {other.recompute} (for {layout.recompute})")
+    for name, said in (
+        ("sequence_parallel", "sequence parallelism"),
+        ("distributed_optimizer", "distributed optimizer"),
+    ):
+        if getattr(other, name) != getattr(layout, name) and (name != "sequence_parallel" or layout.tp == other.tp):
+            parts.append(f"{'with' if getattr(other, name) else 'without'} the {said}")
+    text = ", ".join(parts)
+    return text[0].upper() + text[1:]
+
+
+def _said(name: str) -> str:
+    return {"micro_batch": "micro-batch"}.get(name, name)
+
+
+def _factor(n: int) -> int:
+    """The smallest prime factor; 1 of 1."""
+    return next((d for d in range(2, n + 1) if n % d == 0), 1)

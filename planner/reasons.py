@@ -1,0 +1,121 @@
+"""Why a plan is as it is, in sentences with numbers: what it beats, what limits it, why others cannot be had.
+
+Protocol: all functions take priced layouts and give text, one sentence or one line each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from attrs import frozen
+
+from .cluster import Cluster, GiB
+from .layout import Layout
+from .price import Priced
+from .rules import Violation
+
+COMPUTE = ("forward", "backward")
+MENTIONED = 4  # neighbours that the reasons name
+
+
+@frozen
+class Rejected:
+    """A layout near the best one that cannot be had, and why."""
+
+    layout: Layout
+    cause: str
+
+
+@frozen
+class Rival:
+    """A neighbour of the best layout that could be had: what was changed, and its price."""
+
+    change: str
+    priced: Priced
+
+
+def why(
+    best: Priced, others: Sequence[Priced], rivals: Sequence[Rival], legal: int, cluster: Cluster
+) -> tuple[str, ...]:
+    """Why the best plan is the best one, what limits it, and why its neighbours lose."""
+    said = [_wins(best, others, legal), _limits(best), _memory(best, cluster)]
+    rivals = sorted((r for r in rivals if r.priced.seconds > best.seconds), key=lambda r: r.priced.seconds)
+    said += [f"{rival.change} would be {_slower(best, rival.priced)}." for rival in rivals[:MENTIONED]]
+    return tuple(said)
+
+
+def why_not(plan: Priced, best: Priced) -> tuple[str, ...]:
+    """What a plan loses by."""
+    if plan.seconds <= best.seconds:
+        return (f"It is as quick as {best.layout}, which is simpler.",)
+    return (f"Beside {best.layout} it is {_slower(best, plan)}.", _limits(plan))
+
+
+def _wins(best: Priced, others: Sequence[Priced], legal: int) -> str:
+    took = f"{best.layout} takes {time(best.seconds)} a step, {best.prediction.mfu:.1%} MFU"
+    if not others:
+        return f"{took}: it is the only one of {legal:,} legal layouts that fits the memory."
+    next_ = others[0]
+    if next_.seconds <= best.seconds:
+        return (
+            f"{took}: as quick as {next_.layout} to 0.1 %, and simpler; no other of {legal:,} legal layouts is quicker."
+        )
+    return f"{took}, the least of {legal:,} legal layouts; the next, {next_.layout}, is {_slower(best, next_)}."
+
+
+def _slower(best: Priced, other: Priced) -> str:
+    """How much slower another layout is, and the cause that adds the most."""
+    ours, theirs = best.prediction.breakdown, other.prediction.breakdown
+    more = {cause: theirs.get(cause, 0.0) - ours.get(cause, 0.0) for cause in {**ours, **theirs}}
+    cause = max(more, key=more.__getitem__)
+    return f"{other.seconds / best.seconds - 1:.1%} slower: {time(more[cause])} more of {cause}"
+
+
+def _limits(plan: Priced) -> str:
+    step, parts = plan.seconds, plan.prediction.breakdown
+    compute = sum(parts.get(cause, 0.0) for cause in COMPUTE)
+    rest = {cause: seconds for cause, seconds in parts.items() if cause not in COMPUTE}
+    cause = max(rest, key=rest.__getitem__)
+    return f"Of a step {compute / step:.1%} computes; the most of the rest is {cause}, {time(rest[cause])}."
+
+
+def _memory(plan: Priced, cluster: Cluster) -> str:
+    rank, held = fullest(plan)
+    holder = max(held, key=held.__getitem__)
+    used, most = sum(held.values()), cluster.device.nbytes
+    full = "the fullest" if len(plan.peaks) > 1 else "the only one"
+    return (
+        f"Pipeline rank {rank}, {full}, fills {size(used)} of {size(most)} ({used / most:.0%}), "
+        f"{size(held[holder])} of it with {holder}."
+    )
+
+
+def lacking(plan: Priced) -> str:
+    """Which rank lacks how much memory, and what holds the most of it."""
+    rank, held = fullest(plan)
+    holder = max(held, key=held.__getitem__)
+    return (
+        f"pipeline rank {rank} needs {size(sum(held.values()))}, {size(plan.excess)} more than the "
+        f"{size(plan.capacity)} that a plan may fill; {size(held[holder])} of it for {holder}"
+    )
+
+
+def broken(violations: Iterable[Violation]) -> str:
+    """The rules that a layout breaks, each with what would work."""
+    return "; ".join(f"{v.message} [{v.rule}]: {v.fix}" for v in violations)
+
+
+def fullest(plan: Priced) -> tuple[int, dict[str, int]]:
+    """The pipeline rank that holds the most, and what."""
+    rank = max(range(len(plan.peaks)), key=plan.peaks.__getitem__)
+    return rank, plan.prediction.nbytes[rank]
+
+
+def time(seconds: float) -> str:
+    """Seconds as one says them."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def size(nbytes: int) -> str:
+    """Bytes as one says them."""
+    return f"{nbytes / GiB:.1f} GiB" if nbytes >= GiB else f"{nbytes / 2**20:.0f} MiB"
