@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from attrs import field, frozen
-from attrs.validators import ge, gt
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from .grid import Grid
+from .recipe import Recipe
 from .stage import Stage
-
-
-@frozen(kw_only=True)
-class Recipe:
-    """How a model is trained, whatever the layout: AdamW with warm-up and cosine decay."""
-
-    steps: int = field(validator=ge(1))
-    seed: int = 1234
-    lr: float = field(default=1e-3, validator=gt(0))
-    min_lr: float = 1e-4
-    warmup: int = 20  # steps
-    weight_decay: float = 0.1
-    clip_grad: float = 1.0  # the gradient's norm is cut to this
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
 
 
 def replicate(stages: list[Stage], config: TransformerConfig, grid: Grid) -> list[DistributedDataParallel]:

@@ -27,7 +27,7 @@ from . import device, optimize, weights
 from .build import Site, configure
 from .grid import Grid, lay
 from .initial import initial
-from .optimize import Recipe
+from .recipe import Recipe
 from .stage import Stage
 
 Batch = Callable[[int], Tensor]  # sample i of a global batch: int64 token ids [seq + 1]
