@@ -29,6 +29,7 @@ app = App(
     help="Find the best layout of a model over a cluster, say why, and write it as a plan that `megaloom train` runs.",
     version_flags=[],
     help_format="plaintext",
+    suppress_keyboard_interrupt=False,  # `main` says so
 )
 app["--help"].group = "Parameters"
 
@@ -211,7 +212,7 @@ def _tell(found: Found, declared: Model, top: int, assumed: Sequence[str], targe
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code. Errors that the user can mend go to stderr, without a traceback."""
     try:
-        app(argv, exit_on_error=False, print_error=False)
+        app(argv, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except CycloptsError as error:
         return _fail(f"{error}\n`plan --help` lists what can be given")

@@ -35,7 +35,7 @@ def report(found: Found, graph: Graph, top: int) -> RenderableType:
     if found.others[: top - 1]:
         parts += [Text("\nNext best", "bold"), runners_up(found.best, found.others[: top - 1])]
     if found.rejected:
-        parts += [Text("\nNearest that are not to be had", "bold"), rejected(found)]
+        parts += [Text("\nNearest layouts that do not work", "bold"), rejected(found)]
     return Group(*parts)
 
 
@@ -258,10 +258,10 @@ def clock(plan: Plan) -> Unit:
 
 
 def si(count: int) -> str:
-    """A count to three figures, in thousands, millions or billions."""
-    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+    """A count in billions, millions or thousands, to a hundredth of them."""
+    for size, name in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
         if count >= size:
-            return f"{count / size:.3g}{unit}"
+            return f"{count / size:.2f}{name}"
     return str(count)
 
 

@@ -78,8 +78,12 @@ class Rule:
 def violations(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
     """Every rule that this layout breaks. When a degree is no degree at all, only those are looked at."""
     case = Case(layout, needs(graph), workload, cluster)
-    wrong = _broken(FIRST, case)
-    return wrong or _broken(RULES, case)
+    return _broken((POSITIVE,), case) or _broken(RULES, case)
+
+
+def senseless(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
+    """The rule without which no other can be asked: every degree and amount is at least 1."""
+    return _broken((POSITIVE,), Case(layout, needs(graph), workload, cluster))
 
 
 def _broken(rules: Iterable[Rule], case: Case) -> tuple[Violation, ...]:
@@ -127,12 +131,10 @@ def multiples(value: int, unit: int) -> str:
 
 
 def _positive(case: Case) -> Broken:
-    for axis, degree in case.layout.degrees.items():
-        if degree < 1:
-            return f"{axis} is {degree}: nothing is left to run on", f"{axis} is at least 1"
-    for name, amount in (("seq", case.workload.seq), ("batch", case.workload.batch)):
+    amounts = {**case.layout.degrees, "seq": case.workload.seq, "batch": case.workload.batch}
+    for name, amount in amounts.items():
         if amount < 1:
-            return f"{name} is {amount}: there is nothing to train on", f"{name} is at least 1"
+            return f"{name} is {amount}: that is none at all", f"{name} is at least 1"
     return None
 
 
@@ -288,7 +290,7 @@ def _precision(case: Case) -> Broken:
     return None
 
 
-FIRST = (Rule("positive", "Every degree, the micro-batch, the sequence and the batch are at least 1.", _positive),)
+POSITIVE = Rule("positive", "Every degree, the micro-batch, the sequence and the batch are at least 1.", _positive)
 RULES = (
     Rule("world", "dp x tp x pp x cp is the number of devices.", _world),
     Rule("expert-grid", "etp x ep x pp divides the number of devices.", _expert_grid),

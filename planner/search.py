@@ -22,6 +22,7 @@ from .neighbours import judged
 from .plan import VERSION, Plan
 from .price import Priced, Pricer, price
 from .reasons import Rejected, why, why_not
+from .rules import senseless
 from .space import Fixed, Option, options
 
 __all__ = ["Found", "Rejected", "plan", "price", "search"]
@@ -47,6 +48,8 @@ def plan(model: Model, cluster: Cluster, workload: Workload, *, ref: str, fixed:
     """
     began = perf_counter()
     chosen = checked(fixed or {})
+    for wrong in senseless(Layout(**chosen), graph(model), workload, cluster):
+        raise UserError(str(wrong))
     pricer = Pricer(graph(model), cluster, workload)
     legal = list(options(pricer, chosen))
     if not legal:
@@ -56,12 +59,13 @@ def plan(model: Model, cluster: Cluster, workload: Workload, *, ref: str, fixed:
         raise UserError(nothing_fits(pricer, legal, chosen))
     best, *others = simplest_first(found)
     rivals, rejected = judged(best.layout, pricer, chosen)
+    identity = fingerprint(model)
 
     def made(priced: Priced, reasons: tuple[str, ...]) -> Plan:
         return Plan(
             version=VERSION,
             model=ref,
-            fingerprint=fingerprint(model),
+            fingerprint=identity,
             cluster=cluster,
             workload=workload,
             layout=priced.layout,
