@@ -8,10 +8,12 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
+from inspect import isfunction, signature
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 
-from .errors import UserError
+from .errors import UserError, short
 from .graph import Model
 
 EXAMPLES = "megaloom.examples"
@@ -21,8 +23,8 @@ def find(ref: str) -> tuple[Model, str]:
     """The model that `ref` names, and its full reference, from which any process finds it again.
 
     `ref` is `file.py:name`, a `file.py` with one model, `package.module:name`, or the name of a model of
-    the examples (`llama3-8b`). A model is a `Model`, or a function without arguments that returns one.
-    Raises UserError that says what would work.
+    the examples (`llama3-8b`). A model is a `Model`, or a function without arguments that returns one; a file's
+    only model is found without its name if it says `-> Model`. Raises UserError that says what would work.
     """
     place, _, name = ref.rpartition(":") if ":" in ref else (ref, "", "")
     if place.endswith(".py"):
@@ -31,11 +33,7 @@ def find(ref: str) -> tuple[Model, str]:
             raise UserError(f"no file {place!r}\n{_known()}")
         return _pick(_load(path), str(path.resolve()), name)
     if name:
-        try:
-            module = importlib.import_module(place)
-        except ImportError as error:
-            raise UserError(f"cannot import {place!r} of {ref!r}: {error}\n{_known()}") from None
-        return _pick(module, place, name)
+        return _pick(_import(place, ref), place, name)
     models = examples()
     if ref not in models:
         near = get_close_matches(ref, models, 1, 0.5)
@@ -60,19 +58,26 @@ def _known() -> str:
 
 def _models(module: ModuleType) -> dict[str, Model | Callable[[], Model]]:
     """The models that a module declares: `Model` values, and functions that need no argument and say `-> Model`."""
-    out: dict[str, Model | Callable[[], Model]] = {}
-    for name, it in vars(module).items():
-        if name.startswith("_"):
-            continue
-        code = getattr(it, "__code__", None)
-        if isinstance(it, Model):
-            out[name] = it
-        elif code and it.__module__ == module.__name__ and it.__annotations__.get("return") in (Model, "Model"):
-            required = code.co_argcount - len(it.__defaults__ or ())
-            required += code.co_kwonlyargcount - len(it.__kwdefaults__ or {})
-            if not required:
-                out[name] = it
-    return out
+    return {
+        name: it
+        for name, it in vars(module).items()
+        if not name.startswith("_")
+        and (
+            isinstance(it, Model)
+            or (
+                isfunction(it)
+                and it.__module__ == module.__name__
+                and it.__annotations__.get("return") in (Model, "Model")
+                and not _needed(it)
+            )
+        )
+    }
+
+
+def _needed(function: Callable[..., object]) -> list[str]:
+    """The arguments that a function cannot do without."""
+    parameters = signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _pick(module: ModuleType, place: str, name: str) -> tuple[Model, str]:
@@ -82,11 +87,44 @@ def _pick(module: ModuleType, place: str, name: str) -> tuple[Model, str]:
             have = f"it has {', '.join(models)}" if models else "it has none (a function without arguments, `-> Model`)"
             raise UserError(f"{place} must have one model, or say which as {place}:name; {have}")
         (name,) = models
-    it = models.get(name, getattr(module, name, None))
-    made = it() if callable(it) and name in models else it
+    made = getattr(module, name, None)
+    if isfunction(made):
+        if needed := _needed(made):
+            raise UserError(
+                f"{place}:{name} needs {', '.join(needed)}: a model's function has a default for each argument"
+            )
+        try:
+            made = made()
+        except UserError:
+            raise
+        except Exception as error:
+            raise _failed(f"{place}:{name} fails", error, module.__file__) from error
     if not isinstance(made, Model):
         raise UserError(f"{place} has no model {name!r}; it has {', '.join(models) or 'none'}")
     return made, f"{place}:{name}"
+
+
+def _import(place: str, ref: str) -> ModuleType:
+    try:
+        if not all(part.isidentifier() for part in place.split(".")):
+            raise ImportError("that is no module's name")
+        return importlib.import_module(place)
+    except ImportError as error:
+        raise UserError(f"cannot import {place!r} of {ref!r}: {error}\n{_known()}") from error
+    except UserError:
+        raise
+    except Exception as error:
+        raise _failed(f"cannot import {place!r} of {ref!r}", error) from error
+
+
+def _failed(what: str, error: Exception, file: str | None = None) -> UserError:
+    """The error of a user's own code, with its last line (in `file`, if it got there)."""
+    if isinstance(error, SyntaxError):
+        return UserError(f"{what}: SyntaxError: {error.msg}\n  at {short(f'{error.filename}:{error.lineno}')}")
+    frames = extract_tb(error.__traceback__)
+    last = ([f for f in frames if f.filename == file] or frames)[-1]
+    at = f"{last.filename}:{last.lineno}"
+    return UserError(f"{what}: {type(error).__name__}: {error}\n  at {short(at)}")
 
 
 def _load(path: Path) -> ModuleType:
@@ -105,6 +143,5 @@ def _load(path: Path) -> ModuleType:
         raise
     except Exception as error:
         del sys.modules[name]
-        where = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise UserError(f"cannot load {path}{where}: {type(error).__name__}: {error}") from error
+        raise _failed(f"cannot load {path}", error, module.__file__) from error
     return module

@@ -4,8 +4,8 @@ from megaloom.dsl import (
     Attention,
     Dim,
     Embed,
-    MoE,
     Model,
+    MoE,
     RMSNorm,
     SwiGLU,
     Unembed,
@@ -46,4 +46,5 @@ def mixtral_8x7b() -> Model:
 
 
 def mixtral_8x22b() -> Model:
-    return mixtral("mixtral-8x22b", layers=56, heads=48, kv_heads=8, embed=6144, ff=16384, vocab=32768)
+    """Mixtral 8x22B v0.1 (the vocabulary of the instructed model is 32,768)."""
+    return mixtral("mixtral-8x22b", layers=56, heads=48, kv_heads=8, embed=6144, ff=16384, balance=0.001)
