@@ -52,6 +52,8 @@ class Fit:
 
     def tight(self) -> Bounds | None:
         """The most even cut in time of those that fit the memory, if any does."""
+        if not self._possible():
+            return None
         return cut(self._seconds, self.sheet.anatomy.graph.cuts, self.layout.pp * self.layout.vpp, self.allowed)
 
     @property
@@ -96,6 +98,12 @@ class Fit:
 
     def allowed(self, k: int) -> NDArray[np.bool_]:
         """Which runs of atoms fit the memory as stage k. Exact for one chunk a rank; several get equal shares of it."""
+        need, room = self._need(k)
+        fits: NDArray[np.bool_] = need[None, :] - need[:, None] <= room
+        return fits
+
+    def _need(self, k: int) -> tuple[Rows, float]:
+        """The bytes that all atoms before each cut would hold as stage k, and those that a stage k may hold."""
         layout, sheet = self.layout, self.sheet
         rank, chunk = k % layout.pp, k // layout.pp
         held = timeline.held(rank, layout.pp, layout.vpp, self.microbatches)
@@ -103,10 +111,19 @@ class Fit:
         logits = memory.LOSS[self.workload.precision] * sheet.logits if rank == layout.pp - 1 else 0
         room = capacity(self.cluster) - memory.runtime(layout, self.cluster) - MORE * (sheet.workspace + logits)
         state, saved = self._sums
-        need = state + flights * saved
-        entry = flights * sheet.boundary if k else 0
-        fits: NDArray[np.bool_] = need[None, :] - need[:, None] <= room / layout.vpp - entry
-        return fits
+        return state + flights * saved, room / layout.vpp - (flights * sheet.boundary if k else 0)
+
+    def _possible(self) -> bool:
+        """Whether any cut is allowed: if one is, then so is the one whose stages each take all that they may."""
+        count, atoms, done = self.layout.pp * self.layout.vpp, len(self._sums[0]) - 1, 0
+        for k in range(count):
+            need, room = self._need(k)
+            most = int(np.searchsorted(need, need[done] + room, side="right")) - 1
+            most = min(most, atoms - (count - 1 - k))  # each later stage takes one at least
+            if most <= done:
+                return False
+            done = most
+        return done == atoms
 
     @cached_property
     def _sums(self) -> tuple[Rows, Rows]:

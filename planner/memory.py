@@ -81,11 +81,12 @@ def peak(
 
 @lru_cache(maxsize=4096)
 def means(pp: int, vpp: int, microbatches: int) -> tuple[float, float, float]:
-    """What `least` must know of a schedule: the fewest in flight on any rank, the least and the sum of their inverses.
+    """What `least` must know of a schedule: the fewest flights of any rank, the least and the sum of their inverses.
 
-    Of a rank's chunks the smallest may be the only one that flies often, so with chunks one flight is sure, of all.
+    A rank's flights are those of its chunk with the fewest, at the moment when these are the most: one at least, as
+    before its first backward a micro-batch has been through all its chunks.
     """
-    flights = [min(microbatches, pp - r) if vpp == 1 else 1 for r in range(pp)]
+    flights = [max(map(min, held(r, pp, vpp, microbatches))) for r in range(pp)]
     return min(flights), min(1 / f for f in flights), sum(1 / f for f in flights)
 
 

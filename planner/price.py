@@ -111,8 +111,9 @@ class Pricer:
             if tight is None or not fit.fits(tight):
                 return None
             bounds = tight
+        after, _ = self._floor(layout, fit.sheet)
         sums = fit.sheet.sums(bounds)[:, STEP].sum(axis=1).tolist()
-        if timeline.bound(sums, layout.pp, fit.microbatches) >= limit:
+        if timeline.bound(sums, layout.pp, fit.microbatches) + after.optimizer + after.gathering >= limit:
             return None
         return self._priced(fit, bounds)
 

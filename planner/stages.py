@@ -41,29 +41,26 @@ def evenest(atoms: Matrix, count: int, allowed: Callable[[int], Mask] | None = N
     if count == 1 and allowed is None:
         return (0, size - 1)
     sums = np.concatenate([[0.0], np.cumsum(atoms)])
-    cost = sums[None, :] - sums[:, None]
-    cost[np.tril_indices(size)] = np.inf
-    tables = [_masked(cost, allowed, k) for k in range(count)]
-    best = tables[0][0]
+    cost = sums[:, None] - sums[None, :]  # [end, start]: numpy is quick along the last axis
+    cost[np.triu_indices(size)] = np.inf
+    tables = [cost if allowed is None else np.where(allowed(k).T, cost, np.inf) for k in range(count)]
+    best = tables[0][:, 0]
     for table in tables[1:]:
-        best = np.maximum(best[:, None], table).min(axis=0)
+        best = np.maximum(best, table).min(axis=1)
     slowest = best[-1]
     if not np.isfinite(slowest):
         return None
-    return _walk([np.where(table <= slowest * SAME, table**2, np.inf) for table in tables])
-
-
-def _masked(cost: Matrix, allowed: Callable[[int], Mask] | None, k: int) -> Matrix:
-    return cost if allowed is None else np.where(allowed(k), cost, np.inf)
+    squares = np.where(cost <= slowest * SAME, cost**2, np.inf)
+    return _walk([squares if table is cost else np.where(table < np.inf, squares, np.inf) for table in tables])
 
 
 def _walk(tables: Sequence[Matrix]) -> tuple[int, ...]:
-    """The bounds with the least sum of one entry of each table in turn, from the first atom to the last."""
-    best, back = tables[0][0], []
+    """The bounds with the least sum of one entry [end, start] of each table in turn, from the first atom to the last."""
+    best, back = tables[0][:, 0], []
     for table in tables[1:]:
-        reach = best[:, None] + table
-        back.append(reach.argmin(axis=0))
-        best = reach.min(axis=0)
+        reach = best + table
+        back.append(reach.argmin(axis=1))
+        best = reach.min(axis=1)
     bounds = [len(best) - 1]
     for choice in reversed(back):
         bounds.append(int(choice[bounds[-1]]))

@@ -104,17 +104,23 @@ def order(rank: int, pp: int, vpp: int, microbatches: int) -> tuple[Step, ...]:
 
 @lru_cache(maxsize=4096)
 def held(rank: int, pp: int, vpp: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """The fullest sets of forwards that `rank` ever has in flight: how many of each chunk, no set within another."""
-    now = [0] * vpp
-    seen: set[tuple[int, ...]] = set()
-    for step in order(rank, pp, vpp, microbatches):
-        now[step.stage // pp] += -1 if step.backward else 1
+    """The fullest sets of forwards that `rank` ever has in flight: how many of each chunk, no set within another.
+
+    They are those before each backward that follows a forward, and repeat with every group of micro-batches once the
+    warm-up, of two groups at the most, is over.
+    """
+    few = min(microbatches, 4 * pp)
+    chunks = [chunk for _, chunk in table(pp, vpp, few)]
+    ahead = warmup(rank, pp, vpp, few)
+    now = [chunks[:ahead].count(chunk) for chunk in range(vpp)]
+    if ahead == len(chunks):
+        return (tuple(now),)
+    seen = set()
+    for new, old in zip(chunks[ahead:], chunks, strict=False):
+        now[new] += 1
         seen.add(tuple(now))
-    return tuple(sorted(s for s in seen if not any(_within(s, other) for other in seen if other != s)))
-
-
-def _within(small: tuple[int, ...], large: tuple[int, ...]) -> bool:
-    return all(a <= b for a, b in zip(small, large, strict=True))
+        now[vpp - 1 - old] -= 1
+    return tuple(sorted(seen))
 
 
 def replay(
@@ -136,13 +142,15 @@ def replay(
     starts: list[list[float]] = [[] for _ in orders]
     free = [0.0] * pp
     ready = list(range(pp))
+    waiting: list[Step | None] = [None] * pp  # for the input of this step
     while ready:
         rank = ready.pop()
         steps, begun, now = orders[rank], starts[rank], free[rank]
-        while len(begun) < len(steps):
-            stage, i, back = steps[len(begun)]
+        for k in range(len(begun), len(steps)):
+            stage, i, back = steps[k]
             came = arrived[back][stage][i]
             if came is None:
+                waiting[rank] = steps[k]
                 break
             start = came if came > now else now
             begun.append(start)
@@ -156,7 +164,9 @@ def replay(
             arrived[back][target][i] = sent
             if vpp == 1:
                 now = sent
-            ready.append(target % pp)
+            if waiting[target % pp] == (target, i, back):
+                waiting[target % pp] = None
+                ready.append(target % pp)
         free[rank] = now
     assert all(len(s) == len(o) for s, o in zip(starts, orders, strict=True)), "a schedule in which ranks wait forever"
     return Timeline(
