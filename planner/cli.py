@@ -202,8 +202,8 @@ def _tell(found: Found, declared: Model, top: int, assumed: Sequence[str], targe
     nodes = f"{machine.nodes} nodes of {machine.per_node}" if machine.nodes > 1 else "one node"
     said = f" ({' and '.join(assumed)} not given)" if assumed else ""
     head = (
-        f"{declared.name}: {params(declared):,} parameters, on {machine} ({nodes})\n"
-        f"a step: {w.batch:,} sequences of {w.seq:,} tokens{said}; layouts searched in {found.seconds:.1f} s\n"
+        f"{declared.name}: {params(declared):,} parameters, on {machine} ({nodes}); searched in {found.seconds:.1f} s\n"
+        f"a step: {w.batch:,} sequences of {w.seq:,} tokens, {w.tokens:,} in all{said}\n"
     )
     foot = f"\nwrote {target}; `megaloom train {target}` trains by it"
     show(Group(Text(head), report(found, graph(declared), top), Text(foot)), sys.stdout)

@@ -104,7 +104,7 @@ def ranks(plan: Plan, graph: Graph) -> Table:
                 f"{1e3 * sum(s.forward_seconds for s in chunks):.2f}",
                 f"{1e3 * sum(s.backward_seconds for s in chunks):.2f}",
                 si(sum(s.params for s in chunks)),
-                "; ".join(holds(graph.nodes[s.start : s.stop], graph) for s in chunks),
+                _once("block", "; ".join(holds(graph.nodes[s.start : s.stop], graph) for s in chunks)),
             ]
         )
     return _table(["rank", "forward", "backward", "params", "holds"], _part(rows), left=("holds",))
@@ -217,6 +217,12 @@ def holds(nodes: Sequence[Node], graph: Graph) -> str:
     return ", ".join(said)
 
 
+def _once(word: str, text: str) -> str:
+    """The text with a word, or its plural, only where it comes first."""
+    head, found, rest = text.partition(word)
+    return head + found + rest.replace(f"{word}s ", "").replace(f"{word} ", "")
+
+
 def _kinds(nodes: Sequence[Node]) -> str:
     """The kinds of these nodes: those with matrices, if there are any."""
     large = [n for n in nodes if any(len(slot.dims) > 1 for slot in n.weights)]
@@ -270,7 +276,7 @@ def _switch(on: bool) -> str:
 
 
 def _tera(flops: float) -> str:
-    return f"{flops / 1e12:.0f}" if flops >= 1e13 else f"{flops / 1e12:.3g}"
+    return f"{flops / 1e12:,.0f}" if flops >= 1e13 else f"{flops / 1e12:.3g}"
 
 
 def _part(rows: list[list[str]]) -> list[list[str]]:

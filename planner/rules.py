@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from math import gcd, isqrt
 
 from attrs import frozen
 
@@ -120,9 +121,12 @@ def nearest(value: int, works: Iterable[int]) -> str:
     return " or ".join(str(w) for w in (below, above) if w is not None)
 
 
+@lru_cache(maxsize=1024)
 def divisors(*numbers: int) -> tuple[int, ...]:
     """The common divisors of positive numbers, least first."""
-    return tuple(d for d in range(1, min(numbers) + 1) if all(n % d == 0 for n in numbers))
+    common = gcd(*numbers)
+    small = [d for d in range(1, isqrt(common) + 1) if common % d == 0]
+    return tuple(sorted({*small, *(common // d for d in small)}))
 
 
 def multiples(value: int, unit: int) -> str:

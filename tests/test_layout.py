@@ -155,3 +155,8 @@ def test_what_is_built_by_the_rules_is_legal(data: st.DataObject) -> None:
     layout = Layout(dp=dp, tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp, sequence_parallel=tp > 1, micro_batch=micro)
     seq = 2 * cp * tp * data.draw(st.integers(1, 100))
     assert broken("mixtral-8x7b", layout, seq=seq, batch=dp * micro * groups * pp) == {}
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=3))
+def test_divisors_are_all_common_ones(numbers: list[int]) -> None:
+    assert divisors(*numbers) == tuple(d for d in range(1, min(numbers) + 1) if all(n % d == 0 for n in numbers))

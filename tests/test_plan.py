@@ -157,6 +157,19 @@ def test_another_model_is_refused() -> None:
     assert again(plan) in str(caught.value)
 
 
+def test_the_package_exports_what_its_modules_define() -> None:
+    """Also where a module has the name of a function."""
+    import megaloom.planner
+
+    for name in megaloom.planner.__all__:
+        exported = getattr(megaloom.planner, name)
+        assert exported.__module__.startswith("megaloom.planner.")
+        assert exported.__name__ == name
+    assert megaloom.planner.cluster is cluster
+    with pytest.raises(AttributeError, match="has no attribute 'plans'"):
+        megaloom.planner.plans  # noqa: B018
+
+
 def broken(*path: str | int, value: Any) -> str:
     """The example's JSON with one field set to `value`, or taken away for `...`."""
     raw = json.loads(dumps(example()))

@@ -104,8 +104,8 @@ a step           2.500  100.0%
 
 Pipeline ranks: milliseconds of one micro-batch, parameters on one device
 rank  forward  backward   params  holds
-   0     4.00      8.00  62.00 M  embed, positions, blocks 0-1; mlp of block 5, blocks 6-7, attention of block 8
-   1     6.00     12.00  62.00 M  blocks 2-4, attention of block 5; mlp of block 8, blocks 9-11, unembed
+   0     4.00      8.00  62.00 M  embed, positions, blocks 0-1; mlp of 5, 6-7, attention of 8
+   1     6.00     12.00  62.00 M  blocks 2-4, attention of 5; mlp of 8, 9-11, unembed
 
 Memory of each pipeline rank at its fullest, in GiB
 rank weights activations in all
@@ -167,8 +167,8 @@ def test_a_plan_is_printed_and_written(
     monkeypatch.chdir(tmp_path)
     code, out, err = run("gpt2", "--gpus", "8xH100", "--batch", "64", capsys=capsys)
     assert (code, err) == (0, "")
-    assert out.startswith("gpt2: 124,439,808 parameters, on 8xH100 (one node)\n")
-    assert "64 sequences of 1,024 tokens (--seq not given)" in out
+    assert out.startswith("gpt2: 124,439,808 parameters, on 8xH100 (one node); searched in ")
+    assert "64 sequences of 1,024 tokens, 65,536 in all (--seq not given)" in out
     assert out.endswith("wrote plan.json; `megaloom train plan.json` trains by it\n")
     assert out.isascii()
     assert all(line == line.rstrip() for line in out.splitlines())
