@@ -187,24 +187,24 @@ class Base:
     """A sheet before recompute, with what recompute needs: by kind, the columns and the core's part of them."""
 
     rows: Rows
-    core: Rows  # [kinds, (forward seconds, saved bytes)]
+    core: Rows  # [kinds, (forward kernels, forward collectives, saved bytes)]
     largest: int  # bytes of the largest saved tensor
 
 
 def base(anatomy: Anatomy, layout: Layout, workload: Workload, cluster: Cluster) -> Base:
     """The costs of each kind of node when nothing is computed again."""
-    rows, core, largest = np.zeros((len(anatomy.kinds), len(Col))), np.zeros((len(anatomy.kinds), 2)), 0
+    rows, core, largest = np.zeros((len(anatomy.kinds), len(Col))), np.zeros((len(anatomy.kinds), 3)), 0
     split = split_of(layout)
     for row, heart, kind in zip(rows, core, anatomy.kinds, strict=True):
         found = costs(kind.node, batch=layout.micro_batch, seq=workload.seq, split=split)
         _compute(row, heart, found, cluster, workload.precision)
-        _exchange(row, found, layout, cluster, workload.precision)
+        _exchange(row, heart, found, layout, cluster, workload.precision)
         for i, s in enumerate(found.saved):
             nbytes = s.elements * NBYTES.get(s.dtype, kernels.NBYTES[workload.precision])
             largest = max(largest, nbytes)
             if i in kind.owns:
                 row[Col.SAVED] += nbytes
-                heart[1] += nbytes * s.core
+                heart[2] += nbytes * s.core
         row[Col.PARAMS], row[Col.EXPERT_PARAMS] = found.params, found.expert_params
         if kind.ends:
             _loss(row, kind.node, layout, workload, cluster)
@@ -222,10 +222,12 @@ def _compute(row: Rows, core: Rows, found: Costs, cluster: Cluster, precision: P
     row[Col.BACKWARD] += added / (device.bandwidth * device.bandwidth_efficiency)
 
 
-def _exchange(row: Rows, found: Costs, layout: Layout, cluster: Cluster, precision: Precision) -> None:
+def _exchange(row: Rows, core: Rows, found: Costs, layout: Layout, cluster: Cluster, precision: Precision) -> None:
     for c in found.collectives:
         nbytes = c.elements * kernels.NBYTES[precision]
-        row[TRAFFIC[c.axis][c.backward]] += traffic.seconds(c.kind, nbytes, traffic.group(c.axis, layout), cluster)
+        took = traffic.seconds(c.kind, nbytes, traffic.group(c.axis, layout), cluster)
+        row[TRAFFIC[c.axis][c.backward]] += took
+        core[1] += took * c.core
 
 
 def _loss(row: Rows, node: Node, layout: Layout, workload: Workload, cluster: Cluster) -> None:
@@ -249,8 +251,9 @@ def sheet(base: Base, anatomy: Anatomy, layout: Layout, workload: Workload) -> S
     boundary = width * anatomy.embed * tokens // (layout.tp if layout.sequence_parallel else 1)
     if layout.recompute is Recompute.SELECTIVE:
         rows[:, Col.AGAIN] += base.core[:, 0]
-        rows[:, Col.SAVED] -= base.core[:, 1]
-        workspace += int(base.core[:, 1].max())
+        rows[:, Col.CP_BACKWARD] += base.core[:, 1]
+        rows[:, Col.SAVED] -= base.core[:, 2]
+        workspace += int(base.core[:, 2].max())
     elif layout.recompute is Recompute.FULL:
         inside = np.array([kind.inside for kind in anatomy.kinds])
         rows[inside, Col.AGAIN] += rows[inside, Col.FORWARD]

@@ -55,7 +55,7 @@ def evenest(atoms: Matrix, count: int, allowed: Callable[[int], Mask] | None = N
 
 
 def _walk(tables: Sequence[Matrix]) -> tuple[int, ...]:
-    """The bounds with the least sum of one entry [end, start] of each table in turn, from the first atom to the last."""
+    """The bounds with the least sum of one entry [end, start] of each table in turn, from first to last atom."""
     best, back = tables[0][:, 0], []
     for table in tables[1:]:
         reach = best + table
