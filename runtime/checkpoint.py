@@ -84,10 +84,10 @@ def latest(run: Path, *, fingerprint: str) -> Checkpoint | None:
     CheckpointError if that one is damaged or of another model: going on from an older one without a word would lose
     work, and starting anew would overwrite it.
     """
-    folders = _folders(run)
-    if not folders:
+    there = folders(run)
+    if not there:
         return None
-    found = read(folders[-1])
+    found = read(there[-1])
     if found.note.fingerprint != fingerprint:
         raise CheckpointError(
             f"{run} holds checkpoints of another model: {found.note.model} "
@@ -138,7 +138,7 @@ def save(engine: Stateful, run: Path, note: Note) -> Path:
     files = {name: File((aside / name).stat().st_size, crc32) for name, crc32 in _checksums(aside).items()}
     if first:
         _publish(aside, folder, evolve(note, files=files))
-        for old in _folders(run)[:-KEEP]:
+        for old in folders(run)[:-KEEP]:
             left = old.rename(old.with_name(f"{old.name}.tmp"))  # never a half of a checkpoint under its own name
             shutil.rmtree(left)
     dist.barrier()
@@ -206,7 +206,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _folders(run: Path) -> list[Path]:
+def folders(run: Path) -> list[Path]:
     """The step-… folders, oldest first; what is still being written has another name."""
     found = [(int(match[1]), path) for path in run.glob("step-*") if (match := NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
@@ -218,6 +218,6 @@ def _has_size(path: Path, nbytes: int) -> bool:
 
 def _damaged(folder: Path, what: str) -> str:
     """The message for a checkpoint that cannot be used."""
-    older = [path for path in _folders(folder.parent) if path < folder]
+    older = [path for path in folders(folder.parent) if path < folder]
     start = f"go on from {older[-1].name}" if older else "start anew"
     return f"checkpoint {folder} {what}\nremove that folder to {start}, or give another one with --out"

@@ -1,0 +1,245 @@
+"""`megaloom`: train, verify, plan. torch and megatron-core are loaded only where there is something to run.
+
+Exit codes: 0; 1 for a failed verification or a rank that died; 2 for what the user can mend; 130 and 143 when stopped
+by SIGINT and SIGTERM. What went wrong is said on stderr, once and without a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from attrs import asdict
+from cyclopts import App, CycloptsError, Parameter
+
+from megaloom.dsl.errors import UserError
+from megaloom.planner.cli import FREE, Fixed
+from megaloom.planner.cli import app as planning
+from megaloom.planner.layout import Precision, Workload
+
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from megaloom.planner.plan import Plan
+
+app = App(
+    name="megaloom",
+    help="Declare a model, plan how to lay it over devices, train it that way.",
+    version_flags=[],
+    help_format="plaintext",
+)
+app["--help"].group = "Parameters"
+app.command(planning, name="plan")
+
+MAIN = "stdlib-gpt"
+SEQ, BATCH = 128, 64
+STDLIB = "stdlib"
+RECIPE = Recipe()
+
+
+@app.command
+def train(
+    model: str = MAIN,
+    /,
+    *,
+    data: str = STDLIB,
+    seq: int | None = None,
+    batch: int | None = None,
+    precision: Precision | None = None,
+    devices: int | None = None,
+    out: Path | None = None,
+    save_every: int = 100,
+    evaluate_every: int = 100,
+    recipe: Annotated[Recipe, Parameter(name="*", group="Recipe")] = RECIPE,
+    fixed: Fixed = FREE,
+) -> int:
+    """Plan a model for this machine, or take a plan, and train it on text. Run again, it goes on where it was.
+
+    Parameters
+    ----------
+    model
+        A plan.json, or a model: file.py:name, a file.py with one model, package.module:name, or one of the examples.
+    data
+        "stdlib" (the text of Python's standard library), or a file or a folder of text.
+    seq
+        Tokens a sequence. [default: 128]
+    batch
+        Sequences a step, over all devices. [default: 64]
+    precision
+        What activations and matrix products are computed in. [default: bf16 on GPUs, fp32 without]
+    devices
+        How many devices to use. [default: all GPUs; 4 processes without]
+    out
+        The folder of the run's checkpoints and metrics. [default: runs/MODEL]
+    save_every
+        Steps between checkpoints.
+    evaluate_every
+        Steps between evaluations on held-out text.
+    """
+    load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
+    asked = {name: value for name, value in {**load, **asdict(fixed, recurse=False)}.items() if value is not None}
+    plan = _given(model, asked) if model.endswith(".json") else _planned(model, load, fixed)
+    folder = out or Path("runs") / plan.model.rpartition(":")[2].replace("_", "-")
+    options = {"data": data, "out": out, **asked, **asdict(recipe), "steps": 2 * recipe.steps}
+
+    from . import device
+
+    device.prepare()
+    from .show import summary
+    from .train import train as run
+
+    try:
+        done = run(plan, recipe, folder=folder, source=data, save_every=save_every, evaluate_every=evaluate_every)
+    except KeyboardInterrupt:
+        return _fail(f"stopped; {_left(folder)}", 130)
+    except SystemExit as stop:  # the signals that end a process
+        return _fail(f"stopped; {_left(folder)}", int(stop.code or 0))
+    _print(summary(done, plan), f"\nto go on: {_command(model, options)}")
+    return 0
+
+
+@app.command
+def verify(plan: Path, /, *, steps: int = 3, seed: int = 1234) -> int:
+    """Run a plan and one process from the same seed on the same tokens, and compare. Exit code 1 if they differ.
+
+    Parameters
+    ----------
+    plan
+        A plan.json.
+    steps
+        Optimizer steps.
+    seed
+        Of the initial weights and the tokens.
+    """
+    from megaloom.planner.plan import load
+
+    asked = load(plan)
+
+    from . import device
+
+    device.prepare()
+    from .show import comparison
+    from .verify import compare
+
+    found = compare(asked, steps=steps, seed=seed)
+    _print(comparison(found, asked))
+    return 0 if found.passed else 1
+
+
+def _left(folder: Path) -> str:
+    """What a run that was stopped leaves behind."""
+    from . import checkpoint
+
+    last = checkpoint.folders(folder)[-1:]
+    return f"{last[0]} is saved, and the same command goes on from there" if last else "nothing was saved yet"
+
+
+def _given(path: str, asked: Mapping[str, Any]) -> Plan:
+    """The plan of a file, which nothing is left to say about."""
+    from megaloom.planner.plan import load
+
+    plan = load(path)
+    if asked:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in asked)
+        raise UserError(
+            f"{path} is a plan, and has settled {flags}\nleave that out, or name the model instead of the plan"
+        )
+    return plan
+
+
+def _planned(model: str, load: Mapping[str, Any], fixed: Fixed) -> Plan:
+    """The best plan of a model for the devices at hand, shown with its reasons."""
+    from megaloom.dsl.find import find
+    from megaloom.planner.cluster import cluster
+    from megaloom.planner.search import plan as search
+
+    declared, ref = find(model)
+
+    from . import device
+    from .show import planned
+
+    workload = Workload(
+        seq=SEQ if load["seq"] is None else load["seq"],
+        batch=BATCH if load["batch"] is None else load["batch"],
+        precision=load["precision"] or (Precision.BF16 if device.gpus() else Precision.FP32),
+    )
+    chosen = {name: value for name, value in asdict(fixed, recurse=False).items() if value is not None}
+    found = search(declared, cluster(_devices(load["devices"])), workload, ref=ref, fixed=chosen)
+    _print(planned(found.best, declared))
+    return found.best
+
+
+def _devices(count: int | None) -> str:
+    """The cluster at hand, such as 4xCPU: this machine's, or all ranks of the job that this process is one of."""
+    import torch.distributed as dist
+
+    from . import device, launch
+
+    if launch.inside():
+        launch.join(count)
+        count = dist.get_world_size()
+    elif count is not None and device.gpus() and count > device.gpus():
+        raise UserError(f"--devices {count}: this machine has {device.gpus()}")
+    name = device.cluster_here()
+    return name if count is None else f"{count}x{name.partition('x')[2]}"
+
+
+def _print(*parts: RenderableType) -> None:
+    """To stdout, from the first rank alone; nothing stays in a buffer that ranks would inherit."""
+    from rich.console import Group
+
+    from megaloom.planner.explain import show
+
+    if not int(os.environ.get("RANK", 0)):
+        show(Group(*parts), sys.stdout)
+        sys.stdout.flush()
+
+
+def _command(model: str, options: Mapping[str, Any]) -> str:
+    """The command line that says these options, those that are not as usual."""
+    usual = {"data": STDLIB, "steps": None, **asdict(RECIPE)} | {"steps": None}
+    said = [part for name, value in options.items() if value != usual.get(name) for part in _flag(name, value)]
+    program = "megaloom" if shutil.which("megaloom") else os.path.relpath(sys.argv[0])
+    return shlex.join([program, "train", *([] if model == MAIN else [model]), *said])
+
+
+def _flag(name: str, value: object) -> tuple[str, ...]:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return (f"--{flag}" if value else f"--no-{flag}",)
+    return (f"--{flag}", str(value))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    try:
+        code = app(argv, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
+        return code or 0
+    except CycloptsError as error:
+        return _fail(f"{error}\n`megaloom --help` lists the commands, `megaloom COMMAND --help` what each can be given")
+    except UserError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except RuntimeError as error:
+        if type(error).__name__ != "RankError":
+            raise
+        return _fail(str(error), 1)
+
+
+def _fail(message: str, code: int = 2) -> int:
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)  # a rank that was killed in the midst of its display hid the cursor
+    print(f"megaloom: {message}", file=sys.stderr)
+    return code
