@@ -221,16 +221,6 @@ def _moe_sequence_parallel(case: Case) -> Broken:
     return None
 
 
-def _moe_ep(case: Case) -> Broken:
-    x = case.layout
-    if not case.needs.experts or x.ep > 1 or x.tp * x.etp == 1:
-        return None
-    sizes = [size for _, size in case.needs.of("ep")]
-    works = [d for d in divisors(*sizes) if d > 1 and x.world % (d * x.etp * x.pp) == 0]
-    message = f"experts under tp {x.tp} and etp {x.etp} with ep 1 would train apart from each other"
-    return message, f"ep {works[0]} would, or tp 1 and etp 1" if works else "tp 1 and etp 1 would"
-
-
 def _vpp(case: Case) -> Broken:
     if case.layout.vpp > 1 and case.layout.pp == 1:
         return f"vpp {case.layout.vpp} interleaves the chunks of pipeline ranks, and pp is 1", "vpp 1, or pp at least 2"
@@ -310,7 +300,6 @@ RULES = (
         "Experts under tp need sequence parallelism (megatron-core, moe_layer.py:380).",
         _moe_sequence_parallel,
     ),
-    Rule("moe-ep", "Experts under tp or etp need ep (megatron-core reduces their gradients wrongly else).", _moe_ep),
     Rule("vpp-pp", "vpp needs pp.", _vpp),
     Rule("stages", "Each of the pp x vpp stages holds a part of the model.", _stages),
     Rule("batch", "dp x micro-batch divides the batch.", _batch),

@@ -398,4 +398,4 @@ def _(op: MoE, site: Site) -> nn.Module:
         # Experts have a grid of their own, and an optimizer of their own on any layout (megatron-core's layers say
         # so only when ep > 1, which is wrong under tp and names the optimizer's state by layout).
         p.allreduce = False  # type: ignore[attr-defined]
-    return made
+    return made.to(device.current())  # the router makes its weight on the CPU

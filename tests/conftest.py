@@ -1,16 +1,59 @@
-"""What all tests share: one thread a process, and no stopwatch on generated examples."""
+"""What all tests share: one thread a process, no stopwatch on generated examples, plans by hand, the parity table."""
 
 import os
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import pytest
+from attrs import evolve
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts: ranks and test workers share the cores
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are the same everywhere: processes over gloo
 
 settings.register_profile("megaloom", deadline=None)  # the machine is busy with other tests: a slow example is no bug
 settings.load_profile("megaloom")
+
+PARITY = "parity"  # the property under which a test records a row of the table
+
+
+@pytest.fixture(scope="session")
+def plan_of() -> Callable[..., Any]:
+    """A plan of a model of models.py under a layout, priced by the planner; `cuts` are stage borders of one's own."""
+
+    def make(name: str, layout: Any, *, cuts: tuple[int, ...] = (), batch: int = 4, seq: int = 32) -> Any:
+        from megaloom.dsl import graph
+        from megaloom.dsl.find import find
+        from megaloom.planner.cluster import cluster
+        from megaloom.planner.layout import Precision, Workload
+        from megaloom.planner.search import plan
+
+        model, ref = find(f"{Path(__file__).with_name('models.py')}:{name}")
+        workload = Workload(seq=seq, batch=batch, precision=Precision.FP32)
+        fixed = {f: getattr(layout, f) for f in layout.__slots__ if not f.startswith("__")}
+        made = plan(model, cluster(f"{layout.world}xCPU"), workload, ref=ref, fixed=fixed).best
+        if cuts:
+            borders = pairwise((0, *cuts, len(graph(model).nodes)))
+            stages = (evolve(s, start=a, stop=b) for s, (a, b) in zip(made.stages, borders, strict=True))
+            made = evolve(made, stages=tuple(stages))
+        return made
+
+    return make
 
 
 def pytest_addoption(parser: Any) -> None:
     """--update writes golden files anew instead of comparing with them."""
     parser.addoption("--update", action="store_true", help="write golden files anew instead of comparing with them")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what the parity tests measured, each layout in a row."""
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())]
+    rows = [value for r in reports for key, value in getattr(r, "user_properties", ()) if key == PARITY]
+    if rows:
+        terminalreporter.section("parity: 3 optimizer steps under a layout against one process")
+        terminalreporter.write_line(f"{'model':<18}{'layout':<44}{'loss differs by':>16}{'gradient norm':>16}")
+        for model, layout, loss, norm in sorted(rows):
+            terminalreporter.write_line(f"{model:<18}{layout:<44}{loss:>16.1e}{norm:>16.1e}")

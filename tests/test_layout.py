@@ -59,8 +59,6 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
     ("llama3-8b", {"etp": 2, "tp": 2}, {}, "no-experts", "ep 1 and etp 1", {"etp": 1}),
     ("gpt2", {"sequence_parallel": True}, {}, "sp-tp", "tp at least 2, or", {"sequence_parallel": False}),
     ("mixtral-8x7b", {"tp": 2, "dp": 2, "ep": 2}, {}, "moe-sp", "sequence_parallel on", {"sequence_parallel": True}),
-    ("mixtral-8x7b", {"tp": 2, "sequence_parallel": True}, {}, "moe-ep", "ep 2 would, or tp 1 and etp 1", {"ep": 2}),
-    ("mixtral-8x7b", {"etp": 2, "dp": 2}, {}, "moe-ep", "tp 1 and etp 1", {"etp": 1}),
     ("gpt2", {"vpp": 2}, {}, "vpp-pp", "vpp 1, or pp at least 2", {"vpp": 1}),
     ("gpt2", {"pp": 4, "vpp": 20}, {}, "stages", "vpp 7 would", {"vpp": 7}),
     ("gpt2", {"pp": 64}, {}, "stages", "pp 28 would, with vpp 1", {"pp": 28}),

@@ -1,0 +1,100 @@
+"""Parity: from the same seed, every layout computes what one process computes, losses and gradient norms to 1e-5.
+
+The rows are printed at the end of the tests.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from megaloom.dsl import graph
+from megaloom.dsl.find import find
+from megaloom.planner.layout import Layout, Recompute
+from megaloom.planner.plan import Plan
+from megaloom.runtime import verify
+
+LAYOUTS = {
+    "DP2": ("tiny_llama", Layout(dp=2)),
+    "DP2 distributed optimizer": ("tiny_llama", Layout(dp=2, distributed_optimizer=True)),
+    "DP2 micro-batch 2": ("tiny_gpt", Layout(dp=2, micro_batch=2)),
+    "TP2": ("tiny_llama", Layout(tp=2)),
+    "TP2 SP": ("tiny_llama", Layout(tp=2, sequence_parallel=True)),
+    "TP2 SP tied, padded vocabulary": ("tiny_gpt", Layout(tp=2, sequence_parallel=True)),
+    "TP4 SP, fewer KV heads than TP": ("tiny_llama", Layout(tp=4, sequence_parallel=True)),
+    "PP2": ("tiny_llama", Layout(pp=2)),
+    "PP2 tied embeddings": ("tiny_gpt", Layout(pp=2)),
+    "PP2 DP2 tied, distributed optimizer": ("tiny_gpt", Layout(pp=2, dp=2, distributed_optimizer=True)),
+    "PP2 VPP2": ("deep_llama", Layout(pp=2, vpp=2)),
+    "PP4 VPP2": ("deep_llama", Layout(pp=4, vpp=2)),
+    "TP2 PP2 VPP2": ("deep_llama", Layout(tp=2, pp=2, vpp=2)),
+    "TP2 SP PP2 tied": ("tiny_gpt", Layout(tp=2, sequence_parallel=True, pp=2)),
+    "CP2": ("tiny_llama", Layout(cp=2)),
+    "CP2 TP2 SP": ("tiny_gpt", Layout(cp=2, tp=2, sequence_parallel=True)),
+    "CP2 PP2": ("tiny_llama", Layout(cp=2, pp=2)),
+    "experts DP2": ("tiny_mixtral", Layout(dp=2)),
+    "EP2": ("tiny_mixtral", Layout(dp=2, ep=2)),
+    "EP2 distributed optimizer": ("tiny_mixtral", Layout(dp=2, ep=2, distributed_optimizer=True)),
+    "EP2 CP2": ("tiny_mixtral", Layout(cp=2, ep=2)),
+    "EP2 PP2": ("tiny_mixtral", Layout(dp=2, ep=2, pp=2)),
+    "EP2 TP2 SP ETP1": ("tiny_mixtral", Layout(dp=2, ep=2, tp=2, sequence_parallel=True)),
+    "EP2 TP2 SP ETP2": ("tiny_mixtral", Layout(dp=2, ep=2, tp=2, sequence_parallel=True, etp=2)),
+    "experts DP2 ETP2": ("tiny_mixtral", Layout(dp=2, etp=2)),
+    "experts TP2 SP ETP1": ("tiny_mixtral", Layout(tp=2, sequence_parallel=True)),
+    "recompute full, TP2 SP PP2": (
+        "tiny_gpt",
+        Layout(tp=2, sequence_parallel=True, pp=2, recompute=Recompute.FULL),
+    ),
+    "recompute selective, CP2": ("tiny_llama", Layout(cp=2, recompute=Recompute.SELECTIVE)),
+}
+
+
+@pytest.fixture
+def measured(record_property: Callable[..., None]) -> Callable[..., verify.Comparison]:
+    """A comparison, its differences recorded for the table."""
+
+    def measure(name: str, row: str, plan: Plan, **options: Any) -> verify.Comparison:
+        found = verify.compare(plan, timeout=90, **options)
+        record_property("parity", (name, row, found.loss_error, found.norm_error))
+        return found
+
+    return measure
+
+
+@pytest.mark.parametrize("row", LAYOUTS)
+def test_a_layout_computes_what_one_process_computes(row: str, plan_of: Any, measured: Any) -> None:
+    name, layout = LAYOUTS[row]
+    found = measured(name, row, plan_of(name, layout))
+    assert found.tolerance == 1e-5
+    assert found.passed, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
+    assert len(set(found.planned.losses)) == 3  # the three steps trained: a constant would compare equal to itself
+
+
+def test_uneven_stages_compute_what_one_process_computes(plan_of: Any, measured: Any) -> None:
+    """One stage holds the embedding alone, another cuts a block between attention and MLP."""
+    plan = plan_of("deep_llama", Layout(pp=4))
+    cuts = graph(find(plan.model)[0]).cuts
+    uneven = plan_of("deep_llama", Layout(pp=4), cuts=(cuts[0], cuts[5], cuts[11]))
+    sizes = [s.stop - s.start for s in uneven.stages]
+    assert len(set(sizes)) == 4
+    assert measured("deep_llama", f"PP4 uneven {sizes}", uneven).passed
+
+
+@pytest.mark.parametrize("recompute", [Recompute.FULL, Recompute.SELECTIVE])
+def test_recompute_with_dropout_changes_nothing(recompute: Recompute, plan_of: Any, measured: Any) -> None:
+    """The second forward pass draws the dropout of the first: to the last bit on one layout."""
+    kept = plan_of("tiny_gpt_dropout", Layout(tp=2, sequence_parallel=True))
+    again = evolve(kept, layout=evolve(kept.layout, recompute=recompute))
+    row = f"recompute {recompute}, TP2 SP, dropout on"
+    found = measured("tiny_gpt_dropout", row, again, reference=kept, within=0.0)
+    assert found.loss_error == 0.0
+    assert found.norm_error == 0.0
+
+
+def test_a_wrong_layout_would_be_seen(plan_of: Any) -> None:
+    """The comparison can fail: another seed gives other losses."""
+    plan = plan_of("tiny_llama", Layout(dp=2))
+    ours, theirs = verify.compare(plan, seed=1, timeout=90), verify.compare(plan, seed=2, timeout=90)
+    mixed = verify.Comparison(ours.planned, theirs.reference, ours.tolerance)
+    assert not mixed.passed
