@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TextIO
 
 from attrs import frozen
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -46,7 +45,7 @@ def summary(plan: Plan, graph: Graph) -> RenderableType:
         Text(),
         prediction_table(plan),
         Text("\nWhy", "bold"),
-        *(Padding(Text(reason), (0, 0, 0, 2)) for reason in plan.reasons),
+        listed(plan.reasons),
         Text("\nWhere the step goes", "bold"),
         breakdown(plan),
         Text("\nPipeline ranks: milliseconds of one micro-batch, parameters on one device", "bold"),
@@ -54,6 +53,14 @@ def summary(plan: Plan, graph: Graph) -> RenderableType:
         Text(f"\nMemory of each pipeline rank at its fullest, in {unit(plan).name}", "bold"),
         memory(plan),
     )
+
+
+def listed(sentences: Iterable[str]) -> Table:
+    """Sentences one below the other, each behind a dash."""
+    table = Table.grid(padding=(0, 1))
+    for sentence in sentences:
+        table.add_row("-", Text(sentence))
+    return table
 
 
 def layout_table(plan: Plan) -> Table:

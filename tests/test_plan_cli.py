@@ -92,8 +92,8 @@ s/step  tok/s/GPU  TFLOP/s/GPU    MFU           memory  bubble  exposed comm
  2.500      3,277          125  12.5%  6.0 of 79.1 GiB   10.0%          0.0%
 
 Why
-  A first reason [with brackets].
-  A second.
+- A first reason [with brackets].
+- A second.
 
 Where the step goes
                      s   share
