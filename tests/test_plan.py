@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
+@cache
 def example() -> Plan:
     """A plan of gpt2 over two ranks, as good as any."""
     model, ref = find("gpt2")
@@ -104,7 +106,6 @@ def example() -> Plan:
     )
 
 
-@settings(deadline=None)
 @given(plans())
 def test_a_plan_comes_back_exactly(plan: Plan) -> None:
     assert loads(dumps(plan), "plan.json") == plan
@@ -226,7 +227,7 @@ def test_damage_is_named(text: str, says: str) -> None:
     assert says in str(caught.value)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data())
 def test_no_damage_is_a_traceback(data: st.DataObject) -> None:
     text = dumps(example())

@@ -230,7 +230,7 @@ def test_json_is_for_machines(
         (["gpt2", "--colour"], "`plan --help` lists what can be given"),
         (["gpt2", "--top", "0"], "give at least 1"),
         (["gpt2", "-o", "missing/plan.json"], "in a directory that exists"),
-        (["llama3-405b", "--gpus", "8xH100"], "GiB"),
+        (["llama3-8b", "--gpus", "1xH100"], "no layout of llama3-8b on 1xH100 fits the memory"),
     ],
 )
 def test_wrong_input_says_what_would_work(
