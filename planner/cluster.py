@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from attrs import Attribute, field, frozen
+from attrs import Attribute, evolve, field, frozen
 
 from megaloom.dsl.errors import UserError
 
@@ -153,11 +153,11 @@ NCCL_GROUP = 688 * 10**6
 
 
 # NVLink, one way, from the datasheets of the GPUs (which print the sum of both ways). Of it, 0.755 is the mean of
-# all-reduce, all-gather, reduce-scatter, all-to-all and a ring of sends of 1 GiB over four H200 (354, 326, 322, 337,
-# 360 GB/s of 450; shared/megatron_core.md); NVIDIA says 370 (github.com/NVIDIA/nccl-tests/issues/212). Taken to be the
-# same share for the other generations, which were not measured. Latency and hop: NCCL's own tuning table for
-# the ring (src/graph/tuning.cc: base 8.4 us, NVLink 3.4 us, network 14 us). It gives 25 us for the all-reduce over
-# four that took 25, and 15 us for the all-gather that took 17.
+# all-reduce, all-gather, reduce-scatter, all-to-all and a ring of sends of 1 GiB over four H200, measured for this
+# project (354, 326, 322, 337, 360 GB/s of 450); NVIDIA says 370 (github.com/NVIDIA/nccl-tests/issues/212). Taken to be
+# the same share for the other generations, which were not measured. Latency and hop: NCCL's own tuning table for the
+# ring (src/graph/tuning.cc: base 8.4 us, NVLink 3.4 us, network 14 us). It gives 25 us for the all-reduce over four
+# that took 25, and 15 us for the all-gather that took 17.
 def _nvlink(generation: int, bandwidth: float) -> Link:
     return Link(
         name=f"NVLink {generation}",
@@ -187,130 +187,94 @@ HDR, NDR = _infiniband("HDR", 25e9), _infiniband("NDR", 50e9)  # DGX A100: 200 G
 # Not measured: what an eager torch kernel costs the host at the least. A CUDA graph would hide it.
 LAUNCH = 5e-6
 
-# flops: dense, from NVIDIA's datasheets, bf16 on the tensor cores, fp32 on the CUDA cores (torch does not use TF32
-# unless told to). flops_efficiency: the best large bf16 product found by github.com/stas00/ml-engineering (MAMF table:
-# A100 267.9, H100 and H200 794.5, B200 1745 TFLOP/s); measured for this project on the H200: 790
-# (shared/megatron_core.md). bandwidth: datasheets. bandwidth_efficiency: a device copy on the H200 moves 4.3 TB/s of
-# 4.8; taken to be the same share for the others.
-# attend_efficiency: cuDNN's forward on an H100, causal, heads of 128, reaches 539 TFLOP/s at 16k (Shah et al.,
-# arXiv:2407.08608, figure 5), its backward 516 (figure 6); FlashAttention-2 gets 50-73 % of an A100 (Dao,
-# arXiv:2307.08691); the other generations are taken to be as the H100. sustained: in the profile of a training step on
-# the H200 (shared/megatron_core.md: 70 % of the time at 514 model TFLOP/s) matrix products run at 680 TFLOP/s where
-# alone they reach 790, of which their shapes explain 3 to 4 %; taken to be the same for what came later, and an A100 to
-# keep its clock. units: datasheets. context_nbytes: not
-# measured here, as nvidia-smi shows it for a process that has made one tensor and one matrix product.
+# - flops: dense, from NVIDIA's datasheets, bf16 on the tensor cores, fp32 on the CUDA cores (torch does not use TF32
+#   unless told to).
+# - flops_efficiency: the best large bf16 product found by github.com/stas00/ml-engineering (MAMF table: A100 267.9, H100
+#   and H200 794.5, B200 1745 TFLOP/s); measured for this project on the H200: 790.
+# - bandwidth, units: datasheets.
+# - bandwidth_efficiency: a device copy on the H200 moves 4.3 TB/s of 4.8, measured for this project; taken to be the
+#   same share for the others.
+# - attend_efficiency: cuDNN's forward on an H100, causal, heads of 128, reaches 539 TFLOP/s at 16k (Shah et al.,
+#   arXiv:2407.08608, figure 5), its backward 516 (figure 6); FlashAttention-2 gets 50-73 % of an A100 (Dao,
+#   arXiv:2307.08691); the other generations are taken to be as the H100.
+# - sustained: in the profile of a training step on the H200, measured for this project (70 % of the time at 514 model
+#   TFLOP/s), matrix products run at 680 TFLOP/s where alone they reach 790, of which their shapes explain 3 to 4 %; taken
+#   to be the same for what came later, and an A100 to keep its clock.
+# - context_nbytes: not measured here, as nvidia-smi shows it for a process that has made one tensor and one product.
 CONTEXT = int(0.6 * GiB)
-DEVICES = (
-    Device(
-        name="A100",  # SXM, 80 GB
-        flops={"bf16": 312e12, "fp32": 19.5e12},
-        nbytes=MEMORY["A100"],
-        bandwidth=2.039e12,
-        flops_efficiency=0.859,
-        bandwidth_efficiency=0.896,
-        launch_seconds=LAUNCH,
-        attend_efficiency=0.58,
-        units=108,
-        context_nbytes=CONTEXT,
-    ),
-    Device(
-        name="A100-40GB",  # SXM
-        flops={"bf16": 312e12, "fp32": 19.5e12},
-        nbytes=MEMORY["A100-40GB"],
-        bandwidth=1.555e12,
-        flops_efficiency=0.859,
-        bandwidth_efficiency=0.896,
-        launch_seconds=LAUNCH,
-        attend_efficiency=0.58,
-        units=108,
-        context_nbytes=CONTEXT,
-    ),
-    Device(
-        name="H100",  # SXM
-        flops={"bf16": 989.4e12, "fp32": 66.9e12},
-        nbytes=MEMORY["H100"],
-        bandwidth=3.35e12,
-        flops_efficiency=0.80,
-        bandwidth_efficiency=0.896,
-        launch_seconds=LAUNCH,
-        attend_efficiency=0.545,
-        sustained=0.88,
-        units=132,
-        context_nbytes=CONTEXT,
-    ),
-    Device(
-        name="H200",  # SXM
-        flops={"bf16": 989.4e12, "fp32": 66.9e12},
-        nbytes=MEMORY["H200"],
-        bandwidth=4.8e12,
-        flops_efficiency=0.80,
-        bandwidth_efficiency=0.896,
-        launch_seconds=LAUNCH,
-        attend_efficiency=0.545,
-        sustained=0.88,
-        units=132,
-        context_nbytes=CONTEXT,
-    ),
-    Device(
-        name="B200",  # HGX, 1,000 W
-        flops={"bf16": 2.25e15, "fp32": 75e12},
-        nbytes=MEMORY["B200"],
-        bandwidth=8e12,
-        flops_efficiency=0.776,
-        bandwidth_efficiency=0.896,
-        launch_seconds=LAUNCH,
-        attend_efficiency=0.545,
-        sustained=0.88,
-        units=148,
-        context_nbytes=CONTEXT,
-    ),
-    Device(
-        name="GB200",  # NVL72, 1,200 W: 180 PFLOP/s dense bf16, 5.76 PFLOP/s fp32, 576 TB/s in a rack of 72
-        flops={"bf16": 2.5e15, "fp32": 80e12},
-        nbytes=MEMORY["GB200"],
-        bandwidth=8e12,
-        flops_efficiency=0.776,
-        bandwidth_efficiency=0.896,
-        launch_seconds=LAUNCH,
-        attend_efficiency=0.545,
-        sustained=0.88,
-        units=152,
-        context_nbytes=CONTEXT,
-    ),
-    # Measured for this project on a virtual machine with 2 cores of an AMD EPYC with AVX-512, torch 2.13, four
-    # processes of one thread at a time, best of 5, the slowest process counted: matrix products of 512 (fp32) and
-    # 1024 (bf16), a copy of 32 MiB; launch: what a small block's forward and backward takes more than its products
-    # do, by kernel (1.5 ms, about 75). One or two processes alone are about twice as fast.
-    Device(
-        name="CPU",
-        flops={"fp32": 52e9, "bf16": 117e9},
-        nbytes=MEMORY["CPU"],
-        bandwidth=17e9,
-        launch_seconds=20e-6,
-        attend_efficiency=0.5,  # not measured
-        context_nbytes=GiB // 2,  # python, torch and megatron-core
-    ),
+A100 = Device(  # SXM, 80 GB
+    name="A100",
+    flops={"bf16": 312e12, "fp32": 19.5e12},
+    nbytes=MEMORY["A100"],
+    bandwidth=2.039e12,
+    flops_efficiency=0.859,
+    bandwidth_efficiency=0.896,
+    launch_seconds=LAUNCH,
+    attend_efficiency=0.58,
+    units=108,
+    context_nbytes=CONTEXT,
+)
+H100 = Device(  # SXM
+    name="H100",
+    flops={"bf16": 989.4e12, "fp32": 66.9e12},
+    nbytes=MEMORY["H100"],
+    bandwidth=3.35e12,
+    flops_efficiency=0.80,
+    bandwidth_efficiency=0.896,
+    launch_seconds=LAUNCH,
+    attend_efficiency=0.545,
+    sustained=0.88,
+    units=132,
+    context_nbytes=CONTEXT,
+)
+B200 = Device(  # HGX, 1,000 W
+    name="B200",
+    flops={"bf16": 2.25e15, "fp32": 75e12},
+    nbytes=MEMORY["B200"],
+    bandwidth=8e12,
+    flops_efficiency=0.776,
+    bandwidth_efficiency=0.896,
+    launch_seconds=LAUNCH,
+    attend_efficiency=0.545,
+    sustained=0.88,
+    units=148,
+    context_nbytes=CONTEXT,
+)
+A100_40 = evolve(A100, name="A100-40GB", nbytes=MEMORY["A100-40GB"], bandwidth=1.555e12)
+H200 = evolve(H100, name="H200", nbytes=MEMORY["H200"], bandwidth=4.8e12)
+# NVL72, 1,200 W: 180 PFLOP/s dense bf16, 5.76 PFLOP/s fp32, 576 TB/s in a rack of 72.
+GB200 = evolve(B200, name="GB200", flops={"bf16": 2.5e15, "fp32": 80e12}, nbytes=MEMORY["GB200"], units=152)
+# Measured for this project on a virtual machine with 2 cores of an AMD EPYC with AVX-512, torch 2.13, four processes of
+# one thread at a time, best of 5, the slowest process counted: matrix products of 512 (fp32) and 1024 (bf16), a copy of
+# 32 MiB; launch: what a small block's forward and backward takes more than its products do, by kernel (1.5 ms, about
+# 75). One or two processes alone are about twice as fast.
+CPU = Device(
+    name="CPU",
+    flops={"fp32": 52e9, "bf16": 117e9},
+    nbytes=MEMORY["CPU"],
+    bandwidth=17e9,
+    launch_seconds=20e-6,
+    attend_efficiency=0.5,  # not measured
+    context_nbytes=GiB // 2,  # python, torch and megatron-core
 )
 # The same machine, gloo over loopback, four processes, best of 9. A send of 1 KiB 0.25 ms, an all-gather 1.2, an
 # all-reduce 2.1; of 32 MiB a send 1.3 GB/s, and bus bandwidths from 0.25 (all-gather) to 1.2 (all-reduce).
 LOOPBACK = Link(name="gloo on loopback", bandwidth=1.3e9, latency=0.25e-3, hop=0.4e-3, efficiency=0.6)
 
 
-def _preset(device: Device) -> Preset:
-    match device.name:
-        case "CPU":  # one machine, however many processes
-            return Preset(device=device, intra=LOOPBACK, inter=LOOPBACK, domain=10**6, tray=1)
-        case "GB200":
-            return Preset(device=device, intra=NVLINK5, inter=NDR, domain=72, tray=4)
-        case "B200":
-            return Preset(device=device, intra=NVLINK5, inter=NDR, domain=8, tray=8)
-        case "A100" | "A100-40GB":
-            return Preset(device=device, intra=NVLINK3, inter=HDR, domain=8, tray=8)
-        case _:
-            return Preset(device=device, intra=NVLINK4, inter=NDR, domain=8, tray=8)
-
-
-PRESETS = {device.name: _preset(device) for device in DEVICES}
+_BOX = {"domain": 8, "tray": 8}
+PRESETS = {
+    preset.device.name: preset
+    for preset in (
+        Preset(device=A100, intra=NVLINK3, inter=HDR, **_BOX),
+        Preset(device=A100_40, intra=NVLINK3, inter=HDR, **_BOX),
+        Preset(device=H100, intra=NVLINK4, inter=NDR, **_BOX),
+        Preset(device=H200, intra=NVLINK4, inter=NDR, **_BOX),
+        Preset(device=B200, intra=NVLINK5, inter=NDR, **_BOX),
+        Preset(device=GB200, intra=NVLINK5, inter=NDR, domain=72, tray=4),
+        Preset(device=CPU, intra=LOOPBACK, inter=LOOPBACK, domain=10**6, tray=1),  # one machine, however many
+    )
+}
 ALIASES = {"A100-80GB": "A100"}
 DEFAULT = "H100"  # the kind that a bare count means
 
