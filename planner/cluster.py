@@ -189,8 +189,8 @@ LAUNCH = 5e-6
 
 # - flops: dense, from NVIDIA's datasheets, bf16 on the tensor cores, fp32 on the CUDA cores (torch does not use TF32
 #   unless told to).
-# - flops_efficiency: the best large bf16 product found by github.com/stas00/ml-engineering (MAMF table: A100 267.9, H100
-#   and H200 794.5, B200 1745 TFLOP/s); measured for this project on the H200: 790.
+# - flops_efficiency: the best large bf16 product found by github.com/stas00/ml-engineering (MAMF table: A100 267.9,
+#   H100 and H200 794.5, B200 1745 TFLOP/s); measured for this project on the H200: 790.
 # - bandwidth, units: datasheets.
 # - bandwidth_efficiency: a device copy on the H200 moves 4.3 TB/s of 4.8, measured for this project; taken to be the
 #   same share for the others.
@@ -198,8 +198,8 @@ LAUNCH = 5e-6
 #   arXiv:2407.08608, figure 5), its backward 516 (figure 6); FlashAttention-2 gets 50-73 % of an A100 (Dao,
 #   arXiv:2307.08691); the other generations are taken to be as the H100.
 # - sustained: in the profile of a training step on the H200, measured for this project (70 % of the time at 514 model
-#   TFLOP/s), matrix products run at 680 TFLOP/s where alone they reach 790, of which their shapes explain 3 to 4 %; taken
-#   to be the same for what came later, and an A100 to keep its clock.
+#   TFLOP/s), matrix products run at 680 TFLOP/s where alone they reach 790, of which their shapes explain 3 to 4 %;
+#   taken to be the same for what came later, and an A100 to keep its clock.
 # - context_nbytes: not measured here, as nvidia-smi shows it for a process that has made one tensor and one product.
 CONTEXT = int(0.6 * GiB)
 A100 = Device(  # SXM, 80 GB
