@@ -17,7 +17,7 @@ from megaloom.dsl.dims import Dim, DType, Sizes
 from megaloom.dsl.facts import Costs, Saved, costs
 from megaloom.dsl.graph import Graph, Node, Slot
 from megaloom.dsl.program import program
-from megaloom.dsl.splits import SPLITS, Local, Split, cut
+from megaloom.dsl.splits import Local, Split, cut
 
 from . import kernels, traffic
 from .cluster import Cluster
@@ -236,7 +236,7 @@ def _loss(row: Rows, node: Node, layout: Layout, workload: Workload, cluster: Cl
     Source: megatron-core 0.16.1, tensor_parallel/cross_entropy.py.
     """
     device, tokens = cluster.device, layout.micro_batch * workload.seq // layout.cp
-    moved = kernels.LOSS_TRAFFIC * _local(node.shape.dims, layout, workload)
+    moved = kernels.LOSS_TRAFFIC * _local(node, node.shape.dims, layout, workload)
     for col in (Col.FORWARD, Col.BACKWARD):
         row[col] += moved / 2 / (device.bandwidth * device.bandwidth_efficiency)
     group = traffic.group("tp", layout)
@@ -274,14 +274,16 @@ def sheet(base: Base, anatomy: Anatomy, layout: Layout, workload: Workload) -> S
 
 def _logits(anatomy: Anatomy, layout: Layout, workload: Workload) -> int:
     graph = anatomy.graph
-    return sum(_local(graph.nodes[graph.index[name]].shape.dims, layout, workload) for name in graph.outputs)
+    ends = [graph.nodes[graph.index[name]] for name in graph.outputs]
+    return sum(_local(node, node.shape.dims, layout, workload) for node in ends)
 
 
 def _shared(anatomy: Anatomy, layout: Layout, workload: Workload) -> tuple[int, ...]:
-    return tuple(_local(slot.dims, layout, workload) for slot, _ in anatomy.shared)
+    nodes = anatomy.graph.nodes
+    return tuple(_local(nodes[users[0]], slot.dims, layout, workload) for slot, users in anatomy.shared)
 
 
-def _local(dims: tuple[Dim, ...], layout: Layout, workload: Workload) -> int:
-    """The elements that one device holds of a dense tensor."""
+def _local(node: Node, dims: tuple[Dim, ...], layout: Layout, workload: Workload) -> int:
+    """The elements that one device holds of a dense tensor of a node."""
     sizes = Sizes(batch=layout.micro_batch, seq=workload.seq)
-    return Local(sizes, split_of(layout), cut(SPLITS, (), dims))(dims)
+    return Local(sizes, split_of(layout), cut(program(node).table, (), dims))(dims)
