@@ -20,14 +20,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
-from megaloom.dsl import Graph, Model, graph
+from megaloom.dsl import Graph, Model, Slot, graph
 from megaloom.planner.plan import Plan
 
-from . import device, optimize, weights
-from .build import Site, configure
+from . import device, optimize, state, weights
 from .grid import Grid, lay
 from .initial import initial
 from .recipe import Recipe
+from .site import survey
 from .stage import Stage
 
 Batch = Callable[[int], Tensor]  # sample i of a global batch: int64 token ids [seq + 1]
@@ -64,14 +64,18 @@ class Engine:
         runtime cannot train.
         """
         g, grid = graph(model), lay(plan.layout)
-        site = Site(grid, configure(g, plan.layout, plan.workload), plan.workload.seq)
+        site = survey(g, plan.layout, plan.workload, grid)
         config = site.config
         tensor_parallel.model_parallel_cuda_manual_seed(recipe.seed)
         mine = [s for s in plan.stages if s.rank == grid.pp]
         stages = [Stage(g, s, site, plan.layout.recompute) for s in sorted(mine, key=lambda s: s.chunk)]
+
+        def draw(slot: Slot, index: int | None) -> Tensor:
+            return initial(slot, recipe.seed, index)
+
         for stage in stages:
             for node, module in stage.placed():
-                full = weights.of_node(node, lambda slot, i: initial(slot, recipe.seed, index=i), grid)
+                full = weights.of_node(node, draw, grid)
                 weights.fill(module, full, grid)
         chunks = optimize.replicate(stages, config, grid)
         optimizer = optimize.optimizer(recipe, chunks, config, grid)
@@ -99,8 +103,12 @@ class Engine:
         for chunk in self.chunks:
             chunk.eval()
         size = self.plan.workload.batch
+
+        def from_(first: int) -> Batch:
+            return lambda i: batch(first + i)
+
         with torch.no_grad():
-            return sum(self._run(lambda i, k=k: batch(k * size + i), forward_only=True) for k in range(count)) / count
+            return sum(self._run(from_(k * size), forward_only=True) for k in range(count)) / count
 
     def _run(self, batch: Batch, *, forward_only: bool) -> float:
         """Every micro-batch through the pipeline; returns the mean loss of a token, on all ranks."""
@@ -148,28 +156,22 @@ class Engine:
         return [chunk.module for chunk in self.chunks]
 
     def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
-        """Everything that training needs to go on, for megatron.core.dist_checkpointing: names and global shapes
-        that no layout changes, with this rank's shares."""
-        meta = {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "chained_optim_avoid_prefix": True,
-            "dp_cp_group": self.grid.groups.dp_cp,
-        }
-        model = {k: v for s in self.stages for k, v in s.sharded_state_dict(metadata=meta).items()}
-        return {
-            "model": model,
-            "optimizer": self.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=meta),
-            "scheduler": self.scheduler.state_dict(),
-            "done": self.done,
-        }
+        """Everything that training needs to go on, for megatron.core.dist_checkpointing: names, types and global
+        shapes that no plan changes, with this rank's shares, or to load with room for them."""
+        return {**state.sharded(self._parameters(), self.optimizer, loading=loading), "done": self.done}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, loaded: dict[str, Any]) -> None:
         """Go on from what `sharded_state(loading=True)` was filled with."""
         for stage in self.stages:
-            stage.load(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.done = state["done"]
+            stage.load(loaded["model"])
+        state.restore(loaded, self._parameters(), self.optimizer)
+        self.scheduler.step(loaded["steps"] - self.scheduler.num_steps)
+        self.done = loaded["done"]
+
+    def _parameters(self) -> dict[str, Any]:
+        """This rank's shares of the model's parameters, by name."""
+        meta = {"dp_cp_group": self.grid.groups.dp_cp}
+        return {k: v for s in self.stages for k, v in s.sharded_state_dict(metadata=meta).items()}
 
     def peak_memory(self) -> int:
         """The most memory this rank has held, in bytes: on a GPU what torch allocated, else the whole process's."""

@@ -114,9 +114,9 @@ def train(
 
     if launch.inside():
         launch.join(plan.layout.world)
-        with _claimed(folder) if dist.get_rank() == 0 else nullcontext():
+        with claimed(folder) if dist.get_rank() == 0 else nullcontext():
             return on_rank(_from_first(prepared))
-    with _claimed(folder):
+    with claimed(folder):
         return launch.run(on_rank, (prepared(),), plan.layout.world, grace=GRACE)[0]
 
 
@@ -279,7 +279,7 @@ def _tensor(text: Tokens, i: int, seq: int, seed: int) -> torch.Tensor:
 
 
 @contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
+def claimed(folder: Path) -> Iterator[None]:
     """No two runs in one folder: the second is refused. The claim ends with the process."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:

@@ -27,3 +27,12 @@ def deep_llama() -> Model:
 def tiny_mixtral() -> Model:
     """Four experts with a balancing loss."""
     return mixtral("tiny-mixtral", layers=2, heads=4, kv_heads=2, embed=64, ff=96, experts=4, vocab=127)
+
+
+def byte_llama() -> Model:
+    """Knows all bytes, and a token more: what is trained on text."""
+    return llama("byte-llama", layers=2, heads=4, kv_heads=2, embed=64, ff=96, vocab=257, tied=True)
+
+
+def byte_gpt() -> Model:
+    return gpt("byte-gpt", layers=2, heads=4, embed=64, vocab=257, seq=32)

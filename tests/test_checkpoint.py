@@ -11,8 +11,12 @@ import torch.distributed as dist
 from attrs import evolve
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.find import find
+from megaloom.planner.layout import Layout, Precision
+from megaloom.planner.plan import Plan
 from megaloom.runtime import checkpoint, launch
 from megaloom.runtime.checkpoint import KEEP, CheckpointError, Note, latest, read
+from megaloom.runtime.recipe import Recipe
 
 ROWS = 12
 
@@ -194,3 +198,81 @@ def fails(run: Path) -> None:
 
 def _no_room(*, loading: bool = False) -> dict:
     raise OSError(28, "no room")
+
+
+TP2, DIVIDED = Layout(tp=2, sequence_parallel=True), Layout(dp=2, distributed_optimizer=True)
+RESHARDINGS = {
+    "tied and padded, divided optimizer to TP2 SP PP2": ("tiny_gpt", DIVIDED, evolve(TP2, pp=2)),
+    "tied and padded, TP2 SP PP2 to divided optimizer": ("tiny_gpt", evolve(TP2, pp=2), DIVIDED),
+    "PP2 VPP2 to PP4": ("deep_llama", Layout(pp=2, vpp=2), Layout(pp=4)),
+    "TP4 with fewer KV heads to one process": ("tiny_llama", evolve(TP2, tp=4), Layout()),
+    "experts, EP2 with a divided optimizer to one process": ("tiny_mixtral", evolve(DIVIDED, ep=2), Layout()),
+    "experts, one process to EP2 PP2": ("tiny_mixtral", Layout(), Layout(dp=2, ep=2, pp=2)),
+}
+
+
+@pytest.mark.parametrize("case", RESHARDINGS)
+def test_training_goes_on_under_another_layout(case: str, plan_of, tmp_path: Path) -> None:
+    """Weights, both moments of the optimizer, its count of steps and the learning rate: all of it came along."""
+    name, before, after = RESHARDINGS[case]
+    straight = launch.run(trained, (plan_of(name, before), tmp_path, 0, 4), before.world, timeout=90)[0]
+    resumed = launch.run(trained, (plan_of(name, after), tmp_path, 2, 4), after.world, timeout=90)[0]
+    assert len(resumed) == 2
+    for ours, theirs in zip(resumed, straight[2:], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def trained(plan: Plan, run: Path, start: int, stop: int) -> list[tuple[float, float]]:
+    """On each rank: (loss, gradient norm, learning rate) of steps; saved after the second, loaded to start there."""
+    from megaloom.runtime.step import Engine
+
+    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=10, warmup=3, lr=1e-2))
+    found = latest(run, fingerprint="feed")
+    assert bool(found) == bool(start)
+    if found:
+        checkpoint.load(engine, found)
+    results = []
+    for step in range(start, stop):
+        source = torch.Generator().manual_seed(step)
+        tokens = torch.randint(127, (plan.workload.batch, plan.workload.seq + 1), generator=source)
+        result = engine.step(lambda i, tokens=tokens: tokens[i])
+        results.append((result.loss, result.grad_norm, result.lr))
+        if engine.done == 2:
+            checkpoint.save(engine, run, note(2))
+    return results
+
+
+@pytest.mark.parametrize("to", [Precision.FP32, Precision.BF16])
+def test_bf16_masters_and_moments_come_along_to_the_bit(to: Precision, plan_of, tmp_path: Path) -> None:
+    before, after = plan_of("tiny_gpt", DIVIDED), plan_of("tiny_gpt", TP2)
+    before = evolve(before, workload=evolve(before.workload, precision=Precision.BF16))
+    after = evolve(after, workload=evolve(after.workload, precision=to))
+    launch.run(trained, (before, tmp_path / "a", 0, 2), 2, timeout=90)
+    launch.run(copied, (after, tmp_path / "a", tmp_path / "b"), 2, timeout=90)
+    names, different = launch.run(differences, (tmp_path / "a", tmp_path / "b"), 1, timeout=60)[0]
+    assert len(names) == 3 * (4 * 12 + 4)
+    assert different == []
+
+
+def copied(plan: Plan, run: Path, other: Path) -> None:
+    """On each rank: load a checkpoint and save it again."""
+    from megaloom.runtime.step import Engine
+
+    engine = Engine.build(plan, find(plan.model)[0], Recipe())
+    found = latest(run, fingerprint="feed")
+    assert found
+    checkpoint.load(engine, found)
+    checkpoint.save(engine, other, note(2))
+
+
+def differences(run: Path, other: Path) -> tuple[list[str], list[str]]:
+    """The names of all tensors of a checkpoint, and of those that are not bitwise the same in another.
+
+    The second layout's vocabulary has a row more, which pads it.
+    """
+    from megatron.core.dist_checkpointing import load_plain_tensors
+
+    ours, theirs = (load_plain_tensors(str(folder / "step-000002")) for folder in (run, other))
+    assert ours.keys() == theirs.keys()
+    names = [name for name in ours if torch.is_tensor(ours[name])]
+    return names, [name for name in names if not torch.equal(ours[name], theirs[name][: len(ours[name])])]
