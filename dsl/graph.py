@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Container, Iterator
 from functools import cached_property, lru_cache
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
-import networkx as nx
 from attrs import define, evolve, field, fields, frozen
 
 from .combine import Block, Each
@@ -21,6 +21,9 @@ from .errors import ShapeError, UserError, located
 from .layer import Layer, kind
 from .ops import Input, Weight
 from .value import Op, Value
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @frozen(eq=False)
@@ -121,6 +124,8 @@ class Graph:
 
     def networkx(self) -> nx.DiGraph[str]:
         """The graph for networkx: nodes carry `node`, edges the `shape` that flows."""
+        import networkx as nx  # a tenth of a second, for those who ask
+
         g: nx.DiGraph[str] = nx.DiGraph(name=self.name)
         for n in self.nodes:
             g.add_node(n.name, node=n)

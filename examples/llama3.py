@@ -32,9 +32,7 @@ def llama(
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     wte = weight("wte", v, d)
     head = wte if tied else weight("head", v, d)
-    block = residual(RMSNorm(), Attention(heads=heads, kv_heads=kv_heads, rope=rope)) >> residual(
-        RMSNorm(), SwiGLU(ff)
-    )
+    block = residual(RMSNorm(), Attention(heads=heads, kv_heads=kv_heads, rope=rope)) >> residual(RMSNorm(), SwiGLU(ff))
     return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm() >> Unembed(head))
 
 

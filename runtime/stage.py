@@ -15,6 +15,7 @@ import torch
 from attrs import frozen
 from megatron.core import tensor_parallel
 from megatron.core.enums import ModelType
+from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sharded_state_dict_default
@@ -25,7 +26,8 @@ from megaloom.dsl import Embed, Graph, Node, Unembed, UserError
 from megaloom.planner.layout import Recompute
 from megaloom.planner.plan import Stage as Chunk
 
-from . import build
+from . import build, device
+from .site import Site
 
 
 @frozen(eq=False, slots=False)
@@ -52,7 +54,7 @@ class Stage(MegatronModule):
     returns hidden states, or on the last stage the loss of each token [batch, seq] in fp32.
     """
 
-    def __init__(self, graph: Graph, chunk: Chunk, site: build.Site, recompute: Recompute) -> None:
+    def __init__(self, graph: Graph, chunk: Chunk, site: Site, recompute: Recompute) -> None:
         super().__init__(site.config)
         self.graph, self.grid = graph, site.grid
         self.model_type = ModelType.encoder_or_decoder
@@ -109,8 +111,15 @@ class Stage(MegatronModule):
         out = values[self.writes[0]]
         if not self.post_process:
             return out
-        loss = vocab_parallel_cross_entropy(out.float(), labels.transpose(0, 1).contiguous())
+        loss = self._cross_entropy(out, labels.transpose(0, 1).contiguous())
         return loss.transpose(0, 1).contiguous()
+
+    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each token in fp32, [seq, batch], from logits that are split over the vocabulary."""
+        if device.backend() == "nccl" and logits.dtype is torch.bfloat16:
+            # Compiled, and its gradient is bf16 whatever the logits are.
+            return fused_vocab_parallel_cross_entropy(logits, labels, self.grid.groups.tp)
+        return vocab_parallel_cross_entropy(logits.float(), labels)
 
     def _run(self, segment: Segment, values: dict[str, Tensor]) -> None:
         def run(*given: Tensor) -> tuple[Tensor, ...] | Tensor:
@@ -139,9 +148,7 @@ class Stage(MegatronModule):
             if isinstance(n.op, Unembed):
                 out |= self._logits_state(n, module, key, metadata)
             else:
-                out |= sharded_state_dict_default(
-                    module, key, sharded_offsets, metadata, tp_group=self.grid.groups.tp
-                )
+                out |= sharded_state_dict_default(module, key, sharded_offsets, metadata, tp_group=self.grid.groups.tp)
         return out
 
     def load(self, state: dict[str, Any]) -> None:

@@ -11,35 +11,51 @@ from collections.abc import Callable
 from functools import singledispatch
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 
-from megaloom.dsl import MLP, Attention, Dropout, Embed, LayerNorm, MoE, Node, Op, Pointwise, Positions, RMSNorm
-from megaloom.dsl import SwiGLU, Unembed, Slot
+from megaloom.dsl import (
+    MLP,
+    Attention,
+    Dropout,
+    Embed,
+    LayerNorm,
+    MoE,
+    Node,
+    Op,
+    Pointwise,
+    Positions,
+    RMSNorm,
+    Slot,
+    SwiGLU,
+    Unembed,
+)
 
 from .grid import Grid
 
 
+Draw = Callable[[Slot, int | None], Tensor]  # the full weight of a slot, or of one copy of it
+Parameters = dict[str, Tensor]
+
+
 @frozen
 class Weights:
-    """The full weights of one node, by the names they have in its layer; `draw` gets those of a slot."""
+    """The full weights of one node, by the names they have in its layer."""
 
     slots: dict[str, Slot]
-    draw: Callable[[Slot, int | None], Tensor]
+    draw: Draw
     experts: range  # those that this rank holds
+    index: int | None = None  # the expert whose weights these are
 
-    def __call__(self, name: str, index: int | None = None) -> Tensor:
-        """One weight, or the weight of one copy of a layer."""
-        return self.draw(self.slots[name], index)
+    def __call__(self, name: str) -> Tensor:
+        """The full weight of this name."""
+        return self.draw(self.slots[name], self.index)
 
     def inside(self, name: str) -> Weights:
         """The weights of a layer within this one."""
         prefix = name + "."
         slots = {k.removeprefix(prefix): s for k, s in self.slots.items() if k.startswith(prefix)}
-        return Weights(slots, self.draw, self.experts)
-
-
-Parameters = dict[str, Tensor]
+        return evolve(self, slots=slots)
 
 
 @singledispatch
@@ -109,12 +125,12 @@ def _(op: MoE, w: Weights) -> Parameters:
     out = {"router.weight": w("router").T}
     inside = w.inside("experts")
     for local, index in enumerate(w.experts):
-        one = Weights(inside.slots, lambda slot, _, i=index: w.draw(slot, i), w.experts)
+        one = evolve(inside, index=index)
         out |= {f"experts.local_experts.{local}.{k}": t for k, t in parameters(op.expert, one).items()}
     return out
 
 
-def of_node(node: Node, draw: Callable[[Slot, int | None], Tensor], grid: Grid) -> Parameters:
+def of_node(node: Node, draw: Draw, grid: Grid) -> Parameters:
     """The full parameters of a node's module, its experts those that this rank holds."""
     slots = {s.name.removeprefix(node.name + "."): s for s in node.weights}
     held = range(0)

@@ -1,0 +1,95 @@
+"""Where modules are built: the grid, and the configuration that megatron-core asks of each module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megaloom.dsl import Graph, MoE, UserError
+from megaloom.planner.layout import Layout, Precision, Recompute, Workload
+
+from .grid import Grid
+
+DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
+
+
+@frozen(eq=False)
+class Site:
+    """The grid, what all layers' configurations share, and the length of a whole sequence."""
+
+    grid: Grid
+    fields: dict[str, Any]  # of TransformerConfig
+    seq: int  # tokens
+    config: TransformerConfig = field(init=False)
+
+    @config.default
+    def _config(self) -> TransformerConfig:
+        return self.with_()
+
+    def with_(self, **layer: Any) -> TransformerConfig:
+        """The configuration with a layer's own fields."""
+        return TransformerConfig(**{**self.fields, **layer})
+
+
+def survey(graph: Graph, layout: Layout, workload: Workload, grid: Grid) -> Site:
+    """The site of a model under a layout."""
+    return Site(grid, configure(graph, layout, workload), workload.seq)
+
+
+def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any]:
+    """What megatron-core's modules and schedules must know of a layout, as fields of TransformerConfig."""
+    dtype, hidden = DTYPES[workload.precision], embed(graph)
+    moe = next((n.op for n in graph.nodes if isinstance(n.op, MoE)), None)
+    selective = layout.recompute is Recompute.SELECTIVE  # full recompute is the stage's own
+    return {
+        "num_layers": layout.pp * layout.vpp,  # unused: our stages say which layers they hold
+        "hidden_size": hidden,
+        "num_attention_heads": layout.tp,
+        "ffn_hidden_size": hidden,
+        # The schedules scale the balancing loss if there are any experts.
+        "num_moe_experts": moe.experts if moe else None,
+        "moe_ffn_hidden_size": hidden if moe else None,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": layout.sequence_parallel,
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        # Interleaved with megatron-core's default settings is silently wrong at two pipeline ranks.
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
+        "recompute_granularity": "selective" if selective else None,
+        "recompute_modules": ["core_attn"] if selective else None,
+        # The loss is a sum over tokens, divided once by their number over all ranks: right on any layout.
+        "calculate_per_token_loss": True,
+        "init_method": _later,
+        "output_layer_init_method": _later,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "add_bias_linear": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "cuda_graph_scope": [],  # its default is deprecated, and says so
+    }
+
+
+def _later(weight: Tensor) -> Tensor:
+    """No initial values: `weights` gives them, the same on every layout."""
+    return weight
+
+
+def embed(graph: Graph) -> int:
+    """The size of the hidden states between the layers. Raises UserError when it is not the same everywhere."""
+    sizes = {n.shape["embed"].known for n in graph.nodes if "embed" in n.shape}
+    if len(sizes) != 1:
+        raise UserError(f"{graph.name} has hidden states of sizes {sorted(sizes)}: the runtime carries one size")
+    return sizes.pop()
