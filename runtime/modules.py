@@ -92,7 +92,7 @@ class LearnedPositions(nn.Module):
         rows, layout = table["position"].known, site.grid.layout
         if site.seq > rows:
             raise UserError(
-                f"sequences of {site.seq} tokens need as many learned positions, and the model has {rows} ({table.at})\n"
+                f"sequences of {site.seq} tokens need as many learned positions; the model has {rows} ({table.at})\n"
                 f"a seq of up to {rows} would work"
             )
         where = zigzag(site.seq, layout.cp, site.grid.cp)

@@ -9,7 +9,7 @@ from attrs import field, frozen
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megaloom.dsl import Graph, MoE, UserError
+from megaloom.dsl import Graph, MoE, Unembed, UserError
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
 
 from .grid import Grid
@@ -36,8 +36,20 @@ class Site:
 
 
 def survey(graph: Graph, layout: Layout, workload: Workload, grid: Grid) -> Site:
-    """The site of a model under a layout."""
+    """The site of a model under a layout. Raises UserError for a model that the runtime cannot train."""
+    trainable(graph)
     return Site(grid, configure(graph, layout, workload), workload.seq)
+
+
+def trainable(graph: Graph) -> None:
+    """Check that a model goes from one input of tokens to the logits of the next. Raises UserError."""
+    inputs = [n.name for n in graph.nodes if n.input]
+    last = graph.nodes[graph.index[graph.outputs[0]]]
+    if len(inputs) != 1 or len(graph.outputs) != 1 or not isinstance(last.op, Unembed):
+        raise UserError(
+            f"{graph.name} goes from {', '.join(inputs) or 'nothing'} to {', '.join(graph.outputs)}\n"
+            "the runtime trains models of next tokens: ids() in front, one output, and that an Unembed"
+        )
 
 
 def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any]:

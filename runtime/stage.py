@@ -75,13 +75,18 @@ class Stage(MegatronModule):
         finalize_model_grads."""
         if self.tie is None:
             return
-        embed, unembed = (self.modules_of[_key(n)] if _key(n) in self.modules_of else None for n in self.tie)
+        embed, unembed = (self._module(n) for n in self.tie)
         if embed is not None and unembed is not None:
             unembed.weight = embed.weight
         elif self.grid.layout.pp > 1 and (embed is not None or unembed is not None):
             weight = (embed or unembed).weight  # type: ignore[union-attr]
             weight.shared_embedding = True
             weight.shared = unembed is not None  # a copy is not counted in the gradient's norm
+
+    def _module(self, node: Node) -> nn.Module | None:
+        """A node's module, if the node is on this stage."""
+        key = _key(node)
+        return self.modules_of[key] if key in self.modules_of else None  # noqa: SIM401 (a ModuleDict has no get)
 
     def set_input_tensor(self, tensors: Any) -> None:
         """What the stage before sent; the schedules give a list of one."""
@@ -90,8 +95,8 @@ class Stage(MegatronModule):
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The tied weight, on the stages that hold it."""
         for n in self.tie or ():
-            if _key(n) in self.modules_of:
-                return self.modules_of[_key(n)].weight
+            if module := self._module(n):
+                return module.weight
         return None
 
     def placed(self) -> Iterator[tuple[Node, nn.Module]]:
@@ -161,7 +166,7 @@ class Stage(MegatronModule):
 
     def _borrows(self, node: Node) -> bool:
         """Whether a node's weight is the embedding's on this same stage."""
-        return self.tie is not None and node is self.tie[1] and _key(self.tie[0]) in self.modules_of
+        return self.tie is not None and node is self.tie[1] and self._module(self.tie[0]) is not None
 
     def _logits_state(self, node: Node, module: nn.Module, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
         """The table of the logits: padded by layout, and when tied a replica of the embedding's."""

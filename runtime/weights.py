@@ -33,7 +33,6 @@ from megaloom.dsl import (
 
 from .grid import Grid
 
-
 Draw = Callable[[Slot, int | None], Tensor]  # the full weight of a slot, or of one copy of it
 Parameters = dict[str, Tensor]
 
