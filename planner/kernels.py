@@ -1,7 +1,7 @@
 """Seconds of one piece of work on one device: a roofline, with an efficiency that depends on the shape.
 
-Protocol: `seconds` prices one forward and one backward pass of a `Work` of the model's facts on a device. A
-kernel takes the longest of three: its arithmetic, its memory traffic, its launch.
+Protocol: `seconds` prices one forward and one backward pass of a `Work` of the model's facts on a device. A kernel
+takes the longest of three: its arithmetic, its memory traffic, its launch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ def seconds(work: Work, device: Device, precision: Precision) -> Seconds:
     """Seconds of one forward and one backward pass of this work."""
     traffic = work.elements * NBYTES[precision] / (device.bandwidth * device.bandwidth_efficiency)
     peak = device.flops[precision] * device.sustained
-    launch = device.launch_seconds
     if work.kind == "dot":
         fast = peak * device.flops_efficiency
         m, n, k = work.m, work.n, work.k
@@ -63,16 +62,19 @@ def seconds(work: Work, device: Device, precision: Precision) -> Seconds:
             (work.dgrad, fill(m, k, n, work.count, device)),
             (work.wgrad, fill(k, n, m, work.count, device)),
         ]
-        forward, *back = (max(flops / (fast * share), traffic, launch) if flops else 0.0 for flops, share in products)
-        return Seconds(forward, sum(back))
+        took = [kernel(max(flops / (fast * share), traffic), device) if flops else 0.0 for flops, share in products]
+        return Seconds(took[0], took[1] + took[2])
     if work.kind == "attend":
         fast = peak * device.attend_efficiency * reach(work.n, work.k)
-        return Seconds(
-            max(work.flops / fast, traffic, launch),
-            max(ATTEND_BACKWARD * work.flops / fast, BACKWARD_TRAFFIC * traffic, launch),
-        )
+        back = max(ATTEND_BACKWARD * work.flops / fast, BACKWARD_TRAFFIC * traffic)
+        return Seconds(kernel(max(work.flops / fast, traffic), device), kernel(back, device))
     passes = PASSES.get(work.kind, 1)
-    return Seconds(passes * max(traffic, launch), passes * max(BACKWARD_TRAFFIC * traffic, launch))
+    return Seconds(passes * kernel(traffic, device), passes * kernel(BACKWARD_TRAFFIC * traffic, device))
+
+
+def kernel(busy: float, device: Device) -> float:
+    """Seconds of a kernel that is busy so long. Its launch is hidden, unless the device is the host itself."""
+    return busy + device.launch_seconds if device.units == 1 else max(busy, device.launch_seconds)
 
 
 def fill(m: int, n: int, k: int, count: int, device: Device) -> float:
