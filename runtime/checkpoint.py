@@ -15,6 +15,8 @@ import re
 import shutil
 import warnings
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,7 +120,7 @@ def read(folder: Path) -> Checkpoint:
 def save(engine: Stateful, run: Path, note: Note) -> Path:
     """Save all ranks' state and `note` as run/step-…, then drop all but the last KEEP. Every rank calls it.
 
-    A rank that fails leaves at most a .tmp folder, which the next save clears away.
+    CheckpointError if it cannot be written; then at most a .tmp folder is left, which the next save clears away.
     """
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
@@ -128,45 +130,55 @@ def save(engine: Stateful, run: Path, note: Note) -> Path:
     folder = run / f"step-{note.step:06d}"
     aside = folder.with_name(f"{folder.name}.tmp")
     first = dist.get_rank() == 0
-    if first:
-        for left in run.glob("step-*.tmp"):
-            shutil.rmtree(left)
-        aside.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(engine.sharded_state(), str(aside), Writer())
-    dist.barrier()
-    files = {name: File((aside / name).stat().st_size, crc32) for name, crc32 in _checksums(aside).items()}
-    if first:
-        _publish(aside, folder, evolve(note, files=files))
-        for old in folders(run)[:-KEEP]:
-            left = old.rename(old.with_name(f"{old.name}.tmp"))  # never a half of a checkpoint under its own name
-            shutil.rmtree(left)
-    dist.barrier()
+    with _telling(lambda cause: f"step {note.step} cannot be saved in {run}: {cause}\n{_left(run)}"):
+        if first:
+            for left in run.glob("step-*.tmp"):
+                shutil.rmtree(left)
+            aside.mkdir(parents=True)
+        dist.barrier()
+        dist_checkpointing.save(engine.sharded_state(), str(aside), Writer())
+        dist.barrier()
+        files = {name: File((aside / name).stat().st_size, crc32) for name, crc32 in _checksums(aside).items()}
+        if first:
+            _publish(aside, folder, evolve(note, files=files))
+            for old in folders(run)[:-KEEP]:
+                left = old.rename(old.with_name(f"{old.name}.tmp"))  # never a half of a checkpoint under its own name
+                shutil.rmtree(left)
+        dist.barrier()
     return folder
 
 
 def load(engine: Stateful, checkpoint: Checkpoint) -> None:
-    """Load a checkpoint, saved under whatever layout, into the engine's own. Every rank calls it."""
-    from megatron.core import dist_checkpointing
-    from torch.distributed.checkpoint.api import CheckpointException
+    """Load a checkpoint, saved under whatever layout, into the engine's own. Every rank calls it.
 
-    found = _checksums(checkpoint.folder)
-    for name, file in checkpoint.note.files.items():
-        if found.get(name) != file.crc32:
-            raise CheckpointError(
-                _damaged(checkpoint.folder, f"is damaged: the bytes of {name} are not what was saved")
-            )
-    place = engine.sharded_state(loading=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning)  # megatron-core calls torch by an old name
-            state = dist_checkpointing.load(place, str(checkpoint.folder))
-    except (Exception, CheckpointException) as error:  # broken files raise anything; torch's own is no Exception
-        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
-        cause, *_ = [*causes, error]
-        said = f"{type(cause).__name__}: {cause}".partition(". ")[0].splitlines()[0]
-        raise CheckpointError(_damaged(checkpoint.folder, f"cannot be loaded: {said}")) from error
+    CheckpointError if its bytes are not those that were saved, or are not what this engine has.
+    """
+    from megatron.core import dist_checkpointing
+
+    folder = checkpoint.folder
+    with _telling(lambda cause: _damaged(folder, f"cannot be loaded: {cause}")), warnings.catch_warnings():
+        found = _checksums(folder)
+        for name, file in checkpoint.note.files.items():
+            if found.get(name) != file.crc32:
+                raise CheckpointError(_damaged(folder, f"is damaged: the bytes of {name} are not what was saved"))
+        warnings.filterwarnings("ignore", category=FutureWarning)  # megatron-core calls torch by an old name
+        state = dist_checkpointing.load(engine.sharded_state(loading=True), str(folder))
     engine.load_state(state)
+
+
+@contextmanager
+def _telling(message: Callable[[str], str]) -> Iterator[None]:
+    """Failures of torch's and megatron-core's checkpoints, and of the disk, as CheckpointError."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException  # what failed on any rank; it is no Exception
+
+    try:
+        yield
+    except (CheckpointException, CheckpointingException, OSError) as error:
+        failed = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
+        cause, *_ = [*failed, error]
+        said = f"{type(cause).__name__}: {cause}".partition(". ")[0].splitlines()[0]
+        raise CheckpointError(message(said)) from error
 
 
 def _checksums(folder: Path) -> dict[str, int]:
@@ -214,6 +226,14 @@ def folders(run: Path) -> list[Path]:
 
 def _has_size(path: Path, nbytes: int) -> bool:
     return path.is_file() and path.stat().st_size == nbytes
+
+
+def _left(run: Path) -> str:
+    """What there still is of a run."""
+    there = folders(run)
+    return (
+        f"{there[-1]} is whole; make room, and the same command goes on from it" if there else "nothing was saved yet"
+    )
 
 
 def _damaged(folder: Path, what: str) -> str:

@@ -39,7 +39,7 @@ app["--help"].group = "Parameters"
 app.command(planning, name="plan")
 
 MAIN = "stdlib-gpt"
-SEQ, BATCH = 128, 64
+SEQ, BATCH = 128, 32
 STDLIB = "stdlib"
 RECIPE = Recipe()
 
@@ -71,7 +71,7 @@ def train(
     seq
         Tokens a sequence. [default: 128]
     batch
-        Sequences a step, over all devices. [default: 64]
+        Sequences a step, over all devices. [default: 32]
     precision
         What activations and matrix products are computed in. [default: bf16 on GPUs, fp32 without]
     devices
@@ -185,8 +185,8 @@ def _devices(count: int | None) -> str:
     if launch.inside():
         launch.join(count)
         count = dist.get_world_size()
-    elif count is not None and device.gpus() and count > device.gpus():
-        raise UserError(f"--devices {count}: this machine has {device.gpus()}")
+    elif count is not None:
+        launch.check(count)
     name = device.cluster_here()
     return name if count is None else f"{count}x{name.partition('x')[2]}"
 

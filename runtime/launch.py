@@ -42,6 +42,9 @@ from .rank import Failure, Place, Returned
 GRACE = 2.0
 """Seconds that ranks get to end by themselves: to tell of the real error, or to leave the terminal in order."""
 
+PER_CORE = 16
+"""Ranks that a core may have to itself where there are no GPUs: a rehearsal is slow, but must not bury the machine."""
+
 
 class RankError(RuntimeError):
     """A rank failed: which one, and the text of its traceback, or how its process ended."""
@@ -69,7 +72,7 @@ def run(
     `grace`: seconds from a first SIGINT or SIGTERM, which ranks get as SIGTERM, to their end; a second one ends them
     at once. Raises the first real error of any rank: its UserError, or else a RankError.
     """
-    _check(world)
+    check(world)
     if not device.gpus():
         device.prepare()  # here, once: forked ranks have it already
     job = pickle.dumps((entry, args))
@@ -96,11 +99,15 @@ def run(
             store = None  # noqa: F841 # else an error's traceback would keep it, and its thread, for the next fork
 
 
-def _check(world: int) -> None:
+def check(world: int) -> None:
+    """Nothing, if this process can start that many ranks here. UserError otherwise."""
+    most = PER_CORE * len(os.sched_getaffinity(0))
     if world < 1:
         raise UserError(f"cannot start {world} ranks; 1 or more would work")
     if device.gpus() and world > device.gpus():
         raise UserError(f"{world} ranks need a GPU each, and this machine has {device.gpus()}: plan for those")
+    if not device.gpus() and world > most:
+        raise UserError(f"{world} ranks are too many for this machine, which has no GPU: plan for at most {most}")
     if inside():
         raise UserError("already one of many ranks (RANK is set), where no more are started; unset RANK to start some")
 

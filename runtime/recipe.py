@@ -27,7 +27,7 @@ class Recipe:
 
     steps: int = field(default=300, validator=_within(1, 1e9))
     """Optimizer steps in all, with those before a resume."""
-    lr: float = field(default=2e-3, validator=_within(1e-12, 1e3))
+    lr: float = field(default=3e-3, validator=_within(1e-12, 1e3))
     """The highest learning rate."""
     min_lr: float = field(default=1e-4, validator=_within(0, 1e3))
     """The last learning rate."""

@@ -97,7 +97,11 @@ def train(
 
     def prepared() -> Run:
         fitting(plan)
-        folder.mkdir(parents=True, exist_ok=True)
+        for name, every in (("save-every", save_every), ("evaluate-every", evaluate_every)):
+            if every < 1:
+                raise UserError(f"{name} {every}: give at least 1 step")
+        if not launch.inside():
+            launch.check(plan.layout.world)
         checkpoint.latest(folder, fingerprint=plan.fingerprint)  # refuse a foreign or damaged one before the work
         corpus = data.gather(source, folder / "data")
         for text in (corpus.train, corpus.held_out):
@@ -280,15 +284,20 @@ def _tensor(text: Tokens, i: int, seq: int, seed: int) -> torch.Tensor:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """No two runs in one folder: the second is refused. The claim ends with the process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
+    """No two runs in one folder: the second is refused. The claim ends with the process. UserError also if the folder
+    cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(
+            f"cannot write in {folder}: {error.strerror}\ngive --out a folder that can be written"
+        ) from None
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(
-                f"another run is training in {folder}\nwait for its end, or give --out another folder"
-            ) from None
+            raise UserError(f"another run is training in {folder}\nwait for its end, or give --out another") from None
         yield
 
 

@@ -75,6 +75,8 @@ def compare(
     """
     model, _ = find(plan.model)
     check(plan, model)
+    if steps < 1:
+        raise UserError(f"{steps} steps compare nothing: give at least 1")
     if reference is None and plan.layout.world > 1 and (drawn := dropout(model)):
         raise UserError(
             f"{drawn} draws at random, and differently on each layout: there is nothing to compare\n"
