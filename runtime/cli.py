@@ -89,9 +89,6 @@ def train(
     folder = out or Path("runs") / plan.model.rpartition(":")[2].replace("_", "-")
     options = {"data": data, "out": out, **asked, **asdict(recipe), "steps": 2 * recipe.steps}
 
-    from . import device
-
-    device.prepare()
     from .show import summary
     from .train import train as run
 
@@ -101,6 +98,8 @@ def train(
         return _fail(f"stopped; {_left(folder)}", 130)
     except SystemExit as stop:  # the signals that end a process
         return _fail(f"stopped; {_left(folder)}", int(stop.code or 0))
+    if done.stopped:  # as one of many ranks, where the signal was not for this process alone
+        return _fail(f"stopped; {_left(folder)}", 143)
     _print(summary(done, plan), f"\nto go on: {_command(model, options)}")
     return 0
 
@@ -120,14 +119,10 @@ def verify(plan: Path, /, *, steps: int = 3, seed: int = 1234) -> int:
     """
     from megaloom.planner.plan import load
 
-    asked = load(plan)
-
-    from . import device
-
-    device.prepare()
     from .show import comparison
     from .verify import compare
 
+    asked = load(plan)
     found = compare(asked, steps=steps, seed=seed)
     _print(comparison(found, asked))
     return 0 if found.passed else 1

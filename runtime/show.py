@@ -38,11 +38,13 @@ def summary(done: Summary, plan: Plan) -> RenderableType:
     steps = f"{done.step:,}" + (f" (resumed from {done.resumed:,})" if done.resumed else "")
     rows = [("steps", steps)]
     if done.step_seconds and done.train_loss is not None:
-        rate = plan.workload.tokens / done.step_seconds
+        told, rate = plan.predicted, plan.workload.tokens / done.step_seconds / plan.layout.world
+        mfu = told.mfu * told.step_seconds / done.step_seconds  # the same FLOPs in another time
         rows += [
             ("tokens", f"{done.tokens:,} in {clock(done.seconds)}"),
-            ("speed", f"{rate:,.0f} tokens/s, {rate / plan.layout.world:,.0f} a device"),
-            ("step", f"{done.step_seconds:.3f} s (predicted {plan.predicted.step_seconds:.3f} s)"),
+            ("step", f"{done.step_seconds:.3f} s (predicted {told.step_seconds:.3f} s)"),
+            ("tokens/s/device", f"{rate:,.0f} (predicted {told.tokens_per_second_per_device:,.0f})"),
+            ("MFU", f"{mfu:.1%} (predicted {told.mfu:.1%})"),
             ("training loss", f"{done.train_loss:.3f} nats a byte, over the last steps"),
         ]
     if done.held_out_loss is not None:

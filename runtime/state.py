@@ -93,12 +93,11 @@ def _tensors(optimizer: MegatronOptimizer, master: Tensor) -> tuple[Tensor, ...]
     return (master, *(state[name] for name in MOMENTS))
 
 
-def steps(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
-    """Every place where an optimizer counts its steps under "step": torch's Adam by parameter, fused ones by group."""
+def _counters(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
+    """Where an optimizer may count its steps, under "step": torch's Adam for each parameter, fused ones for a group."""
     for one in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
-        for place in (*one.optimizer.param_groups, *one.optimizer.state.values()):
-            if "step" in place:
-                yield place
+        yield from one.optimizer.param_groups
+        yield from one.optimizer.state.values()
 
 
 @torch.no_grad()
@@ -116,7 +115,7 @@ def sharded(model: dict[str, Any], optimizer: MegatronOptimizer, *, loading: boo
         state["model"][name] = _as(model[name], master, "")
         for kind, moment in zip(MOMENTS, moments, strict=True):
             state[kind][name] = _as(model[name], moment, f"{kind}.")
-    state["steps"] = max((int(place["step"]) for place in steps(optimizer)), default=0)
+    state["steps"] = max((int(counter.get("step", 0)) for counter in _counters(optimizer)), default=0)
     return state
 
 
@@ -133,6 +132,6 @@ def restore(state: dict[str, Any], model: dict[str, Any], optimizer: MegatronOpt
     for one in held(optimizer):
         name = named[id(one.param)]
         one.take((state["model"][name], *(state[kind][name] for kind in MOMENTS)))
-    for place in steps(optimizer):
-        count = state["steps"]
-        place["step"] = torch.full_like(place["step"], count) if isinstance(place["step"], Tensor) else count
+    for counter in _counters(optimizer):
+        kept, count = counter.get("step"), state["steps"]
+        counter["step"] = torch.full_like(kept, count) if isinstance(kept, Tensor) else count

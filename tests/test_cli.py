@@ -65,6 +65,8 @@ def test_train_shows_plan_progress_and_summary(done: tuple[Path, str]) -> None:
     assert re.search(r"held-out loss +\d\.\d{3} nats a byte, \d\.\d{3} bits", shown)
     assert re.search(r"unigram entropy +\d\.\d{3} nats", shown)
     assert re.search(r"step +0\.\d{3} s \(predicted \d\.\d{3} s\)", shown)
+    assert re.search(r"tokens/s/device +[\d,]+ \(predicted [\d,]+\)", shown)
+    assert re.search(r"MFU +\d+\.\d% \(predicted \d+\.\d%\)", shown)
     assert re.search(r"peak memory +\d+\.\d MiB \(predicted \d+\.\d\)", shown)
     assert "checkpoint       runs/byte-llama/step-000006" in shown
     assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1

@@ -10,10 +10,10 @@ from attrs import evolve
 from megaloom.dsl.errors import UserError
 from megaloom.planner.layout import Layout
 from megaloom.planner.plan import PlanError
+from megaloom.runtime import Recipe, Summary, train
 from megaloom.runtime.checkpoint import CheckpointError
 from megaloom.runtime.metrics import Journal, clock
-from megaloom.runtime.recipe import Recipe
-from megaloom.runtime.train import Summary, claimed, train
+from megaloom.runtime.train import claimed
 
 RECIPE = Recipe(steps=6, lr=1e-2, warmup=2)
 
