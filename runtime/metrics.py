@@ -17,6 +17,7 @@ from typing import IO
 from attrs import frozen
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 LINE_SECONDS = 5.0  # between lines in a pipe
 WINDOW = 20  # steps over which speed is averaged
@@ -64,6 +65,8 @@ def _lines(path: Path) -> Iterator[str]:
 class Display:
     """Where a run shows how it goes. In a pipe: the first step, the last, and one every few seconds between."""
 
+    wide = True  # room for all figures
+
     def __init__(self, console: Console, *, steps: int, step_tokens: int) -> None:
         self.console, self.steps, self.step_tokens = console, steps, step_tokens
         self.start, self.last = time.monotonic(), -math.inf
@@ -73,13 +76,16 @@ class Display:
         """One more step is done."""
         self.seconds.append(step.seconds)
         mean = sum(self.seconds) / len(self.seconds)
-        note = "  skipped" if step.skipped else ""
-        figures = (
-            f"loss {step.loss:.4f}{note}  grad norm {step.grad_norm:.2f}  lr {step.lr:.1e}  "
-            f"{self.step_tokens / mean:,.0f} tokens/s"
-        )
-        elapsed, left = time.monotonic() - self.start, (self.steps - step.step) * mean
-        self.show(step.step, f"{figures}  {clock(elapsed)} elapsed  {clock(left)} left")
+        left = (self.steps - step.step) * mean
+        figures = [
+            f"loss {step.loss:.4f}" + ("  skipped" if step.skipped else ""),
+            f"{self.step_tokens / mean:,.0f} tokens/s",
+            f"{clock(time.monotonic() - self.start)} elapsed",
+            f"{clock(left)} left",
+        ]
+        if self.wide:
+            figures += [f"grad norm {step.grad_norm:.2f}", f"lr {step.lr:.1e}"]
+        self.show(step.step, "  ".join(figures))
 
     def show(self, step: int, line: str) -> None:
         """Show one step's line, if it is time."""
@@ -98,7 +104,7 @@ class Live(Display):
 
     def __init__(self, console: Console, progress: Progress, *, steps: int, step_tokens: int, done: int) -> None:
         super().__init__(console, steps=steps, step_tokens=step_tokens)
-        self.progress = progress
+        self.progress, self.wide = progress, console.width >= 120
         self.task = progress.add_task("", total=steps, completed=done, line="")
 
     def show(self, step: int, line: str) -> None:
@@ -113,12 +119,12 @@ def display(console: Console, *, steps: int, done: int, step_tokens: int) -> Ite
         yield Display(console, steps=steps, step_tokens=step_tokens)
         return
     columns = (
-        TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[line]}", markup=False),
+        TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[line]}", markup=False, table_column=Column(no_wrap=True)),
     )
-    # No refreshing thread: this process forks while it saves, and a child would inherit the locks it held.
-    with Progress(*columns, console=console, auto_refresh=False) as progress:
+    # Drawn at each step, and by no thread of its own: that would take time from training.
+    with Progress(*columns, console=console, auto_refresh=False, expand=True) as progress:
         yield Live(console, progress, steps=steps, step_tokens=step_tokens, done=done)
 
 
