@@ -1,9 +1,9 @@
 """The state of training in a form that no layout, precision or kind of optimizer changes.
 
 A checkpoint has three fp32 tensors for each parameter, cut as the parameter is: its master value under its name, and
-Adam's two moments under `exp_avg.` and `exp_avg_sq.` and its name; beside them the number of steps. megatron-core's
-optimizers keep these in three ways (the parameter itself in fp32, a master copy in bf16, a run of either's elements
-where they are divided over data-parallel ranks), and their own formats for them cannot be loaded into each other.
+Adam's two moments under `exp_avg.` and `exp_avg_sq.` and its name. megatron-core's optimizers keep these in three ways
+(the parameter itself in fp32, a master copy in bf16, a run of either's elements where they are divided over the
+data-parallel ranks), and their own formats for them cannot be loaded into each other.
 """
 
 from __future__ import annotations
@@ -115,7 +115,6 @@ def sharded(model: dict[str, Any], optimizer: MegatronOptimizer, *, loading: boo
         state["model"][name] = _as(model[name], master, "")
         for kind, moment in zip(MOMENTS, moments, strict=True):
             state[kind][name] = _as(model[name], moment, f"{kind}.")
-    state["steps"] = max((int(counter.get("step", 0)) for counter in _counters(optimizer)), default=0)
     return state
 
 
@@ -126,12 +125,12 @@ def _as(entry: Any, data: Tensor, prefix: str) -> Any:
 
 
 @torch.no_grad()
-def restore(state: dict[str, Any], model: dict[str, Any], optimizer: MegatronOptimizer) -> None:
-    """Take over the masters, moments and steps that `sharded` made room for; the model's own values are not touched."""
+def restore(state: dict[str, Any], model: dict[str, Any], optimizer: MegatronOptimizer, *, steps: int) -> None:
+    """Take over what `sharded` made room for, after so many steps. The model's own values are not touched."""
     named = {id(entry.data): name for name, entry in model.items()}
     for one in held(optimizer):
         name = named[id(one.param)]
         one.take((state["model"][name], *(state[kind][name] for kind in MOMENTS)))
     for counter in _counters(optimizer):
-        kept, count = counter.get("step"), state["steps"]
-        counter["step"] = torch.full_like(kept, count) if isinstance(kept, Tensor) else count
+        kept = counter.get("step")
+        counter["step"] = torch.full_like(kept, steps) if isinstance(kept, Tensor) else steps

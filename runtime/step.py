@@ -164,9 +164,9 @@ class Engine:
         """Go on from what `sharded_state(loading=True)` was filled with."""
         for stage in self.stages:
             stage.load(loaded["model"])
-        state.restore(loaded, self._parameters(), self.optimizer)
-        self.scheduler.step(loaded["steps"] - self.scheduler.num_steps)
         self.done = loaded["done"]
+        state.restore(loaded, self._parameters(), self.optimizer, steps=self.done)
+        self.scheduler.step(self.done - self.scheduler.num_steps)
 
     def _parameters(self) -> dict[str, Any]:
         """This rank's shares of the model's parameters, by name."""

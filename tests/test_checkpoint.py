@@ -194,9 +194,13 @@ def test_a_save_without_room_leaves_the_earlier_ones(run: Path) -> None:
 
 def cramped(run: Path) -> None:
     """On each rank: a save, the second rank being unable to write more than some bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-    checkpoint.save(Table(1), run, note(30))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        checkpoint.save(Table(1), run, note(30))
+    finally:  # it has yet to write what became of it
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 TP2, DIVIDED = Layout(tp=2, sequence_parallel=True), Layout(dp=2, distributed_optimizer=True)
