@@ -124,7 +124,7 @@ def _silence() -> None:
     """Warnings that nobody could act upon; each is met by everyone who trains with megatron-core 0.16.1."""
     for category, message in (
         (UserWarning, "(Transformer Engine and )?Apex (is|are) not installed"),  # both are optional
-        (UserWarning, "full scope is deprecated"),  # TransformerConfig, of its own default
+        (UserWarning, r"barrier\(\): using the device under current context"),  # which is the rank's own: see `rank`
         (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf"),  # the distributed optimizer's shards
         (FutureWarning, "`load_state_dict` is deprecated"),  # by torch, in dist_checkpointing
         (DeprecationWarning, "The following imports from `dynamic_context.py`"),  # one of its own imports

@@ -10,6 +10,7 @@ import ctypes
 import datetime
 import faulthandler
 import io
+import multiprocessing.util
 import os
 import pickle
 import re
@@ -93,6 +94,8 @@ def main(place: Place, job: bytes) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
         _flush()
+        # What libraries hold under a name, such as semaphores, which would be reported as leaked.
+        multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
         os._exit(status)  # `launch` sees to what this process may have started
 
 

@@ -15,7 +15,6 @@ import torch
 from attrs import frozen
 from megatron.core import tensor_parallel
 from megatron.core.enums import ModelType
-from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sharded_state_dict_default
@@ -26,7 +25,7 @@ from megaloom.dsl import Embed, Graph, Node, Unembed, UserError
 from megaloom.planner.layout import Recompute
 from megaloom.planner.plan import Stage as Chunk
 
-from . import build, device
+from . import build
 from .site import Site
 
 
@@ -116,15 +115,8 @@ class Stage(MegatronModule):
         out = values[self.writes[0]]
         if not self.post_process:
             return out
-        loss = self._cross_entropy(out, labels.transpose(0, 1).contiguous())
+        loss = vocab_parallel_cross_entropy(out.float(), labels.transpose(0, 1).contiguous())
         return loss.transpose(0, 1).contiguous()
-
-    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each token in fp32, [seq, batch], from logits that are split over the vocabulary."""
-        if device.backend() == "nccl" and logits.dtype is torch.bfloat16:
-            # Compiled, and its gradient is bf16 whatever the logits are.
-            return fused_vocab_parallel_cross_entropy(logits, labels, self.grid.groups.tp)
-        return vocab_parallel_cross_entropy(logits.float(), labels)
 
     def _run(self, segment: Segment, values: dict[str, Tensor]) -> None:
         def run(*given: Tensor) -> tuple[Tensor, ...] | Tensor:

@@ -104,7 +104,7 @@ def test_recompute_frees_what_it_computes_again() -> None:
 
 
 # Llama-3-70B's layer twelve times on 8 B200, bf16, sequences of 4096, micro-batch 1, nothing recomputed: GiB that torch
-# had allocated at most (SimuMax v1.2, in shared/data/published_runs.jsonl: simumax-001 to -012, -038).
+# had allocated at most (SimuMax v1.2, its published B200 runs).
 ALLOCATED: list[tuple[dict[str, Any], int, float]] = [
     ({"dp": 4, "pp": 2}, 4096, 66.55),
     ({"dp": 4, "tp": 2, "sequence_parallel": True}, 4096, 60.68),
