@@ -89,9 +89,10 @@ def train(
     folder = out or Path("runs") / plan.model.rpartition(":")[2].replace("_", "-")
     options = {"data": data, "out": out, **asked, **asdict(recipe), "steps": 2 * recipe.steps}
 
-    from .show import summary
+    from .show import planned, summary
     from .train import train as run
 
+    _print(planned(plan))
     try:
         done = run(plan, recipe, folder=folder, source=data, save_every=save_every, evaluate_every=evaluate_every)
     except KeyboardInterrupt:
@@ -138,9 +139,11 @@ def _left(folder: Path) -> str:
 
 def _given(path: str, asked: Mapping[str, Any]) -> Plan:
     """The plan of a file, which nothing is left to say about."""
-    from megaloom.planner.plan import load
+    from megaloom.dsl.find import find
+    from megaloom.planner.plan import check, load
 
     plan = load(path)
+    check(plan, find(plan.model)[0])
     if asked:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in asked)
         raise UserError(
@@ -150,7 +153,7 @@ def _given(path: str, asked: Mapping[str, Any]) -> Plan:
 
 
 def _planned(model: str, load: Mapping[str, Any], fixed: Fixed) -> Plan:
-    """The best plan of a model for the devices at hand, shown with its reasons."""
+    """The best plan of a model for the devices at hand."""
     from megaloom.dsl.find import find
     from megaloom.planner.cluster import cluster
     from megaloom.planner.search import plan as search
@@ -158,7 +161,6 @@ def _planned(model: str, load: Mapping[str, Any], fixed: Fixed) -> Plan:
     declared, ref = find(model)
 
     from . import device
-    from .show import planned
 
     workload = Workload(
         seq=SEQ if load["seq"] is None else load["seq"],
@@ -166,9 +168,7 @@ def _planned(model: str, load: Mapping[str, Any], fixed: Fixed) -> Plan:
         precision=load["precision"] or (Precision.BF16 if device.gpus() else Precision.FP32),
     )
     chosen = {name: value for name, value in asdict(fixed, recurse=False).items() if value is not None}
-    found = search(declared, cluster(_devices(load["devices"])), workload, ref=ref, fixed=chosen)
-    _print(planned(found.best, declared))
-    return found.best
+    return search(declared, cluster(_devices(load["devices"])), workload, ref=ref, fixed=chosen).best
 
 
 def _devices(count: int | None) -> str:
@@ -199,7 +199,7 @@ def _print(*parts: RenderableType) -> None:
 
 def _command(model: str, options: Mapping[str, Any]) -> str:
     """The command line that says these options, those that are not as usual."""
-    usual = {"data": STDLIB, "steps": None, **asdict(RECIPE)} | {"steps": None}
+    usual = {**asdict(RECIPE), "data": STDLIB, "steps": None}
     said = [part for name, value in options.items() if value != usual.get(name) for part in _flag(name, value)]
     program = "megaloom" if shutil.which("megaloom") else os.path.relpath(sys.argv[0])
     return shlex.join([program, "train", *([] if model == MAIN else [model]), *said])

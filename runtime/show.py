@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megaloom.dsl.facts import params
-from megaloom.dsl.graph import Model
+from megaloom.dsl.find import find
 from megaloom.planner.explain import fullest, layout_table, prediction_table, unit
 from megaloom.planner.plan import Plan
 
@@ -20,8 +20,9 @@ from .train import Summary
 from .verify import Comparison
 
 
-def planned(plan: Plan, model: Model) -> RenderableType:
+def planned(plan: Plan) -> RenderableType:
     """A plan before it runs: layout, predictions, reasons."""
+    model, _ = find(plan.model)
     return Group(
         Text(f"{model.name}: {params(model):,} parameters on {plan.cluster}\n"),
         layout_table(plan),

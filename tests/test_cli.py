@@ -256,6 +256,13 @@ def test_plan_is_a_command_of_it(say: Callable[..., str], tmp_path: Path, capsys
     assert load(tmp_path / "p.json").layout.world == 2
 
 
+def test_what_verify_cannot_compare(say: Callable[..., str], tmp_path: Path) -> None:
+    path = str(tmp_path / "p.json")
+    assert main(["plan", f"{MODELS}:tiny_gpt_dropout", "--gpus", "2xCPU", "--seq", "32", "-o", path]) == 0
+    assert "draws at random, and differently on each layout" in say("verify", path)
+    assert "0 steps compare nothing" in say("verify", path, "--steps", 0)
+
+
 def test_help_is_quick_and_loads_no_torch(tmp_path: Path) -> None:
     program = "import sys; from megaloom.runtime.cli import main; main(['train', '-h']); print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True, cwd=tmp_path)
