@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import queue
 import re
 import sys
 import warnings
@@ -102,7 +101,6 @@ def prepare() -> None:
             torch.compile = compile_
         shim.finish()
     _without_transformer_engine()
-    _without_a_manager()
 
 
 def _uncompiled(function: Any = None, **kwargs: Any) -> Any:
@@ -134,55 +132,8 @@ def _silence() -> None:
 
 
 def _without_transformer_engine() -> None:
-    """Three places of megatron-core 0.16.1 that fail on any device if Transformer Engine is missing."""
-    from megatron.core.optimizer import distrib_optimizer
+    """A place of megatron-core 0.16.1 that fails on any device if Transformer Engine is missing."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # moe_utils.py:1192 asks whether it is None, having never set it
-    if not distrib_optimizer.HAVE_APEX_OR_TE:
-        _load_with_torch_adam(distrib_optimizer.DistributedOptimizer)
-
-
-def _load_with_torch_adam(cls: Any) -> None:
-    """torch's Adam keeps its count of steps among the tensors of each parameter; the distributed optimizer
-    loses sight of that when it loads (distrib_optimizer.py:642, 819, 947)."""
-    state_dict, load_state_dict = cls.state_dict, cls.load_state_dict
-
-    def with_states(self: Any) -> Any:
-        """Before the first step there are no states, and it asks for their one count of steps: make them."""
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                if not self.optimizer.state[param]:
-                    zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-                    self.optimizer.state[param].update(step=torch.tensor(0.0), **zeros)
-        if not self.optimizer.state:  # this rank's share is nothing but padding
-            self.optimizer.state["no parameter"] = {"step": torch.tensor(0.0)}
-        return state_dict(self)
-
-    def with_own_steps(self: Any, state: Any) -> None:
-        """It hands one tensor to all parameters, and each of them would count it up."""
-        load_state_dict(self, state)
-        for of_param in self.optimizer.state.values():
-            of_param["step"] = of_param["step"].clone()
-
-    def copy_tensors(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
-        """The parameter is a leaf, and the count of steps is not among `tensors`."""
-        group, index = self.model_param_group_index_map[model_param]
-        param = self.optimizer.param_groups[group]["params"][index]
-        with torch.no_grad():
-            for name, target in {"param": param, **self.optimizer.state[param]}.items():
-                if name != "step":
-                    target.copy_(tensors[name])
-
-    cls.state_dict, cls.load_state_dict = with_states, with_own_steps
-    cls._set_main_param_and_optimizer_states = copy_tensors
-
-
-def _without_a_manager() -> None:
-    """A checkpoint's results pass from a rank to itself: megatron-core starts a process in each rank to hold them
-    meanwhile (filesystem_async.py:51), which takes seconds and a third of a GB, and outlives a rank that is killed."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    results: queue.Queue[Any] = queue.Queue()
-    filesystem_async._get_write_results_queue = lambda: results
