@@ -123,6 +123,7 @@ def _silence() -> None:
     for category, message in (
         (UserWarning, "(Transformer Engine and )?Apex (is|are) not installed"),  # both are optional
         (UserWarning, r"barrier\(\): using the device under current context"),  # which is the rank's own: see `rank`
+        (UserWarning, "If you are using transformer_engine"),  # of selective recompute; we are not
         (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf"),  # the distributed optimizer's shards
         (FutureWarning, "`load_state_dict` is deprecated"),  # by torch, in dist_checkpointing
         (DeprecationWarning, "The following imports from `dynamic_context.py`"),  # one of its own imports

@@ -3,7 +3,9 @@
 The rows are printed at the end of the tests.
 """
 
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from attrs import evolve
 
 from megaloom.dsl import graph
 from megaloom.dsl.find import find
-from megaloom.planner.layout import Layout, Recompute
+from megaloom.planner import violations
+from megaloom.planner.cluster import cluster
+from megaloom.planner.layout import Layout, Precision, Recompute, Workload
 from megaloom.planner.plan import Plan
 from megaloom.runtime import verify
 
@@ -69,6 +73,37 @@ def test_a_layout_computes_what_one_process_computes(row: str, plan_of: Any, mea
     assert found.tolerance == 1e-5
     assert found.passed, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
     assert len(set(found.planned.losses)) == 3  # the three steps trained: a constant would compare equal to itself
+
+
+def drawn(seed: int) -> tuple[str, Layout]:
+    """A legal layout of 4 or 8 processes for one of the models, any axes mixed."""
+    source = random.Random(seed)
+    while True:
+        name = source.choice(["tiny_gpt", "deep_llama", "tiny_mixtral"])
+        layout = Layout(
+            dp=source.choice([1, 2]),
+            tp=source.choice([1, 2, 4]),
+            pp=source.choice([1, 2, 4]),
+            vpp=source.choice([1, 2]),
+            cp=source.choice([1, 2]),
+            ep=source.choice([1, 2]),
+            etp=source.choice([1, 2]),
+            sequence_parallel=source.choice([False, True]),
+            micro_batch=source.choice([1, 2]),
+            recompute=source.choice(list(Recompute)),
+            distributed_optimizer=source.choice([False, True]),
+        )
+        model, _ = find(f"{Path(__file__).with_name('models.py')}:{name}")
+        load = Workload(seq=32, batch=8, precision=Precision.FP32)
+        if layout.world in (4, 8) and not violations(layout, graph(model), load, cluster(f"{layout.world}xCPU")):
+            return name, layout
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_axes_mix(seed: int, plan_of: Any, measured: Any) -> None:
+    name, layout = drawn(seed)
+    found = measured(name, f"{layout}", plan_of(name, layout, batch=8))
+    assert found.passed, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
 
 
 def test_uneven_stages_compute_what_one_process_computes(plan_of: Any, measured: Any) -> None:
