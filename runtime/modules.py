@@ -121,10 +121,10 @@ class Drop(nn.Module):
 
 
 class Sum(nn.Module):
-    """The residual's addition."""
+    """The residual's addition, of two or more."""
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + y
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return sum(others, start=x)
 
 
 class SelfAttention(attention.SelfAttention):

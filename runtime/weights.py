@@ -73,8 +73,9 @@ def _(op: Op, w: Weights) -> Parameters:
 @parameters.register(Positions)
 @parameters.register(Unembed)
 def _(op: Embed | Positions | Unembed, w: Weights) -> Parameters:
-    (name,) = w.slots
-    return {"weight": w(name)}
+    """A row for each token or position, whichever dim the table was declared with first."""
+    ((name, slot),) = w.slots.items()
+    return {"weight": w(name) if slot.dims[-1].name == "embed" else w(name).T}
 
 
 @parameters.register
@@ -143,7 +144,7 @@ def of_node(node: Node, draw: Draw, grid: Grid) -> Parameters:
 def fill(module: nn.Module, full: Parameters, grid: Grid) -> None:
     """Give each of a module's parameters this rank's share of its full value."""
     own = dict(module.named_parameters())
-    assert own.keys() <= full.keys(), f"{type(module).__name__} has {own.keys()}, the layer {full.keys()}"
+    assert own.keys() == full.keys(), f"{type(module).__name__} has {own.keys()}, the layer {full.keys()}"
     for name, p in own.items():
         expert = "local_experts" in name
         rank, size = (grid.etp, grid.layout.etp) if expert else (grid.tp, grid.layout.tp)

@@ -1,0 +1,119 @@
+"""What the runtime cannot train is refused by name, with what would work."""
+
+import re
+
+import pytest
+from attrs import frozen
+
+from megaloom.dsl import (
+    MLP,
+    Dim,
+    Embed,
+    Layer,
+    Model,
+    MoE,
+    Positions,
+    RMSNorm,
+    SwiGLU,
+    Unembed,
+    UserError,
+    Value,
+    graph,
+    ids,
+    model,
+    repeat,
+    weight,
+)
+from megaloom.planner.layout import Layout, Precision, Recompute, Workload
+from megaloom.planner.plan import Stage as Chunk
+from megaloom.runtime import launch
+
+SEQ = 32
+VOCAB, D = Dim("vocab", 64), Dim("embed", 16)
+WTE, HEAD, WPE = weight("wte", VOCAB, D), weight("head", VOCAB, D), weight("wpe", Dim("position", SEQ), D)
+
+
+@frozen
+class Mystery(Layer):
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return x
+
+
+def lm(*layers: Layer) -> Model:
+    x = ids() >> Embed(WTE)
+    for layer in layers:
+        x = x >> layer
+    return model("lm", x >> Unembed(HEAD))
+
+
+def added(by: Value) -> Model:
+    return model("lm", (ids() >> Embed(WTE)) + by >> Unembed(HEAD))
+
+
+def twice() -> Model:
+    x = ids() >> Embed(WTE)
+    return model("lm", x * (x >> RMSNorm()) >> Unembed(HEAD))
+
+
+REFUSED = {
+    "a layer of one's own": (lm(Mystery()), r"no torch module is registered for Mystery\(\) \(.*test_build.py:\d+\)\n"),
+    "an expert of experts": (
+        lm(MoE(MoE(SwiGLU(8), experts=2, top_k=1), experts=2, top_k=1)),
+        r"no torch module is registered for MoE\(.*\) as an expert \(.*test_build.py:\d+\)\nan expert can be SwiGLU or",
+    ),
+    "an expert with biases": (
+        lm(MoE(MLP(8, bias=True), experts=2, top_k=1)),
+        r"an expert with biases \(MLP\(.*test_build.py:\d+\) cannot be trained: leave them out",
+    ),
+    "a product between layers": (twice(), "between layers the runtime can add, not mul: put it into a layer"),
+    "a weight between layers": (
+        added(weight("offset", D)),
+        r"the weight 'add.0.offset' \(.*test_build.py:\d+\) is used outside of any layer\nthe runtime trains",
+    ),
+    "positions shared by blocks": (
+        lm(repeat(2, Positions(WPE))),
+        "weight 'wpe' is shared by positions.0, positions.1\nthe runtime can tie one Embed with one Unembed",
+    ),
+    "too few positions": (
+        lm(Positions(weight("wpe", Dim("position", 8), D))),
+        r"sequences of 32 tokens need as many learned positions; the model has 8 \(.*\)\na seq of up to 8 would work",
+    ),
+    "no logits": (
+        model("lm", ids() >> Embed(WTE) >> RMSNorm()),
+        r"lm goes from tokens to rms_norm.0\nthe runtime trains models of next tokens: ids\(\) in front",
+    ),
+    "two outputs": (
+        model("lm", *(ids() >> Embed(WTE) >> Unembed(table) for table in (WTE, HEAD))),
+        "lm goes from tokens, tokens to unembed.0, unembed.1\n",
+    ),
+}
+
+
+def messages() -> dict[str, str]:
+    """On the only rank: what is said of each model."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from megaloom.runtime.grid import lay
+    from megaloom.runtime.site import survey
+    from megaloom.runtime.stage import Stage
+
+    layout, load = Layout(), Workload(seq=SEQ, batch=2, precision=Precision.FP32)
+    grid, said = lay(layout), {}
+    model_parallel_cuda_manual_seed(0)
+    for what, (refused, _) in REFUSED.items():
+        g = graph(refused)
+        whole = Chunk(rank=0, chunk=0, start=0, stop=len(g.nodes), params=0, forward_seconds=0.0, backward_seconds=0.0)
+        with pytest.raises(UserError) as raised:
+            Stage(g, whole, survey(g, layout, load, grid), Recompute.NONE)
+        said[what] = str(raised.value)
+    return said
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    return launch.run(messages, (), 1, timeout=60)[0]
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_model_that_cannot_be_trained_is_refused(what: str, said: dict[str, str]) -> None:
+    assert re.match(REFUSED[what][1], said[what])
