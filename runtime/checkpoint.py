@@ -39,8 +39,6 @@ class CheckpointError(UserError):
 class Stateful(Protocol):
     """What has a state over all ranks, under names that do not depend on the layout."""
 
-    done: int  # optimizer steps
-
     def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
         """This rank's shards; `loading`: as a place to load into."""
 

@@ -31,7 +31,6 @@ class Step:
     loss: float  # nats a token
     grad_norm: float
     lr: float
-    skipped: bool
     tokens: int  # consumed, from the run's start
     seconds: float
 
@@ -78,7 +77,7 @@ class Display:
         mean = sum(self.seconds) / len(self.seconds)
         left = (self.steps - step.step) * mean
         figures = [
-            f"loss {step.loss:.4f}" + ("  skipped" if step.skipped else ""),
+            f"loss {step.loss:.4f}",
             f"{self.step_tokens / mean:,.0f} tokens/s",
             f"{clock(time.monotonic() - self.start)} elapsed",
             f"{clock(left)} left",

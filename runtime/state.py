@@ -56,7 +56,7 @@ class Held:
 
 def held(optimizer: MegatronOptimizer) -> Iterator[Held]:
     """Each trained parameter, in the same order on all ranks that hold a part of it."""
-    for one in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+    for one in _each(optimizer):
         if isinstance(one, DistributedOptimizer):
             yield from _divided(one)
             continue
@@ -67,6 +67,11 @@ def held(optimizer: MegatronOptimizer) -> Iterator[Held]:
             pairs += [(p, p) for group in one.fp32_from_fp32_groups for p in group]
         for param, master in pairs:
             yield Held(param, _tensors(one, master), 0, param.numel(), None)
+
+
+def _each(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that one is made of: experts have their own."""
+    return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def _divided(optimizer: DistributedOptimizer) -> Iterator[Held]:
@@ -95,7 +100,7 @@ def _tensors(optimizer: MegatronOptimizer, master: Tensor) -> tuple[Tensor, ...]
 
 def _counters(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
     """Where an optimizer may count its steps, under "step": torch's Adam for each parameter, fused ones for a group."""
-    for one in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+    for one in _each(optimizer):
         yield from one.optimizer.param_groups
         yield from one.optimizer.state.values()
 

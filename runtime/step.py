@@ -9,6 +9,7 @@ import resource
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from attrs import define, frozen
@@ -40,7 +41,6 @@ class StepResult:
     loss: float  # mean over the tokens of the global batch, nats
     grad_norm: float  # before clipping
     lr: float
-    skipped: bool  # the gradient was not finite
 
 
 @define(eq=False)
@@ -54,7 +54,11 @@ class Engine:
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    done: int = 0  # optimizer steps
+
+    @property
+    def done(self) -> int:
+        """Optimizer steps so far."""
+        return int(self.scheduler.num_steps)
 
     @classmethod
     def build(cls, plan: Plan, model: Model, recipe: Recipe) -> Engine:
@@ -92,11 +96,9 @@ class Engine:
         self.optimizer.zero_grad()
         loss = self._run(batch, forward_only=False)
         lr = self.optimizer.param_groups[0]["lr"]
-        ok, norm, _ = self.optimizer.step()
-        if ok:
-            self.scheduler.step(1)
-        self.done += 1
-        return StepResult(loss, float(norm), float(lr), not ok)
+        _, norm, _ = self.optimizer.step()
+        self.scheduler.step(1)
+        return StepResult(loss, float(norm), float(lr))
 
     def evaluate(self, batch: Batch, count: int) -> float:
         """The mean loss of a token over `count` global batches, nats; batch(i) for i up to count · global batch."""
@@ -145,10 +147,14 @@ class Engine:
         return chunk(**next(feed)), reduce
 
     def _seed_dropout(self) -> None:
-        """Dropout is drawn anew for each step from its number, so that a resumed run draws what it would have."""
+        """Dropout is drawn anew for each step from its number, so that a resumed run draws what it would have.
+
+        Ranks of one tensor-parallel group begin with one seed: what all of them hold is masked alike. What each holds
+        for itself is drawn under megatron-core's tracker, which adds their rank.
+        """
         place = (self.done, self.grid.dp, self.grid.cp, self.grid.pp)
-        seed = hash((self.recipe.seed, *place)) % 2**31  # of whole numbers: the same in every process
-        tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        (seed,) = np.random.SeedSequence((self.recipe.seed, *place)).generate_state(1)
+        tensor_parallel.model_parallel_cuda_manual_seed(int(seed), force_reset_rng=True)
 
     @property
     def stages(self) -> list[Stage]:
@@ -164,9 +170,8 @@ class Engine:
         """Go on from what `sharded_state(loading=True)` was filled with."""
         for stage in self.stages:
             stage.load(loaded["model"])
-        self.done = loaded["done"]
-        state.restore(loaded, self._parameters(), self.optimizer, steps=self.done)
-        self.scheduler.step(self.done - self.scheduler.num_steps)
+        state.restore(loaded, self._parameters(), self.optimizer, steps=loaded["done"])
+        self.scheduler.step(loaded["done"] - self.done)
 
     def _parameters(self) -> dict[str, Any]:
         """This rank's shares of the model's parameters, by name."""
@@ -175,7 +180,7 @@ class Engine:
 
     def peak_memory(self) -> int:
         """The most memory this rank has held, in bytes: on a GPU what torch allocated, else the whole process's."""
-        if device.backend() == "nccl":
+        if device.gpus():
             return int(torch.cuda.max_memory_allocated())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

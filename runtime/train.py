@@ -164,14 +164,18 @@ class Loop:
     journal: Journal
     shown: Display
     caught: list[int]  # signals
-    samples: int = field(init=False)  # consumed
+    samples: int = field(init=False)  # consumed, of training text
     saved: Path | None = field(init=False)
     steps: list[Step] = field(factory=list, init=False)
     start: float = field(factory=time.monotonic, init=False)
 
-    def __attrs_post_init__(self) -> None:
-        self.samples = self.found.note.samples if self.found else 0
-        self.saved = self.found.folder if self.found else None
+    @samples.default
+    def _samples(self) -> int:
+        return self.found.note.samples if self.found else 0
+
+    @saved.default
+    def _saved(self) -> Path | None:
+        return self.found.folder if self.found else None
 
     def go(self) -> Summary:
         """Train, evaluating and saving on the way; stop early on a signal."""
@@ -207,15 +211,7 @@ class Loop:
         result = self.engine.step(lambda i: _tensor(text, first + i, load.seq, self.run.recipe.seed))
         seconds = time.monotonic() - begun
         self.samples += load.batch
-        step = Step(
-            step=self.engine.done,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=result.lr,
-            skipped=result.skipped,
-            tokens=self.samples * load.seq,
-            seconds=seconds,
-        )
+        step = Step(step=self.engine.done, **asdict(result), tokens=self.samples * load.seq, seconds=seconds)
         if not math.isfinite(step.loss + step.grad_norm):
             raise UserError(
                 f"step {step.step}: the loss is {step.loss} and the gradient norm {step.grad_norm}, no longer finite\n"

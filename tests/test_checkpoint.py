@@ -211,12 +211,13 @@ RESHARDINGS = {
     "TP4 with fewer KV heads to one process": ("tiny_llama", evolve(TP2, tp=4), Layout()),
     "experts, EP2 with a divided optimizer to one process": ("tiny_mixtral", evolve(DIVIDED, ep=2), Layout()),
     "experts, one process to EP2 PP2": ("tiny_mixtral", Layout(), Layout(dp=2, ep=2, pp=2)),
+    "dropout, to the same layout": ("tiny_gpt_dropout", TP2, TP2),
 }
 
 
 @pytest.mark.parametrize("case", RESHARDINGS)
 def test_training_goes_on_under_another_layout(case: str, plan_of, tmp_path: Path) -> None:
-    """Weights, both moments of the optimizer, its count of steps and the learning rate: all of it came along."""
+    """Weights, both moments of the optimizer, its count of steps, the learning rate, what dropout draws: all came."""
     name, before, after = RESHARDINGS[case]
     straight = launch.run(trained, (plan_of(name, before), tmp_path, 0, 4), before.world, timeout=90)[0]
     resumed = launch.run(trained, (plan_of(name, after), tmp_path, 2, 4), after.world, timeout=90)[0]
