@@ -176,9 +176,10 @@ def _devices(count: int | None) -> str:
     import torch.distributed as dist
 
     from . import device, launch
+    from .join import inside, join
 
-    if launch.inside():
-        launch.join(count)
+    if inside():
+        join(count)
         count = dist.get_world_size()
     elif count is not None:
         launch.check(count)

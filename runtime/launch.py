@@ -1,4 +1,4 @@
-"""One process a device: start ranks on this machine, or join those that torchrun or srun started.
+"""One process a device: start ranks on this machine. `join` is for those that torchrun or srun started.
 
 `run` is the whole life of a group of ranks. They are forked from this process on CPU (megatron-core is imported
 once, here) and spawned where there are GPUs; each calls the entry and leaves its outcome in a file (see `rank`).
@@ -18,7 +18,6 @@ import itertools
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import socket
 import tempfile
@@ -37,6 +36,7 @@ from attrs import define, field
 from megaloom.dsl.errors import UserError
 
 from . import device, rank
+from .join import inside
 from .rank import Failure, Place, Returned
 
 GRACE = 2.0
@@ -288,63 +288,3 @@ def _ending(code: int) -> str:
     if code == -signal.SIGKILL:
         return died + ": often the kernel, out of memory; a smaller micro-batch or more recomputation needs less"
     return died
-
-
-# --------------------------------------------------------------------------------------- under torchrun or srun
-def inside() -> bool:
-    """Whether this process is already one of many, started by torchrun or srun: then `join`, don't `run`."""
-    return "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
-
-
-def join(world: int | None = None) -> None:
-    """Initialise torch.distributed as the environment says; UserError if that is incomplete or not of `world` ranks."""
-    names = _from_slurm() if "RANK" not in os.environ else {}
-    missing = [name for name in TORCHRUN if name not in os.environ and name not in names]
-    if missing:
-        raise UserError(
-            f"started as one of many ranks, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set\n"
-            "start with torchrun or srun, or unset RANK to let this process start the ranks itself"
-        )
-    os.environ.update(names)
-    number, size, local = (_integer(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    if world is not None and size != world:
-        raise UserError(f"the plan is for {world} ranks, and {size} were started; start {world}, or plan for {size}")
-    device.prepare()
-    if not dist.is_initialized():
-        rank.initialise(number, size, _own_gpu(local), None)
-
-
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""The variables that torchrun sets and torch.distributed reads."""
-
-
-def _integer(name: str) -> int:
-    try:
-        return int(os.environ[name])
-    except ValueError:
-        raise UserError(f"{name}={os.environ[name]!r} in the environment is no number") from None
-
-
-def _own_gpu(local: int) -> int:
-    """The index of this rank's GPU; 0 where each rank is shown only its own, as srun --gpus-per-task does."""
-    if local < device.gpus() or not device.gpus():
-        return local
-    if device.gpus() == 1:
-        return 0
-    raise UserError(f"local rank {local} has no GPU, of {device.gpus()} here; start at most {device.gpus()} a node")
-
-
-def _from_slurm() -> dict[str, str]:
-    """torchrun's variables from srun's; the first node of the step is the meeting point, unless one is named."""
-    given = {torchrun: os.environ[slurm] for torchrun, slurm in SLURM.items() if slurm in os.environ}
-    first = re.match(r"([^\[,]+)(?:\[(\d+))?", os.environ.get("SLURM_STEP_NODELIST", ""))
-    if first:
-        given.setdefault("MASTER_ADDR", os.environ.get("MASTER_ADDR", "".join(first.groups(""))))
-    if "SLURM_JOB_ID" in os.environ:  # the same on all nodes, another for each job
-        port = 20000 + int(os.environ["SLURM_JOB_ID"]) % 20000
-        given.setdefault("MASTER_PORT", os.environ.get("MASTER_PORT", str(port)))
-    return given
-
-
-SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-"""srun's names for torchrun's."""

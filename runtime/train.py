@@ -32,6 +32,7 @@ from megaloom.planner.plan import save as save_plan
 from . import checkpoint, data, device, launch
 from .checkpoint import Checkpoint, Note
 from .data import Corpus, Tokens
+from .join import inside, join
 from .metrics import Display, Journal, Step, display
 from .recipe import Recipe
 
@@ -100,7 +101,7 @@ def train(
         for name, every in (("save-every", save_every), ("evaluate-every", evaluate_every)):
             if every < 1:
                 raise UserError(f"{name} {every}: give at least 1 step")
-        if not launch.inside():
+        if not inside():
             launch.check(plan.layout.world)
         checkpoint.latest(folder, fingerprint=plan.fingerprint)  # refuse a foreign or damaged one before the work
         corpus = data.gather(source, folder / "data")
@@ -116,8 +117,8 @@ def train(
             evaluate_every=evaluate_every,
         )
 
-    if launch.inside():
-        launch.join(plan.layout.world)
+    if inside():
+        join(plan.layout.world)
         with claimed(folder) if dist.get_rank() == 0 else nullcontext():
             return on_rank(_from_first(prepared))
     with claimed(folder):
@@ -315,7 +316,7 @@ def _from_first(make: Callable[[], Run]) -> Run:
 def _signals() -> Iterator[list[int]]:
     """The signals that ask this rank to stop, as they come; nothing is broken off."""
     caught: list[int] = []
-    numbers = (signal.SIGTERM, signal.SIGINT) if launch.inside() else (signal.SIGTERM,)
+    numbers = (signal.SIGTERM, signal.SIGINT) if inside() else (signal.SIGTERM,)
     before = {number: signal.signal(number, lambda number, frame: caught.append(number)) for number in numbers}
     try:
         yield caught
