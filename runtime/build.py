@@ -6,10 +6,9 @@ function for a layer's class makes that layer trainable; what makes up its param
 
 from __future__ import annotations
 
-from functools import partial, singledispatch
+from functools import singledispatch
 from typing import Any
 
-import torch.nn.functional as F
 from torch import nn
 
 from megaloom.dsl import (
@@ -30,15 +29,9 @@ from megaloom.dsl import (
 )
 
 from . import device, modules
+from .interpret import UNARY
 from .kernels import Norm
 from .site import Site
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-    "relu": F.relu,
-}
 
 
 @singledispatch
@@ -134,15 +127,19 @@ def feed_forward(op: Layer) -> dict[str, Any]:
 
 @feed_forward.register
 def _(op: MLP) -> dict[str, Any]:
-    act = ACTIVATIONS[op.act]
-    return {"ffn_hidden_size": op.ff, "activation_func": act, "gated_linear_unit": False, "add_bias_linear": op.bias}
+    return {
+        "ffn_hidden_size": op.ff,
+        "activation_func": UNARY[op.act],
+        "gated_linear_unit": False,
+        "add_bias_linear": op.bias,
+    }
 
 
 @feed_forward.register
 def _(op: SwiGLU) -> dict[str, Any]:
     return {
         "ffn_hidden_size": op.ff,
-        "activation_func": F.silu,
+        "activation_func": UNARY["silu"],
         "gated_linear_unit": True,
         "bias_activation_fusion": device.gpus() > 0,  # one kernel; compiled, so not on CPU
     }

@@ -49,11 +49,6 @@ class Grid:
         return int(self.groups.expt_tp.rank())
 
     @property
-    def first(self) -> bool:
-        """Whether this is the first pipeline rank."""
-        return self.pp == 0
-
-    @property
     def last(self) -> bool:
         """Whether this is the last pipeline rank."""
         return self.pp == self.layout.pp - 1

@@ -6,8 +6,8 @@ Every tensor carries its dims in the order of its `Value.shape`. Clarity comes b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import singledispatch
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce, singledispatch
 from string import ascii_letters
 
 import torch
@@ -40,6 +40,14 @@ from megaloom.dsl import (
     graph,
 )
 from megaloom.dsl.graph import primitives
+
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+}
+"""The functions of one argument that the dsl knows by name."""
 
 
 def interpret(model: Model, weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -118,18 +126,8 @@ def _(op: Pointwise, out: Value, *args: Tensor) -> Tensor:
         case "add":
             return sum(rest, start=x)
         case "mul":
-            for y in rest:
-                x = x * y
-            return x
-        case "gelu":
-            return F.gelu(x)
-        case "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
-        case "silu":
-            return F.silu(x)
-        case "relu":
-            return F.relu(x)
-    raise UserError(f"interpret has no meaning for the function {op.fn!r}")
+            return reduce(torch.mul, rest, x)
+    return UNARY[op.fn](x)
 
 
 @evaluate.register

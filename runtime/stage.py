@@ -7,7 +7,7 @@ crosses a cut is one tensor [seq, batch, embed].
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -75,12 +75,11 @@ class Stage(MegatronModule):
         if self.tie is None:
             return
         embed, unembed = (self._module(n) for n in self.tie)
-        if embed is not None and unembed is not None:
+        if embed and unembed:
             unembed.weight = embed.weight
-        elif self.grid.layout.pp > 1 and (embed is not None or unembed is not None):
-            weight = (embed or unembed).weight  # type: ignore[union-attr]
-            weight.shared_embedding = True
-            weight.shared = unembed is not None  # a copy is not counted in the gradient's norm
+        elif copy := embed or unembed:
+            copy.weight.shared_embedding = True
+            copy.weight.shared = copy is unembed  # counted once in the gradient's norm, on the embedding's stage
 
     def _module(self, node: Node) -> nn.Module | None:
         """A node's module, if the node is on this stage."""
@@ -111,28 +110,24 @@ class Stage(MegatronModule):
             # A view would keep what it is a view of from being freed.
             values[self.reads[0]] = make_viewless_tensor(self.received, requires_grad=True, keep_graph=True)
         for s in self.segments:
-            self._run(s, values)
+            run, given = partial(self._through, s), (values[name] for name in s.reads)
+            again = s.again and torch.is_grad_enabled()
+            written = tensor_parallel.checkpoint(run, False, *given) if again else run(*given)
+            values.update(zip(s.writes, written, strict=True))
         out = values[self.writes[0]]
         if not self.post_process:
             return out
         loss = vocab_parallel_cross_entropy(out.float(), labels.transpose(0, 1).contiguous())
         return loss.transpose(0, 1).contiguous()
 
-    def _run(self, segment: Segment, values: dict[str, Tensor]) -> None:
-        def run(*given: Tensor) -> tuple[Tensor, ...] | Tensor:
-            here = dict(zip(segment.reads, given, strict=True))
-            del given
-            for n, done in zip(segment.nodes, segment.done, strict=True):
-                here[n.name] = self.modules_of[_key(n)](*(here[i] for i in n.inputs))
-                for name in done:
-                    del here[name]
-            out = tuple(here[name] for name in segment.writes)
-            return out[0] if len(out) == 1 else out
-
-        given = tuple(values[name] for name in segment.reads)
-        again = segment.again and torch.is_grad_enabled()
-        made = tensor_parallel.checkpoint(run, False, *given) if again else run(*given)
-        values.update(zip(segment.writes, made if isinstance(made, tuple) else (made,), strict=True))
+    def _through(self, segment: Segment, *given: Tensor) -> tuple[Tensor, ...]:
+        """What a segment writes, from what it reads."""
+        values = dict(zip(segment.reads, given, strict=True))
+        for n, done in zip(segment.nodes, segment.done, strict=True):
+            values[n.name] = self.modules_of[_key(n)](*(values[name] for name in n.inputs))
+            for name in done:
+                del values[name]
+        return tuple(values[name] for name in segment.writes)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -248,9 +248,7 @@ def trained(plan: Plan, run: Path, start: int, stop: int) -> list[tuple[float, f
 
 @pytest.mark.parametrize("to", [Precision.FP32, Precision.BF16])
 def test_bf16_masters_and_moments_come_along_to_the_bit(to: Precision, plan_of, tmp_path: Path) -> None:
-    before, after = plan_of("tiny_gpt", DIVIDED), plan_of("tiny_gpt", TP2)
-    before = evolve(before, workload=evolve(before.workload, precision=Precision.BF16))
-    after = evolve(after, workload=evolve(after.workload, precision=to))
+    before, after = plan_of("tiny_gpt", DIVIDED, precision="bf16"), plan_of("tiny_gpt", TP2, precision=to)
     launch.run(trained, (before, tmp_path / "a", 0, 2), 2, timeout=90)
     launch.run(copied, (after, tmp_path / "a", tmp_path / "b"), 2, timeout=90)
     names, different = launch.run(differences, (tmp_path / "a", tmp_path / "b"), 1, timeout=60)[0]

@@ -75,6 +75,14 @@ def test_a_layout_computes_what_one_process_computes(row: str, plan_of: Any, mea
     assert len(set(found.planned.losses)) == 3  # the three steps trained: a constant would compare equal to itself
 
 
+@pytest.mark.parametrize("row", ["DP2 distributed optimizer", "TP2 SP PP2 tied", "CP2", "EP2"])
+def test_bf16_computes_the_same_but_for_rounding(row: str, plan_of: Any, measured: Any) -> None:
+    name, layout = LAYOUTS[row]
+    found = measured(name, f"{row}, bf16", plan_of(name, layout, precision="bf16"))
+    assert found.tolerance == 1e-2
+    assert found.passed, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
+
+
 def drawn(seed: int) -> tuple[str, Layout]:
     """A legal layout of 4 or 8 processes for one of the models, any axes mixed."""
     source = random.Random(seed)
