@@ -1,4 +1,4 @@
-"""The oracle: megatron-core's modules compute what the layers' own mathematics says, from the same initial weights."""
+"""The oracle: what megatron-core trains is what the declared mathematics and torch's AdamW make of the same start."""
 
 from typing import Any
 
@@ -15,7 +15,9 @@ from megaloom.runtime import Recipe, launch
 from megaloom.runtime.initial import initial
 from megaloom.runtime.interpret import interpret
 
-SEED, SEQ, BATCH, VOCAB = 7, 32, 4, 127
+SEQ, BATCH, VOCAB = 32, 4, 127
+RECIPE = Recipe(steps=3, seed=7, lr=3e-3, min_lr=3e-3, warmup=0)
+NOT_DECAYED = ("scale", "shift", "bias")  # how their names end
 TP2 = Layout(tp=2, sequence_parallel=True)
 
 
@@ -23,18 +25,34 @@ def sample(i: int) -> torch.Tensor:
     return torch.randint(VOCAB, (SEQ + 1,), generator=torch.Generator().manual_seed(i))
 
 
-def declared(plan: Plan) -> tuple[float, float]:
-    """The loss of the first batch by the layers' own mathematics, and the gradient's norm, balancing losses included."""
+def declared(plan: Plan) -> tuple[list[float], list[float]]:
+    """Losses by the layers' own mathematics, and norms of the gradients, balancing losses included."""
     m, _ = find(plan.model)
-    weights = {k: initial(s, SEED).requires_grad_() for k, s in graph(m).weights.items()}
-    x = torch.stack([sample(i) for i in range(BATCH)])
+    weights = {k: initial(s, RECIPE.seed).requires_grad_() for k, s in graph(m).weights.items()}
+    optimizer = adamw(weights)
     mixtures = [n for n in graph(m).nodes if isinstance(n.op, MoE)]
     watched = model(m.name, *m.outputs, *(n.value.args[0] for n in mixtures))
-    logits, *routed = interpret(watched, weights, {"tokens": x[:, :-1]})
-    loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
-    pairs = zip(mixtures, routed, strict=True)
-    (loss + sum(balancing(n.op, h @ weights[f"{n.name}.router"]) for n, h in pairs)).backward()
-    return loss.item(), torch.stack([w.grad.norm() for w in weights.values()]).norm().item()
+    losses, norms = [], []
+    for step in range(RECIPE.steps):
+        x = torch.stack([sample(step * BATCH + i) for i in range(BATCH)])
+        logits, *routed = interpret(watched, weights, {"tokens": x[:, :-1]})
+        loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+        pairs = zip(mixtures, routed, strict=True)
+        optimizer.zero_grad()
+        (loss + sum(balancing(n.op, h @ weights[f"{n.name}.router"]) for n, h in pairs)).backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(weights.values(), RECIPE.clip_grad).item())
+        optimizer.step()
+    return losses, norms
+
+
+def adamw(weights: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
+    """torch's own, as the recipe says."""
+    decayed, others = (
+        {"params": [w for k, w in weights.items() if k.endswith(NOT_DECAYED) is not decay], "weight_decay": amount}
+        for decay, amount in ((True, RECIPE.weight_decay), (False, 0.0))
+    )
+    return torch.optim.AdamW([decayed, others], RECIPE.lr, (RECIPE.beta1, RECIPE.beta2), RECIPE.eps)
 
 
 def balancing(op: MoE, scores: torch.Tensor) -> torch.Tensor:
@@ -46,12 +64,14 @@ def balancing(op: MoE, scores: torch.Tensor) -> torch.Tensor:
     return op.balance * op.experts * (chosen.mean(1) / op.top_k * scores.softmax(-1).mean(1)).sum(-1).mean()
 
 
-def trained(plan: Plan) -> tuple[float, float]:
-    """On each rank: the loss before the first step, and the first step's gradient norm."""
+def trained(plan: Plan) -> tuple[float, list[float], list[float]]:
+    """On each rank: the loss of the first batch before training on it, then losses and norms of the gradients."""
     from megaloom.runtime.step import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=1, seed=SEED, warmup=0))
-    return engine.evaluate(sample, 1), engine.step(sample).grad_norm
+    engine = Engine.build(plan, find(plan.model)[0], RECIPE)
+    before = engine.evaluate(sample, 1)
+    results = [engine.step(lambda i, k=k: sample(k * BATCH + i)) for k in range(RECIPE.steps)]
+    return before, [r.loss for r in results], [r.grad_norm for r in results]
 
 
 @pytest.mark.parametrize(
@@ -72,6 +92,10 @@ def trained(plan: Plan) -> tuple[float, float]:
 )
 def test_the_runtime_computes_the_declared_mathematics(name: str, layout: Layout, plan_of: Any) -> None:
     plan = plan_of(name, layout)
-    (loss, norm), got = declared(plan), launch.run(trained, (plan,), layout.world, timeout=60)[0]
-    assert got[0] == pytest.approx(loss, abs=1e-5)
-    assert got[1] == pytest.approx(norm, rel=1e-5)
+    before, losses, norms = launch.run(trained, (plan,), layout.world, timeout=60)[0]
+    expected, expected_norms = declared(plan)
+    assert before == pytest.approx(expected[0], abs=1e-5)
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    assert len(set(losses)) == RECIPE.steps
+    assert max(norms) > RECIPE.clip_grad  # so that it is clipped
