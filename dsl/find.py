@@ -97,8 +97,10 @@ def _pick(module: ModuleType, place: str, name: str) -> tuple[Model, str]:
             made = made()
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _failed(f"{place}:{name} fails", error, module.__file__) from error
+        if name in models and not isinstance(made, Model):
+            raise UserError(f"{place}:{name} says `-> Model`, and returns {made!r:.40}")
     if not isinstance(made, Model):
         raise UserError(f"{place} has no model {name!r}; it has {', '.join(models) or 'none'}")
     return made, f"{place}:{name}"
@@ -113,14 +115,15 @@ def _import(place: str, ref: str) -> ModuleType:
         raise UserError(f"cannot import {place!r} of {ref!r}: {error}\n{_known()}") from error
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed(f"cannot import {place!r} of {ref!r}", error) from error
 
 
-def _failed(what: str, error: Exception, file: str | None = None) -> UserError:
+def _failed(what: str, error: BaseException, file: str | None = None) -> UserError:
     """The error of a user's own code, with its last line (in `file`, if it got there)."""
     if isinstance(error, SyntaxError):
-        return UserError(f"{what}: SyntaxError: {error.msg}\n  at {short(f'{error.filename}:{error.lineno}')}")
+        at = f"\n  at {short(f'{error.filename}:{error.lineno}')}" if error.filename else ""  # null bytes have no line
+        return UserError(f"{what}: SyntaxError: {error.msg}{at}")
     frames = extract_tb(error.__traceback__)
     last = ([f for f in frames if f.filename == file] or frames)[-1]
     at = f"{last.filename}:{last.lineno}"
@@ -141,7 +144,7 @@ def _load(path: Path) -> ModuleType:
     except UserError:
         del sys.modules[name]
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _failed(f"cannot load {path}", error, module.__file__) from error
     return module

@@ -129,6 +129,8 @@ def test_a_name_that_is_no_model(write) -> None:
         assert message(f"models.py:{name}") == f"{path} has no model '{name}'; it has tiny, other"
     needs = "needs layers: a model's function has a default for each argument"
     assert message("models.py:sized") == f"{path}:sized {needs}"
+    path = write(ONE + "def five() -> Model: return 5\n", "wrong.py")
+    assert message("wrong.py:five") == f"{path}:five says `-> Model`, and returns 5"
 
 
 @pytest.mark.parametrize(
@@ -136,6 +138,8 @@ def test_a_name_that_is_no_model(write) -> None:
     [
         ("x = [\n", "cannot load wrong.py: SyntaxError: '[' was never closed\n  at wrong.py:1"),
         ("\nimport nowhere\n", "cannot load wrong.py: ModuleNotFoundError: No module named 'nowhere'\n  at wrong.py:2"),
+        ("x = 1\nraise SystemExit(3)\n", "cannot load wrong.py: SystemExit: 3\n  at wrong.py:2"),
+        ("x = '\0'\n", "cannot load wrong.py: SyntaxError: source code string cannot contain null bytes"),
         ("\n\nx = 1 / 0\n", "cannot load wrong.py: ZeroDivisionError: division by zero\n  at wrong.py:3"),
         (TINY + "ids() >> Embed(wte) >> repeat(0, RMSNorm())\n", "cannot repeat a layer 0 times: it takes a whole "
          "number of at least 1\n  at wrong.py:3"),
