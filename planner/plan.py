@@ -19,10 +19,11 @@ from cattrs import ClassValidationError, Converter, IterableValidationError, Ite
 from cattrs.gen import make_dict_structure_fn
 
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import Model, fingerprint
+from megaloom.dsl.graph import Model, fingerprint, graph
 
 from .cluster import Cluster
 from .layout import Layout, Workload
+from .rules import violations
 
 VERSION = 1
 
@@ -73,12 +74,21 @@ class Plan:
 
 
 def check(plan: Plan, model: Model) -> None:
-    """Nothing, when `model` is the one that was planned. Raises PlanError otherwise."""
+    """Nothing, when `model` is the one that was planned and can have such a plan. Raises PlanError otherwise."""
     found = fingerprint(model)
     if found != plan.fingerprint:
         raise PlanError(
             f"the plan is for another model: {plan.model} had fingerprint {plan.fingerprint}, "
             f"{model.name!r} has {found}\nit changed since; plan it again: {again(plan)}"
+        )
+    g = graph(model)
+    for wrong in violations(plan.layout, g, plan.workload, plan.cluster):
+        raise PlanError(f"the plan is not legal: {wrong}\nmend that, or plan it again: {again(plan)}")
+    inner = [stage.stop for stage in plan.stages[:-1]]
+    if plan.stages[-1].stop != len(g.nodes) or not {*inner} <= {*g.cuts}:
+        raise PlanError(
+            f"the plan's stages, nodes 0 to {', '.join(str(stage.stop) for stage in plan.stages)}, are no cut of the "
+            f"{len(g.nodes)} nodes of {plan.model}\nplan it again: {again(plan)}"
         )
 
 
@@ -116,8 +126,11 @@ def loads(text: str, where: str) -> Plan:
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the plan, whole or not at all. Raises UserError where it cannot be written."""
-    target = Path(path)
+    target = Path(os.path.realpath(path))  # what a link stands for, not the link
     try:
+        if Path(path).exists() and not target.is_file():  # such as /dev/stdout, which no file can take the place of
+            Path(path).write_text(dumps(plan), encoding="utf-8")
+            return
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
         ) as file:
@@ -132,7 +145,7 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
                 raise
     except OSError as error:
         raise UserError(
-            f"cannot write the plan to {target}: {error.strerror}\ngive another path, in a directory that exists"
+            f"cannot write the plan to {path}: {error.strerror}\ngive another path, in a directory that exists"
         ) from None
 
 

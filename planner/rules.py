@@ -20,6 +20,8 @@ from megaloom.dsl.splits import SPLITS, cut
 from .cluster import Cluster
 from .layout import Layout, Recompute, Workload
 
+MOST = 2**20  # sequences a step: more than any model was trained with, and few enough to replay them
+
 
 @frozen
 class Violation:
@@ -79,12 +81,12 @@ class Rule:
 def violations(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
     """Every rule that this layout breaks. When a degree is no degree at all, only those are looked at."""
     case = Case(layout, needs(graph), workload, cluster)
-    return _broken((POSITIVE,), case) or _broken(RULES, case)
+    return _broken(SENSE, case) or _broken(RULES, case)
 
 
 def senseless(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
-    """The rule without which no other can be asked: every degree and amount is at least 1."""
-    return _broken((POSITIVE,), Case(layout, needs(graph), workload, cluster))
+    """The rules without which no other can be asked: every degree and amount is at least 1, and plausible."""
+    return _broken(SENSE, Case(layout, needs(graph), workload, cluster))
 
 
 def _broken(rules: Iterable[Rule], case: Case) -> tuple[Violation, ...]:
@@ -140,6 +142,11 @@ def _positive(case: Case) -> Broken:
         if amount < 1:
             return f"{name} is {amount}: that is none at all", f"{name} is at least 1"
     return None
+
+
+def _plausible(case: Case) -> Broken:
+    batch = case.workload.batch
+    return (f"a batch of {batch} is not plausible", f"{MOST:,} sequences or less") if batch > MOST else None
 
 
 def _world(case: Case) -> Broken:
@@ -284,7 +291,10 @@ def _precision(case: Case) -> Broken:
     return None
 
 
-POSITIVE = Rule("positive", "Every degree, the micro-batch, the sequence and the batch are at least 1.", _positive)
+SENSE = (
+    Rule("positive", "Every degree, the micro-batch, the sequence and the batch are at least 1.", _positive),
+    Rule("plausible", "The batch is no larger than any that was ever trained on.", _plausible),
+)
 RULES = (
     Rule("world", "dp x tp x pp x cp is the number of devices.", _world),
     Rule("expert-grid", "etp x ep x pp divides the number of devices.", _expert_grid),

@@ -29,7 +29,7 @@ from megaloom.dsl.find import find
 from megaloom.dsl.graph import Graph, graph
 from megaloom.planner.cluster import cluster
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
-from megaloom.planner.rules import POSITIVE, RULES, divisors, violations
+from megaloom.planner.rules import RULES, SENSE, divisors, violations
 
 
 @cache
@@ -47,6 +47,7 @@ def broken(name: str, layout: Layout, seq: int = 1024, batch: int = 64, gpus: in
 CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, and what mends it
     ("gpt2", {"tp": 0}, {}, "positive", "tp is at least 1", {"tp": 1}),
     ("gpt2", {"micro_batch": -1}, {}, "positive", "micro_batch is at least 1", {"micro_batch": 1}),
+    ("gpt2", {}, {"batch": 10**9}, "plausible", "1,048,576 sequences or less", {}),
     ("gpt2", {"tp": 2}, {"gpus": 8}, "world", "dp 4 takes them all", {"dp": 4}),
     ("gpt2", {"pp": 3}, {"gpus": 8}, "world", "tp x pp x cp = 3 must divide 8: 2 or 4 would", {"pp": 4, "dp": 2}),
     ("gpt2", {"tp": 8}, {}, "tp-heads", "tp 6 or 12 would", {"tp": 6}),
@@ -86,7 +87,7 @@ def test_a_rule_refuses_and_its_fix_works(
 
 def test_every_rule_is_shown_to_refuse() -> None:
     elsewhere = {"tp-kv-heads", "tp-width", "recompute-blocks", "precision"}
-    assert {case[3] for case in CASES if case[3]} | elsewhere == {rule.id for rule in (POSITIVE, *RULES)}
+    assert {case[3] for case in CASES if case[3]} | elsewhere == {rule.id for rule in (*SENSE, *RULES)}
 
 
 def test_a_mended_batch_or_sequence_works() -> None:

@@ -89,7 +89,7 @@ def example() -> Plan:
         layout=Layout(pp=2, micro_batch=2),
         stages=tuple(
             Stage(
-                rank=i, chunk=0, start=30 * i, stop=30 + 30 * i, forward_seconds=1e-3, backward_seconds=2e-3, params=7
+                rank=i, chunk=0, start=30 * i, stop=30 + 47 * i, forward_seconds=1e-3, backward_seconds=2e-3, params=7
             )
             for i in range(2)
         ),
@@ -158,6 +158,38 @@ def test_another_model_is_refused() -> None:
     assert again(plan) in str(caught.value)
 
 
+def test_a_plan_that_was_edited_into_none_is_refused() -> None:
+    """What each field allows and the runtime would stumble over, or worse, train without a word."""
+    plan, (model, _) = example(), find("gpt2")
+    first, last = plan.stages
+    for edited, says in (
+        (evolve(plan, layout=evolve(plan.layout, micro_batch=3)), "a batch of 8 does not divide"),
+        (evolve(plan, layout=evolve(plan.layout, sequence_parallel=True)), "[sp-tp]"),
+        (evolve(plan, layout=evolve(plan.layout, vpp=2, pp=1, dp=2)), "[vpp-pp]"),
+        (evolve(plan, workload=evolve(plan.workload, seq=4096)), "longer than the 1024 learned positions"),
+        (evolve(plan, stages=(first, evolve(last, stop=75))), "nodes 0 to 30, 75, are no cut of the 77 nodes"),
+        (evolve(plan, stages=(evolve(first, stop=31), evolve(last, start=31))), "are no cut"),
+    ):
+        with pytest.raises(PlanError) as caught:
+            check(edited, model)
+        assert says in str(caught.value)
+        assert again(edited) in str(caught.value)
+
+
+def test_it_is_written_through_links_and_into_devices(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to("plan.json")
+    save(example(), tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert load(tmp_path / "plan.json") == example()
+    os.mkfifo(tmp_path / "pipe")
+    reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    save(example(), tmp_path / "pipe")
+    assert loads(os.read(reading, 1 << 16).decode(), "pipe") == example()
+    os.close(reading)
+    with pytest.raises(ValueError, match="Is a directory"):
+        save(example(), tmp_path)
+
+
 def test_the_package_exports_what_its_modules_define() -> None:
     """Also where a module has the name of a function."""
     import megaloom.planner
@@ -211,7 +243,7 @@ def broken(*path: str | int, value: Any) -> str:
         (broken("stages", value=[]), "stages are 0"),
         (broken("stages", 1, "params", value=None), "stages[1].params is refused: None where int is due"),
         (broken("stages", 1, "rank", value=0), "stages[1] is chunk 0 of rank 0"),
-        (broken("stages", 1, "start", value=31), "stages[1] is nodes 31 to 60"),
+        (broken("stages", 1, "start", value=31), "stages[1] is nodes 31 to 77"),
         (broken("reasons", value="because"), "reasons is refused: 'because' where a list is due"),
         (broken("predicted", "breakdown", "bubble", value="x"), "predicted.breakdown['bubble'] is refused: 'x' where"),
         (broken("predicted", "breakdown", value=[]), "predicted.breakdown is refused: [] where a table is due"),
