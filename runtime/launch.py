@@ -162,6 +162,8 @@ class Ranks:
         with _defaults(OMP_NUM_THREADS=threads, CUDA_DEVICE_MAX_CONNECTIONS=1), warnings.catch_warnings():
             # Python 3.12 warns of forking beside other threads: the one of ours only waits.
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+            # Held back until a rank has handlers of its own: those that it forks with would swallow them.
+            signal.pthread_sigmask(signal.SIG_BLOCK, rank.HEEDED)
             for number in range(self.world):
                 place = Place(number, self.world, port, str(self.folder), threads, os.getpid())
                 process = context.Process(target=rank.main, args=(place, job))
@@ -181,9 +183,10 @@ class Ranks:
         """Return when all have ended well; raise at the first failure, a signal or the deadline."""
         while self.running():
             if caught:
-                self.ask_to_end(grace, unless=lambda: len(caught) > 1)
-                if any(failure.user for failure in self.failures()):  # such as no room for what they wanted to save
-                    raise self.first_error()
+                # A rank that failed, or ended before it could save, leaves the others nothing to wait for.
+                self.ask_to_end(grace, unless=lambda: len(caught) > 1 or bool(self.failures()))
+                if self.failures() and isinstance(error := self.first_error(), UserError):
+                    raise error  # such as no room for what they wanted to save
                 raise KeyboardInterrupt if caught[0] == signal.SIGINT else SystemExit(128 + caught[0])
             if self.failures():
                 break

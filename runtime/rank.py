@@ -35,6 +35,9 @@ COLLECTIVE = datetime.timedelta(minutes=10)
 PARTING = datetime.timedelta(seconds=2)
 """How long a rank that is done stays for the others, whose last collectives may still read from it."""
 
+HEEDED = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals by which the parent asks something of a rank; they wait until it listens."""
+
 CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote process exited|socket (closed|timeout)"
     r"|failed to (recv|send)|communicator was aborted|ncclRemoteError|timed out|wait timeout",
@@ -122,6 +125,7 @@ def _listen(place: Place) -> None:
     stack = place.file("stack").open("w")
     faulthandler.enable(stack, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
     if place.rank == 0:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)  # in a pipe, too, progress is seen when it is made

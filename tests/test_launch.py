@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megaloom.dsl.errors import UserError
-from megaloom.runtime import device, launch
+from megaloom.runtime import device, launch, rank
 from megaloom.runtime.launch import RankError
 
 pytestmark = pytest.mark.timeout(60)
@@ -181,6 +181,32 @@ def test_no_rank_outlives_the_process_that_started_it(number, code, tmp_path):
     parent.join(20)
     assert parent.exitcode == code
     until(lambda: not any(map(alive, ranks)), 5)
+
+
+def start_late(folder):
+    """Ranks that take their time before they listen to signals."""
+    belong = rank._belong_to
+
+    def late(parent):
+        (folder / f"{os.getpid()}.pid").touch()
+        time.sleep(0.5)
+        belong(parent)
+
+    rank._belong_to = late
+    try:
+        launch.run(time.sleep, (30,), 2, grace=30)
+    except KeyboardInterrupt:
+        os._exit(130)
+
+
+def test_a_signal_in_the_midst_of_the_start_is_heeded(tmp_path):
+    device.prepare()
+    parent = multiprocessing.get_context("fork").Process(target=start_late, args=(tmp_path,))
+    parent.start()
+    until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 20)
+    os.kill(parent.pid, signal.SIGINT)
+    parent.join(20)
+    assert parent.exitcode == 130
 
 
 def start_a_sleeper(folder, then):
