@@ -117,7 +117,8 @@ def gather(source: str, folder: Path) -> Corpus:
         digest = _digest(root, names)
         counts = _known(folder / NOTE, digest) or _gather(root, names, folder, digest)
     except OSError as error:
-        raise UserError(f"data {source}: {error.strerror}: {error.filename}") from None
+        place = error.filename or f"{source}, or {folder}"  # a write that fails names no file
+        raise UserError(f"data {source}: {error.strerror}: {place}") from None
     return Corpus(source, digest, len(names), *(Tokens(folder / f"{part}.bin", counts[part]) for part in PARTS))
 
 
@@ -169,16 +170,21 @@ def _files(source: str) -> tuple[Path, list[str]]:
 
 
 def _walk(root: Path) -> Iterator[str]:
-    """Relative paths of the files under root, but for hidden ones."""
+    """Relative paths of the files under root, but for hidden ones and for what runs have written."""
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        if {"plan.json", "data"} <= {*files, *folders} and (Path(folder) / "data" / NOTE).exists():
+            folders.clear()  # a run's own folder, which grows while it trains
+            continue
         for name in files:
             if not name.startswith("."):
                 yield (Path(folder) / name).relative_to(root).as_posix()
 
 
 def _is_text(path: Path) -> bool:
-    """Git's rule: no zero byte among the first 8000. That byte is our separator."""
+    """Git's rule: no zero byte among the first 8000. That byte is our separator. A pipe or a device is no file."""
+    if not path.is_file():
+        return False
     with path.open("rb") as file:
         head = file.read(8000)
     return bool(head) and b"\0" not in head

@@ -131,6 +131,13 @@ def test_hidden_and_binary_files_are_no_text(library: Path, tmp_path: Path) -> N
     assert gather(str(library), tmp_path / "run").files == 40
 
 
+def test_what_runs_write_is_no_text(library: Path, tmp_path: Path) -> None:
+    first = gather(str(library), library / "runs" / "one" / "data")
+    (library / "runs" / "one" / "plan.json").write_text("{}")
+    again = gather(str(library), library / "runs" / "one" / "data")
+    assert (again.digest, again.files) == (first.digest, first.files)
+
+
 def test_the_standard_library_is_text_enough(tmp_path: Path) -> None:
     corpus = gather("stdlib", tmp_path)
     assert corpus.train.count > 10_000_000
