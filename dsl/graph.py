@@ -272,3 +272,12 @@ def one_output(m: Model) -> Node:
     if len(g.outputs) != 1:
         raise UserError(f"model {m.name!r} has {len(g.outputs)} outputs ({', '.join(g.outputs)}); one is needed here")
     return g.nodes[g.index[g.outputs[0]]]
+
+
+def vocabulary(m: Model) -> int:
+    """How many tokens the logits of a model tell apart. Raises UserError for a model that does not end in logits."""
+    last = one_output(m)
+    found = next((d.known for d in last.shape if d.name == "vocab"), None)
+    if found is None:
+        raise UserError(f"model {m.name!r} ends in {last.name} {last.shape}, and not in logits: end it with Unembed")
+    return found

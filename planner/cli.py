@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 from attrs import asdict, frozen
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Parameter
 
 from .layout import Precision, Recompute, Workload
 
@@ -24,12 +24,22 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .search import Found
 
+
+def whole(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse 1.5 for a whole number, which cyclopts would round."""
+    for argument in arguments:
+        for token in argument.tokens:
+            if argument.hint in (int, int | None) and "." in token.value:
+                raise CoercionError(argument=argument, token=token, target_type=int)
+
+
 app = App(
     name="plan",
     help="Find the best layout of a model over a cluster, say why, and write it as a plan that `megaloom train` runs.",
     version_flags=[],
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # `main` says so
+    config=whole,
 )
 app["--help"].group = "Parameters"
 
@@ -212,25 +222,49 @@ def _tell(found: Found, declared: Model, top: int, assumed: Sequence[str], targe
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code. Errors that the user can mend go to stderr, without a traceback."""
     try:
-        app(argv, exit_on_error=False, print_error=False, result_action="return_value")
-        sys.stdout.flush()
+        return written(lambda: app(argv, exit_on_error=False, print_error=False, result_action="return_value"))
     except CycloptsError as error:
         return _fail(f"{error}\n`plan --help` lists what can be given")
     except KeyboardInterrupt:
-        print("plan: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _fail("interrupted", 130)
     except ValueError as error:
         from megaloom.dsl.errors import UserError
 
         if not isinstance(error, UserError):
             raise
         return _fail(str(error))
-    return 0
 
 
-def _fail(message: str) -> int:
+def written(command: Callable[[], int | None]) -> int:
+    """A command's exit code, when all of its output is written. UserError where that cannot be.
+
+    0 if whoever reads it has seen enough. Without a stdout or stderr (`>&-`) nobody does.
+    """
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    try:
+        code = command() or 0
+        sys.stdout.flush()
+        return code
+    except SystemExit as stop:
+        if not isinstance(stop.__context__, BrokenPipeError):  # which rich has made of it
+            raise
+        return 0
+    except OSError as error:
+        if error.filename:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+        if isinstance(error, BrokenPipeError):
+            return 0
+        from megaloom.dsl.errors import UserError
+
+        raise UserError(f"cannot write the output: {error.strerror}") from None
+
+
+def _fail(message: str, code: int = 2) -> int:
     print(f"plan: {message}", file=sys.stderr)
-    return 2
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -128,7 +128,7 @@ def save(engine: Stateful, run: Path, note: Note) -> Path:
     folder = run / f"step-{note.step:06d}"
     aside = folder.with_name(f"{folder.name}.tmp")
     first = dist.get_rank() == 0
-    with _telling(lambda cause: f"step {note.step} cannot be saved in {run}: {cause}\n{_left(run)}"):
+    with _telling(lambda cause: f"step {note.step} cannot be saved in {run}: {cause}\n{remains(run)}"):
         if first:
             for left in run.glob("step-*.tmp"):
                 shutil.rmtree(left)
@@ -136,8 +136,9 @@ def save(engine: Stateful, run: Path, note: Note) -> Path:
         dist.barrier()
         dist_checkpointing.save(engine.sharded_state(), str(aside), Writer())
         dist.barrier()
-        files = {name: File((aside / name).stat().st_size, crc32) for name, crc32 in _checksums(aside).items()}
-        if first:
+        checksums = _checksums(aside)
+        if first:  # the others look no more: it may have been renamed by then
+            files = {name: File((aside / name).stat().st_size, crc32) for name, crc32 in checksums.items()}
             _publish(aside, folder, evolve(note, files=files))
             for old in folders(run)[:-KEEP]:
                 left = old.rename(old.with_name(f"{old.name}.tmp"))  # never a half of a checkpoint under its own name
@@ -226,7 +227,7 @@ def _has_size(path: Path, nbytes: int) -> bool:
     return path.is_file() and path.stat().st_size == nbytes
 
 
-def _left(run: Path) -> str:
+def remains(run: Path) -> str:
     """What there still is of a run."""
     there = folders(run)
     return (

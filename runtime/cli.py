@@ -18,7 +18,7 @@ from attrs import asdict
 from cyclopts import App, CycloptsError, Parameter
 
 from megaloom.dsl.errors import UserError
-from megaloom.planner.cli import FREE, Fixed
+from megaloom.planner.cli import FREE, Fixed, whole, written
 from megaloom.planner.cli import app as planning
 from megaloom.planner.layout import Precision, Workload
 
@@ -34,6 +34,8 @@ app = App(
     help="Declare a model, plan how to lay it over devices, train it that way.",
     version_flags=[],
     help_format="plaintext",
+    suppress_keyboard_interrupt=False,  # `main` says so
+    config=whole,
 )
 app["--help"].group = "Parameters"
 app.command(planning, name="plan")
@@ -87,7 +89,7 @@ def train(
     asked = {name: value for name, value in {**load, **asdict(fixed, recurse=False)}.items() if value is not None}
     plan = _given(model, asked) if model.endswith(".json") else _planned(model, load, fixed)
     folder = out or Path("runs") / plan.model.rpartition(":")[2].replace("_", "-")
-    options = {"data": data, "out": out, **asked, **asdict(recipe), "steps": 2 * recipe.steps}
+    options = {"data": data, "out": out, **asked, **asdict(recipe), "steps": recipe.steps}
 
     from .show import planned, summary
     from .train import train as run
@@ -99,8 +101,9 @@ def train(
         return _fail(f"stopped; {_left(folder)}", 130)
     except SystemExit as stop:  # the signals that end a process
         return _fail(f"stopped; {_left(folder)}", int(stop.code or 0))
-    if done.stopped:  # as one of many ranks, where the signal was not for this process alone
-        return _fail(f"stopped; {_left(folder)}", 143)
+    if done.stopped:  # as one of many ranks, where the signal was not for this process alone; or nobody reads on
+        return _fail(f"stopped; {_left(folder)}", 128 + done.stopped)
+    options["steps"] = 2 * max(recipe.steps, done.step)
     _print(summary(done, plan), f"\nto go on: {_command(model, options)}")
     return 0
 
@@ -216,18 +219,13 @@ def _flag(name: str, value: object) -> tuple[str, ...]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
     try:
-        code = app(argv, exit_on_error=False, print_error=False, result_action="return_value")
-        sys.stdout.flush()
-        return code or 0
+        return written(lambda: app(argv, exit_on_error=False, print_error=False, result_action="return_value"))
     except CycloptsError as error:
         return _fail(f"{error}\n`megaloom --help` lists the commands, `megaloom COMMAND --help` what each can be given")
     except UserError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except RuntimeError as error:
         if type(error).__name__ != "RankError":
             raise
@@ -239,3 +237,7 @@ def _fail(message: str, code: int = 2) -> int:
         print("\x1b[?25h", end="", flush=True)  # a rank that was killed in the midst of its display hid the cursor
     print(f"megaloom: {message}", file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

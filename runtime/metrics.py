@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -59,6 +62,20 @@ def _lines(path: Path) -> Iterator[str]:
     if path.exists():
         with path.open() as file:
             yield from (line for line in file if line.endswith("\n"))
+
+
+class Screen(Console):
+    """A console that takes a reader's leave as a signal to stop, where rich would end the process without a save."""
+
+    def __init__(self, caught: list[int]) -> None:
+        super().__init__()
+        self.caught = caught
+
+    def on_broken_pipe(self) -> None:
+        """Write no more."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+        self.caught.append(signal.SIGPIPE)
 
 
 class Display:

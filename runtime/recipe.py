@@ -37,9 +37,9 @@ class Recipe:
     """Of all parameters but norms and biases."""
     clip_grad: float = field(default=1.0, validator=_within(1e-12, 1e12))
     """The gradient's norm is cut to this."""
-    beta1: float = field(default=0.9, validator=_within(0, 1))
+    beta1: float = field(default=0.9, validator=_within(0, 0.999999))
     """How much of the gradient's mean stays each step."""
-    beta2: float = field(default=0.95, validator=_within(0, 1))
+    beta2: float = field(default=0.95, validator=_within(0, 0.999999))
     """How much of its mean square stays each step."""
     eps: float = field(default=1e-8, validator=_within(0, 1))
     """Added to the root of the mean square."""

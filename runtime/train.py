@@ -8,6 +8,7 @@ is one of them. `on_rank` is what each of them does, and a `Run` is all that the
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import math
 import signal
@@ -25,7 +26,7 @@ from rich.console import Console
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.find import find
-from megaloom.dsl.graph import Model, one_output
+from megaloom.dsl.graph import Model, vocabulary
 from megaloom.planner.plan import Plan, check
 from megaloom.planner.plan import save as save_plan
 
@@ -33,7 +34,7 @@ from . import checkpoint, data, device, launch
 from .checkpoint import Checkpoint, Note
 from .data import Corpus, Tokens
 from .join import inside, join
-from .metrics import Display, Journal, Step, display
+from .metrics import Display, Journal, Screen, Step, display
 from .recipe import Recipe
 
 if TYPE_CHECKING:  # it imports megatron-core, which `device.prepare` has to come before
@@ -70,7 +71,7 @@ class Summary:
 
     step: int  # reached
     resumed: int | None  # the step it went on from
-    stopped: bool  # by a signal, before the recipe's last step
+    stopped: int  # the number of the signal that stopped it before the recipe's last step; 0 if none did
     tokens: int  # trained on since it went on
     seconds: float  # since it went on, all in all
     step_seconds: float | None  # median
@@ -129,7 +130,7 @@ def fitting(plan: Plan) -> Model:
     """The plan's model, if it is still the one that was planned and knows all bytes. UserError otherwise."""
     model, _ = find(plan.model)
     check(plan, model)
-    vocab = one_output(model).shape["vocab"].known
+    vocab = vocabulary(model)
     if vocab < data.VOCAB:
         raise UserError(
             f"{model.name} has a vocabulary of {vocab}, and text comes as {data.VOCAB} bytes\n"
@@ -142,7 +143,7 @@ def on_rank(run: Run) -> Summary:
     """What every rank does, from building its part of the model to the summary, which is the same on all."""
     from .step import Engine
 
-    with _signals() as caught, _room(run.plan):
+    with _signals() as caught, _room(run):
         model, _ = find(run.plan.model)
         engine = Engine.build(run.plan, model, run.recipe)
         found = checkpoint.latest(run.folder, fingerprint=run.plan.fingerprint)
@@ -150,7 +151,7 @@ def on_rank(run: Run) -> Summary:
             checkpoint.load(engine, found)
         first = dist.get_rank() == 0
         journal = Journal(run.folder / "metrics.jsonl" if first else None, step=engine.done)
-        console = Console() if first else Console(quiet=True)
+        console = Screen(caught) if first else Console(quiet=True)
         with display(console, steps=run.recipe.steps, done=engine.done, step_tokens=run.plan.workload.tokens) as shown:
             return Loop(run, engine, found, journal, shown, caught).go()
 
@@ -182,11 +183,11 @@ class Loop:
         """Train, evaluating and saving on the way; stop early on a signal."""
         run, engine = self.run, self.engine
         self._greet()
-        loss, stopped = None, False
+        loss, stopped = None, 0
         while engine.done < run.recipe.steps and not stopped:
             self._step()
             last = engine.done == run.recipe.steps
-            stopped = not last and self._asked_to_stop()
+            stopped = 0 if last else self._asked_to_stop()
             if engine.done % run.save_every == 0 or last or stopped:
                 self._save()
             if engine.done % run.evaluate_every == 0 and not last and not stopped:
@@ -203,6 +204,14 @@ class Loop:
         self.shown.say(f"resumed from {done} ({self.found.folder})")
         if note.layout != str(self.run.plan.layout):
             self.shown.say(f"saved under the layout {note.layout}, loaded into {self.run.plan.layout}")
+        recipe = asdict(self.run.recipe)
+        changed = [
+            f"{name.replace('_', '-')} {was:g}, now {recipe[name]:g}"
+            for name, was in note.recipe.items()
+            if name != "steps" and name in recipe and was != recipe[name]
+        ]
+        if changed:
+            self.shown.say(f"saved with {', '.join(changed)}")
         if note.data != self.run.corpus.digest:
             self.shown.say(f"the text has changed since step {note.step}, or is another")
 
@@ -246,16 +255,16 @@ class Loop:
         self.saved = checkpoint.save(self.engine, self.run.folder, note)
         self.journal.write("checkpoint", step=self.engine.done, seconds=time.monotonic() - begun)
 
-    def _asked_to_stop(self) -> bool:
-        """Whether any rank was: by signals that need not reach all of them, nor in the same step."""
-        flag = torch.tensor(len(self.caught), device=device.current())
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag)
+    def _asked_to_stop(self) -> int:
+        """By which signal any rank was, or 0: they need not reach all of them, nor in the same step."""
+        number = torch.tensor(max(self.caught, default=0), device=device.current())
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return int(number)
 
     def _where(self) -> str:
         return f"the last checkpoint is {self.saved}" if self.saved else "there is no checkpoint yet"
 
-    def _summary(self, held_out_loss: float | None, stopped: bool) -> Summary:
+    def _summary(self, held_out_loss: float | None, stopped: int) -> Summary:
         assert self.saved, "a run ends with a checkpoint"
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, self.engine.peak_memory())
@@ -326,13 +335,14 @@ def _signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def _room(plan: Plan) -> Iterator[None]:
-    """Running out of memory is the user's to mend."""
+def _room(run: Run) -> Iterator[None]:
+    """Running out of memory, or of disk, is the user's to mend."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if type(error) is RuntimeError and "can't allocate memory" not in str(error):
             raise
+        plan = run.plan
         load, device_ = plan.workload, plan.cluster.device
         predicted = max(sum(holders.values()) for holders in plan.predicted.nbytes)
         raise UserError(
@@ -340,4 +350,10 @@ def _room(plan: Plan) -> Iterator[None]:
             f"{str(error).splitlines()[0]}\n"
             f"the plan predicts {predicted / 2**30:.1f} of the {device_.nbytes / 2**30:.1f} GiB of a {device_.name}; "
             "give it a smaller --batch or --seq, --micro-batch 1, --recompute full, or more devices"
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"cannot write in {run.folder}, or what is shown: {error.strerror}\n{checkpoint.remains(run.folder)}"
         ) from error

@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.find import find
-from megaloom.dsl.graph import Model, graph, one_output
+from megaloom.dsl.graph import Model, graph, vocabulary
 from megaloom.dsl.layers import Attention, Dropout
 from megaloom.planner.layout import Layout, Precision
 from megaloom.planner.plan import Plan, Stage, check
@@ -116,7 +116,7 @@ def curve(plan: Plan, steps: int, seed: int) -> Curve:
     from .step import Engine
 
     model, _ = find(plan.model)
-    vocab, size = one_output(model).shape["vocab"].known, plan.workload.batch
+    vocab, size = vocabulary(model), plan.workload.batch
     engine = Engine.build(plan, model, Recipe(steps=max(steps, 10), seed=seed, warmup=0))
 
     def sample(i: int) -> torch.Tensor:

@@ -96,7 +96,8 @@ def test_run_again_after_its_end_it_says_so(done: tuple[Path, str], text: Path) 
     held_out = re.search(r"held-out loss +\d.*", shown)
     assert held_out
     assert held_out[0] in result.stdout
-    assert "to go on:" in result.stdout
+    assert re.search("to go on: .* --steps 12", result.stdout)
+    assert "saved with lr 0.01, now 0.003, warmup 2, now 20" in result.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -122,6 +123,18 @@ def test_stopped_it_saves_and_goes_on_from_there(number: signal.Signals, text: P
     again = run(*long, step + 1, cwd=tmp_path)
     assert again.returncode == 0
     assert f"resumed from step {step} of {step + 1} ({saved[1]})" in again.stdout
+
+
+def test_its_reader_leaves_and_it_saves(text: Path, tmp_path: Path) -> None:
+    process = start("train", f"{MODELS}:byte_llama", "--data", text, *SMALL, "--steps", 5000, cwd=tmp_path)
+    assert process.stdout
+    assert process.stderr
+    next(line for line in process.stdout if line.startswith("step "))
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert re.fullmatch(r"megaloom: stopped; runs/byte-llama/step-\d+ is saved, and the same .*\n", said), said
 
 
 def test_killed_it_leaves_nobody_and_nothing_broken(text: Path, tmp_path: Path) -> None:
@@ -194,6 +207,8 @@ BAD = {
     "missing data": (("train", "--data", "nowhere"), "no data at nowhere\ngive --data a file or a folder of text"),
     "no steps": (("train", "--steps", "0"), "steps 0: it can be from 1 to"),
     "a rate that is no number": (("train", "--lr", "nan"), "lr nan: it can be from"),
+    "a mean that forgets nothing": (("train", "--beta1", "1"), "beta1 1: it can be from 0 to 0.999999"),
+    "half a step": (("train", "--steps", "1.5"), 'unable to convert "1.5" into int'),
     "saving never": (("train", "--save-every", "0"), "save-every 0: give at least 1 step"),
     "unknown option": (("train", "--learning-rate", "1"), "--learning-rate(.|\n)*`megaloom COMMAND --help`"),
     "unknown command": (("trane",), "trane"),
@@ -210,6 +225,8 @@ def test_bad_input_is_told_in_one_message(case: str, say: Callable[..., str]) ->
 def test_empty_data(say: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "no text in empty: every file there is empty or binary" in say("train", "--data", "empty")
+    os.mkfifo(tmp_path / "pipe")
+    assert "no text in pipe" in say("train", "--data", "pipe")
     (tmp_path / "little.txt").write_text("a few words")
     assert "train text has 12 tokens: too few for sequences of 128" in say("train", "--data", "little.txt")
 
@@ -222,6 +239,7 @@ def test_a_corrupt_and_a_foreign_plan(say: Callable[..., str], done: tuple[Path,
         ("{}", "is JSON, but not a plan"),
         (text.replace('"version": 1', '"version": 99'), "is a plan of version 99; this megaloom reads version 1"),
         (re.sub('"fingerprint": "[^"]*"', '"fingerprint": "0"', text), "the plan is for another model"),
+        (re.sub('"micro_batch": [0-9]+', '"micro_batch": 3', text), "the plan is not legal: a batch of 4 does not"),
     ):
         assert damaged != text
         plan.write_text(damaged)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shlex
 import subprocess
 import sys
 from io import StringIO
@@ -221,6 +222,8 @@ def test_json_is_for_machines(
         (["gpt2", "--gpus", "12xH100"], "8xH100 or 16xH100 would"),
         (["gpt2", "--seq", "0"], "seq is at least 1"),
         (["gpt2", "--batch", "0"], "batch is at least 1"),
+        (["gpt2", "--batch", "1000000000"], "1,048,576 sequences or less"),
+        (["gpt2", "--batch", "64.5"], 'unable to convert "64.5" into int'),
         (["gpt2", "--seq", "4096"], "longer than the 1024 learned positions"),
         (["gpt2", "--tp", "8"], "tp 6 or 12 would"),
         (["gpt2", "--tp", "two"], 'unable to convert "two" into int'),
@@ -279,3 +282,19 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     plan.stdout.close()
     _, err = plan.communicate(timeout=60)
     assert (plan.returncode, err) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("args", "to", "code", "says"),
+    [
+        ("--help", "| true", 0, ""),
+        ("gpt2 -o {}", ">&-", 0, ""),
+        ("gpt2 -o {}", "> /dev/full", 2, "plan: cannot write the output: No space left on device\n"),
+        ("--help", "> /dev/full", 2, "plan: cannot write the output: No space left on device\n"),
+    ],
+)
+def test_output_that_goes_nowhere_is_no_traceback(args: str, to: str, code: int, says: str, tmp_path: Path) -> None:
+    program = shlex.join(command("sys.exit(main())"))
+    line = f"set -o pipefail; {program} {args.format(tmp_path / 'plan.json')} {to}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, says)
