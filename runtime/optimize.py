@@ -44,7 +44,7 @@ def optimizer(
 
 
 def schedule(recipe: Recipe, optim: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The learning rate of each step: linear warm-up from 0, then a cosine down to min_lr at the last step."""
+    """The learning rate of each step: linear warm-up from 0, then a cosine that is at min_lr when the last is done."""
     return OptimizerParamScheduler(
         optim,
         init_lr=0.0,
