@@ -1,6 +1,7 @@
 """What the stages of a layout hold, and which ways to cut the graph fit the memory.
 
-Protocol: a `Fit` is one layout with its sheet. Bounds are positions in the graph's nodes, one more than stages.
+Protocol: a `Fit` is one layout with its sheet, a `Placed` that and one way to cut it. Bounds are positions in the
+graph's nodes, one more than stages.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ from functools import cached_property
 
 import numpy as np
 from attrs import frozen
-from numpy.typing import NDArray
 
 from . import memory, timeline
 from .cluster import Cluster
 from .layout import Layout, Workload
 from .memory import Part
 from .sheet import STEP, Col, Rows, Sheet
-from .stages import cut
+from .stages import Places, cut
 
 # What a plan leaves free: the prediction is not exact, and an allocator that is nearly full stalls.
 HEADROOM = 0.05
@@ -52,9 +52,7 @@ class Fit:
 
     def tight(self) -> Bounds | None:
         """The most even cut in time of those that fit the memory, if any does."""
-        if not self._possible():
-            return None
-        return cut(self._seconds, self.sheet.anatomy.graph.cuts, self.layout.pp * self.layout.vpp, self.allowed)
+        return cut(self._seconds, self.sheet.anatomy.graph.cuts, self.layout.pp * self.layout.vpp, self.latest)
 
     @property
     def _seconds(self) -> Rows:
@@ -86,44 +84,25 @@ class Fit:
                 seen.add(stage % self.layout.pp)
         return spare
 
-    def peaks(self, parts: list[Part]) -> tuple[dict[str, int], ...]:
-        """The memory of each pipeline rank at its fullest, by holder."""
-        pp, m, precision = self.layout.pp, self.microbatches, self.workload.precision
-        beside = memory.runtime(self.layout, self.cluster)
-        return tuple(memory.peak(parts[r::pp], r, self.layout, m, precision, beside) for r in range(pp))
+    def latest(self, k: int) -> Places:
+        """Where stage k must end to fit the memory, for each atom that it may begin at.
 
-    def fits(self, bounds: Bounds) -> bool:
-        """Whether every rank has the memory for these stages."""
-        return max(sum(held.values()) for held in self.peaks(self.parts(bounds))) <= capacity(self.cluster)
-
-    def allowed(self, k: int) -> NDArray[np.bool_]:
-        """Which runs of atoms fit the memory as stage k. Exact for one chunk a rank; several get equal shares of it."""
-        need, room = self._need(k)
-        fits: NDArray[np.bool_] = need[None, :] - need[:, None] <= room
-        return fits
-
-    def _need(self, k: int) -> tuple[Rows, float]:
-        """The bytes that all atoms before each cut would hold as stage k, and those that a stage k may hold."""
+        Exact for one chunk a rank; several get equal shares of it.
+        """
         layout, sheet = self.layout, self.sheet
         rank, chunk = k % layout.pp, k // layout.pp
         held = timeline.held(rank, layout.pp, layout.vpp, self.microbatches)
         flights = MORE * max(flight[chunk] for flight in held)
         logits = memory.LOSS[self.workload.precision] * sheet.logits if rank == layout.pp - 1 else 0
-        room = capacity(self.cluster) - memory.runtime(layout, self.cluster) - MORE * (sheet.workspace + logits)
+        room = (self._free - MORE * logits) / layout.vpp - (flights * sheet.boundary if k else 0)
         state, saved = self._sums
-        return state + flights * saved, room / layout.vpp - (flights * sheet.boundary if k else 0)
+        needs = state + flights * saved
+        return np.searchsorted(needs, needs[:-1] + room, side="right") - 1
 
-    def _possible(self) -> bool:
-        """Whether any cut is allowed: if one is, then so is the one whose stages each take all that they may."""
-        count, atoms, done = self.layout.pp * self.layout.vpp, len(self._sums[0]) - 1, 0
-        for k in range(count):
-            need, room = self._need(k)
-            most = int(np.searchsorted(need, need[done] + room, side="right")) - 1
-            most = min(most, atoms - (count - 1 - k))  # each later stage takes one at least
-            if most <= done:
-                return False
-            done = most
-        return done == atoms
+    @cached_property
+    def _free(self) -> float:
+        """Bytes that a rank may fill with what its stages hold."""
+        return capacity(self.cluster) - memory.runtime(self.layout, self.cluster) - MORE * self.sheet.workspace
 
     @cached_property
     def _sums(self) -> tuple[Rows, Rows]:
@@ -133,6 +112,68 @@ class Fit:
         n, precision = 10**6, self.workload.precision
         dense, expert = (sum(memory.static(*x, self.layout, precision).values()) / n for x in ((n, 0), (0, n)))
         return dense * sums[:, Col.PARAMS] + expert * sums[:, Col.EXPERT_PARAMS], sums[:, Col.SAVED]
+
+
+@frozen(eq=False, slots=False)
+class Placed:
+    """A layout whose stages have a place: what each pipeline rank then holds."""
+
+    fit: Fit
+    bounds: Bounds
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that is placed."""
+        return self.fit.layout
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a device that may be filled."""
+        return capacity(self.fit.cluster)
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """What each stage holds."""
+        return self.fit.parts(self.bounds)
+
+    @cached_property
+    def nbytes(self) -> tuple[dict[str, int], ...]:
+        """The memory of each pipeline rank at its fullest, by holder."""
+        layout, m, precision = self.layout, self.fit.microbatches, self.fit.workload.precision
+        beside = memory.runtime(layout, self.fit.cluster)
+        ranks = range(layout.pp)
+        return tuple(memory.peak(self.parts[r :: layout.pp], r, layout, m, precision, beside) for r in ranks)
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """The bytes that each pipeline rank holds at its fullest."""
+        return tuple(sum(held.values()) for held in self.nbytes)
+
+    @property
+    def excess(self) -> int:
+        """Bytes that the fullest rank lacks; negative when there is room."""
+        return max(self.peaks) - self.capacity
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory for its stages."""
+        return self.excess <= 0
+
+    def tight(self) -> Placed:
+        """The same layout cut to fit the memory, if that can be; else as it is."""
+        bounds = self.fit.tight()
+        return self if bounds is None else Placed(self.fit, bounds)
+
+    @cached_property
+    def sums(self) -> Rows:
+        """What each stage costs for a micro-batch: [stages, columns]."""
+        return self.fit.sheet.sums(self.bounds)
+
+    @property
+    def seconds(self) -> list[float]:
+        """Those of a micro-batch through each stage, both ways."""
+        seconds: list[float] = self.sums[:, STEP].sum(axis=1).tolist()
+        return seconds
 
 
 def stages_of(nodes: tuple[int, ...], bounds: Bounds) -> list[int]:

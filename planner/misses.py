@@ -14,14 +14,15 @@ from attrs import evolve, fields_dict
 from megaloom.dsl.errors import UserError
 
 from .cluster import Cluster
+from .fit import Placed
 from .layout import Layout, Recompute, Workload
-from .price import Priced, Pricer
+from .price import Pricer
 from .reasons import broken, lacking
 from .rules import violations
 from .space import Fixed, Option, candidates, options
 
 LOOKED_AT = 2000  # illegal layouts among which the nearest to legal is sought
-PRICED = 20  # of the layouts that need the least memory, those that are priced
+PLACED = 20  # of the layouts that need the least memory, those that are cut
 GROWTH = (2, 4, 8, 16, 32, 64)  # times the devices, or parts of the sequence, that are tried
 
 
@@ -64,10 +65,10 @@ def nothing_fits(pricer: Pricer, legal: Sequence[Option], fixed: Fixed) -> str:
     return "\n".join([*lines, *(changes or ["a smaller model would fit, or devices with more memory"])])
 
 
-def leanest(pricer: Pricer, legal: Sequence[Option]) -> Priced:
+def leanest(pricer: Pricer, legal: Sequence[Option]) -> Placed:
     """The layout that lacks the least memory, of those that may need the least."""
-    first = sorted(legal, key=lambda option: option.nbytes)[:PRICED]
-    return min((pricer.price(option.layout) for option in first), key=lambda priced: priced.excess)
+    first = sorted(legal, key=lambda option: option.nbytes)[:PLACED]
+    return min((pricer.place(option.layout) for option in first), key=lambda placed: placed.excess)
 
 
 def _changes(pricer: Pricer, fixed: Fixed) -> Iterator[str]:
@@ -91,11 +92,11 @@ def _changes(pricer: Pricer, fixed: Fixed) -> Iterator[str]:
                 break
 
 
-def _fitting(pricer: Pricer, cluster: Cluster, workload: Workload, fixed: Fixed) -> Priced | None:
+def _fitting(pricer: Pricer, cluster: Cluster, workload: Workload, fixed: Fixed) -> Placed | None:
     other = Pricer(pricer.graph, cluster, workload)
     legal = list(options(other, fixed))
     found = leanest(other, legal) if legal else None
-    return found if found is not None and found.excess <= 0 else None
+    return found if found is not None and found.fits else None
 
 
 def _said(fixed: Fixed) -> str:

@@ -27,11 +27,11 @@ def judged(layout: Layout, pricer: Pricer, fixed: Fixed) -> tuple[list[Rival], t
         if wrong:
             rejected.append(Rejected(other, broken(wrong)))
             continue
-        priced = pricer.price(other)
-        if priced.excess > 0:
-            rejected.append(Rejected(other, lacking(priced)))
+        placed = pricer.place(other)
+        if placed.fits:
+            rivals.append(Rival(change, pricer.priced(placed)))
         else:
-            rivals.append(Rival(change, priced))
+            rejected.append(Rejected(other, lacking(placed)))
     return rivals, tuple(rejected)
 
 

@@ -1,10 +1,12 @@
 """The price of one layout: its stages, its step time by cause, its memory by holder.
 
 Protocol: `price` cuts the graph, replays the schedule and adds what follows it. A `Pricer` keeps what layouts share;
-its `bound` is the cheap lower bound by which a search leaves layouts out, `compete` the price of one that may win.
+its `bound` is the cheap lower bound by which a search leaves layouts out, `refined` what it takes to the price.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from attrs import define, field, frozen
 
@@ -13,11 +15,11 @@ from megaloom.dsl.graph import Graph
 
 from . import memory, timeline, traffic
 from .cluster import Cluster
-from .fit import MORE, Bounds, Fit, capacity, stages_of
+from .fit import MORE, Bounds, Fit, Placed, capacity, stages_of
 from .layout import Layout, Workload
 from .memory import Part
 from .plan import Prediction, Stage
-from .sheet import AHEAD, BACK, STEP, Anatomy, Base, Col, Rows, Sheet, anatomy, base, sheet
+from .sheet import AHEAD, BACK, Anatomy, Base, Col, Rows, Sheet, anatomy, base, sheet
 from .tail import Tail, tail, tied
 from .timeline import Timeline
 
@@ -35,21 +37,15 @@ CAUSES = {  # of the time that a pipeline rank computes for, and the columns tha
 class Priced:
     """A layout with its cut and what is predicted of it."""
 
-    layout: Layout
+    placed: Placed
     stages: tuple[Stage, ...]
     prediction: Prediction
     timeline: Timeline
-    capacity: int  # bytes of a device that may be filled
 
     @property
-    def peaks(self) -> tuple[int, ...]:
-        """The bytes that each pipeline rank holds at its fullest."""
-        return tuple(sum(held.values()) for held in self.prediction.nbytes)
-
-    @property
-    def excess(self) -> int:
-        """Bytes that the fullest rank lacks; negative when there is room."""
-        return max(self.peaks) - self.capacity
+    def layout(self) -> Layout:
+        """The layout that is priced."""
+        return self.placed.layout
 
     @property
     def seconds(self) -> float:
@@ -92,45 +88,47 @@ class Pricer:
             self._sheets[key] = sheet(self._bases[where], self.anatomy, layout, self.workload)
         return self._sheets[key]
 
-    def fit(self, layout: Layout) -> Fit:
-        """What the stages of a layout hold."""
-        return Fit(layout, self.sheet(layout), self.workload, self.cluster)
-
     def price(self, layout: Layout) -> Priced:
         """The stages, the step time and the memory of a legal layout: cut to fit the memory if that can be."""
-        fit, even = self.fit(layout), self._even(layout)
-        bounds = even if fit.fits(even) else fit.tight() or even
-        return self._priced(fit, bounds)
+        return self.priced(self.place(layout))
 
-    def compete(self, layout: Layout, limit: float) -> Priced | None:
-        """The price of a legal layout if it fits the memory and may take less than `limit` seconds."""
-        fit, bounds = self.fit(layout), self._even(layout)
-        if not fit.fits(bounds):
-            slowest = float(fit.sheet.sums(bounds)[:, STEP].sum(axis=1).max())
-            tight = fit.tight() if fit.microbatches * slowest < limit else None
-            if tight is None or not fit.fits(tight):
-                return None
-            bounds = tight
-        after, _ = self._floor(layout, fit.sheet)
-        sums = fit.sheet.sums(bounds)[:, STEP].sum(axis=1).tolist()
-        if timeline.bound(sums, layout.pp, fit.microbatches) + after.optimizer + after.gathering >= limit:
-            return None
-        return self._priced(fit, bounds)
+    def place(self, layout: Layout) -> Placed:
+        """The stages of a legal layout: the most even of those that fit the memory, or of all when none do."""
+        even = self._even(layout)
+        return even if even.fits else even.tight()
+
+    def refined(self, layout: Layout) -> Iterator[float | Priced]:
+        """Lower bounds of the seconds of a step of a legal layout, each dearer than the one before, then its price.
+
+        Ends without a price if no cut fits the memory.
+        """
+        placed = self._even(layout)
+        if not placed.fits:
+            yield placed.fit.microbatches * max(placed.seconds)  # no cut has a quicker slowest stage
+            placed = placed.tight()
+            if not placed.fits:
+                return
+        after, _ = self._floor(layout, placed.fit.sheet)
+        pipeline = timeline.bound(placed.seconds, layout.pp, placed.fit.microbatches)
+        yield pipeline + after.optimizer + after.gathering
+        yield self.priced(placed)
 
     @property
     def capacity(self) -> int:
         """Bytes of a device that a plan may fill."""
         return capacity(self.cluster)
 
-    def _even(self, layout: Layout) -> Bounds:
+    def _even(self, layout: Layout) -> Placed:
+        fit = Fit(layout, self.sheet(layout), self.workload, self.cluster)
         key = (*_where(layout), layout.recompute, layout.pp * layout.vpp)
         if key not in self._cuts:
-            self._cuts[key] = self.fit(layout).even()
-        return self._cuts[key]
+            self._cuts[key] = fit.even()
+        return Placed(fit, self._cuts[key])
 
-    def _priced(self, fit: Fit, bounds: Bounds) -> Priced:
+    def priced(self, placed: Placed) -> Priced:
+        """The step time of a layout whose stages have a place."""
+        fit, bounds, sums, parts = placed.fit, placed.bounds, placed.sums, placed.parts
         layout, m = fit.layout, fit.microbatches
-        sums, parts = fit.sheet.sums(bounds), fit.parts(bounds)
         forward, backward = sums[:, AHEAD].sum(axis=1).tolist(), sums[:, BACK].sum(axis=1).tolist()
         hops = [traffic.hop(fit.sheet.boundary, s, layout, self.cluster) for s in range(len(parts) - 1)]
         line = timeline.replay(forward, backward, hops, layout.pp, m)
@@ -147,13 +145,7 @@ class Pricer:
             for i, part in enumerate(parts)
         )
         tails = [self._tail(fit, parts, bounds, r) for r in range(layout.pp)]
-        return Priced(
-            layout=layout,
-            stages=stages,
-            prediction=self._predict(layout, m * sums, line, tails, fit.peaks(parts)),
-            timeline=line,
-            capacity=capacity(self.cluster),
-        )
+        return Priced(placed, stages, self._predict(layout, m * sums, line, tails, placed.nbytes), line)
 
     def _tail(self, fit: Fit, parts: list[Part], bounds: Bounds, rank: int) -> Tail:
         layout, mine = fit.layout, parts[rank :: fit.layout.pp]

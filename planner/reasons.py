@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from attrs import frozen
 
 from .cluster import Cluster, GiB
+from .fit import Placed
 from .layout import Layout
 from .price import Priced
 from .rules import Violation
@@ -80,17 +81,17 @@ def _limits(plan: Priced) -> str:
 
 
 def _memory(plan: Priced, cluster: Cluster) -> str:
-    rank, held = fullest(plan)
+    rank, held = fullest(plan.placed)
     holder = max(held, key=held.__getitem__)
     used, most = sum(held.values()), cluster.device.nbytes
-    full = "the fullest" if len(plan.peaks) > 1 else "the only one"
+    full = "the fullest" if plan.layout.pp > 1 else "the only one"
     return (
         f"Pipeline rank {rank}, {full}, fills {size(used)} of {size(most)} ({used / most:.0%}), "
         f"{size(held[holder])} of it with {holder}."
     )
 
 
-def lacking(plan: Priced) -> str:
+def lacking(plan: Placed) -> str:
     """Which rank lacks how much memory, and what holds the most of it."""
     rank, held = fullest(plan)
     holder = max(held, key=held.__getitem__)
@@ -105,10 +106,9 @@ def broken(violations: Iterable[Violation]) -> str:
     return "; ".join(f"{v.message} [{v.rule}]: {v.fix}" for v in violations)
 
 
-def fullest(plan: Priced) -> tuple[int, dict[str, int]]:
+def fullest(plan: Placed) -> tuple[int, dict[str, int]]:
     """The pipeline rank that holds the most, and what."""
-    rank = max(range(len(plan.peaks)), key=plan.peaks.__getitem__)
-    return rank, plan.prediction.nbytes[rank]
+    return max(enumerate(plan.nbytes), key=lambda entry: sum(entry[1].values()))
 
 
 def time(seconds: float) -> str:

@@ -6,8 +6,8 @@ until no other can be among the best: the result is exact, as far as the price i
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterable
+from heapq import heappop, heappush
 from time import perf_counter
 
 from attrs import frozen
@@ -28,6 +28,7 @@ from .space import Fixed, Option, options
 __all__ = ["Found", "Rejected", "plan", "price", "search"]
 
 KEEP = 10  # plans of a search, the best included
+ROUNDING = 1 - 1e-12  # bounds and prices add up the same seconds in different orders
 SAME = 1.001  # a step that is this little longer is as good, and the simpler layout wins
 
 
@@ -83,16 +84,27 @@ def plan(model: Model, cluster: Cluster, workload: Workload, *, ref: str, fixed:
 
 
 def search(pricer: Pricer, legal: Iterable[Option]) -> list[Priced]:
-    """The `KEEP` quickest of these layouts that fit the memory, quickest first."""
+    """The `KEEP` quickest of these layouts that fit the memory, quickest first.
+
+    Best first: of all layouts the one whose bound is the least is looked at more closely, so that what is dear to
+    know (cuts, replays) is asked only of those that nothing cheaper rules out.
+    """
+    hopeful = sorted((x for x in legal if x.nbytes <= pricer.capacity), key=lambda option: option.seconds)
+    queue = [(option.seconds, i, pricer.refined(option.layout)) for i, option in enumerate(hopeful)]
+    priced: dict[int, Priced] = {}
     found: list[Priced] = []
-    for option in sorted(legal, key=lambda option: option.seconds):
-        limit = found[KEEP - 1].seconds if len(found) >= KEEP else float("inf")
-        if option.seconds >= limit:
-            break
-        priced = pricer.compete(option.layout, limit) if option.nbytes <= pricer.capacity else None
-        if priced is not None:
-            insort(found, priced, key=lambda p: p.seconds)
-    return found[:KEEP]
+    while queue and len(found) < KEEP:
+        seconds, i, steps = heappop(queue)
+        if i in priced:
+            found.append(priced[i])
+            continue
+        step = next(steps, None)
+        if isinstance(step, Priced):
+            priced[i] = step
+            heappush(queue, (step.seconds, i, steps))
+        elif step is not None:
+            heappush(queue, (max(seconds, ROUNDING * step), i, steps))
+    return found
 
 
 def simplest_first(found: list[Priced]) -> list[Priced]:

@@ -34,8 +34,8 @@ class Event(NamedTuple):
 class Timeline:
     """What each pipeline rank does when, for one optimizer step's micro-batches."""
 
-    steps: tuple[tuple[Step, ...], ...]  # by rank, in order
-    starts: tuple[tuple[float, ...], ...]  # of each of them
+    microbatches: int
+    starts: tuple[tuple[float, ...], ...]  # by rank, of each of its steps in `order`
     forward: tuple[float, ...]  # seconds by stage
     backward: tuple[float, ...]
     busy: tuple[float, ...]  # by rank: computing
@@ -44,20 +44,19 @@ class Timeline:
     @property
     def events(self) -> tuple[tuple[Event, ...], ...]:
         """Every rank's steps with their place in time."""
+        pp, vpp = len(self.starts), len(self.forward) // len(self.starts)
         return tuple(
             tuple(
                 Event(step, start, start + (self.backward if step.backward else self.forward)[step.stage])
-                for step, start in zip(steps, starts, strict=True)
+                for step, start in zip(order(rank, pp, vpp, self.microbatches), starts, strict=True)
             )
-            for steps, starts in zip(self.steps, self.starts, strict=True)
+            for rank, starts in enumerate(self.starts)
         )
 
     @property
     def ends(self) -> tuple[float, ...]:
-        """When each rank ends its last step, which is a backward one."""
-        return tuple(
-            starts[-1] + self.backward[steps[-1].stage] for steps, starts in zip(self.steps, self.starts, strict=True)
-        )
+        """When each rank ends its last step, which is backward through its first chunk."""
+        return tuple(starts[-1] + self.backward[rank] for rank, starts in enumerate(self.starts))
 
     @property
     def makespan(self) -> float:
@@ -91,15 +90,24 @@ def table(pp: int, vpp: int, microbatches: int) -> tuple[tuple[int, int], ...]:
     return tuple((i, chunk) for group in groups for chunk in range(vpp) for i in group)
 
 
-@lru_cache(maxsize=4096)
 def order(rank: int, pp: int, vpp: int, microbatches: int) -> tuple[Step, ...]:
     """The steps of `rank`: warm-up forwards, then forward and backward in turn, then the backwards left over."""
+    last = pp * vpp - 1
+    return tuple(
+        Step(leg, i, False) if leg <= last else Step(2 * last + 1 - leg, i, True)
+        for leg, i in legs(rank, pp, vpp, microbatches)
+    )
+
+
+@lru_cache(maxsize=1024)
+def legs(rank: int, pp: int, vpp: int, microbatches: int) -> list[tuple[int, int]]:
+    """The same as (leg, micro-batch). A micro-batch goes through all stages and back: that many legs, twice."""
     rows = table(pp, vpp, microbatches)
-    forward = [Step(chunk * pp + rank, i, False) for i, chunk in rows]
-    backward = [Step((vpp - 1 - chunk) * pp + rank, i, True) for i, chunk in rows]
+    forward = [(chunk * pp + rank, i) for i, chunk in rows]
+    backward = [((vpp + chunk + 1) * pp - 1 - rank, i) for i, chunk in rows]
     ahead = warmup(rank, pp, vpp, microbatches)
     steady = [step for pair in zip(forward[ahead:], backward, strict=False) for step in pair]
-    return tuple(forward[:ahead] + steady + backward[len(forward) - ahead :])
+    return forward[:ahead] + steady + backward[len(forward) - ahead :]
 
 
 @lru_cache(maxsize=4096)
@@ -132,51 +140,47 @@ def replay(
     stages s and s + 1, either way. One chunk a rank: a rank sends before it goes on (megatron-core's blocking
     exchange); several: it sends while it computes (`overlap_p2p_comm`, the only setting that is right there).
     """
-    last = len(forward) - 1
-    vpp = len(forward) // pp
-    orders = [order(rank, pp, vpp, microbatches) for rank in range(pp)]
-    arrived: list[list[list[float | None]]] = [  # forward and backward, by stage and micro-batch
-        [[None] * microbatches for _ in forward] for _ in range(2)
-    ]
-    arrived[0][0] = [0.0] * microbatches
+    stages = len(forward)
+    vpp = stages // pp
+    seconds = (*forward, *reversed(backward))
+    hops = (*transfer[: stages - 1], 0.0, *reversed(transfer[: stages - 1]), 0.0)
+    ranks = [*range(pp)] * vpp + [*reversed(range(pp))] * vpp + [0]
+    orders = [legs(rank, pp, vpp, microbatches) for rank in range(pp)]
+    arrived: list[list[float | None]] = [[None] * microbatches for _ in range(2 * stages + 1)]
+    arrived[0] = [0.0] * microbatches
     starts: list[list[float]] = [[] for _ in orders]
     free = [0.0] * pp
     ready = list(range(pp))
-    waiting: list[Step | None] = [None] * pp  # for the input of this step
+    waiting: list[tuple[int, int] | None] = [None] * pp  # for the input of this step
     while ready:
         rank = ready.pop()
         steps, begun, now = orders[rank], starts[rank], free[rank]
         for k in range(len(begun), len(steps)):
-            stage, i, back = steps[k]
-            came = arrived[back][stage][i]
+            leg, i = steps[k]
+            came = arrived[leg][i]
             if came is None:
                 waiting[rank] = steps[k]
                 break
             start = came if came > now else now
             begun.append(start)
-            now = start + (backward[stage] if back else forward[stage])
-            if stage == (0 if back else last):
-                if not back:
-                    arrived[1][stage][i] = now
-                continue
-            target = stage - 1 if back else stage + 1
-            sent = now + transfer[target if back else stage]
-            arrived[back][target][i] = sent
+            now = start + seconds[leg]
+            arrived[leg + 1][i] = sent = now + hops[leg]
             if vpp == 1:
                 now = sent
-            if waiting[target % pp] == (target, i, back):
-                waiting[target % pp] = None
-                ready.append(target % pp)
+            after = ranks[leg + 1]
+            if waiting[after] and waiting[after] == (leg + 1, i):
+                waiting[after] = None
+                ready.append(after)
         free[rank] = now
     assert all(len(s) == len(o) for s, o in zip(starts, orders, strict=True)), "a schedule in which ranks wait forever"
     return Timeline(
-        steps=tuple(orders),
+        microbatches=microbatches,
         starts=tuple(map(tuple, starts)),
         forward=tuple(forward),
         backward=tuple(backward),
         busy=tuple(microbatches * (sum(forward[r::pp]) + sum(backward[r::pp])) for r in range(pp)),
         sending=tuple(
-            microbatches * sum(transfer[max(0, r - 1) : min(r + 1, last)]) if vpp == 1 else 0.0 for r in range(pp)
+            microbatches * sum(transfer[max(0, r - 1) : min(r + 1, stages - 1)]) if vpp == 1 else 0.0 for r in range(pp)
         ),
     )
 

@@ -78,8 +78,8 @@ def test_no_price_is_below_its_bound(name: str) -> None:
         seconds, nbytes = pricer.bound(layout)
         priced = pricer.price(layout)
         assert seconds <= priced.seconds * (1 + 1e-9)
-        assert nbytes <= max(priced.peaks) + 1000  # what rounding up to whole bytes adds
-        assert min(sum(held.values()) for held in priced.prediction.nbytes) > 0
+        assert nbytes <= max(priced.placed.peaks) + 1000  # what rounding up to whole bytes adds
+        assert min(priced.placed.peaks) > 0
 
 
 @pytest.mark.parametrize("name", MODELS)

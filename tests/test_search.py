@@ -54,7 +54,7 @@ def found(model: Model, machine: str | Cluster, work: Workload = WORK, **fixed: 
 def test_nothing_legal_that_fits_is_quicker(model: Model, machine: Cluster) -> None:
     pricer = Pricer(graph(model), machine, WORK)
     legal = [x for x in candidates(pricer.graph, machine, WORK, {}) if not violations(x, pricer.graph, WORK, machine)]
-    every = sorted(p.seconds for x in legal if worthwhile(x, pricer) and (p := pricer.price(x)).excess <= 0)
+    every = sorted(p.seconds for x in legal if worthwhile(x, pricer) and (p := pricer.price(x)).placed.fits)
     best = [p.seconds for p in search(pricer, options(pricer, {}))]
     assert len(every) > 2
     assert best == every[:KEEP]

@@ -44,14 +44,29 @@ def test_no_cut_is_more_even(atoms: list[float], count: int) -> None:
 @given(ATOMS, st.integers(1, 5), st.data())
 def test_a_limit_on_each_run_is_kept(atoms: list[float], count: int, data: st.DataObject) -> None:
     limit = data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
-    length = np.subtract.outer(np.arange(len(atoms) + 1), np.arange(len(atoms) + 1)).T
-    bounds = evenest(np.array(atoms), count, lambda k: length <= limit[k])
+    bounds = evenest(np.array(atoms), count, lambda k: np.minimum(np.arange(len(atoms)) + limit[k], len(atoms)))
     every = [w for w in ways(atoms, count) if all(b - a <= n for a, b, n in zip(w, w[1:], limit, strict=False))]
     assert (bounds is None) == (not every)
     if bounds is not None:
         assert bounds in every
         slowest = min(max(runs(atoms, way)) for way in every)
         assert math.isclose(max(runs(atoms, bounds)), slowest, rel_tol=1e-9, abs_tol=1e-9)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.lists(st.integers(0, 20), min_size=1, max_size=5))
+def test_a_run_may_have_no_room_for_what_others_hold(sizes: list[int], rooms: list[int]) -> None:
+    held = np.concatenate([[0], np.cumsum(sizes)])
+    atoms = [float(size % 4) for size in sizes]
+    bounds = evenest(np.array(atoms), len(rooms), lambda k: np.searchsorted(held, held[:-1] + rooms[k], "right") - 1)
+    every = [
+        way
+        for way in ways(atoms, len(rooms))
+        if all(sum(sizes[a:b]) <= room for (a, b), room in zip(pairwise(way), rooms, strict=True))
+    ]
+    assert (bounds is None) == (not every)
+    if bounds is not None:
+        assert bounds in every
+        assert max(runs(atoms, bounds)) == min(max(runs(atoms, way)) for way in every)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
