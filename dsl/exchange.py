@@ -117,16 +117,12 @@ class _Inference:
     def along(self, step: Step) -> Iterator[Collective]:
         """What mixes along a divided dim.
 
-        Attention gathers keys and values over cp, together, and keeps them so; recomputed, it gathers them again.
         Tokens travel to their experts and back, and so do their gradients.
         """
         v = step.value
         match v.op:
-            case Attend() if gathered := step.gathered(self.split):
-                local = step.at(self.sizes, self.split, whole=SEQ.name)
-                n = sum(local((*step.outer, *a.shape)) for a in gathered)
-                yield Collective("all_gather", "cp", n, False, "keys and values", core=True)
-                yield Collective("reduce_scatter", "cp", n, True, "keys and values")
+            case Attend():
+                yield from self.attend(step)
             case Route() | Combine() if self.split.ep > 1:
                 sent = v if isinstance(v.op, Route) else v.args[0]
                 n = self.program.held(sent.shape, step.outer, self.sizes, self.split)
@@ -138,6 +134,28 @@ class _Inference:
                     yield Collective("all_reduce", axis, n, backward, "statistics")
             case Rename() if v.op.new not in self.program.table:
                 yield from self.gather(step, v.op.old)
+
+    def attend(self, step: Step) -> Iterator[Collective]:
+        """What the core of attention gathers, and whose gradients it scatters.
+
+        Over cp keys and values, together, which it keeps; recomputed, it gathers them again. Over tp, if key/value heads
+        are fewer than devices, all queries, keys and values: each device has projected an even share of them
+        (megatron-core 0.16.1, attention.py:1398).
+        """
+        if gathered := step.gathered(self.split):
+            local = step.at(self.sizes, self.split, whole=SEQ.name)
+            n = sum(local((*step.outer, *a.shape)) for a in gathered)
+            yield Collective("all_gather", "cp", n, False, "keys and values", core=True)
+            yield Collective("reduce_scatter", "cp", n, True, "keys and values")
+        copies = [self.program.repeated(a.shape, step.outer, self.split) for a in step.value.args]
+        if max(copies) > 1:
+            local = step.at(self.sizes, self.split)
+            n = sum(
+                local((*step.outer, *a.shape)) * self.split.tp // c
+                for a, c in zip(step.value.args, copies, strict=True)
+            )
+            yield Collective("all_gather", "tp", n, False, "queries, keys and values")
+            yield Collective("reduce_scatter", "tp", n, True, "queries, keys and values")
 
     def gather(self, step: Step, dim: str) -> Iterator[Collective]:
         """A divided dim becomes whole; the gradient, which every device then has a part of, is reduced by `enter`."""

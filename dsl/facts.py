@@ -141,7 +141,8 @@ def _params(p: Program, sizes: Sizes, split: Split) -> tuple[int, int]:
     """The parameters of a node on one device: dense ones, and those of experts."""
     out = {False: 0, True: 0}
     for outer, shape in p.weights:
-        out[among_experts(p.table, outer)] += p.held(shape, outer, sizes, split)
+        n = p.held(shape, outer, sizes, split) // p.repeated(shape, outer, split)
+        out[among_experts(p.table, outer)] += n
     return out[False], out[True]
 
 

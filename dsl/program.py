@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from math import prod
 
 from attrs import evolve, field, frozen
 
@@ -66,6 +67,16 @@ class Program:
         split = evolve(split, sequence_parallel=False) if data else split
         local = Local(sizes, split, cut(self.table, outer, tensor), among_experts(self.table, outer))
         return local((*outer, *tensor))
+
+    def repeated(self, dims: Iterable[Dim], outer: tuple[Dim, ...], split: Split) -> int:
+        """How many devices have the same part of a tensor: those of an axis that outnumber the indices of its dim.
+
+        So key/value heads are for tp. Of their weights each device holds its share nevertheless.
+        """
+        tensor = tuple(dims)
+        axes = cut(self.table, outer, tensor)
+        sizes = ((d.size, split.degree(axes[d.name])) for d in (*outer, *tensor) if d.name in axes)
+        return prod(degree // size for size, degree in sizes if size is not None and size < degree)
 
     def entries(self, v: Value) -> Iterator[Value]:
         """The value itself or, if it only exists inside a chain of pointwise ops, what that chain reads of it."""

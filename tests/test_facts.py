@@ -107,7 +107,13 @@ def test_the_parameters_of_a_device_are_its_share():
     assert whole.params == part.params == 64 * 8  # the router, which every device has
     assert whole.expert_params == 8 * 3 * 64 * 32 == 8 * part.expert_params
     few = node(Attention(heads=8, kv_heads=2))
-    assert costs(few, batch=1, seq=16, split=Split(tp=4)).params == 64 * (2 * 8 + 2 * 1 * 8 + 2 * 8)
+    assert costs(few, batch=1, seq=16, split=Split(tp=4)).params == 64 * (2 * 8 + 2 * 2 * 8 // 4 + 2 * 8)
+    every = {c for c in costs(few, batch=1, seq=16, split=Split(tp=4)).collectives if c.kind != "all_reduce"}
+    assert {(c.kind, c.axis, c.elements, c.backward) for c in every} == {
+        ("all_gather", "tp", 16 * (8 + 2 * 2) * 8, False),  # megatron-core puts the columns of all together again
+        ("reduce_scatter", "tp", 16 * (8 + 2 * 2) * 8, True),
+    }
+    assert all(c.kind == "all_reduce" for c in costs(few, batch=1, seq=16, split=Split(tp=2)).collectives)
     odd = graph(gpt("odd", 1, 4, 64, vocab=101)).nodes[1]
     assert costs(odd, batch=1, seq=16, split=Split(tp=4)).params == 26 * 64
 
