@@ -138,8 +138,8 @@ class _Inference:
     def attend(self, step: Step) -> Iterator[Collective]:
         """What the core of attention gathers, and whose gradients it scatters.
 
-        Over cp keys and values, together, which it keeps; recomputed, it gathers them again. Over tp, if key/value heads
-        are fewer than devices, all queries, keys and values: each device has projected an even share of them
+        Over cp keys and values, together, which it keeps; recomputed, it gathers them again. Over tp, if there are
+        fewer key/value heads than devices, all queries, keys and values: each device has projected an even share
         (megatron-core 0.16.1, attention.py:1398).
         """
         if gathered := step.gathered(self.split):

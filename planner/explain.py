@@ -19,6 +19,7 @@ from rich.text import Text
 from megaloom.dsl.graph import Graph, Node
 
 from .cluster import GiB
+from .differ import slower
 from .plan import Plan
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ def summary(plan: Plan, graph: Graph) -> RenderableType:
         prediction_table(plan),
         Text("\nWhy", "bold"),
         listed(plan.reasons),
-        Text("\nWhere the step goes", "bold"),
+        Text(
+            "\nWhere the step goes" + (", on the pipeline rank that waits least" if plan.layout.pp > 1 else ""), "bold"
+        ),
         breakdown(plan),
         Text("\nPipeline ranks: milliseconds of one micro-batch, parameters on one device", "bold"),
         ranks(plan, graph),
@@ -178,15 +181,10 @@ def rejected(found: Found) -> Table:
 
 
 def loses(best: Plan, plan: Plan) -> str:
-    """How much slower a plan is than the best one, and the cause that adds most to it."""
-    ours, theirs, time = best.predicted, plan.predicted, clock(best)
-    slower = theirs.step_seconds - ours.step_seconds
-    if slower < 0.0005 * ours.step_seconds:
+    """How much slower a plan is than the best one, and by what cause."""
+    if plan.predicted.step_seconds - best.predicted.step_seconds < 0.0005 * best.predicted.step_seconds:
         return "as fast, " + ("with more memory" if fullest(plan) > fullest(best) else "by no better use of it")
-    causes = {**ours.breakdown, **theirs.breakdown}
-    more = {cause: theirs.breakdown.get(cause, 0.0) - ours.breakdown.get(cause, 0.0) for cause in causes}
-    cause = max(more, key=lambda c: more[c])
-    return f"{slower / ours.step_seconds:.1%} slower: {cause} +{time.of(more[cause])} {time.name}"
+    return slower(best.predicted, plan.predicted)
 
 
 def exposed(plan: Plan) -> float:
@@ -219,7 +217,7 @@ def holds(nodes: Sequence[Node], graph: Graph) -> str:
             whole.append(block)
             continue
         flush()
-        said.append(_kinds(inside) + ("" if block is None else f" of block {block}"))
+        said.append(_kinds(inside) if block is None else f"block {block} ({_kinds(inside)})")
     flush()
     return ", ".join(said)
 

@@ -86,19 +86,19 @@ def _settled(x: Layout, origin: Layout) -> Layout:
 
 
 def _change(layout: Layout, other: Layout) -> str:
-    """What distinguishes a layout from another, in words: `tp 2, dp 4 (for tp 1, dp 8)`."""
+    """What distinguishes a layout from another, in words: `With tp 2, dp 4 rather than tp 1, dp 8`."""
     names = [name for name in (*AXES, "micro_batch") if getattr(layout, name) != getattr(other, name)]
     new, old = (", ".join(f"{_said(name)} {getattr(x, name)}" for name in names) for x in (other, layout))
-    parts = [f"{new} (for {old})"] if names else []
+    parts = [f"with {new} rather than {old}"] if names else []
     if other.recompute is not layout.recompute:
-        parts.append(f"recompute {other.recompute} (for {layout.recompute})")
+        parts.append(f"with recompute {other.recompute} rather than {layout.recompute}")
     for name, said in (
         ("sequence_parallel", "sequence parallelism"),
-        ("distributed_optimizer", "distributed optimizer"),
+        ("distributed_optimizer", "the distributed optimizer"),
     ):
         if getattr(other, name) != getattr(layout, name) and (name != "sequence_parallel" or layout.tp == other.tp):
-            parts.append(f"{'with' if getattr(other, name) else 'without'} the {said}")
-    text = ", ".join(parts)
+            parts.append(f"{'with' if getattr(other, name) else 'without'} {said}")
+    text = " and ".join(parts)
     return text[0].upper() + text[1:]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from attrs import frozen
 
 from .cluster import Cluster, GiB
+from .differ import slower, time
 from .fit import Placed
 from .layout import Layout
 from .price import Priced
@@ -41,7 +42,10 @@ def why(
     """Why the best plan is the best one, what limits it, and why its neighbours lose."""
     said = [_wins(best, others, legal), _limits(best), _memory(best, cluster)]
     rivals = sorted((r for r in rivals if r.priced.seconds > best.seconds), key=lambda r: r.priced.seconds)
-    said += [f"{rival.change} would be {_slower(best, rival.priced)}." for rival in rivals[:MENTIONED]]
+    said += [
+        f"{rival.change} it would be {slower(best.prediction, rival.priced.prediction)}."
+        for rival in rivals[:MENTIONED]
+    ]
     return tuple(said)
 
 
@@ -49,7 +53,7 @@ def why_not(plan: Priced, best: Priced) -> tuple[str, ...]:
     """What a plan loses by."""
     if plan.seconds <= best.seconds:
         return (f"It is as quick as {best.layout}, which is simpler.",)
-    return (f"Beside {best.layout} it is {_slower(best, plan)}.", _limits(plan))
+    return (f"Beside {best.layout} it is {slower(best.prediction, plan.prediction)}.", _limits(plan))
 
 
 def _wins(best: Priced, others: Sequence[Priced], legal: int) -> str:
@@ -61,15 +65,8 @@ def _wins(best: Priced, others: Sequence[Priced], legal: int) -> str:
         return (
             f"{took}: as quick as {next_.layout} to 0.1 %, and simpler; no other of {legal:,} legal layouts is quicker."
         )
-    return f"{took}, the least of {legal:,} legal layouts; the next, {next_.layout}, is {_slower(best, next_)}."
-
-
-def _slower(best: Priced, other: Priced) -> str:
-    """How much slower another layout is, and the cause that adds the most."""
-    ours, theirs = best.prediction.breakdown, other.prediction.breakdown
-    more = {cause: theirs.get(cause, 0.0) - ours.get(cause, 0.0) for cause in {**ours, **theirs}}
-    cause = max(more, key=more.__getitem__)
-    return f"{other.seconds / best.seconds - 1:.1%} slower: {time(more[cause])} more of {cause}"
+    behind = slower(best.prediction, next_.prediction)
+    return f"{took}, the least of {legal:,} legal layouts; the next, {next_.layout}, is {behind}."
 
 
 def _limits(plan: Priced) -> str:
@@ -77,17 +74,17 @@ def _limits(plan: Priced) -> str:
     compute = sum(parts.get(cause, 0.0) for cause in COMPUTE)
     rest = {cause: seconds for cause, seconds in parts.items() if cause not in COMPUTE}
     cause = max(rest, key=rest.__getitem__)
-    return f"Of a step {compute / step:.1%} computes; the most of the rest is {cause}, {time(rest[cause])}."
+    return f"Of a step {compute / step:.1%} is computation; the largest other part is {cause}, {time(rest[cause])}."
 
 
 def _memory(plan: Priced, cluster: Cluster) -> str:
     rank, held = fullest(plan.placed)
     holder = max(held, key=held.__getitem__)
     used, most = sum(held.values()), cluster.device.nbytes
-    full = "the fullest" if plan.layout.pp > 1 else "the only one"
+    who = f"Pipeline rank {rank}, the fullest," if plan.layout.pp > 1 else "Each device"
     return (
-        f"Pipeline rank {rank}, {full}, fills {size(used)} of {size(most)} ({used / most:.0%}), "
-        f"{size(held[holder])} of it with {holder}."
+        f"{who} fills {size(used)} of {size(most)} ({used / most:.0%}); "
+        f"the largest part is {holder}, {size(held[holder])}."
     )
 
 
@@ -97,7 +94,7 @@ def lacking(plan: Placed) -> str:
     holder = max(held, key=held.__getitem__)
     return (
         f"pipeline rank {rank} needs {size(sum(held.values()))}, {size(plan.excess)} more than the "
-        f"{size(plan.capacity)} that a plan may fill; {size(held[holder])} of it for {holder}"
+        f"{size(plan.capacity)} that a plan may fill; the largest part is {holder}, {size(held[holder])}"
     )
 
 
@@ -109,11 +106,6 @@ def broken(violations: Iterable[Violation]) -> str:
 def fullest(plan: Placed) -> tuple[int, dict[str, int]]:
     """The pipeline rank that holds the most, and what."""
     return max(enumerate(plan.nbytes), key=lambda entry: sum(entry[1].values()))
-
-
-def time(seconds: float) -> str:
-    """Seconds as one says them."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def size(nbytes: int) -> str:

@@ -96,7 +96,7 @@ Why
 - A first reason [with brackets].
 - A second.
 
-Where the step goes
+Where the step goes, on the pipeline rank that waits least
                      s   share
 forward          0.750   30.0%  #######
 backward         1.500   60.0%  ##############
@@ -105,8 +105,8 @@ a step           2.500  100.0%
 
 Pipeline ranks: milliseconds of one micro-batch, parameters on one device
 rank  forward  backward   params  holds
-   0     4.00      8.00  62.00 M  embed, positions, blocks 0-1; mlp of 5, 6-7, attention of 8
-   1     6.00     12.00  62.00 M  blocks 2-4, attention of 5; mlp of 8, 9-11, unembed
+   0     4.00      8.00  62.00 M  embed, positions, blocks 0-1; 5 (mlp), 6-7, 8 (attention)
+   1     6.00     12.00  62.00 M  blocks 2-4, 5 (attention); 8 (mlp), 9-11, unembed
 
 Memory of each pipeline rank at its fullest, in GiB
 rank weights activations in all
@@ -115,12 +115,12 @@ rank weights activations in all
 
 Next best
 TP PP VP CP EP DP MBS SP recompute dist-opt s/step   MFU GiB loses by
- 2  1  1  1  1  4   1 on      full      off  2.625 12.5% 5.5 5.0% slower: tensor-parallel communication +0.375 s
+ 2  1  1  1  1  4   1 on      full      off  2.625 12.5% 5.5 5.0% slower: 375 ms more of tensor-parallel communication, 250 ms less of pipeline bubble
 
 Nearest layouts that do not work
 layout    cause
 dp8 mbs8  81.2 GiB on rank 0, of 79.1
-"""
+"""  # noqa: E501 (a table's lines are as long as they are)
 
 
 def test_a_report_reads_well() -> None:
@@ -145,13 +145,16 @@ def test_what_a_stage_holds_is_said_by_blocks() -> None:
     g = graph(find("gpt2")[0])
     assert holds(g.nodes, g) == "embed, positions, blocks 0-11, unembed"
     said = [holds(g.nodes[a:b], g) for a, b in pairwise((0, *g.cuts, len(g.nodes)))]
-    assert said[:4] == ["embed", "positions", "attention of block 0", "mlp of block 0"]
+    assert said[:4] == ["embed", "positions", "block 0 (attention)", "block 0 (mlp)"]
     assert said[-2:] == ["layer_norm", "unembed"]
 
 
 def test_a_loser_names_the_cause_that_adds_most() -> None:
     found = example()
-    assert loses(found.best, found.others[0]) == "5.0% slower: tensor-parallel communication +0.375 s"
+    assert (
+        loses(found.best, found.others[0])
+        == "5.0% slower: 375 ms more of tensor-parallel communication, 250 ms less of pipeline bubble"
+    )
     assert loses(found.best, found.best) == "as fast, by no better use of it"
 
 
