@@ -11,14 +11,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .loop import Summary as Summary
     from .recipe import Recipe as Recipe
-    from .train import Summary as Summary
     from .train import train as train
     from .verify import Comparison as Comparison
     from .verify import compare as compare
 
 # What the package exports, and where it is; loaded when first asked for, so that `megaloom --help` loads no torch.
-EXPORTS = {"Recipe": "recipe", "Summary": "train", "train": "train", "Comparison": "verify", "compare": "verify"}
+EXPORTS = {"Recipe": "recipe", "Summary": "loop", "train": "train", "Comparison": "verify", "compare": "verify"}
 __all__ = list(EXPORTS)
 
 

@@ -15,8 +15,8 @@ from megaloom.planner.explain import fullest, layout_table, prediction_table, un
 from megaloom.planner.plan import Plan
 
 from . import device
+from .loop import Summary
 from .metrics import clock
-from .train import Summary
 from .verify import Comparison
 
 
