@@ -46,11 +46,12 @@ def neighbours(layout: Layout, pricer: Pricer, fixed: Fixed) -> Iterator[tuple[s
 
 
 def _with(x: Layout, **changes: Any) -> Layout:
+    """`evolve` for fields whose names are computed: a type checker cannot know their types."""
     return evolve(x, **changes)
 
 
 def _steps(x: Layout, pricer: Pricer, fixed: Fixed) -> Iterator[Layout]:
-    blocks = len({node.block for node in pricer.graph.nodes if node.block is not None})
+    asked = needs(pricer.graph)
     for a in GRID:
         if (factor := _factor(getattr(x, a))) > 1:
             for b in GRID:
@@ -58,8 +59,8 @@ def _steps(x: Layout, pricer: Pricer, fixed: Fixed) -> Iterator[Layout]:
                     yield _with(x, **{a: getattr(x, a) // factor, b: getattr(x, b) * factor})
     for name, values in (
         ("micro_batch", micro_batches(x, pricer.workload, {})),
-        ("vpp", chunks(x.pp, blocks)),
-        ("ep", divisors(x.world // (x.pp * x.etp)) if needs(pricer.graph).experts else (1,)),
+        ("vpp", chunks(x.pp, asked.blocks)),
+        ("ep", divisors(x.world // (x.pp * x.etp)) if asked.experts else (1,)),
     ):
         now = getattr(x, name)
         for value in (
@@ -67,7 +68,7 @@ def _steps(x: Layout, pricer: Pricer, fixed: Fixed) -> Iterator[Layout]:
             min((v for v in values if v > now), default=now),
         ):
             yield _with(x, **{name: value})
-    for mode in (Recompute.NONE, *((Recompute.FULL,) if blocks else ())):
+    for mode in (Recompute.NONE, *((Recompute.FULL,) if asked.blocks else ())):
         yield evolve(x, recompute=mode)
     if x.tp > 1:
         yield evolve(x, sequence_parallel=not x.sequence_parallel)

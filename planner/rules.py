@@ -42,7 +42,7 @@ class Needs:
     sizes: dict[tuple[str, str], tuple[int, ...]]
     positions: tuple[int, ...]  # rows of learned position tables
     stages: int  # at most
-    blocks: bool
+    blocks: int  # iterations of its repeats
 
     def of(self, axis: str, *but: str) -> list[tuple[str, int]]:
         """The (dim, size) that an axis divides, but for some dims."""
@@ -112,7 +112,7 @@ def needs(graph: Graph) -> Needs:
         sizes={key: tuple(sorted(found)) for key, found in sizes.items()},
         positions=tuple(sorted(rows)),
         stages=len(graph.cuts) + 1,
-        blocks=any(node.block is not None for node in graph.nodes),
+        blocks=len({node.block for node in graph.nodes} - {None}),
     )
 
 

@@ -84,11 +84,6 @@ class Anatomy:
         return np.bincount(self.kind, minlength=len(self.kinds)).astype(float)
 
     @cached_property
-    def blocks(self) -> int:
-        """How many blocks there are."""
-        return sum(kind.enters * int(n) for kind, n in zip(self.kinds, self.counts, strict=True))
-
-    @cached_property
     def block(self) -> Rows:
         """How many nodes of each kind the largest block has."""
         rows: dict[int, Rows] = {}

@@ -93,7 +93,7 @@ def fillings(axes: Layout, micro_batch: int, graph: Graph, fixed: Fixed) -> Iter
 
     No rule looks at where the optimizer's state is, and one at what is computed again.
     """
-    blocks = len({node.block for node in graph.nodes if node.block is not None})
+    blocks = needs(graph).blocks
     modes = _choices("recompute", fixed, (*((Recompute.FULL,) if blocks else ()), Recompute.NONE, Recompute.SELECTIVE))
     state = _choices("distributed_optimizer", fixed, (False, True) if axes.dp * axes.cp > 1 else (False,))
     for vpp in _choices("vpp", fixed, chunks(axes.pp, blocks)):
