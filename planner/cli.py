@@ -146,7 +146,7 @@ def _search(declared: Model, machine: Cluster, workload: Workload, ref: str, fix
 
     chosen = {name: value for name, value in asdict(fixed, recurse=False).items() if value is not None}
     console = Console(stderr=True)
-    watched = console.status(f"searching the layouts of {declared.name} on {machine} ...")
+    watched = console.status(f"searching the layouts of {declared.name} on {machine} ...", spinner="line")
     with watched if console.is_terminal else nullcontext():
         return search(declared, machine, workload, ref=ref, fixed=chosen)
 

@@ -16,7 +16,7 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,7 +118,7 @@ def read(folder: Path) -> Checkpoint:
 def save(engine: Stateful, run: Path, note: Note) -> Path:
     """Save all ranks' state and `note` as run/step-…, then drop all but the last KEEP. Every rank calls it.
 
-    CheckpointError if it cannot be written; then at most a .tmp folder is left, which the next save clears away.
+    CheckpointError if it cannot be written. A save that was killed leaves a .tmp folder, which the next clears away.
     """
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
@@ -128,7 +128,8 @@ def save(engine: Stateful, run: Path, note: Note) -> Path:
     folder = run / f"step-{note.step:06d}"
     aside = folder.with_name(f"{folder.name}.tmp")
     first = dist.get_rank() == 0
-    with _telling(lambda cause: f"step {note.step} cannot be saved in {run}: {cause}\n{remains(run)}"):
+    failed = f"step {note.step} cannot be saved in {run}: "
+    with _telling(lambda cause: f"{failed}{cause}\n{remains(run)}"), _no_half(aside) if first else nullcontext():
         if first:
             for left in run.glob("step-*.tmp"):
                 shutil.rmtree(left)
@@ -163,6 +164,16 @@ def load(engine: Stateful, checkpoint: Checkpoint) -> None:
         warnings.filterwarnings("ignore", category=FutureWarning)  # megatron-core calls torch by an old name
         state = dist_checkpointing.load(engine.sharded_state(loading=True), str(folder))
     engine.load_state(state)
+
+
+@contextmanager
+def _no_half(aside: Path) -> Iterator[None]:
+    """What a failure leaves is removed: it takes room, which may be what was lacking."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 @contextmanager

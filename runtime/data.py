@@ -173,7 +173,7 @@ def _walk(root: Path) -> Iterator[str]:
     """Relative paths of the files under root, but for hidden ones and for what runs have written."""
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        if {"plan.json", "data"} <= {*files, *folders} and (Path(folder) / "data" / NOTE).exists():
+        if Path(folder) != root and ".lock" in files and (Path(folder) / "data" / NOTE).exists():
             folders.clear()  # a run's own folder, which grows while it trains
             continue
         for name in files:

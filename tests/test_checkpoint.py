@@ -189,6 +189,7 @@ def test_a_save_without_room_leaves_the_earlier_ones(run: Path) -> None:
     found = latest(run, fingerprint="feed")
     assert found
     assert found.folder.name == "step-000020"
+    assert not list(run.glob("*.tmp"))
     assert launch.run(loaded, (run,), 1, timeout=60)[0][0] == 20
 
 

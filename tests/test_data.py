@@ -133,7 +133,8 @@ def test_hidden_and_binary_files_are_no_text(library: Path, tmp_path: Path) -> N
 
 def test_what_runs_write_is_no_text(library: Path, tmp_path: Path) -> None:
     first = gather(str(library), library / "runs" / "one" / "data")
-    (library / "runs" / "one" / "plan.json").write_text("{}")
+    for name in (".lock", "plan.json"):
+        (library / "runs" / "one" / name).write_text("{}")
     again = gather(str(library), library / "runs" / "one" / "data")
     assert (again.digest, again.files) == (first.digest, first.files)
 
