@@ -21,6 +21,7 @@ from megaloom.planner.cluster import PRESETS, Cluster, cluster
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
 from megaloom.planner.price import Priced, price
 from megaloom.planner.traffic import Group
+from megaloom.runtime.device import prepare
 
 GPT = graph(gpt("tiny-gpt", layers=4, heads=4, embed=64, vocab=512, seq=64))
 LLAMA = graph(llama("tiny-llama", layers=4, heads=8, kv_heads=4, embed=128, ff=256, vocab=512))
@@ -92,7 +93,9 @@ def test_how_groups_lie_over_nodes(size: int, stride: int, expected: tuple[int, 
 
 @given(st.data())
 def test_groups_are_megatron_cores(data: st.DataObject) -> None:
-    state: Any = pytest.importorskip("megatron.core.parallel_state")
+    prepare()  # once imported without, megatron-core could not be made ready for the tests that run after
+    from megatron.core import parallel_state as state
+
     tp, cp, dp, pp = (data.draw(st.sampled_from([1, 2, 3, 4])) for _ in range(4))
     layout = Layout(tp=tp, cp=cp, dp=dp, pp=pp)
     ranks = state.RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")

@@ -7,12 +7,12 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megaloom.planner import timeline
 from megaloom.planner.timeline import Timeline, replay
+from megaloom.runtime import device
 
 SECONDS = st.floats(0.01, 10)
 
@@ -39,7 +39,9 @@ def cases() -> list[tuple[int, int, int]]:
 
 
 def test_warmup_and_order_are_megatron_cores() -> None:
-    schedules: Any = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    device.prepare()  # once imported without, megatron-core could not be made ready for the tests that run after
+    from megatron.core.pipeline_parallel import schedules
+
     for p, v, m in cases():
         for rank in range(p):
             group = SimpleNamespace(size=lambda p=p: p, rank=lambda rank=rank: rank)
