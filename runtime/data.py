@@ -123,12 +123,14 @@ def gather(source: str, folder: Path) -> Corpus:
 
 
 def _known(note: Path, digest: str) -> dict[str, int] | None:
-    """Tokens by part, if this very text was gathered before."""
+    """Tokens by part, if this very text was gathered before and is still there."""
     try:
         known = json.loads(note.read_text())
-    except (FileNotFoundError, ValueError):
+        tokens = {part: known["tokens"][part] for part in PARTS} if known["digest"] == digest else {}
+        whole = all(note.with_name(f"{part}.bin").stat().st_size == count for part, count in tokens.items())
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-    return known["tokens"] if known["digest"] == digest else None
+    return tokens if whole and tokens else None
 
 
 def _gather(root: Path, names: list[str], folder: Path, digest: str) -> dict[str, int]:

@@ -45,7 +45,7 @@ class Journal:
         """Open it to go on after `step`: what an interrupted run wrote about later ones is dropped."""
         self.file: IO[str] | None = None
         if path:
-            kept = [line for line in _lines(path) if json.loads(line)["step"] <= step]
+            kept = [line for line in _lines(path) if _step(line) <= step]
             aside = path.with_name(f"{path.name}.tmp")
             aside.write_text("".join(kept))
             aside.replace(path)
@@ -60,8 +60,16 @@ class Journal:
 def _lines(path: Path) -> Iterator[str]:
     """The whole lines of a file, if it is there; a last one that was cut short is none."""
     if path.exists():
-        with path.open() as file:
+        with path.open(errors="replace") as file:
             yield from (line for line in file if line.endswith("\n"))
+
+
+def _step(line: str) -> float:
+    """The step that a line is of; infinite if it is no line of ours, as a machine that lost power may leave."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 class Screen(Console):

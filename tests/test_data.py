@@ -123,6 +123,17 @@ def test_gathered_once_until_a_file_changes(library: Path, tmp_path: Path) -> No
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
+@pytest.mark.parametrize(("name", "left"), [("train.bin", b"x"), ("held_out.bin", None), ("data.json", b"null")])
+def test_a_damaged_copy_is_made_anew(library: Path, tmp_path: Path, name: str, left: bytes | None) -> None:
+    first = gather(str(library), tmp_path)
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).unlink()
+    if left is not None:
+        (tmp_path / name).write_bytes(left)
+    assert gather(str(library), tmp_path) == first
+    assert (tmp_path / name).read_bytes() == whole
+
+
 def test_hidden_and_binary_files_are_no_text(library: Path, tmp_path: Path) -> None:
     (library / ".git").mkdir()
     (library / ".git" / "config").write_text("hidden")
