@@ -12,10 +12,10 @@ from typing import Literal
 
 from attrs import define, field, frozen
 
-from .dims import SEQ, DType
+from .dims import DType
 from .ops import Attend, Combine, Dot, Lookup, Normalize, Rename, Route, Weight
 from .program import Program, Step, origin
-from .splits import Split, cut
+from .splits import SEQUENCES, Split, cut, sequential
 from .value import Pointwise, Value
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
@@ -75,7 +75,7 @@ class _Inference:
 
     def scattered(self, axis: str, v: Value) -> bool:
         """Whether what is whole on each device of the axis is held in parts between the work that needs it whole."""
-        return axis == "etp" or (axis == "tp" and self.split.sequence_parallel and SEQ.name in v.shape)
+        return axis == "etp" or (axis == "tp" and self.split.sequence_parallel and sequential(v.shape))
 
     def reduce(self, v: Value) -> Iterator[Collective]:
         """Partial sums become whole sums; with sequence parallel, each device's part of them."""
@@ -143,7 +143,7 @@ class _Inference:
         (megatron-core 0.16.1, attention.py:1398).
         """
         if gathered := step.gathered(self.split):
-            local = step.at(self.sizes, self.split, whole=SEQ.name)
+            local = step.at(self.sizes, self.split, whole=SEQUENCES)
             n = sum(local((*step.outer, *a.shape)) for a in gathered)
             yield Collective("all_gather", "cp", n, False, "keys and values", core=True)
             yield Collective("reduce_scatter", "cp", n, True, "keys and values")
@@ -160,11 +160,11 @@ class _Inference:
     def gather(self, step: Step, dim: str) -> Iterator[Collective]:
         """A divided dim becomes whole; the gradient, which every device then has a part of, is reduced by `enter`."""
         x = step.value.args[0]
-        if dim == SEQ.name and self.scattered("tp", x) and "tp" not in step.axes.values() and self.split.tp > 1:
+        if dim in SEQUENCES and self.scattered("tp", x) and "tp" not in step.axes.values() and self.split.tp > 1:
             n = self.program.held(x.shape, step.outer, self.sizes, self.split, data=True)
             yield Collective("all_gather", "tp", n, False, step.name)
         if axis := self.axis(step, dim):
-            n = step.at(self.sizes, self.split, whole=dim)((*step.outer, *x.shape))
+            n = step.at(self.sizes, self.split, whole={dim})((*step.outer, *x.shape))
             yield Collective("all_gather", axis, n, False, step.name)
 
 

@@ -11,12 +11,12 @@ from functools import lru_cache
 
 from attrs import frozen
 
-from .dims import SEQ, DType, Sizes
+from .dims import DType, Sizes
 from .exchange import Collective, collectives
 from .graph import Model, Node, graph
 from .ops import Attend, Dot, Input, Lookup, Pick, Rename, Rows, Weight
 from .program import Program, Step, origin, program
-from .splits import WHOLE, Local, Split, among_experts
+from .splits import SEQUENCES, WHOLE, Local, Split, among_experts
 from .value import Value
 
 __all__ = ["Collective", "Costs", "Flops", "Saved", "Split", "Work", "costs", "flops", "params", "saved"]
@@ -178,8 +178,8 @@ def _flops(step: Step, sizes: Sizes, split: Split) -> tuple[int, int, int]:
     v = step.value
     shapes = tuple(a.shape for a in v.args)
     if isinstance(v.op, Attend):  # each device's share of the queries meets all the keys
-        local = step.at(sizes, split, whole=SEQ.name)
-        shares = split.cp if SEQ.name in step.axes else 1
+        local = step.at(sizes, split, whole=SEQUENCES)
+        shares = split.cp if SEQUENCES & step.axes.keys() else 1
         forward = -(-v.op.flops(v.shape, shapes, local) * local(step.outer) // shares)
         return forward, 2 * forward, 0
     local = step.at(sizes, split)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import lru_cache
 from math import prod
 
 from attrs import evolve, field, frozen
 
 from .combine import Each
-from .dims import SEQ, Dim, DType, Shape
+from .dims import Dim, DType, Shape
 from .graph import Node, primitives
 from .layer import Layer
 from .ops import Attend, Drop, Weight
-from .splits import SPLITS, Local, Split, among_experts, cut
+from .splits import SPLITS, Local, Split, among_experts, cut, sequential
 from .value import Op, Pointwise, Value
 
 
@@ -31,16 +31,16 @@ class Step:
     def _axes(self) -> dict[str, str]:
         return cut(self.table, self.outer, *(v.shape for v in (*self.value.args, self.value)))
 
-    def at(self, sizes: Mapping[str, int], split: Split, *, whole: str = "") -> Local:
-        """The sizes that this primitive works on, with one dim left whole if one is named."""
-        axes = {n: a for n, a in self.axes.items() if n != whole}
+    def at(self, sizes: Mapping[str, int], split: Split, *, whole: Container[str] = ()) -> Local:
+        """The sizes that this primitive works on, with the dims of some names left whole."""
+        axes = {n: a for n, a in self.axes.items() if n not in whole}
         return Local(sizes, split, axes, among_experts(self.table, self.outer))
 
     def gathered(self, split: Split) -> tuple[Value, ...]:
         """The keys and values of which every device of cp needs the whole sequence, where it holds a part."""
         if not isinstance(self.value.op, Attend) or split.cp == 1:
             return ()
-        return tuple(a for a in self.value.args[1:] if SEQ.name in a.shape)
+        return tuple(a for a in self.value.args[1:] if sequential(a.shape))
 
     @property
     def weights(self) -> tuple[Value, ...]:

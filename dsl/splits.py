@@ -13,19 +13,27 @@ from math import ceil, prod
 
 from attrs import Attribute, field, frozen
 
-from .dims import SEQ, Dim, Sizes
+from .dims import Dim, Shape, Sizes
 from .errors import UserError
 
 # A layer with a dim of its own adds to this: `splits = {"channels": "tp"}`.
 SPLITS: Mapping[str, str] = {
     "batch": "dp",  # a micro-batch is what one device has already
     "seq": "cp",
+    "source": "cp",  # the sequence that an encoder reads
     "experts": "ep",
     "heads": "tp",
     "kv_heads": "tp",
+    "groups": "tp",
     "ff": "tp",
     "vocab": "tp",
 }
+SEQUENCES = frozenset(name for name, axis in SPLITS.items() if axis == "cp")
+
+
+def sequential(shape: Shape) -> bool:
+    """Whether a tensor has a part for each position of a sequence."""
+    return any(d.name in SEQUENCES for d in shape)
 
 
 def _degree(_: object, attribute: Attribute[int], n: int) -> None:
@@ -97,7 +105,7 @@ class Local(Sizes):
 
     def _exact(self, d: Dim) -> int | Fraction:
         if d.of:
-            tokens = Local(self, self.split, {SEQ.name: "cp"})
+            tokens = Local(self, self.split, dict.fromkeys(SEQUENCES, "cp"))
             copies = self.split.ep * (self.split.etp if self.inside else 1)
             return tokens(d.of) * d.share * copies
         axis, size = self.axes.get(d.name), super().of(d)
