@@ -3,45 +3,54 @@
 if __name__ != "megaloom.dsl":
     raise ImportError("import megaloom.dsl, not dsl")
 
+from .attend import Attend, Relative
+from .attention import MLA, Attention, CrossAttention, Mamba2
 from .combine import Block, Each, Repeat, Residual, repeat, residual
 from .dims import BATCH, SEQ, Dim, DType, Shape, Sizes
 from .errors import ShapeError, UserError
 from .facts import Collective, Costs, Flops, Saved, Split, Work, costs, flops, params, saved
 from .graph import Graph, Model, Node, Slot, fingerprint, graph, model
-from .layer import Chain, Given, Layer, chain
-from .layers import MLP, Attention, Dropout, Embed, LayerNorm, MoE, Positions, RMSNorm, SwiGLU, Unembed
-from .ops import (
-    Attend,
-    Combine,
-    Dot,
-    Drop,
-    Gate,
-    Input,
-    Lookup,
-    Normalize,
-    Pick,
-    Rename,
-    Rope,
-    Route,
-    Rows,
-    Weight,
-    dot,
-    ids,
-    weight,
+from .layer import Chain, Given, Layer, Named, chain
+from .layers import (
+    MLP,
+    Dropout,
+    Embed,
+    GeGLU,
+    LayerNorm,
+    Linear,
+    MoE,
+    PatchEmbed,
+    Positions,
+    RMSNorm,
+    Scale,
+    Softcap,
+    SwiGLU,
+    Unembed,
 )
-from .value import Op, Pointwise, Value, apply, fn
+from .ops import Dot, Drop, Input, Lookup, Normalize, Rows, Weight, dot, ids, image, weight
+from .rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from .routing import Combine, Gate, Route
+from .scan import Conv, Scan, Shift
+from .value import Affine, Clamp, Op, Pointwise, Value, apply, fn
+from .views import Concat, Patches, Pick, Place, Rename, Slice
 
 __all__ = [
     "BATCH",
+    "MLA",
     "MLP",
     "SEQ",
+    "Affine",
     "Attend",
     "Attention",
     "Block",
     "Chain",
+    "Clamp",
     "Collective",
     "Combine",
+    "Concat",
+    "Conv",
     "Costs",
+    "CrossAttention",
     "DType",
     "Dim",
     "Dot",
@@ -51,21 +60,31 @@ __all__ = [
     "Embed",
     "Flops",
     "Gate",
+    "GeGLU",
     "Given",
     "Graph",
     "Input",
     "Layer",
     "LayerNorm",
+    "Linear",
+    "LinearScaling",
+    "Llama3Scaling",
     "Lookup",
+    "Mamba2",
     "MoE",
     "Model",
+    "Named",
     "Node",
     "Normalize",
     "Op",
+    "PatchEmbed",
+    "Patches",
     "Pick",
+    "Place",
     "Pointwise",
     "Positions",
     "RMSNorm",
+    "Relative",
     "Rename",
     "Repeat",
     "Residual",
@@ -73,10 +92,15 @@ __all__ = [
     "Route",
     "Rows",
     "Saved",
+    "Scale",
+    "Scan",
     "Shape",
     "ShapeError",
+    "Shift",
     "Sizes",
+    "Slice",
     "Slot",
+    "Softcap",
     "Split",
     "SwiGLU",
     "Unembed",
@@ -84,6 +108,7 @@ __all__ = [
     "Value",
     "Weight",
     "Work",
+    "YarnScaling",
     "apply",
     "chain",
     "costs",
@@ -93,6 +118,7 @@ __all__ = [
     "fn",
     "graph",
     "ids",
+    "image",
     "model",
     "params",
     "repeat",

@@ -9,8 +9,8 @@ from attrs import field, frozen
 from .dims import Shape
 from .errors import ShapeError
 from .layer import Layer, chain
-from .ops import Pick
 from .value import Value, apply
+from .views import Pick
 
 
 @frozen
@@ -79,7 +79,7 @@ class Each(Layer):
 
     def __call__(self, x: Value, /, **side: Value) -> Value:
         one = self.body(x, **side)
-        return Value(self, (x,), Shape((x[self.dim], *one.shape)), one, at=self.at)
+        return Value(self, (x, *self.read(one, x, side)), Shape((x[self.dim], *one.shape)), one, at=self.at)
 
     def __str__(self) -> str:
         return f"each of {self.dim}"

@@ -85,6 +85,15 @@ class Shape:
                 return d
         raise ShapeError(f"{self} has no dim {name!r}: it has {', '.join(d.name for d in self.dims) or 'none'}")
 
+    def positions(self, *channels: str) -> Dim:
+        """The dim that tells positions apart: the only one besides batch and the dims of these names."""
+        found = [d for d in self.dims if d.name not in ("batch", *channels)]
+        if len(found) != 1 or found[0].of:
+            raise ShapeError(
+                f"{self} must have one dim of positions, such as seq, besides {', '.join(('batch', *channels))}"
+            )
+        return found[0]
+
     def without(self, *names: str) -> Shape:
         """This shape less the dims of these names."""
         return Shape(tuple(d for d in self.dims if d.name not in names))

@@ -12,11 +12,14 @@ from typing import Literal
 
 from attrs import define, field, frozen
 
+from .attend import Attend
 from .dims import DType
-from .ops import Attend, Combine, Dot, Lookup, Normalize, Rename, Route, Weight
+from .ops import Dot, Lookup, Normalize, Weight
 from .program import Program, Step, origin
+from .routing import Combine, Route
 from .splits import SEQUENCES, Split, cut, sequential
 from .value import Pointwise, Value
+from .views import Rename
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
@@ -128,10 +131,11 @@ class _Inference:
                 n = self.program.held(sent.shape, step.outer, self.sizes, self.split)
                 for backward in (False, True):
                     yield Collective("all_to_all", "ep", n, backward, "dispatch" if sent is v else "combine")
-            case Normalize() if axis := self.axis(step, v.op.over):
-                n = step.at(self.sizes, self.split)((*step.outer, *v.shape.without(v.op.over)))
-                for backward in (False, True):
-                    yield Collective("all_reduce", axis, n, backward, "statistics")
+            case Normalize():
+                n = step.at(self.sizes, self.split)((*step.outer, *v.shape.without(*v.op.over)))
+                for axis in sorted({axis for name in v.op.over if (axis := self.axis(step, name))}):
+                    for backward in (False, True):
+                        yield Collective("all_reduce", axis, n, backward, "statistics")
             case Rename() if v.op.new not in self.program.table:
                 yield from self.gather(step, v.op.old)
 

@@ -11,17 +11,20 @@ from functools import lru_cache
 
 from attrs import frozen
 
+from .attend import Attend
 from .dims import DType, Sizes
 from .exchange import Collective, collectives
 from .graph import Model, Node, graph
-from .ops import Attend, Dot, Input, Lookup, Pick, Rename, Rows, Weight
+from .ops import Dot, Input, Lookup, Rows, Weight
 from .program import Program, Step, origin, program
+from .scan import Scan
 from .splits import SEQUENCES, WHOLE, Local, Split, among_experts
 from .value import Value
+from .views import Pick, Rename, Slice
 
 __all__ = ["Collective", "Costs", "Flops", "Saved", "Split", "Work", "costs", "flops", "params", "saved"]
 
-VIEWS = (Weight, Input, Pick, Rename)  # no work: the tensor is there already
+VIEWS = (Weight, Input, Pick, Rename, Slice)  # no work: the tensor is there already
 
 
 @frozen
@@ -92,20 +95,22 @@ def params(x: Model | Node | Value) -> int:
     if isinstance(x, Value):
         x = Model("", (x,))
     slots = graph(x).weights.values() if isinstance(x, Model) else x.weights
-    return sum(Sizes()(s.dims) for s in slots)
+    return sum(Sizes()(s.dims) for s in slots if s.trained)
 
 
-def flops(model: Model, *, batch: int, seq: int) -> Flops:
+def flops(model: Model, *, batch: int, seq: int, source: int | None = None) -> Flops:
     """What a batch of sequences costs, however it is laid out."""
-    work = [w for n in graph(model).nodes for w in costs(n, batch=batch, seq=seq).work]
+    work = [w for n in graph(model).nodes for w in costs(n, batch=batch, seq=seq, source=source).work]
     return Flops(sum(w.flops for w in work), sum(w.dgrad for w in work), sum(w.wgrad for w in work))
 
 
-def saved(nodes: Iterable[Node], *, batch: int, seq: int, split: Split = WHOLE) -> tuple[Saved, ...]:
+def saved(
+    nodes: Iterable[Node], *, batch: int, seq: int, source: int | None = None, split: Split = WHOLE
+) -> tuple[Saved, ...]:
     """What the backward passes of these nodes read, each distinct tensor once."""
     out: dict[tuple[str, int | None], Saved] = {}
     for node in nodes:
-        for i, s in enumerate(costs(node, batch=batch, seq=seq, split=split).saved):
+        for i, s in enumerate(costs(node, batch=batch, seq=seq, source=source, split=split).saved):
             if s.port is None:
                 out[node.name, i] = s
             else:
@@ -113,18 +118,19 @@ def saved(nodes: Iterable[Node], *, batch: int, seq: int, split: Split = WHOLE) 
     return tuple(out.values())
 
 
-def costs(node: Node, *, batch: int, seq: int, split: Split = WHOLE) -> Costs:
+def costs(node: Node, *, batch: int, seq: int, source: int | None = None, split: Split = WHOLE) -> Costs:
     """One node on one device, for a micro-batch of this many sequences.
 
+    source: tokens of each sequence that an encoder reads; as many as `seq` when not given.
     Computed once for all nodes of equal layers and shapes. Routing is taken to be balanced: each expert gets as many
     slots as the next.
     """
-    return _costs(program(node), batch, seq, split)
+    return _costs(program(node), batch, seq, seq if source is None else source, split)
 
 
 @lru_cache(maxsize=1 << 15)
-def _costs(p: Program, batch: int, seq: int, split: Split) -> Costs:
-    sizes = Sizes(batch=batch, seq=seq)
+def _costs(p: Program, batch: int, seq: int, source: int, split: Split) -> Costs:
+    sizes = Sizes(batch=batch, seq=seq, source=source)
     renames = [s.value.op for s in p.steps if isinstance(s.value.op, Rename)]
     sizes.update({op.new: sizes[op.old] for op in renames if op.old in sizes})
     dense, expert = _params(p, sizes, split)
@@ -184,6 +190,8 @@ def _flops(step: Step, sizes: Sizes, split: Split) -> tuple[int, int, int]:
         return forward, 2 * forward, 0
     local = step.at(sizes, split)
     forward = v.op.flops(v.shape, shapes, local) * local(step.outer)
+    if isinstance(v.op, Scan):
+        return forward, 2 * forward, 0
     return forward, forward * (len(v.args) - len(step.weights)), forward * len(step.weights)
 
 

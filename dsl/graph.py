@@ -13,12 +13,12 @@ from functools import cached_property, lru_cache
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from attrs import define, evolve, field, fields, frozen
+from attrs import define, evolve, field, frozen
 
 from .combine import Block, Each
 from .dims import Dim, Shape
 from .errors import ShapeError, UserError, located
-from .layer import Layer, kind
+from .layer import Layer, Named, held, kind
 from .ops import Input, Weight
 from .value import Op, Value
 
@@ -40,7 +40,7 @@ def model(name: str, *outputs: Value) -> Model:
         raise ShapeError(f"model {name!r} computes nothing: give it a name and at least one output")
     for v in outputs:
         if not isinstance(v, Value):
-            raise ShapeError(f"{v!r} is no output: an output is a value, such as ids() >> layer")
+            raise ShapeError(f"{v} is no output: an output is a value, such as ids() >> layer")
     return Model(name, outputs)
 
 
@@ -56,6 +56,11 @@ class Slot:
     def dims(self) -> tuple[Dim, ...]:
         """All its dims, those of the copies first."""
         return (*self.outer, *self.value.shape.dims)
+
+    @property
+    def trained(self) -> bool:
+        """Whether it is a parameter, and no buffer."""
+        return isinstance(self.value.op, Weight) and self.value.op.trained
 
 
 @frozen(eq=False)
@@ -111,11 +116,17 @@ class Graph:
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
-        """The positions where the graph may be cut into stages: exactly one [batch seq embed] value crosses."""
-        return tuple(i for i, names in enumerate(self.crossing) if len(names) == 1 and self._hidden(names[0]))
+        """The positions where the graph may be cut into stages: what crosses is hidden states, one of each sequence.
 
-    def _hidden(self, name: str) -> bool:
-        return [d.name for d in self.nodes[self.index[name]].shape] == ["batch", "seq", "embed"]
+        So a decoder is cut where its own and those of the encoder that it still reads cross.
+        """
+        return tuple(i for i, names in enumerate(self.crossing) if self._narrow(names))
+
+    def _narrow(self, names: tuple[str, ...]) -> bool:
+        shapes = [self.nodes[self.index[name]].shape for name in names]
+        if not names or any(len(s.dims) != 3 or "batch" not in s or "embed" not in s for s in shapes):
+            return False
+        return len({s.positions("embed") for s in shapes}) == len(names)
 
     @cached_property
     def weights(self) -> dict[str, Slot]:
@@ -187,31 +198,21 @@ def primitives(value: Value) -> Iterator[tuple[Value, str, tuple[Dim, ...]]]:
             yield v, path, outer
         elif isinstance(v.op, Each):
             yield from visit(v.body, f"{path}{v.op.dim}.", (*outer, v.shape.dims[0]))
+        elif isinstance(v.op, Named):
+            yield from visit(v.body, f"{path}{v.op.name}.", outer)
         else:
             yield from visit(v.body, path, outer)
 
     yield from visit(value, "", ())
 
 
-def _held(it: object) -> Iterator[int]:
-    """The values that a layer, or a layer within it, was given when it was made, by identity."""
-    if isinstance(it, Value):
-        yield id(it)
-    elif isinstance(it, Layer):
-        for f in fields(type(it)):
-            yield from _held(getattr(it, f.name))
-    elif isinstance(it, tuple):
-        for part in it:
-            yield from _held(part)
-
-
 def _slots(node: Node, shared: set[int]) -> tuple[Slot, ...]:
     """The weights of a node, each under its name in the model."""
-    held = set(_held(node.op))
+    given = {id(v) for v in held(node.op)}
     out = []
     for v, path, outer in primitives(node.value):
         if isinstance(v.op, Weight):
-            own = id(v) not in held and id(v) not in shared
+            own = id(v) not in given and id(v) not in shared
             out.append(Slot(f"{node.name}.{path}{v.op.name}" if own else v.op.name, v, outer if own else ()))
     return tuple(out)
 

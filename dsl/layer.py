@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Container, Iterator, Mapping
+from functools import cache
+from inspect import signature
 from typing import ClassVar
 
 from attrs import NOTHING, field, fields, frozen
 
 from .errors import ShapeError, caller, located
+from .ops import Weight
 from .value import Op, Value, no_layer
 
 
@@ -30,6 +34,9 @@ class Layer(Op):
 
     def __call__(self, x: Value, /, **side: Value) -> Value:
         try:
+            for name in sorted(_wanted(type(self).body) - side.keys()):
+                have = f"{', '.join(side)} are" if side else "nothing is"
+                raise ShapeError(f"the side input {name!r} is not given ({have}): give it, layer.given({name}=value)")
             out = self.body(x, **side)
             if not isinstance(out, Value):
                 raise ShapeError(f"the body of {type(self).__name__} must return a value, not {out!r}")
@@ -39,7 +46,18 @@ class Layer(Op):
             if self.noted:
                 located(error, str(self), self.at)
             raise
-        return Value(self, (x, *side.values()), out.shape, out, dtype=out.dtype, at=caller())
+        return Value(self, (x, *self.read(out, x, side)), out.shape, out, dtype=out.dtype, at=caller())
+
+    def read(self, out: Value, x: Value, side: Mapping[str, Value]) -> tuple[Value, ...]:
+        """What the body reads beside x and weights: side inputs, and values that the layer was made with."""
+        if self.transparent:
+            return tuple(side.values())
+        outside = {id(v): v for v in (*side.values(), *held(self)) if not isinstance(v.op, Weight)}
+        return tuple(v for i, v in outside.items() if i in _reached(out, x, outside)) if outside else ()
+
+    def named(self, name: str) -> Layer:
+        """This layer inside another's body, where its weights are called `name.…`."""
+        return Named(name, self)
 
     def __rshift__(self, after: Layer) -> Layer:
         return chain(self, after)
@@ -84,6 +102,19 @@ class Given(Layer):
         return self.inner(x, **{**side, **self.side})
 
 
+@frozen
+class Named(Layer):
+    """A layer whose weights, inside another's body, have a name of its own before theirs."""
+
+    name: str
+    inner: Layer
+    transparent: ClassVar[bool] = True
+    noted: ClassVar[bool] = False
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return self.inner(x, **side)
+
+
 def chain(*layers: Layer) -> Layer:
     """These layers, one after another; chains inside are spliced in, so that `>>` is associative."""
     for layer in layers:
@@ -93,6 +124,44 @@ def chain(*layers: Layer) -> Layer:
     if not flat:
         raise ShapeError("a combinator needs at least one layer")
     return flat[0] if len(flat) == 1 else Chain(flat)
+
+
+def held(it: object) -> Iterator[Value]:
+    """The values that a layer, or a layer within it, was given when it was made."""
+    if isinstance(it, Value):
+        yield it
+    elif isinstance(it, Layer):
+        for f in fields(type(it)):
+            yield from held(getattr(it, f.name))
+    elif isinstance(it, tuple):
+        for part in it:
+            yield from held(part)
+    elif isinstance(it, dict):
+        yield from held(tuple(it.values()))
+
+
+@cache
+def _wanted(body: Callable[..., Value]) -> frozenset[str]:
+    """The side inputs without which a layer has no meaning: what its body has no default for."""
+    _, _, *side = signature(body).parameters.values()
+    return frozenset(p.name for p in side if p.default is p.empty and p.kind is not p.VAR_KEYWORD)
+
+
+def _reached(out: Value, x: Value, outside: Container[int]) -> set[int]:
+    """Which of these values (by identity) a body's output is computed from, not through x."""
+    found, seen, todo = set(), {id(x)}, [out]
+    while todo:
+        v = todo.pop()
+        if id(v) in seen:
+            continue
+        seen.add(id(v))
+        if id(v) in outside:
+            found.add(id(v))
+        elif v.body is not None and isinstance(v.op, Layer) and v.op.transparent:
+            todo.append(v.body)
+        else:
+            todo += v.args
+    return found
 
 
 def kind(op: Op) -> str:

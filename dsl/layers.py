@@ -1,38 +1,58 @@
-"""The layers. Each one is its mathematics, in named dims, and nothing else."""
+"""The layers of hidden states, position by position. Each one is its mathematics, in named dims, and nothing else."""
 
 from __future__ import annotations
 
-from attrs import frozen
+from typing import Literal
+
+from attrs import field, frozen
 
 from .combine import Each
 from .dims import Dim
 from .errors import ShapeError
 from .layer import Layer
-from .ops import Attend, Combine, Drop, Gate, Lookup, Normalize, Rope, Route, Rows, dot, weight
+from .ops import Drop, Lookup, Normalize, Rows, dot, weight
+from .routing import Combine, Gate, Route
 from .value import Value, apply, fn
+from .views import Patches, Rename
 
 
 @frozen
 class RMSNorm(Layer):
-    """x / sqrt(mean(x²) + eps) * scale, over embed. Source: Zhang & Sennrich, arXiv:1910.07467."""
+    """x / sqrt(mean(x²) + eps) * scale, over embed. Source: Zhang & Sennrich, arXiv:1910.07467.
+
+    over: the dim, if it is another. plus_one: the weight is the scale less 1, and starts at 0 (as in Gemma).
+    """
 
     eps: float = 1e-5
+    over: str = field(default="embed", kw_only=True)
+    plus_one: bool = field(default=False, kw_only=True)
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        scale = weight("scale", x["embed"], mean=1.0, std=0.0)
-        return apply(Normalize("embed", False, self.eps), x, scale)
+        return apply(Normalize((self.over,), False, self.eps), x, scale(x[self.over], self.plus_one))
 
 
 @frozen
 class LayerNorm(Layer):
-    """(x - mean(x)) / sqrt(var(x) + eps) * scale + shift, over embed. Source: Ba et al., arXiv:1607.06450."""
+    """(x - mean(x)) / sqrt(var(x) + eps) * scale + shift, over embed. Source: Ba et al., arXiv:1607.06450.
+
+    over: the dim, if it is another. plus_one: the weight is the scale less 1, and starts at 0 (as in Nemotron).
+    bias: whether it shifts.
+    """
 
     eps: float = 1e-5
+    over: str = field(default="embed", kw_only=True)
+    plus_one: bool = field(default=False, kw_only=True)
+    bias: bool = field(default=True, kw_only=True)
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        e = x["embed"]
-        scale, shift = weight("scale", e, mean=1.0, std=0.0), weight("shift", e, std=0.0)
-        return apply(Normalize("embed", True, self.eps), x, scale, shift)
+        e = x[self.over]
+        weights = [scale(e, self.plus_one), *([weight("shift", e, std=0.0)] if self.bias else [])]
+        return apply(Normalize((self.over,), True, self.eps), x, *weights)
+
+
+def scale(d: Dim, plus_one: bool = False) -> Value:
+    """A norm's weight for each index of a dim."""
+    return 1.0 + weight("scale", d, std=0.0) if plus_one else weight("scale", d, mean=1.0, std=0.0)
 
 
 @frozen
@@ -46,13 +66,31 @@ class Embed(Layer):
 
 
 @frozen
-class Positions(Layer):
-    """Add a learned vector for each position: row i of a table [position embed] to position i."""
+class PatchEmbed(Layer):
+    """A vector for each square of `size` by `size` pixels of an image: [batch patches embed].
 
-    table: Value
+    Source: Dosovitskiy et al., arXiv:2010.11929.
+    """
+
+    size: int
+    embed: Dim
+    bias: bool = True
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        return x + apply(Rows("position"), x, self.table)
+        p = apply(Patches(self.size), x)
+        y = dot(p, weight("patch", p["pixels"], self.embed), "pixels")
+        return y + weight("patch_bias", self.embed, std=0.0) if self.bias else y
+
+
+@frozen
+class Positions(Layer):
+    """Add a learned vector for each position: row i + offset of a table [position embed] to position i."""
+
+    table: Value
+    offset: int = 0
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return x + apply(Rows("position", self.offset), x, self.table)
 
 
 @frozen
@@ -60,9 +98,31 @@ class Unembed(Layer):
     """The logits of each token over a table [vocab embed]. The table of `Embed` again ties the two."""
 
     table: Value
+    bias: bool = False
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        return dot(x, self.table, "embed")
+        y = dot(x, self.table, "embed")
+        return y + weight("bias", self.table["vocab"], std=0.0) if self.bias else y
+
+
+@frozen
+class Scale(Layer):
+    """factor * x."""
+
+    factor: float
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return self.factor * x
+
+
+@frozen
+class Softcap(Layer):
+    """cap * tanh(x / cap): nothing larger than cap. Source: Gemma 2, arXiv:2408.00118."""
+
+    cap: float
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return self.cap * fn("tanh", x * (1 / self.cap))
 
 
 @frozen
@@ -79,8 +139,22 @@ class Dropout(Layer):
 
 
 @frozen
+class Linear(Layer):
+    """x times a matrix, into another embed."""
+
+    embed: Dim
+    bias: bool = False
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        e, out = x["embed"], Dim("out", self.embed.known)
+        y = dot(x, weight("weight", e, out), "embed")
+        y = y + weight("bias", out, std=0.0) if self.bias else y
+        return apply(Rename("out", "embed"), y)
+
+
+@frozen
 class MLP(Layer):
-    """down(act(up(x))), with ff channels between. `act` is gelu, gelu_tanh, silu or relu."""
+    """down(act(up(x))), with ff channels between. `act` is any function of one value: gelu, relu, relu2, silu, …"""
 
     ff: int
     act: str = "gelu"
@@ -88,9 +162,8 @@ class MLP(Layer):
 
     def body(self, x: Value, /, **side: Value) -> Value:
         e, f = x["embed"], Dim("ff", self.ff)
-        h = dot(x, weight("up", e, f), "embed")
-        h = h + weight("up_bias", f, std=0.0) if self.bias else h
-        y = dot(fn(self.act, h), weight("down", f, e), "ff")
+        h = fn(self.act, project("up", x, f, bias=self.bias))
+        y = dot(h, weight("down", f, e), "ff")
         return y + weight("down_bias", e, std=0.0) if self.bias else y
 
 
@@ -101,72 +174,77 @@ class SwiGLU(Layer):
     ff: int
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        e, f = x["embed"], Dim("ff", self.ff)
-        h = fn("silu", dot(x, weight("gate", e, f), "embed")) * dot(x, weight("up", e, f), "embed")
-        return dot(h, weight("down", f, e), "ff")
+        return gated("silu", x, self.ff)
 
 
-@frozen(kw_only=True)
-class Attention(Layer):
-    """Multi-head self-attention; with fewer kv_heads than heads, grouped (Ainslie et al., arXiv:2305.13245).
+@frozen
+class GeGLU(Layer):
+    """down(gelu(gate(x)) * up(x)), with ff channels between. Source: Shazeer, arXiv:2002.05202."""
 
-    rope: the base of rotary positions (none when None). bias: on all four projections.
-    dropout: of the attention probabilities.
-    """
-
-    heads: int
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    causal: bool = True
-    rope: float | None = None
-    bias: bool = False
-    dropout: float = 0.0
-
-    def __attrs_post_init__(self) -> None:
-        probability("an attention dropout", self.dropout)
+    ff: int
+    act: str = "gelu_tanh"
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        e, h = x["embed"], Dim("heads", self.heads)
-        g = Dim("kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
-        c = Dim("head_dim", share(e, h) if self.head_dim is None else self.head_dim)
-        q = self._project("q", x, h, c)
-        k = self._project("k", x, g, c)
-        v = self._project("v", x, g, c)
-        if self.rope is not None:
-            q, k = apply(Rope(self.rope), q), apply(Rope(self.rope), k)
-        o = apply(Attend(self.causal, self.dropout), q, k, v)
-        y = dot(o, weight("o", h, c, e), "heads", "head_dim")
-        return y + weight("o_bias", e, std=0.0) if self.bias else y
+        return gated(self.act, x, self.ff)
 
-    def _project(self, name: str, x: Value, heads: Dim, head_dim: Dim) -> Value:
-        y = dot(x, weight(name, x["embed"], heads, head_dim), "embed")
-        return y + weight(name + "_bias", heads, head_dim, std=0.0) if self.bias else y
+
+def gated(act: str, x: Value, ff: int) -> Value:
+    """down(act(gate(x)) * up(x))."""
+    e, f = x["embed"], Dim("ff", ff)
+    return dot(fn(act, project("gate", x, f)) * project("up", x, f), weight("down", f, e), "ff")
+
+
+def project(name: str, x: Value, *dims: Dim, bias: bool = False) -> Value:
+    """x times a matrix from embed to these dims, and with a bias if there is one."""
+    y = dot(x, weight(name, x["embed"], *dims), "embed")
+    return y + weight(f"{name}_bias", *dims, std=0.0) if bias else y
 
 
 @frozen
 class MoE(Layer):
-    """Each token goes to its top_k experts; their results are added, weighted by a softmax over the chosen scores.
+    """Each token goes to its top_k experts; their results are added, weighted as `Gate` says of score to best.
 
-    balance: the weight of the load-balancing loss that training adds (Fedus et al., arXiv:2101.03961); the
-    layer's output does not depend on it.
+    By default by a softmax over the chosen scores. bias: of the router. corrected: a buffer is added to the scores to
+    choose by, which training moves to balance the load (DeepSeek-V3, arXiv:2412.19437). shared: a layer that every
+    token goes through as well. balance: the weight of the load-balancing loss that training adds (Fedus et al.,
+    arXiv:2101.03961); the layer's output does not depend on it.
     """
 
     expert: Layer
     experts: int
     top_k: int
     balance: float = 0.0
+    shared: Layer | None = field(default=None, kw_only=True)
+    score: Literal["softmax", "sigmoid"] = field(default="softmax", kw_only=True)
+    normalize: bool = field(default=True, kw_only=True)
+    scale: float = field(default=1.0, kw_only=True)
+    groups: int = field(default=1, kw_only=True)
+    top_groups: int = field(default=1, kw_only=True)
+    best: int = field(default=2, kw_only=True)
+    corrected: bool = field(default=False, kw_only=True)
+    bias: bool = field(default=False, kw_only=True)
+
+    @property
+    def gate(self) -> Gate:
+        """How a token's experts are chosen and weighted."""
+        return Gate(
+            self.top_k,
+            score=self.score,
+            normalize=self.normalize,
+            scale=self.scale,
+            groups=self.groups,
+            top_groups=self.top_groups,
+            best=self.best,
+            corrected=self.corrected,
+        )
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        scores = dot(x, weight("router", x["embed"], Dim("experts", self.experts)), "embed")
-        gate = apply(Gate(self.top_k), scores)
-        return apply(Combine(), apply(Route(self.top_k), x, gate) >> Each("experts", self.expert), gate)
-
-
-def share(embed: Dim, heads: Dim) -> int:
-    """The channels of each head when the heads share embed evenly."""
-    if embed.known % heads.known:
-        raise ShapeError(f"{embed} does not divide into {heads}: give head_dim, or heads that divide {embed.known}")
-    return embed.known // heads.known
+        n = Dim("experts", self.experts)
+        scores = project("router", x, n, bias=self.bias)
+        correction = [weight("correction", n, std=0.0, trained=False)] if self.corrected else []
+        gate = apply(self.gate, scores, *correction)
+        y = apply(Combine(), apply(Route(self.top_k), x, gate) >> Each("experts", self.expert), gate)
+        return y + (x >> self.shared.named("shared")) if self.shared else y
 
 
 def probability(what: str, p: float) -> None:

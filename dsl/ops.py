@@ -1,14 +1,15 @@
-"""The primitives: what a layer can be made of. Each knows its shape, its FLOPs and what its backward pass keeps."""
+"""The primitives of tables, products and norms. Each knows its shape, its FLOPs and what its backward pass keeps."""
 
 from __future__ import annotations
 
-from fractions import Fraction
+from math import prod
+from typing import ClassVar
 
 from attrs import frozen
 
 from .dims import BATCH, SEQ, Dim, DType, Shape, Sizes
 from .errors import ShapeError, caller
-from .value import Op, Value, apply, renamed
+from .value import Op, Value, apply
 
 
 @frozen
@@ -23,11 +24,15 @@ class Input(Op):
 
 @frozen
 class Weight(Op):
-    """A parameter, drawn at the start from a normal distribution of this mean and standard deviation."""
+    """A parameter, drawn at the start from a normal distribution of this mean and standard deviation.
+
+    One that is not trained is a buffer: no gradient changes it, and it counts as no parameter.
+    """
 
     name: str
     mean: float = 0.0
     std: float = 0.02
+    trained: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -66,6 +71,7 @@ class Drop(Op):
     """Each element is zeroed with this probability, else scaled by 1 / (1 - rate), while training."""
 
     rate: float
+    elementwise: ClassVar[bool] = True
 
     def shape(self, *args: Shape) -> Shape:
         return args[0]
@@ -76,20 +82,25 @@ class Drop(Op):
 
 @frozen
 class Normalize(Op):
-    """Divide by the root mean square over a dim (centred first or not), then scale (and shift) by weights.
+    """Divide by the root mean square over some dims (centred first or not), then scale (and shift) by weights.
 
-    Arguments: x, scale, and a shift if there is one.
+    In several groups, each equal part of the dims, taken together, is normalized by itself. Arguments: x, then a scale
+    and a shift if there are.
     """
 
-    over: str
+    over: tuple[str, ...]
     centred: bool
     eps: float
+    groups: int = 1
 
     def shape(self, *args: Shape) -> Shape:
         x, *weights = args
+        dims = tuple(x[name] for name in self.over)
+        if self.groups < 1 or (self.groups > 1 and prod(d.known for d in dims) % self.groups):
+            raise ShapeError(f"cannot normalize {Shape(dims)} in {self.groups} groups: they must divide it evenly")
         for w in weights:
-            if w.dims != (x[self.over],):
-                raise ShapeError(f"cannot normalize {x} over {self.over!r} with a weight of {w}")
+            if w.dims != dims:
+                raise ShapeError(f"cannot normalize {x} over {', '.join(self.over)} with a weight of {w}")
         return x
 
     def keeps(self, out: Value) -> tuple[Value, ...]:
@@ -113,140 +124,29 @@ class Lookup(Op):
 
 @frozen
 class Rows(Op):
-    """The first rows of a table, one for each position of x along seq. Arguments: x, table."""
+    """The rows of a table from `offset` on, one for each position of x. Arguments: x, table."""
 
     key: str
+    offset: int = 0
 
     def shape(self, *args: Shape) -> Shape:
         x, table = args
         table[self.key]
-        return Shape((x["seq"], *table.without(self.key)))
+        return Shape((x.positions("embed"), *table.without(self.key)))
 
 
-@frozen
-class Rope(Op):
-    """Rotate pairs of channels (the first half with the second) by angles of position / theta^(2i/head_dim).
-
-    Source: Su et al., arXiv:2104.09864, in the half-split order of GPT-NeoX and Llama.
-    """
-
-    theta: float
-
-    def shape(self, *args: Shape) -> Shape:
-        (x,) = args
-        if x["head_dim"].known % 2:
-            raise ShapeError(f"cannot rotate {x}: rotary positions pair channels, so head_dim must be even")
-        return x
+def ids(name: str = "tokens", seq: Dim = SEQ) -> Value:
+    """An input of token ids, [batch seq]; along another sequence of its own for an encoder, Dim("source")."""
+    return Value(Input(name), (), Shape((BATCH, seq)), dtype=DType.INDEX, at=caller())
 
 
-@frozen
-class Attend(Op):
-    """Softmax attention of queries [.. heads head_dim] to keys and values [.. kv_heads head_dim].
-
-    Query head i reads key/value head i * kv_heads / heads. Never stored: the scores (the kernel keeps
-    only the logarithm of each softmax's sum; Dao et al., arXiv:2205.14135).
-    """
-
-    causal: bool
-    dropout: float = 0.0
-
-    def shape(self, *args: Shape) -> Shape:
-        q, k, v = args
-        q["seq"]
-        n, g = q["heads"].known, k["kv_heads"].known
-        if n % g:
-            fits = ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
-            raise ShapeError(f"{n} query heads cannot share {g} key/value heads evenly\nkv_heads can be {fits}")
-        return Shape((*q.without("head_dim"), v["head_dim"]))
-
-    def flops(self, out: Shape, args: tuple[Shape, ...], size: Sizes) -> int:
-        q, k = args[:2]
-        keys = size(k.without("batch", "kv_heads", "head_dim"))
-        full = 2 * size(q) * keys + 2 * size(out) * keys
-        return full // 2 if self.causal else full
-
-    def keeps(self, out: Value) -> tuple[Value, ...]:
-        return (*out.args, out)
-
-    def notes(self, out: Value) -> tuple[tuple[str, Shape, DType], ...]:
-        return (("log-sum-exp", out.shape.without("head_dim"), DType.FLOAT32),)
+def image(name: str = "image", *, channels: int = 3, height: int, width: int) -> Value:
+    """An input of images, [batch channels height width]."""
+    dims = Dim("channels", channels), Dim("height", height), Dim("width", width)
+    return Value(Input(name), (), Shape((BATCH, *dims)), at=caller())
 
 
-@frozen
-class Gate(Op):
-    """The weights of a token's experts: a softmax over its top_k scores, zero for the others."""
-
-    top_k: int
-
-    def shape(self, *args: Shape) -> Shape:
-        (scores,) = args
-        if not 1 <= self.top_k <= scores["experts"].known:
-            raise ShapeError(
-                f"cannot choose {self.top_k} of {scores['experts'].known} experts\n"
-                f"top_k can be 1 to {scores['experts'].known}"
-            )
-        return scores
-
-    def keeps(self, out: Value) -> tuple[Value, ...]:
-        return (out,)
-
-
-@frozen
-class Route(Op):
-    """Send each token to its top_k experts. Arguments: x [batch seq embed], gate [batch seq experts]."""
-
-    top_k: int
-
-    def shape(self, *args: Shape) -> Shape:
-        x, gate = args
-        experts = gate["experts"]
-        slots = Dim("slots", None, Fraction(self.top_k, experts.known), x.without("embed").dims)
-        return Shape((experts, slots, x["embed"]))
-
-
-@frozen
-class Combine(Op):
-    """Bring each token's results back and add them, each times its gate. Arguments: y [experts slots embed], gate."""
-
-    def shape(self, *args: Shape) -> Shape:
-        y, gate = args
-        return Shape((*gate.without("experts"), y["embed"]))
-
-    def keeps(self, out: Value) -> tuple[Value, ...]:
-        return out.args
-
-
-@frozen
-class Pick(Op):
-    """One index of a dim: what each copy of a repeated layer sees."""
-
-    dim: str
-
-    def shape(self, *args: Shape) -> Shape:
-        (x,) = args
-        x[self.dim]
-        return x.without(self.dim)
-
-
-@frozen
-class Rename(Op):
-    """The same value with one dim under another name."""
-
-    old: str
-    new: str
-
-    def shape(self, *args: Shape) -> Shape:
-        (x,) = args
-        x[self.old]
-        return Shape(tuple(renamed(d, self.new) if d.name == self.old else d for d in x))
-
-
-def ids(name: str = "tokens") -> Value:
-    """An input of token ids, [batch seq]."""
-    return Value(Input(name), (), Shape((BATCH, SEQ)), dtype=DType.INDEX, at=caller())
-
-
-def weight(name: str, *dims: Dim, mean: float = 0.0, std: float = 0.02) -> Value:
+def weight(name: str, *dims: Dim, mean: float = 0.0, std: float = 0.02, trained: bool = True) -> Value:
     """A parameter. Used twice, it is shared; made inside a layer, it is that layer's own.
 
     Its initial values are normal(mean, std); a std of 0 makes it constant.
@@ -254,7 +154,7 @@ def weight(name: str, *dims: Dim, mean: float = 0.0, std: float = 0.02) -> Value
     for d in dims:
         if isinstance(d, Dim) and d.size is None:
             raise ShapeError(f"weight {name!r} has sizes of its own, but {d.name} has none: write Dim({d.name!r}, ...)")
-    return Value(Weight(name, mean, std), (), Shape(dims), at=caller())
+    return Value(Weight(name, mean, std, trained), (), Shape(dims), at=caller())
 
 
 def dot(x: Value, w: Value, *over: str) -> Value:

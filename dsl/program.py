@@ -8,11 +8,12 @@ from math import prod
 
 from attrs import evolve, field, frozen
 
+from .attend import Attend
 from .combine import Each
 from .dims import Dim, DType, Shape
 from .graph import Node, primitives
 from .layer import Layer
-from .ops import Attend, Drop, Weight
+from .ops import Weight
 from .splits import SPLITS, Local, Split, among_experts, cut, sequential
 from .value import Op, Pointwise, Value
 
@@ -107,7 +108,7 @@ class _Like:
 @lru_cache(maxsize=1 << 14)
 def program(node: Node) -> Program:
     """The program of a node; nodes of equal layers on equal shapes have the same one, made once."""
-    args, weights = node.value.args, tuple((s.outer, s.value.shape) for s in node.weights)
+    args, weights = node.value.args, tuple((s.outer, s.value.shape) for s in node.weights if s.trained)
     return _made(_Like(node.op, tuple((a.shape, a.dtype, args.index(a)) for a in args), weights, node))
 
 
@@ -146,11 +147,8 @@ def _fused(value: Value, steps: tuple[Step, ...]) -> frozenset[int]:
     for s in steps:
         for a in s.value.args:
             readers.setdefault(id(a.source), []).append(s.value.op)
-    pointwise = (Pointwise, Drop)
     return frozenset(
         id(s.value)
         for s in steps
-        if isinstance(s.value.op, pointwise)
-        and s.value is not value.source
-        and all(isinstance(op, pointwise) for op in readers[id(s.value)])
+        if s.value.op.elementwise and s.value is not value.source and all(op.elementwise for op in readers[id(s.value)])
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import evolve, field, frozen
 
@@ -13,16 +13,24 @@ if TYPE_CHECKING:
     from .layer import Layer
 
 LINEAR = frozenset({"add"})  # their backward reads nothing
-UNARY = frozenset({"gelu", "gelu_tanh", "silu", "relu"})
+UNARY = frozenset(
+    {"gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2", "sigmoid", "tanh", "softplus", "exp"}
+)  # quick_gelu(x) = x * sigmoid(1.702 x), relu2(x) = relu(x)²
 CURVED = UNARY | {"mul"}  # their backward reads their inputs
 
 
 class Op:
     """What a value is the result of: a primitive, or a layer made of them."""
 
+    elementwise: ClassVar[bool] = False  # whether each element of the result is made of the same one of each argument
+
     def shape(self, *args: Shape) -> Shape:
         """The shape of the result. Raises ShapeError when the arguments do not fit."""
         raise NotImplementedError
+
+    def dtype(self, *args: DType) -> DType:
+        """What an element of the result is."""
+        return DType.COMPUTE
 
     def flops(self, out: Shape, args: tuple[Shape, ...], size: Sizes) -> int:
         """FLOPs of the forward pass (a multiply and an add are two)."""
@@ -64,11 +72,14 @@ class Value:
             raise no_layer(layer)
         return layer(self)
 
-    def __add__(self, other: Value) -> Value:
-        return fn("add", self, other)
+    def __add__(self, other: Value | float) -> Value:
+        return apply(Affine(1.0, other), self) if isinstance(other, (int, float)) else fn("add", self, other)
 
-    def __mul__(self, other: Value) -> Value:
-        return fn("mul", self, other)
+    def __mul__(self, other: Value | float) -> Value:
+        return apply(Affine(other), self) if isinstance(other, (int, float)) else fn("mul", self, other)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
 
     def __repr__(self) -> str:
         return f"<{self.op} {self.shape}>"
@@ -79,7 +90,8 @@ def apply(op: Op, *args: Value) -> Value:
     for a in args:
         if not isinstance(a, Value):
             raise ShapeError(f"{a!r} is no value: a value is an input, a weight, or a layer applied to a value")
-    return Value(op, args, op.shape(*(a.shape for a in args)), at=caller())
+    shape, dtype = op.shape(*(a.shape for a in args)), op.dtype(*(a.dtype for a in args))
+    return Value(op, args, shape, dtype=dtype, at=caller())
 
 
 @frozen
@@ -87,6 +99,7 @@ class Pointwise(Op):
     """One function of each element. Arguments are broadcast over the dims that they lack."""
 
     fn: str = field()
+    elementwise: ClassVar[bool] = True
 
     @fn.validator
     def _known(self, _: object, name: str) -> None:
@@ -111,6 +124,33 @@ class Pointwise(Op):
 
     def __str__(self) -> str:
         return self.fn
+
+
+@frozen
+class Affine(Op):
+    """scale * x + shift, the same numbers for each element. `2.0 * x` and `x + 1.0` make one."""
+
+    scale: float = 1.0
+    shift: float = 0.0
+    elementwise: ClassVar[bool] = True
+
+    def shape(self, *args: Shape) -> Shape:
+        return args[0]
+
+
+@frozen
+class Clamp(Op):
+    """Each element, but no less than `low` and no more than `high` (None: no bound)."""
+
+    low: float | None = None
+    high: float | None = None
+    elementwise: ClassVar[bool] = True
+
+    def shape(self, *args: Shape) -> Shape:
+        return args[0]
+
+    def keeps(self, out: Value) -> tuple[Value, ...]:
+        return out.args
 
 
 def no_layer(it: object) -> ShapeError:

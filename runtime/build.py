@@ -29,7 +29,7 @@ from megaloom.dsl import (
 )
 
 from . import device, modules
-from .interpret import UNARY
+from .evaluate import UNARY
 from .kernels import Norm
 from .site import Site
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from attrs import evolve, frozen
 
+from megaloom.dsl import Attention, Dropout
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.find import find
 from megaloom.dsl.graph import Model, graph, vocabulary
-from megaloom.dsl.layers import Attention, Dropout
 from megaloom.planner.layout import Layout, Precision
 from megaloom.planner.plan import Plan, Stage, check
 

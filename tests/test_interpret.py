@@ -143,7 +143,7 @@ def test_attention_is_a_masked_softmax() -> None:
     n, g, c = Dim("heads", 4), Dim("kv_heads", 2), Dim("head_dim", 6)
     parts = given("q", BATCH, SEQ, n, c), given("k", BATCH, SEQ, g, c), given("v", BATCH, SEQ, g, c)
     for causal in (True, False):
-        got = interpret(model("m", apply(Attend(causal), *parts)), {}, {"q": q, "k": k, "v": v})[0]
+        got = interpret(model("m", apply(Attend(causal=causal), *parts)), {}, {"q": q, "k": k, "v": v})[0]
         for s in range(S):
             seen = slice(0, s + 1) if causal else slice(0, S)
             for h in range(4):

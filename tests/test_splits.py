@@ -211,7 +211,7 @@ class Inner(Layer):
     def body(self, x, /, **side):
         e, f = x["embed"], Dim("ff", self.ff)
         h = dot(x, weight("up", e, f), "embed")
-        h = apply(Normalize("ff", False, 1e-5), h, weight("scale", f, mean=1.0, std=0.0))
+        h = apply(Normalize(("ff",), False, 1e-5), h, weight("scale", f, mean=1.0, std=0.0))
         return dot(h, weight("down", f, e), "ff")
 
 

@@ -1,0 +1,86 @@
+"""Sending tokens to experts, and bringing their results back."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Literal
+
+from attrs import field, frozen
+from attrs.validators import in_
+
+from .dims import Dim, Shape
+from .errors import ShapeError
+from .value import Op, Value
+
+
+@frozen
+class Gate(Op):
+    """The weights of a token's experts: those of its top_k scores, zero for the others.
+
+    The scores of the argument are made positive by a softmax over all experts or a sigmoid of each. normalize: the
+    weights of a token add up to 1 (under a softmax: the softmax of the chosen scores alone), before they are scaled.
+    groups: the experts are in as many groups, of which only the top_groups with the largest sum of their `best` scores
+    are chosen from (DeepSeek-V2, arXiv:2405.04434). corrected: a second argument [experts] is added to the scores for
+    choosing, not for weighting (DeepSeek-V3, arXiv:2412.19437).
+    """
+
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = field(default="softmax", validator=in_(("softmax", "sigmoid")), kw_only=True)
+    normalize: bool = field(default=True, kw_only=True)
+    scale: float = field(default=1.0, kw_only=True)
+    groups: int = field(default=1, kw_only=True)
+    top_groups: int = field(default=1, kw_only=True)
+    best: int = field(default=2, kw_only=True)
+    corrected: bool = field(default=False, kw_only=True)
+
+    def shape(self, *args: Shape) -> Shape:
+        scores, *correction = args
+        experts = scores["experts"]
+        n = experts.known
+        if not 1 <= self.top_k <= n:
+            raise ShapeError(f"cannot choose {self.top_k} of {n} experts\ntop_k can be 1 to {n}")
+        if self.groups < 1 or n % self.groups or not 1 <= self.top_groups <= self.groups:
+            fits = ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
+            raise ShapeError(
+                f"cannot choose from {self.top_groups} of {self.groups} groups of {n} experts\n"
+                f"groups can be {fits}, top_groups 1 to groups"
+            )
+        each = n // self.groups
+        if self.top_k > each * self.top_groups:
+            raise ShapeError(
+                f"cannot choose {self.top_k} experts from {self.top_groups} groups of {each}\n"
+                f"top_k can be 1 to {each * self.top_groups}"
+            )
+        if self.groups > 1 and not 1 <= self.best <= each:
+            raise ShapeError(f"a group of {each} experts has no {self.best} best scores\nbest can be 1 to {each}")
+        if [c.dims for c in correction] != [(experts,)] * self.corrected:
+            raise ShapeError(f"a gate of {scores} takes a correction of {Shape((experts,))} if it is corrected")
+        return scores
+
+    def keeps(self, out: Value) -> tuple[Value, ...]:
+        return (out,)
+
+
+@frozen
+class Route(Op):
+    """Send each token to its top_k experts. Arguments: x [batch seq embed], gate [batch seq experts]."""
+
+    top_k: int
+
+    def shape(self, *args: Shape) -> Shape:
+        x, gate = args
+        experts = gate["experts"]
+        slots = Dim("slots", None, Fraction(self.top_k, experts.known), x.without("embed").dims)
+        return Shape((experts, slots, x["embed"]))
+
+
+@frozen
+class Combine(Op):
+    """Bring each token's results back and add them, each times its gate. Arguments: y [experts slots embed], gate."""
+
+    def shape(self, *args: Shape) -> Shape:
+        y, gate = args
+        return Shape((*gate.without("experts"), y["embed"]))
+
+    def keeps(self, out: Value) -> tuple[Value, ...]:
+        return out.args
