@@ -10,7 +10,7 @@ from .errors import ShapeError
 from .layer import Layer
 from .layers import RMSNorm, probability, project
 from .ops import Normalize, dot, weight
-from .rope import Rope
+from .rope import Rope, base
 from .scan import Conv, Scan
 from .value import Clamp, Value, apply, fn
 from .views import Concat
@@ -30,7 +30,7 @@ class Attention(Layer):
     kv_heads: int | None = None
     head_dim: int | None = None
     causal: bool = True
-    rope: float | Rope | None = None
+    rope: float | Rope | None = field(default=None, converter=base)
     bias: bool = False
     qkv_bias: bool = False
     dropout: float = 0.0

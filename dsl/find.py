@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from inspect import isfunction, signature
 from pathlib import Path
@@ -15,6 +15,7 @@ from types import ModuleType
 
 from .errors import UserError, short
 from .graph import Model
+from .hub import config_file, read
 
 EXAMPLES = "megaloom.examples"
 
@@ -22,10 +23,13 @@ EXAMPLES = "megaloom.examples"
 def find(ref: str) -> tuple[Model, str]:
     """The model that `ref` names, and its full reference, from which any process finds it again.
 
-    `ref` is `file.py:name`, a `file.py` with one model, `package.module:name`, or the name of a model of
-    the examples (`llama3-8b`). A model is a `Model`, or a function without arguments that returns one; a file's
-    only model is found without its name if it says `-> Model`. Raises UserError that says what would work.
+    `ref` is `file.py:name`, a `file.py` with one model, `package.module:name`, the name of a model of the examples
+    (`llama3-8b`), or a Hugging Face config.json (any .json, or a folder with one). A model is a `Model`, or a function
+    without arguments that returns one; a file's only model is found without its name if it says `-> Model`. Raises
+    UserError that says what would work.
     """
+    if ref.endswith(".json") or ((Path(ref) / "config.json").is_file() and ref not in examples()):
+        return read(ref), str(config_file(ref).resolve())
     place, _, name = ref.rpartition(":") if ":" in ref else (ref, "", "")
     if place.endswith(".py"):
         path = Path(place)
@@ -44,16 +48,18 @@ def find(ref: str) -> tuple[Model, str]:
 
 def examples() -> dict[str, str]:
     """The models that come with Megaloom: name → reference."""
+    return {name.replace("_", "-"): f"{m.__name__}:{name}" for m in modules() for name in _models(m)}
+
+
+def modules() -> Iterator[ModuleType]:
+    """The modules of the examples, imported."""
     package = importlib.import_module(EXAMPLES)
-    found = {}
     for info in pkgutil.iter_modules(package.__path__, EXAMPLES + "."):
-        module = importlib.import_module(info.name)
-        found.update({name.replace("_", "-"): f"{info.name}:{name}" for name in _models(module)})
-    return found
+        yield importlib.import_module(info.name)
 
 
 def _known() -> str:
-    return f"MODEL can be file.py:name, or one of {', '.join(sorted(examples()))}"
+    return f"MODEL can be file.py:name, a config.json, or one of {', '.join(sorted(examples()))}"
 
 
 def _models(module: ModuleType) -> dict[str, Model | Callable[[], Model]]:

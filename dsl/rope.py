@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from math import ceil, floor, log, pi
+from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from .dims import Shape
 from .errors import ShapeError
@@ -81,6 +82,11 @@ def temper(factor: float, scale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * log(factor) + 1.0
 
 
+def base(theta: Any) -> Any:
+    """A whole number as such: 1e6 and 1_000_000 are equal, so models of them have one identity."""
+    return int(theta) if isinstance(theta, float) and theta.is_integer() else theta
+
+
 @frozen
 class Rope(Op):
     """Rotate pairs of channels by angles of position / theta^(2i/channels), the first `channels` of them (all if None).
@@ -89,7 +95,7 @@ class Rope(Op):
     interleaved, as in GPT-J. Source: Su et al., arXiv:2104.09864.
     """
 
-    theta: float
+    theta: float = field(converter=base)
     channels: int | None = None
     interleaved: bool = False
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None

@@ -16,6 +16,8 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.hub import Config, reads
+from megaloom.dsl.names import Names, columns, flat, rows
 
 
 def gpt(
@@ -46,3 +48,45 @@ def gpt2_large() -> Model:
 
 def gpt2_xl() -> Model:
     return gpt("gpt2-xl", layers=48, heads=25, embed=1600)
+
+
+# Conv1D, the linear layer of GPT-2's checkpoints, is [in out]: the other way round than torch's.
+NAMES = Names(
+    {
+        "transformer.wte.weight": columns("wte"),
+        "transformer.wpe.weight": columns("wpe"),
+        "transformer.ln_f.weight": flat("layer_norm.0.scale"),
+        "transformer.ln_f.bias": flat("layer_norm.0.shift"),
+    },
+    {
+        "transformer.h.{layer}.": {
+            "ln_1.weight": flat("layer_norm.0.scale"),
+            "ln_1.bias": flat("layer_norm.0.shift"),
+            "attn.c_attn.weight": rows("attention.0.q", "attention.0.k", "attention.0.v"),
+            "attn.c_attn.bias": flat("attention.0.q_bias", "attention.0.k_bias", "attention.0.v_bias"),
+            "attn.c_proj.weight": columns("attention.0.o"),
+            "attn.c_proj.bias": flat("attention.0.o_bias"),
+            "ln_2.weight": flat("layer_norm.1.scale"),
+            "ln_2.bias": flat("layer_norm.1.shift"),
+            "mlp.c_fc.weight": rows("mlp.0.up"),
+            "mlp.c_fc.bias": flat("mlp.0.up_bias"),
+            "mlp.c_proj.weight": columns("mlp.0.down"),
+            "mlp.c_proj.bias": flat("mlp.0.down_bias"),
+        }
+    },
+)
+
+
+@reads("GPT2LMHeadModel", names=NAMES)
+def config(c: Config, name: str) -> Model:
+    embed, seq = c.whole("n_embd"), c.whole("n_positions", 1024)
+    c.only("n_inner", 4 * embed, None, default=None)
+    c.only("n_ctx", seq, default=seq)
+    c.only("activation_function", "gelu_new", default="gelu_new")
+    c.only("layer_norm_epsilon", 1e-5, default=1e-5)
+    c.only("scale_attn_weights", True, default=True)
+    c.only("scale_attn_by_inverse_layer_idx", False, default=False)
+    c.only("reorder_and_upcast_attn", False, True, default=False)  # how it is computed, not what
+    c.only("add_cross_attention", False, default=False)
+    c.only("tie_word_embeddings", True, default=True)
+    return gpt(name, c.whole("n_layer"), c.whole("n_head"), embed, vocab=c.whole("vocab_size"), seq=seq)

@@ -1,4 +1,4 @@
-"""Llama 3 (Dubey et al., arXiv:2407.21783): grouped attention, rotary positions, RMSNorm, SwiGLU."""
+"""Llama 3 (Dubey et al., arXiv:2407.21783): grouped attention, rotary positions, RMSNorm, SwiGLU. Llama 2 as well."""
 
 from megaloom.dsl import (
     Attention,
@@ -6,6 +6,7 @@ from megaloom.dsl import (
     Embed,
     Model,
     RMSNorm,
+    Rope,
     SwiGLU,
     Unembed,
     ids,
@@ -14,6 +15,8 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.hub import Config, reads, rope
+from megaloom.dsl.names import Names, columns, flat, rows
 
 
 def llama(
@@ -25,15 +28,18 @@ def llama(
     ff: int,
     *,
     vocab: int = 128256,
-    rope: float = 500_000,
+    rope: float | Rope = 500_000,
+    head_dim: int | None = None,
+    eps: float = 1e-5,
     tied: bool = False,
 ) -> Model:
-    """A Llama 3 of any size."""
+    """A Llama of any size."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     wte = weight("wte", v, d)
     head = wte if tied else weight("head", v, d)
-    block = residual(RMSNorm(), Attention(heads=heads, kv_heads=kv_heads, rope=rope)) >> residual(RMSNorm(), SwiGLU(ff))
-    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm() >> Unembed(head))
+    attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope)
+    block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), SwiGLU(ff))
+    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head))
 
 
 def llama3_1b() -> Model:
@@ -51,3 +57,48 @@ def llama3_70b() -> Model:
 
 def llama3_405b() -> Model:
     return llama("llama3-405b", layers=126, heads=128, kv_heads=8, embed=16384, ff=53248)
+
+
+# What most families since Llama call the weights of a whole model, of attention, of a gated feed-forward.
+WHOLE = {
+    "model.embed_tokens.weight": columns("wte"),
+    "model.norm.weight": flat("rms_norm.0.scale"),
+    "lm_head.weight": columns("head"),
+}
+ATTENTION = {
+    "self_attn.q_proj.weight": columns("attention.0.q"),
+    "self_attn.k_proj.weight": columns("attention.0.k"),
+    "self_attn.v_proj.weight": columns("attention.0.v"),
+    "self_attn.o_proj.weight": rows("attention.0.o"),
+}
+SWIGLU = {
+    "mlp.gate_proj.weight": columns("swiglu.0.gate"),
+    "mlp.up_proj.weight": columns("swiglu.0.up"),
+    "mlp.down_proj.weight": rows("swiglu.0.down"),
+}
+NORMS = {
+    "input_layernorm.weight": flat("rms_norm.0.scale"),
+    "post_attention_layernorm.weight": flat("rms_norm.1.scale"),
+}
+
+
+@reads("LlamaForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": NORMS | ATTENTION | SWIGLU}))
+def config(c: Config, name: str) -> Model:
+    heads, embed = c.whole("num_attention_heads"), c.whole("hidden_size")
+    head_dim = c.whole("head_dim", None)
+    c.only("hidden_act", "silu", default="silu")
+    c.only("attention_bias", False, default=False)
+    c.only("mlp_bias", False, default=False)
+    return llama(
+        name,
+        layers=c.whole("num_hidden_layers"),
+        heads=heads,
+        kv_heads=c.whole("num_key_value_heads", heads),
+        embed=embed,
+        ff=c.whole("intermediate_size"),
+        vocab=c.whole("vocab_size"),
+        rope=rope(c, 10_000.0),
+        head_dim=None if head_dim in (None, embed // heads) else head_dim,
+        eps=c.number("rms_norm_eps", 1e-6),
+        tied=c.flag("tie_word_embeddings", False),
+    )

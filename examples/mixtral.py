@@ -7,6 +7,7 @@ from megaloom.dsl import (
     Model,
     MoE,
     RMSNorm,
+    Rope,
     SwiGLU,
     Unembed,
     ids,
@@ -15,6 +16,10 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.hub import Config, reads, rope
+from megaloom.dsl.names import Names, columns, rows
+
+from .llama3 import ATTENTION, NORMS, WHOLE
 
 
 def mixtral(
@@ -29,11 +34,12 @@ def mixtral(
     *,
     vocab: int = 32000,
     head_dim: int | None = None,
+    rope: float | Rope = 1e6,
     balance: float = 0.02,
 ) -> Model:
     """A Mixtral of any size."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
-    attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=1e6)
+    attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope)
     block = residual(RMSNorm(), attention) >> residual(
         RMSNorm(), MoE(SwiGLU(ff), experts=experts, top_k=top_k, balance=balance)
     )
@@ -48,3 +54,33 @@ def mixtral_8x7b() -> Model:
 def mixtral_8x22b() -> Model:
     """Mixtral 8x22B v0.1 (the vocabulary of the instructed model is 32,768)."""
     return mixtral("mixtral-8x22b", layers=56, heads=48, kv_heads=8, embed=6144, ff=16384, balance=0.001)
+
+
+EXPERTS = {
+    "block_sparse_moe.gate.weight": columns("moe.0.router"),
+    "block_sparse_moe.experts.{experts}.w1.weight": columns("moe.0.experts.gate"),
+    "block_sparse_moe.experts.{experts}.w3.weight": columns("moe.0.experts.up"),
+    "block_sparse_moe.experts.{experts}.w2.weight": rows("moe.0.experts.down"),
+}
+
+
+@reads("MixtralForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": NORMS | ATTENTION | EXPERTS}))
+def config(c: Config, name: str) -> Model:
+    c.only("hidden_act", "silu", default="silu")
+    c.only("sliding_window", default=None)
+    c.only("tie_word_embeddings", False, default=False)
+    c.only("rms_norm_eps", 1e-5, default=1e-5)
+    return mixtral(
+        name,
+        layers=c.whole("num_hidden_layers"),
+        heads=c.whole("num_attention_heads"),
+        kv_heads=c.whole("num_key_value_heads", 8),
+        embed=c.whole("hidden_size"),
+        ff=c.whole("intermediate_size"),
+        experts=c.whole("num_local_experts", 8),
+        top_k=c.whole("num_experts_per_tok", 2),
+        vocab=c.whole("vocab_size"),
+        head_dim=c.whole("head_dim", None),
+        balance=c.number("router_aux_loss_coef", 0.001),
+        rope=rope(c, 1e6),
+    )

@@ -1,0 +1,102 @@
+"""Models as Hugging Face describes them: a config.json becomes a Model.
+
+Protocol: an example marks the function that makes its models from a `Config` with `@reads(...)`, by the architectures
+that it reads, and gives the names of their weights beside it. What is found so is looked up here; nothing is listed
+twice. Fields are strict: see `config`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from .config import Config, rope, rotation
+from .errors import UserError
+from .graph import Model
+from .names import Names
+
+__all__ = ["Config", "Reader", "config_file", "opened", "read", "reader", "reads", "rope", "rotation"]
+
+
+@frozen
+class Reader:
+    """What reads the config.json of some architectures, and what their checkpoints call the weights."""
+
+    architectures: tuple[str, ...]
+    model: Callable[[Config, str], Model]
+    names: Names
+
+    def __call__(self, config: Config, name: str) -> Model:
+        """The model of this name. Raises UserError when a field is missing, wrong, or was not taken into account."""
+        made = self.model(config, name)
+        if unread := list(config.unread()):
+            raise UserError(
+                f"{config.where}: nothing here is known of {', '.join(unread)}\n"
+                f"{self.architectures[0]} is read without; remove what does not change the model"
+            )
+        return made
+
+
+def reads(*architectures: str, names: Names) -> Callable[[Callable[[Config, str], Model]], Reader]:
+    """Marks the function that makes a model from the config.json of these architectures."""
+    return lambda function: Reader(architectures, function, names)
+
+
+def read(config: str | Path | Mapping[str, Any]) -> Model:
+    """The model that a Hugging Face config.json describes: of a file, a folder that has one, or its fields.
+
+    It is called as the file or, if that is a config.json, its folder. Raises UserError for an architecture or a field
+    that is not known, and for one that is missing.
+    """
+    made, name = opened(config)
+    return reader(made)(made, name)
+
+
+def opened(config: str | Path | Mapping[str, Any]) -> tuple[Config, str]:
+    """The fields of a config.json, and what a model of it is called."""
+    if isinstance(config, Mapping):
+        said = config.get("_name_or_path") or config.get("model_type") or "model"
+        return Config(config, "config"), Path(str(said)).name
+    path = config_file(config)
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"{path} is no config.json: it must hold an object with fields")
+    return Config(fields, str(path)), path.resolve().parent.name if path.name == "config.json" else path.stem
+
+
+def config_file(config: str | Path) -> Path:
+    """The file itself, or the config.json of a folder."""
+    path = Path(config)
+    return path / "config.json" if path.is_dir() else path
+
+
+def reader(config: Config) -> Reader:
+    """What reads this config.json, by its architecture. Raises UserError when none does."""
+    known = {a: r for r in _readers() for a in r.architectures}
+    said = config.many("architectures", [])
+    if not said:
+        raise UserError(f"{config.where} names no architectures\nthey can be {', '.join(sorted(known))}")
+    for architecture in said:
+        if architecture in known:
+            return known[architecture]
+    near = get_close_matches(str(said[0]), known, 1, 0.6)
+    raise UserError(
+        f"{config.where}: nothing reads the architecture {', '.join(map(str, said))}"
+        + (f": is {near[0]} meant?" if near else "")
+        + f"\nknown are {', '.join(sorted(known))}"
+    )
+
+
+def _readers() -> Iterator[Reader]:
+    from .find import modules  # which finds what is read here
+
+    for module in modules():
+        yield from (it for it in vars(module).values() if isinstance(it, Reader))
