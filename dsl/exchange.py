@@ -1,8 +1,6 @@
-"""Which collectives a split needs, by inference over the primitives of a node.
+"""Which collectives a split needs: the moves of a node's values (`placement`), counted.
 
-A contraction over a divided dim gives partial sums. They stay partial when added to other partial sums, and are reduced
-before anything else reads them or they leave the node. An undivided activation that divided work reads has a partial
-gradient. Not here: what is exchanged once a step rather than once a micro-batch (the gradients of weights).
+Not here: what is exchanged once a step rather than once a micro-batch (the gradients of weights).
 """
 
 from __future__ import annotations
@@ -13,13 +11,12 @@ from typing import Literal
 from attrs import define, field, frozen
 
 from .attend import Attend
-from .dims import DType
-from .ops import Dot, Lookup, Normalize, Weight
+from .ops import Normalize
+from .placement import How, Move, Moves, Placed, Placement, placement
 from .program import Program, Step, origin
 from .routing import Combine, Route
-from .splits import SEQUENCES, Split, cut, sequential
-from .value import Pointwise, Value
-from .views import Rename
+from .splits import SEQUENCES, Split
+from .value import Value
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
@@ -43,85 +40,79 @@ class Collective:
 
 def collectives(program: Program, sizes: Mapping[str, int], split: Split) -> tuple[Collective, ...]:
     """The collectives of a node, forward and backward, those of its output's reduction included."""
-    return tuple(_Inference(program, sizes, split).read())
+    return tuple(_Count(program, sizes, split, placement(program, split)).read())
 
 
 @define
-class _Inference:
+class _Count:
     program: Program
     sizes: Mapping[str, int]
     split: Split
-    partial: dict[int, tuple[Step, set[str]]] = field(factory=dict)  # what is not reduced yet: its origin and axes
-    entered: set[tuple[int, str]] = field(factory=set)
+    placement: Placement
+    done: set[tuple[int, Moves]] = field(factory=set)  # what is moved once serves all who read it so
 
     def read(self) -> Iterator[Collective]:
-        for step in self.program.steps:
-            v = step.value
-            pending = [self.partial.get(id(a.source)) for a in v.args]
-            first = pending[0] if pending else None
-            if v.op == Pointwise("add") and first and all(p and p[1] == first[1] for p in pending):
-                self.partial[id(v)] = first
+        for placed in self.placement.steps:
+            for a, moves in zip(placed.step.value.args, placed.reads, strict=True):
+                yield from self.moved(placed.step, a, moves)
+            yield from self.along(placed)
+        yield from self.moved(None, self.program.value, self.placement.output)
+
+    def moved(self, step: Step | None, v: Value, moves: Moves) -> Iterator[Collective]:
+        """What the moves of a value exchange, as a primitive reads it."""
+        for i, move in enumerate(moves, 1):
+            key = id(origin(v)), moves[:i]
+            if key in self.done:
                 continue
-            for a in v.args:
-                yield from self.reduce(a)
-                if not isinstance(a.op, Weight) and a.dtype is DType.COMPUTE:
-                    yield from self.enter(step, a)
-            yield from self.along(step)
-            if axes := {axis for name in _contracted(step) if (axis := self.axis(step, name))}:
-                self.partial[id(v)] = step, axes
-        yield from self.reduce(self.program.value)
+            self.done.add(key)
+            if move.how is How.REDUCE:
+                yield from self.reduce(v, move)
+            elif step is None or id(origin(v)) in self.placement.plain:
+                continue  # gradients of weights are added once a step
+            elif move.how is How.ENTER and not (isinstance(step.value.op, Attend) and move.axis == "cp"):
+                yield from self.enter(step, v, move)
+            elif move.how is How.GATHER:
+                yield Collective("all_gather", move.axis, self.whole(step, v, move), False, step.name)
 
-    def axis(self, step: Step, name: str) -> str | None:
-        """The axis on which a primitive divides a dim, if it does."""
-        axis = step.axes.get(name)
-        return axis if axis is not None and self.split.degree(axis) > 1 else None
-
-    def scattered(self, axis: str, v: Value) -> bool:
-        """Whether what is whole on each device of the axis is held in parts between the work that needs it whole."""
-        return axis == "etp" or (axis == "tp" and self.split.sequence_parallel and sequential(v.shape))
-
-    def reduce(self, v: Value) -> Iterator[Collective]:
+    def reduce(self, v: Value, move: Move) -> Iterator[Collective]:
         """Partial sums become whole sums; with sequence parallel, each device's part of them."""
-        v = v.source
-        if id(v) not in self.partial:
+        step = self.placement.partial[id(v.source)]
+        n = step.at(self.sizes, self.split)((*step.outer, *v.source.shape))
+        if move.along is None:
+            yield Collective("all_reduce", move.axis, n, False, step.name)
             return
-        step, axes = self.partial.pop(id(v))
-        n = step.at(self.sizes, self.split)((*step.outer, *v.shape))
-        for axis in sorted(axes):
-            if self.scattered(axis, v):
-                yield Collective("reduce_scatter", axis, n, False, step.name)
-                yield Collective("all_gather", axis, n, True, step.name)
-            else:
-                yield Collective("all_reduce", axis, n, False, step.name)
+        yield Collective("reduce_scatter", move.axis, n, False, step.name)
+        yield Collective("all_gather", move.axis, n, True, step.name)
 
-    def enter(self, step: Step, v: Value) -> Iterator[Collective]:
+    def enter(self, step: Step, v: Value, move: Move) -> Iterator[Collective]:
         """An undivided value is read by divided work: once for each value, as its gradients are added first.
 
         With sequence parallel it is gathered, and again in the backward pass rather than kept (as megatron-core does);
-        what the experts gather over etp they keep.
+        what the experts gather over etp they keep, and what is gathered over cp.
         """
-        if isinstance(step.value.op, Route | Combine):
-            return  # tokens that travel do not stay divided as they were
-        own = cut(self.program.table, step.outer, v.shape).values()
-        for axis in sorted(set(step.axes.values()) - set(own) - {"dp", "ep"}):
-            key = id(origin(v)), axis
-            if self.split.degree(axis) == 1 or key in self.entered:
-                continue
-            self.entered.add(key)
+        if move.along is None:
             n = step.at(self.sizes, self.split)((*step.outer, *v.shape))
-            if not self.scattered(axis, v):
-                yield Collective("all_reduce", axis, n, True, step.name)
-                continue
-            yield Collective("all_gather", axis, n, False, step.name)
-            if axis != "etp":
-                yield Collective("all_gather", axis, n, True, step.name)
-            yield Collective("reduce_scatter", axis, n, True, step.name)
+            yield Collective("all_reduce", move.axis, n, True, step.name)
+            return
+        n = self.whole(step, v, move)
+        yield Collective("all_gather", move.axis, n, False, step.name)
+        if move.axis == "tp":
+            yield Collective("all_gather", move.axis, n, True, step.name)
+        yield Collective("reduce_scatter", move.axis, n, True, step.name)
 
-    def along(self, step: Step) -> Iterator[Collective]:
+    def whole(self, step: Step, v: Value, move: Move) -> int:
+        """The elements of what is gathered, on each device afterwards."""
+        if move.axis == "tp" and "tp" not in step.axes.values():  # parts of the sequence
+            return self.program.held(v.shape, step.outer, self.sizes, self.split, data=True)
+        whole = {name for name, axis in step.axes.items() if name == move.along and axis == move.axis}
+        return step.at(self.sizes, self.split, whole=whole)((*step.outer, *v.shape))
+
+    def along(self, placed: Placed) -> Iterator[Collective]:
         """What mixes along a divided dim.
 
         Tokens travel to their experts and back, and so do their gradients.
         """
+        step = placed.step
         v = step.value
         match v.op:
             case Attend():
@@ -131,13 +122,11 @@ class _Inference:
                 n = self.program.held(sent.shape, step.outer, self.sizes, self.split)
                 for backward in (False, True):
                     yield Collective("all_to_all", "ep", n, backward, "dispatch" if sent is v else "combine")
-            case Normalize():
-                n = step.at(self.sizes, self.split)((*step.outer, *v.shape.without(*v.op.over)))
-                for axis in sorted({axis for name in v.op.over if (axis := self.axis(step, name))}):
+            case Normalize(over):
+                n = step.at(self.sizes, self.split)((*step.outer, *v.shape.without(*over)))
+                for axis in placed.summed:
                     for backward in (False, True):
                         yield Collective("all_reduce", axis, n, backward, "statistics")
-            case Rename() if v.op.new not in self.program.table:
-                yield from self.gather(step, v.op.old)
 
     def attend(self, step: Step) -> Iterator[Collective]:
         """What the core of attention gathers, and whose gradients it scatters.
@@ -160,23 +149,3 @@ class _Inference:
             )
             yield Collective("all_gather", "tp", n, False, "queries, keys and values")
             yield Collective("reduce_scatter", "tp", n, True, "queries, keys and values")
-
-    def gather(self, step: Step, dim: str) -> Iterator[Collective]:
-        """A divided dim becomes whole; the gradient, which every device then has a part of, is reduced by `enter`."""
-        x = step.value.args[0]
-        if dim in SEQUENCES and self.scattered("tp", x) and "tp" not in step.axes.values() and self.split.tp > 1:
-            n = self.program.held(x.shape, step.outer, self.sizes, self.split, data=True)
-            yield Collective("all_gather", "tp", n, False, step.name)
-        if axis := self.axis(step, dim):
-            n = step.at(self.sizes, self.split, whole={dim})((*step.outer, *x.shape))
-            yield Collective("all_gather", axis, n, False, step.name)
-
-
-def _contracted(step: Step) -> tuple[str, ...]:
-    """The dims that a primitive sums over."""
-    match step.value.op:
-        case Dot(over):
-            return over
-        case Lookup(key):
-            return (key,)
-    return ()

@@ -1,0 +1,75 @@
+"""What a primitive needs of its arguments beyond a device's own part of them, where they lie in parts."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from .attend import Attend
+from .attend import along as positions
+from .ops import Normalize, Rows
+from .program import Step
+from .rope import Rope
+from .scan import Conv, Scan, Shift
+from .splits import SEQUENCES, Split
+from .value import Value
+from .views import Concat, Pick, Place, Rename, Slice
+
+
+@frozen
+class Reach:
+    """What a primitive needs of an argument beyond its own part.
+
+    whole: the dims of which it reads every index. placed: those of which it must know at which index it is. heads: the
+    dim of what several heads share, and the number of those heads.
+    """
+
+    whole: frozenset[str] = frozenset()
+    placed: frozenset[str] = frozenset()
+    heads: tuple[str, int] | None = None
+
+    @property
+    def dims(self) -> frozenset[str]:
+        """Both kinds."""
+        return self.whole | self.placed
+
+    def __bool__(self) -> bool:
+        return bool(self.dims)
+
+
+def reach_of(step: Step, split: Split) -> tuple[Reach, ...]:
+    """The reach of a primitive, for each of its arguments."""
+    v = step.value
+    match v.op:
+        case Attend():
+            return _attention(v, v.op)
+        case Scan(along):
+            n = v.shape["heads"].known
+            return tuple(
+                Reach(frozenset({along}), heads=("groups", n) if "groups" in a.shape else None) for a in v.args
+            )
+        case Conv(along) | Shift(along) | Slice(along) | Concat(along):
+            return tuple(Reach(frozenset({along})) for _ in v.args)
+        case Pick(dim, index) if index is not None:
+            return (Reach(frozenset({dim})),)
+        case Rename(old, new) if step.table.get(old) != step.table.get(new):
+            return (Reach(frozenset({old})),)
+        case Rope() | Rows():
+            return (Reach(placed=SEQUENCES), *(Reach() for _ in v.args[1:]))
+        case Place():
+            return Reach(placed=SEQUENCES), Reach(SEQUENCES), Reach(SEQUENCES)
+        case Normalize(over) if v.op.groups > 1 and any(v.op.groups % split.degree(step.axes.get(n, "")) for n in over):
+            return tuple(Reach(frozenset(over)) for _ in v.args)
+    return tuple(Reach() for _ in v.args)
+
+
+def _attention(v: Value, op: Attend) -> tuple[Reach, ...]:
+    """Queries read all keys and values; a bias is known by the head it is for."""
+    q, k, *_ = v.args
+    here = {positions(q.shape).name} if op.causal or op.alibi or op.relative else set()
+    heads = {"heads", "kv_heads"} if op.alibi else set()
+    keys = Reach(
+        frozenset({positions(k.shape).name}),
+        frozenset(heads),
+        None if op.alibi else ("kv_heads", q.shape["heads"].known),
+    )
+    return Reach(placed=frozenset(here | heads)), keys, keys, *(Reach(placed=frozenset(heads)) for _ in v.args[3:])
