@@ -10,9 +10,11 @@ from .dims import BATCH, SEQ, Dim, DType, Shape, Sizes
 from .errors import ShapeError, UserError
 from .facts import Collective, Costs, Flops, Saved, Split, Work, costs, flops, params, saved
 from .graph import Graph, Model, Node, Slot, fingerprint, graph, model
+from .hub import read
 from .layer import Chain, Given, Layer, Named, chain
 from .layers import (
     MLP,
+    Activation,
     Dropout,
     Embed,
     GeGLU,
@@ -39,6 +41,7 @@ __all__ = [
     "MLA",
     "MLP",
     "SEQ",
+    "Activation",
     "Affine",
     "Attend",
     "Attention",
@@ -121,6 +124,7 @@ __all__ = [
     "image",
     "model",
     "params",
+    "read",
     "repeat",
     "residual",
     "saved",

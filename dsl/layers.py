@@ -9,7 +9,7 @@ from attrs import field, frozen
 from .combine import Each
 from .dims import Dim
 from .errors import ShapeError
-from .layer import Layer
+from .layer import Layer, is_layer
 from .ops import Drop, Lookup, Normalize, Rows, dot, weight
 from .routing import Combine, Gate, Route
 from .value import Value, apply, fn
@@ -121,6 +121,10 @@ class Softcap(Layer):
 
     cap: float
 
+    def __attrs_post_init__(self) -> None:
+        if self.cap <= 0:
+            raise ShapeError(f"nothing can be capped at {self.cap}: cap must be more than 0")
+
     def body(self, x: Value, /, **side: Value) -> Value:
         return self.cap * fn("tanh", x * (1 / self.cap))
 
@@ -150,6 +154,16 @@ class Linear(Layer):
         y = dot(x, weight("weight", e, out), "embed")
         y = y + weight("bias", out, std=0.0) if self.bias else y
         return apply(Rename("out", "embed"), y)
+
+
+@frozen
+class Activation(Layer):
+    """A function of each element by itself."""
+
+    act: str
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return fn(self.act, x)
 
 
 @frozen
@@ -210,11 +224,11 @@ class MoE(Layer):
     arXiv:2101.03961); the layer's output does not depend on it.
     """
 
-    expert: Layer
+    expert: Layer = field(validator=is_layer)
     experts: int
     top_k: int
     balance: float = 0.0
-    shared: Layer | None = field(default=None, kw_only=True)
+    shared: Layer | None = field(default=None, validator=is_layer, kw_only=True)
     score: Literal["softmax", "sigmoid"] = field(default="softmax", kw_only=True)
     normalize: bool = field(default=True, kw_only=True)
     scale: float = field(default=1.0, kw_only=True)

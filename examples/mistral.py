@@ -1,0 +1,39 @@
+"""Mistral (Jiang et al., arXiv:2310.06825): Llama's block, and in the first version a window that slides."""
+
+from megaloom.dsl import Attention, Dim, Embed, Model, RMSNorm, SwiGLU, Unembed, ids, model, repeat, residual, weight
+
+
+def mistral(
+    name: str,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    embed: int,
+    ff: int,
+    *,
+    vocab: int,
+    rope: float,
+    head_dim: int | None = None,
+    window: int | None = None,
+) -> Model:
+    """A Mistral of any size."""
+    v, d = Dim("vocab", vocab), Dim("embed", embed)
+    attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, window=window)
+    block = residual(RMSNorm(), attention) >> residual(RMSNorm(), SwiGLU(ff))
+    x = ids() >> Embed(weight("wte", v, d)) >> repeat(layers, block)
+    return model(name, x >> RMSNorm() >> Unembed(weight("head", v, d)))
+
+
+def mistral_7b() -> Model:
+    """Mistral 7B v0.1, with its window of 4,096 tokens."""
+    return mistral("mistral-7b", 32, 32, 8, 4096, 14336, vocab=32000, rope=1e4, window=4096)
+
+
+def mistral_7b_v3() -> Model:
+    """Mistral 7B v0.3, without a window."""
+    return mistral("mistral-7b-v3", 32, 32, 8, 4096, 14336, vocab=32768, rope=1e6)
+
+
+def mistral_24b() -> Model:
+    """Mistral Small 24B (2501)."""
+    return mistral("mistral-24b", 40, 32, 8, 5120, 32768, vocab=131072, rope=1e8, head_dim=128)
