@@ -7,7 +7,7 @@ from attrs import field, frozen
 from .attend import Attend, Relative
 from .dims import Dim
 from .errors import ShapeError
-from .layer import Layer
+from .layer import Layer, is_layer
 from .layers import RMSNorm, probability, project
 from .ops import Normalize, dot, weight
 from .rope import Rope, base
@@ -39,12 +39,14 @@ class Attention(Layer):
     softcap: float | None = None
     alibi: bool = False
     sink: bool = False
-    qk_norm: Layer | None = None
+    qk_norm: Layer | None = field(default=None, validator=is_layer)
     relative: Relative | None = None
     table: Value | None = None
 
     def __attrs_post_init__(self) -> None:
         probability("an attention dropout", self.dropout)
+        if (self.relative is None) is not (self.table is None):
+            raise ShapeError("`table` holds biases by distance, `relative` says which is whose: give both, or neither")
 
     @property
     def core(self) -> Attend:
@@ -88,7 +90,7 @@ class CrossAttention(Attention):
 
     causal: bool = field(default=False, init=False)
 
-    def body(self, x: Value, /, memory: Value, **side: Value) -> Value:  # type: ignore[override]
+    def body(self, x: Value, /, memory: Value, **side: Value) -> Value:
         return self.over(x, memory)
 
 
@@ -108,18 +110,23 @@ class MLA(Layer):
     nope: int
     rope: int
     v: int
-    positions: Rope
+    positions: Rope = field()
     scale: float | None = None
     eps: float = 1e-6
+
+    @positions.validator
+    def _turning(self, _: object, positions: object) -> None:
+        if not isinstance(positions, Rope):
+            raise ShapeError(f"positions of {positions!r}: it takes a Rope, such as Rope(10_000)")
 
     def body(self, x: Value, /, **side: Value) -> Value:
         e, h, g = x["embed"], Dim("heads", self.heads), Dim("kv_heads", self.heads)
         nope, rope, v = (Dim("head_dim", n) for n in (self.nope, self.rope, self.v))
         q = x
-        if self.q_rank:
+        if self.q_rank is not None:
             q = project("q_down", x, Dim("q_rank", self.q_rank)) >> RMSNorm(self.eps, over="q_rank").named("q_norm")
         kv = project("kv_down", x, Dim("kv_rank", self.kv_rank)) >> RMSNorm(self.eps, over="kv_rank").named("kv_norm")
-        inner = "q_rank" if self.q_rank else "embed"
+        inner = "embed" if self.q_rank is None else "q_rank"
         q_nope, q_rope = (
             dot(q, weight(name, q[inner], h, c), inner) for name, c in (("q_nope", nope), ("q_rope", rope))
         )

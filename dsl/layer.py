@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from functools import cache
 from inspect import signature
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from attrs import NOTHING, field, fields, frozen
 
-from .errors import ShapeError, caller, located
+from .errors import ShapeError, caller, located, nearest
 from .ops import Weight
+from .splits import SPLITS
 from .value import Op, Value, no_layer
 
 
@@ -28,15 +29,26 @@ class Layer(Op):
     noted: ClassVar[bool] = True  # whether an error inside names this layer
     splits: ClassVar[dict[str, str]] = {}  # its own dims that may be divided, and on which axis: see dsl.splits
 
-    def body(self, x: Value, /, **side: Value) -> Value:
-        """The layer's mathematics: its output for the input x and the side inputs, by name."""
+    def __init_subclass__(cls) -> None:
+        known = sorted(set(SPLITS.values()))
+        for dim, axis in cls.splits.items():
+            if axis not in known:
+                raise ShapeError(
+                    f"{cls.__name__} divides {dim} on no axis {axis!r}{nearest(axis, known)}there are {', '.join(known)}"
+                )
+
+    def body(self, x: Value, /, *_: Any, **side: Any) -> Value:
+        """The layer's mathematics: its output for the input x and the side inputs, by name.
+
+        A side input that it names, `body(self, x, /, memory, **side)`, it needs.
+        """
         raise ShapeError(f"{type(self).__name__} has no body: write its mathematics as body(self, x, /, **side)")
 
     def __call__(self, x: Value, /, **side: Value) -> Value:
         try:
             for name in sorted(_wanted(type(self).body) - side.keys()):
-                have = f"{', '.join(side)} are" if side else "nothing is"
-                raise ShapeError(f"the side input {name!r} is not given ({have}): give it, layer.given({name}=value)")
+                only = f", only {', '.join(side)}" if side else ""
+                raise ShapeError(f"the side input {name!r} is not given{only}: give it, layer.given({name}=value)")
             out = self.body(x, **side)
             if not isinstance(out, Value):
                 raise ShapeError(f"the body of {type(self).__name__} must return a value, not {out!r}")
@@ -64,6 +76,9 @@ class Layer(Op):
 
     def given(self, **side: Value) -> Layer:
         """This layer with side inputs that every layer inside it can read by name."""
+        for name, value in side.items():
+            if not isinstance(value, Value):
+                raise ShapeError(f"{value!r} is no value, so it cannot be the side input {name!r}")
         return Given(self, side)
 
     def __str__(self) -> str:
@@ -115,11 +130,16 @@ class Named(Layer):
         return self.inner(x, **side)
 
 
+def is_layer(_: object, __: object, it: object) -> None:
+    """Check, as a validator of attrs, that a field is a layer (or None where there is none)."""
+    if it is not None and not isinstance(it, Layer):
+        raise no_layer(it)
+
+
 def chain(*layers: Layer) -> Layer:
     """These layers, one after another; chains inside are spliced in, so that `>>` is associative."""
     for layer in layers:
-        if not isinstance(layer, Layer):
-            raise no_layer(layer)
+        is_layer(None, None, layer)
     flat = tuple(part for layer in layers for part in (layer.layers if isinstance(layer, Chain) else (layer,)))
     if not flat:
         raise ShapeError("a combinator needs at least one layer")

@@ -58,44 +58,49 @@ class Join(Layer):
 def deepseek(
     name: str, attention: MLA, embed: int, *, ff: int, moe: MoE, dense: int, sparse: int, vocab: int, ahead: int = 0
 ) -> Model:
-    """A DeepSeek of any size: `dense` layers, then `sparse` ones; `ahead` more tokens are predicted, each by a layer."""
+    """A DeepSeek of any size: `dense` layers, then `sparse` ones. Layers of their own predict `ahead` tokens more."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     wte, head = weight("wte", v, d), weight("head", v, d)
     mix = residual(NORM, attention)
     block = mix >> residual(NORM, moe)
     tokens = ids()
-    x = tokens >> Embed(wte) >> repeat(dense, mix >> residual(NORM, SwiGLU(ff))) >> repeat(sparse, block)
+    x = tokens >> Embed(wte) >> repeat(dense, mix, residual(NORM, SwiGLU(ff))) >> repeat(sparse, block)
     outputs = [x >> NORM >> Unembed(head)]
     for i in range(ahead):
         tokens = apply(Shift("seq", 1), tokens) if i else tokens
-        x = x >> Join(wte).given(tokens=tokens) >> block
+        x = x >> repeat(1, Join(wte).given(tokens=tokens), block)
         outputs.append(x >> NORM >> Unembed(head))
     return model(name, *outputs)
+
+
+def latent(heads: int, q_rank: int | None, mscale: float) -> MLA:
+    """The attention of all of them: they differ in heads, in the queries' rank and in YaRN's temperature."""
+    s = scale(128 + 64, mscale=mscale)
+    return MLA(heads=heads, q_rank=q_rank, kv_rank=512, nope=128, rope=64, v=128, positions=rotary(), scale=s)
 
 
 def deepseek_v2_lite() -> Model:
     """DeepSeek-V2-Lite, 15.7 billion parameters."""
     moe = MoE(SwiGLU(1408), 64, 6, balance=0.001, shared=SwiGLU(2 * 1408), normalize=False)
-    attention = MLA(
-        heads=16, q_rank=None, kv_rank=512, nope=128, rope=64, v=128, positions=rotary(), scale=scale(192, mscale=0.707)
-    )
+    attention = latent(16, None, 0.707)
     return deepseek("deepseek-v2-lite", attention, 2048, ff=10944, moe=moe, dense=1, sparse=26, vocab=102400)
 
 
 def deepseek_v2() -> Model:
-    """DeepSeek-V2, 236 billion parameters: the best three of eight groups of experts, by each group's best."""
-    gate = {"normalize": False, "scale": 16.0, "groups": 8, "top_groups": 3, "best": 1}
-    moe = MoE(SwiGLU(1536), 160, 6, balance=0.003, shared=SwiGLU(2 * 1536), **gate)  # type: ignore[arg-type]
-    attention = MLA(
-        heads=128,
-        q_rank=1536,
-        kv_rank=512,
-        nope=128,
-        rope=64,
-        v=128,
-        positions=rotary(),
-        scale=scale(192, mscale=0.707),
+    """DeepSeek-V2, 236 billion parameters: experts of the best three of eight groups, by each group's best expert."""
+    moe = MoE(
+        SwiGLU(1536),
+        160,
+        6,
+        balance=0.003,
+        shared=SwiGLU(2 * 1536),
+        normalize=False,
+        scale=16.0,
+        groups=8,
+        top_groups=3,
+        best=1,
     )
+    attention = latent(128, 1536, 0.707)
     return deepseek("deepseek-v2", attention, 5120, ff=12288, moe=moe, dense=1, sparse=59, vocab=102400)
 
 
@@ -113,8 +118,7 @@ def deepseek_v3(ahead: int = 0) -> Model:
         groups=8,
         top_groups=4,
     )
-    attention = MLA(heads=128, q_rank=1536, kv_rank=512, nope=128, rope=64, v=128, positions=rotary(), scale=scale(192))
-    name = "deepseek-v3-mtp" if ahead else "deepseek-v3"
+    name, attention = "deepseek-v3-mtp" if ahead else "deepseek-v3", latent(128, 1536, 1.0)
     return deepseek(name, attention, 7168, ff=18432, moe=moe, dense=3, sparse=58, vocab=129280, ahead=ahead)
 
 

@@ -1,6 +1,6 @@
 """GPT-3 (Brown et al., arXiv:2005.14165), the sizes of its table 2.1: GPT-2's layers on sequences of 2,048.
 
-Where the paper alternates dense with locally banded attention, all layers are dense here, as in those who built it again.
+The paper alternates dense with locally banded attention; here, as in those that others built after it, all is dense.
 """
 
 from megaloom.dsl import Model

@@ -21,7 +21,7 @@ from megaloom.dsl import (
 def nemotron_h(
     name: str, pattern: str, embed: int, *, mamba: Mamba2, attention: Attention, mlp: MLP, vocab: int = 131072
 ) -> Model:
-    """A Nemotron-H of any size. pattern: a letter for each layer, M for Mamba-2, * for attention, - for feed-forward."""
+    """A Nemotron-H of any size. pattern: a letter a layer, M for Mamba-2, * for attention, - for feed-forward."""
     kinds = {"M": mamba, "*": attention, "-": mlp}
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     layers = chain(*(repeat(1, residual(RMSNorm(), kinds[letter])) for letter in pattern))
