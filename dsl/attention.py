@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attrs import field, frozen
+from attrs import field, fields, frozen
 
 from .attend import Attend, Relative
 from .dims import Dim
@@ -85,13 +85,23 @@ class Attention(Layer):
 
 
 @frozen(kw_only=True)
-class CrossAttention(Attention):
-    """Attention to the positions of another value, the side input `memory` [batch source embed]; never causal."""
+class CrossAttention(Layer):
+    """Attention to the positions of another value, the side input `memory` [batch source embed]; never causal.
 
-    causal: bool = field(default=False, init=False)
+    The fields are those of `Attention`.
+    """
+
+    heads: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    bias: bool = False
+    qkv_bias: bool = False
+    dropout: float = 0.0
+    scale: float | None = None
 
     def body(self, x: Value, /, memory: Value, **side: Value) -> Value:
-        return self.over(x, memory)
+        own = {f.name: getattr(self, f.name) for f in fields(type(self)) if f.name != "at"}
+        return Attention(causal=False, **own).over(x, memory)
 
 
 @frozen(kw_only=True)
