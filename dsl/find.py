@@ -15,7 +15,7 @@ from types import ModuleType
 
 from .errors import UserError, short
 from .graph import Model
-from .hub import config_file, read
+from .hub import config_file, read, title
 
 EXAMPLES = "megaloom.examples"
 
@@ -44,6 +44,11 @@ def find(ref: str) -> tuple[Model, str]:
         raise UserError(f"no model {ref!r}" + (f": did you mean {near[0]}?" if near else "") + f"\n{_known()}")
     place, _, name = models[ref].partition(":")
     return _pick(importlib.import_module(place), place, name)
+
+
+def called(ref: str) -> str:
+    """What a model of this full reference is called among files."""
+    return title(Path(ref)) if ref.endswith(".json") else ref.rpartition(":")[2].replace("_", "-")
 
 
 def examples() -> dict[str, str]:

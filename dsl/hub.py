@@ -20,7 +20,19 @@ from .errors import UserError
 from .graph import Model
 from .names import Names
 
-__all__ = ["Config", "Reader", "config_file", "opened", "read", "reader", "reads", "rope", "rotation"]
+__all__ = [
+    "Config",
+    "Reader",
+    "config_file",
+    "describes",
+    "opened",
+    "read",
+    "reader",
+    "reads",
+    "rope",
+    "rotation",
+    "title",
+]
 
 
 @frozen
@@ -69,7 +81,21 @@ def opened(config: str | Path | Mapping[str, Any]) -> tuple[Config, str]:
         raise UserError(f"cannot read {path}: {error}") from error
     if not isinstance(fields, dict):
         raise UserError(f"{path} is no config.json: it must hold an object with fields")
-    return Config(fields, str(path)), path.resolve().parent.name if path.name == "config.json" else path.stem
+    return Config(fields, str(path)), title(path)
+
+
+def title(path: Path) -> str:
+    """What a model of this file is called: as the file or, if that is a config.json, as its folder."""
+    return path.resolve().parent.name if path.name == "config.json" else path.stem
+
+
+def describes(path: str | Path) -> bool:
+    """Whether a file is a config.json rather than any other JSON, a plan.json above all."""
+    try:
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(fields, dict) and not fields.keys().isdisjoint(("architectures", "model_type"))
 
 
 def config_file(config: str | Path) -> Path:

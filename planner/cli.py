@@ -95,7 +95,8 @@ def plan(
     Parameters
     ----------
     model
-        file.py:name, a file.py with one model, package.module:name, or one of the examples (llama3-8b).
+        file.py:name, a file.py with one model, package.module:name, one of the examples (llama3-8b), or a Hugging Face
+        config.json.
     gpus
         How many of which device: 64xH100. Known: A100, A100-40GB, H100, H200, B200, GB200, CPU.
     seq

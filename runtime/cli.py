@@ -67,7 +67,8 @@ def train(
     Parameters
     ----------
     model
-        A plan.json, or a model: file.py:name, a file.py with one model, package.module:name, or one of the examples.
+        A plan.json, or a model: file.py:name, a file.py with one model, package.module:name, one of the examples, or a
+        Hugging Face config.json.
     data
         "stdlib" (the text of Python's standard library), or a file or a folder of text.
     seq
@@ -85,10 +86,13 @@ def train(
     evaluate_every
         Steps between evaluations on held-out text.
     """
+    from megaloom.dsl.find import called
+    from megaloom.dsl.hub import describes
+
     load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
     asked = {name: value for name, value in {**load, **asdict(fixed, recurse=False)}.items() if value is not None}
-    plan = _given(model, asked) if model.endswith(".json") else _planned(model, load, fixed)
-    folder = out or Path("runs") / plan.model.rpartition(":")[2].replace("_", "-")
+    plan = _given(model, asked) if model.endswith(".json") and not describes(model) else _planned(model, load, fixed)
+    folder = out or Path("runs") / called(plan.model)
     options = {"data": data, "out": out, **asked, **asdict(recipe), "steps": recipe.steps}
 
     from .show import planned, summary
