@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import frozen
 
 from .dims import Dim, DType, Shape, Sizes
-from .errors import ShapeError
+from .errors import ShapeError, divisors
 from .value import Op, Value
 
 
@@ -18,6 +18,14 @@ class Relative:
     buckets: int = 32
     distance: int = 128
     both_ways: bool = True  # half of the buckets for keys after the query
+
+    def __attrs_post_init__(self) -> None:
+        near = self.buckets // (4 if self.both_ways else 2)  # each of these distances has a bucket of its own
+        if near < 1 or (self.both_ways and self.buckets % 2):
+            fits = "an even number of at least 4" if self.both_ways else "a number of at least 2"
+            raise ShapeError(f"distances cannot be told apart by {self.buckets} buckets: it takes {fits}")
+        if self.distance <= near:
+            raise ShapeError(f"{self.buckets} buckets reach {near} positions already: distance must be more than that")
 
 
 @frozen(kw_only=True)
@@ -43,17 +51,24 @@ class Attend(Op):
     sink: bool = False
     relative: Relative | None = None
 
+    def __attrs_post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or not isinstance(self.window, int)):
+            raise ShapeError(f"a window of {self.window}: it takes a whole number of at least 1, the position itself")
+        if self.window is not None and not self.causal:
+            raise ShapeError(f"a window of {self.window} reaches back only: say causal=True, or window=None")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ShapeError(f"scores cannot be capped at {self.softcap}: softcap must be more than 0")
+
     def shape(self, *args: Shape) -> Shape:
         q, k, v, *others = args
         along(q), along(k)
         n, g = q["heads"].known, k["kv_heads"].known
         if n % g:
-            fits = ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
-            raise ShapeError(f"{n} query heads cannot share {g} key/value heads evenly\nkv_heads can be {fits}")
+            raise ShapeError(f"{n} query heads cannot share {g} key/value heads evenly\nkv_heads can be {divisors(n)}")
         if q["head_dim"] != k["head_dim"]:
             raise ShapeError(f"queries {q} do not fit keys {k}: {q['head_dim']} is not {k['head_dim']}")
-        if self.window is not None and not (self.causal and self.window >= 1):
-            raise ShapeError(f"a window of {self.window}: it takes causal attention, and at least 1 position")
+        if set(k.without("head_dim")) != set(v.without("head_dim")):
+            raise ShapeError(f"keys {k} do not fit values {v}: they may differ in head_dim only")
         wanted: list[tuple[Dim, ...]] = [(q["heads"],)] * self.sink
         if self.relative is not None:
             wanted.append((Dim("buckets", self.relative.buckets), q["heads"]))

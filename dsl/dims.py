@@ -8,9 +8,8 @@ from fractions import Fraction
 from math import prod
 
 from attrs import field, frozen
-from attrs.validators import instance_of
 
-from .errors import ShapeError
+from .errors import ShapeError, nearest
 
 
 class DType(StrEnum):
@@ -30,10 +29,15 @@ class Dim:
     an expert) is a share of the product of other dims.
     """
 
-    name: str = field(validator=instance_of(str))
+    name: str = field()
     size: int | None = field(default=None)
     share: Fraction = Fraction(1)
     of: tuple[Dim, ...] = ()
+
+    @name.validator
+    def _named(self, _: object, name: str) -> None:
+        if not isinstance(name, str) or not name:
+            raise ShapeError(f"a dim has a name, and {name!r} is none: write Dim('embed', 512)")
 
     @size.validator
     def _positive(self, _: object, size: int | None) -> None:
@@ -69,9 +73,9 @@ class Shape:
             if not isinstance(d, Dim):
                 raise ShapeError(f"{d!r} is no dim: a shape is made of dims, such as Dim('embed', 512)")
         names = [d.name for d in self.dims]
-        for name in names:
-            if names.count(name) > 1:
-                raise ShapeError(f"{self} has {name!r} twice: rename one of them")
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ShapeError(f"{self} has {twice!r} twice: rename one of them")
 
     def __iter__(self) -> Iterator[Dim]:
         return iter(self.dims)
@@ -83,7 +87,8 @@ class Shape:
         for d in self.dims:
             if d.name == name:
                 return d
-        raise ShapeError(f"{self} has no dim {name!r}: it has {', '.join(d.name for d in self.dims) or 'none'}")
+        names = [d.name for d in self.dims]
+        raise ShapeError(f"{self} has no dim {name!r}{nearest(name, names)}it has {', '.join(names) or 'none'}")
 
     def positions(self, *channels: str) -> Dim:
         """The dim that tells positions apart: the only one besides batch and the dims of these names."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 
 
@@ -37,6 +39,17 @@ def located(error: ShapeError, what: str, at: str) -> ShapeError:
     """The error, with a note of where it happened."""
     error.add_note(f"  in {what:<40} {short(at)}")
     return error
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """What stands between an unknown name and the known ones: a question, if one of them is close to it."""
+    near = get_close_matches(str(name), known, 1, 0.6)
+    return f": did you mean {near[0]}?\n" if near else ": "
+
+
+def divisors(n: int) -> str:
+    """The numbers that divide n, as a list to read."""
+    return ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
 
 
 def caller() -> str:

@@ -13,6 +13,7 @@ from attrs import frozen
 
 from .attend import Attend
 from .dims import DType, Sizes
+from .errors import ShapeError, UserError
 from .exchange import Collective, collectives
 from .graph import Model, Node, graph
 from .ops import Dot, Input, Lookup, Rows, Weight
@@ -94,6 +95,8 @@ def params(x: Model | Node | Value) -> int:
     """The parameters of a model, a node, or all that a value is computed from; each distinct weight once."""
     if isinstance(x, Value):
         x = Model("", (x,))
+    if not isinstance(x, Model | Node):
+        raise ShapeError(f"{x} alone has no parameters: their sizes follow from what it is applied to, value >> layer")
     slots = graph(x).weights.values() if isinstance(x, Model) else x.weights
     return sum(Sizes()(s.dims) for s in slots if s.trained)
 
@@ -131,6 +134,9 @@ def costs(node: Node, *, batch: int, seq: int, source: int | None = None, split:
 @lru_cache(maxsize=1 << 15)
 def _costs(p: Program, batch: int, seq: int, source: int, split: Split) -> Costs:
     sizes = Sizes(batch=batch, seq=seq, source=source)
+    for name, size in sizes.items():
+        if size < 1:
+            raise UserError(f"{name} of {size!r}: it takes a whole number of at least 1")
     renames = [s.value.op for s in p.steps if isinstance(s.value.op, Rename)]
     sizes.update({op.new: sizes[op.old] for op in renames if op.old in sizes})
     dense, expert = _params(p, sizes, split)

@@ -36,6 +36,8 @@ class Model:
 
 def model(name: str, *outputs: Value) -> Model:
     """The model of this name that computes these outputs."""
+    if not isinstance(name, str):
+        raise ShapeError(f"a model has a name first, and {name!r} is none: model('name', value)")
     if not outputs:
         raise ShapeError(f"model {name!r} computes nothing: give it a name and at least one output")
     for v in outputs:
@@ -177,10 +179,21 @@ class _Walk:
         base = kind(v.op)
         name = base if isinstance(v.op, Input) else f"{base}.{self.kinds[base]}"
         self.kinds[base] += 1
+        if isinstance(v.op, Input):
+            self.inputs(v)
         self.names[id(v)] = name
         inputs = tuple(self.names[id(a)] for a in v.args if not isinstance(a.op, Weight))
         number = None if block is None else self.blocks.setdefault(block, len(self.blocks))
         self.nodes.append(Node(name, v.op, inputs, v, number))
+
+    def inputs(self, v: Value) -> None:
+        """Check that the data can tell this input from those before it."""
+        for n in self.nodes:
+            if n.op == v.op:
+                error = ShapeError(f"two inputs are named {n.name!r}: name them apart, or make one and use it twice")
+                for made in (n.value, v):
+                    located(error, f"input {n.name}", made.at)
+                raise error
 
 
 def primitives(value: Value) -> Iterator[tuple[Value, str, tuple[Dim, ...]]]:

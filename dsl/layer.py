@@ -33,9 +33,8 @@ class Layer(Op):
         known = sorted(set(SPLITS.values()))
         for dim, axis in cls.splits.items():
             if axis not in known:
-                raise ShapeError(
-                    f"{cls.__name__} divides {dim} on no axis {axis!r}{nearest(axis, known)}there are {', '.join(known)}"
-                )
+                what = f"{cls.__name__} cannot divide {dim} on {axis!r}{nearest(axis, known)}"
+                raise ShapeError(f"{what}the axes are {', '.join(known)}")
 
     def body(self, x: Value, /, *_: Any, **side: Any) -> Value:
         """The layer's mathematics: its output for the input x and the side inputs, by name.
@@ -130,7 +129,7 @@ class Named(Layer):
         return self.inner(x, **side)
 
 
-def is_layer(_: object, __: object, it: object) -> None:
+def is_layer(_: object, __: object, it: Any) -> None:
     """Check, as a validator of attrs, that a field is a layer (or None where there is none)."""
     if it is not None and not isinstance(it, Layer):
         raise no_layer(it)
@@ -164,7 +163,7 @@ def held(it: object) -> Iterator[Value]:
 def _wanted(body: Callable[..., Value]) -> frozenset[str]:
     """The side inputs without which a layer has no meaning: what its body has no default for."""
     _, _, *side = signature(body).parameters.values()
-    return frozenset(p.name for p in side if p.default is p.empty and p.kind is not p.VAR_KEYWORD)
+    return frozenset(p.name for p in side if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
 
 
 def _reached(out: Value, x: Value, outside: Container[int]) -> set[int]:

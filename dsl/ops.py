@@ -8,7 +8,7 @@ from typing import ClassVar
 from attrs import frozen
 
 from .dims import BATCH, SEQ, Dim, DType, Shape, Sizes
-from .errors import ShapeError, caller
+from .errors import ShapeError, caller, divisors
 from .value import Op, Value, apply
 
 
@@ -97,7 +97,10 @@ class Normalize(Op):
         x, *weights = args
         dims = tuple(x[name] for name in self.over)
         if self.groups < 1 or (self.groups > 1 and prod(d.known for d in dims) % self.groups):
-            raise ShapeError(f"cannot normalize {Shape(dims)} in {self.groups} groups: they must divide it evenly")
+            raise ShapeError(
+                f"cannot normalize {Shape(dims)} in {self.groups} groups: they must divide it evenly\n"
+                f"groups can be {divisors(prod(d.known for d in dims))}"
+            )
         for w in weights:
             if w.dims != dims:
                 raise ShapeError(f"cannot normalize {x} over {', '.join(self.over)} with a weight of {w}")
@@ -118,6 +121,11 @@ class Lookup(Op):
         table[self.key]
         return Shape((*indices, *table.without(self.key)))
 
+    def dtype(self, *args: DType) -> DType:
+        if args[0] is not DType.INDEX:
+            raise ShapeError("a row is looked up by a token id, an input such as ids(), not by a number")
+        return super().dtype(*args[1:])
+
     def keeps(self, out: Value) -> tuple[Value, ...]:
         return (out.args[0],)
 
@@ -131,8 +139,14 @@ class Rows(Op):
 
     def shape(self, *args: Shape) -> Shape:
         x, table = args
-        table[self.key]
+        if not 0 <= self.offset < table[self.key].known:
+            raise ShapeError(
+                f"no rows of {table} from {self.offset} on: offset can be 0 to {table[self.key].known - 1}"
+            )
         return Shape((x.positions("embed"), *table.without(self.key)))
+
+    def dtype(self, *args: DType) -> DType:
+        return super().dtype(*args[1:])
 
 
 def ids(name: str = "tokens", seq: Dim = SEQ) -> Value:
@@ -151,6 +165,10 @@ def weight(name: str, *dims: Dim, mean: float = 0.0, std: float = 0.02, trained:
 
     Its initial values are normal(mean, std); a std of 0 makes it constant.
     """
+    if not isinstance(name, str) or not name:
+        raise ShapeError(f"a weight has a name, and {name!r} is none: write weight('wte', Dim('vocab', 100), ...)")
+    if std < 0:
+        raise ShapeError(f"weight {name!r} cannot have a standard deviation of {std}: it takes 0 or more")
     for d in dims:
         if isinstance(d, Dim) and d.size is None:
             raise ShapeError(f"weight {name!r} has sizes of its own, but {d.name} has none: write Dim({d.name!r}, ...)")

@@ -12,11 +12,16 @@ from .errors import ShapeError
 from .value import Op
 
 
+def _longer(_: object, __: object, factor: float) -> None:
+    if not factor >= 1:
+        raise ShapeError(f"a factor of {factor} makes sequences no longer: it takes 1 or more")
+
+
 @frozen
 class LinearScaling:
     """Every position counts for 1 / factor. Source: Chen et al., arXiv:2306.15595."""
 
-    factor: float
+    factor: float = field(validator=_longer)
     magnitude: float = 1.0
 
     def stretch(self, speeds: tuple[float, ...], theta: float) -> tuple[float, ...]:
@@ -32,11 +37,15 @@ class Llama3Scaling:
     Source: Llama 3.1's reference code (Dubey et al., arXiv:2407.21783).
     """
 
-    factor: float
+    factor: float = field(validator=_longer)
     low: float = 1.0
     high: float = 4.0
     original: int = 8192
     magnitude: float = 1.0
+
+    def __attrs_post_init__(self) -> None:
+        if not 0 < self.low < self.high:
+            raise ShapeError(f"slow channels turn less than fast ones: low={self.low} must be below high={self.high}")
 
     def stretch(self, speeds: tuple[float, ...], theta: float) -> tuple[float, ...]:
         """The angles per position, from those that it was trained on."""
@@ -53,12 +62,16 @@ class YarnScaling:
     channels between are whole numbers. Source: Peng et al., arXiv:2309.00071.
     """
 
-    factor: float
+    factor: float = field(validator=_longer)
     original: int
     fast: float = 32.0
     slow: float = 1.0
     attention: float | None = None
     truncate: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        if not 0 < self.slow < self.fast:
+            raise ShapeError(f"slow channels turn less than fast ones: slow={self.slow} must be below fast={self.fast}")
 
     @property
     def magnitude(self) -> float:
@@ -100,13 +113,21 @@ class Rope(Op):
     interleaved: bool = False
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
 
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.theta, (int, float)) or not self.theta > 1:
+            raise ShapeError(f"a rotary base of {self.theta!r}: it takes a number above 1, such as 10_000")
+        if self.channels is not None and (self.channels < 2 or self.channels % 2):
+            raise ShapeError(
+                f"cannot rotate {self.channels} channels: rotary positions pair them, so 2, 4, 6, ... work"
+            )
+
     def shape(self, *args: Shape) -> Shape:
         (x,) = args
         n = self.turned(x)
         if n % 2:
             raise ShapeError(f"cannot rotate {x}: rotary positions pair channels, so head_dim must be even")
         if n > x["head_dim"].known:
-            raise ShapeError(f"cannot rotate {n} channels of {x}")
+            raise ShapeError(f"cannot rotate {n} channels of {x}\nchannels can be up to {x['head_dim'].known}")
         return x
 
     def turned(self, x: Shape) -> int:

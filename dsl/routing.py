@@ -6,11 +6,12 @@ from fractions import Fraction
 from typing import Literal
 
 from attrs import field, frozen
-from attrs.validators import in_
 
 from .dims import Dim, Shape
-from .errors import ShapeError
+from .errors import ShapeError, divisors, nearest
 from .value import Op, Value
+
+SCORES = ("softmax", "sigmoid")
 
 
 @frozen
@@ -25,13 +26,18 @@ class Gate(Op):
     """
 
     top_k: int
-    score: Literal["softmax", "sigmoid"] = field(default="softmax", validator=in_(("softmax", "sigmoid")), kw_only=True)
+    score: Literal["softmax", "sigmoid"] = field(default="softmax", kw_only=True)
     normalize: bool = field(default=True, kw_only=True)
     scale: float = field(default=1.0, kw_only=True)
     groups: int = field(default=1, kw_only=True)
     top_groups: int = field(default=1, kw_only=True)
     best: int = field(default=2, kw_only=True)
     corrected: bool = field(default=False, kw_only=True)
+
+    @score.validator
+    def _known(self, _: object, score: str) -> None:
+        if score not in SCORES:
+            raise ShapeError(f"no score {score!r}{nearest(score, SCORES)}there are {', '.join(SCORES)}")
 
     def shape(self, *args: Shape) -> Shape:
         scores, *correction = args
@@ -40,10 +46,9 @@ class Gate(Op):
         if not 1 <= self.top_k <= n:
             raise ShapeError(f"cannot choose {self.top_k} of {n} experts\ntop_k can be 1 to {n}")
         if self.groups < 1 or n % self.groups or not 1 <= self.top_groups <= self.groups:
-            fits = ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
             raise ShapeError(
                 f"cannot choose from {self.top_groups} of {self.groups} groups of {n} experts\n"
-                f"groups can be {fits}, top_groups 1 to groups"
+                f"groups can be {divisors(n)}, top_groups 1 to groups"
             )
         each = n // self.groups
         if self.top_k > each * self.top_groups:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attrs import frozen
 
 from .dims import DType, Shape, Sizes
-from .errors import ShapeError
+from .errors import ShapeError, divisors
 from .value import Op, Value
 
 
@@ -49,8 +49,7 @@ class Scan(Op):
         x[self.along]
         n, g = x["heads"].known, b["groups"].known
         if n % g:
-            fits = ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
-            raise ShapeError(f"{n} heads cannot share {g} groups of a state evenly\ngroups can be {fits}")
+            raise ShapeError(f"{n} heads cannot share {g} groups of a state evenly\ngroups can be {divisors(n)}")
         if dt != x.without("head_dim") or a.dims != (x["heads"],) or b != c:
             raise ShapeError(f"cannot scan {x} with dt {dt}, a {a}, b {b}, c {c}")
         b["state"]

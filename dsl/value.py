@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from attrs import evolve, field, frozen
 
 from .dims import Dim, DType, Shape, Sizes
-from .errors import ShapeError, caller
+from .errors import ShapeError, caller, nearest
 
 if TYPE_CHECKING:
     from .layer import Layer
@@ -29,7 +29,9 @@ class Op:
         raise NotImplementedError
 
     def dtype(self, *args: DType) -> DType:
-        """What an element of the result is."""
+        """What an element of the result is. Raises ShapeError when those of the arguments are of the wrong kind."""
+        if DType.INDEX in args:
+            raise ShapeError(f"{self} computes with numbers, not with token ids: Embed(table) makes vectors of them")
         return DType.COMPUTE
 
     def flops(self, out: Shape, args: tuple[Shape, ...], size: Sizes) -> int:
@@ -104,7 +106,8 @@ class Pointwise(Op):
     @fn.validator
     def _known(self, _: object, name: str) -> None:
         if name not in LINEAR | CURVED:
-            raise ShapeError(f"no function {name!r}: there are {', '.join(sorted(LINEAR | CURVED))}")
+            known = sorted(LINEAR | CURVED)
+            raise ShapeError(f"no function {name!r}{nearest(name, known)}there are {', '.join(known)}")
 
     def shape(self, *args: Shape) -> Shape:
         if not args or (self.fn in UNARY and len(args) > 1):
@@ -146,6 +149,10 @@ class Clamp(Op):
     high: float | None = None
     elementwise: ClassVar[bool] = True
 
+    def __attrs_post_init__(self) -> None:
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ShapeError(f"nothing is at least {self.low} and at most {self.high}: give the lower bound first")
+
     def shape(self, *args: Shape) -> Shape:
         return args[0]
 
@@ -159,6 +166,8 @@ def no_layer(it: object) -> ShapeError:
         return ShapeError(f"{it.__name__} is a class, not a layer: call it to make one, {it.__name__}(...)")
     if isinstance(it, Op):
         return ShapeError(f"{it} is a primitive, not a layer: apply(...) applies one to values")
+    if isinstance(it, Value):
+        return ShapeError(f"{it!r} is a value, not a layer: values come first, value >> layer")
     if isinstance(it, (list, tuple)):
         return ShapeError("a list is no layer: write its layers as arguments, or chain(*layers)")
     return ShapeError(f"{it!r} is no layer")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 from attrs import evolve, frozen
 
 from .dims import Dim, DType, Shape
-from .errors import ShapeError
+from .errors import ShapeError, divisors
 from .value import Op, Value, renamed
 
 
@@ -20,7 +22,7 @@ class Pick(Op):
         (x,) = args
         size = x[self.dim].size
         if self.index is not None and (self.index < 0 or (size is not None and self.index >= size)):
-            raise ShapeError(f"{x[self.dim]} has no index {self.index}")
+            raise ShapeError(f"{x[self.dim]} has no index {self.index}: it has 0 to {size - 1 if size else 'the last'}")
         return x.without(self.dim)
 
     def dtype(self, *args: DType) -> DType:
@@ -53,7 +55,7 @@ class Slice(Op):
 
     def shape(self, *args: Shape) -> Shape:
         (x,) = args
-        size = x[self.dim].known
+        size = _counted(x[self.dim], "take a part of")
         if not 0 <= self.start < self.stop <= size:
             raise ShapeError(f"cannot take {self.start} to {self.stop} of {x[self.dim]}: it has 0 to {size}")
         return Shape(tuple(evolve(d, size=self.stop - self.start) if d.name == self.dim else d for d in x))
@@ -69,13 +71,15 @@ class Concat(Op):
     over: str
 
     def shape(self, *args: Shape) -> Shape:
+        if not args:
+            raise ShapeError(f"nothing to join along {self.over}: give it one value or more")
+        size = sum(_counted(s[self.over], "join values along") for s in args)
         big = max(args, key=lambda s: len(s.dims))
         rest = big.without(self.over)
         for s in args:
             for d in s.without(self.over):
-                if d.name not in rest or rest[d.name] != d:
-                    raise ShapeError(f"cannot join {s} to {big} along {self.over}: {d} differs")
-        size = sum(s[self.over].known for s in args)
+                if d not in rest.dims:
+                    raise ShapeError(f"cannot join {s} and {big} along {self.over}: only one has {d}")
         return Shape(tuple(evolve(d, size=size) if d.name == self.over else d for d in big))
 
 
@@ -92,7 +96,9 @@ class Patches(Op):
         (x,) = args
         h, w = x["height"].known, x["width"].known
         if self.size < 1 or h % self.size or w % self.size:
-            raise ShapeError(f"{x} does not divide into patches of {self.size} by {self.size}")
+            raise ShapeError(
+                f"{x} does not divide into patches of {self.size} by {self.size}\nsize can be {divisors(gcd(h, w))}"
+            )
         pixels = x["channels"].known * self.size**2
         return Shape((x["batch"], Dim("patches", h // self.size * (w // self.size)), Dim("pixels", pixels)))
 
@@ -114,5 +120,16 @@ class Place(Op):
             raise ShapeError(f"cannot put {y} into {x} where tokens {tokens} say: they must be {x.without('embed')}")
         return x
 
+    def dtype(self, *args: DType) -> DType:
+        if args[2] is not DType.INDEX:
+            raise ShapeError("where tokens are is read off token ids, an input such as ids(), not off vectors")
+        return super().dtype(*args[:2])
+
     def keeps(self, out: Value) -> tuple[Value, ...]:
         return (out.args[2],)
+
+
+def _counted(d: Dim, what: str) -> int:
+    if d.size is None:
+        raise ShapeError(f"cannot {what} {d}: only the workload knows how long it is")
+    return d.size
