@@ -64,6 +64,19 @@ class Config:
         """Whether a field is there and says null, where that differs from its missing."""
         return name in self.fields and self.fields[name] is None
 
+    def either(self, *names: str) -> str:
+        """The first of several names of one field that is there."""
+        return next((name for name in names if self.fields.get(name) is not None), names[0])
+
+    def moot(self, *names: str) -> None:
+        """Fields that change nothing, given what others say."""
+        self.taken.update(names)
+
+    def size(self, name: str, default: int = NEEDED) -> int:
+        """How many entries an object or a list has."""
+        value: Any = self._take(name, default, object, "an object")
+        return len(value) if isinstance(value, dict | list) else default
+
     def whole(self, name: str, default: T = NEEDED) -> int | T:
         """A whole number; null counts as missing, here and below."""
         return self._take(name, default, int, "a whole number")
@@ -139,11 +152,13 @@ def rope(c: Config, default: float = NEEDED, *, head_dim: int | None = None, kin
     return found.theta if found == Rope(found.theta) else found
 
 
-def rotation(c: Config, default: float = NEEDED, *, head_dim: int | None = None, kind: str = "") -> Rope:
+def rotation(
+    c: Config, default: float = NEEDED, *, head_dim: int | None = None, part: float = 1.0, kind: str = ""
+) -> Rope:
     """Rotary positions as a config says them: in `rope_parameters`, or in `rope_theta` and `rope_scaling` as of old.
 
-    default: the base where none is said. head_dim: needed where only a part of the channels may turn. kind: of the
-    layer (sliding_attention, full_attention), where each kind has its own.
+    default: the base where none is said. head_dim: needed where only a part of the channels may turn, `part` where none
+    is said. kind: of the layer (sliding_attention, full_attention), where each kind has its own.
     """
     said = c.inner("rope_parameters" if "rope_parameters" in c.fields else "rope_scaling", {})
     said = said.inner(kind) if kind in said.fields else said
@@ -151,9 +166,8 @@ def rotation(c: Config, default: float = NEEDED, *, head_dim: int | None = None,
     theta = c.number("rope_theta", default if own is None else own)
     if own not in (None, theta):
         raise c.wrong("rope_theta", f"another base, {own:g}, is said with the other rope parameters")
-    part = 1.0
     if head_dim is not None:
-        part = said.number("partial_rotary_factor", c.number("partial_rotary_factor", 1.0))
+        part = said.number("partial_rotary_factor", c.number("partial_rotary_factor", part))
     channels = None if head_dim is None or part == 1 else int(head_dim * part)
     name = "rope_type" if "rope_type" in said.fields else "type"
     meant = {"default": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}

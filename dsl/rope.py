@@ -12,6 +12,11 @@ from .errors import ShapeError
 from .value import Op
 
 
+def base(theta: Any) -> Any:
+    """A whole number as such: 1e6 and 1_000_000 are equal, so models of them have one identity."""
+    return int(theta) if isinstance(theta, float) and theta.is_integer() else theta
+
+
 def _longer(_: object, __: object, factor: float) -> None:
     if not factor >= 1:
         raise ShapeError(f"a factor of {factor} makes sequences no longer: it takes 1 or more")
@@ -21,7 +26,7 @@ def _longer(_: object, __: object, factor: float) -> None:
 class LinearScaling:
     """Every position counts for 1 / factor. Source: Chen et al., arXiv:2306.15595."""
 
-    factor: float = field(validator=_longer)
+    factor: float = field(converter=base, validator=_longer)
     magnitude: float = 1.0
 
     def stretch(self, speeds: tuple[float, ...], theta: float) -> tuple[float, ...]:
@@ -37,7 +42,7 @@ class Llama3Scaling:
     Source: Llama 3.1's reference code (Dubey et al., arXiv:2407.21783).
     """
 
-    factor: float = field(validator=_longer)
+    factor: float = field(converter=base, validator=_longer)
     low: float = 1.0
     high: float = 4.0
     original: int = 8192
@@ -62,7 +67,7 @@ class YarnScaling:
     channels between are whole numbers. Source: Peng et al., arXiv:2309.00071.
     """
 
-    factor: float = field(validator=_longer)
+    factor: float = field(converter=base, validator=_longer)
     original: int
     fast: float = 32.0
     slow: float = 1.0
@@ -93,11 +98,6 @@ class YarnScaling:
 def temper(factor: float, scale: float = 1.0) -> float:
     """YaRN's correction of attention's temperature for a sequence `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * scale * log(factor) + 1.0
-
-
-def base(theta: Any) -> Any:
-    """A whole number as such: 1e6 and 1_000_000 are equal, so models of them have one identity."""
-    return int(theta) if isinstance(theta, float) and theta.is_integer() else theta
 
 
 @frozen

@@ -8,6 +8,7 @@ from megaloom.dsl import (
     Layer,
     Model,
     RMSNorm,
+    Rope,
     Scale,
     Softcap,
     Unembed,
@@ -17,6 +18,10 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.hub import Config, reads, rope
+from megaloom.dsl.names import Names, columns, flat, rows
+
+from .llama3 import ATTENTION, WHOLE
 
 NORM = RMSNorm(1e-6, plus_one=True)
 
@@ -31,6 +36,7 @@ def gemma2(
     *,
     head_dim: int = 256,
     query_scale: float = 256,
+    rope: float | Rope = 10_000,
     window: int = 4096,
     vocab: int = 256000,
 ) -> Model:
@@ -41,7 +47,7 @@ def gemma2(
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            rope=10_000,
+            rope=rope,
             scale=query_scale**-0.5,
             softcap=50.0,
             window=window,
@@ -63,3 +69,49 @@ def gemma2_9b() -> Model:
 
 def gemma2_27b() -> Model:
     return gemma2("gemma2-27b", 46, 32, 16, 4608, 36864, head_dim=128, query_scale=144)
+
+
+LAYER = ATTENTION | {
+    "input_layernorm.weight": flat("rms_norm.0.scale"),
+    "post_attention_layernorm.weight": flat("rms_norm.1.scale"),
+    "pre_feedforward_layernorm.weight": flat("rms_norm.2.scale"),
+    "post_feedforward_layernorm.weight": flat("rms_norm.3.scale"),
+    "mlp.gate_proj.weight": columns("geglu.0.gate"),
+    "mlp.up_proj.weight": columns("geglu.0.up"),
+    "mlp.down_proj.weight": rows("geglu.0.down"),
+}
+
+
+def checked(c: Config) -> None:
+    """Check what all Gemmas have in common."""
+    c.only("hidden_activation", "gelu_pytorch_tanh", default="gelu_pytorch_tanh")
+    c.moot("hidden_act")  # an older name, which Hugging Face does not read
+    c.only("rms_norm_eps", 1e-6, default=1e-6)
+    c.only("attention_bias", False, default=False)
+    c.only("use_bidirectional_attention", False, None, default=False)
+    c.only("tie_word_embeddings", True, default=True)
+
+
+@reads("Gemma2ForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": LAYER}))
+def config(c: Config, name: str) -> Model:
+    checked(c)
+    layers = c.whole("num_hidden_layers")
+    c.only("num_hidden_layers", layers + layers % 2)
+    in_turn = ["sliding_attention", "full_attention"] * (layers // 2)
+    c.only("layer_types", in_turn, default=in_turn)
+    c.only("attn_logit_softcapping", 50.0, default=50.0)
+    c.only("final_logit_softcapping", 30.0, default=30.0)
+    c.moot("sliding_window_size")  # an older name
+    return gemma2(
+        name,
+        layers=layers,
+        heads=c.whole("num_attention_heads"),
+        kv_heads=c.whole("num_key_value_heads"),
+        embed=c.whole("hidden_size"),
+        ff=c.whole("intermediate_size"),
+        head_dim=c.whole("head_dim", 256),
+        query_scale=c.number("query_pre_attn_scalar", 256.0),
+        rope=rope(c, 10_000.0),
+        window=c.whole("sliding_window", 4096),
+        vocab=c.whole("vocab_size"),
+    )

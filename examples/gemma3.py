@@ -18,9 +18,16 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.hub import Config, reads, rotation
+from megaloom.dsl.names import Names, flat
+
+from .gemma2 import LAYER, checked
+from .llama3 import WHOLE
 
 NORM = RMSNorm(1e-6, plus_one=True)
 EACH = 6  # layers a pattern, the last of them global
+LOCAL, GLOBAL = Rope(10_000), Rope(1e6)
+STRETCHED = Rope(1e6, scaling=LinearScaling(8.0))
 
 
 def gemma3(
@@ -34,10 +41,11 @@ def gemma3(
     head_dim: int = 256,
     query_scale: float = 256,
     window: int = 1024,
-    stretched: float | None = 8.0,
+    local_rope: Rope = LOCAL,
+    rope: Rope = STRETCHED,
     vocab: int = 262208,
 ) -> Model:
-    """A Gemma 3 of any size. stretched: how much longer than at first the global layers see."""
+    """A Gemma 3 of any size. local_rope, rope: the positions of local and of global layers."""
 
     def block(rope: Rope, window: int | None) -> Layer:
         attention = Attention(
@@ -51,8 +59,7 @@ def gemma3(
         )
         return residual(NORM, attention, NORM) >> residual(NORM, GeGLU(ff), NORM)
 
-    local = block(Rope(10_000), window)
-    whole = block(Rope(1e6, scaling=LinearScaling(stretched) if stretched else None), None)
+    local, whole = block(local_rope, window), block(rope, None)
     wte = weight("wte", Dim("vocab", vocab), Dim("embed", embed))
     x = ids() >> Embed(wte) >> Scale(embed**0.5) >> repeat(layers // EACH, *[local] * (EACH - 1), whole)
     x = x >> repeat(layers % EACH, local) if layers % EACH else x
@@ -60,7 +67,7 @@ def gemma3(
 
 
 def gemma3_1b() -> Model:
-    return gemma3("gemma3-1b", 26, 4, 1, 1152, 6912, window=512, stretched=None, vocab=262144)
+    return gemma3("gemma3-1b", 26, 4, 1, 1152, 6912, window=512, rope=GLOBAL, vocab=262144)
 
 
 def gemma3_4b() -> Model:
@@ -73,3 +80,35 @@ def gemma3_12b() -> Model:
 
 def gemma3_27b() -> Model:
     return gemma3("gemma3-27b", 62, 32, 16, 5376, 21504, head_dim=128, query_scale=168)
+
+
+QK_NORMS = {f"self_attn.{n}_norm.weight": flat(f"attention.0.{n}_norm.scale") for n in "qk"}
+
+
+@reads("Gemma3ForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": LAYER | QK_NORMS}))
+def config(c: Config, name: str) -> Model:
+    checked(c)
+    layers = c.whole("num_hidden_layers")
+    kinds = ["full_attention" if i % EACH == EACH - 1 else "sliding_attention" for i in range(layers)]
+    c.only("layer_types", kinds, default=kinds)
+    c.only(c.either("sliding_window_pattern", "_sliding_window_pattern"), EACH, default=EACH)
+    c.only("attn_logit_softcapping", default=None)
+    c.only("final_logit_softcapping", default=None)
+    if c.null("rope_parameters") or "rope_parameters" not in c.fields:
+        local = Rope(c.number("rope_local_base_freq", 10_000.0))
+    else:
+        local = rotation(c, 10_000.0, kind="sliding_attention")
+    return gemma3(
+        name,
+        layers=layers,
+        heads=c.whole("num_attention_heads"),
+        kv_heads=c.whole("num_key_value_heads"),
+        embed=c.whole("hidden_size"),
+        ff=c.whole("intermediate_size"),
+        head_dim=c.whole("head_dim", 256),
+        query_scale=c.number("query_pre_attn_scalar", 256.0),
+        window=c.whole("sliding_window", 4096),
+        local_rope=local,
+        rope=rotation(c, 1e6, kind="full_attention"),
+        vocab=c.whole("vocab_size", 262208),
+    )

@@ -1,6 +1,24 @@
 """Mistral (Jiang et al., arXiv:2310.06825): Llama's block, and in the first version a window that slides."""
 
-from megaloom.dsl import Attention, Dim, Embed, Model, RMSNorm, SwiGLU, Unembed, ids, model, repeat, residual, weight
+from megaloom.dsl import (
+    Attention,
+    Dim,
+    Embed,
+    Model,
+    RMSNorm,
+    Rope,
+    SwiGLU,
+    Unembed,
+    ids,
+    model,
+    repeat,
+    residual,
+    weight,
+)
+from megaloom.dsl.hub import Config, reads, rope
+from megaloom.dsl.names import Names
+
+from .llama3 import ATTENTION, NORMS, SWIGLU, WHOLE
 
 
 def mistral(
@@ -12,7 +30,7 @@ def mistral(
     ff: int,
     *,
     vocab: int,
-    rope: float,
+    rope: float | Rope,
     head_dim: int | None = None,
     window: int | None = None,
 ) -> Model:
@@ -37,3 +55,22 @@ def mistral_7b_v3() -> Model:
 def mistral_24b() -> Model:
     """Mistral Small 24B (2501)."""
     return mistral("mistral-24b", 40, 32, 8, 5120, 32768, vocab=131072, rope=1e8, head_dim=128)
+
+
+@reads("MistralForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": NORMS | ATTENTION | SWIGLU}))
+def config(c: Config, name: str) -> Model:
+    c.only("hidden_act", "silu", default="silu")
+    c.only("rms_norm_eps", 1e-5)
+    c.only("tie_word_embeddings", False, default=False)
+    return mistral(
+        name,
+        layers=c.whole("num_hidden_layers"),
+        heads=c.whole("num_attention_heads"),
+        kv_heads=c.whole("num_key_value_heads", 8),
+        embed=c.whole("hidden_size"),
+        ff=c.whole("intermediate_size"),
+        vocab=c.whole("vocab_size"),
+        rope=rope(c, 10_000.0),
+        head_dim=c.whole("head_dim", None),
+        window=None if c.null("sliding_window") else c.whole("sliding_window", 4096),
+    )

@@ -15,6 +15,10 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.hub import Config, reads, rotation
+from megaloom.dsl.names import Names, columns, flat, rows
+
+from .llama3 import ATTENTION
 
 NORM = LayerNorm(plus_one=True)
 
@@ -29,12 +33,12 @@ def nemotron(
     *,
     vocab: int = 256000,
     head_dim: int | None = None,
-    turned: float = 0.5,
+    rope: Rope | None = None,
 ) -> Model:
-    """A Nemotron-4 of any size. turned: the share of each head's channels with rotary positions."""
+    """A Nemotron-4 of any size. rope: its positions, by default of half of each head's channels."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
-    rope = Rope(10_000, int(turned * (head_dim or embed // heads)))
-    attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope)
+    half = Rope(10_000, (head_dim or embed // heads) // 2)
+    attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope or half)
     block = residual(NORM, attention) >> residual(NORM, MLP(ff, "relu2"))
     x = ids() >> Embed(weight("wte", v, d)) >> repeat(layers, block)
     return model(name, x >> NORM >> Unembed(weight("head", v, d)))
@@ -51,3 +55,46 @@ def nemotron4_340b() -> Model:
 def minitron_8b() -> Model:
     """Nemotron-4 15B pruned to 8B (arXiv:2407.14679)."""
     return nemotron("minitron-8b", 32, 48, 8, 4096, 16384, head_dim=128)
+
+
+NAMES = Names(
+    {
+        "model.embed_tokens.weight": columns("wte"),
+        "model.norm.weight": flat("layer_norm.0.scale"),
+        "model.norm.bias": flat("layer_norm.0.shift"),
+        "lm_head.weight": columns("head"),
+    },
+    {
+        "model.layers.{layer}.": ATTENTION
+        | {
+            "input_layernorm.weight": flat("layer_norm.0.scale"),
+            "input_layernorm.bias": flat("layer_norm.0.shift"),
+            "post_attention_layernorm.weight": flat("layer_norm.1.scale"),
+            "post_attention_layernorm.bias": flat("layer_norm.1.shift"),
+            "mlp.up_proj.weight": columns("mlp.0.up"),
+            "mlp.down_proj.weight": rows("mlp.0.down"),
+        }
+    },
+)
+
+
+@reads("NemotronForCausalLM", names=NAMES)
+def config(c: Config, name: str) -> Model:
+    c.only("hidden_act", "relu2", default="relu2")
+    c.only("norm_eps", 1e-5, default=1e-5)
+    c.only("attention_bias", False, default=False)
+    c.only("mlp_bias", False, default=False)
+    c.only("tie_word_embeddings", False, default=False)
+    heads, embed = c.whole("num_attention_heads"), c.whole("hidden_size")
+    head_dim = c.whole("head_dim", embed // heads)
+    return nemotron(
+        name,
+        layers=c.whole("num_hidden_layers"),
+        heads=heads,
+        kv_heads=c.whole("num_key_value_heads", heads),
+        embed=embed,
+        ff=c.whole("intermediate_size"),
+        vocab=c.whole("vocab_size"),
+        head_dim=None if head_dim * heads == embed else head_dim,
+        rope=rotation(c, 10_000.0, head_dim=head_dim, part=0.5),
+    )

@@ -1,6 +1,24 @@
 """Qwen 2.5 (arXiv:2412.15115): Llama's block, with biases on queries, keys and values."""
 
-from megaloom.dsl import Attention, Dim, Embed, Model, RMSNorm, SwiGLU, Unembed, ids, model, repeat, residual, weight
+from megaloom.dsl import (
+    Attention,
+    Dim,
+    Embed,
+    Model,
+    RMSNorm,
+    Rope,
+    SwiGLU,
+    Unembed,
+    ids,
+    model,
+    repeat,
+    residual,
+    weight,
+)
+from megaloom.dsl.hub import Config, reads, rope
+from megaloom.dsl.names import Names, flat
+
+from .llama3 import ATTENTION, NORMS, SWIGLU, WHOLE
 
 
 def qwen2(
@@ -12,7 +30,7 @@ def qwen2(
     ff: int,
     *,
     vocab: int = 152064,
-    rope: float = 1e6,
+    rope: float | Rope = 1e6,
     tied: bool = False,
 ) -> Model:
     """A Qwen 2.5 of any size."""
@@ -50,3 +68,34 @@ def qwen2_5_32b() -> Model:
 
 def qwen2_5_72b() -> Model:
     return qwen2("qwen2.5-72b", 80, 64, 8, 8192, 29568)
+
+
+BIASES = {f"self_attn.{n}_proj.bias": flat(f"attention.0.{n}_bias") for n in "qkv"}
+
+
+def windowless(c: Config) -> None:
+    """Check that no layer has a window, which Qwen's configs speak of and their published models do not use."""
+    c.only("use_sliding_window", False, default=False)
+    c.moot("sliding_window", "max_window_layers")
+    full = ["full_attention"] * c.whole("num_hidden_layers")
+    c.only("layer_types", full, default=full)
+
+
+@reads("Qwen2ForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": NORMS | ATTENTION | BIASES | SWIGLU}))
+def config(c: Config, name: str) -> Model:
+    windowless(c)
+    c.only("hidden_act", "silu", default="silu")
+    c.only("rms_norm_eps", 1e-6, default=1e-6)
+    c.only("use_mrope", False, default=False)
+    heads = c.whole("num_attention_heads")
+    return qwen2(
+        name,
+        layers=c.whole("num_hidden_layers"),
+        heads=heads,
+        kv_heads=c.whole("num_key_value_heads", heads),
+        embed=c.whole("hidden_size"),
+        ff=c.whole("intermediate_size"),
+        vocab=c.whole("vocab_size"),
+        rope=rope(c, 10_000.0),
+        tied=c.flag("tie_word_embeddings", False),
+    )

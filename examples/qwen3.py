@@ -8,6 +8,7 @@ from megaloom.dsl import (
     Model,
     MoE,
     RMSNorm,
+    Rope,
     SwiGLU,
     Unembed,
     ids,
@@ -16,6 +17,11 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.hub import Config, reads, rope
+from megaloom.dsl.names import Names, columns, flat, rows
+
+from .llama3 import ATTENTION, NORMS, SWIGLU, WHOLE
+from .qwen2 import windowless
 
 
 def qwen3(
@@ -28,7 +34,7 @@ def qwen3(
     *,
     vocab: int = 151936,
     head_dim: int = 128,
-    rope: float = 1e6,
+    rope: float | Rope = 1e6,
     tied: bool = False,
 ) -> Model:
     """A Qwen 3 of any size; `ff` is SwiGLU(...), or a MoE of them."""
@@ -71,3 +77,52 @@ def qwen3_30b_a3b() -> Model:
 
 def qwen3_235b_a22b() -> Model:
     return qwen3("qwen3-235b-a22b", 94, 64, 4, 4096, MoE(SwiGLU(1536), 128, 8, balance=0.001))
+
+
+MIX = NORMS | ATTENTION | {f"self_attn.{n}_norm.weight": flat(f"attention.0.{n}_norm.scale") for n in "qk"}
+EXPERTS = {
+    "mlp.gate.weight": columns("moe.0.router"),
+    "mlp.experts.{experts}.gate_proj.weight": columns("moe.0.experts.gate"),
+    "mlp.experts.{experts}.up_proj.weight": columns("moe.0.experts.up"),
+    "mlp.experts.{experts}.down_proj.weight": rows("moe.0.experts.down"),
+}
+
+
+@reads("Qwen3ForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": MIX | SWIGLU}))
+def config(c: Config, name: str) -> Model:
+    return _read(c, name, SwiGLU(c.whole("intermediate_size")))
+
+
+@reads("Qwen3MoeForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": MIX | EXPERTS}))
+def sparse_config(c: Config, name: str) -> Model:
+    c.only("decoder_sparse_step", 1, default=1)
+    c.only("mlp_only_layers", [], default=[])
+    c.moot("intermediate_size")  # of layers without experts, and there are none
+    moe = MoE(
+        SwiGLU(c.whole("moe_intermediate_size")),
+        c.whole(c.either("num_experts", "num_local_experts")),
+        c.whole("num_experts_per_tok"),
+        balance=c.number("router_aux_loss_coef", 0.001),
+        normalize=c.flag("norm_topk_prob", False),
+    )
+    return _read(c, name, moe)
+
+
+def _read(c: Config, name: str, ff: Layer) -> Model:
+    windowless(c)
+    c.only("hidden_act", "silu", default="silu")
+    c.only("rms_norm_eps", 1e-6, default=1e-6)
+    c.only("attention_bias", False, default=False)
+    heads = c.whole("num_attention_heads")
+    return qwen3(
+        name,
+        layers=c.whole("num_hidden_layers"),
+        heads=heads,
+        kv_heads=c.whole("num_key_value_heads", heads),
+        embed=c.whole("hidden_size"),
+        ff=ff,
+        vocab=c.whole("vocab_size"),
+        head_dim=c.whole("head_dim", 128),
+        rope=rope(c, 10_000.0),
+        tied=c.flag("tie_word_embeddings", False),
+    )

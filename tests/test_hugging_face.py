@@ -51,6 +51,7 @@ class Case:
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "n_positions": 32, **NO_IDS}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
 
 CASES = {
@@ -64,11 +65,33 @@ CASES = {
     "llama 3.1": Case(
         "LlamaForCausalLM", SMALL | {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8}}
     ),
-    "llama linear": Case(
-        "LlamaForCausalLM", SMALL | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}
-    ),
+    "llama linear": Case("LlamaForCausalLM", SMALL | {"rope_parameters": LINEAR}),
     "llama yarn": Case("LlamaForCausalLM", SMALL | {"rope_parameters": YARN}),
     "mixtral": Case("MixtralForCausalLM", SMALL | {"num_local_experts": 5}, {"num_experts_per_tok": 3}),
+    "mistral": Case(
+        "MistralForCausalLM", SMALL | {"sliding_window": 5, "rms_norm_eps": 1e-5}, {"sliding_window": None}
+    ),
+    "qwen2": Case("Qwen2ForCausalLM", SMALL | {"tie_word_embeddings": True}),
+    "qwen3": Case("Qwen3ForCausalLM", SMALL | {"head_dim": 16}),
+    "qwen3 moe": Case(
+        "Qwen3MoeForCausalLM",
+        SMALL | {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+        {"norm_topk_prob": True, "num_experts_per_tok": 2},
+    ),
+    "gemma2": Case(
+        "Gemma2ForCausalLM",
+        SMALL | {"num_hidden_layers": 4, "head_dim": 16, "query_pre_attn_scalar": 9, "sliding_window": 5},
+        {"query_pre_attn_scalar": 16, "sliding_window": 6},
+    ),
+    "gemma3": Case(
+        "Gemma3ForCausalLM",
+        SMALL
+        | {"num_hidden_layers": 8, "head_dim": 16, "query_pre_attn_scalar": 9, "sliding_window": 5}
+        | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_theta": 50.0}}},
+        {"query_pre_attn_scalar": 16, "sliding_window": 6},
+    ),
+    "nemotron": Case("NemotronForCausalLM", SMALL, {"rope_parameters": {"partial_rotary_factor": 1.0}}),
+    "nemotron wide": Case("NemotronForCausalLM", SMALL | {"head_dim": 12, "num_key_value_heads": 1}),
 }
 
 
