@@ -58,12 +58,14 @@ Moves = tuple[Move, ...]
 class Placed:
     """A primitive with the moves of each of its arguments before it, and of its result after it.
 
-    summed: the axes over which it adds within, the statistics of a norm.
+    parts: the axes over which the result then lies in parts. summed: those over which the primitive adds within, the
+    statistics of a norm.
     """
 
     step: Step
     reads: tuple[Moves, ...]
     result: Moves
+    parts: frozenset[str]
     summed: tuple[str, ...] = ()
 
 
@@ -128,7 +130,7 @@ class _Inference:
             pending = [self.pending(a) for a in v.args]
             if v.op == Pointwise("add") and pending[0] and all(p and p[1] == pending[0][1] for p in pending):
                 self.partial[id(v)] = pending[0]
-                yield Placed(step, tuple(() for _ in v.args), ())
+                yield Placed(step, tuple(() for _ in v.args), (), frozenset(self.parts(v)))
                 continue
             yield self.placed(step)
             if axes := self.over(step, _contracted(step)):
@@ -148,11 +150,9 @@ class _Inference:
         reads = tuple(
             (*self.reduced(a), *self.entered(step, a, r, work, after)) for a, r in zip(v.args, reach, strict=True)
         )
-        taken = tuple(
-            Move(How.TAKE, axis, self.dim(v, axis)) for axis in ("cp", "tp") if axis in made and axis in after
-        )
-        norm = isinstance(v.op, Normalize) and not any(reach)
-        return Placed(step, reads, taken, tuple(sorted(self.over(step, v.op.over))) if norm else ())
+        taken = tuple(Move(How.TAKE, a, self.dim(v, a)) for a in ("cp", "tp") if a in made and a in after)
+        over = v.op.over if isinstance(v.op, Normalize) and v.op.groups == 1 else ()
+        return Placed(step, reads, taken, frozenset(after), tuple(sorted(self.over(step, over))))
 
     def reduced(self, v: Value) -> Moves:
         """The reduction of a value, if it is partial sums."""

@@ -57,9 +57,15 @@ def reach_of(step: Step, split: Split) -> tuple[Reach, ...]:
             return (Reach(placed=SEQUENCES), *(Reach() for _ in v.args[1:]))
         case Place():
             return Reach(placed=SEQUENCES), Reach(SEQUENCES), Reach(SEQUENCES)
-        case Normalize(over) if v.op.groups > 1 and any(v.op.groups % split.degree(step.axes.get(n, "")) for n in over):
+        case Normalize(over) if v.op.groups > 1 and not _apart(v.op, step, split):
             return tuple(Reach(frozenset(over)) for _ in v.args)
     return tuple(Reach() for _ in v.args)
+
+
+def _apart(op: Normalize, step: Step, split: Split) -> bool:
+    """Whether each device has whole groups: the first dim alone may be divided, and into no more than there are."""
+    first, *others = (split.degree(step.axes.get(name, "")) for name in op.over)
+    return op.groups % first == 0 and max(others, default=1) == 1 and not SEQUENCES.intersection(op.over)
 
 
 def _attention(v: Value, op: Attend) -> tuple[Reach, ...]:

@@ -1,7 +1,10 @@
 """A layer of the graph as a torch module: the one place that says which.
 
-Protocol: `module(op, site)` gives the module of one node, a function of the node's inputs in their order. Registering a
-function for a layer's class makes that layer trainable; what makes up its parameters is said in `weights`.
+Protocol: `module(node, site)` gives the module of a node, a function of the node's inputs in their order. It is
+megatron-core's where there is one that computes the same, else the node's own body (`body`): no layer needs to be
+registered. A layer that has a faster module says so in two methods, `module(self, site)` and `parameters(self, w)`
+(see `weights`), which import what they need when they are called; `registered.register` and
+`weights.parameters.register` do the same for layers that somebody else wrote.
 """
 
 from __future__ import annotations
@@ -13,99 +16,119 @@ from torch import nn
 
 from megaloom.dsl import (
     MLP,
+    Attend,
     Attention,
     Dropout,
     Embed,
+    Gate,
+    GeGLU,
     Layer,
     LayerNorm,
     MoE,
+    Node,
     Op,
     Pointwise,
     Positions,
     RMSNorm,
     SwiGLU,
     Unembed,
-    UserError,
 )
 
 from . import device, modules
+from .body import Body
 from .evaluate import UNARY
 from .kernels import Norm
 from .site import Site
 
 
+def module(node: Node, site: Site) -> nn.Module:
+    """The torch module of a node. Raises UserError for one that cannot be trained."""
+    made = registered(node.op, site) if _meant(node.op) else None
+    return Body(node, site) if made is None else made
+
+
+def _meant(op: Op) -> bool:
+    """Whether what is registered for an op's class is for its body, and not for that of a class it inherits from."""
+    of = next((t for t in type(op).__mro__ if t in registered.registry), object)
+    return of is object or getattr(of, "body", None) is getattr(type(op), "body", None)
+
+
 @singledispatch
-def module(op: Op, site: Site) -> nn.Module:
-    """The torch module of an op. Raises UserError for one that has none."""
-    at = f" ({op.at})" if isinstance(op, Layer) else ""
-    known = ", ".join(sorted(t.__name__ for t in module.registry if t is not object))
-    raise UserError(f"no torch module is registered for {op}{at}\nthere are modules for {known}")
+def registered(op: Op, site: Site) -> nn.Module | None:
+    """A module made for this class of op; None if there is none, or none with the options of this one."""
+    own = getattr(op, "module", None)
+    return None if own is None else own(site)
 
 
-@module.register
+@registered.register
 def _(op: Embed, site: Site) -> nn.Module:
     return modules.Embedding(op.table, site)
 
 
-@module.register
+@registered.register
 def _(op: Positions, site: Site) -> nn.Module:
-    return modules.LearnedPositions(op.table, site)
+    return modules.LearnedPositions(op.table, op.offset, site)
 
 
-@module.register
+@registered.register
 def _(op: Unembed, site: Site) -> nn.Module:
-    return modules.Logits(op.table, site)
+    return modules.Logits(op.table, op.bias, site)
 
 
-@module.register
+@registered.register
 def _(op: Dropout, site: Site) -> nn.Module:
     return modules.Drop(op.rate, site)
 
 
-@module.register
-def _(op: Pointwise, site: Site) -> nn.Module:
-    if op.fn != "add":
-        raise UserError(f"between layers the runtime can add, not {op.fn}: put it into a layer")
-    return modules.Sum()
+@registered.register
+def _(op: Pointwise, site: Site) -> nn.Module | None:
+    return modules.Sum() if op.fn == "add" else None
 
 
-@module.register(RMSNorm)
-@module.register(LayerNorm)
-def _(op: RMSNorm | LayerNorm, site: Site) -> nn.Module:
-    rms = isinstance(op, RMSNorm)
+@registered.register(RMSNorm)
+@registered.register(LayerNorm)
+def _(op: RMSNorm | LayerNorm, site: Site) -> nn.Module | None:
+    if op.over != "embed" or op.plus_one:
+        return None
     return Norm(
         site.config.hidden_size,
-        rms=rms,
+        rms=isinstance(op, RMSNorm),
         eps=op.eps,
-        bias=not rms,
+        bias=isinstance(op, LayerNorm) and op.bias,
         sequence_parallel=site.config.sequence_parallel,
         dtype=site.config.params_dtype,
     )
 
 
-@module.register
-def _(op: Attention, site: Site) -> nn.Module:
+@registered.register
+def _(op: Attention, site: Site) -> nn.Module | None:
+    turn = modules.turning(op)
+    if op.core != Attend(causal=op.causal, dropout=op.dropout) or op.qk_norm or (turn and turn.magnitude != 1.0):
+        return None
     config = site.with_(
         num_attention_heads=op.heads,
         num_query_groups=op.heads if op.kv_heads is None else op.kv_heads,
         kv_channels=site.config.hidden_size // op.heads if op.head_dim is None else op.head_dim,
         attention_dropout=op.dropout,
         add_bias_linear=op.bias,
+        add_qkv_bias=op.qkv_bias,
+        rotary_interleaved=turn is not None and turn.interleaved,
     )
     return modules.SelfAttention(op, site, config)
 
 
-@module.register(MLP)
-@module.register(SwiGLU)
+@registered.register(MLP)
+@registered.register(SwiGLU)
+@registered.register(GeGLU)
 def _(op: Layer, site: Site) -> nn.Module:
     return modules.FeedForward(site, site.with_(**feed_forward(op)))
 
 
-@module.register
-def _(op: MoE, site: Site) -> nn.Module:
+@registered.register
+def _(op: MoE, site: Site) -> nn.Module | None:
     expert = feed_forward(op.expert)
-    if expert.get("add_bias_linear"):
-        raise UserError(f"an expert with biases ({op.expert}, {op.at}) cannot be trained: leave them out")
+    if expert.get("add_bias_linear", True) or not plain(op):
+        return None
     config = site.with_(
         **expert,
         num_moe_experts=op.experts,
@@ -119,10 +142,15 @@ def _(op: MoE, site: Site) -> nn.Module:
     return modules.Mixture(site, config)
 
 
+def plain(op: MoE) -> bool:
+    """Whether a mixture has no options but the number of experts, how many serve a token, and the loss's weight."""
+    return op.shared is None and not op.bias and op.gate == Gate(op.top_k)
+
+
 @singledispatch
 def feed_forward(op: Layer) -> dict[str, Any]:
-    """The fields of megatron-core's configuration that say what an MLP computes."""
-    raise UserError(f"no torch module is registered for {op} as an expert ({op.at})\nan expert can be SwiGLU or MLP")
+    """The fields of megatron-core's configuration that say what an MLP computes; none for another layer."""
+    return {}
 
 
 @feed_forward.register
@@ -136,10 +164,21 @@ def _(op: MLP) -> dict[str, Any]:
 
 
 @feed_forward.register
+def _(op: GeGLU) -> dict[str, Any]:
+    return {
+        "ffn_hidden_size": op.ff,
+        "activation_func": UNARY[op.act],
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+    }
+
+
+@feed_forward.register
 def _(op: SwiGLU) -> dict[str, Any]:
     return {
         "ffn_hidden_size": op.ff,
         "activation_func": UNARY["silu"],
         "gated_linear_unit": True,
+        "add_bias_linear": False,
         "bias_activation_fusion": device.gpus() > 0,  # one kernel; compiled, so not on CPU
     }

@@ -100,7 +100,7 @@ class CoreAttention(MegatronModule):
         n, rank = self.cp.size(), self.cp.rank()
         both = torch.cat([key, value], -1)  # one collective instead of two
         both = tensor_parallel.gather_from_sequence_parallel_region(both, group=self.cp)
-        both = _natural(both, n) if causal else both
+        both = natural(both, n) if causal else both
         k, v = both.permute(1, 2, 0, 3).split([key.shape[-1], value.shape[-1]], -1)
         if not causal:
             return self.attend(q, k, v, causal=False)
@@ -136,7 +136,7 @@ def zigzag(seq: int, cp: int, rank: int) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]]) if cp > 1 else torch.arange(seq)
 
 
-def _natural(x: Tensor, n: int) -> Tensor:
+def natural(x: Tensor, n: int) -> Tensor:
     """What n ranks hold in zigzag, one after the other along the first dim, in the sequence's own order."""
     chunks = x.unflatten(0, (n, 2, -1))
     return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)

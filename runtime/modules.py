@@ -24,7 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megaloom.dsl import Attention, UserError, Value
+from megaloom.dsl import Attention, Rope, UserError, Value
 
 from . import device
 from .grid import Grid
@@ -63,7 +63,7 @@ class Logits(ColumnParallelLinear):
     The columns that only pad the vocabulary get the lowest value there is, so that no probability goes to them.
     """
 
-    def __init__(self, table: Value, site: Site) -> None:
+    def __init__(self, table: Value, bias: bool, site: Site) -> None:
         vocab, tp = table["vocab"].known, site.grid.layout.tp
         columns = padded(vocab, tp) // tp
         super().__init__(
@@ -71,7 +71,7 @@ class Logits(ColumnParallelLinear):
             columns * tp,
             config=site.config,
             init_method=site.config.init_method,
-            bias=False,
+            bias=bias,
             gather_output=False,
             tp_group=site.grid.groups.tp,
         )
@@ -85,11 +85,11 @@ class Logits(ColumnParallelLinear):
 
 
 class LearnedPositions(nn.Module):
-    """Add row i of a table to position i; each rank adds the rows of the positions it holds."""
+    """Add row i + offset of a table to position i; each rank adds the rows of the positions it holds."""
 
-    def __init__(self, table: Value, site: Site) -> None:
+    def __init__(self, table: Value, offset: int, site: Site) -> None:
         super().__init__()
-        rows, layout = table["position"].known, site.grid.layout
+        rows, layout = table["position"].known - offset, site.grid.layout
         if site.seq > rows:
             raise UserError(
                 f"sequences of {site.seq} tokens need as many learned positions; the model has {rows} ({table.at})\n"
@@ -98,8 +98,10 @@ class LearnedPositions(nn.Module):
         where = zigzag(site.seq, layout.cp, site.grid.cp)
         if layout.sequence_parallel:
             where = where.chunk(layout.tp)[site.grid.tp]
-        self.register_buffer("where", where.to(device.current()), persistent=False)
-        values = torch.empty(rows, table["embed"].known, dtype=site.config.params_dtype, device=device.current())
+        self.register_buffer("where", where.to(device.current()) + offset, persistent=False)
+        values = torch.empty(
+            rows + offset, table["embed"].known, dtype=site.config.params_dtype, device=device.current()
+        )
         self.weight = nn.Parameter(values)
         # What finalize_model_grads looks for: each rank has seen only its part of the sequence.
         self.weight.sequence_parallel = layout.sequence_parallel  # type: ignore[attr-defined]
@@ -134,7 +136,8 @@ class SelfAttention(attention.SelfAttention):
         parts = attention.SelfAttentionSubmodules(ColumnParallelLinear, CoreAttention, RowParallelLinear)
         mask = AttnMaskType.causal if op.causal else AttnMaskType.no_mask
         super().__init__(config, parts, 1, mask, pg_collection=site.grid.groups)
-        self.angles = None if op.rope is None else rotary(config.kv_channels, op.rope, site.grid)
+        turn = turning(op)
+        self.angles = None if turn is None else rotary(config.kv_channels, turn, site.grid)
         self.seq = site.seq
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,10 +146,18 @@ class SelfAttention(attention.SelfAttention):
         return y if bias is None else y + bias
 
 
+def turning(op: Attention) -> Rope | None:
+    """How the positions of an attention turn, if they do."""
+    return op.rope if op.rope is None or isinstance(op.rope, Rope) else Rope(op.rope)
+
+
 @cache
-def rotary(head_dim: int, base: float, grid: Grid) -> RotaryEmbedding:
+def rotary(head_dim: int, rope: Rope, grid: Grid) -> RotaryEmbedding:
     """The rotary angles of this rank's positions, shared by all layers that turn alike."""
-    return RotaryEmbedding(head_dim, 1.0, rotary_base=base, cp_group=grid.groups.cp)
+    channels = head_dim if rope.channels is None else rope.channels
+    made = RotaryEmbedding(channels, 1.0, rotary_interleaved=rope.interleaved, cp_group=grid.groups.cp)
+    made.inv_freq = torch.tensor(rope.speeds(channels), dtype=torch.float32, device=device.current())
+    return made
 
 
 class FeedForward(mlp.MLP):

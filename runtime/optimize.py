@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamGroupOverride,
+    ParamKey,
+    ParamPredicate,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -39,6 +46,12 @@ def optimizer(
             use_distributed_optimizer=grid.layout.distributed_optimizer,
         ),
         chunks,
+        # What has one dim, is a bias, or starts constant (a scale of every head) does not decay.
+        config_overrides={
+            ParamKey(
+                name="*.bias", attr="constant", predicate=ParamPredicate("one_dim", lambda p: p.dim() == 1)
+            ): ParamGroupOverride(wd_mult=0.0)
+        },
         use_gloo_process_groups=False,
     )
 

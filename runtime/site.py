@@ -9,7 +9,7 @@ from attrs import field, frozen
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megaloom.dsl import Graph, Layer, MoE, Unembed, UserError
+from megaloom.dsl import BATCH, DType, Graph, Input, Layer, MoE, Unembed, UserError, Value
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
 
 from .grid import Grid
@@ -46,9 +46,10 @@ def trainable(graph: Graph) -> None:
     inputs = [n.name for n in graph.nodes if n.input]
     last = graph.nodes[graph.index[graph.outputs[0]]]
     if len(inputs) != 1 or len(graph.outputs) != 1 or not isinstance(last.op, Unembed):
+        several = f", and {graph.name} has {len(inputs)} inputs" if len(inputs) > 1 else ""
         raise UserError(
             f"{graph.name} goes from {', '.join(inputs) or 'nothing'} to {', '.join(graph.outputs)}\n"
-            "the runtime trains models of next tokens: ids() in front, one output, and that an Unembed"
+            f"the runtime trains models of next tokens: ids() in front, one output, and that an Unembed{several}"
         )
     for n in graph.nodes:
         if n.weights and not isinstance(n.op, Layer):
@@ -103,6 +104,24 @@ def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any
 def _later(weight: Tensor) -> Tensor:
     """No initial values: `weights` gives them, the same on every layout."""
     return weight
+
+
+def inside(v: Value, x: Tensor) -> Tensor:
+    """A value in the order of its dims, from how it lies between modules.
+
+    There hidden states are megatron-core's [seq, batch, ..]; what the data provides is as it is declared.
+    """
+    return x.transpose(0, 1) if _hidden(v) else x
+
+
+def outside(v: Value, x: Tensor) -> Tensor:
+    """A value as it lies between modules, from the order of its dims."""
+    return x.transpose(0, 1).contiguous() if _hidden(v) else x
+
+
+def _hidden(v: Value) -> bool:
+    made = not isinstance(v.source.op, Input) and v.dtype is not DType.INDEX
+    return made and len(v.shape.dims) > 2 and v.shape.dims[0] == BATCH
 
 
 def embed(graph: Graph) -> int:

@@ -17,7 +17,11 @@ from megatron.core import tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, sharded_state_dict_default
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_viewless_tensor
 from torch import Tensor, nn
 
@@ -63,7 +67,7 @@ class Stage(MegatronModule):
         self.writes = graph.outputs if self.post_process else graph.crossing[chunk.stop]
         nodes = [n for n in graph.nodes[chunk.start : chunk.stop] if not n.input]
         self.segments = segments(nodes, self.writes, recompute)
-        self.modules_of = nn.ModuleDict({_key(n): build.module(n.op, site) for n in nodes})
+        self.modules_of = nn.ModuleDict({_key(n): build.module(n, site) for n in nodes})
         self.received: Tensor | None = None
         self.tie = tied(graph)
         self.share_embeddings_and_output_weights = self.tie is not None
@@ -140,37 +144,44 @@ class Stage(MegatronModule):
             if isinstance(n.op, Unembed):
                 out |= self._logits_state(n, module, key, metadata)
             else:
-                out |= sharded_state_dict_default(module, key, sharded_offsets, metadata, tp_group=self.grid.groups.tp)
+                out |= self._state(module, key, sharded_offsets, metadata)
         return out
+
+    def _state(self, module: nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: dict[str, Any]) -> Any:
+        """The parameters of a module: as megatron-core's says, else by the marks that a divided parameter has."""
+        groups = {"tp_group": self.grid.groups.tp, "dp_cp_group": metadata["dp_cp_group"]}
+        if hasattr(module, "sharded_state_dict"):
+            return sharded_state_dict_default(module, prefix, offsets, metadata, tp_group=groups["tp_group"])
+        state = module.state_dict(keep_vars=True)
+        divided = {k: p.partition_dim for k, p in state.items() if getattr(p, "tensor_model_parallel", False)}
+        return make_sharded_tensors_for_checkpoint(state, prefix, divided, offsets, **groups)
 
     def load(self, state: dict[str, Any]) -> None:
         """Take the parameters that `sharded_state_dict` named, as read from a checkpoint."""
         for n, module in self.placed():
-            if self._borrows(n):
-                continue
             prefix = f"{n.name}."
-            module.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+            own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+            module.load_state_dict(own, strict=not self._borrows(n))
 
     def _borrows(self, node: Node) -> bool:
         """Whether a node's weight is the embedding's on this same stage."""
         return self.tie is not None and node is self.tie[1] and self._module(self.tie[0]) is not None
 
     def _logits_state(self, node: Node, module: nn.Module, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
-        """The table of the logits: padded by layout, and when tied a replica of the embedding's."""
-        if self._borrows(node):
-            return {}
-        name = f"{prefix}weight"
-        replica: dict[str, Any] = {}
-        key = name
-        if self.tie is not None:
-            key = f"{self.tie[0].name}.weight"
-            replica = {"replica_id": (1, 0, metadata["dp_cp_group"].rank())}
+        """The table of the logits, and their bias: padded by layout. A tied table is a replica of the embedding's."""
         groups = {"tp_group": self.grid.groups.tp, "dp_cp_group": metadata["dp_cp_group"]}
-        return {
-            name: make_tp_sharded_tensor_for_checkpoint(
-                module.weight, key, allow_shape_mismatch=True, **replica, **groups
+        out: dict[str, Any] = {}
+        for name, p in module.named_parameters():
+            key, replica = f"{prefix}{name}", {}
+            if name == "weight" and self._borrows(node):
+                continue
+            if name == "weight" and self.tie is not None:
+                key = f"{self.tie[0].name}.weight"
+                replica = {"replica_id": (1, 0, metadata["dp_cp_group"].rank())}
+            out[f"{prefix}{name}"] = make_tp_sharded_tensor_for_checkpoint(
+                p, key, allow_shape_mismatch=True, **replica, **groups
             )
-        }
+        return out
 
 
 def _key(node: Node) -> str:

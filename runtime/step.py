@@ -79,7 +79,7 @@ class Engine:
 
         for stage in stages:
             for node, module in stage.placed():
-                full = weights.of_node(node, draw, grid)
+                full = weights.of_node(node, module, draw, grid)
                 weights.fill(module, full, grid)
         chunks = optimize.replicate(stages, config, grid)
         optimizer = optimize.optimizer(recipe, chunks, config, grid)

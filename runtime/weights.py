@@ -19,6 +19,7 @@ from megaloom.dsl import (
     Attention,
     Dropout,
     Embed,
+    GeGLU,
     LayerNorm,
     MoE,
     Node,
@@ -29,8 +30,10 @@ from megaloom.dsl import (
     Slot,
     SwiGLU,
     Unembed,
+    UserError,
 )
 
+from .body import Body
 from .grid import Grid
 
 Draw = Callable[[Slot, int | None], Tensor]  # the full weight of a slot, or of one copy of it
@@ -59,8 +62,17 @@ class Weights:
 
 @singledispatch
 def parameters(op: Op, w: Weights) -> Parameters:
-    """The full parameters of the module that `build` makes of an op, by their names in it."""
-    raise NotImplementedError(f"no parameters are described for {type(op).__name__}")
+    """The full parameters of the module that `build.registered` makes of an op, by their names in it.
+
+    A layer with a module of its own says them in a method, `parameters(self, w)`. Raises UserError if it does not.
+    """
+    own = getattr(op, "parameters", None)
+    if own is None:
+        raise UserError(
+            f"{op} has a torch module of its own, but does not say what its parameters are made of\n"
+            "write a method parameters(self, w) that gives them by name, such as {'weight': w('up').T}"
+        )
+    return dict(own(w))
 
 
 @parameters.register(Dropout)
@@ -73,9 +85,10 @@ def _(op: Op, w: Weights) -> Parameters:
 @parameters.register(Positions)
 @parameters.register(Unembed)
 def _(op: Embed | Positions | Unembed, w: Weights) -> Parameters:
-    """A row for each token or position, whichever dim the table was declared with first."""
-    ((name, slot),) = w.slots.items()
-    return {"weight": w(name) if slot.dims[-1].name == "embed" else w(name).T}
+    """A row for each token or position, whichever dim the table was declared with first; the bias of logits."""
+    name = next(name for name, slot in w.slots.items() if slot.value is op.table)
+    out = {"weight": w(name) if w.slots[name].dims[-1].name == "embed" else w(name).T}
+    return out | {"bias": w("bias")} if isinstance(op, Unembed) and op.bias else out
 
 
 @parameters.register
@@ -85,7 +98,7 @@ def _(op: RMSNorm, w: Weights) -> Parameters:
 
 @parameters.register
 def _(op: LayerNorm, w: Weights) -> Parameters:
-    return {"weight": w("scale"), "bias": w("shift")}
+    return {"weight": w("scale")} | ({"bias": w("shift")} if op.bias else {})
 
 
 @parameters.register
@@ -96,10 +109,9 @@ def _(op: Attention, w: Weights) -> Parameters:
         "linear_qkv.weight": _by_group(q.permute(1, 2, 0), k.permute(1, 2, 0), v.permute(1, 2, 0)),
         "linear_proj.weight": o.flatten(0, 1).T,
     }
-    if op.bias:
-        q, k, v = (w(f"{name}_bias") for name in "qkv")
-        out |= {"linear_qkv.bias": _by_group(q, k, v), "linear_proj.bias": w("o_bias")}
-    return out
+    if op.bias or op.qkv_bias:
+        out["linear_qkv.bias"] = _by_group(*(w(f"{name}_bias") for name in "qkv"))
+    return out | {"linear_proj.bias": w("o_bias")} if op.bias else out
 
 
 def _by_group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -115,8 +127,9 @@ def _(op: MLP, w: Weights) -> Parameters:
     return out | {"linear_fc1.bias": w("up_bias"), "linear_fc2.bias": w("down_bias")} if op.bias else out
 
 
-@parameters.register
-def _(op: SwiGLU, w: Weights) -> Parameters:
+@parameters.register(SwiGLU)
+@parameters.register(GeGLU)
+def _(op: SwiGLU | GeGLU, w: Weights) -> Parameters:
     return {"linear_fc1.weight": torch.cat([w("gate").T, w("up").T]), "linear_fc2.weight": w("down").T}
 
 
@@ -130,9 +143,11 @@ def _(op: MoE, w: Weights) -> Parameters:
     return out
 
 
-def of_node(node: Node, draw: Draw, grid: Grid) -> Parameters:
-    """The full parameters of a node's module, its experts those that this rank holds."""
+def of_node(node: Node, module: nn.Module, draw: Draw, grid: Grid) -> Parameters:
+    """The full parameters of a node's module, its experts those that this rank holds; a body's are the weights."""
     slots = {s.name.removeprefix(node.name + "."): s for s in node.weights}
+    if isinstance(module, Body):
+        return {name: draw(s, None) for name, s in slots.items()}
     held = range(0)
     if isinstance(node.op, MoE):
         each = node.op.experts // grid.layout.ep
@@ -142,8 +157,9 @@ def of_node(node: Node, draw: Draw, grid: Grid) -> Parameters:
 
 @torch.no_grad()
 def fill(module: nn.Module, full: Parameters, grid: Grid) -> None:
-    """Give each of a module's parameters this rank's share of its full value."""
+    """Give each of a module's parameters this rank's share of its full value; also a body's buffers."""
     own = dict(module.named_parameters())
+    own |= dict(module.named_buffers()) if isinstance(module, Body) else {}
     assert own.keys() == full.keys(), f"{type(module).__name__} has {own.keys()}, the layer {full.keys()}"
     for name, p in own.items():
         expert = "local_experts" in name
@@ -151,7 +167,7 @@ def fill(module: nn.Module, full: Parameters, grid: Grid) -> None:
         p.copy_(share(full[name], p, rank, size))
 
 
-def share(full: Tensor, p: nn.Parameter, rank: int, size: int) -> Tensor:
+def share(full: Tensor, p: Tensor, rank: int, size: int) -> Tensor:
     """This rank's share of a full parameter, by the marks that megatron-core's layers leave on theirs.
 
     `partition_dim` is the dimension that is split; a `partition_stride` of 2 means two parts (gate and up), each

@@ -21,7 +21,10 @@ PARITY = "parity"  # the property under which a test records a row of the table
 
 @pytest.fixture(scope="session")
 def plan_of() -> Callable[..., Any]:
-    """A plan of a model of models.py under a layout, priced by the planner; `cuts` are stage borders of one's own."""
+    """A plan of a model of models.py, or of file.py:name, under a layout, priced by the planner.
+
+    `cuts` are stage borders of one's own.
+    """
 
     def make(
         name: str, layout: Any, *, cuts: tuple[int, ...] = (), batch: int = 4, seq: int = 32, precision: str = "fp32"
@@ -32,7 +35,7 @@ def plan_of() -> Callable[..., Any]:
         from megaloom.planner.layout import Precision, Workload
         from megaloom.planner.search import plan
 
-        model, ref = find(f"{Path(__file__).with_name('models.py')}:{name}")
+        model, ref = find(name if ":" in name else f"{Path(__file__).with_name('models.py')}:{name}")
         workload = Workload(seq=seq, batch=batch, precision=Precision(precision))
         fixed = {f: getattr(layout, f) for f in layout.__slots__ if not f.startswith("__")}
         made = plan(model, cluster(f"{layout.world}xCPU"), workload, ref=ref, fixed=fixed).best

@@ -1,0 +1,266 @@
+"""A node's own body as a torch module: what runs a layer that no other module is registered for, on any layout.
+
+Protocol: the module holds this rank's share of each of the node's weights under its name in the layer (`q_norm.scale`)
+and evaluates the primitives of the body on local tensors, with the moves that `megaloom.dsl.placement` infers, which
+are those that the planner counts. Inputs and the output are as `site.lying` says.
+
+The core of attention and scans are computed again in the backward pass, rather than keeping what is between their
+inputs and their output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from attrs import define, evolve, field
+from megatron.core import tensor_parallel
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megaloom.dsl import (
+    Attend,
+    Drop,
+    Each,
+    Layer,
+    Lookup,
+    MoE,
+    Node,
+    Normalize,
+    Pick,
+    Scan,
+    Slot,
+    Split,
+    UserError,
+    Value,
+    Weight,
+)
+from megaloom.dsl.graph import primitives
+from megaloom.dsl.placement import How, Move, Moves, Placed, fitted, placement
+from megaloom.dsl.program import origin, program
+from megaloom.dsl.splits import among_experts, cut
+
+from . import device
+from .evaluate import evaluate
+from .moves import perform
+from .site import Site, inside, outside
+from .tensors import axis, broadcast, names
+
+
+class Body(nn.Module):
+    """A node, computed as its body says."""
+
+    def __init__(self, node: Node, site: Site) -> None:
+        super().__init__()
+        layout = site.grid.layout
+        split = Split(
+            tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp, sequence_parallel=layout.sequence_parallel
+        )
+        whole = program(node)
+        _trainable(node, whole.value, split)
+        self.grid, self.program = site.grid, fitted(whole, split)
+        self.placement = placement(self.program, split)
+        self.placed = {id(p.step.value): p for p in self.placement.steps}
+        # Nodes that are alike have one program, whose weights come in the order of every such node's.
+        held = (v for v, *_ in primitives(self.program.value) if isinstance(v.op, Weight))
+        self.slots = {id(v): s for v, s in zip(held, node.weights, strict=True)}
+        self.names = {i: s.name.removeprefix(f"{node.name}.") for i, s in self.slots.items()}
+        for i, slot in self.slots.items():
+            _hold(self, self.names[i], self._share(slot, site))
+
+    def _share(self, slot: Slot, site: Site) -> Tensor:
+        """Room for this rank's share of a weight, with the marks by which `weights.share` fills it."""
+        axes = cut(self.program.table, slot.outer, slot.value.shape)
+        degrees = [self.grid.layout.degrees.get(axes.get(d.name, ""), 1) for d in slot.dims]
+        sizes = [d.known // n for d, n in zip(slot.dims, degrees, strict=True)]
+        values = torch.empty(sizes, dtype=site.config.params_dtype, device=device.current())
+        if not slot.trained:
+            return values
+        p = nn.Parameter(values)
+        divided = next((i for i, n in enumerate(degrees) if n > 1), None)
+        if divided is not None:
+            tensor_parallel.set_tensor_model_parallel_attributes(p, True, divided, 1)
+        p.constant = slot.value.op.std == 0  # type: ignore[attr-defined]
+        return p
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        given = zip(self.program.inputs, inputs, strict=True)
+        run = _Run(self, {id(v): inside(v, x) for v, x in given})
+        run.known.update((i, self.get_parameter_or_buffer(name)) for i, name in self.names.items())
+        for p in self.placement.steps:
+            if not p.step.outer:
+                run.value(p.step.value)  # in program order: no recursion deeper than one primitive
+        return outside(self.program.value, run.read(self.program.value, self.placement.output))
+
+    def get_parameter_or_buffer(self, name: str) -> Tensor:
+        """The tensor of this name, whether it is trained or not."""
+        path, _, last = name.rpartition(".")
+        found = getattr(self.get_submodule(path), last)
+        assert isinstance(found, Tensor)
+        return found
+
+
+@define(eq=False)
+class _Run:
+    """One evaluation: the values known so far, as they lie, and as moves have made them."""
+
+    body: Body
+    known: dict[int, Tensor]  # by the identity of the value
+    moved: dict[tuple[int, Moves], Tensor] = field(factory=dict)
+
+    def read(self, v: Value, moves: Moves) -> Tensor:
+        """A value after moves; each is made once."""
+        if not moves:
+            return self.value(v)
+        key = id(origin(v)), moves
+        if key not in self.moved:
+            *before, last = moves
+            dim = None if last.along is None else axis(v.shape, last.along)
+            self.moved[key] = perform(last, self.read(v, tuple(before)), dim, self.body.grid)
+        return self.moved[key]
+
+    def value(self, v: Value) -> Tensor:
+        """A value as this rank holds it."""
+        if id(v) not in self.known:
+            if isinstance(v.op, Each):
+                self.known[id(v)] = self.copies(v)
+            elif v.body is not None:
+                self.known[id(v)] = self.value(v.body)
+            else:
+                self.known[id(v)] = self.computed(self.body.placed[id(v)])
+        return self.known[id(v)]
+
+    def computed(self, p: Placed) -> Tensor:
+        v = p.step.value
+        args = [self.read(a, moves) for a, moves in zip(v.args, p.reads, strict=True)]
+        out = self.operate(p, v, *args)
+        for move in p.result:
+            assert move.along is not None, "a part is one of a dim"
+            out = perform(move, out, axis(v.shape, move.along), self.body.grid)
+        return out
+
+    def operate(self, p: Placed, v: Value, *args: Tensor) -> Tensor:
+        """What a primitive computes of local tensors, where that is not what it computes of whole ones."""
+        grid = self.body.grid
+        match v.op:
+            case Drop(rate):
+                return _dropped(args[0], rate, self.body.training, apart="tp" in p.parts)
+            case Lookup(key) if p.step.axes.get(key) == "tp" and grid.layout.tp > 1:
+                return _looked_up(v.op, v, *args, rank=grid.tp)
+            case Normalize() if p.summed:
+                return _normalized(v.op, v, p, *args, grid=grid)
+            case Normalize(over) if v.op.groups > 1 and not p.result:  # whole groups are here
+                degree = grid.layout.degrees.get(p.step.axes.get(over[0], ""), 1)
+                return evaluate(evolve(v.op, groups=v.op.groups // degree), v, *args)
+            case Attend() | Scan() if torch.is_grad_enabled():
+                run = partial(evaluate, v.op, v)
+                return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        return evaluate(v.op, v, *args)
+
+    def copies(self, v: Value) -> Tensor:
+        """Each copy that this rank holds, with its own index of what it picks and of its weights."""
+        assert isinstance(v.op, Each)
+        assert v.body is not None
+        dim, slots = v.shape.dims[0], self.body.slots
+        steps = [self.body.placed[id(p)] for p, *_ in primitives(v) if id(p) in self.body.placed]
+        own = {id(p.step.value) for p in steps} | {i for i, s in slots.items() if dim in s.outer}
+        for p in steps:  # what the copies read of the outside is moved once for all of them
+            for a, moves in zip(p.step.value.args, p.reads, strict=True):
+                if id(origin(a)) not in own:
+                    self.read(a, moves)
+        picks = [p for p in steps if p.step.value.op == Pick(dim.name)]
+        out = []
+        for i in range(self.value(v.args[0]).shape[axis(v.args[0].shape, dim.name)]):
+            copy = _Run(self.body, dict(self.known), dict(self.moved))
+            for p in picks:
+                (x,), (moves,) = p.step.value.args, p.reads
+                copy.known[id(p.step.value)] = self.read(x, moves).select(axis(x.shape, dim.name), i)
+            copy.known.update((w, self.known[w][i]) for w, s in slots.items() if dim in s.outer)
+            out.append(copy.value(v.body))
+        return torch.stack(out)
+
+
+def _hold(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make a tensor a module's parameter or buffer, of a name that may have dots."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in dict(module.named_children()):
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(last, tensor)
+    else:
+        module.register_buffer(last, tensor)
+
+
+def _dropped(x: Tensor, rate: float, training: bool, *, apart: bool) -> Tensor:
+    """Ranks that hold parts of a tensor each draw from their own state, others all alike."""
+    if not (rate and training):
+        return x
+    if not apart:
+        return F.dropout(x, rate)
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        return F.dropout(x, rate)
+
+
+def _looked_up(op: Lookup, v: Value, indices: Tensor, table: Tensor, *, rank: int) -> Tensor:
+    """The rows of this rank's share of a table, zeros for those that others have."""
+    rows = table.shape[axis(v.args[1].shape, op.key)]
+    mine = indices - rank * rows
+    here = (mine >= 0) & (mine < rows)
+    found = evaluate(op, v, mine.where(here, 0), table)
+    return found * here[(..., *(None for _ in range(found.ndim - here.ndim)))]
+
+
+def _normalized(op: Normalize, v: Value, p: Placed, x: Tensor, *weights: Tensor, grid: Any) -> Tensor:
+    """A norm over dims that lie in parts: sums of all ranks, whose gradients are summed as well."""
+    places = [axis(v.shape, name) for name in op.over]
+
+    def mean(t: Tensor) -> Tensor:
+        t = t.mean(places, keepdim=True)
+        for name in p.summed:
+            t = perform(Move(How.REDUCE, name), t / grid.layout.degrees[name], None, grid)
+            t = perform(Move(How.ENTER, name), t, None, grid)
+        return t
+
+    if op.centred:
+        x = x - mean(x)
+    y = x * torch.rsqrt(mean(x.square()) + op.eps)
+    for combine, w, a in zip((torch.mul, torch.add), weights, v.args[1:], strict=False):
+        y = combine(y, broadcast(w, a.shape, names(v.shape)))
+    return y
+
+
+def _trainable(node: Node, value: Value, split: Split) -> None:
+    """Check that what a body computes can be trained like this. Raises UserError."""
+    at = f"{node.name} ({getattr(node.op, 'at', '')})"
+    if any(isinstance(op, MoE) and op.balance for op in _layers(value)):
+        raise UserError(
+            f"{at} has a balancing loss, which only a MoE with the options of megatron-core's adds\n"
+            "balance=0 would work"
+        )
+    for v, _, outer in primitives(value):
+        if isinstance(v.op, Attend) and v.op.dropout:
+            raise UserError(
+                f"{at} drops attention probabilities, which its other options exclude\ndropout=0 would work"
+            )
+        if split.ep * split.etp > 1 and among_experts(program(node).table, outer):
+            raise UserError(
+                f"{at} has experts that run one by one: they are not divided over ep {split.ep} x etp {split.etp}\n"
+                "ep 1 and etp 1 would work, or a MoE with the options of megatron-core's"
+            )
+
+
+def _layers(value: Value) -> Iterator[Layer]:
+    """The layers that a node's value is made by."""
+    seen, todo = {id(a) for a in value.args}, [value]
+    while todo:
+        v = todo.pop()
+        if id(v) not in seen:
+            seen.add(id(v))
+            if isinstance(v.op, Layer):
+                yield v.op
+            todo += [*v.args, *([] if v.body is None else [v.body])]
