@@ -12,12 +12,13 @@ from functools import lru_cache
 from attrs import frozen
 
 from .attend import Attend
-from .dims import DType, Sizes
+from .dims import Sizes
 from .errors import ShapeError, UserError
 from .exchange import Collective, collectives
 from .graph import Model, Node, graph
+from .keep import Recompute, Saved, inputs, keeps, tensors
 from .ops import Dot, Input, Lookup, Rows, Weight
-from .program import Program, Step, origin, program
+from .program import Program, Step, program
 from .scan import Scan
 from .splits import SEQUENCES, WHOLE, Local, Split, among_experts
 from .value import Value
@@ -51,44 +52,38 @@ class Work:
 
 
 @frozen
-class Saved:
-    """A tensor that the backward pass reads, as one device holds it.
-
-    port: which of the node's inputs it is (by position in `Node.inputs`), -1 its output, None neither. An input belongs
-    to the node that reads it in its backward pass; where two do (or the node that made it), `saved` counts it once.
-    core: selective recompute, which keeps what enters the core of attention and makes the rest again, does not keep it.
-    """
-
-    elements: int
-    dtype: DType
-    what: str
-    core: bool = False
-    port: int | None = None
-
-
-@frozen
 class Costs:
-    """One node on one device, for one micro-batch. A weight that several nodes share is counted in each of them."""
+    """One node on one device, for one micro-batch. A weight that several nodes share is counted in each of them.
+
+    saved: what its backward pass reads, inputs: what it is given; which of these are kept, `keep.keeps` says.
+    """
 
     work: tuple[Work, ...]
     collectives: tuple[Collective, ...]
     saved: tuple[Saved, ...]
+    inputs: tuple[Saved, ...]
     params: int
     expert_params: int
 
 
 @frozen
 class Flops:
-    """FLOPs by pass: backward is dgrad (for activations) + wgrad (for weights)."""
+    """FLOPs by pass: backward is dgrad (for activations) + wgrad (for weights), and what recompute does again."""
 
     forward: int = 0
     dgrad: int = 0
     wgrad: int = 0
+    again: int = 0
 
     @property
     def total(self) -> int:
         """Of a training step: model FLOPs, in which nothing is recomputed and causal attention counts half."""
         return self.forward + self.dgrad + self.wgrad
+
+    @property
+    def hardware(self) -> int:
+        """Of a training step, with what is recomputed (Korthikanti et al., arXiv:2205.05198, section 5)."""
+        return self.total + self.again
 
 
 def params(x: Model | Node | Value) -> int:
@@ -101,24 +96,34 @@ def params(x: Model | Node | Value) -> int:
     return sum(Sizes()(s.dims) for s in slots if s.trained)
 
 
-def flops(model: Model, *, batch: int, seq: int, source: int | None = None) -> Flops:
+def flops(model: Model, *, batch: int, seq: int, source: int | None = None, recompute: Recompute = "none") -> Flops:
     """What a batch of sequences costs, however it is laid out."""
-    work = [w for n in graph(model).nodes for w in costs(n, batch=batch, seq=seq, source=source).work]
-    return Flops(sum(w.flops for w in work), sum(w.dgrad for w in work), sum(w.wgrad for w in work))
+    work = [(n, w) for n in graph(model).nodes for w in costs(n, batch=batch, seq=seq, source=source).work]
+    again = {n.name for n, kept in keeps(graph(model).nodes, recompute) if kept.again}
+    return Flops(
+        forward=sum(w.flops for _, w in work),
+        dgrad=sum(w.dgrad for _, w in work),
+        wgrad=sum(w.wgrad for _, w in work),
+        again=sum(w.flops for n, w in work if n.name in again or (w.core and recompute == "selective")),
+    )
 
 
 def saved(
-    nodes: Iterable[Node], *, batch: int, seq: int, source: int | None = None, split: Split = WHOLE
+    nodes: Iterable[Node],
+    *,
+    batch: int,
+    seq: int,
+    source: int | None = None,
+    split: Split = WHOLE,
+    recompute: Recompute = "none",
 ) -> tuple[Saved, ...]:
-    """What the backward passes of these nodes read, each distinct tensor once."""
-    out: dict[tuple[str, int | None], Saved] = {}
-    for node in nodes:
-        for i, s in enumerate(costs(node, batch=batch, seq=seq, source=source, split=split).saved):
-            if s.port is None:
-                out[node.name, i] = s
-            else:
-                out.setdefault((node.name if s.port < 0 else node.inputs[s.port], None), s)
-    return tuple(out.values())
+    """What these nodes keep for their backward passes, each distinct tensor once."""
+    return tuple(
+        s
+        for node, kept in keeps(nodes, recompute)
+        for cost in (costs(node, batch=batch, seq=seq, source=source, split=split),)
+        for s in kept.of(cost.saved, cost.inputs, recompute)
+    )
 
 
 def costs(node: Node, *, batch: int, seq: int, source: int | None = None, split: Split = WHOLE) -> Costs:
@@ -143,7 +148,8 @@ def _costs(p: Program, batch: int, seq: int, source: int, split: Split) -> Costs
     return Costs(
         work=tuple(_work(p, sizes, split)),
         collectives=collectives(p, sizes, split),
-        saved=tuple(_saved(p, sizes, split)),
+        saved=tuple(tensors(p, sizes, split)),
+        inputs=tuple(inputs(p, sizes, split)),
         params=dense,
         expert_params=expert,
     )
@@ -232,27 +238,3 @@ def _reads(p: Program, step: Step) -> Iterator[Value]:
             if id(x.source) not in seen:
                 seen.add(id(x.source))
                 yield x
-
-
-def _saved(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
-    """What is kept: of a chain of pointwise ops what enters it, as its inside is quickly made again."""
-    outer = {id(s.value): s.outer for s in p.steps}
-    names = {id(s.value): s.name for s in p.steps}
-    ports = {id(v.source): i for i, v in reversed(list(enumerate(p.inputs)))}
-    seen: set[int] = set()
-    for step in p.steps:
-        v = step.value
-        for x in (x for kept in v.op.keeps(v) for x in p.entries(kept)):
-            if id(x.source) in seen or isinstance(x.source.op, Weight):
-                continue
-            seen.add(id(x.source))
-            around = outer.get(id(origin(x)), ())
-            port = -1 if x.source is p.value.source else ports.get(id(x.source))
-            n = p.held(x.shape, around, sizes, split, data=x.dtype is DType.INDEX)
-            yield Saved(n, x.dtype, names.get(id(x.source), "input"), port=port)
-        for what, shape, dtype in v.op.notes(v):
-            n = p.held(shape, step.outer, sizes, split)
-            yield Saved(n, dtype, what, core=isinstance(v.op, Attend))
-        for x in step.gathered(split):  # each device has its own part already
-            n = (split.cp - 1) * p.held(x.shape, step.outer, sizes, split)
-            yield Saved(n, x.dtype, "keys and values of other devices", core=True)

@@ -14,8 +14,10 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from megaloom.dsl.dims import Dim, DType, Sizes
-from megaloom.dsl.facts import Costs, Saved, costs
+from megaloom.dsl.facts import Costs, costs
 from megaloom.dsl.graph import Graph, Node, Slot
+from megaloom.dsl.keep import Keeps, Saved, keeps
+from megaloom.dsl.keep import Recompute as Mode
 from megaloom.dsl.program import program
 from megaloom.dsl.splits import Local, Split, cut
 
@@ -62,10 +64,14 @@ class Kind:
     """Nodes that cost the same wherever they stand."""
 
     node: Node  # one of them
-    owns: tuple[int, ...]  # which of its saved tensors no earlier node has saved already
-    inside: bool  # a block: full recompute computes it again
-    enters: bool  # it is the first of its block, whose input full recompute keeps
+    keeps: Keeps  # what counts for it, of the tensors that several nodes save
+    full: Keeps  # under full recompute
     ends: bool  # the loss is taken of it
+
+    @property
+    def inside(self) -> bool:
+        """Whether full recompute computes it again."""
+        return self.full.again
 
 
 @frozen(eq=False, slots=False)
@@ -99,35 +105,20 @@ def anatomy(graph: Graph) -> Anatomy:
     known: dict[tuple[object, ...], int] = {}
     kinds: list[Kind] = []
     kind: list[int] = []
-    claimed: set[str] = set()
     uses: dict[str, list[int]] = {}
-    last: int | None = None
-    for i, node in enumerate(graph.nodes):
-        owns = _owns(node, costs(node, batch=1, seq=64).saved, claimed)
-        enters, last = node.block is not None and node.block != last, node.block
-        flags = node.block is not None, enters, node.name in graph.outputs
-        key = (id(program(node)), owns, *flags)
+    modes = zip(keeps(graph.nodes), keeps(graph.nodes, "full"), strict=True)
+    for i, ((node, own), (_, full)) in enumerate(modes):
+        ends = node.name in graph.outputs
+        key = (id(program(node)), own, full, ends)
         if key not in known:
             known[key] = len(kinds)
-            kinds.append(Kind(node, owns, *flags))
+            kinds.append(Kind(node, own, full, ends))
         kind.append(known[key])
         for slot in node.weights:
             uses.setdefault(slot.name, []).append(i)
     shared = tuple((graph.weights[name], tuple(nodes)) for name, nodes in uses.items() if len(nodes) > 1)
     width = next((n.shape["embed"].known for n in graph.nodes if not n.input and "embed" in n.shape), 1)
     return Anatomy(graph, tuple(kinds), np.array(kind), shared, width)
-
-
-def _owns(node: Node, saved: tuple[Saved, ...], claimed: set[str]) -> tuple[int, ...]:
-    """Which of the tensors that a node saves nobody before it has saved; those are claimed for it."""
-    owns = []
-    for i, s in enumerate(saved):
-        name = None if s.port is None else node.name if s.port < 0 else node.inputs[s.port]
-        if name is None or name not in claimed:
-            owns.append(i)
-        if name is not None:
-            claimed.add(name)
-    return tuple(owns)
 
 
 @frozen(eq=False, slots=False)
@@ -183,27 +174,32 @@ class Base:
 
     rows: Rows
     core: Rows  # [kinds, (forward kernels, forward collectives, saved bytes)]
+    full: Rows  # [kinds], the bytes that full recompute keeps
     largest: int  # bytes of the largest saved tensor
 
 
 def base(anatomy: Anatomy, layout: Layout, workload: Workload, cluster: Cluster) -> Base:
     """The costs of each kind of node when nothing is computed again."""
-    rows, core, largest = np.zeros((len(anatomy.kinds), len(Col))), np.zeros((len(anatomy.kinds), 3)), 0
-    split = split_of(layout)
-    for row, heart, kind in zip(rows, core, anatomy.kinds, strict=True):
+    n, split, largest = len(anatomy.kinds), split_of(layout), 0
+    rows, core, full = np.zeros((n, len(Col))), np.zeros((n, 3)), np.zeros(n)
+    for i, (row, heart, kind) in enumerate(zip(rows, core, anatomy.kinds, strict=True)):
         found = costs(kind.node, batch=layout.micro_batch, seq=workload.seq, split=split)
         _compute(row, heart, found, cluster, workload.precision)
         _exchange(row, heart, found, layout, cluster, workload.precision)
-        for i, s in enumerate(found.saved):
-            nbytes = s.elements * NBYTES.get(s.dtype, kernels.NBYTES[workload.precision])
-            largest = max(largest, nbytes)
-            if i in kind.owns:
-                row[Col.SAVED] += nbytes
-                heart[2] += nbytes * s.core
+        largest = max([largest, *(_nbytes(s, workload.precision) for s in found.saved)])
+        modes: tuple[tuple[Keeps, Mode], ...] = (kind.keeps, "none"), (kind.keeps, "selective"), (kind.full, "full")
+        kept, cored, made = (
+            sum(_nbytes(s, workload.precision) for s in how.of(found.saved, found.inputs, mode)) for how, mode in modes
+        )
+        row[Col.SAVED], heart[2], full[i] = kept, kept - cored, made
         row[Col.PARAMS], row[Col.EXPERT_PARAMS] = found.params, found.expert_params
         if kind.ends:
             _loss(row, kind.node, layout, workload, cluster)
-    return Base(rows, core, largest)
+    return Base(rows, core, full, largest)
+
+
+def _nbytes(s: Saved, precision: Precision) -> int:
+    return s.elements * NBYTES.get(s.dtype, kernels.NBYTES[precision])
 
 
 def _compute(row: Rows, core: Rows, found: Costs, cluster: Cluster, precision: Precision) -> None:
@@ -255,8 +251,7 @@ def sheet(base: Base, anatomy: Anatomy, layout: Layout, workload: Workload) -> S
         for ahead, back in set(TRAFFIC.values()):
             rows[inside, back] += rows[inside, ahead]
         workspace += int(anatomy.block @ base.rows[:, Col.SAVED])
-        rows[inside, Col.SAVED] = 0
-        rows[[kind.enters for kind in anatomy.kinds], Col.SAVED] += boundary
+        rows[:, Col.SAVED] = base.full
     return Sheet(
         anatomy=anatomy,
         rows=rows,
