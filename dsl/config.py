@@ -22,13 +22,14 @@ NEEDED: Final[Any] = object()
 
 # Fields that do not change what a trained model computes, by what they are about.
 STORAGE = """_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
-    attn_implementation auto_map chunk_size_feed_forward dtype ep_size gradient_checkpointing model_type
-    num_logits_to_keep pretraining_tp quantization_config torch_dtype torchscript transformers.js_config
-    transformers_version use_bfloat16 use_cache"""
+    attn_implementation auto_map
+    cache_implementation chunk_size_feed_forward dtype ep_size gradient_checkpointing mamba_ssm_cache_dtype
+    model_type num_logits_to_keep pretraining_tp quantization_config torch_dtype torchscript transformers.js_config
+    transformers_version use_bfloat16 use_cache use_mamba_kernels"""
 GENERATION = """begin_suppress_tokens bos_token_id cls_token_id decoder_start_token_id do_sample early_stopping
     eos_token_id force_bos_token_to_be_generated forced_bos_token_id forced_eos_token_id length_penalty mask_token_id
     max_length max_position_embeddings min_length no_repeat_ngram_size num_beams pad_token_id prefix sep_token_id
-    suppress_tokens task_specific_params tokenizer_class"""
+    suppress_tokens task_specific_params tokenizer_class unk_token_id"""
 OUTPUTS = """finetuning_task id2label label2id output_attentions output_hidden_states output_past output_router_logits
     problem_type return_dict summary_activation summary_first_dropout summary_proj_to_labels summary_type
     summary_use_proj"""

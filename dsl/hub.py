@@ -76,12 +76,17 @@ def opened(config: str | Path | Mapping[str, Any]) -> tuple[Config, str]:
         return Config(config, "config"), Path(str(said)).name
     path = config_file(config)
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     if not isinstance(fields, dict):
         raise UserError(f"{path} is no config.json: it must hold an object with fields")
     return Config(fields, str(path)), title(path)
+
+
+def _number(fields: dict[str, Any]) -> Any:
+    """A number that JSON has no word for, as Hugging Face writes it: {"__float__": "Infinity"}."""
+    return float(fields["__float__"]) if fields.keys() == {"__float__"} else fields
 
 
 def title(path: Path) -> str:

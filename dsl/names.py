@@ -30,8 +30,18 @@ class Mark(Enum):
 
 
 JOIN = Mark.JOIN
+
+
+@frozen
+class Square:
+    """A dim of the pixels of a square, of this many channels: three axes, channels, height and width."""
+
+    dim: str
+    channels: int
+
+
 Part: TypeAlias = str | int | EllipsisType | Mark
-Axes: TypeAlias = tuple[Part | tuple[Part, ...], ...]
+Axes: TypeAlias = tuple[Part | Square | tuple[Part, ...], ...]
 
 
 @frozen
@@ -46,7 +56,7 @@ class Stored:
     axes: Axes
 
 
-Tensors: TypeAlias = Mapping[str, Stored]
+Tensors: TypeAlias = Mapping[str, Stored | tuple[Stored, ...]]  # several: of one of them the weights are there
 
 
 @frozen
@@ -54,10 +64,20 @@ class Names:
     """The tensors of a checkpoint: those outside of all layers by their full names, and those of layers.
 
     The layers that are alike are under what all their names begin with, which has {layer} for the layer's number.
+    unused: what the names of tensors begin with that change no output; {layer} is for any number. zero: tensors that do
+    not if they are zero, and must be. older: what names in older checkpoints begin with, and what it is now.
     """
 
     outside: Tensors = field(hash=False)
     layers: Mapping[str, Tensors] = field(factory=dict, hash=False)
+    unused: tuple[str, ...] = ()
+    zero: tuple[str, ...] = ()
+    older: Mapping[str, str] = field(factory=dict, hash=False)
+
+    def now(self, name: str) -> str:
+        """What the tensor of this name in a checkpoint, old or new, is called now."""
+        old = next((o for o in self.older if name.startswith(o)), "")
+        return self.older.get(old, "") + name.removeprefix(old)
 
 
 def flat(*weights: str) -> Stored:
@@ -97,13 +117,19 @@ def tensors(names: Names, model: Model) -> tuple[Tensor, ...]:
 
 
 def _found(entries: Tensors, prefix: str, slots: Mapping[str, Slot]) -> Iterator[Tensor]:
-    """The tensors whose weights are among these, by their places."""
-    for name, stored in entries.items():
-        present = [w for w in stored.weights if w in slots]
+    """The tensors whose weights are among these, by their places, and have the dims that their axes name."""
+    for name, stored in _each(entries):
+        named = {part for axis in stored.axes for part in parts(axis) if isinstance(part, str)}
+        present = [w for w in stored.weights if w in slots and named.issubset(d.name for d in slots[w].dims)]
         if present and len(present) < len(stored.weights):
             raise UserError(f"{prefix}{name} holds {', '.join(stored.weights)}, and only {', '.join(present)} is there")
         if present:
             yield Tensor(prefix + name, tuple(slots[w] for w in stored.weights), stored.axes)
+
+
+def _each(entries: Tensors) -> Iterator[tuple[str, Stored]]:
+    for name, stored in entries.items():
+        yield from ((name, s) for s in (stored if isinstance(stored, tuple) else (stored,)))
 
 
 def _outside(g: Graph) -> dict[str, Slot]:
@@ -125,8 +151,8 @@ def _layers(names: Names, g: Graph) -> Iterator[tuple[str, int, dict[str, Slot]]
     numbers: Counter[str] = Counter()
     for nodes in blocks.values():
         for prefix, tensors in names.layers.items():
-            if (parts := _parts(nodes, tensors)) is not None:
-                for slots in parts:
+            if (found := _parts(nodes, tensors)) is not None:
+                for slots in found:
                     yield prefix, numbers[prefix], slots
                     numbers[prefix] += 1
                 break
@@ -134,7 +160,7 @@ def _layers(names: Names, g: Graph) -> Iterator[tuple[str, int, dict[str, Slot]]
 
 def _parts(nodes: Iterable[Node], tensors: Tensors) -> list[dict[str, Slot]] | None:
     """The layers that a block consists of, or None if it has a weight that these tensors do not hold."""
-    known = {w for t in tensors.values() for w in t.weights}
+    known = {w for _, t in _each(tensors) for w in t.weights}
     places = {".".join(w.split(".")[:2]) for w in known}
     out: list[dict[str, Slot]] = []
     counts: Counter[str] = Counter()
@@ -162,6 +188,13 @@ def _own(n: Node, s: Slot) -> bool:
 
 def _kind(n: Node) -> str:
     return n.name.rpartition(".")[0]
+
+
+def parts(axis: Part | Square | tuple[Part, ...]) -> tuple[Part, ...]:
+    """What an axis is made of."""
+    if isinstance(axis, Square):
+        return (axis.dim,)
+    return axis if isinstance(axis, tuple) else (axis,)
 
 
 def some(names: list[str]) -> str:

@@ -6,8 +6,9 @@ select, copy_, new_empty), so that nothing is imported for them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from math import prod
+from math import isqrt, prod
 from typing import Any
 
 from attrs import frozen
@@ -15,7 +16,7 @@ from attrs import frozen
 from .dims import Dim
 from .errors import UserError
 from .graph import Model, Slot
-from .names import JOIN, Axes, Names, Tensor, some, tensors
+from .names import JOIN, Axes, Names, Square, Tensor, parts, some, tensors
 
 
 def take(names: Names, model: Model, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,16 +26,23 @@ def take(names: Names, model: Model, checkpoint: Mapping[str, Any]) -> dict[str,
     """
     out: dict[str, Any] = {}
     used: set[str] = set()
+    called = {names.now(name): name for name in checkpoint}
     for t in tensors(names, model):
         layouts = _layouts(t)
         for index, name in _copies(t):
-            if name not in checkpoint:
+            if name not in called:
                 raise UserError(f"the checkpoint has no tensor {name!r} for {', '.join(s.name for s in t.slots)}")
             used.add(name)
-            parts = _split(name, checkpoint[name], layouts)
+            parts = _split(name, checkpoint[called[name]], layouts)
             for slot, part in zip(t.slots, parts, strict=True):
                 _put(out, slot, index, part)
-    if left := [name for name in checkpoint if name not in used]:
+    unused = re.compile("|".join(re.escape(u).replace(r"\{layer\}", r"\d+") for u in names.unused) or "(?!)")
+    left = [name for name in called if name not in used and not unused.match(name)]
+    for name in set(left).intersection(names.zero):
+        if bool((checkpoint[called[name]] != 0).any()):
+            raise UserError(f"the checkpoint's {name} is not zero, which model {model.name!r} takes it for")
+        left.remove(name)
+    if left:
         raise UserError(f"model {model.name!r} has no weights for the checkpoint's {some(left)}")
     return out
 
@@ -68,14 +76,14 @@ def _layouts(t: Tensor) -> tuple[_Layout, ...]:
 
 def _layout(axes: Axes, slot: Slot, indexed: Dim | None) -> _Layout:
     dims = [d for d in slot.dims if d != indexed]
-    said = [part for axis in axes for part in (axis if isinstance(axis, tuple) else (axis,))]
+    said = [part for axis in axes for part in parts(axis)]
     rest = [d.name for d in dims if d.name not in said]
     sizes: list[int] = []
     order: list[str] = []
     joined = None
     for axis in axes:
         size = 1
-        for part in axis if isinstance(axis, tuple) else (axis,):
+        for part in parts(axis):
             if part is JOIN:
                 sizes.append(size)
                 joined, size = len(sizes), 1
@@ -83,7 +91,8 @@ def _layout(axes: Axes, slot: Slot, indexed: Dim | None) -> _Layout:
                 group = rest if part is ... else [str(part)]
                 order += group
                 size *= prod(d.known for d in dims if d.name in group)
-        sizes.append(size)
+        side = isqrt(size // axis.channels) if isinstance(axis, Square) else 0
+        sizes += [axis.channels, side, side] if isinstance(axis, Square) else [size]
     names = [d.name for d in dims]
     assert sorted(order) == sorted(names), f"{slot.name} {names} is no {axes}"
     return _Layout(tuple(d.known for d in dims), tuple(names.index(n) for n in order), tuple(sizes), joined)

@@ -18,6 +18,8 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.hub import Config, reads
+from megaloom.dsl.names import Names, Tensors, columns, flat, rows
 
 NORM = LayerNorm()
 OFFSET = 2  # rows of the tables of positions that no position reads: those of fairseq's padding
@@ -59,3 +61,65 @@ def bart_base() -> Model:
 
 def bart_large() -> Model:
     return bart("bart-large", 12, 16, 1024, 4096)
+
+
+def attention(kind: str, theirs: str) -> Tensors:
+    """The names of an attention and of the norm after it."""
+    projections = {f"{theirs}.{n}_proj.weight": columns(f"{kind}.0.{n}") for n in "qkv"}
+    biases = {f"{theirs}.{n}_proj.bias": flat(f"{kind}.0.{n}_bias") for n in "qkv"}
+    out = {f"{theirs}.out_proj.weight": rows(f"{kind}.0.o"), f"{theirs}.out_proj.bias": flat(f"{kind}.0.o_bias")}
+    return projections | biases | out
+
+
+def norm(theirs: str, place: int) -> Tensors:
+    """The names of a norm, which is the one at this place of its layer."""
+    return {
+        f"{theirs}.weight": flat(f"layer_norm.{place}.scale"),
+        f"{theirs}.bias": flat(f"layer_norm.{place}.shift"),
+    }
+
+
+SELF = {**attention("attention", "self_attn"), **norm("self_attn_layer_norm", 0)}
+CROSS = {**attention("cross_attention", "encoder_attn"), **norm("encoder_attn_layer_norm", 1)}
+FEED_FORWARD = {
+    "fc1.weight": columns("mlp.0.up"),
+    "fc1.bias": flat("mlp.0.up_bias"),
+    "fc2.weight": rows("mlp.0.down"),
+    "fc2.bias": flat("mlp.0.down_bias"),
+}
+NAMES = Names(
+    {
+        "model.shared.weight": columns("wte"),
+        "model.encoder.embed_positions.weight": columns("encoder_wpe"),
+        "model.decoder.embed_positions.weight": columns("decoder_wpe"),
+        **norm("model.decoder.layernorm_embedding", 0),
+        **norm("model.encoder.layernorm_embedding", 1),
+    },
+    {
+        "model.encoder.layers.{layer}.": {**SELF, **FEED_FORWARD, **norm("final_layer_norm", 1)},
+        "model.decoder.layers.{layer}.": {**SELF, **CROSS, **FEED_FORWARD, **norm("final_layer_norm", 2)},
+    },
+    zero=("final_logits_bias",),
+    older={name: f"model.{name}" for name in ("shared.", "encoder.", "decoder.")},
+)
+
+
+@reads("BartForConditionalGeneration", "BartModel", names=NAMES)
+def config(c: Config, name: str) -> Model:
+    """With the logits of BartForConditionalGeneration, whose table is tied, also where the hub says BartModel."""
+    layers, heads, ff = (c.whole(f"encoder_{n}") for n in ("layers", "attention_heads", "ffn_dim"))
+    c.only("decoder_layers", layers)
+    c.only("decoder_attention_heads", heads)
+    c.only("decoder_ffn_dim", ff)
+    c.only("num_hidden_layers", layers, default=layers)
+    c.only("activation_function", "gelu", default="gelu")
+    c.only("scale_embedding", False, default=False)
+    c.only("normalize_before", False, default=False)
+    c.only("normalize_embedding", True, default=True)
+    c.only("add_final_layer_norm", False, default=False)
+    c.only("add_bias_logits", False, default=False)
+    c.only("is_encoder_decoder", True, default=True)
+    c.only("is_decoder", False, default=False)
+    c.only("tie_word_embeddings", True, default=True)
+    seq = c.whole("max_position_embeddings", 1024)
+    return bart(name, layers, heads, c.whole("d_model"), ff, vocab=c.whole("vocab_size"), seq=seq)

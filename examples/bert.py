@@ -22,6 +22,8 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.hub import Config, reads
+from megaloom.dsl.names import Names, columns, flat, rows
 
 NORM = LayerNorm(1e-12)
 
@@ -75,3 +77,59 @@ def bert_large() -> Model:
 def bert_large_pre_norm() -> Model:
     """BERT large with norms before its layers (Shoeybi et al., arXiv:1909.08053, figure 7)."""
     return bert("bert-large-pre-norm", 24, 16, 1024, 4096, pre_norm=True)
+
+
+NAMES = Names(
+    {
+        "bert.embeddings.word_embeddings.weight": columns("wte"),
+        "bert.embeddings.position_embeddings.weight": columns("wpe"),
+        "bert.embeddings.token_type_embeddings.weight": columns("types"),
+        "bert.embeddings.LayerNorm.weight": flat("layer_norm.0.scale"),
+        "bert.embeddings.LayerNorm.bias": flat("layer_norm.0.shift"),
+        "cls.predictions.transform.dense.weight": columns("transform.0.dense.weight"),
+        "cls.predictions.transform.dense.bias": flat("transform.0.dense.bias"),
+        "cls.predictions.transform.LayerNorm.weight": flat("transform.0.norm.scale"),
+        "cls.predictions.transform.LayerNorm.bias": flat("transform.0.norm.shift"),
+        "cls.predictions.bias": flat("unembed.0.bias"),
+    },
+    {
+        "bert.encoder.layer.{layer}.": {
+            "attention.self.query.weight": columns("attention.0.q"),
+            "attention.self.query.bias": flat("attention.0.q_bias"),
+            "attention.self.key.weight": columns("attention.0.k"),
+            "attention.self.key.bias": flat("attention.0.k_bias"),
+            "attention.self.value.weight": columns("attention.0.v"),
+            "attention.self.value.bias": flat("attention.0.v_bias"),
+            "attention.output.dense.weight": rows("attention.0.o"),
+            "attention.output.dense.bias": flat("attention.0.o_bias"),
+            "attention.output.LayerNorm.weight": flat("layer_norm.0.scale"),
+            "attention.output.LayerNorm.bias": flat("layer_norm.0.shift"),
+            "intermediate.dense.weight": columns("mlp.0.up"),
+            "intermediate.dense.bias": flat("mlp.0.up_bias"),
+            "output.dense.weight": rows("mlp.0.down"),
+            "output.dense.bias": flat("mlp.0.down_bias"),
+            "output.LayerNorm.weight": flat("layer_norm.1.scale"),
+            "output.LayerNorm.bias": flat("layer_norm.1.shift"),
+        }
+    },
+)
+
+
+@reads("BertForMaskedLM", names=NAMES)
+def config(c: Config, name: str) -> Model:
+    c.only("hidden_act", "gelu", default="gelu")
+    c.only("layer_norm_eps", 1e-12, default=1e-12)
+    c.only("position_embedding_type", "absolute", default="absolute")
+    c.only("is_decoder", False, default=False)
+    c.only("add_cross_attention", False, default=False)
+    c.only("tie_word_embeddings", True, default=True)
+    return bert(
+        name,
+        layers=c.whole("num_hidden_layers"),
+        heads=c.whole("num_attention_heads"),
+        embed=c.whole("hidden_size"),
+        ff=c.whole("intermediate_size"),
+        vocab=c.whole("vocab_size"),
+        seq=c.whole("max_position_embeddings", 512),
+        types=c.whole("type_vocab_size", 2),
+    )

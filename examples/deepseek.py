@@ -1,6 +1,6 @@
 """DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437): latent attention, many small experts and shared ones."""
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from megaloom.dsl import (
     MLA,
@@ -25,7 +25,11 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.hub import Config, reads, rotation
+from megaloom.dsl.names import JOIN, Names, Stored, columns, flat, rows
 from megaloom.dsl.rope import temper
+
+from .llama3 import NORMS, SWIGLU, WHOLE
 
 NORM = RMSNorm(1e-6)
 
@@ -125,3 +129,99 @@ def deepseek_v3(ahead: int = 0) -> Model:
 def deepseek_v3_mtp() -> Model:
     """DeepSeek-V3 as it was trained: a layer more predicts the token after the next."""
     return deepseek_v3(ahead=1)
+
+
+LATENT = {
+    # The query's matrix reads the queries' own short vector where they have one.
+    "self_attn.q_proj.weight": Stored(("mla.0.q_nope", "mla.0.q_rope"), (("heads", JOIN, "head_dim"), "embed")),
+    "self_attn.q_a_proj.weight": columns("mla.0.q_down"),
+    "self_attn.q_a_layernorm.weight": flat("mla.0.q_norm.scale"),
+    "self_attn.q_b_proj.weight": Stored(("mla.0.q_nope", "mla.0.q_rope"), (("heads", JOIN, "head_dim"), "q_rank")),
+    "self_attn.kv_a_proj_with_mqa.weight": columns("mla.0.kv_down", "mla.0.k_rope"),
+    "self_attn.kv_a_layernorm.weight": flat("mla.0.kv_norm.scale"),
+    "self_attn.kv_b_proj.weight": Stored(("mla.0.k_nope", "mla.0.v"), (("kv_heads", JOIN, "head_dim"), "kv_rank")),
+    "self_attn.o_proj.weight": rows("mla.0.o"),
+}
+EXPERTS = {
+    "mlp.gate.weight": columns("moe.0.router"),
+    "mlp.gate.e_score_correction_bias": flat("moe.0.correction"),
+    "mlp.experts.{experts}.gate_proj.weight": columns("moe.0.experts.gate"),
+    "mlp.experts.{experts}.up_proj.weight": columns("moe.0.experts.up"),
+    "mlp.experts.{experts}.down_proj.weight": rows("moe.0.experts.down"),
+    "mlp.shared_experts.gate_proj.weight": columns("moe.0.shared.gate"),
+    "mlp.shared_experts.up_proj.weight": columns("moe.0.shared.up"),
+    "mlp.shared_experts.down_proj.weight": rows("moe.0.shared.down"),
+}
+NAMES = Names(WHOLE, {"model.layers.{layer}.": NORMS | LATENT | SWIGLU | EXPERTS}, unused=("model.layers.{layer}.",))
+
+
+@reads("DeepseekV2ForCausalLM", names=NAMES)
+def v2_config(c: Config, name: str) -> Model:
+    grouped = c.choice("topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy")
+    c.only("scoring_func", "softmax", default="softmax")
+    c.only("norm_topk_prob", False, default=False)
+    moe = _moe(c, grouped, balance=c.number("aux_loss_alpha", 0.001), scale=c.number("routed_scaling_factor", 1.0))
+    return _read(c, name, evolve(moe, normalize=False, best=1 if grouped else moe.best))
+
+
+@reads("DeepseekV3ForCausalLM", names=NAMES)
+def v3_config(c: Config, name: str) -> Model:
+    """As Hugging Face's model, without the layers that predict tokens further ahead."""
+    c.moot("num_nextn_predict_layers", "num_mtp_layers")
+    c.only("topk_method", "noaux_tc", default="noaux_tc")
+    c.only("scoring_func", "sigmoid", default="sigmoid")
+    c.only("rope_interleave", True, default=True)
+    moe = _moe(c, True, balance=c.number("aux_loss_alpha", 0.0001), scale=c.number("routed_scaling_factor", 2.5))
+    return _read(c, name, evolve(moe, score="sigmoid", corrected=True, normalize=c.flag("norm_topk_prob", True)))
+
+
+def _moe(c: Config, grouped: bool, *, balance: float, scale: float) -> MoE:
+    c.only("moe_layer_freq", 1, default=1)
+    c.moot("seq_aux")  # whether the loss that balances is of each sequence
+    ff = c.whole("moe_intermediate_size")
+    groups, top_groups = c.whole("n_group", 1), c.whole("topk_group", 1)
+    return MoE(
+        SwiGLU(ff),
+        c.whole(c.either("n_routed_experts", "num_local_experts", "num_experts")),
+        c.whole("num_experts_per_tok"),
+        balance=balance,
+        shared=SwiGLU(c.whole("n_shared_experts") * ff),
+        scale=scale,
+        groups=groups if grouped else 1,
+        top_groups=top_groups if grouped else 1,
+    )
+
+
+def _read(c: Config, name: str, moe: MoE) -> Model:
+    c.only("hidden_act", "silu", default="silu")
+    c.only("rms_norm_eps", 1e-6, default=1e-6)
+    c.only("attention_bias", False, default=False)
+    c.only("mlp_bias", False, default=False)
+    c.only("tie_word_embeddings", False, default=False)
+    heads, nope, rope = c.whole("num_attention_heads"), c.whole("qk_nope_head_dim"), c.whole("qk_rope_head_dim")
+    c.only("num_key_value_heads", heads, default=heads)
+    c.moot("head_dim", "qk_head_dim")  # follow from the others
+    positions = evolve(rotation(c, 10_000.0), interleaved=True)
+    stretched = c.inner(c.either("rope_parameters", "rope_scaling"), {})
+    mscale, factor = stretched.number("mscale_all_dim", 0.0), stretched.number("factor", 1.0)
+    attention = MLA(
+        heads=heads,
+        q_rank=None if c.null("q_lora_rank") else c.whole("q_lora_rank", 1536),
+        kv_rank=c.whole("kv_lora_rank", 512),
+        nope=nope,
+        rope=rope,
+        v=c.whole("v_head_dim"),
+        positions=positions,
+        scale=scale(nope + rope, factor, mscale),
+    )
+    dense = c.whole("first_k_dense_replace", 0)
+    return deepseek(
+        name,
+        attention,
+        c.whole("hidden_size"),
+        ff=c.whole("intermediate_size"),
+        moe=moe,
+        dense=dense,
+        sparse=c.whole("num_hidden_layers") - dense,
+        vocab=c.whole("vocab_size"),
+    )

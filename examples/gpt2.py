@@ -74,6 +74,8 @@ NAMES = Names(
             "mlp.c_proj.bias": flat("mlp.0.down_bias"),
         }
     },
+    unused=("transformer.h.{layer}.attn.bias", "transformer.h.{layer}.attn.masked_bias"),  # of a mask
+    older={name: f"transformer.{name}" for name in ("h.", "wte.", "wpe.", "ln_f.")},
 )
 
 

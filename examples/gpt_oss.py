@@ -24,7 +24,13 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.hub import Config, reads, rotation
 from megaloom.dsl.layers import project
+from megaloom.dsl.names import JOIN, Names, Stored, columns, flat
+
+from .llama3 import ATTENTION, NORMS, WHOLE
+
+STRETCHED = Rope(150_000, scaling=YarnScaling(factor=32, original=4096, truncate=False))
 
 
 @frozen
@@ -55,7 +61,8 @@ def gpt_oss(
     top_k: int = 4,
     window: int = 128,
     vocab: int = 201088,
-    rope: Rope = Rope(150_000, scaling=YarnScaling(factor=32, original=4096, truncate=False)),  # noqa: B008 (frozen)
+    balance: float = 0.9,
+    rope: Rope = STRETCHED,
 ) -> Model:
     """A GPT-OSS of any size, of an even number of layers."""
 
@@ -63,7 +70,7 @@ def gpt_oss(
         attention = Attention(
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, bias=True, sink=True, window=window
         )
-        moe = MoE(ClampedGLU(ff), experts, top_k, balance=0.9, bias=True)
+        moe = MoE(ClampedGLU(ff), experts, top_k, balance=balance, bias=True)
         return residual(RMSNorm(), attention) >> residual(RMSNorm(), moe)
 
     v, d = Dim("vocab", vocab), Dim("embed", embed)
@@ -77,3 +84,54 @@ def gpt_oss_20b() -> Model:
 
 def gpt_oss_120b() -> Model:
     return gpt_oss("gpt-oss-120b", 36, 128)
+
+
+LAYER = (
+    NORMS
+    | ATTENTION
+    | {f"self_attn.{n}_proj.bias": flat(f"attention.0.{n}_bias") for n in "qkvo"}
+    | {
+        "self_attn.sinks": flat("attention.0.sinks"),
+        "mlp.router.weight": columns("moe.0.router"),
+        "mlp.router.bias": flat("moe.0.router_bias"),
+        "mlp.experts.gate_up_proj": Stored(
+            ("moe.0.experts.gate", "moe.0.experts.up"), ("experts", "embed", ("ff", JOIN, 1))
+        ),
+        "mlp.experts.gate_up_proj_bias": Stored(
+            ("moe.0.experts.gate_bias", "moe.0.experts.up_bias"), ("experts", ("ff", JOIN, 1))
+        ),
+        "mlp.experts.down_proj": Stored(("moe.0.experts.down",), ("experts", "ff", "embed")),
+        "mlp.experts.down_proj_bias": Stored(("moe.0.experts.down_bias",), ("experts", "embed")),
+    }
+)
+
+
+@reads("GptOssForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": LAYER}))
+def config(c: Config, name: str) -> Model:
+    c.only("hidden_act", "silu", default="silu")
+    c.only("rms_norm_eps", 1e-5, default=1e-5)
+    c.only("attention_bias", True, default=True)
+    c.only("swiglu_alpha", 1.702, default=1.702)
+    c.only("swiglu_limit", 7.0, default=7.0)
+    c.only("tie_word_embeddings", False, default=False)
+    c.moot("initial_context_length", "experts_per_token")  # said by other fields as well
+    layers = c.whole("num_hidden_layers")
+    c.only("num_hidden_layers", layers + layers % 2)
+    in_turn = ["sliding_attention", "full_attention"] * (layers // 2)
+    c.only("layer_types", in_turn, default=in_turn)
+    plain = c.null(c.either("rope_parameters", "rope_scaling"))
+    return gpt_oss(
+        name,
+        layers,
+        c.whole(c.either("num_local_experts", "num_experts")),
+        heads=c.whole("num_attention_heads"),
+        kv_heads=c.whole("num_key_value_heads"),
+        head_dim=c.whole("head_dim"),
+        embed=c.whole("hidden_size"),
+        ff=c.whole("intermediate_size"),
+        top_k=c.whole("num_experts_per_tok"),
+        window=c.whole("sliding_window", 128),
+        vocab=c.whole("vocab_size"),
+        balance=c.number("router_aux_loss_coef", 0.001),
+        rope=STRETCHED if plain else rotation(c, 150_000.0),
+    )

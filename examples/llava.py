@@ -28,7 +28,10 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.hub import Config, reads, rope
+from megaloom.dsl.names import Names, Square, Stored, columns, flat, rows
 
+from . import llama3
 from .vit import Prepend
 
 
@@ -81,3 +84,87 @@ def llava_7b() -> Model:
 
 def llava_13b() -> Model:
     return llava("llava-13b", clip(23, 16, 1024, 4096, patch=14, pixels=336), 40, 40, 5120, 13824)
+
+
+SIGHT, PROJECTOR, TEXT = "vision_tower.", "multi_modal_projector.", "language_model."
+IMAGE_LAYER = {
+    "layer_norm1.weight": flat("layer_norm.0.scale"),
+    "layer_norm1.bias": flat("layer_norm.0.shift"),
+    **{f"self_attn.{n}_proj.weight": columns(f"attention.0.{n}") for n in "qkv"},
+    **{f"self_attn.{n}_proj.bias": flat(f"attention.0.{n}_bias") for n in "qkv"},
+    "self_attn.out_proj.weight": rows("attention.0.o"),
+    "self_attn.out_proj.bias": flat("attention.0.o_bias"),
+    "layer_norm2.weight": flat("layer_norm.1.scale"),
+    "layer_norm2.bias": flat("layer_norm.1.shift"),
+    "mlp.fc1.weight": columns("mlp.0.up"),
+    "mlp.fc1.bias": flat("mlp.0.up_bias"),
+    "mlp.fc2.weight": rows("mlp.0.down"),
+    "mlp.fc2.bias": flat("mlp.0.down_bias"),
+}
+NAMES = Names(
+    {
+        f"{SIGHT}embeddings.class_embedding": flat("cls"),
+        f"{SIGHT}embeddings.patch_embedding.weight": Stored(("patch_embed.0.patch",), ("embed", Square("pixels", 3))),
+        f"{SIGHT}embeddings.position_embedding.weight": columns("wpe"),
+        f"{SIGHT}pre_layrnorm.weight": flat("layer_norm.0.scale"),
+        f"{SIGHT}pre_layrnorm.bias": flat("layer_norm.0.shift"),
+        f"{PROJECTOR}linear_1.weight": columns("linear.0.weight"),
+        f"{PROJECTOR}linear_1.bias": flat("linear.0.bias"),
+        f"{PROJECTOR}linear_2.weight": columns("linear.1.weight"),
+        f"{PROJECTOR}linear_2.bias": flat("linear.1.bias"),
+        **{f"{TEXT}{name}": stored for name, stored in llama3.WHOLE.items()},
+    },
+    {
+        f"{SIGHT}encoder.layers.{{layer}}.": IMAGE_LAYER,
+        f"{TEXT}model.layers.{{layer}}.": llama3.NORMS | llama3.ATTENTION | llama3.SWIGLU,
+    },
+    unused=(f"{SIGHT}encoder.layers.{{layer}}.", f"{SIGHT}post_layernorm."),  # what comes after the layer that is read
+    older={f"{SIGHT}vision_model.": SIGHT},
+)
+
+
+@reads("LlavaForConditionalGeneration", names=NAMES)
+def config(c: Config, name: str) -> Model:
+    """Without the layers of the image encoder after the one that is read. Sizes not said are those of a Llama 7B."""
+    see, text = c.inner("vision_config"), c.inner("text_config")
+    c.only("projector_hidden_act", "gelu", default="gelu")
+    c.only("vision_feature_select_strategy", "default", default="default")
+    c.only("multimodal_projector_bias", True, default=True)
+    c.only("tie_word_embeddings", False, default=False)
+    c.moot("image_seq_length", "ignore_index", "vocab_size")  # follow from the others, or are of training
+    last, layers = c.whole("vision_feature_layer", -2), see.whole("num_hidden_layers")
+    see.only("model_type", "clip_vision_model")
+    see.only("hidden_act", "quick_gelu", default="quick_gelu")
+    see.only("layer_norm_eps", 1e-5, default=1e-5)
+    see.only("num_channels", 3, default=3)
+    see.moot("projection_dim", "vocab_size")  # of CLIP's own training
+    heads, embed = text.whole("num_attention_heads", 32), text.whole("hidden_size", 4096)
+    text.only("model_type", "llama")
+    text.only("num_key_value_heads", heads, default=heads)
+    text.only("head_dim", embed // heads, default=embed // heads)
+    text.only("hidden_act", "silu", default="silu")
+    text.only("rms_norm_eps", 1e-5)
+    text.only("tie_word_embeddings", False, default=False)
+    for bias in ("attention_bias", "mlp_bias"):
+        text.only(bias, False, default=False)
+    if rope(text, 10_000.0) != 10_000:
+        raise text.wrong("rope_parameters", "LLaVA's positions turn with a base of 10,000")
+    patch, pixels = see.whole("patch_size"), see.whole("image_size")
+    vision = clip(
+        last + 1 + layers if last < 0 else last,
+        see.whole("num_attention_heads"),
+        see.whole("hidden_size"),
+        see.whole("intermediate_size"),
+        patch=patch,
+        pixels=pixels,
+    )
+    return llava(
+        name,
+        vision,
+        text.whole("num_hidden_layers", 32),
+        heads,
+        embed,
+        text.whole("intermediate_size", 11008),
+        vocab=text.whole("vocab_size", 32000),
+        token=c.whole(c.either("image_token_index", "image_token_id"), 32000),
+    )

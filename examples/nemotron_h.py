@@ -16,6 +16,10 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.hub import Config, reads
+from megaloom.dsl.names import Names, columns, rows
+
+from .mamba2 import LAYER, WHOLE, steps
 
 
 def nemotron_h(
@@ -38,3 +42,64 @@ def nemotron_h_8b() -> Model:
         attention=Attention(heads=32, kv_heads=8, head_dim=128),
         mlp=MLP(21504, "relu2"),
     )
+
+
+OTHERS = {
+    **{f"mixer.{n}_proj.weight": columns(f"attention.0.{n}") for n in "qkv"},
+    "mixer.o_proj.weight": rows("attention.0.o"),
+    "mixer.up_proj.weight": columns("mlp.0.up"),
+    "mixer.down_proj.weight": rows("mlp.0.down"),
+}
+LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-"}
+
+
+@reads("NemotronHForCausalLM", names=Names(WHOLE, {"backbone.layers.{layer}.": LAYER | OTHERS}))
+def config(c: Config, name: str) -> Model:
+    """Steps are limited by time_step_limit, as in NVIDIA's training; Hugging Face's code takes time_step_min for it."""
+    steps(c)
+    c.only("mlp_hidden_act", "relu2", default="relu2")
+    c.only("mamba_hidden_act", "silu", default="silu")
+    c.only("use_conv_bias", True, default=True)
+    for bias in ("attention_bias", "mamba_proj_bias", "mlp_bias", "use_bias"):
+        c.only(bias, False, default=False)
+    for eps in ("layer_norm_epsilon", "rms_norm_eps"):
+        c.only(eps, 1e-5, default=1e-5)
+    c.only("sliding_window", default=None)
+    c.only("tie_word_embeddings", False, default=False)
+    groups, heads, head_dim = c.whole("n_groups", 8), c.whole("mamba_num_heads", 128), c.whole("mamba_head_dim", 64)
+    return nemotron_h(
+        name,
+        _pattern(c),
+        c.whole("hidden_size"),
+        mamba=Mamba2(
+            heads=heads,
+            head_dim=head_dim,
+            state=c.whole("ssm_state_size", 128),
+            groups=groups,
+            conv=c.whole("conv_kernel", 4),
+            norm_groups=groups,
+        ),
+        attention=Attention(
+            heads=c.whole("num_attention_heads"),
+            kv_heads=c.whole("num_key_value_heads", 8),
+            head_dim=c.whole(c.either("head_dim", "attention_head_dim"), 128),
+        ),
+        mlp=MLP(c.whole("intermediate_size"), "relu2"),
+        vocab=c.whole("vocab_size"),
+    )
+
+
+def _pattern(c: Config) -> str:
+    """A letter a layer, from either spelling; fields of experts and of tokens further ahead are for other models."""
+    c.moot(*(name for name in c.fields if name.startswith(("moe_", "mtp_"))))
+    c.moot("expand", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "routed_scaling_factor")
+    c.moot("n_group", "topk_group", "norm_topk_prob", "num_nextn_predict_layers")
+    said = c.either("hybrid_override_pattern", "layers_block_type", "layer_types")
+    if said == "hybrid_override_pattern":
+        pattern = c.text(said)
+    else:
+        pattern = "".join(LETTERS.get(kind, "?") for kind in c.many(said))
+    if not set(pattern) <= set(LETTERS.values()):
+        raise c.wrong(said, f"its layers can be {', '.join(sorted(set(LETTERS.values())))}, or {', '.join(LETTERS)}")
+    c.only("num_hidden_layers", len(pattern), default=len(pattern))
+    return pattern

@@ -19,6 +19,8 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.hub import Config, reads
+from megaloom.dsl.names import Names, Tensors, columns, flat, rows
 
 NORM = RMSNorm(1e-6)
 
@@ -94,3 +96,67 @@ def t5_v1_1_xl() -> Model:
 
 def t5_v1_1_xxl() -> Model:
     return t5("t5-v1.1-xxl", 24, 64, 4096, GeGLU(10240), tied=False)
+
+
+SELF = {f"layer.0.SelfAttention.{n}.weight": columns(f"attention.0.{n}") for n in "qkv"} | {
+    "layer.0.SelfAttention.o.weight": rows("attention.0.o"),
+    "layer.0.layer_norm.weight": flat("rms_norm.0.scale"),
+}
+CROSS = {f"layer.1.EncDecAttention.{n}.weight": columns(f"cross_attention.0.{n}") for n in "qkv"} | {
+    "layer.1.EncDecAttention.o.weight": rows("cross_attention.0.o"),
+    "layer.1.layer_norm.weight": flat("rms_norm.1.scale"),
+}
+
+
+def feed_forward(place: int) -> Tensors:
+    """The names of a feed-forward, gated or not, that is the part at this place of its layer."""
+    dense = f"layer.{place}.DenseReluDense."
+    return {
+        f"layer.{place}.layer_norm.weight": flat(f"rms_norm.{place}.scale"),
+        f"{dense}wi.weight": columns("mlp.0.up"),
+        f"{dense}wi_0.weight": columns("geglu.0.gate"),
+        f"{dense}wi_1.weight": columns("geglu.0.up"),
+        f"{dense}wo.weight": (rows("mlp.0.down"), rows("geglu.0.down")),
+    }
+
+
+NAMES = Names(
+    {
+        "shared.weight": columns("wte"),
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": columns("encoder_biases", dim="heads"),
+        "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": columns("decoder_biases", dim="heads"),
+        "encoder.final_layer_norm.weight": flat("rms_norm.0.scale"),
+        "decoder.final_layer_norm.weight": flat("rms_norm.1.scale"),
+        "lm_head.weight": columns("head"),
+    },
+    {
+        "encoder.block.{layer}.": {**SELF, **feed_forward(1)},
+        "decoder.block.{layer}.": {**SELF, **CROSS, **feed_forward(2)},
+    },
+)
+
+
+@reads("T5ForConditionalGeneration", names=NAMES)
+def config(c: Config, name: str) -> Model:
+    """Where Hugging Face does not scale the hidden states before the logits (version 1.1), the tables are two."""
+    c.only("is_encoder_decoder", True, default=True)
+    c.only("is_decoder", False, default=False)
+    c.only("layer_norm_epsilon", 1e-6, default=1e-6)
+    c.moot("is_gated_act", "dense_act_fn")  # follow from feed_forward_proj
+    c.moot("n_positions")  # there is no table of positions
+    tied = c.flag("tie_word_embeddings", True)
+    ff, layers = c.whole("d_ff"), c.whole("num_layers")
+    kinds = {"relu": MLP(ff, "relu"), "gated-gelu": GeGLU(ff)}
+    return t5(
+        name,
+        layers=layers,
+        heads=c.whole("num_heads"),
+        embed=c.whole("d_model"),
+        ff=c.choice("feed_forward_proj", kinds, "relu"),
+        head_dim=c.whole("d_kv", 64),
+        vocab=c.whole("vocab_size"),
+        tied=c.flag("scale_decoder_outputs", tied) and tied,
+        buckets=c.whole("relative_attention_num_buckets", 32),
+        distance=c.whole("relative_attention_max_distance", 128),
+        decoder_layers=c.whole("num_decoder_layers", layers),
+    )

@@ -22,6 +22,8 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.hub import Config, reads
+from megaloom.dsl.names import Names, Square, Stored, columns, flat, rows
 
 
 @frozen
@@ -67,3 +69,58 @@ def vit_large() -> Model:
 
 def vit_huge() -> Model:
     return vit("vit-huge", 32, 16, 1280, 5120, patch=14)
+
+
+NAMES = Names(
+    {
+        "vit.embeddings.cls_token": Stored(("cls",), (1, "patches", "embed")),
+        "vit.embeddings.position_embeddings": Stored(("wpe",), (1, "position", "embed")),
+        "vit.embeddings.patch_embeddings.projection.weight": Stored(
+            ("patch_embed.0.patch",), ("embed", Square("pixels", 3))
+        ),
+        "vit.embeddings.patch_embeddings.projection.bias": flat("patch_embed.0.patch_bias"),
+        "vit.layernorm.weight": flat("layer_norm.0.scale"),
+        "vit.layernorm.bias": flat("layer_norm.0.shift"),
+        "classifier.weight": columns("head"),
+        "classifier.bias": flat("unembed.0.bias"),
+    },
+    {
+        "vit.encoder.layer.{layer}.": {
+            "layernorm_before.weight": flat("layer_norm.0.scale"),
+            "layernorm_before.bias": flat("layer_norm.0.shift"),
+            "attention.attention.query.weight": columns("attention.0.q"),
+            "attention.attention.query.bias": flat("attention.0.q_bias"),
+            "attention.attention.key.weight": columns("attention.0.k"),
+            "attention.attention.key.bias": flat("attention.0.k_bias"),
+            "attention.attention.value.weight": columns("attention.0.v"),
+            "attention.attention.value.bias": flat("attention.0.v_bias"),
+            "attention.output.dense.weight": rows("attention.0.o"),
+            "attention.output.dense.bias": flat("attention.0.o_bias"),
+            "layernorm_after.weight": flat("layer_norm.1.scale"),
+            "layernorm_after.bias": flat("layer_norm.1.shift"),
+            "intermediate.dense.weight": columns("mlp.0.up"),
+            "intermediate.dense.bias": flat("mlp.0.up_bias"),
+            "output.dense.weight": rows("mlp.0.down"),
+            "output.dense.bias": flat("mlp.0.down_bias"),
+        }
+    },
+)
+
+
+@reads("ViTForImageClassification", names=NAMES)
+def config(c: Config, name: str) -> Model:
+    c.only("hidden_act", "gelu", default="gelu")
+    c.only("layer_norm_eps", 1e-12, default=1e-12)
+    c.only("num_channels", 3, default=3)
+    c.only("qkv_bias", True, default=True)
+    c.moot("encoder_stride", "pooler_act", "pooler_output_size")  # of heads for other tasks
+    return vit(
+        name,
+        layers=c.whole("num_hidden_layers"),
+        heads=c.whole("num_attention_heads"),
+        embed=c.whole("hidden_size"),
+        ff=c.whole("intermediate_size"),
+        patch=c.whole("patch_size", 16),
+        pixels=c.whole("image_size", 224),
+        classes=c.size("id2label", 2),
+    )
