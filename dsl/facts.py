@@ -20,7 +20,7 @@ from .keep import Recompute, Saved, inputs, keeps, tensors
 from .ops import Dot, Input, Lookup, Rows, Weight
 from .program import Program, Step, program
 from .scan import Scan
-from .splits import SEQUENCES, WHOLE, Local, Split, among_experts
+from .splits import SEQUENCES, WHOLE, Local, Split, among_experts, cut
 from .value import Value
 from .views import Pick, Rename, Slice
 
@@ -170,19 +170,15 @@ def _work(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
         if isinstance(v.op, VIEWS) or id(v) in p.fused:
             continue
         local = step.at(sizes, split)
-        forward, dgrad, wgrad = _flops(step, sizes, split)
+        forward, dgrad, wgrad = _flops(p, step, sizes, split)
         count, m, n, k = _product(step, local, split)
-        gathered = step.gathered(split)
-        elements = sum(
-            local((*step.outer, *x.shape)) * (split.cp if x in gathered else 1) for x in (*_reads(p, step), v)
-        )
         yield Work(
             kind=type(v.op).__name__.lower(),
             path=step.name,
             flops=forward,
             dgrad=dgrad,
             wgrad=wgrad,
-            elements=elements,
+            elements=sum(_touched(step, x, sizes, split) for x in (*_reads(p, step), v)),
             core=isinstance(v.op, Attend),
             count=count,
             m=m,
@@ -191,8 +187,16 @@ def _work(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
         )
 
 
-def _flops(step: Step, sizes: Sizes, split: Split) -> tuple[int, int, int]:
-    """Forward, dgrad, wgrad. The transpose of a product costs as much as the product, for each of its arguments."""
+def _touched(step: Step, x: Value, sizes: Sizes, split: Split) -> int:
+    """The elements of a tensor that a device reads or writes; gates are of all experts, whoever has those."""
+    own = cut(step.table, step.outer, x.shape)
+    whole = {name for name, axis in step.axes.items() if axis == "ep" and name not in own}
+    n = step.at(sizes, split, whole=whole)((*step.outer, *x.shape))
+    return n * split.cp if x in step.gathered(split) else n
+
+
+def _flops(p: Program, step: Step, sizes: Sizes, split: Split) -> tuple[int, int, int]:
+    """Forward, dgrad, wgrad. Transposed, a product costs as much again for each argument that has a gradient."""
     v = step.value
     shapes = tuple(a.shape for a in v.args)
     if isinstance(v.op, Attend):  # each device's share of the queries meets all the keys
@@ -204,7 +208,8 @@ def _flops(step: Step, sizes: Sizes, split: Split) -> tuple[int, int, int]:
     forward = v.op.flops(v.shape, shapes, local) * local(step.outer)
     if isinstance(v.op, Scan):
         return forward, 2 * forward, 0
-    return forward, forward * (len(v.args) - len(step.weights)), forward * len(step.weights)
+    activations = sum(not isinstance(a.op, Weight) and id(a.source) not in p.data for a in v.args)
+    return forward, forward * activations, forward * len(step.weights)
 
 
 def _product(step: Step, local: Local, split: Split) -> tuple[int, int, int, int]:

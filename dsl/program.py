@@ -13,7 +13,7 @@ from .combine import Each
 from .dims import Dim, DType, Shape
 from .graph import Node, primitives
 from .layer import Layer
-from .ops import Weight
+from .ops import Input, Weight
 from .splits import SPLITS, Local, Split, among_experts, cut, sequential
 from .value import Op, Pointwise, Value
 
@@ -45,8 +45,8 @@ class Step:
 
     @property
     def weights(self) -> tuple[Value, ...]:
-        """The weights that it reads."""
-        return tuple(a for a in self.value.args if isinstance(a.op, Weight))
+        """The weights that it reads and that are trained."""
+        return tuple(a for a in self.value.args if isinstance(a.op, Weight) and a.op.trained)
 
 
 @frozen(eq=False)
@@ -59,6 +59,7 @@ class Program:
     inputs: tuple[Value, ...]
     weights: tuple[tuple[tuple[Dim, ...], Shape], ...]  # of each, the copies around it and its own dims
     fused: frozenset[int]  # the source of each value that only exists inside a chain of pointwise ops
+    data: frozenset[int]  # the source of each value that is made of data alone, which has no gradient
 
     def held(
         self, dims: Iterable[Dim], outer: tuple[Dim, ...], sizes: Mapping[str, int], split: Split, data: bool = False
@@ -100,7 +101,7 @@ class _Like:
     """What nodes of which every fact is the same have in common, and one of them."""
 
     op: Op
-    inputs: tuple[tuple[Shape, DType, int], ...]  # the number is the place of the first that is the same value
+    inputs: tuple[tuple[Shape, DType, int, bool], ...]  # the place of the first that is the same value; if it is data
     weights: tuple[tuple[tuple[Dim, ...], Shape], ...]
     node: Node = field(eq=False)
 
@@ -109,7 +110,8 @@ class _Like:
 def program(node: Node) -> Program:
     """The program of a node; nodes of equal layers on equal shapes have the same one, made once."""
     args, weights = node.value.args, tuple((s.outer, s.value.shape) for s in node.weights if s.trained)
-    return _made(_Like(node.op, tuple((a.shape, a.dtype, args.index(a)) for a in args), weights, node))
+    inputs = tuple((a.shape, a.dtype, args.index(a), isinstance(a.source.op, Input)) for a in args)
+    return _made(_Like(node.op, inputs, weights, node))
 
 
 @lru_cache(maxsize=1 << 12)
@@ -118,7 +120,7 @@ def _made(like: _Like) -> Program:
     table = {**SPLITS, **_splits(value, {id(a) for a in value.args})}
     steps = tuple(Step(v, _name(v, path), outer, table) for v, path, outer in primitives(value))
     inputs = tuple(a for a in value.args if not isinstance(a.op, Weight))
-    return Program(value, table, steps, inputs, like.weights, _fused(value, steps))
+    return Program(value, table, steps, inputs, like.weights, _fused(value, steps), _data(inputs, steps))
 
 
 def _splits(value: Value, outside: set[int]) -> dict[str, str]:
@@ -140,6 +142,14 @@ def _name(v: Value, path: str) -> str:
     """A primitive with a weight is known by the weight, others by their kind."""
     named = next((a.op.name for a in v.args if isinstance(a.op, Weight)), None)
     return path + (named or (v.op.fn if isinstance(v.op, Pointwise) else type(v.op).__name__.lower()))
+
+
+def _data(inputs: tuple[Value, ...], steps: tuple[Step, ...]) -> frozenset[int]:
+    found = {id(a.source) for a in inputs if isinstance(a.source.op, Input)}
+    for s in steps:
+        if s.value.args and all(id(a.source) in found for a in s.value.args):
+            found.add(id(s.value))
+    return frozenset(found)
 
 
 def _fused(value: Value, steps: tuple[Step, ...]) -> frozenset[int]:

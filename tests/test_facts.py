@@ -14,12 +14,10 @@ from megaloom.dsl import (
     SEQ,
     Attention,
     Dim,
-    Dropout,
     DType,
     Embed,
     Gate,
     Input,
-    LayerNorm,
     MoE,
     RMSNorm,
     Saved,
@@ -28,15 +26,11 @@ from megaloom.dsl import (
     SwiGLU,
     Value,
     apply,
-    chain,
     costs,
     dot,
     flops,
     graph,
     model,
-    params,
-    repeat,
-    residual,
     saved,
     weight,
 )
@@ -67,37 +61,6 @@ def nbytes(kept):
 
 
 # Parameters
-
-layers = st.recursive(
-    st.sampled_from([RMSNorm(), LayerNorm(), Attention(heads=4, kv_heads=2), Dropout(0.1)])
-    | st.sampled_from([MLP(8, bias=True), SwiGLU(16), MoE(SwiGLU(8), 4, 2), MoE(MLP(8), 4, 1)]),
-    lambda inner: (
-        st.builds(residual, inner)
-        | st.builds(repeat, st.integers(1, 2), inner)
-        | st.builds(lambda a, b: a >> b, inner, inner)
-    ),
-    max_leaves=4,
-)
-
-
-@given(layer=layers, n=st.integers(1, 4))
-def test_a_repeat_multiplies_every_fact(layer, n):
-    one, many = hidden() >> layer, hidden() >> repeat(n, layer)
-    assert params(many) == n * params(one)
-    a, b = (flops(model("m", v), batch=2, seq=8) for v in (one, many))
-    assert (b.forward, b.dgrad, b.wgrad) == (n * a.forward, n * a.dgrad, n * a.wgrad)
-
-
-def everything(value, split):
-    return [(n.name, costs(n, batch=2, seq=16, split=split)) for n in nodes(value)]
-
-
-@given(a=layers, b=layers, c=layers, sequence_parallel=st.booleans())
-def test_grouping_changes_no_fact(a, b, c, sequence_parallel):
-    split = Split(tp=2, cp=2, ep=2, sequence_parallel=sequence_parallel)
-    grouped = [hidden() >> (a >> b) >> c, hidden() >> a >> (b >> c), hidden() >> chain(a, b, c)]
-    first, *others = (everything(v, split) for v in grouped)
-    assert all(other == first for other in others)
 
 
 def test_the_parameters_of_a_device_are_its_share():
