@@ -19,6 +19,7 @@ from functools import lru_cache
 
 from attrs import define, evolve, field, frozen
 
+from .attend import Attend
 from .combine import Each
 from .dims import Dim, DType
 from .ops import Dot, Input, Lookup, Normalize, Weight
@@ -27,6 +28,7 @@ from .reach import Reach, reach_of
 from .routing import Combine, Route
 from .splits import SEQUENCES, Split, cut
 from .value import Pointwise, Value
+from .views import Rename
 
 
 class How(Enum):
@@ -144,15 +146,27 @@ class _Inference:
         """A primitive with its moves."""
         v, reach = step.value, reach_of(step, self.split)
         after = self.parts(v)
-        made = [axis for a, r in zip(v.args, reach, strict=True) for axis, _ in self.reached(step, a, r)]
         work = {axis for x in (v, *v.args) if id(origin(x)) not in self.plain for axis in self.parts(x)}
-        work = (work | {a for a in step.axes.values() if self.divides(a)}) - (set(made) - after)
+        work = (work | {a for a in step.axes.values() if self.divides(a)}) - (self.made(step, reach) - after)
         reads = tuple(
             (*self.reduced(a), *self.entered(step, a, r, work, after)) for a, r in zip(v.args, reach, strict=True)
         )
-        taken = tuple(Move(How.TAKE, a, self.dim(v, a)) for a in ("cp", "tp") if a in made and a in after)
+        taken = tuple(
+            Move(How.TAKE, a, self.dim(v, a)) for a in ("cp", "tp") if a in after & self.whole_over(step, reach)
+        )
         over = v.op.over if isinstance(v.op, Normalize) and v.op.groups == 1 else ()
         return Placed(step, reads, taken, frozenset(after), tuple(sorted(self.over(step, over))))
+
+    def whole_over(self, step: Step, reach: tuple[Reach, ...]) -> set[str]:
+        """The axes over which each device computes more of a result than its part."""
+        v = step.value
+        if isinstance(v.op, Rename) and self.own(v) != self.own(v.args[0]):
+            return set(self.own(v).values()) - set(self.own(v.args[0]).values()) | self.made(step, reach)
+        return self.made(step, reach[:1] if isinstance(v.op, Attend) else reach)
+
+    def made(self, step: Step, reach: tuple[Reach, ...]) -> set[str]:
+        """The axes whose parts arguments are made whole of."""
+        return {axis for a, r in zip(step.value.args, reach, strict=False) for axis, _ in self.reached(step, a, r)}
 
     def reduced(self, v: Value) -> Moves:
         """The reduction of a value, if it is partial sums."""
