@@ -103,6 +103,15 @@ def title(item: Item) -> str:
     return f"repeat {item.times}x" if item.times > 1 else "block"
 
 
+def guides(encoding: str | None) -> Sequence[str]:
+    """The guides that a file of this encoding can show."""
+    try:
+        "".join(UNICODE).encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return ASCII
+    return UNICODE
+
+
 def lines(o: Outline, guides: Sequence[str] = UNICODE) -> list[Line]:
     """The lines of a model in their order, its total the last."""
     all_places = [place for column in o.columns for place in places(column)]

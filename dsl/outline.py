@@ -14,13 +14,14 @@ from functools import partial
 from attrs import define, field, frozen
 
 from .combine import Block, Repeat
+from .errors import UserError
 from .facts import costs
 from .figures import Figures, Path, account, size, total
 from .fold import Fold
-from .graph import Model, Node, Slot, graph
+from .graph import Model, Node, Slot, graph, primitives
 from .items import Group, Item, Leaf, leaves, reads
 from .layer import Layer
-from .ops import Weight
+from .ops import Rows, Weight
 from .value import Value
 
 
@@ -31,6 +32,7 @@ class Outline:
     model: Model
     batch: int
     seq: int
+    source: int | None
     columns: tuple[tuple[Item, ...], ...]
     shared: tuple[Slot, ...]
 
@@ -44,6 +46,9 @@ class Outline:
 def outline(m: Model, *, batch: int, seq: int, source: int | None = None, element: int = 2) -> Outline:
     """The outline of a model for a batch of sequences, whose activations take this many bytes an element."""
     g = graph(m)
+    for name, tokens in {"seq": seq, "source": seq if source is None else source}.items():
+        if tokens > (most := longest(m).get(name, tokens)):
+            raise UserError(f"{name} of {tokens}: {m.name} has learned positions for {most}\ngive {most} or less")
     walk = _Walk({id(n.value): n for n in g.nodes})
     walk.read(m.outputs)
     chains = _columns(walk.levels[0])
@@ -52,7 +57,18 @@ def outline(m: Model, *, batch: int, seq: int, source: int | None = None, elemen
     fold = Fold(accounts)
     folded = [fold.level(column, reads(column[0])[:1]) for column in chains]
     columns = tuple(tuple(map(fold.settled, column)) for column in folded)
-    return Outline(m, batch, seq, columns, accounts.shared)
+    return Outline(m, batch, seq, source, columns, accounts.shared)
+
+
+def longest(m: Model) -> dict[str, int]:
+    """How many positions learned tables allow, of each sequence whose length the workload says."""
+    out: dict[str, int] = {}
+    for v in (v for n in graph(m).nodes for v, *_ in primitives(n.value)):
+        if isinstance(v.op, Rows):
+            rows = v.args[1][v.op.key].known - v.op.offset
+            for name in (d.name for d in v.shape if d.size is None):
+                out[name] = min(out.get(name, rows), rows)
+    return out
 
 
 @define

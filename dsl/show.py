@@ -79,7 +79,8 @@ def _style(item: Item | None) -> str:
 def head(o: Outline) -> str:
     """What is shown, in a line."""
     sequences = f"{o.batch:,} sequences" if o.batch > 1 else "one sequence"
-    return f"{o.model.name}: {o.figures.params:,} parameters; for {sequences} of {o.seq:,} tokens"
+    source = "" if o.source is None else f", {o.source:,} at its source"
+    return f"{o.model.name}: {o.figures.params:,} parameters; for {sequences} of {o.seq:,} tokens{source}"
 
 
 def foot(o: Outline, precision: str) -> str:

@@ -74,13 +74,14 @@ def written(it: object) -> str:
 
 
 def folded(said: str, room: int) -> list[str]:
-    """The lines of a layer as it was written, broken behind spaces and brackets such that they fit, if they can.
+    """The lines of a layer as it was written, broken behind spaces, or else brackets, such that they fit.
 
     >>> folded("Attention(heads=32, rope=500000)", 20)
     ['Attention(heads=32,', 'rope=500000)']
     """
     out = [""]
-    for piece in findall(r".+?(?:\(| |$)", said):
+    parts = findall(r".+?(?: |$)", said)
+    for piece in (p for part in parts for p in ([part] if len(part) <= room else findall(r".+?(?:\(|$)", part))):
         if out[-1] and len(out[-1]) + len(piece.rstrip()) > room:
             out.append("")
         out[-1] += piece

@@ -1,4 +1,4 @@
-"""`megaloom`: train, verify, plan. torch and megatron-core are loaded only where there is something to run.
+"""`megaloom`: train, verify, plan, show. torch and megatron-core are loaded only where there is something to run.
 
 Exit codes: 0; 1 for a failed verification or a rank that died; 2 for what the user can mend; 130 and 143 when stopped
 by SIGINT and SIGTERM. What went wrong is said on stderr, once and without a traceback.
@@ -134,6 +134,55 @@ def verify(plan: Path, /, *, steps: int = 3, seed: int = 1234) -> int:
     found = compare(asked, steps=steps, seed=seed)
     _print(comparison(found, asked))
     return 0 if found.passed else 1
+
+
+@app.command
+def show(
+    model: str,
+    /,
+    *,
+    seq: int | None = None,
+    batch: int = 1,
+    source: int | None = None,
+    precision: Precision = Precision.BF16,
+    svg: Path | None = None,
+    html: Path | None = None,
+) -> None:
+    """Print a model as a tree, repeats folded, with the shape, parameters, FLOPs and saved activations of each layer.
+
+    Parameters
+    ----------
+    model
+        file.py:name, a file.py with one model, package.module:name, one of the examples (llama3-8b), or a Hugging Face
+        config.json.
+    seq
+        Tokens a sequence. [default: 4096, or what the model's learned positions allow]
+    batch
+        Sequences.
+    source
+        Tokens of each sequence that an encoder reads. [default: as many as --seq]
+    precision
+        What activations are kept in.
+    svg
+        A file to draw the model to.
+    html
+        A file for a page with the drawing and the table.
+    """
+    from megaloom.dsl.find import find
+    from megaloom.dsl.lines import guides
+    from megaloom.dsl.outline import longest, outline
+    from megaloom.dsl.show import report
+
+    declared, _ = find(model)
+    tokens = min(4096, longest(declared).get("seq", 4096)) if seq is None else seq
+    found = outline(declared, batch=batch, seq=tokens, source=source, element=4 if precision is Precision.FP32 else 2)
+    if svg or html:
+        from megaloom.dsl.page import save
+
+        save(found, precision, svg, html)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    wrote = (f"wrote {path}" for path in (svg, html) if path)
+    _print(report(found, precision, guides(sys.stdout.encoding), width), *wrote)
 
 
 def _left(folder: Path) -> str:
