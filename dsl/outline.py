@@ -18,10 +18,11 @@ from .errors import UserError
 from .facts import costs
 from .figures import Figures, Path, account, size, total
 from .fold import Fold
-from .graph import Model, Node, Slot, graph, primitives
+from .graph import Model, Node, Slot, graph
 from .items import Group, Item, Leaf, leaves, reads
 from .layer import Layer
-from .ops import Rows, Weight
+from .ops import Weight
+from .positions import longest
 from .value import Value
 
 
@@ -46,8 +47,9 @@ class Outline:
 def outline(m: Model, *, batch: int, seq: int, source: int | None = None, element: int = 2) -> Outline:
     """The outline of a model for a batch of sequences, whose activations take this many bytes an element."""
     g = graph(m)
+    limits = longest(g)
     for name, tokens in {"seq": seq, "source": seq if source is None else source}.items():
-        if tokens > (most := longest(m).get(name, tokens)):
+        if tokens > (most := limits.get(name, tokens)):
             raise UserError(f"{name} of {tokens}: {m.name} has learned positions for {most}\ngive {most} or less")
     walk = _Walk({id(n.value): n for n in g.nodes})
     walk.read(m.outputs)
@@ -58,17 +60,6 @@ def outline(m: Model, *, batch: int, seq: int, source: int | None = None, elemen
     folded = [fold.level(column, reads(column[0])[:1]) for column in chains]
     columns = tuple(tuple(map(fold.settled, column)) for column in folded)
     return Outline(m, batch, seq, source, columns, accounts.shared)
-
-
-def longest(m: Model) -> dict[str, int]:
-    """How many positions learned tables allow, of each sequence whose length the workload says."""
-    out: dict[str, int] = {}
-    for v in (v for n in graph(m).nodes for v, *_ in primitives(n.value)):
-        if isinstance(v.op, Rows):
-            rows = v.args[1][v.op.key].known - v.op.offset
-            for name in (d.name for d in v.shape if d.size is None):
-                out[name] = min(out.get(name, rows), rows)
-    return out
 
 
 @define

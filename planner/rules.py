@@ -13,8 +13,8 @@ from math import gcd, isqrt
 
 from attrs import frozen
 
-from megaloom.dsl.graph import Graph, primitives
-from megaloom.dsl.ops import Rows
+from megaloom.dsl.graph import Graph
+from megaloom.dsl.positions import longest
 from megaloom.dsl.splits import SPLITS, cut
 
 from .cluster import Cluster
@@ -40,7 +40,7 @@ class Needs:
     """What a graph asks of a layout: the sizes that an axis must divide, by (axis, dim), and where it can be cut."""
 
     sizes: dict[tuple[str, str], tuple[int, ...]]
-    positions: tuple[int, ...]  # rows of learned position tables
+    positions: tuple[int, ...]  # how long learned tables let sequences be
     stages: int  # at most
     blocks: int  # iterations of its repeats
 
@@ -105,12 +105,9 @@ def needs(graph: Graph) -> Needs:
                 size = next(d.size for d in slot.dims if d.name == dim)
                 if size is not None:
                     sizes.setdefault((axis, dim), set()).add(size)
-    rows = {
-        v.args[1].shape[v.op.key].known for n in graph.nodes for v, *_ in primitives(n.value) if isinstance(v.op, Rows)
-    }
     return Needs(
         sizes={key: tuple(sorted(found)) for key, found in sizes.items()},
-        positions=tuple(sorted(rows)),
+        positions=tuple(sorted(longest(graph).values())),
         stages=len(graph.cuts) + 1,
         blocks=len({node.block for node in graph.nodes} - {None}),
     )

@@ -169,12 +169,14 @@ def show(
         A file for a page with the drawing and the table.
     """
     from megaloom.dsl.find import find
+    from megaloom.dsl.graph import graph
     from megaloom.dsl.lines import guides
-    from megaloom.dsl.outline import longest, outline
+    from megaloom.dsl.outline import outline
+    from megaloom.dsl.positions import longest
     from megaloom.dsl.show import report
 
     declared, _ = find(model)
-    tokens = min(4096, longest(declared).get("seq", 4096)) if seq is None else seq
+    tokens = min(4096, longest(graph(declared)).get("seq", 4096)) if seq is None else seq
     found = outline(declared, batch=batch, seq=tokens, source=source, element=4 if precision is Precision.FP32 else 2)
     if svg or html:
         from megaloom.dsl.page import save

@@ -45,7 +45,8 @@ from megaloom.dsl.figures import BYTES, Figures, total
 from megaloom.dsl.find import examples, find
 from megaloom.dsl.items import Group, Item, Leaf
 from megaloom.dsl.lines import ASCII, guides, lines, title
-from megaloom.dsl.outline import Outline, longest, outline
+from megaloom.dsl.outline import Outline, outline
+from megaloom.dsl.positions import longest
 from megaloom.dsl.show import report
 from megaloom.runtime.cli import main
 
@@ -242,8 +243,8 @@ def test_no_deeper_than_the_model() -> None:
 
 def test_a_sequence_longer_than_the_positions() -> None:
     gpt2, _ = find("gpt2")
-    assert longest(gpt2) == {"seq": 1024}
-    assert longest(find("llava-7b")[0]) == {}  # those of its image are no tokens
+    assert longest(graph(gpt2)) == {"seq": 1024}
+    assert longest(graph(find("llava-7b")[0])) == {}  # those of its image are no tokens
     assert "of 1,024 tokens, 64 at its source" in printed(outline(encoder_decoder(), batch=1, seq=1024, source=64))
     with pytest.raises(UserError, match="seq of 2048: gpt2 has learned positions for 1024\ngive 1024 or less"):
         outline(gpt2, batch=1, seq=2048)
