@@ -96,10 +96,12 @@ class Fold:
         return Group(None, tuple(self.folded(head, likes)), reads(only)[0], head[-1].out, head[-1].end)
 
     def settled(self, item: Item) -> Item:
-        """The item, with names of nodes that are kept alone."""
+        """The item, with names of nodes that are kept alone; a block of one thing is that."""
         if isinstance(item, Leaf):
             return evolve(item, inputs=tuple(dict.fromkeys(map(self.known, item.inputs))))
         items = tuple(map(self.settled, item.items))
+        if item.layer is None and item.times == len(items) == 1:
+            return items[0]
         return evolve(item, items=items, entry=self.known(item.entry), out=self.known(item.out))
 
 

@@ -151,7 +151,7 @@ def test_alternating_patterns_are_folded_as_they_were_written_or_come_out() -> N
     assert len(tree([pair])[0][1]) == 2  # type: ignore[index]
     apart = small(chained(*(repeat(1, BLOCKS["a"] if i % 6 == 5 else near) for i in range(14)))).columns[0]
     assert [title(i) for i in apart[2:-1]] == ["repeat 2x", "repeat 2x"]
-    assert [title(i) for i in groups(apart[2:3])] == ["repeat 2x", "repeat 5x", "x +", "block", "x +"]
+    assert [title(i) for i in groups(apart[2:3])] == ["repeat 2x", "repeat 5x", "x +", "x +"]
     nested = small(chained(repeat(2, repeat(3, BLOCKS["a"]) >> BLOCKS["f"]))).columns[0][2:3]
     assert [title(i) for i in groups(nested)] == ["repeat 2x", "repeat 3x", "x +", "x +"]
 
