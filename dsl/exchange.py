@@ -11,6 +11,7 @@ from typing import Literal
 from attrs import define, field, frozen
 
 from .attend import Attend
+from .dims import DType
 from .ops import Normalize
 from .placement import How, Move, Moves, Placed, Placement, placement
 from .program import Program, Step, origin
@@ -96,6 +97,8 @@ class _Count:
             return
         n = self.whole(step, v, move)
         yield Collective("all_gather", move.axis, n, False, step.name)
+        if v.dtype is DType.INDEX:
+            return
         if move.axis == "tp":
             yield Collective("all_gather", move.axis, n, True, step.name)
         yield Collective("reduce_scatter", move.axis, n, True, step.name)

@@ -30,7 +30,7 @@ PUBLISHED = {
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
 }
-OURS = {"stdlib-gpt"}
+OURS = {"stdlib-gpt", "own-layer", "own-module"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -1,0 +1,63 @@
+"""A layer of one's own with a torch module of its own, for speed: here megatron-core's MLP, which computes the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from attrs import frozen
+
+from megaloom.dsl import (
+    Attention,
+    Dim,
+    Embed,
+    Layer,
+    Model,
+    RMSNorm,
+    Unembed,
+    Value,
+    dot,
+    fn,
+    ids,
+    model,
+    repeat,
+    residual,
+    weight,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from megaloom.runtime.site import Site
+    from megaloom.runtime.weights import Weights
+
+
+@frozen
+class SquaredReLU(Layer):
+    """down(relu(up(x))²). Source: Primer, So et al., arXiv:2109.08668."""
+
+    channels: int
+    splits: ClassVar[dict[str, str]] = {"channels": "tp"}
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        e, c = x["embed"], Dim("channels", self.channels)
+        h = fn("relu2", dot(x, weight("up", e, c), "embed"))
+        return dot(h, weight("down", c, e), "channels")
+
+    def module(self, site: Site) -> nn.Module:
+        """What runs instead of the body. Only who trains calls it, so torch is imported here."""
+        from megaloom.runtime.evaluate import UNARY
+        from megaloom.runtime.modules import FeedForward
+
+        return FeedForward(site, site.with_(ffn_hidden_size=self.channels, activation_func=UNARY["relu2"]))
+
+    def parameters(self, w: Weights) -> dict[str, Tensor]:
+        """Each parameter of that module, whole, from the weights of the body."""
+        return {"linear_fc1.weight": w("up").T, "linear_fc2.weight": w("down").T}
+
+
+def own_module() -> Model:
+    """A small GPT of bytes."""
+    vocab, d = Dim("vocab", 256), Dim("embed", 128)
+    wte = weight("wte", vocab, d)
+    block = residual(RMSNorm(), Attention(heads=4, rope=10_000)) >> residual(RMSNorm(), SquaredReLU(512))
+    return model("own-module", ids() >> Embed(wte) >> repeat(4, block) >> RMSNorm() >> Unembed(wte))
