@@ -205,8 +205,9 @@ def _tell(found: Found, declared: Model, top: int, assumed: Sequence[str], targe
 
     from megaloom.dsl.facts import params
     from megaloom.dsl.graph import graph
+    from megaloom.dsl.printing import show
 
-    from .explain import report, show
+    from .explain import report
 
     best = found.best
     machine, w = best.cluster, best.workload

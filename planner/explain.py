@@ -1,18 +1,16 @@
 """A plan, said so that one can judge it: what it is, why it wins, and why its neighbours lose.
 
-Protocol: `summary` of a plan and `report` of a search are things for rich to print; `show` prints them, as tables on a
-terminal, as plain lines of any length elsewhere.
+Protocol: `summary` of a plan and `report` of a search are things for rich to print, as `megaloom.dsl.printing` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from io import StringIO
 from itertools import groupby
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from attrs import frozen
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -232,17 +230,6 @@ def _kinds(nodes: Sequence[Node]) -> str:
     """The kinds of these nodes: those with matrices, if there are any."""
     large = [n for n in nodes if any(len(slot.dims) > 1 for slot in n.weights)]
     return ", ".join(n.name.rpartition(".")[0] or n.name for n in large or nodes)
-
-
-def show(what: RenderableType, file: TextIO) -> None:
-    """Print on a terminal as rich does; elsewhere plain lines, as long as they are, without colours or rules."""
-    if file.isatty():
-        Console(file=file, highlight=False).print(what)
-        return
-    text = StringIO()
-    Console(file=text, width=10_000, color_system=None, force_terminal=False, highlight=False).print(what)
-    for line in text.getvalue().splitlines():
-        print(line.rstrip(), file=file)
 
 
 @frozen

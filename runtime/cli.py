@@ -249,7 +249,7 @@ def _print(*parts: RenderableType) -> None:
     """To stdout, from the first rank alone; nothing stays in a buffer that ranks would inherit."""
     from rich.console import Group
 
-    from megaloom.planner.explain import show
+    from megaloom.dsl.printing import show
 
     if not int(os.environ.get("RANK", 0)):
         show(Group(*parts), sys.stdout)

@@ -15,9 +15,10 @@ import pytest
 
 from megaloom.dsl.find import find
 from megaloom.dsl.graph import fingerprint, graph
+from megaloom.dsl.printing import show
 from megaloom.planner import cli
 from megaloom.planner.cluster import PRESETS, cluster
-from megaloom.planner.explain import holds, loses, report, show
+from megaloom.planner.explain import holds, loses, report
 from megaloom.planner.layout import Layout, Recompute, Workload
 from megaloom.planner.plan import VERSION, Plan, Prediction, Stage, check, load
 from megaloom.planner.search import Found, Rejected

@@ -1,0 +1,19 @@
+"""Printing for people and for pipes."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import TextIO
+
+from rich.console import Console, RenderableType
+
+
+def show(what: RenderableType, file: TextIO) -> None:
+    """Print on a terminal as rich does; elsewhere plain lines, as long as they are, without colours or rules."""
+    if file.isatty():
+        Console(file=file, highlight=False).print(what)
+        return
+    text = StringIO()
+    Console(file=text, width=10_000, color_system=None, force_terminal=False, highlight=False).print(what)
+    for line in text.getvalue().splitlines():
+        print(line.rstrip(), file=file)
