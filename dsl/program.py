@@ -14,6 +14,7 @@ from .dims import Dim, DType, Shape
 from .graph import Node, primitives
 from .layer import Layer
 from .ops import Input, Weight
+from .routing import Gate
 from .splits import SPLITS, Local, Split, among_experts, cut, sequential
 from .value import Op, Pointwise, Value
 
@@ -139,8 +140,9 @@ def _splits(value: Value, outside: set[int]) -> dict[str, str]:
 
 
 def _name(v: Value, path: str) -> str:
-    """A primitive with a weight is known by the weight, others by their kind."""
-    named = next((a.op.name for a in v.args if isinstance(a.op, Weight)), None)
+    """A primitive with a weight is known by the weight, others (and those that weights only modify) by their kind."""
+    weights = () if isinstance(v.op, Attend | Gate) else v.args
+    named = next((a.op.name for a in weights if isinstance(a.op, Weight)), None)
     return path + (named or (v.op.fn if isinstance(v.op, Pointwise) else type(v.op).__name__.lower()))
 
 
