@@ -93,7 +93,7 @@ class Fold:
         only = head[0]
         if len(head) == 1 and isinstance(only, Group) and only.layer is None and only.times == 1:
             return only
-        return Group(None, tuple(self.folded(head, likes)), reads(only)[0], head[-1].out, head[-1].end)
+        return Group(None, tuple(self.folded(head, likes)), "".join(reads(only)[:1]), head[-1].out, head[-1].end)
 
     def settled(self, item: Item) -> Item:
         """The item, with names of nodes that are kept alone; a block of one thing is that."""

@@ -35,7 +35,8 @@ class Leaf:
 class Group:
     """Items that belong together, some times over: what a layer is made of or, where that is None, one iteration.
 
-    entry and out: the nodes whose values go in and come out, the first time. end: what comes out the last time.
+    entry and out: the nodes whose values go in ("" where that is a weight) and come out, the first time. end: what
+    comes out the last time.
     """
 
     layer: Layer | None
@@ -70,4 +71,4 @@ def leaves(items: Iterable[Item]) -> Iterator[Leaf]:
 
 def reads(item: Item) -> tuple[str, ...]:
     """The nodes that an item reads; of a group, the first."""
-    return item.inputs if isinstance(item, Leaf) else (item.entry,)
+    return item.inputs if isinstance(item, Leaf) else (item.entry,) * bool(item.entry)

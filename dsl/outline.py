@@ -112,11 +112,10 @@ class _Walk:
             self.levels[-1].append(Group(layer, tuple(items), self.name(v.args[0]), self.name(v), self.name(v)))
 
     def name(self, v: Value) -> str:
-        """The name of the node that a value comes from."""
-        while id(v) not in self.nodes:
-            assert v.body is not None
+        """The name of the node that a value comes from; "" for a weight."""
+        while id(v) not in self.nodes and v.body is not None:
             v = v.body
-        return self.nodes[id(v)].name
+        return self.nodes[id(v)].name if id(v) in self.nodes else ""
 
 
 def _columns(items: Iterable[Item]) -> list[list[Item]]:

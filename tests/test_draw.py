@@ -15,6 +15,7 @@ from megaloom.dsl import (
     Dim,
     Embed,
     Layer,
+    Linear,
     Model,
     RMSNorm,
     SwiGLU,
@@ -64,7 +65,15 @@ def three_columns() -> Model:
     return model("three-columns", y >> Unembed(weight("head", Dim("vocab", 64), d)))
 
 
-OWN = {"two-heads": two_heads, "three-columns": three_columns}
+def learned_queries() -> Model:
+    """What goes into layers is a weight at first; one output is an input."""
+    d = Dim("embed", 32)
+    tokens, queries = ids(), weight("queries", Dim("places", 4), d)
+    mixed = queries >> repeat(3, residual(RMSNorm(), SwiGLU(64))) >> Linear(d) >> Linear(d)
+    return model("queries", mixed, tokens, weight("more", Dim("places", 4), d) >> RMSNorm())
+
+
+OWN = {"queries": learned_queries, "two-heads": two_heads, "three-columns": three_columns}
 NAMES = ["gpt2", "t5-base", "llava-7b", "bert-base", "deepseek-v3-mtp", "nemotron-h-8b", f"{MODELS}:tiny_parallel"]
 
 
