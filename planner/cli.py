@@ -98,7 +98,8 @@ def plan(
         file.py:name, a file.py with one model, package.module:name, one of the examples (llama3-8b), or a Hugging Face
         config.json.
     gpus
-        How many of which device: 64xH100. Known: A100, A100-40GB, H100, H200, B200, GB200, CPU.
+        How many of which device: 64xH100. Known: A100, A100-40GB, A800, A100-PCIe, V100, H100, H800, H200,
+        B200, B300, GB200, GB300, CPU.
     seq
         Tokens a sequence. [default: 4096, or what the model's learned positions allow]
     batch

@@ -15,6 +15,7 @@ from . import memory, timeline
 from .cluster import Cluster
 from .layout import Layout, Workload
 from .memory import Part
+from .practice import OWN, Practice
 from .sheet import STEP, Col, Rows, Sheet
 from .stages import Places, cut
 
@@ -38,6 +39,7 @@ class Fit:
     sheet: Sheet
     workload: Workload
     cluster: Cluster
+    practice: Practice = OWN
 
     @property
     def microbatches(self) -> int:
@@ -93,7 +95,7 @@ class Fit:
         rank, chunk = k % layout.pp, k // layout.pp
         held = timeline.held(rank, layout.pp, layout.vpp, self.microbatches)
         flights = MORE * max(flight[chunk] for flight in held)
-        logits = memory.LOSS[self.workload.precision] * sheet.logits if rank == layout.pp - 1 else 0
+        logits = (self.workload.precision.nbytes + memory.COPY) * sheet.logits if rank == layout.pp - 1 else 0
         room = (self._free - MORE * logits) / layout.vpp - (flights * sheet.boundary if k else 0)
         state, saved = self._sums
         needs = state + flights * saved
@@ -110,7 +112,9 @@ class Fit:
         atoms = np.add.reduceat(self.sheet.by_node, (0, *self.sheet.anatomy.graph.cuts))
         sums = np.concatenate([np.zeros((1, len(Col))), np.cumsum(atoms, axis=0)])
         n, precision = 10**6, self.workload.precision
-        dense, expert = (sum(memory.static(*x, self.layout, precision).values()) / n for x in ((n, 0), (0, n)))
+        dense, expert = (
+            sum(memory.static(*x, self.layout, precision, self.practice).values()) / n for x in ((n, 0), (0, n))
+        )
         return dense * sums[:, Col.PARAMS] + expert * sums[:, Col.EXPERT_PARAMS], sums[:, Col.SAVED]
 
 
@@ -142,7 +146,8 @@ class Placed:
         layout, m, precision = self.layout, self.fit.microbatches, self.fit.workload.precision
         beside = memory.runtime(layout, self.fit.cluster)
         ranks = range(layout.pp)
-        return tuple(memory.peak(self.parts[r :: layout.pp], r, layout, m, precision, beside) for r in ranks)
+        practice = self.fit.practice
+        return tuple(memory.peak(self.parts[r :: layout.pp], r, layout, m, precision, beside, practice) for r in ranks)
 
     @property
     def peaks(self) -> tuple[int, ...]:

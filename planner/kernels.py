@@ -14,8 +14,7 @@ from megaloom.dsl.facts import Work
 
 from .cluster import Device
 from .layout import Precision
-
-NBYTES = {Precision.FP32: 4, Precision.BF16: 2}  # of a COMPUTE element
+from .practice import OWN, Practice
 
 # The output tile of cuBLAS's large products on Hopper and Ampere; a smaller product fills its last tile in vain.
 TILE_M, TILE_N = 128, 128
@@ -33,13 +32,12 @@ ATTEND_BACKWARD = 2.5
 
 # Backward of what memory limits reads a gradient and what was saved, and writes a gradient; forward reads and writes.
 BACKWARD_TRAFFIC = 1.5
-# The facts count a chain of pointwise work as one kernel; torch passes memory more often, and copies and casts around
-# it. Measured on an H200 (Llama 3.2 1B, sequences of 4096: 0.685 s for 8 of them one at a time, 1.183 s for 16 four at
-# a time): norms pass memory twice, rotary positions six times (a row of uncompiled kernels), other chains, which are
-# compiled there, three times.
-PASSES = {"normalize": 2, "pointwise": 3, "rope": 6, "drop": 3}
-# Bytes moved for each logit by the loss and its gradient, half of them in each: 2 % of such a step.
-LOSS_TRAFFIC = 34
+# Attention without a fused kernel moves the scores, 2 bytes each: written by the product, read, masked and written by
+# the softmax, read, dropped and written (and a mask of 1 byte), read by the second product; back it is twice as much.
+SCORE_TRAFFIC = 13
+# A narrow product's operand is read once more and written twice, as it is and transposed (Transformer Engine's
+# cast-transpose; each copy of 1 byte), unless the kernel before it does that.
+CAST_TRAFFIC = 2 + 1 + 1
 
 
 @frozen
@@ -50,31 +48,56 @@ class Seconds:
     backward: float
 
 
-def seconds(work: Work, device: Device, precision: Precision) -> Seconds:
-    """Seconds of one forward and one backward pass of this work."""
-    traffic = work.elements * NBYTES[precision] / (device.bandwidth * device.bandwidth_efficiency)
-    peak = device.flops[precision] * device.sustained
+def seconds(
+    work: Work, device: Device, precision: Precision, practice: Practice = OWN, *, inside: bool = True
+) -> Seconds:
+    """Seconds of one forward and one backward pass of this work; `inside` a block, where products may be narrow."""
+    speed = device.bandwidth * device.bandwidth_efficiency
+    traffic = work.elements * precision.nbytes / speed
     if work.kind == "dot":
-        fast = peak * device.flops_efficiency
+        used = precision if inside else precision.wide
+        fast = device.flops[used] * device.sustained * device.flops_efficiency
         m, n, k = work.m, work.n, work.k
         products = [  # y = x w, dx = dy w^T, dw = x^T dy
             (work.flops, fill(m, n, k, work.count, device)),
             (work.dgrad, fill(m, k, n, work.count, device)),
             (work.wgrad, fill(k, n, m, work.count, device)),
         ]
-        took = [kernel(max(flops / (fast * share), traffic), device) if flops else 0.0 for flops, share in products]
-        return Seconds(took[0], took[1] + took[2])
+        took = [
+            kernel(max(flops / (fast * share), traffic), device, practice) if flops else 0.0
+            for flops, share in products
+        ]
+        casts = CAST_TRAFFIC * work.count * m * k / speed if used.narrow else 0.0
+        back = CAST_TRAFFIC * work.count * m * n / speed if used.narrow else 0.0
+        return Seconds(took[0] + casts, took[1] + took[2] + back)
     if work.kind == "attend":
+        return _attention(work, device, precision, practice, traffic)
+    passes = practice.passes.get(work.kind, 1.0)
+    ahead, back = (kernel(times * traffic, device, practice) for times in (1.0, BACKWARD_TRAFFIC))
+    return Seconds(passes * ahead, passes * back)
+
+
+def _attention(work: Work, device: Device, precision: Precision, practice: Practice, traffic: float) -> Seconds:
+    """One kernel each way, or two products and what is done to the scores between them."""
+    peak = device.flops[precision.wide] * device.sustained
+    if practice.flash:
         fast = peak * device.attend_efficiency * reach(work.n, work.k)
         back = max(ATTEND_BACKWARD * work.flops / fast, BACKWARD_TRAFFIC * traffic)
-        return Seconds(kernel(max(work.flops / fast, traffic), device), kernel(back, device))
-    passes = PASSES.get(work.kind, 1)
-    return Seconds(passes * kernel(traffic, device), passes * kernel(BACKWARD_TRAFFIC * traffic, device))
+        return Seconds(kernel(max(work.flops / fast, traffic), device, practice), kernel(back, device, practice))
+    scores = work.count * work.m * work.n
+    speed = device.bandwidth * device.bandwidth_efficiency
+    moved = scores * SCORE_TRAFFIC / speed
+    product = 2 * scores * work.k  # nothing is left out where the mask is
+    share = fill(work.m, work.n, work.k, work.count, device)
+    one = kernel(max(product / (peak * device.flops_efficiency * share), traffic / 2), device, practice)
+    return Seconds(2 * one + moved, 4 * one + 2 * moved)
 
 
-def kernel(busy: float, device: Device) -> float:
+def kernel(busy: float, device: Device, practice: Practice = OWN) -> float:
     """Seconds of a kernel that is busy so long. Its launch is hidden, unless the device is the host itself."""
-    return busy + device.launch_seconds if device.units == 1 else max(busy, device.launch_seconds)
+    if device.units == 1:
+        return busy + device.launch_seconds
+    return busy if practice.graphed else max(busy, device.launch_seconds)
 
 
 def fill(m: int, n: int, k: int, count: int, device: Device) -> float:

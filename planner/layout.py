@@ -16,10 +16,32 @@ class Recompute(StrEnum):
 
 
 class Precision(StrEnum):
-    """The type that activations and matrix products are computed in; master weights are fp32."""
+    """The type that matrix products are computed in; master weights are fp32.
+
+    Below 16 bits it is that of the products inside the blocks alone: all else is bf16.
+    """
 
     FP32 = "fp32"
     BF16 = "bf16"
+    FP16 = "fp16"
+    FP8 = "fp8"  # scaled by tensor
+    MXFP8 = "mxfp8"  # scaled by 32 elements
+    NVFP4 = "nvfp4"  # scaled by 16 elements
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an element of an activation, or of a weight as it is computed with."""
+        return 4 if self is Precision.FP32 else 2
+
+    @property
+    def narrow(self) -> bool:
+        """Whether operands of products are cast to fewer than 16 bits."""
+        return self in (Precision.FP8, Precision.MXFP8, Precision.NVFP4)
+
+    @property
+    def wide(self) -> Precision:
+        """What is computed in beside those products."""
+        return Precision.BF16 if self.narrow else self
 
 
 @frozen(kw_only=True)

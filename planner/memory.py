@@ -13,16 +13,14 @@ from attrs import frozen
 
 from .cluster import Cluster
 from .layout import Layout, Precision
+from .practice import OWN, Practice
 from .timeline import held
 from .traffic import group
 
-WEIGHT = {Precision.FP32: 4, Precision.BF16: 2}
-GRADIENT = 4  # the main gradient, summed in fp32 over micro-batches (megatron-core 0.16.1, DistributedDataParallel)
-# Adam's two moments in fp32, and for bf16 weights the fp32 master copy (megatron-core 0.16.1, optimizer.py:671).
-STATE = {Precision.FP32: 8, Precision.BF16: 12}
+MOMENTS, MASTER = 4 + 4, 4  # Adam's two, in fp32, and below fp32 a copy of the weight (megatron-core, optimizer.py:671)
 # The loss computes in fp32 on a copy of the logits, in place, and hands back a gradient in their own type
 # (megatron-core 0.16.1, tensor_parallel/cross_entropy.py); in fp32 the copy is the logits.
-LOSS = {Precision.FP32: 4 + 4, Precision.BF16: 2 + 4}
+COPY = 4
 # torch's allocator reserves more than it hands out: SimuMax counts allocated / 0.94 for Megatron runs (perf_llm.py).
 ALLOCATOR = 1 / 0.94 - 1
 
@@ -43,13 +41,21 @@ def copies(layout: Layout) -> tuple[int, int]:
     return (layout.dp * layout.cp, layout.edp) if layout.distributed_optimizer else (1, 1)
 
 
-def static(params: int, expert_params: int, layout: Layout, precision: Precision) -> dict[str, int]:
+def state(precision: Precision) -> int:
+    """Bytes that the optimizer keeps of an element."""
+    return MOMENTS + (0 if precision is Precision.FP32 else MASTER)
+
+
+def static(
+    params: int, expert_params: int, layout: Layout, precision: Precision, practice: Practice = OWN
+) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer state. The distributed optimizer cuts the state, over copies alike."""
     dense, experts = copies(layout)
+    kept = state(precision)
     return {
-        "weights": WEIGHT[precision] * (params + expert_params),
-        "gradients": GRADIENT * (params + expert_params),
-        "optimizer": -(-STATE[precision] * params // dense) - (-STATE[precision] * expert_params // experts),
+        "weights": precision.nbytes * (params + expert_params),
+        "gradients": practice.gradient_nbytes * (params + expert_params),
+        "optimizer": -(-kept * params // dense) - (-kept * expert_params // experts),
     }
 
 
@@ -61,16 +67,22 @@ def runtime(layout: Layout, cluster: Cluster) -> int:
 
 
 def peak(
-    parts: Sequence[Part], rank: int, layout: Layout, microbatches: int, precision: Precision, beside: int
+    parts: Sequence[Part],
+    rank: int,
+    layout: Layout,
+    microbatches: int,
+    precision: Precision,
+    beside: int,
+    practice: Practice = OWN,
 ) -> dict[str, int]:
     """Bytes of a pipeline rank at its fullest, by what holds them; `parts` are its chunks, `beside` is `runtime`."""
     params, experts = sum(p.params for p in parts), sum(p.expert_params for p in parts)
     flights = held(rank, layout.pp, layout.vpp, microbatches)
     saved = max(sum(n * p.saved for n, p in zip(flight, parts, strict=True)) for flight in flights)
     workspace = max(p.workspace for p in parts)
-    logits = LOSS[precision] * max(p.logits for p in parts)
+    logits = (precision.nbytes + COPY) * max(p.logits for p in parts)
     return {
-        **static(params, experts, layout, precision),
+        **static(params, experts, layout, precision, practice),
         "activations": saved,
         "workspace": workspace,
         "logits": logits,

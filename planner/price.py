@@ -7,6 +7,7 @@ its `bound` is the cheap lower bound by which a search leaves layouts out, `refi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from attrs import define, field, frozen
 
@@ -19,8 +20,9 @@ from .fit import MORE, Bounds, Fit, Placed, capacity, stages_of
 from .layout import Layout, Workload
 from .memory import Part
 from .plan import Prediction, Stage
+from .practice import OWN, Practice
 from .sheet import AHEAD, BACK, Anatomy, Base, Col, Rows, Sheet, anatomy, base, sheet
-from .tail import Tail, tail, tied
+from .tail import Cover, Tail, tail, tied
 from .timeline import Timeline
 
 CAUSES = {  # of the time that a pipeline rank computes for, and the columns that they are in
@@ -65,6 +67,7 @@ class Pricer:
     graph: Graph
     cluster: Cluster
     workload: Workload
+    practice: Practice = OWN
     anatomy: Anatomy = field(init=False)
     model_flops: int = field(init=False)  # of a step: no recompute, causal attention counted half
     _bases: dict[tuple[object, ...], Base] = field(factory=dict, init=False)
@@ -84,7 +87,7 @@ class Pricer:
         key = (*where, layout.recompute)
         if key not in self._sheets:
             if where not in self._bases:
-                self._bases[where] = base(self.anatomy, layout, self.workload, self.cluster)
+                self._bases[where] = base(self.anatomy, layout, self.workload, self.cluster, self.practice)
             self._sheets[key] = sheet(self._bases[where], self.anatomy, layout, self.workload)
         return self._sheets[key]
 
@@ -119,7 +122,7 @@ class Pricer:
         return capacity(self.cluster)
 
     def _even(self, layout: Layout) -> Placed:
-        fit = Fit(layout, self.sheet(layout), self.workload, self.cluster)
+        fit = Fit(layout, self.sheet(layout), self.workload, self.cluster, self.practice)
         key = (*_where(layout), layout.recompute, layout.pp * layout.vpp)
         if key not in self._cuts:
             self._cuts[key] = fit.even()
@@ -144,17 +147,18 @@ class Pricer:
             )
             for i, part in enumerate(parts)
         )
-        tails = [self._tail(fit, parts, bounds, r) for r in range(layout.pp)]
+        covers = [Cover(sum(backward[r :: layout.pp]), sum(forward[r :: layout.pp])) for r in range(layout.pp)]
+        tails = [self._tail(fit, parts, bounds, r, cover) for r, cover in enumerate(covers)]
         return Priced(placed, stages, self._predict(layout, m * sums, line, tails, placed.nbytes), line)
 
-    def _tail(self, fit: Fit, parts: list[Part], bounds: Bounds, rank: int) -> Tail:
+    def _tail(self, fit: Fit, parts: list[Part], bounds: Bounds, rank: int, cover: Cover) -> Tail:
         layout, mine = fit.layout, parts[rank :: fit.layout.pp]
         ties = 0.0
         for (_, nodes), elements in zip(self.anatomy.shared, fit.sheet.shared, strict=True):
             ranks = {stage % layout.pp for stage in stages_of(nodes, bounds)}
-            ties += tied(elements, ranks, layout, self.cluster) if rank in ranks else 0.0
+            ties += tied(elements, ranks, layout, self.cluster, self.practice) if rank in ranks else 0.0
         params, experts = sum(p.params for p in mine), sum(p.expert_params for p in mine)
-        return tail(params, experts, ties, layout, self.workload.precision, self.cluster)
+        return tail(params, experts, ties, layout, self.workload.precision, self.cluster, self.practice, cover)
 
     def _predict(
         self, layout: Layout, sums: Rows, line: Timeline, tails: list[Tail], peaks: tuple[dict[str, int], ...]
@@ -202,7 +206,7 @@ class Pricer:
         pipeline = work if layout.vpp > 1 or m == 1 else sheet.step / (1 - (1 - 1 / m) ** pp)
         seconds = max(pipeline, work + after.reduction, sheet.step) + after.optimizer + after.gathering
         params, experts = sheet.params
-        state = sum(memory.static(params, experts, layout, self.workload.precision).values())
+        state = sum(memory.static(params, experts, layout, self.workload.precision, self.practice).values())
         return seconds, fixed + memory.least(state, MORE * sheet.saved, layout, m) + MORE * sheet.workspace
 
     def _floor(self, layout: Layout, sheet: Sheet) -> tuple[Tail, float]:
@@ -210,7 +214,8 @@ class Pricer:
         key = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp, layout.distributed_optimizer)
         if key not in self._floors:
             params, experts = (n / layout.pp for n in sheet.params)
-            after = tail(params, experts, 0.0, layout, self.workload.precision, self.cluster)
+            wide = Cover(inf, inf)
+            after = tail(params, experts, 0.0, layout, self.workload.precision, self.cluster, self.practice, wide)
             self._floors[key] = after, memory.runtime(layout, self.cluster)
         return self._floors[key]
 

@@ -24,6 +24,7 @@ from megaloom.dsl.splits import Local, Split, cut
 from . import kernels, traffic
 from .cluster import Cluster
 from .layout import Layout, Precision, Recompute, Workload
+from .practice import Practice
 
 Rows = NDArray[np.float64]
 
@@ -55,8 +56,9 @@ TRAFFIC = {  # where the collectives of an axis are counted
     "etp": (Col.EP_FORWARD, Col.EP_BACKWARD),
 }
 NBYTES = {DType.FLOAT32: 4, DType.INDEX: 8, DType.MASK: 1}  # COMPUTE is the workload's precision
-# Each micro-batch's gradient is added to the main one: a read of it, a read and a write of the fp32 buffer.
-ACCUMULATE = {Precision.FP32: 4 + 4 + 4, Precision.BF16: 2 + 4 + 4}
+# Without a fused kernel each score is kept thrice: softmaxed, its dropout's mask, dropped (Korthikanti et al.,
+# arXiv:2205.05198, section 4.1).
+SCORES = 2 + 1 + 2
 
 
 @frozen
@@ -178,14 +180,14 @@ class Base:
     largest: int  # bytes of the largest saved tensor
 
 
-def base(anatomy: Anatomy, layout: Layout, workload: Workload, cluster: Cluster) -> Base:
+def base(anatomy: Anatomy, layout: Layout, workload: Workload, cluster: Cluster, practice: Practice) -> Base:
     """The costs of each kind of node when nothing is computed again."""
     n, split, largest = len(anatomy.kinds), split_of(layout), 0
     rows, core, full = np.zeros((n, len(Col))), np.zeros((n, 3)), np.zeros(n)
     for i, (row, heart, kind) in enumerate(zip(rows, core, anatomy.kinds, strict=True)):
         found = costs(kind.node, batch=layout.micro_batch, seq=workload.seq, split=split)
-        _compute(row, heart, found, cluster, workload.precision)
-        _exchange(row, heart, found, layout, cluster, workload.precision)
+        _compute(row, heart, found, cluster, workload.precision, practice, kind.inside)
+        _exchange(row, heart, found, layout, cluster, workload.precision, practice)
         largest = max([largest, *(_nbytes(s, workload.precision) for s in found.saved)])
         modes: tuple[tuple[Keeps, Mode], ...] = (kind.keeps, "none"), (kind.keeps, "selective"), (kind.full, "full")
         kept, cored, made = (
@@ -193,41 +195,58 @@ def base(anatomy: Anatomy, layout: Layout, workload: Workload, cluster: Cluster)
         )
         row[Col.SAVED], heart[2], full[i] = kept, kept - cored, made
         row[Col.PARAMS], row[Col.EXPERT_PARAMS] = found.params, found.expert_params
+        if not practice.flash:
+            scores = SCORES * sum(w.count * w.m * w.n for w in found.work if w.kind == "attend")
+            row[Col.SAVED] += scores
+            heart[2] += scores
         if kind.ends:
-            _loss(row, kind.node, layout, workload, cluster)
+            _loss(row, kind.node, layout, workload, cluster, practice)
     return Base(rows, core, full, largest)
 
 
 def _nbytes(s: Saved, precision: Precision) -> int:
-    return s.elements * NBYTES.get(s.dtype, kernels.NBYTES[precision])
+    return s.elements * NBYTES.get(s.dtype, precision.nbytes)
 
 
-def _compute(row: Rows, core: Rows, found: Costs, cluster: Cluster, precision: Precision) -> None:
+def _compute(
+    row: Rows, core: Rows, found: Costs, cluster: Cluster, precision: Precision, practice: Practice, inside: bool
+) -> None:
     device = cluster.device
     for work in found.work:
-        took = kernels.seconds(work, device, precision)
+        took = kernels.seconds(work, device, precision, practice, inside=inside)
         row[Col.FORWARD] += took.forward
         row[Col.BACKWARD] += took.backward
         core[0] += took.forward * work.core
-    added = ACCUMULATE[precision] * (found.params + found.expert_params)
+    # Each micro-batch's gradient is added to the main one: a read of it, a read and a write of the buffer.
+    added = (precision.nbytes + 2 * practice.gradient_nbytes) * (found.params + found.expert_params)
     row[Col.BACKWARD] += added / (device.bandwidth * device.bandwidth_efficiency)
 
 
-def _exchange(row: Rows, core: Rows, found: Costs, layout: Layout, cluster: Cluster, precision: Precision) -> None:
+def _exchange(
+    row: Rows,
+    core: Rows,
+    found: Costs,
+    layout: Layout,
+    cluster: Cluster,
+    precision: Precision,
+    practice: Practice,
+) -> None:
+    hidden = {"tp": practice.hidden_tensor, "ep": practice.hidden_experts}
     for c in found.collectives:
-        nbytes = c.elements * kernels.NBYTES[precision]
+        nbytes = c.elements * precision.nbytes
         took = traffic.seconds(c.kind, nbytes, traffic.group(c.axis, layout), cluster)
+        took *= 1 - hidden.get(c.axis, 0.0)
         row[TRAFFIC[c.axis][c.backward]] += took
         core[1] += took * c.core
 
 
-def _loss(row: Rows, node: Node, layout: Layout, workload: Workload, cluster: Cluster) -> None:
+def _loss(row: Rows, node: Node, layout: Layout, workload: Workload, cluster: Cluster, practice: Practice) -> None:
     """Cross-entropy of the logits; over a divided vocabulary with the sums of three numbers a token.
 
     Source: megatron-core 0.16.1, tensor_parallel/cross_entropy.py.
     """
     device, tokens = cluster.device, layout.micro_batch * workload.seq // layout.cp
-    moved = kernels.LOSS_TRAFFIC * _local(node, node.shape.dims, layout, workload)
+    moved = practice.loss_nbytes * _local(node, node.shape.dims, layout, workload)
     for col in (Col.FORWARD, Col.BACKWARD):
         row[col] += moved / 2 / (device.bandwidth * device.bandwidth_efficiency)
     group = traffic.group("tp", layout)
@@ -237,7 +256,7 @@ def _loss(row: Rows, node: Node, layout: Layout, workload: Workload, cluster: Cl
 def sheet(base: Base, anatomy: Anatomy, layout: Layout, workload: Workload) -> Sheet:
     """The costs under the layout's recompute mode."""
     rows, workspace = base.rows.copy(), 2 * base.largest
-    width = kernels.NBYTES[workload.precision]
+    width = workload.precision.nbytes
     tokens = layout.micro_batch * workload.seq // layout.cp
     boundary = width * anatomy.embed * tokens // (layout.tp if layout.sequence_parallel else 1)
     if layout.recompute is Recompute.SELECTIVE:

@@ -1,4 +1,4 @@
-"""What follows the last micro-batch: gradient reduction, tied weights, the optimizer. The runtime overlaps none of it.
+"""What follows the last micro-batch: gradient reduction, tied weights, the optimizer; and what of it is hidden.
 
 Protocol: `tail` is one pipeline rank's; all its figures are seconds.
 """
@@ -10,13 +10,13 @@ from attrs import frozen
 from . import memory, traffic
 from .cluster import Cluster
 from .layout import Layout, Precision
+from .practice import OWN, Practice
 from .traffic import Group
 
-# Bytes that a step moves for each element of the optimizer's share: 4 for the gradient's norm and 8 for its scaling;
-# AdamW as torch's foreach kernels do it, a pass for each operation (decay 8, first moment 12, second moment 8 + 12,
-# root 8, division 8, epsilon 8, update 16); and for bf16 the copy of the master weight.
-MOVED = {Precision.FP32: 4 + 8 + 80, Precision.BF16: 4 + 8 + 80 + 4 + 2}
-ZEROED = 4  # the whole gradient buffer is
+COPIED = 4 + 2  # bytes moved to make a 16-bit weight of its master
+# Gradients are reduced in buckets, each as soon as it is whole, so that the last one is exposed (megatron-core 0.16.1,
+# distributed_data_parallel_config.py and distributed_data_parallel.py:115): elements of one, at least and by rank.
+BUCKET, BUCKET_BY_RANK = 40_000_000, 1_000_000
 
 
 @frozen
@@ -34,24 +34,50 @@ class Tail:
         return self.reduction + self.gathering + self.tied + self.optimizer
 
 
-def tail(params: float, experts: float, tied: float, layout: Layout, precision: Precision, cluster: Cluster) -> Tail:
+@frozen
+class Cover:
+    """Seconds of computation behind which a rank's exchanges may hide: its last backward, its first forward."""
+
+    backward: float = 0.0
+    forward: float = 0.0
+
+
+def tail(
+    params: float,
+    experts: float,
+    tied: float,
+    layout: Layout,
+    precision: Precision,
+    cluster: Cluster,
+    practice: Practice = OWN,
+    cover: Cover = Cover(),
+) -> Tail:
     """The tail of a rank that holds so many elements of dense and experts' weights; `tied` seconds are its own."""
-    reduction = gathering = 0.0
+    reduction = gathering = last = first = 0.0
     for elements, axis in ((params, "dp"), (experts, "edp")):
         group = traffic.group(axis, layout)
+        bucket = min(1.0, max(BUCKET, BUCKET_BY_RANK * group.size) / elements) if elements else 0.0
         kind = "reduce_scatter" if layout.distributed_optimizer else "all_reduce"
-        reduction += traffic.seconds(kind, memory.GRADIENT * elements, group, cluster)
+        took = traffic.seconds(kind, practice.gradient_nbytes * elements, group, cluster)
+        reduction, last = reduction + took, last + took * bucket
         if layout.distributed_optimizer:
-            gathering += traffic.seconds("all_gather", memory.WEIGHT[precision] * elements, group, cluster)
+            took = traffic.seconds("all_gather", precision.nbytes * elements, group, cluster)
+            gathering, first = gathering + took, first + took * bucket
+    if practice.overlap_gradients:
+        reduction = max(last, reduction - cover.backward)
+    if practice.overlap_weights:
+        gathering = max(first, gathering - cover.forward)
     dense, expert = memory.copies(layout)
-    moved = MOVED[precision] * (params / dense + experts / expert) + ZEROED * (params + experts)
+    copied = 0 if precision is Precision.FP32 else COPIED
+    moved = (practice.adam_nbytes + copied) * (params / dense + experts / expert)
+    moved += practice.gradient_nbytes * (params + experts)  # set to zero
     speed = cluster.device.bandwidth * cluster.device.bandwidth_efficiency
     return Tail(reduction, gathering, tied, moved / speed)
 
 
-def tied(elements: int, ranks: set[int], layout: Layout, cluster: Cluster) -> float:
+def tied(elements: int, ranks: set[int], layout: Layout, cluster: Cluster, practice: Practice = OWN) -> float:
     """Seconds to add up the gradients of a weight that these pipeline ranks share."""
     if len(ranks) == 1:
         return 0.0
     apart = (max(ranks) - min(ranks)) // (len(ranks) - 1) * (layout.world // layout.pp)
-    return traffic.seconds("all_reduce", memory.GRADIENT * elements, Group(len(ranks), apart), cluster)
+    return traffic.seconds("all_reduce", practice.gradient_nbytes * elements, Group(len(ranks), apart), cluster)

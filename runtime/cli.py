@@ -177,7 +177,7 @@ def show(
 
     declared, _ = find(model)
     tokens = min(4096, longest(graph(declared)).get("seq", 4096)) if seq is None else seq
-    found = outline(declared, batch=batch, seq=tokens, source=source, element=4 if precision is Precision.FP32 else 2)
+    found = outline(declared, batch=batch, seq=tokens, source=source, element=precision.nbytes)
     if svg or html:
         from megaloom.dsl.page import save
 

@@ -233,7 +233,7 @@ def test_json_is_for_machines(
         (["gpt2", "--tp", "two"], 'unable to convert "two" into int'),
         (["gpt2", "--tp", "0"], "tp is at least 1"),
         (["gpt2", "--dp", "8", "--batch", "12"], "a batch of 8 or 16 would"),
-        (["gpt2", "--precision", "fp8"], 'Choose from: "fp32", "bf16"'),
+        (["gpt2", "--precision", "fp7"], 'Choose from: "fp32", "bf16", "fp16", "fp8", "mxfp8"'),
         (["gpt2", "--colour"], "`plan --help` lists what can be given"),
         (["gpt2", "--top", "0"], "give at least 1"),
         (["gpt2", "-o", "missing/plan.json"], "in a directory that exists"),

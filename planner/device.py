@@ -1,0 +1,149 @@
+"""What a cluster is made of: devices, and the links between them. `presets` has those that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attrs import Attribute, field, frozen
+
+from megaloom.dsl.errors import UserError
+
+GiB = 2**30
+
+# Bytes that torch.cuda reports in all, less than what is printed on the box: read off the "total capacity of …"
+# of torch's own out-of-memory messages, as users report them.
+MEMORY = {
+    "A100": int(79.15 * GiB),
+    "A100-40GB": int(39.39 * GiB),
+    "H100": int(79.10 * GiB),
+    "H200": int(139.80 * GiB),
+    "B200": int(178.35 * GiB),
+    "GB200": int(184.31 * GiB),
+    "B300": int(268 * GiB),  # these two as their users' tables of runs give them
+    "GB300": int(278 * GiB),
+    "A800": int(79.15 * GiB),
+    "H800": int(79.10 * GiB),
+    "A100-PCIe": int(79.15 * GiB),
+    "V100": int(31.74 * GiB),
+    "CPU": 4 * GiB,  # a process's share when four of them have a machine of 16 GiB
+}
+
+
+def within(low: float, high: float, unit: str) -> Callable[[Any, Attribute[Any], float], None]:
+    """A validator: the figure lies in [low, high] of `unit`, outside of which it is a slip of the pen."""
+
+    def check(owner: Any, attribute: Attribute[Any], value: float) -> None:
+        if not low <= value <= high:  # also refuses nan
+            what = f"{type(owner).__name__} {getattr(owner, 'name', '')}".strip()
+            raise UserError(
+                f"{what}: {attribute.name} = {value:g} is not plausible\n"
+                f"{attribute.name} is in {unit}, from {low:g} to {high:g}"
+            )
+
+    return check
+
+
+def _flops(owner: Device, attribute: Attribute[Any], value: dict[str, float]) -> None:
+    if not value:
+        raise UserError(f"Device {owner.name}: flops is empty\ngive a peak for each precision, as {{'bf16': 1e15}}")
+    for flops in value.values():
+        within(1e8, 1e17, "FLOP/s")(owner, attribute, flops)
+
+
+def _nbytes(owner: Device, attribute: Attribute[Any], value: int) -> None:
+    within(2**20, 2**43, "bytes")(owner, attribute, value)
+    known = MEMORY.get(owner.name, value) if owner.name != "CPU" else value
+    if not 0.9 * known <= value <= 1.1 * known:
+        raise UserError(
+            f"Device {owner.name}: nbytes is {value / GiB:.1f} GiB, but a {owner.name} has {known / GiB:.1f} GiB\n"
+            "give the right memory, or the device another name"
+        )
+
+
+@frozen(kw_only=True)
+class Device:
+    """One accelerator (or one CPU process), by its datasheet and by what it was measured to reach."""
+
+    name: str
+    flops: dict[str, float] = field(hash=False, validator=_flops)  # peak FLOP/s of a matrix product, by Precision value
+    nbytes: int = field(validator=_nbytes)  # memory
+    bandwidth: float = field(validator=within(1e8, 1e14, "bytes/s"))  # peak of that memory, read + written
+    flops_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the peak"))
+    """What a large matrix product reaches of `flops`."""
+    bandwidth_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the peak"))
+    """What a large copy reaches of `bandwidth`."""
+    launch_seconds: float = field(default=0.0, validator=within(0, 1, "seconds"))
+    """What one small kernel takes at least, with the host's part in it."""
+    attend_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the peak"))
+    """What fused attention reaches of `flops` on long sequences, heads of 128, causal work counted as half."""
+    sustained: float = field(default=1.0, validator=within(0.1, 1, "shares of the best"))
+    """What is left of `flops` in a training step, at the clock that the power limit leaves."""
+    units: int = field(default=1, validator=within(1, 10**6, "multiprocessors"))
+    """How many multiprocessors the tiles of a matrix product are dealt to."""
+    context_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
+    """What the driver, the libraries and the process take before the first tensor."""
+
+
+@frozen(kw_only=True)
+class Link:
+    """What joins a device to others: a message takes latency + steps * hop + bytes / (bandwidth * efficiency).
+
+    `steps` are those of the collective after the first: n - 2 for an all-gather in a ring of n, 0 for a send.
+    """
+
+    name: str
+    bandwidth: float = field(validator=within(1e6, 1e13, "bytes/s"))  # of one device, one way
+    latency: float = field(validator=within(0, 1, "seconds"))  # before the first byte
+    hop: float = field(default=0.0, validator=within(0, 1, "seconds"))
+    efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the bandwidth"))
+    group_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
+    """What the buffers of one group of devices take on each of them."""
+
+
+@frozen(kw_only=True)
+class Cluster:
+    """`count` devices, `per_node` of them in each node, joined by `intra` within a node and by `inter` across.
+
+    A node is what the fast link spans: a box of 8, or as much of a rack of 72 as is used.
+    """
+
+    device: Device
+    count: int = field(validator=within(1, 10**6, "devices"))
+    per_node: int = field(validator=within(1, 10**6, "devices"))
+    intra: Link
+    inter: Link
+
+    def __attrs_post_init__(self) -> None:
+        if self.count % self.per_node:
+            raise UserError(
+                f"{self.count} devices do not fill nodes of {self.per_node}\n"
+                f"{self.count // self.per_node * self.per_node or self.per_node} or "
+                f"{-(-self.count // self.per_node) * self.per_node} would"
+            )
+        for link in (self.intra, self.inter):
+            if link.bandwidth > self.device.bandwidth:
+                raise UserError(
+                    f"{link.name} at {link.bandwidth:g} bytes/s is faster than the memory of a {self.device.name}, "
+                    f"{self.device.bandwidth:g} bytes/s, that it reads from\n"
+                    "bandwidth is in bytes/s: 400 Gb/s is 50e9"
+                )
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes the devices fill."""
+        return self.count // self.per_node
+
+    def __str__(self) -> str:
+        return f"{self.count}x{self.device.name}"
+
+
+@frozen(kw_only=True)
+class Preset:
+    """A kind of device and how it comes: `tray` of them are had together, up to `domain` of them share `intra`."""
+
+    device: Device
+    intra: Link
+    inter: Link
+    domain: int
+    tray: int

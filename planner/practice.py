@@ -1,0 +1,57 @@
+"""How a framework runs a layout: what it fuses, what it overlaps, in which numbers it sums gradients.
+
+A layout says where a model goes, a practice how that is done. `OWN` is our runtime's, for which plans are made; the
+others are those of published runs, so that what is predicted can be compared with what others measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from attrs import field, frozen
+
+# How often memory-bound work passes memory where the facts count one kernel. Measured on an H200 (Llama 3.2 1B,
+# sequences of 4096: 0.685 s for 8 of them one at a time, 1.183 s for 16 four at a time): norms do so twice, rotary
+# positions six times (a row of uncompiled kernels), other chains, which are compiled there, three times.
+TORCH = MappingProxyType({"normalize": 2.0, "pointwise": 3.0, "rope": 6.0, "drop": 3.0})
+# Where norms, activations, rotary positions and residuals are one kernel each.
+FUSED: Mapping[str, float] = MappingProxyType({})
+
+# Bytes that a step moves for each element of the optimizer's share, beside the zeroing of gradients. The norm of the
+# gradient reads 4, its scaling moves 8. AdamW as torch's foreach kernels do it, a pass for each operation: decay 8,
+# first moment 12, second moment 8 + 12, root 8, division 8, epsilon 8, update 16. Fused, each of gradient, weight and
+# two moments is read once, and all but the gradient written.
+FOREACH, ONE_KERNEL = 4 + 8 + 80, 4 + 8 + 28
+
+
+@frozen(kw_only=True)
+class Practice:
+    """What a framework does beside the layout. Shares are of the seconds that would be exposed otherwise."""
+
+    name: str
+    flash: bool = True  # attention is one kernel, which stores no scores
+    passes: Mapping[str, float] = field(default=FUSED, hash=False)
+    adam_nbytes: int = ONE_KERNEL  # moved for each element of the optimizer's share
+    gradient_nbytes: int = 4  # of an element of the main gradient
+    loss_nbytes: int = 14  # moved for each logit by the loss and its gradient
+    overlap_gradients: bool = True  # they are reduced while the last micro-batch goes back
+    overlap_weights: bool = True  # they are gathered while the first micro-batch goes ahead
+    hidden_tensor: float = 0.0  # of tensor-parallel collectives
+    hidden_experts: float = 0.0  # of the experts' all-to-all
+    graphed: bool = False  # CUDA graphs: small kernels wait for no host
+
+
+OWN = Practice(
+    name="megaloom",
+    passes=TORCH,
+    adam_nbytes=FOREACH,
+    loss_nbytes=34,  # measured on the H200: 2 % of a step of Llama 3.2 1B
+    overlap_gradients=False,
+    overlap_weights=False,
+)
+MEGATRON = Practice(name="Megatron-core with Transformer Engine")
+PLAIN = Practice(name="Megatron-core, nothing overlapped", overlap_gradients=False, overlap_weights=False)
+MEGATRON_2021 = Practice(
+    name="Megatron-LM before flash attention", flash=False, overlap_gradients=False, overlap_weights=False
+)
