@@ -219,14 +219,16 @@ def primitives(value: Value) -> Iterator[tuple[Value, str, tuple[Dim, ...]]]:
     yield from visit(value, "", ())
 
 
-def _slots(node: Node, shared: set[int]) -> tuple[Slot, ...]:
+Weights = list[tuple[Value, str, tuple[Dim, ...]]]  # of one node: each with its path inside, and the dims of copies
+
+
+def _slots(node: Node, weights: Weights, shared: set[int]) -> tuple[Slot, ...]:
     """The weights of a node, each under its name in the model."""
-    given = {id(v) for v in held(node.op)}
+    given = {id(v) for v in held(node.op)} if weights else set()
     out = []
-    for v, path, outer in primitives(node.value):
-        if isinstance(v.op, Weight):
-            own = id(v) not in given and id(v) not in shared
-            out.append(Slot(f"{node.name}.{path}{v.op.name}" if own else v.op.name, v, outer if own else ()))
+    for v, path, outer in weights:
+        own = id(v) not in given and id(v) not in shared
+        out.append(Slot(f"{node.name}.{path}{v.op}" if own else str(v.op), v, outer if own else ()))
     return tuple(out)
 
 
@@ -236,9 +238,10 @@ def graph(m: Model) -> Graph:
     walk = _Walk()
     for v in m.outputs:
         walk.read(v)
-    uses = Counter(id(v) for n in walk.nodes for v, *_ in primitives(n.value) if isinstance(v.op, Weight))
+    weights = [[it for it in primitives(n.value) if isinstance(it[0].op, Weight)] for n in walk.nodes]
+    uses = Counter(id(v) for them in weights for v, *_ in them)
     shared = {i for i, n in uses.items() if n > 1}
-    nodes = tuple(evolve(n, weights=_slots(n, shared)) for n in walk.nodes)
+    nodes = tuple(evolve(n, weights=_slots(n, w, shared)) for n, w in zip(walk.nodes, weights, strict=True))
     named: dict[str, tuple[Slot, Node]] = {}
     for n in nodes:
         for s in n.weights:
