@@ -41,6 +41,7 @@ class Fold:
         return self.folded(inner, self.likes(inner, entry))
 
     def within(self, item: Item) -> Item:
+        """An item whose own items are folded, or a node with its figures."""
         if isinstance(item, Group):
             return evolve(item, items=tuple(self.level(item.items, [item.entry])))
         name = item.out
@@ -90,6 +91,7 @@ class Fold:
                 self.first[gone.out] = kept.out
 
     def repeated(self, head: Sequence[Item], likes: Sequence[_Like]) -> Group:
+        """The group that stands for items which come again: one that is a group already, or a new one of them."""
         only = head[0]
         if len(head) == 1 and isinstance(only, Group) and only.layer is None and only.times == 1:
             return only
