@@ -43,6 +43,7 @@ class Priced:
     stages: tuple[Stage, ...]
     prediction: Prediction
     timeline: Timeline
+    tails: tuple[Tail, ...]  # of each pipeline rank, what follows its last micro-batch
 
     @property
     def layout(self) -> Layout:
@@ -149,7 +150,8 @@ class Pricer:
         )
         covers = [Cover(sum(backward[r :: layout.pp]), sum(forward[r :: layout.pp])) for r in range(layout.pp)]
         tails = [self._tail(fit, parts, bounds, r, cover) for r, cover in enumerate(covers)]
-        return Priced(placed, stages, self._predict(layout, m * sums, line, tails, placed.nbytes), line)
+        prediction = self._predict(layout, m * sums, line, tails, placed.nbytes)
+        return Priced(placed, stages, prediction, line, tuple(tails))
 
     def _tail(self, fit: Fit, parts: list[Part], bounds: Bounds, rank: int, cover: Cover) -> Tail:
         layout, mine = fit.layout, parts[rank :: fit.layout.pp]

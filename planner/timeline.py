@@ -40,6 +40,7 @@ class Timeline:
     backward: tuple[float, ...]
     busy: tuple[float, ...]  # by rank: computing
     sending: tuple[float, ...]  # by rank: held up by its own sends
+    transfer: tuple[float, ...]  # seconds of what passes from each stage to the next, either way
 
     @property
     def events(self) -> tuple[tuple[Event, ...], ...]:
@@ -178,6 +179,7 @@ def replay(
         starts=tuple(map(tuple, starts)),
         forward=tuple(forward),
         backward=tuple(backward),
+        transfer=tuple(transfer[: stages - 1]),
         busy=tuple(microbatches * (sum(forward[r::pp]) + sum(backward[r::pp])) for r in range(pp)),
         sending=tuple(
             microbatches * sum(transfer[max(0, r - 1) : min(r + 1, stages - 1)]) if vpp == 1 else 0.0 for r in range(pp)
