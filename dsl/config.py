@@ -38,17 +38,14 @@ TRAINING = """activation_dropout attention_dropout attention_probs_dropout_prob 
     hidden_dropout_prob init_std initializer_factor initializer_range resid_pdrop router_jitter_noise"""
 APART = frozenset(" ".join((STORAGE, GENERATION, OUTPUTS, TRAINING)).split())
 
-# Hugging Face's names of activation functions, and ours.
-ACTIVATIONS: Final = {
-    "gelu": "gelu",
-    "gelu_fast": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "relu2": "relu2",
-    "silu": "silu",
-    "swish": "silu",
+# Fields that say nothing with these values.
+IDLE: Final[Mapping[str, object]] = {
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "pruned_heads": {},
+    "tie_encoder_decoder": False,
 }
 
 
@@ -105,9 +102,10 @@ class Config:
             raise self.wrong(name, f"it can be {', '.join(map(json.dumps, meant))}")
         return meant[value]
 
-    def act(self, name: str, default: str = NEEDED) -> str:
-        """An activation function, by our name."""
-        return self.choice(name, ACTIVATIONS, default)
+    def head_dim(self, embed: int, heads: int) -> int | None:
+        """The channels of each head, None if the heads share embed evenly."""
+        said = self.whole("head_dim", None)
+        return None if said is None or said * heads == embed else said
 
     def only(self, name: str, *supported: object, default: object = NEEDED) -> None:
         """Check that a field has one of the values for which the mathematics here is right."""
@@ -126,7 +124,7 @@ class Config:
         for name, value in self.fields.items():
             if name in self.parts:
                 yield from (f"{name}.{inner}" for inner in self.parts[name].unread())
-            elif value is not None and name not in self.taken | APART:
+            elif value not in (None, IDLE.get(name)) and name not in self.taken | APART:
                 yield name
 
     def wrong(self, name: str, hint: str) -> UserError:
@@ -170,9 +168,10 @@ def rotation(
     if head_dim is not None:
         part = said.number("partial_rotary_factor", c.number("partial_rotary_factor", part))
     channels = None if head_dim is None or part == 1 else int(head_dim * part)
-    name = "rope_type" if "rope_type" in said.fields else "type"
     meant = {"default": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-    return Rope(theta, channels, scaling=_scaling(said.choice(name, meant, "default"), c, said))
+    called = said.choice(said.either("rope_type", "type"), meant, "default")
+    said.only("type", called, default=called)  # as it was written before; some have both
+    return Rope(theta, channels, scaling=_scaling(called, c, said))
 
 
 def _scaling(kind: str, c: Config, said: Config) -> LinearScaling | Llama3Scaling | YarnScaling | None:

@@ -119,7 +119,6 @@ def config(c: Config, name: str) -> Model:
     c.only("add_final_layer_norm", False, default=False)
     c.only("add_bias_logits", False, default=False)
     c.only("is_encoder_decoder", True, default=True)
-    c.only("is_decoder", False, default=False)
     c.only("tie_word_embeddings", True, default=True)
     seq = c.whole("max_position_embeddings", 1024)
     return bart(name, layers, heads, c.whole("d_model"), ff, vocab=c.whole("vocab_size"), seq=seq)

@@ -120,8 +120,6 @@ def config(c: Config, name: str) -> Model:
     c.only("hidden_act", "gelu", default="gelu")
     c.only("layer_norm_eps", 1e-12, default=1e-12)
     c.only("position_embedding_type", "absolute", default="absolute")
-    c.only("is_decoder", False, default=False)
-    c.only("add_cross_attention", False, default=False)
     c.only("tie_word_embeddings", True, default=True)
     return bert(
         name,

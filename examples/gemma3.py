@@ -91,7 +91,8 @@ def config(c: Config, name: str) -> Model:
     layers = c.whole("num_hidden_layers")
     kinds = ["full_attention" if i % EACH == EACH - 1 else "sliding_attention" for i in range(layers)]
     c.only("layer_types", kinds, default=kinds)
-    c.only(c.either("sliding_window_pattern", "_sliding_window_pattern"), EACH, default=EACH)
+    for pattern in ("sliding_window_pattern", "_sliding_window_pattern"):
+        c.only(pattern, EACH, default=EACH)
     c.only("attn_logit_softcapping", default=None)
     c.only("final_logit_softcapping", default=None)
     if c.null("rope_parameters") or "rope_parameters" not in c.fields:

@@ -89,6 +89,5 @@ def config(c: Config, name: str) -> Model:
     c.only("scale_attn_weights", True, default=True)
     c.only("scale_attn_by_inverse_layer_idx", False, default=False)
     c.only("reorder_and_upcast_attn", False, True, default=False)  # how it is computed, not what
-    c.only("add_cross_attention", False, default=False)
     c.only("tie_word_embeddings", True, default=True)
     return gpt(name, c.whole("n_layer"), c.whole("n_head"), embed, vocab=c.whole("vocab_size"), seq=seq)

@@ -85,7 +85,6 @@ NORMS = {
 @reads("LlamaForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": NORMS | ATTENTION | SWIGLU}))
 def config(c: Config, name: str) -> Model:
     heads, embed = c.whole("num_attention_heads"), c.whole("hidden_size")
-    head_dim = c.whole("head_dim", None)
     c.only("hidden_act", "silu", default="silu")
     c.only("attention_bias", False, default=False)
     c.only("mlp_bias", False, default=False)
@@ -98,7 +97,7 @@ def config(c: Config, name: str) -> Model:
         ff=c.whole("intermediate_size"),
         vocab=c.whole("vocab_size"),
         rope=rope(c, 10_000.0),
-        head_dim=None if head_dim in (None, embed // heads) else head_dim,
+        head_dim=c.head_dim(embed, heads),
         eps=c.number("rms_norm_eps", 1e-6),
         tied=c.flag("tie_word_embeddings", False),
     )

@@ -62,15 +62,16 @@ def config(c: Config, name: str) -> Model:
     c.only("hidden_act", "silu", default="silu")
     c.only("rms_norm_eps", 1e-5)
     c.only("tie_word_embeddings", False, default=False)
+    heads, embed = c.whole("num_attention_heads"), c.whole("hidden_size")
     return mistral(
         name,
         layers=c.whole("num_hidden_layers"),
-        heads=c.whole("num_attention_heads"),
+        heads=heads,
         kv_heads=c.whole("num_key_value_heads", 8),
-        embed=c.whole("hidden_size"),
+        embed=embed,
         ff=c.whole("intermediate_size"),
         vocab=c.whole("vocab_size"),
         rope=rope(c, 10_000.0),
-        head_dim=c.whole("head_dim", None),
+        head_dim=c.head_dim(embed, heads),
         window=None if c.null("sliding_window") else c.whole("sliding_window", 4096),
     )

@@ -70,17 +70,18 @@ def config(c: Config, name: str) -> Model:
     c.only("sliding_window", default=None)
     c.only("tie_word_embeddings", False, default=False)
     c.only("rms_norm_eps", 1e-5, default=1e-5)
+    heads, embed = c.whole("num_attention_heads"), c.whole("hidden_size")
     return mixtral(
         name,
         layers=c.whole("num_hidden_layers"),
-        heads=c.whole("num_attention_heads"),
+        heads=heads,
         kv_heads=c.whole("num_key_value_heads", 8),
-        embed=c.whole("hidden_size"),
+        embed=embed,
         ff=c.whole("intermediate_size"),
         experts=c.whole("num_local_experts", 8),
         top_k=c.whole("num_experts_per_tok", 2),
         vocab=c.whole("vocab_size"),
-        head_dim=c.whole("head_dim", None),
+        head_dim=c.head_dim(embed, heads),
         balance=c.number("router_aux_loss_coef", 0.001),
         rope=rope(c, 1e6),
     )

@@ -95,6 +95,6 @@ def config(c: Config, name: str) -> Model:
         embed=embed,
         ff=c.whole("intermediate_size"),
         vocab=c.whole("vocab_size"),
-        head_dim=None if head_dim * heads == embed else head_dim,
+        head_dim=c.head_dim(embed, heads),
         rope=rotation(c, 10_000.0, head_dim=head_dim, part=0.5),
     )

@@ -66,14 +66,15 @@ def config(c: Config, name: str) -> Model:
         c.only(eps, 1e-5, default=1e-5)
     c.only("sliding_window", default=None)
     c.only("tie_word_embeddings", False, default=False)
-    groups, heads, head_dim = c.whole("n_groups", 8), c.whole("mamba_num_heads", 128), c.whole("mamba_head_dim", 64)
+    groups, head_dim = c.whole("n_groups", 8), c.whole(c.either("head_dim", "attention_head_dim"), 128)
+    c.only("attention_head_dim", head_dim, default=head_dim)
     return nemotron_h(
         name,
         _pattern(c),
         c.whole("hidden_size"),
         mamba=Mamba2(
-            heads=heads,
-            head_dim=head_dim,
+            heads=c.whole("mamba_num_heads", 128),
+            head_dim=c.whole("mamba_head_dim", 64),
             state=c.whole("ssm_state_size", 128),
             groups=groups,
             conv=c.whole("conv_kernel", 4),
@@ -82,7 +83,7 @@ def config(c: Config, name: str) -> Model:
         attention=Attention(
             heads=c.whole("num_attention_heads"),
             kv_heads=c.whole("num_key_value_heads", 8),
-            head_dim=c.whole(c.either("head_dim", "attention_head_dim"), 128),
+            head_dim=head_dim,
         ),
         mlp=MLP(c.whole("intermediate_size"), "relu2"),
         vocab=c.whole("vocab_size"),

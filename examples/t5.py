@@ -140,7 +140,6 @@ NAMES = Names(
 def config(c: Config, name: str) -> Model:
     """Where Hugging Face does not scale the hidden states before the logits (version 1.1), the tables are two."""
     c.only("is_encoder_decoder", True, default=True)
-    c.only("is_decoder", False, default=False)
     c.only("layer_norm_epsilon", 1e-6, default=1e-6)
     c.moot("is_gated_act", "dense_act_fn")  # follow from feed_forward_proj
     c.moot("n_positions")  # there is no table of positions

@@ -1,4 +1,4 @@
-"""The models that come with Megaloom are those that were published, and compute."""
+"""The models that come with Megaloom compute, and learn; that they are the published ones is in test_parameters."""
 
 from __future__ import annotations
 
@@ -8,38 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megaloom.dsl import Model, graph, params
-from megaloom.dsl.find import examples, find
+from megaloom.dsl import Model, graph
+from megaloom.dsl.find import find
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.runtime.initial import initial
 from megaloom.runtime.interpret import interpret
-
-# Elements of the weights on the Hugging Face hub: openai-community/gpt2*, meta-llama/Llama-3.2-1B, Meta-Llama-3-8B and
-# -70B, Llama-3.1-405B, mistralai/Mixtral-8x7B-v0.1 and -8x22B-v0.1 (buffers left out; a tied table counts once).
-PUBLISHED = {
-    "gpt2": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
-    "llama3-1b": 1_235_814_400,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3-405b": 405_853_388_800,
-    "mixtral-8x7b": 46_702_792_704,
-    "mixtral-8x22b": 140_620_634_112,
-}
-OURS = {"stdlib-gpt", "own-layer", "own-module"}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_as_published(name: str) -> None:
-    assert params(find(name)[0]) == PUBLISHED[name]
-
-
-def test_every_example_is_tested_here() -> None:
-    assert set(examples()) == set(PUBLISHED) | OURS
 
 
 def test_a_mixtral_token_uses_two_experts() -> None:

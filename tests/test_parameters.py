@@ -1,0 +1,135 @@
+"""How many parameters the published models have, and that their published config.json's are these models.
+
+configs/ says what the config.json's on the Hugging Face hub say, under the names of the models here: those of
+openai-community/gpt2*, meta-llama/*, mistralai/*, Qwen/*, google/gemma*, deepseek-ai/*, openai/gpt-oss*, nvidia/*,
+google-bert/*-uncased, google-t5/*, google/t5-v1_1*, facebook/bart*, google/vit-base-patch16-224, llava-hf/llava-1.5*,
+state-spaces/mamba2* (in the form of transformers), bigcode/starcoder and bigscience/bloom*.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from functools import cache
+from inspect import getmodule
+from math import log10
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here needs the network
+
+import torch
+import transformers
+
+from megaloom.dsl import fingerprint, params, read
+from megaloom.dsl.find import examples, find, modules
+from megaloom.dsl.hub import Reader
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = {path.stem: path for path in sorted((ROOT / "tests/configs").glob("*.json"))}
+GOLDEN = ROOT / "tests/golden/parameters.txt"
+README = ROOT / "README.md"
+MARKS = "<!-- models: pytest -n0 tests/test_parameters.py --update -->", "<!-- end of models -->"
+
+# Elements of the weights on the hub that Hugging Face's code, made by the config.json, does not say by itself.
+PUBLISHED = {
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "llama3-405b": 405_853_388_800,
+    "t5-v1-1-base": 247_577_856,
+}
+
+
+@cache
+def theirs(name: str) -> Any:
+    """Hugging Face's model of a config.json, with no memory for its weights."""
+    fields = json.loads(CONFIGS[name].read_text())
+    theirs_class = getattr(transformers, fields["architectures"][0])
+    with torch.device("meta"):
+        return theirs_class._from_config(theirs_class.config_class.from_dict(fields))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_theirs(name: str) -> None:
+    """Less those that no output depends on; and two tables where T5 has two, of which their code makes one."""
+    it = theirs(name)
+    unused = re.compile(r"vision_tower.*(encoder\.layers\.23\.|post_layernorm\.)")
+    count = it.num_parameters() - sum(p.numel() for n, p in it.named_parameters() if unused.search(n))
+    if name.startswith("t5-v1"):
+        count += it.shared.weight.numel()
+    assert params(read(CONFIGS[name])) == count
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_says_the_same_as_they_write_it(name: str) -> None:
+    """With every default written out, and rotary positions as of transformers 5."""
+    config = theirs(name).config
+    fields = {**config.to_dict(), "architectures": [type(theirs(name)).__name__]}
+    assert fingerprint(read(fields)) == fingerprint(read(CONFIGS[name]))
+
+
+@pytest.mark.parametrize("name", CONFIGS.keys() & examples().keys())
+def test_a_config_is_the_model_of_that_name(name: str) -> None:
+    assert fingerprint(read(CONFIGS[name])) == fingerprint(find(name)[0])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_as_published(name: str) -> None:
+    assert params(find(name)[0]) == PUBLISHED[name]
+
+
+# The table of all of them
+
+
+@cache
+def counted() -> dict[str, int]:
+    """The parameters of each model of the examples."""
+    return {name: params(find(ref)[0]) for name, ref in examples().items()}
+
+
+def rows() -> Iterator[str]:
+    """Each model with its parameters, and whether Hugging Face's code counts as many."""
+    counts = {name: params(read(path)) for name, path in CONFIGS.items() if name not in counted()} | counted()
+    for name in sorted(counts):
+        yield f"{name:<22}{counts[name]:>20,}{'  as Hugging Face' if name in CONFIGS else ''}"
+
+
+def families() -> Iterator[str]:
+    """The rows of the README's table: each family of the examples, its models, the architectures that it reads."""
+    yield "| family | models and their parameters | reads a config.json of |"
+    yield "|---|---|---|"
+    places = {name: ref.partition(":")[0] for name, ref in examples().items()}
+    for module in modules():
+        name = module.__name__.rpartition(".")[2]
+        readers = [it for it in vars(module).values() if isinstance(it, Reader) and getmodule(it.model) is module]
+        sizes = ", ".join(f"`{n}` {short(counted()[n])}" for n, place in places.items() if place == module.__name__)
+        reads = ", ".join(f"`{a}`" for r in readers for a in r.architectures)
+        yield f"| [{name}](examples/{name}.py) | {sizes} | {reads} |"
+
+
+def short(n: int) -> str:
+    """A number of parameters in three digits."""
+    value, unit = (n / 1e9, "B") if n >= 999.5e6 else (n / 1e6, "M")
+    return f"{value:.{max(0, 2 - int(log10(value)))}f} {unit}" if value >= 1 else f"{value:.2f} {unit}"
+
+
+def agrees(path: Path, text: str, update: bool) -> bool:
+    """Whether a file says this; --update makes it say so."""
+    if update:
+        path.write_text(text)
+    return path.read_text() == text
+
+
+def test_the_table_of_parameters(request: pytest.FixtureRequest) -> None:
+    assert agrees(GOLDEN, "\n".join(rows()) + "\n", request.config.getoption("--update"))
+
+
+def test_the_readme_lists_the_models(request: pytest.FixtureRequest) -> None:
+    before, _, rest = README.read_text().partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    listed = "\n".join((MARKS[0], *families(), MARKS[1]))
+    assert agrees(README, before + listed + after, request.config.getoption("--update"))
