@@ -78,7 +78,7 @@ def opened(config: str | Path | Mapping[str, Any]) -> tuple[Config, str]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(fields, dict):
         raise UserError(f"{path} is no config.json: it must hold an object with fields")
     return Config(fields, str(path)), title(path)

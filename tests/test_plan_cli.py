@@ -195,6 +195,22 @@ def test_a_model_of_ones_own_with_axes_fixed(tmp_path: Path, capsys: pytest.Capt
     assert f"wrote {target}" in out
 
 
+def test_a_config_of_hugging_face(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 128, "vocab_size": 256}
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], **small}))
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("small", "--gpus", "2xCPU", "--seq", "128", "--batch", "8", capsys=capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith("small: 224,640 parameters, on 2xCPU")
+    planned = load("plan.json")
+    assert planned.model == str(tmp_path / "small" / "config.json")
+    monkeypatch.chdir("/")
+    check(planned, find(planned.model)[0])
+
+
 def test_json_is_for_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
