@@ -60,6 +60,7 @@ def gpt_oss(
     ff: int = 2880,
     top_k: int = 4,
     window: int = 128,
+    limit: float = 7.0,
     vocab: int = 201088,
     balance: float = 0.9,
     rope: Rope = STRETCHED,
@@ -70,7 +71,7 @@ def gpt_oss(
         attention = Attention(
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, bias=True, sink=True, window=window
         )
-        moe = MoE(ClampedGLU(ff), experts, top_k, balance=balance, bias=True)
+        moe = MoE(ClampedGLU(ff, limit), experts, top_k, balance=balance, bias=True)
         return residual(RMSNorm(), attention) >> residual(RMSNorm(), moe)
 
     v, d = Dim("vocab", vocab), Dim("embed", embed)
@@ -112,7 +113,6 @@ def config(c: Config, name: str) -> Model:
     c.only("rms_norm_eps", 1e-5, default=1e-5)
     c.only("attention_bias", True, default=True)
     c.only("swiglu_alpha", 1.702, default=1.702)
-    c.only("swiglu_limit", 7.0, default=7.0)
     c.only("tie_word_embeddings", False, default=False)
     c.moot("initial_context_length", "experts_per_token")  # said by other fields as well
     layers = c.whole("num_hidden_layers")
@@ -131,6 +131,7 @@ def config(c: Config, name: str) -> Model:
         ff=c.whole("intermediate_size"),
         top_k=c.whole("num_experts_per_tok"),
         window=c.whole("sliding_window", 128),
+        limit=c.number("swiglu_limit", 7.0),
         vocab=c.whole("vocab_size"),
         balance=c.number("router_aux_loss_coef", 0.001),
         rope=STRETCHED if plain else rotation(c, 150_000.0),
