@@ -71,6 +71,8 @@ class Device:
     bandwidth: float = field(validator=within(1e8, 1e14, "bytes/s"))  # peak of that memory, read + written
     flops_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the peak"))
     """What a large matrix product reaches of `flops`."""
+    narrow_efficiency: float = field(default=1.0, validator=within(0.1, 1, "shares of that"))
+    """What of `flops_efficiency` is left for products of fewer than 16 bits."""
     bandwidth_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the peak"))
     """What a large copy reaches of `bandwidth`."""
     launch_seconds: float = field(default=0.0, validator=within(0, 1, "seconds"))
@@ -81,6 +83,8 @@ class Device:
     """What is left of `flops` in a training step, at the clock that the power limit leaves."""
     units: int = field(default=1, validator=within(1, 10**6, "multiprocessors"))
     """How many multiprocessors the tiles of a matrix product are dealt to."""
+    library_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
+    """What cuBLAS is given as a workspace by each library that calls it."""
     context_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
     """What the driver, the libraries and the process take before the first tensor."""
 

@@ -20,6 +20,9 @@ from .practice import OWN, Practice
 TILE_M, TILE_N = 128, 128
 # Of the last round of tiles that the multiprocessors take, half is idle on average.
 LAST_ROUND = 0.5
+# Rows that are no multiple of 16 bytes (8 elements of 16 bits) keep a product from the tensor cores' best kernels
+# (NVIDIA, Deep Learning Performance, Matrix Multiplication Background, section 2.2: figure 3).
+ALIGNED, MISALIGNED = 8, 0.25
 # Filling the pipeline of a tile costs about as much as this much depth of the product.
 DEPTH = 128
 
@@ -57,6 +60,7 @@ def seconds(
     if work.kind == "dot":
         used = precision if inside else precision.wide
         fast = device.flops[used] * device.sustained * device.flops_efficiency
+        fast *= device.narrow_efficiency if used.narrow else 1.0
         m, n, k = work.m, work.n, work.k
         products = [  # y = x w, dx = dy w^T, dw = x^T dy
             (work.flops, fill(m, n, k, work.count, device)),
@@ -109,6 +113,8 @@ def fill(m: int, n: int, k: int, count: int, device: Device) -> float:
     if device.units == 1:
         return 1.0
     tiles = ceil(m / TILE_M) * ceil(n / TILE_N)
+    if n % ALIGNED or k % ALIGNED:
+        return MISALIGNED
     whole = m * n / (tiles * TILE_M * TILE_N)
     rounds = tiles * count / device.units
     return whole * min(1.0, rounds / (rounds + LAST_ROUND)) * k / (k + DEPTH)

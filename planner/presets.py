@@ -65,7 +65,10 @@ LAUNCH = 5e-6
 #   TFLOP/s), matrix products run at 680 TFLOP/s where alone they reach 790, of which their shapes explain 3 to 4 %;
 #   taken to be the same for what came later, and an A100 to keep its clock.
 # - context_nbytes: not measured here, as nvidia-smi shows it for a process that has made one tensor and one product.
+# - library_nbytes: torch gives cuBLAS 4 MiB twice and 16 KiB eight times, from Hopper on 32 MiB (aten, CUDABlas.cpp:
+#   getChosenWorkspaceSize); Transformer Engine as much again.
 CONTEXT = int(0.6 * GiB)
+MIB = 2**20
 A100 = Device(  # SXM, 80 GB
     name="A100",
     flops={"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12},
@@ -76,6 +79,7 @@ A100 = Device(  # SXM, 80 GB
     launch_seconds=LAUNCH,
     attend_efficiency=0.58,
     units=108,
+    library_nbytes=8 * MIB + 2**17,
     context_nbytes=CONTEXT,
 )
 H100 = Device(  # SXM
@@ -89,6 +93,7 @@ H100 = Device(  # SXM
     attend_efficiency=0.545,
     sustained=0.88,
     units=132,
+    library_nbytes=32 * MIB,
     context_nbytes=CONTEXT,
 )
 B200 = Device(  # HGX, 1,000 W
@@ -102,6 +107,7 @@ B200 = Device(  # HGX, 1,000 W
     attend_efficiency=0.545,
     sustained=0.88,
     units=148,
+    library_nbytes=32 * MIB,
     context_nbytes=CONTEXT,
 )
 # Over PCIe 4, 16 lanes: 31.5 GB/s one way; and less power (300 W).

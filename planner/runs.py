@@ -22,7 +22,7 @@ from megaloom.dsl.graph import Model
 from .cluster import Cluster, cluster
 from .decoder import Decoder
 from .layout import Layout, Precision, Recompute, Workload
-from .practice import MEGATRON, MEGATRON_2021, PLAIN, Practice
+from .practice import DISPATCH_GRAPHED, MEGATRON, MEGATRON_2021, NANOTRON, PLAIN, Practice
 
 Row = Mapping[str, Any]
 KEYS = ("id", "source_group", "gpu", "precision_class")
@@ -125,7 +125,7 @@ def published(row: Row) -> Run:
     seconds = row.get("step_time_s")
     if not seconds and memory is None and row.get("status") != "oom":
         raise UnfitError("neither a step time nor memory was measured")
-    machine = cluster(f"{layout.world}x{_device(str(row['gpu']))}")
+    machine = _cluster(row, layout.world)
     practice = _practice(row, note)
     made = decoder.model(0.0 if practice.flash else 0.1)
     said = (row[key] for key in ("source_group", "model", "gpu", "num_gpus", "gbs", "seq_len", "layers", "framework"))
@@ -203,7 +203,7 @@ def functional(row: Row) -> Run:
         tp=tp,
         pp=pp,
         cp=cp,
-        vpp=_whole(row, "vp", 1),
+        vpp=_chunks(row, pp),
         dp=max(1, TESTED // (tp * pp * cp)),
         micro_batch=_whole(row, "mbs"),
         sequence_parallel=row.get("sp") == "true" and tp > 1,
@@ -226,8 +226,15 @@ def functional(row: Row) -> Run:
         practice=MEGATRON,
         step_seconds=None,
         memory_gib=_whole(row, "peak_bytes") / 2**30,
+        last_rank=True,  # the one that logs
         memory_kind="allocated",
     )
+
+
+def _chunks(row: Row, pp: int) -> int:
+    """Model chunks a rank: said, or by the layers of each, which the name of a test has (vp1)."""
+    each = re.search(r"_vp(\d+)_", f"{row['test']}_")
+    return max(1, _whole(row, "layers") // pp // int(each[1])) if each and pp > 1 else _whole(row, "vp", 1)
 
 
 def _decoder(row: Row) -> Decoder:
@@ -320,6 +327,16 @@ def _device(gpu: str) -> str:
     return DEVICES.get(name, name)
 
 
+def _cluster(row: Row, world: int) -> Cluster:
+    """The cluster, with the network that the row names if that is slower than a GPU of this kind usually has."""
+    made = cluster(f"{world}x{_device(str(row['gpu']))}")
+    ports = re.search(r"(\d+)x Omni-Path (\d+)Gb/s per (\d+)-GPU node", str(row.get("interconnect")))
+    if not ports:
+        return made
+    count, speed, gpus = map(int, ports.groups())
+    return evolve(made, inter=evolve(made.inter, name="Omni-Path", bandwidth=count * speed * 1e9 / 8 / gpus))
+
+
 def _memory(row: Row) -> tuple[str, float | None]:
     """What was measured of memory: the kind, and GiB."""
     said, value = str(row.get("memory_kind") or ""), row.get("memory_gb")
@@ -335,13 +352,15 @@ def _practice(row: Row, note: str) -> Practice:
     old = re.search("DeepSpeed|zero bubble", framework) or (framework == "Megatron-LM" and re.search("202[0-2]", when))
     if old or row.get("gpu") == "V100-32GB":
         return MEGATRON_2021
-    if "no TP/P2P/grad overlap" in note or "nanotron" in framework:
+    if "nanotron" in framework:
+        return NANOTRON
+    if "no TP/P2P/grad overlap" in note:
         return PLAIN
     found = MEGATRON
     if "Bridge" in framework:
         found = evolve(found, gradient_nbytes=2)
     if re.search(r"cuda_graph_impl=(?!none)|CUDA graph", note):
-        found = evolve(found, graphed=True)
+        found = evolve(found, graphed=True, dispatch_seconds=0.0 if "full" in note else DISPATCH_GRAPHED)
     if re.search(r"a2a_overlap=True|a2a overlap|EP overlap on", note):
         found = evolve(found, hidden_experts=HIDDEN_EXPERTS)
     return evolve(found, hidden_tensor=HIDDEN_TENSOR) if "NeMo" in framework or "Bridge" in framework else found

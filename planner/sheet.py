@@ -178,6 +178,7 @@ class Base:
     core: Rows  # [kinds, (forward kernels, forward collectives, saved bytes)]
     full: Rows  # [kinds], the bytes that full recompute keeps
     largest: int  # bytes of the largest saved tensor
+    library: int  # bytes that cuBLAS works in
 
 
 def base(anatomy: Anatomy, layout: Layout, workload: Workload, cluster: Cluster, practice: Practice) -> Base:
@@ -186,7 +187,7 @@ def base(anatomy: Anatomy, layout: Layout, workload: Workload, cluster: Cluster,
     rows, core, full = np.zeros((n, len(Col))), np.zeros((n, 3)), np.zeros(n)
     for i, (row, heart, kind) in enumerate(zip(rows, core, anatomy.kinds, strict=True)):
         found = costs(kind.node, batch=layout.micro_batch, seq=workload.seq, split=split)
-        _compute(row, heart, found, cluster, workload.precision, practice, kind.inside)
+        _compute(row, heart, found, cluster, workload.precision, practice, kind)
         _exchange(row, heart, found, layout, cluster, workload.precision, practice)
         largest = max([largest, *(_nbytes(s, workload.precision) for s in found.saved)])
         modes: tuple[tuple[Keeps, Mode], ...] = (kind.keeps, "none"), (kind.keeps, "selective"), (kind.full, "full")
@@ -201,7 +202,7 @@ def base(anatomy: Anatomy, layout: Layout, workload: Workload, cluster: Cluster,
             heart[2] += scores
         if kind.ends:
             _loss(row, kind.node, layout, workload, cluster, practice)
-    return Base(rows, core, full, largest)
+    return Base(rows, core, full, largest, practice.libraries * cluster.device.library_nbytes)
 
 
 def _nbytes(s: Saved, precision: Precision) -> int:
@@ -209,11 +210,14 @@ def _nbytes(s: Saved, precision: Precision) -> int:
 
 
 def _compute(
-    row: Rows, core: Rows, found: Costs, cluster: Cluster, precision: Precision, practice: Practice, inside: bool
+    row: Rows, core: Rows, found: Costs, cluster: Cluster, precision: Precision, practice: Practice, kind: Kind
 ) -> None:
     device = cluster.device
     for work in found.work:
-        took = kernels.seconds(work, device, precision, practice, inside=inside)
+        took = kernels.seconds(work, device, precision, practice, inside=kind.inside)
+        if work.kind == "route":
+            row[Col.FORWARD] += practice.dispatch_seconds
+            row[Col.BACKWARD] += practice.dispatch_seconds
         row[Col.FORWARD] += took.forward
         row[Col.BACKWARD] += took.backward
         core[0] += took.forward * work.core
@@ -255,7 +259,7 @@ def _loss(row: Rows, node: Node, layout: Layout, workload: Workload, cluster: Cl
 
 def sheet(base: Base, anatomy: Anatomy, layout: Layout, workload: Workload) -> Sheet:
     """The costs under the layout's recompute mode."""
-    rows, workspace = base.rows.copy(), 2 * base.largest
+    rows, workspace = base.rows.copy(), 2 * base.largest + base.library
     width = workload.precision.nbytes
     tokens = layout.micro_batch * workload.seq // layout.cp
     boundary = width * anatomy.embed * tokens // (layout.tp if layout.sequence_parallel else 1)

@@ -20,6 +20,7 @@ from cyclopts import App, CycloptsError, Parameter
 from megaloom.dsl.errors import UserError
 from megaloom.planner.cli import FREE, Fixed, whole, written
 from megaloom.planner.cli import app as planning
+from megaloom.planner.cli_validate import validate
 from megaloom.planner.layout import Precision, Workload
 
 from .recipe import Recipe
@@ -39,6 +40,7 @@ app = App(
 )
 app["--help"].group = "Parameters"
 app.command(planning, name="plan")
+app.command(validate)
 
 MAIN = "stdlib-gpt"
 SEQ, BATCH = 128, 32

@@ -1,0 +1,44 @@
+"""`megaloom validate`: the cost model against runs that others published."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+
+def validate(
+    file: Path,
+    /,
+    *,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    markdown: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Predict published training runs from model, hardware and layout alone, and print how far off that is.
+
+    Parameters
+    ----------
+    file
+        JSON lines of runs, vTrain's table of sweeps, or the table of Megatron-LM's functional tests.
+    as_json
+        Print every score and every prediction as JSON and nothing else.
+    markdown
+        Print the scores as the table of a README.
+    """
+    from megaloom.dsl.printing import show
+
+    from . import board
+    from .validate import as_json as written
+    from .validate import validate as scored
+
+    found = scored(file)
+    if as_json:
+        json.dump(written(found), sys.stdout, indent=1)
+        print()
+    elif markdown:
+        print(board.markdown(found.groups))
+    else:
+        show(board.board(found), sys.stdout)
