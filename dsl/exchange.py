@@ -17,6 +17,7 @@ from .placement import How, Move, Moves, Placed, Placement, placement
 from .program import Program, Step, origin
 from .routing import Combine, Route
 from .splits import SEQUENCES, Split
+from .turn import runs_along, shared, turns
 from .value import Value
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
@@ -58,6 +59,18 @@ class _Count:
                 yield from self.moved(placed.step, a, moves)
             yield from self.along(placed)
         yield from self.moved(None, self.program.value, self.placement.output)
+        if self.split.cp > 1:
+            for step, v in turns(self.program, self.placement.plain):
+                yield from self.turn(step, v)
+
+    def turn(self, step: Step, v: Value) -> Iterator[Collective]:
+        """Parts of the sequence become parts of the channels or the other way round, and so do gradients."""
+        local = step.at(self.sizes, self.split)
+        groups = shared(v)
+        copies = max(1, self.split.cp // local.of(groups)) if groups and runs_along(step) else 1
+        n = copies * local((*step.outer, *v.shape))
+        for backward in (False, True):
+            yield Collective("all_to_all", "cp", n, backward, "sequence and channels")
 
     def moved(self, step: Step | None, v: Value, moves: Moves) -> Iterator[Collective]:
         """What the moves of a value exchange, as a primitive reads it."""
@@ -70,6 +83,8 @@ class _Count:
                 yield from self.reduce(v, move)
             elif step is None or id(origin(v)) in self.placement.plain:
                 continue  # gradients of weights are added once a step
+            elif move.axis == "cp" and runs_along(step):
+                continue  # see `turn`
             elif move.how is How.ENTER and not (isinstance(step.value.op, Attend) and move.axis == "cp"):
                 yield from self.enter(step, v, move)
             elif move.how is How.GATHER:

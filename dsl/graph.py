@@ -18,7 +18,7 @@ from attrs import define, evolve, field, frozen
 from .combine import Block, Each
 from .dims import Dim, Shape
 from .errors import ShapeError, UserError, located
-from .layer import Layer, Named, held, kind
+from .layer import Given, Layer, Named, held, kind
 from .ops import Input, Weight
 from .value import Op, Value
 
@@ -168,8 +168,9 @@ class _Walk:
                 todo.append((v, block, True))
                 inside = id(v) if isinstance(v.op, Block) and block is None else block
                 todo += [(a, inside, False) for a in reversed(needs)]
-                if inner is not None:  # what goes in comes first, and lies outside the block
-                    todo += [(a, block, False) for a in reversed(v.args)]
+                if inner is not None:  # what goes in comes first, and lies outside the block; an encoder before all
+                    side = v.op.side.values() if isinstance(v.op, Given) else ()
+                    todo += [(a, block, False) for a in (*reversed(v.args), *side)]
             elif inner is not None:
                 self.names[id(v)] = self.names[id(inner)]
             else:

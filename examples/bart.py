@@ -92,8 +92,8 @@ NAMES = Names(
         "model.shared.weight": columns("wte"),
         "model.encoder.embed_positions.weight": columns("encoder_wpe"),
         "model.decoder.embed_positions.weight": columns("decoder_wpe"),
-        **norm("model.decoder.layernorm_embedding", 0),
-        **norm("model.encoder.layernorm_embedding", 1),
+        **norm("model.encoder.layernorm_embedding", 0),
+        **norm("model.decoder.layernorm_embedding", 1),
     },
     {
         "model.encoder.layers.{layer}.": {**SELF, **FEED_FORWARD, **norm("final_layer_norm", 1)},

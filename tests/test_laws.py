@@ -18,13 +18,13 @@ from megaloom.dsl import (
     Dropout,
     DType,
     GeGLU,
-    Input,
     Layer,
     LayerNorm,
     Linear,
     LinearScaling,
     Mamba2,
     MoE,
+    Op,
     Relative,
     RMSNorm,
     Rope,
@@ -48,8 +48,8 @@ from megaloom.dsl import (
 )
 
 EMBED, HEADS = Dim("embed", 64), 8
-HIDDEN = Value(Input("x"), (), Shape((BATCH, SEQ, EMBED)))
-MEMORY = Value(Input("memory"), (), Shape((BATCH, Dim("source"), EMBED)))
+HIDDEN = Value(Op(), (), Shape((BATCH, SEQ, EMBED)))  # from nowhere; no data, which would have no gradient
+MEMORY = Value(Op(), (), Shape((BATCH, Dim("source"), EMBED)))
 TABLE = weight("biases", Dim("buckets", 32), Dim("heads", HEADS))
 NBYTES = {DType.COMPUTE: 2, DType.FLOAT32: 4, DType.INDEX: 8, DType.MASK: 1}
 
