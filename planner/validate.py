@@ -152,7 +152,7 @@ def _score(key: Key, rows: Sequence[Predicted], skipped: int) -> Group:
     source, gpu, precision, sparse = key
     errors = [e for p in rows if (e := p.time_error) is not None]
     memory = [e for p in rows if (e := p.memory_error) is not None]
-    pairs, first, third = _choices(rows)
+    pairs, first, third = choices(rows)
     return Group(
         source=source,
         gpu=gpu,
@@ -178,7 +178,7 @@ def p90(errors: Sequence[float]) -> float:
     return quantiles(errors, n=10, method="inclusive")[-1] if len(errors) > 1 else errors[0]
 
 
-def _choices(rows: Sequence[Predicted]) -> tuple[float | None, float | None, float | None]:
+def choices(rows: Sequence[Predicted]) -> tuple[float | None, float | None, float | None]:
     """How well layouts of one sweep are told apart: pairs in the right order, and how much slower the choice is.
 
     The regret is that of the best by prediction, and of the best measured among the best three by prediction.

@@ -1,0 +1,136 @@
+"""The cost model against runs that others published, and the scores themselves.
+
+`data/published_runs.jsonl` is a selection of published rows, each with its source.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaloom.dsl import UserError, params
+from megaloom.planner.layout import Layout, Precision, Recompute
+from megaloom.planner.runs import Run, read
+from megaloom.planner.validate import Predicted, as_json, choices, p90, predict, validate
+from megaloom.runtime.cli import main
+
+RUNS = Path(__file__).parent / "data" / "published_runs.jsonl"
+VTRAIN = "params,gpus,gbs,mbs,hidden,heads,layers,seq,tp,dp,pp,ms\n3.6,64,512,8,3072,32,30,2048,1,64,1,3566.5\n"
+TESTED = (
+    "suite\ttest\thw\tlayers\thidden\theads\tseq\tmbs\tgbs\ttp\tpp\tvp\tcp\tep\tetp\texperts\tsp\tdistopt\trecompute"
+    "\tbf16\tpeak_bytes\n"
+    "gpt\tgpt3_te_tp1_pp2\tdev_dgx_h100\t12\t512\t8\t1024\t4\t32\t1\t2\t\t\t\t\t\t\t\t\ttrue\t2600000000\n"
+)
+
+
+def rows() -> dict[str, Run]:
+    return {run.id: run for run in read(RUNS)[0]}
+
+
+def test_the_classic_runs_on_a100s_are_predicted() -> None:
+    """Narayanan et al., SC21, table 1, and Korthikanti et al., table 5: 1.7 to 1008 billion parameters."""
+    errors = [abs(predict(run).time_error or 0.0) for run in rows().values() if run.source in ("sc21", "korthikanti")]
+    assert len(errors) >= 14
+    assert median(errors) < 0.05
+    assert p90(errors) < 0.10
+
+
+def test_pipelines_of_many_depths_are_predicted_in_time_and_memory() -> None:
+    """1F1B and interleaved runs of Qi et al. (zero bubble, arXiv:2401.10241) on 8 to 32 A100s."""
+    found = [predict(run) for run in rows().values() if run.source == "zero-bubble"]
+    assert len(found) >= 12
+    assert median(abs(p.time_error or 0.0) for p in found) < 0.05
+    assert median(abs(p.memory_error or 0.0) for p in found) < 0.05
+
+
+def test_a_row_becomes_the_model_and_the_layout_that_were_run() -> None:
+    run = rows()["sc21-002"]
+    assert run.layout == Layout(dp=32, tp=2, micro_batch=16, recompute=Recompute.FULL)
+    assert run.workload.precision is Precision.FP16
+    assert params(run.model) == pytest.approx(3.6e9, rel=0.02)
+    assert not run.practice.flash
+    sparse = rows()["simumax-005"]
+    assert sparse.sparse and sparse.layout.ep == 8
+
+
+def test_rows_that_cannot_be_predicted_say_why() -> None:
+    reasons = {s.id: s.reason for s in read(RUNS)[1]}
+    assert reasons["llm-foundry-001"] == "weights are sharded (FSDP)"
+    assert "ZB-" in "".join(reasons.values())
+    assert "no pre-training" in reasons["megatron-lm-tests-018"]
+
+
+def test_what_was_measured_does_not_change_what_is_predicted(tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in RUNS.read_text().splitlines()][:3]
+    other = tmp_path / "other.jsonl"
+    told = ("step_time_s", "tokens_per_s_per_gpu", "memory_gb")
+    other.write_text("\n".join(json.dumps({**r, **{k: 1.5 for k in told if k in r}}) for r in lines))
+    assert [predict(run).step_seconds for run in read(other)[0]] == [
+        predict(rows()[str(r["id"])]).step_seconds for r in lines
+    ]
+
+
+def test_the_other_two_formats(tmp_path: Path) -> None:
+    sweep, tests = tmp_path / "sweep.csv", tmp_path / "tests.tsv"
+    sweep.write_text(VTRAIN)
+    tests.write_text(TESTED)
+    (run,) = read(sweep)[0]
+    assert (run.layout.world, run.step_seconds) == (64, 3.5665)
+    (run,) = read(tests)[0]
+    assert (run.layout.pp, run.layout.dp, run.memory_kind) == (2, 4, "allocated")
+    assert run.step_seconds is None
+
+
+@pytest.mark.parametrize("text", ["", "hello", "{broken"])
+def test_a_file_without_runs_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "runs"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"runs|JSON"):
+        read(path)
+
+
+def test_the_scores_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join(RUNS.read_text().splitlines()[:4]))
+    assert main(["validate", str(few), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said == json.loads(json.dumps(as_json(validate(few))))
+    assert {"source", "gpu", "precision", "rows", "skipped", "median_abs_error", "p90_abs_error", "bias"} <= {
+        *said["groups"][0]
+    }
+    assert said["rows"][0]["id"] == "sc21-001"
+    assert main(["validate", str(few)]) == 0
+    assert "sc21" in capsys.readouterr().out
+    assert main(["validate", str(tmp_path / "none")]) == 2
+
+
+def sweep(times: list[tuple[float, float]]) -> list[Predicted]:
+    """Runs of one sweep that differ in their layout, by (predicted, measured) seconds."""
+    run = rows()["sc21-001"]
+    return [
+        Predicted(evolve(run, layout=Layout(dp=i + 1), step_seconds=measured, sweep="one"), predicted, 1.0)
+        for i, (predicted, measured) in enumerate(times)
+    ]
+
+
+SECONDS = st.floats(0.1, 100.0)
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=3, max_size=8))
+def test_regret_is_none_for_the_best_choice_and_never_negative(times: list[tuple[float, float]]) -> None:
+    pairs, first, third = choices(sweep(times))
+    assert first is not None and third is not None and first >= third >= 0
+    assert pairs is None or 0 <= pairs <= 1
+    perfect = choices(sweep([(m, m) for _, m in times]))
+    assert perfect[1] == 0
+    assert perfect[0] in (None, 1)
+
+
+def test_two_layouts_are_no_sweep() -> None:
+    assert choices(sweep([(1.0, 2.0), (2.0, 1.0)])) == (None, None, None)
