@@ -12,13 +12,15 @@ from .lines import Line, lines
 from .outline import Outline
 from .show import HEAD, foot
 
-STYLE = f"""
+# What all pages share: colours and fonts.
+LOOK = f"""
 :root {{ color-scheme: light dark; --ink: #1f2328; --dim: #57606a; --rule: #d0d7de; --paper: #ffffff }}
 @media (prefers-color-scheme: dark) {{
   :root {{ --ink: #e6edf3; --dim: #9198a1; --rule: #30363d; --paper: #0d1117 }}
 }}
 body {{ margin: 0; background: var(--paper); color: var(--ink); font: 13px/1.5 {SANS} }}
-main {{ display: flex; flex-wrap: wrap; align-items: flex-start }}
+"""
+STYLE = f"""{LOOK}main {{ display: flex; flex-wrap: wrap; align-items: flex-start }}
 svg {{ max-width: 100%; height: auto; flex: none }}
 section {{ flex: 1 1 680px; min-width: 0; padding: 62px 28px 28px; box-sizing: border-box; overflow-x: auto }}
 table {{ border-collapse: collapse }}

@@ -89,6 +89,8 @@ def plan(
     top: int = 5,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     output: Annotated[str | None, Parameter(name=["-o", "--output"])] = None,
+    html: str | None = None,
+    trace: str | None = None,
 ) -> None:
     """Find the best layout of a model over a cluster, say why, and write it as a plan that `megaloom train` runs.
 
@@ -112,6 +114,10 @@ def plan(
         Print JSON for machines and nothing else; no plan is written without -o.
     output
         Where the plan is written. [default: plan.json]
+    html
+        Where a page with pictures of the plan is written: its timeline, memory, step, devices and rivals.
+    trace
+        Where the predicted step is written as a trace for ui.perfetto.dev; compressed if the name ends in .gz.
     """
     from megaloom.dsl.errors import UserError
     from megaloom.dsl.find import find
@@ -133,6 +139,10 @@ def plan(
     target = output or ("" if as_json else "plan.json")
     if target:
         save(found.best, target)
+    if html or trace:
+        from .page import save as draw
+
+        draw(found, declared, html, trace)
     if as_json:
         print(json.dumps(for_machines(found, top), indent=1))
     else:

@@ -25,9 +25,10 @@ def python(*args: str, cwd: Path, path: Path | None = None) -> str:
 
 
 def sources(root: Path, folders: Iterable[str]) -> set[str]:
-    """The Python files and type markers under these folders of `root`."""
+    """The Python files, type markers and what web pages are made of, under these folders of `root`."""
     files = (path for name in folders for path in (root / name).rglob("*") if "__pycache__" not in path.parts)
-    return {path.relative_to(root).as_posix() for path in files if path.suffix == ".py" or path.name == "py.typed"}
+    kinds = (".py", ".js", ".css", ".typed")
+    return {path.relative_to(root).as_posix() for path in files if path.suffix in kinds}
 
 
 @pytest.fixture(scope="module")
