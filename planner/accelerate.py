@@ -17,7 +17,7 @@ from .plan import Plan
 from .slurm import hosts
 
 NAME = "Accelerate"
-INSTEAD = "`megaloom export --to megatron-lm` can"
+INSTEAD = "use `megaloom export --to megatron-lm`"
 PRECISION = {Precision.FP32: "no", Precision.BF16: "bf16", Precision.FP16: "fp16"}
 
 

@@ -81,8 +81,8 @@ def _deepseek(
     name: str, vocab: int, heads: int, q_rank: int | None, embed: int, dense: int, ff: int, sparse: int, moe: MoE
 ) -> Flavor:
     attention = MLA(heads=heads, q_rank=q_rank, kv_rank=512, nope=128, rope=64, v=128, positions=UNTURNED)
-    own = "eps of 1e-5, positions stretched beyond 4,096 tokens only, and a bias of each expert that balances the load"
-    layers: list[FeedForward] = [SwiGLU(ff)] * dense + [moe] * sparse  # type: ignore[operator]
+    own = "eps 1e-5, positions stretched beyond 4,096 tokens, and experts balanced by biases"
+    layers: list[FeedForward] = [*[SwiGLU(ff)] * dense, *[moe] * sparse]
     return Flavor("deepseek_v3", name, _decoder(vocab, embed, attention, layers), own)
 
 

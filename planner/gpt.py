@@ -10,7 +10,7 @@ that each target says for itself.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 from attrs import define, field, fields, frozen
 
@@ -105,10 +105,9 @@ def gpt(graph: Graph, target: str) -> GPT:
         walk.refuse("what follows the logits", graph.nodes[walk.at])
     if not layers or walk.attention is None:
         cannot(target, "a model without layers")
-    if walk.dropped != {first} and walk.dropped:
-        cannot(
-            target, f"dropout of {first:g} after the embedding and {_said(walk.dropped)} in the layers: it has one rate"
-        )
+    if walk.dropped - {first}:
+        rates = f"{first:g} after the embedding and {_said(walk.dropped)} in the layers"
+        cannot(target, f"dropout of {rates}: it has one rate")
     return GPT(
         name=graph.name,
         vocab=embed.table["vocab"].known,
@@ -182,7 +181,7 @@ class _Walk:
         return drop.rate if drop else 0.0
 
     def norm(self) -> Norm:
-        found: Norm = self.take(RMSNorm, LayerNorm)
+        found = cast(Norm, self.take(RMSNorm, LayerNorm))
         if self.normed not in (None, found):
             self.refuse(f"norms that differ ({differ(self.normed, found)})", self.here)
         if found.over != "embed":

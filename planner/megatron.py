@@ -137,15 +137,15 @@ def script(plan: Plan, graph: Graph) -> str:
         option("train-iters", STEPS),
         option("lr", 1e-4),
     )
-    # Before Blackwell, collectives that overlap with computation need it: Megatron-LM asks for it then.
+    # Before Blackwell, collectives that overlap with computation need it, and Megatron-LM insists on it.
+    queues = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if plan.layout.tp * plan.layout.cp > 1 else ""
+    where = f"# To be run on each of {nodes} machines, with MASTER_ADDR one of them.\n" if nodes > 1 else ""
     return f"""#!/usr/bin/env bash
 # {graph.name} on {plan.cluster}: {plan.layout}
-# For pretrain_gpt.py of Megatron-LM {VERSION}, whose folder is $MEGATRON. To be run on each of {nodes} nodes, with
-# MASTER_ADDR the first of them. What is given to it takes the place of the trial on made-up tokens: data, tokenizer,
-# steps and learning rate.
+# For pretrain_gpt.py of Megatron-LM {VERSION}, whose folder is $MEGATRON.
+{where}# What is given to this script takes the place of TRAINING, a trial on made-up tokens.
 set -euo pipefail
-export CUDA_DEVICE_MAX_CONNECTIONS=1
-
+{queues}
 MODEL=(
 {_lines(said.model)})
 LAYOUT=(

@@ -124,6 +124,7 @@ def _latent(m: GPT, a: MLA, target: str) -> Iterator[Option]:
     yield option("position-embedding-type", "rope")
     yield _base(a.positions, target)
     yield from _yarn(a, target)
+    yield option("no-rope-fusion")  # with latent attention it is an experiment, for YaRN only
 
 
 def _yarn(a: MLA, target: str) -> Iterator[Option]:
@@ -132,7 +133,6 @@ def _yarn(a: MLA, target: str) -> Iterator[Option]:
     scale = usual if a.scale is None else a.scale
     if s is None and isclose(scale, usual):
         yield option("rope-type", "rope")
-        yield option("no-rope-fusion")
         return
     if not isinstance(s, YarnScaling) or s != YarnScaling(factor=s.factor, original=4096, attention=1.0):
         cannot(target, f"latent attention with positions={written(a.positions)}: it has YaRN from 4096 positions on")
@@ -165,7 +165,7 @@ def feed_forward(m: GPT, target: str) -> Iterator[Option]:
 
 def _alike(one: object, other: object) -> bool:
     """Whether two feed-forwards differ in width alone."""
-    return isinstance(one, Dense) and type(one) is type(other) and evolve(one, ff=1) == evolve(other, ff=1)  # type: ignore[type-var]
+    return isinstance(one, Dense) and type(one) is type(other) and evolve(one, ff=1) == evolve(other, ff=1)
 
 
 def _activation(dense: Dense, target: str) -> Iterator[Option]:
@@ -215,10 +215,8 @@ def _gate(moe: MoE, target: str) -> Iterator[Option]:
     if moe.normalize is (moe.top_k == 1) and not (softmax and moe.top_k > 1):
         cannot(target, f"experts with score={moe.score!r}, normalize={moe.normalize}, top_k={moe.top_k}")
     if moe.groups > 1 and moe.best != moe.top_k // moe.top_groups:
-        each = moe.top_k // moe.top_groups
-        cannot(
-            target, f"experts with best={moe.best}: it chooses groups by the top_k / top_groups = {each} best of each"
-        )
+        each = f"top_k / top_groups = {moe.top_k // moe.top_groups}"
+        cannot(target, f"experts with best={moe.best}: it chooses groups by the {each} best of each")
     if not softmax:
         yield option("moe-router-score-function", "sigmoid")
     elif not moe.normalize:

@@ -14,8 +14,7 @@ PORT = 29500
 def hosts(machine: Cluster) -> tuple[int, int]:
     """(machines, devices in each), as launchers count them: those of an NVL72 rack are 18 machines of 4."""
     preset = PRESETS.get(machine.device.name)
-    whole = preset is None or preset.tray == 1
-    each = machine.per_node if whole else min(preset.tray, machine.count)
+    each = min(preset.tray, machine.count) if preset and preset.tray > 1 else machine.per_node
     return machine.count // each, each
 
 

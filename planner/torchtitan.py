@@ -14,7 +14,7 @@ from megaloom.dsl import Graph
 
 from .borders import Part, parts
 from .flavors import FLAVORS, Flavor, find
-from .gpt import cannot, gpt
+from .gpt import STAYS, cannot, gpt
 from .layout import Layout, Precision, Recompute
 from .plan import Plan
 from .slurm import hosts
@@ -29,11 +29,11 @@ def toml(plan: Plan, graph: Graph) -> str:
     cut, flavor = parts(plan, m, graph, NAME), find(m)
     if flavor is None:
         known = ", ".join(f"{f.model} {f.name}" for f in FLAVORS)
-        cannot(NAME, f"{graph.name}: it trains models of its own\nthose are {known}")
+        cannot(NAME, f"{graph.name}: it trains models of its own", f"those are {known}\n{STAYS}")
     _computes(plan)
     _supports(plan.layout, flavor)
     nodes, each = hosts(plan.cluster)
-    tables = {
+    tables: dict[str, dict[str, object]] = {
         "model": {"name": flavor.model, "flavor": flavor.name},
         "training": dict(_training(plan)),
         "parallelism": dict(_parallelism(plan.layout, cut)),
@@ -41,7 +41,7 @@ def toml(plan: Plan, graph: Graph) -> str:
     }
     head = f"""# {graph.name} on {plan.cluster}: {plan.layout}
 # For torchtitan 0.2.2: torchrun --nnodes {nodes} --nproc-per-node {each} ... -m torchtitan.train --job.config_file THIS
-# Its {flavor.model} {flavor.name} has, whatever the plan's model says, {flavor.own}.
+# The model is as torchtitan has it, which costs the same: {flavor.own}.
 # Tokenizer (model.hf_assets_path), data, steps and learning rate are yours.
 """
     return head + "".join(f"\n[{name}]\n{_table(values)}" for name, values in tables.items())
@@ -87,7 +87,7 @@ def _parallelism(x: Layout, cut: tuple[Part, ...]) -> Iterator[tuple[str, object
     divided = x.distributed_optimizer
     yield "data_parallel_replicate_degree", 1 if divided else x.dp
     yield "data_parallel_shard_degree", x.dp if divided else 1
-    yield "fsdp_reshard_after_forward", "never"  # weights are gathered once a step, as for an optimizer of parts
+    yield "fsdp_reshard_after_forward", "never"  # what is gathered for a forward stays for its backward
     yield "tensor_parallel_degree", x.tp
     yield "context_parallel_degree", x.cp
     yield "expert_parallel_degree", x.ep
