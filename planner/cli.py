@@ -186,6 +186,7 @@ def for_machines(found: Found, top: int) -> dict[str, Any]:
 def _for_machines(plan: Plan) -> dict[str, Any]:
     from .cluster import GiB
     from .explain import exposed, fullest
+    from .memory import upper
 
     p = plan.predicted
     return {
@@ -197,6 +198,7 @@ def _for_machines(plan: Plan) -> dict[str, Any]:
         "predicted": {
             "step_seconds": p.step_seconds,
             "memory_gib": fullest(plan) / GiB,
+            "memory_gib_upper": max(map(upper, p.nbytes)) / GiB,
             "tokens_per_second_per_gpu": p.tokens_per_second_per_device,
             "tflops_per_gpu": p.flops_per_second_per_device / 1e12,
             "mfu": p.mfu,

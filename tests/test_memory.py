@@ -131,3 +131,14 @@ def test_more_copies_hold_less_of_the_optimizer() -> None:
         nbytes = price(g, layout, cluster(f"{dp}xH100"), evolve(WORK, batch=16 * dp)).prediction.nbytes[0]
         totals.append(sum(nbytes.values()) - nbytes["runtime"])
     assert totals == sorted(totals, reverse=True)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["weights", "gradients", "activations", "allocator", "runtime"]), st.integers(0, 1 << 40)
+    )
+)
+def test_the_upper_bound_is_above_the_tensors_and_grows_with_them(held: dict[str, int]) -> None:
+    tensors = sum(n for what, n in held.items() if what not in ("allocator", "runtime"))
+    assert memory.upper(held) >= tensors + held.get("runtime", 0)
+    assert memory.upper({**held, "logits": 1 << 20}) > memory.upper(held)
