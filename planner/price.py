@@ -15,13 +15,14 @@ from megaloom.dsl.facts import costs
 from megaloom.dsl.graph import Graph
 
 from . import memory, timeline, traffic
+from .book import Book
 from .cluster import Cluster
 from .fit import MORE, Bounds, Fit, Placed, capacity, stages_of
 from .layout import Layout, Workload
 from .memory import Part
 from .plan import Prediction, Stage
 from .practice import OWN, Practice
-from .sheet import AHEAD, BACK, Anatomy, Base, Col, Rows, Sheet, anatomy, base, sheet
+from .sheet import AHEAD, BACK, Anatomy, Base, Col, Rows, Sheet, anatomy, sheet
 from .tail import Cover, Tail, tail, tied
 from .timeline import Timeline
 
@@ -70,6 +71,7 @@ class Pricer:
     workload: Workload
     practice: Practice = OWN
     anatomy: Anatomy = field(init=False)
+    book: Book = field(init=False)
     model_flops: int = field(init=False)  # of a step: no recompute, causal attention counted half
     _bases: dict[tuple[object, ...], Base] = field(factory=dict, init=False)
     _sheets: dict[tuple[object, ...], Sheet] = field(factory=dict, init=False)
@@ -78,6 +80,7 @@ class Pricer:
 
     def __attrs_post_init__(self) -> None:
         self.anatomy = anatomy(self.graph)
+        self.book = Book(self.anatomy, self.workload, self.cluster, self.practice)
         batch, seq = self.workload.batch, self.workload.seq
         work = [w for n in self.graph.nodes for w in costs(n, batch=batch, seq=seq).work]
         self.model_flops = sum(w.flops + w.dgrad + w.wgrad for w in work)
@@ -88,7 +91,7 @@ class Pricer:
         key = (*where, layout.recompute)
         if key not in self._sheets:
             if where not in self._bases:
-                self._bases[where] = base(self.anatomy, layout, self.workload, self.cluster, self.practice)
+                self._bases[where] = self.book.base(layout)
             self._sheets[key] = sheet(self._bases[where], self.anatomy, layout, self.workload)
         return self._sheets[key]
 

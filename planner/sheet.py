@@ -14,17 +14,12 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from megaloom.dsl.dims import Dim, DType, Sizes
-from megaloom.dsl.facts import Costs, costs
 from megaloom.dsl.graph import Graph, Node, Slot
-from megaloom.dsl.keep import Keeps, Saved, keeps
-from megaloom.dsl.keep import Recompute as Mode
+from megaloom.dsl.keep import Keeps, keeps
 from megaloom.dsl.program import program
 from megaloom.dsl.splits import Local, Split, cut
 
-from . import kernels, traffic
-from .cluster import Cluster
-from .layout import Layout, Precision, Recompute, Workload
-from .practice import Practice
+from .layout import Layout, Recompute, Workload
 
 Rows = NDArray[np.float64]
 
@@ -56,9 +51,6 @@ TRAFFIC = {  # where the collectives of an axis are counted
     "etp": (Col.EP_FORWARD, Col.EP_BACKWARD),
 }
 NBYTES = {DType.FLOAT32: 4, DType.INDEX: 8, DType.MASK: 1}  # COMPUTE is the workload's precision
-# Without a fused kernel each score is kept thrice: softmaxed, its dropout's mask, dropped (Korthikanti et al.,
-# arXiv:2205.05198, section 4.1).
-SCORES = 2 + 1 + 2
 
 
 @frozen
@@ -181,82 +173,6 @@ class Base:
     library: int  # bytes that cuBLAS works in
 
 
-def base(anatomy: Anatomy, layout: Layout, workload: Workload, cluster: Cluster, practice: Practice) -> Base:
-    """The costs of each kind of node when nothing is computed again."""
-    n, split, largest = len(anatomy.kinds), split_of(layout), 0
-    rows, core, full = np.zeros((n, len(Col))), np.zeros((n, 3)), np.zeros(n)
-    for i, (row, heart, kind) in enumerate(zip(rows, core, anatomy.kinds, strict=True)):
-        found = costs(kind.node, batch=layout.micro_batch, seq=workload.seq, split=split)
-        _compute(row, heart, found, cluster, workload.precision, practice, kind)
-        _exchange(row, heart, found, layout, cluster, workload.precision, practice)
-        largest = max([largest, *(_nbytes(s, workload.precision) for s in found.saved)])
-        modes: tuple[tuple[Keeps, Mode], ...] = (kind.keeps, "none"), (kind.keeps, "selective"), (kind.full, "full")
-        kept, cored, made = (
-            sum(_nbytes(s, workload.precision) for s in how.of(found.saved, found.inputs, mode)) for how, mode in modes
-        )
-        row[Col.SAVED], heart[2], full[i] = kept, kept - cored, made
-        row[Col.PARAMS], row[Col.EXPERT_PARAMS] = found.params, found.expert_params
-        if not practice.flash:
-            scores = SCORES * sum(w.count * w.m * w.n for w in found.work if w.kind == "attend")
-            row[Col.SAVED] += scores
-            heart[2] += scores
-        if kind.ends:
-            _loss(row, kind.node, layout, workload, cluster, practice)
-    return Base(rows, core, full, largest, practice.libraries * cluster.device.library_nbytes)
-
-
-def _nbytes(s: Saved, precision: Precision) -> int:
-    return s.elements * NBYTES.get(s.dtype, precision.nbytes)
-
-
-def _compute(
-    row: Rows, core: Rows, found: Costs, cluster: Cluster, precision: Precision, practice: Practice, kind: Kind
-) -> None:
-    device = cluster.device
-    for work in found.work:
-        took = kernels.seconds(work, device, precision, practice, inside=kind.inside)
-        if work.kind == "route":
-            row[Col.FORWARD] += practice.dispatch_seconds
-            row[Col.BACKWARD] += practice.dispatch_seconds
-        row[Col.FORWARD] += took.forward
-        row[Col.BACKWARD] += took.backward
-        core[0] += took.forward * work.core
-    # Each micro-batch's gradient is added to the main one: a read of it, a read and a write of the buffer.
-    added = (precision.nbytes + 2 * practice.gradient_nbytes) * (found.params + found.expert_params)
-    row[Col.BACKWARD] += added / (device.bandwidth * device.bandwidth_efficiency)
-
-
-def _exchange(
-    row: Rows,
-    core: Rows,
-    found: Costs,
-    layout: Layout,
-    cluster: Cluster,
-    precision: Precision,
-    practice: Practice,
-) -> None:
-    hidden = {"tp": practice.hidden_tensor, "ep": practice.hidden_experts}
-    for c in found.collectives:
-        nbytes = c.elements * precision.nbytes
-        took = traffic.seconds(c.kind, nbytes, traffic.group(c.axis, layout), cluster)
-        took *= 1 - hidden.get(c.axis, 0.0)
-        row[TRAFFIC[c.axis][c.backward]] += took
-        core[1] += took * c.core
-
-
-def _loss(row: Rows, node: Node, layout: Layout, workload: Workload, cluster: Cluster, practice: Practice) -> None:
-    """Cross-entropy of the logits; over a divided vocabulary with the sums of three numbers a token.
-
-    Source: megatron-core 0.16.1, tensor_parallel/cross_entropy.py.
-    """
-    device, tokens = cluster.device, layout.micro_batch * workload.seq // layout.cp
-    moved = practice.loss_nbytes * _local(node, node.shape.dims, layout, workload)
-    for col in (Col.FORWARD, Col.BACKWARD):
-        row[col] += moved / 2 / (device.bandwidth * device.bandwidth_efficiency)
-    group = traffic.group("tp", layout)
-    row[Col.TP_FORWARD] += 3 * traffic.seconds("all_reduce", NBYTES[DType.FLOAT32] * tokens, group, cluster)
-
-
 def sheet(base: Base, anatomy: Anatomy, layout: Layout, workload: Workload) -> Sheet:
     """The costs under the layout's recompute mode."""
     rows, workspace = base.rows.copy(), 2 * base.largest + base.library
@@ -288,15 +204,15 @@ def sheet(base: Base, anatomy: Anatomy, layout: Layout, workload: Workload) -> S
 def _logits(anatomy: Anatomy, layout: Layout, workload: Workload) -> int:
     graph = anatomy.graph
     ends = [graph.nodes[graph.index[name]] for name in graph.outputs]
-    return sum(_local(node, node.shape.dims, layout, workload) for node in ends)
+    return sum(local(node, node.shape.dims, layout, workload) for node in ends)
 
 
 def _shared(anatomy: Anatomy, layout: Layout, workload: Workload) -> tuple[int, ...]:
     nodes = anatomy.graph.nodes
-    return tuple(_local(nodes[users[0]], slot.dims, layout, workload) for slot, users in anatomy.shared)
+    return tuple(local(nodes[users[0]], slot.dims, layout, workload) for slot, users in anatomy.shared)
 
 
-def _local(node: Node, dims: tuple[Dim, ...], layout: Layout, workload: Workload) -> int:
+def local(node: Node, dims: tuple[Dim, ...], layout: Layout, workload: Workload) -> int:
     """The elements that one device holds of a dense tensor of a node."""
     sizes = Sizes(batch=layout.micro_batch, seq=workload.seq)
     return Local(sizes, split_of(layout), cut(program(node).table, (), dims))(dims)
