@@ -62,8 +62,11 @@ LAUNCH = 5e-6
 #   arXiv:2407.08608, figure 5), its backward 516 (figure 6); FlashAttention-2 gets 50-73 % of an A100 (Dao,
 #   arXiv:2307.08691); the other generations are taken to be as the H100.
 # - sustained: in the profile of a training step on the H200, measured for this project (70 % of the time at 514 model
-#   TFLOP/s), matrix products run at 680 TFLOP/s where alone they reach 790, of which their shapes explain 3 to 4 %;
-#   taken to be the same for what came later, and an A100 to keep its clock.
+#   TFLOP/s), matrix products run at 680 TFLOP/s where alone they reach 790, of which their shapes explain 3 to 4 %. An
+#   A100 keeps its clock. Blackwell's depend on the power that the box gives each GPU: 1,000 W (B200), 1,200 W (GB200),
+#   1,100 W (B300), 1,400 W (GB300); fitted to dense runs of one half of the published models, of two to five sources for
+#   each device (`megaloom validate`).
+# - narrow_efficiency: fitted likewise, on H100.
 # - context_nbytes: not measured here, as nvidia-smi shows it for a process that has made one tensor and one product.
 # - library_nbytes: torch gives cuBLAS 4 MiB twice and 16 KiB eight times, from Hopper on 32 MiB (aten, CUDABlas.cpp:
 #   getChosenWorkspaceSize); Transformer Engine as much again.
@@ -90,8 +93,9 @@ H100 = Device(  # SXM
     flops_efficiency=0.80,
     bandwidth_efficiency=0.896,
     launch_seconds=LAUNCH,
-    attend_efficiency=0.545,
+    attend_efficiency=0.52,
     sustained=0.88,
+    narrow_efficiency=0.94,
     units=132,
     library_nbytes=32 * MIB,
     context_nbytes=CONTEXT,
@@ -105,7 +109,7 @@ B200 = Device(  # HGX, 1,000 W
     bandwidth_efficiency=0.896,
     launch_seconds=LAUNCH,
     attend_efficiency=0.545,
-    sustained=0.88,
+    sustained=0.64,
     units=148,
     library_nbytes=32 * MIB,
     context_nbytes=CONTEXT,
@@ -121,9 +125,9 @@ H800 = evolve(H100, name="H800", nbytes=MEMORY["H800"])
 H200 = evolve(H100, name="H200", nbytes=MEMORY["H200"], bandwidth=4.8e12)
 # NVL72, 1,200 W: 180 PFLOP/s dense bf16, 5.76 PFLOP/s fp32, 576 TB/s in a rack of 72.
 _GB200 = {"bf16": 2.5e15, "fp16": 2.5e15, "fp8": 5e15, "mxfp8": 5e15, "nvfp4": 10e15, "fp32": 80e12}
-GB200 = evolve(B200, name="GB200", flops=_GB200, nbytes=MEMORY["GB200"], units=152)
-B300 = evolve(B200, name="B300", flops={**B200.flops, "nvfp4": 13.5e15}, nbytes=MEMORY["B300"])
-GB300 = evolve(GB200, name="GB300", flops={**_GB200, "nvfp4": 15e15}, nbytes=MEMORY["GB300"])
+GB200 = evolve(B200, name="GB200", flops=_GB200, nbytes=MEMORY["GB200"], sustained=0.66, units=152)
+B300 = evolve(B200, name="B300", flops={**B200.flops, "nvfp4": 13.5e15}, nbytes=MEMORY["B300"], sustained=0.66)
+GB300 = evolve(GB200, name="GB300", flops={**_GB200, "nvfp4": 15e15}, nbytes=MEMORY["GB300"], sustained=0.86)
 # Measured for this project on a virtual machine with 2 cores of an AMD EPYC with AVX-512, torch 2.13, four processes of
 # one thread at a time, best of 5, the slowest process counted: matrix products of 512 (fp32) and 1024 (bf16), a copy of
 # 32 MiB; launch: what a small block's forward and backward takes more than its products do, by kernel (1.5 ms, about

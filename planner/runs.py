@@ -368,7 +368,7 @@ def _practice(row: Row, note: str) -> Practice:
 
 # Of tensor-parallel collectives, what Transformer Engine's overlap with products leaves unseen, and of the experts'
 # all-to-all, what the overlap with another micro-batch does.
-HIDDEN_TENSOR, HIDDEN_EXPERTS = 0.6, 0.7
+HIDDEN_TENSOR, HIDDEN_EXPERTS = 0.8, 0.5
 
 
 def _whole(row: Row, key: str, default: int | None = None) -> int:
