@@ -15,7 +15,7 @@ from .views import Pick
 
 @frozen
 class Residual(Layer):
-    """x + inner(x)."""
+    """x + inner(x). Raises ShapeError when inner gives another shape."""
 
     inner: Layer
     transparent: ClassVar[bool] = True
@@ -44,7 +44,7 @@ class Block(Layer):
 
 @frozen
 class Repeat(Layer):
-    """The same layers again and again, each time with weights of its own."""
+    """The same layers again and again, each time with weights of their own. Raises ShapeError if the shape changes."""
 
     times: int = field()
     inner: Layer
@@ -69,7 +69,7 @@ class Repeat(Layer):
 
 @frozen
 class Each(Layer):
-    """One copy of a layer for every index of a dim, each with weights of its own."""
+    """One copy of a layer for every index of a dim, each with weights of its own: [dim ..] to [dim ..]."""
 
     dim: str
     inner: Layer
@@ -86,10 +86,13 @@ class Each(Layer):
 
 
 def residual(*layers: Layer) -> Layer:
-    """x + layers(x)."""
+    """x + layers(x), of the layers one after another."""
     return Residual(chain(*layers))
 
 
 def repeat(times: int, *layers: Layer) -> Layer:
-    """The chain of these layers, `times` times over, each time with weights of its own."""
+    """The chain of these layers, `times` times over, each time with weights of its own.
+
+    Its facts are `times` those of the chain. Each iteration is a block, which full recompute makes again as a whole.
+    """
     return Repeat(times, chain(*layers))

@@ -87,7 +87,10 @@ class Flops:
 
 
 def params(x: Model | Node | Value) -> int:
-    """The parameters of a model, a node, or all that a value is computed from; each distinct weight once."""
+    """The parameters of a model, a node, or all that a value is computed from; each distinct weight once.
+
+    Buffers are none. Raises ShapeError for a layer, whose sizes follow from what it is applied to.
+    """
     if isinstance(x, Value):
         x = Model("", (x,))
     if not isinstance(x, Model | Node):
@@ -97,7 +100,11 @@ def params(x: Model | Node | Value) -> int:
 
 
 def flops(model: Model, *, batch: int, seq: int, source: int | None = None, recompute: Recompute = "none") -> Flops:
-    """What a batch of sequences costs, however it is laid out."""
+    """The FLOPs of a batch of sequences, however it is laid out: 2 for each weight and token it meets, and attention.
+
+    source: tokens of each sequence that an encoder reads, as many as `seq` when not given. recompute: what the backward
+    pass computes again. Raises UserError for sizes below 1.
+    """
     work = [(n, w) for n in graph(model).nodes for w in costs(n, batch=batch, seq=seq, source=source).work]
     again = {n.name for n, kept in keeps(graph(model).nodes, recompute) if kept.again}
     return Flops(
@@ -117,7 +124,10 @@ def saved(
     split: Split = WHOLE,
     recompute: Recompute = "none",
 ) -> tuple[Saved, ...]:
-    """What these nodes keep for their backward passes, each distinct tensor once."""
+    """What these nodes keep for their backward passes on one device, each distinct tensor once, in elements.
+
+    Nodes of a model, or of a part of it, in program order. Raises UserError for an unknown recompute.
+    """
     return tuple(
         s
         for node, kept in keeps(nodes, recompute)

@@ -8,7 +8,7 @@ was grouped. A weight made outside the layers keeps the name it was given.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ class Model:
 
 
 def model(name: str, *outputs: Value) -> Model:
-    """The model of this name that computes these outputs."""
+    """The model of this name that computes these outputs. Raises ShapeError for what is no value."""
     if not isinstance(name, str):
         raise ShapeError(f"a model has a name first, and {name!r} is none: model('name', value)")
     if not outputs:
@@ -220,12 +220,11 @@ def primitives(value: Value) -> Iterator[tuple[Value, str, tuple[Dim, ...]]]:
     yield from visit(value, "", ())
 
 
-Weights = list[tuple[Value, str, tuple[Dim, ...]]]  # of one node: each with its path inside, and the dims of copies
-
-
-def _slots(node: Node, weights: Weights, shared: set[int]) -> tuple[Slot, ...]:
+def _slots(
+    node: Node, weights: Iterable[tuple[Value, str, tuple[Dim, ...]]], shared: Container[int]
+) -> tuple[Slot, ...]:
     """The weights of a node, each under its name in the model."""
-    given = {id(v) for v in held(node.op)} if weights else set()
+    given = {id(v) for v in held(node.op)}
     out = []
     for v, path, outer in weights:
         own = id(v) not in given and id(v) not in shared
@@ -235,7 +234,7 @@ def _slots(node: Node, weights: Weights, shared: set[int]) -> tuple[Slot, ...]:
 
 @lru_cache(maxsize=64)
 def graph(m: Model) -> Graph:
-    """The layer graph of a model. Raises ShapeError when two of its weights share a name."""
+    """The layer graph of a model. Raises ShapeError when two of its weights, or two of its inputs, share a name."""
     walk = _Walk()
     for v in m.outputs:
         walk.read(v)

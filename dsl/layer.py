@@ -91,7 +91,7 @@ class Layer(Op):
 
 @frozen
 class Chain(Layer):
-    """One layer after another."""
+    """One layer after another: c(b(a(x)))."""
 
     layers: tuple[Layer, ...]
     transparent: ClassVar[bool] = True
@@ -105,7 +105,7 @@ class Chain(Layer):
 
 @frozen
 class Given(Layer):
-    """A layer with side inputs, by name."""
+    """A layer with side inputs, which every layer inside it can read by name."""
 
     inner: Layer
     side: dict[str, Value] = field(hash=False)

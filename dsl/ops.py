@@ -14,7 +14,7 @@ from .value import Op, Value, apply
 
 @frozen
 class Input(Op):
-    """What the data provides."""
+    """What the data provides, by a name of its own in the model. It has no gradient."""
 
     name: str
 
@@ -40,9 +40,14 @@ class Weight(Op):
 
 @frozen
 class Dot(Op):
-    """Contract two values over the dims that they share by name."""
+    """The sum over some dims, which both have, of the products of two values; other dims that both have stay.
+
+    [.. over], [over ..] to [.. ..], at 2 FLOPs for each element of the result and of what is summed. Raises ShapeError
+    where a dim is missing, or of another size.
+    """
 
     over: tuple[str, ...]
+    arity: ClassVar[int] = 2
 
     def shape(self, *args: Shape) -> Shape:
         x, w = args
@@ -72,6 +77,7 @@ class Drop(Op):
 
     rate: float
     elementwise: ClassVar[bool] = True
+    arity: ClassVar[int] = 1
 
     def shape(self, *args: Shape) -> Shape:
         return args[0]
@@ -84,8 +90,8 @@ class Drop(Op):
 class Normalize(Op):
     """Divide by the root mean square over some dims (centred first or not), then scale (and shift) by weights.
 
-    In several groups, each equal part of the dims, taken together, is normalized by itself. Arguments: x, then a scale
-    and a shift if there are.
+    [.. over] to the same. In several groups, each equal part of the dims, taken together, is normalized by itself.
+    Arguments: x, then a scale [over] and a shift [over] if there are.
     """
 
     over: tuple[str, ...]
@@ -112,9 +118,13 @@ class Normalize(Op):
 
 @frozen
 class Lookup(Op):
-    """The rows of a table that indices name. Arguments: indices, table."""
+    """The rows of a table that indices name: [..] and [key ..] to [.. ..]. Arguments: token ids, table.
+
+    No FLOPs. Raises ShapeError for what is no index.
+    """
 
     key: str
+    arity: ClassVar[int] = 2
 
     def shape(self, *args: Shape) -> Shape:
         indices, table = args
@@ -132,10 +142,14 @@ class Lookup(Op):
 
 @frozen
 class Rows(Op):
-    """The rows of a table from `offset` on, one for each position of x. Arguments: x, table."""
+    """The rows of a table from `offset` on, one for each position of x: [batch seq ..] and [key ..] to [seq ..].
+
+    Arguments: x (of which nothing but its positions is read), table.
+    """
 
     key: str
     offset: int = 0
+    arity: ClassVar[int] = 2
 
     def shape(self, *args: Shape) -> Shape:
         x, table = args
@@ -163,7 +177,8 @@ def image(name: str = "image", *, channels: int = 3, height: int, width: int) ->
 def weight(name: str, *dims: Dim, mean: float = 0.0, std: float = 0.02, trained: bool = True) -> Value:
     """A parameter. Used twice, it is shared; made inside a layer, it is that layer's own.
 
-    Its initial values are normal(mean, std); a std of 0 makes it constant.
+    Its initial values are normal(mean, std); a std of 0 makes it constant. Untrained, it is a buffer. Raises ShapeError
+    for a dim without a size.
     """
     if not isinstance(name, str) or not name:
         raise ShapeError(f"a weight has a name, and {name!r} is none: write weight('wte', Dim('vocab', 100), ...)")
@@ -176,5 +191,5 @@ def weight(name: str, *dims: Dim, mean: float = 0.0, std: float = 0.02, trained:
 
 
 def dot(x: Value, w: Value, *over: str) -> Value:
-    """x and w contracted over the dims of these names."""
+    """x and w contracted over the dims of these names: see `Dot`. Raises ShapeError when one of them lacks a dim."""
     return apply(Dot(over), x, w)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import ceil, floor, log, pi
-from typing import Any
+from typing import Any, ClassVar
 
 from attrs import field, frozen
 
@@ -112,6 +112,7 @@ class Rope(Op):
     channels: int | None = None
     interleaved: bool = False
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    arity: ClassVar[int] = 1
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.theta, (int, float)) or not self.theta > 1:

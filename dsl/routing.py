@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Literal
+from typing import ClassVar, Literal
 
 from attrs import field, frozen
 
@@ -68,9 +68,14 @@ class Gate(Op):
 
 @frozen
 class Route(Op):
-    """Send each token to its top_k experts. Arguments: x [batch seq embed], gate [batch seq experts]."""
+    """Send each token to its top_k experts: [batch seq embed] to [experts slots embed].
+
+    Each expert has as many slots as balanced routing fills: tokens * top_k / experts. Arguments: x [batch seq embed],
+    gate [batch seq experts].
+    """
 
     top_k: int
+    arity: ClassVar[int] = 2
 
     def shape(self, *args: Shape) -> Shape:
         x, gate = args
@@ -81,7 +86,12 @@ class Route(Op):
 
 @frozen
 class Combine(Op):
-    """Bring each token's results back and add them, each times its gate. Arguments: y [experts slots embed], gate."""
+    """Bring each token's results back and add them, each times its gate: [experts slots embed] to [batch seq embed].
+
+    Arguments: y [experts slots embed], gate [batch seq experts].
+    """
+
+    arity: ClassVar[int] = 2
 
     def shape(self, *args: Shape) -> Shape:
         y, gate = args

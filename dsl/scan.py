@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from attrs import frozen
 
 from .dims import DType, Shape, Sizes
@@ -17,6 +19,7 @@ class Conv(Op):
     """
 
     along: str = "seq"
+    arity: ClassVar[int] = 2
 
     def shape(self, *args: Shape) -> Shape:
         x, kernel = args
@@ -37,12 +40,13 @@ class Conv(Op):
 class Scan(Op):
     """The outputs of a selective state space (Mamba-2; Dao & Gu, arXiv:2405.21060).
 
-    A state h [head_dim state] for each head starts at zero and becomes exp(dt a) h + dt x bᵀ at each position, whose
-    output is h c. Head i reads group i * groups / heads of b and c. Arguments: x [batch seq heads head_dim],
-    dt [batch seq heads], a [heads], b and c [batch seq groups state].
+    [batch seq heads head_dim] to the same. A state h [head_dim state] for each head starts at zero and becomes
+    exp(dt a) h + dt x bᵀ at each position, whose output is h c. Head i reads group i * groups / heads of b and c.
+    Arguments: x [batch seq heads head_dim], dt [batch seq heads], a [heads], b and c [batch seq groups state].
     """
 
     along: str = "seq"
+    arity: ClassVar[int] = 5
 
     def shape(self, *args: Shape) -> Shape:
         x, dt, a, b, c = args
@@ -51,7 +55,10 @@ class Scan(Op):
         if n % g:
             raise ShapeError(f"{n} heads cannot share {g} groups of a state evenly\ngroups can be {divisors(n)}")
         if dt != x.without("head_dim") or a.dims != (x["heads"],) or b != c:
-            raise ShapeError(f"cannot scan {x} with dt {dt}, a {a}, b {b}, c {c}")
+            raise ShapeError(
+                f"cannot scan {x} with dt {dt}, a {a}, b {b}, c {c}\n"
+                f"dt must be {x.without('head_dim')}, a {Shape((x['heads'],))}, and b and c alike"
+            )
         b["state"]
         return x
 
@@ -65,10 +72,11 @@ class Scan(Op):
 
 @frozen
 class Shift(Op):
-    """Position i sees what is at i + by; zeros (or token 0) where nothing is."""
+    """Position i sees what is at i + by: [.. along] to [.. along]. Zeros (or token 0) where nothing is."""
 
     along: str
     by: int
+    arity: ClassVar[int] = 1
 
     def shape(self, *args: Shape) -> Shape:
         (x,) = args

@@ -20,9 +20,14 @@ CURVED = UNARY | {"mul"}  # their backward reads their inputs
 
 
 class Op:
-    """What a value is the result of: a primitive, or a layer made of them."""
+    """What a value is the result of: a primitive, or a layer made of them.
+
+    A primitive of one's own is a frozen attrs class that says its `shape`; by default it costs no FLOPs, keeps nothing
+    for its backward pass and refuses token ids. `runtime.evaluate` must be told what it computes.
+    """
 
     elementwise: ClassVar[bool] = False  # whether each element of the result is made of the same one of each argument
+    arity: ClassVar[int | None] = None  # how many arguments it takes; None: any that its shape accepts
 
     def shape(self, *args: Shape) -> Shape:
         """The shape of the result. Raises ShapeError when the arguments do not fit."""
@@ -88,17 +93,23 @@ class Value:
 
 
 def apply(op: Op, *args: Value) -> Value:
-    """The value of a primitive applied to these arguments."""
+    """The value of a primitive applied to these arguments. Raises ShapeError when they do not fit, and says where."""
     for a in args:
         if not isinstance(a, Value):
             raise ShapeError(f"{a!r} is no value: a value is an input, a weight, or a layer applied to a value")
+    if op.arity not in (None, len(args)):
+        raise ShapeError(f"{op} takes {op.arity} value{'s' * (op.arity != 1)}, not {len(args)}")
     shape, dtype = op.shape(*(a.shape for a in args)), op.dtype(*(a.dtype for a in args))
     return Value(op, args, shape, dtype=dtype, at=caller())
 
 
 @frozen
 class Pointwise(Op):
-    """One function of each element. Arguments are broadcast over the dims that they lack."""
+    """One function of each element: [..] to [..]. Arguments are broadcast over the dims that they lack.
+
+    add and mul take one value or more, the others one. Of a chain of them only what enters it is kept and moved, as one
+    kernel computes it. Raises ShapeError for a name that is no function, and where no argument has all the dims.
+    """
 
     fn: str = field()
     elementwise: ClassVar[bool] = True
@@ -131,11 +142,12 @@ class Pointwise(Op):
 
 @frozen
 class Affine(Op):
-    """scale * x + shift, the same numbers for each element. `2.0 * x` and `x + 1.0` make one."""
+    """scale * x + shift, the same numbers for each element: [..] to [..]. `2.0 * x` and `x + 1.0` make one."""
 
     scale: float = 1.0
     shift: float = 0.0
     elementwise: ClassVar[bool] = True
+    arity: ClassVar[int] = 1
 
     def shape(self, *args: Shape) -> Shape:
         return args[0]
@@ -143,11 +155,12 @@ class Affine(Op):
 
 @frozen
 class Clamp(Op):
-    """Each element, but no less than `low` and no more than `high` (None: no bound)."""
+    """Each element, but no less than `low` and no more than `high` (None: no bound): [..] to [..]."""
 
     low: float | None = None
     high: float | None = None
     elementwise: ClassVar[bool] = True
+    arity: ClassVar[int] = 1
 
     def __attrs_post_init__(self) -> None:
         if self.low is not None and self.high is not None and self.low > self.high:
@@ -174,7 +187,7 @@ def no_layer(it: object) -> ShapeError:
 
 
 def fn(name: str, *args: Value) -> Value:
-    """A function of one element at a time; the arguments are broadcast over dims they lack."""
+    """A function of one element at a time, by its name: gelu, silu, add, … See `Pointwise`."""
     return apply(Pointwise(name), *args)
 
 

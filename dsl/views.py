@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import gcd
+from typing import ClassVar
 
 from attrs import evolve, frozen
 
@@ -13,10 +14,11 @@ from .value import Op, Value, renamed
 
 @frozen
 class Pick(Op):
-    """One index of a dim; without an index, what each copy of a repeated layer sees: its own."""
+    """One index of a dim: [.. dim] to [..]. Without an index, what each copy of a repeated layer sees: its own."""
 
     dim: str
     index: int | None = None
+    arity: ClassVar[int] = 1
 
     def shape(self, *args: Shape) -> Shape:
         (x,) = args
@@ -31,10 +33,11 @@ class Pick(Op):
 
 @frozen
 class Rename(Op):
-    """The same value with one dim under another name."""
+    """The same value with one dim under another name: [.. old] to [.. new]."""
 
     old: str
     new: str
+    arity: ClassVar[int] = 1
 
     def shape(self, *args: Shape) -> Shape:
         (x,) = args
@@ -47,11 +50,15 @@ class Rename(Op):
 
 @frozen
 class Slice(Op):
-    """The indices of a dim from `start` up to (not including) `stop`."""
+    """The indices of a dim from `start` up to (not including) `stop`: [.. dim] to [.. dim], shorter.
+
+    Raises ShapeError for indices that the dim lacks, and for a dim that only the workload knows the size of.
+    """
 
     dim: str
     start: int
     stop: int
+    arity: ClassVar[int] = 1
 
     def shape(self, *args: Shape) -> Shape:
         (x,) = args
@@ -66,7 +73,10 @@ class Slice(Op):
 
 @frozen
 class Concat(Op):
-    """Values one after the other along a dim. Each is broadcast over the other dims that it lacks."""
+    """Values one after the other along a dim: [.. over=m], [.. over=n] to [.. over=m+n].
+
+    Each is broadcast over the other dims that it lacks.
+    """
 
     over: str
 
@@ -91,6 +101,7 @@ class Patches(Op):
     """
 
     size: int
+    arity: ClassVar[int] = 1
 
     def shape(self, *args: Shape) -> Shape:
         (x,) = args
@@ -111,6 +122,7 @@ class Place(Op):
     """
 
     token: int
+    arity: ClassVar[int] = 3
 
     def shape(self, *args: Shape) -> Shape:
         x, y, tokens = args
