@@ -64,8 +64,8 @@ LAUNCH = 5e-6
 # - sustained: in the profile of a training step on the H200, measured for this project (70 % of the time at 514 model
 #   TFLOP/s), matrix products run at 680 TFLOP/s where alone they reach 790, of which their shapes explain 3 to 4 %. An
 #   A100 keeps its clock. Blackwell's depend on the power that the box gives each GPU: 1,000 W (B200), 1,200 W (GB200),
-#   1,100 W (B300), 1,400 W (GB300); fitted to dense runs of one half of the published models, of two to five sources for
-#   each device (`megaloom validate`).
+#   1,100 W (B300), 1,400 W (GB300); fitted to dense runs of one half of the published models, of two to five sources
+#   for each device (`megaloom validate`).
 # - narrow_efficiency: fitted likewise, on H100.
 # - context_nbytes: not measured here, as nvidia-smi shows it for a process that has made one tensor and one product.
 # - library_nbytes: torch gives cuBLAS 4 MiB twice and 16 KiB eight times, from Hopper on 32 MiB (aten, CUDABlas.cpp:
