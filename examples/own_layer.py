@@ -11,9 +11,12 @@ from megaloom.dsl import (
     Layer,
     Model,
     RMSNorm,
+    Shift,
     Unembed,
     Value,
+    apply,
     dot,
+    fn,
     ids,
     model,
     repeat,
@@ -23,21 +26,22 @@ from megaloom.dsl import (
 
 
 @frozen
-class Bilinear(Layer):
-    """down(left(x) * right(x)): a gated feed-forward without an activation. Source: Shazeer, arXiv:2002.05202."""
+class TokenShift(Layer):
+    """A gated feed-forward that also sees the token before, in the way of RWKV (Peng et al., arXiv:2305.13048)."""
 
     channels: int
     splits: ClassVar[dict[str, str]] = {"channels": "tp"}  # the dim may be divided over tensor-parallel devices
 
     def body(self, x: Value, /, **side: Value) -> Value:
         e, c = x["embed"], Dim("channels", self.channels)
-        h = dot(x, weight("left", e, c), "embed") * dot(x, weight("right", e, c), "embed")
-        return dot(h >> RMSNorm(over="channels").named("norm"), weight("down", c, e), "channels")
+        mixed = x + apply(Shift("seq", -1), x) * weight("mix", e, mean=0.5, std=0.0)
+        h = fn("relu2", dot(mixed, weight("up", e, c), "embed"))
+        return dot(h, weight("down", c, e), "channels") * fn("sigmoid", dot(x, weight("gate", e), "embed"))
 
 
 def own_layer() -> Model:
     """A small GPT of bytes."""
     vocab, d = Dim("vocab", 256), Dim("embed", 128)
     wte = weight("wte", vocab, d)
-    block = residual(RMSNorm(), Attention(heads=4, rope=10_000)) >> residual(RMSNorm(), Bilinear(320))
+    block = residual(RMSNorm(), Attention(heads=4, rope=10_000)) >> residual(RMSNorm(), TokenShift(512))
     return model("own-layer", ids() >> Embed(wte) >> repeat(4, block) >> RMSNorm() >> Unembed(wte))

@@ -21,7 +21,7 @@ PARITY = "parity"  # the property under which a test records a row of the table
 
 @pytest.fixture(scope="session")
 def plan_of() -> Callable[..., Any]:
-    """A plan of a model of models.py, or of file.py:name, under a layout, priced by the planner.
+    """A plan under a layout, priced by the planner, of a model of models.py, or of file.py:name or an-example.
 
     `cuts` are stage borders of one's own.
     """
@@ -35,7 +35,7 @@ def plan_of() -> Callable[..., Any]:
         from megaloom.planner.layout import Precision, Workload
         from megaloom.planner.search import plan
 
-        model, ref = find(name if ":" in name else f"{Path(__file__).with_name('models.py')}:{name}")
+        model, ref = find(f"{Path(__file__).with_name('models.py')}:{name}" if name.isidentifier() else name)
         workload = Workload(seq=seq, batch=batch, precision=Precision(precision))
         fixed = {f: getattr(layout, f) for f in layout.__slots__ if not f.startswith("__")}
         made = plan(model, cluster(f"{layout.world}xCPU"), workload, ref=ref, fixed=fixed).best

@@ -205,6 +205,7 @@ def cramped(run: Path) -> None:
 
 
 TP2, DIVIDED = Layout(tp=2, sequence_parallel=True), Layout(dp=2, distributed_optimizer=True)
+OWN = f"{Path(__file__).with_name('own_models.py')}:some_experts"
 RESHARDINGS = {
     "tied and padded, divided optimizer to TP2 SP PP2": ("tiny_gpt", DIVIDED, evolve(TP2, pp=2)),
     "tied and padded, TP2 SP PP2 to divided optimizer": ("tiny_gpt", evolve(TP2, pp=2), DIVIDED),
@@ -212,6 +213,8 @@ RESHARDINGS = {
     "TP4 with fewer KV heads to one process": ("tiny_llama", evolve(TP2, tp=4), Layout()),
     "experts, EP2 with a divided optimizer to one process": ("tiny_mixtral", evolve(DIVIDED, ep=2), Layout()),
     "experts, one process to EP2 PP2": ("tiny_mixtral", Layout(), Layout(dp=2, ep=2, pp=2)),
+    "own bodies, TP2 SP to a divided optimizer": (OWN, TP2, DIVIDED),
+    "own bodies, PP2 to TP2 SP": (OWN, Layout(pp=2), TP2),
     "dropout, to the same layout": ("tiny_gpt_dropout", TP2, TP2),
 }
 

@@ -1,64 +1,115 @@
 """A layer without a torch module runs its own body: what it computes is the same on every layout, and the oracle's."""
 
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from attrs import evolve
 
-from megaloom.dsl import graph
+from megaloom.dsl import Model, graph
 from megaloom.dsl.find import find
-from megaloom.planner.layout import Layout
+from megaloom.planner.layout import Layout, Recompute
 from megaloom.planner.plan import Plan
-from megaloom.runtime import Recipe, launch
+from megaloom.runtime import Recipe, launch, verify
 from megaloom.runtime.initial import initial
 from megaloom.runtime.interpret import interpret
 
-MODELS = Path(__file__).with_name("own_models.py")
-SEQ, BATCH = 32, 4
+FILE = Path(__file__).with_name("own_models.py")
+NAMES = [
+    name
+    for name, it in run_path(str(FILE)).items()
+    if getattr(it, "__annotations__", {}).get("return") is Model and not signature(it).parameters
+]
+SOME = ["gated", "windowed", "near", "some_experts"]  # of which all layouts are tried
+SEQ, BATCH, VOCAB, SEED = 32, 2, 127, 7
+SP = Layout(tp=2, sequence_parallel=True)
+LAYOUTS = {
+    "one process": (Layout(), NAMES),
+    "TP2": (Layout(tp=2), SOME),
+    "TP2 SP": (SP, NAMES),
+    "CP2": (Layout(cp=2), NAMES),
+    "PP2": (Layout(pp=2), SOME),
+    "TP2 CP2": (Layout(tp=2, cp=2), SOME),
+    "TP2 SP CP2": (evolve(SP, cp=2), SOME),
+    "TP2 SP PP2, recompute full": (evolve(SP, pp=2, recompute=Recompute.FULL), SOME),
+    "DP2 distributed optimizer": (Layout(dp=2, distributed_optimizer=True), SOME),
+}
+Curve = list[tuple[float, float]]
 
 
 def sample(i: int) -> torch.Tensor:
-    return torch.randint(127, (SEQ + 1,), generator=torch.Generator().manual_seed(i))
+    return torch.randint(VOCAB, (SEQ + 1,), generator=torch.Generator().manual_seed(i))
 
 
-def first_step(plan: Plan) -> tuple[float, float]:
-    """On each rank: the loss of the first batch, and the norm of its gradient."""
+def laid(plan: Plan, layout: Layout) -> Plan:
+    """The plan of one process under another layout, cut in the middle for two stages."""
+    (whole,) = plan.stages
+    if layout.pp == 1:
+        return evolve(plan, layout=layout)
+    places = graph(find(plan.model)[0]).cuts
+    middle = places[len(places) // 2]
+    stages = evolve(whole, stop=middle), evolve(whole, rank=1, start=middle)
+    return evolve(plan, layout=layout, stages=stages)
+
+
+def curves(plans: list[Plan]) -> list[Curve]:
+    """On each rank: the losses and the norms of the gradients of two steps, of each plan."""
+    from megatron.core import parallel_state
+
     from megaloom.runtime.step import Engine
 
-    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=3, seed=7, warmup=0))
-    result = engine.step(sample)
-    return result.loss, result.grad_norm
+    out = []
+    for plan in plans:
+        engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=3, seed=SEED, lr=1e-4, warmup=0))
+        results = [engine.step(lambda i, k=k: sample(k * BATCH + i)) for k in range(2)]
+        out.append([(r.loss, r.grad_norm) for r in results])
+        parallel_state.destroy_model_parallel()
+    return out
 
 
 def declared(plan: Plan) -> tuple[float, float]:
-    """The same by the oracle."""
+    """The first of these by the oracle."""
     m, _ = find(plan.model)
-    weights = {k: initial(s, 7).requires_grad_(s.trained) for k, s in graph(m).weights.items()}
+    weights = {k: initial(s, SEED).requires_grad_(s.trained) for k, s in graph(m).weights.items()}
     x = torch.stack([sample(i) for i in range(BATCH)])
     (logits,) = interpret(m, weights, {"tokens": x[:, :-1]})
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+    loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
     loss.backward()
-    return loss.item(), sum(w.grad.square().sum() for w in weights.values() if w.grad is not None).sqrt().item()
+    grads = [w.grad for w in weights.values() if w.grad is not None]
+    return loss.item(), torch.nn.utils.get_total_norm(grads).item()
 
 
-LAYOUTS = {
-    "one process": Layout(),
-    "TP2": Layout(tp=2),
-    "TP2 SP": Layout(tp=2, sequence_parallel=True),
-    "PP2": Layout(pp=2),
-    "CP2": Layout(cp=2),
-    "TP2 PP2": Layout(tp=2, pp=2),
-    "TP2 SP CP2": Layout(tp=2, sequence_parallel=True, cp=2),
-    "DP2 distributed optimizer": Layout(dp=2, distributed_optimizer=True),
-}
+@pytest.fixture(scope="module")
+def plans(plan_of: Callable[..., Plan]) -> dict[str, Plan]:
+    return {name: plan_of(f"{FILE}:{name}", Layout(), batch=BATCH, seq=SEQ) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def expected(plans: dict[str, Plan]) -> dict[str, Curve]:
+    """The first step by the oracle, the second by one process."""
+    found = launch.run(curves, (list(plans.values()),), 1, timeout=100)[0]
+    return {name: [declared(plans[name]), curve[1]] for name, curve in zip(plans, found, strict=True)}
 
 
 @pytest.mark.parametrize("row", LAYOUTS)
-@pytest.mark.parametrize("name", ["gated", "windowed"])
-def test_a_body_computes_the_declared_mathematics(name: str, row: str, plan_of: Any) -> None:
-    plan = plan_of(f"{MODELS}:{name}", LAYOUTS[row])
-    loss, norm = launch.run(first_step, (plan,), plan.layout.world, timeout=60)[0]
-    expected = declared(plan)
-    assert loss == pytest.approx(expected[0], abs=1e-5)
-    assert norm == pytest.approx(expected[1], rel=1e-5)
+def test_a_body_computes_the_declared_mathematics(row: str, plans: Any, expected: Any) -> None:
+    layout, names = LAYOUTS[row]
+    found = launch.run(curves, ([laid(plans[name], layout) for name in names],), layout.world, timeout=100)[0]
+    wrong = {}
+    for name, curve in zip(names, found, strict=True):
+        losses, norms = ([pair[i] for pair in curve] for i in (0, 1))
+        want_losses, want_norms = ([pair[i] for pair in expected[name]] for i in (0, 1))
+        if losses != pytest.approx(want_losses, abs=1e-5) or norms != pytest.approx(want_norms, rel=1e-5, abs=1e-5):
+            wrong[name] = curve, expected[name]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", ["own-layer", "own-module"])
+def test_the_examples_pass_verify(name: str, plan_of: Any) -> None:
+    found = verify.compare(plan_of(name, evolve(SP, pp=2)), timeout=60)
+    assert found.passed, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
