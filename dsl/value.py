@@ -85,6 +85,20 @@ class Value:
     def __mul__(self, other: Value | float) -> Value:
         return apply(Affine(other), self) if isinstance(other, (int, float)) else fn("mul", self, other)
 
+    def __neg__(self) -> Value:
+        return -1.0 * self
+
+    def __sub__(self, other: Value | float) -> Value:
+        return self + (-1.0 * other)
+
+    def __rsub__(self, other: float) -> Value:
+        return other + -self
+
+    def __truediv__(self, number: float) -> Value:
+        if not isinstance(number, (int, float)) or not number:
+            raise ShapeError(f"cannot divide by {number!r}: it takes a number other than 0")
+        return self * (1 / number)
+
     __radd__ = __add__
     __rmul__ = __mul__
 

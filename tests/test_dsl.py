@@ -17,6 +17,7 @@ from megaloom.dsl import (
     BATCH,
     MLP,
     SEQ,
+    Affine,
     Attention,
     Dim,
     DType,
@@ -137,6 +138,31 @@ def test_arguments_are_broadcast_over_the_dims_that_they_lack() -> None:
     assert (x * scale).shape == (scale * x).shape == (x + x).shape == x.shape
     turned = weight("turned", VOCAB, EMBED) + weight("other", EMBED, VOCAB)
     assert str(turned.shape) == "[vocab=11 embed=8]"
+
+
+@pytest.mark.parametrize(
+    ("make", "computed"),
+    [
+        (lambda x, y: x - y, lambda a, b: a - b),
+        (lambda x, y: 3 - x * y, lambda a, b: 3 - a * b),
+        (lambda x, y: -x / 4 + 1.5, lambda a, b: -a / 4 + 1.5),
+        (lambda x, y: 2 * x + y * 0.5 - 1, lambda a, b: 2 * a + b * 0.5 - 1),
+    ],
+)
+def test_arithmetic_is_that_of_numbers(make, computed) -> None:
+    """Each operator is made of sums, products, and numbers times a value plus a number."""
+
+    def number(v: Value) -> float:
+        known = {"x": 7.0, "y": -2.0}
+        if not v.args:
+            return known[str(v.op)]
+        first, *rest = map(number, v.args)
+        if isinstance(v.op, Affine):
+            return v.op.scale * first + v.op.shift
+        return first + rest[0] if v.op.fn == "add" else first * rest[0]
+
+    x, y = weight("x", EMBED), weight("y", EMBED)
+    assert number(make(x, y)) == computed(7.0, -2.0)
 
 
 def test_a_value_is_itself_alone() -> None:

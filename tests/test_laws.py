@@ -220,6 +220,23 @@ def test_the_shares_of_all_devices_add_up(layer, split):
                 assert one.elements * copies == devices * share.elements, (n.name, one.what)
 
 
+@given(layer=together, split=splits, sequence_parallel=yes)
+def test_a_product_moves_its_two_factors_and_itself(layer, split, sequence_parallel):
+    """count · (m k + k n + m n) elements, for 2 count · m n k FLOPs, under any split."""
+    for _, *found in both(layer, evolve(split, sequence_parallel=sequence_parallel)):
+        for w in (w for cost in found for w in cost.work if w.kind == "dot"):
+            assert w.flops == 2 * w.count * w.m * w.n * w.k
+            assert w.elements == w.count * (w.m * w.k + w.k * w.n + w.m * w.n)
+
+
+@given(layer=norms, split=splits)
+def test_a_norm_moves_its_input_and_its_output(layer, split):
+    for n, _, part in both(layer, evolve(split, sequence_parallel=True)):
+        weights = sum(prod(d.size for d in s.dims) for s in n.weights)
+        for w in (w for w in part.work if w.kind == "normalize"):
+            assert w.elements == 2 * prod((2, 32, 64)) // (split.tp * split.cp) + weights
+
+
 @given(layer=dense | crossed.map(lambda layer: layer.given(memory=MEMORY)), split=splits)
 def test_sequence_parallel_divides_what_tensor_parallel_does_alike(layer, split):
     for n, _, part in both(layer, split):
