@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from functools import cache
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from attrs import NOTHING, field, fields, frozen
 
@@ -35,6 +35,12 @@ class Layer(Op):
             if axis not in known:
                 what = f"{cls.__name__} cannot divide {dim} on {axis!r}{nearest(axis, known)}"
                 raise ShapeError(f"{what}the axes are {', '.join(known)}")
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        said = (str(a) for a in vars(cls).get("__annotations__", {}).values())
+        if "__attrs_attrs__" not in vars(cls) and not all(a.startswith(("ClassVar", "typing.ClassVar")) for a in said):
+            raise ShapeError(f"{cls.__name__} has fields, but is no attrs class: write @frozen above it (of attrs)")
+        return object.__new__(cls)
 
     def body(self, x: Value, /, *_: Any, **side: Any) -> Value:
         """The layer's mathematics: its output for the input x and the side inputs, by name.
