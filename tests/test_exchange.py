@@ -11,6 +11,7 @@ from megaloom.dsl import (
     MLA,
     SEQ,
     Attention,
+    Collective,
     Conv,
     CrossAttention,
     Dim,
@@ -230,6 +231,13 @@ def test_a_convolution_alone_goes_there_and_back():
     assert sent(Mixer(), split) == {("cp", "all_to_all", b, S // 4 * 64): 2 for b in (False, True)}
     twice = sent(chain(Mixer(), Mixer()), split)
     assert twice == sent(Mixer(), split)  # of the last node: each layer gives parts of the sequence back
+
+
+def test_tokens_ahead_are_gathered():
+    """DeepSeek-V3's next token is on another device where the parts of the sequence meet: ids, no hidden states."""
+    (join,) = (n for n in graph(find("deepseek-v3-mtp")[0]).nodes if n.name.startswith("join"))
+    (found,) = costs(join, batch=B, seq=S, split=Split(cp=2)).collectives
+    assert found == Collective("all_gather", "cp", B * S, False, "shift")
 
 
 # Cuts
