@@ -25,6 +25,7 @@ from megaloom.dsl import (
     Attend,
     Drop,
     Each,
+    Gate,
     Layer,
     Lookup,
     MoE,
@@ -44,6 +45,7 @@ from megaloom.dsl.program import origin, program
 from megaloom.dsl.splits import among_experts, cut
 
 from . import device
+from .balance import balanced
 from .evaluate import evaluate
 from .moves import perform
 from .site import Site, inside, outside
@@ -63,6 +65,7 @@ class Body(nn.Module):
         _trainable(node, whole.value, split)
         self.grid, self.program = site.grid, fitted(whole, split)
         self.placement = placement(self.program, split)
+        self.mixture = node.op if isinstance(node.op, MoE) and node.op.balance else None
         self.placed = {id(p.step.value): p for p in self.placement.steps}
         # Nodes that are alike have one program, whose weights come in the order of every such node's.
         held = (v for v, *_ in primitives(self.program.value) if isinstance(v.op, Weight))
@@ -148,6 +151,9 @@ class _Run:
         match v.op:
             case Drop(rate):
                 return _dropped(args[0], rate, self.body.training, apart="tp" in p.parts)
+            case Gate() if self.body.mixture and self.body.training and not p.step.outer:
+                groups = [getattr(grid.groups, name) for name in sorted(p.parts)]
+                return balanced(self.body.mixture, v, evaluate(v.op, v, *args), args[0], groups)
             case Lookup(key) if p.step.axes.get(key) == "tp" and grid.layout.tp > 1:
                 return _looked_up(v.op, v, *args, rank=grid.tp)
             case Normalize() if p.summed:
@@ -237,9 +243,9 @@ def _normalized(op: Normalize, v: Value, p: Placed, x: Tensor, *weights: Tensor,
 def _trainable(node: Node, value: Value, split: Split) -> None:
     """Check that what a body computes can be trained like this. Raises UserError."""
     at = f"{node.name} ({getattr(node.op, 'at', '')})"
-    if any(isinstance(op, MoE) and op.balance for op in _layers(value)):
+    if any(isinstance(op, MoE) and op.balance for op in _layers(value) if op is not value.op):
         raise UserError(
-            f"{at} has a balancing loss, which only a MoE with the options of megatron-core's adds\n"
+            f"{at} has a MoE inside, whose balancing loss is not added: only that of a MoE between layers is\n"
             "balance=0 would work"
         )
     for v, _, outer in primitives(value):

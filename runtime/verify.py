@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from attrs import evolve, frozen
 
-from megaloom.dsl import Attention, Dropout
+from megaloom.dsl import Attend, Drop
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.find import find
-from megaloom.dsl.graph import Model, graph, vocabulary
+from megaloom.dsl.graph import Model, graph, primitives, vocabulary
 from megaloom.planner.layout import Layout, Precision
 from megaloom.planner.plan import Plan, Stage, check
 
@@ -106,8 +106,9 @@ def single(plan: Plan, model: Model) -> Plan:
 def dropout(model: Model) -> str | None:
     """The first node that draws at random, if there is one."""
     for node in graph(model).nodes:
-        if (isinstance(node.op, Dropout) and node.op.rate) or (isinstance(node.op, Attention) and node.op.dropout):
-            return node.name
+        for v, *_ in primitives(node.value):
+            if (isinstance(v.op, Drop) and v.op.rate) or (isinstance(v.op, Attend) and v.op.dropout):
+                return node.name
     return None
 
 

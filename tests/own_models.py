@@ -272,6 +272,12 @@ def some_experts() -> Model:
     return model("some-experts", ids() >> Embed(wte) >> repeat(2, block) >> RMSNorm() >> Unembed(wte, bias=True))
 
 
+def balanced() -> Model:
+    """A mixture with a balancing loss and a shared expert, and biases of heads."""
+    moe = MoE(MLP(32, "silu", True), 4, 2, balance=0.05, shared=SwiGLU(48))
+    return lm("balanced", attention(window=8, bias=True), moe)
+
+
 def squeeze() -> Model:
     return lm("squeeze", Squeeze(), MLP(64))
 

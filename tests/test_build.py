@@ -59,7 +59,7 @@ def both(x: Value) -> Model:
 REFUSED = {
     "a balancing loss inside a layer of one's own": (
         lm(Inside(MoE(SwiGLU(8), experts=2, top_k=1, balance=0.01))),
-        r"inside.0 \(.*test_build.py:\d+\) has a balancing loss, .*\nbalance=0 would work",
+        r"inside.0 \(.*test_build.py:\d+\) has a MoE inside, .*\nbalance=0 would work",
     ),
     "dropout of a window's probabilities": (
         lm(Attention(heads=2, window=4, dropout=0.1)),

@@ -1,5 +1,6 @@
 """The oracle: what megatron-core trains is what the declared mathematics and torch's AdamW make of the same start."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ SEQ, BATCH, VOCAB = 32, 4, 127
 RECIPE = Recipe(steps=3, seed=7, lr=3e-3, min_lr=3e-3, warmup=0)
 NOT_DECAYED = ("scale", "shift", "bias")  # how their names end
 TP2 = Layout(tp=2, sequence_parallel=True)
+OWN = f"{Path(__file__).with_name('own_models.py')}:balanced"  # layers whose bodies run
 
 
 def sample(i: int) -> torch.Tensor:
@@ -87,6 +89,8 @@ def trained(plan: Plan) -> tuple[float, list[float], list[float]]:
         ("tiny_parallel", evolve(TP2, pp=2, recompute=Recompute.FULL)),
         ("tiny_mixtral", Layout()),
         ("tiny_mixtral", Layout(dp=2, ep=2)),
+        (OWN, Layout()),
+        (OWN, evolve(TP2, cp=2)),
     ],
     ids=str,
 )

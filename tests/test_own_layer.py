@@ -23,7 +23,9 @@ FILE = Path(__file__).with_name("own_models.py")
 NAMES = [
     name
     for name, it in run_path(str(FILE)).items()
-    if getattr(it, "__annotations__", {}).get("return") is Model and not signature(it).parameters
+    if getattr(it, "__annotations__", {}).get("return") is Model
+    and not signature(it).parameters
+    and name != "balanced"  # see test_oracle
 ]
 SOME = ["gated", "windowed", "near", "some_experts"]  # of which all layouts are tried
 SEQ, BATCH, VOCAB, SEED = 32, 2, 127, 7
