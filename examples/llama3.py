@@ -4,6 +4,7 @@ from megaloom.dsl import (
     Attention,
     Dim,
     Embed,
+    Llama3Scaling,
     Model,
     RMSNorm,
     Rope,
@@ -44,7 +45,8 @@ def llama(
 
 def llama3_1b() -> Model:
     """Llama 3.2 1B."""
-    return llama("llama3-1b", layers=16, heads=32, kv_heads=8, embed=2048, ff=8192, tied=True)
+    stretched = Rope(500_000, scaling=Llama3Scaling(factor=32))
+    return llama("llama3-1b", layers=16, heads=32, kv_heads=8, embed=2048, ff=8192, rope=stretched, tied=True)
 
 
 def llama3_8b() -> Model:
@@ -56,7 +58,9 @@ def llama3_70b() -> Model:
 
 
 def llama3_405b() -> Model:
-    return llama("llama3-405b", layers=126, heads=128, kv_heads=8, embed=16384, ff=53248)
+    """Llama 3.1 405B."""
+    stretched = Rope(500_000, scaling=Llama3Scaling(factor=8))
+    return llama("llama3-405b", layers=126, heads=128, kv_heads=8, embed=16384, ff=53248, rope=stretched)
 
 
 # What most families since Llama call the weights of a whole model, of attention, of a gated feed-forward.
