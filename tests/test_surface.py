@@ -67,7 +67,7 @@ def described(name: str, it: object) -> Iterator[str]:
         yield f"{name}: {', '.join(it.__members__)}"
     elif inspect.isclass(it):
         bases = ", ".join(b.__name__ for b in it.__bases__ if b is not object)
-        made = signature(it) if inspect.isfunction(it.__init__) else ""  # else as Python's own class is made
+        made = signature(it.__init__) if inspect.isfunction(it.__init__) else ""  # else as Python's own class is made
         yield f"{name}{made}" + (f": {bases}" if bases else "")
     elif inspect.isroutine(it):
         yield f"{name}{signature(it)}"
