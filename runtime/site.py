@@ -38,6 +38,8 @@ class Site:
 def survey(graph: Graph, layout: Layout, workload: Workload, grid: Grid) -> Site:
     """The site of a model under a layout. Raises UserError for a model that the runtime cannot train."""
     trainable(graph)
+    if workload.precision not in DTYPES:
+        raise UserError(f"the runtime does not train in {workload.precision}\n{' or '.join(DTYPES)} would do")
     return Site(grid, configure(graph, layout, workload), workload.seq)
 
 

@@ -105,6 +105,10 @@ def messages() -> dict[str, str]:
         with pytest.raises(UserError) as raised:
             Stage(g, whole, survey(g, layout, load, grid), Recompute.NONE)
         said[what] = str(raised.value)
+    narrow = Workload(seq=SEQ, batch=2, precision=Precision.FP8)
+    with pytest.raises(UserError) as raised:
+        survey(graph(lm(RMSNorm())), layout, narrow, grid)
+    said["precision"] = str(raised.value)
     return said
 
 
@@ -116,3 +120,7 @@ def said() -> dict[str, str]:
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_model_that_cannot_be_trained_is_refused(what: str, said: dict[str, str]) -> None:
     assert re.match(REFUSED[what][1], said[what])
+
+
+def test_a_precision_that_only_the_planner_knows_is_refused(said: dict[str, str]) -> None:
+    assert said["precision"] == "the runtime does not train in fp8\nfp32 or bf16 would do"
