@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attrs import evolve
+from attrs import evolve, frozen
 
-from megaloom.dsl import Model, graph
+from megaloom.dsl import Layer, Model, UserError, Value, graph
 from megaloom.dsl.find import find
 from megaloom.planner.layout import Layout, Recompute
 from megaloom.planner.plan import Plan
@@ -115,3 +115,21 @@ def test_a_body_computes_the_declared_mathematics(row: str, plans: Any, expected
 def test_the_examples_pass_verify(name: str, plan_of: Any) -> None:
     found = verify.compare(plan_of(name, evolve(SP, pp=2)), timeout=60)
     assert found.passed, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
+
+
+@frozen
+class Wordless(Layer):
+    """Has a module, and does not say what its parameters are made of."""
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return x
+
+    def module(self, site: object) -> torch.nn.Module:
+        return torch.nn.Identity()
+
+
+def test_a_module_must_say_what_its_parameters_are_made_of() -> None:
+    from megaloom.runtime.weights import Weights, parameters
+
+    with pytest.raises(UserError, match=r"Wordless\(\) has a torch module of its own, .*\nwrite a method parameters"):
+        parameters(Wordless(), Weights({}, lambda slot, index: torch.empty(0), range(0)))
