@@ -12,28 +12,20 @@ from rich.text import Text
 
 from .validate import Group, Validation
 
+NAMED = ("source", "GPU", "precision", "model")
+SCORES = (
+    *("rows", "left out", "median", "90 %", "bias", "pairs", "regret", "of 3"),
+    *("GiB rows", "mean", "max", "bias", "OOM"),
+)
 REASONS = 12  # of rows that are left out, the most frequent ones are shown
 
 
 def board(found: Validation) -> RenderableType:
     """The scores by group, and why rows were left out."""
     table = Table(box=None, pad_edge=False)
-    for name in ("source", "GPU", "precision", "model"):
+    for name in NAMED:
         table.add_column(name)
-    for name in (
-        "rows",
-        "left out",
-        "median",
-        "90 %",
-        "bias",
-        "pairs",
-        "regret",
-        "of 3",
-        "GiB rows",
-        "mean",
-        "max",
-        "bias",
-    ):
+    for name in SCORES:
         table.add_column(name, justify="right")
     for g in found.groups:
         if g.rows:
@@ -53,7 +45,14 @@ def cells(g: Group) -> list[str]:
     time = (g.median_abs_error, g.p90_abs_error, g.bias, g.pair_accuracy, g.top1_regret, g.top3_regret)
     memory = (g.memory_mean_abs_error, g.memory_max_abs_error, g.memory_bias)
     named = [g.source, g.gpu, g.precision, "experts" if g.sparse else "dense", str(g.rows), str(g.skipped)]
-    return [*named, *map(percent, time), str(g.memory_rows or ""), *map(percent, memory)]
+    return [*named, *map(percent, time), str(g.memory_rows or ""), *map(percent, memory), ooms(g)]
+
+
+def ooms(g: Group) -> str:
+    """How many of the rows that ran out of memory were predicted to, and how many that ran were too."""
+    said = [f"{g.oom_found} of {g.oom_rows}"] if g.oom_rows else []
+    said += [f"{g.oom_false} wrongly"] if g.oom_false else []
+    return ", ".join(said)
 
 
 def percent(share: float | None) -> str:
@@ -63,10 +62,6 @@ def percent(share: float | None) -> str:
 
 def markdown(groups: Iterable[Group]) -> str:
     """The same for a README, time and memory alike."""
-    head = "source | GPU | precision | model | rows | median | 90 % | bias | pairs | regret | GiB rows | mean | max"
-    lines = [f"| {head} |", "|" + "---|" * (head.count("|") + 1)]
-    for g in groups:
-        if g.rows:
-            c = cells(g)
-            lines.append(f"| {' | '.join([*c[:5], *c[6:11], *c[12:15]])} |")
+    lines = [f"| {' | '.join((*NAMED, *SCORES))} |", "|---" * len((*NAMED, *SCORES)) + "|"]
+    lines += [f"| {' | '.join(cells(g))} |" for g in groups if g.rows]
     return "\n".join(lines)

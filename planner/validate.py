@@ -33,6 +33,7 @@ class Predicted:
     run: Run
     step_seconds: float
     memory_gib: float  # of the kind that was measured
+    oom: bool = False  # it should run out of memory
 
     @property
     def time_error(self) -> float | None:
@@ -67,6 +68,9 @@ class Group:
     memory_mean_abs_error: float | None
     memory_max_abs_error: float | None
     memory_bias: float | None
+    oom_rows: int  # that ran out of memory
+    oom_found: int  # of those, as predicted
+    oom_false: int  # rows whose memory was measured, so that they ran, and that were predicted not to
 
 
 @frozen
@@ -98,7 +102,8 @@ def predict(run: Run) -> Predicted:
     held = priced.prediction.nbytes[-1 if run.last_rank else _fullest(priced)]
     beside = {"allocated": ("allocator", "runtime"), "reserved": ("runtime",)}.get(run.memory_kind, ())
     nbytes = sum(n for what, n in held.items() if what not in beside)
-    return Predicted(run, priced.seconds, nbytes / GiB)
+    oom = max(priced.placed.peaks) > run.cluster.device.nbytes
+    return Predicted(run, priced.seconds, nbytes / GiB, oom)
 
 
 def priced_as(run: Run) -> Priced:
@@ -170,6 +175,9 @@ def _score(key: Key, rows: Sequence[Predicted], skipped: int) -> Group:
         memory_mean_abs_error=mean(map(abs, memory)) if memory else None,
         memory_max_abs_error=max(map(abs, memory)) if memory else None,
         memory_bias=mean(memory) if memory else None,
+        oom_rows=sum(p.run.oom for p in rows),
+        oom_found=sum(p.run.oom and p.oom for p in rows),
+        oom_false=sum(p.oom for p in rows if p.run.memory_gib is not None and not p.run.oom),
     )
 
 
