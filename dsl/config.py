@@ -1,14 +1,15 @@
 """The fields of a Hugging Face config.json, handed out strictly.
 
-Protocol: a reader takes every field that its mathematics depends on; `check` then refuses what nobody took. So a field
-is either read, or known not to change what a trained model computes (`APART`), or an error: none is ignored in silence.
+Protocol: a reader takes every field that its mathematics depends on; what is `unread` then is refused. So a field is
+either read, or known not to change what a trained model computes (`APART`), or an error: none is ignored in silence.
 A `default` is what Hugging Face takes where the field is missing; without one the field must be there.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from math import inf
 from typing import Any, Final, TypeVar
 
 from attrs import field, frozen
@@ -22,14 +23,13 @@ NEEDED: Final[Any] = object()
 
 # Fields that do not change what a trained model computes, by what they are about.
 STORAGE = """_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
-    attn_implementation auto_map
-    cache_implementation chunk_size_feed_forward dtype ep_size gradient_checkpointing mamba_ssm_cache_dtype
-    model_type num_logits_to_keep pretraining_tp quantization_config torch_dtype torchscript transformers.js_config
-    transformers_version use_bfloat16 use_cache use_mamba_kernels"""
+    attn_implementation auto_map cache_implementation chunk_size_feed_forward dtype ep_size gradient_checkpointing
+    mamba_ssm_cache_dtype model_type num_logits_to_keep pretraining_tp quantization_config torch_dtype torchscript
+    transformers.js_config transformers_version use_bfloat16 use_cache use_mamba_kernels"""
 GENERATION = """begin_suppress_tokens bos_token_id cls_token_id decoder_start_token_id do_sample early_stopping
     eos_token_id force_bos_token_to_be_generated forced_bos_token_id forced_eos_token_id length_penalty mask_token_id
     max_length max_position_embeddings min_length no_repeat_ngram_size num_beams pad_token_id prefix sep_token_id
-    suppress_tokens task_specific_params tokenizer_class unk_token_id"""
+    suppress_tokens task_specific_params tokenizer_class unk_token_id"""  # a table of positions is read by who has one
 OUTPUTS = """finetuning_task id2label label2id output_attentions output_hidden_states output_past output_router_logits
     problem_type return_dict summary_activation summary_first_dropout summary_proj_to_labels summary_type
     summary_use_proj"""
@@ -75,13 +75,13 @@ class Config:
         value: Any = self._take(name, default, object, "an object")
         return len(value) if isinstance(value, dict | list) else default
 
-    def whole(self, name: str, default: T = NEEDED) -> int | T:
-        """A whole number; null counts as missing, here and below."""
-        return self._take(name, default, int, "a whole number")
+    def whole(self, name: str, default: T = NEEDED, *, least: int = 1) -> int | T:
+        """A whole number of at least `least`; null counts as missing, here and below."""
+        return self._take(name, default, int, f"a whole number of at least {least}", lambda n: n >= least)
 
     def number(self, name: str, default: T = NEEDED) -> float | T:
-        """A number."""
-        return self._take(name, default, float, "a number")
+        """A number that is not negative."""
+        return self._take(name, default, float, "a number of at least 0", lambda x: 0 <= x < inf)
 
     def flag(self, name: str, default: T = NEEDED) -> bool | T:
         """True or false."""
@@ -99,7 +99,7 @@ class Config:
         """What one of several strings means."""
         value = self.text(name, default)
         if value not in meant:
-            raise self.wrong(name, f"it can be {', '.join(map(json.dumps, meant))}")
+            raise self.wrong(name, f"it can be {', '.join(map(said, meant))}")
         return meant[value]
 
     def head_dim(self, embed: int, heads: int) -> int | None:
@@ -112,7 +112,7 @@ class Config:
         value = self._take(name, default, object, "any value")
         right = [*supported, *([] if default is NEEDED or default in supported else [default])]
         if not any(value == r and isinstance(value, bool) == isinstance(r, bool) for r in right):
-            raise self.wrong(name, f"it can be {' or '.join(map(json.dumps, right))} here")
+            raise self.wrong(name, f"it can be {' or '.join(map(said, right))} here")
 
     def inner(self, name: str, default: Mapping[str, object] = NEEDED) -> Config:
         """An object inside, whose fields are checked as this one's are."""
@@ -129,9 +129,11 @@ class Config:
 
     def wrong(self, name: str, hint: str) -> UserError:
         """The error of a field whose value cannot be used."""
-        return UserError(f"{self.where}: {name} of {json.dumps(self.fields.get(name))} is not supported\n{hint}")
+        return UserError(f"{self.where}: {name} of {said(self.fields.get(name))} is not supported\n{hint}")
 
-    def _take(self, name: str, default: T, kind: type[V], what: str) -> V | T:
+    def _take(
+        self, name: str, default: T, kind: type[V], what: str, fits: Callable[[V], bool] = lambda _: True
+    ) -> V | T:
         self.taken.add(name)
         value: Any = self.fields.get(name)
         if value is None:
@@ -140,9 +142,15 @@ class Config:
             return default
         if kind is float and type(value) is int:
             value = float(value)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
-            raise UserError(f"{self.where}: {name} is {json.dumps(value)}, and not {what}")
+        flag = isinstance(value, bool) and kind not in (bool, object)
+        if not isinstance(value, kind) or flag or not fits(value):
+            raise UserError(f"{self.where}: {name} is {said(value)}, and not {what}")
         return value
+
+
+def said(value: object) -> str:
+    """A value as a config.json writes it."""
+    return json.dumps(value, default=str)
 
 
 def rope(c: Config, default: float = NEEDED, *, head_dim: int | None = None, kind: str = "") -> float | Rope:
@@ -159,52 +167,54 @@ def rotation(
     default: the base where none is said. head_dim: needed where only a part of the channels may turn, `part` where none
     is said. kind: of the layer (sliding_attention, full_attention), where each kind has its own.
     """
-    said = c.inner("rope_parameters" if "rope_parameters" in c.fields else "rope_scaling", {})
-    said = said.inner(kind) if kind in said.fields else said
-    own = said.number("rope_theta", None)
+    turn = c.inner("rope_parameters" if "rope_parameters" in c.fields else "rope_scaling", {})
+    turn = turn.inner(kind) if kind in turn.fields else turn
+    own = turn.number("rope_theta", None)
     theta = c.number("rope_theta", default if own is None else own)
+    if theta == 0:
+        raise UserError(f"{c.where}: rotary positions cannot have a base of 0")
     if own not in (None, theta):
         raise c.wrong("rope_theta", f"another base, {own:g}, is said with the other rope parameters")
     if head_dim is not None:
-        part = said.number("partial_rotary_factor", c.number("partial_rotary_factor", part))
+        part = turn.number("partial_rotary_factor", c.number("partial_rotary_factor", part))
     channels = None if head_dim is None or part == 1 else int(head_dim * part)
     meant = {"default": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-    called = said.choice(said.either("rope_type", "type"), meant, "default")
-    said.only("type", called, default=called)  # as it was written before; some have both
-    return Rope(theta, channels, scaling=_scaling(called, c, said))
+    called = turn.choice(turn.either("rope_type", "type"), meant, "default")
+    turn.only("type", called, default=called)  # as it was written before; some have both
+    return Rope(theta, channels, scaling=_scaling(called, c, turn))
 
 
-def _scaling(kind: str, c: Config, said: Config) -> LinearScaling | Llama3Scaling | YarnScaling | None:
+def _scaling(kind: str, c: Config, turn: Config) -> LinearScaling | Llama3Scaling | YarnScaling | None:
     match kind:
         case "linear":
-            return LinearScaling(said.number("factor"))
+            return LinearScaling(turn.number("factor"))
         case "llama3":
-            low, high = said.number("low_freq_factor"), said.number("high_freq_factor")
-            return Llama3Scaling(factor=said.number("factor"), low=low, high=high, original=_original(c, said))
+            low, high = turn.number("low_freq_factor"), turn.number("high_freq_factor")
+            return Llama3Scaling(factor=turn.number("factor"), low=low, high=high, original=_original(c, turn))
         case "yarn":
-            return _yarn(c, said)
+            return _yarn(c, turn)
     return None
 
 
-def _yarn(c: Config, said: Config) -> YarnScaling:
-    original = _original(c, said)
-    factor = said.number("factor", None) or c.whole("max_position_embeddings") / original
-    attention = said.number("attention_factor", None)
-    mscale, of_all = said.number("mscale", None), said.number("mscale_all_dim", None)
+def _yarn(c: Config, turn: Config) -> YarnScaling:
+    original = _original(c, turn)
+    factor = turn.number("factor", None) or c.whole("max_position_embeddings") / original
+    attention = turn.number("attention_factor", None)
+    mscale, of_all = turn.number("mscale", None), turn.number("mscale_all_dim", None)
     if attention is None and mscale and of_all:
         attention = temper(factor, mscale) / temper(factor, of_all)
     return YarnScaling(
         factor=factor,
         original=original,
-        fast=said.number("beta_fast", 32.0),
-        slow=said.number("beta_slow", 1.0),
+        fast=turn.number("beta_fast", 32.0),
+        slow=turn.number("beta_slow", 1.0),
         attention=attention,
-        truncate=said.flag("truncate", True),
+        truncate=turn.flag("truncate", True),
     )
 
 
-def _original(c: Config, said: Config) -> int:
+def _original(c: Config, turn: Config) -> int:
     """The length of sequence that a model was first trained on."""
     name = "original_max_position_embeddings"
-    found = said.whole(name, None) or c.whole(name, None)
+    found = turn.whole(name, None) or c.whole(name, None)
     return c.whole("max_position_embeddings") if found is None else found

@@ -77,7 +77,7 @@ def opened(config: str | Path | Mapping[str, Any]) -> tuple[Config, str]:
     path = config_file(config)
     try:
         fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(fields, dict):
         raise UserError(f"{path} is no config.json: it must hold an object with fields")
@@ -86,7 +86,8 @@ def opened(config: str | Path | Mapping[str, Any]) -> tuple[Config, str]:
 
 def _number(fields: dict[str, Any]) -> Any:
     """A number that JSON has no word for, as Hugging Face writes it: {"__float__": "Infinity"}."""
-    return float(fields["__float__"]) if fields.keys() == {"__float__"} else fields
+    number = fields.get("__float__")
+    return float(number) if len(fields) == 1 and isinstance(number, str) else fields
 
 
 def title(path: Path) -> str:
@@ -98,7 +99,7 @@ def describes(path: str | Path) -> bool:
     """Whether a file is a config.json rather than any other JSON, a plan.json above all."""
     try:
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(fields, dict) and not fields.keys().isdisjoint(("architectures", "model_type"))
 
@@ -112,15 +113,15 @@ def config_file(config: str | Path) -> Path:
 def reader(config: Config) -> Reader:
     """What reads this config.json, by its architecture. Raises UserError when none does."""
     known = {a: r for r in _readers() for a in r.architectures}
-    said = config.many("architectures", [])
+    said = [str(a) for a in config.many("architectures", [])]
     if not said:
         raise UserError(f"{config.where} names no architectures\nthey can be {', '.join(sorted(known))}")
     for architecture in said:
         if architecture in known:
             return known[architecture]
-    near = get_close_matches(str(said[0]), known, 1, 0.6)
+    near = get_close_matches(said[0], known, 1, 0.6)
     raise UserError(
-        f"{config.where}: nothing reads the architecture {', '.join(map(str, said))}"
+        f"{config.where}: nothing reads the architecture {', '.join(said)}"
         + (f": is {near[0]} meant?" if near else "")
         + f"\nknown are {', '.join(sorted(known))}"
     )

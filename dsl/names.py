@@ -64,13 +64,15 @@ class Names:
     """The tensors of a checkpoint: those outside of all layers by their full names, and those of layers.
 
     The layers that are alike are under what all their names begin with, which has {layer} for the layer's number.
-    unused: what the names of tensors begin with that change no output; {layer} is for any number. zero: tensors that do
-    not if they are zero, and must be. older: what names in older checkpoints begin with, and what it is now.
+    unused: what the names of tensors begin with that change no output; {layer} is for any number, {beyond} for those
+    after the last layer's. copies: tensors that are there a second time, and what they must equal. zero: tensors that
+    must be zero, and then change nothing. older: what names in older checkpoints begin with, and what it is now.
     """
 
     outside: Tensors = field(hash=False)
     layers: Mapping[str, Tensors] = field(factory=dict, hash=False)
     unused: tuple[str, ...] = ()
+    copies: Mapping[str, str] = field(factory=dict, hash=False)
     zero: tuple[str, ...] = ()
     older: Mapping[str, str] = field(factory=dict, hash=False)
 

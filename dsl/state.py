@@ -36,15 +36,31 @@ def take(names: Names, model: Model, checkpoint: Mapping[str, Any]) -> dict[str,
             parts = _split(name, checkpoint[called[name]], layouts)
             for slot, part in zip(t.slots, parts, strict=True):
                 _put(out, slot, index, part)
-    unused = re.compile("|".join(re.escape(u).replace(r"\{layer\}", r"\d+") for u in names.unused) or "(?!)")
+    unused = re.compile("|".join(_pattern(u, used) for u in names.unused) or "(?!)")
     left = [name for name in called if name not in used and not unused.match(name)]
-    for name in set(left).intersection(names.zero):
-        if bool((checkpoint[called[name]] != 0).any()):
-            raise UserError(f"the checkpoint's {name} is not zero, which model {model.name!r} takes it for")
-        left.remove(name)
-    if left:
-        raise UserError(f"model {model.name!r} has no weights for the checkpoint's {some(left)}")
+    for name in left:
+        first = names.copies.get(name, "")
+        x, twin = checkpoint[called[name]], checkpoint.get(called.get(first, ""))
+        if twin is not None and not _same(x, twin):
+            raise UserError(f"the checkpoint's {name} is not its {first}, and model {model.name!r} has one for both")
+        if name in names.zero and bool((x != 0).any()):
+            raise UserError(f"the checkpoint's {name} is not zero, and model {model.name!r} has nothing like it")
+    if unknown := [name for name in left if name not in names.zero and names.copies.get(name) not in called]:
+        raise UserError(f"model {model.name!r} has no weights for the checkpoint's {some(unknown)}")
     return out
+
+
+def _pattern(beginning: str, used: set[str]) -> str:
+    """Matches names that begin so; {beyond} the number of no layer that is used."""
+    before, mark, after = map(re.escape, beginning.partition("{beyond}"))
+    if not mark:
+        return before.replace(r"\{layer\}", r"\d+")
+    numbers = {m[1] for name in used if (m := re.match(rf"{before}(\d+)\.", name))}
+    return rf"{before}(?!(?:{'|'.join(numbers)})\.)\d+{after}"
+
+
+def _same(x: Any, y: Any) -> bool:
+    return tuple(x.shape) == tuple(y.shape) and bool((x == y).all())
 
 
 def give(names: Names, model: Model, weights: Mapping[str, Any]) -> dict[str, Any]:

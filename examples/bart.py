@@ -99,6 +99,10 @@ NAMES = Names(
         "model.encoder.layers.{layer}.": {**SELF, **FEED_FORWARD, **norm("final_layer_norm", 1)},
         "model.decoder.layers.{layer}.": {**SELF, **CROSS, **FEED_FORWARD, **norm("final_layer_norm", 2)},
     },
+    copies={
+        f"{name}.weight": "model.shared.weight"
+        for name in ("lm_head", "model.encoder.embed_tokens", "model.decoder.embed_tokens")
+    },
     zero=("final_logits_bias",),
     older={name: f"model.{name}" for name in ("shared.", "encoder.", "decoder.")},
 )

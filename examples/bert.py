@@ -112,6 +112,15 @@ NAMES = Names(
             "output.LayerNorm.bias": flat("layer_norm.1.shift"),
         }
     },
+    unused=(
+        "bert.pooler.",
+        "cls.seq_relationship.",
+        "bert.embeddings.position_ids",
+    ),  # of other tasks
+    copies={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
 )
 
 

@@ -54,6 +54,7 @@ NAMES = Names(
             "mlp.dense_4h_to_h.bias": flat("mlp.0.down_bias"),
         }
     },
+    copies={"lm_head.weight": "transformer.word_embeddings.weight"},
     older={name: f"transformer.{name}" for name in ("h.", "word_embeddings", "ln_f.")},
 )
 

@@ -26,10 +26,10 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.hub import Config, reads, rotation
-from megaloom.dsl.names import JOIN, Names, Stored, columns, flat, rows
+from megaloom.dsl.names import JOIN, Stored, columns, flat, rows
 from megaloom.dsl.rope import temper
 
-from .llama3 import NORMS, SWIGLU, WHOLE
+from .llama3 import NORMS, SWIGLU, decoder
 
 NORM = RMSNorm(1e-6)
 
@@ -68,7 +68,9 @@ def deepseek(
     mix = residual(NORM, attention)
     block = mix >> residual(NORM, moe)
     tokens = ids()
-    x = tokens >> Embed(wte) >> repeat(dense, mix, residual(NORM, SwiGLU(ff))) >> repeat(sparse, block)
+    x = tokens >> Embed(wte)
+    x = x >> repeat(dense, mix, residual(NORM, SwiGLU(ff))) if dense else x
+    x = x >> repeat(sparse, block) if sparse else x
     outputs = [x >> NORM >> Unembed(head)]
     for i in range(ahead):
         tokens = apply(Shift("seq", 1), tokens) if i else tokens
@@ -152,7 +154,7 @@ EXPERTS = {
     "mlp.shared_experts.up_proj.weight": columns("moe.0.shared.up"),
     "mlp.shared_experts.down_proj.weight": rows("moe.0.shared.down"),
 }
-NAMES = Names(WHOLE, {"model.layers.{layer}.": NORMS | LATENT | SWIGLU | EXPERTS}, unused=("model.layers.{layer}.",))
+NAMES = decoder(NORMS | LATENT | SWIGLU | EXPERTS, unused=("model.layers.{beyond}.",))
 
 
 @reads("DeepseekV2ForCausalLM", names=NAMES)
@@ -214,7 +216,7 @@ def _read(c: Config, name: str, moe: MoE) -> Model:
         positions=positions,
         scale=scale(nope + rope, factor, mscale),
     )
-    dense = c.whole("first_k_dense_replace", 0)
+    dense = min(c.whole("first_k_dense_replace", 0, least=0), c.whole("num_hidden_layers"))
     return deepseek(
         name,
         attention,

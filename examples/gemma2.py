@@ -19,9 +19,9 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.hub import Config, reads, rope
-from megaloom.dsl.names import Names, columns, flat, rows
+from megaloom.dsl.names import columns, flat, rows
 
-from .llama3 import ATTENTION, WHOLE
+from .llama3 import ATTENTION, decoder
 
 NORM = RMSNorm(1e-6, plus_one=True)
 
@@ -92,7 +92,7 @@ def checked(c: Config) -> None:
     c.only("tie_word_embeddings", True, default=True)
 
 
-@reads("Gemma2ForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": LAYER}))
+@reads("Gemma2ForCausalLM", names=decoder(LAYER))
 def config(c: Config, name: str) -> Model:
     checked(c)
     layers = c.whole("num_hidden_layers")

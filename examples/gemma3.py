@@ -19,10 +19,10 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.hub import Config, reads, rotation
-from megaloom.dsl.names import Names, flat
+from megaloom.dsl.names import flat
 
 from .gemma2 import LAYER, checked
-from .llama3 import WHOLE
+from .llama3 import decoder
 
 NORM = RMSNorm(1e-6, plus_one=True)
 EACH = 6  # layers a pattern, the last of them global
@@ -85,7 +85,7 @@ def gemma3_27b() -> Model:
 QK_NORMS = {f"self_attn.{n}_norm.weight": flat(f"attention.0.{n}_norm.scale") for n in "qk"}
 
 
-@reads("Gemma3ForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": LAYER | QK_NORMS}))
+@reads("Gemma3ForCausalLM", names=decoder(LAYER | QK_NORMS))
 def config(c: Config, name: str) -> Model:
     checked(c)
     layers = c.whole("num_hidden_layers")

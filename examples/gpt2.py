@@ -75,6 +75,7 @@ NAMES = Names(
         }
     },
     unused=("transformer.h.{layer}.attn.bias", "transformer.h.{layer}.attn.masked_bias"),  # of a mask
+    copies={"lm_head.weight": "transformer.wte.weight"},
     older={name: f"transformer.{name}" for name in ("h.", "wte.", "wpe.", "ln_f.")},
 )
 

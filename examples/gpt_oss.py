@@ -26,9 +26,9 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.hub import Config, reads, rotation
 from megaloom.dsl.layers import project
-from megaloom.dsl.names import JOIN, Names, Stored, columns, flat
+from megaloom.dsl.names import JOIN, Stored, columns, flat
 
-from .llama3 import ATTENTION, NORMS, WHOLE
+from .llama3 import ATTENTION, NORMS, decoder
 
 STRETCHED = Rope(150_000, scaling=YarnScaling(factor=32, original=4096, truncate=False))
 
@@ -107,7 +107,7 @@ LAYER = (
 )
 
 
-@reads("GptOssForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": LAYER}))
+@reads("GptOssForCausalLM", names=decoder(LAYER))
 def config(c: Config, name: str) -> Model:
     c.only("hidden_act", "silu", default="silu")
     c.only("rms_norm_eps", 1e-5, default=1e-5)

@@ -17,7 +17,7 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.hub import Config, reads, rope
-from megaloom.dsl.names import Names, columns, flat, rows
+from megaloom.dsl.names import Names, Tensors, columns, flat, rows
 
 
 def llama(
@@ -86,7 +86,14 @@ NORMS = {
 }
 
 
-@reads("LlamaForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": NORMS | ATTENTION | SWIGLU}))
+def decoder(layer: Tensors, unused: tuple[str, ...] = ()) -> Names:
+    """The names of a decoder whose layers have these. A tied table may be there twice, the angles of positions once."""
+    angles = "model.layers.{layer}.self_attn.rotary_emb.inv_freq"
+    copies = {"lm_head.weight": "model.embed_tokens.weight"}
+    return Names(WHOLE, {"model.layers.{layer}.": layer}, unused=(*unused, angles), copies=copies)
+
+
+@reads("LlamaForCausalLM", names=decoder(NORMS | ATTENTION | SWIGLU))
 def config(c: Config, name: str) -> Model:
     heads, embed = c.whole("num_attention_heads"), c.whole("hidden_size")
     c.only("hidden_act", "silu", default="silu")

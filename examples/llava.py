@@ -118,7 +118,7 @@ NAMES = Names(
         f"{SIGHT}encoder.layers.{{layer}}.": IMAGE_LAYER,
         f"{TEXT}model.layers.{{layer}}.": llama3.NORMS | llama3.ATTENTION | llama3.SWIGLU,
     },
-    unused=(f"{SIGHT}encoder.layers.{{layer}}.", f"{SIGHT}post_layernorm."),  # what comes after the layer that is read
+    unused=(f"{SIGHT}encoder.layers.{{beyond}}.", f"{SIGHT}post_layernorm."),  # what comes after the layer that is read
     older={f"{SIGHT}vision_model.": SIGHT},
 )
 
@@ -132,7 +132,8 @@ def config(c: Config, name: str) -> Model:
     c.only("multimodal_projector_bias", True, default=True)
     c.only("tie_word_embeddings", False, default=False)
     c.moot("image_seq_length", "ignore_index", "vocab_size")  # follow from the others, or are of training
-    last, layers = c.whole("vision_feature_layer", -2), see.whole("num_hidden_layers")
+    layers = see.whole("num_hidden_layers")
+    last = c.whole("vision_feature_layer", -2, least=-layers)
     see.only("model_type", "clip_vision_model")
     see.only("hidden_act", "quick_gelu", default="quick_gelu")
     see.only("layer_norm_eps", 1e-5, default=1e-5)

@@ -75,7 +75,10 @@ def steps(c: Config) -> None:
     c.moot("chunk_size", "residual_in_fp32", "rescale_prenorm_residual")  # how it is computed, or at first
 
 
-@reads("Mamba2ForCausalLM", names=Names(WHOLE, {"backbone.layers.{layer}.": LAYER}))
+COPIES = {"lm_head.weight": "backbone.embeddings.weight"}
+
+
+@reads("Mamba2ForCausalLM", names=Names(WHOLE, {"backbone.layers.{layer}.": LAYER}, copies=COPIES))
 def config(c: Config, name: str) -> Model:
     steps(c)
     embed, head_dim = c.whole("hidden_size"), c.whole("head_dim", 64)

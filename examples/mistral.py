@@ -16,9 +16,8 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.hub import Config, reads, rope
-from megaloom.dsl.names import Names
 
-from .llama3 import ATTENTION, NORMS, SWIGLU, WHOLE
+from .llama3 import ATTENTION, NORMS, SWIGLU, decoder
 
 
 def mistral(
@@ -57,7 +56,7 @@ def mistral_24b() -> Model:
     return mistral("mistral-24b", 40, 32, 8, 5120, 32768, vocab=131072, rope=1e8, head_dim=128)
 
 
-@reads("MistralForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": NORMS | ATTENTION | SWIGLU}))
+@reads("MistralForCausalLM", names=decoder(NORMS | ATTENTION | SWIGLU))
 def config(c: Config, name: str) -> Model:
     c.only("hidden_act", "silu", default="silu")
     c.only("rms_norm_eps", 1e-5)

@@ -17,9 +17,9 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.hub import Config, reads, rope
-from megaloom.dsl.names import Names, columns, rows
+from megaloom.dsl.names import columns, rows
 
-from .llama3 import ATTENTION, NORMS, WHOLE
+from .llama3 import ATTENTION, NORMS, decoder
 
 
 def mixtral(
@@ -64,7 +64,7 @@ EXPERTS = {
 }
 
 
-@reads("MixtralForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": NORMS | ATTENTION | EXPERTS}))
+@reads("MixtralForCausalLM", names=decoder(NORMS | ATTENTION | EXPERTS))
 def config(c: Config, name: str) -> Model:
     c.only("hidden_act", "silu", default="silu")
     c.only("sliding_window", default=None)

@@ -16,9 +16,9 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.hub import Config, reads, rope
-from megaloom.dsl.names import Names, flat
+from megaloom.dsl.names import flat
 
-from .llama3 import ATTENTION, NORMS, SWIGLU, WHOLE
+from .llama3 import ATTENTION, NORMS, SWIGLU, decoder
 
 
 def qwen2(
@@ -81,7 +81,7 @@ def windowless(c: Config) -> None:
     c.only("layer_types", full, default=full)
 
 
-@reads("Qwen2ForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": NORMS | ATTENTION | BIASES | SWIGLU}))
+@reads("Qwen2ForCausalLM", names=decoder(NORMS | ATTENTION | BIASES | SWIGLU))
 def config(c: Config, name: str) -> Model:
     windowless(c)
     c.only("hidden_act", "silu", default="silu")

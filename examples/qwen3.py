@@ -18,9 +18,9 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.hub import Config, reads, rope
-from megaloom.dsl.names import Names, columns, flat, rows
+from megaloom.dsl.names import columns, flat, rows
 
-from .llama3 import ATTENTION, NORMS, SWIGLU, WHOLE
+from .llama3 import ATTENTION, NORMS, SWIGLU, decoder
 from .qwen2 import windowless
 
 
@@ -88,12 +88,12 @@ EXPERTS = {
 }
 
 
-@reads("Qwen3ForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": MIX | SWIGLU}))
+@reads("Qwen3ForCausalLM", names=decoder(MIX | SWIGLU))
 def config(c: Config, name: str) -> Model:
     return _read(c, name, SwiGLU(c.whole("intermediate_size")))
 
 
-@reads("Qwen3MoeForCausalLM", names=Names(WHOLE, {"model.layers.{layer}.": MIX | EXPERTS}))
+@reads("Qwen3MoeForCausalLM", names=decoder(MIX | EXPERTS))
 def sparse_config(c: Config, name: str) -> Model:
     c.only("decoder_sparse_step", 1, default=1)
     c.only("mlp_only_layers", [], default=[])

@@ -60,6 +60,8 @@ NAMES = Names(
             "mlp.c_proj.bias": flat("mlp.0.down_bias"),
         }
     },
+    unused=("transformer.h.{layer}.attn.bias",),  # of a mask
+    copies={"lm_head.weight": "transformer.wte.weight"},
 )
 
 

@@ -133,6 +133,7 @@ NAMES = Names(
         "encoder.block.{layer}.": {**SELF, **feed_forward(1)},
         "decoder.block.{layer}.": {**SELF, **CROSS, **feed_forward(2)},
     },
+    copies={f"{name}.weight": "shared.weight" for name in ("lm_head", "encoder.embed_tokens", "decoder.embed_tokens")},
 )
 
 

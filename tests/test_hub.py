@@ -100,17 +100,22 @@ def test_a_config_is_told_from_a_plan(tmp_path: Path) -> None:
 
 def test_a_missing_field_is_named() -> None:
     said = refused({k: v for k, v in LLAMA.items() if k != "hidden_size"})
-    assert said == "config has no hidden_size, and this architecture needs it: a whole number"
+    assert said == "config has no hidden_size, and this architecture needs it: a whole number of at least 1"
     assert refused(LLAMA | {"hidden_size": None}) == said
 
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("hidden_size", "32", 'hidden_size is "32", and not a whole number'),
-        ("hidden_size", 32.0, "hidden_size is 32.0, and not a whole number"),
-        ("num_hidden_layers", True, "num_hidden_layers is true, and not a whole number"),
-        ("rms_norm_eps", "small", 'rms_norm_eps is "small", and not a number'),
+        ("hidden_size", "32", 'hidden_size is "32", and not a whole number of at least 1'),
+        ("hidden_size", 32.0, "hidden_size is 32.0, and not a whole number of at least 1"),
+        ("num_attention_heads", 0, "num_attention_heads is 0, and not a whole number of at least 1"),
+        ("num_hidden_layers", True, "num_hidden_layers is true, and not a whole number of at least 1"),
+        ("rms_norm_eps", "small", 'rms_norm_eps is "small", and not a number of at least 0'),
+        ("rms_norm_eps", -1, "rms_norm_eps is -1.0, and not a number of at least 0"),
+        ("rope_theta", float("nan"), "rope_theta is NaN, and not a number of at least 0"),
+        ("rope_theta", 0, "rotary positions cannot have a base of 0"),
+        ("vocab_size", {1, 2}, 'vocab_size is "{1, 2}", and not a whole number of at least 1'),
         ("tie_word_embeddings", 1, "tie_word_embeddings is 1, and not true or false"),
         ("rope_scaling", "llama3", 'rope_scaling is "llama3", and not an object'),
         ("hidden_act", "gelu", 'hidden_act of "gelu" is not supported\nit can be "silu" here'),
@@ -141,9 +146,13 @@ def test_unknown_architectures() -> None:
 def test_files_that_are_no_config(tmp_path: Path) -> None:
     assert refused(tmp_path / "absent.json").startswith(f"cannot read {tmp_path / 'absent.json'}: ")
     assert refused(tmp_path).startswith(f"cannot read {tmp_path / 'config.json'}: ")
-    for text, said in (("{", "cannot read"), ("[1]", f"{tmp_path / 'x.json'} is no config.json"), ("\0", "cannot")):
+    for text in ("{", "\0", "[" * 100_000, '{"__float__": "x"}'):
         (tmp_path / "x.json").write_text(text)
-        assert refused(tmp_path / "x.json").startswith(said)
+        assert refused(tmp_path / "x.json").startswith(f"cannot read {tmp_path / 'x.json'}: ")
+    (tmp_path / "x.json").write_text("[1]")
+    assert (
+        refused(tmp_path / "x.json") == f"{tmp_path / 'x.json'} is no config.json: it must hold an object with fields"
+    )
 
 
 # Rotary positions, in either spelling
@@ -266,6 +275,30 @@ def test_checkpoints_of_another_model() -> None:
             take(NAMES, m, changed)
     with pytest.raises(UserError, match=r"no tensor 'layers.4.norm.weight' for rms_norm.4.scale"):
         take(NAMES, tiny(3), stored)
+
+
+def test_what_else_a_checkpoint_may_have() -> None:
+    """Names as they were, copies of a table, zeros, and what no output depends on: all of them checked."""
+    m = tiny()
+    weights = random(m)
+    layers = {"layers.{layer}.": LAYER}
+    beside = {"copies": {"head.weight": "wte.weight"}, "zero": ("bias",), "older": {"h.": "layers."}}
+    names = Names(WHOLE, layers, unused=("layers.{layer}.mask", "layers.{beyond}.", "pooler."), **beside)
+    stored = {name.replace("layers.", "h."): x for name, x in give(names, m, weights).items()}
+    one = torch.ones(1)
+    stored |= {"head.weight": stored["wte.weight"].clone(), "bias": 0 * one, "h.1.mask": one, "pooler.weight": one}
+    stored |= {"h.4.norm.weight": one, "layers.11.x": one}
+    back = take(names, m, stored)
+    assert all(torch.equal(back[n], w) for n, w in weights.items())
+    for change, said in (
+        ({"head.weight": stored["wte.weight"] + 1}, "head.weight is not its wte.weight, and model 'tiny' has one for"),
+        ({"head.weight": one}, "head.weight is not its wte.weight"),
+        ({"bias": one}, "bias is not zero"),
+        ({"h.3.x": one}, "no weights for the checkpoint's layers.3.x"),
+        ({"masks.1": one}, "no weights for the checkpoint's masks.1"),
+    ):
+        with pytest.raises(UserError, match=said):
+            take(names, m, stored | change)
 
 
 def test_names_that_lack_some() -> None:
