@@ -29,7 +29,7 @@ COLOURS = {  # of a step's parts, and of what holds memory
     "workspace": "#e3872d",
     "logits": "#f0b429",
     "allocator": "#8c959f",
-    "runtime": "#b7791f",
+    "runtime": "#c98bb9",
 }
 SPARE = ("#1b9e93", "#bf3989", "#57606a", "#7cc08a")  # for parts that have no colour yet
 WIDE, HIGH, LEFT, FOOT = 560.0, 300.0, 64.0, 44.0  # of the drawing of time against memory
