@@ -110,7 +110,7 @@ def config(c: Config, name: str) -> Model:
         embed=c.whole("hidden_size"),
         ff=c.whole("intermediate_size"),
         head_dim=c.whole("head_dim", 256),
-        query_scale=c.number("query_pre_attn_scalar", 256.0),
+        query_scale=c.whole("query_pre_attn_scalar", 256),
         rope=rope(c, 10_000.0),
         window=c.whole("sliding_window", 4096),
         vocab=c.whole("vocab_size"),

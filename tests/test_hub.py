@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megaloom.dsl import (
@@ -124,6 +127,24 @@ def test_a_missing_field_is_named() -> None:
 )
 def test_a_wrong_value_is_named(field: str, value: object, said: str) -> None:
     assert refused(LLAMA | {field: value}) == f"config: {said}"
+
+
+SMALL = [json.loads(p.read_text()) for p in sorted(Path(__file__).parent.glob("configs/small/*.json"))]
+
+
+@given(st.data())
+def test_whatever_a_config_says_is_read_or_refused(data: st.DataObject) -> None:
+    fields = dict(data.draw(st.sampled_from(SMALL)))
+    name = data.draw(st.sampled_from(sorted(fields)))
+    if isinstance(fields[name], dict) and fields[name]:
+        fields[name] = inner = dict(fields[name])
+        changed, name = inner, data.draw(st.sampled_from(sorted(inner)))
+    else:
+        changed = fields
+    numbers = st.integers(-3, 64) | st.floats()
+    changed[name] = data.draw(st.none() | st.booleans() | numbers | st.text() | st.lists(numbers) | st.just({"a": 1}))
+    with suppress(UserError):
+        assert isinstance(read(fields), Model)
 
 
 def test_what_nobody_reads_is_refused() -> None:
