@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .search import Found
 
 QUANTA = 2**26  # in a step, of the times that the page is given
+MANY = 300  # steps of a rank that the whole timeline may not have room for
 DEVICES = 32768  # more of them are not drawn
 PASSES = {  # what each group of devices exchanges
     "pp": "activations and their gradients, from stage to stage",
@@ -175,9 +176,11 @@ def _timeline(plan: Plan, priced: Priced) -> str:
     there |= {"send"} if plan.layout.vpp == 1 and plan.layout.pp > 1 else set()
     kinds = charts.legend((said, f"var(--{kind})") for kind, said in DRAWN.items() if kind in there)
     lighter = "; the later the chunk of the model, the lighter" if plan.layout.vpp > 1 else ""
+    many = max(map(len, priced.timeline.starts)) > MANY
+    shares = " Where boxes are too narrow to see, their shares of the time: forward above backward." if many else ""
     return (
-        f"<p>A box is one micro-batch through one stage, with its number{lighter}. Drag to move, double-click or "
-        "Ctrl and wheel to zoom, click a rank to see its memory.</p>\n"
+        f"<p>A box is one micro-batch through one stage, with its number{lighter}.{shares} Drag to move, double-click "
+        "or Ctrl and wheel to zoom, click a rank to see its memory.</p>\n"
         f'<div class="tools">{kinds}<button id="zoom-in" aria-label="zoom in">+</button>'
         '<button id="zoom-out" aria-label="zoom out">−</button><button id="zoom-whole">whole step</button></div>\n'
         '<canvas id="timeline" tabindex="0" role="img" aria-label="timeline of every pipeline rank"></canvas>'
@@ -192,7 +195,8 @@ def _kind(name: str) -> str:
 def _memory(plan: Plan) -> str:
     every = "each pipeline rank" if plan.layout.pp > 1 else "the device"
     return (
-        f"<p>Over the step: what {every} keeps of micro-batches, above what it holds beside, drawn at its most.</p>\n"
+        f"<p>What {every} keeps of its micro-batches over the step, above all else that it holds, which is drawn at "
+        "its most.</p>\n"
         '<canvas id="memory" tabindex="0" role="img" aria-label="memory of every pipeline rank over time"></canvas>\n'
         f"<p>At its fullest, by what holds it:</p>\n{charts.ranks(plan)}"
     )

@@ -18,6 +18,12 @@
     return groups <= 12 ? `hsl(${360 * n / groups + 210} 58% 60%)` : `hsl(${(n * 137.508 + 210) % 360} 55% ${56 + 7 * (n % 3)}%)`;
   }
 
+  // Black or white, whichever is read better on this colour, which a canvas gives back as #rrggbb.
+  function legible(hex) {
+    const [red, green, blue] = hex.match(/\w\w/g).map(part => parseInt(part, 16));
+    return 0.299 * red + 0.587 * green + 0.114 * blue > 140 ? "#1f2328" : "#ffffff";
+  }
+
   // How large a device is drawn, so that all of them have room.
   function plot() {
     const wide = element.clientWidth, nodes = Math.ceil(shown / perNode);
@@ -66,7 +72,7 @@
       pen.globalAlpha = lit ? 1 : 0.22;
       pen.fillStyle = paint(rank);
       pen.fillRect(x, y, p.cell - space, p.cell - space);
-      pen.fillStyle = "#ffffff";
+      pen.fillStyle = legible(pen.fillStyle);
       if (p.cell >= 24) pen.fillText(rank, x + (p.cell - space) / 2, y + (p.cell - space) / 2 + 1);
     }
     pen.globalAlpha = 1;
