@@ -1,4 +1,4 @@
-"""Llama 3 (Dubey et al., arXiv:2407.21783): grouped attention, rotary positions, RMSNorm, SwiGLU. Llama 2 as well."""
+"""Llama 3 (Dubey et al., arXiv:2407.21783): grouped attention, rotary positions, RMSNorm, SwiGLU."""
 
 from megaloom.dsl import (
     Attention,
@@ -57,10 +57,21 @@ def llama3_70b() -> Model:
     return llama("llama3-70b", layers=80, heads=64, kv_heads=8, embed=8192, ff=28672)
 
 
+# Positions for sequences of 131,072 tokens, where 8,192 were trained on at first.
+LONG = Rope(500_000, scaling=Llama3Scaling(factor=8))
+
+
+def llama3_1_8b() -> Model:
+    return llama("llama3.1-8b", layers=32, heads=32, kv_heads=8, embed=4096, ff=14336, rope=LONG)
+
+
+def llama3_1_70b() -> Model:
+    return llama("llama3.1-70b", layers=80, heads=64, kv_heads=8, embed=8192, ff=28672, rope=LONG)
+
+
 def llama3_405b() -> Model:
     """Llama 3.1 405B."""
-    stretched = Rope(500_000, scaling=Llama3Scaling(factor=8))
-    return llama("llama3-405b", layers=126, heads=128, kv_heads=8, embed=16384, ff=53248, rope=stretched)
+    return llama("llama3-405b", layers=126, heads=128, kv_heads=8, embed=16384, ff=53248, rope=LONG)
 
 
 # What most families since Llama call the weights of a whole model, of attention, of a gated feed-forward.
