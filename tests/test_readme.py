@@ -6,7 +6,8 @@ from pathlib import Path
 from megaloom.dsl import fingerprint
 from megaloom.dsl.find import find
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -15,7 +16,13 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_declared_model_is_llama3_8b(tmp_path: Path) -> None:
-    (declaration,) = blocks("python")
+    declaration, *_ = blocks("python")
     (tmp_path / "llama.py").write_text(declaration)
     ours, published = (find(ref)[0] for ref in (str(tmp_path / "llama.py"), "llama3-8b"))
     assert fingerprint(ours) == fingerprint(published)
+
+
+def test_the_own_layer_is_that_of_the_examples() -> None:
+    _, layer, module = blocks("python")
+    assert layer in (ROOT / "examples" / "own_layer.py").read_text()
+    assert module in (ROOT / "examples" / "own_module.py").read_text()
