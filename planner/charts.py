@@ -98,7 +98,8 @@ def ranks(plan: Plan) -> str:
     nbytes, size = plan.predicted.nbytes, unit(plan)
     holders = list(dict.fromkeys(holder for rank in nbytes for holder in rank))
     colour, most = colours(holders), fullest(plan)
-    whole = plan.cluster.device.nbytes if most > SMALL * plan.cluster.device.nbytes else most
+    device = plan.cluster.device.nbytes
+    whole = max(device, most) if most > SMALL * device else most
     every = -(-len(nbytes) // LABELS)
     kind = "ranks" if every == 1 else "ranks many"
     bars = "\n".join(_rank(i, held, whole, colour, size, i % every == 0) for i, held in enumerate(nbytes))

@@ -148,6 +148,8 @@ def plan(
     else:
         assumed = [name for name, value in (("--seq", seq), ("--batch", batch)) if value is None]
         _tell(found, declared, top, assumed, target)
+        for picture in filter(None, (html, trace)):
+            print(f"wrote {picture}")
 
 
 def _search(declared: Model, machine: Cluster, workload: Workload, ref: str, fixed: Fixed) -> Found:

@@ -21,7 +21,6 @@ from megaloom.dsl.page import LOOK
 
 from . import charts, traffic
 from .explain import holds, layout_table, prediction_table, ranks, rejected, runners_up
-from .fit import capacity
 from .layout import Layout
 from .plan import Plan
 from .price import Priced
@@ -109,7 +108,7 @@ def data(plan: Plan, g: Graph, priced: Priced) -> dict[str, Any]:
         "stages": [{"saved": keeps, "holds": holds(g.nodes[s.start : s.stop], g)} for s, keeps in stages],
         "beside": beside(priced),
         "memory": plan.cluster.device.nbytes,
-        "limit": capacity(plan.cluster),
+        "device": plan.cluster.device.name,
         "tails": [[(_kind(it.name), it.start, it.end) for it in row] for row in tails(priced)],
         "drawn": DRAWN,
         "events": packed(line, unit),

@@ -149,6 +149,7 @@ def test_the_command_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
     page, trace, target = (str(tmp_path / name) for name in ("a.html", "a.json", "plan.json"))
     args = ("gpt2", "--gpus", "8xH100", "--batch", "64", "--trace", trace, "-o", target)
     assert cli.main((*args, "--html", page)) == 0
+    assert capsys.readouterr().out.endswith(f"\nwrote {page}\nwrote {trace}\n")
     plan = load(target)
     said = json.loads(Path(trace).read_text())["otherData"]
     assert said["layout"] == str(plan.layout) and said["step_seconds"] == plan.predicted.step_seconds

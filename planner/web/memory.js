@@ -22,7 +22,7 @@ function drawMemory() {
   area(sheet, y, ranks[chosen], high);
   for (let rank = 0; rank < plan.pp; rank++) if (rank !== chosen) curve(sheet, y, rank, plan.pp > 16 ? 0.6 : 1);
   curve(sheet, y, chosen, 2.25);
-  if (plan.limit <= 1.04 * top) edge(sheet, y(plan.limit), `${size(plan.limit)}: what a plan may fill`);
+  if (plan.memory <= top) edge(sheet, y(plan.memory), `${plan.device}: ${size(plan.memory)}`);
   pen.fillStyle = colour("ink");
   pen.beginPath();
   pen.arc(x(peak.moment), y(peak.level), 4, 0, 7);
