@@ -35,7 +35,9 @@ SPARE = ("#1b9e93", "#bf3989", "#57606a", "#7cc08a")  # for parts that have no c
 WIDE, HIGH, LEFT, FOOT = 560.0, 300.0, 64.0, 44.0  # of the drawing of time against memory
 LABELS = 24  # pipeline ranks, beyond which not every bar is named
 SMALL = 0.4  # what fills less of a device is drawn against the fullest, not against the device
-DOT = 9.0
+NAMED = 10  # plans that have a number; the others are small dots
+DOT, SMALL_DOT = 9.0, 3.5
+NUMBER = 18.0, 12.0  # what a number takes
 
 
 def colours(parts: Iterable[str]) -> dict[str, str]:
@@ -163,14 +165,14 @@ def _name(said: str, where: str) -> str:
 
 
 def _dot(i: int, plan: Plan, places: Sequence[tuple[float, float]]) -> str:
-    """A plan: its number, unless a better one lies over it, and where the mouse rests what it is."""
+    """A plan: its number, unless that of a better one is there, and where the mouse rests what it is."""
     (x, y), size, time = places[i], unit(plan), clock(plan)
-    free = all(max(abs(x - a), abs(y - b)) > DOT for a, b in places[:i])
+    free = all(abs(x - a) > NUMBER[0] or abs(y - b) > NUMBER[1] for a, b in places[:i]) and i < NAMED
     seconds, nbytes = time.of(plan.predicted.step_seconds), size.of(fullest(plan))
     said = f"{plan.layout}\n{seconds} {time.name} a step, {nbytes} {size.name}"
     number = f'<text x="{x:.1f}" y="{y + 4:.1f}">{i + 1}</text>' if free else ""
-    kind = "plan" if i else "plan best"
-    return f'<g><title>{escape(said)}</title><circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{DOT:g}"/>{number}</g>'
+    kind, r = "plan" if i else "plan best", DOT if i < NAMED else SMALL_DOT
+    return f'<g><title>{escape(said)}</title><circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{r:g}"/>{number}</g>'
 
 
 def _stairs(points: Sequence[tuple[float, float]]) -> str:
