@@ -31,7 +31,7 @@ lint: .venv  ## ruff, its formatter, and the arrows between the packages
 types: .venv  ## mypy, strict for dsl, planner and examples
 	$(BIN)/python -m mypy
 
-unit: .venv  ## pytest alone (ARGS="-n0 -k ..." for options)
+unit: $(VENV)/.parity  ## pytest alone (ARGS="-n0 -k ..." for options)
 	$(BIN)/python -m pytest $(ARGS)
 
 format: .venv  ## rewrite the sources as lint wants them
@@ -57,3 +57,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt setuptools
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev]'
 	@mv $(VENV)/.installing $@ && touch $@
+
+# What only the tests need, and takes as long again to install.
+$(VENV)/.parity: $(VENV)/.ready
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt --no-build-isolation -e '.[parity]'
+	@touch $@
