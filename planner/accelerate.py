@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megaloom.dsl import MLP, Attention, Graph, LayerNorm, RMSNorm, SwiGLU
 
-from .borders import Part, even, parts
+from .borders import Part, even, parts, recomputed
 from .gpt import GPT, cannot, gpt
 from .layout import Layout, Precision, Recompute
 from .plan import Plan
@@ -66,7 +66,7 @@ def _keys(plan: Plan, m: GPT, graph: Graph) -> Iterator[tuple[str, object]]:
     yield "expert_model_parallel_size", x.ep
     yield "expert_tensor_parallel_size", x.etp
     yield from _stages(parts(plan, m, graph, NAME))
-    yield from _recompute(x)
+    yield from _recompute(x, m)
     yield "use_distributed_optimizer", x.distributed_optimizer
     yield "attention_dropout", getattr(m.attention, "dropout", 0.0)
     yield "hidden_dropout", m.dropout
@@ -83,15 +83,15 @@ def _stages(cut: tuple[Part, ...]) -> Iterator[tuple[str, object]]:
     yield "decoder_last_pipeline_num_layers", cut[-1].layers
 
 
-def _recompute(x: Layout) -> Iterator[tuple[str, object]]:
-    """It always asks for full recompute, by a method, of some layers: of none of each block of them is none."""
+def _recompute(x: Layout, m: GPT) -> Iterator[tuple[str, object]]:
+    """It always asks for full recompute, which of the first no layers of each stage is none."""
     if x.recompute is Recompute.SELECTIVE:
         cannot(NAME, "recompute selective: its file always gives a method, which Megatron-LM then refuses", INSTEAD)
-    full = x.recompute is Recompute.FULL
+    first = recomputed(x, m, NAME)
     yield "recompute_activations", False
     yield "recompute_granularity", "full"
-    yield "recompute_method", "uniform" if full else "block"
-    yield "recompute_num_layers", int(full)
+    yield "recompute_method", "uniform" if first is None else "block"
+    yield "recompute_num_layers", 1 if first is None else first
 
 
 def _said(value: object) -> str:

@@ -15,6 +15,7 @@ from attrs import evolve, frozen
 from megaloom.dsl import Graph, Model, UserError, graph
 
 from .gpt import GPT, STAYS, called, cannot
+from .layout import Layout, Recompute
 from .plan import Plan
 
 RECUT = "--whole-layers moves the borders of the stages there"
@@ -28,6 +29,7 @@ class Part:
     last: int
     embedding: bool
     head: bool
+    ahead: int = 0  # layers between norm and logits
 
     @property
     def layers(self) -> int:
@@ -37,7 +39,7 @@ class Part:
     def __str__(self) -> str:
         """In the letters of megatron-core's `PipelineParallelLayerLayout`."""
         layers = "t" * self.layers if self.layers < 4 else f"t*{self.layers}"
-        return "E" * self.embedding + layers + "L" * self.head
+        return "E" * self.embedding + layers + "m" * self.ahead + "L" * self.head
 
 
 def parts(plan: Plan, model: GPT, nodes: Graph, target: str) -> tuple[Part, ...]:
@@ -49,7 +51,22 @@ def parts(plan: Plan, model: GPT, nodes: Graph, target: str) -> tuple[Part, ...]
     firsts = [place[stage.start] for stage in plan.stages]
     ends = [*firsts[1:], len(model.layers)]
     last = len(firsts) - 1
-    return tuple(Part(a, b, i == 0, i == last) for i, (a, b) in enumerate(zip(firsts, ends, strict=True)))
+    return tuple(
+        Part(a, b, i == 0, i == last, model.ahead * (i == last))
+        for i, (a, b) in enumerate(zip(firsts, ends, strict=True))
+    )
+
+
+def recomputed(x: Layout, model: GPT, target: str) -> int | None:
+    """How many layers of each stage are computed again, from its first on: None when all of them are.
+
+    Raises UserError where what is computed again is not a layer.
+    """
+    if x.recompute is not Recompute.FULL:
+        return 0
+    if not model.repeated:
+        cannot(target, "recompute full, of blocks that are not a layer each", "plan with --recompute none or selective")
+    return x.recompute_layers or None
 
 
 def even(found: Sequence[Part]) -> int | None:
@@ -80,11 +97,13 @@ class _Whole(Graph):
 
 
 def whole(plan: Plan, model: Model, read: GPT) -> Plan:
-    """The same layout, its stages cut anew at whole layers, and priced. Raises UserError if that cannot be."""
+    """The same layout, its stages cut anew at whole layers if they are not, and priced. UserError if that cannot be."""
     from .search import price
 
     g, x = graph(model), plan.layout
     stages, borders = x.pp * x.vpp, frozenset(read.starts)
+    if all(stage.start in borders for stage in plan.stages[1:]):
+        return plan
     if stages - 1 > len(borders):
         raise UserError(f"{stages} stages of whole layers cannot be made of {len(read.layers)} layers\n{STAYS}")
     found = price(_Whole(g.name, g.nodes, g.outputs, borders), x, plan.cluster, plan.workload)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from megaloom.dsl import Graph
 
-from .borders import even, layout, parts
+from .borders import even, layout, parts, recomputed
 from .gpt import cannot, gpt
 from .layout import Precision, Recompute
 from .megatron import options
@@ -21,6 +21,7 @@ from .plan import Plan
 NAME = "Megatron-Bridge"
 NUMBERS = {  # of Megatron-LM's options about a model, those that are a number, and a field of its configuration
     "num-layers": "num_layers",
+    "mtp-num-layers": "mtp_num_layers",
     "hidden-size": "hidden_size",
     "num-attention-heads": "num_attention_heads",
     "num-query-groups": "num_query_groups",
@@ -82,13 +83,14 @@ def _layout(plan: Plan, graph: Graph) -> Iterator[tuple[str, object]]:
     yield "num_layers_in_last_pipeline_stage", None
     yield "account_for_embedding_in_pipeline_split", False
     yield "account_for_loss_in_pipeline_split", False
+    yield "microbatch_group_size_per_vp_stage", x.microbatch_group or None
     yield "context_parallel_size", x.cp
     yield "expert_model_parallel_size", x.ep
     yield "expert_tensor_parallel_size", x.etp
-    full = x.recompute is Recompute.FULL
+    first = recomputed(x, read, NAME)
     yield "recompute_granularity", None if x.recompute is Recompute.NONE else str(x.recompute)
-    yield "recompute_method", "uniform" if full else None
-    yield "recompute_num_layers", 1 if full else None
+    yield "recompute_method", None if first == 0 else "block" if first else "uniform"
+    yield "recompute_num_layers", None if first == 0 else first or 1
     if x.recompute is Recompute.SELECTIVE:
         yield "recompute_modules", "[core_attn]"
 

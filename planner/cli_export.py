@@ -66,6 +66,8 @@ def _recut(plan: Plan, model: Model, to: Target) -> Plan:
     from .gpt import gpt
 
     made = whole(plan, model, gpt(graph(model), to.value))
+    if made is plan:
+        return plan
     before, after = plan.predicted.step_seconds, made.predicted.step_seconds
     print(f"cut at whole layers: {after:.3g} s a step predicted, {before:.3g} s as planned", file=sys.stderr)
     return made

@@ -32,7 +32,8 @@ def find(m: GPT) -> Flavor | None:
 def work(m: GPT) -> tuple[object, ...]:
     """What tells decoders of other weights or other work apart: all but how positions turn, eps and balancing."""
     ffs = tuple(evolve(ff, balance=0.0, corrected=False, best=2) if isinstance(ff, MoE) else ff for ff in m.layers)
-    return m.vocab, m.embed, m.tied, m.positions, m.dropout, evolve(m.norm, eps=1e-5), _mix(m.attention, m.embed), ffs
+    table, norm = (m.vocab, m.embed, m.tied, m.positions, m.dropout), evolve(m.norm, eps=1e-5)
+    return *table, norm, _mix(m.attention, m.embed), m.ahead, ffs
 
 
 def _mix(a: Mix, embed: int) -> Mix:
@@ -59,6 +60,8 @@ def _decoder(vocab: int, embed: int, attention: Mix, layers: list[FeedForward], 
         attention=attention,
         layers=tuple(layers),
         starts=(),
+        ahead=0,
+        repeated=True,
     )
 
 

@@ -18,28 +18,37 @@ from megaloom.dsl import (
     MLA,
     MLP,
     Attention,
+    Concat,
+    Dot,
     Dropout,
     Embed,
     GeGLU,
     Graph,
     Layer,
     LayerNorm,
+    Lookup,
     MoE,
     Node,
+    Normalize,
     Op,
     Pointwise,
     Positions,
+    Rename,
     RMSNorm,
+    Shift,
     SwiGLU,
     Unembed,
     UserError,
+    Weight,
 )
+from megaloom.dsl.graph import primitives
 from megaloom.dsl.words import written
 
 Norm = RMSNorm | LayerNorm
 Mix = Attention | MLA
 FeedForward = MLP | SwiGLU | GeGLU | MoE
 T = TypeVar("T", bound=Op)
+JOIN = (Shift, Lookup, Normalize, Normalize, Concat, Dot, Rename)  # of the next token's embedding, and both normalized
 STAYS = "`megaloom train` runs the plan as it is"
 
 
@@ -57,6 +66,8 @@ class GPT:
     attention: Mix
     layers: tuple[FeedForward, ...]
     starts: tuple[int, ...]  # the node that each layer begins with, and the one after the last layer
+    ahead: int  # layers more, each behind a mix with the next token's embedding, that predict tokens further ahead
+    repeated: bool  # each layer is one iteration of a repeat, which is what full recompute computes again
 
     @property
     def dense(self) -> MLP | SwiGLU | GeGLU | None:
@@ -87,7 +98,6 @@ def gpt(graph: Graph, target: str) -> GPT:
         cannot(target, f"a model of {len(inputs)} inputs ({', '.join(n.name for n in inputs)}): it trains a decoder")
     walk = _Walk(graph, target, 1, inputs[0])
     embed = walk.take(Embed)
-    table = walk.here.shape
     positions = walk.perhaps(Positions)
     if positions and positions.offset:
         walk.refuse("positions that begin elsewhere than at 0", walk.here)
@@ -97,21 +107,23 @@ def gpt(graph: Graph, target: str) -> GPT:
         starts.append(walk.at)
         layers.append(walk.layer())
     starts.append(walk.at)
-    norm = walk.norm()
-    head = walk.take(Unembed)
+    if walk.attention is None:
+        cannot(target, "a model without layers")
+    hidden = walk.here
+    norm, head = walk.norm(), walk.take(Unembed)
     if head.bias:
         walk.refuse("logits with a bias", walk.here)
+    ahead = walk.ahead(hidden, inputs[0], embed, head, layers[-1])
     if walk.at != len(graph.nodes):
         walk.refuse("what follows the logits", graph.nodes[walk.at])
-    if not layers or walk.attention is None:
-        cannot(target, "a model without layers")
     if walk.dropped - {first}:
         rates = f"{first:g} after the embedding and {_said(walk.dropped)} in the layers"
         cannot(target, f"dropout of {rates}: it has one rate")
+    blocks = [graph.nodes[i].block for i in starts[:-1]]
     return GPT(
         name=graph.name,
         vocab=embed.table["vocab"].known,
-        embed=table["embed"].known,
+        embed=embed.table["embed"].known,
         tied=head.table is embed.table,
         positions=None if positions is None else positions.table["position"].known,
         dropout=first,
@@ -119,6 +131,8 @@ def gpt(graph: Graph, target: str) -> GPT:
         attention=walk.attention,
         layers=tuple(layers),
         starts=tuple(starts),
+        ahead=ahead,
+        repeated=None not in blocks and len({*blocks}) == len(blocks),
     )
 
 
@@ -206,6 +220,22 @@ class _Walk:
         """The attention or feed-forward that was read last."""
         back = reversed(self.graph.nodes[: self.at])
         return next(n for n in back if isinstance(n.op, Attention | MLA | MLP | SwiGLU | GeGLU | MoE))
+
+    def ahead(self, hidden: Node, tokens: Node, embed: Embed, head: Unembed, last: FeedForward) -> int:
+        """How many layers predict tokens further ahead: one like the last, of hidden states and tokens, or none."""
+        node = self.next
+        found = [v for v, *_ in primitives(node.value) if not isinstance(v.op, Weight)]
+        if node.inputs != (hidden.name, tokens.name) or tuple(type(v.op) for v in found) != JOIN:
+            return 0
+        if found[0].op != Shift("seq", 1) or found[1].args[1] is not embed.table:
+            return 0
+        self.at, self.here = self.at + 1, node
+        if self.layer() != last:
+            self.refuse("a layer of tokens ahead that is unlike the last", self.middle)
+        self.norm()
+        if self.take(Unembed) != head:
+            self.refuse("logits over another table", self.here)
+        return 1
 
     def half(self, *kinds: Any) -> Any:
         """x + (norm → one of these kinds (→ dropout))(x): the one."""

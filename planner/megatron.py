@@ -13,7 +13,7 @@ from attrs import frozen
 
 from megaloom.dsl import Graph, LayerNorm, RMSNorm
 
-from .borders import Part, even, layout, parts
+from .borders import Part, even, layout, parts, recomputed
 from .gpt import GPT, cannot, gpt
 from .layout import Layout, Precision, Recompute, Workload
 from .megatron_layers import attention, experts, feed_forward
@@ -41,7 +41,7 @@ def options(plan: Plan, graph: Graph, target: str = NAME) -> Options:
     cut = parts(plan, read, graph, target)
     return Options(
         model=tuple(_model(read, plan.workload, target)),
-        layout=(*_layout(plan.layout, read), *_stages(plan.layout, cut), *_memory(plan.layout)),
+        layout=(*_layout(plan.layout, read), *_stages(plan.layout, cut), *_memory(plan.layout, read, target)),
         step=tuple(_step(plan, read, target)),
     )
 
@@ -49,6 +49,8 @@ def options(plan: Plan, graph: Graph, target: str = NAME) -> Options:
 def _model(m: GPT, workload: Workload, target: str) -> Iterator[Option]:
     yield option("num-layers", len(m.layers))
     yield option("hidden-size", m.embed)
+    if m.ahead:
+        yield option("mtp-num-layers", m.ahead)
     yield from attention(m, target)
     yield from feed_forward(m, target)
     yield from experts(m, target)
@@ -91,13 +93,16 @@ def _stages(x: Layout, cut: tuple[Part, ...]) -> Iterator[Option]:
         yield option("pipeline-model-parallel-layout", layout(cut))
     elif x.vpp > 1:
         yield option("num-layers-per-virtual-pipeline-stage", each)
+    if x.microbatch_group:
+        yield option("microbatch-group-size-per-virtual-pipeline-stage", x.microbatch_group)
 
 
-def _memory(x: Layout) -> Iterator[Option]:
-    if x.recompute is Recompute.FULL:
+def _memory(x: Layout, m: GPT, target: str) -> Iterator[Option]:
+    first = recomputed(x, m, target)
+    if first != 0:
         yield option("recompute-granularity", "full")
-        yield option("recompute-method", "uniform")
-        yield option("recompute-num-layers", 1)
+        yield option("recompute-method", "block" if first else "uniform")  # the first ones, or all of them one by one
+        yield option("recompute-num-layers", first or 1)
     elif x.recompute is Recompute.SELECTIVE:
         yield option("recompute-granularity", "selective")
         yield option("recompute-modules", "core_attn")
@@ -129,22 +134,23 @@ def _step(plan: Plan, m: GPT, target: str) -> Iterator[Option]:
 def script(plan: Plan, graph: Graph) -> str:
     """A shell script that starts Megatron-LM on every node of the cluster, given where to meet."""
     said, (nodes, each) = options(plan, graph), hosts(plan.cluster)
-    vocab = gpt(graph, NAME).vocab
+    read = gpt(graph, NAME)
     trial = (
         option("mock-data"),
         option("tokenizer-type", "NullTokenizer"),
-        option("vocab-size", vocab - 1),  # it adds a token, for the end of a document
+        option("vocab-size", read.vocab - 1),  # it adds a token, for the end of a document
         option("train-iters", STEPS),
         option("lr", 1e-4),
     )
     # Before Blackwell, collectives that overlap with computation need it, and Megatron-LM insists on it.
     queues = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if plan.layout.tp * plan.layout.cp > 1 else ""
+    ahead = "# What predicts a token ahead reads hidden states behind the last norm; in the plan's model, before it.\n"
     where = f"# To be run on each of {nodes} machines, with MASTER_ADDR one of them.\n" if nodes > 1 else ""
     return f"""#!/usr/bin/env bash
 # {graph.name} on {plan.cluster}: {plan.layout}
 # For pretrain_gpt.py of Megatron-LM {VERSION}, whose folder is $MEGATRON.
 {where}# What is given to this script takes the place of TRAINING, a trial on made-up tokens.
-set -euo pipefail
+{ahead if read.ahead else ""}set -euo pipefail
 {queues}
 MODEL=(
 {_lines(said.model)})

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from megaloom.dsl import Graph
 
-from .borders import Part, parts
+from .borders import Part, parts, recomputed
 from .flavors import FLAVORS, Flavor, find
 from .gpt import STAYS, cannot, gpt
 from .layout import Layout, Precision, Recompute
@@ -31,6 +31,7 @@ def toml(plan: Plan, graph: Graph) -> str:
         known = ", ".join(f"{f.model} {f.name}" for f in FLAVORS)
         cannot(NAME, f"{graph.name}: it trains models of its own", f"those are {known}\n{STAYS}")
     _computes(plan)
+    recomputed(plan.layout, m, NAME)
     _supports(plan.layout, flavor)
     nodes, each = hosts(plan.cluster)
     tables: dict[str, dict[str, object]] = {
@@ -64,6 +65,11 @@ def _supports(x: Layout, flavor: Flavor) -> None:
     if x.recompute is Recompute.SELECTIVE:
         what = "recompute selective: what it keeps then is another choice than all but the core of attention"
         cannot(NAME, what, "plan with --recompute none or full")
+    if x.recompute_layers:
+        what = f"recompute full of {x.recompute_layers} layers a stage: it does so with all or none"
+        cannot(NAME, what, "plan with --recompute full")
+    if x.microbatch_group not in (0, x.pp):
+        cannot(NAME, f"micro-batches in groups of {x.microbatch_group}: its groups are of pp {x.pp}")
     if x.dp * x.cp > 1 and not x.distributed_optimizer and x.world > x.dp:
         cannot(NAME, f"whole weights on each of dp {x.dp} beside other axes", "plan with --distributed-optimizer")
     if flavor.decoder.moe and x.etp not in ((1, x.tp) if x.ep > 1 else (x.tp,)):

@@ -150,6 +150,7 @@ def test_megatron_lm_refuses_a_layer_by_its_name(declared: Model, names: str) ->
     assert "`megaloom train` runs the plan as it is" in instead
 
 
+FULL = Recompute.FULL
 LLAMA, GPT2, QWEN, V3 = "llama3-8b", "gpt2", "qwen3-8b", "deepseek-v3"
 SHARDED = Layout(dp=2, distributed_optimizer=True)
 
@@ -167,6 +168,7 @@ SHARDED = Layout(dp=2, distributed_optimizer=True)
         (Target.TORCHTITAN, GPT2, Layout(), {}, "gpt2", "llama3 8B"),
         (Target.TORCHTITAN, LLAMA, evolve(SHARDED, tp=2), {}, "tp 2 without sequence", "--sequence-parallel"),
         (Target.TORCHTITAN, LLAMA, evolve(SHARDED, recompute=Recompute.SELECTIVE), {}, "selective", "none or full"),
+        (Target.TORCHTITAN, LLAMA, Layout(dp=2, recompute=FULL, recompute_layers=3), {}, "full of 3", "full"),
         (Target.TORCHTITAN, LLAMA, Layout(dp=2, cp=2), {}, "whole weights on each of dp 2", "--distributed-optimizer"),
         (Target.TORCHTITAN, LLAMA, Layout(pp=2), {"counts": (16, 16)}, "bf16 on pp2", "fp32"),
         (Target.TORCHTITAN, LLAMA, SHARDED, {"precision": "fp16"}, "precision fp16", "bf16"),
@@ -190,11 +192,39 @@ def test_a_layout_is_refused_by_its_name(
     assert "cannot express" in what and names in what and works in instead
 
 
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (Layout(recompute=FULL), {"recompute_method": "uniform", "recompute_num_layers": "1"}),
+        (Layout(recompute=FULL, recompute_layers=3), {"recompute_method": "block", "recompute_num_layers": "3"}),
+        (
+            Layout(recompute=Recompute.SELECTIVE),
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        ),
+        (Layout(pp=2, vpp=2, microbatch_group=4), {"microbatch_group_size_per_vp_stage": "4"}),
+        (Layout(dp=4, tp=2, sequence_parallel=True, distributed_optimizer=True), {"sequence_parallel": True}),
+    ],
+)
+def test_megatron_lm_is_told_everything_about_a_layout(layout: Layout, said: dict[str, Any]) -> None:
+    found = options(decoder(), layout, counts=(1,) * 4 if layout.pp > 1 else ())
+    assert {name: found.get(name) for name in said} == said
+
+
+def test_full_recompute_is_of_layers() -> None:
+    """A block of two layers computes both again at once, which Megatron-LM does with all layers or none."""
+    half = residual(NORM, ROPE) >> residual(NORM, SwiGLU(64))
+    wte = weight("wte", Dim("vocab", 96), Dim("embed", 32))
+    declared = model("pairs", ids() >> Embed(wte) >> repeat(2, half, half) >> NORM >> Unembed(wte))
+    assert options(declared)["num_layers"] == "4"
+    with pytest.raises(UserError, match="blocks that are not a layer each"):
+        options(declared, Layout(recompute=FULL))
+
+
 def test_every_field_of_a_layout_is_known_here() -> None:
     """A field that is new must be exported, or refused, before it may be added here."""
     assert {f.name for f in fields(Layout)} == {
         *("dp", "tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel", "micro_batch"),
-        *("recompute", "distributed_optimizer"),
+        *("recompute", "recompute_layers", "microbatch_group", "distributed_optimizer"),
     }
 
 
@@ -219,7 +249,7 @@ def test_stages_are_cut_anew_at_whole_layers() -> None:
 def test_more_stages_than_whole_layers_are_refused() -> None:
     declared = decoder(layers=2)
     with pytest.raises(UserError, match="8 stages of whole layers cannot be made of 2 layers"):
-        whole(made(declared, Layout(pp=8)), declared, gpt(graph(declared), "a test"))
+        whole(made(declared, Layout(pp=8), cuts=range(2, 9)), declared, gpt(graph(declared), "a test"))
 
 
 @pytest.fixture
@@ -239,10 +269,15 @@ def test_the_command_prints_or_writes(saved: Path, capsys: pytest.CaptureFixture
     assert saved.with_name("run.sh").read_text() == text and capsys.readouterr().out == ""
 
 
-def test_the_command_can_cut_at_whole_layers(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(saved), "--to", "megatron-bridge", "--whole-layers"]) == 0
-    said = capsys.readouterr()
-    assert "model.num_layers=32" in said.out and "cut at whole layers" in said.err
+def test_the_command_can_cut_at_whole_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And says what that takes, where the plan was not cut so."""
+    declared, ref = find("llama3-8b")
+    starts, path = gpt(graph(declared), "a test").starts, str(tmp_path / "plan.json")
+    for cut, said in ((starts[16] + 3, "cut at whole layers: "), (starts[16], "")):
+        save(made(declared, Layout(pp=2, tp=4, sequence_parallel=True), cuts=(cut,), ref=ref), path)
+        assert main(["export", path, "--to", "megatron-bridge", "--whole-layers"]) == 0
+        found = capsys.readouterr()
+        assert "model.num_layers=32" in found.out and found.err.startswith(said) and bool(found.err) is bool(said)
 
 
 @pytest.mark.parametrize(
