@@ -65,7 +65,7 @@ def counted_by(theirs: Any) -> int:
     return theirs.num_parameters() + extra - sum(p.numel() for n, p in theirs.named_parameters() if unused.search(n))
 
 
-@pytest.mark.parametrize("name", CONFIGS.keys() & examples().keys())
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() & examples().keys()))
 def test_a_config_is_the_model_of_that_name(name: str) -> None:
     assert fingerprint(read(CONFIGS[name])) == fingerprint(find(name)[0])
 
