@@ -6,8 +6,7 @@ most see of a micro-batch only its tokens; what the facts count is affine in the
 
 from __future__ import annotations
 
-from fractions import Fraction
-from math import ceil, lcm
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,10 @@ from megaloom.dsl.views import Pick
 
 from . import kernels, traffic
 from .cluster import Cluster
+from .columns import Column, Layouts, alike
 from .layout import Layout, Precision, Workload
 from .practice import Practice
-from .sheet import NBYTES, TRAFFIC, Anatomy, Base, Col, Kind, Rows, local, split_of
+from .sheet import NBYTES, TRAFFIC, Anatomy, Base, Col, Kind, Rows, local, shared, split_of
 
 # Without a fused kernel each score is kept thrice: softmaxed, its dropout's mask, dropped (Korthikanti et al.,
 # arXiv:2205.05198, section 4.1).
@@ -57,6 +57,47 @@ class Reach:
     share: int  # of so many tokens every expert gets a whole number
 
 
+@frozen(eq=False)
+class Facts:
+    """The facts of a node as they follow from its tokens: two counts, in which each expert gets whole tokens."""
+
+    tokens: int  # of the one count; the other has twice as many
+    plain: Costs
+    parts: tuple[tuple[str, tuple[tuple[Any, dict[str, tuple[int, int]]], ...]], ...]  # (value, more for so many)
+
+    @classmethod
+    def of(cls, one: Costs, two: Costs, tokens: int) -> Facts:
+        """What follows from these two counts."""
+        pairs = ((name, zip(getattr(one, name), getattr(two, name), strict=True)) for name in COUNTED)
+        return cls(tokens, one, tuple((name, tuple((a, _slopes(a, b)) for a, b in each)) for name, each in pairs))
+
+    def at(self, tokens: int) -> Costs:
+        """The facts for so many tokens. What is not whole is rounded up, as the facts do."""
+        more, first = tokens - self.tokens, self.tokens
+        lists: dict[str, Any] = {
+            name: tuple(
+                evolve(a, **{k: -(-(x * first + d * more) // first) for k, (x, d) in slopes.items()}) if slopes else a
+                for a, slopes in each
+            )
+            for name, each in self.parts
+        }
+        return evolve(self.plain, **lists)
+
+    def largest(self, tokens: int, precision: Precision) -> float:
+        """Bytes of the largest saved tensor."""
+        more = tokens / self.tokens - 1
+        saved = dict(self.parts)["saved"]
+        return max((_nbytes(a, precision) * (1 + more * bool(slopes)) for a, slopes in saved), default=0)
+
+
+COUNTED = ("work", "collectives", "saved", "inputs")
+
+
+def _slopes(a: Any, b: Any) -> dict[str, tuple[int, int]]:
+    numbers = {f.name: getattr(a, f.name) for f in fields(type(a)) if f.name != "port"}
+    return {k: (x, getattr(b, k) - x) for k, x in numbers.items() if type(x) is int and getattr(b, k) != x}
+
+
 @define(eq=False)
 class Book:
     """The costs of one model's kinds of nodes on one cluster."""
@@ -66,7 +107,7 @@ class Book:
     cluster: Cluster
     practice: Practice
     _reach: list[Reach] = field(init=False)
-    _counts: dict[tuple[object, ...], tuple[int, Costs, Costs]] = field(factory=dict, init=False)
+    _counts: dict[tuple[object, ...], Facts] = field(factory=dict, init=False)
     _lines: dict[tuple[object, ...], Line] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -80,16 +121,57 @@ class Book:
             core=np.array([line.core for line in lines]),
             full=np.array([line.full for line in lines]),
             largest=max(line.largest for line in lines),
-            library=self.practice.libraries * self.cluster.device.library_nbytes,
+            library=self.library,
         )
+
+    @property
+    def library(self) -> int:
+        """Bytes that cuBLAS works in."""
+        return self.practice.libraries * self.cluster.device.library_nbytes
+
+    def rows(self, x: Layouts) -> tuple[Rows, Rows, Rows, Rows]:
+        """The rows, the core's part of them, what full recompute keeps and the largest saved tensor, of many layouts.
+
+        [layouts, kinds, columns], [layouts, kinds, 3], [layouts, kinds], [layouts, kinds]
+        """
+        out = []
+        for i in range(len(self._reach)):
+            first, which = self._alike(i, x)
+            lines = [self.line(i, x[int(k)]) for k in first]
+            columns = ([getattr(n, name) for n in lines] for name in ("row", "core", "full", "largest"))
+            out.append([np.array(column, dtype=float)[which] for column in columns])
+        rows, core, full, largest = (np.stack(column, axis=1) for column in zip(*out, strict=True))
+        return rows, core, full, largest
+
+    def largest(self, x: Layouts) -> Rows:
+        """Bytes of the largest saved tensor of each of many layouts, sooner than its costs."""
+        out = np.zeros(len(x))
+        for i in range(len(self._reach)):
+            first, which = self._alike(i, x)
+            sizes = []
+            for layout, workload in (self._seen(i, x[int(k)]) for k in first):
+                tokens = layout.micro_batch * workload.seq
+                sizes.append(self._counted(i, layout, workload).largest(tokens, workload.precision))
+            out = np.maximum(out, np.array(sizes, dtype=float)[which])
+        return out
+
+    def _alike(self, i: int, x: Layouts) -> tuple[Column, Column]:
+        """The layouts that a kind of node sees differences between, and which of them each is like."""
+        seen = self._reach[i]
+        tokens = (x.micro_batch * (self.workload.seq // x.cp),) if seen.apart else (x.micro_batch, x.cp)
+        return alike(x.tp, x.sequence_parallel, *tokens, *((x.ep, x.etp) if seen.experts else ()))
+
+    def shared(self, layout: Layout) -> tuple[int, ...]:
+        """The elements of each shared weight on a device."""
+        return shared(self.anatomy, layout, self.workload)
 
     def line(self, i: int, layout: Layout) -> Line:
         """The costs of one kind of node."""
         layout, workload = self._seen(i, layout)
-        where = (i, layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
-        key = (*where, layout.micro_batch, workload.seq)
+        x = layout
+        key = (i, x.tp, x.cp, x.ep, x.etp, x.sequence_parallel, x.micro_batch, workload.seq)
         if key not in self._lines:
-            found = self._counted(where, i, layout, workload)
+            found = self._counted(i, layout, workload).at(layout.micro_batch * workload.seq)
             self._lines[key] = line(self.anatomy.kinds[i], found, layout, workload, self.cluster, self.practice)
         return self._lines[key]
 
@@ -104,16 +186,15 @@ class Book:
         same = Layout(tp=x.tp, cp=cp, ep=ep, etp=etp, sequence_parallel=x.sequence_parallel, micro_batch=micro)
         return same, workload
 
-    def _counted(self, where: tuple[object, ...], i: int, layout: Layout, workload: Workload) -> Costs:
-        """The facts of a node, from two counts of the same split in which each expert gets whole tokens."""
-        now = layout.micro_batch * workload.seq
+    def _counted(self, i: int, layout: Layout, workload: Workload) -> Facts:
+        """The facts of a node under a split."""
+        where = (i, layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
         if where not in self._counts:
             node, split = self.anatomy.kinds[i].node, split_of(layout)
             batch = layout.micro_batch * self._reach[i].share
             one, two = (costs(node, batch=n, seq=workload.seq, split=split) for n in (batch, 2 * batch))
-            self._counts[where] = (batch * workload.seq, one, two)
-        first, one, two = self._counts[where]
-        return between(one, two, Fraction(now - first, first))
+            self._counts[where] = Facts.of(one, two, batch * workload.seq)
+        return self._counts[where]
 
 
 def reach(node: Node) -> Reach:
@@ -135,27 +216,6 @@ def _tokens(p: Program) -> bool:
     tensors = [v for step in p.steps for v in (step.value, *step.value.args) if not isinstance(v.source.op, Weight)]
     shapes = [v.shape for v in tensors if not isinstance(v.op, Pick) or not isinstance(v.args[0].source.op, Weight)]
     return all(("batch" in s and "seq" in s) or any(d.of for d in s) for s in shapes)
-
-
-def between(one: Costs, two: Costs, more: Fraction) -> Costs:
-    """The costs of `1 + more` times the tokens of `one`, of which `two` has twice as many."""
-
-    def mix(a: Any, b: Any) -> Any:
-        changes = {
-            name: ceil(x + more * (y - x))
-            for name in (f.name for f in fields(type(a)))
-            if type(x := getattr(a, name)) is int and name not in FIXED and x != (y := getattr(b, name))
-        }
-        return evolve(a, **changes) if changes else a
-
-    def each(name: str) -> tuple[Any, ...]:
-        return tuple(mix(a, b) for a, b in zip(getattr(one, name), getattr(two, name), strict=True))
-
-    lists: dict[str, Any] = {name: each(name) for name in ("work", "collectives", "saved", "inputs")}
-    return evolve(one, **lists)
-
-
-FIXED = ("port",)  # a number that counts nothing
 
 
 def line(kind: Kind, found: Costs, layout: Layout, workload: Workload, cluster: Cluster, practice: Practice) -> Line:

@@ -10,25 +10,26 @@ from functools import cached_property
 
 import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
 
 from . import memory, timeline
 from .cluster import Cluster
 from .layout import Layout, Workload
-from .memory import Part
+from .memory import MORE, Part
 from .practice import OWN, Practice
 from .sheet import STEP, Col, Rows, Sheet
-from .stages import Places, cut
+from .spans import Places, Spans
+from .stages import Latest, evenest
 
 # What a plan leaves free: the prediction is not exact, and an allocator that is nearly full stalls.
 HEADROOM = 0.05
-MORE = 1 + memory.ALLOCATOR
 
 Bounds = tuple[int, ...]
 
 
-def capacity(cluster: Cluster) -> int:
+def capacity(cluster: Cluster, headroom: float = HEADROOM) -> int:
     """Bytes of a device that a plan may fill."""
-    return int(cluster.device.nbytes * (1 - HEADROOM))
+    return int(cluster.device.nbytes * (1 - headroom))
 
 
 @frozen(eq=False, slots=False)
@@ -40,6 +41,7 @@ class Fit:
     workload: Workload
     cluster: Cluster
     practice: Practice = OWN
+    headroom: float = HEADROOM
 
     @property
     def microbatches(self) -> int:
@@ -48,23 +50,22 @@ class Fit:
 
     def even(self) -> Bounds:
         """The most even cut in time, whatever it holds. The layout must be legal."""
-        bounds = cut(self._seconds, self.sheet.anatomy.graph.cuts, self.layout.pp * self.layout.vpp)
+        bounds = self._cut()
         assert bounds is not None, "more stages than the graph can be cut into"
         return bounds
 
     def tight(self) -> Bounds | None:
         """The most even cut in time of those that fit the memory, if any does."""
-        return cut(self._seconds, self.sheet.anatomy.graph.cuts, self.layout.pp * self.layout.vpp, self.latest)
+        return self._cut(self.latest)
 
-    @property
-    def _seconds(self) -> Rows:
-        seconds: Rows = self.sheet.by_node[:, STEP].sum(axis=1)
-        return seconds
+    def _cut(self, latest: Latest | None = None) -> Bounds | None:
+        chosen = evenest(self.sheet.seconds, self.layout.pp * self.layout.vpp, latest)
+        return None if chosen is None else tuple(int(self.sheet.anatomy.places[i]) for i in chosen)
 
     def parts(self, bounds: Bounds) -> list[Part]:
         """What each stage holds. A weight that several nodes of a rank share is there once."""
         sheet, last = self.sheet, len(bounds) - 2
-        spare = self._spare(bounds)
+        spare = self.spare(bounds)
         return [
             Part(
                 params=int(row[Col.PARAMS]) - spare[i],
@@ -76,7 +77,7 @@ class Fit:
             for i, row in enumerate(sheet.sums(bounds))
         ]
 
-    def _spare(self, bounds: Bounds) -> list[int]:
+    def spare(self, bounds: Bounds) -> list[int]:
         """The elements that each stage counts of weights that it, or an earlier stage of its rank, has already."""
         spare = [0] * (len(bounds) - 1)
         for (_, nodes), elements in zip(self.sheet.anatomy.shared, self.sheet.shared, strict=True):
@@ -91,31 +92,55 @@ class Fit:
 
         Exact for one chunk a rank; several get equal shares of it.
         """
+        flights, room = self._limit(k)
+        state, saved = self._sums
+        return state.plus(saved, flights).far(room)[:-1]
+
+    @cached_property
+    def hopeful(self) -> bool:
+        """Whether stages that each take as much as `latest` allows reach the end: else no tight cut fits."""
+        state, saved = self._sums
+        done, size = 0, len(state)
+        for k in range(self.layout.pp * self.layout.vpp):
+            flights, room = self._limit(k)
+            done = state.plus(saved, flights).farthest(done, room)
+            if done == size:
+                return True
+        return False
+
+    def _limit(self, k: int) -> tuple[float, float]:
+        """How often stage k keeps what a micro-batch saves, allocator included, and the bytes that are there for it."""
         layout, sheet = self.layout, self.sheet
         rank, chunk = k % layout.pp, k // layout.pp
-        held = timeline.held(rank, layout.pp, layout.vpp, self.microbatches)
-        flights = MORE * max(flight[chunk] for flight in held)
+        flights = MORE * float(self._flights[rank, chunk])
         logits = (self.workload.precision.nbytes + memory.COPY) * sheet.logits if rank == layout.pp - 1 else 0
-        room = (self._free - MORE * logits) / layout.vpp - (flights * sheet.boundary if k else 0)
-        state, saved = self._sums
-        needs = state + flights * saved
-        return np.searchsorted(needs, needs[:-1] + room, side="right") - 1
+        return flights, (self._free - MORE * logits) / layout.vpp - (flights * sheet.boundary if k else 0)
+
+    @cached_property
+    def _flights(self) -> NDArray[np.int64]:
+        """The most that each rank has in flight of each chunk."""
+        x = self.layout
+        most: NDArray[np.int64] = timeline.flights(x.pp, x.vpp, self.microbatches, x.microbatch_group).max(axis=1)
+        return most
 
     @cached_property
     def _free(self) -> float:
         """Bytes that a rank may fill with what its stages hold."""
-        return capacity(self.cluster) - memory.runtime(self.layout, self.cluster) - MORE * self.sheet.workspace
+        return (
+            capacity(self.cluster, self.headroom)
+            - memory.runtime(self.layout, self.cluster)
+            - MORE * self.sheet.workspace
+        )
 
     @cached_property
-    def _sums(self) -> tuple[Rows, Rows]:
-        """Bytes of the state and of what one micro-batch saves, of all atoms before each cut."""
-        atoms = np.add.reduceat(self.sheet.by_node, (0, *self.sheet.anatomy.graph.cuts))
-        sums = np.concatenate([np.zeros((1, len(Col))), np.cumsum(atoms, axis=0)])
+    def _sums(self) -> tuple[Spans, Spans]:
+        """For each two places, the bytes of the state between them, and of what one micro-batch saves."""
         n, precision = 10**6, self.workload.precision
         dense, expert = (
             sum(memory.static(*x, self.layout, precision, self.practice).values()) / n for x in ((n, 0), (0, n))
         )
-        return dense * sums[:, Col.PARAMS] + expert * sums[:, Col.EXPERT_PARAMS], sums[:, Col.SAVED]
+        state = self.sheet.runs(Col.PARAMS).times(dense).plus(self.sheet.runs(Col.EXPERT_PARAMS), expert)
+        return state, self.sheet.runs(Col.SAVED)
 
 
 @frozen(eq=False, slots=False)
@@ -133,7 +158,7 @@ class Placed:
     @property
     def capacity(self) -> int:
         """Bytes of a device that may be filled."""
-        return capacity(self.fit.cluster)
+        return capacity(self.fit.cluster, self.fit.headroom)
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -154,10 +179,26 @@ class Placed:
         """The bytes that each pipeline rank holds at its fullest."""
         return tuple(sum(held.values()) for held in self.nbytes)
 
-    @property
+    @cached_property
     def excess(self) -> int:
         """Bytes that the fullest rank lacks; negative when there is room."""
-        return max(self.peaks) - self.capacity
+        return int(self._needed.max()) - self.capacity
+
+    @property
+    def _needed(self) -> NDArray[np.float64]:
+        """The bytes of each pipeline rank at its fullest: the sums of `nbytes`, to a few bytes, and sooner."""
+        fit, x, sums = self.fit, self.layout, self.sums
+        by_rank = sums.reshape(x.vpp, x.pp, -1)
+        params = (sums[:, Col.PARAMS] - fit.spare(self.bounds)).reshape(x.vpp, x.pp).sum(axis=0)
+        experts = by_rank[:, :, Col.EXPERT_PARAMS].sum(axis=0)
+        saved = by_rank[:, :, Col.SAVED] + np.where(np.arange(len(sums)), fit.sheet.boundary, 0).reshape(x.vpp, x.pp)
+        flights = timeline.flights(x.pp, x.vpp, fit.microbatches, x.microbatch_group)
+        kept = (flights * saved.T[:, None, :]).sum(axis=2).max(axis=1)
+        logits = np.where(np.arange(x.pp) == x.pp - 1, fit.sheet.logits, 0)
+        kept = kept + fit.sheet.workspace + (fit.workload.precision.nbytes + memory.COPY) * logits
+        static = memory.static(params, experts, x, fit.workload.precision, fit.practice)
+        needed: NDArray[np.float64] = sum(static.values()) + MORE * kept + memory.runtime(x, fit.cluster)
+        return needed
 
     @property
     def fits(self) -> bool:

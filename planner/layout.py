@@ -79,6 +79,18 @@ class Layout:
     micro_batch: int = 1  # sequences
     recompute: Recompute = Recompute.NONE
     distributed_optimizer: bool = False
+    recompute_layers: int = 0  # under full recompute, how many blocks of each stage, from its first on; 0: all
+    microbatch_group: int = 0  # micro-batches that a chunk runs before the next one does; 0: as many as pp
+
+    @property
+    def group(self) -> int:
+        """Micro-batches that a chunk runs before the next one does."""
+        return self.microbatch_group or self.pp
+
+    @property
+    def full(self) -> bool:
+        """Whether blocks are computed again."""
+        return self.recompute is Recompute.FULL
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -101,7 +113,9 @@ class Layout:
         said += [f"mbs{self.micro_batch}"]
         said += ["sp"] if self.sequence_parallel else []
         said += ["dist-opt"] if self.distributed_optimizer else []
+        said += [f"group {self.microbatch_group}"] if self.microbatch_group else []
         said += [f"recompute {self.recompute}"] if self.recompute is not Recompute.NONE else []
+        said += [f"of {self.recompute_layers} a stage"] if self.recompute_layers else []
         return " ".join(said)
 
     def microbatches(self, batch: int) -> int:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
 
 from .cluster import Cluster
 from .layout import Layout, Precision
@@ -17,12 +19,15 @@ from .practice import OWN, Practice
 from .timeline import held
 from .traffic import group
 
+Rows = NDArray[np.float64]
+
 MOMENTS, MASTER = 4 + 4, 4  # Adam's two, in fp32, and below fp32 a copy of the weight (megatron-core, optimizer.py:671)
 # The loss computes in fp32 on a copy of the logits, in place, and hands back a gradient in their own type
 # (megatron-core 0.16.1, tensor_parallel/cross_entropy.py); in fp32 the copy is the logits.
 COPY = 4
 # torch's allocator reserves more than it hands out: SimuMax counts allocated / 0.94 for Megatron runs (perf_llm.py).
 ALLOCATOR = 1 / 0.94 - 1
+MORE = 1 + ALLOCATOR
 # Above the point that is predicted: what was allocated in 28 runs of Megatron-LM on B200s was up to 5.4 % more than
 # predicted, and torch reserved up to 7.9 % more than was allocated (the rows of SimuMax; `megaloom validate`).
 MODEL_ERROR, RESERVED = 0.054, 0.079
@@ -48,7 +53,8 @@ class Part:
 
 def copies(layout: Layout) -> tuple[int, int]:
     """Over how many devices the optimizer's state is cut: that of dense weights, and that of experts."""
-    return (layout.dp * layout.cp, layout.edp) if layout.distributed_optimizer else (1, 1)
+    on = layout.distributed_optimizer  # counted with, as it may be that of many layouts in columns
+    return 1 + on * (layout.dp * layout.cp - 1), 1 + on * (layout.edp - 1)
 
 
 def state(precision: Precision) -> int:
@@ -87,7 +93,7 @@ def peak(
 ) -> dict[str, int]:
     """Bytes of a pipeline rank at its fullest, by what holds them; `parts` are its chunks, `beside` is `runtime`."""
     params, experts = sum(p.params for p in parts), sum(p.expert_params for p in parts)
-    flights = held(rank, layout.pp, layout.vpp, microbatches)
+    flights = held(rank, layout.pp, layout.vpp, microbatches, layout.microbatch_group)
     saved = max(sum(n * p.saved for n, p in zip(flight, parts, strict=True)) for flight in flights)
     workspace = max(p.workspace for p in parts)
     logits = (precision.nbytes + COPY) * max(p.logits for p in parts)
@@ -101,22 +107,22 @@ def peak(
     }
 
 
-@lru_cache(maxsize=4096)
-def means(pp: int, vpp: int, microbatches: int) -> tuple[float, float, float]:
+@lru_cache(maxsize=1 << 14)
+def means(pp: int, interleaved: bool, group: int, microbatches: int) -> tuple[float, float, float]:
     """What `least` must know of a schedule: the fewest flights of any rank, the least and the sum of their inverses.
 
-    A rank's flights are those of its chunk with the fewest, at the moment when these are the most: one at least, as
-    before its first backward a micro-batch has been through all its chunks.
+    A rank's flights are those of its last chunk before its first backward, which of no chunk are more: one at least.
     """
-    flights = [max(map(min, held(r, pp, vpp, microbatches))) for r in range(pp)]
+    ahead = [pp - 1 - r for r in range(pp)]
+    flights = [min(2 * n + 1, group) if interleaved else min(n + 1, microbatches) for n in ahead]
     return min(flights), min(1 / f for f in flights), sum(1 / f for f in flights)
 
 
-def least(state: float, saved: float, layout: Layout, microbatches: int) -> float:
+def least(state: Rows, saved: Rows, pp: Rows, flights: tuple[Rows, Rows, Rows]) -> Rows:
     """No cut of a model gives its fullest rank less: `state` and `saved` (of one micro-batch) are the whole model's.
 
     The fullest rank has at least any weighted mean of the ranks; two means are tried, equal weights and the inverse of
-    the micro-batches in flight.
+    the micro-batches in flight, of which `means` has what counts. For one layout, or for many in columns.
     """
-    fewest, inverse, total = means(layout.pp, layout.vpp, microbatches)
-    return max((state + fewest * saved) / layout.pp, (inverse * state + saved) / total)
+    fewest, inverse, total = flights
+    return np.maximum((state + fewest * saved) / pp, (inverse * state + saved) / total)

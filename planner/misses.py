@@ -5,21 +5,23 @@ Protocol: the functions give the text of a UserError: what, where, and the small
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from attrs import evolve, fields_dict
 
 from megaloom.dsl.errors import UserError
 
 from .cluster import Cluster
+from .field import Field
 from .fit import Placed
 from .layout import Layout, Recompute, Workload
 from .price import Pricer
 from .reasons import broken, lacking
 from .rules import violations
-from .space import Fixed, Option, candidates, options
+from .space import Fixed, candidates
 
 LOOKED_AT = 2000  # illegal layouts among which the nearest to legal is sought
 PLACED = 20  # of the layouts that need the least memory, those that are cut
@@ -54,21 +56,23 @@ def nothing_legal(pricer: Pricer, fixed: Fixed) -> str:
     return "\n".join([*lines, *(f"- {broken([v])}" for v in wrong)])
 
 
-def nothing_fits(pricer: Pricer, legal: Sequence[Option], fixed: Fixed) -> str:
+def nothing_fits(pricer: Pricer, among: Field) -> str:
     """No legal layout fits the memory: the nearest miss, and changes that would make one fit."""
-    miss = leanest(pricer, legal)
+    miss = leanest(among)
     lines = [
         f"no layout of {pricer.graph.name} on {pricer.cluster} fits the memory",
         f"the nearest, {miss.layout}: {lacking(miss)}",
     ]
-    changes = list(_changes(pricer, fixed))
+    changes = list(_changes(pricer, among.fixed))
     return "\n".join([*lines, *(changes or ["a smaller model would fit, or devices with more memory"])])
 
 
-def leanest(pricer: Pricer, legal: Sequence[Option]) -> Placed:
+def leanest(among: Field) -> Placed:
     """The layout that lacks the least memory, of those that may need the least."""
-    first = sorted(legal, key=lambda option: option.nbytes)[:PLACED]
-    return min((pricer.place(option.layout) for option in first), key=lambda placed: placed.excess)
+    _, ideal = among.floors.ideal()
+    found = among.variants(np.argsort(ideal, kind="stable")[:PLACED])
+    first = np.argsort(found.nbytes, kind="stable")[:PLACED]
+    return min((among.pricer.place(found.layouts[int(i)]) for i in first), key=lambda placed: placed.excess)
 
 
 def _changes(pricer: Pricer, fixed: Fixed) -> Iterator[str]:
@@ -93,9 +97,8 @@ def _changes(pricer: Pricer, fixed: Fixed) -> Iterator[str]:
 
 
 def _fitting(pricer: Pricer, cluster: Cluster, workload: Workload, fixed: Fixed) -> Placed | None:
-    other = Pricer(pricer.graph, cluster, workload)
-    legal = list(options(other, fixed))
-    found = leanest(other, legal) if legal else None
+    among = Field(Pricer(pricer.graph, cluster, workload, pricer.practice, pricer.headroom), fixed)
+    found = leanest(among) if len(among.at) else None
     return found if found is not None and found.fits else None
 
 

@@ -6,25 +6,32 @@ its `bound` is the cheap lower bound by which a search leaves layouts out, `refi
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from functools import cached_property
 from math import inf
 
-from attrs import define, field, frozen
+import numpy as np
+from attrs import define, evolve, field, frozen
 
 from megaloom.dsl.facts import costs
 from megaloom.dsl.graph import Graph
 
-from . import memory, timeline, traffic
+from . import timeline, traffic
 from .book import Book
 from .cluster import Cluster
-from .fit import MORE, Bounds, Fit, Placed, capacity, stages_of
-from .layout import Layout, Workload
+from .columns import Layouts
+from .fit import HEADROOM, Bounds, Fit, Placed, capacity, stages_of
+from .floors import Floors, where
+from .layout import Layout, Recompute, Workload
 from .memory import Part
 from .plan import Prediction, Stage
 from .practice import OWN, Practice
-from .sheet import AHEAD, BACK, Anatomy, Base, Col, Rows, Sheet, anatomy, sheet
+from .rules import needs
+from .sheet import AHEAD, BACK, STEP, Anatomy, Base, Col, Rows, Sheet, anatomy, sheet
+from .space import groups
 from .tail import Cover, Tail, tail, tied
-from .timeline import Timeline
+from .timeline import Timeline, sending
 
 CAUSES = {  # of the time that a pipeline rank computes for, and the columns that they are in
     "forward": [Col.FORWARD],
@@ -36,15 +43,22 @@ CAUSES = {  # of the time that a pipeline rank computes for, and the columns tha
 }
 
 
-@frozen
+@frozen(eq=False, slots=False)
 class Priced:
     """A layout with its cut and what is predicted of it."""
 
     placed: Placed
     stages: tuple[Stage, ...]
     prediction: Prediction
-    timeline: Timeline
+    hops: tuple[float, ...]  # seconds of what passes from each stage to the next, either way
     tails: tuple[Tail, ...]  # of each pipeline rank, what follows its last micro-batch
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What each pipeline rank does when."""
+        x, m = self.layout, self.placed.fit.microbatches
+        forward, backward = ([getattr(s, way) for s in self.stages] for way in ("forward_seconds", "backward_seconds"))
+        return timeline.replay(forward, backward, self.hops, x.pp, m, x.microbatch_group)
 
     @property
     def layout(self) -> Layout:
@@ -70,13 +84,16 @@ class Pricer:
     cluster: Cluster
     workload: Workload
     practice: Practice = OWN
+    headroom: float = HEADROOM
     anatomy: Anatomy = field(init=False)
     book: Book = field(init=False)
     model_flops: int = field(init=False)  # of a step: no recompute, causal attention counted half
     _bases: dict[tuple[object, ...], Base] = field(factory=dict, init=False)
     _sheets: dict[tuple[object, ...], Sheet] = field(factory=dict, init=False)
     _cuts: dict[tuple[object, ...], Bounds] = field(factory=dict, init=False)
-    _floors: dict[tuple[object, ...], tuple[Tail, float]] = field(factory=dict, init=False)
+    _fits: dict[Layout, bool] = field(factory=dict, init=False)
+    _layers: dict[Layout, int] = field(factory=dict, init=False)  # of each, blocks a stage that are too few
+    _afters: dict[tuple[object, ...], Tail] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.anatomy = anatomy(self.graph)
@@ -87,12 +104,12 @@ class Pricer:
 
     def sheet(self, layout: Layout) -> Sheet:
         """The costs of every node under a layout."""
-        where = _where(layout)
-        key = (*where, layout.recompute)
+        place = where(layout)
+        key = (*place, layout.recompute, layout.recompute_layers)
         if key not in self._sheets:
-            if where not in self._bases:
-                self._bases[where] = self.book.base(layout)
-            self._sheets[key] = sheet(self._bases[where], self.anatomy, layout, self.workload)
+            if place not in self._bases:
+                self._bases[place] = self.book.base(layout)
+            self._sheets[key] = sheet(self._bases[place], self.anatomy, layout, self.workload)
         return self._sheets[key]
 
     def price(self, layout: Layout) -> Priced:
@@ -104,30 +121,60 @@ class Pricer:
         even = self._even(layout)
         return even if even.fits else even.tight()
 
-    def refined(self, layout: Layout) -> Iterator[float | Priced]:
+    def refined(self, layout: Layout, seconds: float) -> Iterator[float | Priced]:
         """Lower bounds of the seconds of a step of a legal layout, each dearer than the one before, then its price.
 
-        Ends without a price if no cut fits the memory.
+        `seconds` is a bound without what follows the last micro-batch. Ends without a price if no cut fits the memory.
         """
+        after = self._after(layout)
+        yield seconds + after.optimizer + after.gathering
+        if not self.hopeful(layout):
+            return
         placed = self._even(layout)
         if not placed.fits:
             yield placed.fit.microbatches * max(placed.seconds)  # no cut has a quicker slowest stage
             placed = placed.tight()
             if not placed.fits:
                 return
-        after, _ = self._floor(layout, placed.fit.sheet)
         pipeline = timeline.bound(placed.seconds, layout.pp, placed.fit.microbatches)
         yield pipeline + after.optimizer + after.gathering
         yield self.priced(placed)
 
+    def hopeful(self, layout: Layout) -> bool:
+        """Whether this layout may fit the memory: whether the leanest that differs little from it does.
+
+        That has the optimizer's state divided and the smallest group; of more blocks computed again nothing is more.
+        """
+        x = layout
+        lean = evolve(x, distributed_optimizer=x.dp * x.cp > 1, microbatch_group=x.microbatch_group and self._group(x))
+        if not lean.recompute_layers:
+            return self._may_fit(lean)
+        key = evolve(lean, recompute_layers=0)
+        if key not in self._layers:
+            most = -(-needs(self.graph).blocks // (x.pp * x.vpp))
+            self._layers[key] = bisect_left(
+                range(1, most), True, key=lambda n: self._may_fit(evolve(lean, recompute_layers=n))
+            )
+        return lean.recompute_layers > self._layers[key]
+
+    def _group(self, x: Layout) -> int:
+        """The smallest group of micro-batches that a search looks at."""
+        return groups(x.pp, x.microbatches(self.workload.batch))[0]
+
+    def _may_fit(self, layout: Layout) -> bool:
+        if layout not in self._fits:
+            even = self._even(layout)
+            self._fits[layout] = even.fits or even.fit.hopeful
+        return self._fits[layout]
+
     @property
     def capacity(self) -> int:
         """Bytes of a device that a plan may fill."""
-        return capacity(self.cluster)
+        return capacity(self.cluster, self.headroom)
 
     def _even(self, layout: Layout) -> Placed:
-        fit = Fit(layout, self.sheet(layout), self.workload, self.cluster, self.practice)
-        key = (*_where(layout), layout.recompute, layout.pp * layout.vpp)
+        fit = Fit(layout, self.sheet(layout), self.workload, self.cluster, self.practice, self.headroom)
+        key = (*where(layout), layout.recompute, layout.recompute_layers, layout.pp * layout.vpp)
         if key not in self._cuts:
             self._cuts[key] = fit.even()
         return Placed(fit, self._cuts[key])
@@ -138,7 +185,7 @@ class Pricer:
         layout, m = fit.layout, fit.microbatches
         forward, backward = sums[:, AHEAD].sum(axis=1).tolist(), sums[:, BACK].sum(axis=1).tolist()
         hops = [traffic.hop(fit.sheet.boundary, s, layout, self.cluster) for s in range(len(parts) - 1)]
-        line = timeline.replay(forward, backward, hops, layout.pp, m)
+        ends = timeline.finish(forward, backward, hops, layout.pp, m, layout.microbatch_group)
         stages = tuple(
             Stage(
                 rank=i % layout.pp,
@@ -153,8 +200,8 @@ class Pricer:
         )
         covers = [Cover(sum(backward[r :: layout.pp]), sum(forward[r :: layout.pp])) for r in range(layout.pp)]
         tails = [self._tail(fit, parts, bounds, r, cover) for r, cover in enumerate(covers)]
-        prediction = self._predict(layout, m * sums, line, tails, placed.nbytes)
-        return Priced(placed, stages, prediction, line, tuple(tails))
+        prediction = self._predict(layout, m * sums, ends, sending(hops, layout.pp, m), tails, placed.nbytes)
+        return Priced(placed, stages, prediction, tuple(hops), tuple(tails))
 
     def _tail(self, fit: Fit, parts: list[Part], bounds: Bounds, rank: int, cover: Cover) -> Tail:
         layout, mine = fit.layout, parts[rank :: fit.layout.pp]
@@ -166,20 +213,27 @@ class Pricer:
         return tail(params, experts, ties, layout, self.workload.precision, self.cluster, self.practice, cover)
 
     def _predict(
-        self, layout: Layout, sums: Rows, line: Timeline, tails: list[Tail], peaks: tuple[dict[str, int], ...]
+        self,
+        layout: Layout,
+        sums: Rows,
+        ends: tuple[float, ...],
+        sent: tuple[float, ...],
+        tails: list[Tail],
+        peaks: tuple[dict[str, int], ...],
     ) -> Prediction:
         """Every rank waits until all have reduced, for the gradient's norm; the step ends with the last of them.
 
         The breakdown is that of the rank that waits the least.
         """
         ranks = range(layout.pp)
-        reduced = max(line.ends[r] + tails[r].reduction + tails[r].tied for r in ranks)
+        busy = [float(sums[r :: layout.pp][:, STEP].sum()) for r in ranks]
+        reduced = max(ends[r] + tails[r].reduction + tails[r].tied for r in ranks)
         end = reduced + max(tail.optimizer + tail.gathering for tail in tails)
-        own = [line.busy[r] + line.sending[r] + tails[r].total for r in ranks]
+        own = [busy[r] + sent[r] + tails[r].total for r in ranks]
         busiest = max(ranks, key=own.__getitem__)
         mine, after = sums[busiest :: layout.pp].sum(axis=0), tails[busiest]
         parts = {cause: float(mine[columns].sum()) for cause, columns in CAUSES.items()} | {
-            "pipeline communication": line.sending[busiest],
+            "pipeline communication": sent[busiest],
             "pipeline bubble": max(0.0, end - own[busiest]) if layout.pp > 1 else 0.0,
             "gradient communication": after.reduction + after.gathering,
             "tied-weight communication": after.tied,
@@ -199,32 +253,20 @@ class Pricer:
         )
 
     def bound(self, layout: Layout) -> tuple[float, float]:
-        """(seconds of a step, bytes of the fullest rank): no way to cut the graph into these stages takes less.
+        """(seconds of a step, bytes of the fullest rank): no way to cut the graph into these stages takes less."""
+        one = Layouts.of([layout])
+        seconds, nbytes = Floors(one, self.book).bound(one, np.zeros(1, dtype=np.int64))
+        after = self._after(layout)
+        return float(seconds[0]) + after.optimizer + after.gathering, float(nbytes[0])
 
-        Seconds: rank r waits for those before it, at the start and at the end, and does its share of every
-        micro-batch. Whatever the shares t, max(m t[r] + sum of t before r) is least when all are equal, which is
-        total / (1 - (1 - 1/m)^pp). With chunks, what is waited for may be as short as one likes.
-        """
-        sheet, m, pp = self.sheet(layout), layout.microbatches(self.workload.batch), layout.pp
-        after, fixed = self._floor(layout, sheet)
-        work = m * sheet.step / pp
-        pipeline = work if layout.vpp > 1 or m == 1 else sheet.step / (1 - (1 - 1 / m) ** pp)
-        seconds = max(pipeline, work + after.reduction, sheet.step) + after.optimizer + after.gathering
-        params, experts = sheet.params
-        state = sum(memory.static(params, experts, layout, self.workload.precision, self.practice).values())
-        return seconds, fixed + memory.least(state, MORE * sheet.saved, layout, m) + MORE * sheet.workspace
-
-    def _floor(self, layout: Layout, sheet: Sheet) -> tuple[Tail, float]:
-        """What the average rank does after its micro-batches, and the bytes that no tensor holds."""
-        key = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp, layout.distributed_optimizer)
-        if key not in self._floors:
-            params, experts = (n / layout.pp for n in sheet.params)
+    def _after(self, layout: Layout) -> Tail:
+        """What the average rank does after its micro-batches, at the least."""
+        x = layout
+        key = (x.dp, x.tp, x.pp, x.cp, x.ep, x.etp, x.distributed_optimizer)
+        if key not in self._afters:
+            params, experts = (n / x.pp for n in self.sheet(evolve(x, recompute=Recompute.NONE)).params)
             wide = Cover(inf, inf)
-            after = tail(params, experts, 0.0, layout, self.workload.precision, self.cluster, self.practice, wide)
-            self._floors[key] = after, memory.runtime(layout, self.cluster)
-        return self._floors[key]
-
-
-def _where(layout: Layout) -> tuple[object, ...]:
-    """What the costs of a node depend on."""
-    return layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel, layout.micro_batch
+            self._afters[key] = tail(
+                params, experts, 0.0, x, self.workload.precision, self.cluster, self.practice, wide
+            )
+        return self._afters[key]

@@ -6,16 +6,19 @@ until no other can be among the best: the result is exact, as far as the price i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from time import perf_counter
 
-from attrs import frozen
+import numpy as np
+from attrs import define, field, frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, fingerprint, graph
 
 from .cluster import Cluster
+from .columns import Column, Layouts
+from .field import Field
 from .layout import Layout, Recompute, Workload
 from .misses import checked, nothing_fits, nothing_legal
 from .neighbours import judged
@@ -23,12 +26,14 @@ from .plan import VERSION, Plan
 from .price import Priced, Pricer, price
 from .reasons import Rejected, why, why_not
 from .rules import senseless
-from .space import Fixed, Option, options
+from .sheet import Rows
+from .space import Fixed
 
 __all__ = ["Found", "Rejected", "plan", "price", "search"]
 
 KEEP = 10  # plans of a search, the best included
-ROUNDING = 1 - 1e-12  # bounds and prices add up the same seconds in different orders
+AT_ONCE = 32  # places whose layouts are looked at together
+ROUNDING = 1 - 1e-10  # bounds and prices add up the same seconds in different orders
 SAME = 1.001  # a step that is this little longer is as good, and the simpler layout wins
 
 
@@ -52,12 +57,13 @@ def plan(model: Model, cluster: Cluster, workload: Workload, *, ref: str, fixed:
     for wrong in senseless(Layout(**chosen), graph(model), workload, cluster):
         raise UserError(str(wrong))
     pricer = Pricer(graph(model), cluster, workload)
-    legal = list(options(pricer, chosen))
-    if not legal:
+    among = Field(pricer, chosen)
+    count = among.count
+    if not count:
         raise UserError(nothing_legal(pricer, chosen))
-    found = search(pricer, legal)
+    found = search(among)
     if not found:
-        raise UserError(nothing_fits(pricer, legal, chosen))
+        raise UserError(nothing_fits(pricer, among))
     best, *others = simplest_first(found)
     rivals, rejected = judged(best.layout, pricer, chosen)
     identity = fingerprint(model)
@@ -76,35 +82,75 @@ def plan(model: Model, cluster: Cluster, workload: Workload, *, ref: str, fixed:
         )
 
     return Found(
-        best=made(best, why(best, others, rivals, len(legal), cluster)),
+        best=made(best, why(best, others, rivals, count, cluster)),
         others=tuple(made(other, why_not(other, best)) for other in others),
         rejected=rejected,
         seconds=perf_counter() - began,
     )
 
 
-def search(pricer: Pricer, legal: Iterable[Option]) -> list[Priced]:
-    """The `KEEP` quickest of these layouts that fit the memory, quickest first.
+def search(among: Field, keep: int = KEEP) -> list[Priced]:
+    """The `keep` quickest of these layouts that fit the memory, quickest first.
 
     Best first: of all layouts the one whose bound is the least is looked at more closely, so that what is dear to
     know (cuts, replays) is asked only of those that nothing cheaper rules out.
     """
-    hopeful = sorted((x for x in legal if x.nbytes <= pricer.capacity), key=lambda option: option.seconds)
-    queue = [(option.seconds, i, pricer.refined(option.layout)) for i, option in enumerate(hopeful)]
-    priced: dict[int, Priced] = {}
-    found: list[Priced] = []
-    while queue and len(found) < KEEP:
-        seconds, i, steps = heappop(queue)
-        if i in priced:
-            found.append(priced[i])
+    queue, found = _Queue(among), list[Priced]()
+    while len(found) < keep and (top := queue.pop()) is not None:
+        seconds, what = top
+        if isinstance(what, Priced):
+            found.append(what)
             continue
-        step = next(steps, None)
+        step = next(what, None)
         if isinstance(step, Priced):
-            priced[i] = step
-            heappush(queue, (step.seconds, i, steps))
+            queue.push(step.seconds, step)
         elif step is not None:
-            heappush(queue, (max(seconds, ROUNDING * step), i, steps))
+            queue.push(max(seconds, ROUNDING * step), what)
     return found
+
+
+Entry = Priced | Iterator[float | Priced] | tuple[Layouts, int]
+
+
+@define(eq=False)
+class _Queue:
+    """What is still to be looked at, the least bound first: layouts, and places whose layouts are not yet there."""
+
+    among: Field
+    heap: list[tuple[float, int, Entry]] = field(factory=list)
+    count: int = 0
+    order: Column = field(init=False)  # of the places that may have room, the quickest first
+    bounds: Rows = field(init=False)
+    done: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        seconds, nbytes = self.among.floors.ideal()
+        self.order = np.flatnonzero(nbytes <= self.among.pricer.capacity)
+        self.order = self.order[np.argsort(seconds[self.order], kind="stable")]
+        self.bounds = seconds[self.order]
+
+    def push(self, seconds: float, what: Entry) -> None:
+        """Look at this again when nothing takes less."""
+        self.count += 1
+        heappush(self.heap, (seconds, self.count, what))
+
+    def pop(self) -> tuple[float, Priced | Iterator[float | Priced]] | None:
+        """What takes the least, if there is anything left."""
+        while self.done < len(self.order) and (not self.heap or self.bounds[self.done] <= self.heap[0][0]):
+            self._open(self.order[self.done : self.done + AT_ONCE])
+            self.done += AT_ONCE
+        if not self.heap:
+            return None
+        seconds, _, what = heappop(self.heap)
+        if isinstance(what, tuple):
+            layouts, i = what
+            what = self.among.pricer.refined(layouts[i], seconds)
+        return seconds, what
+
+    def _open(self, which: Column) -> None:
+        found = self.among.variants(which)
+        for i in np.flatnonzero(found.nbytes <= self.among.pricer.capacity).tolist():
+            self.push(float(found.seconds[i]), (found.layouts, i))
 
 
 def simplest_first(found: list[Priced]) -> list[Priced]:

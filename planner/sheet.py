@@ -6,6 +6,7 @@ recompute mode. Nodes that are alike are priced once; `Sheet.sums` adds up runs 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import cached_property, lru_cache
 
@@ -20,6 +21,7 @@ from megaloom.dsl.program import program
 from megaloom.dsl.splits import Local, Split, cut
 
 from .layout import Layout, Recompute, Workload
+from .spans import Spans
 
 Rows = NDArray[np.float64]
 
@@ -79,18 +81,41 @@ class Anatomy:
     embed: int  # width of what crosses a cut
 
     @cached_property
+    def places(self) -> NDArray[np.intp]:
+        """Where a stage may begin or end."""
+        return np.array([0, *self.graph.cuts, len(self.graph.nodes)])
+
+    @cached_property
     def counts(self) -> Rows:
         """How many nodes there are of each kind."""
         return np.bincount(self.kind, minlength=len(self.kinds)).astype(float)
 
     @cached_property
-    def block(self) -> Rows:
-        """How many nodes of each kind the largest block has."""
+    def blocks(self) -> Rows:
+        """How many nodes of each kind there are in each block that differs from the others: [blocks, kinds]."""
         rows: dict[int, Rows] = {}
         for node, kind in zip(self.graph.nodes, self.kind, strict=True):
             if node.block is not None:
                 rows.setdefault(node.block, np.zeros(len(self.kinds)))[kind] += 1
-        return max(rows.values(), key=lambda row: float(row.sum()), default=np.zeros(len(self.kinds)))
+        return np.array(list({tuple(row): row for row in rows.values()}.values())).reshape(-1, len(self.kinds))
+
+    @lru_cache(maxsize=256)  # noqa: B019 - an anatomy is kept by its graph's own cache
+    def after(self, count: int) -> NDArray[np.intp]:
+        """For each place the end of the last of `count` blocks, of which the first may be begun already."""
+        nodes = self.graph.nodes
+        ends = [i + 1 for i, n in enumerate(nodes) if n.block is not None and _next(nodes, i) != n.block]
+        which = np.searchsorted(ends, np.arange(len(nodes) + 1), side="right") + count - 1
+        return np.array([*ends, *[len(nodes)] * count])[np.minimum(which, len(ends) + count - 1)]
+
+    @cached_property
+    def block(self) -> Rows:
+        """How many nodes of each kind the largest block has."""
+        return max(self.blocks, key=lambda row: float(row.sum()), default=np.zeros(len(self.kinds)))
+
+
+def _next(nodes: Sequence[Node], i: int) -> int | None:
+    """The next node's block."""
+    return nodes[i + 1].block if i + 1 < len(nodes) else None
 
 
 @lru_cache(maxsize=16)
@@ -125,6 +150,8 @@ class Sheet:
     workspace: int  # bytes that come and go: the gradients beside the largest saved tensor, and a block made again
     logits: int  # elements of the output on this device
     shared: tuple[int, ...]  # elements of each shared weight on this device
+    more: Rows | None = None  # what the first blocks of a stage cost more, which are computed again, if not all are
+    layers: int = 0  # how many those are
 
     @cached_property
     def total(self) -> Rows:
@@ -154,7 +181,38 @@ class Sheet:
 
     def sums(self, bounds: tuple[int, ...]) -> Rows:
         """The sum over each run of nodes between neighbouring bounds: [runs, columns]."""
-        return np.add.reduceat(self.by_node, bounds[:-1])
+        sums: Rows = np.add.reduceat(self.by_node, bounds[:-1])
+        if self.more is None:
+            return sums
+        first, last = np.array(bounds[:-1]), np.array(bounds[1:])
+        stop = np.minimum(last, self.anatomy.after(self.layers)[first])
+        sums += self._more[stop] - self._more[first]
+        return sums
+
+    @cached_property
+    def _more(self) -> Rows:
+        """Of all nodes before each place: [nodes + 1, columns]."""
+        assert self.more is not None
+        return before(self.more[self.anatomy.kind])
+
+    @cached_property
+    def seconds(self) -> Spans:
+        """Those of a micro-batch through each run of nodes: `runs`."""
+        return self.runs(*STEP)
+
+    def runs(self, *columns: int) -> Spans:
+        """The sum of these columns over all nodes between two places of a cut."""
+        places, chosen = self.anatomy.places, list(columns)
+        sums = np.concatenate([[0.0], np.cumsum(self.rows[:, chosen].sum(axis=1)[self.anatomy.kind])])[places]
+        if self.more is None:
+            return Spans(sums)
+        more, stop = self._more[:, chosen].sum(axis=1), self.anatomy.after(self.layers)[places]
+        return Spans(sums, more[places], more[stop], np.searchsorted(places, stop, side="right") - 1)
+
+
+def before(rows: Rows) -> Rows:
+    """The sums of all rows before each place, the end included."""
+    return np.concatenate([np.zeros((1, *rows.shape[1:])), np.cumsum(rows, axis=0)])
 
 
 def split_of(layout: Layout) -> Split:
@@ -191,13 +249,16 @@ def sheet(base: Base, anatomy: Anatomy, layout: Layout, workload: Workload) -> S
             rows[inside, back] += rows[inside, ahead]
         workspace += int(anatomy.block @ base.rows[:, Col.SAVED])
         rows[:, Col.SAVED] = base.full
+    some = layout.full and layout.recompute_layers > 0
     return Sheet(
         anatomy=anatomy,
-        rows=rows,
+        rows=base.rows if some else rows,
         boundary=boundary,
         workspace=workspace,
         logits=_logits(anatomy, layout, workload),
-        shared=_shared(anatomy, layout, workload),
+        shared=shared(anatomy, layout, workload),
+        more=rows - base.rows if some else None,
+        layers=layout.recompute_layers,
     )
 
 
@@ -207,7 +268,7 @@ def _logits(anatomy: Anatomy, layout: Layout, workload: Workload) -> int:
     return sum(local(node, node.shape.dims, layout, workload) for node in ends)
 
 
-def _shared(anatomy: Anatomy, layout: Layout, workload: Workload) -> tuple[int, ...]:
+def shared(anatomy: Anatomy, layout: Layout, workload: Workload) -> tuple[int, ...]:
     nodes = anatomy.graph.nodes
     return tuple(local(nodes[users[0]], slot.dims, layout, workload) for slot, users in anatomy.shared)
 

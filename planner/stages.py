@@ -10,10 +10,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Vector = NDArray[np.float64]
-Places = NDArray[np.intp]
+from .spans import Places, Spans, Vector
+
 Latest = Callable[[int], Places]
 SAME = 1 + 1e-12  # sums of the same seconds in another order
 WIDER = 2.0  # times the slowest run that is looked at, until there is a way
@@ -32,14 +31,15 @@ def cut(
     return None if chosen is None else tuple(places[i] for i in chosen)
 
 
-def evenest(atoms: Vector, count: int, latest: Latest | None = None) -> tuple[int, ...] | None:
+def evenest(atoms: Vector | Spans, count: int, latest: Latest | None = None) -> tuple[int, ...] | None:
     """The bounds of `count` non-empty runs of atoms whose slowest run is as quick as can be.
 
-    Among those, the least sum of squares, so that what is not slowest is even too. `latest(k)[i]` is where run k must
-    end if it begins at atom i: no earlier than if it began earlier. None if there is no way.
-    O(count · len(atoms) · atoms in the longest run), in numpy.
+    `atoms` are the seconds of each, or those of runs of them. Among the ways the least sum of squares, so that what is
+    not slowest is even too. `latest(k)[i]` is where run k must end if it begins at atom i: no earlier than if it began
+    earlier. None if there is no way. O(count · len(atoms) · atoms in the longest run), in numpy.
     """
-    size = len(atoms)
+    runs = atoms if isinstance(atoms, Spans) else Spans.of(atoms)
+    size = len(runs)
     if count > size:
         return None
     if count == 1 and latest is None:
@@ -47,30 +47,37 @@ def evenest(atoms: Vector, count: int, latest: Latest | None = None) -> tuple[in
     ends = [np.full(size, size) if latest is None else latest(k) for k in range(count)]
     if _short(ends):
         return None
-    sums = np.concatenate([[0.0], np.cumsum(atoms)])
-    slowest = _slowest(sums, count)
+    slowest = _slowest(runs, count)
     if latest is None:
-        return _least(sums, ends, slowest, _total)
-    while (bounds := _least(sums, ends, slowest, np.maximum)) is None:
-        if slowest >= sums[-1]:
+        return _least(runs, ends, slowest)
+    whole = float(runs(np.array([0]), np.array([size]))[0])
+    while (bounds := _least(runs, ends, slowest, even=False)) is None:
+        if slowest >= whole:
             return None
         slowest *= WIDER
-    return _least(sums, ends, float(np.diff(sums[list(bounds)]).max()), _total)
+    return _least(runs, ends, float(runs(np.array(bounds[:-1]), np.array(bounds[1:])).max()))
 
 
-def _slowest(sums: Vector, count: int) -> float:
+def _slowest(runs: Spans, count: int) -> float:
     """The seconds of the slowest of so many runs, when it is as quick as can be and nothing limits them."""
-    size = len(sums) - 1
+    size, here = len(runs), np.arange(len(runs))
 
     def feasible(seconds: float) -> bool:
         """Whether runs no slower than this reach the end, when each takes all that it may."""
-        far = (np.searchsorted(sums, sums + seconds * SAME, side="right") - 1).tolist()
+        far = runs.far(seconds * SAME).tolist()
         done = 0
         for _ in range(count):
             done = far[done]
         return bool(done == size)
 
-    seconds = np.unique(np.maximum(sums[:, None] - sums, 0.0))
+    atoms = runs(here, here + 1)
+    longest = float(atoms.max())
+    whole = float(runs(here[:1], here[:1] + size)[0])
+    least, most = max(whole / count, longest), float(atoms.sum()) / count + longest  # runs of the average, and an atom
+    first, last = runs.far(least / SAME**2)[:-1], runs.far(most * SAME)[:-1]
+    ends = first[:, None] + np.arange(int((last - first).max()) + 2)
+    inside = (ends > here[:, None]) & (ends <= np.minimum(last + 1, size)[:, None])
+    seconds = np.sort(runs(np.broadcast_to(here[:, None], ends.shape)[inside], ends[inside]))
     return float(seconds[bisect_left(seconds, True, key=feasible)])
 
 
@@ -84,30 +91,30 @@ def _short(ends: Sequence[Places]) -> bool:
     return True
 
 
-def _total(before: Vector, seconds: Vector) -> Vector:
-    return before + seconds**2
+def _least(runs: Spans, ends: Sequence[Places], slowest: float, *, even: bool = True) -> tuple[int, ...] | None:
+    """The bounds of runs no slower than this, ending where they may: the most even, or the quickest.
 
-
-def _least(
-    sums: Vector, ends: Sequence[Places], slowest: float, join: Callable[[Vector, Vector], Vector]
-) -> tuple[int, ...] | None:
-    """The bounds of runs no slower than this, ending where they may, whose seconds come to the least when joined."""
-    far = np.searchsorted(sums, sums + slowest * SAME, side="right") - 1
-    here = np.arange(len(sums))
-    window = np.arange((far - here).max(), 0, -1)  # [atoms of a run that ends here]: numpy is quick along the last axis
+    The most even have the least sum of squares, the quickest the least maximum.
+    """
+    far = runs.far(slowest * SAME)
+    here = np.arange(len(runs) + 1)
+    window = np.arange(max(1, (far - here).max()), 0, -1)  # atoms of a run that ends here: quick along the last axis
     start = here[:, None] - window
     outside = (start < 0) | (here[:, None] > far[start])
     start = np.maximum(start, 0)
-    seconds = np.where(outside, np.inf, sums[:, None] - sums[start])
+    seconds = np.where(outside, np.inf, runs(start, np.broadcast_to(here[:, None], start.shape)))
+    cost = seconds**2 if even else seconds
     best, back = np.where(here == 0, 0.0, np.inf), []
     for end in ends:
-        reach = np.where(here[:, None] <= end[start], join(best[start], seconds), np.inf)
+        reach = best[start] + cost if even else np.maximum(best[start], cost)
+        if end[0] < len(here) - 1:
+            reach = np.where(here[:, None] <= end[start], reach, np.inf)
         choice = reach.argmin(axis=1)
         back.append(start[here, choice])
         best = reach[here, choice]
     if not np.isfinite(best[-1]):
         return None
-    bounds = [len(sums) - 1]
+    bounds = [len(runs)]
     for began in reversed(back):
         bounds.append(int(began[bounds[-1]]))
     return tuple(reversed(bounds))

@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
+
+FEW = 4  # groups of micro-batches after which a schedule repeats itself
+EXACT = 1e-13  # of a time: seconds that are the same, summed in another order
 
 
 class Step(NamedTuple):
@@ -41,6 +46,7 @@ class Timeline:
     busy: tuple[float, ...]  # by rank: computing
     sending: tuple[float, ...]  # by rank: held up by its own sends
     transfer: tuple[float, ...]  # seconds of what passes from each stage to the next, either way
+    group: int = 0  # micro-batches that a chunk runs before the next one does; 0: as many as there are ranks
 
     @property
     def events(self) -> tuple[tuple[Event, ...], ...]:
@@ -49,7 +55,7 @@ class Timeline:
         return tuple(
             tuple(
                 Event(step, start, start + (self.backward if step.backward else self.forward)[step.stage])
-                for step, start in zip(order(rank, pp, vpp, self.microbatches), starts, strict=True)
+                for step, start in zip(order(rank, pp, vpp, self.microbatches, self.group), starts, strict=True)
             )
             for rank, starts in enumerate(self.starts)
         )
@@ -71,56 +77,59 @@ class Timeline:
         return 1 - (sum(self.busy) + sum(self.sending)) / span if span else 0.0
 
 
-def warmup(rank: int, pp: int, vpp: int, microbatches: int) -> int:
+def warmup(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> int:
     """How many forward steps `rank` runs before its first backward step follows one.
 
-    Source: megatron-core 0.16.1, schedules.py:738, with micro-batch groups of pp as everywhere here.
+    group: micro-batches that a chunk runs before the next one does, here and below; 0 means pp.
+    Source: megatron-core 0.16.1, schedules.py:738.
     """
     ahead = pp - rank - 1
-    return min(ahead if vpp == 1 else 2 * ahead + (vpp - 1) * pp, microbatches * vpp)
+    return min(ahead if vpp == 1 else 2 * ahead + (vpp - 1) * (group or pp), microbatches * vpp)
 
 
-def table(pp: int, vpp: int, microbatches: int) -> tuple[tuple[int, int], ...]:
-    """The (micro-batch, chunk) of each forward step of any rank: groups of pp micro-batches, chunk by chunk.
+def table(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[tuple[int, int], ...]:
+    """The (micro-batch, chunk) of each forward step of any rank: group after group, in each chunk by chunk.
 
     Source: megatron-core 0.16.1, schedules.py:798.
     """
     if vpp == 1:
         return tuple((i, 0) for i in range(microbatches))
-    groups = (range(first, min(first + pp, microbatches)) for first in range(0, microbatches, pp))
+    size = group or pp
+    groups = (range(first, min(first + size, microbatches)) for first in range(0, microbatches, size))
     return tuple((i, chunk) for group in groups for chunk in range(vpp) for i in group)
 
 
-def order(rank: int, pp: int, vpp: int, microbatches: int) -> tuple[Step, ...]:
+def order(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[Step, ...]:
     """The steps of `rank`: warm-up forwards, then forward and backward in turn, then the backwards left over."""
     last = pp * vpp - 1
     return tuple(
         Step(leg, i, False) if leg <= last else Step(2 * last + 1 - leg, i, True)
-        for leg, i in legs(rank, pp, vpp, microbatches)
+        for leg, i in legs(rank, pp, vpp, microbatches, group)
     )
 
 
-@lru_cache(maxsize=1024)
-def legs(rank: int, pp: int, vpp: int, microbatches: int) -> list[tuple[int, int]]:
+@lru_cache(maxsize=256)
+def legs(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> list[tuple[int, int]]:
     """The same as (leg, micro-batch). A micro-batch goes through all stages and back: that many legs, twice."""
-    rows = table(pp, vpp, microbatches)
+    rows = table(pp, vpp, microbatches, group)
     forward = [(chunk * pp + rank, i) for i, chunk in rows]
     backward = [((vpp + chunk + 1) * pp - 1 - rank, i) for i, chunk in rows]
-    ahead = warmup(rank, pp, vpp, microbatches)
+    ahead = warmup(rank, pp, vpp, microbatches, group)
     steady = [step for pair in zip(forward[ahead:], backward, strict=False) for step in pair]
     return forward[:ahead] + steady + backward[len(forward) - ahead :]
 
 
 @lru_cache(maxsize=4096)
-def held(rank: int, pp: int, vpp: int, microbatches: int) -> tuple[tuple[int, ...], ...]:
+def held(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[tuple[int, ...], ...]:
     """The fullest sets of forwards that `rank` ever has in flight: how many of each chunk, no set within another.
 
-    They are those before each backward that follows a forward, and repeat with every group of micro-batches once the
-    warm-up, of two groups at the most, is over.
+    They are those before each backward that follows a forward. Once the warm-up, of two groups at the most, is over,
+    they repeat with every group of micro-batches; the last group may be a smaller one.
     """
-    few = min(microbatches, 4 * pp)
-    chunks = [chunk for _, chunk in table(pp, vpp, few)]
-    ahead = warmup(rank, pp, vpp, few)
+    size = group or pp
+    few = min(microbatches, FEW * size + microbatches % size)
+    chunks = [chunk for _, chunk in table(pp, vpp, few, group)]
+    ahead = warmup(rank, pp, vpp, few, group)
     now = [chunks[:ahead].count(chunk) for chunk in range(vpp)]
     if ahead == len(chunks):
         return (tuple(now),)
@@ -132,8 +141,26 @@ def held(rank: int, pp: int, vpp: int, microbatches: int) -> tuple[tuple[int, ..
     return tuple(sorted(seen))
 
 
+def flights(pp: int, vpp: int, microbatches: int, group: int = 0) -> NDArray[np.int64]:
+    """The same of every rank: [ranks, sets, chunks]; where a rank has fewer sets, the first of them again."""
+    size = (group or pp) if vpp > 1 else pp
+    return _flights(pp, vpp, min(microbatches, FEW * size + microbatches % size), group)
+
+
+@lru_cache(maxsize=1024)
+def _flights(pp: int, vpp: int, microbatches: int, group: int) -> NDArray[np.int64]:
+    every = [held(rank, pp, vpp, microbatches, group) for rank in range(pp)]
+    most = max(map(len, every))
+    return np.array([[*sets, *[sets[0]] * (most - len(sets))] for sets in every], dtype=np.int64)
+
+
 def replay(
-    forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float], pp: int, microbatches: int
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: Sequence[float],
+    pp: int,
+    microbatches: int,
+    group: int = 0,
 ) -> Timeline:
     """Each step starts as soon as its rank is free and its input is there, in the rank's order.
 
@@ -142,11 +169,92 @@ def replay(
     exchange); several: it sends while it computes (`overlap_p2p_comm`, the only setting that is right there).
     """
     stages = len(forward)
+    starts = _starts(forward, backward, transfer, pp, microbatches, group)
+    return Timeline(
+        microbatches=microbatches,
+        starts=tuple(map(tuple, starts)),
+        forward=tuple(forward),
+        backward=tuple(backward),
+        busy=tuple(microbatches * (sum(forward[r::pp]) + sum(backward[r::pp])) for r in range(pp)),
+        sending=sending(transfer[: stages - 1], pp, microbatches),
+        transfer=tuple(transfer[: stages - 1]),
+        group=group,
+    )
+
+
+def sending(transfer: Sequence[float], pp: int, microbatches: int) -> tuple[float, ...]:
+    """How long each rank is held up by its own sends: with several chunks, not at all."""
+    if len(transfer) + 1 > pp:
+        return (0.0,) * pp
+    return tuple(microbatches * sum(transfer[max(0, r - 1) : min(r + 1, pp - 1)]) for r in range(pp))
+
+
+def finish(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: Sequence[float],
+    pp: int,
+    microbatches: int,
+    group: int = 0,
+) -> tuple[float, ...]:
+    """When each rank ends its last step: what `replay` says, sooner.
+
+    Steps depend on sums and maxima alone, so that once all steps of two groups come a constant later than those of the
+    groups before, every later group does: those between are left out.
+    """
+    vpp = len(forward) // pp
+    period = 1 if vpp == 1 else group or pp
+    rest = microbatches % period
+    few = rest + period * (-(-warmup(0, pp, vpp, microbatches, group) // (vpp * period)) + WINDOW * SETTLED)
+    times = (forward, backward, transfer, pp)
+    while few < microbatches * WORTH:
+        starts = _starts(*times, few, group)
+        late = _late(starts, [warmup(r, pp, vpp, few, group) for r in range(pp)], vpp * (few - rest), vpp * period)
+        if late is not None:
+            more = late * ((microbatches - few) // period)
+            return tuple(begun[-1] + backward[rank] + more for rank, begun in enumerate(starts))
+        few += period * (-(-3 * few // period))
+    return tuple(b[-1] + backward[rank] for rank, b in enumerate(_starts(*times, microbatches, group)))
+
+
+WINDOW = 4  # periods that must be alike: two, and as many again before
+SETTLED = 2  # times that many before it is looked
+WORTH = 0.7  # of all micro-batches: more are better replayed
+
+
+def _late(starts: Sequence[Sequence[float]], ahead: Sequence[int], forwards: int, period: int) -> float | None:
+    """How much later each group's steps start than those of the group before, if all do by the same seconds.
+
+    It is asked of the last groups of the steady phase, of which the first `forwards` forwards are full ones.
+    """
+    late: float | None = None
+    for begun, first in zip(starts, ahead, strict=True):
+        stop = first + 2 * (forwards - first)
+        recent = np.array(begun[max(first, stop - WINDOW * 2 * period) : stop])
+        if len(recent) < 6 * period:
+            return None
+        apart = recent[2 * period :] - recent[: -2 * period]
+        late = float(apart[0]) if late is None else late
+        if np.abs(apart - late).max() > EXACT * recent[-1]:
+            return None
+    return late
+
+
+def _starts(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: Sequence[float],
+    pp: int,
+    microbatches: int,
+    group: int,
+) -> list[list[float]]:
+    """When each step of each rank starts."""
+    stages = len(forward)
     vpp = stages // pp
     seconds = (*forward, *reversed(backward))
     hops = (*transfer[: stages - 1], 0.0, *reversed(transfer[: stages - 1]), 0.0)
     ranks = [*range(pp)] * vpp + [*reversed(range(pp))] * vpp + [0]
-    orders = [legs(rank, pp, vpp, microbatches) for rank in range(pp)]
+    orders = [legs(rank, pp, vpp, microbatches, group) for rank in range(pp)]
     arrived: list[list[float | None]] = [[None] * microbatches for _ in range(2 * stages + 1)]
     arrived[0] = [0.0] * microbatches
     starts: list[list[float]] = [[] for _ in orders]
@@ -174,17 +282,7 @@ def replay(
                 ready.append(after)
         free[rank] = now
     assert all(len(s) == len(o) for s, o in zip(starts, orders, strict=True)), "a schedule in which ranks wait forever"
-    return Timeline(
-        microbatches=microbatches,
-        starts=tuple(map(tuple, starts)),
-        forward=tuple(forward),
-        backward=tuple(backward),
-        transfer=tuple(transfer[: stages - 1]),
-        busy=tuple(microbatches * (sum(forward[r::pp]) + sum(backward[r::pp])) for r in range(pp)),
-        sending=tuple(
-            microbatches * sum(transfer[max(0, r - 1) : min(r + 1, stages - 1)]) if vpp == 1 else 0.0 for r in range(pp)
-        ),
-    )
+    return starts
 
 
 def bound(seconds: Sequence[float], pp: int, microbatches: int) -> float:

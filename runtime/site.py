@@ -77,6 +77,7 @@ def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "microbatch_group_size_per_vp_stage": layout.group if layout.vpp > 1 else None,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,

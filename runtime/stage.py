@@ -57,7 +57,7 @@ class Stage(MegatronModule):
     returns hidden states, or on the last stage the loss of each token [batch, seq] in fp32.
     """
 
-    def __init__(self, graph: Graph, chunk: Chunk, site: Site, recompute: Recompute) -> None:
+    def __init__(self, graph: Graph, chunk: Chunk, site: Site, recompute: Recompute, layers: int = 0) -> None:
         super().__init__(site.config)
         self.graph, self.grid = graph, site.grid
         self.model_type = ModelType.encoder_or_decoder
@@ -66,7 +66,7 @@ class Stage(MegatronModule):
         self.reads = () if self.pre_process else graph.crossing[chunk.start]
         self.writes = graph.outputs if self.post_process else graph.crossing[chunk.stop]
         nodes = [n for n in graph.nodes[chunk.start : chunk.stop] if not n.input]
-        self.segments = segments(nodes, self.writes, recompute)
+        self.segments = segments(nodes, self.writes, recompute, layers)
         self.modules_of = nn.ModuleDict({_key(n): build.module(n, site) for n in nodes})
         self.received: Tensor | None = None
         self.tie = tied(graph)
@@ -205,15 +205,20 @@ def tied(graph: Graph) -> tuple[Node, Node] | None:
     return None
 
 
-def segments(nodes: list[Node], outputs: tuple[str, ...], recompute: Recompute) -> tuple[Segment, ...]:
-    """The nodes in runs: with full recompute one for each block of a repeat, else one in all."""
+def segments(nodes: list[Node], outputs: tuple[str, ...], recompute: Recompute, layers: int = 0) -> tuple[Segment, ...]:
+    """The nodes in runs: with full recompute one for each block of a repeat, else one in all.
+
+    layers: how many of these blocks are computed again, from the first on; 0 means all.
+    """
     full = recompute is Recompute.FULL
     runs = [tuple(g) for _, g in groupby(nodes, key=lambda n: n.block if full else None)]
+    blocks = [run[0].block for run in runs if run[0].block is not None]
+    again = set(blocks[: layers or None]) if full else set()
     out = []
     for i, run in enumerate(runs):
         own = {n.name for n in run}
         reads = tuple(dict.fromkeys(name for n in run for name in n.inputs if name not in own))
         later = {name for r in runs[i + 1 :] for n in r for name in n.inputs} | set(outputs)
         writes = tuple(n.name for n in run if n.name in later)
-        out.append(Segment(run, full and run[0].block is not None, reads, writes))
+        out.append(Segment(run, run[0].block in again, reads, writes))
     return tuple(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 
 import pytest
@@ -28,8 +29,9 @@ from megaloom.dsl import (
 from megaloom.dsl.find import find
 from megaloom.dsl.graph import Graph, graph
 from megaloom.planner.cluster import cluster
+from megaloom.planner.columns import Layouts
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
-from megaloom.planner.rules import RULES, SENSE, divisors, violations
+from megaloom.planner.rules import RULES, SENSE, divisors, legal, violations
 
 
 @cache
@@ -65,7 +67,19 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
     ("gpt2", {"pp": 64}, {}, "stages", "pp 28 would, with vpp 1", {"pp": 28}),
     ("gpt2", {"dp": 3}, {}, "batch", "a batch of 63 or 66 would", {}),
     ("gpt2", {"micro_batch": 3}, {}, "batch", "or a micro-batch of 2 or 4", {"micro_batch": 4}),
-    ("gpt2", {"pp": 3, "vpp": 2}, {}, "vpp-microbatches", "vpp 1 would, or a batch of 63 or 66", {"vpp": 1}),
+    (
+        "gpt2",
+        {"pp": 3, "vpp": 2},
+        {},
+        "vpp-microbatches",
+        "a microbatch_group of 64, or a batch of 63",
+        {"vpp": 1},
+    ),
+    ("gpt2", {"pp": 3, "vpp": 2}, {}, "vpp-microbatches", "vpp 1 would", {"microbatch_group": 64}),
+    ("gpt2", {"pp": 4, "vpp": 2, "microbatch_group": 3}, {}, "microbatch-group", "of 4 would", {"microbatch_group": 4}),
+    ("gpt2", {"pp": 4, "vpp": 2, "microbatch_group": 7}, {}, "microbatch-group", "6 or 8", {"microbatch_group": 6}),
+    ("gpt2", {"pp": 4, "microbatch_group": 4}, {}, "microbatch-group", "0 would", {"microbatch_group": 0}),
+    ("gpt2", {"recompute_layers": 1}, {}, "recompute-layers", "or 0 for all", {"recompute": Recompute.FULL}),
     ("gpt2", {"pp": 4, "vpp": 2}, {"batch": 2}, "vpp-microbatches", "or a batch of 4", {"vpp": 1}),
     ("gpt2", {"cp": 4}, {"seq": 1020}, "seq", "a sequence of 1016 or 1024 would", {"cp": 2}),
     ("gpt2", {"cp": 4, "tp": 4, "sequence_parallel": True}, {"seq": 1000}, "seq", "of 992 or 1024", {"cp": 1}),
@@ -140,6 +154,28 @@ def test_a_precision_without_a_figure() -> None:
     machine = evolve(machine, device=evolve(machine.device, flops={"bf16": 1e15}))
     workload = Workload(seq=64, batch=8, precision=Precision.FP32)
     assert [v.rule for v in violations(Layout(), example("gpt2"), workload, machine)] == ["precision"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b", "llama3-8b"])
+def test_the_rules_say_the_same_of_many_layouts(name: str) -> None:
+    draw = random.Random(name)
+    degrees = [1, 2, 3, 4, 6, 8, 12, 16]
+    layouts = [
+        Layout(
+            **{axis: draw.choice(degrees) for axis in ("dp", "tp", "pp", "vpp", "cp", "ep", "etp", "micro_batch")},
+            sequence_parallel=draw.random() < 0.5,
+            recompute=draw.choice(list(Recompute)),
+            recompute_layers=draw.choice([0, 0, 1, 2]),
+            microbatch_group=draw.choice([0, 0, 2, 4, 6]),
+        )
+        for _ in range(2000)
+    ]
+    layouts += [evolve(Layout(), **{axis: n}) for axis in ("dp", "tp", "pp", "cp") for n in degrees]
+    for count in (1, 8, 12, 16):
+        machine, work = evolve(cluster("1xH100"), count=count), Workload(seq=1024, batch=48)
+        said = legal(Layouts.of(layouts), example(name), work, machine)
+        assert said.tolist() == [not violations(x, example(name), work, machine) for x in layouts]
+        assert said.any()
 
 
 @given(st.data())

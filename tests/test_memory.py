@@ -18,8 +18,7 @@ from megaloom.planner import memory, timeline
 from megaloom.planner.cluster import GiB, cluster
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
 from megaloom.planner.price import Pricer, price
-from megaloom.planner.rules import violations
-from megaloom.planner.space import candidates
+from megaloom.planner.space import places, variants
 
 N = st.integers(0, 10**9)
 MODELS = {
@@ -66,8 +65,8 @@ def test_activations_are_those_of_the_fullest_moment(pp: int, vpp: int, rounds: 
 
 def legal(name: str) -> tuple[Pricer, list[Layout]]:
     pricer = Pricer(graph(MODELS[name]), cluster("8xH100"), WORK)
-    every = candidates(pricer.graph, pricer.cluster, WORK, {})
-    return pricer, [x for x in every if not violations(x, pricer.graph, WORK, pricer.cluster)]
+    found, _ = variants(pricer.graph, WORK, places(pricer.graph, pricer.cluster, WORK, {}), {})
+    return pricer, [found[i] for i in range(len(found))]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -50,6 +50,11 @@ LAYOUTS = {
         "tiny_gpt",
         Layout(tp=2, sequence_parallel=True, pp=2, recompute=Recompute.FULL),
     ),
+    "recompute full of the first block of each stage, PP2": (
+        "deep_llama",
+        Layout(pp=2, recompute=Recompute.FULL, recompute_layers=1),
+    ),
+    "PP2 VPP2, groups of 3": ("deep_llama", Layout(pp=2, vpp=2, microbatch_group=3)),
     "recompute selective, CP2": ("tiny_llama", Layout(cp=2, recompute=Recompute.SELECTIVE)),
 }
 

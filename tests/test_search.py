@@ -15,11 +15,13 @@ from megaloom.examples.llama3 import llama, llama3_8b, llama3_70b
 from megaloom.examples.mixtral import mixtral
 from megaloom.examples.stdlib_gpt import stdlib_gpt
 from megaloom.planner.cluster import Cluster, cluster
+from megaloom.planner.field import Field
+from megaloom.planner.floors import Floors
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
 from megaloom.planner.price import Pricer
 from megaloom.planner.rules import violations
 from megaloom.planner.search import KEEP, SAME, Found, plan, search
-from megaloom.planner.space import candidates, options, worthwhile
+from megaloom.planner.space import variants
 
 DENSE = llama("tiny-llama", layers=4, heads=6, kv_heads=3, embed=96, ff=192, vocab=512)
 TIED = gpt("tiny-gpt", layers=4, heads=4, embed=64, vocab=512, seq=64)
@@ -53,9 +55,14 @@ def found(model: Model, machine: str | Cluster, work: Workload = WORK, **fixed: 
 )
 def test_nothing_legal_that_fits_is_quicker(model: Model, machine: Cluster) -> None:
     pricer = Pricer(graph(model), machine, WORK)
-    legal = [x for x in candidates(pricer.graph, machine, WORK, {}) if not violations(x, pricer.graph, WORK, machine)]
-    every = sorted(p.seconds for x in legal if worthwhile(x, pricer) and (p := pricer.price(x)).placed.fits)
-    best = [p.seconds for p in search(pricer, options(pricer, {}))]
+    among = Field(pricer, {})
+    layouts, place = variants(pricer.graph, WORK, among.at, {})
+    legal = [layouts[i] for i in range(len(layouts))]
+    assert len(legal) == among.count
+    assert not any(violations(x, pricer.graph, WORK, machine) for x in legal)
+    worth = Floors(among.at, pricer.book).worthwhile(layouts, place)
+    every = sorted(p.seconds for x, w in zip(legal, worth, strict=True) if w and (p := pricer.price(x)).placed.fits)
+    best = [p.seconds for p in search(among)]
     assert len(every) > 2
     assert best == every[:KEEP]
     assert len(every) < len(legal)  # the memory ruled some out
