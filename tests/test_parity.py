@@ -54,7 +54,7 @@ LAYOUTS = {
         "deep_llama",
         Layout(pp=2, recompute=Recompute.FULL, recompute_layers=1),
     ),
-    "PP2 VPP2, groups of 3": ("deep_llama", Layout(pp=2, vpp=2, microbatch_group=3)),
+    "PP2 VPP2, groups of 4": ("deep_llama", Layout(pp=2, vpp=2, microbatch_group=4)),
     "recompute selective, CP2": ("tiny_llama", Layout(cp=2, recompute=Recompute.SELECTIVE)),
 }
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,44 +31,93 @@ def pipelines(draw: st.DrawFn) -> tuple[int, int, int, list[float], list[float],
     return pp, vpp, microbatches, *times
 
 
-def cases() -> list[tuple[int, int, int]]:
-    return [
-        (p, v, m)
-        for p in range(1, 9)
-        for v in ((1, 2, 3, 4) if p > 1 else (1,))
-        for m in range(1, 33)
-        if v == 1 or m % p == 0
-    ]
+def grouped(pp: int, microbatches: int) -> list[int]:
+    """Every group size that megatron-core takes (schedules.py:996)."""
+    return [g for g in range(pp, microbatches + 1) if not 0 < microbatches % g < pp]
 
 
-def test_warmup_and_order_are_megatron_cores() -> None:
+def cases(most: int, chunks: int, microbatches: int) -> Iterator[tuple[int, int, int, int]]:
+    """(pp, vpp, micro-batches, group)"""
+    for p in range(1, most + 1):
+        for m in range(1, microbatches + 1):
+            yield p, 1, m, 0
+            for g in grouped(p, m) if p > 1 else ():
+                for v in range(2, chunks + 1):
+                    yield p, v, m, g
+
+
+def few() -> list[tuple[int, int, int, int]]:
+    """All small cases, and 400 of all up to 16 ranks, 8 chunks and 64 micro-batches."""
+    return [*cases(4, 3, 12), *random.Random(7).sample(list(cases(16, 8, 64)), 400)]
+
+
+def test_warmup_and_tables_are_megatron_cores() -> None:
+    """For every rank of up to 16, with up to 8 chunks, 64 micro-batches and every legal size of their groups."""
     device.prepare()  # once imported without, megatron-core could not be made ready for the tests that run after
     from megatron.core.pipeline_parallel import schedules
 
-    for p, v, m in cases():
+    tables = {(v, m, g) for _, v, m, g in cases(16, 8, 64)}
+    for v, m, g in tables:
+        assert list(timeline.table(1, v, m, g)) == schedules.get_schedule_table(m, v, g or m)
+    group = SimpleNamespace(size=lambda: group.ranks, rank=lambda: group.mine)
+    talk = SimpleNamespace(pp_group=group)
+    for p, v, m, g in cases(16, 8, 64):
+        group.ranks, talk.virtual_pipeline_model_parallel_size = p, v if v > 1 else None
         for rank in range(p):
-            group = SimpleNamespace(size=lambda p=p: p, rank=lambda rank=rank: rank)
-            talk = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=v if v > 1 else None)
-            total, _, ahead, remaining = schedules.get_pp_rank_microbatches(m, v, p, p2p_communicator=talk)
-            assert timeline.warmup(rank, p, v, m) == ahead
-            rows = schedules.get_schedule_table(m, v, p if v > 1 else m)
-            steps = timeline.order(rank, p, v, m)
-            forward = [(s.microbatch, s.stage // p) for s in steps if not s.backward]
-            backward = [(s.microbatch, v - 1 - s.stage // p) for s in steps if s.backward]
-            assert forward == rows
-            assert backward == rows
-            assert len(steps) == 2 * total
-            kinds = [s.backward for s in steps]
-            assert kinds == [False] * ahead + [False, True] * remaining + [True] * ahead
+            group.mine = rank
+            _, _, ahead, _ = schedules.get_pp_rank_microbatches(m, v, g or m, p2p_communicator=talk)
+            assert timeline.warmup(rank, p, v, m, g) == ahead
+
+
+def test_order_and_flights_are_megatron_cores() -> None:
+    """What a rank does is megatron-core's order, and what it keeps meanwhile follows from that."""
+    device.prepare()
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
+
+    for p, v, m, g in few():
+        rows = schedules.get_schedule_table(m, v, g or m)
+        for rank in range(p):
+            ahead = timeline.warmup(rank, p, v, m, g)
+            order = convert_schedule_table_to_order(ahead, v, rows)
+            steps = timeline.order(rank, p, v, m, g)
+            assert [(s.stage // p + 1) * (-1 if s.backward else 1) for s in steps] == order
+            assert [(s.microbatch, s.stage // p) for s in steps if not s.backward] == rows
+            assert [(s.microbatch, v - 1 - s.stage // p) for s in steps if s.backward] == rows
             assert all(s.stage % p == rank for s in steps)
+            assert set(timeline.held(rank, p, v, m, g)) == fullest(order, v)
+
+
+def fullest(order: Sequence[int], chunks: int) -> set[tuple[int, ...]]:
+    """The sets in flight, by chunk, before each backward that follows a forward."""
+    now, found, before = [0] * chunks, set(), 0
+    for step in order:
+        if step < 0 < before:
+            found.add(tuple(now))
+        now[abs(step) - 1] += 1 if step > 0 else -1
+        before = step
+    return found
 
 
 def test_micro_batches_in_flight() -> None:
-    for p, v, m in cases():
+    for p, v, m, g in few():
         for rank in range(p):
-            most = max(map(sum, timeline.held(rank, p, v, m)))
-            closed = p - rank if v == 1 else 2 * (p - rank - 1) + (v - 1) * p + 1
+            most = max(map(sum, timeline.held(rank, p, v, m, g)))
+            closed = p - rank if v == 1 else 2 * (p - rank - 1) + (v - 1) * g + 1
             assert most == min(closed, m * v)
+
+
+@given(pipelines())
+def test_the_end_is_foreseen(case: Any) -> None:
+    """What `finish` leaves out changes nothing, for few micro-batches and for many."""
+    pp, vpp, microbatches, forward, backward, transfer = case
+    for m in (microbatches, 40 * pp):
+        for group in (0, 2 * pp) if vpp > 1 and m % (2 * pp) == 0 else (0,):
+            ends = replay(forward, backward, transfer, pp, m, group).ends
+            assert np.allclose(timeline.finish(forward, backward, transfer, pp, m, group), ends, rtol=1e-11, atol=0)
+            even = [1.0] * (pp * vpp)
+            ends = replay(even, even, [0.01] * (pp * vpp), pp, m, group).ends
+            assert np.allclose(timeline.finish(even, even, [0.01] * (pp * vpp), pp, m, group), ends, rtol=1e-11, atol=0)
 
 
 @given(pipelines())
