@@ -1,0 +1,76 @@
+"""How long searches take: `python benchmarks/search.py`, seconds of one core (processor time, with what is imported).
+
+scored: every legal layout of GPT-3 175B on 1,024 H100 gets its bounds, seconds and bytes, none left out beforehand.
+plans: `plan` end to end in a process of its own, its output included; twice, the quicker one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from time import process_time
+
+import numpy as np
+
+from megaloom.dsl import graph
+from megaloom.dsl.find import find
+from megaloom.planner import Workload, cluster
+from megaloom.planner.book import Book
+from megaloom.planner.floors import Floors
+from megaloom.planner.practice import OWN
+from megaloom.planner.sheet import anatomy
+from megaloom.planner.space import places, variants
+
+PLANS = (
+    ("--help",),
+    ("llama3-8b", "--gpus", "8xH100"),
+    ("gpt3-175b", "--gpus", "1024xH100", "--seq", "2048", "--batch", "1536"),
+    ("deepseek-v3", "--gpus", "2048xH100", "--seq", "4096", "--batch", "8192"),
+    ("deepseek-v3", "--gpus", "16384xH100", "--seq", "4096", "--batch", "16384"),
+)
+AT_ONCE = 1000  # places
+
+
+def scored() -> tuple[int, int, float]:
+    """How many layouts were scored, how many of them may fit, and in how many seconds."""
+    began = process_time()
+    g, machine, work = graph(find("gpt3-175b")[0]), cluster("1024xH100"), Workload(seq=2048, batch=1536)
+    at = places(g, machine, work, {})
+    floors = Floors(at, Book(anatomy(g), work, machine, OWN))
+    count = fit = 0
+    for first in range(0, len(at), AT_ONCE):
+        which = np.arange(first, min(first + AT_ONCE, len(at)))
+        layouts, place = variants(g, work, at.take(which), {})
+        seconds, nbytes = floors.bound(layouts, which[place])
+        count += len(seconds)
+        fit += int(np.count_nonzero(nbytes <= machine.device.nbytes))
+    return count, fit, process_time() - began
+
+
+def planned(*given: str) -> float:
+    """Seconds of a `plan` from its start to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = os.times()
+        command = [
+            sys.executable,
+            "-m",
+            "megaloom.planner.cli",
+            *given,
+            *(("-o", f"{folder}/plan.json") * (given[0] != "--help")),
+        ]
+        subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def main() -> None:
+    count, fit, seconds = scored()
+    print(f"scored  {count:,} legal layouts of gpt3-175b on 1024xH100, of which {fit:,} may fit: {seconds:.2f} s")
+    for given in PLANS:
+        print(f"plan {' '.join(given):<70}{min(planned(*given) for _ in range(2)):>8.2f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
