@@ -1,0 +1,71 @@
+"""The search finds what pricing every legal layout finds, on small instances drawn at random."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaloom.dsl.graph import Graph, graph
+from megaloom.examples.gpt2 import gpt
+from megaloom.examples.llama3 import llama
+from megaloom.examples.mixtral import mixtral
+from megaloom.planner.cluster import Cluster, cluster
+from megaloom.planner.field import Field
+from megaloom.planner.floors import Floors
+from megaloom.planner.layout import Layout, Workload
+from megaloom.planner.price import Pricer
+from megaloom.planner.rules import violations
+from megaloom.planner.search import KEEP, search
+from megaloom.planner.space import variants
+
+INSTANCES = 60
+
+
+@cache
+def model(kind: str, layers: int) -> Graph:
+    match kind:
+        case "tied":
+            return graph(gpt("tied", layers=layers, heads=4, embed=64, vocab=512, seq=64))
+        case "sparse":
+            return graph(mixtral("sparse", layers=layers, heads=4, kv_heads=2, embed=64, ff=96, experts=4, vocab=512))
+    return graph(llama("dense", layers=layers, heads=6, kv_heads=3, embed=96, ff=192, vocab=512))
+
+
+def machine(count: int, kib: int) -> Cluster:
+    """Devices with just so much memory for tensors."""
+    named = cluster(f"{count}xH100")
+    device = evolve(named.device, name="small", nbytes=kib * 2**10, context_nbytes=0, library_nbytes=0)
+    return evolve(named, device=device, **{s: evolve(getattr(named, s), group_nbytes=0) for s in ("intra", "inter")})
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> tuple[Graph, Cluster, Workload]:
+    kind, layers = draw(st.sampled_from(["dense", "tied", "sparse"])), draw(st.integers(1, 4))
+    count = draw(st.integers(1, 6))
+    batch = count * draw(st.integers(1, 4))
+    work = Workload(seq=draw(st.sampled_from([24, 48, 64])), batch=batch)
+    return model(kind, layers), machine(count, draw(st.integers(2000, 40000))), work
+
+
+def legal(among: Field) -> list[Layout]:
+    """Every layout of the search's space, by its rules alone."""
+    g, work = among.pricer.graph, among.pricer.workload
+    found, place = variants(g, work, among.at, among.fixed)
+    worth = Floors(among.at, among.pricer.book).worthwhile(found, place)
+    assert len(found) == among.count
+    return [found[i] for i in range(len(found)) if worth[i]]
+
+
+@settings(max_examples=INSTANCES)
+@given(instances())
+def test_the_search_equals_brute_force(case: tuple[Graph, Cluster, Workload]) -> None:
+    g, devices, work = case
+    among = Field(Pricer(g, devices, work), {})
+    every = legal(among)
+    assert not any(violations(x, g, work, devices) for x in every)
+    apart = Pricer(g, devices, work)  # knows nothing of what the search has found
+    priced = sorted(p.seconds for x in every if (p := apart.price(x)).placed.fits)
+    assert [p.seconds for p in search(among)] == priced[:KEEP]
