@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from attrs import asdict, frozen
 from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Parameter
 
-from .layout import Precision, Recompute, Workload
+from .layout import Layout, Precision, Recompute, Workload
 
 if TYPE_CHECKING:
     from megaloom.dsl.graph import Graph, Model
@@ -31,6 +31,18 @@ def whole(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) ->
         for token in argument.tokens:
             if argument.hint in (int, int | None) and "." in token.value:
                 raise CoercionError(argument=argument, token=token, target_type=int)
+
+
+def share(kind: type, tokens: Sequence[Any]) -> float:
+    """A share of the whole, from `10%` or `0.1`."""
+    text = tokens[0].value
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise CoercionError(msg=f"{text!r} is no share of the memory: 10% or 0.1 is", token=tokens[0], target_type=kind)
+    return value
 
 
 app = App(
@@ -69,6 +81,10 @@ class Fixed:
     """Sequences a micro-batch."""
     recompute: Recompute | None = None
     """What the backward pass computes again."""
+    recompute_layers: int | None = None
+    """Under full recompute, how many blocks of each stage; 0: all."""
+    microbatch_group: int | None = None
+    """Micro-batches that a chunk runs before the next one does; 0: as many as pp."""
     distributed_optimizer: bool | None = None
     """Divide the optimizer's state over data-parallel ranks."""
 
@@ -86,12 +102,14 @@ def plan(
     batch: int | None = None,
     precision: Precision = Precision.BF16,
     fixed: Fixed = FREE,
+    memory_headroom: Annotated[float, Parameter(converter=share)] = 0.05,
+    lint: Annotated[bool, Parameter(negative="")] = False,
     top: int = 5,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     output: Annotated[str | None, Parameter(name=["-o", "--output"])] = None,
     html: str | None = None,
     trace: str | None = None,
-) -> None:
+) -> int | None:
     """Find the best layout of a model over a cluster, say why, and write it as a plan that `megaloom train` runs.
 
     Parameters
@@ -108,6 +126,10 @@ def plan(
         Sequences a step, over all devices. [default: 8 a device, fewer beyond 128 devices]
     precision
         What activations and matrix products are computed in.
+    memory_headroom
+        What a plan leaves free of each device: 10%.
+    lint
+        Search nothing: say which rules the layout given breaks; without one, which rules there are.
     top
         How many layouts to show.
     as_json
@@ -135,7 +157,9 @@ def plan(
         batch=default_batch(machine) if batch is None else batch,
         precision=precision,
     )
-    found = _search(declared, machine, workload, ref, fixed)
+    if lint:
+        return _lint(graph(declared), machine, workload, fixed)
+    found = _search(declared, machine, workload, ref, fixed, memory_headroom)
     target = output or ("" if as_json else "plan.json")
     if target:
         save(found.best, target)
@@ -150,19 +174,49 @@ def plan(
         _tell(found, declared, top, assumed, target)
         for picture in filter(None, (html, trace)):
             print(f"wrote {picture}")
+    return None
 
 
-def _search(declared: Model, machine: Cluster, workload: Workload, ref: str, fixed: Fixed) -> Found:
+def given(fixed: Fixed) -> dict[str, Any]:
+    """What the user has decided."""
+    return {name: value for name, value in asdict(fixed, recurse=False).items() if value is not None}
+
+
+def _lint(g: Graph, machine: Cluster, workload: Workload, fixed: Fixed) -> int:
+    """2 if the layout breaks a rule. Without a layout the rules are shown."""
+    from .lint import listed, told
+
+    if not given(fixed):
+        print(listed())
+        return 0
+    broken = told(g, machine, workload, given(fixed))
+    print(broken or "no rule is broken")
+    return 2 if broken else 0
+
+
+def _search(declared: Model, machine: Cluster, workload: Workload, ref: str, fixed: Fixed, free: float) -> Found:
     """The search, with a sign of life where somebody watches."""
     from rich.console import Console
 
     from .search import plan as search
 
-    chosen = {name: value for name, value in asdict(fixed, recurse=False).items() if value is not None}
     console = Console(stderr=True)
-    watched = console.status(f"searching the layouts of {declared.name} on {machine} ...", spinner="line")
+    doing = f"searching the layouts of {declared.name} on {machine} ..."
+    watched = console.status(doing, spinner="line")
+
+    def tell(layout: Layout, seconds: float) -> None:
+        watched.update(f"{doing} so far {layout}: {seconds:.3g} s a step")
+
     with watched if console.is_terminal else nullcontext():
-        return search(declared, machine, workload, ref=ref, fixed=chosen)
+        return search(
+            declared,
+            machine,
+            workload,
+            ref=ref,
+            fixed=given(fixed),
+            headroom=free,
+            tell=tell if console.is_terminal else None,
+        )
 
 
 def default_seq(g: Graph) -> int:

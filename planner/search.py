@@ -6,8 +6,9 @@ until no other can be among the best: the result is exact, as far as the price i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
+from math import inf
 from time import perf_counter
 
 import numpy as np
@@ -19,6 +20,7 @@ from megaloom.dsl.graph import Model, fingerprint, graph
 from .cluster import Cluster
 from .columns import Column, Layouts
 from .field import Field
+from .fit import HEADROOM
 from .layout import Layout, Recompute, Workload
 from .misses import checked, nothing_fits, nothing_legal
 from .neighbours import judged
@@ -34,6 +36,7 @@ __all__ = ["Found", "Rejected", "plan", "price", "search"]
 KEEP = 10  # plans of a search, the best included
 AT_ONCE = 32  # places whose layouts are looked at together
 ROUNDING = 1 - 1e-10  # bounds and prices add up the same seconds in different orders
+Tell = Callable[[Layout, float], None]
 SAME = 1.001  # a step that is this little longer is as good, and the simpler layout wins
 
 
@@ -47,21 +50,31 @@ class Found:
     seconds: float
 
 
-def plan(model: Model, cluster: Cluster, workload: Workload, *, ref: str, fixed: Fixed | None = None) -> Found:
+def plan(
+    model: Model,
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    ref: str,
+    fixed: Fixed | None = None,
+    headroom: float = HEADROOM,
+    tell: Tell | None = None,
+) -> Found:
     """The quickest layout that is legal and fits the memory; `ref` says where the model is found again.
 
+    headroom: the share of each device's memory that is left free. tell: is given each layout that is the best so far.
     Raises UserError if what is fixed breaks a rule, or if nothing fits: then with the nearest miss.
     """
     began = perf_counter()
     chosen = checked(fixed or {})
     for wrong in senseless(Layout(**chosen), graph(model), workload, cluster):
         raise UserError(str(wrong))
-    pricer = Pricer(graph(model), cluster, workload)
+    pricer = Pricer(graph(model), cluster, workload, headroom=headroom)
     among = Field(pricer, chosen)
     count = among.count
     if not count:
         raise UserError(nothing_legal(pricer, chosen))
-    found = search(among)
+    found = search(among, tell=tell)
     if not found:
         raise UserError(nothing_fits(pricer, among))
     best, *others = simplest_first(found)
@@ -89,13 +102,13 @@ def plan(model: Model, cluster: Cluster, workload: Workload, *, ref: str, fixed:
     )
 
 
-def search(among: Field, keep: int = KEEP) -> list[Priced]:
+def search(among: Field, keep: int = KEEP, tell: Tell | None = None) -> list[Priced]:
     """The `keep` quickest of these layouts that fit the memory, quickest first.
 
     Best first: of all layouts the one whose bound is the least is looked at more closely, so that what is dear to
     know (cuts, replays) is asked only of those that nothing cheaper rules out.
     """
-    queue, found = _Queue(among), list[Priced]()
+    queue, found, best = _Queue(among), list[Priced](), inf
     while len(found) < keep and (top := queue.pop()) is not None:
         seconds, what = top
         if isinstance(what, Priced):
@@ -104,6 +117,9 @@ def search(among: Field, keep: int = KEEP) -> list[Priced]:
         step = next(what, None)
         if isinstance(step, Priced):
             queue.push(step.seconds, step)
+            if tell and step.seconds < best:
+                best = step.seconds
+                tell(step.layout, best)
         elif step is not None:
             queue.push(max(seconds, ROUNDING * step), what)
     return found

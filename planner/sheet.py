@@ -269,6 +269,7 @@ def _logits(anatomy: Anatomy, layout: Layout, workload: Workload) -> int:
 
 
 def shared(anatomy: Anatomy, layout: Layout, workload: Workload) -> tuple[int, ...]:
+    """The elements on one device of each weight that several nodes share."""
     nodes = anatomy.graph.nodes
     return tuple(local(nodes[users[0]], slot.dims, layout, workload) for slot, users in anatomy.shared)
 
