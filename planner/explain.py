@@ -75,12 +75,12 @@ def layout_table(plan: Plan) -> Table:
         "seq": str(w.seq),
         "TP": str(x.tp),
         "PP": str(x.pp),
-        "VP": str(x.vpp),
+        "VP": str(x.vpp) if not x.microbatch_group else f"{x.vpp}, groups of {x.microbatch_group}",
         "CP": str(x.cp),
         "EP": str(x.ep) if x.etp == 1 else f"{x.ep} x ETP {x.etp}",
         "DP": str(x.dp),
         "SP": _switch(x.sequence_parallel),
-        "recompute": x.recompute.value,
+        "recompute": x.again,
         "dist-opt": _switch(x.distributed_optimizer),
     }
     return _table(cells, [list(cells.values())], gap=1)
@@ -147,7 +147,7 @@ def runners_up(best: Plan, others: Iterable[Plan]) -> Table:
             [
                 *map(str, (x.tp, x.pp, x.vpp, x.cp, x.ep, x.dp, x.micro_batch)),
                 _switch(x.sequence_parallel),
-                x.recompute.value,
+                x.again,
                 _switch(x.distributed_optimizer),
                 time.of(p.step_seconds),
                 f"{p.mfu:.1%}",

@@ -88,6 +88,11 @@ class Layout:
         return self.microbatch_group or self.pp
 
     @property
+    def again(self) -> str:
+        """What is computed again, in words."""
+        return str(self.recompute) + (f", {self.recompute_layers} a stage" if self.recompute_layers else "")
+
+    @property
     def full(self) -> bool:
         """Whether blocks are computed again."""
         return self.recompute is Recompute.FULL
@@ -114,8 +119,7 @@ class Layout:
         said += ["sp"] if self.sequence_parallel else []
         said += ["dist-opt"] if self.distributed_optimizer else []
         said += [f"group {self.microbatch_group}"] if self.microbatch_group else []
-        said += [f"recompute {self.recompute}"] if self.recompute is not Recompute.NONE else []
-        said += [f"of {self.recompute_layers} a stage"] if self.recompute_layers else []
+        said += [f"recompute {self.again}"] if self.recompute is not Recompute.NONE else []
         return " ".join(said)
 
     def microbatches(self, batch: int) -> int:

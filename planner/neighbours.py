@@ -10,11 +10,11 @@ from typing import Any
 
 from attrs import evolve
 
-from .layout import AXES, Layout, Recompute
+from .layout import AXES, Layout, Recompute, Workload
 from .price import Pricer
 from .reasons import Rejected, Rival, broken, lacking
 from .rules import divisors, needs, violations
-from .space import Fixed, chunks, micro_batches
+from .space import Fixed, chunks, groups, micro_batches
 
 GRID = ("dp", "tp", "pp", "cp")  # the axes whose product is the number of devices
 
@@ -39,7 +39,7 @@ def neighbours(layout: Layout, pricer: Pricer, fixed: Fixed) -> Iterator[tuple[s
     """What each step changes, in words, and the layout that it leads to. What is fixed stays."""
     seen = {layout}
     for other in _steps(layout, pricer, fixed):
-        x = _settled(other, layout)
+        x = _settled(other, layout, pricer.workload)
         if x not in seen and all(getattr(x, name) == value for name, value in fixed.items()):
             seen.add(x)
             yield _change(layout, x), x
@@ -69,19 +69,28 @@ def _steps(x: Layout, pricer: Pricer, fixed: Fixed) -> Iterator[Layout]:
         ):
             yield _with(x, **{name: value})
     for mode in (Recompute.NONE, *((Recompute.FULL,) if asked.blocks else ())):
-        yield evolve(x, recompute=mode)
+        yield evolve(x, recompute=mode, recompute_layers=0)
+    if x.recompute_layers:
+        yield evolve(x, recompute_layers=max(1, x.recompute_layers - 1))
+        yield evolve(x, recompute_layers=x.recompute_layers + 1)
+    yield evolve(x, microbatch_group=0)
     if x.tp > 1:
         yield evolve(x, sequence_parallel=not x.sequence_parallel)
     yield evolve(x, distributed_optimizer=not x.distributed_optimizer)
 
 
-def _settled(x: Layout, origin: Layout) -> Layout:
+def _settled(x: Layout, origin: Layout, workload: Workload) -> Layout:
     """The layout with what depends on its axes set as one would: sequence parallelism with tp, chunks with pp."""
     sp = x.sequence_parallel if x.tp == origin.tp else x.tp > 1
+    m = x.microbatches(workload.batch)
+    grouped = m == origin.microbatches(workload.batch) and (x.pp, x.vpp > 1) == (origin.pp, True)
+    works = groups(x.pp, m) if x.pp > 1 and x.vpp > 1 else ()
+    group = x.microbatch_group if grouped else next(iter(works), 0)
     return evolve(
         x,
         sequence_parallel=sp,
         vpp=x.vpp if x.pp > 1 else 1,
+        microbatch_group=group,
         distributed_optimizer=x.distributed_optimizer and x.dp * x.cp > 1,
     )
 
@@ -91,8 +100,10 @@ def _change(layout: Layout, other: Layout) -> str:
     names = [name for name in (*AXES, "micro_batch") if getattr(layout, name) != getattr(other, name)]
     new, old = (", ".join(f"{_said(name)} {getattr(x, name)}" for name in names) for x in (other, layout))
     parts = [f"with {new} rather than {old}"] if names else []
-    if other.recompute is not layout.recompute:
-        parts.append(f"with recompute {other.recompute} rather than {layout.recompute}")
+    if (other.recompute, other.recompute_layers) != (layout.recompute, layout.recompute_layers):
+        parts.append(f"with recompute {other.again} rather than {layout.again}")
+    if other.group != layout.group and layout.vpp > 1 and other.vpp > 1 and layout.pp == other.pp:
+        parts.append(f"with micro-batches in groups of {other.group} rather than {layout.group}")
     for name, said in (
         ("sequence_parallel", "sequence parallelism"),
         ("distributed_optimizer", "the distributed optimizer"),

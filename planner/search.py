@@ -179,4 +179,5 @@ def complexity(x: Layout) -> tuple[int, ...]:
     """How much there is to understand: axes in use, what is computed again, degrees, switches."""
     inner = (x.pp, x.tp, x.cp, x.ep, x.etp, x.vpp)
     again = list(Recompute).index(x.recompute)
-    return sum(n > 1 for n in inner), again, sum(inner), x.sequence_parallel + x.distributed_optimizer, x.micro_batch
+    switches = x.sequence_parallel + x.distributed_optimizer
+    return sum(n > 1 for n in inner), again, sum(inner), x.microbatch_group, x.recompute_layers, switches, x.micro_batch
