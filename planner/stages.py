@@ -48,9 +48,10 @@ def evenest(atoms: Vector | Spans, count: int, latest: Latest | None = None) -> 
     if _short(ends):
         return None
     slowest = _slowest(runs, count)
-    if latest is None:
+    if latest is None and runs.more is None:
         return _least(runs, ends, slowest)
-    whole = float(runs(np.array([0]), np.array([size]))[0])
+    here = np.arange(size)
+    whole = float(runs(here, here + 1).sum())  # a run takes no more than its atoms, each by itself
     while (bounds := _least(runs, ends, slowest, even=False)) is None:
         if slowest >= whole:
             return None
@@ -59,7 +60,10 @@ def evenest(atoms: Vector | Spans, count: int, latest: Latest | None = None) -> 
 
 
 def _slowest(runs: Spans, count: int) -> float:
-    """The seconds of the slowest of so many runs, when it is as quick as can be and nothing limits them."""
+    """The seconds of the slowest of so many runs or fewer, when it is as quick as can be and nothing limits them.
+
+    Where a run's first atoms take more, as many may take longer.
+    """
     size, here = len(runs), np.arange(len(runs))
 
     def feasible(seconds: float) -> bool:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations, pairwise
+from collections.abc import Callable
+from itertools import accumulate, combinations, pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megaloom.dsl.graph import Model, graph
+from megaloom.examples.deepseek import deepseek_v3
+from megaloom.examples.llama3 import llama3_70b
+from megaloom.planner.cluster import cluster
+from megaloom.planner.layout import Layout, Workload
+from megaloom.planner.price import Pricer
+from megaloom.planner.sheet import STEP
+from megaloom.planner.spans import Spans
 from megaloom.planner.stages import cut, evenest
 
 ATOMS = st.lists(st.floats(0, 10), min_size=1, max_size=9)
@@ -79,3 +88,55 @@ def test_chunks_begin_at_cuts_only(count: int) -> None:
         assert bounds is not None
         assert set(bounds) <= {0, *cuts, 7}
         assert len(bounds) == count + 1
+
+
+# By hand, in the notation of megatron-core's pipeline_model_parallel_layout: even layers, as NVIDIA's recipes of Llama
+# cut; and DeepSeek-V3's of Megatron-Bridge, "Et*3|(tt|)*29m|L", without its layer of multi-token prediction.
+BY_HAND = [
+    (llama3_70b, Layout(pp=8, vpp=5, tp=4, sequence_parallel=True), "Ett|" + "tt|" * 38 + "ttL"),
+    (deepseek_v3, Layout(pp=16, vpp=2, dp=64, ep=64), "Ettt|" + "tt|" * 28 + "t|t|L"),
+]
+
+
+@pytest.mark.parametrize(("written", "layout", "by_hand"), BY_HAND, ids=["llama3-70b", "deepseek-v3"])
+def test_the_slowest_chunk_is_no_slower_than_by_hand(
+    written: Callable[[], Model], layout: Layout, by_hand: str
+) -> None:
+    g, machine = graph(written()), cluster(f"{layout.world}xH100")
+    placed = Pricer(g, machine, Workload(seq=4096, batch=1024)).place(layout)
+    starts = [i for i, n in enumerate(g.nodes) if n.block is not None and n.block != g.nodes[i - 1].block]
+    ends = [*starts[1:], next(i for i in range(starts[-1], len(g.nodes)) if g.nodes[i].block is None)]
+    layers = [stage.count("t") for stage in by_hand.split("|")]
+    assert sum(layers) == len(starts)
+    bounds = [0, *(ends[n - 1] for n in accumulate(layers[:-1])), len(g.nodes)]
+    rival = placed.fit.sheet.sums(tuple(bounds))[:, STEP].sum(axis=1)
+    assert len(rival) == len(placed.seconds) == layout.pp * layout.vpp
+    assert max(placed.seconds) <= rival.max()
+    assert max(placed.seconds) < 0.9 * rival.max() or written is deepseek_v3
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=12), st.data())
+def test_runs_whose_first_atoms_take_more(atoms: list[float], data: st.DataObject) -> None:
+    """What a run takes, and where the longest ends, against sums atom by atom; as many atoms take more as a block."""
+    size, first = len(atoms), data.draw(st.integers(1, 4))
+    more = data.draw(st.lists(st.floats(0, 5), min_size=size, max_size=size))
+    before = np.concatenate([[0.0], np.cumsum(more)])
+    last = np.minimum(np.arange(size + 1) + first, size)
+    runs = Spans(np.concatenate([[0.0], np.cumsum(atoms)]), before, before[last], last)
+
+    def takes(i: int, j: int) -> float:
+        return sum(atoms[i:j]) + sum(more[i : min(j, i + first)])
+
+    for i in range(size):
+        every = [takes(i, j) for j in range(i, size + 1)]
+        assert np.allclose(runs(np.full(size + 1 - i, i), np.arange(i, size + 1)), every)
+        limit = data.draw(st.floats(0, 40))
+        far = i + max(k for k, seconds in enumerate(every) if seconds <= limit + 1e-9)
+        near = i + max(k for k, seconds in enumerate(every) if seconds <= max(0, limit - 1e-9))
+        assert near <= runs.farthest(i, limit) <= far
+        assert near <= runs.far(limit)[i] <= far
+    for count in range(1, size + 1):
+        bounds = evenest(runs, count)
+        assert bounds is not None
+        every = [max(takes(a, b) for a, b in pairwise(way)) for way in ways(atoms, count)]
+        assert math.isclose(max(takes(a, b) for a, b in pairwise(bounds)), min(every), rel_tol=1e-9)
