@@ -104,6 +104,7 @@ def plan(
     fixed: Fixed = FREE,
     memory_headroom: Annotated[float, Parameter(converter=share)] = 0.05,
     lint: Annotated[bool, Parameter(negative="")] = False,
+    pareto: Annotated[bool, Parameter(negative="")] = False,
     top: int = 5,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     output: Annotated[str | None, Parameter(name=["-o", "--output"])] = None,
@@ -118,8 +119,8 @@ def plan(
         file.py:name, a file.py with one model, package.module:name, one of the examples (llama3-8b), or a Hugging Face
         config.json.
     gpus
-        How many of which device: 64xH100. Known: A100, A100-40GB, A800, A100-PCIe, V100, H100, H800, H200,
-        B200, B300, GB200, GB300, CPU.
+        How many of which device: 64xH100; 8..4096xH100 shows how the model scales. Known: A100, A100-40GB, A800,
+        A100-PCIe, V100, H100, H800, H200, B200, B300, GB200, GB300, CPU.
     seq
         Tokens a sequence. [default: 4096, or what the model's learned positions allow]
     batch
@@ -130,6 +131,8 @@ def plan(
         What a plan leaves free of each device: 10%.
     lint
         Search nothing: say which rules the layout given breaks; without one, which rules there are.
+    pareto
+        Show what less memory costs: of all layouts those than which none is both quicker and leaner.
     top
         How many layouts to show.
     as_json
@@ -151,12 +154,19 @@ def plan(
     if top < 1:
         raise UserError(f"--top {top} shows nothing\ngive at least 1")
     declared, ref = find(model)
+
+    def work(machine: Cluster) -> Workload:
+        return Workload(
+            seq=default_seq(graph(declared)) if seq is None else seq,
+            batch=default_batch(machine) if batch is None else batch,
+            precision=precision,
+        )
+
+    if pareto or ".." in gpus:
+        _scale(graph(declared), gpus, work, fixed, memory_headroom, pareto)
+        return None
     machine = cluster(gpus)
-    workload = Workload(
-        seq=default_seq(graph(declared)) if seq is None else seq,
-        batch=default_batch(machine) if batch is None else batch,
-        precision=precision,
-    )
+    workload = work(machine)
     if lint:
         return _lint(graph(declared), machine, workload, fixed)
     found = _search(declared, machine, workload, ref, fixed, memory_headroom)
@@ -180,6 +190,17 @@ def plan(
 def given(fixed: Fixed) -> dict[str, Any]:
     """What the user has decided."""
     return {name: value for name, value in asdict(fixed, recurse=False).items() if value is not None}
+
+
+def _scale(g: Graph, gpus: str, work: Callable[[Cluster], Workload], fixed: Fixed, free: float, pareto: bool) -> None:
+    """A table of the best layouts on more and more devices, or in less and less memory. No plan is written."""
+    from megaloom.dsl.printing import show
+
+    from .misses import checked
+    from .scaling import clusters, points, table
+
+    found = points(g, clusters(gpus), work, checked(given(fixed)), free, pareto=pareto)
+    show(table(list(found)), sys.stdout)
 
 
 def _lint(g: Graph, machine: Cluster, workload: Workload, fixed: Fixed) -> int:
