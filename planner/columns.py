@@ -101,10 +101,20 @@ def alike(*columns: Column) -> tuple[Column, Column]:
     """The first place of each distinct row of these columns, and which of these each row is like."""
     key = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
-        _, code = np.unique(column, return_inverse=True)
+        _, code = _distinct(column)
         key = key * (int(code.max(initial=0)) + 1) + code
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    return first, inverse
+    return _distinct(key)
+
+
+def _distinct(column: Column) -> tuple[Column, Column]:
+    """As numpy's `unique`, whose import of masked arrays takes longer than a search may."""
+    order = np.argsort(column, kind="stable")
+    ordered = column[order]
+    new = np.ones(len(column), dtype=bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    code = np.empty(len(column), dtype=np.int64)
+    code[order] = np.cumsum(new) - 1
+    return order[new], code
 
 
 def _number(value: object) -> int:
