@@ -90,6 +90,9 @@ def _here(device: Any) -> Any:
 
 
 def _factories() -> None:
+    # `with torch.device(…)` knows the functions that it must reach as they are when it is first entered: now.
+    with torch.device("cpu"):
+        torch.empty(0)
     for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

@@ -73,6 +73,19 @@ def states():
     return out.detach(), x.grad, common
 
 
+def test_a_device_that_is_asked_for_is_still_given():
+    """Meta tensors above all, which take no memory. In a process of its own: what is made ready stays so."""
+    program = (
+        "import torch; from megaloom.runtime.device import prepare; prepare()\n"
+        "with torch.device('meta'):\n"
+        "    made = torch.empty(3), torch.zeros(3), torch.ones(2), torch.tensor([1.0]), torch.nn.Linear(2, 3).weight\n"
+        "assert {t.device.type for t in made} == {'meta'}, made\n"
+        "assert torch.empty(3, device='cuda').device.type == 'cpu'"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_random_states_are_kept_apart_and_restored_by_recomputation():
     (first, again, common), (second, second_again, also_common) = launch.run(states, (), 2, timeout=40)
     assert torch.equal(first, again) and torch.equal(second, second_again)
