@@ -9,7 +9,7 @@ from .dims import Dim
 from .errors import ShapeError
 from .layer import Layer, is_layer
 from .layers import RMSNorm, probability, project
-from .ops import Normalize, dot, weight
+from .ops import Normalize, weight
 from .rope import Rope, base
 from .scan import Conv, Scan
 from .value import Clamp, Value, apply, fn
@@ -80,8 +80,7 @@ class Attention(Layer):
             q, k = apply(rope, q), apply(rope, k)
         sinks = [weight("sinks", h)] if self.sink else []
         o = apply(self.core, q, k, v, *sinks, *([] if self.table is None else [self.table]))
-        y = dot(o, weight("o", h, c, e), "heads", "head_dim")
-        return y + weight("o_bias", e, std=0.0) if self.bias else y
+        return project("o", o, e, over=("heads", "head_dim"), bias=self.bias)
 
 
 @frozen(kw_only=True)
@@ -137,15 +136,13 @@ class MLA(Layer):
             q = project("q_down", x, Dim("q_rank", self.q_rank)) >> RMSNorm(self.eps, over="q_rank").named("q_norm")
         kv = project("kv_down", x, Dim("kv_rank", self.kv_rank)) >> RMSNorm(self.eps, over="kv_rank").named("kv_norm")
         inner = "embed" if self.q_rank is None else "q_rank"
-        q_nope, q_rope = (
-            dot(q, weight(name, q[inner], h, c), inner) for name, c in (("q_nope", nope), ("q_rope", rope))
-        )
-        k_nope, values = (dot(kv, weight(n, kv["kv_rank"], g, c), "kv_rank") for n, c in (("k_nope", nope), ("v", v)))
+        q_nope, q_rope = project("q_nope", q, h, nope, over=(inner,)), project("q_rope", q, h, rope, over=(inner,))
+        k_nope, values = (project(n, kv, g, c, over=("kv_rank",)) for n, c in (("k_nope", nope), ("v", v)))
         k_rope = project("k_rope", x, rope)
         q = apply(Concat("head_dim"), q_nope, apply(self.positions, q_rope))
         k = apply(Concat("head_dim"), k_nope, apply(self.positions, k_rope))
         o = apply(Attend(scale=self.scale), q, k, values)
-        return dot(o, weight("o", h, v, e), "heads", "head_dim")
+        return project("o", o, e, over=("heads", "head_dim"))
 
 
 @frozen(kw_only=True)
@@ -180,8 +177,7 @@ class Mamba2(Layer):
         y = y * fn("silu", z)
         norm = Normalize(("heads", "head_dim"), False, self.eps, self.norm_groups)
         y = apply(norm, y, weight("scale", h, c, mean=1.0, std=0.0))
-        y = dot(y, weight("o", h, c, e), "heads", "head_dim")
-        return y + weight("o_bias", e, std=0.0) if self.bias else y
+        return project("o", y, e, over=("heads", "head_dim"), bias=self.bias)
 
     def _convolved(self, name: str, x: Value, *dims: Dim) -> Value:
         kernel = weight(f"{name}_conv", *dims, Dim("width", self.conv))

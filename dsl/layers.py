@@ -77,9 +77,7 @@ class PatchEmbed(Layer):
     bias: bool = True
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        p = apply(Patches(self.size), x)
-        y = dot(p, weight("patch", p["pixels"], self.embed), "pixels")
-        return y + weight("patch_bias", self.embed, std=0.0) if self.bias else y
+        return project("patch", apply(Patches(self.size), x), self.embed, over=("pixels",), bias=self.bias)
 
 
 @frozen
@@ -177,8 +175,7 @@ class MLP(Layer):
     def body(self, x: Value, /, **side: Value) -> Value:
         e, f = x["embed"], Dim("ff", self.ff)
         h = fn(self.act, project("up", x, f, bias=self.bias))
-        y = dot(h, weight("down", f, e), "ff")
-        return y + weight("down_bias", e, std=0.0) if self.bias else y
+        return project("down", h, e, over=("ff",), bias=self.bias)
 
 
 @frozen
@@ -205,12 +202,12 @@ class GeGLU(Layer):
 def gated(act: str, x: Value, ff: int) -> Value:
     """down(act(gate(x)) * up(x))."""
     e, f = x["embed"], Dim("ff", ff)
-    return dot(fn(act, project("gate", x, f)) * project("up", x, f), weight("down", f, e), "ff")
+    return project("down", fn(act, project("gate", x, f)) * project("up", x, f), e, over=("ff",))
 
 
-def project(name: str, x: Value, *dims: Dim, bias: bool = False) -> Value:
-    """x times a matrix from embed to these dims, and with a bias if there is one."""
-    y = dot(x, weight(name, x["embed"], *dims), "embed")
+def project(name: str, x: Value, *dims: Dim, over: tuple[str, ...] = ("embed",), bias: bool = False) -> Value:
+    """x times a matrix from embed, or the dims `over`, to these dims, and with a bias if there is one."""
+    y = dot(x, weight(name, *(x[d] for d in over), *dims), *over)
     return y + weight(f"{name}_bias", *dims, std=0.0) if bias else y
 
 

@@ -16,7 +16,6 @@ from megaloom.dsl import (
     Value,
     YarnScaling,
     apply,
-    dot,
     fn,
     ids,
     model,
@@ -45,7 +44,7 @@ class ClampedGLU(Layer):
         g = apply(Clamp(None, self.limit), project("gate", x, f, bias=True))
         u = apply(Clamp(-self.limit, self.limit), project("up", x, f, bias=True))
         h = g * fn("sigmoid", 1.702 * g) * (u + 1.0)
-        return dot(h, weight("down", f, e), "ff") + weight("down_bias", e, std=0.0)
+        return project("down", h, e, over=("ff",), bias=True)
 
 
 def gpt_oss(
