@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from fractions import Fraction
 from math import prod
@@ -19,6 +19,9 @@ class DType(StrEnum):
     FLOAT32 = "float32"
     INDEX = "index"
     MASK = "mask"
+
+
+NBYTES: Mapping[DType, int] = {DType.FLOAT32: 4, DType.INDEX: 8, DType.MASK: 1}  # the workload says what COMPUTE takes
 
 
 @frozen

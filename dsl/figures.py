@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from attrs import astuple, frozen
 
-from .dims import DType, Sizes
+from .dims import NBYTES, Sizes
 from .facts import Costs, Saved
 from .graph import Graph, Node, Slot
-
-BYTES: Mapping[DType, int] = {DType.FLOAT32: 4, DType.INDEX: 8, DType.MASK: 1}  # the workload says what COMPUTE takes
 
 Path = tuple[int, ...]  # the iterations of repeats around a node, outermost first
 
@@ -61,7 +59,7 @@ def account(g: Graph, paths: Mapping[str, Path], cost: Callable[[Node], Costs], 
     each = {n.name: cost(n) for n in nodes}
     figures = {name: _flops(c) for name, c in each.items()}
     for owner, s in _kept(nodes, paths, each):
-        nbytes = s.elements * BYTES.get(s.dtype, element)
+        nbytes = s.elements * NBYTES.get(s.dtype, element)
         figures[owner] += Figures(saved=s.elements, nbytes=nbytes)
     users: dict[str, list[str]] = {}
     for n in nodes:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from attrs import define, evolve, field, fields, frozen
 
-from megaloom.dsl.dims import DType, Shape
+from megaloom.dsl.dims import NBYTES, DType, Shape
 from megaloom.dsl.facts import Costs, costs
 from megaloom.dsl.graph import Node
 from megaloom.dsl.keep import Keeps, Saved
@@ -29,7 +29,7 @@ from .cluster import Cluster
 from .columns import Column, Layouts, alike
 from .layout import Layout, Precision, Workload
 from .practice import Practice
-from .sheet import NBYTES, TRAFFIC, Anatomy, Base, Col, Kind, Rows, local, shared, split_of
+from .sheet import TRAFFIC, Anatomy, Base, Col, Kind, Rows, local, shared, split_of
 
 # Without a fused kernel each score is kept thrice: softmaxed, its dropout's mask, dropped (Korthikanti et al.,
 # arXiv:2205.05198, section 4.1).
@@ -256,7 +256,7 @@ def _compute(
         core[0] += took.forward * work.core
     # Each micro-batch's gradient is added to the main one: a read of it, a read and a write of the buffer.
     added = (precision.nbytes + 2 * practice.gradient_nbytes) * (found.params + found.expert_params)
-    row[Col.BACKWARD] += added / (device.bandwidth * device.bandwidth_efficiency)
+    row[Col.BACKWARD] += added / device.moves
 
 
 def _exchange(
@@ -285,6 +285,6 @@ def _loss(row: Rows, node: Node, layout: Layout, workload: Workload, cluster: Cl
     device, tokens = cluster.device, layout.micro_batch * workload.seq // layout.cp
     moved = practice.loss_nbytes * local(node, node.shape.dims, layout, workload)
     for col in (Col.FORWARD, Col.BACKWARD):
-        row[col] += moved / 2 / (device.bandwidth * device.bandwidth_efficiency)
+        row[col] += moved / 2 / device.moves
     group = traffic.group("tp", layout)
     row[Col.TP_FORWARD] += 3 * traffic.seconds("all_reduce", NBYTES[DType.FLOAT32] * tokens, group, cluster)

@@ -88,6 +88,11 @@ class Device:
     context_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
     """What the driver, the libraries and the process take before the first tensor."""
 
+    @property
+    def moves(self) -> float:
+        """Bytes a second that work which memory limits reads and writes."""
+        return self.bandwidth * self.bandwidth_efficiency
+
 
 @frozen(kw_only=True)
 class Link:

@@ -55,8 +55,7 @@ def seconds(
     work: Work, device: Device, precision: Precision, practice: Practice = OWN, *, inside: bool = True
 ) -> Seconds:
     """Seconds of one forward and one backward pass of this work; `inside` a block, where products may be narrow."""
-    speed = device.bandwidth * device.bandwidth_efficiency
-    traffic = work.elements * precision.nbytes / speed
+    traffic = work.elements * precision.nbytes / device.moves
     if work.kind == "dot":
         used = precision if inside else precision.wide
         fast = device.flops[used] * device.sustained * device.flops_efficiency
@@ -71,9 +70,8 @@ def seconds(
             kernel(max(flops / (fast * share), traffic), device, practice) if flops else 0.0
             for flops, share in products
         ]
-        casts = CAST_TRAFFIC * work.count * m * k / speed if used.narrow else 0.0
-        back = CAST_TRAFFIC * work.count * m * n / speed if used.narrow else 0.0
-        return Seconds(took[0] + casts, took[1] + took[2] + back)
+        cast = CAST_TRAFFIC * work.count * m / device.moves if used.narrow else 0.0
+        return Seconds(took[0] + cast * k, took[1] + took[2] + cast * n)
     if work.kind == "attend":
         return _attention(work, device, precision, practice, traffic)
     passes = practice.passes.get(work.kind, 1.0)
@@ -89,8 +87,7 @@ def _attention(work: Work, device: Device, precision: Precision, practice: Pract
         back = max(ATTEND_BACKWARD * work.flops / fast, BACKWARD_TRAFFIC * traffic)
         return Seconds(kernel(max(work.flops / fast, traffic), device, practice), kernel(back, device, practice))
     scores = work.count * work.m * work.n
-    speed = device.bandwidth * device.bandwidth_efficiency
-    moved = scores * SCORE_TRAFFIC / speed
+    moved = scores * SCORE_TRAFFIC / device.moves
     product = 2 * scores * work.k  # nothing is left out where the mask is
     share = fill(work.m, work.n, work.k, work.count, device)
     one = kernel(max(product / (peak * device.flops_efficiency * share), traffic / 2), device, practice)
@@ -112,9 +109,9 @@ def fill(m: int, n: int, k: int, count: int, device: Device) -> float:
     """
     if device.units == 1:
         return 1.0
-    tiles = ceil(m / TILE_M) * ceil(n / TILE_N)
     if n % ALIGNED or k % ALIGNED:
         return MISALIGNED
+    tiles = ceil(m / TILE_M) * ceil(n / TILE_N)
     whole = m * n / (tiles * TILE_M * TILE_N)
     rounds = tiles * count / device.units
     return whole * min(1.0, rounds / (rounds + LAST_ROUND)) * k / (k + DEPTH)

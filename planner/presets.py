@@ -10,42 +10,27 @@ from .device import MEMORY, Device, GiB, Link, Preset
 NCCL_GROUP = 688 * 10**6
 
 
+# Latency, and the hops of the links below: NCCL's own tuning table for the ring (src/graph/tuning.cc: base 8.4 us,
+# NVLink 3.4 us, network 14 us). It gives 25 us for an all-reduce over four H200 that took 25, and 15 us for
+# an all-gather that took 17.
+def _link(name: str, bandwidth: float, hop: float, efficiency: float) -> Link:
+    return Link(name=name, bandwidth=bandwidth, latency=8.4e-6, hop=hop, efficiency=efficiency, group_nbytes=NCCL_GROUP)
+
+
 # NVLink, one way, from the datasheets of the GPUs (which print the sum of both ways). Of it, 0.755 is the mean of
 # all-reduce, all-gather, reduce-scatter, all-to-all and a ring of sends of 1 GiB over four H200, measured for this
 # project (354, 326, 322, 337, 360 GB/s of 450); NVIDIA says 370 (github.com/NVIDIA/nccl-tests/issues/212). Taken to be
-# the same share for the other generations, which were not measured. Latency and hop: NCCL's own tuning table for the
-# ring (src/graph/tuning.cc: base 8.4 us, NVLink 3.4 us, network 14 us). It gives 25 us for the all-reduce over four
-# that took 25, and 15 us for the all-gather that took 17.
-def _nvlink(generation: int, bandwidth: float) -> Link:
-    return Link(
-        name=f"NVLink {generation}",
-        bandwidth=bandwidth,
-        latency=8.4e-6,
-        hop=3.4e-6,
-        efficiency=0.755,
-        group_nbytes=NCCL_GROUP,
-    )
-
-
-# One network card a GPU. Of 50 GB/s NCCL gets 46 to 48 (github.com/NVIDIA/nccl-tests/issues/290).
-def _infiniband(name: str, bandwidth: float) -> Link:
-    return Link(
-        name=f"InfiniBand {name}",
-        bandwidth=bandwidth,
-        latency=8.4e-6,
-        hop=14e-6,
-        efficiency=0.92,
-        group_nbytes=NCCL_GROUP,
-    )
-
-
-NVLINK2, NVLINK3 = _nvlink(2, 150e9), _nvlink(3, 300e9)
-NVLINK4, NVLINK5 = _nvlink(4, 450e9), _nvlink(5, 900e9)
-NVLINK_800 = _nvlink(4, 200e9)  # of the A800 and the H800
-PCIE4 = Link(name="PCIe 4", bandwidth=31.5e9, latency=8.4e-6, hop=6e-6, efficiency=0.755, group_nbytes=NCCL_GROUP)
-# DGX A100: 200 Gb/s a GPU; DGX H100, B200, NVL72: 400; those with a 300: 800; DGX-1 with V100: four cards of 100 for 8.
+# the same share for the other generations and PCIe, which were not measured.
+NVLINK2, NVLINK3, NVLINK4, NVLINK5 = (
+    _link(f"NVLink {n}", bandwidth, 3.4e-6, 0.755) for n, bandwidth in ((2, 150e9), (3, 300e9), (4, 450e9), (5, 900e9))
+)
+NVLINK_800 = evolve(NVLINK4, bandwidth=200e9)  # of the A800 and the H800
+PCIE4 = _link("PCIe 4", 31.5e9, 6e-6, 0.755)  # its hop is a guess
+# One network card a GPU. Of 50 GB/s NCCL gets 46 to 48 (github.com/NVIDIA/nccl-tests/issues/290). DGX A100: 200 Gb/s a
+# GPU; DGX H100, B200, NVL72: 400; those with a 300: 800; DGX-1 with V100: four cards of 100 for 8.
 EDR, HDR, NDR, XDR = (
-    _infiniband(name, n) for name, n in (("EDR", 6.25e9), ("HDR", 25e9), ("NDR", 50e9), ("XDR", 100e9))
+    _link(f"InfiniBand {name}", bandwidth, 14e-6, 0.92)
+    for name, bandwidth in (("EDR", 6.25e9), ("HDR", 25e9), ("NDR", 50e9), ("XDR", 100e9))
 )
 
 # Not measured: what an eager torch kernel costs the host at the least. A CUDA graph would hide it.

@@ -14,7 +14,7 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from megaloom.dsl.dims import Dim, DType, Sizes
+from megaloom.dsl.dims import Dim, Sizes
 from megaloom.dsl.graph import Graph, Node, Slot
 from megaloom.dsl.keep import Keeps, keeps
 from megaloom.dsl.program import program
@@ -52,7 +52,6 @@ TRAFFIC = {  # where the collectives of an axis are counted
     "ep": (Col.EP_FORWARD, Col.EP_BACKWARD),
     "etp": (Col.EP_FORWARD, Col.EP_BACKWARD),
 }
-NBYTES = {DType.FLOAT32: 4, DType.INDEX: 8, DType.MASK: 1}  # COMPUTE is the workload's precision
 
 
 @frozen

@@ -71,8 +71,7 @@ def tail(
     copied = 0 if precision is Precision.FP32 else COPIED
     moved = (practice.adam_nbytes + copied) * (params / dense + experts / expert)
     moved += practice.gradient_nbytes * (params + experts)  # set to zero
-    speed = cluster.device.bandwidth * cluster.device.bandwidth_efficiency
-    return Tail(reduction, gathering, tied, moved / speed)
+    return Tail(reduction, gathering, tied, moved / cluster.device.moves)
 
 
 def tied(elements: int, ranks: set[int], layout: Layout, cluster: Cluster, practice: Practice = OWN) -> float:

@@ -41,7 +41,8 @@ from megaloom.dsl import (
     weight,
     words,
 )
-from megaloom.dsl.figures import BYTES, Figures, total
+from megaloom.dsl.dims import NBYTES
+from megaloom.dsl.figures import Figures, total
 from megaloom.dsl.find import examples, find
 from megaloom.dsl.items import Group, Item, Leaf
 from megaloom.dsl.lines import ASCII, guides, lines, title
@@ -128,7 +129,7 @@ def test_the_figures_add_up(name: str) -> None:
         dgrad=exact.dgrad,
         wgrad=exact.wgrad,
         saved=sum(s.elements for s in kept),
-        nbytes=sum(s.elements * BYTES.get(s.dtype, 2) for s in kept),
+        nbytes=sum(s.elements * NBYTES.get(s.dtype, 2) for s in kept),
     )
     for group in (g for column in o.columns for g in groups(column)):
         assert group.figures == total(item.figures for item in group.items) * group.times
