@@ -21,8 +21,10 @@ from megaloom.dsl.graph import Graph, graph
 from .cluster import GiB
 from .fit import Bounds, Fit, Placed
 from .price import Priced, Pricer
+from .rules import violations
 from .runs import Run, Skipped, read
 
+UNPRICED = ("precision", "stages", "vpp-microbatches")  # the rules without which a layout has no price
 APART = 0.05  # runs whose times differ by less say nothing about which is better
 
 
@@ -111,15 +113,11 @@ def priced_as(run: Run) -> Priced:
     g = graph(run.model)
     pricer = Pricer(g, run.cluster, run.workload, run.practice)
     layout = run.layout
-    if run.workload.precision not in run.cluster.device.flops:
-        raise UserError(f"no figure says how fast a {run.cluster.device.name} computes in {run.workload.precision}")
-    stages = layout.pp * layout.vpp
-    if layout.vpp > 1 and layout.microbatches(run.workload.batch) % layout.pp:
-        raise UserError("interleaved, and its micro-batches are no multiple of its pipeline ranks")
-    if stages > len(g.cuts) + 1:
-        raise UserError(f"{stages} stages, and the model can be cut into {len(g.cuts) + 1} at most")
+    for broken in violations(layout, g, run.workload, run.cluster):
+        if broken.rule in UNPRICED:
+            raise UserError(broken.message)
     fit = Fit(layout, pricer.sheet(layout), run.workload, run.cluster, run.practice)
-    bounds = evenly(g, stages)
+    bounds = evenly(g, layout.pp * layout.vpp)
     return pricer.priced(Placed(fit, bounds) if bounds else Placed(fit, fit.even()))
 
 
