@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from megaloom.dsl.graph import Graph, Model
 
     from .cluster import Cluster
-    from .plan import Plan
     from .search import Found
 
 
@@ -176,9 +175,11 @@ def plan(
     if html or trace:
         from .page import save as draw
 
-        draw(found, declared, html, trace)
+        draw(found.best, declared, html, trace, found)
     if as_json:
-        print(json.dumps(for_machines(found, top), indent=1))
+        from .machines import searched
+
+        print(json.dumps(searched(found, top), indent=1))
     else:
         assumed = [name for name, value in (("--seq", seq), ("--batch", batch)) if value is None]
         _tell(found, declared, top, assumed, target)
@@ -250,43 +251,6 @@ def default_seq(g: Graph) -> int:
 def default_batch(machine: Cluster) -> int:
     """8 sequences a device, at most 1024 in all, at least one a device."""
     return machine.count * max(1, min(8, 1024 // machine.count))
-
-
-def for_machines(found: Found, top: int) -> dict[str, Any]:
-    """The search's result as JSON: the best layouts, best first, and what was rejected."""
-    return {
-        "plans": [_for_machines(p) for p in (found.best, *found.others)[:top]],
-        "rejected": [{"layout": asdict(r.layout), "cause": r.cause} for r in found.rejected],
-    }
-
-
-def _for_machines(plan: Plan) -> dict[str, Any]:
-    from .cluster import GiB
-    from .explain import exposed, fullest
-    from .memory import upper
-
-    p = plan.predicted
-    return {
-        "model": plan.model,
-        "fingerprint": plan.fingerprint,
-        "gpus": str(plan.cluster),
-        "workload": asdict(plan.workload),
-        "layout": asdict(plan.layout),
-        "predicted": {
-            "step_seconds": p.step_seconds,
-            "memory_gib": fullest(plan) / GiB,
-            "memory_gib_upper": max(map(upper, p.nbytes)) / GiB,
-            "tokens_per_second_per_gpu": p.tokens_per_second_per_device,
-            "tflops_per_gpu": p.flops_per_second_per_device / 1e12,
-            "mfu": p.mfu,
-            "bubble": p.bubble,
-            "exposed_communication": exposed(plan),
-            "breakdown_seconds": p.breakdown,
-            "memory_gib_by_rank": [{holder: n / GiB for holder, n in rank.items()} for rank in p.nbytes],
-        },
-        "stages": [asdict(stage) for stage in plan.stages],
-        "reasons": list(plan.reasons),
-    }
 
 
 def _tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target: str) -> None:

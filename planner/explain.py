@@ -64,10 +64,26 @@ def listed(sentences: Iterable[str]) -> Table:
     return table
 
 
-def layout_table(plan: Plan) -> Table:
-    """What is trained and how it is laid out, in the columns that people know."""
+def layout_table(*plans: Plan, names: Sequence[str] = ()) -> Table:
+    """What is trained and how it is laid out, in the columns that people know; a row for each plan."""
+    return _rows([_layout(plan) for plan in plans], names)
+
+
+def prediction_table(*plans: Plan, names: Sequence[str] = ()) -> Table:
+    """What a step of it is predicted to take; a row for each plan, in the units of the first."""
+    return _rows([_predicted(plan, unit(plans[0]), clock(plans[0])) for plan in plans], names, gap=2)
+
+
+def _rows(rows: Sequence[dict[str, str]], names: Sequence[str], gap: int = 1) -> Table:
+    """A row for each plan, after its name if it has one."""
+    named = [[name, *row.values()] for name, row in zip(names, rows, strict=True)] if names else None
+    head = [*rows[0]]
+    return table(["", *head] if named else head, named or [list(row.values()) for row in rows], left=("",), gap=gap)
+
+
+def _layout(plan: Plan) -> dict[str, str]:
     x, w = plan.layout, plan.workload
-    cells = {
+    return {
         "GPUs": str(plan.cluster),
         "precision": w.precision.value,
         "GBS": str(w.batch),
@@ -83,13 +99,11 @@ def layout_table(plan: Plan) -> Table:
         "recompute": x.again,
         "dist-opt": _switch(x.distributed_optimizer),
     }
-    return _table(cells, [list(cells.values())], gap=1)
 
 
-def prediction_table(plan: Plan) -> Table:
-    """What a step of it is predicted to take."""
-    p, size, time = plan.predicted, unit(plan), clock(plan)
-    cells = {
+def _predicted(plan: Plan, size: Unit, time: Unit) -> dict[str, str]:
+    p = plan.predicted
+    return {
         f"{time.name}/step": time.of(p.step_seconds),
         "tok/s/GPU": f"{p.tokens_per_second_per_device:,.0f}",
         "TFLOP/s/GPU": _tera(p.flops_per_second_per_device),
@@ -98,7 +112,6 @@ def prediction_table(plan: Plan) -> Table:
         "bubble": f"{p.bubble:.1%}",
         "exposed comm": f"{exposed(plan):.1%}",
     }
-    return _table(cells, [list(cells.values())])
 
 
 def ranks(plan: Plan, graph: Graph) -> Table:
@@ -115,7 +128,7 @@ def ranks(plan: Plan, graph: Graph) -> Table:
                 _once("block", "; ".join(holds(graph.nodes[s.start : s.stop], graph) for s in chunks)),
             ]
         )
-    return _table(["rank", "forward", "backward", "params", "holds"], _part(rows), left=("holds",))
+    return table(["rank", "forward", "backward", "params", "holds"], _part(rows), left=("holds",))
 
 
 def memory(plan: Plan) -> Table:
@@ -126,7 +139,7 @@ def memory(plan: Plan) -> Table:
         [str(rank), *(size.of(nbytes.get(holder, 0)) for holder in holders), size.of(sum(nbytes.values()))]
         for rank, nbytes in enumerate(plan.predicted.nbytes)
     ]
-    return _table(["rank", *holders, "in all"], _part(rows), gap=1)
+    return table(["rank", *holders, "in all"], _part(rows), gap=1)
 
 
 def breakdown(plan: Plan) -> Table:
@@ -134,7 +147,7 @@ def breakdown(plan: Plan) -> Table:
     parts, time = plan.predicted.breakdown, clock(plan)
     step = sum(parts.values())
     rows = [[cause, time.of(s), f"{s / step:.1%}", "#" * round(BAR * s / step)] for cause, s in parts.items()]
-    return _table(["", time.name, "share", " "], [*rows, ["a step", time.of(step), "100.0%", ""]], left=("", " "))
+    return table(["", time.name, "share", " "], [*rows, ["a step", time.of(step), "100.0%", ""]], left=("", " "))
 
 
 def runners_up(best: Plan, others: Iterable[Plan]) -> Table:
@@ -170,12 +183,12 @@ def runners_up(best: Plan, others: Iterable[Plan]) -> Table:
         "MFU",
         size.name,
     ]
-    return _table([*head, "loses by"], rows, left=("loses by",), gap=1)
+    return table([*head, "loses by"], rows, left=("loses by",), gap=1)
 
 
 def rejected(found: Found) -> Table:
     """Layouts close to the best one that cannot be had, each with its cause."""
-    return _table(["layout", "cause"], [[str(r.layout), r.cause] for r in found.rejected], left=("layout", "cause"))
+    return table(["layout", "cause"], [[str(r.layout), r.cause] for r in found.rejected], left=("layout", "cause"))
 
 
 def loses(best: Plan, plan: Plan) -> str:
@@ -279,11 +292,11 @@ def _part(rows: list[list[str]]) -> list[list[str]]:
     return [*rows[:half], ["..."] + [""] * (len(rows[0]) - 1), *rows[-half:]]
 
 
-def _table(head: Iterable[str], rows: Iterable[Sequence[str]], left: Sequence[str] = (), gap: int = 2) -> Table:
+def table(head: Iterable[str], rows: Iterable[Sequence[str]], left: Sequence[str] = (), gap: int = 2) -> Table:
     """Columns of plain text (brackets are no markup), numbers to the right."""
-    table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim")
+    made = Table(box=None, padding=(0, gap, 0, 0), header_style="dim")
     for name in head:
-        table.add_column(Text(name), justify="left" if name in left else "right", overflow="fold")
+        made.add_column(Text(name), justify="left" if name in left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    return table
+        made.add_row(*(Text(cell) for cell in row))
+    return made

@@ -84,13 +84,13 @@ def page(plan: Plan, model: Model, found: Found | None = None) -> str:
 """
 
 
-def save(found: Found, model: Model, whole: str | None, trace: str | None) -> None:
-    """Write the page and the trace of the best plan to the files that are given. UserError where that cannot be."""
+def save(plan: Plan, model: Model, whole: str | None, trace: str | None, found: Found | None = None) -> None:
+    """Write the page and the trace of a plan to the files that are given. UserError where that cannot be."""
     if whole:
-        write(page(found.best, model, found), whole)
+        write(page(plan, model, found), whole)
     if trace:
         g = graph(model)
-        write(dumps(found.best, replayed(found.best, g), g), trace)
+        write(dumps(plan, replayed(plan, g), g), trace)
 
 
 def data(plan: Plan, g: Graph, priced: Priced) -> dict[str, Any]:

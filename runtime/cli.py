@@ -20,6 +20,7 @@ from cyclopts import App, CycloptsError, Parameter
 from megaloom.dsl.errors import UserError
 from megaloom.planner.cli import FREE, Fixed, whole, written
 from megaloom.planner.cli import app as planning
+from megaloom.planner.cli_explain import explain
 from megaloom.planner.cli_export import export
 from megaloom.planner.cli_validate import validate
 from megaloom.planner.layout import Precision, Workload
@@ -42,6 +43,7 @@ app = App(
 app["--help"].group = "Parameters"
 app.command(planning, name="plan")
 app.command(validate)
+app.command(explain)
 app.command(export)
 
 MAIN = "stdlib-gpt"
