@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .plan import PlanError as PlanError
     from .plan import load as load
     from .plan import save as save
-    from .rules import Violation as Violation
+    from .rule import Violation as Violation
     from .rules import violations as violations
     from .search import Found as Found
     from .search import plan as plan
@@ -33,7 +33,8 @@ EXPORTS = {
     **dict.fromkeys(("Cluster", "Device", "Link", "cluster"), "cluster"),
     **dict.fromkeys(("Layout", "Precision", "Recompute", "Workload"), "layout"),
     **dict.fromkeys(("Plan", "PlanError", "load", "save"), "plan"),
-    **dict.fromkeys(("Violation", "violations"), "rules"),
+    "Violation": "rule",
+    "violations": "rules",
     **dict.fromkeys(("Found", "plan"), "search"),
 }
 __all__ = list(EXPORTS)

@@ -243,7 +243,7 @@ def _search(declared: Model, machine: Cluster, workload: Workload, ref: str, fix
 
 def default_seq(g: Graph) -> int:
     """4096, or as many tokens as the model has learned positions for."""
-    from .rules import needs
+    from .needs import needs
 
     return min((4096, *needs(g).positions))
 

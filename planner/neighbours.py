@@ -10,10 +10,12 @@ from typing import Any
 
 from attrs import evolve
 
+from .divisors import divisors
 from .layout import AXES, Layout, Recompute, Workload
+from .needs import needs
 from .price import Pricer
 from .reasons import Rejected, Rival, broken, lacking
-from .rules import divisors, needs, violations
+from .rules import violations
 from .space import Fixed, chunks, groups, micro_batches
 
 GRID = ("dp", "tp", "pp", "cp")  # the axes whose product is the number of devices

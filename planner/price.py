@@ -25,9 +25,9 @@ from .fit import HEADROOM, Bounds, Fit, Placed, capacity, stages_of
 from .floors import Floors, where
 from .layout import Layout, Recompute, Workload
 from .memory import Part
+from .needs import needs
 from .plan import Prediction, Stage
 from .practice import OWN, Practice
-from .rules import needs
 from .sheet import AHEAD, BACK, STEP, Anatomy, Base, Col, Rows, Sheet, anatomy, sheet
 from .space import groups
 from .tail import Cover, Tail, tail, tied

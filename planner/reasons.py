@@ -14,7 +14,7 @@ from .differ import slower, time
 from .fit import Placed
 from .layout import Layout
 from .price import Priced
-from .rules import Violation
+from .rule import Violation
 
 COMPUTE = ("forward", "backward")
 MENTIONED = 4  # neighbours that the reasons name

@@ -19,8 +19,10 @@ from megaloom.dsl.graph import Graph
 
 from .cluster import Cluster
 from .columns import MODES, NAMES, Column, Layouts, alike
+from .divisors import divisors
 from .layout import Layout, Recompute, Workload
-from .rules import divisors, legal, needs
+from .needs import needs
+from .rules import legal
 
 CHUNKS = 16  # model chunks a pipeline rank, at most
 GROUPS = (1.0, 1.25, 1.5, 2.0)  # of pp, the micro-batches in a group: more wait for less, and keep more

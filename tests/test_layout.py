@@ -30,8 +30,9 @@ from megaloom.dsl.find import find
 from megaloom.dsl.graph import Graph, graph
 from megaloom.planner.cluster import cluster
 from megaloom.planner.columns import Layouts
+from megaloom.planner.divisors import divisors
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
-from megaloom.planner.rules import RULES, SENSE, divisors, legal, violations
+from megaloom.planner.rules import RULES, SENSE, legal, violations
 
 
 @cache
@@ -56,10 +57,11 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
     ("gpt2-xl", {"tp": 2}, {}, "tp-heads", "tp 1 or 5 would", {"tp": 5}),
     ("llama3-8b", {"tp": 16}, {}, "", "", {}),  # 8 key/value heads, each on two ranks
     ("mixtral-8x7b", {"ep": 3, "dp": 3}, {"batch": 63}, "ep-experts", "ep 2 or 4 would", {"ep": 1}),
-    ("mixtral-8x7b", {"ep": 8, "dp": 4}, {}, "expert-grid", "ep x etp must divide the 4 devices", {"ep": 4}),
+    ("mixtral-8x7b", {"ep": 8, "dp": 4}, {}, "expert-grid", "ep 4, or 8 devices would", {"ep": 4}),
     ("mixtral-8x7b", {"ep": 2, "etp": 3, "dp": 6}, {"batch": 60}, "etp-width", "etp 2 or 4 would", {"etp": 1}),
-    ("llama3-8b", {"ep": 2, "dp": 2}, {}, "no-experts", "ep 1 and etp 1", {"ep": 1}),
-    ("llama3-8b", {"etp": 2, "tp": 2}, {}, "no-experts", "ep 1 and etp 1", {"etp": 1}),
+    ("llama3-8b", {"ep": 2, "dp": 2}, {}, "no-experts", "ep 1", {"ep": 1}),
+    ("gpt-oss-20b", {"etp": 2, "tp": 2, "sequence_parallel": True}, {}, "expert-bias", "etp 1", {"etp": 1}),
+    ("llama3-8b", {"etp": 2, "tp": 2}, {}, "etp-experts", "etp 1", {"etp": 1}),
     ("gpt2", {"sequence_parallel": True}, {}, "sp-tp", "tp at least 2, or", {"sequence_parallel": False}),
     ("mixtral-8x7b", {"tp": 2, "dp": 2, "ep": 2}, {}, "moe-sp", "sequence_parallel on", {"sequence_parallel": True}),
     ("gpt2", {"vpp": 2}, {}, "vpp-pp", "vpp 1, or pp at least 2", {"vpp": 1}),
@@ -78,11 +80,11 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
     ("gpt2", {"pp": 3, "vpp": 2}, {}, "vpp-microbatches", "vpp 1 would", {"microbatch_group": 64}),
     ("gpt2", {"pp": 4, "vpp": 2, "microbatch_group": 3}, {}, "microbatch-group", "of 4 would", {"microbatch_group": 4}),
     ("gpt2", {"pp": 4, "vpp": 2, "microbatch_group": 7}, {}, "microbatch-group", "6 or 8", {"microbatch_group": 6}),
-    ("gpt2", {"pp": 4, "microbatch_group": 4}, {}, "microbatch-group", "0 would", {"microbatch_group": 0}),
+    ("gpt2", {"pp": 4, "microbatch_group": 4}, {}, "group-vpp", "0 would", {"microbatch_group": 0}),
     ("gpt2", {"recompute_layers": 1}, {}, "recompute-layers", "or 0 for all", {"recompute": Recompute.FULL}),
     ("gpt2", {"pp": 4, "vpp": 2}, {"batch": 2}, "vpp-microbatches", "or a batch of 4", {"vpp": 1}),
     ("gpt2", {"cp": 4}, {"seq": 1020}, "seq", "a sequence of 1016 or 1024 would", {"cp": 2}),
-    ("gpt2", {"cp": 4, "tp": 4, "sequence_parallel": True}, {"seq": 1000}, "seq", "of 992 or 1024", {"cp": 1}),
+    ("gpt2", {"cp": 4, "tp": 4, "sequence_parallel": True}, {"seq": 1000}, "seq", "of 992 or 1008", {"cp": 1}),
     ("gpt2", {"tp": 4, "sequence_parallel": True}, {"seq": 1002}, "seq", "a sequence of 1000 or 1004", {"tp": 2}),
     ("gpt2", {}, {"seq": 1025}, "positions", "1024 or less", {}),
 ]

@@ -1,0 +1,55 @@
+"""What a model asks of a layout, read off the dims of its weights and the places where it can be cut."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from attrs import frozen
+
+from megaloom.dsl.graph import Graph
+from megaloom.dsl.positions import longest
+from megaloom.dsl.splits import SPLITS, among_experts, cut
+
+
+@frozen
+class Needs:
+    """What a graph asks of a layout: the sizes that an axis must divide, by (axis, dim), and where it can be cut."""
+
+    sizes: dict[tuple[str, str], tuple[int, ...]]
+    positions: tuple[int, ...]  # how long learned tables let sequences be
+    stages: int  # at most
+    blocks: int  # iterations of its repeats
+    biased: bool  # experts add biases
+
+    def of(self, axis: str, *but: str) -> list[tuple[str, int]]:
+        """The (dim, size) that an axis divides, but for some dims."""
+        return [
+            (dim, size) for (on, dim), sizes in self.sizes.items() if on == axis and dim not in but for size in sizes
+        ]
+
+    @property
+    def experts(self) -> bool:
+        """Whether there are any."""
+        return ("ep", "experts") in self.sizes
+
+
+@lru_cache(maxsize=64)
+def needs(graph: Graph) -> Needs:
+    """What this graph asks of any layout."""
+    sizes: dict[tuple[str, str], set[int]] = {}
+    biased = False
+    for node in graph.nodes:
+        table = {**SPLITS, **getattr(node.op, "splits", {})}
+        for slot in node.weights:
+            biased |= among_experts(table, slot.outer) and len(slot.value.shape.dims) == 1
+            for dim, axis in cut(table, slot.outer, slot.value.shape.dims).items():
+                size = next(d.size for d in slot.dims if d.name == dim)
+                if size is not None:
+                    sizes.setdefault((axis, dim), set()).add(size)
+    return Needs(
+        sizes={key: tuple(sorted(found)) for key, found in sizes.items()},
+        positions=tuple(sorted(longest(graph).values())),
+        stages=len(graph.cuts) + 1,
+        blocks=len({node.block for node in graph.nodes} - {None}),
+        biased=biased,
+    )
