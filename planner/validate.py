@@ -22,7 +22,8 @@ from .cluster import GiB
 from .fit import Bounds, Fit, Placed
 from .price import Priced, Pricer
 from .rules import violations
-from .runs import Run, Skipped, read
+from .run import Run, Skipped
+from .runs import read
 
 UNPRICED = ("precision", "stages", "vpp-microbatches")  # the rules without which a layout has no price
 APART = 0.05  # runs whose times differ by less say nothing about which is better

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from megaloom.dsl import UserError, params
 from megaloom.planner.layout import Layout, Precision, Recompute
-from megaloom.planner.runs import Run, read
+from megaloom.planner.run import Run
+from megaloom.planner.runs import read
 from megaloom.planner.validate import Predicted, as_json, choices, p90, predict, validate
 from megaloom.runtime.cli import main
 

@@ -1,0 +1,35 @@
+"""How the framework of a published run ran it then."""
+
+from __future__ import annotations
+
+import re
+
+from attrs import evolve
+
+from .practice import DISPATCH_GRAPHED, MEGATRON, MEGATRON_2021, NANOTRON, PLAIN, Practice
+from .run import Row
+
+
+def practice(row: Row, note: str) -> Practice:
+    """How that framework ran it then."""
+    framework, when = str(row.get("framework")), str(row.get("framework_version") or "")
+    old = re.search("DeepSpeed|zero bubble", framework) or (framework == "Megatron-LM" and re.search("202[0-2]", when))
+    if old or row.get("gpu") == "V100-32GB":
+        return MEGATRON_2021
+    if "nanotron" in framework:
+        return NANOTRON
+    if "no TP/P2P/grad overlap" in note:
+        return PLAIN
+    found = MEGATRON
+    if "Bridge" in framework:
+        found = evolve(found, gradient_nbytes=2)
+    if re.search(r"cuda_graph_impl=(?!none)|CUDA graph", note):
+        found = evolve(found, graphed=True, dispatch_seconds=0.0 if "full" in note else DISPATCH_GRAPHED)
+    if re.search(r"a2a_overlap=True|a2a overlap|EP overlap on", note):
+        found = evolve(found, hidden_experts=HIDDEN_EXPERTS)
+    return evolve(found, hidden_tensor=HIDDEN_TENSOR) if "NeMo" in framework or "Bridge" in framework else found
+
+
+# Of tensor-parallel collectives, what Transformer Engine's overlap with products leaves unseen, and of the experts'
+# all-to-all, what the overlap with another micro-batch does.
+HIDDEN_TENSOR, HIDDEN_EXPERTS = 0.8, 0.5

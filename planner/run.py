@@ -1,0 +1,76 @@
+"""A training run that others published: model, layout, cluster and practice to predict from, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from megaloom.dsl.graph import Model
+
+from .cluster import Cluster
+from .layout import Layout, Recompute, Workload
+from .practice import Practice
+
+Row = Mapping[str, Any]
+
+
+@frozen(kw_only=True)
+class Run:
+    """One published run."""
+
+    id: str
+    source: str
+    gpu: str
+    sparse: bool  # a mixture of experts
+    model: Model
+    layout: Layout
+    cluster: Cluster
+    workload: Workload
+    practice: Practice
+    step_seconds: float | None
+    memory_gib: float | None
+    memory_kind: str  # "allocated", "reserved", "device" (as nvidia-smi shows it), "" if there is none
+    last_rank: bool = False  # whether memory is that of the last pipeline rank, rather than of the fullest
+    oom: bool = False  # it ran out of memory
+    sweep: str = ""  # runs of one sweep differ in their layout alone
+
+
+@frozen
+class Skipped:
+    """A row that is no run that can be predicted, and why."""
+
+    id: str
+    source: str
+    gpu: str
+    precision: str
+    sparse: bool
+    reason: str
+
+
+class UnfitError(Exception):
+    """Why a row is left out."""
+
+
+def recompute(said: object) -> Recompute:
+    """What is computed again; where nothing is said, nothing."""
+    text = str(said or "none").lower()
+    if text.startswith("full"):
+        return Recompute.FULL
+    if (text.startswith("selective") and ":" not in text) or "core_attn" in text:
+        return Recompute.SELECTIVE
+    return Recompute.NONE
+
+
+def whole(row: Row, key: str, default: int | None = None) -> int:
+    """A whole number of a row."""
+    value = row.get(key)
+    if value in (None, ""):
+        if default is None:
+            raise UnfitError(f"no {key}")
+        return default
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise UnfitError(f"{key} of {value!r} is no whole number") from None
