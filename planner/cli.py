@@ -119,7 +119,8 @@ def plan(
         config.json.
     gpus
         How many of which device: 64xH100; 8..4096xH100 shows how the model scales. Known: A100, A100-40GB, A800,
-        A100-PCIe, V100, H100, H800, H200, B200, B300, GB200, GB300, CPU.
+        A100-PCIe, V100, H100, H800, H200, B200, B300, GB200, GB300, CPU. Or a cluster's file: 64xours.toml, or the profile
+        that `megaloom measure` writes.
     seq
         Tokens a sequence. [default: 4096, or what the model's learned positions allow]
     batch
@@ -147,7 +148,7 @@ def plan(
     from megaloom.dsl.find import find
     from megaloom.dsl.graph import graph
 
-    from .cluster import cluster
+    from .cluster import cluster, is_row
     from .plan import save
 
     if top < 1:
@@ -161,7 +162,7 @@ def plan(
             precision=precision,
         )
 
-    if pareto or ".." in gpus:
+    if pareto or is_row(gpus):
         _scale(graph(declared), gpus, work, fixed, memory_headroom, pareto)
         return None
     machine = cluster(gpus)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from attrs import Attribute, field, frozen
@@ -28,6 +29,29 @@ MEMORY = {
     "V100": int(31.74 * GiB),
     "CPU": 4 * GiB,  # a process's share when four of them have a machine of 16 GiB
 }
+
+# Bytes a second, one way, of a device's ports: all its NVLink, and its way to the network cards (PCIe 3 to 6, 16
+# lanes), from NVIDIA's datasheets, which round.
+ROUNDED = 1.02
+PCIE3_PORT, PCIE4_PORT, PCIE5_PORT, PCIE6_PORT = 15.75e9, 31.5e9, 63e9, 121e9
+PORTS = {
+    "V100": (150e9, PCIE3_PORT),
+    **dict.fromkeys(("A100", "A100-40GB", "A100-PCIe"), (300e9, PCIE4_PORT)),
+    "A800": (200e9, PCIE4_PORT),
+    **dict.fromkeys(("H100", "H200"), (450e9, PCIE5_PORT)),
+    "H800": (200e9, PCIE5_PORT),
+    "B200": (900e9, PCIE5_PORT),
+    **dict.fromkeys(("B300", "GB200", "GB300"), (900e9, PCIE6_PORT)),
+}
+
+# Unexpected interruptions of a job, by device and hour: 419 in 54 days of 16,384 H100 (Llama 3, arXiv:2407.21783,
+# section 3.3.4). Others had 6.5 and 2.3 in 1,000 days of a node of 8 A100, 3.4e-5 and 1.2e-5 by hour (Kokolis et al.,
+# arXiv:2410.21680, section III), and at least 105 in 2 months of 992 A100, 7.4e-5 (OPT-175B, arXiv:2205.01068,
+# section 2.5).
+FAILURES = 419 / (54 * 24 * 16_384)
+# Bytes a second of a checkpoint that a device's share of the storage takes: 2 TB/s of a cluster of 24,576 (Llama 3,
+# section 3.3.1).
+STORAGE = 2e12 / 24_576
 
 
 def within(low: float, high: float, unit: str) -> Callable[[Any, Attribute[Any], float], None]:
@@ -109,12 +133,19 @@ class Link:
     group_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
     """What the buffers of one group of devices take on each of them."""
 
+    @property
+    def reached(self) -> float:
+        """Bytes a second that a large message gets."""
+        return self.bandwidth * self.efficiency
+
 
 @frozen(kw_only=True)
 class Cluster:
     """`count` devices, `per_node` of them in each node, joined by `intra` within a node and by `inter` across.
 
-    A node is what the fast link spans: a box of 8, or as much of a rack of 72 as is used.
+    A node is what the fast link spans: a box of 8, or as much of a rack of 72 as is used. `inter` is one device's share
+    of its node's network, a card each (a rail) or less. Beyond a pod, the devices below one set of switches, of which
+    all of them can send at full speed, that share is divided by `oversubscription`.
     """
 
     device: Device
@@ -122,6 +153,12 @@ class Cluster:
     per_node: int = field(validator=within(1, 10**6, "devices"))
     intra: Link
     inter: Link
+    pod: int = field(default=0, validator=within(0, 10**6, "devices"))  # 0: all are in one
+    oversubscription: float = field(default=1.0, validator=within(1, 1000, "times"))
+    failures: float = field(default=FAILURES, validator=within(0, 1, "interruptions by device and hour"))
+    storage: float = field(default=STORAGE, validator=within(1e3, 1e12, "bytes/s of a device's checkpoint"))
+    source: str = ""
+    """The file that says so; none for a preset."""
 
     def __attrs_post_init__(self) -> None:
         if self.count % self.per_node:
@@ -130,21 +167,45 @@ class Cluster:
                 f"{self.count // self.per_node * self.per_node or self.per_node} or "
                 f"{-(-self.count // self.per_node) * self.per_node} would"
             )
+        if self.pod % self.per_node:
+            raise UserError(
+                f"pods of {self.pod} devices do not hold whole nodes of {self.per_node}\n"
+                f"{max(1, self.pod // self.per_node) * self.per_node} would"
+            )
+        for link, port in zip((self.intra, self.inter), PORTS.get(self.device.name, ()), strict=False):
+            self._no_faster(link, f"port of a {self.device.name}", ROUNDED * port)
         for link in (self.intra, self.inter):
-            if link.bandwidth > self.device.bandwidth:
-                raise UserError(
-                    f"{link.name} at {link.bandwidth:g} bytes/s is faster than the memory of a {self.device.name}, "
-                    f"{self.device.bandwidth:g} bytes/s, that it reads from\n"
-                    "bandwidth is in bytes/s: 400 Gb/s is 50e9"
-                )
+            self._no_faster(link, f"memory of a {self.device.name}", self.device.bandwidth)
+
+    def _no_faster(self, link: Link, what: str, limit: float) -> None:
+        if link.bandwidth > limit:
+            raise UserError(
+                f"{link.name} at {link.bandwidth:g} bytes/s is faster than the {what}, {limit:g} bytes/s\n"
+                "bandwidth is of one device, one way, in bytes/s: 400 Gb/s is 50e9"
+            )
 
     @property
     def nodes(self) -> int:
         """How many nodes the devices fill."""
         return self.count // self.per_node
 
+    @cached_property
+    def levels(self) -> tuple[tuple[int, float], ...]:
+        """The node, the pod and all: how many devices a level joins, and the bytes a second of one's share of it."""
+        node = (self.per_node, self.intra.reached)
+        if self.nodes == 1:
+            return (node,)
+        if not 0 < self.pod < self.count:
+            return node, (self.count, self.inter.reached)
+        return node, (self.pod, self.inter.reached), (self.count, self.inter.reached / self.oversubscription)
+
+    @property
+    def kind(self) -> str:
+        """What stands after the x in its name."""
+        return self.source or self.device.name
+
     def __str__(self) -> str:
-        return f"{self.count}x{self.device.name}"
+        return f"{self.count}x{self.kind}"
 
 
 @frozen(kw_only=True)

@@ -25,7 +25,7 @@ from .cluster import Cluster
 from .layout import Layout, Workload
 from .rules import violations
 
-VERSION = 2  # 2: a layout has micro-batch groups and how many layers it computes again
+VERSION = 3  # 3: a cluster has pods, failures and storage; 2: a layout has micro-batch groups
 
 
 class PlanError(UserError):

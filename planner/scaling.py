@@ -15,7 +15,7 @@ from rich.text import Text
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
 
-from .cluster import Cluster, GiB, cluster
+from .cluster import Cluster, GiB, cluster, is_row
 from .field import Field
 from .layout import Workload
 from .price import Priced, Pricer
@@ -36,9 +36,9 @@ class Point:
 
 def clusters(text: str) -> tuple[Cluster, ...]:
     """The clusters that `8..4096xH100` names, each twice the one before, or the one that `64xH100` does."""
-    if ".." not in text:
+    if not is_row(text):
         return (cluster(text),)
-    found = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*(.*)", text)
+    found = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*(.*)", text, re.DOTALL)
     if not found:
         raise UserError(f"{text!r} is no row of clusters\nsay it as 8..4096xH100")
     low, high = int(found[1]), int(found[2])

@@ -2,22 +2,25 @@
 
 Protocol: `group` says which devices an axis joins, `seconds` what a collective costs there, `hop` what a value costs
 that passes to the next pipeline rank. Every group of an axis works at once; a device has its own share of its node's
-network (`Cluster.inter` is one device's), so a group leaves a node on as many shares as it has members there.
+network (`Cluster.inter` is one device's) and of its pod's, so a group leaves a node on as many shares as it has members
+there. What two axes exchange at once adds up level by level: `busy` says how long each level is taken.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from math import log2
 
 from attrs import frozen
 
-from .cluster import Cluster, Link
+from .cluster import Cluster
 from .layout import Layout
 
 # How often the whole tensor passes each device's link, less the share that it has already: NCCL's ring algorithms
 # (nccl-tests, doc/PERFORMANCE.md).
 PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
+TREE = 0.92  # of a ring's bandwidth (NCCL, src/graph/tuning.cc)
 
 
 @frozen
@@ -54,8 +57,11 @@ def group(axis: str, layout: Layout) -> Group:
 def spread(size: int, stride: int, per_node: int, count: int) -> tuple[int, int]:
     """How the groups of this kind lie over the nodes: most nodes of one, fewest of its members in a node it touches."""
     most, fewest = 1, size
+    last = (
+        min(stride, count - (size - 1) * stride) - 1
+    )  # the last group that begins in a block, and ends before `count`
     for start in {block * size * stride % per_node for block in range(max(1, count // (size * stride)))}:
-        for first in {start, start + stride - 1}:
+        for first in {start, start + last}:
             members = Counter((first + i * stride) // per_node for i in range(size))
             most, fewest = max(most, len(members)), min(fewest, *members.values(), size)
     return most, fewest
@@ -64,36 +70,71 @@ def spread(size: int, stride: int, per_node: int, count: int) -> tuple[int, int]
 def seconds(kind: str, nbytes: float, group: Group, cluster: Cluster) -> float:
     """Seconds of a collective over a tensor of `nbytes`: the whole of it, for all-to-all one device's part.
 
-    A ring: each of its steps after the first costs a hop, and its slowest link decides how fast the bytes pass. Of an
-    all-to-all, what stays in the node and what leaves it take their own ways at once.
+    A ring: each of its steps after the first costs a hop, and its slowest level decides how fast the bytes pass. An
+    all-reduce over several nodes may take a tree instead, which has fewer steps.
     """
-    n = group.size
-    if n == 1 or nbytes == 0:
+    if group.size == 1 or nbytes == 0:
         return 0.0
-    nodes, members = spread(n, group.stride, cluster.per_node, cluster.count)
-    near, far = cluster.intra, cluster.inter
-    steps = PASSES[kind] * (n - 1)
-    across = 0 if nodes == 1 else PASSES[kind] * nodes
-    latency = (far if across else near).latency
-    latency += min(across, steps) * far.hop + max(0, steps - across - (not across)) * near.hop
-    if kind == "all_to_all":
-        local = members if across else n
-        return latency + max(_pass(nbytes * (local - 1) / n, near), _pass(nbytes * (n - local) / n, far))
+    took = max(busy(kind, nbytes, group, cluster))
+    nodes, _ = spread(group.size, group.stride, cluster.per_node, cluster.count)
+    ring = _ring(PASSES[kind], group.size, nodes, cluster) + took
+    if kind != "all_reduce" or nodes == 1:
+        return ring
+    return min(ring, _tree(group.size, nodes, cluster) + took / TREE)
+
+
+def busy(kind: str, nbytes: float, group: Group, cluster: Cluster) -> tuple[float, ...]:
+    """The seconds for which a collective's bytes take each level of the network, from the node to the farthest crossed.
+
+    What leaves a node or a pod leaves it by the shares of all members there. Of an all-to-all, what stays in the node
+    and what leaves it take their own ways at once.
+    """
+    n, below, out = group.size, 1, []
     wire = PASSES[kind] * nbytes * (n - 1) / n
-    inside = _pass(wire, near) if members > 1 else 0.0
-    return latency + max(inside, _pass(wire / members, far) if across else 0.0)
+    for level, (size, speed) in enumerate(cluster.levels):
+        boxes, members = spread(n, group.stride, size, cluster.count)
+        if kind == "all_to_all":
+            carried = nbytes * ((n if level else members) - below) / n
+        else:
+            carried = wire / below if level or members > 1 else 0.0
+        out.append(carried / speed)
+        if boxes == 1:
+            break
+        below = members
+    return tuple(out)
 
 
-def _pass(nbytes: float, link: Link) -> float:
-    return nbytes / (link.bandwidth * link.efficiency)
+def _ring(passes: int, size: int, nodes: int, cluster: Cluster) -> float:
+    near, far = cluster.intra, cluster.inter
+    steps = passes * (size - 1)
+    if nodes == 1:
+        return near.latency + (steps - 1) * near.hop
+    across = min(passes * nodes, steps)
+    return far.latency + across * far.hop + (steps - across) * near.hop
+
+
+def _tree(size: int, nodes: int, cluster: Cluster) -> float:
+    """Up and down: through the node in a chain, and over the nodes in a tree of two branches."""
+    near, far = cluster.intra, cluster.inter
+    return far.latency + 2 * (log2(nodes) * far.hop + (size / nodes - 1) * near.hop)
 
 
 def hop(nbytes: float, stage: int, layout: Layout, cluster: Cluster) -> float:
-    """Seconds in which `nbytes` pass from a pipeline stage to the next one, on the worst placed of its devices."""
+    """Seconds in which `nbytes` pass from a pipeline stage to the next one, on the worst placed of its devices.
+
+    All devices of the stage send at once; beyond the pod they share what leaves it with no others.
+    """
     if layout.pp == 1 or nbytes == 0:
         return 0.0
     stride = layout.world // layout.pp
     a, b = stage % layout.pp * stride, (stage + 1) % layout.pp * stride
-    near = all((a + i) // cluster.per_node == (b + i) // cluster.per_node for i in {0, stride - 1})
-    link = cluster.intra if near else cluster.inter
-    return link.latency + _pass(nbytes, link)
+    crossed = 0
+    for level, (size, _) in enumerate(cluster.levels):
+        if any((a + i) // size != (b + i) // size for i in {0, stride - 1}):
+            crossed = level + 1
+    link = cluster.inter if crossed else cluster.intra
+    took = nbytes / link.reached
+    if crossed == 2:
+        out = cluster.levels[2][1] * cluster.pod
+        took = max(took, nbytes * min(stride, cluster.pod) / out)
+    return link.latency + took

@@ -98,8 +98,13 @@ def test_the_implausible_is_refused() -> None:
         evolve(b200, flops_efficiency=1.2)
     with pytest.raises(UserError, match="latency"):
         evolve(nvlink, latency=-1e-6)
-    with pytest.raises(UserError, match="faster than the memory"):
-        evolve(cluster("8xB200"), inter=Link(name="dreamt", bandwidth=9e12, latency=1e-6))
+    dreamt = Link(name="dreamt", bandwidth=9e12, latency=1e-6)
+    with pytest.raises(UserError, match=r"faster than the port of a B200, 6\.4.*e\+10"):
+        evolve(cluster("8xB200"), inter=dreamt)
+    with pytest.raises(UserError, match="faster than the memory of a mine"):
+        evolve(cluster("8xB200"), device=evolve(b200, name="mine"), inter=dreamt)
+    with pytest.raises(UserError, match="pods of 12 devices do not hold whole nodes of 8\n8 would"):
+        evolve(cluster("64xB200"), pod=12)
     with pytest.raises(UserError, match="8 or 12 would"):
         evolve(cluster("8xB200"), count=10, per_node=4)
     with pytest.raises(UserError, match="count"):

@@ -1,0 +1,76 @@
+"""The levels of a network: nodes, pods and what joins these; who shares what leaves them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaloom.planner import traffic
+from megaloom.planner.cluster import Cluster, cluster
+from megaloom.planner.layout import Layout
+from megaloom.planner.traffic import PASSES, Group
+
+FLAT = cluster("512xH100")
+KIND = st.sampled_from(sorted(PASSES))
+
+
+def pods(pod: int, times: float) -> Cluster:
+    return evolve(FLAT, pod=pod, oversubscription=times)
+
+
+@given(KIND, st.integers(1, 1 << 34), st.sampled_from([2, 4, 8, 32, 128, 512]), st.sampled_from([1, 2, 8, 64]))
+def test_pods_that_are_not_short_of_links_cost_nothing(kind: str, nbytes: int, size: int, stride: int) -> None:
+    group = Group(size, min(stride, 512 // size))
+    flat = traffic.seconds(kind, nbytes, group, FLAT)
+    assert traffic.seconds(kind, nbytes, group, pods(64, 1)) == pytest.approx(flat)
+    assert traffic.seconds(kind, nbytes, group, pods(512, 7)) == flat
+    assert traffic.seconds(kind, nbytes, group, pods(64, 7)) >= flat * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("stride", "nodes"), [(1, 8), (8, 8), (64, 1)])
+def test_a_ring_leaves_a_pod_by_the_shares_of_its_members_there(stride: int, nodes: int) -> None:
+    """Oversubscription costs a ring something only if it is more than the nodes that the ring has in a pod."""
+    group = Group(512 // stride, stride)
+    flat = traffic.busy("all_reduce", 1e9, group, FLAT)
+    for times in (2, 8, 32):
+        found = traffic.busy("all_reduce", 1e9, group, pods(64, times))
+        assert max(found) == pytest.approx(max(max(flat), flat[-1] * times / nodes))
+
+
+def test_an_all_to_all_passes_what_leaves_the_pod() -> None:
+    group, speed = Group(512, 1), FLAT.inter.reached
+    node, pod, beyond = traffic.busy("all_to_all", 512e6, group, pods(64, 4))
+    assert node == pytest.approx(7e6 / FLAT.intra.reached)
+    assert pod == pytest.approx(504e6 / speed)
+    assert beyond == pytest.approx(4 * 448e6 / speed)
+
+
+def test_pipeline_stages_share_what_leaves_the_pod() -> None:
+    for pp, short in ((2, True), (8, True), (64, False)):  # 256, 64 and 8 devices send at once, of a pod of 64
+        layout = Layout(dp=64 // pp, tp=8, pp=pp)
+        last = 64 // (512 // pp) - 1 if pp > 8 else 0  # the last stage of the first pod
+        took = traffic.hop(1e9, last, layout, pods(64, 4))
+        flat = traffic.hop(1e9, last, layout, FLAT)
+        link = FLAT.inter.latency
+        assert took - link == pytest.approx((4 if short else 1) * (flat - link))
+
+
+def test_small_all_reduces_take_a_tree() -> None:
+    """The norm of the gradient over 16,384 devices takes milliseconds, not the 0.4 s of a ring's steps."""
+    many = cluster("16384xH100")
+    took = traffic.seconds("all_reduce", 4, Group(16384, 1), many)
+    hops = 2 * (math.log2(2048) * many.inter.hop + 7 * many.intra.hop)
+    assert took == pytest.approx(many.inter.latency + hops, rel=1e-3)
+
+
+def test_a_group_within_a_node_takes_no_network() -> None:
+    """Such as the first and the last pipeline rank, which share a weight."""
+    near = cluster("8xH100")
+    slow = evolve(near, inter=evolve(near.inter, bandwidth=1e6))
+    for group in (Group(2, 7), Group(2, 4), Group(3, 3)):
+        assert traffic.spread(group.size, group.stride, 8, 8) == (1, group.size)
+        assert traffic.seconds("all_reduce", 1e8, group, slow) == traffic.seconds("all_reduce", 1e8, group, near)
