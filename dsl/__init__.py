@@ -15,6 +15,7 @@ from .layer import Chain, Given, Layer, Named, chain
 from .layers import (
     MLP,
     Activation,
+    ClampedGLU,
     Dropout,
     Embed,
     GeGLU,
@@ -48,6 +49,7 @@ __all__ = [
     "Block",
     "Chain",
     "Clamp",
+    "ClampedGLU",
     "Collective",
     "Combine",
     "Concat",

@@ -12,7 +12,7 @@ from .errors import ShapeError
 from .layer import Layer, is_layer
 from .ops import Drop, Lookup, Normalize, Rows, dot, weight
 from .routing import Combine, Gate, Route
-from .value import Value, apply, fn
+from .value import Clamp, Value, apply, fn
 from .views import Patches, Rename
 
 
@@ -197,6 +197,24 @@ class GeGLU(Layer):
 
     def body(self, x: Value, /, **side: Value) -> Value:
         return gated(self.act, x, self.ff)
+
+
+@frozen
+class ClampedGLU(Layer):
+    """down(g sigmoid(1.702 g) (u + 1)) of a gate g and a product u, clamped to `limit`, all with biases.
+
+    Source: GPT-OSS, arXiv:2508.10925.
+    """
+
+    ff: int
+    limit: float = 7.0
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        e, f = x["embed"], Dim("ff", self.ff)
+        g = apply(Clamp(None, self.limit), project("gate", x, f, bias=True))
+        u = apply(Clamp(-self.limit, self.limit), project("up", x, f, bias=True))
+        h = g * fn("sigmoid", 1.702 * g) * (u + 1.0)
+        return project("down", h, e, over=("ff",), bias=True)
 
 
 def gated(act: str, x: Value, ff: int) -> Value:

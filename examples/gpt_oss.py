@@ -1,10 +1,8 @@
 """GPT-OSS (arXiv:2508.10925): windows in every other layer, a sink in each head, experts with biases and clamps."""
 
-from attrs import frozen
-
 from megaloom.dsl import (
     Attention,
-    Clamp,
+    ClampedGLU,
     Dim,
     Embed,
     Layer,
@@ -13,10 +11,7 @@ from megaloom.dsl import (
     RMSNorm,
     Rope,
     Unembed,
-    Value,
     YarnScaling,
-    apply,
-    fn,
     ids,
     model,
     repeat,
@@ -24,27 +19,11 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.hub import Config, reads, rotation
-from megaloom.dsl.layers import project
 from megaloom.dsl.names import JOIN, Stored, columns, flat
 
 from .llama3 import ATTENTION, NORMS, decoder
 
 STRETCHED = Rope(150_000, scaling=YarnScaling(factor=32, original=4096, truncate=False))
-
-
-@frozen
-class ClampedGLU(Layer):
-    """down(g sigmoid(1.702 g) (u + 1)) of a gate g and a product u, clamped to `limit`, all with biases."""
-
-    ff: int
-    limit: float = 7.0
-
-    def body(self, x: Value, /, **side: Value) -> Value:
-        e, f = x["embed"], Dim("ff", self.ff)
-        g = apply(Clamp(None, self.limit), project("gate", x, f, bias=True))
-        u = apply(Clamp(-self.limit, self.limit), project("up", x, f, bias=True))
-        h = g * fn("sigmoid", 1.702 * g) * (u + 1.0)
-        return project("down", h, e, over=("ff",), bias=True)
 
 
 def gpt_oss(

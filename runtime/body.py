@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from attrs import define, evolve, field
 from megatron.core import tensor_parallel
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -45,7 +46,7 @@ from megaloom.dsl.program import origin, program
 from megaloom.dsl.splits import among_experts, cut
 
 from . import device
-from .balance import balanced
+from .balance import loss
 from .evaluate import evaluate
 from .moves import perform
 from .site import Site, inside, outside
@@ -153,7 +154,7 @@ class _Run:
                 return _dropped(args[0], rate, self.body.training, apart="tp" in p.parts)
             case Gate() if self.body.mixture and self.body.training and not p.step.outer:
                 groups = [getattr(grid.groups, name) for name in sorted(p.parts)]
-                return balanced(self.body.mixture, v, evaluate(v.op, v, *args), args[0], groups)
+                return _balanced(self.body.mixture, v, evaluate(v.op, v, *args), args[0], groups)
             case Lookup(key) if p.step.axes.get(key) == "tp" and grid.layout.tp > 1:
                 return _looked_up(v.op, v, *args, rank=grid.tp)
             case Normalize() if p.summed:
@@ -200,6 +201,15 @@ def _hold(module: nn.Module, name: str, tensor: Tensor) -> None:
         module.register_parameter(last, tensor)
     else:
         module.register_buffer(last, tensor)
+
+
+def _balanced(op: MoE, v: Value, gate: Tensor, scores: Tensor, groups: list[Any]) -> Tensor:
+    """The gate as it is; its gradient brings that of the balancing loss along."""
+    order = [*names(v.shape.without("experts")), "experts"]
+    taken, rows = (
+        broadcast(x, a.shape, order).flatten(0, -2) for x, a in ((gate.detach() != 0, v), (scores, v.args[0]))
+    )
+    return MoEAuxLossAutoScaler.apply(gate, loss(op, taken, rows, groups))  # type: ignore[no-any-return]
 
 
 def _dropped(x: Tensor, rate: float, training: bool, *, apart: bool) -> Tensor:

@@ -18,9 +18,9 @@ from megaloom.dsl import (
     MLP,
     Attend,
     Attention,
+    ClampedGLU,
     Dropout,
     Embed,
-    Gate,
     GeGLU,
     Layer,
     LayerNorm,
@@ -38,6 +38,7 @@ from . import device, modules
 from .body import Body
 from .evaluate import UNARY
 from .kernels import Norm
+from .mixture import Mixture
 from .site import Site
 
 
@@ -120,31 +121,35 @@ def _(op: Attention, site: Site) -> nn.Module | None:
 @registered.register(MLP)
 @registered.register(SwiGLU)
 @registered.register(GeGLU)
+@registered.register(ClampedGLU)
 def _(op: Layer, site: Site) -> nn.Module:
     return modules.FeedForward(site, site.with_(**feed_forward(op)))
 
 
 @registered.register
 def _(op: MoE, site: Site) -> nn.Module | None:
-    expert = feed_forward(op.expert)
-    if expert.get("add_bias_linear", True) or not plain(op):
+    expert, shared = feed_forward(op.expert), {} if op.shared is None else feed_forward(op.shared)
+    if not expert or (op.shared is not None and shared.get("add_bias_linear", True)):
         return None
+    if expert["add_bias_linear"] and site.grid.layout.etp > 1:
+        return None  # each device of etp would add the bias of all of them
     config = site.with_(
         **expert,
         num_moe_experts=op.experts,
         moe_ffn_hidden_size=expert["ffn_hidden_size"],
+        moe_shared_expert_intermediate_size=shared.get("ffn_hidden_size"),
         moe_router_topk=op.top_k,
+        moe_router_enable_expert_bias=op.corrected,
         moe_router_dtype="fp32",
-        moe_router_load_balancing_type="aux_loss" if op.balance else "none",
-        moe_aux_loss_coeff=op.balance,
+        moe_router_load_balancing_type="none",  # our router adds the loss
         moe_token_dispatcher_type="alltoall",
     )
-    return modules.Mixture(site, config)
-
-
-def plain(op: MoE) -> bool:
-    """Whether a mixture has no options but the number of experts, how many serve a token, and the loss's weight."""
-    return op.shared is None and not op.bias and op.gate == Gate(op.top_k)
+    return Mixture(
+        op,
+        config,
+        site.with_(**shared, moe_shared_expert_intermediate_size=shared["ffn_hidden_size"]) if shared else None,
+        site.grid,
+    )
 
 
 @singledispatch
@@ -181,4 +186,16 @@ def _(op: SwiGLU) -> dict[str, Any]:
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "bias_activation_fusion": device.gpus() > 0,  # one kernel; compiled, so not on CPU
+    }
+
+
+@feed_forward.register
+def _(op: ClampedGLU) -> dict[str, Any]:
+    return {
+        "ffn_hidden_size": op.ff,
+        "activation_func": UNARY["quick_gelu"],
+        "gated_linear_unit": True,
+        "add_bias_linear": True,
+        "activation_func_clamp_value": op.limit,
+        "glu_linear_offset": 1.0,
     }

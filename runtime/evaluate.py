@@ -212,6 +212,12 @@ def _(op: Gate, out: Value, *args: Tensor) -> Tensor:
     raw, *correction = args
     last = [*names(out.shape.without("experts")), "experts"]
     raw = broadcast(raw, out.shape, last)
+    which, weights = chosen(op, raw, *correction)
+    return broadcast(torch.zeros_like(raw).scatter(-1, which, weights), last, out.shape)
+
+
+def chosen(op: Gate, raw: Tensor, *correction: Tensor) -> tuple[Tensor, Tensor]:
+    """The experts of each token, and their weights: [.. top_k] twice, from scores [.. experts]."""
     scores = raw.softmax(-1) if op.score == "softmax" else raw.sigmoid()
     choice = scores + correction[0] if correction else scores
     if op.groups > 1:
@@ -223,7 +229,7 @@ def _(op: Gate, out: Value, *args: Tensor) -> Tensor:
     weights = scores.gather(-1, which)
     if op.normalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    return broadcast(torch.zeros_like(scores).scatter(-1, which, weights * op.scale), last, out.shape)
+    return which, weights * op.scale
 
 
 @evaluate.register

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +16,6 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer import attention, mlp
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.moe import moe_layer
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -169,32 +164,3 @@ class FeedForward(mlp.MLP):
     def forward(self, x: Tensor) -> Tensor:
         y, bias = super().forward(x)
         return y if bias is None else y + bias
-
-
-class Mixture(moe_layer.MoELayer):
-    """megatron-core's mixture of experts."""
-
-    def __init__(self, site: Site, config: TransformerConfig) -> None:
-        parts = moe_layer.MoESubmodules(ModuleSpec(SequentialMLP, submodules=LINEARS), router=Router)
-        super().__init__(config, parts, pg_collection=site.grid.groups)
-        for p in self.experts.parameters():
-            # Experts have a grid of their own, and an optimizer of their own on any layout (megatron-core's layers
-            # say so only when ep > 1: under tp alone their gradients would be reduced over the wrong ranks).
-            p.allreduce = False
-        self.to(device.current())  # the router makes its weight on the CPU
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, _ = super().forward(x)
-        return y
-
-
-class Router(TopKRouter):
-    """megatron-core's router, its balancing loss weighted right under tp and cp.
-
-    With a loss per token, gradients are divided by the tokens of all ranks; the balancing loss, a mean over the
-    tokens of the tp-cp group, is multiplied beforehand by their number. megatron-core multiplies by this rank's.
-    """
-
-    def attach_and_log_load_balancing_loss(self, activation: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        kwargs["valid_token_count"] = activation.shape[0] * self.tp_cp_group.size()
-        return super().attach_and_log_load_balancing_loss(activation, *args, **kwargs)

@@ -64,7 +64,8 @@ def trainable(graph: Graph) -> None:
 def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any]:
     """What megatron-core's modules and schedules must know of a layout, as fields of TransformerConfig."""
     dtype, hidden = DTYPES[workload.precision], embed(graph)
-    moe = next((n.op for n in graph.nodes if isinstance(n.op, MoE)), None)
+    mixtures = [n.op for n in graph.nodes if isinstance(n.op, MoE)]
+    moe = mixtures[0] if mixtures else None
     selective = layout.recompute is Recompute.SELECTIVE  # full recompute is the stage's own
     return {
         "num_layers": layout.pp * layout.vpp,  # unused: our stages say which layers they hold
@@ -74,6 +75,10 @@ def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any
         # The schedules scale the balancing loss if there are any experts.
         "num_moe_experts": moe.experts if moe else None,
         "moe_ffn_hidden_size": hidden if moe else None,
+        # What a router computes its gate says. With sigmoid megatron-core takes any number of experts a token, and
+        # moves the corrections after each step if there are any.
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": any(op.corrected for op in mixtures),
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,

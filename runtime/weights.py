@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megaloom.dsl import (
     MLP,
     Attention,
+    ClampedGLU,
     Dropout,
     Embed,
     GeGLU,
@@ -134,8 +135,22 @@ def _(op: SwiGLU | GeGLU, w: Weights) -> Parameters:
 
 
 @parameters.register
+def _(op: ClampedGLU, w: Weights) -> Parameters:
+    return {
+        "linear_fc1.weight": torch.cat([w("gate").T, w("up").T]),
+        "linear_fc1.bias": torch.cat([w("gate_bias"), w("up_bias")]),
+        "linear_fc2.weight": w("down").T,
+        "linear_fc2.bias": w("down_bias"),
+    }
+
+
+@parameters.register
 def _(op: MoE, w: Weights) -> Parameters:
     out = {"router.weight": w("router").T}
+    out |= {"router.bias": w("router_bias")} if op.bias else {}
+    out |= {"router.expert_bias": w("correction")} if op.corrected else {}
+    if op.shared is not None:
+        out |= {f"shared_experts.{k}": t for k, t in parameters(op.shared, w.inside("shared")).items()}
     inside = w.inside("experts")
     for local, index in enumerate(w.experts):
         one = evolve(inside, index=index)
@@ -157,9 +172,9 @@ def of_node(node: Node, module: nn.Module, draw: Draw, grid: Grid) -> Parameters
 
 @torch.no_grad()
 def fill(module: nn.Module, full: Parameters, grid: Grid) -> None:
-    """Give each of a module's parameters this rank's share of its full value; also a body's buffers."""
+    """Give each of a module's parameters this rank's share of its full value; also those buffers that have one."""
     own = dict(module.named_parameters())
-    own |= dict(module.named_buffers()) if isinstance(module, Body) else {}
+    own |= {name: b for name, b in module.named_buffers() if name in full}
     assert own.keys() == full.keys(), f"{type(module).__name__} has {own.keys()}, the layer {full.keys()}"
     for name, p in own.items():
         expert = "local_experts" in name

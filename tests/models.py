@@ -3,6 +3,7 @@
 from attrs import frozen
 
 from megaloom.dsl import (
+    MLA,
     MLP,
     Attention,
     Dim,
@@ -10,7 +11,9 @@ from megaloom.dsl import (
     Layer,
     LayerNorm,
     Model,
+    MoE,
     Positions,
+    SwiGLU,
     Unembed,
     Value,
     fn,
@@ -19,9 +22,12 @@ from megaloom.dsl import (
     repeat,
     weight,
 )
+from megaloom.examples.deepseek import deepseek, rotary
 from megaloom.examples.gpt2 import gpt
+from megaloom.examples.gpt_oss import gpt_oss
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
+from megaloom.examples.qwen3 import qwen3
 
 
 def tiny_gpt() -> Model:
@@ -66,6 +72,64 @@ def tiny_parallel() -> Model:
 def tiny_mixtral() -> Model:
     """Four experts with a balancing loss."""
     return mixtral("tiny-mixtral", layers=2, heads=4, kv_heads=2, embed=64, ff=96, experts=4, vocab=127)
+
+
+LATENT = MLA(heads=4, q_rank=24, kv_rank=16, nope=8, rope=4, v=8, positions=rotary())
+
+
+def tiny_deepseek_v2() -> Model:
+    """Softmax weights as they are, experts of the best two of four groups; a shared one."""
+    moe = MoE(
+        SwiGLU(32), 8, 4, balance=0.01, shared=SwiGLU(64), normalize=False, scale=2.0, groups=4, top_groups=2, best=1
+    )
+    return deepseek("tiny-deepseek-v2", LATENT, 64, ff=96, moe=moe, dense=1, sparse=1, vocab=127)
+
+
+def tiny_deepseek_v3() -> Model:
+    """Sigmoid scores, corrected to balance the load."""
+    moe = MoE(
+        SwiGLU(32),
+        8,
+        4,
+        balance=0.01,
+        shared=SwiGLU(32),
+        score="sigmoid",
+        corrected=True,
+        scale=2.5,
+        groups=4,
+        top_groups=2,
+    )
+    return deepseek("tiny-deepseek-v3", LATENT, 64, ff=96, moe=moe, dense=1, sparse=1, vocab=127)
+
+
+def tiny_qwen3() -> Model:
+    moe = MoE(SwiGLU(32), 8, 3, balance=0.01)
+    return qwen3("tiny-qwen3", 2, 4, 2, 64, moe, vocab=127, head_dim=16)
+
+
+def tiny_gpt_oss() -> Model:
+    """Windows, sinks, biases of experts and router, clamps that take hold."""
+    return gpt_oss(
+        "tiny-gpt-oss",
+        2,
+        4,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        embed=64,
+        ff=96,
+        top_k=2,
+        window=8,
+        limit=0.02,
+        vocab=127,
+        balance=0.01,
+    )
+
+
+def tiny_llama4() -> Model:
+    """One expert by its sigmoid, and a shared one of another kind."""
+    moe = MoE(SwiGLU(96), 4, 1, score="sigmoid", normalize=False, shared=MLP(64, "relu2"))
+    return qwen3("tiny-llama4", 2, 4, 2, 64, moe, vocab=127, head_dim=16)
 
 
 def byte_llama() -> Model:

@@ -269,7 +269,7 @@ def scan_all_groups() -> Model:
 
 def experts() -> Model:
     shared = MoE(SwiGLU(32), 4, 2, shared=SwiGLU(48), score="sigmoid", corrected=True, scale=1.5, groups=2)
-    return lm("experts", shared, MoE(MLP(32, "relu", True), 4, 2, normalize=False, bias=True))
+    return lm("experts", shared, MoE(MLP(32, "relu", True) >> Scale(0.5), 4, 2, normalize=False, bias=True))
 
 
 def some_experts() -> Model:
@@ -282,7 +282,7 @@ def some_experts() -> Model:
 
 def balanced() -> Model:
     """A mixture with a balancing loss and a shared expert, and biases of heads."""
-    moe = MoE(MLP(32, "silu", True), 4, 2, balance=0.05, shared=SwiGLU(48))
+    moe = MoE(MLP(32, "silu", True) >> Scale(0.5), 4, 2, balance=0.05, shared=SwiGLU(48))
     return lm("balanced", attention(window=8, bias=True), moe)
 
 

@@ -18,7 +18,8 @@ from megaloom.runtime.interpret import interpret
 
 SEQ, BATCH, VOCAB = 32, 4, 127
 RECIPE = Recipe(steps=3, seed=7, lr=3e-3, min_lr=3e-3, warmup=0)
-NOT_DECAYED = ("scale", "shift", "bias")  # how their names end
+NOT_DECAYED = ("scale", "shift", "bias", "sinks")  # how their names end
+MOVES = 1e-3  # by which a step moves the correction of an expert: arXiv:2412.19437, 4.2
 TP2 = Layout(tp=2, sequence_parallel=True)
 OWN = f"{Path(__file__).with_name('own_models.py')}:balanced"  # layers whose bodies run
 
@@ -30,8 +31,9 @@ def sample(i: int) -> torch.Tensor:
 def declared(plan: Plan) -> tuple[list[float], list[float]]:
     """Losses by the layers' own mathematics, and norms of the gradients, balancing losses included."""
     m, _ = find(plan.model)
-    weights = {k: initial(s, RECIPE.seed).requires_grad_() for k, s in graph(m).weights.items()}
-    optimizer = adamw(weights)
+    slots = graph(m).weights
+    weights = {k: initial(s, RECIPE.seed).requires_grad_(s.trained) for k, s in slots.items()}
+    optimizer = adamw({k: w for k, w in weights.items() if slots[k].trained})
     mixtures = [n for n in graph(m).nodes if isinstance(n.op, MoE)]
     watched = model(m.name, *m.outputs, *(n.value.args[0] for n in mixtures))
     losses, norms = [], []
@@ -39,13 +41,31 @@ def declared(plan: Plan) -> tuple[list[float], list[float]]:
         x = torch.stack([sample(step * BATCH + i) for i in range(BATCH)])
         logits, *routed = interpret(watched, weights, {"tokens": x[:, :-1]})
         loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
-        pairs = zip(mixtures, routed, strict=True)
         optimizer.zero_grad()
-        (loss + sum(balancing(n.op, h @ weights[f"{n.name}.router"]) for n, h in pairs)).backward()
+        for n, h in zip(mixtures, routed, strict=True):
+            scores = h @ weights[f"{n.name}.router"] + weights.get(f"{n.name}.router_bias", 0.0)
+            correction = weights.get(f"{n.name}.correction", torch.zeros(n.op.experts))
+            chosen = choice(n.op, scores.detach(), correction)
+            loss = loss + (balance := balancing(n.op, scores, chosen)) - balance.detach()
+            counts = chosen.sum((0, 1))
+            correction += MOVES * (counts.mean() - counts).sign()
+        loss.backward()
         losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(weights.values(), RECIPE.clip_grad).item())
         optimizer.step()
     return losses, norms
+
+
+def choice(op: MoE, scores: torch.Tensor, correction: torch.Tensor) -> torch.Tensor:
+    """Whether each token goes to each expert, [batch seq experts]: the best of the best groups."""
+    better = (scores.softmax(-1) if op.score == "softmax" else scores.sigmoid()) + correction
+    groups = better.unflatten(-1, (op.groups, -1))
+    if op.groups > 1:
+        worth = groups.sort(-1).values[..., -op.best :].sum(-1)
+        worst = worth.sort(-1).values[..., -op.top_groups, None]
+        groups = groups.where((worth >= worst)[..., None], -1.0)
+    best = groups.flatten(-2).topk(op.top_k).indices
+    return F.one_hot(best, op.experts).sum(2).double()
 
 
 def adamw(weights: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
@@ -57,13 +77,13 @@ def adamw(weights: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([decayed, others], RECIPE.lr, (RECIPE.beta1, RECIPE.beta2), RECIPE.eps)
 
 
-def balancing(op: MoE, scores: torch.Tensor) -> torch.Tensor:
+def balancing(op: MoE, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """The mean over micro-batches, here of one sequence, of E Σ f P, weighted: of scores [batch seq experts].
 
     f is the share of the tokens' choices that an expert got, P its mean probability. Source: arXiv:2101.03961, eq. 4.
     """
-    chosen = F.one_hot(scores.topk(op.top_k).indices, op.experts).sum(2).double()
-    return op.balance * op.experts * (chosen.mean(1) / op.top_k * scores.softmax(-1).mean(1)).sum(-1).mean()
+    chances = scores.softmax(-1) if op.score == "softmax" else F.normalize(scores.sigmoid(), p=1, dim=-1)
+    return op.balance * op.experts * (chosen.mean(1) / op.top_k * chances.mean(1)).sum(-1).mean()
 
 
 def trained(plan: Plan) -> tuple[float, list[float], list[float]]:
@@ -89,6 +109,10 @@ def trained(plan: Plan) -> tuple[float, list[float], list[float]]:
         ("tiny_parallel", evolve(TP2, pp=2, recompute=Recompute.FULL)),
         ("tiny_mixtral", Layout()),
         ("tiny_mixtral", Layout(dp=2, ep=2)),
+        ("tiny_deepseek_v2", Layout()),
+        ("tiny_deepseek_v3", Layout()),
+        ("tiny_gpt_oss", Layout()),
+        ("tiny_llama4", Layout()),
         (OWN, Layout()),
         (OWN, evolve(TP2, cp=2)),
     ],

@@ -46,6 +46,24 @@ LAYOUTS = {
     "EP2 TP2 SP ETP2": ("tiny_mixtral", Layout(dp=2, ep=2, tp=2, sequence_parallel=True, etp=2)),
     "experts DP2 ETP2": ("tiny_mixtral", Layout(dp=2, etp=2)),
     "experts TP2 SP ETP1": ("tiny_mixtral", Layout(tp=2, sequence_parallel=True)),
+    "groups of experts, shared ones, EP4 TP2 SP": (
+        "tiny_deepseek_v2",
+        Layout(dp=2, ep=4, tp=2, sequence_parallel=True),
+    ),
+    "corrected sigmoids, EP2 PP2": ("tiny_deepseek_v3", Layout(dp=2, ep=2, pp=2)),
+    "corrected sigmoids, EP2 TP2 SP ETP2": (
+        "tiny_deepseek_v3",
+        Layout(dp=2, ep=2, tp=2, sequence_parallel=True, etp=2),
+    ),
+    "norms of queries and keys, EP2 TP2 SP PP2": ("tiny_qwen3", Layout(tp=2, ep=2, pp=2, sequence_parallel=True)),
+    "experts with biases and clamps, EP2 TP2 SP": (
+        "tiny_gpt_oss",
+        Layout(dp=2, ep=2, tp=2, sequence_parallel=True),
+    ),
+    "one expert and a shared one, EP2 TP2 SP ETP2": (
+        "tiny_llama4",
+        Layout(dp=2, ep=2, tp=2, sequence_parallel=True, etp=2),
+    ),
     "recompute full, TP2 SP PP2": (
         "tiny_gpt",
         Layout(tp=2, sequence_parallel=True, pp=2, recompute=Recompute.FULL),
