@@ -38,11 +38,11 @@ def find(ref: str) -> tuple[Model, str]:
         return _pick(_load(path), str(path.resolve()), name)
     if name:
         return _pick(_import(place, ref), place, name)
-    models = examples()
-    if ref not in models:
-        near = get_close_matches(ref, models, 1, 0.5)
+    models, said = examples(), ref.lower().replace(".", "-").replace("_", "-")  # gpt3-1.3b is a model's own name
+    if said not in models:
+        near = get_close_matches(said, models, 1, 0.5)
         raise UserError(f"no model {ref!r}" + (f": did you mean {near[0]}?" if near else "") + f"\n{_known()}")
-    place, _, name = models[ref].partition(":")
+    place, _, name = models[said].partition(":")
     return _pick(importlib.import_module(place), place, name)
 
 

@@ -1,0 +1,153 @@
+"""Steps and memory as planned and as measured here: `python benchmarks/steps.py [DEVICES]`, all GPUs if not given.
+
+Each case is planned, trained for a few steps on random tokens, and compared: the median step, and the most that torch
+allocated on any device. Models too large for one GPU keep the widths of their layers and lose layers. Cases that fix an
+axis are there for what they show: small micro-batches for what waits for the host, recompute for what is made again.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from attrs import field, frozen
+
+from megaloom.dsl import Model, MoE, SwiGLU
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.find import find
+from megaloom.dsl.graph import vocabulary
+from megaloom.examples.gpt2 import gpt
+from megaloom.examples.llama3 import llama
+from megaloom.examples.mixtral import mixtral
+from megaloom.examples.qwen3 import qwen3
+from megaloom.planner import Plan, Precision, Workload, cluster, plan
+from megaloom.planner.memory import APART
+from megaloom.runtime import device, launch
+from megaloom.runtime.recipe import Recipe
+
+GiB = 2**30
+STEPS, FIRST = 8, 3  # steps of a case, and how many are not counted
+
+
+def small() -> Model:
+    """Eight layers that a GPU is done with before the host can ask for more."""
+    return gpt("small", layers=8, heads=8, embed=512)
+
+
+def llama_8b() -> Model:
+    return llama("llama3-8b, 6 layers", layers=6, heads=32, kv_heads=8, embed=4096, ff=14336)
+
+
+def llama_70b() -> Model:
+    return llama("llama3-70b, 2 layers", layers=2, heads=64, kv_heads=8, embed=8192, ff=28672, vocab=32000)
+
+
+def mixtral_8x7b() -> Model:
+    return mixtral("mixtral-8x7b, 2 layers", layers=2, heads=32, kv_heads=8, embed=4096, ff=14336)
+
+
+def qwen3_30b() -> Model:
+    return qwen3("qwen3-30b-a3b, 4 layers", 4, 32, 4, 2048, MoE(SwiGLU(768), 128, 8, balance=0.001))
+
+
+@frozen
+class Case:
+    """A model by its name among the examples or here, sequences a device, and what is fixed of its layout."""
+
+    model: str
+    seq: int
+    batch: int
+    fixed: dict[str, Any] = field(factory=dict)
+
+
+ONE = (
+    Case("small", 1024, 64, {"micro_batch": 16}),
+    Case("small", 1024, 8, {"micro_batch": 1}),
+    Case("gpt2", 1024, 64),
+    Case("gpt2", 1024, 8, {"micro_batch": 1}),
+    Case("gpt3-1-3b", 2048, 16),
+    Case("llama3-1b", 4096, 16),
+    Case("llama3-1b", 4096, 4, {"micro_batch": 1}),
+    Case("llama3-1b", 4096, 16, {"recompute": "full", "recompute_layers": 0}),
+    Case("llama_8b", 8192, 4),
+    Case("llama_8b", 32768, 1),
+    Case("llama_70b", 4096, 4),
+    Case("mixtral_8x7b", 4096, 8),
+    Case("mixtral_8x7b", 4096, 8, {"micro_batch": 1}),
+    Case("qwen3_30b", 4096, 8),
+)
+MANY = (
+    Case("llama3-1b", 4096, 16),
+    Case("llama3-1b", 4096, 16, {"tp": 2, "sequence_parallel": True}),
+    Case("llama3-1b", 4096, 16, {"pp": 2}),
+    Case("llama3-1b", 4096, 16, {"pp": 2, "vpp": 2}),
+    Case("llama3-1b", 4096, 16, {"cp": 2}),
+    Case("llama_8b", 8192, 4, {"tp": 2, "sequence_parallel": True}),
+    Case("mixtral_8x7b", 4096, 8, {"ep": 2}),
+    Case("mixtral_8x7b", 4096, 8, {"ep": 1}),
+    Case("qwen3_30b", 4096, 8, {"ep": 2}),
+)
+
+
+def planned(case: Case, count: int, name: str, precision: Precision) -> Plan:
+    """The best plan of a case."""
+    here = f"{Path(__file__).resolve()}:{case.model}"
+    model, ref = find(here if case.model in globals() else case.model)
+    work = Workload(seq=case.seq, batch=case.batch * count, precision=precision)
+    return plan(model, cluster(f"{count}x{name}"), work, ref=ref, fixed=case.fixed).best
+
+
+def trained(it: Plan, steps: int) -> tuple[list[float], float, float]:
+    """On each rank: seconds of every step, GiB that torch allocated and reserved at the most."""
+    from megaloom.runtime.step import Engine
+
+    model, _ = find(it.model)
+    tokens = torch.randint(vocabulary(model), (it.workload.seq + 1,), generator=torch.Generator().manual_seed(1))
+    engine = Engine.build(it, model, Recipe(steps=steps))
+    took = []
+    for _ in range(steps):
+        begun = time.monotonic()
+        engine.step(lambda _: tokens)
+        took.append(time.monotonic() - begun)
+    reserved = torch.cuda.max_memory_reserved() if device.gpus() else 0
+    return took, engine.peak_memory() / GiB, reserved / GiB
+
+
+HEAD = "model           seq GBS  layout                               s/step  planned     off" + (
+    "     GiB planned     off reserved"
+)
+
+
+def row(case: Case, it: Plan, step: float, held: float, reserved: float) -> str:
+    """A case in a line. What the allocator and the runtime hold beside tensors is not what torch counts."""
+    said = it.predicted.step_seconds
+    counted = (sum(n for what, n in held.items() if what not in APART) for held in it.predicted.nbytes)
+    most = max(counted) / GiB
+    return (
+        f"{case.model:<14}{case.seq:>6}{it.workload.batch:>4}  {it.layout!s:<34}{step:>9.4f}{said:>9.4f}"
+        f"{said / step - 1:>+8.1%}{held:>8.1f}{most:>8.1f}{most / held - 1:>+8.1%}{reserved:>9.1f}"
+    )
+
+
+def main() -> None:
+    kind = device.cluster_here().partition("x")[2]
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else device.gpus() or 1
+    precision = Precision.BF16 if device.gpus() else Precision.FP32
+    print(f"{count}x{kind}, {precision}\n{HEAD}", flush=True)
+    for case in ONE if count == 1 else MANY:
+        try:
+            it = planned(case, count, kind, precision)
+            ranks = launch.run(trained, (it, STEPS), count)
+        except (UserError, launch.RankError) as error:
+            print(f"{case.model:<14}{str(error).splitlines()[-1]}", flush=True)
+            continue
+        step = median(ranks[0][0][FIRST:])
+        print(row(case, it, step, max(rank[1] for rank in ranks), max(rank[2] for rank in ranks)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
