@@ -246,6 +246,7 @@ def _compute(
     row: Rows, core: Rows, found: Costs, cluster: Cluster, precision: Precision, practice: Practice, kind: Kind
 ) -> None:
     device = cluster.device
+    ahead = back = 0.0  # of the host
     for work in found.work:
         took = kernels.seconds(work, device, precision, practice, inside=kind.inside)
         if work.kind == "route":
@@ -253,7 +254,11 @@ def _compute(
             row[Col.BACKWARD] += practice.dispatch_seconds
         row[Col.FORWARD] += took.forward
         row[Col.BACKWARD] += took.backward
-        core[0] += took.forward * work.core
+        launched = took.waits(device, practice)
+        ahead, back = ahead + launched[0], back + launched[1]
+        core[0] += max(took.forward, launched[0]) * work.core
+    row[Col.FORWARD] = max(row[Col.FORWARD], ahead)
+    row[Col.BACKWARD] = max(row[Col.BACKWARD], back)
     # Each micro-batch's gradient is added to the main one: a read of it, a read and a write of the buffer.
     added = (precision.nbytes + 2 * practice.gradient_nbytes) * (found.params + found.expert_params)
     row[Col.BACKWARD] += added / device.moves

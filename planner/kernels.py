@@ -1,7 +1,8 @@
 """Seconds of one piece of work on one device: a roofline, with an efficiency that depends on the shape.
 
 Protocol: `seconds` prices one forward and one backward pass of a `Work` of the model's facts on a device. A kernel
-takes the longest of three: its arithmetic, its memory traffic, its launch.
+takes the longer of two, its arithmetic and its memory traffic; a layer's kernels take as long as the host needs to
+launch them, at the least.
 """
 
 from __future__ import annotations
@@ -45,16 +46,34 @@ CAST_TRAFFIC = 2 + 1 + 1
 
 @frozen
 class Seconds:
-    """A forward and a backward pass."""
+    """A forward and a backward pass: what its kernels keep the device busy for, and how many the host has to launch."""
 
     forward: float
     backward: float
+    ahead: float  # kernels of the forward pass
+    back: float
+
+    def waits(self, device: Device, practice: Practice) -> tuple[float, float]:
+        """Seconds of the host, each way. A CUDA graph takes none."""
+        one = 0.0 if practice.graphed else practice.launches * device.launch_seconds
+        return self.ahead * one, self.back * one
 
 
 def seconds(
     work: Work, device: Device, precision: Precision, practice: Practice = OWN, *, inside: bool = True
 ) -> Seconds:
-    """Seconds of one forward and one backward pass of this work; `inside` a block, where products may be narrow."""
+    """One forward and one backward pass of this work; `inside` a block, where products may be narrow.
+
+    A device that is the host itself has no launches to wait for: they are a part of its work.
+    """
+    took = _busy(work, device, precision, practice, inside)
+    if device.units > 1:
+        return took
+    one = device.launch_seconds
+    return Seconds(took.forward + took.ahead * one, took.backward + took.back * one, 0, 0)
+
+
+def _busy(work: Work, device: Device, precision: Precision, practice: Practice, inside: bool) -> Seconds:
     traffic = work.elements * precision.nbytes / device.moves
     if work.kind == "dot":
         used = precision if inside else precision.wide
@@ -66,17 +85,14 @@ def seconds(
             (work.dgrad, fill(m, k, n, work.count, device)),
             (work.wgrad, fill(k, n, m, work.count, device)),
         ]
-        took = [
-            kernel(max(flops / (fast * share), traffic), device, practice) if flops else 0.0
-            for flops, share in products
-        ]
+        took = [max(flops / (fast * share), traffic) if flops else 0.0 for flops, share in products]
+        kernels = [float(flops > 0) for flops, _ in products]
         cast = CAST_TRAFFIC * work.count * m / device.moves if used.narrow else 0.0
-        return Seconds(took[0] + cast * k, took[1] + took[2] + cast * n)
+        return Seconds(took[0] + cast * k, took[1] + took[2] + cast * n, kernels[0], kernels[1] + kernels[2])
     if work.kind == "attend":
         return _attention(work, device, precision, practice, traffic)
     passes = practice.passes.get(work.kind, 1.0)
-    ahead, back = (kernel(times * traffic, device, practice) for times in (1.0, BACKWARD_TRAFFIC))
-    return Seconds(passes * ahead, passes * back)
+    return Seconds(passes * traffic, passes * BACKWARD_TRAFFIC * traffic, passes, passes)
 
 
 def _attention(work: Work, device: Device, precision: Precision, practice: Practice, traffic: float) -> Seconds:
@@ -85,20 +101,13 @@ def _attention(work: Work, device: Device, precision: Precision, practice: Pract
     if practice.flash:
         fast = peak * device.attend_efficiency * reach(work.n, work.k)
         back = max(ATTEND_BACKWARD * work.flops / fast, BACKWARD_TRAFFIC * traffic)
-        return Seconds(kernel(max(work.flops / fast, traffic), device, practice), kernel(back, device, practice))
+        return Seconds(max(work.flops / fast, traffic), back, 1, 1)
     scores = work.count * work.m * work.n
     moved = scores * SCORE_TRAFFIC / device.moves
     product = 2 * scores * work.k  # nothing is left out where the mask is
     share = fill(work.m, work.n, work.k, work.count, device)
-    one = kernel(max(product / (peak * device.flops_efficiency * share), traffic / 2), device, practice)
-    return Seconds(2 * one + moved, 4 * one + 2 * moved)
-
-
-def kernel(busy: float, device: Device, practice: Practice = OWN) -> float:
-    """Seconds of a kernel that is busy so long. Its launch is hidden, unless the device is the host itself."""
-    if device.units == 1:
-        return busy + device.launch_seconds
-    return busy if practice.graphed else max(busy, device.launch_seconds)
+    one = max(product / (peak * device.flops_efficiency * share), traffic / 2)
+    return Seconds(2 * one + moved, 4 * one + 2 * moved, 2, 4)
 
 
 def fill(m: int, n: int, k: int, count: int, device: Device) -> float:

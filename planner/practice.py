@@ -41,12 +41,14 @@ class Practice:
     hidden_experts: float = 0.0  # of the experts' all-to-all
     libraries: int = 1  # that call cuBLAS, each with a workspace of its own
     graphed: bool = False  # CUDA graphs: small kernels wait for no host
+    launches: float = 1.0  # that the host could have made while it makes one, from the program of the layers
     dispatch_seconds: float = 0.0  # that a layer of experts waits for the host, each way
 
 
 OWN = Practice(
     name="megaloom",
     passes=TORCH,
+    launches=4,  # 20 us a kernel, measured on the H200: steps of one short sequence (benchmarks/steps.py)
     adam_nbytes=FOREACH,
     loss_nbytes=34,  # measured on the H200: 2 % of a step of Llama 3.2 1B
     overlap_gradients=False,

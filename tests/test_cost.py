@@ -19,6 +19,7 @@ from megaloom.examples.mixtral import mixtral
 from megaloom.planner import kernels, traffic
 from megaloom.planner.cluster import PRESETS, Cluster, cluster
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
+from megaloom.planner.practice import OWN
 from megaloom.planner.price import Priced, price
 from megaloom.planner.traffic import Group
 from megaloom.runtime.device import prepare
@@ -45,7 +46,9 @@ def test_no_product_beats_the_device(m: int, n: int, k: int, preset: Any) -> Non
     took = kernels.seconds(work, device, Precision.BF16)
     assert took.forward >= work.flops / (device.flops["bf16"] * device.flops_efficiency)
     assert took.forward >= 2 * work.elements / (device.bandwidth * device.bandwidth_efficiency)
-    assert min(took.forward, took.backward) >= device.launch_seconds
+    assert min(took.ahead, took.back) >= (device.units > 1)
+    assert min(took.waits(device, OWN)) >= device.launch_seconds * (device.units > 1)
+    assert max(took.waits(device, evolve(OWN, graphed=True))) == 0
     assert took.backward >= 2 * work.flops / (device.flops["bf16"] * device.flops_efficiency)
 
 
