@@ -29,7 +29,7 @@ from .cluster import Cluster
 from .columns import Column, Layouts, alike
 from .layout import Layout, Precision, Workload
 from .practice import Practice
-from .sheet import TRAFFIC, Anatomy, Base, Col, Kind, Rows, local, shared, split_of
+from .sheet import TRAFFIC, Anatomy, Base, Col, Kind, Rows, factors, local, loss, shared, split_of
 
 # Without a fused kernel each score is kept thrice: softmaxed, its dropout's mask, dropped (Korthikanti et al.,
 # arXiv:2205.05198, section 4.1).
@@ -121,13 +121,20 @@ class Book:
             core=np.array([line.core for line in lines]),
             full=np.array([line.full for line in lines]),
             largest=max(line.largest for line in lines),
-            library=self.library,
+            library=self.library + self._dummies(layout),
+            loss=loss(self.anatomy, layout, self.workload, self.practice.loss_copies),
         )
 
     @property
     def library(self) -> int:
         """Bytes that cuBLAS works in."""
         return self.practice.libraries * self.cluster.device.library_nbytes
+
+    def _dummies(self, layout: Layout) -> int:
+        """Bytes that stand for the gradients of products' weights."""
+        if not self.practice.dummies:
+            return 0
+        return self.workload.precision.nbytes * factors(self.anatomy, layout, self.workload)
 
     def rows(self, x: Layouts) -> tuple[Rows, Rows, Rows, Rows]:
         """The rows, the core's part of them, what full recompute keeps and the largest saved tensor, of many layouts.

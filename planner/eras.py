@@ -18,11 +18,11 @@ def practice(row: Row, note: str) -> Practice:
         return MEGATRON_2021
     if "nanotron" in framework:
         return NANOTRON
-    if "no TP/P2P/grad overlap" in note:
-        return PLAIN
-    found = MEGATRON
+    found = PLAIN if "no TP/P2P/grad overlap" in note else MEGATRON
     if "Bridge" in framework:
         found = evolve(found, gradient_nbytes=2)
+    if "TE fused cross-entropy" in note:  # it works in the logits themselves (triton/cross_entropy.py)
+        found = evolve(found, loss_copies=0)
     if re.search(r"cuda_graph_impl=(?!none)|CUDA graph", note):
         found = evolve(found, graphed=True, dispatch_seconds=0.0 if "full" in note else DISPATCH_GRAPHED)
     if re.search(r"a2a_overlap=True|a2a overlap|EP overlap on", note):

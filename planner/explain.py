@@ -136,10 +136,10 @@ def memory(plan: Plan) -> Table:
     size = unit(plan)
     holders = list(dict.fromkeys(holder for rank in plan.predicted.nbytes for holder in rank))
     rows = [
-        [str(rank), *(size.of(nbytes.get(holder, 0)) for holder in holders), size.of(sum(nbytes.values()))]
-        for rank, nbytes in enumerate(plan.predicted.nbytes)
+        [str(rank), *(size.of(nbytes.get(holder, 0)) for holder in holders), size.of(sum(nbytes.values())), moment]
+        for rank, (nbytes, moment) in enumerate(zip(plan.predicted.nbytes, plan.predicted.moments, strict=True))
     ]
-    return table(["rank", *holders, "in all"], _part(rows), gap=1)
+    return table(["rank", *holders, "in all", "at the"], _part(rows), left=("at the",), gap=1)
 
 
 def breakdown(plan: Plan) -> Table:

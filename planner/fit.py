@@ -72,10 +72,16 @@ class Fit:
                 expert_params=int(row[Col.EXPERT_PARAMS]),
                 saved=int(row[Col.SAVED]) + (sheet.boundary if i else 0),
                 workspace=sheet.workspace,
-                logits=sheet.logits if i == last else 0,
+                library=self.library,
+                loss=sheet.loss if i == last else 0,
             )
             for i, row in enumerate(sheet.sums(bounds))
         ]
+
+    @property
+    def library(self) -> int:
+        """Bytes that are there throughout, for libraries and for what passes between ranks."""
+        return self.sheet.library + (memory.PASSED * self.sheet.boundary if self.layout.pp > 1 else 0)
 
     def spare(self, bounds: Bounds) -> list[int]:
         """The elements that each stage counts of weights that it, or an earlier stage of its rank, has already."""
@@ -93,17 +99,19 @@ class Fit:
         Exact for one chunk a rank; several get equal shares of it.
         """
         flights, room = self._limit(k)
-        state, saved = self._sums
-        return state.plus(saved, flights).far(room)[:-1]
+        state, saved, stepping = self._sums
+        ends: Places = np.minimum(state.plus(saved, flights).far(room), stepping.far(self._free / self.layout.vpp))
+        return ends[:-1]
 
     @cached_property
     def hopeful(self) -> bool:
         """Whether stages that each take as much as `latest` allows reach the end: else no tight cut fits."""
-        state, saved = self._sums
+        state, saved, stepping = self._sums
         done, size = 0, len(state)
         for k in range(self.layout.pp * self.layout.vpp):
             flights, room = self._limit(k)
-            done = state.plus(saved, flights).farthest(done, room)
+            most = stepping.farthest(done, self._free / self.layout.vpp)
+            done = min(state.plus(saved, flights).farthest(done, room), most)
             if done == size:
                 return True
         return False
@@ -113,8 +121,8 @@ class Fit:
         layout, sheet = self.layout, self.sheet
         rank, chunk = k % layout.pp, k // layout.pp
         flights = MORE * float(self._flights[rank, chunk])
-        logits = (self.workload.precision.nbytes + memory.COPY) * sheet.logits if rank == layout.pp - 1 else 0
-        return flights, (self._free - MORE * logits) / layout.vpp - (flights * sheet.boundary if k else 0)
+        comes = max(sheet.workspace, sheet.loss) if rank == layout.pp - 1 else sheet.workspace
+        return flights, (self._free - MORE * comes) / layout.vpp - (flights * sheet.boundary if k else 0)
 
     @cached_property
     def _flights(self) -> NDArray[np.int64]:
@@ -126,21 +134,19 @@ class Fit:
     @cached_property
     def _free(self) -> float:
         """Bytes that a rank may fill with what its stages hold."""
-        return (
-            capacity(self.cluster, self.headroom)
-            - memory.runtime(self.layout, self.cluster)
-            - MORE * self.sheet.workspace
-        )
+        return capacity(self.cluster, self.headroom) - memory.runtime(self.layout, self.cluster) - MORE * self.library
 
     @cached_property
-    def _sums(self) -> tuple[Spans, Spans]:
-        """For each two places, the bytes of the state between them, and of what one micro-batch saves."""
-        n, precision = 10**6, self.workload.precision
-        dense, expert = (
-            sum(memory.static(*x, self.layout, precision, self.practice).values()) / n for x in ((n, 0), (0, n))
-        )
-        state = self.sheet.runs(Col.PARAMS).times(dense).plus(self.sheet.runs(Col.EXPERT_PARAMS), expert)
-        return state, self.sheet.runs(Col.SAVED)
+    def _sums(self) -> tuple[Spans, Spans, Spans]:
+        """For each two places, the bytes of the state, of what one micro-batch saves, of the optimizer's step."""
+        n, x, precision, practice = 10**6, self.layout, self.workload.precision, self.practice
+        static = [sum(memory.static(*of, x, precision, practice).values()) / n for of in ((n, 0), (0, n))]
+        whole = [
+            s + MORE * memory.stepping(*of, x, practice) / n for s, of in zip(static, ((n, 0), (0, n)), strict=True)
+        ]
+        dense, experts = self.sheet.runs(Col.PARAMS), self.sheet.runs(Col.EXPERT_PARAMS)
+        state, stepping = (dense.times(each[0]).plus(experts, each[1]) for each in (static, whole))
+        return state, self.sheet.runs(Col.SAVED), stepping
 
 
 @frozen(eq=False, slots=False)
@@ -166,8 +172,8 @@ class Placed:
         return self.fit.parts(self.bounds)
 
     @cached_property
-    def nbytes(self) -> tuple[dict[str, int], ...]:
-        """The memory of each pipeline rank at its fullest, by holder."""
+    def fullest(self) -> tuple[memory.Peak, ...]:
+        """The memory of each pipeline rank at its fullest."""
         layout, m, precision = self.layout, self.fit.microbatches, self.fit.workload.precision
         beside = memory.runtime(layout, self.fit.cluster)
         ranks = range(layout.pp)
@@ -177,7 +183,7 @@ class Placed:
     @property
     def peaks(self) -> tuple[int, ...]:
         """The bytes that each pipeline rank holds at its fullest."""
-        return tuple(sum(held.values()) for held in self.nbytes)
+        return tuple(peak.nbytes for peak in self.fullest)
 
     @cached_property
     def excess(self) -> int:
@@ -186,18 +192,21 @@ class Placed:
 
     @property
     def _needed(self) -> NDArray[np.float64]:
-        """The bytes of each pipeline rank at its fullest: the sums of `nbytes`, to a few bytes, and sooner."""
+        """The bytes of each pipeline rank at its fullest: those of `fullest`, to a few bytes, and sooner."""
         fit, x, sums = self.fit, self.layout, self.sums
         by_rank = sums.reshape(x.vpp, x.pp, -1)
         params = (sums[:, Col.PARAMS] - fit.spare(self.bounds)).reshape(x.vpp, x.pp).sum(axis=0)
         experts = by_rank[:, :, Col.EXPERT_PARAMS].sum(axis=0)
         saved = by_rank[:, :, Col.SAVED] + np.where(np.arange(len(sums)), fit.sheet.boundary, 0).reshape(x.vpp, x.pp)
-        flights = timeline.flights(x.pp, x.vpp, fit.microbatches, x.microbatch_group)
-        kept = (flights * saved.T[:, None, :]).sum(axis=2).max(axis=1)
-        logits = np.where(np.arange(x.pp) == x.pp - 1, fit.sheet.logits, 0)
-        kept = kept + fit.sheet.workspace + (fit.workload.precision.nbytes + memory.COPY) * logits
+        schedule = (x.pp, x.vpp, fit.microbatches, x.microbatch_group)
+        kept = (timeline.flights(*schedule) * saved.T[:, None, :]).sum(axis=2).max(axis=1)
+        comes = np.maximum(kept + fit.sheet.workspace, memory.stepping(params, experts, x, fit.practice))
+        loss = max(float(saved[:, -1] @ flight) for flight in timeline.losses(*schedule)) + fit.sheet.loss
+        comes[-1] = max(comes[-1], loss)
         static = memory.static(params, experts, x, fit.workload.precision, fit.practice)
-        needed: NDArray[np.float64] = sum(static.values()) + MORE * kept + memory.runtime(x, fit.cluster)
+        needed: NDArray[np.float64] = (
+            sum(static.values()) + MORE * (comes + fit.library) + memory.runtime(x, fit.cluster)
+        )
         return needed
 
     @property

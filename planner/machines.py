@@ -45,6 +45,7 @@ def for_machines(plan: Plan) -> dict[str, Any]:
             "bubble": p.bubble,
             "exposed_communication": exposed(plan),
             "breakdown_seconds": p.breakdown,
+            "memory_moment_by_rank": list(p.moments),
             "memory_gib_by_rank": [{holder: n / GiB for holder, n in rank.items()} for rank in p.nbytes],
         },
         "stages": [asdict(stage) for stage in plan.stages],

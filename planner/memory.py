@@ -1,7 +1,9 @@
-"""What each pipeline rank holds at its fullest moment, by what holds it.
+"""What each pipeline rank holds at its fullest moment, by what holds it, and which moment that is.
 
 Protocol: `Part` says what one chunk holds on one device, `peak` what the chunks of a rank come to under a schedule.
-Sizes are in bytes. The parts of a peak are added as if their worst moments were one, which errs on the safe side.
+Sizes are in bytes. The moments that may be the fullest: the loss of a micro-batch, a backward (gradients beside what
+is saved, a block made again), the optimizer's step. Reducing gradients and gathering weights takes no more than the
+buffers of both, which are there throughout.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ from numpy.typing import NDArray
 from .cluster import Cluster
 from .layout import Layout, Precision
 from .practice import OWN, Practice
-from .timeline import held
+from .timeline import Flight, backs, losses
 from .traffic import group
 
 Rows = NDArray[np.float64]
 
 MOMENTS, MASTER = 4 + 4, 4  # Adam's two, in fp32, and below fp32 a copy of the weight (megatron-core, optimizer.py:671)
-# The loss computes in fp32 on a copy of the logits, in place, and hands back a gradient in their own type
-# (megatron-core 0.16.1, tensor_parallel/cross_entropy.py); in fp32 the copy is the logits.
-COPY = 4
+# Of what passes between pipeline ranks, a rank holds an input, an output and a gradient of one of them beside what it
+# saves (megatron-core 0.16.1, schedules.py: input_tensor, output_tensor and output_tensor_grad outlive their step).
+PASSED = 3
 # torch's allocator reserves more than it hands out: SimuMax counts allocated / 0.94 for Megatron runs (perf_llm.py).
 ALLOCATOR = 1 / 0.94 - 1
 MORE = 1 + ALLOCATOR
@@ -47,8 +49,22 @@ class Part:
     params: int  # elements of dense weights
     expert_params: int  # elements of experts' weights
     saved: int  # bytes that the backward pass of one micro-batch needs
-    workspace: int  # bytes that come and go within a step
-    logits: int  # elements of logits, if the loss is here
+    workspace: int  # bytes that come and go within a backward
+    library: int  # bytes that are there throughout, for libraries and for what passes between ranks
+    loss: int  # bytes that come and go with the loss, if it is here
+
+
+@frozen
+class Peak:
+    """The fullest moment of a rank, in words, and what it holds then."""
+
+    moment: str
+    held: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """All that is held."""
+        return sum(self.held.values())
 
 
 def copies(layout: Layout) -> tuple[int, int]:
@@ -82,6 +98,12 @@ def runtime(layout: Layout, cluster: Cluster) -> int:
     return cluster.device.context_nbytes + link.group_nbytes * sum(group(axis, layout).size > 1 for axis in axes)
 
 
+def stepping(params: int, expert_params: int, layout: Layout, practice: Practice = OWN) -> int:
+    """Bytes that come and go with the optimizer's step."""
+    dense, experts = copies(layout)
+    return -(-practice.step_nbytes * params // dense) - (-practice.step_nbytes * expert_params // experts)
+
+
 def peak(
     parts: Sequence[Part],
     rank: int,
@@ -90,21 +112,30 @@ def peak(
     precision: Precision,
     beside: int,
     practice: Practice = OWN,
-) -> dict[str, int]:
-    """Bytes of a pipeline rank at its fullest, by what holds them; `parts` are its chunks, `beside` is `runtime`."""
+) -> Peak:
+    """A pipeline rank at its fullest; `parts` are its chunks, `beside` is `runtime`."""
     params, experts = sum(p.params for p in parts), sum(p.expert_params for p in parts)
-    flights = held(rank, layout.pp, layout.vpp, microbatches, layout.microbatch_group)
-    saved = max(sum(n * p.saved for n, p in zip(flight, parts, strict=True)) for flight in flights)
-    workspace = max(p.workspace for p in parts)
-    logits = (precision.nbytes + COPY) * max(p.logits for p in parts)
-    return {
-        **static(params, experts, layout, precision, practice),
-        "activations": saved,
-        "workspace": workspace,
-        "logits": logits,
-        "allocator": int(ALLOCATOR * (saved + workspace + logits)),
-        "runtime": beside,
-    }
+    library = max(p.library for p in parts)
+    resting = static(params, experts, layout, precision, practice)
+
+    def at(moment: str, saved: int, workspace: int, logits: int) -> Peak:
+        passing = saved + workspace + library + logits
+        more = {"activations": saved, "workspace": workspace + library, "logits": logits}
+        return Peak(moment, {**resting, **more, "allocator": int(ALLOCATOR * passing), "runtime": beside})
+
+    moments = [at("optimizer's step", 0, stepping(params, experts, layout, practice), 0)]
+    schedule = (layout.pp, layout.vpp, microbatches, layout.microbatch_group)
+    for flight, (i, chunk) in backs(rank, *schedule).items():
+        name = f"backward of micro-batch {i}" + (f", chunk {chunk}" if layout.vpp > 1 else "")
+        moments.append(at(name, _saved(flight, parts), max(p.workspace for p in parts), 0))
+    if rank == layout.pp - 1:
+        for flight, i in losses(*schedule).items():
+            moments.append(at(f"loss of micro-batch {i}", _saved(flight, parts), 0, parts[-1].loss))
+    return max(moments, key=lambda moment: moment.nbytes)
+
+
+def _saved(flight: Flight, parts: Sequence[Part]) -> int:
+    return sum(n * p.saved for n, p in zip(flight, parts, strict=True))
 
 
 @lru_cache(maxsize=1 << 14)

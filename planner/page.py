@@ -22,10 +22,12 @@ from megaloom.dsl.page import LOOK
 from . import charts, traffic
 from .explain import holds, layout_table, prediction_table, ranks, rejected, runners_up
 from .layout import Layout
+from .memory import ALLOCATOR
+from .moments import tracks
 from .plan import Plan
 from .price import Priced
 from .timeline import Timeline
-from .trace import beside, dumps, replayed, saved, tails, write
+from .trace import dumps, replayed, tails, write
 
 if TYPE_CHECKING:
     from .search import Found
@@ -97,7 +99,8 @@ def data(plan: Plan, g: Graph, priced: Priced) -> dict[str, Any]:
     """What the scripts read: seconds and bytes, but for the times of steps, which are in units of `unit` seconds."""
     line, layout = priced.timeline, plan.layout
     unit = priced.seconds / QUANTA
-    stages = zip(plan.stages, saved(priced), strict=True)
+    stages = zip(plan.stages, priced.placed.parts, strict=True)
+    after, held = tails(priced), tracks(priced)
     return {
         "step": priced.seconds,
         "pp": layout.pp,
@@ -105,11 +108,22 @@ def data(plan: Plan, g: Graph, priced: Priced) -> dict[str, Any]:
         "took": [round(s / unit) for s in (*line.forward, *reversed(line.backward))],
         "transfer": line.transfer,
         "blocking": layout.vpp == 1,
-        "stages": [{"saved": keeps, "holds": holds(g.nodes[s.start : s.stop], g)} for s, keeps in stages],
-        "beside": beside(priced),
+        "stages": [{"saved": part.saved, "holds": holds(g.nodes[s.start : s.stop], g)} for s, part in stages],
+        "tracks": [
+            {
+                "bare": it.bare,
+                "library": it.library,
+                "workspace": it.workspace,
+                "loss": it.loss,
+                "stepping": it.stepping,
+            }
+            for it in held
+        ],
+        "allocator": ALLOCATOR,
+        "updates": [[(it.start, it.end) for it in row if it.name == "optimizer"] for row in after],
         "memory": plan.cluster.device.nbytes,
         "device": plan.cluster.device.name,
-        "tails": [[(_kind(it.name), it.start, it.end) for it in row] for row in tails(priced)],
+        "tails": [[(_kind(it.name), it.start, it.end) for it in row] for row in after],
         "drawn": DRAWN,
         "events": packed(line, unit),
         "map": {
@@ -194,8 +208,8 @@ def _kind(name: str) -> str:
 def _memory(plan: Plan) -> str:
     every = "each pipeline rank" if plan.layout.pp > 1 else "the device"
     return (
-        f"<p>What {every} keeps of its micro-batches over the step, above all else that it holds, which is drawn at "
-        "its most.</p>\n"
+        f"<p>What {every} holds over the step, above what is there throughout: what it keeps of its micro-batches, and "
+        "what a backward, the loss and the optimizer take for a while.</p>\n"
         '<canvas id="memory" tabindex="0" role="img" aria-label="memory of every pipeline rank over time"></canvas>\n'
         f"<p>At its fullest, by what holds it:</p>\n{charts.ranks(plan)}"
     )

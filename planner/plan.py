@@ -25,7 +25,7 @@ from .cluster import Cluster
 from .layout import Layout, Workload
 from .rules import violations
 
-VERSION = 3  # 3: a cluster has pods, failures and storage; 2: a layout has micro-batch groups
+VERSION = 4  # 4: a prediction says when each rank is the fullest; 3: a cluster has pods, failures and storage
 
 
 class PlanError(UserError):
@@ -56,6 +56,7 @@ class Prediction:
     bubble: float  # share of the step that a pipeline rank waits
     breakdown: dict[str, float]  # seconds by cause
     nbytes: tuple[dict[str, int], ...]  # for each pipeline rank, peak memory by what holds it
+    moments: tuple[str, ...]  # and when that is
 
 
 @frozen(kw_only=True)
@@ -254,8 +255,9 @@ def _consistent(plan: Plan, where: str) -> None:
         _refuse(where, "layout", f"takes {layout.world} devices, and the cluster has {plan.cluster.count}")
     if len(stages) != layout.pp * layout.vpp:
         _refuse(where, "stages", f"are {len(stages)}, and pp {layout.pp} x vpp {layout.vpp} is another number")
-    if len(plan.predicted.nbytes) != layout.pp:
-        _refuse(where, "predicted.nbytes", f"has {len(plan.predicted.nbytes)} ranks, and pp is {layout.pp}")
+    for name, held in (("nbytes", plan.predicted.nbytes), ("moments", plan.predicted.moments)):
+        if len(held) != layout.pp:
+            _refuse(where, f"predicted.{name}", f"has {len(held)} ranks, and pp is {layout.pp}")
     for i, stage in enumerate(stages):
         if (stage.chunk, stage.rank) != divmod(i, layout.pp):
             _refuse(where, f"stages[{i}]", f"is chunk {stage.chunk} of rank {stage.rank}, out of model order")

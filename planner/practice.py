@@ -35,11 +35,14 @@ class Practice:
     adam_nbytes: int = ONE_KERNEL  # moved for each element of the optimizer's share
     gradient_nbytes: int = 4  # of an element of the main gradient
     loss_nbytes: int = 14  # moved for each logit by the loss and its gradient
+    loss_copies: int = 4  # bytes that the loss keeps of each logit beside it: an fp32 copy, in which it works
     overlap_gradients: bool = True  # they are reduced while the last micro-batch goes back
     overlap_weights: bool = True  # they are gathered while the first micro-batch goes ahead
     hidden_tensor: float = 0.0  # of tensor-parallel collectives
     hidden_experts: float = 0.0  # of the experts' all-to-all
-    libraries: int = 1  # that call cuBLAS, each with a workspace of its own
+    libraries: int = 2  # callers of cuBLAS, each with a workspace of its own: the threads of both passes
+    dummies: bool = False  # of each product's weight a tensor is held in place of its gradient, which is summed fused
+    step_nbytes: int = 0  # of each element of the optimizer's share, held while it steps
     graphed: bool = False  # CUDA graphs: small kernels wait for no host
     launches: float = 1.0  # that the host could have made while it makes one, from the program of the layers
     dispatch_seconds: float = 0.0  # that a layer of experts waits for the host, each way
@@ -51,13 +54,16 @@ OWN = Practice(
     launches=4,  # 20 us a kernel, measured on the H200: steps of one short sequence (benchmarks/steps.py)
     adam_nbytes=FOREACH,
     loss_nbytes=34,  # measured on the H200: 2 % of a step of Llama 3.2 1B
+    step_nbytes=4,  # the root of the second moment (torch.optim, _multi_tensor_adamw)
     overlap_gradients=False,
     overlap_weights=False,
 )
 # Not measured alone: what runs of models with experts took longer than their work, by layer and way, on H100 and GB300
 # where no CUDA graph hides the host, and where one hides all but the counting of tokens (see `megaloom validate`).
 DISPATCH, DISPATCH_GRAPHED = 1.4e-3, 0.4e-3
-MEGATRON = Practice(name="Megatron-core with Transformer Engine", dispatch_seconds=DISPATCH, libraries=2)
+# Transformer Engine has a workspace of its own, and with fused sums of gradients, which are Megatron-LM's default, a
+# tensor that stands for each (transformer_engine/pytorch/module/base.py: get_workspace, get_dummy_wgrad).
+MEGATRON = Practice(name="Megatron-core with Transformer Engine", dispatch_seconds=DISPATCH, libraries=3, dummies=True)
 PLAIN = evolve(MEGATRON, name="Megatron-core, nothing overlapped", overlap_gradients=False, overlap_weights=False)
 MEGATRON_2021 = Practice(
     name="Megatron-LM before flash attention", flash=False, overlap_gradients=False, overlap_weights=False

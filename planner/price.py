@@ -24,7 +24,7 @@ from .columns import Layouts
 from .fit import HEADROOM, Bounds, Fit, Placed, capacity, stages_of
 from .floors import Floors, where
 from .layout import Layout, Recompute, Workload
-from .memory import Part
+from .memory import Part, Peak
 from .needs import needs
 from .plan import Prediction, Stage
 from .practice import OWN, Practice
@@ -200,7 +200,7 @@ class Pricer:
         )
         covers = [Cover(sum(backward[r :: layout.pp]), sum(forward[r :: layout.pp])) for r in range(layout.pp)]
         tails = [self._tail(fit, parts, bounds, r, cover) for r, cover in enumerate(covers)]
-        prediction = self._predict(layout, m * sums, ends, sending(hops, layout.pp, m), tails, placed.nbytes)
+        prediction = self._predict(layout, m * sums, ends, sending(hops, layout.pp, m), tails, placed.fullest)
         return Priced(placed, stages, prediction, tuple(hops), tuple(tails))
 
     def _tail(self, fit: Fit, parts: list[Part], bounds: Bounds, rank: int, cover: Cover) -> Tail:
@@ -219,7 +219,7 @@ class Pricer:
         ends: tuple[float, ...],
         sent: tuple[float, ...],
         tails: list[Tail],
-        peaks: tuple[dict[str, int], ...],
+        peaks: tuple[Peak, ...],
     ) -> Prediction:
         """Every rank waits until all have reduced, for the gradient's norm; the step ends with the last of them.
 
@@ -249,7 +249,8 @@ class Pricer:
             mfu=flops / self.cluster.device.flops[self.workload.precision],
             bubble=max(0.0, 1 - sum(own) / (layout.pp * step)) if layout.pp > 1 else 0.0,
             breakdown=breakdown,
-            nbytes=peaks,
+            nbytes=tuple(peak.held for peak in peaks),
+            moments=tuple(peak.moment for peak in peaks),
         )
 
     def bound(self, layout: Layout) -> tuple[float, float]:

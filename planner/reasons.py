@@ -13,11 +13,13 @@ from .cluster import Cluster, GiB
 from .differ import slower, time
 from .fit import Placed
 from .layout import Layout
+from .memory import Peak
 from .price import Priced
 from .rule import Violation
 
 COMPUTE = ("forward", "backward")
 MENTIONED = 4  # neighbours that the reasons name
+HOLDERS = 3  # of the memory, that the reasons name
 
 
 @frozen
@@ -78,23 +80,24 @@ def _limits(plan: Priced) -> str:
 
 
 def _memory(plan: Priced, cluster: Cluster) -> str:
-    rank, held = fullest(plan.placed)
-    holder = max(held, key=held.__getitem__)
-    used, most = sum(held.values()), cluster.device.nbytes
+    rank, peak = fullest(plan.placed)
+    used, most = peak.nbytes, cluster.device.nbytes
     who = f"Pipeline rank {rank}, the fullest," if plan.layout.pp > 1 else "Each device"
-    return (
-        f"{who} fills {size(used)} of {size(most)} ({used / most:.0%}); "
-        f"the largest part is {holder}, {size(held[holder])}."
-    )
+    return f"{who} fills {size(used)} of {size(most)} ({used / most:.0%}) at the {peak.moment}: {holders(peak)}."
+
+
+def holders(peak: Peak) -> str:
+    """What holds the most at a peak."""
+    largest = sorted(peak.held.items(), key=lambda entry: -entry[1])[:HOLDERS]
+    return ", ".join(f"{holder} {size(nbytes)}" for holder, nbytes in largest)
 
 
 def lacking(plan: Placed) -> str:
     """Which rank lacks how much memory, and what holds the most of it."""
-    rank, held = fullest(plan)
-    holder = max(held, key=held.__getitem__)
+    rank, peak = fullest(plan)
     return (
-        f"pipeline rank {rank} needs {size(sum(held.values()))}, {size(plan.excess)} more than the "
-        f"{size(plan.capacity)} that a plan may fill; the largest part is {holder}, {size(held[holder])}"
+        f"pipeline rank {rank} needs {size(peak.nbytes)} at the {peak.moment}, {size(plan.excess)} more than the "
+        f"{size(plan.capacity)} that a plan may fill: {holders(peak)}"
     )
 
 
@@ -103,9 +106,9 @@ def broken(violations: Iterable[Violation]) -> str:
     return "; ".join(f"{v.message} [{v.rule}]: {v.fix}" for v in violations)
 
 
-def fullest(plan: Placed) -> tuple[int, dict[str, int]]:
-    """The pipeline rank that holds the most, and what."""
-    return max(enumerate(plan.nbytes), key=lambda entry: sum(entry[1].values()))
+def fullest(plan: Placed) -> tuple[int, Peak]:
+    """The pipeline rank that holds the most, and when it does."""
+    return max(enumerate(plan.fullest), key=lambda entry: entry[1].nbytes)
 
 
 def size(nbytes: int) -> str:

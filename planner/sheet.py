@@ -15,8 +15,9 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from megaloom.dsl.dims import Dim, Sizes
-from megaloom.dsl.graph import Graph, Node, Slot
+from megaloom.dsl.graph import Graph, Node, Slot, primitives
 from megaloom.dsl.keep import Keeps, keeps
+from megaloom.dsl.ops import Dot, Weight
 from megaloom.dsl.program import program
 from megaloom.dsl.splits import Local, Split, cut
 
@@ -147,7 +148,8 @@ class Sheet:
     rows: Rows  # [kinds, columns]
     boundary: int  # bytes that cross a cut, one way
     workspace: int  # bytes that come and go: the gradients beside the largest saved tensor, and a block made again
-    logits: int  # elements of the output on this device
+    library: int  # bytes that libraries hold throughout
+    loss: int  # bytes that come and go with the loss
     shared: tuple[int, ...]  # elements of each shared weight on this device
     more: Rows | None = None  # what the first blocks of a stage cost more, which are computed again, if not all are
     layers: int = 0  # how many those are
@@ -227,12 +229,13 @@ class Base:
     core: Rows  # [kinds, (forward kernels, forward collectives, saved bytes)]
     full: Rows  # [kinds], the bytes that full recompute keeps
     largest: int  # bytes of the largest saved tensor
-    library: int  # bytes that cuBLAS works in
+    library: int  # bytes that libraries hold throughout
+    loss: int  # bytes that come and go with the loss
 
 
 def sheet(base: Base, anatomy: Anatomy, layout: Layout, workload: Workload) -> Sheet:
     """The costs under the layout's recompute mode."""
-    rows, workspace = base.rows.copy(), 2 * base.largest + base.library
+    rows, workspace = base.rows.copy(), 2 * base.largest
     width = workload.precision.nbytes
     tokens = layout.micro_batch * workload.seq // layout.cp
     boundary = width * anatomy.embed * tokens // (layout.tp if layout.sequence_parallel else 1)
@@ -254,17 +257,36 @@ def sheet(base: Base, anatomy: Anatomy, layout: Layout, workload: Workload) -> S
         rows=base.rows if some else rows,
         boundary=boundary,
         workspace=workspace,
-        logits=_logits(anatomy, layout, workload),
+        library=base.library,
+        loss=base.loss,
         shared=shared(anatomy, layout, workload),
         more=rows - base.rows if some else None,
         layers=layout.recompute_layers,
     )
 
 
-def _logits(anatomy: Anatomy, layout: Layout, workload: Workload) -> int:
-    graph = anatomy.graph
-    ends = [graph.nodes[graph.index[name]] for name in graph.outputs]
-    return sum(local(node, node.shape.dims, layout, workload) for node in ends)
+def loss(anatomy: Anatomy, layout: Layout, workload: Workload, copies: int) -> int:
+    """Bytes that come and go with the loss: logits and what it keeps of them, or their gradient and their weights'."""
+    ends = [anatomy.graph.nodes[anatomy.graph.index[name]] for name in anatomy.graph.outputs]
+    logits = sum(local(node, node.shape.dims, layout, workload) for node in ends)
+    weights = max((local(node, slot.dims, layout, workload) for node in ends for slot in node.weights), default=0)
+    width = workload.precision.nbytes
+    return max((width + copies) * logits, width * (logits + weights))
+
+
+def factors(anatomy: Anatomy, layout: Layout, workload: Workload) -> int:
+    """Elements on one device of each product's weight that differs from the others; of copies, one."""
+    nodes = {id(program(kind.node)): kind.node for kind in anatomy.kinds if not kind.ends}
+    matrices = ((node, slot) for node in nodes.values() for slot in _factors(node))
+    return sum(local(node, slot.value.shape.dims, layout, workload, slot.outer) for node, slot in matrices)
+
+
+def _factors(node: Node) -> list[Slot]:
+    """The weights that products take."""
+    p = program(node)
+    read = {id(x.source) for step in p.steps if isinstance(step.value.op, Dot) for x in step.value.args}
+    weights = (v for v, *_ in primitives(p.value) if isinstance(v.op, Weight))
+    return [slot for v, slot in zip(weights, node.weights, strict=True) if id(v.source) in read]
 
 
 def shared(anatomy: Anatomy, layout: Layout, workload: Workload) -> tuple[int, ...]:
@@ -273,7 +295,7 @@ def shared(anatomy: Anatomy, layout: Layout, workload: Workload) -> tuple[int, .
     return tuple(local(nodes[users[0]], slot.dims, layout, workload) for slot, users in anatomy.shared)
 
 
-def local(node: Node, dims: tuple[Dim, ...], layout: Layout, workload: Workload) -> int:
-    """The elements that one device holds of a dense tensor of a node."""
+def local(node: Node, dims: tuple[Dim, ...], layout: Layout, workload: Workload, outer: tuple[Dim, ...] = ()) -> int:
+    """The elements that one device holds of a tensor of a node, within these copies."""
     sizes = Sizes(batch=layout.micro_batch, seq=workload.seq)
-    return Local(sizes, split_of(layout), cut(program(node).table, (), dims))(dims)
+    return Local(sizes, split_of(layout), cut(program(node).table, outer, dims))(dims)

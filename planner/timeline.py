@@ -119,26 +119,60 @@ def legs(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> lis
     return forward[:ahead] + steady + backward[len(forward) - ahead :]
 
 
-@lru_cache(maxsize=4096)
-def held(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[tuple[int, ...], ...]:
+Flight = tuple[int, ...]  # of each chunk, how many forwards are in flight
+
+
+def held(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[Flight, ...]:
     """The fullest sets of forwards that `rank` ever has in flight: how many of each chunk, no set within another.
 
-    They are those before each backward that follows a forward. Once the warm-up, of two groups at the most, is over,
-    they repeat with every group of micro-batches; the last group may be a smaller one.
+    They are those before each backward that follows a forward.
     """
+    return tuple(sorted(backs(rank, pp, vpp, microbatches, group)))
+
+
+@lru_cache(maxsize=4096)
+def backs(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> dict[Flight, tuple[int, int]]:
+    """The same sets, each with the (micro-batch, chunk) of the first backward that it is in flight at.
+
+    Once the warm-up, of two groups at the most, is over, they repeat with every group of micro-batches; the last group
+    may be a smaller one.
+    """
+    few, rows, ahead = _begun(rank, pp, vpp, microbatches, group)
+    now = [sum(chunk == c for _, chunk in rows[:ahead]) for c in range(vpp)]
+    if ahead == len(rows):
+        return {tuple(now): (rows[0][0], vpp - 1)}
+    seen: dict[Flight, tuple[int, int]] = {}
+    for (_, new), (i, old) in zip(rows[ahead:], rows, strict=False):
+        now[new] += 1
+        seen.setdefault(tuple(now), (_among(i, few, microbatches, group or pp), vpp - 1 - old))
+        now[vpp - 1 - old] -= 1
+    return seen
+
+
+@lru_cache(maxsize=4096)
+def losses(pp: int, vpp: int, microbatches: int, group: int = 0) -> dict[Flight, int]:
+    """What the last rank has in flight as a micro-batch reaches the loss, each set with the first such micro-batch."""
+    few, rows, ahead = _begun(pp - 1, pp, vpp, microbatches, group)
+    now, seen = [0] * vpp, dict[Flight, int]()
+    for k, (i, new) in enumerate(rows):
+        now[new] += 1
+        if new == vpp - 1:
+            seen.setdefault(tuple(now), _among(i, few, microbatches, group or pp))
+        if k >= ahead:
+            now[vpp - 1 - rows[k - ahead][1]] -= 1
+    return seen
+
+
+def _begun(rank: int, pp: int, vpp: int, microbatches: int, group: int) -> tuple[int, Sequence[tuple[int, int]], int]:
+    """As many micro-batches as show every set of forwards, the forwards of these, and how many are the warm-up."""
     size = group or pp
     few = min(microbatches, FEW * size + microbatches % size)
-    chunks = [chunk for _, chunk in table(pp, vpp, few, group)]
-    ahead = warmup(rank, pp, vpp, few, group)
-    now = [chunks[:ahead].count(chunk) for chunk in range(vpp)]
-    if ahead == len(chunks):
-        return (tuple(now),)
-    seen = set()
-    for new, old in zip(chunks[ahead:], chunks, strict=False):
-        now[new] += 1
-        seen.add(tuple(now))
-        now[vpp - 1 - old] -= 1
-    return tuple(sorted(seen))
+    return few, table(pp, vpp, few, group), warmup(rank, pp, vpp, few, group)
+
+
+def _among(i: int, few: int, microbatches: int, size: int) -> int:
+    """Which of all micro-batches is the i-th of these few, whose last group is the last of all."""
+    return i if i < few - few % size else i + microbatches - few
 
 
 def flights(pp: int, vpp: int, microbatches: int, group: int = 0) -> NDArray[np.int64]:

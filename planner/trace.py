@@ -1,8 +1,7 @@
 """The predicted step as Chrome's trace events, which ui.perfetto.dev and chrome://tracing open.
 
-Protocol: `replayed` is the price of a plan's own stages, `tails` and `levels` what a timeline leaves out of it,
-`chrome` the events, `dumps` the text of a file. A process is a pipeline rank: what it computes, what it sends, how much
-memory it fills.
+Protocol: `replayed` is the price of a plan's own stages, `tails` what a timeline leaves out of it, `chrome` the events,
+`dumps` the text of a file. A process is a pipeline rank: what it computes, what it sends, how much memory it fills.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
@@ -20,20 +19,13 @@ from megaloom.dsl.graph import Graph
 from .cluster import GiB
 from .explain import holds
 from .fit import Fit, Placed
+from .moments import Slice, levels, tracks
 from .plan import Plan, PlanError, again
 from .price import Priced, Pricer
 from .timeline import Event, Timeline
 
 COMPUTE, SENDS = 1, 2  # threads; sends that overlap take more of them
 CLOSE = 1e-9  # seconds are added up in another order
-
-
-class Slice(NamedTuple):
-    """What a pipeline rank is busy with from one moment to another, in seconds."""
-
-    name: str
-    start: float
-    end: float
 
 
 def replayed(plan: Plan, graph: Graph) -> Priced:
@@ -73,32 +65,13 @@ def tails(priced: Priced) -> tuple[tuple[Slice, ...], ...]:
     return tuple(tuple(s for s in row if s.end > s.start) for row in rows)
 
 
-def saved(priced: Priced) -> tuple[int, ...]:
-    """Bytes that each stage keeps of a micro-batch, from the start of its forward to the end of its backward step."""
-    return tuple(part.saved for part in priced.placed.parts)
-
-
-def beside(priced: Priced) -> tuple[int, ...]:
-    """Bytes that each pipeline rank holds at its fullest beside what its stages keep of micro-batches."""
-    return tuple(sum(held.values()) - held["activations"] for held in priced.prediction.nbytes)
-
-
-def levels(priced: Priced, events: Iterable[Event], rank: int) -> Iterator[tuple[float, int]]:
-    """When the memory of a pipeline rank with these events changes, and to how many bytes."""
-    keeps, level = saved(priced), beside(priced)[rank]
-    yield 0.0, level
-    for step, start, end in events:
-        level += -keeps[step.stage] if step.backward else keeps[step.stage]
-        yield end if step.backward else start, level
-
-
 def chrome(plan: Plan, priced: Priced, graph: Graph) -> Iterator[dict[str, Any]]:
     """The events of the step, times in microseconds.
 
     Source of the format: "Trace Event Format", the document that chrome://tracing links to.
     """
     line, pp = priced.timeline, plan.layout.pp
-    for rank, (events, after) in enumerate(zip(line.events, tails(priced), strict=True)):
+    for rank, (events, after, track) in enumerate(zip(line.events, tails(priced), tracks(priced), strict=True)):
         stages = [s for s in plan.stages if s.rank == rank]
         said = "; ".join(holds(graph.nodes[s.start : s.stop], graph) for s in stages)
         yield from _named(rank, "process", f"pipeline rank {rank}")
@@ -109,7 +82,7 @@ def chrome(plan: Plan, priced: Priced, graph: Graph) -> Iterator[dict[str, Any]]
             yield _complete(rank, COMPUTE, Slice("backward" if step.backward else "forward", start, end), args)
         yield from (_complete(rank, COMPUTE, slice, {}) for slice in after)
         yield from _sends(line, events, rank, pp)
-        for moment, nbytes in levels(priced, events, rank):
+        for moment, nbytes in levels(track, events, after, pp):
             fill = {"GiB": round(nbytes / GiB, 6)}
             yield {"ph": "C", "pid": rank, "tid": 0, "name": "memory", "ts": _micro(moment), "args": fill}
 

@@ -62,6 +62,7 @@ def plans(draw: st.DrawFn) -> Plan:
         bubble=draw(seconds),
         breakdown=draw(st.dictionaries(words, seconds, max_size=4)),
         nbytes=tuple(draw(st.dictionaries(words, counts, max_size=3)) for _ in range(pp)),
+        moments=tuple(draw(words) for _ in range(pp)),
     )
     return Plan(
         version=VERSION,
@@ -101,6 +102,7 @@ def example() -> Plan:
             bubble=0.2,
             breakdown={"compute": 0.4, "bubble": 0.1},
             nbytes=({"weights": 10}, {"weights": 20}),
+            moments=("backward of micro-batch 0", "loss of micro-batch 0"),
         ),
         reasons=("it is an example",),
     )
@@ -225,7 +227,7 @@ def broken(*path: str | int, value: Any) -> str:
         ("[" * 100_000, "p.json is not JSON"),
         ("[]", "p.json is JSON, but not a plan"),
         ('{"name": "somebody"}', "p.json is JSON, but not a plan"),
-        (broken("version", value=1), "p.json is a plan of version 1; this megaloom reads version 3"),
+        (broken("version", value=1), "p.json is a plan of version 1; this megaloom reads version 4"),
         (broken("version", value=True), "version True"),
         (broken("reasons", value=...), "the plan is refused: field 'reasons' is missing"),
         (broken("layout", "tp", value=...), "layout is refused: field 'tp' is missing"),

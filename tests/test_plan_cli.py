@@ -64,6 +64,7 @@ def made(layout: Layout, bounds: tuple[int, ...], breakdown: dict[str, float]) -
             bubble=0.1,
             breakdown=breakdown,
             nbytes=tuple({"weights": (1 + r) << 30, "activations": (9 - r) << 29} for r in range(layout.pp)),
+            moments=("backward of micro-batch 0",) * layout.pp,
         ),
         reasons=("A first reason [with brackets].", "A second."),
     )

@@ -35,18 +35,34 @@ async function unpacked() {
 
 function timed(rank, leg, microbatch, wait) {
   const n = leg.length, start = new Float64Array(n), end = new Float64Array(n);
-  const moment = new Float64Array(n), level = new Float64Array(n);
-  let now = 0, kept = plan.beside[rank], most = {level: kept, moment: 0, rank};
+  const moment = new Float64Array(2 * (n + plan.updates[rank].length)), level = new Float64Array(moment.length);
+  let now = 0, kept = 0, points = 0, most = {level: 0, moment: 0, rank};
+  const hold = (at, comes) => {
+    moment[points] = at;
+    level[points] = holding(rank, comes);
+    if (level[points] > most.level) most = {level: level[points], moment: at, rank};
+    points++;
+  };
   for (let k = 0; k < n; k++) {
     start[k] = (now += wait[k]) * plan.unit;
     end[k] = (now += plan.took[leg[k]]) * plan.unit;
     const keeps = plan.stages[stageOf(leg[k])].saved;
-    level[k] = kept += isBackward(leg[k]) ? -keeps : keeps;
-    moment[k] = isBackward(leg[k]) ? end[k] : start[k];
-    if (kept > most.level) most = {level: kept, moment: moment[k], rank};
+    hold(start[k], isBackward(leg[k]) ? kept + plan.tracks[rank].workspace : kept + keeps);
+    kept += isBackward(leg[k]) ? -keeps : keeps;
+    hold(end[k], leg[k] === stages - 1 ? kept + plan.tracks[rank].loss : kept);
+  }
+  for (const [from, to] of plan.updates[rank]) {
+    hold(from, plan.tracks[rank].stepping);
+    hold(to, 0);
   }
   const longest = Math.max(...[...new Set(leg)].map(one => plan.took[one])) * plan.unit;
   return {leg, microbatch, start, end, moment, level, most, longest, tails: plan.tails[rank]};
+}
+
+// All that a rank holds when so many bytes are there that come and go (moments.py, Track.level).
+function holding(rank, comes) {
+  const {bare, library} = plan.tracks[rank], passing = comes + library;
+  return bare + passing + Math.floor(plan.allocator * passing);
 }
 
 // The index of the last of these sorted numbers that is not above `x`; -1 if there is none.

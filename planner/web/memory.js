@@ -1,4 +1,4 @@
-// The memory of every pipeline rank over the step; below the curve of the rank that is chosen, what it keeps.
+// The memory of every pipeline rank over the step; below the curve of the rank that is chosen, what comes and goes.
 "use strict";
 const hue = rank => `hsl(${210 + 130 * rank / Math.max(1, plan.pp - 1)} 65% 52%)`;
 
@@ -81,9 +81,9 @@ function curve(sheet, y, rank, wide) {
   pen.lineWidth = 1;
 }
 
-// Below the curve of the chosen rank: what it holds all the time, and above that what it keeps of micro-batches.
+// Below the curve of the chosen rank: what it holds all the time, and above that what comes and goes.
 function area(sheet, y, rank, high) {
-  const {pen, x} = sheet, base = y(plan.beside[chosen]), right = x(Math.min(view.to, plan.step));
+  const {pen, x} = sheet, base = y(holding(chosen, 0)), right = x(Math.min(view.to, plan.step));
   pen.fillStyle = colour("wait");
   pen.fillRect(x(0), base, right - x(0), high - base);
   pen.fillStyle = hue(chosen);
@@ -98,10 +98,10 @@ function area(sheet, y, rank, high) {
 
 const levelAt = (rank, t) => {
   const k = last(ranks[rank].moment, t);
-  return k < 0 ? plan.beside[rank] : ranks[rank].level[k];
+  return k < 0 ? holding(rank, 0) : ranks[rank].level[k];
 };
 
 function filled(t) {
-  const kept = levelAt(chosen, t) - plan.beside[chosen], who = plan.pp > 1 ? `rank ${chosen} ` : "";
-  return `${who}at ${duration(t)}: ${size(levelAt(chosen, t))}\n${size(kept)} kept of micro-batches, ${size(plan.beside[chosen])} beside`;
+  const rest = holding(chosen, 0), comes = levelAt(chosen, t) - rest, who = plan.pp > 1 ? `rank ${chosen} ` : "";
+  return `${who}at ${duration(t)}: ${size(comes + rest)}\n${size(comes)} that comes and goes, ${size(rest)} throughout`;
 }
