@@ -295,6 +295,6 @@ def test_the_picture_is_the_timeline(look: Callable[..., dict[str, Any]], plain:
         assert said.startswith(f"rank {rank}: {way} of micro-batch {step.microbatch}\n")
         assert f"{1e3 * (end - start):.2f} ms, from " in said
     assert waits[0] == "wait" and waits[1].startswith("rank 3: waits")
-    assert re.match(r"rank 0 at .*: [\d.]+ GiB\n[\d.]+ GiB kept of micro-batches, [\d.]+ GiB beside", seen["memory"])
+    assert re.match(r"rank 0 at .*: [\d.]+ GiB\n[\d.]+ GiB that comes and goes, [\d.]+ GiB throughout", seen["memory"])
     assert seen["device"] == "rank 0: device 0 of node 0\npp 0\nits pp group: 0, 1, 2, 3"
     assert seen["pressed"] == ["pp"]

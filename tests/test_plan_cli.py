@@ -111,9 +111,9 @@ rank  forward  backward   params  holds
    1     6.00     12.00  62.00 M  blocks 2-4, 5 (attention); 8 (mlp), 9-11, unembed
 
 Memory of each pipeline rank at its fullest, in GiB
-rank weights activations in all
-   0     1.0         4.5    5.5
-   1     2.0         4.0    6.0
+rank weights activations in all at the
+   0     1.0         4.5    5.5 backward of micro-batch 0
+   1     2.0         4.0    6.0 backward of micro-batch 0
 
 Next best
 TP PP VP CP EP DP MBS SP recompute dist-opt s/step   MFU GiB loses by
