@@ -1,4 +1,4 @@
-"""`megaloom`: train, verify, plan, show. torch and megatron-core are loaded only where there is something to run.
+"""`megaloom`: train, verify, plan, show, measure. torch and megatron-core are loaded only where something is run.
 
 Exit codes: 0; 1 for a failed verification or a rank that died; 2 for what the user can mend; 130 and 143 when stopped
 by SIGINT and SIGTERM. What went wrong is said on stderr, once and without a traceback.
@@ -25,6 +25,7 @@ from megaloom.planner.cli_export import export
 from megaloom.planner.cli_validate import validate
 from megaloom.planner.layout import Precision, Workload
 
+from .cli_measure import measure
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ app = App(
 app["--help"].group = "Parameters"
 app.command(planning, name="plan")
 app.command(validate)
+app.command(measure)
 app.command(explain)
 app.command(export)
 

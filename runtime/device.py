@@ -23,8 +23,13 @@ from . import shim
 CPU_PROCESSES = 4
 """Processes on a machine without GPUs: the fewest that hold two axes of two, with any number of cores."""
 
-PRESETS = ("A100", "H100", "H200", "B200", "GB200")
-"""The GPUs that the planner knows, by the word that stands for them in the driver's name of one."""
+PRESETS = {
+    "A100-40GB": r"\bA100-SXM4-40GB",
+    "A100-PCIe": r"\bA100 80GB PCIe",
+    "V100": r"\bV100-SXM2-32GB",
+    **{name: rf"\b{name}\b" for name in ("A100", "A800", "H100", "H800", "H200", "B200", "B300", "GB200", "GB300")},
+}
+"""The GPUs that the planner knows, by what the driver calls them."""
 
 
 @functools.cache
@@ -58,13 +63,17 @@ def cluster_here() -> str:
 
 
 def _preset(name: str) -> str:
-    for preset in PRESETS:
-        if re.search(rf"\b{preset}\b", name):
-            return preset
+    if found := preset(name):
+        return found
     raise UserError(
         f"no figures for this machine's GPU, {name!r}\n"
-        f"known: {', '.join(PRESETS)}; name the nearest one with its count, such as --gpus {gpus()}xA100"
+        f"known: {', '.join(PRESETS)}; `megaloom measure -o FILE` takes its own: --gpus {gpus()}xFILE"
     )
+
+
+def preset(name: str) -> str | None:
+    """The planner's name of a GPU that the driver calls so."""
+    return next((known for known, pattern in PRESETS.items() if re.search(pattern, name)), None)
 
 
 def gpu_name() -> str:

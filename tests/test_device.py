@@ -35,6 +35,9 @@ def test_the_planner_knows_every_device_that_is_recognised(name):
         ("NVIDIA H200", "H200"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe"),
+        ("Tesla V100-SXM2-32GB", "V100"),
         ("NVIDIA B200", "B200"),
         ("NVIDIA GB200", "GB200"),
     ],
@@ -45,7 +48,7 @@ def test_gpus_are_known_by_their_drivers_names(name, preset):
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB"])
 def test_an_unknown_gpu_is_told_with_what_would_work(name):
-    with pytest.raises(UserError, match=f"{name!r}\\nknown: A100, H100, H200, B200, GB200"):
+    with pytest.raises(UserError, match=f"{name!r}\\nknown: A100-40GB, .*GB200, GB300; `megaloom measure"):
         device._preset(name)
 
 
