@@ -12,12 +12,13 @@ import numpy as np
 from attrs import define, evolve, field, frozen
 from numpy.typing import NDArray
 
-from . import memory
+from . import bubbles, memory, traffic
 from .book import Book
 from .columns import MODES, Column, Layouts, alike
 from .layout import Layout, Recompute
 from .memory import MORE
 from .sheet import STEP, TRAFFIC, Col, Rows
+from .tail import tail
 
 NONE, SELECTIVE, FULL = (MODES.index(mode) for mode in (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL))
 FREED = 0.02  # of what is saved: what selective recompute frees at the least
@@ -35,6 +36,9 @@ class Ground:
     again: Rows  # seconds that it takes to compute a block again, the quickest
     block: Rows  # seconds of a block, the quickest
     frees: Rows  # bytes that computing a block again frees, at the most
+    params: Column  # elements on one device: dense ones
+    experts: Column
+    hop: Rows  # seconds of what passes from a stage to the next, between the nearest
     blocks: int
 
 
@@ -55,16 +59,19 @@ class Floors:
         self.ground = self._ground()
 
     def bound(self, x: Layouts, place: Column) -> tuple[Rows, Rows]:
-        """(seconds of a step, bytes of the fullest rank) of these layouts, each at a place.
+        """(seconds of a step, bytes of the fullest rank) of these layouts, each at a place."""
+        seconds, nbytes = self.before(x, place)
+        m, after = x.microbatches(self.book.workload.batch), self._after(x, place)
+        mean = m / x.pp * self._work(x, place)[1] + after[:, 1]  # every rank ends, and reduces its gradients
+        return np.maximum(seconds, mean) + after[:, 0], nbytes
 
-        Seconds: rank r waits for those before it, at the start and at the end, and does its share of every
-        micro-batch. Whatever the shares t, max(m t[r] + sum of t before r) is least when all are equal, which is
-        total / (1 - (1 - 1/m)^pp). With chunks, what is waited for may be as short as one likes.
-        """
+    def before(self, x: Layouts, place: Column, waits: Rows | None = None) -> tuple[Rows, Rows]:
+        """The same without what follows the last micro-batch."""
         m, pp = x.microbatches(self.book.workload.batch).astype(float), x.pp.astype(float)
         least, total = self._work(x, place)
-        share = np.where((x.vpp > 1) | (m == 1), pp / m, 1 - (1 - 1 / m) ** pp)
-        seconds = np.maximum(np.maximum(total / share, m * least), total)
+        waits = bubbles.share(pp, x.vpp, m, x.group.astype(float)) if waits is None else waits
+        sent = np.where(x.vpp == 1, 2 * (pp - 1) * self.ground.hop[place], 0.0)  # ranks wait for their own sends
+        seconds = np.maximum(np.maximum((total + sent) * waits, m * least), total)
         g, mode = self.ground, x.recompute
         saved = g.saved[place, mode]
         some = x.recompute_layers > 0
@@ -77,10 +84,15 @@ class Floors:
     def ideal(self) -> tuple[Rows, Rows]:
         """(seconds, nbytes) that no layout at a place takes less than, for each place."""
         place, one = np.arange(len(self.at)), np.ones(len(self.at), dtype=np.int64)
-        quick = evolve(self.at, vpp=np.minimum(2, self.at.pp), recompute=NONE * one)
+        quick, m = evolve(self.at, recompute=NONE * one), self.at.microbatches(self.book.workload.batch)
+        several = (self.at.pp > 1) & (self.at.pp <= m)
         lean = evolve(self.at, vpp=one, distributed_optimizer=np.minimum(1, self.at.dp * self.at.cp - 1))
-        modes = [self.bound(evolve(lean, recompute=mode * one), place)[1] for mode in (NONE, SELECTIVE, FULL)]
-        return self.bound(quick, place)[0], np.minimum.reduce(modes)
+        modes = [self.before(evolve(lean, recompute=mode * one), place)[1] for mode in (NONE, SELECTIVE, FULL)]
+        waits = np.where(
+            several, m / self.at.pp, bubbles.share(self.at.pp.astype(float), one, m.astype(float), one.astype(float))
+        )
+        quick = evolve(quick, vpp=1 + several)
+        return self.before(quick, place, waits)[0], np.minimum.reduce(modes)
 
     def worthwhile(self, x: Layouts, place: Column) -> NDArray[np.bool_]:
         """Whether recompute frees what is worth the trouble: fused attention leaves little to selective recompute."""
@@ -103,6 +115,33 @@ class Floors:
         least = np.minimum(root, (plain + again * g.blocks) / pp)
         total = plain + again * np.minimum(n, g.blocks)
         return np.where(some, least, whole / pp), np.where(some, np.minimum(total, whole), whole)
+
+    def _after(self, x: Layouts, place: Column) -> Rows:
+        """[layouts, 2]: seconds of the optimizer and gathering, and of reduction, that the average rank takes.
+
+        What is hidden behind computation counts for nothing.
+        """
+        b, g = self.book, self.ground
+        how = evolve(b.practice, overlap_gradients=False, overlap_weights=False)
+        shown = np.array([not b.practice.overlap_weights, not b.practice.overlap_gradients])
+        first, which = alike(place, x.distributed_optimizer)
+        rows = []
+        for i in first.tolist():
+            params, experts = (float(n[place[i]]) / x.pp[i] for n in (g.params, g.experts))
+            t = tail(params, experts, 0.0, x[i], b.workload.precision, b.cluster, how)
+            rows.append((t.optimizer, t.gathering, t.reduction))
+        optimizer, *exchanged = np.array(rows).reshape(-1, 3)[which].T
+        after: Rows = np.array(exchanged).T * shown
+        after[:, 0] += optimizer
+        return after
+
+    def _hops(self) -> Rows:
+        """Seconds of what passes from stage to stage: from the first two, which if any do share a node."""
+        x, book = self.at, self.book
+        width = book.workload.precision.nbytes * book.anatomy.embed
+        passed = width * (x.micro_batch * book.workload.seq // x.cp) // np.where(x.sequence_parallel, x.tp, 1)
+        first, which = alike(passed, x.pp)
+        return np.array([traffic.hop(int(passed[i]), 0, x[int(i)], book.cluster) for i in first])[which]
 
     def _flights(self, x: Layouts) -> tuple[Rows, Rows, Rows]:
         m = np.minimum(x.microbatches(self.book.workload.batch), x.pp)
@@ -138,6 +177,9 @@ class Floors:
             again=_extreme(again @ blocks.T, np.min)[which],
             block=_extreme(plain @ blocks.T, np.min)[which],
             frees=_extreme(freed @ blocks.T, np.max)[which],
+            params=params[which],
+            experts=experts[which],
+            hop=self._hops(),
             blocks=len({n.block for n in self.book.anatomy.graph.nodes} - {None}),
         )
 

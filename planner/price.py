@@ -7,9 +7,8 @@ its `bound` is the cheap lower bound by which a search leaves layouts out, `refi
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from math import inf
 
 import numpy as np
 from attrs import define, evolve, field, frozen
@@ -17,13 +16,13 @@ from attrs import define, evolve, field, frozen
 from megaloom.dsl.facts import costs
 from megaloom.dsl.graph import Graph
 
-from . import timeline, traffic
+from . import bubbles, timeline, traffic
 from .book import Book
 from .cluster import Cluster
 from .columns import Layouts
 from .fit import HEADROOM, Bounds, Fit, Placed, capacity, stages_of
 from .floors import Floors, where
-from .layout import Layout, Recompute, Workload
+from .layout import Layout, Workload
 from .memory import Part, Peak
 from .needs import needs
 from .plan import Prediction, Stage
@@ -93,7 +92,6 @@ class Pricer:
     _cuts: dict[tuple[object, ...], Bounds] = field(factory=dict, init=False)
     _fits: dict[Layout, bool] = field(factory=dict, init=False)
     _layers: dict[Layout, int] = field(factory=dict, init=False)  # of each, blocks a stage that are too few
-    _afters: dict[tuple[object, ...], Tail] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.anatomy = anatomy(self.graph)
@@ -121,13 +119,11 @@ class Pricer:
         even = self._even(layout)
         return even if even.fits else even.tight()
 
-    def refined(self, layout: Layout, seconds: float) -> Iterator[float | Priced]:
+    def refined(self, layout: Layout) -> Iterator[float | Priced]:
         """Lower bounds of the seconds of a step of a legal layout, each dearer than the one before, then its price.
 
-        `seconds` is a bound without what follows the last micro-batch. Ends without a price if no cut fits the memory.
+        Ends without a price if no cut fits the memory.
         """
-        after = self._after(layout)
-        yield seconds + after.optimizer + after.gathering
         if not self.hopeful(layout):
             return
         placed = self._even(layout)
@@ -136,8 +132,7 @@ class Pricer:
             placed = placed.tight()
             if not placed.fits:
                 return
-        pipeline = timeline.bound(placed.seconds, layout.pp, placed.fit.microbatches)
-        yield pipeline + after.optimizer + after.gathering
+        yield self._least(placed)
         yield self.priced(placed)
 
     def hopeful(self, layout: Layout) -> bool:
@@ -179,12 +174,28 @@ class Pricer:
             self._cuts[key] = fit.even()
         return Placed(fit, self._cuts[key])
 
+    def _least(self, placed: Placed) -> float:
+        """Seconds of a step of a layout whose stages have a place, at the least: `priced` without a replay."""
+        fit, times = placed.fit, self._times(placed)
+        ends = bubbles.ends(*times, fit.layout.pp, fit.microbatches, fit.layout.microbatch_group)
+        return _end(ends.tolist(), self._tails(placed, *times[:2]))
+
+    def _times(self, placed: Placed) -> tuple[list[float], list[float], list[float]]:
+        """Seconds of a micro-batch by stage: forward, backward, and of what passes to the next."""
+        fit, sums = placed.fit, placed.sums
+        hops = [traffic.hop(fit.sheet.boundary, s, fit.layout, self.cluster) for s in range(len(sums) - 1)]
+        return sums[:, AHEAD].sum(axis=1).tolist(), sums[:, BACK].sum(axis=1).tolist(), hops
+
+    def _tails(self, placed: Placed, forward: list[float], backward: list[float]) -> list[Tail]:
+        pp = placed.layout.pp
+        covers = (Cover(sum(backward[r::pp]), sum(forward[r::pp])) for r in range(pp))
+        return [self._tail(placed.fit, placed.parts, placed.bounds, r, cover) for r, cover in enumerate(covers)]
+
     def priced(self, placed: Placed) -> Priced:
         """The step time of a layout whose stages have a place."""
         fit, bounds, sums, parts = placed.fit, placed.bounds, placed.sums, placed.parts
         layout, m = fit.layout, fit.microbatches
-        forward, backward = sums[:, AHEAD].sum(axis=1).tolist(), sums[:, BACK].sum(axis=1).tolist()
-        hops = [traffic.hop(fit.sheet.boundary, s, layout, self.cluster) for s in range(len(parts) - 1)]
+        forward, backward, hops = self._times(placed)
         ends = timeline.finish(forward, backward, hops, layout.pp, m, layout.microbatch_group)
         stages = tuple(
             Stage(
@@ -198,8 +209,7 @@ class Pricer:
             )
             for i, part in enumerate(parts)
         )
-        covers = [Cover(sum(backward[r :: layout.pp]), sum(forward[r :: layout.pp])) for r in range(layout.pp)]
-        tails = [self._tail(fit, parts, bounds, r, cover) for r, cover in enumerate(covers)]
+        tails = self._tails(placed, forward, backward)
         prediction = self._predict(layout, m * sums, ends, sending(hops, layout.pp, m), tails, placed.fullest)
         return Priced(placed, stages, prediction, tuple(hops), tuple(tails))
 
@@ -221,14 +231,10 @@ class Pricer:
         tails: list[Tail],
         peaks: tuple[Peak, ...],
     ) -> Prediction:
-        """Every rank waits until all have reduced, for the gradient's norm; the step ends with the last of them.
-
-        The breakdown is that of the rank that waits the least.
-        """
+        """The breakdown is that of the rank that waits the least."""
         ranks = range(layout.pp)
         busy = [float(sums[r :: layout.pp][:, STEP].sum()) for r in ranks]
-        reduced = max(ends[r] + tails[r].reduction + tails[r].tied for r in ranks)
-        end = reduced + max(tail.optimizer + tail.gathering for tail in tails)
+        end = _end(ends, tails)
         own = [busy[r] + sent[r] + tails[r].total for r in ranks]
         busiest = max(ranks, key=own.__getitem__)
         mine, after = sums[busiest :: layout.pp].sum(axis=0), tails[busiest]
@@ -257,17 +263,13 @@ class Pricer:
         """(seconds of a step, bytes of the fullest rank): no way to cut the graph into these stages takes less."""
         one = Layouts.of([layout])
         seconds, nbytes = Floors(one, self.book).bound(one, np.zeros(1, dtype=np.int64))
-        after = self._after(layout)
-        return float(seconds[0]) + after.optimizer + after.gathering, float(nbytes[0])
+        return float(seconds[0]), float(nbytes[0])
 
-    def _after(self, layout: Layout) -> Tail:
-        """What the average rank does after its micro-batches, at the least."""
-        x = layout
-        key = (x.dp, x.tp, x.pp, x.cp, x.ep, x.etp, x.distributed_optimizer)
-        if key not in self._afters:
-            params, experts = (n / x.pp for n in self.sheet(evolve(x, recompute=Recompute.NONE)).params)
-            wide = Cover(inf, inf)
-            self._afters[key] = tail(
-                params, experts, 0.0, x, self.workload.precision, self.cluster, self.practice, wide
-            )
-        return self._afters[key]
+
+def _end(ends: Sequence[float], tails: Sequence[Tail]) -> float:
+    """When a step ends, by when each rank's micro-batches do.
+
+    Every rank waits until all have reduced, for the gradient's norm; the step ends with the last of them.
+    """
+    reduced = max(end + tail.reduction + tail.tied for end, tail in zip(ends, tails, strict=True))
+    return reduced + max(tail.optimizer + tail.gathering for tail in tails)

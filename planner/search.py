@@ -160,7 +160,7 @@ class _Queue:
         seconds, _, what = heappop(self.heap)
         if isinstance(what, tuple):
             layouts, i = what
-            what = self.among.pricer.refined(layouts[i], seconds)
+            what = self.among.pricer.refined(layouts[i])
         return seconds, what
 
     def _open(self, which: Column) -> None:

@@ -317,16 +317,3 @@ def _starts(
         free[rank] = now
     assert all(len(s) == len(o) for s, o in zip(starts, orders, strict=True)), "a schedule in which ranks wait forever"
     return starts
-
-
-def bound(seconds: Sequence[float], pp: int, microbatches: int) -> float:
-    """No schedule of these stages' seconds (forward and backward) ends sooner.
-
-    The slowest rank does all its micro-batches; before and after, one of them passes the ranks ahead of it.
-    """
-    first = 0.0
-    slowest = 0.0
-    for rank in range(pp):
-        slowest = max(slowest, first + microbatches * sum(seconds[rank::pp]))
-        first += seconds[rank]
-    return max(slowest, sum(seconds))

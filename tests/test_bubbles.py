@@ -1,0 +1,59 @@
+"""No replay of a schedule ends before its bounds, however its stages are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaloom.planner import bubbles, timeline
+
+Case = tuple[int, int, int, int, list[float], list[float], list[float]]
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Case:
+    """(pp, vpp, micro-batches, group, seconds forward, backward, of what passes), uneven, even or mostly nothing."""
+    pp = draw(st.integers(1, 7))
+    vpp = draw(st.integers(1, 5)) if pp > 1 else 1
+    m = draw(st.integers(pp if vpp > 1 else 1, 30))
+    groups = [n for n in range(pp, min(m, 2 * pp) + 1) if not 0 < m % n < pp]
+    if vpp > 1 and not groups:
+        vpp = 1
+    group = draw(st.sampled_from(groups)) if vpp > 1 else 0
+    seconds = draw(st.sampled_from([st.floats(0.01, 10), st.floats(0.9, 1.1), st.sampled_from([0.01, 1.0, 5.0])]))
+    each = [draw(st.lists(seconds, min_size=pp * vpp, max_size=pp * vpp)) for _ in range(2)]
+    passing = draw(st.sampled_from([0.0, 0.05, 0.5]))
+    return pp, vpp, m, group, *each, [passing] * (pp * vpp)
+
+
+@given(pipelines())
+def test_no_rank_ends_before_its_bound(case: Case) -> None:
+    pp, _, m, group, *times = case
+    ends = np.array(timeline.finish(*times, pp, m, group))
+    assert (bubbles.ends(*times, pp, m, group) <= ends * (1 + 1e-12)).all()
+
+
+@given(pipelines())
+def test_no_cut_takes_less_than_its_share(case: Case) -> None:
+    pp, vpp, m, group, forward, backward, passing = case
+    share = float(bubbles.share(*columns(pp, vpp, m, group or pp))[0])
+    ends = timeline.finish(forward, backward, [0.0] * len(passing), pp, m, group)
+    assert share * sum(forward + backward) <= max(ends) * (1 + 1e-12)
+    assert share >= m / pp * (1 - 1e-12)
+
+
+def test_the_bounds_know_bubbles() -> None:
+    """Of even stages they are exact; for any cut, half of the bubble of plain groups is sure."""
+    for pp, vpp, m in ((8, 1, 64), (8, 4, 64), (16, 2, 32)):
+        even = [1 / (pp * vpp)] * (pp * vpp)
+        exact = m / pp + (pp - 1) / (pp * vpp)
+        assert np.isclose(bubbles.ends(even, [0.0] * len(even), [0.0] * len(even), pp, m).max(), exact)
+        share = float(bubbles.share(*columns(pp, vpp, m, pp))[0])
+        assert 0.3 < (share - m / pp) / (exact - m / pp) < 0.6
+
+
+def columns(pp: int, vpp: int, m: int, group: int) -> Any:
+    return np.array([float(pp)]), np.array([vpp]), np.array([float(m)]), np.array([float(group)])
