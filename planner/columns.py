@@ -92,6 +92,12 @@ class Layouts:
         full: NDArray[np.bool_] = self.recompute == MODES.index(Recompute.FULL)
         return full
 
+    @property
+    def selective(self) -> NDArray[np.bool_]:
+        """Whether parts of blocks are."""
+        selective: NDArray[np.bool_] = self.recompute == MODES.index(Recompute.SELECTIVE)
+        return selective
+
     def microbatches(self, batch: int) -> Column:
         """Micro-batches that each data-parallel rank runs for a global batch of `batch` sequences."""
         return batch // (self.dp * self.micro_batch)

@@ -98,6 +98,11 @@ class Layout:
         return self.recompute is Recompute.FULL
 
     @property
+    def selective(self) -> bool:
+        """Whether parts of blocks are."""
+        return self.recompute is Recompute.SELECTIVE
+
+    @property
     def degrees(self) -> dict[str, int]:
         """The degree of each axis, and the micro-batch size."""
         return {axis: getattr(self, axis) for axis in (*AXES, "micro_batch")}

@@ -20,6 +20,7 @@ class Needs:
     stages: int  # at most
     blocks: int  # iterations of its repeats
     biased: bool  # experts add biases
+    keys: tuple[tuple[int, int], ...]  # the numbers of key/value heads, each with the channels of one
 
     def of(self, axis: str, *but: str) -> list[tuple[str, int]]:
         """The (dim, size) that an axis divides, but for some dims."""
@@ -37,19 +38,22 @@ class Needs:
 def needs(graph: Graph) -> Needs:
     """What this graph asks of any layout."""
     sizes: dict[tuple[str, str], set[int]] = {}
-    biased = False
+    biased, keys = False, set[tuple[int, int]]()
     for node in graph.nodes:
         table = {**SPLITS, **getattr(node.op, "splits", {})}
         for slot in node.weights:
+            known = {d.name: d.size for d in slot.dims if d.size is not None}
+            if "kv_heads" in known and "head_dim" in known:
+                keys.add((known["kv_heads"], known["head_dim"]))
             biased |= among_experts(table, slot.outer) and len(slot.value.shape.dims) == 1
             for dim, axis in cut(table, slot.outer, slot.value.shape.dims).items():
-                size = next(d.size for d in slot.dims if d.name == dim)
-                if size is not None:
-                    sizes.setdefault((axis, dim), set()).add(size)
+                if dim in known:
+                    sizes.setdefault((axis, dim), set()).add(known[dim])
     return Needs(
         sizes={key: tuple(sorted(found)) for key, found in sizes.items()},
         positions=tuple(sorted(longest(graph).values())),
         stages=len(graph.cuts) + 1,
         blocks=len({node.block for node in graph.nodes} - {None}),
         biased=biased,
+        keys=tuple(sorted(keys)),
     )

@@ -60,18 +60,45 @@ def _kv_heads_told(case: Case) -> Words:
     return f"tp {tp} neither divides kv_heads={size} nor is divided by it", f"tp {nearest(tp, works)} would"
 
 
+def _shared(case: Case) -> list[tuple[int, int, Truth]]:
+    """Key/value heads that are fewer than the query heads, their channels, and whether tp divides keys and values."""
+    heads = case.needs.sizes.get(("tp", "heads"), ())
+    return [(n, c, 2 * n * c % case.layout.tp == 0) for n, c in case.needs.keys if n not in heads]
+
+
+def _keys(case: Case) -> Truth:
+    return every(truth for _, _, truth in _shared(case)) | (_kv_heads(case) == 0)
+
+
+def _keys_told(case: Case) -> Words:
+    tp, (n, c) = case.layout.tp, next((n, c) for n, c, truth in _shared(case) if not truth)
+    works = divisors(2 * n * c, *(size for _, size in _heads(case.needs)))
+    return f"tp {tp} does not divide the 2 x {n} x {c} = {2 * n * c} channels of keys and values", (
+        f"tp {nearest(tp, works)} would"
+    )
+
+
 RULES = (
-    _divides("tp-heads", "tp divides the attention heads.", "tp", "transformer_config.py:926", _heads),
+    _divides("tp-heads", "tp divides the attention heads.", "tp", "transformer_config.py:925", _heads),
     Rule(
         "tp-kv-heads",
         "tp divides the key/value heads, or is divided by them (they are then repeated).",
         "tp that divides them or is a multiple of them",
         By.CORE,
-        "transformer_config.py:944",
+        "transformer_config.py:943",
         _kv_heads,
         _kv_heads_told,
     ),
-    _divides("tp-width", "tp divides the inner width of each dense layer.", "tp", "layers.py:1166", _width),
-    _divides("etp-width", "etp divides the inner width of each expert.", "etp", "layers.py:1166", _inner),
+    Rule(
+        "tp-keys",
+        "tp divides the channels of all keys and values, 2 x kv_heads x head_dim, where it exceeds kv_heads.",
+        "tp that divides them",
+        By.CORE,
+        "layers.py:842",
+        _keys,
+        _keys_told,
+    ),
+    _divides("tp-width", "tp divides the inner width of each dense layer.", "tp", "layers.py:842 and 1166", _width),
+    _divides("etp-width", "etp divides the inner width of each expert.", "etp", "layers.py:842 and 1166", _inner),
     _divides("ep-experts", "ep divides the experts.", "ep", "moe_layer.py:101", _experts),
 )

@@ -99,7 +99,12 @@ def _recompute_told(case: Case) -> Words:
 
 def _recompute_layers(case: Case) -> Truth:
     x = case.layout
-    return (x.recompute_layers == 0) | ((x.full == 1) & (x.recompute_layers > 0))
+    return (x.recompute_layers == 0) | (x.selective == 0)
+
+
+def _recompute_none(case: Case) -> Truth:
+    x = case.layout
+    return (x.recompute_layers == 0) | (x.selective == 1) | ((x.full == 1) & (x.recompute_layers > 0))
 
 
 def _recompute_layers_told(case: Case) -> Words:
@@ -158,7 +163,7 @@ RULES = (
         "2 x cp (with cp) divides the sequence, and so does cp x tp (with sequence parallelism).",
         "another sequence",
         By.CORE,
-        "utils.py:2027 and mappings.py:172",
+        "utils.py:2025; mappings.py:68 and 172",
         _seq,
         _seq_told,
     ),
@@ -167,7 +172,7 @@ RULES = (
         "Learned positions reach as far as the sequence.",
         "a shorter sequence",
         By.CALLERS,
-        "Megatron-LM's validate_args; in megatron-core a lookup beyond the table",
+        "Megatron-LM's validate_args",
         _positions,
         _positions_told,
     ),
@@ -182,11 +187,20 @@ RULES = (
     ),
     Rule(
         "recompute-layers",
-        "How many blocks is asked under full recompute.",
+        "Selective recompute counts no blocks.",
         "recompute full, or recompute_layers 0",
-        By.PLANNER,
-        "megatron-core takes it without recompute, and computes nothing again",
+        By.CORE,
+        "transformer_config.py:1182",
         _recompute_layers,
+        _recompute_layers_told,
+    ),
+    Rule(
+        "recompute-none",
+        "Without recompute there are no blocks to count.",
+        "recompute full with 1 or more, or recompute_layers 0",
+        By.PLANNER,
+        "megatron-core takes it, and computes nothing again",
+        _recompute_none,
         _recompute_layers_told,
     ),
     Rule(

@@ -81,7 +81,8 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
     ("gpt2", {"pp": 4, "vpp": 2, "microbatch_group": 3}, {}, "microbatch-group", "of 4 would", {"microbatch_group": 4}),
     ("gpt2", {"pp": 4, "vpp": 2, "microbatch_group": 7}, {}, "microbatch-group", "6 or 8", {"microbatch_group": 6}),
     ("gpt2", {"pp": 4, "microbatch_group": 4}, {}, "group-vpp", "0 would", {"microbatch_group": 0}),
-    ("gpt2", {"recompute_layers": 1}, {}, "recompute-layers", "or 0 for all", {"recompute": Recompute.FULL}),
+    ("gpt2", {"recompute_layers": 1}, {}, "recompute-none", "or 0 for all", {"recompute": Recompute.FULL}),
+    ("gpt2", {"recompute": Recompute.SELECTIVE, "recompute_layers": 1}, {}, "recompute-layers", "recompute full", {}),
     ("gpt2", {"pp": 4, "vpp": 2}, {"batch": 2}, "vpp-microbatches", "or a batch of 4", {"vpp": 1}),
     ("gpt2", {"cp": 4}, {"seq": 1020}, "seq", "a sequence of 1016 or 1024 would", {"cp": 2}),
     ("gpt2", {"cp": 4, "tp": 4, "sequence_parallel": True}, {"seq": 1000}, "seq", "of 992 or 1008", {"cp": 1}),
@@ -102,7 +103,7 @@ def test_a_rule_refuses_and_its_fix_works(
 
 
 def test_every_rule_is_shown_to_refuse() -> None:
-    elsewhere = {"tp-kv-heads", "tp-width", "recompute-blocks", "precision"}
+    elsewhere = {"tp-kv-heads", "tp-keys", "tp-width", "recompute-blocks", "precision"}
     assert {case[3] for case in CASES if case[3]} | elsewhere == {rule.id for rule in (*SENSE, *RULES)}
 
 
@@ -119,14 +120,15 @@ def test_a_message_says_what_and_where() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv", "tp", "legal"), [(6, 4, False), (6, 3, True), (3, 6, True), (2, 12, True), (4, 6, False)]
+    ("kv", "tp", "rule"),
+    [(6, 4, "tp-kv-heads"), (6, 3, ""), (3, 6, ""), (2, 12, "tp-keys"), (2, 4, ""), (4, 6, "tp-kv-heads")],
 )
-def test_key_value_heads_divide_or_repeat(kv: int, tp: int, legal: bool) -> None:
+def test_key_value_heads_divide_or_repeat(kv: int, tp: int, rule: str) -> None:
     wte = weight("wte", Dim("vocab", 64), Dim("embed", 48))
     m = model("gqa", ids() >> Embed(wte) >> residual(Attention(heads=12, kv_heads=kv)) >> Unembed(wte))
     machine = evolve(cluster("1xH100"), count=tp)
     found = [v.rule for v in violations(Layout(tp=tp), graph(m), Workload(seq=64, batch=8), machine)]
-    assert found == ([] if legal else ["tp-kv-heads"])
+    assert found == ([rule] if rule else [])
 
 
 class Wide(Layer):
