@@ -1,0 +1,69 @@
+"""The rules are megatron-core's own: of drawn layouts both say the same, and what others trained is legal.
+
+`python benchmarks/legality.py 10000` asks about as many layouts as one likes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaloom.dsl.find import find
+from megaloom.dsl.graph import graph
+from megaloom.planner.cluster import cluster
+from megaloom.planner.layout import Layout, Workload
+from megaloom.planner.rule import By
+from megaloom.planner.rules import RULES, violations
+from megaloom.planner.runs import read
+from megaloom.runtime import launch
+
+from .legality import OURS, SOURCES, Verdict, judged
+
+COUNT, SEED = 2000, 20
+RUNS = Path(__file__).with_name("data") / "published_runs.jsonl"
+UNDRAWN = {"precision", "recompute-blocks"}  # every drawn model is priced in bf16, and repeats blocks
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> list[Verdict]:
+    return launch.run(judged, (COUNT, SEED), 1, timeout=110)[0]
+
+
+def test_the_rules_say_what_megatron_core_says(verdicts: list[Verdict]) -> None:
+    assert len(verdicts) == COUNT
+    assert [v for v in verdicts if not v.agrees] == []
+
+
+def test_both_answers_are_given_often(verdicts: list[Verdict]) -> None:
+    assert COUNT / 4 < sum(v.refusal is None for v in verdicts) < COUNT * 3 / 4
+
+
+def test_each_rule_of_megatron_core_is_one_that_it_gives_up_by(verdicts: list[Verdict]) -> None:
+    said = {v.refusal.where for v in verdicts if v.refusal}
+    theirs = {rule.id for rule in RULES if rule.by in (By.CORE, By.CALLERS)}
+    assert {rule for rule in theirs if not SOURCES[rule] & said} == set()
+    assert said <= set().union(*(SOURCES[rule] for rule in theirs))
+
+
+def test_what_else_is_refused_megatron_core_takes(verdicts: list[Verdict]) -> None:
+    assert OURS == {"etp-experts", "stages", "group-vpp", "recompute-none"} | UNDRAWN
+    assert {r for v in verdicts if v.refusal is None for r in v.stricter} == OURS - UNDRAWN
+
+
+def test_every_published_layout_that_ran_is_legal() -> None:
+    runs, _ = read(RUNS)
+    assert len(runs) > 30
+    for run in runs:
+        broken = [v.rule for v in violations(run.layout, graph(run.model), run.workload, run.cluster)]
+        assert [rule for rule in broken if rule not in OURS] == [], run.id
+
+
+def test_a_recipe_for_more_devices_than_there_are_is_refused() -> None:
+    """Megatron-Bridge's docs/performance-summary-archive.md, container 25.09: DeepSeek-V3 on 256 GB200, PP8 EP64."""
+    layout = Layout(dp=32, pp=8, vpp=2, ep=64)
+    found = violations(layout, graph(find("deepseek-v3-mtp")[0]), Workload(seq=4096, batch=2048), cluster("256xGB200"))
+    assert [str(v) for v in found] == [
+        "pp 8 x the larger of tp x cp = 1 and ep x etp = 64 needs 512 devices or a multiple, and there are 256 "
+        "[expert-grid]\nep 32, or pp 4, or 512 devices would"
+    ]
