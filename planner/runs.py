@@ -16,7 +16,8 @@ from megaloom.dsl.errors import UserError
 
 from .published import published
 from .run import Row, Run, Skipped, UnfitError
-from .tables import functional, vtrain
+from .tables import vtrain
+from .tested import functional
 
 KEYS = ("id", "source_group", "gpu", "precision_class")
 

@@ -1,0 +1,124 @@
+"""Rows of the table of Megatron-LM's functional tests: the peak memory of what was trained for a few steps.
+
+A row has the layout and the hidden sizes. What all tests have alike, or say by their names, is in the configurations in
+NVIDIA/Megatron-LM, tests/functional_tests/test_cases/*/*/model_config.yaml: it is written here once.
+"""
+
+from __future__ import annotations
+
+import re
+
+from attrs import evolve
+
+from .cluster import cluster
+from .decoder import Decoder
+from .layout import Layout, Precision, Workload
+from .practice import MEGATRON, Practice
+from .run import Row, Run, UnfitError, recompute, whole
+
+GPUS, FEWER = 8, 4  # of a node; those of GB200 have 4, on which the tests named 1node are
+VOCAB = 50257  # GPT-2's tokenizer, padded to a multiple of 128 on each rank
+LARGE_VOCAB = 131072  # of the tests of 7 billion parameters, with 8 groups of keys and values
+LIBRARY = 2**25  # CUBLAS_WORKSPACE_CONFIG=:4096:8, which makes cuBLAS deterministic on every GPU
+# Of each element, those of the loss that is compiled as one (fusions/fused_cross_entropy.py): the logits in fp32, and
+# their exponentials.
+COMPILED_LOSS = 4 + 4
+UNSAID = {  # what a row does not say, by a part of the test's name
+    "mla": "the sizes of its latent attention are not said",
+    "zp_z3": "weights are sharded (FSDP)",
+    "grpo": "it is reinforcement learning",
+    "distill": "a teacher is beside the model",
+    "uneven": "its stages are not said",
+    "account_for": "its stages are not said",
+    "offloading": "activations are offloaded",
+    "muon": "its optimizer is not Adam",
+    "optimizer_instances": "its optimizer is not divided over all copies",
+    "defer_embedding": "the gradients of its logits wait for the end of the step",
+}
+
+
+def functional(row: Row) -> Run:
+    """A row of the table."""
+    test, hardware = str(row["test"]), str(row["hw"])
+    if row["suite"] not in ("gpt", "moe"):
+        raise UnfitError(f"tests of {row['suite']} are not described well enough")
+    if row.get("experts"):
+        raise UnfitError("the width of its experts is not said")
+    if reason := next((said for part, said in UNSAID.items() if part in test), ""):
+        raise UnfitError(reason)
+    layout = _layout(row, FEWER if test.endswith("1node") and "gb200" in hardware else GPUS)
+    gpu = next((name for name in ("H100", "GB200") if name.lower() in hardware), "A100")  # the first tests had no other
+    machine = cluster(f"{layout.world}x{gpu}")
+    if deterministic := "nondeterministic" not in test:
+        machine = evolve(machine, device=evolve(machine.device, library_nbytes=LIBRARY))
+    half = row.get("bf16") != "true"  # all compute in 16 bits
+    precision = Precision.FP16 if half else Precision.BF16
+    return Run(
+        id=str(row["id"]),
+        source="megatron-functional",
+        gpu=gpu,
+        sparse=False,
+        model=_decoder(row).model(0.1),
+        layout=layout,
+        cluster=machine,
+        workload=Workload(seq=whole(row, "seq"), batch=whole(row, "gbs"), precision=precision),
+        practice=_practice(row, deterministic, half),
+        step_seconds=None,
+        memory_gib=whole(row, "peak_bytes") / 2**30,
+        last_rank=True,  # the one that logs
+        memory_kind="allocated",
+    )
+
+
+def _decoder(row: Row) -> Decoder:
+    large = str(row["test"]).startswith("gpt3_7b")
+    vocab, hidden, unit = LARGE_VOCAB if large else VOCAB, whole(row, "hidden"), 128 * whole(row, "tp", 1)
+    return Decoder(
+        layers=whole(row, "layers"),
+        hidden=hidden,
+        heads=whole(row, "heads"),
+        kv_heads=8 if large else None,
+        ffn=4 * hidden,
+        vocab=-(-vocab // unit) * unit,
+        gated=False,
+        learned=True,
+        positions=whole(row, "seq"),
+    )
+
+
+def _layout(row: Row, gpus: int) -> Layout:
+    tp, pp, cp = (whole(row, key, 1) for key in ("tp", "pp", "cp"))
+    named = re.search(r"_vp(\d+)", str(row["test"]))
+    each = whole(row, "vp", int(named[1]) if named else 0)  # layers of a model chunk
+    return Layout(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        vpp=max(1, whole(row, "layers") // pp // each) if each and pp > 1 else 1,
+        dp=max(1, gpus // (tp * pp * cp)),
+        micro_batch=whole(row, "mbs"),
+        sequence_parallel=row.get("sp") == "true" and tp > 1,
+        distributed_optimizer=row.get("distopt") == "true",
+        recompute=recompute(row.get("recompute")),
+    )
+
+
+def _practice(row: Row, deterministic: bool, half: bool) -> Practice:
+    """How Megatron-LM ran it. In fp16 gradients are summed in 16 bits, and stepped with in 32 (arguments.py)."""
+    test = str(row["test"])
+    found = evolve(MEGATRON, dummies=False, flash=_flash(row) or not deterministic)
+    if "cross_entropy_loss_fusion" in test:
+        found = evolve(found, loss_copies=COMPILED_LOSS)
+    return evolve(found, gradient_nbytes=2, step_nbytes=4) if half else found
+
+
+def _flash(row: Row) -> bool:
+    """Whether attention is one kernel.
+
+    Of the small tests those that resume have no --attention-backend, the others say that it is unfused; what is
+    deterministic was so before there was that option (on the clusters named dracooci), and without Transformer Engine.
+    Context parallelism has fused attention alone.
+    """
+    test, first = str(row["test"]), "dracooci" in str(row["hw"])
+    said = test.startswith("gpt3_mcore") and "resume" not in test and "loss_fusion" not in test
+    return whole(row, "cp", 1) > 1 or not (said or first or "gpt3_mcore_tp" in test)
