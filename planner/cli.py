@@ -9,19 +9,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 from attrs import asdict, frozen
 from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Parameter
 
-from .layout import Layout, Precision, Recompute, Workload
+from .layout import Precision, Recompute, Workload
 
 if TYPE_CHECKING:
-    from megaloom.dsl.graph import Graph, Model
-
     from .cluster import Cluster
-    from .search import Found
 
 
 def whole(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -91,6 +87,11 @@ class Fixed:
 FREE = Fixed()
 
 
+def given(fixed: Fixed) -> dict[str, Any]:
+    """What the user has decided."""
+    return {name: value for name, value in asdict(fixed, recurse=False).items() if value is not None}
+
+
 @app.default
 def plan(
     model: str,
@@ -148,6 +149,7 @@ def plan(
     from megaloom.dsl.find import find
     from megaloom.dsl.graph import graph
 
+    from .cli_plan import default_batch, default_seq, scale, searched, tell, told
     from .cluster import cluster, is_row
     from .plan import save
 
@@ -163,13 +165,13 @@ def plan(
         )
 
     if pareto or is_row(gpus):
-        _scale(graph(declared), gpus, work, fixed, memory_headroom, pareto)
+        scale(graph(declared), gpus, work, given(fixed), memory_headroom, pareto)
         return None
     machine = cluster(gpus)
     workload = work(machine)
     if lint:
-        return _lint(graph(declared), machine, workload, fixed)
-    found = _search(declared, machine, workload, ref, fixed, memory_headroom)
+        return told(graph(declared), machine, workload, given(fixed))
+    found = searched(declared, machine, workload, ref, given(fixed), memory_headroom)
     target = output or ("" if as_json else "plan.json")
     if target:
         save(found.best, target)
@@ -178,102 +180,15 @@ def plan(
 
         draw(found.best, declared, html, trace, found)
     if as_json:
-        from .machines import searched
+        from .machines import searched as for_machines
 
-        print(json.dumps(searched(found, top), indent=1))
+        print(json.dumps(for_machines(found, top), indent=1))
     else:
         assumed = [name for name, value in (("--seq", seq), ("--batch", batch)) if value is None]
-        _tell(found, declared, top, assumed, target)
+        tell(found, declared, top, assumed, target)
         for picture in filter(None, (html, trace)):
             print(f"wrote {picture}")
     return None
-
-
-def given(fixed: Fixed) -> dict[str, Any]:
-    """What the user has decided."""
-    return {name: value for name, value in asdict(fixed, recurse=False).items() if value is not None}
-
-
-def _scale(g: Graph, gpus: str, work: Callable[[Cluster], Workload], fixed: Fixed, free: float, pareto: bool) -> None:
-    """A table of the best layouts on more and more devices, or in less and less memory. No plan is written."""
-    from megaloom.dsl.printing import show
-
-    from .misses import checked
-    from .scaling import clusters, points, table
-
-    found = points(g, clusters(gpus), work, checked(given(fixed)), free, pareto=pareto)
-    show(table(list(found)), sys.stdout)
-
-
-def _lint(g: Graph, machine: Cluster, workload: Workload, fixed: Fixed) -> int:
-    """2 if the layout breaks a rule. Without a layout the rules are shown."""
-    from .lint import listed, told
-
-    if not given(fixed):
-        print(listed())
-        return 0
-    broken = told(g, machine, workload, given(fixed))
-    print(broken or "no rule is broken")
-    return 2 if broken else 0
-
-
-def _search(declared: Model, machine: Cluster, workload: Workload, ref: str, fixed: Fixed, free: float) -> Found:
-    """The search, with a sign of life where somebody watches."""
-    from rich.console import Console
-
-    from .search import plan as search
-
-    console = Console(stderr=True)
-    doing = f"searching the layouts of {declared.name} on {machine} ..."
-    watched = console.status(doing, spinner="line")
-
-    def tell(layout: Layout, seconds: float) -> None:
-        watched.update(f"{doing} so far {layout}: {seconds:.3g} s a step")
-
-    with watched if console.is_terminal else nullcontext():
-        return search(
-            declared,
-            machine,
-            workload,
-            ref=ref,
-            fixed=given(fixed),
-            headroom=free,
-            tell=tell if console.is_terminal else None,
-        )
-
-
-def default_seq(g: Graph) -> int:
-    """4096, or as many tokens as the model has learned positions for."""
-    from .needs import needs
-
-    return min((4096, *needs(g).positions))
-
-
-def default_batch(machine: Cluster) -> int:
-    """8 sequences a device, at most 1024 in all, at least one a device."""
-    return machine.count * max(1, min(8, 1024 // machine.count))
-
-
-def _tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target: str) -> None:
-    from rich.console import Group
-    from rich.text import Text
-
-    from megaloom.dsl.facts import params
-    from megaloom.dsl.graph import graph
-    from megaloom.dsl.printing import show
-
-    from .explain import report
-
-    best = found.best
-    machine, w = best.cluster, best.workload
-    nodes = f"{machine.nodes} nodes of {machine.per_node}" if machine.nodes > 1 else "one node"
-    said = f" ({' and '.join(assumed)} not given)" if assumed else ""
-    head = (
-        f"{declared.name}: {params(declared):,} parameters, on {machine} ({nodes}); searched in {found.seconds:.1f} s\n"
-        f"a step: {w.batch:,} sequences of {w.seq:,} tokens, {w.tokens:,} in all{said}\n"
-    )
-    foot = f"\nwrote {target}; `megaloom train {target}` trains by it"
-    show(Group(Text(head), report(found, graph(declared), top), Text(foot)), sys.stdout)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """`plan --lint`: the rules that every legal layout meets, and which of them a layout breaks.
 
-Protocol: `told` is the text for a terminal; it is empty for a layout that breaks none.
+Protocol: `broken` is the text for a terminal; it is empty for a layout that breaks none.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def listed() -> str:
     return "\n".join(f"{rule.id:<{width}}  {rule.sentence}" for rule in rules)
 
 
-def told(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> str:
+def broken(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> str:
     """What the layout of these degrees breaks, each rule with what would work. dp, if not given, takes what is left."""
     layout = Layout(**fixed)
     inner = max(1, layout.tp * layout.pp * layout.cp)
     if "dp" not in fixed:
         layout = Layout(**{**fixed, "dp": max(1, cluster.count // inner)})
-    broken = violations(layout, graph, workload, cluster)
-    return "\n".join(f"{layout}: {wrong}" for wrong in broken)
+    wrong = violations(layout, graph, workload, cluster)
+    return "\n".join(f"{layout}: {each}" for each in wrong)

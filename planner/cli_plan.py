@@ -1,0 +1,99 @@
+"""What `plan` does once it knows what is asked: a search with a sign of life, its report, tables, the rules."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from .layout import Layout, Workload
+
+if TYPE_CHECKING:
+    from megaloom.dsl.graph import Graph, Model
+
+    from .cluster import Cluster
+    from .search import Found
+    from .space import Fixed
+
+
+def scale(g: Graph, gpus: str, work: Callable[[Cluster], Workload], fixed: Fixed, free: float, pareto: bool) -> None:
+    """A table of the best layouts on more and more devices, or in less and less memory. No plan is written."""
+    from megaloom.dsl.printing import show
+
+    from .misses import checked
+    from .scaling import clusters, points, table
+
+    found = points(g, clusters(gpus), work, checked(fixed), free, pareto=pareto)
+    show(table(list(found)), sys.stdout)
+
+
+def told(g: Graph, machine: Cluster, workload: Workload, fixed: Fixed) -> int:
+    """2 if the layout breaks a rule. Without a layout the rules are shown."""
+    from .lint import broken, listed
+
+    if not fixed:
+        print(listed())
+        return 0
+    wrong = broken(g, machine, workload, fixed)
+    print(wrong or "no rule is broken")
+    return 2 if wrong else 0
+
+
+def searched(declared: Model, machine: Cluster, workload: Workload, ref: str, fixed: Fixed, free: float) -> Found:
+    """The search, with a sign of life where somebody watches."""
+    from rich.console import Console
+
+    from .search import plan as search
+
+    console = Console(stderr=True)
+    doing = f"searching the layouts of {declared.name} on {machine} ..."
+    watched = console.status(doing, spinner="line")
+
+    def tell(layout: Layout, seconds: float) -> None:
+        watched.update(f"{doing} so far {layout}: {seconds:.3g} s a step")
+
+    with watched if console.is_terminal else nullcontext():
+        return search(
+            declared,
+            machine,
+            workload,
+            ref=ref,
+            fixed=fixed,
+            headroom=free,
+            tell=tell if console.is_terminal else None,
+        )
+
+
+def default_seq(g: Graph) -> int:
+    """4096, or as many tokens as the model has learned positions for."""
+    from .needs import needs
+
+    return min((4096, *needs(g).positions))
+
+
+def default_batch(machine: Cluster) -> int:
+    """8 sequences a device, at most 1024 in all, at least one a device."""
+    return machine.count * max(1, min(8, 1024 // machine.count))
+
+
+def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target: str) -> None:
+    from rich.console import Group
+    from rich.text import Text
+
+    from megaloom.dsl.facts import params
+    from megaloom.dsl.graph import graph
+    from megaloom.dsl.printing import show
+
+    from .explain import report
+
+    best = found.best
+    machine, w = best.cluster, best.workload
+    nodes = f"{machine.nodes} nodes of {machine.per_node}" if machine.nodes > 1 else "one node"
+    said = f" ({' and '.join(assumed)} not given)" if assumed else ""
+    head = (
+        f"{declared.name}: {params(declared):,} parameters, on {machine} ({nodes}); searched in {found.seconds:.1f} s\n"
+        f"a step: {w.batch:,} sequences of {w.seq:,} tokens, {w.tokens:,} in all{said}\n"
+    )
+    foot = f"\nwrote {target}; `megaloom train {target}` trains by it"
+    show(Group(Text(head), report(found, graph(declared), top), Text(foot)), sys.stdout)
