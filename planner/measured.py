@@ -103,7 +103,6 @@ def figures(samples: Sequence[Sample], cluster: Cluster, *, known: bool) -> dict
     if not known:  # what was reached is the peak
         out["flops"] = {p: _kept(device.flops[p] * device.flops_efficiency * x) for p, x in measured.items()}
         out["flops_efficiency"] = 1.0
-        out |= {"bandwidth": _kept(_copied(samples)), "bandwidth_efficiency": 1.0}
     elif wide := measured.get(Precision.BF16):
         out["flops_efficiency"] = _share(device.flops_efficiency * wide)
         if narrow := measured.get(Precision.FP8):
@@ -117,6 +116,11 @@ def figures(samples: Sequence[Sample], cluster: Cluster, *, known: bool) -> dict
     parts = {"device": out, "intra": _links(samples, cluster, "intra", known)}
     if cluster.nodes > 1:
         parts["inter"] = _links(samples, cluster, "inter", known)
+    elif cluster.inter == cluster.intra:  # as between processes
+        parts["inter"] = parts["intra"]
+    if not known:  # what a link passes is read from memory
+        fastest = (fields["bandwidth"] for name, fields in parts.items() if name != "device" and fields)
+        out |= {"bandwidth": max([_kept(_copied(samples)), *fastest]), "bandwidth_efficiency": 1.0}
     return {name: fields for name, fields in parts.items() if fields}
 
 
