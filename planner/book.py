@@ -229,7 +229,7 @@ def line(kind: Kind, found: Costs, layout: Layout, workload: Workload, cluster: 
     """What a node costs by these facts."""
     row, core, precision = np.zeros(len(Col)), np.zeros(3), workload.precision
     _compute(row, core, found, cluster, precision, practice, kind)
-    _exchange(row, core, found, layout, cluster, precision, practice)
+    _exchange(row, core, found, layout, cluster, precision, practice, kind)
     modes: tuple[tuple[Keeps, Mode], ...] = (kind.keeps, "none"), (kind.keeps, "selective"), (kind.full, "full")
     kept, cored, made = (
         sum(_nbytes(s, precision) for s in how.of(found.saved, found.inputs, mode)) for how, mode in modes
@@ -279,14 +279,22 @@ def _exchange(
     cluster: Cluster,
     precision: Precision,
     practice: Practice,
+    kind: Kind,
 ) -> None:
     hidden = {"tp": practice.hidden_tensor, "ep": practice.hidden_experts}
     for c in found.collectives:
         nbytes = c.elements * precision.nbytes
-        took = traffic.seconds(c.kind, nbytes, traffic.group(c.axis, layout), cluster)
+        group = traffic.group(c.axis, layout)
+        leaving = traffic.once(_copies(kind), group, cluster) if c.axis == "ep" and practice.once else 1.0
+        took = traffic.seconds(c.kind, nbytes, group, cluster, leaving)
         took *= 1 - hidden.get(c.axis, 0.0)
         row[TRAFFIC[c.axis][c.backward]] += took
         core[1] += took * c.core
+
+
+def _copies(kind: Kind) -> int:
+    """To how many experts a token goes."""
+    return max((s.value.op.top_k for s in program(kind.node).steps if isinstance(s.value.op, Route)), default=1)
 
 
 def _loss(row: Rows, node: Node, layout: Layout, workload: Workload, cluster: Cluster, practice: Practice) -> None:

@@ -31,6 +31,7 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.examples.gpt_oss import ClampedGLU
 
 
 @frozen(kw_only=True, cache_hash=True)
@@ -55,6 +56,7 @@ class Decoder:
     dense_layers: int = 0  # before those with experts
     alternate: bool = False  # every second layer has experts
     window: int | None = None  # of every second layer
+    clamped: bool = False  # experts have biases and clamps, as those of GPT-OSS
     latent: tuple[tuple[str, int], ...] = ()  # ranks and channels of latent attention
     ahead: int = 0  # layers that predict tokens further ahead
 
@@ -94,7 +96,9 @@ class Decoder:
         if not self.experts:
             return self._runs(self.layers, dense, dense, dropout)
         shared = SwiGLU(self.shared_ffn) if self.shared_ffn else None
-        moe = MoE(SwiGLU(self.expert_ffn or self.ffn), self.experts, self.top_k, balance=0.01, shared=shared)
+        width = self.expert_ffn or self.ffn
+        expert = ClampedGLU(width) if self.clamped else SwiGLU(width)
+        moe = MoE(expert, self.experts, self.top_k, balance=0.01, shared=shared, bias=self.clamped)
         first = [(self.dense_layers, self._block(dense, None, dropout))] if self.dense_layers else []
         return [*first, *self._runs(self.layers - self.dense_layers, dense if self.alternate else moe, moe, dropout)]
 

@@ -6,7 +6,7 @@ import re
 
 from attrs import evolve
 
-from .practice import DISPATCH_GRAPHED, MEGATRON, MEGATRON_2021, NANOTRON, PLAIN, Practice
+from .practice import DISPATCH_GRAPHED, MEGATRON, MEGATRON_2021, NANOTRON, NEMO, PLAIN, Practice
 from .run import Row
 
 
@@ -23,13 +23,19 @@ def practice(row: Row, note: str) -> Practice:
         found = evolve(found, gradient_nbytes=2)
     if "TE fused cross-entropy" in note:  # it works in the logits themselves (triton/cross_entropy.py)
         found = evolve(found, loss_copies=0)
-    if re.search(r"cuda_graph_impl=(?!none)|CUDA graph", note):
+    if re.search(GRAPHS, note) and not re.search(r"cuda_graph_impl=none|no CUDA graph", note):
         found = evolve(found, graphed=True, dispatch_seconds=0.0 if "full" in note else DISPATCH_GRAPHED)
-    if re.search(r"a2a_overlap=True|a2a overlap|EP overlap on", note):
+    if re.search(r"a2a_overlap=True|(?<!no )a2a overlap|EP overlap on|_full_iteration_", note):
         found = evolve(found, hidden_experts=HIDDEN_EXPERTS)
+    if re.search(r"(?i)deepep|hybridep|_full_iteration_", note) or ("Bridge" in framework and not note):
+        found = evolve(found, once=True)
+    if framework.startswith("NeMo") and "Bridge" not in framework:
+        found = evolve(found, passes=NEMO)
     return evolve(found, hidden_tensor=HIDDEN_TENSOR) if "NeMo" in framework or "Bridge" in framework else found
 
 
+# What says that kernels are launched as CUDA graphs, of parts of a layer or of the whole step.
+GRAPHS = r"cuda_graph_impl=|CUDA graph|TE graph|full.iteration"
 # Of tensor-parallel collectives, what Transformer Engine's overlap with products leaves unseen, and of the experts'
 # all-to-all, what the overlap with another micro-batch does.
 HIDDEN_TENSOR, HIDDEN_EXPERTS = 0.8, 0.5

@@ -7,6 +7,7 @@ launch them, at the least.
 
 from __future__ import annotations
 
+import re
 from math import ceil
 
 from attrs import frozen
@@ -24,7 +25,8 @@ LAST_ROUND = 0.5
 # Rows that are no multiple of 16 bytes (8 elements of 16 bits) keep a product from the tensor cores' best kernels
 # (NVIDIA, Deep Learning Performance, Matrix Multiplication Background, section 2.2: figure 3).
 ALIGNED, MISALIGNED = 8, 0.25
-# Filling the pipeline of a tile costs about as much as this much depth of the product.
+# Filling the pipeline of a tile and writing its output costs about as much as this much depth of a product of 16 bits;
+# the same of a product of fewer bits is more depth, which takes less time.
 DEPTH = 128
 
 # Attention over s keys reaches s / (s + HALF) of its speed on long sequences, with heads of c channels
@@ -42,6 +44,10 @@ SCORE_TRAFFIC = 13
 # A narrow product's operand is read once more and written twice, as it is and transposed (Transformer Engine's
 # cast-transpose; each copy of 1 byte), unless the kernel before it does that.
 CAST_TRAFFIC = 2 + 1 + 1
+
+
+# A bias that is added to what experts make, expert by expert.
+EXPERT_BIAS = re.compile(r"experts\..*_bias")
 
 
 @frozen
@@ -78,12 +84,13 @@ def _busy(work: Work, device: Device, precision: Precision, practice: Practice, 
     if work.kind == "dot":
         used = precision if inside else precision.wide
         fast = device.flops[used] * device.sustained * device.flops_efficiency
-        fast *= device.narrow_efficiency if used.narrow else 1.0
+        fast *= device.nvfp4_efficiency if used is Precision.NVFP4 else 1.0
         m, n, k = work.m, work.n, work.k
+        depth = DEPTH * device.flops[used] / device.flops[used.wide]
         products = [  # y = x w, dx = dy w^T, dw = x^T dy
-            (work.flops, fill(m, n, k, work.count, device)),
-            (work.dgrad, fill(m, k, n, work.count, device)),
-            (work.wgrad, fill(k, n, m, work.count, device)),
+            (work.flops, fill(m, n, k, work.count, device, depth)),
+            (work.dgrad, fill(m, k, n, work.count, device, depth)),
+            (work.wgrad, fill(k, n, m, work.count, device, depth)),
         ]
         took = [max(flops / (fast * share), traffic) if flops else 0.0 for flops, share in products]
         kernels = [float(flops > 0) for flops, _ in products]
@@ -91,7 +98,7 @@ def _busy(work: Work, device: Device, precision: Precision, practice: Practice, 
         return Seconds(took[0] + cast * k, took[1] + took[2] + cast * n, kernels[0], kernels[1] + kernels[2])
     if work.kind == "attend":
         return _attention(work, device, precision, practice, traffic)
-    passes = practice.passes.get(work.kind, 1.0)
+    passes = practice.passes.get("expert bias" if EXPERT_BIAS.fullmatch(work.path) else work.kind, 1.0)
     return Seconds(passes * traffic, passes * BACKWARD_TRAFFIC * traffic, passes, passes)
 
 
@@ -110,7 +117,7 @@ def _attention(work: Work, device: Device, precision: Precision, practice: Pract
     return Seconds(2 * one + moved, 4 * one + 2 * moved, 2, 4)
 
 
-def fill(m: int, n: int, k: int, count: int, device: Device) -> float:
+def fill(m: int, n: int, k: int, count: int, device: Device, depth: float = DEPTH) -> float:
     """The share of a large product's speed that `count` products [m k] x [k n] reach.
 
     Each tile is computed whole, the multiprocessors take them in rounds of which the last is not full, and every tile
@@ -123,7 +130,7 @@ def fill(m: int, n: int, k: int, count: int, device: Device) -> float:
     tiles = ceil(m / TILE_M) * ceil(n / TILE_N)
     whole = m * n / (tiles * TILE_M * TILE_N)
     rounds = tiles * count / device.units
-    return whole * min(1.0, rounds / (rounds + LAST_ROUND)) * k / (k + DEPTH)
+    return whole * min(1.0, rounds / (rounds + LAST_ROUND)) * k / (k + depth)
 
 
 def reach(keys: int, channels: int) -> float:

@@ -17,6 +17,13 @@ from attrs import evolve, field, frozen
 TORCH = MappingProxyType({"normalize": 2.0, "pointwise": 3.0, "rope": 6.0, "drop": 3.0})
 # Where norms, activations, rotary positions and residuals are one kernel each.
 FUSED: Mapping[str, float] = MappingProxyType({})
+# megatron-core's all-to-all sorts what it has received by local experts, and back (transformer/moe/token_dispatcher.py:
+# permute 1 + k, sort k + k, of k copies of a token, each way); the bias of the experts' second product is added in
+# fp32 in pieces that are joined again (transformer/moe/experts.py, TEGroupedMLP._apply_bias: 28 bytes an element
+# forward, where one kernel moves 4, and as many times more backward).
+TRANSFORMER_ENGINE: Mapping[str, float] = MappingProxyType({"route": 2.6, "combine": 2.6, "expert bias": 7.0})
+# NeMo's recipes before Megatron-Bridge take twice as long with what memory limits: fitted, on H100.
+NEMO: Mapping[str, float] = MappingProxyType({**TRANSFORMER_ENGINE, "normalize": 2.0, "pointwise": 2.0, "rope": 2.0})
 
 # Bytes that a step moves for each element of the optimizer's share, beside the zeroing of gradients. The norm of the
 # gradient reads 4, its scaling moves 8. AdamW as torch's foreach kernels do it, a pass for each operation: decay 8,
@@ -40,6 +47,7 @@ class Practice:
     overlap_weights: bool = True  # they are gathered while the first micro-batch goes ahead
     hidden_tensor: float = 0.0  # of tensor-parallel collectives
     hidden_experts: float = 0.0  # of the experts' all-to-all
+    once: bool = False  # a token is sent once to each node with experts of its own, and copied there
     libraries: int = 2  # callers of cuBLAS, each with a workspace of its own: the threads of both passes
     dummies: bool = False  # of each product's weight a tensor is held in place of its gradient, which is summed fused
     step_nbytes: int = 0  # of each element of the optimizer's share, held while it steps
@@ -63,7 +71,13 @@ OWN = Practice(
 DISPATCH, DISPATCH_GRAPHED = 1.4e-3, 0.4e-3
 # Transformer Engine has a workspace of its own, and with fused sums of gradients, which are Megatron-LM's default, a
 # tensor that stands for each (transformer_engine/pytorch/module/base.py: get_workspace, get_dummy_wgrad).
-MEGATRON = Practice(name="Megatron-core with Transformer Engine", dispatch_seconds=DISPATCH, libraries=3, dummies=True)
+MEGATRON = Practice(
+    name="Megatron-core with Transformer Engine",
+    passes=TRANSFORMER_ENGINE,
+    dispatch_seconds=DISPATCH,
+    libraries=3,
+    dummies=True,
+)
 PLAIN = evolve(MEGATRON, name="Megatron-core, nothing overlapped", overlap_gradients=False, overlap_weights=False)
 MEGATRON_2021 = Practice(
     name="Megatron-LM before flash attention", flash=False, overlap_gradients=False, overlap_weights=False

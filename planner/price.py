@@ -187,8 +187,9 @@ class Pricer:
         return sums[:, AHEAD].sum(axis=1).tolist(), sums[:, BACK].sum(axis=1).tolist(), hops
 
     def _tails(self, placed: Placed, forward: list[float], backward: list[float]) -> list[Tail]:
-        pp = placed.layout.pp
-        covers = (Cover(sum(backward[r::pp]), sum(forward[r::pp])) for r in range(pp))
+        x, pp = placed.layout, placed.layout.pp
+        turns = (min(x.group, placed.fit.microbatches) * (x.vpp - 1) + 1) / x.vpp  # of chunks, while others are done
+        covers = (Cover(turns * sum(backward[r::pp]), turns * sum(forward[r::pp])) for r in range(pp))
         return [self._tail(placed.fit, placed.parts, placed.bounds, r, cover) for r, cover in enumerate(covers)]
 
     def priced(self, placed: Placed) -> Priced:

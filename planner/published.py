@@ -80,6 +80,7 @@ def _decoder(row: Row) -> Decoder:
         dense_layers=row.get("dense_layers") or 0,
         alternate="every 2nd" in arch,
         window=128 if "128-token sliding" in arch else None,
+        clamped="gpt-oss" in str(row["model"]),
         latent=tuple(sorted((row.get("mla") or {}).items())),
         ahead=row.get("mtp_layers") or 0,
     )
@@ -109,13 +110,20 @@ def _layout(row: Row, note: str) -> tuple[Layout, int]:
         cp=cp,
         ep=ep,
         etp=etp,
-        vpp=whole(row, "vpp", 1) if pp > 1 else 1,
+        vpp=_chunks(row, pp) if pp > 1 else 1,
         micro_batch=mbs,
         sequence_parallel=bool(row.get("sp")) and tp > 1,
         distributed_optimizer=row.get("dist_optimizer") is not False,
         recompute=recompute(row.get("recompute")),
     )
     return layout, gbs
+
+
+def _chunks(row: Row, pp: int) -> int:
+    """Model chunks a rank. NeMo's recipes interleave layer by layer where their tables name no number of chunks."""
+    layers = whole(row, "layers")
+    recipe = layers // pp if str(row.get("framework")).startswith("NeMo") and layers % pp == 0 else 1
+    return whole(row, "vpp", recipe)
 
 
 def _precision(row: Row) -> Precision:

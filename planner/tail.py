@@ -17,6 +17,9 @@ COPIED = 4 + 2  # bytes moved to make a 16-bit weight of its master
 # Gradients are reduced in buckets, each as soon as it is whole, so that the last one is exposed (megatron-core 0.16.1,
 # distributed_data_parallel_config.py and distributed_data_parallel.py:115): elements of one, at least and by rank.
 BUCKET, BUCKET_BY_RANK = 40_000_000, 1_000_000
+# Multiprocessors that NCCL keeps busy while it moves data between nodes, one a channel (its log of such a communicator,
+# as users post it: "16 coll channels").
+CHANNELS = 16
 
 
 @frozen
@@ -36,7 +39,11 @@ class Tail:
 
 @frozen
 class Cover:
-    """Seconds of computation behind which a rank's exchanges may hide: its last backward, its first forward."""
+    """Seconds of computation behind which a rank's exchanges may hide.
+
+    That is its last backward, and its first forward; of interleaved chunks, whose gradients are whole one after the
+    other, also those of the micro-batches of the last group that follow (of the first group that come before).
+    """
 
     backward: float = 0.0
     forward: float = 0.0
@@ -63,15 +70,22 @@ def tail(
         if layout.distributed_optimizer:
             took = traffic.seconds("all_gather", precision.nbytes * elements, group, cluster)
             gathering, first = gathering + took, first + took * bucket
+    taken = CHANNELS / cluster.device.units if cluster.device.units > CHANNELS else 0.0
     if practice.overlap_gradients:
-        reduction = max(last, reduction - cover.backward)
+        reduction = _exposed(reduction, last, cover.backward, taken)
     if practice.overlap_weights:
-        gathering = max(first, gathering - cover.forward)
+        gathering = _exposed(gathering, first, cover.forward, taken)
     dense, expert = memory.copies(layout)
     copied = 0 if precision is Precision.FP32 else COPIED
     moved = (practice.adam_nbytes + copied) * (params / dense + experts / expert)
     moved += practice.gradient_nbytes * (params + experts)  # set to zero
     return Tail(reduction, gathering, tied, moved / cluster.device.moves)
+
+
+def _exposed(took: float, least: float, cover: float, taken: float) -> float:
+    """What is left to see of an exchange, at least `least`; what is hidden takes a share of the device meanwhile."""
+    seen = max(least, took - cover)
+    return seen + taken * (took - seen)
 
 
 def tied(elements: int, ranks: set[int], layout: Layout, cluster: Cluster, practice: Practice = OWN) -> float:

@@ -67,7 +67,7 @@ def spread(size: int, stride: int, per_node: int, count: int) -> tuple[int, int]
     return most, fewest
 
 
-def seconds(kind: str, nbytes: float, group: Group, cluster: Cluster) -> float:
+def seconds(kind: str, nbytes: float, group: Group, cluster: Cluster, leaving: float = 1.0) -> float:
     """Seconds of a collective over a tensor of `nbytes`: the whole of it, for all-to-all one device's part.
 
     A ring: each of its steps after the first costs a hop, and its slowest level decides how fast the bytes pass. An
@@ -75,7 +75,7 @@ def seconds(kind: str, nbytes: float, group: Group, cluster: Cluster) -> float:
     """
     if group.size == 1 or nbytes == 0:
         return 0.0
-    took = max(busy(kind, nbytes, group, cluster))
+    took = max(busy(kind, nbytes, group, cluster, leaving))
     nodes, _ = spread(group.size, group.stride, cluster.per_node, cluster.count)
     ring = _ring(PASSES[kind], group.size, nodes, cluster) + took
     if kind != "all_reduce" or nodes == 1:
@@ -83,18 +83,18 @@ def seconds(kind: str, nbytes: float, group: Group, cluster: Cluster) -> float:
     return min(ring, _tree(group.size, nodes, cluster) + took / TREE)
 
 
-def busy(kind: str, nbytes: float, group: Group, cluster: Cluster) -> tuple[float, ...]:
+def busy(kind: str, nbytes: float, group: Group, cluster: Cluster, leaving: float = 1.0) -> tuple[float, ...]:
     """The seconds for which a collective's bytes take each level of the network, from the node to the farthest crossed.
 
     What leaves a node or a pod leaves it by the shares of all members there. Of an all-to-all, what stays in the node
-    and what leaves it take their own ways at once.
+    and what leaves it take their own ways at once; `leaving` is the share of the latter that is sent.
     """
     n, below, out = group.size, 1, []
     wire = PASSES[kind] * nbytes * (n - 1) / n
     for level, (size, speed) in enumerate(cluster.levels):
         boxes, members = spread(n, group.stride, size, cluster.count)
         if kind == "all_to_all":
-            carried = nbytes * ((n if level else members) - below) / n
+            carried = nbytes * ((n if level else members) - below) / n * (leaving if level else 1.0)
         else:
             carried = wire / below if level or members > 1 else 0.0
         out.append(carried / speed)
@@ -117,6 +117,12 @@ def _tree(size: int, nodes: int, cluster: Cluster) -> float:
     """Up and down: through the node in a chain, and over the nodes in a tree of two branches."""
     near, far = cluster.intra, cluster.inter
     return far.latency + 2 * (log2(nodes) * far.hop + (size / nodes - 1) * near.hop)
+
+
+def once(copies: int, group: Group, cluster: Cluster) -> float:
+    """Of a token's copies that leave their node, the share that is sent when each node gets one and passes it on."""
+    nodes, _ = spread(group.size, group.stride, cluster.per_node, cluster.count)
+    return nodes * (1 - (1 - 1 / nodes) ** copies) / copies
 
 
 def hop(nbytes: float, stage: int, layout: Layout, cluster: Cluster) -> float:
