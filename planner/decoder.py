@@ -11,6 +11,7 @@ from megaloom.dsl import (
     MLA,
     MLP,
     Attention,
+    ClampedGLU,
     Dim,
     Dropout,
     Embed,
@@ -31,7 +32,6 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.examples.gpt_oss import ClampedGLU
 
 
 @frozen(kw_only=True, cache_hash=True)

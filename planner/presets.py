@@ -51,7 +51,7 @@ LAUNCH = 5e-6
 #   A100 keeps its clock. Blackwell's depend on the power that the box gives each GPU: 1,000 W (B200), 1,200 W (GB200),
 #   1,100 W (B300), 1,400 W (GB300); fitted to dense runs of one half of the published models, of two to five sources
 #   for each device (`megaloom validate`).
-# - nvfp4_efficiency: fitted likewise: with the peak that NVIDIA raised by half over GB200's, steps got 5 to 15 % quicker.
+# - nvfp4_efficiency: fitted likewise: its peak is half as much again as that of GB200, and its steps no quicker for it.
 # - context_nbytes: not measured here, as nvidia-smi shows it for a process that has made one tensor and one product.
 # - library_nbytes: torch gives cuBLAS 4 MiB twice and 16 KiB eight times, from Hopper on 32 MiB (aten, CUDABlas.cpp:
 #   getChosenWorkspaceSize); Transformer Engine as much again.
@@ -79,7 +79,7 @@ H100 = Device(  # SXM
     bandwidth_efficiency=0.896,
     launch_seconds=LAUNCH,
     attend_efficiency=0.52,
-    sustained=0.89,
+    sustained=0.88,
     units=132,
     library_nbytes=32 * MIB,
     context_nbytes=CONTEXT,
