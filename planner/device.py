@@ -95,8 +95,10 @@ class Device:
     bandwidth: float = field(validator=within(1e8, 1e14, "bytes/s"))  # peak of that memory, read + written
     flops_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the peak"))
     """What a large matrix product reaches of `flops`."""
+    narrow_efficiency: float = field(default=1.0, validator=within(0.1, 1, "shares of that"))
+    """What of `flops_efficiency` is left for products of fewer than 16 bits."""
     nvfp4_efficiency: float = field(default=1.0, validator=within(0.1, 1, "shares of that"))
-    """What of `flops_efficiency` is left for products of 4 bits."""
+    """What of that is left for products of 4 bits."""
     bandwidth_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the peak"))
     """What a large copy reaches of `bandwidth`."""
     launch_seconds: float = field(default=0.0, validator=within(0, 1, "seconds"))

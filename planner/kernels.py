@@ -84,6 +84,7 @@ def _busy(work: Work, device: Device, precision: Precision, practice: Practice, 
     if work.kind == "dot":
         used = precision if inside else precision.wide
         fast = device.flops[used] * device.sustained * device.flops_efficiency
+        fast *= device.narrow_efficiency if used.narrow else 1.0
         fast *= device.nvfp4_efficiency if used is Precision.NVFP4 else 1.0
         m, n, k = work.m, work.n, work.k
         depth = DEPTH * device.flops[used] / device.flops[used.wide]
