@@ -165,7 +165,7 @@ def plan(
         )
 
     if pareto or is_row(gpus):
-        scale(graph(declared), gpus, work, given(fixed), memory_headroom, pareto)
+        scale(declared, gpus, work, given(fixed), memory_headroom, pareto)
         return None
     machine = cluster(gpus)
     workload = work(machine)
@@ -180,9 +180,11 @@ def plan(
 
         draw(found.best, declared, html, trace, found)
     if as_json:
+        from megaloom.dsl.facts import params
+
         from .machines import searched as for_machines
 
-        print(json.dumps(for_machines(found, top), indent=1))
+        print(json.dumps(for_machines(found, top, params(declared)), indent=1))
     else:
         assumed = [name for name, value in (("--seq", seq), ("--batch", batch)) if value is None]
         tell(found, declared, top, assumed, target)

@@ -17,15 +17,17 @@ if TYPE_CHECKING:
     from .space import Fixed
 
 
-def scale(g: Graph, gpus: str, work: Callable[[Cluster], Workload], fixed: Fixed, free: float, pareto: bool) -> None:
+def scale(m: Model, gpus: str, work: Callable[[Cluster], Workload], fixed: Fixed, free: float, pareto: bool) -> None:
     """A table of the best layouts on more and more devices, or in less and less memory. No plan is written."""
+    from megaloom.dsl.facts import params
+    from megaloom.dsl.graph import graph
     from megaloom.dsl.printing import show
 
     from .misses import checked
     from .scaling import clusters, points, table
 
-    found = points(g, clusters(gpus), work, checked(fixed), free, pareto=pareto)
-    show(table(list(found)), sys.stdout)
+    found = points(graph(m), clusters(gpus), work, checked(fixed), free, pareto=pareto)
+    show(table(list(found), params(m)), sys.stdout)
 
 
 def told(g: Graph, machine: Cluster, workload: Workload, fixed: Fixed) -> int:
@@ -86,9 +88,10 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
     from megaloom.dsl.printing import show
 
     from .explain import report
+    from .goodput import MANY, goodput, told
 
     best = found.best
-    machine, w = best.cluster, best.workload
+    machine, w, seconds = best.cluster, best.workload, best.predicted.step_seconds
     nodes = f"{machine.nodes} nodes of {machine.per_node}" if machine.nodes > 1 else "one node"
     said = f" ({' and '.join(assumed)} not given)" if assumed else ""
     head = (
@@ -96,4 +99,6 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
         f"a step: {w.batch:,} sequences of {w.seq:,} tokens, {w.tokens:,} in all{said}\n"
     )
     foot = f"\nwrote {target}; `megaloom train {target}` trains by it"
+    if machine.count >= MANY and (lasting := goodput(params(declared), w.precision, machine, seconds)):
+        foot = f"\nOver weeks: {told(lasting)}\n{foot}"
     show(Group(Text(head), report(found, graph(declared), top), Text(foot)), sys.stdout)

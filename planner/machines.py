@@ -11,6 +11,7 @@ from attrs import asdict
 
 from .cluster import GiB
 from .explain import exposed, fullest
+from .goodput import goodput
 from .memory import upper
 from .plan import Plan
 
@@ -18,12 +19,17 @@ if TYPE_CHECKING:
     from .search import Found
 
 
-def searched(found: Found, top: int) -> dict[str, Any]:
+def searched(found: Found, top: int, params: int) -> dict[str, Any]:
     """The search's result as JSON: the best layouts, best first, and what was rejected."""
     return {
-        "plans": [for_machines(p) for p in (found.best, *found.others)[:top]],
+        "plans": [{**for_machines(p), "goodput": _lasting(p, params)} for p in (found.best, *found.others)[:top]],
         "rejected": [{"layout": asdict(r.layout), "cause": r.cause} for r in found.rejected],
     }
+
+
+def _lasting(plan: Plan, params: int) -> dict[str, Any] | None:
+    found = goodput(params, plan.workload.precision, plan.cluster, plan.predicted.step_seconds)
+    return None if found is None else asdict(found)
 
 
 def for_machines(plan: Plan) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from megaloom.dsl.graph import Graph
 
 from .cluster import Cluster, GiB, cluster, is_row
 from .field import Field
+from .goodput import MANY, goodput
 from .layout import Workload
 from .price import Priced, Pricer
 from .search import search, simplest_first
@@ -79,15 +80,21 @@ def _best(graph: Graph, machine: Cluster, work: Workload, fixed: Fixed, headroom
     return simplest_first(found)[0] if found else None
 
 
-def table(found: Sequence[Point]) -> Table:
-    """A line for each cluster; the bars are tokens a second of a device, the longest that of the quickest."""
+def table(found: Sequence[Point], params: int) -> Table:
+    """A line for each cluster; the bars are tokens a second of a device, the longest that of the quickest.
+
+    Where there are many devices, also what of that lasts when they fail, and the steps between checkpoints.
+    """
     out = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("GPUs", "batch", "s/step", "tok/s", "tok/s/GPU", "MFU", "GiB", "", "layout"):
+    many = any(p.cluster.count >= MANY for p in found)
+    lasting = ("goodput", "save every") if many else ()
+    for name in ("GPUs", "batch", "s/step", "tok/s", "tok/s/GPU", "MFU", "GiB", *lasting, "", "layout"):
         out.add_column(Text(name), justify="left" if name in ("", "layout") else "right", overflow="fold")
     most = max((p.best.prediction.tokens_per_second_per_device for p in found if p.best), default=1.0)
     for point in found:
         if point.best is None:
-            out.add_row(Text(str(point.cluster)), *[Text("-")] * 6, Text(""), Text("no layout is legal and fits"))
+            dashes = [Text("-")] * (6 + len(lasting))
+            out.add_row(Text(str(point.cluster)), *dashes, Text(""), Text("no layout is legal and fits"))
             continue
         said, each = point.best.prediction, point.best.prediction.tokens_per_second_per_device
         cells = (
@@ -98,8 +105,14 @@ def table(found: Sequence[Point]) -> Table:
             f"{each:,.0f}",
             f"{said.mfu:.1%}",
             f"{max(point.best.placed.peaks) / GiB:.1f}",
+            *(_lasting(point.cluster, point.best, params) if many else ()),
             "#" * round(BAR * each / most),
             str(point.best.layout),
         )
         out.add_row(*(Text(cell) for cell in cells))
     return out
+
+
+def _lasting(machine: Cluster, best: Priced, params: int) -> tuple[str, str]:
+    found = goodput(params, best.placed.fit.workload.precision, machine, best.seconds)
+    return ("100%", "-") if found is None else (f"{found.share:.1%}", f"{found.every_steps:,} steps")
