@@ -80,6 +80,7 @@ def default_batch(machine: Cluster) -> int:
 
 
 def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target: str) -> None:
+    """What was found, for people."""
     from rich.console import Group
     from rich.text import Text
 
