@@ -32,13 +32,15 @@ def scale(m: Model, gpus: str, work: Callable[[Cluster], Workload], fixed: Fixed
 
 def told(g: Graph, machine: Cluster, workload: Workload, fixed: Fixed) -> int:
     """2 if the layout breaks a rule. Without a layout the rules are shown."""
-    from .lint import broken, listed
+    from .lint import broken, listed, warned
 
     if not fixed:
         print(listed())
         return 0
     wrong = broken(g, machine, workload, fixed)
     print(wrong or "no rule is broken")
+    if warning := warned(g, machine, workload, fixed):
+        print(warning)
     return 2 if wrong else 0
 
 
@@ -90,6 +92,7 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
 
     from .explain import report
     from .goodput import MANY, goodput, told
+    from .limits import limits
 
     best = found.best
     machine, w, seconds = best.cluster, best.workload, best.predicted.step_seconds
@@ -99,7 +102,8 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
         f"{declared.name}: {params(declared):,} parameters, on {machine} ({nodes}); searched in {found.seconds:.1f} s\n"
         f"a step: {w.batch:,} sequences of {w.seq:,} tokens, {w.tokens:,} in all{said}\n"
     )
-    foot = f"\nwrote {target}; `megaloom train {target}` trains by it"
+    runs = not limits(best.layout, graph(declared), w, machine)
+    foot = f"\nwrote {target}" + (f"; `megaloom train {target}` trains by it" if runs else ", to be exported")
     if machine.count >= MANY and (lasting := goodput(params(declared), w.precision, machine, seconds)):
         foot = f"\nOver weeks: {told(lasting)}\n{foot}"
     show(Group(Text(head), report(found, graph(declared), top), Text(foot)), sys.stdout)

@@ -1,30 +1,57 @@
 """`plan --lint`: the rules that every legal layout meets, and which of them a layout breaks.
 
-Protocol: `broken` is the text for a terminal; it is empty for a layout that breaks none.
+Protocol: `listed`, `broken` and `warned` are text for a terminal; of a layout that breaks none the last two are empty.
 """
 
 from __future__ import annotations
+
+from textwrap import fill
 
 from megaloom.dsl.graph import Graph
 
 from .cluster import Cluster
 from .layout import Layout, Workload
+from .limits import LIMITS, caveats
+from .rule import By, Rule
 from .rules import RULES, SENSE, violations
 from .space import Fixed
 
+HEADS = {
+    By.CORE: "megatron-core 0.16.1 refuses, or fails at the place that is said",
+    By.CALLERS: "megatron-core leaves to its callers",
+    By.PLANNER: "megatron-core takes, and the planner refuses for the reason that is said",
+    By.RUNTIME: "planned for other programs; `megaloom train` does not run it for the reason that is said",
+}
+WIDTH = 116
+
 
 def listed() -> str:
-    """Every rule: its id and its sentence."""
-    rules = (*SENSE, *RULES)
-    width = max(len(rule.id) for rule in rules)
-    return "\n".join(f"{rule.id:<{width}}  {rule.sentence}" for rule in rules)
+    """Every rule by who refuses what breaks it: its id, its sentence, what would work, and where or why."""
+    rules = (*SENSE, *RULES, *LIMITS)
+    margin = 2 + max(len(rule.id) for rule in rules) + 2
+    sections = ([head, *(_told(r, margin) for r in rules if r.by is by)] for by, head in HEADS.items())
+    return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _told(rule: Rule, margin: int) -> str:
+    lines = (f"{rule.id:<{margin - 2}}{rule.sentence}", f"{'':<{margin - 2}}instead: {rule.fix} [{rule.source}]")
+    return "\n".join(fill(line, WIDTH, initial_indent="  ", subsequent_indent=" " * margin) for line in lines)
 
 
 def broken(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> str:
-    """What the layout of these degrees breaks, each rule with what would work. dp, if not given, takes what is left."""
+    """What the layout of these degrees breaks, each rule with what would work."""
+    layout = _layout(cluster, fixed)
+    return "\n".join(f"{layout}: {each}" for each in violations(layout, graph, workload, cluster))
+
+
+def warned(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> str:
+    """Why the runtime does not train it."""
+    return "\n".join(caveats(_layout(cluster, fixed), graph, workload, cluster))
+
+
+def _layout(cluster: Cluster, fixed: Fixed) -> Layout:
+    """The layout of these degrees; dp, if not given, takes what is left."""
     layout = Layout(**fixed)
-    inner = max(1, layout.tp * layout.pp * layout.cp)
-    if "dp" not in fixed:
-        layout = Layout(**{**fixed, "dp": max(1, cluster.count // inner)})
-    wrong = violations(layout, graph, workload, cluster)
-    return "\n".join(f"{layout}: {each}" for each in wrong)
+    if "dp" in fixed:
+        return layout
+    return Layout(**{**fixed, "dp": max(1, cluster.count // max(1, layout.tp * layout.pp * layout.cp))})

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
+
+from megaloom.dsl.graph import Graph
 
 from .cluster import Cluster
 from .layout import Workload
-from .needs import Needs
+from .needs import Needs, needs
 
 
 class By(StrEnum):
@@ -22,7 +24,7 @@ class By(StrEnum):
     CORE = "megatron-core"
     CALLERS = "callers of megatron-core"  # it is left to them, and wrong or fails much later if they do not look
     PLANNER = "the planner"  # megatron-core would take it
-    RUNTIME = "megaloom's runtime"  # other programs may train it
+    RUNTIME = "the runtime"  # plans are made of it, for other programs
 
 
 @frozen
@@ -37,14 +39,19 @@ class Violation:
         return f"{self.message} [{self.rule}]\n{self.fix}"
 
 
-@frozen
+@frozen(eq=False)
 class Case:
     """All that a rule may look at: one layout, or many in columns."""
 
     layout: Any  # Layout | Layouts, of which a rule asks the same
-    needs: Needs
+    graph: Graph
     workload: Workload
     cluster: Cluster
+    needs: Needs = field(init=False)
+
+    @needs.default
+    def _needs(self) -> Needs:
+        return needs(self.graph)
 
 
 Truth = Any  # a bool, or of layouts in columns an array of them
@@ -70,3 +77,8 @@ def every(truths: Iterable[Truth]) -> Truth:
     for truth in truths:
         out = out & truth
     return out
+
+
+def broken(rules: Iterable[Rule], case: Case) -> tuple[Violation, ...]:
+    """Those rules that the layout of a case breaks."""
+    return tuple(Violation(rule.id, *rule.told(case)) for rule in rules if not rule.holds(case))

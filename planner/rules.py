@@ -8,7 +8,6 @@ numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,7 @@ from . import grid_rules, size_rules, step_rules
 from .cluster import Cluster
 from .columns import Layouts
 from .layout import Layout, Workload
-from .needs import needs
-from .rule import By, Case, Rule, Truth, Violation, Words, every
+from .rule import By, Case, Rule, Truth, Violation, Words, broken, every
 
 MOST = 2**20  # sequences a step: more than any model was trained with, and few enough to replay them
 
@@ -72,7 +70,7 @@ RULES = (*grid_rules.RULES, *size_rules.RULES, *step_rules.RULES)
 
 def legal(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) -> NDArray[np.bool_]:
     """Which of these layouts break no rule."""
-    case = Case(layouts, needs(graph), workload, cluster)
+    case = Case(layouts, graph, workload, cluster)
     out = np.ones(len(layouts), dtype=bool)
     for rule in (*SENSE, *RULES):
         out &= rule.holds(case)
@@ -81,14 +79,10 @@ def legal(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) 
 
 def violations(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
     """Every rule that this layout breaks. When a degree is no degree at all, only those are looked at."""
-    case = Case(layout, needs(graph), workload, cluster)
-    return _broken(SENSE, case) or _broken(RULES, case)
+    case = Case(layout, graph, workload, cluster)
+    return broken(SENSE, case) or broken(RULES, case)
 
 
 def senseless(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
     """The rules without which no other can be asked: every degree and amount is at least 1, and plausible."""
-    return _broken(SENSE, Case(layout, needs(graph), workload, cluster))
-
-
-def _broken(rules: Iterable[Rule], case: Case) -> tuple[Violation, ...]:
-    return tuple(Violation(rule.id, *rule.told(case)) for rule in rules if not rule.holds(case))
+    return broken(SENSE, Case(layout, graph, workload, cluster))

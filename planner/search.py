@@ -22,6 +22,7 @@ from .columns import Column, Layouts
 from .field import Field
 from .fit import HEADROOM
 from .layout import Layout, Recompute, Workload
+from .limits import caveats
 from .misses import checked, nothing_fits, nothing_legal
 from .neighbours import judged
 from .plan import VERSION, Plan
@@ -91,7 +92,7 @@ def plan(
             layout=priced.layout,
             stages=priced.stages,
             predicted=priced.prediction,
-            reasons=reasons,
+            reasons=(*reasons, *caveats(priced.layout, graph(model), workload, cluster)),
         )
 
     return Found(

@@ -9,8 +9,9 @@ from attrs import field, frozen
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megaloom.dsl import BATCH, DType, Graph, Input, Layer, MoE, Unembed, UserError, Value
+from megaloom.dsl import BATCH, DType, Graph, Input, MoE, UserError, Value
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
+from megaloom.planner.limits import untrainable
 
 from .grid import Grid
 
@@ -44,21 +45,9 @@ def survey(graph: Graph, layout: Layout, workload: Workload, grid: Grid) -> Site
 
 
 def trainable(graph: Graph) -> None:
-    """Check that a model goes from one input of tokens to the logits of the next, through layers. Raises UserError."""
-    inputs = [n.name for n in graph.nodes if n.input]
-    last = graph.nodes[graph.index[graph.outputs[0]]]
-    if len(inputs) != 1 or len(graph.outputs) != 1 or not isinstance(last.op, Unembed):
-        several = f", and {graph.name} has {len(inputs)} inputs" if len(inputs) > 1 else ""
-        raise UserError(
-            f"{graph.name} goes from {', '.join(inputs) or 'nothing'} to {', '.join(graph.outputs)}\n"
-            f"the runtime trains models of next tokens: ids() in front, one output, and that an Unembed{several}"
-        )
-    for n in graph.nodes:
-        if n.weights and not isinstance(n.op, Layer):
-            raise UserError(
-                f"the weight {n.weights[0].name!r} ({n.weights[0].value.at}) is used outside of any layer\n"
-                "the runtime trains the weights of layers, such as the biases of MLP(…, bias=True)"
-            )
+    """Check that the runtime trains such models. Raises UserError."""
+    if wrong := untrainable(graph):
+        raise UserError("\n".join(wrong))
 
 
 def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any]:

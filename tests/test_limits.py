@@ -1,0 +1,81 @@
+"""What the runtime does not train, the planner says of its plans, and plans it all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from attrs import frozen
+
+from megaloom.dsl import MLP, Dim, Embed, Layer, MoE, SwiGLU, Unembed, Value, graph, ids, model, residual, weight
+from megaloom.dsl.find import examples, find
+from megaloom.planner.cli import main
+from megaloom.planner.cluster import cluster
+from megaloom.planner.layout import Layout, Precision, Workload
+from megaloom.planner.limits import FEEDS, TRAINED, limits, undivided
+
+OTHERS = ("t5", "bart", "llava", "vit", "bert", "gemma2")  # two inputs, images, or no plain logits at the end
+WORK = Workload(seq=64, batch=8)
+
+
+@frozen
+class Own(Layer):
+    """An expert of the user's own."""
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return x >> SwiGLU(16)
+
+
+def found(moe: MoE, ep: int, precision: str = "bf16") -> list[str]:
+    wte = weight("wte", Dim("vocab", 64), Dim("embed", 16))
+    g = graph(model("own", ids() >> Embed(wte) >> residual(moe) >> Unembed(wte)))
+    work = Workload(seq=64, batch=8, precision=Precision(precision))
+    return [v.rule for v in limits(Layout(dp=ep, ep=ep), g, work, cluster(f"{ep}xH100"))]
+
+
+@pytest.mark.parametrize(
+    ("moe", "divided"),
+    [
+        (MoE(SwiGLU(16), 4, 2), True),
+        (MoE(MLP(16, "gelu", bias=True), 4, 2, shared=SwiGLU(16), corrected=True, score="sigmoid"), True),
+        (MoE(SwiGLU(16), 4, 2, shared=MLP(16, "gelu", bias=True)), False),
+        (MoE(Own(), 4, 2), False),
+        (MoE(SwiGLU(16), 4, 2, shared=Own()), False),
+    ],
+)
+def test_experts_that_run_one_by_one_are_not_divided(moe: MoE, divided: bool) -> None:
+    assert found(moe, 1) == []
+    assert found(moe, 2) == ([] if divided else ["runtime-experts"])
+
+
+def test_precisions() -> None:
+    assert found(MoE(SwiGLU(16), 4, 2), 1, "fp8") == ["runtime-precision"]
+
+
+@pytest.mark.parametrize("name", sorted(examples()))
+def test_which_examples_the_runtime_trains(name: str) -> None:
+    g = graph(find(name)[0])
+    assert undivided(g) is None
+    trained = [v.rule for v in limits(Layout(), g, WORK, cluster("1xH100"))] == []
+    assert trained is not (name.startswith(OTHERS) or name.endswith("-mtp"))
+
+
+def test_the_runtime_has_these_limits() -> None:
+    from megaloom.runtime import device
+
+    device.prepare()
+    from megaloom.runtime.build import feed_forward
+    from megaloom.runtime.site import DTYPES
+
+    assert tuple(DTYPES) == TRAINED
+    assert {*feed_forward.registry} == {object, *FEEDS}
+
+
+def test_a_plan_that_the_runtime_does_not_run_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = ["gpt2", "--gpus", "1xH100", "--precision", "fp8", "-o", str(tmp_path / "plan.json")]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert "does not run it, other programs may: the runtime does not train in fp8 [runtime-precision]" in said
+    assert said.endswith("plan.json, to be exported\n")
+    assert main([*asked, "--lint", "--dp", "1"]) == 0
+    assert "[runtime-precision]" in capsys.readouterr().out
