@@ -1,6 +1,6 @@
 """`plan`: the command that finds a layout. It never loads torch, and loads the planner only when it plans.
 
-Exit codes: 0, 2 for what the user can mend (said on stderr), 130 when interrupted.
+Exit codes: 0, 2 for what the user can mend (said on stderr), 130 when interrupted: then with the best so far, if any.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def plan(
         tell(found, declared, top, assumed, target)
         for picture in filter(None, (html, trace)):
             print(f"wrote {picture}")
-    return None
+    return None if found.unproven is None else 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from .layout import Layout, Workload
+from .layout import Workload
 
 if TYPE_CHECKING:
     from megaloom.dsl.graph import Graph, Model
@@ -45,17 +45,19 @@ def told(g: Graph, machine: Cluster, workload: Workload, fixed: Fixed) -> int:
 
 
 def searched(declared: Model, machine: Cluster, workload: Workload, ref: str, fixed: Fixed, free: float) -> Found:
-    """The search, with a sign of life where somebody watches."""
+    """The search, with signs of life where somebody watches. Interrupted, it takes the best so far."""
     from rich.console import Console
 
+    from .search import Progress
     from .search import plan as search
 
     console = Console(stderr=True)
     doing = f"searching the layouts of {declared.name} on {machine} ..."
     watched = console.status(doing, spinner="line")
 
-    def tell(layout: Layout, seconds: float) -> None:
-        watched.update(f"{doing} so far {layout}: {seconds:.3g} s a step")
+    def tell(so_far: Progress) -> None:
+        best = f"{so_far.layout}: {so_far.seconds:.3g} s a step, {nearly(so_far.unproven)}"
+        watched.update(f"{doing} so far {best} (Ctrl-C takes it)")
 
     with watched if console.is_terminal else nullcontext():
         return search(
@@ -66,7 +68,13 @@ def searched(declared: Model, machine: Cluster, workload: Workload, ref: str, fi
             fixed=fixed,
             headroom=free,
             tell=tell if console.is_terminal else None,
+            settle=True,
         )
+
+
+def nearly(unproven: float) -> str:
+    """What is known of how good the best so far is."""
+    return f"at most {unproven:.1%} can be gained yet" if unproven < 1 else "nothing is known of the others yet"
 
 
 def default_seq(g: Graph) -> int:
@@ -98,8 +106,10 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
     machine, w, seconds = best.cluster, best.workload, best.predicted.step_seconds
     nodes = f"{machine.nodes} nodes of {machine.per_node}" if machine.nodes > 1 else "one node"
     said = f" ({' and '.join(assumed)} not given)" if assumed else ""
+    ended = "" if found.unproven is None else f", then interrupted: {nearly(found.unproven)}"
     head = (
-        f"{declared.name}: {params(declared):,} parameters, on {machine} ({nodes}); searched in {found.seconds:.1f} s\n"
+        f"{declared.name}: {params(declared):,} parameters, on {machine} ({nodes}); "
+        f"searched in {found.seconds:.1f} s{ended}\n"
         f"a step: {w.batch:,} sequences of {w.seq:,} tokens, {w.tokens:,} in all{said}\n"
     )
     runs = not limits(best.layout, graph(declared), w, machine)

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from megaloom.dsl.graph import Graph, Node
 
+from . import differ
 from .cluster import GiB
 from .differ import slower
 from .plan import Plan
@@ -193,8 +194,6 @@ def rejected(found: Found) -> Table:
 
 def loses(best: Plan, plan: Plan) -> str:
     """How much slower a plan is than the best one, and by what cause."""
-    if plan.predicted.step_seconds - best.predicted.step_seconds < 0.0005 * best.predicted.step_seconds:
-        return "as fast, " + ("with more memory" if fullest(plan) > fullest(best) else "by no better use of it")
     return slower(best.predicted, plan.predicted)
 
 
@@ -208,7 +207,7 @@ def exposed(plan: Plan) -> float:
 
 def fullest(plan: Plan) -> int:
     """Bytes on the fullest pipeline rank."""
-    return max(sum(rank.values()) for rank in plan.predicted.nbytes)
+    return differ.fullest(plan.predicted)
 
 
 def holds(nodes: Sequence[Node], graph: Graph) -> str:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 def searched(found: Found, top: int, params: int) -> dict[str, Any]:
-    """The search's result as JSON: the best layouts, best first, and what was rejected."""
+    """The search's result as JSON: the best layouts, best first, what was rejected; of an interrupted one its doubt."""
     return {
         "plans": [{**for_machines(p), "goodput": _lasting(p, params)} for p in (found.best, *found.others)[:top]],
         "rejected": [{"layout": asdict(r.layout), "cause": r.cause} for r in found.rejected],
+        **({} if found.unproven is None else {"unproven": found.unproven}),
     }
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from attrs import frozen
 
-from .cluster import Cluster, GiB
-from .differ import slower, time
+from .cluster import Cluster
+from .differ import size, slower, time
 from .fit import Placed
 from .layout import Layout
 from .memory import Peak
@@ -109,8 +109,3 @@ def broken(violations: Iterable[Violation]) -> str:
 def fullest(plan: Placed) -> tuple[int, Peak]:
     """The pipeline rank that holds the most, and when it does."""
     return max(enumerate(plan.fullest), key=lambda entry: entry[1].nbytes)
-
-
-def size(nbytes: int) -> str:
-    """Bytes as one says them."""
-    return f"{nbytes / GiB:.1f} GiB" if nbytes >= GiB else f"{nbytes / 2**20:.0f} MiB"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
-from math import inf
 from time import perf_counter
 
 import numpy as np
@@ -32,13 +31,15 @@ from .rules import senseless
 from .sheet import Rows
 from .space import Fixed
 
-__all__ = ["Found", "Rejected", "plan", "price", "search"]
+__all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
 
-KEEP = 10  # plans of a search, the best included
+KEEP = 100  # plans of a search, the best included
 AT_ONCE = 32  # places whose layouts are looked at together
 ROUNDING = 1 - 1e-10  # bounds and prices add up the same seconds in different orders
-Tell = Callable[[Layout, float], None]
 SAME = 1.001  # a step that is this little longer is as good, and the simpler layout wins
+PLAIN = {"cp": 1, "etp": 1, "micro_batch": 1}  # of the layouts among which a first one is sought
+TRIES = 64  # of them
+OFTEN = 0.1  # seconds between two signs of progress
 
 
 @frozen
@@ -49,6 +50,24 @@ class Found:
     others: tuple[Plan, ...]
     rejected: tuple[Rejected, ...]
     seconds: float
+    unproven: float | None = None  # of an interrupted search: the share of its step that the best may be slower by
+
+
+@frozen
+class Progress:
+    """How far a search is: the best layout so far, its seconds a step, and those that no layout takes less than."""
+
+    layout: Layout
+    seconds: float
+    least: float
+
+    @property
+    def unproven(self) -> float:
+        """The share of its step that the best may be slower by than what is not yet looked at."""
+        return max(0.0, 1 - self.least / self.seconds)
+
+
+Tell = Callable[[Progress], None]
 
 
 def plan(
@@ -60,10 +79,12 @@ def plan(
     fixed: Fixed | None = None,
     headroom: float = HEADROOM,
     tell: Tell | None = None,
+    settle: bool = False,
 ) -> Found:
     """The quickest layout that is legal and fits the memory; `ref` says where the model is found again.
 
-    headroom: the share of each device's memory that is left free. tell: is given each layout that is the best so far.
+    headroom: the share of each device's memory that is left free. tell: is given the progress, first when a first
+    layout is found that fits. settle: when interrupted, take the best so far, if there is one.
     Raises UserError if what is fixed breaks a rule, or if nothing fits: then with the nearest miss.
     """
     began = perf_counter()
@@ -71,11 +92,17 @@ def plan(
     for wrong in senseless(Layout(**chosen), graph(model), workload, cluster):
         raise UserError(str(wrong))
     pricer = Pricer(graph(model), cluster, workload, headroom=headroom)
-    among = Field(pricer, chosen)
-    count = among.count
-    if not count:
-        raise UserError(nothing_legal(pricer, chosen))
-    found = search(among, tell=tell)
+    hunt, among, unproven = Hunt(tell), None, None
+    try:
+        hunt.dive(Field(pricer, {**PLAIN, **chosen}))
+        among = Field(pricer, chosen)
+        if not among.count:
+            raise UserError(nothing_legal(pricer, chosen))
+        found = hunt.search(among, KEEP)
+    except KeyboardInterrupt:
+        if not settle or hunt.progress is None:
+            raise
+        among, found, unproven = among or Field(pricer, chosen), hunt.sorted(KEEP), hunt.progress.unproven
     if not found:
         raise UserError(nothing_fits(pricer, among))
     best, *others = simplest_first(found)
@@ -96,34 +123,87 @@ def plan(
         )
 
     return Found(
-        best=made(best, why(best, others, rivals, count, cluster)),
+        best=made(best, why(best, others, rivals, among.count, cluster)),
         others=tuple(made(other, why_not(other, best)) for other in others),
         rejected=rejected,
         seconds=perf_counter() - began,
+        unproven=unproven,
     )
 
 
-def search(among: Field, keep: int = KEEP, tell: Tell | None = None) -> list[Priced]:
-    """The `keep` quickest of these layouts that fit the memory, quickest first.
+def search(among: Field, keep: int = KEEP) -> list[Priced]:
+    """The `keep` quickest of these layouts that fit the memory, quickest first."""
+    return Hunt().search(among, keep)
 
-    Best first: of all layouts the one whose bound is the least is looked at more closely, so that what is dear to
-    know (cuts, replays) is asked only of those that nothing cheaper rules out.
-    """
-    queue, found, best = _Queue(among), list[Priced](), inf
-    while len(found) < keep and (top := queue.pop()) is not None:
-        seconds, what = top
-        if isinstance(what, Priced):
-            found.append(what)
-            continue
-        step = next(what, None)
-        if isinstance(step, Priced):
-            queue.push(step.seconds, step)
-            if tell and step.seconds < best:
-                best = step.seconds
-                tell(step.layout, best)
-        elif step is not None:
-            queue.push(max(seconds, ROUNDING * step), what)
-    return found
+
+@define(eq=False)
+class Hunt:
+    """A search under way: what it has priced so far, and what it can say of the rest."""
+
+    tell: Tell | None = None
+    best: Priced | None = None
+    least: float = 0.0  # seconds that nothing takes less than, of what is still looked for
+    _priced: dict[Layout, Priced] = field(factory=dict)
+    _told: float = 0.0  # when
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far it is, once something is found."""
+        return Progress(self.best.layout, self.best.seconds, self.least) if self.best else None
+
+    def dive(self, among: Field) -> None:
+        """Price a first layout that fits, sooner than it takes to know all that there is."""
+        if not len(among.at):
+            return
+        queue = _Queue(among)
+        for _ in range(TRIES):
+            if (top := queue.pop()) is None:
+                return
+            for step in top[1] if isinstance(top[1], Iterator) else ():
+                if isinstance(step, Priced):
+                    self._note(step)
+                    return
+
+    def search(self, among: Field, keep: int) -> list[Priced]:
+        """The `keep` quickest of these layouts that fit the memory, quickest first.
+
+        Best first: of all layouts the one whose bound is the least is looked at more closely, so that what is dear to
+        know (cuts, replays) is asked only of those that nothing cheaper rules out.
+        """
+        queue, found = _Queue(among), list[Priced]()
+        while len(found) < keep and (top := queue.pop()) is not None:
+            seconds, what = top
+            self._advance(seconds if not found else found[0].seconds)
+            if isinstance(what, Priced):
+                found.append(what)
+                continue
+            step = next(what, None)
+            if isinstance(step, Priced):
+                queue.push(step.seconds, step)
+                self._note(step)
+            elif step is not None:
+                queue.push(max(seconds, ROUNDING * step), what)
+        return found
+
+    def sorted(self, keep: int) -> list[Priced]:
+        """The quickest of what was priced."""
+        return sorted(self._priced.values(), key=lambda priced: priced.seconds)[:keep]
+
+    def _note(self, priced: Priced) -> None:
+        self._priced[priced.layout] = priced
+        if self.best is None or priced.seconds < self.best.seconds:
+            self.best = priced
+            self._say(0.0)
+
+    def _advance(self, seconds: float) -> None:
+        self.least = seconds
+        self._say(OFTEN)
+
+    def _say(self, after: float) -> None:
+        """Tell of the progress, if the last time is so many seconds ago."""
+        if self.tell and self.progress and (now := perf_counter()) - self._told >= after:
+            self._told = now
+            self.tell(self.progress)
 
 
 Entry = Priced | Iterator[float | Priced] | tuple[Layouts, int]

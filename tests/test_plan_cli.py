@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
 from megaloom.dsl.find import find
 from megaloom.dsl.graph import fingerprint, graph
@@ -21,7 +23,8 @@ from megaloom.planner.cluster import PRESETS, cluster
 from megaloom.planner.explain import holds, loses, report
 from megaloom.planner.layout import Layout, Recompute, Workload
 from megaloom.planner.plan import VERSION, Plan, Prediction, Stage, check, load
-from megaloom.planner.search import Found, Rejected
+from megaloom.planner.price import Priced
+from megaloom.planner.search import Found, Rejected, _Queue
 
 OWN = """
 from megaloom.dsl import Attention, Dim, Embed, Model, RMSNorm, SwiGLU, Unembed, ids, model, repeat, residual, weight
@@ -157,7 +160,11 @@ def test_a_loser_names_the_cause_that_adds_most() -> None:
         loses(found.best, found.others[0])
         == "5.0% slower: 375 ms more of tensor-parallel communication, 250 ms less of pipeline bubble"
     )
-    assert loses(found.best, found.best) == "as fast, by no better use of it"
+    assert loses(found.best, found.best) == "as quick, but no simpler"
+    predicted = found.best.predicted
+    fuller = [{**held, "weights": held["weights"] + (3 << 29)} for held in predicted.nbytes]
+    other = evolve(found.best, predicted=evolve(predicted, nbytes=tuple(fuller)))
+    assert loses(found.best, other) == "as quick, but with 1.5 GiB more memory"
 
 
 def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -274,6 +281,27 @@ def test_ctrl_c_ends_it_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
     monkeypatch.setattr("megaloom.planner.search.plan", interrupted)
     assert run("gpt2", capsys=capsys) == (130, "", "plan: interrupted\n")
+
+
+def test_ctrl_c_takes_the_best_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pushed = _Queue.push
+
+    def interrupted(self: _Queue, seconds: float, what: object) -> None:
+        pushed(self, seconds, what)
+        if isinstance(what, Priced):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Queue, "push", interrupted)
+    code, out, err = run("gpt2", "--gpus", "8xH100", "--batch", "64", capsys=capsys)
+    assert (code, err) == (130, "")
+    assert re.search(r"searched in [\d.]+ s, then interrupted: at most \d+\.\d% can be gained yet\n", out)
+    assert load("plan.json").layout.world == 8
+    code, out, _ = run("gpt2", "--gpus", "8xH100", "--batch", "64", "--json", capsys=capsys)
+    assert code == 130
+    assert 0 <= json.loads(out)["unproven"] < 1
 
 
 def command(code: str, *args: str) -> list[str]:

@@ -20,7 +20,7 @@ from megaloom.planner.floors import Floors
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
 from megaloom.planner.price import Pricer
 from megaloom.planner.rules import violations
-from megaloom.planner.search import KEEP, SAME, Found, plan, search
+from megaloom.planner.search import KEEP, SAME, Found, Progress, plan, search
 from megaloom.planner.space import variants
 
 DENSE = llama("tiny-llama", layers=4, heads=6, kv_heads=3, embed=96, ff=192, vocab=512)
@@ -168,6 +168,18 @@ def test_the_reasons_have_numbers() -> None:
     assert "GiB" in best.reasons[2]
     assert len(best.reasons) > 4
     assert all(" slower: " in reason for reason in best.reasons[3:])
+
+
+def test_progress_begins_early_and_ends_with_the_best() -> None:
+    told: list[Progress] = []
+    got = plan(llama3_8b(), cluster("64xH100"), Workload(seq=8192, batch=256), ref="tests:model", tell=told.append)
+    steps = [p.seconds for p in told]
+    assert steps == sorted(steps, reverse=True)
+    assert told[0].least == 0  # before all layouts are known
+    assert [p.least for p in told] == sorted(p.least for p in told)
+    assert 0 <= told[-1].unproven <= told[1].unproven < 1
+    assert steps[-1] == min(p.predicted.step_seconds for p in (got.best, *got.others))
+    assert got.unproven is None
 
 
 @pytest.mark.parametrize(("machine", "batch", "limit"), [("8xH100", 64, 0.5), ("64xH100", 512, 2.0)])
