@@ -127,8 +127,8 @@ class Book:
 
     @property
     def library(self) -> int:
-        """Bytes that cuBLAS works in."""
-        return self.practice.libraries * self.cluster.device.library_nbytes
+        """Bytes that cuBLAS works in, and buffers that are there whatever is trained."""
+        return self.practice.libraries * self.cluster.device.library_nbytes + self.practice.buffers_nbytes
 
     def _dummies(self, layout: Layout) -> int:
         """Bytes that stand for the gradients of products' weights."""

@@ -6,14 +6,26 @@ import re
 
 from attrs import evolve
 
-from .practice import DISPATCH_GRAPHED, MEGATRON, MEGATRON_2021, NANOTRON, NEMO, PLAIN, Practice
+from .practice import (
+    DEEPSPEED_BF16,
+    DEEPSPEED_FP16,
+    DISPATCH_GRAPHED,
+    MEGATRON,
+    MEGATRON_2021,
+    NANOTRON,
+    NEMO,
+    PLAIN,
+    Practice,
+)
 from .run import Row
 
 
 def practice(row: Row, note: str) -> Practice:
     """How that framework ran it then."""
     framework, when = str(row.get("framework")), str(row.get("framework_version") or "")
-    old = re.search("DeepSpeed|zero bubble", framework) or (framework == "Megatron-LM" and re.search("202[0-2]", when))
+    old = "zero bubble" in framework or (framework == "Megatron-LM" and re.search("202[0-2]", when))
+    if "DeepSpeed" in framework:
+        return DEEPSPEED_BF16 if row.get("precision_class") == "bf16" else DEEPSPEED_FP16
     if old or row.get("gpu") == "V100-32GB":
         return MEGATRON_2021
     if "nanotron" in framework:

@@ -81,7 +81,9 @@ class Fit:
     @property
     def library(self) -> int:
         """Bytes that are there throughout, for libraries and for what passes between ranks."""
-        return self.sheet.library + (memory.PASSED * self.sheet.boundary if self.layout.pp > 1 else 0)
+        pp = self.layout.pp
+        passed = memory.PASSED + (pp if self.practice.outputs else 0)
+        return self.sheet.library + (passed * self.sheet.boundary if pp > 1 else 0)
 
     def spare(self, bounds: Bounds) -> list[int]:
         """The elements that each stage counts of weights that it, or an earlier stage of its rank, has already."""

@@ -51,6 +51,10 @@ class Practice:
     libraries: int = 2  # callers of cuBLAS, each with a workspace of its own: the threads of both passes
     dummies: bool = False  # of each product's weight a tensor is held in place of its gradient, which is summed fused
     step_nbytes: int = 0  # of each element of the optimizer's share, held while it steps
+    share_nbytes: int = 0  # and held throughout, beside its state
+    beside_nbytes: int = 0  # of each element, held throughout beside weight and main gradient
+    buffers_nbytes: int = 0  # held throughout, whatever is trained
+    outputs: bool = False  # a micro-batch in flight keeps what its stage has put out as well
     graphed: bool = False  # CUDA graphs: small kernels wait for no host
     launches: float = 1.0  # that the host could have made while it makes one, from the program of the layers
     dispatch_seconds: float = 0.0  # that a layer of experts waits for the host, each way
@@ -81,5 +85,21 @@ MEGATRON = Practice(
 PLAIN = evolve(MEGATRON, name="Megatron-core, nothing overlapped", overlap_gradients=False, overlap_weights=False)
 MEGATRON_2021 = Practice(
     name="Megatron-LM before flash attention", flash=False, overlap_gradients=False, overlap_weights=False
+)
+# DeepSpeed's ZeRO 1 of early 2022: buckets of 5e8 elements to reduce and to gather; pipeline buffers keep outputs
+# (runtime/config.py, runtime/pipe/engine.py). In fp16 gradients are of 16 bits, and the step makes a flat copy of its
+# share in 16 bits and one in 32, for which no freed activation has room (runtime/zero/stage_1_and_2.py). In bf16 they
+# are of 16 bits and summed in 32, and what weights were before they became one flat tensor stays with the allocator
+# (runtime/bf16_optimizer.py).
+DEEPSPEED_FP16 = evolve(
+    MEGATRON_2021,
+    name="Megatron-DeepSpeed, fp16",
+    gradient_nbytes=2,
+    share_nbytes=2 + 4,
+    buffers_nbytes=2 * 2 * 500_000_000,
+    outputs=True,
+)
+DEEPSPEED_BF16 = evolve(
+    DEEPSPEED_FP16, name="Megatron-DeepSpeed, bf16", gradient_nbytes=4, share_nbytes=0, beside_nbytes=2 + 2
 )
 NANOTRON = evolve(OWN, name="nanotron", overlap_gradients=True)
