@@ -102,4 +102,6 @@ DEEPSPEED_FP16 = evolve(
 DEEPSPEED_BF16 = evolve(
     DEEPSPEED_FP16, name="Megatron-DeepSpeed, bf16", gradient_nbytes=4, share_nbytes=0, beside_nbytes=2 + 2
 )
-NANOTRON = evolve(OWN, name="nanotron", overlap_gradients=True)
+# Of each logit nanotron has an fp32 copy, that less its maximum, and its exponential (models/llama.py, cast_to_fp32;
+# parallel/tensor_parallel/functional.py), and each gradient in 16 bits beside its sum in 32.
+NANOTRON = evolve(OWN, name="nanotron", overlap_gradients=True, loss_copies=3 * 4, beside_nbytes=2)
