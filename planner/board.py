@@ -15,7 +15,7 @@ from .validate import Group, Validation
 NAMED = ("source", "GPU", "precision", "model")
 SCORES = (
     *("rows", "left out", "median", "90 %", "bias", "pairs", "regret", "of 3"),
-    *("GiB rows", "mean", "max", "bias", "OOM"),
+    *("GiB rows", "median", "mean", "max", "bias", "under", "OOM"),
 )
 REASONS = 12  # of rows that are left out, the most frequent ones are shown
 
@@ -35,7 +35,9 @@ def board(found: Validation) -> RenderableType:
     rest = sum(left.values()) - sum(n for _, n in left.most_common(REASONS))
     lines += [f"{rest:4} for other reasons (--json has them all)"] if rest else []
     head = Text(
-        "Errors of step time, pairs of layouts in the right order, regret of the choice; errors of memory", "bold"
+        "Errors of step time, pairs of layouts in the right order, regret of the choice; errors of memory, "
+        "rows under its upper bound",
+        "bold",
     )
     return Lines(head, table, Text(f"\n{sum(left.values())} rows left out", "bold"), Text("\n".join(lines)))
 
@@ -43,7 +45,10 @@ def board(found: Validation) -> RenderableType:
 def cells(g: Group) -> list[str]:
     """One group's row."""
     time = (g.median_abs_error, g.p90_abs_error, g.bias, g.pair_accuracy, g.top1_regret, g.top3_regret)
-    memory = (g.memory_mean_abs_error, g.memory_max_abs_error, g.memory_bias)
+    memory = (
+        *(g.memory_median_abs_error, g.memory_mean_abs_error, g.memory_max_abs_error, g.memory_bias),
+        g.memory_covered,
+    )
     named = [g.source, g.gpu, g.precision, "experts" if g.sparse else "dense", str(g.rows), str(g.skipped)]
     return [*named, *map(percent, time), str(g.memory_rows or ""), *map(percent, memory), ooms(g)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
+from math import inf
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
@@ -20,6 +21,7 @@ from megaloom.dsl.graph import Graph, graph
 
 from .cluster import GiB
 from .fit import Bounds, Fit, Placed
+from .memory import point, upper
 from .price import Priced, Pricer
 from .rules import violations
 from .run import Run, Skipped
@@ -37,6 +39,7 @@ class Predicted:
     step_seconds: float
     memory_gib: float  # of the kind that was measured
     oom: bool = False  # it should run out of memory
+    memory_gib_upper: float = inf  # that should not be exceeded
 
     @property
     def time_error(self) -> float | None:
@@ -70,7 +73,9 @@ class Group:
     memory_rows: int
     memory_mean_abs_error: float | None
     memory_max_abs_error: float | None
+    memory_median_abs_error: float | None
     memory_bias: float | None
+    memory_covered: float | None  # share of the rows below the upper bound
     oom_rows: int  # that ran out of memory
     oom_found: int  # of those, as predicted
     oom_false: int  # rows whose memory was measured, so that they ran, and that were predicted not to
@@ -103,10 +108,9 @@ def predict(run: Run) -> Predicted:
     """What a run takes as it was laid out, its blocks dealt evenly to the stages as Megatron-LM deals them."""
     priced = priced_as(run)
     held = priced.prediction.nbytes[-1 if run.last_rank else _fullest(priced)]
-    beside = {"allocated": ("allocator", "runtime"), "reserved": ("runtime",)}.get(run.memory_kind, ())
-    nbytes = sum(n for what, n in held.items() if what not in beside)
     oom = max(priced.placed.peaks) > run.cluster.device.nbytes
-    return Predicted(run, priced.seconds, nbytes / GiB, oom)
+    most = upper(held, run.memory_kind, run.practice.graphed)
+    return Predicted(run, priced.seconds, point(held, run.memory_kind) / GiB, oom, most / GiB)
 
 
 def priced_as(run: Run) -> Priced:
@@ -156,6 +160,7 @@ def _score(key: Key, rows: Sequence[Predicted], skipped: int) -> Group:
     source, gpu, precision, sparse = key
     errors = [e for p in rows if (e := p.time_error) is not None]
     memory = [e for p in rows if (e := p.memory_error) is not None]
+    covered = [p.run.memory_gib <= p.memory_gib_upper for p in rows if p.run.memory_gib is not None]
     pairs, first, third = choices(rows)
     return Group(
         source=source,
@@ -173,7 +178,9 @@ def _score(key: Key, rows: Sequence[Predicted], skipped: int) -> Group:
         memory_rows=len(memory),
         memory_mean_abs_error=mean(map(abs, memory)) if memory else None,
         memory_max_abs_error=max(map(abs, memory)) if memory else None,
+        memory_median_abs_error=median(map(abs, memory)) if memory else None,
         memory_bias=mean(memory) if memory else None,
+        memory_covered=mean(covered) if covered else None,
         oom_rows=sum(p.run.oom for p in rows),
         oom_found=sum(p.run.oom and p.oom for p in rows),
         oom_false=sum(p.oom for p in rows if p.run.memory_gib is not None and not p.run.oom),
@@ -225,6 +232,7 @@ def as_json(found: Validation) -> dict[str, Any]:
                 "predicted_step_seconds": p.step_seconds,
                 "measured_step_seconds": p.run.step_seconds,
                 "predicted_memory_gib": p.memory_gib,
+                "predicted_memory_gib_upper": p.memory_gib_upper,
                 "measured_memory_gib": p.run.memory_gib,
             }
             for p in found.rows

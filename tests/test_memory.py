@@ -188,3 +188,5 @@ def test_the_upper_bound_is_above_the_tensors_and_grows_with_them(held: dict[str
     tensors = sum(n for what, n in held.items() if what not in ("allocator", "runtime"))
     assert memory.upper(held) >= tensors + held.get("runtime", 0)
     assert memory.upper({**held, "logits": 1 << 20}) > memory.upper(held)
+    assert memory.upper(held, "allocated") <= memory.upper(held, "reserved") <= memory.upper(held)
+    assert memory.upper(held) <= memory.upper(held, graphed=True)

@@ -91,6 +91,7 @@ def test_what_megatron_lms_own_tests_allocate() -> None:
     assert len(found) == 12
     assert max(abs(p.memory_error or 0.0) for p in found) < 0.035
     assert median(abs(p.memory_error or 0.0) for p in found) < 0.015
+    assert all((p.run.memory_gib or 0.0) <= p.memory_gib_upper < 1.2 * p.memory_gib for p in found)
 
 
 @pytest.mark.parametrize("text", ["", "hello", "{broken"])
