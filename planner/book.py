@@ -256,9 +256,10 @@ def _compute(
     ahead = back = 0.0  # of the host
     for work in found.work:
         took = kernels.seconds(work, device, precision, practice, inside=kind.inside)
-        if work.kind == "route":
-            row[Col.FORWARD] += practice.dispatch_seconds
-            row[Col.BACKWARD] += practice.dispatch_seconds
+        if work.kind == "route" and device.units > 1:
+            each = practice.expert_seconds * max(w.count for w in found.work if w.kind == "dot")
+            row[Col.FORWARD] += practice.dispatch_seconds + each
+            row[Col.BACKWARD] += practice.dispatch_seconds + 2 * each
         row[Col.FORWARD] += took.forward
         row[Col.BACKWARD] += took.backward
         launched = took.waits(device, practice)
@@ -268,7 +269,7 @@ def _compute(
     row[Col.BACKWARD] = max(row[Col.BACKWARD], back)
     # Each micro-batch's gradient is added to the main one: a read of it, a read and a write of the buffer.
     added = (precision.nbytes + 2 * practice.gradient_nbytes) * (found.params + found.expert_params)
-    row[Col.BACKWARD] += added / device.moves
+    row[Col.BACKWARD] += practice.passes.get("gradient", 1.0) * added / device.moves
 
 
 def _exchange(

@@ -23,8 +23,9 @@ TILE_M, TILE_N = 128, 128
 # Of the last round of tiles that the multiprocessors take, half is idle on average.
 LAST_ROUND = 0.5
 # Rows that are no multiple of 16 bytes (8 elements of 16 bits) keep a product from the tensor cores' best kernels
-# (NVIDIA, Deep Learning Performance, Matrix Multiplication Background, section 2.2: figure 3).
-ALIGNED, MISALIGNED = 8, 0.25
+# (NVIDIA, Deep Learning Performance, Matrix Multiplication Background, section 2.2). What is left: 118 TFLOP/s on
+# an H200, measured in all three products of a vocabulary of 50,257.
+ALIGNED, MISALIGNED = 8, 0.17
 # Filling the pipeline of a tile and writing its output costs about as much as this much depth of a product of 16 bits;
 # the same of a product of fewer bits is more depth, which takes less time.
 DEPTH = 128
@@ -88,11 +89,10 @@ def _busy(work: Work, device: Device, precision: Precision, practice: Practice, 
         fast *= device.nvfp4_efficiency if used is Precision.NVFP4 else 1.0
         m, n, k = work.m, work.n, work.k
         depth = DEPTH * device.flops[used] / device.flops[used.wide]
-        products = [  # y = x w, dx = dy w^T, dw = x^T dy
-            (work.flops, fill(m, n, k, work.count, device, depth)),
-            (work.dgrad, fill(m, k, n, work.count, device, depth)),
-            (work.wgrad, fill(k, n, m, work.count, device, depth)),
-        ]
+        shapes = (m, n, k), (m, k, n), (k, n, m)  # y = x w, dx = dy w^T, dw = x^T dy
+        shares = [fill(*shape, work.count, device, depth) for shape in shapes]
+        shares = [MISALIGNED] * len(shapes) if misaligned(n, k, device) else shares
+        products = list(zip((work.flops, work.dgrad, work.wgrad), shares, strict=True))
         took = [max(flops / (fast * share), traffic) if flops else 0.0 for flops, share in products]
         kernels = [float(flops > 0) for flops, _ in products]
         cast = CAST_TRAFFIC * work.count * m / device.moves if used.narrow else 0.0
@@ -114,8 +114,14 @@ def _attention(work: Work, device: Device, precision: Precision, practice: Pract
     moved = scores * SCORE_TRAFFIC / device.moves
     product = 2 * scores * work.k  # nothing is left out where the mask is
     share = fill(work.m, work.n, work.k, work.count, device)
+    share = MISALIGNED if misaligned(work.n, work.k, device) else share
     one = max(product / (peak * device.flops_efficiency * share), traffic / 2)
     return Seconds(2 * one + moved, 4 * one + 2 * moved, 2, 4)
+
+
+def misaligned(n: int, k: int, device: Device) -> bool:
+    """Whether rows of n or of k elements, those of the three products' operands, are not whole chunks of 16 bytes."""
+    return device.units > 1 and bool(n % ALIGNED or k % ALIGNED)
 
 
 def fill(m: int, n: int, k: int, count: int, device: Device, depth: float = DEPTH) -> float:
@@ -126,8 +132,6 @@ def fill(m: int, n: int, k: int, count: int, device: Device, depth: float = DEPT
     """
     if device.units == 1:
         return 1.0
-    if n % ALIGNED or k % ALIGNED:
-        return MISALIGNED
     tiles = ceil(m / TILE_M) * ceil(n / TILE_N)
     whole = m * n / (tiles * TILE_M * TILE_N)
     rounds = tiles * count / device.units

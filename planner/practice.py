@@ -13,8 +13,9 @@ from attrs import evolve, field, frozen
 
 # How often memory-bound work passes memory where the facts count one kernel. Measured on an H200 (Llama 3.2 1B,
 # sequences of 4096: 0.685 s for 8 of them one at a time, 1.183 s for 16 four at a time): norms do so twice, rotary
-# positions six times (a row of uncompiled kernels), other chains, which are compiled there, three times.
-TORCH = MappingProxyType({"normalize": 2.0, "pointwise": 3.0, "rope": 6.0, "drop": 3.0})
+# positions six times (a row of uncompiled kernels), other chains, which are compiled there, three times. To add
+# a 16-bit gradient to the fp32 one takes 1.7 times as long as its bytes (47 ms where 27 are due, layers of Mixtral 8x7B).
+TORCH = MappingProxyType({"normalize": 2.0, "pointwise": 3.0, "rope": 6.0, "drop": 3.0, "gradient": 1.7})
 # Where norms, activations, rotary positions and residuals are one kernel each.
 FUSED: Mapping[str, float] = MappingProxyType({})
 # megatron-core's all-to-all sorts what it has received by local experts, and back (transformer/moe/token_dispatcher.py:
@@ -58,12 +59,14 @@ class Practice:
     graphed: bool = False  # CUDA graphs: small kernels wait for no host
     launches: float = 1.0  # that the host could have made while it makes one, from the program of the layers
     dispatch_seconds: float = 0.0  # that a layer of experts waits for the host, each way
+    expert_seconds: float = 0.0  # that it waits for the host for each expert, forward; backward twice as long
 
 
 OWN = Practice(
     name="megaloom",
     passes=TORCH,
-    launches=4,  # 20 us a kernel, measured on the H200: steps of one short sequence (benchmarks/steps.py)
+    expert_seconds=0.3e-3,  # measured there too: each is a module of its own (layers of Qwen3 30B A3B, Mixtral 8x7B)
+    launches=3.5,  # 18 us a kernel, measured on the H200: steps of one short sequence (benchmarks/steps.py)
     adam_nbytes=FOREACH,
     loss_nbytes=34,  # measured on the H200: 2 % of a step of Llama 3.2 1B
     step_nbytes=4,  # the root of the second moment (torch.optim, _multi_tensor_adamw)
