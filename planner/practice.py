@@ -14,7 +14,7 @@ from attrs import evolve, field, frozen
 # How often memory-bound work passes memory where the facts count one kernel. Measured on an H200 (Llama 3.2 1B,
 # sequences of 4096: 0.685 s for 8 of them one at a time, 1.183 s for 16 four at a time): norms do so twice, rotary
 # positions six times (a row of uncompiled kernels), other chains, which are compiled there, three times. To add
-# a 16-bit gradient to the fp32 one takes 1.7 times as long as its bytes (47 ms where 27 are due, layers of Mixtral 8x7B).
+# a 16-bit gradient to the fp32 one takes 1.7 times as long as its bytes (47 ms, not 27, layers of Mixtral 8x7B).
 TORCH = MappingProxyType({"normalize": 2.0, "pointwise": 3.0, "rope": 6.0, "drop": 3.0, "gradient": 1.7})
 # Where norms, activations, rotary positions and residuals are one kernel each.
 FUSED: Mapping[str, float] = MappingProxyType({})
