@@ -18,14 +18,16 @@ from .cluster import Device
 from .layout import Precision
 from .practice import OWN, Practice
 
-# The output tile of cuBLAS's large products on Hopper and Ampere; a smaller product fills its last tile in vain.
-TILE_M, TILE_N = 128, 128
-# Of the last round of tiles that the multiprocessors take, half is idle on average.
-LAST_ROUND = 0.5
+# The output tiles that cuBLAS has to choose from, with the share of its best speed that it reaches with each: smaller
+# ones read their operands more often (NVIDIA, Deep Learning Performance, Matrix Multiplication Background, 4.1).
+# Multiprocessors take tiles in rounds, of which the last is not full (4.2).
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (64, 128, 0.8))
 # Rows that are no multiple of 16 bytes (8 elements of 16 bits) keep a product from the tensor cores' best kernels
 # (NVIDIA, Deep Learning Performance, Matrix Multiplication Background, section 2.2). What is left: 118 TFLOP/s on
 # an H200, measured in all three products of a vocabulary of 50,257.
 ALIGNED, MISALIGNED = 8, 0.17
+# Those of unfused attention, head by head, keep less: fitted to BLOOM's benchmarks with heads of 150 and 450 channels.
+MISALIGNED_HEADS = 0.034
 # Filling the pipeline of a tile and writing its output costs about as much as this much depth of a product of 16 bits;
 # the same of a product of fewer bits is more depth, which takes less time.
 DEPTH = 128
@@ -114,7 +116,7 @@ def _attention(work: Work, device: Device, precision: Precision, practice: Pract
     moved = scores * SCORE_TRAFFIC / device.moves
     product = 2 * scores * work.k  # nothing is left out where the mask is
     share = fill(work.m, work.n, work.k, work.count, device)
-    share = MISALIGNED if misaligned(work.n, work.k, device) else share
+    share = MISALIGNED_HEADS if misaligned(work.n, work.k, device) else share
     one = max(product / (peak * device.flops_efficiency * share), traffic / 2)
     return Seconds(2 * one + moved, 4 * one + 2 * moved, 2, 4)
 
@@ -132,10 +134,11 @@ def fill(m: int, n: int, k: int, count: int, device: Device, depth: float = DEPT
     """
     if device.units == 1:
         return 1.0
-    tiles = ceil(m / TILE_M) * ceil(n / TILE_N)
-    whole = m * n / (tiles * TILE_M * TILE_N)
-    rounds = tiles * count / device.units
-    return whole * min(1.0, rounds / (rounds + LAST_ROUND)) * k / (k + depth)
+    best = 0.0
+    for tall, wide, speed in TILES:
+        rounds = ceil(ceil(m / tall) * ceil(n / wide) * count / device.units)
+        best = max(best, speed * m * n * count / (rounds * device.units * tall * wide))
+    return best * k / (k + depth)
 
 
 def reach(keys: int, channels: int) -> float:

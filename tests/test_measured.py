@@ -111,7 +111,7 @@ def test_what_is_shown() -> None:
         "product",
         "bf16 8192 x 8192 x 4096",
         "1",
-        "755.4",
+        "744.3",
         "TFLOP/s",
     ]
 
