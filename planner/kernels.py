@@ -27,7 +27,7 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (64, 128, 0.8))
 # an H200, measured in all three products of a vocabulary of 50,257.
 ALIGNED, MISALIGNED = 8, 0.17
 # Those of unfused attention, head by head, keep less: fitted to BLOOM's benchmarks with heads of 150 and 450 channels.
-MISALIGNED_HEADS = 0.034
+MISALIGNED_HEADS = 0.03
 # Filling the pipeline of a tile and writing its output costs about as much as this much depth of a product of 16 bits;
 # the same of a product of fewer bits is more depth, which takes less time.
 DEPTH = 128
