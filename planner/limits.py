@@ -1,11 +1,12 @@
-"""What megaloom's own runtime does not train. Such plans are made all the same, for other programs, and say so.
+"""What only some programs train: not megaloom's own runtime, or it alone. Such plans are made all the same.
 
-Protocol: `limits` are the violations of these rules, as `violations` are those of the rules that all layouts meet.
+Protocol: `limits` are why the runtime does not run a plan, which then says so; `wrong` is what megatron-core would
+compute wrongly, which exports to it refuse. Both are violations, as of the rules that all layouts meet.
 """
 
 from __future__ import annotations
 
-from megaloom.dsl import MLP, ClampedGLU, DType, GeGLU, Graph, Layer, MoE, Node, SwiGLU, Unembed
+from megaloom.dsl import MLA, MLP, ClampedGLU, DType, GeGLU, Graph, Layer, MoE, Node, SwiGLU, Unembed
 from megaloom.dsl.splits import SPLITS, among_experts
 
 from .cluster import Cluster
@@ -112,14 +113,62 @@ LIMITS = (
 )
 
 
+def _reduced(case: Case) -> Truth:
+    x = case.layout
+    return not case.needs.experts or x.ep > 1 or x.etp == x.tp
+
+
+def _reduced_told(case: Case) -> Words:
+    x = case.layout
+    return f"experts on ep 1 and etp {x.etp} beside tp {x.tp}", f"ep at least 2 would do, or etp {x.tp}"
+
+
+def _latent(case: Case) -> Truth:
+    x = case.layout
+    return x.tp == 1 or x.sequence_parallel or not any(isinstance(n.op, MLA) for n in case.graph.nodes)
+
+
+def _latent_told(case: Case) -> Words:
+    return (
+        f"latent attention under tp {case.layout.tp} without sequence parallelism",
+        "sequence_parallel on would do, or tp 1",
+    )
+
+
+WRONG = (
+    Rule(
+        "experts-reduced",
+        "etp is tp where ep is 1.",
+        "ep at least 2, or etp as large as tp",
+        By.EXPORTS,
+        "layers.py:829: unless ep > 1, gradients of experts are added over dp and cp, wherever copies are",
+        _reduced,
+        _reduced_told,
+    ),
+    Rule(
+        "latent-sp",
+        "Latent attention under tp needs sequence parallelism.",
+        "sequence_parallel on, or tp 1",
+        By.EXPORTS,
+        "multi_latent_attention.py:616: the gradient of the keys that all heads share is not added over tp",
+        _latent,
+        _latent_told,
+    ),
+)
+
+
 def limits(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
     """Why the runtime does not train this."""
     return broken(LIMITS, Case(layout, graph, workload, cluster))
 
 
+def wrong(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
+    """What megatron-core would compute wrongly."""
+    return broken(WRONG, Case(layout, graph, workload, cluster))
+
+
 def caveats(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[str, ...]:
-    """The same, in sentences for who reads a plan."""
-    return tuple(
-        f"`megaloom train` does not run it, other programs may: {limit.message} [{limit.rule}]; {limit.fix}."
-        for limit in limits(layout, graph, workload, cluster)
-    )
+    """Both, in sentences for who reads a plan."""
+    said = {"`megaloom train` does not run it, other programs may": limits, "Exports to Megatron-LM are refused": wrong}
+    found = ((head, v) for head, asked in said.items() for v in asked(layout, graph, workload, cluster))
+    return tuple(f"{head}: {v.message} [{v.rule}]; {v.fix}." for head, v in found)

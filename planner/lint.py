@@ -11,7 +11,7 @@ from megaloom.dsl.graph import Graph
 
 from .cluster import Cluster
 from .layout import Layout, Workload
-from .limits import LIMITS, caveats
+from .limits import LIMITS, WRONG, caveats
 from .rule import By, Rule
 from .rules import RULES, SENSE, violations
 from .space import Fixed
@@ -20,6 +20,7 @@ HEADS = {
     By.CORE: "megatron-core 0.16.1 refuses, or fails at the place that is said",
     By.CALLERS: "megatron-core leaves to its callers",
     By.PLANNER: "megatron-core takes, and the planner refuses for the reason that is said",
+    By.EXPORTS: "megatron-core takes, and computes wrong gradients: the runtime mends that, exports to it are refused",
     By.RUNTIME: "planned for other programs; `megaloom train` does not run it for the reason that is said",
 }
 WIDTH = 116
@@ -27,7 +28,7 @@ WIDTH = 116
 
 def listed() -> str:
     """Every rule by who refuses what breaks it: its id, its sentence, what would work, and where or why."""
-    rules = (*SENSE, *RULES, *LIMITS)
+    rules = (*SENSE, *RULES, *WRONG, *LIMITS)
     margin = 2 + max(len(rule.id) for rule in rules) + 2
     sections = ([head, *(_told(r, margin) for r in rules if r.by is by)] for by, head in HEADS.items())
     return "\n\n".join("\n".join(section) for section in sections)

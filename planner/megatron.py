@@ -16,6 +16,7 @@ from megaloom.dsl import Graph, LayerNorm, RMSNorm
 from .borders import Part, even, layout, parts, recomputed
 from .gpt import GPT, cannot, gpt
 from .layout import Layout, Precision, Recompute, Workload
+from .limits import wrong
 from .megatron_layers import attention, experts, feed_forward
 from .option import Option, option
 from .plan import Plan
@@ -38,6 +39,8 @@ class Options:
 def options(plan: Plan, graph: Graph, target: str = NAME) -> Options:
     """The plan as options. Raises UserError that names what none of them says."""
     read = gpt(graph, target)
+    for mistaken in wrong(plan.layout, graph, plan.workload, plan.cluster):
+        cannot(target, f"{mistaken.message}: it computes wrong gradients [{mistaken.rule}]", mistaken.fix)
     cut = parts(plan, read, graph, target)
     return Options(
         model=tuple(_model(read, plan.workload, target)),

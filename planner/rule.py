@@ -24,6 +24,7 @@ class By(StrEnum):
     CORE = "megatron-core"
     CALLERS = "callers of megatron-core"  # it is left to them, and wrong or fails much later if they do not look
     PLANNER = "the planner"  # megatron-core would take it
+    EXPORTS = "exports to megatron-core"  # it would take it and compute wrong gradients; the runtime mends that
     RUNTIME = "the runtime"  # plans are made of it, for other programs
 
 

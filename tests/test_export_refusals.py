@@ -159,6 +159,7 @@ SHARDED = Layout(dp=2, distributed_optimizer=True)
     ("target", "name", "layout", "more", "names", "works"),
     [
         (Target.MEGATRON_LM, "mixtral-8x7b", Layout(dp=8, ep=8), {"precision": "fp16"}, "ep under fp16", "bf16"),
+        (Target.MEGATRON_LM, "mixtral-8x7b", Layout(tp=2, sequence_parallel=True), {}, "beside tp 2: it com", "etp 2"),
         (Target.MEGATRON_BRIDGE, LLAMA, Layout(), {"precision": "fp32"}, "precision fp32", "bf16"),
         (Target.ACCELERATE, LLAMA, Layout(pp=2, vpp=2), {"counts": (8,) * 4}, "vpp 2", "--vpp 1"),
         (Target.ACCELERATE, LLAMA, Layout(pp=4), {"counts": (7, 8, 9, 8)}, "stages of 7, 8, 9, 8", "megatron-lm"),

@@ -7,12 +7,30 @@ from pathlib import Path
 import pytest
 from attrs import frozen
 
-from megaloom.dsl import MLP, Dim, Embed, Layer, MoE, SwiGLU, Unembed, Value, graph, ids, model, residual, weight
+from megaloom.dsl import (
+    MLA,
+    MLP,
+    Dim,
+    Embed,
+    Graph,
+    Layer,
+    MoE,
+    Rope,
+    SwiGLU,
+    Unembed,
+    Value,
+    graph,
+    ids,
+    model,
+    residual,
+    weight,
+)
 from megaloom.dsl.find import examples, find
 from megaloom.planner.cli import main
 from megaloom.planner.cluster import cluster
 from megaloom.planner.layout import Layout, Precision, Workload
-from megaloom.planner.limits import FEEDS, TRAINED, limits, undivided
+from megaloom.planner.limits import FEEDS, TRAINED, limits, undivided, wrong
+from megaloom.planner.rules import violations
 
 OTHERS = ("t5", "bart", "llava", "vit", "bert", "gemma2")  # two inputs, images, or no plain logits at the end
 WORK = Workload(seq=64, batch=8)
@@ -26,11 +44,17 @@ class Own(Layer):
         return x >> SwiGLU(16)
 
 
-def found(moe: MoE, ep: int, precision: str = "bf16") -> list[str]:
+LATENT = MLA(heads=4, q_rank=None, kv_rank=8, nope=4, rope=4, v=4, positions=Rope(1e4))
+
+
+def lm(mix: Layer) -> Graph:
     wte = weight("wte", Dim("vocab", 64), Dim("embed", 16))
-    g = graph(model("own", ids() >> Embed(wte) >> residual(moe) >> Unembed(wte)))
+    return graph(model("own", ids() >> Embed(wte) >> residual(mix) >> Unembed(wte)))
+
+
+def found(moe: MoE, ep: int, precision: str = "bf16") -> list[str]:
     work = Workload(seq=64, batch=8, precision=Precision(precision))
-    return [v.rule for v in limits(Layout(dp=ep, ep=ep), g, work, cluster(f"{ep}xH100"))]
+    return [v.rule for v in limits(Layout(dp=ep, ep=ep), lm(moe), work, cluster(f"{ep}xH100"))]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +70,23 @@ def found(moe: MoE, ep: int, precision: str = "bf16") -> list[str]:
 def test_experts_that_run_one_by_one_are_not_divided(moe: MoE, divided: bool) -> None:
     assert found(moe, 1) == []
     assert found(moe, 2) == ([] if divided else ["runtime-experts"])
+
+
+@pytest.mark.parametrize(
+    ("mix", "layout", "rule"),
+    [
+        (MoE(SwiGLU(16), 4, 2), Layout(tp=2, sequence_parallel=True), "experts-reduced"),
+        (MoE(SwiGLU(16), 4, 2), Layout(dp=2, etp=2), "experts-reduced"),
+        (MoE(SwiGLU(16), 4, 2), Layout(tp=2, sequence_parallel=True, etp=2), ""),
+        (MoE(SwiGLU(16), 4, 2), Layout(dp=2, tp=2, sequence_parallel=True, ep=2), ""),
+        (LATENT, Layout(tp=2), "latent-sp"),
+        (LATENT, Layout(tp=2, sequence_parallel=True), ""),
+    ],
+)
+def test_what_megatron_core_computes_wrongly(mix: Layer, layout: Layout, rule: str) -> None:
+    work, machine = Workload(seq=64, batch=8), cluster(f"{layout.world}xH100")
+    assert violations(layout, lm(mix), work, machine) == limits(layout, lm(mix), work, machine) == ()
+    assert [v.rule for v in wrong(layout, lm(mix), work, machine)] == ([rule] if rule else [])
 
 
 def test_precisions() -> None:
