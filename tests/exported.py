@@ -97,7 +97,11 @@ def made(
         workload=Workload(seq=seq, batch=batch, precision=Precision(precision)),
         layout=layout,
         stages=tuple(stages),
-        predicted=evolve(some.predicted, nbytes=some.predicted.nbytes * layout.pp),
+        predicted=evolve(
+            some.predicted,
+            nbytes=some.predicted.nbytes * layout.pp,
+            moments=some.predicted.moments * layout.pp,
+        ),
     )
 
 
