@@ -24,7 +24,7 @@ from megaloom.dsl.splits import SEQUENCES
 from megaloom.dsl.value import Affine, Clamp, Op, Pointwise
 from megaloom.dsl.views import Pick
 
-from . import kernels, traffic
+from . import context, kernels, traffic
 from .cluster import Cluster
 from .columns import Column, Layouts, alike
 from .layout import Layout, Precision, Workload
@@ -287,7 +287,10 @@ def _exchange(
         nbytes = c.elements * precision.nbytes
         group = traffic.group(c.axis, layout)
         leaving = traffic.once(_copies(kind), group, cluster) if c.axis == "ep" and practice.once else 1.0
-        took = traffic.seconds(c.kind, nbytes, group, cluster, leaving)
+        if c.axis == "cp" and any(w.core for w in found.work):
+            took = context.seconds(practice.context, c, found, layout, cluster, precision)
+        else:
+            took = traffic.seconds(c.kind, nbytes, group, cluster, leaving)
         took *= 1 - hidden.get(c.axis, 0.0)
         row[TRAFFIC[c.axis][c.backward]] += took
         core[1] += took * c.core

@@ -16,6 +16,7 @@ from .practice import (
     NEMO,
     PLAIN,
     Practice,
+    Way,
 )
 from .run import Row
 
@@ -41,6 +42,8 @@ def practice(row: Row, note: str) -> Practice:
         found = evolve(found, hidden_experts=HIDDEN_EXPERTS)
     if re.search(r"(?i)deepep|hybridep|_full_iteration_", note) or ("Bridge" in framework and not note):
         found = evolve(found, once=True)
+    if "a2a (Ulysses)" in note:
+        found = evolve(found, context=Way.ALL_TO_ALL)
     if framework.startswith("NeMo") and "Bridge" not in framework:
         found = evolve(found, passes=NEMO)
     return evolve(found, hidden_tensor=HIDDEN_TENSOR) if "NeMo" in framework or "Bridge" in framework else found

@@ -7,6 +7,7 @@ others are those of published runs, so that what is predicted can be compared wi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from types import MappingProxyType
 
 from attrs import evolve, field, frozen
@@ -33,6 +34,14 @@ NEMO: Mapping[str, float] = MappingProxyType({**TRANSFORMER_ENGINE, "normalize":
 FOREACH, ONE_KERNEL = 4 + 8 + 80, 4 + 8 + 28
 
 
+class Way(StrEnum):
+    """How attention over a divided sequence gets all keys and values: see `context`."""
+
+    ALL_GATHER = "all-gather"
+    P2P = "p2p"
+    ALL_TO_ALL = "all-to-all"
+
+
 @frozen(kw_only=True)
 class Practice:
     """What a framework does beside the layout. Shares are of the seconds that would be exposed otherwise."""
@@ -46,6 +55,7 @@ class Practice:
     loss_copies: int = 4  # bytes that the loss keeps of each logit beside it: an fp32 copy, in which it works
     overlap_gradients: bool = True  # they are reduced while the last micro-batch goes back
     overlap_weights: bool = True  # they are gathered while the first micro-batch goes ahead
+    context: Way = Way.ALL_GATHER
     hidden_tensor: float = 0.0  # of tensor-parallel collectives
     hidden_experts: float = 0.0  # of the experts' all-to-all
     once: bool = False  # a token is sent once to each node with experts of its own, and copied there
@@ -84,6 +94,7 @@ MEGATRON = Practice(
     dispatch_seconds=DISPATCH,
     libraries=3,
     dummies=True,
+    context=Way.P2P,
 )
 PLAIN = evolve(MEGATRON, name="Megatron-core, nothing overlapped", overlap_gradients=False, overlap_weights=False)
 MEGATRON_2021 = Practice(

@@ -5,6 +5,8 @@ Protocol: `tail` is one pipeline rank's; all its figures are seconds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from attrs import frozen
 
 from . import memory, traffic
@@ -60,16 +62,18 @@ def tail(
     cover: Cover = Cover(),
 ) -> Tail:
     """The tail of a rank that holds so many elements of dense and experts' weights; `tied` seconds are its own."""
-    reduction = gathering = last = first = 0.0
-    for elements, axis in ((params, "dp"), (experts, "edp")):
-        group = traffic.group(axis, layout)
-        bucket = min(1.0, max(BUCKET, BUCKET_BY_RANK * group.size) / elements) if elements else 0.0
-        kind = "reduce_scatter" if layout.distributed_optimizer else "all_reduce"
-        took = traffic.seconds(kind, practice.gradient_nbytes * elements, group, cluster)
-        reduction, last = reduction + took, last + took * bucket
-        if layout.distributed_optimizer:
-            took = traffic.seconds("all_gather", precision.nbytes * elements, group, cluster)
-            gathering, first = gathering + took, first + took * bucket
+    whole = [(elements, traffic.group(axis, layout)) for elements, axis in ((params, "dp"), (experts, "edp"))]
+    whole = [(elements, group) for elements, group in whole if elements]
+    ends = [(min(n, max(BUCKET, BUCKET_BY_RANK * group.size)), group) for n, group in whole]
+    kind = "reduce_scatter" if layout.distributed_optimizer else "all_reduce"
+    reduction, last = (
+        _all(kind, practice.gradient_nbytes, parts, cluster, practice.overlap_gradients) for parts in (whole, ends)
+    )
+    gathering, first = (
+        _all("all_gather", precision.nbytes, parts, cluster, practice.overlap_weights) for parts in (whole, ends)
+    )
+    if not layout.distributed_optimizer:
+        gathering = first = 0.0
     taken = CHANNELS / cluster.device.units if cluster.device.units > CHANNELS else 0.0
     if practice.overlap_gradients:
         reduction = _exposed(reduction, last, cover.backward, taken)
@@ -80,6 +84,14 @@ def tail(
     moved = (practice.adam_nbytes + copied) * (params / dense + experts / expert)
     moved += practice.gradient_nbytes * (params + experts)  # set to zero
     return Tail(reduction, gathering, tied, moved / cluster.device.moves)
+
+
+def _all(kind: str, nbytes: int, parts: Sequence[tuple[float, Group]], cluster: Cluster, overlapped: bool) -> float:
+    """Seconds of a collective of dense and of experts' weights: at once where nothing waits for it, else in turn."""
+    each = [(nbytes * elements, group) for elements, group in parts]
+    if overlapped:
+        return traffic.together(kind, each, cluster)
+    return sum(traffic.seconds(kind, n, group, cluster) for n, group in each)
 
 
 def _exposed(took: float, least: float, cover: float, taken: float) -> float:

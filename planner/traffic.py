@@ -9,7 +9,9 @@ there. What two axes exchange at once adds up level by level: `busy` says how lo
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from math import log2
 
 from attrs import frozen
@@ -57,9 +59,7 @@ def group(axis: str, layout: Layout) -> Group:
 def spread(size: int, stride: int, per_node: int, count: int) -> tuple[int, int]:
     """How the groups of this kind lie over the nodes: most nodes of one, fewest of its members in a node it touches."""
     most, fewest = 1, size
-    last = (
-        min(stride, count - (size - 1) * stride) - 1
-    )  # the last group that begins in a block, and ends before `count`
+    last = min(stride, count - (size - 1) * stride) - 1  # a block's last group, which ends before `count`
     for start in {block * size * stride % per_node for block in range(max(1, count // (size * stride)))}:
         for first in {start, start + last}:
             members = Counter((first + i * stride) // per_node for i in range(size))
@@ -81,6 +81,14 @@ def seconds(kind: str, nbytes: float, group: Group, cluster: Cluster, leaving: f
     if kind != "all_reduce" or nodes == 1:
         return ring
     return min(ring, _tree(group.size, nodes, cluster) + took / TREE)
+
+
+def together(kind: str, parts: Sequence[tuple[float, Group]], cluster: Cluster) -> float:
+    """Seconds of collectives of several groups that are under way at once: each level passes the bytes of all."""
+    each = [(seconds(kind, nbytes, group, cluster), busy(kind, nbytes, group, cluster)) for nbytes, group in parts]
+    levels = zip_longest(*(levels for took, levels in each if took), fillvalue=0.0)
+    waits = max((took - max(levels) for took, levels in each if took), default=0.0)
+    return waits + max(map(sum, levels), default=0.0)
 
 
 def busy(kind: str, nbytes: float, group: Group, cluster: Cluster, leaving: float = 1.0) -> tuple[float, ...]:
