@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
+from megaloom.dsl.dims import NBYTES, DType
+
 from . import memory, traffic
 from .cluster import Cluster
 from .layout import Layout, Precision
@@ -31,7 +33,7 @@ class Tail:
     reduction: float  # of gradients
     gathering: float  # of the weights that the distributed optimizer's shares have become
     tied: float
-    optimizer: float
+    optimizer: float  # with the norm of the gradient, for which all wait
 
     @property
     def total(self) -> float:
@@ -83,7 +85,18 @@ def tail(
     copied = 0 if precision is Precision.FP32 else COPIED
     moved = (practice.adam_nbytes + copied) * (params / dense + experts / expert)
     moved += practice.gradient_nbytes * (params + experts)  # set to zero
-    return Tail(reduction, gathering, tied, moved / cluster.device.moves)
+    return Tail(reduction, gathering, tied, moved / cluster.device.moves + norm(layout, cluster))
+
+
+def norm(layout: Layout, cluster: Cluster) -> float:
+    """Seconds to add up one number over all devices, or over those of a copy of the model if each has all gradients.
+
+    Source: megatron-core 0.16.1, optimizer/clip_grads.py: get_grad_norm_fp32.
+    """
+    groups = [Group(layout.world, 1)]
+    if not layout.distributed_optimizer:
+        groups = [traffic.group("pp", layout), traffic.group("tp", layout)]
+    return sum(traffic.seconds("all_reduce", NBYTES[DType.FLOAT32], group, cluster) for group in groups)
 
 
 def _all(kind: str, nbytes: int, parts: Sequence[tuple[float, Group]], cluster: Cluster, overlapped: bool) -> float:

@@ -9,9 +9,14 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megaloom.dsl.graph import graph
+from megaloom.examples.llama3 import llama3_8b
 from megaloom.planner import traffic
 from megaloom.planner.cluster import Cluster, cluster
-from megaloom.planner.layout import Layout
+from megaloom.planner.layout import Layout, Workload
+from megaloom.planner.practice import MEGATRON, Way
+from megaloom.planner.price import Pricer
+from megaloom.planner.sheet import Col
 from megaloom.planner.traffic import PASSES, Group
 
 FLAT = cluster("512xH100")
@@ -74,3 +79,33 @@ def test_a_group_within_a_node_takes_no_network() -> None:
     for group in (Group(2, 7), Group(2, 4), Group(3, 3)):
         assert traffic.spread(group.size, group.stride, 8, 8) == (1, group.size)
         assert traffic.seconds("all_reduce", 1e8, group, slow) == traffic.seconds("all_reduce", 1e8, group, near)
+
+
+def test_what_two_axes_exchange_at_once_adds_up_level_by_level() -> None:
+    near, far = Group(8, 1), Group(64, 8)
+    for parts in ([(1e9, near)], [(1e9, far)], [(1e9, near), (1e7, far)], [(1e9, far), (2e9, far)], []):
+        each = [traffic.seconds("reduce_scatter", n, group, FLAT) for n, group in parts]
+        assert max(each, default=0.0) <= traffic.together("reduce_scatter", parts, FLAT) <= sum(each) * (1 + 1e-9)
+    both = [(1e9, near), (1e8, far)]  # the one takes the node's links, the other the network
+    each = [traffic.seconds("reduce_scatter", n, group, FLAT) for n, group in both]
+    assert traffic.together("reduce_scatter", both, FLAT) < 0.7 * sum(each)
+
+
+@pytest.mark.parametrize("seq", [2048, 32768])
+def test_ways_of_context_parallelism(seq: int) -> None:
+    """A ring hides behind attention when sequences are long, and never takes longer than gathering at once would."""
+    layout, g = Layout(dp=1, tp=2, cp=4), graph(llama3_8b())
+    seen = {}
+    for way in Way:
+        book = Pricer(g, cluster("8xH100"), Workload(seq=seq, batch=8), evolve(MEGATRON, context=way))
+        total = book.sheet(layout).total
+        seen[way] = float(total[Col.CP_FORWARD]), float(total[Col.CP_BACKWARD])
+    assert 0 <= seen[Way.P2P][0] < seen[Way.ALL_GATHER][0]
+    if seq == 32768:
+        assert seen[Way.P2P] == (0, 0)
+    tokens, kv, heads = seq // 4, 8 * 128 // 2, 32 * 128 // 2  # of each device
+    there = traffic.seconds("all_to_all", 2 * tokens * (heads + 2 * kv), Group(4, 2), cluster("8xH100"))
+    back = traffic.seconds("all_to_all", 2 * tokens * heads, Group(4, 2), cluster("8xH100"))
+    assert seen[Way.ALL_TO_ALL] == pytest.approx((32 * (there + back),) * 2)
+    gathered = traffic.seconds("all_gather", 2 * seq * 2 * kv, Group(4, 2), cluster("8xH100"))
+    assert seen[Way.ALL_GATHER][0] == pytest.approx(32 * gathered)
