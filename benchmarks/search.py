@@ -42,7 +42,7 @@ def scored() -> tuple[int, int, float]:
     count = fit = 0
     for first in range(0, len(at), AT_ONCE):
         which = np.arange(first, min(first + AT_ONCE, len(at)))
-        layouts, place = variants(g, work, at.take(which), {})
+        layouts, place = variants(g, work, at.take(which), {}, floors.family(which))
         seconds, nbytes = floors.bound(layouts, which[place])
         count += len(seconds)
         fit += int(np.count_nonzero(nbytes <= machine.device.nbytes))

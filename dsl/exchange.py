@@ -12,6 +12,7 @@ from attrs import define, field, frozen
 
 from .attend import Attend
 from .dims import DType
+from .modules import NONE, Again, again, whole
 from .ops import Normalize
 from .placement import How, Move, Moves, Placed, Placement, placement
 from .program import Program, Step, origin
@@ -29,7 +30,7 @@ class Collective:
 
     elements: of the whole tensor that the group works on, so that in a ring of n each device sends
     elements * (n - 1) / n for an all-gather or a reduce-scatter, and twice that for an all-reduce. Of an all-to-all,
-    what one device has, the 1/n that stays included. core: selective recompute does it again in the backward pass.
+    what one device has, the 1/n that stays included. again: the modules any of which do it again in the backward pass.
     """
 
     kind: Kind
@@ -37,7 +38,7 @@ class Collective:
     elements: int
     backward: bool
     what: str
-    core: bool = False
+    again: Again = NONE
 
 
 def collectives(program: Program, sizes: Mapping[str, int], split: Split) -> tuple[Collective, ...]:
@@ -70,7 +71,7 @@ class _Count:
         copies = max(1, self.split.cp // local.of(groups)) if groups and runs_along(step) else 1
         n = copies * local((*step.outer, *v.shape))
         for backward in (False, True):
-            yield Collective("all_to_all", "cp", n, backward, "sequence and channels")
+            yield Collective("all_to_all", "cp", n, backward, "sequence and channels", self.again(step, backward))
 
     def moved(self, step: Step | None, v: Value, moves: Moves) -> Iterator[Collective]:
         """What the moves of a value exchange, as a primitive reads it."""
@@ -80,7 +81,7 @@ class _Count:
                 continue
             self.done.add(key)
             if move.how is How.REDUCE:
-                yield from self.reduce(v, move)
+                yield from self.reduce(step, v, move)
             elif step is None or id(origin(v)) in self.placement.plain:
                 continue  # gradients of weights are added once a step
             elif move.axis == "cp" and runs_along(step):
@@ -88,16 +89,22 @@ class _Count:
             elif move.how is How.ENTER and not (isinstance(step.value.op, Attend) and move.axis == "cp"):
                 yield from self.enter(step, v, move)
             elif move.how is How.GATHER:
-                yield Collective("all_gather", move.axis, self.whole(step, v, move), False, step.name)
+                n = self.whole(step, v, move)
+                yield Collective("all_gather", move.axis, n, False, step.name, self.again(step))
 
-    def reduce(self, v: Value, move: Move) -> Iterator[Collective]:
+    def again(self, step: Step, backward: bool = False) -> Again:
+        """The modules that do a primitive's exchanges again: none those of its backward pass."""
+        return NONE if backward else again(self.program)[id(step.value)]
+
+    def reduce(self, reader: Step | None, v: Value, move: Move) -> Iterator[Collective]:
         """Partial sums become whole sums; with sequence parallel, each device's part of them."""
         step = self.placement.partial[id(v.source)]
+        made = self.again(step) & self.again(reader) if reader else whole(self.program)
         n = step.at(self.sizes, self.split)((*step.outer, *v.source.shape))
         if move.along is None:
-            yield Collective("all_reduce", move.axis, n, False, step.name)
+            yield Collective("all_reduce", move.axis, n, False, step.name, made)
             return
-        yield Collective("reduce_scatter", move.axis, n, False, step.name)
+        yield Collective("reduce_scatter", move.axis, n, False, step.name, made)
         yield Collective("all_gather", move.axis, n, True, step.name)
 
     def enter(self, step: Step, v: Value, move: Move) -> Iterator[Collective]:
@@ -111,7 +118,7 @@ class _Count:
             yield Collective("all_reduce", move.axis, n, True, step.name)
             return
         n = self.whole(step, v, move)
-        yield Collective("all_gather", move.axis, n, False, step.name)
+        yield Collective("all_gather", move.axis, n, False, step.name, self.again(step))
         if v.dtype is DType.INDEX:
             return
         if move.axis == "tp":
@@ -138,13 +145,14 @@ class _Count:
             case Route() | Combine() if self.split.ep > 1:
                 sent = v if isinstance(v.op, Route) else v.args[0]
                 n = self.program.held(sent.shape, step.outer, self.sizes, self.split)
+                what = "dispatch" if sent is v else "combine"
                 for backward in (False, True):
-                    yield Collective("all_to_all", "ep", n, backward, "dispatch" if sent is v else "combine")
+                    yield Collective("all_to_all", "ep", n, backward, what, self.again(step, backward))
             case Normalize(over):
                 n = step.at(self.sizes, self.split)((*step.outer, *v.shape.without(*over)))
                 for axis in placed.summed:
                     for backward in (False, True):
-                        yield Collective("all_reduce", axis, n, backward, "statistics")
+                        yield Collective("all_reduce", axis, n, backward, "statistics", self.again(step, backward))
 
     def attend(self, step: Step) -> Iterator[Collective]:
         """What the core of attention gathers, and whose gradients it scatters.
@@ -156,7 +164,7 @@ class _Count:
         if gathered := step.gathered(self.split):
             local = step.at(self.sizes, self.split, whole=SEQUENCES)
             n = sum(local((*step.outer, *a.shape)) for a in gathered)
-            yield Collective("all_gather", "cp", n, False, "keys and values", core=True)
+            yield Collective("all_gather", "cp", n, False, "keys and values", self.again(step))
             yield Collective("reduce_scatter", "cp", n, True, "keys and values")
         copies = [self.program.repeated(a.shape, step.outer, self.split) for a in step.value.args]
         if max(copies) > 1:

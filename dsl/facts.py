@@ -16,7 +16,8 @@ from .dims import Sizes
 from .errors import ShapeError, UserError
 from .exchange import Collective, collectives
 from .graph import Model, Node, graph
-from .keep import Recompute, Saved, inputs, keeps, tensors
+from .keep import Recompute, Saved, chosen, inputs, keeps, tensors
+from .modules import CORE, NONE, Again, again
 from .ops import Dot, Input, Lookup, Rows, Weight
 from .program import Program, Step, program
 from .scan import Scan
@@ -35,7 +36,7 @@ class Work:
 
     `count` products of [m, k] with [k, n] (0 if it is none; for "attend" m queries, n keys, k channels). elements: read
     and written in the forward pass; a chain of pointwise ops is one piece of work, which reads what enters it and
-    writes what leaves it. core: of attention, which selective recompute does again.
+    writes what leaves it. again: the modules any of which do it again.
     """
 
     kind: str
@@ -44,7 +45,7 @@ class Work:
     dgrad: int
     wgrad: int
     elements: int
-    core: bool = False
+    again: Again = NONE
     count: int = 0
     m: int = 0
     n: int = 0
@@ -99,19 +100,28 @@ def params(x: Model | Node | Value) -> int:
     return sum(Sizes()(s.dims) for s in slots if s.trained)
 
 
-def flops(model: Model, *, batch: int, seq: int, source: int | None = None, recompute: Recompute = "none") -> Flops:
+def flops(
+    model: Model,
+    *,
+    batch: int,
+    seq: int,
+    source: int | None = None,
+    recompute: Recompute = "none",
+    modules: Iterable[str] = CORE,
+) -> Flops:
     """The FLOPs of a batch of sequences, however it is laid out: 2 for each weight and token it meets, and attention.
 
     source: tokens of each sequence that an encoder reads, as many as `seq` when not given. recompute: what the backward
-    pass computes again. Raises UserError for sizes below 1.
+    pass computes again, and if that is selective, which modules. Raises UserError for sizes below 1.
     """
-    work = [(n, w) for n in graph(model).nodes for w in costs(n, batch=batch, seq=seq, source=source).work]
-    again = {n.name for n, kept in keeps(graph(model).nodes, recompute) if kept.again}
+    made, nodes = chosen(recompute, modules), graph(model).nodes
+    work = [(n, w) for n in nodes for w in costs(n, batch=batch, seq=seq, source=source).work]
+    whole = {n.name for n, kept in keeps(nodes, recompute) if kept.again or (kept.norm and "layernorm" in made)}
     return Flops(
         forward=sum(w.flops for _, w in work),
         dgrad=sum(w.dgrad for _, w in work),
         wgrad=sum(w.wgrad for _, w in work),
-        again=sum(w.flops for n, w in work if n.name in again or (w.core and recompute == "selective")),
+        again=sum(w.flops for n, w in work if n.name in whole or made & w.again),
     )
 
 
@@ -123,16 +133,19 @@ def saved(
     source: int | None = None,
     split: Split = WHOLE,
     recompute: Recompute = "none",
+    modules: Iterable[str] = CORE,
 ) -> tuple[Saved, ...]:
     """What these nodes keep for their backward passes on one device, each distinct tensor once, in elements.
 
-    Nodes of a model, or of a part of it, in program order. Raises UserError for an unknown recompute.
+    Nodes of a model, or of a part of it, in program order. modules: what selective recompute makes again. Raises
+    UserError for an unknown recompute.
     """
+    made = chosen(recompute, modules)
     return tuple(
         s
         for node, kept in keeps(nodes, recompute)
         for cost in (costs(node, batch=batch, seq=seq, source=source, split=split),)
-        for s in kept.of(cost.saved, cost.inputs, recompute)
+        for s in kept.of(cost.saved, cost.inputs, made)
     )
 
 
@@ -189,7 +202,7 @@ def _work(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
             dgrad=dgrad,
             wgrad=wgrad,
             elements=sum(_touched(step, x, sizes, split) for x in (*_reads(p, step), v)),
-            core=isinstance(v.op, Attend),
+            again=again(p)[id(v)],
             count=count,
             m=m,
             n=n,

@@ -12,17 +12,18 @@ from typing import Literal, get_args
 
 from attrs import frozen
 
-from .attend import Attend
 from .dims import Dim, DType, Shape, Sizes
 from .errors import UserError, nearest
 from .graph import Node
+from .layer import Layer
+from .modules import CORE, NONE, Again, again, modules, norm
 from .ops import Weight
 from .program import Program, Step, origin, program
 from .splits import Split
 from .value import Value
 
-# What is computed again: nothing, the core of attention, or all but what enters each block (an iteration of a repeat).
-# Source: Korthikanti et al., arXiv:2205.05198.
+# What is computed again: nothing, some modules, or all but what enters each block (an iteration of a repeat).
+# Source: Korthikanti et al., arXiv:2205.05198, where it is the core of attention.
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -32,13 +33,13 @@ class Saved:
 
     port: which of the node's inputs it is (by position in `Node.inputs`), -1 its output, None neither. An input belongs
     to the node that reads it in its backward pass; where two do (or the node that made it), `saved` counts it once.
-    core: selective recompute, which keeps what enters the core of attention and makes the rest again, does not keep it.
+    again: the modules any of which make it again, and so need not keep it.
     """
 
     elements: int
     dtype: DType
     what: str
-    core: bool = False
+    again: Again = NONE
     port: int | None = None
 
 
@@ -47,19 +48,30 @@ class Keeps:
     """What counts for one node among others.
 
     own: the ports of those saved tensors that count for it; the tensors without a port all do. enters: the ports of the
-    inputs that full recompute keeps, to make a block again from. again: the rest is made again.
+    inputs that full recompute keeps, to make a block again from. again: the rest is made again. norm: it is a norm in
+    front of layers, which the module "layernorm" makes again; normed: its ports that such norms give, among its own.
     """
 
     own: frozenset[int]
     enters: tuple[int, ...] = ()
     again: bool = False
+    norm: bool = False
+    normed: frozenset[int] = frozenset()
 
-    def of(self, saved: Iterable[Saved], inputs: tuple[Saved, ...], recompute: Recompute) -> Iterator[Saved]:
-        """What is kept of the tensors that a node saves, or of its inputs."""
+    def of(self, saved: Iterable[Saved], inputs: tuple[Saved, ...], made: Again = NONE) -> Iterator[Saved]:
+        """What is kept of the tensors that a node saves, or of its inputs, when these modules are made again."""
         if not self.again:
-            core = recompute == "selective"
-            yield from (s for s in saved if (s.port is None or s.port in self.own) and not (s.core and core))
+            yield from (s for s in saved if (s.port is None or s.port in self.own) and not made & self.frees(s))
         yield from (inputs[port] for port in self.enters)
+
+    def frees(self, saved: Saved) -> Again:
+        """The modules any of which make a tensor again."""
+        return saved.again | {"layernorm"} if saved.port in self.normed else saved.again
+
+
+def chosen(recompute: Recompute, names: Iterable[str] = CORE) -> Again:
+    """The modules that are made again: those of these names when recompute is selective. Raises UserError."""
+    return frozenset(modules(names)) if recompute == "selective" else NONE
 
 
 def keeps(nodes: Iterable[Node], recompute: Recompute = "none") -> Iterator[tuple[Node, Keeps]]:
@@ -69,6 +81,7 @@ def keeps(nodes: Iterable[Node], recompute: Recompute = "none") -> Iterator[tupl
         raise UserError(f"no recompute {recompute!r}{nearest(recompute, known)}there are {', '.join(known)}")
     nodes = tuple(nodes)
     blocks = {n.name: n.block for n in nodes}
+    norms = set(_norms(nodes))
     claimed: set[str] = set()
 
     def first(node: Node, port: int) -> bool:
@@ -82,18 +95,33 @@ def keeps(nodes: Iterable[Node], recompute: Recompute = "none") -> Iterator[tupl
             entering = (i for i, name in enumerate(n.inputs) if blocks.get(name) != n.block)
             yield n, Keeps(frozenset(), tuple(i for i in entering if first(n, i)), again=True)
         else:
-            yield n, Keeps(frozenset(port for port in _ports(program(n)) if first(n, port)))
+            own = frozenset(port for port in _ports(program(n)) if first(n, port))
+            normed = frozenset(port for port in own if port >= 0 and n.inputs[port] in norms)
+            yield n, Keeps(own, norm=n.name in norms, normed=normed)
+
+
+def _norms(nodes: tuple[Node, ...]) -> Iterator[str]:
+    """The norms in front of the layers of a block, and in no sum: of what is read beside, as by a residual."""
+    readers: dict[str, list[Node]] = {}
+    for n in nodes:
+        for name in n.inputs:
+            readers.setdefault(name, []).append(n)
+    for n in nodes:
+        if n.block is not None and norm(program(n)) and len(readers[n.inputs[0]]) > 1:
+            after = readers.get(n.name, [])
+            if after and all(isinstance(r.op, Layer) and r.block == n.block for r in after):
+                yield n.name
 
 
 def tensors(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
     """What a node's backward pass reads, as one device holds it."""
     for kept in _kept(p):
         n = p.held(kept.shape, kept.outer, sizes, split, data=kept.dtype is DType.INDEX)
-        yield Saved(n, kept.dtype, kept.what, kept.core, kept.port)
+        yield Saved(n, kept.dtype, kept.what, kept.again, kept.port)
     for step in p.steps:
         for x in step.gathered(split):  # each device has its own part already
             n = (split.cp - 1) * p.held(x.shape, step.outer, sizes, split)
-            yield Saved(n, x.dtype, "keys and values of other devices", core=True)
+            yield Saved(n, x.dtype, "keys and values of other devices", again(p)[id(step.value)])
 
 
 def inputs(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
@@ -111,7 +139,7 @@ class _Kept:
     dtype: DType
     outer: tuple[Dim, ...]
     what: str
-    core: bool = False
+    again: Again = NONE
     port: int | None = None
 
 
@@ -131,15 +159,17 @@ def _read(p: Program, steps: dict[int, Step]) -> Iterator[_Kept]:
                 continue
             seen.add(id(x.source))
             around, maker = steps.get(id(origin(x))), steps.get(id(x.source))
+            port = -1 if x.source is p.value.source else ports.get(id(x.source))
             yield _Kept(
                 shape=x.shape,
                 dtype=x.dtype,
                 outer=around.outer if around else (),
                 what=maker.name if maker else "input",
-                port=-1 if x.source is p.value.source else ports.get(id(x.source)),
+                again=again(p)[id(maker.value)] - frozenset(CORE) if maker and port is None else NONE,
+                port=port,
             )
         for what, shape, dtype in v.op.notes(v):
-            yield _Kept(shape, dtype, step.outer, what, core=isinstance(v.op, Attend))
+            yield _Kept(shape, dtype, step.outer, what, again=again(p)[id(v)])
 
 
 def _entries(p: Program, v: Value) -> Iterator[Value]:

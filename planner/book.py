@@ -15,8 +15,8 @@ from attrs import define, evolve, field, fields, frozen
 from megaloom.dsl.dims import NBYTES, DType, Shape
 from megaloom.dsl.facts import Costs, costs
 from megaloom.dsl.graph import Node
-from megaloom.dsl.keep import Keeps, Saved
-from megaloom.dsl.keep import Recompute as Mode
+from megaloom.dsl.keep import Saved
+from megaloom.dsl.modules import Again
 from megaloom.dsl.ops import Dot, Drop, Input, Lookup, Normalize, Weight
 from megaloom.dsl.program import Program, program
 from megaloom.dsl.routing import Combine, Gate, Route
@@ -29,7 +29,7 @@ from .cluster import Cluster
 from .columns import Column, Layouts, alike
 from .layout import Layout, Precision, Workload
 from .practice import Practice
-from .sheet import TRAFFIC, Anatomy, Base, Col, Kind, Rows, factors, local, loss, shared, split_of
+from .sheet import MADE, TRAFFIC, Anatomy, Base, Col, Kind, Rows, factors, local, loss, shared, split_of
 
 # Without a fused kernel each score is kept thrice: softmaxed, its dropout's mask, dropped (Korthikanti et al.,
 # arXiv:2205.05198, section 4.1).
@@ -43,7 +43,7 @@ class Line:
     """What one node costs, nothing computed again."""
 
     row: Rows  # [columns]
-    core: Rows  # of the core of attention: forward kernels, forward collectives, saved bytes
+    again: Rows  # [parts, MADE] of it, what modules that are computed again take again and free
     full: float  # bytes that full recompute keeps
     largest: int  # bytes of its largest saved tensor
 
@@ -90,6 +90,7 @@ class Facts:
         return max((_nbytes(a, precision) * (1 + more * bool(slopes)) for a, slopes in saved), default=0)
 
 
+NORM: Again = frozenset({"layernorm"})
 COUNTED = ("work", "collectives", "saved", "inputs")
 
 
@@ -118,7 +119,7 @@ class Book:
         lines = [self.line(i, layout) for i in range(len(self.anatomy.kinds))]
         return Base(
             rows=np.array([line.row for line in lines]),
-            core=np.array([line.core for line in lines]),
+            again=np.array([line.again for line in lines]),
             full=np.array([line.full for line in lines]),
             largest=max(line.largest for line in lines),
             library=self.library + self._dummies(layout),
@@ -137,18 +138,18 @@ class Book:
         return self.workload.precision.nbytes * factors(self.anatomy, layout, self.workload)
 
     def rows(self, x: Layouts) -> tuple[Rows, Rows, Rows, Rows]:
-        """The rows, the core's part of them, what full recompute keeps and the largest saved tensor, of many layouts.
+        """The rows, the parts' share of them, what full recompute keeps and the largest saved tensor, of many layouts.
 
-        [layouts, kinds, columns], [layouts, kinds, 3], [layouts, kinds], [layouts, kinds]
+        [layouts, kinds, columns], [layouts, kinds, parts, MADE], [layouts, kinds], [layouts, kinds]
         """
         out = []
         for i in range(len(self._reach)):
             first, which = self._alike(i, x)
             lines = [self.line(i, x[int(k)]) for k in first]
-            columns = ([getattr(n, name) for n in lines] for name in ("row", "core", "full", "largest"))
+            columns = ([getattr(n, name) for n in lines] for name in ("row", "again", "full", "largest"))
             out.append([np.array(column, dtype=float)[which] for column in columns])
-        rows, core, full, largest = (np.stack(column, axis=1) for column in zip(*out, strict=True))
-        return rows, core, full, largest
+        rows, again, full, largest = (np.stack(column, axis=1) for column in zip(*out, strict=True))
+        return rows, again, full, largest
 
     def largest(self, x: Layouts) -> Rows:
         """Bytes of the largest saved tensor of each of many layouts, sooner than its costs."""
@@ -179,7 +180,8 @@ class Book:
         key = (i, x.tp, x.cp, x.ep, x.etp, x.sequence_parallel, x.micro_batch, workload.seq)
         if key not in self._lines:
             found = self._counted(i, layout, workload).at(layout.micro_batch * workload.seq)
-            self._lines[key] = line(self.anatomy.kinds[i], found, layout, workload, self.cluster, self.practice)
+            kind, parts = self.anatomy.kinds[i], self.anatomy.parts
+            self._lines[key] = line(kind, parts, found, layout, workload, self.cluster, self.practice)
         return self._lines[key]
 
     def _seen(self, i: int, layout: Layout) -> tuple[Layout, Workload]:
@@ -225,46 +227,71 @@ def _tokens(p: Program) -> bool:
     return all(("batch" in s and "seq" in s) or any(d.of for d in s) for s in shapes)
 
 
-def line(kind: Kind, found: Costs, layout: Layout, workload: Workload, cluster: Cluster, practice: Practice) -> Line:
+def line(
+    kind: Kind,
+    parts: tuple[Again, ...],
+    found: Costs,
+    layout: Layout,
+    workload: Workload,
+    cluster: Cluster,
+    practice: Practice,
+) -> Line:
     """What a node costs by these facts."""
-    row, core, precision = np.zeros(len(Col)), np.zeros(3), workload.precision
-    _compute(row, core, found, cluster, precision, practice, kind)
-    _exchange(row, core, found, layout, cluster, precision, practice, kind)
-    modes: tuple[tuple[Keeps, Mode], ...] = (kind.keeps, "none"), (kind.keeps, "selective"), (kind.full, "full")
-    kept, cored, made = (
-        sum(_nbytes(s, precision) for s in how.of(found.saved, found.inputs, mode)) for how, mode in modes
-    )
-    row[Col.SAVED], core[2] = kept, kept - cored
+    row, precision = np.zeros(len(Col)), workload.precision
+    again = Made(parts, kind)
+    _compute(row, again, found, cluster, precision, practice)
+    _exchange(row, again, found, layout, cluster, precision, practice)
+    for s in kind.keeps.of(found.saved, found.inputs):
+        row[Col.SAVED] += _nbytes(s, precision)
+        again.add(Col.SAVED, kind.keeps.frees(s), _nbytes(s, precision))
+    made = sum(_nbytes(s, precision) for s in kind.full.of(found.saved, found.inputs))
     row[Col.PARAMS], row[Col.EXPERT_PARAMS] = found.params, found.expert_params
     if not practice.flash:
-        scores = SCORES * sum(w.count * w.m * w.n for w in found.work if w.kind == "attend")
-        row[Col.SAVED] += scores
-        core[2] += scores
+        for w in (w for w in found.work if w.kind == "attend"):
+            row[Col.SAVED] += SCORES * w.count * w.m * w.n
+            again.add(Col.SAVED, w.again, SCORES * w.count * w.m * w.n)
     if kind.ends:
         _loss(row, kind.node, layout, workload, cluster, practice)
-    return Line(row, core, made, max((_nbytes(s, precision) for s in found.saved), default=0))
+    return Line(row, again.rows, made, max((_nbytes(s, precision) for s in found.saved), default=0))
+
+
+@define(eq=False)
+class Made:
+    """What modules take again of a node that they compute again, and what they free: [parts, MADE]."""
+
+    parts: tuple[Again, ...]
+    kind: Kind
+    rows: Rows = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.rows = np.zeros((len(self.parts), len(MADE)))
+
+    def add(self, column: Col, again: Again, amount: float) -> None:
+        """So much is done again, or freed, by any of these modules."""
+        if self.kind.keeps.norm and column is not Col.SAVED:
+            again = NORM
+        if again:
+            self.rows[self.parts.index(again), MADE.index(column)] += amount
 
 
 def _nbytes(s: Saved, precision: Precision) -> int:
     return s.elements * NBYTES.get(s.dtype, precision.nbytes)
 
 
-def _compute(
-    row: Rows, core: Rows, found: Costs, cluster: Cluster, precision: Precision, practice: Practice, kind: Kind
-) -> None:
+def _compute(row: Rows, again: Made, found: Costs, cluster: Cluster, precision: Precision, practice: Practice) -> None:
     device = cluster.device
     ahead = back = 0.0  # of the host
     for work in found.work:
-        took = kernels.seconds(work, device, precision, practice, inside=kind.inside)
+        took = kernels.seconds(work, device, precision, practice, inside=again.kind.inside)
+        waits = each = 0.0
         if work.kind == "route" and device.units > 1:
             each = practice.expert_seconds * max(w.count for w in found.work if w.kind == "dot")
-            row[Col.FORWARD] += practice.dispatch_seconds + each
-            row[Col.BACKWARD] += practice.dispatch_seconds + 2 * each
-        row[Col.FORWARD] += took.forward
-        row[Col.BACKWARD] += took.backward
+            waits = practice.dispatch_seconds + each
+        row[Col.FORWARD] += took.forward + waits
+        row[Col.BACKWARD] += took.backward + waits + each
         launched = took.waits(device, practice)
         ahead, back = ahead + launched[0], back + launched[1]
-        core[0] += max(took.forward, launched[0]) * work.core
+        again.add(Col.FORWARD, work.again, max(took.forward + waits, launched[0]))
     row[Col.FORWARD] = max(row[Col.FORWARD], ahead)
     row[Col.BACKWARD] = max(row[Col.BACKWARD], back)
     # Each micro-batch's gradient is added to the main one: a read of it, a read and a write of the buffer.
@@ -274,26 +301,27 @@ def _compute(
 
 def _exchange(
     row: Rows,
-    core: Rows,
+    again: Made,
     found: Costs,
     layout: Layout,
     cluster: Cluster,
     precision: Precision,
     practice: Practice,
-    kind: Kind,
 ) -> None:
     hidden = {"tp": practice.hidden_tensor, "ep": practice.hidden_experts}
     for c in found.collectives:
         nbytes = c.elements * precision.nbytes
         group = traffic.group(c.axis, layout)
-        leaving = traffic.once(_copies(kind), group, cluster) if c.axis == "ep" and practice.once else 1.0
-        if c.axis == "cp" and any(w.core for w in found.work):
+        leaving = traffic.once(_copies(again.kind), group, cluster) if c.axis == "ep" and practice.once else 1.0
+        if c.axis == "cp" and any(w.kind == "attend" for w in found.work):
             took = context.seconds(practice.context, c, found, layout, cluster, precision)
         else:
             took = traffic.seconds(c.kind, nbytes, group, cluster, leaving)
         took *= 1 - hidden.get(c.axis, 0.0)
-        row[TRAFFIC[c.axis][c.backward]] += took
-        core[1] += took * c.core
+        ahead, back = TRAFFIC[c.axis]
+        row[back if c.backward else ahead] += took
+        if not c.backward:
+            again.add(ahead, c.again, took)
 
 
 def _copies(kind: Kind) -> int:

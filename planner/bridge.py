@@ -92,7 +92,7 @@ def _layout(plan: Plan, graph: Graph) -> Iterator[tuple[str, object]]:
     yield "recompute_method", None if first == 0 else "block" if first else "uniform"
     yield "recompute_num_layers", None if first == 0 else first or 1
     if x.recompute is Recompute.SELECTIVE:
-        yield "recompute_modules", "[core_attn]"
+        yield "recompute_modules", f"[{','.join(x.modules)}]"
 
 
 def _said(value: object) -> str:

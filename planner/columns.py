@@ -12,7 +12,7 @@ import numpy as np
 from attrs import fields, frozen
 from numpy.typing import NDArray
 
-from .layout import AXES, Layout, Recompute
+from .layout import AXES, CORE, Layout, Recompute, bits, named
 
 Column = NDArray[np.int64]
 MODES = tuple(Recompute)
@@ -22,7 +22,7 @@ NAMES = tuple(f.name for f in fields(Layout))
 
 @frozen(eq=False, slots=False)
 class Layouts:
-    """As many layouts as each column is long. `recompute` is the place of the mode in MODES."""
+    """As many layouts as each column is long. `recompute` is the place of the mode in MODES, modules are bits."""
 
     dp: Column
     tp: Column
@@ -35,6 +35,7 @@ class Layouts:
     micro_batch: Column
     recompute: Column
     distributed_optimizer: Column
+    recompute_modules: Column
     recompute_layers: Column
     microbatch_group: Column
 
@@ -50,7 +51,8 @@ class Layouts:
     def __getitem__(self, i: int) -> Layout:
         values: dict[str, Any] = {name: int(getattr(self, name)[i]) for name in NAMES}
         values |= {name: bool(values[name]) for name in SWITCHES}
-        return Layout(**values | {"recompute": MODES[values["recompute"]]})
+        modules = named(values["recompute_modules"])
+        return Layout(**values | {"recompute": MODES[values["recompute"]], "recompute_modules": modules})
 
     def take(self, which: Column | NDArray[np.bool_]) -> Layouts:
         """Those at these places, or those for which a mask is true."""
@@ -94,9 +96,20 @@ class Layouts:
 
     @property
     def selective(self) -> NDArray[np.bool_]:
-        """Whether parts of blocks are."""
+        """Whether modules are."""
         selective: NDArray[np.bool_] = self.recompute == MODES.index(Recompute.SELECTIVE)
         return selective
+
+    @property
+    def module_bits(self) -> Column:
+        """The modules that selective recompute computes again, as bits; 0 under another."""
+        return np.where(self.selective, np.where(self.recompute_modules, self.recompute_modules, bits(CORE)), 0)
+
+    @property
+    def misnamed(self) -> NDArray[np.bool_]:
+        """Whether modules are named, and none are computed again."""
+        misnamed: NDArray[np.bool_] = (self.recompute_modules > 0) & ~self.selective
+        return misnamed
 
     def microbatches(self, batch: int) -> Column:
         """Micro-batches that each data-parallel rank runs for a global batch of `batch` sequences."""
@@ -123,5 +136,7 @@ def _distinct(column: Column) -> tuple[Column, Column]:
     return order[new], code
 
 
-def _number(value: object) -> int:
-    return MODES.index(value) if isinstance(value, Recompute) else int(value)  # type: ignore[call-overload]
+def _number(value: Any) -> int:
+    if isinstance(value, tuple):
+        return bits(value)
+    return MODES.index(value) if isinstance(value, Recompute) else int(value)

@@ -26,7 +26,7 @@ def seconds(way: Way, c: Collective, found: Costs, layout: Layout, cluster: Clus
     group, nbytes = traffic.group("cp", layout), c.elements * precision.nbytes
     if way is Way.ALL_GATHER:
         return traffic.seconds(c.kind, nbytes, group, cluster)
-    core = [w for w in found.work if w.core]
+    core = [w for w in found.work if w.kind == "attend"]
     if way is Way.ALL_TO_ALL:
         queries = sum(w.count * w.m * w.k for w in core) * precision.nbytes
         there = traffic.seconds("all_to_all", queries + nbytes / layout.cp, group, cluster)

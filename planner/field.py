@@ -39,7 +39,8 @@ class Field:
 
     def variants(self, which: Column) -> Bounded:
         """The layouts at these places, those left out that recompute what is not worth the trouble."""
-        found, place = space.variants(self.pricer.graph, self.pricer.workload, self.floors.at.take(which), self.fixed)
+        at, family = self.floors.at.take(which), self.floors.family(which)
+        found, place = space.variants(self.pricer.graph, self.pricer.workload, at, self.fixed, family)
         place = which[place]
         if "recompute" not in self.fixed:
             keep = self.floors.worthwhile(found, place)

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from . import bubbles, memory, traffic
 from .book import Book
 from .columns import MODES, Column, Layouts, alike
-from .layout import Layout, Recompute
+from .layout import Layout, Module, Recompute
 from .memory import MORE
-from .sheet import STEP, TRAFFIC, Col, Rows
+from .repeats import Repeats
+from .sheet import AHEAD, STEP, Col, Rows
 from .tail import tail
 
-NONE, SELECTIVE, FULL = (MODES.index(mode) for mode in (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL))
-FREED = 0.02  # of what is saved: what selective recompute frees at the least
+PLAIN, ALL, LEAN = 0, 1, 2  # what is computed again: nothing, all, and all modules at no cost; then sets of modules
 
 
 @frozen(eq=False)
@@ -31,6 +31,8 @@ class Ground:
     step: Rows  # [places, modes]
     saved: Rows  # [places, modes]
     workspace: Rows  # [places, modes]
+    repeats: Repeats  # of the places that differ in costs
+    like: Column  # which of these each place is like
     state: Rows  # [places, 2]: bytes of weights, gradients, optimizer, without and with the distributed one
     beside: Rows  # bytes that no tensor holds
     again: Rows  # seconds that it takes to compute a block again, the quickest
@@ -54,9 +56,15 @@ class Floors:
     at: Layouts
     book: Book
     ground: Ground = field(init=False)
+    modes: Column = field(init=False)  # of each set of modules, the mode of the ground; made as they are met
 
     def __attrs_post_init__(self) -> None:
         self.ground = self._ground()
+        self.modes = np.zeros(1 << len(Module), dtype=np.int64)
+
+    def family(self, which: Column) -> Column:
+        """The sets of modules that a search looks at, at these places: [places, counts]."""
+        return self.ground.repeats.family[self.ground.like[which]]
 
     def bound(self, x: Layouts, place: Column) -> tuple[Rows, Rows]:
         """(seconds of a step, bytes of the fullest rank) of these layouts, each at a place."""
@@ -72,33 +80,59 @@ class Floors:
         waits = bubbles.share(pp, x.vpp, m, x.group.astype(float)) if waits is None else waits
         sent = np.where(x.vpp == 1, 2 * (pp - 1) * self.ground.hop[place], 0.0)  # ranks wait for their own sends
         seconds = np.maximum(np.maximum((total + sent) * waits, m * least), total)
-        g, mode = self.ground, x.recompute
+        mode = self._mode(x)
+        return seconds, self._nbytes(x, place, mode)
+
+    def _mode(self, x: Layouts) -> Column:
+        """The mode of each layout."""
+        bits = x.module_bits
+        for number in np.flatnonzero(np.bincount(bits)).tolist():
+            if number and not self.modes[number]:
+                self.modes[number] = self._more(number)
+        return np.where(x.full, ALL, self.modes[bits])
+
+    def _more(self, number: int) -> int:
+        """A mode more: that of a set of modules."""
+        g = self.ground
+        made, freed, back = (column[g.like] for column in g.repeats.of_set(number))
+        self.ground = evolve(
+            g,
+            step=np.column_stack([g.step, g.step[:, PLAIN] + made]),
+            saved=np.column_stack([g.saved, g.saved[:, PLAIN] - freed]),
+            workspace=np.column_stack([g.workspace, g.workspace[:, PLAIN] + back]),
+        )
+        return int(g.step.shape[1])
+
+    def _nbytes(self, x: Layouts, place: Column, mode: Column | int) -> Rows:
+        """Bytes of the fullest rank."""
+        g, pp = self.ground, x.pp.astype(float)
         saved = g.saved[place, mode]
         some = x.recompute_layers > 0
         freed = np.minimum(x.recompute_layers * x.pp * x.vpp, g.blocks) * g.frees[place]
-        saved = np.where(some, np.maximum(saved, g.saved[place, NONE] - freed), saved)
+        saved = np.where(some, np.maximum(saved, g.saved[place, PLAIN] - freed), saved)
         flights = self._flights(x)
         held = memory.least(g.state[place, x.distributed_optimizer], MORE * saved, pp, flights)
-        return seconds, held + g.beside[place] + MORE * g.workspace[place, mode]
+        nbytes: Rows = held + g.beside[place] + MORE * g.workspace[place, mode]
+        return nbytes
 
     def ideal(self) -> tuple[Rows, Rows]:
         """(seconds, nbytes) that no layout at a place takes less than, for each place."""
         place, one = np.arange(len(self.at)), np.ones(len(self.at), dtype=np.int64)
-        quick, m = evolve(self.at, recompute=NONE * one), self.at.microbatches(self.book.workload.batch)
+        quick = evolve(self.at, recompute=MODES.index(Recompute.NONE) * one)
+        m = self.at.microbatches(self.book.workload.batch)
         several = (self.at.pp > 1) & (self.at.pp <= m)
         lean = evolve(self.at, vpp=one, distributed_optimizer=np.minimum(1, self.at.dp * self.at.cp - 1))
-        modes = [self.before(evolve(lean, recompute=mode * one), place)[1] for mode in (NONE, SELECTIVE, FULL)]
         waits = np.where(
             several, m / self.at.pp, bubbles.share(self.at.pp.astype(float), one, m.astype(float), one.astype(float))
         )
         quick = evolve(quick, vpp=1 + several)
-        return self.before(quick, place, waits)[0], np.minimum.reduce(modes)
+        nbytes = np.minimum(self._nbytes(lean, place, ALL), self._nbytes(lean, place, LEAN))
+        return self.before(quick, place, waits)[0], nbytes
 
     def worthwhile(self, x: Layouts, place: Column) -> NDArray[np.bool_]:
-        """Whether recompute frees what is worth the trouble: fused attention leaves little to selective recompute."""
-        saved = self.ground.saved
-        frees = saved[:, SELECTIVE] < (1 - FREED) * saved[:, NONE]
-        worth: NDArray[np.bool_] = (x.recompute != SELECTIVE) | frees[place]
+        """Whether recompute frees what is worth the trouble: fused attention leaves little to its core."""
+        r, bits, at = self.ground.repeats, x.module_bits, self.ground.like[place]
+        worth: NDArray[np.bool_] = (bits == 0) | ((r.family[at] == bits[:, None]) & r.worthwhile[at]).any(axis=1)
         return worth
 
     def _work(self, x: Layouts, place: Column) -> tuple[Rows, Rows]:
@@ -107,8 +141,9 @@ class Floors:
         Where the first n blocks of a stage are computed again, a rank with b blocks computes min(n, b) or more again.
         No rank has more blocks than fit its time, so that all ranks do so for blocks * min(1, n / most) or more.
         """
+        mode = self._mode(x)
         g = self.ground
-        plain, whole, pp = g.step[place, NONE], g.step[place, x.recompute], x.pp
+        plain, whole, pp = g.step[place, PLAIN], g.step[place, mode], x.pp
         some, n = x.recompute_layers > 0, x.recompute_layers
         again, block = g.again[place], g.block[place]
         root = (plain + np.sqrt(plain**2 + 4 * pp * again * g.blocks * n * block)) / (2 * pp)
@@ -155,23 +190,22 @@ class Floors:
     def _ground(self) -> Ground:
         first, which = alike(*(getattr(self.at, name) for name in WHERE))
         one = self.at.take(first)
-        rows, core, full, largest = self.book.rows(one)
+        rows, made, full, largest = self.book.rows(one)
         kinds, blocks = self.book.anatomy.counts, self.book.anatomy.blocks
         inside = np.array([kind.inside for kind in self.book.anatomy.kinds])
         plain = rows[:, :, STEP].sum(axis=2)
-        again = np.where(inside, rows[:, :, Col.FORWARD] + sum(rows[:, :, ahead] for ahead, _ in TRAFFIC_PAIRS), 0.0)
+        again = np.where(inside, rows[:, :, AHEAD].sum(axis=2), 0.0)
         freed = np.where(inside, rows[:, :, Col.SAVED] - full, 0.0)
         saved = rows[:, :, Col.SAVED]
-        steps = [plain, plain + core[:, :, 0] + core[:, :, 1], plain + again]
-        kept = [saved, saved - core[:, :, 2], full]
+        repeats = Repeats.of(self.book.anatomy, made, saved @ kinds)
         room = 2 * largest.max(axis=1) + self.book.library
-        work = [room, room + core[:, :, 2].max(axis=1), room + saved @ self.book.anatomy.block]
-        order = np.argsort([NONE, SELECTIVE, FULL])
         params, experts = self._params(rows, one)
         return Ground(
-            step=np.array([t @ kinds for t in steps])[order].T[which],
-            saved=np.array([t @ kinds for t in kept])[order].T[which],
-            workspace=np.array(work)[order].T[which],
+            step=np.array([t @ kinds for t in (plain, plain + again, plain)]).T[which],
+            saved=np.array([saved @ kinds, full @ kinds, saved @ kinds - repeats.most]).T[which],
+            workspace=np.array([room, room + saved @ self.book.anatomy.block, room]).T[which],
+            repeats=repeats,
+            like=which,
             state=self._state(params[which], experts[which]),
             beside=self._beside(),
             again=_extreme(again @ blocks.T, np.min)[which],
@@ -210,7 +244,6 @@ class Floors:
 
 
 WHERE = ("tp", "cp", "ep", "etp", "sequence_parallel", "micro_batch")  # what the costs of a node depend on
-TRAFFIC_PAIRS = sorted(set(TRAFFIC.values()))
 
 
 def where(layout: Layout) -> tuple[object, ...]:

@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
-from attrs import frozen
+from attrs import field, frozen
 
 
 class Recompute(StrEnum):
     """What the backward pass computes again instead of keeping."""
 
     NONE = "none"
-    SELECTIVE = "selective"  # the core of attention
+    SELECTIVE = "selective"  # some modules of each block
     FULL = "full"  # everything but the input of each block
+
+
+class Module(StrEnum):
+    """What selective recompute may compute again: `megaloom.dsl.modules` says what each is."""
+
+    CORE_ATTN = "core_attn"
+    LAYERNORM = "layernorm"
+    MLA_UP_PROJ = "mla_up_proj"
+    MLP = "mlp"
+    MOE_ACT = "moe_act"
+    SHARED_EXPERTS = "shared_experts"
+    MOE = "moe"
+
+    @property
+    def bit(self) -> int:
+        """Its place in a number that stands for several."""
+        return 1 << list(Module).index(self)
+
+
+CORE = (Module.CORE_ATTN,)
+PARTS_OF_MOE = {Module.MOE_ACT, Module.SHARED_EXPERTS}  # which it computes again anyway
+
+
+def modules(names: Iterable[str]) -> tuple[Module, ...]:
+    """These modules in their order, each once, and none that another computes again anyway."""
+    given = {Module(name) for name in names}
+    return tuple(m for m in Module if m in given - (PARTS_OF_MOE if Module.MOE in given else set()))
+
+
+def bits(names: Iterable[Module]) -> int:
+    """Modules as the bits of a number."""
+    return sum(module.bit for module in names)
+
+
+def named(number: int) -> tuple[Module, ...]:
+    """The modules that the bits of a number stand for."""
+    return modules(module for module in Module if number & module.bit)
 
 
 class Precision(StrEnum):
@@ -58,6 +96,11 @@ class Workload:
         return self.seq * self.batch
 
 
+def _beside_default(names: Iterable[str]) -> tuple[Module, ...]:
+    found = modules(names)
+    return () if found == CORE else found
+
+
 AXES = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
 
 
@@ -79,6 +122,8 @@ class Layout:
     micro_batch: int = 1  # sequences
     recompute: Recompute = Recompute.NONE
     distributed_optimizer: bool = False
+    # Under selective recompute, what is computed again; none named: the core of attention.
+    recompute_modules: tuple[Module, ...] = field(default=(), converter=_beside_default)
     recompute_layers: int = 0  # under full recompute, how many blocks of each stage, from its first on; 0: all
     microbatch_group: int = 0  # micro-batches that a chunk runs before the next one does; 0: as many as pp
 
@@ -90,7 +135,24 @@ class Layout:
     @property
     def again(self) -> str:
         """What is computed again, in words."""
+        if self.selective:
+            return f"{self.recompute}: {', '.join(self.modules)}"
         return str(self.recompute) + (f", {self.recompute_layers} a stage" if self.recompute_layers else "")
+
+    @property
+    def modules(self) -> tuple[Module, ...]:
+        """The modules that selective recompute computes again; none under another."""
+        return (self.recompute_modules or CORE) if self.selective else ()
+
+    @property
+    def module_bits(self) -> int:
+        """The same, as the bits of a number."""
+        return bits(self.modules)
+
+    @property
+    def misnamed(self) -> bool:
+        """Whether it names modules, and does not compute modules again."""
+        return bool(self.recompute_modules) and not self.selective
 
     @property
     def full(self) -> bool:
@@ -99,7 +161,7 @@ class Layout:
 
     @property
     def selective(self) -> bool:
-        """Whether parts of blocks are."""
+        """Whether modules are."""
         return self.recompute is Recompute.SELECTIVE
 
     @property

@@ -15,7 +15,7 @@ from megaloom.dsl import Graph, LayerNorm, RMSNorm
 
 from .borders import Part, even, layout, parts, recomputed
 from .gpt import GPT, cannot, gpt
-from .layout import Layout, Precision, Recompute, Workload
+from .layout import Layout, Module, Precision, Recompute, Workload
 from .limits import wrong
 from .megatron_layers import attention, experts, feed_forward
 from .option import Option, option
@@ -108,7 +108,7 @@ def _memory(x: Layout, m: GPT, target: str) -> Iterator[Option]:
         yield option("recompute-num-layers", first or 1)
     elif x.recompute is Recompute.SELECTIVE:
         yield option("recompute-granularity", "selective")
-        yield option("recompute-modules", "core_attn")
+        yield option("recompute-modules", *x.modules)
     if x.distributed_optimizer:
         yield option("use-distributed-optimizer")
 
@@ -132,6 +132,8 @@ def _step(plan: Plan, m: GPT, target: str) -> Iterator[Option]:
     yield from PRECISION[precision]
     if m.moe and precision.wide is Precision.BF16:
         yield option("moe-grouped-gemm")  # one kernel for all experts: Megatron-LM has it for bf16 only
+    elif Module.MOE_ACT in plan.layout.modules:
+        cannot(target, f"recompute of moe_act in {precision}", "plan with --precision bf16, or other modules")
 
 
 def script(plan: Plan, graph: Graph) -> str:

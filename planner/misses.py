@@ -17,7 +17,7 @@ from megaloom.dsl.errors import UserError
 from .cluster import Cluster
 from .field import Field
 from .fit import Placed
-from .layout import Layout, Recompute, Workload
+from .layout import Layout, Module, Recompute, Workload, modules
 from .price import Pricer
 from .reasons import broken, lacking
 from .rules import violations
@@ -40,9 +40,15 @@ def checked(fixed: Mapping[str, Any]) -> Fixed:
             if value not in list(Recompute):
                 raise UserError(f"recompute cannot be {value!r}\nit can be {', '.join(Recompute)}")
             out[name] = Recompute(value)
+        elif name == "recompute_modules":
+            if unknown := [str(it) for it in value if it not in list(Module)]:
+                raise UserError(f"no module to recompute is called {unknown[0]!r}\nthere are {', '.join(Module)}")
+            out[name] = modules(value)
         elif type(value) is not type(default):
             kind = "true or false" if isinstance(default, bool) else "a whole number"
             raise UserError(f"{name} cannot be {value!r}\nit is {kind}")
+    if out.get("recompute_modules"):
+        out.setdefault("recompute", Recompute.SELECTIVE)
     return out
 
 

@@ -10,6 +10,9 @@ from megaloom.dsl.graph import Graph
 from megaloom.dsl.positions import longest
 from megaloom.dsl.splits import SPLITS, among_experts, cut
 
+from .layout import Module
+from .sheet import anatomy
+
 
 @frozen
 class Needs:
@@ -21,6 +24,7 @@ class Needs:
     blocks: int  # iterations of its repeats
     biased: bool  # experts add biases
     keys: tuple[tuple[int, int], ...]  # the numbers of key/value heads, each with the channels of one
+    modules: tuple[Module, ...]  # that selective recompute may compute again
 
     def of(self, axis: str, *but: str) -> list[tuple[str, int]]:
         """The (dim, size) that an axis divides, but for some dims."""
@@ -56,4 +60,5 @@ def needs(graph: Graph) -> Needs:
         blocks=len({node.block for node in graph.nodes} - {None}),
         biased=biased,
         keys=tuple(sorted(keys)),
+        modules=anatomy(graph).modules,
     )

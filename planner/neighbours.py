@@ -71,7 +71,11 @@ def _steps(x: Layout, pricer: Pricer, fixed: Fixed) -> Iterator[Layout]:
         ):
             yield _with(x, **{name: value})
     for mode in (Recompute.NONE, *((Recompute.FULL,) if asked.blocks else ())):
-        yield evolve(x, recompute=mode, recompute_layers=0)
+        yield evolve(x, recompute=mode, recompute_modules=(), recompute_layers=0)
+    for module in asked.modules if x.modules else ():
+        other = set(x.modules) ^ {module}
+        if other:
+            yield evolve(x, recompute_modules=tuple(other))
     if x.recompute_layers:
         yield evolve(x, recompute_layers=max(1, x.recompute_layers - 1))
         yield evolve(x, recompute_layers=x.recompute_layers + 1)
@@ -102,7 +106,7 @@ def _change(layout: Layout, other: Layout) -> str:
     names = [name for name in (*AXES, "micro_batch") if getattr(layout, name) != getattr(other, name)]
     new, old = (", ".join(f"{_said(name)} {getattr(x, name)}" for name in names) for x in (other, layout))
     parts = [f"with {new} rather than {old}"] if names else []
-    if (other.recompute, other.recompute_layers) != (layout.recompute, layout.recompute_layers):
+    if other.again != layout.again:
         parts.append(f"with recompute {other.again} rather than {layout.again}")
     if other.group != layout.group and layout.vpp > 1 and other.vpp > 1 and layout.pp == other.pp:
         parts.append(f"with micro-batches in groups of {other.group} rather than {layout.group}")

@@ -103,7 +103,7 @@ class Pricer:
     def sheet(self, layout: Layout) -> Sheet:
         """The costs of every node under a layout."""
         place = where(layout)
-        key = (*place, layout.recompute, layout.recompute_layers)
+        key = (*place, layout.again)
         if key not in self._sheets:
             if place not in self._bases:
                 self._bases[place] = self.book.base(layout)
@@ -169,7 +169,7 @@ class Pricer:
 
     def _even(self, layout: Layout) -> Placed:
         fit = Fit(layout, self.sheet(layout), self.workload, self.cluster, self.practice, self.headroom)
-        key = (*where(layout), layout.recompute, layout.recompute_layers, layout.pp * layout.vpp)
+        key = (*where(layout), layout.again, layout.pp * layout.vpp)
         if key not in self._cuts:
             self._cuts[key] = fit.even()
         return Placed(fit, self._cuts[key])

@@ -103,6 +103,7 @@ def _layout(row: Row, note: str) -> tuple[Layout, int]:
     dp, mbs, gbs = world // (tp * pp * cp), whole(row, "mbs"), whole(row, "gbs")
     if gbs % (dp * mbs):
         raise UnfitError(f"a batch of {gbs} does not divide over dp {dp} x micro-batch {mbs}")
+    again, modules = recompute(row.get("recompute"))
     layout = Layout(
         dp=dp,
         tp=tp,
@@ -114,7 +115,8 @@ def _layout(row: Row, note: str) -> tuple[Layout, int]:
         micro_batch=mbs,
         sequence_parallel=bool(row.get("sp")) and tp > 1,
         distributed_optimizer=row.get("dist_optimizer") is not False,
-        recompute=recompute(row.get("recompute")),
+        recompute=again,
+        recompute_modules=modules,
     )
     return layout, gbs
 

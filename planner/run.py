@@ -10,7 +10,7 @@ from attrs import frozen
 from megaloom.dsl.graph import Model
 
 from .cluster import Cluster
-from .layout import Layout, Recompute, Workload
+from .layout import Layout, Module, Recompute, Workload
 from .practice import Practice
 
 Row = Mapping[str, Any]
@@ -53,14 +53,16 @@ class UnfitError(Exception):
     """Why a row is left out."""
 
 
-def recompute(said: object) -> Recompute:
-    """What is computed again; where nothing is said, nothing."""
-    text = str(said or "none").lower()
-    if text.startswith("full"):
-        return Recompute.FULL
-    if (text.startswith("selective") and ":" not in text) or "core_attn" in text:
-        return Recompute.SELECTIVE
-    return Recompute.NONE
+def recompute(said: object) -> tuple[Recompute, tuple[Module, ...]]:
+    """What is computed again, and which modules: the core of attention where none are named. Where nothing is said,
+    nothing.
+    """
+    mode, _, names = str(said or "none").lower().partition(":")
+    if mode.startswith("full"):
+        return Recompute.FULL, ()
+    if not mode.startswith("selective"):
+        return Recompute.NONE, ()
+    return Recompute.SELECTIVE, tuple(m for m in Module if {m, m.removeprefix("mla_")} & set(names.split(",")))
 
 
 def whole(row: Row, key: str, default: int | None = None) -> int:

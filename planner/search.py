@@ -261,4 +261,5 @@ def complexity(x: Layout) -> tuple[int, ...]:
     inner = (x.pp, x.tp, x.cp, x.ep, x.etp, x.vpp)
     again = list(Recompute).index(x.recompute)
     switches = x.sequence_parallel + x.distributed_optimizer
-    return sum(n > 1 for n in inner), again, sum(inner), x.microbatch_group, x.recompute_layers, switches, x.micro_batch
+    beside = len(x.modules), x.microbatch_group, x.recompute_layers, switches, x.micro_batch
+    return sum(n > 1 for n in inner), again, sum(inner), *beside

@@ -6,7 +6,7 @@ recompute mode. Nodes that are alike are priced once; `Sheet.sums` adds up runs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from functools import cached_property, lru_cache
 
@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from megaloom.dsl.dims import Dim, Sizes
 from megaloom.dsl.graph import Graph, Node, Slot, primitives
 from megaloom.dsl.keep import Keeps, keeps
+from megaloom.dsl.modules import Again, again
 from megaloom.dsl.ops import Dot, Weight
 from megaloom.dsl.program import program
 from megaloom.dsl.splits import Local, Split, cut
 
-from .layout import Layout, Recompute, Workload
+from .layout import Layout, Module, Recompute, Workload
 from .spans import Spans
 
 Rows = NDArray[np.float64]
@@ -45,8 +46,10 @@ class Col(IntEnum):
 
 
 AHEAD = [Col.FORWARD, Col.TP_FORWARD, Col.CP_FORWARD, Col.EP_FORWARD]  # what a forward step takes
-BACK = [Col.BACKWARD, Col.AGAIN, Col.TP_BACKWARD, Col.CP_BACKWARD, Col.EP_BACKWARD]
+REPEATED = [Col.AGAIN, Col.TP_BACKWARD, Col.CP_BACKWARD, Col.EP_BACKWARD]  # where that is counted when done again
+BACK = [Col.BACKWARD, *REPEATED]
 STEP = [*AHEAD, *BACK]
+MADE = [*AHEAD, Col.SAVED]  # what a module that is computed again takes again, and what it frees
 TRAFFIC = {  # where the collectives of an axis are counted
     "tp": (Col.TP_FORWARD, Col.TP_BACKWARD),
     "cp": (Col.CP_FORWARD, Col.CP_BACKWARD),
@@ -77,6 +80,7 @@ class Anatomy:
     graph: Graph
     kinds: tuple[Kind, ...]
     kind: NDArray[np.intp]  # of each node
+    parts: tuple[Again, ...]  # what modules share or have alone: each the modules any of which compute it again
     shared: tuple[tuple[Slot, tuple[int, ...]], ...]  # weights that several nodes use, and which
     embed: int  # width of what crosses a cut
 
@@ -112,6 +116,15 @@ class Anatomy:
         """How many nodes of each kind the largest block has."""
         return max(self.blocks, key=lambda row: float(row.sum()), default=np.zeros(len(self.kinds)))
 
+    @property
+    def modules(self) -> tuple[Module, ...]:
+        """Those that the model has."""
+        return tuple(m for m in Module if any(m in part for part in self.parts))
+
+    def made(self, chosen: Iterable[Module]) -> NDArray[np.bool_]:
+        """Which parts these modules compute again."""
+        return np.array([not part.isdisjoint(chosen) for part in self.parts], dtype=bool)
+
 
 def _next(nodes: Sequence[Node], i: int) -> int | None:
     """The next node's block."""
@@ -137,7 +150,15 @@ def anatomy(graph: Graph) -> Anatomy:
             uses.setdefault(slot.name, []).append(i)
     shared = tuple((graph.weights[name], tuple(nodes)) for name, nodes in uses.items() if len(nodes) > 1)
     width = next((n.shape["embed"].known for n in graph.nodes if not n.input and "embed" in n.shape), 1)
-    return Anatomy(graph, tuple(kinds), np.array(kind), shared, width)
+    return Anatomy(graph, tuple(kinds), np.array(kind), _parts(kinds), shared, width)
+
+
+def _parts(kinds: Iterable[Kind]) -> tuple[Again, ...]:
+    found: set[Again] = set()
+    for kind in kinds:
+        found.update(again(program(kind.node)).values())
+        found.update({frozenset({"layernorm"})} if kind.keeps.norm else ())
+    return tuple(sorted(found - {frozenset()}, key=lambda part: sorted(part)))
 
 
 @frozen(eq=False, slots=False)
@@ -223,10 +244,10 @@ def split_of(layout: Layout) -> Split:
 
 @frozen
 class Base:
-    """A sheet before recompute, with what recompute needs: by kind, the columns and the core's part of them."""
+    """A sheet before recompute, with what recompute needs: by kind, the columns and each part's share of them."""
 
     rows: Rows
-    core: Rows  # [kinds, (forward kernels, forward collectives, saved bytes)]
+    again: Rows  # [kinds, parts, MADE]
     full: Rows  # [kinds], the bytes that full recompute keeps
     largest: int  # bytes of the largest saved tensor
     library: int  # bytes that libraries hold throughout
@@ -240,15 +261,13 @@ def sheet(base: Base, anatomy: Anatomy, layout: Layout, workload: Workload) -> S
     tokens = layout.micro_batch * workload.seq // layout.cp
     boundary = width * anatomy.embed * tokens // (layout.tp if layout.sequence_parallel else 1)
     if layout.recompute is Recompute.SELECTIVE:
-        rows[:, Col.AGAIN] += base.core[:, 0]
-        rows[:, Col.CP_BACKWARD] += base.core[:, 1]
-        rows[:, Col.SAVED] -= base.core[:, 2]
-        workspace += int(base.core[:, 2].max())
+        made = base.again[:, anatomy.made(layout.modules)].sum(axis=1)
+        rows[:, REPEATED] += made[:, : len(AHEAD)]
+        rows[:, Col.SAVED] -= made[:, -1]
+        workspace += int(made[:, -1].max())
     elif layout.recompute is Recompute.FULL:
         inside = np.array([kind.inside for kind in anatomy.kinds])
-        rows[inside, Col.AGAIN] += rows[inside, Col.FORWARD]
-        for ahead, back in set(TRAFFIC.values()):
-            rows[inside, back] += rows[inside, ahead]
+        rows[:, REPEATED] += inside[:, None] * rows[:, AHEAD]
         workspace += int(anatomy.block @ base.rows[:, Col.SAVED])
         rows[:, Col.SAVED] = base.full
     some = layout.full and layout.recompute_layers > 0

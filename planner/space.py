@@ -20,7 +20,7 @@ from megaloom.dsl.graph import Graph
 from .cluster import Cluster
 from .columns import MODES, NAMES, Column, Layouts, alike
 from .divisors import divisors
-from .layout import Layout, Recompute, Workload
+from .layout import Layout, Recompute, Workload, bits
 from .needs import needs
 from .rules import legal
 
@@ -95,8 +95,11 @@ def groups(pp: int, microbatches: int) -> tuple[int, ...]:
     return tuple(n if n != pp else 0 for n in near)
 
 
-def variants(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed) -> tuple[Layouts, Column]:
-    """The legal layouts at these places, and the place of each among them."""
+def variants(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed, family: Column) -> tuple[Layouts, Column]:
+    """The legal layouts at these places, and the place of each among them.
+
+    family: the sets of modules that may be computed again, as bits: [places, counts].
+    """
     asked = needs(graph)
     numbered = np.arange(len(at))
     m = at.microbatches(workload.batch)
@@ -104,8 +107,12 @@ def variants(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed) -> tup
     schedules = [_schedules(int(at.pp[i]), int(m[i]), asked.blocks, asked.stages, _key(fixed)) for i in first]
     found, numbered = at.spread(schedules, which), _spread(numbered, schedules, which)
     first, which = alike(found.pp, found.vpp)
-    again = [_again(asked.blocks, int(found.pp[i] * found.vpp[i]), _key(fixed)) for i in first]
+    sets, stages = family.shape[1], found.pp * found.vpp
+    again = [_again(asked.blocks, int(stages[i]), sets, _key(fixed)) for i in first]
     found, numbered = found.spread(again, which), _spread(numbered, again, which)
+    if "recompute_modules" not in fixed:
+        chosen = np.concatenate([np.zeros((len(at), 1), dtype=np.int64), family], axis=1)
+        found = evolve(found, recompute_modules=chosen[numbered, found.recompute_modules])
     several = (found.dp * found.cp > 1).astype(np.int64)
     state = [_column("distributed_optimizer", _choices("distributed_optimizer", fixed, range(1 + on))) for on in (0, 1)]
     return found.spread(state, several), _spread(numbered, state, several)
@@ -115,10 +122,10 @@ def count(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed) -> int:
     """How many `variants` there are, without making them."""
     asked, m = needs(graph), at.microbatches(workload.batch)
     first, which = alike(at.pp, m)
-    each = []
+    each, sets = [], len(asked.modules)
     for pp, micro in ((int(at.pp[i]), int(m[i])) for i in first):
         vpps = _schedules(pp, micro, asked.blocks, asked.stages, _key(fixed))["vpp"].tolist()
-        each.append(sum(len(_again(asked.blocks, pp * vpp, _key(fixed))["recompute"]) for vpp in vpps))
+        each.append(sum(len(_again(asked.blocks, pp * vpp, sets, _key(fixed))["recompute"]) for vpp in vpps))
     states = 1 if "distributed_optimizer" in fixed else 1 + (at.dp * at.cp > 1)
     return int((np.array(each, dtype=np.int64)[which] * states).sum()) if len(at) else 0
 
@@ -132,7 +139,7 @@ def _key(fixed: Fixed) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted((name, value) for name, value in fixed.items() if name in CHOSEN))
 
 
-CHOSEN = ("vpp", "microbatch_group", "recompute", "recompute_layers")
+CHOSEN = ("vpp", "microbatch_group", "recompute", "recompute_modules", "recompute_layers")
 
 
 @lru_cache(maxsize=1 << 14)
@@ -156,20 +163,25 @@ def _grouped(group: int, vpp: int, pp: int, m: int) -> bool:
 
 
 @lru_cache(maxsize=1 << 10)
-def _again(blocks: int, stages: int, fixed: tuple[tuple[str, Any], ...]) -> dict[str, Column]:
-    """What is computed again, and of how many blocks of each stage: fewer than an even share, or all."""
+def _again(blocks: int, stages: int, sets: int, fixed: tuple[tuple[str, Any], ...]) -> dict[str, Column]:
+    """What is computed again, and of how many blocks of each stage: fewer than an even share, or all.
+
+    Of modules which of so many sets, from 1 on; those that the user has decided, as bits.
+    """
     given = dict(fixed)
     modes = (*((Recompute.FULL,) if blocks else ()), Recompute.NONE, Recompute.SELECTIVE)
+    chosen = (bits(given["recompute_modules"]),) if "recompute_modules" in given else range(1, 1 + sets)
     rows = [
-        (MODES.index(mode), layers)
+        (MODES.index(mode), modules, layers)
         for mode in _choices("recompute", given, modes)
+        for modules in (chosen if mode == "selective" else (0,))
         for layers in _choices(
             "recompute_layers", given, (0, *range(1, -(-blocks // stages))) if mode == "full" else (0,)
         )
         if (layers == 0 or mode == "full") and (blocks or mode != "full")
     ]
-    codes, layers = np.array(rows, dtype=np.int64).reshape(-1, 2).T
-    return {"recompute": codes, "recompute_layers": layers}
+    codes, modules, layers = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    return {"recompute": codes, "recompute_modules": modules, "recompute_layers": layers}
 
 
 def _column(name: str, values: Iterable[int]) -> dict[str, NDArray[np.int64]]:

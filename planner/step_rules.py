@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .divisors import divisors, multiples, nearest
+from .layout import bits
 from .rule import By, Case, Rule, Truth, Words
 
 
@@ -112,6 +113,19 @@ def _recompute_layers_told(case: Case) -> Words:
     return f"recompute_layers {n} counts the blocks of full recompute", "recompute full with 1 or more, or 0 for all"
 
 
+def _recompute_modules(case: Case) -> Truth:
+    x = case.layout
+    return ((x.module_bits & ~bits(case.needs.modules)) == 0) & (x.misnamed == 0)
+
+
+def _recompute_modules_told(case: Case) -> Words:
+    x, has = case.layout, case.needs.modules
+    fix = f"recompute selective with any of {', '.join(has)}, or recompute none" if has else "recompute none would"
+    if x.misnamed:
+        return f"recompute {x.recompute} computes no modules again, and {', '.join(x.recompute_modules)} are named", fix
+    return f"the model has no {', '.join(m for m in x.modules if m not in has)} to compute again", fix
+
+
 def _precision(case: Case) -> Truth:
     return case.workload.precision in case.cluster.device.flops
 
@@ -202,6 +216,15 @@ RULES = (
         "megatron-core takes it, and computes nothing again",
         _recompute_none,
         _recompute_layers_told,
+    ),
+    Rule(
+        "recompute-modules",
+        "Selective recompute is of modules that the model has.",
+        "modules that the model has, or recompute none",
+        By.PLANNER,
+        "megatron-core takes those that are not there, but for mla_up_proj and moe_act, and computes nothing again",
+        _recompute_modules,
+        _recompute_modules_told,
     ),
     Rule(
         "precision",

@@ -89,6 +89,7 @@ def _decoder(row: Row) -> Decoder:
 def _layout(row: Row, gpus: int) -> Layout:
     tp, pp, cp = (whole(row, key, 1) for key in ("tp", "pp", "cp"))
     named = re.search(r"_vp(\d+)", str(row["test"]))
+    again, modules = recompute(row.get("recompute"))
     each = whole(row, "vp", int(named[1]) if named else 0)  # layers of a model chunk
     return Layout(
         tp=tp,
@@ -99,7 +100,8 @@ def _layout(row: Row, gpus: int) -> Layout:
         micro_batch=whole(row, "mbs"),
         sequence_parallel=row.get("sp") == "true" and tp > 1,
         distributed_optimizer=row.get("distopt") == "true",
-        recompute=recompute(row.get("recompute")),
+        recompute=again,
+        recompute_modules=modules,
     )
 
 

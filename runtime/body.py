@@ -49,6 +49,8 @@ from . import device
 from .balance import loss
 from .evaluate import evaluate
 from .moves import perform
+from .parts import Part, parts
+from .repeats import Discarded
 from .site import Site, inside, outside
 from .tensors import axis, broadcast, names
 
@@ -68,6 +70,7 @@ class Body(nn.Module):
         self.placement = placement(self.program, split)
         self.mixture = node.op if isinstance(node.op, MoE) and node.op.balance else None
         self.placed = {id(p.step.value): p for p in self.placement.steps}
+        self.parts = parts(self.program, layout.modules)
         # Nodes that are alike have one program, whose weights come in the order of every such node's.
         held = (v for v, *_ in primitives(self.program.value) if isinstance(v.op, Weight))
         self.slots = {id(v): s for v, s in zip(held, node.weights, strict=True)}
@@ -94,10 +97,13 @@ class Body(nn.Module):
         given = zip(self.program.inputs, inputs, strict=True)
         run = _Run(self, {id(v): inside(v, x) for v, x in given})
         run.known.update((i, self.get_parameter_or_buffer(name)) for i, name in self.names.items())
-        for p in self.placement.steps:
-            if not p.step.outer:
-                run.value(p.step.value)  # in program order: no recursion deeper than one primitive
-        return outside(self.program.value, run.read(self.program.value, self.placement.output))
+        again = self.parts if torch.is_grad_enabled() else {}
+        for v in (p.step.value for p in self.placement.steps if not p.step.outer):
+            if id(v) not in again or v in again[id(v)].leaves:
+                run.value(v)  # in program order: no recursion deeper than one primitive
+        out = run.read(self.program.value, self.placement.output)
+        run.free(out)
+        return outside(self.program.value, out.view_as(out))  # what enters a part may have to be made again before it
 
     def get_parameter_or_buffer(self, name: str) -> Tensor:
         """The tensor of this name, whether it is trained or not."""
@@ -114,6 +120,8 @@ class _Run:
     body: Body
     known: dict[int, Tensor]  # by the identity of the value
     moved: dict[tuple[int, Moves], Tensor] = field(factory=dict)
+    again: bool = False  # whether this evaluates a part that is computed again
+    discarded: list[Discarded] = field(factory=list)
 
     def read(self, v: Value, moves: Moves) -> Tensor:
         """A value after moves; each is made once."""
@@ -133,9 +141,27 @@ class _Run:
                 self.known[id(v)] = self.copies(v)
             elif v.body is not None:
                 self.known[id(v)] = self.value(v.body)
+            elif id(v) in self.body.parts and torch.is_grad_enabled() and not self.again:
+                self.part(self.body.parts[id(v)])
             else:
                 self.known[id(v)] = self.computed(self.body.placed[id(v)])
         return self.known[id(v)]
+
+    def part(self, part: Part) -> None:
+        """What leaves a part that is computed again, from what enters it."""
+        again = partial(_again, self.body, part, {i: self.known[i] for i in self.body.slots})
+        given = [self.value(v) for v in part.enters]
+        if part.kept:
+            made = tensor_parallel.checkpoint(again, False, *given)
+        else:
+            self.discarded.append(Discarded())
+            made = self.discarded[-1].run(again, *given)
+        self.known.update((id(v), x) for v, x in zip(part.leaves, made, strict=True))
+
+    def free(self, out: Tensor) -> None:
+        """Free what is made again, as nothing but the output was made of it."""
+        for part in self.discarded:
+            part.free(out)
 
     def computed(self, p: Placed) -> Tensor:
         v = p.step.value
@@ -187,7 +213,15 @@ class _Run:
                 copy.known[id(p.step.value)] = self.read(x, moves).select(axis(x.shape, dim.name), i)
             copy.known.update((w, self.known[w][i]) for w, s in slots.items() if dim in s.outer)
             out.append(copy.value(v.body))
+            copy.free(out[-1])
         return torch.stack(out)
+
+
+def _again(body: Body, part: Part, weights: dict[int, Tensor], *given: Tensor) -> tuple[Tensor, ...]:
+    """What leaves a part, as often as it is computed; it holds nothing else of a run."""
+    entered = zip((id(v) for v in part.enters), given, strict=True)
+    run = _Run(body, {**weights, **dict(entered)}, again=True)
+    return tuple(run.value(v) for v in part.leaves)
 
 
 def _hold(module: nn.Module, name: str, tensor: Tensor) -> None:

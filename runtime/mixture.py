@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer import mlp
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -16,12 +18,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megaloom.dsl import MoE
+from megaloom.planner.layout import Module
 
 from . import device
 from .balance import loss
 from .evaluate import chosen
 from .grid import Grid
 from .modules import LINEARS
+from .repeats import Discarded
 
 
 class Mixture(moe_layer.MoELayer):
@@ -43,11 +47,46 @@ class Mixture(moe_layer.MoELayer):
             # The dispatcher adds what they compute in parts. On one device they would still ask for a sum, into which
             # megatron-core then cannot add their biases in place (mlp.py:247).
             expert.linear_fc2.explicit_expert_comm = True
+            if Module.MOE_ACT in grid.layout.modules:
+                expert.forward = partial(_frugal, expert, _activation(expert))
         self.to(device.current())  # the router makes its weight on the CPU
 
     def forward(self, x: Tensor) -> Tensor:
         y, _ = super().forward(x)
         return y
+
+
+class Given(nn.Module):
+    """In place of a product before an activation: what it made, and its bias."""
+
+    def __init__(self, bias: Tensor | None) -> None:
+        super().__init__()
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x, self.bias
+
+
+def _activation(expert: mlp.MLP) -> mlp.MLP:
+    """An expert without its products: what it computes between them."""
+    between = copy(expert)
+    between._modules = {"linear_fc1": Given(expert.linear_fc1.bias), "linear_fc2": Given(None)}
+    return between
+
+
+def _frugal(expert: mlp.MLP, between: mlp.MLP, x: Tensor, scale: Tensor) -> tuple[Tensor, None]:
+    """What an expert computes of its tokens; its activation is made again rather than kept."""
+    up, _ = expert.linear_fc1(x)
+    if not torch.is_grad_enabled():
+        made, (h, _) = None, between(up, scale)
+    else:
+        made = Discarded()
+        (h,) = made.run(lambda up, scale: between(up, scale)[:1], up, scale)
+    y, bias = expert.linear_fc2(h)
+    y = y if bias is None else y + bias * scale[:, None]  # as in megatron-core 0.16.1, mlp.py:247
+    if made:
+        made.free(y)
+    return y, None
 
 
 class Shared(SharedExpertMLP):

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megaloom.dsl import BATCH, DType, Graph, Input, MoE, UserError, Value
-from megaloom.planner.layout import Layout, Precision, Recompute, Workload
+from megaloom.planner.layout import Layout, Module, Precision, Workload
 from megaloom.planner.limits import untrainable
 
 from .grid import Grid
@@ -55,7 +55,7 @@ def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any
     dtype, hidden = DTYPES[workload.precision], embed(graph)
     mixtures = [n.op for n in graph.nodes if isinstance(n.op, MoE)]
     moe = mixtures[0] if mixtures else None
-    selective = layout.recompute is Recompute.SELECTIVE  # full recompute is the stage's own
+    within = [str(m) for m in layout.modules if m in (Module.CORE_ATTN, Module.SHARED_EXPERTS)]  # others: see `stage`
     return {
         "num_layers": layout.pp * layout.vpp,  # unused: our stages say which layers they hold
         "hidden_size": hidden,
@@ -82,8 +82,8 @@ def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any
         # Interleaved with megatron-core's default settings is silently wrong at two pipeline ranks.
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
-        "recompute_granularity": "selective" if selective else None,
-        "recompute_modules": ["core_attn"] if selective else None,
+        "recompute_granularity": "selective" if within else None,
+        "recompute_modules": within,
         # The loss is a sum over tokens, divided once by their number over all ranks: right on any layout.
         "calculate_per_token_loss": True,
         "init_method": _later,

@@ -26,10 +26,11 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_view
 from torch import Tensor, nn
 
 from megaloom.dsl import Embed, Graph, Node, Unembed, UserError
-from megaloom.planner.layout import Recompute
+from megaloom.planner.layout import Layout
 from megaloom.planner.plan import Stage as Chunk
 
 from . import build
+from .repeats import Repeating, Repeats
 from .site import Site
 
 
@@ -57,7 +58,7 @@ class Stage(MegatronModule):
     returns hidden states, or on the last stage the loss of each token [batch, seq] in fp32.
     """
 
-    def __init__(self, graph: Graph, chunk: Chunk, site: Site, recompute: Recompute, layers: int = 0) -> None:
+    def __init__(self, graph: Graph, chunk: Chunk, site: Site) -> None:
         super().__init__(site.config)
         self.graph, self.grid = graph, site.grid
         self.model_type = ModelType.encoder_or_decoder
@@ -66,7 +67,8 @@ class Stage(MegatronModule):
         self.reads = () if self.pre_process else graph.crossing[chunk.start]
         self.writes = graph.outputs if self.post_process else graph.crossing[chunk.stop]
         nodes = [n for n in graph.nodes[chunk.start : chunk.stop] if not n.input]
-        self.segments = segments(nodes, self.writes, recompute, layers)
+        self.segments = segments(nodes, self.writes, site.grid.layout)
+        self.repeats = Repeats.of(nodes, site.grid.layout.modules)
         self.modules_of = nn.ModuleDict({_key(n): build.module(n, site) for n in nodes})
         self.received: Tensor | None = None
         self.tie = tied(graph)
@@ -127,8 +129,9 @@ class Stage(MegatronModule):
     def _through(self, segment: Segment, *given: Tensor) -> tuple[Tensor, ...]:
         """What a segment writes, from what it reads."""
         values = dict(zip(segment.reads, given, strict=True))
+        repeats = Repeating(self.repeats)
         for n, done in zip(segment.nodes, segment.done, strict=True):
-            values[n.name] = self.modules_of[_key(n)](*(values[name] for name in n.inputs))
+            values[n.name] = repeats.run(n, self.modules_of[_key(n)], *(values[name] for name in n.inputs))
             for name in done:
                 del values[name]
         return tuple(values[name] for name in segment.writes)
@@ -205,15 +208,15 @@ def tied(graph: Graph) -> tuple[Node, Node] | None:
     return None
 
 
-def segments(nodes: list[Node], outputs: tuple[str, ...], recompute: Recompute, layers: int = 0) -> tuple[Segment, ...]:
+def segments(nodes: list[Node], outputs: tuple[str, ...], layout: Layout) -> tuple[Segment, ...]:
     """The nodes in runs: with full recompute one for each block of a repeat, else one in all.
 
-    layers: how many of these blocks are computed again, from the first on; 0 means all.
+    Of these blocks as many are computed again as the layout says, from the first on.
     """
-    full = recompute is Recompute.FULL
+    full = layout.full
     runs = [tuple(g) for _, g in groupby(nodes, key=lambda n: n.block if full else None)]
     blocks = [run[0].block for run in runs if run[0].block is not None]
-    again = set(blocks[: layers or None]) if full else set()
+    again = set(blocks[: layout.recompute_layers or None]) if full else set()
     out = []
     for i, run in enumerate(runs):
         own = {n.name for n in run}

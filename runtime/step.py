@@ -72,10 +72,7 @@ class Engine:
         config = site.config
         tensor_parallel.model_parallel_cuda_manual_seed(recipe.seed)
         mine = [s for s in plan.stages if s.rank == grid.pp]
-        stages = [
-            Stage(g, s, site, plan.layout.recompute, plan.layout.recompute_layers)
-            for s in sorted(mine, key=lambda s: s.chunk)
-        ]
+        stages = [Stage(g, s, site) for s in sorted(mine, key=lambda s: s.chunk)]
 
         def draw(slot: Slot, index: int | None) -> Tensor:
             return initial(slot, recipe.seed, index)

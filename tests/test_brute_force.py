@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,8 +54,9 @@ def instances(draw: st.DrawFn) -> tuple[Graph, Cluster, Workload]:
 def legal(among: Field) -> list[Layout]:
     """Every layout of the search's space, by its rules alone."""
     g, work = among.pricer.graph, among.pricer.workload
-    found, place = variants(g, work, among.at, among.fixed)
-    worth = Floors(among.at, among.pricer.book).worthwhile(found, place)
+    floors = Floors(among.at, among.pricer.book)
+    found, place = variants(g, work, among.at, among.fixed, floors.family(np.arange(len(among.at))))
+    worth = floors.worthwhile(found, place)
     assert len(found) == among.count
     return [found[i] for i in range(len(found)) if worth[i]]
 

@@ -24,7 +24,7 @@ from megaloom.dsl import (
     repeat,
     weight,
 )
-from megaloom.planner.layout import Layout, Precision, Recompute, Workload
+from megaloom.planner.layout import Layout, Precision, Workload
 from megaloom.planner.plan import Stage as Chunk
 from megaloom.runtime import launch
 
@@ -103,7 +103,7 @@ def messages() -> dict[str, str]:
         g = graph(refused)
         whole = Chunk(rank=0, chunk=0, start=0, stop=len(g.nodes), params=0, forward_seconds=0.0, backward_seconds=0.0)
         with pytest.raises(UserError) as raised:
-            Stage(g, whole, survey(g, layout, load, grid), Recompute.NONE)
+            Stage(g, whole, survey(g, layout, load, grid))
         said[what] = str(raised.value)
     narrow = Workload(seq=SEQ, batch=2, precision=Precision.FP8)
     with pytest.raises(UserError) as raised:

@@ -160,6 +160,14 @@ SHARDED = Layout(dp=2, distributed_optimizer=True)
     [
         (Target.MEGATRON_LM, "mixtral-8x7b", Layout(dp=8, ep=8), {"precision": "fp16"}, "ep under fp16", "bf16"),
         (Target.MEGATRON_LM, "mixtral-8x7b", Layout(tp=2, sequence_parallel=True), {}, "beside tp 2: it com", "etp 2"),
+        (
+            Target.MEGATRON_LM,
+            "mixtral-8x7b",
+            Layout(dp=8, recompute=Recompute.SELECTIVE, recompute_modules=("moe_act",)),
+            {"precision": "fp32"},
+            "recompute of moe_act in fp32",
+            "bf16",
+        ),
         (Target.MEGATRON_BRIDGE, LLAMA, Layout(), {"precision": "fp32"}, "precision fp32", "bf16"),
         (Target.ACCELERATE, LLAMA, Layout(pp=2, vpp=2), {"counts": (8,) * 4}, "vpp 2", "--vpp 1"),
         (Target.ACCELERATE, LLAMA, Layout(pp=4), {"counts": (7, 8, 9, 8)}, "stages of 7, 8, 9, 8", "megatron-lm"),
@@ -202,6 +210,10 @@ def test_a_layout_is_refused_by_its_name(
             Layout(recompute=Recompute.SELECTIVE),
             {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
         ),
+        (
+            Layout(recompute=Recompute.SELECTIVE, recompute_modules=("mlp", "layernorm")),
+            {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
+        ),
         (Layout(pp=2, vpp=2, microbatch_group=4), {"microbatch_group_size_per_vp_stage": "4"}),
         (Layout(dp=4, tp=2, sequence_parallel=True, distributed_optimizer=True), {"sequence_parallel": True}),
     ],
@@ -225,7 +237,7 @@ def test_every_field_of_a_layout_is_known_here() -> None:
     """A field that is new must be exported, or refused, before it may be added here."""
     assert {f.name for f in fields(Layout)} == {
         *("dp", "tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel", "micro_batch"),
-        *("recompute", "recompute_layers", "microbatch_group", "distributed_optimizer"),
+        *("recompute", "recompute_modules", "recompute_layers", "microbatch_group", "distributed_optimizer"),
     }
 
 

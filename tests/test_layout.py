@@ -83,6 +83,15 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
     ("gpt2", {"pp": 4, "microbatch_group": 4}, {}, "group-vpp", "0 would", {"microbatch_group": 0}),
     ("gpt2", {"recompute_layers": 1}, {}, "recompute-none", "or 0 for all", {"recompute": Recompute.FULL}),
     ("gpt2", {"recompute": Recompute.SELECTIVE, "recompute_layers": 1}, {}, "recompute-layers", "recompute full", {}),
+    ("gpt2", {"recompute_modules": ("mlp",)}, {}, "recompute-modules", "selective", {"recompute": Recompute.SELECTIVE}),
+    (
+        "gpt2",
+        {"recompute": Recompute.SELECTIVE, "recompute_modules": ("moe",)},
+        {},
+        "recompute-modules",
+        "any of core_attn, layernorm, mlp, or recompute none",
+        {"recompute_modules": ("layernorm",)},
+    ),
     ("gpt2", {"pp": 4, "vpp": 2}, {"batch": 2}, "vpp-microbatches", "or a batch of 4", {"vpp": 1}),
     ("gpt2", {"cp": 4}, {"seq": 1020}, "seq", "a sequence of 1016 or 1024 would", {"cp": 2}),
     ("gpt2", {"cp": 4, "tp": 4, "sequence_parallel": True}, {"seq": 1000}, "seq", "of 992 or 1008", {"cp": 1}),
@@ -169,6 +178,7 @@ def test_the_rules_say_the_same_of_many_layouts(name: str) -> None:
             **{axis: draw.choice(degrees) for axis in ("dp", "tp", "pp", "vpp", "cp", "ep", "etp", "micro_batch")},
             sequence_parallel=draw.random() < 0.5,
             recompute=draw.choice(list(Recompute)),
+            recompute_modules=draw.choice([(), (), ("layernorm",), ("mlp", "core_attn"), ("moe_act", "layernorm")]),
             recompute_layers=draw.choice([0, 0, 1, 2]),
             microbatch_group=draw.choice([0, 0, 2, 4, 6]),
         )

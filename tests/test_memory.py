@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from attrs import evolve
 from hypothesis import given
@@ -17,6 +18,7 @@ from megaloom.examples.mixtral import mixtral
 from megaloom.planner import memory, timeline
 from megaloom.planner.cluster import GiB, cluster
 from megaloom.planner.fit import Fit, Placed
+from megaloom.planner.floors import Floors
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
 from megaloom.planner.practice import OWN, PLAIN
 from megaloom.planner.price import Pricer, price
@@ -99,7 +101,9 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
 
 def legal(name: str) -> tuple[Pricer, list[Layout]]:
     pricer = Pricer(graph(MODELS[name]), cluster("8xH100"), WORK)
-    found, _ = variants(pricer.graph, WORK, places(pricer.graph, pricer.cluster, WORK, {}), {})
+    at = places(pricer.graph, pricer.cluster, WORK, {})
+    family = Floors(at, pricer.book).family(np.arange(len(at)))
+    found, _ = variants(pricer.graph, WORK, at, {}, family)
     return pricer, [found[i] for i in range(len(found))]
 
 

@@ -19,6 +19,12 @@ from megaloom.planner.layout import Layout, Precision, Recompute, Workload
 from megaloom.planner.plan import Plan
 from megaloom.runtime import verify
 
+
+def selective(*modules: str, **axes: Any) -> Layout:
+    """A layout that computes these modules again."""
+    return Layout(recompute=Recompute.SELECTIVE, recompute_modules=modules, **axes)
+
+
 LAYOUTS = {
     "DP2": ("tiny_llama", Layout(dp=2)),
     "DP2 distributed optimizer": ("tiny_llama", Layout(dp=2, distributed_optimizer=True)),
@@ -74,6 +80,32 @@ LAYOUTS = {
     ),
     "PP2 VPP2, groups of 4": ("deep_llama", Layout(pp=2, vpp=2, microbatch_group=4)),
     "recompute selective, CP2": ("tiny_llama", Layout(cp=2, recompute=Recompute.SELECTIVE)),
+    "recompute of norms and MLPs": ("tiny_gpt", selective("layernorm", "mlp")),
+    "recompute of norms that two layers read, TP2 SP": (
+        "tiny_parallel",
+        selective("layernorm", tp=2, sequence_parallel=True),
+    ),
+    "recompute of norms, MLPs and the core, TP2 SP": (
+        "tiny_llama",
+        selective("core_attn", "layernorm", "mlp", tp=2, sequence_parallel=True),
+    ),
+    "recompute of norms and the experts, EP2": ("tiny_mixtral", selective("layernorm", "moe", dp=2, ep=2)),
+    "recompute of norms and the experts' activations, TP2 SP ETP2": (
+        "tiny_mixtral",
+        selective("layernorm", "moe_act", tp=2, sequence_parallel=True, etp=2),
+    ),
+    "recompute of biased experts' activations": ("tiny_gpt_oss", selective("moe_act")),
+    "recompute of all modules but whole ones, EP2 TP2 SP": (
+        "tiny_deepseek_v3",
+        selective(
+            *("core_attn", "layernorm", "mla_up_proj", "moe_act", "shared_experts"),
+            dp=1,
+            ep=2,
+            tp=2,
+            sequence_parallel=True,
+        ),
+    ),
+    "recompute of whole modules": ("tiny_deepseek_v3", selective("mlp", "moe")),
 }
 
 

@@ -40,7 +40,7 @@ def built(plans: dict[str, Plan]) -> dict[str, list[int]]:
         site = survey(g, plan.layout, plan.workload, grid)
         model_parallel_cuda_manual_seed(0)
         mine = [chunk for chunk in plan.stages if chunk.rank == grid.pp]
-        stages = [Stage(g, chunk, site, plan.layout.recompute) for chunk in mine]
+        stages = [Stage(g, chunk, site) for chunk in mine]
         out[what] = [sum(p.numel() for p in stage.parameters()) for stage in stages]
         parallel_state.destroy_model_parallel()
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from attrs import evolve
 
@@ -56,11 +57,12 @@ def found(model: Model, machine: str | Cluster, work: Workload = WORK, **fixed: 
 def test_nothing_legal_that_fits_is_quicker(model: Model, machine: Cluster) -> None:
     pricer = Pricer(graph(model), machine, WORK)
     among = Field(pricer, {})
-    layouts, place = variants(pricer.graph, WORK, among.at, {})
+    floors = Floors(among.at, pricer.book)
+    layouts, place = variants(pricer.graph, WORK, among.at, {}, floors.family(np.arange(len(among.at))))
     legal = [layouts[i] for i in range(len(layouts))]
     assert len(legal) == among.count
     assert not any(violations(x, pricer.graph, WORK, machine) for x in legal)
-    worth = Floors(among.at, pricer.book).worthwhile(layouts, place)
+    worth = floors.worthwhile(layouts, place)
     every = sorted(p.seconds for x, w in zip(legal, worth, strict=True) if w and (p := pricer.price(x)).placed.fits)
     best = [p.seconds for p in search(among)]
     assert len(every) > 2

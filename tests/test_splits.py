@@ -116,7 +116,7 @@ def test_context_parallel_gathers_keys_and_values():
     found = costs(n, batch=3, seq=16, split=Split(cp=4, tp=2)).collectives
     both = 2 * 3 * 16 * (4 // 2) * 8
     assert [c for c in found if c.axis == "cp"] == [
-        Collective("all_gather", "cp", both, False, "keys and values", core=True),
+        Collective("all_gather", "cp", both, False, "keys and values", frozenset({"core_attn"})),
         Collective("reduce_scatter", "cp", both, True, "keys and values"),
     ]
     assert not exchanged(hidden() >> residual(RMSNorm(), SwiGLU(32)), Split(cp=4))
