@@ -28,7 +28,7 @@ from .traffic import PASSES, Group
 
 COLLECTIVES = tuple(PASSES)
 SMALL = 1 << 16  # bytes of a message whose time is latency
-LARGE = 8  # times less work than the largest product or attention, and still large
+LARGE = 16  # times less work than the largest product or attention, and still large
 KEPT = 3  # digits
 
 
@@ -103,11 +103,11 @@ def figures(samples: Sequence[Sample], cluster: Cluster, *, known: bool) -> dict
     if not known:  # what was reached is the peak
         out["flops"] = {p: _kept(device.flops[p] * device.flops_efficiency * x) for p, x in measured.items()}
         out["flops_efficiency"] = 1.0
-    elif wide := measured.get(Precision.BF16):
+    elif wide := measured.get(Precision.BF16, measured.get(Precision.FP16)):
         out["flops_efficiency"] = _share(device.flops_efficiency * wide)
         if narrow := measured.get(Precision.FP8):
             out["narrow_efficiency"] = _share(device.narrow_efficiency * narrow / wide)
-    for precision in (Precision.BF16, Precision.FP32):
+    for precision in (Precision.BF16, Precision.FP16, Precision.FP32):
         if times := _quicker(samples, "attention", cluster, precision):
             peak = out["flops"][precision] / device.flops[precision] if not known else 1.0
             out["attend_efficiency"] = _share(device.attend_efficiency * times / peak)

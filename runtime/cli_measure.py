@@ -56,19 +56,20 @@ def measure(
     usual = abs(found.nbytes / PRESETS[base].device.nbytes - 1) < NEAR
     known = device.preset(driver) is not None
     preset = evolve(cluster(f"1x{base}"), count=found.count, per_node=found.per_node)
-    fields: dict[str, Any] = figures(found.samples, preset, known=known)
+    samples = [s for s in found.samples if s.precision in ("", *preset.device.flops)]
+    fields: dict[str, Any] = figures(samples, preset, known=known)
     fields["device"] |= {"nbytes": found.nbytes, "units": found.units}
     if found.count > found.per_node:
         fields["per_node"] = found.per_node
     name = base if base == "CPU" or (known and usual) else driver
     try:
-        output.write_text(profile(found.samples, fields, base, name, found.count, _report(found, driver)))
+        output.write_text(profile(samples, fields, base, name, found.count, _report(found, driver)))
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}\ngive another path with -o") from None
     written = cluster(str(output))
     head = f"{found.count} x {driver}, measured in {found.seconds:.0f} s; what the preset {base} and the profile say"
     foot = f"\nwrote {output}; `plan MODEL --gpus {shlex.quote(str(output))}` plans by it"
-    show(Group(Text(head + "\n"), table(found.samples, preset, written), Text(foot)), sys.stdout)
+    show(Group(Text(head + "\n"), table(samples, preset, written), Text(foot)), sys.stdout)
 
 
 def _report(found: Machine, driver: str) -> dict[str, Any]:
