@@ -56,6 +56,13 @@ def test_what_it_says_is_so(tmp_path: Path) -> None:
     assert cluster(f"8x{tmp_path / 'ours.toml'}").count == 8
 
 
+def test_the_example_of_the_readme(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    example = readme.partition("```toml\n")[2].partition("```")[0]
+    c = cluster(written(tmp_path, example))
+    assert (c.count, c.pod, c.inter.bandwidth) == (1024, 256, 12.5e9)
+
+
 def test_json_says_the_same(tmp_path: Path) -> None:
     said = {"version": 1, "base": "A100", "count": 8, "intra": {"bandwidth": 2.5e11}, "measured": []}
     assert cluster(written(tmp_path, json.dumps(said), "p.json")).intra.bandwidth == 2.5e11
