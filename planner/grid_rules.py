@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import lcm
 
 from .divisors import divisors, nearest
-from .layout import Layout
+from .layout import Layout, Precision
 from .rule import By, Case, Rule, Truth, Words
 
 
@@ -24,7 +24,8 @@ def _world_told(case: Case) -> Words:
     message = f"dp {x.dp} x tp {x.tp} x pp {x.pp} x cp {x.cp} takes {x.world} devices, and {case.cluster} has {count}"
     if count % inner == 0:
         return message, f"dp {count // inner} takes them all"
-    return message, f"tp x pp x cp = {inner} must divide {count}: {nearest(inner, divisors(count))} would"
+    fix = f"tp x pp x cp = {inner} must divide {count}: {nearest(inner, divisors(count))} would"
+    return message, f"{fix}, or {_multiple(least(x), count):,} devices"
 
 
 def _expert_grid(case: Case) -> Truth:
@@ -35,10 +36,10 @@ def _expert_grid(case: Case) -> Truth:
 def _expert_grid_told(case: Case) -> Words:
     x, need = case.layout, least(case.layout)
     dense, experts = x.tp * x.cp, x.ep * x.etp
-    together = "the larger" if need == x.pp * max(dense, experts) else f"{need // x.pp}, the least multiple"
+    which = "the larger" if need == x.pp * max(dense, experts) else "the least common multiple"
     message = (
-        f"pp {x.pp} x {together} of tp x cp = {dense} and ep x etp = {experts} needs {need:,} devices or a multiple, "
-        f"and there are {x.world:,}"
+        f"pp {x.pp} x {need // x.pp} ({which} of tp x cp = {dense} and ep x etp = {experts}) needs {need:,} devices "
+        f"or a multiple, and there are {x.world:,}"
     )
     experts_of = [size for _, size in case.needs.of("ep")]
     ways = []
@@ -46,7 +47,12 @@ def _expert_grid_told(case: Case) -> Words:
         ways.append(f"ep {nearest(x.ep, divisors(x.world // (x.pp * x.etp), *experts_of))}")
     if pps := [n for n in divisors(x.world // dense) if x.world % (n * experts) == 0]:
         ways.append(f"pp {nearest(x.pp, pps)}")
-    return message, ", or ".join([*ways, f"{-(-x.world // need) * need:,} devices would"])
+    return message, ", or ".join([*ways, f"{_multiple(need, x.world):,} devices would"])
+
+
+def _multiple(unit: int, count: int) -> int:
+    """The least multiple that is no less."""
+    return -(-count // unit) * unit
 
 
 def _no_experts(case: Case) -> Truth:
@@ -63,6 +69,14 @@ def _etp_experts(case: Case) -> Truth:
 
 def _etp_experts_told(case: Case) -> Words:
     return f"etp {case.layout.etp} divides each expert, and the model has none", "etp 1"
+
+
+def _expert_precision(case: Case) -> Truth:
+    return (case.layout.ep == 1) | (case.workload.precision is not Precision.FP16)
+
+
+def _expert_precision_told(case: Case) -> Words:
+    return f"ep {case.layout.ep} divides experts, and they train in fp16", "bf16 would, or ep 1"
 
 
 def _expert_bias(case: Case) -> Truth:
@@ -144,6 +158,15 @@ RULES = (
         "megatron-core takes it, and divides nothing by it",
         _etp_experts,
         _etp_experts_told,
+    ),
+    Rule(
+        "ep-fp16",
+        "ep is 1 in fp16.",
+        "bf16, or ep 1",
+        By.CALLERS,
+        "Megatron-LM's validate_args",
+        _expert_precision,
+        _expert_precision_told,
     ),
     Rule(
         "expert-bias",

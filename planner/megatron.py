@@ -125,8 +125,6 @@ PRECISION = {
 
 def _step(plan: Plan, m: GPT, target: str) -> Iterator[Option]:
     precision = plan.workload.precision
-    if m.moe and precision is Precision.FP16 and plan.layout.ep > 1:
-        cannot(target, "ep under fp16", "plan with --precision bf16")
     yield option("micro-batch-size", plan.layout.micro_batch)
     yield option("global-batch-size", plan.workload.batch)
     yield from PRECISION[precision]

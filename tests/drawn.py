@@ -28,7 +28,7 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.planner.layout import Layout, Recompute, Workload
+from megaloom.planner.layout import Layout, Precision, Recompute, Workload
 
 HIDDEN, HEAD_DIM, KV_RANK, ROPE = 16, 4, 8, 4
 WORLD = 64  # devices of a drawn case, at most: what larger grids have to say is the same, and takes longer
@@ -158,4 +158,5 @@ def _case(draw: Random, d: Decoder) -> Case:
     seq = 2 * cp * tp * draw.randint(1, 4) if draw.random() < 0.7 else draw.randint(1, 96)
     batch = dp * micro * m if draw.random() < 0.9 else dp * micro * m + draw.randint(1, 5)
     world = layout.world if draw.random() < 0.93 else draw.randint(1, WORLD)
-    return Case(decoder=d, layout=layout, workload=Workload(seq=seq, batch=batch), world=world)
+    work = Workload(seq=seq, batch=batch, precision=draw.choice([Precision.BF16] * 9 + [Precision.FP16]))
+    return Case(decoder=d, layout=layout, workload=work, world=world)

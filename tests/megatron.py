@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from megaloom.planner.layout import Layout, Recompute
+from megaloom.planner.layout import Layout, Precision, Recompute
 
 from .drawn import HEAD_DIM, HIDDEN, KV_RANK, ROPE, Case, Decoder
 
@@ -125,8 +125,9 @@ def _start(case: Case) -> None:
 
 
 def validated(case: Case) -> None:
-    """What only callers look at, after Megatron-LM's arguments.py: where megatron-core would read beyond a table."""
-    positions = case.decoder.positions
+    """What only callers look at, after Megatron-LM's arguments.py."""
+    positions, fp16 = case.decoder.positions, case.workload.precision is Precision.FP16
+    assert case.layout.ep == 1 or not fp16, "Expert parallelism is not supported with fp16 training."
     assert not positions or positions >= case.workload.seq, "max_position_embeddings must be at least seq_length"
 
 

@@ -158,7 +158,6 @@ SHARDED = Layout(dp=2, distributed_optimizer=True)
 @pytest.mark.parametrize(
     ("target", "name", "layout", "more", "names", "works"),
     [
-        (Target.MEGATRON_LM, "mixtral-8x7b", Layout(dp=8, ep=8), {"precision": "fp16"}, "ep under fp16", "bf16"),
         (Target.MEGATRON_LM, "mixtral-8x7b", Layout(tp=2, sequence_parallel=True), {}, "beside tp 2: it com", "etp 2"),
         (
             Target.MEGATRON_LM,

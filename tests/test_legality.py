@@ -11,6 +11,7 @@ import pytest
 
 from megaloom.dsl.find import find
 from megaloom.dsl.graph import graph
+from megaloom.planner.cli import main
 from megaloom.planner.cluster import cluster
 from megaloom.planner.layout import Layout, Workload
 from megaloom.planner.rule import By
@@ -59,11 +60,38 @@ def test_every_published_layout_that_ran_is_legal() -> None:
         assert [rule for rule in broken if rule not in OURS] == [], run.id
 
 
-def test_a_recipe_for_more_devices_than_there_are_is_refused() -> None:
+def test_a_published_recipe_for_more_devices_than_it_has_is_refused() -> None:
     """Megatron-Bridge's docs/performance-summary-archive.md, container 25.09: DeepSeek-V3 on 256 GB200, PP8 EP64."""
-    layout = Layout(dp=32, pp=8, vpp=2, ep=64)
-    found = violations(layout, graph(find("deepseek-v3-mtp")[0]), Workload(seq=4096, batch=2048), cluster("256xGB200"))
+    layout, work = Layout(dp=32, pp=8, vpp=2, ep=64), Workload(seq=4096, batch=2048)
+    found = violations(layout, graph(find("deepseek-v3-mtp")[0]), work, cluster("256xGB200"))
     assert [str(v) for v in found] == [
-        "pp 8 x the larger of tp x cp = 1 and ep x etp = 64 needs 512 devices or a multiple, and there are 256 "
+        "pp 8 x 64 (the larger of tp x cp = 1 and ep x etp = 64) needs 512 devices or a multiple, and there are 256 "
         "[expert-grid]\nep 32, or pp 4, or 512 devices would"
     ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            "deepseek-v3 --gpus 128xH100 --pp 16 --ep 64",
+            "pp 16 x 64 (the larger of tp x cp = 1 and ep x etp = 64) needs 1,024 devices or a multiple, and there "
+            "are 128 [expert-grid]: ep 8, or pp 2, or 1,024 devices would",
+        ),
+        (
+            "mixtral-8x7b --gpus 24xH100 --tp 2 --cp 3 --pp 2 --ep 8 --seq 6144 --batch 24",
+            "pp 2 x 24 (the least common multiple of tp x cp = 6 and ep x etp = 8) needs 48 devices or a multiple, "
+            "and there are 24 [expert-grid]: ep 4, or pp 1, or 48 devices would",
+        ),
+        (
+            "llama3-70b --gpus 8xH100 --tp 8 --pp 4",
+            "dp 1 x tp 8 x pp 4 x cp 1 takes 32 devices, and 8xH100 has 8 [world]: tp x pp x cp = 32 must divide 8: "
+            "8 would, or 32 devices",
+        ),
+    ],
+)
+def test_too_few_devices_are_refused_with_how_many_it_takes(
+    asked: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(asked.split()) == 2
+    assert said in capsys.readouterr().err
