@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import lcm
 from typing import Any
 
 import numpy as np
 
 from .divisors import divisors, multiples, nearest
-from .layout import bits
+from .layout import Module, bits
 from .rule import By, Case, Rule, Truth, Words
 
 
@@ -113,9 +114,20 @@ def _recompute_layers_told(case: Case) -> Words:
     return f"recompute_layers {n} counts the blocks of full recompute", "recompute full with 1 or more, or 0 for all"
 
 
+CHECKED = (Module.MLA_UP_PROJ, Module.MOE_ACT)  # the modules that megatron-core looks for
+
+
+def _absent(case: Case, among: Iterable[Module]) -> Truth:
+    """Whether none of these modules is computed again that the model has not."""
+    return case.layout.module_bits & bits({*among} - {*case.needs.modules}) == 0
+
+
+def _recompute_parts(case: Case) -> Truth:
+    return _absent(case, CHECKED)
+
+
 def _recompute_modules(case: Case) -> Truth:
-    x = case.layout
-    return ((x.module_bits & ~bits(case.needs.modules)) == 0) & (x.misnamed == 0)
+    return _absent(case, {*Module} - {*CHECKED}) & (case.layout.misnamed == 0)
 
 
 def _recompute_modules_told(case: Case) -> Words:
@@ -218,11 +230,20 @@ RULES = (
         _recompute_layers_told,
     ),
     Rule(
+        "recompute-parts",
+        "Selective recompute of mla_up_proj needs latent attention, that of moe_act experts.",
+        "modules that the model has, or recompute none",
+        By.CORE,
+        "transformer_config.py:1214 and 1219",
+        _recompute_parts,
+        _recompute_modules_told,
+    ),
+    Rule(
         "recompute-modules",
         "Selective recompute is of modules that the model has.",
         "modules that the model has, or recompute none",
         By.PLANNER,
-        "megatron-core takes those that are not there, but for mla_up_proj and moe_act, and computes nothing again",
+        "megatron-core takes others, and computes nothing again",
         _recompute_modules,
         _recompute_modules_told,
     ),

@@ -28,7 +28,7 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.planner.layout import Layout, Precision, Recompute, Workload
+from megaloom.planner.layout import Layout, Module, Precision, Recompute, Workload
 
 HIDDEN, HEAD_DIM, KV_RANK, ROPE = 16, 4, 8, 4
 WORLD = 64  # devices of a drawn case, at most: what larger grids have to say is the same, and takes longer
@@ -119,6 +119,11 @@ def _decoder(draw: Random) -> Decoder:
     )
 
 
+def _modules(draw: Random, recompute: Recompute) -> list[Module]:
+    some = draw.random() < (0.5 if recompute is Recompute.SELECTIVE else 0.05)
+    return draw.sample(list(Module), draw.randint(1, 3)) if some else []
+
+
 def _case(draw: Random, d: Decoder) -> Case:
     likely = [1, 1, 1, 1, 2, 2, 3, 4]
 
@@ -151,6 +156,7 @@ def _case(draw: Random, d: Decoder) -> Case:
         sequence_parallel=draw.random() < (0.9 if tp > 1 and d.experts else 0.6 if tp > 1 else 0.05),
         micro_batch=micro,
         recompute=recompute,
+        recompute_modules=_modules(draw, recompute),
         recompute_layers=draw.choice([0, 1, 2]) if recompute is Recompute.FULL else draw.choice([0] * 15 + [1]),
         microbatch_group=draw.choice([0, 0, pp, pp + 1, 2 * pp, 3]) if vpp > 1 else draw.choice([0] * 15 + [pp]),
         distributed_optimizer=draw.random() < 0.5,

@@ -175,6 +175,8 @@ def _config(d: Decoder, x: Layout) -> Any:
         expert_model_parallel_size=x.ep,
         expert_tensor_parallel_size=x.etp,
         recompute_granularity=None if x.recompute is Recompute.NONE else x.recompute.value,
+        recompute_modules=list(x.modules) or None,
+        moe_grouped_gemm=d.experts > 0,  # as callers set for bf16
         pipeline_dtype=torch.float32,
         overlap_p2p_comm=x.vpp > 1,
         batch_p2p_comm=x.vpp == 1,

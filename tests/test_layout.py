@@ -83,6 +83,14 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
     ("gpt2", {"pp": 4, "microbatch_group": 4}, {}, "group-vpp", "0 would", {"microbatch_group": 0}),
     ("gpt2", {"recompute_layers": 1}, {}, "recompute-none", "or 0 for all", {"recompute": Recompute.FULL}),
     ("gpt2", {"recompute": Recompute.SELECTIVE, "recompute_layers": 1}, {}, "recompute-layers", "recompute full", {}),
+    (
+        "gpt2",
+        {"recompute": Recompute.SELECTIVE, "recompute_modules": ("mla_up_proj", "mlp")},
+        {},
+        "recompute-parts",
+        "any of core_attn, layernorm, mlp",
+        {"recompute_modules": ("mlp",)},
+    ),
     ("gpt2", {"recompute_modules": ("mlp",)}, {}, "recompute-modules", "selective", {"recompute": Recompute.SELECTIVE}),
     (
         "gpt2",
@@ -160,6 +168,13 @@ def test_tp_divides_the_width_of_any_layer(layer: Layer, fix: str) -> None:
     assert "recompute-blocks" in [
         v.rule for v in violations(Layout(recompute=Recompute.FULL), graph(m), Workload(seq=64, batch=8), machine)
     ]
+
+
+def test_experts_do_not_lie_on_ep_in_fp16() -> None:
+    g, machine = example("mixtral-8x7b"), cluster("8xH100")
+    for precision, found in ((Precision.FP16, ["ep-fp16"]), (Precision.BF16, [])):
+        work = Workload(seq=1024, batch=8, precision=precision)
+        assert [v.rule for v in violations(Layout(dp=8, ep=8), g, work, machine)] == found
 
 
 def test_a_precision_without_a_figure() -> None:
