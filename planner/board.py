@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .coverage import coverage
 from .validate import Group, Validation
 
 NAMED = ("source", "GPU", "precision", "model")
@@ -39,7 +40,23 @@ def board(found: Validation) -> RenderableType:
         "rows under its upper bound",
         "bold",
     )
-    return Lines(head, table, Text(f"\n{sum(left.values())} rows left out", "bold"), Text("\n".join(lines)))
+    return Lines(
+        head, table, intervals(found), Text(f"\n{sum(left.values())} rows left out", "bold"), Text("\n".join(lines))
+    )
+
+
+def intervals(found: Validation) -> RenderableType:
+    """The spread of each kind of run, and how many of the other half of the models the intervals hold."""
+    table = Table("", box=None, pad_edge=False)
+    for name in ("rows", "5 %", "95 %", "to check", "held"):
+        table.add_column(name, justify="right")
+    for x in coverage(found.rows):
+        ends = ["", ""] if x.spread is None else [f"{end:.2f}" for end in x.spread]
+        table.add_row(x.kind, str(x.fitted), *ends, str(x.checked), percent(x.held / x.checked) if x.checked else "")
+    head = Text(
+        "\nMeasured / predicted in one half of the models, and runs of the other that the intervals hold", "bold"
+    )
+    return Lines(head, table)
 
 
 def cells(g: Group) -> list[str]:

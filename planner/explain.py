@@ -105,7 +105,7 @@ def _layout(plan: Plan) -> dict[str, str]:
 def _predicted(plan: Plan, size: Unit, time: Unit) -> dict[str, str]:
     p = plan.predicted
     return {
-        f"{time.name}/step": time.of(p.step_seconds),
+        f"{time.name}/step": f"{time.of(p.step_seconds)} ({_about(p.within, time)})",
         "tok/s/GPU": f"{p.tokens_per_second_per_device:,.0f}",
         "TFLOP/s/GPU": _tera(p.flops_per_second_per_device),
         "MFU": f"{p.mfu:.1%}",
@@ -113,6 +113,12 @@ def _predicted(plan: Plan, size: Unit, time: Unit) -> dict[str, str]:
         "bubble": f"{p.bubble:.1%}",
         "exposed comm": f"{exposed(plan):.1%}",
     }
+
+
+def _about(ends: tuple[float, float], time: Unit) -> str:
+    """From one end to the other, with two digits or more."""
+    figures = [end / time.size for end in ends]
+    return "-".join(f"{x:.{max(0, 2 - len(str(int(x))))}f}" for x in figures)
 
 
 def ranks(plan: Plan, graph: Graph) -> Table:

@@ -44,6 +44,8 @@ def for_machines(plan: Plan) -> dict[str, Any]:
         "layout": asdict(plan.layout),
         "predicted": {
             "step_seconds": p.step_seconds,
+            "step_seconds_low": p.within[0],
+            "step_seconds_high": p.within[1],
             "memory_gib": fullest(plan) / GiB,
             "memory_gib_upper": max(map(upper, p.nbytes)) / GiB,
             "tokens_per_second_per_gpu": p.tokens_per_second_per_device,

@@ -25,7 +25,7 @@ from .cluster import Cluster
 from .layout import Layout, Workload
 from .rules import violations
 
-VERSION = 4  # 4: a prediction says when each rank is the fullest; 3: a cluster has pods, failures and storage
+VERSION = 5  # 5: a prediction says within what a step should stay; 4: when each rank is the fullest
 
 
 class PlanError(UserError):
@@ -50,6 +50,7 @@ class Prediction:
     """What one optimizer step is predicted to take; the parts of `breakdown` add up to `step_seconds`."""
 
     step_seconds: float
+    within: tuple[float, float]  # seconds at the least and at the most, nine times of ten
     tokens_per_second_per_device: float
     flops_per_second_per_device: float  # model FLOPs (no recompute, causal attention counted half)
     mfu: float

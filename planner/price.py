@@ -22,6 +22,7 @@ from .cluster import Cluster
 from .columns import Layouts
 from .fit import HEADROOM, Bounds, Fit, Placed, capacity, stages_of
 from .floors import Floors, where
+from .intervals import interval, kind
 from .layout import Layout, Workload
 from .memory import Part, Peak
 from .needs import needs
@@ -87,6 +88,7 @@ class Pricer:
     anatomy: Anatomy = field(init=False)
     book: Book = field(init=False)
     model_flops: int = field(init=False)  # of a step: no recompute, causal attention counted half
+    kind: str = field(init=False)  # of runs that show how far off a prediction may be
     _bases: dict[tuple[object, ...], Base] = field(factory=dict, init=False)
     _sheets: dict[tuple[object, ...], Sheet] = field(factory=dict, init=False)
     _cuts: dict[tuple[object, ...], Bounds] = field(factory=dict, init=False)
@@ -99,6 +101,7 @@ class Pricer:
         batch, seq = self.workload.batch, self.workload.seq
         work = [w for n in self.graph.nodes for w in costs(n, batch=batch, seq=seq).work]
         self.model_flops = sum(w.flops + w.dgrad + w.wgrad for w in work)
+        self.kind = kind(any(w.kind == "route" for w in work), self.workload.precision, self.cluster.device)
 
     def sheet(self, layout: Layout) -> Sheet:
         """The costs of every node under a layout."""
@@ -251,6 +254,7 @@ class Pricer:
         flops = self.model_flops / step / layout.world
         return Prediction(
             step_seconds=step,
+            within=interval(step, self.kind),
             tokens_per_second_per_device=self.workload.tokens / step / layout.world,
             flops_per_second_per_device=flops,
             mfu=flops / self.cluster.device.flops[self.workload.precision],

@@ -38,6 +38,7 @@ def published(row: Row) -> Run:
     return Run(
         id=str(row["id"]),
         source=str(row["source_group"]),
+        name=str(row["model"]),
         gpu=str(row["gpu"]),
         sparse=bool(row.get("experts")),
         model=made,

@@ -22,6 +22,7 @@ class Run:
 
     id: str
     source: str
+    name: str  # of the model, as the source says it
     gpu: str
     sparse: bool  # a mixture of experts
     model: Model

@@ -25,6 +25,7 @@ def vtrain(row: Row) -> Run:
     return Run(
         id=str(row["id"]),
         source="vtrain",
+        name=f"{row['params']}b",
         gpu="A100-80GB",
         sparse=False,
         model=decoder.model(0.1),

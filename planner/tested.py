@@ -56,6 +56,7 @@ def functional(row: Row) -> Run:
     return Run(
         id=str(row["id"]),
         source="megatron-functional",
+        name=str(row["test"]),
         gpu=gpu,
         sparse=False,
         model=_decoder(row).model(0.1),

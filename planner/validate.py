@@ -21,7 +21,9 @@ from megaloom.dsl.graph import Graph, graph
 
 from .cluster import GiB
 from .fit import Bounds, Fit, Placed
+from .intervals import OTHER, interval, kind
 from .memory import point, upper
+from .practice import NANOTRON
 from .price import Priced, Pricer
 from .rules import violations
 from .run import Run, Skipped
@@ -40,6 +42,13 @@ class Predicted:
     memory_gib: float  # of the kind that was measured
     oom: bool = False  # it should run out of memory
     memory_gib_upper: float = inf  # that should not be exceeded
+    within: tuple[float, float] = (0.0, inf)  # of a step, nine times of ten
+    kind: str = ""  # of runs whose spread that is
+
+    @property
+    def held(self) -> bool:
+        """Whether the step took what it was predicted to at the least and at the most."""
+        return self.run.step_seconds is not None and self.within[0] <= self.run.step_seconds <= self.within[1]
 
     @property
     def time_error(self) -> float | None:
@@ -110,7 +119,9 @@ def predict(run: Run) -> Predicted:
     held = priced.prediction.nbytes[-1 if run.last_rank else _fullest(priced)]
     oom = max(priced.placed.peaks) > run.cluster.device.nbytes
     most = upper(held, run.memory_kind, run.practice.graphed)
-    return Predicted(run, priced.seconds, point(held, run.memory_kind) / GiB, oom, most / GiB)
+    of = OTHER if run.practice.name == NANOTRON.name else kind(run.sparse, run.workload.precision, run.cluster.device)
+    within = interval(priced.seconds, of)
+    return Predicted(run, priced.seconds, point(held, run.memory_kind) / GiB, oom, most / GiB, within, of)
 
 
 def priced_as(run: Run) -> Priced:
@@ -224,12 +235,17 @@ def as_json(found: Validation) -> dict[str, Any]:
     """The scores as JSON has them."""
     from attrs import asdict
 
+    from .coverage import coverage
+
     return {
         "groups": [asdict(group) for group in found.groups],
+        "intervals": [asdict(line) for line in coverage(found.rows)],
         "rows": [
             {
                 "id": p.run.id,
                 "predicted_step_seconds": p.step_seconds,
+                "predicted_step_seconds_low": p.within[0],
+                "predicted_step_seconds_high": p.within[1],
                 "measured_step_seconds": p.run.step_seconds,
                 "predicted_memory_gib": p.memory_gib,
                 "predicted_memory_gib_upper": p.memory_gib_upper,

@@ -56,6 +56,7 @@ def plans(draw: st.DrawFn) -> Plan:
     machine = cluster(f"1x{draw(st.sampled_from(sorted(PRESETS)))}")
     predicted = Prediction(
         step_seconds=draw(seconds),
+        within=(draw(seconds), draw(seconds)),
         tokens_per_second_per_device=draw(seconds),
         flops_per_second_per_device=draw(seconds),
         mfu=draw(seconds),
@@ -96,6 +97,7 @@ def example() -> Plan:
         ),
         predicted=Prediction(
             step_seconds=0.5,
+            within=(0.45, 0.65),
             tokens_per_second_per_device=8192.0,
             flops_per_second_per_device=1e12,
             mfu=0.01,
@@ -227,7 +229,7 @@ def broken(*path: str | int, value: Any) -> str:
         ("[" * 100_000, "p.json is not JSON"),
         ("[]", "p.json is JSON, but not a plan"),
         ('{"name": "somebody"}', "p.json is JSON, but not a plan"),
-        (broken("version", value=1), "p.json is a plan of version 1; this megaloom reads version 4"),
+        (broken("version", value=1), "p.json is a plan of version 1; this megaloom reads version 5"),
         (broken("version", value=True), "version True"),
         (broken("reasons", value=...), "the plan is refused: field 'reasons' is missing"),
         (broken("layout", "tp", value=...), "layout is refused: field 'tp' is missing"),

@@ -61,6 +61,7 @@ def made(layout: Layout, bounds: tuple[int, ...], breakdown: dict[str, float]) -
         ),
         predicted=Prediction(
             step_seconds=step,
+            within=(0.9 * step, 1.3 * step),
             tokens_per_second_per_device=8192 / step,
             flops_per_second_per_device=1.25e14,
             mfu=0.125,
@@ -94,8 +95,8 @@ GOLDEN = """\
   GPUs precision GBS MBS  seq TP PP VP CP EP DP  SP recompute dist-opt
 8xH100      bf16  64   2 1024  1  2  2  1  1  4 off      none      off
 
-s/step  tok/s/GPU  TFLOP/s/GPU    MFU           memory  bubble  exposed comm
- 2.500      3,277          125  12.5%  6.0 of 79.1 GiB   10.0%          0.0%
+         s/step  tok/s/GPU  TFLOP/s/GPU    MFU           memory  bubble  exposed comm
+2.500 (2.2-3.2)      3,277          125  12.5%  6.0 of 79.1 GiB   10.0%          0.0%
 
 Why
 - A first reason [with brackets].
