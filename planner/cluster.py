@@ -39,7 +39,10 @@ def cluster(text: str) -> Cluster:
         return _from_file(found[2], found[1])
     found = re.fullmatch(r"\s*(?:(-?\d+)\s*[x*\u00d7]\s*)?([a-z][\w-]*)\s*", text, re.I)
     if not found:
-        raise UserError(f"{text!r} is not a number of devices of a kind\nsay it as 8xH100; known: {', '.join(PRESETS)}")
+        raise UserError(
+            f"{text!r} is not a number of devices of a kind\n"
+            f"say it as 8xH100, or as 8xours.toml if a file says what they are; known: {', '.join(PRESETS)}"
+        )
     return _made(int(found[1] or 1), _find(found[2]), {})
 
 

@@ -46,7 +46,7 @@ PORTS = {
 
 # Unexpected interruptions of a job, by device and hour: 419 in 54 days of 16,384 H100 (Llama 3, arXiv:2407.21783,
 # section 3.3.4). Others had 6.5 and 2.3 in 1,000 days of a node of 8 A100, 3.4e-5 and 1.2e-5 by hour (Kokolis et al.,
-# arXiv:2410.21680, section III), and at least 105 in 2 months of 992 A100, 7.4e-5 (OPT-175B, arXiv:2205.01068,
+# arXiv:2410.21680), and at least 105 in 2 months of 992 A100, 7.4e-5 (OPT-175B, arXiv:2205.01068,
 # section 2.5).
 FAILURES = 419 / (54 * 24 * 16_384)
 # Bytes a second of a checkpoint that a device's share of the storage takes: 2 TB/s of a cluster of 24,576 (Llama 3,

@@ -15,7 +15,7 @@ from .differ import time
 from .layout import Precision
 
 MANY = 1000  # devices from which on failures are told of
-# Until a failure is found and located: less than 10 minutes on average (MegaScale, arXiv:2402.15627, section 6.3).
+# Until a failure is found and located: less than 10 minutes on average (MegaScale, arXiv:2402.15627, section 6).
 # What follows, reading the last checkpoint, is taken to be as quick as writing it.
 FOUND = 600.0
 STATE = 12  # bytes of an element's master weight and two moments

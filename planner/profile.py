@@ -62,6 +62,8 @@ def read(path: str) -> Said:
         _refuse(path, f"is no {'JSON' if path.endswith('.json') else 'TOML'}: {error}", EXAMPLE)
     if not isinstance(raw, dict):
         _refuse(path, "holds no fields", EXAMPLE)
+    if "stages" in raw:
+        _refuse(path, "is a plan, not a cluster", f"`megaloom train {path}` trains by it; {EXAMPLE}")
     version = raw.pop("version", VERSION)
     if version != VERSION or isinstance(version, bool):
         _refuse(path, f"is of version {version!r}; this megaloom reads version {VERSION}", "measure again")

@@ -14,7 +14,7 @@ PORT = 29500
 def hosts(machine: Cluster) -> tuple[int, int]:
     """(machines, devices in each), as launchers count them: those of an NVL72 rack are 18 machines of 4."""
     preset = PRESETS.get(machine.device.name)
-    each = min(preset.tray, machine.count) if preset and preset.tray > 1 else machine.per_node
+    each = min(preset.tray, machine.per_node) if preset and preset.tray > 1 else machine.per_node
     return machine.count // each, each
 
 

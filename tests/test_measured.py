@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megaloom.planner.cluster import Cluster, cluster
 from megaloom.planner.measured import COLLECTIVES, Sample, figures, predicted, profile, table
-from megaloom.runtime import measure
+from megaloom.runtime import launch, measure
 from megaloom.runtime.cli import main
 
 DONE = (
@@ -114,6 +114,19 @@ def test_what_is_shown() -> None:
         "744.3",
         "TFLOP/s",
     ]
+
+
+def across() -> list[Sample]:
+    return list(measure._collectives(2, 2))
+
+
+def test_groups_within_nodes_and_across(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(measure._groups(1, 1)) == []
+    assert list(measure._groups(4, 4)) == [(2, 1), (4, 1)]
+    assert list(measure._groups(12, 6)) == [(2, 1), (6, 1), (2, 6)]
+    monkeypatch.setattr(measure, "WINDOW", 0.0)
+    for found in launch.run(across, (), 4, timeout=60):
+        assert {(s.devices, s.stride) for s in found} == {(2, 2)}
 
 
 def test_measuring_this_machine(

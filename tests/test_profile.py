@@ -12,6 +12,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.cli import main
 from megaloom.planner.cluster import PRESETS, cluster
 from megaloom.planner.plan import load
+from megaloom.planner.slurm import hosts
 
 
 def written(folder: Path, text: str, name: str = "ours.toml") -> str:
@@ -54,6 +55,7 @@ def test_what_it_says_is_so(tmp_path: Path) -> None:
     assert (c.intra.bandwidth, c.intra.latency, c.intra.efficiency) == (2e11, 1e-5, base.intra.efficiency)
     assert c.inter.bandwidth == 10e9  # one card for four
     assert cluster(f"8x{tmp_path / 'ours.toml'}").count == 8
+    assert hosts(cluster(written(tmp_path, 'base = "H100"\ncount = 64\nper_node = 4'))) == (16, 4)
 
 
 def test_the_example_of_the_readme(tmp_path: Path) -> None:
@@ -115,6 +117,9 @@ def test_a_damaged_profile(content: bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=says):
+        cluster(str(path))
+    path.write_text('{"version": 3, "stages": []}')
+    with pytest.raises(UserError, match="is a plan, not a cluster"):
         cluster(str(path))
     with pytest.raises(UserError, match="cannot be read: No such file"):
         cluster(str(tmp_path / "none.toml"))
