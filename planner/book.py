@@ -245,6 +245,7 @@ def line(
         row[Col.SAVED] += _nbytes(s, precision)
         again.add(Col.SAVED, kind.keeps.frees(s), _nbytes(s, precision))
     made = sum(_nbytes(s, precision) for s in kind.full.of(found.saved, found.inputs))
+    row[Col.SAVED] += _joined(found, precision) if practice.joined else 0
     row[Col.PARAMS], row[Col.EXPERT_PARAMS] = found.params, found.expert_params
     if not practice.flash:
         for w in (w for w in found.work if w.kind == "attend"):
@@ -272,6 +273,14 @@ class Made:
             again = NORM
         if again:
             self.rows[self.parts.index(again), MADE.index(column)] += amount
+
+
+def _joined(found: Costs, precision: Precision) -> int:
+    """Bytes of queries and keys before they are turned, which are kept as a part of what values are a part of."""
+    turned, before = (
+        sum(_nbytes(s, precision) for s in found.saved if s.what in named) for named in (("rope",), ("q", "k"))
+    )
+    return max(0, turned - before)
 
 
 def _nbytes(s: Saved, precision: Precision) -> int:

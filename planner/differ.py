@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .device import GiB
+from .memory import point
 from .plan import Prediction
 
 TIE = 0.0005  # of a step: what is this little slower is as quick
@@ -26,9 +27,9 @@ def slower(best: Prediction, other: Prediction) -> str:
     return said
 
 
-def fullest(of: Prediction) -> int:
-    """Bytes on the fullest pipeline rank."""
-    return max(sum(held.values()) for held in of.nbytes)
+def fullest(of: Prediction, kind: str = "device") -> int:
+    """Bytes on the fullest pipeline rank, as they are measured: see `memory.point`."""
+    return max(point(held, kind) for held in of.nbytes)
 
 
 def size(nbytes: int) -> str:

@@ -211,9 +211,9 @@ def exposed(plan: Plan) -> float:
     )
 
 
-def fullest(plan: Plan) -> int:
-    """Bytes on the fullest pipeline rank."""
-    return differ.fullest(plan.predicted)
+def fullest(plan: Plan, kind: str = "device") -> int:
+    """Bytes on the fullest pipeline rank, as they are measured: see `memory.point`."""
+    return differ.fullest(plan.predicted, kind)
 
 
 def holds(nodes: Sequence[Node], graph: Graph) -> str:

@@ -66,6 +66,7 @@ class Practice:
     beside_nbytes: int = 0  # of each element, held throughout beside weight and main gradient
     buffers_nbytes: int = 0  # held throughout, whatever is trained
     outputs: bool = False  # a micro-batch in flight keeps what its stage has put out as well
+    joined: bool = False  # values stay a part of one tensor with queries and keys, all of which is kept for them
     graphed: bool = False  # CUDA graphs: small kernels wait for no host
     launches: float = 1.0  # that the host could have made while it makes one, from the program of the layers
     dispatch_seconds: float = 0.0  # that a layer of experts waits for the host, each way
@@ -82,6 +83,7 @@ OWN = Practice(
     step_nbytes=4,  # the root of the second moment (torch.optim, _multi_tensor_adamw)
     overlap_gradients=False,
     overlap_weights=False,
+    joined=True,  # megatron-core without Transformer Engine (transformer/attention.py: torch.split)
 )
 # Not measured alone: what runs of models with experts took longer than their work, by layer and way, on H100 and GB300
 # where no CUDA graph hides the host, and where one hides all but the counting of tokens (see `megaloom validate`).
@@ -118,4 +120,4 @@ DEEPSPEED_BF16 = evolve(
 )
 # Of each logit nanotron has an fp32 copy, that less its maximum, and its exponential (models/llama.py, cast_to_fp32;
 # parallel/tensor_parallel/functional.py), and each gradient in 16 bits beside its sum in 32.
-NANOTRON = evolve(OWN, name="nanotron", overlap_gradients=True, loss_copies=3 * 4, beside_nbytes=2)
+NANOTRON = evolve(OWN, name="nanotron", overlap_gradients=True, loss_copies=3 * 4, beside_nbytes=2, joined=False)

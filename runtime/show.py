@@ -61,8 +61,8 @@ def summary(done: Summary, plan: Plan) -> RenderableType:
 
 def _memory(done: Summary, plan: Plan) -> str:
     size = unit(plan)
-    what = "" if device.gpus() else ", a whole process with its libraries"
-    return f"{size.of(max(done.peak_nbytes))} {size.name} (predicted {size.of(fullest(plan))}){what}"
+    kind, what = ("allocated", "") if device.gpus() else ("device", ", a whole process with its libraries")
+    return f"{size.of(max(done.peak_nbytes))} {size.name} (predicted {size.of(fullest(plan, kind))}){what}"
 
 
 def comparison(found: Comparison, plan: Plan) -> RenderableType:
