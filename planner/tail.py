@@ -1,7 +1,7 @@
 """What follows the last micro-batch: gradient reduction, tied weights, the optimizer; and what of it is hidden.
 
-Protocol: `tail` is one pipeline rank's; all its figures are seconds. Not here is the reading of data: a device gets some
-40 bytes of a token over PCIe while it computes, in a step of a million tokens for a millisecond.
+Protocol: `tail` is one pipeline rank's; all its figures are seconds. Not here is the reading of data: a device gets
+some 40 bytes of a token over PCIe while it computes, in a step of a million tokens for a millisecond.
 """
 
 from __future__ import annotations
