@@ -17,7 +17,7 @@ from .errors import UserError, nearest
 from .graph import Node
 from .layer import Layer
 from .modules import CORE, NONE, Again, again, modules, norm
-from .ops import Weight
+from .ops import Dot, Weight
 from .program import Program, Step, origin, program
 from .splits import Split
 from .value import Value
@@ -33,7 +33,8 @@ class Saved:
 
     port: which of the node's inputs it is (by position in `Node.inputs`), -1 its output, None neither. An input belongs
     to the node that reads it in its backward pass; where two do (or the node that made it), `saved` counts it once.
-    again: the modules any of which make it again, and so need not keep it.
+    again: the modules any of which make it again, and so need not keep it. product, other: whether a product with a
+    weight reads it, which may do with a copy in fewer bits, and whether something else does.
     """
 
     elements: int
@@ -41,6 +42,8 @@ class Saved:
     what: str
     again: Again = NONE
     port: int | None = None
+    product: bool = False
+    other: bool = True
 
 
 @frozen
@@ -117,7 +120,7 @@ def tensors(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
     """What a node's backward pass reads, as one device holds it."""
     for kept in _kept(p):
         n = p.held(kept.shape, kept.outer, sizes, split, data=kept.dtype is DType.INDEX)
-        yield Saved(n, kept.dtype, kept.what, kept.again, kept.port)
+        yield Saved(n, kept.dtype, kept.what, kept.again, kept.port, kept.product, kept.other)
     for step in p.steps:
         for x in step.gathered(split):  # each device has its own part already
             n = (split.cp - 1) * p.held(x.shape, step.outer, sizes, split)
@@ -141,6 +144,8 @@ class _Kept:
     what: str
     again: Again = NONE
     port: int | None = None
+    product: bool = False
+    other: bool = True
 
 
 @lru_cache(maxsize=1 << 12)
@@ -152,9 +157,10 @@ def _kept(p: Program) -> tuple[_Kept, ...]:
 def _read(p: Program, steps: dict[int, Step]) -> Iterator[_Kept]:
     ports = {id(v.source): i for i, v in reversed(list(enumerate(p.inputs)))}
     seen: set[int] = set()
-    for step in p.steps:
-        v = step.value
-        for x in _entries(p, v):
+    entries = [(step.value, tuple(_entries(p, step.value))) for step in p.steps]
+    reads = {(id(x.source), _weighs(v)) for v, read in entries for x in read}
+    for step, (v, read) in zip(p.steps, entries, strict=True):
+        for x in read:
             if id(x.source) in seen or isinstance(x.source.op, Weight):
                 continue
             seen.add(id(x.source))
@@ -167,9 +173,16 @@ def _read(p: Program, steps: dict[int, Step]) -> Iterator[_Kept]:
                 what=maker.name if maker else "input",
                 again=again(p)[id(maker.value)] - frozenset(CORE) if maker and port is None else NONE,
                 port=port,
+                product=(id(x.source), True) in reads,
+                other=(id(x.source), False) in reads,
             )
         for what, shape, dtype in v.op.notes(v):
             yield _Kept(shape, dtype, step.outer, what, again=again(p)[id(v)])
+
+
+def _weighs(v: Value) -> bool:
+    """Whether this is a product with a weight."""
+    return isinstance(v.op, Dot) and any(isinstance(x.source.op, Weight) for x in v.args)
 
 
 def _entries(p: Program, v: Value) -> Iterator[Value]:

@@ -34,6 +34,9 @@ from .sheet import MADE, TRAFFIC, Anatomy, Base, Col, Kind, Rows, factors, local
 # Without a fused kernel each score is kept thrice: softmaxed, its dropout's mask, dropped (Korthikanti et al.,
 # arXiv:2205.05198, section 4.1).
 SCORES = 2 + 1 + 2
+# Bytes of an element that a product keeps of what it has cast, with a scale for each 32 of 8 bits, each 16 of 4 bits
+# (Transformer Engine's float8, mxfp8 and nvfp4 tensors, of which what the weight's gradient reads stays).
+CAST = {Precision.FP8: 1.0, Precision.MXFP8: 1 + 1 / 32, Precision.NVFP4: 1 / 2 + 1 / 16}
 APART = (Affine, Clamp, Combine, Dot, Drop, Gate, Input, Lookup, Normalize, Pick, Pointwise, Route, Weight)
 """What may treat each token for itself."""
 
@@ -242,8 +245,9 @@ def line(
     _compute(row, again, found, cluster, precision, practice)
     _exchange(row, again, found, layout, cluster, precision, practice)
     for s in kind.keeps.of(found.saved, found.inputs):
-        row[Col.SAVED] += _nbytes(s, precision)
-        again.add(Col.SAVED, kind.keeps.frees(s), _nbytes(s, precision))
+        nbytes = _nbytes(s, precision, kind.inside)
+        row[Col.SAVED] += nbytes
+        again.add(Col.SAVED, kind.keeps.frees(s), nbytes)
     made = sum(_nbytes(s, precision) for s in kind.full.of(found.saved, found.inputs))
     row[Col.SAVED] += _joined(found, precision) if practice.joined else 0
     row[Col.PARAMS], row[Col.EXPERT_PARAMS] = found.params, found.expert_params
@@ -283,7 +287,10 @@ def _joined(found: Costs, precision: Precision) -> int:
     return max(0, turned - before)
 
 
-def _nbytes(s: Saved, precision: Precision) -> int:
+def _nbytes(s: Saved, precision: Precision, cast: bool = False) -> int:
+    """Bytes of a saved tensor, of which products keep what they have cast."""
+    if cast and s.product and precision in CAST and s.dtype not in NBYTES:
+        return int(s.elements * (precision.nbytes * s.other + CAST[precision]))
     return s.elements * NBYTES.get(s.dtype, precision.nbytes)
 
 

@@ -141,6 +141,15 @@ def test_recompute_frees_what_it_computes_again() -> None:
     assert full["activations"] == blocks + outside
 
 
+def test_products_in_eight_bits_keep_what_they_have_cast() -> None:
+    """Of what enters attention and feed-forward, and of the gated product, one byte rather than two; of what attention
+    gives, and reads, one more."""
+    g, machine = graph(MODELS["dense"]), cluster("1xH100")
+    layout, work = Layout(micro_batch=16), evolve(WORK, precision=Precision.FP8)
+    wide, narrow = (price(g, layout, machine, w).prediction.nbytes[0]["activations"] for w in (WORK, work))
+    assert wide - narrow == 4 * 16 * 64 * (128 + 128 + 256 - 128)
+
+
 # Llama-3-70B's layer twelve times on 8 B200, bf16, sequences of 4096, micro-batch 1, nothing recomputed: GiB that torch
 # had allocated at most (SimuMax v1.2, its published B200 runs).
 ALLOCATED: list[tuple[dict[str, Any], int, float]] = [
