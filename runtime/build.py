@@ -89,10 +89,13 @@ def _(op: Pointwise, site: Site) -> nn.Module | None:
 @registered.register(RMSNorm)
 @registered.register(LayerNorm)
 def _(op: RMSNorm | LayerNorm, site: Site) -> nn.Module | None:
-    if op.over != "embed" or op.plus_one:
-        return None
+    return norm(op, site.config.hidden_size, site) if op.over == "embed" and not op.plus_one else None
+
+
+def norm(op: RMSNorm | LayerNorm, size: int, site: Site) -> nn.Module:
+    """A norm over a dim of this size."""
     return Norm(
-        site.config.hidden_size,
+        size,
         rms=isinstance(op, RMSNorm),
         eps=op.eps,
         bias=isinstance(op, LayerNorm) and op.bias,
@@ -103,19 +106,23 @@ def _(op: RMSNorm | LayerNorm, site: Site) -> nn.Module | None:
 
 @registered.register
 def _(op: Attention, site: Site) -> nn.Module | None:
-    turn = modules.turning(op)
-    if op.core != Attend(causal=op.causal, dropout=op.dropout) or op.qk_norm or (turn and turn.magnitude != 1.0):
+    turn, own = modules.turning(op), op.qk_norm
+    if op.core != Attend(causal=op.causal, dropout=op.dropout) or (turn and turn.magnitude != 1.0):
         return None
+    if own is not None and not (_meant(own) and isinstance(own, RMSNorm | LayerNorm) and not own.plus_one):
+        return None
+    head_dim = site.config.hidden_size // op.heads if op.head_dim is None else op.head_dim
+    norms = tuple(norm(own, head_dim, site) for _ in "qk") if isinstance(own, RMSNorm | LayerNorm) else ()
     config = site.with_(
         num_attention_heads=op.heads,
         num_query_groups=op.heads if op.kv_heads is None else op.kv_heads,
-        kv_channels=site.config.hidden_size // op.heads if op.head_dim is None else op.head_dim,
+        kv_channels=head_dim,
         attention_dropout=op.dropout,
         add_bias_linear=op.bias,
         add_qkv_bias=op.qkv_bias,
         rotary_interleaved=turn is not None and turn.interleaved,
     )
-    return modules.SelfAttention(op, site, config)
+    return modules.SelfAttention(op, site, config, norms)
 
 
 @registered.register(MLP)
@@ -140,7 +147,6 @@ def _(op: MoE, site: Site) -> nn.Module | None:
         moe_shared_expert_intermediate_size=shared.get("ffn_hidden_size"),
         moe_router_topk=op.top_k,
         moe_router_enable_expert_bias=op.corrected,
-        moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",  # our router adds the loss
         moe_token_dispatcher_type="alltoall",
     )

@@ -133,6 +133,7 @@ def _silence() -> None:
         (UserWarning, "(Transformer Engine and )?Apex (is|are) not installed"),  # both are optional
         (UserWarning, r"barrier\(\): using the device under current context"),  # which is the rank's own: see `rank`
         (UserWarning, "If you are using transformer_engine"),  # of selective recompute; we are not
+        (UserWarning, "`sequence_parallel` is set to `True`, but tensor model parallel size is 1"),  # of whole experts
         (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf"),  # the distributed optimizer's shards
         (FutureWarning, "`load_state_dict` is deprecated"),  # by torch, in dist_checkpointing
         (DeprecationWarning, "The following imports from `dynamic_context.py`"),  # one of its own imports

@@ -125,12 +125,14 @@ class Sum(nn.Module):
 
 
 class SelfAttention(attention.SelfAttention):
-    """megatron-core's self-attention, biases added."""
+    """megatron-core's self-attention, biases added; norms are of queries and of keys, or neither."""
 
-    def __init__(self, op: Attention, site: Site, config: TransformerConfig) -> None:
+    def __init__(self, op: Attention, site: Site, config: TransformerConfig, norms: tuple[nn.Module, ...]) -> None:
         parts = attention.SelfAttentionSubmodules(ColumnParallelLinear, CoreAttention, RowParallelLinear)
         mask = AttnMaskType.causal if op.causal else AttnMaskType.no_mask
         super().__init__(config, parts, 1, mask, pg_collection=site.grid.groups)
+        if norms:
+            self.q_layernorm, self.k_layernorm = norms
         turn = turning(op)
         self.angles = None if turn is None else rotary(config.kv_channels, turn, site.grid)
         self.seq = site.seq

@@ -67,6 +67,7 @@ def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any
         # What a router computes its gate says. With sigmoid megatron-core takes any number of experts a token, and
         # moves the corrections after each step if there are any.
         "moe_router_score_function": "sigmoid",
+        "moe_router_dtype": "fp32",
         "moe_router_enable_expert_bias": any(op.corrected for op in mixtures),
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -88,6 +89,8 @@ def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any
         "calculate_per_token_loss": True,
         "init_method": _later,
         "output_layer_init_method": _later,
+        # The norms of queries and keys see the heads of their own device: gradients are added over tp.
+        "qk_layernorm": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "add_bias_linear": False,

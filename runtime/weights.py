@@ -112,6 +112,10 @@ def _(op: Attention, w: Weights) -> Parameters:
     }
     if op.bias or op.qkv_bias:
         out["linear_qkv.bias"] = _by_group(*(w(f"{name}_bias") for name in "qkv"))
+    if op.qk_norm is not None:
+        for name in "qk":
+            own = parameters(op.qk_norm, w.inside(f"{name}_norm"))
+            out |= {f"{name}_layernorm.{k}": t for k, t in own.items()}
     return out | {"linear_proj.bias": w("o_bias")} if op.bias else out
 
 

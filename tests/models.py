@@ -103,7 +103,7 @@ def tiny_deepseek_v3() -> Model:
 
 
 def tiny_qwen3() -> Model:
-    moe = MoE(SwiGLU(32), 8, 3, balance=0.01)
+    moe = MoE(SwiGLU(48), 8, 2, balance=0.01)
     return qwen3("tiny-qwen3", 2, 4, 2, 64, moe, vocab=127, head_dim=16)
 
 

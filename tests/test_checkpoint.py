@@ -214,6 +214,7 @@ RESHARDINGS = {
     "experts, EP2 with a divided optimizer to one process": ("tiny_mixtral", evolve(DIVIDED, ep=2), Layout()),
     "experts, one process to EP2 PP2": ("tiny_mixtral", Layout(), Layout(dp=2, ep=2, pp=2)),
     "corrected and shared experts, EP2 to TP2 SP": ("tiny_deepseek_v3", Layout(dp=2, ep=2), TP2),
+    "norms of queries and keys, PP2 to TP2 SP": ("tiny_qwen3", Layout(pp=2), TP2),
     "experts with biases, TP2 SP EP2 to one process": ("tiny_gpt_oss", evolve(TP2, ep=2), Layout()),
     "own bodies, TP2 SP to a divided optimizer": (OWN, TP2, DIVIDED),
     "own bodies, PP2 to TP2 SP": (OWN, Layout(pp=2), TP2),

@@ -113,6 +113,7 @@ def trained(plan: Plan) -> tuple[float, list[float], list[float]]:
         ("tiny_deepseek_v3", Layout()),
         ("tiny_gpt_oss", Layout()),
         ("tiny_llama4", Layout()),
+        ("tiny_qwen3", Layout(dp=2, ep=2)),
         (OWN, Layout()),
         (OWN, evolve(TP2, cp=2)),
     ],

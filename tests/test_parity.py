@@ -61,6 +61,10 @@ LAYOUTS = {
         "tiny_deepseek_v3",
         Layout(dp=2, ep=2, tp=2, sequence_parallel=True, etp=2),
     ),
+    "norms of queries and keys, TP4 SP, fewer KV heads than TP": (
+        "tiny_qwen3",
+        Layout(tp=4, sequence_parallel=True),
+    ),
     "norms of queries and keys, EP2 TP2 SP PP2": ("tiny_qwen3", Layout(tp=2, ep=2, pp=2, sequence_parallel=True)),
     "experts with biases and clamps, EP2 TP2 SP": (
         "tiny_gpt_oss",

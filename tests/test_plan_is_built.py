@@ -1,6 +1,10 @@
 """The parameters that a plan counts for each stage are those that the runtime makes there."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,3 +68,14 @@ def test_a_device_holds_the_parameters_that_the_plan_counts(
     width = 4 // plans[what].layout.pp  # pipeline ranks are outermost
     for rank, made in enumerate(counts):
         assert made[what] == [s.params for s in planned if s.rank == rank // width]
+
+
+@pytest.mark.timeout(300)
+def test_what_searches_find_is_built_as_planned() -> None:
+    """Some of the searches of the benchmark, of examples in their published sizes on up to 1,024 devices."""
+    script = Path(__file__).parents[1] / "benchmarks" / "built.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "4"], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("\n40 plans, 0 differences\n")

@@ -1,0 +1,177 @@
+"""Plans against what the runtime makes of them: `python benchmarks/built.py [ROWS]`, a line for each search.
+
+Of each of the ten best plans that a search finds, each pipeline rank is built as one of its processes builds it, on
+megatron-core's own process groups and layers, over torch's fake backend and without memory. Its parameters must be
+those that the plan counts: of each chunk to the element, and to the byte those of weights and, as dense ones and
+experts are cut over other devices, of the optimizer. Its place on the other axes is drawn; of few all are built.
+ROWS: how many of the searches, drawn; all, if it is not given. Exits with 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from time import process_time
+from typing import Any
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megaloom.dsl import Graph, graph
+from megaloom.dsl.find import find
+from megaloom.planner import Workload, cluster
+from megaloom.planner.memory import static
+from megaloom.planner.plan import Plan, Stage
+from megaloom.planner.search import plan
+from megaloom.runtime import device
+
+device.prepare()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
+
+from megaloom.runtime import stage as modules  # noqa: E402
+from megaloom.runtime.grid import lay  # noqa: E402
+from megaloom.runtime.site import survey  # noqa: E402
+
+FEW = 8  # devices, of which all are built
+BEST = 10  # plans of each search
+SEED = 76
+# Models, devices, tokens of a sequence, sequences of a step, and what is fixed.
+SEARCHES: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
+    ("gpt2", "8xA100", 1024, 64, {"pp": 2, "tp": 2}),
+    ("gpt2-xl", "40xA100", 1024, 80, {"tp": 5}),
+    ("gpt3-6-7b", "32xA100", 2048, 256, {"tp": 4}),
+    ("gpt3-13b", "64xA100", 2048, 256, {"pp": 4}),
+    ("gpt3-175b", "1024xH100", 2048, 1536, {"tp": 8, "pp": 16}),
+    ("gpt3-175b", "768xA100", 2048, 1536, {"tp": 8, "pp": 12}),
+    ("llama2-7b", "24xA100", 6144, 96, {"cp": 3}),
+    ("llama2-70b", "128xH100", 4096, 512, {"tp": 4, "vpp": 2}),
+    ("llama3-1b", "8xH100", 8192, 64, {"pp": 8}),
+    ("llama3-8b", "64xH100", 8192, 256, {"cp": 2, "tp": 2}),
+    ("llama3-8b", "32xH200", 32768, 32, {"cp": 8}),
+    ("llama3-70b", "80xH100", 8192, 320, {"pp": 5, "tp": 8}),
+    ("llama3-405b", "1024xH100", 8192, 512, {"tp": 8, "pp": 16}),
+    ("mistral-7b", "16xH100", 4096, 128, {}),
+    ("mistral-24b", "32xH100", 4096, 128, {"pp": 4}),
+    ("qwen2-5-0-5b", "8xA100", 2048, 64, {"tp": 2}),
+    ("qwen2-5-72b", "64xH200", 4096, 256, {"tp": 8}),
+    ("qwen3-0-6b", "8xH100", 4096, 64, {"tp": 2}),
+    ("qwen3-8b", "16xH100", 4096, 64, {"tp": 16}),
+    ("qwen3-32b", "64xH100", 4096, 256, {"tp": 4, "pp": 2}),
+    ("qwen3-30b-a3b", "32xH100", 4096, 128, {"ep": 8, "tp": 2}),
+    ("qwen3-235b-a22b", "256xH100", 4096, 1024, {"ep": 32, "pp": 8}),
+    ("mixtral-8x7b", "128xH100", 4096, 512, {"ep": 8, "pp": 4}),
+    ("mixtral-8x7b", "32xH100", 4096, 128, {"ep": 2, "etp": 4, "tp": 4}),
+    ("mixtral-8x22b", "256xH100", 4096, 512, {"ep": 8, "tp": 2, "etp": 2}),
+    ("deepseek-v2-lite", "16xH100", 4096, 128, {"ep": 8}),
+    ("deepseek-v2", "160xH100", 4096, 320, {"ep": 20, "pp": 4}),
+    ("deepseek-v3", "1024xH100", 4096, 4096, {"ep": 64, "pp": 16}),
+    ("deepseek-v3", "512xH200", 4096, 2048, {"ep": 32, "tp": 2}),
+    ("gpt-oss-20b", "32xH100", 4096, 128, {"ep": 4, "tp": 2}),
+    ("gpt-oss-120b", "64xH100", 4096, 256, {"ep": 16}),
+    ("bloom-7b", "24xA100", 2048, 192, {"pp": 3}),
+    ("bloom-176b", "384xA100", 2048, 2048, {"tp": 4, "pp": 12}),
+    ("starcoder-15b", "16xA100", 4096, 128, {"tp": 4}),
+    ("gemma3-12b", "32xH100", 4096, 128, {"tp": 4}),
+    ("minitron-8b", "16xH100", 4096, 128, {"tp": 2}),
+    ("nemotron4-340b", "768xH100", 4096, 768, {"tp": 8, "pp": 12}),
+    ("nemotron-h-8b", "32xH100", 4096, 128, {"tp": 4}),
+    ("mamba2-2-7b", "16xA100", 2048, 128, {"pp": 2}),
+)
+
+
+@frozen
+class Built:
+    """What one device holds: the elements of each of its chunks, and those of dense weights and experts."""
+
+    chunks: tuple[int, ...]
+    dense: int
+    experts: int
+
+
+def plans(name: str, gpus: str, seq: int, batch: int, fixed: dict[str, Any]) -> tuple[Plan, ...]:
+    """The best of a search."""
+    model, ref = find(name)
+    found = plan(model, cluster(gpus), Workload(seq=seq, batch=batch), ref=ref, fixed=fixed)
+    return (found.best, *found.others)[:BEST]
+
+
+def differences(given: Plan, source: random.Random) -> Iterator[str]:
+    """Where the parameters that ranks build are not those that the plan counts."""
+    x, precision, g = given.layout, given.workload.precision, graph(find(given.model)[0])
+    for device_rank in range(x.world) if x.world <= FEW else [source.randrange(x.world)]:
+        for rank, made in built(given, g, device_rank).items():
+            said, planned = given.predicted.nbytes[rank], tuple(s.params for s in of_rank(given, rank))
+            held = static(made.dense, made.experts, x, precision)
+            pairs = [(made.chunks, planned), *((held[what], said[what]) for what in ("weights", "optimizer"))]
+            if wrong := [f"{ours}, planned {theirs}" for ours, theirs in pairs if ours != theirs]:
+                yield f"{given.model} {x} device {device_rank}, pipeline rank {rank}: {'; '.join(wrong)}"
+
+
+def of_rank(given: Plan, rank: int) -> list[Stage]:
+    """The chunks of a pipeline rank, in their order."""
+    return sorted((s for s in given.stages if s.rank == rank), key=lambda s: s.chunk)
+
+
+def built(given: Plan, g: Graph, device_rank: int) -> dict[int, Built]:
+    """What a device holds once it has built its stages, by pipeline rank.
+
+    Of many devices one builds the stages of every pipeline rank, as those of its own place on the other axes would.
+    """
+    x = given.layout
+    dist.init_process_group("fake", store=FakeStore(), rank=device_rank, world_size=x.world)
+    try:
+        grid = lay(x)
+        model_parallel_cuda_manual_seed(0)
+        site = survey(g, x, given.workload, grid)
+        ranks = [grid.pp] if x.world <= FEW else range(x.pp)
+        return {rank: summed(modules.Stage(g, s, site, x.recompute) for s in of_rank(given, rank)) for rank in ranks}
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def summed(stages: Iterable[nn.Module]) -> Built:
+    """What these hold."""
+    held = [list(stage.parameters()) for stage in stages]
+    chunks = tuple(sum(p.numel() for p in stage) for stage in held)
+    experts = sum(p.numel() for stage in held for p in stage if not getattr(p, "allreduce", True))
+    return Built(chunks, sum(chunks) - experts, experts)
+
+
+def weightless() -> None:
+    """From here on what is allocated on this process's device takes no memory."""
+    nowhere = torch.device("meta")
+    torch.cuda.current_device = lambda: nowhere  # type: ignore[assignment]
+    device.current = lambda: nowhere
+
+
+def main(*rows: str) -> int:
+    weightless()
+    source = random.Random(SEED)
+    searches = source.sample(SEARCHES, int(rows[0])) if rows else SEARCHES
+    count, wrong = 0, list[str]()
+    for name, gpus, seq, batch, fixed in searches:
+        began = process_time()
+        made = plans(name, gpus, seq, batch, fixed)
+        planned = process_time()
+        found = [line for p in made for line in differences(p, source)]
+        count += len(made)
+        wrong += found
+        said = " ".join(f"{axis}{degree}" for axis, degree in fixed.items())
+        seconds = f"planned in {planned - began:.1f} s, built in {process_time() - planned:.1f} s"
+        print(f"{name:<18}{gpus:<12}{said:<16}{len(made):>3} plans, {len(found)} differences; {seconds}", flush=True)
+    print(*wrong, f"{count} plans, {len(wrong)} differences", sep="\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
