@@ -118,7 +118,7 @@ def _stages(case: Case) -> Truth:
 def _stages_told(case: Case) -> Words:
     x, most = case.layout, case.needs.stages
     message = f"pp {x.pp} x vpp {x.vpp} is {x.pp * x.vpp} stages, and the model can be cut into {most} at most"
-    return message, f"vpp {most // x.pp} would" if x.pp <= most else f"pp {most} would, with vpp 1"
+    return message, f"vpp {most // x.pp} would" if x.pp <= most else f"pp {most} with vpp 1 would"
 
 
 RULES = (

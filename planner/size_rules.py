@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from .divisors import divisors, nearest
 from .needs import Needs
@@ -21,8 +22,8 @@ def _divides(id: str, sentence: str, axis: str, source: str, sized: Sized) -> Ru
     def told(case: Case) -> Words:
         degree, dims = getattr(case.layout, axis), sized(case.needs)
         dim, size = next((dim, size) for dim, size in dims if size % degree)
-        works = nearest(degree, divisors(*(n for _, n in dims)))
-        return f"{axis} {degree} does not divide {dim}={size}", f"{axis} {works} would"
+        works = _tps(case.needs) if axis == "tp" else divisors(*(n for _, n in dims))
+        return f"{axis} {degree} does not divide {dim}={size}", f"{axis} {nearest(degree, works)} would"
 
     return Rule(id, sentence, f"{axis} that divides them all", By.CORE, source, holds, told)
 
@@ -43,39 +44,52 @@ def _experts(needs: Needs) -> list[tuple[str, int]]:
     return needs.of("ep")
 
 
-def _uneven_heads(case: Case) -> list[tuple[int, Truth]]:
-    """The numbers of key/value heads, each with whether tp divides or is divided by it."""
-    tp, heads = case.layout.tp, case.needs.sizes.get(("tp", "heads"), ())
-    sizes = case.needs.sizes.get(("tp", "kv_heads"), ())
-    return [(n, (n % tp == 0) | (tp % n == 0)) for n in sizes if n not in heads]  # else the rule of the heads says it
+def _tps(needs: Needs) -> list[int]:
+    """Every tp that no rule here refuses."""
+    whole = divisors(*(size for _, size in (*_heads(needs), *_width(needs))))
+    few, keys = _few(needs), _keys_of(needs)
+    return [tp for tp in whole if all(_repeats(n, tp) for n in few) and all(_divided(n, c, tp) for n, c in keys)]
+
+
+def _few(needs: Needs) -> list[int]:
+    """The numbers of key/value heads where these are fewer than query heads: else the rule of the heads says it."""
+    heads = needs.sizes.get(("tp", "heads"), ())
+    return [n for n in needs.sizes.get(("tp", "kv_heads"), ()) if n not in heads]
+
+
+def _keys_of(needs: Needs) -> list[tuple[int, int]]:
+    """The same, each with the channels of one."""
+    return [(n, c) for n, c in needs.keys if n in _few(needs)]
+
+
+def _repeats(kv_heads: int, tp: Any) -> Truth:
+    return (kv_heads % tp == 0) | (tp % kv_heads == 0)
+
+
+def _divided(kv_heads: int, channels: int, tp: Any) -> Truth:
+    return 2 * kv_heads * channels % tp == 0
 
 
 def _kv_heads(case: Case) -> Truth:
-    return every(truth for _, truth in _uneven_heads(case))
+    return every(_repeats(n, case.layout.tp) for n in _few(case.needs))
 
 
 def _kv_heads_told(case: Case) -> Words:
-    tp, size = case.layout.tp, next(n for n, truth in _uneven_heads(case) if not truth)
-    works = [d for d in range(1, 4 * max(size, tp)) if size % d == 0 or d % size == 0]
-    return f"tp {tp} neither divides kv_heads={size} nor is divided by it", f"tp {nearest(tp, works)} would"
-
-
-def _shared(case: Case) -> list[tuple[int, int, Truth]]:
-    """Key/value heads that are fewer than the query heads, their channels, and whether tp divides keys and values."""
-    heads = case.needs.sizes.get(("tp", "heads"), ())
-    return [(n, c, 2 * n * c % case.layout.tp == 0) for n, c in case.needs.keys if n not in heads]
+    tp = case.layout.tp
+    n = next(n for n in _few(case.needs) if not _repeats(n, tp))
+    message = f"tp {tp} neither divides kv_heads={n} nor is divided by it"
+    return message, f"tp {nearest(tp, _tps(case.needs))} would"
 
 
 def _keys(case: Case) -> Truth:
-    return every(truth for _, _, truth in _shared(case)) | (_kv_heads(case) == 0)
+    return every(_divided(n, c, case.layout.tp) for n, c in _keys_of(case.needs)) | (_kv_heads(case) == 0)
 
 
 def _keys_told(case: Case) -> Words:
-    tp, (n, c) = case.layout.tp, next((n, c) for n, c, truth in _shared(case) if not truth)
-    works = divisors(2 * n * c, *(size for _, size in _heads(case.needs)))
-    return f"tp {tp} does not divide the 2 x {n} x {c} = {2 * n * c} channels of keys and values", (
-        f"tp {nearest(tp, works)} would"
-    )
+    tp = case.layout.tp
+    n, c = next((n, c) for n, c in _keys_of(case.needs) if not _divided(n, c, tp))
+    message = f"tp {tp} does not divide the 2 x {n} x {c} = {2 * n * c} channels of keys and values"
+    return message, f"tp {nearest(tp, _tps(case.needs))} would"
 
 
 RULES = (

@@ -66,7 +66,7 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
     ("mixtral-8x7b", {"tp": 2, "dp": 2, "ep": 2}, {}, "moe-sp", "sequence_parallel on", {"sequence_parallel": True}),
     ("gpt2", {"vpp": 2}, {}, "vpp-pp", "vpp 1, or pp at least 2", {"vpp": 1}),
     ("gpt2", {"pp": 4, "vpp": 20}, {}, "stages", "vpp 7 would", {"vpp": 7}),
-    ("gpt2", {"pp": 64}, {}, "stages", "pp 28 would, with vpp 1", {"pp": 28}),
+    ("gpt2", {"pp": 64}, {}, "stages", "pp 28 with vpp 1 would", {"pp": 28}),
     ("gpt2", {"dp": 3}, {}, "batch", "a batch of 63 or 66 would", {}),
     ("gpt2", {"micro_batch": 3}, {}, "batch", "or a micro-batch of 2 or 4", {"micro_batch": 4}),
     (
