@@ -65,23 +65,13 @@ def tail(
     cover: Cover = Cover(),
 ) -> Tail:
     """The tail of a rank that holds so many elements of dense and experts' weights; `tied` seconds are its own."""
-    whole = [(elements, traffic.group(axis, layout)) for elements, axis in ((params, "dp"), (experts, "edp"))]
-    whole = [(elements, group) for elements, group in whole if elements]
-    ends = [(min(n, max(BUCKET, BUCKET_BY_RANK * group.size)), group) for n, group in whole]
-    kind = "reduce_scatter" if layout.distributed_optimizer else "all_reduce"
-    reduction, last = (
-        _all(kind, practice.gradient_nbytes, parts, cluster, practice.overlap_gradients) for parts in (whole, ends)
-    )
-    gathering, first = (
-        _all("all_gather", precision.nbytes, parts, cluster, practice.overlap_weights) for parts in (whole, ends)
-    )
-    if not layout.distributed_optimizer:
-        gathering = first = 0.0
-    taken = CHANNELS / cluster.device.units if cluster.device.units > CHANNELS else 0.0
-    if practice.overlap_gradients:
-        reduction = _exposed(reduction, last, cover.backward, taken)
-    if practice.overlap_weights:
-        gathering = _exposed(gathering, first, cover.forward, taken)
+    sizes = ((params, traffic.group("dp", layout)), (experts, traffic.group("edp", layout)))
+    parts = [(elements, group) for elements, group in sizes if elements]
+    reduced = "reduce_scatter" if layout.distributed_optimizer else "all_reduce"
+    reduction = _seen(reduced, practice.gradient_nbytes, parts, cluster, practice.overlap_gradients, cover.backward)
+    gathering = 0.0
+    if layout.distributed_optimizer:
+        gathering = _seen("all_gather", precision.nbytes, parts, cluster, practice.overlap_weights, cover.forward)
     dense, expert = memory.copies(layout)
     copied = 0 if precision is Precision.FP32 else COPIED
     moved = (practice.adam_nbytes + copied) * (params / dense + experts / expert)
@@ -100,18 +90,22 @@ def norm(layout: Layout, cluster: Cluster) -> float:
     return sum(traffic.seconds("all_reduce", NBYTES[DType.FLOAT32], group, cluster) for group in groups)
 
 
-def _all(kind: str, nbytes: int, parts: Sequence[tuple[float, Group]], cluster: Cluster, overlapped: bool) -> float:
-    """Seconds of a collective of dense and of experts' weights: at once where nothing waits for it, else in turn."""
+def _seen(
+    kind: str, nbytes: int, parts: Sequence[tuple[float, Group]], cluster: Cluster, overlapped: bool, cover: float
+) -> float:
+    """Seconds for which all wait for a collective of dense and of experts' weights: one after the other.
+
+    Overlapped, both are under way at once, and at least the last bucket is seen; what is hidden takes a share of the
+    device meanwhile.
+    """
     each = [(nbytes * elements, group) for elements, group in parts]
-    if overlapped:
-        return traffic.together(kind, each, cluster)
-    return sum(traffic.seconds(kind, n, group, cluster) for n, group in each)
-
-
-def _exposed(took: float, least: float, cover: float, taken: float) -> float:
-    """What is left to see of an exchange, at least `least`; what is hidden takes a share of the device meanwhile."""
-    seen = max(least, took - cover)
-    return seen + taken * (took - seen)
+    if not overlapped:
+        return sum(traffic.seconds(kind, n, group, cluster) for n, group in each)
+    ends = [(nbytes * min(n, max(BUCKET, BUCKET_BY_RANK * group.size)), group) for n, group in parts]
+    took = traffic.together(kind, each, cluster)
+    seen = max(traffic.together(kind, ends, cluster), took - cover)
+    units = cluster.device.units
+    return seen + (took - seen) * (CHANNELS / units if units > CHANNELS else 0.0)
 
 
 def tied(elements: int, ranks: set[int], layout: Layout, cluster: Cluster, practice: Practice = OWN) -> float:
