@@ -17,6 +17,7 @@ from .practice import MEGATRON, Practice
 from .run import Row, Run, UnfitError, recompute, whole
 
 GPUS, FEWER = 8, 4  # of a node; those of GB200 have 4, on which the tests named 1node are
+TUNED = 5  # --microbatch-group-size-per-virtual-pipeline-stage, of the tests whose name ends in tunable_overlap
 VOCAB = 50257  # GPT-2's tokenizer, padded to a multiple of 128 on each rank
 LARGE_VOCAB = 131072  # of the tests of 7 billion parameters, with 8 groups of keys and values
 LIBRARY = 2**25  # CUBLAS_WORKSPACE_CONFIG=:4096:8, which makes cuBLAS deterministic on every GPU
@@ -99,6 +100,7 @@ def _layout(row: Row, gpus: int) -> Layout:
         vpp=max(1, whole(row, "layers") // pp // each) if each and pp > 1 else 1,
         dp=max(1, gpus // (tp * pp * cp)),
         micro_batch=whole(row, "mbs"),
+        microbatch_group=TUNED if "tunable_overlap" in str(row["test"]) else 0,
         sequence_parallel=row.get("sp") == "true" and tp > 1,
         distributed_optimizer=row.get("distopt") == "true",
         recompute=again,
