@@ -37,6 +37,9 @@ SCORES = 2 + 1 + 2
 # Bytes of an element that a product keeps of what it has cast, with a scale for each 32 of 8 bits, each 16 of 4 bits
 # (Transformer Engine's float8, mxfp8 and nvfp4 tensors, of which what the weight's gradient reads stays).
 CAST = {Precision.FP8: 1.0, Precision.MXFP8: 1 + 1 / 32, Precision.NVFP4: 1 / 2 + 1 / 16}
+# Transformer Engine's workspace, before Hopper and since; products by several experts have one for each stream
+# (transformer_engine/pytorch/module/base.py: get_cublas_workspace_size_bytes, get_multi_stream_cublas_workspace).
+ENGINE = {False: 2**22, True: 2**25}
 APART = (Affine, Clamp, Combine, Dot, Drop, Gate, Input, Lookup, Normalize, Pick, Pointwise, Route, Weight)
 """What may treat each token for itself."""
 
@@ -132,7 +135,10 @@ class Book:
     @property
     def library(self) -> int:
         """Bytes that cuBLAS works in, and buffers that are there whatever is trained."""
-        return self.practice.libraries * self.cluster.device.library_nbytes + self.practice.buffers_nbytes
+        used, device = self.practice, self.cluster.device
+        streams = used.streams if any(seen.experts for seen in self._reach) else 0
+        engine = ENGINE["fp8" in device.flops] * (used.engine + streams)
+        return used.libraries * device.library_nbytes + engine + used.buffers_nbytes
 
     def _dummies(self, layout: Layout) -> int:
         """Bytes that stand for the gradients of products' weights."""
@@ -250,6 +256,7 @@ def line(
         again.add(Col.SAVED, kind.keeps.frees(s), nbytes)
     made = sum(_nbytes(s, precision) for s in kind.full.of(found.saved, found.inputs))
     row[Col.SAVED] += _joined(found, precision) if practice.joined else 0
+    row[Col.SAVED] += _given(found, precision) if practice.copied and layout.micro_batch > 1 else 0
     row[Col.PARAMS], row[Col.EXPERT_PARAMS] = found.params, found.expert_params
     if not practice.flash:
         for w in (w for w in found.work if w.kind == "attend"):
@@ -285,6 +292,11 @@ def _joined(found: Costs, precision: Precision) -> int:
         sum(_nbytes(s, precision) for s in found.saved if s.what in named) for named in (("rope",), ("q", "k"))
     )
     return max(0, turned - before)
+
+
+def _given(found: Costs, precision: Precision) -> int:
+    """Bytes of what attention gives."""
+    return sum(_nbytes(s, precision) for s in found.saved if s.what == "attend")
 
 
 def _nbytes(s: Saved, precision: Precision, cast: bool = False) -> int:

@@ -97,7 +97,8 @@ class Decoder:
             return self._runs(self.layers, dense, dense, dropout)
         shared = SwiGLU(self.shared_ffn) if self.shared_ffn else None
         width = self.expert_ffn or self.ffn
-        expert = ClampedGLU(width) if self.clamped else SwiGLU(width)
+        plain = SwiGLU(width) if self.gated else MLP(width, "gelu")
+        expert = ClampedGLU(width) if self.clamped else plain
         moe = MoE(expert, self.experts, self.top_k, balance=0.01, shared=shared, bias=self.clamped)
         first = [(self.dense_layers, self._block(dense, None, dropout))] if self.dense_layers else []
         return [*first, *self._runs(self.layers - self.dense_layers, dense if self.alternate else moe, moe, dropout)]

@@ -60,12 +60,15 @@ class Practice:
     hidden_experts: float = 0.0  # of the experts' all-to-all
     once: bool = False  # a token is sent once to each node with experts of its own, and copied there
     libraries: int = 2  # callers of cuBLAS, each with a workspace of its own: the threads of both passes
+    engine: bool = False  # Transformer Engine, which has a workspace too
+    streams: int = 0  # on which it multiplies by several experts at once, each with a workspace
     dummies: bool = False  # of each product's weight a tensor is held in place of its gradient, which is summed fused
     step_nbytes: int = 0  # of each element of the optimizer's share, held while it steps
     share_nbytes: int = 0  # and held throughout, beside its state
     beside_nbytes: int = 0  # of each element, held throughout beside weight and main gradient
     buffers_nbytes: int = 0  # held throughout, whatever is trained
     outputs: bool = False  # a micro-batch in flight keeps what its stage has put out as well
+    copied: bool = False  # what attention gives of several sequences has them first, and is kept in our order as well
     joined: bool = False  # values stay a part of one tensor with queries and keys, all of which is kept for them
     graphed: bool = False  # CUDA graphs: small kernels wait for no host
     launches: float = 1.0  # that the host could have made while it makes one, from the program of the layers
@@ -88,13 +91,14 @@ OWN = Practice(
 # Not measured alone: what runs of models with experts took longer than their work, by layer and way, on H100 and GB300
 # where no CUDA graph hides the host, and where one hides all but the counting of tokens (see `megaloom validate`).
 DISPATCH, DISPATCH_GRAPHED = 1.4e-3, 0.4e-3
-# Transformer Engine has a workspace of its own, and with fused sums of gradients, which are Megatron-LM's default, a
-# tensor that stands for each (transformer_engine/pytorch/module/base.py: get_workspace, get_dummy_wgrad).
+# With fused sums of gradients, which are Megatron-LM's default, a tensor stands for each of them
+# (transformer_engine/pytorch/module/base.py: get_dummy_wgrad).
 MEGATRON = Practice(
     name="Megatron-core with Transformer Engine",
     passes=TRANSFORMER_ENGINE,
     dispatch_seconds=DISPATCH,
-    libraries=3,
+    engine=True,
+    streams=4,
     dummies=True,
     context=Way.P2P,
 )

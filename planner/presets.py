@@ -54,7 +54,7 @@ LAUNCH = 5e-6
 # - nvfp4_efficiency: fitted likewise: its peak is half as much again as that of GB200, and its steps no quicker for it.
 # - context_nbytes: not measured here, as nvidia-smi shows it for a process that has made one tensor and one product.
 # - library_nbytes: torch gives cuBLAS 4 MiB twice and 16 KiB eight times, from Hopper on 32 MiB (aten, CUDABlas.cpp:
-#   getChosenWorkspaceSize); Transformer Engine as much again.
+#   getChosenWorkspaceSize).
 CONTEXT = int(0.6 * GiB)
 MIB = 2**20
 A100 = Device(  # SXM, 80 GB
