@@ -133,7 +133,7 @@ def built(given: Plan, g: Graph, device_rank: int) -> dict[int, Built]:
         model_parallel_cuda_manual_seed(0)
         site = survey(g, x, given.workload, grid)
         ranks = [grid.pp] if x.world <= FEW else range(x.pp)
-        return {rank: summed(modules.Stage(g, s, site, x.recompute) for s in of_rank(given, rank)) for rank in ranks}
+        return {rank: summed(modules.Stage(g, s, site) for s in of_rank(given, rank)) for rank in ranks}
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
