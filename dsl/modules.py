@@ -69,7 +69,7 @@ def _parts(p: Program) -> Iterator[tuple[Module, Iterable[Step]]]:
     ops = [step.value.op for step in p.steps]
     if any(isinstance(op, Route) for op in ops):
         yield "moe", p.steps
-        yield "moe_act", (s for s in p.steps if s.outer and s.value.op.elementwise)
+        yield "moe_act", _between(p)
         yield "shared_experts", (s for s in p.steps if s.name.startswith("shared."))
         return
     cores = [step for step in p.steps if isinstance(step.value.op, Attend)]
@@ -78,3 +78,15 @@ def _parts(p: Program) -> Iterator[tuple[Module, Iterable[Step]]]:
         yield "mla_up_proj", (s for s in p.steps if s not in cores and any(d in s.value.shape for d in HEADS))
     if sum(isinstance(op, Dot) for op in ops) > 1 and not any(isinstance(op, Attend | Scan | Conv) for op in ops):
         yield "mlp", p.steps
+
+
+def _between(p: Program) -> Iterator[Step]:
+    """What experts compute element by element for a product of theirs."""
+    steps = {id(step.value): step for step in p.steps if step.outer}
+    todo = [a for step in steps.values() if isinstance(step.value.op, Dot) for a in step.value.args]
+    while todo:
+        step = steps.pop(id(todo.pop().source), None)
+        if step is not None:
+            todo += step.value.args
+            if step.value.op.elementwise:
+                yield step

@@ -34,10 +34,24 @@ def parts(program: Program, modules: Iterable[Module]) -> dict[int, Part]:
         if module in CORE or module in whole(program):
             continue
         steps = [s for s in program.steps if module in of[id(s.value)] and not isinstance(s.value.op, Weight)]
-        if steps:
-            part = _part(program, steps, module in KEPT)
-            out |= {id(s.value): part for s in steps}
+        for together in _rounds(program, {id(s.value) for s in steps}):
+            part = _part(program, together, module in KEPT)
+            if part.enters:  # what is made of weights alone is kept: no gradient would reach them
+                out |= {id(s.value): part for s in together}
     return out
+
+
+def _rounds(program: Program, own: set[int]) -> list[list[Step]]:
+    """These primitives in rounds: what one round reads of others is computed from the rounds before it alone."""
+    turn: dict[int, int] = {}
+    rounds: dict[int, list[Step]] = {}
+    for s in program.steps:
+        mine = id(s.value) in own
+        before = (turn.get(id(a.source), 0) + (not mine and id(a.source) in own) for a in s.value.args)
+        turn[id(s.value)] = max(before, default=0)
+        if mine:
+            rounds.setdefault(turn[id(s.value)], []).append(s)
+    return list(rounds.values())
 
 
 def _part(program: Program, steps: list[Step], kept: bool) -> Part:

@@ -39,6 +39,15 @@ LAYOUTS = {
     "TP2 CP2": (Layout(tp=2, cp=2), SOME),
     "TP2 SP CP2": (evolve(SP, cp=2), SOME),
     "TP2 SP PP2, recompute full": (evolve(SP, pp=2, recompute=Recompute.FULL), SOME),
+    "parts of bodies, recomputed": (
+        Layout(
+            tp=2,
+            sequence_parallel=True,
+            recompute=Recompute.SELECTIVE,
+            recompute_modules=("layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts"),
+        ),
+        ["gated", "latent", "experts", "some_experts"],
+    ),
     "DP2 distributed optimizer": (Layout(dp=2, distributed_optimizer=True), SOME),
 }
 Curve = list[tuple[float, float]]

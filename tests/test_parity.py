@@ -84,7 +84,6 @@ LAYOUTS = {
     ),
     "PP2 VPP2, groups of 4": ("deep_llama", Layout(pp=2, vpp=2, microbatch_group=4)),
     "recompute selective, CP2": ("tiny_llama", Layout(cp=2, recompute=Recompute.SELECTIVE)),
-    "recompute of norms and MLPs": ("tiny_gpt", selective("layernorm", "mlp")),
     "recompute of norms that two layers read, TP2 SP": (
         "tiny_parallel",
         selective("layernorm", tp=2, sequence_parallel=True),
