@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from attrs import asdict, frozen
 from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Parameter
 
-from .layout import Module, Precision, Recompute, Workload
+from .layout import Precision, Recompute, Workload
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -76,8 +76,8 @@ class Fixed:
     """Sequences a micro-batch."""
     recompute: Recompute | None = None
     """What the backward pass computes again."""
-    recompute_modules: Annotated[tuple[Module, ...] | None, Parameter(consume_multiple=True, negative="")] = None
-    """Under selective recompute, which modules, by their names in megatron-core."""
+    recompute_modules: Annotated[tuple[str, ...] | None, Parameter(consume_multiple=True, negative="")] = None
+    """Under selective recompute, which modules, by megatron-core's names: layernorm moe_act."""
     recompute_layers: int | None = None
     """Under full recompute, how many blocks of each stage; 0: all."""
     microbatch_group: int | None = None

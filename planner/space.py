@@ -20,7 +20,7 @@ from megaloom.dsl.graph import Graph
 from .cluster import Cluster
 from .columns import MODES, NAMES, Column, Layouts, alike
 from .divisors import divisors
-from .layout import Layout, Recompute, Workload, bits
+from .layout import Layout, Module, Recompute, Workload, bits
 from .needs import needs
 from .rules import legal
 
@@ -107,10 +107,10 @@ def variants(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed, family
     schedules = [_schedules(int(at.pp[i]), int(m[i]), asked.blocks, asked.stages, _key(fixed)) for i in first]
     found, numbered = at.spread(schedules, which), _spread(numbered, schedules, which)
     first, which = alike(found.pp, found.vpp)
-    sets, stages = family.shape[1], found.pp * found.vpp
+    sets, stages = _sets(asked.modules, fixed), found.pp * found.vpp
     again = [_again(asked.blocks, int(stages[i]), sets, _key(fixed)) for i in first]
     found, numbered = found.spread(again, which), _spread(numbered, again, which)
-    if "recompute_modules" not in fixed:
+    if not fixed.get("recompute_modules"):
         chosen = np.concatenate([np.zeros((len(at), 1), dtype=np.int64), family], axis=1)
         found = evolve(found, recompute_modules=chosen[numbered, found.recompute_modules])
     several = (found.dp * found.cp > 1).astype(np.int64)
@@ -122,7 +122,7 @@ def count(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed) -> int:
     """How many `variants` there are, without making them."""
     asked, m = needs(graph), at.microbatches(workload.batch)
     first, which = alike(at.pp, m)
-    each, sets = [], len(asked.modules)
+    each, sets = [], _sets(asked.modules, fixed)
     for pp, micro in ((int(at.pp[i]), int(m[i])) for i in first):
         vpps = _schedules(pp, micro, asked.blocks, asked.stages, _key(fixed))["vpp"].tolist()
         each.append(sum(len(_again(asked.blocks, pp * vpp, sets, _key(fixed))["recompute"]) for vpp in vpps))
@@ -162,19 +162,23 @@ def _grouped(group: int, vpp: int, pp: int, m: int) -> bool:
     return group == 0 if vpp == 1 else pp <= size <= m and (m % size or size) >= pp
 
 
-@lru_cache(maxsize=1 << 10)
-def _again(blocks: int, stages: int, sets: int, fixed: tuple[tuple[str, Any], ...]) -> dict[str, Column]:
-    """What is computed again, and of how many blocks of each stage: fewer than an even share, or all.
+def _sets(present: tuple[Module, ...], fixed: Fixed) -> tuple[int, ...]:
+    """The sets of modules that selective recompute may be of: by number from 1 on, or the one decided on, as bits."""
+    if not fixed.get("recompute_modules"):
+        return tuple(range(1, 1 + len(present)))
+    return (bits(fixed["recompute_modules"]),) if set(fixed["recompute_modules"]) <= set(present) else ()
 
-    Of modules which of so many sets, from 1 on; those that the user has decided, as bits.
-    """
+
+@lru_cache(maxsize=1 << 10)
+def _again(blocks: int, stages: int, sets: tuple[int, ...], fixed: tuple[tuple[str, Any], ...]) -> dict[str, Column]:
+    """What is computed again, and of how many blocks of each stage: fewer than an even share, or all."""
     given = dict(fixed)
     modes = (*((Recompute.FULL,) if blocks else ()), Recompute.NONE, Recompute.SELECTIVE)
-    chosen = (bits(given["recompute_modules"]),) if "recompute_modules" in given else range(1, 1 + sets)
+    none = () if given.get("recompute_modules") else (0,)
     rows = [
         (MODES.index(mode), modules, layers)
         for mode in _choices("recompute", given, modes)
-        for modules in (chosen if mode == "selective" else (0,))
+        for modules in (sets if mode == "selective" else none)
         for layers in _choices(
             "recompute_layers", given, (0, *range(1, -(-blocks // stages))) if mode == "full" else (0,)
         )

@@ -204,6 +204,37 @@ def test_a_model_of_ones_own_with_axes_fixed(tmp_path: Path, capsys: pytest.Capt
     assert f"wrote {target}" in out
 
 
+def test_modules_to_recompute_are_named_as_megatron_core_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "plan.json"
+    args = ("gpt2", "--gpus", "2xH100", "--batch", "8", "-o", str(target), "--recompute-modules", "mlp", "layernorm")
+    code, out, err = run(*args, capsys=capsys)
+    assert (code, err) == (0, "")
+    assert load(target).layout.again == "selective: layernorm, mlp"
+    assert "recompute selective: layernorm, mlp" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["layer_norm"], "no module to recompute is called 'layer_norm'\nthere are core_attn, layernorm, "),
+        (
+            ["moe"],
+            "the model has no moe to compute again [recompute-modules]: recompute selective with any of core_attn, ",
+        ),
+        (["mlp", "--recompute", "full"], "recompute full computes no modules again, and mlp are named"),
+    ],
+)
+def test_modules_that_cannot_be_recomputed(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(tmp_path / "plan.json")
+    code, _, err = run("gpt2", "--gpus", "2xH100", "-o", target, "--recompute-modules", *words, capsys=capsys)
+    assert code == 2
+    assert said in err
+
+
 def test_a_config_of_hugging_face(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
