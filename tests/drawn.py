@@ -61,6 +61,7 @@ class Case:
     layout: Layout
     workload: Workload
     world: int
+    rank: int  # that is asked; modulo world
 
 
 @cache
@@ -165,4 +166,4 @@ def _case(draw: Random, d: Decoder) -> Case:
     batch = dp * micro * m if draw.random() < 0.9 else dp * micro * m + draw.randint(1, 5)
     world = layout.world if draw.random() < 0.93 else draw.randint(1, WORLD)
     work = Workload(seq=seq, batch=batch, precision=draw.choice([Precision.BF16] * 9 + [Precision.FP16]))
-    return Case(decoder=d, layout=layout, workload=work, world=world)
+    return Case(decoder=d, layout=layout, workload=work, world=world, rank=draw.randrange(WORLD))
