@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 def scale(m: Model, gpus: str, work: Callable[[Cluster], Workload], fixed: Fixed, free: float, pareto: bool) -> None:
     """A table of the best layouts on more and more devices, or in less and less memory. No plan is written."""
+    from rich.console import Console
+
     from megaloom.dsl.facts import params
     from megaloom.dsl.graph import graph
     from megaloom.dsl.printing import show
@@ -26,8 +28,17 @@ def scale(m: Model, gpus: str, work: Callable[[Cluster], Workload], fixed: Fixed
     from .misses import checked
     from .scaling import clusters, points, table
 
-    found = points(graph(m), clusters(gpus), work, checked(fixed), free, pareto=pareto)
-    show(table(list(found), params(m)), sys.stdout)
+    console = Console(stderr=True)
+    watched = console.status("", spinner="line")
+
+    def row() -> Iterator[Cluster]:
+        for machine in clusters(gpus):
+            watched.update(f"searching the layouts of {m.name} on {machine} ...")
+            yield machine
+
+    with watched if console.is_terminal else nullcontext():
+        found = list(points(graph(m), row(), work, checked(fixed), free, pareto=pareto))
+    show(table(found, params(m)), sys.stdout)
 
 
 def told(g: Graph, machine: Cluster, workload: Workload, fixed: Fixed) -> int:

@@ -6,7 +6,7 @@ Protocol: `clusters` reads `8..4096xH100`, a `Point` is the best layout on one o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from attrs import frozen
 from rich.table import Table
@@ -55,7 +55,7 @@ def clusters(text: str) -> tuple[Cluster, ...]:
 
 def points(
     graph: Graph,
-    row: Sequence[Cluster],
+    row: Iterable[Cluster],
     work: Callable[[Cluster], Workload],
     fixed: Fixed,
     headroom: float,

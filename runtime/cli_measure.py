@@ -15,6 +15,7 @@ from cyclopts import Parameter
 if TYPE_CHECKING:
     from .measure import Machine
 
+BUSY = 0.5  # of the cores that others use, from which on that is said
 NEAR = 0.1  # of the memory that a GPU of this name has
 
 
@@ -50,6 +51,7 @@ def measure(
         raise UserError(f"cannot write a profile to {output}\ngive a name that ends in .json, in a folder that exists")
     driver = device.gpu_name() if device.gpus() else "CPU"
     base = device.preset(driver) or "A100" if device.gpus() else "CPU"
+    load = os.getloadavg()[0]
     found = measured(device.available() if gpus is None else gpus)
     if int(os.environ.get("RANK", 0)):
         return
@@ -68,6 +70,8 @@ def measure(
         raise UserError(f"cannot write {output}: {error.strerror}\ngive another path with -o") from None
     written = cluster(str(output))
     head = f"{found.count} x {driver}, measured in {found.seconds:.0f} s; what the preset {base} and the profile say"
+    if base == "CPU" and load > BUSY * (cores := len(os.sched_getaffinity(0))):
+        head += f"\nOthers are at work here (load {load:.1f} on {cores} cores): these are a busy machine's figures."
     foot = f"\nwrote {output}; `plan MODEL --gpus {shlex.quote(str(output))}` plans by it"
     show(Group(Text(head + "\n"), table(samples, preset, written), Text(foot)), sys.stdout)
 
