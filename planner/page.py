@@ -120,6 +120,7 @@ def data(plan: Plan, g: Graph, priced: Priced) -> dict[str, Any]:
             for it in held
         ],
         "allocator": ALLOCATOR,
+        "moments": priced.prediction.moments,
         "updates": [[(it.start, it.end) for it in row if it.name == "optimizer"] for row in after],
         "memory": plan.cluster.device.nbytes,
         "device": plan.cluster.device.name,

@@ -52,7 +52,7 @@ class Practice:
     adam_nbytes: int = ONE_KERNEL  # moved for each element of the optimizer's share
     gradient_nbytes: int = 4  # of an element of the main gradient
     loss_nbytes: int = 14  # moved for each logit by the loss and its gradient
-    loss_copies: int = 4  # bytes that the loss keeps of each logit beside it: an fp32 copy, in which it works
+    loss_copies: int = 4  # bytes that the loss keeps of each logit of 16 bits: an fp32 copy, in which it works
     overlap_gradients: bool = True  # they are reduced while the last micro-batch goes back
     overlap_weights: bool = True  # they are gathered while the first micro-batch goes ahead
     context: Way = Way.ALL_GATHER

@@ -22,7 +22,7 @@ from megaloom.dsl.ops import Dot, Weight
 from megaloom.dsl.program import program
 from megaloom.dsl.splits import Local, Split, cut
 
-from .layout import Layout, Module, Recompute, Workload
+from .layout import Layout, Module, Precision, Recompute, Workload
 from .spans import Spans
 
 Rows = NDArray[np.float64]
@@ -290,7 +290,8 @@ def loss(anatomy: Anatomy, layout: Layout, workload: Workload, copies: int) -> i
     logits = sum(local(node, node.shape.dims, layout, workload) for node in ends)
     weights = max((local(node, slot.dims, layout, workload) for node in ends for slot in node.weights), default=0)
     width = workload.precision.nbytes
-    return max((width + copies) * logits, width * (logits + weights))
+    copied = 0 if workload.precision is Precision.FP32 else copies  # of which they are their own
+    return max((width + copied) * logits, width * (logits + weights))
 
 
 def factors(anatomy: Anatomy, layout: Layout, workload: Workload) -> int:

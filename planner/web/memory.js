@@ -29,7 +29,7 @@ function drawMemory() {
   pen.fill();
   pen.restore();
   if (peak.moment < view.from || peak.moment > view.to) return;
-  const said = `peak ${size(peak.level)}` + (plan.pp > 1 ? `, rank ${peak.rank}` : ""), half = pen.measureText(said).width / 2 + 5;
+  const said = `peak ${size(peak.level)}` + (plan.pp > 1 ? `, rank ${peak.rank}` : "") + `, ${plan.moments[peak.rank]}`, half = pen.measureText(said).width / 2 + 5;
   const at = clamp(x(peak.moment), LEFT + half, width - RIGHT - half), down = y(peak.level) + 17;
   pen.fillStyle = colour("paper");
   pen.globalAlpha = 0.85;
