@@ -16,7 +16,7 @@ from megaloom.dsl.facts import Work
 
 from .cluster import Device
 from .layout import Precision
-from .practice import OWN, Practice
+from .practice import OWN, Practice, Way
 
 # The output tiles that cuBLAS has to choose from, with the share of its best speed that it reaches with each: smaller
 # ones read their operands more often (NVIDIA, Deep Learning Performance, Matrix Multiplication Background, 4.1).
@@ -27,7 +27,7 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (64, 128, 0.8))
 # an H200, measured in all three products of a vocabulary of 50,257.
 ALIGNED, MISALIGNED = 8, 0.17
 # Those of unfused attention, head by head, keep less: fitted to BLOOM's benchmarks with heads of 150 and 450 channels.
-MISALIGNED_HEADS = 0.03
+MISALIGNED_HEADS = 0.028
 # Filling the pipeline of a tile and writing its output costs about as much as this much depth of a product of 16 bits;
 # the same of a product of fewer bits is more depth, which takes less time.
 DEPTH = 128
@@ -109,7 +109,8 @@ def _attention(work: Work, device: Device, precision: Precision, practice: Pract
     """One kernel each way, or two products and what is done to the scores between them."""
     peak = device.flops[precision.wide] * device.sustained
     if practice.flash:
-        fast = peak * device.attend_efficiency * reach(work.n, work.k)
+        keys = min(work.m, work.n) if practice.context is Way.P2P else work.n
+        fast = peak * device.attend_efficiency * reach(keys, work.k)
         back = max(ATTEND_BACKWARD * work.flops / fast, BACKWARD_TRAFFIC * traffic)
         return Seconds(max(work.flops / fast, traffic), back, 1, 1)
     scores = work.count * work.m * work.n
