@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
+from functools import lru_cache
 
 from attrs import field, frozen
 
@@ -39,6 +40,11 @@ PARTS_OF_MOE = {Module.MOE_ACT, Module.SHARED_EXPERTS}  # which it computes agai
 
 def modules(names: Iterable[str]) -> tuple[Module, ...]:
     """These modules in their order, each once, and none that another computes again anyway."""
+    return _modules(tuple(names))
+
+
+@lru_cache(maxsize=1024)  # a search makes layouts by the thousand
+def _modules(names: tuple[str, ...]) -> tuple[Module, ...]:
     given = {Module(name) for name in names}
     return tuple(m for m in Module if m in given - (PARTS_OF_MOE if Module.MOE in given else set()))
 
@@ -48,6 +54,7 @@ def bits(names: Iterable[Module]) -> int:
     return sum(module.bit for module in names)
 
 
+@lru_cache(maxsize=1024)
 def named(number: int) -> tuple[Module, ...]:
     """The modules that the bits of a number stand for."""
     return modules(module for module in Module if number & module.bit)

@@ -24,7 +24,7 @@ from .fit import HEADROOM, Bounds, Fit, Placed, capacity, stages_of
 from .floors import Floors, where
 from .intervals import interval, kind
 from .layout import Layout, Workload
-from .memory import Part, Peak
+from .memory import Peak
 from .needs import needs
 from .plan import Prediction, Stage
 from .practice import OWN, Practice
@@ -178,22 +178,46 @@ class Pricer:
         return Placed(fit, self._cuts[key])
 
     def _least(self, placed: Placed) -> float:
-        """Seconds of a step of a layout whose stages have a place, at the least: `priced` without a replay."""
-        fit, times = placed.fit, self._times(placed)
-        ends = bubbles.ends(*times, fit.layout.pp, fit.microbatches, fit.layout.microbatch_group)
-        return _end(ends.tolist(), self._tails(placed, *times[:2]))
+        """Seconds of a step of a layout whose stages have a place, at the least: `priced` without a replay.
+
+        Of what follows the last micro-batch it looks at two ranks: the last to be done, and the one with most weights.
+        """
+        fit, (forward, backward, hops) = placed.fit, self._times(placed)
+        ends = bubbles.ends(forward, backward, hops, fit.layout.pp, fit.microbatches, fit.layout.microbatch_group)
+        ranks = sorted({int(ends.argmax()), int(self._params(placed).sum(axis=0).argmax())})
+        tails = self._tails(placed, forward, backward, ranks)
+        return _end([float(ends[r]) for r in ranks], tails)
 
     def _times(self, placed: Placed) -> tuple[list[float], list[float], list[float]]:
         """Seconds of a micro-batch by stage: forward, backward, and of what passes to the next."""
-        fit, sums = placed.fit, placed.sums
-        hops = [traffic.hop(fit.sheet.boundary, s, fit.layout, self.cluster) for s in range(len(sums) - 1)]
-        return sums[:, AHEAD].sum(axis=1).tolist(), sums[:, BACK].sum(axis=1).tolist(), hops
+        fit, sums, pp = placed.fit, placed.sums, placed.layout.pp
+        hops = [traffic.hop(fit.sheet.boundary, s, fit.layout, self.cluster) for s in range(pp)] * (len(sums) // pp)
+        return sums[:, AHEAD].sum(axis=1).tolist(), sums[:, BACK].sum(axis=1).tolist(), hops[:-1]
 
-    def _tails(self, placed: Placed, forward: list[float], backward: list[float]) -> list[Tail]:
-        x, pp = placed.layout, placed.layout.pp
+    def _params(self, placed: Placed) -> Rows:
+        """The elements of each rank's weights: [dense and experts', ranks]."""
+        sums, x = placed.sums[:, [Col.PARAMS, Col.EXPERT_PARAMS]].copy(), placed.layout
+        sums[:, 0] -= placed.fit.spare(placed.bounds)
+        params: Rows = sums.reshape(x.vpp, x.pp, 2).sum(axis=0).T
+        return params
+
+    def _tails(
+        self, placed: Placed, forward: Sequence[float], backward: Sequence[float], ranks: Sequence[int]
+    ) -> list[Tail]:
+        """What these ranks do after their last micro-batch."""
+        x, params = placed.layout, self._params(placed)
         turns = (min(x.group, placed.fit.microbatches) * (x.vpp - 1) + 1) / x.vpp  # of chunks, while others are done
-        covers = (Cover(turns * sum(backward[r::pp]), turns * sum(forward[r::pp])) for r in range(pp))
-        return [self._tail(placed.fit, placed.parts, placed.bounds, r, cover) for r, cover in enumerate(covers)]
+        ties = [
+            ({stage % x.pp for stage in stages_of(nodes, placed.bounds)}, elements)
+            for (_, nodes), elements in zip(self.anatomy.shared, placed.fit.sheet.shared, strict=True)
+        ]
+        out = []
+        for r in ranks:
+            cover = Cover(turns * sum(backward[r :: x.pp]), turns * sum(forward[r :: x.pp]))
+            mine = sum(tied(n, users, x, self.cluster, self.practice) for users, n in ties if r in users)
+            dense, experts = params[:, r].tolist()
+            out.append(tail(dense, experts, mine, x, self.workload.precision, self.cluster, self.practice, cover))
+        return out
 
     def priced(self, placed: Placed) -> Priced:
         """The step time of a layout whose stages have a place."""
@@ -213,18 +237,9 @@ class Pricer:
             )
             for i, part in enumerate(parts)
         )
-        tails = self._tails(placed, forward, backward)
+        tails = self._tails(placed, forward, backward, range(layout.pp))
         prediction = self._predict(layout, m * sums, ends, sending(hops, layout.pp, m), tails, placed.fullest)
         return Priced(placed, stages, prediction, tuple(hops), tuple(tails))
-
-    def _tail(self, fit: Fit, parts: list[Part], bounds: Bounds, rank: int, cover: Cover) -> Tail:
-        layout, mine = fit.layout, parts[rank :: fit.layout.pp]
-        ties = 0.0
-        for (_, nodes), elements in zip(self.anatomy.shared, fit.sheet.shared, strict=True):
-            ranks = {stage % layout.pp for stage in stages_of(nodes, bounds)}
-            ties += tied(elements, ranks, layout, self.cluster, self.practice) if rank in ranks else 0.0
-        params, experts = sum(p.params for p in mine), sum(p.expert_params for p in mine)
-        return tail(params, experts, ties, layout, self.workload.precision, self.cluster, self.practice, cover)
 
     def _predict(
         self,

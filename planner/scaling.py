@@ -24,7 +24,6 @@ from .search import search, simplest_first
 from .space import Fixed
 
 LESS = 0.8  # times the memory of a layout, that of the next leaner one at the most
-AS_QUICK = 10  # layouts among which the simplest of the quickest is
 BAR = 24  # characters of the quickest row's bar
 
 
@@ -77,7 +76,7 @@ def points(
 
 def _best(graph: Graph, machine: Cluster, work: Workload, fixed: Fixed, headroom: float) -> Priced | None:
     among = Field(Pricer(graph, machine, work, headroom=headroom), fixed)
-    found = search(among, AS_QUICK) if len(among.at) else []
+    found = search(among) if len(among.at) else []
     return simplest_first(found)[0] if found else None
 
 

