@@ -68,7 +68,7 @@ def read(path: str) -> Said:
     if version != VERSION or isinstance(version, bool):
         _refuse(path, f"is of version {version!r}; this megaloom reads version {VERSION}", "measure again")
     _known(path, "field", raw, ("base", "name", *COUNTS, *FIGURES, *PARTS, *REPORT))
-    if raw.get("base") not in PRESETS:
+    if raw.get("base") not in list(PRESETS):  # a list has no hash
         said = f"has the base {raw['base']!r}, which is not known" if "base" in raw else "has no base"
         _refuse(path, said, f'write base = "H100"; known: {", ".join(PRESETS)}')
     return _said(path, raw, PRESETS[raw["base"]])

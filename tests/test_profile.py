@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megaloom.dsl.errors import UserError
 from megaloom.planner.cli import main
 from megaloom.planner.cluster import PRESETS, cluster
 from megaloom.planner.plan import load
+from megaloom.planner.profile import COUNTS, FIGURES, PARTS, REPORT
 from megaloom.planner.slurm import hosts
+
+FIELDS = ("version", "base", "name", *COUNTS, *FIGURES, *PARTS, *REPORT)
+NAMES = [*FIELDS, "bandwidth", "nbytes", "flops", "bf16", "latency"]
 
 
 def written(folder: Path, text: str, name: str = "ours.toml") -> str:
@@ -123,6 +130,25 @@ def test_a_damaged_profile(content: bytes, says: str, tmp_path: Path) -> None:
         cluster(str(path))
     with pytest.raises(UserError, match="cannot be read: No such file"):
         cluster(str(tmp_path / "none.toml"))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.sampled_from(sorted(PRESETS)),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(sorted(PRESETS)), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
+def test_whatever_a_file_says_is_a_cluster_or_refused(base: str, said: dict[str, object]) -> None:
+    with TemporaryDirectory() as folder:
+        path = written(Path(folder), json.dumps({"base": base, **said}), "any.json")
+        refused = None
+        try:
+            found = cluster(f"8x{path}")
+        except UserError as error:
+            refused = str(error)
+        assert path in refused if refused else found.count == 8
 
 
 def test_a_plan_for_a_files_cluster(
