@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import lcm
 
+from .cluster import Cluster
 from .divisors import divisors, nearest
 from .layout import Layout, Precision
 from .rule import By, Case, Rule, Truth, Words
@@ -25,7 +26,7 @@ def _world_told(case: Case) -> Words:
     if count % inner == 0:
         return message, f"dp {count // inner} takes them all"
     fix = f"tp x pp x cp = {inner} must divide {count}: {nearest(inner, divisors(count))} would"
-    return message, f"{fix}, or {_multiple(least(x), count):,} devices"
+    return message, f"{fix}, or {_enough(least(x), count, case.cluster):,} devices"
 
 
 def _expert_grid(case: Case) -> Truth:
@@ -47,12 +48,14 @@ def _expert_grid_told(case: Case) -> Words:
         ways.append(f"ep {nearest(x.ep, divisors(x.world // (x.pp * x.etp), *experts_of))}")
     if pps := [n for n in divisors(x.world // dense) if x.world % (n * experts) == 0]:
         ways.append(f"pp {nearest(x.pp, pps)}")
-    return message, ", or ".join([*ways, f"{_multiple(need, x.world):,} devices would"])
+    return message, ", or ".join([*ways, f"{_enough(need, x.world, case.cluster):,} devices would"])
 
 
-def _multiple(unit: int, count: int) -> int:
-    """The least multiple that is no less."""
-    return -(-count // unit) * unit
+def _enough(unit: int, count: int, cluster: Cluster) -> int:
+    """The least multiple of `unit` from `count` devices on that fills nodes."""
+    few = -(-count // unit) * unit
+    whole = lcm(unit, cluster.per_node)
+    return few if few <= cluster.per_node else -(-count // whole) * whole
 
 
 def _no_experts(case: Case) -> Truth:
