@@ -71,7 +71,7 @@ class Practice:
     copied: bool = False  # what attention gives of several sequences has them first, and is kept in our order as well
     joined: bool = False  # values stay a part of one tensor with queries and keys, all of which is kept for them
     graphed: bool = False  # CUDA graphs: small kernels wait for no host
-    launches: float = 1.0  # that the host could have made while it makes one, from the program of the layers
+    launches: float = 1.0  # that the host could have made while the program of the layers makes one
     dispatch_seconds: float = 0.0  # that a layer of experts waits for the host, each way
     expert_seconds: float = 0.0  # that it waits for the host for each expert, forward; backward twice as long
 
@@ -80,7 +80,7 @@ OWN = Practice(
     name="megaloom",
     passes=TORCH,
     expert_seconds=0.3e-3,  # measured there too: each is a module of its own (layers of Qwen3 30B A3B, Mixtral 8x7B)
-    launches=3.5,  # 18 us a kernel, measured on the H200: steps of one short sequence (benchmarks/steps.py)
+    launches=1.25,  # 18 us a kernel, measured on the H200: steps of one short sequence (benchmarks/steps.py)
     adam_nbytes=FOREACH,
     loss_nbytes=34,  # measured on the H200: 2 % of a step of Llama 3.2 1B
     step_nbytes=4,  # the root of the second moment (torch.optim, _multi_tensor_adamw)

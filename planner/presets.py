@@ -33,8 +33,8 @@ EDR, HDR, NDR, XDR = (
     for name, bandwidth in (("EDR", 6.25e9), ("HDR", 25e9), ("NDR", 50e9), ("XDR", 100e9))
 )
 
-# Not measured: what an eager torch kernel costs the host at the least. A CUDA graph would hide it.
-LAUNCH = 5e-6
+# What an eager torch kernel costs the host: `megaloom measure` on two H200s. A CUDA graph would hide it.
+LAUNCH = 14e-6
 
 # - flops: dense, from NVIDIA's datasheets, bf16 on the tensor cores, fp32 on the CUDA cores (torch does not use TF32
 #   unless told to).
