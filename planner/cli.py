@@ -172,7 +172,7 @@ def plan(
     machine = cluster(gpus)
     workload = work(machine)
     if lint:
-        return told(graph(declared), machine, workload, given(fixed))
+        return told(graph(declared), machine, workload, given(fixed), as_json)
     found = searched(declared, machine, workload, ref, given(fixed), memory_headroom)
     target = output or ("" if as_json else "plan.json")
     if target:

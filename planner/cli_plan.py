@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -41,10 +42,14 @@ def scale(m: Model, gpus: str, work: Callable[[Cluster], Workload], fixed: Fixed
     show(table(found, params(m)), sys.stdout)
 
 
-def told(g: Graph, machine: Cluster, workload: Workload, fixed: Fixed) -> int:
+def told(g: Graph, machine: Cluster, workload: Workload, fixed: Fixed, as_json: bool) -> int:
     """2 if the layout breaks a rule. Without a layout the rules are shown."""
-    from .lint import broken, listed, warned
+    from .lint import broken, for_machines, listed, warned
 
+    if as_json:
+        found = for_machines(g, machine, workload, fixed)
+        print(json.dumps(found, indent=1))
+        return 2 if found.get("violations") else 0
     if not fixed:
         print(listed())
         return 0

@@ -6,12 +6,15 @@ Protocol: `listed`, `broken` and `warned` are text for a terminal; of a layout t
 from __future__ import annotations
 
 from textwrap import fill
+from typing import Any
+
+from attrs import asdict
 
 from megaloom.dsl.graph import Graph
 
 from .cluster import Cluster
 from .layout import Layout, Workload
-from .limits import LIMITS, WRONG, caveats
+from .limits import LIMITS, WRONG, caveats, limits, wrong
 from .rule import By, Rule
 from .rules import RULES, SENSE, violations
 from .space import Fixed
@@ -24,13 +27,13 @@ HEADS = {
     By.RUNTIME: "planned for other programs; `megaloom train` does not run it for the reason that is said",
 }
 WIDTH = 116
+EVERY = (*SENSE, *RULES, *WRONG, *LIMITS)
 
 
 def listed() -> str:
     """Every rule by who refuses what breaks it: its id, its sentence, what would work, and where or why."""
-    rules = (*SENSE, *RULES, *WRONG, *LIMITS)
-    margin = 2 + max(len(rule.id) for rule in rules) + 2
-    sections = ([head, *(_told(r, margin) for r in rules if r.by is by)] for by, head in HEADS.items())
+    margin = 2 + max(len(rule.id) for rule in EVERY) + 2
+    sections = ([head, *(_told(r, margin) for r in EVERY if r.by is by)] for by, head in HEADS.items())
     return "\n\n".join("\n".join(section) for section in sections)
 
 
@@ -48,6 +51,17 @@ def broken(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> 
 def warned(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> str:
     """Why the runtime does not train it."""
     return "\n".join(caveats(_layout(cluster, fixed), graph, workload, cluster))
+
+
+def for_machines(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> dict[str, Any]:
+    """What a layout breaks, what only some programs train of it, and all rules, as JSON has them."""
+    found: dict[str, Any] = {}
+    if fixed:
+        case = (_layout(cluster, fixed), graph, workload, cluster)
+        lists = {"violations": violations, "limits": limits, "wrong": wrong}
+        found = {name: [asdict(each) for each in asked(*case)] for name, asked in lists.items()}
+    told = ("id", "sentence", "fix", "by", "source")
+    return {**found, "rules": [{name: getattr(rule, name) for name in told} for rule in EVERY]}
 
 
 def _layout(cluster: Cluster, fixed: Fixed) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from megaloom.planner.cli import main
 from megaloom.planner.cluster import cluster
 from megaloom.planner.layout import Layout, Precision, Workload
 from megaloom.planner.limits import FEEDS, TRAINED, limits, undivided, wrong
+from megaloom.planner.rule import By
 from megaloom.planner.rules import violations
 
 OTHERS = ("t5", "bart", "llava", "vit", "bert", "gemma2")  # two inputs, images, or no plain logits at the end
@@ -120,3 +122,14 @@ def test_a_plan_that_the_runtime_does_not_run_says_so(capsys: pytest.CaptureFixt
     assert said.endswith("plan.json, to be exported\n")
     assert main([*asked, "--lint", "--dp", "1"]) == 0
     assert "[runtime-precision]" in capsys.readouterr().out
+
+
+def test_lint_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mixtral-8x7b", "--gpus", "8xH100", "--lint", "--json"]) == 0
+    rules = json.loads(capsys.readouterr().out)["rules"]
+    assert {"id", "sentence", "fix", "by", "source"} == {*rules[0]}
+    assert {rule["by"] for rule in rules} == {*By} and len({rule["id"] for rule in rules}) == len(rules)
+    assert main(["mixtral-8x7b", "--gpus", "8xH100", "--tp", "8", "--precision", "fp8", "--lint", "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    names = {name: [each["rule"] for each in found[name]] for name in ("violations", "limits", "wrong")}
+    assert names == {"violations": ["moe-sp"], "limits": ["runtime-precision"], "wrong": ["experts-reduced"]}
