@@ -169,7 +169,12 @@ class Cluster:
                 f"{self.count // self.per_node * self.per_node or self.per_node} or "
                 f"{-(-self.count // self.per_node) * self.per_node} would"
             )
-        if self.pod % self.per_node:
+        if self.oversubscription > 1 and not self.pod:
+            raise UserError(
+                f"oversubscription = {self.oversubscription:g} of pods that are not given\n"
+                "pod is how many devices are below one set of switches"
+            )
+        if self.pod < self.count and self.pod % self.per_node:
             raise UserError(
                 f"pods of {self.pod} devices do not hold whole nodes of {self.per_node}\n"
                 f"{max(1, self.pod // self.per_node) * self.per_node} would"

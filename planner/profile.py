@@ -92,8 +92,7 @@ def _said(path: str, raw: dict[str, Any], base: Preset) -> Said:
 
 def _device(path: str, base: Device, name: object, given: dict[str, Any]) -> Device:
     """The base with what is given, which may not be another device under a known name."""
-    if not isinstance(name, str) or not name:
-        _refuse(path, f"has name = {name!r:.40}", "a name is a text")
+    name = _text(path, "name", name)
     made = evolve(base, name=name, **{**given, "flops": {**base.flops, **given.get("flops", {})}})
     sheet = PRESETS[name].device if name in PRESETS and name != "CPU" else made
     pairs = [(f"flops.{p}", made.flops[p], due) for p, due in sheet.flops.items() if p in made.flops]
@@ -112,13 +111,13 @@ def _part(path: str, name: str, table: object, kind: type) -> dict[str, Any]:
     """The fields that a file gives of a device or a link."""
     if not isinstance(table, dict):
         _refuse(path, f"has {name} = {table!r:.40}", f"{name} is a table: write [{name}], and its fields below")
-    due = {f.name: f.type for f in fields(kind)}
+    due = {f.name: f.type for f in fields(kind) if (kind, f.name) != (Device, "name")}  # which is the file's own name
     _known(path, f"field of {name}", table, due)
     out: dict[str, Any] = {}
     for field, value in table.items():
         where = f"{name}.{field}"
         if field == "name":
-            out[field] = str(value)
+            out[field] = _text(path, where, value)
         elif field == "flops":
             if not isinstance(value, dict):
                 _refuse(path, f"has {where} = {value!r:.40}", "a peak for each precision is due: {bf16 = 1e15}")
@@ -128,6 +127,12 @@ def _part(path: str, name: str, table: object, kind: type) -> dict[str, Any]:
             figure = _number(path, where, value)
             out[field] = int(figure) if due[field] == "int" else figure
     return out
+
+
+def _text(path: str, name: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        _refuse(path, f"has {name} = {value!r:.40}", f"{name} is a text")
+    return value
 
 
 def _count(path: str, name: str, value: object) -> int:

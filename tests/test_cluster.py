@@ -105,6 +105,9 @@ def test_the_implausible_is_refused() -> None:
         evolve(cluster("8xB200"), device=evolve(b200, name="mine"), inter=dreamt)
     with pytest.raises(UserError, match="pods of 12 devices do not hold whole nodes of 8\n8 would"):
         evolve(cluster("64xB200"), pod=12)
+    assert evolve(cluster("6xB200"), pod=32).levels == cluster("6xB200").levels
+    with pytest.raises(UserError, match="pod is how many devices"):
+        evolve(cluster("64xB200"), oversubscription=2)
     with pytest.raises(UserError, match="8 or 12 would"):
         evolve(cluster("8xB200"), count=10, per_node=4)
     with pytest.raises(UserError, match="count"):
