@@ -18,7 +18,9 @@ from .run import Row, Run, UnfitError, recompute, whole
 
 GPUS, FEWER = 8, 4  # of a node; those of GB200 have 4, on which the tests named 1node are
 TUNED = 5  # --microbatch-group-size-per-virtual-pipeline-stage, of the tests whose name ends in tunable_overlap
-VOCAB = 50257  # GPT-2's tokenizer, padded to a multiple of 128 on each rank
+# Of tokenizers, GPT-2's and BERT's, padded to a multiple of 128 on each rank. A BERT holds what a decoder of its sizes
+# does, beside small heads.
+VOCAB = {"gpt": 50257, "moe": 50257, "bert": 30522}
 LARGE_VOCAB = 131072  # of the tests of 7 billion parameters, with 8 groups of keys and values
 LIBRARY = 2**25  # CUBLAS_WORKSPACE_CONFIG=:4096:8, which makes cuBLAS deterministic on every GPU
 # Of each element, those of the loss that is compiled as one (fusions/fused_cross_entropy.py): the logits in fp32, and
@@ -44,7 +46,7 @@ UNSAID = {  # what a row does not say, by a part of the test's name
 def functional(row: Row) -> Run:
     """A row of the table."""
     test, hardware = str(row["test"]), str(row["hw"])
-    if row["suite"] not in ("gpt", "moe"):
+    if row["suite"] not in VOCAB:
         raise UnfitError(f"tests of {row['suite']} are not described well enough")
     if row.get("experts") and not (test.startswith("gpt3_mcore") and (row["layers"], row["hidden"]) == SMALL):
         raise UnfitError("the width of its experts is not said")
@@ -77,7 +79,7 @@ def functional(row: Row) -> Run:
 
 def _decoder(row: Row) -> Decoder:
     large = str(row["test"]).startswith("gpt3_7b")
-    vocab, hidden, unit = LARGE_VOCAB if large else VOCAB, whole(row, "hidden"), 128 * whole(row, "tp", 1)
+    vocab, hidden, unit = LARGE_VOCAB if large else VOCAB[row["suite"]], whole(row, "hidden"), 128 * whole(row, "tp", 1)
     return Decoder(
         layers=whole(row, "layers"),
         hidden=hidden,
@@ -139,4 +141,5 @@ def _flash(row: Row) -> bool:
     """
     test, first = str(row["test"]), "dracooci" in str(row["hw"])
     said = test.startswith("gpt3_mcore") and "resume" not in test and "loss_fusion" not in test
+    said = said or row["suite"] == "bert"
     return whole(row, "cp", 1) > 1 or not (said or first or "gpt3_mcore_tp" in test)
