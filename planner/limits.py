@@ -6,7 +6,7 @@ compute wrongly, which exports to it refuse. Both are violations, as of the rule
 
 from __future__ import annotations
 
-from megaloom.dsl import MLA, MLP, ClampedGLU, DType, GeGLU, Graph, Layer, MoE, Node, SwiGLU, Unembed
+from megaloom.dsl import MLA, MLP, ClampedGLU, DType, Embed, GeGLU, Graph, Layer, MoE, Node, SwiGLU, Unembed
 from megaloom.dsl.splits import SPLITS, among_experts
 
 from .cluster import Cluster
@@ -34,7 +34,28 @@ def untrainable(graph: Graph) -> Words | None:
                 f"the weight {n.weights[0].name!r} ({n.weights[0].value.at}) is used outside of any layer",
                 "the runtime trains the weights of layers, such as the biases of MLP(…, bias=True)",
             )
+    if len(sizes := widths(graph)) != 1:
+        return f"{graph.name} has hidden states of sizes {sorted(sizes)}", "the runtime carries one size"
+    uses = shared(graph)
+    for name, nodes in uses.items():
+        if [type(n.op) for n in nodes] != [Embed, Unembed] or len(uses) > 1:
+            said = ", ".join(n.name for n in nodes)
+            return f"weight {name!r} is shared by {said}", "the runtime can tie one Embed with one Unembed"
     return None
+
+
+def widths(graph: Graph) -> set[int]:
+    """The sizes of the hidden states between the layers."""
+    return {n.shape["embed"].known for n in graph.nodes if "embed" in n.shape}
+
+
+def shared(graph: Graph) -> dict[str, list[Node]]:
+    """The weights that several layers use, each with these."""
+    users: dict[str, list[Node]] = {}
+    for n in graph.nodes:
+        for slot in n.weights:
+            users.setdefault(slot.name, []).append(n)
+    return {name: nodes for name, nodes in users.items() if len(nodes) > 1}
 
 
 def undivided(graph: Graph) -> Node | None:

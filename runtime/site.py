@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megaloom.dsl import BATCH, DType, Graph, Input, MoE, UserError, Value
 from megaloom.planner.layout import Layout, Module, Precision, Workload
-from megaloom.planner.limits import untrainable
+from megaloom.planner.limits import untrainable, widths
 
 from .grid import Grid
 
@@ -125,8 +125,6 @@ def _hidden(v: Value) -> bool:
 
 
 def embed(graph: Graph) -> int:
-    """The size of the hidden states between the layers. Raises UserError when it is not the same everywhere."""
-    sizes = {n.shape["embed"].known for n in graph.nodes if "embed" in n.shape}
-    if len(sizes) != 1:
-        raise UserError(f"{graph.name} has hidden states of sizes {sorted(sizes)}: the runtime carries one size")
-    return sizes.pop()
+    """The size of the hidden states between the layers, which is the same everywhere."""
+    (size,) = widths(graph)
+    return size

@@ -25,8 +25,9 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_viewless_tensor
 from torch import Tensor, nn
 
-from megaloom.dsl import Embed, Graph, Node, Unembed, UserError
+from megaloom.dsl import Graph, Node, Unembed
 from megaloom.planner.layout import Layout
+from megaloom.planner.limits import shared
 from megaloom.planner.plan import Stage as Chunk
 
 from . import build
@@ -193,17 +194,8 @@ def _key(node: Node) -> str:
 
 
 def tied(graph: Graph) -> tuple[Node, Node] | None:
-    """The embedding and the logits that share a table, if they do. Raises UserError for other shared weights."""
-    users: dict[str, list[Node]] = {}
-    for n in graph.nodes:
-        for s in n.weights:
-            users.setdefault(s.name, []).append(n)
-    shared = {name: nodes for name, nodes in users.items() if len(nodes) > 1}
-    for name, nodes in shared.items():
-        if [type(n.op) for n in nodes] != [Embed, Unembed] or len(shared) > 1:
-            said = ", ".join(n.name for n in nodes)
-            raise UserError(f"weight {name!r} is shared by {said}\nthe runtime can tie one Embed with one Unembed")
-    for embed, unembed in shared.values():
+    """The embedding and the logits that share a table, if they do; `survey` has seen to it that nothing else does."""
+    for embed, unembed in shared(graph).values():
         return embed, unembed
     return None
 
