@@ -1,7 +1,7 @@
 """The price of one layout: its stages, its step time by cause, its memory by holder.
 
 Protocol: `price` cuts the graph, replays the schedule and adds what follows it. A `Pricer` keeps what layouts share;
-its `bound` is the cheap lower bound by which a search leaves layouts out, `refined` what it takes to the price.
+its `bound` is the cheap lower bound by which a search leaves layouts out, `refined` what it takes to its cut.
 """
 
 from __future__ import annotations
@@ -71,6 +71,14 @@ class Priced:
         return self.prediction.step_seconds
 
 
+@frozen(eq=False)
+class Cut:
+    """A layout with its cut, and what its step takes at the least."""
+
+    placed: Placed
+    seconds: float
+
+
 def price(graph: Graph, layout: Layout, cluster: Cluster, workload: Workload) -> Priced:
     """What this legal layout takes, whether or not it fits the memory."""
     return Pricer(graph, cluster, workload).price(layout)
@@ -122,10 +130,10 @@ class Pricer:
         even = self._even(layout)
         return even if even.fits else even.tight()
 
-    def refined(self, layout: Layout) -> Iterator[float | Priced]:
-        """Lower bounds of the seconds of a step of a legal layout, each dearer than the one before, then its price.
+    def refined(self, layout: Layout) -> Iterator[float | Cut]:
+        """Lower bounds of the seconds of a step of a legal layout, each dearer than the one before, then its cut.
 
-        Ends without a price if no cut fits the memory.
+        Ends without one if no cut fits the memory.
         """
         if not self.hopeful(layout):
             return
@@ -135,8 +143,7 @@ class Pricer:
             placed = placed.tight()
             if not placed.fits:
                 return
-        yield self._least(placed)
-        yield self.priced(placed)
+        yield Cut(placed, self._least(placed))
 
     def hopeful(self, layout: Layout) -> bool:
         """Whether this layout may fit the memory: whether the leanest that differs little from it does.

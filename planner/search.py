@@ -7,7 +7,7 @@ until no other can be among the best: the result is exact, as far as the price i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from time import perf_counter
 
 import numpy as np
@@ -25,7 +25,7 @@ from .limits import caveats
 from .misses import checked, nothing_fits, nothing_legal
 from .neighbours import judged
 from .plan import VERSION, Plan
-from .price import Priced, Pricer, price
+from .price import Cut, Priced, Pricer, price
 from .reasons import Rejected, why, why_not
 from .rules import senseless
 from .sheet import Rows
@@ -161,45 +161,54 @@ class Hunt:
             if (top := queue.pop()) is None:
                 return
             for step in top[1] if isinstance(top[1], Iterator) else ():
-                if isinstance(step, Priced):
-                    self._note(step)
+                if isinstance(step, Cut):
+                    self._note(among.pricer.priced(step.placed))
                     return
 
     def search(self, among: Field, sure: int, keep: int) -> list[Priced]:
         """The `sure` quickest of these layouts that fit the memory, quickest first, and others of all `keep` priced.
 
         Best first: of all layouts the one whose bound is the least is looked at more closely, so that what is dear to
-        know (cuts, replays) is asked only of those that nothing cheaper rules out. The others are the most promising.
+        know (cuts, replays) is asked only of those that nothing cheaper rules out. The others are the most promising
+        of those that were cut meanwhile.
         """
         queue, found = _Queue(among), list[Priced]()
-        while (len(found) < sure or len(self._priced) < keep) and (top := queue.pop()) is not None:
-            seconds, what = top
-            self._advance(seconds if not found else found[0].seconds)
-            if isinstance(what, Priced):
-                found.append(what)
-                continue
-            step = next(what, None)
-            if isinstance(step, Priced):
-                queue.push(step.seconds, step)
-                self._note(step)
-            elif step is not None:
-                queue.push(max(seconds, ROUNDING * step), what)
+        while len(found) < sure and self._advance(queue, found):
+            pass
+        for cut in queue.cuts()[: max(0, keep - len(self._priced))]:
+            queue.push(cut.seconds, self._note(among.pricer.priced(cut.placed)))
+        while len(self._priced) < keep and self._advance(queue, found):
+            pass
         rest = [priced for priced in self.sorted(len(self._priced)) if priced not in found]
         return (found + rest)[: max(sure, keep)]
+
+    def _advance(self, queue: _Queue, found: list[Priced]) -> bool:
+        """Look at what takes the least more closely, or at last find it, if there is anything left."""
+        if (top := queue.pop()) is None:
+            return False
+        seconds, what = top
+        self.least = found[0].seconds if found else seconds
+        self._say(OFTEN)
+        if isinstance(what, Priced):
+            found.append(what)
+        elif isinstance(what, Cut):
+            priced = self._note(queue.among.pricer.priced(what.placed))
+            queue.push(priced.seconds, priced)
+        elif (step := next(what, None)) is not None:
+            least = step.seconds if isinstance(step, Cut) else step
+            queue.push(max(seconds, ROUNDING * least), step if isinstance(step, Cut) else what)
+        return True
 
     def sorted(self, keep: int) -> list[Priced]:
         """The quickest of what was priced."""
         return sorted(self._priced.values(), key=lambda priced: priced.seconds)[:keep]
 
-    def _note(self, priced: Priced) -> None:
+    def _note(self, priced: Priced) -> Priced:
         self._priced[priced.layout] = priced
         if self.best is None or priced.seconds < self.best.seconds:
             self.best = priced
             self._say(0.0)
-
-    def _advance(self, seconds: float) -> None:
-        self.least = seconds
-        self._say(OFTEN)
+        return priced
 
     def _say(self, after: float) -> None:
         """Tell of the progress, if the last time is so many seconds ago."""
@@ -208,7 +217,8 @@ class Hunt:
             self.tell(self.progress)
 
 
-Entry = Priced | Iterator[float | Priced] | tuple[Layouts, int]
+Refining = Iterator[float | Cut]
+Entry = Priced | Cut | Refining | tuple[Layouts, int]
 
 
 @define(eq=False)
@@ -233,7 +243,14 @@ class _Queue:
         self.count += 1
         heappush(self.heap, (seconds, self.count, what))
 
-    def pop(self) -> tuple[float, Priced | Iterator[float | Priced]] | None:
+    def cuts(self) -> list[Cut]:
+        """Those that have a cut and no price, which are taken out: the most promising first."""
+        found = sorted(entry for entry in self.heap if isinstance(entry[2], Cut))
+        self.heap = [entry for entry in self.heap if not isinstance(entry[2], Cut)]
+        heapify(self.heap)
+        return [what for _, _, what in found if isinstance(what, Cut)]
+
+    def pop(self) -> tuple[float, Priced | Cut | Refining] | None:
         """What takes the least, if there is anything left."""
         while self.done < len(self.order) and (not self.heap or self.bounds[self.done] <= self.heap[0][0]):
             self._open(self.order[self.done : self.done + AT_ONCE])
