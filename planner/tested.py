@@ -13,6 +13,7 @@ from attrs import evolve
 from .cluster import cluster
 from .decoder import Decoder
 from .layout import Layout, Precision, Workload
+from .memory import state
 from .practice import MEGATRON, Practice
 from .run import Row, Run, UnfitError, recompute, whole
 
@@ -37,7 +38,6 @@ UNSAID = {  # what a row does not say, by a part of the test's name
     "account_for": "its stages are not said",
     "offloading": "activations are offloaded",
     "muon": "its optimizer is not Adam",
-    "optimizer_instances": "its optimizer is not divided over all copies",
     "a2a_ovlp": "how many experts a token goes to is not said",
     "defer_embedding": "the gradients of its logits wait for the end of the step",
 }
@@ -125,6 +125,8 @@ def _practice(row: Row, gpu: str, deterministic: bool, half: bool) -> Practice:
     test = str(row["test"])
     flash = _flash(row) or not deterministic
     found = evolve(MEGATRON, dummies=False, flash=flash, copied=flash and gpu != "H100")
+    if "optimizer_instances" in test:  # two: each of half the copies has all of the state, a share twice as large
+        found = evolve(found, share_nbytes=state(Precision.BF16))
     if "4experts" in test:  # without --moe-grouped-gemm
         found = evolve(found, streams=0)
     if "cross_entropy_loss_fusion" in test:
