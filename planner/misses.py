@@ -14,15 +14,18 @@ from attrs import evolve, fields_dict
 
 from megaloom.dsl.errors import UserError
 
+from . import step_rules
 from .cluster import Cluster
 from .field import Field
 from .fit import Placed
 from .layout import Layout, Module, Recompute, Workload, modules
 from .price import Pricer
 from .reasons import broken, lacking
+from .rule import Violation
 from .rules import violations
 from .space import Fixed, candidates
 
+OF_A_STEP = {rule.id for rule in step_rules.RULES}
 LOOKED_AT = 2000  # illegal layouts among which the nearest to legal is sought
 PLACED = 20  # of the layouts that need the least memory, those that are cut
 GROWTH = (2, 4, 8, 16, 32, 64)  # times the devices, or parts of the sequence, that are tried
@@ -56,10 +59,17 @@ def nothing_legal(pricer: Pricer, fixed: Fixed) -> str:
     """Every candidate breaks a rule: those that the nearest one breaks, each with what would work."""
     g, cluster, workload = pricer.graph, pricer.cluster, pricer.workload
     tried = ((x, violations(x, g, workload, cluster)) for x in candidates(g, cluster, workload, fixed))
-    layout, wrong = min(islice(tried, LOOKED_AT), key=lambda entry: len(entry[1]))
+    layout, wrong = min(islice(tried, LOOKED_AT), key=_far)
     said = f" with {_said(fixed)}" if fixed else ""
     lines = [f"no layout of {g.name} on {cluster}{said} is legal; the nearest, {layout}, breaks"]
     return "\n".join([*lines, *(f"- {broken([v])}" for v in wrong)])
+
+
+def _far(entry: tuple[Layout, tuple[Violation, ...]]) -> tuple[int, int, int]:
+    """How far from legal: the rules of the axes first, as those of a step follow dp; then how much is divided."""
+    x, wrong = entry
+    axes = sum(v.rule not in OF_A_STEP for v in wrong)
+    return axes, x.tp * x.pp * x.cp + x.ep * x.etp, len(wrong)
 
 
 def nothing_fits(pricer: Pricer, among: Field) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .divisors import divisors, nearest
@@ -23,7 +23,7 @@ def _divides(id: str, sentence: str, axis: str, source: str, sized: Sized) -> Ru
         degree, dims = getattr(case.layout, axis), sized(case.needs)
         dim, size = next((dim, size) for dim, size in dims if size % degree)
         works = _tps(case.needs) if axis == "tp" else divisors(*(n for _, n in dims))
-        return f"{axis} {degree} does not divide {dim}={size}", f"{axis} {nearest(degree, works)} would"
+        return f"{axis} {degree} does not divide {dim}={size}", f"{axis} {_near(case, degree, works)} would"
 
     return Rule(id, sentence, f"{axis} that divides them all", By.CORE, source, holds, told)
 
@@ -49,6 +49,11 @@ def _tps(needs: Needs) -> list[int]:
     whole = divisors(*(size for _, size in (*_heads(needs), *_width(needs))))
     few, keys = _few(needs), _keys_of(needs)
     return [tp for tp in whole if all(_repeats(n, tp) for n in few) and all(_divided(n, c, tp) for n, c in keys)]
+
+
+def _near(case: Case, degree: int, works: Iterable[int]) -> str:
+    """The nearest of these degrees that also divide the devices at hand."""
+    return nearest(degree, [n for n in works if case.cluster.count % n == 0])
 
 
 def _few(needs: Needs) -> list[int]:
@@ -78,7 +83,7 @@ def _kv_heads_told(case: Case) -> Words:
     tp = case.layout.tp
     n = next(n for n in _few(case.needs) if not _repeats(n, tp))
     message = f"tp {tp} neither divides kv_heads={n} nor is divided by it"
-    return message, f"tp {nearest(tp, _tps(case.needs))} would"
+    return message, f"tp {_near(case, tp, _tps(case.needs))} would"
 
 
 def _keys(case: Case) -> Truth:
@@ -89,7 +94,7 @@ def _keys_told(case: Case) -> Words:
     tp = case.layout.tp
     n, c = next((n, c) for n, c in _keys_of(case.needs) if not _divided(n, c, tp))
     message = f"tp {tp} does not divide the 2 x {n} x {c} = {2 * n * c} channels of keys and values"
-    return message, f"tp {nearest(tp, _tps(case.needs))} would"
+    return message, f"tp {_near(case, tp, _tps(case.needs))} would"
 
 
 RULES = (
