@@ -6,7 +6,8 @@ compute wrongly, which exports to it refuse. Both are violations, as of the rule
 
 from __future__ import annotations
 
-from megaloom.dsl import MLA, MLP, ClampedGLU, DType, Embed, GeGLU, Graph, Layer, MoE, Node, SwiGLU, Unembed
+from megaloom.dsl import MLA, DType, Embed, Graph, Layer, Node, Route, Unembed
+from megaloom.dsl.graph import primitives
 from megaloom.dsl.splits import SPLITS, among_experts
 
 from .cluster import Cluster
@@ -14,7 +15,6 @@ from .layout import Layout, Precision, Workload
 from .rule import By, Case, Rule, Truth, Violation, Words, broken
 
 TRAINED = (Precision.FP32, Precision.BF16)
-FEEDS = (MLP, GeGLU, SwiGLU, ClampedGLU)  # the feed-forwards that megatron-core's module computes
 
 
 def untrainable(graph: Graph) -> Words | None:
@@ -59,19 +59,13 @@ def shared(graph: Graph) -> dict[str, list[Node]]:
 
 
 def undivided(graph: Graph) -> Node | None:
-    """The first node whose experts run one by one, each of them whole, as megatron-core's module has no such."""
+    """The first node with experts to which no tokens are sent: they are not divided."""
     for n in graph.nodes:
         table = {**SPLITS, **getattr(n.op, "splits", {})}
-        if any(among_experts(table, slot.outer) for slot in n.weights) and not _dispatched(n.op):
+        apart = any(among_experts(table, slot.outer) for slot in n.weights)
+        if apart and not any(isinstance(v.op, Route) for v, *_ in primitives(n.value)):
             return n
     return None
-
-
-def _dispatched(op: object) -> bool:
-    if type(op) is not MoE:
-        return False
-    biased = isinstance(op.shared, ClampedGLU) or getattr(op.shared, "bias", False)
-    return type(op.expert) in FEEDS and (op.shared is None or (type(op.shared) in FEEDS and not biased))
 
 
 def _precision(case: Case) -> Truth:
@@ -98,8 +92,8 @@ def _experts_told(case: Case) -> Words:
     x, node = case.layout, undivided(case.graph)
     name = node.name if node else ""
     return (
-        f"{name} has experts that run one by one: they are not divided over ep {x.ep} x etp {x.etp}",
-        "ep 1 and etp 1 would work, or a MoE of SwiGLU, GeGLU, ClampedGLU or MLP",
+        f"{name} has experts to which no tokens are sent: they are not divided over ep {x.ep} x etp {x.etp}",
+        "ep 1 and etp 1 would work, or a MoE of them",
     )
 
 
@@ -124,10 +118,10 @@ LIMITS = (
     ),
     Rule(
         "runtime-experts",
-        "The runtime divides experts over ep and etp where each is a feed-forward that megatron-core has.",
+        "The runtime divides experts over ep and etp where tokens are sent to them, as in a MoE.",
         "ep 1 and etp 1",
         By.RUNTIME,
-        "the bodies of other experts run one by one, each of them whole",
+        "experts that read all tokens run on each device, each of them whole",
         _experts,
         _experts_told,
     ),

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megaloom.dsl import (
     Attend,
+    Combine,
     Drop,
     Each,
     Gate,
@@ -33,6 +34,7 @@ from megaloom.dsl import (
     Node,
     Normalize,
     Pick,
+    Route,
     Scan,
     Slot,
     Split,
@@ -47,6 +49,7 @@ from megaloom.dsl.splits import among_experts, cut
 
 from . import device
 from .balance import loss
+from .dispatch import back, there
 from .evaluate import evaluate
 from .moves import perform
 from .parts import Part, parts
@@ -75,10 +78,24 @@ class Body(nn.Module):
         held = (v for v, *_ in primitives(self.program.value) if isinstance(v.op, Weight))
         self.slots = {id(v): s for v, s in zip(held, node.weights, strict=True)}
         self.names = {i: s.name.removeprefix(f"{node.name}.") for i, s in self.slots.items()}
+        sends = any(isinstance(s.value.op, Route) for s in self.program.steps)
+        self.apart = self._apart() if sends else {}
         for i, slot in self.slots.items():
-            _hold(self, self.names[i], self._share(slot, site))
+            _hold(self, self.names[i], self._share(slot, site, i in self.apart))
 
-    def _share(self, slot: Slot, site: Site) -> Tensor:
+    def _apart(self) -> dict[int, bool]:
+        """What is each expert's own, by the identity of the value, weights and what is made of them alone; whether all
+        devices of etp have the whole of it."""
+        table, plain = self.program.table, self.placement.plain
+        weights = [(i, s.outer, s.value.shape) for i, s in self.slots.items()]
+        made = [(id(s.value), s.outer, s.value.shape) for s in self.program.steps if id(s.value) in plain]
+        return {
+            i: "etp" not in cut(table, outer, shape).values()
+            for i, outer, shape in (*weights, *made)
+            if among_experts(table, outer)
+        }
+
+    def _share(self, slot: Slot, site: Site, apart: bool) -> Tensor:
         """Room for this rank's share of a weight, with the marks by which `weights.share` fills it."""
         axes = cut(self.program.table, slot.outer, slot.value.shape)
         degrees = [self.grid.layout.degrees.get(axes.get(d.name, ""), 1) for d in slot.dims]
@@ -87,11 +104,22 @@ class Body(nn.Module):
         if not slot.trained:
             return values
         p = nn.Parameter(values)
-        divided = next((i for i, n in enumerate(degrees) if n > 1), None)
-        if divided is not None:
-            tensor_parallel.set_tensor_model_parallel_attributes(p, True, divided, 1)
+        by = "etp" if apart else "tp"
+        divided = next((i for i, d in enumerate(slot.dims) if axes.get(d.name) == by and degrees[i] > 1), None)
+        if apart:
+            # Experts are reduced over a grid of their own (see `mixture`), on which what etp does not divide is a copy
+            # on each of its devices; their gradients are added there (ENTER), and counted once in the norm.
+            p.allreduce, p.shared = False, divided is None and site.grid.etp > 0  # type: ignore[attr-defined]
+        if apart or divided is not None:
+            where = -1 if divided is None else divided
+            tensor_parallel.set_tensor_model_parallel_attributes(p, True, where, 1)
         p.constant = slot.value.op.std == 0  # type: ignore[attr-defined]
         return p
+
+    @property
+    def of_experts(self) -> frozenset[str]:
+        """The names of the weights that each expert has of its own."""
+        return frozenset(name for i, name in self.names.items() if i in self.apart)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         given = zip(self.program.inputs, inputs, strict=True)
@@ -165,12 +193,25 @@ class _Run:
 
     def computed(self, p: Placed) -> Tensor:
         v = p.step.value
-        args = [self.read(a, moves) for a, moves in zip(v.args, p.reads, strict=True)]
+        args = [self.read(a, self.needed(p, a, moves)) for a, moves in zip(v.args, p.reads, strict=True)]
         out = self.operate(p, v, *args)
         for move in p.result:
             assert move.along is not None, "a part is one of a dim"
             out = perform(move, out, axis(v.shape, move.along), self.body.grid)
         return out
+
+    def needed(self, p: Placed, v: Value, moves: Moves) -> Moves:
+        """The moves of an argument of a primitive.
+
+        Gradients of experts are added over tp, where it is not etp, with those of their copies. Over etp they are added
+        here if all its devices have the whole: either the work is divided, or each does it for slots of its own.
+        """
+        whole = self.body.apart.get(id(origin(v)))
+        if whole is None:
+            return moves
+        kept = tuple(m for m in moves if m.axis != "tp")
+        alone = whole and self.body.grid.layout.etp > 1 and id(p.step.value) not in self.body.placement.plain
+        return (*kept, Move(How.ENTER, "etp")) if alone and all(m.axis != "etp" for m in kept) else kept
 
     def operate(self, p: Placed, v: Value, *args: Tensor) -> Tensor:
         """What a primitive computes of local tensors, where that is not what it computes of whole ones."""
@@ -181,6 +222,10 @@ class _Run:
             case Gate() if self.body.mixture and self.body.training and not p.step.outer:
                 groups = [getattr(grid.groups, name) for name in sorted(p.parts)]
                 return _balanced(self.body.mixture, v, evaluate(v.op, v, *args), args[0], groups)
+            case Route() if grid.layout.ep * grid.layout.etp > 1:
+                return there(v, *args, grid=grid)
+            case Combine() if grid.layout.ep * grid.layout.etp > 1:
+                return back(v, *args, grid=grid)
             case Lookup(key) if p.step.axes.get(key) == "tp" and grid.layout.tp > 1:
                 return _looked_up(v.op, v, *args, rank=grid.tp)
             case Normalize() if p.summed:
@@ -203,7 +248,7 @@ class _Run:
         for p in steps:  # what the copies read of the outside is moved once for all of them
             for a, moves in zip(p.step.value.args, p.reads, strict=True):
                 if id(origin(a)) not in own:
-                    self.read(a, moves)
+                    self.read(a, self.needed(p, a, moves))
         picks = [p for p in steps if p.step.value.op == Pick(dim.name)]
         out = []
         for i in range(self.value(v.args[0]).shape[axis(v.args[0].shape, dim.name)]):
@@ -292,15 +337,17 @@ def _trainable(node: Node, value: Value, split: Split) -> None:
             f"{at} has a MoE inside, whose balancing loss is not added: only that of a MoE between layers is\n"
             "balance=0 would work"
         )
+    sends = any(isinstance(v.op, Route) for v, *_ in primitives(value))
     for v, _, outer in primitives(value):
         if isinstance(v.op, Attend) and v.op.dropout:
             raise UserError(
                 f"{at} drops attention probabilities, which its other options exclude\ndropout=0 would work"
             )
-        if split.ep * split.etp > 1 and among_experts(program(node).table, outer):
+        if split.ep * split.etp > 1 and not sends and among_experts(program(node).table, outer):
             raise UserError(
-                f"{at} has experts that run one by one: they are not divided over ep {split.ep} x etp {split.etp}\n"
-                "ep 1 and etp 1 would work, or a MoE with the options of megatron-core's"
+                f"{at} has experts to which no tokens are sent: they are not divided over "
+                f"ep {split.ep} x etp {split.etp}\n"
+                "ep 1 and etp 1 would work, or a MoE of them"
             )
 
 

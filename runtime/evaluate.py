@@ -234,17 +234,32 @@ def chosen(op: Gate, raw: Tensor, *correction: Tensor) -> tuple[Tensor, Tensor]:
 
 @evaluate.register
 def _(op: Route, out: Value, *args: Tensor) -> Tensor:
-    x = broadcast(args[0], out.args[0].shape, [*_tokens(out.args[1]), "embed"])
-    return x.flatten(0, -2)[_slots(_by_expert(args[1], out.args[1]))]
+    return routed(out, *args, slots=int(busiest(out, args[1])))
 
 
 @evaluate.register
 def _(op: Combine, out: Value, *args: Tensor) -> Tensor:
-    y, gate = args[0], _by_expert(args[1], out.args[1])
-    slots = _slots(gate)
-    y = y * gate.gather(1, slots)[..., None]
-    sums = y.new_zeros(gate.shape[1], y.shape[-1]).index_add(0, slots.flatten(), y.flatten(0, 1))
-    sizes = [args[1].shape[axis(out.args[1].shape, name)] for name in _tokens(out.args[1])]
+    return combined(out, *args, slots=int(busiest(out, args[1])))
+
+
+def busiest(out: Value, gate: Tensor) -> Tensor:
+    """How many tokens the expert gets that most go to, for the gate of a Route or Combine."""
+    return (_by_expert(gate, out.args[1]) != 0).sum(1).max()
+
+
+def routed(out: Value, x: Tensor, gate: Tensor, *, slots: int) -> Tensor:
+    """The tokens of each expert, as a Route of so many slots gives them."""
+    x = broadcast(x, out.args[0].shape, [*_tokens(out.args[1]), "embed"])
+    return x.flatten(0, -2)[_slots(_by_expert(gate, out.args[1]), slots)]
+
+
+def combined(out: Value, y: Tensor, gate: Tensor, *, slots: int) -> Tensor:
+    """What a Combine of so many slots makes of the experts' results."""
+    sizes = [gate.shape[axis(out.args[1].shape, name)] for name in _tokens(out.args[1])]
+    gate = _by_expert(gate, out.args[1])
+    which = _slots(gate, slots)
+    y = y * gate.gather(1, which)[..., None]
+    sums = y.new_zeros(gate.shape[1], y.shape[-1]).index_add(0, which.flatten(), y.flatten(0, 1))
     return sums.unflatten(0, sizes)
 
 
@@ -335,11 +350,10 @@ def _by_expert(gate: Tensor, value: Value) -> Tensor:
     return broadcast(gate, value.shape, ["experts", *_tokens(value)]).flatten(1)
 
 
-def _slots(gate: Tensor) -> Tensor:
+def _slots(gate: Tensor, count: int) -> Tensor:
     """The tokens of each expert, [experts slots], from a gate [experts tokens].
 
-    An expert has as many slots as the busiest one. Those it does not need hold tokens that it was not chosen
-    for: their gate is zero, so they add nothing.
+    An expert has as many slots as the busiest one needs. Those it does not need itself hold tokens that it was not
+    chosen for: their gate is zero, so they add nothing.
     """
-    chosen = gate != 0
-    return chosen.int().argsort(dim=1, descending=True, stable=True)[:, : int(chosen.sum(1).max())]
+    return (gate != 0).int().argsort(dim=1, descending=True, stable=True)[:, :count]

@@ -26,7 +26,7 @@ from .kernels import natural, zigzag
 
 def perform(move: Move, x: Tensor, dim: int | None, grid: Grid) -> Tensor:
     """A tensor after a move; `dim` is the place of what the move is along."""
-    group: dist.ProcessGroup = getattr(grid.groups, move.axis)
+    group: dist.ProcessGroup = getattr(grid.groups, {"etp": "expt_tp"}.get(move.axis, move.axis))
     match move.how:
         case How.SHARE:
             return _shared(x, group.size())

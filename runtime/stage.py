@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from attrs import frozen
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.module import MegatronModule
@@ -156,9 +157,19 @@ class Stage(MegatronModule):
         groups = {"tp_group": self.grid.groups.tp, "dp_cp_group": metadata["dp_cp_group"]}
         if hasattr(module, "sharded_state_dict"):
             return sharded_state_dict_default(module, prefix, offsets, metadata, tp_group=groups["tp_group"])
-        state = module.state_dict(keep_vars=True)
+        held = module.state_dict(keep_vars=True)
+        experts = {k: p for k, p in held.items() if not getattr(p, "allreduce", True)}
+        state = {k: p for k, p in held.items() if k not in experts}
         divided = {k: p.partition_dim for k, p in state.items() if getattr(p, "tensor_model_parallel", False)}
-        return make_sharded_tensors_for_checkpoint(state, prefix, divided, offsets, **groups)
+        dense = make_sharded_tensors_for_checkpoint(state, prefix, divided, offsets, **groups)
+        return dense | {prefix + k: self._expert_state(prefix + k, p) for k, p in experts.items()}
+
+    def _expert_state(self, key: str, p: Tensor) -> ShardedTensor:
+        """The weight of the experts that this rank holds, the first of its dims, as a body keeps it."""
+        x, divided = self.grid.layout, getattr(p, "partition_dim", -1)
+        places = [(0, self.grid.ep, x.ep), *([(divided, self.grid.etp, x.etp)] if divided >= 0 else [])]
+        replica = (0, 0 if divided >= 0 else self.grid.etp, self.grid.groups.expt_dp.rank())
+        return ShardedTensor.from_rank_offsets(key, p, *places, replica_id=replica)
 
     def load(self, state: dict[str, Any]) -> None:
         """Take the parameters that `sharded_state_dict` named, as read from a checkpoint."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import singledispatch
+from math import prod
 
 import torch
 from attrs import evolve, frozen
@@ -166,12 +167,22 @@ def of_node(node: Node, module: nn.Module, draw: Draw, grid: Grid) -> Parameters
     """The full parameters of a node's module, its experts those that this rank holds; a body's are the weights."""
     slots = {s.name.removeprefix(node.name + "."): s for s in node.weights}
     if isinstance(module, Body):
-        return {name: draw(s, None) for name, s in slots.items()}
+        return {name: _held(s, draw, grid, apart=name in module.of_experts) for name, s in slots.items()}
     held = range(0)
     if isinstance(node.op, MoE):
         each = node.op.experts // grid.layout.ep
         held = range(grid.ep * each, (grid.ep + 1) * each)
     return parameters(node.op, Weights(slots, draw, held))
+
+
+def _held(slot: Slot, draw: Draw, grid: Grid, *, apart: bool) -> Tensor:
+    """The full weight of a body; of experts, those that this rank holds."""
+    if not apart or grid.layout.ep == 1:
+        return draw(slot, None)
+    dims = [d.known for d in slot.outer]
+    count = prod(dims) // grid.layout.ep
+    held = [draw(slot, i) for i in range(grid.ep * count, (grid.ep + 1) * count)]
+    return torch.stack(held).unflatten(0, (dims[0] // grid.layout.ep, *dims[1:]))
 
 
 @torch.no_grad()
@@ -181,8 +192,7 @@ def fill(module: nn.Module, full: Parameters, grid: Grid) -> None:
     own |= {name: b for name, b in module.named_buffers() if name in full}
     assert own.keys() == full.keys(), f"{type(module).__name__} has {own.keys()}, the layer {full.keys()}"
     for name, p in own.items():
-        expert = "local_experts" in name
-        rank, size = (grid.etp, grid.layout.etp) if expert else (grid.tp, grid.layout.tp)
+        rank, size = (grid.tp, grid.layout.tp) if getattr(p, "allreduce", True) else (grid.etp, grid.layout.etp)
         p.copy_(share(full[name], p, rank, size))
 
 
@@ -192,9 +202,10 @@ def share(full: Tensor, p: Tensor, rank: int, size: int) -> Tensor:
     `partition_dim` is the dimension that is split; a `partition_stride` of 2 means two parts (gate and up), each
     of them split. Rows that only pad the vocabulary are zero.
     """
-    if not getattr(p, "tensor_model_parallel", False) or size == 1:
+    dim = getattr(p, "partition_dim", -1)
+    if dim < 0 or size == 1:
         return full
-    dim, stride = p.partition_dim, p.partition_stride  # type: ignore[attr-defined]
+    stride = p.partition_stride  # type: ignore[attr-defined]
     missing = p.shape[dim] * size - full.shape[dim]
     if missing:
         full = torch.cat([full, full.new_zeros(missing, *full.shape[1:])])

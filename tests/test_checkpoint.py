@@ -217,6 +217,7 @@ RESHARDINGS = {
     "norms of queries and keys, PP2 to TP2 SP": ("tiny_qwen3", Layout(pp=2), TP2),
     "experts with biases, TP2 SP EP2 to one process": ("tiny_gpt_oss", evolve(TP2, ep=2), Layout()),
     "own bodies, TP2 SP to a divided optimizer": (OWN, TP2, DIVIDED),
+    "own experts, EP2 TP2 SP to one process": (OWN, evolve(TP2, ep=2), Layout()),
     "own bodies, PP2 to TP2 SP": (OWN, Layout(pp=2), TP2),
     "dropout, to the same layout": ("tiny_gpt_dropout", TP2, TP2),
 }

@@ -27,16 +27,18 @@ NAMES = [
     and not signature(it).parameters
     and name != "balanced"  # see test_oracle
 ]
-SOME = ["gated", "windowed", "near", "some_experts"]  # of which all layouts are tried
+DENSE = ["gated", "windowed", "near"]
+SOME = [*DENSE, "some_experts"]  # of which all layouts are tried
+MIXED = ["experts", "some_experts"]
 SEQ, BATCH, VOCAB, SEED = 32, 2, 127, 7
 SP = Layout(tp=2, sequence_parallel=True)
 LAYOUTS = {
     "one process": (Layout(), NAMES),
-    "TP2": (Layout(tp=2), SOME),
+    "TP2": (Layout(tp=2), DENSE),
     "TP2 SP": (SP, NAMES),
     "CP2": (Layout(cp=2), NAMES),
     "PP2": (Layout(pp=2), SOME),
-    "TP2 CP2": (Layout(tp=2, cp=2), SOME),
+    "TP2 CP2": (Layout(tp=2, cp=2), DENSE),
     "TP2 SP CP2": (evolve(SP, cp=2), SOME),
     "TP2 SP PP2, recompute full": (evolve(SP, pp=2, recompute=Recompute.FULL), SOME),
     "parts of bodies, recomputed": (
@@ -48,6 +50,8 @@ LAYOUTS = {
         ),
         ["gated", "latent", "experts", "some_experts"],
     ),
+    "EP2 ETP2 TP2 SP": (evolve(SP, dp=2, ep=2, etp=2), MIXED),
+    "EP2 TP2 SP CP2": (evolve(SP, cp=2, ep=2), MIXED),
     "DP2 distributed optimizer": (Layout(dp=2, distributed_optimizer=True), SOME),
 }
 Curve = list[tuple[float, float]]

@@ -15,6 +15,7 @@ from megaloom.planner.layout import Layout
 from megaloom.planner.plan import Plan
 from megaloom.runtime import launch
 
+OWN = f"{Path(__file__).with_name('own_models.py')}:some_experts"
 LAYOUTS = {
     "whole": ("tiny_gpt", Layout(dp=4)),
     "vocabulary padded": ("tiny_gpt", Layout(dp=2, tp=2, sequence_parallel=True)),
@@ -24,6 +25,7 @@ LAYOUTS = {
     "fewer key/value heads than devices": ("tiny_llama", Layout(tp=4, sequence_parallel=True)),
     "parts of the sequence": ("tiny_llama", Layout(cp=2, pp=2)),
     "experts": ("tiny_mixtral", Layout(dp=4, ep=4)),
+    "own experts": (OWN, Layout(dp=2, tp=2, ep=4, sequence_parallel=True)),
     "parts of experts": ("tiny_mixtral", Layout(dp=2, tp=2, ep=2, etp=2, sequence_parallel=True)),
 }
 
