@@ -12,7 +12,7 @@ import numpy as np
 from attrs import define, evolve, field, frozen
 from numpy.typing import NDArray
 
-from . import bubbles, memory, traffic
+from . import bubbles, chunks, memory, traffic
 from .book import Book
 from .columns import MODES, Column, Layouts, alike
 from .layout import Layout, Module, Recompute
@@ -38,6 +38,8 @@ class Ground:
     again: Rows  # seconds that it takes to compute a block again, the quickest
     block: Rows  # seconds of a block, the quickest
     frees: Rows  # bytes that computing a block again frees, at the most
+    atom: Rows  # [places, 2]: seconds of what no cut divides, the slowest; if nothing is computed again, and if all is
+    kept: Rows  # [places, 2, 2]: likewise, bytes that a block saves, at the most, and those of what is in none
     params: Column  # elements on one device: dense ones
     experts: Column
     hop: Rows  # seconds of what passes from a stage to the next, between the nearest
@@ -56,10 +58,12 @@ class Floors:
     at: Layouts
     book: Book
     ground: Ground = field(init=False)
+    many: NDArray[np.bool_] = field(init=False)  # see `chunks.many`
     modes: Column = field(init=False)  # of each set of modules, the mode of the ground; made as they are met
 
     def __attrs_post_init__(self) -> None:
         self.ground = self._ground()
+        self.many = chunks.many(len(self.book.anatomy.places) - 1)
         self.modes = np.zeros(1 << len(Module), dtype=np.int64)
 
     def family(self, which: Column) -> Column:
@@ -68,20 +72,19 @@ class Floors:
 
     def bound(self, x: Layouts, place: Column) -> tuple[Rows, Rows]:
         """(seconds of a step, bytes of the fullest rank) of these layouts, each at a place."""
-        seconds, nbytes = self.before(x, place)
         m, after = x.microbatches(self.book.workload.batch), self._after(x, place)
+        waits = bubbles.share(x.pp.astype(float), x.vpp, m.astype(float), x.group.astype(float))
+        seconds, nbytes = self._before(x, place, waits), self._nbytes(x, place, self._mode(x))
         mean = m / x.pp * self._work(x, place)[1] + after[:, 1]  # every rank ends, and reduces its gradients
         return np.maximum(seconds, mean) + after[:, 0], nbytes
 
-    def before(self, x: Layouts, place: Column, waits: Rows | None = None) -> tuple[Rows, Rows]:
-        """The same without what follows the last micro-batch."""
-        m, pp = x.microbatches(self.book.workload.batch).astype(float), x.pp.astype(float)
+    def _before(self, x: Layouts, place: Column, waits: Rows) -> Rows:
+        """Seconds of a step without what follows the last micro-batch; `waits` is `bubbles.share`."""
+        m, pp = x.microbatches(self.book.workload.batch), x.pp
         least, total = self._work(x, place)
-        waits = bubbles.share(pp, x.vpp, m, x.group.astype(float)) if waits is None else waits
         sent = np.where(x.vpp == 1, 2 * (pp - 1) * self.ground.hop[place], 0.0)  # ranks wait for their own sends
-        seconds = np.maximum(np.maximum((total + sent) * waits, m * least), total)
-        mode = self._mode(x)
-        return seconds, self._nbytes(x, place, mode)
+        seconds: Rows = np.maximum(np.maximum((total + sent) * waits, m * least), total)
+        return seconds
 
     def _mode(self, x: Layouts) -> Column:
         """The mode of each layout."""
@@ -111,23 +114,39 @@ class Floors:
         freed = np.minimum(x.recompute_layers * x.pp * x.vpp, g.blocks) * g.frees[place]
         saved = np.where(some, np.maximum(saved, g.saved[place, PLAIN] - freed), saved)
         flights = self._flights(x)
-        held = memory.least(g.state[place, x.distributed_optimizer], MORE * saved, pp, flights)
+        state = g.state[place, x.distributed_optimizer]
+        held = memory.least(state, MORE * saved, pp, flights)
+        if len(which := np.flatnonzero((x.vpp > 1) & self.many[x.pp * x.vpp])):
+            group = np.minimum(x.group, x.microbatches(self.book.workload.batch))
+            each, rest = MORE * self._stage(x, place, mode), (x.pp[which], x.vpp[which], group[which])
+            chunked = chunks.held(state[which], MORE * saved[which], each[which], *rest)
+            held[which] = np.maximum(held[which], chunked)
         nbytes: Rows = held + g.beside[place] + MORE * g.workspace[place, mode]
         return nbytes
+
+    def _stage(self, x: Layouts, place: Column, mode: Column | int) -> Rows:
+        """Bytes that a stage saves, at the most, if it takes up to SLOWER times the slowest of the most even cut.
+
+        That is an atom more than their mean at the most. So long a stage has so many blocks, two begun ones, and what
+        is in none.
+        """
+        g, some = self.ground, x.recompute_layers > 0
+        whole = np.where(some, g.step[place, ALL], g.step[place, mode])
+        most = chunks.SLOWER * (whole / (x.pp * x.vpp) + g.atom[place, x.full.astype(np.int64)])
+        everything = x.full & ~some
+        quickest = g.block[place] + np.where(everything, g.again[place], 0.0)
+        kept = g.kept[place, everything.astype(np.int64)]
+        saved: Rows = (np.floor(most / np.maximum(quickest, chunks.TINY)) + 2) * kept[:, 0] + kept[:, 1]
+        return saved
 
     def ideal(self) -> tuple[Rows, Rows]:
         """(seconds, nbytes) that no layout at a place takes less than, for each place."""
         place, one = np.arange(len(self.at)), np.ones(len(self.at), dtype=np.int64)
-        quick = evolve(self.at, recompute=MODES.index(Recompute.NONE) * one)
-        m = self.at.microbatches(self.book.workload.batch)
-        several = (self.at.pp > 1) & (self.at.pp <= m)
+        quick = evolve(self.at, recompute=MODES.index(Recompute.NONE) * one, vpp=np.minimum(2, self.at.pp))
         lean = evolve(self.at, vpp=one, distributed_optimizer=np.minimum(1, self.at.dp * self.at.cp - 1))
-        waits = np.where(
-            several, m / self.at.pp, bubbles.share(self.at.pp.astype(float), one, m.astype(float), one.astype(float))
-        )
-        quick = evolve(quick, vpp=1 + several)
+        m = self.at.microbatches(self.book.workload.batch).astype(float)
         nbytes = np.minimum(self._nbytes(lean, place, ALL), self._nbytes(lean, place, LEAN))
-        return self.before(quick, place, waits)[0], nbytes
+        return self._before(quick, place, m / self.at.pp), nbytes
 
     def worthwhile(self, x: Layouts, place: Column) -> NDArray[np.bool_]:
         """Whether recompute frees what is worth the trouble: fused attention leaves little to its core."""
@@ -192,6 +211,7 @@ class Floors:
         one = self.at.take(first)
         rows, made, full, largest = self.book.rows(one)
         kinds, blocks = self.book.anatomy.counts, self.book.anatomy.blocks
+        atoms, outside = self.book.anatomy.atoms, kinds - self.book.anatomy.inside
         inside = np.array([kind.inside for kind in self.book.anatomy.kinds])
         plain = rows[:, :, STEP].sum(axis=2)
         again = np.where(inside, rows[:, :, AHEAD].sum(axis=2), 0.0)
@@ -211,6 +231,10 @@ class Floors:
             again=_extreme(again @ blocks.T, np.min)[which],
             block=_extreme(plain @ blocks.T, np.min)[which],
             frees=_extreme(freed @ blocks.T, np.max)[which],
+            atom=np.array([_extreme(t @ atoms.T, np.max) for t in (plain, plain + again)]).T[which],
+            kept=np.array([(_extreme(t @ blocks.T, np.max), t @ outside) for t in (saved, full)]).transpose(2, 0, 1)[
+                which
+            ],
             params=params[which],
             experts=experts[which],
             hop=self._hops(),

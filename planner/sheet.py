@@ -103,6 +103,18 @@ class Anatomy:
                 rows.setdefault(node.block, np.zeros(len(self.kinds)))[kind] += 1
         return np.array(list({tuple(row): row for row in rows.values()}.values())).reshape(-1, len(self.kinds))
 
+    @cached_property
+    def atoms(self) -> Rows:
+        """How many nodes of each kind there are between each two neighbouring places that differ: [atoms, kinds]."""
+        rows = np.add.reduceat(np.eye(len(self.kinds))[self.kind], self.places[:-1])
+        return np.array(list({tuple(row): row for row in rows}.values()))
+
+    @cached_property
+    def inside(self) -> Rows:
+        """How many nodes of each kind there are in blocks."""
+        blocks = np.array([node.block is not None for node in self.graph.nodes])
+        return np.bincount(self.kind[blocks], minlength=len(self.kinds)).astype(float)
+
     @lru_cache(maxsize=256)  # noqa: B019 - an anatomy is kept by its graph's own cache
     def after(self, count: int) -> NDArray[np.intp]:
         """For each place the end of the last of `count` blocks, of which the first may be begun already."""

@@ -15,8 +15,9 @@ from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.planner.cluster import Cluster, cluster
 from megaloom.planner.field import Field
+from megaloom.planner.fit import HEADROOM
 from megaloom.planner.floors import Floors
-from megaloom.planner.layout import Layout, Workload
+from megaloom.planner.layout import Layout, Recompute, Workload
 from megaloom.planner.price import Pricer
 from megaloom.planner.rules import violations
 from megaloom.planner.search import search
@@ -75,3 +76,38 @@ def test_the_search_equals_brute_force(case: tuple[Graph, Cluster, Workload], ma
     assert found == sorted(found)
     assert len(found) == min(many, len(priced))
     assert found[:1] == priced[:1]
+
+
+@st.composite
+def interleaved(draw: st.DrawFn) -> tuple[Graph, Layout, Workload, float]:
+    """A layout of chunks of a model of many blocks, and the memory there is beside what its most even cut takes."""
+    g = model(draw(st.sampled_from(["dense", "tied", "sparse"])), draw(st.integers(9, 16)))
+    pp, vpp = draw(st.sampled_from([(2, 2), (2, 3), (2, 4), (3, 2), (3, 3), (4, 2), (4, 4)]))
+    m = pp * draw(st.integers(1, 4))
+    again = draw(st.sampled_from([("none", 0), ("selective", 0), ("full", 0), ("full", 1)]))
+    x = Layout(
+        pp=pp,
+        vpp=vpp,
+        dp=draw(st.integers(1, 2)),
+        recompute=Recompute(again[0]),
+        recompute_layers=again[1],
+        distributed_optimizer=draw(st.booleans()),
+        microbatch_group=draw(st.sampled_from([0, m])) if m > pp else 0,
+    )
+    seq = draw(st.sampled_from([64, 256, 1024])) if "positions" not in g.weights else 64
+    return g, x, Workload(seq=seq, batch=m * x.dp), draw(st.floats(0.7, 1.1))
+
+
+@settings(max_examples=INSTANCES)
+@given(interleaved())
+def test_no_bound_rules_out_what_fits(case: tuple[Graph, Layout, Workload, float]) -> None:
+    g, x, work, share = case
+    roomy = Pricer(g, machine(x.world, 10**9), work).price(x)
+    tight = Pricer(g, machine(x.world, int(share * max(roomy.placed.peaks) / (1 - HEADROOM)) >> 10), work)
+    priced = tight.price(x)
+    seconds, nbytes = tight.bound(x)
+    assert seconds <= min(priced.seconds, roomy.seconds) * (1 + 1e-9)
+    assert nbytes <= max(roomy.placed.peaks) * (1 + 1e-6)
+    if priced.placed.fits:
+        assert nbytes <= tight.capacity
+        assert tight.hopeful(x)
