@@ -106,7 +106,7 @@ def whole(plan: Plan, model: Model, read: GPT) -> Plan:
         return plan
     if stages - 1 > len(borders):
         raise UserError(f"{stages} stages of whole layers cannot be made of {len(read.layers)} layers\n{STAYS}")
-    found = price(_Whole(g.name, g.nodes, g.outputs, borders), x, plan.cluster, plan.workload)
+    found = price(_Whole(g.name, g.nodes, g.outputs, borders), x, plan.cluster, plan.workload, plan.runtime)
     if not found.placed.fits:
         raise UserError(f"cut at whole layers, {x} does not fit the memory of {plan.cluster}\n{STAYS}")
     return evolve(plan, stages=found.stages, predicted=found.prediction)

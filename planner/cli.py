@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from attrs import asdict, frozen
 from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Parameter
 
-from .layout import Precision, Recompute, Workload
+from .layout import Precision, Recompute, Runtime, Workload
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -103,6 +103,7 @@ def plan(
     seq: int | None = None,
     batch: int | None = None,
     precision: Precision = Precision.BF16,
+    runtime: Runtime = Runtime.MEGALOOM,
     fixed: Fixed = FREE,
     memory_headroom: Annotated[float, Parameter(converter=share)] = 0.05,
     lint: Annotated[bool, Parameter(negative="")] = False,
@@ -130,6 +131,9 @@ def plan(
         Sequences a step, over all devices. [default: 8 a device, fewer beyond 128 devices]
     precision
         What activations and matrix products are computed in.
+    runtime
+        What runs the plan: megaloom's own runtime, or Megatron-core with Transformer Engine, as in Megatron-LM, NeMo
+        and Megatron-Bridge, for which the plan is exported.
     memory_headroom
         What a plan leaves free of each device: 10%.
     lint
@@ -167,13 +171,13 @@ def plan(
         )
 
     if pareto or is_row(gpus):
-        scale(declared, gpus, work, given(fixed), memory_headroom, pareto)
+        scale(declared, gpus, work, given(fixed), memory_headroom, runtime, pareto)
         return None
     machine = cluster(gpus)
     workload = work(machine)
     if lint:
         return told(graph(declared), machine, workload, given(fixed), as_json)
-    found = searched(declared, machine, workload, ref, given(fixed), memory_headroom)
+    found = searched(declared, machine, workload, ref, given(fixed), memory_headroom, runtime)
     target = output or ("" if as_json else "plan.json")
     if target:
         save(found.best, target)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from .layout import Workload
+from .layout import Runtime, Workload
 
 if TYPE_CHECKING:
     from megaloom.dsl.graph import Graph, Model
@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from .space import Fixed
 
 
-def scale(m: Model, gpus: str, work: Callable[[Cluster], Workload], fixed: Fixed, free: float, pareto: bool) -> None:
+def scale(
+    m: Model,
+    gpus: str,
+    work: Callable[[Cluster], Workload],
+    fixed: Fixed,
+    free: float,
+    runtime: Runtime,
+    pareto: bool,
+) -> None:
     """A table of the best layouts on more and more devices, or in less and less memory. No plan is written."""
     from rich.console import Console
 
@@ -38,7 +46,7 @@ def scale(m: Model, gpus: str, work: Callable[[Cluster], Workload], fixed: Fixed
             yield machine
 
     with watched if console.is_terminal else nullcontext():
-        found = list(points(graph(m), row(), work, checked(fixed), free, pareto=pareto))
+        found = list(points(graph(m), row(), work, checked(fixed), free, runtime, pareto=pareto))
     show(table(found, params(m)), sys.stdout)
 
 
@@ -60,7 +68,9 @@ def told(g: Graph, machine: Cluster, workload: Workload, fixed: Fixed, as_json: 
     return 2 if wrong else 0
 
 
-def searched(declared: Model, machine: Cluster, workload: Workload, ref: str, fixed: Fixed, free: float) -> Found:
+def searched(
+    declared: Model, machine: Cluster, workload: Workload, ref: str, fixed: Fixed, free: float, runtime: Runtime
+) -> Found:
     """The search, with signs of life where somebody watches. Interrupted, it takes the best so far."""
     from rich.console import Console
 
@@ -83,6 +93,7 @@ def searched(declared: Model, machine: Cluster, workload: Workload, ref: str, fi
             ref=ref,
             fixed=fixed,
             headroom=free,
+            runtime=runtime,
             tell=tell if console.is_terminal else None,
             settle=True,
         )
@@ -117,18 +128,21 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
     from .explain import report
     from .goodput import MANY, goodput, told
     from .limits import limits
+    from .practice import PRACTICES
 
     best = found.best
     machine, w, seconds = best.cluster, best.workload, best.predicted.step_seconds
     nodes = f"{machine.nodes} nodes of {machine.per_node}" if machine.nodes > 1 else "one node"
     said = f" ({' and '.join(assumed)} not given)" if assumed else ""
     ended = "" if found.unproven is None else f", then interrupted: {nearly(found.unproven)}"
+    own = best.runtime is Runtime.MEGALOOM
+    runner = "" if own else f", as {PRACTICES[best.runtime].name} runs it"
     head = (
         f"{declared.name}: {params(declared):,} parameters, on {machine} ({nodes}); "
-        f"searched in {found.seconds:.1f} s{ended}\n"
+        f"searched in {found.seconds:.1f} s{ended}{runner}\n"
         f"a step: {w.batch:,} sequences of {w.seq:,} tokens, {w.tokens:,} in all{said}\n"
     )
-    runs = not limits(best.layout, graph(declared), w, machine)
+    runs = own and not limits(best.layout, graph(declared), w, machine)
     foot = f"\nwrote {target}" + (f"; `megaloom train {target}` trains by it" if runs else ", to be exported")
     if machine.count >= MANY and (lasting := goodput(params(declared), w.precision, machine, seconds)):
         foot = f"\nOver weeks: {told(lasting)}\n{foot}"

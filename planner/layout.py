@@ -89,6 +89,13 @@ class Precision(StrEnum):
         return Precision.BF16 if self.narrow else self
 
 
+class Runtime(StrEnum):
+    """What runs a plan: it decides what is fused and what is overlapped, and so what a layout costs."""
+
+    MEGALOOM = "megaloom"  # our own, on megatron-core without Transformer Engine
+    MEGATRON = "megatron"  # Megatron-LM and those built like it, with Transformer Engine
+
+
 @frozen(kw_only=True)
 class Workload:
     """What one optimizer step must do, whatever the layout."""

@@ -22,10 +22,10 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, fingerprint, graph
 
 from .cluster import Cluster
-from .layout import Layout, Workload
+from .layout import Layout, Runtime, Workload
 from .rules import violations
 
-VERSION = 5  # 5: a prediction says within what a step should stay; 4: when each rank is the fullest
+VERSION = 6  # 6: what runs it; 5: a prediction says within what a step should stay; 4: when each rank is the fullest
 
 
 class PlanError(UserError):
@@ -73,6 +73,7 @@ class Plan:
     stages: tuple[Stage, ...]
     predicted: Prediction
     reasons: tuple[str, ...]  # why this layout, in sentences
+    runtime: Runtime = Runtime.MEGALOOM  # what it is predicted for
 
 
 def check(plan: Plan, model: Model) -> None:
@@ -96,8 +97,8 @@ def check(plan: Plan, model: Model) -> None:
 
 def again(plan: Plan) -> str:
     """The command that makes such a plan anew."""
-    w = plan.workload
-    return f"plan {plan.model} --gpus {plan.cluster} --seq {w.seq} --batch {w.batch} --precision {w.precision}"
+    w, runs = plan.workload, "" if plan.runtime is Runtime.MEGALOOM else f" --runtime {plan.runtime}"
+    return f"plan {plan.model} --gpus {plan.cluster} --seq {w.seq} --batch {w.batch} --precision {w.precision}{runs}"
 
 
 def dumps(plan: Plan) -> str:

@@ -12,6 +12,8 @@ from types import MappingProxyType
 
 from attrs import evolve, field, frozen
 
+from .layout import Runtime
+
 # How often memory-bound work passes memory where the facts count one kernel. Measured on an H200 (Llama 3.2 1B,
 # sequences of 4096: 0.685 s for 8 of them one at a time, 1.183 s for 16 four at a time): norms do so twice, rotary
 # positions six times (a row of uncompiled kernels), other chains, which are compiled there, three times. To add
@@ -102,6 +104,7 @@ MEGATRON = Practice(
     dummies=True,
     context=Way.P2P,
 )
+PRACTICES: Mapping[Runtime, Practice] = MappingProxyType({Runtime.MEGALOOM: OWN, Runtime.MEGATRON: MEGATRON})
 PLAIN = evolve(MEGATRON, name="Megatron-core, nothing overlapped", overlap_gradients=False, overlap_weights=False)
 MEGATRON_2021 = Practice(
     name="Megatron-LM before flash attention", flash=False, overlap_gradients=False, overlap_weights=False

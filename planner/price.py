@@ -23,11 +23,11 @@ from .columns import Layouts
 from .fit import HEADROOM, Bounds, Fit, Placed, capacity, stages_of
 from .floors import Floors, where
 from .intervals import interval, kind
-from .layout import Layout, Workload
+from .layout import Layout, Runtime, Workload
 from .memory import Peak
 from .needs import needs
 from .plan import Prediction, Stage
-from .practice import OWN, Practice
+from .practice import OWN, PRACTICES, Practice
 from .sheet import AHEAD, BACK, STEP, Anatomy, Base, Col, Rows, Sheet, anatomy, sheet
 from .space import groups
 from .tail import Cover, Tail, tail, tied
@@ -79,9 +79,11 @@ class Cut:
     seconds: float
 
 
-def price(graph: Graph, layout: Layout, cluster: Cluster, workload: Workload) -> Priced:
+def price(
+    graph: Graph, layout: Layout, cluster: Cluster, workload: Workload, runtime: Runtime = Runtime.MEGALOOM
+) -> Priced:
     """What this legal layout takes, whether or not it fits the memory."""
-    return Pricer(graph, cluster, workload).price(layout)
+    return Pricer(graph, cluster, workload, PRACTICES[runtime]).price(layout)
 
 
 @define(eq=False)

@@ -18,7 +18,8 @@ from megaloom.dsl.graph import Graph
 from .cluster import Cluster, GiB, cluster, is_row
 from .field import Field
 from .goodput import MANY, goodput
-from .layout import Workload
+from .layout import Runtime, Workload
+from .practice import PRACTICES
 from .price import Priced, Pricer
 from .search import search, simplest_first
 from .space import Fixed
@@ -58,13 +59,14 @@ def points(
     work: Callable[[Cluster], Workload],
     fixed: Fixed,
     headroom: float,
+    runtime: Runtime = Runtime.MEGALOOM,
     *,
     pareto: bool = False,
 ) -> Iterator[Point]:
     """The best layout on each cluster. pareto: also those that take less memory, each by `LESS` than the one before."""
     for machine in row:
         free, best = headroom, None
-        while (priced := _best(graph, machine, work(machine), fixed, free)) is not None:
+        while (priced := _best(Pricer(graph, machine, work(machine), PRACTICES[runtime], free), fixed)) is not None:
             best = priced
             yield Point(machine, best)
             free = 1 - LESS * max(best.placed.peaks) / machine.device.nbytes
@@ -74,8 +76,8 @@ def points(
             yield Point(machine, None)
 
 
-def _best(graph: Graph, machine: Cluster, work: Workload, fixed: Fixed, headroom: float) -> Priced | None:
-    among = Field(Pricer(graph, machine, work, headroom=headroom), fixed)
+def _best(pricer: Pricer, fixed: Fixed) -> Priced | None:
+    among = Field(pricer, fixed)
     found = search(among) if len(among.at) else []
     return simplest_first(found)[0] if found else None
 

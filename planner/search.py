@@ -20,11 +20,12 @@ from .cluster import Cluster
 from .columns import Column, Layouts
 from .field import Field
 from .fit import HEADROOM
-from .layout import Layout, Recompute, Workload
+from .layout import Layout, Recompute, Runtime, Workload
 from .limits import caveats
 from .misses import checked, nothing_fits, nothing_legal
 from .neighbours import judged
 from .plan import VERSION, Plan
+from .practice import PRACTICES
 from .price import Cut, Priced, Pricer, price
 from .reasons import Rejected, why, why_not
 from .rules import senseless
@@ -79,20 +80,22 @@ def plan(
     ref: str,
     fixed: Fixed | None = None,
     headroom: float = HEADROOM,
+    runtime: Runtime = Runtime.MEGALOOM,
     tell: Tell | None = None,
     settle: bool = False,
 ) -> Found:
     """The quickest layout that is legal and fits the memory; `ref` says where the model is found again.
 
-    headroom: the share of each device's memory that is left free. tell: is given the progress, first when a first
-    layout is found that fits. settle: when interrupted, take the best so far, if there is one.
+    headroom: the share of each device's memory that is left free. runtime: what runs the plan. tell: is given the
+    progress, first when a first layout is found that fits. settle: when interrupted, take the best so far, if there is
+    one.
     Raises UserError if what is fixed breaks a rule, or if nothing fits: then with the nearest miss.
     """
     began = perf_counter()
     chosen = checked(fixed or {})
     for wrong in senseless(Layout(**chosen), graph(model), workload, cluster):
         raise UserError(str(wrong))
-    pricer = Pricer(graph(model), cluster, workload, headroom=headroom)
+    pricer = Pricer(graph(model), cluster, workload, PRACTICES[runtime], headroom)
     hunt, among, unproven = Hunt(tell), None, None
     try:
         hunt.dive(Field(pricer, {**PLAIN, **chosen}))
@@ -110,6 +113,9 @@ def plan(
     rivals, rejected = judged(best.layout, pricer, chosen)
     identity = fingerprint(model)
 
+    def said(layout: Layout) -> tuple[str, ...]:
+        return tuple(caveats(layout, graph(model), workload, cluster)) if runtime is Runtime.MEGALOOM else ()
+
     def made(priced: Priced, reasons: tuple[str, ...]) -> Plan:
         return Plan(
             version=VERSION,
@@ -120,7 +126,8 @@ def plan(
             layout=priced.layout,
             stages=priced.stages,
             predicted=priced.prediction,
-            reasons=(*reasons, *caveats(priced.layout, graph(model), workload, cluster)),
+            reasons=(*reasons, *said(priced.layout)),
+            runtime=runtime,
         )
 
     return Found(

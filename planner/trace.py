@@ -21,6 +21,7 @@ from .explain import holds
 from .fit import Fit, Placed
 from .moments import Slice, levels, tracks
 from .plan import Plan, PlanError, again
+from .practice import PRACTICES
 from .price import Priced, Pricer
 from .timeline import Event, Timeline
 
@@ -30,7 +31,7 @@ CLOSE = 1e-9  # seconds are added up in another order
 
 def replayed(plan: Plan, graph: Graph) -> Priced:
     """The price of the plan's own stages. Raises PlanError if that is no longer what the plan says."""
-    pricer = Pricer(graph, plan.cluster, plan.workload)
+    pricer = Pricer(graph, plan.cluster, plan.workload, PRACTICES[plan.runtime])
     fit = Fit(plan.layout, pricer.sheet(plan.layout), plan.workload, plan.cluster, pricer.practice)
     priced = pricer.priced(Placed(fit, (0, *(stage.stop for stage in plan.stages))))
     if not math.isclose(priced.seconds, plan.predicted.step_seconds, rel_tol=CLOSE):

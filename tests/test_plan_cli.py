@@ -21,10 +21,11 @@ from megaloom.dsl.printing import show
 from megaloom.planner import cli
 from megaloom.planner.cluster import PRESETS, cluster
 from megaloom.planner.explain import holds, loses, report
-from megaloom.planner.layout import Layout, Recompute, Workload
+from megaloom.planner.layout import Layout, Recompute, Runtime, Workload
 from megaloom.planner.plan import VERSION, Plan, Prediction, Stage, check, load
 from megaloom.planner.price import Priced
 from megaloom.planner.search import Found, Rejected, _Queue
+from megaloom.planner.trace import replayed
 
 OWN = """
 from megaloom.dsl import Attention, Dim, Embed, Model, RMSNorm, SwiGLU, Unembed, ids, model, repeat, residual, weight
@@ -269,6 +270,39 @@ def test_json_is_for_machines(
         assert {"tokens_per_second_per_gpu", "mfu"} < set(predicted)
     assert all({"layout", "cause"} == set(r) for r in said["rejected"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_is_for_what_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Experts one by one wait for our host; Megatron's do not, and its fused kernels are quicker."""
+    monkeypatch.chdir(tmp_path)
+    given = (
+        "mixtral-8x7b",
+        "--gpus",
+        "64xH100",
+        "--seq",
+        "4096",
+        "--batch",
+        "256",
+        "--tp",
+        "2",
+        "--pp",
+        "4",
+        "--ep",
+        "8",
+    )
+    steps = {}
+    for runtime in Runtime:
+        code, out, _ = run(*given, "--runtime", runtime, "-o", f"{runtime}.json", capsys=capsys)
+        assert code == 0
+        assert ("as Megatron-core with Transformer Engine runs it" in out) == (runtime is Runtime.MEGATRON)
+        assert ("`megaloom train" in out) == (runtime is Runtime.MEGALOOM)
+        planned = load(f"{runtime}.json")
+        assert planned.runtime is runtime
+        steps[runtime] = replayed(planned, graph(find(planned.model)[0])).seconds
+        assert steps[runtime] == pytest.approx(planned.predicted.step_seconds, rel=1e-9)
+    assert steps[Runtime.MEGATRON] < steps[Runtime.MEGALOOM]
 
 
 @pytest.mark.parametrize(
