@@ -6,11 +6,13 @@ Protocol: a `Field` has the places, each a way to lay a micro-batch over the axe
 
 from __future__ import annotations
 
+import numpy as np
 from attrs import define, field, frozen
 
 from . import space
 from .columns import Column, Layouts
 from .floors import Floors, roomy
+from .limits import right
 from .price import Pricer
 from .sheet import Rows
 from .space import Fixed
@@ -28,6 +30,8 @@ class Field:
     def __attrs_post_init__(self) -> None:
         p = self.pricer
         self.at = space.places(p.graph, p.cluster, p.workload, self.fixed)
+        if not p.own:
+            self.at = self.at.take(np.broadcast_to(right(self.at, p.graph, p.workload, p.cluster), len(self.at)))
         if len(self.at):
             fits = roomy(self.at, p.book, p.capacity)
             self.floors = Floors(self.at.take(fits) if fits.any() else self.at, p.book)

@@ -11,8 +11,9 @@ from megaloom.dsl.graph import primitives
 from megaloom.dsl.splits import SPLITS, among_experts
 
 from .cluster import Cluster
+from .columns import Layouts
 from .layout import Layout, Precision, Workload
-from .rule import By, Case, Rule, Truth, Violation, Words, broken
+from .rule import By, Case, Rule, Truth, Violation, Words, broken, every
 
 TRAINED = (Precision.FP32, Precision.BF16)
 
@@ -130,7 +131,7 @@ LIMITS = (
 
 def _reduced(case: Case) -> Truth:
     x = case.layout
-    return not case.needs.experts or x.ep > 1 or x.etp == x.tp
+    return (not case.needs.experts) | (x.ep > 1) | (x.etp == x.tp)
 
 
 def _reduced_told(case: Case) -> Words:
@@ -140,7 +141,7 @@ def _reduced_told(case: Case) -> Words:
 
 def _latent(case: Case) -> Truth:
     x = case.layout
-    return x.tp == 1 or x.sequence_parallel or not any(isinstance(n.op, MLA) for n in case.graph.nodes)
+    return (x.tp == 1) | (x.sequence_parallel == 1) | (not any(isinstance(n.op, MLA) for n in case.graph.nodes))
 
 
 def _latent_told(case: Case) -> Words:
@@ -180,6 +181,12 @@ def limits(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -
 def wrong(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
     """What megatron-core would compute wrongly."""
     return broken(WRONG, Case(layout, graph, workload, cluster))
+
+
+def right(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) -> Truth:
+    """Which of these layouts megatron-core computes as it should."""
+    case = Case(layouts, graph, workload, cluster)
+    return every(rule.holds(case) for rule in WRONG)
 
 
 def caveats(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[str, ...]:

@@ -22,7 +22,6 @@ from .layout import Layout, Module, Recompute, Workload, modules
 from .price import Pricer
 from .reasons import broken, lacking
 from .rule import Violation
-from .rules import violations
 from .space import Fixed, candidates
 
 OF_A_STEP = {rule.id for rule in step_rules.RULES}
@@ -58,7 +57,7 @@ def checked(fixed: Mapping[str, Any]) -> Fixed:
 def nothing_legal(pricer: Pricer, fixed: Fixed) -> str:
     """Every candidate breaks a rule: those that the nearest one breaks, each with what would work."""
     g, cluster, workload = pricer.graph, pricer.cluster, pricer.workload
-    tried = ((x, violations(x, g, workload, cluster)) for x in candidates(g, cluster, workload, fixed))
+    tried = ((x, pricer.broken(x)) for x in candidates(g, cluster, workload, fixed))
     layout, wrong = min(islice(tried, LOOKED_AT), key=_far)
     said = f" with {_said(fixed)}" if fixed else ""
     lines = [f"no layout of {g.name} on {cluster}{said} is legal; the nearest, {layout}, breaks"]

@@ -15,7 +15,6 @@ from .layout import AXES, Layout, Recompute, Workload
 from .needs import needs
 from .price import Pricer
 from .reasons import Rejected, Rival, broken, lacking
-from .rules import violations
 from .space import Fixed, chunks, groups, micro_batches
 
 GRID = ("dp", "tp", "pp", "cp")  # the axes whose product is the number of devices
@@ -25,7 +24,7 @@ def judged(layout: Layout, pricer: Pricer, fixed: Fixed) -> tuple[list[Rival], t
     """The neighbours that are legal and fit the memory, with their prices; and the others, with their causes."""
     rivals, rejected = [], []
     for change, other in neighbours(layout, pricer, fixed):
-        wrong = violations(other, pricer.graph, pricer.workload, pricer.cluster)
+        wrong = pricer.broken(other)
         if wrong:
             rejected.append(Rejected(other, broken(wrong)))
             continue

@@ -24,10 +24,13 @@ from .fit import HEADROOM, Bounds, Fit, Placed, capacity, stages_of
 from .floors import Floors, where
 from .intervals import interval, kind
 from .layout import Layout, Runtime, Workload
+from .limits import wrong
 from .memory import Peak
 from .needs import needs
 from .plan import Prediction, Stage
 from .practice import OWN, PRACTICES, Practice
+from .rule import Violation
+from .rules import violations
 from .sheet import AHEAD, BACK, STEP, Anatomy, Base, Col, Rows, Sheet, anatomy, sheet
 from .space import groups
 from .tail import Cover, Tail, tail, tied
@@ -112,6 +115,16 @@ class Pricer:
         work = [w for n in self.graph.nodes for w in costs(n, batch=batch, seq=seq).work]
         self.model_flops = sum(w.flops + w.dgrad + w.wgrad for w in work)
         self.kind = kind(any(w.kind == "route" for w in work), self.workload.precision, self.cluster.device)
+
+    @property
+    def own(self) -> bool:
+        """Whether plans are for megaloom's own runtime, which mends what megatron-core computes wrongly."""
+        return self.practice is OWN
+
+    def broken(self, layout: Layout) -> tuple[Violation, ...]:
+        """The rules that a layout breaks; of other runtimes those too that megatron-core computes wrongly."""
+        found = violations(layout, self.graph, self.workload, self.cluster)
+        return found if self.own else found + wrong(layout, self.graph, self.workload, self.cluster)
 
     def sheet(self, layout: Layout) -> Sheet:
         """The costs of every node under a layout."""

@@ -142,3 +142,23 @@ def test_lint_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     names = {name: [each["rule"] for each in found[name]] for name in ("violations", "limits", "wrong")}
     assert names == {"violations": ["moe-sp"], "limits": ["runtime-precision"], "wrong": ["experts-reduced"]}
+
+
+def test_plans_for_megatron_core_leave_out_what_it_computes_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [
+        "mixtral-8x7b",
+        "--gpus",
+        "8xH200",
+        "--batch",
+        "8",
+        "--tp",
+        "8",
+        "--sequence-parallel",
+        "--ep",
+        "1",
+        "--etp",
+        "1",
+    ]
+    assert main([*asked, "--runtime", "megatron"]) == 2
+    said = "experts on ep 1 and etp 1 beside tp 8 [experts-reduced]: ep at least 2 would do, or etp 8"
+    assert said in capsys.readouterr().err
