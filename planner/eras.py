@@ -37,16 +37,27 @@ def practice(row: Row, note: str) -> Practice:
     if "TE fused cross-entropy" in note:  # it works in the logits themselves (triton/cross_entropy.py)
         found = evolve(found, loss_copies=0)
     if re.search(GRAPHS, note) and not re.search(r"cuda_graph_impl=none|no CUDA graph", note):
-        found = evolve(found, graphed=True, dispatch_seconds=0.0 if "full" in note else DISPATCH_GRAPHED)
+        found = evolve(found, graphed=True, dispatch_seconds=DISPATCH_GRAPHED)
+        if "full" in note:
+            found = evolve(found, dispatch_seconds=0.0, expert_seconds=0.0)
     if re.search(r"a2a_overlap=True|(?<!no )a2a overlap|EP overlap on|_full_iteration_", note):
         found = evolve(found, hidden_experts=HIDDEN_EXPERTS)
     if re.search(r"(?i)deepep|hybridep|_full_iteration_", note) or ("Bridge" in framework and not note):
         found = evolve(found, once=True)
     if "a2a (Ulysses)" in note:
         found = evolve(found, context=Way.ALL_TO_ALL)
-    if framework.startswith("NeMo") and "Bridge" not in framework:
+    if tuned(row) and "Bridge" not in framework:
         found = evolve(found, passes=NEMO)
-    return evolve(found, hidden_tensor=HIDDEN_TENSOR) if "NeMo" in framework or "Bridge" in framework else found
+    return evolve(found, hidden_tensor=HIDDEN_TENSOR) if tuned(row) or "Bridge" in framework else found
+
+
+def tuned(row: Row) -> bool:
+    """Whether NVIDIA's engineers set every switch: NeMo's recipes, and Megatron-LM's own benchmarks on H100.
+
+    The latter hide the exchanges of tensor parallelism, of gradients and of pipelines (README of Megatron-LM, 2024).
+    """
+    framework = str(row.get("framework"))
+    return framework.startswith("NeMo") or (framework == "Megatron-LM" and row.get("gpu") == "H100")
 
 
 # What says that kernels are launched as CUDA graphs, of parts of a layer or of the whole step.

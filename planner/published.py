@@ -8,7 +8,7 @@ from attrs import evolve
 
 from .cluster import Cluster, cluster
 from .decoder import Decoder
-from .eras import practice
+from .eras import practice, tuned
 from .layout import Layout, Precision, Workload
 from .run import Row, Run, UnfitError, recompute, whole
 
@@ -90,7 +90,7 @@ def _decoder(row: Row) -> Decoder:
 
 def _layout(row: Row, note: str) -> tuple[Layout, int]:
     """The layout, and the sequences of a step."""
-    if missing := [key for key in ("num_gpus", "tp", "pp", "mbs", "gbs") if not row.get(key)]:
+    if missing := [key for key in ("num_gpus", "tp", "pp", "gbs") if not row.get(key)]:
         raise UnfitError(f"no {', '.join(missing)}")
     tp, pp, cp = (whole(row, key, 1) for key in ("tp", "pp", "cp"))
     world = whole(row, "num_gpus")
@@ -101,7 +101,7 @@ def _layout(row: Row, note: str) -> tuple[Layout, int]:
     etp = whole(row, "etp", 1 if undivided else tp) if row.get("experts") else 1
     if world % (ep * etp * pp):
         raise UnfitError(f"ep {ep} x etp {etp} x pp {pp} does not divide {world} GPUs")
-    dp, mbs, gbs = world // (tp * pp * cp), whole(row, "mbs"), whole(row, "gbs")
+    dp, mbs, gbs = world // (tp * pp * cp), whole(row, "mbs", 1), whole(row, "gbs")
     if gbs % (dp * mbs):
         raise UnfitError(f"a batch of {gbs} does not divide over dp {dp} x micro-batch {mbs}")
     again, modules = recompute(row.get("recompute"))
@@ -123,10 +123,9 @@ def _layout(row: Row, note: str) -> tuple[Layout, int]:
 
 
 def _chunks(row: Row, pp: int) -> int:
-    """Model chunks a rank. NeMo's recipes interleave layer by layer where their tables name no number of chunks."""
+    """Model chunks a rank. NVIDIA's own recipes interleave layer by layer where they name no number of chunks."""
     layers = whole(row, "layers")
-    recipe = layers // pp if str(row.get("framework")).startswith("NeMo") and layers % pp == 0 else 1
-    return whole(row, "vpp", recipe)
+    return whole(row, "vpp", layers // pp if tuned(row) and layers % pp == 0 else 1)
 
 
 def _precision(row: Row) -> Precision:

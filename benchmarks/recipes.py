@@ -1,0 +1,70 @@
+"""Whether searches find the layouts that NVIDIA published: `python benchmarks/recipes.py RUNS.jsonl [EVERY]`.
+
+A recipe is a model on so many GPUs with a batch, a sequence and a precision, of the tables of Megatron-Bridge, NeMo and
+DGX Cloud; its layouts are those published for it, by their degrees (tensor, pipeline, context, expert). They are looked
+for among the first five degrees of the best 100 layouts in their order, as `plan` finds them, but for the practice of
+that software and with all of the memory. With EVERY only one recipe of so many is searched.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import graph
+from megaloom.planner.field import Field
+from megaloom.planner.layout import Layout
+from megaloom.planner.price import Pricer
+from megaloom.planner.run import Run
+from megaloom.planner.runs import read
+from megaloom.planner.search import search
+from megaloom.planner.validate import priced_as
+
+SOURCES = ("megatron-bridge", "nemo-docs", "dgxc-benchmarking")
+FIRST = 5
+CLOSE = 1.02  # a published layout that takes this much longer than our best, by our prices, is as good
+
+Degrees = tuple[int, int, int, int]
+
+
+def degrees(x: Layout) -> Degrees:
+    return x.tp, x.pp, x.cp, x.ep
+
+
+def recipes(path: str) -> list[list[Run]]:
+    """The runs of each recipe. Models that lack layers for a benchmark's sake are none."""
+    by: dict[tuple[object, ...], list[Run]] = defaultdict(list)
+    for run in read(path)[0]:
+        if run.source in SOURCES and run.step_seconds and "proxy" not in run.name:
+            by[run.name, run.gpu, run.layout.world, run.workload].append(run)
+    return list(by.values())
+
+
+def found(runs: list[Run]) -> tuple[bool, bool, str]:
+    """Whether a published layout is among the first, whether one is as good as the best, and what was found."""
+    run, published = runs[-1], {degrees(r.layout) for r in runs}
+    pricer = Pricer(graph(run.model), run.cluster, run.workload, run.practice, headroom=0.0)
+    best = search(Field(pricer, {}))
+    order = list(dict.fromkeys(degrees(p.layout) for p in best))
+    rank = min((order.index(d) for d in published if d in order), default=len(order))
+    close = bool(best) and min(priced_as(r).seconds for r in runs) <= CLOSE * best[0].seconds
+    said = f"{run.name} on {run.cluster}, batch {run.workload.batch}: {sorted(published)}, {order[:FIRST]}"
+    return rank < FIRST, rank < FIRST or close, said
+
+
+def main() -> None:
+    chosen = recipes(sys.argv[1])[:: int(sys.argv[2]) if len(sys.argv) > 2 else 1]
+    hits = near = 0
+    for runs in chosen:
+        try:
+            hit, good, said = found(runs)
+        except UserError as error:
+            hit, good, said = False, False, str(error).partition("\n")[0]
+        hits, near = hits + hit, near + good
+        print("found " if hit else "close " if good else "missed", said, flush=True)
+    print(f"of {len(chosen)} recipes {hits} are among our first {FIRST} ({hits / len(chosen):.0%}), {near} are as good")
+
+
+if __name__ == "__main__":
+    main()
