@@ -36,6 +36,7 @@ __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
 
 KEEP = 100  # plans of a search: layouts that are replayed, the best of all
 SURE = 10  # of them, the best included, than which no other layout is quicker
+WIDER = 2  # times as many are cut for the others of them
 AT_ONCE = 32  # places whose layouts are looked at together
 ROUNDING = 1 - 1e-10  # bounds and prices add up the same seconds in different orders
 SAME = 1.001  # a step that is this little longer is as good, and the simpler layout wins
@@ -177,13 +178,16 @@ class Hunt:
 
         Best first: of all layouts the one whose bound is the least is looked at more closely, so that what is dear to
         know (cuts, replays) is asked only of those that nothing cheaper rules out. The others are the most promising
-        of those that were cut meanwhile.
+        of those that were looked at closely meanwhile.
         """
         queue, found = _Queue(among), list[Priced]()
         while len(found) < sure and self._advance(queue, found):
             pass
-        for cut in queue.cuts()[: max(0, keep - len(self._priced))]:
-            queue.push(cut.seconds, self._note(among.pricer.priced(cut.placed)))
+        if (more := keep - len(self._priced)) > 0:
+            begun = queue.begun()[: WIDER * keep]
+            cuts = filter(None, (what if isinstance(what, Cut) else _last(what) for what in begun))
+            for cut in sorted(cuts, key=lambda cut: cut.seconds)[:more]:
+                queue.push(cut.seconds, self._note(among.pricer.priced(cut.placed)))
         while len(self._priced) < keep and self._advance(queue, found):
             pass
         rest = [priced for priced in self.sorted(len(self._priced)) if priced not in found]
@@ -250,12 +254,12 @@ class _Queue:
         self.count += 1
         heappush(self.heap, (seconds, self.count, what))
 
-    def cuts(self) -> list[Cut]:
-        """Those that have a cut and no price, which are taken out: the most promising first."""
-        found = sorted(entry for entry in self.heap if isinstance(entry[2], Cut))
-        self.heap = [entry for entry in self.heap if not isinstance(entry[2], Cut)]
+    def begun(self) -> list[Cut | Refining]:
+        """Those that were looked at closely and have no price, which are taken out: the most promising first."""
+        found = [what for _, _, what in sorted(self.heap) if isinstance(what, Cut | Iterator)]
+        self.heap = [entry for entry in self.heap if not isinstance(entry[2], Cut | Iterator)]
         heapify(self.heap)
-        return [what for _, _, what in found if isinstance(what, Cut)]
+        return found
 
     def pop(self) -> tuple[float, Priced | Cut | Refining] | None:
         """What takes the least, if there is anything left."""
@@ -274,6 +278,11 @@ class _Queue:
         found = self.among.variants(which)
         for i in np.flatnonzero(found.nbytes <= self.among.pricer.capacity).tolist():
             self.push(float(found.seconds[i]), (found.layouts, i))
+
+
+def _last(steps: Refining) -> Cut | None:
+    """The cut that these lead to, if one fits."""
+    return next((step for step in steps if isinstance(step, Cut)), None)
 
 
 def simplest_first(found: list[Priced]) -> list[Priced]:
