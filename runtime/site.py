@@ -75,7 +75,8 @@ def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any
         "microbatch_group_size_per_vp_stage": layout.group if layout.vpp > 1 else None,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp,
+        # Groups say what etp is. This is asked for only to refuse biases in all layers of a model with experts.
+        "expert_tensor_parallel_size": 1,
         "sequence_parallel": layout.sequence_parallel,
         "pipeline_dtype": dtype,
         "params_dtype": dtype,

@@ -269,7 +269,12 @@ def scan_all_groups() -> Model:
 
 def experts() -> Model:
     shared = MoE(SwiGLU(32), 4, 2, shared=SwiGLU(48), score="sigmoid", corrected=True, scale=1.5, groups=2)
-    return lm("experts", shared, MoE(MLP(32, "relu", True) >> Scale(0.5), 4, 2, normalize=False, bias=True))
+    return lm(
+        "experts",
+        MLP(32, "relu", bias=True),
+        shared,
+        MoE(MLP(32, "relu", True) >> Scale(0.5), 4, 2, normalize=False, bias=True),
+    )
 
 
 def some_experts() -> Model:
