@@ -77,6 +77,8 @@ SEARCHES: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("deepseek-v3", "512xH200", 4096, 2048, {"ep": 32, "tp": 2}),
     ("gpt-oss-20b", "32xH100", 4096, 128, {"ep": 4, "tp": 2}),
     ("gpt-oss-120b", "64xH100", 4096, 256, {"ep": 16}),
+    ("gpt-oss-20b", "32xH100", 4096, 64, {"ep": 2, "tp": 16}),
+    ("gemma3-1b", "8xH100", 4096, 64, {"tp": 4}),
     ("bloom-7b", "24xA100", 2048, 192, {"pp": 3}),
     ("bloom-176b", "384xA100", 2048, 2048, {"tp": 4, "pp": 12}),
     ("starcoder-15b", "16xA100", 4096, 128, {"tp": 4}),

@@ -196,7 +196,7 @@ class _Inference:
                 yield Move(How.ENTER, axis, self.dim(a, axis) if axis == "etp" and not plain else None)
             elif axis in work and axis == "tp" and "tp" not in step.axes.values() and not reach and _sequence(a):
                 yield Move(How.TAKE, axis, _sequence(a))  # all devices of tp have all tokens
-        if reach.heads and "tp" in step.axes.values() and "tp" not in parts:
+        if reach.heads and "tp" in step.axes.values() and "tp" not in self.own(a).values():
             yield Move(How.NARROW, "tp", *reach.heads)
 
     def reached(self, step: Step, a: Value, reach: Reach) -> Iterator[tuple[str, bool]]:

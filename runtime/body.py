@@ -10,7 +10,7 @@ inputs and their output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -80,8 +80,18 @@ class Body(nn.Module):
         self.names = {i: s.name.removeprefix(f"{node.name}.") for i, s in self.slots.items()}
         sends = any(isinstance(s.value.op, Route) for s in self.program.steps)
         self.apart = self._apart() if sends else {}
+        self.thin = {i: where for i, s in self.slots.items() if (where := self._thin(s, whole.table)) is not None}
         for i, slot in self.slots.items():
-            _hold(self, self.names[i], self._share(slot, site, i in self.apart))
+            _hold(self, self.names[i], self._share(slot, site, i))
+
+    def _thin(self, slot: Slot, table: Mapping[str, str]) -> int | None:
+        """The place of the dim along which devices of tp keep a share each of a weight that all of them compute with:
+        one of fewer key/value heads than there are devices, as megatron-core shares it out too."""
+        tp = self.grid.layout.tp
+        few = any(table.get(d.name) == "tp" and d.known < tp and tp % d.known == 0 for d in slot.value.shape)
+        if not few or slot.outer or not slot.trained:
+            return None
+        return next((i for i, d in enumerate(slot.dims) if d.known % tp == 0), None)
 
     def _apart(self) -> dict[int, bool]:
         """What is each expert's own, by the identity of the value, weights and what is made of them alone; whether all
@@ -95,9 +105,11 @@ class Body(nn.Module):
             if among_experts(table, outer)
         }
 
-    def _share(self, slot: Slot, site: Site, apart: bool) -> Tensor:
+    def _share(self, slot: Slot, site: Site, i: int) -> Tensor:
         """Room for this rank's share of a weight, with the marks by which `weights.share` fills it."""
-        axes = cut(self.program.table, slot.outer, slot.value.shape)
+        axes, apart = cut(self.program.table, slot.outer, slot.value.shape), i in self.apart
+        if i in self.thin:
+            axes[slot.dims[self.thin[i]].name] = "tp"
         degrees = [self.grid.layout.degrees.get(axes.get(d.name, ""), 1) for d in slot.dims]
         sizes = [d.known // n for d, n in zip(slot.dims, degrees, strict=True)]
         values = torch.empty(sizes, dtype=site.config.params_dtype, device=device.current())
@@ -105,7 +117,7 @@ class Body(nn.Module):
             return values
         p = nn.Parameter(values)
         by = "etp" if apart else "tp"
-        divided = next((i for i, d in enumerate(slot.dims) if axes.get(d.name) == by and degrees[i] > 1), None)
+        divided = next((k for k, d in enumerate(slot.dims) if axes.get(d.name) == by and degrees[k] > 1), None)
         if apart:
             # Experts are reduced over a grid of their own (see `mixture`), on which what etp does not divide is a copy
             # on each of its devices; their gradients are added there (ENTER), and counted once in the norm.
@@ -124,7 +136,7 @@ class Body(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         given = zip(self.program.inputs, inputs, strict=True)
         run = _Run(self, {id(v): inside(v, x) for v, x in given})
-        run.known.update((i, self.get_parameter_or_buffer(name)) for i, name in self.names.items())
+        run.known.update((i, self.weight(i)) for i in self.names)
         again = self.parts if torch.is_grad_enabled() else {}
         for v in (p.step.value for p in self.placement.steps if not p.step.outer):
             if id(v) not in again or v in again[id(v)].leaves:
@@ -132,6 +144,11 @@ class Body(nn.Module):
         out = run.read(self.program.value, self.placement.output)
         run.free(out)
         return outside(self.program.value, out.view_as(out))  # what enters a part may have to be made again before it
+
+    def weight(self, i: int) -> Tensor:
+        """What this device computes with of a weight."""
+        held = self.get_parameter_or_buffer(self.names[i])
+        return perform(Move(How.GATHER, "tp"), held, self.thin[i], self.grid) if i in self.thin else held
 
     def get_parameter_or_buffer(self, name: str) -> Tensor:
         """The tensor of this name, whether it is trained or not."""

@@ -234,6 +234,10 @@ def one_kv_head() -> Model:
     return lm("one-kv-head", attention(kv_heads=1, softcap=5.0, qk_norm=norm), SwiGLU(96))
 
 
+def two_kv_heads() -> Model:
+    return lm("two-kv-heads", attention(kv_heads=2, softcap=5.0, bias=True, rope=1e4), SwiGLU(96))
+
+
 def sinks() -> Model:
     return lm("sinks", attention(sink=True, rope=Rope(1e4, 8, True), window=5, qkv_bias=True), SwiGLU(96))
 

@@ -36,6 +36,7 @@ LAYOUTS = {
     "one process": (Layout(), NAMES),
     "TP2": (Layout(tp=2), DENSE),
     "TP2 SP": (SP, NAMES),
+    "TP4 SP, fewer KV heads than TP": (evolve(SP, tp=4), ["two_kv_heads", "one_kv_head"]),
     "CP2": (Layout(cp=2), NAMES),
     "PP2": (Layout(pp=2), SOME),
     "TP2 CP2": (Layout(tp=2, cp=2), DENSE),

@@ -16,6 +16,7 @@ from megaloom.planner.plan import Plan
 from megaloom.runtime import launch
 
 OWN = f"{Path(__file__).with_name('own_models.py')}:some_experts"
+ONE_HEAD = f"{Path(__file__).with_name('own_models.py')}:one_kv_head"
 LAYOUTS = {
     "whole": ("tiny_gpt", Layout(dp=4)),
     "vocabulary padded": ("tiny_gpt", Layout(dp=2, tp=2, sequence_parallel=True)),
@@ -23,6 +24,7 @@ LAYOUTS = {
     "tied over chunks": ("tiny_gpt", Layout(tp=2, pp=2, vpp=2)),
     "an own table for the logits": ("tiny_llama", Layout(tp=2, pp=2)),
     "fewer key/value heads than devices": ("tiny_llama", Layout(tp=4, sequence_parallel=True)),
+    "fewer key/value heads than devices, by a body": (ONE_HEAD, Layout(tp=4, sequence_parallel=True)),
     "parts of the sequence": ("tiny_llama", Layout(cp=2, pp=2)),
     "experts": ("tiny_mixtral", Layout(dp=4, ep=4)),
     "own experts": (OWN, Layout(dp=2, tp=2, ep=4, sequence_parallel=True)),
