@@ -6,20 +6,22 @@ graph's nodes, one more than stages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 from attrs import frozen
-from numpy.typing import NDArray
 
 from . import memory, timeline
 from .cluster import Cluster
 from .layout import Layout, Workload
 from .memory import MORE, Part
 from .practice import OWN, Practice
+from .rooms import Rooms
 from .sheet import STEP, Col, Rows, Sheet
-from .spans import Places, Spans
-from .stages import Latest, evenest
+from .shifts import SLOWER, evened, joint
+from .spans import Places, Spans, Vector
+from .stages import evenest
 
 # What a plan leaves free: the prediction is not exact, and an allocator that is nearly full stalls.
 HEADROOM = 0.05
@@ -42,25 +44,54 @@ class Fit:
     cluster: Cluster
     practice: Practice = OWN
     headroom: float = HEADROOM
+    whole: bool = False  # whether stages begin and end with whole blocks
 
     @property
     def microbatches(self) -> int:
         """In a step, on each data-parallel copy."""
         return self.layout.microbatches(self.workload.batch)
 
+    @cached_property
+    def places(self) -> Places:
+        """Where a stage may begin or end."""
+        anatomy = self.sheet.anatomy
+        return anatomy.borders if self.whole else anatomy.places
+
+    @cached_property
+    def seconds(self) -> Spans:
+        """Of a micro-batch between each two places, both ways."""
+        return self.sheet.runs(self.places, STEP)
+
     def even(self) -> Bounds:
-        """The most even cut in time, whatever it holds. The layout must be legal."""
-        bounds = self._cut()
+        """The most even cut in time, whatever it holds. There must be places for so many stages."""
+        bounds = self._bounds(evenest(self.seconds, self.layout.pp * self.layout.vpp))
         assert bounds is not None, "more stages than the graph can be cut into"
         return bounds
 
-    def tight(self) -> Bounds | None:
-        """The most even cut in time of those that fit the memory, if any does."""
-        return self._cut(self.latest)
+    def roomy(self, even: Bounds) -> Bounds | None:
+        """A cut that fits the memory, if one is found: with as quick a slowest stage as can be, see `joint`.
 
-    def _cut(self, latest: Latest | None = None) -> Bounds | None:
-        chosen = evenest(self.sheet.seconds, self.layout.pp * self.layout.vpp, latest)
-        return None if chosen is None else tuple(int(self.sheet.anatomy.places[i]) for i in chosen)
+        `even` is the most even one, whatever it holds.
+        """
+        cut = self.cut(even)
+        fits = self.rooms.lacks(cut[None])[0] <= 0
+        if self.layout.vpp == 1:
+            return even if fits else self._bounds(evenest(self.seconds, self.layout.pp, self.rooms.latest))
+        return self._bounds(evened(self.seconds, cut, self.rooms) if fits else joint(self.seconds, cut, self.rooms))
+
+    def hopeful(self, even: Bounds) -> bool:
+        """Whether a cut that fits the memory may be found; `even` is the most even one, whatever it holds."""
+        if self.layout.vpp == 1:
+            return self.rooms.enough
+        cut = self.cut(even)
+        return not self.rooms.hopeless(self.seconds, SLOWER * float(self.seconds(cut[:-1], cut[1:]).max()))
+
+    def cut(self, bounds: Bounds) -> Places:
+        """Bounds as the numbers of their places."""
+        return np.searchsorted(self.places, bounds)
+
+    def _bounds(self, cut: Sequence[int] | Places | None) -> Bounds | None:
+        return None if cut is None else tuple(int(self.places[i]) for i in cut)
 
     def parts(self, bounds: Bounds) -> list[Part]:
         """What each stage holds. A weight that several nodes of a rank share is there once."""
@@ -95,60 +126,41 @@ class Fit:
                 seen.add(stage % self.layout.pp)
         return spare
 
-    def latest(self, k: int) -> Places:
-        """Where stage k must end to fit the memory, for each atom that it may begin at.
-
-        Exact for one chunk a rank; several get equal shares of it.
-        """
-        flights, room = self._limit(k)
-        state, saved, stepping = self._sums
-        ends: Places = np.minimum(state.plus(saved, flights).far(room), stepping.far(self._free / self.layout.vpp))
-        return ends[:-1]
-
     @cached_property
-    def hopeful(self) -> bool:
-        """Whether stages that each take as much as `latest` allows reach the end: else no tight cut fits."""
-        state, saved, stepping = self._sums
-        done, size = 0, len(state)
-        for k in range(self.layout.pp * self.layout.vpp):
-            flights, room = self._limit(k)
-            most = stepping.farthest(done, self._free / self.layout.vpp)
-            done = min(state.plus(saved, flights).farthest(done, room), most)
-            if done == size:
-                return True
-        return False
+    def rooms(self) -> Rooms:
+        """What the ranks of a cut need. A weight that several nodes of a rank share is counted as often."""
+        x, sheet, schedule = self.layout, self.sheet, self._schedule
+        params, experts, saved = (sheet.runs(self.places, [c]) for c in (Col.PARAMS, Col.EXPERT_PARAMS, Col.SAVED))
+        static, stepping = self._each
+        state, step = (params.times(each[0]).plus(experts, each[1]) for each in (static, stepping))
+        flights = timeline.flights(*schedule).astype(float)
+        losses = np.zeros((x.pp, len(timeline.losses(*schedule)), x.vpp))
+        losses[-1] = list(timeline.losses(*schedule))
+        backward, loss = np.full(flights.shape[:2], sheet.workspace), np.zeros(losses.shape[:2])
+        loss[-1] = sheet.loss
+        return Rooms(
+            state=state,
+            stepping=state.plus(step, MORE),
+            saved=saved.times(MORE),
+            flights=np.hstack([flights, losses]),
+            comes=MORE * np.hstack([backward, loss]),
+            received=np.where(np.arange(x.pp * x.vpp), MORE * sheet.boundary, 0.0).reshape(x.vpp, x.pp),
+            beside=memory.runtime(x, self.cluster) + MORE * self.library,
+            room=capacity(self.cluster, self.headroom),
+            element=(static[0], static[0] + MORE * stepping[0]),
+        )
 
-    def _limit(self, k: int) -> tuple[float, float]:
-        """How often stage k keeps what a micro-batch saves, allocator included, and the bytes that are there for it."""
-        layout, sheet = self.layout, self.sheet
-        rank, chunk = k % layout.pp, k // layout.pp
-        flights = MORE * float(self._flights[rank, chunk])
-        comes = max(sheet.workspace, sheet.loss) if rank == layout.pp - 1 else sheet.workspace
-        return flights, (self._free - MORE * comes) / layout.vpp - (flights * sheet.boundary if k else 0)
+    @property
+    def _schedule(self) -> tuple[int, int, int, int]:
+        return self.layout.pp, self.layout.vpp, self.microbatches, self.layout.microbatch_group
 
-    @cached_property
-    def _flights(self) -> NDArray[np.int64]:
-        """The most that each rank has in flight of each chunk."""
-        x = self.layout
-        most: NDArray[np.int64] = timeline.flights(x.pp, x.vpp, self.microbatches, x.microbatch_group).max(axis=1)
-        return most
-
-    @cached_property
-    def _free(self) -> float:
-        """Bytes that a rank may fill with what its stages hold."""
-        return capacity(self.cluster, self.headroom) - memory.runtime(self.layout, self.cluster) - MORE * self.library
-
-    @cached_property
-    def _sums(self) -> tuple[Spans, Spans, Spans]:
-        """For each two places, the bytes of the state, of what one micro-batch saves, of the optimizer's step."""
+    @property
+    def _each(self) -> tuple[list[float], list[float]]:
+        """Bytes of each element of dense weights, and of experts': of the state, and of the optimizer's step."""
         n, x, precision, practice = 10**6, self.layout, self.workload.precision, self.practice
-        static = [sum(memory.static(*of, x, precision, practice).values()) / n for of in ((n, 0), (0, n))]
-        whole = [
-            s + MORE * memory.stepping(*of, x, practice) / n for s, of in zip(static, ((n, 0), (0, n)), strict=True)
-        ]
-        dense, experts = self.sheet.runs(Col.PARAMS), self.sheet.runs(Col.EXPERT_PARAMS)
-        state, stepping = (dense.times(each[0]).plus(experts, each[1]) for each in (static, whole))
-        return state, self.sheet.runs(Col.SAVED), stepping
+        alone = ((n, 0), (0, n))
+        static = [sum(memory.static(*of, x, precision, practice).values()) / n for of in alone]
+        return static, [memory.stepping(*of, x, practice) / n for of in alone]
 
 
 @frozen(eq=False, slots=False)
@@ -193,22 +205,11 @@ class Placed:
         return int(self._needed.max()) - self.capacity
 
     @property
-    def _needed(self) -> NDArray[np.float64]:
+    def _needed(self) -> Vector:
         """The bytes of each pipeline rank at its fullest: those of `fullest`, to a few bytes, and sooner."""
-        fit, x, sums = self.fit, self.layout, self.sums
-        by_rank = sums.reshape(x.vpp, x.pp, -1)
-        params = (sums[:, Col.PARAMS] - fit.spare(self.bounds)).reshape(x.vpp, x.pp).sum(axis=0)
-        experts = by_rank[:, :, Col.EXPERT_PARAMS].sum(axis=0)
-        saved = by_rank[:, :, Col.SAVED] + np.where(np.arange(len(sums)), fit.sheet.boundary, 0).reshape(x.vpp, x.pp)
-        schedule = (x.pp, x.vpp, fit.microbatches, x.microbatch_group)
-        kept = (timeline.flights(*schedule) * saved.T[:, None, :]).sum(axis=2).max(axis=1)
-        comes = np.maximum(kept + fit.sheet.workspace, memory.stepping(params, experts, x, fit.practice))
-        loss = max(float(saved[:, -1] @ flight) for flight in timeline.losses(*schedule)) + fit.sheet.loss
-        comes[-1] = max(comes[-1], loss)
-        static = memory.static(params, experts, x, fit.workload.precision, fit.practice)
-        needed: NDArray[np.float64] = (
-            sum(static.values()) + MORE * (comes + fit.library) + memory.runtime(x, fit.cluster)
-        )
+        fit, x = self.fit, self.layout
+        twice = np.array(fit.spare(self.bounds)).reshape(x.vpp, x.pp).sum(axis=0)
+        needed: Vector = fit.rooms.needed(fit.cut(self.bounds)[None], twice)[0]
         return needed
 
     @property
@@ -216,9 +217,14 @@ class Placed:
         """Whether every rank has the memory for its stages."""
         return self.excess <= 0
 
-    def tight(self) -> Placed:
-        """The same layout cut to fit the memory, if that can be; else as it is."""
-        bounds = self.fit.tight()
+    @property
+    def hopeful(self) -> bool:
+        """Whether this cut, which is the most even one, fits the memory, or one that does may be found."""
+        return self.fits or self.fit.hopeful(self.bounds)
+
+    def roomy(self) -> Placed:
+        """The same layout cut to fit the memory if that can be, and to be quick; `self` is its most even cut."""
+        bounds = self.fit.roomy(self.bounds)
         return self if bounds is None else Placed(self.fit, bounds)
 
     @cached_property

@@ -36,6 +36,7 @@ from .space import groups
 from .tail import Cover, Tail, tail, tied
 from .timeline import Timeline, sending
 
+ALIKE = 1.001  # times as long as the slowest stage may take, if that makes stages of whole blocks
 CAUSES = {  # of the time that a pipeline rank computes for, and the columns that they are in
     "forward": [Col.FORWARD],
     "backward": [Col.BACKWARD],
@@ -142,8 +143,7 @@ class Pricer:
 
     def place(self, layout: Layout) -> Placed:
         """The stages of a legal layout: the most even of those that fit the memory, or of all when none do."""
-        even = self._even(layout)
-        return even if even.fits else even.tight()
+        return self._best(self._even(layout))
 
     def refined(self, layout: Layout) -> Iterator[float | Cut]:
         """Lower bounds of the seconds of a step of a legal layout, each dearer than the one before, then its cut.
@@ -152,12 +152,12 @@ class Pricer:
         """
         if not self.hopeful(layout):
             return
-        placed = self._even(layout)
+        even = self._even(layout)
+        if not even.fits:
+            yield even.fit.microbatches * max(even.seconds)  # no cut has a quicker slowest stage
+        placed = self._best(even)
         if not placed.fits:
-            yield placed.fit.microbatches * max(placed.seconds)  # no cut has a quicker slowest stage
-            placed = placed.tight()
-            if not placed.fits:
-                return
+            return
         yield Cut(placed, self._least(placed))
 
     def hopeful(self, layout: Layout) -> bool:
@@ -184,7 +184,7 @@ class Pricer:
     def _may_fit(self, layout: Layout) -> bool:
         if layout not in self._fits:
             even = self._even(layout)
-            self._fits[layout] = even.fits or even.fit.hopeful
+            self._fits[layout] = even.hopeful
         return self._fits[layout]
 
     @property
@@ -193,11 +193,24 @@ class Pricer:
         return capacity(self.cluster, self.headroom)
 
     def _even(self, layout: Layout) -> Placed:
-        fit = Fit(layout, self.sheet(layout), self.workload, self.cluster, self.practice, self.headroom)
-        key = (*where(layout), layout.again, layout.pp * layout.vpp)
+        return self._cut(Fit(layout, self.sheet(layout), self.workload, self.cluster, self.practice, self.headroom))
+
+    def _cut(self, fit: Fit) -> Placed:
+        """The most even cut, which layouts of the same sheet share."""
+        x = fit.layout
+        key = (*where(x), x.again, x.pp * x.vpp, fit.whole)
         if key not in self._cuts:
             self._cuts[key] = fit.even()
         return Placed(fit, self._cuts[key])
+
+    def _best(self, even: Placed) -> Placed:
+        """The cut that is priced: of whole blocks, if one that fits is hardly slower than the most even one of all."""
+        whole = evolve(even.fit, whole=True)
+        if len(even.bounds) <= len(whole.places):
+            blocks = self._cut(whole)
+            if max(blocks.seconds) <= ALIKE * max(even.seconds) and blocks.fits:
+                return blocks.roomy()
+        return even.roomy()
 
     def _least(self, placed: Placed) -> float:
         """Seconds of a step of a layout whose stages have a place, at the least: `priced` without a replay.

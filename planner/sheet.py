@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 from attrs import frozen
@@ -23,7 +24,7 @@ from megaloom.dsl.program import program
 from megaloom.dsl.splits import Local, Split, cut
 
 from .layout import Layout, Module, Precision, Recompute, Workload
-from .spans import Spans
+from .spans import Places, Spans
 
 Rows = NDArray[np.float64]
 
@@ -88,6 +89,13 @@ class Anatomy:
     def places(self) -> NDArray[np.intp]:
         """Where a stage may begin or end."""
         return np.array([0, *self.graph.cuts, len(self.graph.nodes)])
+
+    @cached_property
+    def borders(self) -> NDArray[np.intp]:
+        """Those of them that are not inside of a block."""
+        blocks = [n.block for n in self.graph.nodes]
+        inside = [False, *(a is not None and a == b for a, b in pairwise(blocks)), False]
+        return np.array([i for i in self.places.tolist() if not inside[i]])
 
     @cached_property
     def counts(self) -> Rows:
@@ -229,18 +237,12 @@ class Sheet:
         assert self.more is not None
         return before(self.more[self.anatomy.kind])
 
-    @cached_property
-    def seconds(self) -> Spans:
-        """Those of a micro-batch through each run of nodes: `runs`."""
-        return self.runs(*STEP)
-
-    def runs(self, *columns: int) -> Spans:
-        """The sum of these columns over all nodes between two places of a cut."""
-        places, chosen = self.anatomy.places, list(columns)
-        sums = np.concatenate([[0.0], np.cumsum(self.rows[:, chosen].sum(axis=1)[self.anatomy.kind])])[places]
+    def runs(self, places: Places, columns: Sequence[int]) -> Spans:
+        """The sum of these columns over all nodes between each two places of a cut."""
+        sums = np.concatenate([[0.0], np.cumsum(self.rows[:, columns].sum(axis=1)[self.anatomy.kind])])[places]
         if self.more is None:
             return Spans(sums)
-        more, stop = self._more[:, chosen].sum(axis=1), self.anatomy.after(self.layers)[places]
+        more, stop = self._more[:, columns].sum(axis=1), self.anatomy.after(self.layers)[places]
         return Spans(sums, more[places], more[stop], np.searchsorted(places, stop, side="right") - 1)
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from .rooms import SAME
 from .spans import Places, Spans, Vector
 
 Latest = Callable[[int], Places]
-SAME = 1 + 1e-12  # sums of the same seconds in another order
 WIDER = 2.0  # times the slowest run that is looked at, until there is a way
 
 

@@ -1,0 +1,171 @@
+"""What the ranks of a cut need of their memory, and which cuts have room, on plain numbers.
+
+Protocol: `Rooms` says it of many cuts at once, of the one stage of a rank by itself, and when no cut at all has room.
+A cut is the places that bound its stages; stage s is chunk s // ranks of rank s % ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from attrs import evolve, frozen
+from numpy.typing import NDArray
+
+from .spans import Places, Spans, Vector
+
+Rows = NDArray[np.float64]
+SAME = 1 + 1e-12  # sums of the same numbers in another order
+FULLEST = 4  # moments of a rank by which cuts that differ little are told apart
+
+
+@frozen(eq=False)
+class Rooms:
+    """A rank holds the state of its chunks, what each micro-batch in flight saves of them, and what comes and goes."""
+
+    state: Spans  # bytes between each two places
+    stepping: Spans  # the same while the optimizer steps, when nothing is in flight
+    saved: Spans  # of one micro-batch
+    flights: Rows  # [ranks, moments, chunks]: micro-batches in flight
+    comes: Rows  # [ranks, moments]: bytes that are there then
+    received: Rows  # [chunks, ranks]: bytes more that one micro-batch saves, wherever a chunk begins
+    beside: float  # bytes that are there throughout
+    room: float  # bytes of each rank
+    element: tuple[float, float] = (0.0, 0.0)  # bytes of an element of a dense weight: of `state`, of `stepping`
+
+    @property
+    def ranks(self) -> int:
+        """How many."""
+        return len(self.flights)
+
+    @property
+    def chunks(self) -> int:
+        """How many each rank has."""
+        return len(self.received)
+
+    def near(self, cut: Places) -> Rooms:
+        """The same at the fullest moments of this cut only, the fullest first, which is known sooner.
+
+        Of cuts that differ much other moments may be fuller.
+        """
+        saved = self.saved(cut[:-1], cut[1:]).reshape(self.chunks, self.ranks) + self.received
+        kept = np.einsum("rmc,cr->rm", self.flights, saved) + self.comes
+        fullest = np.argsort(-kept, axis=1, kind="stable")[:, :FULLEST]
+        flights = np.take_along_axis(self.flights, fullest[:, :, None], axis=1)
+        return evolve(self, flights=flights, comes=np.take_along_axis(self.comes, fullest, axis=1))
+
+    def needed(self, cuts: Places, twice: Vector | float = 0.0) -> Rows:
+        """Bytes of each rank at its fullest, [cuts, bounds] -> [cuts, ranks]; `twice` are elements that it has once,
+        but are counted again."""
+        start, end = cuts[:, :-1], cuts[:, 1:]
+        every = (runs(start, end) for runs in (self.state, self.stepping, self.saved))
+        state, stepping, saved = (held.reshape(len(cuts), self.chunks, self.ranks) for held in every)
+        kept = (saved + self.received).transpose(2, 0, 1) @ self.flights.transpose(0, 2, 1) + self.comes[:, None]
+        passing = state.sum(axis=1) - self.element[0] * twice + kept.max(axis=2).T
+        needed: Rows = np.maximum(passing, stepping.sum(axis=1) - self.element[1] * twice) + self.beside
+        return needed
+
+    def lacks(self, cuts: Places) -> Vector:
+        """What the ranks of each cut lack, all together, in parts of a rank's room: 0 where all have enough."""
+        lacking: Vector = np.maximum(self.needed(cuts) / (self.room * SAME) - 1, 0).sum(axis=1)
+        return lacking
+
+    def latest(self, k: int) -> Places:
+        """Where stage k must end, for each place that it may begin at, if each rank has one: exact."""
+        ends: Places = np.minimum.reduce([needs.far(room) for needs, room in self._alone(k)])
+        return ends[:-1]
+
+    def shared(self, k: int) -> Places:
+        """Where stage k must end, for each place that it may begin at, if a rank's chunks have equal shares of it.
+
+        It is those of its first moment.
+        """
+        chunk, rank = divmod(k, self.ranks)
+        flights = float(self.flights[rank, 0, chunk])
+        each = (self.room - self.beside) / self.chunks
+        room = each - float(self.comes[rank, 0]) / self.chunks - flights * float(self.received[chunk, rank])
+        ends: Places = np.minimum(self.state.plus(self.saved, flights).far(room), self.stepping.far(each))
+        return ends[:-1]
+
+    @property
+    def enough(self) -> bool:
+        """Whether there is a cut that has room, if each rank has one stage, which may be empty."""
+        done, size = 0, len(self.state)
+        for k in range(self.ranks):
+            done = min(needs.farthest(done, room) for needs, room in self._alone(k))
+            if done == size:
+                return True
+        return False
+
+    def _alone(self, k: int) -> list[tuple[Spans, float]]:
+        """At each moment, what the only stage of a rank needs between each two places, and the bytes there are."""
+        room = self.room * SAME - self.beside
+        moments = {(float(n), float(comes)) for n, comes in zip(self.flights[k, :, 0], self.comes[k], strict=True)}
+        kept = [(self.state.plus(self.saved, n), room - comes - n * float(self.received[0, k])) for n, comes in moments]
+        return [(self.stepping, room), *kept]
+
+    def hopeless(self, runs: Spans, seconds: float) -> bool:
+        """Whether it is certain that no cut has room whose stages take no longer than this.
+
+        Each stage begins and ends where those before and after it can reach, and holds no more than the most between
+        such places. The ranks up to any one must hold what all others can't: of the state, and of what is saved where
+        it is in flight the least. They have no more room than all of theirs together.
+        """
+        far = np.maximum.accumulate(runs.far(seconds))
+        bounds = _reach(far, self.chunks * self.ranks)
+        if bounds is None:
+            return True
+        (least, most), (lean, full) = (_held(held, far, *bounds) for held in (self.state, self.saved))
+        rank, all_ranks = np.arange(self.chunks * self.ranks) % self.ranks, np.arange(self.ranks)
+        moment = self.flights.sum(axis=2).argmax(axis=1)
+        flights = self.flights[all_ranks, moment].T.ravel()
+        fixed = np.bincount(rank, self.received.ravel() * flights) + self.comes[all_ranks, moment] + self.beside
+        state, saved = (_whole(held, len(rank)) for held in (self.state, self.saved))
+        mine = rank <= all_ranks[:, None]  # [sets of ranks, stages]
+        held = np.maximum(mine @ least, state - ~mine @ most)
+        kept = _least(np.where(mine, flights, 0), lean, full, saved)
+        if (held + kept + np.cumsum(fixed) > self.room * SAME * (all_ranks + 1)).any():
+            return True
+        alone = np.bincount(rank, least + flights * lean) + fixed
+        return bool(alone.max() > self.room * SAME)
+
+
+def _reach(far: Places, count: int) -> tuple[Places, Places] | None:
+    """The first and the last place of each bound of so many runs, none empty; None if there is no way.
+
+    far: where the longest run from each place ends, or from one before it.
+    """
+    furthest, size = far.tolist(), len(far) - 1
+    nearest = np.searchsorted(far, np.arange(size + 1)).tolist()
+    first, last = [size], [0]
+    for k in range(1, count + 1):
+        last.append(min(furthest[last[-1]], size - count + k))
+        first.append(max(nearest[first[-1]], count - k))
+    first.reverse()
+    return (np.array(first), np.array(last)) if all(i <= j for i, j in zip(first, last, strict=True)) else None
+
+
+def _held(held: Spans, far: Places, first: Places, last: Places) -> tuple[Vector, Vector]:
+    """The least and the most that each run holds between two bounds that are in reach."""
+    width = np.arange(int((last - first)[:-1].max()) + 1)
+    start = np.minimum(first[:-1, None] + width, last[:-1, None])
+    least = held(start, np.maximum(start + 1, first[1:, None]))
+    most = held(start, np.minimum(far[start], last[1:, None]))
+    return least.min(axis=1), most.max(axis=1)
+
+
+def _whole(held: Spans, count: int) -> float:
+    """What so many runs hold together at the least: the first atoms of a run may take less than they do elsewhere."""
+    whole = float(held.sums[-1])
+    if held.more is None or held.top is None:
+        return whole
+    return whole + max(min(0.0, float(held.more[-1])), count * min(0.0, float((held.top - held.more).min())))
+
+
+def _least(weights: Rows, least: Vector, most: Vector, total: float) -> Vector:
+    """The least weighted sums of parts, each at its least or more and at its most or less, that add up to a total."""
+    order = np.argsort(weights, axis=1, kind="stable")
+    rest = max(0.0, total - float(least.sum()))
+    more = np.minimum(np.cumsum((most - least)[order], axis=1), rest)
+    sums: Vector = weights @ least + (np.take_along_axis(weights, order, axis=1) * np.diff(more, prepend=0.0)).sum(
+        axis=1
+    )
+    return sums
