@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from .rooms import SAME, Rooms, Rows
 from .spans import Places, Spans, Vector
-from .stages import evenest
+from .stages import within
 
 Score = Callable[[Places], Vector]  # of cuts [ways, bounds]: the less, the better
 Losers = Callable[[Places], Places]  # the numbers of runs of a cut
 WAYS = 1000  # to cut: so many are simply all looked at
 FOLDS = 5  # a mean of 2^5-th powers is near the maximum, and falls when any of the largest does
-SLOWER = 1.2  # of chunks that must fit the memory: as many times as slow as those that need not, at the most
+SLOWER = 1.5  # of chunks that must fit the memory: as many times as slow as those that need not, at the most
 LONGEST = 48  # runs of a cut that is worth looking at shift by shift: of more each has an atom or two
 LITTLE = 0.1  # of its room that a rank may lack on average, to be looked at shift by shift: of more hardly any is saved
 
@@ -102,14 +102,14 @@ def evened(runs: Spans, bounds: Places, rooms: Rooms) -> Places:
 def joint(runs: Spans, even: Places, rooms: Rooms) -> Places | None:
     """The bounds of as many runs as `even` has, whose ranks have room, with a quick slowest run.
 
-    `even` has the quickest slowest run, whatever has room. Of up to WAYS ways it is the best. Of more it is the best
-    if none of its runs takes longer than the slowest of `even`, else as quick as shifts make it: from `even` if they
-    lead to room before that is SLOWER times as long, or from a cut whose ranks divide their room among their chunks.
+    `even` has the quickest slowest run, whatever has room; cuts of which it takes over SLOWER times as long don't
+    count. Of up to WAYS ways it is the best. Of more it is the best if none of its runs takes longer than the slowest
+    of `even`; else it is found by shifts, from `even` or from ranks that divide their room evenly among their chunks.
     """
     quickest = float(runs(even[:-1], even[1:]).max()) * SAME
     count, size = len(even) - 1, len(runs)
     if comb(size - 1, count - 1) <= WAYS:
-        return _best(runs, _every(size, count), rooms)
+        return _best(runs, _every(size, count), rooms, quickest * SLOWER)
     near = rooms.near(even)
     little = near.lacks(even[None])[0] <= LITTLE * rooms.ranks
     for cap in (quickest, quickest * SLOWER) if little else ():
@@ -117,7 +117,7 @@ def joint(runs: Spans, even: Places, rooms: Rooms) -> Places | None:
             found = _relieved(runs, even, near, cap)
             if rooms.lacks(found[None])[0] <= 0:
                 return evened(runs, _quicker(runs, found, rooms), rooms)
-    shared = evenest(runs, count, near.shared)
+    shared = within(runs, [near.shared(k) for k in range(count)], quickest * SLOWER)
     if shared is None or rooms.lacks(found := np.array(shared)[None])[0] > 0:
         return None
     return evened(runs, _quicker(runs, found[0], rooms), rooms)
@@ -156,11 +156,11 @@ def _every(size: int, count: int) -> Places:
     return np.hstack([np.zeros((len(inner), 1), np.intp), inner, np.full((len(inner), 1), size)])
 
 
-def _best(runs: Spans, ways: Places, rooms: Rooms) -> Places | None:
+def _best(runs: Spans, ways: Places, rooms: Rooms, cap: float) -> Places | None:
     """Of all these ways the one whose slowest run is quickest, and the one that `level` likes among those."""
     seconds = runs(ways[:, :-1], ways[:, 1:])
     slowest = np.where(rooms.lacks(ways) > 0, inf, seconds.max(axis=1))
-    if slowest.min() == inf:
+    if slowest.min() > cap:
         return None
     good = np.flatnonzero(slowest <= slowest.min() * SAME)
     chosen: Places = ways[good[level(seconds[good].reshape(len(good), rooms.chunks, rooms.ranks)).argmin()]]

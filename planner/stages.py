@@ -85,6 +85,11 @@ def _slowest(runs: Spans, count: int) -> float:
     return float(seconds[bisect_left(seconds, True, key=feasible)])
 
 
+def within(runs: Spans, ends: Sequence[Places], slowest: float) -> tuple[int, ...] | None:
+    """The most even bounds of runs no slower than this, which end where they may: see `evenest`."""
+    return None if _short(ends) else _least(runs, ends, slowest)
+
+
 def _short(ends: Sequence[Places]) -> bool:
     """Whether runs that end no later than this cannot reach the end, even if some were empty."""
     size, done = len(ends[0]), 0
