@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from time import perf_counter
 
 import numpy as np
@@ -36,7 +37,6 @@ __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
 
 KEEP = 100  # plans of a search: layouts that are replayed, the best of all
 SURE = 10  # of them, the best included, than which no other layout is quicker
-WIDER = 2  # times as many are cut for the others of them
 AT_ONCE = 32  # places whose layouts are looked at together
 ROUNDING = 1 - 1e-10  # bounds and prices add up the same seconds in different orders
 SAME = 1.001  # a step that is this little longer is as good, and the simpler layout wins
@@ -183,11 +183,10 @@ class Hunt:
         queue, found = _Queue(among), list[Priced]()
         while len(found) < sure and self._advance(queue, found):
             pass
-        if (more := keep - len(self._priced)) > 0:
-            begun = queue.begun()[: WIDER * keep]
-            cuts = filter(None, (what if isinstance(what, Cut) else _last(what) for what in begun))
-            for cut in sorted(cuts, key=lambda cut: cut.seconds)[:more]:
-                queue.push(cut.seconds, self._note(among.pricer.priced(cut.placed)))
+        more = max(0, keep - len(self._priced))
+        cuts = filter(None, (what if isinstance(what, Cut) else _last(what) for what in queue.begun()))
+        for cut in islice(cuts, more):
+            queue.push(cut.seconds, self._note(among.pricer.priced(cut.placed)))
         while len(self._priced) < keep and self._advance(queue, found):
             pass
         rest = [priced for priced in self.sorted(len(self._priced)) if priced not in found]
