@@ -38,10 +38,12 @@ def cases(draw: st.DrawFn) -> Case:
     flights = timeline.flights(ranks, chunks, 2 * ranks).astype(float)
     comes = np.array([[float(draw(st.integers(0, 5)))] * flights.shape[1] for _ in range(ranks)])
     received = np.where(np.arange(ranks * chunks), 1.0, 0.0).reshape(chunks, ranks)
-    whole = float(state.sums[-1] + flights.sum(axis=2).max() * saved.sums[-1])
-    room = draw(st.floats(0.1, 1)) * whole
-    stepping = state.times(draw(st.floats(1, 3)))
-    return seconds, Rooms(state, stepping, saved, flights, comes, received, beside=1.0, room=room)
+    stepping = state.times(draw(st.sampled_from([1.0, 1.5, 3.0])))
+    rooms = Rooms(state, stepping, saved, flights, comes, received, beside=1.0, room=1.0)
+    even = evenest(seconds, ranks * chunks)
+    assert even is not None
+    most = rooms.needed(np.array(even)[None]).max()  # with less room than this, another cut must do
+    return seconds, evolve(rooms, room=float(most) * draw(st.integers(60, 105)) / 100)
 
 
 def ways(runs: Spans, rooms: Rooms) -> Places:
