@@ -66,6 +66,7 @@ def _pairs(plan: Plan, graph: Graph) -> Iterator[tuple[str, object]]:
     sharded = plan.layout.distributed_optimizer
     yield "ddp.use_distributed_optimizer", sharded
     yield "optimizer.use_distributed_optimizer", sharded
+    yield "ddp.overlap_grad_reduce", plan.layout.dp * plan.layout.cp > 1
     if not sharded:
         yield "ddp.overlap_param_gather", False  # there is nothing to gather, and it refuses to
     yield "mixed_precision", PRECISION[plan.workload.precision]

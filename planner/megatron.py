@@ -111,6 +111,8 @@ def _memory(x: Layout, m: GPT, target: str) -> Iterator[Option]:
         yield option("recompute-modules", *x.modules)
     if x.distributed_optimizer:
         yield option("use-distributed-optimizer")
+    if x.dp * x.cp > 1:
+        yield option("overlap-grad-reduce")
 
 
 PRECISION = {

@@ -86,7 +86,6 @@ OWN = Practice(
     adam_nbytes=FOREACH,
     loss_nbytes=34,  # measured on the H200: 2 % of a step of Llama 3.2 1B
     step_nbytes=4,  # the root of the second moment (torch.optim, _multi_tensor_adamw)
-    overlap_gradients=False,
     overlap_weights=False,
     joined=True,  # megatron-core without Transformer Engine (transformer/attention.py: torch.split)
 )
@@ -130,4 +129,4 @@ DEEPSPEED_BF16 = evolve(
 )
 # Of each logit nanotron has an fp32 copy, that less its maximum, and its exponential (models/llama.py, cast_to_fp32;
 # parallel/tensor_parallel/functional.py), and each gradient in 16 bits beside its sum in 32.
-NANOTRON = evolve(OWN, name="nanotron", overlap_gradients=True, loss_copies=3 * 4, beside_nbytes=2, joined=False)
+NANOTRON = evolve(OWN, name="nanotron", loss_copies=3 * 4, beside_nbytes=2, joined=False)

@@ -20,11 +20,20 @@ from .stage import Stage
 
 
 def replicate(stages: list[Stage], config: TransformerConfig, grid: Grid) -> list[DistributedDataParallel]:
-    """The stages with their gradients in contiguous fp32 buffers, reduced over the data-parallel ranks."""
+    """The stages with their gradients in contiguous fp32 buffers, added up over the data-parallel ranks in pieces.
+
+    A piece is on its way as soon as the last micro-batch has gone back through it. `config` learns of it: before that
+    micro-batch the schedules hold the exchange back.
+    """
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=grid.layout.distributed_optimizer
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=grid.layout.distributed_optimizer,
+        overlap_grad_reduce=grid.layout.dp * grid.layout.cp > 1,
     )
-    return [DistributedDataParallel(config, ddp, s, disable_bucketing=i > 0) for i, s in enumerate(stages)]
+    chunks = [DistributedDataParallel(config, ddp, s, disable_bucketing=i > 0) for i, s in enumerate(stages)]
+    held = [chunk.no_sync for chunk in chunks]
+    config.no_sync_func = held if len(held) > 1 else held[0]
+    return chunks
 
 
 def optimizer(
