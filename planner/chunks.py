@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .columns import Column
+from .shifts import WAYS
 from .spans import Vector
 
-WAYS = 1000  # to cut: so few may all be looked at
-SLOWER = 1.2  # times the slowest stage of the most even cut, that of one that fits the memory, at the most
 TINY = 1e-300  # for what is divided by nothing
 INVERSE = np.concatenate([[0.0], np.cumsum(1 / np.arange(1.0, 2**13, 2))])  # 1 + 1/3 + 1/5 + ..., so many of them
 

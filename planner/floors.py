@@ -19,6 +19,7 @@ from .layout import Layout, Module, Recompute
 from .memory import MORE
 from .repeats import Repeats
 from .sheet import AHEAD, STEP, Col, Rows
+from .shifts import SLOWER
 from .tail import tail
 
 PLAIN, ALL, LEAN = 0, 1, 2  # what is computed again: nothing, all, and all modules at no cost; then sets of modules
@@ -132,7 +133,7 @@ class Floors:
         """
         g, some = self.ground, x.recompute_layers > 0
         whole = np.where(some, g.step[place, ALL], g.step[place, mode])
-        most = chunks.SLOWER * (whole / (x.pp * x.vpp) + g.atom[place, x.full.astype(np.int64)])
+        most = SLOWER * (whole / (x.pp * x.vpp) + g.atom[place, x.full.astype(np.int64)])
         everything = x.full & ~some
         quickest = g.block[place] + np.where(everything, g.again[place], 0.0)
         kept = g.kept[place, everything.astype(np.int64)]

@@ -12,11 +12,12 @@ from functools import cached_property
 
 import numpy as np
 from attrs import define, evolve, field, frozen
+from numpy.typing import NDArray
 
 from megaloom.dsl.facts import costs
 from megaloom.dsl.graph import Graph
 
-from . import bubbles, timeline, traffic
+from . import bubbles, chunks, timeline, traffic
 from .book import Book
 from .cluster import Cluster
 from .columns import Layouts
@@ -37,6 +38,8 @@ from .tail import Cover, Tail, tail, tied
 from .timeline import Timeline, sending
 
 ALIKE = 1.001  # times as long as the slowest stage may take, if that makes stages of whole blocks
+# Of the most even cut's step, at the least, what chunks that are cut anew take: on average they gain 1.6 % (`shifts`).
+GAIN = 0.97
 CAUSES = {  # of the time that a pipeline rank computes for, and the columns that they are in
     "forward": [Col.FORWARD],
     "backward": [Col.BACKWARD],
@@ -90,7 +93,7 @@ def price(
     return Pricer(graph, cluster, workload, PRACTICES[runtime]).price(layout)
 
 
-@define(eq=False)
+@define(eq=False, slots=False)
 class Pricer:
     """Prices layouts of one graph on one cluster; what they share is computed once."""
 
@@ -148,17 +151,25 @@ class Pricer:
     def refined(self, layout: Layout) -> Iterator[float | Cut]:
         """Lower bounds of the seconds of a step of a legal layout, each dearer than the one before, then its cut.
 
-        Ends without one if no cut fits the memory.
+        Ends without one if no cut fits the memory. Where chunks are cut anew and not all ways are looked at, the cut is
+        taken to gain no more than GAIN leaves.
         """
         if not self.hopeful(layout):
             return
         even = self._even(layout)
+        if layout.vpp > 1 and self._many[layout.pp * layout.vpp]:
+            yield GAIN * self._least(even)
         if not even.fits:
             yield even.fit.microbatches * max(even.seconds)  # no cut has a quicker slowest stage
         placed = self._best(even)
         if not placed.fits:
             return
         yield Cut(placed, self._least(placed))
+
+    @cached_property
+    def _many(self) -> NDArray[np.bool_]:
+        """For each number of stages, whether there are more ways to cut than may all be looked at."""
+        return chunks.many(len(self.anatomy.places) - 1)
 
     def hopeful(self, layout: Layout) -> bool:
         """Whether this layout may fit the memory: whether the leanest that differs little from it does.

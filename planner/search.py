@@ -183,14 +183,14 @@ class Hunt:
         queue, found = _Queue(among), list[Priced]()
         while len(found) < sure and self._advance(queue, found):
             pass
-        more = max(0, keep - len(self._priced))
+        proven, more = tuple(found), max(0, keep - len(self._priced))
         cuts = filter(None, (what if isinstance(what, Cut) else _last(what) for what in queue.begun()))
         for cut in islice(cuts, more):
             queue.push(cut.seconds, self._note(among.pricer.priced(cut.placed)))
         while len(self._priced) < keep and self._advance(queue, found):
             pass
-        rest = [priced for priced in self.sorted(len(self._priced)) if priced not in found]
-        return (found + rest)[: max(sure, keep)]
+        rest = [priced for priced in self.sorted(len(self._priced)) if priced not in proven]
+        return [*proven, *rest][: max(sure, keep)]
 
     def _advance(self, queue: _Queue, found: list[Priced]) -> bool:
         """Look at what takes the least more closely, or at last find it, if there is anything left."""
