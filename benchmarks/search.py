@@ -17,10 +17,10 @@ import numpy as np
 from megaloom.dsl import graph
 from megaloom.dsl.find import find
 from megaloom.planner import Workload, cluster
+from megaloom.planner.anatomy import anatomy
 from megaloom.planner.book import Book
 from megaloom.planner.floors import Floors
 from megaloom.planner.practice import OWN
-from megaloom.planner.sheet import anatomy
 from megaloom.planner.space import places, variants
 
 PLANS = (

@@ -25,11 +25,12 @@ from megaloom.dsl.value import Affine, Clamp, Op, Pointwise
 from megaloom.dsl.views import Pick
 
 from . import context, kernels, traffic
+from .anatomy import Anatomy, Kind
 from .cluster import Cluster
-from .columns import Column, Layouts, alike
+from .columns import Column, Layouts, Rows, alike
 from .layout import Layout, Precision, Workload
 from .practice import Practice
-from .sheet import MADE, TRAFFIC, Anatomy, Base, Col, Kind, Rows, factors, local, loss, shared, split_of
+from .sheet import MADE, TRAFFIC, Base, Col, factors, local, loss, shared, split_of
 
 # Without a fused kernel each score is kept thrice: softmaxed, its dropout's mask, dropped (Korthikanti et al.,
 # arXiv:2205.05198, section 4.1).

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from .layout import AXES, CORE, Layout, Recompute, bits, named
 
 Column = NDArray[np.int64]
+Rows = NDArray[np.float64]
 MODES = tuple(Recompute)
 SWITCHES = ("sequence_parallel", "distributed_optimizer")
 NAMES = tuple(f.name for f in fields(Layout))

@@ -10,11 +10,10 @@ import numpy as np
 from attrs import define, field, frozen
 
 from . import space
-from .columns import Column, Layouts
+from .columns import Column, Layouts, Rows
 from .floors import Floors, roomy
 from .limits import right
 from .price import Pricer
-from .sheet import Rows
 from .space import Fixed
 
 

@@ -14,11 +14,12 @@ from attrs import frozen
 
 from . import memory, timeline
 from .cluster import Cluster
+from .columns import Rows
 from .layout import Layout, Workload
 from .memory import MORE, Part
 from .practice import OWN, Practice
 from .rooms import Rooms
-from .sheet import STEP, Col, Rows, Sheet
+from .sheet import STEP, Col, Sheet
 from .shifts import SLOWER, evened, joint
 from .spans import Places, Spans, Vector
 from .stages import evenest

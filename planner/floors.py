@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from . import bubbles, chunks, memory, traffic
 from .book import Book
-from .columns import MODES, Column, Layouts, alike
+from .columns import MODES, Column, Layouts, Rows, alike
 from .layout import Layout, Module, Recompute
 from .memory import MORE
 from .repeats import Repeats
-from .sheet import AHEAD, STEP, Col, Rows
+from .sheet import AHEAD, STEP, Col
 from .shifts import SLOWER
 from .tail import tail
 

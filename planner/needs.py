@@ -10,8 +10,8 @@ from megaloom.dsl.graph import Graph
 from megaloom.dsl.positions import longest
 from megaloom.dsl.splits import SPLITS, among_experts, cut
 
+from .anatomy import anatomy
 from .layout import Module
-from .sheet import anatomy
 
 
 @frozen

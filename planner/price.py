@@ -18,9 +18,10 @@ from megaloom.dsl.facts import costs
 from megaloom.dsl.graph import Graph
 
 from . import bubbles, chunks, timeline, traffic
+from .anatomy import Anatomy, anatomy
 from .book import Book
 from .cluster import Cluster
-from .columns import Layouts
+from .columns import Layouts, Rows
 from .fit import HEADROOM, Bounds, Fit, Placed, capacity, stages_of
 from .floors import Floors, where
 from .intervals import interval, kind
@@ -32,7 +33,7 @@ from .plan import Prediction, Stage
 from .practice import OWN, PRACTICES, Practice
 from .rule import Violation
 from .rules import violations
-from .sheet import AHEAD, BACK, STEP, Anatomy, Base, Col, Rows, Sheet, anatomy, sheet
+from .sheet import AHEAD, BACK, STEP, Base, Col, Sheet, sheet
 from .space import groups
 from .tail import Cover, Tail, tail, tied
 from .timeline import Timeline, sending

@@ -14,9 +14,9 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from .columns import Column
+from .anatomy import Anatomy
+from .columns import Column, Rows
 from .layout import PARTS_OF_MOE, Module, bits, named
-from .sheet import Anatomy, Rows
 
 FREED = 0.02  # of what is saved: what one module more frees at the least
 

@@ -18,7 +18,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, fingerprint, graph
 
 from .cluster import Cluster
-from .columns import Column, Layouts
+from .columns import Column, Layouts, Rows
 from .field import Field
 from .fit import HEADROOM
 from .layout import Layout, Recompute, Runtime, Workload
@@ -30,7 +30,6 @@ from .practice import PRACTICES
 from .price import Cut, Priced, Pricer, price
 from .reasons import Rejected, why, why_not
 from .rules import senseless
-from .sheet import Rows
 from .space import Fixed
 
 __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
