@@ -27,9 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megaloom.dsl import Graph, graph
 from megaloom.dsl.find import find
 from megaloom.planner import Workload, cluster
-from megaloom.planner.memory import static
+from megaloom.planner.cost.memory import static
 from megaloom.planner.plan import Plan, Stage
-from megaloom.planner.search import plan
+from megaloom.planner.search.search import plan
 from megaloom.runtime import device
 
 device.prepare()

@@ -13,13 +13,13 @@ from collections import defaultdict
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
-from megaloom.planner.field import Field
 from megaloom.planner.layout import Layout
-from megaloom.planner.price import Pricer
-from megaloom.planner.run import Run
-from megaloom.planner.runs import read
-from megaloom.planner.search import search
-from megaloom.planner.validate import priced_as
+from megaloom.planner.search.field import Field
+from megaloom.planner.search.price import Pricer
+from megaloom.planner.search.search import search
+from megaloom.planner.validate.run import Run
+from megaloom.planner.validate.runs import read
+from megaloom.planner.validate.validate import priced_as
 
 SOURCES = ("megatron-bridge", "nemo-docs", "dgxc-benchmarking")
 FIRST = 5

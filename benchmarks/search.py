@@ -18,10 +18,10 @@ from megaloom.dsl import graph
 from megaloom.dsl.find import find
 from megaloom.planner import Workload, cluster
 from megaloom.planner.anatomy import anatomy
-from megaloom.planner.book import Book
-from megaloom.planner.floors import Floors
-from megaloom.planner.practice import OWN
-from megaloom.planner.space import places, variants
+from megaloom.planner.cost.book import Book
+from megaloom.planner.cost.practice import OWN
+from megaloom.planner.search.floors import Floors
+from megaloom.planner.search.space import places, variants
 
 PLANS = (
     ("--help",),

@@ -25,7 +25,7 @@ from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.examples.qwen3 import qwen3
 from megaloom.planner import Plan, Precision, Workload, cluster, plan
-from megaloom.planner.memory import APART
+from megaloom.planner.cost.memory import APART
 from megaloom.runtime import device, launch
 from megaloom.runtime.recipe import Recipe
 

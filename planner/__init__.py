@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from .layout import Precision as Precision
     from .layout import Recompute as Recompute
     from .layout import Workload as Workload
+    from .legal.rule import Violation as Violation
+    from .legal.rules import violations as violations
     from .plan import Plan as Plan
     from .plan import PlanError as PlanError
     from .plan import load as load
     from .plan import save as save
-    from .rule import Violation as Violation
-    from .rules import violations as violations
-    from .search import Found as Found
-    from .search import plan as plan
+    from .search.search import Found as Found
+    from .search.search import plan as plan
 
 # What the package exports, and where it is; loaded when first asked for, so that `plan --help` loads none of it.
 EXPORTS = {
@@ -35,7 +35,7 @@ EXPORTS = {
     **dict.fromkeys(("Plan", "PlanError", "load", "save"), "plan"),
     "Violation": "rule",
     "violations": "rules",
-    **dict.fromkeys(("Found", "plan"), "search"),
+    **dict.fromkeys(("Found", "plan"), "search.search"),
 }
 __all__ = list(EXPORTS)
 

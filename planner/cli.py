@@ -182,13 +182,13 @@ def plan(
     if target:
         save(found.best, target)
     if html or trace:
-        from .page import save as draw
+        from .show.page import save as draw
 
         draw(found.best, declared, html, trace, found)
     if as_json:
         from megaloom.dsl.facts import params
 
-        from .machines import searched as for_machines
+        from .show.machines import searched as for_machines
 
         print(json.dumps(for_machines(found, top, params(declared)), indent=1))
     else:

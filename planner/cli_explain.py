@@ -41,10 +41,10 @@ def explain(
     from megaloom.dsl.graph import graph
     from megaloom.dsl.printing import show
 
-    from .compare import compared
-    from .compare import for_machines as differing
-    from .explain import summary
-    from .machines import for_machines
+    from .show.compare import compared
+    from .show.compare import for_machines as differing
+    from .show.explain import summary
+    from .show.machines import for_machines
 
     names = [plan] if other is None else [plan, other]
     (first, model), *rest = [_loaded(name) for name in names]
@@ -56,7 +56,7 @@ def explain(
     else:
         show(summary(first, graph(model)), sys.stdout)
     if html or trace:
-        from .page import save
+        from .show.page import save
 
         save(first, model, html, trace)
 

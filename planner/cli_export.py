@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from .export import Target
+from .export.export import Target
 
 if TYPE_CHECKING:
     from megaloom.dsl.graph import Model
@@ -41,7 +41,7 @@ def export(
     from megaloom.dsl.errors import UserError
     from megaloom.dsl.find import find
 
-    from .export import export as exported
+    from .export.export import export as exported
     from .plan import check, load
 
     asked = load(plan)
@@ -62,8 +62,8 @@ def _recut(plan: Plan, model: Model, to: Target) -> Plan:
     """The plan with stages of whole layers, and on stderr what that is predicted to cost."""
     from megaloom.dsl.graph import graph
 
-    from .borders import whole
-    from .gpt import gpt
+    from .export.borders import whole
+    from .export.gpt import gpt
 
     made = whole(plan, model, gpt(graph(model), to.value))
     if made is plan:

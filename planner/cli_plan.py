@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from megaloom.dsl.graph import Graph, Model
 
     from .cluster import Cluster
-    from .search import Found
-    from .space import Fixed
+    from .search.search import Found
+    from .search.space import Fixed
 
 
 def scale(
@@ -34,8 +34,8 @@ def scale(
     from megaloom.dsl.graph import graph
     from megaloom.dsl.printing import show
 
-    from .misses import checked
-    from .scaling import clusters, points, table
+    from .search.misses import checked
+    from .search.scaling import clusters, points, table
 
     console = Console(stderr=True)
     watched = console.status("", spinner="line")
@@ -52,7 +52,7 @@ def scale(
 
 def told(g: Graph, machine: Cluster, workload: Workload, fixed: Fixed, as_json: bool) -> int:
     """2 if the layout breaks a rule. Without a layout the rules are shown."""
-    from .lint import broken, for_machines, listed, warned
+    from .search.lint import broken, for_machines, listed, warned
 
     if as_json:
         found = for_machines(g, machine, workload, fixed)
@@ -74,8 +74,8 @@ def searched(
     """The search, with signs of life where somebody watches. Interrupted, it takes the best so far."""
     from rich.console import Console
 
-    from .search import Progress
-    from .search import plan as search
+    from .search.search import Progress
+    from .search.search import plan as search
 
     console = Console(stderr=True)
     doing = f"searching the layouts of {declared.name} on {machine} ..."
@@ -106,7 +106,7 @@ def nearly(unproven: float) -> str:
 
 def default_seq(g: Graph) -> int:
     """4096, or as many tokens as the model has learned positions for."""
-    from .needs import needs
+    from .legal.needs import needs
 
     return min((4096, *needs(g).positions))
 
@@ -125,10 +125,10 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
     from megaloom.dsl.graph import graph
     from megaloom.dsl.printing import show
 
-    from .explain import report
-    from .goodput import MANY, goodput, told
-    from .limits import limits
-    from .practice import PRACTICES
+    from .cost.practice import PRACTICES
+    from .legal.limits import limits
+    from .search.goodput import MANY, goodput, told
+    from .show.explain import report
 
     best = found.best
     machine, w, seconds = best.cluster, best.workload, best.predicted.step_seconds

@@ -30,9 +30,9 @@ def validate(
     """
     from megaloom.dsl.printing import show
 
-    from . import board
-    from .validate import as_json as written
-    from .validate import validate as scored
+    from .validate import board
+    from .validate.validate import as_json as written
+    from .validate.validate import validate as scored
 
     found = scored(file)
     if as_json:

@@ -10,8 +10,8 @@ from attrs import evolve
 
 from megaloom.dsl.errors import UserError
 
-from .device import Cluster, Device, GiB, Link, Preset
-from .presets import PRESETS
+from .machine.device import Cluster, Device, GiB, Link, Preset
+from .machine.presets import PRESETS
 
 __all__ = ["PRESETS", "Cluster", "Device", "GiB", "Link", "Preset", "cluster"]
 
@@ -47,7 +47,7 @@ def cluster(text: str) -> Cluster:
 
 
 def _from_file(path: str, count: str | None) -> Cluster:
-    from .profile import read
+    from .machine.profile import read
 
     try:
         said = read(path)

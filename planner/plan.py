@@ -23,7 +23,7 @@ from megaloom.dsl.graph import Model, fingerprint, graph
 
 from .cluster import Cluster
 from .layout import Layout, Runtime, Workload
-from .rules import violations
+from .legal.rules import violations
 
 VERSION = 6  # 6: what runs it; 5: a prediction says within what a step should stay; 4: when each rank is the fullest
 

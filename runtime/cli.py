@@ -222,7 +222,7 @@ def _planned(model: str, load: Mapping[str, Any], fixed: Fixed) -> Plan:
     """The best plan of a model for the devices at hand."""
     from megaloom.dsl.find import find
     from megaloom.planner.cluster import cluster
-    from megaloom.planner.search import plan as search
+    from megaloom.planner.search.search import plan as search
 
     declared, ref = find(model)
 

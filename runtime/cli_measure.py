@@ -42,7 +42,7 @@ def measure(
     from megaloom.dsl.errors import UserError
     from megaloom.dsl.printing import show
     from megaloom.planner.cluster import PRESETS, cluster
-    from megaloom.planner.measured import figures, profile, table
+    from megaloom.planner.cost.measured import figures, profile, table
 
     from . import device
     from .measure import measured

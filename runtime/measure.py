@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
-from megaloom.planner.measured import COLLECTIVES, SMALL, Sample
+from megaloom.planner.cost.measured import COLLECTIVES, SMALL, Sample
 
 from . import device, launch
 from .join import inside, join

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from megaloom.dsl.facts import params
 from megaloom.dsl.find import find
-from megaloom.planner.explain import fullest, layout_table, prediction_table, unit
 from megaloom.planner.plan import Plan
+from megaloom.planner.show.explain import fullest, layout_table, prediction_table, unit
 
 from . import device
 from .loop import Summary

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megaloom.dsl import BATCH, DType, Graph, Input, MoE, UserError, Value
 from megaloom.planner.layout import Layout, Module, Precision, Workload
-from megaloom.planner.limits import untrainable, widths
+from megaloom.planner.legal.limits import untrainable, widths
 
 from .grid import Grid
 

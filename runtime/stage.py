@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from megaloom.dsl import Graph, Node, Unembed
 from megaloom.planner.layout import Layout
-from megaloom.planner.limits import shared
+from megaloom.planner.legal.limits import shared
 from megaloom.planner.plan import Stage as Chunk
 
 from . import build

@@ -33,7 +33,7 @@ def plan_of() -> Callable[..., Any]:
         from megaloom.dsl.find import find
         from megaloom.planner.cluster import cluster
         from megaloom.planner.layout import Precision, Workload
-        from megaloom.planner.search import plan
+        from megaloom.planner.search.search import plan
 
         model, ref = find(f"{Path(__file__).with_name('models.py')}:{name}" if name.isidentifier() else name)
         workload = Workload(seq=seq, batch=batch, precision=Precision(precision))

@@ -16,10 +16,10 @@ from attrs import evolve
 from megaloom.dsl import Model, fingerprint, graph
 from megaloom.dsl.find import find
 from megaloom.planner.cluster import cluster
-from megaloom.planner.gpt import gpt
+from megaloom.planner.export.gpt import gpt
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
 from megaloom.planner.plan import Plan
-from megaloom.planner.search import plan as search
+from megaloom.planner.search.search import plan as search
 
 FLAGS = Path(__file__).parent / "data" / "megatron_lm_flags.txt"
 

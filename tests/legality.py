@@ -8,8 +8,8 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 
 from megaloom.planner.cluster import cluster
-from megaloom.planner.rule import By
-from megaloom.planner.rules import RULES, violations
+from megaloom.planner.legal.rule import By
+from megaloom.planner.legal.rules import RULES, violations
 from megaloom.runtime import device
 
 from .drawn import Case, declared, drawn

@@ -14,14 +14,14 @@ from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.planner.cluster import Cluster, cluster
-from megaloom.planner.field import Field
-from megaloom.planner.fit import HEADROOM
-from megaloom.planner.floors import Floors
+from megaloom.planner.cost.fit import HEADROOM
 from megaloom.planner.layout import Layout, Recompute, Workload
-from megaloom.planner.price import Pricer
-from megaloom.planner.rules import violations
-from megaloom.planner.search import search
-from megaloom.planner.space import variants
+from megaloom.planner.legal.rules import violations
+from megaloom.planner.search.field import Field
+from megaloom.planner.search.floors import Floors
+from megaloom.planner.search.price import Pricer
+from megaloom.planner.search.search import search
+from megaloom.planner.search.space import variants
 
 INSTANCES = 60
 

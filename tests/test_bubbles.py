@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaloom.planner import bubbles, timeline
+from megaloom.planner.cost import bubbles, timeline
 
 Case = tuple[int, int, int, int, list[float], list[float], list[float]]
 

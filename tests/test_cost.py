@@ -16,12 +16,12 @@ from megaloom.dsl.graph import graph
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama, llama3_1b
 from megaloom.examples.mixtral import mixtral
-from megaloom.planner import kernels, traffic
 from megaloom.planner.cluster import PRESETS, Cluster, cluster
+from megaloom.planner.cost import kernels, traffic
+from megaloom.planner.cost.practice import OWN
+from megaloom.planner.cost.traffic import Group
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
-from megaloom.planner.practice import OWN
-from megaloom.planner.price import Priced, price
-from megaloom.planner.traffic import Group
+from megaloom.planner.search.price import Priced, price
 from megaloom.runtime.device import prepare
 
 GPT = graph(gpt("tiny-gpt", layers=4, heads=4, embed=64, vocab=512, seq=64))

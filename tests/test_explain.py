@@ -9,10 +9,10 @@ import pytest
 
 from megaloom.dsl.find import find
 from megaloom.planner.cluster import cluster
-from megaloom.planner.compare import differences
 from megaloom.planner.layout import Workload
 from megaloom.planner.plan import load, save
-from megaloom.planner.search import plan
+from megaloom.planner.search.search import plan
+from megaloom.planner.show.compare import differences
 from megaloom.runtime.cli import main
 
 

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 from megaloom.dsl import Model, UserError, graph
 from megaloom.dsl.find import examples, find
-from megaloom.planner.borders import Part, layout
 from megaloom.planner.cluster import cluster
-from megaloom.planner.export import Target, export
-from megaloom.planner.gpt import gpt
+from megaloom.planner.export.borders import Part, layout
+from megaloom.planner.export.export import Target, export
+from megaloom.planner.export.gpt import gpt
+from megaloom.planner.export.slurm import hosts
 from megaloom.planner.layout import Layout, Recompute
 from megaloom.planner.plan import Plan
-from megaloom.planner.slurm import hosts
 
 from .exported import CASES, case, groups, made, parsed, parser
 

@@ -36,9 +36,9 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.find import find
-from megaloom.planner.borders import whole
-from megaloom.planner.export import Target, export
-from megaloom.planner.gpt import gpt
+from megaloom.planner.export.borders import whole
+from megaloom.planner.export.export import Target, export
+from megaloom.planner.export.gpt import gpt
 from megaloom.planner.layout import Layout, Recompute
 from megaloom.planner.plan import check, load, save
 from megaloom.runtime.cli import main

@@ -11,7 +11,7 @@ from attrs import evolve
 
 from megaloom.planner.cluster import Cluster, cluster
 from megaloom.planner.layout import Layout, Workload
-from megaloom.planner.rules import violations
+from megaloom.planner.legal.rules import violations
 
 from .drawn import Case, declared, drawn
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megaloom.planner.cli import main
 from megaloom.planner.cluster import cluster
-from megaloom.planner.goodput import FOUND, goodput, interval, progress
 from megaloom.planner.layout import Precision
+from megaloom.planner.search.goodput import FOUND, goodput, interval, progress
 
 SAVE, MEAN = st.floats(0.1, 600), st.floats(1800, 1e7)
 

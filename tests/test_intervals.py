@@ -12,11 +12,11 @@ from megaloom.dsl.graph import graph
 from megaloom.examples.llama3 import llama3_8b
 from megaloom.examples.mixtral import mixtral_8x7b
 from megaloom.planner.cluster import PRESETS, cluster
-from megaloom.planner.coverage import coverage, fits
-from megaloom.planner.intervals import COVERED, EXPERTS, OTHER, SPREADS, WIDE, interval, kind, spread
+from megaloom.planner.cost.intervals import COVERED, EXPERTS, OTHER, SPREADS, WIDE, interval, kind, spread
 from megaloom.planner.layout import Layout, Precision, Workload
-from megaloom.planner.price import price
-from megaloom.planner.validate import validate
+from megaloom.planner.search.price import price
+from megaloom.planner.validate.coverage import coverage, fits
+from megaloom.planner.validate.validate import validate
 
 RUNS = Path(__file__).parent / "data" / "published_runs.jsonl"
 

@@ -30,9 +30,9 @@ from megaloom.dsl.find import find
 from megaloom.dsl.graph import Graph, graph
 from megaloom.planner.cluster import cluster
 from megaloom.planner.columns import Layouts
-from megaloom.planner.divisors import divisors
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
-from megaloom.planner.rules import RULES, SENSE, legal, violations
+from megaloom.planner.legal.divisors import divisors
+from megaloom.planner.legal.rules import RULES, SENSE, legal, violations
 
 
 @cache

@@ -14,9 +14,9 @@ from megaloom.dsl.graph import graph
 from megaloom.planner.cli import main
 from megaloom.planner.cluster import cluster
 from megaloom.planner.layout import Layout, Workload
-from megaloom.planner.rule import By
-from megaloom.planner.rules import RULES, violations
-from megaloom.planner.runs import read
+from megaloom.planner.legal.rule import By
+from megaloom.planner.legal.rules import RULES, violations
+from megaloom.planner.validate.runs import read
 from megaloom.runtime import launch
 
 from .legality import OURS, SOURCES, Verdict, judged

@@ -33,9 +33,9 @@ from megaloom.dsl.find import examples, find
 from megaloom.planner.cli import main
 from megaloom.planner.cluster import cluster
 from megaloom.planner.layout import Layout, Precision, Workload
-from megaloom.planner.limits import TRAINED, limits, undivided, wrong
-from megaloom.planner.rule import By
-from megaloom.planner.rules import violations
+from megaloom.planner.legal.limits import TRAINED, limits, undivided, wrong
+from megaloom.planner.legal.rule import By
+from megaloom.planner.legal.rules import violations
 
 OTHERS = ("t5", "bart", "llava", "vit", "bert", "gemma2")  # two inputs, images, or no plain logits at the end
 WORK = Workload(seq=64, batch=8)

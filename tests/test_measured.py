@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaloom.planner.cluster import Cluster, cluster
-from megaloom.planner.measured import COLLECTIVES, Sample, figures, predicted, profile, table
+from megaloom.planner.cost.measured import COLLECTIVES, Sample, figures, predicted, profile, table
 from megaloom.runtime import launch, measure
 from megaloom.runtime.cli import main
 

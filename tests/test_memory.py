@@ -16,15 +16,15 @@ from megaloom.dsl.graph import graph
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
-from megaloom.planner import memory, timeline
 from megaloom.planner.cluster import GiB, cluster
-from megaloom.planner.fit import Fit, Placed
-from megaloom.planner.floors import Floors
+from megaloom.planner.cost import memory, timeline
+from megaloom.planner.cost.fit import Fit, Placed
+from megaloom.planner.cost.practice import OWN, PLAIN
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
-from megaloom.planner.practice import OWN, PLAIN
-from megaloom.planner.price import Pricer, price
-from megaloom.planner.space import places, variants
-from megaloom.planner.validate import evenly
+from megaloom.planner.search.floors import Floors
+from megaloom.planner.search.price import Pricer, price
+from megaloom.planner.search.space import places, variants
+from megaloom.planner.validate.validate import evenly
 
 N = st.integers(0, 10**9)
 MODELS = {

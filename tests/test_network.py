@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from megaloom.dsl.graph import graph
 from megaloom.examples.llama3 import llama3_8b
-from megaloom.planner import traffic
 from megaloom.planner.cluster import Cluster, cluster
+from megaloom.planner.cost import traffic
+from megaloom.planner.cost.practice import MEGATRON, Way
+from megaloom.planner.cost.sheet import Col
+from megaloom.planner.cost.traffic import PASSES, Group
 from megaloom.planner.layout import Layout, Workload
-from megaloom.planner.practice import MEGATRON, Way
-from megaloom.planner.price import Pricer
-from megaloom.planner.sheet import Col
-from megaloom.planner.traffic import PASSES, Group
+from megaloom.planner.search.price import Pricer
 
 FLAT = cluster("512xH100")
 KIND = st.sampled_from(sorted(PASSES))

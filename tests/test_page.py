@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 from megaloom.dsl.find import find
 from megaloom.dsl.graph import Model, graph
 from megaloom.planner import cluster
-from megaloom.planner.charts import _axis, front, scatter
 from megaloom.planner.layout import Layout, Workload
-from megaloom.planner.page import QUANTA, data, page
 from megaloom.planner.plan import Plan
-from megaloom.planner.search import Found
-from megaloom.planner.search import plan as search
-from megaloom.planner.trace import replayed
+from megaloom.planner.search.search import Found
+from megaloom.planner.search.search import plan as search
+from megaloom.planner.show.charts import _axis, front, scatter
+from megaloom.planner.show.page import QUANTA, data, page
+from megaloom.planner.show.trace import replayed
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PROBE = Path(__file__).with_name("probe.js").read_text("utf-8")

@@ -20,12 +20,12 @@ from megaloom.dsl.graph import fingerprint, graph
 from megaloom.dsl.printing import show
 from megaloom.planner import cli
 from megaloom.planner.cluster import PRESETS, cluster
-from megaloom.planner.explain import holds, loses, report
 from megaloom.planner.layout import Layout, Recompute, Runtime, Workload
 from megaloom.planner.plan import VERSION, Plan, Prediction, Stage, check, load
-from megaloom.planner.price import Priced
-from megaloom.planner.search import Found, Rejected, _Queue
-from megaloom.planner.trace import replayed
+from megaloom.planner.search.price import Priced
+from megaloom.planner.search.search import Found, Rejected, _Queue
+from megaloom.planner.show.explain import holds, loses, report
+from megaloom.planner.show.trace import replayed
 
 OWN = """
 from megaloom.dsl import Attention, Dim, Embed, Model, RMSNorm, SwiGLU, Unembed, ids, model, repeat, residual, weight
@@ -345,7 +345,7 @@ def test_ctrl_c_ends_it_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("megaloom.planner.search.plan", interrupted)
+    monkeypatch.setattr("megaloom.planner.search.search.plan", interrupted)
     assert run("gpt2", capsys=capsys) == (130, "", "plan: interrupted\n")
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from megaloom.dsl.errors import UserError
 from megaloom.planner.cli import main
 from megaloom.planner.cluster import PRESETS, cluster
+from megaloom.planner.export.slurm import hosts
+from megaloom.planner.machine.profile import COUNTS, FIGURES, PARTS, REPORT
 from megaloom.planner.plan import load
-from megaloom.planner.profile import COUNTS, FIGURES, PARTS, REPORT
-from megaloom.planner.slurm import hosts
 
 FIELDS = ("version", "base", "name", *COUNTS, *FIGURES, *PARTS, *REPORT)
 NAMES = [*FIELDS, "bandwidth", "nbytes", "flops", "bf16", "latency"]

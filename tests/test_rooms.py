@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from megaloom.dsl.graph import graph
 from megaloom.examples.deepseek import deepseek_v3
 from megaloom.examples.llama3 import llama3_8b, llama3_70b
-from megaloom.planner import shifts, timeline
 from megaloom.planner.cluster import cluster
-from megaloom.planner.fit import Placed
+from megaloom.planner.cost import shifts, timeline
+from megaloom.planner.cost.fit import Placed
+from megaloom.planner.cost.rooms import Rooms
+from megaloom.planner.cost.sheet import AHEAD, BACK
+from megaloom.planner.cost.spans import Places, Spans
+from megaloom.planner.cost.stages import evenest, within
 from megaloom.planner.layout import Layout, Workload
-from megaloom.planner.price import Pricer
-from megaloom.planner.rooms import Rooms
-from megaloom.planner.sheet import AHEAD, BACK
-from megaloom.planner.spans import Places, Spans
-from megaloom.planner.stages import evenest, within
+from megaloom.planner.search.price import Pricer
 
 Case = tuple[Spans, Rooms]
 

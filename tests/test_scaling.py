@@ -12,8 +12,8 @@ from megaloom.examples.llama3 import llama3_8b
 from megaloom.planner.cli import main
 from megaloom.planner.cluster import Cluster, cluster
 from megaloom.planner.layout import Workload
-from megaloom.planner.scaling import LESS, clusters, points
-from megaloom.planner.search import plan
+from megaloom.planner.search.scaling import LESS, clusters, points
+from megaloom.planner.search.search import plan
 
 
 def work(machine: Cluster) -> Workload:

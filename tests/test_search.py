@@ -15,13 +15,13 @@ from megaloom.examples.llama3 import llama, llama3_8b, llama3_70b
 from megaloom.examples.mixtral import mixtral
 from megaloom.examples.stdlib_gpt import stdlib_gpt
 from megaloom.planner.cluster import Cluster, cluster
-from megaloom.planner.field import Field
-from megaloom.planner.floors import Floors
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
-from megaloom.planner.price import Pricer
-from megaloom.planner.rules import violations
-from megaloom.planner.search import KEEP, SAME, SURE, Found, Progress, plan, search
-from megaloom.planner.space import variants
+from megaloom.planner.legal.rules import violations
+from megaloom.planner.search.field import Field
+from megaloom.planner.search.floors import Floors
+from megaloom.planner.search.price import Pricer
+from megaloom.planner.search.search import KEEP, SAME, SURE, Found, Progress, plan, search
+from megaloom.planner.search.space import variants
 
 DENSE = llama("tiny-llama", layers=4, heads=6, kv_heads=3, embed=96, ff=192, vocab=512)
 TIED = gpt("tiny-gpt", layers=4, heads=4, embed=64, vocab=512, seq=64)

@@ -15,11 +15,11 @@ from megaloom.dsl.graph import Model, graph
 from megaloom.examples.deepseek import deepseek_v3
 from megaloom.examples.llama3 import llama3_70b
 from megaloom.planner.cluster import cluster
+from megaloom.planner.cost.sheet import STEP
+from megaloom.planner.cost.spans import Spans
+from megaloom.planner.cost.stages import cut, evenest
 from megaloom.planner.layout import Layout, Workload
-from megaloom.planner.price import Pricer
-from megaloom.planner.sheet import STEP
-from megaloom.planner.spans import Spans
-from megaloom.planner.stages import cut, evenest
+from megaloom.planner.search.price import Pricer
 
 ATOMS = st.lists(st.floats(0, 10), min_size=1, max_size=9)
 

@@ -13,8 +13,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaloom.planner import bubbles, timeline
-from megaloom.planner.timeline import Timeline, replay
+from megaloom.planner.cost import bubbles, timeline
+from megaloom.planner.cost.timeline import Timeline, replay
 from megaloom.runtime import device
 
 SECONDS = st.floats(0.01, 10)

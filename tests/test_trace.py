@@ -16,10 +16,10 @@ from megaloom.dsl.find import find
 from megaloom.dsl.graph import Graph, graph
 from megaloom.planner import cli
 from megaloom.planner.layout import Layout, Recompute
-from megaloom.planner.moments import levels, tracks
 from megaloom.planner.plan import Plan, PlanError, load
-from megaloom.planner.price import Priced
-from megaloom.planner.trace import COMPUTE, dumps, replayed, tails, write
+from megaloom.planner.search.moments import levels, tracks
+from megaloom.planner.search.price import Priced
+from megaloom.planner.show.trace import COMPUTE, dumps, replayed, tails, write
 
 MICRO = 1e-3  # microseconds to which times are rounded
 LAYOUTS = {

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from megaloom.dsl import UserError, params
 from megaloom.planner.layout import Layout, Precision, Recompute
-from megaloom.planner.run import Run
-from megaloom.planner.runs import read
-from megaloom.planner.validate import Predicted, as_json, choices, p90, predict, validate
+from megaloom.planner.validate.run import Run
+from megaloom.planner.validate.runs import read
+from megaloom.planner.validate.validate import Predicted, as_json, choices, p90, predict, validate
 from megaloom.runtime.cli import main
 
 RUNS = Path(__file__).parent / "data" / "published_runs.jsonl"

@@ -1,0 +1,171 @@
+"""What each pipeline rank holds at its fullest moment, by what holds it, and which moment that is.
+
+Protocol: `Part` says what one chunk holds on one device, `peak` what the chunks of a rank come to under a schedule.
+Sizes are in bytes. The moments that may be the fullest: the loss of a micro-batch, a backward (gradients beside what
+is saved, a block made again), the optimizer's step. Reducing gradients and gathering weights takes no more than the
+buffers of both, which are there throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from megaloom.planner.cluster import Cluster
+from megaloom.planner.layout import Layout, Precision
+
+from .practice import OWN, Practice
+from .timeline import Flight, backs, losses
+from .traffic import group
+
+Rows = NDArray[np.float64]
+
+MOMENTS, MASTER = 4 + 4, 4  # Adam's two, in fp32, and below fp32 a copy of the weight (megatron-core, optimizer.py:671)
+# Of what passes between pipeline ranks, a rank holds an input, an output and a gradient of one of them beside what it
+# saves (megatron-core 0.16.1, schedules.py: input_tensor, output_tensor and output_tensor_grad outlive their step).
+PASSED = 3
+# torch's allocator reserves more than it hands out: SimuMax counts allocated / 0.94 for Megatron runs (perf_llm.py).
+ALLOCATOR = 1 / 0.94 - 1
+MORE = 1 + ALLOCATOR
+# Above the point that is predicted: of the runs of one half of the models, 95 of 100 allocated up to 10.7 % more
+# (`megaloom validate`; of the other half all did), and torch reserved up to 7.9 % more than was allocated (SimuMax's;
+# where there is room it reserves more, as on an H200 up to a third, and does without when there is none).
+# Whole iterations in a CUDA graph, which has memory of its own, took up to 0.75 of what is saved more (Hy3's).
+MODEL_ERROR, RESERVED, GRAPH = 0.107, 0.079, 0.75
+APART = ("allocator", "runtime")  # what no tensor holds
+
+
+def point(held: Mapping[str, int], kind: str = "device") -> int:
+    """Bytes that a rank holds, as they are measured: what tensors take, what torch reserves for them, or a device."""
+    beside = {"allocated": APART, "reserved": ("runtime",)}.get(kind, ())
+    return sum(n for what, n in held.items() if what not in beside)
+
+
+def upper(held: Mapping[str, int], kind: str = "device", graphed: bool = False) -> int:
+    """Bytes that a rank which is predicted to hold this should not exceed."""
+    tensors = point(held, "allocated") * (1 + MODEL_ERROR)
+    if kind == "allocated":
+        return int(tensors)
+    graphs = GRAPH * held.get("activations", 0) if graphed else 0.0
+    return int(tensors * (1 + RESERVED) + graphs) + (held.get("runtime", 0) if kind == "device" else 0)
+
+
+@frozen
+class Part:
+    """What one chunk holds on one device."""
+
+    params: int  # elements of dense weights
+    expert_params: int  # elements of experts' weights
+    saved: int  # bytes that the backward pass of one micro-batch needs
+    workspace: int  # bytes that come and go within a backward
+    library: int  # bytes that are there throughout, for libraries and for what passes between ranks
+    loss: int  # bytes that come and go with the loss, if it is here
+
+
+@frozen
+class Peak:
+    """The fullest moment of a rank, in words, and what it holds then."""
+
+    moment: str
+    held: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """All that is held."""
+        return sum(self.held.values())
+
+
+def copies(layout: Layout) -> tuple[int, int]:
+    """Over how many devices the optimizer's state is cut: that of dense weights, and that of experts."""
+    on = layout.distributed_optimizer  # counted with, as it may be that of many layouts in columns
+    return 1 + on * (layout.dp * layout.cp - 1), 1 + on * (layout.edp - 1)
+
+
+def state(precision: Precision) -> int:
+    """Bytes that the optimizer keeps of an element."""
+    return MOMENTS + (0 if precision is Precision.FP32 else MASTER)
+
+
+def static(
+    params: int, expert_params: int, layout: Layout, precision: Precision, practice: Practice = OWN
+) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer state. The distributed optimizer cuts the state, over copies alike."""
+    dense, experts = copies(layout)
+    kept = state(precision) + practice.share_nbytes
+    return {
+        "weights": precision.nbytes * (params + expert_params),
+        "gradients": (practice.gradient_nbytes + practice.beside_nbytes) * (params + expert_params),
+        "optimizer": -(-kept * params // dense) - (-kept * expert_params // experts),
+    }
+
+
+def runtime(layout: Layout, cluster: Cluster) -> int:
+    """Bytes that no tensor holds: the context, and buffers for each axis of more than one device."""
+    axes = ["tp", "cp", "dp", "pp", "ep", "etp", *(["edp"] if layout.ep * layout.etp > 1 else [])]
+    link = cluster.inter if cluster.nodes > 1 else cluster.intra
+    return cluster.device.context_nbytes + link.group_nbytes * sum(group(axis, layout).size > 1 for axis in axes)
+
+
+def stepping(params: int, expert_params: int, layout: Layout, practice: Practice = OWN) -> int:
+    """Bytes that come and go with the optimizer's step."""
+    dense, experts = copies(layout)
+    return -(-practice.step_nbytes * params // dense) - (-practice.step_nbytes * expert_params // experts)
+
+
+def peak(
+    parts: Sequence[Part],
+    rank: int,
+    layout: Layout,
+    microbatches: int,
+    precision: Precision,
+    beside: int,
+    practice: Practice = OWN,
+) -> Peak:
+    """A pipeline rank at its fullest; `parts` are its chunks, `beside` is `runtime`."""
+    params, experts = sum(p.params for p in parts), sum(p.expert_params for p in parts)
+    library = max(p.library for p in parts)
+    resting = static(params, experts, layout, precision, practice)
+
+    def at(moment: str, saved: int, workspace: int, logits: int) -> Peak:
+        passing = saved + workspace + library + logits
+        more = {"activations": saved, "workspace": workspace + library, "logits": logits}
+        return Peak(moment, {**resting, **more, "allocator": int(ALLOCATOR * passing), "runtime": beside})
+
+    moments = [at("optimizer's step", 0, stepping(params, experts, layout, practice), 0)]
+    schedule = (layout.pp, layout.vpp, microbatches, layout.microbatch_group)
+    for flight, (i, chunk) in backs(rank, *schedule).items():
+        name = f"backward of micro-batch {i}" + (f", chunk {chunk}" if layout.vpp > 1 else "")
+        moments.append(at(name, _saved(flight, parts), max(p.workspace for p in parts), 0))
+    if rank == layout.pp - 1:
+        for flight, i in losses(*schedule).items():
+            moments.append(at(f"loss of micro-batch {i}", _saved(flight, parts), 0, parts[-1].loss))
+    return max(moments, key=lambda moment: moment.nbytes)
+
+
+def _saved(flight: Flight, parts: Sequence[Part]) -> int:
+    return sum(n * p.saved for n, p in zip(flight, parts, strict=True))
+
+
+@lru_cache(maxsize=1 << 14)
+def means(pp: int, interleaved: bool, group: int, microbatches: int) -> tuple[float, float, float]:
+    """What `least` must know of a schedule: the fewest flights of any rank, the least and the sum of their inverses.
+
+    A rank's flights are those of its last chunk before its first backward, which of no chunk are more: one at least.
+    """
+    ahead = [pp - 1 - r for r in range(pp)]
+    flights = [min(2 * n + 1, group) if interleaved else min(n + 1, microbatches) for n in ahead]
+    return min(flights), min(1 / f for f in flights), sum(1 / f for f in flights)
+
+
+def least(state: Rows, saved: Rows, pp: Rows, flights: tuple[Rows, Rows, Rows]) -> Rows:
+    """No cut of a model gives its fullest rank less: `state` and `saved` (of one micro-batch) are the whole model's.
+
+    The fullest rank has at least any weighted mean of the ranks; two means are tried, equal weights and the inverse of
+    the micro-batches in flight, of which `means` has what counts. For one layout, or for many in columns.
+    """
+    fewest, inverse, total = flights
+    return np.maximum((state + fewest * saved) / pp, (inverse * state + saved) / total)

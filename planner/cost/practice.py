@@ -1,0 +1,132 @@
+"""How a framework runs a layout: what it fuses, what it overlaps, in which numbers it sums gradients.
+
+A layout says where a model goes, a practice how that is done. `OWN` is our runtime's, for which plans are made; the
+others are those of published runs, so that what is predicted can be compared with what others measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+
+from attrs import evolve, field, frozen
+
+from megaloom.planner.layout import Runtime
+
+# How often memory-bound work passes memory where the facts count one kernel. Measured on an H200 (Llama 3.2 1B,
+# sequences of 4096: 0.685 s for 8 of them one at a time, 1.183 s for 16 four at a time): norms do so twice, rotary
+# positions six times (a row of uncompiled kernels), other chains, which are compiled there, three times. To add
+# a 16-bit gradient to the fp32 one takes 1.7 times as long as its bytes (47 ms, not 27, layers of Mixtral 8x7B).
+TORCH = MappingProxyType({"normalize": 2.0, "pointwise": 3.0, "rope": 6.0, "drop": 3.0, "gradient": 1.7})
+# Where norms, activations, rotary positions and residuals are one kernel each.
+FUSED: Mapping[str, float] = MappingProxyType({})
+# megatron-core's all-to-all sorts what it has received by local experts, and back (transformer/moe/token_dispatcher.py:
+# permute 1 + k, sort k + k, of k copies of a token, each way); the bias of the experts' second product is added in
+# fp32 in pieces that are joined again (transformer/moe/experts.py, TEGroupedMLP._apply_bias: 28 bytes an element
+# forward, where one kernel moves 4, and as many times more backward).
+TRANSFORMER_ENGINE: Mapping[str, float] = MappingProxyType({"route": 2.6, "combine": 2.6, "expert bias": 7.0})
+# NVIDIA's software before Megatron-Bridge takes twice as long with what memory limits: fitted, on H100.
+NEMO: Mapping[str, float] = MappingProxyType({**TRANSFORMER_ENGINE, "normalize": 2.0, "pointwise": 2.0, "rope": 2.0})
+
+# Bytes that a step moves for each element of the optimizer's share, beside the zeroing of gradients. The norm of the
+# gradient reads 4, its scaling moves 8. AdamW as torch's foreach kernels do it, a pass for each operation: decay 8,
+# first moment 12, second moment 8 + 12, root 8, division 8, epsilon 8, update 16. Fused, each of gradient, weight and
+# two moments is read once, and all but the gradient written.
+FOREACH, ONE_KERNEL = 4 + 8 + 80, 4 + 8 + 28
+
+
+class Way(StrEnum):
+    """How attention over a divided sequence gets all keys and values: see `context`."""
+
+    ALL_GATHER = "all-gather"
+    P2P = "p2p"
+    ALL_TO_ALL = "all-to-all"
+
+
+@frozen(kw_only=True)
+class Practice:
+    """What a framework does beside the layout. Shares are of the seconds that would be exposed otherwise."""
+
+    name: str
+    flash: bool = True  # attention is one kernel, which stores no scores
+    passes: Mapping[str, float] = field(default=FUSED, hash=False)
+    adam_nbytes: int = ONE_KERNEL  # moved for each element of the optimizer's share
+    gradient_nbytes: int = 4  # of an element of the main gradient
+    loss_nbytes: int = 14  # moved for each logit by the loss and its gradient
+    loss_copies: int = 4  # bytes that the loss keeps of each logit of 16 bits: an fp32 copy, in which it works
+    overlap_gradients: bool = True  # they are reduced while the last micro-batch goes back
+    overlap_weights: bool = True  # they are gathered while the first micro-batch goes ahead
+    context: Way = Way.ALL_GATHER
+    hidden_tensor: float = 0.0  # of tensor-parallel collectives
+    hidden_experts: float = 0.0  # of the experts' all-to-all
+    once: bool = False  # a token is sent once to each node with experts of its own, and copied there
+    libraries: int = 2  # callers of cuBLAS, each with a workspace of its own: the threads of both passes
+    engine: bool = False  # Transformer Engine, which has a workspace too
+    streams: int = 0  # on which it multiplies by several experts at once, each with a workspace
+    dummies: bool = False  # of each product's weight a tensor is held in place of its gradient, which is summed fused
+    step_nbytes: int = 0  # of each element of the optimizer's share, held while it steps
+    share_nbytes: int = 0  # and held throughout, beside its state
+    beside_nbytes: int = 0  # of each element, held throughout beside weight and main gradient
+    buffers_nbytes: int = 0  # held throughout, whatever is trained
+    outputs: bool = False  # a micro-batch in flight keeps what its stage has put out as well
+    copied: bool = False  # what attention gives of several sequences has them first, and is kept in our order as well
+    joined: bool = False  # values stay a part of one tensor with queries and keys, all of which is kept for them
+    graphed: bool = False  # CUDA graphs: small kernels wait for no host
+    launches: float = 1.0  # that the host could have made while the program of the layers makes one
+    dispatch_seconds: float = 0.0  # that a layer of experts waits for the host, each way
+    expert_seconds: float = 0.0  # that it waits for the host for each expert, forward; backward twice as long
+
+
+OWN = Practice(
+    name="megaloom",
+    passes=TORCH,
+    expert_seconds=0.3e-3,  # measured there too: each is a module of its own (layers of Qwen3 30B A3B, Mixtral 8x7B)
+    launches=1.25,  # 18 us a kernel, measured on the H200: steps of one short sequence (benchmarks/steps.py)
+    adam_nbytes=FOREACH,
+    loss_nbytes=34,  # measured on the H200: 2 % of a step of Llama 3.2 1B
+    step_nbytes=4,  # the root of the second moment (torch.optim, _multi_tensor_adamw)
+    overlap_weights=False,
+    joined=True,  # megatron-core without Transformer Engine (transformer/attention.py: torch.split)
+)
+# Not measured alone: what runs of models with experts took longer than their work, by layer and way, on H100 and GB300
+# where no CUDA graph hides the host, and where one hides all but the counting of tokens (see `megaloom validate`).
+DISPATCH, DISPATCH_GRAPHED = 1.1e-3, 0.2e-3
+# Each expert's two products and the casts before them are launched by the host: four kernels ahead, eight back.
+EACH_EXPERT = 4 * 5e-6
+# With fused sums of gradients, which are Megatron-LM's default, a tensor stands for each of them
+# (transformer_engine/pytorch/module/base.py: get_dummy_wgrad).
+MEGATRON = Practice(
+    name="Megatron-core with Transformer Engine",
+    passes=TRANSFORMER_ENGINE,
+    dispatch_seconds=DISPATCH,
+    expert_seconds=EACH_EXPERT,
+    engine=True,
+    streams=4,
+    dummies=True,
+    context=Way.P2P,
+)
+PRACTICES: Mapping[Runtime, Practice] = MappingProxyType({Runtime.MEGALOOM: OWN, Runtime.MEGATRON: MEGATRON})
+PLAIN = evolve(MEGATRON, name="Megatron-core, nothing overlapped", overlap_gradients=False, overlap_weights=False)
+MEGATRON_2021 = Practice(
+    name="Megatron-LM before flash attention", flash=False, overlap_gradients=False, overlap_weights=False
+)
+# DeepSpeed's ZeRO 1 of early 2022: buckets of 5e8 elements to reduce and to gather; pipeline buffers keep outputs
+# (runtime/config.py, runtime/pipe/engine.py). In fp16 gradients are of 16 bits, and the step makes a flat copy of its
+# share in 16 bits and one in 32, for which no freed activation has room (runtime/zero/stage_1_and_2.py). In bf16 they
+# are of 16 bits and summed in 32, and what weights were before they became one flat tensor stays with the allocator
+# (runtime/bf16_optimizer.py).
+DEEPSPEED_FP16 = evolve(
+    MEGATRON_2021,
+    name="Megatron-DeepSpeed, fp16",
+    gradient_nbytes=2,
+    share_nbytes=2 + 4,
+    buffers_nbytes=2 * 2 * 500_000_000,
+    outputs=True,
+)
+DEEPSPEED_BF16 = evolve(
+    DEEPSPEED_FP16, name="Megatron-DeepSpeed, bf16", gradient_nbytes=4, share_nbytes=0, beside_nbytes=2 + 2
+)
+# Of each logit nanotron has an fp32 copy, that less its maximum, and its exponential (models/llama.py, cast_to_fp32;
+# parallel/tensor_parallel/functional.py), and each gradient in 16 bits beside its sum in 32.
+NANOTRON = evolve(OWN, name="nanotron", loss_copies=3 * 4, beside_nbytes=2, joined=False)

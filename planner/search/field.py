@@ -1,0 +1,61 @@
+"""The legal layouts of a search, and what each takes at the least.
+
+Protocol: a `Field` has the places, each a way to lay a micro-batch over the axes, with bounds of `ideal` layouts there;
+`variants` are the layouts at some of them, with their own bounds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from attrs import define, field, frozen
+
+from megaloom.planner.columns import Column, Layouts, Rows
+from megaloom.planner.legal.limits import right
+
+from . import space
+from .floors import Floors, roomy
+from .price import Pricer
+from .space import Fixed
+
+
+@define(eq=False)
+class Field:
+    """The legal layouts of a search, of which those are looked at that may be among the best."""
+
+    pricer: Pricer
+    fixed: Fixed
+    at: Layouts = field(init=False)
+    floors: Floors = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        p = self.pricer
+        self.at = space.places(p.graph, p.cluster, p.workload, self.fixed)
+        if not p.own:
+            self.at = self.at.take(np.broadcast_to(right(self.at, p.graph, p.workload, p.cluster), len(self.at)))
+        if len(self.at):
+            fits = roomy(self.at, p.book, p.capacity)
+            self.floors = Floors(self.at.take(fits) if fits.any() else self.at, p.book)
+
+    @property
+    def count(self) -> int:
+        """How many legal layouts there are."""
+        return space.count(self.pricer.graph, self.pricer.workload, self.at, self.fixed)
+
+    def variants(self, which: Column) -> Bounded:
+        """The layouts at these places, those left out that recompute what is not worth the trouble."""
+        at, family = self.floors.at.take(which), self.floors.family(which)
+        found, place = space.variants(self.pricer.graph, self.pricer.workload, at, self.fixed, family)
+        place = which[place]
+        if "recompute" not in self.fixed:
+            keep = self.floors.worthwhile(found, place)
+            found, place = found.take(keep), place[keep]
+        return Bounded(found, *self.floors.bound(found, place))
+
+
+@frozen(eq=False)
+class Bounded:
+    """Layouts, and what each takes at the least."""
+
+    layouts: Layouts
+    seconds: Rows
+    nbytes: Rows

@@ -1,0 +1,72 @@
+"""`plan --lint`: the rules that every legal layout meets, and which of them a layout breaks.
+
+Protocol: `listed`, `broken` and `warned` are text for a terminal; of a layout that breaks none the last two are empty.
+"""
+
+from __future__ import annotations
+
+from textwrap import fill
+from typing import Any
+
+from attrs import asdict
+
+from megaloom.dsl.graph import Graph
+from megaloom.planner.cluster import Cluster
+from megaloom.planner.layout import Layout, Workload
+from megaloom.planner.legal.limits import LIMITS, WRONG, caveats, limits, wrong
+from megaloom.planner.legal.rule import By, Rule
+from megaloom.planner.legal.rules import RULES, SENSE, violations
+
+from .space import Fixed
+
+HEADS = {
+    By.CORE: "megatron-core 0.16.1 refuses, or fails at the place that is said",
+    By.CALLERS: "megatron-core leaves to its callers",
+    By.PLANNER: "megatron-core takes, and the planner refuses for the reason that is said",
+    By.EXPORTS: "megatron-core takes, and computes wrong gradients: the runtime mends that, exports to it are refused",
+    By.RUNTIME: "planned for other programs; `megaloom train` does not run it for the reason that is said",
+}
+WIDTH = 116
+EVERY = (*SENSE, *RULES, *WRONG, *LIMITS)
+
+
+def listed() -> str:
+    """Every rule by who refuses what breaks it: its id, its sentence, what would work, and where or why."""
+    margin = 2 + max(len(rule.id) for rule in EVERY) + 2
+    sections = ([head, *(_told(r, margin) for r in EVERY if r.by is by)] for by, head in HEADS.items())
+    return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _told(rule: Rule, margin: int) -> str:
+    lines = (f"{rule.id:<{margin - 2}}{rule.sentence}", f"{'':<{margin - 2}}instead: {rule.fix} [{rule.source}]")
+    return "\n".join(fill(line, WIDTH, initial_indent="  ", subsequent_indent=" " * margin) for line in lines)
+
+
+def broken(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> str:
+    """What the layout of these degrees breaks, each rule with what would work."""
+    layout = _layout(cluster, fixed)
+    return "\n".join(f"{layout}: {each}" for each in violations(layout, graph, workload, cluster))
+
+
+def warned(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> str:
+    """Why the runtime does not train it."""
+    return "\n".join(caveats(_layout(cluster, fixed), graph, workload, cluster))
+
+
+def for_machines(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> dict[str, Any]:
+    """What a layout breaks, what only some programs train of it, and all rules, as JSON has them."""
+    found: dict[str, Any] = {}
+    if fixed:
+        case = (_layout(cluster, fixed), graph, workload, cluster)
+        lists = {"violations": violations, "limits": limits, "wrong": wrong}
+        found = {name: [asdict(each) for each in asked(*case)] for name, asked in lists.items()}
+    told = ("id", "sentence", "fix", "by", "source")
+    return {**found, "rules": [{name: getattr(rule, name) for name in told} for rule in EVERY]}
+
+
+def _layout(cluster: Cluster, fixed: Fixed) -> Layout:
+    """The layout of these degrees; dp, if not given, takes what is left."""
+    layout = Layout(**fixed)
+    if "dp" in fixed:
+        return layout
+    return Layout(**{**fixed, "dp": max(1, cluster.count // max(1, layout.tp * layout.pp * layout.cp))})

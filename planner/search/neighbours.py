@@ -1,0 +1,129 @@
+"""The layouts one step from another, and what becomes of them.
+
+Protocol: `judged` prices every neighbour of a layout: those that can be had are rivals, the others are rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from attrs import evolve
+
+from megaloom.planner.layout import AXES, Layout, Recompute, Workload
+from megaloom.planner.legal.divisors import divisors
+from megaloom.planner.legal.needs import needs
+
+from .price import Pricer
+from .reasons import Rejected, Rival, broken, lacking
+from .space import Fixed, chunks, groups, micro_batches
+
+GRID = ("dp", "tp", "pp", "cp")  # the axes whose product is the number of devices
+
+
+def judged(layout: Layout, pricer: Pricer, fixed: Fixed) -> tuple[list[Rival], tuple[Rejected, ...]]:
+    """The neighbours that are legal and fit the memory, with their prices; and the others, with their causes."""
+    rivals, rejected = [], []
+    for change, other in neighbours(layout, pricer, fixed):
+        wrong = pricer.broken(other)
+        if wrong:
+            rejected.append(Rejected(other, broken(wrong)))
+            continue
+        placed = pricer.place(other)
+        if placed.fits:
+            rivals.append(Rival(change, pricer.priced(placed)))
+        else:
+            rejected.append(Rejected(other, lacking(placed)))
+    return rivals, tuple(rejected)
+
+
+def neighbours(layout: Layout, pricer: Pricer, fixed: Fixed) -> Iterator[tuple[str, Layout]]:
+    """What each step changes, in words, and the layout that it leads to. What is fixed stays."""
+    seen = {layout}
+    for other in _steps(layout, pricer, fixed):
+        x = _settled(other, layout, pricer.workload)
+        if x not in seen and all(getattr(x, name) == value for name, value in fixed.items()):
+            seen.add(x)
+            yield _change(layout, x), x
+
+
+def _with(x: Layout, **changes: Any) -> Layout:
+    """`evolve` for fields whose names are computed: a type checker cannot know their types."""
+    return evolve(x, **changes)
+
+
+def _steps(x: Layout, pricer: Pricer, fixed: Fixed) -> Iterator[Layout]:
+    asked = needs(pricer.graph)
+    for a in GRID:
+        if (factor := _factor(getattr(x, a))) > 1:
+            for b in GRID:
+                if a != b:
+                    yield _with(x, **{a: getattr(x, a) // factor, b: getattr(x, b) * factor})
+    for name, values in (
+        ("micro_batch", micro_batches(x, pricer.workload, {})),
+        ("vpp", chunks(x.pp, asked.blocks)),
+        ("ep", divisors(x.world // (x.pp * x.etp)) if asked.experts else (1,)),
+    ):
+        now = getattr(x, name)
+        for value in (
+            max((v for v in values if v < now), default=now),
+            min((v for v in values if v > now), default=now),
+        ):
+            yield _with(x, **{name: value})
+    for mode in (Recompute.NONE, *((Recompute.FULL,) if asked.blocks else ())):
+        yield evolve(x, recompute=mode, recompute_modules=(), recompute_layers=0)
+    for module in asked.modules if x.modules else ():
+        other = set(x.modules) ^ {module}
+        if other:
+            yield evolve(x, recompute_modules=tuple(other))
+    if x.recompute_layers:
+        yield evolve(x, recompute_layers=max(1, x.recompute_layers - 1))
+        yield evolve(x, recompute_layers=x.recompute_layers + 1)
+    yield evolve(x, microbatch_group=0)
+    if x.tp > 1:
+        yield evolve(x, sequence_parallel=not x.sequence_parallel)
+    yield evolve(x, distributed_optimizer=not x.distributed_optimizer)
+
+
+def _settled(x: Layout, origin: Layout, workload: Workload) -> Layout:
+    """The layout with what depends on its axes set as one would: sequence parallelism with tp, chunks with pp."""
+    sp = x.sequence_parallel if x.tp == origin.tp else x.tp > 1
+    m = x.microbatches(workload.batch)
+    grouped = m == origin.microbatches(workload.batch) and (x.pp, x.vpp > 1) == (origin.pp, True)
+    works = groups(x.pp, m) if x.pp > 1 and x.vpp > 1 else ()
+    group = x.microbatch_group if grouped else next(iter(works), 0)
+    return evolve(
+        x,
+        sequence_parallel=sp,
+        vpp=x.vpp if x.pp > 1 else 1,
+        microbatch_group=group,
+        distributed_optimizer=x.distributed_optimizer and x.dp * x.cp > 1,
+    )
+
+
+def _change(layout: Layout, other: Layout) -> str:
+    """What distinguishes a layout from another, in words: `With tp 2, dp 4 rather than tp 1, dp 8`."""
+    names = [name for name in (*AXES, "micro_batch") if getattr(layout, name) != getattr(other, name)]
+    new, old = (", ".join(f"{_said(name)} {getattr(x, name)}" for name in names) for x in (other, layout))
+    parts = [f"with {new} rather than {old}"] if names else []
+    if other.again != layout.again:
+        parts.append(f"with recompute {other.again} rather than {layout.again}")
+    if other.group != layout.group and layout.vpp > 1 and other.vpp > 1 and layout.pp == other.pp:
+        parts.append(f"with micro-batches in groups of {other.group} rather than {layout.group}")
+    for name, said in (
+        ("sequence_parallel", "sequence parallelism"),
+        ("distributed_optimizer", "the distributed optimizer"),
+    ):
+        if getattr(other, name) != getattr(layout, name) and (name != "sequence_parallel" or layout.tp == other.tp):
+            parts.append(f"{'with' if getattr(other, name) else 'without'} {said}")
+    text = " and ".join(parts)
+    return text[0].upper() + text[1:]
+
+
+def _said(name: str) -> str:
+    return {"micro_batch": "micro-batch"}.get(name, name)
+
+
+def _factor(n: int) -> int:
+    """The smallest prime factor; 1 of 1."""
+    return next((d for d in range(2, n + 1) if n % d == 0), 1)

@@ -1,0 +1,342 @@
+"""The price of one layout: its stages, its step time by cause, its memory by holder.
+
+Protocol: `price` cuts the graph, replays the schedule and adds what follows it. A `Pricer` keeps what layouts share;
+its `bound` is the cheap lower bound by which a search leaves layouts out, `refined` what it takes to its cut.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+from attrs import define, evolve, field, frozen
+from numpy.typing import NDArray
+
+from megaloom.dsl.facts import costs
+from megaloom.dsl.graph import Graph
+from megaloom.planner.anatomy import Anatomy, anatomy
+from megaloom.planner.cluster import Cluster
+from megaloom.planner.columns import Layouts, Rows
+from megaloom.planner.cost import bubbles, chunks, timeline, traffic
+from megaloom.planner.cost.book import Book
+from megaloom.planner.cost.fit import HEADROOM, Bounds, Fit, Placed, capacity, stages_of
+from megaloom.planner.cost.intervals import interval, kind
+from megaloom.planner.cost.memory import Peak
+from megaloom.planner.cost.practice import OWN, PRACTICES, Practice
+from megaloom.planner.cost.sheet import AHEAD, BACK, STEP, Base, Col, Sheet, sheet
+from megaloom.planner.cost.tail import Cover, Tail, tail, tied
+from megaloom.planner.cost.timeline import Timeline, sending
+from megaloom.planner.layout import Layout, Runtime, Workload
+from megaloom.planner.legal.limits import wrong
+from megaloom.planner.legal.needs import needs
+from megaloom.planner.legal.rule import Violation
+from megaloom.planner.legal.rules import violations
+from megaloom.planner.plan import Prediction, Stage
+
+from .floors import Floors, where
+from .space import groups
+
+ALIKE = 1.001  # times as long as the slowest stage may take, if that makes stages of whole blocks
+# Of the most even cut's step, at the least, what chunks that are cut anew take: on average they gain 1.6 % (`shifts`).
+GAIN = 0.97
+CAUSES = {  # of the time that a pipeline rank computes for, and the columns that they are in
+    "forward": [Col.FORWARD],
+    "backward": [Col.BACKWARD],
+    "recompute": [Col.AGAIN],
+    "tensor-parallel communication": [Col.TP_FORWARD, Col.TP_BACKWARD],
+    "context-parallel communication": [Col.CP_FORWARD, Col.CP_BACKWARD],
+    "expert-parallel communication": [Col.EP_FORWARD, Col.EP_BACKWARD],
+}
+
+
+@frozen(eq=False, slots=False)
+class Priced:
+    """A layout with its cut and what is predicted of it."""
+
+    placed: Placed
+    stages: tuple[Stage, ...]
+    prediction: Prediction
+    hops: tuple[float, ...]  # seconds of what passes from each stage to the next, either way
+    tails: tuple[Tail, ...]  # of each pipeline rank, what follows its last micro-batch
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What each pipeline rank does when."""
+        x, m = self.layout, self.placed.fit.microbatches
+        forward, backward = ([getattr(s, way) for s in self.stages] for way in ("forward_seconds", "backward_seconds"))
+        return timeline.replay(forward, backward, self.hops, x.pp, m, x.microbatch_group)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that is priced."""
+        return self.placed.layout
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.prediction.step_seconds
+
+
+@frozen(eq=False)
+class Cut:
+    """A layout with its cut, and what its step takes at the least."""
+
+    placed: Placed
+    seconds: float
+
+
+def price(
+    graph: Graph, layout: Layout, cluster: Cluster, workload: Workload, runtime: Runtime = Runtime.MEGALOOM
+) -> Priced:
+    """What this legal layout takes, whether or not it fits the memory."""
+    return Pricer(graph, cluster, workload, PRACTICES[runtime]).price(layout)
+
+
+@define(eq=False, slots=False)
+class Pricer:
+    """Prices layouts of one graph on one cluster; what they share is computed once."""
+
+    graph: Graph
+    cluster: Cluster
+    workload: Workload
+    practice: Practice = OWN
+    headroom: float = HEADROOM
+    anatomy: Anatomy = field(init=False)
+    book: Book = field(init=False)
+    model_flops: int = field(init=False)  # of a step: no recompute, causal attention counted half
+    kind: str = field(init=False)  # of runs that show how far off a prediction may be
+    _bases: dict[tuple[object, ...], Base] = field(factory=dict, init=False)
+    _sheets: dict[tuple[object, ...], Sheet] = field(factory=dict, init=False)
+    _cuts: dict[tuple[object, ...], Bounds] = field(factory=dict, init=False)
+    _fits: dict[Layout, bool] = field(factory=dict, init=False)
+    _layers: dict[Layout, int] = field(factory=dict, init=False)  # of each, blocks a stage that are too few
+
+    def __attrs_post_init__(self) -> None:
+        self.anatomy = anatomy(self.graph)
+        self.book = Book(self.anatomy, self.workload, self.cluster, self.practice)
+        batch, seq = self.workload.batch, self.workload.seq
+        work = [w for n in self.graph.nodes for w in costs(n, batch=batch, seq=seq).work]
+        self.model_flops = sum(w.flops + w.dgrad + w.wgrad for w in work)
+        self.kind = kind(any(w.kind == "route" for w in work), self.workload.precision, self.cluster.device)
+
+    @property
+    def own(self) -> bool:
+        """Whether plans are for megaloom's own runtime, which mends what megatron-core computes wrongly."""
+        return self.practice is OWN
+
+    def broken(self, layout: Layout) -> tuple[Violation, ...]:
+        """The rules that a layout breaks; of other runtimes those too that megatron-core computes wrongly."""
+        found = violations(layout, self.graph, self.workload, self.cluster)
+        return found if self.own else found + wrong(layout, self.graph, self.workload, self.cluster)
+
+    def sheet(self, layout: Layout) -> Sheet:
+        """The costs of every node under a layout."""
+        place = where(layout)
+        key = (*place, layout.again)
+        if key not in self._sheets:
+            if place not in self._bases:
+                self._bases[place] = self.book.base(layout)
+            self._sheets[key] = sheet(self._bases[place], self.anatomy, layout, self.workload)
+        return self._sheets[key]
+
+    def price(self, layout: Layout) -> Priced:
+        """The stages, the step time and the memory of a legal layout: cut to fit the memory if that can be."""
+        return self.priced(self.place(layout))
+
+    def place(self, layout: Layout) -> Placed:
+        """The stages of a legal layout: the most even of those that fit the memory, or of all when none do."""
+        return self._best(self._even(layout))
+
+    def refined(self, layout: Layout) -> Iterator[float | Cut]:
+        """Lower bounds of the seconds of a step of a legal layout, each dearer than the one before, then its cut.
+
+        Ends without one if no cut fits the memory. Where chunks are cut anew and not all ways are looked at, the cut is
+        taken to gain no more than GAIN leaves.
+        """
+        if not self.hopeful(layout):
+            return
+        even = self._even(layout)
+        if layout.vpp > 1 and self._many[layout.pp * layout.vpp]:
+            yield GAIN * self._least(even)
+        if not even.fits:
+            yield even.fit.microbatches * max(even.seconds)  # no cut has a quicker slowest stage
+        placed = self._best(even)
+        if not placed.fits:
+            return
+        yield Cut(placed, self._least(placed))
+
+    @cached_property
+    def _many(self) -> NDArray[np.bool_]:
+        """For each number of stages, whether there are more ways to cut than may all be looked at."""
+        return chunks.many(len(self.anatomy.places) - 1)
+
+    def hopeful(self, layout: Layout) -> bool:
+        """Whether this layout may fit the memory: whether the leanest that differs little from it does.
+
+        That has the optimizer's state divided and the smallest group; of more blocks computed again nothing is more.
+        """
+        x = layout
+        lean = evolve(x, distributed_optimizer=x.dp * x.cp > 1, microbatch_group=x.microbatch_group and self._group(x))
+        if not lean.recompute_layers:
+            return self._may_fit(lean)
+        key = evolve(lean, recompute_layers=0)
+        if key not in self._layers:
+            most = -(-needs(self.graph).blocks // (x.pp * x.vpp))
+            self._layers[key] = bisect_left(
+                range(1, most), True, key=lambda n: self._may_fit(evolve(lean, recompute_layers=n))
+            )
+        return lean.recompute_layers > self._layers[key]
+
+    def _group(self, x: Layout) -> int:
+        """The smallest group of micro-batches that a search looks at."""
+        return groups(x.pp, x.microbatches(self.workload.batch))[0]
+
+    def _may_fit(self, layout: Layout) -> bool:
+        if layout not in self._fits:
+            even = self._even(layout)
+            self._fits[layout] = even.hopeful
+        return self._fits[layout]
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a device that a plan may fill."""
+        return capacity(self.cluster, self.headroom)
+
+    def _even(self, layout: Layout) -> Placed:
+        return self._cut(Fit(layout, self.sheet(layout), self.workload, self.cluster, self.practice, self.headroom))
+
+    def _cut(self, fit: Fit) -> Placed:
+        """The most even cut, which layouts of the same sheet share."""
+        x = fit.layout
+        key = (*where(x), x.again, x.pp * x.vpp, fit.whole)
+        if key not in self._cuts:
+            self._cuts[key] = fit.even()
+        return Placed(fit, self._cuts[key])
+
+    def _best(self, even: Placed) -> Placed:
+        """The cut that is priced: of whole blocks, if one that fits is hardly slower than the most even one of all."""
+        whole = evolve(even.fit, whole=True)
+        if len(even.bounds) <= len(whole.places):
+            blocks = self._cut(whole)
+            if max(blocks.seconds) <= ALIKE * max(even.seconds) and blocks.fits:
+                return blocks.roomy()
+        return even.roomy()
+
+    def _least(self, placed: Placed) -> float:
+        """Seconds of a step of a layout whose stages have a place, at the least: `priced` without a replay.
+
+        Of what follows the last micro-batch it looks at two ranks: the last to be done, and the one with most weights.
+        """
+        fit, (forward, backward, hops) = placed.fit, self._times(placed)
+        ends = bubbles.ends(forward, backward, hops, fit.layout.pp, fit.microbatches, fit.layout.microbatch_group)
+        ranks = sorted({int(ends.argmax()), int(self._params(placed).sum(axis=0).argmax())})
+        tails = self._tails(placed, forward, backward, ranks)
+        return _end([float(ends[r]) for r in ranks], tails)
+
+    def _times(self, placed: Placed) -> tuple[list[float], list[float], list[float]]:
+        """Seconds of a micro-batch by stage: forward, backward, and of what passes to the next."""
+        fit, sums, pp = placed.fit, placed.sums, placed.layout.pp
+        hops = [traffic.hop(fit.sheet.boundary, s, fit.layout, self.cluster) for s in range(pp)] * (len(sums) // pp)
+        return sums[:, AHEAD].sum(axis=1).tolist(), sums[:, BACK].sum(axis=1).tolist(), hops[:-1]
+
+    def _params(self, placed: Placed) -> Rows:
+        """The elements of each rank's weights: [dense and experts', ranks]."""
+        sums, x = placed.sums[:, [Col.PARAMS, Col.EXPERT_PARAMS]].copy(), placed.layout
+        sums[:, 0] -= placed.fit.spare(placed.bounds)
+        params: Rows = sums.reshape(x.vpp, x.pp, 2).sum(axis=0).T
+        return params
+
+    def _tails(
+        self, placed: Placed, forward: Sequence[float], backward: Sequence[float], ranks: Sequence[int]
+    ) -> list[Tail]:
+        """What these ranks do after their last micro-batch."""
+        x, params = placed.layout, self._params(placed)
+        turns = (min(x.group, placed.fit.microbatches) * (x.vpp - 1) + 1) / x.vpp  # of chunks, while others are done
+        ties = [
+            ({stage % x.pp for stage in stages_of(nodes, placed.bounds)}, elements)
+            for (_, nodes), elements in zip(self.anatomy.shared, placed.fit.sheet.shared, strict=True)
+        ]
+        out = []
+        for r in ranks:
+            cover = Cover(turns * sum(backward[r :: x.pp]), turns * sum(forward[r :: x.pp]))
+            mine = sum(tied(n, users, x, self.cluster, self.practice) for users, n in ties if r in users)
+            dense, experts = params[:, r].tolist()
+            out.append(tail(dense, experts, mine, x, self.workload.precision, self.cluster, self.practice, cover))
+        return out
+
+    def priced(self, placed: Placed) -> Priced:
+        """The step time of a layout whose stages have a place."""
+        fit, bounds, sums, parts = placed.fit, placed.bounds, placed.sums, placed.parts
+        layout, m = fit.layout, fit.microbatches
+        forward, backward, hops = self._times(placed)
+        ends = timeline.finish(forward, backward, hops, layout.pp, m, layout.microbatch_group)
+        stages = tuple(
+            Stage(
+                rank=i % layout.pp,
+                chunk=i // layout.pp,
+                start=bounds[i],
+                stop=bounds[i + 1],
+                forward_seconds=forward[i],
+                backward_seconds=backward[i],
+                params=part.params + part.expert_params,
+            )
+            for i, part in enumerate(parts)
+        )
+        tails = self._tails(placed, forward, backward, range(layout.pp))
+        prediction = self._predict(layout, m * sums, ends, sending(hops, layout.pp, m), tails, placed.fullest)
+        return Priced(placed, stages, prediction, tuple(hops), tuple(tails))
+
+    def _predict(
+        self,
+        layout: Layout,
+        sums: Rows,
+        ends: tuple[float, ...],
+        sent: tuple[float, ...],
+        tails: list[Tail],
+        peaks: tuple[Peak, ...],
+    ) -> Prediction:
+        """The breakdown is that of the rank that waits the least."""
+        ranks = range(layout.pp)
+        busy = [float(sums[r :: layout.pp][:, STEP].sum()) for r in ranks]
+        end = _end(ends, tails)
+        own = [busy[r] + sent[r] + tails[r].total for r in ranks]
+        busiest = max(ranks, key=own.__getitem__)
+        mine, after = sums[busiest :: layout.pp].sum(axis=0), tails[busiest]
+        parts = {cause: float(mine[columns].sum()) for cause, columns in CAUSES.items()} | {
+            "pipeline communication": sent[busiest],
+            "pipeline bubble": max(0.0, end - own[busiest]) if layout.pp > 1 else 0.0,
+            "gradient communication": after.reduction + after.gathering,
+            "tied-weight communication": after.tied,
+            "optimizer": after.optimizer,
+        }
+        breakdown = {cause: seconds for cause, seconds in parts.items() if seconds}
+        step = sum(breakdown.values())
+        flops = self.model_flops / step / layout.world
+        return Prediction(
+            step_seconds=step,
+            within=interval(step, self.kind),
+            tokens_per_second_per_device=self.workload.tokens / step / layout.world,
+            flops_per_second_per_device=flops,
+            mfu=flops / self.cluster.device.flops[self.workload.precision],
+            bubble=max(0.0, 1 - sum(own) / (layout.pp * step)) if layout.pp > 1 else 0.0,
+            breakdown=breakdown,
+            nbytes=tuple(peak.held for peak in peaks),
+            moments=tuple(peak.moment for peak in peaks),
+        )
+
+    def bound(self, layout: Layout) -> tuple[float, float]:
+        """(seconds of a step, bytes of the fullest rank): no way to cut the graph into these stages takes less."""
+        one = Layouts.of([layout])
+        seconds, nbytes = Floors(one, self.book).bound(one, np.zeros(1, dtype=np.int64))
+        return float(seconds[0]), float(nbytes[0])
+
+
+def _end(ends: Sequence[float], tails: Sequence[Tail]) -> float:
+    """When a step ends, by when each rank's micro-batches do.
+
+    Every rank waits until all have reduced, for the gradient's norm; the step ends with the last of them.
+    """
+    reduced = max(end + tail.reduction + tail.tied for end, tail in zip(ends, tails, strict=True))
+    return reduced + max(tail.optimizer + tail.gathering for tail in tails)

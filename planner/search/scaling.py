@@ -1,0 +1,120 @@
+"""How a model scales: the best layout on each of a row of clusters, and in less and less memory.
+
+Protocol: `clusters` reads `8..4096xH100`, a `Point` is the best layout on one of them, `table` shows them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from attrs import frozen
+from rich.table import Table
+from rich.text import Text
+
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import Graph
+from megaloom.planner.cluster import Cluster, GiB, cluster, is_row
+from megaloom.planner.cost.practice import PRACTICES
+from megaloom.planner.layout import Runtime, Workload
+
+from .field import Field
+from .goodput import MANY, goodput
+from .price import Priced, Pricer
+from .search import search, simplest_first
+from .space import Fixed
+
+LESS = 0.8  # times the memory of a layout, that of the next leaner one at the most
+BAR = 24  # characters of the quickest row's bar
+
+
+@frozen
+class Point:
+    """A cluster, and the best layout there: None if none is legal and fits."""
+
+    cluster: Cluster
+    best: Priced | None
+
+
+def clusters(text: str) -> tuple[Cluster, ...]:
+    """The clusters that `8..4096xH100` names, each twice the one before, or the one that `64xH100` does."""
+    if not is_row(text):
+        return (cluster(text),)
+    found = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*(.*)", text, re.DOTALL)
+    if not found:
+        raise UserError(f"{text!r} is no row of clusters\nsay it as 8..4096xH100")
+    low, high = int(found[1]), int(found[2])
+    if not 1 <= low <= high:
+        raise UserError(f"{text!r} goes from {low} to {high} devices\nsay the smaller number first: 8..4096xH100")
+    counts, kind = [], found[3] or "xH100"
+    while low <= high:
+        counts.append(low)
+        low *= 2
+    return tuple(cluster(f"{count}{kind}") for count in counts)
+
+
+def points(
+    graph: Graph,
+    row: Iterable[Cluster],
+    work: Callable[[Cluster], Workload],
+    fixed: Fixed,
+    headroom: float,
+    runtime: Runtime = Runtime.MEGALOOM,
+    *,
+    pareto: bool = False,
+) -> Iterator[Point]:
+    """The best layout on each cluster. pareto: also those that take less memory, each by `LESS` than the one before."""
+    for machine in row:
+        free, best = headroom, None
+        while (priced := _best(Pricer(graph, machine, work(machine), PRACTICES[runtime], free), fixed)) is not None:
+            best = priced
+            yield Point(machine, best)
+            free = 1 - LESS * max(best.placed.peaks) / machine.device.nbytes
+            if not pareto or free >= 1:
+                break
+        if best is None:
+            yield Point(machine, None)
+
+
+def _best(pricer: Pricer, fixed: Fixed) -> Priced | None:
+    among = Field(pricer, fixed)
+    found = search(among) if len(among.at) else []
+    return simplest_first(found)[0] if found else None
+
+
+def table(found: Sequence[Point], params: int) -> Table:
+    """A line for each cluster; the bars are tokens a second of a device, the longest that of the quickest.
+
+    Where there are many devices, also what of that lasts when they fail, and the steps between checkpoints.
+    """
+    out = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    many = any(p.cluster.count >= MANY for p in found)
+    lasting = ("goodput", "save every") if many else ()
+    for name in ("GPUs", "batch", "s/step", "tok/s", "tok/s/GPU", "MFU", "GiB", *lasting, "", "layout"):
+        out.add_column(Text(name), justify="left" if name in ("", "layout") else "right", overflow="fold")
+    most = max((p.best.prediction.tokens_per_second_per_device for p in found if p.best), default=1.0)
+    for point in found:
+        if point.best is None:
+            dashes = [Text("-")] * (6 + len(lasting))
+            out.add_row(Text(str(point.cluster)), *dashes, Text(""), Text("no layout is legal and fits"))
+            continue
+        said, each = point.best.prediction, point.best.prediction.tokens_per_second_per_device
+        cells = (
+            str(point.cluster),
+            str(point.best.placed.fit.workload.batch),
+            f"{said.step_seconds:.3g}",
+            f"{each * point.cluster.count:,.0f}",
+            f"{each:,.0f}",
+            f"{said.mfu:.1%}",
+            f"{max(point.best.placed.peaks) / GiB:.1f}",
+            *(_lasting(point.cluster, point.best, params) if many else ()),
+            "#" * round(BAR * each / most),
+            str(point.best.layout),
+        )
+        out.add_row(*(Text(cell) for cell in cells))
+    return out
+
+
+def _lasting(machine: Cluster, best: Priced, params: int) -> tuple[str, str]:
+    found = goodput(params, best.placed.fit.workload.precision, machine, best.seconds)
+    return ("100%", "-") if found is None else (f"{found.share:.1%}", f"{found.every_steps:,} steps")

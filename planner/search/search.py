@@ -1,0 +1,298 @@
+"""The best layout of a model over a cluster: the legal ones, their lower bounds, the price of those that can win.
+
+Protocol: `plan` is the whole of it, `price` the price of one layout. Layouts are priced from the least lower bound on,
+until no other can be among the best: the result is exact, as far as the price is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+from itertools import islice
+from time import perf_counter
+
+import numpy as np
+from attrs import define, field, frozen
+
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import Model, fingerprint, graph
+from megaloom.planner.cluster import Cluster
+from megaloom.planner.columns import Column, Layouts, Rows
+from megaloom.planner.cost.fit import HEADROOM
+from megaloom.planner.cost.practice import PRACTICES
+from megaloom.planner.layout import Layout, Recompute, Runtime, Workload
+from megaloom.planner.legal.limits import caveats
+from megaloom.planner.legal.rules import senseless
+from megaloom.planner.plan import VERSION, Plan
+
+from .field import Field
+from .misses import checked, nothing_fits, nothing_legal
+from .neighbours import judged
+from .price import Cut, Priced, Pricer, price
+from .reasons import Rejected, why, why_not
+from .space import Fixed
+
+__all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
+
+KEEP = 100  # plans of a search: layouts that are replayed, the best of all
+SURE = 10  # of them, the best included, than which no other layout is quicker
+AT_ONCE = 32  # places whose layouts are looked at together
+ROUNDING = 1 - 1e-10  # bounds and prices add up the same seconds in different orders
+SAME = 1.001  # a step that is this little longer is as good, and the simpler layout wins
+PLAIN = {"cp": 1, "etp": 1, "micro_batch": 1}  # of the layouts among which a first one is sought
+TRIES = 64  # of them
+OFTEN = 0.1  # seconds between two signs of progress
+
+
+@frozen
+class Found:
+    """What a search found: the best plan, the next best, the nearest that cannot be had, and how long it took."""
+
+    best: Plan
+    others: tuple[Plan, ...]
+    rejected: tuple[Rejected, ...]
+    seconds: float
+    unproven: float | None = None  # of an interrupted search: the share of its step that the best may be slower by
+
+
+@frozen
+class Progress:
+    """How far a search is: the best layout so far, its seconds a step, and those that no layout takes less than."""
+
+    layout: Layout
+    seconds: float
+    least: float
+
+    @property
+    def unproven(self) -> float:
+        """The share of its step that the best may be slower by than what is not yet looked at."""
+        return max(0.0, 1 - self.least / self.seconds)
+
+
+Tell = Callable[[Progress], None]
+
+
+def plan(
+    model: Model,
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    ref: str,
+    fixed: Fixed | None = None,
+    headroom: float = HEADROOM,
+    runtime: Runtime = Runtime.MEGALOOM,
+    tell: Tell | None = None,
+    settle: bool = False,
+) -> Found:
+    """The quickest layout that is legal and fits the memory; `ref` says where the model is found again.
+
+    headroom: the share of each device's memory that is left free. runtime: what runs the plan. tell: is given the
+    progress, first when a first layout is found that fits. settle: when interrupted, take the best so far, if there is
+    one.
+    Raises UserError if what is fixed breaks a rule, or if nothing fits: then with the nearest miss.
+    """
+    began = perf_counter()
+    chosen = checked(fixed or {})
+    for wrong in senseless(Layout(**chosen), graph(model), workload, cluster):
+        raise UserError(str(wrong))
+    pricer = Pricer(graph(model), cluster, workload, PRACTICES[runtime], headroom)
+    hunt, among, unproven = Hunt(tell), None, None
+    try:
+        hunt.dive(Field(pricer, {**PLAIN, **chosen}))
+        among = Field(pricer, chosen)
+        if not among.count:
+            raise UserError(nothing_legal(pricer, chosen))
+        found = hunt.search(among, SURE, KEEP)
+    except KeyboardInterrupt:
+        if not settle or hunt.progress is None:
+            raise
+        among, found, unproven = among or Field(pricer, chosen), hunt.sorted(KEEP), hunt.progress.unproven
+    if not found:
+        raise UserError(nothing_fits(pricer, among))
+    best, *others = simplest_first(found)
+    rivals, rejected = judged(best.layout, pricer, chosen)
+    identity = fingerprint(model)
+
+    def said(layout: Layout) -> tuple[str, ...]:
+        return tuple(caveats(layout, graph(model), workload, cluster)) if runtime is Runtime.MEGALOOM else ()
+
+    def made(priced: Priced, reasons: tuple[str, ...]) -> Plan:
+        return Plan(
+            version=VERSION,
+            model=ref,
+            fingerprint=identity,
+            cluster=cluster,
+            workload=workload,
+            layout=priced.layout,
+            stages=priced.stages,
+            predicted=priced.prediction,
+            reasons=(*reasons, *said(priced.layout)),
+            runtime=runtime,
+        )
+
+    return Found(
+        best=made(best, why(best, others, rivals, among.count, cluster)),
+        others=tuple(made(other, why_not(other, best)) for other in others),
+        rejected=rejected,
+        seconds=perf_counter() - began,
+        unproven=unproven,
+    )
+
+
+def search(among: Field, sure: int = SURE, keep: int = SURE) -> list[Priced]:
+    """The quickest of these layouts that fit the memory, quickest first: see `Hunt.search`."""
+    return Hunt().search(among, sure, keep)
+
+
+@define(eq=False)
+class Hunt:
+    """A search under way: what it has priced so far, and what it can say of the rest."""
+
+    tell: Tell | None = None
+    best: Priced | None = None
+    least: float = 0.0  # seconds that nothing takes less than, of what is still looked for
+    _priced: dict[Layout, Priced] = field(factory=dict)
+    _told: float = 0.0  # when
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far it is, once something is found."""
+        return Progress(self.best.layout, self.best.seconds, self.least) if self.best else None
+
+    def dive(self, among: Field) -> None:
+        """Price a first layout that fits, sooner than it takes to know all that there is."""
+        if not len(among.at):
+            return
+        queue = _Queue(among)
+        for _ in range(TRIES):
+            if (top := queue.pop()) is None:
+                return
+            for step in top[1] if isinstance(top[1], Iterator) else ():
+                if isinstance(step, Cut):
+                    self._note(among.pricer.priced(step.placed))
+                    return
+
+    def search(self, among: Field, sure: int, keep: int) -> list[Priced]:
+        """The `sure` quickest of these layouts that fit the memory, quickest first, and others of all `keep` priced.
+
+        Best first: of all layouts the one whose bound is the least is looked at more closely, so that what is dear to
+        know (cuts, replays) is asked only of those that nothing cheaper rules out. The others are the most promising
+        of those that were looked at closely meanwhile.
+        """
+        queue, found = _Queue(among), list[Priced]()
+        while len(found) < sure and self._advance(queue, found):
+            pass
+        proven, more = tuple(found), max(0, keep - len(self._priced))
+        cuts = filter(None, (what if isinstance(what, Cut) else _last(what) for what in queue.begun()))
+        for cut in islice(cuts, more):
+            queue.push(cut.seconds, self._note(among.pricer.priced(cut.placed)))
+        while len(self._priced) < keep and self._advance(queue, found):
+            pass
+        rest = [priced for priced in self.sorted(len(self._priced)) if priced not in proven]
+        return [*proven, *rest][: max(sure, keep)]
+
+    def _advance(self, queue: _Queue, found: list[Priced]) -> bool:
+        """Look at what takes the least more closely, or at last find it, if there is anything left."""
+        if (top := queue.pop()) is None:
+            return False
+        seconds, what = top
+        self.least = found[0].seconds if found else seconds
+        self._say(OFTEN)
+        if isinstance(what, Priced):
+            found.append(what)
+        elif isinstance(what, Cut):
+            priced = self._note(queue.among.pricer.priced(what.placed))
+            queue.push(priced.seconds, priced)
+        elif (step := next(what, None)) is not None:
+            least = step.seconds if isinstance(step, Cut) else step
+            queue.push(max(seconds, ROUNDING * least), step if isinstance(step, Cut) else what)
+        return True
+
+    def sorted(self, keep: int) -> list[Priced]:
+        """The quickest of what was priced."""
+        return sorted(self._priced.values(), key=lambda priced: priced.seconds)[:keep]
+
+    def _note(self, priced: Priced) -> Priced:
+        self._priced[priced.layout] = priced
+        if self.best is None or priced.seconds < self.best.seconds:
+            self.best = priced
+            self._say(0.0)
+        return priced
+
+    def _say(self, after: float) -> None:
+        """Tell of the progress, if the last time is so many seconds ago."""
+        if self.tell and self.progress and (now := perf_counter()) - self._told >= after:
+            self._told = now
+            self.tell(self.progress)
+
+
+Refining = Iterator[float | Cut]
+Entry = Priced | Cut | Refining | tuple[Layouts, int]
+
+
+@define(eq=False)
+class _Queue:
+    """What is still to be looked at, the least bound first: layouts, and places whose layouts are not yet there."""
+
+    among: Field
+    heap: list[tuple[float, int, Entry]] = field(factory=list)
+    count: int = 0
+    order: Column = field(init=False)  # of the places that may have room, the quickest first
+    bounds: Rows = field(init=False)
+    done: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        seconds, nbytes = self.among.floors.ideal()
+        self.order = np.flatnonzero(nbytes <= self.among.pricer.capacity)
+        self.order = self.order[np.argsort(seconds[self.order], kind="stable")]
+        self.bounds = seconds[self.order]
+
+    def push(self, seconds: float, what: Entry) -> None:
+        """Look at this again when nothing takes less."""
+        self.count += 1
+        heappush(self.heap, (seconds, self.count, what))
+
+    def begun(self) -> list[Cut | Refining]:
+        """Those that were looked at closely and have no price, which are taken out: the most promising first."""
+        found = [what for _, _, what in sorted(self.heap) if isinstance(what, Cut | Iterator)]
+        self.heap = [entry for entry in self.heap if not isinstance(entry[2], Cut | Iterator)]
+        heapify(self.heap)
+        return found
+
+    def pop(self) -> tuple[float, Priced | Cut | Refining] | None:
+        """What takes the least, if there is anything left."""
+        while self.done < len(self.order) and (not self.heap or self.bounds[self.done] <= self.heap[0][0]):
+            self._open(self.order[self.done : self.done + AT_ONCE])
+            self.done += AT_ONCE
+        if not self.heap:
+            return None
+        seconds, _, what = heappop(self.heap)
+        if isinstance(what, tuple):
+            layouts, i = what
+            what = self.among.pricer.refined(layouts[i])
+        return seconds, what
+
+    def _open(self, which: Column) -> None:
+        found = self.among.variants(which)
+        for i in np.flatnonzero(found.nbytes <= self.among.pricer.capacity).tolist():
+            self.push(float(found.seconds[i]), (found.layouts, i))
+
+
+def _last(steps: Refining) -> Cut | None:
+    """The cut that these lead to, if one fits."""
+    return next((step for step in steps if isinstance(step, Cut)), None)
+
+
+def simplest_first(found: list[Priced]) -> list[Priced]:
+    """The same layouts, the simplest of those that are as quick as the quickest in front."""
+    best = min((p for p in found if p.seconds <= SAME * found[0].seconds), key=lambda p: complexity(p.layout))
+    return [best, *(p for p in found if p is not best)]
+
+
+def complexity(x: Layout) -> tuple[int, ...]:
+    """How much there is to understand: axes in use, what is computed again, degrees, switches."""
+    inner = (x.pp, x.tp, x.cp, x.ep, x.etp, x.vpp)
+    again = list(Recompute).index(x.recompute)
+    switches = x.sequence_parallel + x.distributed_optimizer
+    beside = len(x.modules), x.microbatch_group, x.recompute_layers, switches, x.micro_batch
+    return sum(n > 1 for n in inner), again, sum(inner), *beside

@@ -1,0 +1,68 @@
+"""How the framework of a published run ran it then."""
+
+from __future__ import annotations
+
+import re
+
+from attrs import evolve
+
+from megaloom.planner.cost.practice import (
+    DEEPSPEED_BF16,
+    DEEPSPEED_FP16,
+    DISPATCH_GRAPHED,
+    MEGATRON,
+    MEGATRON_2021,
+    NANOTRON,
+    NEMO,
+    PLAIN,
+    Practice,
+    Way,
+)
+
+from .run import Row
+
+
+def practice(row: Row, note: str) -> Practice:
+    """How that framework ran it then."""
+    framework, when = str(row.get("framework")), str(row.get("framework_version") or "")
+    old = "zero bubble" in framework or (framework == "Megatron-LM" and re.search("202[0-2]", when))
+    if "DeepSpeed" in framework:
+        return DEEPSPEED_BF16 if row.get("precision_class") == "bf16" else DEEPSPEED_FP16
+    if old or row.get("gpu") == "V100-32GB":
+        return MEGATRON_2021
+    if "nanotron" in framework:
+        return NANOTRON
+    found = PLAIN if "no TP/P2P/grad overlap" in note else MEGATRON
+    if "Bridge" in framework:
+        found = evolve(found, gradient_nbytes=2)
+    if "TE fused cross-entropy" in note:  # it works in the logits themselves (triton/cross_entropy.py)
+        found = evolve(found, loss_copies=0)
+    if re.search(GRAPHS, note) and not re.search(r"cuda_graph_impl=none|no CUDA graph", note):
+        found = evolve(found, graphed=True, dispatch_seconds=DISPATCH_GRAPHED)
+        if "full" in note:
+            found = evolve(found, dispatch_seconds=0.0, expert_seconds=0.0)
+    if re.search(r"a2a_overlap=True|(?<!no )a2a overlap|EP overlap on|_full_iteration_", note):
+        found = evolve(found, hidden_experts=HIDDEN_EXPERTS)
+    if re.search(r"(?i)deepep|hybridep|_full_iteration_", note) or ("Bridge" in framework and not note):
+        found = evolve(found, once=True)
+    if "a2a (Ulysses)" in note:
+        found = evolve(found, context=Way.ALL_TO_ALL)
+    if tuned(row) and "Bridge" not in framework:
+        found = evolve(found, passes=NEMO)
+    return evolve(found, hidden_tensor=HIDDEN_TENSOR) if tuned(row) or "Bridge" in framework else found
+
+
+def tuned(row: Row) -> bool:
+    """Whether NVIDIA's engineers set every switch: NeMo's recipes, and Megatron-LM's own benchmarks on H100.
+
+    The latter hide the exchanges of tensor parallelism, of gradients and of pipelines (README of Megatron-LM, 2024).
+    """
+    framework = str(row.get("framework"))
+    return framework.startswith("NeMo") or (framework == "Megatron-LM" and row.get("gpu") == "H100")
+
+
+# What says that kernels are launched as CUDA graphs, of parts of a layer or of the whole step.
+GRAPHS = r"cuda_graph_impl=|CUDA graph|TE graph|full.iteration"
+# Of tensor-parallel collectives, what Transformer Engine's overlap with products leaves unseen, and of the experts'
+# all-to-all, what the overlap with another micro-batch does.
+HIDDEN_TENSOR, HIDDEN_EXPERTS = 0.8, 0.5

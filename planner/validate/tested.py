@@ -1,0 +1,148 @@
+"""Rows of the table of Megatron-LM's functional tests: the peak memory of what was trained for a few steps.
+
+A row has the layout and the hidden sizes. What all tests have alike, or say by their names, is in the configurations in
+NVIDIA/Megatron-LM, tests/functional_tests/test_cases/*/*/model_config.yaml: it is written here once.
+"""
+
+from __future__ import annotations
+
+import re
+
+from attrs import evolve
+
+from megaloom.planner.cluster import cluster
+from megaloom.planner.cost.memory import state
+from megaloom.planner.cost.practice import MEGATRON, Practice
+from megaloom.planner.layout import Layout, Precision, Workload
+
+from .decoder import Decoder
+from .run import Row, Run, UnfitError, recompute, whole
+
+GPUS, FEWER = 8, 4  # of a node; those of GB200 have 4, on which the tests named 1node are
+TUNED = 5  # --microbatch-group-size-per-virtual-pipeline-stage, of the tests whose name ends in tunable_overlap
+# Of tokenizers, GPT-2's and BERT's, padded to a multiple of 128 on each rank. A BERT holds what a decoder of its sizes
+# does, beside small heads.
+VOCAB = {"gpt": 50257, "moe": 50257, "bert": 30522}
+LARGE_VOCAB = 131072  # of the tests of 7 billion parameters, with 8 groups of keys and values
+LIBRARY = 2**25  # CUBLAS_WORKSPACE_CONFIG=:4096:8, which makes cuBLAS deterministic on every GPU
+# Of each element, those of the loss that is compiled as one (fusions/fused_cross_entropy.py): the logits in fp32, and
+# their exponentials.
+COMPILED_LOSS = 4 + 4
+# Layers and width of the tests that have experts as wide as a dense layer, of which a token goes to one, or two (top2).
+SMALL = ("12", "512")
+UNSAID = {  # what a row does not say, by a part of the test's name
+    "mla": "the sizes of its latent attention are not said",
+    "zp_z3": "weights are sharded (FSDP)",
+    "grpo": "it is reinforcement learning",
+    "distill": "a teacher is beside the model",
+    "uneven": "its stages are not said",
+    "account_for": "its stages are not said",
+    "offloading": "activations are offloaded",
+    "muon": "its optimizer is not Adam",
+    "a2a_ovlp": "how many experts a token goes to is not said",
+    "defer_embedding": "the gradients of its logits wait for the end of the step",
+}
+
+
+def functional(row: Row) -> Run:
+    """A row of the table."""
+    test, hardware = str(row["test"]), str(row["hw"])
+    if row["suite"] not in VOCAB:
+        raise UnfitError(f"tests of {row['suite']} are not described well enough")
+    if row.get("experts") and not (test.startswith("gpt3_mcore") and (row["layers"], row["hidden"]) == SMALL):
+        raise UnfitError("the width of its experts is not said")
+    if reason := next((said for part, said in UNSAID.items() if part in test), ""):
+        raise UnfitError(reason)
+    layout = _layout(row, FEWER if test.endswith("1node") and "gb200" in hardware else GPUS)
+    gpu = next((name for name in ("H100", "GB200") if name.lower() in hardware), "A100")  # the first tests had no other
+    machine = cluster(f"{layout.world}x{gpu}")
+    if deterministic := "nondeterministic" not in test:
+        machine = evolve(machine, device=evolve(machine.device, library_nbytes=LIBRARY))
+    half = row.get("bf16") != "true"  # all compute in 16 bits
+    precision = Precision.FP16 if half else Precision.BF16
+    return Run(
+        id=str(row["id"]),
+        source="megatron-functional",
+        name=str(row["test"]),
+        gpu=gpu,
+        sparse=bool(row.get("experts")),
+        model=_decoder(row).model(0.1),
+        layout=layout,
+        cluster=machine,
+        workload=Workload(seq=whole(row, "seq"), batch=whole(row, "gbs"), precision=precision),
+        practice=_practice(row, gpu, deterministic, half),
+        step_seconds=None,
+        memory_gib=whole(row, "peak_bytes") / 2**30,
+        last_rank=True,  # the one that logs
+        memory_kind="allocated",
+    )
+
+
+def _decoder(row: Row) -> Decoder:
+    large = str(row["test"]).startswith("gpt3_7b")
+    vocab, hidden, unit = LARGE_VOCAB if large else VOCAB[row["suite"]], whole(row, "hidden"), 128 * whole(row, "tp", 1)
+    return Decoder(
+        layers=whole(row, "layers"),
+        hidden=hidden,
+        heads=whole(row, "heads"),
+        kv_heads=8 if large else None,
+        ffn=4 * hidden,
+        vocab=-(-vocab // unit) * unit,
+        gated=False,
+        learned=True,
+        positions=whole(row, "seq"),
+        experts=whole(row, "experts", 0),
+        top_k=2 if "top2" in str(row["test"]) else 1,
+    )
+
+
+def _layout(row: Row, gpus: int) -> Layout:
+    tp, pp, cp, ep = (whole(row, key, 1) for key in ("tp", "pp", "cp", "ep"))
+    named = re.search(r"_vp(\d+)", str(row["test"]))
+    again, modules = recompute(row.get("recompute"))
+    each = whole(row, "vp", int(named[1]) if named else 0)  # layers of a model chunk
+    return Layout(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep if row.get("experts") else 1,
+        etp=whole(row, "etp", tp) if row.get("experts") else 1,
+        vpp=max(1, whole(row, "layers") // pp // each) if each and pp > 1 else 1,
+        dp=max(1, gpus // (tp * pp * cp)),
+        micro_batch=whole(row, "mbs"),
+        microbatch_group=TUNED if "tunable_overlap" in str(row["test"]) else 0,
+        sequence_parallel=row.get("sp") == "true" and tp > 1,
+        distributed_optimizer=row.get("distopt") == "true",
+        recompute=again,
+        recompute_modules=modules,
+    )
+
+
+def _practice(row: Row, gpu: str, deterministic: bool, half: bool) -> Practice:
+    """How Megatron-LM ran it. In fp16 gradients are summed in 16 bits, and stepped with in 32 (arguments.py).
+
+    What is fused is cuDNN's on Hopper, which alone has a deterministic one with dropout, elsewhere flash-attn's.
+    """
+    test = str(row["test"])
+    flash = _flash(row) or not deterministic
+    found = evolve(MEGATRON, dummies=False, flash=flash, copied=flash and gpu != "H100")
+    if "optimizer_instances" in test:  # two: each of half the copies has all of the state, a share twice as large
+        found = evolve(found, share_nbytes=state(Precision.BF16))
+    if "4experts" in test:  # without --moe-grouped-gemm
+        found = evolve(found, streams=0)
+    if "cross_entropy_loss_fusion" in test:
+        found = evolve(found, loss_copies=COMPILED_LOSS)
+    return evolve(found, gradient_nbytes=2, step_nbytes=4) if half else found
+
+
+def _flash(row: Row) -> bool:
+    """Whether attention is one kernel.
+
+    Of the small tests those that resume have no --attention-backend, the others say that it is unfused; what is
+    deterministic was so before there was that option (on the clusters named dracooci), and without Transformer Engine.
+    Context parallelism has fused attention alone.
+    """
+    test, first = str(row["test"]), "dracooci" in str(row["hw"])
+    said = test.startswith("gpt3_mcore") and "resume" not in test and "loss_fusion" not in test
+    said = said or row["suite"] == "bert"
+    return whole(row, "cp", 1) > 1 or not (said or first or "gpt3_mcore_tp" in test)
