@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .layout import Layout as Layout
     from .layout import Precision as Precision
     from .layout import Recompute as Recompute
+    from .layout import Runtime as Runtime
     from .layout import Workload as Workload
     from .legal.rule import Violation as Violation
     from .legal.rules import violations as violations
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 # What the package exports, and where it is; loaded when first asked for, so that `plan --help` loads none of it.
 EXPORTS = {
     **dict.fromkeys(("Cluster", "Device", "Link", "cluster"), "cluster"),
-    **dict.fromkeys(("Layout", "Precision", "Recompute", "Workload"), "layout"),
+    **dict.fromkeys(("Layout", "Precision", "Recompute", "Runtime", "Workload"), "layout"),
     **dict.fromkeys(("Plan", "PlanError", "load", "save"), "plan"),
-    "Violation": "rule",
-    "violations": "rules",
+    "Violation": "legal.rule",
+    "violations": "legal.rules",
     **dict.fromkeys(("Found", "plan"), "search.search"),
 }
 __all__ = list(EXPORTS)

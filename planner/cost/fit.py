@@ -23,7 +23,7 @@ from .rooms import Rooms
 from .sheet import STEP, Col, Sheet
 from .shifts import SLOWER, evened, joint
 from .spans import Places, Spans, Vector
-from .stages import evenest
+from .stages import evenest, quickest
 
 # What a plan leaves free: the prediction is not exact, and an allocator that is nearly full stalls.
 HEADROOM = 0.05
@@ -81,12 +81,12 @@ class Fit:
             return even if fits else self._bounds(evenest(self.seconds, self.layout.pp, self.rooms.latest))
         return self._bounds(evened(self.seconds, cut, self.rooms) if fits else joint(self.seconds, cut, self.rooms))
 
-    def hopeful(self, even: Bounds) -> bool:
-        """Whether a cut that fits the memory may be found; `even` is the most even one, whatever it holds."""
+    @property
+    def hopeful(self) -> bool:
+        """Whether a cut that fits the memory may be found, if weights that stages share are counted as often."""
         if self.layout.vpp == 1:
             return self.rooms.enough
-        cut = self.cut(even)
-        return not self.rooms.hopeless(self.seconds, SLOWER * float(self.seconds(cut[:-1], cut[1:]).max()))
+        return not self.rooms.hopeless(self.seconds, SLOWER * quickest(self.seconds, self.layout.pp * self.layout.vpp))
 
     def cut(self, bounds: Bounds) -> Places:
         """Bounds as the numbers of their places."""
@@ -131,30 +131,24 @@ class Fit:
     @cached_property
     def rooms(self) -> Rooms:
         """What the ranks of a cut need. A weight that several nodes of a rank share is counted as often."""
-        x, sheet, schedule = self.layout, self.sheet, self._schedule
+        x, sheet = self.layout, self.sheet
         params, experts, saved = (sheet.runs(self.places, [c]) for c in (Col.PARAMS, Col.EXPERT_PARAMS, Col.SAVED))
         static, stepping = self._each
         state, step = (params.times(each[0]).plus(experts, each[1]) for each in (static, stepping))
-        flights = timeline.flights(*schedule).astype(float)
-        losses = np.zeros((x.pp, len(timeline.losses(*schedule)), x.vpp))
-        losses[-1] = list(timeline.losses(*schedule))
-        backward, loss = np.full(flights.shape[:2], sheet.workspace), np.zeros(losses.shape[:2])
-        loss[-1] = sheet.loss
+        flights, backs = timeline.sets(x.pp, x.vpp, self.microbatches, x.microbatch_group)
+        comes = np.zeros(flights.shape[:2])
+        comes[:, :backs], comes[-1, backs:] = sheet.workspace, sheet.loss
         return Rooms(
             state=state,
             stepping=state.plus(step, MORE),
             saved=saved.times(MORE),
-            flights=np.hstack([flights, losses]),
-            comes=MORE * np.hstack([backward, loss]),
+            flights=flights,
+            comes=MORE * comes,
             received=np.where(np.arange(x.pp * x.vpp), MORE * sheet.boundary, 0.0).reshape(x.vpp, x.pp),
             beside=memory.runtime(x, self.cluster) + MORE * self.library,
             room=capacity(self.cluster, self.headroom),
             element=(static[0], static[0] + MORE * stepping[0]),
         )
-
-    @property
-    def _schedule(self) -> tuple[int, int, int, int]:
-        return self.layout.pp, self.layout.vpp, self.microbatches, self.layout.microbatch_group
 
     @property
     def _each(self) -> tuple[list[float], list[float]]:
@@ -218,11 +212,6 @@ class Placed:
     def fits(self) -> bool:
         """Whether every rank has the memory for its stages."""
         return self.excess <= 0
-
-    @property
-    def hopeful(self) -> bool:
-        """Whether this cut, which is the most even one, fits the memory, or one that does may be found."""
-        return self.fits or self.fit.hopeful(self.bounds)
 
     def roomy(self) -> Placed:
         """The same layout cut to fit the memory if that can be, and to be quick; `self` is its most even cut."""

@@ -112,7 +112,17 @@ class Sheet:
         return before(self.more[self.anatomy.kind])
 
     def runs(self, places: Places, columns: Sequence[int]) -> Spans:
-        """The sum of these columns over all nodes between each two places of a cut."""
+        """The sum of these columns over all nodes between each two places of a cut: all places, or all borders."""
+        key = (len(places), *columns)
+        if key not in self._known:
+            self._known[key] = self._runs(places, columns)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, ...], Spans]:
+        return {}
+
+    def _runs(self, places: Places, columns: Sequence[int]) -> Spans:
         sums = np.concatenate([[0.0], np.cumsum(self.rows[:, columns].sum(axis=1)[self.anatomy.kind])])[places]
         if self.more is None:
             return Spans(sums)

@@ -59,6 +59,15 @@ def evenest(atoms: Vector | Spans, count: int, latest: Latest | None = None) -> 
     return _least(runs, ends, float(runs(np.array(bounds[:-1]), np.array(bounds[1:])).max()))
 
 
+def quickest(runs: Spans, count: int) -> float:
+    """The seconds of the slowest of so many runs, when it is as quick as can be: what `evenest` has, sooner."""
+    if runs.more is None:
+        return _slowest(runs, count)
+    bounds = evenest(runs, count)
+    assert bounds is not None, "more runs than atoms"
+    return float(runs(np.array(bounds[:-1]), np.array(bounds[1:])).max())
+
+
 def _slowest(runs: Spans, count: int) -> float:
     """The seconds of the slowest of so many runs or fewer, when it is as quick as can be and nothing limits them.
 

@@ -188,6 +188,15 @@ def _flights(pp: int, vpp: int, microbatches: int, group: int) -> NDArray[np.int
     return np.array([[*sets, *[sets[0]] * (most - len(sets))] for sets in every], dtype=np.int64)
 
 
+@lru_cache(maxsize=1024)
+def sets(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[NDArray[np.float64], int]:
+    """`flights` of every rank, then `losses`, which only the last has: [ranks, sets, chunks]; how many come first."""
+    backs, last = flights(pp, vpp, microbatches, group), losses(pp, vpp, microbatches, group)
+    reached = np.zeros((pp, len(last), vpp))
+    reached[-1] = list(last)
+    return np.hstack([backs, reached]), backs.shape[1]
+
+
 def replay(
     forward: Sequence[float],
     backward: Sequence[float],

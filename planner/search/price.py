@@ -195,8 +195,8 @@ class Pricer:
 
     def _may_fit(self, layout: Layout) -> bool:
         if layout not in self._fits:
-            even = self._even(layout)
-            self._fits[layout] = even.hopeful
+            fit = self._fit(layout)
+            self._fits[layout] = fit.hopeful or (bool(self.anatomy.shared) and self._cut(fit).fits)
         return self._fits[layout]
 
     @property
@@ -205,7 +205,10 @@ class Pricer:
         return capacity(self.cluster, self.headroom)
 
     def _even(self, layout: Layout) -> Placed:
-        return self._cut(Fit(layout, self.sheet(layout), self.workload, self.cluster, self.practice, self.headroom))
+        return self._cut(self._fit(layout))
+
+    def _fit(self, layout: Layout) -> Fit:
+        return Fit(layout, self.sheet(layout), self.workload, self.cluster, self.practice, self.headroom)
 
     def _cut(self, fit: Fit) -> Placed:
         """The most even cut, which layouts of the same sheet share."""
