@@ -12,47 +12,29 @@ from typing import Any
 import numpy as np
 from attrs import define, evolve, field, fields, frozen
 
-from megaloom.dsl.dims import NBYTES, DType, Shape
+from megaloom.dsl.dims import Shape
 from megaloom.dsl.facts import Costs, costs
 from megaloom.dsl.graph import Node
-from megaloom.dsl.keep import Saved
-from megaloom.dsl.modules import Again
 from megaloom.dsl.ops import Dot, Drop, Input, Lookup, Normalize, Weight
 from megaloom.dsl.program import Program, program
 from megaloom.dsl.routing import Combine, Gate, Route
 from megaloom.dsl.splits import SEQUENCES
 from megaloom.dsl.value import Affine, Clamp, Op, Pointwise
 from megaloom.dsl.views import Pick
-from megaloom.planner.anatomy import Anatomy, Kind
+from megaloom.planner.anatomy import Anatomy
 from megaloom.planner.cluster import Cluster
 from megaloom.planner.columns import Column, Layouts, Rows, alike
 from megaloom.planner.layout import Layout, Precision, Workload
 
-from . import context, kernels, traffic
+from .line import Line, line, size
 from .practice import Practice
-from .sheet import MADE, TRAFFIC, Base, Col, factors, local, loss, shared, split_of
+from .sheet import Base, factors, loss, shared, split_of
 
-# Without a fused kernel each score is kept thrice: softmaxed, its dropout's mask, dropped (Korthikanti et al.,
-# arXiv:2205.05198, section 4.1).
-SCORES = 2 + 1 + 2
-# Bytes of an element that a product keeps of what it has cast, with a scale for each 32 of 8 bits, each 16 of 4 bits
-# (Transformer Engine's float8, mxfp8 and nvfp4 tensors, of which what the weight's gradient reads stays).
-CAST = {Precision.FP8: 1.0, Precision.MXFP8: 1 + 1 / 32, Precision.NVFP4: 1 / 2 + 1 / 16}
 # Transformer Engine's workspace, before Hopper and since; products by several experts have one for each stream
 # (transformer_engine/pytorch/module/base.py: get_cublas_workspace_size_bytes, get_multi_stream_cublas_workspace).
 ENGINE = {False: 2**22, True: 2**25}
 APART = (Affine, Clamp, Combine, Dot, Drop, Gate, Input, Lookup, Normalize, Pick, Pointwise, Route, Weight)
 """What may treat each token for itself."""
-
-
-@frozen(eq=False)
-class Line:
-    """What one node costs, nothing computed again."""
-
-    row: Rows  # [columns]
-    again: Rows  # [parts, MADE] of it, what modules that are computed again take again and free
-    full: float  # bytes that full recompute keeps
-    largest: int  # bytes of its largest saved tensor
 
 
 @frozen
@@ -94,10 +76,9 @@ class Facts:
         """Bytes of the largest saved tensor."""
         more = tokens / self.tokens - 1
         saved = dict(self.parts)["saved"]
-        return max((_nbytes(a, precision) * (1 + more * bool(slopes)) for a, slopes in saved), default=0)
+        return max((size(a, precision) * (1 + more * bool(slopes)) for a, slopes in saved), default=0)
 
 
-NORM: Again = frozenset({"layernorm"})
 COUNTED = ("work", "collectives", "saved", "inputs")
 
 
@@ -235,137 +216,3 @@ def _tokens(p: Program) -> bool:
     tensors = [v for step in p.steps for v in (step.value, *step.value.args) if not isinstance(v.source.op, Weight)]
     shapes = [v.shape for v in tensors if not isinstance(v.op, Pick) or not isinstance(v.args[0].source.op, Weight)]
     return all(("batch" in s and "seq" in s) or any(d.of for d in s) for s in shapes)
-
-
-def line(
-    kind: Kind,
-    parts: tuple[Again, ...],
-    found: Costs,
-    layout: Layout,
-    workload: Workload,
-    cluster: Cluster,
-    practice: Practice,
-) -> Line:
-    """What a node costs by these facts."""
-    row, precision = np.zeros(len(Col)), workload.precision
-    again = Made(parts, kind)
-    _compute(row, again, found, cluster, precision, practice)
-    _exchange(row, again, found, layout, cluster, precision, practice)
-    for s in kind.keeps.of(found.saved, found.inputs):
-        nbytes = _nbytes(s, precision, kind.inside)
-        row[Col.SAVED] += nbytes
-        again.add(Col.SAVED, kind.keeps.frees(s), nbytes)
-    made = sum(_nbytes(s, precision) for s in kind.full.of(found.saved, found.inputs))
-    row[Col.SAVED] += _joined(found, precision) if practice.joined else 0
-    row[Col.SAVED] += _given(found, precision) if practice.copied and layout.micro_batch > 1 else 0
-    row[Col.PARAMS], row[Col.EXPERT_PARAMS] = found.params, found.expert_params
-    if not practice.flash:
-        for w in (w for w in found.work if w.kind == "attend"):
-            row[Col.SAVED] += SCORES * w.count * w.m * w.n
-            again.add(Col.SAVED, w.again, SCORES * w.count * w.m * w.n)
-    if kind.ends:
-        _loss(row, kind.node, layout, workload, cluster, practice)
-    return Line(row, again.rows, made, max((_nbytes(s, precision) for s in found.saved), default=0))
-
-
-@define(eq=False)
-class Made:
-    """What modules take again of a node that they compute again, and what they free: [parts, MADE]."""
-
-    parts: tuple[Again, ...]
-    kind: Kind
-    rows: Rows = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.rows = np.zeros((len(self.parts), len(MADE)))
-
-    def add(self, column: Col, again: Again, amount: float) -> None:
-        """So much is done again, or freed, by any of these modules."""
-        if self.kind.keeps.norm and column is not Col.SAVED:
-            again = NORM
-        if again:
-            self.rows[self.parts.index(again), MADE.index(column)] += amount
-
-
-def _joined(found: Costs, precision: Precision) -> int:
-    """Bytes of queries and keys before they are turned, which are kept as a part of what values are a part of."""
-    turned, before = (
-        sum(_nbytes(s, precision) for s in found.saved if s.what in named) for named in (("rope",), ("q", "k"))
-    )
-    return max(0, turned - before)
-
-
-def _given(found: Costs, precision: Precision) -> int:
-    """Bytes of what attention gives."""
-    return sum(_nbytes(s, precision) for s in found.saved if s.what == "attend")
-
-
-def _nbytes(s: Saved, precision: Precision, cast: bool = False) -> int:
-    """Bytes of a saved tensor, of which products keep what they have cast."""
-    if cast and s.product and precision in CAST and s.dtype not in NBYTES:
-        return int(s.elements * (precision.nbytes * s.other + CAST[precision]))
-    return s.elements * NBYTES.get(s.dtype, precision.nbytes)
-
-
-def _compute(row: Rows, again: Made, found: Costs, cluster: Cluster, precision: Precision, practice: Practice) -> None:
-    device = cluster.device
-    ahead = back = 0.0  # of the host
-    for work in found.work:
-        took = kernels.seconds(work, device, precision, practice, inside=again.kind.inside)
-        waits = each = 0.0
-        if work.kind == "route" and device.units > 1:
-            each = practice.expert_seconds * max(w.count for w in found.work if w.kind == "dot")
-            waits = practice.dispatch_seconds + each
-        row[Col.FORWARD] += took.forward + waits
-        row[Col.BACKWARD] += took.backward + waits + each
-        launched = took.waits(device, practice)
-        ahead, back = ahead + launched[0], back + launched[1]
-        again.add(Col.FORWARD, work.again, max(took.forward + waits, launched[0]))
-    row[Col.FORWARD] = max(row[Col.FORWARD], ahead)
-    row[Col.BACKWARD] = max(row[Col.BACKWARD], back)
-    # Each micro-batch's gradient is added to the main one: a read of it, a read and a write of the buffer.
-    added = (precision.nbytes + 2 * practice.gradient_nbytes) * (found.params + found.expert_params)
-    row[Col.BACKWARD] += practice.passes.get("gradient", 1.0) * added / device.moves
-
-
-def _exchange(
-    row: Rows,
-    again: Made,
-    found: Costs,
-    layout: Layout,
-    cluster: Cluster,
-    precision: Precision,
-    practice: Practice,
-) -> None:
-    hidden = {"tp": practice.hidden_tensor, "ep": practice.hidden_experts}
-    for c in found.collectives:
-        nbytes = c.elements * precision.nbytes
-        group = traffic.group(c.axis, layout)
-        leaving = traffic.once(_copies(again.kind), group, cluster) if c.axis == "ep" and practice.once else 1.0
-        if c.axis == "cp" and any(w.kind == "attend" for w in found.work):
-            took = context.seconds(practice.context, c, found, layout, cluster, precision)
-        else:
-            took = traffic.seconds(c.kind, nbytes, group, cluster, leaving)
-        took *= 1 - hidden.get(c.axis, 0.0)
-        ahead, back = TRAFFIC[c.axis]
-        row[back if c.backward else ahead] += took
-        if not c.backward:
-            again.add(ahead, c.again, took)
-
-
-def _copies(kind: Kind) -> int:
-    """To how many experts a token goes."""
-    return max((s.value.op.top_k for s in program(kind.node).steps if isinstance(s.value.op, Route)), default=1)
-
-
-def _loss(row: Rows, node: Node, layout: Layout, workload: Workload, cluster: Cluster, practice: Practice) -> None:
-    """Cross-entropy of the logits; over a divided vocabulary with the sums of three numbers a token.
-
-    Source: megatron-core 0.16.1, tensor_parallel/cross_entropy.py.
-    """
-    device, tokens = cluster.device, layout.micro_batch * workload.seq // layout.cp
-    moved = practice.loss_nbytes * local(node, node.shape.dims, layout, workload)
-    for col in (Col.FORWARD, Col.BACKWARD):
-        row[col] += moved / 2 / device.moves
-    group = traffic.group("tp", layout)
-    row[Col.TP_FORWARD] += 3 * traffic.seconds("all_reduce", NBYTES[DType.FLOAT32] * tokens, group, cluster)
