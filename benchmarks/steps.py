@@ -25,7 +25,7 @@ from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.examples.qwen3 import qwen3
 from megaloom.planner import Plan, Precision, Workload, cluster, plan
-from megaloom.planner.cost.memory import APART
+from megaloom.planner.show.explain import fullest
 from megaloom.runtime import device, launch
 from megaloom.runtime.recipe import Recipe
 
@@ -124,9 +124,7 @@ HEAD = "model           seq GBS  layout                               s/step  pl
 
 def row(case: Case, it: Plan, step: float, held: float, reserved: float) -> str:
     """A case in a line. What the allocator and the runtime hold beside tensors is not what torch counts."""
-    said = it.predicted.step_seconds
-    counted = (sum(n for what, n in held.items() if what not in APART) for held in it.predicted.nbytes)
-    most = max(counted) / GiB
+    said, most = it.predicted.step_seconds, fullest(it, "allocated") / GiB
     return (
         f"{case.model:<14}{case.seq:>6}{it.workload.batch:>4}  {it.layout!s:<34}{step:>9.4f}{said:>9.4f}"
         f"{said / step - 1:>+8.1%}{held:>8.1f}{most:>8.1f}{most / held - 1:>+8.1%}{reserved:>9.1f}"

@@ -18,13 +18,18 @@ def slower(best: Prediction, other: Prediction) -> str:
     if other.step_seconds - best.step_seconds < TIE * best.step_seconds:
         more = fullest(other) - fullest(best)
         return "as quick, but " + (f"with {size(more)} more memory" if more > TIE * fullest(best) else "no simpler")
-    ours, theirs = best.breakdown, other.breakdown
-    more_of = {cause: theirs.get(cause, 0.0) - ours.get(cause, 0.0) for cause in {**ours, **theirs}}
+    more_of = differences(best, other)
     most, least = max(more_of, key=more_of.__getitem__), min(more_of, key=more_of.__getitem__)
     said = f"{other.step_seconds / best.step_seconds - 1:.1%} slower: {time(more_of[most])} more of {most}"
     if more_of[most] > ALL_OF_IT * (other.step_seconds - best.step_seconds):
         said += f", {time(-more_of[least])} less of {least}"
     return said
+
+
+def differences(a: Prediction, b: Prediction) -> dict[str, float]:
+    """Seconds of a step that b takes more than a, by cause; negative where it takes less."""
+    ours, theirs = a.breakdown, b.breakdown
+    return {cause: theirs.get(cause, 0.0) - ours.get(cause, 0.0) for cause in {**ours, **theirs}}
 
 
 def fullest(of: Prediction, kind: str = "device") -> int:

@@ -14,14 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from megaloom.planner.plan import Plan
+from megaloom.planner.search import differ
 
 from .explain import Unit, clock, fullest, layout_table, prediction_table, table, unit
 
 
 def differences(a: Plan, b: Plan) -> dict[str, float]:
     """Seconds of a step that b takes more than a, by cause; negative where it takes less."""
-    ours, theirs = a.predicted.breakdown, b.predicted.breakdown
-    return {cause: theirs.get(cause, 0.0) - ours.get(cause, 0.0) for cause in {**ours, **theirs}}
+    return differ.differences(a.predicted, b.predicted)
 
 
 def compared(a: Plan, b: Plan, names: Sequence[str]) -> RenderableType:
