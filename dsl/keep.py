@@ -19,6 +19,7 @@ from .layer import Layer
 from .modules import CORE, NONE, Again, again, modules, norm
 from .ops import Dot, Weight
 from .program import Program, Step, origin, program
+from .routing import Combine
 from .splits import Split
 from .value import Value
 
@@ -178,6 +179,21 @@ def _read(p: Program, steps: dict[int, Step]) -> Iterator[_Kept]:
             )
         for what, shape, dtype in v.op.notes(v):
             yield _Kept(shape, dtype, step.outer, what, again=again(p)[id(v)])
+    yield from _weighted(p, steps)
+
+
+def _weighted(p: Program, steps: dict[int, Step]) -> Iterator[_Kept]:
+    """What experts keep to weight what enters their last product: see `Combine`.
+
+    Of a gated unit the same kernel weights it (megatron-core 0.16.1, fusions/fused_bias_swiglu.py: weighted_swiglu), of
+    another activation a product of its own, which keeps what it weights (transformer/moe/experts.py).
+    """
+    products = [step for step in p.steps if step.outer and isinstance(step.value.op, Dot)]
+    if products and any(isinstance(step.value.op, Combine) for step in p.steps):
+        h = products[-1].value.args[0].source
+        if len(h.args) == 1 and h.op.elementwise:
+            made = again(p)[id(h)] - frozenset(CORE)
+            yield _Kept(h.shape, h.dtype, products[-1].outer, f"{steps[id(h)].name}, weighted", again=made)
 
 
 def _weighs(v: Value) -> bool:

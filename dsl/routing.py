@@ -88,7 +88,8 @@ class Route(Op):
 class Combine(Op):
     """Bring each token's results back and add them, each times its gate: [experts slots embed] to [batch seq embed].
 
-    Arguments: y [experts slots embed], gate [batch seq experts].
+    Arguments: y [experts slots embed], gate [batch seq experts]. The results are not kept: megatron-core weights what
+    enters the experts' last product instead (0.16.1, transformer/moe/experts.py: permuted_probs), which is linear.
     """
 
     arity: ClassVar[int] = 2
@@ -98,4 +99,4 @@ class Combine(Op):
         return Shape((*gate.without("experts"), y["embed"]))
 
     def keeps(self, out: Value) -> tuple[Value, ...]:
-        return out.args
+        return out.args[1:]

@@ -199,9 +199,11 @@ def test_memory_as_our_runtime_takes_it(name: str, seq: int, batch: int, layout:
     model = CUT[name] if name in CUT else find(name)[0]
     found = price(graph(model), layout, cluster("1xH200"), Workload(seq=seq, batch=batch))
     said = memory.point(found.prediction.nbytes[0], "allocated") / GiB
-    assert abs(said / gib - 1) < (0.025 if name == "mixtral" else 0.003)
     (moment,) = found.prediction.moments
-    assert moment == ("optimizer's step" if name == "mixtral" and layout.micro_batch == 1 else "loss of micro-batch 0")
+    step = name == "mixtral" and layout.micro_batch == 1
+    assert moment == ("optimizer's step" if step else "loss of micro-batch 0")
+    # The optimizers of dense weights and of experts step one after the other; what both need is counted.
+    assert abs(said / gib - 1) < (0.025 if step else 0.003)
 
 
 def test_the_fast_form_is_the_peak() -> None:
