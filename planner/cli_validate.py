@@ -13,7 +13,7 @@ from cyclopts import Parameter
 def validate(
     file: Path,
     /,
-    *,
+    *files: Path,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     markdown: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
@@ -23,6 +23,8 @@ def validate(
     ----------
     file
         JSON lines of runs, vTrain's table of sweeps, or the table of Megatron-LM's functional tests.
+    files
+        More of them.
     as_json
         Print every score and every prediction as JSON and nothing else.
     markdown
@@ -34,7 +36,7 @@ def validate(
     from .validate.validate import as_json as written
     from .validate.validate import validate as scored
 
-    found = scored(file)
+    found = scored(file, *files)
     if as_json:
         json.dump(written(found), sys.stdout, indent=1)
         print()

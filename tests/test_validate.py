@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import median
+from tempfile import NamedTemporaryFile
+from typing import Any
 
 import pytest
 from attrs import evolve
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaloom.dsl import UserError, params
@@ -102,6 +104,68 @@ def test_a_file_without_runs_is_refused(text: str, tmp_path: Path) -> None:
         read(path)
 
 
+ODD = st.sampled_from([None, "", 0, -1, 1.5, "8", "1e3", "abc", True, [], [1], {}, {"a": 1}, 1e30, 10**9, float("nan")])
+ROWS = [json.loads(line) for line in RUNS.read_text().splitlines()]
+TABLE = [line.split("\t") for line in TESTED.read_text().splitlines()]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(ROWS), st.dictionaries(st.sampled_from(sorted(ROWS[0])), ODD, max_size=3), st.data())
+def test_a_row_of_any_kind_is_scored_or_left_out_with_its_reason(row: Any, odd: Any, data: st.DataObject) -> None:
+    lost = data.draw(st.sets(st.sampled_from(sorted(row)), max_size=2))
+    gone = {key: value for key, value in {**row, **odd, "new_field": 1}.items() if key not in lost}
+    with NamedTemporaryFile("w", suffix=".jsonl") as file:
+        file.write(json.dumps(gone))
+        file.flush()
+        found = validate(file.name)
+    assert len(found.rows) + len(found.skipped) == 1
+    assert all(s.reason for s in found.skipped)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.sampled_from(TABLE[1:]),
+    st.dictionaries(st.sampled_from(TABLE[0]), st.sampled_from(["", "0", "-1", "x", "1.5", "nan"]), max_size=2),
+)
+def test_and_so_is_a_line_of_a_table(line: list[str], odd: dict[str, str]) -> None:
+    changed = {**dict(zip(TABLE[0], line, strict=True)), **odd}
+    with NamedTemporaryFile("w", suffix=".tsv") as file:
+        file.write("\t".join(TABLE[0]) + "\n" + "\t".join(changed.values()) + "\n")
+        file.flush()
+        found = validate(file.name)
+    assert len(found.rows) + len(found.skipped) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"layers": 1.5}, "layers of 1.5 is no whole number"),
+        ({"hidden": None}, "no hidden"),
+        ({"gpu": "H20"}, "unknown device 'H20'"),
+        ({"tp": "eight"}, "tp of 'eight' is no whole number"),
+        ({"step_time_s": -1}, "step_time_s of -1 is not positive"),
+        ({"precision_class": "int4"}, "a precision of 'int4'"),
+    ],
+)
+def test_a_row_that_cannot_be_read_says_why(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n{broken\n[1]\n" + json.dumps({**ROWS[0], **change}))
+    runs, skipped = read(path)
+    assert [run.id for run in runs] == ["sc21-001"]
+    assert [s.reason.partition(":")[0] for s in skipped[:2]] == ["it is not JSON", "[1] is no JSON object"]
+    assert reason in skipped[2].reason
+
+
+def test_what_a_row_leaves_out_follows_from_the_rest(tmp_path: Path) -> None:
+    row = {**ROWS[0], "grad_accum": 4, "dp": 32, "mbs": 1, "gbs": 128}
+    less = {key: value for key, value in row.items() if key not in ("num_gpus", "gbs", "step_time_s", "framework")}
+    path = tmp_path / "runs.jsonl"
+    path.write_text(json.dumps({**less, "tokens_per_s_per_gpu": 1000.0}))
+    (run,), _ = read(path)
+    assert run.layout.world == 32 and run.workload.batch == 128
+    assert run.step_seconds == pytest.approx(128 * run.workload.seq / 32_000)
+
+
 def test_the_scores_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text("\n".join(RUNS.read_text().splitlines()[:4]))
@@ -112,6 +176,9 @@ def test_the_scores_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         *said["groups"][0]
     }
     assert said["rows"][0]["id"] == "sc21-001"
+    assert main(["validate", str(few), str(TESTED), "--json"]) == 0
+    both = json.loads(capsys.readouterr().out)["groups"]
+    assert {"sc21", "megatron-functional"} <= {group["source"] for group in both}
     assert main(["validate", str(few)]) == 0
     assert "sc21" in capsys.readouterr().out
     assert main(["validate", str(tmp_path / "none")]) == 2

@@ -11,98 +11,127 @@ from megaloom.planner.layout import Layout, Precision, Workload
 
 from .decoder import Decoder
 from .eras import practice, tuned
-from .run import Row, Run, UnfitError, recompute, whole
+from .run import LARGEST, Row, Run, UnfitError, figure, recompute, text, whole
+
+TRAINED = ("", "pretrain", "sft", "memory only")  # what a row's task may be; nothing is pre-training
+SWEEP = (
+    "source_group",
+    "model",
+    "gpu",
+    "num_gpus",
+    "gbs",
+    "seq_len",
+    "layers",
+    "framework",
+)  # what its runs have alike
+LATENT = ("q_lora", "kv_lora", "qk_nope", "qk_rope", "v")
 
 
 def published(row: Row) -> Run:
     """A row of published runs, whose fields its README describes."""
-    if row.get("fsdp") or "FSDP" in str(row.get("zero_stage")):
+    if whole(row, "fsdp", 1) > 1 or "FSDP" in text(row, "zero_stage"):
         raise UnfitError("weights are sharded (FSDP)")
-    if (task := str(row.get("task"))) not in ("pretrain", "SFT", "memory only"):
+    if (task := text(row, "task")).lower() not in TRAINED:
         raise UnfitError(f"{task} is no pre-training")
-    if str(row.get("schedule") or "").startswith(("ZB", "DualPipe")):
-        raise UnfitError(f"the schedule {row['schedule']} is not megatron-core's")
-    note = str(row.get("other") or "")
+    if (schedule := text(row, "schedule")).startswith(("ZB", "DualPipe")):
+        raise UnfitError(f"the schedule {schedule} is not megatron-core's")
+    note = text(row, "other")
     if "offload" in note:
         raise UnfitError("activations are offloaded")
     decoder = _decoder(row)
     layout, batch = _layout(row, note)
     precision = _precision(row)
     kind, memory = _memory(row)
-    seconds = row.get("step_time_s")
-    if not seconds and memory is None and row.get("status") != "oom":
+    seq, oom = whole(row, "seq_len"), row.get("status") == "oom"
+    seconds = figure(row, "step_time_s")
+    if seconds is None and (rate := figure(row, "tokens_per_s_per_gpu")):
+        seconds = batch * seq / (rate * layout.world)
+    if seconds is None and memory is None and not oom:
         raise UnfitError("neither a step time nor memory was measured")
     machine = _cluster(row, layout.world)
     used = practice(row, note)
-    made = decoder.model(0.0 if used.flash else 0.1)
-    said = (row[key] for key in ("source_group", "model", "gpu", "num_gpus", "gbs", "seq_len", "layers", "framework"))
+    said = (text(row, key) for key in SWEEP)
     return Run(
-        id=str(row["id"]),
-        source=str(row["source_group"]),
-        name=str(row["model"]),
-        gpu=str(row["gpu"]),
-        sparse=bool(row.get("experts")),
-        model=made,
+        id=text(row, "id"),
+        source=text(row, "source_group"),
+        name=text(row, "model"),
+        gpu=text(row, "gpu"),
+        sparse=decoder.experts > 0,
+        model=decoder.model(0.0 if used.flash else 0.1),
         layout=layout,
         cluster=machine,
-        workload=Workload(seq=whole(row, "seq_len"), batch=batch, precision=precision),
+        workload=Workload(seq=seq, batch=batch, precision=precision),
         practice=used,
-        step_seconds=float(seconds) if seconds else None,
+        step_seconds=seconds,
         memory_gib=memory,
         memory_kind=kind,
-        last_rank="last rank" in str(row.get("memory_kind")),
-        oom=row.get("status") == "oom",
-        sweep=" ".join(map(str, (*said, precision))),
+        last_rank="last rank" in text(row, "memory_kind"),
+        oom=oom,
+        sweep=" ".join((*said, precision)),
     )
 
 
 def _decoder(row: Row) -> Decoder:
-    arch = str(row.get("arch") or "")
+    arch = text(row, "arch")
     if "hybrid" in arch or "single" in arch:
         raise UnfitError(f"{arch} is not described well enough")
-    needed = ("layers", "hidden", "heads", "seq_len")
-    if missing := [key for key in needed if not row.get(key)]:
+    if missing := [key for key in ("layers", "hidden", "heads", "seq_len") if not row.get(key)]:
         raise UnfitError(f"no {', '.join(missing)}")
-    gpt = "GELU" in arch
+    gpt, hidden = "GELU" in arch, whole(row, "hidden")
     found = Decoder(
-        layers=whole(row, "layers"),
-        hidden=whole(row, "hidden"),
+        layers=whole(row, "layers", most=LARGEST),
+        hidden=hidden,
         heads=whole(row, "heads"),
-        kv_heads=row.get("kv_heads"),
-        head_dim=None if row.get("mla") else row.get("head_dim"),
-        ffn=whole(row, "ffn", 4 * whole(row, "hidden")),
+        kv_heads=whole(row, "kv_heads", 0) or None,
+        head_dim=None if row.get("mla") else whole(row, "head_dim", 0) or None,
+        ffn=whole(row, "ffn", 4 * hidden),
         vocab=whole(row, "vocab", 51200),
         gated=not gpt,
         learned=gpt,
         positions=whole(row, "seq_len"),
-        experts=row.get("experts") or 0,
-        top_k=row.get("topk") or 0,
-        expert_ffn=row.get("expert_ffn") or 0,
-        shared_ffn=row.get("shared_expert_ffn") or 0,
-        dense_layers=row.get("dense_layers") or 0,
+        experts=whole(row, "experts", 0, LARGEST),
+        top_k=whole(row, "topk", 0),
+        expert_ffn=whole(row, "expert_ffn", 0),
+        shared_ffn=whole(row, "shared_expert_ffn", 0),
+        dense_layers=whole(row, "dense_layers", 0, LARGEST),
         alternate="every 2nd" in arch,
         window=128 if "128-token sliding" in arch else None,
-        clamped="gpt-oss" in str(row["model"]),
-        latent=tuple(sorted((row.get("mla") or {}).items())),
-        ahead=row.get("mtp_layers") or 0,
+        clamped="gpt-oss" in text(row, "model"),
+        latent=_latent(row.get("mla")),
+        ahead=whole(row, "mtp_layers", 0, LARGEST),
     )
-    return found if gpt else found.nearest(row.get("params_b"))
+    return found if gpt else found.nearest(figure(row, "params_b"))
+
+
+def _latent(said: object) -> tuple[tuple[str, int], ...]:
+    """Ranks and channels of latent attention; without a rank of its own a query is not compressed."""
+    if not said:
+        return ()
+    if not isinstance(said, dict):
+        raise UnfitError(f"mla of {said!r:.40} is no table of {', '.join(LATENT)}")
+    return tuple((key, whole(said, key, 0 if key == "q_lora" else None)) for key in LATENT)
 
 
 def _layout(row: Row, note: str) -> tuple[Layout, int]:
     """The layout, and the sequences of a step."""
-    if missing := [key for key in ("num_gpus", "tp", "pp", "gbs") if not row.get(key)]:
+    if missing := [key for key in ("tp", "pp") if not row.get(key)]:
         raise UnfitError(f"no {', '.join(missing)}")
     tp, pp, cp = (whole(row, key, 1) for key in ("tp", "pp", "cp"))
-    world = whole(row, "num_gpus")
+    world = whole(row, "num_gpus", tp * pp * cp * whole(row, "dp", 0))
+    if not world:
+        raise UnfitError("no num_gpus")
     if world % (tp * pp * cp):
         raise UnfitError(f"tp {tp} x pp {pp} x cp {cp} does not divide {world} GPUs")
-    ep = whole(row, "ep", 1) if row.get("experts") else 1
-    undivided = not row.get("experts") or ep > 1 or "expert_tensor_parallel_size=1" in note
-    etp = whole(row, "etp", 1 if undivided else tp) if row.get("experts") else 1
+    sparse = whole(row, "experts", 0) > 0
+    ep = whole(row, "ep", 1) if sparse else 1
+    undivided = not sparse or ep > 1 or "expert_tensor_parallel_size=1" in note
+    etp = whole(row, "etp", 1 if undivided else tp) if sparse else 1
     if world % (ep * etp * pp):
         raise UnfitError(f"ep {ep} x etp {etp} x pp {pp} does not divide {world} GPUs")
-    dp, mbs, gbs = world // (tp * pp * cp), whole(row, "mbs", 1), whole(row, "gbs")
+    dp, mbs = world // (tp * pp * cp), whole(row, "mbs", 1)
+    gbs = whole(row, "gbs", dp * mbs * whole(row, "grad_accum", 0))
+    if not gbs:
+        raise UnfitError("no gbs")
     if gbs % (dp * mbs):
         raise UnfitError(f"a batch of {gbs} does not divide over dp {dp} x micro-batch {mbs}")
     again, modules = recompute(row.get("recompute"))
@@ -126,14 +155,14 @@ def _layout(row: Row, note: str) -> tuple[Layout, int]:
 def _chunks(row: Row, pp: int) -> int:
     """Model chunks a rank. NVIDIA's own recipes interleave layer by layer where they name no number of chunks."""
     layers = whole(row, "layers")
-    return whole(row, "vpp", layers // pp if tuned(row) and layers % pp == 0 else 1)
+    return whole(row, "vpp", layers // pp if tuned(row) and layers % pp == 0 else 1, LARGEST)
 
 
 def _precision(row: Row) -> Precision:
-    try:
-        return Precision(str(row.get("precision_class")))
-    except ValueError:
-        raise UnfitError(f"a precision of {row.get('precision_class')!r}") from None
+    said = text(row, "precision_class") or text(row, "precision").lower()
+    if said not in list(Precision):
+        raise UnfitError(f"a precision of {said!r}" if said else "no precision")
+    return Precision(said)
 
 
 # Of Omni-Path's 100 Gb/s NCCL gets 39.9 in an all-reduce of 4 GB over four nodes
@@ -150,8 +179,8 @@ def _device(gpu: str) -> str:
 
 def _cluster(row: Row, world: int) -> Cluster:
     """The cluster, with the network that the row names if that is slower than a GPU of this kind usually has."""
-    made = cluster(f"{world}x{_device(str(row['gpu']))}")
-    ports = re.search(r"(\d+)x Omni-Path (\d+)Gb/s per (\d+)-GPU node", str(row.get("interconnect")))
+    made = cluster(f"{world}x{_device(text(row, 'gpu'))}")
+    ports = re.search(r"(\d+)x Omni-Path (\d+)Gb/s per (\d+)-GPU node", text(row, "interconnect"))
     if not ports:
         return made
     count, speed, gpus = map(int, ports.groups())
@@ -162,8 +191,8 @@ def _cluster(row: Row, world: int) -> Cluster:
 
 def _memory(row: Row) -> tuple[str, float | None]:
     """What was measured of memory: the kind, and GiB."""
-    said, value = str(row.get("memory_kind") or ""), row.get("memory_gb")
-    if not value or re.search("computed|estimated|one layer", said):
+    said, value = text(row, "memory_kind"), figure(row, "memory_gb")
+    if value is None or re.search("computed|estimated|one layer", said):
         return "", None
     kind = "device" if "smi" in said else "reserved" if "reserved" in said else "allocated"
-    return kind, float(value)
+    return kind, value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite, nan
 from typing import Any
 
 from attrs import frozen
@@ -65,14 +66,45 @@ def recompute(said: object) -> tuple[Recompute, tuple[Module, ...]]:
     return Recompute.SELECTIVE, tuple(m for m in Module if {m, m.removeprefix("mla_")} & set(names.split(",")))
 
 
-def whole(row: Row, key: str, default: int | None = None) -> int:
-    """A whole number of a row."""
+MOST = 2**31 - 1  # of any amount of a row
+LARGEST = 10_000  # of layers, chunks and the like, of which each is built
+
+
+def whole(row: Row, key: str, default: int | None = None, most: int = MOST) -> int:
+    """A whole number of a row. Nothing, an empty field and 0 say that it is not known."""
     value = row.get(key)
-    if value in (None, ""):
+    if value in (None, "", 0) and not isinstance(value, bool):
         if default is None:
             raise UnfitError(f"no {key}")
         return default
+    number = _figure(value, key, "whole number")
+    if number != int(number) or not 0 <= number <= most:
+        raise UnfitError(f"{key} of {value!r} is no whole number from 1 to {most:,}")
+    return int(number) or whole({}, key, default)
+
+
+def figure(row: Row, key: str) -> float | None:
+    """A positive number of a row, if it is known."""
+    value = row.get(key)
+    if value in (None, "", 0) and not isinstance(value, bool):
+        return None
+    number = _figure(value, key, "number")
+    if number <= 0:
+        raise UnfitError(f"{key} of {value!r} is not positive")
+    return number
+
+
+def text(row: Row, key: str) -> str:
+    """What a row says in words; nothing if it does not."""
+    value = row.get(key)
+    return "" if value is None else str(value)
+
+
+def _figure(value: object, key: str, kind: str) -> float:
     try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise UnfitError(f"{key} of {value!r} is no whole number") from None
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else nan
+    except (ValueError, OverflowError):
+        number = nan
+    if not isfinite(number):
+        raise UnfitError(f"{key} of {value!r:.40} is no {kind}")
+    return number

@@ -7,12 +7,12 @@ from megaloom.planner.cost.practice import MEGATRON_2021
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
 
 from .decoder import Decoder
-from .run import Row, Run, UnfitError, whole
+from .run import LARGEST, Row, Run, UnfitError, figure, text, whole
 
 
 def vtrain(row: Row) -> Run:
     """A row of the sweeps on A100s of vTrain: GPT with full recompute, in sizes of billions of parameters."""
-    layers, hidden, heads = (whole(row, key) for key in ("layers", "hidden", "heads"))
+    layers, hidden, heads = whole(row, "layers", most=LARGEST), whole(row, "hidden"), whole(row, "heads")
     decoder = Decoder(layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden, vocab=51200, gated=False, learned=True)
     layout = Layout(
         tp=whole(row, "tp"),
@@ -21,12 +21,16 @@ def vtrain(row: Row) -> Run:
         micro_batch=whole(row, "mbs"),
         recompute=Recompute.FULL,
     )
-    if layout.world != whole(row, "gpus"):
-        raise UnfitError(f"{layout.world} GPUs are laid out, and {row['gpus']} were used")
+    if layout.world != (used := whole(row, "gpus")):
+        raise UnfitError(f"{layout.world} GPUs are laid out, and {used} were used")
+    milliseconds = figure(row, "ms")
+    if milliseconds is None:
+        raise UnfitError("no ms")
+    name = f"{text(row, 'params')}b"
     return Run(
-        id=str(row["id"]),
+        id=text(row, "id"),
         source="vtrain",
-        name=f"{row['params']}b",
+        name=name,
         gpu="A100-80GB",
         sparse=False,
         model=decoder.model(0.1),
@@ -34,8 +38,8 @@ def vtrain(row: Row) -> Run:
         cluster=cluster(f"{layout.world}xA100"),
         workload=Workload(seq=whole(row, "seq"), batch=whole(row, "gbs"), precision=Precision.FP16),
         practice=MEGATRON_2021,
-        step_seconds=float(row["ms"]) / 1e3,
+        step_seconds=milliseconds / 1e3,
         memory_gib=None,
         memory_kind="",
-        sweep=f"vtrain {row['params']}b on {row['gpus']}",
+        sweep=f"vtrain {name} on {used}",
     )

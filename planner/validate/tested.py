@@ -16,7 +16,7 @@ from megaloom.planner.cost.practice import MEGATRON, Practice
 from megaloom.planner.layout import Layout, Precision, Workload
 
 from .decoder import Decoder
-from .run import Row, Run, UnfitError, recompute, whole
+from .run import LARGEST, Row, Run, UnfitError, recompute, text, whole
 
 GPUS, FEWER = 8, 4  # of a node; those of GB200 have 4, on which the tests named 1node are
 TUNED = 5  # --microbatch-group-size-per-virtual-pipeline-stage, of the tests whose name ends in tunable_overlap
@@ -29,7 +29,7 @@ LIBRARY = 2**25  # CUBLAS_WORKSPACE_CONFIG=:4096:8, which makes cuBLAS determini
 # their exponentials.
 COMPILED_LOSS = 4 + 4
 # Layers and width of the tests that have experts as wide as a dense layer, of which a token goes to one, or two (top2).
-SMALL = ("12", "512")
+SMALL = (12, 512)
 UNSAID = {  # what a row does not say, by a part of the test's name
     "mla": "the sizes of its latent attention are not said",
     "zp_z3": "weights are sharded (FSDP)",
@@ -44,45 +44,55 @@ UNSAID = {  # what a row does not say, by a part of the test's name
 }
 
 
+def hardware(row: Row) -> str:
+    """The GPU of a test, by the name of its machines; the first tests had no other than A100."""
+    return next((name for name in ("H100", "GB200") if name.lower() in text(row, "hw")), "A100")
+
+
+def precision(row: Row) -> Precision:
+    """What a test computes in: all of them in 16 bits."""
+    return Precision.BF16 if text(row, "bf16") == "true" else Precision.FP16
+
+
 def functional(row: Row) -> Run:
     """A row of the table."""
-    test, hardware = str(row["test"]), str(row["hw"])
-    if row["suite"] not in VOCAB:
-        raise UnfitError(f"tests of {row['suite']} are not described well enough")
-    if row.get("experts") and not (test.startswith("gpt3_mcore") and (row["layers"], row["hidden"]) == SMALL):
+    test = text(row, "test")
+    if (suite := text(row, "suite")) not in VOCAB:
+        raise UnfitError(f"tests of {suite} are not described well enough")
+    small = test.startswith("gpt3_mcore") and (whole(row, "layers"), whole(row, "hidden")) == SMALL
+    if row.get("experts") and not small:
         raise UnfitError("the width of its experts is not said")
     if reason := next((said for part, said in UNSAID.items() if part in test), ""):
         raise UnfitError(reason)
-    layout = _layout(row, FEWER if test.endswith("1node") and "gb200" in hardware else GPUS)
-    gpu = next((name for name in ("H100", "GB200") if name.lower() in hardware), "A100")  # the first tests had no other
+    gpu = hardware(row)
+    layout = _layout(row, FEWER if test.endswith("1node") and gpu == "GB200" else GPUS)
     machine = cluster(f"{layout.world}x{gpu}")
     if deterministic := "nondeterministic" not in test:
         machine = evolve(machine, device=evolve(machine.device, library_nbytes=LIBRARY))
-    half = row.get("bf16") != "true"  # all compute in 16 bits
-    precision = Precision.FP16 if half else Precision.BF16
+    computed = precision(row)
     return Run(
-        id=str(row["id"]),
+        id=text(row, "id"),
         source="megatron-functional",
-        name=str(row["test"]),
+        name=text(row, "test"),
         gpu=gpu,
         sparse=bool(row.get("experts")),
         model=_decoder(row).model(0.1),
         layout=layout,
         cluster=machine,
-        workload=Workload(seq=whole(row, "seq"), batch=whole(row, "gbs"), precision=precision),
-        practice=_practice(row, gpu, deterministic, half),
+        workload=Workload(seq=whole(row, "seq"), batch=whole(row, "gbs"), precision=computed),
+        practice=_practice(row, gpu, deterministic, computed is Precision.FP16),
         step_seconds=None,
-        memory_gib=whole(row, "peak_bytes") / 2**30,
+        memory_gib=whole(row, "peak_bytes", most=2**50) / 2**30,
         last_rank=True,  # the one that logs
         memory_kind="allocated",
     )
 
 
 def _decoder(row: Row) -> Decoder:
-    large = str(row["test"]).startswith("gpt3_7b")
-    vocab, hidden, unit = LARGE_VOCAB if large else VOCAB[row["suite"]], whole(row, "hidden"), 128 * whole(row, "tp", 1)
+    large, hidden, unit = text(row, "test").startswith("gpt3_7b"), whole(row, "hidden"), 128 * whole(row, "tp", 1)
+    vocab = LARGE_VOCAB if large else VOCAB[text(row, "suite")]
     return Decoder(
-        layers=whole(row, "layers"),
+        layers=whole(row, "layers", most=LARGEST),
         hidden=hidden,
         heads=whole(row, "heads"),
         kv_heads=8 if large else None,
@@ -92,13 +102,13 @@ def _decoder(row: Row) -> Decoder:
         learned=True,
         positions=whole(row, "seq"),
         experts=whole(row, "experts", 0),
-        top_k=2 if "top2" in str(row["test"]) else 1,
+        top_k=2 if "top2" in text(row, "test") else 1,
     )
 
 
 def _layout(row: Row, gpus: int) -> Layout:
     tp, pp, cp, ep = (whole(row, key, 1) for key in ("tp", "pp", "cp", "ep"))
-    named = re.search(r"_vp(\d+)", str(row["test"]))
+    named = re.search(r"_vp(\d+)", text(row, "test"))
     again, modules = recompute(row.get("recompute"))
     each = whole(row, "vp", int(named[1]) if named else 0)  # layers of a model chunk
     return Layout(
@@ -110,7 +120,7 @@ def _layout(row: Row, gpus: int) -> Layout:
         vpp=max(1, whole(row, "layers") // pp // each) if each and pp > 1 else 1,
         dp=max(1, gpus // (tp * pp * cp)),
         micro_batch=whole(row, "mbs"),
-        microbatch_group=TUNED if "tunable_overlap" in str(row["test"]) else 0,
+        microbatch_group=TUNED if "tunable_overlap" in text(row, "test") else 0,
         sequence_parallel=row.get("sp") == "true" and tp > 1,
         distributed_optimizer=row.get("distopt") == "true",
         recompute=again,
@@ -123,7 +133,7 @@ def _practice(row: Row, gpu: str, deterministic: bool, half: bool) -> Practice:
 
     What is fused is cuDNN's on Hopper, which alone has a deterministic one with dropout, elsewhere flash-attn's.
     """
-    test = str(row["test"])
+    test = text(row, "test")
     flash = _flash(row) or not deterministic
     found = evolve(MEGATRON, dummies=False, flash=flash, copied=flash and gpu != "H100")
     if "optimizer_instances" in test:  # two: each of half the copies has all of the state, a share twice as large
@@ -142,7 +152,7 @@ def _flash(row: Row) -> bool:
     deterministic was so before there was that option (on the clusters named dracooci), and without Transformer Engine.
     Context parallelism has fused attention alone.
     """
-    test, first = str(row["test"]), "dracooci" in str(row["hw"])
+    test, first = text(row, "test"), "dracooci" in text(row, "hw")
     said = test.startswith("gpt3_mcore") and "resume" not in test and "loss_fusion" not in test
-    said = said or row["suite"] == "bert"
+    said = said or text(row, "suite") == "bert"
     return whole(row, "cp", 1) > 1 or not (said or first or "gpt3_mcore_tp" in test)

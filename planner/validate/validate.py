@@ -1,6 +1,6 @@
 """The cost model against published runs: a scoreboard that anyone can make again.
 
-Protocol: `predict(run)` prices a run as it was laid out; `validate(path)` does so for a file and scores the result by
+Protocol: `predict(run)` prices a run as it was laid out; `validate(path, …)` does so for files and scores the result by
 group. Errors are predicted / measured - 1.
 """
 
@@ -29,7 +29,8 @@ from megaloom.planner.search.price import Priced, Pricer
 from .run import Run, Skipped
 from .runs import read
 
-UNPRICED = ("precision", "stages", "vpp-microbatches")  # the rules without which a layout has no price
+# The rules without which a layout has no price.
+UNPRICED = ("positive", "plausible", "precision", "stages", "vpp-microbatches")
 APART = 0.05  # runs whose times differ by less say nothing about which is better
 
 
@@ -99,18 +100,26 @@ class Validation:
     skipped: tuple[Skipped, ...]
 
 
-def validate(path: str | Path) -> Validation:
-    """The cost model against the runs of a file. Raises UserError for a file without runs."""
-    runs, skipped = read(path)
-    predicted = []
+def validate(*paths: str | Path) -> Validation:
+    """The cost model against the runs of these files. Raises UserError for a file without runs."""
+    predicted: list[Predicted] = []
+    skipped: list[Skipped] = []
+    for path in paths:
+        runs, left = read(path)
+        skipped += left
+        predicted += _predicted(runs, skipped)
+    return Validation(tuple(_groups(predicted, skipped)), tuple(predicted), tuple(skipped))
+
+
+def _predicted(runs: Iterable[Run], skipped: list[Skipped]) -> Iterator[Predicted]:
+    """Of each run what it takes; those that have no price are added to the skipped."""
     for run in runs:
         try:
-            predicted.append(predict(run))
+            yield predict(run)
         except UserError as error:
             reason = str(error).partition("\n")[0]
             said = (run.id, run.source, run.gpu, str(run.workload.precision), run.sparse)
             skipped.append(Skipped(*said, reason))
-    return Validation(tuple(_groups(predicted, skipped)), tuple(predicted), tuple(skipped))
 
 
 def predict(run: Run) -> Predicted:
