@@ -124,7 +124,7 @@ class Config:
         for name, value in self.fields.items():
             if name in self.parts:
                 yield from (f"{name}.{inner}" for inner in self.parts[name].unread())
-            elif value not in (None, IDLE.get(name)) and name not in self.taken | APART:
+            elif value not in (None, IDLE.get(name)) and name not in self.taken | APART and not name.startswith("_"):
                 yield name
 
     def wrong(self, name: str, hint: str) -> UserError:

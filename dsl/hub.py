@@ -8,6 +8,7 @@ twice. Fields are strict: see `config`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +20,9 @@ from .config import Config, rope, rotation
 from .errors import UserError
 from .graph import Model
 from .names import Names
+
+NEAR = 0.7  # how like a known kind an unknown one is, for the known one to be meant
+INSIDE = "the language model in it can be planned alone: make its text_config a config.json of its own"
 
 __all__ = [
     "Config",
@@ -114,17 +118,26 @@ def reader(config: Config) -> Reader:
     """What reads this config.json, by its architecture. Raises UserError when none does."""
     known = {a: r for r in _readers() for a in r.architectures}
     said = [str(a) for a in config.many("architectures", [])]
-    if not said:
+    kinds = {_kind(a): a for a in reversed(known)}  # of a kind the first
+    kind = config.text("model_type", "").removesuffix("_text").replace("_", "")
+    if not said and kind not in kinds:
         raise UserError(f"{config.where} names no architectures\nthey can be {', '.join(sorted(known))}")
-    for architecture in said:
+    for architecture in said or [kinds[kind]]:
         if architecture in known:
             return known[architecture]
-    near = get_close_matches(said[0], known, 1, 0.6)
+    near = [kinds[it] for it in get_close_matches(_kind(said[0]), kinds, 1, NEAR)]
+    inside = config.fields.get("text_config")
     raise UserError(
         f"{config.where}: nothing reads the architecture {', '.join(said)}"
         + (f": is {near[0]} meant?" if near else "")
+        + (f"\n{INSIDE}" if isinstance(inside, dict) else "")
         + f"\nknown are {', '.join(sorted(known))}"
     )
+
+
+def _kind(architecture: str) -> str:
+    """The model_type of an architecture, without what stands between its words: LlamaForCausalLM is a llama."""
+    return re.split("For|LMHead|WithLM|Model", architecture)[0].lower()
 
 
 def _readers() -> Iterator[Reader]:

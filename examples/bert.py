@@ -124,12 +124,16 @@ NAMES = Names(
 )
 
 
+POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
+
+
 @reads("BertForMaskedLM", names=NAMES)
 def config(c: Config, name: str) -> Model:
     c.only("hidden_act", "gelu", default="gelu")
     c.only("layer_norm_eps", 1e-12, default=1e-12)
     c.only("position_embedding_type", "absolute", default="absolute")
     c.only("tie_word_embeddings", True, default=True)
+    c.moot("directionality", *(f"pooler_{of}" for of in POOLER))  # of a pooler, which fills nothing in
     return bert(
         name,
         layers=c.whole("num_hidden_layers"),

@@ -32,13 +32,16 @@ def mistral(
     rope: float | Rope,
     head_dim: int | None = None,
     window: int | None = None,
+    eps: float = 1e-5,
+    tied: bool = False,
 ) -> Model:
     """A Mistral of any size."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, window=window)
-    block = residual(RMSNorm(), attention) >> residual(RMSNorm(), SwiGLU(ff))
-    x = ids() >> Embed(weight("wte", v, d)) >> repeat(layers, block)
-    return model(name, x >> RMSNorm() >> Unembed(weight("head", v, d)))
+    wte = weight("wte", v, d)
+    head = wte if tied else weight("head", v, d)
+    block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), SwiGLU(ff))
+    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head))
 
 
 def mistral_7b() -> Model:
@@ -59,8 +62,6 @@ def mistral_24b() -> Model:
 @reads("MistralForCausalLM", names=decoder(NORMS | ATTENTION | SWIGLU))
 def config(c: Config, name: str) -> Model:
     c.only("hidden_act", "silu", default="silu")
-    c.only("rms_norm_eps", 1e-5)
-    c.only("tie_word_embeddings", False, default=False)
     heads, embed = c.whole("num_attention_heads"), c.whole("hidden_size")
     return mistral(
         name,
@@ -73,4 +74,6 @@ def config(c: Config, name: str) -> Model:
         rope=rope(c, 10_000.0),
         head_dim=c.head_dim(embed, heads),
         window=None if c.null("sliding_window") else c.whole("sliding_window", 4096),
+        eps=c.number("rms_norm_eps", 1e-6),
+        tied=c.flag("tie_word_embeddings", False),
     )

@@ -36,15 +36,17 @@ def mixtral(
     head_dim: int | None = None,
     rope: float | Rope = 1e6,
     balance: float = 0.02,
+    eps: float = 1e-5,
+    tied: bool = False,
 ) -> Model:
     """A Mixtral of any size."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope)
-    block = residual(RMSNorm(), attention) >> residual(
-        RMSNorm(), MoE(SwiGLU(ff), experts=experts, top_k=top_k, balance=balance)
-    )
-    x = ids() >> Embed(weight("wte", v, d)) >> repeat(layers, block)
-    return model(name, x >> RMSNorm() >> Unembed(weight("head", v, d)))
+    wte = weight("wte", v, d)
+    head = wte if tied else weight("head", v, d)
+    moe = MoE(SwiGLU(ff), experts=experts, top_k=top_k, balance=balance)
+    block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), moe)
+    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head))
 
 
 def mixtral_8x7b() -> Model:
@@ -68,8 +70,6 @@ EXPERTS = {
 def config(c: Config, name: str) -> Model:
     c.only("hidden_act", "silu", default="silu")
     c.only("sliding_window", default=None)
-    c.only("tie_word_embeddings", False, default=False)
-    c.only("rms_norm_eps", 1e-5, default=1e-5)
     heads, embed = c.whole("num_attention_heads"), c.whole("hidden_size")
     return mixtral(
         name,
@@ -84,4 +84,6 @@ def config(c: Config, name: str) -> Model:
         head_dim=c.head_dim(embed, heads),
         balance=c.number("router_aux_loss_coef", 0.001),
         rope=rope(c, 1e6),
+        eps=c.number("rms_norm_eps", 1e-5),
+        tied=c.flag("tie_word_embeddings", False),
     )

@@ -32,14 +32,15 @@ def qwen2(
     vocab: int = 152064,
     rope: float | Rope = 1e6,
     tied: bool = False,
+    eps: float = 1e-6,
 ) -> Model:
     """A Qwen 2.5 of any size."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     wte = weight("wte", v, d)
     head = wte if tied else weight("head", v, d)
     attention = Attention(heads=heads, kv_heads=kv_heads, rope=rope, qkv_bias=True)
-    block = residual(RMSNorm(1e-6), attention) >> residual(RMSNorm(1e-6), SwiGLU(ff))
-    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(1e-6) >> Unembed(head))
+    block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), SwiGLU(ff))
+    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head))
 
 
 def qwen2_5_0_5b() -> Model:
@@ -85,7 +86,6 @@ def windowless(c: Config) -> None:
 def config(c: Config, name: str) -> Model:
     windowless(c)
     c.only("hidden_act", "silu", default="silu")
-    c.only("rms_norm_eps", 1e-6, default=1e-6)
     c.only("use_mrope", False, default=False)
     heads = c.whole("num_attention_heads")
     return qwen2(
@@ -98,4 +98,5 @@ def config(c: Config, name: str) -> Model:
         vocab=c.whole("vocab_size"),
         rope=rope(c, 10_000.0),
         tied=c.flag("tie_word_embeddings", False),
+        eps=c.number("rms_norm_eps", 1e-6),
     )

@@ -36,15 +36,16 @@ def qwen3(
     head_dim: int = 128,
     rope: float | Rope = 1e6,
     tied: bool = False,
+    eps: float = 1e-6,
 ) -> Model:
     """A Qwen 3 of any size; `ff` is SwiGLU(...), or a MoE of them."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     wte = weight("wte", v, d)
     head = wte if tied else weight("head", v, d)
-    norm = RMSNorm(1e-6, over="head_dim")
+    norm = RMSNorm(eps, over="head_dim")
     attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, qk_norm=norm)
-    block = residual(RMSNorm(1e-6), attention) >> residual(RMSNorm(1e-6), ff)
-    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(1e-6) >> Unembed(head))
+    block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), ff)
+    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head))
 
 
 def qwen3_0_6b() -> Model:
@@ -111,7 +112,6 @@ def sparse_config(c: Config, name: str) -> Model:
 def _read(c: Config, name: str, ff: Layer) -> Model:
     windowless(c)
     c.only("hidden_act", "silu", default="silu")
-    c.only("rms_norm_eps", 1e-6, default=1e-6)
     c.only("attention_bias", False, default=False)
     heads = c.whole("num_attention_heads")
     return qwen3(
@@ -125,4 +125,5 @@ def _read(c: Config, name: str, ff: Layer) -> Model:
         head_dim=c.whole("head_dim", 128),
         rope=rope(c, 10_000.0),
         tied=c.flag("tie_word_embeddings", False),
+        eps=c.number("rms_norm_eps", 1e-6),
     )

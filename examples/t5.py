@@ -137,7 +137,7 @@ NAMES = Names(
 )
 
 
-@reads("T5ForConditionalGeneration", names=NAMES)
+@reads("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "T5WithLMHeadModel", names=NAMES)
 def config(c: Config, name: str) -> Model:
     """Where Hugging Face does not scale the hidden states before the logits (version 1.1), the tables are two."""
     c.only("is_encoder_decoder", True, default=True)

@@ -161,7 +161,27 @@ def test_unknown_architectures() -> None:
     )
     assert "GPT2LMHeadModel" in said
     assert refused(LLAMA | {"architectures": ["Zzz"]}).startswith("config: nothing reads the architecture Zzz\nknown")
-    assert refused(LLAMA | {"architectures": None}).startswith("config names no architectures\nthey can be ")
+    nameless = LLAMA | {"architectures": None, "model_type": "rnn"}
+    assert refused(nameless).startswith("config names no architectures\nthey can be ")
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {**LLAMA}}
+    assert "is MistralForCausalLM meant?\nthe language model in it can be planned alone" in refused(whole)
+
+
+def test_without_architectures_a_model_is_of_its_type() -> None:
+    """As `config.save_pretrained` writes it of a config that no model was made of."""
+    published = [json.loads(path.read_text()) for path in sorted(Path(__file__).parent.glob("configs/*.json"))]
+    typed = {fields["model_type"]: fields for fields in published if "model_type" in fields}
+    assert len(typed) >= 16
+    for fields in typed.values():
+        assert fingerprint(read({k: v for k, v in fields.items() if k != "architectures"})) == fingerprint(read(fields))
+
+
+def test_a_model_under_its_older_name() -> None:
+    fields = json.loads((Path(__file__).parent / "configs" / "t5-11b.json").read_text())
+    assert fingerprint(read({**fields, "architectures": ["T5WithLMHeadModel"]})) == fingerprint(read(fields))
+    multilingual = json.loads((Path(__file__).parent / "configs" / "bert-base.json").read_text())
+    pooler = {"directionality": "bidi", "pooler_fc_size": 768, "pooler_type": "first_token_transform"}
+    assert fingerprint(read(multilingual | pooler)) == fingerprint(read(multilingual))
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:
