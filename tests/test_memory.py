@@ -237,3 +237,4 @@ def test_the_upper_bound_is_above_the_tensors_and_grows_with_them(held: dict[str
     assert memory.upper({**held, "logits": 1 << 20}) > memory.upper(held)
     assert memory.upper(held, "allocated") <= memory.upper(held, "reserved") <= memory.upper(held)
     assert memory.upper(held) <= memory.upper(held, graphed=True)
+    assert memory.point(held, "allocated") <= memory.needed(held) <= memory.point(held)

@@ -20,7 +20,7 @@ from megaloom.dsl import UserError, params
 from megaloom.planner.layout import Layout, Precision, Recompute
 from megaloom.planner.validate.run import Run
 from megaloom.planner.validate.runs import read
-from megaloom.planner.validate.validate import Predicted, as_json, choices, p90, predict, validate
+from megaloom.planner.validate.validate import Predicted, as_json, choices, p90, predict, priced_as, validate
 from megaloom.runtime.cli import main
 
 RUNS = Path(__file__).parent / "data" / "published_runs.jsonl"
@@ -94,6 +94,17 @@ def test_what_megatron_lms_own_tests_allocate() -> None:
     assert max(abs(p.memory_error or 0.0) for p in found) < 0.035
     assert median(abs(p.memory_error or 0.0) for p in found) < 0.015
     assert all((p.run.memory_gib or 0.0) <= p.memory_gib_upper < 1.2 * p.memory_gib for p in found)
+
+
+def test_runs_that_ran_out_of_memory_are_told_from_those_that_fill_it() -> None:
+    """Three of BLOOM's benchmarks did; of NVIDIA's that ran some fill their GPUs, one in a graph of the iteration."""
+    ran = ("bigscience-bloom-0", "bigscience-bloom-122", "megatron-bridge-0")
+    found = {run.id: predict(run) for run in rows().values() if run.id.startswith(ran)}
+    out = {id for id, p in found.items() if p.oom}
+    assert len(out) == 3 and out == {id for id, p in found.items() if p.run.oom}
+    full = {id for id, p in found.items() if p.memory_gib * 2**30 > 0.85 * p.run.cluster.device.nbytes} - out
+    assert full >= {f"megatron-bridge-0{n}" for n in ("07", "35", "87", "88")}
+    assert "graphs" in priced_as(rows()["megatron-bridge-007"]).prediction.nbytes[0]
 
 
 @pytest.mark.parametrize("text", ["", "hello", "{broken"])

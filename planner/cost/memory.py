@@ -24,7 +24,7 @@ from .traffic import group
 
 Rows = NDArray[np.float64]
 
-MOMENTS, MASTER = 4 + 4, 4  # Adam's two, in fp32, and below fp32 a copy of the weight (megatron-core, optimizer.py:671)
+MASTER = 4  # below fp32 the optimizer keeps a copy of the weight (megatron-core, optimizer.py:671)
 # Of what passes between pipeline ranks, a rank holds an input, an output and a gradient of one of them beside what it
 # saves (megatron-core 0.16.1, schedules.py: input_tensor, output_tensor and output_tensor_grad outlive their step).
 PASSED = 3
@@ -34,15 +34,23 @@ MORE = 1 + ALLOCATOR
 # Above the point that is predicted: of the runs of one half of the models, 95 of 100 allocated up to 10.7 % more
 # (`megaloom validate`; of the other half all did), and torch reserved up to 7.9 % more than was allocated (SimuMax's;
 # where there is room it reserves more, as on an H200 up to a third, and does without when there is none).
-# Whole iterations in a CUDA graph, which has memory of its own, took up to 0.75 of what is saved more (Hy3's).
+# CUDA graphs, which have memory of their own, took up to 0.75 of what is saved more (Hy3's).
 MODEL_ERROR, RESERVED, GRAPH = 0.107, 0.079, 0.75
-APART = ("allocator", "runtime")  # what no tensor holds
+APART = ("allocator", "runtime", "graphs")  # what no tensor holds
 
 
 def point(held: Mapping[str, int], kind: str = "device") -> int:
     """Bytes that a rank holds, as they are measured: what tensors take, what torch reserves for them, or a device."""
     beside = {"allocated": APART, "reserved": ("runtime",)}.get(kind, ())
     return sum(n for what, n in held.items() if what not in beside)
+
+
+def needed(held: Mapping[str, int]) -> int:
+    """Bytes without which a rank runs out of memory: before it does, torch gives back what it holds in reserve.
+
+    Source: c10/cuda/CUDACachingAllocator.cpp, malloc: release_cached_blocks, and once more.
+    """
+    return point(held) - held.get("allocator", 0)
 
 
 def upper(held: Mapping[str, int], kind: str = "device", graphed: bool = False) -> int:
@@ -85,9 +93,9 @@ def copies(layout: Layout) -> tuple[int, int]:
     return 1 + on * (layout.dp * layout.cp - 1), 1 + on * (layout.edp - 1)
 
 
-def state(precision: Precision) -> int:
+def state(precision: Precision, practice: Practice = OWN) -> int:
     """Bytes that the optimizer keeps of an element."""
-    return MOMENTS + (0 if precision is Precision.FP32 else MASTER)
+    return 2 * practice.moment_nbytes + (0 if precision is Precision.FP32 else MASTER)
 
 
 def static(
@@ -95,7 +103,7 @@ def static(
 ) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer state. The distributed optimizer cuts the state, over copies alike."""
     dense, experts = copies(layout)
-    kept = state(precision) + practice.share_nbytes
+    kept = state(precision, practice) + practice.share_nbytes
     return {
         "weights": precision.nbytes * (params + expert_params),
         "gradients": (practice.gradient_nbytes + practice.beside_nbytes) * (params + expert_params),
@@ -133,7 +141,9 @@ def peak(
     def at(moment: str, saved: int, workspace: int, logits: int) -> Peak:
         passing = saved + workspace + library + logits
         more = {"activations": saved, "workspace": workspace + library, "logits": logits}
-        return Peak(moment, {**resting, **more, "allocator": int(ALLOCATOR * passing), "runtime": beside})
+        apart = {"allocator": int(ALLOCATOR * passing), "runtime": beside}
+        pools = {"graphs": int(practice.pools * saved)} if practice.pools else {}
+        return Peak(moment, {**resting, **more, **apart, **pools})
 
     moments = [at("optimizer's step", 0, stepping(params, experts, layout, practice), 0)]
     schedule = (layout.pp, layout.vpp, microbatches, layout.microbatch_group)

@@ -66,6 +66,7 @@ class Practice:
     streams: int = 0  # on which it multiplies by several experts at once, each with a workspace
     dummies: bool = False  # of each product's weight a tensor is held in place of its gradient, which is summed fused
     step_nbytes: int = 0  # of each element of the optimizer's share, held while it steps
+    moment_nbytes: int = 4  # of an element of each of Adam's two moments
     share_nbytes: int = 0  # and held throughout, beside its state
     beside_nbytes: int = 0  # of each element, held throughout beside weight and main gradient
     buffers_nbytes: int = 0  # held throughout, whatever is trained
@@ -73,6 +74,7 @@ class Practice:
     copied: bool = False  # what attention gives of several sequences has them first, and is kept in our order as well
     joined: bool = False  # values stay a part of one tensor with queries and keys, all of which is kept for them
     graphed: bool = False  # CUDA graphs: small kernels wait for no host
+    pools: float = 0.0  # of what is saved, that a graph of the whole iteration holds more
     launches: float = 1.0  # that the host could have made while the program of the layers makes one
     dispatch_seconds: float = 0.0  # that a layer of experts waits for the host, each way
     expert_seconds: float = 0.0  # that it waits for the host for each expert, forward; backward twice as long

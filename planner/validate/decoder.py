@@ -56,6 +56,7 @@ class Decoder:
     dense_layers: int = 0  # before those with experts
     alternate: bool = False  # every second layer has experts
     window: int | None = None  # of every second layer
+    normed: bool = False  # queries and keys are, head by head
     clamped: bool = False  # experts have biases and clamps, as those of GPT-OSS
     latent: tuple[tuple[str, int], ...] = ()  # ranks and channels of latent attention
     ahead: int = 0  # layers that predict tokens further ahead
@@ -134,6 +135,7 @@ class Decoder:
             bias=self.learned,
             window=window,
             dropout=dropout,
+            qk_norm=RMSNorm(over="head_dim") if self.normed else None,
         )
 
 

@@ -71,6 +71,10 @@ def published(row: Row) -> Run:
     )
 
 
+# Models whose queries and keys pass norms of their own: their configurations at Hugging Face, NeMo AutoModel's hy_v3.
+NORMED = r"qwen3|hy3"
+
+
 def _decoder(row: Row) -> Decoder:
     arch = text(row, "arch")
     if "hybrid" in arch or "single" in arch:
@@ -96,6 +100,7 @@ def _decoder(row: Row) -> Decoder:
         dense_layers=whole(row, "dense_layers", 0, LARGEST),
         alternate="every 2nd" in arch,
         window=128 if "128-token sliding" in arch else None,
+        normed=bool(re.match(NORMED, text(row, "model"))),
         clamped="gpt-oss" in text(row, "model"),
         latent=_latent(row.get("mla")),
         ahead=whole(row, "mtp_layers", 0, LARGEST),

@@ -21,7 +21,7 @@ from megaloom.dsl.graph import Graph, graph
 from megaloom.planner.cluster import GiB
 from megaloom.planner.cost.fit import Bounds, Fit, Placed
 from megaloom.planner.cost.intervals import OTHER, interval, kind
-from megaloom.planner.cost.memory import point, upper
+from megaloom.planner.cost.memory import needed, point, upper
 from megaloom.planner.cost.practice import NANOTRON
 from megaloom.planner.legal.rules import violations
 from megaloom.planner.search.price import Priced, Pricer
@@ -88,7 +88,7 @@ class Group:
     memory_covered: float | None  # share of the rows below the upper bound
     oom_rows: int  # that ran out of memory
     oom_found: int  # of those, as predicted
-    oom_false: int  # rows whose memory was measured, so that they ran, and that were predicted not to
+    oom_false: int  # rows that ran and were predicted not to
 
 
 @frozen
@@ -126,8 +126,8 @@ def predict(run: Run) -> Predicted:
     """What a run takes as it was laid out, its blocks dealt evenly to the stages as Megatron-LM deals them."""
     priced = priced_as(run)
     held = priced.prediction.nbytes[-1 if run.last_rank else _fullest(priced)]
-    oom = max(priced.placed.peaks) > run.cluster.device.nbytes
-    most = upper(held, run.memory_kind, run.practice.graphed)
+    oom = max(needed(peak.held) for peak in priced.placed.fullest) > run.cluster.device.nbytes
+    most = upper(held, run.memory_kind or "device", run.practice.graphed)
     of = OTHER if run.practice.name == NANOTRON.name else kind(run.sparse, run.workload.precision, run.cluster.device)
     within = interval(priced.seconds, of)
     return Predicted(run, priced.seconds, point(held, run.memory_kind) / GiB, oom, most / GiB, within, of)
@@ -203,7 +203,7 @@ def _score(key: Key, rows: Sequence[Predicted], skipped: int) -> Group:
         memory_covered=mean(covered) if covered else None,
         oom_rows=sum(p.run.oom for p in rows),
         oom_found=sum(p.run.oom and p.oom for p in rows),
-        oom_false=sum(p.oom for p in rows if p.run.memory_gib is not None and not p.run.oom),
+        oom_false=sum(p.oom and not p.run.oom for p in rows),
     )
 
 
@@ -259,6 +259,7 @@ def as_json(found: Validation) -> dict[str, Any]:
                 "predicted_memory_gib": p.memory_gib,
                 "predicted_memory_gib_upper": p.memory_gib_upper,
                 "measured_memory_gib": p.run.memory_gib,
+                "predicted_out_of_memory": p.oom,
             }
             for p in found.rows
         ],
