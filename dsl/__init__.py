@@ -11,6 +11,7 @@ from .errors import ShapeError, UserError
 from .facts import Collective, Costs, Flops, Saved, Split, Work, costs, flops, params, saved
 from .graph import Graph, Model, Node, Slot, fingerprint, graph, model
 from .hub import read
+from .join import Join
 from .layer import Chain, Given, Layer, Named, chain
 from .layers import (
     MLP,
@@ -69,6 +70,7 @@ __all__ = [
     "Given",
     "Graph",
     "Input",
+    "Join",
     "Layer",
     "LayerNorm",
     "Linear",

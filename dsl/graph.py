@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from attrs import define, evolve, field, frozen
 
 from .combine import Block, Each
+from .cuts import crossing, divides
 from .dims import Dim, Shape
 from .errors import ShapeError, UserError, located
 from .layer import Given, Layer, Named, held, kind
@@ -89,7 +90,7 @@ class Node:
 
 @frozen(eq=False, slots=False)
 class Graph:
-    """The nodes of a model in program order: each after those that it reads."""
+    """The nodes of a model in program order: each after those that it reads; those of the last output first."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -103,32 +104,12 @@ class Graph:
     @cached_property
     def crossing(self) -> tuple[tuple[str, ...], ...]:
         """For each position i, the nodes before it whose values are read at or after it; inputs don't count."""
-        last = {name: len(self.nodes) for name in self.outputs}
-        for i, n in enumerate(self.nodes):
-            for name in n.inputs:
-                last[name] = max(last.get(name, 0), i)
-        alive: list[str] = []
-        out = []
-        for i, n in enumerate(self.nodes):
-            alive = [name for name in alive if last.get(name, 0) >= i]
-            out.append(tuple(alive))
-            if not n.input:
-                alive.append(n.name)
-        return tuple(out)
+        return crossing(self.nodes, self.outputs)
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:
-        """The positions where the graph may be cut into stages: what crosses is hidden states, one of each sequence.
-
-        So a decoder is cut where its own and those of the encoder that it still reads cross.
-        """
-        return tuple(i for i, names in enumerate(self.crossing) if self._narrow(names))
-
-    def _narrow(self, names: tuple[str, ...]) -> bool:
-        shapes = [self.nodes[self.index[name]].shape for name in names]
-        if not names or any(len(s.dims) != 3 or "batch" not in s or "embed" not in s for s in shapes):
-            return False
-        return len({s.positions("embed") for s in shapes}) == len(names)
+        """The positions where the graph may be cut into stages."""
+        return tuple(i for i in range(len(self.nodes)) if divides(self, i))
 
     @cached_property
     def weights(self) -> dict[str, Slot]:
@@ -238,10 +219,11 @@ def graph(m: Model) -> Graph:
     walk = _Walk()
     for v in m.outputs:
         walk.read(v)
-    weights = [[it for it in primitives(n.value) if isinstance(it[0].op, Weight)] for n in walk.nodes]
+    ordered = _heads_last(walk.nodes, walk.names[id(m.outputs[-1])])
+    weights = [[it for it in primitives(n.value) if isinstance(it[0].op, Weight)] for n in ordered]
     uses = Counter(id(v) for them in weights for v, *_ in them)
     shared = {i for i, n in uses.items() if n > 1}
-    nodes = tuple(evolve(n, weights=_slots(n, w, shared)) for n, w in zip(walk.nodes, weights, strict=True))
+    nodes = tuple(evolve(n, weights=_slots(n, w, shared)) for n, w in zip(ordered, weights, strict=True))
     named: dict[str, tuple[Slot, Node]] = {}
     for n in nodes:
         for s in n.weights:
@@ -249,6 +231,14 @@ def graph(m: Model) -> Graph:
             if slot.value is not s.value:
                 raise _namesakes((slot, node), (s, n))
     return Graph(m.name, nodes, tuple(walk.names[id(v)] for v in m.outputs))
+
+
+def _heads_last(nodes: list[Node], last: str) -> list[Node]:
+    """First what the last output needs, in program order, then what only others do: so that all heads are together."""
+    needed = {last}
+    for n in reversed(nodes):
+        needed.update(n.inputs if n.name in needed else ())
+    return sorted(nodes, key=lambda n: n.name not in needed)
 
 
 def _namesakes(*pair: tuple[Slot, Node]) -> ShapeError:

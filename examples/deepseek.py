@@ -1,14 +1,12 @@
 """DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437): latent attention, many small experts and shared ones."""
 
-from attrs import evolve, frozen
+from attrs import evolve
 
 from megaloom.dsl import (
     MLA,
-    Concat,
     Dim,
     Embed,
-    Layer,
-    Linear,
+    Join,
     Model,
     MoE,
     RMSNorm,
@@ -16,7 +14,6 @@ from megaloom.dsl import (
     Shift,
     SwiGLU,
     Unembed,
-    Value,
     YarnScaling,
     apply,
     ids,
@@ -44,21 +41,6 @@ def scale(channels: int, factor: float = 40, mscale: float = 1.0) -> float:
     return float(channels**-0.5 * temper(factor, mscale) ** 2)
 
 
-@frozen
-class Join(Layer):
-    """The normalized hidden state of a position and the embedding of the next token, mixed into one.
-
-    Source: multi-token prediction, DeepSeek-V3, arXiv:2412.19437, equation 21.
-    """
-
-    table: Value
-
-    def body(self, x: Value, /, tokens: Value, **side: Value) -> Value:
-        ahead = apply(Shift("seq", 1), tokens) >> Embed(self.table)
-        both = apply(Concat("embed"), ahead >> NORM.named("ahead_norm"), x >> NORM.named("norm"))
-        return both >> Linear(x["embed"]).named("join")
-
-
 def deepseek(
     name: str, attention: MLA, embed: int, *, ff: int, moe: MoE, dense: int, sparse: int, vocab: int, ahead: int = 0
 ) -> Model:
@@ -74,7 +56,7 @@ def deepseek(
     outputs = [x >> NORM >> Unembed(head)]
     for i in range(ahead):
         tokens = apply(Shift("seq", 1), tokens) if i else tokens
-        x = x >> repeat(1, Join(wte).given(tokens=tokens), block)
+        x = x >> repeat(1, Join(wte, NORM).given(tokens=tokens), block)
         outputs.append(x >> NORM >> Unembed(head))
     return model(name, *outputs)
 

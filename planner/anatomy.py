@@ -46,7 +46,7 @@ class Anatomy:
     kind: NDArray[np.intp]  # of each node
     parts: tuple[Again, ...]  # what modules share or have alone: each the modules any of which compute it again
     shared: tuple[tuple[Slot, tuple[int, ...]], ...]  # weights that several nodes use, and which
-    embed: int  # width of what crosses a cut
+    embed: int  # width of each hidden state that crosses a cut
 
     @cached_property
     def places(self) -> NDArray[np.intp]:
@@ -59,6 +59,11 @@ class Anatomy:
         blocks = [n.block for n in self.graph.nodes]
         inside = [False, *(a is not None and a == b for a, b in pairwise(blocks)), False]
         return np.array([i for i in self.places.tolist() if not inside[i]])
+
+    @cached_property
+    def crosses(self) -> NDArray[np.intp]:
+        """How many hidden states what begins at a node is given; behind the last one, how many outputs there are."""
+        return np.array([*(len(names) for names in self.graph.crossing), len(self.graph.outputs)])
 
     @cached_property
     def counts(self) -> Rows:

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, Layout, tuple[int, ...], int]] = {
     "deepseek-v3-mtp": (
         "256xH100",
         Layout(dp=8, pp=16, vpp=2, cp=2, ep=16, distributed_optimizer=True),
-        (2,) * 29 + (1, 1, 1),
+        (3, *(2,) * 29, 1, 0),  # what predicts a token ahead has a stage, and so have the heads
         4096,
     ),
     "gpt2": ("8xA100", Layout(dp=2, tp=2, pp=2, micro_batch=4), (7, 5), 1024),

@@ -137,30 +137,39 @@ def test_megatron_core_builds_the_stages_of_the_plan(name: str) -> None:
     stages = made.pipeline_model_parallel_layout
     if stages is not None:
         stages.validate_layer_layout(args["num_layers"], args.get("mtp_num_layers"))
-    starts = gpt(graph(model), "a test").starts
+    read = gpt(graph(model), "a test")
+    kinds = [*[LayerType.decoder] * len(read.layers), *[LayerType.mtp] * read.ahead, LayerType.loss]
     for stage in plan.stages:
-        layers = sum(stage.start <= start < stage.stop for start in starts[:-1])
+        held = [kind for kind, start in zip(kinds, read.starts, strict=True) if stage.start <= start < stage.stop]
+        layers = held.count(LayerType.decoder)
         if stages is not None:
-            assert stages.layout[stage.rank][stage.chunk].count(LayerType.decoder) == layers
+            assert stages.layout[stage.rank][stage.chunk] == [LayerType.embedding] * (stage.start == 0) + held
         else:
             assert get_num_layers_to_build(made, stage.chunk if chunks else None, stage.rank) == layers
 
 
 @given(
-    st.integers(0, 9), st.lists(st.sampled_from([1, 2, 2, 2, 3, 4, 12]), max_size=40), st.integers(0, 9), st.booleans()
+    st.integers(0, 9),
+    st.lists(st.sampled_from([1, 2, 2, 2, 3, 4, 12]), max_size=40),
+    st.integers(0, 9),
+    st.sampled_from(["", "m", "m|"]),
 )
-def test_megatron_core_reads_back_the_stages(first: int, between: list[int], last: int, ahead: bool) -> None:
-    """Whatever the runs of equal stages; the first and the last may have no layers at all."""
+def test_megatron_core_reads_back_the_stages(first: int, between: list[int], last: int, ahead: str) -> None:
+    """Whatever the runs of equal stages; the first and the last may have no layers at all. What predicts a token ahead
+    is with the heads, or in the stage before.
+    """
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     bounds = [*accumulate([first, *between, last], initial=0)]
     cut = [Part(a, b, a == 0 and i == 0, i == len(between) + 1) for i, (a, b) in enumerate(pairwise(bounds))]
-    cut[-1] = evolve(cut[-1], ahead=int(ahead))
+    cut[-1] = evolve(cut[-1], ahead=len(ahead) % 2)
+    if ahead == "m|":
+        cut[-1:] = [evolve(cut[-1], head=False, ahead=1), Part(bounds[-1], bounds[-1], False, True)]
     read = PipelineParallelLayerLayout.parse_str_to_list(layout(cut))
     letters = [
         "".join({"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}[x.name] for x in one) for one in read
     ]
-    assert letters == ["E" + "t" * first, *("t" * n for n in between), "t" * last + "m" * ahead + "L"]
+    assert "|".join(letters) == "|".join(["E" + "t" * first, *("t" * n for n in between), "t" * last + ahead + "L"])
 
 
 @pytest.mark.parametrize("name", CASES)

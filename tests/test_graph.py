@@ -44,6 +44,7 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.find import find
 from megaloom.dsl.graph import primitives
+from megaloom.examples.deepseek import deepseek_v3
 
 VOCAB, EMBED = Dim("vocab", 11), Dim("embed", 8)
 
@@ -139,11 +140,10 @@ def test_names_do_not_know_how_the_program_was_grouped(a: Layer, b: Layer, c: La
 @given(programs())
 def test_names_count_each_kind_in_program_order(m: Model) -> None:
     count: Counter[str] = Counter()
-    for n in graph(m).nodes:
-        if not n.input:
-            kind, _, number = n.name.partition(".")
-            assert int(number) == count[kind]
-            count[kind] += 1
+    found = [n.name.partition(".") for n in graph(m).nodes if not n.input]
+    for kind, _, number in found if len(m.outputs) == 1 else sorted(found, key=lambda it: int(it[2])):
+        assert int(number) == count[kind]
+        count[kind] += 1
 
 
 def test_names_of_a_gpt() -> None:
@@ -191,16 +191,42 @@ def test_a_node_comes_after_those_it_reads(m: Model) -> None:
 
 
 @given(programs())
-def test_cuts_are_where_one_hidden_value_crosses(m: Model) -> None:
+def test_cuts_are_where_one_hidden_value_crosses_or_one_for_each_output(m: Model) -> None:
     """By brute force: the readers of each node, and the outputs as readers after the end."""
     g = graph(m)
-    want = []
+    net, want = g.networkx(), []
     for i in range(1, len(g.nodes)):
         read_later = {name for n in g.nodes[i:] for name in n.inputs} | set(g.outputs)
         crossing = [n for n in g.nodes[:i] if n.name in read_later and not n.input]
-        if len(crossing) == 1 and [d.name for d in crossing[0].shape] == ["batch", "seq", "embed"]:
+        if any([d.name for d in n.shape] != ["batch", "seq", "embed"] for n in crossing):
+            continue
+        behind = g.nodes[i - 1].block is not None and all(n.block is None for n in g.nodes[i:])
+        rest = net.subgraph([n.name for n in (*crossing, *g.nodes[i:])])
+        rest = nx.restricted_view(rest, [], [(a, b) for a, b in rest.edges if g.index[b] < i])
+        leads = [[o for o in g.outputs if o == n.name or nx.has_path(rest, n.name, o)] for n in crossing]
+        if len(crossing) == 1 or (behind and sorted(leads) == sorted([o] for o in g.outputs)):
             want.append(i)
     assert list(g.cuts) == want
+
+
+@given(programs())
+def test_what_the_last_output_needs_comes_first(m: Model) -> None:
+    g = graph(m)
+    net = g.networkx()
+    last = nx.ancestors(net, g.outputs[-1]) | {g.outputs[-1]}
+    assert {n.name for n in g.nodes[: len(last)]} == last
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_heads_are_cut_from_the_blocks_that_predict_further_ahead(ahead: int) -> None:
+    """Around the blocks of all tokens ahead together, as megatron-core has them in one stage; nowhere between heads."""
+    g = graph(deepseek_v3(ahead))
+    first = next(i for i, n in enumerate(g.nodes) if n.name == "join.0")
+    heads = next(i for i, n in enumerate(g.nodes) if i > first and n.block is None)
+    assert [i for i in g.cuts if i >= first] == [first, heads]
+    assert len(g.crossing[first]) == 1
+    assert len(g.crossing[heads]) == len(g.outputs) == 1 + ahead
+    assert {n.name.partition(".")[0] for n in g.nodes[heads:]} == {"rms_norm", "unembed"}
 
 
 @given(st.integers(1, 5))

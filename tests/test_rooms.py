@@ -37,9 +37,10 @@ def cases(draw: st.DrawFn) -> Case:
     )
     flights = timeline.flights(ranks, chunks, 2 * ranks).astype(float)
     comes = np.array([[float(draw(st.integers(0, 5)))] * flights.shape[1] for _ in range(ranks)])
-    received = np.where(np.arange(ranks * chunks), 1.0, 0.0).reshape(chunks, ranks)
+    received = np.array([0.0, *draw(st.lists(st.sampled_from([1.0, 1.0, 2.0]), min_size=size, max_size=size))])
+    passed = draw(st.sampled_from([0.0, 3.0])) * np.maximum(1, received)
     stepping = state.times(draw(st.sampled_from([1.0, 1.5, 3.0])))
-    rooms = Rooms(state, stepping, saved, flights, comes, received, beside=1.0, room=1.0)
+    rooms = Rooms(state, stepping, saved, flights, comes, received, passed, beside=1.0, room=1.0)
     even = evenest(seconds, ranks * chunks)
     assert even is not None
     most = rooms.needed(np.array(even)[None]).max()  # with less room than this, another cut must do
@@ -64,11 +65,14 @@ def needed(rooms: Rooms, cut: Places, rank: int) -> float:
         return float(of.sums[b] - of.sums[a])
 
     moments = [
-        sum(held(rooms.state, a, b) + n[c] * (held(rooms.saved, a, b) + rooms.received[c, rank]) for a, b, c in mine)
-        + comes
+        sum(held(rooms.state, a, b) + n[c] * (held(rooms.saved, a, b) + rooms.received[a]) for a, b, c in mine) + comes
         for n, comes in zip(rooms.flights[rank], rooms.comes[rank], strict=True)
     ]
-    return rooms.beside + max(*moments, sum(held(rooms.stepping, a, b) for a, b, _ in mine))
+    return (
+        rooms.beside
+        + max(rooms.passed[a] for a, *_ in mine)
+        + max(*moments, sum(held(rooms.stepping, a, b) for a, b, _ in mine))
+    )
 
 
 @given(cases())

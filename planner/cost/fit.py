@@ -98,25 +98,25 @@ class Fit:
     def parts(self, bounds: Bounds) -> list[Part]:
         """What each stage holds. A weight that several nodes of a rank share is there once."""
         sheet, last = self.sheet, len(bounds) - 2
-        spare = self.spare(bounds)
+        spare, (received, passed) = self.spare(bounds), self._crossing(np.array(bounds[:-1]))
         return [
             Part(
                 params=int(row[Col.PARAMS]) - spare[i],
                 expert_params=int(row[Col.EXPERT_PARAMS]),
-                saved=int(row[Col.SAVED]) + (sheet.boundary if i else 0),
+                saved=int(row[Col.SAVED]) + int(received[i]),
                 workspace=sheet.workspace,
-                library=self.library,
+                library=sheet.library + int(passed[i]),
                 loss=sheet.loss if i == last else 0,
             )
             for i, row in enumerate(sheet.sums(bounds))
         ]
 
-    @property
-    def library(self) -> int:
-        """Bytes that are there throughout, for libraries and for what passes between ranks."""
-        pp = self.layout.pp
-        passed = memory.PASSED + (pp if self.practice.outputs else 0)
-        return self.sheet.library + (passed * self.sheet.boundary if pp > 1 else 0)
+    def _crossing(self, begin: Places) -> tuple[Places, Places]:
+        """Bytes that stages keep of each micro-batch because they begin at these nodes, and for what passes to them."""
+        x, boundary = self.layout, self.sheet.boundary
+        crosses = self.sheet.anatomy.crosses[begin]
+        times = (memory.PASSED + (x.pp if self.practice.outputs else 0)) if x.pp > 1 else 0
+        return boundary * crosses, times * boundary * np.maximum(1, crosses)
 
     def spare(self, bounds: Bounds) -> list[int]:
         """The elements that each stage counts of weights that it, or an earlier stage of its rank, has already."""
@@ -138,14 +138,16 @@ class Fit:
         flights, backs = timeline.sets(x.pp, x.vpp, self.microbatches, x.microbatch_group)
         comes = np.zeros(flights.shape[:2])
         comes[:, :backs], comes[-1, backs:] = sheet.workspace, sheet.loss
+        received, passed = (MORE * nbytes.astype(float) for nbytes in self._crossing(self.places))
         return Rooms(
             state=state,
             stepping=state.plus(step, MORE),
             saved=saved.times(MORE),
             flights=flights,
             comes=MORE * comes,
-            received=np.where(np.arange(x.pp * x.vpp), MORE * sheet.boundary, 0.0).reshape(x.vpp, x.pp),
-            beside=memory.runtime(x, self.cluster) + MORE * self.library,
+            received=received,
+            passed=passed,
+            beside=memory.runtime(x, self.cluster) + MORE * sheet.library,
             room=capacity(self.cluster, self.headroom),
             element=(static[0], static[0] + MORE * stepping[0]),
         )

@@ -26,7 +26,8 @@ class Rooms:
     saved: Spans  # of one micro-batch
     flights: Rows  # [ranks, moments, chunks]: micro-batches in flight
     comes: Rows  # [ranks, moments]: bytes that are there then
-    received: Rows  # [chunks, ranks]: bytes more that one micro-batch saves, wherever a chunk begins
+    received: Vector  # [places]: bytes more that one micro-batch saves of a chunk that begins there
+    passed: Vector  # [places]: bytes that are there for what passes to a chunk that begins there, of a rank's the most
     beside: float  # bytes that are there throughout
     room: float  # bytes of each rank
     element: tuple[float, float] = (0.0, 0.0)  # bytes of an element of a dense weight: of `state`, of `stepping`
@@ -39,14 +40,14 @@ class Rooms:
     @property
     def chunks(self) -> int:
         """How many each rank has."""
-        return len(self.received)
+        return int(self.flights.shape[2])
 
     def near(self, cut: Places) -> Rooms:
         """The same at the fullest moments of this cut only, the fullest first, which is known sooner.
 
         Of cuts that differ much other moments may be fuller.
         """
-        saved = self.saved(cut[:-1], cut[1:]).reshape(self.chunks, self.ranks) + self.received
+        saved = (self.saved(cut[:-1], cut[1:]) + self.received[cut[:-1]]).reshape(self.chunks, self.ranks)
         kept = np.einsum("rmc,cr->rm", self.flights, saved) + self.comes
         fullest = np.argsort(-kept, axis=1, kind="stable")[:, :FULLEST]
         flights = np.take_along_axis(self.flights, fullest[:, :, None], axis=1)
@@ -56,11 +57,12 @@ class Rooms:
         """Bytes of each rank at its fullest, [cuts, bounds] -> [cuts, ranks]; `twice` are elements that it has once,
         but are counted again."""
         start, end = cuts[:, :-1], cuts[:, 1:]
-        every = (runs(start, end) for runs in (self.state, self.stepping, self.saved))
+        every = (self.state(start, end), self.stepping(start, end), self.saved(start, end) + self.received[start])
         state, stepping, saved = (held.reshape(len(cuts), self.chunks, self.ranks) for held in every)
-        kept = (saved + self.received).transpose(2, 0, 1) @ self.flights.transpose(0, 2, 1) + self.comes[:, None]
+        passed = self.passed[start].reshape(len(cuts), self.chunks, self.ranks).max(axis=1)
+        kept = saved.transpose(2, 0, 1) @ self.flights.transpose(0, 2, 1) + self.comes[:, None]
         passing = state.sum(axis=1) - self.element[0] * twice + kept.max(axis=2).T
-        needed: Rows = np.maximum(passing, stepping.sum(axis=1) - self.element[1] * twice) + self.beside
+        needed: Rows = np.maximum(passing, stepping.sum(axis=1) - self.element[1] * twice) + passed + self.beside
         return needed
 
     def lacks(self, cuts: Places) -> Vector:
@@ -80,8 +82,8 @@ class Rooms:
         """
         chunk, rank = divmod(k, self.ranks)
         flights = float(self.flights[rank, 0, chunk])
-        each = (self.room - self.beside) / self.chunks
-        room = each - float(self.comes[rank, 0]) / self.chunks - flights * float(self.received[chunk, rank])
+        each = (self.room - self.beside - self.passed) / self.chunks
+        room = each - float(self.comes[rank, 0]) / self.chunks - flights * self.received
         ends: Places = np.minimum(self.state.plus(self.saved, flights).far(room), self.stepping.far(each))
         return ends[:-1]
 
@@ -90,16 +92,17 @@ class Rooms:
         """Whether there is a cut that has room, if each rank has one stage, which may be empty."""
         done, size = 0, len(self.state)
         for k in range(self.ranks):
-            done = min(needs.farthest(done, room) for needs, room in self._alone(k))
+            begins = slice(1, None) if k else slice(1)  # the first stage with nothing, each other with the least
+            done = min(needs.farthest(done, float(room[begins].max())) for needs, room in self._alone(k))
             if done == size:
                 return True
         return False
 
-    def _alone(self, k: int) -> list[tuple[Spans, float]]:
+    def _alone(self, k: int) -> list[tuple[Spans, Vector]]:
         """At each moment, what the only stage of a rank needs between each two places, and the bytes there are."""
-        room = self.room * SAME - self.beside
+        room = self.room * SAME - self.beside - self.passed
         moments = {(float(n), float(comes)) for n, comes in zip(self.flights[k, :, 0], self.comes[k], strict=True)}
-        kept = [(self.state.plus(self.saved, n), room - comes - n * float(self.received[0, k])) for n, comes in moments]
+        kept = [(self.state.plus(self.saved, n), room - comes - n * self.received) for n, comes in moments]
         return [(self.stepping, room), *kept]
 
     def hopeless(self, runs: Spans, seconds: float) -> bool:
@@ -117,7 +120,8 @@ class Rooms:
         rank, all_ranks = np.arange(self.chunks * self.ranks) % self.ranks, np.arange(self.ranks)
         moment = self.flights.sum(axis=2).argmax(axis=1)
         flights = self.flights[all_ranks, moment].T.ravel()
-        fixed = np.bincount(rank, self.received.ravel() * flights) + self.comes[all_ranks, moment] + self.beside
+        received = np.where(np.arange(len(rank)), self.received[1:].min(), self.received[0])
+        fixed = np.bincount(rank, received * flights) + self.comes[all_ranks, moment] + self.beside + self.passed.min()
         state, saved = (_whole(held, len(rank)) for held in (self.state, self.saved))
         mine = rank <= all_ranks[:, None]  # [sets of ranks, stages]
         held = np.maximum(mine @ least, state - ~mine @ most)

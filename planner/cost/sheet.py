@@ -61,7 +61,7 @@ class Sheet:
 
     anatomy: Anatomy
     rows: Rows  # [kinds, columns]
-    boundary: int  # bytes that cross a cut, one way
+    boundary: int  # bytes of each hidden state that crosses a cut, one way
     workspace: int  # bytes that come and go: the gradients beside the largest saved tensor, and a block made again
     library: int  # bytes that libraries hold throughout
     loss: int  # bytes that come and go with the loss

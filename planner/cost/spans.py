@@ -38,8 +38,8 @@ class Spans:
             out = out + np.where(end <= self.last[start], self.more[end], self.top[start]) - self.more[start]
         return out
 
-    def far(self, limit: float) -> Places:
-        """Where the longest run from each place ends that takes no more; there, if none does."""
+    def far(self, limit: float | Vector) -> Places:
+        """Where the longest run from each place ends that takes no more than all may, or each; there, if none does."""
         far = np.searchsorted(self.sums, self.sums + limit, side="right") - 1
         if self.more is not None and self.top is not None and self.last is not None:
             both = self.sums + self.more

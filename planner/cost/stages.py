@@ -35,8 +35,8 @@ def evenest(atoms: Vector | Spans, count: int, latest: Latest | None = None) -> 
     """The bounds of `count` non-empty runs of atoms whose slowest run is as quick as can be.
 
     `atoms` are the seconds of each, or those of runs of them. Among the ways the least sum of squares, so that what is
-    not slowest is even too. `latest(k)[i]` is where run k must end if it begins at atom i: no earlier than if it began
-    earlier. None if there is no way. O(count · len(atoms) · atoms in the longest run), in numpy.
+    not slowest is even too. `latest(k)[i]` is where run k must end if it begins at atom i. None if there is no way.
+    O(count · len(atoms) · atoms in the longest run), in numpy.
     """
     runs = atoms if isinstance(atoms, Spans) else Spans.of(atoms)
     size = len(runs)
@@ -103,7 +103,7 @@ def _short(ends: Sequence[Places]) -> bool:
     """Whether runs that end no later than this cannot reach the end, even if some were empty."""
     size, done = len(ends[0]), 0
     for end in ends:
-        done = max(done, int(end[done]))
+        done = max(done, int(end[: done + 1].max()))
         if done == size:
             return False
     return True
@@ -125,7 +125,7 @@ def _least(runs: Spans, ends: Sequence[Places], slowest: float, *, even: bool = 
     best, back = np.where(here == 0, 0.0, np.inf), []
     for end in ends:
         reach = best[start] + cost if even else np.maximum(best[start], cost)
-        if end[0] < len(here) - 1:
+        if end.min() < len(here) - 1:
             reach = np.where(here[:, None] <= end[start], reach, np.inf)
         choice = reach.argmin(axis=1)
         back.append(start[here, choice])

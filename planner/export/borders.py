@@ -23,13 +23,13 @@ RECUT = "--whole-layers moves the borders of the stages there"
 
 @frozen
 class Part:
-    """What one stage holds: layers [first, last), and whether the embedding, and the norm and the logits."""
+    """What one stage holds: layers [first, last), and whether the embedding, and the norms and the logits."""
 
     first: int
     last: int
     embedding: bool
     head: bool
-    ahead: int = 0  # layers between norm and logits
+    ahead: int = 0  # layers that predict tokens further ahead
 
     @property
     def layers(self) -> int:
@@ -44,15 +44,18 @@ class Part:
 
 def parts(plan: Plan, model: GPT, nodes: Graph, target: str) -> tuple[Part, ...]:
     """What each stage holds, in model order. Raises UserError where a stage is not of whole layers."""
-    place = {0: 0, **{at: i for i, at in enumerate(model.starts)}}  # how many layers begin before a node
+    place = {
+        0: 0,
+        **{at: i for i, at in enumerate(model.starts)},
+    }  # how many layers begin before a node, those ahead too
     for i, stage in enumerate(plan.stages):
         if stage.start not in place:
             cannot(target, f"stage {i}, which begins inside of a layer with {called(nodes.nodes[stage.start])}", RECUT)
+    layers, last = len(model.layers), len(plan.stages) - 1
     firsts = [place[stage.start] for stage in plan.stages]
-    ends = [*firsts[1:], len(model.layers)]
-    last = len(firsts) - 1
+    ends = [*firsts[1:], layers + model.ahead]
     return tuple(
-        Part(a, b, i == 0, i == last, model.ahead * (i == last))
+        Part(min(a, layers), min(b, layers), i == 0, i == last, ahead=max(b, layers) - max(a, layers))
         for i, (a, b) in enumerate(zip(firsts, ends, strict=True))
     )
 

@@ -4,7 +4,8 @@ Protocol: `gpt` walks the graph once, node by node, and refuses by its name the 
 
     tokens → embedding (+ learned positions) (→ dropout) → layers → norm → logits
 
-with layers of two halves, each x + (norm → attention or feed-forward (→ dropout))(x). What the parts must be beyond
+with layers of two halves, each x + (norm → attention or feed-forward (→ dropout))(x). A layer more may predict the
+token after the next: it comes behind the others, and norm and logits of both behind it. What the parts must be beyond
 that each target says for itself.
 """
 
@@ -65,7 +66,7 @@ class GPT:
     norm: Norm
     attention: Mix
     layers: tuple[FeedForward, ...]
-    starts: tuple[int, ...]  # the node that each layer begins with, and the one after the last layer
+    starts: tuple[int, ...]  # the node that each layer begins with, then those ahead, and the one after the last
     ahead: int  # layers more, each behind a mix with the next token's embedding, that predict tokens further ahead
     repeated: bool  # each layer is one iteration of a repeat, which is what full recompute computes again
 
@@ -102,18 +103,20 @@ def gpt(graph: Graph, target: str) -> GPT:
     if positions and positions.offset:
         walk.refuse("positions that begin elsewhere than at 0", walk.here)
     first = walk.dropout()
-    layers, starts = [], []
-    while not walk.ends:
+    layers, starts, heads = [], [], [walk.here]
+    while not walk.ends and not walk.joins(inputs[0], embed):
         starts.append(walk.at)
         layers.append(walk.layer())
-    starts.append(walk.at)
+        heads = [walk.here]
     if walk.attention is None:
         cannot(target, "a model without layers")
-    hidden = walk.here
-    norm, head = walk.norm(), walk.take(Unembed)
-    if head.bias:
-        walk.refuse("logits with a bias", walk.here)
-    ahead = walk.ahead(hidden, inputs[0], embed, head, layers[-1])
+    if walk.joins(inputs[0], embed):
+        starts.append(walk.at)
+        heads = [walk.ahead(layers[-1]), *heads]
+    starts.append(walk.at)
+    (norm, head), *others = [walk.head(hidden) for hidden in heads]
+    if any(other != head for _, other in others):
+        walk.refuse("logits over another table", walk.here)
     if walk.at != len(graph.nodes):
         walk.refuse("what follows the logits", graph.nodes[walk.at])
     if walk.dropped - {first}:
@@ -131,7 +134,7 @@ def gpt(graph: Graph, target: str) -> GPT:
         attention=walk.attention,
         layers=tuple(layers),
         starts=tuple(starts),
-        ahead=ahead,
+        ahead=len(heads) - 1,
         repeated=None not in blocks and len({*blocks}) == len(blocks),
     )
 
@@ -221,21 +224,27 @@ class _Walk:
         back = reversed(self.graph.nodes[: self.at])
         return next(n for n in back if isinstance(n.op, Attention | MLA | MLP | SwiGLU | GeGLU | MoE))
 
-    def ahead(self, hidden: Node, tokens: Node, embed: Embed, head: Unembed, last: FeedForward) -> int:
-        """How many layers predict tokens further ahead: one like the last, of hidden states and tokens, or none."""
-        node = self.next
-        found = [v for v, *_ in primitives(node.value) if not isinstance(v.op, Weight)]
-        if node.inputs != (hidden.name, tokens.name) or tuple(type(v.op) for v in found) != JOIN:
-            return 0
-        if found[0].op != Shift("seq", 1) or found[1].args[1] is not embed.table:
-            return 0
-        self.at, self.here = self.at + 1, node
+    def joins(self, tokens: Node, embed: Embed) -> bool:
+        """Whether the next node mixes hidden states with the embedding of the next token."""
+        found = [v for v, *_ in primitives(self.next.value) if not isinstance(v.op, Weight)]
+        if self.next.inputs != (self.here.name, tokens.name) or tuple(type(v.op) for v in found) != JOIN:
+            return False
+        return found[0].op == Shift("seq", 1) and found[1].args[1] is embed.table
+
+    def ahead(self, last: FeedForward) -> Node:
+        """What a layer gives that predicts the token after the next: one like the last, behind such a mix."""
+        self.at, self.here = self.at + 1, self.next
         if self.layer() != last:
             self.refuse("a layer of tokens ahead that is unlike the last", self.middle)
-        self.norm()
-        if self.take(Unembed) != head:
-            self.refuse("logits over another table", self.here)
-        return 1
+        return self.here
+
+    def head(self, hidden: Node) -> tuple[Norm, Unembed]:
+        """The norm and the logits of these hidden states."""
+        self.here = hidden
+        norm, head = self.norm(), self.take(Unembed)
+        if head.bias:
+            self.refuse("logits with a bias", self.here)
+        return norm, head
 
     def half(self, *kinds: Any) -> Any:
         """x + (norm → one of these kinds (→ dropout))(x): the one."""

@@ -39,7 +39,8 @@ class Options:
 def options(plan: Plan, graph: Graph, target: str = NAME) -> Options:
     """The plan as options. Raises UserError that names what none of them says."""
     read = gpt(graph, target)
-    for mistaken in wrong(plan.layout, graph, plan.workload, plan.cluster):
+    starts = tuple(stage.start for stage in plan.stages)
+    for mistaken in wrong(plan.layout, graph, plan.workload, plan.cluster, starts):
         cannot(target, f"{mistaken.message}: it computes wrong gradients [{mistaken.rule}]", mistaken.fix)
     cut = parts(plan, read, graph, target)
     return Options(

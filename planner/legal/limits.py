@@ -6,6 +6,8 @@ compute wrongly, which exports to it refuse. Both are violations, as of the rule
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from megaloom.dsl import MLA, DType, Embed, Graph, Layer, Node, Route, Unembed
 from megaloom.dsl.graph import primitives
 from megaloom.dsl.splits import SPLITS, among_experts
@@ -151,6 +153,26 @@ def _latent_told(case: Case) -> Words:
     )
 
 
+def _twice(case: Case) -> str:
+    """A weight that a pipeline rank has in two of its chunks, if there is one."""
+    if not case.starts:
+        return ""
+    for name, nodes in shared(case.graph).items():
+        stages = {bisect_right(case.starts, case.graph.index[n.name]) - 1 for n in nodes}
+        if len({stage % case.layout.pp for stage in stages}) < len(stages):
+            return name
+    return ""
+
+
+def _apart(case: Case) -> Truth:
+    return not _twice(case)
+
+
+def _apart_told(case: Case) -> Words:
+    x = case.layout
+    return f"under pp {x.pp} and vpp {x.vpp} two chunks of a rank have {_twice(case)!r}", "another pp or vpp would do"
+
+
 WRONG = (
     Rule(
         "experts-reduced",
@@ -170,6 +192,15 @@ WRONG = (
         _latent,
         _latent_told,
     ),
+    Rule(
+        "shared-chunks",
+        "No two chunks of a pipeline rank share a weight, as the embedding and what predicts a token further ahead.",
+        "another pp or vpp, or heads in one stage with what predicts ahead",
+        By.EXPORTS,
+        "finalize_model_grads.py:233: gradients of one chunk's embedding are added to those of other ranks alone",
+        _apart,
+        _apart_told,
+    ),
 )
 
 
@@ -178,9 +209,11 @@ def limits(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -
     return broken(LIMITS, Case(layout, graph, workload, cluster))
 
 
-def wrong(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
-    """What megatron-core would compute wrongly."""
-    return broken(WRONG, Case(layout, graph, workload, cluster))
+def wrong(
+    layout: Layout, graph: Graph, workload: Workload, cluster: Cluster, starts: tuple[int, ...] = ()
+) -> tuple[Violation, ...]:
+    """What megatron-core would compute wrongly; of stages too, if they begin at these nodes."""
+    return broken(WRONG, Case(layout, graph, workload, cluster, starts))
 
 
 def right(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) -> Truth:

@@ -48,6 +48,7 @@ class Case:
     graph: Graph
     workload: Workload
     cluster: Cluster
+    starts: tuple[int, ...] = ()  # of a plan, the node that each stage begins with
     needs: Needs = field(init=False)
 
     @needs.default

@@ -53,7 +53,7 @@ def tracks(priced: Priced) -> tuple[Track, ...]:
         out.append(
             Track(
                 bare=sum(static.values()) + memory.runtime(x, fit.cluster),
-                library=fit.library,
+                library=max(p.library for p in mine),
                 workspace=fit.sheet.workspace,
                 loss=mine[-1].loss,
                 stepping=memory.stepping(params, experts, x, fit.practice),

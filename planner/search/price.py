@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 from attrs import define, evolve, field, frozen
@@ -241,8 +242,13 @@ class Pricer:
     def _times(self, placed: Placed) -> tuple[list[float], list[float], list[float]]:
         """Seconds of a micro-batch by stage: forward, backward, and of what passes to the next."""
         fit, sums, pp = placed.fit, placed.sums, placed.layout.pp
-        hops = [traffic.hop(fit.sheet.boundary, s, fit.layout, self.cluster) for s in range(pp)] * (len(sums) // pp)
-        return sums[:, AHEAD].sum(axis=1).tolist(), sums[:, BACK].sum(axis=1).tolist(), hops[:-1]
+        crosses = self.anatomy.crosses[np.array(placed.bounds[1:-1], dtype=np.intp)].tolist()
+        took = {
+            (n, r): traffic.hop(n * fit.sheet.boundary, r, fit.layout, self.cluster)
+            for n, r in product({*crosses}, range(pp))
+        }
+        hops = [took[n, s % pp] for s, n in enumerate(crosses)]
+        return sums[:, AHEAD].sum(axis=1).tolist(), sums[:, BACK].sum(axis=1).tolist(), hops
 
     def _params(self, placed: Placed) -> Rows:
         """The elements of each rank's weights: [dense and experts', ranks]."""

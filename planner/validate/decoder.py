@@ -15,6 +15,7 @@ from megaloom.dsl import (
     Dim,
     Dropout,
     Embed,
+    Join,
     Layer,
     LayerNorm,
     Model,
@@ -22,8 +23,10 @@ from megaloom.dsl import (
     Positions,
     RMSNorm,
     Rope,
+    Shift,
     SwiGLU,
     Unembed,
+    apply,
     chain,
     ids,
     model,
@@ -74,7 +77,8 @@ class Decoder:
     def _made(self, dropout: float) -> Model:
         v, d = Dim("vocab", self.vocab), Dim("embed", self.hidden)
         wte = weight("wte", v, d)
-        x = ids() >> Embed(wte)
+        tokens = ids()
+        x = tokens >> Embed(wte)
         if self.learned:
             x = x >> Positions(weight("wpe", Dim("position", self.positions), d))
         x = x >> Dropout(dropout) if dropout else x
@@ -82,8 +86,9 @@ class Decoder:
             x = x >> repeat(times, block)
         norm, head = self._norm, wte if self.tied or self.learned else weight("head", v, d)
         outputs = [x >> norm >> Unembed(head)]
-        for _ in range(self.ahead):
-            x = x >> repeat(1, norm, self._blocks(dropout)[-1][1])
+        for i in range(self.ahead):
+            tokens = apply(Shift("seq", 1), tokens) if i else tokens
+            x = x >> repeat(1, Join(wte, norm).given(tokens=tokens), self._blocks(dropout)[-1][1])
             outputs.append(x >> norm >> Unembed(head))
         return model(f"{self.layers} layers of {self.hidden}", *outputs)
 
