@@ -28,9 +28,9 @@ Case = tuple[Spans, Rooms]
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Atoms that take time, have a state and save something; ranks with several chunks, and little room."""
-    ranks, chunks = draw(st.integers(1, 3)), draw(st.integers(2, 3))
+def cases(draw: st.DrawFn, several: bool = True) -> Case:
+    """Atoms that take time, have a state and save something; ranks with several chunks or one, and little room."""
+    ranks, chunks = draw(st.integers(1, 3)), draw(st.integers(2, 3)) if several else 1
     size = draw(st.integers(ranks * chunks, 9))
     seconds, state, saved = (
         Spans.of(np.array(draw(st.lists(st.integers(1, 9), min_size=size, max_size=size)), dtype=float)) for _ in "tws"
@@ -91,6 +91,19 @@ def test_the_cut_with_room_is_the_quickest_of_all(case: Case) -> None:
         best = min(count)
         assert math.isclose(slowest(runs, found[None])[0], best, rel_tol=1e-9)
         assert rooms.lacks(found[None])[0] <= 0
+
+
+@given(cases(several=False))
+def test_the_only_stages_of_ranks_are_the_quickest_with_room(case: Case) -> None:
+    runs, rooms = case
+    every = ways(runs, rooms)
+    roomy = every[rooms.lacks(every) <= 0]
+    found = evenest(runs, rooms.ranks, rooms.latest)
+    assert (found is None) == (not len(roomy))
+    if found is not None:
+        assert rooms.enough
+        assert tuple(found) in {tuple(way) for way in roomy.tolist()}
+        assert math.isclose(slowest(runs, np.array(found)[None])[0], min(slowest(runs, roomy)), rel_tol=1e-9)
 
 
 @given(cases(), st.floats(1, 40))

@@ -52,9 +52,12 @@ def test_no_cut_is_more_even(atoms: list[float], count: int) -> None:
 
 @given(ATOMS, st.integers(1, 5), st.data())
 def test_a_limit_on_each_run_is_kept(atoms: list[float], count: int, data: st.DataObject) -> None:
-    limit = data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
-    bounds = evenest(np.array(atoms), count, lambda k: np.minimum(np.arange(len(atoms)) + limit[k], len(atoms)))
-    every = [w for w in ways(atoms, count) if all(b - a <= n for a, b, n in zip(w, w[1:], limit, strict=False))]
+    """Wherever a run begins it may have another limit, as where more than one hidden state crosses."""
+    size = len(atoms)
+    each = st.lists(st.integers(1, 9), min_size=size + 1, max_size=size + 1)
+    limit = data.draw(st.lists(each, min_size=count, max_size=count))
+    bounds = evenest(np.array(atoms), count, lambda k: np.minimum(np.arange(size) + limit[k][:-1], size))
+    every = [w for w in ways(atoms, count) if all(b - a <= n[a] for a, b, n in zip(w, w[1:], limit, strict=False))]
     assert (bounds is None) == (not every)
     if bounds is not None:
         assert bounds in every
