@@ -96,6 +96,18 @@ def test_what_megatron_lms_own_tests_allocate() -> None:
     assert all((p.run.memory_gib or 0.0) <= p.memory_gib_upper < 1.2 * p.memory_gib for p in found)
 
 
+def test_hybrids_of_mamba_are_read_and_predicted() -> None:
+    """Nemotron-H 56B, whose layers are counted, and Nemotron 3 Nano, whose order is known by its name."""
+    read_ = rows()
+    found = {id: predict(read_[id]) for id in ("dgxc-benchmarking-010", "megatron-bridge-027", "megatron-bridge-110")}
+    sizes = [params(p.run.model) / 1e9 for p in found.values()]
+    assert sizes == [pytest.approx(56.3, abs=0.1), pytest.approx(31.6, abs=0.1), pytest.approx(31.6, abs=0.1)]
+    assert [p.run.sparse for p in found.values()] == [False, True, True]
+    assert all(abs(p.time_error or 1.0) < 0.05 for p in found.values())
+    reasons = {s.id: s.reason for s in read(RUNS)[1]}
+    assert reasons["megatron-bridge-015"] == "hybrid-mamba-latent-moe is not described well enough"
+
+
 def test_runs_that_ran_out_of_memory_are_told_from_those_that_fill_it() -> None:
     """Three of BLOOM's benchmarks did; of NVIDIA's that ran some fill their GPUs, one in a graph of the iteration."""
     ran = ("bigscience-bloom-0", "bigscience-bloom-122", "megatron-bridge-0")

@@ -44,6 +44,9 @@ BACKWARD_TRAFFIC = 1.5
 # Attention without a fused kernel moves the scores, 2 bytes each: written by the product, read, masked and written by
 # the softmax, read, dropped and written (and a mask of 1 byte), read by the second product; back it is twice as much.
 SCORE_TRAFFIC = 13
+# Selective scans, counted as Megatron-LM counts them, reach this much of the peak of fp32 outside of the tensor cores:
+# fitted to steps of Nemotron-H 56B on H100; of Nemotron 3 Nano on Blackwell they take as much. Back they take twice.
+SCAN, SCAN_BACKWARD = 0.5, 2
 # A narrow product's operand is read once more and written twice, as it is and transposed (Transformer Engine's
 # cast-transpose; each copy of 1 byte), unless the kernel before it does that.
 CAST_TRAFFIC = 2 + 1 + 1
@@ -101,6 +104,9 @@ def _busy(work: Work, device: Device, precision: Precision, practice: Practice, 
         return Seconds(took[0] + cast * k, took[1] + took[2] + cast * n, kernels[0], kernels[1] + kernels[2])
     if work.kind == "attend":
         return _attention(work, device, precision, practice, traffic)
+    if work.kind == "scan" and Precision.FP32 in device.flops:
+        busy = max(work.flops / (device.flops[Precision.FP32] * SCAN), traffic)
+        return Seconds(busy, SCAN_BACKWARD * busy, 1, 1)
     passes = practice.passes.get("expert bias" if EXPERT_BIAS.fullmatch(work.path) else work.kind, 1.0)
     return Seconds(passes * traffic, passes * BACKWARD_TRAFFIC * traffic, passes, passes)
 

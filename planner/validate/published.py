@@ -11,6 +11,7 @@ from megaloom.planner.layout import Layout, Precision, Workload
 
 from .decoder import Decoder
 from .eras import practice, tuned
+from .hybrid import Hybrid, hybrid
 from .run import LARGEST, Row, Run, UnfitError, figure, recompute, text, whole
 
 TRAINED = ("", "pretrain", "sft", "memory only")  # what a row's task may be; nothing is pre-training
@@ -75,9 +76,11 @@ def published(row: Row) -> Run:
 NORMED = r"qwen3|hy3"
 
 
-def _decoder(row: Row) -> Decoder:
+def _decoder(row: Row) -> Decoder | Hybrid:
     arch = text(row, "arch")
-    if "hybrid" in arch or "single" in arch:
+    if "hybrid" in arch:
+        return hybrid(row)
+    if "single" in arch:
         raise UnfitError(f"{arch} is not described well enough")
     if missing := [key for key in ("layers", "hidden", "heads", "seq_len") if not row.get(key)]:
         raise UnfitError(f"no {', '.join(missing)}")
