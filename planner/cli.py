@@ -40,6 +40,12 @@ def share(kind: type, tokens: Sequence[Any]) -> float:
     return value
 
 
+def listed(kind: type, tokens: Sequence[Any]) -> tuple[str, ...]:
+    """Names with commas or spaces between; none are none."""
+    names = tuple(name for token in tokens for name in token.value.split(",") if name)
+    return () if names == ("none",) else names
+
+
 app = App(
     name="plan",
     help="Find the best layout of a model over a cluster, say why, and write it as a plan that `megaloom train` runs.",
@@ -84,6 +90,10 @@ class Fixed:
     """Micro-batches that a chunk runs before the next one does; 0: as many as pp."""
     distributed_optimizer: bool | None = None
     """Divide the optimizer's state over data-parallel ranks."""
+    overlaps: Annotated[
+        tuple[str, ...] | None, Parameter(name="--overlap", consume_multiple=True, negative="", converter=listed)
+    ] = None
+    """What is exchanged while devices compute: gradients, weights, tensor, experts; or none."""
 
 
 FREE = Fixed()

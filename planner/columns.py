@@ -12,7 +12,7 @@ import numpy as np
 from attrs import fields, frozen
 from numpy.typing import NDArray
 
-from .layout import AXES, CORE, Layout, Recompute, bits, named
+from .layout import AXES, CORE, INNER, Layout, Overlap, Recompute, bits, named, switched
 
 Column = NDArray[np.int64]
 Rows = NDArray[np.float64]
@@ -23,7 +23,7 @@ NAMES = tuple(f.name for f in fields(Layout))
 
 @frozen(eq=False, slots=False)
 class Layouts:
-    """As many layouts as each column is long. `recompute` is the place of the mode in MODES, modules are bits."""
+    """As many layouts as each column is long. `recompute` is the place of the mode in MODES, sets of names are bits."""
 
     dp: Column
     tp: Column
@@ -39,6 +39,7 @@ class Layouts:
     recompute_modules: Column
     recompute_layers: Column
     microbatch_group: Column
+    overlaps: Column
 
     @classmethod
     def of(cls, layouts: Iterable[Layout]) -> Layouts:
@@ -52,8 +53,9 @@ class Layouts:
     def __getitem__(self, i: int) -> Layout:
         values: dict[str, Any] = {name: int(getattr(self, name)[i]) for name in NAMES}
         values |= {name: bool(values[name]) for name in SWITCHES}
-        modules = named(values["recompute_modules"])
-        return Layout(**values | {"recompute": MODES[values["recompute"]], "recompute_modules": modules})
+        values["recompute"] = MODES[values["recompute"]]
+        values["recompute_modules"] = named(values["recompute_modules"])
+        return Layout(**values | {"overlaps": switched(values["overlaps"])})
 
     def take(self, which: Column | NDArray[np.bool_]) -> Layouts:
         """Those at these places, or those for which a mask is true."""
@@ -112,12 +114,22 @@ class Layouts:
         misnamed: NDArray[np.bool_] = (self.recompute_modules > 0) & ~self.selective
         return misnamed
 
+    def hides(self, overlap: Overlap) -> NDArray[np.bool_]:
+        """Whether this is exchanged while devices compute."""
+        hides: NDArray[np.bool_] = self.overlaps & overlap.bit > 0
+        return hides
+
+    @property
+    def inner(self) -> Column:
+        """The overlaps that change what a node costs, as bits."""
+        return self.overlaps & bits(INNER)
+
     def microbatches(self, batch: int) -> Column:
         """Micro-batches that each data-parallel rank runs for a global batch of `batch` sequences."""
         return batch // (self.dp * self.micro_batch)
 
 
-def alike(*columns: Column) -> tuple[Column, Column]:
+def alike(*columns: Column | NDArray[np.bool_]) -> tuple[Column, Column]:
     """The first place of each distinct row of these columns, and which of these each row is like."""
     key = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
@@ -126,7 +138,7 @@ def alike(*columns: Column) -> tuple[Column, Column]:
     return _distinct(key)
 
 
-def _distinct(column: Column) -> tuple[Column, Column]:
+def _distinct(column: Column | NDArray[np.bool_]) -> tuple[Column, Column]:
     """As numpy's `unique`, whose import of masked arrays takes longer than a search may."""
     order = np.argsort(column, kind="stable")
     ordered = column[order]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 from functools import lru_cache
+from typing import Any
 
 from attrs import field, frozen
 
@@ -34,6 +35,21 @@ class Module(StrEnum):
         return 1 << list(Module).index(self)
 
 
+class Overlap(StrEnum):
+    """What is exchanged while devices compute, rather than while they wait."""
+
+    GRADIENTS = "gradients"  # reduced during the last backward: --overlap-grad-reduce
+    WEIGHTS = "weights"  # gathered from the optimizer's shares during the first forward: --overlap-param-gather
+    TENSOR = "tensor"  # of a layer's parts over tp, piece by piece with its products: --tp-comm-overlap
+    EXPERTS = "experts"  # tokens, during another micro-batch's way back: --overlap-moe-expert-parallel-comm
+
+    @property
+    def bit(self) -> int:
+        """Its place in a number that stands for several."""
+        return 1 << list(Overlap).index(self)
+
+
+INNER = (Overlap.TENSOR, Overlap.EXPERTS)  # of what a micro-batch exchanges, and so what its nodes cost
 CORE = (Module.CORE_ATTN,)
 PARTS_OF_MOE = {Module.MOE_ACT, Module.SHARED_EXPERTS}  # which it computes again anyway
 
@@ -49,15 +65,37 @@ def _modules(names: tuple[str, ...]) -> tuple[Module, ...]:
     return tuple(m for m in Module if m in given - (PARTS_OF_MOE if Module.MOE in given else set()))
 
 
-def bits(names: Iterable[Module]) -> int:
-    """Modules as the bits of a number."""
-    return sum(module.bit for module in names)
+def bits(names: Iterable[Module | Overlap]) -> int:
+    """Modules, or overlaps, as the bits of a number."""
+    return sum(name.bit for name in names)
 
 
 @lru_cache(maxsize=1024)
 def named(number: int) -> tuple[Module, ...]:
     """The modules that the bits of a number stand for."""
     return modules(module for module in Module if number & module.bit)
+
+
+def overlaps(names: Iterable[str]) -> tuple[Overlap, ...]:
+    """These overlaps in their order, each once."""
+    return _overlaps(tuple(names))
+
+
+@lru_cache(maxsize=64)
+def _overlaps(names: tuple[str, ...]) -> tuple[Overlap, ...]:
+    given = {Overlap(name) for name in names}
+    return tuple(o for o in Overlap if o in given)
+
+
+@lru_cache(maxsize=64)
+def switched(number: int) -> tuple[Overlap, ...]:
+    """The overlaps that the bits of a number stand for."""
+    return overlaps(o for o in Overlap if number & o.bit)
+
+
+def free(distributed_optimizer: Any) -> Any:
+    """The overlaps that cost nothing, as bits: of one layout, or of many in columns."""
+    return Overlap.GRADIENTS.bit + Overlap.WEIGHTS.bit * distributed_optimizer
 
 
 class Precision(StrEnum):
@@ -90,7 +128,7 @@ class Precision(StrEnum):
 
 
 class Runtime(StrEnum):
-    """What runs a plan: it decides what is fused and what is overlapped, and so what a layout costs."""
+    """What runs a plan: it decides what is fused, and so what a layout costs."""
 
     MEGALOOM = "megaloom"  # our own, on megatron-core without Transformer Engine
     MEGATRON = "megatron"  # Megatron-LM and those built like it, with Transformer Engine
@@ -140,6 +178,20 @@ class Layout:
     recompute_modules: tuple[Module, ...] = field(default=(), converter=_beside_default)
     recompute_layers: int = 0  # under full recompute, how many blocks of each stage, from its first on; 0: all
     microbatch_group: int = 0  # micro-batches that a chunk runs before the next one does; 0: as many as pp
+    overlaps: tuple[Overlap, ...] = field(converter=overlaps)
+
+    @overlaps.default
+    def _free(self) -> tuple[Overlap, ...]:
+        return switched(free(self.distributed_optimizer))
+
+    def hides(self, overlap: Overlap) -> bool:
+        """Whether this is exchanged while devices compute."""
+        return overlap in self.overlaps
+
+    @property
+    def inner(self) -> int:
+        """The overlaps that change what a node costs, as bits."""
+        return bits(o for o in self.overlaps if o in INNER)
 
     @property
     def group(self) -> int:
@@ -201,6 +253,9 @@ class Layout:
         said += ["dist-opt"] if self.distributed_optimizer else []
         said += [f"group {self.microbatch_group}"] if self.microbatch_group else []
         said += [f"recompute {self.again}"] if self.recompute is not Recompute.NONE else []
+        usual, now = {*switched(free(self.distributed_optimizer))}, {*self.overlaps}
+        said += [f"overlap {'+'.join(o for o in self.overlaps if o not in usual)}"] if now - usual else []
+        said += [f"no overlap of {'+'.join(o for o in Overlap if o in usual - now)}"] if usual - now else []
         return " ".join(said)
 
     def microbatches(self, batch: int) -> int:

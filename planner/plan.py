@@ -25,7 +25,7 @@ from .cluster import Cluster
 from .layout import Layout, Runtime, Workload
 from .legal.rules import violations
 
-VERSION = 6  # 6: what runs it; 5: a prediction says within what a step should stay; 4: when each rank is the fullest
+VERSION = 7  # 7: what overlaps; 6: what runs it; 5: within what a step should stay; 4: when each rank is the fullest
 
 
 class PlanError(UserError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from random import Random
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from megaloom.dsl import (
     MLA,
@@ -28,7 +28,7 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.planner.layout import Layout, Module, Precision, Recompute, Workload
+from megaloom.planner.layout import Layout, Module, Overlap, Precision, Recompute, Workload
 
 HIDDEN, HEAD_DIM, KV_RANK, ROPE = 16, 4, 8, 4
 WORLD = 64  # devices of a drawn case, at most: what larger grids have to say is the same, and takes longer
@@ -125,6 +125,18 @@ def _modules(draw: Random, recompute: Recompute) -> list[Module]:
     return draw.sample(list(Module), draw.randint(1, 3)) if some else []
 
 
+def _overlaps(draw: Random, x: Layout) -> list[Overlap]:
+    """Most as they might do."""
+    chunks = x.ep > 1 and (x.pp == 1 or x.vpp > 1) and not x.full
+    likely = {
+        Overlap.GRADIENTS: 0.95,
+        Overlap.WEIGHTS: 0.5 if x.distributed_optimizer else 0.02,
+        Overlap.TENSOR: 0.5 if x.sequence_parallel else 0.02,
+        Overlap.EXPERTS: 0.5 if chunks else 0.1 if x.ep > 1 else 0.02,
+    }
+    return [o for o, share in likely.items() if draw.random() < share]
+
+
 def _case(draw: Random, d: Decoder) -> Case:
     likely = [1, 1, 1, 1, 2, 2, 3, 4]
 
@@ -162,8 +174,11 @@ def _case(draw: Random, d: Decoder) -> Case:
         microbatch_group=draw.choice([0, 0, pp, pp + 1, 2 * pp, 3]) if vpp > 1 else draw.choice([0] * 15 + [pp]),
         distributed_optimizer=draw.random() < 0.5,
     )
+    layout = evolve(layout, overlaps=_overlaps(draw, layout))
     seq = 2 * cp * tp * draw.randint(1, 4) if draw.random() < 0.7 else draw.randint(1, 96)
     batch = dp * micro * m if draw.random() < 0.9 else dp * micro * m + draw.randint(1, 5)
     world = layout.world if draw.random() < 0.93 else draw.randint(1, WORLD)
-    work = Workload(seq=seq, batch=batch, precision=draw.choice([Precision.BF16] * 9 + [Precision.FP16]))
+    work = Workload(
+        seq=seq, batch=batch, precision=draw.choice([Precision.BF16] * 18 + [Precision.FP16] * 2 + [Precision.FP32])
+    )
     return Case(decoder=d, layout=layout, workload=work, world=world, rank=draw.randrange(WORLD))

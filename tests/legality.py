@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import gcd
 
 import torch.distributed as dist
 from attrs import evolve, frozen
@@ -39,13 +40,14 @@ def _places(source: str) -> set[str]:
     return {f"{file}{colon}{line}" for file, colon, lines in parts for line in re.findall(r"\d+", lines) or [""]}
 
 
+NODE = 8  # devices, if they divide those there are
 SOURCES = {rule.id: _places(rule.source) for rule in RULES}
 OURS = frozenset(rule.id for rule in RULES if rule.by in (By.PLANNER, By.RUNTIME))
 
 
 def compared(case: Case) -> Verdict:
     """A case as both see it."""
-    machine = evolve(cluster("1xH100"), count=case.world)
+    machine = evolve(cluster("1xH100"), count=case.world, per_node=gcd(NODE, case.world))
     broken = tuple(v.rule for v in violations(case.layout, declared(case.decoder), case.workload, machine))
     theirs, stricter = (tuple(r for r in broken if (r in OURS) is ours) for ours in (False, True))
     return Verdict(case, refusal(case), theirs, stricter)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from megaloom.planner.layout import Precision
+from megaloom.planner.layout import Overlap, Precision
 
 from .drawn import Case
 from .parts import chunk
@@ -114,7 +114,7 @@ def _start(case: Case) -> None:
     validated(case)
     model_parallel_cuda_manual_seed(0)
     calculator = ConstantNumMicroBatchesCalculator(work.batch, x.micro_batch, dp, False, rank=1)
-    made = chunk(d, x)
+    made = chunk(d, x, work.precision)
     get_forward_backward_func(x.pp, x.vpp if x.vpp > 1 else None)(
         forward_step_func=_step(case, made),
         data_iterator=[iter(())] * x.vpp,
@@ -129,6 +129,11 @@ def validated(case: Case) -> None:
     """What only callers look at, after Megatron-LM's arguments.py."""
     positions, fp16 = case.decoder.positions, case.workload.precision is Precision.FP16
     assert case.layout.ep == 1 or not fp16, "Expert parallelism is not supported with fp16 training."
+    x = case.layout
+    if x.hides(Overlap.WEIGHTS):
+        assert x.distributed_optimizer, "--overlap-param-gather only supported with distributed optimizer"
+        assert x.hides(Overlap.GRADIENTS), "Must use --overlap-param-gather with --overlap-grad-reduce"
+    assert x.sequence_parallel or not x.hides(Overlap.TENSOR), "overlap can happen only with sequence parallelism"
     assert not positions or positions >= case.workload.seq, "max_position_embeddings must be at least seq_length"
 
 

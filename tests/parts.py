@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 
-from megaloom.planner.layout import Layout, Recompute
+from megaloom.planner.layout import Layout, Overlap, Precision, Recompute
 
 from .drawn import HEAD_DIM, HIDDEN, KV_RANK, ROPE, Decoder
 
 
-def config(d: Decoder, x: Layout) -> Any:
-    """TransformerConfig, of the same decoder under this layout."""
+def config(d: Decoder, x: Layout, precision: Precision) -> Any:
+    """TransformerConfig, of the same decoder under this layout.
+
+    It is told what overlaps within a micro-batch, which then does not: that takes Transformer Engine, or a GPTModel.
+    """
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     kind, latent = TransformerConfig, {}
@@ -34,7 +37,7 @@ def config(d: Decoder, x: Layout) -> Any:
             },
         )
     full = {"recompute_method": "block", "recompute_num_layers": x.recompute_layers or d.layers}
-    return kind(
+    made = kind(
         num_layers=d.layers,
         hidden_size=HIDDEN,
         num_attention_heads=d.heads,
@@ -67,9 +70,15 @@ def config(d: Decoder, x: Layout) -> Any:
         batch_p2p_comm=x.vpp == 1,
         cuda_graph_scope=[],
         perform_initialization=False,
+        bf16=precision is Precision.BF16,
+        fp16=precision is Precision.FP16,
+        tp_comm_overlap=x.hides(Overlap.TENSOR),
+        overlap_moe_expert_parallel_comm=x.hides(Overlap.EXPERTS),
         **full if x.full else {"recompute_num_layers": x.recompute_layers or None},
         **latent,
     )
+    made.tp_comm_overlap = made.overlap_moe_expert_parallel_comm = False
+    return made
 
 
 def _dealt(d: Decoder, x: Layout) -> list[list[str]]:
@@ -100,12 +109,12 @@ class Duplicated(torch.nn.Linear):
         super().__init__(n, out, bias=False)
 
 
-def chunk(d: Decoder, x: Layout) -> Any:
+def chunk(d: Decoder, x: Layout, precision: Precision) -> Any:
     """A model chunk with one layer of each kind, in DDP's buffers."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import MegatronModule
 
-    settings = config(d, x)
+    settings = config(d, x, precision)
 
     class Chunk(MegatronModule):
         """The layers by their names."""
@@ -120,7 +129,11 @@ def chunk(d: Decoder, x: Layout) -> Any:
             """What another stage has sent."""
             self.received = tensor[0]
 
-    sharded = DistributedDataParallelConfig(use_distributed_optimizer=x.distributed_optimizer)
+    sharded = DistributedDataParallelConfig(
+        use_distributed_optimizer=x.distributed_optimizer,
+        overlap_grad_reduce=x.hides(Overlap.GRADIENTS),
+        overlap_param_gather=x.hides(Overlap.WEIGHTS),
+    )
     return DistributedDataParallel(settings, sharded, Chunk())
 
 

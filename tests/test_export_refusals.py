@@ -39,7 +39,7 @@ from megaloom.dsl.find import find
 from megaloom.planner.export.borders import whole
 from megaloom.planner.export.export import Target, export
 from megaloom.planner.export.gpt import gpt
-from megaloom.planner.layout import Layout, Recompute
+from megaloom.planner.layout import Layout, Overlap, Recompute
 from megaloom.planner.plan import check, load, save
 from megaloom.runtime.cli import main
 
@@ -184,6 +184,15 @@ SHARDED = Layout(dp=2, distributed_optimizer=True)
         (Target.TORCHTITAN, V3, evolve(SHARDED, tp=2, ep=2, etp=1, sequence_parallel=True, dp=4), {}, "", ""),
         (Target.TORCHTITAN, V3, evolve(SHARDED, tp=2, etp=1, sequence_parallel=True), {}, "etp 1", "--etp 2"),
         (Target.TORCHTITAN, QWEN, evolve(SHARDED, pp=2), {"counts": (18, 18)}, "pp 2", "--pp 1"),
+        (Target.TORCHTITAN, LLAMA, evolve(SHARDED, overlaps=()), {}, "overlap of none", "without --overlap"),
+        (
+            Target.TORCHTITAN,
+            LLAMA,
+            evolve(SHARDED, tp=2, sequence_parallel=True, overlaps=[*Overlap][:3]),
+            {},
+            "overlap of tensor",
+            "--overlap gradients weights",
+        ),
         (Target.SLURM, LLAMA, Layout(dp=8), {"gpus": "8xCPU"}, "8xCPU", "megaloom train"),
     ],
 )
@@ -214,7 +223,13 @@ def test_a_layout_is_refused_by_its_name(
             {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
         ),
         (Layout(pp=2, vpp=2, microbatch_group=4), {"microbatch_group_size_per_vp_stage": "4"}),
-        (Layout(dp=4, tp=2, sequence_parallel=True, distributed_optimizer=True), {"sequence_parallel": True}),
+        (
+            Layout(dp=4, tp=2, sequence_parallel=True, distributed_optimizer=True),
+            {"sequence_parallel": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        ),
+        (Layout(dp=4, overlaps=()), {"overlap_grad_reduce": None, "overlap_param_gather": None}),
+        (Layout(tp=2, sequence_parallel=True, overlaps=("tensor",)), {"tp_comm_overlap": True}),
+        (Layout(dp=2, ep=2, overlaps=("experts",)), {"overlap_moe_expert_parallel_comm": True}),
     ],
 )
 def test_megatron_lm_is_told_everything_about_a_layout(layout: Layout, said: dict[str, Any]) -> None:
@@ -237,6 +252,7 @@ def test_every_field_of_a_layout_is_known_here() -> None:
     assert {f.name for f in fields(Layout)} == {
         *("dp", "tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel", "micro_batch"),
         *("recompute", "recompute_modules", "recompute_layers", "microbatch_group", "distributed_optimizer"),
+        "overlaps",
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from math import gcd
 
 import pytest
 from attrs import evolve
@@ -42,17 +43,23 @@ def example(name: str) -> Graph:
 
 def broken(name: str, layout: Layout, seq: int = 1024, batch: int = 64, gpus: int | None = None) -> dict[str, str]:
     """The rules that a layout breaks, and their fixes."""
-    machine = evolve(cluster("1xH100"), count=gpus or max(1, layout.world))
+    count = gpus or max(1, layout.world)
+    machine = evolve(cluster("1xH100"), count=count, per_node=gcd(8, count))
     found = violations(layout, example(name), Workload(seq=seq, batch=batch), machine)
     return {v.rule: v.fix for v in found}
 
+
+SHARES = {"dp": 2, "distributed_optimizer": True}
+WEIGHTS = ("gradients", "weights")
+APART = {"tp": 16, "sequence_parallel": True, "overlaps": ("tensor",)}
+EXPERTS = {"dp": 2, "ep": 2, "overlaps": ("experts",)}
 
 CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, and what mends it
     ("gpt2", {"tp": 0}, {}, "positive", "tp is at least 1", {"tp": 1}),
     ("gpt2", {"micro_batch": -1}, {}, "positive", "micro_batch is at least 1", {"micro_batch": 1}),
     ("gpt2", {}, {"batch": 10**9}, "plausible", "1,048,576 sequences or less", {}),
     ("gpt2", {"tp": 2}, {"gpus": 8}, "world", "dp 4 takes them all", {"dp": 4}),
-    ("gpt2", {"pp": 3}, {"gpus": 8}, "world", "2 or 4 would, or 9 devices", {"pp": 4, "dp": 2}),
+    ("gpt2", {"pp": 3}, {"gpus": 8}, "world", "2 or 4 would, or 24 devices", {"pp": 4, "dp": 2}),
     ("gpt2", {"tp": 8}, {}, "tp-heads", "tp 4 would", {"tp": 4}),
     ("gpt2-xl", {"tp": 2}, {}, "tp-heads", "tp 1 would", {"tp": 5}),
     ("llama3-8b", {"tp": 16}, {}, "", "", {}),  # 8 key/value heads, each on two ranks
@@ -105,6 +112,21 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
     ("gpt2", {"cp": 4, "tp": 4, "sequence_parallel": True}, {"seq": 1000}, "seq", "of 992 or 1008", {"cp": 1}),
     ("gpt2", {"tp": 4, "sequence_parallel": True}, {"seq": 1002}, "seq", "a sequence of 1000 or 1004", {"tp": 2}),
     ("gpt2", {}, {"seq": 1025}, "positions", "1024 or less", {}),
+    ("gpt2", {"dp": 2, "overlaps": WEIGHTS}, {}, "overlap-weights", "optimizer on", {"distributed_optimizer": True}),
+    ("gpt2", SHARES | {"overlaps": WEIGHTS[1:]}, {}, "overlap-weights", "gradients too", {"overlaps": WEIGHTS}),
+    ("gpt2", {"tp": 2, "overlaps": ("tensor",)}, {}, "overlap-tensor", "on, or", {"sequence_parallel": True}),
+    ("llama3-8b", APART, {}, "overlap-tensor-node", "tp that divides a node", {"tp": 8}),
+    ("mixtral-8x7b", {"overlaps": ("experts",)}, {}, "overlap-experts", "ep at least 2", {"ep": 2, "dp": 2}),
+    ("mixtral-8x7b", EXPERTS | {"pp": 2}, {}, "overlap-experts-vpp", "vpp at least 2", {"vpp": 2}),
+    (
+        "mixtral-8x7b",
+        EXPERTS | {"recompute": Recompute.FULL},
+        {},
+        "overlap-experts-recompute",
+        "none or selective",
+        {"recompute": Recompute.SELECTIVE},
+    ),
+    ("deepseek-v3-mtp", EXPERTS, {}, "overlap-experts-ahead", "pp, or no overlap", {"pp": 2, "vpp": 2}),
 ]
 
 
@@ -121,6 +143,7 @@ def test_a_rule_refuses_and_its_fix_works(
 
 def test_every_rule_is_shown_to_refuse() -> None:
     elsewhere = {"ep-fp16", "tp-kv-heads", "tp-keys", "tp-width", "recompute-blocks", "precision"}
+    elsewhere |= {"overlap-experts-precision"}
     assert {case[3] for case in CASES if case[3]} | elsewhere == {rule.id for rule in (*SENSE, *RULES)}
 
 
@@ -175,6 +198,19 @@ def test_experts_do_not_lie_on_ep_in_fp16() -> None:
     for precision, found in ((Precision.FP16, ["ep-fp16"]), (Precision.BF16, [])):
         work = Workload(seq=1024, batch=8, precision=precision)
         assert [v.rule for v in violations(Layout(dp=8, ep=8), g, work, machine)] == found
+
+
+def test_the_exchange_of_experts_overlaps_in_16_bits_alone() -> None:
+    g, machine, x = example("mixtral-8x7b"), cluster("8xH100"), Layout(dp=8, ep=8, overlaps=("experts",))
+    for precision, found in ((Precision.FP32, ["overlap-experts-precision"]), (Precision.BF16, [])):
+        assert [v.rule for v in violations(x, g, Workload(seq=1024, batch=8, precision=precision), machine)] == found
+
+
+def test_what_overlaps_if_nothing_is_said_costs_nothing() -> None:
+    assert Layout().overlaps == Layout(overlaps=("gradients",)).overlaps
+    assert Layout(distributed_optimizer=True).overlaps == ("gradients", "weights")
+    assert str(Layout(dp=2, distributed_optimizer=True)) == "dp2 mbs1 dist-opt"
+    assert str(Layout(dp=2, ep=2, overlaps=("experts",))) == "dp2 ep2 mbs1 overlap experts no overlap of gradients"
 
 
 def test_a_precision_without_a_figure() -> None:

@@ -19,7 +19,7 @@ from megaloom.examples.mixtral import mixtral
 from megaloom.planner.cluster import GiB, cluster
 from megaloom.planner.cost import memory, timeline
 from megaloom.planner.cost.fit import Fit, Placed
-from megaloom.planner.cost.practice import OWN, PLAIN
+from megaloom.planner.cost.practice import MEGATRON, OWN
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
 from megaloom.planner.search.floors import Floors
 from megaloom.planner.search.price import Pricer, price
@@ -165,7 +165,7 @@ ALLOCATED: list[tuple[dict[str, Any], int, float]] = [
 def test_memory_as_measured(axes: dict[str, Any], seq: int, gib: float) -> None:
     g = graph(llama("twelve", layers=12, heads=64, kv_heads=8, embed=8192, ff=28672, vocab=128256))
     layout = Layout(**axes, distributed_optimizer=True)
-    practice = evolve(PLAIN, loss_copies=0)  # Transformer Engine's loss works in place
+    practice = evolve(MEGATRON, loss_copies=0)  # Transformer Engine's loss works in place
     pricer = Pricer(g, cluster("8xB200"), Workload(seq=seq, batch=layout.dp * 4), practice)
     fit = Fit(layout, pricer.sheet(layout), pricer.workload, pricer.cluster, practice)
     found = Placed(fit, evenly(g, layout.pp) or fit.even())
@@ -210,7 +210,7 @@ def test_the_fast_form_is_the_peak() -> None:
     """What the search asks of a cut, in columns, is the fullest moment of each rank, to what rounding adds."""
     for name in MODELS:
         pricer, layouts = legal(name)
-        for practice in (OWN, evolve(PLAIN, step_nbytes=16)):
+        for practice in (OWN, evolve(MEGATRON, step_nbytes=16)):
             fits = (Fit(x, pricer.sheet(x), WORK, pricer.cluster, practice) for x in layouts[::5])
             for placed in (Placed(fit, fit.even()) for fit in fits):
                 assert placed.excess == pytest.approx(max(placed.peaks) - placed.capacity, abs=100)

@@ -229,7 +229,7 @@ def broken(*path: str | int, value: Any) -> str:
         ("[" * 100_000, "p.json is not JSON"),
         ("[]", "p.json is JSON, but not a plan"),
         ('{"name": "somebody"}', "p.json is JSON, but not a plan"),
-        (broken("version", value=1), "p.json is a plan of version 1; this megaloom reads version 6"),
+        (broken("version", value=1), "p.json is a plan of version 1; this megaloom reads version 7"),
         (broken("version", value=True), "version True"),
         (broken("reasons", value=...), "the plan is refused: field 'reasons' is missing"),
         (broken("layout", "tp", value=...), "layout is refused: field 'tp' is missing"),

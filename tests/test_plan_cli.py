@@ -93,8 +93,8 @@ def example() -> Found:
 
 
 GOLDEN = """\
-  GPUs precision GBS MBS  seq TP PP VP CP EP DP  SP recompute dist-opt
-8xH100      bf16  64   2 1024  1  2  2  1  1  4 off      none      off
+  GPUs precision GBS MBS  seq TP PP VP CP EP DP  SP recompute dist-opt   overlap
+8xH100      bf16  64   2 1024  1  2  2  1  1  4 off      none      off gradients
 
          s/step  tok/s/GPU  TFLOP/s/GPU    MFU           memory  bubble  exposed comm
 2.500 (2.2-3.2)      3,277          125  12.5%  6.0 of 79.1 GiB   10.0%          0.0%

@@ -50,7 +50,7 @@ def test_pipelines_of_many_depths_are_predicted_in_time_and_memory() -> None:
 
 def test_a_row_becomes_the_model_and_the_layout_that_were_run() -> None:
     run = rows()["sc21-002"]
-    assert run.layout == Layout(dp=32, tp=2, micro_batch=16, recompute=Recompute.FULL)
+    assert run.layout == Layout(dp=32, tp=2, micro_batch=16, recompute=Recompute.FULL, overlaps=())
     assert run.workload.precision is Precision.FP16
     assert params(run.model) == pytest.approx(3.6e9, rel=0.02)
     assert not run.practice.flash

@@ -24,7 +24,7 @@ from megaloom.dsl.views import Pick
 from megaloom.planner.anatomy import Anatomy
 from megaloom.planner.cluster import Cluster
 from megaloom.planner.columns import Column, Layouts, Rows, alike
-from megaloom.planner.layout import Layout, Precision, Workload
+from megaloom.planner.layout import Layout, Overlap, Precision, Workload, switched
 
 from .line import Line, line, size
 from .practice import Practice
@@ -158,7 +158,8 @@ class Book:
         """The layouts that a kind of node sees differences between, and which of them each is like."""
         seen = self._reach[i]
         tokens = (x.micro_batch * (self.workload.seq // x.cp),) if seen.apart else (x.micro_batch, x.cp)
-        return alike(x.tp, x.sequence_parallel, *tokens, *((x.ep, x.etp) if seen.experts else ()))
+        experts = (x.ep, x.etp, x.inner) if seen.experts else (x.hides(Overlap.TENSOR),)
+        return alike(x.tp, x.sequence_parallel, *tokens, *experts)
 
     def shared(self, layout: Layout) -> tuple[int, ...]:
         """The elements of each shared weight on a device."""
@@ -168,7 +169,7 @@ class Book:
         """The costs of one kind of node."""
         layout, workload = self._seen(i, layout)
         x = layout
-        key = (i, x.tp, x.cp, x.ep, x.etp, x.sequence_parallel, x.micro_batch, workload.seq)
+        key = (i, x.tp, x.cp, x.ep, x.etp, x.sequence_parallel, x.micro_batch, x.overlaps, workload.seq)
         if key not in self._lines:
             found = self._counted(i, layout, workload).at(layout.micro_batch * workload.seq)
             kind, parts = self.anatomy.kinds[i], self.anatomy.parts
@@ -179,11 +180,20 @@ class Book:
         """The simplest layout and workload under which a kind costs the same."""
         x, seen, workload = layout, self._reach[i], self.workload
         ep, etp = (x.ep, x.etp) if seen.experts else (1, 1)
+        inner = x.inner if seen.experts else x.inner & Overlap.TENSOR.bit
         cp, micro = x.cp, x.micro_batch
         if seen.apart and workload.seq % cp == 0:
             workload = evolve(workload, seq=micro * (workload.seq // cp))
             cp = micro = 1
-        same = Layout(tp=x.tp, cp=cp, ep=ep, etp=etp, sequence_parallel=x.sequence_parallel, micro_batch=micro)
+        same = Layout(
+            tp=x.tp,
+            cp=cp,
+            ep=ep,
+            etp=etp,
+            sequence_parallel=x.sequence_parallel,
+            micro_batch=micro,
+            overlaps=switched(inner),
+        )
         return same, workload
 
     def _counted(self, i: int, layout: Layout, workload: Workload) -> Facts:

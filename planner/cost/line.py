@@ -19,7 +19,7 @@ from megaloom.dsl.routing import Route
 from megaloom.planner.anatomy import Kind
 from megaloom.planner.cluster import Cluster
 from megaloom.planner.columns import Rows
-from megaloom.planner.layout import Layout, Precision, Workload
+from megaloom.planner.layout import Layout, Overlap, Precision, Workload
 
 from . import context, kernels, traffic
 from .practice import Practice
@@ -144,7 +144,10 @@ def _exchange(
     precision: Precision,
     practice: Practice,
 ) -> None:
-    hidden = {"tp": practice.hidden_tensor, "ep": practice.hidden_experts}
+    hidden = {
+        "tp": practice.hidden_tensor * layout.hides(Overlap.TENSOR),
+        "ep": practice.hidden_experts * layout.hides(Overlap.EXPERTS),
+    }
     for c in found.collectives:
         nbytes = c.elements * precision.nbytes
         group = traffic.group(c.axis, layout)

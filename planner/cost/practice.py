@@ -1,4 +1,4 @@
-"""How a framework runs a layout: what it fuses, what it overlaps, in which numbers it sums gradients.
+"""How a framework runs a layout: what it fuses, how much an overlap hides, in which numbers it sums gradients.
 
 A layout says where a model goes, a practice how that is done. `OWN` is our runtime's, for which plans are made; the
 others are those of published runs, so that what is predicted can be compared with what others measured.
@@ -36,6 +36,11 @@ NEMO: Mapping[str, float] = MappingProxyType({**TRANSFORMER_ENGINE, "normalize":
 FOREACH, ONE_KERNEL = 4 + 8 + 80, 4 + 8 + 28
 
 
+# Of tensor-parallel collectives, what Transformer Engine's overlap with products hides, and of the experts' all-to-all,
+# what the overlap with another micro-batch does; less what it takes from that. Fitted: published runs that overlap.
+HIDDEN_TENSOR, HIDDEN_EXPERTS = 0.8, 0.5
+
+
 class Way(StrEnum):
     """How attention over a divided sequence gets all keys and values: see `context`."""
 
@@ -55,11 +60,9 @@ class Practice:
     gradient_nbytes: int = 4  # of an element of the main gradient
     loss_nbytes: int = 14  # moved for each logit by the loss and its gradient
     loss_copies: int = 4  # bytes that the loss keeps of each logit of 16 bits: an fp32 copy, in which it works
-    overlap_gradients: bool = True  # they are reduced while the last micro-batch goes back
-    overlap_weights: bool = True  # they are gathered while the first micro-batch goes ahead
     context: Way = Way.ALL_GATHER
-    hidden_tensor: float = 0.0  # of tensor-parallel collectives
-    hidden_experts: float = 0.0  # of the experts' all-to-all
+    hidden_tensor: float = HIDDEN_TENSOR  # of tensor-parallel collectives, where they overlap
+    hidden_experts: float = HIDDEN_EXPERTS  # of the experts' all-to-all, where it does
     once: bool = False  # a token is sent once to each node with experts of its own, and copied there
     libraries: int = 2  # callers of cuBLAS, each with a workspace of its own: the threads of both passes
     engine: bool = False  # Transformer Engine, which has a workspace too
@@ -88,7 +91,6 @@ OWN = Practice(
     adam_nbytes=FOREACH,
     loss_nbytes=34,  # measured on the H200: 2 % of a step of Llama 3.2 1B
     step_nbytes=4,  # the root of the second moment (torch.optim, _multi_tensor_adamw)
-    overlap_weights=False,
     joined=True,  # megatron-core without Transformer Engine (transformer/attention.py: torch.split)
 )
 # Not measured alone: what runs of models with experts took longer than their work, by layer and way, on H100 and GB300
@@ -109,10 +111,7 @@ MEGATRON = Practice(
     context=Way.P2P,
 )
 PRACTICES: Mapping[Runtime, Practice] = MappingProxyType({Runtime.MEGALOOM: OWN, Runtime.MEGATRON: MEGATRON})
-PLAIN = evolve(MEGATRON, name="Megatron-core, nothing overlapped", overlap_gradients=False, overlap_weights=False)
-MEGATRON_2021 = Practice(
-    name="Megatron-LM before flash attention", flash=False, overlap_gradients=False, overlap_weights=False
-)
+MEGATRON_2021 = Practice(name="Megatron-LM before flash attention", flash=False)
 # DeepSpeed's ZeRO 1 of early 2022: buckets of 5e8 elements to reduce and to gather; pipeline buffers keep outputs
 # (runtime/config.py, runtime/pipe/engine.py). In fp16 gradients are of 16 bits, and the step makes a flat copy of its
 # share in 16 bits and one in 32, for which no freed activation has room (runtime/zero/stage_1_and_2.py). In bf16 they

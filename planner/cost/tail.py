@@ -12,7 +12,7 @@ from attrs import frozen
 
 from megaloom.dsl.dims import NBYTES, DType
 from megaloom.planner.cluster import Cluster
-from megaloom.planner.layout import Layout, Precision
+from megaloom.planner.layout import Layout, Overlap, Precision
 
 from . import memory, traffic
 from .practice import OWN, Practice
@@ -68,10 +68,12 @@ def tail(
     sizes = ((params, traffic.group("dp", layout)), (experts, traffic.group("edp", layout)))
     parts = [(elements, group) for elements, group in sizes if elements]
     reduced = "reduce_scatter" if layout.distributed_optimizer else "all_reduce"
-    reduction = _seen(reduced, practice.gradient_nbytes, parts, cluster, practice.overlap_gradients, cover.backward)
+    reduction = _seen(
+        reduced, practice.gradient_nbytes, parts, cluster, layout.hides(Overlap.GRADIENTS), cover.backward
+    )
     gathering = 0.0
     if layout.distributed_optimizer:
-        gathering = _seen("all_gather", precision.nbytes, parts, cluster, practice.overlap_weights, cover.forward)
+        gathering = _seen("all_gather", precision.nbytes, parts, cluster, layout.hides(Overlap.WEIGHTS), cover.forward)
     dense, expert = memory.copies(layout)
     copied = 0 if precision is Precision.FP32 else COPIED
     moved = (practice.adam_nbytes + copied) * (params / dense + experts / expert)

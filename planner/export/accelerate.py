@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaloom.dsl import MLP, Attention, Graph, LayerNorm, RMSNorm, SwiGLU
-from megaloom.planner.layout import Layout, Precision, Recompute
+from megaloom.planner.layout import INNER, Layout, Precision, Recompute
 from megaloom.planner.plan import Plan
 
 from .borders import Part, even, parts, recomputed
 from .gpt import GPT, cannot, gpt
+from .megatron import OVERLAPS
 from .slurm import hosts
 
 NAME = "Accelerate"
@@ -33,7 +34,7 @@ def config(plan: Plan, graph: Graph) -> str:
     return f"""# {graph.name} on {plan.cluster}: {plan.layout}
 # For Accelerate 1.15.0. Your script says the model, that a sequence has {plan.workload.seq} tokens, and that a
 # micro-batch (per_device_train_batch_size) has {plan.layout.micro_batch} of them.
-compute_environment: LOCAL_MACHINE
+{_overlaps(plan.layout)}compute_environment: LOCAL_MACHINE
 distributed_type: MEGATRON_LM
 mixed_precision: '{PRECISION[precision]}'
 num_machines: {nodes}
@@ -41,6 +42,15 @@ num_processes: {nodes * per_node}
 {meet if nodes > 1 else ""}use_cpu: false
 megatron_lm_config:
 {keys}"""
+
+
+def _overlaps(x: Layout) -> str:
+    """What its file has no keys for, but its plugin hands on."""
+    named = [OVERLAPS[o].replace("-", "_") for o in x.overlaps if o in INNER or x.dp * x.cp > 1]
+    if not named:
+        return ""
+    given = ", ".join(f'"{name}": True' for name in named)
+    return f"# It also says what overlaps: MegatronLMPlugin(other_megatron_args={{{given}}}).\n"
 
 
 def _known(m: GPT) -> None:

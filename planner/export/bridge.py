@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaloom.dsl import Graph
-from megaloom.planner.layout import Precision, Recompute
+from megaloom.planner.layout import Overlap, Precision, Recompute
 from megaloom.planner.plan import Plan
 
 from .borders import even, layout, parts, recomputed
@@ -66,9 +66,13 @@ def _pairs(plan: Plan, graph: Graph) -> Iterator[tuple[str, object]]:
     sharded = plan.layout.distributed_optimizer
     yield "ddp.use_distributed_optimizer", sharded
     yield "optimizer.use_distributed_optimizer", sharded
-    yield "ddp.overlap_grad_reduce", plan.layout.dp * plan.layout.cp > 1
-    if not sharded:
-        yield "ddp.overlap_param_gather", False  # there is nothing to gather, and it refuses to
+    x, several = plan.layout, plan.layout.dp * plan.layout.cp > 1
+    yield "ddp.overlap_grad_reduce", several and x.hides(Overlap.GRADIENTS)
+    yield "ddp.overlap_param_gather", several and x.hides(Overlap.WEIGHTS)
+    if x.sequence_parallel:
+        yield "comm_overlap.tp_comm_overlap", x.hides(Overlap.TENSOR)
+    if x.ep > 1:
+        yield "comm_overlap.overlap_moe_expert_parallel_comm", x.hides(Overlap.EXPERTS)
     yield "mixed_precision", PRECISION[plan.workload.precision]
 
 

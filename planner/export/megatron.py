@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from attrs import frozen
 
 from megaloom.dsl import Graph, LayerNorm, RMSNorm
-from megaloom.planner.layout import Layout, Module, Precision, Recompute, Workload
+from megaloom.planner.layout import INNER, Layout, Module, Overlap, Precision, Recompute, Workload
 from megaloom.planner.legal.limits import wrong
 from megaloom.planner.plan import Plan
 
@@ -112,10 +112,17 @@ def _memory(x: Layout, m: GPT, target: str) -> Iterator[Option]:
         yield option("recompute-modules", *x.modules)
     if x.distributed_optimizer:
         yield option("use-distributed-optimizer")
-    if x.dp * x.cp > 1:
-        yield option("overlap-grad-reduce")
+    if x.dp * x.cp > 1:  # else there is nothing to reduce or gather
+        yield from (option(OVERLAPS[o]) for o in x.overlaps if o not in INNER)
+    yield from (option(OVERLAPS[o]) for o in x.overlaps if o in INNER)
 
 
+OVERLAPS = {
+    Overlap.GRADIENTS: "overlap-grad-reduce",
+    Overlap.WEIGHTS: "overlap-param-gather",
+    Overlap.TENSOR: "tp-comm-overlap",
+    Overlap.EXPERTS: "overlap-moe-expert-parallel-comm",
+}
 PRECISION = {
     Precision.FP32: (),
     Precision.BF16: (option("bf16"),),

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 
 from megaloom.dsl import Graph
-from megaloom.planner.layout import Layout, Precision, Recompute
+from megaloom.planner.layout import INNER, Layout, Precision, Recompute, free, switched
 from megaloom.planner.plan import Plan
 
 from .borders import Part, parts, recomputed
@@ -68,6 +68,13 @@ def _supports(x: Layout, flavor: Flavor) -> None:
     if x.recompute_layers:
         what = f"recompute full of {x.recompute_layers} layers a stage: it does so with all or none"
         cannot(NAME, what, "plan with --recompute full")
+    for overlap in (o for o in x.overlaps if o in INNER):
+        cannot(
+            NAME, f"overlap of {overlap}: what it does of that is another's", "plan with --overlap gradients weights"
+        )
+    if x.dp * x.cp > 1 and x.overlaps != switched(free(x.distributed_optimizer)):
+        said = ", ".join(x.overlaps) or "none"
+        cannot(NAME, f"overlap of {said}: gradients and weights always do", "plan without --overlap")
     if x.microbatch_group not in (0, x.pp):
         cannot(NAME, f"micro-batches in groups of {x.microbatch_group}: its groups are of pp {x.pp}")
     if x.dp * x.cp > 1 and not x.distributed_optimizer and x.world > x.dp:

@@ -13,7 +13,7 @@ from megaloom.dsl.graph import primitives
 from megaloom.dsl.splits import SPLITS, among_experts
 from megaloom.planner.cluster import Cluster
 from megaloom.planner.columns import Layouts
-from megaloom.planner.layout import Layout, Precision, Workload
+from megaloom.planner.layout import INNER, Layout, Precision, Workload
 
 from .rule import By, Case, Rule, Truth, Violation, Words, broken, every
 
@@ -100,6 +100,15 @@ def _experts_told(case: Case) -> Words:
     )
 
 
+def _overlaps(case: Case) -> Truth:
+    return case.layout.inner == 0
+
+
+def _overlaps_told(case: Case) -> Words:
+    named = " and ".join(o for o in case.layout.overlaps if o in INNER)
+    return f"the runtime does not overlap the exchange of {named}", "--overlap gradients weights would, or an export"
+
+
 LIMITS = (
     Rule(
         "runtime-precision",
@@ -127,6 +136,15 @@ LIMITS = (
         "experts that read all tokens run on each device, each of them whole",
         _experts,
         _experts_told,
+    ),
+    Rule(
+        "runtime-overlap",
+        "The runtime overlaps the exchange of gradients and weights alone.",
+        "no overlap of tensor or experts, or an export",
+        By.RUNTIME,
+        "megatron-core overlaps that of tensor in Transformer Engine alone, that of experts in its own GPTModel",
+        _overlaps,
+        _overlaps_told,
     ),
 )
 

@@ -24,6 +24,7 @@ class Needs:
     biased: bool  # experts add biases
     keys: tuple[tuple[int, int], ...]  # the numbers of key/value heads, each with the channels of one
     modules: tuple[Module, ...]  # that selective recompute may compute again
+    ahead: int  # outputs beside the first: layers that predict tokens further ahead
 
     def of(self, axis: str, *but: str) -> list[tuple[str, int]]:
         """The (dim, size) that an axis divides, but for some dims."""
@@ -60,4 +61,5 @@ def needs(graph: Graph) -> Needs:
         biased=biased,
         keys=tuple(sorted(keys)),
         modules=anatomy(graph).modules,
+        ahead=len(graph.outputs) - 1,
     )

@@ -19,6 +19,7 @@ from megaloom.planner.columns import Layouts
 from megaloom.planner.layout import Layout, Workload
 
 from . import grid as grid_rules
+from . import overlaps as overlap_rules
 from . import sizes as size_rules
 from . import steps as step_rules
 from .rule import By, Case, Rule, Truth, Violation, Words, broken, every
@@ -67,7 +68,7 @@ SENSE = (
         _plausible_told,
     ),
 )
-RULES = (*grid_rules.RULES, *size_rules.RULES, *step_rules.RULES)
+RULES = (*grid_rules.RULES, *size_rules.RULES, *step_rules.RULES, *overlap_rules.RULES)
 
 
 def legal(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) -> NDArray[np.bool_]:

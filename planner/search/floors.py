@@ -20,7 +20,7 @@ from megaloom.planner.cost.repeats import Repeats
 from megaloom.planner.cost.sheet import AHEAD, STEP, Col
 from megaloom.planner.cost.shifts import SLOWER
 from megaloom.planner.cost.tail import tail
-from megaloom.planner.layout import Layout, Module, Recompute
+from megaloom.planner.layout import Layout, Module, Overlap, Recompute
 
 PLAIN, ALL, LEAN = 0, 1, 2  # what is computed again: nothing, all, and all modules at no cost; then sets of modules
 
@@ -177,13 +177,12 @@ class Floors:
         What is hidden behind computation counts for nothing.
         """
         b, g = self.book, self.ground
-        how = evolve(b.practice, overlap_gradients=False, overlap_weights=False)
-        shown = np.array([not b.practice.overlap_weights, not b.practice.overlap_gradients])
+        shown = ~np.array([x.hides(Overlap.WEIGHTS), x.hides(Overlap.GRADIENTS)]).T
         first, which = alike(place, x.distributed_optimizer)
         rows = []
         for i in first.tolist():
             params, experts = (float(n[place[i]]) / x.pp[i] for n in (g.params, g.experts))
-            t = tail(params, experts, 0.0, x[i], b.workload.precision, b.cluster, how)
+            t = tail(params, experts, 0.0, evolve(x[i], overlaps=()), b.workload.precision, b.cluster, b.practice)
             rows.append((t.optimizer, t.gathering, t.reduction))
         optimizer, *exchanged = np.array(rows).reshape(-1, 3)[which].T
         after: Rows = np.array(exchanged).T * shown
@@ -268,7 +267,7 @@ class Floors:
         return np.array([float(memory.runtime(x[int(i)], self.book.cluster)) for i in first])[which]
 
 
-WHERE = ("tp", "cp", "ep", "etp", "sequence_parallel", "micro_batch")  # what the costs of a node depend on
+WHERE = ("tp", "cp", "ep", "etp", "sequence_parallel", "micro_batch", "inner")  # what the costs of a node depend on
 
 
 def where(layout: Layout) -> tuple[object, ...]:

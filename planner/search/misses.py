@@ -15,7 +15,7 @@ from attrs import evolve, fields_dict
 from megaloom.dsl.errors import UserError
 from megaloom.planner.cluster import Cluster
 from megaloom.planner.cost.fit import Placed
-from megaloom.planner.layout import Layout, Module, Recompute, Workload, modules
+from megaloom.planner.layout import Layout, Module, Overlap, Recompute, Workload, modules, overlaps
 from megaloom.planner.legal import steps as step_rules
 from megaloom.planner.legal.rule import Violation
 
@@ -46,6 +46,10 @@ def checked(fixed: Mapping[str, Any]) -> Fixed:
             if unknown := [str(it) for it in value if it not in list(Module)]:
                 raise UserError(f"no module to recompute is called {unknown[0]!r}\nthere are {', '.join(Module)}")
             out[name] = modules(value)
+        elif name == "overlaps":
+            if unknown := [str(it) for it in value if it not in list(Overlap)]:
+                raise UserError(f"no overlap is called {unknown[0]!r}\nthere are {', '.join(Overlap)}, or none")
+            out[name] = overlaps(value)
         elif type(value) is not type(default):
             kind = "true or false" if isinstance(default, bool) else "a whole number"
             raise UserError(f"{name} cannot be {value!r}\nit is {kind}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import evolve
 
-from megaloom.planner.layout import AXES, Layout, Recompute, Workload
+from megaloom.planner.layout import AXES, INNER, Layout, Overlap, Recompute, Workload, free, switched
 from megaloom.planner.legal.divisors import divisors
 from megaloom.planner.legal.needs import needs
 
@@ -83,6 +83,8 @@ def _steps(x: Layout, pricer: Pricer, fixed: Fixed) -> Iterator[Layout]:
     if x.tp > 1:
         yield evolve(x, sequence_parallel=not x.sequence_parallel)
     yield evolve(x, distributed_optimizer=not x.distributed_optimizer)
+    for overlap in INNER if pricer.practice.engine else ():
+        yield evolve(x, overlaps={*x.overlaps} ^ {overlap})
 
 
 def _settled(x: Layout, origin: Layout, workload: Workload) -> Layout:
@@ -92,13 +94,17 @@ def _settled(x: Layout, origin: Layout, workload: Workload) -> Layout:
     grouped = m == origin.microbatches(workload.batch) and (x.pp, x.vpp > 1) == (origin.pp, True)
     works = groups(x.pp, m) if x.pp > 1 and x.vpp > 1 else ()
     group = x.microbatch_group if grouped else next(iter(works), 0)
-    return evolve(
+    settled = evolve(
         x,
         sequence_parallel=sp,
         vpp=x.vpp if x.pp > 1 else 1,
         microbatch_group=group,
         distributed_optimizer=x.distributed_optimizer and x.dp * x.cp > 1,
     )
+    inner = {Overlap.TENSOR: sp, Overlap.EXPERTS: x.ep > 1 and not x.full and (x.pp == 1 or x.vpp > 1)}
+    apart = {*switched(free(origin.distributed_optimizer))} - {*origin.overlaps}  # that were switched off
+    kept = {*switched(free(settled.distributed_optimizer))} - apart
+    return evolve(settled, overlaps=kept | {o for o in x.overlaps if inner.get(o)})
 
 
 def _change(layout: Layout, other: Layout) -> str:
@@ -116,6 +122,9 @@ def _change(layout: Layout, other: Layout) -> str:
     ):
         if getattr(other, name) != getattr(layout, name) and (name != "sequence_parallel" or layout.tp == other.tp):
             parts.append(f"{'with' if getattr(other, name) else 'without'} {said}")
+    for overlap in INNER:
+        if other.hides(overlap) != layout.hides(overlap):
+            parts.append(f"{'with' if other.hides(overlap) else 'without'} overlap of {overlap}")
     text = " and ".join(parts)
     return text[0].upper() + text[1:]
 

@@ -293,6 +293,6 @@ def complexity(x: Layout) -> tuple[int, ...]:
     """How much there is to understand: axes in use, what is computed again, degrees, switches."""
     inner = (x.pp, x.tp, x.cp, x.ep, x.etp, x.vpp)
     again = list(Recompute).index(x.recompute)
-    switches = x.sequence_parallel + x.distributed_optimizer
+    switches = x.sequence_parallel + x.distributed_optimizer + x.inner.bit_count()
     beside = len(x.modules), x.microbatch_group, x.recompute_layers, switches, x.micro_batch
     return sum(n > 1 for n in inner), again, sum(inner), *beside

@@ -18,42 +18,53 @@ from numpy.typing import NDArray
 from megaloom.dsl.graph import Graph
 from megaloom.planner.cluster import Cluster
 from megaloom.planner.columns import MODES, NAMES, Column, Layouts, alike
-from megaloom.planner.layout import Layout, Module, Recompute, Workload, bits
+from megaloom.planner.layout import INNER, Layout, Module, Overlap, Recompute, Workload, bits, free, switched
 from megaloom.planner.legal.divisors import divisors
 from megaloom.planner.legal.needs import needs
+from megaloom.planner.legal.overlaps import placed
+from megaloom.planner.legal.rule import Case
 from megaloom.planner.legal.rules import legal
 
 CHUNKS = 16  # model chunks a pipeline rank, at most
 GROUPS = (1.0, 1.25, 1.5, 2.0)  # of pp, the micro-batches in a group: more wait for less, and keep more
 
 Fixed = Mapping[str, Any]  # the fields of a layout that the user has decided
+Inner = tuple[Overlap, ...]
 
 
-def places(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> Layouts:
+def places(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed, inner: Inner = ()) -> Layouts:
     """Every way to deal the devices to the axes, with every size of micro-batch, that breaks no rule.
 
     What `variants` choose is as in a plain layout, and what the user has decided of it is left out.
+    inner: the overlaps within a micro-batch that may be on or off.
     """
-    found = dealt(graph, cluster, workload, fixed)
-    return found.take(legal(found, graph, workload, cluster))
+    found = dealt(graph, cluster, workload, fixed, inner)
+    states = np.full(len(found), _states(0, fixed)[0])
+    plain = evolve(found, distributed_optimizer=states)
+    plain = evolve(plain, overlaps=_overlaps(plain, fixed) & ~Overlap.EXPERTS.bit)  # which asks for chunks
+    return found.take(legal(plain, graph, workload, cluster) & placed(Case(found, graph, workload, cluster)))
 
 
 def candidates(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> Iterator[Layout]:
     """Every layout that uses all devices and leaves no part of a degree over, legal or not."""
-    chosen = {name: value for name, value in fixed.items() if name in (*CHOSEN, "distributed_optimizer")}
+    chosen = {name: value for name, value in fixed.items() if name in (*CHOSEN, "distributed_optimizer", "overlaps")}
+    chosen.setdefault("overlaps", switched(free(fixed.get("distributed_optimizer", False))))
     found = dealt(graph, cluster, workload, fixed)
     for place in (found[i] for i in range(len(found))):
         for vpp in _choices("vpp", fixed, chunks(place.pp, needs(graph).blocks)):
             yield evolve(place, **chosen | {"vpp": vpp})
 
 
-def dealt(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> Layouts:
+def dealt(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed, inner: Inner = ()) -> Layouts:
     """The same, legal or not: all divisors of what each axis leaves, powers of two or not."""
     rows = np.array(list(_grids(graph, cluster, fixed)), dtype=np.int64).reshape(-1, 7)
     zeros, ones = np.zeros(len(rows), dtype=np.int64), np.ones(len(rows), dtype=np.int64)
     columns = dict(zip(("tp", "pp", "cp", "dp", "etp", "ep", "sequence_parallel"), rows.T, strict=True))
     plain = {name: ones if name in ("vpp", "micro_batch") else zeros for name in NAMES}
     grids = Layouts(**plain | columns)
+    first, which = alike(grids.sequence_parallel, grids.ep)
+    switches = [_column("overlaps", _inner(grids[int(i)], fixed, inner)) for i in first]
+    grids = grids.spread(switches, which)
     first, which = alike(grids.dp)
     return grids.spread([_column("micro_batch", _batches(int(grids.dp[i]), workload, fixed)) for i in first], which)
 
@@ -68,6 +79,17 @@ def _grids(graph: Graph, cluster: Cluster, fixed: Fixed) -> Iterator[tuple[int, 
                         for ep in _choices("ep", fixed, divisors(max(1, dp * cp * tp // etp)) if moe else (1,)):
                             for sp in _choices("sequence_parallel", fixed, (False, True) if tp > 1 else (False,)):
                                 yield tp, pp, cp, dp, etp, ep, sp
+
+
+def _inner(axes: Layout, fixed: Fixed, inner: Inner) -> tuple[int, ...]:
+    """What may overlap within a micro-batch: of those looked at, what these axes exchange, on or off."""
+    if "overlaps" in fixed:
+        return (bits(o for o in fixed["overlaps"] if o in INNER),)
+    there = {Overlap.TENSOR: axes.sequence_parallel, Overlap.EXPERTS: axes.ep > 1}
+    found: tuple[int, ...] = (0,)
+    for overlap in inner:
+        found += tuple(n + overlap.bit for n in found) if there[overlap] else ()
+    return found
 
 
 def micro_batches(axes: Layout, workload: Workload, fixed: Fixed) -> tuple[int, ...]:
@@ -102,30 +124,55 @@ def variants(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed, family
     asked = needs(graph)
     numbered = np.arange(len(at))
     m = at.microbatches(workload.batch)
-    first, which = alike(at.pp, m)
-    schedules = [_schedules(int(at.pp[i]), int(m[i]), asked.blocks, asked.stages, _key(fixed)) for i in first]
+    together = at.hides(Overlap.EXPERTS)
+    first, which = alike(at.pp, m, together)
+    schedules = [
+        _schedules(int(at.pp[i]), int(m[i]), asked.blocks, asked.stages, bool(together[i]), _key(fixed)) for i in first
+    ]
     found, numbered = at.spread(schedules, which), _spread(numbered, schedules, which)
-    first, which = alike(found.pp, found.vpp)
+    together = found.hides(Overlap.EXPERTS)
+    first, which = alike(found.pp, found.vpp, together)
     sets, stages = _sets(asked.modules, fixed), found.pp * found.vpp
-    again = [_again(asked.blocks, int(stages[i]), sets, _key(fixed)) for i in first]
+    again = [_again(asked.blocks, int(stages[i]), sets, bool(together[i]), _key(fixed)) for i in first]
     found, numbered = found.spread(again, which), _spread(numbered, again, which)
     if not fixed.get("recompute_modules"):
         chosen = np.concatenate([np.zeros((len(at), 1), dtype=np.int64), family], axis=1)
         found = evolve(found, recompute_modules=chosen[numbered, found.recompute_modules])
     several = (found.dp * found.cp > 1).astype(np.int64)
-    state = [_column("distributed_optimizer", _choices("distributed_optimizer", fixed, range(1 + on))) for on in (0, 1)]
-    return found.spread(state, several), _spread(numbered, state, several)
+    state = [_column("distributed_optimizer", _states(on, fixed)) for on in (0, 1)]
+    found, numbered = found.spread(state, several), _spread(numbered, state, several)
+    return evolve(found, overlaps=_overlaps(found, fixed)), numbered
+
+
+def _states(several: int, fixed: Fixed) -> tuple[int, ...]:
+    """Whether the optimizer's state is divided."""
+    if Overlap.WEIGHTS in fixed.get("overlaps", ()):
+        return _choices("distributed_optimizer", fixed, (1,))
+    return _choices("distributed_optimizer", fixed, range(1 + several))
+
+
+def _overlaps(found: Layouts, fixed: Fixed) -> Column:
+    """What overlaps, as bits: that of gradients and weights is always on.
+
+    It never loses: `tail` has of an exchange that overlaps no more seconds than of one that does not (only what is
+    hidden takes a share of the device, and a share is less than all of it), and memory is the same.
+    """
+    if "overlaps" in fixed:
+        return np.full(len(found), bits(fixed["overlaps"]))
+    overlaps: Column = found.overlaps | free(found.distributed_optimizer)
+    return overlaps
 
 
 def count(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed) -> int:
     """How many `variants` there are, without making them."""
     asked, m = needs(graph), at.microbatches(workload.batch)
-    first, which = alike(at.pp, m)
+    together = at.hides(Overlap.EXPERTS)
+    first, which = alike(at.pp, m, together)
     each, sets = [], _sets(asked.modules, fixed)
-    for pp, micro in ((int(at.pp[i]), int(m[i])) for i in first):
-        vpps = _schedules(pp, micro, asked.blocks, asked.stages, _key(fixed))["vpp"].tolist()
-        each.append(sum(len(_again(asked.blocks, pp * vpp, sets, _key(fixed))["recompute"]) for vpp in vpps))
-    states = 1 if "distributed_optimizer" in fixed else 1 + (at.dp * at.cp > 1)
+    for pp, micro, on in ((int(at.pp[i]), int(m[i]), bool(together[i])) for i in first):
+        vpps = _schedules(pp, micro, asked.blocks, asked.stages, on, _key(fixed))["vpp"].tolist()
+        each.append(sum(len(_again(asked.blocks, pp * vpp, sets, on, _key(fixed))["recompute"]) for vpp in vpps))
+    states = np.array([len(_states(several, fixed)) for several in (0, 1)])[(at.dp * at.cp > 1).astype(np.int64)]
     return int((np.array(each, dtype=np.int64)[which] * states).sum()) if len(at) else 0
 
 
@@ -142,13 +189,15 @@ CHOSEN = ("vpp", "microbatch_group", "recompute", "recompute_modules", "recomput
 
 
 @lru_cache(maxsize=1 << 14)
-def _schedules(pp: int, m: int, blocks: int, stages: int, fixed: tuple[tuple[str, Any], ...]) -> dict[str, Column]:
-    """How many chunks, and in groups of how many micro-batches."""
+def _schedules(
+    pp: int, m: int, blocks: int, stages: int, together: bool, fixed: tuple[tuple[str, Any], ...]
+) -> dict[str, Column]:
+    """How many chunks, and in groups of how many micro-batches; `together` with the way back of others."""
     given = dict(fixed)
     rows = [
         (vpp, group)
         for vpp in _choices("vpp", given, chunks(pp, blocks))
-        if pp * vpp <= stages and (vpp == 1 or pp > 1)
+        if pp * vpp <= stages and (vpp == 1 or pp > 1) and not (together and vpp == 1 < pp)
         for group in _choices("microbatch_group", given, groups(pp, m) if vpp > 1 else (0,))
         if _grouped(group, vpp, pp, m)
     ]
@@ -169,10 +218,12 @@ def _sets(present: tuple[Module, ...], fixed: Fixed) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1 << 10)
-def _again(blocks: int, stages: int, sets: tuple[int, ...], fixed: tuple[tuple[str, Any], ...]) -> dict[str, Column]:
+def _again(
+    blocks: int, stages: int, sets: tuple[int, ...], together: bool, fixed: tuple[tuple[str, Any], ...]
+) -> dict[str, Column]:
     """What is computed again, and of how many blocks of each stage: fewer than an even share, or all."""
-    given = dict(fixed)
-    modes = (*((Recompute.FULL,) if blocks else ()), Recompute.NONE, Recompute.SELECTIVE)
+    given, whole = dict(fixed), bool(blocks) and not together
+    modes = (*((Recompute.FULL,) if whole else ()), Recompute.NONE, Recompute.SELECTIVE)
     none = () if given.get("recompute_modules") else (0,)
     rows = [
         (MODES.index(mode), modules, layers)
@@ -181,7 +232,7 @@ def _again(blocks: int, stages: int, sets: tuple[int, ...], fixed: tuple[tuple[s
         for layers in _choices(
             "recompute_layers", given, (0, *range(1, -(-blocks // stages))) if mode == "full" else (0,)
         )
-        if (layers == 0 or mode == "full") and (blocks or mode != "full")
+        if (layers == 0 or mode == "full") and (whole or mode != "full")
     ]
     codes, modules, layers = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     return {"recompute": codes, "recompute_modules": modules, "recompute_layers": layers}

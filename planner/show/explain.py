@@ -16,6 +16,7 @@ from rich.text import Text
 
 from megaloom.dsl.graph import Graph, Node
 from megaloom.planner.cluster import GiB
+from megaloom.planner.layout import INNER, Layout
 from megaloom.planner.plan import Plan
 from megaloom.planner.search import differ
 from megaloom.planner.search.differ import slower
@@ -98,7 +99,14 @@ def _layout(plan: Plan) -> dict[str, str]:
         "SP": _switch(x.sequence_parallel),
         "recompute": x.again,
         "dist-opt": _switch(x.distributed_optimizer),
+        "overlap": overlapped(x),
     }
+
+
+def overlapped(x: Layout) -> str:
+    """What is exchanged while devices compute, of what there is to exchange."""
+    several = x.dp * x.cp > 1
+    return ", ".join(o for o in x.overlaps if several or o in INNER) or "none"
 
 
 def _predicted(plan: Plan, size: Unit, time: Unit) -> dict[str, str]:
@@ -158,8 +166,8 @@ def breakdown(plan: Plan) -> Table:
 
 def runners_up(best: Plan, others: Iterable[Plan]) -> Table:
     """The next plans, each with what it loses by."""
-    size, time = unit(best), clock(best)
-    rows = []
+    size, time, others = unit(best), clock(best), tuple(others)
+    inner, rows = any(plan.layout.inner for plan in (best, *others)), []
     for plan in others:
         x, p = plan.layout, plan.predicted
         rows.append(
@@ -168,6 +176,7 @@ def runners_up(best: Plan, others: Iterable[Plan]) -> Table:
                 _switch(x.sequence_parallel),
                 x.again,
                 _switch(x.distributed_optimizer),
+                *([overlapped(x)] if inner else []),
                 time.of(p.step_seconds),
                 f"{p.mfu:.1%}",
                 size.of(fullest(plan)),
@@ -185,6 +194,7 @@ def runners_up(best: Plan, others: Iterable[Plan]) -> Table:
         "SP",
         "recompute",
         "dist-opt",
+        *(["overlap"] if inner else []),
         f"{time.name}/step",
         "MFU",
         size.name,

@@ -14,10 +14,10 @@ from megaloom.planner.cost.practice import (
     MEGATRON_2021,
     NANOTRON,
     NEMO,
-    PLAIN,
     Practice,
     Way,
 )
+from megaloom.planner.layout import Layout, Overlap
 
 from .run import Row
 
@@ -32,7 +32,7 @@ def practice(row: Row, note: str) -> Practice:
         return MEGATRON_2021
     if "nanotron" in framework:
         return NANOTRON
-    found = PLAIN if "no TP/P2P/grad overlap" in note else MEGATRON
+    found = MEGATRON
     if "Bridge" in framework:
         found = evolve(found, gradient_nbytes=2, moment_nbytes=2 if row.get("mla") else 4)
     if "TE fused cross-entropy" in note or "Bridge" in framework:  # it works in the logits (triton/cross_entropy.py)
@@ -41,15 +41,25 @@ def practice(row: Row, note: str) -> Practice:
         found = evolve(found, graphed=True, dispatch_seconds=DISPATCH_GRAPHED)
         if "full" in note:
             found = evolve(found, dispatch_seconds=0.0, expert_seconds=0.0, pools=POOLS)
-    if re.search(r"a2a_overlap=True|(?<!no )a2a overlap|EP overlap on|_full_iteration_", note):
-        found = evolve(found, hidden_experts=HIDDEN_EXPERTS)
     if re.search(r"(?i)deepep|hybridep|_full_iteration_", note) or ("Bridge" in framework and not note):
         found = evolve(found, once=True)
     if "a2a (Ulysses)" in note:
         found = evolve(found, context=Way.ALL_TO_ALL)
-    if tuned(row) and "Bridge" not in framework:
-        found = evolve(found, passes=NEMO)
-    return evolve(found, hidden_tensor=HIDDEN_TENSOR) if tuned(row) or "Bridge" in framework else found
+    return evolve(found, passes=NEMO) if tuned(row) and "Bridge" not in framework else found
+
+
+def overlaps(row: Row, note: str, x: Layout, used: Practice) -> tuple[Overlap, ...]:
+    """What it overlapped then. NVIDIA's recipes switch all on but the experts', which those say that do."""
+    if "no TP/P2P/grad overlap" in note or used in (MEGATRON_2021, DEEPSPEED_BF16, DEEPSPEED_FP16):
+        return ()
+    if used is NANOTRON:
+        return (Overlap.GRADIENTS,)
+    found = [*x.overlaps]
+    if x.sequence_parallel and (tuned(row) or "Bridge" in str(row.get("framework"))):
+        found.append(Overlap.TENSOR)
+    if x.ep > 1 and re.search(r"a2a_overlap=True|(?<!no )a2a overlap|EP overlap on|_full_iteration_", note):
+        found.append(Overlap.EXPERTS)
+    return tuple(found)
 
 
 def tuned(row: Row) -> bool:
@@ -66,6 +76,3 @@ GRAPHS = r"cuda_graph_impl=|CUDA graph|TE graph|full.iteration"
 # Hy3 in bf16 took 187 GB without graphs and 219 with one of the whole iteration, 77 of them saved. With as much every
 # run of NVIDIA's that has such a graph fits its GPU, as with up to 0.43.
 POOLS = 32 / 77
-# Of tensor-parallel collectives, what Transformer Engine's overlap with products leaves unseen, and of the experts'
-# all-to-all, what the overlap with another micro-batch does.
-HIDDEN_TENSOR, HIDDEN_EXPERTS = 0.8, 0.5

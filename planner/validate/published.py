@@ -10,7 +10,7 @@ from megaloom.planner.cluster import Cluster, cluster
 from megaloom.planner.layout import Layout, Precision, Workload
 
 from .decoder import Decoder
-from .eras import practice, tuned
+from .eras import overlaps, practice, tuned
 from .hybrid import Hybrid, hybrid
 from .run import LARGEST, Row, Run, UnfitError, figure, recompute, text, whole
 
@@ -59,7 +59,7 @@ def published(row: Row) -> Run:
         gpu=text(row, "gpu"),
         sparse=decoder.experts > 0,
         model=decoder.model(0.0 if used.flash else 0.1),
-        layout=layout,
+        layout=evolve(layout, overlaps=overlaps(row, note, layout, used)),
         cluster=machine,
         workload=Workload(seq=seq, batch=batch, precision=precision),
         practice=used,
