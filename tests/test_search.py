@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -144,11 +145,29 @@ def test_when_nothing_fits_the_nearest_miss_is_told() -> None:
     assert "no layout of llama3-70b on 8xH100 fits the memory" in text
     assert "pipeline rank 0 needs" in text
     assert "GiB more than" in text
-    assert "32xH100 would do" in text or "16xH100 would do" in text
+    assert "\n24xH100 would do: " in text
+    assert "\n8xB300 would do: " in text
+    for said in re.findall(r"would do: (.*)", text):  # as one would lay it out: tensor parallelism stays in a node
+        assert all(int(tp) <= 8 for tp in re.findall(r"tp(\d+)", said))
+
+
+def test_every_kind_of_change_is_tried() -> None:
+    def missed(machine: str, seq: int = 4096, headroom: float = 0.05, **fixed: Any) -> str:
+        work = Workload(seq=seq, batch=16)
+        with pytest.raises(UserError) as raised:
+            plan(llama3_8b(), cluster(machine), work, ref="tests:model", fixed=fixed, headroom=headroom)
+        return str(raised.value)
+
+    assert re.search(r"\na memory headroom of \d+% would do: ", missed("8xH100", headroom=0.8))
+    assert re.search(r"\n1xB\d00 would do: mbs1", missed("1xH100"))
+    assert re.search(r"\na sequence of [\d,]+ would do: ", missed("8xH100", seq=2**20))
+    both = missed("2xH100", tp=1, pp=1)
+    assert "on 2xH100 with tp 1, pp 1 fits the memory" in both
+    assert "\n8xH100 would do: dp8 " in both
 
 
 def test_freeing_what_is_fixed_is_the_smallest_change() -> None:
-    with pytest.raises(UserError, match=r"recompute full in place of none would fit: mbs1 recompute full"):
+    with pytest.raises(UserError, match=r"recompute selective in place of none would fit: mbs1 recompute"):
         found(DENSE, small("1xH100", 17), Workload(seq=768, batch=1), recompute="none")
 
 

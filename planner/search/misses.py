@@ -13,21 +13,25 @@ import numpy as np
 from attrs import evolve, fields_dict
 
 from megaloom.dsl.errors import UserError
-from megaloom.planner.cluster import Cluster
+from megaloom.planner.cluster import PRESETS, Cluster, cluster
 from megaloom.planner.cost.fit import Placed
-from megaloom.planner.layout import Layout, Module, Overlap, Recompute, Workload, modules, overlaps
+from megaloom.planner.cost.memory import static
+from megaloom.planner.layout import Layout, Module, Overlap, Precision, Recompute, modules, overlaps
 from megaloom.planner.legal import steps as step_rules
 from megaloom.planner.legal.rule import Violation
 
 from .field import Field
-from .price import Pricer
+from .price import Cut, Pricer
 from .reasons import broken, lacking
 from .space import Fixed, candidates
 
 OF_A_STEP = {rule.id for rule in step_rules.RULES}
 LOOKED_AT = 2000  # illegal layouts among which the nearest to legal is sought
+NEAREST, TRIED = 100, 300  # places that may have room, the quickest first, and layouts there, that are tried
 PLACED = 20  # of the layouts that need the least memory, those that are cut
-GROWTH = (2, 4, 8, 16, 32, 64)  # times the devices, or parts of the sequence, that are tried
+GROWTH = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # times the devices that are tried
+SHORTER = (2, 4, 8, 16, 32, 64)  # parts of the sequence that are
+PLAIN = {"cp": 1, "etp": 1, "micro_batch": 1}  # of the layouts among which a first one is sought
 
 
 def checked(fixed: Mapping[str, Any]) -> Fixed:
@@ -60,11 +64,11 @@ def checked(fixed: Mapping[str, Any]) -> Fixed:
 
 def nothing_legal(pricer: Pricer, fixed: Fixed) -> str:
     """Every candidate breaks a rule: those that the nearest one breaks, each with what would work."""
-    g, cluster, workload = pricer.graph, pricer.cluster, pricer.workload
-    tried = ((x, pricer.broken(x)) for x in candidates(g, cluster, workload, fixed))
+    g = pricer.graph
+    tried = ((x, pricer.broken(x)) for x in candidates(g, pricer.cluster, pricer.workload, fixed))
     layout, wrong = min(islice(tried, LOOKED_AT), key=_far)
     said = f" with {_said(fixed)}" if fixed else ""
-    lines = [f"no layout of {g.name} on {cluster}{said} is legal; the nearest, {layout}, breaks"]
+    lines = [f"no layout of {g.name} on {pricer.cluster}{said} is legal; the nearest, {layout}, breaks"]
     return "\n".join([*lines, *(f"- {broken([v])}" for v in wrong)])
 
 
@@ -77,12 +81,17 @@ def _far(entry: tuple[Layout, tuple[Violation, ...]]) -> tuple[int, int, int]:
 
 def nothing_fits(pricer: Pricer, among: Field) -> str:
     """No legal layout fits the memory: the nearest miss, and changes that would make one fit."""
-    miss = leanest(among)
+    miss, fixed = leanest(among), among.fixed
+    said = f" with {_said(fixed)}" if fixed else ""
     lines = [
-        f"no layout of {pricer.graph.name} on {pricer.cluster} fits the memory",
+        f"no layout of {pricer.graph.name} on {pricer.cluster}{said} fits the memory",
         f"the nearest, {miss.layout}: {lacking(miss)}",
     ]
-    changes = list(_changes(pricer, among.fixed))
+    freed = [f"{what} would fit: {found.layout}" for what, found in _freed(pricer, fixed)]
+    changes = freed or [f"{what} would do: {found.layout}" for what, found in _changed(pricer, miss, fixed)]
+    if fixed and not changes:
+        other = f"would do, without {_said(fixed)}:"
+        changes = [f"{what} {other} {found.layout}" for what, found in _changed(pricer, miss, {})]
     return "\n".join([*lines, *(changes or ["a smaller model would fit, or devices with more memory"])])
 
 
@@ -94,31 +103,115 @@ def leanest(among: Field) -> Placed:
     return min((among.pricer.place(found.layouts[int(i)]) for i in first), key=lambda placed: placed.excess)
 
 
-def _changes(pricer: Pricer, fixed: Fixed) -> Iterator[str]:
-    """For each kind of change the smallest that makes a layout fit: freeing what is fixed, devices, the sequence."""
+Change = tuple[str, Placed]  # what is changed, and a layout that then fits
+
+
+def _freed(pricer: Pricer, fixed: Fixed) -> Iterator[Change]:
+    """Each thing that is fixed and that another value of would make a layout fit; or else all of them."""
+    alone = False
     for name in fixed:
         free = {other: value for other, value in fixed.items() if other != name}
-        if (found := _fitting(pricer, pricer.cluster, pricer.workload, free)) is not None:
-            yield f"{name} {getattr(found.layout, name)} in place of {fixed[name]} would fit: {found.layout}"
-            return
-    if "dp" not in fixed:
-        for times in GROWTH:
-            larger = evolve(pricer.cluster, count=pricer.cluster.count * times)
-            if (found := _fitting(pricer, larger, pricer.workload, fixed)) is not None:
-                yield f"{larger} would do: {found.layout}"
-                break
-    for parts in GROWTH:
-        if pricer.workload.seq % parts == 0:
-            shorter = evolve(pricer.workload, seq=pricer.workload.seq // parts)
-            if (found := _fitting(pricer, pricer.cluster, shorter, fixed)) is not None:
-                yield f"a sequence of {shorter.seq} would do: {found.layout}"
-                break
+        if (found := fitting(pricer, free)) is not None:
+            alone = True
+            yield f"{name} {getattr(found.layout, name)} in place of {fixed[name]}", found
+    if not alone and len(fixed) > 1 and (found := fitting(pricer, {})) is not None:
+        yield f"another layout than {_said(fixed)}", found
 
 
-def _fitting(pricer: Pricer, cluster: Cluster, workload: Workload, fixed: Fixed) -> Placed | None:
-    among = Field(Pricer(pricer.graph, cluster, workload, pricer.practice, pricer.headroom), fixed)
-    found = leanest(among) if len(among.at) else None
-    return found if found is not None and found.fits else None
+def _changed(pricer: Pricer, miss: Placed, fixed: Fixed) -> Iterator[Change]:
+    """For each kind of change of what is asked the smallest that makes a layout fit."""
+    for kind in (_fuller(pricer, miss), _narrower(pricer), _larger(pricer, fixed), _roomier(pricer), _shorter(pricer)):
+        found = ((what, fitting(other, fixed)) for what, other in kind)
+        yield from islice(((what, placed) for what, placed in found if placed is not None), 1)
+
+
+Asked = Iterator[tuple[str, Pricer]]  # what is changed, and what then prices layouts
+
+
+def _fuller(pricer: Pricer, miss: Placed) -> Asked:
+    """More of each device."""
+    most = pricer.cluster.device.nbytes
+    headroom = int(100 * (1 - (miss.excess + miss.capacity) / most)) / 100
+    if 0 <= headroom < pricer.headroom:
+        yield f"a memory headroom of {headroom:.0%}", _with(pricer, headroom=headroom)
+
+
+def _narrower(pricer: Pricer) -> Asked:
+    """Numbers of fewer bits."""
+    if pricer.workload.precision is Precision.FP32:
+        yield "bf16", _with(pricer, workload=evolve(pricer.workload, precision=Precision.BF16))
+
+
+def _larger(pricer: Pricer, fixed: Fixed) -> Asked:
+    """More devices."""
+    for times in GROWTH if "dp" not in fixed else ():
+        if larger := _devices(pricer.cluster, pricer.cluster.count * times, pricer.cluster.kind):
+            yield str(larger), _with(pricer, cluster=larger)
+
+
+def _roomier(pricer: Pricer) -> Asked:
+    """As many devices with more memory each."""
+    now, used = pricer.cluster, pricer.workload.precision
+    devices = {kind: it.device for kind, it in PRESETS.items() if used in it.device.flops and kind != "CPU"}
+    roomier = [kind for kind, device in devices.items() if device.nbytes > now.device.nbytes]
+    for kind in sorted(roomier, key=lambda kind: devices[kind].nbytes):
+        if other := _devices(now, now.count, kind):
+            yield str(other), _with(pricer, cluster=other)
+
+
+def _shorter(pricer: Pricer) -> Asked:
+    """Shorter sequences."""
+    seq = pricer.workload.seq
+    for parts in SHORTER:
+        if seq % parts == 0:
+            shorter = evolve(pricer.workload, seq=seq // parts)
+            yield f"a sequence of {shorter.seq:,}", _with(pricer, workload=shorter)
+
+
+def _devices(now: Cluster, count: int, kind: str) -> Cluster | None:
+    """So many devices of a kind, in nodes as theirs are; None where these cannot be filled."""
+    try:
+        named = cluster(f"{now.count}x{now.kind}") == now if now.kind in PRESETS else False
+        return cluster(f"{count}x{kind}") if named else evolve(now, count=count) if kind == now.kind else None
+    except UserError:
+        return None
+
+
+def _with(pricer: Pricer, **changes: Any) -> Pricer:
+    """The same, but for these."""
+    asked = {name: getattr(pricer, name) for name in ("graph", "cluster", "workload", "practice", "headroom")}
+    return Pricer(**{**asked, **changes})
+
+
+def fitting(pricer: Pricer, fixed: Fixed) -> Placed | None:
+    """A layout that fits the memory, if one is found: a plain and quick one if there is such a one."""
+    for chosen in ({**PLAIN, **fixed}, fixed) if _holds(pricer) else ():
+        among = Field(pricer, chosen)
+        if len(among.at) and (found := _quick(among)) is not None:
+            return found
+    return None
+
+
+def _holds(pricer: Pricer) -> bool:
+    """Whether all devices together have room for the weights, their gradients and the optimizer's state, once."""
+    part = pricer.place(Layout()).parts[0]
+    once = static(part.params, part.expert_params, Layout(), pricer.workload.precision, pricer.practice)
+    return sum(once.values()) <= pricer.capacity * pricer.cluster.count
+
+
+def _quick(among: Field) -> Placed | None:
+    """Of the layouts that may fit the memory, one of the quickest that does; or the leanest, if that does."""
+    seconds, nbytes = among.floors.ideal()
+    order = np.flatnonzero(nbytes <= among.pricer.capacity)
+    if not len(order):
+        return None
+    found = among.variants(order[np.argsort(seconds[order], kind="stable")][:NEAREST])
+    hopeful = np.flatnonzero(found.nbytes <= among.pricer.capacity)
+    for i in hopeful[np.argsort(found.seconds[hopeful], kind="stable")][:TRIED].tolist():
+        if cut := next((step for step in among.pricer.refined(found.layouts[i]) if isinstance(step, Cut)), None):
+            return cut.placed
+    last = leanest(among)
+    return last if last.fits else None
 
 
 def _said(fixed: Fixed) -> str:

@@ -26,7 +26,7 @@ from megaloom.planner.legal.rules import senseless
 from megaloom.planner.plan import VERSION, Plan
 
 from .field import Field
-from .misses import checked, nothing_fits, nothing_legal
+from .misses import PLAIN, checked, nothing_fits, nothing_legal
 from .neighbours import judged
 from .price import Cut, Priced, Pricer, price
 from .reasons import Rejected, why, why_not
@@ -39,7 +39,6 @@ SURE = 10  # of them, the best included, than which no other layout is quicker
 AT_ONCE = 32  # places whose layouts are looked at together
 ROUNDING = 1 - 1e-10  # bounds and prices add up the same seconds in different orders
 SAME = 1.001  # a step that is this little longer is as good, and the simpler layout wins
-PLAIN = {"cp": 1, "etp": 1, "micro_batch": 1}  # of the layouts among which a first one is sought
 TRIES = 64  # of them
 OFTEN = 0.1  # seconds between two signs of progress
 
