@@ -47,7 +47,7 @@ class Rooms:
 
         Of cuts that differ much other moments may be fuller.
         """
-        saved = (self.saved(cut[:-1], cut[1:]) + self.received[cut[:-1]]).reshape(self.chunks, self.ranks)
+        saved = self._kept(cut[:-1], cut[1:]).reshape(self.chunks, self.ranks)
         kept = np.einsum("rmc,cr->rm", self.flights, saved) + self.comes
         fullest = np.argsort(-kept, axis=1, kind="stable")[:, :FULLEST]
         flights = np.take_along_axis(self.flights, fullest[:, :, None], axis=1)
@@ -57,13 +57,21 @@ class Rooms:
         """Bytes of each rank at its fullest, [cuts, bounds] -> [cuts, ranks]; `twice` are elements that it has once,
         but are counted again."""
         start, end = cuts[:, :-1], cuts[:, 1:]
-        every = (self.state(start, end), self.stepping(start, end), self.saved(start, end) + self.received[start])
+        every = (self.state(start, end), self.stepping(start, end), self._kept(start, end))
         state, stepping, saved = (held.reshape(len(cuts), self.chunks, self.ranks) for held in every)
-        passed = self.passed[start].reshape(len(cuts), self.chunks, self.ranks).max(axis=1)
+        passed: Rows | float = float(self.passed[0])
+        if self.passed.max() > passed:
+            passed = self.passed[start].reshape(saved.shape).max(axis=1)
         kept = saved.transpose(2, 0, 1) @ self.flights.transpose(0, 2, 1) + self.comes[:, None]
         passing = state.sum(axis=1) - self.element[0] * twice + kept.max(axis=2).T
         needed: Rows = np.maximum(passing, stepping.sum(axis=1) - self.element[1] * twice) + passed + self.beside
         return needed
+
+    def _kept(self, start: Places, end: Places) -> Vector:
+        """What one micro-batch saves of stages between these places."""
+        if self.saved.more is None:  # in one go, as this is asked of many cuts
+            return self.saved.sums[end] - (self.saved.sums - self.received)[start]
+        return self.saved(start, end) + self.received[start]
 
     def lacks(self, cuts: Places) -> Vector:
         """What the ranks of each cut lack, all together, in parts of a rank's room: 0 where all have enough."""
