@@ -43,9 +43,9 @@ def scored() -> tuple[int, int, float]:
     for first in range(0, len(at), AT_ONCE):
         which = np.arange(first, min(first + AT_ONCE, len(at)))
         layouts, place = variants(g, work, at.take(which), {}, floors.family(which))
-        seconds, nbytes = floors.bound(layouts, which[place])
-        count += len(seconds)
-        fit += int(np.count_nonzero(nbytes <= machine.device.nbytes))
+        found = floors.bound(layouts, which[place])
+        count += len(found)
+        fit += int(np.count_nonzero(found.nbytes <= machine.device.nbytes))
     return count, fit, process_time() - began
 
 

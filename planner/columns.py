@@ -47,6 +47,11 @@ class Layouts:
         rows = [[_number(getattr(x, name)) for name in NAMES] for x in layouts]
         return cls(*np.array(rows, dtype=np.int64).reshape(-1, len(NAMES)).T)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Layouts]) -> Layouts:
+        """All of these."""
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in NAMES))
+
     def __len__(self) -> int:
         return len(self.dp)
 

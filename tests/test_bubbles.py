@@ -45,6 +45,18 @@ def test_no_cut_takes_less_than_its_share(case: Case) -> None:
     assert share >= m / pp * (1 - 1e-12)
 
 
+@given(pipelines())
+def test_one_chunk_a_rank_waits_for_its_first_backward(case: Case) -> None:
+    pp, vpp, m, _, forward, backward, passing = case
+    if vpp > 1:
+        return
+    ahead = max(f / (f + b) for f, b in zip(forward, backward, strict=True))
+    share = float(bubbles.alone(*(np.array([float(x)]) for x in (pp, m, ahead)))[0])
+    ends = timeline.finish(forward, backward, [0.0] * len(passing), pp, m)
+    assert 1 <= share
+    assert share * sum(forward + backward) <= max(ends) * (1 + 1e-12)
+
+
 def test_the_bounds_know_bubbles() -> None:
     """Of even stages they are exact; for any cut, half of the bubble of plain groups is sure."""
     for pp, vpp, m in ((8, 1, 64), (8, 4, 64), (16, 2, 32)):
@@ -53,6 +65,19 @@ def test_the_bounds_know_bubbles() -> None:
         assert np.isclose(bubbles.ends(even, [0.0] * len(even), [0.0] * len(even), pp, m).max(), exact)
         share = float(bubbles.share(*columns(pp, vpp, m, pp))[0])
         assert 0.3 < (share - m / pp) / (exact - m / pp) < 0.6
+    # Backwards that take twice as long as forwards: what 1F1B must wait for at the least, of what it does.
+    alone = float(bubbles.alone(*(np.array([x]) for x in (16.0, 16.0, 1 / 3)))[0])
+    assert 0.75 < (alone - 1) / (31 / 16 - 1) < 0.85
+
+
+@given(pipelines())
+def test_many_pipelines_at_once_end_as_each_does(one: Case) -> None:
+    pp, _, m, group, *times = one
+    more, sizes = 2 * m, [group, group or pp]
+    several = [np.array([t, [2 * x for x in t]]) for t in times]
+    ends = bubbles.ends(*several, pp, [m, more], sizes)
+    assert (ends[0] == bubbles.ends(*times, pp, m, group)).all()
+    assert (ends[1] == bubbles.ends(*(2 * np.array(t) for t in times), pp, more, group)).all()
 
 
 def columns(pp: int, vpp: int, m: int, group: int) -> Any:

@@ -16,8 +16,8 @@ from megaloom.examples.deepseek import deepseek_v3
 from megaloom.examples.llama3 import llama3_70b
 from megaloom.planner.cluster import cluster
 from megaloom.planner.cost.sheet import STEP
-from megaloom.planner.cost.spans import Spans
-from megaloom.planner.cost.stages import cut, evenest
+from megaloom.planner.cost.spans import Chains, Spans
+from megaloom.planner.cost.stages import cut, evenest, evens
 from megaloom.planner.layout import Layout, Workload
 from megaloom.planner.search.price import Pricer
 
@@ -48,6 +48,20 @@ def test_no_cut_is_more_even(atoms: list[float], count: int) -> None:
     assert math.isclose(max(runs(atoms, bounds)), slowest, rel_tol=1e-9, abs_tol=1e-9)
     even = min(squares(atoms, way) for way in every if max(runs(atoms, way)) <= slowest + 1e-12)
     assert squares(atoms, bounds) <= even + 1e-9
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.booleans(), st.data())
+def test_many_chains_are_cut_as_each_is(size: int, count: int, more: bool, data: st.DataObject) -> None:
+    if count > size:
+        return
+    seconds = st.lists(st.floats(0, 10) | st.sampled_from([1.0, 2.0]), min_size=size, max_size=size)
+    last = np.minimum(np.arange(size + 1) + 2, size)
+    chains = []
+    for atoms in data.draw(st.lists(seconds, min_size=1, max_size=4)):
+        runs = Spans.of(np.array(atoms))
+        beside = runs.sums / 2
+        chains.append(Spans(runs.sums, beside, beside[last], last) if more else runs)
+    assert [tuple(way) for way in evens(Chains.of(chains), count).tolist()] == [evenest(x, count) for x in chains]
 
 
 @given(ATOMS, st.integers(1, 5), st.data())

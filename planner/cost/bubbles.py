@@ -9,10 +9,8 @@ the rest of m micro-batches lies between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from .spans import Vector
 
@@ -20,40 +18,52 @@ HALF = 0.5  # of the ranks before the average one
 
 
 def ends(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    transfer: Sequence[float],
-    pp: int,
-    microbatches: int,
-    group: int = 0,
+    forward: ArrayLike, backward: ArrayLike, transfer: ArrayLike, pp: int, microbatches: ArrayLike, group: ArrayLike = 0
 ) -> Vector:
-    """No rank ends its last step sooner, as `timeline.finish` has it."""
-    ahead, back, hops = np.array(forward), np.array(backward), np.zeros(len(forward))
-    hops[:-1] = transfer[: len(forward) - 1]
-    vpp = len(forward) // pp
-    last = np.zeros(pp)
+    """No rank ends its last step sooner, as `timeline.finish` has it; of many pipelines by their first axes."""
+    ahead, back = np.array(forward), np.array(backward)
+    hops = np.zeros(ahead.shape)
+    hops[..., :-1] = np.asarray(transfer)[..., : ahead.shape[-1] - 1]
+    vpp = ahead.shape[-1] // pp
+    last = np.zeros((*ahead.shape[:-1], pp))
     if vpp == 1:  # a rank sends before it goes on
-        last[1:] = hops[:-1]
+        last[..., 1:] = hops[..., :-1]
         own, ahead, back = ahead + back + hops + last, ahead + hops, back + last
-        hops = np.zeros(pp)
+        hops = np.zeros(ahead.shape)
     else:
-        own = (ahead + back).reshape(vpp, pp).sum(axis=0)
-    size = min(group or pp, microbatches)
+        own = (ahead + back).reshape(*ahead.shape[:-1], vpp, pp).sum(axis=-2)
+    m, size = np.asarray(microbatches)[..., None], np.asarray(group)[..., None]
+    size = np.minimum(np.where(size, size, pp), m)
     waits = [_waits(way, hops, pp, vpp, size) for way in (ahead, back)]
-    busy = waits[0] + microbatches * own
-    before = np.cumsum(back + hops)[:pp] - (back + hops)[:pp]
-    after = np.maximum.accumulate((busy + waits[1])[::-1])[::-1] - before
+    busy = waits[0] + m * own
+    before = np.cumsum(back + hops, axis=-1)[..., :pp] - (back + hops)[..., :pp]
+    after = np.maximum.accumulate((busy + waits[1])[..., ::-1], axis=-1)[..., ::-1] - before
     out: Vector = np.maximum(busy, after) - last
     return out
 
 
-def _waits(seconds: Vector, hops: Vector, pp: int, vpp: int, size: int) -> Vector:
+def _waits(seconds: Vector, hops: Vector, pp: int, vpp: int, size: NDArray[np.int64]) -> Vector:
     """By rank, how long it waits at the least for a first micro-batch, chunk after chunk."""
-    path = np.cumsum(seconds + hops) - (seconds + hops)
-    rows = seconds.reshape(vpp, pp)
-    done = size * (np.cumsum(rows, axis=0) - rows)
-    waits: Vector = (path.reshape(vpp, pp) - done).max(axis=0)
+    path = np.cumsum(seconds + hops, axis=-1) - (seconds + hops)
+    rows = seconds.reshape(*seconds.shape[:-1], vpp, pp)
+    done = size[..., None] * (np.cumsum(rows, axis=-2) - rows)
+    waits: Vector = (path.reshape(rows.shape) - done).max(axis=-2)
     return waits
+
+
+def alone(pp: Vector, microbatches: Vector, ahead: Vector) -> Vector:
+    """What `share` says of one chunk a rank by its first backward; `ahead`: of what atom takes, the most is forward.
+
+    That waits for a micro-batch through all stages but those before the rank, which has run j + 1 forwards by then,
+    j being the ranks after it. Then it runs all that is left, and a micro-batch goes back through the stages before:
+    all of one, and (m - 1) t - j f of the rank. The greatest is least when all are equal: with 1 / (m - 1 - j ahead)
+    summed over ranks, which is at most its integral, as it is convex in j.
+    """
+    rest, some = microbatches - 1, np.minimum(pp, microbatches)
+    near, far = rest + HALF * ahead, rest - (some - HALF) * ahead
+    with np.errstate(divide="ignore", invalid="ignore"):
+        inverse = np.log(near / far) / ahead + (pp - some) / (rest * (1 - ahead))
+        return np.where((far > 0) & (inverse > 0), 1 + 1 / inverse, 1.0)
 
 
 def share(pp: Vector, vpp: NDArray[np.int64], microbatches: Vector, group: Vector) -> Vector:

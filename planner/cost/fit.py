@@ -23,7 +23,7 @@ from .rooms import Rooms
 from .sheet import STEP, Col, Sheet
 from .shifts import SLOWER, evened, joint
 from .spans import Places, Spans, Vector
-from .stages import evenest, quickest
+from .stages import evenest
 
 # What a plan leaves free: the prediction is not exact, and an allocator that is nearly full stalls.
 HEADROOM = 0.05
@@ -81,12 +81,15 @@ class Fit:
             return even if fits else self._bounds(evenest(self.seconds, self.layout.pp, self.rooms.latest))
         return self._bounds(evened(self.seconds, cut, self.rooms) if fits else joint(self.seconds, cut, self.rooms))
 
-    @property
-    def hopeful(self) -> bool:
-        """Whether a cut that fits the memory may be found, if weights that stages share are counted as often."""
+    def hopeful(self, even: Bounds) -> bool:
+        """Whether a cut that fits the memory may be found, if weights that stages share are counted as often.
+
+        `even` is the most even one, whatever it holds.
+        """
         if self.layout.vpp == 1:
             return self.rooms.enough
-        return not self.rooms.hopeless(self.seconds, SLOWER * quickest(self.seconds, self.layout.pp * self.layout.vpp))
+        cut = self.cut(even)
+        return not self.rooms.hopeless(self.seconds, SLOWER * float(self.seconds(cut[:-1], cut[1:]).max()))
 
     def cut(self, bounds: Bounds) -> Places:
         """Bounds as the numbers of their places."""

@@ -1,10 +1,13 @@
 """What runs of atoms take: all of them, without a table of all.
 
 Protocol: `Spans(i, j)` is what atoms i to j take, j left out; `far(limit)[i]` where the longest run from i ends that
-takes no more. The first atoms of a run may take more than they do elsewhere, up to where `last` says.
+takes no more. The first atoms of a run may take more than they do elsewhere, up to where `last` says. `Chains` are
+several of them, one behind the other.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from attrs import frozen
@@ -75,3 +78,41 @@ class Spans:
             None if self.top is None else factor * self.top,
             self.last,
         )
+
+
+@frozen(eq=False)
+class Chains:
+    """Chains of as many atoms each, whose places are numbered through, chain after chain."""
+
+    each: tuple[Spans, ...]
+    runs: Spans  # of all of them
+    start: Places  # the first place of each
+
+    @classmethod
+    def of(cls, each: Sequence[Spans]) -> Chains:
+        """These, of all of which the first atoms of a run take more, or of none."""
+        start = len(each[0].sums) * np.arange(len(each))
+        if len(each) == 1:
+            return cls((each[0],), each[0], start)
+        sums = np.concatenate([x.sums for x in each])
+        if each[0].more is None:
+            return cls(tuple(each), Spans(sums), start)
+        more, top = (np.concatenate([getattr(x, name) for x in each]) for name in ("more", "top"))
+        last = np.concatenate([x.last + first for x, first in zip(each, start, strict=True) if x.last is not None])
+        return cls(tuple(each), Spans(sums, more, top, last), start)
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+    @property
+    def size(self) -> int:
+        """The atoms of each."""
+        return len(self.each[0])
+
+    def take(self, which: Places) -> Chains:
+        """Some of them."""
+        return Chains.of([self.each[i] for i in which.tolist()])
+
+    def far(self, limits: Vector) -> Places:
+        """Where the longest runs end that take no more than the limit of their chain, as numbered there: by chain."""
+        return np.array([x.far(limit) for x, limit in zip(self.each, limits.tolist(), strict=True)])

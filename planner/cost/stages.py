@@ -1,21 +1,23 @@
 """Cutting a chain into chunks: exact, by dynamic programming.
 
 Protocol: a model is a chain of atoms, what lies between two neighbouring cuts of its graph. `cut` says where each chunk
-begins; `evenest` is the whole problem on plain numbers, `latest` its memory limit.
+begins; `evenest` is the whole problem on plain numbers, `latest` its memory limit; `evens` solves it for many chains at
+once.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from .rooms import SAME
-from .spans import Places, Spans, Vector
+from .spans import Chains, Places, Spans, Vector
 
 Latest = Callable[[int], Places]
 WIDER = 2.0  # times the slowest run that is looked at, until there is a way
+AT_ONCE = 1 << 18  # runs that are looked at together, of all chains
+HALVINGS = 100  # of what the slowest run may take: each leaves out at least one run
 
 
 def cut(
@@ -36,70 +38,91 @@ def evenest(atoms: Vector | Spans, count: int, latest: Latest | None = None) -> 
 
     `atoms` are the seconds of each, or those of runs of them. Among the ways the least sum of squares, so that what is
     not slowest is even too. `latest(k)[i]` is where run k must end if it begins at atom i. None if there is no way.
-    O(count · len(atoms) · atoms in the longest run), in numpy.
     """
     runs = atoms if isinstance(atoms, Spans) else Spans.of(atoms)
-    size = len(runs)
-    if count > size:
+    if count > len(runs):
         return None
-    if count == 1 and latest is None:
-        return (0, size)
-    ends = [np.full(size, size) if latest is None else latest(k) for k in range(count)]
-    if _short(ends):
-        return None
-    slowest = _slowest(runs, count)
-    if latest is None and runs.more is None:
-        return _least(runs, ends, slowest)
-    here = np.arange(size)
-    whole = float(runs(here, here + 1).sum())  # a run takes no more than its atoms, each by itself
-    while (bounds := _least(runs, ends, slowest, even=False)) is None:
-        if slowest >= whole:
-            return None
-        slowest *= WIDER
-    return _least(runs, ends, float(runs(np.array(bounds[:-1]), np.array(bounds[1:])).max()))
+    if latest is None:
+        return _bounds(evens(Chains.of([runs]), count))
+    ends = np.array([latest(k) for k in range(count)])
+    return None if _short(ends) else _bounds(_evens(Chains.of([runs]), count, ends))
 
 
-def quickest(runs: Spans, count: int) -> float:
-    """The seconds of the slowest of so many runs, when it is as quick as can be: what `evenest` has, sooner."""
-    if runs.more is None:
-        return _slowest(runs, count)
-    bounds = evenest(runs, count)
-    assert bounds is not None, "more runs than atoms"
-    return float(runs(np.array(bounds[:-1]), np.array(bounds[1:])).max())
+def evens(chains: Chains, count: int) -> Places:
+    """The same of each chain when nothing limits its runs: [chains, count + 1]. There must be as many atoms."""
+    if count == 1:
+        return np.tile([0, chains.size], (len(chains), 1))
+    if chains.runs.more is None:
+        return _least(chains, count, slowest(chains, count))
+    return _evens(chains, count)
 
 
-def _slowest(runs: Spans, count: int) -> float:
+def _evens(chains: Chains, count: int, ends: Places | None = None) -> Places:
+    """The same where a run's first atoms take more, or runs have to end; a row of -1 where there is no way."""
+    limits, atoms = slowest(chains, count), _atoms(chains)
+    whole = atoms.sum(axis=1)  # a run takes no more than its atoms, each by itself
+    found = np.full((len(chains), count + 1), -1)
+    todo = np.arange(len(chains))
+    while len(todo):
+        found[todo] = _least(chains.take(todo), count, limits[todo], ends, even=False)
+        todo = todo[(found[todo, 0] < 0) & (limits[todo] < whole[todo])]
+        limits[todo] *= WIDER
+    done = np.flatnonzero(found[:, 0] >= 0)
+    if not len(done):
+        return found
+    some = chains.take(done)
+    cuts = found[done] + some.start[:, None]
+    found[done] = _least(some, count, some.runs(cuts[:, :-1], cuts[:, 1:]).max(axis=1), ends)
+    return found
+
+
+def _bounds(cuts: Places) -> tuple[int, ...] | None:
+    return None if cuts[0, 0] < 0 else tuple(cuts[0].tolist())
+
+
+def _atoms(chains: Chains) -> Vector:
+    """The seconds of each atom by itself: [chains, atoms]."""
+    here = chains.start[:, None] + np.arange(chains.size)
+    atoms: Vector = chains.runs(here, here + 1)
+    return atoms
+
+
+def slowest(chains: Chains, count: int) -> Vector:
     """The seconds of the slowest of so many runs or fewer, when it is as quick as can be and nothing limits them.
 
-    Where a run's first atoms take more, as many may take longer.
+    Where a run's first atoms take more, as many may take longer. Between what is too little and what is enough the
+    middle is tried: runs take all that they may; what they take is enough, or the least that one of them lacks to take
+    an atom more is what is asked for at the least.
     """
-    size, here = len(runs), np.arange(len(runs))
-
-    def feasible(seconds: float) -> bool:
-        """Whether runs no slower than this reach the end, when each takes all that it may."""
-        far = runs.far(seconds * SAME).tolist()
-        done = 0
+    atoms, last = _atoms(chains), chains.start + chains.size
+    longest = atoms.max(axis=1)
+    least: Vector = np.maximum(chains.runs(chains.start, last) / count, longest)
+    most: Vector = atoms.sum(axis=1) / count + longest  # runs of the average, and an atom
+    tried = least.copy()
+    for _ in range(HALVINGS):
+        far = (chains.far(tried * SAME) + chains.start[:, None]).ravel()
+        cuts = [chains.start]
         for _ in range(count):
-            done = far[done]
-        return bool(done == size)
-
-    atoms = runs(here, here + 1)
-    longest = float(atoms.max())
-    whole = float(runs(here[:1], here[:1] + size)[0])
-    least, most = max(whole / count, longest), float(atoms.sum()) / count + longest  # runs of the average, and an atom
-    first, last = runs.far(least / SAME**2)[:-1], runs.far(most * SAME)[:-1]
-    ends = first[:, None] + np.arange(int((last - first).max()) + 2)
-    inside = (ends > here[:, None]) & (ends <= np.minimum(last + 1, size)[:, None])
-    seconds = np.sort(runs(np.broadcast_to(here[:, None], ends.shape)[inside], ends[inside]))
-    return float(seconds[bisect_left(seconds, True, key=feasible)])
+            cuts.append(far[cuts[-1]])
+        ends = np.array(cuts)
+        enough = ends[-1] == last
+        taken = chains.runs(ends[:-1], ends[1:]).max(axis=0)
+        more = chains.runs(ends[:-1], np.minimum(ends[1:] + 1, last))
+        lacking = np.where(ends[1:] < last, more, np.inf).min(axis=0)
+        most = np.where(enough, np.minimum(most, taken), most)
+        least = np.where(enough, least, np.maximum(least, lacking))
+        if (least * SAME >= most).all():
+            break
+        tried = np.where(least * SAME >= most, most, (least + most) / 2)
+    return most
 
 
 def within(runs: Spans, ends: Sequence[Places], slowest: float) -> tuple[int, ...] | None:
     """The most even bounds of runs no slower than this, which end where they may: see `evenest`."""
-    return None if _short(ends) else _least(runs, ends, slowest)
+    return None if _short(ends) else _bounds(_least(Chains.of([runs]), len(ends), np.array([slowest]), np.array(ends)))
 
 
-def _short(ends: Sequence[Places]) -> bool:
+def _short(ends: Sequence[Places] | Places) -> bool:
     """Whether runs that end no later than this cannot reach the end, even if some were empty."""
     size, done = len(ends[0]), 0
     for end in ends:
@@ -109,30 +132,71 @@ def _short(ends: Sequence[Places]) -> bool:
     return True
 
 
-def _least(runs: Spans, ends: Sequence[Places], slowest: float, *, even: bool = True) -> tuple[int, ...] | None:
-    """The bounds of runs no slower than this, ending where they may: the most even, or the quickest.
+def _least(chains: Chains, count: int, limits: Vector, ends: Places | None = None, *, even: bool = True) -> Places:
+    """The bounds of runs no slower than the limit of their chain: the most even, or the quickest.
 
-    The most even have the least sum of squares, the quickest the least maximum.
+    The most even have the least sum of squares, the quickest the least maximum. A row of -1 where there is no way.
+    ends: [count, atoms], where runs have to end.
     """
-    far = runs.far(slowest * SAME)
-    here = np.arange(len(runs) + 1)
-    window = np.arange(max(1, (far - here).max()), 0, -1)  # atoms of a run that ends here: quick along the last axis
-    start = here[:, None] - window
-    outside = (start < 0) | (here[:, None] > far[start])
-    start = np.maximum(start, 0)
-    seconds = np.where(outside, np.inf, runs(start, np.broadcast_to(here[:, None], start.shape)))
-    cost = seconds**2 if even else seconds
-    best, back = np.where(here == 0, 0.0, np.inf), []
-    for end in ends:
-        reach = best[start] + cost if even else np.maximum(best[start], cost)
-        if end.min() < len(here) - 1:
-            reach = np.where(here[:, None] <= end[start], reach, np.inf)
-        choice = reach.argmin(axis=1)
-        back.append(start[here, choice])
-        best = reach[here, choice]
-    if not np.isfinite(best[-1]):
-        return None
-    bounds = [len(runs)]
-    for began in reversed(back):
-        bounds.append(int(began[bounds[-1]]))
-    return tuple(reversed(bounds))
+    far = chains.far(limits * SAME)
+    first, last = _reach(np.maximum.accumulate(far, axis=1), count)
+    out = np.full((len(chains), count + 1), -1)
+    todo = np.flatnonzero((first <= last).all(axis=1))
+    band = (last - first).max(axis=1) + 1  # places that a bound may be at
+    window = (far - np.arange(chains.size + 1)).max(axis=1)  # atoms of a run
+    while len(todo):
+        some = todo[: max(1, AT_ONCE // (count * int(band[todo].max()) * int(window[todo].max())))]
+        todo = todo[len(some) :]
+        out[some] = _solved(chains.take(some), far[some], first[some], last[some], ends, even)
+    return out
+
+
+def _reach(far: Places, count: int) -> tuple[Places, Places]:
+    """The first and the last place of each bound of so many runs, none empty: [chains, count + 1].
+
+    far: where the longest run from each place ends, or from one before it: [chains, places].
+    """
+    rows, size = np.arange(len(far)), far.shape[1] - 1
+    base = rows * (size + 1)
+    flat = (far + base[:, None]).ravel()
+    nearest = np.searchsorted(flat, np.arange(len(flat))) - np.repeat(base, size + 1)
+    last, first = [np.zeros(len(far), dtype=np.intp)], [np.full(len(far), size)]
+    for k in range(1, count + 1):
+        last.append(np.minimum(far[rows, last[-1]], size - count + k))
+        first.append(np.maximum(nearest[base + first[-1]], count - k))
+    return np.array(first[::-1]).T, np.array(last).T
+
+
+def _solved(chains: Chains, far: Places, first: Places, last: Places, ends: Places | None, even: bool) -> Places:
+    """`_least` of chains whose bounds may be from `first` to `last`."""
+    rows, count = np.arange(len(chains)), first.shape[1] - 1
+    band = int((last - first).max()) + 1
+    here = np.arange(far.shape[1])
+    window = np.arange(max(1, (far - here).max()), 0, -1)  # atoms of a run: quick along the last axis
+    end = (first[:, 1:, None] + np.arange(band))[..., None]  # [chains, runs, band, 1]
+    start = end - window
+    low, high = first[:, :-1, None, None], last[:, :-1, None, None]
+    inside = (start >= low) & (start <= high) & (end <= last[:, 1:, None, None])
+    start, end = np.where(inside, start, 0), np.minimum(end, chains.size)
+    inside &= end <= far[rows[:, None, None, None], start]
+    if ends is not None:
+        inside &= end <= ends[np.arange(count)[:, None, None], start]
+    base = chains.start[:, None, None, None]
+    seconds = chains.runs(start + base, np.broadcast_to(end + base, start.shape))
+    cost = np.where(inside, seconds**2 if even else seconds, np.inf)
+    came = np.where(inside, start - low, 0) + (band * rows)[:, None, None, None]
+    best = np.full((len(chains), band), np.inf)
+    best[:, 0] = 0.0
+    back = []
+    for k in range(count):
+        before = best.ravel()[came[:, k]]
+        reach = before + cost[:, k] if even else np.maximum(before, cost[:, k])
+        choice = reach.argmin(axis=2)
+        back.append(start[:, k].ravel()[np.arange(choice.size) * len(window) + choice.ravel()].reshape(choice.shape))
+        best = reach.min(axis=2)
+    out = np.full(first.shape, -1)
+    found = np.flatnonzero(np.isfinite(best[:, 0]))
+    out[found, count] = chains.size
+    for k in reversed(range(count)):
+        out[found, k] = back[k][found, out[found, k + 1] - first[found, k + 1]]
+    return out

@@ -7,13 +7,13 @@ Protocol: a `Field` has the places, each a way to lay a micro-batch over the axe
 from __future__ import annotations
 
 import numpy as np
-from attrs import define, field, frozen
+from attrs import define, field
 
-from megaloom.planner.columns import Column, Layouts, Rows
+from megaloom.planner.columns import Column, Layouts
 from megaloom.planner.legal.limits import right
 
 from . import space
-from .floors import Floors, roomy
+from .floors import Bounded, Floors, roomy
 from .price import Pricer
 from .space import Fixed
 
@@ -49,13 +49,4 @@ class Field:
         if "recompute" not in self.fixed:
             keep = self.floors.worthwhile(found, place)
             found, place = found.take(keep), place[keep]
-        return Bounded(found, *self.floors.bound(found, place))
-
-
-@frozen(eq=False)
-class Bounded:
-    """Layouts, and what each takes at the least."""
-
-    layouts: Layouts
-    seconds: Rows
-    nbytes: Rows
+        return self.floors.bound(found, place)

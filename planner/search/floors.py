@@ -1,12 +1,12 @@
 """What layouts take at the least, many at once: seconds of a step, bytes of the fullest rank.
 
-Protocol: `Floors` prices the places of a search by whole columns; `bound` is (seconds, nbytes) of layouts at them. No
-way to cut the graph into stages takes less. What a place costs without a schedule is worked out once.
+Protocol: `Floors` prices the places of a search by whole columns; `bound` says it of layouts at them. No way to cut the
+graph into stages takes less. What a place costs without a schedule is worked out once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from attrs import define, evolve, field, frozen
@@ -39,6 +39,7 @@ class Ground:
     again: Rows  # seconds that it takes to compute a block again, the quickest
     block: Rows  # seconds of a block, the quickest
     frees: Rows  # bytes that computing a block again frees, at the most
+    ahead: Rows  # of the seconds of what no cut divides, the share that is forward, where it is the largest
     atom: Rows  # [places, 2]: seconds of what no cut divides, the slowest; if nothing is computed again, and if all is
     kept: Rows  # [places, 2, 2]: likewise, bytes that a block saves, at the most, and those of what is in none
     params: Column  # elements on one device: dense ones
@@ -50,6 +51,33 @@ class Ground:
 def roomy(at: Layouts, book: Book, capacity: float) -> NDArray[np.bool_]:
     """Of which places the largest tensor alone leaves room in the memory, whatever the schedule."""
     return MORE * 2 * book.largest(at) <= capacity
+
+
+@frozen(eq=False)
+class Bounded:
+    """Layouts at places, and what each takes at the least."""
+
+    layouts: Layouts
+    place: Column
+    seconds: Rows  # of a step
+    nbytes: Rows  # of the fullest rank
+    after: Rows  # seconds of them for what follows the last micro-batch
+
+    @classmethod
+    def joined(cls, parts: Sequence[Bounded]) -> Bounded:
+        """All of these."""
+        columns = (np.concatenate([getattr(p, name) for p in parts]) for name in COLUMNS)
+        return cls(Layouts.joined([p.layouts for p in parts]), *columns)
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+    def take(self, which: Column | NDArray[np.bool_]) -> Bounded:
+        """Some of them."""
+        return Bounded(self.layouts.take(which), *(getattr(self, name)[which] for name in COLUMNS))
+
+
+COLUMNS = ("place", "seconds", "nbytes", "after")
 
 
 @define(eq=False)
@@ -71,20 +99,21 @@ class Floors:
         """The sets of modules that a search looks at, at these places: [places, counts]."""
         return self.ground.repeats.family[self.ground.like[which]]
 
-    def bound(self, x: Layouts, place: Column) -> tuple[Rows, Rows]:
-        """(seconds of a step, bytes of the fullest rank) of these layouts, each at a place."""
+    def bound(self, x: Layouts, place: Column) -> Bounded:
+        """These layouts, each at a place, and what they take at the least."""
         m, after = x.microbatches(self.book.workload.batch), self._after(x, place)
         waits = bubbles.share(x.pp.astype(float), x.vpp, m.astype(float), x.group.astype(float))
         seconds, nbytes = self._before(x, place, waits), self._nbytes(x, place, self._mode(x))
-        mean = m / x.pp * self._work(x, place)[1] + after[:, 1]  # every rank ends, and reduces its gradients
-        return np.maximum(seconds, mean) + after[:, 0], nbytes
+        mean = self._whole(x, place, m / x.pp, 0.0) + after[:, 1]  # every rank ends, and reduces its gradients
+        return Bounded(x, place, np.maximum(seconds, mean) + after[:, 0], nbytes, after[:, 0])
 
     def _before(self, x: Layouts, place: Column, waits: Rows) -> Rows:
         """Seconds of a step without what follows the last micro-batch; `waits` is `bubbles.share`."""
-        m, pp = x.microbatches(self.book.workload.batch), x.pp
-        least, total = self._work(x, place)
-        sent = np.where(x.vpp == 1, 2 * (pp - 1) * self.ground.hop[place], 0.0)  # ranks wait for their own sends
-        seconds: Rows = np.maximum(np.maximum((total + sent) * waits, m * least), total)
+        m, pp, one = x.microbatches(self.book.workload.batch).astype(float), x.pp.astype(float), x.vpp == 1
+        sent = np.where(one, 2 * (pp - 1) * self.ground.hop[place], 0.0)  # ranks wait for their own sends
+        alone = np.where(one, bubbles.alone(pp, m, self.ground.ahead[place]), 1.0)
+        each = self._whole(x, place, np.maximum(waits, m / pp), sent), self._whole(x, place, alone, 0.0) + sent
+        seconds: Rows = np.maximum(*each)
         return seconds
 
     def _mode(self, x: Layouts) -> Column:
@@ -155,21 +184,22 @@ class Floors:
         worth: NDArray[np.bool_] = (bits == 0) | ((r.family[at] == bits[:, None]) & r.worthwhile[at]).any(axis=1)
         return worth
 
-    def _work(self, x: Layouts, place: Column) -> tuple[Rows, Rows]:
-        """Seconds of a micro-batch: on the slowest rank, and on all of them together, at the least.
+    def _whole(self, x: Layouts, place: Column, share: Rows, more: Rows | float) -> Rows:
+        """So many times the seconds of a micro-batch through the model, and those more, at the least.
 
-        Where the first n blocks of a stage are computed again, a rank with b blocks computes min(n, b) or more again.
-        No rank has more blocks than fit its time, so that all ranks do so for blocks * min(1, n / most) or more.
+        Where the first n blocks of a stage are computed again, a stage with b blocks computes min(n, b) again. None has
+        more blocks than fit the time of a rank, of which a step takes m or more, so that all compute
+        blocks * min(1, n / most) or more again.
         """
-        mode = self._mode(x)
+        mode, n, some = self._mode(x), x.recompute_layers, x.recompute_layers > 0
         g = self.ground
-        plain, whole, pp = g.step[place, PLAIN], g.step[place, mode], x.pp
-        some, n = x.recompute_layers > 0, x.recompute_layers
-        again, block = g.again[place], g.block[place]
-        root = (plain + np.sqrt(plain**2 + 4 * pp * again * g.blocks * n * block)) / (2 * pp)
-        least = np.minimum(root, (plain + again * g.blocks) / pp)
-        total = plain + again * np.minimum(n, g.blocks)
-        return np.where(some, least, whole / pp), np.where(some, np.minimum(total, whole), whole)
+        plain, whole = share * (g.step[place, PLAIN] + more), share * (g.step[place, mode] + more)
+        if not some.any():
+            return whole
+        again, m = share * g.again[place], x.microbatches(self.book.workload.batch)
+        root = (plain + np.sqrt(plain**2 + 4 * again * g.blocks * n * g.block[place] * m)) / 2
+        least = np.maximum(root, plain + again * np.minimum(n, g.blocks))
+        return np.where(some, np.minimum(least, plain + again * g.blocks), whole)
 
     def _after(self, x: Layouts, place: Column) -> Rows:
         """[layouts, 2]: seconds of the optimizer and gathering, and of reduction, that the average rank takes.
@@ -213,8 +243,8 @@ class Floors:
         kinds, blocks = self.book.anatomy.counts, self.book.anatomy.blocks
         atoms, outside = self.book.anatomy.atoms, kinds - self.book.anatomy.inside
         inside = np.array([kind.inside for kind in self.book.anatomy.kinds])
-        plain = rows[:, :, STEP].sum(axis=2)
-        again = np.where(inside, rows[:, :, AHEAD].sum(axis=2), 0.0)
+        plain, ahead = rows[:, :, STEP].sum(axis=2), rows[:, :, AHEAD].sum(axis=2)
+        again = np.where(inside, ahead, 0.0)
         freed = np.where(inside, rows[:, :, Col.SAVED] - full, 0.0)
         saved = rows[:, :, Col.SAVED]
         repeats = Repeats.of(self.book.anatomy, made, saved @ kinds)
@@ -231,6 +261,7 @@ class Floors:
             again=_extreme(again @ blocks.T, np.min)[which],
             block=_extreme(plain @ blocks.T, np.min)[which],
             frees=_extreme(freed @ blocks.T, np.max)[which],
+            ahead=((ahead @ atoms.T) / np.maximum(plain @ atoms.T, chunks.TINY)).max(axis=1)[which],
             atom=np.array([_extreme(t @ atoms.T, np.max) for t in (plain, plain + again)]).T[which],
             kept=np.array([(_extreme(t @ blocks.T, np.max), t @ outside) for t in (saved, full)]).transpose(2, 0, 1)[
                 which

@@ -27,6 +27,8 @@ from megaloom.planner.cost.intervals import interval, kind
 from megaloom.planner.cost.memory import Peak
 from megaloom.planner.cost.practice import OWN, PRACTICES, Practice
 from megaloom.planner.cost.sheet import AHEAD, BACK, STEP, Base, Col, Sheet, sheet
+from megaloom.planner.cost.spans import Chains, Places, Spans
+from megaloom.planner.cost.stages import evens
 from megaloom.planner.cost.tail import Cover, Tail, tail, tied
 from megaloom.planner.cost.timeline import Timeline, sending
 from megaloom.planner.layout import Layout, Runtime, Workload
@@ -150,6 +152,11 @@ class Pricer:
         """The stages of a legal layout: the most even of those that fit the memory, or of all when none do."""
         return self._best(self._even(layout))
 
+    def roomy(self, layout: Layout) -> Placed | None:
+        """The stages of a legal layout, if its most even cut fits the memory."""
+        even = self._even(layout)
+        return self._best(even) if even.fits else None
+
     def refined(self, layout: Layout) -> Iterator[float | Cut]:
         """Lower bounds of the seconds of a step of a legal layout, each dearer than the one before, then its cut.
 
@@ -159,7 +166,7 @@ class Pricer:
         if not self.hopeful(layout):
             return
         even = self._even(layout)
-        if layout.vpp > 1 and self._many[layout.pp * layout.vpp]:
+        if layout.vpp > 1 and self.many[layout.pp * layout.vpp]:
             yield GAIN * self._least(even)
         if not even.fits:
             yield even.fit.microbatches * max(even.seconds)  # no cut has a quicker slowest stage
@@ -169,7 +176,7 @@ class Pricer:
         yield Cut(placed, self._least(placed))
 
     @cached_property
-    def _many(self) -> NDArray[np.bool_]:
+    def many(self) -> NDArray[np.bool_]:
         """For each number of stages, whether there are more ways to cut than may all be looked at."""
         return chunks.many(len(self.anatomy.places) - 1)
 
@@ -196,8 +203,8 @@ class Pricer:
 
     def _may_fit(self, layout: Layout) -> bool:
         if layout not in self._fits:
-            fit = self._fit(layout)
-            self._fits[layout] = fit.hopeful or (bool(self.anatomy.shared) and self._cut(fit).fits)
+            even = self._even(layout)
+            self._fits[layout] = even.fit.hopeful(even.bounds) or (bool(self.anatomy.shared) and even.fits)
         return self._fits[layout]
 
     @property
@@ -214,10 +221,22 @@ class Pricer:
     def _cut(self, fit: Fit) -> Placed:
         """The most even cut, which layouts of the same sheet share."""
         x = fit.layout
-        key = (*where(x), x.again, x.pp * x.vpp, fit.whole)
+        key = _cut_key(x, fit.whole)
         if key not in self._cuts:
             self._cuts[key] = fit.even()
         return Placed(fit, self._cuts[key])
+
+    def evens(self, layouts: Sequence[Layout]) -> list[Places]:
+        """The most even cuts of these layouts, as places of the anatomy: those that are new made together."""
+        places, new = self.anatomy.places, dict[tuple[int, bool], dict[tuple[object, ...], Spans]]()
+        for x in layouts:
+            if (key := _cut_key(x)) not in self._cuts:
+                runs = self.sheet(x).runs(places, STEP)
+                new.setdefault((x.pp * x.vpp, runs.more is None), {})[key] = runs
+        for (count, _), alike in new.items():
+            for key, cut in zip(alike, evens(Chains.of(tuple(alike.values())), count), strict=True):
+                self._cuts[key] = tuple(places[cut].tolist())
+        return [np.searchsorted(places, self._cuts[_cut_key(x)]) for x in layouts]
 
     def _best(self, even: Placed) -> Placed:
         """The cut that is priced: of whole blocks, if one that fits is hardly slower than the most even one of all."""
@@ -338,8 +357,13 @@ class Pricer:
     def bound(self, layout: Layout) -> tuple[float, float]:
         """(seconds of a step, bytes of the fullest rank): no way to cut the graph into these stages takes less."""
         one = Layouts.of([layout])
-        seconds, nbytes = Floors(one, self.book).bound(one, np.zeros(1, dtype=np.int64))
-        return float(seconds[0]), float(nbytes[0])
+        found = Floors(one, self.book).bound(one, np.zeros(1, dtype=np.int64))
+        return float(found.seconds[0]), float(found.nbytes[0])
+
+
+def _cut_key(x: Layout, whole: bool = False) -> tuple[object, ...]:
+    """What the most even cut depends on."""
+    return (*where(x), x.again, x.pp * x.vpp, whole)
 
 
 def _end(ends: Sequence[float], tails: Sequence[Tail]) -> float:

@@ -7,8 +7,10 @@ until no other can be among the best: the result is exact, as far as the price i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from heapq import heapify, heappop, heappush
+from functools import cached_property
+from heapq import heappop, heappush
 from itertools import islice
+from math import inf
 from time import perf_counter
 
 import numpy as np
@@ -18,14 +20,16 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, fingerprint, graph
 from megaloom.planner.cluster import Cluster
 from megaloom.planner.columns import Column, Layouts, Rows
-from megaloom.planner.cost.fit import HEADROOM
+from megaloom.planner.cost.fit import HEADROOM, Placed
 from megaloom.planner.cost.practice import PRACTICES
 from megaloom.planner.layout import Layout, Recompute, Runtime, Workload
 from megaloom.planner.legal.limits import caveats
 from megaloom.planner.legal.rules import senseless
 from megaloom.planner.plan import VERSION, Plan
 
+from . import evens
 from .field import Field
+from .floors import Bounded
 from .misses import PLAIN, checked, nothing_fits, nothing_legal
 from .neighbours import judged
 from .price import Cut, Priced, Pricer, price
@@ -40,6 +44,7 @@ AT_ONCE = 32  # places whose layouts are looked at together
 ROUNDING = 1 - 1e-10  # bounds and prices add up the same seconds in different orders
 SAME = 1.001  # a step that is this little longer is as good, and the simpler layout wins
 TRIES = 64  # of them
+FEW, MANY = 32, 512  # layouts that are cut evenly together, at first and at the most
 OFTEN = 0.1  # seconds between two signs of progress
 
 
@@ -166,9 +171,9 @@ class Hunt:
         for _ in range(TRIES):
             if (top := queue.pop()) is None:
                 return
-            for step in top[1] if isinstance(top[1], Iterator) else ():
+            for step in top[1].steps if isinstance(top[1], _Near) else ():
                 if isinstance(step, Cut):
-                    self._note(among.pricer.priced(step.placed))
+                    self._price(among.pricer, step.placed)
                     return
 
     def search(self, among: Field, sure: int, keep: int) -> list[Priced]:
@@ -176,15 +181,14 @@ class Hunt:
 
         Best first: of all layouts the one whose bound is the least is looked at more closely, so that what is dear to
         know (cuts, replays) is asked only of those that nothing cheaper rules out. The others are the most promising
-        of those that were looked at closely meanwhile.
+        of those that were looked at closely meanwhile and have room as they are cut then.
         """
         queue, found = _Queue(among), list[Priced]()
         while len(found) < sure and self._advance(queue, found):
             pass
         proven, more = tuple(found), max(0, keep - len(self._priced))
-        cuts = filter(None, (what if isinstance(what, Cut) else _last(what) for what in queue.begun()))
-        for cut in islice(cuts, more):
-            queue.push(cut.seconds, self._note(among.pricer.priced(cut.placed)))
+        for placed in islice(queue.roomy(), more):
+            self._price(among.pricer, placed)
         while len(self._priced) < keep and self._advance(queue, found):
             pass
         rest = [priced for priced in self.sorted(len(self._priced)) if priced not in proven]
@@ -200,9 +204,9 @@ class Hunt:
         if isinstance(what, Priced):
             found.append(what)
         elif isinstance(what, Cut):
-            priced = self._note(queue.among.pricer.priced(what.placed))
+            priced = self._price(queue.among.pricer, what.placed)
             queue.push(priced.seconds, priced)
-        elif (step := next(what, None)) is not None:
+        elif (step := next(what.steps, None)) is not None:
             least = step.seconds if isinstance(step, Cut) else step
             queue.push(max(seconds, ROUNDING * least), step if isinstance(step, Cut) else what)
         return True
@@ -211,8 +215,10 @@ class Hunt:
         """The quickest of what was priced."""
         return sorted(self._priced.values(), key=lambda priced: priced.seconds)[:keep]
 
-    def _note(self, priced: Priced) -> Priced:
-        self._priced[priced.layout] = priced
+    def _price(self, pricer: Pricer, placed: Placed) -> Priced:
+        if placed.layout in self._priced:
+            return self._priced[placed.layout]
+        priced = self._priced[placed.layout] = pricer.priced(placed)
         if self.best is None or priced.seconds < self.best.seconds:
             self.best = priced
             self._say(0.0)
@@ -225,13 +231,34 @@ class Hunt:
             self.tell(self.progress)
 
 
-Refining = Iterator[float | Cut]
-Entry = Priced | Cut | Refining | tuple[Layouts, int]
+@frozen(eq=False, slots=False)
+class _Near:
+    """A layout that has been cut evenly."""
+
+    pricer: Pricer
+    layouts: Layouts
+    i: int
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Which."""
+        return self.layouts[self.i]
+
+    @cached_property
+    def steps(self) -> Iterator[float | Cut]:
+        """What is known of it, more and more closely."""
+        return self.pricer.refined(self.layout)
+
+
+Entry = Priced | Cut | _Near
 
 
 @define(eq=False)
 class _Queue:
-    """What is still to be looked at, the least bound first: layouts, and places whose layouts are not yet there."""
+    """What is still to be looked at, the least bound first: places, layouts at them, and those looked at more closely.
+
+    Places and layouts are taken many at a time.
+    """
 
     among: Field
     heap: list[tuple[float, int, Entry]] = field(factory=list)
@@ -239,6 +266,9 @@ class _Queue:
     order: Column = field(init=False)  # of the places that may have room, the quickest first
     bounds: Rows = field(init=False)
     done: int = 0
+    found: list[Bounded] = field(factory=list)  # layouts at places, the quickest first
+    taken: list[int] = field(factory=list)  # of each of these, how many are in the heap
+    at_once: int = FEW
 
     def __attrs_post_init__(self) -> None:
         seconds, nbytes = self.among.floors.ideal()
@@ -251,35 +281,54 @@ class _Queue:
         self.count += 1
         heappush(self.heap, (seconds, self.count, what))
 
-    def begun(self) -> list[Cut | Refining]:
-        """Those that were looked at closely and have no price, which are taken out: the most promising first."""
-        found = [what for _, _, what in sorted(self.heap) if isinstance(what, Cut | Iterator)]
-        self.heap = [entry for entry in self.heap if not isinstance(entry[2], Cut | Iterator)]
-        heapify(self.heap)
-        return found
+    def roomy(self) -> Iterator[Placed]:
+        """Those that are cut and have room so, the most promising first."""
+        for _, _, what in sorted(self.heap):
+            if isinstance(what, Cut):
+                yield what.placed
+            elif isinstance(what, _Near) and (placed := self.among.pricer.roomy(what.layout)):
+                yield placed
 
-    def pop(self) -> tuple[float, Priced | Cut | Refining] | None:
+    def pop(self) -> tuple[float, Entry] | None:
         """What takes the least, if there is anything left."""
-        while self.done < len(self.order) and (not self.heap or self.bounds[self.done] <= self.heap[0][0]):
-            self._open(self.order[self.done : self.done + AT_ONCE])
-            self.done += AT_ONCE
+        while True:
+            near = self.heap[0][0] if self.heap else inf
+            least = min((float(f.seconds[n]) for f, n in zip(self.found, self.taken, strict=True)), default=inf)
+            if self.done < len(self.order) and self.bounds[self.done] <= min(near, least):
+                self._open()
+            elif least <= near and least < inf:
+                self._nearer()
+            else:
+                break
         if not self.heap:
             return None
         seconds, _, what = heappop(self.heap)
-        if isinstance(what, tuple):
-            layouts, i = what
-            what = self.among.pricer.refined(layouts[i])
         return seconds, what
 
-    def _open(self, which: Column) -> None:
-        found = self.among.variants(which)
-        for i in np.flatnonzero(found.nbytes <= self.among.pricer.capacity).tolist():
-            self.push(float(found.seconds[i]), (found.layouts, i))
+    def _open(self) -> None:
+        """Look at the layouts at more places."""
+        found = self.among.variants(self.order[self.done : self.done + AT_ONCE])
+        self.done += AT_ONCE
+        which = np.flatnonzero(found.nbytes <= self.among.pricer.capacity)
+        if len(which):
+            self.found.append(found.take(which[np.argsort(found.seconds[which], kind="stable")]))
+            self.taken.append(0)
 
-
-def _last(steps: Refining) -> Cut | None:
-    """The cut that these lead to, if one fits."""
-    return next((step for step in steps if isinstance(step, Cut)), None)
+    def _nearer(self) -> None:
+        """Cut more layouts evenly: those that take the least."""
+        every = np.concatenate([f.seconds[n : n + self.at_once] for f, n in zip(self.found, self.taken, strict=True)])
+        last = min(self.at_once, len(every)) - 1
+        most = np.partition(every, last)[last]
+        parts = []
+        for k, (found, n) in enumerate(zip(self.found, self.taken, strict=True)):
+            self.taken[k] = int(np.searchsorted(found.seconds, most, side="right"))
+            parts.append(found.take(np.arange(n, self.taken[k])))
+        near = Bounded.joined([part for part in parts if len(part)])
+        for i, least in enumerate(evens.seconds(self.among.pricer, self.among.floors, near).tolist()):
+            self.push(least, _Near(self.among.pricer, near.layouts, i))
+        going = [k for k, found in enumerate(self.found) if self.taken[k] < len(found)]
+        self.found, self.taken = [self.found[k] for k in going], [self.taken[k] for k in going]
+        self.at_once = min(2 * self.at_once, MANY)
 
 
 def simplest_first(found: list[Priced]) -> list[Priced]:
