@@ -40,7 +40,11 @@ def machine(count: int, kib: int) -> Cluster:
     """Devices with just so much memory for tensors."""
     named = cluster(f"{count}xH100")
     device = evolve(named.device, name="small", nbytes=kib * 2**10, context_nbytes=0, library_nbytes=0)
-    return evolve(named, device=device, **{s: evolve(getattr(named, s), group_nbytes=0) for s in ("intra", "inter")})
+    return evolve(
+        named,
+        device=device,
+        **{s: evolve(getattr(named, s), group_nbytes=0, peer_nbytes=0) for s in ("intra", "inter")},
+    )
 
 
 @st.composite

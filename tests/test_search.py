@@ -34,7 +34,7 @@ def small(name: str, mib: int) -> Cluster:
     """Devices with just so much memory for tensors."""
     machine = cluster(name)
     device = evolve(machine.device, name="small", nbytes=mib * 2**20, context_nbytes=0, library_nbytes=0)
-    links = {side: evolve(getattr(machine, side), group_nbytes=0) for side in ("intra", "inter")}
+    links = {side: evolve(getattr(machine, side), group_nbytes=0, peer_nbytes=0) for side in ("intra", "inter")}
     return evolve(machine, device=device, **links)
 
 

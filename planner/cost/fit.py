@@ -150,7 +150,7 @@ class Fit:
             comes=MORE * comes,
             received=received,
             passed=passed,
-            beside=memory.runtime(x, self.cluster) + MORE * sheet.library,
+            beside=memory.runtime(x, self.cluster, self.practice) + MORE * sheet.library,
             room=capacity(self.cluster, self.headroom),
             element=(static[0], static[0] + MORE * stepping[0]),
         )
@@ -190,7 +190,7 @@ class Placed:
     def fullest(self) -> tuple[memory.Peak, ...]:
         """The memory of each pipeline rank at its fullest."""
         layout, m, precision = self.layout, self.fit.microbatches, self.fit.workload.precision
-        beside = memory.runtime(layout, self.fit.cluster)
+        beside = memory.runtime(layout, self.fit.cluster, self.fit.practice)
         ranks = range(layout.pp)
         practice = self.fit.practice
         return tuple(memory.peak(self.parts[r :: layout.pp], r, layout, m, precision, beside, practice) for r in ranks)

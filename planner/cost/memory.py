@@ -24,6 +24,7 @@ from .traffic import group
 
 Rows = NDArray[np.float64]
 
+PEERS = 8  # of an all-to-all that have channels of their own, as far as was measured: those of a node
 MASTER = 4  # below fp32 the optimizer keeps a copy of the weight (megatron-core, optimizer.py:671)
 # Of what passes between pipeline ranks, a rank holds an input, an output and a gradient of one of them beside what it
 # saves (megatron-core 0.16.1, schedules.py: input_tensor, output_tensor and output_tensor_grad outlive their step).
@@ -111,11 +112,13 @@ def static(
     }
 
 
-def runtime(layout: Layout, cluster: Cluster) -> int:
-    """Bytes that no tensor holds: the context, and buffers for each axis of more than one device."""
+def runtime(layout: Layout, cluster: Cluster, practice: Practice) -> int:
+    """Bytes that no tensor holds: the context, and buffers for each axis of more than one device, or for each pair."""
     axes = ["tp", "cp", "dp", "pp", "ep", "etp", *(["edp"] if layout.ep * layout.etp > 1 else [])]
     link = cluster.inter if cluster.nodes > 1 else cluster.intra
-    return cluster.device.context_nbytes + link.group_nbytes * sum(group(axis, layout).size > 1 for axis in axes)
+    peers = 0 if practice.once else min(layout.ep, PEERS) - 1
+    groups = sum(group(axis, layout).size > 1 for axis in axes)
+    return cluster.device.context_nbytes + link.group_nbytes * groups + link.peer_nbytes * peers
 
 
 def stepping(params: int, expert_params: int, layout: Layout, practice: Practice = OWN) -> int:

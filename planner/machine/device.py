@@ -134,6 +134,8 @@ class Link:
     efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the bandwidth"))
     group_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
     """What the buffers of one group of devices take on each of them."""
+    peer_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
+    """What those of an all-to-all take more, for each other device."""
 
     @property
     def reached(self) -> float:

@@ -8,13 +8,24 @@ from .device import MEMORY, Device, GiB, Link, Preset
 
 # The buffers of one NCCL communicator of more than two devices, on four A100 (github.com/NVIDIA/nccl/issues/964).
 NCCL_GROUP = 688 * 10**6
+# Those of an all-to-all for each pair: eight H100 of a node went from 1.06 to 4.34 GB, in pieces of 10 MiB for each of
+# up to 32 channels (github.com/NVIDIA/nccl/issues/1685).
+NCCL_PEER = int((4.34e9 - 1.06e9) / 7)
 
 
 # Latency, and the hops of the links below: NCCL's own tuning table for the ring (src/graph/tuning.cc: base 8.4 us,
 # NVLink 3.4 us, network 14 us). It gives 25 us for an all-reduce over four H200 that took 25, and 15 us for
 # an all-gather that took 17.
 def _link(name: str, bandwidth: float, hop: float, efficiency: float) -> Link:
-    return Link(name=name, bandwidth=bandwidth, latency=8.4e-6, hop=hop, efficiency=efficiency, group_nbytes=NCCL_GROUP)
+    return Link(
+        name=name,
+        bandwidth=bandwidth,
+        latency=8.4e-6,
+        hop=hop,
+        efficiency=efficiency,
+        group_nbytes=NCCL_GROUP,
+        peer_nbytes=NCCL_PEER,
+    )
 
 
 # NVLink, one way, from the datasheets of the GPUs (which print the sum of both ways). Of it, 0.755 is the mean of
@@ -52,7 +63,8 @@ LAUNCH = 14e-6
 #   1,100 W (B300), 1,400 W (GB300); fitted to dense runs of one half of the published models, of two to five sources
 #   for each device (`megaloom validate`).
 # - nvfp4_efficiency: fitted likewise: its peak is half as much again as that of GB200, and its steps no quicker for it.
-# - context_nbytes: not measured here, as nvidia-smi shows it for a process that has made one tensor and one product.
+# - context_nbytes: not measured here. About 0.3 GB where kernels are loaded as they are needed, and more than 1 before
+#   CUDA 11.7, which loaded all of them (github.com/pytorch/pytorch/issues/107667); a training needs many.
 # - library_nbytes: torch gives cuBLAS 4 MiB twice and 16 KiB eight times, from Hopper on 32 MiB (aten, CUDABlas.cpp:
 #   getChosenWorkspaceSize).
 CONTEXT = int(0.6 * GiB)

@@ -294,8 +294,9 @@ class Floors:
     def _beside(self) -> Rows:
         x = self.at
         several = [(n > 1).astype(np.int64) for n in (x.tp, x.cp, x.dp * x.cp, x.pp, x.ep, x.etp, x.edp)]
-        first, which = alike(*several)
-        return np.array([float(memory.runtime(x[int(i)], self.book.cluster)) for i in first])[which]
+        first, which = alike(*several, np.minimum(x.ep, memory.PEERS))
+        book = self.book
+        return np.array([float(memory.runtime(x[int(i)], book.cluster, book.practice)) for i in first])[which]
 
 
 WHERE = ("tp", "cp", "ep", "etp", "sequence_parallel", "micro_batch", "inner")  # what the costs of a node depend on

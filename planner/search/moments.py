@@ -52,7 +52,7 @@ def tracks(priced: Priced) -> tuple[Track, ...]:
         static = memory.static(params, experts, x, fit.workload.precision, fit.practice)
         out.append(
             Track(
-                bare=sum(static.values()) + memory.runtime(x, fit.cluster),
+                bare=sum(static.values()) + memory.runtime(x, fit.cluster, fit.practice),
                 library=max(p.library for p in mine),
                 workspace=fit.sheet.workspace,
                 loss=mine[-1].loss,
