@@ -12,10 +12,10 @@ from megaloom.examples.deepseek import deepseek, deepseek_v3_mtp
 from megaloom.examples.t5 import t5
 from megaloom.planner.cluster import cluster
 from megaloom.planner.cost.fit import Fit, Placed
-from megaloom.planner.cost.practice import OWN, PLAIN
+from megaloom.planner.cost.practice import MEGATRON, OWN
 from megaloom.planner.cost.sheet import STEP, Col
 from megaloom.planner.export.borders import layout as letters
-from megaloom.planner.export.borders import parts
+from megaloom.planner.export.borders import parts, whole
 from megaloom.planner.export.export import Target, export
 from megaloom.planner.export.gpt import gpt
 from megaloom.planner.layout import Layout, Workload
@@ -129,7 +129,7 @@ def test_two_hidden_states_cross_into_the_heads() -> None:
 )
 def test_what_the_search_asks_of_a_cut_holds_where_several_hidden_states_cross(g: Graph) -> None:
     crossed = 0
-    for (pp, vpp), practice in ((c, p) for c in CHUNKS for p in (OWN, evolve(PLAIN, step_nbytes=16))):
+    for (pp, vpp), practice in ((c, p) for c in CHUNKS for p in (OWN, evolve(MEGATRON, step_nbytes=16))):
         x, work = Layout(pp=pp, vpp=vpp), Workload(seq=64, batch=2 * pp)
         of = pricer(g, pp, work)
         fit = Fit(x, of.sheet(x), work, of.cluster, practice)
@@ -161,4 +161,5 @@ def test_two_chunks_of_a_rank_with_one_embedding_are_refused() -> None:
     refused = made(SMALL, x, cuts=alone[1:])
     with pytest.raises(UserError, match=r"two chunks of a rank have 'wte'.*\[shared-chunks\]"):
         export(refused, SMALL, Target.MEGATRON_LM)
-    assert "--pipeline-model-parallel-layout" in export(made(SMALL, x, cuts=together[1:]), SMALL, Target.MEGATRON_LM)
+    for plan in (made(SMALL, x, cuts=together[1:]), whole(refused, SMALL, gpt(graph(SMALL), "a test"))):
+        assert "mL" in export(plan, SMALL, Target.MEGATRON_LM)

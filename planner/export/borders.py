@@ -104,7 +104,8 @@ def whole(plan: Plan, model: Model, read: GPT) -> Plan:
     from megaloom.planner.search.search import price
 
     g, x = graph(model), plan.layout
-    stages, borders = x.pp * x.vpp, frozenset(read.starts)
+    # Of two ranks the first would predict ahead, with another copy of its embedding, if heads had a stage of their own.
+    stages, borders = x.pp * x.vpp, frozenset(read.starts[:-1] if read.ahead and x.pp == 2 else read.starts)
     if all(stage.start in borders for stage in plan.stages[1:]):
         return plan
     if stages - 1 > len(borders):

@@ -188,7 +188,10 @@ def _apart(case: Case) -> Truth:
 
 def _apart_told(case: Case) -> Words:
     x = case.layout
-    return f"under pp {x.pp} and vpp {x.vpp} two chunks of a rank have {_twice(case)!r}", "another pp or vpp would do"
+    return (
+        f"under pp {x.pp} and vpp {x.vpp} two chunks of a rank have {_twice(case)!r}",
+        "--whole-layers moves the borders of the stages",
+    )
 
 
 WRONG = (
@@ -213,7 +216,7 @@ WRONG = (
     Rule(
         "shared-chunks",
         "No two chunks of a pipeline rank share a weight, as the embedding and what predicts a token further ahead.",
-        "another pp or vpp, or heads in one stage with what predicts ahead",
+        "heads in one stage with what predicts ahead",
         By.EXPORTS,
         "finalize_model_grads.py:233: gradients of one chunk's embedding are added to those of other ranks alone",
         _apart,
