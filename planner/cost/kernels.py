@@ -16,7 +16,7 @@ from megaloom.dsl.facts import Work
 from megaloom.planner.cluster import Device
 from megaloom.planner.layout import Precision
 
-from .practice import OWN, Practice, Way
+from .practice import ONCE, OWN, Practice, Way
 
 # The output tiles that cuBLAS has to choose from, with the share of its best speed that it reaches with each: smaller
 # ones read their operands more often (NVIDIA, Deep Learning Performance, Matrix Multiplication Background, 4.1).
@@ -52,8 +52,13 @@ SCAN, SCAN_BACKWARD = 0.5, 2
 CAST_TRAFFIC = 2 + 1 + 1
 
 
-# A bias that is added to what experts make, expert by expert.
-EXPERT_BIAS = re.compile(r"experts\..*_bias")
+# Pieces of memory-bound work that have a name of their own among a practice's passes, by their path: a bias that is
+# added to what experts make, a gate times what it lets through, of experts also times what the router gives them.
+PIECES = {
+    "expert bias": re.compile(r"experts\..*_bias"),
+    "expert gate": re.compile(r"experts\.(.*\.)?mul"),
+    "gate": re.compile(r"(.*\.)?mul"),
+}
 
 
 @frozen
@@ -98,17 +103,39 @@ def _busy(work: Work, device: Device, precision: Precision, practice: Practice, 
         shares = [fill(*shape, work.count, device, depth) for shape in shapes]
         shares = [MISALIGNED] * len(shapes) if misaligned(n, k, device) else shares
         products = list(zip((work.flops, work.dgrad, work.wgrad), shares, strict=True))
-        took = [max(flops / (fast * share), traffic) if flops else 0.0 for flops, share in products]
+        moved = traffic, traffic, traffic + beside(work, practice) / device.moves
+        took = [max(f / (fast * share), t) if f else 0.0 for (f, share), t in zip(products, moved, strict=True)]
         kernels = [float(flops > 0) for flops, _ in products]
         cast = CAST_TRAFFIC * work.count * m / device.moves if used.narrow else 0.0
+        cast *= practice.expert_casts if work.path.startswith("experts.") else 1.0
         return Seconds(took[0] + cast * k, took[1] + took[2] + cast * n, kernels[0], kernels[1] + kernels[2])
     if work.kind == "attend":
         return _attention(work, device, precision, practice, traffic)
     if work.kind == "scan" and Precision.FP32 in device.flops:
         busy = max(work.flops / (device.flops[Precision.FP32] * SCAN), traffic)
         return Seconds(busy, SCAN_BACKWARD * busy, 1, 1)
-    passes = practice.passes.get("expert bias" if EXPERT_BIAS.fullmatch(work.path) else work.kind, 1.0)
-    return Seconds(passes * traffic, passes * BACKWARD_TRAFFIC * traffic, passes, passes)
+    ahead, back = practice.passes.get(named(work), ONCE)
+    return Seconds(ahead * traffic, back * BACKWARD_TRAFFIC * traffic, ahead, back)
+
+
+def named(work: Work) -> str:
+    """What memory-bound work is called among a practice's passes."""
+    if work.kind == "pointwise":
+        return next((name for name, path in PIECES.items() if path.fullmatch(work.path)), work.kind)
+    return work.kind
+
+
+def fused(work: Work, practice: Practice) -> int:
+    """Elements of the gradient that a product adds to the main one as it writes it.
+
+    Source: transformer_engine, fuse_wgrad_accumulation; megatron-core 0.16.1, gradient_accumulation_fusion.
+    """
+    return work.count * work.n * work.k if practice.dummies and work.wgrad else 0
+
+
+def beside(work: Work, practice: Practice) -> int:
+    """Bytes that products by several weights move for that while others compute, on streams of their own."""
+    return 2 * practice.gradient_nbytes * fused(work, practice) if work.count > 1 else 0
 
 
 def _attention(work: Work, device: Device, precision: Precision, practice: Practice, traffic: float) -> Seconds:

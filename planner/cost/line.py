@@ -22,7 +22,7 @@ from megaloom.planner.columns import Rows
 from megaloom.planner.layout import Layout, Overlap, Precision, Workload
 
 from . import context, kernels, traffic
-from .practice import Practice
+from .practice import ONCE, Practice
 from .sheet import MADE, TRAFFIC, Col, local
 
 # Without a fused kernel each score is kept thrice: softmaxed, its dropout's mask, dropped (Korthikanti et al.,
@@ -130,9 +130,13 @@ def _compute(row: Rows, again: Made, found: Costs, cluster: Cluster, precision: 
         again.add(Col.FORWARD, work.again, max(took.forward + waits, launched[0]))
     row[Col.FORWARD] = max(row[Col.FORWARD], ahead)
     row[Col.BACKWARD] = max(row[Col.BACKWARD], back)
-    # Each micro-batch's gradient is added to the main one: a read of it, a read and a write of the buffer.
-    added = (precision.nbytes + 2 * practice.gradient_nbytes) * (found.params + found.expert_params)
-    row[Col.BACKWARD] += practice.passes.get("gradient", 1.0) * added / device.moves
+    # Each micro-batch's gradient is added to the main one: a read and a write of that, by a product as it ends, or else
+    # by a kernel that reads the gradient too.
+    fused = [(w, kernels.fused(w, practice)) for w in found.work if w.kind == "dot"]
+    apart = max(0, found.params + found.expert_params - sum(n for _, n in fused))
+    added = (precision.nbytes + 2 * practice.gradient_nbytes) * apart
+    added += sum(2 * practice.gradient_nbytes * n - kernels.beside(w, practice) for w, n in fused)
+    row[Col.BACKWARD] += practice.passes.get("gradient", ONCE)[1] * added / device.moves
 
 
 def _exchange(

@@ -14,20 +14,41 @@ from attrs import evolve, field, frozen
 
 from megaloom.planner.layout import Runtime
 
-# How often memory-bound work passes memory where the facts count one kernel. Measured on an H200 (Llama 3.2 1B,
-# sequences of 4096: 0.685 s for 8 of them one at a time, 1.183 s for 16 four at a time): norms do so twice, rotary
-# positions six times (a row of uncompiled kernels), other chains, which are compiled there, three times. To add
-# a 16-bit gradient to the fp32 one takes 1.7 times as long as its bytes (47 ms, not 27, layers of Mixtral 8x7B).
-TORCH = MappingProxyType({"normalize": 2.0, "pointwise": 3.0, "rope": 6.0, "drop": 3.0, "gradient": 1.7})
+Passes = Mapping[str, tuple[float, float]]
+"""How often memory-bound work passes memory where the facts count one kernel, forward and backward."""
+ONCE = (1.0, 1.0)
+# Measured on an H200 (Llama 3.2 1B, sequences of 4096: 0.685 s for 8 of them one at a time, 1.183 s for 16 four at a
+# time): norms do so twice, rotary positions six times (a row of uncompiled kernels), other chains, which are compiled
+# there, three times. To add a 16-bit gradient to the fp32 one takes 1.7 times as long as its bytes (47 ms, not 27,
+# layers of Mixtral 8x7B).
+_CHAIN = dict.fromkeys(("pointwise", "gate", "expert gate", "drop"), (3.0, 3.0))
+TORCH: Passes = MappingProxyType({**_CHAIN, "normalize": (2.0, 2.0), "rope": (6.0, 6.0), "gradient": (1.0, 1.7)})
 # Where norms, activations, rotary positions and residuals are one kernel each.
-FUSED: Mapping[str, float] = MappingProxyType({})
+FUSED: Passes = MappingProxyType({})
+# megatron-core's SwiGLU takes 1.57 to 1.63 times as long as one kernel ahead, both ways 2.46 to 2.66 times, on an H100
+# (github.com/linkedin/Liger-Kernel/pull/1326, megatron-core 0.16.1): 5 tensors moved, not 3, and back 15.7, not 5.
+GATE = (1.6, 3.5)
+# That of experts is also weighted by the router, in fp32 (fusions/fused_bias_swiglu.py: weighted_swiglu, 11 tensors of
+# 16 bits, and back, if the half of its operations is fused as there, 35).
+EXPERT_GATE = (3.7, 7.8)
 # megatron-core's all-to-all sorts what it has received by local experts, and back (transformer/moe/token_dispatcher.py:
-# permute 1 + k, sort k + k, of k copies of a token, each way); the bias of the experts' second product is added in
+# permute 1 + k, sort k + k, of k copies of a token, each way). The bias of the experts' second product is added in
 # fp32 in pieces that are joined again (transformer/moe/experts.py, TEGroupedMLP._apply_bias: 28 bytes an element
-# forward, where one kernel moves 4, and as many times more backward).
-TRANSFORMER_ENGINE: Mapping[str, float] = MappingProxyType({"route": 2.6, "combine": 2.6, "expert bias": 7.0})
-# NVIDIA's software before Megatron-Bridge takes twice as long with what memory limits: fitted, on H100.
-NEMO: Mapping[str, float] = MappingProxyType({**TRANSFORMER_ENGINE, "normalize": 2.0, "pointwise": 2.0, "rope": 2.0})
+# forward, where one kernel moves 4, and 40 backward), and before gates of such experts work both of their halves are
+# clamped and joined by kernels of their own (fusions/fused_bias_geglu.py: 16 and 30 bytes, and 14 more both ways for
+# what QuickGELU has more operations than SiLU).
+TRANSFORMER_ENGINE: Passes = MappingProxyType(
+    {"route": (2.6, 2.6), "combine": (2.6, 2.6), "gate": GATE, "expert gate": EXPERT_GATE, "expert bias": (14.0, 14.0)}
+)
+# From the NeMo container 26.06 on, products of 8 bits by several experts also gate, add biases, and cast what they give
+# (cuDNN's CuTeDSL kernels, NVTE_CUTEDSL_FUSED_GROUPED_MLP: github.com/NVIDIA-NeMo/Megatron-Bridge/releases/tag/v0.5.1);
+# the gradients of biases are summed apart (github.com/NVIDIA/TransformerEngine/pull/2885).
+FUSED_EXPERTS: Passes = MappingProxyType({**TRANSFORMER_ENGINE, "expert gate": (0.0, 0.0), "expert bias": ONCE})
+FUSED_CASTS = 0.5  # what comes to the first product, and the gradient that comes to the second, are cast before
+# NVIDIA's software before Megatron-Bridge takes twice as long with what memory limits: fitted, on H100. It weights what
+# experts have made, not their gates.
+_SLOW = dict.fromkeys(("normalize", "pointwise", "rope"), (2.0, 2.0))
+NEMO: Passes = MappingProxyType({**TRANSFORMER_ENGINE, **_SLOW, "expert gate": GATE})
 
 # Bytes that a step moves for each element of the optimizer's share, beside the zeroing of gradients. The norm of the
 # gradient reads 4, its scaling moves 8. AdamW as torch's foreach kernels do it, a pass for each operation: decay 8,
@@ -55,12 +76,13 @@ class Practice:
 
     name: str
     flash: bool = True  # attention is one kernel, which stores no scores
-    passes: Mapping[str, float] = field(default=FUSED, hash=False)
+    passes: Passes = field(default=FUSED, hash=False)
     adam_nbytes: int = ONE_KERNEL  # moved for each element of the optimizer's share
     gradient_nbytes: int = 4  # of an element of the main gradient
     loss_nbytes: int = 14  # moved for each logit by the loss and its gradient
     loss_copies: int = 4  # bytes that the loss keeps of each logit of 16 bits: an fp32 copy, in which it works
     context: Way = Way.ALL_GATHER
+    expert_casts: float = 1.0  # of the casts of experts' operands, the share that are kernels of their own
     hidden_tensor: float = HIDDEN_TENSOR  # of tensor-parallel collectives, where they overlap
     hidden_experts: float = HIDDEN_EXPERTS  # of the experts' all-to-all, where it does
     once: bool = False  # a token is sent once to each node with experts of its own, and copied there

@@ -10,6 +10,8 @@ from megaloom.planner.cost.practice import (
     DEEPSPEED_BF16,
     DEEPSPEED_FP16,
     DISPATCH_GRAPHED,
+    FUSED_CASTS,
+    FUSED_EXPERTS,
     MEGATRON,
     MEGATRON_2021,
     NANOTRON,
@@ -37,10 +39,13 @@ def practice(row: Row, note: str) -> Practice:
         found = evolve(found, gradient_nbytes=2, moment_nbytes=2 if row.get("mla") else 4)
     if "TE fused cross-entropy" in note or "Bridge" in framework:  # it works in the logits (triton/cross_entropy.py)
         found = evolve(found, loss_copies=0)
+    note = told(row, note)
     if re.search(GRAPHS, note) and not re.search(r"cuda_graph_impl=none|no CUDA graph", note):
         found = evolve(found, graphed=True, dispatch_seconds=DISPATCH_GRAPHED)
         if "full" in note:
             found = evolve(found, dispatch_seconds=0.0, expert_seconds=0.0, pools=POOLS)
+    if re.search(r"cutedsl|_full_iteration_|impl=full_iteration", note) and row.get("precision_class") in BLOCKS:
+        found = evolve(found, passes=FUSED_EXPERTS, expert_casts=FUSED_CASTS)
     if re.search(r"(?i)deepep|hybridep|_full_iteration_", note) or ("Bridge" in framework and not note):
         found = evolve(found, once=True)
     if "a2a (Ulysses)" in note:
@@ -54,12 +59,19 @@ def overlaps(row: Row, note: str, x: Layout, used: Practice) -> tuple[Overlap, .
         return ()
     if used is NANOTRON:
         return (Overlap.GRADIENTS,)
-    found = [*x.overlaps]
+    found, note = [*x.overlaps], told(row, note)
     if x.sequence_parallel and (tuned(row) or "Bridge" in str(row.get("framework"))):
         found.append(Overlap.TENSOR)
     if x.ep > 1 and re.search(r"a2a_overlap=True|(?<!no )a2a overlap|EP overlap on|_full_iteration_", note):
         found.append(Overlap.EXPERTS)
     return tuple(found)
+
+
+def told(row: Row, note: str) -> str:
+    """What a row says, or else what the recipe does that it ran."""
+    said = re.search(r"(\d\d)\.(\d\d)", str(row.get("framework_version")))
+    recent = said is not None and (int(said[1]), int(said[2])) >= FUSED
+    return RECIPE if recent and not note and row.get("experts") and "Bridge" in str(row.get("framework")) else note
 
 
 def tuned(row: Row) -> bool:
@@ -71,6 +83,9 @@ def tuned(row: Row) -> bool:
     return framework.startswith("NeMo") or (framework == "Megatron-LM" and row.get("gpu") == "H100")
 
 
+# From this container of NeMo on, the recipes of models with experts graph whole iterations where a row says no more.
+FUSED, RECIPE = (26, 6), "cuda_graph_impl=full_iteration; moe_flex_dispatcher_backend=hybridep; moe_a2a_overlap=True"
+BLOCKS = ("mxfp8", "nvfp4")  # precisions for which experts' kernels are fused
 # What says that kernels are launched as CUDA graphs, of parts of a layer or of the whole step.
 GRAPHS = r"cuda_graph_impl=|CUDA graph|TE graph|full.iteration"
 # Hy3 in bf16 took 187 GB without graphs and 219 with one of the whole iteration, 77 of them saved. With as much every
