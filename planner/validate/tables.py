@@ -20,6 +20,7 @@ def vtrain(row: Row) -> Run:
         pp=whole(row, "pp"),
         micro_batch=whole(row, "mbs"),
         recompute=Recompute.FULL,
+        overlaps=(),
     )
     if layout.world != (used := whole(row, "gpus")):
         raise UnfitError(f"{layout.world} GPUs are laid out, and {used} were used")

@@ -1,0 +1,75 @@
+"""What frameworks do beside a layout: how often memory is passed, and what products do with what they have made."""
+
+from __future__ import annotations
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaloom.dsl.facts import Work, costs
+from megaloom.dsl.graph import graph
+from megaloom.examples.gpt_oss import gpt_oss_20b
+from megaloom.examples.llama3 import llama3_8b
+from megaloom.examples.qwen3 import qwen3_30b_a3b
+from megaloom.planner.cluster import PRESETS
+from megaloom.planner.cost.kernels import beside, fused, named, seconds
+from megaloom.planner.cost.practice import FUSED_CASTS, FUSED_EXPERTS, MEGATRON, MEGATRON_2021, NEMO, OWN, Practice
+from megaloom.planner.layout import Precision
+from megaloom.planner.validate.eras import practice, told
+
+GB200 = PRESETS["GB200"].device
+OLD = evolve(MEGATRON, name="NeMo", passes=NEMO)
+ONE_KERNEL = evolve(MEGATRON, name="experts in one kernel", passes=FUSED_EXPERTS, expert_casts=FUSED_CASTS)
+
+
+def works(model) -> list[Work]:
+    return [w for node in graph(model).nodes for w in costs(node, batch=1, seq=4096).work]
+
+
+def took(model, used: Practice, precision: Precision = Precision.MXFP8) -> float:
+    """Seconds of the kernels of one pass through a model, both ways."""
+    found = [seconds(w, GB200, precision, used) for w in works(model)]
+    return sum(s.forward + s.backward for s in found)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (llama3_8b, {"gate", "pointwise"}),
+        (qwen3_30b_a3b, {"expert gate", "pointwise"}),
+        (gpt_oss_20b, {"expert gate", "expert bias", "pointwise"}),
+    ],
+)
+def test_gates_and_biases_have_passes_of_their_own(model, names) -> None:
+    assert {named(w) for w in works(model()) if w.kind == "pointwise"} == names
+    for passes in (OWN.passes, MEGATRON.passes, NEMO):
+        assert names - {"expert bias"} <= {*passes, "pointwise"}
+
+
+def test_kernels_that_do_it_all_are_the_quickest_and_change_dense_models_in_nothing() -> None:
+    assert took(qwen3_30b_a3b(), ONE_KERNEL) < took(qwen3_30b_a3b(), OLD) < took(qwen3_30b_a3b(), MEGATRON)
+    assert took(gpt_oss_20b(), ONE_KERNEL) < took(gpt_oss_20b(), MEGATRON)
+    assert took(llama3_8b(), ONE_KERNEL) == took(llama3_8b(), MEGATRON)
+
+
+@given(*[st.integers(1, 64)] * 4)
+def test_a_gradient_is_added_once(count: int, m: int, n: int, k: int) -> None:
+    """By the product that makes it, or by a kernel after it; beside other products, or while nothing is computed."""
+    flops = 2 * count * m * n * k
+    work = Work("dot", "w", flops, flops, flops, count * (m * k + k * n + m * n), count=count, m=m, n=n, k=k)
+    assert fused(work, MEGATRON_2021) == beside(work, MEGATRON_2021) == 0
+    assert fused(work, MEGATRON) == count * n * k
+    assert beside(work, MEGATRON) == (2 * MEGATRON.gradient_nbytes * count * n * k if count > 1 else 0)
+    alone, together = (seconds(work, GB200, Precision.BF16, used) for used in (MEGATRON_2021, MEGATRON))
+    assert together.forward == alone.forward and together.backward >= alone.backward
+
+
+def test_recipes_of_recent_containers_are_taken_to_graph_whole_iterations() -> None:
+    row = {"framework": "Megatron-Bridge", "framework_version": "NeMo container 26.08", "experts": 128}
+    row |= {"precision_class": "mxfp8"}
+    assert practice(row, "").graphed and practice(row, "").passes is FUSED_EXPERTS
+    assert not practice(row | {"framework_version": "NeMo container 26.04"}, "").graphed
+    assert practice(row | {"precision_class": "bf16"}, "").passes is MEGATRON.passes
+    assert told(row, "moe_a2a_overlap=True") == "moe_a2a_overlap=True"
+    assert told(row | {"experts": None}, "") == told(row | {"framework_version": None}, "") == ""
