@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -21,6 +22,7 @@ from megaloom.planner.export.gpt import gpt
 from megaloom.planner.layout import Layout, Workload
 from megaloom.planner.legal.limits import untrainable
 from megaloom.planner.search.price import Pricer
+from megaloom.runtime import device
 
 from .exported import made
 from .models import LATENT
@@ -33,6 +35,14 @@ WORK = Workload(seq=64, batch=16)
 
 def pricer(g: Graph, count: int, work: Workload = WORK) -> Pricer:
     return Pricer(g, cluster(f"{count}xH100"), work)
+
+
+def theirs() -> Any:
+    """Megatron-core's class that reads where stages begin."""
+    device.prepare()
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    return PipelineParallelLayerLayout
 
 
 # By hand, in the notation of megatron-core's pipeline_model_parallel_layout, each with its pp and vpp:
@@ -60,14 +70,10 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("by_hand", "pp", "vpp"), BY_HAND)
 def test_the_slowest_chunk_of_deepseek_v3_is_no_slower_than_by_hand(by_hand: str, pp: int, vpp: int) -> None:
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
     g = graph(deepseek_v3_mtp())
     x = Layout(pp=pp, vpp=vpp, dp=1024 // pp, ep=64)
     placed = pricer(g, x.world, Workload(seq=4096, batch=16 * x.dp)).place(x)
-    units = [
-        sum(unit.name != "embedding" for unit in one) for one in PipelineParallelLayerLayout.parse_str_to_list(by_hand)
-    ]
+    units = [sum(unit.name != "embedding" for unit in one) for one in theirs().parse_str_to_list(by_hand)]
     starts = gpt(g, "a test").starts
     assert sum(units) == len(starts) == 63
     bounds = (0, *(starts[n] for n in accumulate(units[:-1])), len(g.nodes))
@@ -79,8 +85,6 @@ def test_the_slowest_chunk_of_deepseek_v3_is_no_slower_than_by_hand(by_hand: str
 @pytest.mark.parametrize(("model", "alone"), [(SMALL, True), (deepseek_v3_mtp(), False)], ids=["small", "large"])
 def test_megatron_core_takes_the_stages(model: Model, alone: bool) -> None:
     """What predicts ahead is where it may be: in one stage, the last chunk of its rank, behind all layers."""
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
     g, found = graph(model), set[bool]()
     read = gpt(g, "a test")
     for pp, vpp in CHUNKS:
@@ -89,7 +93,7 @@ def test_megatron_core_takes_the_stages(model: Model, alone: bool) -> None:
         fit = Fit(x, of.sheet(x), WORK, of.cluster, whole=True)
         if pp * vpp < len(fit.places):
             stages = parts(made(model, x, cuts=fit.even()[1:-1]), read, g, "a test")
-            said = PipelineParallelLayerLayout(letters(stages), pp)
+            said = theirs()(letters(stages), pp)
             assert said.validate_layer_layout(len(read.layers), 1) == (stages[-1].ahead == 0)
             found.add(stages[-1].ahead == 0)
     assert found == {False, alone}  # heads alone are some of the even stages

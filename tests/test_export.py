@@ -27,6 +27,7 @@ from megaloom.planner.export.gpt import gpt
 from megaloom.planner.export.slurm import hosts
 from megaloom.planner.layout import Layout, Recompute
 from megaloom.planner.plan import Plan
+from megaloom.runtime import device
 
 from .exported import CASES, case, groups, made, parsed, parser
 
@@ -115,6 +116,7 @@ def _number(value: Any) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_megatron_core_builds_the_stages_of_the_plan(name: str) -> None:
     """Its configuration takes the options, and gives each rank and chunk as many layers as the plan does."""
+    device.prepare()
     import torch
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -158,6 +160,7 @@ def test_megatron_core_reads_back_the_stages(first: int, between: list[int], las
     """Whatever the runs of equal stages; the first and the last may have no layers at all. What predicts a token ahead
     is with the heads, or in the stage before.
     """
+    device.prepare()
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     bounds = [*accumulate([first, *between, last], initial=0)]
@@ -174,6 +177,7 @@ def test_megatron_core_reads_back_the_stages(first: int, between: list[int], las
 
 @pytest.mark.parametrize("name", CASES)
 def test_bridge_sets_fields_of_megatron_core(name: str) -> None:
+    device.prepare()
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     plan, model = case(name)
