@@ -138,7 +138,15 @@ def _failed(what: str, error: BaseException, file: str | None = None) -> UserErr
     frames = extract_tb(error.__traceback__)
     last = ([f for f in frames if f.filename == file] or frames)[-1]
     at = f"{last.filename}:{last.lineno}"
-    return UserError(f"{what}: {type(error).__name__}: {error}\n  at {short(at)}")
+    return UserError(f"{what}: {type(error).__name__}: {error}{_meant(error)}\n  at {short(at)}")
+
+
+def _meant(error: BaseException) -> str:
+    """For a name that is not known, that of the dsl which may be meant."""
+    if not isinstance(error, NameError):
+        return ""
+    near = get_close_matches(error.name or "", importlib.import_module("megaloom.dsl").__all__, 1)
+    return f": is {near[0]} of megaloom.dsl meant?" if near else ""
 
 
 def _load(path: Path) -> ModuleType:

@@ -197,6 +197,9 @@ def no_layer(it: object) -> ShapeError:
         return ShapeError(f"{it!r} is a value, not a layer: values come first, value >> layer")
     if isinstance(it, (list, tuple)):
         return ShapeError("a list is no layer: write its layers as arguments, or chain(*layers)")
+    if type(it).__repr__ is object.__repr__:  # of a class of the user's own
+        name = type(it).__name__
+        return ShapeError(f"{name}() is no layer: as class {name}(Layer), with its mathematics in a body, it is one")
     return ShapeError(f"{it!r} is no layer")
 
 

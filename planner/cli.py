@@ -181,7 +181,10 @@ def plan(
         )
 
     if pareto or is_row(gpus):
-        scale(declared, gpus, work, given(fixed), memory_headroom, runtime, pareto)
+        if written := [f"{name} {to}" for name, to in (("-o", output), ("--html", html), ("--trace", trace)) if to]:
+            what = "--pareto" if pareto else f"a row of clusters, {gpus},"
+            raise UserError(f"{what} makes no plan, so there is none for {written[0]}\ngive one cluster, as 64xH100")
+        scale(declared, gpus, work, given(fixed), memory_headroom, runtime, pareto, as_json)
         return None
     machine = cluster(gpus)
     workload = work(machine)

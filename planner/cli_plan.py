@@ -26,6 +26,7 @@ def scale(
     free: float,
     runtime: Runtime,
     pareto: bool,
+    as_json: bool,
 ) -> None:
     """A table of the best layouts on more and more devices, or in less and less memory. No plan is written."""
     from rich.console import Console
@@ -36,6 +37,7 @@ def scale(
 
     from .search.misses import checked
     from .search.scaling import clusters, points, table
+    from .search.search import plan as search
 
     console = Console(stderr=True)
     watched = console.status("", spinner="line")
@@ -47,7 +49,14 @@ def scale(
 
     with watched if console.is_terminal else nullcontext():
         found = list(points(graph(m), row(), work, checked(fixed), free, runtime, pareto=pareto))
-    show(table(found, params(m)), sys.stdout)
+    if not any(point.best for point in found):  # then the search on the last one says why
+        search(m, found[-1].cluster, work(found[-1].cluster), ref="", fixed=fixed, headroom=free, runtime=runtime)
+    if as_json:
+        from .show.machines import scaled
+
+        print(json.dumps(scaled(found, params(m)), indent=1))
+    else:
+        show(table(found, params(m)), sys.stdout)
 
 
 def told(g: Graph, machine: Cluster, workload: Workload, fixed: Fixed, as_json: bool) -> int:

@@ -209,6 +209,15 @@ def test_a_layout_is_refused_by_its_name(
     assert "cannot express" in what and names in what and works in instead
 
 
+def test_what_is_not_trained_here_either_is_not_said_to_be() -> None:
+    t5, _ = find("t5-small")
+    with pytest.raises(UserError, match=r"2 inputs.*\n`megaloom train` does not run it either: t5-small goes from"):
+        export(made(t5, Layout()), t5, Target.MEGATRON_LM)
+    llama, _ = find(LLAMA)
+    with pytest.raises(UserError, match="that does not run the plan: the runtime does not train in fp8"):
+        export(made(llama, Layout(), precision="fp8"), llama, Target.SLURM)
+
+
 @pytest.mark.parametrize(
     ("layout", "said"),
     [

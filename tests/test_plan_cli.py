@@ -328,6 +328,11 @@ def test_a_plan_is_for_what_runs_it(
         (["gpt2", "--top", "0"], "give at least 1"),
         (["gpt2", "-o", "missing/plan.json"], "in a directory that exists"),
         (["llama3-8b", "--gpus", "1xH100"], "no layout of llama3-8b on 1xH100 fits the memory"),
+        (["llama3-8b", "--gpus", "1..2xH100"], "no layout of llama3-8b on 2xH100 fits the memory"),
+        (["gpt2", "--gpus", "8..16xH100", "--tp", "0"], "tp is at least 1"),
+        (["gpt2", "--gpus", "8..16xH100", "-o", "plan.json"], "makes no plan, so there is none for -o plan.json"),
+        (["gpt2", "--pareto", "--html", "plan.html"], "makes no plan, so there is none for --html plan.html"),
+        (["gpt2", "--gpus", "8xA100", "--precision", "fp8"], "how fast an A100 computes in fp8"),
     ],
 )
 def test_wrong_input_says_what_would_work(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -57,6 +58,20 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpt2", "--gpus", "1..4xCPU", "--pp", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["GPUs", "1xCPU", "2xCPU", "4xCPU"]
+
+
+def test_the_table_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpt2", "--gpus", "2..4xH100", "--tp", "4", "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)["points"]
+    assert one == {"gpus": "2xH100"}  # where nothing is legal
+    assert (two["gpus"], two["layout"]["tp"]) == ("4xH100", 4)
+    assert {"step_seconds", "memory_gib", "memory_gib_upper", "tokens_per_second_per_gpu", "mfu"} <= {*two["predicted"]}
+    assert main(["gpt2", "--gpus", "4xH100", "--tp", "4", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)["plans"][0]
+    assert alone["runtime"] == "megaloom"
+    assert {name: alone[name] for name in ("layout", "predicted", "workload")} == {
+        name: two[name] for name in ("layout", "predicted", "workload")
+    }
 
 
 def test_lint(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megaloom.dsl.graph import Model
+    from megaloom.dsl.graph import Graph, Model
     from megaloom.planner.plan import Plan
 
 
@@ -25,11 +25,27 @@ def export(plan: Plan, model: Model, target: Target, path: str = "plan.json") ->
 
     Raises UserError that names what the target cannot express, and what would work.
     """
+    from megaloom.dsl.errors import UserError
     from megaloom.dsl.graph import graph
+    from megaloom.planner.legal.limits import limits
 
-    from . import accelerate, bridge, megatron, slurm, torchtitan
+    from .gpt import STAYS
 
     g = graph(model)
+    lost = limits(plan.layout, g, plan.workload, plan.cluster)
+    if lost and target is Target.SLURM:
+        raise UserError(f"Slurm's script runs `megaloom train`, and that does not run the plan: {lost[0]}")
+    try:
+        return _written(plan, g, target, path)
+    except UserError as error:
+        if not lost:
+            raise
+        raise UserError(str(error).replace(STAYS, f"`megaloom train` does not run it either: {lost[0]}")) from None
+
+
+def _written(plan: Plan, g: Graph, target: Target, path: str) -> str:
+    from . import accelerate, bridge, megatron, slurm, torchtitan
+
     match target:
         case Target.MEGATRON_LM:
             return megatron.script(plan, g)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megaloom.planner.layout import Module, bits
+from megaloom.planner.machine.device import a
 
 from .divisors import divisors, multiples, nearest
 from .rule import By, Case, Rule, Truth, Words
@@ -145,7 +146,7 @@ def _precision(case: Case) -> Truth:
 
 def _precision_told(case: Case) -> Words:
     device, precision = case.cluster.device, case.workload.precision
-    return f"no figure says how fast a {device.name} computes in {precision}", f"{' or '.join(device.flops)} would"
+    return f"no figure says how fast {a(device.name)} computes in {precision}", f"{' or '.join(device.flops)} would"
 
 
 RULES = (

@@ -68,6 +68,11 @@ def within(low: float, high: float, unit: str) -> Callable[[Any, Attribute[Any],
     return check
 
 
+def a(name: str) -> str:
+    """A device of this name, with its article."""
+    return f"{'an' if name[0] in 'AH' else 'a'} {name}"
+
+
 def _flops(owner: Device, attribute: Attribute[Any], value: dict[str, float]) -> None:
     if not value:
         raise UserError(f"Device {owner.name}: flops is empty\ngive a peak for each precision, as {{'bf16': 1e15}}")
@@ -80,7 +85,7 @@ def _nbytes(owner: Device, attribute: Attribute[Any], value: int) -> None:
     known = MEMORY.get(owner.name, value) if owner.name != "CPU" else value
     if not 0.9 * known <= value <= 1.1 * known:
         raise UserError(
-            f"Device {owner.name}: nbytes is {value / GiB:.1f} GiB, but a {owner.name} has {known / GiB:.1f} GiB\n"
+            f"Device {owner.name}: nbytes is {value / GiB:.1f} GiB, but {a(owner.name)} has {known / GiB:.1f} GiB\n"
             "give the right memory, or the device another name"
         )
 
@@ -182,9 +187,9 @@ class Cluster:
                 f"{max(1, self.pod // self.per_node) * self.per_node} would"
             )
         for link, port in zip((self.intra, self.inter), PORTS.get(self.device.name, ()), strict=False):
-            self._no_faster(link, f"port of a {self.device.name}", ROUNDED * port)
+            self._no_faster(link, f"port of {a(self.device.name)}", ROUNDED * port)
         for link in (self.intra, self.inter):
-            self._no_faster(link, f"memory of a {self.device.name}", self.device.bandwidth)
+            self._no_faster(link, f"memory of {a(self.device.name)}", self.device.bandwidth)
 
     def _no_faster(self, link: Link, what: str, limit: float) -> None:
         if link.bandwidth > limit:

@@ -28,7 +28,7 @@ from attrs import evolve, fields, frozen
 from megaloom.dsl.errors import UserError
 from megaloom.planner.layout import Precision
 
-from .device import Device, Link, Preset
+from .device import Device, Link, Preset, a
 from .presets import PRESETS
 
 VERSION = 1
@@ -100,7 +100,7 @@ def _device(path: str, base: Device, name: object, given: dict[str, Any]) -> Dev
         if not LEAST * due <= value <= MOST * due:
             _refuse(
                 path,
-                f"has device.{what} = {value:g}, but that of a {name} is {due:g}",
+                f"has device.{what} = {value:g}, but that of {a(name)} is {due:g}",
                 "what is reached of a peak is flops_efficiency and bandwidth_efficiency; "
                 "another device needs another name",
             )

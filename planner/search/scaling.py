@@ -16,7 +16,8 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
 from megaloom.planner.cluster import Cluster, GiB, cluster, is_row
 from megaloom.planner.cost.practice import PRACTICES
-from megaloom.planner.layout import Runtime, Workload
+from megaloom.planner.layout import Layout, Runtime, Workload
+from megaloom.planner.legal.rules import senseless
 
 from .field import Field
 from .goodput import MANY, goodput
@@ -45,7 +46,8 @@ def clusters(text: str) -> tuple[Cluster, ...]:
         raise UserError(f"{text!r} is no row of clusters\nsay it as 8..4096xH100")
     low, high = int(found[1]), int(found[2])
     if not 1 <= low <= high:
-        raise UserError(f"{text!r} goes from {low} to {high} devices\nsay the smaller number first: 8..4096xH100")
+        wrong = f"goes from {low} to {high} devices"
+        raise UserError(f"{text!r} {wrong}\nsay at least 1, and the smaller number first: 8..4096xH100")
     counts, kind = [], found[3] or "xH100"
     while low <= high:
         counts.append(low)
@@ -65,6 +67,8 @@ def points(
 ) -> Iterator[Point]:
     """The best layout on each cluster. pareto: also those that take less memory, each by `LESS` than the one before."""
     for machine in row:
+        for wrong in senseless(Layout(**fixed), graph, work(machine), machine):
+            raise UserError(str(wrong))
         free, best = headroom, None
         while (priced := _best(Pricer(graph, machine, work(machine), PRACTICES[runtime], free), fixed)) is not None:
             best = priced

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from math import floor, log10
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -17,7 +18,7 @@ from rich.text import Text
 from megaloom.dsl.graph import Graph, Node
 from megaloom.planner.cluster import GiB
 from megaloom.planner.layout import INNER, Layout
-from megaloom.planner.plan import Plan
+from megaloom.planner.plan import Plan, Prediction
 from megaloom.planner.search import differ
 from megaloom.planner.search.differ import slower
 
@@ -118,14 +119,14 @@ def _predicted(plan: Plan, size: Unit, time: Unit) -> dict[str, str]:
         "MFU": f"{p.mfu:.1%}",
         "memory": f"{size.of(fullest(plan))} of {size.of(plan.cluster.device.nbytes)} {size.name}",
         "bubble": f"{p.bubble:.1%}",
-        "exposed comm": f"{exposed(plan):.1%}",
+        "exposed comm": f"{exposed(p):.1%}",
     }
 
 
 def _about(ends: tuple[float, float], time: Unit) -> str:
     """From one end to the other, with two digits or more."""
     figures = [end / time.size for end in ends]
-    return "-".join(f"{x:.{max(0, 2 - len(str(int(x))))}f}" for x in figures)
+    return "-".join(f"{x:.{max(0, 1 - floor(log10(x)))}f}" for x in figures)
 
 
 def ranks(plan: Plan, graph: Graph) -> Table:
@@ -212,12 +213,9 @@ def loses(best: Plan, plan: Plan) -> str:
     return slower(best.predicted, plan.predicted)
 
 
-def exposed(plan: Plan) -> float:
+def exposed(of: Prediction) -> float:
     """The share of the step in which devices wait for communication."""
-    return (
-        sum(s for cause, s in plan.predicted.breakdown.items() if "communication" in cause)
-        / plan.predicted.step_seconds
-    )
+    return sum(s for cause, s in of.breakdown.items() if "communication" in cause) / of.step_seconds
 
 
 def fullest(plan: Plan, kind: str = "device") -> int:
