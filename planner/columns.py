@@ -62,7 +62,7 @@ class Layouts:
         values["recompute_modules"] = named(values["recompute_modules"])
         return Layout(**values | {"overlaps": switched(values["overlaps"])})
 
-    def take(self, which: Column | NDArray[np.bool_]) -> Layouts:
+    def take(self, which: Column | NDArray[np.bool_] | slice) -> Layouts:
         """Those at these places, or those for which a mask is true."""
         return Layouts(*(getattr(self, name)[which] for name in NAMES))
 

@@ -7,6 +7,7 @@ compute wrongly, which exports to it refuse. Both are violations, as of the rule
 from __future__ import annotations
 
 from bisect import bisect_right
+from functools import lru_cache
 
 from megaloom.dsl import MLA, DType, Embed, Graph, Layer, Node, Route, Unembed
 from megaloom.dsl.graph import primitives
@@ -20,6 +21,7 @@ from .rule import By, Case, Rule, Truth, Violation, Words, broken, every
 TRAINED = (Precision.FP32, Precision.BF16)
 
 
+@lru_cache(maxsize=16)
 def untrainable(graph: Graph) -> Words | None:
     """Why a model is none that goes from one input of tokens to the logits of the next, through layers, if so."""
     inputs = [n.name for n in graph.nodes if n.input]
@@ -61,6 +63,7 @@ def shared(graph: Graph) -> dict[str, list[Node]]:
     return {name: nodes for name, nodes in users.items() if len(nodes) > 1}
 
 
+@lru_cache(maxsize=16)
 def undivided(graph: Graph) -> Node | None:
     """The first node with experts to which no tokens are sent: they are not divided."""
     for n in graph.nodes:

@@ -72,7 +72,7 @@ class Bounded:
     def __len__(self) -> int:
         return len(self.place)
 
-    def take(self, which: Column | NDArray[np.bool_]) -> Bounded:
+    def take(self, which: Column | NDArray[np.bool_] | slice) -> Bounded:
         """Some of them."""
         return Bounded(self.layouts.take(which), *(getattr(self, name)[which] for name in COLUMNS))
 

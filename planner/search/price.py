@@ -27,7 +27,7 @@ from megaloom.planner.cost.intervals import interval, kind
 from megaloom.planner.cost.memory import Peak
 from megaloom.planner.cost.practice import OWN, PRACTICES, Practice
 from megaloom.planner.cost.sheet import AHEAD, BACK, STEP, Base, Col, Sheet, sheet
-from megaloom.planner.cost.spans import Chains, Places, Spans
+from megaloom.planner.cost.spans import Chains, Spans
 from megaloom.planner.cost.stages import evens
 from megaloom.planner.cost.tail import Cover, Tail, tail, tied
 from megaloom.planner.cost.timeline import Timeline, sending
@@ -226,8 +226,8 @@ class Pricer:
             self._cuts[key] = fit.even()
         return Placed(fit, self._cuts[key])
 
-    def evens(self, layouts: Sequence[Layout]) -> list[Places]:
-        """The most even cuts of these layouts, as places of the anatomy: those that are new made together."""
+    def evens(self, layouts: Sequence[Layout]) -> list[Bounds]:
+        """The most even cuts of these layouts: those that are new made together."""
         places, new = self.anatomy.places, dict[tuple[int, bool], dict[tuple[object, ...], Spans]]()
         for x in layouts:
             if (key := _cut_key(x)) not in self._cuts:
@@ -236,7 +236,7 @@ class Pricer:
         for (count, _), alike in new.items():
             for key, cut in zip(alike, evens(Chains.of(tuple(alike.values())), count), strict=True):
                 self._cuts[key] = tuple(places[cut].tolist())
-        return [np.searchsorted(places, self._cuts[_cut_key(x)]) for x in layouts]
+        return [self._cuts[_cut_key(x)] for x in layouts]
 
     def _best(self, even: Placed) -> Placed:
         """The cut that is priced: of whole blocks, if one that fits is hardly slower than the most even one of all."""

@@ -6,20 +6,15 @@ until no other can be among the best: the result is exact, as far as the price i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cached_property
-from heapq import heappop, heappush
+from collections.abc import Callable
 from itertools import islice
-from math import inf
 from time import perf_counter
 
-import numpy as np
 from attrs import define, field, frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, fingerprint, graph
 from megaloom.planner.cluster import Cluster
-from megaloom.planner.columns import Column, Layouts, Rows
 from megaloom.planner.cost.fit import HEADROOM, Placed
 from megaloom.planner.cost.practice import PRACTICES
 from megaloom.planner.layout import Layout, Recompute, Runtime, Workload
@@ -27,12 +22,11 @@ from megaloom.planner.legal.limits import caveats
 from megaloom.planner.legal.rules import senseless
 from megaloom.planner.plan import VERSION, Plan
 
-from . import evens
 from .field import Field
-from .floors import Bounded
 from .misses import PLAIN, checked, nothing_fits, nothing_legal
 from .neighbours import judged
 from .price import Cut, Priced, Pricer, price
+from .queue import Near, Queue
 from .reasons import Rejected, why, why_not
 from .space import Fixed
 
@@ -40,11 +34,9 @@ __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
 
 KEEP = 100  # plans of a search: layouts that are replayed, the best of all
 SURE = 10  # of them, the best included, than which no other layout is quicker
-AT_ONCE = 32  # places whose layouts are looked at together
 ROUNDING = 1 - 1e-10  # bounds and prices add up the same seconds in different orders
 SAME = 1.001  # a step that is this little longer is as good, and the simpler layout wins
 TRIES = 64  # of them
-FEW, MANY = 32, 512  # layouts that are cut evenly together, at first and at the most
 OFTEN = 0.1  # seconds between two signs of progress
 
 
@@ -167,11 +159,11 @@ class Hunt:
         """Price a first layout that fits, sooner than it takes to know all that there is."""
         if not len(among.at):
             return
-        queue = _Queue(among)
+        queue = Queue(among)
         for _ in range(TRIES):
             if (top := queue.pop()) is None:
                 return
-            for step in top[1].steps if isinstance(top[1], _Near) else ():
+            for step in top[1].steps if isinstance(top[1], Near) else ():
                 if isinstance(step, Cut):
                     self._price(among.pricer, step.placed)
                     return
@@ -183,18 +175,18 @@ class Hunt:
         know (cuts, replays) is asked only of those that nothing cheaper rules out. The others are the most promising
         of those that were looked at closely meanwhile and have room as they are cut then.
         """
-        queue, found = _Queue(among), list[Priced]()
+        queue, found = Queue(among), list[Priced]()
         while len(found) < sure and self._advance(queue, found):
             pass
-        proven, more = tuple(found), max(0, keep - len(self._priced))
-        for placed in islice(queue.roomy(), more):
+        proven = tuple(found)
+        for placed in islice(queue.roomy(), max(0, keep - len(self._priced))):
             self._price(among.pricer, placed)
         while len(self._priced) < keep and self._advance(queue, found):
             pass
         rest = [priced for priced in self.sorted(len(self._priced)) if priced not in proven]
         return [*proven, *rest][: max(sure, keep)]
 
-    def _advance(self, queue: _Queue, found: list[Priced]) -> bool:
+    def _advance(self, queue: Queue, found: list[Priced]) -> bool:
         """Look at what takes the least more closely, or at last find it, if there is anything left."""
         if (top := queue.pop()) is None:
             return False
@@ -229,106 +221,6 @@ class Hunt:
         if self.tell and self.progress and (now := perf_counter()) - self._told >= after:
             self._told = now
             self.tell(self.progress)
-
-
-@frozen(eq=False, slots=False)
-class _Near:
-    """A layout that has been cut evenly."""
-
-    pricer: Pricer
-    layouts: Layouts
-    i: int
-
-    @cached_property
-    def layout(self) -> Layout:
-        """Which."""
-        return self.layouts[self.i]
-
-    @cached_property
-    def steps(self) -> Iterator[float | Cut]:
-        """What is known of it, more and more closely."""
-        return self.pricer.refined(self.layout)
-
-
-Entry = Priced | Cut | _Near
-
-
-@define(eq=False)
-class _Queue:
-    """What is still to be looked at, the least bound first: places, layouts at them, and those looked at more closely.
-
-    Places and layouts are taken many at a time.
-    """
-
-    among: Field
-    heap: list[tuple[float, int, Entry]] = field(factory=list)
-    count: int = 0
-    order: Column = field(init=False)  # of the places that may have room, the quickest first
-    bounds: Rows = field(init=False)
-    done: int = 0
-    found: list[Bounded] = field(factory=list)  # layouts at places, the quickest first
-    taken: list[int] = field(factory=list)  # of each of these, how many are in the heap
-    at_once: int = FEW
-
-    def __attrs_post_init__(self) -> None:
-        seconds, nbytes = self.among.floors.ideal()
-        self.order = np.flatnonzero(nbytes <= self.among.pricer.capacity)
-        self.order = self.order[np.argsort(seconds[self.order], kind="stable")]
-        self.bounds = seconds[self.order]
-
-    def push(self, seconds: float, what: Entry) -> None:
-        """Look at this again when nothing takes less."""
-        self.count += 1
-        heappush(self.heap, (seconds, self.count, what))
-
-    def roomy(self) -> Iterator[Placed]:
-        """Those that are cut and have room so, the most promising first."""
-        for _, _, what in sorted(self.heap):
-            if isinstance(what, Cut):
-                yield what.placed
-            elif isinstance(what, _Near) and (placed := self.among.pricer.roomy(what.layout)):
-                yield placed
-
-    def pop(self) -> tuple[float, Entry] | None:
-        """What takes the least, if there is anything left."""
-        while True:
-            near = self.heap[0][0] if self.heap else inf
-            least = min((float(f.seconds[n]) for f, n in zip(self.found, self.taken, strict=True)), default=inf)
-            if self.done < len(self.order) and self.bounds[self.done] <= min(near, least):
-                self._open()
-            elif least <= near and least < inf:
-                self._nearer()
-            else:
-                break
-        if not self.heap:
-            return None
-        seconds, _, what = heappop(self.heap)
-        return seconds, what
-
-    def _open(self) -> None:
-        """Look at the layouts at more places."""
-        found = self.among.variants(self.order[self.done : self.done + AT_ONCE])
-        self.done += AT_ONCE
-        which = np.flatnonzero(found.nbytes <= self.among.pricer.capacity)
-        if len(which):
-            self.found.append(found.take(which[np.argsort(found.seconds[which], kind="stable")]))
-            self.taken.append(0)
-
-    def _nearer(self) -> None:
-        """Cut more layouts evenly: those that take the least."""
-        every = np.concatenate([f.seconds[n : n + self.at_once] for f, n in zip(self.found, self.taken, strict=True)])
-        last = min(self.at_once, len(every)) - 1
-        most = np.partition(every, last)[last]
-        parts = []
-        for k, (found, n) in enumerate(zip(self.found, self.taken, strict=True)):
-            self.taken[k] = int(np.searchsorted(found.seconds, most, side="right"))
-            parts.append(found.take(np.arange(n, self.taken[k])))
-        near = Bounded.joined([part for part in parts if len(part)])
-        for i, least in enumerate(evens.seconds(self.among.pricer, self.among.floors, near).tolist()):
-            self.push(least, _Near(self.among.pricer, near.layouts, i))
-        going = [k for k, found in enumerate(self.found) if self.taken[k] < len(found)]
-        self.found, self.taken = [self.found[k] for k in going], [self.taken[k] for k in going]
-        self.at_once = min(2 * self.at_once, MANY)
 
 
 def simplest_first(found: list[Priced]) -> list[Priced]:

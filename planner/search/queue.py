@@ -1,0 +1,135 @@
+"""What a search has still to look at, the least bound first: places, layouts at them, and those cut already.
+
+Protocol: `pop` is what takes the least, made ready to be looked at more closely; `push` puts it back with what is then
+known. Places and layouts are taken many at a time. `roomy` are layouts that are sure to have room, without proof that
+none is quicker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from heapq import heappop, heappush
+from math import inf
+
+import numpy as np
+from attrs import define, field, frozen
+
+from megaloom.planner.columns import Column, Layouts, Rows
+from megaloom.planner.cost.fit import Placed
+from megaloom.planner.layout import Layout
+
+from . import evens
+from .field import Field
+from .floors import Bounded
+from .price import Cut, Priced, Pricer
+
+PLACES = 32  # whose layouts are looked at together
+FEW, MANY = 32, 512  # layouts that are cut evenly together, at first and at the most
+
+
+@frozen(eq=False, slots=False)
+class Near:
+    """A layout that has been cut evenly."""
+
+    pricer: Pricer
+    layouts: Layouts
+    i: int
+    roomy: bool  # whether it may have room as it is cut
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Which."""
+        return self.layouts[self.i]
+
+    @cached_property
+    def steps(self) -> Iterator[float | Cut]:
+        """What is known of it, more and more closely."""
+        return self.pricer.refined(self.layout)
+
+
+Entry = Priced | Cut | Near
+
+
+@define(eq=False)
+class Queue:
+    """A search's queue."""
+
+    among: Field
+    heap: list[tuple[float, int, Entry]] = field(factory=list)
+    count: int = 0
+    order: Column = field(init=False)  # of the places that may have room, the quickest first
+    bounds: Rows = field(init=False)
+    opened: int = 0
+    found: list[Bounded] = field(factory=list)  # layouts at places, the quickest first, that are not in the heap
+    least: float = inf  # seconds of all those
+    at_once: int = FEW
+
+    def __attrs_post_init__(self) -> None:
+        seconds, nbytes = self.among.floors.ideal()
+        self.order = np.flatnonzero(nbytes <= self.among.pricer.capacity)
+        self.order = self.order[np.argsort(seconds[self.order], kind="stable")]
+        self.bounds = seconds[self.order]
+
+    def push(self, seconds: float, what: Entry) -> None:
+        """Look at this again when nothing takes less."""
+        self.count += 1
+        heappush(self.heap, (seconds, self.count, what))
+
+    def pop(self) -> tuple[float, Entry] | None:
+        """What takes the least, if there is anything left."""
+        while self._more(self.heap[0][0] if self.heap else inf):
+            pass
+        if not self.heap:
+            return None
+        seconds, _, what = heappop(self.heap)
+        return seconds, what
+
+    def roomy(self) -> Iterator[Placed]:
+        """Those that have room as evenly cut: of those that are cut the most promising first, then of more and more."""
+        seen = 0
+        while True:
+            new, seen = sorted(entry for entry in self.heap if entry[1] > seen), self.count
+            for _, _, what in new:
+                if isinstance(what, Cut):
+                    yield what.placed
+                elif isinstance(what, Near) and what.roomy and (placed := self.among.pricer.roomy(what.layout)):
+                    yield placed
+            while self.count == seen:
+                if not self._more(inf):
+                    return
+
+    def _more(self, seconds: float) -> bool:
+        """Look at more layouts, if there are any that may take less than this, or as little."""
+        if self.opened < len(self.order) and self.bounds[self.opened] <= min(seconds, self.least):
+            self._open()
+        elif self.found and self.least <= seconds:
+            self._nearer()
+        else:
+            return False
+        self.least = min((float(found.seconds[0]) for found in self.found), default=inf)
+        return True
+
+    def _open(self) -> None:
+        """Look at the layouts at more places."""
+        found = self.among.variants(self.order[self.opened : self.opened + PLACES])
+        self.opened += PLACES
+        which = np.flatnonzero(found.nbytes <= self.among.pricer.capacity)
+        if len(which):
+            self.found.append(found.take(which[np.argsort(found.seconds[which], kind="stable")]))
+
+    def _nearer(self) -> None:
+        """Cut more layouts evenly: those that take the least."""
+        every = np.concatenate([found.seconds[: self.at_once] for found in self.found])
+        last = min(self.at_once, len(every)) - 1
+        most = np.partition(every, last)[last]
+        sizes = [int(np.searchsorted(found.seconds, most, side="right")) for found in self.found]
+        pairs = list(zip(self.found, sizes, strict=True))
+        near = Bounded.joined([found.take(slice(n)) for found, n in pairs if n])
+        self.found = [found.take(slice(n, None)) if n else found for found, n in pairs if n < len(found)]
+        self.at_once = min(2 * self.at_once, MANY)
+        pricer = self.among.pricer
+        seconds, nbytes = evens.look(pricer, self.among.floors, near)
+        roomy = (nbytes <= pricer.capacity).tolist()
+        for i, least in enumerate(seconds.tolist()):
+            self.push(least, Near(pricer, near.layouts, i, roomy[i]))
