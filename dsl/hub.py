@@ -22,6 +22,7 @@ from .graph import Model
 from .names import Names
 
 NEAR = 0.7  # how like a known kind an unknown one is, for the known one to be meant
+WANTED = "a model is a Hugging Face config.json, file.py:name, or the name of an example, such as llama3-8b"
 INSIDE = "the language model in it can be planned alone: make its text_config a config.json of its own"
 
 __all__ = [
@@ -82,7 +83,7 @@ def opened(config: str | Path | Mapping[str, Any]) -> tuple[Config, str]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}\n{WANTED}") from error
     if not isinstance(fields, dict):
         raise UserError(f"{path} is no config.json: it must hold an object with fields")
     return Config(fields, str(path)), title(path)
@@ -120,6 +121,8 @@ def reader(config: Config) -> Reader:
     said = [str(a) for a in config.many("architectures", [])]
     kinds = {_kind(a): a for a in reversed(known)}  # of a kind the first
     kind = config.text("model_type", "").removesuffix("_text").replace("_", "")
+    if "stages" in config.fields and not said:
+        raise UserError(f"{config.where} is a plan, not a model\n`megaloom explain {config.where}` shows it")
     if not said and kind not in kinds:
         raise UserError(f"{config.where} names no architectures\nthey can be {', '.join(sorted(known))}")
     for architecture in said or [kinds[kind]]:

@@ -23,7 +23,8 @@ from megaloom.planner.cluster import PRESETS, cluster
 from megaloom.planner.layout import Layout, Recompute, Runtime, Workload
 from megaloom.planner.plan import VERSION, Plan, Prediction, Stage, check, load
 from megaloom.planner.search.price import Priced
-from megaloom.planner.search.search import Found, Rejected, _Queue
+from megaloom.planner.search.queue import Queue
+from megaloom.planner.search.search import Found, Rejected
 from megaloom.planner.show.explain import holds, loses, report
 from megaloom.planner.show.trace import replayed
 
@@ -358,14 +359,14 @@ def test_ctrl_c_takes_the_best_so_far(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    pushed = _Queue.push
+    pushed = Queue.push
 
-    def interrupted(self: _Queue, seconds: float, what: object) -> None:
+    def interrupted(self: Queue, seconds: float, what: object) -> None:
         pushed(self, seconds, what)
         if isinstance(what, Priced):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_Queue, "push", interrupted)
+    monkeypatch.setattr(Queue, "push", interrupted)
     code, out, err = run("gpt2", "--gpus", "8xH100", "--batch", "64", capsys=capsys)
     assert (code, err) == (130, "")
     assert re.search(r"searched in [\d.]+ s, then interrupted: at most \d+\.\d% can be gained yet\n", out)

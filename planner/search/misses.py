@@ -113,7 +113,7 @@ def _freed(pricer: Pricer, fixed: Fixed) -> Iterator[Change]:
         free = {other: value for other, value in fixed.items() if other != name}
         if (found := fitting(pricer, free)) is not None:
             alone = True
-            yield f"{name} {getattr(found.layout, name)} in place of {fixed[name]}", found
+            yield f"{name} {_value(getattr(found.layout, name))} in place of {_value(fixed[name])}", found
     if not alone and len(fixed) > 1 and (found := fitting(pricer, {})) is not None:
         yield f"another layout than {_said(fixed)}", found
 
@@ -215,4 +215,11 @@ def _quick(among: Field) -> Placed | None:
 
 
 def _said(fixed: Fixed) -> str:
-    return ", ".join(f"{name} {value}" for name, value in fixed.items())
+    return ", ".join(f"{name} {_value(value)}" for name, value in fixed.items())
+
+
+def _value(value: object) -> str:
+    """What is fixed, in the words of the command line."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return (" ".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)

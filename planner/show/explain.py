@@ -272,7 +272,8 @@ class Unit:
 
 def unit(plan: Plan) -> Unit:
     """The unit that suits the memory of a plan: GiB, for small ones MiB."""
-    return Unit("GiB", GiB, 1) if fullest(plan) >= 4 * GiB else Unit("MiB", 2**20, 1)
+    used = fullest(plan)
+    return Unit("GiB", GiB, 1 if used >= 4 * GiB else 2) if used >= GiB else Unit("MiB", 2**20, 1)
 
 
 def clock(plan: Plan) -> Unit:

@@ -129,13 +129,13 @@ def _layout(row: Row, note: str) -> tuple[Layout, int]:
     if not world:
         raise UnfitError("no num_gpus")
     if world % (tp * pp * cp):
-        raise UnfitError(f"tp {tp} x pp {pp} x cp {cp} does not divide {world} GPUs")
+        raise UnfitError(f"tp {tp} x pp {pp} x cp {cp} needs a multiple of {tp * pp * cp} GPUs, not {world}")
     sparse = whole(row, "experts", 0) > 0
     ep = whole(row, "ep", 1) if sparse else 1
     undivided = not sparse or ep > 1 or "expert_tensor_parallel_size=1" in note
     etp = whole(row, "etp", 1 if undivided else tp) if sparse else 1
     if world % (ep * etp * pp):
-        raise UnfitError(f"ep {ep} x etp {etp} x pp {pp} does not divide {world} GPUs")
+        raise UnfitError(f"ep {ep} x etp {etp} x pp {pp} needs a multiple of {ep * etp * pp} GPUs, not {world}")
     dp, mbs = world // (tp * pp * cp), whole(row, "mbs", 1)
     gbs = whole(row, "gbs", dp * mbs * whole(row, "grad_accum", 0))
     if not gbs:
