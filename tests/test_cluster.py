@@ -117,3 +117,12 @@ def test_the_implausible_is_refused() -> None:
 def test_a_device_is_a_key() -> None:
     first = PRESETS["H100"].device
     assert len({first, Device(**{k: getattr(first, k) for k in Device.__annotations__})}) == 1
+
+
+@given(st.integers(1, 10**5), st.integers(1, 10**5))
+def test_more_devices_wait_for_a_slower_one_where_power_limits_the_clock(few: int, more: int) -> None:
+    h100, a100 = PRESETS["H100"].device, PRESETS["A100"].device
+    few, more = sorted((few, more))
+    of = [evolve(cluster("8xH100"), count=n, per_node=1).slowest.sustained for n in (1, few, more)]
+    assert h100.sustained == of[0] >= of[1] >= of[2] > 0.9 * of[0]
+    assert evolve(cluster("8xA100"), count=more, per_node=1).slowest == a100

@@ -31,7 +31,7 @@ def seconds(way: Way, c: Collective, found: Costs, layout: Layout, cluster: Clus
         queries = sum(w.count * w.m * w.k for w in core) * precision.nbytes
         there = traffic.seconds("all_to_all", queries + nbytes / layout.cp, group, cluster)
         return there + traffic.seconds("all_to_all", queries, group, cluster)
-    took = [kernels.seconds(w, cluster.device, precision) for w in core]
+    took = [kernels.seconds(w, cluster.slowest, precision) for w in core]
     busy = sum(t.backward if c.backward else t.forward for t in took)
     around = traffic.seconds("all_gather", (2 if c.backward else 1) * nbytes, group, cluster)
     return max(0.0, around - busy * (layout.cp - 1) / layout.cp)

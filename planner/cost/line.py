@@ -115,7 +115,7 @@ def size(s: Saved, precision: Precision, cast: bool = False) -> int:
 
 
 def _compute(row: Rows, again: Made, found: Costs, cluster: Cluster, precision: Precision, practice: Practice) -> None:
-    device = cluster.device
+    device = cluster.slowest
     ahead = back = 0.0  # of the host
     for work in found.work:
         took = kernels.seconds(work, device, precision, practice, inside=again.kind.inside)

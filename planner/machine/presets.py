@@ -105,7 +105,7 @@ B200 = Device(  # HGX, 1,000 W
     bandwidth_efficiency=0.896,
     launch_seconds=LAUNCH,
     attend_efficiency=0.545,
-    sustained=0.645,
+    sustained=0.66,
     units=148,
     library_nbytes=32 * MIB,
     context_nbytes=CONTEXT,
@@ -121,14 +121,14 @@ H800 = evolve(H100, name="H800", nbytes=MEMORY["H800"])
 H200 = evolve(H100, name="H200", nbytes=MEMORY["H200"], bandwidth=4.8e12)
 # NVL72, 1,200 W: 180 PFLOP/s dense bf16, 5.76 PFLOP/s fp32, 576 TB/s in a rack of 72.
 _GB200 = {"bf16": 2.5e15, "fp16": 2.5e15, "fp8": 5e15, "mxfp8": 5e15, "nvfp4": 10e15, "fp32": 80e12}
-GB200 = evolve(B200, name="GB200", flops=_GB200, nbytes=MEMORY["GB200"], sustained=0.69, units=152)
-B300 = evolve(B200, name="B300", flops={**B200.flops, "nvfp4": 13.5e15}, nbytes=MEMORY["B300"], sustained=0.67)
+GB200 = evolve(B200, name="GB200", flops=_GB200, nbytes=MEMORY["GB200"], sustained=0.72, units=152)
+B300 = evolve(B200, name="B300", flops={**B200.flops, "nvfp4": 13.5e15}, nbytes=MEMORY["B300"], sustained=0.69)
 GB300 = evolve(
     GB200,
     name="GB300",
     flops={**_GB200, "nvfp4": 15e15},
     nbytes=MEMORY["GB300"],
-    sustained=0.88,
+    sustained=0.91,
     nvfp4_efficiency=0.65,
 )
 # Measured for this project on a virtual machine with 2 cores of an AMD EPYC with AVX-512, torch 2.13, four processes of
