@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from inspect import cleandoc
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from attrs import asdict, frozen
 from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Parameter
@@ -18,6 +20,9 @@ from .layout import Precision, Recompute, Runtime, Workload
 
 if TYPE_CHECKING:
     from .cluster import Cluster
+
+
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def whole(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -44,6 +49,15 @@ def listed(kind: type, tokens: Sequence[Any]) -> tuple[str, ...]:
     """Names with commas or spaces between; none are none."""
     names = tuple(name for token in tokens for name in token.value.split(",") if name)
     return () if names == ("none",) else names
+
+
+def flowing(command: F) -> F:
+    """The command, each paragraph of its help one line, for a terminal of any width to fold."""
+    head, mark, rest = cleandoc(command.__doc__ or "").partition("Parameters\n----------")
+    head = re.sub(r"(?<=\S)\n(?=\S)", " ", head)
+    rest = re.sub(r"(?m)^    .*(?:\n    .*)+$", lambda lines: "    " + " ".join(lines[0].split()), rest)
+    command.__doc__ = head + mark + rest
+    return command
 
 
 app = App(
@@ -105,6 +119,7 @@ def given(fixed: Fixed) -> dict[str, Any]:
 
 
 @app.default
+@flowing
 def plan(
     model: str,
     /,

@@ -18,7 +18,7 @@ from attrs import asdict
 from cyclopts import App, CycloptsError, Parameter
 
 from megaloom.dsl.errors import UserError
-from megaloom.planner.cli import FREE, Fixed, whole, written
+from megaloom.planner.cli import FREE, Fixed, flowing, whole, written
 from megaloom.planner.cli import app as planning
 from megaloom.planner.cli_explain import explain
 from megaloom.planner.cli_export import export
@@ -43,10 +43,8 @@ app = App(
 )
 app["--help"].group = "Parameters"
 app.command(planning, name="plan")
-app.command(validate)
-app.command(measure)
-app.command(explain)
-app.command(export)
+for command in (validate, measure, explain, export):
+    app.command(flowing(command))
 
 MAIN = "stdlib-gpt"
 SEQ, BATCH = 128, 32
@@ -55,6 +53,7 @@ RECIPE = Recipe()
 
 
 @app.command
+@flowing
 def train(
     model: str = MAIN,
     /,
@@ -121,6 +120,7 @@ def train(
 
 
 @app.command
+@flowing
 def verify(plan: Path, /, *, steps: int = 3, seed: int = 1234) -> int:
     """Run a plan and one process from the same seed on the same tokens, and compare. Exit code 1 if they differ.
 
@@ -145,6 +145,7 @@ def verify(plan: Path, /, *, steps: int = 3, seed: int = 1234) -> int:
 
 
 @app.command
+@flowing
 def show(
     model: str,
     /,
