@@ -22,8 +22,10 @@ from megaloom.planner.search.floors import Floors
 from megaloom.planner.search.price import Pricer
 from megaloom.planner.search.search import search
 from megaloom.planner.search.space import variants
+from megaloom.planner.validate.decoder import Decoder
 
 INSTANCES = 60
+KINDS = ["dense", "tied", "sparse", "ahead"]
 
 
 @cache
@@ -33,6 +35,8 @@ def model(kind: str, layers: int) -> Graph:
             return graph(gpt("tied", layers=layers, heads=4, embed=64, vocab=512, seq=64))
         case "sparse":
             return graph(mixtral("sparse", layers=layers, heads=4, kv_heads=2, embed=64, ff=96, experts=4, vocab=512))
+        case "ahead":
+            return graph(Decoder(layers=layers, hidden=96, heads=6, kv_heads=3, ffn=192, vocab=512, ahead=1).model())
     return graph(llama("dense", layers=layers, heads=6, kv_heads=3, embed=96, ff=192, vocab=512))
 
 
@@ -49,7 +53,7 @@ def machine(count: int, kib: int) -> Cluster:
 
 @st.composite
 def instances(draw: st.DrawFn) -> tuple[Graph, Cluster, Workload]:
-    kind, layers = draw(st.sampled_from(["dense", "tied", "sparse"])), draw(st.integers(1, 4))
+    kind, layers = draw(st.sampled_from(KINDS)), draw(st.integers(1, 4))
     count = draw(st.integers(1, 6))
     batch = count * draw(st.integers(1, 4))
     work = Workload(seq=draw(st.sampled_from([24, 48, 64])), batch=batch)
@@ -85,7 +89,7 @@ def test_the_search_equals_brute_force(case: tuple[Graph, Cluster, Workload], ma
 @st.composite
 def interleaved(draw: st.DrawFn) -> tuple[Graph, Layout, Workload, float]:
     """A layout of chunks of a model of many blocks, and the memory there is beside what its most even cut takes."""
-    g = model(draw(st.sampled_from(["dense", "tied", "sparse"])), draw(st.integers(9, 16)))
+    g = model(draw(st.sampled_from(KINDS)), draw(st.integers(9, 16)))
     pp, vpp = draw(st.sampled_from([(2, 2), (2, 3), (2, 4), (3, 2), (3, 3), (4, 2), (4, 4)]))
     m = pp * draw(st.integers(1, 4))
     again = draw(st.sampled_from([("none", 0), ("selective", 0), ("full", 0), ("full", 1)]))
