@@ -13,9 +13,11 @@ from megaloom.dsl.dims import NBYTES, DType
 from megaloom.dsl.facts import Costs
 from megaloom.dsl.graph import Node
 from megaloom.dsl.keep import Saved
+from megaloom.dsl.layers import ClampedGLU, GeGLU, MoE
 from megaloom.dsl.modules import Again
 from megaloom.dsl.program import program
 from megaloom.dsl.routing import Route
+from megaloom.dsl.value import Op
 from megaloom.planner.anatomy import Kind
 from megaloom.planner.cluster import Cluster
 from megaloom.planner.columns import Rows
@@ -31,6 +33,10 @@ SCORES = 2 + 1 + 2
 # Bytes of an element that a product keeps of what it has cast, with a scale for each 32 of 8 bits, each 16 of 4 bits
 # (Transformer Engine's float8, mxfp8 and nvfp4 tensors, of which what the weight's gradient reads stays).
 CAST = {Precision.FP8: 1.0, Precision.MXFP8: 1 + 1 / 32, Precision.NVFP4: 1 / 2 + 1 / 16}
+# What other gated units than SwiGLU keep beside when each operation is a kernel, in tensors as large as what their last
+# product reads: the activation, and its factor, to which an offset was added; where both are clamped the gate too, and
+# its sigmoid. Those of experts are weighted besides (megatron-core 0.16.1, transformer/mlp.py: glu, per_token_scale).
+EAGER: dict[type[Op], int] = {GeGLU: 2, ClampedGLU: 4}
 NORM: Again = frozenset({"layernorm"})
 
 
@@ -66,6 +72,10 @@ def line(
     row[Col.SAVED] += _joined(found, precision) if practice.joined else 0
     row[Col.SAVED] += _given(found, precision) if practice.copied and layout.micro_batch > 1 else 0
     row[Col.PARAMS], row[Col.EXPERT_PARAMS] = found.params, found.expert_params
+    if practice.eager:
+        for s, n in _eager(kind.node.op, found):
+            row[Col.SAVED] += n * size(s, precision)
+            again.add(Col.SAVED, kind.keeps.frees(s), n * size(s, precision))
     if not practice.flash:
         for w in (w for w in found.work if w.kind == "attend"):
             row[Col.SAVED] += SCORES * w.count * w.m * w.n
@@ -100,6 +110,13 @@ def _joined(found: Costs, precision: Precision) -> int:
         sum(size(s, precision) for s in found.saved if s.what in named) for named in (("rope",), ("q", "k"))
     )
     return max(0, turned - before)
+
+
+def _eager(op: Op, found: Costs) -> list[tuple[Saved, int]]:
+    """What a gated unit's last product reads, and how many tensors like it are kept beside."""
+    unit = op.expert if isinstance(op, MoE) else op
+    beside = EAGER.get(type(unit), 0)
+    return [(s, beside + isinstance(op, MoE)) for s in found.saved if beside and s.what in ("mul", "experts.mul")]
 
 
 def _given(found: Costs, precision: Precision) -> int:

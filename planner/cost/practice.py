@@ -98,6 +98,7 @@ class Practice:
     outputs: bool = False  # a micro-batch in flight keeps what its stage has put out as well
     copied: bool = False  # what attention gives of several sequences has them first, and is kept in our order as well
     joined: bool = False  # values stay a part of one tensor with queries and keys, all of which is kept for them
+    eager: bool = False  # of gated units SwiGLU alone is one kernel
     graphed: bool = False  # CUDA graphs: small kernels wait for no host
     pools: float = 0.0  # of what is saved, that a graph of the whole iteration holds more
     launches: float = 1.0  # that the host could have made while the program of the layers makes one
@@ -113,6 +114,7 @@ OWN = Practice(
     adam_nbytes=FOREACH,
     loss_nbytes=34,  # measured on the H200: 2 % of a step of Llama 3.2 1B
     step_nbytes=4,  # the root of the second moment (torch.optim, _multi_tensor_adamw)
+    eager=True,
     joined=True,  # megatron-core without Transformer Engine (transformer/attention.py: torch.split)
 )
 # Not measured alone: what runs of models with experts took longer than their work, by layer and way, on H100 and GB300
