@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import combinations
 
 import numpy as np
 from attrs import evolve
@@ -15,7 +16,8 @@ from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.planner.cluster import Cluster, cluster
 from megaloom.planner.cost.fit import HEADROOM
-from megaloom.planner.layout import Layout, Recompute, Workload
+from megaloom.planner.cost.practice import PRACTICES
+from megaloom.planner.layout import Layout, Recompute, Runtime, Workload
 from megaloom.planner.legal.rules import violations
 from megaloom.planner.search.field import Field
 from megaloom.planner.search.floors import Floors
@@ -61,29 +63,41 @@ def instances(draw: st.DrawFn) -> tuple[Graph, Cluster, Workload]:
 
 
 def legal(among: Field) -> list[Layout]:
-    """Every layout of the search's space, by its rules alone."""
-    g, work = among.pricer.graph, among.pricer.workload
+    """Every layout of the search's space, by its rules alone: with all the overlap that may be, and with less."""
+    g, work, inner = among.pricer.graph, among.pricer.workload, among.pricer.inner
     floors = Floors(among.at, among.pricer.book)
-    found, place = variants(g, work, among.at, among.fixed, floors.family(np.arange(len(among.at))))
+    found, place = variants(g, work, among.at, among.fixed, floors.family(np.arange(len(among.at))), inner)
     worth = floors.worthwhile(found, place)
-    assert len(found) == among.count
-    return [found[i] for i in range(len(found)) if worth[i]]
+    assert len(found) == among.count == len({found[i] for i in range(len(found))})
+    most = [found[i] for i in range(len(found)) if worth[i]]
+    return [y for x in most for y in (x, *among.pricer.fewer(x))]
 
 
 @settings(max_examples=INSTANCES)
-@given(instances(), st.integers(1, 100))
-def test_the_search_equals_brute_force(case: tuple[Graph, Cluster, Workload], many: int) -> None:
+@given(instances(), st.integers(1, 100), st.sampled_from(Runtime))
+def test_the_search_equals_brute_force(case: tuple[Graph, Cluster, Workload], many: int, runtime: Runtime) -> None:
     g, devices, work = case
-    among = Field(Pricer(g, devices, work), {})
-    every = legal(among)
+    among, apart = (Pricer(g, devices, work, PRACTICES[runtime]) for _ in range(2))  # which know nothing of each other
+    among = Field(among, {})
+    every = legal(Field(apart, {}))
     assert not any(violations(x, g, work, devices) for x in every)
-    apart = Pricer(g, devices, work)  # knows nothing of what the search has found
     priced = sorted(p.seconds for x in every if (p := apart.price(x)).placed.fits)
     assert [p.seconds for p in search(among, many, many)] == priced[:many]
     found = [p.seconds for p in search(among, 1, many)]
     assert found == sorted(found)
     assert len(found) == min(many, len(priced))
     assert found[:1] == priced[:1]
+
+
+@settings(max_examples=INSTANCES)
+@given(instances())
+def test_less_overlap_is_no_quicker(case: tuple[Graph, Cluster, Workload]) -> None:
+    g, devices, work = case
+    pricer = Pricer(g, devices, work, PRACTICES[Runtime.MEGATRON])
+    among = Field(pricer, {})
+    less = [evolve(x, overlaps=some) for x in legal(among) if x.inner for some in combinations(x.overlaps, 2)]
+    priced = [p.seconds for x in less if (p := pricer.price(x)).placed.fits]
+    assert not priced or search(among, 1, 1)[0].seconds <= min(priced) * (1 + 1e-9)
 
 
 @st.composite

@@ -33,6 +33,10 @@ from .sheet import Base, factors, loss, shared, split_of
 # Transformer Engine's workspace, before Hopper and since; products by several experts have one for each stream
 # (transformer_engine/pytorch/module/base.py: get_cublas_workspace_size_bytes, get_multi_stream_cublas_workspace).
 ENGINE = {False: 2**22, True: 2**25}
+# To overlap tensor-parallel exchanges it has a buffer of a micro-batch's hidden states for each product that gathers
+# them and for each that reduces them, the former in 8 bits where products are, and two workspaces more, for streams
+# (initialize_ub there, and Megatron-LM's _initialize_tp_communicators).
+GATHERING, REDUCING, STREAMS = 6, 4, 3
 APART = (Affine, Clamp, Combine, Dot, Drop, Gate, Input, Lookup, Normalize, Pick, Pointwise, Route, Weight)
 """What may treat each token for itself."""
 
@@ -110,7 +114,7 @@ class Book:
             again=np.array([line.again for line in lines]),
             full=np.array([line.full for line in lines]),
             largest=max(line.largest for line in lines),
-            library=self.library + self._dummies(layout),
+            library=self.library + self._dummies(layout) + self._shared_buffers(layout),
             loss=loss(self.anatomy, layout, self.workload, self.practice.loss_copies),
         )
 
@@ -127,6 +131,14 @@ class Book:
         if not self.practice.dummies:
             return 0
         return self.workload.precision.nbytes * factors(self.anatomy, layout, self.workload)
+
+    def _shared_buffers(self, layout: Layout) -> int:
+        """Bytes through which devices exchange their parts of tensors while they compute."""
+        if not layout.hides(Overlap.TENSOR):
+            return 0
+        precision, tokens = self.workload.precision, layout.micro_batch * self.workload.seq // layout.cp
+        each = GATHERING * (1 if precision.narrow else precision.nbytes) + REDUCING * precision.nbytes
+        return each * tokens * self.anatomy.embed + (STREAMS - 1) * ENGINE["fp8" in self.cluster.device.flops]
 
     def rows(self, x: Layouts) -> tuple[Rows, Rows, Rows, Rows]:
         """The rows, the parts' share of them, what full recompute keeps and the largest saved tensor, of many layouts.

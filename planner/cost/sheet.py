@@ -20,7 +20,7 @@ from megaloom.dsl.program import program
 from megaloom.dsl.splits import Local, Split, cut
 from megaloom.planner.anatomy import Anatomy
 from megaloom.planner.columns import Rows
-from megaloom.planner.layout import Layout, Precision, Recompute, Workload
+from megaloom.planner.layout import Layout, Overlap, Precision, Recompute, Workload
 
 from .spans import Places, Spans
 
@@ -168,6 +168,8 @@ def sheet(base: Base, anatomy: Anatomy, layout: Layout, workload: Workload) -> S
         rows[:, REPEATED] += inside[:, None] * rows[:, AHEAD]
         workspace += int(anatomy.block @ base.rows[:, Col.SAVED])
         rows[:, Col.SAVED] = base.full
+    if layout.hides(Overlap.EXPERTS):  # a block goes ahead while another's goes back, and is whole before that is gone
+        workspace += int(anatomy.block @ rows[:, Col.SAVED])
     some = layout.full and layout.recompute_layers > 0
     return Sheet(
         anatomy=anatomy,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from megaloom.planner.layout import Overlap, Precision
+from typing import Any
 
-from .rule import By, Case, Rule, Truth, Words, every
+from megaloom.planner.cluster import Cluster
+from megaloom.planner.layout import Overlap, Precision, Workload
+
+from .rule import By, Case, Rule, Truth, Words
 
 
 def _off(case: Case, overlap: Overlap) -> Truth:
@@ -34,9 +37,13 @@ def _tensor_told(case: Case) -> Words:
     return message, "sequence_parallel on, or no overlap of tensor"
 
 
+def near(tp: Any, cluster: Cluster) -> Truth:
+    """Whether the devices of tp share a node."""
+    return (cluster.nodes == 1) | (cluster.per_node % tp == 0)
+
+
 def _tensor_node(case: Case) -> Truth:
-    machine = case.cluster
-    return _off(case, Overlap.TENSOR) | (machine.nodes == 1) | (machine.per_node % case.layout.tp == 0)
+    return _off(case, Overlap.TENSOR) | near(case.layout.tp, case.cluster)
 
 
 def _tensor_node_told(case: Case) -> Words:
@@ -70,17 +77,24 @@ def _experts_recompute_told(case: Case) -> Words:
     return message, "recompute none or selective, or no overlap of experts"
 
 
+def _short(workload: Workload) -> bool:
+    return workload.precision is not Precision.FP32
+
+
 def _experts_precision(case: Case) -> Truth:
-    return _off(case, Overlap.EXPERTS) | (case.workload.precision is not Precision.FP32)
+    return _off(case, Overlap.EXPERTS) | _short(case.workload)
 
 
 def _experts_precision_told(case: Case) -> Words:
     return "the exchange of experts overlaps in fp32", "bf16 would, or no overlap of experts"
 
 
+def _alone(x: Any, ahead: int) -> Truth:
+    return (ahead == 0) | ((ahead == 1) & (x.pp > 1))
+
+
 def _experts_ahead(case: Case) -> Truth:
-    ahead = case.needs.ahead
-    return _off(case, Overlap.EXPERTS) | (ahead == 0) | ((ahead == 1) & (case.layout.pp > 1))
+    return _off(case, Overlap.EXPERTS) | _alone(case.layout, case.needs.ahead)
 
 
 def _experts_ahead_told(case: Case) -> Words:
@@ -93,9 +107,9 @@ def _experts_ahead_told(case: Case) -> Words:
     )
 
 
-def placed(case: Case) -> Truth:
-    """The rules of overlap of experts that ask neither for chunks nor for what is computed again."""
-    return every(holds(case) for holds in (_experts, _experts_precision, _experts_ahead))
+def apart(x: Any, ahead: int, workload: Workload) -> Truth:
+    """Whether experts may overlap under these layouts, if there are chunks and no block is computed again."""
+    return (x.ep > 1) & _short(workload) & _alone(x, ahead)
 
 
 RULES = (

@@ -29,7 +29,7 @@ class Field:
 
     def __attrs_post_init__(self) -> None:
         p = self.pricer
-        self.at = space.places(p.graph, p.cluster, p.workload, self.fixed)
+        self.at = space.places(p.graph, p.cluster, p.workload, self.fixed, p.inner)
         if not p.own:
             self.at = self.at.take(np.broadcast_to(right(self.at, p.graph, p.workload, p.cluster), len(self.at)))
         if len(self.at):
@@ -39,12 +39,14 @@ class Field:
     @property
     def count(self) -> int:
         """How many legal layouts there are."""
-        return space.count(self.pricer.graph, self.pricer.workload, self.at, self.fixed)
+        p = self.pricer
+        return space.count(p.graph, p.workload, self.at, self.fixed, p.inner)
 
     def variants(self, which: Column) -> Bounded:
         """The layouts at these places, those left out that recompute what is not worth the trouble."""
         at, family = self.floors.at.take(which), self.floors.family(which)
-        found, place = space.variants(self.pricer.graph, self.pricer.workload, at, self.fixed, family)
+        p = self.pricer
+        found, place = space.variants(p.graph, p.workload, at, self.fixed, family, p.inner)
         place = which[place]
         if "recompute" not in self.fixed:
             keep = self.floors.worthwhile(found, place)

@@ -83,7 +83,7 @@ def _steps(x: Layout, pricer: Pricer, fixed: Fixed) -> Iterator[Layout]:
     if x.tp > 1:
         yield evolve(x, sequence_parallel=not x.sequence_parallel)
     yield evolve(x, distributed_optimizer=not x.distributed_optimizer)
-    for overlap in INNER if pricer.practice.engine else ():
+    for overlap in pricer.inner:
         yield evolve(x, overlaps={*x.overlaps} ^ {overlap})
 
 

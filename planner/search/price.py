@@ -24,14 +24,14 @@ from megaloom.planner.cost import bubbles, chunks, timeline, traffic
 from megaloom.planner.cost.book import Book
 from megaloom.planner.cost.fit import HEADROOM, Bounds, Fit, Placed, capacity, stages_of
 from megaloom.planner.cost.intervals import interval, kind
-from megaloom.planner.cost.memory import Peak
+from megaloom.planner.cost.memory import MORE, Peak
 from megaloom.planner.cost.practice import OWN, PRACTICES, Practice
 from megaloom.planner.cost.sheet import AHEAD, BACK, STEP, Base, Col, Sheet, sheet
 from megaloom.planner.cost.spans import Chains, Spans
 from megaloom.planner.cost.stages import evens
 from megaloom.planner.cost.tail import Cover, Tail, tail, tied
 from megaloom.planner.cost.timeline import Timeline, sending
-from megaloom.planner.layout import Layout, Runtime, Workload
+from megaloom.planner.layout import INNER, Layout, Overlap, Runtime, Workload
 from megaloom.planner.legal.limits import wrong
 from megaloom.planner.legal.needs import needs
 from megaloom.planner.legal.rule import Violation
@@ -129,6 +129,11 @@ class Pricer:
         """Whether plans are for megaloom's own runtime, which mends what megatron-core computes wrongly."""
         return self.practice is OWN
 
+    @property
+    def inner(self) -> tuple[Overlap, ...]:
+        """The overlaps within a micro-batch that a search looks at."""
+        return INNER if self.practice.engine else ()
+
     def broken(self, layout: Layout) -> tuple[Violation, ...]:
         """The rules that a layout breaks; of other runtimes those too that megatron-core computes wrongly."""
         found = violations(layout, self.graph, self.workload, self.cluster)
@@ -174,6 +179,24 @@ class Pricer:
         if not placed.fits:
             return
         yield Cut(placed, self._least(placed))
+
+    def fewer(self, layout: Layout) -> list[Layout]:
+        """The same layout with fewer overlaps, if its most even cut has no room and would have then; the most of them.
+
+        Where it has room, overlap wins: it takes memory alone, no time.
+        """
+        inner = [o for o in layout.overlaps if o in self.inner]
+        if not inner or (even := self._even(layout)).fits:
+            return []
+        found = [x for out in inner if (x := self._without([out], layout, even.excess))]
+        none = self._without(inner, layout, even.excess) if len(inner) > 1 and not found else None
+        return [none] if none else found
+
+    def _without(self, overlaps: list[Overlap], layout: Layout, lacking: int) -> Layout | None:
+        """The layout without these overlaps, if that frees what it lacks."""
+        other = evolve(layout, overlaps=[o for o in layout.overlaps if o not in overlaps])
+        before, after = (s.library + s.workspace for s in (self.sheet(layout), self.sheet(other)))
+        return other if lacking <= MORE * (before - after) else None
 
     @cached_property
     def many(self) -> NDArray[np.bool_]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 from heapq import heappop, heappush
+from itertools import chain
 from math import inf
 
 import numpy as np
@@ -43,9 +44,9 @@ class Near:
         return self.layouts[self.i]
 
     @cached_property
-    def steps(self) -> Iterator[float | Cut]:
-        """What is known of it, more and more closely."""
-        return self.pricer.refined(self.layout)
+    def steps(self) -> Iterator[float | Cut | Layout]:
+        """What is known of it, more and more closely; first layouts to be looked at beside it."""
+        return chain(self.pricer.fewer(self.layout) if self.roomy else [], self.pricer.refined(self.layout))
 
 
 Entry = Priced | Cut | Near

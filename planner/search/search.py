@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, fingerprint, graph
 from megaloom.planner.cluster import Cluster
+from megaloom.planner.columns import Layouts
 from megaloom.planner.cost.fit import HEADROOM, Placed
 from megaloom.planner.cost.practice import PRACTICES
 from megaloom.planner.layout import Layout, Recompute, Runtime, Workload
@@ -198,7 +199,11 @@ class Hunt:
         elif isinstance(what, Cut):
             priced = self._price(queue.among.pricer, what.placed)
             queue.push(priced.seconds, priced)
-        elif (step := next(what.steps, None)) is not None:
+        elif isinstance(step := next(what.steps, None), Layout):
+            queue.push(seconds, what)
+            if "overlaps" not in queue.among.fixed:
+                queue.push(seconds, Near(what.pricer, Layouts.of([step]), 0, roomy=True))
+        elif step is not None:
             least = step.seconds if isinstance(step, Cut) else step
             queue.push(max(seconds, ROUNDING * least), step if isinstance(step, Cut) else what)
         return True

@@ -21,8 +21,7 @@ from megaloom.planner.columns import MODES, NAMES, Column, Layouts, alike
 from megaloom.planner.layout import INNER, Layout, Module, Overlap, Recompute, Workload, bits, free, switched
 from megaloom.planner.legal.divisors import divisors
 from megaloom.planner.legal.needs import needs
-from megaloom.planner.legal.overlaps import placed
-from megaloom.planner.legal.rule import Case
+from megaloom.planner.legal.overlaps import apart, near
 from megaloom.planner.legal.rules import legal
 
 CHUNKS = 16  # model chunks a pipeline rank, at most
@@ -30,19 +29,22 @@ GROUPS = (1.0, 1.25, 1.5, 2.0)  # of pp, the micro-batches in a group: more wait
 
 Fixed = Mapping[str, Any]  # the fields of a layout that the user has decided
 Inner = tuple[Overlap, ...]
+ALL, SOME, REST = 0, 1, 2  # of a place's layouts: if experts may overlap in some, these are at a place of their own
 
 
 def places(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed, inner: Inner = ()) -> Layouts:
     """Every way to deal the devices to the axes, with every size of micro-batch, that breaks no rule.
 
     What `variants` choose is as in a plain layout, and what the user has decided of it is left out.
-    inner: the overlaps within a micro-batch that may be on or off.
+    inner: the overlaps within a micro-batch that are looked at: on wherever they may be. Layouts that overlap experts
+    have places of their own.
     """
     found = dealt(graph, cluster, workload, fixed, inner)
     states = np.full(len(found), _states(0, fixed)[0])
     plain = evolve(found, distributed_optimizer=states)
     plain = evolve(plain, overlaps=_overlaps(plain, fixed) & ~Overlap.EXPERTS.bit)  # which asks for chunks
-    return found.take(legal(plain, graph, workload, cluster) & placed(Case(found, graph, workload, cluster)))
+    works = ~found.hides(Overlap.EXPERTS) | apart(found, needs(graph).ahead, workload)
+    return found.take(legal(plain, graph, workload, cluster) & works)
 
 
 def candidates(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> Iterator[Layout]:
@@ -62,8 +64,8 @@ def dealt(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed, inne
     columns = dict(zip(("tp", "pp", "cp", "dp", "etp", "ep", "sequence_parallel"), rows.T, strict=True))
     plain = {name: ones if name in ("vpp", "micro_batch") else zeros for name in NAMES}
     grids = Layouts(**plain | columns)
-    first, which = alike(grids.sequence_parallel, grids.ep)
-    switches = [_column("overlaps", _inner(grids[int(i)], fixed, inner)) for i in first]
+    first, which = alike(grids.sequence_parallel, grids.tp, grids.ep)
+    switches = [_column("overlaps", _inner(grids[int(i)], cluster, fixed, inner)) for i in first]
     grids = grids.spread(switches, which)
     first, which = alike(grids.dp)
     return grids.spread([_column("micro_batch", _batches(int(grids.dp[i]), workload, fixed)) for i in first], which)
@@ -81,15 +83,20 @@ def _grids(graph: Graph, cluster: Cluster, fixed: Fixed) -> Iterator[tuple[int, 
                                 yield tp, pp, cp, dp, etp, ep, sp
 
 
-def _inner(axes: Layout, fixed: Fixed, inner: Inner) -> tuple[int, ...]:
-    """What may overlap within a micro-batch: of those looked at, what these axes exchange, on or off."""
+def _inner(axes: Layout, cluster: Cluster, fixed: Fixed, inner: Inner) -> tuple[int, ...]:
+    """What overlaps within a micro-batch, of those looked at."""
     if "overlaps" in fixed:
         return (bits(o for o in fixed["overlaps"] if o in INNER),)
-    there = {Overlap.TENSOR: axes.sequence_parallel, Overlap.EXPERTS: axes.ep > 1}
-    found: tuple[int, ...] = (0,)
-    for overlap in inner:
-        found += tuple(n + overlap.bit for n in found) if there[overlap] else ()
-    return found
+    on = Overlap.TENSOR in inner and axes.sequence_parallel and near(axes.tp, cluster)
+    first = Overlap.TENSOR.bit if on else 0
+    return (first, first + Overlap.EXPERTS.bit) if Overlap.EXPERTS in inner and axes.ep > 1 else (first,)
+
+
+def _parts(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed, inner: Inner) -> Column:
+    """Which of a place's layouts are its own: ALL, those that overlap experts, or the REST of them."""
+    rest = Overlap.EXPERTS in inner and "overlaps" not in fixed
+    found: Column = np.where(at.hides(Overlap.EXPERTS), SOME, ALL)
+    return np.where(~at.hides(Overlap.EXPERTS) & rest & apart(at, needs(graph).ahead, workload), REST, found)
 
 
 def micro_batches(axes: Layout, workload: Workload, fixed: Fixed) -> tuple[int, ...]:
@@ -116,24 +123,31 @@ def groups(pp: int, microbatches: int) -> tuple[int, ...]:
     return tuple(n if n != pp else 0 for n in near)
 
 
-def variants(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed, family: Column) -> tuple[Layouts, Column]:
+def variants(
+    graph: Graph, workload: Workload, at: Layouts, fixed: Fixed, family: Column, inner: Inner = ()
+) -> tuple[Layouts, Column]:
     """The legal layouts at these places, and the place of each among them.
 
-    family: the sets of modules that may be computed again, as bits: [places, counts].
+    family: the sets of modules that may be computed again, as bits: [places, counts]. inner: as in `places`.
     """
     asked = needs(graph)
     numbered = np.arange(len(at))
     m = at.microbatches(workload.batch)
-    together = at.hides(Overlap.EXPERTS)
-    first, which = alike(at.pp, m, together)
+    parts = _parts(graph, workload, at, fixed, inner)
+    first, which = alike(at.pp, m, parts)
     schedules = [
-        _schedules(int(at.pp[i]), int(m[i]), asked.blocks, asked.stages, bool(together[i]), _key(fixed)) for i in first
+        _schedules(int(at.pp[i]), int(m[i]), asked.blocks, asked.stages, int(parts[i]), _key(fixed)) for i in first
     ]
     found, numbered = at.spread(schedules, which), _spread(numbered, schedules, which)
-    together = found.hides(Overlap.EXPERTS)
-    first, which = alike(found.pp, found.vpp, together)
+    parts = parts[numbered]
+    first, which = alike(found.pp, found.vpp, parts)
     sets, stages = _sets(asked.modules, fixed), found.pp * found.vpp
-    again = [_again(asked.blocks, int(stages[i]), sets, bool(together[i]), _key(fixed)) for i in first]
+    again = [
+        _again(
+            asked.blocks, int(stages[i]), sets, _modes(int(found.pp[i]), int(found.vpp[i]), int(parts[i])), _key(fixed)
+        )
+        for i in first
+    ]
     found, numbered = found.spread(again, which), _spread(numbered, again, which)
     if not fixed.get("recompute_modules"):
         chosen = np.concatenate([np.zeros((len(at), 1), dtype=np.int64), family], axis=1)
@@ -163,15 +177,16 @@ def _overlaps(found: Layouts, fixed: Fixed) -> Column:
     return overlaps
 
 
-def count(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed) -> int:
+def count(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed, inner: Inner = ()) -> int:
     """How many `variants` there are, without making them."""
     asked, m = needs(graph), at.microbatches(workload.batch)
-    together = at.hides(Overlap.EXPERTS)
-    first, which = alike(at.pp, m, together)
+    parts = _parts(graph, workload, at, fixed, inner)
+    first, which = alike(at.pp, m, parts)
     each, sets = [], _sets(asked.modules, fixed)
-    for pp, micro, on in ((int(at.pp[i]), int(m[i]), bool(together[i])) for i in first):
-        vpps = _schedules(pp, micro, asked.blocks, asked.stages, on, _key(fixed))["vpp"].tolist()
-        each.append(sum(len(_again(asked.blocks, pp * vpp, sets, on, _key(fixed))["recompute"]) for vpp in vpps))
+    for pp, micro, part in ((int(at.pp[i]), int(m[i]), int(parts[i])) for i in first):
+        vpps = _schedules(pp, micro, asked.blocks, asked.stages, part, _key(fixed))["vpp"].tolist()
+        again = (_again(asked.blocks, pp * vpp, sets, _modes(pp, vpp, part), _key(fixed)) for vpp in vpps)
+        each.append(sum(len(choices["recompute"]) for choices in again))
     states = np.array([len(_states(several, fixed)) for several in (0, 1)])[(at.dp * at.cp > 1).astype(np.int64)]
     return int((np.array(each, dtype=np.int64)[which] * states).sum()) if len(at) else 0
 
@@ -190,14 +205,14 @@ CHOSEN = ("vpp", "microbatch_group", "recompute", "recompute_modules", "recomput
 
 @lru_cache(maxsize=1 << 14)
 def _schedules(
-    pp: int, m: int, blocks: int, stages: int, together: bool, fixed: tuple[tuple[str, Any], ...]
+    pp: int, m: int, blocks: int, stages: int, part: int, fixed: tuple[tuple[str, Any], ...]
 ) -> dict[str, Column]:
-    """How many chunks, and in groups of how many micro-batches; `together` with the way back of others."""
+    """How many chunks, and in groups of how many micro-batches."""
     given = dict(fixed)
     rows = [
         (vpp, group)
         for vpp in _choices("vpp", given, chunks(pp, blocks))
-        if pp * vpp <= stages and (vpp == 1 or pp > 1) and not (together and vpp == 1 < pp)
+        if pp * vpp <= stages and (vpp == 1 or pp > 1) and (part != SOME or vpp > 1 or pp == 1)
         for group in _choices("microbatch_group", given, groups(pp, m) if vpp > 1 else (0,))
         if _grouped(group, vpp, pp, m)
     ]
@@ -219,23 +234,30 @@ def _sets(present: tuple[Module, ...], fixed: Fixed) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 10)
 def _again(
-    blocks: int, stages: int, sets: tuple[int, ...], together: bool, fixed: tuple[tuple[str, Any], ...]
+    blocks: int, stages: int, sets: tuple[int, ...], modes: tuple[Recompute, ...], fixed: tuple[tuple[str, Any], ...]
 ) -> dict[str, Column]:
     """What is computed again, and of how many blocks of each stage: fewer than an even share, or all."""
-    given, whole = dict(fixed), bool(blocks) and not together
-    modes = (*((Recompute.FULL,) if whole else ()), Recompute.NONE, Recompute.SELECTIVE)
+    given = dict(fixed)
     none = () if given.get("recompute_modules") else (0,)
     rows = [
         (MODES.index(mode), modules, layers)
         for mode in _choices("recompute", given, modes)
+        if mode in modes
         for modules in (sets if mode == "selective" else none)
         for layers in _choices(
             "recompute_layers", given, (0, *range(1, -(-blocks // stages))) if mode == "full" else (0,)
         )
-        if (layers == 0 or mode == "full") and (whole or mode != "full")
+        if (layers == 0 or mode == "full") and (blocks or mode != "full")
     ]
     codes, modules, layers = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     return {"recompute": codes, "recompute_modules": modules, "recompute_layers": layers}
+
+
+def _modes(pp: int, vpp: int, part: int) -> tuple[Recompute, ...]:
+    """What may be computed again, of one part of a place's layouts: of chunks that overlap experts, no whole blocks."""
+    if part == ALL or (part == REST and vpp == 1 < pp):
+        return (Recompute.FULL, Recompute.NONE, Recompute.SELECTIVE)
+    return (Recompute.FULL,) if part == REST else (Recompute.NONE, Recompute.SELECTIVE)
 
 
 def _column(name: str, values: Iterable[int]) -> dict[str, NDArray[np.int64]]:
