@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megaloom.dsl import Value
 
-from .evaluate import busiest, combined, routed
 from .grid import Grid
+from .routing import busiest, combined, routed
 
 
 def there(out: Value, x: Tensor, gate: Tensor, *, grid: Grid) -> Tensor:

@@ -5,7 +5,6 @@ Every tensor carries its dims in the order of its `Value.shape`. Clarity comes b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial, reduce, singledispatch
 
@@ -30,7 +29,6 @@ from megaloom.dsl import (
     Pick,
     Place,
     Pointwise,
-    Relative,
     Rename,
     Rope,
     Route,
@@ -43,6 +41,8 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.attend import along
 
+from .routing import busiest, chosen, combined, routed
+from .scores import scored
 from .tensors import axis, broadcast, einsum, names
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -167,46 +167,6 @@ def _(op: Attend, out: Value, *args: Tensor) -> Tensor:
     return einsum(weights, grid, v, value, names(out.shape))
 
 
-def scored(op: Attend, scores: Tensor, *others: Tensor) -> Tensor:
-    """The scores [.. heads queries keys] of a core of attention, with all that it does to them, a sink's the last."""
-    heads, queries, keys = scores.shape[-3:]
-    if op.softcap is not None:
-        scores = op.softcap * torch.tanh(scores / op.softcap)
-    away = torch.arange(keys, device=scores.device) - torch.arange(queries, device=scores.device)[:, None]
-    if op.alibi:
-        scores = scores + slopes(heads).to(scores)[:, None, None] * away
-    if op.relative is not None:
-        scores = scores + others[-1][buckets(away, op.relative)].movedim(-1, 0)
-    if op.causal:
-        hidden = (away > 0) if op.window is None else (away > 0) | (away <= -op.window)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    if op.sink:
-        scores = torch.cat((scores, others[0][:, None, None].expand(*scores.shape[:-1], 1)), -1)
-    return scores
-
-
-def slopes(heads: int) -> Tensor:
-    """How fast each head's scores fall with distance: 2^(-8i/n) for the first n heads, n a power of two, and every
-    other one of twice as many for the rest. Source: Press et al., arXiv:2108.12409, and its reference code.
-    """
-    n = 2 ** (heads.bit_length() - 1)
-    exponents = [8 * (i + 1) / n for i in range(n)] + [8 * (2 * i + 1) / (2 * n) for i in range(heads - n)]
-    return torch.tensor([2.0**-x for x in exponents])
-
-
-def buckets(away: Tensor, relative: Relative) -> Tensor:
-    """The row of the table of biases that each distance (key less query) reads. Source: T5, arXiv:1910.10683."""
-    n, first = relative.buckets, torch.zeros_like(away)
-    if relative.both_ways:
-        n //= 2
-        first, away = (away > 0) * n, away.abs()
-    else:
-        away = (-away).clamp(min=0)
-    exact = n // 2
-    far = torch.log(away.clamp(min=1) / exact) / math.log(relative.distance / exact) * (n - exact)
-    return first + torch.where(away < exact, away, (exact + far.long()).clamp(max=n - 1))
-
-
 @evaluate.register
 def _(op: Gate, out: Value, *args: Tensor) -> Tensor:
     raw, *correction = args
@@ -214,22 +174,6 @@ def _(op: Gate, out: Value, *args: Tensor) -> Tensor:
     raw = broadcast(raw, out.shape, last)
     which, weights = chosen(op, raw, *correction)
     return broadcast(torch.zeros_like(raw).scatter(-1, which, weights), last, out.shape)
-
-
-def chosen(op: Gate, raw: Tensor, *correction: Tensor) -> tuple[Tensor, Tensor]:
-    """The experts of each token, and their weights: [.. top_k] twice, from scores [.. experts]."""
-    scores = raw.softmax(-1) if op.score == "softmax" else raw.sigmoid()
-    choice = scores + correction[0] if correction else scores
-    if op.groups > 1:
-        grouped = choice.unflatten(-1, (op.groups, -1))
-        of_group = grouped.topk(op.best, -1).values.sum(-1)
-        open_ = torch.zeros_like(of_group).scatter(-1, of_group.topk(op.top_groups, -1).indices, 1.0)
-        choice = grouped.masked_fill(open_[..., None] == 0, -torch.inf).flatten(-2)
-    which = choice.topk(op.top_k, -1).indices
-    weights = scores.gather(-1, which)
-    if op.normalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return which, weights * op.scale
 
 
 @evaluate.register
@@ -240,27 +184,6 @@ def _(op: Route, out: Value, *args: Tensor) -> Tensor:
 @evaluate.register
 def _(op: Combine, out: Value, *args: Tensor) -> Tensor:
     return combined(out, *args, slots=int(busiest(out, args[1])))
-
-
-def busiest(out: Value, gate: Tensor) -> Tensor:
-    """How many tokens the expert gets that most go to, for the gate of a Route or Combine."""
-    return (_by_expert(gate, out.args[1]) != 0).sum(1).max()
-
-
-def routed(out: Value, x: Tensor, gate: Tensor, *, slots: int) -> Tensor:
-    """The tokens of each expert, as a Route of so many slots gives them."""
-    x = broadcast(x, out.args[0].shape, [*_tokens(out.args[1]), "embed"])
-    return x.flatten(0, -2)[_slots(_by_expert(gate, out.args[1]), slots)]
-
-
-def combined(out: Value, y: Tensor, gate: Tensor, *, slots: int) -> Tensor:
-    """What a Combine of so many slots makes of the experts' results."""
-    sizes = [gate.shape[axis(out.args[1].shape, name)] for name in _tokens(out.args[1])]
-    gate = _by_expert(gate, out.args[1])
-    which = _slots(gate, slots)
-    y = y * gate.gather(1, which)[..., None]
-    sums = y.new_zeros(gate.shape[1], y.shape[-1]).index_add(0, which.flatten(), y.flatten(0, 1))
-    return sums.unflatten(0, sizes)
 
 
 @evaluate.register
@@ -338,22 +261,3 @@ def _(op: Place, out: Value, *args: Tensor) -> Tensor:
     where = broadcast(tokens == op.token, out.args[2].shape, out.shape)
     y = broadcast(y, out.args[1].shape, ["batch", out.args[1].shape.positions("embed").name, "embed"])
     return x.masked_scatter(where.expand_as(x), y.to(x.dtype))
-
-
-def _tokens(gate: Value) -> list[str]:
-    """The dims that tell one token from another."""
-    return names(gate.shape.without("experts"))
-
-
-def _by_expert(gate: Tensor, value: Value) -> Tensor:
-    """The gate as [experts tokens]."""
-    return broadcast(gate, value.shape, ["experts", *_tokens(value)]).flatten(1)
-
-
-def _slots(gate: Tensor, count: int) -> Tensor:
-    """The tokens of each expert, [experts slots], from a gate [experts tokens].
-
-    An expert has as many slots as the busiest one needs. Those it does not need itself hold tokens that it was not
-    chosen for: their gate is zero, so they add nothing.
-    """
-    return (gate != 0).int().argsort(dim=1, descending=True, stable=True)[:, :count]

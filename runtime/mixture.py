@@ -22,10 +22,10 @@ from megaloom.planner.layout import Module
 
 from . import device
 from .balance import loss
-from .evaluate import chosen
 from .grid import Grid
 from .modules import LINEARS
 from .repeats import Discarded
+from .routing import chosen
 
 
 class Mixture(moe_layer.MoELayer):
