@@ -32,10 +32,10 @@ PASSED = 3
 # torch's allocator reserves more than it hands out: SimuMax counts allocated / 0.94 for Megatron runs (perf_llm.py).
 ALLOCATOR = 1 / 0.94 - 1
 MORE = 1 + ALLOCATOR
-# Above the point that is predicted: of the runs of one half of the models, 95 of 100 allocated up to 10.7 % more
-# (`megaloom validate`; of the other half all did), and torch reserved up to 7.9 % more than was allocated (SimuMax's;
-# where there is room it reserves more, as on an H200 up to a third, and does without when there is none).
-# CUDA graphs, which have memory of their own, took up to 0.75 of what is saved more (Hy3's).
+# Above the point that is predicted: of the runs of Megatron's family 96 of 100 allocated up to 10.7 % more (`megaloom
+# validate`), and torch reserved up to 7.9 % more than was allocated (SimuMax's; where there is room it reserves more,
+# as on an H200 up to a third, and does without when there is none). CUDA graphs, which have memory of their own, took
+# up to 0.75 of what is saved more (Hy3's).
 MODEL_ERROR, RESERVED, GRAPH = 0.107, 0.079, 0.75
 APART = ("allocator", "runtime", "graphs")  # what no tensor holds
 
