@@ -108,14 +108,16 @@ def test_chunks_begin_at_cuts_only(count: int) -> None:
 
 
 # By hand, in the notation of megatron-core's pipeline_model_parallel_layout: even layers, as NVIDIA's recipes of Llama
-# cut; and DeepSeek-V3's of Megatron-Bridge, "Et*3|(tt|)*29m|L", without its layer of multi-token prediction.
+# cut; DeepSeek-V3's of Megatron-Bridge, "Et*3|(tt|)*29m|L", without its layer of multi-token prediction (with it:
+# test_ahead.py); and of Megatron-MoE-ModelZoo's 256 GB200, "Et|(tt|)*30L".
 BY_HAND = [
     (llama3_70b, Layout(pp=8, vpp=5, tp=4, sequence_parallel=True), "Ett|" + "tt|" * 38 + "ttL"),
     (deepseek_v3, Layout(pp=16, vpp=2, dp=64, ep=64), "Ettt|" + "tt|" * 28 + "t|t|L"),
+    (deepseek_v3, Layout(pp=8, vpp=4, dp=128, ep=64), "Et|" + "tt|" * 30 + "L"),
 ]
 
 
-@pytest.mark.parametrize(("written", "layout", "by_hand"), BY_HAND, ids=["llama3-70b", "deepseek-v3"])
+@pytest.mark.parametrize(("written", "layout", "by_hand"), BY_HAND, ids=["llama3-70b", "deepseek-v3", "deepseek-v3 8"])
 def test_the_slowest_chunk_is_no_slower_than_by_hand(
     written: Callable[[], Model], layout: Layout, by_hand: str
 ) -> None:
