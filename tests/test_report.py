@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from io import StringIO
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megaloom.dsl.find import find
 from megaloom.dsl.graph import fingerprint, graph
@@ -14,7 +17,7 @@ from megaloom.planner.cluster import cluster
 from megaloom.planner.layout import Layout, Recompute, Workload
 from megaloom.planner.plan import VERSION, Plan, Prediction, Stage
 from megaloom.planner.search.search import Found, Rejected
-from megaloom.planner.show.explain import holds, loses, report
+from megaloom.planner.show.explain import Unit, holds, loses, report
 
 
 def made(layout: Layout, bounds: tuple[int, ...], breakdown: dict[str, float]) -> Plan:
@@ -147,3 +150,11 @@ def test_a_loser_names_the_cause_that_adds_most() -> None:
     fuller = [{**held, "weights": held["weights"] + (3 << 29)} for held in predicted.nbytes]
     other = evolve(found.best, predicted=evolve(predicted, nbytes=tuple(fuller)))
     assert loses(found.best, other) == "as quick, but with 1.5 GiB more memory"
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=12))
+def test_what_is_printed_of_a_sum_adds_up(figures: list[float]) -> None:
+    size = Unit("s", 1.0, 3)
+    shown = [Decimal(part) for part in size.parts(figures)]
+    assert sum(shown) == Decimal(size.of([*accumulate(figures)][-1]))
+    assert all(abs(float(part) - figure) <= 0.001001 for part, figure in zip(shown, figures, strict=True))

@@ -6,7 +6,7 @@ Protocol: `summary` of a plan and `report` of a search are things for rich to pr
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from math import floor, log10
 from typing import TYPE_CHECKING
 
@@ -151,7 +151,7 @@ def memory(plan: Plan) -> Table:
     size = unit(plan)
     holders = list(dict.fromkeys(holder for rank in plan.predicted.nbytes for holder in rank))
     rows = [
-        [str(rank), *(size.of(nbytes.get(holder, 0)) for holder in holders), size.of(sum(nbytes.values())), moment]
+        [str(rank), *size.parts(nbytes.get(holder, 0) for holder in holders), size.of(sum(nbytes.values())), moment]
         for rank, (nbytes, moment) in enumerate(zip(plan.predicted.nbytes, plan.predicted.moments, strict=True))
     ]
     return table(["rank", *holders, "in all", "at the"], _part(rows), left=("at the",), gap=1)
@@ -161,7 +161,9 @@ def breakdown(plan: Plan) -> Table:
     """The seconds of a step by cause. The last row is their sum, the predicted step."""
     parts, time = plan.predicted.breakdown, clock(plan)
     step = sum(parts.values())
-    rows = [[cause, time.of(s), f"{s / step:.1%}", "#" * round(BAR * s / step)] for cause, s in parts.items()]
+    shares = Unit("%", step / 100, 1).parts(parts.values())
+    shown = zip(parts.items(), time.parts(parts.values()), shares, strict=True)
+    rows = [[cause, figure, f"{share}%", "#" * round(BAR * s / step)] for (cause, s), figure, share in shown]
     return table(["", time.name, "share", " "], [*rows, ["a step", time.of(step), "100.0%", ""]], left=("", " "))
 
 
@@ -268,6 +270,11 @@ class Unit:
     def of(self, figure: float) -> str:
         """So much, in this unit."""
         return f"{figure / self.size:.{self.digits}f}"
+
+    def parts(self, figures: Iterable[float]) -> list[str]:
+        """The parts of a sum, each rounded up or down so that what is printed adds up as well."""
+        sums = [0.0, *accumulate(figures)]
+        return [self.of(float(self.of(b)) * self.size - float(self.of(a)) * self.size) for a, b in pairwise(sums)]
 
 
 def unit(plan: Plan) -> Unit:
