@@ -121,6 +121,7 @@ def _(op: Attention, site: Site) -> nn.Module | None:
         add_bias_linear=op.bias,
         add_qkv_bias=op.qkv_bias,
         rotary_interleaved=turn is not None and turn.interleaved,
+        apply_rope_fusion=device.gpus() > 0 and turn is not None and not turn.interleaved,
     )
     return modules.SelfAttention(op, site, config, norms)
 

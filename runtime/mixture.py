@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer import mlp
 from megatron.core.transformer.moe import moe_layer
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -22,9 +19,9 @@ from megaloom.planner.layout import Module
 
 from . import device
 from .balance import loss
+from .experts import Experts
 from .grid import Grid
 from .modules import LINEARS
-from .repeats import Discarded
 from .routing import chosen
 
 
@@ -33,7 +30,7 @@ class Mixture(moe_layer.MoELayer):
 
     def __init__(self, op: MoE, config: TransformerConfig, shared: TransformerConfig | None, grid: Grid) -> None:
         parts = moe_layer.MoESubmodules(
-            experts=ModuleSpec(SequentialMLP, submodules=LINEARS),
+            experts=ModuleSpec(Experts, submodules=LINEARS),
             shared_experts=ModuleSpec(Shared, params={"own": shared}, submodules=LINEARS),
             router=partial(Router, op),
         )
@@ -43,50 +40,13 @@ class Mixture(moe_layer.MoELayer):
             # say so only when ep > 1: under tp alone their gradients would be reduced over the wrong ranks). On that
             # grid their biases are nobody's copies either: neither added over tp, nor left out of the gradient's norm.
             p.allreduce, p.sequence_parallel, p.tensor_model_parallel = False, False, True
-        for expert in self.experts.local_experts:
-            # The dispatcher adds what they compute in parts. On one device they would still ask for a sum, into which
-            # megatron-core then cannot add their biases in place (mlp.py:247).
-            expert.linear_fc2.explicit_expert_comm = True
-            if Module.MOE_ACT in grid.layout.modules:
-                expert.forward = partial(_frugal, expert, _activation(expert))
+        if Module.MOE_ACT in grid.layout.modules:
+            self.experts.be_frugal()
         self.to(device.current())  # the router makes its weight on the CPU
 
     def forward(self, x: Tensor) -> Tensor:
         y, _ = super().forward(x)
         return y
-
-
-class Given(nn.Module):
-    """In place of a product before an activation: what it made, and its bias."""
-
-    def __init__(self, bias: Tensor | None) -> None:
-        super().__init__()
-        self.bias = bias
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return x, self.bias
-
-
-def _activation(expert: mlp.MLP) -> mlp.MLP:
-    """An expert without its products: what it computes between them."""
-    between = copy(expert)
-    between._modules = {"linear_fc1": Given(expert.linear_fc1.bias), "linear_fc2": Given(None)}
-    return between
-
-
-def _frugal(expert: mlp.MLP, between: mlp.MLP, x: Tensor, scale: Tensor) -> tuple[Tensor, None]:
-    """What an expert computes of its tokens; its activation is made again rather than kept."""
-    up, _ = expert.linear_fc1(x)
-    if not torch.is_grad_enabled():
-        made, (h, _) = None, between(up, scale)
-    else:
-        made = Discarded()
-        (h,) = made.run(lambda up, scale: between(up, scale)[:1], up, scale)
-    y, bias = expert.linear_fc2(h)
-    y = y if bias is None else y + bias * scale[:, None]  # as in megatron-core 0.16.1, mlp.py:247
-    if made:
-        made.free(y)
-    return y, None
 
 
 class Shared(SharedExpertMLP):

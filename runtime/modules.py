@@ -12,6 +12,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer import attention, mlp
@@ -21,10 +22,13 @@ from torch import Tensor, nn
 
 from megaloom.dsl import Attention, Rope, UserError, Value
 
-from . import device
+from . import device, fused
 from .grid import Grid
 from .kernels import CoreAttention, zigzag
 from .site import Site
+
+if rope_utils.fused_apply_rotary_pos_emb is None:  # it comes with Transformer Engine alone
+    rope_utils.fused_apply_rotary_pos_emb = fused.turned
 
 LINEARS = mlp.MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 

@@ -31,7 +31,7 @@ from megaloom.planner.layout import Layout
 from megaloom.planner.legal.limits import shared
 from megaloom.planner.plan import Stage as Chunk
 
-from . import build
+from . import build, fused
 from .repeats import Repeating, Repeats
 from .site import Site
 
@@ -125,8 +125,13 @@ class Stage(MegatronModule):
         out = values[self.writes[0]]
         if not self.post_process:
             return out
-        loss = vocab_parallel_cross_entropy(out.float(), labels.transpose(0, 1).contiguous())
-        return loss.transpose(0, 1).contiguous()
+        return self._loss(out, labels.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each token. Of logits in fp32 megatron-core makes what it keeps, in their place."""
+        if logits.dtype is torch.float32:
+            return vocab_parallel_cross_entropy(logits, labels)
+        return fused.cross_entropy(logits, labels, self.grid.groups.tp)
 
     def _through(self, segment: Segment, *given: Tensor) -> tuple[Tensor, ...]:
         """What a segment writes, from what it reads."""
