@@ -101,8 +101,8 @@ def planned(case: Case, count: int, name: str, precision: Precision) -> Plan:
     return plan(model, cluster(f"{count}x{name}"), work, ref=ref, fixed=case.fixed).best
 
 
-def trained(it: Plan, steps: int) -> tuple[list[float], float, float]:
-    """On each rank: seconds of every step, GiB that torch allocated and reserved at the most."""
+def trained(it: Plan, steps: int) -> tuple[list[float], float, float, float]:
+    """On each rank: seconds of every step, GiB that torch allocated and reserved at the most, and what else is used."""
     from megaloom.runtime.step import Engine
 
     model, _ = find(it.model)
@@ -113,21 +113,27 @@ def trained(it: Plan, steps: int) -> tuple[list[float], float, float]:
         begun = time.monotonic()
         engine.step(lambda _: tokens)
         took.append(time.monotonic() - begun)
-    reserved = torch.cuda.max_memory_reserved() if device.gpus() else 0
-    return took, engine.peak_memory() / GiB, reserved / GiB
+    reserved, beside = 0, 0
+    if device.gpus():
+        reserved = torch.cuda.max_memory_reserved()
+        free, total = torch.cuda.mem_get_info()
+        beside = total - free - torch.cuda.memory_reserved()
+    return took, engine.peak_memory() / GiB, reserved / GiB, beside / GiB
 
 
 HEAD = "model           seq GBS  layout                               s/step  planned     off" + (
-    "     GiB planned     off reserved"
+    "     GiB planned     off reserved  beside planned"
 )
 
 
-def row(case: Case, it: Plan, step: float, held: float, reserved: float) -> str:
+def row(case: Case, it: Plan, step: float, held: float, reserved: float, beside: float) -> str:
     """A case in a line. What the allocator and the runtime hold beside tensors is not what torch counts."""
     said, most = it.predicted.step_seconds, fullest(it, "allocated") / GiB
+    runtime = (fullest(it, "device") - fullest(it, "reserved")) / GiB
     return (
         f"{case.model:<14}{case.seq:>6}{it.workload.batch:>4}  {it.layout!s:<34}{step:>9.4f}{said:>9.4f}"
         f"{said / step - 1:>+8.1%}{held:>8.1f}{most:>8.1f}{most / held - 1:>+8.1%}{reserved:>9.1f}"
+        f"{beside:>8.2f}{runtime:>8.2f}"
     )
 
 
@@ -144,7 +150,7 @@ def main() -> None:
             print(f"{case.model:<14}{str(error).splitlines()[-1]}", flush=True)
             continue
         step = median(ranks[0][0][FIRST:])
-        print(row(case, it, step, max(rank[1] for rank in ranks), max(rank[2] for rank in ranks)), flush=True)
+        print(row(case, it, step, *(max(rank[i] for rank in ranks) for i in (1, 2, 3))), flush=True)
 
 
 if __name__ == "__main__":
