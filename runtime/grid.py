@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch.distributed as dist
 from attrs import frozen
 from megatron.core import parallel_state
@@ -61,6 +65,12 @@ def lay(layout: Layout) -> Grid:
             f"the plan is for {layout.world} processes, and {dist.get_world_size()} run\n"
             f"start {layout.world}, or plan again for {dist.get_world_size()}"
         )
+    with _alone_once():
+        _initialize(layout)
+    return Grid(layout, ProcessGroupCollection.use_mpu_process_groups())
+
+
+def _initialize(layout: Layout) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -70,4 +80,22 @@ def lay(layout: Layout) -> Grid:
         expert_tensor_parallel_size=layout.etp,
         create_gloo_process_groups=False,
     )
-    return Grid(layout, ProcessGroupCollection.use_mpu_process_groups())
+
+
+@contextmanager
+def _alone_once() -> Iterator[None]:
+    """A rank alone is one group, whatever the axis: NCCL has buffers for each group that is used, some 350 MiB."""
+    create, known = parallel_state.create_group, {}
+
+    def create_once(ranks: list[int], **options: Any) -> Any:
+        if len(ranks) > 1:
+            return create(ranks, **options)
+        if ranks[0] not in known:
+            known[ranks[0]] = create(ranks, **options)
+        return known[ranks[0]]
+
+    parallel_state.create_group = create_once
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create
