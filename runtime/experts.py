@@ -15,10 +15,10 @@ from megatron.core.transformer import mlp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
-from .repeats import Discarded
+from megaloom.planner.layout import Precision
+from megaloom.planner.legal.limits import together
 
-LARGE = 2**24
-"""Elements of a weight by which an expert's products take longer than the host does to launch them."""
+from .repeats import Discarded
 
 
 class Experts(SequentialMLP):
@@ -56,19 +56,20 @@ class Experts(SequentialMLP):
         return y, None
 
     def together(self, x: Tensor) -> bool:
-        """Whether one product of all does what they do, and takes less time."""
-        first = self.local_experts[0].linear_fc1
-        return (
-            len(self.local_experts) > 1 and first.bias is None and first.weight.numel() < LARGE and self.one_kernel(x)
+        """Whether one product of all is what the plan counts on, and torch has a kernel for it here."""
+        last, precision = (
+            self.local_experts[0].linear_fc2,
+            Precision.BF16 if x.dtype is torch.bfloat16 else Precision.FP32,
         )
+        biased = last.bias is not None
+        return together(last.weight.numel(), len(self.local_experts), biased, precision) and self.one_kernel(x)
 
     def one_kernel(self, x: Tensor) -> bool:
-        """Whether torch has one kernel for the products of several experts here, and not a row of them."""
+        """Whether torch has one kernel for the products of several experts, and not a row of them."""
         first = self.local_experts[0]
         sizes = {n for part in (first.linear_fc1, first.linear_fc2) for n in part.weight.shape}
         return (
             x.is_cuda
-            and x.dtype is torch.bfloat16
             and hasattr(torch, "_grouped_mm")
             and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
             and all(n % 8 == 0 for n in sizes)  # rows of 16 bytes

@@ -33,6 +33,7 @@ def curves(plan: Plan, together: bool) -> tuple[verify.Curve, int]:
     experts.product = counted
     if together:
         experts.Experts.one_kernel = lambda self, x: True  # type: ignore[method-assign]
+        experts.together = lambda elements, count, biased, precision: count > 1 and not biased
     return verify.curve(plan, 3, 1234), made
 
 

@@ -22,6 +22,7 @@ from megaloom.planner.anatomy import Kind
 from megaloom.planner.cluster import Cluster
 from megaloom.planner.columns import Rows
 from megaloom.planner.layout import Layout, Overlap, Precision, Workload
+from megaloom.planner.legal.limits import together
 
 from . import context, kernels, traffic
 from .practice import ONCE, Practice
@@ -138,7 +139,7 @@ def _compute(row: Rows, again: Made, found: Costs, cluster: Cluster, precision: 
         took = kernels.seconds(work, device, precision, practice, inside=again.kind.inside)
         waits = each = 0.0
         if work.kind == "route" and device.units > 1:
-            each = practice.expert_seconds * max(w.count for w in found.work if w.kind == "dot")
+            each = _experts(found, precision, practice)
             waits = practice.dispatch_seconds + each
         row[Col.FORWARD] += took.forward + waits
         row[Col.BACKWARD] += took.backward + waits + each
@@ -154,6 +155,17 @@ def _compute(row: Rows, again: Made, found: Costs, cluster: Cluster, precision: 
     added = (precision.nbytes + 2 * practice.gradient_nbytes) * apart
     added += sum(2 * practice.gradient_nbytes * n - kernels.beside(w, practice) for w, n in fused)
     row[Col.BACKWARD] += practice.passes.get("gradient", ONCE)[1] * added / device.moves
+
+
+def _experts(found: Costs, precision: Precision, practice: Practice) -> float:
+    """Seconds that a layer of experts waits for the host forward, beside its dispatch."""
+    products = [w for w in found.work if w.kind == "dot"]
+    count = max(w.count for w in products)
+    last = [w for w in products if w.count == count][-1]
+    biased = any(kernels.PIECES["expert bias"].fullmatch(w.path) for w in found.work)
+    small = together(last.n * last.k, count, biased, precision)
+    each = practice.small_expert_seconds if small else None
+    return count * (practice.expert_seconds if each is None else each)
 
 
 def _exchange(

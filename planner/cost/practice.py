@@ -104,25 +104,35 @@ class Practice:
     launches: float = 1.0  # that the host could have made while the program of the layers makes one
     dispatch_seconds: float = 0.0  # that a layer of experts waits for the host, each way
     expert_seconds: float = 0.0  # that it waits for the host for each expert, forward; backward twice as long
+    small_expert_seconds: float | None = None  # for each of those that are computed together, if small ones are
 
 
-# The same as our runtime has it, by the profile of steps of Llama 3.2 1B and GPT-3 1.3B on an H200: gates and rotary
-# positions are compiled, the former in fp32 back; of other chains residuals pass once, biases before a GELU twice.
-COMPILED: Passes = MappingProxyType(
-    {**TORCH, **dict.fromkeys(("gate", "expert gate"), (1.0, 2.0)), "pointwise": (1.5, 1.5), "rope": (1.3, 1.4)}
-    | {"normalize": (1.7, 2.6)}
-)
-OWN = Practice(
-    name="megaloom",
-    passes=COMPILED,
-    expert_seconds=0.3e-3,  # measured there too: each is a module of its own (layers of Qwen3 30B A3B, Mixtral 8x7B)
-    launches=1.75,  # 24 us a kernel, measured on the H200: steps of one short sequence (benchmarks/steps.py)
+# torch's kernels one by one, as an H200 runs them (benchmarks/steps.py, benchmarks/kernels.py).
+EAGER = Practice(
+    name="torch, kernel by kernel",
+    passes=TORCH,
+    launches=1.25,  # 18 us a kernel: steps of one short sequence
     adam_nbytes=FOREACH,
-    loss_nbytes=10,  # read twice, and again beside the writing of the gradient: 1.2 ms for 4096 x 128256 on an H200
-    loss_copies=2,  # the gradient is there beside them
+    loss_nbytes=70,  # megatron-core's, of logits that were cast to fp32: 8.7 ms for 4096 x 128256
     step_nbytes=4,  # the root of the second moment (torch.optim, _multi_tensor_adamw)
     eager=True,
     joined=True,  # megatron-core without Transformer Engine (transformer/attention.py: torch.split)
+)
+# By the profiles of steps of Llama 3.2 1B and GPT-3 1.3B there: gates and rotary positions are compiled, the former in
+# fp32 back; of other chains residuals pass once, biases before a GELU twice.
+COMPILED: Passes = MappingProxyType(
+    {**TORCH, **dict.fromkeys(("gate", "expert gate"), (1.0, 2.0))}
+    | {"pointwise": (1.5, 1.5), "normalize": (1.7, 2.6), "rope": (1.3, 1.4)}
+)
+OWN = evolve(
+    EAGER,
+    name="megaloom",
+    passes=COMPILED,
+    launches=1.75,  # those that are left wait longer: 24 us
+    loss_nbytes=10,  # logits are read twice, and again as the gradient is written: 1.2 ms
+    loss_copies=2,  # the gradient is there beside them
+    expert_seconds=0.3e-3,  # each is a module of its own (layers of Mixtral 8x7B)
+    small_expert_seconds=0.055e-3,  # of one kernel's products: four layers of Qwen3 30B A3B, 0.232 s for 8,192 tokens
 )
 # Not measured alone: what runs of models with experts took longer than their work, by layer and way, on H100 and GB300
 # where no CUDA graph hides the host, and where one hides all but the counting of tokens (see `megaloom validate`).
@@ -161,4 +171,4 @@ DEEPSPEED_BF16 = evolve(
 )
 # Of each logit nanotron has an fp32 copy, that less its maximum, and its exponential (models/llama.py, cast_to_fp32;
 # parallel/tensor_parallel/functional.py), and each gradient in 16 bits beside its sum in 32.
-NANOTRON = evolve(OWN, name="nanotron", loss_copies=3 * 4, beside_nbytes=2, joined=False)
+NANOTRON = evolve(EAGER, name="nanotron", loss_copies=3 * 4, beside_nbytes=2, joined=False)

@@ -19,6 +19,7 @@ from megaloom.planner.layout import INNER, Layout, Precision, Workload
 from .rule import By, Case, Rule, Truth, Violation, Words, broken, every
 
 TRAINED = (Precision.FP32, Precision.BF16)
+SMALL = 2**24  # elements of a weight below which an expert's products are done before the host has launched the next
 
 
 @lru_cache(maxsize=16)
@@ -47,6 +48,11 @@ def untrainable(graph: Graph) -> Words | None:
             said = ", ".join(n.name for n in nodes)
             return f"weight {name!r} is shared by {said}", "the runtime can tie one Embed with one Unembed"
     return None
+
+
+def together(elements: int, experts: int, biased: bool, precision: Precision) -> bool:
+    """Whether the runtime multiplies by all experts of a device at once; elements: of one's last weight."""
+    return precision is Precision.BF16 and experts > 1 and not biased and elements < SMALL
 
 
 def widths(graph: Graph) -> set[int]:
