@@ -176,15 +176,14 @@ def test_memory_as_measured(axes: dict[str, Any], seq: int, gib: float) -> None:
 # What torch allocated at most as our runtime trained these on an H200 (benchmarks/steps.py; torch 2.11, no Transformer
 # Engine): the model, sequences of so many tokens, in a step, in a micro-batch; GiB.
 TRAINED: list[tuple[str, int, int, Layout, float]] = [
-    ("gpt2", 1024, 64, Layout(micro_batch=64), 38.8),
-    ("gpt3-1-3b", 2048, 16, Layout(micro_batch=16), 79.6),
-    ("llama3-1b", 4096, 16, Layout(micro_batch=8), 84.1),
-    ("llama3-1b", 4096, 4, Layout(micro_batch=1), 28.7),
-    ("llama3-1b", 4096, 16, Layout(micro_batch=16, recompute=Recompute.FULL), 72.3),
-    ("llama-8b", 8192, 4, Layout(micro_batch=4), 91.1),
-    ("llama-8b", 32768, 1, Layout(micro_batch=1), 91.2),
-    ("llama-70b", 4096, 4, Layout(micro_batch=4), 49.9),
-    ("mixtral", 4096, 8, Layout(micro_batch=8), 74.9),
+    ("gpt2", 1024, 64, Layout(micro_batch=64), 32.7),
+    ("gpt3-1-3b", 2048, 16, Layout(micro_batch=16), 76.6),
+    ("llama3-1b", 4096, 16, Layout(micro_batch=8), 76.3),
+    ("llama3-1b", 4096, 4, Layout(micro_batch=1), 27.7),
+    ("llama3-1b", 4096, 16, Layout(micro_batch=16, recompute=Recompute.FULL), 56.6),
+    ("llama-8b", 8192, 4, Layout(micro_batch=4), 83.2),
+    ("llama-70b", 4096, 4, Layout(micro_batch=4), 48.9),
+    ("mixtral", 4096, 8, Layout(micro_batch=8), 72.9),
     ("mixtral", 4096, 8, Layout(micro_batch=1), 63.6),
 ]
 CUT = {  # fewer layers, of their own widths
