@@ -21,7 +21,7 @@ from megaloom.planner.cost import kernels, traffic
 from megaloom.planner.cost.practice import EAGER, OWN
 from megaloom.planner.cost.traffic import Group
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
-from megaloom.planner.search.price import Priced, price
+from megaloom.planner.search.price import Priced, Pricer, price
 from megaloom.runtime.device import prepare
 
 GPT = graph(gpt("tiny-gpt", layers=4, heads=4, embed=64, vocab=512, seq=64))
@@ -136,7 +136,7 @@ def test_collectives_as_measured(kind: str) -> None:
 
 @pytest.mark.parametrize(("seq", "micro_batch", "teraflops"), [(4096, 1, 466), (4096, 4, 514), (8192, 1, 473)])
 def test_a_training_step_as_measured(seq: int, micro_batch: int, teraflops: float) -> None:
-    """Llama-3-8B's layer four times, vocabulary 32000, one H200, torch's kernels one by one: measured for this project."""
+    """Llama-3-8B's layer four times, vocabulary 32000, torch's kernels one by one on an H200: measured here."""
     g = graph(llama("four", layers=4, heads=32, kv_heads=8, embed=4096, ff=14336, vocab=32000))
     layout = Layout(micro_batch=micro_batch, distributed_optimizer=True)
     load = Workload(seq=seq, batch=8 * micro_batch)
