@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from .rooms import SAME
 from .spans import Chains, Places, Spans, Vector
@@ -141,13 +142,14 @@ def _least(chains: Chains, count: int, limits: Vector, ends: Places | None = Non
     far = chains.far(limits * SAME)
     first, last = _reach(np.maximum.accumulate(far, axis=1), count)
     out = np.full((len(chains), count + 1), -1)
+    window = np.maximum(1, (far - np.arange(chains.size + 1)).max(axis=1))  # atoms of a run, at the most
     todo = np.flatnonzero((first <= last).all(axis=1))
-    band = (last - first).max(axis=1) + 1  # places that a bound may be at
-    window = (far - np.arange(chains.size + 1)).max(axis=1)  # atoms of a run
+    todo = todo[np.argsort(window[todo], kind="stable")]
     while len(todo):
-        some = todo[: max(1, AT_ONCE // (count * int(band[todo].max()) * int(window[todo].max())))]
-        todo = todo[len(some) :]
-        out[some] = _solved(chains.take(some), far[some], first[some], last[some], ends, even)
+        n = max(1, AT_ONCE // ((chains.size + 1) * int(window[todo].max())))
+        some, todo = todo[-n:], todo[:-n]
+        band = list(zip(first[some].min(axis=0).tolist(), (last[some].max(axis=0) + 1).tolist(), strict=True))
+        out[some] = _solved(chains.take(some), far[some], int(window[some].max()), band, ends, even)
     return out
 
 
@@ -167,36 +169,31 @@ def _reach(far: Places, count: int) -> tuple[Places, Places]:
     return np.array(first[::-1]).T, np.array(last).T
 
 
-def _solved(chains: Chains, far: Places, first: Places, last: Places, ends: Places | None, even: bool) -> Places:
-    """`_least` of chains whose bounds may be from `first` to `last`."""
-    rows, count = np.arange(len(chains)), first.shape[1] - 1
-    band = int((last - first).max()) + 1
-    here = np.arange(far.shape[1])
-    window = np.arange(max(1, (far - here).max()), 0, -1)  # atoms of a run: quick along the last axis
-    end = (first[:, 1:, None] + np.arange(band))[..., None]  # [chains, runs, band, 1]
-    start = end - window
-    low, high = first[:, :-1, None, None], last[:, :-1, None, None]
-    inside = (start >= low) & (start <= high) & (end <= last[:, 1:, None, None])
-    start, end = np.where(inside, start, 0), np.minimum(end, chains.size)
-    inside &= end <= far[rows[:, None, None, None], start]
-    if ends is not None:
-        inside &= end <= ends[np.arange(count)[:, None, None], start]
-    base = chains.start[:, None, None, None]
-    seconds = chains.runs(start + base, np.broadcast_to(end + base, start.shape))
+def _solved(
+    chains: Chains, far: Places, most: int, band: Sequence[tuple[int, int]], ends: Places | None, even: bool
+) -> Places:
+    """`_least` of chains whose runs have so many atoms at the most; each bound is within a band of places."""
+    here = np.arange(chains.size + 1)
+    start = here[:, None] - np.arange(most, 0, -1)  # [ends, runs]: quick along the last axis
+    inside, start = (start >= 0) & (here[:, None] <= far[:, np.maximum(start, 0)]), np.maximum(start, 0)
+    base = chains.start[:, None, None]
+    seconds = chains.runs(start + base, np.broadcast_to(here[:, None] + base, inside.shape))
     cost = np.where(inside, seconds**2 if even else seconds, np.inf)
-    came = np.where(inside, start - low, 0) + (band * rows)[:, None, None, None]
-    best = np.full((len(chains), band), np.inf)
-    best[:, 0] = 0.0
+    # By bound and by place, behind as many as a run has atoms; before: by end, where runs that end there may begin.
+    best = np.full((len(band), len(chains), most + chains.size + 1), np.inf)
+    before, best[0, :, most] = sliding_window_view(best, most, axis=2), 0.0
     back = []
-    for k in range(count):
-        before = best.ravel()[came[:, k]]
-        reach = before + cost[:, k] if even else np.maximum(before, cost[:, k])
-        choice = reach.argmin(axis=2)
-        back.append(start[:, k].ravel()[np.arange(choice.size) * len(window) + choice.ravel()].reshape(choice.shape))
-        best = reach.min(axis=2)
-    out = np.full(first.shape, -1)
-    found = np.flatnonzero(np.isfinite(best[:, 0]))
-    out[found, count] = chains.size
-    for k in reversed(range(count)):
-        out[found, k] = back[k][found, out[found, k + 1] - first[found, k + 1]]
+    for k, (first, last) in enumerate(band[1:]):
+        came, step = before[k, :, first:last], cost[:, first:last]
+        reach = came + step if even else np.maximum(came, step)
+        if ends is not None:
+            reach = np.where(here[first:last, None] <= ends[k][start[first:last]], reach, np.inf)
+        back.append(reach.argmin(axis=2))
+        reach.min(axis=2, out=best[k + 1, :, first + most : last + most])
+    out = np.full((len(chains), len(band)), -1)
+    found = np.flatnonzero(np.isfinite(best[-1, :, -1]))
+    out[found, -1] = chains.size
+    for k in reversed(range(len(back))):
+        end = out[found, k + 1]
+        out[found, k] = end - most + back[k][found, end - band[k + 1][0]]
     return out
