@@ -50,27 +50,33 @@ class Reach:
     share: int  # of so many tokens every expert gets a whole number
 
 
+# A value, what of it does not depend on the tokens, and each number that does, with what it is more for as many again.
+Part = tuple[Any, dict[str, Any], dict[str, tuple[int, int]]]
+
+
 @frozen(eq=False)
 class Facts:
     """The facts of a node as they follow from its tokens: two counts, in which each expert gets whole tokens."""
 
     tokens: int  # of the one count; the other has twice as many
     plain: Costs
-    parts: tuple[tuple[str, tuple[tuple[Any, dict[str, tuple[int, int]]], ...]], ...]  # (value, more for so many)
+    parts: tuple[tuple[str, tuple[Part, ...]], ...]
 
     @classmethod
     def of(cls, one: Costs, two: Costs, tokens: int) -> Facts:
         """What follows from these two counts."""
         pairs = ((name, zip(getattr(one, name), getattr(two, name), strict=True)) for name in COUNTED)
-        return cls(tokens, one, tuple((name, tuple((a, _slopes(a, b)) for a, b in each)) for name, each in pairs))
+        return cls(tokens, one, tuple((name, tuple(_part(a, b) for a, b in each)) for name, each in pairs))
 
     def at(self, tokens: int) -> Costs:
         """The facts for so many tokens. What is not whole is rounded up, as the facts do."""
         more, first = tokens - self.tokens, self.tokens
         lists: dict[str, Any] = {
             name: tuple(
-                evolve(a, **{k: -(-(x * first + d * more) // first) for k, (x, d) in slopes.items()}) if slopes else a
-                for a, slopes in each
+                type(a)(**names, **{k: -(-(x * first + d * more) // first) for k, (x, d) in slopes.items()})
+                if slopes
+                else a
+                for a, names, slopes in each
             )
             for name, each in self.parts
         }
@@ -80,15 +86,18 @@ class Facts:
         """Bytes of the largest saved tensor."""
         more = tokens / self.tokens - 1
         saved = dict(self.parts)["saved"]
-        return max((size(a, precision) * (1 + more * bool(slopes)) for a, slopes in saved), default=0)
+        return max((size(a, precision) * (1 + more * bool(slopes)) for a, _, slopes in saved), default=0)
 
 
 COUNTED = ("work", "collectives", "saved", "inputs")
 
 
-def _slopes(a: Any, b: Any) -> dict[str, tuple[int, int]]:
-    numbers = {f.name: getattr(a, f.name) for f in fields(type(a)) if f.name != "port"}
-    return {k: (x, getattr(b, k) - x) for k, x in numbers.items() if type(x) is int and getattr(b, k) != x}
+def _part(a: Any, b: Any) -> Part:
+    values = {f.name: getattr(a, f.name) for f in fields(type(a))}
+    slopes = {
+        k: (x, getattr(b, k) - x) for k, x in values.items() if type(x) is int and k != "port" and getattr(b, k) != x
+    }
+    return a, {k: x for k, x in values.items() if k not in slopes}, slopes
 
 
 @define(eq=False)
