@@ -88,13 +88,14 @@ def searched(
 
     console = Console(stderr=True)
     doing = f"searching the layouts of {declared.name} on {machine} ..."
-    watched = console.status(doing, spinner="line")
+    watched = console.status(doing, spinner="line") if console.is_terminal else None
 
     def tell(so_far: Progress) -> None:
         best = f"{so_far.layout}: {so_far.seconds:.3g} s a step, {nearly(so_far.unproven)}"
-        watched.update(f"{doing} so far {best} (Ctrl-C takes it)")
+        if watched:
+            watched.update(f"{doing} so far {best} (Ctrl-C takes it)")
 
-    with watched if console.is_terminal else nullcontext():
+    with watched or nullcontext():
         return search(
             declared,
             machine,
@@ -103,7 +104,7 @@ def searched(
             fixed=fixed,
             headroom=free,
             runtime=runtime,
-            tell=tell if console.is_terminal else None,
+            tell=tell if watched else None,
             settle=True,
         )
 

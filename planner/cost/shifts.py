@@ -93,7 +93,7 @@ def evened(runs: Spans, bounds: Places, rooms: Rooms) -> Places:
         """The chunks of the rank that takes longest, and the slowest chunk."""
         seconds = runs(bounds[:-1], bounds[1:])
         rank = int(seconds.reshape(rooms.chunks, rooms.ranks).sum(axis=0).argmax())
-        return np.union1d(np.arange(rank, len(seconds), rooms.ranks), seconds.argmax())
+        return np.array(sorted({*range(rank, len(seconds), rooms.ranks), int(seconds.argmax())}))
 
     found = settled(bounds, score, losers)
     return bounds if rooms.lacks(found[None])[0] > 0 else found
