@@ -68,7 +68,7 @@ class Repeats:
     def worthwhile(self) -> NDArray[np.bool_]:
         """[places, counts]: whether the last module of a set frees what is worth the trouble."""
         freed = np.zeros((len(self.saved), 1 + self.family.shape[1]))
-        for number in np.unique(self.family).tolist():
+        for number in np.flatnonzero(np.bincount(self.family.ravel())).tolist():
             freed[:, 1:] = np.where(self.family == number, self.of_set(number)[1][:, None], freed[:, 1:])
         worth: NDArray[np.bool_] = np.diff(freed, axis=1) >= FREED * self.saved[:, None]
         return worth
