@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 from attrs import frozen
@@ -19,7 +21,7 @@ from megaloom.planner.cluster import Cluster
 from megaloom.planner.layout import Layout, Precision
 
 from .practice import OWN, Practice
-from .timeline import Flight, backs, losses
+from .timeline import backs, losses
 from .traffic import group
 
 Rows = NDArray[np.float64]
@@ -141,26 +143,35 @@ def peak(
     library = max(p.library for p in parts)
     resting = static(params, experts, layout, precision, practice)
 
-    def at(moment: str, saved: int, workspace: int, logits: int) -> Peak:
-        passing = saved + workspace + library + logits
-        more = {"activations": saved, "workspace": workspace + library, "logits": logits}
-        apart = {"allocator": int(ALLOCATOR * passing), "runtime": beside}
-        pools = {"graphs": int(practice.pools * saved)} if practice.pools else {}
-        return Peak(moment, {**resting, **more, **apart, **pools})
+    def passing(moment: Moment) -> int:
+        return moment.saved + moment.workspace + library + moment.logits
 
-    moments = [at("optimizer's step", 0, stepping(params, experts, layout, practice), 0)]
+    def most(moment: Moment) -> int:
+        return passing(moment) + int(ALLOCATOR * passing(moment)) + int(practice.pools * moment.saved)
+
+    moments = [Moment("optimizer's step", 0, stepping(params, experts, layout, practice), 0)]
     schedule = (layout.pp, layout.vpp, microbatches, layout.microbatch_group)
+    saved, workspace = [p.saved for p in parts], max(p.workspace for p in parts)
     for flight, (i, chunk) in backs(rank, *schedule).items():
         name = f"backward of micro-batch {i}" + (f", chunk {chunk}" if layout.vpp > 1 else "")
-        moments.append(at(name, _saved(flight, parts), max(p.workspace for p in parts), 0))
+        moments.append(Moment(name, sum(map(mul, flight, saved)), workspace, 0))
     if rank == layout.pp - 1:
         for flight, i in losses(*schedule).items():
-            moments.append(at(f"loss of micro-batch {i}", _saved(flight, parts), 0, parts[-1].loss))
-    return max(moments, key=lambda moment: moment.nbytes)
+            moments.append(Moment(f"loss of micro-batch {i}", sum(map(mul, flight, saved)), 0, parts[-1].loss))
+    fullest = max(moments, key=most)
+    more = {"activations": fullest.saved, "workspace": fullest.workspace + library, "logits": fullest.logits}
+    apart = {"allocator": int(ALLOCATOR * passing(fullest)), "runtime": beside}
+    pools = {"graphs": int(practice.pools * fullest.saved)} if practice.pools else {}
+    return Peak(fullest.name, {**resting, **more, **apart, **pools})
 
 
-def _saved(flight: Flight, parts: Sequence[Part]) -> int:
-    return sum(n * p.saved for n, p in zip(flight, parts, strict=True))
+class Moment(NamedTuple):
+    """What a rank holds at a moment beside what it always does, in bytes."""
+
+    name: str
+    saved: int
+    workspace: int
+    logits: int
 
 
 @lru_cache(maxsize=1 << 14)
