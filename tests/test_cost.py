@@ -21,7 +21,8 @@ from megaloom.planner.cost import kernels, traffic
 from megaloom.planner.cost.practice import EAGER, OWN
 from megaloom.planner.cost.traffic import Group
 from megaloom.planner.layout import Layout, Precision, Recompute, Workload
-from megaloom.planner.search.price import Priced, Pricer, price
+from megaloom.planner.search.predict import Priced
+from megaloom.planner.search.price import Pricer, price
 from megaloom.runtime.device import prepare
 
 GPT = graph(gpt("tiny-gpt", layers=4, heads=4, embed=64, vocab=512, seq=64))

@@ -14,7 +14,7 @@ import pytest
 
 from megaloom.planner.cluster import PRESETS
 from megaloom.planner.plan import load
-from megaloom.planner.search.price import Priced
+from megaloom.planner.search.predict import Priced
 from megaloom.planner.search.queue import Queue
 
 from .test_plan_cli import run

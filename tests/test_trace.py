@@ -18,7 +18,7 @@ from megaloom.planner import cli
 from megaloom.planner.layout import Layout, Recompute
 from megaloom.planner.plan import Plan, PlanError, load
 from megaloom.planner.search.moments import levels, tracks
-from megaloom.planner.search.price import Priced
+from megaloom.planner.search.predict import Priced
 from megaloom.planner.show.trace import COMPUTE, dumps, replayed, tails, write
 
 MICRO = 1e-3  # microseconds to which times are rounded

@@ -14,7 +14,7 @@ from attrs import frozen
 from megaloom.planner.cost import memory
 from megaloom.planner.cost.timeline import Event
 
-from .price import Priced
+from .predict import Priced
 
 
 class Slice(NamedTuple):

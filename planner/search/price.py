@@ -1,7 +1,7 @@
-"""The price of one layout: its stages, its step time by cause, its memory by holder.
+"""The price of one layout: where its stages are cut, and what is predicted of it then.
 
-Protocol: `price` cuts the graph, replays the schedule and adds what follows it. A `Pricer` keeps what layouts share;
-its `bound` is the cheap lower bound by which a search leaves layouts out, `refined` what it takes to its cut.
+Protocol: `price` is all of it. A `Pricer` keeps what layouts share; its `bound` is the cheap lower bound by which a
+search leaves layouts out, `refined` what it takes to a layout's cut.
 """
 
 from __future__ import annotations
@@ -9,77 +9,36 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import product
 
 import numpy as np
 from attrs import define, evolve, field, frozen
 from numpy.typing import NDArray
 
-from megaloom.dsl.facts import costs
 from megaloom.dsl.graph import Graph
 from megaloom.planner.anatomy import Anatomy, anatomy
 from megaloom.planner.cluster import Cluster
-from megaloom.planner.columns import Layouts, Rows
-from megaloom.planner.cost import bubbles, chunks, timeline, traffic
+from megaloom.planner.columns import Layouts
+from megaloom.planner.cost import chunks
 from megaloom.planner.cost.book import Book
-from megaloom.planner.cost.fit import HEADROOM, Bounds, Fit, Placed, capacity, stages_of
-from megaloom.planner.cost.intervals import interval, kind
-from megaloom.planner.cost.memory import MORE, Peak
+from megaloom.planner.cost.fit import HEADROOM, Bounds, Fit, Placed, capacity
+from megaloom.planner.cost.memory import MORE
 from megaloom.planner.cost.practice import OWN, PRACTICES, Practice
-from megaloom.planner.cost.sheet import AHEAD, BACK, STEP, Base, Col, Sheet, sheet
+from megaloom.planner.cost.sheet import STEP, Base, Sheet, sheet
 from megaloom.planner.cost.spans import Chains, Spans
 from megaloom.planner.cost.stages import evens
-from megaloom.planner.cost.tail import Cover, Tail, tail, tied
-from megaloom.planner.cost.timeline import Timeline, sending
 from megaloom.planner.layout import INNER, Layout, Overlap, Runtime, Workload
 from megaloom.planner.legal.limits import wrong
 from megaloom.planner.legal.needs import needs
 from megaloom.planner.legal.rule import Violation
 from megaloom.planner.legal.rules import violations
-from megaloom.planner.plan import Prediction, Stage
 
 from .floors import Floors, where
+from .predict import Counted, Priced, least, priced
 from .space import groups
 
 ALIKE = 1.001  # times as long as the slowest stage may take, if that makes stages of whole blocks
 # Of the most even cut's step, at the least, what chunks that are cut anew take: on average they gain 1.6 % (`shifts`).
 GAIN = 0.97
-CAUSES = {  # of the time that a pipeline rank computes for, and the columns that they are in
-    "forward": [Col.FORWARD],
-    "backward": [Col.BACKWARD],
-    "recompute": [Col.AGAIN],
-    "tensor-parallel communication": [Col.TP_FORWARD, Col.TP_BACKWARD],
-    "context-parallel communication": [Col.CP_FORWARD, Col.CP_BACKWARD],
-    "expert-parallel communication": [Col.EP_FORWARD, Col.EP_BACKWARD],
-}
-
-
-@frozen(eq=False, slots=False)
-class Priced:
-    """A layout with its cut and what is predicted of it."""
-
-    placed: Placed
-    stages: tuple[Stage, ...]
-    prediction: Prediction
-    hops: tuple[float, ...]  # seconds of what passes from each stage to the next, either way
-    tails: tuple[Tail, ...]  # of each pipeline rank, what follows its last micro-batch
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """What each pipeline rank does when."""
-        x, m = self.layout, self.placed.fit.microbatches
-        forward, backward = ([getattr(s, way) for s in self.stages] for way in ("forward_seconds", "backward_seconds"))
-        return timeline.replay(forward, backward, self.hops, x.pp, m, x.microbatch_group)
-
-    @property
-    def layout(self) -> Layout:
-        """The layout that is priced."""
-        return self.placed.layout
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return self.prediction.step_seconds
 
 
 @frozen(eq=False)
@@ -108,8 +67,7 @@ class Pricer:
     headroom: float = HEADROOM
     anatomy: Anatomy = field(init=False)
     book: Book = field(init=False)
-    model_flops: int = field(init=False)  # of a step: no recompute, causal attention counted half
-    kind: str = field(init=False)  # of runs that show how far off a prediction may be
+    counted: Counted = field(init=False)
     _bases: dict[tuple[object, ...], Base] = field(factory=dict, init=False)
     _sheets: dict[tuple[object, ...], Sheet] = field(factory=dict, init=False)
     _cuts: dict[tuple[object, ...], Bounds] = field(factory=dict, init=False)
@@ -119,10 +77,7 @@ class Pricer:
     def __attrs_post_init__(self) -> None:
         self.anatomy = anatomy(self.graph)
         self.book = Book(self.anatomy, self.workload, self.cluster, self.practice)
-        batch, seq = self.workload.batch, self.workload.seq
-        work = [w for n in self.graph.nodes for w in costs(n, batch=batch, seq=seq).work]
-        self.model_flops = sum(w.flops + w.dgrad + w.wgrad for w in work)
-        self.kind = kind(any(w.kind == "route" for w in work), self.workload.precision, self.cluster.device)
+        self.counted = Counted.of(self.graph, self.cluster, self.workload)
 
     @property
     def own(self) -> bool:
@@ -172,13 +127,13 @@ class Pricer:
             return
         even = self._even(layout)
         if layout.vpp > 1 and self.many[layout.pp * layout.vpp]:
-            yield GAIN * self._least(even)
+            yield GAIN * least(even)
         if not even.fits:
             yield even.fit.microbatches * max(even.seconds)  # no cut has a quicker slowest stage
         placed = self._best(even)
         if not placed.fits:
             return
-        yield Cut(placed, self._least(placed))
+        yield Cut(placed, least(placed))
 
     def fewer(self, layout: Layout) -> list[Layout]:
         """The same layout with fewer overlaps, if its most even cut has no room and would have then; the most of them.
@@ -270,112 +225,9 @@ class Pricer:
                 return blocks.roomy()
         return even.roomy()
 
-    def _least(self, placed: Placed) -> float:
-        """Seconds of a step of a layout whose stages have a place, at the least: `priced` without a replay.
-
-        Of what follows the last micro-batch it looks at two ranks: the last to be done, and the one with most weights.
-        """
-        fit, (forward, backward, hops) = placed.fit, self._times(placed)
-        ends = bubbles.ends(forward, backward, hops, fit.layout.pp, fit.microbatches, fit.layout.microbatch_group)
-        ranks = sorted({int(ends.argmax()), int(self._params(placed).sum(axis=0).argmax())})
-        tails = self._tails(placed, forward, backward, ranks)
-        return _end([float(ends[r]) for r in ranks], tails)
-
-    def _times(self, placed: Placed) -> tuple[list[float], list[float], list[float]]:
-        """Seconds of a micro-batch by stage: forward, backward, and of what passes to the next."""
-        fit, sums, pp = placed.fit, placed.sums, placed.layout.pp
-        crosses = self.anatomy.crosses[np.array(placed.bounds[1:-1], dtype=np.intp)].tolist()
-        took = {
-            (n, r): traffic.hop(n * fit.sheet.boundary, r, fit.layout, self.cluster)
-            for n, r in product({*crosses}, range(pp))
-        }
-        hops = [took[n, s % pp] for s, n in enumerate(crosses)]
-        return sums[:, AHEAD].sum(axis=1).tolist(), sums[:, BACK].sum(axis=1).tolist(), hops
-
-    def _params(self, placed: Placed) -> Rows:
-        """The elements of each rank's weights: [dense and experts', ranks]."""
-        sums, x = placed.sums[:, [Col.PARAMS, Col.EXPERT_PARAMS]].copy(), placed.layout
-        sums[:, 0] -= placed.fit.spare(placed.bounds)
-        params: Rows = sums.reshape(x.vpp, x.pp, 2).sum(axis=0).T
-        return params
-
-    def _tails(
-        self, placed: Placed, forward: Sequence[float], backward: Sequence[float], ranks: Sequence[int]
-    ) -> list[Tail]:
-        """What these ranks do after their last micro-batch."""
-        x, params = placed.layout, self._params(placed)
-        turns = (min(x.group, placed.fit.microbatches) * (x.vpp - 1) + 1) / x.vpp  # of chunks, while others are done
-        ties = [
-            ({stage % x.pp for stage in stages_of(nodes, placed.bounds)}, elements)
-            for (_, nodes), elements in zip(self.anatomy.shared, placed.fit.sheet.shared, strict=True)
-        ]
-        out = []
-        for r in ranks:
-            cover = Cover(turns * sum(backward[r :: x.pp]), turns * sum(forward[r :: x.pp]))
-            mine = sum(tied(n, users, x, self.cluster, self.practice) for users, n in ties if r in users)
-            dense, experts = params[:, r].tolist()
-            out.append(tail(dense, experts, mine, x, self.workload.precision, self.cluster, self.practice, cover))
-        return out
-
     def priced(self, placed: Placed) -> Priced:
         """The step time of a layout whose stages have a place."""
-        fit, bounds, sums, parts = placed.fit, placed.bounds, placed.sums, placed.parts
-        layout, m = fit.layout, fit.microbatches
-        forward, backward, hops = self._times(placed)
-        ends = timeline.finish(forward, backward, hops, layout.pp, m, layout.microbatch_group)
-        stages = tuple(
-            Stage(
-                rank=i % layout.pp,
-                chunk=i // layout.pp,
-                start=bounds[i],
-                stop=bounds[i + 1],
-                forward_seconds=forward[i],
-                backward_seconds=backward[i],
-                params=part.params + part.expert_params,
-            )
-            for i, part in enumerate(parts)
-        )
-        tails = self._tails(placed, forward, backward, range(layout.pp))
-        prediction = self._predict(layout, m * sums, ends, sending(hops, layout.pp, m), tails, placed.fullest)
-        return Priced(placed, stages, prediction, tuple(hops), tuple(tails))
-
-    def _predict(
-        self,
-        layout: Layout,
-        sums: Rows,
-        ends: tuple[float, ...],
-        sent: tuple[float, ...],
-        tails: list[Tail],
-        peaks: tuple[Peak, ...],
-    ) -> Prediction:
-        """The breakdown is that of the rank that waits the least."""
-        ranks = range(layout.pp)
-        busy = [float(sums[r :: layout.pp][:, STEP].sum()) for r in ranks]
-        end = _end(ends, tails)
-        own = [busy[r] + sent[r] + tails[r].total for r in ranks]
-        busiest = max(ranks, key=own.__getitem__)
-        mine, after = sums[busiest :: layout.pp].sum(axis=0), tails[busiest]
-        parts = {cause: float(mine[columns].sum()) for cause, columns in CAUSES.items()} | {
-            "pipeline communication": sent[busiest],
-            "pipeline bubble": max(0.0, end - own[busiest]) if layout.pp > 1 else 0.0,
-            "gradient communication": after.reduction + after.gathering,
-            "tied-weight communication": after.tied,
-            "optimizer": after.optimizer,
-        }
-        breakdown = {cause: seconds for cause, seconds in parts.items() if seconds}
-        step = sum(breakdown.values())
-        flops = self.model_flops / step / layout.world
-        return Prediction(
-            step_seconds=step,
-            within=interval(step, self.kind),
-            tokens_per_second_per_device=self.workload.tokens / step / layout.world,
-            flops_per_second_per_device=flops,
-            mfu=flops / self.cluster.device.flops[self.workload.precision],
-            bubble=max(0.0, 1 - sum(own) / (layout.pp * step)) if layout.pp > 1 else 0.0,
-            breakdown=breakdown,
-            nbytes=tuple(peak.held for peak in peaks),
-            moments=tuple(peak.moment for peak in peaks),
-        )
+        return priced(placed, self.counted)
 
     def bound(self, layout: Layout) -> tuple[float, float]:
         """(seconds of a step, bytes of the fullest rank): no way to cut the graph into these stages takes less."""
@@ -387,12 +239,3 @@ class Pricer:
 def _cut_key(x: Layout, whole: bool = False) -> tuple[object, ...]:
     """What the most even cut depends on."""
     return (*where(x), x.again, x.pp * x.vpp, whole)
-
-
-def _end(ends: Sequence[float], tails: Sequence[Tail]) -> float:
-    """When a step ends, by when each rank's micro-batches do.
-
-    Every rank waits until all have reduced, for the gradient's norm; the step ends with the last of them.
-    """
-    reduced = max(end + tail.reduction + tail.tied for end, tail in zip(ends, tails, strict=True))
-    return reduced + max(tail.optimizer + tail.gathering for tail in tails)

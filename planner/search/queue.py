@@ -23,7 +23,8 @@ from megaloom.planner.layout import Layout
 from . import evens
 from .field import Field
 from .floors import Bounded
-from .price import Cut, Priced, Pricer
+from .predict import Priced
+from .price import Cut, Pricer
 
 PLACES = 32  # whose layouts are looked at together
 FEW, MANY = 32, 512  # layouts that are cut evenly together, at first and at the most
@@ -108,16 +109,18 @@ class Queue:
             self._nearer()
         else:
             return False
-        self.least = min((float(found.seconds[0]) for found in self.found), default=inf)
         return True
+
+    def _keep(self, found: list[Bounded]) -> None:
+        self.found = [some for some in found if len(some)]
+        self.least = min((float(some.seconds[0]) for some in self.found), default=inf)
 
     def _open(self) -> None:
         """Look at the layouts at more places."""
         found = self.among.variants(self.order[self.opened : self.opened + PLACES])
         self.opened += PLACES
         which = np.flatnonzero(found.nbytes <= self.among.pricer.capacity)
-        if len(which):
-            self.found.append(found.take(which[np.argsort(found.seconds[which], kind="stable")]))
+        self._keep([*self.found, found.take(which[np.argsort(found.seconds[which], kind="stable")])])
 
     def _nearer(self) -> None:
         """Cut more layouts evenly: those that take the least."""
@@ -127,7 +130,7 @@ class Queue:
         sizes = [int(np.searchsorted(found.seconds, most, side="right")) for found in self.found]
         pairs = list(zip(self.found, sizes, strict=True))
         near = Bounded.joined([found.take(slice(n)) for found, n in pairs if n])
-        self.found = [found.take(slice(n, None)) if n else found for found, n in pairs if n < len(found)]
+        self._keep([found.take(slice(n, None)) if n else found for found, n in pairs])
         self.at_once = min(2 * self.at_once, MANY)
         pricer = self.among.pricer
         seconds, nbytes = evens.look(pricer, self.among.floors, near)

@@ -16,7 +16,7 @@ from megaloom.planner.layout import Layout
 from megaloom.planner.legal.rule import Violation
 
 from .differ import size, slower, time
-from .price import Priced
+from .predict import Priced
 
 COMPUTE = ("forward", "backward")
 MENTIONED = 4  # neighbours that the reasons name

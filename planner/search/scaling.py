@@ -21,7 +21,8 @@ from megaloom.planner.legal.rules import senseless
 
 from .field import Field
 from .goodput import MANY, goodput
-from .price import Priced, Pricer
+from .predict import Priced
+from .price import Pricer
 from .search import search, simplest_first
 from .space import Fixed
 

@@ -26,7 +26,8 @@ from megaloom.planner.plan import VERSION, Plan
 from .field import Field
 from .misses import PLAIN, checked, nothing_fits, nothing_legal
 from .neighbours import judged
-from .price import Cut, Priced, Pricer, price
+from .predict import Priced
+from .price import Cut, Pricer, price
 from .queue import Near, Queue
 from .reasons import Rejected, why, why_not
 from .space import Fixed

@@ -19,7 +19,7 @@ from megaloom.planner.search.goodput import goodput
 from .explain import exposed
 
 if TYPE_CHECKING:
-    from megaloom.planner.search.price import Priced
+    from megaloom.planner.search.predict import Priced
     from megaloom.planner.search.scaling import Point
     from megaloom.planner.search.search import Found
 

@@ -24,7 +24,7 @@ from megaloom.planner.cost.timeline import Timeline
 from megaloom.planner.layout import Layout
 from megaloom.planner.plan import Plan
 from megaloom.planner.search.moments import tracks
-from megaloom.planner.search.price import Priced
+from megaloom.planner.search.predict import Priced
 
 from . import charts
 from .explain import holds, layout_table, prediction_table, ranks, rejected, runners_up

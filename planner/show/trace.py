@@ -21,7 +21,8 @@ from megaloom.planner.cost.practice import PRACTICES
 from megaloom.planner.cost.timeline import Event, Timeline
 from megaloom.planner.plan import Plan, PlanError, again
 from megaloom.planner.search.moments import Slice, levels, tracks
-from megaloom.planner.search.price import Priced, Pricer
+from megaloom.planner.search.predict import Priced
+from megaloom.planner.search.price import Pricer
 
 from .explain import holds
 

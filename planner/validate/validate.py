@@ -24,7 +24,8 @@ from megaloom.planner.cost.intervals import OTHER, interval, kind
 from megaloom.planner.cost.memory import needed, point, upper
 from megaloom.planner.cost.practice import NANOTRON
 from megaloom.planner.legal.rules import violations
-from megaloom.planner.search.price import Priced, Pricer
+from megaloom.planner.search.predict import Priced
+from megaloom.planner.search.price import Pricer
 
 from .run import Run, Skipped
 from .runs import read
