@@ -143,7 +143,7 @@ class Book:
 
     def _shared_buffers(self, layout: Layout) -> int:
         """Bytes through which devices exchange their parts of tensors while they compute."""
-        if not layout.hides(Overlap.TENSOR):
+        if not (layout.hides(Overlap.TENSOR) and self.practice.exchange_buffers):
             return 0
         precision, tokens = self.workload.precision, layout.micro_batch * self.workload.seq // layout.cp
         each = GATHERING * (1 if precision.narrow else precision.nbytes) + REDUCING * precision.nbytes

@@ -84,6 +84,7 @@ class Practice:
     context: Way = Way.ALL_GATHER
     expert_casts: float = 1.0  # of the casts of experts' operands, the share that are kernels of their own
     hidden_tensor: float = HIDDEN_TENSOR  # of tensor-parallel collectives, where they overlap
+    exchange_buffers: bool = True  # where these overlap, each product that exchanges has a buffer for it
     hidden_experts: float = HIDDEN_EXPERTS  # of the experts' all-to-all, where it does
     once: bool = False  # a token is sent once to each node with experts of its own, and copied there
     libraries: int = 2  # callers of cuBLAS, each with a workspace of its own: the threads of both passes
