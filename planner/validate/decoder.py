@@ -101,13 +101,15 @@ class Decoder:
         dense = SwiGLU(self.ffn) if self.gated else MLP(self.ffn, "gelu", bias=self.learned)
         if not self.experts:
             return self._runs(self.layers, dense, dense, dropout)
-        shared = SwiGLU(self.shared_ffn) if self.shared_ffn else None
+        shared = self._plain(self.shared_ffn) if self.shared_ffn else None
         width = self.expert_ffn or self.ffn
-        plain = SwiGLU(width) if self.gated else MLP(width, "gelu")
-        expert = ClampedGLU(width) if self.clamped else plain
+        expert = ClampedGLU(width) if self.clamped else self._plain(width)
         moe = MoE(expert, self.experts, self.top_k, balance=0.01, shared=shared, bias=self.clamped)
         first = [(self.dense_layers, self._block(dense, None, dropout))] if self.dense_layers else []
         return [*first, *self._runs(self.layers - self.dense_layers, dense if self.alternate else moe, moe, dropout)]
+
+    def _plain(self, width: int) -> Layer:
+        return SwiGLU(width) if self.gated else MLP(width, "gelu")
 
     def _runs(self, layers: int, one: Layer, other: Layer, dropout: float) -> list[tuple[int, Layer]]:
         if one is other and self.window is None:

@@ -7,6 +7,8 @@ NVIDIA/Megatron-LM, tests/functional_tests/test_cases/*/*/model_config.yaml: it 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from attrs import evolve
 
@@ -30,8 +32,14 @@ LIBRARY = 2**25  # CUBLAS_WORKSPACE_CONFIG=:4096:8, which makes cuBLAS determini
 COMPILED_LOSS = 4 + 4
 # Layers and width of the tests that have experts as wide as a dense layer, of which a token goes to one, or two (top2).
 SMALL = (12, 512)
-UNSAID = {  # what a row does not say, by a part of the test's name
-    "mla": "the sizes of its latent attention are not said",
+SIZES: Mapping[str, Mapping[str, Any]] = {  # what a row does not say and the configuration does, likewise
+    "top2": {"top_k": 2},
+    "a2a_ovlp": {"top_k": 2},
+    "gpt3_moe_mcore_te_ep8_resume": {"top_k": 2, "expert_ffn": 1024},
+    "gpt3_moe_mcore_te_tp4_ep2_etp2_pp2_resume": {"top_k": 2, "expert_ffn": 1024, "shared_ffn": 512},
+    "mla": {"latent": (("q_lora", 192), ("kv_lora", 64), ("qk_nope", 16), ("qk_rope", 8), ("v", 16))},
+}
+UNSAID = {  # why a test is left out, by a part of its name
     "zp_z3": "weights are sharded (FSDP)",
     "grpo": "it is reinforcement learning",
     "distill": "a teacher is beside the model",
@@ -39,7 +47,6 @@ UNSAID = {  # what a row does not say, by a part of the test's name
     "account_for": "its stages are not said",
     "offloading": "activations are offloaded",
     "muon": "its optimizer is not Adam",
-    "a2a_ovlp": "how many experts a token goes to is not said",
     "defer_embedding": "the gradients of its logits wait for the end of the step",
 }
 
@@ -60,7 +67,7 @@ def functional(row: Row) -> Run:
     if (suite := text(row, "suite")) not in VOCAB:
         raise UnfitError(f"tests of {suite} are not described well enough")
     small = test.startswith("gpt3_mcore") and (whole(row, "layers"), whole(row, "hidden")) == SMALL
-    if row.get("experts") and not small:
+    if row.get("experts") and not (small or "expert_ffn" in _sizes(test)):
         raise UnfitError("the width of its experts is not said")
     if reason := next((said for part, said in UNSAID.items() if part in test), ""):
         raise UnfitError(reason)
@@ -88,6 +95,11 @@ def functional(row: Row) -> Run:
     )
 
 
+def _sizes(test: str) -> dict[str, Any]:
+    """What is known of a model by the name of its test."""
+    return {name: size for part, sizes in SIZES.items() if part in test for name, size in sizes.items()}
+
+
 def _decoder(row: Row) -> Decoder:
     large, hidden, unit = text(row, "test").startswith("gpt3_7b"), whole(row, "hidden"), 128 * whole(row, "tp", 1)
     vocab = LARGE_VOCAB if large else VOCAB[text(row, "suite")]
@@ -102,7 +114,7 @@ def _decoder(row: Row) -> Decoder:
         learned=True,
         positions=whole(row, "seq"),
         experts=whole(row, "experts", 0),
-        top_k=2 if "top2" in text(row, "test") else 1,
+        **{"top_k": 1, **_sizes(text(row, "test"))},
     )
 
 
