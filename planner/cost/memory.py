@@ -108,7 +108,7 @@ def static(
     dense, experts = copies(layout)
     kept = state(precision, practice) + practice.share_nbytes
     return {
-        "weights": precision.nbytes * (params + expert_params),
+        "weights": (practice.weight_nbytes or precision.nbytes) * (params + expert_params),
         "gradients": (practice.gradient_nbytes + practice.beside_nbytes) * (params + expert_params),
         "optimizer": -(-kept * params // dense) - (-kept * expert_params // experts),
     }

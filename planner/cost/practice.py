@@ -92,6 +92,7 @@ class Practice:
     streams: int = 0  # on which it multiplies by several experts at once, each with a workspace
     dummies: bool = False  # of each product's weight a tensor is held in place of its gradient, which is summed fused
     step_nbytes: int = 0  # of each element of the optimizer's share, held while it steps
+    weight_nbytes: int = 0  # of an element of a weight, if not those of the precision
     moment_nbytes: int = 4  # of an element of each of Adam's two moments
     share_nbytes: int = 0  # and held throughout, beside its state
     beside_nbytes: int = 0  # of each element, held throughout beside weight and main gradient

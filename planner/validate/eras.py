@@ -39,6 +39,8 @@ def practice(row: Row, note: str) -> Practice:
     found = evolve(MEGATRON, exchange_buffers=False)
     if "Bridge" in framework:
         found = evolve(found, gradient_nbytes=2, moment_nbytes=2 if row.get("mla") else 4)
+    if tuned(row) or "Bridge" in framework:
+        found = evolve(found, weight_nbytes=1 if row.get("precision_class") == "fp8" and row.get("gpu") in ALONE else 0)
     if "TE fused cross-entropy" in note or "Bridge" in framework:  # it works in the logits (triton/cross_entropy.py)
         found = evolve(found, loss_copies=0)
     note = told(row, note)
@@ -88,6 +90,9 @@ def tuned(row: Row) -> bool:
 # From this container of NeMo on, the recipes of models with experts graph whole iterations where a row says no more.
 FUSED, RECIPE = (26, 6), "cuda_graph_impl=full_iteration; moe_flex_dispatcher_backend=hybridep; moe_a2a_overlap=True"
 BLOCKS = ("mxfp8", "nvfp4")  # precisions for which experts' kernels are fused
+# NVIDIA's recipes keep weights in the 8 bits that products take (fp8_param_gather), and Blackwell's products need no
+# transposed copy beside (transformer_engine/pytorch/utils.py: is_non_tn_fp8_gemm_supported); blocks of 32 need one.
+ALONE = ("B200", "GB200", "B300", "GB300")
 # What says that kernels are launched as CUDA graphs, of parts of a layer or of the whole step.
 GRAPHS = r"cuda_graph_impl=|CUDA graph|TE graph|full.iteration"
 # Hy3 in bf16 took 187 GB without graphs and 219 with one of the whole iteration, 77 of them saved. With as much every

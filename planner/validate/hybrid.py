@@ -30,7 +30,12 @@ from .run import LARGEST, Row, UnfitError, text, whole
 
 # What rows do not say, from the models' configurations at Hugging Face: heads and states of Mamba-2, in groups of 8 and
 # of 64 channels a head; and the order of layers where not even their numbers are said.
-STATES = {"nemotron-h-8b": (128, 128), "nemotron-h-56b": (256, 256), "nemotron3-nano": (64, 128)}
+STATES = {
+    "nemotron-h-8b": (128, 128),
+    "nemotron-h-47b": (256, 256),
+    "nemotron-h-56b": (256, 256),
+    "nemotron3-nano": (64, 128),
+}
 ORDER = {"nemotron3-nano": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
 LETTERS = {"mamba2": "M", "attention": "*", "mlp": "-"}
 
