@@ -131,7 +131,7 @@ def test_the_slowest_chunk_is_no_slower_than_by_hand(
     rival = placed.fit.sheet.sums(tuple(bounds))[:, STEP].sum(axis=1)
     assert len(rival) == len(placed.seconds) == layout.pp * layout.vpp
     assert max(placed.seconds) <= rival.max()
-    assert max(placed.seconds) < 0.9 * rival.max() or written is deepseek_v3
+    assert max(placed.seconds) < rival.max() or written is deepseek_v3  # whose head is less than a layer
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=12), st.data())
