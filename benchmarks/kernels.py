@@ -101,9 +101,11 @@ def random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
-def work(kind: str, flops: int, elements: int, *, count: int = 1, m: int = 0, n: int = 0, k: int = 0) -> Work:
+def work(
+    kind: str, flops: int, elements: int, *, path: str = "", count: int = 1, m: int = 0, n: int = 0, k: int = 0
+) -> Work:
     """As the facts count it; both gradients of a product take what it takes."""
-    return Work(kind, "", flops, flops, flops, elements, count=count, m=m, n=n, k=k)
+    return Work(kind, path, flops, flops, flops, elements, count=count, m=m, n=n, k=k)
 
 
 def products(on: Device) -> Iterator[Measured]:
@@ -182,7 +184,8 @@ def chains(on: Device) -> Iterator[Measured]:
     """What memory limits, as the runtime computes it."""
     for tokens, width in ((4096, 768), (16384, 768), (4096, 2048), (16384, 2048), (4096, 8192), (16384, 8192)):
         for name, kind, elements, run, leaves in layers(tokens, width):
-            took = kernels.seconds(work(kind, 0, elements), on, Precision.BF16)
+            of = work(kind, 0, elements, path="mul" if name == "swiglu" else "")  # a gate, by its path
+            took = kernels.seconds(of, on, Precision.BF16)
             with torch.no_grad():
                 first = busy(run)
             what = f"{tokens} x {width}"
@@ -199,19 +202,20 @@ Case = tuple[str, str, int, Callable[[], Tensor], tuple[Tensor, ...]]  # name, k
 def layers(tokens: int, width: int) -> tuple[Case, ...]:
     from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
-    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    from megaloom.runtime.fused import turned
 
     n = tokens * width
     x, other = (random(tokens, 1, width).requires_grad_() for _ in range(2))
     wide, heads = random(tokens, 1, 2 * width).requires_grad_(), random(tokens, 1, width // 64, 64).requires_grad_()
     scale, shift = (random(width).requires_grad_() for _ in range(2))
-    angles = random(tokens, 1, 1, 64, dtype=torch.float32)
+    angles = random(tokens, 1, 1, 32, dtype=torch.float32).repeat(1, 1, 1, 2)
     return (
         ("rms norm", "normalize", 2 * n, lambda: F.rms_norm(x, scale.shape, scale), (x, scale)),
         ("layer norm", "normalize", 2 * n, lambda: F.layer_norm(x, scale.shape, scale, shift), (x, scale, shift)),
         ("swiglu", "pointwise", 3 * n, lambda: bias_swiglu_impl(wide, None), (wide,)),
         ("bias gelu", "pointwise", 2 * n, lambda: bias_gelu_impl(x, shift), (x, shift)),
-        ("rope", "rope", 2 * n, lambda: _apply_rotary_pos_emb_bshd(heads, angles), (heads,)),
+        ("rope", "rope", 2 * n, lambda: turned(heads, angles), (heads,)),
         ("add", "pointwise", 3 * n, lambda: x + other, ()),
         ("dropout", "drop", 2 * n, lambda: F.dropout(x, 0.1), (x,)),
     )
@@ -220,22 +224,24 @@ def layers(tokens: int, width: int) -> tuple[Case, ...]:
 def beside(on: Device) -> Iterator[Measured]:
     """The loss, the addition of a gradient, a step of the optimizer: bytes that the cost model counts by element."""
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    from megaloom.runtime.fused import cross_entropy
 
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel()
+    group = parallel_state.get_tensor_model_parallel_group()
     for tokens, vocab in ((4096, 32000), (4096, 128256)):
         logits, labels = random(tokens, 1, vocab).requires_grad_(), torch.randint(vocab, (tokens, 1), device="cuda")
         moved = OWN.loss_nbytes * logits.numel()
 
         def loss(logits: Tensor = logits, labels: Tensor = labels) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(vocab_parallel_cross_entropy(logits.float(), labels).sum(), logits)
+            return torch.autograd.grad(cross_entropy(logits, labels, group).sum(), logits)
 
         yield Measured("loss", f"{tokens} x {vocab}", waited(loss, 10), moved / on.moves, 0, moved)
     for n in (2**22, 2**26, 2**28):
         main, gradient = random(n, dtype=torch.float32), random(n)
         moved = 10 * n
-        said = OWN.passes["gradient"] * moved / on.moves
+        said = OWN.passes["gradient"][1] * moved / on.moves
         yield Measured("gradient", f"{n}", busy(partial(main.add_, gradient)), said, 0, moved)
     for n, pieces in ((2**28, 16), (2**28, 256), (2**26, 256)):
         held = [random(n // pieces, dtype=torch.float32).requires_grad_() for _ in range(pieces)]
