@@ -89,7 +89,7 @@ def test_the_search_equals_brute_force(case: tuple[Graph, Cluster, Workload], ma
     assert found[:1] == priced[:1]
 
 
-@settings(max_examples=INSTANCES)
+@settings(max_examples=INSTANCES // 3)
 @given(instances())
 def test_less_overlap_is_no_quicker(case: tuple[Graph, Cluster, Workload]) -> None:
     g, devices, work = case
