@@ -62,7 +62,9 @@ def scale(
 def told(g: Graph, machine: Cluster, workload: Workload, fixed: Fixed, as_json: bool) -> int:
     """2 if the layout breaks a rule. Without a layout the rules are shown."""
     from .search.lint import broken, for_machines, listed, warned
+    from .search.misses import checked
 
+    fixed = checked(fixed)
     if as_json:
         found = for_machines(g, machine, workload, fixed)
         print(json.dumps(found, indent=1))
