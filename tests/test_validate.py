@@ -168,6 +168,7 @@ def test_and_so_is_a_line_of_a_table(line: list[str], odd: dict[str, str]) -> No
         ({"tp": "eight"}, "tp of 'eight' is no whole number"),
         ({"step_time_s": -1}, "step_time_s of -1 is not positive"),
         ({"precision_class": "int4"}, "a precision of 'int4'"),
+        ({"num_gpus": 31, "tp": 2}, "tp 2 x pp 1 x cp 1 needs a multiple of 2 GPUs, not 31"),
     ],
 )
 def test_a_row_that_cannot_be_read_says_why(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -177,6 +178,18 @@ def test_a_row_that_cannot_be_read_says_why(change: dict[str, Any], reason: str,
     assert [run.id for run in runs] == ["sc21-001"]
     assert [s.reason.partition(":")[0] for s in skipped[:2]] == ["it is not JSON", "[1] is no JSON object"]
     assert reason in skipped[2].reason
+
+
+def test_a_layout_that_needs_more_devices_is_refused(tmp_path: Path) -> None:
+    row = {**ROWS[0], "tp": 1, "pp": 4, "ep": 64, "experts": 64, "topk": 2, "num_gpus": 128, "gbs": 4096, "mbs": 1}
+    path = tmp_path / "runs.jsonl"
+    path.write_text(
+        "\n".join(json.dumps({**row, **change}) for change in ({}, {"num_gpus": 256}, {"gbs": 100, "ep": 32}))
+    )
+    found = validate(path)
+    assert len(found.rows) == 1
+    assert ["needs 256 devices or a multiple, and there are 128" in s.reason for s in found.skipped] == [True, False]
+    assert "a batch of 100 does not divide over dp 32" in found.skipped[1].reason
 
 
 def test_what_a_row_leaves_out_follows_from_the_rest(tmp_path: Path) -> None:

@@ -134,14 +134,10 @@ def _layout(row: Row, note: str) -> tuple[Layout, int]:
     ep = whole(row, "ep", 1) if sparse else 1
     undivided = not sparse or ep > 1 or "expert_tensor_parallel_size=1" in note
     etp = whole(row, "etp", 1 if undivided else tp) if sparse else 1
-    if world % (ep * etp * pp):
-        raise UnfitError(f"ep {ep} x etp {etp} x pp {pp} needs a multiple of {ep * etp * pp} GPUs, not {world}")
     dp, mbs = world // (tp * pp * cp), whole(row, "mbs", 1)
     gbs = whole(row, "gbs", dp * mbs * whole(row, "grad_accum", 0))
     if not gbs:
         raise UnfitError("no gbs")
-    if gbs % (dp * mbs):
-        raise UnfitError(f"a batch of {gbs} does not divide over dp {dp} x micro-batch {mbs}")
     again, modules = recompute(row.get("recompute"))
     layout = Layout(
         dp=dp,

@@ -31,7 +31,7 @@ from .run import Run, Skipped
 from .runs import read
 
 # The rules without which a layout has no price.
-UNPRICED = ("positive", "plausible", "precision", "stages", "vpp-microbatches")
+UNPRICED = ("positive", "plausible", "world", "expert-grid", "batch", "precision", "stages", "vpp-microbatches")
 APART = 0.05  # runs whose times differ by less say nothing about which is better
 
 
