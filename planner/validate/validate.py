@@ -17,9 +17,9 @@ from typing import Any
 from attrs import frozen
 
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import Graph, graph
+from megaloom.dsl.graph import graph
 from megaloom.planner.cluster import GiB
-from megaloom.planner.cost.fit import Bounds, Fit, Placed
+from megaloom.planner.cost.fit import Fit, Placed
 from megaloom.planner.cost.intervals import OTHER, interval, kind
 from megaloom.planner.cost.memory import needed, point, upper
 from megaloom.planner.cost.practice import NANOTRON
@@ -27,6 +27,7 @@ from megaloom.planner.legal.rules import violations
 from megaloom.planner.search.predict import Priced
 from megaloom.planner.search.price import Pricer
 
+from .dealt import by_weights, evenly
 from .run import Run, Skipped
 from .runs import read
 
@@ -124,7 +125,7 @@ def _predicted(runs: Iterable[Run], skipped: list[Skipped]) -> Iterator[Predicte
 
 
 def predict(run: Run) -> Predicted:
-    """What a run takes as it was laid out, its blocks dealt evenly to the stages as Megatron-LM deals them."""
+    """What a run takes as it was laid out, its blocks dealt to the stages as its program deals them."""
     priced = priced_as(run)
     held = priced.prediction.nbytes[-1 if run.last_rank else _fullest(priced)]
     oom = max(needed(peak.held) for peak in priced.placed.fullest) > run.cluster.device.nbytes
@@ -143,19 +144,8 @@ def priced_as(run: Run) -> Priced:
         if broken.rule in UNPRICED:
             raise UserError(broken.message)
     fit = Fit(layout, pricer.sheet(layout), run.workload, run.cluster, run.practice)
-    bounds = evenly(g, layout.pp * layout.vpp)
+    bounds = (by_weights if run.practice.name == NANOTRON.name else evenly)(g, layout.pp * layout.vpp)
     return pricer.priced(Placed(fit, bounds) if bounds else Placed(fit, fit.even()))
-
-
-def evenly(g: Graph, stages: int) -> Bounds | None:
-    """The bounds of stages with equally many blocks, if these divide; what comes before or after goes to the ends."""
-    pairs = enumerate(zip(g.nodes, g.nodes[1:], strict=False), 1)
-    starts = [i for i, (before, node) in pairs if node.block not in (None, before.block)]
-    if len(starts) % stages:
-        return None
-    each = len(starts) // stages
-    bounds = (0, *(starts[i * each] for i in range(1, stages)), len(g.nodes))
-    return bounds if {*bounds[1:-1]} <= {*g.cuts} else None
 
 
 def _fullest(priced: Priced) -> int:

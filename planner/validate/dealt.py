@@ -1,0 +1,53 @@
+"""How programs deal a model's blocks to the stages of a pipeline.
+
+Protocol: each function gives the bounds of so many stages, or None if it has no way; what comes before the first block
+or after the last goes to the ends.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from megaloom.dsl.dims import Sizes
+from megaloom.dsl.graph import Graph, Node
+from megaloom.planner.cost.fit import Bounds
+
+
+def evenly(g: Graph, stages: int) -> Bounds | None:
+    """Equally many blocks each, if these divide: Megatron-LM."""
+    starts = [i for i in _starts(g) if g.nodes[i].block is not None]
+    if len(starts) % stages:
+        return None
+    each = len(starts) // stages
+    return _bounds(g, [starts[i * each] for i in range(1, stages)])
+
+
+def by_weights(g: Graph, stages: int) -> Bounds | None:
+    """A stage ends with the block, or the head, that exceeds its share of the matrices; embeddings are none.
+
+    Source: github.com/huggingface/nanotron, src/nanotron/models/base.py: build_model.
+    """
+    starts = _starts(g)
+    first = next((i for i, start in enumerate(starts) if g.nodes[start].block is not None), 0)
+    sizes = [sum(map(_elements, g.nodes[a:b])) for a, b in pairwise([*starts, len(g.nodes)])]
+    sums = [*accumulate([0] * first + sizes[first:])]
+    ends: list[int] = []
+    for i, done in enumerate(sums[:-1]):
+        if done * stages > sums[-1] * (len(ends) + 1):
+            ends.append(starts[i + 1])
+    return _bounds(g, ends) if len(ends) == stages - 1 else None
+
+
+def _elements(node: Node) -> int:
+    """Of its matrices."""
+    return sum(Sizes()(slot.dims) for slot in node.weights if len(slot.dims) > 1)
+
+
+def _starts(g: Graph) -> list[int]:
+    """Where a block begins, or a node outside of blocks."""
+    pairs = enumerate(pairwise(g.nodes), 1)
+    return [0, *(i for i, (before, node) in pairs if node.block is None or node.block != before.block)]
+
+
+def _bounds(g: Graph, inner: list[int]) -> Bounds | None:
+    return (0, *inner, len(g.nodes)) if {*inner} <= {*g.cuts} else None

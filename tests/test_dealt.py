@@ -1,0 +1,35 @@
+"""How programs deal blocks to the stages of a pipeline."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from megaloom.dsl.graph import Graph, graph
+from megaloom.planner.validate.dealt import by_weights, evenly
+from megaloom.planner.validate.decoder import Decoder
+
+
+@pytest.fixture(scope="module")
+def small() -> Graph:
+    """The 1B of nanotron's benchmarks, whose head has as many elements as four of its blocks."""
+    return graph(Decoder(layers=16, hidden=2048, heads=32, ffn=8192, vocab=131072, tied=True).model())
+
+
+def blocks(g: Graph, bounds: tuple[int, ...] | None) -> list[int]:
+    """Of each stage, how many."""
+    assert bounds is not None and {*bounds[1:-1]} <= {*g.cuts}
+    return [len({n.block for n in g.nodes[a:b]} - {None}) for a, b in pairwise(bounds)]
+
+
+@pytest.mark.parametrize(("stages", "dealt"), [(1, [16]), (2, [11, 5]), (4, [6, 5, 5, 0])])
+def test_a_block_that_exceeds_the_share_is_the_last(small: Graph, stages: int, dealt: list[int]) -> None:
+    """Shares are 20, 10 and 5 blocks: 5 do not exceed 5, so that a sixth comes, and the head is left to the last."""
+    assert blocks(small, by_weights(small, stages)) == dealt
+
+
+def test_what_cannot_be_dealt_has_no_bounds(small: Graph) -> None:
+    assert by_weights(small, 8) is None  # the eighth stage would have nothing but the loss
+    assert evenly(small, 3) is None
+    assert blocks(small, evenly(small, 8)) == [2] * 8
