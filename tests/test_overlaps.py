@@ -63,35 +63,28 @@ def test_where_there_is_no_room_for_it_nothing_overlaps(layout: Layout) -> None:
         assert search(among, 1, 1)[0].layout == expected
 
 
-def test_a_command_line_says_what_overlaps(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [
-        "llama3-8b",
-        "--gpus",
-        "8xH100",
-        "--runtime",
-        "megatron",
-        "--tp",
-        "2",
-        "--sequence-parallel",
-        "--json",
-        "--top",
-        "1",
-        "--overlap",
-    ]
-    for said, found in (
-        (["none"], []),
-        (["tensor,gradients"], ["gradients", "tensor"]),
-        (["gradients"], ["gradients"]),
-    ):
-        assert main([*asked, *said]) == 0
-        assert json.loads(capsys.readouterr().out)["plans"][0]["layout"]["overlaps"] == found
-    assert main([*asked, "grads"]) == 2
-    assert (
-        "no overlap is called 'grads'\nthere are gradients, weights, tensor, experts, or none"
-        in capsys.readouterr().err
-    )
-    assert main([*asked, "weights", "--no-distributed-optimizer"]) == 2
-    assert "[overlap-weights]" in capsys.readouterr().err
+ASKED = "llama3-8b --gpus 8xH100 --runtime megatron --tp 2 --sequence-parallel --json --top 1 --overlap".split()
+
+
+@pytest.mark.parametrize(
+    ("said", "found"), [("none", []), ("tensor,gradients", ["gradients", "tensor"]), ("gradients", ["gradients"])]
+)
+def test_a_command_line_says_what_overlaps(said: str, found: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED, said]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["layout"]["overlaps"] == found
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("grads", "no overlap is called 'grads'\nthere are gradients, weights, tensor, experts, or none"),
+        ("grads --lint", "no overlap is called 'grads'"),
+        ("weights --no-distributed-optimizer", "[overlap-weights]"),
+    ],
+)
+def test_what_cannot_overlap_is_refused(asked: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED, *asked.split()]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_runtime_does_not_run_what_overlaps_inside() -> None:

@@ -21,10 +21,8 @@ def _weights(case: Case) -> Truth:
 
 def _weights_told(case: Case) -> Words:
     if not case.layout.distributed_optimizer:
-        return (
-            "without the distributed optimizer there are no weights to gather",
-            "distributed_optimizer on, or without",
-        )
+        message = "the gathering of weights overlaps, and without the distributed optimizer there are none to gather"
+        return message, "distributed_optimizer on, or no overlap of weights"
     return "the gathering of weights overlaps, and the reduction of gradients does not", "overlap of gradients too"
 
 
