@@ -91,13 +91,31 @@ class Anatomy:
         blocks = np.array([node.block is not None for node in self.graph.nodes])
         return np.bincount(self.kind[blocks], minlength=len(self.kinds)).astype(float)
 
+    @cached_property
+    def ahead(self) -> int:
+        """The node at which blocks begin that predict tokens further ahead, which the first output does without."""
+        nodes, needed = self.graph.nodes, {self.graph.outputs[0]}
+        for n in reversed(nodes):
+            needed.update(n.inputs if n.name in needed else ())
+        return next((i for i, n in enumerate(nodes) if n.block is not None and n.name not in needed), len(nodes))
+
+    @cached_property
+    def numbered(self) -> int:
+        """How many blocks may be computed again by their number in a stage.
+
+        Those that predict further ahead are not (megatron-core 0.16.1, multi_token_prediction.py:853).
+        """
+        return len({node.block for node in self.graph.nodes[: self.ahead]} - {None})
+
     @lru_cache(maxsize=256)  # noqa: B019 - an anatomy is kept by its graph's own cache
     def after(self, count: int) -> NDArray[np.intp]:
-        """For each place the end of the last of `count` blocks, of which the first may be begun already."""
-        nodes = self.graph.nodes
+        """For each place the end of the last of `count` numbered blocks, of which the first may be begun already."""
+        nodes, here = self.graph.nodes[: self.ahead], np.arange(len(self.graph.nodes) + 1)
         ends = [i + 1 for i, n in enumerate(nodes) if n.block is not None and _next(nodes, i) != n.block]
-        which = np.searchsorted(ends, np.arange(len(nodes) + 1), side="right") + count - 1
-        return np.array([*ends, *[len(nodes)] * count])[np.minimum(which, len(ends) + count - 1)]
+        which = np.searchsorted(ends, here, side="right") + count - 1
+        last = np.array([*ends, *[self.ahead] * count])[np.minimum(which, len(ends) + count - 1)]
+        stop: NDArray[np.intp] = np.maximum(last, here)
+        return stop
 
     @cached_property
     def block(self) -> Rows:

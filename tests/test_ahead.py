@@ -19,7 +19,7 @@ from megaloom.planner.export.borders import layout as letters
 from megaloom.planner.export.borders import parts, whole
 from megaloom.planner.export.export import Target, export
 from megaloom.planner.export.gpt import gpt
-from megaloom.planner.layout import Layout, Workload
+from megaloom.planner.layout import Layout, Recompute, Workload
 from megaloom.planner.legal.limits import untrainable
 from megaloom.planner.search.price import Pricer
 from megaloom.runtime import device
@@ -147,6 +147,19 @@ def test_what_the_search_asks_of_a_cut_holds_where_several_hidden_states_cross(g
                 assert seconds <= priced.seconds * (1 + 1e-9)
                 assert nbytes <= max(priced.placed.peaks) + 1000
     assert crossed > 5
+
+
+def test_what_predicts_ahead_is_computed_again_with_all_blocks_only() -> None:
+    """Not with the first ones of each stage: megatron-core skips it then."""
+    g = graph(SMALL)
+    starts = gpt(g, "a test").starts
+    again = {}
+    for layers in (0, 1, 2):
+        x = Layout(pp=3, recompute=Recompute.FULL, recompute_layers=layers)
+        bounds = (0, starts[4], starts[6], len(g.nodes))  # the last: a layer, that ahead, the heads
+        again[layers] = pricer(g, 3).place(x).fit.sheet.sums(bounds)[:, Col.AGAIN]
+    assert again[1][2] == again[2][2] == pytest.approx(again[2][1] / 2)
+    assert again[0][2] > again[2][1]
 
 
 def test_the_runtime_refuses_it_in_one_message() -> None:

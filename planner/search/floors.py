@@ -45,7 +45,7 @@ class Ground:
     params: Column  # elements on one device: dense ones
     experts: Column
     hop: Rows  # seconds of what passes from a stage to the next, between the nearest
-    blocks: int
+    blocks: int  # that may be computed again by their number
 
 
 def roomy(at: Layouts, book: Book, capacity: float) -> NDArray[np.bool_]:
@@ -269,7 +269,7 @@ class Floors:
             params=params[which],
             experts=experts[which],
             hop=self._hops(),
-            blocks=len({n.block for n in self.book.anatomy.graph.nodes} - {None}),
+            blocks=self.book.anatomy.numbered,
         )
 
     def _params(self, rows: Rows, one: Layouts) -> tuple[Column, Column]:
