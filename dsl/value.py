@@ -148,6 +148,8 @@ class Pointwise(Op):
         return big
 
     def keeps(self, out: Value) -> tuple[Value, ...]:
+        if self.fn == "relu":
+            return (out,)  # which says as well where the argument was negative, and is often kept as it is
         return out.args if self.fn in CURVED else ()
 
     def __str__(self) -> str:
