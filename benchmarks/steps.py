@@ -82,6 +82,7 @@ ONE = (
 )
 MANY = (
     Case("llama3-1b", 4096, 16),
+    Case("llama3-1b", 4096, 16, {"overlaps": ()}),
     Case("llama3-1b", 4096, 16, {"tp": 2, "sequence_parallel": True}),
     Case("llama3-1b", 4096, 16, {"pp": 2}),
     Case("llama3-1b", 4096, 16, {"pp": 2, "vpp": 2}),
