@@ -88,6 +88,11 @@ def _overlaps(names: tuple[str, ...]) -> tuple[Overlap, ...]:
 
 
 @lru_cache(maxsize=64)
+def _inner(names: tuple[Overlap, ...]) -> int:
+    return bits(o for o in names if o in INNER)
+
+
+@lru_cache(maxsize=64)
 def switched(number: int) -> tuple[Overlap, ...]:
     """The overlaps that the bits of a number stand for."""
     return overlaps(o for o in Overlap if number & o.bit)
@@ -191,7 +196,7 @@ class Layout:
     @property
     def inner(self) -> int:
         """The overlaps that change what a node costs, as bits."""
-        return bits(o for o in self.overlaps if o in INNER)
+        return _inner(self.overlaps)
 
     @property
     def group(self) -> int:
