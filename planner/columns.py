@@ -19,6 +19,7 @@ Rows = NDArray[np.float64]
 MODES = tuple(Recompute)
 SWITCHES = ("sequence_parallel", "distributed_optimizer")
 NAMES = tuple(f.name for f in fields(Layout))
+SMALL = 4  # times as many as there are rows
 
 
 @frozen(eq=False, slots=False)
@@ -144,7 +145,15 @@ def alike(*columns: Column | NDArray[np.bool_]) -> tuple[Column, Column]:
 
 
 def _distinct(column: Column | NDArray[np.bool_]) -> tuple[Column, Column]:
-    """As numpy's `unique`, whose import of masked arrays takes longer than a search may."""
+    """As numpy's `unique`, whose import of masked arrays takes too long. Small numbers index a table."""
+    top = int(column.max(initial=0))
+    if top <= SMALL * len(column) and column.min(initial=0) >= 0:
+        there = np.zeros(top + 1, dtype=bool)
+        there[column.astype(np.intp)] = True
+        code = (np.cumsum(there) - 1)[column.astype(np.intp)]
+        first = np.empty(int(code.max(initial=-1)) + 1, dtype=np.int64)
+        first[code[::-1]] = np.arange(len(column) - 1, -1, -1)  # of several the last that is written stays
+        return first, code
     order = np.argsort(column, kind="stable")
     ordered = column[order]
     new = np.ones(len(column), dtype=bool)

@@ -154,9 +154,9 @@ class Book:
 
         [layouts, kinds, columns], [layouts, kinds, parts, MADE], [layouts, kinds], [layouts, kinds]
         """
-        out = []
-        for i in range(len(self._reach)):
-            first, which = self._alike(i, x)
+        out, alike = [], self._alike(x)
+        for i, seen in enumerate(self._reach):
+            first, which = alike[seen.experts, seen.apart]
             lines = [self.line(i, x[int(k)]) for k in first]
             columns = ([getattr(n, name) for n in lines] for name in ("row", "again", "full", "largest"))
             out.append([np.array(column, dtype=float)[which] for column in columns])
@@ -165,9 +165,9 @@ class Book:
 
     def largest(self, x: Layouts) -> Rows:
         """Bytes of the largest saved tensor of each of many layouts, sooner than its costs."""
-        out = np.zeros(len(x))
-        for i in range(len(self._reach)):
-            first, which = self._alike(i, x)
+        out, alike = np.zeros(len(x)), self._alike(x)
+        for i, seen in enumerate(self._reach):
+            first, which = alike[seen.experts, seen.apart]
             sizes = []
             for layout, workload in (self._seen(i, x[int(k)]) for k in first):
                 tokens = layout.micro_batch * workload.seq
@@ -175,12 +175,17 @@ class Book:
             out = np.maximum(out, np.array(sizes, dtype=float)[which])
         return out
 
-    def _alike(self, i: int, x: Layouts) -> tuple[Column, Column]:
-        """The layouts that a kind of node sees differences between, and which of them each is like."""
-        seen = self._reach[i]
-        tokens = (x.micro_batch * (self.workload.seq // x.cp),) if seen.apart else (x.micro_batch, x.cp)
-        experts = (x.ep, x.etp, x.inner) if seen.experts else (x.hides(Overlap.TENSOR),)
-        return alike(x.tp, x.sequence_parallel, *tokens, *experts)
+    def _alike(self, x: Layouts) -> dict[tuple[bool, bool], tuple[Column, Column]]:
+        """The layouts that kinds see differences between, and which of them each is like; by `experts` and `apart`."""
+        tokens = {True: (x.micro_batch * (self.workload.seq // x.cp),), False: (x.micro_batch, x.cp)}
+        experts: dict[bool, tuple[Column, ...]] = {
+            True: (x.ep, x.etp, x.inner),
+            False: (x.hides(Overlap.TENSOR).astype(np.int64),),
+        }
+        return {
+            (of, apart): alike(x.tp, x.sequence_parallel, *tokens[apart], *experts[of])
+            for of, apart in {(seen.experts, seen.apart) for seen in self._reach}
+        }
 
     def shared(self, layout: Layout) -> tuple[int, ...]:
         """The elements of each shared weight on a device."""
