@@ -61,7 +61,7 @@ LAUNCH = 14e-6
 #   TFLOP/s), matrix products run at 680 TFLOP/s where alone they reach 790, of which their shapes explain 3 to 4 %. An
 #   A100 keeps its clock. Blackwell's depend on the power that the box gives each GPU: 1,000 W (B200), 1,200 W (GB200),
 #   1,100 W (B300), 1,400 W (GB300); fitted to dense runs of one half of the published models, of two to five sources
-#   for each device (`megaloom validate`).
+#   for each device (`megaloom validate`). All of these are of a chip in the middle, see `device.VARIATION`.
 # - nvfp4_efficiency: fitted likewise: its peak is half as much again as that of GB200, and its steps no quicker for it.
 # - context_nbytes: on an H200 0.51 GiB for the context, 0.68 once products, attention and norms have run, and 0.35 more
 #   for NCCL beside its communicators, measured for this project by what torch does not reserve; more than 1 GB before
