@@ -209,10 +209,10 @@ class Floors:
         b, g = self.book, self.ground
         shown = ~np.array([x.hides(Overlap.WEIGHTS), x.hides(Overlap.GRADIENTS)]).T
         first, which = alike(place, x.distributed_optimizer)
-        rows = []
+        rows, waiting = [], evolve(x, overlaps=np.zeros(len(x), dtype=np.int64))
         for i in first.tolist():
             params, experts = (float(n[place[i]]) / x.pp[i] for n in (g.params, g.experts))
-            t = tail(params, experts, 0.0, evolve(x[i], overlaps=()), b.workload.precision, b.cluster, b.practice)
+            t = tail(params, experts, 0.0, waiting[i], b.workload.precision, b.cluster, b.practice)
             rows.append((t.optimizer, t.gathering, t.reduction))
         optimizer, *exchanged = np.array(rows).reshape(-1, 3)[which].T
         after: Rows = np.array(exchanged).T * shown
