@@ -15,9 +15,10 @@ from types import ModuleType
 
 from .errors import UserError, short
 from .graph import Model
-from .hub import config_file, read, title
+from .hub import WANTED, config_file, read, title
 
 EXAMPLES = "megaloom.examples"
+LIKE = 8  # names of models that are shown in place of one that is not known, those most like it
 
 
 def find(ref: str) -> tuple[Model, str]:
@@ -34,14 +35,16 @@ def find(ref: str) -> tuple[Model, str]:
     if place.endswith(".py"):
         path = Path(place)
         if not path.is_file():
-            raise UserError(f"no file {place!r}\n{_known()}")
+            raise UserError(f"no file {place!r}\n{WANTED}")
         return _pick(_load(path), str(path.resolve()), name)
     if name:
         return _pick(_import(place, ref), place, name)
     models, said = examples(), ref.lower().replace(".", "-").replace("_", "-")  # gpt3-1.3b is a model's own name
     if said not in models:
-        near = get_close_matches(said, models, 1, 0.5)
-        raise UserError(f"no model {ref!r}" + (f": did you mean {near[0]}?" if near else "") + f"\n{_known()}")
+        near = get_close_matches(said, models, LIKE, 0.5)
+        meant = f": did you mean {near[0]}?" if near else ""
+        such = f"an example, such as {', '.join(near)}" if near else f"one of {', '.join(sorted(models))}"
+        raise UserError(f"no model {ref!r}{meant}\nMODEL can be file.py:name, a config.json, or {such}")
     place, _, name = models[said].partition(":")
     return _pick(importlib.import_module(place), place, name)
 
@@ -61,10 +64,6 @@ def modules() -> Iterator[ModuleType]:
     package = importlib.import_module(EXAMPLES)
     for info in pkgutil.iter_modules(package.__path__, EXAMPLES + "."):
         yield importlib.import_module(info.name)
-
-
-def _known() -> str:
-    return f"MODEL can be file.py:name, a config.json, or one of {', '.join(sorted(examples()))}"
 
 
 def _models(module: ModuleType) -> dict[str, Model | Callable[[], Model]]:
@@ -123,7 +122,7 @@ def _import(place: str, ref: str) -> ModuleType:
             raise ImportError("that is no module's name")
         return importlib.import_module(place)
     except ImportError as error:
-        raise UserError(f"cannot import {place!r} of {ref!r}: {error}\n{_known()}") from error
+        raise UserError(f"cannot import {place!r} of {ref!r}: {error}\n{WANTED}") from error
     except UserError:
         raise
     except (Exception, SystemExit) as error:

@@ -22,7 +22,7 @@ from .graph import Model
 from .names import Names
 
 NEAR = 0.7  # how like a known kind an unknown one is, for the known one to be meant
-WANTED = "a model is a Hugging Face config.json, file.py:name, or the name of an example, such as llama3-8b"
+WANTED = "MODEL can be file.py:name, a Hugging Face config.json, or the name of an example, such as llama3-8b"
 INSIDE = "the language model in it can be planned alone: make its text_config a config.json of its own"
 
 __all__ = [

@@ -192,7 +192,7 @@ def say(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 
 
 BAD = {
-    "unknown model": (("train", "llama9"), "no model 'llama9'.*\nMODEL can be file.py:name, .*, or one of .*llama3-8b"),
+    "unknown model": (("train", "llama9"), "no model 'llama9'.*\nMODEL can be file.py:name, .*, such as .*llama3-8b"),
     "no such file": (("train", "nowhere.py:x"), "no file 'nowhere.py'"),
     "no such plan": (("train", "nowhere.json"), "cannot read a plan from nowhere.json: No such file"),
     "no such plan to verify": (("verify", "nowhere.json"), "cannot read a plan from nowhere.json: No such file"),
