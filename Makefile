@@ -56,6 +56,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	    echo "$$own" > $(SITE)/own_torch.pth; sed -i '/^torch==/d' $(VENV)/constraints.txt; }
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt setuptools
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev]'
+	@$(BIN)/python -m compileall -q dsl planner runtime examples  # also where commands may write nothing
 	@mv $(VENV)/.installing $@ && touch $@
 
 # What only the tests need, and takes as long again to install.
