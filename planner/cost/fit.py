@@ -19,9 +19,9 @@ from megaloom.planner.layout import Layout, Workload
 from . import memory, timeline
 from .memory import MORE, Part
 from .practice import OWN, Practice
-from .rooms import Rooms
+from .rooms import SAME, Rooms
 from .sheet import STEP, Col, Sheet
-from .shifts import SLOWER, evened, joint
+from .shifts import SLOWER, evened, joint, leveled
 from .spans import Places, Spans, Vector
 from .stages import evenest
 
@@ -68,6 +68,20 @@ class Fit:
         """The most even cut in time, whatever it holds. There must be places for so many stages."""
         bounds = self._bounds(evenest(self.seconds, self.layout.pp * self.layout.vpp))
         assert bounds is not None, "more stages than the graph can be cut into"
+        return bounds
+
+    def reaches(self, seconds: float) -> bool:
+        """Whether stages may all be as quick as this, whatever they hold."""
+        far = np.maximum.accumulate(self.seconds.far(seconds * SAME)).tolist()
+        done = 0
+        for _ in range(self.layout.pp * self.layout.vpp):
+            done = far[done]
+        return bool(done == len(self.places) - 1)
+
+    def level(self, even: Bounds) -> Bounds:
+        """Interleaved chunks, whatever they hold, the slowest as quick as in the most even cut: see `leveled`."""
+        bounds = self._bounds(leveled(self.seconds, self.cut(even), self.layout.pp))
+        assert bounds is not None
         return bounds
 
     def roomy(self, even: Bounds) -> Bounds | None:

@@ -79,24 +79,44 @@ def _peak(values: Rows) -> Vector:
     return out
 
 
+def leveled(runs: Spans, bounds: Places, ranks: int) -> Places:
+    """A cut that `level` likes better than this one, if shifts lead there: with no slower slowest run."""
+    return settled(bounds, _leveling(runs, bounds, ranks), _losers(runs, ranks))
+
+
 def evened(runs: Spans, bounds: Places, rooms: Rooms) -> Places:
-    """A cut that `level` likes better than this one, if shifts lead there: with room, and no slower slowest run."""
-    cap, near = float(runs(bounds[:-1], bounds[1:]).max()) * SAME, rooms.near(bounds)
+    """The same among cuts with room."""
+    near, longer = rooms.near(bounds), _leveling(runs, bounds, rooms.ranks)
+
+    def score(ways: Places) -> Vector:
+        return np.where(near.lacks(ways) > 0, inf, longer(ways))
+
+    found = settled(bounds, score, _losers(runs, rooms.ranks))
+    return bounds if rooms.lacks(found[None])[0] > 0 else found
+
+
+def _leveling(runs: Spans, bounds: Places, ranks: int) -> Score:
+    """What `level` says of cuts, of which none may have a slower slowest run than this one."""
+    cap = float(runs(bounds[:-1], bounds[1:]).max()) * SAME
 
     def score(ways: Places) -> Vector:
         seconds = runs(ways[:, :-1], ways[:, 1:])
-        scores = level(seconds.reshape(len(ways), rooms.chunks, rooms.ranks))
-        scores[(seconds.max(axis=1) > cap) | (near.lacks(ways) > 0)] = inf
+        scores = level(seconds.reshape(len(ways), -1, ranks))
+        scores[seconds.max(axis=1) > cap] = inf
         return scores
 
-    def losers(bounds: Places) -> Places:
-        """The chunks of the rank that takes longest, and the slowest chunk."""
-        seconds = runs(bounds[:-1], bounds[1:])
-        rank = int(seconds.reshape(rooms.chunks, rooms.ranks).sum(axis=0).argmax())
-        return np.array(sorted({*range(rank, len(seconds), rooms.ranks), int(seconds.argmax())}))
+    return score
 
-    found = settled(bounds, score, losers)
-    return bounds if rooms.lacks(found[None])[0] > 0 else found
+
+def _losers(runs: Spans, ranks: int) -> Losers:
+    """The chunks of the rank that takes longest, and the slowest chunk."""
+
+    def losers(bounds: Places) -> Places:
+        seconds = runs(bounds[:-1], bounds[1:])
+        rank = int(seconds.reshape(-1, ranks).sum(axis=0).argmax())
+        return np.array(sorted({*range(rank, len(seconds), ranks), int(seconds.argmax())}))
+
+    return losers
 
 
 def joint(runs: Spans, even: Places, rooms: Rooms) -> Places | None:

@@ -71,6 +71,7 @@ class Pricer:
     _bases: dict[tuple[object, ...], Base] = field(factory=dict, init=False)
     _sheets: dict[tuple[object, ...], Sheet] = field(factory=dict, init=False)
     _cuts: dict[tuple[object, ...], Bounds] = field(factory=dict, init=False)
+    _levels: dict[tuple[object, ...], Bounds] = field(factory=dict, init=False)  # of interleaved chunks
     _fits: dict[Layout, bool] = field(factory=dict, init=False)
     _layers: dict[Layout, int] = field(factory=dict, init=False)  # of each, blocks a stage that are too few
 
@@ -163,8 +164,9 @@ class Pricer:
 
         That has the optimizer's state divided and the smallest group; of more blocks computed again nothing is more.
         """
-        x = layout
-        lean = evolve(x, distributed_optimizer=x.dp * x.cp > 1, microbatch_group=x.microbatch_group and self._group(x))
+        x, m = layout, layout.microbatches(self.workload.batch)
+        group = x.microbatch_group and groups(x.pp, m)[0]
+        lean = evolve(x, distributed_optimizer=x.dp * x.cp > 1, microbatch_group=group)
         if not lean.recompute_layers:
             return self._may_fit(lean)
         key = evolve(lean, recompute_layers=0)
@@ -174,10 +176,6 @@ class Pricer:
                 range(1, most), True, key=lambda n: self._may_fit(evolve(lean, recompute_layers=n))
             )
         return lean.recompute_layers > self._layers[key]
-
-    def _group(self, x: Layout) -> int:
-        """The smallest group of micro-batches that a search looks at."""
-        return groups(x.pp, x.microbatches(self.workload.batch))[0]
 
     def _may_fit(self, layout: Layout) -> bool:
         if layout not in self._fits:
@@ -219,10 +217,25 @@ class Pricer:
     def _best(self, even: Placed) -> Placed:
         """The cut that is priced: of whole blocks, if one that fits is hardly slower than the most even one of all."""
         whole = evolve(even.fit, whole=True)
-        if len(even.bounds) <= len(whole.places):
+        if len(even.bounds) <= len(whole.places) and whole.reaches(ALIKE * max(even.seconds)):
             blocks = self._cut(whole)
             if max(blocks.seconds) <= ALIKE * max(even.seconds) and blocks.fits:
-                return blocks.roomy()
+                return self._roomy(blocks)
+        return self._roomy(even)
+
+    def _roomy(self, even: Placed) -> Placed:
+        """The same layout cut to fit the memory if that can be, and to be quick; `even` is its most even cut.
+
+        What layouts of the same sheet share is tried first.
+        """
+        x = even.layout
+        if x.vpp == 1:
+            return even.roomy()
+        key = (*_cut_key(x, even.fit.whole), x.pp)
+        if key not in self._levels:
+            self._levels[key] = even.fit.level(even.bounds)
+        if (level := Placed(even.fit, self._levels[key])).fits:
+            return level
         return even.roomy()
 
     def priced(self, placed: Placed) -> Priced:

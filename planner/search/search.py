@@ -35,7 +35,7 @@ from .space import Fixed
 __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
 
 KEEP = 100  # plans of a search: layouts that are replayed, the best of all
-SURE = 10  # of them, the best included, than which no other layout is quicker
+SURE = 5  # of them, the best included, than which no other layout is quicker: as many as are shown
 ROUNDING = 1 - 1e-10  # bounds and prices add up the same seconds in different orders
 SAME = 1.001  # a step that is this little longer is as good, and the simpler layout wins
 TRIES = 64  # of them
