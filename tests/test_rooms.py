@@ -134,6 +134,29 @@ def test_shifts_leave_room_and_find_it_where_equal_shares_do(case: Case) -> None
         assert slowest(runs, found[None])[0] >= slowest(runs, np.array(even)[None])[0] - 1e-9
 
 
+@given(cases())
+def test_levelled_chunks_are_no_slower_and_keep_their_room(case: Case) -> None:
+    runs, rooms = case
+    even = evenest(runs, rooms.ranks * rooms.chunks)
+    assert even is not None
+    start = np.array(even)
+    before = level(start, case)
+    found = shifts.leveled(runs, start, rooms.ranks)
+    assert slowest(runs, found[None])[0] <= slowest(runs, start[None])[0] * (1 + 1e-9)
+    assert level(found, case) <= before * (1 + 1e-9)
+    if rooms.lacks(start[None])[0] <= 0:
+        roomy = shifts.evened(runs, start, rooms)
+        assert rooms.lacks(roomy[None])[0] <= 0
+        assert slowest(runs, roomy[None])[0] <= slowest(runs, start[None])[0] * (1 + 1e-9)
+        assert level(roomy, case) <= before * (1 + 1e-9)
+
+
+def level(cut: Places, case: Case) -> float:
+    """What shifts make less, of one cut."""
+    runs, rooms = case
+    return float(shifts.level(runs(cut[:-1], cut[1:]).reshape(1, rooms.chunks, rooms.ranks))[0])
+
+
 CASES = [(llama3_70b, 8, 5), (llama3_70b, 8, 4), (llama3_70b, 4, 10), (deepseek_v3, 16, 2), (deepseek_v3, 8, 3)]
 
 
