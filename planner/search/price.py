@@ -37,7 +37,9 @@ from .predict import Counted, Priced, least, priced
 from .space import groups
 
 ALIKE = 1.001  # times as long as the slowest stage may take, if that makes stages of whole blocks
-# Of the most even cut's step, at the least, what chunks that are cut anew take: on average they gain 1.6 % (`shifts`).
+# Of the most even cut's step, at the least, what chunks that are cut anew are taken to need: they gain 1.6 % on average
+# (`shifts`). In five of nine searches none gains more than this, in three at most one in ten does (up to 15 %), and of
+# GPT-2 XL's on 4 devices more (up to 10 %); with 0.85 six searches have the same best plan.
 GAIN = 0.97
 
 
