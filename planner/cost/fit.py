@@ -19,7 +19,7 @@ from megaloom.planner.layout import Layout, Workload
 from . import memory, timeline
 from .memory import MORE, Part
 from .practice import OWN, Practice
-from .rooms import SAME, Rooms
+from .rooms import SAME, Rooms, reach
 from .sheet import STEP, Col, Sheet
 from .shifts import SLOWER, evened, joint, leveled
 from .spans import Places, Spans, Vector
@@ -72,11 +72,8 @@ class Fit:
 
     def reaches(self, seconds: float) -> bool:
         """Whether stages may all be as quick as this, whatever they hold."""
-        far = np.maximum.accumulate(self.seconds.far(seconds * SAME)).tolist()
-        done = 0
-        for _ in range(self.layout.pp * self.layout.vpp):
-            done = far[done]
-        return bool(done == len(self.places) - 1)
+        far = np.maximum.accumulate(self.seconds.far(seconds * SAME))
+        return reach(far, self.layout.pp * self.layout.vpp) is not None
 
     def level(self, even: Bounds) -> Bounds:
         """Interleaved chunks, whatever they hold, the slowest as quick as in the most even cut: see `leveled`."""

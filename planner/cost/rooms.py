@@ -121,7 +121,7 @@ class Rooms:
         it is in flight the least. They have no more room than all of theirs together.
         """
         far = np.maximum.accumulate(runs.far(seconds))
-        bounds = _reach(far, self.chunks * self.ranks)
+        bounds = reach(far, self.chunks * self.ranks)
         if bounds is None:
             return True
         (least, most), (lean, full) = (_held(held, far, *bounds) for held in (self.state, self.saved))
@@ -140,7 +140,7 @@ class Rooms:
         return bool(alone.max() > self.room * SAME)
 
 
-def _reach(far: Places, count: int) -> tuple[Places, Places] | None:
+def reach(far: Places, count: int) -> tuple[Places, Places] | None:
     """The first and the last place of each bound of so many runs, none empty; None if there is no way.
 
     far: where the longest run from each place ends, or from one before it.

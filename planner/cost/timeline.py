@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from attrs import frozen
@@ -81,10 +81,17 @@ def warmup(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> i
     """How many forward steps `rank` runs before its first backward step follows one.
 
     group: micro-batches that a chunk runs before the next one does, here and below; 0 means pp.
+    """
+    most: int = early(pp - rank - 1, vpp, group or pp)
+    return min(most, microbatches * vpp)
+
+
+def early(after: Any, vpp: int, group: Any) -> Any:
+    """The same of a rank with so many ranks after it, if there are micro-batches enough: of one, or of many in columns.
+
     Source: megatron-core 0.16.1, schedules.py:738.
     """
-    ahead = pp - rank - 1
-    return min(ahead if vpp == 1 else 2 * ahead + (vpp - 1) * (group or pp), microbatches * vpp)
+    return after if vpp == 1 else 2 * after + (vpp - 1) * group
 
 
 def table(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[tuple[int, int], ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from megaloom.planner.columns import Rows, alike
-from megaloom.planner.cost import bubbles, memory
+from megaloom.planner.cost import bubbles, memory, timeline
 from megaloom.planner.cost.memory import MORE
 from megaloom.planner.cost.sheet import AHEAD, BACK, Col
 
@@ -76,7 +76,7 @@ def _held(pricer: Pricer, floors: Floors, found: Bounded, sums: Rows, passing: R
     m = x.microbatches(book.workload.batch)[:, None]
     after = pp - 1 - np.arange(pp)  # ranks
     group = np.minimum(x.group[:, None], m)
-    forwards = np.minimum(after + 1, m) if vpp == 1 else np.minimum(2 * after + (vpp - 1) * group + 1, m * vpp)
+    forwards = np.minimum(timeline.early(after, vpp, group) + 1, m * vpp)
     rounds = (np.arange(3)[:, None] * vpp + np.arange(vpp))[None, :, :, None] * group[:, :, None, None]
     limit = group[:, :, None, None] if vpp > 1 else m[:, :, None, None]
     flights = np.clip(forwards[:, None, None] - rounds, 0, limit).sum(axis=1)

@@ -218,10 +218,10 @@ class Pricer:
 
     def _best(self, even: Placed) -> Placed:
         """The cut that is priced: of whole blocks, if one that fits is hardly slower than the most even one of all."""
-        whole = evolve(even.fit, whole=True)
-        if len(even.bounds) <= len(whole.places) and whole.reaches(ALIKE * max(even.seconds)):
+        whole, slowest = evolve(even.fit, whole=True), ALIKE * max(even.seconds)
+        if len(even.bounds) <= len(whole.places) and whole.reaches(slowest):
             blocks = self._cut(whole)
-            if max(blocks.seconds) <= ALIKE * max(even.seconds) and blocks.fits:
+            if max(blocks.seconds) <= slowest and blocks.fits:
                 return self._roomy(blocks)
         return self._roomy(even)
 
