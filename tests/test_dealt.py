@@ -31,5 +31,24 @@ def test_a_block_that_exceeds_the_share_is_the_last(small: Graph, stages: int, d
 
 def test_what_cannot_be_dealt_has_no_bounds(small: Graph) -> None:
     assert by_weights(small, 8) is None  # the eighth stage would have nothing but the loss
-    assert evenly(small, 3) is None
-    assert blocks(small, evenly(small, 8)) == [2] * 8
+    assert evenly(small, 5) is None
+
+
+@pytest.mark.parametrize(
+    ("stages", "dealt"), [(8, [2] * 8), (3, [5, 6, 5]), (6, [2, 3, 3, 3, 3, 2]), (18, [0, *[1] * 16, 0])]
+)
+def test_the_ends_are_a_block_each_if_blocks_alone_do_not_divide(small: Graph, stages: int, dealt: list[int]) -> None:
+    assert blocks(small, evenly(small, stages)) == dealt
+
+
+def test_a_layer_is_a_block_though_every_second_one_is_another() -> None:
+    """GPT-OSS 120B over 4 stages: 9 layers each, not pairs of them."""
+    g = graph(Decoder(layers=36, hidden=64, heads=4, ffn=64, vocab=128, window=8).model())
+    assert blocks(g, evenly(g, 4)) == [9] * 4
+
+
+def test_several_outputs_are_not_dealt_by_their_number() -> None:
+    """DeepSeek-V3: 61 layers and one that predicts further ahead, with the head's products twice."""
+    g = graph(Decoder(layers=5, hidden=64, heads=4, ffn=64, vocab=128, ahead=1).model())
+    assert evenly(g, 4) is None
+    assert blocks(g, evenly(g, 3)) == [2, 2, 2]

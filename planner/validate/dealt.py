@@ -14,12 +14,16 @@ from megaloom.planner.cost.fit import Bounds
 
 
 def evenly(g: Graph, stages: int) -> Bounds | None:
-    """Equally many blocks each, if these divide: Megatron-LM."""
-    starts = [i for i in _starts(g) if g.nodes[i].block is not None]
-    if len(starts) % stages:
-        return None
-    each = len(starts) // stages
-    return _bounds(g, [starts[i * each] for i in range(1, stages)])
+    """Equally many blocks each; if these do not divide, with what is before and what is after them as one each.
+
+    Source: Megatron-LM; its --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split, and
+    type:transformer|embedding of Megatron-DeepSpeed. Of several outputs each program cuts as it sees fit.
+    """
+    places = [i for i in _starts(g) if g.nodes[i].block is not None]
+    ends = int(len(places) % stages > 0 and len(g.outputs) == 1)
+    places += [i for i in range(places[-1], len(g.nodes)) if g.nodes[i].block is None][:ends]
+    each, rest = divmod(len(places) + ends, stages)
+    return None if rest else _bounds(g, [places[i * each - ends] for i in range(1, stages)])
 
 
 def by_weights(g: Graph, stages: int) -> Bounds | None:

@@ -114,9 +114,8 @@ class Decoder:
     def _runs(self, layers: int, one: Layer, other: Layer, dropout: float) -> list[tuple[int, Layer]]:
         if one is other and self.window is None:
             return [(layers, self._block(one, None, dropout))]
-        pair = self._block(one, self.window, dropout) >> self._block(other, None, dropout)
-        rest = [(1, self._block(one, self.window, dropout))] if layers % 2 else []
-        return [(layers // 2, pair), *rest]
+        pair = self._block(one, self.window, dropout), self._block(other, None, dropout)
+        return [(1, pair[i % 2]) for i in range(layers)]
 
     def _block(self, ff: Layer, window: int | None, dropout: float) -> Layer:
         drop = (Dropout(dropout),) if dropout else ()
