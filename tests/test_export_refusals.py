@@ -36,11 +36,13 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.find import find
+from megaloom.planner import cluster
 from megaloom.planner.export.borders import whole
 from megaloom.planner.export.export import Target, export
 from megaloom.planner.export.gpt import gpt
-from megaloom.planner.layout import Layout, Overlap, Recompute
+from megaloom.planner.layout import Layout, Overlap, Recompute, Runtime, Workload
 from megaloom.planner.plan import check, load, save
+from megaloom.planner.search.search import plan as search
 from megaloom.runtime.cli import main
 
 from .exported import case, groups, made, parsed
@@ -268,7 +270,7 @@ def test_every_field_of_a_layout_is_known_here() -> None:
 @pytest.mark.parametrize(("cut", "named"), [(5, "rms_norm.1"), (11, "rms_norm.3")])
 def test_a_stage_that_begins_inside_of_a_layer_is_refused(cut: int, named: str) -> None:
     declared = decoder()
-    with pytest.raises(UserError, match=rf"stage 1, which begins inside of a layer with {named}(.|\n)*--whole-layers"):
+    with pytest.raises(UserError, match=rf"stage 1, which begins inside of a layer with {named}(.|\n)*--runtime meg"):
         export(made(declared, Layout(pp=2), cuts=(cut,)), declared, Target.MEGATRON_LM)
 
 
@@ -306,15 +308,28 @@ def test_the_command_prints_or_writes(saved: Path, capsys: pytest.CaptureFixture
     assert saved.with_name("run.sh").read_text() == text and capsys.readouterr().out == ""
 
 
-def test_the_command_can_cut_at_whole_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_cuts_at_whole_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And says what that takes, where the plan was not cut so."""
     declared, ref = find("llama3-8b")
     starts, path = gpt(graph(declared), "a test").starts, str(tmp_path / "plan.json")
     for cut, said in ((starts[16] + 3, "cut at whole layers: "), (starts[16], "")):
         save(made(declared, Layout(pp=2, tp=4, sequence_parallel=True), cuts=(cut,), ref=ref), path)
-        assert main(["export", path, "--to", "megatron-bridge", "--whole-layers"]) == 0
+        assert main(["export", path, "--to", "megatron-bridge"]) == 0
         found = capsys.readouterr()
         assert "model.num_layers=32" in found.out and found.err.startswith(said) and bool(found.err) is bool(said)
+
+
+@pytest.mark.parametrize(("name", "gpus", "fixed"), [("llama3-8b", "64xH100", {"pp": 2}), ("gpt3-13b", "8xH100", {})])
+def test_what_is_planned_for_megatron_has_stages_of_whole_layers(name: str, gpus: str, fixed: dict[str, int]) -> None:
+    """All that a search shows can be exported as it is; ours, on the same devices, begins stages inside of layers."""
+    model, ref = find(name)
+    work = Workload(seq=2048, batch=64)
+    mine, theirs = (search(model, cluster(gpus), work, ref=ref, fixed=fixed, runtime=run) for run in Runtime)
+    read = gpt(graph(model), "a test")
+    for plan in (theirs.best, *theirs.others):
+        assert export(plan, model, Target.MEGATRON_LM) and whole(plan, model, read) is plan
+    starts = {0, *read.starts}
+    assert any(stage.start not in starts for plan in (mine.best, *mine.others) for stage in plan.stages)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ plan cut anew such that none does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import groupby
 
 from attrs import evolve, frozen
@@ -16,9 +15,9 @@ from megaloom.dsl import Graph, Model, UserError, graph
 from megaloom.planner.layout import Layout, Recompute
 from megaloom.planner.plan import Plan
 
-from .gpt import GPT, STAYS, called, cannot
+from .gpt import GPT, called, cannot
 
-RECUT = "--whole-layers moves the borders of the stages there"
+RECUT = "plan with --runtime megatron, which cuts a model between whole layers"
 
 
 @frozen
@@ -88,20 +87,10 @@ def layout(found: Sequence[Part]) -> str:
     return out
 
 
-@frozen(eq=False, slots=False)
-class _Whole(Graph):
-    """A graph that is cut before whole layers only, and before the last norm."""
-
-    borders: frozenset[int] = frozenset()
-
-    @cached_property
-    def cuts(self) -> tuple[int, ...]:
-        return tuple(i for i in super().cuts if i in self.borders)
-
-
 def whole(plan: Plan, model: Model, read: GPT) -> Plan:
     """The same layout, its stages cut anew at whole layers if they are not, and priced. UserError if that cannot be."""
     from megaloom.planner.search.search import price
+    from megaloom.planner.search.whole import Whole
 
     g, x = graph(model), plan.layout
     # Of two ranks the first would predict ahead, with another copy of its embedding, if heads had a stage of their own.
@@ -109,8 +98,8 @@ def whole(plan: Plan, model: Model, read: GPT) -> Plan:
     if all(stage.start in borders for stage in plan.stages[1:]):
         return plan
     if stages - 1 > len(borders):
-        raise UserError(f"{stages} stages of whole layers cannot be made of {len(read.layers)} layers\n{STAYS}")
-    found = price(_Whole(g.name, g.nodes, g.outputs, borders), x, plan.cluster, plan.workload, plan.runtime)
+        raise UserError(f"{stages} stages of whole layers cannot be made of {len(read.layers)} layers\n{RECUT}")
+    found = price(Whole(g.name, g.nodes, g.outputs, borders), x, plan.cluster, plan.workload, plan.runtime)
     if not found.placed.fits:
-        raise UserError(f"cut at whole layers, {x} does not fit the memory of {plan.cluster}\n{STAYS}")
+        raise UserError(f"cut at whole layers, {x} does not fit the memory of {plan.cluster}\n{RECUT}")
     return evolve(plan, stages=found.stages, predicted=found.prediction)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,23 @@ class Target(StrEnum):
     SLURM = "slurm"
 
 
+def whole(plan: Plan, model: Model, target: Target) -> Plan:
+    """The plan with stages of whole layers, as `target` cuts a model: itself if it has them, or for Slurm's script.
+
+    Raises UserError as `export` does, and where such stages cannot be, or do not fit the memory.
+    """
+    if target is Target.SLURM:
+        return plan
+    from megaloom.dsl.graph import graph
+
+    from .borders import whole as recut
+    from .gpt import gpt
+
+    g = graph(model)
+    with _honest(plan, g):
+        return recut(plan, model, gpt(g, _program(target)[0]))
+
+
 def export(plan: Plan, model: Model, target: Target, path: str = "plan.json") -> str:
     """The plan of this model as a file for `target`; `path` is where the plan itself is.
 
@@ -29,31 +48,40 @@ def export(plan: Plan, model: Model, target: Target, path: str = "plan.json") ->
     from megaloom.dsl.graph import graph
     from megaloom.planner.legal.limits import limits
 
+    g = graph(model)
+    if target is Target.SLURM:
+        from .slurm import job
+
+        for lost in limits(plan.layout, g, plan.workload, plan.cluster):
+            raise UserError(f"Slurm's script runs `megaloom train`, and that does not run the plan: {lost}")
+        return job(plan, g.name, path)
+    with _honest(plan, g):
+        return _program(target)[1](plan, g)
+
+
+@contextmanager
+def _honest(plan: Plan, g: Graph) -> Iterator[None]:
+    """Where a refusal would send to `megaloom train` what that does not run either, say why it does not."""
+    from megaloom.dsl.errors import UserError
+    from megaloom.planner.legal.limits import limits
+
     from .gpt import STAYS
 
-    g = graph(model)
-    lost = limits(plan.layout, g, plan.workload, plan.cluster)
-    if lost and target is Target.SLURM:
-        raise UserError(f"Slurm's script runs `megaloom train`, and that does not run the plan: {lost[0]}")
     try:
-        return _written(plan, g, target, path)
+        yield
     except UserError as error:
-        if not lost:
-            raise
-        raise UserError(str(error).replace(STAYS, f"`megaloom train` does not run it either: {lost[0]}")) from None
+        for lost in limits(plan.layout, g, plan.workload, plan.cluster):
+            raise UserError(str(error).replace(STAYS, f"`megaloom train` does not run it either: {lost}")) from None
+        raise
 
 
-def _written(plan: Plan, g: Graph, target: Target, path: str) -> str:
-    from . import accelerate, bridge, megatron, slurm, torchtitan
+def _program(target: Target) -> tuple[str, Callable[[Plan, Graph], str]]:
+    """The name of this program, and what writes for it."""
+    from . import accelerate, bridge, megatron, torchtitan
 
-    match target:
-        case Target.MEGATRON_LM:
-            return megatron.script(plan, g)
-        case Target.MEGATRON_BRIDGE:
-            return bridge.overrides(plan, g)
-        case Target.ACCELERATE:
-            return accelerate.config(plan, g)
-        case Target.TORCHTITAN:
-            return torchtitan.toml(plan, g)
-        case Target.SLURM:
-            return slurm.job(plan, g.name, path)
+    return {
+        Target.MEGATRON_LM: (megatron.NAME, megatron.script),
+        Target.MEGATRON_BRIDGE: (bridge.NAME, bridge.overrides),
+        Target.ACCELERATE: (accelerate.NAME, accelerate.config),
+        Target.TORCHTITAN: (torchtitan.NAME, torchtitan.toml),
+    }[target]

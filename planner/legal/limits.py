@@ -199,7 +199,7 @@ def _apart_told(case: Case) -> Words:
     x = case.layout
     return (
         f"under pp {x.pp} and vpp {x.vpp} two chunks of a rank have {_twice(case)!r}",
-        "--whole-layers moves the borders of the stages",
+        "plan with another pp or vpp",
     )
 
 

@@ -25,6 +25,7 @@ from .predict import Priced
 from .price import Pricer
 from .search import search, simplest_first
 from .space import Fixed
+from .whole import blocks
 
 LESS = 0.8  # times the memory of a layout, that of the next leaner one at the most
 BAR = 24  # characters of the quickest row's bar
@@ -67,11 +68,12 @@ def points(
     pareto: bool = False,
 ) -> Iterator[Point]:
     """The best layout on each cluster. pareto: also those that take less memory, each by `LESS` than the one before."""
+    parted = blocks(graph, runtime)
     for machine in row:
         for wrong in senseless(Layout(**fixed), graph, work(machine), machine):
             raise UserError(str(wrong))
         free, best = headroom, None
-        while (priced := _best(Pricer(graph, machine, work(machine), PRACTICES[runtime], free), fixed)) is not None:
+        while (priced := _best(Pricer(parted, machine, work(machine), PRACTICES[runtime], free), fixed)) is not None:
             best = priced
             yield Point(machine, best)
             free = 1 - LESS * max(best.placed.peaks) / machine.device.nbytes

@@ -31,6 +31,7 @@ from .price import Cut, Pricer, price
 from .queue import Near, Queue
 from .reasons import Rejected, why, why_not
 from .space import Fixed
+from .whole import blocks
 
 __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
 
@@ -93,7 +94,7 @@ def plan(
     chosen = checked(fixed or {})
     for wrong in senseless(Layout(**chosen), graph(model), workload, cluster):
         raise UserError(str(wrong))
-    pricer = Pricer(graph(model), cluster, workload, PRACTICES[runtime], headroom)
+    pricer = Pricer(blocks(graph(model), runtime), cluster, workload, PRACTICES[runtime], headroom)
     hunt, among, unproven = Hunt(tell), None, None
     try:
         hunt.dive(Field(pricer, {**PLAIN, **chosen}))
