@@ -39,31 +39,38 @@ def find(ref: str) -> tuple[Model, str]:
         return _pick(_load(path), str(path.resolve()), name)
     if name:
         return _pick(_import(place, ref), place, name)
-    models, said = examples(), ref.lower().replace(".", "-").replace("_", "-")  # gpt3-1.3b is a model's own name
-    if said not in models:
-        near = get_close_matches(said, models, LIKE, 0.5)
-        meant = f": did you mean {near[0]}?" if near else ""
-        such = f"an example, such as {', '.join(near)}" if near else f"one of {', '.join(sorted(models))}"
-        raise UserError(f"no model {ref!r}{meant}\nMODEL can be file.py:name, a config.json, or {such}")
-    place, _, name = models[said].partition(":")
-    return _pick(importlib.import_module(place), place, name)
+    said = ref.lower().replace(".", "-").replace("_", "-")  # gpt3-1.3b is a model's own name
+    for module in modules(said):
+        for name in _models(module):
+            if _shown(name) == said:
+                return _pick(module, module.__name__, name)
+    models = examples()
+    near = get_close_matches(said, models, LIKE, 0.5)
+    meant = f": did you mean {near[0]}?" if near else ""
+    such = f"an example, such as {', '.join(near)}" if near else f"one of {', '.join(sorted(models))}"
+    raise UserError(f"no model {ref!r}{meant}\nMODEL can be file.py:name, a config.json, or {such}")
 
 
 def called(ref: str) -> str:
     """What a model of this full reference is called among files."""
-    return title(Path(ref)) if ref.endswith(".json") else ref.rpartition(":")[2].replace("_", "-")
+    return title(Path(ref)) if ref.endswith(".json") else _shown(ref.rpartition(":")[2])
 
 
 def examples() -> dict[str, str]:
     """The models that come with Megaloom: name → reference."""
-    return {name.replace("_", "-"): f"{m.__name__}:{name}" for m in modules() for name in _models(m)}
+    return {_shown(name): f"{m.__name__}:{name}" for m in modules() for name in _models(m)}
 
 
-def modules() -> Iterator[ModuleType]:
-    """The modules of the examples, imported."""
-    package = importlib.import_module(EXAMPLES)
-    for info in pkgutil.iter_modules(package.__path__, EXAMPLES + "."):
-        yield importlib.import_module(info.name)
+def modules(model: str = "") -> Iterator[ModuleType]:
+    """The modules of the examples, each imported as it is asked for: first those that a model may be named after."""
+    names = [info.name for info in pkgutil.iter_modules(importlib.import_module(EXAMPLES).__path__)]
+    for name in sorted(names, key=lambda name: not model.startswith(_shown(name))):
+        yield importlib.import_module(f"{EXAMPLES}.{name}")
+
+
+def _shown(name: str) -> str:
+    """A name of Python's as people write it."""
+    return name.replace("_", "-")
 
 
 def _models(module: ModuleType) -> dict[str, Model | Callable[[], Model]]:

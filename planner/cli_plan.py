@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from .layout import Runtime, Workload
@@ -98,7 +97,7 @@ def searched(
         if watched:
             watched.update(f"{doing} so far {best} (Ctrl-C takes it)")
 
-    with watched or nullcontext(), uncollected():
+    with watched or nullcontext():
         return search(
             declared,
             machine,
@@ -110,18 +109,6 @@ def searched(
             tell=tell if watched else None,
             settle=True,
         )
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Without looking for cycles, of which a search makes hardly any: it takes 4 % of its time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def nearly(unproven: float) -> str:

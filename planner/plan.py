@@ -9,14 +9,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
-from functools import cache, partial
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin
+from typing import NoReturn
 
-from attrs import fields, frozen, has
-from cattrs import ClassValidationError, Converter, IterableValidationError, IterableValidationNote
-from cattrs.gen import make_dict_structure_fn
+from attrs import asdict, frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, fingerprint, graph
@@ -103,11 +99,13 @@ def again(plan: Plan) -> str:
 
 def dumps(plan: Plan) -> str:
     """The plan as JSON."""
-    return json.dumps(_converter().unstructure(plan), indent=1, allow_nan=False) + "\n"
+    return json.dumps(asdict(plan), indent=1, allow_nan=False) + "\n"
 
 
 def loads(text: str, where: str) -> Plan:
     """The plan that this JSON holds. `where` names its place in errors. Raises PlanError."""
+    from .strict import Wrong, structured  # with cattrs, which who only writes plans need not wait for
+
     try:
         raw = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -120,9 +118,9 @@ def loads(text: str, where: str) -> Plan:
             f"plan {raw.get('model', 'MODEL')!s} again"
         )
     try:
-        plan = _converter().structure(raw, Plan)
-    except (ClassValidationError, ValueError) as error:
-        _refuse(where, *_first(error, ""))
+        plan = structured(raw, Plan)
+    except Wrong as wrong:
+        _refuse(where, wrong.path, wrong.what)
     _consistent(plan, where)
     return plan
 
@@ -175,73 +173,6 @@ def _no_constant(name: str) -> NoReturn:
 
 def _refuse(where: str, path: str, what: str) -> NoReturn:
     raise PlanError(f"{where} is damaged: {path or 'the plan'} {what}\nplan again, or mend that field")
-
-
-def _first(error: BaseException, path: str) -> tuple[str, str]:
-    """The first thing that cattrs found wrong: the path of the field, and what is wrong with it."""
-    if isinstance(error, ClassValidationError):
-        noted, others = error.group_exceptions()
-        return _first(noted[0][0], f"{path}.{noted[0][1].name}".lstrip(".")) if noted else _first(others[0], path)
-    if isinstance(error, IterableValidationError):
-        inner, note = error.group_exceptions()[0][0]
-        return _first(inner, f"{path}[{note.index!r}]")
-    return path, f"is refused: {error}"
-
-
-@cache
-def _converter() -> Converter:
-    """JSON to values and nothing looser: no text for a number, no fraction for an integer, no field too many."""
-    converter = Converter()
-    for kind, accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
-        converter.register_structure_hook(kind, partial(_exactly, accepted))
-    converter.register_structure_hook_factory(partial(_made_of, tuple), partial(_items, converter, list))
-    converter.register_structure_hook_factory(partial(_made_of, dict), partial(_items, converter, dict))
-    converter.register_structure_hook_factory(has, partial(_fields, converter))
-    return converter
-
-
-def _made_of(container: type, kind: Any) -> bool:
-    return get_origin(kind) is container
-
-
-def _exactly(accepted: tuple[type, ...], value: Any, kind: type) -> Any:
-    if type(value) not in accepted:
-        raise ValueError(f"{value!r:.40} where {kind.__name__} is due")
-    return kind(value)
-
-
-def _fields(converter: Converter, kind: type) -> Callable[[Any, Any], Any]:
-    structure: Callable[[Any, Any], Any] = make_dict_structure_fn(kind, converter)
-    due = {attribute.name for attribute in fields(kind)}
-
-    def checked(value: Any, _: Any) -> Any:
-        if type(value) is not dict:
-            raise ValueError(f"{value!r:.40} where the fields of a {kind.__name__} are due")
-        if due != value.keys():  # a plan says everything: what is left out is lost, not at its default
-            missing, unknown = due - value.keys(), value.keys() - due
-            raise ValueError(f"field {min(missing or unknown)!r} is {'missing' if missing else 'unknown'}")
-        return structure(value, kind)
-
-    return checked
-
-
-def _items(converter: Converter, container: Any, kind: Any) -> Callable[[Any, Any], Any]:
-    """A tuple from a list, a dict from a dict: each item by the hook of its type, an error with its index or key."""
-    item = get_args(kind)[0 if container is list else 1]
-
-    def structure(value: Any, _: Any) -> Any:
-        if type(value) is not container:
-            raise ValueError(f"{value!r:.40} where a {'list' if container is list else 'table'} is due")
-        made = {}
-        for index, one in value.items() if container is dict else enumerate(value):
-            try:
-                made[index] = converter.structure(one, item)
-            except Exception as error:
-                error.__notes__ = [*getattr(error, "__notes__", ()), IterableValidationNote("", index, item)]
-                raise IterableValidationError("", [error], kind) from None
-        return made if container is dict else tuple(made.values())
-
-    return structure
 
 
 def _consistent(plan: Plan, where: str) -> None:
