@@ -104,7 +104,7 @@ def dumps(plan: Plan) -> str:
 
 def loads(text: str, where: str) -> Plan:
     """The plan that this JSON holds. `where` names its place in errors. Raises PlanError."""
-    from .strict import Wrong, structured  # with cattrs, which who only writes plans need not wait for
+    from .strict import StructureError, structured  # with cattrs, which who only writes plans need not wait for
 
     try:
         raw = json.loads(text, parse_constant=_no_constant)
@@ -119,7 +119,7 @@ def loads(text: str, where: str) -> Plan:
         )
     try:
         plan = structured(raw, Plan)
-    except Wrong as wrong:
+    except StructureError as wrong:
         _refuse(where, wrong.path, wrong.what)
     _consistent(plan, where)
     return plan

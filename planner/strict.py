@@ -1,6 +1,6 @@
-"""JSON to values of attrs classes and nothing looser: no text for a number, no fraction for an integer, no field too many.
+"""JSON to values of attrs classes and nothing looser: no text for a number, no fraction for an integer, no field more.
 
-Protocol: `structured(raw, kind)` is the value. What cannot be one is a `Wrong` that says where and why.
+Protocol: `structured(raw, kind)` is the value. What cannot be one is a `StructureError` that says where and why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cattrs.gen import make_dict_structure_fn
 T = TypeVar("T")
 
 
-class Wrong(ValueError):
+class StructureError(ValueError):
     """The path of a field, and what is wrong with it."""
 
     def __init__(self, path: str, what: str) -> None:
@@ -25,11 +25,11 @@ class Wrong(ValueError):
 
 
 def structured(raw: Any, kind: type[T]) -> T:
-    """The value of this class that parsed JSON holds. Raises Wrong."""
+    """The value of this class that parsed JSON holds. Raises StructureError."""
     try:
         return _converter().structure(raw, kind)
     except (ClassValidationError, ValueError) as error:
-        raise Wrong(*_first(error, "")) from None
+        raise StructureError(*_first(error, "")) from None
 
 
 def _first(error: BaseException, path: str) -> tuple[str, str]:

@@ -6,6 +6,9 @@ A cut is the places that bound its stages; stage s is chunk s // ranks of rank s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+
 import numpy as np
 from attrs import evolve, frozen
 from numpy.typing import NDArray
@@ -17,7 +20,7 @@ SAME = 1 + 1e-12  # sums of the same numbers in another order
 FULLEST = 4  # moments of a rank by which cuts that differ little are told apart
 
 
-@frozen(eq=False)
+@frozen(eq=False, slots=False)
 class Rooms:
     """A rank holds the state of its chunks, what each micro-batch in flight saves of them, and what comes and goes."""
 
@@ -56,20 +59,41 @@ class Rooms:
     def needed(self, cuts: Places, twice: Vector | float = 0.0) -> Rows:
         """Bytes of each rank at its fullest, [cuts, bounds] -> [cuts, ranks]; `twice` are elements that it has once,
         but are counted again."""
-        start, end = cuts[:, :-1], cuts[:, 1:]
-        every = (self.state(start, end), self.stepping(start, end), self._kept(start, end))
-        state, stepping, saved = (held.reshape(len(cuts), self.chunks, self.ranks) for held in every)
+        start, end = cuts.T[:-1], cuts.T[1:]  # numpy is quick along the last axis
+        if self.state.more is None:  # in one go, as this is asked of many cuts
+            every = self._ends.take(end, axis=1)
+            every -= self._begins.take(start, axis=1)
+        else:
+            every = np.array([self.state(start, end), self.stepping(start, end), self._kept(start, end)])
+        every = every.reshape(3, self.chunks, self.ranks, -1)
         passed: Rows | float = float(self.passed[0])
-        if self.passed.max() > passed:
-            passed = self.passed[start].reshape(saved.shape).max(axis=1)
-        kept = saved.transpose(2, 0, 1) @ self.flights.transpose(0, 2, 1) + self.comes[:, None]
-        passing = state.sum(axis=1) - self.element[0] * twice + kept.max(axis=2).T
-        needed: Rows = np.maximum(passing, stepping.sum(axis=1) - self.element[1] * twice) + passed + self.beside
+        if self._more_passes:
+            passed = self.passed[start].reshape(every.shape[1:]).max(axis=0)
+        state, stepping = every[:2].sum(axis=1)
+        kept = (self.flights @ every[2].transpose(1, 0, 2) + self.comes[..., None]).max(axis=1)
+        again = np.reshape(twice, (-1, 1))
+        passing = state - self.element[0] * again + kept
+        needed: Rows = (np.maximum(passing, stepping - self.element[1] * again) + passed + self.beside).T
         return needed
+
+    @cached_property
+    def _ends(self) -> Rows:
+        """Bytes of the state, while stepping, and saved, before each place that a stage ends at: [3, places]."""
+        return np.array([self.state.sums, self.stepping.sums, self.saved.sums])
+
+    @cached_property
+    def _begins(self) -> Rows:
+        """The same before each place that one begins at, what it is given not."""
+        return np.array([self.state.sums, self.stepping.sums, self.saved.sums - self.received])
+
+    @cached_property
+    def _more_passes(self) -> bool:
+        """Whether at some place more passes than at the first."""
+        return bool(self.passed.max() > self.passed[0])
 
     def _kept(self, start: Places, end: Places) -> Vector:
         """What one micro-batch saves of stages between these places."""
-        if self.saved.more is None:  # in one go, as this is asked of many cuts
+        if self.saved.more is None:
             return self.saved.sums[end] - (self.saved.sums - self.received)[start]
         return self.saved(start, end) + self.received[start]
 
@@ -83,17 +107,22 @@ class Rooms:
         ends: Places = np.minimum.reduce([needs.far(room) for needs, room in self._alone(k)])
         return ends[:-1]
 
-    def shared(self, k: int) -> Places:
-        """Where stage k must end, for each place that it may begin at, if a rank's chunks have equal shares of it.
+    @property
+    def shared(self) -> Places:
+        """Where each stage must end, for each place that it may begin at, if a rank's chunks have equal shares of it.
 
-        It is those of its first moment.
+        [stages, places]; it is those of a rank's first moment.
         """
-        chunk, rank = divmod(k, self.ranks)
-        flights = float(self.flights[rank, 0, chunk])
         each = (self.room - self.beside - self.passed) / self.chunks
-        room = each - float(self.comes[rank, 0]) / self.chunks - flights * self.received
-        ends: Places = np.minimum(self.state.plus(self.saved, flights).far(room), self.stepping.far(each))
-        return ends[:-1]
+        moments = list(zip(self.flights[:, 0].T.ravel().tolist(), self.comes[:, 0].tolist() * self.chunks, strict=True))
+        ends = {
+            (flights, comes): self.state.plus(self.saved, flights).far(
+                each - comes / self.chunks - flights * self.received
+            )
+            for flights, comes in {*moments}
+        }
+        latest: Places = np.minimum([ends[moment] for moment in moments], self.stepping.far(each))
+        return latest[:, :-1]
 
     @property
     def enough(self) -> bool:
@@ -124,7 +153,7 @@ class Rooms:
         bounds = reach(far, self.chunks * self.ranks)
         if bounds is None:
             return True
-        (least, most), (lean, full) = (_held(held, far, *bounds) for held in (self.state, self.saved))
+        (least, most), (lean, full) = _held((self.state, self.saved), far, *bounds)
         rank, all_ranks = np.arange(self.chunks * self.ranks) % self.ranks, np.arange(self.ranks)
         moment = self.flights.sum(axis=2).argmax(axis=1)
         flights = self.flights[all_ranks, moment].T.ravel()
@@ -155,13 +184,12 @@ def reach(far: Places, count: int) -> tuple[Places, Places] | None:
     return (np.array(first), np.array(last)) if all(i <= j for i, j in zip(first, last, strict=True)) else None
 
 
-def _held(held: Spans, far: Places, first: Places, last: Places) -> tuple[Vector, Vector]:
-    """The least and the most that each run holds between two bounds that are in reach."""
+def _held(each: Sequence[Spans], far: Places, first: Places, last: Places) -> list[tuple[Vector, Vector]]:
+    """The least and the most that each run holds between two bounds that are in reach, of each of these."""
     width = np.arange(int((last - first)[:-1].max()) + 1)
     start = np.minimum(first[:-1, None] + width, last[:-1, None])
-    least = held(start, np.maximum(start + 1, first[1:, None]))
-    most = held(start, np.minimum(far[start], last[1:, None]))
-    return least.min(axis=1), most.max(axis=1)
+    nearest, furthest = np.maximum(start + 1, first[1:, None]), np.minimum(far.take(start), last[1:, None])
+    return [(held(start, nearest).min(axis=1), held(start, furthest).max(axis=1)) for held in each]
 
 
 def _whole(held: Spans, count: int) -> float:
@@ -177,7 +205,6 @@ def _least(weights: Rows, least: Vector, most: Vector, total: float) -> Vector:
     order = np.argsort(weights, axis=1, kind="stable")
     rest = max(0.0, total - float(least.sum()))
     more = np.minimum(np.cumsum((most - least)[order], axis=1), rest)
-    sums: Vector = weights @ least + (np.take_along_axis(weights, order, axis=1) * np.diff(more, prepend=0.0)).sum(
-        axis=1
-    )
+    more[:, 1:] -= more[:, :-1].copy()
+    sums: Vector = weights @ least + (np.sort(weights, axis=1) * more).sum(axis=1)
     return sums

@@ -34,8 +34,9 @@ def settled(bounds: Places, score: Score, losers: Losers) -> Places:
     """
     least = float(score(bounds[None])[0]) if len(bounds) <= LONGEST + 1 else 0.0
     while least > 0:
-        ways = bounds + np.concatenate([_shifts(len(bounds) - 1, int(run)) for run in losers(bounds)])
-        ways = ways[(ways[:, 1:] > ways[:, :-1]).all(axis=1)]
+        shifts = [_shifts(len(bounds) - 1, run) for run in losers(bounds).tolist()]
+        every = bounds[:, None] + np.concatenate(shifts, axis=1)
+        ways = every[:, (every[1:] > every[:-1]).all(axis=0)].T
         if not len(ways):
             break
         scores = score(ways)
@@ -48,16 +49,18 @@ def settled(bounds: Places, score: Score, losers: Losers) -> Places:
 
 @lru_cache(maxsize=1024)
 def _shifts(count: int, loser: int) -> NDArray[np.int8]:
-    """By how much each bound moves as one of so many runs loses what another gains: [shifts, bounds]."""
+    """By how much each bound moves as one of so many runs loses what another gains: [bounds, shifts]."""
     out = np.zeros((count, 2, count + 1), dtype=np.int8)
     for gains in range(count):
         first, last = sorted((gains, loser))
         out[gains, :, first + 1 : last + 1] = [[1], [2]] if gains < loser else [[-1], [-2]]
-    return np.delete(out, loser, axis=0).reshape(-1, count + 1)
+    return np.ascontiguousarray(np.delete(out, loser, axis=0).reshape(-1, count + 1).T)
 
 
-def level(seconds: Rows) -> Vector:
+def level(seconds: Rows, top: float) -> Vector:
     """How long steps of these chunks take, up to a factor: less is better. [ways, chunks, ranks] -> [ways]
+
+    top: seconds that hardly any takes more than.
 
     Ranks are one chunk behind each other. What holds up all of them, micro-batch after micro-batch, may stay with the
     rank whose chunks take longest together, or go to whichever is slowest at each chunk: the mean of both. Of the
@@ -65,7 +68,6 @@ def level(seconds: Rows) -> Vector:
     sum of squares, over Llama-3-70B, DeepSeek-V3 and Mixtral with 2 to 10 chunks a rank; of the single terms neither
     does.
     """
-    top = seconds.max()
     long: Vector = top * (_peak(seconds.sum(axis=1) / top) + _peak(seconds / top).sum(axis=1))
     return long
 
@@ -89,7 +91,10 @@ def evened(runs: Spans, bounds: Places, rooms: Rooms) -> Places:
     near, longer = rooms.near(bounds), _leveling(runs, bounds, rooms.ranks)
 
     def score(ways: Places) -> Vector:
-        return np.where(near.lacks(ways) > 0, inf, longer(ways))
+        scores = longer(ways)
+        quick = np.flatnonzero(scores < inf)
+        scores[quick[near.lacks(ways[quick]) > 0]] = inf
+        return scores
 
     found = settled(bounds, score, _losers(runs, rooms.ranks))
     return bounds if rooms.lacks(found[None])[0] > 0 else found
@@ -101,8 +106,11 @@ def _leveling(runs: Spans, bounds: Places, ranks: int) -> Score:
 
     def score(ways: Places) -> Vector:
         seconds = runs(ways[:, :-1], ways[:, 1:])
-        scores = level(seconds.reshape(len(ways), -1, ranks))
-        scores[seconds.max(axis=1) > cap] = inf
+        scores: Vector = seconds.max(axis=1)
+        quick = scores <= cap
+        scores[~quick] = inf
+        if quick.any():
+            scores[quick] = level(seconds[quick].reshape(-1, seconds.shape[1] // ranks, ranks), seconds.max())
         return scores
 
     return score
@@ -130,14 +138,16 @@ def joint(runs: Spans, even: Places, rooms: Rooms) -> Places | None:
     count, size = len(even) - 1, len(runs)
     if comb(size - 1, count - 1) <= WAYS:
         return _best(runs, _every(size, count), rooms, quickest * SLOWER)
+    if rooms.hopeless(runs, quickest * SLOWER):
+        return None
     near = rooms.near(even)
     little = near.lacks(even[None])[0] <= LITTLE * rooms.ranks
     for cap in (quickest, quickest * SLOWER) if little else ():
-        if not rooms.hopeless(runs, cap):
+        if cap > quickest or not rooms.hopeless(runs, cap):
             found = _relieved(runs, even, near, cap)
             if rooms.lacks(found[None])[0] <= 0:
                 return evened(runs, _quicker(runs, found, rooms), rooms)
-    shared = within(runs, [near.shared(k) for k in range(count)], quickest * SLOWER)
+    shared = within(runs, near.shared, quickest * SLOWER)
     if shared is None or rooms.lacks(found := np.array(shared)[None])[0] > 0:
         return None
     return evened(runs, _quicker(runs, found[0], rooms), rooms)
@@ -147,7 +157,10 @@ def _relieved(runs: Spans, bounds: Places, rooms: Rooms, cap: float) -> Places:
     """A cut that lacks less: shift after shift its fullest rank holds less, while no run takes longer than `cap`."""
 
     def score(ways: Places) -> Vector:
-        return np.where(runs(ways[:, :-1], ways[:, 1:]).max(axis=1) > cap, inf, rooms.lacks(ways))
+        scores: Vector = runs(ways[:, :-1], ways[:, 1:]).max(axis=1)
+        quick = scores <= cap
+        scores[~quick], scores[quick] = inf, rooms.lacks(ways[quick])
+        return scores
 
     def losers(bounds: Places) -> Places:
         return np.arange(int(rooms.needed(bounds[None])[0].argmax()), len(bounds) - 1, rooms.ranks)
@@ -183,5 +196,6 @@ def _best(runs: Spans, ways: Places, rooms: Rooms, cap: float) -> Places | None:
     if slowest.min() > cap:
         return None
     good = np.flatnonzero(slowest <= slowest.min() * SAME)
-    chosen: Places = ways[good[level(seconds[good].reshape(len(good), rooms.chunks, rooms.ranks)).argmin()]]
+    seconds = seconds[good].reshape(len(good), rooms.chunks, rooms.ranks)
+    chosen: Places = ways[good[level(seconds, seconds.max()).argmin()]]
     return chosen

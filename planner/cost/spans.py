@@ -36,9 +36,13 @@ class Spans:
 
     def __call__(self, start: Places, end: Places) -> Vector:
         """What the atoms from `start` to `end` take."""
-        out: Vector = self.sums[end] - self.sums[start]
+        out: Vector = self.sums.take(end) - self.sums.take(start)
         if self.more is not None and self.top is not None and self.last is not None:
-            out = out + np.where(end <= self.last[start], self.more[end], self.top[start]) - self.more[start]
+            out = (
+                out
+                + np.where(end <= self.last.take(start), self.more.take(end), self.top.take(start))
+                - self.more.take(start)
+            )
         return out
 
     def far(self, limit: float | Vector) -> Places:

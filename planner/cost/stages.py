@@ -118,12 +118,12 @@ def slowest(chains: Chains, count: int) -> Vector:
     return most
 
 
-def within(runs: Spans, ends: Sequence[Places], slowest: float) -> tuple[int, ...] | None:
-    """The most even bounds of runs no slower than this, which end where they may: see `evenest`."""
-    return None if _short(ends) else _bounds(_least(Chains.of([runs]), len(ends), np.array([slowest]), np.array(ends)))
+def within(runs: Spans, ends: Places, slowest: float) -> tuple[int, ...] | None:
+    """The most even bounds of runs no slower than this, which end where they may, [runs, atoms]: see `evenest`."""
+    return None if _short(ends) else _bounds(_least(Chains.of([runs]), len(ends), np.array([slowest]), ends))
 
 
-def _short(ends: Sequence[Places] | Places) -> bool:
+def _short(ends: Places) -> bool:
     """Whether runs that end no later than this cannot reach the end, even if some were empty."""
     size, done = len(ends[0]), 0
     for end in ends:
