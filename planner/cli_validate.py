@@ -16,6 +16,7 @@ def validate(
     *files: Path,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     markdown: Annotated[bool, Parameter(negative="")] = False,
+    sources: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Predict published training runs from model, hardware and layout alone, and print how far off that is.
 
@@ -29,6 +30,8 @@ def validate(
         Print every score and every prediction as JSON and nothing else.
     markdown
         Print the scores as the table of a README.
+    sources
+        Print such a table with a line for each source.
     """
     from megaloom.dsl.printing import show
 
@@ -42,5 +45,7 @@ def validate(
         print()
     elif markdown:
         print(board.markdown(found.groups))
+    elif sources:
+        print(board.sources(found.rows))
     else:
         show(board.board(found), sys.stdout)

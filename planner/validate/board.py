@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
+from statistics import mean, median
 
 from rich.console import Group as Lines
 from rich.console import RenderableType
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .coverage import coverage
-from .validate import Group, Validation
+from .validate import Group, Predicted, Validation, p90
 
 NAMED = ("source", "GPU", "precision", "model")
 SCORES = (
@@ -87,3 +88,23 @@ def markdown(groups: Iterable[Group]) -> str:
     lines = [f"| {' | '.join((*NAMED, *SCORES))} |", "|---" * len((*NAMED, *SCORES)) + "|"]
     lines += [f"| {' | '.join(cells(g))} |" for g in groups if g.rows]
     return "\n".join(lines)
+
+
+def sources(rows: Iterable[Predicted]) -> str:
+    """For a README a line for each source, and one for all: errors of step time, and how many intervals hold it."""
+    by: dict[str, list[Predicted]] = defaultdict(list)
+    for p in rows:
+        if p.time_error is not None:
+            by[p.run.source].append(p)
+    every = [p for found in by.values() for p in found]
+    lines = ["| source | rows | median | 90 % | bias | held |", "|---" * 6 + "|"]
+    return "\n".join(
+        [*lines, *(_source(*one) for one in sorted(by.items())), *([_source("all", every)] if every else [])]
+    )
+
+
+def _source(name: str, rows: list[Predicted]) -> str:
+    errors = [p.time_error or 0.0 for p in rows]
+    off = [abs(e) for e in errors]
+    shares = (median(off), p90(off), mean(errors), mean(p.held for p in rows))
+    return f"| {' | '.join((name, str(len(rows)), *map(percent, shares)))} |"

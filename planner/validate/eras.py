@@ -30,7 +30,7 @@ def practice(row: Row, note: str) -> Practice:
     old = "zero bubble" in framework or (framework == "Megatron-LM" and re.search("202[0-2]", when))
     if "DeepSpeed" in framework:
         return DEEPSPEED_BF16 if row.get("precision_class") == "bf16" else DEEPSPEED_FP16
-    if old or row.get("gpu") == "V100-32GB":
+    if old or row.get("gpu") == "V100":
         return MEGATRON_2021
     if "nanotron" in framework:
         return NANOTRON

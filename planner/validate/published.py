@@ -7,14 +7,16 @@ import re
 from attrs import evolve
 
 from megaloom.planner.cluster import Cluster, cluster
-from megaloom.planner.layout import Layout, Precision, Workload
+from megaloom.planner.layout import Layout, Workload
 
 from .decoder import Decoder
 from .eras import overlaps, practice, tuned
 from .hybrid import Hybrid, hybrid
-from .run import LARGEST, Row, Run, UnfitError, figure, recompute, text, whole
+from .named import Named, named
+from .run import LARGEST, Row, Run, UnfitError, figure, recompute, text, whole, yes
+from .words import device, precision
 
-TRAINED = ("", "pretrain", "sft", "memory only")  # what a row's task may be; nothing is pre-training
+TRAINED = ("", "pretrain", "pretraining", "pre-training", "sft", "memory only")  # a row's task; nothing is pre-training
 SWEEP = (
     "source_group",
     "model",
@@ -39,11 +41,13 @@ def published(row: Row) -> Run:
     note = text(row, "other")
     if "offload" in note:
         raise UnfitError("activations are offloaded")
-    decoder = _decoder(row)
+    decoder, gpu, computed = _decoder(row), text(row, "gpu"), precision(row)
+    row = {**row, "gpu": device(row), "precision_class": computed}
+    if isinstance(decoder, Named):
+        row |= {"layers": decoder.layers, "experts": decoder.experts}
     layout, batch = _layout(row, note)
-    precision = _precision(row)
     kind, memory = _memory(row)
-    seq, oom = whole(row, "seq_len"), row.get("status") == "oom"
+    seq, oom = whole(row, "seq_len"), text(row, "status").lower() == "oom"
     seconds = figure(row, "step_time_s")
     if seconds is None and (rate := figure(row, "tokens_per_s_per_gpu")):
         seconds = batch * seq / (rate * layout.world)
@@ -56,19 +60,19 @@ def published(row: Row) -> Run:
         id=text(row, "id"),
         source=text(row, "source_group"),
         name=text(row, "model"),
-        gpu=text(row, "gpu"),
-        sparse=decoder.experts > 0,
+        gpu=gpu,
+        sparse=bool(decoder.experts),
         model=decoder.model(0.0 if used.flash else 0.1),
         layout=evolve(layout, overlaps=overlaps(row, note, layout, used)),
         cluster=machine,
-        workload=Workload(seq=seq, batch=batch, precision=precision),
+        workload=Workload(seq=seq, batch=batch, precision=computed),
         practice=used,
         step_seconds=seconds,
         memory_gib=memory,
         memory_kind=kind,
         last_rank="last rank" in text(row, "memory_kind"),
         oom=oom,
-        sweep=" ".join((*said, precision)),
+        sweep=" ".join((*said, computed)),
     )
 
 
@@ -76,12 +80,14 @@ def published(row: Row) -> Run:
 NORMED = r"qwen3|hy3"
 
 
-def _decoder(row: Row) -> Decoder | Hybrid:
+def _decoder(row: Row) -> Decoder | Hybrid | Named:
     arch = text(row, "arch")
     if "hybrid" in arch:
         return hybrid(row)
     if "single" in arch:
         raise UnfitError(f"{arch} is not described well enough")
+    if known := named(row):
+        return known
     if missing := [key for key in ("layers", "hidden", "heads", "seq_len") if not row.get(key)]:
         raise UnfitError(f"no {', '.join(missing)}")
     gpt, hidden = "GELU" in arch, whole(row, "hidden")
@@ -148,8 +154,8 @@ def _layout(row: Row, note: str) -> tuple[Layout, int]:
         etp=etp,
         vpp=_chunks(row, pp) if pp > 1 else 1,
         micro_batch=mbs,
-        sequence_parallel=bool(row.get("sp")) and tp > 1,
-        distributed_optimizer=row.get("dist_optimizer") is not False,
+        sequence_parallel=yes(row, "sp") and tp > 1,
+        distributed_optimizer=yes(row, "dist_optimizer", default=True),
         recompute=again,
         recompute_modules=modules,
     )
@@ -162,28 +168,14 @@ def _chunks(row: Row, pp: int) -> int:
     return whole(row, "vpp", layers // pp if tuned(row) and layers % pp == 0 else 1, LARGEST)
 
 
-def _precision(row: Row) -> Precision:
-    said = text(row, "precision_class") or text(row, "precision").lower()
-    if said not in list(Precision):
-        raise UnfitError(f"a precision of {said!r}" if said else "no precision")
-    return Precision(said)
-
-
 # Of Omni-Path's 100 Gb/s NCCL gets 39.9 in an all-reduce of 4 GB over four nodes
 # (github.com/bigscience-workshop/bigscience, experiments/bandwidth/n4_a100_all_reduce_bench.txt).
 OMNI_PATH = 0.4
-DEVICES = {"A100-80GB": "A100", "A800-80GB": "A800", "A100-80GB-PCIe": "A100-PCIe", "V100-32GB": "V100"}
-
-
-def _device(gpu: str) -> str:
-    """Our name of a GPU."""
-    name = gpu.partition(" (")[0]
-    return DEVICES.get(name, name)
 
 
 def _cluster(row: Row, world: int) -> Cluster:
     """The cluster, with the network that the row names if that is slower than a GPU of this kind usually has."""
-    made = cluster(f"{world}x{_device(text(row, 'gpu'))}")
+    made = cluster(f"{world}x{text(row, 'gpu')}")
     ports = re.search(r"(\d+)x Omni-Path (\d+)Gb/s per (\d+)-GPU node", text(row, "interconnect"))
     if not ports:
         return made

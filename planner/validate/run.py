@@ -58,6 +58,8 @@ def recompute(said: object) -> tuple[Recompute, tuple[Module, ...]]:
     """What is computed again, and which modules: the core of attention where none are named. Where nothing is said,
     nothing.
     """
+    if isinstance(said, list):  # of modules
+        said = f"selective:{','.join(map(str, said))}" if said else "none"
     mode, _, names = str(said or "none").lower().partition(":")
     if mode.startswith("full"):
         return Recompute.FULL, ()
@@ -98,6 +100,12 @@ def text(row: Row, key: str) -> str:
     """What a row says in words; nothing if it does not."""
     value = row.get(key)
     return "" if value is None else str(value)
+
+
+def yes(row: Row, key: str, default: bool = False) -> bool:
+    """Whether a row says so: true, or "true" in words."""
+    value = row.get(key)
+    return default if value in (None, "") else str(value).lower() not in ("false", "no", "0", "0.0")
 
 
 def _figure(value: object, key: str, kind: str) -> float:
