@@ -7,7 +7,6 @@ until no other can be among the best: the result is exact, as far as the price i
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 from time import perf_counter
 
 from attrs import define, field, frozen
@@ -182,7 +181,8 @@ class Hunt:
         while len(found) < sure and self._advance(queue, found):
             pass
         proven = tuple(found)
-        for placed in islice(queue.roomy(), max(0, keep - len(self._priced))):
+        roomy = queue.roomy()
+        while len(self._priced) < keep and (placed := next(roomy, None)):
             self._price(among.pricer, placed)
         while len(self._priced) < keep and self._advance(queue, found):
             pass
