@@ -84,7 +84,7 @@ def tuned(row: Row) -> bool:
     The latter hide the exchanges of tensor parallelism, of gradients and of pipelines (README of Megatron-LM, 2024).
     """
     framework = str(row.get("framework"))
-    return framework.startswith("NeMo") or (framework == "Megatron-LM" and row.get("gpu") == "H100")
+    return "NeMo" in framework or (framework == "Megatron-LM" and row.get("gpu") == "H100")
 
 
 # From this container of NeMo on, the recipes of models with experts graph whole iterations where a row says no more.
