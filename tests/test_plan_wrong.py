@@ -31,7 +31,7 @@ from .test_plan_cli import run
         (["gpt2", "--gpus", "12xH100"], "8xH100 or 16xH100 would"),
         (["gpt2", "--seq", "0"], "seq is at least 1"),
         (["gpt2", "--batch", "0"], "batch is at least 1"),
-        (["gpt2", "--batch", "1000000000"], "1,048,576 or less"),
+        (["gpt2", "--batch", "1000000000"], "1,048,576 sequences or less"),
         (["gpt2", "--batch", "64.5"], 'unable to convert "64.5" into int'),
         (["gpt2", "--seq", "4096"], "longer than the 1024 learned positions"),
         (["gpt2", "--tp", "8"], "tp 4 would"),

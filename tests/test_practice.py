@@ -13,10 +13,10 @@ from megaloom.examples.gpt_oss import gpt_oss_20b
 from megaloom.examples.llama3 import llama3_8b
 from megaloom.examples.qwen3 import qwen3_30b_a3b
 from megaloom.planner.cluster import PRESETS
-from megaloom.planner.cost.kernels import beside, fused, named, seconds
+from megaloom.planner.cost.kernels import CAST_TRAFFIC, SPLIT, beside, fused, named, seconds
 from megaloom.planner.cost.practice import FUSED_CASTS, FUSED_EXPERTS, MEGATRON, MEGATRON_2021, NEMO, OWN, Practice
 from megaloom.planner.layout import Precision
-from megaloom.planner.validate.eras import practice, told
+from megaloom.planner.validate.eras import again, practice, told
 
 GB200 = PRESETS["GB200"].device
 OLD = evolve(MEGATRON, name="NeMo", passes=NEMO)
@@ -73,3 +73,28 @@ def test_recipes_of_recent_containers_are_taken_to_graph_whole_iterations() -> N
     assert practice(row | {"precision_class": "bf16"}, "").passes is MEGATRON.passes
     assert told(row, "moe_a2a_overlap=True") == "moe_a2a_overlap=True"
     assert told(row | {"experts": None}, "") == told(row | {"framework_version": None}, "") == ""
+
+
+def test_products_of_8_bits_are_slower_back_where_these_add_up_in_fp32() -> None:
+    n = 8192
+    work = Work("dot", "w", 2 * n**3, 2 * n**3, 2 * n**3, 3 * n * n, count=1, m=n, n=n, k=n)
+    for name, precision, slower in (
+        ("H100", Precision.FP8, 1 / SPLIT),
+        ("H100", Precision.BF16, 1),
+        ("GB200", Precision.FP8, 1),
+    ):
+        device = PRESETS[name].device
+        cast = CAST_TRAFFIC * n * n / device.moves if precision.narrow else 0.0
+        took = seconds(work, device, precision, MEGATRON)
+        assert took.backward - cast == pytest.approx(2 * slower * (took.forward - cast))
+
+
+def test_what_nvidias_recipes_do_that_rows_do_not_say() -> None:
+    """Gradients are summed in 16 bits; of DeepSeek-V3 on H100 the projections of latent attention are made again."""
+    nemo = {"framework": "NeMo (Megatron-core)", "gpu": "H100"}
+    assert practice(nemo, "").gradient_nbytes == 2
+    assert practice(nemo | {"framework": "Megatron-LM"}, "").gradient_nbytes == 4
+    latent = nemo | {"mla": {"kv_lora": 512}}
+    assert again(latent) == "selective:mla_up_proj"
+    assert again(nemo) is None and again(latent | {"gpu": "GB200"}) is None
+    assert again(latent | {"recompute": "none"}) == "none" and again(latent | {"recompute": []}) == []

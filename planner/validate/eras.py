@@ -41,6 +41,8 @@ def practice(row: Row, note: str) -> Practice:
         found = evolve(found, gradient_nbytes=2, moment_nbytes=2 if row.get("mla") else 4)
     if tuned(row) or "Bridge" in framework:
         found = evolve(found, weight_nbytes=1 if row.get("precision_class") == "fp8" and row.get("gpu") in ALONE else 0)
+    if framework.startswith("NeMo"):  # grad_sync_dtype, grad_reduce_in_fp32 of its recipes and scripts/performance
+        found = evolve(found, gradient_nbytes=2)
     if "TE fused cross-entropy" in note or "Bridge" in framework:  # it works in the logits (triton/cross_entropy.py)
         found = evolve(found, loss_copies=0)
     note = told(row, note)
@@ -78,6 +80,12 @@ def told(row: Row, note: str) -> str:
     return RECIPE if recent and not note and row.get("experts") and "Bridge" in str(row.get("framework")) else note
 
 
+def again(row: Row) -> object:
+    """What a row says is computed again, or else what its recipe does."""
+    said, theirs = row.get("recompute"), tuned(row) or "Bridge" in str(row.get("framework"))
+    return AGAIN if said in (None, "") and theirs and row.get("mla") and row.get("gpu") == "H100" else said
+
+
 def tuned(row: Row) -> bool:
     """Whether NVIDIA's engineers set every switch: NeMo's recipes, and Megatron-LM's own benchmarks on H100.
 
@@ -98,3 +106,6 @@ GRAPHS = r"cuda_graph_impl=|CUDA graph|TE graph|full.iteration"
 # Hy3 in bf16 took 187 GB without graphs and 219 with one of the whole iteration, 77 of them saved. With as much every
 # run of NVIDIA's that has such a graph fits its GPU, as with up to 0.43.
 POOLS = 32 / 77
+# NVIDIA's recipes of DeepSeek-V3 on H100, of other models nothing (NeMo, scripts/performance/recommended_model_configs;
+# NVIDIA/dgxc-benchmarking, deepseek_v3/pretraining/launch.sh).
+AGAIN = "selective:mla_up_proj"

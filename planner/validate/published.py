@@ -10,7 +10,7 @@ from megaloom.planner.cluster import Cluster, cluster
 from megaloom.planner.layout import Layout, Workload
 
 from .decoder import Decoder
-from .eras import overlaps, practice, tuned
+from .eras import again, overlaps, practice, tuned
 from .hybrid import Hybrid, hybrid
 from .named import Named, named
 from .run import LARGEST, Row, Run, UnfitError, figure, recompute, text, whole, yes
@@ -144,7 +144,7 @@ def _layout(row: Row, note: str) -> tuple[Layout, int]:
     gbs = whole(row, "gbs", dp * mbs * whole(row, "grad_accum", 0))
     if not gbs:
         raise UnfitError("no gbs")
-    again, modules = recompute(row.get("recompute"))
+    mode, modules = recompute(again(row))
     layout = Layout(
         dp=dp,
         tp=tp,
@@ -156,7 +156,7 @@ def _layout(row: Row, note: str) -> tuple[Layout, int]:
         micro_batch=mbs,
         sequence_parallel=yes(row, "sp") and tp > 1,
         distributed_optimizer=yes(row, "dist_optimizer", default=True),
-        recompute=again,
+        recompute=mode,
         recompute_modules=modules,
     )
     return layout, gbs
