@@ -98,3 +98,15 @@ def test_what_nvidias_recipes_do_that_rows_do_not_say() -> None:
     assert again(latent) == "selective:mla_up_proj"
     assert again(nemo) is None and again(latent | {"gpu": "GB200"}) is None
     assert again(latent | {"recompute": "none"}) == "none" and again(latent | {"recompute": []}) == []
+
+
+def test_kernels_that_wait_for_each_other_are_launched_one_by_one() -> None:
+    """As BLOOM's were, on more devices than did without."""
+    row = {"framework": "Megatron-DeepSpeed", "interconnect": "4x Omni-Path", "num_gpus": 384}
+    used = practice(row, "")
+    assert used.blocking and not practice(row | {"num_gpus": 160}, "").blocking
+    device = PRESETS["A100"].device
+    for work in works(llama3_8b()):
+        ours, alone = (seconds(work, device, Precision.FP16, evolve(used, blocking=b)) for b in (True, False))
+        assert ours.forward == alone.forward + alone.ahead * device.launch_seconds
+        assert ours.waits(device, used) == (0, 0)

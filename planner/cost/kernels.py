@@ -84,10 +84,11 @@ def seconds(
 ) -> Seconds:
     """One forward and one backward pass of this work; `inside` a block, where products may be narrow.
 
-    A device that is the host itself has no launches to wait for: they are a part of its work.
+    A device that is the host itself has no launches to wait for: they are a part of its work, as they are where each
+    kernel is launched when the one before has ended.
     """
     took = _busy(work, device, precision, practice, inside)
-    if device.units > 1:
+    if device.units > 1 and not practice.blocking:
         return took
     one = device.launch_seconds
     return Seconds(took.forward + took.ahead * one, took.backward + took.back * one, 0, 0)

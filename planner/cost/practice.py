@@ -103,6 +103,7 @@ class Practice:
     eager: bool = False  # of gated units SwiGLU alone is one kernel
     graphed: bool = False  # CUDA graphs: small kernels wait for no host
     pools: float = 0.0  # of what is saved, that a graph of the whole iteration holds more
+    blocking: bool = False  # a kernel is launched when the one before has ended
     launches: float = 1.0  # that the host could have made while the program of the layers makes one
     dispatch_seconds: float = 0.0  # that a layer of experts waits for the host, each way
     expert_seconds: float = 0.0  # that it waits for the host for each expert, forward; backward twice as long

@@ -21,7 +21,7 @@ from megaloom.planner.cost.practice import (
 )
 from megaloom.planner.layout import Layout, Overlap
 
-from .run import Row
+from .run import Row, whole
 
 
 def practice(row: Row, note: str) -> Practice:
@@ -29,7 +29,9 @@ def practice(row: Row, note: str) -> Practice:
     framework, when = str(row.get("framework")), str(row.get("framework_version") or "")
     old = "zero bubble" in framework or (framework == "Megatron-LM" and re.search("202[0-2]", when))
     if "DeepSpeed" in framework:
-        return DEEPSPEED_BF16 if row.get("precision_class") == "bf16" else DEEPSPEED_FP16
+        found = DEEPSPEED_BF16 if row.get("precision_class") == "bf16" else DEEPSPEED_FP16
+        hung = "Omni-Path" in str(row.get("interconnect")) and whole(row, "num_gpus", 1) >= HANGS
+        return evolve(found, blocking=hung)
     if old or row.get("gpu") == "V100":
         return MEGATRON_2021
     if "nanotron" in framework:
@@ -60,8 +62,10 @@ def practice(row: Row, note: str) -> Practice:
 
 
 def overlaps(row: Row, note: str, x: Layout, used: Practice) -> tuple[Overlap, ...]:
-    """What it overlapped then. NVIDIA's recipes switch all on but the experts', which those say that do."""
-    if "no TP/P2P/grad overlap" in note or used in (MEGATRON_2021, DEEPSPEED_BF16, DEEPSPEED_FP16):
+    """What it overlapped then: before fused attention nothing. NVIDIA's recipes switch all on but the experts', which
+    those say that do.
+    """
+    if "no TP/P2P/grad overlap" in note or not used.flash:
         return ()
     if used is NANOTRON:
         return (Overlap.GRADIENTS,)
@@ -101,6 +105,9 @@ BLOCKS = ("mxfp8", "nvfp4")  # precisions for which experts' kernels are fused
 # NVIDIA's recipes keep weights in the 8 bits that products take (fp8_param_gather), and Blackwell's products need no
 # transposed copy beside (transformer_engine/pytorch/utils.py: is_non_tn_fp8_gemm_supported); blocks of 32 need one.
 ALONE = ("B200", "GB200", "B300", "GB300")
+# GPUs over Omni-Path from which on BLOOM's runs hung but with CUDA_LAUNCH_BLOCKING=1
+# (github.com/bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md and tr11-176B-ml.slurm).
+HANGS = 320
 # What says that kernels are launched as CUDA graphs, of parts of a layer or of the whole step.
 GRAPHS = r"cuda_graph_impl=|CUDA graph|TE graph|full.iteration"
 # Hy3 in bf16 took 187 GB without graphs and 219 with one of the whole iteration, 77 of them saved. With as much every
