@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from inspect import isfunction, signature
+from os.path import exists, isdir, isfile, join
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType
@@ -29,12 +30,12 @@ def find(ref: str) -> tuple[Model, str]:
     without arguments that returns one; a file's only model is found without its name if it says `-> Model`. Raises
     UserError that says what would work.
     """
-    if ref.endswith(".json") or ((Path(ref) / "config.json").is_file() and ref not in examples()):
+    if ref.endswith(".json") or (isfile(join(ref, "config.json")) and ref not in examples()):
         return read(ref), str(config_file(ref).resolve())
     place, _, name = ref.rpartition(":") if ":" in ref else (ref, "", "")
     if place.endswith(".py"):
         path = Path(place)
-        if not path.is_file():
+        if not isfile(place):
             raise UserError(f"no file {place!r}\n{WANTED}")
         return _pick(_load(path), str(path.resolve()), name)
     if name:
@@ -44,6 +45,9 @@ def find(ref: str) -> tuple[Model, str]:
         for name in _models(module):
             if _shown(name) == said:
                 return _pick(module, module.__name__, name)
+    if exists(ref):
+        what = "a folder without a config.json" if isdir(ref) else "no .py and no .json"
+        raise UserError(f"{ref} is {what}\n{WANTED}")
     models = examples()
     near = get_close_matches(said, models, LIKE, 0.5)
     meant = f": did you mean {near[0]}?" if near else ""

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from os.path import isdir
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def describes(path: str | Path) -> bool:
 def config_file(config: str | Path) -> Path:
     """The file itself, or the config.json of a folder."""
     path = Path(config)
-    return path / "config.json" if path.is_dir() else path
+    return path / "config.json" if isdir(path) else path
 
 
 def reader(config: Config) -> Reader:

@@ -117,10 +117,10 @@ def nearly(unproven: float) -> str:
 
 
 def default_seq(g: Graph) -> int:
-    """4096, or as many tokens as the model has learned positions for."""
+    """4096, or as many tokens as the model has learned positions for; 1 of a model that reads no sequence."""
     from .legal.needs import needs
 
-    return min((4096, *needs(g).positions))
+    return min((4096, *needs(g).positions)) if any("seq" in node.shape for node in g.nodes) else 1
 
 
 def default_batch(machine: Cluster) -> int:
@@ -146,13 +146,14 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
     machine, w, seconds = best.cluster, best.workload, best.predicted.step_seconds
     nodes = f"{machine.nodes} nodes of {machine.per_node}" if machine.nodes > 1 else "one node"
     said = f" ({' and '.join(assumed)} not given)" if assumed else ""
+    whole = f", {w.tokens:,} in all" if w.seq > 1 else ""
     ended = "" if found.unproven is None else f", then interrupted: {nearly(found.unproven)}"
     own = best.runtime is Runtime.MEGALOOM
     runner = "" if own else f", as {PRACTICES[best.runtime].name} runs it"
     head = (
         f"{declared.name}: {params(declared):,} parameters, on {machine} ({nodes}); "
         f"searched in {found.seconds:.1f} s{ended}{runner}\n"
-        f"a step: {w.batch:,} sequences of {w.seq:,} tokens, {w.tokens:,} in all{said}\n"
+        f"a step: {w}{whole}{said}\n"
     )
     runs = own and not limits(best.layout, graph(declared), w, machine)
     foot = f"\nwrote {target}" + (f"; `megaloom train {target}` trains by it" if runs else ", to be exported")

@@ -152,6 +152,10 @@ class Workload:
         """Tokens a step."""
         return self.seq * self.batch
 
+    def __str__(self) -> str:
+        """What a step is of; a model without a sequence, as one of images, has inputs of one."""
+        return f"{self.batch:,} " + (f"sequences of {self.seq:,} tokens" if self.seq > 1 else "inputs")
+
 
 def _beside_default(names: Iterable[str]) -> tuple[Module, ...]:
     found = modules(names)

@@ -102,10 +102,18 @@ def test_unknown_names() -> None:
     assert message("lama3-8b").startswith(f"no model 'lama3-8b': did you mean llama3-8b?\n{like}")
     assert message("zzz").startswith(f"no model 'zzz'\n{known}")
     assert message("").startswith(f"no model ''\n{known}")
+    assert message(1000 * "a").startswith("no model 'aaa")  # longer than the name of a file may be
+    assert message(1000 * "a" + ".json").startswith("cannot read aaa")
 
 
 def test_no_such_file(write) -> None:
     assert message("absent.py:tiny") == f"no file 'absent.py'\n{WANTED}"
+
+
+def test_what_is_there_and_no_model(write) -> None:
+    path = write("", "notes.txt")
+    assert message(str(path)) == f"{path} is no .py and no .json\n{WANTED}"
+    assert message(str(path.parent)) == f"{path.parent} is a folder without a config.json\n{WANTED}"
 
 
 @pytest.mark.parametrize("place", ["absent", "megaloom.absent", "", ".relative", "a..b", "a-b"])

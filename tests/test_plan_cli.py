@@ -107,6 +107,15 @@ def test_a_config_of_hugging_face(
     check(planned, find(planned.model)[0])
 
 
+def test_a_model_of_images_has_no_sequence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is counted is images, and context parallelism, which would divide a sequence, is not legal."""
+    words, path = ["vit-base", "--gpus", "8xA100", "--batch", "64"], tmp_path / "plan.json"
+    code, out, _ = run(*words, "-o", str(path), capsys=capsys)
+    assert code == 0 and "\na step: 64 inputs (--seq not given)\n" in out and load(path).workload.tokens == 64
+    code, _, err = run(*words, "--cp", "2", capsys=capsys)
+    assert code == 2 and "[seq]" in err
+
+
 def test_json_is_for_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,7 +64,7 @@ def page(plan: Plan, model: Model, found: Found | None = None) -> str:
     priced = replayed(plan, g)
     name, w = escape(model.name), plan.workload
     style, scripts = _file("page.css"), "".join(f"<script>\n{_file(file)}</script>\n" for file in SCRIPTS)
-    said = f"{w.batch:,} sequences of {w.seq:,} tokens a step, in {w.precision}; {plan.layout}"
+    said = f"{w} a step, in {w.precision}; {plan.layout}"
     return f"""<!doctype html>
 <html lang="en">
 <head>
