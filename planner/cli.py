@@ -150,8 +150,8 @@ def plan(
         config.json.
     gpus
         How many of which device: 64xH100; 8..4096xH100 shows how the model scales. Known: A100, A100-40GB, A800,
-        A100-PCIe, V100, H100, H800, H200, B200, B300, GB200, GB300, CPU. Or a cluster's file: 64xours.toml, or
-        the profile that `megaloom measure` writes.
+        A100-PCIe, A100-PCIe-40GB, V100, H100, H800, H200, B200, B300, GB200, GB300, CPU. Or a cluster's file:
+        64xours.toml, or the profile that `megaloom measure` writes.
     seq
         Tokens a sequence. [default: 4096, or what the model's learned positions allow]
     batch

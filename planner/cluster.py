@@ -15,7 +15,8 @@ from .machine.presets import PRESETS
 
 __all__ = ["PRESETS", "Cluster", "Device", "GiB", "Link", "Preset", "cluster"]
 
-ALIASES = {"A100-80GB": "A100"}
+SAME = {"sxm", "sxm2", "sxm4", "sxm5", "sxm6", "hgx", "dgx", "nvl72"}  # words that say of a kind what it is anyway
+USUAL = {"v100": "32gb", **dict.fromkeys(("a100", "a800", "h100", "h800"), "80gb"), "h200": "141gb"}
 DEFAULT = "H100"  # the kind that a bare count means
 FILE = re.compile(r"\s*(?:(-?\d+)\s*[x*\u00d7]\s*)?(\S.*\.(?:toml|json))\s*", re.DOTALL)
 
@@ -64,12 +65,17 @@ def _made(count: int, preset: Preset, rest: dict[str, Any]) -> Cluster:
 
 
 def _find(name: str) -> Preset:
-    kinds = {kind.lower(): kind for kind in PRESETS} | {alias.lower(): kind for alias, kind in ALIASES.items()}
-    if name.lower() not in kinds:
-        near = difflib.get_close_matches(name.lower(), kinds, 1)
-        hint = f"; did you mean {kinds[near[0]]}?" if near else ""
-        raise UserError(f"unknown device {name!r}{hint}\nknown: {', '.join(PRESETS)}")
-    return PRESETS[kinds[name.lower()]]
+    """The kind that is called so, whatever the order of the words: A100-SXM4-40GB is an A100-40GB."""
+    if kind := next((kind for kind in PRESETS if _words(kind) == _words(name)), None):
+        return PRESETS[kind]
+    near = difflib.get_close_matches(name.lower(), kinds := {kind.lower(): kind for kind in PRESETS}, 1)
+    hint = f"; did you mean {kinds[near[0]]}?" if near else ""
+    raise UserError(f"unknown device {name!r}{hint}\nknown: {', '.join(PRESETS)}")
+
+
+def _words(name: str) -> set[str]:
+    said = set(name.lower().split("-")) - SAME
+    return said - {USUAL.get(word, "") for word in said}
 
 
 def _per_node(count: int, preset: Preset, kind: str) -> int:

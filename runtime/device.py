@@ -26,6 +26,7 @@ CPU_PROCESSES = 4
 PRESETS = {
     "A100-40GB": r"\bA100-SXM4-40GB",
     "A100-PCIe": r"\bA100 80GB PCIe",
+    "A100-PCIe-40GB": r"\bA100-PCIE-40GB",
     "V100": r"\bV100-SXM2-32GB",
     **{name: rf"\b{name}\b" for name in ("A100", "A800", "H100", "H800", "H200", "B200", "B300", "GB200", "GB300")},
 }

@@ -37,6 +37,7 @@ def test_the_planner_knows_every_device_that_is_recognised(name):
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
         ("NVIDIA A100 80GB PCIe", "A100-PCIe"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40GB"),
         ("Tesla V100-SXM2-32GB", "V100"),
         ("NVIDIA B200", "B200"),
         ("NVIDIA GB200", "GB200"),

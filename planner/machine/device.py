@@ -27,6 +27,7 @@ MEMORY = {
     "A800": int(79.15 * GiB),
     "H800": int(79.10 * GiB),
     "A100-PCIe": int(79.15 * GiB),
+    "A100-PCIe-40GB": int(39.39 * GiB),
     "V100": int(31.74 * GiB),
     "CPU": 4 * GiB,  # a process's share when four of them have a machine of 16 GiB
 }
@@ -37,7 +38,7 @@ ROUNDED = 1.02
 PCIE3_PORT, PCIE4_PORT, PCIE5_PORT, PCIE6_PORT = 15.75e9, 31.5e9, 63e9, 121e9
 PORTS = {
     "V100": (150e9, PCIE3_PORT),
-    **dict.fromkeys(("A100", "A100-40GB", "A100-PCIe"), (300e9, PCIE4_PORT)),
+    **dict.fromkeys(("A100", "A100-40GB", "A100-PCIe", "A100-PCIe-40GB"), (300e9, PCIE4_PORT)),
     "A800": (200e9, PCIE4_PORT),
     **dict.fromkeys(("H100", "H200"), (450e9, PCIE5_PORT)),
     "H800": (200e9, PCIE5_PORT),

@@ -113,6 +113,7 @@ B200 = Device(  # HGX, 1,000 W
 )
 # Over PCIe 4, 16 lanes: 31.5 GB/s one way; and less power (300 W).
 A100_PCIE = evolve(A100, name="A100-PCIe", nbytes=MEMORY["A100-PCIe"], bandwidth=1.935e12, sustained=0.85)
+A100_PCIE_40 = evolve(A100_PCIE, name="A100-PCIe-40GB", nbytes=MEMORY["A100-PCIe-40GB"], bandwidth=1.555e12)  # 250 W
 V100 = evolve(  # SXM2, 32 GB
     A100, name="V100", flops={"fp16": 125e12, "fp32": 15.7e12}, nbytes=MEMORY["V100"], bandwidth=0.9e12, units=80
 )
@@ -158,6 +159,7 @@ PRESETS = {
         Preset(device=A100_40, intra=NVLINK3, inter=HDR, **_BOX),
         Preset(device=A800, intra=NVLINK_800, inter=HDR, **_BOX),
         Preset(device=A100_PCIE, intra=PCIE4, inter=HDR, **_BOX),
+        Preset(device=A100_PCIE_40, intra=PCIE4, inter=HDR, **_BOX),
         Preset(device=V100, intra=NVLINK2, inter=EDR, **_BOX),
         Preset(device=H100, intra=NVLINK4, inter=NDR, **_BOX),
         Preset(device=H800, intra=NVLINK_800, inter=NDR, **_BOX),
