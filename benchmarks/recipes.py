@@ -2,8 +2,8 @@
 
 A recipe is a model on so many GPUs with a batch, a sequence and a precision, of the tables of Megatron-Bridge, NeMo and
 DGX Cloud; its layouts are those published for it, by their degrees (tensor, pipeline, context, expert). They are looked
-for among the first five degrees of the best 100 layouts in their order, as `plan` finds them, but for the practice of
-that software and with all of the memory. With EVERY only one recipe of so many is searched.
+for among the five that `plan` would show, but for the practice of that software and with all of the memory. With EVERY
+only one recipe of so many is searched.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megaloom.planner.layout import Layout
 from megaloom.planner.search.field import Field
 from megaloom.planner.search.price import Pricer
 from megaloom.planner.search.search import KEEP, SURE, search
+from megaloom.planner.search.ways import best_of_each
 from megaloom.planner.validate.run import Run
 from megaloom.planner.validate.runs import read
 from megaloom.planner.validate.validate import priced_as
 
 SOURCES = ("megatron-bridge", "nemo-docs", "dgxc-benchmarking")
-FIRST = 5
 CLOSE = 1.02  # a published layout that takes this much longer than our best, by our prices, is as good
 
 Degrees = tuple[int, int, int, int]
@@ -46,10 +46,10 @@ def found(runs: list[Run]) -> tuple[bool, bool, str]:
     run, published = runs[-1], {degrees(r.layout) for r in runs}
     pricer = Pricer(graph(run.model), run.cluster, run.workload, run.practice, headroom=0.0)
     best = search(Field(pricer, {}), SURE, KEEP)
-    order = list(dict.fromkeys(degrees(p.layout) for p in best))
-    first = not published.isdisjoint(order[:FIRST])
+    shown = [degrees(p.layout) for p in best_of_each(best)[:SURE]] if best else []
+    first = not published.isdisjoint(shown)
     close = bool(best) and min(priced_as(r).seconds for r in runs) <= CLOSE * best[0].seconds
-    said = f"{run.name} on {run.cluster}, batch {run.workload.batch}: {sorted(published)}, {order[:FIRST]}"
+    said = f"{run.name} on {run.cluster}, batch {run.workload.batch}: {sorted(published)}, {shown}"
     return first, first or close, said
 
 
@@ -63,7 +63,7 @@ def main() -> None:
             hit, good, said = False, False, str(error).partition("\n")[0]
         hits, near = hits + hit, near + good
         print("found " if hit else "close " if good else "missed", said, flush=True)
-    print(f"of {len(chosen)} recipes {hits} are among our first {FIRST} ({hits / len(chosen):.0%}), {near} are as good")
+    print(f"of {len(chosen)} recipes {hits} are among our first {SURE} ({hits / len(chosen):.0%}), {near} are as good")
 
 
 if __name__ == "__main__":

@@ -168,7 +168,8 @@ def plan(
     pareto
         Show what less memory costs: of all layouts those than which none is both quicker and leaner.
     top
-        How many layouts to show.
+        How many layouts to show: each deals the devices in another way to dp, tp, pp, cp, ep and etp, of which it is
+        the best.
     as_json
         Print JSON for machines and nothing else; no plan is written without -o.
     output

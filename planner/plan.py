@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from math import inf
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +23,7 @@ from .layout import Layout, Runtime, Workload
 from .legal.rules import violations
 
 VERSION = 7  # 7: what overlaps; 6: what runs it; 5: within what a step should stay; 4: when each rank is the fullest
+ROUNDING = 1e-9  # of a step, by which the sum of its parts may be off
 
 
 class PlanError(UserError):
@@ -196,3 +198,20 @@ def _consistent(plan: Plan, where: str) -> None:
             _refuse(where, f"stages[{i}]", f"is chunk {stage.chunk} of rank {stage.rank}, out of model order")
         if not (stages[i - 1].stop if i else 0) == stage.start < stage.stop:
             _refuse(where, f"stages[{i}]", f"is nodes {stage.start} to {stage.stop}, not what follows the stage before")
+    _adds_up(plan, where)
+
+
+def _adds_up(plan: Plan, where: str) -> None:
+    """Refuse predictions that are none: nothing or less, or a step that is not the sum of its parts."""
+    said = plan.predicted
+    step, parts = said.step_seconds, sum(said.breakdown.values())
+    if not 0 < step < inf:
+        _refuse(where, "predicted.step_seconds", f"is {step:g}: it is more than 0")
+    if min(said.breakdown.values(), default=0.0) < 0 or not abs(parts - step) <= ROUNDING * step:
+        _refuse(where, "predicted.breakdown", f"is {parts:g} s in all, not the parts of {step:g}")
+    for rank, held in enumerate(said.nbytes):
+        if min(held.values(), default=0) < 0 or not any(held.values()):
+            _refuse(where, f"predicted.nbytes[{rank}]", "is nothing, or less")
+    for i, stage in enumerate(plan.stages):
+        if not min(stage.forward_seconds, stage.backward_seconds, stage.params) >= 0:
+            _refuse(where, f"stages[{i}]", "takes less than nothing")

@@ -21,9 +21,11 @@ from megaloom.planner.layout import Layout, Recompute, Runtime, Workload
 from megaloom.planner.legal.rules import violations
 from megaloom.planner.search.field import Field
 from megaloom.planner.search.floors import Floors
+from megaloom.planner.search.predict import Priced
 from megaloom.planner.search.price import Pricer
 from megaloom.planner.search.search import search
 from megaloom.planner.search.space import variants
+from megaloom.planner.search.ways import SAME, Way, complexity, simplest, way
 from megaloom.planner.validate.decoder import Decoder
 
 INSTANCES = 60
@@ -74,19 +76,32 @@ def legal(among: Field) -> list[Layout]:
 
 
 @settings(max_examples=INSTANCES)
-@given(instances(), st.integers(1, 100), st.sampled_from(Runtime))
-def test_the_search_equals_brute_force(case: tuple[Graph, Cluster, Workload], many: int, runtime: Runtime) -> None:
+@given(instances(), st.integers(1, 8), st.integers(1, 100), st.sampled_from(Runtime))
+def test_the_search_equals_brute_force(
+    case: tuple[Graph, Cluster, Workload], sure: int, many: int, runtime: Runtime
+) -> None:
     g, devices, work = case
     among, apart = (Pricer(g, devices, work, PRACTICES[runtime]) for _ in range(2))  # which know nothing of each other
     among = Field(among, {})
     every = legal(Field(apart, {}))
     assert not any(violations(x, g, work, devices) for x in every)
-    priced = sorted(p.seconds for x in every if (p := apart.price(x)).placed.fits)
-    assert [p.seconds for p in search(among, many, many)] == priced[:many]
-    found = [p.seconds for p in search(among, 1, many)]
-    assert found == sorted(found)
-    assert len(found) == min(many, len(priced))
-    assert found[:1] == priced[:1]
+    priced = sorted((p for x in every if (p := apart.price(x)).placed.fits), key=lambda p: p.seconds)
+    found = search(among, sure, many)
+    assert [p.seconds for p in found] == sorted(p.seconds for p in found)
+    assert min(many, len(priced)) <= len({p.layout for p in found}) == len(found)
+    ours, theirs = quickest(found), quickest(priced)
+    assert sorted(ours.values())[:sure] == sorted(theirs.values())[:sure]
+    for one in sorted(theirs, key=theirs.__getitem__)[:sure]:  # of each all that are as quick
+        as_quick = {p.layout for p in priced if way(p.layout) == one and p.seconds < theirs[one] * SAME}
+        assert as_quick <= {p.layout for p in found} or list(theirs.values()).count(theirs[one]) > 1
+    if priced:
+        best = simplest(found)
+        assert complexity(best.layout) == complexity(simplest(priced).layout)
+
+
+def quickest(found: list[Priced]) -> dict[Way, float]:
+    """The seconds of the best of each way; the quickest is first."""
+    return {way(p.layout): p.seconds for p in reversed(found)}
 
 
 @settings(max_examples=INSTANCES // 3)

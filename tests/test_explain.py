@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,19 @@ def test_two_plans_side_by_side(plans: tuple[Path, Path], capsys: pytest.Capture
     assert main(["explain", *map(str, plans), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert sum(said["differences_seconds"].values()) == pytest.approx(said["difference_seconds"], rel=1e-9)
+
+
+def test_what_is_printed_adds_up(plans: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Each column to its last row, as it is printed, and the difference of the steps to a thousandth of it."""
+    assert main(["explain", *map(str, plans)]) == 0
+    times, sizes = (
+        [[Decimal(figure) for figure in line.split()[-3:]] for line in part.splitlines()[2:]]
+        for part in capsys.readouterr().out.rstrip().split("\n\n")[-2:]
+    )
+    for *parts, whole in (times, sizes):
+        assert len(parts) > 5 and [sum(column) for column in zip(*parts, strict=True)] == whole
+    more = load(plans[1]).predicted.step_seconds - load(plans[0]).predicted.step_seconds
+    assert float(times[-1][-1]) == pytest.approx(1e3 * more, rel=1e-3)
 
 
 def test_a_plan_is_shown_and_drawn_again(

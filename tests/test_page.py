@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from decimal import Decimal
 from functools import cache
 from html import unescape
 from html.parser import HTMLParser
@@ -99,12 +100,16 @@ def test_it_needs_nothing_else(chunked: tuple[Found, Model]) -> None:
 
 
 def test_the_step_adds_up(chunked: tuple[Found, Model]) -> None:
-    """The rows of the table are the breakdown, and the bar is as wide as its parts."""
+    """The rows of the table are the breakdown, to a digit, and add up; the bar is as wide as they."""
     found, model = chunked
     text = page(found.best, model, found)
     rows = {row[0]: row[1:] for row in Parsed(text).rows if row}
     parts = found.best.predicted.breakdown
-    assert [rows[cause][0] for cause in parts] == [f"{s:.3f}" for s in parts.values()]
+    assert [float(rows[cause][0]) for cause in parts] == pytest.approx([*parts.values()], abs=1e-3)
+    for column in (0, 1):
+        assert sum(Decimal(rows[cause][column].rstrip("%")) for cause in parts) == Decimal(
+            rows["a step"][column].rstrip("%")
+        )
     assert rows["a step"] == [f"{found.best.predicted.step_seconds:.3f}", "100.0%"]
     bar = text.partition('<div class="bar">')[2].partition("</div>")[0]
     assert sum(map(float, re.findall(r"width: ([\d.]+)%", bar))) == pytest.approx(100, abs=0.01)

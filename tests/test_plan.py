@@ -54,15 +54,16 @@ def plans(draw: st.DrawFn) -> Plan:
         distributed_optimizer=draw(st.booleans()),
     )
     machine = cluster(f"1x{draw(st.sampled_from(sorted(PRESETS)))}")
+    parts = draw(st.dictionaries(words, seconds, max_size=4).filter(lambda said: sum(said.values()) > 0))
     predicted = Prediction(
-        step_seconds=draw(seconds),
+        step_seconds=sum(parts.values()),
         within=(draw(seconds), draw(seconds)),
         tokens_per_second_per_device=draw(seconds),
         flops_per_second_per_device=draw(seconds),
         mfu=draw(seconds),
         bubble=draw(seconds),
-        breakdown=draw(st.dictionaries(words, seconds, max_size=4)),
-        nbytes=tuple(draw(st.dictionaries(words, counts, max_size=3)) for _ in range(pp)),
+        breakdown=parts,
+        nbytes=tuple(draw(st.dictionaries(words, counts, min_size=1, max_size=3)) for _ in range(pp)),
         moments=tuple(draw(words) for _ in range(pp)),
     )
     return Plan(
@@ -253,6 +254,11 @@ def broken(*path: str | int, value: Any) -> str:
         (broken("predicted", "breakdown", value=[]), "predicted.breakdown is refused: [] where a table is due"),
         (broken("predicted", "nbytes", 0, "weights", value=1.5), "predicted.nbytes[0]['weights'] is refused: 1.5"),
         (broken("predicted", "nbytes", value=[]), "predicted.nbytes has 0 ranks, and pp is 2"),
+        (broken("predicted", "step_seconds", value=-1.0), "predicted.step_seconds is -1: it is more than 0"),
+        (broken("predicted", "step_seconds", value=99.0), "s in all, not the parts of 99"),
+        (broken("predicted", "breakdown", "bubble", value=-1.0), "predicted.breakdown is"),
+        (broken("predicted", "nbytes", 0, value={}), "predicted.nbytes[0] is nothing, or less"),
+        (broken("stages", 1, "forward_seconds", value=-1.0), "stages[1] takes less than nothing"),
         (broken("cluster", "device", "nbytes", value=80), "cluster.device is refused: Device H100: nbytes = 80 is not"),
         (broken("cluster", "per_node", value=3), "cluster is refused: 2 devices do not fill nodes of 3"),
     ],

@@ -70,6 +70,7 @@ def example() -> Found:
     return Found(
         best=fast,
         others=(slow,),
+        variants=(),
         rejected=(Rejected(Layout(dp=8, micro_batch=8), "81.2 GiB on rank 0, of 79.1"),),
         seconds=0.1,
     )

@@ -21,8 +21,9 @@ from megaloom.planner.legal.rules import violations
 from megaloom.planner.search.field import Field
 from megaloom.planner.search.floors import Floors
 from megaloom.planner.search.price import Pricer
-from megaloom.planner.search.search import KEEP, SAME, SURE, Found, Progress, plan, search
+from megaloom.planner.search.search import KEEP, SURE, Found, Progress, plan, search
 from megaloom.planner.search.space import variants
+from megaloom.planner.search.ways import SAME, way
 
 DENSE = llama("tiny-llama", layers=4, heads=6, kv_heads=3, embed=96, ff=192, vocab=512)
 TIED = gpt("tiny-gpt", layers=4, heads=4, embed=64, vocab=512, seq=64)
@@ -63,10 +64,17 @@ def test_nothing_legal_that_fits_is_quicker(model: Model, machine: Cluster) -> N
     assert len(legal) == among.count
     assert not any(violations(x, pricer.graph, WORK, machine) for x in legal)
     worth = floors.worthwhile(layouts, place)
-    every = sorted(p.seconds for x, w in zip(legal, worth, strict=True) if w and (p := pricer.price(x)).placed.fits)
-    best = [p.seconds for p in search(among)]
+    fitting = [p for x, w in zip(legal, worth, strict=True) if w and (p := pricer.price(x)).placed.fits]
+    every = sorted(p.seconds for p in fitting)
+    best = [(p.seconds, way(p.layout)) for p in search(among)]
     assert len(every) > 2
-    assert best == every[:SURE]
+    assert best[0][0] == every[0]
+    ways = {way(p.layout) for p in fitting}
+    quickest = sorted(min(p.seconds for p in fitting if way(p.layout) == one) for one in ways)
+    assert (
+        sorted(min(t for t, other in best if other == one) for one in {one for _, one in best})[:SURE]
+        == quickest[:SURE]
+    )
     assert len(every) < len(legal)  # the memory ruled some out
     assert every[0] <= found(model, machine).best.predicted.step_seconds <= SAME * every[0]
 
@@ -75,7 +83,7 @@ def test_nothing_legal_that_fits_is_quicker(model: Model, machine: Cluster) -> N
 def test_what_is_found_is_legal_and_fits(model: Model) -> None:
     work = Workload(seq=4096, batch=48)
     got = found(model, "16xH100", work)
-    plans = [got.best, *got.others]
+    plans = sorted([got.best, *got.others, *got.variants], key=lambda p: p.predicted.step_seconds)
     assert len(plans) == KEEP
     for p in plans:
         assert not violations(p.layout, graph(model), work, p.cluster)
@@ -83,9 +91,27 @@ def test_what_is_found_is_legal_and_fits(model: Model) -> None:
         assert p.fingerprint == fingerprint(model)
         assert p.reasons
     steps = [p.predicted.step_seconds for p in plans]
-    assert steps[1:] == sorted(steps[1:])
-    assert steps[0] <= SAME * min(steps)
+    assert got.best.predicted.step_seconds <= SAME * min(steps)
     assert len({p.layout for p in plans}) == KEEP
+
+
+@pytest.mark.parametrize("model", [llama3_8b(), mixtral("m", 8, 32, 8, 4096, 14336)], ids=lambda m: str(m.name))
+def test_the_next_best_deal_the_devices_in_another_way(model: Model) -> None:
+    got = found(model, "16xH100", Workload(seq=4096, batch=48))
+    shown = [got.best, *got.others]
+    assert len({way(p.layout) for p in shown}) == len(shown) >= SURE
+    steps = [p.predicted.step_seconds for p in shown]
+    assert steps[1:] == sorted(steps[1:])
+    for p in got.variants:
+        best = next(other for other in shown if way(other.layout) == way(p.layout))
+        assert best.predicted.step_seconds <= SAME * p.predicted.step_seconds
+
+
+def test_of_one_way_the_next_best_are_its_variants() -> None:
+    got = found(llama3_8b(), "8xH100", Workload(seq=8192, batch=64), tp=2, pp=2, cp=1, dp=2)
+    assert len(got.others) > SURE
+    assert {way(p.layout) for p in (got.best, *got.others)} == {(2, 2, 2, 1, 1, 1)}
+    assert got.variants == ()
 
 
 def test_of_layouts_as_quick_the_simpler_wins() -> None:
@@ -103,7 +129,7 @@ def test_processes_on_a_cpu() -> None:
 def test_what_is_fixed_stays() -> None:
     fixed = {"pp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full", "micro_batch": 3, "vpp": 2}
     got = found(TIED, "8xH100", WORK, **fixed)
-    for p in (got.best, *got.others):
+    for p in (got.best, *got.others, *got.variants):
         assert {name: getattr(p.layout, name) for name in fixed} == fixed
         assert p.layout.recompute is Recompute.FULL
     whole = evolve(got.best.layout, dp=1, cp=2)
@@ -198,7 +224,7 @@ def test_progress_begins_early_and_ends_with_the_best() -> None:
     assert told[0].least == 0  # before all layouts are known
     assert [p.least for p in told] == sorted(p.least for p in told)
     assert 0 <= told[-1].unproven <= told[1].unproven < 1
-    assert steps[-1] == min(p.predicted.step_seconds for p in (got.best, *got.others))
+    assert steps[-1] == min(p.predicted.step_seconds for p in (got.best, *got.others, *got.variants))
     assert got.unproven is None
 
 

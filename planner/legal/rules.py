@@ -24,34 +24,42 @@ from . import sizes as size_rules
 from . import steps as step_rules
 from .rule import By, Case, Rule, Truth, Violation, Words, broken, every
 
-MOST = 2**20  # sequences a step: more than any model was trained with, and few enough to replay them
+MOST = 2**20  # of any amount: more sequences than any model was trained with a step, and few enough to replay them
+LONGEST = 2**27  # tokens a sequence: more than the 100 million of magic.dev/blog/100m-token-context-windows
+ZERO = ("recompute_layers", "microbatch_group")  # may be 0, for as many as there are
 
 
 def _amounts(case: Case) -> dict[str, Any]:
-    return {**case.layout.degrees, "seq": case.workload.seq, "batch": case.workload.batch}
+    x, w = case.layout, case.workload
+    return {**x.degrees, "seq": w.seq, "batch": w.batch, **{name: getattr(x, name) for name in ZERO}}
 
 
 def _positive(case: Case) -> Truth:
-    return every(amount >= 1 for amount in _amounts(case).values())
+    return every(amount >= (name not in ZERO) for name, amount in _amounts(case).items())
 
 
 def _positive_told(case: Case) -> Words:
-    name, amount = next((name, amount) for name, amount in _amounts(case).items() if amount < 1)
-    return f"{name} is {amount}: that is none at all", f"{name} is at least 1"
+    name = next(name for name, amount in _amounts(case).items() if amount < (name not in ZERO))
+    return f"{name} is {_amounts(case)[name]}: that is none at all", f"{name} is at least {int(name not in ZERO)}"
+
+
+def _most(name: str) -> int:
+    return LONGEST if name == "seq" else MOST
 
 
 def _plausible(case: Case) -> Truth:
-    return case.workload.batch <= MOST
+    return every(amount <= _most(name) for name, amount in _amounts(case).items())
 
 
 def _plausible_told(case: Case) -> Words:
-    return f"a batch of {case.workload.batch} is not plausible", f"{MOST:,} sequences or less"
+    name = next(name for name, amount in _amounts(case).items() if amount > _most(name))
+    return f"{name} is {_amounts(case)[name]}: that is not plausible", f"{name} is {_most(name):,} or less"
 
 
 SENSE = (
     Rule(
         "positive",
-        "Every degree, the micro-batch, the sequence and the batch are at least 1.",
+        "Every degree, the micro-batch, the sequence and the batch are at least 1, and no count is below 0.",
         "1 or more",
         By.CORE,
         "it divides by them",
@@ -60,8 +68,8 @@ SENSE = (
     ),
     Rule(
         "plausible",
-        "The batch is no larger than any that was ever trained on.",
-        f"{MOST:,} sequences or less",
+        "Nothing is larger than it ever was: the batch, the sequence, a degree.",
+        f"{MOST:,} or less, and {LONGEST:,} tokens or less",
         By.PLANNER,
         "it could not be replayed",
         _plausible,

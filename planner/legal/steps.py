@@ -108,7 +108,7 @@ def _recompute_layers(case: Case) -> Truth:
 
 def _recompute_none(case: Case) -> Truth:
     x = case.layout
-    return (x.recompute_layers == 0) | (x.selective == 1) | ((x.full == 1) & (x.recompute_layers > 0))
+    return (x.recompute_layers == 0) | (x.selective == 1) | (x.full == 1)
 
 
 def _recompute_layers_told(case: Case) -> Words:

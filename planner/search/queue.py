@@ -1,8 +1,9 @@
 """What a search has still to look at, the least bound first: places, layouts at them, and those cut already.
 
 Protocol: `pop` is what takes the least, made ready to be looked at more closely; `push` puts it back with what is then
-known. Places and layouts are taken many at a time. `roomy` are layouts that are sure to have room, without proof that
-none is quicker.
+known. Places and layouts are taken many at a time. Once the best of a way to deal the devices is known, `settle` puts
+slower layouts of that aside, until `recall`. `roomy` are layouts that are sure to have room, without proof that none is
+quicker.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .field import Field
 from .floors import Bounded
 from .predict import Priced
 from .price import Cut, Pricer
+from .ways import DEGREES, SAME, Way, alike, way
 
 PLACES = 32  # whose layouts are looked at together
 FEW, MANY = 32, 512  # layouts that are cut evenly together, at first and at the most
@@ -43,6 +45,11 @@ class Near:
     def layout(self) -> Layout:
         """Which."""
         return self.layouts[self.i]
+
+    @property
+    def way(self) -> Way:
+        """How it deals the devices."""
+        return tuple(int(getattr(self.layouts, axis)[self.i]) for axis in DEGREES)
 
     @cached_property
     def steps(self) -> Iterator[float | Cut | Layout]:
@@ -66,6 +73,9 @@ class Queue:
     found: list[Bounded] = field(factory=list)  # layouts at places, the quickest first, that are not in the heap
     least: float = inf  # seconds of all those
     at_once: int = FEW
+    settled: dict[Way, float] = field(factory=dict)  # the seconds of a way beyond which nothing of it is looked at
+    aside: list[tuple[float, Entry]] = field(factory=list)
+    beside: list[Bounded] = field(factory=list)  # of which likewise nothing is in the heap
 
     def __attrs_post_init__(self) -> None:
         seconds, nbytes = self.among.floors.ideal()
@@ -80,12 +90,28 @@ class Queue:
 
     def pop(self) -> tuple[float, Entry] | None:
         """What takes the least, if there is anything left."""
-        while self._more(self.heap[0][0] if self.heap else inf):
-            pass
-        if not self.heap:
-            return None
-        seconds, _, what = heappop(self.heap)
-        return seconds, what
+        while True:
+            while self._more(self.heap[0][0] if self.heap else inf):
+                pass
+            if not self.heap:
+                return None
+            seconds, _, what = heappop(self.heap)
+            if seconds <= self.settled.get(_way(what), inf):
+                return seconds, what
+            self.aside.append((seconds, what))
+
+    def settle(self, best: Priced) -> None:
+        """Of its way look no more at what is slower; at what is as quick, still."""
+        self.settled.setdefault(way(best.layout), SAME * best.seconds)
+
+    def recall(self) -> None:
+        """Look at all of them again."""
+        self.settled.clear()
+        for seconds, what in self.aside:
+            self.push(seconds, what)
+        self.aside.clear()
+        self._keep([*self.found, *self.beside])
+        self.beside.clear()
 
     def roomy(self) -> Iterator[Placed]:
         """Those that have room as evenly cut: of those that are cut the most promising first, then of more and more."""
@@ -124,6 +150,9 @@ class Queue:
 
     def _nearer(self) -> None:
         """Cut more layouts evenly: those that take the least."""
+        self._leave()
+        if not self.found:
+            return
         every = np.concatenate([found.seconds[: self.at_once] for found in self.found])
         last = min(self.at_once, len(every)) - 1
         most = np.partition(every, last)[last]
@@ -137,3 +166,17 @@ class Queue:
         roomy = (nbytes <= pricer.capacity).tolist()
         for i, least in enumerate(seconds.tolist()):
             self.push(least, Near(pricer, near.layouts, i, roomy[i]))
+
+    def _leave(self) -> None:
+        """Put layouts aside of which nothing is looked at any more."""
+        for one, most in self.settled.items():
+            slower = [alike(some.layouts, one) & (some.seconds > most) for some in self.found]
+            self.beside += [some.take(out) for some, out in zip(self.found, slower, strict=True) if out.any()]
+            self._keep([some.take(~out) for some, out in zip(self.found, slower, strict=True)])
+
+
+def _way(what: Entry) -> Way:
+    """How what is looked at deals the devices."""
+    if isinstance(what, Near):
+        return what.way
+    return way(what.placed.layout if isinstance(what, Cut) else what.layout)

@@ -40,10 +40,13 @@ class Rival:
 
 
 def why(
-    best: Priced, others: Sequence[Priced], rivals: Sequence[Rival], legal: int, cluster: Cluster
+    best: Priced, quickest: Priced, others: Sequence[Priced], rivals: Sequence[Rival], legal: int, cluster: Cluster
 ) -> tuple[str, ...]:
-    """Why the best plan is the best one, what limits it, and why its neighbours lose."""
-    said = [_wins(best, others, legal), _limits(best), _memory(best, cluster)]
+    """Why the best plan is the best one, what limits it, and why the next best and its neighbours lose.
+
+    It may be simpler than the quickest, and as quick.
+    """
+    said = [_wins(best, quickest, others, legal), _limits(best), _memory(best, cluster)]
     rivals = sorted((r for r in rivals if r.priced.seconds > best.seconds), key=lambda r: r.priced.seconds)
     said += [
         f"{rival.change} it would be {slower(best.prediction, rival.priced.prediction)}."
@@ -59,17 +62,17 @@ def why_not(plan: Priced, best: Priced) -> tuple[str, ...]:
     return (f"Beside {best.layout} it is {slower(best.prediction, plan.prediction)}.", _limits(plan))
 
 
-def _wins(best: Priced, others: Sequence[Priced], legal: int) -> str:
+def _wins(best: Priced, quickest: Priced, others: Sequence[Priced], legal: int) -> str:
     took = f"{best.layout} takes {time(best.seconds)} a step, {best.prediction.mfu:.1%} MFU"
     if not others:
         return f"{took}: it is the only one of {legal:,} legal layouts that fits the memory."
-    next_ = others[0]
+    least = f", the least of {legal:,} legal layouts"
+    if quickest.seconds < best.seconds:
+        least = f": as quick as {quickest.layout} to 0.1 %, and simpler; no other of {legal:,} legal layouts is quicker"
+    next_ = min(others, key=lambda priced: priced.seconds)
     if next_.seconds <= best.seconds:
-        return (
-            f"{took}: as quick as {next_.layout} to 0.1 %, and simpler; no other of {legal:,} legal layouts is quicker."
-        )
-    behind = slower(best.prediction, next_.prediction)
-    return f"{took}, the least of {legal:,} legal layouts; the next, {next_.layout}, is {behind}."
+        return f"{took}{least}."
+    return f"{took}{least}; the next, {next_.layout}, is {slower(best.prediction, next_.prediction)}."
 
 
 def _limits(plan: Priced) -> str:

@@ -23,8 +23,9 @@ from .field import Field
 from .goodput import MANY, goodput
 from .predict import Priced
 from .price import Pricer
-from .search import search, simplest_first
+from .search import search
 from .space import Fixed
+from .ways import simplest
 from .whole import blocks
 
 LESS = 0.8  # times the memory of a layout, that of the next leaner one at the most
@@ -85,8 +86,8 @@ def points(
 
 def _best(pricer: Pricer, fixed: Fixed) -> Priced | None:
     among = Field(pricer, fixed)
-    found = search(among) if len(among.at) else []
-    return simplest_first(found)[0] if found else None
+    found = search(among, 1) if len(among.at) else []
+    return simplest(found) if found else None
 
 
 def table(found: Sequence[Point], params: int) -> Table:

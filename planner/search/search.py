@@ -1,7 +1,7 @@
 """The best layout of a model over a cluster: the legal ones, their lower bounds, the price of those that can win.
 
 Protocol: `plan` is the whole of it, `price` the price of one layout. Layouts are priced from the least lower bound on,
-until no other can be among the best: the result is exact, as far as the price is.
+until no other can be the best of one of the best ways to deal the devices: the result is exact, as far as the price is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megaloom.planner.cluster import Cluster
 from megaloom.planner.columns import Layouts
 from megaloom.planner.cost.fit import HEADROOM, Placed
 from megaloom.planner.cost.practice import PRACTICES
-from megaloom.planner.layout import Layout, Recompute, Runtime, Workload
+from megaloom.planner.layout import Layout, Runtime, Workload
 from megaloom.planner.legal.limits import caveats
 from megaloom.planner.legal.rules import senseless
 from megaloom.planner.plan import VERSION, Plan
@@ -30,24 +30,29 @@ from .price import Cut, Pricer, price
 from .queue import Near, Queue
 from .reasons import Rejected, why, why_not
 from .space import Fixed
+from .ways import best_of_each, way
 from .whole import blocks
 
 __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
 
 KEEP = 100  # plans of a search: layouts that are replayed, the best of all
-SURE = 5  # of them, the best included, than which no other layout is quicker: as many as are shown
+SURE = 5  # ways to deal the devices of which nothing is quicker than what is found: as many as are shown
 ROUNDING = 1 - 1e-10  # bounds and prices add up the same seconds in different orders
-SAME = 1.001  # a step that is this little longer is as good, and the simpler layout wins
 TRIES = 64  # of them
 OFTEN = 0.1  # seconds between two signs of progress
 
 
 @frozen
 class Found:
-    """What a search found: the best plan, the next best, the nearest that cannot be had, and how long it took."""
+    """What a search found: the best plan, the next best, the nearest that cannot be had, and how long it took.
+
+    Each of the next best deals the devices to the axes in another way, of which it is the best; or if there is one way
+    alone, it is another layout of that.
+    """
 
     best: Plan
     others: tuple[Plan, ...]
+    variants: tuple[Plan, ...]  # more layouts of these ways, quickest first: time against memory
     rejected: tuple[Rejected, ...]
     seconds: float
     unproven: float | None = None  # of an interrupted search: the share of its step that the best may be slower by
@@ -107,7 +112,8 @@ def plan(
         among, found, unproven = among or Field(pricer, chosen), hunt.sorted(KEEP), hunt.progress.unproven
     if not found:
         raise UserError(nothing_fits(pricer, among))
-    best, *others = simplest_first(found)
+    best, *others = best_of_each(found)
+    shown = {priced.layout for priced in (best, *others)}
     rivals, rejected = judged(best.layout, pricer, chosen)
     identity = fingerprint(model)
 
@@ -129,8 +135,9 @@ def plan(
         )
 
     return Found(
-        best=made(best, why(best, others, rivals, among.count, cluster)),
+        best=made(best, why(best, found[0], others, rivals, among.count, cluster)),
         others=tuple(made(other, why_not(other, best)) for other in others),
+        variants=tuple(made(other, why_not(other, best)) for other in found if other.layout not in shown),
         rejected=rejected,
         seconds=perf_counter() - began,
         unproven=unproven,
@@ -171,33 +178,44 @@ class Hunt:
                     return
 
     def search(self, among: Field, sure: int, keep: int) -> list[Priced]:
-        """The `sure` quickest of these layouts that fit the memory, quickest first, and others of all `keep` priced.
+        """Layouts that fit the memory, quickest first: those of the `sure` quickest ways, of all `keep` or more.
 
-        Best first: of all layouts the one whose bound is the least is looked at more closely, so that what is dear to
-        know (cuts, replays) is asked only of those that nothing cheaper rules out. The others are the most promising
-        of those that were looked at closely meanwhile and have room as they are cut then.
+        Of each of these ways no layout is quicker than the first, and none that is as quick is left out. Best first: of
+        all layouts the one whose bound is the least is looked at more closely, so that what is dear to know (cuts,
+        replays) is asked only of those that nothing cheaper rules out. The others are the most promising of those that
+        were looked at closely meanwhile and have room as they are cut then.
         """
-        queue, found = Queue(among), list[Priced]()
-        while len(found) < sure and self._advance(queue, found):
+        queue = Queue(among)
+        while self._advance(queue, sure):
             pass
-        proven = tuple(found)
+        proven = {x for x, priced in self._priced.items() if priced.seconds <= queue.settled.get(way(x), 0.0)}
+        queue.recall()
         roomy = queue.roomy()
         while len(self._priced) < keep and (placed := next(roomy, None)):
             self._price(among.pricer, placed)
-        while len(self._priced) < keep and self._advance(queue, found):
+        while len(self._priced) < keep and self._advance(queue):
             pass
-        rest = [priced for priced in self.sorted(len(self._priced)) if priced not in proven]
-        return [*proven, *rest][: max(sure, keep)]
+        every = self.sorted(len(self._priced))
+        rest = [priced for priced in every if priced.layout not in proven]
+        chosen = proven | {priced.layout for priced in rest[: max(0, keep - len(proven))]}
+        return [priced for priced in every if priced.layout in chosen]
 
-    def _advance(self, queue: Queue, found: list[Priced]) -> bool:
-        """Look at what takes the least more closely, or at last find it, if there is anything left."""
+    def _advance(self, queue: Queue, sure: int = 0) -> bool:
+        """Look at what takes the least more closely, or at last find it; not when there is nothing left.
+
+        sure: ways that are looked for, rather than all layouts: not once they are found, and all that is as quick.
+        """
         if (top := queue.pop()) is None:
             return False
         seconds, what = top
-        self.least = found[0].seconds if found else seconds
+        if sure and len(queue.settled) >= sure and seconds > max(queue.settled.values()):
+            queue.push(seconds, what)
+            return False
+        self.least = min(seconds, self.best.seconds) if self.best else seconds
         self._say(OFTEN)
         if isinstance(what, Priced):
-            found.append(what)
+            if sure:
+                queue.settle(what)
         elif isinstance(what, Cut):
             priced = self._price(queue.among.pricer, what.placed)
             queue.push(priced.seconds, priced)
@@ -228,18 +246,3 @@ class Hunt:
         if self.tell and self.progress and (now := perf_counter()) - self._told >= after:
             self._told = now
             self.tell(self.progress)
-
-
-def simplest_first(found: list[Priced]) -> list[Priced]:
-    """The same layouts, the simplest of those that are as quick as the quickest in front."""
-    best = min((p for p in found if p.seconds <= SAME * found[0].seconds), key=lambda p: complexity(p.layout))
-    return [best, *(p for p in found if p is not best)]
-
-
-def complexity(x: Layout) -> tuple[int, ...]:
-    """How much there is to understand: axes in use, what is computed again, degrees, switches."""
-    inner = (x.pp, x.tp, x.cp, x.ep, x.etp, x.vpp)
-    again = list(Recompute).index(x.recompute)
-    switches = x.sequence_parallel + x.distributed_optimizer + x.inner.bit_count()
-    beside = len(x.modules), x.microbatch_group, x.recompute_layers, switches, x.micro_batch
-    return sum(n > 1 for n in inner), again, sum(inner), *beside

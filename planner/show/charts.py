@@ -84,10 +84,10 @@ def step(plan: Plan) -> str:
     parts, time = plan.predicted.breakdown, clock(plan)
     colour, whole = colours(parts), sum(parts.values())
     bar = "".join(_share(cause, s / whole, colour[cause], f"{time.of(s)} {time.name}") for cause, s in parts.items())
+    figures = zip(parts, time.parts(parts.values()), Unit("%", whole / 100, 1).parts(parts.values()), strict=True)
     rows = "\n".join(
-        f'<tr><td class="left">{chip(colour[cause])}{escape(cause)}</td>'
-        f"<td>{time.of(s)}</td><td>{s / whole:.1%}</td></tr>"
-        for cause, s in parts.items()
+        f'<tr><td class="left">{chip(colour[cause])}{escape(cause)}</td><td>{figure}</td><td>{share}%</td></tr>'
+        for cause, figure, share in figures
     )
     return (
         f'<div class="bar">{bar}</div>\n<table>\n<thead><tr><th></th><th>{time.name}</th><th>share</th></tr></thead>\n'

@@ -7,8 +7,10 @@ for rich to print, `for_machines` for JSON.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import floor, log10
 from typing import Any
 
+from attrs import evolve
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +18,7 @@ from rich.text import Text
 from megaloom.planner.plan import Plan
 from megaloom.planner.search import differ
 
-from .explain import Unit, clock, fullest, layout_table, prediction_table, table, unit
+from .explain import Unit, clock, layout_table, prediction_table, table, unit
 
 
 def differences(a: Plan, b: Plan) -> dict[str, float]:
@@ -63,24 +65,28 @@ def _verdict(a: Plan, b: Plan, names: Sequence[str]) -> str:
 
 
 def _times(a: Plan, b: Plan, names: Sequence[str]) -> Table:
-    time, plans = clock(a), (a.predicted, b.predicted)
-    by_size = sorted(differences(a, b).items(), key=lambda item: -abs(item[1]))
-    rows = [
-        [cause, *(time.of(p.breakdown.get(cause, 0.0)) for p in plans), _signed(more, time)] for cause, more in by_size
-    ]
-    more = plans[1].step_seconds - plans[0].step_seconds
-    rows.append(["a step", *(time.of(p.step_seconds) for p in plans), _signed(more, time)])
-    return table([time.name, *names, "difference"], rows, left=(time.name,))
+    more = b.predicted.step_seconds - a.predicted.step_seconds
+    by_size = dict(sorted(differences(a, b).items(), key=lambda item: -abs(item[1])))
+    seconds = [[plan.predicted.breakdown.get(cause, 0.0) for cause in by_size] for plan in (a, b)]
+    return _added([*by_size, "a step"], seconds, _telling(clock(a), more), names)
 
 
 def _memory(a: Plan, b: Plan, names: Sequence[str]) -> Table:
-    size = unit(a)
     one, two = (max(p.predicted.nbytes, key=lambda rank: sum(rank.values())) for p in (a, b))
-    figures = {holder: (one.get(holder, 0), two.get(holder, 0)) for holder in {**one, **two}}
-    figures["in all"] = fullest(a), fullest(b)
-    rows = [[what, size.of(x), size.of(y), _signed(y - x, size)] for what, (x, y) in figures.items()]
-    return table([size.name, *names, "difference"], rows, left=(size.name,))
+    held = {**one, **two}
+    nbytes = [[float(rank.get(holder, 0)) for holder in held] for rank in (one, two)]
+    return _added([*held, "in all"], nbytes, unit(a), names)
 
 
-def _signed(figure: float, unit: Unit) -> str:
-    return ("+" if figure >= 0 else "") + unit.of(figure)
+def _added(what: Sequence[str], figures: Sequence[Sequence[float]], unit: Unit, names: Sequence[str]) -> Table:
+    """The figures of two plans and their differences: each column adds up to its last row, as it is printed."""
+    more = [y - x for x, y in zip(*figures, strict=True)]
+    first, second, third = ([*unit.parts(column), unit.of(sum(column))] for column in (*figures, more))
+    signed = ["+" * (not figure.startswith("-")) + figure for figure in third]
+    return table([unit.name, *names, "difference"], [*zip(what, first, second, signed, strict=True)], left=(unit.name,))
+
+
+def _telling(unit: Unit, difference: float) -> Unit:
+    """The unit with as many digits as it takes to say a difference to a thousandth, and three more at the most."""
+    asked = 3 - floor(log10(abs(difference) / unit.size)) if difference else 0
+    return evolve(unit, digits=min(max(unit.digits, asked), unit.digits + 3))

@@ -177,10 +177,11 @@ def _sections(plan: Plan, g: Graph, priced: Priced, found: Found | None) -> Iter
     yield f"{charts.html(ranks(plan, g))}\n"
     yield f"<h2>Where the ranks are</h2>\n{_map(plan)}\n"
     if found and found.others:
-        next_ = runners_up(plan, found.others[: charts.NAMED - 1])
+        others = (*found.others, *found.variants)
+        next_ = runners_up(plan, others[: charts.NAMED - 1])
         yield (
             f"<h2>The next best layouts</h2>\n<p>By number, the best is 1; no other is both quicker and smaller than "
-            f"those on the line.</p>\n{charts.scatter((plan, *found.others))}\n{charts.html(next_, first=2)}\n"
+            f"those on the line.</p>\n{charts.scatter((plan, *others))}\n{charts.html(next_, first=2)}\n"
         )
     if found and found.rejected:
         yield f"<h2>The nearest layouts that do not work</h2>\n{charts.html(rejected(found))}\n"
