@@ -80,8 +80,13 @@ def overlaps(row: Row, note: str, x: Layout, used: Practice) -> tuple[Overlap, .
 def told(row: Row, note: str) -> str:
     """What a row says, or else what the recipe does that it ran."""
     said = re.search(r"(\d\d)\.(\d\d)", str(row.get("framework_version")))
-    recent = said is not None and (int(said[1]), int(said[2])) >= FUSED
-    return RECIPE if recent and not note and row.get("experts") and "Bridge" in str(row.get("framework")) else note
+    if note or said is None or not row.get("experts") or "Bridge" not in str(row.get("framework")):
+        return note
+    container = int(said[1]), int(said[2])
+    if container >= FUSED:
+        return RECIPE
+    parts = container >= PARTS and row.get("gpu") in RACKS and re.match("deepseek-v3|qwen3-", str(row.get("model")))
+    return RECIPE_PARTS if parts else note
 
 
 def again(row: Row) -> object:
@@ -101,6 +106,10 @@ def tuned(row: Row) -> bool:
 
 # From this container of NeMo on, the recipes of models with experts graph whole iterations where a row says no more.
 FUSED, RECIPE = (26, 6), "cuda_graph_impl=full_iteration; moe_flex_dispatcher_backend=hybridep; moe_a2a_overlap=True"
+# Before, from 25.11 on, those of DeepSeek-V3 and Qwen3 graph parts of a layer where 72 GPUs are one NVLink domain;
+# those of gpt-oss on GB200 do not (Megatron-Bridge, scripts/performance/configs: deepseek, qwen, gpt_oss).
+PARTS, RECIPE_PARTS = (25, 11), "cuda_graph_impl=transformer_engine; moe_flex_dispatcher_backend=hybridep"
+RACKS = ("GB200", "GB300")
 BLOCKS = ("mxfp8", "nvfp4")  # precisions for which experts' kernels are fused
 # NVIDIA's recipes keep weights in the 8 bits that products take (fp8_param_gather), and Blackwell's products need no
 # transposed copy beside (transformer_engine/pytorch/utils.py: is_non_tn_fp8_gemm_supported); blocks of 32 need one.
