@@ -193,7 +193,7 @@ def _work(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
         if isinstance(v.op, VIEWS) or id(v) in p.fused:
             continue
         local = step.at(sizes, split)
-        forward, dgrad, wgrad = _flops(p, step, sizes, split)
+        forward, dgrad, wgrad = _flops(p, step, local, split)
         count, m, n, k = _product(step, local, split)
         yield Work(
             kind=type(v.op).__name__.lower(),
@@ -201,7 +201,7 @@ def _work(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
             flops=forward,
             dgrad=dgrad,
             wgrad=wgrad,
-            elements=sum(_touched(step, x, sizes, split) for x in (*_reads(p, step), v)),
+            elements=sum(_touched(step, x, local, split) for x in (*_reads(p, step), v)),
             again=again(p)[id(v)],
             count=count,
             m=m,
@@ -210,24 +210,25 @@ def _work(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
         )
 
 
-def _touched(step: Step, x: Value, sizes: Sizes, split: Split) -> int:
+def _touched(step: Step, x: Value, local: Local, split: Split) -> int:
     """The elements of a tensor that a device reads or writes; gates are of all experts, whoever has those."""
-    own = cut(step.table, step.outer, x.shape)
-    whole = {name for name, axis in step.axes.items() if axis == "ep" and name not in own}
-    n = step.at(sizes, split, whole=whole)((*step.outer, *x.shape))
+    if "ep" in step.axes.values():
+        own = cut(step.table, step.outer, x.shape)
+        whole = {name for name, axis in step.axes.items() if axis == "ep" and name not in own}
+        local = step.at(local, split, whole=whole)
+    n = local((*step.outer, *x.shape))
     return n * split.cp if x in step.gathered(split) else n
 
 
-def _flops(p: Program, step: Step, sizes: Sizes, split: Split) -> tuple[int, int, int]:
+def _flops(p: Program, step: Step, local: Local, split: Split) -> tuple[int, int, int]:
     """Forward, dgrad, wgrad. Transposed, a product costs as much again for each argument that has a gradient."""
     v = step.value
     shapes = tuple(a.shape for a in v.args)
     if isinstance(v.op, Attend):  # each device's share of the queries meets all the keys
-        local = step.at(sizes, split, whole=SEQUENCES)
+        local = step.at(local, split, whole=SEQUENCES)
         shares = split.cp if SEQUENCES & step.axes.keys() else 1
         forward = -(-v.op.flops(v.shape, shapes, local) * local(step.outer) // shares)
         return forward, 2 * forward, 0
-    local = step.at(sizes, split)
     forward = v.op.flops(v.shape, shapes, local) * local(step.outer)
     if isinstance(v.op, Scan):
         return forward, 2 * forward, 0

@@ -28,6 +28,7 @@ SPLITS: Mapping[str, str] = {
     "ff": "tp",
     "vocab": "tp",
 }
+CUTTING = ("tp", "cp", "ep", "etp")  # the axes that cut tensors
 SEQUENCES = frozenset(name for name, axis in SPLITS.items() if axis == "cp")
 
 
@@ -53,7 +54,7 @@ class Split:
 
     def degree(self, axis: str) -> int:
         """The number of devices along an axis."""
-        return {"tp": self.tp, "cp": self.cp, "ep": self.ep, "etp": self.etp}.get(axis, 1)
+        return getattr(self, axis) if axis in CUTTING else 1
 
 
 WHOLE = Split()
@@ -108,7 +109,7 @@ class Local(Sizes):
             tokens = Local(self, self.split, dict.fromkeys(SEQUENCES, "cp"))
             copies = self.split.ep * (self.split.etp if self.inside else 1)
             return tokens(d.of) * d.share * copies
-        axis, size = self.axes.get(d.name), super().of(d)
+        axis, size = self.axes.get(d.name), super().of(d) if d.size is None else d.size
         if axis is None:
             return size
         degree = self.split.degree(axis) * (self.split.tp if axis == "cp" and self.sharded else 1)

@@ -8,7 +8,6 @@ launch them, at the least.
 from __future__ import annotations
 
 import re
-from math import ceil
 
 from attrs import frozen
 
@@ -174,10 +173,10 @@ def fill(m: int, n: int, k: int, count: int, device: Device, depth: float = DEPT
     """
     if device.units == 1:
         return 1.0
-    best = 0.0
+    best, units = 0.0, device.units
     for tall, wide, speed in TILES:
-        rounds = ceil(ceil(m / tall) * ceil(n / wide) * count / device.units)
-        best = max(best, speed * m * n * count / (rounds * device.units * tall * wide))
+        rounds = -(-(-(-m // tall) * -(-n // wide) * count) // units)
+        best = max(best, speed * m * n * count / (rounds * units * tall * wide))
     return best * k / (k + depth)
 
 
