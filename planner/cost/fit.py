@@ -6,6 +6,7 @@ graph's nodes, one more than stages.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -104,7 +105,7 @@ class Fit:
 
     def cut(self, bounds: Bounds) -> Places:
         """Bounds as the numbers of their places."""
-        return np.searchsorted(self.places, bounds)
+        return self.places.searchsorted(bounds)
 
     def _bounds(self, cut: Sequence[int] | Places | None) -> Bounds | None:
         return None if cut is None else tuple(int(self.places[i]) for i in cut)
@@ -248,4 +249,4 @@ class Placed:
 
 def stages_of(nodes: tuple[int, ...], bounds: Bounds) -> list[int]:
     """The stage of each of these nodes."""
-    return [int(np.searchsorted(bounds, node, side="right")) - 1 for node in nodes]
+    return [bisect_right(bounds, node) - 1 for node in nodes]

@@ -136,10 +136,11 @@ class Rooms:
         return False
 
     def _alone(self, k: int) -> list[tuple[Spans, Vector]]:
-        """At each moment, what the only stage of a rank needs between each two places, and the bytes there are."""
+        """What a rank's only stage needs between each two places, and the bytes there are: at its fullest moments."""
         room = self.room * SAME - self.beside - self.passed
-        moments = {(float(n), float(comes)) for n, comes in zip(self.flights[k, :, 0], self.comes[k], strict=True)}
-        kept = [(self.state.plus(self.saved, n), room - comes - n * self.received) for n, comes in moments]
+        moments = {*zip(self.flights[k, :, 0].tolist(), self.comes[k].tolist(), strict=True)}
+        most = [a for a in moments if not any(a != b and a[0] <= b[0] and a[1] <= b[1] for b in moments)]
+        kept = [(self.state.plus(self.saved, n), room - comes - n * self.received) for n, comes in most]
         return [(self.stepping, room), *kept]
 
     def hopeless(self, runs: Spans, seconds: float) -> bool:
@@ -175,7 +176,7 @@ def reach(far: Places, count: int) -> tuple[Places, Places] | None:
     far: where the longest run from each place ends, or from one before it.
     """
     furthest, size = far.tolist(), len(far) - 1
-    nearest = np.searchsorted(far, np.arange(size + 1)).tolist()
+    nearest = far.searchsorted(np.arange(size + 1)).tolist()
     first, last = [size], [0]
     for k in range(1, count + 1):
         last.append(min(furthest[last[-1]], size - count + k))

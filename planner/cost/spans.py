@@ -47,23 +47,23 @@ class Spans:
 
     def far(self, limit: float | Vector) -> Places:
         """Where the longest run from each place ends that takes no more than all may, or each; there, if none does."""
-        far = np.searchsorted(self.sums, self.sums + limit, side="right") - 1
+        far = self.sums.searchsorted(self.sums + limit, side="right") - 1
         if self.more is not None and self.top is not None and self.last is not None:
             both = self.sums + self.more
-            near = np.minimum(np.searchsorted(both, both + limit, side="right") - 1, self.last)
-            beyond = np.searchsorted(self.sums, self.sums + (limit - self.top + self.more), side="right") - 1
+            near = np.minimum(both.searchsorted(both + limit, side="right") - 1, self.last)
+            beyond = self.sums.searchsorted(self.sums + (limit - self.top + self.more), side="right") - 1
             far = np.where(near < self.last, near, np.maximum(near, beyond))
         return np.maximum(far, np.arange(len(self.sums)))
 
     def farthest(self, start: int, limit: float) -> int:
         """The same from one place."""
-        far = int(np.searchsorted(self.sums, self.sums[start] + limit, side="right")) - 1
+        far = int(self.sums.searchsorted(self.sums[start] + limit, side="right")) - 1
         if self.more is not None and self.top is not None and self.last is not None:
             last, sums, more = int(self.last[start]), self.sums[start:], self.more[start:]
             both = sums[: last - start + 1] + more[: last - start + 1]
-            near = start + int(np.searchsorted(both, both[0] + limit, side="right")) - 1
+            near = start + int(both.searchsorted(both[0] + limit, side="right")) - 1
             rest = limit - float(self.top[start]) + float(more[0])
-            beyond = start + int(np.searchsorted(sums, sums[0] + rest, side="right")) - 1
+            beyond = start + int(sums.searchsorted(sums[0] + rest, side="right")) - 1
             far = near if near < last else max(near, beyond)
         return max(far, start)
 

@@ -161,7 +161,7 @@ def _reach(far: Places, count: int) -> tuple[Places, Places]:
     rows, size = np.arange(len(far)), far.shape[1] - 1
     base = rows * (size + 1)
     flat = (far + base[:, None]).ravel()
-    nearest = np.searchsorted(flat, np.arange(len(flat))) - np.repeat(base, size + 1)
+    nearest = flat.searchsorted(np.arange(len(flat))) - np.repeat(base, size + 1)
     last, first = [np.zeros(len(far), dtype=np.intp)], [np.full(len(far), size)]
     for k in range(1, count + 1):
         last.append(np.minimum(far[rows, last[-1]], size - count + k))
