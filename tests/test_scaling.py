@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import pytest
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
+from megaloom.examples.gpt2 import gpt2
 from megaloom.examples.llama3 import llama3_8b
 from megaloom.planner.cli import main
 from megaloom.planner.cluster import Cluster, cluster
@@ -54,6 +55,16 @@ def test_less_memory_takes_longer() -> None:
         assert max(lean.placed.peaks) <= LESS * max(quick.placed.peaks) + 100
 
 
+def test_none_shown_is_beaten_by_fewer_devices() -> None:
+    """Time by token, memory of a device, devices: each shown is better than every other in one of them."""
+    few = Workload(seq=1024, batch=4)  # too few for 16 devices to be much quicker than 4
+    found = points(graph(gpt2()), clusters("4..16xH100"), lambda _: few, {}, 0.05, pareto=True)
+    said = [(p.best.seconds, max(p.best.placed.peaks), p.cluster.count) for p in found if p.best]
+    assert {n for *_, n in said} == {4, 8, 16}
+    for one, other in permutations(said, 2):
+        assert any(x < y for x, y in zip(one, other, strict=True)), (one, other)
+
+
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpt2", "--gpus", "1..4xCPU", "--pp", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -83,6 +94,14 @@ def test_lint(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     for rule in ("tp-heads", "vpp-pp"):
         assert f"[{rule}]" in said
+
+
+def test_lint_takes_what_a_search_would_find(capsys: pytest.CaptureFixture[str]) -> None:
+    """Experts under tp need sequence parallelism: what is not said of it is not broken, what is said may be."""
+    asked = ["mixtral-8x7b", "--gpus", "16xH100", "--lint", "--tp", "2", "--ep", "8"]
+    assert main(asked) == 0
+    assert main([*asked, "--no-sequence-parallel"]) == 2
+    assert "[moe-sp]" in capsys.readouterr().out
 
 
 def test_headroom(capsys: pytest.CaptureFixture[str]) -> None:

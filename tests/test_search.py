@@ -12,7 +12,7 @@ from attrs import evolve
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, fingerprint, graph
 from megaloom.examples.gpt2 import gpt, gpt2_xl
-from megaloom.examples.llama3 import llama, llama3_8b, llama3_70b
+from megaloom.examples.llama3 import llama, llama3_8b, llama3_70b, llama3_405b
 from megaloom.examples.mixtral import mixtral
 from megaloom.examples.stdlib_gpt import stdlib_gpt
 from megaloom.planner.cluster import Cluster, cluster
@@ -175,6 +175,11 @@ def test_when_nothing_fits_the_nearest_miss_is_told() -> None:
     assert "\n8xB300 would do: " in text
     for said in re.findall(r"would do: (.*)", text):  # as one would lay it out: tensor parallelism stays in a node
         assert all(int(tp) <= 8 for tp in re.findall(r"tp(\d+)", said))
+
+
+def test_however_many_devices_it_takes() -> None:
+    with pytest.raises(UserError, match=r"\n128xH100 would do: "):
+        found(llama3_405b(), "1xH100", Workload(seq=4096, batch=1))
 
 
 def test_every_kind_of_change_is_tried() -> None:

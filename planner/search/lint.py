@@ -8,7 +8,7 @@ from __future__ import annotations
 from textwrap import fill
 from typing import Any
 
-from attrs import asdict
+from attrs import asdict, evolve
 
 from megaloom.dsl.graph import Graph
 from megaloom.planner.cluster import Cluster
@@ -44,29 +44,32 @@ def _told(rule: Rule, margin: int) -> str:
 
 def broken(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> str:
     """What the layout of these degrees breaks, each rule with what would work."""
-    layout = _layout(cluster, fixed)
+    layout = _layout(graph, cluster, workload, fixed)
     return "\n".join(f"{layout}: {each}" for each in violations(layout, graph, workload, cluster))
 
 
 def warned(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> str:
     """Why the runtime does not train it."""
-    return "\n".join(caveats(_layout(cluster, fixed), graph, workload, cluster))
+    return "\n".join(caveats(_layout(graph, cluster, workload, fixed), graph, workload, cluster))
 
 
 def for_machines(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> dict[str, Any]:
     """What a layout breaks, what only some programs train of it, and all rules, as JSON has them."""
     found: dict[str, Any] = {}
     if fixed:
-        case = (_layout(cluster, fixed), graph, workload, cluster)
+        case = (_layout(graph, cluster, workload, fixed), graph, workload, cluster)
         lists = {"violations": violations, "limits": limits, "wrong": wrong}
         found = {name: [asdict(each) for each in asked(*case)] for name, asked in lists.items()}
     told = ("id", "sentence", "fix", "by", "source")
     return {**found, "rules": [{name: getattr(rule, name) for name in told} for rule in EVERY]}
 
 
-def _layout(cluster: Cluster, fixed: Fixed) -> Layout:
-    """The layout of these degrees; dp, if not given, takes what is left."""
+def _layout(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> Layout:
+    """The layout of these degrees; dp, if not given, takes what is left, and sequences are divided if that mends it."""
     layout = Layout(**fixed)
-    if "dp" in fixed:
+    if "dp" not in fixed:
+        layout = Layout(**{**fixed, "dp": max(1, cluster.count // max(1, layout.tp * layout.pp * layout.cp))})
+    if "sequence_parallel" in fixed:
         return layout
-    return Layout(**{**fixed, "dp": max(1, cluster.count // max(1, layout.tp * layout.pp * layout.cp))})
+    either = (layout, evolve(layout, sequence_parallel=True))
+    return min(either, key=lambda x: len(violations(x, graph, workload, cluster)))

@@ -68,16 +68,23 @@ def points(
     *,
     pareto: bool = False,
 ) -> Iterator[Point]:
-    """The best layout on each cluster. pareto: also those that take less memory, each by `LESS` than the one before."""
-    parted = blocks(graph, runtime)
+    """The best layout on each cluster, from the smallest cluster on.
+
+    pareto: also those that take less memory, each by `LESS` than the one before, and none that another one, on no more
+    devices and with no more memory on each, is as quick as.
+    """
+    parted, shown = blocks(graph, runtime), list[tuple[float, int]]()
     for machine in row:
         for wrong in senseless(Layout(**fixed), graph, work(machine), machine):
             raise UserError(str(wrong))
         free, best = headroom, None
         while (priced := _best(Pricer(parted, machine, work(machine), PRACTICES[runtime], free), fixed)) is not None:
-            best = priced
-            yield Point(machine, best)
-            free = 1 - LESS * max(best.placed.peaks) / machine.device.nbytes
+            best, nbytes = priced, max(priced.placed.peaks)
+            each = best.seconds / work(machine).tokens
+            if not (pareto and any(quick <= each and lean <= nbytes for quick, lean in shown)):
+                shown.append((each, nbytes))
+                yield Point(machine, best)
+            free = 1 - LESS * nbytes / machine.device.nbytes
             if not pareto or free >= 1:
                 break
         if best is None:
