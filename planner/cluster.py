@@ -13,7 +13,7 @@ from megaloom.dsl.errors import UserError
 from .machine.device import Cluster, Device, GiB, Link, Preset
 from .machine.presets import PRESETS
 
-__all__ = ["PRESETS", "Cluster", "Device", "GiB", "Link", "Preset", "cluster"]
+__all__ = ["PRESETS", "Cluster", "Device", "GiB", "Link", "Preset", "cluster", "known"]
 
 SAME = {"sxm", "sxm2", "sxm4", "sxm5", "sxm6", "hgx", "dgx", "nvl72"}  # words that say of a kind what it is anyway
 USUAL = {"v100": "32gb", **dict.fromkeys(("a100", "a800", "h100", "h800"), "80gb"), "h200": "141gb"}
@@ -64,10 +64,14 @@ def _made(count: int, preset: Preset, rest: dict[str, Any]) -> Cluster:
     return evolve(made, count=count, per_node=_per_node(count, preset, made.kind))
 
 
-def _find(name: str) -> Preset:
+def known(name: str) -> Preset | None:
     """The kind that is called so, whatever the order of the words: A100-SXM4-40GB is an A100-40GB."""
-    if kind := next((kind for kind in PRESETS if _words(kind) == _words(name)), None):
-        return PRESETS[kind]
+    return next((PRESETS[kind] for kind in PRESETS if _words(kind) == _words(name)), None)
+
+
+def _find(name: str) -> Preset:
+    if found := known(name):
+        return found
     near = difflib.get_close_matches(name.lower(), kinds := {kind.lower(): kind for kind in PRESETS}, 1)
     hint = f"; did you mean {kinds[near[0]]}?" if near else ""
     raise UserError(f"unknown device {name!r}{hint}\nknown: {', '.join(PRESETS)}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from megaloom.planner.cluster import PRESETS, GiB
+from megaloom.planner.cluster import GiB, known
 from megaloom.planner.layout import Precision
 
 from .run import Row, UnfitError, figure, text
 
-# What a GPU's name has beside its kind: who made it, the box, the socket, the memory's make, "(inferred)".
-BESIDE = re.compile(r"\(.*|\b\d+\s*[x*] ?|\b(nvidia|dgx|hgx|tensor|core|gpus?|sxm\d?|nvl72|hbm\d?e?)\b")
+# What a published GPU's name has beside its kind: who made it, how many, the memory's make, "(inferred)".
+BESIDE = re.compile(r"\(.*|\b\d+\s*[x*] ?|\b(nvidia|tensor|core|gpus?|hbm\d?e?)\b")
 MEMORY = re.compile(r"\b(\d+)\s*gi?b\b")
 NEAR = 0.15  # by how much memory may differ from ours: 278 GB are said of 288, and 80 of 80 GiB
 # What products are narrow in stands anywhere, as in "bf16 gradients, MXFP8"; else what is said first is meant.
@@ -27,12 +27,14 @@ def device(row: Row) -> str:
     said = text(row, "gpu").lower()
     sizes = [int(n) for n in MEMORY.findall(said)]
     kind = "-".join(re.findall(r"[a-z0-9]+", BESIDE.sub(" ", MEMORY.sub(" ", said))))
-    kinds = {name.lower(): name for name in PRESETS}
     gigabytes = sizes[0] if sizes else figure(row, "gpu_mem_gb")
-    name = kinds.get(f"{kind}-{gigabytes:.0f}gb" if gigabytes else "") or kinds.get(kind)
-    if name and gigabytes and abs(gigabytes * 1e9 / PRESETS[name].device.nbytes - 1) > NEAR:
-        raise UnfitError(f"a {name} of {gigabytes:.0f} GB: ours has {PRESETS[name].device.nbytes / GiB:.0f} GiB")
-    return name or kind.upper()
+    found = (known(f"{kind}-{gigabytes:.0f}gb") if gigabytes else None) or known(kind)
+    if found is None:
+        return kind.upper()
+    ours = found.device
+    if gigabytes and abs(gigabytes * 1e9 / ours.nbytes - 1) > NEAR:
+        raise UnfitError(f"a {ours.name} of {gigabytes:.0f} GB: ours has {ours.nbytes / GiB:.0f} GiB")
+    return ours.name
 
 
 def precision(row: Row) -> Precision:
