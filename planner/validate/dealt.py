@@ -29,6 +29,7 @@ def evenly(g: Graph, stages: int) -> Bounds | None:
 def by_weights(g: Graph, stages: int) -> Bounds | None:
     """A stage ends with the block, or the head, that exceeds its share of the matrices; embeddings are none.
 
+    If that is the head, the last stage has the loss alone, which is a part of the head here: the norm before it stays.
     Source: github.com/huggingface/nanotron, src/nanotron/models/base.py: build_model.
     """
     starts = _starts(g)
@@ -39,6 +40,8 @@ def by_weights(g: Graph, stages: int) -> Bounds | None:
     for i, done in enumerate(sums[:-1]):
         if done * stages > sums[-1] * (len(ends) + 1):
             ends.append(starts[i + 1])
+    if len(ends) == stages - 2:
+        ends.append(starts[-1])
     return _bounds(g, ends) if len(ends) == stages - 1 else None
 
 
