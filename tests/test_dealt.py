@@ -23,7 +23,9 @@ def blocks(g: Graph, bounds: tuple[int, ...] | None) -> list[int]:
     return [len({n.block for n in g.nodes[a:b]} - {None}) for a, b in pairwise(bounds)]
 
 
-@pytest.mark.parametrize(("stages", "dealt"), [(1, [16]), (2, [11, 5]), (4, [6, 5, 5, 0]), (8, [3, 3, 2, 3, 2, 3, 0, 0])])
+@pytest.mark.parametrize(
+    ("stages", "dealt"), [(1, [16]), (2, [11, 5]), (4, [6, 5, 5, 0]), (8, [3, 3, 2, 3, 2, 3, 0, 0])]
+)
 def test_a_block_that_exceeds_the_share_is_the_last(small: Graph, stages: int, dealt: list[int]) -> None:
     """Shares are 20, 10 and 5 blocks: 5 do not exceed 5, so that a sixth comes, and the head is left to the last. Of 8
     stages, whose shares are 2.5, the last has the loss alone: the norm stays alone instead."""
