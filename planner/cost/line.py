@@ -28,9 +28,6 @@ from . import context, kernels, traffic
 from .practice import ONCE, Practice
 from .sheet import MADE, TRAFFIC, Col, local
 
-# Without a fused kernel each score is kept thrice: softmaxed, its dropout's mask, dropped (Korthikanti et al.,
-# arXiv:2205.05198, section 4.1).
-SCORES = 2 + 1 + 2
 # Bytes of an element that a product keeps of what it has cast, with a scale for each 32 of 8 bits, each 16 of 4 bits
 # (Transformer Engine's float8, mxfp8 and nvfp4 tensors, of which what the weight's gradient reads stays).
 CAST = {Precision.FP8: 1.0, Precision.MXFP8: 1 + 1 / 32, Precision.NVFP4: 1 / 2 + 1 / 16}
@@ -79,8 +76,8 @@ def line(
             again.add(Col.SAVED, kind.keeps.frees(s), n * size(s, precision))
     if not practice.flash:
         for w in (w for w in found.work if w.kind == "attend"):
-            row[Col.SAVED] += SCORES * w.count * w.m * w.n
-            again.add(Col.SAVED, w.again, SCORES * w.count * w.m * w.n)
+            row[Col.SAVED] += practice.score_nbytes * w.count * w.m * w.n
+            again.add(Col.SAVED, w.again, practice.score_nbytes * w.count * w.m * w.n)
     if kind.ends:
         _loss(row, kind.node, layout, workload, cluster, practice)
     return Line(row, again.rows, made, max((size(s, precision) for s in found.saved), default=0))

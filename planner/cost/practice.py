@@ -62,6 +62,11 @@ FOREACH, ONE_KERNEL = 4 + 8 + 80, 4 + 8 + 28
 HIDDEN_TENSOR, HIDDEN_EXPERTS = 0.8, 0.5
 
 
+# Without a fused kernel each score is kept thrice: softmaxed, its dropout's mask, dropped (Korthikanti et al.,
+# arXiv:2205.05198, section 4.1).
+SCORES = 2 + 1 + 2
+
+
 class Way(StrEnum):
     """How attention over a divided sequence gets all keys and values: see `context`."""
 
@@ -76,6 +81,7 @@ class Practice:
 
     name: str
     flash: bool = True  # attention is one kernel, which stores no scores
+    score_nbytes: int = SCORES  # kept of each score, where it is not
     passes: Passes = field(default=FUSED, hash=False)
     adam_nbytes: int = ONE_KERNEL  # moved for each element of the optimizer's share
     gradient_nbytes: int = 4  # of an element of the main gradient

@@ -30,6 +30,8 @@ LIBRARY = 2**25  # CUBLAS_WORKSPACE_CONFIG=:4096:8, which makes cuBLAS determini
 # Of each element, those of the loss that is compiled as one (fusions/fused_cross_entropy.py): the logits in fp32, and
 # their exponentials.
 COMPILED_LOSS = 4 + 4
+# Of each score, where torch softmaxes it in fp32 (--no-masked-softmax-fusion, fusions/fused_softmax.py).
+TORCH_SCORES = 4 + 1 + 2
 # Layers and width of the tests that have experts as wide as a dense layer, of which a token goes to one, or two (top2).
 SMALL = (12, 512)
 SIZES: Mapping[str, Mapping[str, Any]] = {  # what a row does not say and the configuration does, likewise
@@ -157,6 +159,8 @@ def _practice(row: Row, gpu: str, deterministic: bool, half: bool) -> Practice:
         found = evolve(found, share_nbytes=state(Precision.BF16))
     if "4experts" in test:  # without --moe-grouped-gemm
         found = evolve(found, streams=0)
+    if "uninstall_te" in test:
+        found = evolve(found, score_nbytes=TORCH_SCORES)
     if "cross_entropy_loss_fusion" in test:
         found = evolve(found, loss_copies=COMPILED_LOSS)
     return evolve(found, gradient_nbytes=2, step_nbytes=4) if half else found
