@@ -68,16 +68,17 @@ def level(seconds: Rows, top: float) -> Vector:
     sum of squares, over Llama-3-70B, DeepSeek-V3 and Mixtral with 2 to 10 chunks a rank; of the single terms neither
     does.
     """
-    long: Vector = top * (_peak(seconds.sum(axis=1) / top) + _peak(seconds / top).sum(axis=1))
+    peaks = _peak(np.concatenate([seconds.sum(axis=1, keepdims=True), seconds], axis=1) / top)
+    long: Vector = top * (peaks[:, 0] + peaks[:, 1:].sum(axis=1))
     return long
 
 
 def _peak(values: Rows) -> Vector:
     """Nearly the largest along the last axis."""
-    power = values
+    power = values.copy()
     for _ in range(FOLDS):
-        power = power * power
-    out: Vector = power.mean(axis=-1) ** (1 / 2**FOLDS)
+        power *= power
+    out: Vector = (power.sum(axis=-1) / power.shape[-1]) ** (1 / 2**FOLDS)
     return out
 
 

@@ -88,8 +88,9 @@ def least(placed: Placed) -> float:
     """
     fit, (forward, backward, hops) = placed.fit, _times(placed)
     ends = bubbles.ends(forward, backward, hops, fit.layout.pp, fit.microbatches, fit.layout.microbatch_group)
-    ranks = sorted({int(ends.argmax()), int(_params(placed).sum(axis=0).argmax())})
-    return _end([float(ends[r]) for r in ranks], _tails(placed, forward, backward, ranks))
+    params = _params(placed)
+    ranks = sorted({int(ends.argmax()), int(params.sum(axis=0).argmax())})
+    return _end([float(ends[r]) for r in ranks], _tails(placed, params, forward, backward, ranks))
 
 
 def _times(placed: Placed) -> tuple[list[float], list[float], list[float]]:
@@ -112,9 +113,11 @@ def _params(placed: Placed) -> Rows:
     return params
 
 
-def _tails(placed: Placed, forward: Sequence[float], backward: Sequence[float], ranks: Sequence[int]) -> list[Tail]:
-    """What these ranks do after their last micro-batch."""
-    fit, x, params = placed.fit, placed.layout, _params(placed)
+def _tails(
+    placed: Placed, params: Rows, forward: Sequence[float], backward: Sequence[float], ranks: Sequence[int]
+) -> list[Tail]:
+    """What these ranks do after their last micro-batch; `params` are those of `_params`."""
+    fit, x = placed.fit, placed.layout
     turns = (min(x.group, fit.microbatches) * (x.vpp - 1) + 1) / x.vpp  # of chunks, while others are done
     ties = [
         ({stage % x.pp for stage in stages_of(nodes, placed.bounds)}, elements)
@@ -147,7 +150,7 @@ def priced(placed: Placed, counted: Counted) -> Priced:
         )
         for i, part in enumerate(parts)
     )
-    tails = _tails(placed, forward, backward, range(layout.pp))
+    tails = _tails(placed, _params(placed), forward, backward, range(layout.pp))
     prediction = _predict(counted, fit, m * sums, ends, sending(hops, layout.pp, m), tails, placed.fullest)
     return Priced(placed, stages, prediction, tuple(hops), tuple(tails))
 
