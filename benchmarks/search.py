@@ -1,7 +1,8 @@
 """How long searches take: `python benchmarks/search.py`, seconds of one core (processor time, with what is imported).
 
 scored: every legal layout of GPT-3 175B on 1,024 H100 gets its bounds, seconds and bytes, none left out beforehand.
-plans: `plan` end to end in a process of its own, its output included; twice, the quicker one.
+plans: `plan` end to end in a process of its own, its output included; twice, the quicker one. And how long, by the
+clock, until it shows a first plan that fits, where a terminal watches.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from time import process_time
+from contextlib import suppress
+from time import perf_counter, process_time
 
 import numpy as np
 
@@ -49,27 +51,47 @@ def scored() -> tuple[int, int, float]:
     return count, fit, process_time() - began
 
 
+def command(folder: str, *given: str) -> list[str]:
+    """A `plan` in a process of its own, with a folder to write in."""
+    output = ("-o", f"{folder}/plan.json") * (given[0] != "--help")
+    return [sys.executable, "-m", "megaloom.planner.cli", *given, *output]
+
+
+ALONE = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
 def planned(*given: str) -> float:
     """Seconds of a `plan` from its start to its end."""
     with tempfile.TemporaryDirectory() as folder:
         before = os.times()
-        command = [
-            sys.executable,
-            "-m",
-            "megaloom.planner.cli",
-            *given,
-            *(("-o", f"{folder}/plan.json") * (given[0] != "--help")),
-        ]
-        subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        subprocess.run(command(folder, *given), check=True, capture_output=True, env=ALONE)
         after = os.times()
     return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def first(*given: str) -> float:
+    """Seconds of the clock until a `plan` has something to show: its best so far, or all of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours, its = os.openpty()
+        began, shown = perf_counter(), b""
+        plan = subprocess.Popen(command(folder, *given), stdout=subprocess.DEVNULL, stderr=its, env=ALONE)
+        os.close(its)
+        with suppress(OSError):  # it has ended
+            while b"so far" not in shown:
+                shown += os.read(ours, 4096)
+        took = perf_counter() - began
+        plan.kill()
+        plan.wait()
+        os.close(ours)
+    return took
 
 
 def main() -> None:
     count, fit, seconds = scored()
     print(f"scored  {count:,} legal layouts of gpt3-175b on 1024xH100, of which {fit:,} may fit: {seconds:.2f} s")
     for given in PLANS:
-        print(f"plan {' '.join(given):<70}{min(planned(*given) for _ in range(2)):>8.2f} s", flush=True)
+        took, sooner = (min(of(*given) for _ in range(2)) for of in (planned, first))
+        print(f"plan {' '.join(given):<70}{took:>8.2f} s, the first shown after {sooner:.2f}", flush=True)
 
 
 if __name__ == "__main__":
