@@ -164,6 +164,16 @@ def test_what_cannot_be_fixed(fixed: dict[str, Any], said: str) -> None:
         found(DENSE, "8xH100", WORK, **fixed)
 
 
+def test_as_many_are_shown_as_are_asked_for() -> None:
+    """Other ways first; on a prime number of devices there are too few, and variants of these beside them."""
+    got = found(DENSE, "7xH100", Workload(seq=256, batch=14))
+    assert len(got.others) < 4 <= len(got.variants)
+    for count in range(6):
+        shown = got.next(count)
+        assert len(shown) == count and [p for p in shown if p in got.others] == [*got.others[:count]]
+        assert [*shown] == sorted(shown, key=lambda p: p.predicted.step_seconds)
+
+
 def test_when_nothing_fits_the_nearest_miss_is_told() -> None:
     with pytest.raises(UserError) as raised:
         found(llama3_70b(), "8xH100", Workload(seq=4096, batch=64))

@@ -29,29 +29,8 @@ OF_A_STEP = {rule.id for rule in step_rules.RULES}
 LOOKED_AT = 2000  # illegal layouts among which the nearest to legal is sought
 NEAREST, TRIED = 100, 300  # places that may have room, the quickest first, and layouts there, that are tried
 PLACED = 20  # of the layouts that need the least memory, those that are cut
-GROWTH = (
-    2,
-    3,
-    4,
-    5,
-    6,
-    8,
-    10,
-    12,
-    16,
-    20,
-    24,
-    32,
-    48,
-    64,
-    96,
-    128,
-    192,
-    256,
-    384,
-    512,
-    1024,
-)  # times the devices that are tried
+# Times the devices that are tried.
+GROWTH = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
 SHORTER = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # parts of the sequence that are
 PLAIN = {"cp": 1, "etp": 1, "micro_batch": 1}  # of the layouts among which a first one is sought
 

@@ -57,6 +57,11 @@ class Found:
     seconds: float
     unproven: float | None = None  # of an interrupted search: the share of its step that the best may be slower by
 
+    def next(self, count: int) -> tuple[Plan, ...]:
+        """So many behind the best, quickest first: other ways, and variants of them where these are too few."""
+        chosen = (*self.others, *self.variants)[:count]
+        return tuple(sorted(chosen, key=lambda plan: plan.predicted.step_seconds))
+
 
 @frozen
 class Progress:

@@ -30,10 +30,10 @@ ROWS = 16  # more pipeline ranks than this are shown in part
 
 
 def report(found: Found, graph: Graph, top: int) -> RenderableType:
-    """The best plan in full, beside it the next `top` - 1 ways to deal the devices, and the nearest that cannot be."""
+    """The best plan in full, beside it the next `top` - 1, and the nearest that cannot be."""
     parts = [summary(found.best, graph)]
-    if found.others[: top - 1]:
-        parts += [Text("\nNext best", "bold"), runners_up(found.best, found.others[: top - 1])]
+    if others := found.next(top - 1):
+        parts += [Text("\nNext best", "bold"), runners_up(found.best, others)]
     if found.rejected:
         parts += [Text("\nNearest layouts that do not work", "bold"), rejected(found)]
     return Group(*parts)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def searched(found: Found, top: int, params: int) -> dict[str, Any]:
-    """The search's result as JSON: the best layouts, best first, each of another way to deal the devices; what was
-    rejected; of an interrupted search its doubt."""
+    """The search's result as JSON: the best layouts, best first; what was rejected; of an interrupted one its doubt."""
+    plans = (found.best, *found.next(top - 1))
     return {
-        "plans": [{**for_machines(p), "goodput": _lasting(p, params)} for p in (found.best, *found.others)[:top]],
+        "plans": [{**for_machines(p), "goodput": _lasting(p, params)} for p in plans],
         "rejected": [{"layout": asdict(r.layout), "cause": r.cause} for r in found.rejected],
         **({} if found.unproven is None else {"unproven": found.unproven}),
     }
