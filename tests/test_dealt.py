@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from megaloom.dsl.graph import Graph, graph
-from megaloom.planner.validate.dealt import by_weights, evenly
+from megaloom.planner.validate.dealt import by_weights, evenly, filled
 from megaloom.planner.validate.decoder import Decoder
 
 
@@ -42,6 +42,17 @@ def test_what_cannot_be_dealt_has_no_bounds(small: Graph) -> None:
 )
 def test_the_ends_are_a_block_each_if_blocks_alone_do_not_divide(small: Graph, stages: int, dealt: list[int]) -> None:
     assert blocks(small, evenly(small, stages)) == dealt
+
+
+@pytest.mark.parametrize(("stages", "dealt"), [(3, [5, 6, 5]), (5, [4, 4, 4, 4, 0]), (7, None), (10, None), (11, None)])
+def test_stages_are_filled_one_after_the_other(small: Graph, stages: int, dealt: list[int] | None) -> None:
+    assert filled(small, stages) is None if dealt is None else blocks(small, filled(small, stages)) == dealt
+
+
+def test_78_blocks_over_12_stages() -> None:
+    """BLOOM's chronicle: "so the last stage has 1 block, while the rest have 7"."""
+    g = graph(Decoder(layers=78, hidden=64, heads=4, ffn=64, vocab=128).model())
+    assert blocks(g, filled(g, 12)) == [*[7] * 11, 1]
 
 
 def test_a_layer_is_a_block_though_every_second_one_is_another() -> None:

@@ -19,11 +19,23 @@ def evenly(g: Graph, stages: int) -> Bounds | None:
     Source: Megatron-LM; its --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split, and
     type:transformer|embedding of Megatron-DeepSpeed. Of several outputs each program cuts as it sees fit.
     """
-    places = [i for i in _starts(g) if g.nodes[i].block is not None]
-    ends = int(len(places) % stages > 0 and len(g.outputs) == 1)
-    places += [i for i in range(places[-1], len(g.nodes)) if g.nodes[i].block is None][:ends]
-    each, rest = divmod(len(places) + ends, stages)
+    places = _places(g)
+    blocks = len(places) - 1
+    ends = int(blocks % stages > 0 and len(g.outputs) == 1)
+    each, rest = divmod(blocks + 2 * ends, stages)
     return None if rest else _bounds(g, [places[i * each - ends] for i in range(1, stages)])
+
+
+def filled(g: Graph, stages: int) -> Bounds | None:
+    """The same; if nothing divides, each stage takes as many blocks as one has to, and the last what is left.
+
+    Source: github.com/microsoft/DeepSpeed, deepspeed/runtime/utils.py: partition_balanced.
+    """
+    if bounds := evenly(g, stages):
+        return bounds
+    places = _places(g)
+    inner = places[:: -(-(len(places) - 1) // stages)][1:stages]
+    return _bounds(g, inner) if len(inner) == stages - 1 else None
 
 
 def by_weights(g: Graph, stages: int) -> Bounds | None:
@@ -48,6 +60,13 @@ def by_weights(g: Graph, stages: int) -> Bounds | None:
 def _elements(node: Node) -> int:
     """Of its matrices."""
     return sum(Sizes()(slot.dims) for slot in node.weights if len(slot.dims) > 1)
+
+
+def _places(g: Graph) -> list[int]:
+    """Where each block begins, and where the last one ends."""
+    places = [i for i in _starts(g) if g.nodes[i].block is not None]
+    last = max(places, default=0)
+    return [*places, next((i for i in range(last, len(g.nodes)) if g.nodes[i].block is None), len(g.nodes))]
 
 
 def _starts(g: Graph) -> list[int]:

@@ -22,17 +22,19 @@ from megaloom.planner.cluster import GiB
 from megaloom.planner.cost.fit import Fit, Placed
 from megaloom.planner.cost.intervals import OTHER, interval, kind
 from megaloom.planner.cost.memory import needed, point, upper
-from megaloom.planner.cost.practice import NANOTRON
+from megaloom.planner.cost.practice import DEEPSPEED_BF16, DEEPSPEED_FP16, NANOTRON
 from megaloom.planner.legal.rules import violations
 from megaloom.planner.search.predict import Priced
 from megaloom.planner.search.price import Pricer
 
-from .dealt import by_weights, evenly
+from .dealt import by_weights, evenly, filled
 from .run import Run, Skipped
 from .runs import read
 
 # The rules without which a layout has no price.
 UNPRICED = ("positive", "plausible", "world", "expert-grid", "batch", "precision", "stages", "vpp-microbatches")
+# How programs deal blocks to stages, by their practice, if not evenly.
+DEALT = {NANOTRON.name: by_weights, DEEPSPEED_FP16.name: filled, DEEPSPEED_BF16.name: filled}
 APART = 0.05  # runs whose times differ by less say nothing about which is better
 
 
@@ -144,7 +146,7 @@ def priced_as(run: Run) -> Priced:
         if broken.rule in UNPRICED:
             raise UserError(broken.message)
     fit = Fit(layout, pricer.sheet(layout), run.workload, run.cluster, run.practice)
-    bounds = (by_weights if run.practice.name == NANOTRON.name else evenly)(g, layout.pp * layout.vpp)
+    bounds = DEALT.get(run.practice.name, evenly)(g, layout.pp * layout.vpp)
     return pricer.priced(Placed(fit, bounds) if bounds else Placed(fit, fit.even()))
 
 
