@@ -26,6 +26,7 @@ from megaloom.planner.search.price import Pricer
 from megaloom.planner.search.search import search
 from megaloom.planner.search.space import variants
 from megaloom.planner.search.ways import SAME, Way, complexity, simplest, way
+from megaloom.planner.search.whole import blocks
 from megaloom.planner.validate.decoder import Decoder
 
 INSTANCES = 60
@@ -97,6 +98,36 @@ def test_the_search_equals_brute_force(
     if priced:
         best = simplest(found)
         assert complexity(best.layout) == complexity(simplest(priced).layout)
+
+
+@st.composite
+def chunked(draw: st.DrawFn) -> tuple[Graph, Cluster, Workload, dict[str, int], Runtime]:
+    """Pipelines of interleaved chunks of a model of many blocks, with about as much memory as the plain one takes."""
+    runtime = draw(st.sampled_from(Runtime))
+    g = blocks(model(draw(st.sampled_from(KINDS)), draw(st.integers(12, 14))), runtime)
+    pp, vpp = draw(st.sampled_from([(2, 3), (2, 4), (3, 2), (4, 2)]))
+    x = Layout(pp=pp, vpp=vpp, dp=draw(st.integers(1, 2)))
+    work = Workload(seq=draw(st.sampled_from([24, 48, 64])), batch=x.dp * pp * draw(st.integers(2, 6)))
+    plain = Pricer(g, machine(x.world, 10**9), work, PRACTICES[runtime]).price(x)
+    room = draw(st.floats(0.85, 1.3)) * max(plain.placed.peaks) / (1 - HEADROOM)
+    return g, machine(x.world, int(room) >> 10), work, {"pp": pp, "vpp": vpp, "tp": 1, "cp": 1}, runtime
+
+
+@settings(max_examples=INSTANCES)
+@given(chunked())
+def test_it_does_where_chunks_can_be_cut_in_many_ways(
+    case: tuple[Graph, Cluster, Workload, dict[str, int], Runtime],
+) -> None:
+    g, devices, work, fixed, runtime = case
+    among, apart = (Pricer(g, devices, work, PRACTICES[runtime]) for _ in range(2))
+    among, other = Field(among, fixed), Field(apart, fixed)
+    every = legal(other) if len(other.at) else []
+    assert apart.many[fixed["pp"] * fixed["vpp"]]  # more than shifts.WAYS
+    priced = sorted((p for x in every if (p := apart.price(x)).placed.fits), key=lambda p: p.seconds)
+    found = search(among, 1, 1) if len(among.at) else []
+    assert [p.seconds for p in found][:1] == [p.seconds for p in priced][:1]
+    if priced:
+        assert {p.layout for p in priced if p.seconds < priced[0].seconds * SAME} <= {p.layout for p in found}
 
 
 def quickest(found: list[Priced]) -> dict[Way, float]:

@@ -1,18 +1,24 @@
 """What a pipeline takes at the least, whatever waits for whatever else: by its cut, or however it may be cut.
 
-Protocol: `ends` has lower bounds of `timeline.finish`; `share` is what part of a micro-batch's seconds through the
-whole model a step takes at the least. Seconds are of one micro-batch by stage. Derivation, of chunk k of rank r with
-groups of G micro-batches: its first forward waits for one micro-batch through all stages before it, and finds rank r
-done with no more than G of each chunk before k, and with no backward; its last backward is, backwards, the same. All
-the rest of m micro-batches lies between.
+Protocol: `ends` has lower bounds of `timeline.finish`; `share` is how many times a micro-batch's seconds through the
+whole model a step takes at the least, however cut. Seconds are of one micro-batch by stage. Derivation, of chunk k of
+rank r with groups of G micro-batches: its first forward waits for one micro-batch through all stages before it, and
+finds rank r done with no more than G of each chunk before k, and with no backward; its last backward is, backwards, the
+same. All the rest of m micro-batches lies between.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megaloom.planner.columns import alike
+
 from .spans import Vector
+
+Counts = NDArray[np.int64]
 
 HALF = 0.5  # of the ranks before the average one
 
@@ -66,33 +72,51 @@ def alone(pp: Vector, microbatches: Vector, ahead: Vector) -> Vector:
         return np.where((far > 0) & (inverse > 0), 1 + 1 / inverse, 1.0)
 
 
-def share(pp: Vector, vpp: NDArray[np.int64], microbatches: Vector, group: Vector) -> Vector:
-    """Seconds of a step over those of a micro-batch through the whole model, at the least, of many schedules.
+def share(pp: Vector, vpp: Counts, microbatches: Vector, group: Vector) -> tuple[Vector, Vector]:
+    """What a step takes at the least, of many schedules: so many times the seconds of a micro-batch through the whole
+    model, and so many times those of what passes from a stage to the next.
 
     One chunk a rank: rank r takes m t[r] and the t of those before it, of which the greatest is least when all are
-    equal. Several: any mean over ranks and chunks of what they take is no more than the greatest. Its weights are w[r],
-    each a little more than that before it, times u[k], so chosen that no t counts for much less than others.
+    equal. Several: see `interleaved`.
     """
     m = microbatches
     out: Vector = 1 / (1 - (1 - 1 / m) ** pp)
+    passed = np.zeros(len(out))
     some = np.flatnonzero(vpp > 1)
     if len(some):
-        least = _interleaved(pp[some], vpp[some], m[some], np.minimum(group, m)[some])
-        out[some] = np.maximum((m / pp)[some], least)
-    return out
+        columns = [np.asarray(x, dtype=np.int64)[some] for x in (pp, vpp, m, np.minimum(group, m))]
+        first, which = alike(*columns)
+        rows = zip(*(column[first].tolist() for column in columns), strict=True)
+        out[some], passed[some] = np.array([interleaved(*row) for row in rows])[which].T
+    return out, passed
 
 
-def _interleaved(pp: Vector, vpp: NDArray[np.int64], m: Vector, size: Vector) -> Vector:
-    chunk = np.arange(int(vpp.max()))
-    more = 1 + (size / pp - 1) / HALF
-    u = np.where(chunk < vpp[:, None], more[:, None] ** (vpp[:, None] - 1.0 - chunk), 0.0)
-    u /= u.sum(axis=1, keepdims=True)
-    later = u.sum(axis=1, keepdims=True) - np.cumsum(u, axis=1)
-    ratio = 1 / (1 - u.min(axis=1, where=u > 0, initial=1.0) / m)
-    first = (ratio - 1) / (ratio**pp - 1)
-    out = np.full(u.shape, np.inf)
-    for w, after in ((first, 1 - first), (first * ratio ** (pp - 1), np.zeros(len(pp)))):
-        count = (m[:, None] - size[:, None] * later) * w[:, None] + later + u * after[:, None]
-        out = np.minimum(out, count)
-    least: Vector = np.where(chunk < vpp[:, None], out, np.inf).min(axis=1)
-    return least
+@lru_cache(maxsize=1 << 14)
+def interleaved(pp: int, vpp: int, m: int, size: int) -> tuple[float, float]:
+    """`share` of chunks that run groups of so many micro-batches.
+
+    A step takes no less than what rank r waits for at its chunk k, both ways, and m times all its chunks: see above.
+    Nor less than any mean of these. With weights y[k, r] of which each stage's seconds count for as much, no cut takes
+    less than that, and by no other weights more is sure: a cut may have its seconds where they count for the least.
+    Such y of chunk k + 1 follow from those of chunk k: `size` times y[k + 1, r] is the sum of the pp weights up to its
+    own. By Y[r], the sums over chunks, m Y[r + 1] - m Y[r] is y[r + 1] of the last chunk.
+    """
+    every, one = _chunks(pp, vpp, size), np.zeros(pp)
+    ranks, one[-1] = every.sum(axis=0), 1.0
+    alike_and_one = np.vstack([np.diff(ranks, axis=0) - every[-1, 1:] / m, ranks.sum(axis=0)])
+    y = np.maximum(0.0, every @ np.linalg.solve(alike_and_one, one))
+    later = y.sum(axis=0) - np.cumsum(y, axis=0)
+    after = y.sum() - np.cumsum(y).reshape(y.shape)
+    counts = m * y.sum(axis=0) - size * later + after
+    return float(counts.min() / y.sum()), float(2 * y.ravel() @ np.arange(pp * vpp) / y.sum())
+
+
+@lru_cache(maxsize=1 << 10)
+def _chunks(pp: int, vpp: int, size: int) -> Vector:
+    """The weights of each chunk's ranks, by those of the first chunk's: [chunks, ranks, ranks]."""
+    own, later = size * np.eye(pp) - np.tri(pp), np.triu(np.ones((pp, pp)), 1)
+    step = np.linalg.solve(own, later)
+    out = [np.eye(pp)]
+    for _ in range(vpp - 1):
+        out.append(step @ out[-1])
+    return np.array(out)

@@ -102,8 +102,9 @@ class Floors:
     def bound(self, x: Layouts, place: Column) -> Bounded:
         """These layouts, each at a place, and what they take at the least."""
         m, after = x.microbatches(self.book.workload.batch), self._after(x, place)
-        waits = bubbles.share(x.pp.astype(float), x.vpp, m.astype(float), x.group.astype(float))
-        seconds, nbytes = self._before(x, place, waits), self._nbytes(x, place, self._mode(x))
+        waits, passed = bubbles.share(x.pp.astype(float), x.vpp, m.astype(float), x.group.astype(float))
+        passing = passed * self.ground.hop[place]
+        seconds, nbytes = self._before(x, place, waits) + passing, self._nbytes(x, place, self._mode(x))
         mean = self._whole(x, place, m / x.pp, 0.0) + after[:, 1]  # every rank ends, and reduces its gradients
         return Bounded(x, place, np.maximum(seconds, mean) + after[:, 0], nbytes, after[:, 0])
 

@@ -37,10 +37,6 @@ from .predict import Counted, Priced, least, priced
 from .space import groups
 
 ALIKE = 1.001  # times as long as the slowest stage may take, if that makes stages of whole blocks
-# Of the most even cut's step, at the least, what chunks that are cut anew are taken to need: they gain 1.6 % on average
-# (`shifts`). In five of nine searches none gains more than this, in three at most one in ten does (up to 15 %), and of
-# GPT-2 XL's on 4 devices more (up to 10 %); with 0.85 six searches have the same best plan.
-GAIN = 0.97
 
 
 @frozen(eq=False)
@@ -123,14 +119,11 @@ class Pricer:
     def refined(self, layout: Layout) -> Iterator[float | Cut]:
         """Lower bounds of the seconds of a step of a legal layout, each dearer than the one before, then its cut.
 
-        Ends without one if no cut fits the memory. Where chunks are cut anew and not all ways are looked at, the cut is
-        taken to gain no more than GAIN leaves.
+        Ends without one if no cut fits the memory.
         """
         if not self.hopeful(layout):
             return
         even = self._even(layout)
-        if layout.vpp > 1 and self.many[layout.pp * layout.vpp]:
-            yield GAIN * least(even)
         if not even.fits:
             yield even.fit.microbatches * max(even.seconds)  # no cut has a quicker slowest stage
         placed = self._best(even)

@@ -2,8 +2,8 @@
 
 Protocol: `pop` is what takes the least, made ready to be looked at more closely; `push` puts it back with what is then
 known. Places and layouts are taken many at a time. Once the best of a way to deal the devices is known, `settle` puts
-slower layouts of that aside, until `recall`. `roomy` are layouts that are sure to have room, without proof that none is
-quicker.
+slower layouts of that aside, until `recall`; from then on a layout waits until what it is likely to take is the least.
+`roomy` are layouts that are sure to have room, without proof that none is quicker.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Near:
     layouts: Layouts
     i: int
     roomy: bool  # whether it may have room as it is cut
+    likely: float = 0.0  # seconds of a step that it hardly takes less than
 
     @cached_property
     def layout(self) -> Layout:
@@ -73,6 +74,7 @@ class Queue:
     found: list[Bounded] = field(factory=list)  # layouts at places, the quickest first, that are not in the heap
     least: float = inf  # seconds of all those
     at_once: int = FEW
+    sure: float = inf  # seconds up to which all is looked at, likely or not
     settled: dict[Way, float] = field(factory=dict)  # the seconds of a way beyond which nothing of it is looked at
     aside: list[tuple[float, Entry]] = field(factory=list)
     beside: list[Bounded] = field(factory=list)  # of which likewise nothing is in the heap
@@ -96,13 +98,17 @@ class Queue:
             if not self.heap:
                 return None
             seconds, _, what = heappop(self.heap)
-            if seconds <= self.settled.get(_way(what), inf):
+            if isinstance(what, Near) and what.likely > seconds > self.sure:
+                self.push(what.likely, what)
+            elif seconds > self.settled.get(_way(what), inf):
+                self.aside.append((seconds, what))
+            else:
                 return seconds, what
-            self.aside.append((seconds, what))
 
     def settle(self, best: Priced) -> None:
         """Of its way look no more at what is slower; at what is as quick, still."""
         self.settled.setdefault(way(best.layout), SAME * best.seconds)
+        self.sure = min(self.settled.values())
 
     def recall(self) -> None:
         """Look at all of them again."""
@@ -162,10 +168,10 @@ class Queue:
         self._keep([found.take(slice(n, None)) if n else found for found, n in pairs])
         self.at_once = min(2 * self.at_once, MANY)
         pricer = self.among.pricer
-        seconds, nbytes = evens.look(pricer, self.among.floors, near)
-        roomy = (nbytes <= pricer.capacity).tolist()
-        for i, least in enumerate(seconds.tolist()):
-            self.push(least, Near(pricer, near.layouts, i, roomy[i]))
+        seconds, likely, nbytes = evens.look(pricer, self.among.floors, near)
+        rows = zip(seconds.tolist(), likely.tolist(), (nbytes <= pricer.capacity).tolist(), strict=True)
+        for i, (least, guess, roomy) in enumerate(rows):
+            self.push(least, Near(pricer, near.layouts, i, roomy, guess))
 
     def _leave(self) -> None:
         """Put layouts aside of which nothing is looked at any more."""

@@ -1,7 +1,7 @@
 """The best layout of a model over a cluster: the legal ones, their lower bounds, the price of those that can win.
 
 Protocol: `plan` is the whole of it, `price` the price of one layout. Layouts are priced from the least lower bound on,
-until no other can be the best of one of the best ways to deal the devices: the result is exact, as far as the price is.
+until no other can be quicker: the best is exact, as far as the price is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .whole import blocks
 __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
 
 KEEP = 100  # plans of a search: layouts that are replayed, the best of all
-SURE = 5  # ways to deal the devices of which nothing is quicker than what is found: as many as are shown
+SURE = 5  # ways to deal the devices of which the best is sought: as many as are shown
 ROUNDING = 1 - 1e-10  # bounds and prices add up the same seconds in different orders
 TRIES = 64  # of them
 OFTEN = 0.1  # seconds between two signs of progress
@@ -185,8 +185,9 @@ class Hunt:
     def search(self, among: Field, sure: int, keep: int) -> list[Priced]:
         """Layouts that fit the memory, quickest first: those of the `sure` quickest ways, of all `keep` or more.
 
-        Of each of these ways no layout is quicker than the first, and none that is as quick is left out. Best first: of
-        all layouts the one whose bound is the least is looked at more closely, so that what is dear to know (cuts,
+        No layout is quicker than the first, and none that is as quick is left out. Of the other ways no layout is
+        quicker, as far as interleaved chunks that are cut anew gain no more than is likely (`evens.GAIN`). Best first:
+        of all layouts the one whose bound is the least is looked at more closely, so that what is dear to know (cuts,
         replays) is asked only of those that nothing cheaper rules out. The others are the most promising of those that
         were looked at closely meanwhile and have room as they are cut then.
         """
