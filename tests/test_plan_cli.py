@@ -133,6 +133,8 @@ def test_json_is_for_machines(
         assert {"vpp", "ep", "etp", "micro_batch", "recompute"} < set(layout)
         assert {"tokens_per_second_per_gpu", "mfu"} < set(predicted)
     assert all({"layout", "cause"} == set(r) for r in said["rejected"])
+    assert any("slower: " in r["cause"] for r in said["rejected"])
+    assert not any(r["layout"] == plan["layout"] for r in said["rejected"] for plan in said["plans"])
     assert list(tmp_path.iterdir()) == []
 
 

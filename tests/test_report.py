@@ -72,6 +72,7 @@ def example() -> Found:
         others=(slow,),
         variants=(),
         rejected=(Rejected(Layout(dp=8, micro_batch=8), "81.2 GiB on rank 0, of 79.1"),),
+        slower=(),
         seconds=0.1,
     )
 

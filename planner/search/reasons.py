@@ -25,7 +25,7 @@ HOLDERS = 3  # of the memory, that the reasons name
 
 @frozen
 class Rejected:
-    """A layout near the best one that cannot be had, and why."""
+    """A layout near the best one that cannot be had, or takes longer, and why."""
 
     layout: Layout
     cause: str
@@ -53,6 +53,12 @@ def why(
         for rival in rivals[:MENTIONED]
     ]
     return tuple(said)
+
+
+def losing(best: Priced, rivals: Iterable[Rival]) -> tuple[Rejected, ...]:
+    """The neighbours that take longer, the quickest first, each with the time that it loses by."""
+    slow = sorted((r.priced for r in rivals if r.priced.seconds > best.seconds), key=lambda priced: priced.seconds)
+    return tuple(Rejected(priced.layout, slower(best.prediction, priced.prediction)) for priced in slow)
 
 
 def why_not(plan: Priced, best: Priced) -> tuple[str, ...]:

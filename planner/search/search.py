@@ -28,7 +28,7 @@ from .neighbours import judged
 from .predict import Priced
 from .price import Cut, Pricer, price
 from .queue import Near, Queue
-from .reasons import Rejected, why, why_not
+from .reasons import Rejected, losing, why, why_not
 from .space import Fixed
 from .ways import best_of_each, way
 from .whole import blocks
@@ -44,7 +44,7 @@ OFTEN = 0.1  # seconds between two signs of progress
 
 @frozen
 class Found:
-    """What a search found: the best plan, the next best, the nearest that cannot be had, and how long it took.
+    """What a search found: the best plan, the next best, its neighbours that lose, and how long it took.
 
     Each of the next best deals the devices to the axes in another way, of which it is the best; or if there is one way
     alone, it is another layout of that.
@@ -54,6 +54,7 @@ class Found:
     others: tuple[Plan, ...]
     variants: tuple[Plan, ...]  # more layouts of these ways, quickest first: time against memory
     rejected: tuple[Rejected, ...]
+    slower: tuple[Rejected, ...]  # neighbours that can be had, and by what they lose; the quickest first
     seconds: float
     unproven: float | None = None  # of an interrupted search: the share of its step that the best may be slower by
 
@@ -144,6 +145,7 @@ def plan(
         others=tuple(made(other, why_not(other, best)) for other in others),
         variants=tuple(made(other, why_not(other, best)) for other in found if other.layout not in shown),
         rejected=rejected,
+        slower=losing(best, rivals),
         seconds=perf_counter() - began,
         unproven=unproven,
     )

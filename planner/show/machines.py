@@ -25,11 +25,17 @@ if TYPE_CHECKING:
 
 
 def searched(found: Found, top: int, params: int) -> dict[str, Any]:
-    """The search's result as JSON: the best layouts, best first; what was rejected; of an interrupted one its doubt."""
+    """The search's result as JSON: the best layouts, best first; what else is near the best, and its cause; the doubt.
+
+    A cause is a rule, memory or time; of a search that was interrupted there is a doubt.
+    """
     plans = (found.best, *found.next(top - 1))
+    near = {r.layout: r.cause for r in (*found.rejected, *found.slower)}
     return {
         "plans": [{**for_machines(p), "goodput": _lasting(p, params)} for p in plans],
-        "rejected": [{"layout": asdict(r.layout), "cause": r.cause} for r in found.rejected],
+        "rejected": [
+            {"layout": asdict(x), "cause": cause} for x, cause in near.items() if all(x != p.layout for p in plans)
+        ],
         **({} if found.unproven is None else {"unproven": found.unproven}),
     }
 
