@@ -109,8 +109,13 @@ def _batches(dp: int, workload: Workload, fixed: Fixed) -> tuple[int, ...]:
 
 
 def chunks(pp: int, blocks: int) -> tuple[int, ...]:
-    """How many chunks a pipeline rank may have: what divides its share of the blocks, rounded up."""
-    return tuple(v for v in divisors(max(1, -(-blocks // pp))) if v <= CHUNKS) if pp > 1 else (1,)
+    """How many chunks a pipeline rank may have: what divides its share of the blocks, rounded up.
+
+    If nothing does, what divides one more: NVIDIA cuts DeepSeek-V3's 61 blocks into 8 chunks on each of two ranks.
+    """
+    share = max(1, -(-blocks // pp))
+    share += share > CHUNKS and len(divisors(share)) == 2
+    return tuple(v for v in divisors(share) if v <= CHUNKS) if pp > 1 else (1,)
 
 
 def groups(pp: int, microbatches: int) -> tuple[int, ...]:
