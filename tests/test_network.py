@@ -91,19 +91,55 @@ def test_what_two_axes_exchange_at_once_adds_up_level_by_level() -> None:
     assert traffic.together("reduce_scatter", both, FLAT) < 0.7 * sum(each)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "size", "kernel", "call"),
+    [
+        ("H100", 16, (71.7, 63.0), (54.5, 53.4)),
+        ("H100", 32, (57.7, 57.5), (47.4, 52.5)),
+        ("H100", 64, (50.0, 49.8), (41.2, 46.6)),
+        ("GB200", 8, (750, 684), (550, 538)),
+        ("GB200", 16, (662, 601), (473, 474)),
+        ("GB200", 32, (630, 547), (486, 423)),
+        ("GB200", 36, (613, 543), (470, 418)),
+    ],
+)
+def test_tokens_sent_once_take_as_long_as_measured(
+    gpu: str, size: int, kernel: tuple[float, float], call: tuple[float, float]
+) -> None:
+    """GB/s of what each node gets, or each device of one, there and back: HybridEP's tables. A call copies it too."""
+    token, copies, many = 4096 * 7168 * 2, 8, cluster(f"{size}x{gpu}")
+    places = [n * (1 - (1 - 1 / n) ** copies) for n in (size, many.nodes)]
+    got = token * places[many.nodes > 1]
+    took = traffic.once(copies * token, copies, Group(size, 1), many)
+    assert got / (took - traffic.TOLD) / 1e9 == pytest.approx(sum(kernel) / 2, rel=0.1)
+    assert got / (took + 2 * token * places[0] / many.device.moves) / 1e9 == pytest.approx(sum(call) / 2, rel=0.15)
+
+
+@given(st.integers(1, 1 << 32), st.integers(1, 16), st.sampled_from([2, 8, 16, 64, 512]))
+def test_copies_for_one_node_are_sent_once(nbytes: int, copies: int, size: int) -> None:
+    group = Group(size, 1)
+    took = traffic.once(nbytes, copies, group, FLAT)
+    assert took <= traffic.once(nbytes, 1, group, FLAT) * (1 + 1e-9)
+    assert took < traffic.once(copies * nbytes, copies, group, FLAT) or copies == 1
+    assert traffic.once(nbytes, copies, Group(1, 1), FLAT) == 0
+
+
 @pytest.mark.parametrize("seq", [2048, 32768])
 def test_ways_of_context_parallelism(seq: int) -> None:
-    """A ring hides behind attention when sequences are long, and never takes longer than gathering at once would."""
+    """A ring hides behind attention when sequences are long, but for what adds its parts up."""
     layout, g = Layout(dp=1, tp=2, cp=4), graph(llama3_8b())
     seen = {}
     for way in Way:
         book = Pricer(g, cluster("8xH100"), Workload(seq=seq, batch=8), evolve(MEGATRON, context=way))
         total = book.sheet(layout).total
         seen[way] = float(total[Col.CP_FORWARD]), float(total[Col.CP_BACKWARD])
-    assert 0 <= seen[Way.P2P][0] < seen[Way.ALL_GATHER][0]
-    if seq == 32768:
-        assert seen[Way.P2P] == (0, 0)
     tokens, kv, heads = seq // 4, 8 * 128 // 2, 32 * 128 // 2  # of each device
+    sums = [
+        3 * 2 * tokens * 4 * moved / cluster("8xH100").device.moves for moved in (0.75 * heads, 0.75 * heads + 2 * kv)
+    ]
+    assert 32 * sums[0] <= seen[Way.P2P][0] < seen[Way.ALL_GATHER][0] + 32 * sums[0]
+    if seq == 32768:
+        assert seen[Way.P2P] == pytest.approx(tuple(32 * took for took in sums))
     there = traffic.seconds("all_to_all", 2 * tokens * (heads + 2 * kv), Group(4, 2), cluster("8xH100"))
     back = traffic.seconds("all_to_all", 2 * tokens * heads, Group(4, 2), cluster("8xH100"))
     assert seen[Way.ALL_TO_ALL] == pytest.approx((32 * (there + back),) * 2)

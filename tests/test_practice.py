@@ -12,10 +12,22 @@ from megaloom.dsl.graph import graph
 from megaloom.examples.gpt_oss import gpt_oss_20b
 from megaloom.examples.llama3 import llama3_8b
 from megaloom.examples.qwen3 import qwen3_30b_a3b
-from megaloom.planner.cluster import PRESETS
+from megaloom.planner.anatomy import anatomy
+from megaloom.planner.cluster import PRESETS, cluster
+from megaloom.planner.cost.book import Book
 from megaloom.planner.cost.kernels import CAST_TRAFFIC, SPLIT, beside, fused, named, seconds
-from megaloom.planner.cost.practice import FUSED_CASTS, FUSED_EXPERTS, MEGATRON, MEGATRON_2021, NEMO, OWN, Practice
-from megaloom.planner.layout import Precision
+from megaloom.planner.cost.practice import (
+    FUSED_CASTS,
+    FUSED_EXPERTS,
+    MEGATRON,
+    MEGATRON_2021,
+    NEMO,
+    OWN,
+    SENT_ONCE,
+    Practice,
+)
+from megaloom.planner.cost.sheet import Col
+from megaloom.planner.layout import INNER, Layout, Overlap, Precision, Workload
 from megaloom.planner.validate.eras import again, practice, told
 
 GB200 = PRESETS["GB200"].device
@@ -68,9 +80,9 @@ def test_a_gradient_is_added_once(count: int, m: int, n: int, k: int) -> None:
 def test_recipes_of_recent_containers_are_taken_to_graph_whole_iterations() -> None:
     row = {"framework": "Megatron-Bridge", "framework_version": "NeMo container 26.08", "experts": 128}
     row |= {"precision_class": "mxfp8"}
-    assert practice(row, "").graphed and practice(row, "").passes is FUSED_EXPERTS
+    assert practice(row, "").graphed and practice(row, "").passes == {**FUSED_EXPERTS, **SENT_ONCE}
     assert not practice(row | {"framework_version": "NeMo container 26.04"}, "").graphed
-    assert practice(row | {"precision_class": "bf16"}, "").passes is MEGATRON.passes
+    assert practice(row | {"precision_class": "bf16"}, "").passes == {**MEGATRON.passes, **SENT_ONCE}
     assert told(row, "moe_a2a_overlap=True") == "moe_a2a_overlap=True"
     assert told(row | {"experts": None}, "") == told(row | {"framework_version": None}, "") == ""
 
@@ -110,3 +122,53 @@ def test_kernels_that_wait_for_each_other_are_launched_one_by_one() -> None:
         ours, alone = (seconds(work, device, Precision.FP16, evolve(used, blocking=b)) for b in (True, False))
         assert ours.forward == alone.forward + alone.ahead * device.launch_seconds
         assert ours.waits(device, used) == (0, 0)
+
+
+def experts(used: Practice, layout: Layout) -> tuple[float, float]:
+    """Seconds of a layer of Qwen3 30B A3B's experts on H100, forward: kernels with their waits, and the exchange."""
+    found = anatomy(graph(qwen3_30b_a3b()))
+    i = next(i for i, kind in enumerate(found.kinds) if type(kind.node.op).__name__ == "MoE")
+    row = Book(found, Workload(seq=4096, batch=64), cluster("16xH100"), used).line(i, layout).row
+    return float(row[Col.FORWARD]), float(row[Col.EP_FORWARD])
+
+
+@given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 8, 16]))
+def test_a_host_that_waits_for_no_numbers_goes_ahead(ep: int, micro_batch: int) -> None:
+    """Where experts are padded it takes as long as the longer of two, their kernels and their launches."""
+    layout = Layout(dp=16, ep=ep, micro_batch=micro_batch)
+    waits, (ahead, _) = MEGATRON.dispatch_seconds, experts(evolve(MEGATRON, padded=True), layout)
+    never, _ = experts(evolve(MEGATRON, dispatch_seconds=0.0, expert_seconds=0.0), layout)
+    each = 128 // ep * MEGATRON.expert_seconds
+    assert max(never, waits + each) <= ahead * (1 + 1e-9) <= experts(MEGATRON, layout)[0] * (1 + 2e-9)
+
+
+def test_an_exchange_that_overlaps_takes_a_share_of_the_device() -> None:
+    """However much of it is hidden."""
+    layout = Layout(dp=16, ep=16)
+    hidden = evolve(layout, overlaps=(*layout.overlaps, Overlap.EXPERTS))
+    _, alone = experts(MEGATRON, layout)
+    _, seen = experts(evolve(MEGATRON, hidden_experts=1.0), hidden)
+    assert seen == pytest.approx(16 / 132 * alone)
+
+
+def test_who_padded_experts_and_who_sent_tokens_once() -> None:
+    nemo = {"framework": "NeMo (Megatron-core)", "framework_version": "v25.05.04", "gpu": "GB200", "experts": 8}
+    bridge = {
+        "framework": "Megatron-Bridge",
+        "framework_version": "NeMo container 25.09",
+        "gpu": "H100",
+        "experts": 256,
+    }
+    latent = bridge | {"mla": {"kv_lora": 512}}
+    for row, padded, once in (
+        (nemo, True, False),
+        (nemo | {"framework_version": "v25.04"}, False, False),
+        (bridge, True, False),
+        (latent, False, True),
+        (latent | {"gpu": "GB200"}, True, False),
+        (latent | {"gpu": "GB200", "framework_version": "NeMo container 25.11"}, False, True),
+    ):
+        assert (practice(row, "").padded, practice(row, "").once) == (padded, once)
+    deepep = practice(bridge | {"framework_version": "NeMo container 26.02"}, "moe_flex_dispatcher_backend=deepep")
+    assert deepep.once and deepep.passes["route"] < MEGATRON.passes["route"]
+    assert practice(nemo, "").inner == (Overlap.TENSOR,) and practice(bridge, "").inner == INNER

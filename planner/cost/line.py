@@ -135,12 +135,14 @@ def _compute(row: Rows, again: Made, found: Costs, cluster: Cluster, precision: 
     for work in found.work:
         took = kernels.seconds(work, device, precision, practice, inside=again.kind.inside)
         waits = each = 0.0
+        launched = took.waits(device, practice)
         if work.kind == "route" and device.units > 1:
             each = _experts(found, precision, practice)
             waits = practice.dispatch_seconds + each
+            if practice.padded:
+                launched, waits, each = (launched[0] + waits, launched[1] + waits + each), 0.0, 0.0
         row[Col.FORWARD] += took.forward + waits
         row[Col.BACKWARD] += took.backward + waits + each
-        launched = took.waits(device, practice)
         ahead, back = ahead + launched[0], back + launched[1]
         again.add(Col.FORWARD, work.again, max(took.forward + waits, launched[0]))
     row[Col.FORWARD] = max(row[Col.FORWARD], ahead)
@@ -176,16 +178,17 @@ def _exchange(
 ) -> None:
     hidden = {
         "tp": practice.hidden_tensor * layout.hides(Overlap.TENSOR),
-        "ep": practice.hidden_experts * layout.hides(Overlap.EXPERTS),
+        "ep": practice.hidden_experts * layout.hides(Overlap.EXPERTS) * (1 - traffic.taken(cluster.device)),
     }
     for c in found.collectives:
         nbytes = c.elements * precision.nbytes
         group = traffic.group(c.axis, layout)
-        leaving = traffic.once(_copies(again.kind), group, cluster) if c.axis == "ep" and practice.once else 1.0
         if c.axis == "cp" and any(w.kind == "attend" for w in found.work):
             took = context.seconds(practice.context, c, found, layout, cluster, precision)
+        elif c.kind == "all_to_all" and c.axis == "ep" and practice.once:
+            took = traffic.once(nbytes, _copies(again.kind), group, cluster)
         else:
-            took = traffic.seconds(c.kind, nbytes, group, cluster, leaving)
+            took = traffic.seconds(c.kind, nbytes, group, cluster)
         took *= 1 - hidden.get(c.axis, 0.0)
         ahead, back = TRAFFIC[c.axis]
         row[back if c.backward else ahead] += took

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from attrs import evolve, field, frozen
 
-from megaloom.planner.layout import Runtime
+from megaloom.planner.layout import INNER, Overlap, Runtime
 
 Passes = Mapping[str, tuple[float, float]]
 """How often memory-bound work passes memory where the facts count one kernel, forward and backward."""
@@ -40,6 +40,10 @@ EXPERT_GATE = (3.7, 7.8)
 TRANSFORMER_ENGINE: Passes = MappingProxyType(
     {"route": (2.6, 2.6), "combine": (2.6, 2.6), "gate": GATE, "expert gate": EXPERT_GATE, "expert bias": (14.0, 14.0)}
 )
+# What sends a token once sorts it by experts only where it has come: of 8 copies 7 come, between 32 devices and more,
+# and are read to write 8, where the facts count 1 to 8 (megatron-core 0.16.1, transformer/moe/fused_a2a.py: dispatch
+# with permutation); and back.
+SENT_ONCE: Passes = MappingProxyType({"route": (1.7, 1.7), "combine": (1.7, 1.7)})
 # From the NeMo container 26.06 on, products of 8 bits by several experts also gate, add biases, and cast what they give
 # (cuDNN's CuTeDSL kernels, NVTE_CUTEDSL_FUSED_GROUPED_MLP: github.com/NVIDIA-NeMo/Megatron-Bridge/releases/tag/v0.5.1);
 # the gradients of biases are summed apart (github.com/NVIDIA/TransformerEngine/pull/2885).
@@ -57,9 +61,10 @@ NEMO: Passes = MappingProxyType({**TRANSFORMER_ENGINE, **_SLOW, "expert gate": G
 FOREACH, ONE_KERNEL = 4 + 8 + 80, 4 + 8 + 28
 
 
-# Of tensor-parallel collectives, what Transformer Engine's overlap with products hides, and of the experts' all-to-all,
-# what the overlap with another micro-batch does; less what it takes from that. Fitted: published runs that overlap.
-HIDDEN_TENSOR, HIDDEN_EXPERTS = 0.8, 0.5
+# Of tensor-parallel collectives, what Transformer Engine's overlap with products hides, less what it takes from these;
+# and of the experts' all-to-all, what the overlap with another micro-batch does, which takes multiprocessors besides
+# (`traffic.taken`). Fitted: published runs that overlap.
+HIDDEN_TENSOR, HIDDEN_EXPERTS = 0.8, 0.55
 
 
 # Without a fused kernel each score is kept thrice: softmaxed, its dropout's mask, dropped (Korthikanti et al.,
@@ -88,6 +93,7 @@ class Practice:
     loss_nbytes: int = 14  # moved for each logit by the loss and its gradient
     loss_copies: int = 4  # bytes that the loss keeps of each logit of 16 bits: an fp32 copy, in which it works
     context: Way = Way.ALL_GATHER
+    inner: tuple[Overlap, ...] = ()  # what of a micro-batch's exchanges it can overlap with computation
     expert_casts: float = 1.0  # of the casts of experts' operands, the share that are kernels of their own
     hidden_tensor: float = HIDDEN_TENSOR  # of tensor-parallel collectives, where they overlap
     exchange_buffers: bool = True  # where these overlap, each product that exchanges has a buffer for it
@@ -110,6 +116,7 @@ class Practice:
     graphed: bool = False  # CUDA graphs: small kernels wait for no host
     pools: float = 0.0  # of what is saved, that a graph of the whole iteration holds more
     blocking: bool = False  # a kernel is launched when the one before has ended
+    padded: bool = False  # each expert gets as many tokens as any other: the host knows all numbers, and goes ahead
     launches: float = 1.0  # that the host could have made while the program of the layers makes one
     dispatch_seconds: float = 0.0  # that a layer of experts waits for the host, each way
     expert_seconds: float = 0.0  # that it waits for the host for each expert, forward; backward twice as long
@@ -159,6 +166,7 @@ MEGATRON = Practice(
     streams=4,
     dummies=True,
     context=Way.P2P,
+    inner=INNER,
 )
 PRACTICES: Mapping[Runtime, Practice] = MappingProxyType({Runtime.MEGALOOM: OWN, Runtime.MEGATRON: MEGATRON})
 MEGATRON_2021 = Practice(name="Megatron-LM before flash attention", flash=False)

@@ -22,9 +22,6 @@ COPIED = 4 + 2  # bytes moved to make a 16-bit weight of its master
 # Gradients are reduced in buckets, each as soon as it is whole, so that the last one is exposed (megatron-core 0.16.1,
 # distributed_data_parallel_config.py and distributed_data_parallel.py:115): elements of one, at least and by rank.
 BUCKET, BUCKET_BY_RANK = 40_000_000, 1_000_000
-# Multiprocessors that NCCL keeps busy while it moves data between nodes, one a channel (its log of such a communicator,
-# as users post it: "16 coll channels").
-CHANNELS = 16
 
 
 @frozen
@@ -106,8 +103,7 @@ def _seen(
     ends = [(nbytes * min(n, max(BUCKET, BUCKET_BY_RANK * group.size)), group) for n, group in parts]
     took = traffic.together(kind, each, cluster)
     seen = max(traffic.together(kind, ends, cluster), took - cover)
-    units = cluster.device.units
-    return seen + (took - seen) * (CHANNELS / units if units > CHANNELS else 0.0)
+    return seen + (took - seen) * traffic.taken(cluster.device)
 
 
 def tied(elements: int, ranks: set[int], layout: Layout, cluster: Cluster, practice: Practice = OWN) -> float:

@@ -16,13 +16,23 @@ from math import log2
 
 from attrs import frozen
 
-from megaloom.planner.cluster import Cluster
+from megaloom.planner.cluster import Cluster, Device
 from megaloom.planner.layout import Layout
 
 # How often the whole tensor passes each device's link, less the share that it has already: NCCL's ring algorithms
 # (nccl-tests, doc/PERFORMANCE.md).
 PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
 TREE = 0.92  # of a ring's bandwidth (NCCL, src/graph/tuning.cc)
+# Multiprocessors that are busy while data moves beside computation: of NCCL, one a channel between nodes (its log of
+# such a communicator, as users post it: "16 coll channels"); of HybridEP as many (megatron-core 0.16.1,
+# transformer_config.py:725), of DeepEP 20 (722).
+CHANNELS = 16
+# Kernels that send a token once reach less of NVLink than NCCL does: of its 680 GB/s 570 between 32 GB200 and 627
+# between 8, of its 160 136 between 8 H800, what a device keeps not counted. A device of two nodes of H100 sends 33 GB/s
+# to the other, of two nodes of B300, whose links are twice as fast, 29 to 51; of more nodes what its link passes. Where
+# tokens go is made known before: what torch sees takes 0.04 to 0.12 ms more than the kernel and a copy of what has come
+# (github.com/deepseek-ai/DeepEP, docs/README_Hybrid-EP.md, 16 multiprocessors, 16 bits; docs/legacy.md; issue 590).
+KERNELS, NODE_TO_NODE, TOLD = 0.87, 33e9, 0.08e-3
 
 
 @frozen
@@ -67,7 +77,7 @@ def spread(size: int, stride: int, per_node: int, count: int) -> tuple[int, int]
     return most, fewest
 
 
-def seconds(kind: str, nbytes: float, group: Group, cluster: Cluster, leaving: float = 1.0) -> float:
+def seconds(kind: str, nbytes: float, group: Group, cluster: Cluster) -> float:
     """Seconds of a collective over a tensor of `nbytes`: the whole of it, for all-to-all one device's part.
 
     A ring: each of its steps after the first costs a hop, and its slowest level decides how fast the bytes pass. An
@@ -75,7 +85,7 @@ def seconds(kind: str, nbytes: float, group: Group, cluster: Cluster, leaving: f
     """
     if group.size == 1 or nbytes == 0:
         return 0.0
-    took = max(busy(kind, nbytes, group, cluster, leaving))
+    took = max(busy(kind, nbytes, group, cluster))
     nodes, _ = spread(group.size, group.stride, cluster.per_node, cluster.count)
     ring = _ring(PASSES[kind], group.size, nodes, cluster) + took
     if kind != "all_reduce" or nodes == 1:
@@ -91,18 +101,18 @@ def together(kind: str, parts: Sequence[tuple[float, Group]], cluster: Cluster) 
     return waits + max(map(sum, levels), default=0.0)
 
 
-def busy(kind: str, nbytes: float, group: Group, cluster: Cluster, leaving: float = 1.0) -> tuple[float, ...]:
+def busy(kind: str, nbytes: float, group: Group, cluster: Cluster) -> tuple[float, ...]:
     """The seconds for which a collective's bytes take each level of the network, from the node to the farthest crossed.
 
     What leaves a node or a pod leaves it by the shares of all members there. Of an all-to-all, what stays in the node
-    and what leaves it take their own ways at once; `leaving` is the share of the latter that is sent.
+    and what leaves it take their own ways at once.
     """
     n, below, out = group.size, 1, []
     wire = PASSES[kind] * nbytes * (n - 1) / n
     for level, (size, speed) in enumerate(cluster.levels):
         boxes, members = spread(n, group.stride, size, cluster.count)
         if kind == "all_to_all":
-            carried = nbytes * ((n if level else members) - below) / n * (leaving if level else 1.0)
+            carried = nbytes * ((n if level else members) - below) / n
         else:
             carried = wire / below if level or members > 1 else 0.0
         out.append(carried / speed)
@@ -127,10 +137,34 @@ def _tree(size: int, nodes: int, cluster: Cluster) -> float:
     return far.latency + 2 * (log2(nodes) * far.hop + (size / nodes - 1) * near.hop)
 
 
-def once(copies: int, group: Group, cluster: Cluster) -> float:
-    """Of a token's copies that leave their node, the share that is sent when each node gets one and passes it on."""
-    nodes, _ = spread(group.size, group.stride, cluster.per_node, cluster.count)
-    return nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+def once(nbytes: float, copies: int, group: Group, cluster: Cluster) -> float:
+    """Seconds of an all-to-all of tokens of which so many copies are sent: one to each node, where it is passed on.
+
+    There each device gets one, however many of its experts want it. It is sent to all at once, not around a ring.
+    """
+    if group.size == 1 or nbytes == 0:
+        return 0.0
+    n, out = group.size, busy("all_to_all", nbytes, group, cluster)[1:]
+    nodes, _ = spread(n, group.stride, cluster.per_node, cluster.count)
+    passed = nbytes * (n - 1) / n * _reached(n, copies) / (cluster.intra.reached * KERNELS)
+    left = _reached(nodes, copies)
+    each = nbytes / nodes * left / NODE_TO_NODE if nodes > 1 else 0.0
+    link = cluster.inter if nodes > 1 else cluster.intra
+    return TOLD + link.latency + link.hop + max(passed, each, *(left * took for took in out))
+
+
+def _reached(places: int, copies: int) -> float:
+    """Places that at least one of a token's copies goes to, as a share of these."""
+    return places * (1 - (1 - 1 / places) ** copies) / copies
+
+
+def taken(device: Device) -> float:
+    """The share of a device that an exchange takes while others compute.
+
+    Beside an all-to-all over two H200 a product of 8,192 takes 6 % longer, beside an all-gather 11 %, measured for this
+    project; these are 12 % of its multiprocessors.
+    """
+    return CHANNELS / device.units if device.units > CHANNELS else 0.0
 
 
 def hop(nbytes: float, stage: int, layout: Layout, cluster: Cluster) -> float:

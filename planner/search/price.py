@@ -26,7 +26,7 @@ from megaloom.planner.cost.practice import OWN, PRACTICES, Practice
 from megaloom.planner.cost.sheet import STEP, Base, Sheet, sheet
 from megaloom.planner.cost.spans import Chains, Spans
 from megaloom.planner.cost.stages import evens
-from megaloom.planner.layout import INNER, Layout, Overlap, Runtime, Workload
+from megaloom.planner.layout import Layout, Overlap, Runtime, Workload
 from megaloom.planner.legal.limits import wrong
 from megaloom.planner.legal.needs import needs
 from megaloom.planner.legal.rule import Violation
@@ -86,7 +86,7 @@ class Pricer:
     @property
     def inner(self) -> tuple[Overlap, ...]:
         """The overlaps within a micro-batch that a search looks at."""
-        return INNER if self.practice.engine else ()
+        return self.practice.inner
 
     def broken(self, layout: Layout) -> tuple[Violation, ...]:
         """The rules that a layout breaks; of other runtimes those too that megatron-core computes wrongly."""

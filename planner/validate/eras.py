@@ -16,12 +16,13 @@ from megaloom.planner.cost.practice import (
     MEGATRON_2021,
     NANOTRON,
     NEMO,
+    SENT_ONCE,
     Practice,
     Way,
 )
 from megaloom.planner.layout import Layout, Overlap
 
-from .run import Row, whole
+from .run import Row, text, whole
 
 
 def practice(row: Row, note: str) -> Practice:
@@ -54,11 +55,33 @@ def practice(row: Row, note: str) -> Practice:
             found = evolve(found, dispatch_seconds=0.0, expert_seconds=0.0, pools=POOLS)
     if re.search(r"cutedsl|_full_iteration_|impl=full_iteration", note) and row.get("precision_class") in BLOCKS:
         found = evolve(found, passes=FUSED_EXPERTS, expert_casts=FUSED_CASTS)
-    if re.search(r"(?i)deepep|hybridep|_full_iteration_", note) or ("Bridge" in framework and not note):
-        found = evolve(found, once=True)
+    if padded(row):
+        found = evolve(found, padded=True)
     if "a2a (Ulysses)" in note:
         found = evolve(found, context=Way.ALL_TO_ALL)
-    return evolve(found, passes=NEMO) if tuned(row) and "Bridge" not in framework else found
+    if tuned(row) and "Bridge" not in framework:  # before megatron-core 0.14 (transformer/moe/README.md)
+        found = evolve(found, passes=NEMO, inner=(Overlap.TENSOR,))
+    return evolve(found, once=True, passes={**found.passes, **SENT_ONCE}) if once(row, note) else found
+
+
+def once(row: Row, note: str) -> bool:
+    """Whether a token was sent once to each node, by DeepEP or HybridEP.
+
+    Of Megatron-Bridge's recipes that say nothing DeepSeek-V3's did, unless they padded (0.1 and 0.2,
+    scripts/performance/configs, which name no such dispatcher for others).
+    """
+    silent = not note and "Bridge" in text(row, "framework") and row.get("mla")
+    return bool(re.search(r"(?i)deepep|hybridep|_full_iteration_", note) or silent) and not padded(row)
+
+
+def padded(row: Row) -> bool:
+    """Whether each expert got as many tokens as any other, what is more being dropped and what is less padded.
+
+    All of NeMo 2's recipes and of Megatron-Bridge 0.1's did, but DeepSeek-V3's on H100 (MegatronTokenDropCallback in
+    NeMo 25.04's scripts/performance, apply_moe_token_drop in Megatron-Bridge's).
+    """
+    deepep = row.get("mla") and row.get("gpu") == "H100" and "Bridge" in text(row, "framework")
+    return re.search(PADDED, text(row, "framework_version")) is not None and not deepep
 
 
 def overlaps(row: Row, note: str, x: Layout, used: Practice) -> tuple[Overlap, ...]:
@@ -104,6 +127,8 @@ def tuned(row: Row) -> bool:
     return "NeMo" in framework or (framework == "Megatron-LM" and row.get("gpu") == "H100")
 
 
+# Containers of NeMo, and tags of the DGX Cloud recipes, of that time.
+PADDED = r"(NeMo|container) 25\.0[4-9]|v25\.(0[5-9]|1)"
 # From this container of NeMo on, the recipes of models with experts graph whole iterations where a row says no more.
 FUSED, RECIPE = (26, 6), "cuda_graph_impl=full_iteration; moe_flex_dispatcher_backend=hybridep; moe_a2a_overlap=True"
 # Before, from 25.11 on, those of DeepSeek-V3 and Qwen3 graph parts of a layer where 72 GPUs are one NVLink domain;
