@@ -29,7 +29,7 @@ def export(
         A plan.json.
     to
         The program: a script for Megatron-LM, overrides for Megatron-Bridge, a YAML for Accelerate, a TOML for
-        torchtitan, or a script for sbatch that runs `megaloom train`.
+        torchtitan, or a script for sbatch that runs `megaloom train`, or Megatron-LM if the plan is for that.
     output
         The file to write. [default: standard output]
     """

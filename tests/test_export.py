@@ -25,7 +25,7 @@ from megaloom.planner.export.borders import Part, layout
 from megaloom.planner.export.export import Target, export
 from megaloom.planner.export.gpt import gpt
 from megaloom.planner.export.slurm import hosts
-from megaloom.planner.layout import Layout, Recompute
+from megaloom.planner.layout import Layout, Recompute, Runtime
 from megaloom.planner.plan import Plan
 from megaloom.runtime import device
 
@@ -260,27 +260,39 @@ def test_torchtitan_replicates_weights_where_they_are_whole() -> None:
     assert (t["local_batch_size"], t["global_batch_size"]) == (2, 64)
 
 
-def test_slurm_starts_megaloom_on_every_machine(tmp_path: Path) -> None:
-    """Run with an srun that prints its arguments, and a scontrol that knows two nodes."""
-    plan, model = case("deepseek-v3")
+def submitted(script: str, tmp_path: Path, *given: str) -> list[str]:
+    """What a job starts, run with an srun that prints its arguments, and a scontrol that knows two nodes."""
     for name, line in (("srun", 'printf "%s\\n" "$@"'), ("scontrol", "printf 'n0\\nn1\\n'")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
-    script = export(plan, model, Target.SLURM, "runs/a plan.json")
     env = {
         **os.environ,
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n[0-1]",
     }
-    done = subprocess.run(
-        ["bash", "-c", script, "it", "--steps", "9"], env=env, capture_output=True, text=True, timeout=20
-    )
-    words = done.stdout.splitlines()
+    done = subprocess.run(["bash", "-c", script, "it", *given], env=env, capture_output=True, text=True, timeout=20)
     assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_slurm_starts_megaloom_on_every_machine(tmp_path: Path) -> None:
+    plan, model = case("deepseek-v3")
+    script = export(plan, model, Target.SLURM, "runs/a plan.json")
+    words = submitted(script, tmp_path, "--steps", "9")
     assert "#SBATCH --nodes=128\n" in script and "#SBATCH --gpus-per-node=4\n" in script  # an NVL72 is 18 machines
     assert words[:5] == ["torchrun", "--nnodes", "128", "--nproc-per-node", "4"] and "n0:29500" in words
     assert words[-6:] == ["-m", "megaloom.runtime.cli", "train", "runs/a plan.json", "--steps", "9"]
+
+
+def test_slurm_starts_megatron_lm_if_the_plan_is_for_it(tmp_path: Path) -> None:
+    plan, model = case("deepseek-v3")
+    theirs = evolve(plan, runtime=Runtime.MEGATRON)
+    script, alone = (export(theirs, model, target) for target in (Target.SLURM, Target.MEGATRON_LM))
+    words = submitted(script, tmp_path, "--data-path", "a b")
+    assert script.startswith("#!/usr/bin/env bash\n#SBATCH --job-name=deepseek-v3\n#SBATCH --nodes=128\n")
+    assert words[:5] == ["torchrun", "--nnodes", "128", "--nproc-per-node", "4"] and "n0:29500" in words
+    assert words[-2:] == ["--data-path", "a b"] and groups(script) == groups(alone)
 
 
 @pytest.mark.parametrize(

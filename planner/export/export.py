@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from megaloom.planner.layout import Runtime
+
 if TYPE_CHECKING:
     from megaloom.dsl.graph import Graph, Model
     from megaloom.planner.plan import Plan
@@ -23,11 +25,11 @@ class Target(StrEnum):
 
 
 def whole(plan: Plan, model: Model, target: Target) -> Plan:
-    """The plan with stages of whole layers, as `target` cuts a model: itself if it has them, or for Slurm's script.
+    """The plan with stages of whole layers, as `target` cuts a model: itself if it has them, or runs here.
 
     Raises UserError as `export` does, and where such stages cannot be, or do not fit the memory.
     """
-    if target is Target.SLURM:
+    if target is Target.SLURM and plan.runtime is Runtime.MEGALOOM:
         return plan
     from megaloom.dsl.graph import graph
 
@@ -49,7 +51,7 @@ def export(plan: Plan, model: Model, target: Target, path: str = "plan.json") ->
     from megaloom.planner.legal.limits import limits
 
     g = graph(model)
-    if target is Target.SLURM:
+    if target is Target.SLURM and plan.runtime is Runtime.MEGALOOM:
         from .slurm import job
 
         for lost in limits(plan.layout, g, plan.workload, plan.cluster):
@@ -81,6 +83,7 @@ def _program(target: Target) -> tuple[str, Callable[[Plan, Graph], str]]:
 
     return {
         Target.MEGATRON_LM: (megatron.NAME, megatron.script),
+        Target.SLURM: (megatron.NAME, megatron.job),
         Target.MEGATRON_BRIDGE: (bridge.NAME, bridge.overrides),
         Target.ACCELERATE: (accelerate.NAME, accelerate.config),
         Target.TORCHTITAN: (torchtitan.NAME, torchtitan.toml),

@@ -20,7 +20,7 @@ from .borders import Part, even, layout, parts, recomputed
 from .gpt import GPT, cannot, gpt
 from .megatron_layers import attention, experts, feed_forward
 from .option import Option, option
-from .slurm import hosts
+from .slurm import MEET, head, hosts
 
 NAME = "Megatron-LM"
 VERSION = "core_v0.16.1"
@@ -144,8 +144,13 @@ def _step(plan: Plan, m: GPT, target: str) -> Iterator[Option]:
         cannot(target, f"recompute of moe_act in {precision}", "plan with --precision bf16, or other modules")
 
 
-def script(plan: Plan, graph: Graph) -> str:
-    """A shell script that starts Megatron-LM on every node of the cluster, given where to meet."""
+def job(plan: Plan, graph: Graph) -> str:
+    """The same as a script for sbatch."""
+    return script(plan, graph, head(plan.cluster, graph.name))
+
+
+def script(plan: Plan, graph: Graph, slurm: str = "") -> str:
+    """A shell script that starts Megatron-LM on every node of the cluster, given where to meet, or as Slurm says."""
     said, (nodes, each) = options(plan, graph), hosts(plan.cluster)
     read = gpt(graph, NAME)
     trial = (
@@ -158,13 +163,15 @@ def script(plan: Plan, graph: Graph) -> str:
     # Before Blackwell, collectives that overlap with computation need it, and Megatron-LM insists on it.
     queues = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if plan.layout.tp * plan.layout.cp > 1 else ""
     ahead = "# What predicts a token ahead reads hidden states behind the last norm; in the plan's model, before it.\n"
-    where = f"# To be run on each of {nodes} machines, with MASTER_ADDR one of them.\n" if nodes > 1 else ""
+    where = (
+        f"# To be run on each of {nodes} machines, with MASTER_ADDR one of them.\n" if nodes > 1 and not slurm else ""
+    )
     return f"""#!/usr/bin/env bash
-# {graph.name} on {plan.cluster}: {plan.layout}
+{slurm}# {graph.name} on {plan.cluster}: {plan.layout}
 # For pretrain_gpt.py of Megatron-LM {VERSION}, whose folder is $MEGATRON.
 {where}# What is given to this script takes the place of TRAINING, a trial on made-up tokens.
 {ahead if read.ahead else ""}set -euo pipefail
-{queues}
+{MEET if slurm else ""}{queues}
 MODEL=(
 {_lines(said.model)})
 LAYOUT=(
@@ -175,7 +182,7 @@ TRAINING=(
 {_lines(trial)})
 if (( $# )); then TRAINING=("$@"); fi
 
-torchrun --nnodes {nodes} --nproc-per-node {each} \\
+{"srun " if slurm else ""}torchrun --nnodes {nodes} --nproc-per-node {each} \\
   --rdzv-backend c10d --rdzv-id "${{SLURM_JOB_ID:-megaloom}}" \\
   --rdzv-endpoint "${{MASTER_ADDR:-localhost}}:${{MASTER_PORT:-29500}}" \\
   "${{MEGATRON:-.}}/pretrain_gpt.py" "${{MODEL[@]}}" "${{LAYOUT[@]}}" "${{STEP[@]}}" "${{TRAINING[@]}}"

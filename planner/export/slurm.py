@@ -1,4 +1,7 @@
-"""A plan as a job of Slurm: torchrun on every node, and `megaloom train` in each of its processes."""
+"""A plan as a job of Slurm: torchrun on every node, and `megaloom train` in each of its processes.
+
+A plan for Megatron-core runs Megatron-LM there instead: see `megatron.script`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from megaloom.planner.plan import Plan
 from .gpt import cannot
 
 PORT = 29500
+MEET = """export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)"\n"""
 
 
 def hosts(machine: Cluster) -> tuple[int, int]:
@@ -19,25 +23,29 @@ def hosts(machine: Cluster) -> tuple[int, int]:
     return machine.count // each, each
 
 
-def job(plan: Plan, name: str, path: str) -> str:
-    """A script for sbatch that trains by the plan in the file `path`, which all nodes must see under that path."""
-    machine = plan.cluster
+def head(machine: Cluster, name: str) -> str:
+    """What sbatch reads: one task on each machine, which starts a process for each device."""
     if machine.device.name == "CPU":
-        cannot("Slurm's script", f"{machine}: it asks for GPUs", f"`megaloom train {path}` starts processes on CPUs")
+        cannot("Slurm's script", f"{machine}: it asks for GPUs", "`megaloom train` starts processes on CPUs")
     nodes, each = hosts(machine)
-    return f"""#!/bin/bash
-# {name} on {machine}: {plan.layout}
-#SBATCH --job-name={name}
+    return f"""#SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={each}
 #SBATCH --exclusive
 #SBATCH --output={name}-%j.log
 # Account, partition and time are your cluster's: sbatch --account A --partition P --time 4:00:00 this-file.
-# What is given after the file goes on to `megaloom train`: --data, --steps, --lr, ...
-set -euo pipefail
-export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)"
+"""
 
+
+def job(plan: Plan, name: str, path: str) -> str:
+    """A script for sbatch that trains by the plan in the file `path`, which all nodes must see under that path."""
+    nodes, each = hosts(plan.cluster)
+    return f"""#!/bin/bash
+# {name} on {plan.cluster}: {plan.layout}
+{head(plan.cluster, name)}# What is given after the file goes on to `megaloom train`: --data, --steps, --lr, ...
+set -euo pipefail
+{MEET}
 srun torchrun --nnodes {nodes} --nproc-per-node {each} \\
   --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$MASTER_ADDR:{PORT}" \\
   -m megaloom.runtime.cli train {shlex.quote(path)} "$@"
