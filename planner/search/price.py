@@ -125,6 +125,8 @@ class Pricer:
             return
         even = self._even(layout)
         if not even.fits:
+            if not self.anatomy.shared and not self._may_fit(layout):
+                return
             yield even.fit.microbatches * max(even.seconds)  # no cut has a quicker slowest stage
         placed = self._best(even)
         if not placed.fits:
