@@ -44,7 +44,7 @@ def practice(row: Row, note: str) -> Practice:
         found = evolve(found, gradient_nbytes=2, moment_nbytes=2 if row.get("mla") else 4)
     if tuned(row) or "Bridge" in framework:
         found = evolve(found, weight_nbytes=1 if row.get("precision_class") == "fp8" and row.get("gpu") in ALONE else 0)
-    if framework.startswith("NeMo"):  # grad_sync_dtype, grad_reduce_in_fp32 of its recipes and scripts/performance
+    if "NeMo" in framework:  # grad_sync_dtype and grad_reduce_in_fp32 of recipes, --grad-reduce-in-bf16 of examples
         found = evolve(found, gradient_nbytes=2)
     if "TE fused cross-entropy" in note or "Bridge" in framework:  # it works in the logits (triton/cross_entropy.py)
         found = evolve(found, loss_copies=0)
