@@ -80,7 +80,7 @@ class Facts:
             )
             for name, each in self.parts
         }
-        return evolve(self.plain, **lists)
+        return Costs(**lists, params=self.plain.params, expert_params=self.plain.expert_params)
 
     def largest(self, tokens: int, precision: Precision) -> float:
         """Bytes of the largest saved tensor."""
