@@ -102,13 +102,14 @@ def test_products_of_8_bits_are_slower_back_where_these_add_up_in_fp32() -> None
 
 
 def test_what_nvidias_recipes_do_that_rows_do_not_say() -> None:
-    """Gradients are summed in 16 bits; of DeepSeek-V3 on H100 the projections of latent attention are made again."""
+    """Gradients are summed in 16 bits; of DeepSeek-V3 the projections of latent attention are made again."""
     nemo = {"framework": "NeMo (Megatron-core)", "gpu": "H100"}
     assert practice(nemo, "").gradient_nbytes == 2
     assert practice(nemo | {"framework": "Megatron-LM"}, "").gradient_nbytes == 4
     latent = nemo | {"mla": {"kv_lora": 512}}
     assert again(latent) == "selective:mla_up_proj"
     assert again(nemo) is None and again(latent | {"gpu": "GB200"}) is None
+    assert again(latent | {"gpu": "GB200", "framework": "Megatron-Bridge"}) == "selective:mla_up_proj"
     assert again(latent | {"recompute": "none"}) == "none" and again(latent | {"recompute": []}) == []
 
 

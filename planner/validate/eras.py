@@ -114,8 +114,9 @@ def told(row: Row, note: str) -> str:
 
 def again(row: Row) -> object:
     """What a row says is computed again, or else what its recipe does."""
-    said, theirs = row.get("recompute"), tuned(row) or "Bridge" in str(row.get("framework"))
-    return AGAIN if said in (None, "") and theirs and row.get("mla") and row.get("gpu") == "H100" else said
+    theirs = "Bridge" in str(row.get("framework")) or (tuned(row) and row.get("gpu") == "H100")
+    said = row.get("recompute")
+    return AGAIN if said in (None, "") and theirs and row.get("mla") else said
 
 
 def tuned(row: Row) -> bool:
@@ -147,6 +148,6 @@ GRAPHS = r"cuda_graph_impl=|CUDA graph|TE graph|full.iteration"
 # Hy3 in bf16 took 187 GB without graphs and 219 with one of the whole iteration, 77 of them saved. With as much every
 # run of NVIDIA's that has such a graph fits its GPU, as with up to 0.43.
 POOLS = 32 / 77
-# NVIDIA's recipes of DeepSeek-V3 on H100, of other models nothing (NeMo, scripts/performance/recommended_model_configs;
-# NVIDIA/dgxc-benchmarking, deepseek_v3/pretraining/launch.sh).
+# NVIDIA's recipes of DeepSeek-V3: Megatron-Bridge's, of which others say so, and NeMo's on H100 (NeMo's
+# scripts/performance/recommended_model_configs; NVIDIA/dgxc-benchmarking, deepseek_v3/pretraining/launch.sh).
 AGAIN = "selective:mla_up_proj"
