@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -16,7 +16,7 @@ def validate(
     *files: Path,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     markdown: Annotated[bool, Parameter(negative="")] = False,
-    sources: Annotated[bool, Parameter(negative="")] = False,
+    by: Literal["group", "source", "kind"] = "group",
 ) -> None:
     """Predict published training runs from model, hardware and layout alone, and print how far off that is.
 
@@ -30,8 +30,9 @@ def validate(
         Print every score and every prediction as JSON and nothing else.
     markdown
         Print the scores as the table of a README.
-    sources
-        Print such a table with a line for each source.
+    by
+        What has a line in that: each group (source, GPU, precision and model), each source, or each kind of runs that
+        has intervals of its own; of these also the score of those alone that nothing was fitted to.
     """
     from megaloom.dsl.printing import show
 
@@ -44,8 +45,6 @@ def validate(
         json.dump(written(found), sys.stdout, indent=1)
         print()
     elif markdown:
-        print(board.markdown(found.groups))
-    elif sources:
-        print(board.sources(found.rows))
+        print(board.markdown(found, board.By(by)))
     else:
         show(board.board(found), sys.stdout)

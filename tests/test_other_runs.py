@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaloom.planner.validate.board import sources
+from megaloom.planner.validate.board import By, markdown
 from megaloom.planner.validate.named import named
 from megaloom.planner.validate.run import UnfitError, yes
 from megaloom.planner.validate.runs import read
@@ -39,7 +39,7 @@ def test_all_are_read_and_most_took_what_was_predicted_at_the_least_and_at_the_m
     found = validate(OTHER)
     assert not found.skipped
     assert 0.8 <= mean(p.held for p in found.rows) <= 0.99
-    table = sources(found.rows).splitlines()
+    table = markdown(found, By.SOURCE).splitlines()
     assert [line.split(" | ")[0] for line in table[2:]] == [
         f"| {name}" for name in (*sorted({r["source_group"] for r in ROWS}), "all")
     ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from statistics import mean, median
 
 from rich.console import Group as Lines
@@ -11,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .coverage import coverage
+from .coverage import coverage, fits
 from .validate import Group, Predicted, Validation, p90
 
 NAMED = ("source", "GPU", "precision", "model")
@@ -19,7 +20,17 @@ SCORES = (
     *("rows", "left out", "median", "90 %", "bias", "pairs", "regret", "of 3"),
     *("GiB rows", "median", "mean", "max", "bias", "under", "OOM"),
 )
+SUMMARY = ("rows", "median", "90 %", "bias", "held")
+CHECKING = tuple(f"{name} to check" for name in SUMMARY)  # of the half that nothing was fitted to
 REASONS = 12  # of rows that are left out, the most frequent ones are shown
+
+
+class By(StrEnum):
+    """What has a line of its own."""
+
+    GROUP = "group"  # source, GPU, precision and kind of model
+    SOURCE = "source"
+    KIND = "kind"  # of runs that have an interval of their own
 
 
 def board(found: Validation) -> RenderableType:
@@ -83,28 +94,35 @@ def percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
 
-def markdown(groups: Iterable[Group]) -> str:
-    """The same for a README, time and memory alike."""
-    lines = [f"| {' | '.join((*NAMED, *SCORES))} |", "|---" * len((*NAMED, *SCORES)) + "|"]
-    lines += [f"| {' | '.join(cells(g))} |" for g in groups if g.rows]
-    return "\n".join(lines)
+def markdown(found: Validation, by: By) -> str:
+    """The same for a README: a line for each group, time and memory alike; or for each source or kind of runs."""
+    if by is By.GROUP:
+        return _markdown((*NAMED, *SCORES), [cells(g) for g in found.groups if g.rows])
+    return _markdown((by.value, *SUMMARY, *(CHECKING if by is By.KIND else ())), summaries(found.rows, by))
 
 
-def sources(rows: Iterable[Predicted]) -> str:
-    """For a README a line for each source, and one for all: errors of step time, and how many intervals hold it."""
-    by: dict[str, list[Predicted]] = defaultdict(list)
+def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+
+
+def summaries(rows: Iterable[Predicted], by: By) -> list[list[str]]:
+    """A line for each source or kind of runs, and one for all: step times; of kinds also those of the checking half."""
+    found: dict[str, list[Predicted]] = defaultdict(list)
     for p in rows:
         if p.time_error is not None:
-            by[p.run.source].append(p)
-    every = [p for found in by.values() for p in found]
-    lines = ["| source | rows | median | 90 % | bias | held |", "|---" * 6 + "|"]
-    return "\n".join(
-        [*lines, *(_source(*one) for one in sorted(by.items())), *([_source("all", every)] if every else [])]
-    )
+            found[p.kind if by is By.KIND else p.run.source].append(p)
+    every = {"all": [p for some in found.values() for p in some]} if found else {}
+    return [
+        [name, *_summary(some), *(_summary([p for p in some if not fits(p)]) if by is By.KIND else ())]
+        for name, some in (*sorted(found.items()), *every.items())
+    ]
 
 
-def _source(name: str, rows: list[Predicted]) -> str:
+def _summary(rows: Sequence[Predicted]) -> list[str]:
+    """How many, how far off, and how many were within their interval."""
+    if not rows:
+        return ["0", "", "", "", ""]
     errors = [p.time_error or 0.0 for p in rows]
     off = [abs(e) for e in errors]
     shares = (median(off), p90(off), mean(errors), mean(p.held for p in rows))
-    return f"| {' | '.join((name, str(len(rows)), *map(percent, shares)))} |"
+    return [str(len(rows)), *map(percent, shares)]
