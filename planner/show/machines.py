@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def searched(found: Found, top: int, params: int) -> dict[str, Any]:
-    """The search's result as JSON: the best layouts, best first; what else is near the best, and its cause; the doubt.
+    """The search's result as JSON: the best layouts, best first; others near the best, each with what it loses by.
 
-    A cause is a rule, memory or time; of a search that was interrupted there is a doubt.
+    That is a rule, memory or time. Of an interrupted search also how much may be gained yet.
     """
     plans = (found.best, *found.next(top - 1))
     near = {r.layout: r.cause for r in (*found.rejected, *found.slower)}
