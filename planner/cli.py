@@ -124,7 +124,7 @@ def given(fixed: Fixed) -> dict[str, Any]:
 @app.default
 @flowing
 def plan(
-    model: str,
+    model: str | None = None,
     /,
     *,
     gpus: str = "8xH100",
@@ -165,7 +165,7 @@ def plan(
     memory_headroom
         What a plan leaves free of each device: 10%.
     lint
-        Search nothing: say which rules the layout given breaks; without one, which rules there are.
+        Search nothing: say which rules the layout given breaks; without one, or a model, which rules there are.
     pareto
         Show what less memory costs: of all layouts those than which none is both quicker and leaner.
     top
@@ -183,13 +183,18 @@ def plan(
     from megaloom.dsl.errors import UserError
     from megaloom.dsl.find import find
     from megaloom.dsl.graph import graph
+    from megaloom.dsl.hub import WANTED
 
-    from .cli_plan import default_batch, default_seq, scale, searched, tell, told
+    from .cli_plan import default_batch, default_seq, ruled, scale, searched, tell, told
     from .cluster import cluster, is_row
     from .plan import save
 
     if top < 1:
         raise UserError(f"--top {top} shows nothing\ngive at least 1")
+    if model is None:
+        if lint and not given(fixed):
+            return ruled(as_json)
+        raise UserError(f"MODEL requires an argument\n{WANTED}")
     declared, ref = find(model)
 
     def work(machine: Cluster) -> Workload:

@@ -59,19 +59,25 @@ def scale(
         show(table(found, params(m)), sys.stdout)
 
 
+def ruled(as_json: bool) -> int:
+    """The rules that there are."""
+    from .search.lint import listed, rules
+
+    print(json.dumps({"rules": rules()}, indent=1) if as_json else listed())
+    return 0
+
+
 def told(g: Graph, machine: Cluster, workload: Workload, fixed: Fixed, as_json: bool) -> int:
     """2 if the layout breaks a rule. Without a layout the rules are shown."""
-    from .search.lint import broken, for_machines, listed, warned
+    from .search.lint import broken, for_machines, warned
     from .search.misses import checked
 
-    fixed = checked(fixed)
+    if not (fixed := checked(fixed)):
+        return ruled(as_json)
     if as_json:
         found = for_machines(g, machine, workload, fixed)
         print(json.dumps(found, indent=1))
-        return 2 if found.get("violations") else 0
-    if not fixed:
-        print(listed())
-        return 0
+        return 2 if found["violations"] else 0
     wrong = broken(g, machine, workload, fixed)
     print(wrong or "no rule is broken")
     if warning := warned(g, machine, workload, fixed):

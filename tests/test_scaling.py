@@ -85,6 +85,15 @@ def test_the_table_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+def test_the_rules_need_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--lint"]) == 0
+    alone = capsys.readouterr().out
+    assert main(["gpt2", "--lint"]) == 0
+    assert capsys.readouterr().out == alone
+    assert main(["--lint", "--tp", "2"]) == 2
+    assert capsys.readouterr().err.startswith("plan: MODEL requires an argument\nMODEL can be file.py:name")
+
+
 def test_lint(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpt2", "--gpus", "8xH100", "--lint"]) == 0
     assert "tp divides the attention heads." in capsys.readouterr().out

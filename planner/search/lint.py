@@ -55,13 +55,15 @@ def warned(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> 
 
 def for_machines(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> dict[str, Any]:
     """What a layout breaks, what only some programs train of it, and all rules, as JSON has them."""
-    found: dict[str, Any] = {}
-    if fixed:
-        case = (_layout(graph, cluster, workload, fixed), graph, workload, cluster)
-        lists = {"violations": violations, "limits": limits, "wrong": wrong}
-        found = {name: [asdict(each) for each in asked(*case)] for name, asked in lists.items()}
+    case = (_layout(graph, cluster, workload, fixed), graph, workload, cluster)
+    lists = {"violations": violations, "limits": limits, "wrong": wrong}
+    return {**{name: [asdict(each) for each in asked(*case)] for name, asked in lists.items()}, "rules": rules()}
+
+
+def rules() -> list[dict[str, str]]:
+    """Every rule as JSON has it."""
     told = ("id", "sentence", "fix", "by", "source")
-    return {**found, "rules": [{name: getattr(rule, name) for name in told} for rule in EVERY]}
+    return [{name: getattr(rule, name) for name in told} for rule in EVERY]
 
 
 def _layout(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> Layout:
