@@ -175,6 +175,8 @@ def fill(m: int, n: int, k: int, count: int, device: Device, depth: float = DEPT
         return 1.0
     best, units = 0.0, device.units
     for tall, wide, speed in TILES:
+        if best >= speed:  # which no smaller tile exceeds
+            break
         rounds = -(-(-(-m // tall) * -(-n // wide) * count) // units)
         best = max(best, speed * m * n * count / (rounds * units * tall * wide))
     return best * k / (k + depth)
