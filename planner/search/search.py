@@ -38,7 +38,7 @@ __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
 KEEP = 100  # plans of a search: layouts that are replayed, the best of all
 SURE = 5  # ways to deal the devices of which the best is sought: as many as are shown
 ROUNDING = 1 - 1e-10  # bounds and prices add up the same seconds in different orders
-TRIES = 64  # of them
+TRIES = 512  # layouts, the most promising first, of which the first one that fits is sought as a first plan
 OFTEN = 0.1  # seconds between two signs of progress
 
 
@@ -172,17 +172,17 @@ class Hunt:
         return Progress(self.best.layout, self.best.seconds, self.least) if self.best else None
 
     def dive(self, among: Field) -> None:
-        """Price a first layout that fits, sooner than it takes to know all that there is."""
+        """Price a first layout that fits as it is evenly cut, sooner than it takes to know all that there is."""
         if not len(among.at):
             return
         queue = Queue(among)
         for _ in range(TRIES):
             if (top := queue.pop()) is None:
                 return
-            for step in top[1].steps if isinstance(top[1], Near) else ():
-                if isinstance(step, Cut):
-                    self._price(among.pricer, step.placed)
-                    return
+            near = top[1]
+            if isinstance(near, Near) and near.roomy and (placed := among.pricer.roomy(near.layout)):
+                self._price(among.pricer, placed)
+                return
 
     def search(self, among: Field, sure: int, keep: int) -> list[Priced]:
         """Layouts that fit the memory, quickest first: those of the `sure` quickest ways, of all `keep` or more.
