@@ -204,6 +204,9 @@ def plan(
             precision=precision,
         )
 
+    if lint:
+        machine = cluster(gpus)
+        return told(graph(declared), machine, work(machine), given(fixed), as_json)
     if pareto or is_row(gpus):
         if written := [f"{name} {to}" for name, to in (("-o", output), ("--html", html), ("--trace", trace)) if to]:
             what = "--pareto" if pareto else f"a row of clusters, {gpus},"
@@ -211,10 +214,7 @@ def plan(
         scale(declared, gpus, work, given(fixed), memory_headroom, runtime, pareto, as_json)
         return None
     machine = cluster(gpus)
-    workload = work(machine)
-    if lint:
-        return told(graph(declared), machine, workload, given(fixed), as_json)
-    found = searched(declared, machine, workload, ref, given(fixed), memory_headroom, runtime)
+    found = searched(declared, machine, work(machine), ref, given(fixed), memory_headroom, runtime)
     target = output or ("" if as_json else "plan.json")
     if target:
         save(found.best, target)

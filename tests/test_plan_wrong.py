@@ -49,6 +49,7 @@ from .test_plan_cli import run
         (["llama3-8b", "--gpus", "1..2xH100"], "no layout of llama3-8b on 2xH100 fits the memory"),
         (["gpt2", "--gpus", "8..16xH100", "--tp", "0"], "tp is at least 1"),
         (["gpt2", "--gpus", "8..16xH100", "-o", "plan.json"], "makes no plan, so there is none for -o plan.json"),
+        (["gpt2", "--gpus", "8..16xH100", "--lint", "--tp", "3"], "say it as 8xH100"),
         (["gpt2", "--pareto", "--html", "plan.html"], "makes no plan, so there is none for --html plan.html"),
         (["gpt2", "--gpus", "8xA100", "--precision", "fp8"], "how fast an A100 computes in fp8"),
     ],
