@@ -19,8 +19,9 @@ from megaloom.planner.cost.memory import MORE
 from megaloom.planner.cost.repeats import Repeats
 from megaloom.planner.cost.sheet import AHEAD, STEP, Col
 from megaloom.planner.cost.shifts import SLOWER
-from megaloom.planner.cost.tail import tail
-from megaloom.planner.layout import Layout, Module, Overlap, Recompute
+from megaloom.planner.layout import Layout, Module, Recompute
+
+from .after import after
 
 PLAIN, ALL, LEAN = 0, 1, 2  # what is computed again: nothing, all, and all modules at no cost; then sets of modules
 
@@ -101,12 +102,12 @@ class Floors:
 
     def bound(self, x: Layouts, place: Column) -> Bounded:
         """These layouts, each at a place, and what they take at the least."""
-        m, after = x.microbatches(self.book.workload.batch), self._after(x, place)
+        m, g = x.microbatches(self.book.workload.batch), self.ground
+        beyond = after(x, place, g.params, g.experts, self.book)
         waits, passed = bubbles.share(x.pp.astype(float), x.vpp, m.astype(float), x.group.astype(float))
-        passing = passed * self.ground.hop[place]
-        seconds, nbytes = self._before(x, place, waits) + passing, self._nbytes(x, place, self._mode(x))
-        mean = self._whole(x, place, m / x.pp, 0.0) + after[:, 1]  # every rank ends, and reduces its gradients
-        return Bounded(x, place, np.maximum(seconds, mean) + after[:, 0], nbytes, after[:, 0])
+        seconds, nbytes = self._before(x, place, waits) + passed * g.hop[place], self._nbytes(x, place, self._mode(x))
+        mean = self._whole(x, place, m / x.pp, 0.0) + beyond[:, 1]  # every rank ends, and reduces its gradients
+        return Bounded(x, place, np.maximum(seconds, mean) + beyond[:, 0], nbytes, beyond[:, 0])
 
     def _before(self, x: Layouts, place: Column, waits: Rows) -> Rows:
         """Seconds of a step without what follows the last micro-batch; `waits` is `bubbles.share`."""
@@ -201,24 +202,6 @@ class Floors:
         root = (plain + np.sqrt(plain**2 + 4 * again * g.blocks * n * g.block[place] * m)) / 2
         least = np.maximum(root, plain + again * np.minimum(n, g.blocks))
         return np.where(some, np.minimum(least, plain + again * g.blocks), whole)
-
-    def _after(self, x: Layouts, place: Column) -> Rows:
-        """[layouts, 2]: seconds of the optimizer and gathering, and of reduction, that the average rank takes.
-
-        What is hidden behind computation counts for nothing.
-        """
-        b, g = self.book, self.ground
-        shown = ~np.array([x.hides(Overlap.WEIGHTS), x.hides(Overlap.GRADIENTS)]).T
-        first, which = alike(place, x.distributed_optimizer)
-        rows, waiting = [], evolve(x, overlaps=np.zeros(len(x), dtype=np.int64))
-        for i in first.tolist():
-            params, experts = (float(n[place[i]]) / x.pp[i] for n in (g.params, g.experts))
-            t = tail(params, experts, 0.0, waiting[i], b.workload.precision, b.cluster, b.practice)
-            rows.append((t.optimizer, t.gathering, t.reduction))
-        optimizer, *exchanged = np.array(rows).reshape(-1, 3)[which].T
-        after: Rows = np.array(exchanged).T * shown
-        after[:, 0] += optimizer
-        return after
 
     def _hops(self) -> Rows:
         """Seconds of what passes from stage to stage: from the first two, which if any do share a node."""
