@@ -94,7 +94,7 @@ def evened(runs: Spans, bounds: Places, rooms: Rooms) -> Places:
     def score(ways: Places) -> Vector:
         scores = longer(ways)
         quick = np.flatnonzero(scores < inf)
-        scores[quick[near.lacks(ways[quick]) > 0]] = inf
+        scores[quick[near.lacks(ways.T[:, quick].T) > 0]] = inf
         return scores
 
     found = settled(bounds, score, _losers(runs, rooms.ranks))
@@ -106,12 +106,12 @@ def _leveling(runs: Spans, bounds: Places, ranks: int) -> Score:
     cap = float(runs(bounds[:-1], bounds[1:]).max()) * SAME
 
     def score(ways: Places) -> Vector:
-        seconds = runs(ways[:, :-1], ways[:, 1:])
-        scores: Vector = seconds.max(axis=1)
+        seconds = runs(ways.T[:-1], ways.T[1:])  # [runs, ways]: numpy is quick along the last axis
+        scores: Vector = seconds.max(axis=0)
         quick = scores <= cap
         scores[~quick] = inf
         if quick.any():
-            scores[quick] = level(seconds[quick].reshape(-1, seconds.shape[1] // ranks, ranks), seconds.max())
+            scores[quick] = level(seconds[:, quick].T.reshape(-1, len(seconds) // ranks, ranks), seconds.max())
         return scores
 
     return score
@@ -158,9 +158,9 @@ def _relieved(runs: Spans, bounds: Places, rooms: Rooms, cap: float) -> Places:
     """A cut that lacks less: shift after shift its fullest rank holds less, while no run takes longer than `cap`."""
 
     def score(ways: Places) -> Vector:
-        scores: Vector = runs(ways[:, :-1], ways[:, 1:]).max(axis=1)
+        scores: Vector = runs(ways.T[:-1], ways.T[1:]).max(axis=0)
         quick = scores <= cap
-        scores[~quick], scores[quick] = inf, rooms.lacks(ways[quick])
+        scores[~quick], scores[quick] = inf, rooms.lacks(ways.T[:, quick].T)
         return scores
 
     def losers(bounds: Places) -> Places:
