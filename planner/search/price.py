@@ -125,7 +125,7 @@ class Pricer:
             return
         even = self._even(layout)
         if not even.fits:
-            if not self.anatomy.shared and not self._may_fit(layout):
+            if not self.anatomy.shared and not self._may_fit(layout, even):
                 return
             yield even.fit.microbatches * max(even.seconds)  # no cut has a quicker slowest stage
         placed = self._best(even)
@@ -174,9 +174,9 @@ class Pricer:
             )
         return lean.recompute_layers > self._layers[key]
 
-    def _may_fit(self, layout: Layout) -> bool:
+    def _may_fit(self, layout: Layout, even: Placed | None = None) -> bool:
         if layout not in self._fits:
-            even = self._even(layout)
+            even = even or self._even(layout)
             self._fits[layout] = even.fit.hopeful(even.bounds) or (bool(self.anatomy.shared) and even.fits)
         return self._fits[layout]
 
