@@ -1,0 +1,65 @@
+"""How far the cuts of interleaved chunks are from the best of all: `python benchmarks/cuts.py`, seconds.
+
+Models of a few blocks as wide as Llama 3 8B's are cut into pipelines of two and three ranks, anywhere (as our runtime
+does) and between blocks (as others do), with all the memory that they need. Every way to cut is tried: replayed in the
+order of `bubbles.ends`, until no other can end sooner.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from math import inf
+
+import numpy as np
+
+from megaloom.dsl.graph import graph
+from megaloom.examples.llama3 import llama
+from megaloom.planner.cluster import cluster
+from megaloom.planner.cost import bubbles, timeline
+from megaloom.planner.cost.fit import Placed
+from megaloom.planner.cost.sheet import AHEAD, BACK
+from megaloom.planner.layout import Layout, Runtime, Workload
+from megaloom.planner.search.price import Pricer
+from megaloom.planner.search.whole import blocks
+
+CHUNKS = ((2, 2), (2, 3), (3, 2))  # ranks, and chunks of each
+BLOCKS = {Runtime.MEGALOOM: (8, 10), Runtime.MEGATRON: (12, 16)}
+ROUNDS = (1, 2, 4, 8)  # micro-batches by rank
+
+
+def lost(placed: Placed) -> float:
+    """The share of its makespan by which a cut is slower than the best; nothing passes between stages."""
+    x, m, places = placed.layout, placed.fit.microbatches, placed.fit.places
+    count = x.pp * x.vpp
+    before = np.concatenate([np.zeros((1, 2)), np.cumsum(_both(placed.fit.sheet.by_node), axis=0)])[places]
+    ways = np.array([(0, *inner, len(places) - 1) for inner in combinations(range(1, len(places) - 1), count - 1)])
+    ahead, back = np.moveaxis(before[ways[:, 1:]] - before[ways[:, :-1]], 2, 0)
+    bounds = bubbles.ends(ahead, back, np.zeros(ahead.shape), x.pp, np.full(len(ways), m), 0).max(axis=1)
+    best, none = inf, [0.0] * count
+    for i in np.argsort(bounds).tolist():
+        if bounds[i] >= best:
+            break
+        best = min(best, max(timeline.finish(ahead[i].tolist(), back[i].tolist(), none, x.pp, m)))
+    chosen = _both(placed.sums).T.tolist()
+    return max(timeline.finish(*chosen, none, x.pp, m)) / best - 1
+
+
+def _both(sums: np.ndarray) -> np.ndarray:
+    """Seconds forward and backward: [..., 2]."""
+    return np.stack([sums[:, AHEAD].sum(axis=1), sums[:, BACK].sum(axis=1)], axis=1)
+
+
+def main() -> None:
+    for runtime, layers in BLOCKS.items():
+        found = []
+        for n, (pp, vpp), rounds in product(layers, CHUNKS, ROUNDS):
+            g = blocks(graph(llama("wide", n, heads=32, kv_heads=8, embed=4096, ff=14336)), runtime)
+            work = Workload(seq=4096, batch=pp * rounds)
+            pricer = Pricer(g, cluster(f"{pp}xH100"), work, headroom=-20)  # all fits
+            found.append(lost(pricer.place(Layout(pp=pp, vpp=vpp))))
+        median, most, worst = np.percentile(found, [50, 90, 100])
+        print(f"{runtime:<9} {len(found)} pipelines: {median:.1%} in the median, 90 % {most:.1%}, most {worst:.1%}")
+
+
+if __name__ == "__main__":
+    main()
