@@ -65,6 +65,7 @@ def flowing(command: F) -> F:
 
 app = App(
     name="plan",
+    usage="Usage: plan MODEL [OPTIONS]",
     help="Find the best layout of a model over a cluster, say why, and write it as a plan that `megaloom train` runs.",
     version_flags=[],
     help_format="plaintext",

@@ -60,7 +60,7 @@ def board(found: Validation) -> RenderableType:
 def intervals(found: Validation) -> RenderableType:
     """The spread of each kind of run, and how many of the other half of the models the intervals hold."""
     table = Table("", box=None, pad_edge=False)
-    for name in ("rows", "5 %", "95 %", "to check", "held"):
+    for name in ("rows", "from", "to", "to check", "held"):
         table.add_column(name, justify="right")
     for x in coverage(found.rows):
         ends = ["", ""] if x.spread is None else [f"{end:.2f}" for end in x.spread]
