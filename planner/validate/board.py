@@ -20,7 +20,7 @@ SCORES = (
     *("rows", "left out", "median", "90 %", "bias", "pairs", "regret", "of 3"),
     *("GiB rows", "median", "mean", "max", "bias", "under", "OOM"),
 )
-SUMMARY = ("rows", "median", "90 %", "bias", "held")
+SUMMARY = ("rows", "median", "mean", "90 %", "bias", "held")
 CHECKING = tuple(f"{name} to check" for name in SUMMARY)  # of the half that nothing was fitted to
 REASONS = 12  # of rows that are left out, the most frequent ones are shown
 
@@ -102,7 +102,8 @@ def markdown(found: Validation, by: By) -> str:
 
 
 def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+    first, *rest = (f"| {' | '.join(line)} |" for line in (head, *lines))
+    return "\n".join([first, "|---" * len(head) + "|", *rest])
 
 
 def summaries(rows: Iterable[Predicted], by: By) -> list[list[str]]:
@@ -121,8 +122,8 @@ def summaries(rows: Iterable[Predicted], by: By) -> list[list[str]]:
 def _summary(rows: Sequence[Predicted]) -> list[str]:
     """How many, how far off, and how many were within their interval."""
     if not rows:
-        return ["0", "", "", "", ""]
+        return ["0", *[""] * (len(SUMMARY) - 1)]
     errors = [p.time_error or 0.0 for p in rows]
     off = [abs(e) for e in errors]
-    shares = (median(off), p90(off), mean(errors), mean(p.held for p in rows))
+    shares = (median(off), mean(off), p90(off), mean(errors), mean(p.held for p in rows))
     return [str(len(rows)), *map(percent, shares)]
