@@ -103,7 +103,7 @@ def plans(name: str, gpus: str, seq: int, batch: int, fixed: dict[str, Any]) -> 
     """The best of a search."""
     model, ref = find(name)
     found = plan(model, cluster(gpus), Workload(seq=seq, batch=batch), ref=ref, fixed=fixed)
-    return (found.best, *found.others)[:BEST]
+    return (found.best, *found.next(BEST - 1))
 
 
 def differences(given: Plan, source: random.Random) -> Iterator[str]:

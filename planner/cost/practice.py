@@ -109,6 +109,7 @@ class Practice:
     share_nbytes: int = 0  # and held throughout, beside its state
     beside_nbytes: int = 0  # of each element, held throughout beside weight and main gradient
     buffers_nbytes: int = 0  # held throughout, whatever is trained
+    scattered: bool = False  # tensor-parallel ranks send each a part to the next stage, of what all have
     outputs: bool = False  # a micro-batch in flight keeps what its stage has put out as well
     copied: bool = False  # what attention gives of several sequences has them first, and is kept in our order as well
     joined: bool = False  # values stay a part of one tensor with queries and keys, all of which is kept for them
@@ -169,7 +170,9 @@ MEGATRON = Practice(
     inner=INNER,
 )
 PRACTICES: Mapping[Runtime, Practice] = MappingProxyType({Runtime.MEGALOOM: OWN, Runtime.MEGATRON: MEGATRON})
-MEGATRON_2021 = Practice(name="Megatron-LM before flash attention", flash=False)
+# Between stages each rank sends its part (Narayanan et al., arXiv:2104.04473, section 4.1; DeepSpeed's PipelineEngine
+# likewise, runtime/pipe/engine.py: is_pipe_partitioned).
+MEGATRON_2021 = Practice(name="Megatron-LM before flash attention", flash=False, scattered=True)
 # DeepSpeed's ZeRO 1 of early 2022: buckets of 5e8 elements to reduce and to gather; pipeline buffers keep outputs
 # (runtime/config.py, runtime/pipe/engine.py). In fp16 gradients are of 16 bits, and the step makes a flat copy of its
 # share in 16 bits and one in 32, for which no freed activation has room (runtime/zero/stage_1_and_2.py). In bf16 they

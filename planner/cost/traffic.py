@@ -167,13 +167,17 @@ def taken(device: Device) -> float:
     return CHANNELS / device.units if device.units > CHANNELS else 0.0
 
 
-def hop(nbytes: float, stage: int, layout: Layout, cluster: Cluster) -> float:
+def hop(nbytes: float, stage: int, layout: Layout, cluster: Cluster, *, scattered: bool = False) -> float:
     """Seconds in which `nbytes` pass from a pipeline stage to the next one, on the worst placed of its devices.
 
-    All devices of the stage send at once; beyond the pod they share what leaves it with no others.
+    All devices of the stage send at once; beyond the pod they share what leaves it with no others. scattered: of what
+    all tensor-parallel ranks have each sends its part, and they gather them there.
     """
     if layout.pp == 1 or nbytes == 0:
         return 0.0
+    if scattered and not layout.sequence_parallel:
+        gathered = seconds("all_gather", nbytes, Group(layout.tp, 1), cluster)
+        return gathered + hop(nbytes / layout.tp, stage, layout, cluster)
     stride = layout.world // layout.pp
     a, b = stage % layout.pp * stride, (stage + 1) % layout.pp * stride
     crossed = 0

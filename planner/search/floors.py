@@ -208,8 +208,10 @@ class Floors:
         x, book = self.at, self.book
         width = book.workload.precision.nbytes * book.anatomy.embed
         passed = width * (x.micro_batch * book.workload.seq // x.cp) // np.where(x.sequence_parallel, x.tp, 1)
-        first, which = alike(passed, x.pp)
-        return np.array([traffic.hop(int(passed[i]), 0, x[int(i)], book.cluster) for i in first])[which]
+        first, which = alike(passed, x.pp, x.tp, x.sequence_parallel)
+        scattered = book.practice.scattered
+        hops = [traffic.hop(int(passed[i]), 0, x[int(i)], book.cluster, scattered=scattered) for i in first]
+        return np.array(hops)[which]
 
     def _flights(self, x: Layouts) -> tuple[Rows, Rows, Rows]:
         m = np.minimum(x.microbatches(self.book.workload.batch), x.pp)

@@ -98,7 +98,7 @@ def _times(placed: Placed) -> tuple[list[float], list[float], list[float]]:
     fit, sums, pp = placed.fit, placed.sums, placed.layout.pp
     crosses = fit.sheet.anatomy.crosses[np.array(placed.bounds[1:-1], dtype=np.intp)].tolist()
     took = {
-        (n, r): traffic.hop(n * fit.sheet.boundary, r, fit.layout, fit.cluster)
+        (n, r): traffic.hop(n * fit.sheet.boundary, r, fit.layout, fit.cluster, scattered=fit.practice.scattered)
         for n, r in product({*crosses}, range(pp))
     }
     hops = [took[n, s % pp] for s, n in enumerate(crosses)]

@@ -177,7 +177,7 @@ class Pricer:
     def _may_fit(self, layout: Layout, even: Placed | None = None) -> bool:
         if layout not in self._fits:
             even = even or self._even(layout)
-            self._fits[layout] = even.fit.hopeful(even.bounds) or (bool(self.anatomy.shared) and even.fits)
+            self._fits[layout] = even.fit.hopeful(even.bounds) or (bool(self.anatomy.shared) and self._best(even).fits)
         return self._fits[layout]
 
     @property

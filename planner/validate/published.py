@@ -168,20 +168,21 @@ def _chunks(row: Row, pp: int) -> int:
     return whole(row, "vpp", layers // pp if tuned(row) and layers % pp == 0 else 1, LARGEST)
 
 
-# Of Omni-Path's 100 Gb/s NCCL gets 39.9 in an all-reduce of 4 GB over four nodes
-# (github.com/bigscience-workshop/bigscience, experiments/bandwidth/n4_a100_all_reduce_bench.txt).
-OMNI_PATH = 0.4
+# Of Omni-Path's 100 Gb/s NCCL gets 40.5 in an all-reduce of 4 GB over four nodes. It uses two of the four ports of a
+# node, by its log one for GPUs 0 to 3 and one for GPU 7 (github.com/bigscience-workshop/bigscience,
+# experiments/bandwidth: n4_a100_all_reduce_bench.txt, all_reduce_bench-a100-n4.txt).
+OMNI_PATH, PORTS = 0.4, 2
 
 
 def _cluster(row: Row, world: int) -> Cluster:
     """The cluster, with the network that the row names if that is slower than a GPU of this kind usually has."""
     made = cluster(f"{world}x{text(row, 'gpu')}")
-    ports = re.search(r"(\d+)x Omni-Path (\d+)Gb/s per (\d+)-GPU node", text(row, "interconnect"))
-    if not ports:
+    port = re.search(r"Omni-Path (\d+)Gb/s per (\d+)-GPU node", text(row, "interconnect"))
+    if not port:
         return made
-    count, speed, gpus = map(int, ports.groups())
+    speed, gpus = map(int, port.groups())
     return evolve(
-        made, inter=evolve(made.inter, name="Omni-Path", bandwidth=count * speed * 1e9 / 8 / gpus, efficiency=OMNI_PATH)
+        made, inter=evolve(made.inter, name="Omni-Path", bandwidth=PORTS * speed * 1e9 / 8 / gpus, efficiency=OMNI_PATH)
     )
 
 
