@@ -145,3 +145,12 @@ def test_ways_of_context_parallelism(seq: int) -> None:
     assert seen[Way.ALL_TO_ALL] == pytest.approx((32 * (there + back),) * 2)
     gathered = traffic.seconds("all_gather", 2 * seq * 2 * kv, Group(4, 2), cluster("8xH100"))
     assert seen[Way.ALL_GATHER][0] == pytest.approx(32 * gathered)
+
+
+def test_scattered_each_rank_sends_its_part() -> None:
+    machine, x = cluster("64xA100"), Layout(dp=4, tp=8, pp=2)
+    whole, parts = (traffic.hop(1e9, 0, x, machine, scattered=some) for some in (False, True))
+    gathered = traffic.seconds("all_gather", 1e9, Group(8, 1), machine)
+    assert parts == pytest.approx(gathered + traffic.hop(1e9 / 8, 0, x, machine)) and parts < whole / 4
+    divided = evolve(x, sequence_parallel=True)  # has a part of it
+    assert traffic.hop(1e9, 0, divided, machine, scattered=True) == traffic.hop(1e9, 0, divided, machine)
