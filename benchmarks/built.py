@@ -25,21 +25,21 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megaloom.dsl import Graph, graph
-from megaloom.dsl.find import find
+from megaloom.dsl.catalog import find
 from megaloom.planner import Workload, cluster
+from megaloom.planner.contract.plans import Plan, Stage
 from megaloom.planner.cost.memory import static
-from megaloom.planner.plan import Plan, Stage
 from megaloom.planner.search.search import plan
-from megaloom.runtime import device
+from megaloom.runtime.megatron import device
 
 device.prepare()
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 
-from megaloom.runtime import stage as modules  # noqa: E402
-from megaloom.runtime.grid import lay  # noqa: E402
-from megaloom.runtime.site import survey  # noqa: E402
+from megaloom.runtime.megatron.build_context import survey  # noqa: E402
+from megaloom.runtime.megatron.process_groups import lay  # noqa: E402
+from megaloom.runtime.training import model_chunk as modules  # noqa: E402
 
 FEW = 8  # devices, of which all are built
 BEST = 10  # plans of each search

@@ -14,13 +14,14 @@ import numpy as np
 
 from megaloom.dsl.graph import graph
 from megaloom.examples.llama3 import llama
-from megaloom.planner.cluster import cluster
-from megaloom.planner.cost import bubbles, timeline
-from megaloom.planner.cost.fit import Placed
-from megaloom.planner.cost.sheet import AHEAD, BACK
-from megaloom.planner.layout import Layout, Runtime, Workload
-from megaloom.planner.search.price import Pricer
-from megaloom.planner.search.whole import blocks
+from megaloom.planner.bounds import pipeline
+from megaloom.planner.contract.layout import Layout, Runtime, Workload
+from megaloom.planner.cost.cost_table import AHEAD, BACK
+from megaloom.planner.hardware.names import cluster
+from megaloom.planner.partition.partitioner import Placed
+from megaloom.planner.partition.whole_blocks import blocks
+from megaloom.planner.search.pricing import Pricer
+from megaloom.planner.simulate import schedule
 
 CHUNKS = ((2, 2), (2, 3), (3, 2))  # ranks, and chunks of each
 BLOCKS = {Runtime.MEGALOOM: (8, 10), Runtime.MEGATRON: (12, 16)}
@@ -34,14 +35,14 @@ def lost(placed: Placed) -> float:
     before = np.concatenate([np.zeros((1, 2)), np.cumsum(_both(placed.fit.sheet.by_node), axis=0)])[places]
     ways = np.array([(0, *inner, len(places) - 1) for inner in combinations(range(1, len(places) - 1), count - 1)])
     ahead, back = np.moveaxis(before[ways[:, 1:]] - before[ways[:, :-1]], 2, 0)
-    bounds = bubbles.ends(ahead, back, np.zeros(ahead.shape), x.pp, np.full(len(ways), m), 0).max(axis=1)
+    bounds = pipeline.ends(ahead, back, np.zeros(ahead.shape), x.pp, np.full(len(ways), m), 0).max(axis=1)
     best, none = inf, [0.0] * count
     for i in np.argsort(bounds).tolist():
         if bounds[i] >= best:
             break
-        best = min(best, max(timeline.finish(ahead[i].tolist(), back[i].tolist(), none, x.pp, m)))
+        best = min(best, max(schedule.finish(ahead[i].tolist(), back[i].tolist(), none, x.pp, m)))
     chosen = _both(placed.sums).T.tolist()
-    return max(timeline.finish(*chosen, none, x.pp, m)) / best - 1
+    return max(schedule.finish(*chosen, none, x.pp, m)) / best - 1
 
 
 def _both(sums: np.ndarray) -> np.ndarray:

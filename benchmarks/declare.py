@@ -12,10 +12,17 @@ import sys
 from collections.abc import Callable
 from time import perf_counter
 
-from megaloom.dsl import Model, fingerprint, flops, graph, params, saved
-from megaloom.dsl import facts as folds
-from megaloom.dsl import program as programs
-from megaloom.dsl.find import examples
+from megaloom.dsl import (
+    Model,
+    fingerprint,
+    flops,
+    graph,
+    params,
+    saved,
+)
+from megaloom.dsl.catalog import examples
+from megaloom.dsl.facts import costs as folds
+from megaloom.dsl.facts import primitives as programs
 
 MODELS = ("gpt2", "llama3-405b", "mixtral-8x22b", "t5-11b", "mamba2-2-7b", "nemotron-h-8b", "deepseek-v3")
 TIMES = 5

@@ -21,12 +21,13 @@ import torch.nn.functional as F
 from attrs import asdict, evolve, frozen
 from torch import Tensor
 
-from megaloom.dsl.facts import Work
+from megaloom.dsl.facts.costs import Work
 from megaloom.planner import Precision, cluster
+from megaloom.planner.contract.devices import Device
 from megaloom.planner.cost import kernels
-from megaloom.planner.cost.practice import OWN
-from megaloom.planner.machine.device import Device
-from megaloom.runtime import device, launch
+from megaloom.planner.cost.framework_profiles import OWN
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.megatron import device
 
 WINDOW, ROUNDS = 0.03, 3  # seconds of one round of a case; the best is taken
 BF16 = torch.bfloat16
@@ -203,7 +204,7 @@ def layers(tokens: int, width: int) -> tuple[Case, ...]:
     from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
-    from megaloom.runtime.fused import turned
+    from megaloom.runtime.modules.fused import turned
 
     n = tokens * width
     x, other = (random(tokens, 1, width).requires_grad_() for _ in range(2))
@@ -225,7 +226,7 @@ def beside(on: Device) -> Iterator[Measured]:
     """The loss, the addition of a gradient, a step of the optimizer: bytes that the cost model counts by element."""
     from megatron.core import parallel_state
 
-    from megaloom.runtime.fused import cross_entropy
+    from megaloom.runtime.modules.fused import cross_entropy
 
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel()
@@ -306,7 +307,7 @@ def main() -> None:
     kind = device.cluster_here().partition("x")[2]
     on = evolve(cluster(f"1x{kind}").device, sustained=1.0)
     print(f"{'':<34}{'':<26}{'us':>10}{'planned':>10}{'off':>8}")
-    (rows,) = launch.run(measured, (on,), 1)
+    (rows,) = launcher.run(measured, (on,), 1)
     print(f"\n{'':<34}{'':>4}{'median':>8}{'bias':>8}{'worst':>8}")
     print("\n".join(totals(rows)))
     if len(sys.argv) > 1:

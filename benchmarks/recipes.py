@@ -13,14 +13,14 @@ from collections import defaultdict
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
-from megaloom.planner.layout import Layout
-from megaloom.planner.search.field import Field
-from megaloom.planner.search.price import Pricer
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.search.candidates import Field
+from megaloom.planner.search.device_meshes import best_of_each
+from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import KEEP, SURE, search
-from megaloom.planner.search.ways import best_of_each
 from megaloom.planner.validate.run import Run
 from megaloom.planner.validate.runs import read
-from megaloom.planner.validate.validate import priced_as
+from megaloom.planner.validate.scoring import priced_as
 
 SOURCES = ("megatron-bridge", "nemo-docs", "dgxc-benchmarking")
 CLOSE = 1.02  # a published layout that takes this much longer than our best, by our prices, is as good

@@ -17,13 +17,13 @@ from time import perf_counter, process_time
 import numpy as np
 
 from megaloom.dsl import graph
-from megaloom.dsl.find import find
+from megaloom.dsl.catalog import find
 from megaloom.planner import Workload, cluster
-from megaloom.planner.anatomy import anatomy
-from megaloom.planner.cost.book import Book
-from megaloom.planner.cost.practice import OWN
-from megaloom.planner.search.floors import Floors
-from megaloom.planner.search.space import places, variants
+from megaloom.planner.bounds.layouts import Floors
+from megaloom.planner.cost.cost_cache import Book
+from megaloom.planner.cost.framework_profiles import OWN
+from megaloom.planner.model.structure import anatomy
+from megaloom.planner.search.candidate_space import places, variants
 
 PLANS = (
     ("--help",),
@@ -54,7 +54,7 @@ def scored() -> tuple[int, int, float]:
 def command(folder: str, *given: str) -> list[str]:
     """A `plan` in a process of its own, with a folder to write in."""
     output = ("-o", f"{folder}/plan.json") * (given[0] != "--help")
-    return [sys.executable, "-m", "megaloom.planner.cli", *given, *output]
+    return [sys.executable, "-m", "megaloom.planner.cli.main", *given, *output]
 
 
 ALONE = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -17,17 +17,24 @@ import torch
 from attrs import field, frozen
 
 from megaloom.dsl import Model, MoE, SwiGLU
+from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.find import find
 from megaloom.dsl.graph import vocabulary
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.examples.qwen3 import qwen3
-from megaloom.planner import Plan, Precision, Workload, cluster, plan
-from megaloom.planner.show.explain import fullest
-from megaloom.runtime import device, launch
-from megaloom.runtime.recipe import Recipe
+from megaloom.planner import (
+    Plan,
+    Precision,
+    Workload,
+    cluster,
+    plan,
+)
+from megaloom.planner.report.text import fullest
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.megatron import device
+from megaloom.runtime.training.recipe import Recipe
 
 GiB = 2**30
 STEPS, FIRST = 16, 6  # steps of a case, and how many are not counted: kernels are compiled for the shapes they meet
@@ -104,7 +111,7 @@ def planned(case: Case, count: int, name: str, precision: Precision) -> Plan:
 
 def trained(it: Plan, steps: int) -> tuple[list[float], float, float, float]:
     """On each rank: seconds of every step, GiB that torch allocated and reserved at the most, and what else is used."""
-    from megaloom.runtime.step import Engine
+    from megaloom.runtime.training.engine import Engine
 
     model, _ = find(it.model)
     tokens = torch.randint(vocabulary(model), (it.workload.seq + 1,), generator=torch.Generator().manual_seed(1))
@@ -146,8 +153,8 @@ def main() -> None:
     for case in ONE if count == 1 else MANY:
         try:
             it = planned(case, count, kind, precision)
-            ranks = launch.run(trained, (it, STEPS), count)
-        except (UserError, launch.RankError) as error:
+            ranks = launcher.run(trained, (it, STEPS), count)
+        except (UserError, launcher.RankError) as error:
             print(f"{case.model:<14}{str(error).splitlines()[-1]}", flush=True)
             continue
         step = median(ranks[0][0][FIRST:])

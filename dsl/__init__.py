@@ -3,17 +3,27 @@
 if __name__ != "megaloom.dsl":
     raise ImportError("import megaloom.dsl, not dsl")
 
-from .attend import Attend, Relative
-from .attention import MLA, Attention, CrossAttention, Mamba2
-from .combine import Block, Each, Repeat, Residual, repeat, residual
-from .dims import BATCH, SEQ, Dim, DType, Shape, Sizes
-from .errors import ShapeError, UserError
-from .facts import Collective, Costs, Flops, Saved, Split, Work, costs, flops, params, saved
-from .graph import Graph, Model, Node, Slot, fingerprint, graph, model
-from .hub import read
-from .join import Join
-from .layer import Chain, Given, Layer, Named, chain
-from .layers import (
+from megaloom.dsl.facts.costs import (
+    Collective,
+    Costs,
+    Flops,
+    Saved,
+    Split,
+    Work,
+    costs,
+    flops,
+    params,
+    saved,
+)
+from megaloom.dsl.hf.architectures import read
+from megaloom.dsl.layers.attention import (
+    MLA,
+    Attention,
+    CrossAttention,
+    Mamba2,
+)
+from megaloom.dsl.layers.multi_token import Join
+from megaloom.dsl.layers.tokenwise import (
     MLP,
     Activation,
     ClampedGLU,
@@ -31,12 +41,79 @@ from .layers import (
     SwiGLU,
     Unembed,
 )
-from .ops import Dot, Drop, Input, Lookup, Normalize, Rows, Weight, dot, ids, image, weight
-from .rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
-from .routing import Combine, Gate, Route
-from .scan import Conv, Scan, Shift
-from .value import Affine, Clamp, Op, Pointwise, Value, apply, fn
-from .views import Concat, Patches, Pick, Place, Rename, Slice
+from megaloom.dsl.ops.attend import Attend, Relative
+from megaloom.dsl.ops.linear import (
+    Dot,
+    Drop,
+    Input,
+    Lookup,
+    Normalize,
+    Rows,
+    Weight,
+    dot,
+    ids,
+    image,
+    weight,
+)
+from megaloom.dsl.ops.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    Rope,
+    YarnScaling,
+)
+from megaloom.dsl.ops.routing import Combine, Gate, Route
+from megaloom.dsl.ops.sequence import Conv, Scan, Shift
+from megaloom.dsl.ops.shape import (
+    Concat,
+    Patches,
+    Pick,
+    Place,
+    Rename,
+    Slice,
+)
+
+from .combine import (
+    Block,
+    Each,
+    Repeat,
+    Residual,
+    repeat,
+    residual,
+)
+from .dims import (
+    BATCH,
+    SEQ,
+    Dim,
+    DType,
+    Shape,
+    Sizes,
+)
+from .errors import ShapeError, UserError
+from .graph import (
+    Graph,
+    Model,
+    Node,
+    Slot,
+    fingerprint,
+    graph,
+    model,
+)
+from .layer import (
+    Chain,
+    Given,
+    Layer,
+    Named,
+    chain,
+)
+from .value import (
+    Affine,
+    Clamp,
+    Op,
+    Pointwise,
+    Value,
+    apply,
+    fn,
+)
 
 __all__ = [
     "BATCH",

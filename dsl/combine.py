@@ -6,11 +6,12 @@ from typing import ClassVar
 
 from attrs import field, frozen
 
+from megaloom.dsl.ops.shape import Pick
+
 from .dims import Shape
 from .errors import ShapeError
 from .layer import Layer, chain
 from .value import Value, apply
-from .views import Pick
 
 
 @frozen

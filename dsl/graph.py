@@ -15,12 +15,19 @@ from typing import TYPE_CHECKING
 
 from attrs import define, evolve, field, frozen
 
+from megaloom.dsl.ops.linear import Input, Weight
+
 from .combine import Block, Each
-from .cuts import crossing, divides
 from .dims import Dim, Shape
 from .errors import ShapeError, UserError, located
-from .layer import Given, Layer, Named, held, kind
-from .ops import Input, Weight
+from .layer import (
+    Given,
+    Layer,
+    Named,
+    held,
+    kind,
+)
+from .pipeline_cuts import crossing, divides
 from .value import Op, Value
 
 if TYPE_CHECKING:

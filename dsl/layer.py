@@ -10,9 +10,15 @@ from typing import Any, ClassVar, Self
 
 from attrs import NOTHING, field, fields, frozen
 
-from .errors import ShapeError, caller, located, nearest
-from .ops import Weight
-from .splits import SPLITS
+from megaloom.dsl.ops.linear import Weight
+
+from .errors import (
+    ShapeError,
+    caller,
+    located,
+    nearest,
+)
+from .sharding_table import SPLITS
 from .value import Op, Value, no_layer
 
 

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attrs import evolve, field, frozen
 
-from .dims import Dim, DType, Shape, Sizes
+from .dims import (
+    Dim,
+    DType,
+    Shape,
+    Sizes,
+)
 from .errors import ShapeError, caller, nearest
 
 if TYPE_CHECKING:

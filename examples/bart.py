@@ -18,8 +18,14 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.hub import Config, reads
-from megaloom.dsl.names import Names, Tensors, columns, flat, rows
+from megaloom.dsl.hf.architectures import Config, reads
+from megaloom.dsl.hf.tensor_names import (
+    Names,
+    Tensors,
+    columns,
+    flat,
+    rows,
+)
 
 NORM = LayerNorm()
 OFFSET = 2  # rows of the tables of positions that no position reads: those of fairseq's padding

@@ -1,8 +1,28 @@
 """BLOOM (arXiv:2211.05100): no positions but a slope for each head (ALiBi), a norm right after the embedding."""
 
-from megaloom.dsl import MLP, Attention, Dim, Embed, LayerNorm, Model, Unembed, ids, model, repeat, residual, weight
-from megaloom.dsl.hub import Config, reads
-from megaloom.dsl.names import JOIN, Names, Stored, columns, flat, rows
+from megaloom.dsl import (
+    MLP,
+    Attention,
+    Dim,
+    Embed,
+    LayerNorm,
+    Model,
+    Unembed,
+    ids,
+    model,
+    repeat,
+    residual,
+    weight,
+)
+from megaloom.dsl.hf.architectures import Config, reads
+from megaloom.dsl.hf.tensor_names import (
+    JOIN,
+    Names,
+    Stored,
+    columns,
+    flat,
+    rows,
+)
 
 
 def bloom(name: str, layers: int, heads: int, embed: int, *, vocab: int = 250880) -> Model:

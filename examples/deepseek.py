@@ -22,9 +22,15 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.hub import Config, reads, rotation
-from megaloom.dsl.names import JOIN, Stored, columns, flat, rows
-from megaloom.dsl.rope import temper
+from megaloom.dsl.hf.architectures import Config, reads, rotation
+from megaloom.dsl.hf.tensor_names import (
+    JOIN,
+    Stored,
+    columns,
+    flat,
+    rows,
+)
+from megaloom.dsl.ops.rope import temper
 
 from .llama3 import NORMS, SWIGLU, decoder
 

@@ -18,8 +18,8 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.hub import Config, reads, rope
-from megaloom.dsl.names import columns, flat, rows
+from megaloom.dsl.hf.architectures import Config, reads, rope
+from megaloom.dsl.hf.tensor_names import columns, flat, rows
 
 from .llama3 import ATTENTION, decoder
 

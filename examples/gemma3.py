@@ -18,8 +18,8 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.hub import Config, reads, rotation
-from megaloom.dsl.names import flat
+from megaloom.dsl.hf.architectures import Config, reads, rotation
+from megaloom.dsl.hf.tensor_names import flat
 
 from .gemma2 import LAYER, checked
 from .llama3 import decoder

@@ -18,8 +18,13 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.hub import Config, reads, rotation
-from megaloom.dsl.names import JOIN, Stored, columns, flat
+from megaloom.dsl.hf.architectures import Config, reads, rotation
+from megaloom.dsl.hf.tensor_names import (
+    JOIN,
+    Stored,
+    columns,
+    flat,
+)
 
 from .llama3 import ATTENTION, NORMS, decoder
 

@@ -16,8 +16,14 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.hub import Config, reads, rope
-from megaloom.dsl.names import Names, Tensors, columns, flat, rows
+from megaloom.dsl.hf.architectures import Config, reads, rope
+from megaloom.dsl.hf.tensor_names import (
+    Names,
+    Tensors,
+    columns,
+    flat,
+    rows,
+)
 
 
 def llama(

@@ -28,8 +28,15 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.hub import Config, reads, rope
-from megaloom.dsl.names import Names, Square, Stored, columns, flat, rows
+from megaloom.dsl.hf.architectures import Config, reads, rope
+from megaloom.dsl.hf.tensor_names import (
+    Names,
+    Square,
+    Stored,
+    columns,
+    flat,
+    rows,
+)
 
 from . import llama3
 from .vit import Prepend

@@ -2,9 +2,28 @@
 
 from math import inf
 
-from megaloom.dsl import Dim, Embed, Mamba2, Model, RMSNorm, Unembed, ids, model, repeat, residual, weight
-from megaloom.dsl.hub import Config, reads
-from megaloom.dsl.names import JOIN, Names, Stored, columns, flat, rows
+from megaloom.dsl import (
+    Dim,
+    Embed,
+    Mamba2,
+    Model,
+    RMSNorm,
+    Unembed,
+    ids,
+    model,
+    repeat,
+    residual,
+    weight,
+)
+from megaloom.dsl.hf.architectures import Config, reads
+from megaloom.dsl.hf.tensor_names import (
+    JOIN,
+    Names,
+    Stored,
+    columns,
+    flat,
+    rows,
+)
 
 
 def mamba2(

@@ -15,9 +15,14 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.hub import Config, reads, rope
+from megaloom.dsl.hf.architectures import Config, reads, rope
 
-from .llama3 import ATTENTION, NORMS, SWIGLU, decoder
+from .llama3 import (
+    ATTENTION,
+    NORMS,
+    SWIGLU,
+    decoder,
+)
 
 
 def mistral(

@@ -15,8 +15,13 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.hub import Config, reads, rotation
-from megaloom.dsl.names import Names, columns, flat, rows
+from megaloom.dsl.hf.architectures import Config, reads, rotation
+from megaloom.dsl.hf.tensor_names import (
+    Names,
+    columns,
+    flat,
+    rows,
+)
 
 from .llama3 import ATTENTION
 

@@ -16,8 +16,8 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.hub import Config, reads
-from megaloom.dsl.names import Names, columns, rows
+from megaloom.dsl.hf.architectures import Config, reads
+from megaloom.dsl.hf.tensor_names import Names, columns, rows
 
 from .mamba2 import LAYER, WHOLE, steps
 

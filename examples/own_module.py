@@ -27,8 +27,8 @@ from megaloom.dsl import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from megaloom.runtime.site import Site
-    from megaloom.runtime.weights import Weights
+    from megaloom.runtime.megatron.build_context import Site
+    from megaloom.runtime.training.weights import Weights
 
 
 @frozen
@@ -45,8 +45,8 @@ class SquaredReLU(Layer):
 
     def module(self, site: Site) -> nn.Module:
         """What runs instead of the body. Only who trains calls it, so torch is imported here."""
-        from megaloom.runtime.evaluate import UNARY
-        from megaloom.runtime.modules import FeedForward
+        from megaloom.runtime.modules.layers import FeedForward
+        from megaloom.runtime.reference.evaluate import UNARY
 
         return FeedForward(site, site.with_(ffn_hidden_size=self.channels, activation_func=UNARY["relu2"]))
 

@@ -15,10 +15,15 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.hub import Config, reads, rope
-from megaloom.dsl.names import flat
+from megaloom.dsl.hf.architectures import Config, reads, rope
+from megaloom.dsl.hf.tensor_names import flat
 
-from .llama3 import ATTENTION, NORMS, SWIGLU, decoder
+from .llama3 import (
+    ATTENTION,
+    NORMS,
+    SWIGLU,
+    decoder,
+)
 
 
 def qwen2(

@@ -1,6 +1,19 @@
 """The main job's model: a small GPT that reads the text of Python's standard library, byte by byte."""
 
-from megaloom.dsl import Attention, Dim, Embed, Model, RMSNorm, SwiGLU, Unembed, ids, model, repeat, residual, weight
+from megaloom.dsl import (
+    Attention,
+    Dim,
+    Embed,
+    Model,
+    RMSNorm,
+    SwiGLU,
+    Unembed,
+    ids,
+    model,
+    repeat,
+    residual,
+    weight,
+)
 
 
 def stdlib_gpt() -> Model:

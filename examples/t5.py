@@ -19,8 +19,14 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.hub import Config, reads
-from megaloom.dsl.names import Names, Tensors, columns, flat, rows
+from megaloom.dsl.hf.architectures import Config, reads
+from megaloom.dsl.hf.tensor_names import (
+    Names,
+    Tensors,
+    columns,
+    flat,
+    rows,
+)
 
 NORM = RMSNorm(1e-6)
 

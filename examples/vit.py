@@ -22,8 +22,15 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.hub import Config, reads
-from megaloom.dsl.names import Names, Square, Stored, columns, flat, rows
+from megaloom.dsl.hf.architectures import Config, reads
+from megaloom.dsl.hf.tensor_names import (
+    Names,
+    Square,
+    Stored,
+    columns,
+    flat,
+    rows,
+)
 
 
 @frozen

@@ -1,60 +1,47 @@
-"""Where a model goes: the layout of its layers over the devices of a cluster, and what that costs."""
+"""Plans of training runs: the layout of a model over the devices of a cluster, and its predicted cost."""
 
 from __future__ import annotations
 
 if __name__ != "megaloom.planner":
     raise ImportError("import megaloom.planner, not planner")
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cluster import Cluster as Cluster
-    from .cluster import Device as Device
-    from .cluster import Link as Link
-    from .cluster import cluster as cluster
-    from .layout import Layout as Layout
-    from .layout import Precision as Precision
-    from .layout import Recompute as Recompute
-    from .layout import Runtime as Runtime
-    from .layout import Workload as Workload
-    from .legal.rule import Violation as Violation
-    from .legal.rules import violations as violations
-    from .plan import Plan as Plan
-    from .plan import PlanError as PlanError
-    from .plan import load as load
-    from .plan import save as save
+    from .contract.devices import Cluster as Cluster
+    from .contract.devices import Device as Device
+    from .contract.devices import Link as Link
+    from .contract.layout import Layout as Layout
+    from .contract.layout import Precision as Precision
+    from .contract.layout import Recompute as Recompute
+    from .contract.layout import Runtime as Runtime
+    from .contract.layout import Workload as Workload
+    from .contract.plans import Plan as Plan
+    from .contract.plans import PlanError as PlanError
+    from .contract.plans import load as load
+    from .contract.plans import save as save
+    from .hardware.names import cluster as cluster
+    from .rules.rule import Violation as Violation
+    from .rules.rules import violations as violations
     from .search.search import Found as Found
     from .search.search import plan as plan
 
-# What the package exports, and where it is; loaded when first asked for, so that `plan --help` loads none of it.
+# Public names and their modules. Each is imported on first use, so that `plan --help` imports none.
 EXPORTS = {
-    **dict.fromkeys(("Cluster", "Device", "Link", "cluster"), "cluster"),
-    **dict.fromkeys(("Layout", "Precision", "Recompute", "Runtime", "Workload"), "layout"),
-    **dict.fromkeys(("Plan", "PlanError", "load", "save"), "plan"),
-    "Violation": "legal.rule",
-    "violations": "legal.rules",
+    **dict.fromkeys(("Cluster", "Device", "Link"), "contract.devices"),
+    "cluster": "hardware.names",
+    **dict.fromkeys(("Layout", "Precision", "Recompute", "Runtime", "Workload"), "contract.layout"),
+    **dict.fromkeys(("Plan", "PlanError", "load", "save"), "contract.plans"),
+    "Violation": "rules.rule",
+    "violations": "rules.rules",
     **dict.fromkeys(("Found", "plan"), "search.search"),
 }
 __all__ = list(EXPORTS)
 
 
-class _Package(ModuleType):
-    """A package in which `plan` and `cluster` are the functions, though modules are called so too.
-
-    Importing a submodule sets it as an attribute of its package; where a function has the name, that is left out.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in EXPORTS and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in EXPORTS:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{self.__name__}.{EXPORTS[name]}"), name)
-
-
-sys.modules[__name__].__class__ = _Package
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use."""
+    if name not in EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{EXPORTS[name]}"), name)

@@ -3,12 +3,13 @@
 import os
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import evolve
 from hypothesis import settings
+
+from tests.support.paths import SUPPORT
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts: ranks and test workers share the cores
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are the same everywhere: processes over gloo
@@ -30,12 +31,12 @@ def plan_of() -> Callable[..., Any]:
         name: str, layout: Any, *, cuts: tuple[int, ...] = (), batch: int = 4, seq: int = 32, precision: str = "fp32"
     ) -> Any:
         from megaloom.dsl import graph
-        from megaloom.dsl.find import find
-        from megaloom.planner.cluster import cluster
-        from megaloom.planner.layout import Precision, Workload
+        from megaloom.dsl.catalog import find
+        from megaloom.planner.contract.layout import Precision, Workload
+        from megaloom.planner.hardware.names import cluster
         from megaloom.planner.search.search import plan
 
-        model, ref = find(f"{Path(__file__).with_name('models.py')}:{name}" if name.isidentifier() else name)
+        model, ref = find(f"{SUPPORT / 'models.py'}:{name}" if name.isidentifier() else name)
         workload = Workload(seq=seq, batch=batch, precision=Precision(precision))
         fixed = {f: getattr(layout, f) for f in layout.__slots__ if not f.startswith("__")}
         made = plan(model, cluster(f"{layout.world}xCPU"), workload, ref=ref, fixed=fixed).best

@@ -11,11 +11,16 @@ import re
 
 from attrs import frozen
 
-from megaloom.dsl.facts import Work
-from megaloom.planner.cluster import Device
-from megaloom.planner.layout import Precision
+from megaloom.dsl.facts.costs import Work
+from megaloom.planner.contract.layout import Precision
+from megaloom.planner.hardware.names import Device
 
-from .practice import ONCE, OWN, Practice, Way
+from .framework_profiles import (
+    ONCE,
+    OWN,
+    Practice,
+    Way,
+)
 
 # The output tiles that cuBLAS has to choose from, with the share of its best speed that it reaches with each: smaller
 # ones read their operands more often (NVIDIA, Deep Learning Performance, Matrix Multiplication Background, 4.1).

@@ -17,12 +17,12 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from megaloom.planner.cluster import Cluster
-from megaloom.planner.layout import Layout, Precision
+from megaloom.planner.contract.layout import Layout, Precision
+from megaloom.planner.hardware.names import Cluster
+from megaloom.planner.simulate.schedule import backs, losses
 
-from .practice import OWN, Practice
-from .timeline import backs, losses
-from .traffic import group
+from .communication import group
+from .framework_profiles import OWN, Practice
 
 Rows = NDArray[np.float64]
 

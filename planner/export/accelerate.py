@@ -8,14 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaloom.dsl import MLP, Attention, Graph, LayerNorm, RMSNorm, SwiGLU
-from megaloom.planner.layout import INNER, Layout, Precision, Recompute
-from megaloom.planner.plan import Plan
+from megaloom.dsl import (
+    MLP,
+    Attention,
+    Graph,
+    LayerNorm,
+    RMSNorm,
+    SwiGLU,
+)
+from megaloom.planner.contract.layout import (
+    INNER,
+    Layout,
+    Precision,
+    Recompute,
+)
+from megaloom.planner.contract.plans import Plan
 
-from .borders import Part, even, parts, recomputed
-from .gpt import GPT, cannot, gpt
-from .megatron import OVERLAPS
+from .decoder import GPT, cannot, gpt
+from .megatron_lm import OVERLAPS
 from .slurm import hosts
+from .whole_layers import (
+    Part,
+    even,
+    parts,
+    recomputed,
+)
 
 NAME = "Accelerate"
 INSTEAD = "use `megaloom export --to megatron-lm`"

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from megaloom.planner.layout import Runtime
+from megaloom.planner.contract.layout import Runtime
 
 if TYPE_CHECKING:
     from megaloom.dsl.graph import Graph, Model
-    from megaloom.planner.plan import Plan
+    from megaloom.planner.contract.plans import Plan
 
 
 class Target(StrEnum):
@@ -33,8 +33,8 @@ def whole(plan: Plan, model: Model, target: Target) -> Plan:
         return plan
     from megaloom.dsl.graph import graph
 
-    from .borders import whole as recut
-    from .gpt import gpt
+    from .decoder import gpt
+    from .whole_layers import whole as recut
 
     g = graph(model)
     with _honest(plan, g):
@@ -48,7 +48,7 @@ def export(plan: Plan, model: Model, target: Target, path: str = "plan.json") ->
     """
     from megaloom.dsl.errors import UserError
     from megaloom.dsl.graph import graph
-    from megaloom.planner.legal.limits import limits
+    from megaloom.planner.rules.capabilities import limits
 
     g = graph(model)
     if target is Target.SLURM and plan.runtime is Runtime.MEGALOOM:
@@ -65,9 +65,9 @@ def export(plan: Plan, model: Model, target: Target, path: str = "plan.json") ->
 def _honest(plan: Plan, g: Graph) -> Iterator[None]:
     """Where a refusal would send to `megaloom train` what that does not run either, say why it does not."""
     from megaloom.dsl.errors import UserError
-    from megaloom.planner.legal.limits import limits
+    from megaloom.planner.rules.capabilities import limits
 
-    from .gpt import STAYS
+    from .decoder import STAYS
 
     try:
         yield
@@ -79,12 +79,17 @@ def _honest(plan: Plan, g: Graph) -> Iterator[None]:
 
 def _program(target: Target) -> tuple[str, Callable[[Plan, Graph], str]]:
     """The name of this program, and what writes for it."""
-    from . import accelerate, bridge, megatron, torchtitan
+    from . import (
+        accelerate,
+        megatron_bridge,
+        megatron_lm,
+        torchtitan,
+    )
 
     return {
-        Target.MEGATRON_LM: (megatron.NAME, megatron.script),
-        Target.SLURM: (megatron.NAME, megatron.job),
-        Target.MEGATRON_BRIDGE: (bridge.NAME, bridge.overrides),
+        Target.MEGATRON_LM: (megatron_lm.NAME, megatron_lm.script),
+        Target.SLURM: (megatron_lm.NAME, megatron_lm.job),
+        Target.MEGATRON_BRIDGE: (megatron_bridge.NAME, megatron_bridge.overrides),
         Target.ACCELERATE: (accelerate.NAME, accelerate.config),
         Target.TORCHTITAN: (torchtitan.NAME, torchtitan.toml),
     }[target]

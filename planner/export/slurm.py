@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import shlex
 
-from megaloom.planner.cluster import PRESETS, Cluster
-from megaloom.planner.plan import Plan
+from megaloom.planner.contract.plans import Plan
+from megaloom.planner.hardware.names import PRESETS, Cluster
 
-from .gpt import cannot
+from .decoder import cannot
 
 PORT = 29500
 MEET = """export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)"\n"""

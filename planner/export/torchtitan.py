@@ -11,13 +11,20 @@ import json
 from collections.abc import Iterator
 
 from megaloom.dsl import Graph
-from megaloom.planner.layout import INNER, Layout, Precision, Recompute, free, switched
-from megaloom.planner.plan import Plan
+from megaloom.planner.contract.layout import (
+    INNER,
+    Layout,
+    Precision,
+    Recompute,
+    free,
+    switched,
+)
+from megaloom.planner.contract.plans import Plan
 
-from .borders import Part, parts, recomputed
-from .flavors import FLAVORS, Flavor, find
-from .gpt import STAYS, cannot, gpt
+from .decoder import STAYS, cannot, gpt
 from .slurm import hosts
+from .torchtitan_flavors import FLAVORS, Flavor, find
+from .whole_layers import Part, parts, recomputed
 
 NAME = "torchtitan"
 COMPUTES = {Precision.BF16: "bfloat16", Precision.FP32: "float32"}

@@ -10,10 +10,10 @@ from math import exp, expm1, sqrt
 
 from attrs import frozen
 
-from megaloom.planner.cluster import Cluster
-from megaloom.planner.layout import Precision
+from megaloom.planner.contract.layout import Precision
+from megaloom.planner.hardware.names import Cluster
 
-from .differ import time
+from .step_difference import time
 
 MANY = 1000  # devices from which on failures are told of
 # Until a failure is found and located: less than 10 minutes on average (MegaScale, arXiv:2402.15627, section 6).

@@ -11,13 +11,19 @@ from typing import Any
 from attrs import asdict, evolve
 
 from megaloom.dsl.graph import Graph
-from megaloom.planner.cluster import Cluster
-from megaloom.planner.layout import Layout, Workload
-from megaloom.planner.legal.limits import LIMITS, WRONG, caveats, limits, wrong
-from megaloom.planner.legal.rule import By, Rule
-from megaloom.planner.legal.rules import RULES, SENSE, violations
+from megaloom.planner.contract.layout import Layout, Workload
+from megaloom.planner.hardware.names import Cluster
+from megaloom.planner.rules.capabilities import (
+    LIMITS,
+    WRONG,
+    caveats,
+    limits,
+    wrong,
+)
+from megaloom.planner.rules.rule import By, Rule
+from megaloom.planner.rules.rules import RULES, SENSE, violations
 
-from .space import Fixed
+from .candidate_space import Fixed
 
 HEADS = {
     By.CORE: "megatron-core 0.16.1 refuses, or fails at the place that is said",

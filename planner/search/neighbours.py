@@ -10,13 +10,32 @@ from typing import Any
 
 from attrs import evolve
 
-from megaloom.planner.layout import AXES, INNER, Layout, Overlap, Recompute, Workload, free, switched
-from megaloom.planner.legal.divisors import divisors
-from megaloom.planner.legal.needs import needs
+from megaloom.planner.contract.layout import (
+    AXES,
+    INNER,
+    Layout,
+    Overlap,
+    Recompute,
+    Workload,
+    free,
+    switched,
+)
+from megaloom.planner.model.requirements import needs
+from megaloom.planner.rules.divisors import divisors
 
-from .price import Pricer
-from .reasons import Rejected, Rival, broken, lacking
-from .space import Fixed, chunks, groups, micro_batches
+from .candidate_space import (
+    Fixed,
+    chunks,
+    groups,
+    micro_batches,
+)
+from .pricing import Pricer
+from .reasons import (
+    Rejected,
+    Rival,
+    broken,
+    lacking,
+)
 
 GRID = ("dp", "tp", "pp", "cp")  # the axes whose product is the number of devices
 

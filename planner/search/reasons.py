@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 
 from attrs import frozen
 
-from megaloom.planner.cluster import Cluster
-from megaloom.planner.cost.fit import Placed
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.cost.memory import Peak
-from megaloom.planner.layout import Layout
-from megaloom.planner.legal.rule import Violation
+from megaloom.planner.hardware.names import Cluster
+from megaloom.planner.partition.partitioner import Placed
+from megaloom.planner.rules.rule import Violation
+from megaloom.planner.simulate.prediction import Priced
 
-from .differ import size, slower, time
-from .predict import Priced
+from .step_difference import size, slower, time
 
 COMPUTE = ("forward", "backward")
 MENTIONED = 4  # neighbours that the reasons name

@@ -14,19 +14,24 @@ from rich.text import Text
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
-from megaloom.planner.cluster import Cluster, GiB, cluster, is_row
-from megaloom.planner.cost.practice import PRACTICES
-from megaloom.planner.layout import Layout, Runtime, Workload
-from megaloom.planner.legal.rules import senseless
+from megaloom.planner.contract.layout import Layout, Runtime, Workload
+from megaloom.planner.cost.framework_profiles import PRACTICES
+from megaloom.planner.hardware.names import (
+    Cluster,
+    GiB,
+    cluster,
+    is_row,
+)
+from megaloom.planner.partition.whole_blocks import blocks
+from megaloom.planner.rules.rules import senseless
+from megaloom.planner.simulate.prediction import Priced
 
-from .field import Field
+from .candidate_space import Fixed
+from .candidates import Field
+from .device_meshes import simplest
 from .goodput import MANY, goodput
-from .predict import Priced
-from .price import Pricer
+from .pricing import Pricer
 from .search import search
-from .space import Fixed
-from .ways import simplest
-from .whole import blocks
 
 LESS = 0.8  # times the memory of a layout, that of the next leaner one at the most
 BAR = 24  # characters of the quickest row's bar

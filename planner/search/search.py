@@ -13,25 +13,35 @@ from attrs import define, field, frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, fingerprint, graph
-from megaloom.planner.cluster import Cluster
-from megaloom.planner.columns import Layouts
-from megaloom.planner.cost.fit import HEADROOM, Placed
-from megaloom.planner.cost.practice import PRACTICES
-from megaloom.planner.layout import Layout, Runtime, Workload
-from megaloom.planner.legal.limits import caveats
-from megaloom.planner.legal.rules import senseless
-from megaloom.planner.plan import VERSION, Plan
+from megaloom.planner.contract.layout import Layout, Runtime, Workload
+from megaloom.planner.contract.layouts import Layouts
+from megaloom.planner.contract.plans import VERSION, Plan
+from megaloom.planner.cost.framework_profiles import PRACTICES
+from megaloom.planner.hardware.names import Cluster
+from megaloom.planner.partition.partitioner import HEADROOM, Placed
+from megaloom.planner.partition.whole_blocks import blocks
+from megaloom.planner.rules.capabilities import caveats
+from megaloom.planner.rules.rules import senseless
+from megaloom.planner.simulate.prediction import Priced
 
-from .field import Field
-from .misses import PLAIN, checked, nothing_fits, nothing_legal
+from .best_first import Near, Queue
+from .candidate_space import Fixed
+from .candidates import Field
+from .device_meshes import best_of_each, way
+from .infeasible import (
+    PLAIN,
+    checked,
+    nothing_fits,
+    nothing_legal,
+)
 from .neighbours import judged
-from .predict import Priced
-from .price import Cut, Pricer, price
-from .queue import Near, Queue
-from .reasons import Rejected, losing, why, why_not
-from .space import Fixed
-from .ways import best_of_each, way
-from .whole import blocks
+from .pricing import Cut, Pricer, price
+from .reasons import (
+    Rejected,
+    losing,
+    why,
+    why_not,
+)
 
 __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
 

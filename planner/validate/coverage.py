@@ -11,9 +11,9 @@ from hashlib import sha256
 
 from attrs import frozen
 
-from megaloom.planner.cost.intervals import spread
+from megaloom.planner.simulate.intervals import spread
 
-from .validate import Predicted
+from .scoring import Predicted
 
 EACH = 3  # rows of one source, GPU, precision and model that a spread is made of, so that no campaign outweighs others
 

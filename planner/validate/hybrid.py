@@ -26,7 +26,13 @@ from megaloom.dsl import (
     weight,
 )
 
-from .run import LARGEST, Row, UnfitError, text, whole
+from .run import (
+    LARGEST,
+    Row,
+    UnfitError,
+    text,
+    whole,
+)
 
 # What rows do not say, from the models' configurations at Hugging Face: heads and states of Mamba-2, in groups of 8 and
 # of 64 channels a head; and the order of layers where not even their numbers are said.

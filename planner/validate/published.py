@@ -6,15 +6,30 @@ import re
 
 from attrs import evolve
 
-from megaloom.planner.cluster import Cluster, cluster
-from megaloom.planner.layout import Layout, Workload
+from megaloom.planner.contract.layout import Layout, Workload
+from megaloom.planner.hardware.names import Cluster, cluster
 
+from .catalog_models import Named, named
 from .decoder import Decoder
-from .eras import again, overlaps, practice, tuned
+from .framework_history import (
+    again,
+    overlaps,
+    practice,
+    tuned,
+)
 from .hybrid import Hybrid, hybrid
-from .named import Named, named
-from .run import LARGEST, Row, Run, UnfitError, figure, recompute, text, whole, yes
-from .words import device, precision
+from .run import (
+    LARGEST,
+    Row,
+    Run,
+    UnfitError,
+    figure,
+    recompute,
+    text,
+    whole,
+    yes,
+)
+from .vocabulary import device, precision
 
 TRAINED = ("", "pretrain", "pretraining", "pre-training", "sft", "memory only")  # a row's task; nothing is pre-training
 SWEEP = (

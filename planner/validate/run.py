@@ -9,9 +9,14 @@ from typing import Any
 from attrs import frozen
 
 from megaloom.dsl.graph import Model
-from megaloom.planner.cluster import Cluster
-from megaloom.planner.cost.practice import Practice
-from megaloom.planner.layout import Layout, Module, Recompute, Workload
+from megaloom.planner.contract.layout import (
+    Layout,
+    Module,
+    Recompute,
+    Workload,
+)
+from megaloom.planner.cost.framework_profiles import Practice
+from megaloom.planner.hardware.names import Cluster
 
 Row = Mapping[str, Any]
 

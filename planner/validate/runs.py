@@ -15,10 +15,16 @@ from typing import Any
 
 from megaloom.dsl.errors import UserError
 
+from .functional_tests import functional, hardware, precision
 from .published import published
-from .run import Row, Run, Skipped, UnfitError, text
-from .tables import vtrain
-from .tested import functional, hardware, precision
+from .run import (
+    Row,
+    Run,
+    Skipped,
+    UnfitError,
+    text,
+)
+from .vtrain import vtrain
 
 KNOWN = "JSON lines of published runs, and tables that begin with params,gpus,… or suite, test, …"
 Rows = tuple[list[Any], Callable[[Any], Row], Callable[[Row], Run]]  # as written, what parses one, what reads it

@@ -1,0 +1,1 @@
+"""Facts of a declared model: FLOPs, parameters, saved activations, collectives, recompute."""

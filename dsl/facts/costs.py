@@ -1,0 +1,295 @@
+"""What a model costs, folded from the primitives of its nodes. All counts are exact integers, of elements or FLOPs.
+
+Protocol: `costs(node, batch=, seq=, split=)` is one node on one device for one micro-batch; everything else is a sum of
+those. A FLOP is a multiply or an add. Elements become bytes with the workload's precision, which a model does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+from attrs import frozen
+
+from megaloom.dsl.dims import Sizes
+from megaloom.dsl.errors import ShapeError, UserError
+from megaloom.dsl.graph import Model, Node, graph
+from megaloom.dsl.ops.attend import Attend
+from megaloom.dsl.ops.linear import (
+    Dot,
+    Input,
+    Lookup,
+    Rows,
+    Weight,
+)
+from megaloom.dsl.ops.sequence import Scan
+from megaloom.dsl.ops.shape import Pick, Rename, Slice
+from megaloom.dsl.sharding_table import (
+    SEQUENCES,
+    WHOLE,
+    Local,
+    Split,
+    among_experts,
+    cut,
+)
+from megaloom.dsl.value import Value
+
+from .collectives import Collective, collectives
+from .primitives import Program, Step, program
+from .recompute import (
+    CORE,
+    NONE,
+    Again,
+    again,
+)
+from .saved import (
+    Recompute,
+    Saved,
+    chosen,
+    inputs,
+    keeps,
+    tensors,
+)
+
+__all__ = ["Collective", "Costs", "Flops", "Saved", "Split", "Work", "costs", "flops", "params", "saved"]
+
+VIEWS = (Weight, Input, Pick, Rename, Slice)  # no work: the tensor is there already
+
+
+@frozen
+class Work:
+    """What one primitive computes on one device.
+
+    `count` products of [m, k] with [k, n] (0 if it is none; for "attend" m queries, n keys, k channels). elements: read
+    and written in the forward pass; a chain of pointwise ops is one piece of work, which reads what enters it and
+    writes what leaves it. again: the modules any of which do it again.
+    """
+
+    kind: str
+    path: str
+    flops: int
+    dgrad: int
+    wgrad: int
+    elements: int
+    again: Again = NONE
+    count: int = 0
+    m: int = 0
+    n: int = 0
+    k: int = 0
+
+
+@frozen
+class Costs:
+    """One node on one device, for one micro-batch. A weight that several nodes share is counted in each of them.
+
+    saved: what its backward pass reads, inputs: what it is given; which of these are kept, `keep.keeps` says.
+    """
+
+    work: tuple[Work, ...]
+    collectives: tuple[Collective, ...]
+    saved: tuple[Saved, ...]
+    inputs: tuple[Saved, ...]
+    params: int
+    expert_params: int
+
+
+@frozen
+class Flops:
+    """FLOPs by pass: backward is dgrad (for activations) + wgrad (for weights), and what recompute does again."""
+
+    forward: int = 0
+    dgrad: int = 0
+    wgrad: int = 0
+    again: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of a training step: model FLOPs, in which nothing is recomputed and causal attention counts half."""
+        return self.forward + self.dgrad + self.wgrad
+
+    @property
+    def hardware(self) -> int:
+        """Of a training step, with what is recomputed (Korthikanti et al., arXiv:2205.05198, section 5)."""
+        return self.total + self.again
+
+
+def params(x: Model | Node | Value) -> int:
+    """The parameters of a model, a node, or all that a value is computed from; each distinct weight once.
+
+    Buffers are none. Raises ShapeError for a layer, whose sizes follow from what it is applied to.
+    """
+    if isinstance(x, Value):
+        x = Model("", (x,))
+    if not isinstance(x, Model | Node):
+        raise ShapeError(f"{x} alone has no parameters: their sizes follow from what it is applied to, value >> layer")
+    slots = graph(x).weights.values() if isinstance(x, Model) else x.weights
+    return sum(Sizes()(s.dims) for s in slots if s.trained)
+
+
+def flops(
+    model: Model,
+    *,
+    batch: int,
+    seq: int,
+    source: int | None = None,
+    recompute: Recompute = "none",
+    modules: Iterable[str] = CORE,
+) -> Flops:
+    """The FLOPs of a batch of sequences, however it is laid out: 2 for each weight and token it meets, and attention.
+
+    source: tokens of each sequence that an encoder reads, as many as `seq` when not given. recompute: what the backward
+    pass computes again, and if that is selective, which modules. Raises UserError for sizes below 1.
+    """
+    made, nodes = chosen(recompute, modules), graph(model).nodes
+    work = [(n, w) for n in nodes for w in costs(n, batch=batch, seq=seq, source=source).work]
+    whole = {n.name for n, kept in keeps(nodes, recompute) if kept.again or (kept.norm and "layernorm" in made)}
+    return Flops(
+        forward=sum(w.flops for _, w in work),
+        dgrad=sum(w.dgrad for _, w in work),
+        wgrad=sum(w.wgrad for _, w in work),
+        again=sum(w.flops for n, w in work if n.name in whole or made & w.again),
+    )
+
+
+def saved(
+    nodes: Iterable[Node],
+    *,
+    batch: int,
+    seq: int,
+    source: int | None = None,
+    split: Split = WHOLE,
+    recompute: Recompute = "none",
+    modules: Iterable[str] = CORE,
+) -> tuple[Saved, ...]:
+    """What these nodes keep for their backward passes on one device, each distinct tensor once, in elements.
+
+    Nodes of a model, or of a part of it, in program order. modules: what selective recompute makes again. Raises
+    UserError for an unknown recompute.
+    """
+    made = chosen(recompute, modules)
+    return tuple(
+        s
+        for node, kept in keeps(nodes, recompute)
+        for cost in (costs(node, batch=batch, seq=seq, source=source, split=split),)
+        for s in kept.of(cost.saved, cost.inputs, made)
+    )
+
+
+def costs(node: Node, *, batch: int, seq: int, source: int | None = None, split: Split = WHOLE) -> Costs:
+    """One node on one device, for a micro-batch of this many sequences.
+
+    source: tokens of each sequence that an encoder reads; as many as `seq` when not given.
+    Computed once for all nodes of equal layers and shapes. Routing is taken to be balanced: each expert gets as many
+    slots as the next.
+    """
+    return _costs(program(node), batch, seq, seq if source is None else source, split)
+
+
+@lru_cache(maxsize=1 << 15)
+def _costs(p: Program, batch: int, seq: int, source: int, split: Split) -> Costs:
+    sizes = Sizes(batch=batch, seq=seq, source=source)
+    for name, size in sizes.items():
+        if size < 1:
+            raise UserError(f"{name} of {size!r}: it takes a whole number of at least 1")
+    renames = [s.value.op for s in p.steps if isinstance(s.value.op, Rename)]
+    sizes.update({op.new: sizes[op.old] for op in renames if op.old in sizes})
+    dense, expert = _params(p, sizes, split)
+    return Costs(
+        work=tuple(_work(p, sizes, split)),
+        collectives=collectives(p, sizes, split),
+        saved=tuple(tensors(p, sizes, split)),
+        inputs=tuple(inputs(p, sizes, split)),
+        params=dense,
+        expert_params=expert,
+    )
+
+
+def _params(p: Program, sizes: Sizes, split: Split) -> tuple[int, int]:
+    """The parameters of a node on one device: dense ones, and those of experts."""
+    out = {False: 0, True: 0}
+    for outer, shape in p.weights:
+        n = p.held(shape, outer, sizes, split) // p.repeated(shape, outer, split)
+        out[among_experts(p.table, outer)] += n
+    return out[False], out[True]
+
+
+def _work(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
+    for step in p.steps:
+        v = step.value
+        if isinstance(v.op, VIEWS) or id(v) in p.fused:
+            continue
+        local = step.at(sizes, split)
+        forward, dgrad, wgrad = _flops(p, step, local, split)
+        count, m, n, k = _product(step, local, split)
+        yield Work(
+            kind=type(v.op).__name__.lower(),
+            path=step.name,
+            flops=forward,
+            dgrad=dgrad,
+            wgrad=wgrad,
+            elements=sum(_touched(step, x, local, split) for x in (*_reads(p, step), v)),
+            again=again(p)[id(v)],
+            count=count,
+            m=m,
+            n=n,
+            k=k,
+        )
+
+
+def _touched(step: Step, x: Value, local: Local, split: Split) -> int:
+    """The elements of a tensor that a device reads or writes; gates are of all experts, whoever has those."""
+    if "ep" in step.axes.values():
+        own = cut(step.table, step.outer, x.shape)
+        whole = {name for name, axis in step.axes.items() if axis == "ep" and name not in own}
+        local = step.at(local, split, whole=whole)
+    n = local((*step.outer, *x.shape))
+    return n * split.cp if x in step.gathered(split) else n
+
+
+def _flops(p: Program, step: Step, local: Local, split: Split) -> tuple[int, int, int]:
+    """Forward, dgrad, wgrad. Transposed, a product costs as much again for each argument that has a gradient."""
+    v = step.value
+    shapes = tuple(a.shape for a in v.args)
+    if isinstance(v.op, Attend):  # each device's share of the queries meets all the keys
+        local = step.at(local, split, whole=SEQUENCES)
+        shares = split.cp if SEQUENCES & step.axes.keys() else 1
+        forward = -(-v.op.flops(v.shape, shapes, local) * local(step.outer) // shares)
+        return forward, 2 * forward, 0
+    forward = v.op.flops(v.shape, shapes, local) * local(step.outer)
+    if isinstance(v.op, Scan):
+        return forward, 2 * forward, 0
+    activations = sum(not isinstance(a.op, Weight) and id(a.source) not in p.data for a in v.args)
+    return forward, forward * activations, forward * len(step.weights)
+
+
+def _product(step: Step, local: Local, split: Split) -> tuple[int, int, int, int]:
+    """count, m, n, k."""
+    v = step.value
+    match v.op:
+        case Dot(over):
+            x, w = (a.shape for a in v.args)
+            both = [d for d in x if d.name in w and d.name not in over]
+            names = [*over, *(d.name for d in both)]
+            count = local((*step.outer, *both))
+            return count, local(x.without(*names)), local(w.without(*names)), local(x[name] for name in over)
+        case Attend():
+            q, k = v.args[0].shape, v.args[1].shape
+            heads = [d for d in q if d.name in ("batch", "heads")]
+            queries = local(q.without("batch", "heads", "head_dim"))
+            keys = local(k.without("batch", "kv_heads", "head_dim")) * (split.cp if step.gathered(split) else 1)
+            return local(heads), queries, keys, local.of(q["head_dim"])
+    return 0, 0, 0, 0
+
+
+def _reads(p: Program, step: Step) -> Iterator[Value]:
+    """The distinct tensors that a piece of work reads; of a table, the rows it looks up."""
+    v = step.value
+    if isinstance(v.op, Lookup | Rows):
+        yield v
+        return
+    seen: set[int] = set()
+    for a in v.args:
+        for x in p.entries(a):
+            if id(x.source) not in seen:
+                seen.add(id(x.source))
+                yield x

@@ -1,0 +1,173 @@
+"""What one node computes, as the facts read it: its primitives, each with the dims and axes around it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from functools import lru_cache
+from math import prod
+
+from attrs import evolve, field, frozen
+
+from megaloom.dsl.combine import Each
+from megaloom.dsl.dims import Dim, DType, Shape
+from megaloom.dsl.graph import Node, primitives
+from megaloom.dsl.layer import Layer
+from megaloom.dsl.ops.attend import Attend
+from megaloom.dsl.ops.linear import Input, Weight
+from megaloom.dsl.ops.routing import Gate
+from megaloom.dsl.sharding_table import (
+    SPLITS,
+    Local,
+    Split,
+    among_experts,
+    cut,
+    sequential,
+)
+from megaloom.dsl.value import Op, Pointwise, Value
+
+
+@frozen(eq=False)
+class Step:
+    """A primitive: its value, its name inside the node, the copies around it, and which dims it divides."""
+
+    value: Value
+    name: str
+    outer: tuple[Dim, ...]
+    table: Mapping[str, str]
+    axes: Mapping[str, str] = field(init=False)  # of all tensors that the primitive touches
+
+    @axes.default
+    def _axes(self) -> dict[str, str]:
+        return cut(self.table, self.outer, *(v.shape for v in (*self.value.args, self.value)))
+
+    def at(self, sizes: Mapping[str, int], split: Split, *, whole: Container[str] = ()) -> Local:
+        """The sizes that this primitive works on, with the dims of some names left whole."""
+        axes = {n: a for n, a in self.axes.items() if n not in whole}
+        return Local(sizes, split, axes, among_experts(self.table, self.outer))
+
+    def gathered(self, split: Split) -> tuple[Value, ...]:
+        """The keys and values of which every device of cp needs the whole sequence, where it holds a part."""
+        if not isinstance(self.value.op, Attend) or split.cp == 1:
+            return ()
+        return tuple(a for a in self.value.args[1:] if sequential(a.shape))
+
+    @property
+    def weights(self) -> tuple[Value, ...]:
+        """The weights that it reads and that are trained."""
+        return tuple(a for a in self.value.args if isinstance(a.op, Weight) and a.op.trained)
+
+
+@frozen(eq=False)
+class Program:
+    """The primitives of one node, and of all that are like it."""
+
+    value: Value
+    table: Mapping[str, str]
+    steps: tuple[Step, ...]
+    inputs: tuple[Value, ...]
+    weights: tuple[tuple[tuple[Dim, ...], Shape], ...]  # of each, the copies around it and its own dims
+    fused: frozenset[int]  # the source of each value that only exists inside a chain of pointwise ops
+    data: frozenset[int]  # the source of each value that is made of data alone, which has no gradient
+
+    def held(
+        self, dims: Iterable[Dim], outer: tuple[Dim, ...], sizes: Mapping[str, int], split: Split, data: bool = False
+    ) -> int:
+        """The elements that one device holds of a tensor among these copies; of data all that its tp group does."""
+        tensor = tuple(dims)
+        split = evolve(split, sequence_parallel=False) if data else split
+        local = Local(sizes, split, cut(self.table, outer, tensor), among_experts(self.table, outer))
+        return local((*outer, *tensor))
+
+    def repeated(self, dims: Iterable[Dim], outer: tuple[Dim, ...], split: Split) -> int:
+        """How many devices have the same part of a tensor: those of an axis that outnumber the indices of its dim.
+
+        So key/value heads are for tp. Of their weights each device holds its share nevertheless.
+        """
+        tensor = tuple(dims)
+        axes = cut(self.table, outer, tensor)
+        sizes = ((d.size, split.degree(axes[d.name])) for d in (*outer, *tensor) if d.name in axes)
+        return prod(degree // size for size, degree in sizes if size is not None and size < degree)
+
+    def entries(self, v: Value) -> Iterator[Value]:
+        """The value itself or, if it only exists inside a chain of pointwise ops, what that chain reads of it."""
+        if id(v.source) in self.fused:
+            for a in v.source.args:
+                yield from self.entries(a)
+        else:
+            yield v
+
+
+def origin(v: Value) -> Value:
+    """The value behind applied layers, up to the edge of repeated copies."""
+    while v.body is not None and not isinstance(v.op, Each):
+        v = v.body
+    return v
+
+
+@frozen(cache_hash=True)
+class _Like:
+    """What nodes of which every fact is the same have in common, and one of them."""
+
+    op: Op
+    inputs: tuple[tuple[Shape, DType, int, bool], ...]  # the place of the first that is the same value; if it is data
+    weights: tuple[tuple[tuple[Dim, ...], Shape], ...]
+    node: Node = field(eq=False)
+
+
+@lru_cache(maxsize=1 << 14)
+def program(node: Node) -> Program:
+    """The program of a node; nodes of equal layers on equal shapes have the same one, made once."""
+    args, weights = node.value.args, tuple((s.outer, s.value.shape) for s in node.weights if s.trained)
+    inputs = tuple((a.shape, a.dtype, args.index(a), isinstance(a.source.op, Input)) for a in args)
+    return _made(_Like(node.op, inputs, weights, node))
+
+
+@lru_cache(maxsize=1 << 12)
+def _made(like: _Like) -> Program:
+    value = like.node.value
+    table = {**SPLITS, **_splits(value, {id(a) for a in value.args})}
+    steps = tuple(Step(v, _name(v, path), outer, table) for v, path, outer in primitives(value))
+    inputs = tuple(a for a in value.args if not isinstance(a.op, Weight))
+    return Program(value, table, steps, inputs, like.weights, _fused(value, steps), _data(inputs, steps))
+
+
+def _splits(value: Value, outside: set[int]) -> dict[str, str]:
+    """What the layers inside a node add to the table of splits."""
+    out: dict[str, str] = {}
+    seen, todo = set(outside), [value]
+    while todo:
+        v = todo.pop()
+        if id(v) in seen:
+            continue
+        seen.add(id(v))
+        if isinstance(v.op, Layer):
+            out.update(v.op.splits)
+        todo += [*v.args, *([v.body] if v.body is not None else [])]
+    return out
+
+
+def _name(v: Value, path: str) -> str:
+    """A primitive with a weight is known by the weight, others (and those that weights only modify) by their kind."""
+    weights = () if isinstance(v.op, Attend | Gate) else v.args
+    named = next((a.op.name for a in weights if isinstance(a.op, Weight)), None)
+    return path + (named or (v.op.fn if isinstance(v.op, Pointwise) else type(v.op).__name__.lower()))
+
+
+def _data(inputs: tuple[Value, ...], steps: tuple[Step, ...]) -> frozenset[int]:
+    found = {id(a.source) for a in inputs if isinstance(a.source.op, Input)}
+    for s in steps:
+        if s.value.args and all(id(a.source) in found for a in s.value.args):
+            found.add(id(s.value))
+    return frozenset(found)
+
+
+def _fused(value: Value, steps: tuple[Step, ...]) -> frozenset[int]:
+    readers: dict[int, list[Op]] = {}
+    for s in steps:
+        for a in s.value.args:
+            readers.setdefault(id(a.source), []).append(s.value.op)
+    return frozenset(
+        id(s.value)
+        for s in steps
+        if s.value.op.elementwise and s.value is not value.source and all(op.elementwise for op in readers[id(s.value)])
+    )

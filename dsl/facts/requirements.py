@@ -1,0 +1,88 @@
+"""What a primitive needs of its arguments beyond a device's own part of them, where they lie in parts."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from megaloom.dsl.ops.attend import Attend
+from megaloom.dsl.ops.attend import along as positions
+from megaloom.dsl.ops.linear import Normalize, Rows
+from megaloom.dsl.ops.rope import Rope
+from megaloom.dsl.ops.sequence import Conv, Scan, Shift
+from megaloom.dsl.ops.shape import (
+    Concat,
+    Pick,
+    Place,
+    Rename,
+    Slice,
+)
+from megaloom.dsl.sharding_table import SEQUENCES, Split
+from megaloom.dsl.value import Value
+
+from .primitives import Step
+
+
+@frozen
+class Reach:
+    """What a primitive needs of an argument beyond its own part.
+
+    whole: the dims of which it reads every index. placed: those of which it must know at which index it is. heads: the
+    dim of what several heads share, and the number of those heads.
+    """
+
+    whole: frozenset[str] = frozenset()
+    placed: frozenset[str] = frozenset()
+    heads: tuple[str, int] | None = None
+
+    @property
+    def dims(self) -> frozenset[str]:
+        """Both kinds."""
+        return self.whole | self.placed
+
+    def __bool__(self) -> bool:
+        return bool(self.dims)
+
+
+def reach_of(step: Step, split: Split) -> tuple[Reach, ...]:
+    """The reach of a primitive, for each of its arguments."""
+    v = step.value
+    match v.op:
+        case Attend():
+            return _attention(v, v.op)
+        case Scan(along):
+            n = v.shape["heads"].known
+            return tuple(
+                Reach(frozenset({along}), heads=("groups", n) if "groups" in a.shape else None) for a in v.args
+            )
+        case Conv(along) | Shift(along) | Slice(along) | Concat(along):
+            return tuple(Reach(frozenset({along})) for _ in v.args)
+        case Pick(dim, index) if index is not None:
+            return (Reach(frozenset({dim})),)
+        case Rename(old, new) if step.table.get(old) != step.table.get(new):
+            return (Reach(frozenset({old})),)
+        case Rope() | Rows():
+            return (Reach(placed=SEQUENCES), *(Reach() for _ in v.args[1:]))
+        case Place():
+            return Reach(placed=SEQUENCES), Reach(SEQUENCES), Reach(SEQUENCES)
+        case Normalize(over) if v.op.groups > 1 and not _apart(v.op, step, split):
+            return tuple(Reach(frozenset(over)) for _ in v.args)
+    return tuple(Reach() for _ in v.args)
+
+
+def _apart(op: Normalize, step: Step, split: Split) -> bool:
+    """Whether each device has whole groups: the first dim alone may be divided, and into no more than there are."""
+    first, *others = (split.degree(step.axes.get(name, "")) for name in op.over)
+    return op.groups % first == 0 and max(others, default=1) == 1 and not SEQUENCES.intersection(op.over)
+
+
+def _attention(v: Value, op: Attend) -> tuple[Reach, ...]:
+    """Queries read all keys and values; a bias is known by the head it is for."""
+    q, k, *_ = v.args
+    here = {positions(q.shape).name} if op.causal or op.alibi or op.relative else set()
+    heads = {"heads", "kv_heads"} if op.alibi else set()
+    keys = Reach(
+        frozenset({positions(k.shape).name}),
+        frozenset(heads),
+        None if op.alibi else ("kv_heads", q.shape["heads"].known),
+    )
+    return Reach(placed=frozenset(here | heads)), keys, keys, *(Reach(placed=frozenset(heads)) for _ in v.args[3:])

@@ -1,0 +1,1 @@
+"""Hugging Face: config.json reader, registry of architectures, tensor names, state dict."""

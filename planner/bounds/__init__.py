@@ -1,0 +1,1 @@
+"""Lower bounds of step time and memory."""

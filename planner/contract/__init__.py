@@ -1,0 +1,1 @@
+"""Values that planner and runtime agree on: layout, workload, devices, plan."""

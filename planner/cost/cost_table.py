@@ -1,0 +1,226 @@
+"""What every node of a graph costs under one way to divide it: seconds and bytes of a micro-batch on one device.
+
+Protocol: `sheet` has the costs under a split, a micro-batch and a recompute mode. Nodes that are alike are priced once;
+`Sheet.sums` adds up runs of nodes, `Sheet.total` all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+from attrs import frozen
+
+from megaloom.dsl.dims import Dim, Sizes
+from megaloom.dsl.facts.primitives import program
+from megaloom.dsl.graph import Node, Slot, primitives
+from megaloom.dsl.ops.linear import Dot, Weight
+from megaloom.dsl.sharding_table import Local, Split, cut
+from megaloom.planner.contract.layout import (
+    Layout,
+    Overlap,
+    Precision,
+    Recompute,
+    Workload,
+)
+from megaloom.planner.contract.layouts import Rows
+from megaloom.planner.model.structure import Anatomy
+from megaloom.planner.partition.segments import Places, Spans
+
+
+class Col(IntEnum):
+    """The columns of a sheet: seconds, then bytes, then elements."""
+
+    FORWARD = 0  # kernels
+    BACKWARD = 1
+    AGAIN = 2  # kernels of the forward pass that the backward pass repeats
+    TP_FORWARD = 3  # collectives, all of them exposed
+    CP_FORWARD = 4
+    EP_FORWARD = 5
+    TP_BACKWARD = 6  # those of recompute included
+    CP_BACKWARD = 7
+    EP_BACKWARD = 8
+    SAVED = 9
+    PARAMS = 10
+    EXPERT_PARAMS = 11
+
+
+AHEAD = [Col.FORWARD, Col.TP_FORWARD, Col.CP_FORWARD, Col.EP_FORWARD]  # what a forward step takes
+REPEATED = [Col.AGAIN, Col.TP_BACKWARD, Col.CP_BACKWARD, Col.EP_BACKWARD]  # where that is counted when done again
+BACK = [Col.BACKWARD, *REPEATED]
+STEP = [*AHEAD, *BACK]
+MADE = [*AHEAD, Col.SAVED]  # what a module that is computed again takes again, and what it frees
+TRAFFIC = {  # where the collectives of an axis are counted
+    "tp": (Col.TP_FORWARD, Col.TP_BACKWARD),
+    "cp": (Col.CP_FORWARD, Col.CP_BACKWARD),
+    "ep": (Col.EP_FORWARD, Col.EP_BACKWARD),
+    "etp": (Col.EP_FORWARD, Col.EP_BACKWARD),
+}
+
+
+@frozen(eq=False, slots=False)
+class Sheet:
+    """The costs of every node: `rows` by kind."""
+
+    anatomy: Anatomy
+    rows: Rows  # [kinds, columns]
+    boundary: int  # bytes of each hidden state that crosses a cut, one way
+    workspace: int  # bytes that come and go: the gradients beside the largest saved tensor, and a block made again
+    library: int  # bytes that libraries hold throughout
+    loss: int  # bytes that come and go with the loss
+    shared: tuple[int, ...]  # elements of each shared weight on this device
+    more: Rows | None = None  # what the first blocks of a stage cost more, which are computed again, if not all are
+    layers: int = 0  # how many those are
+
+    @cached_property
+    def total(self) -> Rows:
+        """The sum over all nodes."""
+        return self.anatomy.counts @ self.rows
+
+    @cached_property
+    def step(self) -> float:
+        """Seconds of a micro-batch through the whole model, both ways."""
+        return float(self.total[STEP].sum())
+
+    @cached_property
+    def saved(self) -> float:
+        """Bytes that the whole model keeps of a micro-batch."""
+        return float(self.total[Col.SAVED])
+
+    @cached_property
+    def params(self) -> tuple[int, int]:
+        """The elements of the whole model on this device, each weight once: dense ones, and experts'."""
+        twice = sum(n * (len(nodes) - 1) for (_, nodes), n in zip(self.anatomy.shared, self.shared, strict=True))
+        return int(self.total[Col.PARAMS]) - twice, int(self.total[Col.EXPERT_PARAMS])
+
+    @cached_property
+    def by_node(self) -> Rows:
+        """[nodes, columns]"""
+        return self.rows[self.anatomy.kind]
+
+    def sums(self, bounds: tuple[int, ...]) -> Rows:
+        """The sum over each run of nodes between neighbouring bounds: [runs, columns]."""
+        sums: Rows = np.add.reduceat(self.by_node, bounds[:-1])
+        if self.more is None:
+            return sums
+        first, last = np.array(bounds[:-1]), np.array(bounds[1:])
+        stop = np.minimum(last, self.anatomy.after(self.layers)[first])
+        sums += self._more[stop] - self._more[first]
+        return sums
+
+    @cached_property
+    def _more(self) -> Rows:
+        """Of all nodes before each place: [nodes + 1, columns]."""
+        assert self.more is not None
+        return before(self.more[self.anatomy.kind])
+
+    def runs(self, places: Places, columns: Sequence[int]) -> Spans:
+        """The sum of these columns over all nodes between each two places of a cut: all places, or all borders."""
+        key = (len(places), *columns)
+        if key not in self._known:
+            self._known[key] = self._runs(places, columns)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, ...], Spans]:
+        return {}
+
+    def _runs(self, places: Places, columns: Sequence[int]) -> Spans:
+        sums = np.concatenate([[0.0], np.cumsum(self.rows[:, columns].sum(axis=1)[self.anatomy.kind])])[places]
+        if self.more is None:
+            return Spans(sums)
+        more, stop = self._more[:, columns].sum(axis=1), self.anatomy.after(self.layers)[places]
+        return Spans(sums, more[places], more[stop], np.searchsorted(places, stop, side="right") - 1)
+
+
+def before(rows: Rows) -> Rows:
+    """The sums of all rows before each place, the end included."""
+    return np.concatenate([np.zeros((1, *rows.shape[1:])), np.cumsum(rows, axis=0)])
+
+
+def split_of(layout: Layout) -> Split:
+    """The part of a layout that divides tensors."""
+    return Split(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp, sequence_parallel=layout.sequence_parallel)
+
+
+@frozen
+class Base:
+    """A sheet before recompute, with what recompute needs: by kind, the columns and each part's share of them."""
+
+    rows: Rows
+    again: Rows  # [kinds, parts, MADE]
+    full: Rows  # [kinds], the bytes that full recompute keeps
+    largest: int  # bytes of the largest saved tensor
+    library: int  # bytes that libraries hold throughout
+    loss: int  # bytes that come and go with the loss
+
+
+def sheet(base: Base, anatomy: Anatomy, layout: Layout, workload: Workload) -> Sheet:
+    """The costs under the layout's recompute mode."""
+    rows, workspace = base.rows.copy(), 2 * base.largest
+    width = workload.precision.nbytes
+    tokens = layout.micro_batch * workload.seq // layout.cp
+    boundary = width * anatomy.embed * tokens // (layout.tp if layout.sequence_parallel else 1)
+    if layout.recompute is Recompute.SELECTIVE:
+        made = base.again[:, anatomy.made(layout.modules)].sum(axis=1)
+        rows[:, REPEATED] += made[:, : len(AHEAD)]
+        rows[:, Col.SAVED] -= made[:, -1]
+        workspace += int(made[:, -1].max())
+    elif layout.recompute is Recompute.FULL:
+        inside = np.array([kind.inside for kind in anatomy.kinds])
+        rows[:, REPEATED] += inside[:, None] * rows[:, AHEAD]
+        workspace += int(anatomy.block @ base.rows[:, Col.SAVED])
+        rows[:, Col.SAVED] = base.full
+    if layout.hides(Overlap.EXPERTS):  # a block goes ahead while another's goes back, and is whole before that is gone
+        workspace += int(anatomy.block @ rows[:, Col.SAVED])
+    some = layout.full and layout.recompute_layers > 0
+    return Sheet(
+        anatomy=anatomy,
+        rows=base.rows if some else rows,
+        boundary=boundary,
+        workspace=workspace,
+        library=base.library,
+        loss=base.loss,
+        shared=shared(anatomy, layout, workload),
+        more=rows - base.rows if some else None,
+        layers=layout.recompute_layers,
+    )
+
+
+def loss(anatomy: Anatomy, layout: Layout, workload: Workload, copies: int) -> int:
+    """Bytes that come and go with the loss: logits and what it keeps of them, or their gradient and their weights'."""
+    ends = [anatomy.graph.nodes[anatomy.graph.index[name]] for name in anatomy.graph.outputs]
+    logits = sum(local(node, node.shape.dims, layout, workload) for node in ends)
+    weights = max((local(node, slot.dims, layout, workload) for node in ends for slot in node.weights), default=0)
+    width = workload.precision.nbytes
+    copied = 0 if workload.precision is Precision.FP32 else copies  # of which they are their own
+    return max((width + copied) * logits, width * (logits + weights))
+
+
+def factors(anatomy: Anatomy, layout: Layout, workload: Workload) -> int:
+    """Elements on one device of each product's weight that differs from the others; of copies, one."""
+    nodes = {id(program(kind.node)): kind.node for kind in anatomy.kinds if not kind.ends}
+    matrices = ((node, slot) for node in nodes.values() for slot in _factors(node))
+    return sum(local(node, slot.value.shape.dims, layout, workload, slot.outer) for node, slot in matrices)
+
+
+def _factors(node: Node) -> list[Slot]:
+    """The weights that products take."""
+    p = program(node)
+    read = {id(x.source) for step in p.steps if isinstance(step.value.op, Dot) for x in step.value.args}
+    weights = (v for v, *_ in primitives(p.value) if isinstance(v.op, Weight))
+    return [slot for v, slot in zip(weights, node.weights, strict=True) if id(v.source) in read]
+
+
+def shared(anatomy: Anatomy, layout: Layout, workload: Workload) -> tuple[int, ...]:
+    """The elements on one device of each weight that several nodes share."""
+    nodes = anatomy.graph.nodes
+    return tuple(local(nodes[users[0]], slot.dims, layout, workload) for slot, users in anatomy.shared)
+
+
+def local(node: Node, dims: tuple[Dim, ...], layout: Layout, workload: Workload, outer: tuple[Dim, ...] = ()) -> int:
+    """The elements that one device holds of a tensor of a node, within these copies."""
+    sizes = Sizes(batch=layout.micro_batch, seq=workload.seq)
+    return Local(sizes, split_of(layout), cut(program(node).table, outer, dims))(dims)

@@ -1,0 +1,224 @@
+"""What one node costs by its facts: seconds of kernels and collectives, bytes that it keeps, elements of its weights.
+
+Protocol: `line(kind, found, …)` is the `Line` of a node under one split and micro-batch, nothing computed again; what
+modules take that are is in its `again`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from attrs import define, field, frozen
+
+from megaloom.dsl.dims import NBYTES, DType
+from megaloom.dsl.facts.costs import Costs
+from megaloom.dsl.facts.primitives import program
+from megaloom.dsl.facts.recompute import Again
+from megaloom.dsl.facts.saved import Saved
+from megaloom.dsl.graph import Node
+from megaloom.dsl.layers.tokenwise import ClampedGLU, GeGLU, MoE
+from megaloom.dsl.ops.routing import Route
+from megaloom.dsl.value import Op
+from megaloom.planner.contract.layout import (
+    Layout,
+    Overlap,
+    Precision,
+    Workload,
+)
+from megaloom.planner.contract.layouts import Rows
+from megaloom.planner.hardware.names import Cluster
+from megaloom.planner.model.structure import Kind
+from megaloom.planner.rules.capabilities import together
+
+from . import communication, context_parallel, kernels
+from .cost_table import (
+    MADE,
+    TRAFFIC,
+    Col,
+    local,
+)
+from .framework_profiles import ONCE, Practice
+
+# Bytes of an element that a product keeps of what it has cast, with a scale for each 32 of 8 bits, each 16 of 4 bits
+# (Transformer Engine's float8, mxfp8 and nvfp4 tensors, of which what the weight's gradient reads stays).
+CAST = {Precision.FP8: 1.0, Precision.MXFP8: 1 + 1 / 32, Precision.NVFP4: 1 / 2 + 1 / 16}
+# What other gated units than SwiGLU keep beside when each operation is a kernel, in tensors as large as what their last
+# product reads: the activation, and its factor, to which an offset was added; where both are clamped the gate too, and
+# its sigmoid. Those of experts are weighted besides (megatron-core 0.16.1, transformer/mlp.py: glu, per_token_scale).
+EAGER: dict[type[Op], int] = {GeGLU: 2, ClampedGLU: 4}
+NORM: Again = frozenset({"layernorm"})
+
+
+@frozen(eq=False)
+class Line:
+    """What one node costs, nothing computed again."""
+
+    row: Rows  # [columns]
+    again: Rows  # [parts, MADE] of it, what modules that are computed again take again and free
+    full: float  # bytes that full recompute keeps
+    largest: int  # bytes of its largest saved tensor
+
+
+def line(
+    kind: Kind,
+    parts: tuple[Again, ...],
+    found: Costs,
+    layout: Layout,
+    workload: Workload,
+    cluster: Cluster,
+    practice: Practice,
+) -> Line:
+    """What a node costs by these facts."""
+    row, precision = np.zeros(len(Col)), workload.precision
+    again = Made(parts, kind)
+    _compute(row, again, found, cluster, precision, practice)
+    _exchange(row, again, found, layout, cluster, precision, practice)
+    for s in kind.keeps.of(found.saved, found.inputs):
+        nbytes = size(s, precision, kind.inside)
+        row[Col.SAVED] += nbytes
+        again.add(Col.SAVED, kind.keeps.frees(s), nbytes)
+    made = sum(size(s, precision) for s in kind.full.of(found.saved, found.inputs))
+    row[Col.SAVED] += _joined(found, precision) if practice.joined else 0
+    row[Col.SAVED] += _given(found, precision) if practice.copied and layout.micro_batch > 1 else 0
+    row[Col.PARAMS], row[Col.EXPERT_PARAMS] = found.params, found.expert_params
+    if practice.eager:
+        for s, n in _eager(kind.node.op, found):
+            row[Col.SAVED] += n * size(s, precision)
+            again.add(Col.SAVED, kind.keeps.frees(s), n * size(s, precision))
+    if not practice.flash:
+        for w in (w for w in found.work if w.kind == "attend"):
+            row[Col.SAVED] += practice.score_nbytes * w.count * w.m * w.n
+            again.add(Col.SAVED, w.again, practice.score_nbytes * w.count * w.m * w.n)
+    if kind.ends:
+        _loss(row, kind.node, layout, workload, cluster, practice)
+    return Line(row, again.rows, made, max((size(s, precision) for s in found.saved), default=0))
+
+
+@define(eq=False)
+class Made:
+    """What modules take again of a node that they compute again, and what they free: [parts, MADE]."""
+
+    parts: tuple[Again, ...]
+    kind: Kind
+    rows: Rows = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.rows = np.zeros((len(self.parts), len(MADE)))
+
+    def add(self, column: Col, again: Again, amount: float) -> None:
+        """So much is done again, or freed, by any of these modules."""
+        if self.kind.keeps.norm and column is not Col.SAVED:
+            again = NORM
+        if again:
+            self.rows[self.parts.index(again), MADE.index(column)] += amount
+
+
+def _joined(found: Costs, precision: Precision) -> int:
+    """Bytes of queries and keys before they are turned, which are kept as a part of what values are a part of."""
+    turned, before = (
+        sum(size(s, precision) for s in found.saved if s.what in named) for named in (("rope",), ("q", "k"))
+    )
+    return max(0, turned - before)
+
+
+def _eager(op: Op, found: Costs) -> list[tuple[Saved, int]]:
+    """What a gated unit's last product reads, and how many tensors like it are kept beside."""
+    unit = op.expert if isinstance(op, MoE) else op
+    beside = EAGER.get(type(unit), 0)
+    return [(s, beside + isinstance(op, MoE)) for s in found.saved if beside and s.what in ("mul", "experts.mul")]
+
+
+def _given(found: Costs, precision: Precision) -> int:
+    """Bytes of what attention gives."""
+    return sum(size(s, precision) for s in found.saved if s.what == "attend")
+
+
+def size(s: Saved, precision: Precision, cast: bool = False) -> int:
+    """Bytes of a saved tensor, of which products keep what they have cast."""
+    if cast and s.product and precision in CAST and s.dtype not in NBYTES:
+        return int(s.elements * (precision.nbytes * s.other + CAST[precision]))
+    return s.elements * NBYTES.get(s.dtype, precision.nbytes)
+
+
+def _compute(row: Rows, again: Made, found: Costs, cluster: Cluster, precision: Precision, practice: Practice) -> None:
+    device = cluster.slowest
+    ahead = back = 0.0  # of the host
+    for work in found.work:
+        took = kernels.seconds(work, device, precision, practice, inside=again.kind.inside)
+        waits = each = 0.0
+        launched = took.waits(device, practice)
+        if work.kind == "route" and device.units > 1:
+            each = _experts(found, precision, practice)
+            waits = practice.dispatch_seconds + each
+            if practice.padded:
+                launched, waits, each = (launched[0] + waits, launched[1] + waits + each), 0.0, 0.0
+        row[Col.FORWARD] += took.forward + waits
+        row[Col.BACKWARD] += took.backward + waits + each
+        ahead, back = ahead + launched[0], back + launched[1]
+        again.add(Col.FORWARD, work.again, max(took.forward + waits, launched[0]))
+    row[Col.FORWARD] = max(row[Col.FORWARD], ahead)
+    row[Col.BACKWARD] = max(row[Col.BACKWARD], back)
+    # Each micro-batch's gradient is added to the main one: a read and a write of that, by a product as it ends, or else
+    # by a kernel that reads the gradient too.
+    fused = [(w, kernels.fused(w, practice)) for w in found.work if w.kind == "dot"]
+    apart = max(0, found.params + found.expert_params - sum(n for _, n in fused))
+    added = (precision.nbytes + 2 * practice.gradient_nbytes) * apart
+    added += sum(2 * practice.gradient_nbytes * n - kernels.beside(w, practice) for w, n in fused)
+    row[Col.BACKWARD] += practice.passes.get("gradient", ONCE)[1] * added / device.moves
+
+
+def _experts(found: Costs, precision: Precision, practice: Practice) -> float:
+    """Seconds that a layer of experts waits for the host forward, beside its dispatch."""
+    products = [w for w in found.work if w.kind == "dot"]
+    count = max(w.count for w in products)
+    last = [w for w in products if w.count == count][-1]
+    biased = any(kernels.PIECES["expert bias"].fullmatch(w.path) for w in found.work)
+    small = together(last.n * last.k, count, biased, precision)
+    each = practice.small_expert_seconds if small else None
+    return count * (practice.expert_seconds if each is None else each)
+
+
+def _exchange(
+    row: Rows,
+    again: Made,
+    found: Costs,
+    layout: Layout,
+    cluster: Cluster,
+    precision: Precision,
+    practice: Practice,
+) -> None:
+    hidden = {
+        "tp": practice.hidden_tensor * layout.hides(Overlap.TENSOR),
+        "ep": practice.hidden_experts * layout.hides(Overlap.EXPERTS) * (1 - communication.taken(cluster.device)),
+    }
+    for c in found.collectives:
+        nbytes = c.elements * precision.nbytes
+        group = communication.group(c.axis, layout)
+        if c.axis == "cp" and any(w.kind == "attend" for w in found.work):
+            took = context_parallel.seconds(practice.context, c, found, layout, cluster, precision)
+        elif c.kind == "all_to_all" and c.axis == "ep" and practice.once:
+            took = communication.once(nbytes, _copies(again.kind), group, cluster)
+        else:
+            took = communication.seconds(c.kind, nbytes, group, cluster)
+        took *= 1 - hidden.get(c.axis, 0.0)
+        ahead, back = TRAFFIC[c.axis]
+        row[back if c.backward else ahead] += took
+        if not c.backward:
+            again.add(ahead, c.again, took)
+
+
+def _copies(kind: Kind) -> int:
+    """To how many experts a token goes."""
+    return max((s.value.op.top_k for s in program(kind.node).steps if isinstance(s.value.op, Route)), default=1)
+
+
+def _loss(row: Rows, node: Node, layout: Layout, workload: Workload, cluster: Cluster, practice: Practice) -> None:
+    """Cross-entropy of the logits; over a divided vocabulary with the sums of three numbers a token.
+
+    Source: megatron-core 0.16.1, tensor_parallel/cross_entropy.py.
+    """
+    device, tokens = cluster.device, layout.micro_batch * workload.seq // layout.cp
+    moved = practice.loss_nbytes * local(node, node.shape.dims, layout, workload)
+    for col in (Col.FORWARD, Col.BACKWARD):
+        row[col] += moved / 2 / device.moves
+    group = communication.group("tp", layout)
+    row[Col.TP_FORWARD] += 3 * communication.seconds("all_reduce", NBYTES[DType.FLOAT32] * tokens, group, cluster)

@@ -1,0 +1,234 @@
+"""What was measured on a machine, the figures that follow, and the profile that says them.
+
+Protocol: a `Sample` is how long one thing took, `predicted` how long the cost model says that it takes on a cluster;
+`figures` are those with which it says what was measured, `profile` the file's text, `table` both beside the preset's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import exp, log
+from statistics import median
+from typing import Any
+
+import numpy as np
+from attrs import asdict, evolve, frozen
+from rich.table import Table
+from rich.text import Text
+
+from megaloom.dsl.facts.costs import Work
+from megaloom.planner.contract.devices import Link
+from megaloom.planner.contract.layout import Precision
+from megaloom.planner.cost import communication, kernels
+from megaloom.planner.cost.communication import PASSES, Group
+
+from .cluster_file import VERSION
+from .names import Cluster
+
+COLLECTIVES = tuple(PASSES)
+SMALL = 1 << 16  # bytes of a message whose time is latency
+LARGE = 16  # times less work than the largest product or attention, and still large
+KEPT = 3  # digits
+
+
+@frozen(kw_only=True)
+class Sample:
+    """How long one thing took on the slowest device. `nbytes` of a collective are those that the facts count."""
+
+    kind: str  # product, attention, copy, launch, send, or a collective
+    seconds: float
+    precision: str = ""
+    shape: tuple[int, ...] = ()  # of a product m, n, k; of attention heads, tokens, channels
+    nbytes: int = 0
+    devices: int = 1  # in each group, all of which exchange at once
+    stride: int = 1  # between its neighbours
+
+    @property
+    def work(self) -> Work:
+        """A product, or causal attention, as the facts count it."""
+        if self.kind == "product":
+            m, n, k = self.shape
+            return _work("dot", 2 * m * n * k, m * k + k * n + m * n, 1, m, n, k)
+        heads, tokens, channels = self.shape
+        flops = 2 * heads * tokens * tokens * channels  # two products, half of each
+        return _work("attend", flops, 4 * heads * tokens * channels, heads, tokens, tokens, channels)
+
+    @property
+    def amount(self) -> float:
+        """What is done in these seconds: FLOPs (of attention also those of its backward pass), or bytes that pass."""
+        if self.kind == "product":
+            return self.work.flops
+        if self.kind == "attention":
+            return (1 + kernels.ATTEND_BACKWARD) * self.work.flops
+        return (
+            PASSES.get(self.kind, 1) * self.nbytes * ((self.devices - 1) / self.devices if self.kind in PASSES else 1)
+        )
+
+
+def _work(kind: str, flops: int, elements: int, count: int, m: int, n: int, k: int) -> Work:
+    return Work(kind=kind, path="", flops=flops, dgrad=0, wgrad=0, elements=elements, count=count, m=m, n=n, k=k)
+
+
+def predicted(sample: Sample, cluster: Cluster) -> float:
+    """Seconds of the same by the cost model, at the clock of a short burst."""
+    device = cluster.device
+    match sample.kind:
+        case "product" | "attention":
+            precision = Precision(sample.precision)
+            took = kernels.seconds(sample.work, evolve(device, sustained=1.0), precision)
+            if sample.kind == "attention":
+                return took.forward + took.backward
+            m, _, k = sample.shape  # a narrow one of operands that are cast already
+            return took.forward - (kernels.CAST_TRAFFIC * m * k / device.moves if precision.narrow else 0.0)
+        case "copy":
+            return sample.nbytes / device.moves
+        case "launch":
+            return device.launch_seconds
+        case "send":
+            link = cluster.intra if sample.stride < cluster.per_node else cluster.inter
+            return link.latency + sample.nbytes / link.reached
+    return communication.seconds(sample.kind, sample.nbytes, Group(sample.devices, sample.stride), cluster)
+
+
+def figures(samples: Sequence[Sample], cluster: Cluster, *, known: bool) -> dict[str, dict[str, Any]]:
+    """The fields of the device and its links by which the samples follow. known: the peaks are the datasheet's.
+
+    An efficiency is the preset's times as much as the samples are quicker than it says.
+    """
+    device = cluster.device
+    out: dict[str, Any] = {"bandwidth_efficiency": _share(_copied(samples) / device.bandwidth)}
+    quicker = {p: _quicker(samples, "product", cluster, p) for p in device.flops}
+    measured = {p: times for p, times in quicker.items() if times}
+    if not known:  # what was reached is the peak
+        out["flops"] = {p: _kept(device.flops[p] * device.flops_efficiency * x) for p, x in measured.items()}
+        out["flops_efficiency"] = 1.0
+    elif wide := measured.get(Precision.BF16, measured.get(Precision.FP16)):
+        out["flops_efficiency"] = _share(device.flops_efficiency * wide)
+        if narrow := measured.get(Precision.FP8):
+            out["narrow_efficiency"] = _share(device.narrow_efficiency * narrow / wide)
+    for precision in (Precision.BF16, Precision.FP16, Precision.FP32):
+        if times := _quicker(samples, "attention", cluster, precision):
+            peak = out["flops"][precision] / device.flops[precision] if not known else 1.0
+            out["attend_efficiency"] = _share(device.attend_efficiency * times / peak)
+            break
+    out["launch_seconds"] = _kept(next(s.seconds for s in samples if s.kind == "launch"))
+    parts = {"device": out, "intra": _links(samples, cluster, "intra", known)}
+    if cluster.nodes > 1:
+        parts["inter"] = _links(samples, cluster, "inter", known)
+    elif cluster.inter == cluster.intra:  # as between processes
+        parts["inter"] = parts["intra"]
+    if not known:  # what a link passes is read from memory
+        fastest = (fields["bandwidth"] for name, fields in parts.items() if name != "device" and fields)
+        out |= {"bandwidth": max([_kept(_copied(samples)), *fastest]), "bandwidth_efficiency": 1.0}
+    return {name: fields for name, fields in parts.items() if fields}
+
+
+def _copied(samples: Iterable[Sample]) -> float:
+    return max(s.nbytes / s.seconds for s in samples if s.kind == "copy")
+
+
+def _quicker(samples: Iterable[Sample], kind: str, cluster: Cluster, precision: str) -> float:
+    """How many times as quick as predicted the large ones were; 0 if there are none."""
+    found = [s for s in samples if (s.kind, s.precision) == (kind, precision)]
+    large = [s for s in found if LARGE * s.amount >= max(x.amount for x in found)]
+    return median(predicted(s, cluster) / s.seconds for s in large) if large else 0.0
+
+
+def _link(sample: Sample) -> bool:
+    return sample.kind == "send" or sample.kind in PASSES
+
+
+def _links(samples: Sequence[Sample], cluster: Cluster, part: str, known: bool) -> dict[str, Any]:
+    """Latency and hop from the small messages, the bandwidth that is reached from the large ones."""
+    mine = [s for s in samples if _link(s) and (s.stride < cluster.per_node) is (part == "intra")]
+    small, large = ([s for s in mine if (s.nbytes <= SMALL) is few] for few in (True, False))
+    if not small or not large:
+        return {}
+    link: Link = getattr(cluster, part)
+
+    def times(sample: Sample, latency: float, hop: float) -> int:
+        """How many times the cost model counts the one that is 1 second."""
+        like = evolve(link, latency=latency, hop=hop)
+        only = evolve(cluster, intra=like) if part == "intra" else evolve(cluster, inter=like)
+        return round(predicted(evolve(sample, nbytes=1), only))
+
+    counts = {s: (times(s, 1.0, 0.0), times(s, 0.0, 1.0)) for s in mine}
+    latency, hop = _line([counts[s] for s in small], [s.seconds for s in small])
+    rates = []
+    for s in large:
+        waited = counts[s][0] * latency + counts[s][1] * hop
+        rates.append(s.amount / max(s.seconds / 2, s.seconds - waited))
+    reached = exp(sum(map(log, rates)) / len(rates))
+    top = max(reached, link.bandwidth if known else max(rates))
+    return {
+        "latency": _kept(latency),
+        "hop": _kept(hop),
+        "bandwidth": _kept(top),
+        "efficiency": _share(reached / top),
+    }
+
+
+def _line(counts: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
+    """(latency, hop) with the least relative error, neither below zero."""
+    t = np.array(seconds)
+    rows = np.array(counts) / t[:, None]
+    latency, hop = np.linalg.lstsq(rows, np.ones(len(t)), rcond=None)[0].tolist()
+    if min(latency, hop) >= 0:
+        return float(latency), float(hop)
+    column = rows[:, 0 if hop < 0 else 1]
+    only = float(column.sum() / (column**2).sum())
+    return (only, 0.0) if hop < 0 else (0.0, only)
+
+
+def _share(value: float) -> float:
+    return min(1.0, _kept(value))
+
+
+def _kept(value: float) -> float:
+    return float(f"{value:.{KEPT}g}")
+
+
+def profile(
+    samples: Sequence[Sample], fields: Mapping[str, Any], base: str, name: str, count: int, report: Mapping[str, Any]
+) -> str:
+    """The file: a cluster's, with what was measured, and what `report` says of where and how."""
+    said = {"version": VERSION, "base": base, **({"name": name} if name != base else {}), "count": count, **fields}
+    rows = [{k: v for k, v in asdict(s).items() if v not in ("", ()) and (k, v) != ("nbytes", 0)} for s in samples]
+    return json.dumps({**said, **report, "measured": rows}, indent=1) + "\n"
+
+
+def table(samples: Sequence[Sample], preset: Cluster, profile: Cluster) -> Table:
+    """A line for each sample: measured, and what the cost model says by the preset and by the profile."""
+    out = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for head in ("", "of", "devices", "measured", "", "preset", "off", "profile", "off"):
+        out.add_column(Text(head), justify="left" if head in ("", "of") else "right")
+    for sample in samples:
+        rate, unit = _shown(sample)
+        cells = [sample.kind.replace("_", "-"), _of(sample), str(sample.devices), f"{rate(sample.seconds):.4g}", unit]
+        for machine in (preset, profile):
+            said = predicted(sample, machine)
+            cells += [f"{rate(said):.4g}", f"{said / sample.seconds - 1:+.0%}"]
+        out.add_row(*map(Text, cells))
+    return out
+
+
+def _shown(sample: Sample) -> tuple[Callable[[float], float], str]:
+    """How the seconds of a sample are shown: as themselves, or as a rate."""
+    if sample.kind == "launch" or (_link(sample) and sample.nbytes <= SMALL):
+        return lambda seconds: 1e6 * seconds, "us"
+    flops = sample.kind in ("product", "attention")
+    scale, unit = (1e12, "TFLOP/s") if flops and sample.amount / sample.seconds >= 1e12 else (1e9, "GFLOP/s")
+    return lambda seconds: sample.amount / seconds / scale, unit if flops else "GB/s"
+
+
+def _of(sample: Sample) -> str:
+    names = {"product": ("", "", ""), "attention": (" heads", " tokens", " channels")}.get(sample.kind, ())
+    shape = " x ".join(f"{n}{name}" for n, name in zip(sample.shape, names, strict=True))
+    return f"{sample.precision} {shape}" if shape else next(_size(sample.nbytes), "")
+
+
+def _size(nbytes: int) -> Iterator[str]:
+    for size, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= size:
+            yield f"{nbytes / size:.4g} {name}"

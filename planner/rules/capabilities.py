@@ -1,0 +1,282 @@
+"""What only some programs train: not megaloom's own runtime, or it alone. Such plans are made all the same.
+
+Protocol: `limits` are why the runtime does not run a plan, which then says so; `wrong` is what megatron-core would
+compute wrongly, which exports to it refuse. Both are violations, as of the rules that all layouts meet.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import lru_cache
+
+from megaloom.dsl import (
+    MLA,
+    DType,
+    Embed,
+    Graph,
+    Layer,
+    Node,
+    Route,
+    Unembed,
+)
+from megaloom.dsl.graph import primitives
+from megaloom.dsl.sharding_table import SPLITS, among_experts
+from megaloom.planner.contract.layout import (
+    INNER,
+    Layout,
+    Precision,
+    Workload,
+)
+from megaloom.planner.contract.layouts import Layouts
+from megaloom.planner.hardware.names import Cluster
+
+from .rule import (
+    By,
+    Case,
+    Rule,
+    Truth,
+    Violation,
+    Words,
+    broken,
+    every,
+)
+
+TRAINED = (Precision.FP32, Precision.BF16)
+SMALL = 2**24  # elements of a weight below which an expert's products are done before the host has launched the next
+
+
+@lru_cache(maxsize=16)
+def untrainable(graph: Graph) -> Words | None:
+    """Why a model is none that goes from one input of tokens to the logits of the next, through layers, if so."""
+    inputs = [n.name for n in graph.nodes if n.input]
+    tokens = all(n.value.dtype is DType.INDEX for n in graph.nodes if n.input)
+    last = graph.nodes[graph.index[graph.outputs[0]]]
+    if len(inputs) != 1 or not tokens or len(graph.outputs) != 1 or not isinstance(last.op, Unembed):
+        several = f", and {graph.name} has {len(inputs)} inputs" if len(inputs) > 1 else ""
+        return (
+            f"{graph.name} goes from {', '.join(inputs) or 'nothing'} to {', '.join(graph.outputs)}",
+            f"the runtime trains models of next tokens: ids() in front, one output, and that an Unembed{several}",
+        )
+    for n in graph.nodes:
+        if n.weights and not isinstance(n.op, Layer):
+            return (
+                f"the weight {n.weights[0].name!r} ({n.weights[0].value.at}) is used outside of any layer",
+                "the runtime trains the weights of layers, such as the biases of MLP(…, bias=True)",
+            )
+    if len(sizes := widths(graph)) != 1:
+        return f"{graph.name} has hidden states of sizes {sorted(sizes)}", "the runtime carries one size"
+    uses = shared(graph)
+    for name, nodes in uses.items():
+        if [type(n.op) for n in nodes] != [Embed, Unembed] or len(uses) > 1:
+            said = ", ".join(n.name for n in nodes)
+            return f"weight {name!r} is shared by {said}", "the runtime can tie one Embed with one Unembed"
+    return None
+
+
+def together(elements: int, experts: int, biased: bool, precision: Precision) -> bool:
+    """Whether the runtime multiplies by all experts of a device at once; elements: of one's last weight."""
+    return precision is Precision.BF16 and experts > 1 and not biased and elements < SMALL
+
+
+def widths(graph: Graph) -> set[int]:
+    """The sizes of the hidden states between the layers."""
+    return {n.shape["embed"].known for n in graph.nodes if "embed" in n.shape}
+
+
+def shared(graph: Graph) -> dict[str, list[Node]]:
+    """The weights that several layers use, each with these."""
+    users: dict[str, list[Node]] = {}
+    for n in graph.nodes:
+        for slot in n.weights:
+            users.setdefault(slot.name, []).append(n)
+    return {name: nodes for name, nodes in users.items() if len(nodes) > 1}
+
+
+@lru_cache(maxsize=16)
+def undivided(graph: Graph) -> Node | None:
+    """The first node with experts to which no tokens are sent: they are not divided."""
+    for n in graph.nodes:
+        table = {**SPLITS, **getattr(n.op, "splits", {})}
+        apart = any(among_experts(table, slot.outer) for slot in n.weights)
+        if apart and not any(isinstance(v.op, Route) for v, *_ in primitives(n.value)):
+            return n
+    return None
+
+
+def _precision(case: Case) -> Truth:
+    return case.workload.precision in TRAINED
+
+
+def _precision_told(case: Case) -> Words:
+    return f"the runtime does not train in {case.workload.precision}", f"{' or '.join(TRAINED)} would do"
+
+
+def _tokens(case: Case) -> Truth:
+    return untrainable(case.graph) is None
+
+
+def _tokens_told(case: Case) -> Words:
+    return untrainable(case.graph) or ("", "")
+
+
+def _experts(case: Case) -> Truth:
+    return case.layout.ep * case.layout.etp == 1 or undivided(case.graph) is None
+
+
+def _experts_told(case: Case) -> Words:
+    x, node = case.layout, undivided(case.graph)
+    name = node.name if node else ""
+    return (
+        f"{name} has experts to which no tokens are sent: they are not divided over ep {x.ep} x etp {x.etp}",
+        "ep 1 and etp 1 would work, or a MoE of them",
+    )
+
+
+def _overlaps(case: Case) -> Truth:
+    return case.layout.inner == 0
+
+
+def _overlaps_told(case: Case) -> Words:
+    named = " and ".join(o for o in case.layout.overlaps if o in INNER)
+    return f"the runtime does not overlap the exchange of {named}", "--overlap gradients weights would, or an export"
+
+
+LIMITS = (
+    Rule(
+        "runtime-precision",
+        "The runtime trains in fp32 or bf16.",
+        f"{' or '.join(TRAINED)}, or an export",
+        By.RUNTIME,
+        "megatron-core has the others with Transformer Engine alone",
+        _precision,
+        _precision_told,
+    ),
+    Rule(
+        "runtime-tokens",
+        "The runtime trains models that go from one input of tokens to the logits of the next.",
+        "an export",
+        By.RUNTIME,
+        "its schedules carry one hidden state from stage to stage, and its data is text",
+        _tokens,
+        _tokens_told,
+    ),
+    Rule(
+        "runtime-experts",
+        "The runtime divides experts over ep and etp where tokens are sent to them, as in a MoE.",
+        "ep 1 and etp 1",
+        By.RUNTIME,
+        "experts that read all tokens run on each device, each of them whole",
+        _experts,
+        _experts_told,
+    ),
+    Rule(
+        "runtime-overlap",
+        "The runtime overlaps the exchange of gradients and weights alone.",
+        "no overlap of tensor or experts, or an export",
+        By.RUNTIME,
+        "megatron-core overlaps that of tensor in Transformer Engine alone, that of experts in its own GPTModel",
+        _overlaps,
+        _overlaps_told,
+    ),
+)
+
+
+def _reduced(case: Case) -> Truth:
+    x = case.layout
+    return (not case.needs.experts) | (x.ep > 1) | (x.etp == x.tp)
+
+
+def _reduced_told(case: Case) -> Words:
+    x = case.layout
+    return f"experts on ep 1 and etp {x.etp} beside tp {x.tp}", f"ep at least 2 would do, or etp {x.tp}"
+
+
+def _latent(case: Case) -> Truth:
+    x = case.layout
+    return (x.tp == 1) | (x.sequence_parallel == 1) | (not any(isinstance(n.op, MLA) for n in case.graph.nodes))
+
+
+def _latent_told(case: Case) -> Words:
+    return (
+        f"latent attention under tp {case.layout.tp} without sequence parallelism",
+        "sequence_parallel on would do, or tp 1",
+    )
+
+
+def _twice(case: Case) -> str:
+    """A weight that a pipeline rank has in two of its chunks, if there is one."""
+    if not case.starts:
+        return ""
+    for name, nodes in shared(case.graph).items():
+        stages = {bisect_right(case.starts, case.graph.index[n.name]) - 1 for n in nodes}
+        if len({stage % case.layout.pp for stage in stages}) < len(stages):
+            return name
+    return ""
+
+
+def _apart(case: Case) -> Truth:
+    return not _twice(case)
+
+
+def _apart_told(case: Case) -> Words:
+    x = case.layout
+    return (
+        f"under pp {x.pp} and vpp {x.vpp} two chunks of a rank have {_twice(case)!r}",
+        "plan with another pp or vpp",
+    )
+
+
+WRONG = (
+    Rule(
+        "experts-reduced",
+        "etp is tp where ep is 1.",
+        "ep at least 2, or etp as large as tp",
+        By.EXPORTS,
+        "layers.py:829: unless ep > 1, gradients of experts are added over dp and cp, wherever copies are",
+        _reduced,
+        _reduced_told,
+    ),
+    Rule(
+        "latent-sp",
+        "Latent attention under tp needs sequence parallelism.",
+        "sequence_parallel on, or tp 1",
+        By.EXPORTS,
+        "multi_latent_attention.py:616: the gradient of the keys that all heads share is not added over tp",
+        _latent,
+        _latent_told,
+    ),
+    Rule(
+        "shared-chunks",
+        "No two chunks of a pipeline rank share a weight, as the embedding and what predicts a token further ahead.",
+        "heads in one stage with what predicts ahead",
+        By.EXPORTS,
+        "finalize_model_grads.py:233: gradients of one chunk's embedding are added to those of other ranks alone",
+        _apart,
+        _apart_told,
+    ),
+)
+
+
+def limits(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
+    """Why the runtime does not train this."""
+    return broken(LIMITS, Case(layout, graph, workload, cluster))
+
+
+def wrong(
+    layout: Layout, graph: Graph, workload: Workload, cluster: Cluster, starts: tuple[int, ...] = ()
+) -> tuple[Violation, ...]:
+    """What megatron-core would compute wrongly; of stages too, if they begin at these nodes."""
+    return broken(WRONG, Case(layout, graph, workload, cluster, starts))
+
+
+def right(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) -> Truth:
+    """Which of these layouts megatron-core computes as it should."""
+    case = Case(layouts, graph, workload, cluster)
+    return every(rule.holds(case) for rule in WRONG)
+
+
+def caveats(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[str, ...]:
+    """Both, in sentences for who reads a plan."""
+    said = {"`megaloom train` does not run it, other programs may": limits, "Exports to Megatron-LM are refused": wrong}
+    found = ((head, v) for head, asked in said.items() for v in asked(layout, graph, workload, cluster))
+    return tuple(f"{head}: {v.message} [{v.rule}]; {v.fix}." for head, v in found)

@@ -1,0 +1,85 @@
+"""What a rule is: something that every legal layout meets, whose it is, and what to say of a layout that breaks it.
+
+Protocol: `holds` is asked of one layout, or of many in columns and says so of each; `told` of one that does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from typing import Any
+
+from attrs import field, frozen
+
+from megaloom.dsl.graph import Graph
+from megaloom.planner.contract.layout import Workload
+from megaloom.planner.hardware.names import Cluster
+from megaloom.planner.model.requirements import Needs, needs
+
+
+class By(StrEnum):
+    """Who refuses what breaks a rule."""
+
+    CORE = "megatron-core"
+    CALLERS = "callers of megatron-core"  # it is left to them, and wrong or fails much later if they do not look
+    PLANNER = "the planner"  # megatron-core would take it
+    EXPORTS = "exports to megatron-core"  # it would take it and compute wrong gradients; the runtime mends that
+    RUNTIME = "the runtime"  # plans are made of it, for other programs
+
+
+@frozen
+class Violation:
+    """A rule that a layout breaks: what is wrong, and the nearest that works."""
+
+    rule: str
+    message: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.message} [{self.rule}]\n{self.fix}"
+
+
+@frozen(eq=False)
+class Case:
+    """All that a rule may look at: one layout, or many in columns."""
+
+    layout: Any  # Layout | Layouts, of which a rule asks the same
+    graph: Graph
+    workload: Workload
+    cluster: Cluster
+    starts: tuple[int, ...] = ()  # of a plan, the node that each stage begins with
+    needs: Needs = field(init=False)
+
+    @needs.default
+    def _needs(self) -> Needs:
+        return needs(self.graph)
+
+
+Truth = Any  # a bool, or of layouts in columns an array of them
+Words = tuple[str, str]  # the message, and the fix
+
+
+@frozen
+class Rule:
+    """Something that every legal layout meets."""
+
+    id: str
+    sentence: str
+    fix: str  # in general; `told` says it in numbers
+    by: By
+    source: str  # where in megatron-core 0.16.1 or its callers; of what they take, why it is refused here
+    holds: Callable[[Case], Truth]
+    told: Callable[[Case], Words]
+
+
+def every(truths: Iterable[Truth]) -> Truth:
+    """Whether all of them hold."""
+    out = True
+    for truth in truths:
+        out = out & truth
+    return out
+
+
+def broken(rules: Iterable[Rule], case: Case) -> tuple[Violation, ...]:
+    """Those rules that the layout of a case breaks."""
+    return tuple(Violation(rule.id, *rule.told(case)) for rule in rules if not rule.holds(case))

@@ -1,0 +1,289 @@
+"""The layouts that a search looks at: every way to deal the devices to the axes, and what is chosen beside.
+
+Protocol: `places` are the legal ways to lay a micro-batch over the axes, `variants` the layouts at some of them: how
+many chunks, in which groups, what is computed again, where the optimizer's state is. All of them in columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from math import ceil
+from typing import Any
+
+import numpy as np
+from attrs import evolve
+from numpy.typing import NDArray
+
+from megaloom.dsl.graph import Graph
+from megaloom.planner.contract.layout import (
+    INNER,
+    Layout,
+    Module,
+    Overlap,
+    Recompute,
+    Workload,
+    bits,
+    free,
+    switched,
+)
+from megaloom.planner.contract.layouts import (
+    MODES,
+    NAMES,
+    Column,
+    Layouts,
+    alike,
+)
+from megaloom.planner.hardware.names import Cluster
+from megaloom.planner.model.requirements import needs
+from megaloom.planner.rules.divisors import divisors
+from megaloom.planner.rules.overlaps import apart, near
+from megaloom.planner.rules.rules import legal
+
+CHUNKS = 16  # model chunks a pipeline rank, at most
+GROUPS = (1.0, 1.25, 1.5, 2.0)  # of pp, the micro-batches in a group: more wait for less, and keep more
+
+Fixed = Mapping[str, Any]  # the fields of a layout that the user has decided
+Inner = tuple[Overlap, ...]
+ALL, SOME, REST = 0, 1, 2  # of a place's layouts: if experts may overlap in some, these are at a place of their own
+
+
+def places(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed, inner: Inner = ()) -> Layouts:
+    """Every way to deal the devices to the axes, with every size of micro-batch, that breaks no rule.
+
+    What `variants` choose is as in a plain layout, and what the user has decided of it is left out.
+    inner: the overlaps within a micro-batch that are looked at: on wherever they may be. Layouts that overlap experts
+    have places of their own.
+    """
+    found = dealt(graph, cluster, workload, fixed, inner)
+    states = np.full(len(found), _states(0, fixed)[0])
+    plain = evolve(found, distributed_optimizer=states)
+    plain = evolve(plain, overlaps=_overlaps(plain, fixed) & ~Overlap.EXPERTS.bit)  # which asks for chunks
+    works = ~found.hides(Overlap.EXPERTS) | apart(found, needs(graph).ahead, workload)
+    return found.take(legal(plain, graph, workload, cluster) & works)
+
+
+def candidates(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> Iterator[Layout]:
+    """Every layout that uses all devices and leaves no part of a degree over, legal or not."""
+    chosen = {name: value for name, value in fixed.items() if name in (*CHOSEN, "distributed_optimizer", "overlaps")}
+    chosen.setdefault("overlaps", switched(free(fixed.get("distributed_optimizer", False))))
+    found = dealt(graph, cluster, workload, fixed)
+    for place in (found[i] for i in range(len(found))):
+        for vpp in _choices("vpp", fixed, chunks(place.pp, needs(graph).blocks)):
+            yield evolve(place, **chosen | {"vpp": vpp})
+
+
+def dealt(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed, inner: Inner = ()) -> Layouts:
+    """The same, legal or not: all divisors of what each axis leaves, powers of two or not."""
+    rows = np.array(list(_grids(graph, cluster, fixed)), dtype=np.int64).reshape(-1, 7)
+    zeros, ones = np.zeros(len(rows), dtype=np.int64), np.ones(len(rows), dtype=np.int64)
+    columns = dict(zip(("tp", "pp", "cp", "dp", "etp", "ep", "sequence_parallel"), rows.T, strict=True))
+    plain = {name: ones if name in ("vpp", "micro_batch") else zeros for name in NAMES}
+    grids = Layouts(**plain | columns)
+    first, which = alike(grids.sequence_parallel, grids.tp, grids.ep)
+    switches = [_column("overlaps", _inner(grids[int(i)], cluster, fixed, inner)) for i in first]
+    grids = grids.spread(switches, which)
+    first, which = alike(grids.dp)
+    return grids.spread([_column("micro_batch", _batches(int(grids.dp[i]), workload, fixed)) for i in first], which)
+
+
+def _grids(graph: Graph, cluster: Cluster, fixed: Fixed) -> Iterator[tuple[int, ...]]:
+    world, moe = cluster.count, needs(graph).experts
+    for tp in _choices("tp", fixed, divisors(world)):
+        for pp in _choices("pp", fixed, divisors(max(1, world // tp))):
+            for cp in _choices("cp", fixed, divisors(max(1, world // (tp * pp)))):
+                for dp in _choices("dp", fixed, (max(1, world // (tp * pp * cp)),)):
+                    for etp in _choices("etp", fixed, sorted({1, tp}) if moe else (1,)):
+                        for ep in _choices("ep", fixed, divisors(max(1, dp * cp * tp // etp)) if moe else (1,)):
+                            for sp in _choices("sequence_parallel", fixed, (False, True) if tp > 1 else (False,)):
+                                yield tp, pp, cp, dp, etp, ep, sp
+
+
+def _inner(axes: Layout, cluster: Cluster, fixed: Fixed, inner: Inner) -> tuple[int, ...]:
+    """What overlaps within a micro-batch, of those looked at."""
+    if "overlaps" in fixed:
+        return (bits(o for o in fixed["overlaps"] if o in INNER),)
+    on = Overlap.TENSOR in inner and axes.sequence_parallel and near(axes.tp, cluster)
+    first = Overlap.TENSOR.bit if on else 0
+    return (first, first + Overlap.EXPERTS.bit) if Overlap.EXPERTS in inner and axes.ep > 1 else (first,)
+
+
+def _parts(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed, inner: Inner) -> Column:
+    """Which of a place's layouts are its own: ALL, those that overlap experts, or the REST of them."""
+    rest = Overlap.EXPERTS in inner and "overlaps" not in fixed
+    found: Column = np.where(at.hides(Overlap.EXPERTS), SOME, ALL)
+    return np.where(~at.hides(Overlap.EXPERTS) & rest & apart(at, needs(graph).ahead, workload), REST, found)
+
+
+def micro_batches(axes: Layout, workload: Workload, fixed: Fixed) -> tuple[int, ...]:
+    """The sizes of micro-batch that divide what each copy gets of the batch, least first."""
+    return _batches(axes.dp, workload, fixed)
+
+
+def _batches(dp: int, workload: Workload, fixed: Fixed) -> tuple[int, ...]:
+    return _choices("micro_batch", fixed, divisors(max(1, workload.batch // dp)))
+
+
+def chunks(pp: int, blocks: int) -> tuple[int, ...]:
+    """How many chunks a pipeline rank may have: what divides its share of the blocks, rounded up.
+
+    If nothing does, what divides one more: NVIDIA cuts DeepSeek-V3's 61 blocks into 8 chunks on each of two ranks.
+    """
+    share = max(1, -(-blocks // pp))
+    share += share > CHUNKS and len(divisors(share)) == 2
+    return tuple(v for v in divisors(share) if v <= CHUNKS) if pp > 1 else (1,)
+
+
+def groups(pp: int, microbatches: int) -> tuple[int, ...]:
+    """The groups in which so many micro-batches may go through chunks, 0 for pp: those of some sizes that are legal.
+
+    When none of these is, the smallest that is.
+    """
+    works = [n for n in range(pp, microbatches + 1) if (microbatches % n or n) >= pp]
+    near = sorted({ceil(times * pp) for times in GROUPS} & set(works)) or works[:1]
+    return tuple(n if n != pp else 0 for n in near)
+
+
+def variants(
+    graph: Graph, workload: Workload, at: Layouts, fixed: Fixed, family: Column, inner: Inner = ()
+) -> tuple[Layouts, Column]:
+    """The legal layouts at these places, and the place of each among them.
+
+    family: the sets of modules that may be computed again, as bits: [places, counts]. inner: as in `places`.
+    """
+    asked = needs(graph)
+    numbered = np.arange(len(at))
+    m = at.microbatches(workload.batch)
+    parts = _parts(graph, workload, at, fixed, inner)
+    first, which = alike(at.pp, m, parts)
+    schedules = [
+        _schedules(int(at.pp[i]), int(m[i]), asked.blocks, asked.stages, int(parts[i]), _key(fixed)) for i in first
+    ]
+    found, numbered = at.spread(schedules, which), _spread(numbered, schedules, which)
+    parts = parts[numbered]
+    first, which = alike(found.pp, found.vpp, parts)
+    sets, stages = _sets(asked.modules, fixed), found.pp * found.vpp
+    again = [
+        _again(
+            asked.blocks, int(stages[i]), sets, _modes(int(found.pp[i]), int(found.vpp[i]), int(parts[i])), _key(fixed)
+        )
+        for i in first
+    ]
+    found, numbered = found.spread(again, which), _spread(numbered, again, which)
+    if not fixed.get("recompute_modules"):
+        chosen = np.concatenate([np.zeros((len(at), 1), dtype=np.int64), family], axis=1)
+        found = evolve(found, recompute_modules=chosen[numbered, found.recompute_modules])
+    several = (found.dp * found.cp > 1).astype(np.int64)
+    state = [_column("distributed_optimizer", _states(on, fixed)) for on in (0, 1)]
+    found, numbered = found.spread(state, several), _spread(numbered, state, several)
+    return evolve(found, overlaps=_overlaps(found, fixed)), numbered
+
+
+def _states(several: int, fixed: Fixed) -> tuple[int, ...]:
+    """Whether the optimizer's state is divided."""
+    if Overlap.WEIGHTS in fixed.get("overlaps", ()):
+        return _choices("distributed_optimizer", fixed, (1,))
+    return _choices("distributed_optimizer", fixed, range(1 + several))
+
+
+def _overlaps(found: Layouts, fixed: Fixed) -> Column:
+    """What overlaps, as bits: that of gradients and weights is always on.
+
+    It never loses: `tail` has of an exchange that overlaps no more seconds than of one that does not (only what is
+    hidden takes a share of the device, and a share is less than all of it), and memory is the same.
+    """
+    if "overlaps" in fixed:
+        return np.full(len(found), bits(fixed["overlaps"]))
+    overlaps: Column = found.overlaps | free(found.distributed_optimizer)
+    return overlaps
+
+
+def count(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed, inner: Inner = ()) -> int:
+    """How many `variants` there are, without making them."""
+    asked, m = needs(graph), at.microbatches(workload.batch)
+    parts = _parts(graph, workload, at, fixed, inner)
+    first, which = alike(at.pp, m, parts)
+    each, sets = [], _sets(asked.modules, fixed)
+    for pp, micro, part in ((int(at.pp[i]), int(m[i]), int(parts[i])) for i in first):
+        vpps = _schedules(pp, micro, asked.blocks, asked.stages, part, _key(fixed))["vpp"].tolist()
+        again = (_again(asked.blocks, pp * vpp, sets, _modes(pp, vpp, part), _key(fixed)) for vpp in vpps)
+        each.append(sum(len(choices["recompute"]) for choices in again))
+    states = np.array([len(_states(several, fixed)) for several in (0, 1)])[(at.dp * at.cp > 1).astype(np.int64)]
+    return int((np.array(each, dtype=np.int64)[which] * states).sum()) if len(at) else 0
+
+
+def _spread(rows: Column, choices: list[dict[str, Column]], which: Column) -> Column:
+    counts = np.array([len(next(iter(choice.values()))) for choice in choices], dtype=np.int64)[which]
+    return np.repeat(rows, counts)
+
+
+def _key(fixed: Fixed) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted((name, value) for name, value in fixed.items() if name in CHOSEN))
+
+
+CHOSEN = ("vpp", "microbatch_group", "recompute", "recompute_modules", "recompute_layers")
+
+
+@lru_cache(maxsize=1 << 14)
+def _schedules(
+    pp: int, m: int, blocks: int, stages: int, part: int, fixed: tuple[tuple[str, Any], ...]
+) -> dict[str, Column]:
+    """How many chunks, and in groups of how many micro-batches."""
+    given = dict(fixed)
+    rows = [
+        (vpp, group)
+        for vpp in _choices("vpp", given, chunks(pp, blocks))
+        if pp * vpp <= stages and (vpp == 1 or pp > 1) and (part != SOME or vpp > 1 or pp == 1)
+        for group in _choices("microbatch_group", given, groups(pp, m) if vpp > 1 else (0,))
+        if _grouped(group, vpp, pp, m)
+    ]
+    vpps, sizes = np.array(rows, dtype=np.int64).reshape(-1, 2).T
+    return {"vpp": vpps, "microbatch_group": sizes}
+
+
+def _grouped(group: int, vpp: int, pp: int, m: int) -> bool:
+    size = group or pp
+    return group == 0 if vpp == 1 else pp <= size <= m and (m % size or size) >= pp
+
+
+def _sets(present: tuple[Module, ...], fixed: Fixed) -> tuple[int, ...]:
+    """The sets of modules that selective recompute may be of: by number from 1 on, or the one decided on, as bits."""
+    if not fixed.get("recompute_modules"):
+        return tuple(range(1, 1 + len(present)))
+    return (bits(fixed["recompute_modules"]),) if set(fixed["recompute_modules"]) <= set(present) else ()
+
+
+@lru_cache(maxsize=1 << 10)
+def _again(
+    blocks: int, stages: int, sets: tuple[int, ...], modes: tuple[Recompute, ...], fixed: tuple[tuple[str, Any], ...]
+) -> dict[str, Column]:
+    """What is computed again, and of how many blocks of each stage: fewer than an even share, or all."""
+    given = dict(fixed)
+    none = () if given.get("recompute_modules") else (0,)
+    rows = [
+        (MODES.index(mode), modules, layers)
+        for mode in _choices("recompute", given, modes)
+        if mode in modes
+        for modules in (sets if mode == "selective" else none)
+        for layers in _choices(
+            "recompute_layers", given, (0, *range(1, -(-blocks // stages))) if mode == "full" else (0,)
+        )
+        if (layers == 0 or mode == "full") and (blocks or mode != "full")
+    ]
+    codes, modules, layers = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    return {"recompute": codes, "recompute_modules": modules, "recompute_layers": layers}
+
+
+def _modes(pp: int, vpp: int, part: int) -> tuple[Recompute, ...]:
+    """What may be computed again, of one part of a place's layouts: of chunks that overlap experts, no whole blocks."""
+    if part == ALL or (part == REST and vpp == 1 < pp):
+        return (Recompute.FULL, Recompute.NONE, Recompute.SELECTIVE)
+    return (Recompute.FULL,) if part == REST else (Recompute.NONE, Recompute.SELECTIVE)
+
+
+def _column(name: str, values: Iterable[int]) -> dict[str, NDArray[np.int64]]:
+    return {name: np.array(list(values), dtype=np.int64)}
+
+
+def _choices(name: str, fixed: Fixed, free: Iterable[Any]) -> tuple[Any, ...]:
+    return (fixed[name],) if name in fixed else tuple(free)

@@ -1,0 +1,54 @@
+"""The legal layouts of a search, and what each takes at the least.
+
+Protocol: a `Field` has the places, each a way to lay a micro-batch over the axes, with bounds of `ideal` layouts there;
+`variants` are the layouts at some of them, with their own bounds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from attrs import define, field
+
+from megaloom.planner.bounds.layouts import Bounded, Floors, roomy
+from megaloom.planner.contract.layouts import Column, Layouts
+from megaloom.planner.rules.capabilities import right
+
+from . import candidate_space
+from .candidate_space import Fixed
+from .pricing import Pricer
+
+
+@define(eq=False)
+class Field:
+    """The legal layouts of a search, of which those are looked at that may be among the best."""
+
+    pricer: Pricer
+    fixed: Fixed
+    at: Layouts = field(init=False)
+    floors: Floors = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        p = self.pricer
+        self.at = candidate_space.places(p.graph, p.cluster, p.workload, self.fixed, p.inner)
+        if not p.own:
+            self.at = self.at.take(np.broadcast_to(right(self.at, p.graph, p.workload, p.cluster), len(self.at)))
+        if len(self.at):
+            fits = roomy(self.at, p.book, p.capacity)
+            self.floors = Floors(self.at.take(fits) if fits.any() else self.at, p.book)
+
+    @property
+    def count(self) -> int:
+        """How many legal layouts there are."""
+        p = self.pricer
+        return candidate_space.count(p.graph, p.workload, self.at, self.fixed, p.inner)
+
+    def variants(self, which: Column) -> Bounded:
+        """The layouts at these places, those left out that recompute what is not worth the trouble."""
+        at, family = self.floors.at.take(which), self.floors.family(which)
+        p = self.pricer
+        found, place = candidate_space.variants(p.graph, p.workload, at, self.fixed, family, p.inner)
+        place = which[place]
+        if "recompute" not in self.fixed:
+            keep = self.floors.worthwhile(found, place)
+            found, place = found.take(keep), place[keep]
+        return self.floors.bound(found, place)

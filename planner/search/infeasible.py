@@ -1,0 +1,234 @@
+"""What to say when there is no plan: what is fixed is no layout, or breaks a rule, or nothing fits the memory.
+
+Protocol: the functions give the text of a UserError: what, where, and the smallest change that would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from attrs import evolve, fields_dict
+
+from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.layout import (
+    Layout,
+    Module,
+    Overlap,
+    Precision,
+    Recompute,
+    modules,
+    overlaps,
+)
+from megaloom.planner.cost.memory import static
+from megaloom.planner.hardware.names import PRESETS, Cluster, cluster
+from megaloom.planner.partition.partitioner import Placed
+from megaloom.planner.rules import steps as step_rules
+from megaloom.planner.rules.rule import Violation
+
+from .candidate_space import Fixed, candidates
+from .candidates import Field
+from .pricing import Cut, Pricer
+from .reasons import broken, lacking
+
+OF_A_STEP = {rule.id for rule in step_rules.RULES}
+LOOKED_AT = 2000  # illegal layouts among which the nearest to legal is sought
+NEAREST, TRIED = 100, 300  # places that may have room, the quickest first, and layouts there, that are tried
+PLACED = 20  # of the layouts that need the least memory, those that are cut
+# Times the devices that are tried.
+GROWTH = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
+SHORTER = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # parts of the sequence that are
+PLAIN = {"cp": 1, "etp": 1, "micro_batch": 1}  # of the layouts among which a first one is sought
+
+
+def checked(fixed: Mapping[str, Any]) -> Fixed:
+    """What the user has fixed, if it can be part of a layout. Raises UserError."""
+    known = fields_dict(Layout)
+    out = dict(fixed)
+    for name, value in fixed.items():
+        if name not in known:
+            raise UserError(f"a layout has no {name!r}\nit has {', '.join(known)}")
+        default = known[name].default
+        if isinstance(default, Recompute):
+            if value not in list(Recompute):
+                raise UserError(f"recompute cannot be {value!r}\nit can be {', '.join(Recompute)}")
+            out[name] = Recompute(value)
+        elif name == "recompute_modules":
+            if unknown := [str(it) for it in value if it not in list(Module)]:
+                raise UserError(f"no module to recompute is called {unknown[0]!r}\nthere are {', '.join(Module)}")
+            out[name] = modules(value)
+        elif name == "overlaps":
+            if unknown := [str(it) for it in value if it not in list(Overlap)]:
+                raise UserError(f"no overlap is called {unknown[0]!r}\nthere are {', '.join(Overlap)}, or none")
+            out[name] = overlaps(value)
+        elif type(value) is not type(default):
+            kind = "true or false" if isinstance(default, bool) else "a whole number"
+            raise UserError(f"{name} cannot be {value!r}\nit is {kind}")
+    if out.get("recompute_modules"):
+        out.setdefault("recompute", Recompute.SELECTIVE)
+    return out
+
+
+def nothing_legal(pricer: Pricer, fixed: Fixed) -> str:
+    """Every candidate breaks a rule: those that the nearest one breaks, each with what would work."""
+    g = pricer.graph
+    tried = ((x, pricer.broken(x)) for x in candidates(g, pricer.cluster, pricer.workload, fixed))
+    layout, wrong = min(islice(tried, LOOKED_AT), key=_far)
+    said = f" with {_said(fixed)}" if fixed else ""
+    lines = [f"no layout of {g.name} on {pricer.cluster}{said} is legal; the nearest, {layout}, breaks"]
+    return "\n".join([*lines, *(f"- {broken([v])}" for v in wrong)])
+
+
+def _far(entry: tuple[Layout, tuple[Violation, ...]]) -> tuple[int, int, int]:
+    """How far from legal: the rules of the axes first, as those of a step follow dp; then how much is divided."""
+    x, wrong = entry
+    axes = sum(v.rule not in OF_A_STEP for v in wrong)
+    return axes, x.tp * x.pp * x.cp + x.ep * x.etp, len(wrong)
+
+
+def nothing_fits(pricer: Pricer, among: Field) -> str:
+    """No legal layout fits the memory: the nearest miss, and changes that would make one fit."""
+    miss, fixed = leanest(among), among.fixed
+    said = f" with {_said(fixed)}" if fixed else ""
+    lines = [
+        f"no layout of {pricer.graph.name} on {pricer.cluster}{said} fits the memory",
+        f"the nearest, {miss.layout}: {lacking(miss)}",
+    ]
+    freed = [f"{what} would fit: {found.layout}" for what, found in _freed(pricer, fixed)]
+    changes = freed or [f"{what} would do: {found.layout}" for what, found in _changed(pricer, miss, fixed)]
+    if fixed and not changes:
+        other = f"would do, without {_said(fixed)}:"
+        changes = [f"{what} {other} {found.layout}" for what, found in _changed(pricer, miss, {})]
+    return "\n".join([*lines, *(changes or ["a smaller model would fit, or devices with more memory"])])
+
+
+def leanest(among: Field) -> Placed:
+    """The layout that lacks the least memory, of those that may need the least."""
+    _, ideal = among.floors.ideal()
+    found = among.variants(np.argsort(ideal, kind="stable")[:PLACED])
+    first = np.argsort(found.nbytes, kind="stable")[:PLACED]
+    return min((among.pricer.place(found.layouts[int(i)]) for i in first), key=lambda placed: placed.excess)
+
+
+Change = tuple[str, Placed]  # what is changed, and a layout that then fits
+
+
+def _freed(pricer: Pricer, fixed: Fixed) -> Iterator[Change]:
+    """Each thing that is fixed and that another value of would make a layout fit; or else all of them."""
+    alone = False
+    for name in fixed:
+        free = {other: value for other, value in fixed.items() if other != name}
+        if (found := fitting(pricer, free)) is not None:
+            alone = True
+            yield f"{name} {_value(getattr(found.layout, name))} in place of {_value(fixed[name])}", found
+    if not alone and len(fixed) > 1 and (found := fitting(pricer, {})) is not None:
+        yield f"another layout than {_said(fixed)}", found
+
+
+def _changed(pricer: Pricer, miss: Placed, fixed: Fixed) -> Iterator[Change]:
+    """For each kind of change of what is asked the smallest that makes a layout fit."""
+    for kind in (_fuller(pricer, miss), _narrower(pricer), _larger(pricer, fixed), _roomier(pricer), _shorter(pricer)):
+        found = ((what, fitting(other, fixed)) for what, other in kind)
+        yield from islice(((what, placed) for what, placed in found if placed is not None), 1)
+
+
+Asked = Iterator[tuple[str, Pricer]]  # what is changed, and what then prices layouts
+
+
+def _fuller(pricer: Pricer, miss: Placed) -> Asked:
+    """More of each device."""
+    most = pricer.cluster.device.nbytes
+    headroom = int(100 * (1 - (miss.excess + miss.capacity) / most)) / 100
+    if 0 <= headroom < pricer.headroom:
+        yield f"a memory headroom of {headroom:.0%}", _with(pricer, headroom=headroom)
+
+
+def _narrower(pricer: Pricer) -> Asked:
+    """Numbers of fewer bits."""
+    if pricer.workload.precision is Precision.FP32:
+        yield "bf16", _with(pricer, workload=evolve(pricer.workload, precision=Precision.BF16))
+
+
+def _larger(pricer: Pricer, fixed: Fixed) -> Asked:
+    """More devices."""
+    for times in GROWTH if "dp" not in fixed else ():
+        if larger := _devices(pricer.cluster, pricer.cluster.count * times, pricer.cluster.kind):
+            yield str(larger), _with(pricer, cluster=larger)
+
+
+def _roomier(pricer: Pricer) -> Asked:
+    """As many devices with more memory each."""
+    now, used = pricer.cluster, pricer.workload.precision
+    devices = {kind: it.device for kind, it in PRESETS.items() if used in it.device.flops and kind != "CPU"}
+    roomier = [kind for kind, device in devices.items() if device.nbytes > now.device.nbytes]
+    for kind in sorted(roomier, key=lambda kind: devices[kind].nbytes):
+        if other := _devices(now, now.count, kind):
+            yield str(other), _with(pricer, cluster=other)
+
+
+def _shorter(pricer: Pricer) -> Asked:
+    """Shorter sequences."""
+    seq = pricer.workload.seq
+    for parts in SHORTER:
+        if seq % parts == 0:
+            shorter = evolve(pricer.workload, seq=seq // parts)
+            yield f"a sequence of {shorter.seq:,}", _with(pricer, workload=shorter)
+
+
+def _devices(now: Cluster, count: int, kind: str) -> Cluster | None:
+    """So many devices of a kind, in nodes as theirs are; None where these cannot be filled."""
+    try:
+        named = cluster(f"{now.count}x{now.kind}") == now if now.kind in PRESETS else False
+        return cluster(f"{count}x{kind}") if named else evolve(now, count=count) if kind == now.kind else None
+    except UserError:
+        return None
+
+
+def _with(pricer: Pricer, **changes: Any) -> Pricer:
+    """The same, but for these."""
+    asked = {name: getattr(pricer, name) for name in ("graph", "cluster", "workload", "practice", "headroom")}
+    return Pricer(**{**asked, **changes})
+
+
+def fitting(pricer: Pricer, fixed: Fixed) -> Placed | None:
+    """A layout that fits the memory, if one is found: a plain and quick one if there is such a one."""
+    for chosen in ({**PLAIN, **fixed}, fixed) if _holds(pricer) else ():
+        among = Field(pricer, chosen)
+        if len(among.at) and (found := _quick(among)) is not None:
+            return found
+    return None
+
+
+def _holds(pricer: Pricer) -> bool:
+    """Whether all devices together have room for the weights, their gradients and the optimizer's state, once."""
+    part = pricer.place(Layout()).parts[0]
+    once = static(part.params, part.expert_params, Layout(), pricer.workload.precision, pricer.practice)
+    return sum(once.values()) <= pricer.capacity * pricer.cluster.count
+
+
+def _quick(among: Field) -> Placed | None:
+    """Of the layouts that may fit the memory, one of the quickest that does; or the leanest, if that does."""
+    seconds, nbytes = among.floors.ideal()
+    order = np.flatnonzero(nbytes <= among.pricer.capacity)
+    if not len(order):
+        return None
+    found = among.variants(order[np.argsort(seconds[order], kind="stable")][:NEAREST])
+    hopeful = np.flatnonzero(found.nbytes <= among.pricer.capacity)
+    for i in hopeful[np.argsort(found.seconds[hopeful], kind="stable")][:TRIED].tolist():
+        if cut := next((step for step in among.pricer.refined(found.layouts[i]) if isinstance(step, Cut)), None):
+            return cut.placed
+    last = leanest(among)
+    return last if last.fits else None
+
+
+def _said(fixed: Fixed) -> str:
+    return ", ".join(f"{name} {_value(value)}" for name, value in fixed.items())
+
+
+def _value(value: object) -> str:
+    """What is fixed, in the words of the command line."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return (" ".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)

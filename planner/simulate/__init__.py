@@ -1,0 +1,1 @@
+"""Simulation of one step: pipeline schedule, end of step, memory over time."""

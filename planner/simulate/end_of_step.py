@@ -1,0 +1,113 @@
+"""What follows the last micro-batch: gradient reduction, tied weights, the optimizer; and what of it is hidden.
+
+Protocol: `tail` is one pipeline rank's; all its figures are seconds. Not here is the reading of data: a device gets
+some 40 bytes of a token over PCIe while it computes, in a step of a million tokens for a millisecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from megaloom.dsl.dims import NBYTES, DType
+from megaloom.planner.contract.layout import Layout, Overlap, Precision
+from megaloom.planner.cost import communication, memory
+from megaloom.planner.cost.communication import Group
+from megaloom.planner.cost.framework_profiles import OWN, Practice
+from megaloom.planner.hardware.names import Cluster
+
+COPIED = 4 + 2  # bytes moved to make a 16-bit weight of its master
+# Gradients are reduced in buckets, each as soon as it is whole, so that the last one is exposed (megatron-core 0.16.1,
+# distributed_data_parallel_config.py and distributed_data_parallel.py:115): elements of one, at least and by rank.
+BUCKET, BUCKET_BY_RANK = 40_000_000, 1_000_000
+
+
+@frozen
+class Tail:
+    """What one rank does after its last micro-batch."""
+
+    reduction: float  # of gradients
+    gathering: float  # of the weights that the distributed optimizer's shares have become
+    tied: float
+    optimizer: float  # with the norm of the gradient, for which all wait
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.reduction + self.gathering + self.tied + self.optimizer
+
+
+@frozen
+class Cover:
+    """Seconds of computation behind which a rank's exchanges may hide.
+
+    That is its last backward, and its first forward; of interleaved chunks, whose gradients are whole one after the
+    other, also those of the micro-batches of the last group that follow (of the first group that come before).
+    """
+
+    backward: float = 0.0
+    forward: float = 0.0
+
+
+def tail(
+    params: float,
+    experts: float,
+    tied: float,
+    layout: Layout,
+    precision: Precision,
+    cluster: Cluster,
+    practice: Practice = OWN,
+    cover: Cover = Cover(),
+) -> Tail:
+    """The tail of a rank that holds so many elements of dense and experts' weights; `tied` seconds are its own."""
+    sizes = ((params, communication.group("dp", layout)), (experts, communication.group("edp", layout)))
+    parts = [(elements, group) for elements, group in sizes if elements]
+    reduced = "reduce_scatter" if layout.distributed_optimizer else "all_reduce"
+    reduction = _seen(
+        reduced, practice.gradient_nbytes, parts, cluster, layout.hides(Overlap.GRADIENTS), cover.backward
+    )
+    gathering = 0.0
+    if layout.distributed_optimizer:
+        gathering = _seen("all_gather", precision.nbytes, parts, cluster, layout.hides(Overlap.WEIGHTS), cover.forward)
+    dense, expert = memory.copies(layout)
+    copied = 0 if precision is Precision.FP32 else COPIED
+    moved = (practice.adam_nbytes + copied) * (params / dense + experts / expert)
+    moved += practice.gradient_nbytes * (params + experts)  # set to zero
+    return Tail(reduction, gathering, tied, moved / cluster.device.moves + norm(layout, cluster))
+
+
+def norm(layout: Layout, cluster: Cluster) -> float:
+    """Seconds to add up one number over all devices, or over those of a copy of the model if each has all gradients.
+
+    Source: megatron-core 0.16.1, optimizer/clip_grads.py: get_grad_norm_fp32.
+    """
+    groups = [Group(layout.world, 1)]
+    if not layout.distributed_optimizer:
+        groups = [communication.group("pp", layout), communication.group("tp", layout)]
+    return sum(communication.seconds("all_reduce", NBYTES[DType.FLOAT32], group, cluster) for group in groups)
+
+
+def _seen(
+    kind: str, nbytes: int, parts: Sequence[tuple[float, Group]], cluster: Cluster, overlapped: bool, cover: float
+) -> float:
+    """Seconds for which all wait for a collective of dense and of experts' weights: one after the other.
+
+    Overlapped, both are under way at once, and at least the last bucket is seen; what is hidden takes a share of the
+    device meanwhile.
+    """
+    each = [(nbytes * elements, group) for elements, group in parts]
+    if not overlapped:
+        return sum(communication.seconds(kind, n, group, cluster) for n, group in each)
+    ends = [(nbytes * min(n, max(BUCKET, BUCKET_BY_RANK * group.size)), group) for n, group in parts]
+    took = communication.together(kind, each, cluster)
+    seen = max(communication.together(kind, ends, cluster), took - cover)
+    return seen + (took - seen) * communication.taken(cluster.device)
+
+
+def tied(elements: int, ranks: set[int], layout: Layout, cluster: Cluster, practice: Practice = OWN) -> float:
+    """Seconds to add up the gradients of a weight that these pipeline ranks share."""
+    if len(ranks) == 1:
+        return 0.0
+    apart = (max(ranks) - min(ranks)) // (len(ranks) - 1) * (layout.world // layout.pp)
+    return communication.seconds("all_reduce", practice.gradient_nbytes * elements, Group(len(ranks), apart), cluster)

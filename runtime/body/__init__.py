@@ -1,0 +1,1 @@
+"""Execution of a layer's body on its shards."""

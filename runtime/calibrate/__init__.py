@@ -1,0 +1,1 @@
+"""Timing of matrix products, attention and collectives on this machine."""

@@ -1,0 +1,1 @@
+"""Processes: ranks, rendezvous, errors of ranks."""

@@ -1,0 +1,101 @@
+"""The grid of ranks that a layout asks for, as megatron-core's process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from attrs import frozen
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megaloom.dsl import UserError
+from megaloom.planner.contract.layout import Layout
+
+
+@frozen(eq=False)
+class Grid:
+    """This rank's place on every axis, and the groups it shares with others."""
+
+    layout: Layout
+    groups: ProcessGroupCollection
+
+    @property
+    def dp(self) -> int:
+        """This rank's index among the data-parallel replicas."""
+        return int(self.groups.dp.rank())
+
+    @property
+    def tp(self) -> int:
+        """This rank's index in its tensor-parallel group."""
+        return int(self.groups.tp.rank())
+
+    @property
+    def cp(self) -> int:
+        """This rank's index in its context-parallel group."""
+        return int(self.groups.cp.rank())
+
+    @property
+    def pp(self) -> int:
+        """This rank's pipeline rank."""
+        return int(self.groups.pp.rank())
+
+    @property
+    def ep(self) -> int:
+        """This rank's index in its expert-parallel group."""
+        return int(self.groups.ep.rank())
+
+    @property
+    def etp(self) -> int:
+        """This rank's index in its expert-tensor-parallel group."""
+        return int(self.groups.expt_tp.rank())
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the last pipeline rank."""
+        return self.pp == self.layout.pp - 1
+
+
+def lay(layout: Layout) -> Grid:
+    """The grid of a layout over all ranks of torch.distributed. Raises UserError if their number differs."""
+    if dist.get_world_size() != layout.world:
+        raise UserError(
+            f"the plan is for {layout.world} processes, and {dist.get_world_size()} run\n"
+            f"start {layout.world}, or plan again for {dist.get_world_size()}"
+        )
+    with _alone_once():
+        _initialize(layout)
+    return Grid(layout, ProcessGroupCollection.use_mpu_process_groups())
+
+
+def _initialize(layout: Layout) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        create_gloo_process_groups=False,
+    )
+
+
+@contextmanager
+def _alone_once() -> Iterator[None]:
+    """A rank alone is one group, whatever the axis: NCCL has buffers for each group that is used, some 350 MiB."""
+    create, known = parallel_state.create_group, {}
+
+    def create_once(ranks: list[int], **options: Any) -> Any:
+        if len(ranks) > 1:
+            return create(ranks, **options)
+        if ranks[0] not in known:
+            known[ranks[0]] = create(ranks, **options)
+        return known[ranks[0]]
+
+    parallel_state.create_group = create_once
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create

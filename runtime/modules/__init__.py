@@ -1,0 +1,1 @@
+"""Layers that run as a megatron-core or fused module."""

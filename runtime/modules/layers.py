@@ -1,0 +1,178 @@
+"""The torch modules of the layers: megatron-core's own, each as a function of its node's inputs to one tensor.
+
+Hidden states are [seq, batch, embed] (megatron-core's order); under sequence parallelism each tensor-parallel rank
+holds its share of seq between the matrix products. Parameters are allocated, not filled.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer import attention, mlp
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megaloom.dsl import (
+    Attention,
+    Rope,
+    UserError,
+    Value,
+)
+from megaloom.runtime.megatron import device
+from megaloom.runtime.megatron.build_context import Site
+from megaloom.runtime.megatron.kernels import CoreAttention, zigzag
+from megaloom.runtime.megatron.process_groups import Grid
+
+from . import fused
+
+if rope_utils.fused_apply_rotary_pos_emb is None:  # it comes with Transformer Engine alone
+    rope_utils.fused_apply_rotary_pos_emb = fused.turned
+
+LINEARS = mlp.MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+
+def padded(vocab: int, tp: int) -> int:
+    """The rows of a table of `vocab` once it is split evenly over tensor-parallel ranks."""
+    return -(-vocab // tp) * tp
+
+
+class Embedding(VocabParallelEmbedding):
+    """Token ids [batch, seq] → hidden states; the table is padded to divide by tp."""
+
+    def __init__(self, table: Value, site: Site) -> None:
+        super().__init__(
+            padded(table["vocab"].known, site.grid.layout.tp),
+            table["embed"].known,
+            init_method=site.config.init_method,
+            reduce_scatter_embeddings=site.config.sequence_parallel,
+            config=site.config,
+            tp_group=site.grid.groups.tp,
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = super().forward(ids)
+        return x if self.reduce_scatter_embeddings else x.transpose(0, 1).contiguous()
+
+
+class Logits(ColumnParallelLinear):
+    """Hidden states → this rank's columns of the logits [seq, batch, vocab / tp].
+
+    The columns that only pad the vocabulary get the lowest value there is, so that no probability goes to them.
+    """
+
+    def __init__(self, table: Value, bias: bool, site: Site) -> None:
+        vocab, tp = table["vocab"].known, site.grid.layout.tp
+        columns = padded(vocab, tp) // tp
+        super().__init__(
+            table["embed"].known,
+            columns * tp,
+            config=site.config,
+            init_method=site.config.init_method,
+            bias=bias,
+            gather_output=False,
+            tp_group=site.grid.groups.tp,
+        )
+        self.real = max(0, min(columns, vocab - site.grid.tp * columns))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = super().forward(x)
+        if self.real < y.shape[-1]:
+            y[..., self.real :] = torch.finfo(y.dtype).min
+        return y
+
+
+class LearnedPositions(nn.Module):
+    """Add row i + offset of a table to position i; each rank adds the rows of the positions it holds."""
+
+    def __init__(self, table: Value, offset: int, site: Site) -> None:
+        super().__init__()
+        rows, layout = table["position"].known - offset, site.grid.layout
+        if site.seq > rows:
+            raise UserError(
+                f"sequences of {site.seq} tokens need as many learned positions; the model has {rows} ({table.at})\n"
+                f"a seq of up to {rows} would work"
+            )
+        where = zigzag(site.seq, layout.cp, site.grid.cp)
+        if layout.sequence_parallel:
+            where = where.chunk(layout.tp)[site.grid.tp]
+        self.register_buffer("where", where.to(device.current()) + offset, persistent=False)
+        values = torch.empty(
+            rows + offset, table["embed"].known, dtype=site.config.params_dtype, device=device.current()
+        )
+        self.weight = nn.Parameter(values)
+        # What finalize_model_grads looks for: each rank has seen only its part of the sequence.
+        self.weight.sequence_parallel = layout.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.embedding(self.where, self.weight)[:, None]
+
+
+class Drop(nn.Module):
+    """Dropout of hidden states; under sequence parallelism each rank draws for its own share."""
+
+    def __init__(self, rate: float, site: Site) -> None:
+        super().__init__()
+        self.rate, self.parallel = rate, site.config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        with tensor_parallel.get_cuda_rng_tracker().fork() if self.parallel else nullcontext():
+            return F.dropout(x, self.rate, self.training)
+
+
+class Sum(nn.Module):
+    """The residual's addition, of two or more."""
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return sum(others, start=x)
+
+
+class SelfAttention(attention.SelfAttention):
+    """megatron-core's self-attention, biases added; norms are of queries and of keys, or neither."""
+
+    def __init__(self, op: Attention, site: Site, config: TransformerConfig, norms: tuple[nn.Module, ...]) -> None:
+        parts = attention.SelfAttentionSubmodules(ColumnParallelLinear, CoreAttention, RowParallelLinear)
+        mask = AttnMaskType.causal if op.causal else AttnMaskType.no_mask
+        super().__init__(config, parts, 1, mask, pg_collection=site.grid.groups)
+        if norms:
+            self.q_layernorm, self.k_layernorm = norms
+        turn = turning(op)
+        self.angles = None if turn is None else rotary(config.kv_channels, turn, site.grid)
+        self.seq = site.seq
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = None if self.angles is None else self.angles(self.seq)
+        y, bias = super().forward(x, None, rotary_pos_emb=angles)
+        return y if bias is None else y + bias
+
+
+def turning(op: Attention) -> Rope | None:
+    """How the positions of an attention turn, if they do."""
+    return op.rope if op.rope is None or isinstance(op.rope, Rope) else Rope(op.rope)
+
+
+@cache
+def rotary(head_dim: int, rope: Rope, grid: Grid) -> RotaryEmbedding:
+    """The rotary angles of this rank's positions, shared by all layers that turn alike."""
+    channels = head_dim if rope.channels is None else rope.channels
+    made = RotaryEmbedding(channels, 1.0, rotary_interleaved=rope.interleaved, cp_group=grid.groups.cp)
+    made.inv_freq = torch.tensor(rope.speeds(channels), dtype=torch.float32, device=device.current())
+    return made
+
+
+class FeedForward(mlp.MLP):
+    """megatron-core's MLP, biases added."""
+
+    def __init__(self, site: Site, config: TransformerConfig) -> None:
+        super().__init__(config, LINEARS, ffn_hidden_size=config.ffn_hidden_size, tp_group=site.grid.groups.tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, bias = super().forward(x)
+        return y if bias is None else y + bias

@@ -1,0 +1,81 @@
+"""A mixture of experts as a torch module: the gate is the layer's own, dispatch and experts are megatron-core's."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megaloom.dsl import MoE
+from megaloom.planner.contract.layout import Module
+from megaloom.runtime.megatron import device
+from megaloom.runtime.megatron.process_groups import Grid
+from megaloom.runtime.reference.routing import chosen
+
+from .balancing_loss import loss
+from .experts import Experts
+from .layers import LINEARS
+
+
+class Mixture(moe_layer.MoELayer):
+    """megatron-core's mixture of experts, and the experts that every token goes through, if there are any."""
+
+    def __init__(self, op: MoE, config: TransformerConfig, shared: TransformerConfig | None, grid: Grid) -> None:
+        parts = moe_layer.MoESubmodules(
+            experts=ModuleSpec(Experts, submodules=LINEARS),
+            shared_experts=ModuleSpec(Shared, params={"own": shared}, submodules=LINEARS),
+            router=partial(Router, op),
+        )
+        super().__init__(config, parts, pg_collection=grid.groups)
+        for p in self.experts.parameters():
+            # Experts have a grid of their own, and an optimizer of their own on any layout (megatron-core's layers
+            # say so only when ep > 1: under tp alone their gradients would be reduced over the wrong ranks). On that
+            # grid their biases are nobody's copies either: neither added over tp, nor left out of the gradient's norm.
+            p.allreduce, p.sequence_parallel, p.tensor_model_parallel = False, False, True
+        if Module.MOE_ACT in grid.layout.modules:
+            self.experts.be_frugal()
+        self.to(device.current())  # the router makes its weight on the CPU
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = super().forward(x)
+        return y
+
+
+class Shared(SharedExpertMLP):
+    """What every token goes through: another kind of feed-forward than the experts, if the layer says so."""
+
+    def __init__(self, own: TransformerConfig, config: TransformerConfig, **rest: Any) -> None:
+        super().__init__(own, **rest)
+
+
+class Router(TopKRouter):
+    """megatron-core's router, which chooses and weights as the layer's gate does.
+
+    It counts the tokens of each expert for the correction, which megatron-core moves after each step.
+    """
+
+    def __init__(self, op: MoE, config: TransformerConfig, pg_collection: Any) -> None:
+        super().__init__(config, pg_collection)
+        self.op = op
+        self.bias = nn.Parameter(torch.empty_like(self.weight[:, 0])) if op.bias else None
+        if self.bias is not None:
+            self.bias.sequence_parallel = config.sequence_parallel
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The weight of each expert for each token, and whether it was chosen: [tokens, experts] twice."""
+        scores = logits.flatten(0, -2)
+        which, weights = chosen(self.op.gate, scores, *([self.expert_bias] if self.op.corrected else []))
+        gate = torch.zeros_like(scores).scatter(-1, which, weights)
+        taken = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, which, True)
+        if self.op.balance and self.training:
+            gate = MoEAuxLossAutoScaler.apply(gate, loss(self.op, taken, scores, [self.tp_cp_group]))
+        self._apply_expert_bias(taken)
+        return gate, taken

@@ -1,0 +1,1 @@
+"""Plain-torch evaluation of layer bodies: the oracle."""

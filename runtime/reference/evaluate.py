@@ -1,0 +1,273 @@
+"""What each primitive of the dsl computes, in plain torch.
+
+Every tensor carries its dims in the order of its `Value.shape`. Clarity comes before speed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, reduce, singledispatch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaloom.dsl import (
+    Affine,
+    Attend,
+    Clamp,
+    Combine,
+    Concat,
+    Conv,
+    Dot,
+    Drop,
+    Gate,
+    Lookup,
+    Normalize,
+    Op,
+    Patches,
+    Pick,
+    Place,
+    Pointwise,
+    Rename,
+    Rope,
+    Route,
+    Rows,
+    Scan,
+    Shift,
+    Slice,
+    UserError,
+    Value,
+)
+from megaloom.dsl.ops.attend import along
+
+from .routing import (
+    busiest,
+    chosen,
+    combined,
+    routed,
+)
+from .scores import scored
+from .tensors import (
+    axis,
+    broadcast,
+    einsum,
+    names,
+)
+
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": F.silu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "softplus": F.softplus,
+    "exp": torch.exp,
+}
+"""The functions of one argument that the dsl knows by name."""
+
+
+@singledispatch
+def evaluate(op: Op, out: Value, *args: Tensor) -> Tensor:
+    """The result `out` of a primitive for these arguments, in the order of dims that `out.shape` says.
+
+    An op of one's own joins by `@evaluate.register`.
+    """
+    raise UserError(f"interpret has no meaning for {type(op).__name__}: give it one with @evaluate.register")
+
+
+@evaluate.register
+def _(op: Dot, out: Value, *args: Tensor) -> Tensor:
+    x, w = (names(a.shape) for a in out.args)
+    return einsum(args[0], x, args[1], w, names(out.shape))
+
+
+@evaluate.register
+def _(op: Pointwise, out: Value, *args: Tensor) -> Tensor:
+    x, *rest = (broadcast(t, a.shape, out.shape) for t, a in zip(args, out.args, strict=True))
+    match op.fn:
+        case "add":
+            return sum(rest, start=x)
+        case "mul":
+            return reduce(torch.mul, rest, x)
+    return UNARY[op.fn](x)
+
+
+@evaluate.register
+def _(op: Drop, out: Value, *args: Tensor) -> Tensor:
+    return args[0]
+
+
+@evaluate.register
+def _(op: Affine, out: Value, *args: Tensor) -> Tensor:
+    return args[0] * op.scale + op.shift
+
+
+@evaluate.register
+def _(op: Clamp, out: Value, *args: Tensor) -> Tensor:
+    return args[0].clamp(op.low, op.high)
+
+
+@evaluate.register
+def _(op: Normalize, out: Value, *args: Tensor) -> Tensor:
+    x, *weights = args
+    order = [*names(out.shape.without(*op.over)), *op.over]
+    flat = broadcast(x, out.shape, order).flatten(-len(op.over)).unflatten(-1, (op.groups, -1))
+    if op.centred:
+        flat = flat - flat.mean(-1, keepdim=True)
+    flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + op.eps)
+    y = flat.flatten(-2).unflatten(-1, [x.shape[axis(out.shape, name)] for name in op.over])
+    y = broadcast(y, order, out.shape)
+    for combine, w, a in zip((torch.mul, torch.add), weights, out.args[1:], strict=False):
+        y = combine(y, broadcast(w, a.shape, out.shape))
+    return y
+
+
+@evaluate.register
+def _(op: Lookup, out: Value, *args: Tensor) -> Tensor:
+    indices, table = args
+    return table.movedim(axis(out.args[1].shape, op.key), 0)[indices]
+
+
+@evaluate.register
+def _(op: Rows, out: Value, *args: Tensor) -> Tensor:
+    x, table = args
+    count = x.shape[axis(out.args[0].shape, out.shape.dims[0].name)]
+    rows = table.movedim(axis(out.args[1].shape, op.key), 0)
+    if count + op.offset > len(rows):
+        fits = len(rows) - op.offset
+        raise UserError(f"a table {out.args[1].shape} has no rows for {count} positions: seq can be up to {fits}")
+    return rows[op.offset : op.offset + count]
+
+
+@evaluate.register
+def _(op: Rope, out: Value, *args: Tensor) -> Tensor:
+    (x,) = args
+    shape, n, last = out.shape, op.turned(out.shape), axis(out.shape, "head_dim")
+    seq = along(shape)
+    place = torch.arange(x.shape[axis(shape, seq.name)], device=x.device, dtype=torch.float64)
+    speeds = torch.tensor(op.speeds(n), device=x.device, dtype=torch.float64)
+    angle = broadcast(torch.outer(place, speeds), [seq.name, "head_dim"], shape)
+    cos, sin = ((t * op.magnitude).to(x.dtype) for t in (angle.cos(), angle.sin()))
+    turned, rest = x.split([n, x.shape[last] - n], last)
+    two = last + 1 if op.interleaved else last  # where a pair's two channels lie
+    a, b = turned.unflatten(last, (-1, 2) if op.interleaved else (2, -1)).unbind(two)
+    pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), two)
+    return torch.cat((pairs.flatten(last, last + 1), rest), last)
+
+
+@evaluate.register
+def _(op: Attend, out: Value, *args: Tensor) -> Tensor:
+    q, k, v, *others = args
+    rows, columns = (along(a.shape).name for a in out.args[:2])
+    meant = {columns: "keys", "kv_heads": "heads"}  # each query head is given a key head of its own
+    query = names(out.args[0].shape)
+    key, value = ([meant.get(n, n) for n in names(a.shape)] for a in out.args[1:3])
+    heads = q.shape[query.index("heads")]
+    k, v = (t.repeat_interleave(heads // t.shape[i := n.index("heads")], i) for t, n in ((k, key), (v, value)))
+    grid = [*(n for n in query if n not in ("heads", rows, "head_dim")), "heads", rows, "keys"]
+    scores = einsum(q, query, k, key, grid) * (
+        q.shape[query.index("head_dim")] ** -0.5 if op.scale is None else op.scale
+    )
+    scores = scored(op, scores, *others)
+    weights = scores.softmax(-1)[..., : k.shape[key.index("keys")]]
+    return einsum(weights, grid, v, value, names(out.shape))
+
+
+@evaluate.register
+def _(op: Gate, out: Value, *args: Tensor) -> Tensor:
+    raw, *correction = args
+    last = [*names(out.shape.without("experts")), "experts"]
+    raw = broadcast(raw, out.shape, last)
+    which, weights = chosen(op, raw, *correction)
+    return broadcast(torch.zeros_like(raw).scatter(-1, which, weights), last, out.shape)
+
+
+@evaluate.register
+def _(op: Route, out: Value, *args: Tensor) -> Tensor:
+    return routed(out, *args, slots=int(busiest(out, args[1])))
+
+
+@evaluate.register
+def _(op: Combine, out: Value, *args: Tensor) -> Tensor:
+    return combined(out, *args, slots=int(busiest(out, args[1])))
+
+
+@evaluate.register
+def _(op: Rename, out: Value, *args: Tensor) -> Tensor:
+    return args[0]
+
+
+@evaluate.register
+def _(op: Conv, out: Value, *args: Tensor) -> Tensor:
+    x, kernel = args
+    channels = names(out.shape.without("batch", op.along))
+    order = ["batch", *channels, op.along]
+    taps = broadcast(kernel, out.args[1].shape, [*channels, "width"]).flatten(0, -2)[:, None]
+    padded = F.pad(broadcast(x, out.shape, order).flatten(1, -2), (taps.shape[-1] - 1, 0))
+    y = F.conv1d(padded, taps, groups=len(taps)).unflatten(1, [x.shape[axis(out.shape, name)] for name in channels])
+    return broadcast(y, order, out.shape)
+
+
+@evaluate.register
+def _(op: Scan, out: Value, *args: Tensor) -> Tensor:
+    """By the quadratic form: a causal attention of c to b, whose weights decay by exp(dt a) from one to the next."""
+    seq = op.along
+    state = ["batch", seq, "groups", "state"]
+    order = ["batch", seq, "heads", "head_dim"]
+    wanted = (order, order[:3], ["heads"], state, state)
+    x, dt, a, b, c = (broadcast(t, v.shape, want) for t, v, want in zip(args, out.args, wanted, strict=True))
+    b, c = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (b, c))
+    decay = (dt * a).cumsum(1).movedim(1, -1)
+    gaps = decay[..., :, None] - decay[..., None, :]
+    future = torch.ones(gaps.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+    weights = torch.einsum("blhn,bmhn->bhlm", c, b) * gaps.masked_fill(future, -torch.inf).exp()
+    return broadcast(torch.einsum("bhlm,bmh,bmhp->blhp", weights, dt, x), order, out.shape)
+
+
+@evaluate.register
+def _(op: Shift, out: Value, *args: Tensor) -> Tensor:
+    (x,) = args
+    along = axis(out.shape, op.along)
+    kept = max(x.shape[along] - abs(op.by), 0)
+    part = x.narrow(along, max(op.by, 0) if kept else 0, kept)
+    gap = torch.zeros_like(x.narrow(along, 0, x.shape[along] - kept))
+    return torch.cat((part, gap) if op.by > 0 else (gap, part), along)
+
+
+@evaluate.register
+def _(op: Slice, out: Value, *args: Tensor) -> Tensor:
+    return args[0].narrow(axis(out.shape, op.dim), op.start, op.stop - op.start)
+
+
+@evaluate.register
+def _(op: Pick, out: Value, *args: Tensor) -> Tensor:
+    assert op.index is not None, "what each copy sees, whoever evaluates the copies knows"
+    return args[0].select(axis(out.args[0].shape, op.dim), op.index)
+
+
+@evaluate.register
+def _(op: Concat, out: Value, *args: Tensor) -> Tensor:
+    parts = [broadcast(t, a.shape, out.shape) for t, a in zip(args, out.args, strict=True)]
+    along, sizes = axis(out.shape, op.over), [max(each) for each in zip(*(p.shape for p in parts), strict=True)]
+    return torch.cat([p.expand(*sizes[:along], p.shape[along], *sizes[along + 1 :]) for p in parts], along)
+
+
+@evaluate.register
+def _(op: Patches, out: Value, *args: Tensor) -> Tensor:
+    x = broadcast(args[0], out.args[0].shape, ["batch", "channels", "height", "width"])
+    return F.unfold(x, op.size, stride=op.size).transpose(1, 2)
+
+
+@evaluate.register
+def _(op: Place, out: Value, *args: Tensor) -> Tensor:
+    x, y, tokens = args
+    places, vectors = int((tokens == op.token).sum()), y.shape[0] * y.shape[1]
+    if places != vectors:
+        raise UserError(f"{vectors} vectors are to be put where tokens are {op.token}, which {places} of them are")
+    where = broadcast(tokens == op.token, out.args[2].shape, out.shape)
+    y = broadcast(y, out.args[1].shape, ["batch", out.args[1].shape.positions("embed").name, "embed"])
+    return x.masked_scatter(where.expand_as(x), y.to(x.dtype))

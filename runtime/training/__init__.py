@@ -1,0 +1,1 @@
+"""Training: engine, loop, data, checkpoints, optimizer, metrics."""

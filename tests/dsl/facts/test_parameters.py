@@ -1,0 +1,129 @@
+"""How many parameters the published models have, and that their published config.json's are these models.
+
+configs/ says what the config.json's on the Hugging Face hub say, under the names of the models here: those of
+openai-community/gpt2*, meta-llama/*, mistralai/*, Qwen/*, google/gemma*, deepseek-ai/*, openai/gpt-oss*, nvidia/*,
+google-bert/*-uncased, google-t5/*, google/t5-v1_1*, facebook/bart*, google/vit-base-patch16-224, llava-hf/llava-1.5*,
+state-spaces/mamba2* (in the form of transformers), bigcode/starcoder and bigscience/bloom*.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from functools import cache
+from inspect import getmodule
+from math import log10
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.paths import ROOT
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here needs the network
+
+import torch
+
+from megaloom.dsl import fingerprint, params, read
+from megaloom.dsl.catalog import examples, find, modules
+from megaloom.dsl.hf.architectures import Reader
+
+transformers = pytest.importorskip("transformers", reason="`make unit` installs it")
+
+CONFIGS = {path.stem: path for path in sorted((ROOT / "tests/configs").glob("*.json"))}
+GOLDEN = ROOT / "tests/golden/parameters.txt"
+README = ROOT / "README.md"
+MARKS = "<!-- models: pytest -n0 tests/test_parameters.py --update -->", "<!-- end of models -->"
+
+# Elements of the weights on the hub that Hugging Face's code, made by the config.json, does not say by itself.
+PUBLISHED = {
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "t5-v1-1-base": 247_577_856,
+}
+OURS = {"stdlib-gpt", "own-layer", "own-module"}  # published nowhere else
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_is_the_model_that_they_make_of_it(name: str) -> None:
+    """As many parameters, and the same again as they write it: each default said, positions as of transformers 5."""
+    fields = json.loads(CONFIGS[name].read_text())
+    theirs_class = getattr(transformers, fields["architectures"][0])
+    with torch.device("meta"):
+        theirs = theirs_class._from_config(theirs_class.config_class.from_dict(fields))
+    ours = read(CONFIGS[name])
+    assert params(ours) == counted_by(theirs)
+    assert fingerprint(read({**theirs.config.to_dict(), "architectures": fields["architectures"]})) == fingerprint(ours)
+
+
+def counted_by(theirs: Any) -> int:
+    """Their parameters, less those that no output depends on, and both tables of T5 1.1, of which they make one."""
+    unused = re.compile(r"vision_tower.*(encoder\.layers\.23\.|post_layernorm\.)")
+    two = getattr(theirs.config, "scale_decoder_outputs", True) is False
+    extra = theirs.shared.weight.numel() if two else 0
+    return theirs.num_parameters() + extra - sum(p.numel() for n, p in theirs.named_parameters() if unused.search(n))
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() & examples().keys()))
+def test_a_config_is_the_model_of_that_name(name: str) -> None:
+    assert fingerprint(read(CONFIGS[name])) == fingerprint(find(name)[0])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_as_published(name: str) -> None:
+    assert params(find(name)[0]) == PUBLISHED[name]
+
+
+# The table of all of them
+
+
+@cache
+def counted() -> dict[str, int]:
+    """The parameters of each published model of the examples."""
+    return {name: params(find(ref)[0]) for name, ref in examples().items() if name not in OURS}
+
+
+def rows() -> Iterator[str]:
+    """Each model with its parameters, and whether Hugging Face's code counts as many."""
+    counts = {name: params(read(path)) for name, path in CONFIGS.items() if name not in counted()} | counted()
+    for name in sorted(counts):
+        yield f"{name:<22}{counts[name]:>20,}{'  as Hugging Face' if name in CONFIGS else ''}"
+
+
+def families() -> Iterator[str]:
+    """The rows of the README's table: each family of the examples, its models, the architectures that it reads."""
+    yield "| family | models and their parameters | reads a config.json of |"
+    yield "|---|---|---|"
+    places = {name: ref.partition(":")[0] for name, ref in examples().items() if name in counted()}
+    for module in (m for m in modules() if m.__name__ in places.values()):
+        name = module.__name__.rpartition(".")[2]
+        readers = [it for it in vars(module).values() if isinstance(it, Reader) and getmodule(it.model) is module]
+        sizes = ", ".join(f"`{n}` {short(counted()[n])}" for n, place in places.items() if place == module.__name__)
+        reads = ", ".join(f"`{a}`" for r in readers for a in r.architectures)
+        yield f"| [{name}](examples/{name}.py) | {sizes} | {reads} |"
+
+
+def short(n: int) -> str:
+    """A number of parameters in three digits."""
+    value, unit = (n / 1e9, "B") if n >= 999.5e6 else (n / 1e6, "M")
+    return f"{value:.{max(0, 2 - int(log10(value)))}f} {unit}" if value >= 1 else f"{value:.2f} {unit}"
+
+
+def agrees(path: Path, text: str, update: bool) -> bool:
+    """Whether a file says this; --update makes it say so."""
+    if update:
+        path.write_text(text)
+    return path.read_text() == text
+
+
+def test_the_table_of_parameters(request: pytest.FixtureRequest) -> None:
+    assert agrees(GOLDEN, "\n".join(rows()) + "\n", request.config.getoption("--update"))
+
+
+def test_the_readme_lists_the_models(request: pytest.FixtureRequest) -> None:
+    before, _, rest = README.read_text().partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    listed = "\n".join((MARKS[0], *families(), MARKS[1]))
+    assert agrees(README, before + listed + after, request.config.getoption("--update"))

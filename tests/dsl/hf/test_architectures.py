@@ -1,0 +1,360 @@
+"""What a config.json may say, and how one that cannot be read is refused."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megaloom.dsl import (
+    Dim,
+    Embed,
+    LinearScaling,
+    Llama3Scaling,
+    Model,
+    RMSNorm,
+    Rope,
+    SwiGLU,
+    Unembed,
+    UserError,
+    YarnScaling,
+    fingerprint,
+    graph,
+    ids,
+    model,
+    read,
+    repeat,
+    residual,
+    weight,
+)
+from megaloom.dsl.catalog import called, find
+from megaloom.dsl.hf.architectures import describes
+from megaloom.dsl.hf.fields import Config, rope, rotation
+from megaloom.dsl.hf.state_dict import give, take
+from megaloom.dsl.hf.tensor_names import (
+    JOIN,
+    Names,
+    Stored,
+    columns,
+    flat,
+    rows,
+)
+from tests.support.paths import TESTS
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 61,
+}
+
+
+def refused(fields: dict[str, Any] | str | Path) -> str:
+    with pytest.raises(UserError) as error:
+        read(fields)
+    return str(error.value)
+
+
+# Reading
+
+
+def test_a_file_a_folder_and_its_fields_are_one_model(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "other.json").write_text(json.dumps(LLAMA))
+    found = [read(LLAMA), read(folder), read(str(folder / "config.json")), read(tmp_path / "other.json")]
+    assert [m.name for m in found] == ["llama", "tiny-llama", "tiny-llama", "other"]
+    assert len({fingerprint(m) for m in found}) == 1
+
+
+def test_what_is_found_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.chdir(tmp_path)
+    for ref in ("tiny", "tiny/", "tiny/config.json", str(tmp_path / "tiny")):
+        m, canonical = find(ref)
+        assert (m.name, canonical) == ("tiny", str(tmp_path / "tiny" / "config.json"))
+    monkeypatch.chdir("/")
+    assert fingerprint(find(canonical)[0]) == fingerprint(m)
+    assert called(canonical) == "tiny"
+
+
+def test_an_example_comes_before_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.chdir(tmp_path)
+    assert find("gpt2")[1] == "megaloom.examples.gpt2:gpt2"
+    assert find("./gpt2")[1] == str(tmp_path / "gpt2" / "config.json")
+
+
+def test_a_config_is_told_from_a_plan(tmp_path: Path) -> None:
+    for text, said in ((json.dumps(LLAMA), True), ('{"version": 1}', False), ("[]", False), ("{", False)):
+        (tmp_path / "x.json").write_text(text)
+        assert describes(tmp_path / "x.json") is said
+    assert not describes(tmp_path / "absent.json")
+
+
+# Refusals
+
+
+def test_a_missing_field_is_named() -> None:
+    said = refused({k: v for k, v in LLAMA.items() if k != "hidden_size"})
+    assert said == "config has no hidden_size, and this architecture needs it: a whole number of at least 1"
+    assert refused(LLAMA | {"hidden_size": None}) == said
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("hidden_size", "32", 'hidden_size is "32", and not a whole number of at least 1'),
+        ("hidden_size", 32.0, "hidden_size is 32.0, and not a whole number of at least 1"),
+        ("num_attention_heads", 0, "num_attention_heads is 0, and not a whole number of at least 1"),
+        ("num_hidden_layers", True, "num_hidden_layers is true, and not a whole number of at least 1"),
+        ("rms_norm_eps", "small", 'rms_norm_eps is "small", and not a number of at least 0'),
+        ("rms_norm_eps", -1, "rms_norm_eps is -1.0, and not a number of at least 0"),
+        ("rope_theta", float("nan"), "rope_theta is NaN, and not a number of at least 0"),
+        ("rope_theta", 0, "rotary positions cannot have a base of 0"),
+        ("vocab_size", {1, 2}, 'vocab_size is "{1, 2}", and not a whole number of at least 1'),
+        ("tie_word_embeddings", 1, "tie_word_embeddings is 1, and not true or false"),
+        ("rope_scaling", "llama3", 'rope_scaling is "llama3", and not an object'),
+        ("hidden_act", "gelu", 'hidden_act of "gelu" is not supported\nit can be "silu" here'),
+        ("attention_bias", True, "attention_bias of true is not supported\nit can be false here"),
+    ],
+)
+def test_a_wrong_value_is_named(field: str, value: object, said: str) -> None:
+    assert refused(LLAMA | {field: value}) == f"config: {said}"
+
+
+SMALL = [json.loads(p.read_text()) for p in sorted(TESTS.glob("configs/small/*.json"))]
+
+
+@given(st.data())
+def test_whatever_a_config_says_is_read_or_refused(data: st.DataObject) -> None:
+    fields = dict(data.draw(st.sampled_from(SMALL)))
+    name = data.draw(st.sampled_from(sorted(fields)))
+    if isinstance(fields[name], dict) and fields[name]:
+        fields[name] = inner = dict(fields[name])
+        changed, name = inner, data.draw(st.sampled_from(sorted(inner)))
+    else:
+        changed = fields
+    numbers = st.integers(-3, 64) | st.floats()
+    changed[name] = data.draw(st.none() | st.booleans() | numbers | st.text() | st.lists(numbers) | st.just({"a": 1}))
+    with suppress(UserError):
+        assert isinstance(read(fields), Model)
+
+
+def test_what_nobody_reads_is_refused() -> None:
+    said = refused(LLAMA | {"logit_scale": 0.5, "parallel_block": True, "use_cache": True, "residual_multiplier": None})
+    assert said.startswith("config: nothing here is known of logit_scale, parallel_block\n")
+    said = refused(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}})
+    assert said.startswith("config: nothing here is known of rope_scaling.beta_fast\n")
+
+
+def test_unknown_architectures() -> None:
+    said = refused(LLAMA | {"architectures": ["LlamaForCausalML"]})
+    assert said.startswith(
+        "config: nothing reads the architecture LlamaForCausalML: is LlamaForCausalLM meant?\nknown are "
+    )
+    assert "GPT2LMHeadModel" in said
+    assert refused(LLAMA | {"architectures": ["Zzz"]}).startswith("config: nothing reads the architecture Zzz\nknown")
+    nameless = LLAMA | {"architectures": None, "model_type": "rnn"}
+    assert refused(nameless).startswith("config names no architectures\nthey can be ")
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {**LLAMA}}
+    assert "is MistralForCausalLM meant?\nthe language model in it can be planned alone" in refused(whole)
+
+
+def test_without_architectures_a_model_is_of_its_type() -> None:
+    """As `config.save_pretrained` writes it of a config that no model was made of."""
+    published = [json.loads(path.read_text()) for path in sorted(TESTS.glob("configs/*.json"))]
+    typed = {fields["model_type"]: fields for fields in published if "model_type" in fields}
+    assert len(typed) >= 16
+    for fields in typed.values():
+        assert fingerprint(read({k: v for k, v in fields.items() if k != "architectures"})) == fingerprint(read(fields))
+
+
+def test_a_model_under_its_older_name() -> None:
+    fields = json.loads((TESTS / "configs" / "t5-11b.json").read_text())
+    assert fingerprint(read({**fields, "architectures": ["T5WithLMHeadModel"]})) == fingerprint(read(fields))
+    multilingual = json.loads((TESTS / "configs" / "bert-base.json").read_text())
+    pooler = {"directionality": "bidi", "pooler_fc_size": 768, "pooler_type": "first_token_transform"}
+    assert fingerprint(read(multilingual | pooler)) == fingerprint(read(multilingual))
+
+
+def test_files_that_are_no_config(tmp_path: Path) -> None:
+    assert refused(tmp_path / "absent.json").startswith(f"cannot read {tmp_path / 'absent.json'}: ")
+    assert refused(tmp_path).startswith(f"cannot read {tmp_path / 'config.json'}: ")
+    for text in ("{", "\0", "[" * 100_000, '{"__float__": "x"}'):
+        (tmp_path / "x.json").write_text(text)
+        assert refused(tmp_path / "x.json").startswith(f"cannot read {tmp_path / 'x.json'}: ")
+    (tmp_path / "x.json").write_text("[1]")
+    assert (
+        refused(tmp_path / "x.json") == f"{tmp_path / 'x.json'} is no config.json: it must hold an object with fields"
+    )
+
+
+# Rotary positions, in either spelling
+
+
+def turned(**fields: object) -> Rope:
+    c = Config(fields, "config")
+    found = rotation(c, 10_000.0, head_dim=64)
+    assert not list(c.unread())
+    return found
+
+
+def test_the_old_and_the_new_spelling_say_the_same() -> None:
+    llama = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    stretched = Rope(5e5, scaling=Llama3Scaling(factor=8.0, low=1.0, high=4.0, original=8192))
+    assert turned(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **llama}) == stretched
+    assert turned(rope_parameters={"rope_theta": 5e5, "rope_type": "llama3", **llama}) == stretched
+    linear = {"type": "linear", "factor": 2.0}
+    assert turned(rope_scaling=linear) == turned(rope_parameters=linear) == Rope(1e4, scaling=LinearScaling(2.0))
+    assert turned() == turned(rope_scaling=None) == turned(rope_parameters={"rope_type": "default"}) == Rope(1e4)
+    assert turned(partial_rotary_factor=0.5) == turned(rope_parameters={"partial_rotary_factor": 0.5}) == Rope(1e4, 32)
+
+
+def test_yarn() -> None:
+    said = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16}
+    scaling = YarnScaling(factor=40.0, original=4096, fast=16.0, attention=1.0)
+    assert turned(rope_scaling=said, max_position_embeddings=4096) == Rope(1e4, scaling=scaling)
+    said = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "truncate": False}
+    assert turned(rope_scaling=said).scaling == YarnScaling(factor=4.0, original=32768, truncate=False)
+
+
+def test_each_kind_of_layer_has_its_own() -> None:
+    said = {"full": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}, "sliding": {"rope_theta": 1e4}}
+    c = Config({"rope_parameters": said}, "config")
+    assert rope(c, kind="full") == Rope(1e6, scaling=LinearScaling(8.0))
+    assert list(c.unread()) == ["rope_parameters.sliding"]
+    assert rope(c, kind="sliding") == 10_000
+
+
+def test_positions_that_are_not_known() -> None:
+    for fields, said in (
+        ({"rope_scaling": {"type": "longrope"}}, 'type of "longrope" is not supported\nit can be "default", "linear"'),
+        ({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, "rope_theta of 1.0 is not supported\nanother"),
+    ):
+        with pytest.raises(UserError, match=said):
+            turned(**fields)
+
+
+# Names
+
+
+def tiny(layers: int = 2) -> Model:
+    wte = weight("wte", Dim("vocab", 7), Dim("embed", 4))
+    block = residual(RMSNorm(), SwiGLU(6)) >> residual(RMSNorm(), SwiGLU(6))
+    return model("tiny", ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm() >> Unembed(wte))
+
+
+LAYER = {
+    "norm.weight": flat("rms_norm.0.scale"),
+    "gate_up.weight": columns("swiglu.0.gate", "swiglu.0.up"),
+    "down.weight": rows("swiglu.0.down"),
+}
+WHOLE = {"wte.weight": columns("wte"), "norm.weight": flat("rms_norm.0.scale")}
+NAMES = Names(WHOLE, {"layers.{layer}.": LAYER})
+
+
+def random(m: Model) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {n: torch.randn([d.known for d in s.dims], generator=draw) for n, s in graph(m).weights.items()}
+
+
+def test_layers_are_told_apart_where_a_block_has_several() -> None:
+    """Each iteration of the repeat is two layers to these names, and the last norm is outside of all."""
+    m = tiny(3)
+    weights = random(m)
+    stored = give(NAMES, m, weights)
+    assert len(stored) == 2 + 6 * 3
+    for i in range(6):
+        assert torch.equal(stored[f"layers.{i}.norm.weight"], weights[f"rms_norm.{i}.scale"])
+        both = torch.cat((weights[f"swiglu.{i}.gate"].T, weights[f"swiglu.{i}.up"].T))
+        assert torch.equal(stored[f"layers.{i}.gate_up.weight"], both)
+        assert torch.equal(stored[f"layers.{i}.down.weight"], weights[f"swiglu.{i}.down"].T)
+    assert torch.equal(stored["norm.weight"], weights["rms_norm.6.scale"])
+    back = take(NAMES, m, stored)
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[n], w) for n, w in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        (("embed", (JOIN, "ff")), lambda g, u: np.concatenate((g, u), 1)),
+        ((("ff", JOIN, 1), "embed"), lambda g, u: np.stack((g, u), -1).transpose(1, 2, 0).reshape(12, 4)),
+        ((("embed", JOIN, ...),), lambda g, u: np.concatenate((g, u), 1).reshape(-1)),
+        ((1, (JOIN, 1), "ff", "embed"), lambda g, u: np.stack((g.T, u.T))[None]),
+    ],
+)
+def test_joined_weights(axes: Any, expected: Any) -> None:
+    m = tiny()
+    names = Names(
+        WHOLE, {"layers.{layer}.": LAYER | {"gate_up.weight": Stored(("swiglu.0.gate", "swiglu.0.up"), axes)}}
+    )
+    weights = random(m)
+    stored = give(names, m, weights)
+    want = expected(*(weights[f"swiglu.1.{n}"].numpy() for n in ("gate", "up")))
+    np.testing.assert_array_equal(stored["layers.1.gate_up.weight"].numpy(), want)
+    assert all(torch.equal(take(names, m, stored)[n], w) for n, w in weights.items())
+
+
+def test_checkpoints_of_another_model() -> None:
+    m = tiny()
+    stored = give(NAMES, m, random(m))
+    for change, said in (
+        ({"extra.bias": torch.ones(1)}, "model 'tiny' has no weights for the checkpoint's extra.bias"),
+        ({"norm.weight": torch.ones(5)}, r"the checkpoint's norm.weight is \[5\], and this model's is \[4\]"),
+        ({"wte.weight": None}, "the checkpoint has no tensor 'wte.weight' for wte"),
+    ):
+        changed = {k: v for k, v in (stored | change).items() if v is not None}
+        with pytest.raises(UserError, match=said):
+            take(NAMES, m, changed)
+    with pytest.raises(UserError, match=r"no tensor 'layers.4.norm.weight' for rms_norm.4.scale"):
+        take(NAMES, tiny(3), stored)
+
+
+def test_what_else_a_checkpoint_may_have() -> None:
+    """Names as they were, copies of a table, zeros, and what no output depends on: all of them checked."""
+    m = tiny()
+    weights = random(m)
+    layers = {"layers.{layer}.": LAYER}
+    beside = {"copies": {"head.weight": "wte.weight"}, "zero": ("bias",), "older": {"h.": "layers."}}
+    names = Names(WHOLE, layers, unused=("layers.{layer}.mask", "layers.{beyond}.", "pooler."), **beside)
+    stored = {name.replace("layers.", "h."): x for name, x in give(names, m, weights).items()}
+    one = torch.ones(1)
+    stored |= {"head.weight": stored["wte.weight"].clone(), "bias": 0 * one, "h.1.mask": one, "pooler.weight": one}
+    stored |= {"h.4.norm.weight": one, "layers.11.x": one}
+    back = take(names, m, stored)
+    assert all(torch.equal(back[n], w) for n, w in weights.items())
+    for change, said in (
+        ({"head.weight": stored["wte.weight"] + 1}, "head.weight is not its wte.weight, and model 'tiny' has one for"),
+        ({"head.weight": one}, "head.weight is not its wte.weight"),
+        ({"bias": one}, "bias is not zero"),
+        ({"h.3.x": one}, "no weights for the checkpoint's layers.3.x"),
+        ({"masks.1": one}, "no weights for the checkpoint's masks.1"),
+    ):
+        with pytest.raises(UserError, match=said):
+            take(names, m, stored | change)
+
+
+def test_names_that_lack_some() -> None:
+    for names, said in (
+        (Names({}, NAMES.layers), r"the names say nothing of wte, rms_norm.4.scale, of model 'tiny'"),
+        (Names(WHOLE), r"say nothing of rms_norm.0.scale, swiglu.0.gate, .*, rms_norm.1.scale and 11 more"),
+        (Names(WHOLE, {"h.{layer}.": {"norm": flat("rms_norm.0.scale")}}), "say nothing of rms_norm.0.scale, swiglu"),
+    ):
+        with pytest.raises(UserError, match=said):
+            give(names, tiny(), random(tiny()))

@@ -1,0 +1,234 @@
+"""Models of Hugging Face, small and with random weights, against what is read of the files that they save.
+
+configs/small/ holds a config.json of each architecture that is read, and of variants of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from attrs import evolve, frozen
+
+from tests.support.paths import TESTS
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here needs the network
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megaloom.dsl import (
+    Attend,
+    Clamp,
+    Gate,
+    Model,
+    Normalize,
+    Op,
+    Rope,
+    Rows,
+    Value,
+    graph,
+    params,
+)
+from megaloom.dsl.catalog import modules
+from megaloom.dsl.hf.architectures import Reader, opened, reader
+from megaloom.dsl.hf.fields import Config
+from megaloom.dsl.hf.state_dict import give, take
+from megaloom.runtime.reference import interpret as oracle
+from megaloom.runtime.reference.interpret import evaluate, interpret
+
+transformers = pytest.importorskip("transformers", reason="`make unit` installs it")
+transformers.logging.set_verbosity_error()
+
+SMALL = {path.stem: path for path in sorted(TESTS.glob("configs/small/*.json"))}
+VOCAB = 61  # of all of them
+
+# What no output depends on: the layers of an image encoder after the one that is read, a bias that is always zero.
+UNUSED = ("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.", "final_logits_bias")
+
+
+@frozen
+class Saved:
+    """What Hugging Face computes, what it saves of the model, and what is read of that."""
+
+    logits: Tensor
+    inputs: Mapping[str, Tensor]
+    parameters: int
+    fields: Mapping[str, Any]
+    checkpoint: Mapping[str, Tensor]
+    read: Reader
+    model: Model
+
+    def weights(self) -> dict[str, Tensor]:
+        return take(self.read.names, self.model, self.checkpoint)
+
+
+@cache
+def saved(name: str) -> Saved:
+    """A model whose weights are so random that none can be left out, or taken for another, unnoticed."""
+    torch.manual_seed(0)
+    theirs = built(name)
+    with TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        config, called = opened(folder)
+        read = reader(config)
+        checkpoint = load_file(Path(folder) / "model.safetensors")
+    model = read(config, called)
+    inputs = drawn(model)
+    with torch.no_grad():
+        logits = theirs(**named(inputs)).logits
+    return Saved(logits, inputs, theirs.num_parameters(), config.fields, checkpoint, read, model)
+
+
+def built(name: str) -> Any:
+    """Hugging Face's model of a small config, with random weights, biases and buffers."""
+    fields = json.loads(SMALL[name].read_text())
+    theirs_class = getattr(transformers, fields["architectures"][0])
+    theirs = theirs_class._from_config(theirs_class.config_class.from_dict(fields), attn_implementation="eager").eval()
+    if fields.get("tie_word_embeddings") is False:  # T5 makes two tables one, until it loads two that differ
+        theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.detach().clone())
+    noise = 0.1 if name.startswith("t5") else 0.2  # T5 does not scale its scores, so that they grow with all weights
+    with torch.no_grad():
+        for at, x in theirs.state_dict().items():
+            if at != "final_logits_bias":
+                x.add_(torch.randn_like(x) * noise)
+    return theirs
+
+
+def drawn(model: Model, seq: int = 23) -> dict[str, Tensor]:
+    """Random inputs for a model; where it reads an image, 16 of the tokens stand for its patches."""
+    wanted = {str(n.op) for n in graph(model).nodes if n.input}
+    inputs = {
+        "tokens": torch.randint(VOCAB - 1, (2, seq)),
+        "source_tokens": torch.randint(VOCAB, (2, seq + 6)),
+        "types": torch.randint(2, (2, seq)),
+        "image": torch.randn(2, 3, 16, 16),
+    }
+    if "image" in wanted:
+        at = torch.stack([torch.randperm(seq)[:16] for _ in range(2)])
+        inputs["tokens"] = inputs["tokens"].scatter(1, at, VOCAB - 1)
+    return {name: x for name, x in inputs.items() if name in wanted}
+
+
+def named(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs by Hugging Face's names."""
+    theirs = {"tokens": "input_ids", "types": "token_type_ids", "image": "pixel_values"}
+    if "source_tokens" in inputs:
+        theirs = {"tokens": "decoder_input_ids", "source_tokens": "input_ids"}
+    return {theirs[name]: x for name, x in inputs.items()}
+
+
+# Bart without its logits, what T5 was called before, and one of its version 1.1.
+SAME = {"BartModel", "T5WithLMHeadModel", "MT5ForConditionalGeneration"}
+
+
+def test_each_architecture_that_is_read_is_tested() -> None:
+    readers = [it for m in modules() for it in vars(m).values() if isinstance(it, Reader)]
+    tested = {json.loads(path.read_text())["architectures"][0] for path in SMALL.values()}
+    assert {a for r in readers for a in r.architectures} - tested == SAME
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_logits_are_theirs(name: str) -> None:
+    it = saved(name)
+    (logits,) = interpret(it.model, it.weights(), it.inputs)
+    assert 0.3 < it.logits.std() < 30
+    torch.testing.assert_close(logits, it.logits, rtol=0, atol=1e-5 * max(1.0, it.logits.std().item()))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_parameters_are_theirs(name: str) -> None:
+    it = saved(name)
+    unused = sum(x.numel() for n, x in it.checkpoint.items() if n.startswith(UNUSED[:2]))  # the last is a buffer
+    assert params(it.model) == it.parameters - unused
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_is_given_back_is_what_was_taken(name: str) -> None:
+    it = saved(name)
+    weights = it.weights()
+    assert weights.keys() == graph(it.model).weights.keys()
+    back = give(it.read.names, it.model, weights)
+    assert all(torch.equal(it.checkpoint[n], x) for n, x in back.items())
+    assert all(n.startswith(UNUSED) for n in it.checkpoint.keys() - back.keys())
+
+
+OTHER: list[tuple[str, str, Any]] = [
+    ("llama", "rms_norm_eps", 0.01),
+    ("llama", "rope_parameters", {"rope_theta": 99.0}),
+    ("mixtral", "num_experts_per_tok", 3),
+    ("mistral", "sliding_window", None),
+    ("qwen3-moe", "norm_topk_prob", True),
+    ("qwen3-moe", "num_experts_per_tok", 2),
+    ("gemma2", "query_pre_attn_scalar", 16),
+    ("gemma2", "sliding_window", 6),
+    ("gemma3", "query_pre_attn_scalar", 16),
+    ("gemma3", "sliding_window", 6),
+    ("nemotron", "rope_parameters", {"partial_rotary_factor": 1.0}),
+    ("deepseek-v2", "routed_scaling_factor", 2.0),
+    ("deepseek-v2", "topk_group", 3),
+    ("deepseek-v2", "topk_method", "greedy"),
+    ("deepseek-v3", "routed_scaling_factor", 1.0),
+    ("deepseek-v3", "topk_group", 3),
+    ("deepseek-v3", "norm_topk_prob", False),
+    ("gpt-oss", "sliding_window", 4),
+    ("gpt-oss", "swiglu_limit", 7.0),
+    ("t5", "relative_attention_max_distance", 40),
+]
+
+
+@pytest.mark.parametrize(("name", "field", "value"), OTHER)
+def test_another_value_is_another_model(name: str, field: str, value: object) -> None:
+    it = saved(name)
+    other = it.read(Config(dict(it.fields) | {field: value}, "config"), "other")
+    (logits,) = interpret(other, it.weights(), it.inputs)
+    assert (logits - it.logits).abs().max() > 1e-3
+
+
+# Options of primitives, and a value as if there were no such option.
+LEFT_OUT: list[tuple[str, type[Op], dict[str, Any]]] = [
+    ("llama-3.1", Rope, {"scaling": None}),
+    ("llama-linear", Rope, {"scaling": None}),
+    ("llama-yarn", Rope, {"scaling": None}),
+    ("mixtral", Gate, {"normalize": False}),
+    ("mistral", Attend, {"window": None}),
+    ("gemma2", Attend, {"window": None}),
+    ("gemma2", Attend, {"softcap": None}),
+    ("gemma2", Attend, {"scale": None}),
+    ("gemma3", Rope, {"scaling": None}),
+    ("nemotron", Rope, {"channels": None}),
+    ("deepseek-v2", Rope, {"interleaved": False}),
+    ("deepseek-v2", Gate, {"groups": 1, "top_groups": 1}),
+    ("deepseek-v2", Gate, {"best": 2}),
+    ("deepseek-v3", Gate, {"score": "softmax"}),
+    ("deepseek-v3", Gate, {"best": 1}),
+    ("deepseek-v3", Attend, {"scale": None}),
+    ("gpt-oss", Clamp, {"high": 100.0}),
+    ("gpt-oss", Clamp, {"low": -100.0}),
+    ("bert", Attend, {"causal": True}),
+    ("t5", Attend, {"scale": None}),
+    ("bart", Rows, {"offset": 0}),
+    ("bloom", Attend, {"alibi": False}),
+    ("mamba2", Normalize, {"groups": 1}),
+    ("starcoder", Normalize, {"eps": 0.01}),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "changes"), LEFT_OUT)
+def test_an_option_left_out_would_show(
+    name: str, kind: type[Op], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(op: Op, out: Value, *args: Tensor) -> Tensor:
+        return evaluate(evolve(op, **changes) if isinstance(op, kind) else op, out, *args)
+
+    monkeypatch.setattr(oracle, "evaluate", without)
+    it = saved(name)
+    (logits,) = interpret(it.model, it.weights(), it.inputs)
+    assert (logits - it.logits).abs().max() > 1e-4

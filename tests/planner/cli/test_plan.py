@@ -1,0 +1,171 @@
+"""`plan` as its users meet it: what it prints, and what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megaloom.dsl.catalog import find
+from megaloom.dsl.graph import graph
+from megaloom.planner.cli import main
+from megaloom.planner.contract.layout import Recompute, Runtime
+from megaloom.planner.contract.plans import check, load
+from megaloom.planner.report.chrome_trace import replayed
+
+OWN = """
+from megaloom.dsl import Attention, Dim, Embed, Model, RMSNorm, SwiGLU, Unembed, ids, model, repeat, residual, weight
+
+def small() -> Model:
+    wte = weight("wte", Dim("vocab", 256), Dim("embed", 64))
+    block = residual(RMSNorm(), Attention(heads=4, rope=10_000)) >> residual(RMSNorm(), SwiGLU(128))
+    return model("small", ids() >> Embed(wte) >> repeat(4, block) >> RMSNorm() >> Unembed(wte))
+"""
+
+
+def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """The exit code, stdout and stderr of `plan`."""
+    code = main.main(args)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_a_plan_is_printed_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("gpt2", "--gpus", "8xH100", "--batch", "64", capsys=capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith("gpt2: 124,439,808 parameters, on 8xH100 (one node); searched in ")
+    assert "64 sequences of 1,024 tokens, 65,536 in all (--seq not given)" in out
+    assert out.endswith("wrote plan.json; `megaloom train plan.json` trains by it\n")
+    assert out.isascii()
+    assert all(line == line.rstrip() for line in out.splitlines())
+    plan = load("plan.json")
+    check(plan, find("gpt2")[0])
+    assert sum(plan.predicted.breakdown.values()) == pytest.approx(plan.predicted.step_seconds)
+    assert all(reason in out for reason in plan.reasons)
+
+
+def test_a_model_of_ones_own_with_axes_fixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    target = tmp_path / "sub.json"
+    fixed = ["--tp", "2", "--pp", "2", "--micro-batch", "1", "--recompute", "full", "--no-distributed-optimizer"]
+    args = (str(tmp_path / "own.py"), "--gpus", "8xCPU", "--precision", "fp32", *fixed, "-o", str(target))
+    code, out, err = run(*args, capsys=capsys)
+    assert (code, err) == (0, "")
+    x = load(target).layout
+    assert (x.tp, x.pp, x.micro_batch, x.recompute, x.distributed_optimizer) == (2, 2, 1, Recompute.FULL, False)
+    assert f"wrote {target}" in out
+
+
+def test_modules_to_recompute_are_named_as_megatron_core_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "plan.json"
+    args = ("gpt2", "--gpus", "2xH100", "--batch", "8", "-o", str(target), "--recompute-modules", "mlp", "layernorm")
+    code, out, err = run(*args, capsys=capsys)
+    assert (code, err) == (0, "")
+    assert load(target).layout.again == "selective: layernorm, mlp"
+    assert "recompute selective: layernorm, mlp" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["layer_norm"], "no module to recompute is called 'layer_norm'\nthere are core_attn, layernorm, "),
+        (
+            ["moe"],
+            "the model has no moe to compute again [recompute-modules]: recompute selective with any of core_attn, ",
+        ),
+        (["mlp", "--recompute", "full"], "recompute full computes no modules again, and mlp are named"),
+    ],
+)
+def test_modules_that_cannot_be_recomputed(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(tmp_path / "plan.json")
+    code, _, err = run("gpt2", "--gpus", "2xH100", "-o", target, "--recompute-modules", *words, capsys=capsys)
+    assert code == 2
+    assert said in err
+
+
+def test_a_config_of_hugging_face(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 128, "vocab_size": 256}
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], **small}))
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("small", "--gpus", "2xCPU", "--seq", "128", "--batch", "8", capsys=capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith("small: 224,640 parameters, on 2xCPU")
+    planned = load("plan.json")
+    assert planned.model == str(tmp_path / "small" / "config.json")
+    monkeypatch.chdir("/")
+    check(planned, find(planned.model)[0])
+
+
+def test_a_model_of_images_has_no_sequence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is counted is images, and context parallelism, which would divide a sequence, is not legal."""
+    words, path = ["vit-base", "--gpus", "8xA100", "--batch", "64"], tmp_path / "plan.json"
+    code, out, _ = run(*words, "-o", str(path), capsys=capsys)
+    assert code == 0 and "\na step: 64 inputs (--seq not given)\n" in out and load(path).workload.tokens == 64
+    code, _, err = run(*words, "--cp", "2", capsys=capsys)
+    assert code == 2 and "[seq]" in err
+
+
+def test_json_is_for_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("gpt2", "--gpus", "4xH100", "--json", "--top", "3", capsys=capsys)
+    assert (code, err) == (0, "")
+    said = json.loads(out)
+    assert set(said) == {"plans", "rejected"}
+    assert len(said["plans"]) == 3
+    for plan in said["plans"]:
+        layout, predicted = plan["layout"], plan["predicted"]
+        assert layout["dp"] * layout["tp"] * layout["pp"] * layout["cp"] == 4
+        assert sum(predicted["breakdown_seconds"].values()) == pytest.approx(predicted["step_seconds"])
+        assert predicted["memory_gib"] == pytest.approx(max(sum(r.values()) for r in predicted["memory_gib_by_rank"]))
+        assert {"vpp", "ep", "etp", "micro_batch", "recompute"} < set(layout)
+        assert {"tokens_per_second_per_gpu", "mfu"} < set(predicted)
+    assert all({"layout", "cause"} == set(r) for r in said["rejected"])
+    assert any("slower: " in r["cause"] for r in said["rejected"])
+    assert not any(r["layout"] == plan["layout"] for r in said["rejected"] for plan in said["plans"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_is_for_what_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Experts one by one wait for our host; Megatron's do not, and its fused kernels are quicker."""
+    monkeypatch.chdir(tmp_path)
+    given = (
+        "mixtral-8x7b",
+        "--gpus",
+        "64xH100",
+        "--seq",
+        "4096",
+        "--batch",
+        "256",
+        "--tp",
+        "2",
+        "--pp",
+        "4",
+        "--ep",
+        "2",  # so that each device has several experts, which are modules of their own here, and one product there
+    )
+    steps = {}
+    for runtime in Runtime:
+        code, out, _ = run(*given, "--runtime", runtime, "-o", f"{runtime}.json", capsys=capsys)
+        assert code == 0
+        assert ("as Megatron-core with Transformer Engine runs it" in out) == (runtime is Runtime.MEGATRON)
+        assert ("`megaloom train" in out) == (runtime is Runtime.MEGALOOM)
+        planned = load(f"{runtime}.json")
+        assert planned.runtime is runtime
+        steps[runtime] = replayed(planned, graph(find(planned.model)[0])).seconds
+        assert steps[runtime] == pytest.approx(planned.predicted.step_seconds, rel=1e-9)
+    assert steps[Runtime.MEGATRON] < steps[Runtime.MEGALOOM]

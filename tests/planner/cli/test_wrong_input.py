@@ -1,0 +1,138 @@
+"""What `plan` says to wrong input, and how it ends when it is interrupted or nobody reads on."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaloom.planner.contract.plans import load
+from megaloom.planner.hardware.names import PRESETS
+from megaloom.planner.search.best_first import Queue
+from megaloom.planner.simulate.prediction import Priced
+from tests.planner.cli.test_plan import run
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([], "requires an argument"),
+        (["gpt3"], "did you mean gpt2?"),
+        (["missing.py:gpt"], "no file 'missing.py'"),
+        (["gpt2", "--gpus", "8xH1000"], "did you mean H100?"),
+        (["gpt2", "--gpus", "0xH100"], "ask for at least 1xH100"),
+        (["gpt2", "--gpus", "12xH100"], "8xH100 or 16xH100 would"),
+        (["gpt2", "--seq", "0"], "seq is at least 1"),
+        (["gpt2", "--batch", "0"], "batch is at least 1"),
+        (["gpt2", "--batch", "1000000000"], "1,048,576 or less"),
+        (["gpt2", "--seq", 26 * "9"], "134,217,728 or less"),
+        (["gpt2", "--tp", 26 * "9"], "1,048,576 or less"),
+        (["gpt2", "--recompute", "full", "--recompute-layers", "-1"], "recompute_layers is at least 0"),
+        (["gpt2", "--batch", "64.5"], 'unable to convert "64.5" into int'),
+        (["gpt2", "--seq", "4096"], "longer than the 1024 learned positions"),
+        (["gpt2", "--tp", "8"], "tp 4 would"),
+        (["gpt2", "--tp", "two"], 'unable to convert "two" into int'),
+        (["gpt2", "--tp", "0"], "tp is at least 1"),
+        (["gpt2", "--dp", "8", "--batch", "12"], "a batch of 8 or 16 would"),
+        (["gpt2", "--precision", "fp7"], 'Choose from: "fp32", "bf16", "fp16", "fp8", "mxfp8"'),
+        (["gpt2", "--colour"], "`plan --help` lists what can be given"),
+        (["gpt2", "--top", "0"], "give at least 1"),
+        (["gpt2", "-o", "missing/plan.json"], "in a directory that exists"),
+        (["llama3-8b", "--gpus", "1xH100"], "no layout of llama3-8b on 1xH100 fits the memory"),
+        (["llama3-8b", "--gpus", "1..2xH100"], "no layout of llama3-8b on 2xH100 fits the memory"),
+        (["gpt2", "--gpus", "8..16xH100", "--tp", "0"], "tp is at least 1"),
+        (["gpt2", "--gpus", "8..16xH100", "-o", "plan.json"], "makes no plan, so there is none for -o plan.json"),
+        (["gpt2", "--gpus", "8..16xH100", "--lint", "--tp", "3"], "say it as 8xH100"),
+        (["gpt2", "--pareto", "--html", "plan.html"], "makes no plan, so there is none for --html plan.html"),
+        (["gpt2", "--gpus", "8xA100", "--precision", "fp8"], "how fast an A100 computes in fp8"),
+    ],
+)
+def test_wrong_input_says_what_would_work(
+    args: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*args, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith("plan: ")
+    assert says in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_ends_it_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megaloom.planner.search.search.plan", interrupted)
+    assert run("gpt2", capsys=capsys) == (130, "", "plan: interrupted\n")
+
+
+def test_ctrl_c_takes_the_best_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pushed = Queue.push
+
+    def interrupted(self: Queue, seconds: float, what: object) -> None:
+        pushed(self, seconds, what)
+        if isinstance(what, Priced):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Queue, "push", interrupted)
+    code, out, err = run("gpt2", "--gpus", "8xH100", "--batch", "64", capsys=capsys)
+    assert (code, err) == (130, "")
+    assert re.search(r"searched in [\d.]+ s, then interrupted: at most \d+\.\d% can be gained yet\n", out)
+    assert load("plan.json").layout.world == 8
+    code, out, _ = run("gpt2", "--gpus", "8xH100", "--batch", "64", "--json", capsys=capsys)
+    assert code == 130
+    assert 0 <= json.loads(out)["unproven"] < 1
+
+
+def command(code: str, *args: str) -> list[str]:
+    return [sys.executable, "-c", f"import sys\nfrom megaloom.planner.cli.main import main\n{code}", *args]
+
+
+def test_help_is_quick() -> None:
+    heavy = "{'torch', 'numpy', 'networkx', 'cattrs', 'megaloom.dsl'} & set(sys.modules)"
+    code = f"code = main(['--help'])\nassert not {heavy}, {heavy}\nsys.exit(code)"
+    spent = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        said = subprocess.run(command(code), capture_output=True, text=True, timeout=60, check=True).stdout
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(spent) < 0.3
+    assert f"Known: {', '.join(PRESETS)}." in " ".join(said.replace("│", "").split())
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    plan = subprocess.Popen(
+        command("sys.exit(main())", "gpt2", "-o", str(tmp_path / "plan.json")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert plan.stdout is not None
+    plan.stdout.close()
+    _, err = plan.communicate(timeout=60)
+    assert (plan.returncode, err) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("args", "to", "code", "says"),
+    [
+        ("--help", "| true", 0, ""),
+        ("gpt2 -o {}", ">&-", 0, ""),
+        ("gpt2 -o {}", "> /dev/full", 2, "plan: cannot write the output: No space left on device\n"),
+        ("--help", "> /dev/full", 2, "plan: cannot write the output: No space left on device\n"),
+    ],
+)
+def test_output_that_goes_nowhere_is_no_traceback(args: str, to: str, code: int, says: str, tmp_path: Path) -> None:
+    program = shlex.join(command("sys.exit(main())"))
+    line = f"set -o pipefail; {program} {args.format(tmp_path / 'plan.json')} {to}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, says)

@@ -1,0 +1,284 @@
+"""Layouts: what each rule refuses, that what it says instead works, and that nothing else is refused."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from math import gcd
+
+import pytest
+from attrs import evolve
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from megaloom.dsl import (
+    MLP,
+    Attention,
+    Dim,
+    Embed,
+    Layer,
+    LayerNorm,
+    Unembed,
+    Value,
+    dot,
+    fn,
+    ids,
+    model,
+    residual,
+    weight,
+)
+from megaloom.dsl.catalog import find
+from megaloom.dsl.graph import Graph, graph
+from megaloom.planner.contract.layout import (
+    Layout,
+    Precision,
+    Recompute,
+    Workload,
+)
+from megaloom.planner.contract.layouts import Layouts
+from megaloom.planner.hardware.names import cluster
+from megaloom.planner.rules.divisors import divisors
+from megaloom.planner.rules.rules import (
+    RULES,
+    SENSE,
+    legal,
+    violations,
+)
+
+
+@cache
+def example(name: str) -> Graph:
+    return graph(find(name)[0])
+
+
+def broken(name: str, layout: Layout, seq: int = 1024, batch: int = 64, gpus: int | None = None) -> dict[str, str]:
+    """The rules that a layout breaks, and their fixes."""
+    count = gpus or max(1, layout.world)
+    machine = evolve(cluster("1xH100"), count=count, per_node=gcd(8, count))
+    found = violations(layout, example(name), Workload(seq=seq, batch=batch), machine)
+    return {v.rule: v.fix for v in found}
+
+
+SHARES = {"dp": 2, "distributed_optimizer": True}
+WEIGHTS = ("gradients", "weights")
+APART = {"tp": 16, "sequence_parallel": True, "overlaps": ("tensor",)}
+EXPERTS = {"dp": 2, "ep": 2, "overlaps": ("experts",)}
+
+CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, and what mends it
+    ("gpt2", {"tp": 0}, {}, "positive", "tp is at least 1", {"tp": 1}),
+    ("gpt2", {"micro_batch": -1}, {}, "positive", "micro_batch is at least 1", {"micro_batch": 1}),
+    (
+        "gpt2",
+        {"recompute": Recompute.FULL, "recompute_layers": -1},
+        {},
+        "positive",
+        "at least 0",
+        {"recompute_layers": 1},
+    ),
+    ("gpt2", {"microbatch_group": -2}, {}, "positive", "microbatch_group is at least 0", {"microbatch_group": 0}),
+    ("gpt2", {}, {"batch": 10**9}, "plausible", "batch is 1,048,576 or less", {}),
+    ("gpt2", {}, {"seq": 10**26}, "plausible", "seq is 134,217,728 or less", {}),
+    ("gpt2", {"tp": 10**26}, {"gpus": 8}, "plausible", "tp is 1,048,576 or less", {"tp": 2, "dp": 4}),
+    ("gpt2", {"micro_batch": 10**26}, {}, "plausible", "micro_batch is 1,048,576 or less", {"micro_batch": 1}),
+    ("gpt2", {"tp": 2}, {"gpus": 8}, "world", "dp 4 takes them all", {"dp": 4}),
+    ("gpt2", {"pp": 3}, {"gpus": 8}, "world", "2 or 4 would, or 24 devices", {"pp": 4, "dp": 2}),
+    ("gpt2", {"tp": 8}, {}, "tp-heads", "tp 4 would", {"tp": 4}),
+    ("gpt2-xl", {"tp": 2}, {}, "tp-heads", "tp 1 would", {"tp": 5}),
+    ("llama3-8b", {"tp": 16}, {}, "", "", {}),  # 8 key/value heads, each on two ranks
+    ("mixtral-8x7b", {"ep": 3, "dp": 3}, {"batch": 63}, "ep-experts", "ep 1 would", {"ep": 1}),
+    ("mixtral-8x7b", {"ep": 8, "dp": 4}, {}, "expert-grid", "ep 4, or 8 devices would", {"ep": 4}),
+    ("mixtral-8x7b", {"ep": 2, "etp": 3, "dp": 6}, {"batch": 60}, "etp-width", "etp 2 would", {"etp": 1}),
+    ("llama3-8b", {"ep": 2, "dp": 2}, {}, "no-experts", "ep 1", {"ep": 1}),
+    ("gpt-oss-20b", {"etp": 2, "tp": 2, "sequence_parallel": True}, {}, "expert-bias", "etp 1", {"etp": 1}),
+    ("llama3-8b", {"etp": 2, "tp": 2}, {}, "etp-experts", "etp 1", {"etp": 1}),
+    ("gpt2", {"sequence_parallel": True}, {}, "sp-tp", "tp at least 2, or", {"sequence_parallel": False}),
+    ("mixtral-8x7b", {"tp": 2, "dp": 2, "ep": 2}, {}, "moe-sp", "sequence_parallel on", {"sequence_parallel": True}),
+    ("gpt2", {"vpp": 2}, {}, "vpp-pp", "vpp 1, or pp at least 2", {"vpp": 1}),
+    ("gpt2", {"pp": 4, "vpp": 20}, {}, "stages", "vpp 7 would", {"vpp": 7}),
+    ("gpt2", {"pp": 64}, {}, "stages", "pp 28 with vpp 1 would", {"pp": 28}),
+    ("gpt2", {"dp": 3}, {}, "batch", "a batch of 63 or 66 would", {}),
+    ("gpt2", {"micro_batch": 3}, {}, "batch", "or a micro-batch of 2 or 4", {"micro_batch": 4}),
+    (
+        "gpt2",
+        {"pp": 3, "vpp": 2},
+        {},
+        "vpp-microbatches",
+        "a microbatch_group of 64, or a batch of 63",
+        {"vpp": 1},
+    ),
+    ("gpt2", {"pp": 3, "vpp": 2}, {}, "vpp-microbatches", "vpp 1 would", {"microbatch_group": 64}),
+    ("gpt2", {"pp": 4, "vpp": 2, "microbatch_group": 3}, {}, "microbatch-group", "of 4 would", {"microbatch_group": 4}),
+    ("gpt2", {"pp": 4, "vpp": 2, "microbatch_group": 7}, {}, "microbatch-group", "6 or 8", {"microbatch_group": 6}),
+    ("gpt2", {"pp": 4, "microbatch_group": 4}, {}, "group-vpp", "0 would", {"microbatch_group": 0}),
+    ("gpt2", {"recompute_layers": 1}, {}, "recompute-none", "or 0 for all", {"recompute": Recompute.FULL}),
+    ("gpt2", {"recompute": Recompute.SELECTIVE, "recompute_layers": 1}, {}, "recompute-layers", "recompute full", {}),
+    (
+        "gpt2",
+        {"recompute": Recompute.SELECTIVE, "recompute_modules": ("mla_up_proj", "mlp")},
+        {},
+        "recompute-parts",
+        "any of core_attn, layernorm, mlp",
+        {"recompute_modules": ("mlp",)},
+    ),
+    ("gpt2", {"recompute_modules": ("mlp",)}, {}, "recompute-modules", "selective", {"recompute": Recompute.SELECTIVE}),
+    (
+        "gpt2",
+        {"recompute": Recompute.SELECTIVE, "recompute_modules": ("moe",)},
+        {},
+        "recompute-modules",
+        "any of core_attn, layernorm, mlp, or recompute none",
+        {"recompute_modules": ("layernorm",)},
+    ),
+    ("gpt2", {"pp": 4, "vpp": 2}, {"batch": 2}, "vpp-microbatches", "or a batch of 4", {"vpp": 1}),
+    ("gpt2", {"cp": 4}, {"seq": 1020}, "seq", "a sequence of 1016 or 1024 would", {"cp": 2}),
+    ("gpt2", {"cp": 4, "tp": 4, "sequence_parallel": True}, {"seq": 1000}, "seq", "of 992 or 1008", {"cp": 1}),
+    ("gpt2", {"tp": 4, "sequence_parallel": True}, {"seq": 1002}, "seq", "a sequence of 1000 or 1004", {"tp": 2}),
+    ("gpt2", {}, {"seq": 1025}, "positions", "1024 or less", {}),
+    ("gpt2", {"dp": 2, "overlaps": WEIGHTS}, {}, "overlap-weights", "optimizer on", {"distributed_optimizer": True}),
+    ("gpt2", SHARES | {"overlaps": WEIGHTS[1:]}, {}, "overlap-weights", "gradients too", {"overlaps": WEIGHTS}),
+    ("gpt2", {"tp": 2, "overlaps": ("tensor",)}, {}, "overlap-tensor", "on, or", {"sequence_parallel": True}),
+    ("llama3-8b", APART, {}, "overlap-tensor-node", "tp that divides a node", {"tp": 8}),
+    ("mixtral-8x7b", {"overlaps": ("experts",)}, {}, "overlap-experts", "ep at least 2", {"ep": 2, "dp": 2}),
+    ("mixtral-8x7b", EXPERTS | {"pp": 2}, {}, "overlap-experts-vpp", "vpp at least 2", {"vpp": 2}),
+    (
+        "mixtral-8x7b",
+        EXPERTS | {"recompute": Recompute.FULL},
+        {},
+        "overlap-experts-recompute",
+        "none or selective",
+        {"recompute": Recompute.SELECTIVE},
+    ),
+    ("deepseek-v3-mtp", EXPERTS, {}, "overlap-experts-ahead", "pp, or no overlap", {"pp": 2, "vpp": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "given", "rule", "fix", "mend"), CASES)
+def test_a_rule_refuses_and_its_fix_works(
+    name: str, layout: dict[str, int], given: dict[str, int], rule: str, fix: str, mend: dict[str, int]
+) -> None:
+    found = broken(name, Layout(**layout), **given)
+    assert list(found) == ([rule] if rule else [])
+    assert fix in found.get(rule, "")
+    if mend:
+        assert broken(name, Layout(**layout | mend), **given) == {}
+
+
+def test_every_rule_is_shown_to_refuse() -> None:
+    elsewhere = {"ep-fp16", "tp-kv-heads", "tp-keys", "tp-width", "recompute-blocks", "precision"}
+    elsewhere |= {"overlap-experts-precision"}
+    assert {case[3] for case in CASES if case[3]} | elsewhere == {rule.id for rule in (*SENSE, *RULES)}
+
+
+def test_a_mended_batch_or_sequence_works() -> None:
+    assert all(broken("gpt2", Layout(dp=3), batch=batch) == {} for batch in (63, 66))
+    assert all(broken("gpt2", Layout(pp=3, vpp=2), batch=batch) == {} for batch in (63, 66))
+    assert all(broken("gpt2", Layout(cp=4), seq=seq) == {} for seq in (1016, 1024))
+
+
+def test_a_message_says_what_and_where() -> None:
+    layout, machine = Layout(tp=8), cluster("8xH100")
+    (found,) = violations(layout, example("gpt2"), Workload(seq=1024, batch=8), machine)
+    assert str(found) == "tp 8 does not divide heads=12 [tp-heads]\ntp 4 would"
+
+
+@pytest.mark.parametrize(
+    ("kv", "tp", "rule"),
+    [(6, 4, "tp-kv-heads"), (6, 3, ""), (3, 6, ""), (2, 12, "tp-keys"), (2, 4, ""), (4, 6, "tp-kv-heads")],
+)
+def test_key_value_heads_divide_or_repeat(kv: int, tp: int, rule: str) -> None:
+    wte = weight("wte", Dim("vocab", 64), Dim("embed", 48))
+    m = model("gqa", ids() >> Embed(wte) >> residual(Attention(heads=12, kv_heads=kv)) >> Unembed(wte))
+    machine = evolve(cluster("1xH100"), count=tp)
+    found = [v.rule for v in violations(Layout(tp=tp), graph(m), Workload(seq=64, batch=8), machine)]
+    assert found == ([rule] if rule else [])
+
+
+class Wide(Layer):
+    """A layer of the user's own, with a dim of its own on tp."""
+
+    splits = {"channels": "tp"}  # noqa: RUF012 - as a user would write it
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        c = Dim("channels", 10)
+        return dot(fn("relu", dot(x, weight("in", x["embed"], c), "embed")), weight("out", c, x["embed"]), "channels")
+
+
+@pytest.mark.parametrize(("layer", "fix"), [(Wide(), "tp 2 would"), (MLP(14), "tp 2 would")])
+def test_tp_divides_the_width_of_any_layer(layer: Layer, fix: str) -> None:
+    wte = weight("wte", Dim("vocab", 64), Dim("embed", 48))
+    m = model("own", ids() >> Embed(wte) >> layer >> LayerNorm() >> Unembed(wte))
+    machine = evolve(cluster("1xH100"), count=4)
+    (found,) = violations(Layout(tp=4), graph(m), Workload(seq=64, batch=8), machine)
+    assert (found.rule, found.fix) == ("tp-width", fix)
+    assert "recompute-blocks" in [
+        v.rule for v in violations(Layout(recompute=Recompute.FULL), graph(m), Workload(seq=64, batch=8), machine)
+    ]
+
+
+def test_experts_do_not_lie_on_ep_in_fp16() -> None:
+    g, machine = example("mixtral-8x7b"), cluster("8xH100")
+    for precision, found in ((Precision.FP16, ["ep-fp16"]), (Precision.BF16, [])):
+        work = Workload(seq=1024, batch=8, precision=precision)
+        assert [v.rule for v in violations(Layout(dp=8, ep=8), g, work, machine)] == found
+
+
+def test_the_exchange_of_experts_overlaps_in_16_bits_alone() -> None:
+    g, machine, x = example("mixtral-8x7b"), cluster("8xH100"), Layout(dp=8, ep=8, overlaps=("experts",))
+    for precision, found in ((Precision.FP32, ["overlap-experts-precision"]), (Precision.BF16, [])):
+        assert [v.rule for v in violations(x, g, Workload(seq=1024, batch=8, precision=precision), machine)] == found
+
+
+def test_what_overlaps_if_nothing_is_said_costs_nothing() -> None:
+    assert Layout().overlaps == Layout(overlaps=("gradients",)).overlaps
+    assert Layout(distributed_optimizer=True).overlaps == ("gradients", "weights")
+    assert str(Layout(dp=2, distributed_optimizer=True)) == "dp2 mbs1 dist-opt"
+    assert str(Layout(dp=2, ep=2, overlaps=("experts",))) == "dp2 ep2 mbs1 overlap experts no overlap of gradients"
+
+
+def test_a_precision_without_a_figure() -> None:
+    machine = cluster("1xH100")
+    machine = evolve(machine, device=evolve(machine.device, flops={"bf16": 1e15}))
+    workload = Workload(seq=64, batch=8, precision=Precision.FP32)
+    assert [v.rule for v in violations(Layout(), example("gpt2"), workload, machine)] == ["precision"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b", "llama3-8b"])
+def test_the_rules_say_the_same_of_many_layouts(name: str) -> None:
+    draw = random.Random(name)
+    degrees = [1, 2, 3, 4, 6, 8, 12, 16]
+    layouts = [
+        Layout(
+            **{axis: draw.choice(degrees) for axis in ("dp", "tp", "pp", "vpp", "cp", "ep", "etp", "micro_batch")},
+            sequence_parallel=draw.random() < 0.5,
+            recompute=draw.choice(list(Recompute)),
+            recompute_modules=draw.choice([(), (), ("layernorm",), ("mlp", "core_attn"), ("moe_act", "layernorm")]),
+            recompute_layers=draw.choice([0, 0, 1, 2]),
+            microbatch_group=draw.choice([0, 0, 2, 4, 6]),
+        )
+        for _ in range(2000)
+    ]
+    layouts += [evolve(Layout(), **{axis: n}) for axis in ("dp", "tp", "pp", "cp") for n in degrees]
+    for count in (1, 8, 12, 16):
+        machine, work = evolve(cluster("1xH100"), count=count), Workload(seq=1024, batch=48)
+        said = legal(Layouts.of(layouts), example(name), work, machine)
+        assert said.tolist() == [not violations(x, example(name), work, machine) for x in layouts]
+        assert said.any()
+
+
+@given(st.data())
+def test_what_is_built_by_the_rules_is_legal(data: st.DataObject) -> None:
+    """A layout made of divisors alone, from the published shape of Mixtral: 32 heads, 8 key/value heads, 8 experts."""
+    tp, pp, cp = (data.draw(st.sampled_from([1, 2, 4, 8])) for _ in range(3))
+    dp, vpp = data.draw(st.integers(1, 12)), data.draw(st.sampled_from([1, 2, 4])) if pp > 1 else 1
+    etp = data.draw(st.sampled_from(divisors(dp * tp * cp, 14336)))
+    ep = data.draw(st.sampled_from([e for e in divisors(8) if dp * tp * cp % (e * etp) == 0]))
+    assume(ep > 1 or tp == etp == 1)
+    micro, groups = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    layout = Layout(dp=dp, tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp, sequence_parallel=tp > 1, micro_batch=micro)
+    seq = 2 * cp * tp * data.draw(st.integers(1, 100))
+    assert broken("mixtral-8x7b", layout, seq=seq, batch=dp * micro * groups * pp) == {}
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=3))
+def test_divisors_are_all_common_ones(numbers: list[int]) -> None:
+    assert divisors(*numbers) == tuple(d for d in range(1, min(numbers) + 1) if all(n % d == 0 for n in numbers))

@@ -1,0 +1,188 @@
+"""What frameworks do beside a layout: how often memory is passed, and what products do with what they have made."""
+
+from __future__ import annotations
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaloom.dsl.facts.costs import Work, costs
+from megaloom.dsl.graph import graph
+from megaloom.examples.gpt_oss import gpt_oss_20b
+from megaloom.examples.llama3 import llama3_8b
+from megaloom.examples.qwen3 import qwen3_30b_a3b
+from megaloom.planner.contract.layout import (
+    INNER,
+    Layout,
+    Overlap,
+    Precision,
+    Workload,
+)
+from megaloom.planner.cost.cost_cache import Book
+from megaloom.planner.cost.cost_table import Col
+from megaloom.planner.cost.framework_profiles import (
+    FUSED_CASTS,
+    FUSED_EXPERTS,
+    MEGATRON,
+    MEGATRON_2021,
+    NEMO,
+    OWN,
+    SENT_ONCE,
+    Practice,
+)
+from megaloom.planner.cost.kernels import (
+    CAST_TRAFFIC,
+    SPLIT,
+    beside,
+    fused,
+    named,
+    seconds,
+)
+from megaloom.planner.hardware.names import PRESETS, cluster
+from megaloom.planner.model.structure import anatomy
+from megaloom.planner.validate.framework_history import again, practice, told
+
+GB200 = PRESETS["GB200"].device
+OLD = evolve(MEGATRON, name="NeMo", passes=NEMO)
+ONE_KERNEL = evolve(MEGATRON, name="experts in one kernel", passes=FUSED_EXPERTS, expert_casts=FUSED_CASTS)
+
+
+def works(model) -> list[Work]:
+    return [w for node in graph(model).nodes for w in costs(node, batch=1, seq=4096).work]
+
+
+def took(model, used: Practice, precision: Precision = Precision.MXFP8) -> float:
+    """Seconds of the kernels of one pass through a model, both ways."""
+    found = [seconds(w, GB200, precision, used) for w in works(model)]
+    return sum(s.forward + s.backward for s in found)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (llama3_8b, {"gate", "pointwise"}),
+        (qwen3_30b_a3b, {"expert gate", "pointwise"}),
+        (gpt_oss_20b, {"expert gate", "expert bias", "pointwise"}),
+    ],
+)
+def test_gates_and_biases_have_passes_of_their_own(model, names) -> None:
+    assert {named(w) for w in works(model()) if w.kind == "pointwise"} == names
+    for passes in (OWN.passes, MEGATRON.passes, NEMO):
+        assert names - {"expert bias"} <= {*passes, "pointwise"}
+
+
+def test_kernels_that_do_it_all_are_the_quickest_and_change_dense_models_in_nothing() -> None:
+    assert took(qwen3_30b_a3b(), ONE_KERNEL) < took(qwen3_30b_a3b(), OLD) < took(qwen3_30b_a3b(), MEGATRON)
+    assert took(gpt_oss_20b(), ONE_KERNEL) < took(gpt_oss_20b(), MEGATRON)
+    assert took(llama3_8b(), ONE_KERNEL) == took(llama3_8b(), MEGATRON)
+
+
+@given(*[st.integers(1, 64)] * 4)
+def test_a_gradient_is_added_once(count: int, m: int, n: int, k: int) -> None:
+    """By the product that makes it, or by a kernel after it; beside other products, or while nothing is computed."""
+    flops = 2 * count * m * n * k
+    work = Work("dot", "w", flops, flops, flops, count * (m * k + k * n + m * n), count=count, m=m, n=n, k=k)
+    assert fused(work, MEGATRON_2021) == beside(work, MEGATRON_2021) == 0
+    assert fused(work, MEGATRON) == count * n * k
+    assert beside(work, MEGATRON) == (2 * MEGATRON.gradient_nbytes * count * n * k if count > 1 else 0)
+    alone, together = (seconds(work, GB200, Precision.BF16, used) for used in (MEGATRON_2021, MEGATRON))
+    assert together.forward == alone.forward and together.backward >= alone.backward
+
+
+def test_recipes_of_recent_containers_are_taken_to_graph_whole_iterations() -> None:
+    row = {"framework": "Megatron-Bridge", "framework_version": "NeMo container 26.08", "experts": 128}
+    row |= {"precision_class": "mxfp8"}
+    assert practice(row, "").graphed and practice(row, "").passes == {**FUSED_EXPERTS, **SENT_ONCE}
+    assert not practice(row | {"framework_version": "NeMo container 26.04"}, "").graphed
+    assert practice(row | {"precision_class": "bf16"}, "").passes == {**MEGATRON.passes, **SENT_ONCE}
+    assert told(row, "moe_a2a_overlap=True") == "moe_a2a_overlap=True"
+    assert told(row | {"experts": None}, "") == told(row | {"framework_version": None}, "") == ""
+
+
+def test_products_of_8_bits_are_slower_back_where_these_add_up_in_fp32() -> None:
+    n = 8192
+    work = Work("dot", "w", 2 * n**3, 2 * n**3, 2 * n**3, 3 * n * n, count=1, m=n, n=n, k=n)
+    for name, precision, slower in (
+        ("H100", Precision.FP8, 1 / SPLIT),
+        ("H100", Precision.BF16, 1),
+        ("GB200", Precision.FP8, 1),
+    ):
+        device = PRESETS[name].device
+        cast = CAST_TRAFFIC * n * n / device.moves if precision.narrow else 0.0
+        took = seconds(work, device, precision, MEGATRON)
+        assert took.backward - cast == pytest.approx(2 * slower * (took.forward - cast))
+
+
+def test_what_nvidias_recipes_do_that_rows_do_not_say() -> None:
+    """Gradients are summed in 16 bits; of DeepSeek-V3 the projections of latent attention are made again."""
+    nemo = {"framework": "NeMo (Megatron-core)", "gpu": "H100"}
+    assert practice(nemo, "").gradient_nbytes == 2
+    assert practice(nemo | {"framework": "Megatron-LM"}, "").gradient_nbytes == 4
+    latent = nemo | {"mla": {"kv_lora": 512}}
+    assert again(latent) == "selective:mla_up_proj"
+    assert again(nemo) is None and again(latent | {"gpu": "GB200"}) is None
+    assert again(latent | {"gpu": "GB200", "framework": "Megatron-Bridge"}) == "selective:mla_up_proj"
+    assert again(latent | {"recompute": "none"}) == "none" and again(latent | {"recompute": []}) == []
+
+
+def test_kernels_that_wait_for_each_other_are_launched_one_by_one() -> None:
+    """As BLOOM's were, on more devices than did without."""
+    row = {"framework": "Megatron-DeepSpeed", "interconnect": "4x Omni-Path", "num_gpus": 384}
+    used = practice(row, "")
+    assert used.blocking and not practice(row | {"num_gpus": 160}, "").blocking
+    device = PRESETS["A100"].device
+    for work in works(llama3_8b()):
+        ours, alone = (seconds(work, device, Precision.FP16, evolve(used, blocking=b)) for b in (True, False))
+        assert ours.forward == alone.forward + alone.ahead * device.launch_seconds
+        assert ours.waits(device, used) == (0, 0)
+
+
+def experts(used: Practice, layout: Layout) -> tuple[float, float]:
+    """Seconds of a layer of Qwen3 30B A3B's experts on H100, forward: kernels with their waits, and the exchange."""
+    found = anatomy(graph(qwen3_30b_a3b()))
+    i = next(i for i, kind in enumerate(found.kinds) if type(kind.node.op).__name__ == "MoE")
+    row = Book(found, Workload(seq=4096, batch=64), cluster("16xH100"), used).line(i, layout).row
+    return float(row[Col.FORWARD]), float(row[Col.EP_FORWARD])
+
+
+@given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 8, 16]))
+def test_a_host_that_waits_for_no_numbers_goes_ahead(ep: int, micro_batch: int) -> None:
+    """Where experts are padded it takes as long as the longer of two, their kernels and their launches."""
+    layout = Layout(dp=16, ep=ep, micro_batch=micro_batch)
+    waits, (ahead, _) = MEGATRON.dispatch_seconds, experts(evolve(MEGATRON, padded=True), layout)
+    never, _ = experts(evolve(MEGATRON, dispatch_seconds=0.0, expert_seconds=0.0), layout)
+    each = 128 // ep * MEGATRON.expert_seconds
+    assert max(never, waits + each) <= ahead * (1 + 1e-9) <= experts(MEGATRON, layout)[0] * (1 + 2e-9)
+
+
+def test_an_exchange_that_overlaps_takes_a_share_of_the_device() -> None:
+    """However much of it is hidden."""
+    layout = Layout(dp=16, ep=16)
+    hidden = evolve(layout, overlaps=(*layout.overlaps, Overlap.EXPERTS))
+    _, alone = experts(MEGATRON, layout)
+    _, seen = experts(evolve(MEGATRON, hidden_experts=1.0), hidden)
+    assert seen == pytest.approx(16 / 132 * alone)
+
+
+def test_who_padded_experts_and_who_sent_tokens_once() -> None:
+    nemo = {"framework": "NeMo (Megatron-core)", "framework_version": "v25.05.04", "gpu": "GB200", "experts": 8}
+    bridge = {
+        "framework": "Megatron-Bridge",
+        "framework_version": "NeMo container 25.09",
+        "gpu": "H100",
+        "experts": 256,
+    }
+    latent = bridge | {"mla": {"kv_lora": 512}}
+    for row, padded, once in (
+        (nemo, True, False),
+        (nemo | {"framework_version": "v25.04"}, False, False),
+        (bridge, True, False),
+        (latent, False, True),
+        (latent | {"gpu": "GB200"}, True, False),
+        (latent | {"gpu": "GB200", "framework_version": "NeMo container 25.11"}, False, True),
+    ):
+        assert (practice(row, "").padded, practice(row, "").once) == (padded, once)
+    deepep = practice(bridge | {"framework_version": "NeMo container 26.02"}, "moe_flex_dispatcher_backend=deepep")
+    assert deepep.once and deepep.passes["route"] < MEGATRON.passes["route"]
+    assert practice(nemo, "").inner == (Overlap.TENSOR,) and practice(bridge, "").inner == INNER

@@ -1,0 +1,189 @@
+"""Plans of models that predict several tokens: what predicts ahead and the heads may be stages of their own."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from megaloom.dsl import (
+    Graph,
+    Model,
+    MoE,
+    SwiGLU,
+    UserError,
+    graph,
+    params,
+)
+from megaloom.examples.deepseek import deepseek, deepseek_v3_mtp
+from megaloom.examples.t5 import t5
+from megaloom.planner.contract.layout import Layout, Recompute, Workload
+from megaloom.planner.cost.cost_table import STEP, Col
+from megaloom.planner.cost.framework_profiles import MEGATRON, OWN
+from megaloom.planner.export.decoder import gpt
+from megaloom.planner.export.export import Target, export
+from megaloom.planner.export.whole_layers import layout as letters
+from megaloom.planner.export.whole_layers import parts, whole
+from megaloom.planner.hardware.names import cluster
+from megaloom.planner.partition.partitioner import Fit, Placed
+from megaloom.planner.rules.capabilities import untrainable
+from megaloom.planner.search.pricing import Pricer
+from megaloom.runtime.megatron import device
+from tests.support.exported import made
+from tests.support.models import LATENT
+
+MOE = MoE(SwiGLU(32), 8, 4, shared=SwiGLU(32))
+SMALL = deepseek("small", LATENT, 64, ff=96, moe=MOE, dense=1, sparse=6, vocab=512, ahead=1)
+CHUNKS = [(pp, vpp) for pp in range(1, 9) for vpp in range(1, 6) if (vpp == 1 or pp > 1) and pp * vpp <= 16]
+WORK = Workload(seq=64, batch=16)
+
+
+def pricer(g: Graph, count: int, work: Workload = WORK) -> Pricer:
+    return Pricer(g, cluster(f"{count}xH100"), work)
+
+
+def theirs() -> Any:
+    """Megatron-core's class that reads where stages begin."""
+    device.prepare()
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    return PipelineParallelLayerLayout
+
+
+# By hand, in the notation of megatron-core's pipeline_model_parallel_layout, each with its pp and vpp:
+# - megatron-core's own example (transformer_config.py), and Megatron-LM's tests/unit_tests/…/test_pipeline_layout.py;
+# - Megatron-Bridge's recipe (recipes/deepseek/deepseek_v3.py): the even ones, and with mtp_standalone those of "m|L";
+# - its benchmarks (scripts/performance/configs/deepseek/deepseek_workload_base_configs.py): H100, B200, GB200, GB300;
+# - Megatron-MoE-ModelZoo, best_practice/DeepSeekV3/run.sh: 256 H100 at 4k to 128k tokens.
+BY_HAND = [
+    ("Et*3|(tt|)*29m|L", 16, 2),
+    ("Et*2|(tt|)*29t|mL", 16, 2),
+    ("Et|(tt|)*30mL", 8, 4),
+    ("Et*2|(tt|)*22t|(tt|)*7mL", 8, 4),
+    ("Et*4|(t*4|)*14tmL", 16, 1),
+    ("Et*4|(t*4|)*14tmL", 8, 2),
+    ("Et*4|(t*4|)*14tmL", 4, 4),
+    ("Et*4|(t*4|)*14tmL", 2, 8),
+    ("Et*8|(t*8|)*6t*5mL", 8, 1),
+    ("Et*8|(t*8|)*6t*5mL", 4, 2),
+    ("Et*16|(t*16|)*2t*13mL", 4, 1),
+    ("Et*5|(t*5|)*4(t*4|)*9m|L", 16, 1),
+    ("Et*5|(t*5|)*4(t*4|)*9m|L", 4, 4),
+    ("Et*11|(t*10|)*5m|L", 4, 2),
+]
+
+
+@pytest.mark.parametrize(("by_hand", "pp", "vpp"), BY_HAND)
+def test_the_slowest_chunk_of_deepseek_v3_is_no_slower_than_by_hand(by_hand: str, pp: int, vpp: int) -> None:
+    g = graph(deepseek_v3_mtp())
+    x = Layout(pp=pp, vpp=vpp, dp=1024 // pp, ep=64)
+    placed = pricer(g, x.world, Workload(seq=4096, batch=16 * x.dp)).place(x)
+    units = [sum(unit.name != "embedding" for unit in one) for one in theirs().parse_str_to_list(by_hand)]
+    starts = gpt(g, "a test").starts
+    assert sum(units) == len(starts) == 63
+    bounds = (0, *(starts[n] for n in accumulate(units[:-1])), len(g.nodes))
+    rival = placed.fit.sheet.sums(bounds)[:, STEP].sum(axis=1)
+    assert len(rival) == len(placed.seconds) == pp * vpp
+    assert max(placed.seconds) <= rival.max() * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("model", "alone"), [(SMALL, True), (deepseek_v3_mtp(), False)], ids=["small", "large"])
+def test_megatron_core_takes_the_stages(model: Model, alone: bool) -> None:
+    """What predicts ahead is where it may be: in one stage, the last chunk of its rank, behind all layers."""
+    g, found = graph(model), set[bool]()
+    read = gpt(g, "a test")
+    for pp, vpp in CHUNKS:
+        x = Layout(pp=pp, vpp=vpp)
+        of = pricer(g, pp)
+        fit = Fit(x, of.sheet(x), WORK, of.cluster, whole=True)
+        if pp * vpp < len(fit.places):
+            stages = parts(made(model, x, cuts=fit.even()[1:-1]), read, g, "a test")
+            said = theirs()(letters(stages), pp)
+            assert said.validate_layer_layout(len(read.layers), 1) == (stages[-1].ahead == 0)
+            found.add(stages[-1].ahead == 0)
+    assert found == {False, alone}  # heads alone are some of the even stages
+
+
+def test_the_embedding_is_there_again_and_its_gradients_are_added_up() -> None:
+    g = graph(SMALL)
+    for pp in (2, 3, 4):
+        priced = pricer(g, pp).price(Layout(pp=pp))
+        assert sum(s.params for s in priced.stages) == params(SMALL) + 512 * 64
+        assert [tail.tied > 0 for tail in priced.tails] == [r in (0, pp - 1) for r in range(pp)]
+    alone = pricer(g, 1).price(Layout())
+    assert alone.stages[0].params == params(SMALL)
+    assert alone.tails[0].tied == 0
+
+
+def test_two_hidden_states_cross_into_the_heads() -> None:
+    """They are sent, kept until the backward, and there while they pass."""
+    g = graph(SMALL)
+    found, starts = pricer(g, 4), gpt(g, "a test").starts
+    fit = found.place(Layout(pp=4)).fit
+    cuts = [(0, starts[2], starts[4], end, len(g.nodes)) for end in starts[-2:]]
+    one, two = (Placed(fit, bounds) for bounds in cuts)
+    state = 64 * 64 * 2  # of a sequence: 64 tokens of 64 numbers in bf16
+    hops = [found.priced(placed).hops for placed in (one, two)]
+    link = cluster("4xH100").intra
+    assert hops[0][2] == pytest.approx(link.latency + state / link.reached)
+    assert hops[1][2] == pytest.approx(link.latency + 2 * state / link.reached)
+    assert hops[0][:2] == hops[1][:2]
+    mine = fit.sheet.sums(two.bounds)[-1]
+    assert two.parts[-1].saved == int(mine[Col.SAVED]) + 2 * state
+    assert two.parts[-1].library - two.parts[-2].library == 3 * state
+
+
+@pytest.mark.parametrize(
+    "g", [graph(SMALL), graph(t5("pair", 4, 4, 64, SwiGLU(96), head_dim=16, vocab=512))], ids=["ahead", "encoder"]
+)
+def test_what_the_search_asks_of_a_cut_holds_where_several_hidden_states_cross(g: Graph) -> None:
+    crossed = 0
+    for (pp, vpp), practice in ((c, p) for c in CHUNKS for p in (OWN, evolve(MEGATRON, step_nbytes=16))):
+        x, work = Layout(pp=pp, vpp=vpp), Workload(seq=64, batch=2 * pp)
+        of = pricer(g, pp, work)
+        fit = Fit(x, of.sheet(x), work, of.cluster, practice)
+        for bounds in (fit.even(), evolve(fit, whole=pp * vpp < len(of.anatomy.borders)).even()):
+            placed = Placed(fit, bounds)
+            crossed += int(of.anatomy.crosses[list(bounds[1:-1])].max(initial=1)) > 1
+            assert placed.excess == pytest.approx(max(placed.peaks) - placed.capacity, abs=100)
+            seconds, nbytes = of.bound(x)
+            if practice is OWN:
+                priced = of.priced(placed)
+                assert seconds <= priced.seconds * (1 + 1e-9)
+                assert nbytes <= max(priced.placed.peaks) + 1000
+    assert crossed > 5
+
+
+def test_what_predicts_ahead_is_computed_again_with_all_blocks_only() -> None:
+    """Not with the first ones of each stage: megatron-core skips it then."""
+    g = graph(SMALL)
+    starts = gpt(g, "a test").starts
+    again = {}
+    for layers in (0, 1, 2):
+        x = Layout(pp=3, recompute=Recompute.FULL, recompute_layers=layers)
+        bounds = (0, starts[4], starts[6], len(g.nodes))  # the last: a layer, that ahead, the heads
+        again[layers] = pricer(g, 3).place(x).fit.sheet.sums(bounds)[:, Col.AGAIN]
+    assert again[1][2] == again[2][2] == pytest.approx(again[2][1] / 2)
+    assert again[0][2] > again[2][1]
+
+
+def test_the_runtime_refuses_it_in_one_message() -> None:
+    told = untrainable(graph(SMALL))
+    assert told == (
+        "small goes from tokens to unembed.0, unembed.1",
+        "the runtime trains models of next tokens: ids() in front, one output, and that an Unembed",
+    )
+
+
+def test_two_chunks_of_a_rank_with_one_embedding_are_refused() -> None:
+    """With pp 2 what predicts ahead has a stage of the first rank, if heads have one of their own."""
+    starts = gpt(graph(SMALL), "a test").starts
+    alone, together = (*starts[2:4], starts[-2], starts[-1]), (*starts[2:5], starts[-2])
+    x = Layout(pp=2, vpp=2)
+    refused = made(SMALL, x, cuts=alone[1:])
+    with pytest.raises(UserError, match=r"two chunks of a rank have 'wte'.*\[shared-chunks\]"):
+        export(refused, SMALL, Target.MEGATRON_LM)
+    for plan in (made(SMALL, x, cuts=together[1:]), whole(refused, SMALL, gpt(graph(SMALL), "a test"))):
+        assert "mL" in export(plan, SMALL, Target.MEGATRON_LM)

@@ -1,0 +1,163 @@
+"""What follows from what was measured: the figures by which the cost model says the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaloom.planner.hardware.calibration import (
+    COLLECTIVES,
+    Sample,
+    figures,
+    predicted,
+    profile,
+    table,
+)
+from megaloom.planner.hardware.names import Cluster, cluster
+from megaloom.runtime.calibrate import measure
+from megaloom.runtime.cli.main import main
+from megaloom.runtime.launch import launcher
+
+DONE = (
+    *(
+        Sample(kind="product", precision=p, shape=(8192, 8192, k), seconds=1)
+        for p in ("bf16", "fp8")
+        for k in (4096, 128)
+    ),
+    Sample(kind="attention", precision="bf16", shape=(32, 4096, 128), seconds=1),
+    Sample(kind="copy", nbytes=2**31, seconds=1),
+    Sample(kind="launch", seconds=1),
+    *(
+        Sample(kind=kind, nbytes=nbytes, devices=devices, stride=stride, seconds=1)
+        for kind in ("send", *COLLECTIVES)
+        for nbytes in (4, 2**30)
+        for devices, stride in ((2, 1), (4, 1), (8, 1), (2, 8))
+    ),
+)
+
+
+def taken(machine: Cluster) -> tuple[Sample, ...]:
+    """As if measured on this cluster."""
+    can = (s for s in DONE if s.precision in ("", *machine.device.flops) and s.devices * s.stride <= machine.count)
+    return tuple(evolve(s, seconds=predicted(s, machine)) for s in can)
+
+
+@settings(max_examples=15)
+@given(
+    flops=st.floats(0.3, 1),
+    narrow=st.floats(0.5, 1),
+    moves=st.floats(0.3, 1),
+    attend=st.floats(0.2, 0.9),
+    launch=st.floats(1e-6, 2e-5),
+    efficiency=st.floats(0.3, 1),
+    latency=st.floats(2e-6, 5e-5),
+    hop=st.floats(1e-6, 2e-5),
+)
+def test_the_figures_of_a_machine_are_found_again(
+    flops: float,
+    narrow: float,
+    moves: float,
+    attend: float,
+    launch: float,
+    efficiency: float,
+    latency: float,
+    hop: float,
+) -> None:
+    preset = cluster("16xH100")
+    device = evolve(
+        preset.device,
+        flops_efficiency=flops,
+        narrow_efficiency=narrow,
+        bandwidth_efficiency=moves,
+        attend_efficiency=attend,
+        launch_seconds=launch,
+    )
+    links = {
+        "intra": evolve(preset.intra, efficiency=efficiency, latency=latency, hop=hop),
+        "inter": evolve(preset.inter, efficiency=efficiency / 2, latency=2 * latency, hop=hop),
+    }
+    found = figures(taken(evolve(preset, device=device, **links)), preset, known=True)
+    for name, value in found["device"].items():
+        assert value == pytest.approx(getattr(device, name), rel=0.03)
+    for part, link in links.items():
+        for name, value in found[part].items():
+            assert value == pytest.approx(getattr(link, name), rel=0.03)
+
+
+def test_of_an_unknown_device_what_is_reached_is_the_peak(tmp_path: Path) -> None:
+    base, h100 = cluster("16xA100"), cluster("16xH100")
+    machine = evolve(h100, device=evolve(h100.device, sustained=1.0))
+    samples = [s for s in taken(machine) if s.precision != "fp8"]
+    path = tmp_path / "unknown.json"
+    path.write_text(profile(samples, figures(samples, base, known=False), "A100", "L99", 16, {"date": "today"}))
+    found = cluster(str(path))
+    assert found.device.name == "L99"
+    assert found.device.flops["bf16"] == pytest.approx(machine.device.flops["bf16"] * 0.8, rel=0.1)
+    for s in samples:
+        if s.nbytes != 4:
+            assert predicted(s, found) == pytest.approx(s.seconds, rel=0.25), s
+
+
+def test_a_busy_machine_makes_a_profile_too(tmp_path: Path) -> None:
+    """Where copies were slower than messages, as when other processes took the cores."""
+    preset = cluster("4xCPU")
+    slow = [evolve(s, seconds=1e3 if s.kind == "copy" else s.seconds) for s in taken(preset)]
+    path = tmp_path / "busy.json"
+    path.write_text(profile(slow, figures(slow, preset, known=False), "CPU", "CPU", 4, {}))
+    assert cluster(str(path)).inter.bandwidth <= cluster(str(path)).device.bandwidth
+
+
+def test_what_is_shown() -> None:
+    machine = cluster("8xH100")
+    shown = table(taken(machine)[:2], machine, machine)
+    assert [next(iter(c.cells)).plain for c in shown.columns][:5] == [
+        "product",
+        "bf16 8192 x 8192 x 4096",
+        "1",
+        "744.3",
+        "TFLOP/s",
+    ]
+
+
+def across() -> list[Sample]:
+    return list(measure._collectives(2, 2))
+
+
+def test_groups_within_nodes_and_across(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(measure._groups(1, 1)) == []
+    assert list(measure._groups(4, 4)) == [(2, 1), (4, 1)]
+    assert list(measure._groups(12, 6)) == [(2, 1), (6, 1), (2, 6)]
+    monkeypatch.setattr(measure, "WINDOW", 0.0)
+    for found in launcher.run(across, (), 4, timeout=60):
+        assert {(s.devices, s.stride) for s in found} == {(2, 2)}
+
+
+def test_measuring_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two processes, each thing once: what matters is that it can be planned by."""
+    monkeypatch.setattr(measure, "WINDOW", 0.0)
+    monkeypatch.setattr(measure, "REPEATS", 1)
+    monkeypatch.chdir(tmp_path)
+    assert main(["measure", "--gpus", "2"]) == 0
+    said = capfd.readouterr().out
+    assert "wrote profile.json; `plan MODEL --gpus profile.json` plans by it" in said
+    written = json.loads(Path("profile.json").read_text())
+    assert {s["kind"] for s in written["measured"]} == {"product", "attention", "copy", "launch", "send", *COLLECTIVES}
+    assert written["software"]["torch"]
+    found = cluster("profile.json")
+    assert (found.count, found.device.name) == (2, "CPU")
+    assert all(s["seconds"] > 0 for s in written["measured"])
+    assert (
+        main(["plan", "stdlib-gpt", "--gpus", "profile.json", "--seq", "128", "--batch", "8", "--precision", "fp32"])
+        == 0
+    )
+    assert main(["measure", "--gpus", "0"]) == 2
+    for wrong in ("none/p.json", "p.txt"):
+        assert main(["measure", "--gpus", "2", "-o", wrong]) == 2
+        assert f"cannot write a profile to {wrong}" in capfd.readouterr().err

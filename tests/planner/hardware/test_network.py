@@ -1,0 +1,158 @@
+"""The levels of a network: nodes, pods and what joins these; who shares what leaves them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaloom.dsl.graph import graph
+from megaloom.examples.llama3 import llama3_8b
+from megaloom.planner.contract.layout import Layout, Workload
+from megaloom.planner.cost import communication
+from megaloom.planner.cost.communication import PASSES, Group
+from megaloom.planner.cost.cost_table import Col
+from megaloom.planner.cost.framework_profiles import MEGATRON, Way
+from megaloom.planner.hardware.names import Cluster, cluster
+from megaloom.planner.search.pricing import Pricer
+
+FLAT = cluster("512xH100")
+KIND = st.sampled_from(sorted(PASSES))
+
+
+def pods(pod: int, times: float) -> Cluster:
+    return evolve(FLAT, pod=pod, oversubscription=times)
+
+
+@given(KIND, st.integers(1, 1 << 34), st.sampled_from([2, 4, 8, 32, 128, 512]), st.sampled_from([1, 2, 8, 64]))
+def test_pods_that_are_not_short_of_links_cost_nothing(kind: str, nbytes: int, size: int, stride: int) -> None:
+    group = Group(size, min(stride, 512 // size))
+    flat = communication.seconds(kind, nbytes, group, FLAT)
+    assert communication.seconds(kind, nbytes, group, pods(64, 1)) == pytest.approx(flat)
+    assert communication.seconds(kind, nbytes, group, pods(512, 7)) == flat
+    assert communication.seconds(kind, nbytes, group, pods(64, 7)) >= flat * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("stride", "nodes"), [(1, 8), (8, 8), (64, 1)])
+def test_a_ring_leaves_a_pod_by_the_shares_of_its_members_there(stride: int, nodes: int) -> None:
+    """Oversubscription costs a ring something only if it is more than the nodes that the ring has in a pod."""
+    group = Group(512 // stride, stride)
+    flat = communication.busy("all_reduce", 1e9, group, FLAT)
+    for times in (2, 8, 32):
+        found = communication.busy("all_reduce", 1e9, group, pods(64, times))
+        assert max(found) == pytest.approx(max(max(flat), flat[-1] * times / nodes))
+
+
+def test_an_all_to_all_passes_what_leaves_the_pod() -> None:
+    group, speed = Group(512, 1), FLAT.inter.reached
+    node, pod, beyond = communication.busy("all_to_all", 512e6, group, pods(64, 4))
+    assert node == pytest.approx(7e6 / FLAT.intra.reached)
+    assert pod == pytest.approx(504e6 / speed)
+    assert beyond == pytest.approx(4 * 448e6 / speed)
+
+
+def test_pipeline_stages_share_what_leaves_the_pod() -> None:
+    for pp, short in ((2, True), (8, True), (64, False)):  # 256, 64 and 8 devices send at once, of a pod of 64
+        layout = Layout(dp=64 // pp, tp=8, pp=pp)
+        last = 64 // (512 // pp) - 1 if pp > 8 else 0  # the last stage of the first pod
+        took = communication.hop(1e9, last, layout, pods(64, 4))
+        flat = communication.hop(1e9, last, layout, FLAT)
+        link = FLAT.inter.latency
+        assert took - link == pytest.approx((4 if short else 1) * (flat - link))
+
+
+def test_small_all_reduces_take_a_tree() -> None:
+    """The norm of the gradient over 16,384 devices takes milliseconds, not the 0.4 s of a ring's steps."""
+    many = cluster("16384xH100")
+    took = communication.seconds("all_reduce", 4, Group(16384, 1), many)
+    hops = 2 * (math.log2(2048) * many.inter.hop + 7 * many.intra.hop)
+    assert took == pytest.approx(many.inter.latency + hops, rel=1e-3)
+
+
+def test_a_group_within_a_node_takes_no_network() -> None:
+    """Such as the first and the last pipeline rank, which share a weight."""
+    near = cluster("8xH100")
+    slow = evolve(near, inter=evolve(near.inter, bandwidth=1e6))
+    for group in (Group(2, 7), Group(2, 4), Group(3, 3)):
+        assert communication.spread(group.size, group.stride, 8, 8) == (1, group.size)
+        assert communication.seconds("all_reduce", 1e8, group, slow) == communication.seconds(
+            "all_reduce", 1e8, group, near
+        )
+
+
+def test_what_two_axes_exchange_at_once_adds_up_level_by_level() -> None:
+    near, far = Group(8, 1), Group(64, 8)
+    for parts in ([(1e9, near)], [(1e9, far)], [(1e9, near), (1e7, far)], [(1e9, far), (2e9, far)], []):
+        each = [communication.seconds("reduce_scatter", n, group, FLAT) for n, group in parts]
+        assert max(each, default=0.0) <= communication.together("reduce_scatter", parts, FLAT) <= sum(each) * (1 + 1e-9)
+    both = [(1e9, near), (1e8, far)]  # the one takes the node's links, the other the network
+    each = [communication.seconds("reduce_scatter", n, group, FLAT) for n, group in both]
+    assert communication.together("reduce_scatter", both, FLAT) < 0.7 * sum(each)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "size", "kernel", "call"),
+    [
+        ("H100", 16, (71.7, 63.0), (54.5, 53.4)),
+        ("H100", 32, (57.7, 57.5), (47.4, 52.5)),
+        ("H100", 64, (50.0, 49.8), (41.2, 46.6)),
+        ("GB200", 8, (750, 684), (550, 538)),
+        ("GB200", 16, (662, 601), (473, 474)),
+        ("GB200", 32, (630, 547), (486, 423)),
+        ("GB200", 36, (613, 543), (470, 418)),
+    ],
+)
+def test_tokens_sent_once_take_as_long_as_measured(
+    gpu: str, size: int, kernel: tuple[float, float], call: tuple[float, float]
+) -> None:
+    """GB/s of what each node gets, or each device of one, there and back: HybridEP's tables. A call copies it too."""
+    token, copies, many = 4096 * 7168 * 2, 8, cluster(f"{size}x{gpu}")
+    places = [n * (1 - (1 - 1 / n) ** copies) for n in (size, many.nodes)]
+    got = token * places[many.nodes > 1]
+    took = communication.once(copies * token, copies, Group(size, 1), many)
+    assert got / (took - communication.TOLD) / 1e9 == pytest.approx(sum(kernel) / 2, rel=0.1)
+    assert got / (took + 2 * token * places[0] / many.device.moves) / 1e9 == pytest.approx(sum(call) / 2, rel=0.15)
+
+
+@given(st.integers(1, 1 << 32), st.integers(1, 16), st.sampled_from([2, 8, 16, 64, 512]))
+def test_copies_for_one_node_are_sent_once(nbytes: int, copies: int, size: int) -> None:
+    group = Group(size, 1)
+    took = communication.once(nbytes, copies, group, FLAT)
+    assert took <= communication.once(nbytes, 1, group, FLAT) * (1 + 1e-9)
+    assert took < communication.once(copies * nbytes, copies, group, FLAT) or copies == 1
+    assert communication.once(nbytes, copies, Group(1, 1), FLAT) == 0
+
+
+@pytest.mark.parametrize("seq", [2048, 32768])
+def test_ways_of_context_parallelism(seq: int) -> None:
+    """A ring hides behind attention when sequences are long, but for what adds its parts up."""
+    layout, g = Layout(dp=1, tp=2, cp=4), graph(llama3_8b())
+    seen = {}
+    for way in Way:
+        book = Pricer(g, cluster("8xH100"), Workload(seq=seq, batch=8), evolve(MEGATRON, context=way))
+        total = book.sheet(layout).total
+        seen[way] = float(total[Col.CP_FORWARD]), float(total[Col.CP_BACKWARD])
+    tokens, kv, heads = seq // 4, 8 * 128 // 2, 32 * 128 // 2  # of each device
+    sums = [
+        3 * 2 * tokens * 4 * moved / cluster("8xH100").device.moves for moved in (0.75 * heads, 0.75 * heads + 2 * kv)
+    ]
+    assert 32 * sums[0] <= seen[Way.P2P][0] < seen[Way.ALL_GATHER][0] + 32 * sums[0]
+    if seq == 32768:
+        assert seen[Way.P2P] == pytest.approx(tuple(32 * took for took in sums))
+    there = communication.seconds("all_to_all", 2 * tokens * (heads + 2 * kv), Group(4, 2), cluster("8xH100"))
+    back = communication.seconds("all_to_all", 2 * tokens * heads, Group(4, 2), cluster("8xH100"))
+    assert seen[Way.ALL_TO_ALL] == pytest.approx((32 * (there + back),) * 2)
+    gathered = communication.seconds("all_gather", 2 * seq * 2 * kv, Group(4, 2), cluster("8xH100"))
+    assert seen[Way.ALL_GATHER][0] == pytest.approx(32 * gathered)
+
+
+def test_scattered_each_rank_sends_its_part() -> None:
+    machine, x = cluster("64xA100"), Layout(dp=4, tp=8, pp=2)
+    whole, parts = (communication.hop(1e9, 0, x, machine, scattered=some) for some in (False, True))
+    gathered = communication.seconds("all_gather", 1e9, Group(8, 1), machine)
+    assert parts == pytest.approx(gathered + communication.hop(1e9 / 8, 0, x, machine)) and parts < whole / 4
+    divided = evolve(x, sequence_parallel=True)  # has a part of it
+    assert communication.hop(1e9, 0, divided, machine, scattered=True) == communication.hop(1e9, 0, divided, machine)

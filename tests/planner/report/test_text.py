@@ -1,0 +1,172 @@
+"""What is printed of a search: its tables, its reasons, and what is said of layouts that lose."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from io import StringIO
+from itertools import accumulate, pairwise
+
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaloom.dsl.catalog import find
+from megaloom.dsl.graph import fingerprint, graph
+from megaloom.dsl.show.printing import show
+from megaloom.planner.contract.layout import Layout, Recompute, Workload
+from megaloom.planner.contract.plans import (
+    VERSION,
+    Plan,
+    Prediction,
+    Stage,
+)
+from megaloom.planner.hardware.names import cluster
+from megaloom.planner.report.text import (
+    Unit,
+    holds,
+    loses,
+    report,
+)
+from megaloom.planner.search.search import Found, Rejected
+
+
+def made(layout: Layout, bounds: tuple[int, ...], breakdown: dict[str, float]) -> Plan:
+    """A plan of gpt2 on 8xH100 with round figures."""
+    model, ref = find("gpt2")
+    step = sum(breakdown.values())
+    return Plan(
+        version=VERSION,
+        model=ref,
+        fingerprint=fingerprint(model),
+        cluster=cluster("8xH100"),
+        workload=Workload(seq=1024, batch=64),
+        layout=layout,
+        stages=tuple(
+            Stage(
+                rank=i % layout.pp,
+                chunk=i // layout.pp,
+                start=start,
+                stop=stop,
+                forward_seconds=0.001 * (i + 1),
+                backward_seconds=0.002 * (i + 1),
+                params=31_000_000,
+            )
+            for i, (start, stop) in enumerate(pairwise(bounds))
+        ),
+        predicted=Prediction(
+            step_seconds=step,
+            within=(0.9 * step, 1.3 * step),
+            tokens_per_second_per_device=8192 / step,
+            flops_per_second_per_device=1.25e14,
+            mfu=0.125,
+            bubble=0.1,
+            breakdown=breakdown,
+            nbytes=tuple({"weights": (1 + r) << 30, "activations": (9 - r) << 29} for r in range(layout.pp)),
+            moments=("backward of micro-batch 0",) * layout.pp,
+        ),
+        reasons=("A first reason [with brackets].", "A second."),
+    )
+
+
+def example() -> Found:
+    half = len(graph(find("gpt2")[0]).nodes) // 2
+    cuts = graph(find("gpt2")[0]).cuts
+    four = (0, cuts[5], cuts[12], cuts[18], 2 * half + 1)
+    fast = made(
+        Layout(dp=4, pp=2, vpp=2, micro_batch=2), four, {"forward": 0.75, "backward": 1.5, "pipeline bubble": 0.25}
+    )
+    more = {"forward": 0.75, "backward": 1.5, "tensor-parallel communication": 0.375}
+    slow = made(Layout(dp=4, tp=2, sequence_parallel=True, recompute=Recompute.FULL), (0, 2 * half + 1), more)
+    return Found(
+        best=fast,
+        others=(slow,),
+        variants=(),
+        rejected=(Rejected(Layout(dp=8, micro_batch=8), "81.2 GiB on rank 0, of 79.1"),),
+        slower=(),
+        seconds=0.1,
+    )
+
+
+GOLDEN = """\
+  GPUs precision GBS MBS  seq TP PP VP CP EP DP  SP recompute dist-opt   overlap
+8xH100      bf16  64   2 1024  1  2  2  1  1  4 off      none      off gradients
+
+         s/step  tok/s/GPU  TFLOP/s/GPU    MFU           memory  bubble  exposed comm
+2.500 (2.2-3.2)      3,277          125  12.5%  6.0 of 79.1 GiB   10.0%          0.0%
+
+Why
+- A first reason [with brackets].
+- A second.
+
+Where the step goes, on the pipeline rank that waits least
+                     s   share
+forward          0.750   30.0%  #######
+backward         1.500   60.0%  ##############
+pipeline bubble  0.250   10.0%  ##
+a step           2.500  100.0%
+
+Pipeline ranks: milliseconds of one micro-batch, parameters on one device
+rank  forward  backward   params  holds
+   0     4.00      8.00  62.00 M  embed, positions, blocks 0-1; 5 (mlp), 6-7, 8 (attention)
+   1     6.00     12.00  62.00 M  blocks 2-4, 5 (attention); 8 (mlp), 9-11, unembed
+
+Memory of each pipeline rank at its fullest, in GiB
+rank weights activations in all at the
+   0     1.0         4.5    5.5 backward of micro-batch 0
+   1     2.0         4.0    6.0 backward of micro-batch 0
+
+Next best
+TP PP VP CP EP DP MBS SP recompute dist-opt s/step   MFU GiB loses by
+ 2  1  1  1  1  4   1 on      full      off  2.625 12.5% 5.5 5.0% slower: 375 ms more of tensor-parallel communication, 250 ms less of pipeline bubble
+
+Nearest layouts that do not work
+layout    cause
+dp8 mbs8  81.2 GiB on rank 0, of 79.1
+"""  # noqa: E501 (a table's lines are as long as they are)
+
+
+def test_a_report_reads_well() -> None:
+    text = StringIO()
+    show(report(example(), graph(find("gpt2")[0]), top=5), text)
+    assert text.getvalue() == GOLDEN
+
+
+def test_on_a_terminal_a_report_has_colours_and_fits() -> None:
+    class Terminal(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    text = Terminal()
+    show(report(example(), graph(find("gpt2")[0]), top=5), text)
+    assert "\x1b[" in text.getvalue()
+    assert "A first reason [with brackets]." in text.getvalue()
+    assert "…" not in text.getvalue()
+
+
+def test_what_a_stage_holds_is_said_by_blocks() -> None:
+    g = graph(find("gpt2")[0])
+    assert holds(g.nodes, g) == "embed, positions, blocks 0-11, unembed"
+    said = [holds(g.nodes[a:b], g) for a, b in pairwise((0, *g.cuts, len(g.nodes)))]
+    assert said[:4] == ["embed", "positions", "block 0 (attention)", "block 0 (mlp)"]
+    assert said[-2:] == ["layer_norm", "unembed"]
+
+
+def test_a_loser_names_the_cause_that_adds_most() -> None:
+    found = example()
+    assert (
+        loses(found.best, found.others[0])
+        == "5.0% slower: 375 ms more of tensor-parallel communication, 250 ms less of pipeline bubble"
+    )
+    assert loses(found.best, found.best) == "as quick, but no simpler"
+    predicted = found.best.predicted
+    fuller = [{**held, "weights": held["weights"] + (3 << 29)} for held in predicted.nbytes]
+    other = evolve(found.best, predicted=evolve(predicted, nbytes=tuple(fuller)))
+    assert loses(found.best, other) == "as quick, but with 1.5 GiB more memory"
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=12))
+def test_what_is_printed_of_a_sum_adds_up(figures: list[float]) -> None:
+    size = Unit("s", 1.0, 3)
+    shown = [Decimal(part) for part in size.parts(figures)]
+    assert sum(shown) == Decimal(size.of([*accumulate(figures)][-1]))
+    assert all(abs(float(part) - figure) <= 0.001001 for part, figure in zip(shown, figures, strict=True))

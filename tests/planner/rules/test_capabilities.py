@@ -1,0 +1,170 @@
+"""What the runtime does not train, the planner says of its plans, and plans it all the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from attrs import frozen
+
+from megaloom.dsl import (
+    MLA,
+    Dim,
+    Each,
+    Embed,
+    Graph,
+    Layer,
+    MoE,
+    Rename,
+    Rope,
+    SwiGLU,
+    Unembed,
+    Value,
+    apply,
+    dot,
+    graph,
+    ids,
+    model,
+    residual,
+    weight,
+)
+from megaloom.dsl.catalog import examples, find
+from megaloom.planner.cli.main import main
+from megaloom.planner.contract.layout import Layout, Precision, Workload
+from megaloom.planner.hardware.names import cluster
+from megaloom.planner.rules.capabilities import (
+    TRAINED,
+    limits,
+    undivided,
+    wrong,
+)
+from megaloom.planner.rules.rule import By
+from megaloom.planner.rules.rules import violations
+
+OTHERS = ("t5", "bart", "llava", "vit", "bert", "gemma2")  # two inputs, images, or no plain logits at the end
+WORK = Workload(seq=64, batch=8)
+
+
+@frozen
+class Own(Layer):
+    """An expert of the user's own."""
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return x >> SwiGLU(16)
+
+
+LATENT = MLA(heads=4, q_rank=None, kv_rank=8, nope=4, rope=4, v=4, positions=Rope(1e4))
+
+
+def lm(mix: Layer) -> Graph:
+    wte = weight("wte", Dim("vocab", 64), Dim("embed", 16))
+    return graph(model("own", ids() >> Embed(wte) >> residual(mix) >> Unembed(wte)))
+
+
+def found(mix: Layer, ep: int, precision: str = "bf16") -> list[str]:
+    work = Workload(seq=64, batch=8, precision=Precision(precision))
+    return [v.rule for v in limits(Layout(dp=ep, ep=ep), lm(mix), work, cluster(f"{ep}xH100"))]
+
+
+@frozen
+class Unsent(Layer):
+    """Experts that all read all tokens."""
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        e, n = x["embed"], Dim("experts", 4)
+        wide = apply(Rename("wide", "embed"), dot(x, weight("fan", e, n, Dim("wide", e.known)), "embed"))
+        return dot(wide >> Each("experts", Own()), weight("mix", n), "experts")
+
+
+@pytest.mark.parametrize(
+    ("mix", "divided"),
+    [
+        (MoE(SwiGLU(16), 4, 2), True),
+        (MoE(Own(), 4, 2, shared=Own()), True),
+        (Unsent(), False),
+    ],
+)
+def test_experts_to_which_no_tokens_are_sent_are_not_divided(mix: Layer, divided: bool) -> None:
+    assert found(mix, 1) == []
+    assert found(mix, 2) == ([] if divided else ["runtime-experts"])
+
+
+@pytest.mark.parametrize(
+    ("mix", "layout", "rule"),
+    [
+        (MoE(SwiGLU(16), 4, 2), Layout(tp=2, sequence_parallel=True), "experts-reduced"),
+        (MoE(SwiGLU(16), 4, 2), Layout(dp=2, etp=2), "experts-reduced"),
+        (MoE(SwiGLU(16), 4, 2), Layout(tp=2, sequence_parallel=True, etp=2), ""),
+        (MoE(SwiGLU(16), 4, 2), Layout(dp=2, tp=2, sequence_parallel=True, ep=2), ""),
+        (LATENT, Layout(tp=2), "latent-sp"),
+        (LATENT, Layout(tp=2, sequence_parallel=True), ""),
+    ],
+)
+def test_what_megatron_core_computes_wrongly(mix: Layer, layout: Layout, rule: str) -> None:
+    work, machine = Workload(seq=64, batch=8), cluster(f"{layout.world}xH100")
+    assert violations(layout, lm(mix), work, machine) == limits(layout, lm(mix), work, machine) == ()
+    assert [v.rule for v in wrong(layout, lm(mix), work, machine)] == ([rule] if rule else [])
+
+
+def test_precisions() -> None:
+    assert found(MoE(SwiGLU(16), 4, 2), 1, "fp8") == ["runtime-precision"]
+
+
+@pytest.mark.parametrize("name", sorted(examples()))
+def test_which_examples_the_runtime_trains(name: str) -> None:
+    g = graph(find(name)[0])
+    assert undivided(g) is None
+    trained = [v.rule for v in limits(Layout(), g, WORK, cluster("1xH100"))] == []
+    assert trained is not (name.startswith(OTHERS) or name.endswith("-mtp"))
+
+
+def test_the_runtime_has_these_limits() -> None:
+    from megaloom.runtime.megatron import device
+
+    device.prepare()
+    from megaloom.runtime.megatron.build_context import DTYPES
+
+    assert tuple(DTYPES) == TRAINED
+
+
+def test_a_plan_that_the_runtime_does_not_run_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = ["gpt2", "--gpus", "1xH100", "--precision", "fp8", "-o", str(tmp_path / "plan.json")]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert "does not run it, other programs may: the runtime does not train in fp8 [runtime-precision]" in said
+    assert said.endswith("plan.json, to be exported\n")
+    assert main([*asked, "--lint", "--dp", "1"]) == 0
+    assert "[runtime-precision]" in capsys.readouterr().out
+
+
+def test_lint_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mixtral-8x7b", "--gpus", "8xH100", "--lint", "--json"]) == 0
+    rules = json.loads(capsys.readouterr().out)["rules"]
+    assert {"id", "sentence", "fix", "by", "source"} == {*rules[0]}
+    assert {rule["by"] for rule in rules} == {*By} and len({rule["id"] for rule in rules}) == len(rules)
+    asked = ["mixtral-8x7b", "--gpus", "8xH100", "--tp", "8", "--no-sequence-parallel", "--precision", "fp8"]
+    assert main([*asked, "--lint", "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    names = {name: [each["rule"] for each in found[name]] for name in ("violations", "limits", "wrong")}
+    assert names == {"violations": ["moe-sp"], "limits": ["runtime-precision"], "wrong": ["experts-reduced"]}
+
+
+def test_plans_for_megatron_core_leave_out_what_it_computes_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [
+        "mixtral-8x7b",
+        "--gpus",
+        "8xH200",
+        "--batch",
+        "8",
+        "--tp",
+        "8",
+        "--sequence-parallel",
+        "--ep",
+        "1",
+        "--etp",
+        "1",
+    ]
+    assert main([*asked, "--runtime", "megatron"]) == 2
+    said = "experts on ep 1 and etp 1 beside tp 8 [experts-reduced]: ep at least 2 would do, or etp 8"
+    assert said in capsys.readouterr().err

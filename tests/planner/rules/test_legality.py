@@ -1,0 +1,104 @@
+"""The rules are megatron-core's own: of drawn layouts both say the same, and what others trained is legal.
+
+`python benchmarks/legality.py 10000` asks about as many layouts as one likes.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megaloom.dsl.catalog import find
+from megaloom.dsl.graph import graph
+from megaloom.planner.cli.main import main
+from megaloom.planner.contract.layout import Layout, Workload
+from megaloom.planner.hardware.names import cluster
+from megaloom.planner.rules.rule import By
+from megaloom.planner.rules.rules import RULES, violations
+from megaloom.planner.validate.runs import read
+from megaloom.runtime.launch import launcher
+from tests.support.legality import (
+    OURS,
+    SOURCES,
+    Verdict,
+    judged,
+)
+from tests.support.paths import TESTS
+
+COUNT, SEED = 2000, 20
+RUNS = TESTS / "data" / "published_runs.jsonl"
+UNDRAWN = {"precision", "recompute-blocks"}  # every drawn precision has a figure, every drawn model repeats blocks
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> list[Verdict]:
+    return launcher.run(judged, (COUNT, SEED), 1, timeout=110)[0]
+
+
+def test_the_rules_say_what_megatron_core_says(verdicts: list[Verdict]) -> None:
+    assert len(verdicts) == COUNT
+    assert [v for v in verdicts if not v.agrees] == []
+
+
+def test_both_answers_are_given_often(verdicts: list[Verdict]) -> None:
+    assert COUNT / 4 < sum(v.refusal is None for v in verdicts) < COUNT * 3 / 4
+
+
+def test_each_rule_of_megatron_core_is_one_that_it_gives_up_by(verdicts: list[Verdict]) -> None:
+    said = {v.refusal.where for v in verdicts if v.refusal}
+    theirs = {rule.id for rule in RULES if rule.by in (By.CORE, By.CALLERS)}
+    assert {rule for rule in theirs if not SOURCES[rule] & said} == set()
+    assert said <= set().union(*(SOURCES[rule] for rule in theirs))
+
+
+def test_what_else_is_refused_megatron_core_takes(verdicts: list[Verdict]) -> None:
+    assert (
+        OURS
+        == {"etp-experts", "stages", "group-vpp", "recompute-none", "recompute-modules", "overlap-tensor-node"}
+        | UNDRAWN
+    )
+    assert {r for v in verdicts if v.refusal is None for r in v.stricter} == OURS - UNDRAWN
+
+
+def test_every_published_layout_that_ran_is_legal() -> None:
+    runs, _ = read(RUNS)
+    assert len(runs) > 30
+    for run in runs:
+        broken = [v.rule for v in violations(run.layout, graph(run.model), run.workload, run.cluster)]
+        assert [rule for rule in broken if rule not in OURS] == [], run.id
+
+
+def test_a_published_recipe_for_more_devices_than_it_has_is_refused() -> None:
+    """Megatron-Bridge's docs/performance-summary-archive.md, container 25.09: DeepSeek-V3 on 256 GB200, PP8 EP64."""
+    layout, work = Layout(dp=32, pp=8, vpp=2, ep=64), Workload(seq=4096, batch=2048)
+    found = violations(layout, graph(find("deepseek-v3-mtp")[0]), work, cluster("256xGB200"))
+    assert [str(v) for v in found] == [
+        "pp 8 x 64 (the larger of tp x cp = 1 and ep x etp = 64) needs 512 devices or a multiple, and there are 256 "
+        "[expert-grid]\nep 32, or pp 4, or 512 devices would"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            "deepseek-v3 --gpus 128xH100 --pp 16 --ep 64",
+            "pp 16 x 64 (the larger of tp x cp = 1 and ep x etp = 64) needs 1,024 devices or a multiple, and there "
+            "are 128 [expert-grid]: ep 8, or pp 2, or 1,024 devices would",
+        ),
+        (
+            "mixtral-8x7b --gpus 24xH100 --tp 2 --cp 3 --pp 2 --ep 8 --seq 6144 --batch 24",
+            "pp 2 x 24 (the least common multiple of tp x cp = 6 and ep x etp = 8) needs 48 devices or a multiple, "
+            "and there are 24 [expert-grid]: ep 4, or pp 1, or 48 devices would",
+        ),
+        (
+            "llama3-70b --gpus 8xH100 --tp 8 --pp 4",
+            "dp 1 x tp 8 x pp 4 x cp 1 takes 32 devices, and 8xH100 has 8 [world]: tp x pp x cp = 32 must divide 8: "
+            "8 would, or 32 devices",
+        ),
+    ],
+)
+def test_too_few_devices_are_refused_with_how_many_it_takes(
+    asked: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(asked.split()) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,99 @@
+"""What overlaps with computation: what it saves, what memory it takes, and how a command line says it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from attrs import evolve
+
+from megaloom.dsl.catalog import find
+from megaloom.dsl.graph import graph
+from megaloom.examples.mixtral import mixtral
+from megaloom.planner.cli.main import main
+from megaloom.planner.contract.layout import (
+    Layout,
+    Overlap,
+    Runtime,
+    Workload,
+)
+from megaloom.planner.cost.framework_profiles import PRACTICES
+from megaloom.planner.hardware.names import Cluster, cluster
+from megaloom.planner.partition.partitioner import HEADROOM
+from megaloom.planner.rules.capabilities import limits
+from megaloom.planner.search.candidates import Field
+from megaloom.planner.search.pricing import Pricer
+from megaloom.planner.search.search import search
+
+WORK = Workload(seq=256, batch=16)
+TENSOR = Layout(tp=2, etp=2, sequence_parallel=True, micro_batch=4, overlaps=("gradients", "tensor"))
+EXPERTS = Layout(dp=2, ep=2, micro_batch=4, overlaps=("gradients", "experts"))
+FREED = [(TENSOR, Overlap.TENSOR, 10 * 4 * 256 * 64 * 2), (EXPERTS, Overlap.EXPERTS, 0)]
+
+
+def small(kib: int, count: int = 2) -> Cluster:
+    """Devices with just so much memory for tensors."""
+    named = cluster(f"{count}xH100")
+    device = evolve(named.device, name="small", nbytes=kib * 2**10, context_nbytes=0, library_nbytes=0)
+    return evolve(named, device=device, intra=evolve(named.intra, group_nbytes=0))
+
+
+def pricer(kib: int) -> Pricer:
+    g = graph(mixtral("sparse", layers=4, heads=4, kv_heads=2, embed=64, ff=96, experts=4, vocab=512))
+    return Pricer(g, small(kib), WORK, evolve(PRACTICES[Runtime.MEGATRON], engine=True, streams=0))
+
+
+@pytest.mark.parametrize(("layout", "overlap", "nbytes"), FREED, ids=["tensor", "experts"])
+def test_overlap_takes_memory_and_saves_time(layout: Layout, overlap: Overlap, nbytes: int) -> None:
+    less = evolve(layout, overlaps=("gradients",))
+    on, off = (pricer(10**9).price(x) for x in (layout, less))
+    assert on.seconds < off.seconds
+    more = on.placed.parts[0].workspace + on.placed.parts[0].library
+    more -= off.placed.parts[0].workspace + off.placed.parts[0].library
+    assert more >= max(nbytes, 1)
+    cause = {Overlap.TENSOR: "tensor-parallel communication", Overlap.EXPERTS: "expert-parallel communication"}[overlap]
+    assert on.prediction.breakdown[cause] < off.prediction.breakdown[cause]
+    same = {*on.prediction.breakdown} - {cause}
+    assert {c: on.prediction.breakdown[c] for c in same} == {c: off.prediction.breakdown[c] for c in same}
+
+
+@pytest.mark.parametrize("layout", [TENSOR, EXPERTS], ids=["tensor", "experts"])
+def test_where_there_is_no_room_for_it_nothing_overlaps(layout: Layout) -> None:
+    less = evolve(layout, overlaps=("gradients",))
+    on, off = (max(pricer(10**9).price(x).placed.peaks) for x in (layout, less))
+    names = ("dp", "tp", "ep", "etp", "micro_batch", "sequence_parallel", "recompute", "distributed_optimizer")
+    fixed = {name: getattr(layout, name) for name in names}
+    for most, expected in ((1.01 * on, layout), ((on + off) / 2, less)):
+        among = Field(pricer(int(most / (1 - HEADROOM)) >> 10), fixed)
+        assert search(among, 1, 1)[0].layout == expected
+
+
+ASKED = "llama3-8b --gpus 8xH100 --runtime megatron --tp 2 --sequence-parallel --json --top 1 --overlap"
+
+
+@pytest.mark.parametrize(
+    ("said", "found"), [("none", []), ("tensor,gradients", ["gradients", "tensor"]), ("gradients", ["gradients"])]
+)
+def test_a_command_line_says_what_overlaps(said: str, found: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED.split(), said]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["layout"]["overlaps"] == found
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("grads", "no overlap is called 'grads'\nthere are gradients, weights, tensor, experts, or none"),
+        ("grads --lint", "no overlap is called 'grads'"),
+        ("weights --no-distributed-optimizer", "[overlap-weights]"),
+    ],
+)
+def test_what_cannot_overlap_is_refused(asked: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"{ASKED} {asked}".split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_runtime_does_not_run_what_overlaps_inside() -> None:
+    g, machine = graph(find("llama3-8b")[0]), cluster("8xH100")
+    x = Layout(tp=8, sequence_parallel=True, overlaps=("gradients", "tensor"))
+    assert [v.rule for v in limits(x, g, WORK, machine)] == ["runtime-overlap"]
+    assert limits(evolve(x, overlaps=("gradients",)), g, WORK, machine) == ()

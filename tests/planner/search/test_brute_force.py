@@ -1,0 +1,202 @@
+"""The search finds what pricing every legal layout finds, on small instances drawn at random."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaloom.dsl.graph import Graph, graph
+from megaloom.examples.gpt2 import gpt
+from megaloom.examples.llama3 import llama
+from megaloom.examples.mixtral import mixtral
+from megaloom.planner.bounds.layouts import Floors
+from megaloom.planner.contract.layout import (
+    Layout,
+    Recompute,
+    Runtime,
+    Workload,
+)
+from megaloom.planner.cost.framework_profiles import PRACTICES
+from megaloom.planner.hardware.names import Cluster, cluster
+from megaloom.planner.partition.partitioner import HEADROOM
+from megaloom.planner.partition.whole_blocks import blocks
+from megaloom.planner.rules.rules import violations
+from megaloom.planner.search.candidate_space import variants
+from megaloom.planner.search.candidates import Field
+from megaloom.planner.search.device_meshes import (
+    SAME,
+    Way,
+    complexity,
+    simplest,
+    way,
+)
+from megaloom.planner.search.pricing import Pricer
+from megaloom.planner.search.search import search
+from megaloom.planner.simulate.prediction import Priced
+from megaloom.planner.validate.decoder import Decoder
+
+INSTANCES = 60
+KINDS = ["dense", "tied", "sparse", "ahead"]
+
+
+@cache
+def model(kind: str, layers: int) -> Graph:
+    match kind:
+        case "tied":
+            return graph(gpt("tied", layers=layers, heads=4, embed=64, vocab=512, seq=64))
+        case "sparse":
+            return graph(mixtral("sparse", layers=layers, heads=4, kv_heads=2, embed=64, ff=96, experts=4, vocab=512))
+        case "ahead":
+            return graph(Decoder(layers=layers, hidden=96, heads=6, kv_heads=3, ffn=192, vocab=512, ahead=1).model())
+    return graph(llama("dense", layers=layers, heads=6, kv_heads=3, embed=96, ff=192, vocab=512))
+
+
+def machine(count: int, kib: int) -> Cluster:
+    """Devices with just so much memory for tensors."""
+    named = cluster(f"{count}xH100")
+    device = evolve(named.device, name="small", nbytes=kib * 2**10, context_nbytes=0, library_nbytes=0)
+    return evolve(
+        named,
+        device=device,
+        **{s: evolve(getattr(named, s), group_nbytes=0, peer_nbytes=0) for s in ("intra", "inter")},
+    )
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> tuple[Graph, Cluster, Workload]:
+    kind, layers = draw(st.sampled_from(KINDS)), draw(st.integers(1, 4))
+    count = draw(st.integers(1, 6))
+    batch = count * draw(st.integers(1, 4))
+    work = Workload(seq=draw(st.sampled_from([24, 48, 64])), batch=batch)
+    return model(kind, layers), machine(count, draw(st.integers(2000, 40000))), work
+
+
+def legal(among: Field) -> list[Layout]:
+    """Every layout of the search's space, by its rules alone: with all the overlap that may be, and with less."""
+    g, work, inner = among.pricer.graph, among.pricer.workload, among.pricer.inner
+    floors = Floors(among.at, among.pricer.book)
+    found, place = variants(g, work, among.at, among.fixed, floors.family(np.arange(len(among.at))), inner)
+    worth = floors.worthwhile(found, place)
+    assert len(found) == among.count == len({found[i] for i in range(len(found))})
+    most = [found[i] for i in range(len(found)) if worth[i]]
+    return [y for x in most for y in (x, *among.pricer.fewer(x))]
+
+
+@settings(max_examples=INSTANCES)
+@given(instances(), st.integers(1, 8), st.integers(1, 100), st.sampled_from(Runtime))
+def test_the_search_equals_brute_force(
+    case: tuple[Graph, Cluster, Workload], sure: int, many: int, runtime: Runtime
+) -> None:
+    g, devices, work = case
+    among, apart = (Pricer(g, devices, work, PRACTICES[runtime]) for _ in range(2))  # which know nothing of each other
+    among = Field(among, {})
+    every = legal(Field(apart, {}))
+    assert not any(violations(x, g, work, devices) for x in every)
+    priced = sorted((p for x in every if (p := apart.price(x)).placed.fits), key=lambda p: p.seconds)
+    found = search(among, sure, many)
+    assert [p.seconds for p in found] == sorted(p.seconds for p in found)
+    assert min(many, len(priced)) <= len({p.layout for p in found}) == len(found)
+    ours, theirs = quickest(found), quickest(priced)
+    assert sorted(ours.values())[:sure] == sorted(theirs.values())[:sure]
+    for one in sorted(theirs, key=theirs.__getitem__)[:sure]:  # of each all that are as quick
+        as_quick = {p.layout for p in priced if way(p.layout) == one and p.seconds < theirs[one] * SAME}
+        assert as_quick <= {p.layout for p in found} or list(theirs.values()).count(theirs[one]) > 1
+    if priced:
+        best = simplest(found)
+        assert complexity(best.layout) == complexity(simplest(priced).layout)
+
+
+@st.composite
+def chunked(draw: st.DrawFn) -> tuple[Graph, Cluster, Workload, dict[str, int], Runtime]:
+    """Pipelines of interleaved chunks of a model of many blocks, with about as much memory as the plain one takes."""
+    runtime = draw(st.sampled_from(Runtime))
+    g = blocks(model(draw(st.sampled_from(KINDS)), draw(st.integers(12, 14))), runtime)
+    pp, vpp = draw(st.sampled_from([(2, 3), (2, 4), (3, 2), (4, 2)]))
+    x = Layout(pp=pp, vpp=vpp, dp=draw(st.integers(1, 2)))
+    work = Workload(seq=draw(st.sampled_from([24, 48, 64])), batch=x.dp * pp * draw(st.integers(2, 6)))
+    plain = Pricer(g, machine(x.world, 10**9), work, PRACTICES[runtime]).price(x)
+    room = draw(st.floats(0.85, 1.3)) * max(plain.placed.peaks) / (1 - HEADROOM)
+    return g, machine(x.world, int(room) >> 10), work, {"pp": pp, "vpp": vpp, "tp": 1, "cp": 1}, runtime
+
+
+def equal(g: Graph, devices: Cluster, work: Workload, fixed: dict[str, int], runtime: Runtime) -> None:
+    """The search finds what pricing every layout finds."""
+    among, apart = (Pricer(g, devices, work, PRACTICES[runtime]) for _ in range(2))
+    among, other = Field(among, fixed), Field(apart, fixed)
+    every = legal(other) if len(other.at) else []
+    assert apart.many[fixed["pp"] * fixed["vpp"]]  # more than shifts.WAYS
+    priced = sorted((p for x in every if (p := apart.price(x)).placed.fits), key=lambda p: p.seconds)
+    found = search(among, 1, 1) if len(among.at) else []
+    assert [p.seconds for p in found][:1] == [p.seconds for p in priced][:1]
+    if priced:
+        assert {p.layout for p in priced if p.seconds < priced[0].seconds * SAME} <= {p.layout for p in found}
+
+
+@settings(max_examples=INSTANCES)
+@given(chunked())
+def test_it_does_where_chunks_can_be_cut_in_many_ways(
+    case: tuple[Graph, Cluster, Workload, dict[str, int], Runtime],
+) -> None:
+    equal(*case)
+
+
+def test_a_weight_that_chunks_share_is_there_once() -> None:
+    """Where it is counted as often there is no room, and the most even cut has none."""
+    g = blocks(model("ahead", 12), Runtime.MEGATRON)
+    equal(g, machine(2, 49233), Workload(seq=48, batch=4), {"pp": 2, "vpp": 3, "tp": 1, "cp": 1}, Runtime.MEGATRON)
+
+
+def quickest(found: list[Priced]) -> dict[Way, float]:
+    """The seconds of the best of each way; the quickest is first."""
+    return {way(p.layout): p.seconds for p in reversed(found)}
+
+
+@settings(max_examples=INSTANCES // 3)
+@given(instances())
+def test_less_overlap_is_no_quicker(case: tuple[Graph, Cluster, Workload]) -> None:
+    g, devices, work = case
+    pricer = Pricer(g, devices, work, PRACTICES[Runtime.MEGATRON])
+    among = Field(pricer, {})
+    less = [evolve(x, overlaps=some) for x in legal(among) if x.inner for some in combinations(x.overlaps, 2)]
+    priced = [p.seconds for x in less if (p := pricer.price(x)).placed.fits]
+    assert not priced or search(among, 1, 1)[0].seconds <= min(priced) * (1 + 1e-9)
+
+
+@st.composite
+def interleaved(draw: st.DrawFn) -> tuple[Graph, Layout, Workload, float]:
+    """A layout of chunks of a model of many blocks, and the memory there is beside what its most even cut takes."""
+    g = model(draw(st.sampled_from(KINDS)), draw(st.integers(9, 16)))
+    pp, vpp = draw(st.sampled_from([(2, 2), (2, 3), (2, 4), (3, 2), (3, 3), (4, 2), (4, 4)]))
+    m = pp * draw(st.integers(1, 4))
+    again = draw(st.sampled_from([("none", 0), ("selective", 0), ("full", 0), ("full", 1)]))
+    x = Layout(
+        pp=pp,
+        vpp=vpp,
+        dp=draw(st.integers(1, 2)),
+        recompute=Recompute(again[0]),
+        recompute_layers=again[1],
+        distributed_optimizer=draw(st.booleans()),
+        microbatch_group=draw(st.sampled_from([0, m])) if m > pp else 0,
+    )
+    seq = draw(st.sampled_from([64, 256, 1024])) if "positions" not in g.weights else 64
+    return g, x, Workload(seq=seq, batch=m * x.dp), draw(st.floats(0.7, 1.1))
+
+
+@settings(max_examples=INSTANCES)
+@given(interleaved())
+def test_no_bound_rules_out_what_fits(case: tuple[Graph, Layout, Workload, float]) -> None:
+    g, x, work, share = case
+    roomy = Pricer(g, machine(x.world, 10**9), work).price(x)
+    tight = Pricer(g, machine(x.world, int(share * max(roomy.placed.peaks) / (1 - HEADROOM)) >> 10), work)
+    priced = tight.price(x)
+    seconds, nbytes = tight.bound(x)
+    assert seconds <= min(priced.seconds, roomy.seconds) * (1 + 1e-9)
+    assert nbytes <= max(roomy.placed.peaks) * (1 + 1e-6)
+    if priced.placed.fits:
+        assert nbytes <= tight.capacity
+        assert tight.hopeful(x)

@@ -1,0 +1,122 @@
+"""More devices, and less memory: what is shown is the best on each cluster, and no layout shown beats another one."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise, permutations
+
+import pytest
+
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import graph
+from megaloom.examples.gpt2 import gpt2
+from megaloom.examples.llama3 import llama3_8b
+from megaloom.planner.cli.main import main
+from megaloom.planner.contract.layout import Workload
+from megaloom.planner.hardware.names import Cluster, cluster
+from megaloom.planner.search.scaling import LESS, clusters, points
+from megaloom.planner.search.search import plan
+
+
+def work(machine: Cluster) -> Workload:
+    return Workload(seq=2048, batch=4 * machine.count)
+
+
+def test_a_row_of_clusters() -> None:
+    assert clusters("8..64xH100") == tuple(cluster(f"{n}xH100") for n in (8, 16, 32, 64))
+    assert clusters("6..20xCPU") == (cluster("6xCPU"), cluster("12xCPU"))
+    assert clusters("4xB200") == (cluster("4xB200"),)
+    for wrong in ("8..4xH100", "a..b", "0..4"):
+        with pytest.raises(UserError):
+            clusters(wrong)
+
+
+def test_each_point_is_the_best_there() -> None:
+    found = list(points(graph(llama3_8b()), clusters("1..4xH100"), work, {}, 0.05))
+    assert [p.cluster.count for p in found] == [1, 2, 4]
+    for p in found:
+        if p.best is None:
+            with pytest.raises(UserError):
+                plan(llama3_8b(), p.cluster, work(p.cluster), ref="")
+        else:
+            best = plan(llama3_8b(), p.cluster, work(p.cluster), ref="").best
+            assert (p.best.layout, p.best.prediction) == (best.layout, best.predicted)
+    assert found[0].best is None  # 8 billion parameters with their optimizer are more than one device holds
+    assert found[2].best is not None
+
+
+def test_less_memory_takes_longer() -> None:
+    found = [p.best for p in points(graph(llama3_8b()), clusters("8xH100"), work, {}, 0.05, pareto=True)]
+    assert len(found) > 2
+    for quick, lean in pairwise(found):
+        assert quick is not None
+        assert lean is not None
+        assert quick.seconds < lean.seconds * 1.002  # of layouts as quick as the quickest the simplest is shown
+        assert max(lean.placed.peaks) <= LESS * max(quick.placed.peaks) + 100
+
+
+def test_none_shown_is_beaten_by_fewer_devices() -> None:
+    """Time by token, memory of a device, devices: each shown is better than every other in one of them."""
+    few = Workload(seq=1024, batch=4)  # too few for 16 devices to be much quicker than 4
+    found = points(graph(gpt2()), clusters("4..16xH100"), lambda _: few, {}, 0.05, pareto=True)
+    said = [(p.best.seconds, max(p.best.placed.peaks), p.cluster.count) for p in found if p.best]
+    assert {n for *_, n in said} == {4, 8, 16}
+    for one, other in permutations(said, 2):
+        assert any(x < y for x, y in zip(one, other, strict=True)), (one, other)
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpt2", "--gpus", "1..4xCPU", "--pp", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["GPUs", "1xCPU", "2xCPU", "4xCPU"]
+
+
+def test_the_table_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpt2", "--gpus", "2..4xH100", "--tp", "4", "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)["points"]
+    assert one == {"gpus": "2xH100"}  # where nothing is legal
+    assert (two["gpus"], two["layout"]["tp"]) == ("4xH100", 4)
+    assert {"step_seconds", "memory_gib", "memory_gib_upper", "tokens_per_second_per_gpu", "mfu"} <= {*two["predicted"]}
+    assert main(["gpt2", "--gpus", "4xH100", "--tp", "4", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)["plans"][0]
+    assert alone["runtime"] == "megaloom"
+    assert {name: alone[name] for name in ("layout", "predicted", "workload")} == {
+        name: two[name] for name in ("layout", "predicted", "workload")
+    }
+
+
+def test_the_rules_need_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--lint"]) == 0
+    alone = capsys.readouterr().out
+    assert main(["gpt2", "--lint"]) == 0
+    assert capsys.readouterr().out == alone
+    assert main(["--lint", "--tp", "2"]) == 2
+    assert capsys.readouterr().err.startswith("plan: MODEL requires an argument\nMODEL can be file.py:name")
+
+
+def test_lint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpt2", "--gpus", "8xH100", "--lint"]) == 0
+    assert "tp divides the attention heads." in capsys.readouterr().out
+    assert main(["gpt2", "--gpus", "8xH100", "--lint", "--tp", "2"]) == 0
+    capsys.readouterr()
+    assert main(["gpt2", "--gpus", "8xH100", "--lint", "--tp", "8", "--vpp", "2"]) == 2
+    said = capsys.readouterr().out
+    for rule in ("tp-heads", "vpp-pp"):
+        assert f"[{rule}]" in said
+
+
+def test_lint_takes_what_a_search_would_find(capsys: pytest.CaptureFixture[str]) -> None:
+    """Experts under tp need sequence parallelism: what is not said of it is not broken, what is said may be."""
+    asked = ["mixtral-8x7b", "--gpus", "16xH100", "--lint", "--tp", "2", "--ep", "8"]
+    assert main(asked) == 0
+    assert main([*asked, "--no-sequence-parallel"]) == 2
+    assert "[moe-sp]" in capsys.readouterr().out
+
+
+def test_headroom(capsys: pytest.CaptureFixture[str]) -> None:
+    machine, load = cluster("8xH100"), Workload(seq=2048, batch=32)
+    for free in (0.0, 0.3, 0.6):
+        best = plan(llama3_8b(), machine, load, ref="", headroom=free).best
+        assert max(sum(held.values()) for held in best.predicted.nbytes) <= (1 - free) * machine.device.nbytes
+    assert main(["gpt2", "--memory-headroom", "110%"]) == 2
+    assert "10% or 0.1" in capsys.readouterr().err

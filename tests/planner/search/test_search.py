@@ -1,0 +1,266 @@
+"""The search finds the best there is, says why, and says what is wrong when there is nothing to find."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import Model, fingerprint, graph
+from megaloom.examples.gpt2 import gpt, gpt2_xl
+from megaloom.examples.llama3 import (
+    llama,
+    llama3_8b,
+    llama3_70b,
+    llama3_405b,
+)
+from megaloom.examples.mixtral import mixtral
+from megaloom.examples.stdlib_gpt import stdlib_gpt
+from megaloom.planner.bounds.layouts import Floors
+from megaloom.planner.contract.layout import (
+    Layout,
+    Precision,
+    Recompute,
+    Workload,
+)
+from megaloom.planner.hardware.names import Cluster, cluster
+from megaloom.planner.rules.rules import violations
+from megaloom.planner.search.candidate_space import variants
+from megaloom.planner.search.candidates import Field
+from megaloom.planner.search.device_meshes import SAME, way
+from megaloom.planner.search.pricing import Pricer
+from megaloom.planner.search.search import (
+    KEEP,
+    SURE,
+    Found,
+    Progress,
+    plan,
+    search,
+)
+
+DENSE = llama("tiny-llama", layers=4, heads=6, kv_heads=3, embed=96, ff=192, vocab=512)
+TIED = gpt("tiny-gpt", layers=4, heads=4, embed=64, vocab=512, seq=64)
+SPARSE = mixtral("tiny-mixtral", layers=2, heads=8, kv_heads=4, embed=128, ff=256, experts=4, vocab=512)
+WORK = Workload(seq=48, batch=24)
+
+
+def small(name: str, mib: int) -> Cluster:
+    """Devices with just so much memory for tensors."""
+    machine = cluster(name)
+    device = evolve(machine.device, name="small", nbytes=mib * 2**20, context_nbytes=0, library_nbytes=0)
+    links = {side: evolve(getattr(machine, side), group_nbytes=0, peer_nbytes=0) for side in ("intra", "inter")}
+    return evolve(machine, device=device, **links)
+
+
+def found(model: Model, machine: str | Cluster, work: Workload = WORK, **fixed: Any) -> Found:
+    where = cluster(machine) if isinstance(machine, str) else machine
+    return plan(model, where, work, ref="tests:model", fixed=fixed)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine"),
+    [
+        (DENSE, small("6xH100", 16)),  # six devices: no powers of two
+        (DENSE, small("4xH100", 8)),
+        (TIED, small("4xH100", 6)),
+        (SPARSE, small("4xH100", 40)),
+        (DENSE, cluster("2xCPU")),
+    ],
+    ids=lambda x: str(getattr(x, "name", x)),
+)
+def test_nothing_legal_that_fits_is_quicker(model: Model, machine: Cluster) -> None:
+    pricer = Pricer(graph(model), machine, WORK)
+    among = Field(pricer, {})
+    floors = Floors(among.at, pricer.book)
+    layouts, place = variants(pricer.graph, WORK, among.at, {}, floors.family(np.arange(len(among.at))))
+    legal = [layouts[i] for i in range(len(layouts))]
+    assert len(legal) == among.count
+    assert not any(violations(x, pricer.graph, WORK, machine) for x in legal)
+    worth = floors.worthwhile(layouts, place)
+    fitting = [p for x, w in zip(legal, worth, strict=True) if w and (p := pricer.price(x)).placed.fits]
+    every = sorted(p.seconds for p in fitting)
+    best = [(p.seconds, way(p.layout)) for p in search(among)]
+    assert len(every) > 2
+    assert best[0][0] == every[0]
+    ways = {way(p.layout) for p in fitting}
+    quickest = sorted(min(p.seconds for p in fitting if way(p.layout) == one) for one in ways)
+    assert (
+        sorted(min(t for t, other in best if other == one) for one in {one for _, one in best})[:SURE]
+        == quickest[:SURE]
+    )
+    assert len(every) < len(legal)  # the memory ruled some out
+    assert every[0] <= found(model, machine).best.predicted.step_seconds <= SAME * every[0]
+
+
+@pytest.mark.parametrize("model", [llama3_8b(), mixtral("m", 8, 32, 8, 4096, 14336)], ids=lambda m: str(m.name))
+def test_what_is_found_is_legal_and_fits(model: Model) -> None:
+    work = Workload(seq=4096, batch=48)
+    got = found(model, "16xH100", work)
+    plans = sorted([got.best, *got.others, *got.variants], key=lambda p: p.predicted.step_seconds)
+    assert len(plans) == KEEP
+    for p in plans:
+        assert not violations(p.layout, graph(model), work, p.cluster)
+        assert max(sum(held.values()) for held in p.predicted.nbytes) < p.cluster.device.nbytes
+        assert p.fingerprint == fingerprint(model)
+        assert p.reasons
+    steps = [p.predicted.step_seconds for p in plans]
+    assert got.best.predicted.step_seconds <= SAME * min(steps)
+    assert len({p.layout for p in plans}) == KEEP
+
+
+@pytest.mark.parametrize("model", [llama3_8b(), mixtral("m", 8, 32, 8, 4096, 14336)], ids=lambda m: str(m.name))
+def test_the_next_best_deal_the_devices_in_another_way(model: Model) -> None:
+    got = found(model, "16xH100", Workload(seq=4096, batch=48))
+    shown = [got.best, *got.others]
+    assert len({way(p.layout) for p in shown}) == len(shown) >= SURE
+    steps = [p.predicted.step_seconds for p in shown]
+    assert steps[1:] == sorted(steps[1:])
+    for p in got.variants:
+        best = next(other for other in shown if way(other.layout) == way(p.layout))
+        assert best.predicted.step_seconds <= SAME * p.predicted.step_seconds
+
+
+def test_of_one_way_the_next_best_are_its_variants() -> None:
+    got = found(llama3_8b(), "8xH100", Workload(seq=8192, batch=64), tp=2, pp=2, cp=1, dp=2)
+    assert len(got.others) > SURE
+    assert {way(p.layout) for p in (got.best, *got.others)} == {(2, 2, 2, 1, 1, 1)}
+    assert got.variants == ()
+
+
+def test_of_layouts_as_quick_the_simpler_wins() -> None:
+    got = found(stdlib_gpt(), "1xCPU", Workload(seq=64, batch=1, precision=Precision.FP32))
+    assert got.best.layout == Layout()
+
+
+def test_processes_on_a_cpu() -> None:
+    got = found(stdlib_gpt(), "4xCPU", Workload(seq=256, batch=32, precision=Precision.FP32))
+    assert got.best.layout.world == 4
+    assert got.best.layout.dp == 4  # links are slow, the model is small
+    assert "gradient communication" in got.best.predicted.breakdown
+
+
+def test_what_is_fixed_stays() -> None:
+    fixed = {"pp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full", "micro_batch": 3, "vpp": 2}
+    got = found(TIED, "8xH100", WORK, **fixed)
+    for p in (got.best, *got.others, *got.variants):
+        assert {name: getattr(p.layout, name) for name in fixed} == fixed
+        assert p.layout.recompute is Recompute.FULL
+    whole = evolve(got.best.layout, dp=1, cp=2)
+    only = found(TIED, "8xH100", WORK, **{name: getattr(whole, name) for name in Layout.__slots__ if name[0] != "_"})
+    assert only.best.layout == whole
+    assert only.others == ()
+
+
+def test_rules_that_fixed_values_break_are_all_named() -> None:
+    with pytest.raises(UserError) as raised:
+        found(DENSE, "8xH100", WORK, tp=4, vpp=2, pp=1)
+    text = str(raised.value)
+    for rule in ("tp-heads", "tp-kv-heads", "vpp-pp"):
+        assert f"[{rule}]" in text
+    assert "tp 1 would" in text
+    assert "tp 4, vpp 2, pp 1" in text
+
+
+@pytest.mark.parametrize(
+    ("fixed", "said"),
+    [
+        ({"tpp": 2}, "a layout has no 'tpp'"),
+        ({"tp": "2"}, "tp cannot be '2'"),
+        ({"sequence_parallel": 1}, "sequence_parallel cannot be 1"),
+        ({"recompute": "some"}, "none, selective, full"),
+        ({"tp": 0}, "tp is 0"),
+        ({"dp": 5}, "dp 5"),
+    ],
+)
+def test_what_cannot_be_fixed(fixed: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        found(DENSE, "8xH100", WORK, **fixed)
+
+
+def test_as_many_are_shown_as_are_asked_for() -> None:
+    """Other ways first; on a prime number of devices there are too few, and variants of these beside them."""
+    got = found(DENSE, "7xH100", Workload(seq=256, batch=14))
+    assert len(got.others) < 4 <= len(got.variants)
+    for count in range(6):
+        shown = got.next(count)
+        assert len(shown) == count and [p for p in shown if p in got.others] == [*got.others[:count]]
+        assert [*shown] == sorted(shown, key=lambda p: p.predicted.step_seconds)
+
+
+def test_when_nothing_fits_the_nearest_miss_is_told() -> None:
+    with pytest.raises(UserError) as raised:
+        found(llama3_70b(), "8xH100", Workload(seq=4096, batch=64))
+    text = str(raised.value)
+    assert "no layout of llama3-70b on 8xH100 fits the memory" in text
+    assert "pipeline rank 0 needs" in text
+    assert "GiB more than" in text
+    assert "\n24xH100 would do: " in text
+    assert "\n8xB300 would do: " in text
+    for said in re.findall(r"would do: (.*)", text):  # as one would lay it out: tensor parallelism stays in a node
+        assert all(int(tp) <= 8 for tp in re.findall(r"tp(\d+)", said))
+
+
+def test_however_many_devices_it_takes() -> None:
+    with pytest.raises(UserError, match=r"\n128xH100 would do: "):
+        found(llama3_405b(), "1xH100", Workload(seq=4096, batch=1))
+
+
+def test_every_kind_of_change_is_tried() -> None:
+    def missed(machine: str, seq: int = 4096, headroom: float = 0.05, **fixed: Any) -> str:
+        work = Workload(seq=seq, batch=16)
+        with pytest.raises(UserError) as raised:
+            plan(llama3_8b(), cluster(machine), work, ref="tests:model", fixed=fixed, headroom=headroom)
+        return str(raised.value)
+
+    assert re.search(r"\na memory headroom of \d+% would do: ", missed("8xH100", headroom=0.8))
+    assert re.search(r"\n1xB\d00 would do: mbs1", missed("1xH100"))
+    assert re.search(r"\na sequence of [\d,]+ would do: ", missed("8xH100", seq=2**20))
+    both = missed("2xH100", tp=1, pp=1)
+    assert "on 2xH100 with tp 1, pp 1 fits the memory" in both
+    assert "\n8xH100 would do: dp8 " in both
+
+
+def test_freeing_what_is_fixed_is_the_smallest_change() -> None:
+    with pytest.raises(UserError, match=r"recompute selective in place of none would fit: mbs1 recompute"):
+        found(DENSE, small("1xH100", 17), Workload(seq=768, batch=1), recompute="none")
+
+
+def test_neighbours_that_cannot_be_had_have_a_cause() -> None:
+    got = found(llama3_8b(), "8xH100", Workload(seq=8192, batch=64))
+    causes = {str(r.layout): r.cause for r in got.rejected}
+    assert any("pipeline rank" in cause and "GiB more" in cause for cause in causes.values())
+    assert all("[" in cause or "more than" in cause for cause in causes.values())
+    assert not {r.layout for r in got.rejected} & {got.best.layout}
+
+
+def test_the_reasons_have_numbers() -> None:
+    best = found(llama3_8b(), "8xH100", Workload(seq=8192, batch=64)).best
+    assert str(best.layout) in best.reasons[0]
+    assert "MFU" in best.reasons[0]
+    assert "legal layouts" in best.reasons[0]
+    assert "Of a step" in best.reasons[1]
+    assert "GiB" in best.reasons[2]
+    assert len(best.reasons) > 4
+    assert all(" slower: " in reason for reason in best.reasons[3:])
+
+
+def test_progress_begins_early_and_ends_with_the_best() -> None:
+    told: list[Progress] = []
+    got = plan(llama3_8b(), cluster("64xH100"), Workload(seq=8192, batch=256), ref="tests:model", tell=told.append)
+    steps = [p.seconds for p in told]
+    assert steps == sorted(steps, reverse=True)
+    assert told[0].least == 0  # before all layouts are known
+    assert [p.least for p in told] == sorted(p.least for p in told)
+    assert 0 <= told[-1].unproven <= told[1].unproven < 1
+    assert steps[-1] == min(p.predicted.step_seconds for p in (got.best, *got.others, *got.variants))
+    assert got.unproven is None
+
+
+def test_a_published_choice_is_near_the_top() -> None:
+    """GPT-2 XL on one node trains with data parallelism alone."""
+    got = found(gpt2_xl(), "8xH100", Workload(seq=1024, batch=512))
+    assert got.best.layout.dp * got.best.layout.cp == 8

@@ -1,0 +1,66 @@
+"""The interval of a predicted step: laws, and what it holds of published runs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaloom.dsl.graph import graph
+from megaloom.examples.llama3 import llama3_8b
+from megaloom.examples.mixtral import mixtral_8x7b
+from megaloom.planner.contract.layout import Layout, Precision, Workload
+from megaloom.planner.hardware.names import PRESETS, cluster
+from megaloom.planner.search.pricing import price
+from megaloom.planner.simulate.intervals import (
+    COVERED,
+    EXPERTS,
+    OTHER,
+    SPREADS,
+    WIDE,
+    interval,
+    kind,
+    spread,
+)
+from megaloom.planner.validate.coverage import coverage, fits
+from megaloom.planner.validate.scoring import validate
+from tests.support.paths import TESTS
+
+RUNS = TESTS / "data" / "published_runs.jsonl"
+
+
+@given(st.floats(1e-6, 1e6), st.sampled_from([*SPREADS, OTHER]))
+def test_an_interval_holds_its_prediction(seconds: float, of: str) -> None:
+    low, high = interval(seconds, of)
+    assert low < seconds < high
+    widest = interval(seconds, OTHER)
+    assert widest[0] <= low and high <= widest[1]
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=99))
+def test_a_spread_leaves_out_no_more_than_it_says(ratios: list[float]) -> None:
+    low, high = spread(ratios)
+    outside = sum(not low <= x <= high for x in ratios)
+    assert outside <= (1 - COVERED) * len(ratios)
+
+
+def test_what_a_prediction_is_like() -> None:
+    h100 = PRESETS["H100"].device
+    assert kind(False, Precision.BF16, h100) == WIDE != kind(False, Precision.FP8, h100)
+    assert kind(False, Precision.BF16, PRESETS["GB200"].device) == kind(False, Precision.FP8, h100)
+    assert kind(True, Precision.BF16, h100) == EXPERTS
+    assert kind(False, Precision.FP32, PRESETS["CPU"].device) == OTHER
+
+
+@pytest.mark.parametrize(("model", "of"), [(llama3_8b, WIDE), (mixtral_8x7b, EXPERTS)])
+def test_a_layout_is_priced_with_its_interval(model, of) -> None:
+    priced = price(graph(model()), Layout(dp=1, tp=8, pp=2), cluster("16xH100"), Workload(seq=4096, batch=16))
+    assert priced.prediction.within == interval(priced.seconds, of)
+
+
+def test_intervals_hold_most_published_runs() -> None:
+    found = validate(RUNS)
+    lines = {line.kind: line for line in coverage(found.rows)}
+    assert lines["all"].checked == sum(not fits(p) and p.run.step_seconds is not None for p in found.rows)
+    assert lines["all"].held >= 0.8 * lines["all"].checked
+    assert lines[WIDE].spread is not None and lines[WIDE].spread[0] < 1 < lines[WIDE].spread[1]

@@ -1,0 +1,88 @@
+"""What is installed is what the repository holds, under one name."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUP = PYPROJECT["tool"]["setuptools"]
+FOLDERS = tuple(sorted(path.parent.name for path in ROOT.glob("*/__init__.py")))
+
+
+def python(*args: str, cwd: Path, path: Path | None = None) -> str:
+    """What this Python prints, run in `cwd` with `path` in front of what is installed."""
+    env = {**os.environ, "PYTHONPATH": str(path or "")}
+    done = subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def sources(root: Path, folders: Iterable[str]) -> set[str]:
+    """The Python files, type markers and what web pages are made of, under these folders of `root`."""
+    files = (path for name in folders for path in (root / name).rglob("*") if "__pycache__" not in path.parts)
+    kinds = (".py", ".js", ".css", ".typed")
+    return {path.relative_to(root).as_posix() for path in files if path.suffix in kinds}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel installed in it, built from a copy so that this tree stays as it is."""
+    copy, site = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("site")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    offline = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "-q")
+    python("-m", "pip", "install", *offline, "--target", str(site), str(copy), cwd=copy)
+    return site
+
+
+def test_each_folder_with_modules_is_listed() -> None:
+    folders = {path.parent.relative_to(ROOT) for top in FOLDERS for path in (ROOT / top).rglob("*.py")}
+    expected = {"megaloom." + ".".join(folder.parts): folder.as_posix() for folder in folders}
+    assert set(SETUP["packages"]) == set(expected)
+    assert SETUP["package-dir"] == expected
+
+
+def test_type_checkers_see_the_same_packages() -> None:
+    links = {link.name: link.resolve() for link in (ROOT / ".ns/megaloom").iterdir()}
+    assert links == {name: ROOT / name for name in FOLDERS}
+    assert all((ROOT / name / "py.typed").is_file() for name in FOLDERS)
+
+
+def test_the_wheel_holds_all_sources_and_nothing_else(site: Path) -> None:
+    tops = {path.name for path in site.iterdir()} - {f"megaloom-{PYPROJECT['project']['version']}.dist-info", "bin"}
+    assert tops == {"megaloom"}
+    assert {path.name for path in (site / "megaloom").iterdir()} == set(FOLDERS)  # a namespace: no __init__
+    assert sources(site / "megaloom", FOLDERS) == sources(ROOT, FOLDERS)
+
+
+def test_the_wheel_is_imported_under_its_own_name(site: Path, tmp_path: Path) -> None:
+    show = "import importlib, sys; [print(importlib.import_module('megaloom.' + n).__file__) for n in sys.argv[1:]]"
+    found = python("-c", show, *FOLDERS, cwd=tmp_path, path=site).split()
+    assert found == [str(site / "megaloom" / name / "__init__.py") for name in FOLDERS]
+
+
+def test_models_of_the_examples_are_found_from_the_wheel(site: Path, tmp_path: Path) -> None:
+    show = "import sys; from megaloom.dsl.catalog import find; [print(find(name)[0].name) for name in sys.argv[1:]]"
+    names = ["gpt2", "llama3-8b", "mixtral-8x7b", "stdlib-gpt"]
+    assert python("-c", show, *names, cwd=tmp_path, path=site).split() == names
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_second_identity_is_refused(folder: str) -> None:
+    with pytest.raises(AssertionError, match=f"import megaloom.{folder}, not {folder}"):
+        python("-c", f"import {folder}", cwd=ROOT)  # the folder lies on the path here
+
+
+@pytest.mark.parametrize("script", sorted(PYPROJECT["project"]["scripts"]))
+def test_the_commands_are_installed(script: str, site: Path, tmp_path: Path) -> None:
+    assert "Usage" in python(str(site / "bin" / script), "--help", cwd=tmp_path, path=site)

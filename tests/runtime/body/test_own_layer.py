@@ -1,0 +1,157 @@
+"""A layer without a torch module runs its own body: what it computes is the same on every layout, and the oracle's."""
+
+from collections.abc import Callable
+from inspect import signature
+from runpy import run_path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attrs import evolve, frozen
+
+from megaloom.dsl import (
+    Layer,
+    Model,
+    UserError,
+    Value,
+    graph,
+)
+from megaloom.dsl.catalog import find
+from megaloom.planner.contract.layout import Layout, Recompute
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime import Recipe
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.reference.interpret import interpret
+from megaloom.runtime.training import verify
+from megaloom.runtime.training.initial_weights import initial
+from tests.support.paths import SUPPORT
+
+FILE = SUPPORT / "own_models.py"
+NAMES = [
+    name
+    for name, it in run_path(str(FILE)).items()
+    if getattr(it, "__annotations__", {}).get("return") is Model
+    and not signature(it).parameters
+    and name != "balanced"  # see test_oracle
+]
+DENSE = ["gated", "windowed", "near"]
+SOME = [*DENSE, "some_experts"]  # of which all layouts are tried
+MIXED = ["experts", "some_experts"]
+SEQ, BATCH, VOCAB, SEED = 32, 2, 127, 7
+SP = Layout(tp=2, sequence_parallel=True)
+LAYOUTS = {
+    "one process": (Layout(), NAMES),
+    "TP2": (Layout(tp=2), DENSE),
+    "TP2 SP": (SP, NAMES),
+    "TP4 SP, fewer KV heads than TP": (evolve(SP, tp=4), ["two_kv_heads", "one_kv_head"]),
+    "CP2": (Layout(cp=2), NAMES),
+    "PP2": (Layout(pp=2), SOME),
+    "TP2 CP2": (Layout(tp=2, cp=2), DENSE),
+    "TP2 SP CP2": (evolve(SP, cp=2), SOME),
+    "TP2 SP PP2, recompute full": (evolve(SP, pp=2, recompute=Recompute.FULL), SOME),
+    "parts of bodies, recomputed": (
+        Layout(
+            tp=2,
+            sequence_parallel=True,
+            recompute=Recompute.SELECTIVE,
+            recompute_modules=("layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts"),
+        ),
+        ["gated", "latent", "experts", "some_experts"],
+    ),
+    "EP2 ETP2 TP2 SP": (evolve(SP, dp=2, ep=2, etp=2), MIXED),
+    "EP2 TP2 SP CP2": (evolve(SP, cp=2, ep=2), MIXED),
+    "DP2 distributed optimizer": (Layout(dp=2, distributed_optimizer=True), SOME),
+}
+Curve = list[tuple[float, float]]
+
+
+def sample(i: int) -> torch.Tensor:
+    return torch.randint(VOCAB, (SEQ + 1,), generator=torch.Generator().manual_seed(i))
+
+
+def laid(plan: Plan, layout: Layout) -> Plan:
+    """The plan of one process under another layout, cut in the middle for two stages."""
+    (whole,) = plan.stages
+    if layout.pp == 1:
+        return evolve(plan, layout=layout)
+    places = graph(find(plan.model)[0]).cuts
+    middle = places[len(places) // 2]
+    stages = evolve(whole, stop=middle), evolve(whole, rank=1, start=middle)
+    return evolve(plan, layout=layout, stages=stages)
+
+
+def curves(plans: list[Plan]) -> list[Curve]:
+    """On each rank: the losses and the norms of the gradients of two steps, of each plan."""
+    from megatron.core import parallel_state
+
+    from megaloom.runtime.training.engine import Engine
+
+    out = []
+    for plan in plans:
+        engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=3, seed=SEED, lr=1e-4, warmup=0))
+        results = [engine.step(lambda i, k=k: sample(k * BATCH + i)) for k in range(2)]
+        out.append([(r.loss, r.grad_norm) for r in results])
+        parallel_state.destroy_model_parallel()
+    return out
+
+
+def declared(plan: Plan) -> tuple[float, float]:
+    """The first of these by the oracle."""
+    m, _ = find(plan.model)
+    weights = {k: initial(s, SEED).requires_grad_(s.trained) for k, s in graph(m).weights.items()}
+    x = torch.stack([sample(i) for i in range(BATCH)])
+    (logits,) = interpret(m, weights, {"tokens": x[:, :-1]})
+    loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+    loss.backward()
+    grads = [w.grad for w in weights.values() if w.grad is not None]
+    return loss.item(), torch.nn.utils.get_total_norm(grads).item()
+
+
+@pytest.fixture(scope="module")
+def plans(plan_of: Callable[..., Plan]) -> dict[str, Plan]:
+    return {name: plan_of(f"{FILE}:{name}", Layout(), batch=BATCH, seq=SEQ) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def expected(plans: dict[str, Plan]) -> dict[str, Curve]:
+    """The first step by the oracle, the second by one process."""
+    found = launcher.run(curves, (list(plans.values()),), 1, timeout=100)[0]
+    return {name: [declared(plans[name]), curve[1]] for name, curve in zip(plans, found, strict=True)}
+
+
+@pytest.mark.parametrize("row", LAYOUTS)
+def test_a_body_computes_the_declared_mathematics(row: str, plans: Any, expected: Any) -> None:
+    layout, names = LAYOUTS[row]
+    found = launcher.run(curves, ([laid(plans[name], layout) for name in names],), layout.world, timeout=100)[0]
+    wrong = {}
+    for name, curve in zip(names, found, strict=True):
+        losses, norms = ([pair[i] for pair in curve] for i in (0, 1))
+        want_losses, want_norms = ([pair[i] for pair in expected[name]] for i in (0, 1))
+        if losses != pytest.approx(want_losses, abs=1e-5) or norms != pytest.approx(want_norms, rel=1e-5, abs=1e-5):
+            wrong[name] = curve, expected[name]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", ["own-layer", "own-module"])
+def test_the_examples_pass_verify(name: str, plan_of: Any) -> None:
+    found = verify.compare(plan_of(name, evolve(SP, pp=2)), timeout=60)
+    assert found.passed, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
+
+
+@frozen
+class Wordless(Layer):
+    """Has a module, and does not say what its parameters are made of."""
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return x
+
+    def module(self, site: object) -> torch.nn.Module:
+        return torch.nn.Identity()
+
+
+def test_a_module_must_say_what_its_parameters_are_made_of() -> None:
+    from megaloom.runtime.training.weights import Weights, parameters
+
+    with pytest.raises(UserError, match=r"Wordless\(\) has a torch module of its own, .*\nwrite a method parameters"):
+        parameters(Wordless(), Weights({}, lambda slot, index: torch.empty(0), range(0)))

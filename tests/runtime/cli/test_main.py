@@ -1,0 +1,305 @@
+"""The command: what it shows, and what it says to bad input: one message on stderr, no traceback, nobody left."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megaloom.planner.contract.plans import VERSION, load
+from megaloom.runtime.cli.main import main
+from megaloom.runtime.training.run import claimed
+from tests.support.paths import SUPPORT, TESTS
+
+MODELS = SUPPORT / "models.py"
+SMALL = ("--seq", "32", "--batch", "4", "--devices", "2", "--warmup", "2", "--lr", "1e-2")
+PROGRAM = "import sys; from megaloom.runtime.cli.main import main; sys.exit(main())"
+
+
+def start(*args: object, cwd: Path) -> subprocess.Popen[str]:
+    """The command as a process of its own, in a folder of its own."""
+    command = [sys.executable, "-c", PROGRAM, *map(str, args)]
+    return subprocess.Popen(command, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def run(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The same, to its end."""
+    process = start(*args, cwd=cwd)
+    out, err = process.communicate(timeout=100)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for path in TESTS.rglob("test_*.py"):
+        shutil.copy(path, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, str]:
+    """The folder in which a model was trained to its end, and what was shown."""
+    cwd = tmp_path_factory.mktemp("work")
+    result = run("train", f"{MODELS}:byte_llama", "--data", text, *SMALL, "--steps", "6", cwd=cwd)
+    assert (result.returncode, result.stderr) == (0, "")
+    return cwd, result.stdout
+
+
+def test_train_shows_plan_progress_and_summary(done: tuple[Path, str]) -> None:
+    cwd, shown = done
+    folder = cwd / "runs" / "byte-llama"
+    plan = load(folder / "plan.json")
+    assert all(reason in shown for reason in plan.reasons)
+    assert "byte-llama: 78,208 parameters on 2xCPU" in shown
+    assert re.search(
+        r"step 6/6  loss \d\.\d+  [\d,]+ tokens/s  0:\d\d elapsed  0:00 left  grad norm \d.*  lr \d", shown
+    )
+    assert re.search(r"held-out loss +\d\.\d{3} nats a byte, \d\.\d{3} bits", shown)
+    assert re.search(r"unigram entropy +\d\.\d{3} nats", shown)
+    assert re.search(r"step +0\.\d{3} s \(predicted \d\.\d{3} s\)", shown)
+    assert re.search(r"tokens/s/device +[\d,]+ \(predicted [\d,]+\)", shown)
+    assert re.search(r"MFU +\d+\.\d% \(predicted \d+\.\d%\)", shown)
+    assert re.search(r"peak memory +\d+\.\d MiB \(predicted \d+\.\d\)", shown)
+    assert "checkpoint       runs/byte-llama/step-000006" in shown
+    assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+
+
+def test_the_command_to_go_on_goes_on(done: tuple[Path, str], tmp_path: Path) -> None:
+    cwd, shown = done
+    shutil.copytree(cwd / "runs", tmp_path / "runs")
+    command = re.search(r"to go on: \S+ (train .*)", shown)
+    assert command
+    words = command[1].split()
+    assert words[words.index("--steps") + 1] == "12"
+    result = run(*words, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "resumed from step 6 of 12 (runs/byte-llama/step-000006)" in result.stdout
+    assert "steps            12 (resumed from 6)" in result.stdout
+
+
+def test_run_again_after_its_end_it_says_so(done: tuple[Path, str], text: Path) -> None:
+    cwd, shown = done
+    plan = cwd / "runs" / "byte-llama" / "plan.json"
+    result = run("train", plan, "--data", text, "--steps", "6", cwd=cwd)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "resumed from the finished run (runs/byte-llama/step-000006)" in result.stdout
+    held_out = re.search(r"held-out loss +\d.*", shown)
+    assert held_out
+    assert held_out[0] in result.stdout
+    assert re.search("to go on: .* --steps 12", result.stdout)
+    assert "saved with lr 0.01, now 0.003, warmup 2, now 20" in result.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_it_saves_and_goes_on_from_there(number: signal.Signals, text: Path, tmp_path: Path) -> None:
+    long = ("train", f"{MODELS}:byte_llama", "--data", text, *SMALL, "--steps")
+    process = start(*long, 5000, cwd=tmp_path)
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) == 2
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    saved = re.fullmatch(
+        r"megaloom: stopped; (runs/byte-llama/step-0*(\d+)) is saved, and the same command goes on from there\n", err
+    )
+    assert saved, err
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    step = int(saved[2])
+    assert step >= 1
+    again = run(*long, step + 1, cwd=tmp_path)
+    assert again.returncode == 0
+    assert f"resumed from step {step} of {step + 1} ({saved[1]})" in again.stdout
+
+
+def test_its_reader_leaves_and_it_saves(text: Path, tmp_path: Path) -> None:
+    process = start("train", f"{MODELS}:byte_llama", "--data", text, *SMALL, "--steps", 5000, cwd=tmp_path)
+    assert process.stdout
+    assert process.stderr
+    next(line for line in process.stdout if line.startswith("step "))
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert re.fullmatch(r"megaloom: stopped; runs/byte-llama/step-\d+ is saved, and the same .*\n", said), said
+
+
+def test_killed_it_leaves_nobody_and_nothing_broken(text: Path, tmp_path: Path) -> None:
+    always = ("train", f"{MODELS}:byte_llama", "--data", text, *SMALL, "--save-every", 1, "--steps")
+    process = start(*always, 5000, cwd=tmp_path)
+    while not list(tmp_path.glob("runs/*/step-??????")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    assert not psutil.wait_procs(ranks, timeout=10)[1]
+    again = run(*always, 1, cwd=tmp_path)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "resumed from the finished run" in again.stdout
+
+
+def test_on_a_terminal_progress_is_one_line(text: Path, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    args = ["train", f"{MODELS}:byte_llama", "--data", str(text), *SMALL, "--steps", "3"]
+    env = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, *args], cwd=tmp_path, stdout=theirs, env=env)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how Linux says that the other side has closed it
+        while chunk := os.read(ours, 4096):
+            shown += chunk
+    assert process.wait(timeout=60) == 0
+    assert re.search(r"\r.*step 2/3 .*\r.*step 3/3 .*loss \d.*tokens/s.*0:00 left", shown.decode())
+    assert "held-out loss" in shown.decode()
+    assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l")  # the cursor is there again
+
+
+def test_two_runs_in_one_folder(done: tuple[Path, str], text: Path) -> None:
+    cwd, _ = done
+    with claimed(cwd / "runs" / "byte-llama"):
+        result = run("train", f"{MODELS}:byte_llama", "--data", text, *SMALL, cwd=cwd)
+    assert result.returncode == 2
+    assert "another run is training in runs/byte-llama" in result.stderr
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What the command says on stderr to bad input, in this process and in an empty folder."""
+
+    def refused(*args: object, code: int = 2) -> str:
+        monkeypatch.chdir(tmp_path)
+        assert main([str(arg) for arg in args]) == code
+        err = capsys.readouterr().err
+        assert err.startswith("megaloom: ")
+        assert "Traceback" not in err
+        return err
+
+    return refused
+
+
+BAD = {
+    "unknown model": (("train", "llama9"), "no model 'llama9'.*\nMODEL can be file.py:name, .*, such as .*llama3-8b"),
+    "no such file": (("train", "nowhere.py:x"), "no file 'nowhere.py'"),
+    "no such plan": (("train", "nowhere.json"), "cannot read a plan from nowhere.json: No such file"),
+    "no such plan to verify": (("verify", "nowhere.json"), "cannot read a plan from nowhere.json: No such file"),
+    "a layout that does not divide": (("train", "--tp", "3"), r"3.*\[\w+(-\w+)*\]"),
+    "a batch that does not divide": (("train", "--batch", "30", "--dp", "4"), r"30.*\[\w+(-\w+)*\]"),
+    "a batch that does not fit": (
+        ("train", "--batch", "4096", "--micro-batch", "1024", "--seq", "4096"),
+        r"(GiB|memory)(.|\n)*nearest|--",
+    ),
+    "more processes than devices": (("train", "--devices", "5000"), "5000 ranks are too many.*plan for at most"),
+    "no devices": (("train", "--devices", "0"), "cannot start 0 ranks"),
+    "missing data": (("train", "--data", "nowhere"), "no data at nowhere\ngive --data a file or a folder of text"),
+    "no steps": (("train", "--steps", "0"), "steps 0: it can be from 1 to"),
+    "a rate that is no number": (("train", "--lr", "nan"), "lr nan: it can be from"),
+    "a mean that forgets nothing": (("train", "--beta1", "1"), "beta1 1: it can be from 0 to 0.999999"),
+    "half a step": (("train", "--steps", "1.5"), 'unable to convert "1.5" into int'),
+    "saving never": (("train", "--save-every", "0"), "save-every 0: give at least 1 step"),
+    "unknown option": (("train", "--learning-rate", "1"), "--learning-rate(.|\n)*`megaloom COMMAND --help`"),
+    "unknown command": (("trane",), "trane"),
+    "a number that is none": (("train", "--steps", "many"), "many"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_told_in_one_message(case: str, say: Callable[..., str]) -> None:
+    args, message = BAD[case]
+    assert re.search(message, said := say(*args)), said
+
+
+def test_empty_data(say: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "no text in empty: every file there is empty or binary" in say("train", "--data", "empty")
+    os.mkfifo(tmp_path / "pipe")
+    assert "no text in pipe" in say("train", "--data", "pipe")
+    (tmp_path / "little.txt").write_text("a few words")
+    assert "train text has 12 tokens: too few for sequences of 128" in say("train", "--data", "little.txt")
+
+
+def test_a_corrupt_and_a_foreign_plan(say: Callable[..., str], done: tuple[Path, str], tmp_path: Path) -> None:
+    text = (done[0] / "runs" / "byte-llama" / "plan.json").read_text()
+    plan = tmp_path / "plan.json"
+    for damaged, message in (
+        (text[: len(text) // 2], "is not JSON"),
+        ("{}", "is JSON, but not a plan"),
+        (text.replace(f'"version": {VERSION}', '"version": 99'), "is a plan of version 99; this megaloom"),
+        (re.sub('"fingerprint": "[^"]*"', '"fingerprint": "0"', text), "the plan is for another model"),
+        (re.sub('"micro_batch": [0-9]+', '"micro_batch": 3', text), "the plan is not legal: a batch of 4 does not"),
+    ):
+        assert damaged != text
+        plan.write_text(damaged)
+        for command in ("train", "verify"):
+            assert message in say(command, plan)
+    plan.write_text(text)
+    assert "is a plan, and has settled --seq" in say("train", plan, "--seq", 64)
+
+
+def test_a_damaged_and_a_foreign_checkpoint(say: Callable[..., str], done: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(done[0] / "runs", tmp_path / "runs")
+    folder = tmp_path / "runs" / "byte-llama"
+    assert "holds checkpoints of another model" in say("train", f"{MODELS}:byte_gpt", "--seq", 32, "--out", folder)
+    (folder / "step-000006" / ".metadata").unlink()
+    said = say("train", folder / "plan.json")
+    assert "step-000006 is damaged: .metadata is missing" in said
+    assert "remove that folder to start anew, or give another one with --out" in said
+
+
+def test_verify_shows_both_curves(done: tuple[Path, str]) -> None:
+    cwd, _ = done
+    result = run("verify", "runs/byte-llama/plan.json", cwd=cwd)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(re.findall(r"^ +\d +\d\.\d{6} +\d\.\d{6} +[+-]\d", result.stdout, re.MULTILINE)) == 3
+    assert "the same: losses differ by" in result.stdout
+    assert "the tolerance of fp32 on gloo is 1e-05" in result.stdout
+
+
+def test_plan_is_a_command_of_it(say: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no model 'llama9'" in say("plan", "llama9")
+    assert main(["plan", f"{MODELS}:byte_llama", "--gpus", "2xCPU", "--seq", "32", "-o", str(tmp_path / "p.json")]) == 0
+    assert load(tmp_path / "p.json").layout.world == 2
+
+
+def test_what_verify_cannot_compare(say: Callable[..., str], tmp_path: Path) -> None:
+    path = str(tmp_path / "p.json")
+    assert main(["plan", f"{MODELS}:tiny_gpt_dropout", "--gpus", "2xCPU", "--seq", "32", "-o", path]) == 0
+    assert "draws at random, and differently on each layout" in say("verify", path)
+    assert "0 steps compare nothing" in say("verify", path, "--steps", 0)
+
+
+def test_help_is_quick_and_loads_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from megaloom.runtime.cli.main import main; main(['train', '-h']); print('torch' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True, cwd=tmp_path)
+    assert shown.stdout.splitlines()[-1] == "False"
+    assert "--steps" in shown.stdout
+
+
+def test_under_torchrun_it_is_one_of_many(text: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(f"if __name__ == '__main__':\n    {PROGRAM}\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    args = ["train", f"{MODELS}:byte_llama", "--data", str(text), "--seq", "32", "--batch", "4", "--steps", "3"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*torchrun, *args], text=True, capture_output=True, cwd=tmp_path, timeout=100, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("on 2xCPU") == 1
+    assert done.stdout.count("to go on: ") == 1
+    assert "step 3/3" in done.stdout
+    assert "Traceback" not in done.stderr

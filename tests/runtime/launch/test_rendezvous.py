@@ -1,0 +1,102 @@
+"""Ranks that torchrun or srun started find each other by what these leave in the environment."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from megaloom.dsl.errors import UserError
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.launch.rendezvous import (
+    TORCHRUN,
+    _from_slurm,
+    inside,
+    join,
+)
+from megaloom.runtime.megatron import device
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets the environment of a process that somebody else started, and only that."""
+    for name in list(os.environ):
+        if name in TORCHRUN or name.startswith("SLURM_"):
+            monkeypatch.delenv(name)
+    return lambda **variables: [monkeypatch.setenv(name, value) for name, value in variables.items()]
+
+
+def test_a_process_by_itself_is_not_inside(environment):
+    assert not inside()
+    environment(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1")  # a shell that srun or salloc gave
+    assert not inside()
+    environment(SLURM_STEP_NUM_TASKS="2")
+    assert inside()
+
+
+def test_an_incomplete_environment_is_told(environment):
+    environment(RANK="0", WORLD_SIZE="2")
+    with pytest.raises(UserError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not"):
+        join()
+
+
+def test_a_world_of_another_size_is_told(environment):
+    environment(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="here", MASTER_PORT="1")
+    with pytest.raises(UserError, match="the plan is for 8 ranks, and 2 were started"):
+        join(8)
+    environment(WORLD_SIZE="two")
+    with pytest.raises(UserError, match="WORLD_SIZE='two'"):
+        join(8)
+
+
+def test_no_ranks_are_started_by_a_rank(environment):
+    environment(RANK="0")
+    with pytest.raises(UserError, match="unset RANK"):
+        launcher.run(os.getpid, (), 2)
+
+
+def joined(folder, number, variables):
+    os.environ.update(variables)
+    join(2)
+    everyone = [None, None]
+    dist.all_gather_object(everyone, number)  # by rank
+    (folder / str(number)).write_text(str(everyone))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"RANK": "{}", "WORLD_SIZE": "2", "LOCAL_RANK": "{}", "MASTER_ADDR": "localhost", "MASTER_PORT": "{port}"},
+        {"SLURM_PROCID": "{}", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "{}", "SLURM_STEP_NODELIST": "localhost",
+         "MASTER_PORT": "{port}"},
+    ],
+    ids=["torchrun", "srun"],
+)  # fmt: skip
+def test_joining(names, environment, tmp_path):
+    device.prepare()
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = []
+    for number in range(2):
+        variables = {name: value.format(number, port=port) for name, value in names.items()}
+        ranks.append(context.Process(target=joined, args=(tmp_path, number, variables)))
+        ranks[-1].start()
+    for number, rank in enumerate(ranks):
+        rank.join(30)
+        assert rank.exitcode == 0
+        assert (tmp_path / str(number)).read_text() == "[0, 1]"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu-[003-006,11]", "gpu-003"), ("login1,gpu-[1-2]", "login1"), ("c7.example.org", "c7.example.org")],
+)
+def test_the_first_node_of_a_step_is_where_ranks_meet(nodes, first, environment):
+    environment(SLURM_STEP_NODELIST=nodes, SLURM_JOB_ID="123456")
+    assert _from_slurm() == {"MASTER_ADDR": first, "MASTER_PORT": "23456"}

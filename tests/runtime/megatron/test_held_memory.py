@@ -1,0 +1,166 @@
+"""What torch holds as our runtime's modules compute a micro-batch, tensor by tensor, against what is predicted.
+
+On the CPU, where a LayerNorm and an MLP are the same kernels as on a GPU (an RMSNorm and a SwiGLU are one kernel there
+alone), in fp32.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megaloom.dsl import (
+    MLP,
+    Attention,
+    ClampedGLU,
+    Dim,
+    Embed,
+    GeGLU,
+    Layer,
+    LayerNorm,
+    Model,
+    MoE,
+    Unembed,
+    graph,
+    ids,
+    model,
+    repeat,
+    residual,
+    weight,
+)
+from megaloom.examples.gpt2 import gpt
+from megaloom.planner.contract.layout import (
+    Layout,
+    Precision,
+    Recompute,
+    Workload,
+)
+from megaloom.planner.contract.plans import Stage as Chunk
+from megaloom.planner.hardware.names import cluster
+from megaloom.planner.search.pricing import price
+from megaloom.runtime.launch import launcher
+
+SEQ, BATCH, VOCAB = 256, 4, 64
+WORK = Workload(seq=SEQ, batch=BATCH, precision=Precision.FP32)
+
+
+def lm(attention: Attention, ff: Layer) -> Model:
+    v, d = Dim("vocab", VOCAB), Dim("embed", 128)
+    block = residual(LayerNorm(), attention) >> residual(LayerNorm(), ff)
+    x = ids() >> Embed(weight("wte", v, d)) >> repeat(4, block)
+    return model("lm", x >> LayerNorm() >> Unembed(weight("head", v, d)))
+
+
+MODELS = {
+    "tied": gpt("tied", layers=4, heads=4, embed=128, vocab=VOCAB, seq=SEQ),
+    "turning": lm(Attention(heads=8, kv_heads=2, rope=10_000), MLP(512, "gelu_tanh")),
+    "relu": lm(Attention(heads=4), MLP(512, "relu")),
+    "gated": lm(Attention(heads=4), GeGLU(256)),
+    "sparse": lm(Attention(heads=4), MoE(MLP(256, "gelu_tanh"), experts=4, top_k=2)),
+    "clamped": lm(Attention(heads=4), MoE(ClampedGLU(128), experts=4, top_k=2, bias=True)),
+}
+CASES = [
+    ("tied", Recompute.NONE),
+    ("tied", Recompute.FULL),
+    ("turning", Recompute.NONE),
+    ("relu", Recompute.NONE),
+    ("gated", Recompute.NONE),
+    ("sparse", Recompute.NONE),
+    ("sparse", Recompute.FULL),
+    ("clamped", Recompute.NONE),
+]
+
+
+class Held(TorchDispatchMode):
+    """The bytes of all tensors that were made since and are alive, now and at most, but for those that are known."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self.known, self.alive = known, set[int]()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                self._made(t.untyped_storage())
+        return out
+
+    def _made(self, storage: Any) -> None:
+        key, n = storage._cdata, storage.nbytes()
+        if key not in self.alive and storage.data_ptr() not in self.known:
+            self.alive.add(key)
+            self.now += n
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, key, n)
+
+    def _gone(self, key: int, n: int) -> None:
+        self.alive.discard(key)
+        self.now -= n
+
+
+def saved(forward: Callable[[], object], known: set[int]) -> Iterator[int]:
+    """The bytes of each tensor that the forward pass keeps for the backward, once, but for those that are known."""
+    kept: dict[int, Any] = {}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage  # alive, so that no other takes its place
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        forward()
+    return (storage.nbytes() for storage in kept.values())
+
+
+def measured() -> dict[tuple[str, str], tuple[int, int]]:
+    """Of each case what is kept for the backward pass, and the most that is held within both."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from megaloom.runtime.megatron.build_context import survey
+    from megaloom.runtime.megatron.process_groups import lay
+    from megaloom.runtime.training.model_chunk import Stage
+
+    first, found = lay(Layout(micro_batch=BATCH)), {}
+    model_parallel_cuda_manual_seed(0)
+    for name, recompute in CASES:
+        g, layout = graph(MODELS[name]), Layout(micro_batch=BATCH, recompute=recompute)
+        whole = Chunk(rank=0, chunk=0, start=0, stop=len(g.nodes), params=0, forward_seconds=0.0, backward_seconds=0.0)
+        stage = Stage(g, whole, survey(g, layout, WORK, evolve(first, layout=layout)))
+        for p in stage.parameters():
+            torch.nn.init.normal_(p, std=0.02)
+            p.grad = torch.zeros_like(p)
+        tokens = torch.randint(0, VOCAB, (BATCH, SEQ))
+        known = {t.untyped_storage().data_ptr() for p in stage.parameters() for t in (p, p.grad)}
+        kept = sum(saved(partial(stage, tokens, tokens), known))
+        with Held(known) as held:
+            stage(tokens, tokens).sum().backward()
+        found[name, str(recompute)] = kept, held.most
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[str, str], tuple[int, int]]:
+    return launcher.run(measured, (), 1, timeout=120)[0]
+
+
+@pytest.mark.parametrize(("name", "recompute"), CASES, ids=str)
+def test_what_is_held(name: str, recompute: Recompute, found: dict[tuple[str, str], tuple[int, int]]) -> None:
+    layout = Layout(micro_batch=BATCH, recompute=recompute)
+    said = price(graph(MODELS[name]), layout, cluster("1xCPU"), WORK).prediction.nbytes[0]
+    kept, most = found[name, str(recompute)]
+    loss = 4 * BATCH * SEQ * VOCAB  # what the loss keeps of each logit, which is freed before the backward's peak
+    assert kept == pytest.approx(said["activations"] + loss, rel=0.015)
+    passing = sum(said[what] for what in ("activations", "workspace", "logits"))
+    assert (
+        0.84 * passing < most < 1.01 * passing
+    )  # a backward is given room for the gradients of two of the largest tensors

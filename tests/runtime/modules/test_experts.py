@@ -1,0 +1,51 @@
+"""Experts all in one product compute what they compute one after the other, on any layout."""
+
+from typing import Any
+
+import pytest
+
+from megaloom.planner.contract.layout import Layout, Recompute
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.training import verify
+
+LAYOUTS = {
+    "EP2": ("tiny_mixtral", Layout(dp=2, ep=2, distributed_optimizer=True)),
+    "TP2 SP ETP2": ("tiny_mixtral", Layout(tp=2, sequence_parallel=True, etp=2)),
+    "shared ones, activations made again": (
+        "tiny_deepseek_v3",
+        Layout(recompute=Recompute.SELECTIVE, recompute_modules=("moe_act", "layernorm")),
+    ),
+    "expert by expert where biases follow": ("tiny_gpt_oss", Layout()),
+}
+
+
+def curves(plan: Plan, together: bool) -> tuple[verify.Curve, int]:
+    """On each rank: three steps, and how many products of several experts there were."""
+    from megaloom.runtime.modules import experts
+
+    plain, made = experts.product, 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal made
+        made += 1
+        return plain(*args)
+
+    experts.product = counted
+    if together:
+        experts.Experts.one_kernel = lambda self, x: True  # type: ignore[method-assign]
+        experts.together = lambda elements, count, biased, precision: count > 1 and not biased
+    return verify.curve(plan, 3, 1234), made
+
+
+@pytest.mark.parametrize("row", LAYOUTS)
+def test_experts_together_compute_what_each_does(row: str, plan_of: Any) -> None:
+    name, layout = LAYOUTS[row]
+    plan = plan_of(name, layout)
+    (one, none), (all_, some) = (
+        launcher.run(curves, (plan, way), layout.world, timeout=60)[0] for way in (False, True)
+    )
+    found = verify.Comparison(all_, one, 1e-6)
+    assert found.passed, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
+    assert none == 0
+    assert (some > 0) is (name != "tiny_gpt_oss")

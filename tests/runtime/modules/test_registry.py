@@ -1,0 +1,126 @@
+"""What the runtime cannot train is refused by name, with what would work."""
+
+import re
+
+import pytest
+from attrs import frozen
+
+from megaloom.dsl import (
+    Attention,
+    Dim,
+    Embed,
+    Layer,
+    Model,
+    MoE,
+    Positions,
+    RMSNorm,
+    SwiGLU,
+    Unembed,
+    UserError,
+    Value,
+    graph,
+    ids,
+    model,
+    repeat,
+    weight,
+)
+from megaloom.planner.contract.layout import Layout, Precision, Workload
+from megaloom.planner.contract.plans import Stage as Chunk
+from megaloom.runtime.launch import launcher
+
+SEQ = 32
+VOCAB, D = Dim("vocab", 64), Dim("embed", 16)
+WTE, HEAD, WPE = weight("wte", VOCAB, D), weight("head", VOCAB, D), weight("wpe", Dim("position", SEQ), D)
+
+
+@frozen
+class Inside(Layer):
+    inner: Layer
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return x >> self.inner
+
+
+def lm(*layers: Layer) -> Model:
+    x = ids() >> Embed(WTE)
+    for layer in layers:
+        x = x >> layer
+    return model("lm", x >> Unembed(HEAD))
+
+
+def added(by: Value) -> Model:
+    return model("lm", (ids() >> Embed(WTE)) + by >> Unembed(HEAD))
+
+
+def both(x: Value) -> Model:
+    return model("lm", *(x >> Unembed(table) for table in (WTE, HEAD)))
+
+
+REFUSED = {
+    "a balancing loss inside a layer of one's own": (
+        lm(Inside(MoE(SwiGLU(8), experts=2, top_k=1, balance=0.01))),
+        r"inside.0 \(.*test_registry.py:\d+\) has a MoE inside, .*\nbalance=0 would work",
+    ),
+    "dropout of a window's probabilities": (
+        lm(Attention(heads=2, window=4, dropout=0.1)),
+        r"attention.0 \(.*test_registry.py:\d+\) drops attention probabilities, .*\ndropout=0 would work",
+    ),
+    "a weight between layers": (
+        added(weight("offset", D)),
+        r"the weight 'add.0.offset' \(.*test_registry.py:\d+\) is used outside of any layer\nthe runtime trains",
+    ),
+    "positions shared by blocks": (
+        lm(repeat(2, Positions(WPE))),
+        "weight 'wpe' is shared by positions.0, positions.1\nthe runtime can tie one Embed with one Unembed",
+    ),
+    "too few positions": (
+        lm(Positions(weight("wpe", Dim("position", 8), D))),
+        r"sequences of 32 tokens need as many learned positions; the model has 8 \(.*\)\na seq of up to 8 would work",
+    ),
+    "no logits": (
+        model("lm", ids() >> Embed(WTE) >> RMSNorm()),
+        r"lm goes from tokens to rms_norm.0\nthe runtime trains models of next tokens: ids\(\) in front",
+    ),
+    "two outputs": (
+        both(ids() >> Embed(WTE)),
+        "lm goes from tokens to unembed.0, unembed.1\n",
+    ),
+}
+
+
+def messages() -> dict[str, str]:
+    """On the only rank: what is said of each model."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from megaloom.runtime.megatron.build_context import survey
+    from megaloom.runtime.megatron.process_groups import lay
+    from megaloom.runtime.training.model_chunk import Stage
+
+    layout, load = Layout(), Workload(seq=SEQ, batch=2, precision=Precision.FP32)
+    grid, said = lay(layout), {}
+    model_parallel_cuda_manual_seed(0)
+    for what, (refused, _) in REFUSED.items():
+        g = graph(refused)
+        whole = Chunk(rank=0, chunk=0, start=0, stop=len(g.nodes), params=0, forward_seconds=0.0, backward_seconds=0.0)
+        with pytest.raises(UserError) as raised:
+            Stage(g, whole, survey(g, layout, load, grid))
+        said[what] = str(raised.value)
+    narrow = Workload(seq=SEQ, batch=2, precision=Precision.FP8)
+    with pytest.raises(UserError) as raised:
+        survey(graph(lm(RMSNorm())), layout, narrow, grid)
+    said["precision"] = str(raised.value)
+    return said
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    return launcher.run(messages, (), 1, timeout=60)[0]
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_model_that_cannot_be_trained_is_refused(what: str, said: dict[str, str]) -> None:
+    assert re.match(REFUSED[what][1], said[what])
+
+
+def test_a_precision_that_only_the_planner_knows_is_refused(said: dict[str, str]) -> None:
+    assert said["precision"] == "the runtime does not train in fp8\nfp32 or bf16 would do"

@@ -1,0 +1,296 @@
+"""Checkpoints are whole or not there, belong to one model, and load under another layout than they were saved under."""
+
+import dataclasses
+import json
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from attrs import evolve
+
+from megaloom.dsl.catalog import find
+from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.layout import Layout, Precision
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.training import checkpoint
+from megaloom.runtime.training.checkpoint import (
+    KEEP,
+    CheckpointError,
+    Note,
+    latest,
+    read,
+)
+from megaloom.runtime.training.recipe import Recipe
+from tests.support.paths import SUPPORT
+
+ROWS = 12
+
+
+class Table:
+    """A state split by rows over all ranks, beside a count that all of them have."""
+
+    def __init__(self, fill: float) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        rows = torch.arange(ROWS, dtype=torch.float32).reshape(world, -1, 1)[rank]
+        self.done, self.share = 0, (rows * 10).expand(-1, 5) * fill
+
+    def sharded_state(self, *, loading: bool = False) -> dict:
+        from megatron.core.dist_checkpointing import ShardedTensor
+
+        place = (0, dist.get_rank(), dist.get_world_size())
+        return {"table": ShardedTensor.from_rank_offsets("table", self.share, place), "done": self.done}
+
+    def load_state(self, state: dict) -> None:
+        self.share, self.done = state["table"], state["done"]
+
+
+def note(step: int) -> Note:
+    return Note(
+        step=step, samples=8 * step, model="m.py:m", fingerprint="feed", data="abc", recipe={"lr": 1e-3}, layout="dp2"
+    )
+
+
+def saved(run: Path, steps: tuple[int, ...]) -> list[str]:
+    """On each rank: save a table that holds its step."""
+    for step in steps:
+        table = Table(step)
+        table.done = step
+        checkpoint.save(table, run, note(step))
+    return sorted(path.name for path in run.iterdir())
+
+
+def loaded(run: Path) -> tuple[int, list[list[float]]]:
+    """On each rank: its share of the newest table."""
+    table = Table(0)
+    found = latest(run, fingerprint="feed")
+    assert found
+    checkpoint.load(table, found)
+    return table.done, table.share.tolist()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks with checkpoints of steps 10 and 20, of which the second was saved over an interrupted one."""
+    run = tmp_path_factory.mktemp("run")
+    (run / "step-000020.tmp").mkdir()
+    (run / "step-000020.tmp" / "half").touch()
+    launcher.run(saved, (run, (10, 20)), 2, timeout=60)
+    return run
+
+
+@pytest.fixture
+def run(two: Path, tmp_path: Path) -> Path:
+    """A copy of it, to damage."""
+    return shutil.copytree(two, tmp_path / "run")
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_loads_on_another_number_of_ranks(two: Path, world: int) -> None:
+    shares = launcher.run(loaded, (two,), world, timeout=60)
+    assert [done for done, _ in shares] == [20] * world
+    assert [row for _, share in shares for row in share] == [[200.0 * i] * 5 for i in range(ROWS)]
+
+
+def test_keeps_the_last_and_leaves_nothing_aside(tmp_path: Path) -> None:
+    (names,) = launcher.run(saved, (tmp_path, (1, 2, 3, 4)), 1, timeout=60)
+    assert names == ["step-000003", "step-000004"]
+    assert len(names) == KEEP
+
+
+def test_latest_is_the_newest_whole_one(two: Path) -> None:
+    found = latest(two, fingerprint="feed")
+    assert found
+    assert evolve(found.note, files={}) == note(20)
+    assert {"metadata.json", "common.pt", ".metadata"} < set(found.note.files)
+
+
+def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
+    assert latest(tmp_path, fingerprint="feed") is None
+    assert latest(tmp_path / "nowhere", fingerprint="feed") is None
+
+
+def test_one_that_is_being_written_does_not_count(run: Path) -> None:
+    shutil.copytree(run / "step-000010", run / "step-000030.tmp")
+    found = latest(run, fingerprint="feed")
+    assert found
+    assert found.folder.name == "step-000020"
+
+
+def test_another_models_is_refused(two: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds checkpoints of another model: m\.py:m .*feed.*\n.*--out"):
+        latest(two, fingerprint="dead")
+
+
+def largest(folder: Path) -> Path:
+    return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+def cut(folder: Path) -> None:
+    data = largest(folder).read_bytes()
+    largest(folder).write_bytes(data[: len(data) // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: largest(f).unlink(), r"is damaged: .*\.distcp is missing or not of its size"),
+        (cut, r"is damaged: .*\.distcp is missing or not of its size"),
+        (lambda f: (f / "checkpoint.json").unlink(), r"has no readable checkpoint.json \(No such file"),
+        (lambda f: (f / "checkpoint.json").write_text('{"step": '), "has a checkpoint.json that cannot be read"),
+        (lambda f: (f / "checkpoint.json").write_text("[]"), "has a checkpoint.json that cannot be read"),
+        (lambda f: (f / "checkpoint.json").write_text('{"version": 99}'), "has a checkpoint.json that cannot be read"),
+    ],
+)
+def test_a_damaged_one_is_named_with_what_would_work(run: Path, damage, message: str) -> None:
+    damage(run / "step-000020")
+    with pytest.raises(CheckpointError, match=rf"checkpoint .*step-000020 {message}") as raised:
+        latest(run, fingerprint="feed")
+    assert "remove that folder to go on from step-000010, or give another one with --out" in str(raised.value)
+    assert isinstance(raised.value, UserError)
+
+
+def test_another_format_is_refused(run: Path) -> None:
+    path = run / "step-000020" / "checkpoint.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 7}))
+    with pytest.raises(CheckpointError, match="has format 7, this program reads 1"):
+        read(path.parent)
+
+
+def test_one_flipped_bit_is_found_when_loading(run: Path) -> None:
+    path = largest(run / "step-000020")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(
+        CheckpointError, match=r"step-000020 is damaged: the bytes of .*distcp are not what was saved\n"
+    ):
+        launcher.run(loaded, (run,), 2, timeout=60)
+
+
+def test_one_that_lacks_a_tensor_is_refused(run: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"step-000020 cannot be loaded: .*other.*\nremove that folder to go on from"
+    ):
+        launcher.run(misses, (run,), 2, timeout=60)
+
+
+def misses(run: Path) -> None:
+    """On each rank: load what was never saved."""
+    table = Table(0)
+    state = table.sharded_state()
+    table.sharded_state = lambda loading: {"table": dataclasses.replace(state["table"], key="other")}  # type: ignore[method-assign]
+    found = latest(run, fingerprint="feed")
+    assert found
+    checkpoint.load(table, found)
+
+
+def test_a_save_without_room_leaves_the_earlier_ones(run: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"step 30 cannot be saved in .*: .*(File too large|writing file)"
+    ) as raised:
+        launcher.run(cramped, (run,), 2, timeout=60)
+    assert "step-000020 is whole; make room, and the same command goes on from it" in str(raised.value)
+    found = latest(run, fingerprint="feed")
+    assert found
+    assert found.folder.name == "step-000020"
+    assert not list(run.glob("*.tmp"))
+    assert launcher.run(loaded, (run,), 1, timeout=60)[0][0] == 20
+
+
+def cramped(run: Path) -> None:
+    """On each rank: a save, the second rank being unable to write more than some bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        checkpoint.save(Table(1), run, note(30))
+    finally:  # it has yet to write what became of it
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+TP2, DIVIDED = Layout(tp=2, sequence_parallel=True), Layout(dp=2, distributed_optimizer=True)
+OWN = f"{SUPPORT / 'own_models.py'}:some_experts"
+RESHARDINGS = {
+    "tied and padded, divided optimizer to TP2 SP PP2": ("tiny_gpt", DIVIDED, evolve(TP2, pp=2)),
+    "tied and padded, TP2 SP PP2 to divided optimizer": ("tiny_gpt", evolve(TP2, pp=2), DIVIDED),
+    "PP2 VPP2 to PP4": ("deep_llama", Layout(pp=2, vpp=2), Layout(pp=4)),
+    "TP4 with fewer KV heads to one process": ("tiny_llama", evolve(TP2, tp=4), Layout()),
+    "experts, EP2 with a divided optimizer to one process": ("tiny_mixtral", evolve(DIVIDED, ep=2), Layout()),
+    "experts, one process to EP2 PP2": ("tiny_mixtral", Layout(), Layout(dp=2, ep=2, pp=2)),
+    "corrected and shared experts, EP2 to TP2 SP": ("tiny_deepseek_v3", Layout(dp=2, ep=2), TP2),
+    "norms of queries and keys, PP2 to TP2 SP": ("tiny_qwen3", Layout(pp=2), TP2),
+    "experts with biases, TP2 SP EP2 to one process": ("tiny_gpt_oss", evolve(TP2, ep=2), Layout()),
+    "own bodies, TP2 SP to a divided optimizer": (OWN, TP2, DIVIDED),
+    "own experts, EP2 TP2 SP to one process": (OWN, evolve(TP2, ep=2), Layout()),
+    "own bodies, PP2 to TP2 SP": (OWN, Layout(pp=2), TP2),
+    "dropout, to the same layout": ("tiny_gpt_dropout", TP2, TP2),
+}
+
+
+@pytest.mark.parametrize("case", RESHARDINGS)
+def test_training_goes_on_under_another_layout(case: str, plan_of, tmp_path: Path) -> None:
+    """Weights, both moments of the optimizer, its count of steps, the learning rate, what dropout draws: all came."""
+    name, before, after = RESHARDINGS[case]
+    straight = launcher.run(trained, (plan_of(name, before), tmp_path, 0, 4), before.world, timeout=90)[0]
+    resumed = launcher.run(trained, (plan_of(name, after), tmp_path, 2, 4), after.world, timeout=90)[0]
+    assert len(resumed) == 2
+    for ours, theirs in zip(resumed, straight[2:], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def trained(plan: Plan, run: Path, start: int, stop: int) -> list[tuple[float, float]]:
+    """On each rank: (loss, gradient norm, learning rate) of steps; saved after the second, loaded to start there."""
+    from megaloom.runtime.training.engine import Engine
+
+    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=10, warmup=3, lr=1e-2))
+    found = latest(run, fingerprint="feed")
+    assert bool(found) == bool(start)
+    if found:
+        checkpoint.load(engine, found)
+    results = []
+    for step in range(start, stop):
+        source = torch.Generator().manual_seed(step)
+        tokens = torch.randint(127, (plan.workload.batch, plan.workload.seq + 1), generator=source)
+        result = engine.step(lambda i, tokens=tokens: tokens[i])
+        results.append((result.loss, result.grad_norm, result.lr))
+        if engine.done == 2:
+            checkpoint.save(engine, run, note(2))
+    return results
+
+
+@pytest.mark.parametrize("to", [Precision.FP32, Precision.BF16])
+def test_bf16_masters_and_moments_come_along_to_the_bit(to: Precision, plan_of, tmp_path: Path) -> None:
+    before, after = plan_of("tiny_gpt", DIVIDED, precision="bf16"), plan_of("tiny_gpt", TP2, precision=to)
+    launcher.run(trained, (before, tmp_path / "a", 0, 2), 2, timeout=90)
+    launcher.run(copied, (after, tmp_path / "a", tmp_path / "b"), 2, timeout=90)
+    names, different = launcher.run(differences, (tmp_path / "a", tmp_path / "b"), 1, timeout=60)[0]
+    assert len(names) == 3 * (4 * 12 + 4)
+    assert different == []
+
+
+def copied(plan: Plan, run: Path, other: Path) -> None:
+    """On each rank: load a checkpoint and save it again."""
+    from megaloom.runtime.training.engine import Engine
+
+    engine = Engine.build(plan, find(plan.model)[0], Recipe())
+    found = latest(run, fingerprint="feed")
+    assert found
+    checkpoint.load(engine, found)
+    checkpoint.save(engine, other, note(2))
+
+
+def differences(run: Path, other: Path) -> tuple[list[str], list[str]]:
+    """The names of all tensors of a checkpoint, and of those that are not bitwise the same in another.
+
+    The second layout's vocabulary has a row more, which pads it.
+    """
+    from megatron.core.dist_checkpointing import load_plain_tensors
+
+    ours, theirs = (load_plain_tensors(str(folder / "step-000002")) for folder in (run, other))
+    assert ours.keys() == theirs.keys()
+    names = [name for name in ours if torch.is_tensor(ours[name])]
+    return names, [name for name in names if not torch.equal(ours[name], theirs[name][: len(ours[name])])]

@@ -1,0 +1,112 @@
+"""One step: its learning rate, what an evaluation leaves behind, who draws the same dropout, what padding learns."""
+
+from math import cos, pi
+from typing import Any
+
+import pytest
+import torch
+
+from megaloom.dsl.catalog import find
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime import Recipe
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.megatron import device
+
+RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
+TP2 = Layout(tp=2, sequence_parallel=True)
+
+
+def sample(i: int) -> torch.Tensor:
+    return torch.randint(127, (33,), generator=torch.Generator().manual_seed(i))
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(10, 0), (10, 4), (3, 20)])
+def test_the_learning_rate_warms_up_and_goes_down_a_cosine(steps: int, warmup: int) -> None:
+    device.prepare()
+    from megaloom.runtime.training.optimization import schedule
+
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    scheduler = schedule(Recipe(steps=steps, warmup=warmup, lr=0.5, min_lr=0.1), optimizer)
+    rates = []
+    for _ in range(steps + 1):
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(1)
+    up = min(warmup, steps - 1)  # a short run still ends at the lowest
+    down = [0.1 + 0.4 * (1 + cos(pi * k / (steps - up))) / 2 for k in range(steps - up + 1)]
+    assert rates == pytest.approx([0.5 * k / up for k in range(up)] + down)
+
+
+def curve(plan: Plan, evaluating: bool) -> list[float]:
+    """On each rank: the losses of three steps, maybe with an evaluation before each."""
+    from megaloom.runtime.training.engine import Engine
+
+    engine = Engine.build(plan, find(plan.model)[0], RECIPE)
+    losses = []
+    for step in range(3):
+        if evaluating:
+            assert engine.evaluate(sample, 2) == engine.evaluate(sample, 2)  # nor in the next evaluation
+        losses.append(engine.step(lambda i, step=step: sample(4 * step + i)).loss)
+    return losses
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, distributed_optimizer=True), Layout(pp=2, vpp=2)], ids=str)
+def test_an_evaluation_leaves_no_trace(layout: Layout, plan_of: Any) -> None:
+    """Not in weights, gradients, nor what dropout draws: the losses are the same to the last bit."""
+    plan = plan_of("tiny_gpt_dropout", layout)
+    without, among = (
+        launcher.run(curve, (plan, evaluating), layout.world, timeout=60)[0] for evaluating in (False, True)
+    )
+    assert among == without
+    assert len(set(without)) == 3
+
+
+def masks(plan: Plan) -> tuple[tuple[int, ...], list[bytes]]:
+    """On each rank: its place (dp, cp, pp, tp), and what was kept by each dropout of hidden states in two steps."""
+    from megaloom.runtime.modules.layers import Drop
+    from megaloom.runtime.training.engine import Engine
+
+    engine = Engine.build(plan, find(plan.model)[0], RECIPE)
+    kept: list[bytes] = []
+    for stage in engine.stages:
+        for module in stage.modules():
+            if isinstance(module, Drop):
+                module.register_forward_hook(lambda module, args, out: kept.append((out != 0).numpy().tobytes()))
+    for _ in range(2):
+        engine.step(sample)
+    grid = engine.grid
+    return (grid.dp, grid.cp, grid.pp, grid.tp), kept
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, tp=2), Layout(cp=2), Layout(pp=2), Layout(pp=2, vpp=2), TP2], ids=str)
+def test_each_share_of_the_hidden_states_has_its_own_dropout(layout: Layout, plan_of: Any) -> None:
+    """No two masks are alike, of ranks, layers, micro-batches or steps; only copies of a state are masked alike."""
+    found = launcher.run(masks, (plan_of("tiny_gpt_dropout", layout),), layout.world, timeout=60)
+    seen: set[bytes] = set()
+    for (*_, tp), kept in found:
+        if tp == 0 or layout.sequence_parallel:
+            assert not seen & set(kept)
+            assert len(set(kept)) == len(kept) > 0
+            seen |= set(kept)
+    if layout.tp > 1 and not layout.sequence_parallel:
+        by_place = dict(found)
+        assert all(by_place[*place[:-1], 0] == kept for place, kept in found)
+
+
+def padding(plan: Plan) -> list[float]:
+    """On each rank: the greatest element of each table's last row, after three steps."""
+    from megaloom.runtime.training.engine import Engine
+
+    engine = Engine.build(plan, find(plan.model)[0], RECIPE)
+    for _ in range(3):
+        engine.step(sample)
+    tables = [p for name, p in engine.stages[0].named_parameters() if "embed_0" in name]
+    return [p[-1].abs().max().item() for p in tables]
+
+
+@pytest.mark.parametrize(("name", "tables"), [("tiny_gpt", 1), ("tiny_llama", 2)])
+def test_rows_that_pad_the_vocabulary_stay_zero(name: str, tables: int, plan_of: Any) -> None:
+    """Of 127 tokens, the second of two ranks has 63 and a row of padding."""
+    real, padded = launcher.run(padding, (plan_of(name, Layout(tp=2)),), 2, timeout=60)
+    assert padded == [0.0] * tables
+    assert min(real) > 0

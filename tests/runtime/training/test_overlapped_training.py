@@ -1,0 +1,71 @@
+"""What overlaps with computation: whatever it is, training computes the same."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from megaloom.dsl.catalog import find
+from megaloom.planner.contract.layout import Layout, Overlap
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime import Recipe
+from megaloom.runtime.launch import launcher
+from tests.support.paths import SUPPORT
+
+RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
+SHARES = Layout(dp=2, distributed_optimizer=True)
+PIECE = 1000  # elements of what is exchanged at once: a piece or more for each weight, as of a large model
+SWITCHES = ((), (Overlap.GRADIENTS,), (Overlap.GRADIENTS, Overlap.WEIGHTS))
+CASES = {  # tied weights, chunks that are asked for in turn, experts' own shares, blocks made again, bodies
+    "tied": ("tiny_gpt", SHARES),
+    "chunks": ("deep_llama", evolve(SHARES, pp=2, vpp=2)),
+    "experts": ("tiny_mixtral", evolve(SHARES, ep=2, recompute="full")),
+    "bodies": (f"{SUPPORT / 'own_models.py'}:balanced", SHARES),
+}
+
+
+def sample(i: int) -> torch.Tensor:
+    return torch.randint(127, (33,), generator=torch.Generator().manual_seed(i))
+
+
+def curves(plans: list[Plan]) -> list[tuple[list[float], bool]]:
+    """On each rank, one plan after the other: see `curve`."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from megaloom.runtime.training import optimization
+
+    optimization.DistributedDataParallelConfig = partial(DistributedDataParallelConfig, bucket_size=PIECE)
+    found = []
+    for plan in plans:
+        found.append(curve(plan))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def curve(plan: Plan) -> tuple[list[float], bool]:
+    """Losses of three steps and of an evaluation after each; whether modules wait for their weights."""
+    from megaloom.runtime.training.engine import Engine
+
+    engine = Engine.build(plan, find(plan.model)[0], RECIPE)
+    losses = []
+    for step in range(3):
+        losses.append(engine.step(lambda i, step=step: sample(4 * step + i)).loss)
+        losses.append(engine.evaluate(sample, 1))
+    return losses, all(chunk.use_forward_hook for chunk in engine.chunks)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_computes_the_same(case: str, plan_of: Any) -> None:
+    name, layout = CASES[case]
+    plans = [plan_of(name, evolve(layout, overlaps=on)) for on in SWITCHES]
+    found = launcher.run(curves, (plans,), layout.world, timeout=90)[0]
+    assert [waits for _, waits in found] == [False, False, True]
+    none, gradients, weights = (losses for losses, _ in found)
+    assert gradients == pytest.approx(none, rel=1e-6)  # the norm of gradients adds up their pieces in another order
+    assert weights == gradients
+    assert len(set(none)) == 6

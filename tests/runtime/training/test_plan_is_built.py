@@ -1,0 +1,85 @@
+"""The parameters that a plan counts for each stage are those that the runtime makes there."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megaloom.dsl.catalog import find
+from megaloom.dsl.graph import graph
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.launch import launcher
+from tests.support.paths import ROOT, SUPPORT
+
+OWN = f"{SUPPORT / 'own_models.py'}:some_experts"
+ONE_HEAD = f"{SUPPORT / 'own_models.py'}:one_kv_head"
+LAYOUTS = {
+    "whole": ("tiny_gpt", Layout(dp=4)),
+    "vocabulary padded": ("tiny_gpt", Layout(dp=2, tp=2, sequence_parallel=True)),
+    "tied over stages": ("tiny_gpt", Layout(pp=4)),
+    "tied over chunks": ("tiny_gpt", Layout(tp=2, pp=2, vpp=2)),
+    "an own table for the logits": ("tiny_llama", Layout(tp=2, pp=2)),
+    "fewer key/value heads than devices": ("tiny_llama", Layout(tp=4, sequence_parallel=True)),
+    "fewer key/value heads than devices, by a body": (ONE_HEAD, Layout(tp=4, sequence_parallel=True)),
+    "parts of the sequence": ("tiny_llama", Layout(cp=2, pp=2)),
+    "experts": ("tiny_mixtral", Layout(dp=4, ep=4)),
+    "own experts": (OWN, Layout(dp=2, tp=2, ep=4, sequence_parallel=True)),
+    "parts of experts": ("tiny_mixtral", Layout(dp=2, tp=2, ep=2, etp=2, sequence_parallel=True)),
+}
+
+
+def built(plans: dict[str, Plan]) -> dict[str, list[int]]:
+    """On each rank: the elements of the parameters of each of its stages."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from megaloom.runtime.megatron.build_context import survey
+    from megaloom.runtime.megatron.process_groups import lay
+    from megaloom.runtime.training.model_chunk import Stage
+
+    out = {}
+    for what, plan in plans.items():
+        m, _ = find(plan.model)
+        g, grid = graph(m), lay(plan.layout)
+        site = survey(g, plan.layout, plan.workload, grid)
+        model_parallel_cuda_manual_seed(0)
+        mine = [chunk for chunk in plan.stages if chunk.rank == grid.pp]
+        stages = [Stage(g, chunk, site) for chunk in mine]
+        out[what] = [sum(p.numel() for p in stage.parameters()) for stage in stages]
+        parallel_state.destroy_model_parallel()
+    return out
+
+
+@pytest.fixture(scope="module")
+def plans(plan_of: Callable[..., Any]) -> dict[str, Plan]:
+    return {what: plan_of(name, layout) for what, (name, layout) in LAYOUTS.items()}
+
+
+@pytest.fixture(scope="module")
+def counts(plans: dict[str, Plan]) -> list[dict[str, list[int]]]:
+    return launcher.run(built, (plans,), 4, timeout=120)
+
+
+@pytest.mark.parametrize("what", LAYOUTS)
+def test_a_device_holds_the_parameters_that_the_plan_counts(
+    what: str, plans: dict[str, Plan], counts: list[dict[str, list[int]]]
+) -> None:
+    planned = plans[what].stages
+    width = 4 // plans[what].layout.pp  # pipeline ranks are outermost
+    for rank, made in enumerate(counts):
+        assert made[what] == [s.params for s in planned if s.rank == rank // width]
+
+
+@pytest.mark.timeout(300)
+def test_what_searches_find_is_built_as_planned() -> None:
+    """Some of the searches of the benchmark, of examples in their published sizes on up to 1,024 devices."""
+    script = ROOT / "benchmarks" / "built.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "4"], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("\n40 plans, 0 differences\n")

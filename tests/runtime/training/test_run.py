@@ -1,0 +1,147 @@
+"""A run goes on where it was, on any layout, and says what became of it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.plans import PlanError
+from megaloom.runtime import Recipe, Summary, train
+from megaloom.runtime.training.checkpoint import CheckpointError
+from megaloom.runtime.training.metrics import Journal, clock
+from megaloom.runtime.training.run import claimed
+from tests.support.paths import TESTS
+
+RECIPE = Recipe(steps=6, lr=1e-2, warmup=2)
+
+
+def curve(folder: Path) -> list[float]:
+    """The loss of each step, from the metrics file."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["event"] == "step"]
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    return [line["loss"] for line in steps]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Some text to train on: this folder's."""
+    folder = tmp_path_factory.mktemp("text")
+    for path in TESTS.rglob("test_*.py"):
+        shutil.copy(path, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, text: str, plan_of) -> tuple[Path, Summary]:
+    """A run of six steps that saved every third, over two data-parallel processes."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, train(
+        plan_of("byte_llama", Layout(dp=2)), RECIPE, folder=folder, source=text, save_every=3, evaluate_every=4
+    )
+
+
+def test_a_run_tells_what_it_came_to(finished: tuple[Path, Summary]) -> None:
+    folder, done = finished
+    losses = curve(folder)
+    assert (done.step, done.resumed, done.stopped) == (6, None, False)
+    assert done.tokens == 6 * 4 * 32
+    assert done.train_loss == pytest.approx(sum(losses) / 6)
+    assert done.held_out_loss is not None
+    assert losses[-1] < losses[0] - 0.5  # it learns
+    assert done.held_out_loss < losses[0]
+    assert 2.5 < done.unigram_entropy < 4
+    assert len(done.peak_nbytes) == 2
+    assert min(done.peak_nbytes) > 100e6
+    assert done.checkpoint == folder / "step-000006"
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-000003", "step-000006"]
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(e["event"], e["step"]) for e in events if e["event"] != "step"] == [
+        ("checkpoint", 3),
+        ("evaluation", 4),
+        ("checkpoint", 6),
+        ("evaluation", 6),
+    ]
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(pp=2)], ids=str)
+def test_resumed_under_any_layout_it_computes_the_same(
+    layout: Layout, finished: tuple[Path, Summary], text: str, plan_of, tmp_path: Path, capfd
+) -> None:
+    folder = shutil.copytree(finished[0], tmp_path / "run")
+    shutil.rmtree(folder / "step-000006")
+    done = train(plan_of("byte_llama", layout), RECIPE, folder=folder, source=text)
+    assert done.resumed == 3
+    assert curve(folder) == pytest.approx(curve(finished[0]), abs=1e-5)
+    assert done.held_out_loss == pytest.approx(finished[1].held_out_loss, abs=1e-5)
+    said = capfd.readouterr().out
+    assert f"resumed from step 3 of 6 ({folder}/step-000003)" in said
+    assert ("saved under the layout dp2" in said) == (layout.dp == 1)
+    assert "the text has changed" not in said
+
+
+def test_a_finished_run_is_evaluated_again(finished: tuple[Path, Summary], text: str, plan_of, capfd) -> None:
+    folder, first = finished
+    again = train(plan_of("byte_llama", Layout(dp=2)), RECIPE, folder=folder, source=text)
+    assert (again.step, again.resumed, again.tokens, again.train_loss) == (6, 6, 0, None)
+    assert again.held_out_loss == first.held_out_loss
+    assert "resumed from the finished run" in capfd.readouterr().out
+
+
+def contents(folder: Path) -> dict[Path, int]:
+    """When each file was written."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def test_another_models_run_is_left_alone(finished: tuple[Path, Summary], text: str, plan_of) -> None:
+    folder, _ = finished
+    before = contents(folder)
+    with pytest.raises(CheckpointError, match=r"holds checkpoints of another model: .*byte_llama(.|\n)*--out"):
+        train(plan_of("byte_gpt", Layout(dp=2)), RECIPE, folder=folder, source=text)
+    assert contents(folder) == before
+
+
+def test_a_run_is_claimed(text: str, plan_of, tmp_path: Path) -> None:
+    plan = plan_of("byte_llama", Layout())
+    with claimed(tmp_path), pytest.raises(UserError, match=r"another run is training in .*\nwait .* --out"):
+        train(plan, RECIPE, folder=tmp_path, source=text)
+    assert train(plan, evolve(RECIPE, steps=1), folder=tmp_path, source=text).step == 1
+
+
+def test_a_vocabulary_without_all_bytes_is_refused(text: str, plan_of, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="tiny-llama has a vocabulary of 127, and text comes as 256 bytes\ndeclare"):
+        train(plan_of("tiny_llama", Layout()), RECIPE, folder=tmp_path, source=text)
+
+
+def test_a_plan_of_a_model_that_changed_is_refused(text: str, plan_of, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="the plan is for another model"):
+        train(evolve(plan_of("byte_llama", Layout()), fingerprint="0"), RECIPE, folder=tmp_path, source=text)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(text: str, tmp_path: Path, plan_of) -> None:
+    recipe = Recipe(steps=50, lr=1e3, warmup=0, clip_grad=1e12, eps=0)
+    with pytest.raises(UserError, match=r"step \d+: the loss is .* no longer finite\n.*smaller --lr than 1000"):
+        train(plan_of("byte_gpt", Layout()), recipe, folder=tmp_path, source=text)
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_the_journal_drops_what_comes_after_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = Journal(path, step=0)
+    for step in (1, 2, 3):
+        first.write("step", step=step, loss=float(step))
+    with path.open("ab") as file:
+        file.write(b"\0\0\xff\n")  # what a file system may make of the last lines when the power fails
+        file.write(b'{"event": "step", "st')  # killed in the midst of a line
+    second = Journal(path, step=2)
+    second.write("step", step=3, loss=0.5)
+    assert curve(tmp_path) == [1.0, 2.0, 0.5]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (65, "1:05"), (7387, "2:03:07"), (59.6, "1:00")])
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text

@@ -1,0 +1,191 @@
+"""Layouts drawn at random of decoders that megatron-core can build as well, about as many of them legal as not."""
+
+from __future__ import annotations
+
+from functools import cache
+from random import Random
+
+from attrs import evolve, frozen
+
+from megaloom.dsl import (
+    MLA,
+    MLP,
+    Attention,
+    Dim,
+    Embed,
+    Graph,
+    LayerNorm,
+    MoE,
+    Positions,
+    Rope,
+    SwiGLU,
+    Unembed,
+    chain,
+    graph,
+    ids,
+    model,
+    repeat,
+    residual,
+    weight,
+)
+from megaloom.planner.contract.layout import (
+    Layout,
+    Module,
+    Overlap,
+    Precision,
+    Recompute,
+    Workload,
+)
+
+HIDDEN, HEAD_DIM, KV_RANK, ROPE = 16, 4, 8, 4
+WORLD = 64  # devices of a drawn case, at most: what larger grids have to say is the same, and takes longer
+
+
+@frozen(kw_only=True)
+class Decoder:
+    """The sizes of a decoder that both know."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    ff: int
+    gated: bool = True
+    latent: bool = False  # MLA
+    positions: int = 0  # that are learned
+    experts: int = 0
+    expert_ff: int = 0
+    shared_ff: int = 0
+    dense_layers: int = 0  # before those with experts
+    biased: bool = False  # experts add biases
+    ahead: bool = False  # a layer more predicts the token after the next
+
+
+@frozen(kw_only=True)
+class Case:
+    """What the two are asked."""
+
+    decoder: Decoder
+    layout: Layout
+    workload: Workload
+    world: int
+    rank: int  # that is asked; modulo world
+
+
+@cache
+def declared(d: Decoder) -> Graph:
+    """The decoder in our words."""
+    embed = Dim("embed", HIDDEN)
+    wte = weight("wte", Dim("vocab", 64), embed)
+    x = ids() >> Embed(wte)
+    if d.positions:
+        x = x >> Positions(weight("wpe", Dim("position", d.positions), embed))
+    mix = (
+        MLA(heads=d.heads, q_rank=None, kv_rank=KV_RANK, nope=HEAD_DIM, rope=ROPE, v=HEAD_DIM, positions=Rope(10_000))
+        if d.latent
+        else Attention(heads=d.heads, kv_heads=d.kv_heads, head_dim=HEAD_DIM)
+    )
+    dense = SwiGLU(d.ff) if d.gated else MLP(d.ff, "gelu", bias=False)
+    expert = MLP(d.expert_ff, "gelu", bias=True) if d.biased else SwiGLU(d.expert_ff)
+    shared = SwiGLU(d.shared_ff) if d.shared_ff else None
+    moe = MoE(expert, d.experts, 2, shared=shared) if d.experts else dense
+    first = d.dense_layers if d.experts else 0
+    for times, ff in ((first, dense), (d.layers - first, moe)):
+        if times:
+            x = x >> repeat(times, residual(LayerNorm(), mix), residual(LayerNorm(), ff))
+    outputs = [x >> LayerNorm() >> Unembed(wte)]
+    if d.ahead:
+        outputs.append(x >> chain(residual(LayerNorm(), mix), residual(LayerNorm(), moe)) >> Unembed(wte))
+    return graph(model("drawn", *outputs))
+
+
+def drawn(count: int, seed: int) -> list[Case]:
+    """So many cases, the same by every seed: most with degrees that might do, about as many legal as not."""
+    draw = Random(seed)
+    decoders = [_decoder(draw) for _ in range(64)]
+    return [_case(draw, draw.choice(decoders)) for _ in range(count)]
+
+
+def _decoder(draw: Random) -> Decoder:
+    heads = draw.choice([4, 6, 8, 12, 16])
+    latent = draw.random() < 0.2
+    experts = draw.choice([0, 0, 4, 6, 8, 16])
+    biased = bool(experts) and draw.random() < 0.2
+    return Decoder(
+        layers=(layers := draw.choice([2, 3, 4, 7, 12])),
+        heads=heads,
+        kv_heads=heads if latent else draw.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        ff=draw.choice([12, 16, 24, 30, 48]),
+        gated=draw.random() < 0.7,
+        latent=latent,
+        positions=draw.choice([0, 0, 0, 64, 96]),
+        experts=experts,
+        expert_ff=draw.choice([6, 8, 12, 20]) if experts else 0,
+        shared_ff=draw.choice([0, 8, 12]) if experts and not biased else 0,
+        dense_layers=draw.choice([0, 0, 1, layers - 1]) if experts else 0,
+        biased=biased,
+        ahead=draw.random() < 0.15,
+    )
+
+
+def _modules(draw: Random, recompute: Recompute) -> list[Module]:
+    some = draw.random() < (0.5 if recompute is Recompute.SELECTIVE else 0.05)
+    return draw.sample(list(Module), draw.randint(1, 3)) if some else []
+
+
+def _overlaps(draw: Random, x: Layout) -> list[Overlap]:
+    """Most as they might do."""
+    chunks = x.ep > 1 and (x.pp == 1 or x.vpp > 1) and not x.full
+    likely = {
+        Overlap.GRADIENTS: 0.95,
+        Overlap.WEIGHTS: 0.5 if x.distributed_optimizer else 0.02,
+        Overlap.TENSOR: 0.5 if x.sequence_parallel else 0.02,
+        Overlap.EXPERTS: 0.5 if chunks else 0.1 if x.ep > 1 else 0.02,
+    }
+    return [o for o, share in likely.items() if draw.random() < share]
+
+
+def _case(draw: Random, d: Decoder) -> Case:
+    likely = [1, 1, 1, 1, 2, 2, 3, 4]
+
+    def one(*works: int) -> int:
+        return draw.choice(works) if works and draw.random() < 0.8 else draw.choice([1, 1, 2, 3, 4, 5, 6, 8])
+
+    def dividing(n: int, *sizes: int) -> list[int]:
+        return [k for k in range(1, n + 1) if n % k == 0 and all(size % k == 0 for size in sizes)]
+
+    while True:
+        tp, pp = one(*dividing(d.heads, d.ff)), one(1, 1, 2, 2, 3, 4)
+        cp, dp = one(1, 1, 1, 2), draw.choice([*likely, 5, 6, 8])
+        if tp * pp * cp * dp <= WORLD:
+            break
+    inside = tp * cp * dp
+    etp = one(*dividing(inside, d.expert_ff), 1, 1) if d.experts else one(1)
+    ep = one(*dividing(max(1, inside // etp), d.experts)) if d.experts else one(1, 1, 1)
+    vpp = one(1, 2, 2, 3) if pp > 1 else one(1, 1, 1, 1)
+    micro, m = draw.choice([1, 1, 2, 3]), draw.choice([1, 2, 3, 4, 6, 7, 8, 12])
+    m = m * pp if draw.random() < 0.7 else m
+    recompute = draw.choice(list(Recompute))
+    layout = Layout(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        cp=cp,
+        ep=ep,
+        etp=etp,
+        sequence_parallel=draw.random() < (0.9 if tp > 1 and d.experts else 0.6 if tp > 1 else 0.05),
+        micro_batch=micro,
+        recompute=recompute,
+        recompute_modules=_modules(draw, recompute),
+        recompute_layers=draw.choice([0, 1, 2]) if recompute is Recompute.FULL else draw.choice([0] * 15 + [1]),
+        microbatch_group=draw.choice([0, 0, pp, pp + 1, 2 * pp, 3]) if vpp > 1 else draw.choice([0] * 15 + [pp]),
+        distributed_optimizer=draw.random() < 0.5,
+    )
+    layout = evolve(layout, overlaps=_overlaps(draw, layout))
+    seq = 2 * cp * tp * draw.randint(1, 4) if draw.random() < 0.7 else draw.randint(1, 96)
+    batch = dp * micro * m if draw.random() < 0.9 else dp * micro * m + draw.randint(1, 5)
+    world = layout.world if draw.random() < 0.93 else draw.randint(1, WORLD)
+    work = Workload(
+        seq=seq, batch=batch, precision=draw.choice([Precision.BF16] * 18 + [Precision.FP16] * 2 + [Precision.FP32])
+    )
+    return Case(decoder=d, layout=layout, workload=work, world=world, rank=draw.randrange(WORLD))

@@ -1,0 +1,181 @@
+"""megatron-core 0.16.1 itself, asked whether it takes a layout.
+
+Protocol: `refusal(case)` runs what a rank of a real job runs in its first step, with megatron-core's own code and under
+torch's fake process group: parallel_state's groups, the micro-batch calculator, TransformerConfig with its pipeline
+layout, attention, MLP and experts, DDP's buffers, the division of the batch over cp, the schedule with a forward and a
+backward for each micro-batch and chunk. The first thing that raises is the refusal, with the place where it does.
+Of the micro-batches only the first goes through layers (see `parts`), and `validated` is what only callers look at.
+"""
+
+from __future__ import annotations
+
+import ast
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+
+from megaloom.planner.contract.layout import Overlap, Precision
+from tests.support.drawn import Case
+from tests.support.parts import chunk
+
+
+@frozen
+class Refusal:
+    """Where megatron-core, or what a caller checks, gives up, and what it says."""
+
+    where: str  # layers.py:1166
+    said: str
+
+
+def refusal(case: Case) -> Refusal | None:
+    """What megatron-core raises, None if nothing."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=case.rank % case.world, world_size=case.world)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _start(case)
+    except Taken:
+        pass
+    except OtherError as error:
+        return Refusal("parallel_state.py:743", str(error))
+    except (AssertionError, ValueError, RuntimeError, IndexError) as error:
+        return Refusal(_where(error), str(error).partition("\n")[0])
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    return None
+
+
+class Taken(Exception):  # noqa: N818 - nothing is wrong
+    """What could be refused went by."""
+
+
+class OtherError(Exception):
+    """megatron-core's groups are others than the layout's."""
+
+
+def _where(error: BaseException) -> str:
+    """The innermost place in megatron-core, or in what its callers check, that is not the mere check of a division."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/megatron/core/" in frame.filename and frame.name not in ("divide", "ensure_divisibility")
+    ]
+    return _place(frames[-1].filename, frames[-1].lineno or 0) if frames else CALLERS
+
+
+def _place(file: str, line: int) -> str:
+    """A file, and where the statement begins that the line is of."""
+    begins = max(start for start, end in _statements(file) if start <= line <= end)
+    return f"{Path(file).name}:{begins}"
+
+
+@cache
+def _statements(file: str) -> tuple[tuple[int, int], ...]:
+    found = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.stmt))
+    return tuple((node.lineno, node.end_lineno or node.lineno) for node in found)
+
+
+CALLERS, CALLS = "Megatron-LM's validate_args", 24  # and the forward steps of a schedule that is run to its end
+
+
+def _start(case: Case) -> None:
+    """A rank of a job, to the end of its first step, or to its first micro-batch if these are many."""
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    x, d, work = case.layout, case.decoder, case.workload
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=x.tp,
+        pipeline_model_parallel_size=x.pp,
+        virtual_pipeline_model_parallel_size=x.vpp if x.vpp > 1 else None,
+        context_parallel_size=x.cp,
+        expert_model_parallel_size=x.ep,
+        expert_tensor_parallel_size=x.etp,
+        create_gloo_process_groups=False,
+    )
+    dp, edp = parallel_state.get_data_parallel_world_size(), parallel_state.get_expert_data_parallel_world_size()
+    if (dp, edp) != (x.dp, x.edp):
+        raise OtherError(f"the groups have dp {dp} and edp {edp}")
+    validated(case)
+    model_parallel_cuda_manual_seed(0)
+    calculator = ConstantNumMicroBatchesCalculator(work.batch, x.micro_batch, dp, False, rank=1)
+    made = chunk(d, x, work.precision)
+    get_forward_backward_func(x.pp, x.vpp if x.vpp > 1 else None)(
+        forward_step_func=_step(case, made),
+        data_iterator=[iter(())] * x.vpp,
+        model=[made] * x.vpp,
+        num_microbatches=calculator.get(),
+        seq_length=work.seq,
+        micro_batch_size=x.micro_batch,
+    )
+
+
+def validated(case: Case) -> None:
+    """What only callers look at, after Megatron-LM's arguments.py."""
+    positions, fp16 = case.decoder.positions, case.workload.precision is Precision.FP16
+    assert case.layout.ep == 1 or not fp16, "Expert parallelism is not supported with fp16 training."
+    x = case.layout
+    if x.hides(Overlap.WEIGHTS):
+        assert x.distributed_optimizer, "--overlap-param-gather only supported with distributed optimizer"
+        assert x.hides(Overlap.GRADIENTS), "Must use --overlap-param-gather with --overlap-grad-reduce"
+    assert x.sequence_parallel or not x.hides(Overlap.TENSOR), "overlap can happen only with sequence parallelism"
+    assert not positions or positions >= case.workload.seq, "max_position_embeddings must be at least seq_length"
+
+
+def _step(case: Case, made: Any) -> Callable[..., Any]:
+    """A forward step: the first micro-batch of a rank goes through its layers, all have the shape of what came out."""
+    anchor, shapes = torch.zeros((), requires_grad=True), list[torch.Size]()
+
+    def step(*_: Any) -> Any:
+        if not shapes:
+            shapes.append(_first(case, made.module.layers))
+            if calls(case) > CALLS:
+                raise Taken
+        received = made.module.received
+        h = torch.zeros(shapes[0]) if received is None else received
+        assert h.shape == shapes[0], f"{[*h.shape]} is sent between stages, and layers make {[*shapes[0]]}"
+        return h + anchor, lambda out: (out.sum(), {})
+
+    return step
+
+
+def calls(case: Case) -> int:
+    """Forward steps of a rank."""
+    x = case.layout
+    return x.vpp * x.microbatches(case.workload.batch)
+
+
+def _first(case: Case, layers: Any) -> torch.Size:
+    """The shape of the hidden states of the first micro-batch, gone through a layer of each kind."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    tokens = torch.zeros(case.layout.micro_batch, case.workload.seq, dtype=torch.int64)
+    mine = get_batch_on_this_cp_rank({"tokens": tokens})["tokens"]
+    h = layers["embedding"](mine, torch.zeros_like(mine))
+    if "mix" in layers:
+        h = layers["mix"](h, None)[0]
+    if "dense" in layers:
+        h = layers["dense"](h)[0]
+    if "experts" in layers:
+        layers["experts"].router.forward = _routed  # fake ranks send no tokens
+        with suppress(Taken):
+            layers["experts"](h)
+    return h.shape
+
+
+def _routed(*_: Any, **__: Any) -> Any:
+    raise Taken
