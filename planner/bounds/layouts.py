@@ -100,7 +100,7 @@ class Floors:
 
     def __attrs_post_init__(self) -> None:
         self.ground = self._ground()
-        self.many = interleaved_memory.many(len(self.book.anatomy.places) - 1)
+        self.many = interleaved_memory.many(len(self.book.structure.cut_points) - 1)
         self.modes = np.zeros(1 << len(Module), dtype=np.int64)
 
     def family(self, which: Column) -> Column:
@@ -213,7 +213,7 @@ class Floors:
     def _hops(self) -> Rows:
         """Seconds of what passes from stage to stage: from the first two, which if any do share a node."""
         x, book = self.at, self.book
-        width = book.workload.precision.nbytes * book.anatomy.embed
+        width = book.workload.precision.nbytes * book.structure.hidden_size
         passed = width * (x.micro_batch * book.workload.seq // x.cp) // np.where(x.sequence_parallel, x.tp, 1)
         first, which = alike(passed, x.pp, x.tp, x.sequence_parallel)
         scattered = book.practice.scattered
@@ -233,20 +233,20 @@ class Floors:
         first, which = alike(*(getattr(self.at, name) for name in WHERE))
         one = self.at.take(first)
         rows, made, full, largest = self.book.rows(one)
-        kinds, blocks = self.book.anatomy.counts, self.book.anatomy.blocks
-        atoms, outside = self.book.anatomy.atoms, kinds - self.book.anatomy.inside
-        inside = np.array([kind.inside for kind in self.book.anatomy.kinds])
+        kinds, blocks = self.book.structure.kind_counts, self.book.structure.distinct_blocks
+        atoms, outside = self.book.structure.distinct_segments, kinds - self.book.structure.kind_counts_in_blocks
+        inside = np.array([kind.in_recomputed_block for kind in self.book.structure.kinds])
         plain, ahead = rows[:, :, STEP].sum(axis=2), rows[:, :, AHEAD].sum(axis=2)
         again = np.where(inside, ahead, 0.0)
         freed = np.where(inside, rows[:, :, Col.SAVED] - full, 0.0)
         saved = rows[:, :, Col.SAVED]
-        repeats = Repeats.of(self.book.anatomy, made, saved @ kinds)
+        repeats = Repeats.of(self.book.structure, made, saved @ kinds)
         room = 2 * largest.max(axis=1) + self.book.library
         params, experts = self._params(rows, one)
         return Ground(
             step=np.array([t @ kinds for t in (plain, plain + again, plain)]).T[which],
             saved=np.array([saved @ kinds, full @ kinds, saved @ kinds - repeats.most]).T[which],
-            workspace=np.array([room, room + saved @ self.book.anatomy.block, room]).T[which],
+            workspace=np.array([room, room + saved @ self.book.structure.largest_block, room]).T[which],
             repeats=repeats,
             like=which,
             state=self._state(params[which], experts[which]),
@@ -262,18 +262,18 @@ class Floors:
             params=params[which],
             experts=experts[which],
             hop=self._hops(),
-            blocks=self.book.anatomy.numbered,
+            blocks=self.book.structure.recomputable_blocks,
         )
 
     def _params(self, rows: Rows, one: Layouts) -> tuple[Column, Column]:
         """The elements of the whole model on one device, each weight once: dense ones, and experts'."""
         twice = np.zeros(len(one))
-        if self.book.anatomy.shared:
+        if self.book.structure.shared_weights:
             first, which = alike(one.tp, one.cp, one.sequence_parallel)
-            for i, users in enumerate(len(nodes) for _, nodes in self.book.anatomy.shared):
+            for i, users in enumerate(len(nodes) for _, nodes in self.book.structure.shared_weights):
                 sizes = [self.book.shared(one[int(k)])[i] for k in first]
                 twice += (users - 1) * np.array(sizes)[which]
-        whole = rows[:, :, [Col.PARAMS, Col.EXPERT_PARAMS]].transpose(0, 2, 1) @ self.book.anatomy.counts
+        whole = rows[:, :, [Col.PARAMS, Col.EXPERT_PARAMS]].transpose(0, 2, 1) @ self.book.structure.kind_counts
         return (whole[:, 0] - twice).astype(np.int64), whole[:, 1].astype(np.int64)
 
     def _state(self, params: Column, experts: Column) -> Rows:

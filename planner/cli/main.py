@@ -27,7 +27,7 @@ from megaloom.planner.contract.layout import (
 )
 
 if TYPE_CHECKING:
-    from megaloom.planner.hardware.names import Cluster
+    from megaloom.planner.contract.devices import Cluster
 
 
 F = TypeVar("F", bound=Callable[..., object])

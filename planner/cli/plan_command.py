@@ -12,7 +12,7 @@ from megaloom.planner.contract.layout import Runtime, Workload
 
 if TYPE_CHECKING:
     from megaloom.dsl.graph import Graph, Model
-    from megaloom.planner.hardware.names import Cluster
+    from megaloom.planner.contract.devices import Cluster
     from megaloom.planner.search.candidate_space import Fixed
     from megaloom.planner.search.search import Found
 
@@ -122,9 +122,9 @@ def nearly(unproven: float) -> str:
 
 def default_seq(g: Graph) -> int:
     """4096, or as many tokens as the model has learned positions for; 1 of a model that reads no sequence."""
-    from megaloom.planner.model.requirements import needs
+    from megaloom.planner.model.requirements import model_requirements
 
-    return min((4096, *needs(g).positions)) if any("seq" in node.shape for node in g.nodes) else 1
+    return min((4096, *model_requirements(g).learned_positions)) if any("seq" in node.shape for node in g.nodes) else 1
 
 
 def default_batch(machine: Cluster) -> int:

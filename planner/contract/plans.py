@@ -17,7 +17,7 @@ from attrs import asdict, frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, fingerprint, graph
-from megaloom.planner.hardware.names import Cluster
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.rules.rules import violations
 
 from .layout import Layout, Runtime, Workload

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from megaloom.dsl.facts.collectives import Collective
 from megaloom.dsl.facts.costs import Costs
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Precision
-from megaloom.planner.hardware.names import Cluster
 
 from . import communication, kernels
 from .framework_profiles import Way

@@ -33,6 +33,7 @@ from megaloom.dsl.value import (
     Op,
     Pointwise,
 )
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import (
     Layout,
     Overlap,
@@ -46,8 +47,7 @@ from megaloom.planner.contract.layouts import (
     Rows,
     alike,
 )
-from megaloom.planner.hardware.names import Cluster
-from megaloom.planner.model.structure import Anatomy
+from megaloom.planner.model.structure import ModelStructure
 
 from .cost_table import (
     Base,
@@ -133,7 +133,7 @@ def _part(a: Any, b: Any) -> Part:
 class Book:
     """The costs of one model's kinds of nodes on one cluster."""
 
-    anatomy: Anatomy
+    structure: ModelStructure
     workload: Workload
     cluster: Cluster
     practice: Practice
@@ -142,18 +142,18 @@ class Book:
     _lines: dict[tuple[object, ...], Line] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._reach = [reach(kind.node) for kind in self.anatomy.kinds]
+        self._reach = [reach(kind.node) for kind in self.structure.kinds]
 
     def base(self, layout: Layout) -> Base:
         """The costs of each kind of node when nothing is computed again."""
-        lines = [self.line(i, layout) for i in range(len(self.anatomy.kinds))]
+        lines = [self.line(i, layout) for i in range(len(self.structure.kinds))]
         return Base(
             rows=np.array([line.row for line in lines]),
             again=np.array([line.again for line in lines]),
             full=np.array([line.full for line in lines]),
             largest=max(line.largest for line in lines),
             library=self.library + self._dummies(layout) + self._shared_buffers(layout),
-            loss=loss(self.anatomy, layout, self.workload, self.practice.loss_copies),
+            loss=loss(self.structure, layout, self.workload, self.practice.loss_copies),
         )
 
     @property
@@ -168,7 +168,7 @@ class Book:
         """Bytes that stand for the gradients of products' weights."""
         if not self.practice.dummies:
             return 0
-        return self.workload.precision.nbytes * factors(self.anatomy, layout, self.workload)
+        return self.workload.precision.nbytes * factors(self.structure, layout, self.workload)
 
     def _shared_buffers(self, layout: Layout) -> int:
         """Bytes through which devices exchange their parts of tensors while they compute."""
@@ -176,7 +176,7 @@ class Book:
             return 0
         precision, tokens = self.workload.precision, layout.micro_batch * self.workload.seq // layout.cp
         each = GATHERING * (1 if precision.narrow else precision.nbytes) + REDUCING * precision.nbytes
-        return each * tokens * self.anatomy.embed + (STREAMS - 1) * ENGINE["fp8" in self.cluster.device.flops]
+        return each * tokens * self.structure.hidden_size + (STREAMS - 1) * ENGINE["fp8" in self.cluster.device.flops]
 
     def rows(self, x: Layouts) -> tuple[Rows, Rows, Rows, Rows]:
         """The rows, the parts' share of them, what full recompute keeps and the largest saved tensor, of many layouts.
@@ -218,7 +218,7 @@ class Book:
 
     def shared(self, layout: Layout) -> tuple[int, ...]:
         """The elements of each shared weight on a device."""
-        return shared(self.anatomy, layout, self.workload)
+        return shared(self.structure, layout, self.workload)
 
     def line(self, i: int, layout: Layout) -> Line:
         """The costs of one kind of node."""
@@ -227,7 +227,7 @@ class Book:
         key = (i, x.tp, x.cp, x.ep, x.etp, x.sequence_parallel, x.micro_batch, x.overlaps, workload.seq)
         if key not in self._lines:
             found = self._counted(i, layout, workload).at(layout.micro_batch * workload.seq)
-            kind, parts = self.anatomy.kinds[i], self.anatomy.parts
+            kind, parts = self.structure.kinds[i], self.structure.recompute_parts
             self._lines[key] = line(kind, parts, found, layout, workload, self.cluster, self.practice)
         return self._lines[key]
 
@@ -255,7 +255,7 @@ class Book:
         """The facts of a node under a split."""
         where = (i, layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
         if where not in self._counts:
-            node, split = self.anatomy.kinds[i].node, split_of(layout)
+            node, split = self.structure.kinds[i].node, split_of(layout)
             batch = layout.micro_batch * self._reach[i].share
             one, two = (costs(node, batch=n, seq=workload.seq, split=split) for n in (batch, 2 * batch))
             self._counts[where] = Facts.of(one, two, batch * workload.seq)

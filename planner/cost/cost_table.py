@@ -26,7 +26,7 @@ from megaloom.planner.contract.layout import (
     Workload,
 )
 from megaloom.planner.contract.layouts import Rows
-from megaloom.planner.model.structure import Anatomy
+from megaloom.planner.model.structure import ModelStructure
 from megaloom.planner.partition.segments import Places, Spans
 
 
@@ -64,7 +64,7 @@ TRAFFIC = {  # where the collectives of an axis are counted
 class Sheet:
     """The costs of every node: `rows` by kind."""
 
-    anatomy: Anatomy
+    structure: ModelStructure
     rows: Rows  # [kinds, columns]
     boundary: int  # bytes of each hidden state that crosses a cut, one way
     workspace: int  # bytes that come and go: the gradients beside the largest saved tensor, and a block made again
@@ -77,7 +77,7 @@ class Sheet:
     @cached_property
     def total(self) -> Rows:
         """The sum over all nodes."""
-        return self.anatomy.counts @ self.rows
+        return self.structure.kind_counts @ self.rows
 
     @cached_property
     def step(self) -> float:
@@ -92,13 +92,15 @@ class Sheet:
     @cached_property
     def params(self) -> tuple[int, int]:
         """The elements of the whole model on this device, each weight once: dense ones, and experts'."""
-        twice = sum(n * (len(nodes) - 1) for (_, nodes), n in zip(self.anatomy.shared, self.shared, strict=True))
+        twice = sum(
+            n * (len(nodes) - 1) for (_, nodes), n in zip(self.structure.shared_weights, self.shared, strict=True)
+        )
         return int(self.total[Col.PARAMS]) - twice, int(self.total[Col.EXPERT_PARAMS])
 
     @cached_property
     def by_node(self) -> Rows:
         """[nodes, columns]"""
-        return self.rows[self.anatomy.kind]
+        return self.rows[self.structure.kind_of_node]
 
     def sums(self, bounds: tuple[int, ...]) -> Rows:
         """The sum over each run of nodes between neighbouring bounds: [runs, columns]."""
@@ -106,7 +108,7 @@ class Sheet:
         if self.more is None:
             return sums
         first, last = np.array(bounds[:-1]), np.array(bounds[1:])
-        stop = np.minimum(last, self.anatomy.after(self.layers)[first])
+        stop = np.minimum(last, self.structure.recompute_end(self.layers)[first])
         sums += self._more[stop] - self._more[first]
         return sums
 
@@ -114,7 +116,7 @@ class Sheet:
     def _more(self) -> Rows:
         """Of all nodes before each place: [nodes + 1, columns]."""
         assert self.more is not None
-        return before(self.more[self.anatomy.kind])
+        return before(self.more[self.structure.kind_of_node])
 
     def runs(self, places: Places, columns: Sequence[int]) -> Spans:
         """The sum of these columns over all nodes between each two places of a cut: all places, or all borders."""
@@ -128,10 +130,12 @@ class Sheet:
         return {}
 
     def _runs(self, places: Places, columns: Sequence[int]) -> Spans:
-        sums = np.concatenate([[0.0], np.cumsum(self.rows[:, columns].sum(axis=1)[self.anatomy.kind])])[places]
+        sums = np.concatenate([[0.0], np.cumsum(self.rows[:, columns].sum(axis=1)[self.structure.kind_of_node])])[
+            places
+        ]
         if self.more is None:
             return Spans(sums)
-        more, stop = self._more[:, columns].sum(axis=1), self.anatomy.after(self.layers)[places]
+        more, stop = self._more[:, columns].sum(axis=1), self.structure.recompute_end(self.layers)[places]
         return Spans(sums, more[places], more[stop], np.searchsorted(places, stop, side="right") - 1)
 
 
@@ -157,41 +161,41 @@ class Base:
     loss: int  # bytes that come and go with the loss
 
 
-def sheet(base: Base, anatomy: Anatomy, layout: Layout, workload: Workload) -> Sheet:
+def sheet(base: Base, structure: ModelStructure, layout: Layout, workload: Workload) -> Sheet:
     """The costs under the layout's recompute mode."""
     rows, workspace = base.rows.copy(), 2 * base.largest
     width = workload.precision.nbytes
     tokens = layout.micro_batch * workload.seq // layout.cp
-    boundary = width * anatomy.embed * tokens // (layout.tp if layout.sequence_parallel else 1)
+    boundary = width * structure.hidden_size * tokens // (layout.tp if layout.sequence_parallel else 1)
     if layout.recompute is Recompute.SELECTIVE:
-        made = base.again[:, anatomy.made(layout.modules)].sum(axis=1)
+        made = base.again[:, structure.recomputed_parts(layout.modules)].sum(axis=1)
         rows[:, REPEATED] += made[:, : len(AHEAD)]
         rows[:, Col.SAVED] -= made[:, -1]
         workspace += int(made[:, -1].max())
     elif layout.recompute is Recompute.FULL:
-        inside = np.array([kind.inside for kind in anatomy.kinds])
+        inside = np.array([kind.in_recomputed_block for kind in structure.kinds])
         rows[:, REPEATED] += inside[:, None] * rows[:, AHEAD]
-        workspace += int(anatomy.block @ base.rows[:, Col.SAVED])
+        workspace += int(structure.largest_block @ base.rows[:, Col.SAVED])
         rows[:, Col.SAVED] = base.full
     if layout.hides(Overlap.EXPERTS):  # a block goes ahead while another's goes back, and is whole before that is gone
-        workspace += int(anatomy.block @ rows[:, Col.SAVED])
+        workspace += int(structure.largest_block @ rows[:, Col.SAVED])
     some = layout.full and layout.recompute_layers > 0
     return Sheet(
-        anatomy=anatomy,
+        structure=structure,
         rows=base.rows if some else rows,
         boundary=boundary,
         workspace=workspace,
         library=base.library,
         loss=base.loss,
-        shared=shared(anatomy, layout, workload),
+        shared=shared(structure, layout, workload),
         more=rows - base.rows if some else None,
         layers=layout.recompute_layers,
     )
 
 
-def loss(anatomy: Anatomy, layout: Layout, workload: Workload, copies: int) -> int:
+def loss(structure: ModelStructure, layout: Layout, workload: Workload, copies: int) -> int:
     """Bytes that come and go with the loss: logits and what it keeps of them, or their gradient and their weights'."""
-    ends = [anatomy.graph.nodes[anatomy.graph.index[name]] for name in anatomy.graph.outputs]
+    ends = [structure.graph.nodes[structure.graph.index[name]] for name in structure.graph.outputs]
     logits = sum(local(node, node.shape.dims, layout, workload) for node in ends)
     weights = max((local(node, slot.dims, layout, workload) for node in ends for slot in node.weights), default=0)
     width = workload.precision.nbytes
@@ -199,9 +203,9 @@ def loss(anatomy: Anatomy, layout: Layout, workload: Workload, copies: int) -> i
     return max((width + copied) * logits, width * (logits + weights))
 
 
-def factors(anatomy: Anatomy, layout: Layout, workload: Workload) -> int:
+def factors(structure: ModelStructure, layout: Layout, workload: Workload) -> int:
     """Elements on one device of each product's weight that differs from the others; of copies, one."""
-    nodes = {id(program(kind.node)): kind.node for kind in anatomy.kinds if not kind.ends}
+    nodes = {id(program(kind.node)): kind.node for kind in structure.kinds if not kind.has_loss}
     matrices = ((node, slot) for node in nodes.values() for slot in _factors(node))
     return sum(local(node, slot.value.shape.dims, layout, workload, slot.outer) for node, slot in matrices)
 
@@ -214,10 +218,10 @@ def _factors(node: Node) -> list[Slot]:
     return [slot for v, slot in zip(weights, node.weights, strict=True) if id(v.source) in read]
 
 
-def shared(anatomy: Anatomy, layout: Layout, workload: Workload) -> tuple[int, ...]:
+def shared(structure: ModelStructure, layout: Layout, workload: Workload) -> tuple[int, ...]:
     """The elements on one device of each weight that several nodes share."""
-    nodes = anatomy.graph.nodes
-    return tuple(local(nodes[users[0]], slot.dims, layout, workload) for slot, users in anatomy.shared)
+    nodes = structure.graph.nodes
+    return tuple(local(nodes[users[0]], slot.dims, layout, workload) for slot, users in structure.shared_weights)
 
 
 def local(node: Node, dims: tuple[Dim, ...], layout: Layout, workload: Workload, outer: tuple[Dim, ...] = ()) -> int:

@@ -17,8 +17,8 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Precision
-from megaloom.planner.hardware.names import Cluster
 from megaloom.planner.simulate.schedule import backs, losses
 
 from .communication import group

@@ -18,6 +18,7 @@ from megaloom.dsl.graph import Node
 from megaloom.dsl.layers.tokenwise import ClampedGLU, GeGLU, MoE
 from megaloom.dsl.ops.routing import Route
 from megaloom.dsl.value import Op
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import (
     Layout,
     Overlap,
@@ -25,8 +26,7 @@ from megaloom.planner.contract.layout import (
     Workload,
 )
 from megaloom.planner.contract.layouts import Rows
-from megaloom.planner.hardware.names import Cluster
-from megaloom.planner.model.structure import Kind
+from megaloom.planner.model.structure import NodeKind
 from megaloom.planner.rules.capabilities import together
 
 from . import communication, context_parallel, kernels
@@ -59,7 +59,7 @@ class Line:
 
 
 def line(
-    kind: Kind,
+    kind: NodeKind,
     parts: tuple[Again, ...],
     found: Costs,
     layout: Layout,
@@ -72,23 +72,23 @@ def line(
     again = Made(parts, kind)
     _compute(row, again, found, cluster, precision, practice)
     _exchange(row, again, found, layout, cluster, precision, practice)
-    for s in kind.keeps.of(found.saved, found.inputs):
-        nbytes = size(s, precision, kind.inside)
+    for s in kind.saved.of(found.saved, found.inputs):
+        nbytes = size(s, precision, kind.in_recomputed_block)
         row[Col.SAVED] += nbytes
-        again.add(Col.SAVED, kind.keeps.frees(s), nbytes)
-    made = sum(size(s, precision) for s in kind.full.of(found.saved, found.inputs))
+        again.add(Col.SAVED, kind.saved.frees(s), nbytes)
+    made = sum(size(s, precision) for s in kind.saved_under_full.of(found.saved, found.inputs))
     row[Col.SAVED] += _joined(found, precision) if practice.joined else 0
     row[Col.SAVED] += _given(found, precision) if practice.copied and layout.micro_batch > 1 else 0
     row[Col.PARAMS], row[Col.EXPERT_PARAMS] = found.params, found.expert_params
     if practice.eager:
         for s, n in _eager(kind.node.op, found):
             row[Col.SAVED] += n * size(s, precision)
-            again.add(Col.SAVED, kind.keeps.frees(s), n * size(s, precision))
+            again.add(Col.SAVED, kind.saved.frees(s), n * size(s, precision))
     if not practice.flash:
         for w in (w for w in found.work if w.kind == "attend"):
             row[Col.SAVED] += practice.score_nbytes * w.count * w.m * w.n
             again.add(Col.SAVED, w.again, practice.score_nbytes * w.count * w.m * w.n)
-    if kind.ends:
+    if kind.has_loss:
         _loss(row, kind.node, layout, workload, cluster, practice)
     return Line(row, again.rows, made, max((size(s, precision) for s in found.saved), default=0))
 
@@ -98,7 +98,7 @@ class Made:
     """What modules take again of a node that they compute again, and what they free: [parts, MADE]."""
 
     parts: tuple[Again, ...]
-    kind: Kind
+    kind: NodeKind
     rows: Rows = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -106,7 +106,7 @@ class Made:
 
     def add(self, column: Col, again: Again, amount: float) -> None:
         """So much is done again, or freed, by any of these modules."""
-        if self.kind.keeps.norm and column is not Col.SAVED:
+        if self.kind.saved.norm and column is not Col.SAVED:
             again = NORM
         if again:
             self.rows[self.parts.index(again), MADE.index(column)] += amount
@@ -143,7 +143,7 @@ def _compute(row: Rows, again: Made, found: Costs, cluster: Cluster, precision: 
     device = cluster.slowest
     ahead = back = 0.0  # of the host
     for work in found.work:
-        took = kernels.seconds(work, device, precision, practice, inside=again.kind.inside)
+        took = kernels.seconds(work, device, precision, practice, inside=again.kind.in_recomputed_block)
         waits = each = 0.0
         launched = took.waits(device, practice)
         if work.kind == "route" and device.units > 1:
@@ -206,7 +206,7 @@ def _exchange(
             again.add(ahead, c.again, took)
 
 
-def _copies(kind: Kind) -> int:
+def _copies(kind: NodeKind) -> int:
     """To how many experts a token goes."""
     return max((s.value.op.top_k for s in program(kind.node).steps if isinstance(s.value.op, Route)), default=1)
 

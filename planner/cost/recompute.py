@@ -21,7 +21,7 @@ from megaloom.planner.contract.layout import (
     named,
 )
 from megaloom.planner.contract.layouts import Column, Rows
-from megaloom.planner.model.structure import Anatomy
+from megaloom.planner.model.structure import ModelStructure
 
 FREED = 0.02  # of what is saved: what one module more frees at the least
 
@@ -30,25 +30,25 @@ FREED = 0.02  # of what is saved: what one module more frees at the least
 class Repeats:
     """The parts of the modules at some places. Seconds and bytes are of one micro-batch and of the whole model."""
 
-    anatomy: Anatomy
+    structure: ModelStructure
     made: Rows  # [places, parts]: seconds that it takes again
     freed: Rows  # [places, kinds, parts]: bytes
     saved: Rows  # [places]: bytes when nothing is computed again
 
     @classmethod
-    def of(cls, anatomy: Anatomy, again: Rows, saved: Rows) -> Repeats:
+    def of(cls, structure: ModelStructure, again: Rows, saved: Rows) -> Repeats:
         """From the lines of a book: [places, kinds, parts, MADE]."""
-        made = (again[..., :-1].sum(axis=3) * anatomy.counts[:, None]).sum(axis=1)
-        return cls(anatomy, made, again[..., -1], saved)
+        made = (again[..., :-1].sum(axis=3) * structure.kind_counts[:, None]).sum(axis=1)
+        return cls(structure, made, again[..., -1], saved)
 
     def of_set(self, number: int) -> tuple[Rows, Rows, Rows]:
         """What a set of modules takes again, what it frees, and what of this comes back at once: of each place."""
         return self._of(named(number))
 
     def _of(self, modules: Iterable[Module]) -> tuple[Rows, Rows, Rows]:
-        which = self.anatomy.made(modules)
+        which = self.structure.recomputed_parts(modules)
         freed = self.freed[:, :, which].sum(axis=2)
-        return self.made[:, which].sum(axis=1), freed @ self.anatomy.counts, freed.max(axis=1)
+        return self.made[:, which].sum(axis=1), freed @ self.structure.kind_counts, freed.max(axis=1)
 
     @cached_property
     def most(self) -> Rows:
@@ -58,7 +58,7 @@ class Repeats:
     @cached_property
     def family(self) -> Column:
         """[places, counts]: the n modules that are best computed again, as bits; `moe` only after its parts."""
-        modules = self.anatomy.modules
+        modules = self.structure.modules
         each = [self._of((module,)) for module in modules]
         seconds, freed = (np.array([one[i] for one in each]).reshape(len(modules), -1) for i in (0, 1))
         worth = freed / np.maximum(seconds, np.finfo(float).tiny)

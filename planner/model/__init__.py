@@ -1,1 +1,1 @@
-"""Structure of a model graph as the planner needs it, independent of the layout."""
+"""Structure of a model graph, and its requirements on a layout. Independent of the layout."""

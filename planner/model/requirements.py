@@ -1,4 +1,8 @@
-"""What a model asks of a layout, read off the dims of its weights and the places where it can be cut."""
+"""Requirements of a model on its layout: sizes that the axes must divide, stages, blocks, experts.
+
+`model_requirements(graph)` reads them off the dims of the weights and the cut points. The rules compare a layout with
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,56 +15,59 @@ from megaloom.dsl.graph import Graph
 from megaloom.dsl.sharding_table import SPLITS, among_experts, cut
 from megaloom.planner.contract.layout import Module
 
-from .structure import anatomy
+from .structure import model_structure
 
 
 @frozen
-class Needs:
-    """What a graph asks of a layout: the sizes that an axis must divide, by (axis, dim), and where it can be cut."""
+class ModelRequirements:
+    """Requirements of a graph on every layout."""
 
-    sizes: dict[tuple[str, str], tuple[int, ...]]
-    positions: tuple[int, ...]  # how long learned tables let sequences be
-    stages: int  # at most
-    blocks: int  # iterations of its repeats
-    biased: bool  # experts add biases
-    keys: tuple[tuple[int, int], ...]  # the numbers of key/value heads, each with the channels of one
-    modules: tuple[Module, ...]  # that selective recompute may compute again
-    ahead: int  # outputs beside the first: layers that predict tokens further ahead
+    divided_sizes: dict[tuple[str, str], tuple[int, ...]]  # (axis, dim) → the sizes of that dim which the axis divides
+    learned_positions: tuple[int, ...]  # the longest sequence that each table of learned positions allows
+    max_stages: int
+    blocks: int  # repeated blocks in the model
+    expert_biases: bool  # experts add biases
+    kv_heads: tuple[tuple[int, int], ...]  # (key/value heads, channels of one head) of the attention layers
+    modules: tuple[Module, ...]  # that selective recompute may name
+    multi_token: int  # outputs that predict tokens further ahead
 
-    def of(self, axis: str, *but: str) -> list[tuple[str, int]]:
-        """The (dim, size) that an axis divides, but for some dims."""
+    def sizes(self, axis: str, *but: str) -> list[tuple[str, int]]:
+        """Return the (dim, size) pairs that an axis divides, without the dims named in `but`."""
         return [
-            (dim, size) for (on, dim), sizes in self.sizes.items() if on == axis and dim not in but for size in sizes
+            (dim, size)
+            for (on, dim), sizes in self.divided_sizes.items()
+            if on == axis and dim not in but
+            for size in sizes
         ]
 
     @property
     def experts(self) -> bool:
-        """Whether there are any."""
-        return ("ep", "experts") in self.sizes
+        """True if the model has experts."""
+        return ("ep", "experts") in self.divided_sizes
 
 
 @lru_cache(maxsize=64)
-def needs(graph: Graph) -> Needs:
-    """What this graph asks of any layout."""
+def model_requirements(graph: Graph) -> ModelRequirements:
+    """Return the requirements of a graph on every layout."""
     sizes: dict[tuple[str, str], set[int]] = {}
-    biased, keys = False, set[tuple[int, int]]()
+    biased, kv_heads = False, set[tuple[int, int]]()
     for node in graph.nodes:
         table = {**SPLITS, **getattr(node.op, "splits", {})}
         for slot in node.weights:
             known = {d.name: d.size for d in slot.dims if d.size is not None}
             if "kv_heads" in known and "head_dim" in known:
-                keys.add((known["kv_heads"], known["head_dim"]))
+                kv_heads.add((known["kv_heads"], known["head_dim"]))
             biased |= among_experts(table, slot.outer) and len(slot.value.shape.dims) == 1
             for dim, axis in cut(table, slot.outer, slot.value.shape.dims).items():
                 if dim in known:
                     sizes.setdefault((axis, dim), set()).add(known[dim])
-    return Needs(
-        sizes={key: tuple(sorted(found)) for key, found in sizes.items()},
-        positions=tuple(sorted(longest(graph).values())),
-        stages=len(graph.cuts) + 1,
+    return ModelRequirements(
+        divided_sizes={key: tuple(sorted(values)) for key, values in sizes.items()},
+        learned_positions=tuple(sorted(longest(graph).values())),
+        max_stages=len(graph.cuts) + 1,
         blocks=len({node.block for node in graph.nodes} - {None}),
-        biased=biased,
-        keys=tuple(sorted(keys)),
-        modules=anatomy(graph).modules,
-        ahead=len(graph.outputs) - 1,
+        expert_biases=biased,
+        kv_heads=tuple(sorted(kv_heads)),
+        modules=model_structure(graph).modules,
+        multi_token=len(graph.outputs) - 1,
     )

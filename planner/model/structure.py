@@ -1,6 +1,7 @@
-"""What the planner reads off a graph once, whatever the layout: which nodes are alike, where it can be cut.
+"""Structure of a model graph that every layout shares: node kinds, cut points, segments, blocks and shared weights.
 
-Protocol: `anatomy(graph)`; nodes of one `Kind` cost the same wherever they stand.
+`model_structure(graph)` returns it, computed once for each graph. Nodes of one `NodeKind` cost the same under every
+layout, so costs are computed for each kind and summed with the counts given here.
 """
 
 from __future__ import annotations
@@ -22,145 +23,148 @@ from megaloom.planner.contract.layouts import Rows
 
 
 @frozen
-class Kind:
-    """Nodes that cost the same wherever they stand."""
+class NodeKind:
+    """Graph nodes that cost the same under every layout."""
 
     node: Node  # one of them
-    keeps: Keeps  # what counts for it, of the tensors that several nodes save
-    full: Keeps  # under full recompute
-    ends: bool  # the loss is taken of it
+    saved: Keeps  # the share of the saved activations that counts for this node, where several nodes save one tensor
+    saved_under_full: Keeps  # its share under full recompute
+    has_loss: bool  # the loss is computed from this node's output
 
     @property
-    def inside(self) -> bool:
-        """Whether full recompute computes it again."""
-        return self.full.again
+    def in_recomputed_block(self) -> bool:
+        """True if full recompute computes this node again."""
+        return self.saved_under_full.again
 
 
 @frozen(eq=False, slots=False)
-class Anatomy:
-    """What the planner reads off a graph once."""
+class ModelStructure:
+    """Structure of a graph, independent of the layout. Arrays over kinds have one entry for each of `kinds`."""
 
     graph: Graph
-    kinds: tuple[Kind, ...]
-    kind: NDArray[np.intp]  # of each node
-    parts: tuple[Again, ...]  # what modules share or have alone: each the modules any of which compute it again
-    shared: tuple[tuple[Slot, tuple[int, ...]], ...]  # weights that several nodes use, and which
-    embed: int  # width of each hidden state that crosses a cut
+    kinds: tuple[NodeKind, ...]
+    kind_of_node: NDArray[np.intp]  # [nodes] index into `kinds`
+    recompute_parts: tuple[Again, ...]  # sets of modules: a part is recomputed if any module of its set is
+    shared_weights: tuple[tuple[Slot, tuple[int, ...]], ...]  # weights that several nodes use, with those nodes
+    hidden_size: int  # width of each hidden state that crosses a stage boundary
 
     @cached_property
-    def places(self) -> NDArray[np.intp]:
-        """Where a stage may begin or end."""
+    def cut_points(self) -> NDArray[np.intp]:
+        """Return the nodes before which a stage may begin, with 0 and the number of nodes, in order."""
         return np.array([0, *self.graph.cuts, len(self.graph.nodes)])
 
     @cached_property
-    def borders(self) -> NDArray[np.intp]:
-        """Those of them that are not inside of a block."""
+    def block_cut_points(self) -> NDArray[np.intp]:
+        """Return the cut points that do not lie inside a block."""
         blocks = [n.block for n in self.graph.nodes]
         inside = [False, *(a is not None and a == b for a, b in pairwise(blocks)), False]
-        return np.array([i for i in self.places.tolist() if not inside[i]])
+        return np.array([i for i in self.cut_points.tolist() if not inside[i]])
 
     @cached_property
-    def crosses(self) -> NDArray[np.intp]:
-        """How many hidden states what begins at a node is given; behind the last one, how many outputs there are."""
+    def live_values(self) -> NDArray[np.intp]:
+        """Return the number of hidden states live before each node; the last entry is the number of outputs."""
         return np.array([*(len(names) for names in self.graph.crossing), len(self.graph.outputs)])
 
     @cached_property
-    def counts(self) -> Rows:
-        """How many nodes there are of each kind."""
-        return np.bincount(self.kind, minlength=len(self.kinds)).astype(float)
+    def kind_counts(self) -> Rows:
+        """Return the number of nodes of each kind: [kinds]."""
+        return np.bincount(self.kind_of_node, minlength=len(self.kinds)).astype(float)
 
     @cached_property
-    def blocks(self) -> Rows:
-        """How many nodes of each kind there are in each block that differs from the others: [blocks, kinds]."""
+    def distinct_blocks(self) -> Rows:
+        """Return the number of nodes of each kind in each block, without repeated rows: [blocks, kinds]."""
         rows: dict[int, Rows] = {}
-        for node, kind in zip(self.graph.nodes, self.kind, strict=True):
+        for node, kind in zip(self.graph.nodes, self.kind_of_node, strict=True):
             if node.block is not None:
                 rows.setdefault(node.block, np.zeros(len(self.kinds)))[kind] += 1
         return np.array(list({tuple(row): row for row in rows.values()}.values())).reshape(-1, len(self.kinds))
 
     @cached_property
-    def atoms(self) -> Rows:
-        """How many nodes of each kind there are between each two neighbouring places that differ: [atoms, kinds]."""
-        rows = np.add.reduceat(np.eye(len(self.kinds))[self.kind], self.places[:-1])
+    def distinct_segments(self) -> Rows:
+        """Return the number of nodes of each kind in each segment, without repeated rows: [segments, kinds]."""
+        rows = np.add.reduceat(np.eye(len(self.kinds))[self.kind_of_node], self.cut_points[:-1])
         return np.array(list({tuple(row): row for row in rows}.values()))
 
     @cached_property
-    def inside(self) -> Rows:
-        """How many nodes of each kind there are in blocks."""
+    def kind_counts_in_blocks(self) -> Rows:
+        """Return the number of nodes of each kind that belong to a block: [kinds]."""
         blocks = np.array([node.block is not None for node in self.graph.nodes])
-        return np.bincount(self.kind[blocks], minlength=len(self.kinds)).astype(float)
+        return np.bincount(self.kind_of_node[blocks], minlength=len(self.kinds)).astype(float)
 
     @cached_property
-    def ahead(self) -> int:
-        """The node at which blocks begin that predict tokens further ahead, which the first output does without."""
+    def multi_token_start(self) -> int:
+        """Return the node at which multi-token prediction begins: the first block that output 0 does not use."""
         nodes, needed = self.graph.nodes, {self.graph.outputs[0]}
         for n in reversed(nodes):
             needed.update(n.inputs if n.name in needed else ())
         return next((i for i, n in enumerate(nodes) if n.block is not None and n.name not in needed), len(nodes))
 
     @cached_property
-    def numbered(self) -> int:
-        """How many blocks may be computed again by their number in a stage.
+    def recomputable_blocks(self) -> int:
+        """Return the number of blocks that `recompute_layers` counts.
 
-        Those that predict further ahead are not (megatron-core 0.16.1, multi_token_prediction.py:853).
+        Blocks of multi-token prediction do not count (megatron-core 0.16.1, multi_token_prediction.py:853).
         """
-        return len({node.block for node in self.graph.nodes[: self.ahead]} - {None})
+        return len({node.block for node in self.graph.nodes[: self.multi_token_start]} - {None})
 
-    @lru_cache(maxsize=256)  # noqa: B019 - an anatomy is kept by its graph's own cache
-    def after(self, count: int) -> NDArray[np.intp]:
-        """For each place the end of the last of `count` numbered blocks, of which the first may be begun already."""
-        nodes, here = self.graph.nodes[: self.ahead], np.arange(len(self.graph.nodes) + 1)
-        ends = [i + 1 for i, n in enumerate(nodes) if n.block is not None and _next(nodes, i) != n.block]
-        which = np.searchsorted(ends, here, side="right") + count - 1
-        last = np.array([*ends, *[self.ahead] * count])[np.minimum(which, len(ends) + count - 1)]
-        stop: NDArray[np.intp] = np.maximum(last, here)
+    @lru_cache(maxsize=256)  # noqa: B019 - a structure lives as long as the cache of its graph
+    def recompute_end(self, count: int) -> NDArray[np.intp]:
+        """Return, for a stage that begins at each node, the node after its first `count` blocks: [nodes + 1].
+
+        A block that begins before the stage counts as its first one.
+        """
+        nodes, begins = self.graph.nodes[: self.multi_token_start], np.arange(len(self.graph.nodes) + 1)
+        ends = [i + 1 for i, n in enumerate(nodes) if n.block is not None and _next_block(nodes, i) != n.block]
+        which = np.searchsorted(ends, begins, side="right") + count - 1
+        last = np.array([*ends, *[self.multi_token_start] * count])[np.minimum(which, len(ends) + count - 1)]
+        stop: NDArray[np.intp] = np.maximum(last, begins)
         return stop
 
     @cached_property
-    def block(self) -> Rows:
-        """How many nodes of each kind the largest block has."""
-        return max(self.blocks, key=lambda row: float(row.sum()), default=np.zeros(len(self.kinds)))
+    def largest_block(self) -> Rows:
+        """Return the number of nodes of each kind in the block with most nodes: [kinds]."""
+        return max(self.distinct_blocks, key=lambda row: float(row.sum()), default=np.zeros(len(self.kinds)))
 
     @property
     def modules(self) -> tuple[Module, ...]:
-        """Those that the model has."""
-        return tuple(m for m in Module if any(m in part for part in self.parts))
+        """Return the modules of the model that selective recompute may name."""
+        return tuple(m for m in Module if any(m in part for part in self.recompute_parts))
 
-    def made(self, chosen: Iterable[Module]) -> NDArray[np.bool_]:
-        """Which parts these modules compute again."""
-        return np.array([not part.isdisjoint(chosen) for part in self.parts], dtype=bool)
+    def recomputed_parts(self, chosen: Iterable[Module]) -> NDArray[np.bool_]:
+        """Return a mask of the recompute parts that these modules recompute: [parts]."""
+        return np.array([not part.isdisjoint(chosen) for part in self.recompute_parts], dtype=bool)
 
 
-def _next(nodes: Sequence[Node], i: int) -> int | None:
-    """The next node's block."""
+def _next_block(nodes: Sequence[Node], i: int) -> int | None:
+    """Return the block of the node after node i."""
     return nodes[i + 1].block if i + 1 < len(nodes) else None
 
 
 @lru_cache(maxsize=16)
-def anatomy(graph: Graph) -> Anatomy:
-    """What the planner reads off a graph once."""
+def model_structure(graph: Graph) -> ModelStructure:
+    """Return the structure of a graph."""
     known: dict[tuple[object, ...], int] = {}
-    kinds: list[Kind] = []
-    kind: list[int] = []
+    kinds: list[NodeKind] = []
+    kind_of_node: list[int] = []
     uses: dict[str, list[int]] = {}
     modes = zip(keeps(graph.nodes), keeps(graph.nodes, "full"), strict=True)
-    for i, ((node, own), (_, full)) in enumerate(modes):
-        ends = node.name in graph.outputs
-        key = (id(program(node)), own, full, ends)
+    for i, ((node, saved), (_, under_full)) in enumerate(modes):
+        has_loss = node.name in graph.outputs
+        key = (id(program(node)), saved, under_full, has_loss)
         if key not in known:
             known[key] = len(kinds)
-            kinds.append(Kind(node, own, full, ends))
-        kind.append(known[key])
+            kinds.append(NodeKind(node, saved, under_full, has_loss))
+        kind_of_node.append(known[key])
         for slot in node.weights:
             uses.setdefault(slot.name, []).append(i)
     shared = tuple((graph.weights[name], tuple(nodes)) for name, nodes in uses.items() if len(nodes) > 1)
     width = next((n.shape["embed"].known for n in graph.nodes if not n.input and "embed" in n.shape), 1)
-    return Anatomy(graph, tuple(kinds), np.array(kind), _parts(kinds), shared, width)
+    return ModelStructure(graph, tuple(kinds), np.array(kind_of_node), _parts(kinds), shared, width)
 
 
-def _parts(kinds: Iterable[Kind]) -> tuple[Again, ...]:
-    found: set[Again] = set()
+def _parts(kinds: Iterable[NodeKind]) -> tuple[Again, ...]:
+    parts: set[Again] = set()
     for kind in kinds:
-        found.update(again(program(kind.node)).values())
-        found.update({frozenset({"layernorm"})} if kind.keeps.norm else ())
-    return tuple(sorted(found - {frozenset()}, key=lambda part: sorted(part)))
+        parts.update(again(program(kind.node)).values())
+        parts.update({frozenset({"layernorm"})} if kind.saved.norm else ())
+    return tuple(sorted(parts - {frozenset()}, key=lambda part: sorted(part)))

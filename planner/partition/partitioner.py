@@ -13,13 +13,13 @@ from functools import cached_property
 import numpy as np
 from attrs import frozen
 
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Workload
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.cost import memory
 from megaloom.planner.cost.cost_table import STEP, Col, Sheet
 from megaloom.planner.cost.framework_profiles import OWN, Practice
 from megaloom.planner.cost.memory import MORE, Part
-from megaloom.planner.hardware.names import Cluster
 from megaloom.planner.simulate import schedule
 
 from .dynamic_program import evenest
@@ -63,8 +63,8 @@ class Fit:
     @cached_property
     def places(self) -> Places:
         """Where a stage may begin or end."""
-        anatomy = self.sheet.anatomy
-        return anatomy.borders if self.whole else anatomy.places
+        structure = self.sheet.structure
+        return structure.block_cut_points if self.whole else structure.cut_points
 
     @cached_property
     def seconds(self) -> Spans:
@@ -135,14 +135,14 @@ class Fit:
     def _crossing(self, begin: Places) -> tuple[Places, Places]:
         """Bytes that stages keep of each micro-batch because they begin at these nodes, and for what passes to them."""
         x, boundary = self.layout, self.sheet.boundary
-        crosses = self.sheet.anatomy.crosses[begin]
+        crosses = self.sheet.structure.live_values[begin]
         times = (memory.PASSED + (x.pp if self.practice.outputs else 0)) if x.pp > 1 else 0
         return boundary * crosses, times * boundary * np.maximum(1, crosses)
 
     def spare(self, bounds: Bounds) -> list[int]:
         """The elements that each stage counts of weights that it, or an earlier stage of its rank, has already."""
         spare = [0] * (len(bounds) - 1)
-        for (_, nodes), elements in zip(self.sheet.anatomy.shared, self.sheet.shared, strict=True):
+        for (_, nodes), elements in zip(self.sheet.structure.shared_weights, self.sheet.shared, strict=True):
             seen: set[int] = set()
             for stage in stages_of(nodes, bounds):
                 spare[stage] += elements * (stage % self.layout.pp in seen)

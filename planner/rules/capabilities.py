@@ -21,6 +21,7 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.graph import primitives
 from megaloom.dsl.sharding_table import SPLITS, among_experts
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import (
     INNER,
     Layout,
@@ -28,7 +29,6 @@ from megaloom.planner.contract.layout import (
     Workload,
 )
 from megaloom.planner.contract.layouts import Layouts
-from megaloom.planner.hardware.names import Cluster
 
 from .rule import (
     By,
@@ -183,7 +183,7 @@ LIMITS = (
 
 def _reduced(case: Case) -> Truth:
     x = case.layout
-    return (not case.needs.experts) | (x.ep > 1) | (x.etp == x.tp)
+    return (not case.requirements.experts) | (x.ep > 1) | (x.etp == x.tp)
 
 
 def _reduced_told(case: Case) -> Words:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import lcm
 
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Precision
-from megaloom.planner.hardware.names import Cluster
 
 from .divisors import divisors, nearest
 from .rule import (
@@ -49,7 +49,7 @@ def _expert_grid_told(case: Case) -> Words:
         f"pp {x.pp} x {need // x.pp} ({which} of tp x cp = {dense} and ep x etp = {experts}) needs {need:,} devices "
         f"or a multiple, and there are {x.world:,}"
     )
-    experts_of = [size for _, size in case.needs.of("ep")]
+    experts_of = [size for _, size in case.requirements.sizes("ep")]
     ways = []
     if x.world % (x.pp * x.etp) == 0:
         ways.append(f"ep {nearest(x.ep, divisors(x.world // (x.pp * x.etp), *experts_of))}")
@@ -66,7 +66,7 @@ def _enough(unit: int, count: int, cluster: Cluster) -> int:
 
 
 def _no_experts(case: Case) -> Truth:
-    return (case.layout.ep == 1) | case.needs.experts
+    return (case.layout.ep == 1) | case.requirements.experts
 
 
 def _no_experts_told(case: Case) -> Words:
@@ -74,7 +74,7 @@ def _no_experts_told(case: Case) -> Words:
 
 
 def _etp_experts(case: Case) -> Truth:
-    return (case.layout.etp == 1) | case.needs.experts
+    return (case.layout.etp == 1) | case.requirements.experts
 
 
 def _etp_experts_told(case: Case) -> Words:
@@ -90,7 +90,7 @@ def _expert_precision_told(case: Case) -> Words:
 
 
 def _expert_bias(case: Case) -> Truth:
-    return (case.layout.etp == 1) | (not case.needs.biased)
+    return (case.layout.etp == 1) | (not case.requirements.expert_biases)
 
 
 def _expert_bias_told(case: Case) -> Words:
@@ -106,7 +106,7 @@ def _sequence_parallel_told(case: Case) -> Words:
 
 
 def _moe_sequence_parallel(case: Case) -> Truth:
-    return (not case.needs.experts) | (case.layout.tp == 1) | (case.layout.sequence_parallel == 1)
+    return (not case.requirements.experts) | (case.layout.tp == 1) | (case.layout.sequence_parallel == 1)
 
 
 def _moe_sequence_parallel_told(case: Case) -> Words:
@@ -122,11 +122,11 @@ def _vpp_told(case: Case) -> Words:
 
 
 def _stages(case: Case) -> Truth:
-    return case.layout.pp * case.layout.vpp <= case.needs.stages
+    return case.layout.pp * case.layout.vpp <= case.requirements.max_stages
 
 
 def _stages_told(case: Case) -> Words:
-    x, most = case.layout, case.needs.stages
+    x, most = case.layout, case.requirements.max_stages
     message = f"pp {x.pp} x vpp {x.vpp} is {x.pp * x.vpp} stages, and the model can be cut into {most} at most"
     return message, f"vpp {most // x.pp} would" if x.pp <= most else f"pp {most} with vpp 1 would"
 

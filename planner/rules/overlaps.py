@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Overlap, Precision, Workload
-from megaloom.planner.hardware.names import Cluster
 
 from .rule import (
     By,
@@ -98,11 +98,11 @@ def _alone(x: Any, ahead: int) -> Truth:
 
 
 def _experts_ahead(case: Case) -> Truth:
-    return _off(case, Overlap.EXPERTS) | _alone(case.layout, case.needs.ahead)
+    return _off(case, Overlap.EXPERTS) | _alone(case.layout, case.requirements.multi_token)
 
 
 def _experts_ahead_told(case: Case) -> Words:
-    ahead, off = case.needs.ahead, "no overlap of experts"
+    ahead, off = case.requirements.multi_token, "no overlap of experts"
     if ahead > 1:
         return f"the exchange of experts overlaps in a model that predicts {ahead} tokens further ahead", off
     return (

@@ -12,9 +12,9 @@ from typing import Any
 from attrs import field, frozen
 
 from megaloom.dsl.graph import Graph
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Workload
-from megaloom.planner.hardware.names import Cluster
-from megaloom.planner.model.requirements import Needs, needs
+from megaloom.planner.model.requirements import ModelRequirements, model_requirements
 
 
 class By(StrEnum):
@@ -48,11 +48,11 @@ class Case:
     workload: Workload
     cluster: Cluster
     starts: tuple[int, ...] = ()  # of a plan, the node that each stage begins with
-    needs: Needs = field(init=False)
+    requirements: ModelRequirements = field(init=False)
 
-    @needs.default
-    def _needs(self) -> Needs:
-        return needs(self.graph)
+    @requirements.default
+    def _requirements(self) -> ModelRequirements:
+        return model_requirements(self.graph)
 
 
 Truth = Any  # a bool, or of layouts in columns an array of them

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaloom.dsl.graph import Graph
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Workload
 from megaloom.planner.contract.layouts import Layouts
-from megaloom.planner.hardware.names import Cluster
 
 from . import mesh as grid_rules
 from . import overlaps as overlap_rules

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from megaloom.planner.model.requirements import Needs
+from megaloom.planner.model.requirements import ModelRequirements
 
 from .divisors import divisors, nearest
 from .rule import (
@@ -17,7 +17,7 @@ from .rule import (
     every,
 )
 
-Sized = Callable[[Needs], list[tuple[str, int]]]
+Sized = Callable[[ModelRequirements], list[tuple[str, int]]]
 
 
 def _divides(id: str, sentence: str, axis: str, source: str, sized: Sized) -> Rule:
@@ -25,37 +25,37 @@ def _divides(id: str, sentence: str, axis: str, source: str, sized: Sized) -> Ru
 
     def holds(case: Case) -> Truth:
         degree = getattr(case.layout, axis)
-        return every(size % degree == 0 for _, size in sized(case.needs))
+        return every(size % degree == 0 for _, size in sized(case.requirements))
 
     def told(case: Case) -> Words:
-        degree, dims = getattr(case.layout, axis), sized(case.needs)
+        degree, dims = getattr(case.layout, axis), sized(case.requirements)
         dim, size = next((dim, size) for dim, size in dims if size % degree)
-        works = _tps(case.needs) if axis == "tp" else divisors(*(n for _, n in dims))
+        works = _tps(case.requirements) if axis == "tp" else divisors(*(n for _, n in dims))
         return f"{axis} {degree} does not divide {dim}={size}", f"{axis} {_near(case, degree, works)} would"
 
     return Rule(id, sentence, f"{axis} that divides them all", By.CORE, source, holds, told)
 
 
-def _heads(needs: Needs) -> list[tuple[str, int]]:
-    return needs.of("tp", *({dim for _, dim in needs.sizes} - {"heads"}))
+def _heads(requirements: ModelRequirements) -> list[tuple[str, int]]:
+    return requirements.sizes("tp", *({dim for _, dim in requirements.divided_sizes} - {"heads"}))
 
 
-def _width(needs: Needs) -> list[tuple[str, int]]:
-    return needs.of("tp", "heads", "kv_heads", "vocab")  # the vocabulary is padded by the runtime
+def _width(requirements: ModelRequirements) -> list[tuple[str, int]]:
+    return requirements.sizes("tp", "heads", "kv_heads", "vocab")  # the vocabulary is padded by the runtime
 
 
-def _inner(needs: Needs) -> list[tuple[str, int]]:
-    return needs.of("etp")
+def _inner(requirements: ModelRequirements) -> list[tuple[str, int]]:
+    return requirements.sizes("etp")
 
 
-def _experts(needs: Needs) -> list[tuple[str, int]]:
-    return needs.of("ep")
+def _experts(requirements: ModelRequirements) -> list[tuple[str, int]]:
+    return requirements.sizes("ep")
 
 
-def _tps(needs: Needs) -> list[int]:
+def _tps(requirements: ModelRequirements) -> list[int]:
     """Every tp that no rule here refuses."""
-    whole = divisors(*(size for _, size in (*_heads(needs), *_width(needs))))
-    few, keys = _few(needs), _keys_of(needs)
+    whole = divisors(*(size for _, size in (*_heads(requirements), *_width(requirements))))
+    few, keys = _few(requirements), _keys_of(requirements)
     return [tp for tp in whole if all(_repeats(n, tp) for n in few) and all(_divided(n, c, tp) for n, c in keys)]
 
 
@@ -64,15 +64,15 @@ def _near(case: Case, degree: int, works: Iterable[int]) -> str:
     return nearest(degree, [n for n in works if case.cluster.count % n == 0])
 
 
-def _few(needs: Needs) -> list[int]:
+def _few(requirements: ModelRequirements) -> list[int]:
     """The numbers of key/value heads where these are fewer than query heads: else the rule of the heads says it."""
-    heads = needs.sizes.get(("tp", "heads"), ())
-    return [n for n in needs.sizes.get(("tp", "kv_heads"), ()) if n not in heads]
+    heads = requirements.divided_sizes.get(("tp", "heads"), ())
+    return [n for n in requirements.divided_sizes.get(("tp", "kv_heads"), ()) if n not in heads]
 
 
-def _keys_of(needs: Needs) -> list[tuple[int, int]]:
+def _keys_of(requirements: ModelRequirements) -> list[tuple[int, int]]:
     """The same, each with the channels of one."""
-    return [(n, c) for n, c in needs.keys if n in _few(needs)]
+    return [(n, c) for n, c in requirements.kv_heads if n in _few(requirements)]
 
 
 def _repeats(kv_heads: int, tp: Any) -> Truth:
@@ -84,25 +84,25 @@ def _divided(kv_heads: int, channels: int, tp: Any) -> Truth:
 
 
 def _kv_heads(case: Case) -> Truth:
-    return every(_repeats(n, case.layout.tp) for n in _few(case.needs))
+    return every(_repeats(n, case.layout.tp) for n in _few(case.requirements))
 
 
 def _kv_heads_told(case: Case) -> Words:
     tp = case.layout.tp
-    n = next(n for n in _few(case.needs) if not _repeats(n, tp))
+    n = next(n for n in _few(case.requirements) if not _repeats(n, tp))
     message = f"tp {tp} neither divides kv_heads={n} nor is divided by it"
-    return message, f"tp {_near(case, tp, _tps(case.needs))} would"
+    return message, f"tp {_near(case, tp, _tps(case.requirements))} would"
 
 
 def _keys(case: Case) -> Truth:
-    return every(_divided(n, c, case.layout.tp) for n, c in _keys_of(case.needs)) | (_kv_heads(case) == 0)
+    return every(_divided(n, c, case.layout.tp) for n, c in _keys_of(case.requirements)) | (_kv_heads(case) == 0)
 
 
 def _keys_told(case: Case) -> Words:
     tp = case.layout.tp
-    n, c = next((n, c) for n, c in _keys_of(case.needs) if not _divided(n, c, tp))
+    n, c = next((n, c) for n, c in _keys_of(case.requirements) if not _divided(n, c, tp))
     message = f"tp {tp} does not divide the 2 x {n} x {c} = {2 * n * c} channels of keys and values"
-    return message, f"tp {_near(case, tp, _tps(case.needs))} would"
+    return message, f"tp {_near(case, tp, _tps(case.requirements))} would"
 
 
 RULES = (

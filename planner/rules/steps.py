@@ -91,16 +91,16 @@ def _seq_told(case: Case) -> Words:
 
 
 def _positions(case: Case) -> Truth:
-    return all(case.workload.seq <= rows for rows in case.needs.positions)
+    return all(case.workload.seq <= rows for rows in case.requirements.learned_positions)
 
 
 def _positions_told(case: Case) -> Words:
-    rows = min(case.needs.positions)
+    rows = min(case.requirements.learned_positions)
     return f"a sequence of {case.workload.seq} is longer than the {rows} learned positions", f"{rows} or less"
 
 
 def _recompute(case: Case) -> Truth:
-    return (case.needs.blocks > 0) | (case.layout.full == 0)
+    return (case.requirements.blocks > 0) | (case.layout.full == 0)
 
 
 def _recompute_told(case: Case) -> Words:
@@ -127,7 +127,7 @@ CHECKED = (Module.MLA_UP_PROJ, Module.MOE_ACT)  # the modules that megatron-core
 
 def _absent(case: Case, among: Iterable[Module]) -> Truth:
     """Whether none of these modules is computed again that the model has not."""
-    return case.layout.module_bits & bits({*among} - {*case.needs.modules}) == 0
+    return case.layout.module_bits & bits({*among} - {*case.requirements.modules}) == 0
 
 
 def _recompute_parts(case: Case) -> Truth:
@@ -139,7 +139,7 @@ def _recompute_modules(case: Case) -> Truth:
 
 
 def _recompute_modules_told(case: Case) -> Words:
-    x, has = case.layout, case.needs.modules
+    x, has = case.layout, case.requirements.modules
     fix = f"recompute selective with any of {', '.join(has)}, or recompute none" if has else "recompute none would"
     if x.misnamed:
         return f"recompute {x.recompute} computes no modules again, and {', '.join(x.recompute_modules)} are named", fix

@@ -16,6 +16,7 @@ from attrs import evolve
 from numpy.typing import NDArray
 
 from megaloom.dsl.graph import Graph
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import (
     INNER,
     Layout,
@@ -34,8 +35,7 @@ from megaloom.planner.contract.layouts import (
     Layouts,
     alike,
 )
-from megaloom.planner.hardware.names import Cluster
-from megaloom.planner.model.requirements import needs
+from megaloom.planner.model.requirements import model_requirements
 from megaloom.planner.rules.divisors import divisors
 from megaloom.planner.rules.overlaps import apart, near
 from megaloom.planner.rules.rules import legal
@@ -59,7 +59,7 @@ def places(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed, inn
     states = np.full(len(found), _states(0, fixed)[0])
     plain = evolve(found, distributed_optimizer=states)
     plain = evolve(plain, overlaps=_overlaps(plain, fixed) & ~Overlap.EXPERTS.bit)  # which asks for chunks
-    works = ~found.hides(Overlap.EXPERTS) | apart(found, needs(graph).ahead, workload)
+    works = ~found.hides(Overlap.EXPERTS) | apart(found, model_requirements(graph).multi_token, workload)
     return found.take(legal(plain, graph, workload, cluster) & works)
 
 
@@ -69,7 +69,7 @@ def candidates(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed)
     chosen.setdefault("overlaps", switched(free(fixed.get("distributed_optimizer", False))))
     found = dealt(graph, cluster, workload, fixed)
     for place in (found[i] for i in range(len(found))):
-        for vpp in _choices("vpp", fixed, chunks(place.pp, needs(graph).blocks)):
+        for vpp in _choices("vpp", fixed, chunks(place.pp, model_requirements(graph).blocks)):
             yield evolve(place, **chosen | {"vpp": vpp})
 
 
@@ -88,7 +88,7 @@ def dealt(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed, inne
 
 
 def _grids(graph: Graph, cluster: Cluster, fixed: Fixed) -> Iterator[tuple[int, ...]]:
-    world, moe = cluster.count, needs(graph).experts
+    world, moe = cluster.count, model_requirements(graph).experts
     for tp in _choices("tp", fixed, divisors(world)):
         for pp in _choices("pp", fixed, divisors(max(1, world // tp))):
             for cp in _choices("cp", fixed, divisors(max(1, world // (tp * pp)))):
@@ -112,7 +112,9 @@ def _parts(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed, inner: I
     """Which of a place's layouts are its own: ALL, those that overlap experts, or the REST of them."""
     rest = Overlap.EXPERTS in inner and "overlaps" not in fixed
     found: Column = np.where(at.hides(Overlap.EXPERTS), SOME, ALL)
-    return np.where(~at.hides(Overlap.EXPERTS) & rest & apart(at, needs(graph).ahead, workload), REST, found)
+    return np.where(
+        ~at.hides(Overlap.EXPERTS) & rest & apart(at, model_requirements(graph).multi_token, workload), REST, found
+    )
 
 
 def micro_batches(axes: Layout, workload: Workload, fixed: Fixed) -> tuple[int, ...]:
@@ -151,13 +153,13 @@ def variants(
 
     family: the sets of modules that may be computed again, as bits: [places, counts]. inner: as in `places`.
     """
-    asked = needs(graph)
+    asked = model_requirements(graph)
     numbered = np.arange(len(at))
     m = at.microbatches(workload.batch)
     parts = _parts(graph, workload, at, fixed, inner)
     first, which = alike(at.pp, m, parts)
     schedules = [
-        _schedules(int(at.pp[i]), int(m[i]), asked.blocks, asked.stages, int(parts[i]), _key(fixed)) for i in first
+        _schedules(int(at.pp[i]), int(m[i]), asked.blocks, asked.max_stages, int(parts[i]), _key(fixed)) for i in first
     ]
     found, numbered = at.spread(schedules, which), _spread(numbered, schedules, which)
     parts = parts[numbered]
@@ -200,12 +202,12 @@ def _overlaps(found: Layouts, fixed: Fixed) -> Column:
 
 def count(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed, inner: Inner = ()) -> int:
     """How many `variants` there are, without making them."""
-    asked, m = needs(graph), at.microbatches(workload.batch)
+    asked, m = model_requirements(graph), at.microbatches(workload.batch)
     parts = _parts(graph, workload, at, fixed, inner)
     first, which = alike(at.pp, m, parts)
     each, sets = [], _sets(asked.modules, fixed)
     for pp, micro, part in ((int(at.pp[i]), int(m[i]), int(parts[i])) for i in first):
-        vpps = _schedules(pp, micro, asked.blocks, asked.stages, part, _key(fixed))["vpp"].tolist()
+        vpps = _schedules(pp, micro, asked.blocks, asked.max_stages, part, _key(fixed))["vpp"].tolist()
         again = (_again(asked.blocks, pp * vpp, sets, _modes(pp, vpp, part), _key(fixed)) for vpp in vpps)
         each.append(sum(len(choices["recompute"]) for choices in again))
     states = np.array([len(_states(several, fixed)) for several in (0, 1)])[(at.dp * at.cp > 1).astype(np.int64)]

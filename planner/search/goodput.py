@@ -10,8 +10,8 @@ from math import exp, expm1, sqrt
 
 from attrs import frozen
 
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Precision
-from megaloom.planner.hardware.names import Cluster
 
 from .step_difference import time
 

@@ -11,8 +11,8 @@ from typing import Any
 from attrs import asdict, evolve
 
 from megaloom.dsl.graph import Graph
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Workload
-from megaloom.planner.hardware.names import Cluster
 from megaloom.planner.rules.capabilities import (
     LIMITS,
     WRONG,

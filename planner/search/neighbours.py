@@ -20,7 +20,7 @@ from megaloom.planner.contract.layout import (
     free,
     switched,
 )
-from megaloom.planner.model.requirements import needs
+from megaloom.planner.model.requirements import model_requirements
 from megaloom.planner.rules.divisors import divisors
 
 from .candidate_space import (
@@ -72,7 +72,7 @@ def _with(x: Layout, **changes: Any) -> Layout:
 
 
 def _steps(x: Layout, pricer: Pricer, fixed: Fixed) -> Iterator[Layout]:
-    asked = needs(pricer.graph)
+    asked = model_requirements(pricer.graph)
     for a in GRID:
         if (factor := _factor(getattr(x, a))) > 1:
             for b in GRID:

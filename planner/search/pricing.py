@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from megaloom.dsl.graph import Graph
 from megaloom.planner.bounds import interleaved_memory
 from megaloom.planner.bounds.layouts import Floors, where
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import (
     Layout,
     Overlap,
@@ -33,9 +34,8 @@ from megaloom.planner.cost.cost_table import (
 )
 from megaloom.planner.cost.framework_profiles import OWN, PRACTICES, Practice
 from megaloom.planner.cost.memory import MORE
-from megaloom.planner.hardware.names import Cluster
-from megaloom.planner.model.requirements import needs
-from megaloom.planner.model.structure import Anatomy, anatomy
+from megaloom.planner.model.requirements import model_requirements
+from megaloom.planner.model.structure import ModelStructure, model_structure
 from megaloom.planner.partition.dynamic_program import evens
 from megaloom.planner.partition.partitioner import (
     HEADROOM,
@@ -84,7 +84,7 @@ class Pricer:
     workload: Workload
     practice: Practice = OWN
     headroom: float = HEADROOM
-    anatomy: Anatomy = field(init=False)
+    structure: ModelStructure = field(init=False)
     book: Book = field(init=False)
     counted: Counted = field(init=False)
     _bases: dict[tuple[object, ...], Base] = field(factory=dict, init=False)
@@ -95,8 +95,8 @@ class Pricer:
     _layers: dict[Layout, int] = field(factory=dict, init=False)  # of each, blocks a stage that are too few
 
     def __attrs_post_init__(self) -> None:
-        self.anatomy = anatomy(self.graph)
-        self.book = Book(self.anatomy, self.workload, self.cluster, self.practice)
+        self.structure = model_structure(self.graph)
+        self.book = Book(self.structure, self.workload, self.cluster, self.practice)
         self.counted = Counted.of(self.graph, self.cluster, self.workload)
 
     @property
@@ -121,7 +121,7 @@ class Pricer:
         if key not in self._sheets:
             if place not in self._bases:
                 self._bases[place] = self.book.base(layout)
-            self._sheets[key] = sheet(self._bases[place], self.anatomy, layout, self.workload)
+            self._sheets[key] = sheet(self._bases[place], self.structure, layout, self.workload)
         return self._sheets[key]
 
     def price(self, layout: Layout) -> Priced:
@@ -146,7 +146,7 @@ class Pricer:
             return
         even = self._even(layout)
         if not even.fits:
-            if not self.anatomy.shared and not self._may_fit(layout, even):
+            if not self.structure.shared_weights and not self._may_fit(layout, even):
                 return
             yield even.fit.microbatches * max(even.seconds)  # no cut has a quicker slowest stage
         placed = self._best(even)
@@ -175,7 +175,7 @@ class Pricer:
     @cached_property
     def many(self) -> NDArray[np.bool_]:
         """For each number of stages, whether there are more ways to cut than may all be looked at."""
-        return interleaved_memory.many(len(self.anatomy.places) - 1)
+        return interleaved_memory.many(len(self.structure.cut_points) - 1)
 
     def hopeful(self, layout: Layout) -> bool:
         """Whether this layout may fit the memory: whether the leanest that differs little from it does.
@@ -189,7 +189,7 @@ class Pricer:
             return self._may_fit(lean)
         key = evolve(lean, recompute_layers=0)
         if key not in self._layers:
-            most = -(-needs(self.graph).blocks // (x.pp * x.vpp))
+            most = -(-model_requirements(self.graph).blocks // (x.pp * x.vpp))
             self._layers[key] = bisect_left(
                 range(1, most), True, key=lambda n: self._may_fit(evolve(lean, recompute_layers=n))
             )
@@ -198,7 +198,9 @@ class Pricer:
     def _may_fit(self, layout: Layout, even: Placed | None = None) -> bool:
         if layout not in self._fits:
             even = even or self._even(layout)
-            self._fits[layout] = even.fit.hopeful(even.bounds) or (bool(self.anatomy.shared) and self._best(even).fits)
+            self._fits[layout] = even.fit.hopeful(even.bounds) or (
+                bool(self.structure.shared_weights) and self._best(even).fits
+            )
         return self._fits[layout]
 
     @property
@@ -222,7 +224,7 @@ class Pricer:
 
     def evens(self, layouts: Sequence[Layout]) -> list[Bounds]:
         """The most even cuts of these layouts: those that are new made together."""
-        places, new = self.anatomy.places, dict[tuple[int, bool], dict[tuple[object, ...], Spans]]()
+        places, new = self.structure.cut_points, dict[tuple[int, bool], dict[tuple[object, ...], Spans]]()
         for x in layouts:
             if (key := _cut_key(x)) not in self._cuts:
                 runs = self.sheet(x).runs(places, STEP)

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 
 from attrs import frozen
 
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.cost.memory import Peak
-from megaloom.planner.hardware.names import Cluster
 from megaloom.planner.partition.partitioner import Placed
 from megaloom.planner.rules.rule import Violation
 from megaloom.planner.simulate.prediction import Priced

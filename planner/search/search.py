@@ -13,11 +13,11 @@ from attrs import define, field, frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, fingerprint, graph
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Runtime, Workload
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.plans import VERSION, Plan
 from megaloom.planner.cost.framework_profiles import PRACTICES
-from megaloom.planner.hardware.names import Cluster
 from megaloom.planner.partition.partitioner import HEADROOM, Placed
 from megaloom.planner.partition.whole_blocks import blocks
 from megaloom.planner.rules.capabilities import caveats

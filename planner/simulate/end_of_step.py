@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from attrs import frozen
 
 from megaloom.dsl.dims import NBYTES, DType
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Overlap, Precision
 from megaloom.planner.cost import communication, memory
 from megaloom.planner.cost.communication import Group
 from megaloom.planner.cost.framework_profiles import OWN, Practice
-from megaloom.planner.hardware.names import Cluster
 
 COPIED = 4 + 2  # bytes moved to make a 16-bit weight of its master
 # Gradients are reduced in buckets, each as soon as it is whole, so that the last one is exposed (megatron-core 0.16.1,

@@ -16,6 +16,7 @@ from attrs import frozen
 from megaloom.dsl.facts.costs import costs
 from megaloom.dsl.graph import Graph
 from megaloom.planner.bounds import pipeline
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Workload
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.contract.plans import Prediction, Stage
@@ -27,7 +28,6 @@ from megaloom.planner.cost.cost_table import (
     Col,
 )
 from megaloom.planner.cost.memory import Peak
-from megaloom.planner.hardware.names import Cluster
 from megaloom.planner.partition.partitioner import Fit, Placed, stages_of
 
 from . import schedule
@@ -109,7 +109,7 @@ def least(placed: Placed) -> float:
 def _times(placed: Placed) -> tuple[list[float], list[float], list[float]]:
     """Seconds of a micro-batch by stage: forward, backward, and of what passes to the next."""
     fit, sums, pp = placed.fit, placed.sums, placed.layout.pp
-    crosses = fit.sheet.anatomy.crosses[np.array(placed.bounds[1:-1], dtype=np.intp)].tolist()
+    crosses = fit.sheet.structure.live_values[np.array(placed.bounds[1:-1], dtype=np.intp)].tolist()
     took = {
         (n, r): communication.hop(n * fit.sheet.boundary, r, fit.layout, fit.cluster, scattered=fit.practice.scattered)
         for n, r in product({*crosses}, range(pp))
@@ -134,7 +134,7 @@ def _tails(
     turns = (min(x.group, fit.microbatches) * (x.vpp - 1) + 1) / x.vpp  # of chunks, while others are done
     ties = [
         ({stage % x.pp for stage in stages_of(nodes, placed.bounds)}, elements)
-        for (_, nodes), elements in zip(fit.sheet.anatomy.shared, fit.sheet.shared, strict=True)
+        for (_, nodes), elements in zip(fit.sheet.structure.shared_weights, fit.sheet.shared, strict=True)
     ]
     out = []
     for r in ranks:

@@ -10,7 +10,7 @@ from attrs import frozen
 
 from megaloom.dsl.catalog import examples, find
 from megaloom.dsl.graph import Model, graph
-from megaloom.planner.model.requirements import needs
+from megaloom.planner.model.requirements import model_requirements
 
 from .run import Row, UnfitError, text
 
@@ -49,8 +49,8 @@ def named(row: Row) -> Named | None:
         meant = f"; is {known[near[0]]} meant?" if near else ""
         raise UnfitError(f"no {', '.join(DIMENSIONS)}, and {text(row, 'model') or 'no model'} is no example{meant}")
     model, _ = find(name)
-    asked = needs(graph(model))
-    return Named(model, asked.blocks, max((n for dim, n in asked.of("ep") if dim == "experts"), default=0))
+    asked = model_requirements(graph(model))
+    return Named(model, asked.blocks, max((n for dim, n in asked.sizes("ep") if dim == "experts"), default=0))
 
 
 def _plain(name: str) -> str:

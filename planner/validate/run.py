@@ -9,6 +9,7 @@ from typing import Any
 from attrs import frozen
 
 from megaloom.dsl.graph import Model
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import (
     Layout,
     Module,
@@ -16,7 +17,6 @@ from megaloom.planner.contract.layout import (
     Workload,
 )
 from megaloom.planner.cost.framework_profiles import Practice
-from megaloom.planner.hardware.names import Cluster
 
 Row = Mapping[str, Any]
 

@@ -40,7 +40,7 @@ from megaloom.planner.cost.kernels import (
     seconds,
 )
 from megaloom.planner.hardware.names import PRESETS, cluster
-from megaloom.planner.model.structure import anatomy
+from megaloom.planner.model.structure import model_structure
 from megaloom.planner.validate.framework_history import again, practice, told
 
 GB200 = PRESETS["GB200"].device
@@ -140,7 +140,7 @@ def test_kernels_that_wait_for_each_other_are_launched_one_by_one() -> None:
 
 def experts(used: Practice, layout: Layout) -> tuple[float, float]:
     """Seconds of a layer of Qwen3 30B A3B's experts on H100, forward: kernels with their waits, and the exchange."""
-    found = anatomy(graph(qwen3_30b_a3b()))
+    found = model_structure(graph(qwen3_30b_a3b()))
     i = next(i for i, kind in enumerate(found.kinds) if type(kind.node.op).__name__ == "MoE")
     row = Book(found, Workload(seq=4096, batch=64), cluster("16xH100"), used).line(i, layout).row
     return float(row[Col.FORWARD]), float(row[Col.EP_FORWARD])

@@ -144,9 +144,9 @@ def test_what_the_search_asks_of_a_cut_holds_where_several_hidden_states_cross(g
         x, work = Layout(pp=pp, vpp=vpp), Workload(seq=64, batch=2 * pp)
         of = pricer(g, pp, work)
         fit = Fit(x, of.sheet(x), work, of.cluster, practice)
-        for bounds in (fit.even(), evolve(fit, whole=pp * vpp < len(of.anatomy.borders)).even()):
+        for bounds in (fit.even(), evolve(fit, whole=pp * vpp < len(of.structure.block_cut_points)).even()):
             placed = Placed(fit, bounds)
-            crossed += int(of.anatomy.crosses[list(bounds[1:-1])].max(initial=1)) > 1
+            crossed += int(of.structure.live_values[list(bounds[1:-1])].max(initial=1)) > 1
             assert placed.excess == pytest.approx(max(placed.peaks) - placed.capacity, abs=100)
             seconds, nbytes = of.bound(x)
             if practice is OWN:
