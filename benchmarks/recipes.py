@@ -2,7 +2,7 @@
 
 A recipe is a model on so many GPUs with a batch, a sequence and a precision, of the tables of Megatron-Bridge, NeMo and
 DGX Cloud; its layouts are those published for it, by their degrees (tensor, pipeline, context, expert). They are looked
-for among the five that `plan` would show, for the practice of that software. With EVERY only one recipe of so many is
+for among the five that `plan` would show, for the profile of that software. With EVERY only one recipe of so many is
 searched.
 """
 
@@ -44,7 +44,7 @@ def recipes(path: str) -> list[list[Run]]:
 def found(runs: list[Run]) -> tuple[bool, bool, str]:
     """Whether a published layout is among the first, whether one is as good as the best, and what was found."""
     run, published = runs[-1], {degrees(r.layout) for r in runs}
-    pricer = Pricer(graph(run.model), run.cluster, run.workload, run.practice)
+    pricer = Pricer(graph(run.model), run.cluster, run.workload, run.profile)
     best = search(Field(pricer, {}), SURE, KEEP)
     shown = [degrees(p.layout) for p in best_of_each(best)[:SURE]] if best else []
     first = not published.isdisjoint(shown)

@@ -84,7 +84,7 @@ def _held(pricer: Pricer, floors: Floors, found: Bounded, sums: Rows, passing: R
         sums[..., col].reshape(-1, vpp, pp).sum(axis=1).ravel() for col in (Col.PARAMS, Col.EXPERT_PARAMS)
     )
     ranks = x.take(np.repeat(np.arange(len(found)), pp))
-    static = memory.static(params, experts, ranks, book.workload.precision, book.practice)  # type: ignore[arg-type]
+    static = memory.static(params, experts, ranks, book.workload.precision, book.profile)  # type: ignore[arg-type]
     m = x.microbatches(book.workload.batch)[:, None]
     after = pp - 1 - np.arange(pp)  # ranks
     group = np.minimum(x.group[:, None], m)

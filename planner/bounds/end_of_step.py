@@ -35,7 +35,7 @@ def after(x: Layouts, place: Column, params: Column, experts: Column, book: Book
     waiting, hiding = (evolve(x, overlaps=np.full(len(x), bit)) for bit in (0, Overlap.WEIGHTS.bit))
 
     def one(dense: float, sparse: float, layout: Layout) -> Tail:
-        return tail(dense, sparse, 0.0, layout, book.workload.precision, book.cluster, book.practice, UNSEEN)
+        return tail(dense, sparse, 0.0, layout, book.workload.precision, book.cluster, book.profile, UNSEEN)
 
     rows = []
     for i in first.tolist():

@@ -216,7 +216,7 @@ class Floors:
         width = book.workload.precision.nbytes * book.structure.hidden_size
         passed = width * (x.micro_batch * book.workload.seq // x.cp) // np.where(x.sequence_parallel, x.tp, 1)
         first, which = alike(passed, x.pp, x.tp, x.sequence_parallel)
-        scattered = book.practice.scattered
+        scattered = book.profile.scattered
         hops = [communication.hop(int(passed[i]), 0, x[int(i)], book.cluster, scattered=scattered) for i in first]
         return np.array(hops)[which]
 
@@ -280,7 +280,7 @@ class Floors:
         out = []
         for on in (0, 1):
             layouts = evolve(self.at, distributed_optimizer=np.full(len(self.at), on))
-            held = memory.static(params, experts, layouts, self.book.workload.precision, self.book.practice)  # type: ignore[arg-type]
+            held = memory.static(params, experts, layouts, self.book.workload.precision, self.book.profile)  # type: ignore[arg-type]
             out.append(sum(held.values()))
         return np.array(out, dtype=float).T
 
@@ -289,7 +289,7 @@ class Floors:
         several = [(n > 1).astype(np.int64) for n in (x.tp, x.cp, x.dp * x.cp, x.pp, x.ep, x.etp, x.edp)]
         first, which = alike(*several, np.minimum(x.ep, memory.PEERS))
         book = self.book
-        return np.array([float(memory.runtime(x[int(i)], book.cluster, book.practice)) for i in first])[which]
+        return np.array([float(memory.runtime(x[int(i)], book.cluster, book.profile)) for i in first])[which]
 
 
 WHERE = ("tp", "cp", "ep", "etp", "sequence_parallel", "micro_batch", "inner")  # what the costs of a node depend on

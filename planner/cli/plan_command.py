@@ -140,7 +140,7 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
     from megaloom.dsl.facts.costs import params
     from megaloom.dsl.graph import graph
     from megaloom.dsl.show.printing import show
-    from megaloom.planner.cost.framework_profiles import PRACTICES
+    from megaloom.planner.cost.framework_profiles import PROFILES
     from megaloom.planner.report.text import report
     from megaloom.planner.rules.capabilities import limits
     from megaloom.planner.search.goodput import MANY, goodput, told
@@ -152,7 +152,7 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
     whole = f", {w.tokens:,} in all" if w.seq > 1 else ""
     ended = "" if found.unproven is None else f", then interrupted: {nearly(found.unproven)}"
     own = best.runtime is Runtime.MEGALOOM
-    runner = "" if own else f", as {PRACTICES[best.runtime].name} runs it"
+    runner = "" if own else f", as {PROFILES[best.runtime].name} runs it"
     head = (
         f"{declared.name}: {params(declared):,} parameters, on {machine} ({nodes}); "
         f"searched in {found.seconds:.1f} s{ended}{runner}\n"

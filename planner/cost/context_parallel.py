@@ -1,7 +1,7 @@
 """What attention exchanges when its sequence is divided (cp), by the way it is done.
 
 Protocol: `seconds` is what is seen of one of the facts' collectives of keys and values. The facts count a gathering of
-keys and values, forward, and a scattering of their gradients, backward; a practice may do otherwise:
+keys and values, forward, and a scattering of their gradients, backward; a profile may do otherwise:
 
 - all-gather: as the facts count it, before attention begins. That is what our runtime does.
 - p2p: keys and values go around in a ring, a part at a time, while attention computes with the part before; back, their

@@ -56,7 +56,7 @@ from .cost_table import (
     shared,
     split_of,
 )
-from .framework_profiles import Practice
+from .framework_profiles import FrameworkProfile
 from .node_cost import Line, line, size
 
 # Transformer Engine's workspace, before Hopper and since; products by several experts have one for each stream
@@ -136,7 +136,7 @@ class Book:
     structure: ModelStructure
     workload: Workload
     cluster: Cluster
-    practice: Practice
+    profile: FrameworkProfile
     _reach: list[Reach] = field(init=False)
     _counts: dict[tuple[object, ...], Facts] = field(factory=dict, init=False)
     _lines: dict[tuple[object, ...], Line] = field(factory=dict, init=False)
@@ -153,26 +153,26 @@ class Book:
             full=np.array([line.full for line in lines]),
             largest=max(line.largest for line in lines),
             library=self.library + self._dummies(layout) + self._shared_buffers(layout),
-            loss=loss(self.structure, layout, self.workload, self.practice.loss_copies),
+            loss=loss(self.structure, layout, self.workload, self.profile.loss_copies),
         )
 
     @property
     def library(self) -> int:
         """Bytes that cuBLAS works in, and buffers that are there whatever is trained."""
-        used, device = self.practice, self.cluster.device
+        used, device = self.profile, self.cluster.device
         streams = used.streams if any(seen.experts for seen in self._reach) else 0
         engine = ENGINE["fp8" in device.flops] * (used.engine + streams)
         return used.libraries * device.library_nbytes + engine + used.buffers_nbytes
 
     def _dummies(self, layout: Layout) -> int:
         """Bytes that stand for the gradients of products' weights."""
-        if not self.practice.dummies:
+        if not self.profile.dummies:
             return 0
         return self.workload.precision.nbytes * factors(self.structure, layout, self.workload)
 
     def _shared_buffers(self, layout: Layout) -> int:
         """Bytes through which devices exchange their parts of tensors while they compute."""
-        if not (layout.hides(Overlap.TENSOR) and self.practice.exchange_buffers):
+        if not (layout.hides(Overlap.TENSOR) and self.profile.exchange_buffers):
             return 0
         precision, tokens = self.workload.precision, layout.micro_batch * self.workload.seq // layout.cp
         each = GATHERING * (1 if precision.narrow else precision.nbytes) + REDUCING * precision.nbytes
@@ -228,7 +228,7 @@ class Book:
         if key not in self._lines:
             found = self._counted(i, layout, workload).at(layout.micro_batch * workload.seq)
             kind, parts = self.structure.kinds[i], self.structure.recompute_parts
-            self._lines[key] = line(kind, parts, found, layout, workload, self.cluster, self.practice)
+            self._lines[key] = line(kind, parts, found, layout, workload, self.cluster, self.profile)
         return self._lines[key]
 
     def _seen(self, i: int, layout: Layout) -> tuple[Layout, Workload]:

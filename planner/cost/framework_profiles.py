@@ -1,6 +1,6 @@
 """How a framework runs a layout: what it fuses, how much an overlap hides, in which numbers it sums gradients.
 
-A layout says where a model goes, a practice how that is done. `OWN` is our runtime's, for which plans are made; the
+A layout says where a model goes, a profile how that is done. `OWN` is our runtime's, for which plans are made; the
 others are those of published runs, so that what is predicted can be compared with what others measured.
 """
 
@@ -81,7 +81,7 @@ class Way(StrEnum):
 
 
 @frozen(kw_only=True)
-class Practice:
+class FrameworkProfile:
     """What a framework does beside the layout. Shares are of the seconds that would be exposed otherwise."""
 
     name: str
@@ -125,7 +125,7 @@ class Practice:
 
 
 # torch's kernels one by one, as an H200 runs them (benchmarks/steps.py, benchmarks/kernels.py).
-EAGER = Practice(
+EAGER = FrameworkProfile(
     name="torch, kernel by kernel",
     passes=TORCH,
     launches=1.25,  # 18 us a kernel: steps of one short sequence
@@ -158,7 +158,7 @@ DISPATCH, DISPATCH_GRAPHED = 1.1e-3, 0.2e-3
 EACH_EXPERT = 4 * 5e-6
 # With fused sums of gradients, which are Megatron-LM's default, a tensor stands for each of them
 # (transformer_engine/pytorch/module/base.py: get_dummy_wgrad).
-MEGATRON = Practice(
+MEGATRON = FrameworkProfile(
     name="Megatron-core with Transformer Engine",
     passes=TRANSFORMER_ENGINE,
     dispatch_seconds=DISPATCH,
@@ -169,10 +169,10 @@ MEGATRON = Practice(
     context=Way.P2P,
     inner=INNER,
 )
-PRACTICES: Mapping[Runtime, Practice] = MappingProxyType({Runtime.MEGALOOM: OWN, Runtime.MEGATRON: MEGATRON})
+PROFILES: Mapping[Runtime, FrameworkProfile] = MappingProxyType({Runtime.MEGALOOM: OWN, Runtime.MEGATRON: MEGATRON})
 # Between stages each rank sends its part (Narayanan et al., arXiv:2104.04473, section 4.1; DeepSpeed's PipelineEngine
 # likewise, runtime/pipe/engine.py: is_pipe_partitioned).
-MEGATRON_2021 = Practice(name="Megatron-LM before flash attention", flash=False, scattered=True)
+MEGATRON_2021 = FrameworkProfile(name="Megatron-LM before flash attention", flash=False, scattered=True)
 # DeepSpeed's ZeRO 1 of early 2022: buckets of 5e8 elements to reduce and to gather; pipeline buffers keep outputs
 # (runtime/config.py, runtime/pipe/engine.py). In fp16 gradients are of 16 bits, and the step makes a flat copy of its
 # share in 16 bits and one in 32, for which no freed activation has room (runtime/zero/stage_1_and_2.py). In bf16 they

@@ -18,7 +18,7 @@ from megaloom.planner.hardware.names import Device
 from .framework_profiles import (
     ONCE,
     OWN,
-    Practice,
+    FrameworkProfile,
     Way,
 )
 
@@ -59,7 +59,7 @@ CAST_TRAFFIC = 2 + 1 + 1
 SPLIT = 0.94
 
 
-# Pieces of memory-bound work that have a name of their own among a practice's passes, by their path: a bias that is
+# Pieces of memory-bound work that have a name of their own among a profile's passes, by their path: a bias that is
 # added to what experts make, a gate times what it lets through, of experts also times what the router gives them.
 PIECES = {
     "expert bias": re.compile(r"experts\..*_bias"),
@@ -77,28 +77,28 @@ class Seconds:
     ahead: float  # kernels of the forward pass
     back: float
 
-    def waits(self, device: Device, practice: Practice) -> tuple[float, float]:
+    def waits(self, device: Device, profile: FrameworkProfile) -> tuple[float, float]:
         """Seconds of the host, each way. A CUDA graph takes none."""
-        one = 0.0 if practice.graphed else practice.launches * device.launch_seconds
+        one = 0.0 if profile.graphed else profile.launches * device.launch_seconds
         return self.ahead * one, self.back * one
 
 
 def seconds(
-    work: Work, device: Device, precision: Precision, practice: Practice = OWN, *, inside: bool = True
+    work: Work, device: Device, precision: Precision, profile: FrameworkProfile = OWN, *, inside: bool = True
 ) -> Seconds:
     """One forward and one backward pass of this work; `inside` a block, where products may be narrow.
 
     A device that is the host itself has no launches to wait for: they are a part of its work, as they are where each
     kernel is launched when the one before has ended.
     """
-    took = _busy(work, device, precision, practice, inside)
-    if device.units > 1 and not practice.blocking:
+    took = _busy(work, device, precision, profile, inside)
+    if device.units > 1 and not profile.blocking:
         return took
     one = device.launch_seconds
     return Seconds(took.forward + took.ahead * one, took.backward + took.back * one, 0, 0)
 
 
-def _busy(work: Work, device: Device, precision: Precision, practice: Practice, inside: bool) -> Seconds:
+def _busy(work: Work, device: Device, precision: Precision, profile: FrameworkProfile, inside: bool) -> Seconds:
     traffic = work.elements * precision.nbytes / device.moves
     if work.kind == "dot":
         used = precision if inside else precision.wide
@@ -113,46 +113,46 @@ def _busy(work: Work, device: Device, precision: Precision, practice: Practice, 
         back = SPLIT if used is Precision.FP8 and Precision.MXFP8 not in device.flops else 1.0
         shares = [shares[0], *(share * back for share in shares[1:])]
         products = list(zip((work.flops, work.dgrad, work.wgrad), shares, strict=True))
-        moved = traffic, traffic, traffic + beside(work, practice) / device.moves
+        moved = traffic, traffic, traffic + beside(work, profile) / device.moves
         took = [max(f / (fast * share), t) if f else 0.0 for (f, share), t in zip(products, moved, strict=True)]
         kernels = [float(flops > 0) for flops, _ in products]
         cast = CAST_TRAFFIC * work.count * m / device.moves if used.narrow else 0.0
-        cast *= practice.expert_casts if work.path.startswith("experts.") else 1.0
+        cast *= profile.expert_casts if work.path.startswith("experts.") else 1.0
         return Seconds(took[0] + cast * k, took[1] + took[2] + cast * n, kernels[0], kernels[1] + kernels[2])
     if work.kind == "attend":
-        return _attention(work, device, precision, practice, traffic)
+        return _attention(work, device, precision, profile, traffic)
     if work.kind == "scan" and Precision.FP32 in device.flops:
         busy = max(work.flops / (device.flops[Precision.FP32] * SCAN), traffic)
         return Seconds(busy, SCAN_BACKWARD * busy, 1, 1)
-    ahead, back = practice.passes.get(named(work), ONCE)
+    ahead, back = profile.passes.get(named(work), ONCE)
     return Seconds(ahead * traffic, back * BACKWARD_TRAFFIC * traffic, ahead, back)
 
 
 def named(work: Work) -> str:
-    """What memory-bound work is called among a practice's passes."""
+    """What memory-bound work is called among a profile's passes."""
     if work.kind == "pointwise":
         return next((name for name, path in PIECES.items() if path.fullmatch(work.path)), work.kind)
     return work.kind
 
 
-def fused(work: Work, practice: Practice) -> int:
+def fused(work: Work, profile: FrameworkProfile) -> int:
     """Elements of the gradient that a product adds to the main one as it writes it.
 
     Source: transformer_engine, fuse_wgrad_accumulation; megatron-core 0.16.1, gradient_accumulation_fusion.
     """
-    return work.count * work.n * work.k if practice.dummies and work.wgrad else 0
+    return work.count * work.n * work.k if profile.dummies and work.wgrad else 0
 
 
-def beside(work: Work, practice: Practice) -> int:
+def beside(work: Work, profile: FrameworkProfile) -> int:
     """Bytes that products by several weights move for that while others compute, on streams of their own."""
-    return 2 * practice.gradient_nbytes * fused(work, practice) if work.count > 1 else 0
+    return 2 * profile.gradient_nbytes * fused(work, profile) if work.count > 1 else 0
 
 
-def _attention(work: Work, device: Device, precision: Precision, practice: Practice, traffic: float) -> Seconds:
+def _attention(work: Work, device: Device, precision: Precision, profile: FrameworkProfile, traffic: float) -> Seconds:
     """One kernel each way, or two products and what is done to the scores between them."""
     peak = device.flops[precision.wide] * device.sustained
-    if practice.flash:
-        keys = min(work.m, work.n) if practice.context is Way.P2P else work.n
+    if profile.flash:
+        keys = min(work.m, work.n) if profile.context is Way.P2P else work.n
         fast = peak * device.attend_efficiency * reach(keys, work.k)
         back = max(ATTEND_BACKWARD * work.flops / fast, BACKWARD_TRAFFIC * traffic)
         return Seconds(max(work.flops / fast, traffic), back, 1, 1)

@@ -22,7 +22,7 @@ from megaloom.planner.contract.layout import Layout, Precision
 from megaloom.planner.simulate.schedule import backs, losses
 
 from .communication import group
-from .framework_profiles import OWN, Practice
+from .framework_profiles import OWN, FrameworkProfile
 
 Rows = NDArray[np.float64]
 
@@ -96,37 +96,37 @@ def copies(layout: Layout) -> tuple[int, int]:
     return 1 + on * (layout.dp * layout.cp - 1), 1 + on * (layout.edp - 1)
 
 
-def state(precision: Precision, practice: Practice = OWN) -> int:
+def state(precision: Precision, profile: FrameworkProfile = OWN) -> int:
     """Bytes that the optimizer keeps of an element."""
-    return 2 * practice.moment_nbytes + (0 if precision is Precision.FP32 else MASTER)
+    return 2 * profile.moment_nbytes + (0 if precision is Precision.FP32 else MASTER)
 
 
 def static(
-    params: int, expert_params: int, layout: Layout, precision: Precision, practice: Practice = OWN
+    params: int, expert_params: int, layout: Layout, precision: Precision, profile: FrameworkProfile = OWN
 ) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer state. The distributed optimizer cuts the state, over copies alike."""
     dense, experts = copies(layout)
-    kept = state(precision, practice) + practice.share_nbytes
+    kept = state(precision, profile) + profile.share_nbytes
     return {
-        "weights": (practice.weight_nbytes or precision.nbytes) * (params + expert_params),
-        "gradients": (practice.gradient_nbytes + practice.beside_nbytes) * (params + expert_params),
+        "weights": (profile.weight_nbytes or precision.nbytes) * (params + expert_params),
+        "gradients": (profile.gradient_nbytes + profile.beside_nbytes) * (params + expert_params),
         "optimizer": -(-kept * params // dense) - (-kept * expert_params // experts),
     }
 
 
-def runtime(layout: Layout, cluster: Cluster, practice: Practice) -> int:
+def runtime(layout: Layout, cluster: Cluster, profile: FrameworkProfile) -> int:
     """Bytes that no tensor holds: the context, and buffers for each axis of more than one device, or for each pair."""
     axes = ["tp", "cp", "dp", "pp", "ep", "etp", *(["edp"] if layout.ep * layout.etp > 1 else [])]
     link = cluster.inter if cluster.nodes > 1 else cluster.intra
-    peers = 0 if practice.once else min(layout.ep, PEERS) - 1
+    peers = 0 if profile.once else min(layout.ep, PEERS) - 1
     groups = sum(group(axis, layout).size > 1 for axis in axes)
     return cluster.device.context_nbytes + link.group_nbytes * groups + link.peer_nbytes * peers
 
 
-def stepping(params: int, expert_params: int, layout: Layout, practice: Practice = OWN) -> int:
+def stepping(params: int, expert_params: int, layout: Layout, profile: FrameworkProfile = OWN) -> int:
     """Bytes that come and go with the optimizer's step."""
     dense, experts = copies(layout)
-    return -(-practice.step_nbytes * params // dense) - (-practice.step_nbytes * expert_params // experts)
+    return -(-profile.step_nbytes * params // dense) - (-profile.step_nbytes * expert_params // experts)
 
 
 def peak(
@@ -136,20 +136,20 @@ def peak(
     microbatches: int,
     precision: Precision,
     beside: int,
-    practice: Practice = OWN,
+    profile: FrameworkProfile = OWN,
 ) -> Peak:
     """A pipeline rank at its fullest; `parts` are its chunks, `beside` is `runtime`."""
     params, experts = sum(p.params for p in parts), sum(p.expert_params for p in parts)
     library = max(p.library for p in parts)
-    resting = static(params, experts, layout, precision, practice)
+    resting = static(params, experts, layout, precision, profile)
 
     def passing(moment: Moment) -> int:
         return moment.saved + moment.workspace + library + moment.logits
 
     def most(moment: Moment) -> int:
-        return passing(moment) + int(ALLOCATOR * passing(moment)) + int(practice.pools * moment.saved)
+        return passing(moment) + int(ALLOCATOR * passing(moment)) + int(profile.pools * moment.saved)
 
-    moments = [Moment("optimizer's step", 0, stepping(params, experts, layout, practice), 0)]
+    moments = [Moment("optimizer's step", 0, stepping(params, experts, layout, profile), 0)]
     schedule = (layout.pp, layout.vpp, microbatches, layout.microbatch_group)
     saved, workspace = [p.saved for p in parts], max(p.workspace for p in parts)
     for flight, (i, chunk) in backs(rank, *schedule).items():
@@ -161,7 +161,7 @@ def peak(
     fullest = max(moments, key=most)
     more = {"activations": fullest.saved, "workspace": fullest.workspace + library, "logits": fullest.logits}
     apart = {"allocator": int(ALLOCATOR * passing(fullest)), "runtime": beside}
-    pools = {"graphs": int(practice.pools * fullest.saved)} if practice.pools else {}
+    pools = {"graphs": int(profile.pools * fullest.saved)} if profile.pools else {}
     return Peak(fullest.name, {**resting, **more, **apart, **pools})
 
 

@@ -36,7 +36,7 @@ from .cost_table import (
     Col,
     local,
 )
-from .framework_profiles import ONCE, Practice
+from .framework_profiles import ONCE, FrameworkProfile
 
 # Bytes of an element that a product keeps of what it has cast, with a scale for each 32 of 8 bits, each 16 of 4 bits
 # (Transformer Engine's float8, mxfp8 and nvfp4 tensors, of which what the weight's gradient reads stays).
@@ -65,31 +65,31 @@ def line(
     layout: Layout,
     workload: Workload,
     cluster: Cluster,
-    practice: Practice,
+    profile: FrameworkProfile,
 ) -> Line:
     """What a node costs by these facts."""
     row, precision = np.zeros(len(Col)), workload.precision
     again = Made(parts, kind)
-    _compute(row, again, found, cluster, precision, practice)
-    _exchange(row, again, found, layout, cluster, precision, practice)
+    _compute(row, again, found, cluster, precision, profile)
+    _exchange(row, again, found, layout, cluster, precision, profile)
     for s in kind.saved.of(found.saved, found.inputs):
         nbytes = size(s, precision, kind.in_recomputed_block)
         row[Col.SAVED] += nbytes
         again.add(Col.SAVED, kind.saved.frees(s), nbytes)
     made = sum(size(s, precision) for s in kind.saved_under_full.of(found.saved, found.inputs))
-    row[Col.SAVED] += _joined(found, precision) if practice.joined else 0
-    row[Col.SAVED] += _given(found, precision) if practice.copied and layout.micro_batch > 1 else 0
+    row[Col.SAVED] += _joined(found, precision) if profile.joined else 0
+    row[Col.SAVED] += _given(found, precision) if profile.copied and layout.micro_batch > 1 else 0
     row[Col.PARAMS], row[Col.EXPERT_PARAMS] = found.params, found.expert_params
-    if practice.eager:
+    if profile.eager:
         for s, n in _eager(kind.node.op, found):
             row[Col.SAVED] += n * size(s, precision)
             again.add(Col.SAVED, kind.saved.frees(s), n * size(s, precision))
-    if not practice.flash:
+    if not profile.flash:
         for w in (w for w in found.work if w.kind == "attend"):
-            row[Col.SAVED] += practice.score_nbytes * w.count * w.m * w.n
-            again.add(Col.SAVED, w.again, practice.score_nbytes * w.count * w.m * w.n)
+            row[Col.SAVED] += profile.score_nbytes * w.count * w.m * w.n
+            again.add(Col.SAVED, w.again, profile.score_nbytes * w.count * w.m * w.n)
     if kind.has_loss:
-        _loss(row, kind.node, layout, workload, cluster, practice)
+        _loss(row, kind.node, layout, workload, cluster, profile)
     return Line(row, again.rows, made, max((size(s, precision) for s in found.saved), default=0))
 
 
@@ -139,17 +139,19 @@ def size(s: Saved, precision: Precision, cast: bool = False) -> int:
     return s.elements * NBYTES.get(s.dtype, precision.nbytes)
 
 
-def _compute(row: Rows, again: Made, found: Costs, cluster: Cluster, precision: Precision, practice: Practice) -> None:
+def _compute(
+    row: Rows, again: Made, found: Costs, cluster: Cluster, precision: Precision, profile: FrameworkProfile
+) -> None:
     device = cluster.slowest
     ahead = back = 0.0  # of the host
     for work in found.work:
-        took = kernels.seconds(work, device, precision, practice, inside=again.kind.in_recomputed_block)
+        took = kernels.seconds(work, device, precision, profile, inside=again.kind.in_recomputed_block)
         waits = each = 0.0
-        launched = took.waits(device, practice)
+        launched = took.waits(device, profile)
         if work.kind == "route" and device.units > 1:
-            each = _experts(found, precision, practice)
-            waits = practice.dispatch_seconds + each
-            if practice.padded:
+            each = _experts(found, precision, profile)
+            waits = profile.dispatch_seconds + each
+            if profile.padded:
                 launched, waits, each = (launched[0] + waits, launched[1] + waits + each), 0.0, 0.0
         row[Col.FORWARD] += took.forward + waits
         row[Col.BACKWARD] += took.backward + waits + each
@@ -159,22 +161,22 @@ def _compute(row: Rows, again: Made, found: Costs, cluster: Cluster, precision: 
     row[Col.BACKWARD] = max(row[Col.BACKWARD], back)
     # Each micro-batch's gradient is added to the main one: a read and a write of that, by a product as it ends, or else
     # by a kernel that reads the gradient too.
-    fused = [(w, kernels.fused(w, practice)) for w in found.work if w.kind == "dot"]
+    fused = [(w, kernels.fused(w, profile)) for w in found.work if w.kind == "dot"]
     apart = max(0, found.params + found.expert_params - sum(n for _, n in fused))
-    added = (precision.nbytes + 2 * practice.gradient_nbytes) * apart
-    added += sum(2 * practice.gradient_nbytes * n - kernels.beside(w, practice) for w, n in fused)
-    row[Col.BACKWARD] += practice.passes.get("gradient", ONCE)[1] * added / device.moves
+    added = (precision.nbytes + 2 * profile.gradient_nbytes) * apart
+    added += sum(2 * profile.gradient_nbytes * n - kernels.beside(w, profile) for w, n in fused)
+    row[Col.BACKWARD] += profile.passes.get("gradient", ONCE)[1] * added / device.moves
 
 
-def _experts(found: Costs, precision: Precision, practice: Practice) -> float:
+def _experts(found: Costs, precision: Precision, profile: FrameworkProfile) -> float:
     """Seconds that a layer of experts waits for the host forward, beside its dispatch."""
     products = [w for w in found.work if w.kind == "dot"]
     count = max(w.count for w in products)
     last = [w for w in products if w.count == count][-1]
     biased = any(kernels.PIECES["expert bias"].fullmatch(w.path) for w in found.work)
     small = together(last.n * last.k, count, biased, precision)
-    each = practice.small_expert_seconds if small else None
-    return count * (practice.expert_seconds if each is None else each)
+    each = profile.small_expert_seconds if small else None
+    return count * (profile.expert_seconds if each is None else each)
 
 
 def _exchange(
@@ -184,18 +186,18 @@ def _exchange(
     layout: Layout,
     cluster: Cluster,
     precision: Precision,
-    practice: Practice,
+    profile: FrameworkProfile,
 ) -> None:
     hidden = {
-        "tp": practice.hidden_tensor * layout.hides(Overlap.TENSOR),
-        "ep": practice.hidden_experts * layout.hides(Overlap.EXPERTS) * (1 - communication.taken(cluster.device)),
+        "tp": profile.hidden_tensor * layout.hides(Overlap.TENSOR),
+        "ep": profile.hidden_experts * layout.hides(Overlap.EXPERTS) * (1 - communication.taken(cluster.device)),
     }
     for c in found.collectives:
         nbytes = c.elements * precision.nbytes
         group = communication.group(c.axis, layout)
         if c.axis == "cp" and any(w.kind == "attend" for w in found.work):
-            took = context_parallel.seconds(practice.context, c, found, layout, cluster, precision)
-        elif c.kind == "all_to_all" and c.axis == "ep" and practice.once:
+            took = context_parallel.seconds(profile.context, c, found, layout, cluster, precision)
+        elif c.kind == "all_to_all" and c.axis == "ep" and profile.once:
             took = communication.once(nbytes, _copies(again.kind), group, cluster)
         else:
             took = communication.seconds(c.kind, nbytes, group, cluster)
@@ -211,13 +213,15 @@ def _copies(kind: NodeKind) -> int:
     return max((s.value.op.top_k for s in program(kind.node).steps if isinstance(s.value.op, Route)), default=1)
 
 
-def _loss(row: Rows, node: Node, layout: Layout, workload: Workload, cluster: Cluster, practice: Practice) -> None:
+def _loss(
+    row: Rows, node: Node, layout: Layout, workload: Workload, cluster: Cluster, profile: FrameworkProfile
+) -> None:
     """Cross-entropy of the logits; over a divided vocabulary with the sums of three numbers a token.
 
     Source: megatron-core 0.16.1, tensor_parallel/cross_entropy.py.
     """
     device, tokens = cluster.device, layout.micro_batch * workload.seq // layout.cp
-    moved = practice.loss_nbytes * local(node, node.shape.dims, layout, workload)
+    moved = profile.loss_nbytes * local(node, node.shape.dims, layout, workload)
     for col in (Col.FORWARD, Col.BACKWARD):
         row[col] += moved / 2 / device.moves
     group = communication.group("tp", layout)

@@ -18,7 +18,7 @@ from megaloom.planner.contract.layout import Layout, Workload
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.cost import memory
 from megaloom.planner.cost.cost_table import STEP, Col, Sheet
-from megaloom.planner.cost.framework_profiles import OWN, Practice
+from megaloom.planner.cost.framework_profiles import OWN, FrameworkProfile
 from megaloom.planner.cost.memory import MORE, Part
 from megaloom.planner.simulate import schedule
 
@@ -51,7 +51,7 @@ class Fit:
     sheet: Sheet
     workload: Workload
     cluster: Cluster
-    practice: Practice = OWN
+    profile: FrameworkProfile = OWN
     headroom: float = HEADROOM
     whole: bool = False  # whether stages begin and end with whole blocks
 
@@ -136,7 +136,7 @@ class Fit:
         """Bytes that stages keep of each micro-batch because they begin at these nodes, and for what passes to them."""
         x, boundary = self.layout, self.sheet.boundary
         crosses = self.sheet.structure.live_values[begin]
-        times = (memory.PASSED + (x.pp if self.practice.outputs else 0)) if x.pp > 1 else 0
+        times = (memory.PASSED + (x.pp if self.profile.outputs else 0)) if x.pp > 1 else 0
         return boundary * crosses, times * boundary * np.maximum(1, crosses)
 
     def spare(self, bounds: Bounds) -> list[int]:
@@ -168,7 +168,7 @@ class Fit:
             comes=MORE * comes,
             received=received,
             passed=passed,
-            beside=memory.runtime(x, self.cluster, self.practice) + MORE * sheet.library,
+            beside=memory.runtime(x, self.cluster, self.profile) + MORE * sheet.library,
             room=capacity(self.cluster, self.headroom),
             element=(static[0], static[0] + MORE * stepping[0]),
         )
@@ -176,10 +176,10 @@ class Fit:
     @property
     def _each(self) -> tuple[list[float], list[float]]:
         """Bytes of each element of dense weights, and of experts': of the state, and of the optimizer's step."""
-        n, x, precision, practice = 10**6, self.layout, self.workload.precision, self.practice
+        n, x, precision, profile = 10**6, self.layout, self.workload.precision, self.profile
         alone = ((n, 0), (0, n))
-        static = [sum(memory.static(*of, x, precision, practice).values()) / n for of in alone]
-        return static, [memory.stepping(*of, x, practice) / n for of in alone]
+        static = [sum(memory.static(*of, x, precision, profile).values()) / n for of in alone]
+        return static, [memory.stepping(*of, x, profile) / n for of in alone]
 
 
 @frozen(eq=False, slots=False)
@@ -208,10 +208,10 @@ class Placed:
     def fullest(self) -> tuple[memory.Peak, ...]:
         """The memory of each pipeline rank at its fullest."""
         layout, m, precision = self.layout, self.fit.microbatches, self.fit.workload.precision
-        beside = memory.runtime(layout, self.fit.cluster, self.fit.practice)
+        beside = memory.runtime(layout, self.fit.cluster, self.fit.profile)
         ranks = range(layout.pp)
-        practice = self.fit.practice
-        return tuple(memory.peak(self.parts[r :: layout.pp], r, layout, m, precision, beside, practice) for r in ranks)
+        profile = self.fit.profile
+        return tuple(memory.peak(self.parts[r :: layout.pp], r, layout, m, precision, beside, profile) for r in ranks)
 
     @property
     def peaks(self) -> tuple[int, ...]:

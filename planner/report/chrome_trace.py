@@ -16,7 +16,7 @@ from typing import Any
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.plans import Plan, PlanError, again
-from megaloom.planner.cost.framework_profiles import PRACTICES
+from megaloom.planner.cost.framework_profiles import PROFILES
 from megaloom.planner.hardware.names import GiB
 from megaloom.planner.partition.partitioner import Fit, Placed
 from megaloom.planner.search.pricing import Pricer
@@ -32,8 +32,8 @@ CLOSE = 1e-9  # seconds are added up in another order
 
 def replayed(plan: Plan, graph: Graph) -> Priced:
     """The price of the plan's own stages. Raises PlanError if that is no longer what the plan says."""
-    pricer = Pricer(graph, plan.cluster, plan.workload, PRACTICES[plan.runtime])
-    fit = Fit(plan.layout, pricer.sheet(plan.layout), plan.workload, plan.cluster, pricer.practice)
+    pricer = Pricer(graph, plan.cluster, plan.workload, PROFILES[plan.runtime])
+    fit = Fit(plan.layout, pricer.sheet(plan.layout), plan.workload, plan.cluster, pricer.profile)
     priced = pricer.priced(Placed(fit, (0, *(stage.stop for stage in plan.stages))))
     if not math.isclose(priced.seconds, plan.predicted.step_seconds, rel_tol=CLOSE):
         raise PlanError(

@@ -188,7 +188,7 @@ def _devices(now: Cluster, count: int, kind: str) -> Cluster | None:
 
 def _with(pricer: Pricer, **changes: Any) -> Pricer:
     """The same, but for these."""
-    asked = {name: getattr(pricer, name) for name in ("graph", "cluster", "workload", "practice", "headroom")}
+    asked = {name: getattr(pricer, name) for name in ("graph", "cluster", "workload", "profile", "headroom")}
     return Pricer(**{**asked, **changes})
 
 
@@ -204,7 +204,7 @@ def fitting(pricer: Pricer, fixed: Fixed) -> Placed | None:
 def _holds(pricer: Pricer) -> bool:
     """Whether all devices together have room for the weights, their gradients and the optimizer's state, once."""
     part = pricer.place(Layout()).parts[0]
-    once = static(part.params, part.expert_params, Layout(), pricer.workload.precision, pricer.practice)
+    once = static(part.params, part.expert_params, Layout(), pricer.workload.precision, pricer.profile)
     return sum(once.values()) <= pricer.capacity * pricer.cluster.count
 
 

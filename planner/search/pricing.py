@@ -32,7 +32,7 @@ from megaloom.planner.cost.cost_table import (
     Sheet,
     sheet,
 )
-from megaloom.planner.cost.framework_profiles import OWN, PRACTICES, Practice
+from megaloom.planner.cost.framework_profiles import OWN, PROFILES, FrameworkProfile
 from megaloom.planner.cost.memory import MORE
 from megaloom.planner.model.requirements import model_requirements
 from megaloom.planner.model.structure import ModelStructure, model_structure
@@ -72,7 +72,7 @@ def price(
     graph: Graph, layout: Layout, cluster: Cluster, workload: Workload, runtime: Runtime = Runtime.MEGALOOM
 ) -> Priced:
     """What this legal layout takes, whether or not it fits the memory."""
-    return Pricer(graph, cluster, workload, PRACTICES[runtime]).price(layout)
+    return Pricer(graph, cluster, workload, PROFILES[runtime]).price(layout)
 
 
 @define(eq=False, slots=False)
@@ -82,7 +82,7 @@ class Pricer:
     graph: Graph
     cluster: Cluster
     workload: Workload
-    practice: Practice = OWN
+    profile: FrameworkProfile = OWN
     headroom: float = HEADROOM
     structure: ModelStructure = field(init=False)
     book: Book = field(init=False)
@@ -96,18 +96,18 @@ class Pricer:
 
     def __attrs_post_init__(self) -> None:
         self.structure = model_structure(self.graph)
-        self.book = Book(self.structure, self.workload, self.cluster, self.practice)
+        self.book = Book(self.structure, self.workload, self.cluster, self.profile)
         self.counted = Counted.of(self.graph, self.cluster, self.workload)
 
     @property
     def own(self) -> bool:
         """Whether plans are for megaloom's own runtime, which mends what megatron-core computes wrongly."""
-        return self.practice is OWN
+        return self.profile is OWN
 
     @property
     def inner(self) -> tuple[Overlap, ...]:
         """The overlaps within a micro-batch that a search looks at."""
-        return self.practice.inner
+        return self.profile.inner
 
     def broken(self, layout: Layout) -> tuple[Violation, ...]:
         """The rules that a layout breaks; of other runtimes those too that megatron-core computes wrongly."""
@@ -212,7 +212,7 @@ class Pricer:
         return self._cut(self._fit(layout))
 
     def _fit(self, layout: Layout) -> Fit:
-        return Fit(layout, self.sheet(layout), self.workload, self.cluster, self.practice, self.headroom)
+        return Fit(layout, self.sheet(layout), self.workload, self.cluster, self.profile, self.headroom)
 
     def _cut(self, fit: Fit) -> Placed:
         """The most even cut, which layouts of the same sheet share."""

@@ -15,7 +15,7 @@ from rich.text import Text
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.layout import Layout, Runtime, Workload
-from megaloom.planner.cost.framework_profiles import PRACTICES
+from megaloom.planner.cost.framework_profiles import PROFILES
 from megaloom.planner.hardware.names import (
     Cluster,
     GiB,
@@ -83,7 +83,7 @@ def points(
         for wrong in senseless(Layout(**fixed), graph, work(machine), machine):
             raise UserError(str(wrong))
         free, best = headroom, None
-        while (priced := _best(Pricer(parted, machine, work(machine), PRACTICES[runtime], free), fixed)) is not None:
+        while (priced := _best(Pricer(parted, machine, work(machine), PROFILES[runtime], free), fixed)) is not None:
             best, nbytes = priced, max(priced.placed.peaks)
             each = best.seconds / work(machine).tokens
             if not (pareto and any(quick <= each and lean <= nbytes for quick, lean in shown)):

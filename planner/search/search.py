@@ -17,7 +17,7 @@ from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Runtime, Workload
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.plans import VERSION, Plan
-from megaloom.planner.cost.framework_profiles import PRACTICES
+from megaloom.planner.cost.framework_profiles import PROFILES
 from megaloom.planner.partition.partitioner import HEADROOM, Placed
 from megaloom.planner.partition.whole_blocks import blocks
 from megaloom.planner.rules.capabilities import caveats
@@ -114,7 +114,7 @@ def plan(
     chosen = checked(fixed or {})
     for wrong in senseless(Layout(**chosen), graph(model), workload, cluster):
         raise UserError(str(wrong))
-    pricer = Pricer(blocks(graph(model), runtime), cluster, workload, PRACTICES[runtime], headroom)
+    pricer = Pricer(blocks(graph(model), runtime), cluster, workload, PROFILES[runtime], headroom)
     hunt, among, unproven = Hunt(tell), None, None
     try:
         hunt.dive(Field(pricer, {**PLAIN, **chosen}))

@@ -15,7 +15,7 @@ from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Overlap, Precision
 from megaloom.planner.cost import communication, memory
 from megaloom.planner.cost.communication import Group
-from megaloom.planner.cost.framework_profiles import OWN, Practice
+from megaloom.planner.cost.framework_profiles import OWN, FrameworkProfile
 
 COPIED = 4 + 2  # bytes moved to make a 16-bit weight of its master
 # Gradients are reduced in buckets, each as soon as it is whole, so that the last one is exposed (megatron-core 0.16.1,
@@ -57,23 +57,21 @@ def tail(
     layout: Layout,
     precision: Precision,
     cluster: Cluster,
-    practice: Practice = OWN,
+    profile: FrameworkProfile = OWN,
     cover: Cover = Cover(),
 ) -> Tail:
     """The tail of a rank that holds so many elements of dense and experts' weights; `tied` seconds are its own."""
     sizes = ((params, communication.group("dp", layout)), (experts, communication.group("edp", layout)))
     parts = [(elements, group) for elements, group in sizes if elements]
     reduced = "reduce_scatter" if layout.distributed_optimizer else "all_reduce"
-    reduction = _seen(
-        reduced, practice.gradient_nbytes, parts, cluster, layout.hides(Overlap.GRADIENTS), cover.backward
-    )
+    reduction = _seen(reduced, profile.gradient_nbytes, parts, cluster, layout.hides(Overlap.GRADIENTS), cover.backward)
     gathering = 0.0
     if layout.distributed_optimizer:
         gathering = _seen("all_gather", precision.nbytes, parts, cluster, layout.hides(Overlap.WEIGHTS), cover.forward)
     dense, expert = memory.copies(layout)
     copied = 0 if precision is Precision.FP32 else COPIED
-    moved = (practice.adam_nbytes + copied) * (params / dense + experts / expert)
-    moved += practice.gradient_nbytes * (params + experts)  # set to zero
+    moved = (profile.adam_nbytes + copied) * (params / dense + experts / expert)
+    moved += profile.gradient_nbytes * (params + experts)  # set to zero
     return Tail(reduction, gathering, tied, moved / cluster.device.moves + norm(layout, cluster))
 
 
@@ -105,9 +103,9 @@ def _seen(
     return seen + (took - seen) * communication.taken(cluster.device)
 
 
-def tied(elements: int, ranks: set[int], layout: Layout, cluster: Cluster, practice: Practice = OWN) -> float:
+def tied(elements: int, ranks: set[int], layout: Layout, cluster: Cluster, profile: FrameworkProfile = OWN) -> float:
     """Seconds to add up the gradients of a weight that these pipeline ranks share."""
     if len(ranks) == 1:
         return 0.0
     apart = (max(ranks) - min(ranks)) // (len(ranks) - 1) * (layout.world // layout.pp)
-    return communication.seconds("all_reduce", practice.gradient_nbytes * elements, Group(len(ranks), apart), cluster)
+    return communication.seconds("all_reduce", profile.gradient_nbytes * elements, Group(len(ranks), apart), cluster)

@@ -49,14 +49,14 @@ def tracks(priced: Priced) -> tuple[Track, ...]:
     for rank in range(x.pp):
         mine = parts[rank :: x.pp]
         params, experts = sum(p.params for p in mine), sum(p.expert_params for p in mine)
-        static = memory.static(params, experts, x, fit.workload.precision, fit.practice)
+        static = memory.static(params, experts, x, fit.workload.precision, fit.profile)
         out.append(
             Track(
-                bare=sum(static.values()) + memory.runtime(x, fit.cluster, fit.practice),
+                bare=sum(static.values()) + memory.runtime(x, fit.cluster, fit.profile),
                 library=max(p.library for p in mine),
                 workspace=fit.sheet.workspace,
                 loss=mine[-1].loss,
-                stepping=memory.stepping(params, experts, x, fit.practice),
+                stepping=memory.stepping(params, experts, x, fit.profile),
                 saved=tuple(p.saved for p in mine),
             )
         )

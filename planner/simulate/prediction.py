@@ -111,7 +111,7 @@ def _times(placed: Placed) -> tuple[list[float], list[float], list[float]]:
     fit, sums, pp = placed.fit, placed.sums, placed.layout.pp
     crosses = fit.sheet.structure.live_values[np.array(placed.bounds[1:-1], dtype=np.intp)].tolist()
     took = {
-        (n, r): communication.hop(n * fit.sheet.boundary, r, fit.layout, fit.cluster, scattered=fit.practice.scattered)
+        (n, r): communication.hop(n * fit.sheet.boundary, r, fit.layout, fit.cluster, scattered=fit.profile.scattered)
         for n, r in product({*crosses}, range(pp))
     }
     hops = [took[n, s % pp] for s, n in enumerate(crosses)]
@@ -139,9 +139,9 @@ def _tails(
     out = []
     for r in ranks:
         cover = Cover(turns * sum(backward[r :: x.pp]), turns * sum(forward[r :: x.pp]))
-        mine = sum(tied(n, users, x, fit.cluster, fit.practice) for users, n in ties if r in users)
+        mine = sum(tied(n, users, x, fit.cluster, fit.profile) for users, n in ties if r in users)
         dense, experts = params[:, r].tolist()
-        out.append(tail(dense, experts, mine, x, fit.workload.precision, fit.cluster, fit.practice, cover))
+        out.append(tail(dense, experts, mine, x, fit.workload.precision, fit.cluster, fit.profile, cover))
     return out
 
 

@@ -18,14 +18,14 @@ from megaloom.planner.cost.framework_profiles import (
     NANOTRON,
     NEMO,
     SENT_ONCE,
-    Practice,
+    FrameworkProfile,
     Way,
 )
 
 from .run import Row, text, whole
 
 
-def practice(row: Row, note: str) -> Practice:
+def framework_profile(row: Row, note: str) -> FrameworkProfile:
     """How that framework ran it then."""
     framework, when = str(row.get("framework")), str(row.get("framework_version") or "")
     old = "zero bubble" in framework or (framework == "Megatron-LM" and re.search("202[0-2]", when))
@@ -84,7 +84,7 @@ def padded(row: Row) -> bool:
     return re.search(PADDED, text(row, "framework_version")) is not None and not deepep
 
 
-def overlaps(row: Row, note: str, x: Layout, used: Practice) -> tuple[Overlap, ...]:
+def overlaps(row: Row, note: str, x: Layout, used: FrameworkProfile) -> tuple[Overlap, ...]:
     """What it overlapped then: before fused attention nothing. NVIDIA's recipes switch all on but the experts', which
     those say that do.
     """

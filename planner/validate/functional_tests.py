@@ -13,7 +13,7 @@ from typing import Any
 from attrs import evolve
 
 from megaloom.planner.contract.layout import Layout, Precision, Workload
-from megaloom.planner.cost.framework_profiles import MEGATRON, Practice
+from megaloom.planner.cost.framework_profiles import MEGATRON, FrameworkProfile
 from megaloom.planner.cost.memory import state
 from megaloom.planner.hardware.names import cluster
 
@@ -100,7 +100,7 @@ def functional(row: Row) -> Run:
         layout=layout,
         cluster=machine,
         workload=Workload(seq=whole(row, "seq"), batch=whole(row, "gbs"), precision=computed),
-        practice=_practice(row, gpu, deterministic, computed is Precision.FP16),
+        profile=_framework_profile(row, gpu, deterministic, computed is Precision.FP16),
         step_seconds=None,
         memory_gib=whole(row, "peak_bytes", most=2**50) / 2**30,
         last_rank=True,  # the one that logs
@@ -153,7 +153,7 @@ def _layout(row: Row, gpus: int) -> Layout:
     )
 
 
-def _practice(row: Row, gpu: str, deterministic: bool, half: bool) -> Practice:
+def _framework_profile(row: Row, gpu: str, deterministic: bool, half: bool) -> FrameworkProfile:
     """How Megatron-LM ran it. In fp16 gradients are summed in 16 bits, and stepped with in 32 (arguments.py).
 
     What is fused is flash-attn's, but cuDNN's on Hopper, which alone has a deterministic one with dropout, and, where

@@ -13,8 +13,8 @@ from .catalog_models import Named, named
 from .decoder import Decoder
 from .framework_history import (
     again,
+    framework_profile,
     overlaps,
-    practice,
     tuned,
 )
 from .hybrid import Hybrid, hybrid
@@ -69,7 +69,7 @@ def published(row: Row) -> Run:
     if seconds is None and memory is None and not oom:
         raise UnfitError("neither a step time nor memory was measured")
     machine = _cluster(row, layout.world)
-    used = practice(row, note)
+    used = framework_profile(row, note)
     said = (text(row, key) for key in SWEEP)
     return Run(
         id=text(row, "id"),
@@ -81,7 +81,7 @@ def published(row: Row) -> Run:
         layout=evolve(layout, overlaps=overlaps(row, note, layout, used)),
         cluster=machine,
         workload=Workload(seq=seq, batch=batch, precision=computed),
-        practice=used,
+        profile=used,
         step_seconds=seconds,
         memory_gib=memory,
         memory_kind=kind,

@@ -1,4 +1,4 @@
-"""A training run that others published: model, layout, cluster and practice to predict from, and what was measured."""
+"""A training run that others published: model, layout, cluster and profile to predict from, and what was measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megaloom.planner.contract.layout import (
     Recompute,
     Workload,
 )
-from megaloom.planner.cost.framework_profiles import Practice
+from megaloom.planner.cost.framework_profiles import FrameworkProfile
 
 Row = Mapping[str, Any]
 
@@ -34,7 +34,7 @@ class Run:
     layout: Layout
     cluster: Cluster
     workload: Workload
-    practice: Practice
+    profile: FrameworkProfile
     step_seconds: float | None
     memory_gib: float | None
     memory_kind: str  # "allocated", "reserved", "device" (as nvidia-smi shows it), "" if there is none

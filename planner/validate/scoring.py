@@ -33,7 +33,7 @@ from .stage_assignment import by_weights, evenly, filled
 
 # The rules without which a layout has no price.
 UNPRICED = ("positive", "plausible", "world", "expert-grid", "batch", "precision", "stages", "vpp-microbatches")
-# How programs deal blocks to stages, by their practice, if not evenly.
+# How programs deal blocks to stages, by their profile, if not evenly.
 DEALT = {NANOTRON.name: by_weights, DEEPSPEED_FP16.name: filled, DEEPSPEED_BF16.name: filled}
 APART = 0.05  # runs whose times differ by less say nothing about which is better
 
@@ -131,8 +131,8 @@ def predict(run: Run) -> Predicted:
     priced = priced_as(run)
     held = priced.prediction.nbytes[-1 if run.last_rank else _fullest(priced)]
     oom = max(needed(peak.held) for peak in priced.placed.fullest) > run.cluster.device.nbytes
-    most = upper(held, run.memory_kind or "device", run.practice.graphed)
-    of = OTHER if run.practice.name == NANOTRON.name else kind(run.sparse, run.workload.precision, run.cluster.device)
+    most = upper(held, run.memory_kind or "device", run.profile.graphed)
+    of = OTHER if run.profile.name == NANOTRON.name else kind(run.sparse, run.workload.precision, run.cluster.device)
     within = interval(priced.seconds, of)
     return Predicted(run, priced.seconds, point(held, run.memory_kind) / GiB, oom, most / GiB, within, of)
 
@@ -140,13 +140,13 @@ def predict(run: Run) -> Predicted:
 def priced_as(run: Run) -> Priced:
     """The price of a run. Raises UserError when its layout cannot be that of its model."""
     g = graph(run.model)
-    pricer = Pricer(g, run.cluster, run.workload, run.practice)
+    pricer = Pricer(g, run.cluster, run.workload, run.profile)
     layout = run.layout
     for broken in violations(layout, g, run.workload, run.cluster):
         if broken.rule in UNPRICED:
             raise UserError(broken.message)
-    fit = Fit(layout, pricer.sheet(layout), run.workload, run.cluster, run.practice)
-    bounds = DEALT.get(run.practice.name, evenly)(g, layout.pp * layout.vpp)
+    fit = Fit(layout, pricer.sheet(layout), run.workload, run.cluster, run.profile)
+    bounds = DEALT.get(run.profile.name, evenly)(g, layout.pp * layout.vpp)
     return pricer.priced(Placed(fit, bounds) if bounds else Placed(fit, fit.even()))
 
 

@@ -51,7 +51,7 @@ def vtrain(row: Row) -> Run:
         layout=layout,
         cluster=cluster(f"{layout.world}xA100"),
         workload=Workload(seq=whole(row, "seq"), batch=whole(row, "gbs"), precision=Precision.FP16),
-        practice=MEGATRON_2021,
+        profile=MEGATRON_2021,
         step_seconds=milliseconds / 1e3,
         memory_gib=None,
         memory_kind="",

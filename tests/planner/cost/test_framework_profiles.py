@@ -29,7 +29,7 @@ from megaloom.planner.cost.framework_profiles import (
     NEMO,
     OWN,
     SENT_ONCE,
-    Practice,
+    FrameworkProfile,
 )
 from megaloom.planner.cost.kernels import (
     CAST_TRAFFIC,
@@ -41,7 +41,7 @@ from megaloom.planner.cost.kernels import (
 )
 from megaloom.planner.hardware.names import PRESETS, cluster
 from megaloom.planner.model.structure import model_structure
-from megaloom.planner.validate.framework_history import again, practice, told
+from megaloom.planner.validate.framework_history import again, framework_profile, told
 
 GB200 = PRESETS["GB200"].device
 OLD = evolve(MEGATRON, name="NeMo", passes=NEMO)
@@ -52,7 +52,7 @@ def works(model) -> list[Work]:
     return [w for node in graph(model).nodes for w in costs(node, batch=1, seq=4096).work]
 
 
-def took(model, used: Practice, precision: Precision = Precision.MXFP8) -> float:
+def took(model, used: FrameworkProfile, precision: Precision = Precision.MXFP8) -> float:
     """Seconds of the kernels of one pass through a model, both ways."""
     found = [seconds(w, GB200, precision, used) for w in works(model)]
     return sum(s.forward + s.backward for s in found)
@@ -93,9 +93,9 @@ def test_a_gradient_is_added_once(count: int, m: int, n: int, k: int) -> None:
 def test_recipes_of_recent_containers_are_taken_to_graph_whole_iterations() -> None:
     row = {"framework": "Megatron-Bridge", "framework_version": "NeMo container 26.08", "experts": 128}
     row |= {"precision_class": "mxfp8"}
-    assert practice(row, "").graphed and practice(row, "").passes == {**FUSED_EXPERTS, **SENT_ONCE}
-    assert not practice(row | {"framework_version": "NeMo container 26.04"}, "").graphed
-    assert practice(row | {"precision_class": "bf16"}, "").passes == {**MEGATRON.passes, **SENT_ONCE}
+    assert framework_profile(row, "").graphed and framework_profile(row, "").passes == {**FUSED_EXPERTS, **SENT_ONCE}
+    assert not framework_profile(row | {"framework_version": "NeMo container 26.04"}, "").graphed
+    assert framework_profile(row | {"precision_class": "bf16"}, "").passes == {**MEGATRON.passes, **SENT_ONCE}
     assert told(row, "moe_a2a_overlap=True") == "moe_a2a_overlap=True"
     assert told(row | {"experts": None}, "") == told(row | {"framework_version": None}, "") == ""
 
@@ -117,8 +117,8 @@ def test_products_of_8_bits_are_slower_back_where_these_add_up_in_fp32() -> None
 def test_what_nvidias_recipes_do_that_rows_do_not_say() -> None:
     """Gradients are summed in 16 bits; of DeepSeek-V3 the projections of latent attention are made again."""
     nemo = {"framework": "NeMo (Megatron-core)", "gpu": "H100"}
-    assert practice(nemo, "").gradient_nbytes == 2
-    assert practice(nemo | {"framework": "Megatron-LM"}, "").gradient_nbytes == 4
+    assert framework_profile(nemo, "").gradient_nbytes == 2
+    assert framework_profile(nemo | {"framework": "Megatron-LM"}, "").gradient_nbytes == 4
     latent = nemo | {"mla": {"kv_lora": 512}}
     assert again(latent) == "selective:mla_up_proj"
     assert again(nemo) is None and again(latent | {"gpu": "GB200"}) is None
@@ -129,8 +129,8 @@ def test_what_nvidias_recipes_do_that_rows_do_not_say() -> None:
 def test_kernels_that_wait_for_each_other_are_launched_one_by_one() -> None:
     """As BLOOM's were, on more devices than did without."""
     row = {"framework": "Megatron-DeepSpeed", "interconnect": "4x Omni-Path", "num_gpus": 384}
-    used = practice(row, "")
-    assert used.blocking and not practice(row | {"num_gpus": 160}, "").blocking
+    used = framework_profile(row, "")
+    assert used.blocking and not framework_profile(row | {"num_gpus": 160}, "").blocking
     device = PRESETS["A100"].device
     for work in works(llama3_8b()):
         ours, alone = (seconds(work, device, Precision.FP16, evolve(used, blocking=b)) for b in (True, False))
@@ -138,7 +138,7 @@ def test_kernels_that_wait_for_each_other_are_launched_one_by_one() -> None:
         assert ours.waits(device, used) == (0, 0)
 
 
-def experts(used: Practice, layout: Layout) -> tuple[float, float]:
+def experts(used: FrameworkProfile, layout: Layout) -> tuple[float, float]:
     """Seconds of a layer of Qwen3 30B A3B's experts on H100, forward: kernels with their waits, and the exchange."""
     found = model_structure(graph(qwen3_30b_a3b()))
     i = next(i for i, kind in enumerate(found.kinds) if type(kind.node.op).__name__ == "MoE")
@@ -182,7 +182,9 @@ def test_who_padded_experts_and_who_sent_tokens_once() -> None:
         (latent | {"gpu": "GB200"}, True, False),
         (latent | {"gpu": "GB200", "framework_version": "NeMo container 25.11"}, False, True),
     ):
-        assert (practice(row, "").padded, practice(row, "").once) == (padded, once)
-    deepep = practice(bridge | {"framework_version": "NeMo container 26.02"}, "moe_flex_dispatcher_backend=deepep")
+        assert (framework_profile(row, "").padded, framework_profile(row, "").once) == (padded, once)
+    deepep = framework_profile(
+        bridge | {"framework_version": "NeMo container 26.02"}, "moe_flex_dispatcher_backend=deepep"
+    )
     assert deepep.once and deepep.passes["route"] < MEGATRON.passes["route"]
-    assert practice(nemo, "").inner == (Overlap.TENSOR,) and practice(bridge, "").inner == INNER
+    assert framework_profile(nemo, "").inner == (Overlap.TENSOR,) and framework_profile(bridge, "").inner == INNER

@@ -171,9 +171,9 @@ ALLOCATED: list[tuple[dict[str, Any], int, float]] = [
 def test_memory_as_measured(axes: dict[str, Any], seq: int, gib: float) -> None:
     g = graph(llama("twelve", layers=12, heads=64, kv_heads=8, embed=8192, ff=28672, vocab=128256))
     layout = Layout(**axes, distributed_optimizer=True)
-    practice = evolve(MEGATRON, loss_copies=0)  # Transformer Engine's loss works in place
-    pricer = Pricer(g, cluster("8xB200"), Workload(seq=seq, batch=layout.dp * 4), practice)
-    fit = Fit(layout, pricer.sheet(layout), pricer.workload, pricer.cluster, practice)
+    profile = evolve(MEGATRON, loss_copies=0)  # Transformer Engine's loss works in place
+    pricer = Pricer(g, cluster("8xB200"), Workload(seq=seq, batch=layout.dp * 4), profile)
+    fit = Fit(layout, pricer.sheet(layout), pricer.workload, pricer.cluster, profile)
     found = Placed(fit, evenly(g, layout.pp) or fit.even())
     tensors = max(peak.nbytes - peak.held["runtime"] - peak.held["allocator"] for peak in found.fullest)
     assert abs(tensors / GiB / gib - 1) < 0.01
@@ -215,8 +215,8 @@ def test_the_fast_form_is_the_peak() -> None:
     """What the search asks of a cut, in columns, is the fullest moment of each rank, to what rounding adds."""
     for name in MODELS:
         pricer, layouts = legal(name)
-        for practice in (OWN, evolve(MEGATRON, step_nbytes=16)):
-            fits = (Fit(x, pricer.sheet(x), WORK, pricer.cluster, practice) for x in layouts[::5])
+        for profile in (OWN, evolve(MEGATRON, step_nbytes=16)):
+            fits = (Fit(x, pricer.sheet(x), WORK, pricer.cluster, profile) for x in layouts[::5])
             for placed in (Placed(fit, fit.even()) for fit in fits):
                 assert placed.excess == pytest.approx(max(placed.peaks) - placed.capacity, abs=100)
 

@@ -140,16 +140,16 @@ def test_two_hidden_states_cross_into_the_heads() -> None:
 )
 def test_what_the_search_asks_of_a_cut_holds_where_several_hidden_states_cross(g: Graph) -> None:
     crossed = 0
-    for (pp, vpp), practice in ((c, p) for c in CHUNKS for p in (OWN, evolve(MEGATRON, step_nbytes=16))):
+    for (pp, vpp), profile in ((c, p) for c in CHUNKS for p in (OWN, evolve(MEGATRON, step_nbytes=16))):
         x, work = Layout(pp=pp, vpp=vpp), Workload(seq=64, batch=2 * pp)
         of = pricer(g, pp, work)
-        fit = Fit(x, of.sheet(x), work, of.cluster, practice)
+        fit = Fit(x, of.sheet(x), work, of.cluster, profile)
         for bounds in (fit.even(), evolve(fit, whole=pp * vpp < len(of.structure.block_cut_points)).even()):
             placed = Placed(fit, bounds)
             crossed += int(of.structure.live_values[list(bounds[1:-1])].max(initial=1)) > 1
             assert placed.excess == pytest.approx(max(placed.peaks) - placed.capacity, abs=100)
             seconds, nbytes = of.bound(x)
-            if practice is OWN:
+            if profile is OWN:
                 priced = of.priced(placed)
                 assert seconds <= priced.seconds * (1 + 1e-9)
                 assert nbytes <= max(priced.placed.peaks) + 1000

@@ -17,7 +17,7 @@ from megaloom.planner.contract.layout import (
     Runtime,
     Workload,
 )
-from megaloom.planner.cost.framework_profiles import PRACTICES
+from megaloom.planner.cost.framework_profiles import PROFILES
 from megaloom.planner.hardware.names import Cluster, cluster
 from megaloom.planner.partition.partitioner import HEADROOM
 from megaloom.planner.rules.capabilities import limits
@@ -40,7 +40,7 @@ def small(kib: int, count: int = 2) -> Cluster:
 
 def pricer(kib: int) -> Pricer:
     g = graph(mixtral("sparse", layers=4, heads=4, kv_heads=2, embed=64, ff=96, experts=4, vocab=512))
-    return Pricer(g, small(kib), WORK, evolve(PRACTICES[Runtime.MEGATRON], engine=True, streams=0))
+    return Pricer(g, small(kib), WORK, evolve(PROFILES[Runtime.MEGATRON], engine=True, streams=0))
 
 
 @pytest.mark.parametrize(("layout", "overlap", "nbytes"), FREED, ids=["tensor", "experts"])

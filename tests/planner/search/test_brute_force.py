@@ -21,7 +21,7 @@ from megaloom.planner.contract.layout import (
     Runtime,
     Workload,
 )
-from megaloom.planner.cost.framework_profiles import PRACTICES
+from megaloom.planner.cost.framework_profiles import PROFILES
 from megaloom.planner.hardware.names import Cluster, cluster
 from megaloom.planner.partition.partitioner import HEADROOM
 from megaloom.planner.partition.whole_blocks import blocks
@@ -93,7 +93,7 @@ def test_the_search_equals_brute_force(
     case: tuple[Graph, Cluster, Workload], sure: int, many: int, runtime: Runtime
 ) -> None:
     g, devices, work = case
-    among, apart = (Pricer(g, devices, work, PRACTICES[runtime]) for _ in range(2))  # which know nothing of each other
+    among, apart = (Pricer(g, devices, work, PROFILES[runtime]) for _ in range(2))  # which know nothing of each other
     among = Field(among, {})
     every = legal(Field(apart, {}))
     assert not any(violations(x, g, work, devices) for x in every)
@@ -119,14 +119,14 @@ def chunked(draw: st.DrawFn) -> tuple[Graph, Cluster, Workload, dict[str, int], 
     pp, vpp = draw(st.sampled_from([(2, 3), (2, 4), (3, 2), (4, 2)]))
     x = Layout(pp=pp, vpp=vpp, dp=draw(st.integers(1, 2)))
     work = Workload(seq=draw(st.sampled_from([24, 48, 64])), batch=x.dp * pp * draw(st.integers(2, 6)))
-    plain = Pricer(g, machine(x.world, 10**9), work, PRACTICES[runtime]).price(x)
+    plain = Pricer(g, machine(x.world, 10**9), work, PROFILES[runtime]).price(x)
     room = draw(st.floats(0.85, 1.3)) * max(plain.placed.peaks) / (1 - HEADROOM)
     return g, machine(x.world, int(room) >> 10), work, {"pp": pp, "vpp": vpp, "tp": 1, "cp": 1}, runtime
 
 
 def equal(g: Graph, devices: Cluster, work: Workload, fixed: dict[str, int], runtime: Runtime) -> None:
     """The search finds what pricing every layout finds."""
-    among, apart = (Pricer(g, devices, work, PRACTICES[runtime]) for _ in range(2))
+    among, apart = (Pricer(g, devices, work, PROFILES[runtime]) for _ in range(2))
     among, other = Field(among, fixed), Field(apart, fixed)
     every = legal(other) if len(other.at) else []
     assert apart.many[fixed["pp"] * fixed["vpp"]]  # more than shifts.WAYS
@@ -160,7 +160,7 @@ def quickest(found: list[Priced]) -> dict[Way, float]:
 @given(instances())
 def test_less_overlap_is_no_quicker(case: tuple[Graph, Cluster, Workload]) -> None:
     g, devices, work = case
-    pricer = Pricer(g, devices, work, PRACTICES[Runtime.MEGATRON])
+    pricer = Pricer(g, devices, work, PROFILES[Runtime.MEGATRON])
     among = Field(pricer, {})
     less = [evolve(x, overlaps=some) for x in legal(among) if x.inner for some in combinations(x.overlaps, 2)]
     priced = [p.seconds for x in less if (p := pricer.price(x)).placed.fits]
