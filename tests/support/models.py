@@ -139,3 +139,8 @@ def byte_llama() -> Model:
 
 def byte_gpt() -> Model:
     return gpt("byte-gpt", layers=2, heads=4, embed=64, vocab=257, seq=32)
+
+
+def golden_llama() -> Model:
+    """The model of the golden checkpoint. Its declaration must not change."""
+    return llama("golden-llama", layers=1, heads=2, kv_heads=2, embed=8, ff=12, vocab=63)
