@@ -37,8 +37,8 @@ device.prepare()
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 
-from megaloom.runtime.megatron.build_context import survey  # noqa: E402
-from megaloom.runtime.megatron.process_groups import lay  # noqa: E402
+from megaloom.runtime.megatron.build_context import make_build_context  # noqa: E402
+from megaloom.runtime.megatron.process_groups import create_process_groups  # noqa: E402
 from megaloom.runtime.training import model_chunk as modules  # noqa: E402
 
 FEW = 8  # devices, of which all are built
@@ -131,11 +131,11 @@ def built(given: Plan, g: Graph, device_rank: int) -> dict[int, Built]:
     x = given.layout
     dist.init_process_group("fake", store=FakeStore(), rank=device_rank, world_size=x.world)
     try:
-        grid = lay(x)
+        groups = create_process_groups(x)
         model_parallel_cuda_manual_seed(0)
-        site = survey(g, x, given.workload, grid)
-        ranks = [grid.pp] if x.world <= FEW else range(x.pp)
-        return {rank: summed(modules.Stage(g, s, site) for s in of_rank(given, rank)) for rank in ranks}
+        context = make_build_context(g, x, given.workload, groups)
+        ranks = [groups.pp_rank] if x.world <= FEW else range(x.pp)
+        return {rank: summed(modules.ModelChunk(g, s, context) for s in of_rank(given, rank)) for rank in ranks}
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -27,8 +27,8 @@ from megaloom.dsl import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from megaloom.runtime.megatron.build_context import Site
-    from megaloom.runtime.training.weights import Weights
+    from megaloom.runtime.megatron.build_context import BuildContext
+    from megaloom.runtime.modules.parameters import Weights
 
 
 @frozen
@@ -43,12 +43,12 @@ class SquaredReLU(Layer):
         h = fn("relu2", dot(x, weight("up", e, c), "embed"))
         return dot(h, weight("down", c, e), "channels")
 
-    def module(self, site: Site) -> nn.Module:
+    def module(self, context: BuildContext) -> nn.Module:
         """What runs instead of the body. Only who trains calls it, so torch is imported here."""
         from megaloom.runtime.modules.layers import FeedForward
         from megaloom.runtime.reference.evaluate import UNARY
 
-        return FeedForward(site, site.with_(ffn_hidden_size=self.channels, activation_func=UNARY["relu2"]))
+        return FeedForward(context, context.layer_config(ffn_hidden_size=self.channels, activation_func=UNARY["relu2"]))
 
     def parameters(self, w: Weights) -> dict[str, Tensor]:
         """Each parameter of that module, whole, from the weights of the body."""

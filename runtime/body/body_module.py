@@ -2,7 +2,7 @@
 
 Protocol: the module holds this rank's share of each of the node's weights under its name in the layer (`q_norm.scale`)
 and evaluates the primitives of the body on local tensors, with the moves that `dsl.facts.propagation` infers, which
-are those that the planner counts. Inputs and the output are as `site.lying` says.
+are those that the planner counts. Inputs and the output are as `context.lying` says.
 
 The core of attention and scans are computed again in the backward pass, rather than keeping what is between their
 inputs and their output.
@@ -44,7 +44,7 @@ from megaloom.dsl.facts.propagation import (
 from megaloom.dsl.graph import primitives
 from megaloom.dsl.sharding_table import among_experts, cut
 from megaloom.runtime.megatron import device
-from megaloom.runtime.megatron.build_context import Site, inside, outside
+from megaloom.runtime.megatron.build_context import BuildContext, inside, outside
 from megaloom.runtime.megatron.recompute import Discarded
 from megaloom.runtime.reference.tensors import axis
 
@@ -56,15 +56,15 @@ from .transitions import perform
 class Body(nn.Module):
     """A node, computed as its body says."""
 
-    def __init__(self, node: Node, site: Site) -> None:
+    def __init__(self, node: Node, context: BuildContext) -> None:
         super().__init__()
-        layout = site.grid.layout
+        layout = context.groups.layout
         split = Split(
             tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp, sequence_parallel=layout.sequence_parallel
         )
         whole = program(node)
         _trainable(node, whole.value, split)
-        self.grid, self.program = site.grid, fitted(whole, split)
+        self.groups, self.program = context.groups, fitted(whole, split)
         self.placement = placement(self.program, split)
         self.mixture = node.op if isinstance(node.op, MoE) and node.op.balance else None
         self.placed = {id(p.step.value): p for p in self.placement.steps}
@@ -77,12 +77,12 @@ class Body(nn.Module):
         self.apart = self._apart() if sends else {}
         self.thin = {i: where for i, s in self.slots.items() if (where := self._thin(s, whole.table)) is not None}
         for i, slot in self.slots.items():
-            _hold(self, self.names[i], self._share(slot, site, i))
+            _hold(self, self.names[i], self._share(slot, context, i))
 
     def _thin(self, slot: Slot, table: Mapping[str, str]) -> int | None:
         """The place of the dim along which devices of tp keep a share each of a weight that all of them compute with:
         one of fewer key/value heads than there are devices, as megatron-core shares it out too."""
-        tp = self.grid.layout.tp
+        tp = self.groups.layout.tp
         few = any(table.get(d.name) == "tp" and d.known < tp and tp % d.known == 0 for d in slot.value.shape)
         if not few or slot.outer or not slot.trained:
             return None
@@ -100,23 +100,23 @@ class Body(nn.Module):
             if among_experts(table, outer)
         }
 
-    def _share(self, slot: Slot, site: Site, i: int) -> Tensor:
+    def _share(self, slot: Slot, context: BuildContext, i: int) -> Tensor:
         """Room for this rank's share of a weight, with the marks by which `weights.share` fills it."""
         axes, apart = cut(self.program.table, slot.outer, slot.value.shape), i in self.apart
         if i in self.thin:
             axes[slot.dims[self.thin[i]].name] = "tp"
-        degrees = [self.grid.layout.degrees.get(axes.get(d.name, ""), 1) for d in slot.dims]
+        degrees = [self.groups.layout.degrees.get(axes.get(d.name, ""), 1) for d in slot.dims]
         sizes = [d.known // n for d, n in zip(slot.dims, degrees, strict=True)]
-        values = torch.empty(sizes, dtype=site.config.params_dtype, device=device.current())
+        values = torch.empty(sizes, dtype=context.config.params_dtype, device=device.current())
         if not slot.trained:
             return values
         p = nn.Parameter(values)
         by = "etp" if apart else "tp"
         divided = next((k for k, d in enumerate(slot.dims) if axes.get(d.name) == by and degrees[k] > 1), None)
         if apart:
-            # Experts are reduced over a grid of their own (see `mixture`), on which what etp does not divide is a copy
-            # on each of its devices; their gradients are added there (ENTER), and counted once in the norm.
-            p.allreduce, p.shared = False, divided is None and site.grid.etp > 0  # type: ignore[attr-defined]
+            # Expert gradients are reduced over the expert process groups (see `modules.moe`). A weight that etp does
+            # not divide is replicated over etp: its gradients are added there, and count once in the gradient norm.
+            p.allreduce, p.shared = False, divided is None and context.groups.etp_rank > 0  # type: ignore[attr-defined]
         if apart or divided is not None:
             where = -1 if divided is None else divided
             tensor_parallel.set_tensor_model_parallel_attributes(p, True, where, 1)
@@ -143,7 +143,7 @@ class Body(nn.Module):
     def weight(self, i: int) -> Tensor:
         """What this device computes with of a weight."""
         held = self.get_parameter_or_buffer(self.names[i])
-        return perform(Move(How.GATHER, "tp"), held, self.thin[i], self.grid) if i in self.thin else held
+        return perform(Move(How.GATHER, "tp"), held, self.thin[i], self.groups) if i in self.thin else held
 
     def get_parameter_or_buffer(self, name: str) -> Tensor:
         """The tensor of this name, whether it is trained or not."""
@@ -171,7 +171,7 @@ class _Run:
         if key not in self.moved:
             *before, last = moves
             dim = None if last.along is None else axis(v.shape, last.along)
-            self.moved[key] = perform(last, self.read(v, tuple(before)), dim, self.body.grid)
+            self.moved[key] = perform(last, self.read(v, tuple(before)), dim, self.body.groups)
         return self.moved[key]
 
     def value(self, v: Value) -> Tensor:
@@ -207,10 +207,10 @@ class _Run:
         v = p.step.value
         args = [self.read(a, self.needed(p, a, moves)) for a, moves in zip(v.args, p.reads, strict=True)]
         body = self.body
-        out = local(p, v, *args, grid=body.grid, training=body.training, mixture=body.mixture)
+        out = local(p, v, *args, groups=body.groups, training=body.training, mixture=body.mixture)
         for move in p.result:
             assert move.along is not None, "a part is one of a dim"
-            out = perform(move, out, axis(v.shape, move.along), self.body.grid)
+            out = perform(move, out, axis(v.shape, move.along), self.body.groups)
         return out
 
     def needed(self, p: Placed, v: Value, moves: Moves) -> Moves:
@@ -223,7 +223,7 @@ class _Run:
         if whole is None:
             return moves
         kept = tuple(m for m in moves if m.axis != "tp")
-        alone = whole and self.body.grid.layout.etp > 1 and id(p.step.value) not in self.body.placement.plain
+        alone = whole and self.body.groups.layout.etp > 1 and id(p.step.value) not in self.body.placement.plain
         return (*kept, Move(How.ENTER, "etp")) if alone and all(m.axis != "etp" for m in kept) else kept
 
     def copies(self, v: Value) -> Tensor:

@@ -26,33 +26,33 @@ from megaloom.dsl import (
     Value,
 )
 from megaloom.dsl.facts.propagation import How, Move, Placed
-from megaloom.runtime.megatron.process_groups import Grid
-from megaloom.runtime.modules.balancing_loss import loss
+from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.reference.evaluate import evaluate
 from megaloom.runtime.reference.tensors import axis, broadcast, names
 
+from .balancing_loss import loss
 from .dispatch import back, there
 from .transitions import perform
 
 
-def local(p: Placed, v: Value, *args: Tensor, grid: Grid, training: bool, mixture: MoE | None) -> Tensor:
+def local(p: Placed, v: Value, *args: Tensor, groups: ProcessGroups, training: bool, mixture: MoE | None) -> Tensor:
     """What a primitive computes of local tensors. mixture: the MoE whose balancing loss is to be added."""
     match v.op:
         case Drop(rate):
             return _dropped(args[0], rate, training, apart="tp" in p.parts)
         case Gate() if mixture and training and not p.step.outer:
-            groups = [getattr(grid.groups, name) for name in sorted(p.parts)]
-            return _balanced(mixture, v, evaluate(v.op, v, *args), args[0], groups)
-        case Route() if grid.layout.ep * grid.layout.etp > 1:
-            return there(v, *args, grid=grid)
-        case Combine() if grid.layout.ep * grid.layout.etp > 1:
-            return back(v, *args, grid=grid)
-        case Lookup(key) if p.step.axes.get(key) == "tp" and grid.layout.tp > 1:
-            return _looked_up(v.op, v, *args, rank=grid.tp)
+            sharing = [groups.of_axis(name) for name in sorted(p.parts)]
+            return _balanced(mixture, v, evaluate(v.op, v, *args), args[0], sharing)
+        case Route() if groups.layout.ep * groups.layout.etp > 1:
+            return there(v, *args, groups=groups)
+        case Combine() if groups.layout.ep * groups.layout.etp > 1:
+            return back(v, *args, groups=groups)
+        case Lookup(key) if p.step.axes.get(key) == "tp" and groups.layout.tp > 1:
+            return _looked_up(v.op, v, *args, rank=groups.tp_rank)
         case Normalize() if p.summed:
-            return _normalized(v.op, v, p, *args, grid=grid)
+            return _normalized(v.op, v, p, *args, groups=groups)
         case Normalize(over) if v.op.groups > 1 and not p.result:  # whole groups are here
-            degree = grid.layout.degrees.get(p.step.axes.get(over[0], ""), 1)
+            degree = groups.layout.degrees.get(p.step.axes.get(over[0], ""), 1)
             return evaluate(evolve(v.op, groups=v.op.groups // degree), v, *args)
         case Attend() | Scan() if torch.is_grad_enabled():
             run = partial(evaluate, v.op, v)
@@ -88,15 +88,15 @@ def _looked_up(op: Lookup, v: Value, indices: Tensor, table: Tensor, *, rank: in
     return found * here[(..., *(None for _ in range(found.ndim - here.ndim)))]
 
 
-def _normalized(op: Normalize, v: Value, p: Placed, x: Tensor, *weights: Tensor, grid: Any) -> Tensor:
+def _normalized(op: Normalize, v: Value, p: Placed, x: Tensor, *weights: Tensor, groups: Any) -> Tensor:
     """A norm over dims that lie in parts: sums of all ranks, whose gradients are summed as well."""
     places = [axis(v.shape, name) for name in op.over]
 
     def mean(t: Tensor) -> Tensor:
         t = t.mean(places, keepdim=True)
         for name in p.summed:
-            t = perform(Move(How.REDUCE, name), t / grid.layout.degrees[name], None, grid)
-            t = perform(Move(How.ENTER, name), t, None, grid)
+            t = perform(Move(How.REDUCE, name), t / groups.layout.degrees[name], None, groups)
+            t = perform(Move(How.ENTER, name), t, None, groups)
         return t
 
     if op.centred:

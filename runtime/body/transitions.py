@@ -20,12 +20,12 @@ from torch import Tensor
 
 from megaloom.dsl.facts.propagation import How, Move
 from megaloom.runtime.megatron.kernels import natural, zigzag
-from megaloom.runtime.megatron.process_groups import Grid
+from megaloom.runtime.megatron.process_groups import ProcessGroups
 
 
-def perform(move: Move, x: Tensor, dim: int | None, grid: Grid) -> Tensor:
+def perform(move: Move, x: Tensor, dim: int | None, groups: ProcessGroups) -> Tensor:
     """A tensor after a move; `dim` is the place of what the move is along."""
-    group: dist.ProcessGroup = getattr(grid.groups, {"etp": "expt_tp"}.get(move.axis, move.axis))
+    group = groups.of_axis(move.axis)
     match move.how:
         case How.SHARE:
             return _shared(x, group.size())

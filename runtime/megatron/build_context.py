@@ -1,4 +1,4 @@
-"""Where modules are built: the grid, and the configuration that megatron-core asks of each module."""
+"""Where modules are built: the groups, and the configuration that megatron-core asks of each module."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from megaloom.planner.contract.layout import (
 )
 from megaloom.planner.rules.capabilities import untrainable, widths
 
-from .process_groups import Grid
+from .process_groups import ProcessGroups
 
 DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
 
 
 @frozen(eq=False)
-class Site:
-    """The grid, what all layers' configurations share, and the length of a whole sequence."""
+class BuildContext:
+    """The groups, what all layers' configurations share, and the length of a whole sequence."""
 
-    grid: Grid
+    groups: ProcessGroups
     fields: dict[str, Any]  # of TransformerConfig
     seq: int  # tokens
     config: TransformerConfig = field(init=False)
 
     @config.default
     def _config(self) -> TransformerConfig:
-        return self.with_()
+        return self.layer_config()
 
-    def with_(self, **layer: Any) -> TransformerConfig:
+    def layer_config(self, **layer: Any) -> TransformerConfig:
         """The configuration with a layer's own fields."""
         return TransformerConfig(**{**self.fields, **layer})
 
 
-def survey(graph: Graph, layout: Layout, workload: Workload, grid: Grid) -> Site:
-    """The site of a model under a layout. Raises UserError for a model that the runtime cannot train."""
+def make_build_context(graph: Graph, layout: Layout, workload: Workload, groups: ProcessGroups) -> BuildContext:
+    """The context of a model under a layout. Raises UserError for a model that the runtime cannot train."""
     trainable(graph)
     if workload.precision not in DTYPES:
         raise UserError(f"the runtime does not train in {workload.precision}\n{' or '.join(DTYPES)} would do")
-    return Site(grid, configure(graph, layout, workload), workload.seq)
+    return BuildContext(groups, configure(graph, layout, workload), workload.seq)
 
 
 def trainable(graph: Graph) -> None:

@@ -1,4 +1,4 @@
-"""The grid of ranks that a layout asks for, as megatron-core's process groups."""
+"""The groups of ranks that a layout asks for, as megatron-core's process groups."""
 
 from __future__ import annotations
 
@@ -16,50 +16,55 @@ from megaloom.planner.contract.layout import Layout
 
 
 @frozen(eq=False)
-class Grid:
+class ProcessGroups:
     """This rank's place on every axis, and the groups it shares with others."""
 
     layout: Layout
-    groups: ProcessGroupCollection
+    collection: ProcessGroupCollection
+
+    def of_axis(self, axis: str) -> dist.ProcessGroup:
+        """Return this rank's process group along an axis, such as "tp" or "etp"."""
+        group: dist.ProcessGroup = getattr(self.collection, {"etp": "expt_tp"}.get(axis, axis))
+        return group
 
     @property
-    def dp(self) -> int:
+    def dp_rank(self) -> int:
         """This rank's index among the data-parallel replicas."""
-        return int(self.groups.dp.rank())
+        return int(self.collection.dp.rank())
 
     @property
-    def tp(self) -> int:
+    def tp_rank(self) -> int:
         """This rank's index in its tensor-parallel group."""
-        return int(self.groups.tp.rank())
+        return int(self.collection.tp.rank())
 
     @property
-    def cp(self) -> int:
+    def cp_rank(self) -> int:
         """This rank's index in its context-parallel group."""
-        return int(self.groups.cp.rank())
+        return int(self.collection.cp.rank())
 
     @property
-    def pp(self) -> int:
+    def pp_rank(self) -> int:
         """This rank's pipeline rank."""
-        return int(self.groups.pp.rank())
+        return int(self.collection.pp.rank())
 
     @property
-    def ep(self) -> int:
+    def ep_rank(self) -> int:
         """This rank's index in its expert-parallel group."""
-        return int(self.groups.ep.rank())
+        return int(self.collection.ep.rank())
 
     @property
-    def etp(self) -> int:
+    def etp_rank(self) -> int:
         """This rank's index in its expert-tensor-parallel group."""
-        return int(self.groups.expt_tp.rank())
+        return int(self.collection.expt_tp.rank())
 
     @property
-    def last(self) -> bool:
+    def is_last_stage(self) -> bool:
         """Whether this is the last pipeline rank."""
-        return self.pp == self.layout.pp - 1
+        return self.pp_rank == self.layout.pp - 1
 
 
-def lay(layout: Layout) -> Grid:
-    """The grid of a layout over all ranks of torch.distributed. Raises UserError if their number differs."""
+def create_process_groups(layout: Layout) -> ProcessGroups:
+    """The groups of a layout over all ranks of torch.distributed. Raises UserError if their number differs."""
     if dist.get_world_size() != layout.world:
         raise UserError(
             f"the plan is for {layout.world} processes, and {dist.get_world_size()} run\n"
@@ -67,7 +72,7 @@ def lay(layout: Layout) -> Grid:
         )
     with _alone_once():
         _initialize(layout)
-    return Grid(layout, ProcessGroupCollection.use_mpu_process_groups())
+    return ProcessGroups(layout, ProcessGroupCollection.use_mpu_process_groups())
 
 
 def _initialize(layout: Layout) -> None:

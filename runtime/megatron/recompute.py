@@ -3,7 +3,7 @@
 Protocol: `Repeats.of(nodes, modules)` says which nodes of a stage, `Repeating.run` runs one of them. A node is run
 again from its inputs. A norm in front of layers is run again before the first of them goes back, as its output, which
 they keep, is freed when they are through; `Discarded` does so for any function. The core of attention and the shared
-experts of a mixture are megatron-core's to run again (see `site`), parts of a body the body's.
+experts of a mixture are megatron-core's to run again (see `context`), parts of a body the body's.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from megaloom.dsl import (
     Value,
 )
 from megaloom.runtime.megatron import device
-from megaloom.runtime.megatron.build_context import Site
+from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.kernels import CoreAttention, zigzag
-from megaloom.runtime.megatron.process_groups import Grid
+from megaloom.runtime.megatron.process_groups import ProcessGroups
 
 from . import fused
 
@@ -47,14 +47,14 @@ def padded(vocab: int, tp: int) -> int:
 class Embedding(VocabParallelEmbedding):
     """Token ids [batch, seq] → hidden states; the table is padded to divide by tp."""
 
-    def __init__(self, table: Value, site: Site) -> None:
+    def __init__(self, table: Value, context: BuildContext) -> None:
         super().__init__(
-            padded(table["vocab"].known, site.grid.layout.tp),
+            padded(table["vocab"].known, context.groups.layout.tp),
             table["embed"].known,
-            init_method=site.config.init_method,
-            reduce_scatter_embeddings=site.config.sequence_parallel,
-            config=site.config,
-            tp_group=site.grid.groups.tp,
+            init_method=context.config.init_method,
+            reduce_scatter_embeddings=context.config.sequence_parallel,
+            config=context.config,
+            tp_group=context.groups.collection.tp,
         )
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -68,19 +68,19 @@ class Logits(ColumnParallelLinear):
     The columns that only pad the vocabulary get the lowest value there is, so that no probability goes to them.
     """
 
-    def __init__(self, table: Value, bias: bool, site: Site) -> None:
-        vocab, tp = table["vocab"].known, site.grid.layout.tp
+    def __init__(self, table: Value, bias: bool, context: BuildContext) -> None:
+        vocab, tp = table["vocab"].known, context.groups.layout.tp
         columns = padded(vocab, tp) // tp
         super().__init__(
             table["embed"].known,
             columns * tp,
-            config=site.config,
-            init_method=site.config.init_method,
+            config=context.config,
+            init_method=context.config.init_method,
             bias=bias,
             gather_output=False,
-            tp_group=site.grid.groups.tp,
+            tp_group=context.groups.collection.tp,
         )
-        self.real = max(0, min(columns, vocab - site.grid.tp * columns))
+        self.real = max(0, min(columns, vocab - context.groups.tp_rank * columns))
 
     def forward(self, x: Tensor) -> Tensor:
         y, _ = super().forward(x)
@@ -92,20 +92,20 @@ class Logits(ColumnParallelLinear):
 class LearnedPositions(nn.Module):
     """Add row i + offset of a table to position i; each rank adds the rows of the positions it holds."""
 
-    def __init__(self, table: Value, offset: int, site: Site) -> None:
+    def __init__(self, table: Value, offset: int, context: BuildContext) -> None:
         super().__init__()
-        rows, layout = table["position"].known - offset, site.grid.layout
-        if site.seq > rows:
+        rows, layout = table["position"].known - offset, context.groups.layout
+        if context.seq > rows:
             raise UserError(
-                f"sequences of {site.seq} tokens need as many learned positions; the model has {rows} ({table.at})\n"
+                f"sequences of {context.seq} tokens need as many learned positions; the model has {rows} ({table.at})\n"
                 f"a seq of up to {rows} would work"
             )
-        where = zigzag(site.seq, layout.cp, site.grid.cp)
+        where = zigzag(context.seq, layout.cp, context.groups.cp_rank)
         if layout.sequence_parallel:
-            where = where.chunk(layout.tp)[site.grid.tp]
+            where = where.chunk(layout.tp)[context.groups.tp_rank]
         self.register_buffer("where", where.to(device.current()) + offset, persistent=False)
         values = torch.empty(
-            rows + offset, table["embed"].known, dtype=site.config.params_dtype, device=device.current()
+            rows + offset, table["embed"].known, dtype=context.config.params_dtype, device=device.current()
         )
         self.weight = nn.Parameter(values)
         # What finalize_model_grads looks for: each rank has seen only its part of the sequence.
@@ -118,9 +118,9 @@ class LearnedPositions(nn.Module):
 class Drop(nn.Module):
     """Dropout of hidden states; under sequence parallelism each rank draws for its own share."""
 
-    def __init__(self, rate: float, site: Site) -> None:
+    def __init__(self, rate: float, context: BuildContext) -> None:
         super().__init__()
-        self.rate, self.parallel = rate, site.config.sequence_parallel
+        self.rate, self.parallel = rate, context.config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         with tensor_parallel.get_cuda_rng_tracker().fork() if self.parallel else nullcontext():
@@ -137,15 +137,17 @@ class Sum(nn.Module):
 class SelfAttention(attention.SelfAttention):
     """megatron-core's self-attention, biases added; norms are of queries and of keys, or neither."""
 
-    def __init__(self, op: Attention, site: Site, config: TransformerConfig, norms: tuple[nn.Module, ...]) -> None:
+    def __init__(
+        self, op: Attention, context: BuildContext, config: TransformerConfig, norms: tuple[nn.Module, ...]
+    ) -> None:
         parts = attention.SelfAttentionSubmodules(ColumnParallelLinear, CoreAttention, RowParallelLinear)
         mask = AttnMaskType.causal if op.causal else AttnMaskType.no_mask
-        super().__init__(config, parts, 1, mask, pg_collection=site.grid.groups)
+        super().__init__(config, parts, 1, mask, pg_collection=context.groups.collection)
         if norms:
             self.q_layernorm, self.k_layernorm = norms
         turn = turning(op)
-        self.angles = None if turn is None else rotary(config.kv_channels, turn, site.grid)
-        self.seq = site.seq
+        self.angles = None if turn is None else rotary(config.kv_channels, turn, context.groups)
+        self.seq = context.seq
 
     def forward(self, x: Tensor) -> Tensor:
         angles = None if self.angles is None else self.angles(self.seq)
@@ -159,10 +161,10 @@ def turning(op: Attention) -> Rope | None:
 
 
 @cache
-def rotary(head_dim: int, rope: Rope, grid: Grid) -> RotaryEmbedding:
+def rotary(head_dim: int, rope: Rope, groups: ProcessGroups) -> RotaryEmbedding:
     """The rotary angles of this rank's positions, shared by all layers that turn alike."""
     channels = head_dim if rope.channels is None else rope.channels
-    made = RotaryEmbedding(channels, 1.0, rotary_interleaved=rope.interleaved, cp_group=grid.groups.cp)
+    made = RotaryEmbedding(channels, 1.0, rotary_interleaved=rope.interleaved, cp_group=groups.collection.cp)
     made.inv_freq = torch.tensor(rope.speeds(channels), dtype=torch.float32, device=device.current())
     return made
 
@@ -170,8 +172,8 @@ def rotary(head_dim: int, rope: Rope, grid: Grid) -> RotaryEmbedding:
 class FeedForward(mlp.MLP):
     """megatron-core's MLP, biases added."""
 
-    def __init__(self, site: Site, config: TransformerConfig) -> None:
-        super().__init__(config, LINEARS, ffn_hidden_size=config.ffn_hidden_size, tp_group=site.grid.groups.tp)
+    def __init__(self, context: BuildContext, config: TransformerConfig) -> None:
+        super().__init__(config, LINEARS, ffn_hidden_size=config.ffn_hidden_size, tp_group=context.groups.collection.tp)
 
     def forward(self, x: Tensor) -> Tensor:
         y, bias = super().forward(x)

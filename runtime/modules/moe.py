@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from megaloom.dsl import MoE
 from megaloom.planner.contract.layout import Module
+from megaloom.runtime.body.balancing_loss import loss
 from megaloom.runtime.megatron import device
-from megaloom.runtime.megatron.process_groups import Grid
+from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.reference.routing import chosen
 
-from .balancing_loss import loss
 from .experts import Experts
 from .layers import LINEARS
 
@@ -28,19 +28,21 @@ from .layers import LINEARS
 class Mixture(moe_layer.MoELayer):
     """megatron-core's mixture of experts, and the experts that every token goes through, if there are any."""
 
-    def __init__(self, op: MoE, config: TransformerConfig, shared: TransformerConfig | None, grid: Grid) -> None:
+    def __init__(
+        self, op: MoE, config: TransformerConfig, shared: TransformerConfig | None, groups: ProcessGroups
+    ) -> None:
         parts = moe_layer.MoESubmodules(
             experts=ModuleSpec(Experts, submodules=LINEARS),
             shared_experts=ModuleSpec(Shared, params={"own": shared}, submodules=LINEARS),
             router=partial(Router, op),
         )
-        super().__init__(config, parts, pg_collection=grid.groups)
+        super().__init__(config, parts, pg_collection=groups.collection)
         for p in self.experts.parameters():
-            # Experts have a grid of their own, and an optimizer of their own on any layout (megatron-core's layers
-            # say so only when ep > 1: under tp alone their gradients would be reduced over the wrong ranks). On that
-            # grid their biases are nobody's copies either: neither added over tp, nor left out of the gradient's norm.
+            # Expert parameters use the expert process groups and their own optimizer on every layout. megatron-core's
+            # layers set this only if ep > 1; with tp alone the gradients would be reduced over the wrong ranks. Expert
+            # biases are not replicas over tp: they are not added over tp, and they count in the gradient norm.
             p.allreduce, p.sequence_parallel, p.tensor_model_parallel = False, False, True
-        if Module.MOE_ACT in grid.layout.modules:
+        if Module.MOE_ACT in groups.layout.modules:
             self.experts.be_frugal()
         self.to(device.current())  # the router makes its weight on the CPU
 

@@ -1,10 +1,10 @@
 """A layer of the graph as a torch module: the one place that says which.
 
-Protocol: `module(node, site)` gives the module of a node, a function of the node's inputs in their order. It is
+Protocol: `module(node, context)` gives the module of a node, a function of the node's inputs in their order. It is
 megatron-core's where there is one that computes the same, else the node's own body (`body`): no layer needs to be
-registered. A layer that has a faster module says so in two methods, `module(self, site)` and `parameters(self, w)`
+registered. A layer that has a faster module says so in two methods, `module(self, context)` and `parameters(self, w)`
 (see `weights`), which import what they need when they are called; `registered.register` and
-`weights.parameters.register` do the same for layers that somebody else wrote.
+`parameters.parameters.register` do the same for layers that somebody else wrote.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megaloom.dsl import (
 )
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron import device
-from megaloom.runtime.megatron.build_context import Site
+from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.kernels import Norm
 from megaloom.runtime.reference.evaluate import UNARY
 
@@ -43,10 +43,10 @@ from . import layers
 from .moe import Mixture
 
 
-def module(node: Node, site: Site) -> nn.Module:
+def module(node: Node, context: BuildContext) -> nn.Module:
     """The torch module of a node. Raises UserError for one that cannot be trained."""
-    made = registered(node.op, site) if _meant(node.op) else None
-    return Body(node, site) if made is None else made
+    made = registered(node.op, context) if _meant(node.op) else None
+    return Body(node, context) if made is None else made
 
 
 def _meant(op: Op) -> bool:
@@ -56,65 +56,65 @@ def _meant(op: Op) -> bool:
 
 
 @singledispatch
-def registered(op: Op, site: Site) -> nn.Module | None:
+def registered(op: Op, context: BuildContext) -> nn.Module | None:
     """A module made for this class of op; None if there is none, or none with the options of this one."""
     own = getattr(op, "module", None)
-    return None if own is None else own(site)
+    return None if own is None else own(context)
 
 
 @registered.register
-def _(op: Embed, site: Site) -> nn.Module:
-    return layers.Embedding(op.table, site)
+def _(op: Embed, context: BuildContext) -> nn.Module:
+    return layers.Embedding(op.table, context)
 
 
 @registered.register
-def _(op: Positions, site: Site) -> nn.Module:
-    return layers.LearnedPositions(op.table, op.offset, site)
+def _(op: Positions, context: BuildContext) -> nn.Module:
+    return layers.LearnedPositions(op.table, op.offset, context)
 
 
 @registered.register
-def _(op: Unembed, site: Site) -> nn.Module:
-    return layers.Logits(op.table, op.bias, site)
+def _(op: Unembed, context: BuildContext) -> nn.Module:
+    return layers.Logits(op.table, op.bias, context)
 
 
 @registered.register
-def _(op: Dropout, site: Site) -> nn.Module:
-    return layers.Drop(op.rate, site)
+def _(op: Dropout, context: BuildContext) -> nn.Module:
+    return layers.Drop(op.rate, context)
 
 
 @registered.register
-def _(op: Pointwise, site: Site) -> nn.Module | None:
+def _(op: Pointwise, context: BuildContext) -> nn.Module | None:
     return layers.Sum() if op.fn == "add" else None
 
 
 @registered.register(RMSNorm)
 @registered.register(LayerNorm)
-def _(op: RMSNorm | LayerNorm, site: Site) -> nn.Module | None:
-    return norm(op, site.config.hidden_size, site) if op.over == "embed" and not op.plus_one else None
+def _(op: RMSNorm | LayerNorm, context: BuildContext) -> nn.Module | None:
+    return norm(op, context.config.hidden_size, context) if op.over == "embed" and not op.plus_one else None
 
 
-def norm(op: RMSNorm | LayerNorm, size: int, site: Site) -> nn.Module:
+def norm(op: RMSNorm | LayerNorm, size: int, context: BuildContext) -> nn.Module:
     """A norm over a dim of this size."""
     return Norm(
         size,
         rms=isinstance(op, RMSNorm),
         eps=op.eps,
         bias=isinstance(op, LayerNorm) and op.bias,
-        sequence_parallel=site.config.sequence_parallel,
-        dtype=site.config.params_dtype,
+        sequence_parallel=context.config.sequence_parallel,
+        dtype=context.config.params_dtype,
     )
 
 
 @registered.register
-def _(op: Attention, site: Site) -> nn.Module | None:
+def _(op: Attention, context: BuildContext) -> nn.Module | None:
     turn, own = layers.turning(op), op.qk_norm
     if op.core != Attend(causal=op.causal, dropout=op.dropout) or (turn and turn.magnitude != 1.0):
         return None
     if own is not None and not (_meant(own) and isinstance(own, RMSNorm | LayerNorm) and not own.plus_one):
         return None
-    head_dim = site.config.hidden_size // op.heads if op.head_dim is None else op.head_dim
-    norms = tuple(norm(own, head_dim, site) for _ in "qk") if isinstance(own, RMSNorm | LayerNorm) else ()
-    config = site.with_(
+    head_dim = context.config.hidden_size // op.heads if op.head_dim is None else op.head_dim
+    norms = tuple(norm(own, head_dim, context) for _ in "qk") if isinstance(own, RMSNorm | LayerNorm) else ()
+    config = context.layer_config(
         num_attention_heads=op.heads,
         num_query_groups=op.heads if op.kv_heads is None else op.kv_heads,
         kv_channels=head_dim,
@@ -124,25 +124,25 @@ def _(op: Attention, site: Site) -> nn.Module | None:
         rotary_interleaved=turn is not None and turn.interleaved,
         apply_rope_fusion=device.gpus() > 0 and turn is not None and not turn.interleaved,
     )
-    return layers.SelfAttention(op, site, config, norms)
+    return layers.SelfAttention(op, context, config, norms)
 
 
 @registered.register(MLP)
 @registered.register(SwiGLU)
 @registered.register(GeGLU)
 @registered.register(ClampedGLU)
-def _(op: Layer, site: Site) -> nn.Module:
-    return layers.FeedForward(site, site.with_(**feed_forward(op)))
+def _(op: Layer, context: BuildContext) -> nn.Module:
+    return layers.FeedForward(context, context.layer_config(**feed_forward(op)))
 
 
 @registered.register
-def _(op: MoE, site: Site) -> nn.Module | None:
+def _(op: MoE, context: BuildContext) -> nn.Module | None:
     expert, shared = feed_forward(op.expert), {} if op.shared is None else feed_forward(op.shared)
     if not expert or (op.shared is not None and shared.get("add_bias_linear", True)):
         return None
-    if expert["add_bias_linear"] and site.grid.layout.etp > 1:
+    if expert["add_bias_linear"] and context.groups.layout.etp > 1:
         return None  # each device of etp would add the bias of all of them
-    config = site.with_(
+    config = context.layer_config(
         **expert,
         num_moe_experts=op.experts,
         moe_ffn_hidden_size=expert["ffn_hidden_size"],
@@ -155,8 +155,10 @@ def _(op: MoE, site: Site) -> nn.Module | None:
     return Mixture(
         op,
         config,
-        site.with_(**shared, moe_shared_expert_intermediate_size=shared["ffn_hidden_size"]) if shared else None,
-        site.grid,
+        context.layer_config(**shared, moe_shared_expert_intermediate_size=shared["ffn_hidden_size"])
+        if shared
+        else None,
+        context.groups,
     )
 
 

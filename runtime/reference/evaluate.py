@@ -41,13 +41,13 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.ops.attend import along
 
+from .attention_scores import scored
 from .routing import (
     busiest,
     chosen,
     combined,
     routed,
 )
-from .scores import scored
 from .tensors import (
     axis,
     broadcast,

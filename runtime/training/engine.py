@@ -29,12 +29,14 @@ from megaloom.dsl import (
 )
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.megatron import device
-from megaloom.runtime.megatron.build_context import survey
-from megaloom.runtime.megatron.process_groups import Grid, lay
+from megaloom.runtime.megatron.build_context import make_build_context
+from megaloom.runtime.megatron.process_groups import ProcessGroups, create_process_groups
+from megaloom.runtime.modules import parameters
+from megaloom.runtime.modules.initial_weights import initial_weight
 
-from . import optimization, state, weights
-from .initial_weights import initial
-from .model_chunk import Stage
+from . import optimizer as optimization
+from . import optimizer_state
+from .model_chunk import ModelChunk
 from .recipe import Recipe
 
 Batch = Callable[[int], Tensor]  # sample i of a global batch: int64 token ids [seq + 1]
@@ -56,7 +58,7 @@ class Engine:
     plan: Plan
     graph: Graph
     recipe: Recipe
-    grid: Grid
+    groups: ProcessGroups
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
@@ -73,25 +75,25 @@ class Engine:
         torch.distributed must be up with as many ranks as the plan has. Raises UserError for a model that the
         runtime cannot train.
         """
-        g, grid = graph(model), lay(plan.layout)
-        site = survey(g, plan.layout, plan.workload, grid)
-        config = site.config
+        g, groups = graph(model), create_process_groups(plan.layout)
+        context = make_build_context(g, plan.layout, plan.workload, groups)
+        config = context.config
         tensor_parallel.model_parallel_cuda_manual_seed(recipe.seed)
-        mine = [s for s in plan.stages if s.rank == grid.pp]
-        stages = [Stage(g, s, site) for s in sorted(mine, key=lambda s: s.chunk)]
+        mine = [s for s in plan.stages if s.rank == groups.pp_rank]
+        stages = [ModelChunk(g, s, context) for s in sorted(mine, key=lambda s: s.chunk)]
 
         def draw(slot: Slot, index: int | None) -> Tensor:
-            return initial(slot, recipe.seed, index)
+            return initial_weight(slot, recipe.seed, index)
 
         for stage in stages:
-            for node, module in stage.placed():
-                full = weights.of_node(node, module, draw, grid)
-                weights.fill(module, full, grid)
-        chunks = optimization.replicate(stages, config, grid)
-        optimizer = optimization.optimizer(recipe, chunks, config, grid)
+            for node, module in stage.node_modules():
+                full = parameters.node_parameters(node, module, draw, groups)
+                parameters.fill_shards(module, full, groups)
+        chunks = optimization.replicate(stages, config, groups)
+        optimizer = optimization.optimizer(recipe, chunks, config, groups)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = optimizer.scale_loss
-        return cls(plan, g, recipe, grid, chunks, optimizer, optimization.schedule(recipe, optimizer))
+        return cls(plan, g, recipe, groups, chunks, optimizer, optimization.schedule(recipe, optimizer))
 
     def step(self, batch: Batch) -> StepResult:
         """Train on one global batch; `batch(i)` is asked for this rank's samples alone."""
@@ -134,7 +136,7 @@ class Engine:
             forward_only=forward_only,
         )
         total = torch.zeros(2, dtype=torch.float64, device=device.current())
-        if self.grid.last and self.grid.tp == 0:
+        if self.groups.is_last_stage and self.groups.tp_rank == 0:
             for loss in losses:
                 total += loss["sum_and_tokens"]
         dist.all_reduce(total)
@@ -145,7 +147,7 @@ class Engine:
         which samples share a micro-batch does not depend on dp."""
         layout = self.plan.layout
         for k in range(micro):
-            start = (k * layout.dp + self.grid.dp) * layout.micro_batch
+            start = (k * layout.dp + self.groups.dp_rank) * layout.micro_batch
             x = torch.stack([batch(start + j) for j in range(layout.micro_batch)]).to(device.current())
             yield get_batch_on_this_cp_rank({"tokens": x[:, :-1].contiguous(), "labels": x[:, 1:].contiguous()})
 
@@ -158,30 +160,30 @@ class Engine:
         Ranks of one tensor-parallel group begin with one seed: what all of them hold is masked alike. What each holds
         for itself is drawn under megatron-core's tracker, which adds their rank.
         """
-        place = (self.done, self.grid.dp, self.grid.cp, self.grid.pp)
+        place = (self.done, self.groups.dp_rank, self.groups.cp_rank, self.groups.pp_rank)
         (seed,) = np.random.SeedSequence((self.recipe.seed, *place)).generate_state(1)
         tensor_parallel.model_parallel_cuda_manual_seed(int(seed), force_reset_rng=True)
 
     @property
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[ModelChunk]:
         """This rank's chunks of the model, without their wrappers."""
         return [chunk.module for chunk in self.chunks]
 
     def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
         """Everything that training needs to go on, for megatron.core.dist_checkpointing: names, types and global
         shapes that no plan changes, with this rank's shares, or to load with room for them."""
-        return {**state.sharded(self._parameters(), self.optimizer, loading=loading), "done": self.done}
+        return {**optimizer_state.sharded(self._parameters(), self.optimizer, loading=loading), "done": self.done}
 
     def load_state(self, loaded: dict[str, Any]) -> None:
         """Go on from what `sharded_state(loading=True)` was filled with."""
         for stage in self.stages:
             stage.load(loaded["model"])
-        state.restore(loaded, self._parameters(), self.optimizer, steps=loaded["done"])
+        optimizer_state.restore(loaded, self._parameters(), self.optimizer, steps=loaded["done"])
         self.scheduler.step(loaded["done"] - self.done)
 
     def _parameters(self) -> dict[str, Any]:
         """This rank's shares of the model's parameters, by name."""
-        meta = {"dp_cp_group": self.grid.groups.dp_cp}
+        meta = {"dp_cp_group": self.groups.collection.dp_cp}
         return {k: v for s in self.stages for k, v in s.sharded_state_dict(metadata=meta).items()}
 
     def peak_memory(self) -> int:

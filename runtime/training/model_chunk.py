@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from megaloom.dsl import Graph, Node, Unembed
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.plans import Stage as Chunk
+from megaloom.planner.contract.plans import Stage
 from megaloom.planner.rules.capabilities import shared
-from megaloom.runtime.megatron.build_context import Site
+from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.recompute import Repeating, Repeats
 from megaloom.runtime.modules import fused, registry
 
@@ -54,23 +54,23 @@ class Segment:
         )
 
 
-class Stage(MegatronModule):
+class ModelChunk(MegatronModule):
     """The nodes [start, stop) of a graph. Called with token ids and labels [batch, seq] of this rank's positions;
     returns hidden states, or on the last stage the loss of each token [batch, seq] in fp32.
     """
 
-    def __init__(self, graph: Graph, chunk: Chunk, site: Site) -> None:
-        super().__init__(site.config)
-        self.graph, self.grid = graph, site.grid
+    def __init__(self, graph: Graph, stage: Stage, context: BuildContext) -> None:
+        super().__init__(context.config)
+        self.graph, self.groups = graph, context.groups
         self.model_type = ModelType.encoder_or_decoder
-        self.vp_stage = chunk.chunk if site.grid.layout.vpp > 1 else None
-        self.pre_process, self.post_process = chunk.start == 0, chunk.stop == len(graph.nodes)
-        self.reads = () if self.pre_process else graph.crossing[chunk.start]
-        self.writes = graph.outputs if self.post_process else graph.crossing[chunk.stop]
-        nodes = [n for n in graph.nodes[chunk.start : chunk.stop] if not n.input]
-        self.segments = segments(nodes, self.writes, site.grid.layout)
-        self.repeats = Repeats.of(nodes, site.grid.layout.modules)
-        self.modules_of = nn.ModuleDict({_key(n): registry.module(n, site) for n in nodes})
+        self.vp_stage = stage.chunk if context.groups.layout.vpp > 1 else None
+        self.pre_process, self.post_process = stage.start == 0, stage.stop == len(graph.nodes)
+        self.reads = () if self.pre_process else graph.crossing[stage.start]
+        self.writes = graph.outputs if self.post_process else graph.crossing[stage.stop]
+        nodes = [n for n in graph.nodes[stage.start : stage.stop] if not n.input]
+        self.segments = segments(nodes, self.writes, context.groups.layout)
+        self.repeats = Repeats.of(nodes, context.groups.layout.modules)
+        self.modules_of = nn.ModuleDict({_key(n): registry.module(n, context) for n in nodes})
         self.received: Tensor | None = None
         self.tie = tied(graph)
         self.share_embeddings_and_output_weights = self.tie is not None
@@ -104,7 +104,7 @@ class Stage(MegatronModule):
                 return module.weight
         return None
 
-    def placed(self) -> Iterator[tuple[Node, nn.Module]]:
+    def node_modules(self) -> Iterator[tuple[Node, nn.Module]]:
         """The nodes of this stage, each with its module."""
         for s in self.segments:
             for n in s.nodes:
@@ -130,7 +130,7 @@ class Stage(MegatronModule):
         """The loss of each token. Of logits in fp32 megatron-core makes what it keeps, in their place."""
         if logits.dtype is torch.float32:
             return vocab_parallel_cross_entropy(logits, labels)
-        return fused.cross_entropy(logits, labels, self.grid.groups.tp)
+        return fused.cross_entropy(logits, labels, self.groups.collection.tp)
 
     def _through(self, segment: Segment, *given: Tensor) -> tuple[Tensor, ...]:
         """What a segment writes, from what it reads."""
@@ -148,7 +148,7 @@ class Stage(MegatronModule):
         """Each parameter under its layout-independent name, with this rank's share of it."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         out: dict[str, Any] = {}
-        for n, module in self.placed():
+        for n, module in self.node_modules():
             key = f"{prefix}{n.name}."
             if isinstance(n.op, Unembed):
                 out |= self._logits_state(n, module, key, metadata)
@@ -158,7 +158,7 @@ class Stage(MegatronModule):
 
     def _state(self, module: nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: dict[str, Any]) -> Any:
         """The parameters of a module: as megatron-core's says, else by the marks that a divided parameter has."""
-        groups = {"tp_group": self.grid.groups.tp, "dp_cp_group": metadata["dp_cp_group"]}
+        groups = {"tp_group": self.groups.collection.tp, "dp_cp_group": metadata["dp_cp_group"]}
         if hasattr(module, "sharded_state_dict"):
             return sharded_state_dict_default(module, prefix, offsets, metadata, tp_group=groups["tp_group"])
         held = module.state_dict(keep_vars=True)
@@ -170,14 +170,14 @@ class Stage(MegatronModule):
 
     def _expert_state(self, key: str, p: Tensor) -> ShardedTensor:
         """The weight of the experts that this rank holds, the first of its dims, as a body keeps it."""
-        x, divided = self.grid.layout, getattr(p, "partition_dim", -1)
-        places = [(0, self.grid.ep, x.ep), *([(divided, self.grid.etp, x.etp)] if divided >= 0 else [])]
-        replica = (0, 0 if divided >= 0 else self.grid.etp, self.grid.groups.expt_dp.rank())
+        x, divided = self.groups.layout, getattr(p, "partition_dim", -1)
+        places = [(0, self.groups.ep_rank, x.ep), *([(divided, self.groups.etp_rank, x.etp)] if divided >= 0 else [])]
+        replica = (0, 0 if divided >= 0 else self.groups.etp_rank, self.groups.collection.expt_dp.rank())
         return ShardedTensor.from_rank_offsets(key, p, *places, replica_id=replica)
 
     def load(self, state: dict[str, Any]) -> None:
         """Take the parameters that `sharded_state_dict` named, as read from a checkpoint."""
-        for n, module in self.placed():
+        for n, module in self.node_modules():
             prefix = f"{n.name}."
             own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
             module.load_state_dict(own, strict=not self._borrows(n))
@@ -188,7 +188,7 @@ class Stage(MegatronModule):
 
     def _logits_state(self, node: Node, module: nn.Module, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
         """The table of the logits, and their bias: padded by layout. A tied table is a replica of the embedding's."""
-        groups = {"tp_group": self.grid.groups.tp, "dp_cp_group": metadata["dp_cp_group"]}
+        groups = {"tp_group": self.groups.collection.tp, "dp_cp_group": metadata["dp_cp_group"]}
         out: dict[str, Any] = {}
         for name, p in module.named_parameters():
             key, replica = f"{prefix}{name}", {}
@@ -209,7 +209,10 @@ def _key(node: Node) -> str:
 
 
 def tied(graph: Graph) -> tuple[Node, Node] | None:
-    """The embedding and the logits that share a table, if they do; `survey` has seen to it that nothing else does."""
+    """Return the embedding and the logits that share one table, or None.
+
+    No other nodes share weights: `make_build_context` refuses them.
+    """
     for embed, unembed in shared(graph).values():
         return embed, unembed
     return None

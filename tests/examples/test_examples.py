@@ -13,8 +13,8 @@ from megaloom.dsl.catalog import find
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
+from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
-from megaloom.runtime.training.initial_weights import initial
 
 
 def test_a_mixtral_token_uses_two_experts() -> None:
@@ -40,7 +40,7 @@ def test_a_new_model_knows_nothing_and_learns(m: Model) -> None:
     g = graph(m)
     vocab = g.nodes[-1].shape["vocab"].known
     text = torch.randint(vocab, (16, 17), generator=torch.Generator().manual_seed(0))
-    weights = {name: initial(s, seed=1).requires_grad_() for name, s in g.weights.items()}
+    weights = {name: initial_weight(s, seed=1).requires_grad_() for name, s in g.weights.items()}
 
     def loss() -> torch.Tensor:
         (logits,) = interpret(m, weights, {"tokens": text[:, :-1]})

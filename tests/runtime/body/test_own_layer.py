@@ -22,9 +22,9 @@ from megaloom.planner.contract.layout import Layout, Recompute
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
+from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
 from megaloom.runtime.training import verify
-from megaloom.runtime.training.initial_weights import initial
 from tests.support.paths import SUPPORT
 
 FILE = SUPPORT / "own_models.py"
@@ -99,7 +99,7 @@ def curves(plans: list[Plan]) -> list[Curve]:
 def declared(plan: Plan) -> tuple[float, float]:
     """The first of these by the oracle."""
     m, _ = find(plan.model)
-    weights = {k: initial(s, SEED).requires_grad_(s.trained) for k, s in graph(m).weights.items()}
+    weights = {k: initial_weight(s, SEED).requires_grad_(s.trained) for k, s in graph(m).weights.items()}
     x = torch.stack([sample(i) for i in range(BATCH)])
     (logits,) = interpret(m, weights, {"tokens": x[:, :-1]})
     loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
@@ -146,12 +146,12 @@ class Wordless(Layer):
     def body(self, x: Value, /, **side: Value) -> Value:
         return x
 
-    def module(self, site: object) -> torch.nn.Module:
+    def module(self, context: object) -> torch.nn.Module:
         return torch.nn.Identity()
 
 
 def test_a_module_must_say_what_its_parameters_are_made_of() -> None:
-    from megaloom.runtime.training.weights import Weights, parameters
+    from megaloom.runtime.modules.parameters import Weights, parameters
 
     with pytest.raises(UserError, match=r"Wordless\(\) has a torch module of its own, .*\nwrite a method parameters"):
         parameters(Wordless(), Weights({}, lambda slot, index: torch.empty(0), range(0)))

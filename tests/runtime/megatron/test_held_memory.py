@@ -43,7 +43,7 @@ from megaloom.planner.contract.layout import (
     Recompute,
     Workload,
 )
-from megaloom.planner.contract.plans import Stage as Chunk
+from megaloom.planner.contract.plans import Stage
 from megaloom.planner.hardware.names import cluster
 from megaloom.planner.search.pricing import price
 from megaloom.runtime.launch import launcher
@@ -126,16 +126,16 @@ def measured() -> dict[tuple[str, str], tuple[int, int]]:
     """Of each case what is kept for the backward pass, and the most that is held within both."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from megaloom.runtime.megatron.build_context import survey
-    from megaloom.runtime.megatron.process_groups import lay
-    from megaloom.runtime.training.model_chunk import Stage
+    from megaloom.runtime.megatron.build_context import make_build_context
+    from megaloom.runtime.megatron.process_groups import create_process_groups
+    from megaloom.runtime.training.model_chunk import ModelChunk
 
-    first, found = lay(Layout(micro_batch=BATCH)), {}
+    first, found = create_process_groups(Layout(micro_batch=BATCH)), {}
     model_parallel_cuda_manual_seed(0)
     for name, recompute in CASES:
         g, layout = graph(MODELS[name]), Layout(micro_batch=BATCH, recompute=recompute)
-        whole = Chunk(rank=0, chunk=0, start=0, stop=len(g.nodes), params=0, forward_seconds=0.0, backward_seconds=0.0)
-        stage = Stage(g, whole, survey(g, layout, WORK, evolve(first, layout=layout)))
+        whole = Stage(rank=0, chunk=0, start=0, stop=len(g.nodes), params=0, forward_seconds=0.0, backward_seconds=0.0)
+        stage = ModelChunk(g, whole, make_build_context(g, layout, WORK, evolve(first, layout=layout)))
         for p in stage.parameters():
             torch.nn.init.normal_(p, std=0.02)
             p.grad = torch.zeros_like(p)

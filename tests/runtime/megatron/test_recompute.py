@@ -15,7 +15,7 @@ from megaloom.planner.contract.layout import (
     Recompute,
     Workload,
 )
-from megaloom.planner.contract.plans import Stage as Chunk
+from megaloom.planner.contract.plans import Stage
 from megaloom.runtime.launch import launcher
 from tests.support.paths import SUPPORT
 
@@ -43,9 +43,9 @@ def alive(names: set[str]) -> dict[tuple[str, str], int]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    from megaloom.runtime.megatron.build_context import survey
-    from megaloom.runtime.megatron.process_groups import lay
-    from megaloom.runtime.training.model_chunk import Stage
+    from megaloom.runtime.megatron.build_context import make_build_context
+    from megaloom.runtime.megatron.process_groups import create_process_groups
+    from megaloom.runtime.training.model_chunk import ModelChunk
 
     class Watch(TorchDispatchMode):
         """Every storage that an operation has made, by its address; it keeps none alive."""
@@ -74,12 +74,12 @@ def alive(names: set[str]) -> dict[tuple[str, str], int]:
         for module in ("", *(m for n, m in CASES if n == name)):
             again = {"recompute": Recompute.SELECTIVE, "recompute_modules": (module,)} if module else {}
             layout, load = Layout(**again), Workload(seq=SEQ, batch=BATCH, precision=Precision.FP32)
-            grid = lay(layout)
+            groups = create_process_groups(layout)
             model_parallel_cuda_manual_seed(0)
-            chunk = Chunk(
+            chunk = Stage(
                 rank=0, chunk=0, start=0, stop=len(g.nodes), params=0, forward_seconds=0.0, backward_seconds=0.0
             )
-            stage = Stage(g, chunk, survey(g, layout, load, grid))
+            stage = ModelChunk(g, chunk, make_build_context(g, layout, load, groups))
             torch.manual_seed(0)
             for p in stage.parameters():
                 torch.nn.init.normal_(p, std=0.02)

@@ -25,7 +25,7 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.planner.contract.layout import Layout, Precision, Workload
-from megaloom.planner.contract.plans import Stage as Chunk
+from megaloom.planner.contract.plans import Stage
 from megaloom.runtime.launch import launcher
 
 SEQ = 32
@@ -92,22 +92,22 @@ def messages() -> dict[str, str]:
     """On the only rank: what is said of each model."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from megaloom.runtime.megatron.build_context import survey
-    from megaloom.runtime.megatron.process_groups import lay
-    from megaloom.runtime.training.model_chunk import Stage
+    from megaloom.runtime.megatron.build_context import make_build_context
+    from megaloom.runtime.megatron.process_groups import create_process_groups
+    from megaloom.runtime.training.model_chunk import ModelChunk
 
     layout, load = Layout(), Workload(seq=SEQ, batch=2, precision=Precision.FP32)
-    grid, said = lay(layout), {}
+    groups, said = create_process_groups(layout), {}
     model_parallel_cuda_manual_seed(0)
     for what, (refused, _) in REFUSED.items():
         g = graph(refused)
-        whole = Chunk(rank=0, chunk=0, start=0, stop=len(g.nodes), params=0, forward_seconds=0.0, backward_seconds=0.0)
+        whole = Stage(rank=0, chunk=0, start=0, stop=len(g.nodes), params=0, forward_seconds=0.0, backward_seconds=0.0)
         with pytest.raises(UserError) as raised:
-            Stage(g, whole, survey(g, layout, load, grid))
+            ModelChunk(g, whole, make_build_context(g, layout, load, groups))
         said[what] = str(raised.value)
     narrow = Workload(seq=SEQ, batch=2, precision=Precision.FP8)
     with pytest.raises(UserError) as raised:
-        survey(graph(lm(RMSNorm())), layout, narrow, grid)
+        make_build_context(graph(lm(RMSNorm())), layout, narrow, groups)
     said["precision"] = str(raised.value)
     return said
 

@@ -13,8 +13,8 @@ from megaloom.planner.contract.layout import Layout, Recompute
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
+from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
-from megaloom.runtime.training.initial_weights import initial
 from tests.support.paths import SUPPORT
 
 SEQ, BATCH, VOCAB = 32, 4, 127
@@ -33,7 +33,7 @@ def declared(plan: Plan) -> tuple[list[float], list[float]]:
     """Losses by the layers' own mathematics, and norms of the gradients, balancing losses included."""
     m, _ = find(plan.model)
     slots = graph(m).weights
-    weights = {k: initial(s, RECIPE.seed).requires_grad_(s.trained) for k, s in slots.items()}
+    weights = {k: initial_weight(s, RECIPE.seed).requires_grad_(s.trained) for k, s in slots.items()}
     optimizer = adamw({k: w for k, w in weights.items() if slots[k].trained})
     mixtures = [n for n in graph(m).nodes if isinstance(n.op, MoE)]
     watched = model(m.name, *m.outputs, *(n.value.args[0] for n in mixtures))

@@ -24,7 +24,7 @@ def sample(i: int) -> torch.Tensor:
 @pytest.mark.parametrize(("steps", "warmup"), [(10, 0), (10, 4), (3, 20)])
 def test_the_learning_rate_warms_up_and_goes_down_a_cosine(steps: int, warmup: int) -> None:
     device.prepare()
-    from megaloom.runtime.training.optimization import schedule
+    from megaloom.runtime.training.optimizer import schedule
 
     optimizer = torch.optim.SGD([torch.zeros(1)])
     scheduler = schedule(Recipe(steps=steps, warmup=warmup, lr=0.5, min_lr=0.1), optimizer)
@@ -74,8 +74,8 @@ def masks(plan: Plan) -> tuple[tuple[int, ...], list[bytes]]:
                 module.register_forward_hook(lambda module, args, out: kept.append((out != 0).numpy().tobytes()))
     for _ in range(2):
         engine.step(sample)
-    grid = engine.grid
-    return (grid.dp, grid.cp, grid.pp, grid.tp), kept
+    groups = engine.groups
+    return (groups.dp_rank, groups.cp_rank, groups.pp_rank, groups.tp_rank), kept
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2, tp=2), Layout(cp=2), Layout(pp=2), Layout(pp=2, vpp=2), TP2], ids=str)

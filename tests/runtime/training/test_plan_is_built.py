@@ -37,18 +37,18 @@ def built(plans: dict[str, Plan]) -> dict[str, list[int]]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from megaloom.runtime.megatron.build_context import survey
-    from megaloom.runtime.megatron.process_groups import lay
-    from megaloom.runtime.training.model_chunk import Stage
+    from megaloom.runtime.megatron.build_context import make_build_context
+    from megaloom.runtime.megatron.process_groups import create_process_groups
+    from megaloom.runtime.training.model_chunk import ModelChunk
 
     out = {}
     for what, plan in plans.items():
         m, _ = find(plan.model)
-        g, grid = graph(m), lay(plan.layout)
-        site = survey(g, plan.layout, plan.workload, grid)
+        g, groups = graph(m), create_process_groups(plan.layout)
+        context = make_build_context(g, plan.layout, plan.workload, groups)
         model_parallel_cuda_manual_seed(0)
-        mine = [chunk for chunk in plan.stages if chunk.rank == grid.pp]
-        stages = [Stage(g, chunk, site) for chunk in mine]
+        mine = [chunk for chunk in plan.stages if chunk.rank == groups.pp_rank]
+        stages = [ModelChunk(g, chunk, context) for chunk in mine]
         out[what] = [sum(p.numel() for p in stage.parameters()) for stage in stages]
         parallel_state.destroy_model_parallel()
     return out

@@ -17,7 +17,7 @@ import torch
 from megaloom.dsl import Slot, Weight
 
 
-def initial(slot: Slot, seed: int, index: int | None = None) -> torch.Tensor:
+def initial_weight(slot: Slot, seed: int, index: int | None = None) -> torch.Tensor:
     """The unsplit float32 values that a weight starts with, of dims `slot.dims`, normal with its mean and std.
 
     With `index`, one copy alone (dims `slot.value.shape`), drawn without the others; copies are counted through

@@ -19,20 +19,22 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megaloom.planner.contract.layout import Overlap
-from megaloom.runtime.megatron.process_groups import Grid
+from megaloom.runtime.megatron.process_groups import ProcessGroups
 
-from .model_chunk import Stage
+from .model_chunk import ModelChunk
 from .recipe import Recipe
 
 
-def replicate(stages: list[Stage], config: TransformerConfig, grid: Grid) -> list[DistributedDataParallel]:
+def replicate(
+    stages: list[ModelChunk], config: TransformerConfig, groups: ProcessGroups
+) -> list[DistributedDataParallel]:
     """The stages with their gradients in contiguous fp32 buffers, added up over the data-parallel ranks in pieces.
 
     Where that overlaps, a piece is on its way as soon as the last micro-batch has gone back through it. `config` learns
     of it: before that micro-batch the schedules hold the exchange back. Where the gathering of weights does, each
     module waits for its own before it runs, be it in training, in evaluation, or the first time after a load.
     """
-    x, several = grid.layout, grid.layout.dp * grid.layout.cp > 1
+    x, several = groups.layout, groups.layout.dp * groups.layout.cp > 1
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=x.distributed_optimizer,
@@ -43,7 +45,7 @@ def replicate(stages: list[Stage], config: TransformerConfig, grid: Grid) -> lis
     chunks = [DistributedDataParallel(config, ddp, s, disable_bucketing=i > 0) for i, s in enumerate(stages)]
     for stage, chunk in zip(stages, chunks, strict=True):
         if chunk.use_forward_hook:
-            for _, module in stage.placed():
+            for _, module in stage.node_modules():
                 module.register_forward_pre_hook(partial(_wait, chunk))
     if ddp.overlap_param_gather and ddp.align_param_gather:  # schedules ask for a chunk while they run the one before
         config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
@@ -60,7 +62,7 @@ def _wait(chunk: DistributedDataParallel, module: nn.Module, _: Any) -> None:
 
 
 def optimizer(
-    recipe: Recipe, chunks: list[DistributedDataParallel], config: TransformerConfig, grid: Grid
+    recipe: Recipe, chunks: list[DistributedDataParallel], config: TransformerConfig, groups: ProcessGroups
 ) -> MegatronOptimizer:
     """AdamW on fp32 master weights; its state is split over the data-parallel ranks if the layout says so."""
     return get_megatron_optimizer(
@@ -75,7 +77,7 @@ def optimizer(
             clip_grad=recipe.clip_grad,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
-            use_distributed_optimizer=grid.layout.distributed_optimizer,
+            use_distributed_optimizer=groups.layout.distributed_optimizer,
             overlap_param_gather=any(chunk.use_forward_hook for chunk in chunks),
         ),
         chunks,

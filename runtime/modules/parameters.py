@@ -35,7 +35,7 @@ from megaloom.dsl import (
     UserError,
 )
 from megaloom.runtime.body.body_module import Body
-from megaloom.runtime.megatron.process_groups import Grid
+from megaloom.runtime.megatron.process_groups import ProcessGroups
 
 Draw = Callable[[Slot, int | None], Tensor]  # the full weight of a slot, or of one copy of it
 Parameters = dict[str, Tensor]
@@ -162,40 +162,44 @@ def _(op: MoE, w: Weights) -> Parameters:
     return out
 
 
-def of_node(node: Node, module: nn.Module, draw: Draw, grid: Grid) -> Parameters:
+def node_parameters(node: Node, module: nn.Module, draw: Draw, groups: ProcessGroups) -> Parameters:
     """The full parameters of a node's module, its experts those that this rank holds; a body's are the weights."""
     slots = {s.name.removeprefix(node.name + "."): s for s in node.weights}
     if isinstance(module, Body):
-        return {name: _held(s, draw, grid, apart=name in module.of_experts) for name, s in slots.items()}
+        return {name: _held(s, draw, groups, apart=name in module.of_experts) for name, s in slots.items()}
     held = range(0)
     if isinstance(node.op, MoE):
-        each = node.op.experts // grid.layout.ep
-        held = range(grid.ep * each, (grid.ep + 1) * each)
+        each = node.op.experts // groups.layout.ep
+        held = range(groups.ep_rank * each, (groups.ep_rank + 1) * each)
     return parameters(node.op, Weights(slots, draw, held))
 
 
-def _held(slot: Slot, draw: Draw, grid: Grid, *, apart: bool) -> Tensor:
+def _held(slot: Slot, draw: Draw, groups: ProcessGroups, *, apart: bool) -> Tensor:
     """The full weight of a body; of experts, those that this rank holds."""
-    if not apart or grid.layout.ep == 1:
+    if not apart or groups.layout.ep == 1:
         return draw(slot, None)
     dims = [d.known for d in slot.outer]
-    count = prod(dims) // grid.layout.ep
-    held = [draw(slot, i) for i in range(grid.ep * count, (grid.ep + 1) * count)]
-    return torch.stack(held).unflatten(0, (dims[0] // grid.layout.ep, *dims[1:]))
+    count = prod(dims) // groups.layout.ep
+    held = [draw(slot, i) for i in range(groups.ep_rank * count, (groups.ep_rank + 1) * count)]
+    return torch.stack(held).unflatten(0, (dims[0] // groups.layout.ep, *dims[1:]))
 
 
 @torch.no_grad()
-def fill(module: nn.Module, full: Parameters, grid: Grid) -> None:
+def fill_shards(module: nn.Module, full: Parameters, groups: ProcessGroups) -> None:
     """Give each of a module's parameters this rank's share of its full value; also those buffers that have one."""
     own = dict(module.named_parameters())
     own |= {name: b for name, b in module.named_buffers() if name in full}
     assert own.keys() == full.keys(), f"{type(module).__name__} has {own.keys()}, the layer {full.keys()}"
     for name, p in own.items():
-        rank, size = (grid.tp, grid.layout.tp) if getattr(p, "allreduce", True) else (grid.etp, grid.layout.etp)
-        p.copy_(share(full[name], p, rank, size))
+        rank, size = (
+            (groups.tp_rank, groups.layout.tp)
+            if getattr(p, "allreduce", True)
+            else (groups.etp_rank, groups.layout.etp)
+        )
+        p.copy_(rank_shard(full[name], p, rank, size))
 
 
-def share(full: Tensor, p: Tensor, rank: int, size: int) -> Tensor:
+def rank_shard(full: Tensor, p: Tensor, rank: int, size: int) -> Tensor:
     """This rank's share of a full parameter, by the marks that megatron-core's layers leave on theirs.
 
     `partition_dim` is the dimension that is split; a `partition_stride` of 2 means two parts (gate and up), each
