@@ -13,7 +13,7 @@ OWN_TORCH ?= $(shell $(PYTHON) -c 'import pathlib, torch; assert torch.cuda.is_a
     print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types unit format clean .venv
+.PHONY: help train test lint types unit parity format clean .venv
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -33,6 +33,9 @@ types: .venv  ## mypy, strict for dsl, planner and examples
 
 unit: $(VENV)/.parity  ## pytest alone (ARGS="-n0 -k ..." for options)
 	$(BIN)/python -m pytest $(ARGS)
+
+parity: .venv  ## slow, drawn campaigns: the golden predictions (all of them)
+	$(BIN)/python -m tests.support.golden --check
 
 format: .venv  ## rewrite the sources as lint wants them
 	$(BIN)/python -m ruff check --fix .

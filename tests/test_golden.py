@@ -1,0 +1,43 @@
+"""Checks that predictions are those recorded in tests/golden/predictions; MEGALOOM_GOLDEN=all checks all of them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from .support.golden import PLANS, VALIDATION, differences, plans, read, report, validation
+from .support.golden_cases import CASES, QUICK, Case
+
+ALL = os.environ.get("MEGALOOM_GOLDEN") == "all"
+
+
+@pytest.mark.parametrize("case", CASES if ALL else QUICK, ids=lambda case: case.name)
+def test_plans_are_as_recorded(case: Case) -> None:
+    recorded = read(PLANS)
+    lines = differences({case.name: recorded[case.name]}, plans([case]))
+    assert not lines, report(lines)
+
+
+def test_every_recorded_plan_has_a_case() -> None:
+    assert set(read(PLANS)) == {case.name for case in CASES}
+    assert len(CASES) == len({case.name for case in CASES})
+
+
+@pytest.mark.skipif(not ALL, reason="predicts every published run: set MEGALOOM_GOLDEN=all")
+def test_published_runs_are_predicted_as_recorded() -> None:
+    lines = differences(read(VALIDATION), validation())
+    assert not lines, report(lines)
+
+
+def test_differences_are_named() -> None:
+    before = {"a": {"step_seconds": 1.0, "stages": [[0, 2]], "layout": {"tp": 2}}, "b": {"skipped": True}}
+    assert differences(before, before) == []
+    close = {**before, "a": {**before["a"], "step_seconds": 1.0 + 1e-12}}
+    assert differences(before, close) == []
+    now = {"a": {"step_seconds": 1.00001, "stages": [[0, 2]], "layout": {"tp": 4}}}
+    assert differences(before, now) == [
+        "a: layout.tp: 2 before, 4 now",
+        "a: step_seconds: 1.0 before, 1.00001 now",
+        "b: skipped: True before, 'absent' now",
+    ]
