@@ -79,15 +79,15 @@ MEMORY = {
 
 def search(case: Case) -> dict[str, Any]:
     """Plan a case and return its record; without a plan the record says so."""
+    from megaloom.dsl.catalog import find
     from megaloom.dsl.errors import UserError
-    from megaloom.dsl.find import find
     from megaloom.dsl.graph import graph
     from megaloom.planner import Precision, Runtime, Workload, cluster, plan
-    from megaloom.planner.cost.practice import PRACTICES
-    from megaloom.planner.search.field import Field
-    from megaloom.planner.search.misses import checked
-    from megaloom.planner.search.price import Pricer
-    from megaloom.planner.search.whole import blocks
+    from megaloom.planner.cost.framework_profiles import PRACTICES
+    from megaloom.planner.partition.whole_blocks import blocks
+    from megaloom.planner.search.candidates import Field
+    from megaloom.planner.search.infeasible import checked
+    from megaloom.planner.search.pricing import Pricer
 
     model, ref = find(case.model)
     machine, runtime = cluster(case.cluster), Runtime(case.runtime)
@@ -135,7 +135,7 @@ def _layout(layout: Any) -> dict[str, Any]:
 
 def validation(data: Path = DATA) -> dict[str, dict[str, Any]]:
     """Predict every published run and return a record of each; skipped rows are only named."""
-    from megaloom.planner.validate.validate import validate
+    from megaloom.planner.validate.scoring import validate
 
     records: dict[str, dict[str, Any]] = {}
     for name in RUNS:

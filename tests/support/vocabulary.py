@@ -30,58 +30,21 @@ OPENINGS = (
 )
 MESSAGES = {"UserError", "ShapeError", "PlanError", "Refusal", "Violation", "Rule", "Limit", "note", "add_note"}
 
-# The second table of docs/glossary.md: whole identifiers and file stems.
-REPLACED = frozenset(
-    [
-        "rooms",
-        "roomy",
-        "room",
-        "hopeful",
-        "hopeless",
-        "lacks",
-        "atom",
-        "atoms",
-        "place",
-        "places",
-        "line",
-        "sheet",
-        "book",
-        "floors",
-        "floor",
-        "ground",
-        "evens",
-        "practice",
-        "eras",
-        "tail",
-        "cover",
-        "way",
-        "ways",
-        "ahead",
-        "back",
-        "again",
-        "made",
-        "repeats",
-        "frugal",
-        "keep",
-        "keeps",
-        "hop",
-        "hops",
-        "passed",
-        "crossing",
-        "crosses",
-        "turn",
-        "taken",
-        "told",
-        "anatomy",
-        "needs",
-        "site",
-        "grid",
-        "placards",
-        "dealt",
-        "misses",
-        "lying",
-    ]
-)
+GLOSSARY = ROOT / "docs" / "glossary.md"
+
+
+def glossary() -> tuple[dict[str, str], dict[str, str]]:
+    """Return the two tables of docs/glossary.md: each word with its meaning, each replaced word with its replacement.
+
+    A cell may list several words: "cut point, boundary". Remarks in parentheses are left out.
+    """
+    before, after = GLOSSARY.read_text().split("<!-- replaced -->")
+    return _table(before), _table(after)
+
+
+def _table(text: str) -> dict[str, str]:
+    rows = [line.strip("| ").split(" | ", 1) for line in text.splitlines() if line.startswith("| ")][1:]
+    return {word.strip(): right for left, right in rows for word in re.sub(r"\(.*?\)", "", left).split(",")}
 
 
 def sources(folders: list[str]) -> list[Path]:
@@ -120,11 +83,12 @@ def repeated_names(package: str) -> list[str]:
 
 def replaced_names(folders: list[str]) -> list[str]:
     """Return the file stems and public identifiers that are replaced words."""
+    replaced = {word.replace(" ", "_").lower() for word in glossary()[1]}
     out = []
     for path in sources(folders):
         where = path.relative_to(ROOT).as_posix()
-        out += [f"{where}: file name"] if path.stem in REPLACED else []
-        out += [f"{where}: {name}" for name, _ in public(path) if name.rpartition(".")[2].lower() in REPLACED]
+        out += [f"{where}: file name"] if path.stem in replaced else []
+        out += [f"{where}: {name}" for name, _ in public(path) if name.rpartition(".")[2].lower() in replaced]
     return out
 
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from .support.golden import PLANS, VALIDATION, differences, plans, read, report, validation
-from .support.golden_cases import CASES, QUICK, Case
+from tests.support.golden import PLANS, VALIDATION, differences, plans, read, report, validation
+from tests.support.golden_cases import CASES, QUICK, Case
 
 ALL = os.environ.get("MEGALOOM_GOLDEN") == "all"
 
