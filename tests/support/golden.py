@@ -83,7 +83,7 @@ def search(case: Case) -> dict[str, Any]:
     from megaloom.dsl.errors import UserError
     from megaloom.dsl.graph import graph
     from megaloom.planner import Precision, Runtime, Workload, cluster, plan
-    from megaloom.planner.cost.framework_profiles import PRACTICES
+    from megaloom.planner.cost.framework_profiles import PROFILES
     from megaloom.planner.partition.whole_blocks import blocks
     from megaloom.planner.search.candidates import Field
     from megaloom.planner.search.infeasible import checked
@@ -95,7 +95,7 @@ def search(case: Case) -> dict[str, Any]:
     fixed = {LAYOUT[field]: value for field, value in case.fixed.items()}
     if "overlap" in case.fixed:
         fixed["overlaps"] = tuple(OVERLAP[name] for name in case.fixed["overlap"])
-    pricer = Pricer(blocks(graph(model), runtime), machine, workload, PRACTICES[runtime])
+    pricer = Pricer(blocks(graph(model), runtime), machine, workload, PROFILES[runtime])
     legal = Field(pricer, checked(fixed)).count
     try:
         found = plan(model, machine, workload, ref=ref, fixed=fixed, runtime=runtime)
