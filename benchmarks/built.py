@@ -28,7 +28,7 @@ from megaloom.dsl import Graph, graph
 from megaloom.dsl.catalog import find
 from megaloom.planner import Workload, cluster
 from megaloom.planner.contract.plans import Plan, Stage
-from megaloom.planner.cost.memory import static
+from megaloom.planner.cost.memory import state_bytes
 from megaloom.planner.search.search import plan
 from megaloom.runtime.megatron import device
 
@@ -112,7 +112,7 @@ def differences(given: Plan, source: random.Random) -> Iterator[str]:
     for device_rank in range(x.world) if x.world <= FEW else [source.randrange(x.world)]:
         for rank, made in built(given, g, device_rank).items():
             said, planned = given.predicted.nbytes[rank], tuple(s.params for s in of_rank(given, rank))
-            held = static(made.dense, made.experts, x, precision)
+            held = state_bytes(made.dense, made.experts, x, precision)
             pairs = [(made.chunks, planned), *((held[what], said[what]) for what in ("weights", "optimizer"))]
             if wrong := [f"{ours}, planned {theirs}" for ours, theirs in pairs if ours != theirs]:
                 yield f"{given.model} {x} device {device_rank}, pipeline rank {rank}: {'; '.join(wrong)}"

@@ -16,9 +16,9 @@ from megaloom.dsl.graph import graph
 from megaloom.examples.llama3 import llama
 from megaloom.planner.bounds import pipeline
 from megaloom.planner.contract.layout import Layout, Runtime, Workload
-from megaloom.planner.cost.cost_table import AHEAD, BACK
+from megaloom.planner.cost.cost_table import BACKWARD_COLUMNS, FORWARD_COLUMNS
 from megaloom.planner.hardware.names import cluster
-from megaloom.planner.partition.partitioner import Placed
+from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.partition.whole_blocks import blocks
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate import schedule
@@ -28,11 +28,11 @@ BLOCKS = {Runtime.MEGALOOM: (8, 10), Runtime.MEGATRON: (12, 16)}
 ROUNDS = (1, 2, 4, 8)  # micro-batches by rank
 
 
-def lost(placed: Placed) -> float:
+def lost(placed: Partition) -> float:
     """The share of its makespan by which a cut is slower than the best; nothing passes between stages."""
-    x, m, places = placed.layout, placed.fit.microbatches, placed.fit.places
+    x, m, places = placed.layout, placed.problem.microbatches, placed.problem.places
     count = x.pp * x.vpp
-    before = np.concatenate([np.zeros((1, 2)), np.cumsum(_both(placed.fit.sheet.by_node), axis=0)])[places]
+    before = np.concatenate([np.zeros((1, 2)), np.cumsum(_both(placed.problem.table.by_node), axis=0)])[places]
     ways = np.array([(0, *inner, len(places) - 1) for inner in combinations(range(1, len(places) - 1), count - 1)])
     ahead, back = np.moveaxis(before[ways[:, 1:]] - before[ways[:, :-1]], 2, 0)
     bounds = pipeline.ends(ahead, back, np.zeros(ahead.shape), x.pp, np.full(len(ways), m), 0).max(axis=1)
@@ -40,14 +40,14 @@ def lost(placed: Placed) -> float:
     for i in np.argsort(bounds).tolist():
         if bounds[i] >= best:
             break
-        best = min(best, max(schedule.finish(ahead[i].tolist(), back[i].tolist(), none, x.pp, m)))
+        best = min(best, max(schedule.finish_times(ahead[i].tolist(), back[i].tolist(), none, x.pp, m)))
     chosen = _both(placed.sums).T.tolist()
-    return max(schedule.finish(*chosen, none, x.pp, m)) / best - 1
+    return max(schedule.finish_times(*chosen, none, x.pp, m)) / best - 1
 
 
 def _both(sums: np.ndarray) -> np.ndarray:
     """Seconds forward and backward: [..., 2]."""
-    return np.stack([sums[:, AHEAD].sum(axis=1), sums[:, BACK].sum(axis=1)], axis=1)
+    return np.stack([sums[:, FORWARD_COLUMNS].sum(axis=1), sums[:, BACKWARD_COLUMNS].sum(axis=1)], axis=1)
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
             g = blocks(graph(llama("wide", n, heads=32, kv_heads=8, embed=4096, ff=14336)), runtime)
             work = Workload(seq=4096, batch=pp * rounds)
             pricer = Pricer(g, cluster(f"{pp}xH100"), work, headroom=-20)  # all fits
-            found.append(lost(pricer.place(Layout(pp=pp, vpp=vpp))))
+            found.append(lost(pricer.partition(Layout(pp=pp, vpp=vpp))))
         median, most, worst = np.percentile(found, [50, 90, 100])
         print(f"{runtime:<9} {len(found)} pipelines: {median:.1%} in the median, 90 % {most:.1%}, most {worst:.1%}")
 

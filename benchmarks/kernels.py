@@ -118,7 +118,7 @@ def products(on: Device) -> Iterator[Measured]:
     for kind, m, n, k in shapes:
         x, w, dy = random(m, k), random(n, k), random(m, n)
         of = work("dot", 2 * m * n * k, m * k + k * n + m * n, m=m, n=n, k=k)
-        took = kernels.seconds(of, on, Precision.BF16)
+        took = kernels.kernel_seconds(of, on, Precision.BF16)
         parts = parted(of, on)
         out = x.new_empty(m, n), torch.empty_like(x), torch.empty_like(w)
         runs = {
@@ -134,7 +134,7 @@ def products(on: Device) -> Iterator[Measured]:
 def parted(of: Work, on: Device) -> tuple[float, float]:
     """The two products back, apart."""
     return tuple(  # type: ignore[return-value]
-        kernels.seconds(evolve(of, dgrad=dgrad, wgrad=wgrad), on, Precision.BF16).backward
+        kernels.kernel_seconds(evolve(of, dgrad=dgrad, wgrad=wgrad), on, Precision.BF16).backward
         for dgrad, wgrad in ((of.dgrad, 0), (0, of.wgrad))
     )
 
@@ -145,7 +145,7 @@ def grouped(on: Device) -> Iterator[Measured]:
         x, w, dy = random(count * m, k), random(count, n, k), random(count * m, n)
         ends = torch.arange(m, count * m + 1, m, device="cuda", dtype=torch.int32)
         of = work("dot", 2 * count * m * n * k, count * (m * k + k * n + m * n), count=count, m=m, n=n, k=k)
-        took = kernels.seconds(of, on, Precision.BF16).forward
+        took = kernels.kernel_seconds(of, on, Precision.BF16).forward
         runs = {
             "y": (lambda a=x, b=w, e=ends: torch._grouped_mm(a, b.transpose(1, 2), offs=e)),
             "dx": (lambda a=dy, b=w, e=ends: torch._grouped_mm(a, b, offs=e)),
@@ -166,7 +166,7 @@ def attention(on: Device) -> Iterator[Measured]:
             dy = random(batch, heads, seq, channels)
             flops = 4 * batch * heads * seq * seq * channels // (2 if causal else 1)
             of = work("attend", flops, 2 * (q.numel() + k.numel()), count=batch * heads, m=seq, n=seq, k=channels)
-            took = kernels.seconds(of, on, Precision.BF16)
+            took = kernels.kernel_seconds(of, on, Precision.BF16)
 
             def ahead(q: Tensor = q, k: Tensor = k, v: Tensor = v, causal: bool = causal, few: int = few) -> Tensor:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=few != q.shape[1])
@@ -186,7 +186,7 @@ def chains(on: Device) -> Iterator[Measured]:
     for tokens, width in ((4096, 768), (16384, 768), (4096, 2048), (16384, 2048), (4096, 8192), (16384, 8192)):
         for name, kind, elements, run, leaves in layers(tokens, width):
             of = work(kind, 0, elements, path="mul" if name == "swiglu" else "")  # a gate, by its path
-            took = kernels.seconds(of, on, Precision.BF16)
+            took = kernels.kernel_seconds(of, on, Precision.BF16)
             with torch.no_grad():
                 first = busy(run)
             what = f"{tokens} x {width}"

@@ -20,7 +20,7 @@ from megaloom.dsl import graph
 from megaloom.dsl.catalog import find
 from megaloom.planner import Workload, cluster
 from megaloom.planner.bounds.layouts import Floors
-from megaloom.planner.cost.cost_cache import Book
+from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.cost.framework_profiles import OWN
 from megaloom.planner.model.structure import model_structure
 from megaloom.planner.search.candidate_space import places, variants
@@ -40,7 +40,7 @@ def scored() -> tuple[int, int, float]:
     began = process_time()
     g, machine, work = graph(find("gpt3-175b")[0]), cluster("1024xH100"), Workload(seq=2048, batch=1536)
     at = places(g, machine, work, {})
-    floors = Floors(at, Book(model_structure(g), work, machine, OWN))
+    floors = Floors(at, CostCache(model_structure(g), work, machine, OWN))
     count = fit = 0
     for first in range(0, len(at), AT_ONCE):
         which = np.arange(first, min(first + AT_ONCE, len(at)))

@@ -9,8 +9,8 @@ import numpy as np
 
 from megaloom.planner.contract.layouts import Rows, alike
 from megaloom.planner.cost import memory
-from megaloom.planner.cost.cost_table import AHEAD, BACK, Col
-from megaloom.planner.cost.memory import MORE
+from megaloom.planner.cost.cost_table import BACKWARD_COLUMNS, FORWARD_COLUMNS, CostColumn
+from megaloom.planner.cost.memory import ALLOCATED
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate import schedule
 
@@ -35,10 +35,10 @@ def look(pricer: Pricer, floors: Floors, found: Bounded) -> tuple[Rows, Rows, Ro
     likely = np.zeros(len(found))
     first, which = alike(*(getattr(x, name) for name in (*WHERE, *AGAIN)), stages)
     layouts = [x[i] for i in first.tolist()]
-    cuts = pricer.evens(layouts)
+    cuts = pricer.balance_all(layouts)
     for count in np.flatnonzero(np.bincount(stages)).tolist():
         some = np.flatnonzero(stages[first] == count).tolist()
-        sheets = [pricer.sheet(layouts[i]) for i in some]
+        sheets = [pricer.cost_table(layouts[i]) for i in some]
         sums = np.array([sheet.sums(cuts[i]) for i, sheet in zip(some, sheets, strict=True)])
         passing = np.array([(sheet.boundary, sheet.workspace) for sheet in sheets], dtype=float)
         row = np.zeros(len(first), dtype=np.intp)
@@ -58,7 +58,7 @@ def look(pricer: Pricer, floors: Floors, found: Bounded) -> tuple[Rows, Rows, Ro
 def _interleaved(pricer: Pricer, floors: Floors, found: Bounded, sums: Rows) -> Rows:
     """Seconds of interleaved chunks as they are cut here."""
     x, m = found.layouts, found.layouts.microbatches(pricer.workload.batch)
-    ahead, back = (sums[..., columns].sum(axis=2) for columns in (AHEAD, BACK))
+    ahead, back = (sums[..., columns].sum(axis=2) for columns in (FORWARD_COLUMNS, BACKWARD_COLUMNS))
     hops = np.broadcast_to(floors.ground.hop[found.place, None], ahead.shape)
     ends = pipeline.ends(ahead, back, hops, int(x.pp[0]), m, x.group)
     least: Rows = ends.max(axis=1) + found.after
@@ -69,7 +69,7 @@ def _apart(pricer: Pricer, floors: Floors, found: Bounded, sums: Rows) -> Rows:
     """Seconds of one chunk a rank: in each cut one takes as long as the slowest here. See `bubbles.alone`."""
     x, m = found.layouts, found.layouts.microbatches(pricer.workload.batch)
     g = floors.ground
-    slowest, before = sums[..., [*AHEAD, *BACK]].sum(axis=2).max(axis=1), np.minimum(x.pp, m) - 1
+    slowest, before = sums[..., [*FORWARD_COLUMNS, *BACKWARD_COLUMNS]].sum(axis=2).max(axis=1), np.minimum(x.pp, m) - 1
     whole = g.step[found.place, PLAIN] + 2 * (x.pp - 1) * g.hop[found.place]
     first = whole + (m - 1 - before * g.ahead[found.place]) * slowest
     least: Rows = np.maximum(first, m * slowest) + found.after
@@ -78,22 +78,22 @@ def _apart(pricer: Pricer, floors: Floors, found: Bounded, sums: Rows) -> Rows:
 
 def _held(pricer: Pricer, floors: Floors, found: Bounded, sums: Rows, passing: Rows) -> Rows:
     """Bytes of the fullest rank as it is cut here, about: at each rank's first backward."""
-    x, book = found.layouts, pricer.book
+    x, book = found.layouts, pricer.cost_cache
     pp, vpp = int(x.pp[0]), int(x.vpp[0])
     params, experts = (
-        sums[..., col].reshape(-1, vpp, pp).sum(axis=1).ravel() for col in (Col.PARAMS, Col.EXPERT_PARAMS)
+        sums[..., col].reshape(-1, vpp, pp).sum(axis=1).ravel() for col in (CostColumn.PARAMS, CostColumn.EXPERT_PARAMS)
     )
     ranks = x.take(np.repeat(np.arange(len(found)), pp))
-    static = memory.static(params, experts, ranks, book.workload.precision, book.profile)  # type: ignore[arg-type]
+    static = memory.state_bytes(params, experts, ranks, book.workload.precision, book.profile)  # type: ignore[arg-type]
     m = x.microbatches(book.workload.batch)[:, None]
     after = pp - 1 - np.arange(pp)  # ranks
     group = np.minimum(x.group[:, None], m)
-    forwards = np.minimum(schedule.early(after, vpp, group) + 1, m * vpp)
+    forwards = np.minimum(schedule.warmup_limit(after, vpp, group) + 1, m * vpp)
     rounds = (np.arange(3)[:, None] * vpp + np.arange(vpp))[None, :, :, None] * group[:, :, None, None]
     limit = group[:, :, None, None] if vpp > 1 else m[:, :, None, None]
     flights = np.clip(forwards[:, None, None] - rounds, 0, limit).sum(axis=1)
-    saved = sums[..., Col.SAVED] + passing[:, :1] * (np.arange(pp * vpp) > 0)
+    saved = sums[..., CostColumn.SAVED] + passing[:, :1] * (np.arange(pp * vpp) > 0)
     kept = (flights * saved.reshape(-1, vpp, pp)).sum(axis=1) + passing[:, 1:]
-    held = np.asarray(sum(static.values()), dtype=float).reshape(-1, pp) + MORE * kept
+    held = np.asarray(sum(static.values()), dtype=float).reshape(-1, pp) + ALLOCATED * kept
     most: Rows = held.max(axis=1) + floors.ground.beside[found.place]
     return most

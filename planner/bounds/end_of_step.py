@@ -17,13 +17,13 @@ from megaloom.planner.contract.layouts import (
     Rows,
     alike,
 )
-from megaloom.planner.cost.cost_cache import Book
-from megaloom.planner.simulate.end_of_step import Cover, Tail, tail
+from megaloom.planner.cost.cost_cache import CostCache
+from megaloom.planner.simulate.end_of_step import EndOfStep, OverlapWindow, end_of_step
 
-UNSEEN = Cover(inf, inf)  # all that can be hidden is
+UNSEEN = OverlapWindow(inf, inf)  # all that can be hidden is
 
 
-def after(x: Layouts, place: Column, params: Column, experts: Column, book: Book) -> Rows:
+def after(x: Layouts, place: Column, params: Column, experts: Column, book: CostCache) -> Rows:
     """[layouts, 2]: seconds of the optimizer and gathering, and of reduction, that the average rank takes.
 
     params, experts: elements of the whole model on one device, by place. What may hide behind computation counts for
@@ -34,13 +34,13 @@ def after(x: Layouts, place: Column, params: Column, experts: Column, book: Book
     first, which = alike(place, x.distributed_optimizer)
     waiting, hiding = (evolve(x, overlaps=np.full(len(x), bit)) for bit in (0, Overlap.WEIGHTS.bit))
 
-    def one(dense: float, sparse: float, layout: Layout) -> Tail:
-        return tail(dense, sparse, 0.0, layout, book.workload.precision, book.cluster, book.profile, UNSEEN)
+    def one(dense: float, sparse: float, layout: Layout) -> EndOfStep:
+        return end_of_step(dense, sparse, 0.0, layout, book.workload.precision, book.cluster, book.profile, UNSEEN)
 
     rows = []
     for i in first.tolist():
         dense, sparse = float(params[place[i]]) / x.pp[i], float(experts[place[i]]) / x.pp[i]
-        average, alone = one(dense, sparse, waiting[i]), list[Tail]()
+        average, alone = one(dense, sparse, waiting[i]), list[EndOfStep]()
         if x.distributed_optimizer[i]:
             alone = [one(a, b, hiding[i]) for a, b in ((dense, 0.0), (0.0, sparse)) if a or b]
         hidden = max([average.optimizer, *(t.optimizer + t.gathering for t in alone)])

@@ -27,7 +27,7 @@ def held(state: Vector, saved: Vector, each: Vector, pp: Column, vpp: Column, gr
     """Bytes of a rank: `state` and `saved` (of one micro-batch) are the whole model's; a stage saves `each` at most.
 
     Either a rank's chunks have equal shares of its memory; weighed by the inverse of what is in flight, as in
-    `memory.least`, they hold so much. Or `each` is not exceeded; then what is saved is at best with the stages that
+    `memory.least_rank_memory`, they hold so much. Or `each` is not exceeded; then what is saved is at best with the stages that
     have the least in flight: the last ranks' last chunks, 1, 3, 5, ..., and then all others, a group.
     """
     odd = np.minimum(pp, (group + 1) // 2)

@@ -21,11 +21,11 @@ from megaloom.planner.contract.layouts import (
     alike,
 )
 from megaloom.planner.cost import communication, memory
-from megaloom.planner.cost.cost_cache import Book
-from megaloom.planner.cost.cost_table import AHEAD, STEP, Col
-from megaloom.planner.cost.memory import MORE
-from megaloom.planner.cost.recompute import Repeats
-from megaloom.planner.partition.local_search import SLOWER
+from megaloom.planner.cost.cost_cache import CostCache
+from megaloom.planner.cost.cost_table import FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
+from megaloom.planner.cost.memory import ALLOCATED
+from megaloom.planner.cost.recompute import ModuleRecompute
+from megaloom.planner.partition.local_search import SLOWEST_FACTOR
 
 from . import interleaved_memory, pipeline
 from .end_of_step import after
@@ -40,7 +40,7 @@ class Ground:
     step: Rows  # [places, modes]
     saved: Rows  # [places, modes]
     workspace: Rows  # [places, modes]
-    repeats: Repeats  # of the places that differ in costs
+    repeats: ModuleRecompute  # of the places that differ in costs
     like: Column  # which of these each place is like
     state: Rows  # [places, 2]: bytes of weights, gradients, optimizer, without and with the distributed one
     beside: Rows  # bytes that no tensor holds
@@ -56,9 +56,9 @@ class Ground:
     blocks: int  # that may be computed again by their number
 
 
-def roomy(at: Layouts, book: Book, capacity: float) -> NDArray[np.bool_]:
+def roomy(at: Layouts, book: CostCache, capacity: float) -> NDArray[np.bool_]:
     """Of which places the largest tensor alone leaves room in the memory, whatever the schedule."""
-    return MORE * 2 * book.largest(at) <= capacity
+    return ALLOCATED * 2 * book.largest(at) <= capacity
 
 
 @frozen(eq=False)
@@ -93,14 +93,14 @@ class Floors:
     """The lower bounds of all layouts at some places."""
 
     at: Layouts
-    book: Book
+    cost_cache: CostCache
     ground: Ground = field(init=False)
     many: NDArray[np.bool_] = field(init=False)  # see `chunks.many`
     modes: Column = field(init=False)  # of each set of modules, the mode of the ground; made as they are met
 
     def __attrs_post_init__(self) -> None:
         self.ground = self._ground()
-        self.many = interleaved_memory.many(len(self.book.structure.cut_points) - 1)
+        self.many = interleaved_memory.many(len(self.cost_cache.structure.cut_points) - 1)
         self.modes = np.zeros(1 << len(Module), dtype=np.int64)
 
     def family(self, which: Column) -> Column:
@@ -109,8 +109,8 @@ class Floors:
 
     def bound(self, x: Layouts, place: Column) -> Bounded:
         """These layouts, each at a place, and what they take at the least."""
-        m, g = x.microbatches(self.book.workload.batch), self.ground
-        beyond = after(x, place, g.params, g.experts, self.book)
+        m, g = x.microbatches(self.cost_cache.workload.batch), self.ground
+        beyond = after(x, place, g.params, g.experts, self.cost_cache)
         waits, passed = pipeline.share(x.pp.astype(float), x.vpp, m.astype(float), x.group.astype(float))
         seconds, nbytes = self._before(x, place, waits) + passed * g.hop[place], self._nbytes(x, place, self._mode(x))
         mean = self._whole(x, place, m / x.pp, 0.0) + beyond[:, 1]  # every rank ends, and reduces its gradients
@@ -118,7 +118,7 @@ class Floors:
 
     def _before(self, x: Layouts, place: Column, waits: Rows) -> Rows:
         """Seconds of a step without what follows the last micro-batch; `waits` is `bubbles.share`."""
-        m, pp, one = x.microbatches(self.book.workload.batch).astype(float), x.pp.astype(float), x.vpp == 1
+        m, pp, one = x.microbatches(self.cost_cache.workload.batch).astype(float), x.pp.astype(float), x.vpp == 1
         sent = np.where(one, 2 * (pp - 1) * self.ground.hop[place], 0.0)  # ranks wait for their own sends
         alone = np.where(one, pipeline.alone(pp, m, self.ground.ahead[place]), 1.0)
         each = self._whole(x, place, np.maximum(waits, m / pp), sent), self._whole(x, place, alone, 0.0) + sent
@@ -154,24 +154,24 @@ class Floors:
         saved = np.where(some, np.maximum(saved, g.saved[place, PLAIN] - freed), saved)
         flights = self._flights(x)
         state = g.state[place, x.distributed_optimizer]
-        held = memory.least(state, MORE * saved, pp, flights)
+        held = memory.least_rank_memory(state, ALLOCATED * saved, pp, flights)
         if len(which := np.flatnonzero((x.vpp > 1) & self.many[x.pp * x.vpp])):
-            group = np.minimum(x.group, x.microbatches(self.book.workload.batch))
-            each, rest = MORE * self._stage(x, place, mode), (x.pp[which], x.vpp[which], group[which])
-            chunked = interleaved_memory.held(state[which], MORE * saved[which], each[which], *rest)
+            group = np.minimum(x.group, x.microbatches(self.cost_cache.workload.batch))
+            each, rest = ALLOCATED * self._stage(x, place, mode), (x.pp[which], x.vpp[which], group[which])
+            chunked = interleaved_memory.held(state[which], ALLOCATED * saved[which], each[which], *rest)
             held[which] = np.maximum(held[which], chunked)
-        nbytes: Rows = held + g.beside[place] + MORE * g.workspace[place, mode]
+        nbytes: Rows = held + g.beside[place] + ALLOCATED * g.workspace[place, mode]
         return nbytes
 
     def _stage(self, x: Layouts, place: Column, mode: Column | int) -> Rows:
-        """Bytes that a stage saves, at the most, if it takes up to SLOWER times the slowest of the most even cut.
+        """Bytes that a stage saves, at the most, if it takes up to SLOWEST_FACTOR times the slowest of the most even cut.
 
         That is an atom more than their mean at the most. So long a stage has so many blocks, two begun ones, and what
         is in none.
         """
         g, some = self.ground, x.recompute_layers > 0
         whole = np.where(some, g.step[place, ALL], g.step[place, mode])
-        most = SLOWER * (whole / (x.pp * x.vpp) + g.atom[place, x.full.astype(np.int64)])
+        most = SLOWEST_FACTOR * (whole / (x.pp * x.vpp) + g.atom[place, x.full.astype(np.int64)])
         everything = x.full & ~some
         quickest = g.block[place] + np.where(everything, g.again[place], 0.0)
         kept = g.kept[place, everything.astype(np.int64)]
@@ -183,7 +183,7 @@ class Floors:
         place, one = np.arange(len(self.at)), np.ones(len(self.at), dtype=np.int64)
         quick = evolve(self.at, recompute=MODES.index(Recompute.NONE) * one, vpp=np.minimum(2, self.at.pp))
         lean = evolve(self.at, vpp=one, distributed_optimizer=np.minimum(1, self.at.dp * self.at.cp - 1))
-        m = self.at.microbatches(self.book.workload.batch).astype(float)
+        m = self.at.microbatches(self.cost_cache.workload.batch).astype(float)
         nbytes = np.minimum(self._nbytes(lean, place, ALL), self._nbytes(lean, place, LEAN))
         return self._before(quick, place, m / self.at.pp), nbytes
 
@@ -205,48 +205,55 @@ class Floors:
         plain, whole = share * (g.step[place, PLAIN] + more), share * (g.step[place, mode] + more)
         if not some.any():
             return whole
-        again, m = share * g.again[place], x.microbatches(self.book.workload.batch)
+        again, m = share * g.again[place], x.microbatches(self.cost_cache.workload.batch)
         root = (plain + np.sqrt(plain**2 + 4 * again * g.blocks * n * g.block[place] * m)) / 2
         least = np.maximum(root, plain + again * np.minimum(n, g.blocks))
         return np.where(some, np.minimum(least, plain + again * g.blocks), whole)
 
     def _hops(self) -> Rows:
         """Seconds of what passes from stage to stage: from the first two, which if any do share a node."""
-        x, book = self.at, self.book
+        x, book = self.at, self.cost_cache
         width = book.workload.precision.nbytes * book.structure.hidden_size
         passed = width * (x.micro_batch * book.workload.seq // x.cp) // np.where(x.sequence_parallel, x.tp, 1)
         first, which = alike(passed, x.pp, x.tp, x.sequence_parallel)
         scattered = book.profile.scattered
-        hops = [communication.hop(int(passed[i]), 0, x[int(i)], book.cluster, scattered=scattered) for i in first]
+        hops = [
+            communication.p2p_seconds(int(passed[i]), 0, x[int(i)], book.cluster, scattered=scattered) for i in first
+        ]
         return np.array(hops)[which]
 
     def _flights(self, x: Layouts) -> tuple[Rows, Rows, Rows]:
-        m = np.minimum(x.microbatches(self.book.workload.batch), x.pp)
+        m = np.minimum(x.microbatches(self.cost_cache.workload.batch), x.pp)
         interleaved = (x.vpp > 1).astype(np.int64)
         group = np.minimum(x.group, 2 * x.pp)
         first, which = alike(x.pp, interleaved, group, m)
-        found = np.array([memory.means(int(x.pp[i]), bool(interleaved[i]), int(group[i]), int(m[i])) for i in first])
+        found = np.array(
+            [memory.in_flight_means(int(x.pp[i]), bool(interleaved[i]), int(group[i]), int(m[i])) for i in first]
+        )
         few, inverse, total = found.reshape(-1, 3)[which].T
         return few, inverse, total
 
     def _ground(self) -> Ground:
         first, which = alike(*(getattr(self.at, name) for name in WHERE))
         one = self.at.take(first)
-        rows, made, full, largest = self.book.rows(one)
-        kinds, blocks = self.book.structure.kind_counts, self.book.structure.distinct_blocks
-        atoms, outside = self.book.structure.distinct_segments, kinds - self.book.structure.kind_counts_in_blocks
-        inside = np.array([kind.in_recomputed_block for kind in self.book.structure.kinds])
-        plain, ahead = rows[:, :, STEP].sum(axis=2), rows[:, :, AHEAD].sum(axis=2)
+        rows, made, full, largest = self.cost_cache.rows(one)
+        kinds, blocks = self.cost_cache.structure.kind_counts, self.cost_cache.structure.distinct_blocks
+        atoms, outside = (
+            self.cost_cache.structure.distinct_segments,
+            kinds - self.cost_cache.structure.kind_counts_in_blocks,
+        )
+        inside = np.array([kind.in_recomputed_block for kind in self.cost_cache.structure.kinds])
+        plain, ahead = rows[:, :, STEP_COLUMNS].sum(axis=2), rows[:, :, FORWARD_COLUMNS].sum(axis=2)
         again = np.where(inside, ahead, 0.0)
-        freed = np.where(inside, rows[:, :, Col.SAVED] - full, 0.0)
-        saved = rows[:, :, Col.SAVED]
-        repeats = Repeats.of(self.book.structure, made, saved @ kinds)
-        room = 2 * largest.max(axis=1) + self.book.library
+        freed = np.where(inside, rows[:, :, CostColumn.SAVED] - full, 0.0)
+        saved = rows[:, :, CostColumn.SAVED]
+        repeats = ModuleRecompute.of(self.cost_cache.structure, made, saved @ kinds)
+        room = 2 * largest.max(axis=1) + self.cost_cache.library
         params, experts = self._params(rows, one)
         return Ground(
             step=np.array([t @ kinds for t in (plain, plain + again, plain)]).T[which],
             saved=np.array([saved @ kinds, full @ kinds, saved @ kinds - repeats.most]).T[which],
-            workspace=np.array([room, room + saved @ self.book.structure.largest_block, room]).T[which],
+            workspace=np.array([room, room + saved @ self.cost_cache.structure.largest_block, room]).T[which],
             repeats=repeats,
             like=which,
             state=self._state(params[which], experts[which]),
@@ -262,25 +269,29 @@ class Floors:
             params=params[which],
             experts=experts[which],
             hop=self._hops(),
-            blocks=self.book.structure.recomputable_blocks,
+            blocks=self.cost_cache.structure.recomputable_blocks,
         )
 
     def _params(self, rows: Rows, one: Layouts) -> tuple[Column, Column]:
         """The elements of the whole model on one device, each weight once: dense ones, and experts'."""
         twice = np.zeros(len(one))
-        if self.book.structure.shared_weights:
+        if self.cost_cache.structure.shared_weights:
             first, which = alike(one.tp, one.cp, one.sequence_parallel)
-            for i, users in enumerate(len(nodes) for _, nodes in self.book.structure.shared_weights):
-                sizes = [self.book.shared(one[int(k)])[i] for k in first]
+            for i, users in enumerate(len(nodes) for _, nodes in self.cost_cache.structure.shared_weights):
+                sizes = [self.cost_cache.shared(one[int(k)])[i] for k in first]
                 twice += (users - 1) * np.array(sizes)[which]
-        whole = rows[:, :, [Col.PARAMS, Col.EXPERT_PARAMS]].transpose(0, 2, 1) @ self.book.structure.kind_counts
+        whole = (
+            rows[:, :, [CostColumn.PARAMS, CostColumn.EXPERT_PARAMS]].transpose(0, 2, 1)
+            @ self.cost_cache.structure.kind_counts
+        )
         return (whole[:, 0] - twice).astype(np.int64), whole[:, 1].astype(np.int64)
 
     def _state(self, params: Column, experts: Column) -> Rows:
         out = []
         for on in (0, 1):
             layouts = evolve(self.at, distributed_optimizer=np.full(len(self.at), on))
-            held = memory.static(params, experts, layouts, self.book.workload.precision, self.book.profile)  # type: ignore[arg-type]
+            cache = self.cost_cache
+            held = memory.state_bytes(params, experts, layouts, cache.workload.precision, cache.profile)  # type: ignore[arg-type]
             out.append(sum(held.values()))
         return np.array(out, dtype=float).T
 
@@ -288,8 +299,8 @@ class Floors:
         x = self.at
         several = [(n > 1).astype(np.int64) for n in (x.tp, x.cp, x.dp * x.cp, x.pp, x.ep, x.etp, x.edp)]
         first, which = alike(*several, np.minimum(x.ep, memory.PEERS))
-        book = self.book
-        return np.array([float(memory.runtime(x[int(i)], book.cluster, book.profile)) for i in first])[which]
+        book = self.cost_cache
+        return np.array([float(memory.reserved_bytes(x[int(i)], book.cluster, book.profile)) for i in first])[which]
 
 
 WHERE = ("tp", "cp", "ep", "etp", "sequence_parallel", "micro_batch", "inner")  # what the costs of a node depend on

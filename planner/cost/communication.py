@@ -32,18 +32,18 @@ CHANNELS = 16
 # to the other, of two nodes of B300, whose links are twice as fast, 29 to 51; of more nodes what its link passes. Where
 # tokens go is made known before: what torch sees takes 0.04 to 0.12 ms more than the kernel and a copy of what has come
 # (github.com/deepseek-ai/DeepEP, docs/README_Hybrid-EP.md, 16 multiprocessors, 16 bits; docs/legacy.md; issue 590).
-KERNELS, NODE_TO_NODE, TOLD = 0.87, 33e9, 0.08e-3
+KERNELS, NODE_TO_NODE, MESSAGE_SECONDS = 0.87, 33e9, 0.08e-3
 
 
 @frozen
-class Group:
+class ProcessGroup:
     """`size` devices whose ranks are `stride` apart."""
 
     size: int
     stride: int
 
 
-def group(axis: str, layout: Layout) -> Group:
+def process_group(axis: str, layout: Layout) -> ProcessGroup:
     """The devices that an axis joins, in megatron-core's order of ranks: tp, cp, ep, dp, pp, the first the closest.
 
     "dp" is the group over which dense gradients are reduced (dp and cp together), "edp" that of experts.
@@ -51,22 +51,22 @@ def group(axis: str, layout: Layout) -> Group:
     """
     match axis:
         case "tp" | "etp":
-            return Group(getattr(layout, axis), 1)
+            return ProcessGroup(getattr(layout, axis), 1)
         case "cp":
-            return Group(layout.cp, layout.tp)
+            return ProcessGroup(layout.cp, layout.tp)
         case "dp":
-            return Group(layout.dp * layout.cp, layout.tp)
+            return ProcessGroup(layout.dp * layout.cp, layout.tp)
         case "ep":
-            return Group(layout.ep, layout.etp)
+            return ProcessGroup(layout.ep, layout.etp)
         case "edp":
-            return Group(layout.edp, layout.etp * layout.ep)
+            return ProcessGroup(layout.edp, layout.etp * layout.ep)
         case "pp":
-            return Group(layout.pp, layout.world // layout.pp)
+            return ProcessGroup(layout.pp, layout.world // layout.pp)
     raise ValueError(f"no axis {axis!r}")
 
 
 @lru_cache(maxsize=4096)
-def spread(size: int, stride: int, per_node: int, count: int) -> tuple[int, int]:
+def group_nodes(size: int, stride: int, per_node: int, count: int) -> tuple[int, int]:
     """How the groups of this kind lie over the nodes: most nodes of one, fewest of its members in a node it touches."""
     most, fewest = 1, size
     last = min(stride, count - (size - 1) * stride) - 1  # a block's last group, which ends before `count`
@@ -77,7 +77,7 @@ def spread(size: int, stride: int, per_node: int, count: int) -> tuple[int, int]
     return most, fewest
 
 
-def seconds(kind: str, nbytes: float, group: Group, cluster: Cluster) -> float:
+def collective_seconds(kind: str, nbytes: float, group: ProcessGroup, cluster: Cluster) -> float:
     """Seconds of a collective over a tensor of `nbytes`: the whole of it, for all-to-all one device's part.
 
     A ring: each of its steps after the first costs a hop, and its slowest level decides how fast the bytes pass. An
@@ -85,23 +85,26 @@ def seconds(kind: str, nbytes: float, group: Group, cluster: Cluster) -> float:
     """
     if group.size == 1 or nbytes == 0:
         return 0.0
-    took = max(busy(kind, nbytes, group, cluster))
-    nodes, _ = spread(group.size, group.stride, cluster.per_node, cluster.count)
+    took = max(level_seconds(kind, nbytes, group, cluster))
+    nodes, _ = group_nodes(group.size, group.stride, cluster.per_node, cluster.count)
     ring = _ring(PASSES[kind], group.size, nodes, cluster) + took
     if kind != "all_reduce" or nodes == 1:
         return ring
     return min(ring, _tree(group.size, nodes, cluster) + took / TREE)
 
 
-def together(kind: str, parts: Sequence[tuple[float, Group]], cluster: Cluster) -> float:
+def concurrent_seconds(kind: str, parts: Sequence[tuple[float, ProcessGroup]], cluster: Cluster) -> float:
     """Seconds of collectives of several groups that are under way at once: each level passes the bytes of all."""
-    each = [(seconds(kind, nbytes, group, cluster), busy(kind, nbytes, group, cluster)) for nbytes, group in parts]
+    each = [
+        (collective_seconds(kind, nbytes, group, cluster), level_seconds(kind, nbytes, group, cluster))
+        for nbytes, group in parts
+    ]
     levels = zip_longest(*(levels for took, levels in each if took), fillvalue=0.0)
     waits = max((took - max(levels) for took, levels in each if took), default=0.0)
     return waits + max(map(sum, levels), default=0.0)
 
 
-def busy(kind: str, nbytes: float, group: Group, cluster: Cluster) -> tuple[float, ...]:
+def level_seconds(kind: str, nbytes: float, group: ProcessGroup, cluster: Cluster) -> tuple[float, ...]:
     """The seconds for which a collective's bytes take each level of the network, from the node to the farthest crossed.
 
     What leaves a node or a pod leaves it by the shares of all members there. Of an all-to-all, what stays in the node
@@ -110,7 +113,7 @@ def busy(kind: str, nbytes: float, group: Group, cluster: Cluster) -> tuple[floa
     n, below, out = group.size, 1, []
     wire = PASSES[kind] * nbytes * (n - 1) / n
     for level, (size, speed) in enumerate(cluster.levels):
-        boxes, members = spread(n, group.stride, size, cluster.count)
+        boxes, members = group_nodes(n, group.stride, size, cluster.count)
         if kind == "all_to_all":
             carried = nbytes * ((n if level else members) - below) / n
         else:
@@ -137,20 +140,20 @@ def _tree(size: int, nodes: int, cluster: Cluster) -> float:
     return far.latency + 2 * (log2(nodes) * far.hop + (size / nodes - 1) * near.hop)
 
 
-def once(nbytes: float, copies: int, group: Group, cluster: Cluster) -> float:
+def deduplicated_seconds(nbytes: float, copies: int, group: ProcessGroup, cluster: Cluster) -> float:
     """Seconds of an all-to-all of tokens of which so many copies are sent: one to each node, where it is passed on.
 
     There each device gets one, however many of its experts want it. It is sent to all at once, not around a ring.
     """
     if group.size == 1 or nbytes == 0:
         return 0.0
-    n, out = group.size, busy("all_to_all", nbytes, group, cluster)[1:]
-    nodes, _ = spread(n, group.stride, cluster.per_node, cluster.count)
+    n, out = group.size, level_seconds("all_to_all", nbytes, group, cluster)[1:]
+    nodes, _ = group_nodes(n, group.stride, cluster.per_node, cluster.count)
     passed = nbytes * (n - 1) / n * _reached(n, copies) / (cluster.intra.reached * KERNELS)
     left = _reached(nodes, copies)
     each = nbytes / nodes * left / NODE_TO_NODE if nodes > 1 else 0.0
     link = cluster.inter if nodes > 1 else cluster.intra
-    return TOLD + link.latency + link.hop + max(passed, each, *(left * took for took in out))
+    return MESSAGE_SECONDS + link.latency + link.hop + max(passed, each, *(left * took for took in out))
 
 
 def _reached(places: int, copies: int) -> float:
@@ -158,7 +161,7 @@ def _reached(places: int, copies: int) -> float:
     return places * (1 - (1 - 1 / places) ** copies) / copies
 
 
-def taken(device: Device) -> float:
+def sm_share(device: Device) -> float:
     """The share of a device that an exchange takes while others compute.
 
     Beside an all-to-all over two H200 a product of 8,192 takes 6 % longer, beside an all-gather 11 %, measured for this
@@ -167,7 +170,7 @@ def taken(device: Device) -> float:
     return CHANNELS / device.units if device.units > CHANNELS else 0.0
 
 
-def hop(nbytes: float, stage: int, layout: Layout, cluster: Cluster, *, scattered: bool = False) -> float:
+def p2p_seconds(nbytes: float, stage: int, layout: Layout, cluster: Cluster, *, scattered: bool = False) -> float:
     """Seconds in which `nbytes` pass from a pipeline stage to the next one, on the worst placed of its devices.
 
     All devices of the stage send at once; beyond the pod they share what leaves it with no others. scattered: of what
@@ -176,8 +179,8 @@ def hop(nbytes: float, stage: int, layout: Layout, cluster: Cluster, *, scattere
     if layout.pp == 1 or nbytes == 0:
         return 0.0
     if scattered and not layout.sequence_parallel:
-        gathered = seconds("all_gather", nbytes, Group(layout.tp, 1), cluster)
-        return gathered + hop(nbytes / layout.tp, stage, layout, cluster)
+        gathered = collective_seconds("all_gather", nbytes, ProcessGroup(layout.tp, 1), cluster)
+        return gathered + p2p_seconds(nbytes / layout.tp, stage, layout, cluster)
     stride = layout.world // layout.pp
     a, b = stage % layout.pp * stride, (stage + 1) % layout.pp * stride
     crossed = 0

@@ -25,18 +25,20 @@ ADDED = 3  # tensors that move as a part is added to the sum of those before: fl
 HALF = 3 / 4  # of them, since under a causal mask every second part has half of the queries
 
 
-def seconds(way: Way, c: Collective, found: Costs, layout: Layout, cluster: Cluster, precision: Precision) -> float:
+def context_parallel_seconds(
+    way: Way, c: Collective, found: Costs, layout: Layout, cluster: Cluster, precision: Precision
+) -> float:
     """Seconds that attention waits for this exchange, one of a node with these costs."""
-    group, nbytes = communication.group("cp", layout), c.elements * precision.nbytes
+    group, nbytes = communication.process_group("cp", layout), c.elements * precision.nbytes
     if way is Way.ALL_GATHER:
-        return communication.seconds(c.kind, nbytes, group, cluster)
+        return communication.collective_seconds(c.kind, nbytes, group, cluster)
     core = [w for w in found.work if w.kind == "attend"]
     queries = sum(w.count * w.m * w.k for w in core) * precision.nbytes
     if way is Way.ALL_TO_ALL:
-        there = communication.seconds("all_to_all", queries + nbytes / layout.cp, group, cluster)
-        return there + communication.seconds("all_to_all", queries, group, cluster)
-    took = [kernels.seconds(w, cluster.slowest, precision) for w in core]
+        there = communication.collective_seconds("all_to_all", queries + nbytes / layout.cp, group, cluster)
+        return there + communication.collective_seconds("all_to_all", queries, group, cluster)
+    took = [kernels.kernel_seconds(w, cluster.slowest, precision) for w in core]
     busy = sum(t.backward if c.backward else t.forward for t in took)
-    around = communication.seconds("all_gather", (2 if c.backward else 1) * nbytes, group, cluster)
+    around = communication.collective_seconds("all_gather", (2 if c.backward else 1) * nbytes, group, cluster)
     added = ADDED * (HALF * layout.cp * queries + (nbytes if c.backward else 0)) / cluster.device.moves
     return added + max(0.0, around - busy * (layout.cp - 1) / layout.cp)

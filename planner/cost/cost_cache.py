@@ -1,6 +1,6 @@
 """What one node of each kind costs: looked up once for all layouts under which it costs the same.
 
-Protocol: `Book.base(layout)` has the costs of every kind. A node costs the same under layouts that divide it alike, and
+Protocol: `CostCache.base(layout)` has the costs of every kind. A node costs the same under layouts that divide it alike, and
 most see of a micro-batch only its tokens; what the facts count is affine in these, so that two counts give all others.
 """
 
@@ -50,14 +50,14 @@ from megaloom.planner.contract.layouts import (
 from megaloom.planner.model.structure import ModelStructure
 
 from .cost_table import (
-    Base,
+    BareTable,
     factors,
     loss,
     shared,
     split_of,
 )
 from .framework_profiles import FrameworkProfile
-from .node_cost import Line, line, size
+from .node_cost import NodeCost, node_cost, saved_bytes
 
 # Transformer Engine's workspace, before Hopper and since; products by several experts have one for each stream
 # (transformer_engine/pytorch/module/base.py: get_cublas_workspace_size_bytes, get_multi_stream_cublas_workspace).
@@ -115,7 +115,7 @@ class Facts:
         """Bytes of the largest saved tensor."""
         more = tokens / self.tokens - 1
         saved = dict(self.parts)["saved"]
-        return max((size(a, precision) * (1 + more * bool(slopes)) for a, _, slopes in saved), default=0)
+        return max((saved_bytes(a, precision) * (1 + more * bool(slopes)) for a, _, slopes in saved), default=0)
 
 
 COUNTED = ("work", "collectives", "saved", "inputs")
@@ -130,7 +130,7 @@ def _part(a: Any, b: Any) -> Part:
 
 
 @define(eq=False)
-class Book:
+class CostCache:
     """The costs of one model's kinds of nodes on one cluster."""
 
     structure: ModelStructure
@@ -139,15 +139,15 @@ class Book:
     profile: FrameworkProfile
     _reach: list[Reach] = field(init=False)
     _counts: dict[tuple[object, ...], Facts] = field(factory=dict, init=False)
-    _lines: dict[tuple[object, ...], Line] = field(factory=dict, init=False)
+    _lines: dict[tuple[object, ...], NodeCost] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._reach = [reach(kind.node) for kind in self.structure.kinds]
 
-    def base(self, layout: Layout) -> Base:
+    def base(self, layout: Layout) -> BareTable:
         """The costs of each kind of node when nothing is computed again."""
-        lines = [self.line(i, layout) for i in range(len(self.structure.kinds))]
-        return Base(
+        lines = [self.node_cost(i, layout) for i in range(len(self.structure.kinds))]
+        return BareTable(
             rows=np.array([line.row for line in lines]),
             again=np.array([line.again for line in lines]),
             full=np.array([line.full for line in lines]),
@@ -181,12 +181,12 @@ class Book:
     def rows(self, x: Layouts) -> tuple[Rows, Rows, Rows, Rows]:
         """The rows, the parts' share of them, what full recompute keeps and the largest saved tensor, of many layouts.
 
-        [layouts, kinds, columns], [layouts, kinds, parts, MADE], [layouts, kinds], [layouts, kinds]
+        [layouts, kinds, columns], [layouts, kinds, parts, MODULE_COLUMNS], [layouts, kinds], [layouts, kinds]
         """
         out, alike = [], self._alike(x)
         for i, seen in enumerate(self._reach):
             first, which = alike[seen.experts, seen.apart]
-            lines = [self.line(i, x[int(k)]) for k in first]
+            lines = [self.node_cost(i, x[int(k)]) for k in first]
             columns = ([getattr(n, name) for n in lines] for name in ("row", "again", "full", "largest"))
             out.append([np.array(column, dtype=float)[which] for column in columns])
         rows, again, full, largest = (np.stack(column, axis=1) for column in zip(*out, strict=True))
@@ -220,7 +220,7 @@ class Book:
         """The elements of each shared weight on a device."""
         return shared(self.structure, layout, self.workload)
 
-    def line(self, i: int, layout: Layout) -> Line:
+    def node_cost(self, i: int, layout: Layout) -> NodeCost:
         """The costs of one kind of node."""
         layout, workload = self._seen(i, layout)
         x = layout
@@ -228,7 +228,7 @@ class Book:
         if key not in self._lines:
             found = self._counted(i, layout, workload).at(layout.micro_batch * workload.seq)
             kind, parts = self.structure.kinds[i], self.structure.recompute_parts
-            self._lines[key] = line(kind, parts, found, layout, workload, self.cluster, self.profile)
+            self._lines[key] = node_cost(kind, parts, found, layout, workload, self.cluster, self.profile)
         return self._lines[key]
 
     def _seen(self, i: int, layout: Layout) -> tuple[Layout, Workload]:

@@ -1,7 +1,7 @@
 """What every node of a graph costs under one way to divide it: seconds and bytes of a micro-batch on one device.
 
 Protocol: `sheet` has the costs under a split, a micro-batch and a recompute mode. Nodes that are alike are priced once;
-`Sheet.sums` adds up runs of nodes, `Sheet.total` all of them.
+`CostTable.sums` adds up runs of nodes, `CostTable.total` all of them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megaloom.planner.contract.layout import (
 )
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.model.structure import ModelStructure
-from megaloom.planner.partition.segments import Places, Spans
+from megaloom.planner.partition.segments import Indices, SegmentSums
 
 
-class Col(IntEnum):
+class CostColumn(IntEnum):
     """The columns of a sheet: seconds, then bytes, then elements."""
 
     FORWARD = 0  # kernels
@@ -47,21 +47,34 @@ class Col(IntEnum):
     EXPERT_PARAMS = 11
 
 
-AHEAD = [Col.FORWARD, Col.TP_FORWARD, Col.CP_FORWARD, Col.EP_FORWARD]  # what a forward step takes
-REPEATED = [Col.AGAIN, Col.TP_BACKWARD, Col.CP_BACKWARD, Col.EP_BACKWARD]  # where that is counted when done again
-BACK = [Col.BACKWARD, *REPEATED]
-STEP = [*AHEAD, *BACK]
-MADE = [*AHEAD, Col.SAVED]  # what a module that is computed again takes again, and what it frees
-TRAFFIC = {  # where the collectives of an axis are counted
-    "tp": (Col.TP_FORWARD, Col.TP_BACKWARD),
-    "cp": (Col.CP_FORWARD, Col.CP_BACKWARD),
-    "ep": (Col.EP_FORWARD, Col.EP_BACKWARD),
-    "etp": (Col.EP_FORWARD, Col.EP_BACKWARD),
+FORWARD_COLUMNS = [
+    CostColumn.FORWARD,
+    CostColumn.TP_FORWARD,
+    CostColumn.CP_FORWARD,
+    CostColumn.EP_FORWARD,
+]  # what a forward step takes
+RECOMPUTE_COLUMNS = [
+    CostColumn.AGAIN,
+    CostColumn.TP_BACKWARD,
+    CostColumn.CP_BACKWARD,
+    CostColumn.EP_BACKWARD,
+]  # where that is counted when done again
+BACKWARD_COLUMNS = [CostColumn.BACKWARD, *RECOMPUTE_COLUMNS]
+STEP_COLUMNS = [*FORWARD_COLUMNS, *BACKWARD_COLUMNS]
+MODULE_COLUMNS = [
+    *FORWARD_COLUMNS,
+    CostColumn.SAVED,
+]  # what a module that is computed again takes again, and what it frees
+AXIS_COLUMNS = {  # where the collectives of an axis are counted
+    "tp": (CostColumn.TP_FORWARD, CostColumn.TP_BACKWARD),
+    "cp": (CostColumn.CP_FORWARD, CostColumn.CP_BACKWARD),
+    "ep": (CostColumn.EP_FORWARD, CostColumn.EP_BACKWARD),
+    "etp": (CostColumn.EP_FORWARD, CostColumn.EP_BACKWARD),
 }
 
 
 @frozen(eq=False, slots=False)
-class Sheet:
+class CostTable:
     """The costs of every node: `rows` by kind."""
 
     structure: ModelStructure
@@ -82,12 +95,12 @@ class Sheet:
     @cached_property
     def step(self) -> float:
         """Seconds of a micro-batch through the whole model, both ways."""
-        return float(self.total[STEP].sum())
+        return float(self.total[STEP_COLUMNS].sum())
 
     @cached_property
     def saved(self) -> float:
         """Bytes that the whole model keeps of a micro-batch."""
-        return float(self.total[Col.SAVED])
+        return float(self.total[CostColumn.SAVED])
 
     @cached_property
     def params(self) -> tuple[int, int]:
@@ -95,7 +108,7 @@ class Sheet:
         twice = sum(
             n * (len(nodes) - 1) for (_, nodes), n in zip(self.structure.shared_weights, self.shared, strict=True)
         )
-        return int(self.total[Col.PARAMS]) - twice, int(self.total[Col.EXPERT_PARAMS])
+        return int(self.total[CostColumn.PARAMS]) - twice, int(self.total[CostColumn.EXPERT_PARAMS])
 
     @cached_property
     def by_node(self) -> Rows:
@@ -118,7 +131,7 @@ class Sheet:
         assert self.more is not None
         return before(self.more[self.structure.kind_of_node])
 
-    def runs(self, places: Places, columns: Sequence[int]) -> Spans:
+    def runs(self, places: Indices, columns: Sequence[int]) -> SegmentSums:
         """The sum of these columns over all nodes between each two places of a cut: all places, or all borders."""
         key = (len(places), *columns)
         if key not in self._known:
@@ -126,17 +139,17 @@ class Sheet:
         return self._known[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[int, ...], Spans]:
+    def _known(self) -> dict[tuple[int, ...], SegmentSums]:
         return {}
 
-    def _runs(self, places: Places, columns: Sequence[int]) -> Spans:
+    def _runs(self, places: Indices, columns: Sequence[int]) -> SegmentSums:
         sums = np.concatenate([[0.0], np.cumsum(self.rows[:, columns].sum(axis=1)[self.structure.kind_of_node])])[
             places
         ]
         if self.more is None:
-            return Spans(sums)
+            return SegmentSums(sums)
         more, stop = self._more[:, columns].sum(axis=1), self.structure.recompute_end(self.layers)[places]
-        return Spans(sums, more[places], more[stop], np.searchsorted(places, stop, side="right") - 1)
+        return SegmentSums(sums, more[places], more[stop], np.searchsorted(places, stop, side="right") - 1)
 
 
 def before(rows: Rows) -> Rows:
@@ -150,18 +163,18 @@ def split_of(layout: Layout) -> Split:
 
 
 @frozen
-class Base:
+class BareTable:
     """A sheet before recompute, with what recompute needs: by kind, the columns and each part's share of them."""
 
     rows: Rows
-    again: Rows  # [kinds, parts, MADE]
+    again: Rows  # [kinds, parts, MODULE_COLUMNS]
     full: Rows  # [kinds], the bytes that full recompute keeps
     largest: int  # bytes of the largest saved tensor
     library: int  # bytes that libraries hold throughout
     loss: int  # bytes that come and go with the loss
 
 
-def sheet(base: Base, structure: ModelStructure, layout: Layout, workload: Workload) -> Sheet:
+def bare_to_table(base: BareTable, structure: ModelStructure, layout: Layout, workload: Workload) -> CostTable:
     """The costs under the layout's recompute mode."""
     rows, workspace = base.rows.copy(), 2 * base.largest
     width = workload.precision.nbytes
@@ -169,18 +182,18 @@ def sheet(base: Base, structure: ModelStructure, layout: Layout, workload: Workl
     boundary = width * structure.hidden_size * tokens // (layout.tp if layout.sequence_parallel else 1)
     if layout.recompute is Recompute.SELECTIVE:
         made = base.again[:, structure.recomputed_parts(layout.modules)].sum(axis=1)
-        rows[:, REPEATED] += made[:, : len(AHEAD)]
-        rows[:, Col.SAVED] -= made[:, -1]
+        rows[:, RECOMPUTE_COLUMNS] += made[:, : len(FORWARD_COLUMNS)]
+        rows[:, CostColumn.SAVED] -= made[:, -1]
         workspace += int(made[:, -1].max())
     elif layout.recompute is Recompute.FULL:
         inside = np.array([kind.in_recomputed_block for kind in structure.kinds])
-        rows[:, REPEATED] += inside[:, None] * rows[:, AHEAD]
-        workspace += int(structure.largest_block @ base.rows[:, Col.SAVED])
-        rows[:, Col.SAVED] = base.full
+        rows[:, RECOMPUTE_COLUMNS] += inside[:, None] * rows[:, FORWARD_COLUMNS]
+        workspace += int(structure.largest_block @ base.rows[:, CostColumn.SAVED])
+        rows[:, CostColumn.SAVED] = base.full
     if layout.hides(Overlap.EXPERTS):  # a block goes ahead while another's goes back, and is whole before that is gone
-        workspace += int(structure.largest_block @ rows[:, Col.SAVED])
+        workspace += int(structure.largest_block @ rows[:, CostColumn.SAVED])
     some = layout.full and layout.recompute_layers > 0
-    return Sheet(
+    return CostTable(
         structure=structure,
         rows=base.rows if some else rows,
         boundary=boundary,

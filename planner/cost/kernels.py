@@ -69,7 +69,7 @@ PIECES = {
 
 
 @frozen
-class Seconds:
+class KernelSeconds:
     """A forward and a backward pass: what its kernels keep the device busy for, and how many the host has to launch."""
 
     forward: float
@@ -83,9 +83,9 @@ class Seconds:
         return self.ahead * one, self.back * one
 
 
-def seconds(
+def kernel_seconds(
     work: Work, device: Device, precision: Precision, profile: FrameworkProfile = OWN, *, inside: bool = True
-) -> Seconds:
+) -> KernelSeconds:
     """One forward and one backward pass of this work; `inside` a block, where products may be narrow.
 
     A device that is the host itself has no launches to wait for: they are a part of its work, as they are where each
@@ -95,10 +95,10 @@ def seconds(
     if device.units > 1 and not profile.blocking:
         return took
     one = device.launch_seconds
-    return Seconds(took.forward + took.ahead * one, took.backward + took.back * one, 0, 0)
+    return KernelSeconds(took.forward + took.ahead * one, took.backward + took.back * one, 0, 0)
 
 
-def _busy(work: Work, device: Device, precision: Precision, profile: FrameworkProfile, inside: bool) -> Seconds:
+def _busy(work: Work, device: Device, precision: Precision, profile: FrameworkProfile, inside: bool) -> KernelSeconds:
     traffic = work.elements * precision.nbytes / device.moves
     if work.kind == "dot":
         used = precision if inside else precision.wide
@@ -113,19 +113,19 @@ def _busy(work: Work, device: Device, precision: Precision, profile: FrameworkPr
         back = SPLIT if used is Precision.FP8 and Precision.MXFP8 not in device.flops else 1.0
         shares = [shares[0], *(share * back for share in shares[1:])]
         products = list(zip((work.flops, work.dgrad, work.wgrad), shares, strict=True))
-        moved = traffic, traffic, traffic + beside(work, profile) / device.moves
+        moved = traffic, traffic, traffic + concurrent_gradient_bytes(work, profile) / device.moves
         took = [max(f / (fast * share), t) if f else 0.0 for (f, share), t in zip(products, moved, strict=True)]
         kernels = [float(flops > 0) for flops, _ in products]
         cast = CAST_TRAFFIC * work.count * m / device.moves if used.narrow else 0.0
         cast *= profile.expert_casts if work.path.startswith("experts.") else 1.0
-        return Seconds(took[0] + cast * k, took[1] + took[2] + cast * n, kernels[0], kernels[1] + kernels[2])
+        return KernelSeconds(took[0] + cast * k, took[1] + took[2] + cast * n, kernels[0], kernels[1] + kernels[2])
     if work.kind == "attend":
         return _attention(work, device, precision, profile, traffic)
     if work.kind == "scan" and Precision.FP32 in device.flops:
         busy = max(work.flops / (device.flops[Precision.FP32] * SCAN), traffic)
-        return Seconds(busy, SCAN_BACKWARD * busy, 1, 1)
+        return KernelSeconds(busy, SCAN_BACKWARD * busy, 1, 1)
     ahead, back = profile.passes.get(named(work), ONCE)
-    return Seconds(ahead * traffic, back * BACKWARD_TRAFFIC * traffic, ahead, back)
+    return KernelSeconds(ahead * traffic, back * BACKWARD_TRAFFIC * traffic, ahead, back)
 
 
 def named(work: Work) -> str:
@@ -135,7 +135,7 @@ def named(work: Work) -> str:
     return work.kind
 
 
-def fused(work: Work, profile: FrameworkProfile) -> int:
+def fused_gradient_elements(work: Work, profile: FrameworkProfile) -> int:
     """Elements of the gradient that a product adds to the main one as it writes it.
 
     Source: transformer_engine, fuse_wgrad_accumulation; megatron-core 0.16.1, gradient_accumulation_fusion.
@@ -143,26 +143,28 @@ def fused(work: Work, profile: FrameworkProfile) -> int:
     return work.count * work.n * work.k if profile.dummies and work.wgrad else 0
 
 
-def beside(work: Work, profile: FrameworkProfile) -> int:
+def concurrent_gradient_bytes(work: Work, profile: FrameworkProfile) -> int:
     """Bytes that products by several weights move for that while others compute, on streams of their own."""
-    return 2 * profile.gradient_nbytes * fused(work, profile) if work.count > 1 else 0
+    return 2 * profile.gradient_nbytes * fused_gradient_elements(work, profile) if work.count > 1 else 0
 
 
-def _attention(work: Work, device: Device, precision: Precision, profile: FrameworkProfile, traffic: float) -> Seconds:
+def _attention(
+    work: Work, device: Device, precision: Precision, profile: FrameworkProfile, traffic: float
+) -> KernelSeconds:
     """One kernel each way, or two products and what is done to the scores between them."""
     peak = device.flops[precision.wide] * device.sustained
     if profile.flash:
         keys = min(work.m, work.n) if profile.context is Way.P2P else work.n
         fast = peak * device.attend_efficiency * reach(keys, work.k)
         back = max(ATTEND_BACKWARD * work.flops / fast, BACKWARD_TRAFFIC * traffic)
-        return Seconds(max(work.flops / fast, traffic), back, 1, 1)
+        return KernelSeconds(max(work.flops / fast, traffic), back, 1, 1)
     scores = work.count * work.m * work.n
     moved = scores * SCORE_TRAFFIC / device.moves
     product = 2 * scores * work.k  # nothing is left out where the mask is
     share = fill(work.m, work.n, work.k, work.count, device)
     share = MISALIGNED_HEADS if misaligned(work.n, work.k, device) else share
     one = max(product / (peak * device.flops_efficiency * share), traffic / 2)
-    return Seconds(2 * one + moved, 4 * one + 2 * moved, 2, 4)
+    return KernelSeconds(2 * one + moved, 4 * one + 2 * moved, 2, 4)
 
 
 def misaligned(n: int, k: int, device: Device) -> bool:

@@ -1,6 +1,6 @@
 """What each pipeline rank holds at its fullest moment, by what holds it, and which moment that is.
 
-Protocol: `Part` says what one chunk holds on one device, `peak` what the chunks of a rank come to under a schedule.
+Protocol: `StageMemory` says what one chunk holds on one device, `peak` what the chunks of a rank come to under a schedule.
 Sizes are in bytes. The moments that may be the fullest: the loss of a micro-batch, a backward (gradients beside what
 is saved, a block made again), the optimizer's step. Reducing gradients and gathering weights takes no more than the
 buffers of both, which are there throughout.
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Precision
-from megaloom.planner.simulate.schedule import backs, losses
+from megaloom.planner.simulate.schedule import backward_moments, loss_moments
 
-from .communication import group
+from .communication import process_group
 from .framework_profiles import OWN, FrameworkProfile
 
 Rows = NDArray[np.float64]
@@ -30,10 +30,10 @@ PEERS = 8  # of an all-to-all that have channels of their own, as far as was mea
 MASTER = 4  # below fp32 the optimizer keeps a copy of the weight (megatron-core, optimizer.py:671)
 # Of what passes between pipeline ranks, a rank holds an input, an output and a gradient of one of them beside what it
 # saves (megatron-core 0.16.1, schedules.py: input_tensor, output_tensor and output_tensor_grad outlive their step).
-PASSED = 3
+RECEIVE_BUFFERS = 3
 # torch's allocator reserves more than it hands out: SimuMax counts allocated / 0.94 for Megatron runs (perf_llm.py).
 ALLOCATOR = 1 / 0.94 - 1
-MORE = 1 + ALLOCATOR
+ALLOCATED = 1 + ALLOCATOR
 # Above the point that is predicted: of the runs of Megatron's family 96 of 100 allocated up to 10.7 % more (`megaloom
 # validate`), and torch reserved up to 7.9 % more than was allocated (SimuMax's; where there is room it reserves more,
 # as on an H200 up to a third, and does without when there is none). CUDA graphs, which have memory of their own, took
@@ -42,23 +42,23 @@ MODEL_ERROR, RESERVED, GRAPH = 0.107, 0.079, 0.75
 APART = ("allocator", "runtime", "graphs")  # what no tensor holds
 
 
-def point(held: Mapping[str, int], kind: str = "device") -> int:
+def held_bytes(held: Mapping[str, int], kind: str = "device") -> int:
     """Bytes that a rank holds, as they are measured: what tensors take, what torch reserves for them, or a device."""
     beside = {"allocated": APART, "reserved": ("runtime",)}.get(kind, ())
     return sum(n for what, n in held.items() if what not in beside)
 
 
-def needed(held: Mapping[str, int]) -> int:
+def required_bytes(held: Mapping[str, int]) -> int:
     """Bytes without which a rank runs out of memory: before it does, torch gives back what it holds in reserve.
 
     Source: c10/cuda/CUDACachingAllocator.cpp, malloc: release_cached_blocks, and once more.
     """
-    return point(held) - held.get("allocator", 0)
+    return held_bytes(held) - held.get("allocator", 0)
 
 
-def upper(held: Mapping[str, int], kind: str = "device", graphed: bool = False) -> int:
+def upper_bytes(held: Mapping[str, int], kind: str = "device", graphed: bool = False) -> int:
     """Bytes that a rank which is predicted to hold this should not exceed."""
-    tensors = point(held, "allocated") * (1 + MODEL_ERROR)
+    tensors = held_bytes(held, "allocated") * (1 + MODEL_ERROR)
     if kind == "allocated":
         return int(tensors)
     graphs = GRAPH * held.get("activations", 0) if graphed else 0.0
@@ -66,7 +66,7 @@ def upper(held: Mapping[str, int], kind: str = "device", graphed: bool = False) 
 
 
 @frozen
-class Part:
+class StageMemory:
     """What one chunk holds on one device."""
 
     params: int  # elements of dense weights
@@ -90,23 +90,23 @@ class Peak:
         return sum(self.held.values())
 
 
-def copies(layout: Layout) -> tuple[int, int]:
+def optimizer_shards(layout: Layout) -> tuple[int, int]:
     """Over how many devices the optimizer's state is cut: that of dense weights, and that of experts."""
     on = layout.distributed_optimizer  # counted with, as it may be that of many layouts in columns
     return 1 + on * (layout.dp * layout.cp - 1), 1 + on * (layout.edp - 1)
 
 
-def state(precision: Precision, profile: FrameworkProfile = OWN) -> int:
+def optimizer_element_bytes(precision: Precision, profile: FrameworkProfile = OWN) -> int:
     """Bytes that the optimizer keeps of an element."""
     return 2 * profile.moment_nbytes + (0 if precision is Precision.FP32 else MASTER)
 
 
-def static(
+def state_bytes(
     params: int, expert_params: int, layout: Layout, precision: Precision, profile: FrameworkProfile = OWN
 ) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer state. The distributed optimizer cuts the state, over copies alike."""
-    dense, experts = copies(layout)
-    kept = state(precision, profile) + profile.share_nbytes
+    dense, experts = optimizer_shards(layout)
+    kept = optimizer_element_bytes(precision, profile) + profile.share_nbytes
     return {
         "weights": (profile.weight_nbytes or precision.nbytes) * (params + expert_params),
         "gradients": (profile.gradient_nbytes + profile.beside_nbytes) * (params + expert_params),
@@ -114,23 +114,23 @@ def static(
     }
 
 
-def runtime(layout: Layout, cluster: Cluster, profile: FrameworkProfile) -> int:
+def reserved_bytes(layout: Layout, cluster: Cluster, profile: FrameworkProfile) -> int:
     """Bytes that no tensor holds: the context, and buffers for each axis of more than one device, or for each pair."""
     axes = ["tp", "cp", "dp", "pp", "ep", "etp", *(["edp"] if layout.ep * layout.etp > 1 else [])]
     link = cluster.inter if cluster.nodes > 1 else cluster.intra
     peers = 0 if profile.once else min(layout.ep, PEERS) - 1
-    groups = sum(group(axis, layout).size > 1 for axis in axes)
+    groups = sum(process_group(axis, layout).size > 1 for axis in axes)
     return cluster.device.context_nbytes + link.group_nbytes * groups + link.peer_nbytes * peers
 
 
-def stepping(params: int, expert_params: int, layout: Layout, profile: FrameworkProfile = OWN) -> int:
+def optimizer_step_bytes(params: int, expert_params: int, layout: Layout, profile: FrameworkProfile = OWN) -> int:
     """Bytes that come and go with the optimizer's step."""
-    dense, experts = copies(layout)
+    dense, experts = optimizer_shards(layout)
     return -(-profile.step_nbytes * params // dense) - (-profile.step_nbytes * expert_params // experts)
 
 
-def peak(
-    parts: Sequence[Part],
+def rank_peak(
+    parts: Sequence[StageMemory],
     rank: int,
     layout: Layout,
     microbatches: int,
@@ -141,7 +141,7 @@ def peak(
     """A pipeline rank at its fullest; `parts` are its chunks, `beside` is `runtime`."""
     params, experts = sum(p.params for p in parts), sum(p.expert_params for p in parts)
     library = max(p.library for p in parts)
-    resting = static(params, experts, layout, precision, profile)
+    resting = state_bytes(params, experts, layout, precision, profile)
 
     def passing(moment: Moment) -> int:
         return moment.saved + moment.workspace + library + moment.logits
@@ -149,14 +149,14 @@ def peak(
     def most(moment: Moment) -> int:
         return passing(moment) + int(ALLOCATOR * passing(moment)) + int(profile.pools * moment.saved)
 
-    moments = [Moment("optimizer's step", 0, stepping(params, experts, layout, profile), 0)]
+    moments = [Moment("optimizer's step", 0, optimizer_step_bytes(params, experts, layout, profile), 0)]
     schedule = (layout.pp, layout.vpp, microbatches, layout.microbatch_group)
     saved, workspace = [p.saved for p in parts], max(p.workspace for p in parts)
-    for flight, (i, chunk) in backs(rank, *schedule).items():
+    for flight, (i, chunk) in backward_moments(rank, *schedule).items():
         name = f"backward of micro-batch {i}" + (f", chunk {chunk}" if layout.vpp > 1 else "")
         moments.append(Moment(name, sum(map(mul, flight, saved)), workspace, 0))
     if rank == layout.pp - 1:
-        for flight, i in losses(*schedule).items():
+        for flight, i in loss_moments(*schedule).items():
             moments.append(Moment(f"loss of micro-batch {i}", sum(map(mul, flight, saved)), 0, parts[-1].loss))
     fullest = max(moments, key=most)
     more = {"activations": fullest.saved, "workspace": fullest.workspace + library, "logits": fullest.logits}
@@ -175,7 +175,7 @@ class Moment(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def means(pp: int, interleaved: bool, group: int, microbatches: int) -> tuple[float, float, float]:
+def in_flight_means(pp: int, interleaved: bool, group: int, microbatches: int) -> tuple[float, float, float]:
     """What `least` must know of a schedule: the fewest flights of any rank, the least and the sum of their inverses.
 
     A rank's flights are those of its last chunk before its first backward, which of no chunk are more: one at least.
@@ -185,7 +185,7 @@ def means(pp: int, interleaved: bool, group: int, microbatches: int) -> tuple[fl
     return min(flights), min(1 / f for f in flights), sum(1 / f for f in flights)
 
 
-def least(state: Rows, saved: Rows, pp: Rows, flights: tuple[Rows, Rows, Rows]) -> Rows:
+def least_rank_memory(state: Rows, saved: Rows, pp: Rows, flights: tuple[Rows, Rows, Rows]) -> Rows:
     """No cut of a model gives its fullest rank less: `state` and `saved` (of one micro-batch) are the whole model's.
 
     The fullest rank has at least any weighted mean of the ranks; two means are tried, equal weights and the inverse of

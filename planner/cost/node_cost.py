@@ -1,6 +1,6 @@
 """What one node costs by its facts: seconds of kernels and collectives, bytes that it keeps, elements of its weights.
 
-Protocol: `line(kind, found, …)` is the `Line` of a node under one split and micro-batch, nothing computed again; what
+Protocol: `line(kind, found, …)` is the `NodeCost` of a node under one split and micro-batch, nothing computed again; what
 modules take that are is in its `again`.
 """
 
@@ -31,9 +31,9 @@ from megaloom.planner.rules.capabilities import together
 
 from . import communication, context_parallel, kernels
 from .cost_table import (
-    MADE,
-    TRAFFIC,
-    Col,
+    AXIS_COLUMNS,
+    MODULE_COLUMNS,
+    CostColumn,
     local,
 )
 from .framework_profiles import ONCE, FrameworkProfile
@@ -49,16 +49,16 @@ NORM: Again = frozenset({"layernorm"})
 
 
 @frozen(eq=False)
-class Line:
+class NodeCost:
     """What one node costs, nothing computed again."""
 
     row: Rows  # [columns]
-    again: Rows  # [parts, MADE] of it, what modules that are computed again take again and free
+    again: Rows  # [parts, MODULE_COLUMNS] of it, what modules that are computed again take again and free
     full: float  # bytes that full recompute keeps
     largest: int  # bytes of its largest saved tensor
 
 
-def line(
+def node_cost(
     kind: NodeKind,
     parts: tuple[Again, ...],
     found: Costs,
@@ -66,56 +66,56 @@ def line(
     workload: Workload,
     cluster: Cluster,
     profile: FrameworkProfile,
-) -> Line:
+) -> NodeCost:
     """What a node costs by these facts."""
-    row, precision = np.zeros(len(Col)), workload.precision
+    row, precision = np.zeros(len(CostColumn)), workload.precision
     again = Made(parts, kind)
     _compute(row, again, found, cluster, precision, profile)
     _exchange(row, again, found, layout, cluster, precision, profile)
     for s in kind.saved.of(found.saved, found.inputs):
-        nbytes = size(s, precision, kind.in_recomputed_block)
-        row[Col.SAVED] += nbytes
-        again.add(Col.SAVED, kind.saved.frees(s), nbytes)
-    made = sum(size(s, precision) for s in kind.saved_under_full.of(found.saved, found.inputs))
-    row[Col.SAVED] += _joined(found, precision) if profile.joined else 0
-    row[Col.SAVED] += _given(found, precision) if profile.copied and layout.micro_batch > 1 else 0
-    row[Col.PARAMS], row[Col.EXPERT_PARAMS] = found.params, found.expert_params
+        nbytes = saved_bytes(s, precision, kind.in_recomputed_block)
+        row[CostColumn.SAVED] += nbytes
+        again.add(CostColumn.SAVED, kind.saved.frees(s), nbytes)
+    made = sum(saved_bytes(s, precision) for s in kind.saved_under_full.of(found.saved, found.inputs))
+    row[CostColumn.SAVED] += _joined(found, precision) if profile.joined else 0
+    row[CostColumn.SAVED] += _given(found, precision) if profile.copied and layout.micro_batch > 1 else 0
+    row[CostColumn.PARAMS], row[CostColumn.EXPERT_PARAMS] = found.params, found.expert_params
     if profile.eager:
         for s, n in _eager(kind.node.op, found):
-            row[Col.SAVED] += n * size(s, precision)
-            again.add(Col.SAVED, kind.saved.frees(s), n * size(s, precision))
+            row[CostColumn.SAVED] += n * saved_bytes(s, precision)
+            again.add(CostColumn.SAVED, kind.saved.frees(s), n * saved_bytes(s, precision))
     if not profile.flash:
         for w in (w for w in found.work if w.kind == "attend"):
-            row[Col.SAVED] += profile.score_nbytes * w.count * w.m * w.n
-            again.add(Col.SAVED, w.again, profile.score_nbytes * w.count * w.m * w.n)
+            row[CostColumn.SAVED] += profile.score_nbytes * w.count * w.m * w.n
+            again.add(CostColumn.SAVED, w.again, profile.score_nbytes * w.count * w.m * w.n)
     if kind.has_loss:
         _loss(row, kind.node, layout, workload, cluster, profile)
-    return Line(row, again.rows, made, max((size(s, precision) for s in found.saved), default=0))
+    return NodeCost(row, again.rows, made, max((saved_bytes(s, precision) for s in found.saved), default=0))
 
 
 @define(eq=False)
 class Made:
-    """What modules take again of a node that they compute again, and what they free: [parts, MADE]."""
+    """What modules take again of a node that they compute again, and what they free: [parts, MODULE_COLUMNS]."""
 
     parts: tuple[Again, ...]
     kind: NodeKind
     rows: Rows = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.rows = np.zeros((len(self.parts), len(MADE)))
+        self.rows = np.zeros((len(self.parts), len(MODULE_COLUMNS)))
 
-    def add(self, column: Col, again: Again, amount: float) -> None:
+    def add(self, column: CostColumn, again: Again, amount: float) -> None:
         """So much is done again, or freed, by any of these modules."""
-        if self.kind.saved.norm and column is not Col.SAVED:
+        if self.kind.saved.norm and column is not CostColumn.SAVED:
             again = NORM
         if again:
-            self.rows[self.parts.index(again), MADE.index(column)] += amount
+            self.rows[self.parts.index(again), MODULE_COLUMNS.index(column)] += amount
 
 
 def _joined(found: Costs, precision: Precision) -> int:
     """Bytes of queries and keys before they are turned, which are kept as a part of what values are a part of."""
     turned, before = (
-        sum(size(s, precision) for s in found.saved if s.what in named) for named in (("rope",), ("q", "k"))
+        sum(saved_bytes(s, precision) for s in found.saved if s.what in named) for named in (("rope",), ("q", "k"))
     )
     return max(0, turned - before)
 
@@ -129,10 +129,10 @@ def _eager(op: Op, found: Costs) -> list[tuple[Saved, int]]:
 
 def _given(found: Costs, precision: Precision) -> int:
     """Bytes of what attention gives."""
-    return sum(size(s, precision) for s in found.saved if s.what == "attend")
+    return sum(saved_bytes(s, precision) for s in found.saved if s.what == "attend")
 
 
-def size(s: Saved, precision: Precision, cast: bool = False) -> int:
+def saved_bytes(s: Saved, precision: Precision, cast: bool = False) -> int:
     """Bytes of a saved tensor, of which products keep what they have cast."""
     if cast and s.product and precision in CAST and s.dtype not in NBYTES:
         return int(s.elements * (precision.nbytes * s.other + CAST[precision]))
@@ -145,7 +145,7 @@ def _compute(
     device = cluster.slowest
     ahead = back = 0.0  # of the host
     for work in found.work:
-        took = kernels.seconds(work, device, precision, profile, inside=again.kind.in_recomputed_block)
+        took = kernels.kernel_seconds(work, device, precision, profile, inside=again.kind.in_recomputed_block)
         waits = each = 0.0
         launched = took.waits(device, profile)
         if work.kind == "route" and device.units > 1:
@@ -153,19 +153,19 @@ def _compute(
             waits = profile.dispatch_seconds + each
             if profile.padded:
                 launched, waits, each = (launched[0] + waits, launched[1] + waits + each), 0.0, 0.0
-        row[Col.FORWARD] += took.forward + waits
-        row[Col.BACKWARD] += took.backward + waits + each
+        row[CostColumn.FORWARD] += took.forward + waits
+        row[CostColumn.BACKWARD] += took.backward + waits + each
         ahead, back = ahead + launched[0], back + launched[1]
-        again.add(Col.FORWARD, work.again, max(took.forward + waits, launched[0]))
-    row[Col.FORWARD] = max(row[Col.FORWARD], ahead)
-    row[Col.BACKWARD] = max(row[Col.BACKWARD], back)
+        again.add(CostColumn.FORWARD, work.again, max(took.forward + waits, launched[0]))
+    row[CostColumn.FORWARD] = max(row[CostColumn.FORWARD], ahead)
+    row[CostColumn.BACKWARD] = max(row[CostColumn.BACKWARD], back)
     # Each micro-batch's gradient is added to the main one: a read and a write of that, by a product as it ends, or else
     # by a kernel that reads the gradient too.
-    fused = [(w, kernels.fused(w, profile)) for w in found.work if w.kind == "dot"]
+    fused = [(w, kernels.fused_gradient_elements(w, profile)) for w in found.work if w.kind == "dot"]
     apart = max(0, found.params + found.expert_params - sum(n for _, n in fused))
     added = (precision.nbytes + 2 * profile.gradient_nbytes) * apart
-    added += sum(2 * profile.gradient_nbytes * n - kernels.beside(w, profile) for w, n in fused)
-    row[Col.BACKWARD] += profile.passes.get("gradient", ONCE)[1] * added / device.moves
+    added += sum(2 * profile.gradient_nbytes * n - kernels.concurrent_gradient_bytes(w, profile) for w, n in fused)
+    row[CostColumn.BACKWARD] += profile.passes.get("gradient", ONCE)[1] * added / device.moves
 
 
 def _experts(found: Costs, precision: Precision, profile: FrameworkProfile) -> float:
@@ -190,19 +190,19 @@ def _exchange(
 ) -> None:
     hidden = {
         "tp": profile.hidden_tensor * layout.hides(Overlap.TENSOR),
-        "ep": profile.hidden_experts * layout.hides(Overlap.EXPERTS) * (1 - communication.taken(cluster.device)),
+        "ep": profile.hidden_experts * layout.hides(Overlap.EXPERTS) * (1 - communication.sm_share(cluster.device)),
     }
     for c in found.collectives:
         nbytes = c.elements * precision.nbytes
-        group = communication.group(c.axis, layout)
+        group = communication.process_group(c.axis, layout)
         if c.axis == "cp" and any(w.kind == "attend" for w in found.work):
-            took = context_parallel.seconds(profile.context, c, found, layout, cluster, precision)
+            took = context_parallel.context_parallel_seconds(profile.context, c, found, layout, cluster, precision)
         elif c.kind == "all_to_all" and c.axis == "ep" and profile.once:
-            took = communication.once(nbytes, _copies(again.kind), group, cluster)
+            took = communication.deduplicated_seconds(nbytes, _copies(again.kind), group, cluster)
         else:
-            took = communication.seconds(c.kind, nbytes, group, cluster)
+            took = communication.collective_seconds(c.kind, nbytes, group, cluster)
         took *= 1 - hidden.get(c.axis, 0.0)
-        ahead, back = TRAFFIC[c.axis]
+        ahead, back = AXIS_COLUMNS[c.axis]
         row[back if c.backward else ahead] += took
         if not c.backward:
             again.add(ahead, c.again, took)
@@ -222,7 +222,9 @@ def _loss(
     """
     device, tokens = cluster.device, layout.micro_batch * workload.seq // layout.cp
     moved = profile.loss_nbytes * local(node, node.shape.dims, layout, workload)
-    for col in (Col.FORWARD, Col.BACKWARD):
+    for col in (CostColumn.FORWARD, CostColumn.BACKWARD):
         row[col] += moved / 2 / device.moves
-    group = communication.group("tp", layout)
-    row[Col.TP_FORWARD] += 3 * communication.seconds("all_reduce", NBYTES[DType.FLOAT32] * tokens, group, cluster)
+    group = communication.process_group("tp", layout)
+    row[CostColumn.TP_FORWARD] += 3 * communication.collective_seconds(
+        "all_reduce", NBYTES[DType.FLOAT32] * tokens, group, cluster
+    )

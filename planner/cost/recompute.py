@@ -1,6 +1,6 @@
 """What it takes to compute modules again, and what that frees, at many places at once; and which are worth it.
 
-Protocol: `Repeats` has the parts of a model's modules by place. `family` are the sets of modules that a search looks
+Protocol: `ModuleRecompute` has the parts of a model's modules by place. `family` are the sets of modules that a search looks
 at: at each place the one, two, … modules that free the most bytes for a second of computing them again. `worthwhile`
 says of which the last one frees enough to matter.
 """
@@ -27,7 +27,7 @@ FREED = 0.02  # of what is saved: what one module more frees at the least
 
 
 @frozen(eq=False, slots=False)
-class Repeats:
+class ModuleRecompute:
     """The parts of the modules at some places. Seconds and bytes are of one micro-batch and of the whole model."""
 
     structure: ModelStructure
@@ -36,8 +36,8 @@ class Repeats:
     saved: Rows  # [places]: bytes when nothing is computed again
 
     @classmethod
-    def of(cls, structure: ModelStructure, again: Rows, saved: Rows) -> Repeats:
-        """From the lines of a book: [places, kinds, parts, MADE]."""
+    def of(cls, structure: ModelStructure, again: Rows, saved: Rows) -> ModuleRecompute:
+        """From the lines of a book: [places, kinds, parts, MODULE_COLUMNS]."""
         made = (again[..., :-1].sum(axis=3) * structure.kind_counts[:, None]).sum(axis=1)
         return cls(structure, made, again[..., -1], saved)
 

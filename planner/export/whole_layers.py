@@ -105,6 +105,6 @@ def whole(plan: Plan, model: Model, read: GPT) -> Plan:
     if stages - 1 > len(borders):
         raise UserError(f"{stages} stages of whole layers cannot be made of {len(read.layers)} layers\n{RECUT}")
     found = price(Whole(g.name, g.nodes, g.outputs, borders), x, plan.cluster, plan.workload, plan.runtime)
-    if not found.placed.fits:
+    if not found.partition.fits:
         raise UserError(f"cut at whole layers, {x} does not fit the memory of {plan.cluster}\n{RECUT}")
     return evolve(plan, stages=found.stages, predicted=found.prediction)

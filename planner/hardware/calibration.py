@@ -21,7 +21,7 @@ from megaloom.dsl.facts.costs import Work
 from megaloom.planner.contract.devices import Link
 from megaloom.planner.contract.layout import Precision
 from megaloom.planner.cost import communication, kernels
-from megaloom.planner.cost.communication import PASSES, Group
+from megaloom.planner.cost.communication import PASSES, ProcessGroup
 
 from .cluster_file import VERSION
 from .names import Cluster
@@ -76,7 +76,7 @@ def predicted(sample: Sample, cluster: Cluster) -> float:
     match sample.kind:
         case "product" | "attention":
             precision = Precision(sample.precision)
-            took = kernels.seconds(sample.work, evolve(device, sustained=1.0), precision)
+            took = kernels.kernel_seconds(sample.work, evolve(device, sustained=1.0), precision)
             if sample.kind == "attention":
                 return took.forward + took.backward
             m, _, k = sample.shape  # a narrow one of operands that are cast already
@@ -88,7 +88,9 @@ def predicted(sample: Sample, cluster: Cluster) -> float:
         case "send":
             link = cluster.intra if sample.stride < cluster.per_node else cluster.inter
             return link.latency + sample.nbytes / link.reached
-    return communication.seconds(sample.kind, sample.nbytes, Group(sample.devices, sample.stride), cluster)
+    return communication.collective_seconds(
+        sample.kind, sample.nbytes, ProcessGroup(sample.devices, sample.stride), cluster
+    )
 
 
 def figures(samples: Sequence[Sample], cluster: Cluster, *, known: bool) -> dict[str, dict[str, Any]]:

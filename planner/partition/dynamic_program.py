@@ -14,13 +14,13 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from .memory_limit import SAME
 from .segments import (
-    Chains,
-    Places,
-    Spans,
+    ChainBatch,
+    Indices,
+    SegmentSums,
     Vector,
 )
 
-Latest = Callable[[int], Places]
+Latest = Callable[[int], Indices]
 WIDER = 2.0  # times the slowest run that is looked at, until there is a way
 AT_ONCE = 1 << 18  # runs that are looked at together, of all chains
 HALVINGS = 100  # of what the slowest run may take: each leaves out at least one run
@@ -39,22 +39,22 @@ def cut(
     return None if chosen is None else tuple(places[i] for i in chosen)
 
 
-def evenest(atoms: Vector | Spans, count: int, latest: Latest | None = None) -> tuple[int, ...] | None:
+def evenest(atoms: Vector | SegmentSums, count: int, latest: Latest | None = None) -> tuple[int, ...] | None:
     """The bounds of `count` non-empty runs of atoms whose slowest run is as quick as can be.
 
     `atoms` are the seconds of each, or those of runs of them. Among the ways the least sum of squares, so that what is
     not slowest is even too. `latest(k)[i]` is where run k must end if it begins at atom i. None if there is no way.
     """
-    runs = atoms if isinstance(atoms, Spans) else Spans.of(atoms)
+    runs = atoms if isinstance(atoms, SegmentSums) else SegmentSums.of(atoms)
     if count > len(runs):
         return None
     if latest is None:
-        return _bounds(evens(Chains.of([runs]), count))
+        return _bounds(evens(ChainBatch.of([runs]), count))
     ends = np.array([latest(k) for k in range(count)])
-    return None if _short(ends) else _bounds(_evens(Chains.of([runs]), count, ends))
+    return None if _short(ends) else _bounds(_evens(ChainBatch.of([runs]), count, ends))
 
 
-def evens(chains: Chains, count: int) -> Places:
+def evens(chains: ChainBatch, count: int) -> Indices:
     """The same of each chain when nothing limits its runs: [chains, count + 1]. There must be as many atoms."""
     if count == 1:
         return np.tile([0, chains.size], (len(chains), 1))
@@ -63,7 +63,7 @@ def evens(chains: Chains, count: int) -> Places:
     return _evens(chains, count)
 
 
-def _evens(chains: Chains, count: int, ends: Places | None = None) -> Places:
+def _evens(chains: ChainBatch, count: int, ends: Indices | None = None) -> Indices:
     """The same where a run's first atoms take more, or runs have to end; a row of -1 where there is no way."""
     limits, atoms = slowest(chains, count), _atoms(chains)
     whole = atoms.sum(axis=1)  # a run takes no more than its atoms, each by itself
@@ -82,18 +82,18 @@ def _evens(chains: Chains, count: int, ends: Places | None = None) -> Places:
     return found
 
 
-def _bounds(cuts: Places) -> tuple[int, ...] | None:
+def _bounds(cuts: Indices) -> tuple[int, ...] | None:
     return None if cuts[0, 0] < 0 else tuple(cuts[0].tolist())
 
 
-def _atoms(chains: Chains) -> Vector:
+def _atoms(chains: ChainBatch) -> Vector:
     """The seconds of each atom by itself: [chains, atoms]."""
     here = chains.start[:, None] + np.arange(chains.size)
     atoms: Vector = chains.runs(here, here + 1)
     return atoms
 
 
-def slowest(chains: Chains, count: int) -> Vector:
+def slowest(chains: ChainBatch, count: int) -> Vector:
     """The seconds of the slowest of so many runs or fewer, when it is as quick as can be and nothing limits them.
 
     Where a run's first atoms take more, as many may take longer. Between what is too little and what is enough the
@@ -123,12 +123,12 @@ def slowest(chains: Chains, count: int) -> Vector:
     return most
 
 
-def within(runs: Spans, ends: Places, slowest: float) -> tuple[int, ...] | None:
+def within(runs: SegmentSums, ends: Indices, slowest: float) -> tuple[int, ...] | None:
     """The most even bounds of runs no slower than this, which end where they may, [runs, atoms]: see `evenest`."""
-    return None if _short(ends) else _bounds(_least(Chains.of([runs]), len(ends), np.array([slowest]), ends))
+    return None if _short(ends) else _bounds(_least(ChainBatch.of([runs]), len(ends), np.array([slowest]), ends))
 
 
-def _short(ends: Places) -> bool:
+def _short(ends: Indices) -> bool:
     """Whether runs that end no later than this cannot reach the end, even if some were empty."""
     size, done = len(ends[0]), 0
     for end in ends:
@@ -138,7 +138,9 @@ def _short(ends: Places) -> bool:
     return True
 
 
-def _least(chains: Chains, count: int, limits: Vector, ends: Places | None = None, *, even: bool = True) -> Places:
+def _least(
+    chains: ChainBatch, count: int, limits: Vector, ends: Indices | None = None, *, even: bool = True
+) -> Indices:
     """The bounds of runs no slower than the limit of their chain: the most even, or the quickest.
 
     The most even have the least sum of squares, the quickest the least maximum. A row of -1 where there is no way.
@@ -158,7 +160,7 @@ def _least(chains: Chains, count: int, limits: Vector, ends: Places | None = Non
     return out
 
 
-def _reach(far: Places, count: int) -> tuple[Places, Places]:
+def _reach(far: Indices, count: int) -> tuple[Indices, Indices]:
     """The first and the last place of each bound of so many runs, none empty: [chains, count + 1].
 
     far: where the longest run from each place ends, or from one before it: [chains, places].
@@ -175,8 +177,8 @@ def _reach(far: Places, count: int) -> tuple[Places, Places]:
 
 
 def _solved(
-    chains: Chains, far: Places, most: int, band: Sequence[tuple[int, int]], ends: Places | None, even: bool
-) -> Places:
+    chains: ChainBatch, far: Indices, most: int, band: Sequence[tuple[int, int]], ends: Indices | None, even: bool
+) -> Indices:
     """`_least` of chains whose runs have so many atoms at the most; each bound is within a band of places."""
     here = np.arange(chains.size + 1)
     start = here[:, None] - np.arange(most, 0, -1)  # [ends, runs]: quick along the last axis

@@ -15,19 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .dynamic_program import within
-from .memory_limit import SAME, Rooms, Rows
-from .segments import Places, Spans, Vector
+from .memory_limit import SAME, MemoryLimit, Rows
+from .segments import Indices, SegmentSums, Vector
 
-Score = Callable[[Places], Vector]  # of cuts [ways, bounds]: the less, the better
-Losers = Callable[[Places], Places]  # the numbers of runs of a cut
+Score = Callable[[Indices], Vector]  # of cuts [ways, bounds]: the less, the better
+Losers = Callable[[Indices], Indices]  # the numbers of runs of a cut
 WAYS = 1000  # to cut: so many are simply all looked at
 FOLDS = 5  # a mean of 2^5-th powers is near the maximum, and falls when any of the largest does
-SLOWER = 1.5  # of chunks that must fit the memory: as many times as slow as those that need not, at the most
+SLOWEST_FACTOR = 1.5  # of chunks that must fit the memory: as many times as slow as those that need not, at the most
 LONGEST = 48  # runs of a cut that is worth looking at shift by shift: of more each has an atom or two
 LITTLE = 0.1  # of its room that a rank may lack on average, to be looked at shift by shift: of more hardly any is saved
 
 
-def settled(bounds: Places, score: Score, losers: Losers) -> Places:
+def descend(bounds: Indices, score: Score, losers: Losers) -> Indices:
     """The cut that is reached from this one by the best shift of all, again and again, until none makes it better.
 
     A shift moves one or two atoms from a run to another, and those between along. losers: which runs may lose some.
@@ -57,7 +57,7 @@ def _shifts(count: int, loser: int) -> NDArray[np.int8]:
     return np.ascontiguousarray(np.delete(out, loser, axis=0).reshape(-1, count + 1).T)
 
 
-def level(seconds: Rows, top: float) -> Vector:
+def step_score(seconds: Rows, top: float) -> Vector:
     """How long steps of these chunks take, up to a factor: less is better. [ways, chunks, ranks] -> [ways]
 
     top: seconds that hardly any takes more than.
@@ -82,45 +82,45 @@ def _peak(values: Rows) -> Vector:
     return out
 
 
-def leveled(runs: Spans, bounds: Places, ranks: int) -> Places:
+def level_ranks(runs: SegmentSums, bounds: Indices, ranks: int) -> Indices:
     """A cut that `level` likes better than this one, if shifts lead there: with no slower slowest run."""
-    return settled(bounds, _leveling(runs, bounds, ranks), _losers(runs, ranks))
+    return descend(bounds, _leveling(runs, bounds, ranks), _losers(runs, ranks))
 
 
-def evened(runs: Spans, bounds: Places, rooms: Rooms) -> Places:
+def level_within_limit(runs: SegmentSums, bounds: Indices, rooms: MemoryLimit) -> Indices:
     """The same among cuts with room."""
     near, longer = rooms.near(bounds), _leveling(runs, bounds, rooms.ranks)
 
-    def score(ways: Places) -> Vector:
+    def score(ways: Indices) -> Vector:
         scores = longer(ways)
         quick = np.flatnonzero(scores < inf)
         scores[quick[near.lacks(ways.T[:, quick].T) > 0]] = inf
         return scores
 
-    found = settled(bounds, score, _losers(runs, rooms.ranks))
+    found = descend(bounds, score, _losers(runs, rooms.ranks))
     return bounds if rooms.lacks(found[None])[0] > 0 else found
 
 
-def _leveling(runs: Spans, bounds: Places, ranks: int) -> Score:
+def _leveling(runs: SegmentSums, bounds: Indices, ranks: int) -> Score:
     """What `level` says of cuts, of which none may have a slower slowest run than this one."""
     cap = float(runs(bounds[:-1], bounds[1:]).max()) * SAME
 
-    def score(ways: Places) -> Vector:
+    def score(ways: Indices) -> Vector:
         seconds = runs(ways.T[:-1], ways.T[1:])  # [runs, ways]: numpy is quick along the last axis
         scores: Vector = seconds.max(axis=0)
         quick = scores <= cap
         scores[~quick] = inf
         if quick.any():
-            scores[quick] = level(seconds[:, quick].T.reshape(-1, len(seconds) // ranks, ranks), seconds.max())
+            scores[quick] = step_score(seconds[:, quick].T.reshape(-1, len(seconds) // ranks, ranks), seconds.max())
         return scores
 
     return score
 
 
-def _losers(runs: Spans, ranks: int) -> Losers:
+def _losers(runs: SegmentSums, ranks: int) -> Losers:
     """The chunks of the rank that takes longest, and the slowest chunk."""
 
-    def losers(bounds: Places) -> Places:
+    def losers(bounds: Indices) -> Indices:
         seconds = runs(bounds[:-1], bounds[1:])
         rank = int(seconds.reshape(-1, ranks).sum(axis=0).argmax())
         return np.array(sorted({*range(rank, len(seconds), ranks), int(seconds.argmax())}))
@@ -128,69 +128,69 @@ def _losers(runs: Spans, ranks: int) -> Losers:
     return losers
 
 
-def joint(runs: Spans, even: Places, rooms: Rooms) -> Places | None:
+def partition_within_limit(runs: SegmentSums, even: Indices, rooms: MemoryLimit) -> Indices | None:
     """The bounds of as many runs as `even` has, whose ranks have room, with a quick slowest run.
 
-    `even` has the quickest slowest run, whatever has room; cuts of which it takes over SLOWER times as long don't
+    `even` has the quickest slowest run, whatever has room; cuts of which it takes over SLOWEST_FACTOR times as long don't
     count. Of up to WAYS ways it is the best. Of more it is the best if none of its runs takes longer than the slowest
     of `even`; else it is found by shifts, from `even` or from ranks that divide their room evenly among their chunks.
     """
     quickest = float(runs(even[:-1], even[1:]).max()) * SAME
     count, size = len(even) - 1, len(runs)
     if comb(size - 1, count - 1) <= WAYS:
-        return _best(runs, _every(size, count), rooms, quickest * SLOWER)
-    if rooms.hopeless(runs, quickest * SLOWER):
+        return _best(runs, _every(size, count), rooms, quickest * SLOWEST_FACTOR)
+    if rooms.hopeless(runs, quickest * SLOWEST_FACTOR):
         return None
     near = rooms.near(even)
     little = near.lacks(even[None])[0] <= LITTLE * rooms.ranks
-    for cap in (quickest, quickest * SLOWER) if little else ():
+    for cap in (quickest, quickest * SLOWEST_FACTOR) if little else ():
         if cap > quickest or not rooms.hopeless(runs, cap):
             found = _relieved(runs, even, near, cap)
             if rooms.lacks(found[None])[0] <= 0:
-                return evened(runs, _quicker(runs, found, rooms), rooms)
-    shared = within(runs, near.shared, quickest * SLOWER)
+                return level_within_limit(runs, _quicker(runs, found, rooms), rooms)
+    shared = within(runs, near.shared, quickest * SLOWEST_FACTOR)
     if shared is None or rooms.lacks(found := np.array(shared)[None])[0] > 0:
         return None
-    return evened(runs, _quicker(runs, found[0], rooms), rooms)
+    return level_within_limit(runs, _quicker(runs, found[0], rooms), rooms)
 
 
-def _relieved(runs: Spans, bounds: Places, rooms: Rooms, cap: float) -> Places:
+def _relieved(runs: SegmentSums, bounds: Indices, rooms: MemoryLimit, cap: float) -> Indices:
     """A cut that lacks less: shift after shift its fullest rank holds less, while no run takes longer than `cap`."""
 
-    def score(ways: Places) -> Vector:
+    def score(ways: Indices) -> Vector:
         scores: Vector = runs(ways.T[:-1], ways.T[1:]).max(axis=0)
         quick = scores <= cap
         scores[~quick], scores[quick] = inf, rooms.lacks(ways.T[:, quick].T)
         return scores
 
-    def losers(bounds: Places) -> Places:
+    def losers(bounds: Indices) -> Indices:
         return np.arange(int(rooms.needed(bounds[None])[0].argmax()), len(bounds) - 1, rooms.ranks)
 
-    return settled(bounds, score, losers)
+    return descend(bounds, score, losers)
 
 
-def _quicker(runs: Spans, bounds: Places, rooms: Rooms) -> Places:
+def _quicker(runs: SegmentSums, bounds: Indices, rooms: MemoryLimit) -> Indices:
     """A cut whose slowest run is quicker, and then the next, while its ranks have room."""
     near = rooms.near(bounds)
 
-    def score(ways: Places) -> Vector:
+    def score(ways: Indices) -> Vector:
         return np.where(near.lacks(ways) > 0, inf, _peak(runs(ways[:, :-1], ways[:, 1:])))
 
-    def losers(bounds: Places) -> Places:
+    def losers(bounds: Indices) -> Indices:
         return np.array([runs(bounds[:-1], bounds[1:]).argmax()])
 
-    found = settled(bounds, score, losers)
+    found = descend(bounds, score, losers)
     return bounds if rooms.lacks(found[None])[0] > 0 else found
 
 
 @lru_cache(maxsize=64)
-def _every(size: int, count: int) -> Places:
+def _every(size: int, count: int) -> Indices:
     """All ways to cut so many atoms into so many runs."""
     inner = np.array(list(combinations(range(1, size), count - 1)), dtype=np.intp).reshape(-1, count - 1)
     return np.hstack([np.zeros((len(inner), 1), np.intp), inner, np.full((len(inner), 1), size)])
 
 
-def _best(runs: Spans, ways: Places, rooms: Rooms, cap: float) -> Places | None:
+def _best(runs: SegmentSums, ways: Indices, rooms: MemoryLimit, cap: float) -> Indices | None:
     """Of all these ways the one whose slowest run is quickest, and the one that `level` likes among those."""
     seconds = runs(ways[:, :-1], ways[:, 1:])
     slowest = np.where(rooms.lacks(ways) > 0, inf, seconds.max(axis=1))
@@ -198,5 +198,5 @@ def _best(runs: Spans, ways: Places, rooms: Rooms, cap: float) -> Places | None:
         return None
     good = np.flatnonzero(slowest <= slowest.min() * SAME)
     seconds = seconds[good].reshape(len(good), rooms.chunks, rooms.ranks)
-    chosen: Places = ways[good[level(seconds, seconds.max()).argmin()]]
+    chosen: Indices = ways[good[step_score(seconds, seconds.max()).argmin()]]
     return chosen

@@ -1,6 +1,6 @@
 """What the ranks of a cut need of their memory, and which cuts have room, on plain numbers.
 
-Protocol: `Rooms` says it of many cuts at once, of the one stage of a rank by itself, and when no cut at all has room.
+Protocol: `MemoryLimit` says it of many cuts at once, of the one stage of a rank by itself, and when no cut at all has room.
 A cut is the places that bound its stages; stage s is chunk s // ranks of rank s % ranks.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 from attrs import evolve, frozen
 from numpy.typing import NDArray
 
-from .segments import Places, Spans, Vector
+from .segments import Indices, SegmentSums, Vector
 
 Rows = NDArray[np.float64]
 SAME = 1 + 1e-12  # sums of the same numbers in another order
@@ -21,12 +21,12 @@ FULLEST = 4  # moments of a rank by which cuts that differ little are told apart
 
 
 @frozen(eq=False, slots=False)
-class Rooms:
+class MemoryLimit:
     """A rank holds the state of its chunks, what each micro-batch in flight saves of them, and what comes and goes."""
 
-    state: Spans  # bytes between each two places
-    stepping: Spans  # the same while the optimizer steps, when nothing is in flight
-    saved: Spans  # of one micro-batch
+    state: SegmentSums  # bytes between each two places
+    stepping: SegmentSums  # the same while the optimizer steps, when nothing is in flight
+    saved: SegmentSums  # of one micro-batch
     flights: Rows  # [ranks, moments, chunks]: micro-batches in flight
     comes: Rows  # [ranks, moments]: bytes that are there then
     received: Vector  # [places]: bytes more that one micro-batch saves of a chunk that begins there
@@ -45,7 +45,7 @@ class Rooms:
         """How many each rank has."""
         return int(self.flights.shape[2])
 
-    def near(self, cut: Places) -> Rooms:
+    def near(self, cut: Indices) -> MemoryLimit:
         """The same at the fullest moments of this cut only, the fullest first, which is known sooner.
 
         Of cuts that differ much other moments may be fuller.
@@ -56,7 +56,7 @@ class Rooms:
         flights = np.take_along_axis(self.flights, fullest[:, :, None], axis=1)
         return evolve(self, flights=flights, comes=np.take_along_axis(self.comes, fullest, axis=1))
 
-    def needed(self, cuts: Places, twice: Vector | float = 0.0) -> Rows:
+    def needed(self, cuts: Indices, twice: Vector | float = 0.0) -> Rows:
         """Bytes of each rank at its fullest, [cuts, bounds] -> [cuts, ranks]; `twice` are elements that it has once,
         but are counted again."""
         start, end = cuts.T[:-1], cuts.T[1:]  # numpy is quick along the last axis
@@ -91,24 +91,24 @@ class Rooms:
         """Whether at some place more passes than at the first."""
         return bool(self.passed.max() > self.passed[0])
 
-    def _kept(self, start: Places, end: Places) -> Vector:
+    def _kept(self, start: Indices, end: Indices) -> Vector:
         """What one micro-batch saves of stages between these places."""
         if self.saved.more is None:
             return self.saved.sums[end] - (self.saved.sums - self.received)[start]
         return self.saved(start, end) + self.received[start]
 
-    def lacks(self, cuts: Places) -> Vector:
+    def lacks(self, cuts: Indices) -> Vector:
         """What the ranks of each cut lack, all together, in parts of a rank's room: 0 where all have enough."""
         lacking: Vector = np.maximum(self.needed(cuts) / (self.room * SAME) - 1, 0).sum(axis=1)
         return lacking
 
-    def latest(self, k: int) -> Places:
+    def latest(self, k: int) -> Indices:
         """Where stage k must end, for each place that it may begin at, if each rank has one: exact."""
-        ends: Places = np.minimum.reduce([needs.far(room) for needs, room in self._alone(k)])
+        ends: Indices = np.minimum.reduce([needs.far(room) for needs, room in self._alone(k)])
         return ends[:-1]
 
     @property
-    def shared(self) -> Places:
+    def shared(self) -> Indices:
         """Where each stage must end, for each place that it may begin at, if a rank's chunks have equal shares of it.
 
         [stages, places]; it is those of a rank's first moment.
@@ -121,7 +121,7 @@ class Rooms:
             )
             for flights, comes in {*moments}
         }
-        latest: Places = np.minimum([ends[moment] for moment in moments], self.stepping.far(each))
+        latest: Indices = np.minimum([ends[moment] for moment in moments], self.stepping.far(each))
         return latest[:, :-1]
 
     @property
@@ -135,7 +135,7 @@ class Rooms:
                 return True
         return False
 
-    def _alone(self, k: int) -> list[tuple[Spans, Vector]]:
+    def _alone(self, k: int) -> list[tuple[SegmentSums, Vector]]:
         """What a rank's only stage needs between each two places, and the bytes there are: at its fullest moments."""
         room = self.room * SAME - self.beside - self.passed
         moments = {*zip(self.flights[k, :, 0].tolist(), self.comes[k].tolist(), strict=True)}
@@ -143,7 +143,7 @@ class Rooms:
         kept = [(self.state.plus(self.saved, n), room - comes - n * self.received) for n, comes in most]
         return [(self.stepping, room), *kept]
 
-    def hopeless(self, runs: Spans, seconds: float) -> bool:
+    def hopeless(self, runs: SegmentSums, seconds: float) -> bool:
         """Whether it is certain that no cut has room whose stages take no longer than this.
 
         Each stage begins and ends where those before and after it can reach, and holds no more than the most between
@@ -170,7 +170,7 @@ class Rooms:
         return bool(alone.max() > self.room * SAME)
 
 
-def reach(far: Places, count: int) -> tuple[Places, Places] | None:
+def reach(far: Indices, count: int) -> tuple[Indices, Indices] | None:
     """The first and the last place of each bound of so many runs, none empty; None if there is no way.
 
     far: where the longest run from each place ends, or from one before it.
@@ -185,7 +185,7 @@ def reach(far: Places, count: int) -> tuple[Places, Places] | None:
     return (np.array(first), np.array(last)) if all(i <= j for i, j in zip(first, last, strict=True)) else None
 
 
-def _held(each: Sequence[Spans], far: Places, first: Places, last: Places) -> list[tuple[Vector, Vector]]:
+def _held(each: Sequence[SegmentSums], far: Indices, first: Indices, last: Indices) -> list[tuple[Vector, Vector]]:
     """The least and the most that each run holds between two bounds that are in reach, of each of these."""
     width = np.arange(int((last - first)[:-1].max()) + 1)
     start = np.minimum(first[:-1, None] + width, last[:-1, None])
@@ -193,7 +193,7 @@ def _held(each: Sequence[Spans], far: Places, first: Places, last: Places) -> li
     return [(held(start, nearest).min(axis=1), held(start, furthest).max(axis=1)) for held in each]
 
 
-def _whole(held: Spans, count: int) -> float:
+def _whole(held: SegmentSums, count: int) -> float:
     """What so many runs hold together at the least: the first atoms of a run may take less than they do elsewhere."""
     whole = float(held.sums[-1])
     if held.more is None or held.top is None:

@@ -1,7 +1,7 @@
 """What runs of atoms take: all of them, without a table of all.
 
-Protocol: `Spans(i, j)` is what atoms i to j take, j left out; `far(limit)[i]` where the longest run from i ends that
-takes no more. The first atoms of a run may take more than they do elsewhere, up to where `last` says. `Chains` are
+Protocol: `SegmentSums(i, j)` is what atoms i to j take, j left out; `far(limit)[i]` where the longest run from i ends that
+takes no more. The first atoms of a run may take more than they do elsewhere, up to where `last` says. `ChainBatch` are
 several of them, one behind the other.
 """
 
@@ -14,27 +14,27 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
-Places = NDArray[np.intp]
+Indices = NDArray[np.intp]
 
 
 @frozen(eq=False)
-class Spans:
+class SegmentSums:
     """Sums before each place, and what the atoms of a run's first part take more."""
 
     sums: Vector  # [places]
     more: Vector | None = None  # [places]: the same, of what they take more
     top: Vector | None = None  # [places]: of a run from here, `more` where that ends
-    last: Places | None = None  # [places]: the last place before that end
+    last: Indices | None = None  # [places]: the last place before that end
 
     @classmethod
-    def of(cls, atoms: Vector) -> Spans:
+    def of(cls, atoms: Vector) -> SegmentSums:
         """Runs of which each takes the sum of its atoms."""
         return cls(np.concatenate([[0.0], np.cumsum(atoms)]))
 
     def __len__(self) -> int:
         return len(self.sums) - 1
 
-    def __call__(self, start: Places, end: Places) -> Vector:
+    def __call__(self, start: Indices, end: Indices) -> Vector:
         """What the atoms from `start` to `end` take."""
         out: Vector = self.sums.take(end) - self.sums.take(start)
         if self.more is not None and self.top is not None and self.last is not None:
@@ -45,7 +45,7 @@ class Spans:
             )
         return out
 
-    def far(self, limit: float | Vector) -> Places:
+    def far(self, limit: float | Vector) -> Indices:
         """Where the longest run from each place ends that takes no more than all may, or each; there, if none does."""
         far = self.sums.searchsorted(self.sums + limit, side="right") - 1
         if self.more is not None and self.top is not None and self.last is not None:
@@ -67,16 +67,16 @@ class Spans:
             far = near if near < last else max(near, beyond)
         return max(far, start)
 
-    def plus(self, other: Spans, times: float) -> Spans:
+    def plus(self, other: SegmentSums, times: float) -> SegmentSums:
         """What runs take of both, of the other so many times."""
         if self.more is None or other.more is None or self.top is None or other.top is None:
-            return Spans(self.sums + times * other.sums)
+            return SegmentSums(self.sums + times * other.sums)
         more, top = self.more + times * other.more, self.top + times * other.top
-        return Spans(self.sums + times * other.sums, more, top, self.last)
+        return SegmentSums(self.sums + times * other.sums, more, top, self.last)
 
-    def times(self, factor: float) -> Spans:
+    def times(self, factor: float) -> SegmentSums:
         """What runs take, so many times."""
-        return Spans(
+        return SegmentSums(
             factor * self.sums,
             None if self.more is None else factor * self.more,
             None if self.top is None else factor * self.top,
@@ -85,25 +85,25 @@ class Spans:
 
 
 @frozen(eq=False)
-class Chains:
-    """Chains of as many atoms each, whose places are numbered through, chain after chain."""
+class ChainBatch:
+    """ChainBatch of as many atoms each, whose places are numbered through, chain after chain."""
 
-    each: tuple[Spans, ...]
-    runs: Spans  # of all of them
-    start: Places  # the first place of each
+    each: tuple[SegmentSums, ...]
+    runs: SegmentSums  # of all of them
+    start: Indices  # the first place of each
 
     @classmethod
-    def of(cls, each: Sequence[Spans]) -> Chains:
+    def of(cls, each: Sequence[SegmentSums]) -> ChainBatch:
         """These, of all of which the first atoms of a run take more, or of none."""
         start = len(each[0].sums) * np.arange(len(each))
         if len(each) == 1:
             return cls((each[0],), each[0], start)
         sums = np.concatenate([x.sums for x in each])
         if each[0].more is None:
-            return cls(tuple(each), Spans(sums), start)
+            return cls(tuple(each), SegmentSums(sums), start)
         more, top = (np.concatenate([getattr(x, name) for x in each]) for name in ("more", "top"))
         last = np.concatenate([x.last + first for x, first in zip(each, start, strict=True) if x.last is not None])
-        return cls(tuple(each), Spans(sums, more, top, last), start)
+        return cls(tuple(each), SegmentSums(sums, more, top, last), start)
 
     def __len__(self) -> int:
         return len(self.each)
@@ -113,10 +113,10 @@ class Chains:
         """The atoms of each."""
         return len(self.each[0])
 
-    def take(self, which: Places) -> Chains:
+    def take(self, which: Indices) -> ChainBatch:
         """Some of them."""
-        return Chains.of([self.each[i] for i in which.tolist()])
+        return ChainBatch.of([self.each[i] for i in which.tolist()])
 
-    def far(self, limits: Vector) -> Places:
+    def far(self, limits: Vector) -> Indices:
         """Where the longest runs end that take no more than the limit of their chain, as numbered there: by chain."""
         return np.array([x.far(limit) for x, limit in zip(self.each, limits.tolist(), strict=True)])

@@ -18,7 +18,7 @@ from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.plans import Plan, PlanError, again
 from megaloom.planner.cost.framework_profiles import PROFILES
 from megaloom.planner.hardware.names import GiB
-from megaloom.planner.partition.partitioner import Fit, Placed
+from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate.memory_timeline import Slice, levels, tracks
 from megaloom.planner.simulate.prediction import Priced
@@ -33,8 +33,8 @@ CLOSE = 1e-9  # seconds are added up in another order
 def replayed(plan: Plan, graph: Graph) -> Priced:
     """The price of the plan's own stages. Raises PlanError if that is no longer what the plan says."""
     pricer = Pricer(graph, plan.cluster, plan.workload, PROFILES[plan.runtime])
-    fit = Fit(plan.layout, pricer.sheet(plan.layout), plan.workload, plan.cluster, pricer.profile)
-    priced = pricer.priced(Placed(fit, (0, *(stage.stop for stage in plan.stages))))
+    fit = PartitionProblem(plan.layout, pricer.cost_table(plan.layout), plan.workload, plan.cluster, pricer.profile)
+    priced = pricer.simulate(Partition(fit, (0, *(stage.stop for stage in plan.stages))))
     if not math.isclose(priced.seconds, plan.predicted.step_seconds, rel_tol=CLOSE):
         raise PlanError(
             f"the plan predicts {plan.predicted.step_seconds:.6g} s a step, this megaloom {priced.seconds:.6g} s\n"
@@ -50,11 +50,12 @@ def tails(priced: Priced) -> tuple[tuple[Slice, ...], ...]:
     """
     ends = priced.timeline.ends
     reduced = [
-        (end + tail.reduction, end + tail.reduction + tail.tied) for end, tail in zip(ends, priced.tails, strict=True)
+        (end + tail.reduction, end + tail.reduction + tail.tied)
+        for end, tail in zip(ends, priced.ends_of_step, strict=True)
     ]
     norm = max(both for _, both in reduced)
     rows = []
-    for end, (own, both), tail in zip(ends, reduced, priced.tails, strict=True):
+    for end, (own, both), tail in zip(ends, reduced, priced.ends_of_step, strict=True):
         updated = norm + tail.optimizer
         rows.append(
             (

@@ -112,7 +112,7 @@ def data(plan: Plan, g: Graph, priced: Priced) -> dict[str, Any]:
     """What the scripts read: seconds and bytes, but for the times of steps, which are in units of `unit` seconds."""
     line, layout = priced.timeline, plan.layout
     unit = priced.seconds / QUANTA
-    stages = zip(plan.stages, priced.placed.parts, strict=True)
+    stages = zip(plan.stages, priced.partition.parts, strict=True)
     after, held = tails(priced), tracks(priced)
     return {
         "step": priced.seconds,
@@ -169,10 +169,10 @@ def packed(line: Timeline, unit: float) -> str:
     return base64.b64encode(gzip.compress(numbers.tobytes(), mtime=0)).decode()
 
 
-def _groups(layout: Layout) -> dict[str, communication.Group]:
+def _groups(layout: Layout) -> dict[str, communication.ProcessGroup]:
     """The groups of more than one device."""
     axes = ("pp", "dp", "cp", "tp", "ep", "etp", *(("edp",) if layout.ep * layout.etp > 1 else ()))
-    groups = {axis: communication.group(axis, layout) for axis in axes}
+    groups = {axis: communication.process_group(axis, layout) for axis in axes}
     return {axis: group for axis, group in groups.items() if group.size > 1} or {"pp": groups["pp"]}
 
 
@@ -239,7 +239,7 @@ def _map(plan: Plan) -> str:
     )
     rows = []
     for axis, group in groups.items():
-        nodes, _ = communication.spread(group.size, group.stride, cluster.per_node, cluster.count)
+        nodes, _ = communication.group_nodes(group.size, group.stride, cluster.per_node, cluster.count)
         link = cluster.intra if nodes == 1 else cluster.inter
         cells = (axis, group.size, group.stride, cluster.count // group.size, nodes, link.name, PASSES[axis])
         sides = ("left", "", "", "", "", "left", "left")

@@ -221,7 +221,7 @@ def exposed(of: Prediction) -> float:
 
 
 def fullest(plan: Plan, kind: str = "device") -> int:
-    """Bytes on the fullest pipeline rank, as they are measured: see `memory.point`."""
+    """Bytes on the fullest pipeline rank, as they are measured: see `memory.held_bytes`."""
     return step_difference.fullest(plan.predicted, kind)
 
 

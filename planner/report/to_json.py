@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict
 
 from megaloom.planner.contract.plans import Plan, Prediction
-from megaloom.planner.cost.memory import upper
+from megaloom.planner.cost.memory import upper_bytes
 from megaloom.planner.hardware.names import Cluster, GiB
 from megaloom.planner.search.goodput import goodput
 from megaloom.planner.search.step_difference import fullest
@@ -66,7 +66,7 @@ def scaled(found: Iterable[Point], params: int) -> dict[str, Any]:
 
 
 def _of(machine: Cluster, best: Priced, params: int) -> dict[str, Any]:
-    workload = best.placed.fit.workload
+    workload = best.partition.problem.workload
     lasting = goodput(params, workload.precision, machine, best.seconds)
     return {
         "workload": asdict(workload),
@@ -82,7 +82,7 @@ def _predicted(p: Prediction) -> dict[str, Any]:
         "step_seconds_low": p.within[0],
         "step_seconds_high": p.within[1],
         "memory_gib": fullest(p) / GiB,
-        "memory_gib_upper": max(map(upper, p.nbytes)) / GiB,
+        "memory_gib_upper": max(map(upper_bytes, p.nbytes)) / GiB,
         "tokens_per_second_per_gpu": p.tokens_per_second_per_device,
         "tflops_per_gpu": p.flops_per_second_per_device / 1e12,
         "mfu": p.mfu,

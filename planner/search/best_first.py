@@ -21,7 +21,7 @@ from megaloom.planner.bounds import balanced_partition
 from megaloom.planner.bounds.layouts import Bounded
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
-from megaloom.planner.partition.partitioner import Placed
+from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.simulate.prediction import Priced
 
 from .candidates import Field
@@ -125,15 +125,17 @@ class Queue:
         self._keep([*self.found, *self.beside])
         self.beside.clear()
 
-    def roomy(self) -> Iterator[Placed]:
+    def roomy(self) -> Iterator[Partition]:
         """Those that have room as evenly cut: of those that are cut the most promising first, then of more and more."""
         seen = 0
         while True:
             new, seen = sorted(entry for entry in self.heap if entry[1] > seen), self.count
             for _, _, what in new:
                 if isinstance(what, Cut):
-                    yield what.placed
-                elif isinstance(what, Near) and what.roomy and (placed := self.among.pricer.roomy(what.layout)):
+                    yield what.partition
+                elif (
+                    isinstance(what, Near) and what.roomy and (placed := self.among.pricer.even_if_it_fits(what.layout))
+                ):
                     yield placed
             while self.count == seen:
                 if not self._more(inf):
@@ -191,4 +193,4 @@ def _way(what: Entry) -> Way:
     """How what is looked at deals the devices."""
     if isinstance(what, Near):
         return what.way
-    return way(what.placed.layout if isinstance(what, Cut) else what.layout)
+    return way(what.partition.layout if isinstance(what, Cut) else what.layout)

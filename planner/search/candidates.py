@@ -33,8 +33,8 @@ class Field:
         if not p.own:
             self.at = self.at.take(np.broadcast_to(right(self.at, p.graph, p.workload, p.cluster), len(self.at)))
         if len(self.at):
-            fits = roomy(self.at, p.book, p.capacity)
-            self.floors = Floors(self.at.take(fits) if fits.any() else self.at, p.book)
+            fits = roomy(self.at, p.cost_cache, p.capacity)
+            self.floors = Floors(self.at.take(fits) if fits.any() else self.at, p.cost_cache)
 
     @property
     def count(self) -> int:

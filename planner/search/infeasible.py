@@ -22,9 +22,9 @@ from megaloom.planner.contract.layout import (
     modules,
     overlaps,
 )
-from megaloom.planner.cost.memory import static
+from megaloom.planner.cost.memory import state_bytes
 from megaloom.planner.hardware.names import PRESETS, Cluster, cluster
-from megaloom.planner.partition.partitioner import Placed
+from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.rules import steps as step_rules
 from megaloom.planner.rules.rule import Violation
 
@@ -104,15 +104,15 @@ def nothing_fits(pricer: Pricer, among: Field) -> str:
     return "\n".join([*lines, *(changes or ["a smaller model would fit, or devices with more memory"])])
 
 
-def leanest(among: Field) -> Placed:
+def leanest(among: Field) -> Partition:
     """The layout that lacks the least memory, of those that may need the least."""
     _, ideal = among.floors.ideal()
     found = among.variants(np.argsort(ideal, kind="stable")[:PLACED])
     first = np.argsort(found.nbytes, kind="stable")[:PLACED]
-    return min((among.pricer.place(found.layouts[int(i)]) for i in first), key=lambda placed: placed.excess)
+    return min((among.pricer.partition(found.layouts[int(i)]) for i in first), key=lambda placed: placed.deficit)
 
 
-Change = tuple[str, Placed]  # what is changed, and a layout that then fits
+Change = tuple[str, Partition]  # what is changed, and a layout that then fits
 
 
 def _freed(pricer: Pricer, fixed: Fixed) -> Iterator[Change]:
@@ -127,7 +127,7 @@ def _freed(pricer: Pricer, fixed: Fixed) -> Iterator[Change]:
         yield f"another layout than {_said(fixed)}", found
 
 
-def _changed(pricer: Pricer, miss: Placed, fixed: Fixed) -> Iterator[Change]:
+def _changed(pricer: Pricer, miss: Partition, fixed: Fixed) -> Iterator[Change]:
     """For each kind of change of what is asked the smallest that makes a layout fit."""
     for kind in (_fuller(pricer, miss), _narrower(pricer), _larger(pricer, fixed), _roomier(pricer), _shorter(pricer)):
         found = ((what, fitting(other, fixed)) for what, other in kind)
@@ -137,10 +137,10 @@ def _changed(pricer: Pricer, miss: Placed, fixed: Fixed) -> Iterator[Change]:
 Asked = Iterator[tuple[str, Pricer]]  # what is changed, and what then prices layouts
 
 
-def _fuller(pricer: Pricer, miss: Placed) -> Asked:
+def _fuller(pricer: Pricer, miss: Partition) -> Asked:
     """More of each device."""
     most = pricer.cluster.device.nbytes
-    headroom = int(100 * (1 - (miss.excess + miss.capacity) / most)) / 100
+    headroom = int(100 * (1 - (miss.deficit + miss.capacity) / most)) / 100
     if 0 <= headroom < pricer.headroom:
         yield f"a memory headroom of {headroom:.0%}", _with(pricer, headroom=headroom)
 
@@ -192,7 +192,7 @@ def _with(pricer: Pricer, **changes: Any) -> Pricer:
     return Pricer(**{**asked, **changes})
 
 
-def fitting(pricer: Pricer, fixed: Fixed) -> Placed | None:
+def fitting(pricer: Pricer, fixed: Fixed) -> Partition | None:
     """A layout that fits the memory, if one is found: a plain and quick one if there is such a one."""
     for chosen in ({**PLAIN, **fixed}, fixed) if _holds(pricer) else ():
         among = Field(pricer, chosen)
@@ -203,12 +203,12 @@ def fitting(pricer: Pricer, fixed: Fixed) -> Placed | None:
 
 def _holds(pricer: Pricer) -> bool:
     """Whether all devices together have room for the weights, their gradients and the optimizer's state, once."""
-    part = pricer.place(Layout()).parts[0]
-    once = static(part.params, part.expert_params, Layout(), pricer.workload.precision, pricer.profile)
+    part = pricer.partition(Layout()).parts[0]
+    once = state_bytes(part.params, part.expert_params, Layout(), pricer.workload.precision, pricer.profile)
     return sum(once.values()) <= pricer.capacity * pricer.cluster.count
 
 
-def _quick(among: Field) -> Placed | None:
+def _quick(among: Field) -> Partition | None:
     """Of the layouts that may fit the memory, one of the quickest that does; or the leanest, if that does."""
     seconds, nbytes = among.floors.ideal()
     order = np.flatnonzero(nbytes <= among.pricer.capacity)
@@ -218,7 +218,7 @@ def _quick(among: Field) -> Placed | None:
     hopeful = np.flatnonzero(found.nbytes <= among.pricer.capacity)
     for i in hopeful[np.argsort(found.seconds[hopeful], kind="stable")][:TRIED].tolist():
         if cut := next((step for step in among.pricer.refined(found.layouts[i]) if isinstance(step, Cut)), None):
-            return cut.placed
+            return cut.partition
     last = leanest(among)
     return last if last.fits else None
 

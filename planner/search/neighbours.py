@@ -48,9 +48,9 @@ def judged(layout: Layout, pricer: Pricer, fixed: Fixed) -> tuple[list[Rival], t
         if wrong:
             rejected.append(Rejected(other, broken(wrong)))
             continue
-        placed = pricer.place(other)
+        placed = pricer.partition(other)
         if placed.fits:
-            rivals.append(Rival(change, pricer.priced(placed)))
+            rivals.append(Rival(change, pricer.simulate(placed)))
         else:
             rejected.append(Rejected(other, lacking(placed)))
     return rivals, tuple(rejected)

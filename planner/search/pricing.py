@@ -25,34 +25,34 @@ from megaloom.planner.contract.layout import (
     Workload,
 )
 from megaloom.planner.contract.layouts import Layouts
-from megaloom.planner.cost.cost_cache import Book
+from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.cost.cost_table import (
-    STEP,
-    Base,
-    Sheet,
-    sheet,
+    STEP_COLUMNS,
+    BareTable,
+    CostTable,
+    bare_to_table,
 )
 from megaloom.planner.cost.framework_profiles import OWN, PROFILES, FrameworkProfile
-from megaloom.planner.cost.memory import MORE
+from megaloom.planner.cost.memory import ALLOCATED
 from megaloom.planner.model.requirements import model_requirements
 from megaloom.planner.model.structure import ModelStructure, model_structure
 from megaloom.planner.partition.dynamic_program import evens
 from megaloom.planner.partition.partitioner import (
     HEADROOM,
-    Bounds,
-    Fit,
-    Placed,
+    Partition,
+    PartitionProblem,
+    StageBounds,
     capacity,
 )
-from megaloom.planner.partition.segments import Chains, Spans
+from megaloom.planner.partition.segments import ChainBatch, SegmentSums
 from megaloom.planner.rules.capabilities import wrong
 from megaloom.planner.rules.rule import Violation
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.simulate.prediction import (
     Counted,
     Priced,
-    least,
-    priced,
+    simulate,
+    step_lower_bound,
 )
 
 from .candidate_space import groups
@@ -64,7 +64,7 @@ ALIKE = 1.001  # times as long as the slowest stage may take, if that makes stag
 class Cut:
     """A layout with its cut, and what its step takes at the least."""
 
-    placed: Placed
+    partition: Partition
     seconds: float
 
 
@@ -85,18 +85,18 @@ class Pricer:
     profile: FrameworkProfile = OWN
     headroom: float = HEADROOM
     structure: ModelStructure = field(init=False)
-    book: Book = field(init=False)
+    cost_cache: CostCache = field(init=False)
     counted: Counted = field(init=False)
-    _bases: dict[tuple[object, ...], Base] = field(factory=dict, init=False)
-    _sheets: dict[tuple[object, ...], Sheet] = field(factory=dict, init=False)
-    _cuts: dict[tuple[object, ...], Bounds] = field(factory=dict, init=False)
-    _levels: dict[tuple[object, ...], Bounds] = field(factory=dict, init=False)  # of interleaved chunks
+    _bases: dict[tuple[object, ...], BareTable] = field(factory=dict, init=False)
+    _sheets: dict[tuple[object, ...], CostTable] = field(factory=dict, init=False)
+    _cuts: dict[tuple[object, ...], StageBounds] = field(factory=dict, init=False)
+    _levels: dict[tuple[object, ...], StageBounds] = field(factory=dict, init=False)  # of interleaved chunks
     _fits: dict[Layout, bool] = field(factory=dict, init=False)
     _layers: dict[Layout, int] = field(factory=dict, init=False)  # of each, blocks a stage that are too few
 
     def __attrs_post_init__(self) -> None:
         self.structure = model_structure(self.graph)
-        self.book = Book(self.structure, self.workload, self.cluster, self.profile)
+        self.cost_cache = CostCache(self.structure, self.workload, self.cluster, self.profile)
         self.counted = Counted.of(self.graph, self.cluster, self.workload)
 
     @property
@@ -114,25 +114,25 @@ class Pricer:
         found = violations(layout, self.graph, self.workload, self.cluster)
         return found if self.own else found + wrong(layout, self.graph, self.workload, self.cluster)
 
-    def sheet(self, layout: Layout) -> Sheet:
+    def cost_table(self, layout: Layout) -> CostTable:
         """The costs of every node under a layout."""
         place = where(layout)
         key = (*place, layout.again)
         if key not in self._sheets:
             if place not in self._bases:
-                self._bases[place] = self.book.base(layout)
-            self._sheets[key] = sheet(self._bases[place], self.structure, layout, self.workload)
+                self._bases[place] = self.cost_cache.base(layout)
+            self._sheets[key] = bare_to_table(self._bases[place], self.structure, layout, self.workload)
         return self._sheets[key]
 
     def price(self, layout: Layout) -> Priced:
         """The stages, the step time and the memory of a legal layout: cut to fit the memory if that can be."""
-        return self.priced(self.place(layout))
+        return self.simulate(self.partition(layout))
 
-    def place(self, layout: Layout) -> Placed:
+    def partition(self, layout: Layout) -> Partition:
         """The stages of a legal layout: the most even of those that fit the memory, or of all when none do."""
         return self._best(self._even(layout))
 
-    def roomy(self, layout: Layout) -> Placed | None:
+    def even_if_it_fits(self, layout: Layout) -> Partition | None:
         """The stages of a legal layout, if its most even cut fits the memory."""
         even = self._even(layout)
         return self._best(even) if even.fits else None
@@ -148,11 +148,11 @@ class Pricer:
         if not even.fits:
             if not self.structure.shared_weights and not self._may_fit(layout, even):
                 return
-            yield even.fit.microbatches * max(even.seconds)  # no cut has a quicker slowest stage
+            yield even.problem.microbatches * max(even.seconds)  # no cut has a quicker slowest stage
         placed = self._best(even)
         if not placed.fits:
             return
-        yield Cut(placed, least(placed))
+        yield Cut(placed, step_lower_bound(placed))
 
     def fewer(self, layout: Layout) -> list[Layout]:
         """The same layout with fewer overlaps, if its most even cut has no room and would have then; the most of them.
@@ -162,15 +162,15 @@ class Pricer:
         inner = [o for o in layout.overlaps if o in self.inner]
         if not inner or (even := self._even(layout)).fits:
             return []
-        found = [x for out in inner if (x := self._without([out], layout, even.excess))]
-        none = self._without(inner, layout, even.excess) if len(inner) > 1 and not found else None
+        found = [x for out in inner if (x := self._without([out], layout, even.deficit))]
+        none = self._without(inner, layout, even.deficit) if len(inner) > 1 and not found else None
         return [none] if none else found
 
     def _without(self, overlaps: list[Overlap], layout: Layout, lacking: int) -> Layout | None:
         """The layout without these overlaps, if that frees what it lacks."""
         other = evolve(layout, overlaps=[o for o in layout.overlaps if o not in overlaps])
-        before, after = (s.library + s.workspace for s in (self.sheet(layout), self.sheet(other)))
-        return other if lacking <= MORE * (before - after) else None
+        before, after = (s.library + s.workspace for s in (self.cost_table(layout), self.cost_table(other)))
+        return other if lacking <= ALLOCATED * (before - after) else None
 
     @cached_property
     def many(self) -> NDArray[np.bool_]:
@@ -195,10 +195,10 @@ class Pricer:
             )
         return lean.recompute_layers > self._layers[key]
 
-    def _may_fit(self, layout: Layout, even: Placed | None = None) -> bool:
+    def _may_fit(self, layout: Layout, even: Partition | None = None) -> bool:
         if layout not in self._fits:
             even = even or self._even(layout)
-            self._fits[layout] = even.fit.hopeful(even.bounds) or (
+            self._fits[layout] = even.problem.hopeful(even.bounds) or (
                 bool(self.structure.shared_weights) and self._best(even).fits
             )
         return self._fits[layout]
@@ -208,42 +208,44 @@ class Pricer:
         """Bytes of a device that a plan may fill."""
         return capacity(self.cluster, self.headroom)
 
-    def _even(self, layout: Layout) -> Placed:
+    def _even(self, layout: Layout) -> Partition:
         return self._cut(self._fit(layout))
 
-    def _fit(self, layout: Layout) -> Fit:
-        return Fit(layout, self.sheet(layout), self.workload, self.cluster, self.profile, self.headroom)
+    def _fit(self, layout: Layout) -> PartitionProblem:
+        return PartitionProblem(
+            layout, self.cost_table(layout), self.workload, self.cluster, self.profile, self.headroom
+        )
 
-    def _cut(self, fit: Fit) -> Placed:
+    def _cut(self, fit: PartitionProblem) -> Partition:
         """The most even cut, which layouts of the same sheet share."""
         x = fit.layout
         key = _cut_key(x, fit.whole)
         if key not in self._cuts:
             self._cuts[key] = fit.even()
-        return Placed(fit, self._cuts[key])
+        return Partition(fit, self._cuts[key])
 
-    def evens(self, layouts: Sequence[Layout]) -> list[Bounds]:
+    def balance_all(self, layouts: Sequence[Layout]) -> list[StageBounds]:
         """The most even cuts of these layouts: those that are new made together."""
-        places, new = self.structure.cut_points, dict[tuple[int, bool], dict[tuple[object, ...], Spans]]()
+        places, new = self.structure.cut_points, dict[tuple[int, bool], dict[tuple[object, ...], SegmentSums]]()
         for x in layouts:
             if (key := _cut_key(x)) not in self._cuts:
-                runs = self.sheet(x).runs(places, STEP)
+                runs = self.cost_table(x).runs(places, STEP_COLUMNS)
                 new.setdefault((x.pp * x.vpp, runs.more is None), {})[key] = runs
         for (count, _), alike in new.items():
-            for key, cut in zip(alike, evens(Chains.of(tuple(alike.values())), count), strict=True):
+            for key, cut in zip(alike, evens(ChainBatch.of(tuple(alike.values())), count), strict=True):
                 self._cuts[key] = tuple(places[cut].tolist())
         return [self._cuts[_cut_key(x)] for x in layouts]
 
-    def _best(self, even: Placed) -> Placed:
+    def _best(self, even: Partition) -> Partition:
         """The cut that is priced: of whole blocks, if one that fits is hardly slower than the most even one of all."""
-        whole, slowest = evolve(even.fit, whole=True), ALIKE * max(even.seconds)
+        whole, slowest = evolve(even.problem, whole=True), ALIKE * max(even.seconds)
         if len(even.bounds) <= len(whole.places) and whole.reaches(slowest):
             blocks = self._cut(whole)
             if max(blocks.seconds) <= slowest and blocks.fits:
                 return self._roomy(blocks)
         return self._roomy(even)
 
-    def _roomy(self, even: Placed) -> Placed:
+    def _roomy(self, even: Partition) -> Partition:
         """The same layout cut to fit the memory if that can be, and to be quick; `even` is its most even cut.
 
         What layouts of the same sheet share is tried first.
@@ -251,21 +253,21 @@ class Pricer:
         x = even.layout
         if x.vpp == 1:
             return even.roomy()
-        key = (*_cut_key(x, even.fit.whole), x.pp)
+        key = (*_cut_key(x, even.problem.whole), x.pp)
         if key not in self._levels:
-            self._levels[key] = even.fit.level(even.bounds)
-        if (level := Placed(even.fit, self._levels[key])).fits:
+            self._levels[key] = even.problem.level(even.bounds)
+        if (level := Partition(even.problem, self._levels[key])).fits:
             return level
         return even.roomy()
 
-    def priced(self, placed: Placed) -> Priced:
+    def simulate(self, placed: Partition) -> Priced:
         """The step time of a layout whose stages have a place."""
-        return priced(placed, self.counted)
+        return simulate(placed, self.counted)
 
     def bound(self, layout: Layout) -> tuple[float, float]:
         """(seconds of a step, bytes of the fullest rank): no way to cut the graph into these stages takes less."""
         one = Layouts.of([layout])
-        found = Floors(one, self.book).bound(one, np.zeros(1, dtype=np.int64))
+        found = Floors(one, self.cost_cache).bound(one, np.zeros(1, dtype=np.int64))
         return float(found.seconds[0]), float(found.nbytes[0])
 
 

@@ -12,7 +12,7 @@ from attrs import frozen
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.cost.memory import Peak
-from megaloom.planner.partition.partitioner import Placed
+from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.rules.rule import Violation
 from megaloom.planner.simulate.prediction import Priced
 
@@ -90,7 +90,7 @@ def _limits(plan: Priced) -> str:
 
 
 def _memory(plan: Priced, cluster: Cluster) -> str:
-    rank, peak = fullest(plan.placed)
+    rank, peak = fullest(plan.partition)
     used, most = peak.nbytes, cluster.device.nbytes
     who = f"Pipeline rank {rank}, the fullest," if plan.layout.pp > 1 else "Each device"
     return f"{who} fills {size(used)} of {size(most)} ({used / most:.0%}) at the {peak.moment}: {holders(peak)}."
@@ -102,11 +102,11 @@ def holders(peak: Peak) -> str:
     return ", ".join(f"{holder} {size(nbytes)}" for holder, nbytes in largest)
 
 
-def lacking(plan: Placed) -> str:
+def lacking(plan: Partition) -> str:
     """Which rank lacks how much memory, and what holds the most of it."""
     rank, peak = fullest(plan)
     return (
-        f"pipeline rank {rank} needs {size(peak.nbytes)} at the {peak.moment}, {size(plan.excess)} more than the "
+        f"pipeline rank {rank} needs {size(peak.nbytes)} at the {peak.moment}, {size(plan.deficit)} more than the "
         f"{size(plan.capacity)} that a plan may fill: {holders(peak)}"
     )
 
@@ -116,6 +116,6 @@ def broken(violations: Iterable[Violation]) -> str:
     return "; ".join(f"{v.message} [{v.rule}]: {v.fix}" for v in violations)
 
 
-def fullest(plan: Placed) -> tuple[int, Peak]:
+def fullest(plan: Partition) -> tuple[int, Peak]:
     """The pipeline rank that holds the most, and when it does."""
-    return max(enumerate(plan.fullest), key=lambda entry: entry[1].nbytes)
+    return max(enumerate(plan.rank_peaks), key=lambda entry: entry[1].nbytes)

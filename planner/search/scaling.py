@@ -84,7 +84,7 @@ def points(
             raise UserError(str(wrong))
         free, best = headroom, None
         while (priced := _best(Pricer(parted, machine, work(machine), PROFILES[runtime], free), fixed)) is not None:
-            best, nbytes = priced, max(priced.placed.peaks)
+            best, nbytes = priced, max(priced.partition.peaks)
             each = best.seconds / work(machine).tokens
             if not (pareto and any(quick <= each and lean <= nbytes for quick, lean in shown)):
                 shown.append((each, nbytes))
@@ -121,12 +121,12 @@ def table(found: Sequence[Point], params: int) -> Table:
         said, each = point.best.prediction, point.best.prediction.tokens_per_second_per_device
         cells = (
             str(point.cluster),
-            str(point.best.placed.fit.workload.batch),
+            str(point.best.partition.problem.workload.batch),
             f"{said.step_seconds:.3g}",
             f"{each * point.cluster.count:,.0f}",
             f"{each:,.0f}",
             f"{said.mfu:.1%}",
-            f"{max(point.best.placed.peaks) / GiB:.1f}",
+            f"{max(point.best.partition.peaks) / GiB:.1f}",
             *(_lasting(point.cluster, point.best, params) if many else ()),
             "#" * round(BAR * each / most),
             str(point.best.layout),
@@ -136,5 +136,5 @@ def table(found: Sequence[Point], params: int) -> Table:
 
 
 def _lasting(machine: Cluster, best: Priced, params: int) -> tuple[str, str]:
-    found = goodput(params, best.placed.fit.workload.precision, machine, best.seconds)
+    found = goodput(params, best.partition.problem.workload.precision, machine, best.seconds)
     return ("100%", "-") if found is None else (f"{found.share:.1%}", f"{found.every_steps:,} steps")

@@ -18,7 +18,7 @@ from megaloom.planner.contract.layout import Layout, Runtime, Workload
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.plans import VERSION, Plan
 from megaloom.planner.cost.framework_profiles import PROFILES
-from megaloom.planner.partition.partitioner import HEADROOM, Placed
+from megaloom.planner.partition.partitioner import HEADROOM, Partition
 from megaloom.planner.partition.whole_blocks import blocks
 from megaloom.planner.rules.capabilities import caveats
 from megaloom.planner.rules.rules import senseless
@@ -190,7 +190,7 @@ class Hunt:
             if (top := queue.pop()) is None:
                 return
             near = top[1]
-            if isinstance(near, Near) and near.roomy and (placed := among.pricer.roomy(near.layout)):
+            if isinstance(near, Near) and near.roomy and (placed := among.pricer.even_if_it_fits(near.layout)):
                 self._price(among.pricer, placed)
                 return
 
@@ -235,7 +235,7 @@ class Hunt:
             if sure:
                 queue.settle(what)
         elif isinstance(what, Cut):
-            priced = self._price(queue.among.pricer, what.placed)
+            priced = self._price(queue.among.pricer, what.partition)
             queue.push(priced.seconds, priced)
         elif isinstance(step := next(what.steps, None), Layout):
             queue.push(seconds, what)
@@ -250,10 +250,10 @@ class Hunt:
         """The quickest of what was priced."""
         return sorted(self._priced.values(), key=lambda priced: priced.seconds)[:keep]
 
-    def _price(self, pricer: Pricer, placed: Placed) -> Priced:
+    def _price(self, pricer: Pricer, placed: Partition) -> Priced:
         if placed.layout in self._priced:
             return self._priced[placed.layout]
-        priced = self._priced[placed.layout] = pricer.priced(placed)
+        priced = self._priced[placed.layout] = pricer.simulate(placed)
         if self.best is None or priced.seconds < self.best.seconds:
             self.best = priced
             self._say(0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.plans import Prediction
-from megaloom.planner.cost.memory import point
+from megaloom.planner.cost.memory import held_bytes
 
 TIE = 0.0005  # of a step: what is this little slower is as quick
 ALL_OF_IT = 1.1  # one cause explains a difference, unless it adds this many times as much
@@ -33,8 +33,8 @@ def differences(a: Prediction, b: Prediction) -> dict[str, float]:
 
 
 def fullest(of: Prediction, kind: str = "device") -> int:
-    """Bytes on the fullest pipeline rank, as they are measured: see `memory.point`."""
-    return max(point(held, kind) for held in of.nbytes)
+    """Bytes on the fullest pipeline rank, as they are measured: see `memory.held_bytes`."""
+    return max(held_bytes(held, kind) for held in of.nbytes)
 
 
 def size(nbytes: int) -> str:

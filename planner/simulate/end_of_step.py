@@ -14,7 +14,7 @@ from megaloom.dsl.dims import NBYTES, DType
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Overlap, Precision
 from megaloom.planner.cost import communication, memory
-from megaloom.planner.cost.communication import Group
+from megaloom.planner.cost.communication import ProcessGroup
 from megaloom.planner.cost.framework_profiles import OWN, FrameworkProfile
 
 COPIED = 4 + 2  # bytes moved to make a 16-bit weight of its master
@@ -24,7 +24,7 @@ BUCKET, BUCKET_BY_RANK = 40_000_000, 1_000_000
 
 
 @frozen
-class Tail:
+class EndOfStep:
     """What one rank does after its last micro-batch."""
 
     reduction: float  # of gradients
@@ -39,7 +39,7 @@ class Tail:
 
 
 @frozen
-class Cover:
+class OverlapWindow:
     """Seconds of computation behind which a rank's exchanges may hide.
 
     That is its last backward, and its first forward; of interleaved chunks, whose gradients are whole one after the
@@ -50,7 +50,7 @@ class Cover:
     forward: float = 0.0
 
 
-def tail(
+def end_of_step(
     params: float,
     experts: float,
     tied: float,
@@ -58,36 +58,43 @@ def tail(
     precision: Precision,
     cluster: Cluster,
     profile: FrameworkProfile = OWN,
-    cover: Cover = Cover(),
-) -> Tail:
+    cover: OverlapWindow = OverlapWindow(),
+) -> EndOfStep:
     """The tail of a rank that holds so many elements of dense and experts' weights; `tied` seconds are its own."""
-    sizes = ((params, communication.group("dp", layout)), (experts, communication.group("edp", layout)))
+    sizes = ((params, communication.process_group("dp", layout)), (experts, communication.process_group("edp", layout)))
     parts = [(elements, group) for elements, group in sizes if elements]
     reduced = "reduce_scatter" if layout.distributed_optimizer else "all_reduce"
     reduction = _seen(reduced, profile.gradient_nbytes, parts, cluster, layout.hides(Overlap.GRADIENTS), cover.backward)
     gathering = 0.0
     if layout.distributed_optimizer:
         gathering = _seen("all_gather", precision.nbytes, parts, cluster, layout.hides(Overlap.WEIGHTS), cover.forward)
-    dense, expert = memory.copies(layout)
+    dense, expert = memory.optimizer_shards(layout)
     copied = 0 if precision is Precision.FP32 else COPIED
     moved = (profile.adam_nbytes + copied) * (params / dense + experts / expert)
     moved += profile.gradient_nbytes * (params + experts)  # set to zero
-    return Tail(reduction, gathering, tied, moved / cluster.device.moves + norm(layout, cluster))
+    return EndOfStep(reduction, gathering, tied, moved / cluster.device.moves + gradient_norm_seconds(layout, cluster))
 
 
-def norm(layout: Layout, cluster: Cluster) -> float:
+def gradient_norm_seconds(layout: Layout, cluster: Cluster) -> float:
     """Seconds to add up one number over all devices, or over those of a copy of the model if each has all gradients.
 
     Source: megatron-core 0.16.1, optimizer/clip_grads.py: get_grad_norm_fp32.
     """
-    groups = [Group(layout.world, 1)]
+    groups = [ProcessGroup(layout.world, 1)]
     if not layout.distributed_optimizer:
-        groups = [communication.group("pp", layout), communication.group("tp", layout)]
-    return sum(communication.seconds("all_reduce", NBYTES[DType.FLOAT32], group, cluster) for group in groups)
+        groups = [communication.process_group("pp", layout), communication.process_group("tp", layout)]
+    return sum(
+        communication.collective_seconds("all_reduce", NBYTES[DType.FLOAT32], group, cluster) for group in groups
+    )
 
 
 def _seen(
-    kind: str, nbytes: int, parts: Sequence[tuple[float, Group]], cluster: Cluster, overlapped: bool, cover: float
+    kind: str,
+    nbytes: int,
+    parts: Sequence[tuple[float, ProcessGroup]],
+    cluster: Cluster,
+    overlapped: bool,
+    cover: float,
 ) -> float:
     """Seconds for which all wait for a collective of dense and of experts' weights: one after the other.
 
@@ -96,16 +103,20 @@ def _seen(
     """
     each = [(nbytes * elements, group) for elements, group in parts]
     if not overlapped:
-        return sum(communication.seconds(kind, n, group, cluster) for n, group in each)
+        return sum(communication.collective_seconds(kind, n, group, cluster) for n, group in each)
     ends = [(nbytes * min(n, max(BUCKET, BUCKET_BY_RANK * group.size)), group) for n, group in parts]
-    took = communication.together(kind, each, cluster)
-    seen = max(communication.together(kind, ends, cluster), took - cover)
-    return seen + (took - seen) * communication.taken(cluster.device)
+    took = communication.concurrent_seconds(kind, each, cluster)
+    seen = max(communication.concurrent_seconds(kind, ends, cluster), took - cover)
+    return seen + (took - seen) * communication.sm_share(cluster.device)
 
 
-def tied(elements: int, ranks: set[int], layout: Layout, cluster: Cluster, profile: FrameworkProfile = OWN) -> float:
+def tied_weight_seconds(
+    elements: int, ranks: set[int], layout: Layout, cluster: Cluster, profile: FrameworkProfile = OWN
+) -> float:
     """Seconds to add up the gradients of a weight that these pipeline ranks share."""
     if len(ranks) == 1:
         return 0.0
     apart = (max(ranks) - min(ranks)) // (len(ranks) - 1) * (layout.world // layout.pp)
-    return communication.seconds("all_reduce", profile.gradient_nbytes * elements, Group(len(ranks), apart), cluster)
+    return communication.collective_seconds(
+        "all_reduce", profile.gradient_nbytes * elements, ProcessGroup(len(ranks), apart), cluster
+    )

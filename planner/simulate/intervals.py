@@ -1,6 +1,6 @@
 """How far off a predicted step may be: the interval in which nine of ten measured steps lie.
 
-Protocol: `interval(seconds, kind(…))` is that of one prediction. The spreads are those of published runs of one half of
+Protocol: `interval(seconds, run_class(…))` is that of one prediction. The spreads are those of published runs of one half of
 the models; `megaloom validate RUNS` makes their table again, and says how many runs of the other half it holds.
 """
 
@@ -21,7 +21,7 @@ SPREADS: Mapping[str, tuple[float, float]] = MappingProxyType(
 )
 
 
-def kind(sparse: bool, precision: Precision, device: Device) -> str:
+def run_class(sparse: bool, precision: Precision, device: Device) -> str:
     """The kind of runs that one is like; `sparse` is a mixture of experts."""
     if device.name not in KNOWN:
         return OTHER
@@ -39,7 +39,7 @@ def interval(seconds: float, of: str) -> tuple[float, float]:
     return low * seconds, high * seconds
 
 
-def spread(ratios: Sequence[float]) -> tuple[float, float]:
+def narrowest_interval(ratios: Sequence[float]) -> tuple[float, float]:
     """The narrowest interval of as many of these as it takes for the next of their kind to be in it nine times of ten.
 
     What is far off is nearly always slower than predicted, so that the tails are not alike.

@@ -44,19 +44,19 @@ class Track:
 
 def tracks(priced: Priced) -> tuple[Track, ...]:
     """Of each pipeline rank."""
-    fit, parts, x = priced.placed.fit, priced.placed.parts, priced.layout
+    fit, parts, x = priced.partition.problem, priced.partition.parts, priced.layout
     out = []
     for rank in range(x.pp):
         mine = parts[rank :: x.pp]
         params, experts = sum(p.params for p in mine), sum(p.expert_params for p in mine)
-        static = memory.static(params, experts, x, fit.workload.precision, fit.profile)
+        static = memory.state_bytes(params, experts, x, fit.workload.precision, fit.profile)
         out.append(
             Track(
-                bare=sum(static.values()) + memory.runtime(x, fit.cluster, fit.profile),
+                bare=sum(static.values()) + memory.reserved_bytes(x, fit.cluster, fit.profile),
                 library=max(p.library for p in mine),
-                workspace=fit.sheet.workspace,
+                workspace=fit.table.workspace,
                 loss=mine[-1].loss,
-                stepping=memory.stepping(params, experts, x, fit.profile),
+                stepping=memory.optimizer_step_bytes(params, experts, x, fit.profile),
                 saved=tuple(p.saved for p in mine),
             )
         )

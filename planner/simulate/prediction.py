@@ -22,31 +22,31 @@ from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.contract.plans import Prediction, Stage
 from megaloom.planner.cost import communication
 from megaloom.planner.cost.cost_table import (
-    AHEAD,
-    BACK,
-    STEP,
-    Col,
+    BACKWARD_COLUMNS,
+    FORWARD_COLUMNS,
+    STEP_COLUMNS,
+    CostColumn,
 )
 from megaloom.planner.cost.memory import Peak
-from megaloom.planner.partition.partitioner import Fit, Placed, stages_of
+from megaloom.planner.partition.partitioner import Partition, PartitionProblem, stages_of
 
 from . import schedule
 from .end_of_step import (
-    Cover,
-    Tail,
-    tail,
-    tied,
+    EndOfStep,
+    OverlapWindow,
+    end_of_step,
+    tied_weight_seconds,
 )
-from .intervals import interval, kind
-from .schedule import Timeline, sending
+from .intervals import interval, run_class
+from .schedule import Timeline, send_seconds
 
 CAUSES = {  # of the time that a pipeline rank computes for, and the columns that they are in
-    "forward": [Col.FORWARD],
-    "backward": [Col.BACKWARD],
-    "recompute": [Col.AGAIN],
-    "tensor-parallel communication": [Col.TP_FORWARD, Col.TP_BACKWARD],
-    "context-parallel communication": [Col.CP_FORWARD, Col.CP_BACKWARD],
-    "expert-parallel communication": [Col.EP_FORWARD, Col.EP_BACKWARD],
+    "forward": [CostColumn.FORWARD],
+    "backward": [CostColumn.BACKWARD],
+    "recompute": [CostColumn.AGAIN],
+    "tensor-parallel communication": [CostColumn.TP_FORWARD, CostColumn.TP_BACKWARD],
+    "context-parallel communication": [CostColumn.CP_FORWARD, CostColumn.CP_BACKWARD],
+    "expert-parallel communication": [CostColumn.EP_FORWARD, CostColumn.EP_BACKWARD],
 }
 
 
@@ -54,23 +54,23 @@ CAUSES = {  # of the time that a pipeline rank computes for, and the columns tha
 class Priced:
     """A layout with its cut and what is predicted of it."""
 
-    placed: Placed
+    partition: Partition
     stages: tuple[Stage, ...]
     prediction: Prediction
-    hops: tuple[float, ...]  # seconds of what passes from each stage to the next, either way
-    tails: tuple[Tail, ...]  # of each pipeline rank, what follows its last micro-batch
+    p2p_seconds: tuple[float, ...]  # seconds of what passes from each stage to the next, either way
+    ends_of_step: tuple[EndOfStep, ...]  # of each pipeline rank, what follows its last micro-batch
 
     @cached_property
     def timeline(self) -> Timeline:
         """What each pipeline rank does when."""
-        x, m = self.layout, self.placed.fit.microbatches
+        x, m = self.layout, self.partition.problem.microbatches
         forward, backward = ([getattr(s, way) for s in self.stages] for way in ("forward_seconds", "backward_seconds"))
-        return schedule.replay(forward, backward, self.hops, x.pp, m, x.microbatch_group)
+        return schedule.replay(forward, backward, self.p2p_seconds, x.pp, m, x.microbatch_group)
 
     @property
     def layout(self) -> Layout:
         """The layout that is priced."""
-        return self.placed.layout
+        return self.partition.layout
 
     @property
     def seconds(self) -> float:
@@ -91,66 +91,68 @@ class Counted:
         work = [w for n in graph.nodes for w in costs(n, batch=workload.batch, seq=workload.seq).work]
         moe = any(w.kind == "route" for w in work)
         flops = sum(w.flops + w.dgrad + w.wgrad for w in work)
-        return cls(flops, kind(moe, workload.precision, cluster.device))
+        return cls(flops, run_class(moe, workload.precision, cluster.device))
 
 
-def least(placed: Placed) -> float:
+def step_lower_bound(placed: Partition) -> float:
     """Seconds of a step of a layout whose stages have a place, at the least: `priced` without a replay.
 
     Of what follows the last micro-batch it looks at two ranks: the last to be done, and the one with most weights.
     """
-    fit, (forward, backward, hops) = placed.fit, _times(placed)
+    fit, (forward, backward, hops) = placed.problem, _times(placed)
     ends = pipeline.ends(forward, backward, hops, fit.layout.pp, fit.microbatches, fit.layout.microbatch_group)
     params = _params(placed)
     ranks = sorted({int(ends.argmax()), int(params.sum(axis=0).argmax())})
     return _end([float(ends[r]) for r in ranks], _tails(placed, params, forward, backward, ranks))
 
 
-def _times(placed: Placed) -> tuple[list[float], list[float], list[float]]:
+def _times(placed: Partition) -> tuple[list[float], list[float], list[float]]:
     """Seconds of a micro-batch by stage: forward, backward, and of what passes to the next."""
-    fit, sums, pp = placed.fit, placed.sums, placed.layout.pp
-    crosses = fit.sheet.structure.live_values[np.array(placed.bounds[1:-1], dtype=np.intp)].tolist()
+    fit, sums, pp = placed.problem, placed.sums, placed.layout.pp
+    crosses = fit.table.structure.live_values[np.array(placed.bounds[1:-1], dtype=np.intp)].tolist()
     took = {
-        (n, r): communication.hop(n * fit.sheet.boundary, r, fit.layout, fit.cluster, scattered=fit.profile.scattered)
+        (n, r): communication.p2p_seconds(
+            n * fit.table.boundary, r, fit.layout, fit.cluster, scattered=fit.profile.scattered
+        )
         for n, r in product({*crosses}, range(pp))
     }
     hops = [took[n, s % pp] for s, n in enumerate(crosses)]
-    return sums[:, AHEAD].sum(axis=1).tolist(), sums[:, BACK].sum(axis=1).tolist(), hops
+    return sums[:, FORWARD_COLUMNS].sum(axis=1).tolist(), sums[:, BACKWARD_COLUMNS].sum(axis=1).tolist(), hops
 
 
-def _params(placed: Placed) -> Rows:
+def _params(placed: Partition) -> Rows:
     """The elements of each rank's weights: [dense and experts', ranks]."""
-    sums, x = placed.sums[:, [Col.PARAMS, Col.EXPERT_PARAMS]].copy(), placed.layout
-    sums[:, 0] -= placed.fit.spare(placed.bounds)
+    sums, x = placed.sums[:, [CostColumn.PARAMS, CostColumn.EXPERT_PARAMS]].copy(), placed.layout
+    sums[:, 0] -= placed.problem.spare(placed.bounds)
     params: Rows = sums.reshape(x.vpp, x.pp, 2).sum(axis=0).T
     return params
 
 
 def _tails(
-    placed: Placed, params: Rows, forward: Sequence[float], backward: Sequence[float], ranks: Sequence[int]
-) -> list[Tail]:
+    placed: Partition, params: Rows, forward: Sequence[float], backward: Sequence[float], ranks: Sequence[int]
+) -> list[EndOfStep]:
     """What these ranks do after their last micro-batch; `params` are those of `_params`."""
-    fit, x = placed.fit, placed.layout
+    fit, x = placed.problem, placed.layout
     turns = (min(x.group, fit.microbatches) * (x.vpp - 1) + 1) / x.vpp  # of chunks, while others are done
     ties = [
         ({stage % x.pp for stage in stages_of(nodes, placed.bounds)}, elements)
-        for (_, nodes), elements in zip(fit.sheet.structure.shared_weights, fit.sheet.shared, strict=True)
+        for (_, nodes), elements in zip(fit.table.structure.shared_weights, fit.table.shared, strict=True)
     ]
     out = []
     for r in ranks:
-        cover = Cover(turns * sum(backward[r :: x.pp]), turns * sum(forward[r :: x.pp]))
-        mine = sum(tied(n, users, x, fit.cluster, fit.profile) for users, n in ties if r in users)
+        cover = OverlapWindow(turns * sum(backward[r :: x.pp]), turns * sum(forward[r :: x.pp]))
+        mine = sum(tied_weight_seconds(n, users, x, fit.cluster, fit.profile) for users, n in ties if r in users)
         dense, experts = params[:, r].tolist()
-        out.append(tail(dense, experts, mine, x, fit.workload.precision, fit.cluster, fit.profile, cover))
+        out.append(end_of_step(dense, experts, mine, x, fit.workload.precision, fit.cluster, fit.profile, cover))
     return out
 
 
-def priced(placed: Placed, counted: Counted) -> Priced:
+def simulate(placed: Partition, counted: Counted) -> Priced:
     """The step time of a layout whose stages have a place."""
-    fit, bounds, sums, parts = placed.fit, placed.bounds, placed.sums, placed.parts
+    fit, bounds, sums, parts = placed.problem, placed.bounds, placed.sums, placed.parts
     layout, m = fit.layout, fit.microbatches
     forward, backward, hops = _times(placed)
-    ends = schedule.finish(forward, backward, hops, layout.pp, m, layout.microbatch_group)
+    ends = schedule.finish_times(forward, backward, hops, layout.pp, m, layout.microbatch_group)
     stages = tuple(
         Stage(
             rank=i % layout.pp,
@@ -164,23 +166,23 @@ def priced(placed: Placed, counted: Counted) -> Priced:
         for i, part in enumerate(parts)
     )
     tails = _tails(placed, _params(placed), forward, backward, range(layout.pp))
-    prediction = _predict(counted, fit, m * sums, ends, sending(hops, layout.pp, m), tails, placed.fullest)
+    prediction = _predict(counted, fit, m * sums, ends, send_seconds(hops, layout.pp, m), tails, placed.rank_peaks)
     return Priced(placed, stages, prediction, tuple(hops), tuple(tails))
 
 
 def _predict(
     counted: Counted,
-    fit: Fit,
+    fit: PartitionProblem,
     sums: Rows,
     ends: tuple[float, ...],
     sent: tuple[float, ...],
-    tails: list[Tail],
+    tails: list[EndOfStep],
     peaks: tuple[Peak, ...],
 ) -> Prediction:
     """The breakdown is that of the rank that waits the least."""
     layout, precision = fit.layout, fit.workload.precision
     ranks = range(layout.pp)
-    busy = [float(sums[r :: layout.pp][:, STEP].sum()) for r in ranks]
+    busy = [float(sums[r :: layout.pp][:, STEP_COLUMNS].sum()) for r in ranks]
     end = _end(ends, tails)
     own = [busy[r] + sent[r] + tails[r].total for r in ranks]
     busiest = max(ranks, key=own.__getitem__)
@@ -208,7 +210,7 @@ def _predict(
     )
 
 
-def _end(ends: Sequence[float], tails: Sequence[Tail]) -> float:
+def _end(ends: Sequence[float], tails: Sequence[EndOfStep]) -> float:
     """When a step ends, by when each rank's micro-batches do.
 
     Every rank waits until all have reduced, for the gradient's norm; the step ends with the last of them.

@@ -55,7 +55,7 @@ class Timeline:
         return tuple(
             tuple(
                 Event(step, start, start + (self.backward if step.backward else self.forward)[step.stage])
-                for step, start in zip(order(rank, pp, vpp, self.microbatches, self.group), starts, strict=True)
+                for step, start in zip(rank_order(rank, pp, vpp, self.microbatches, self.group), starts, strict=True)
             )
             for rank, starts in enumerate(self.starts)
         )
@@ -82,11 +82,11 @@ def warmup(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> i
 
     group: micro-batches that a chunk runs before the next one does, here and below; 0 means pp.
     """
-    most: int = early(pp - rank - 1, vpp, group or pp)
+    most: int = warmup_limit(pp - rank - 1, vpp, group or pp)
     return min(most, microbatches * vpp)
 
 
-def early(after: Any, vpp: int, group: Any) -> Any:
+def warmup_limit(after: Any, vpp: int, group: Any) -> Any:
     """The same of a rank with so many ranks after it, if there are micro-batches enough: of one, or of many in columns.
 
     Source: megatron-core 0.16.1, schedules.py:738.
@@ -94,7 +94,7 @@ def early(after: Any, vpp: int, group: Any) -> Any:
     return after if vpp == 1 else 2 * after + (vpp - 1) * group
 
 
-def table(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[tuple[int, int], ...]:
+def forward_order(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[tuple[int, int], ...]:
     """The (micro-batch, chunk) of each forward step of any rank: group after group, in each chunk by chunk.
 
     Source: megatron-core 0.16.1, schedules.py:798.
@@ -106,19 +106,19 @@ def table(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[tuple[i
     return tuple((i, chunk) for group in groups for chunk in range(vpp) for i in group)
 
 
-def order(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[Step, ...]:
+def rank_order(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[Step, ...]:
     """The steps of `rank`: warm-up forwards, then forward and backward in turn, then the backwards left over."""
     last = pp * vpp - 1
     return tuple(
         Step(leg, i, False) if leg <= last else Step(2 * last + 1 - leg, i, True)
-        for leg, i in legs(rank, pp, vpp, microbatches, group)
+        for leg, i in hop_order(rank, pp, vpp, microbatches, group)
     )
 
 
 @lru_cache(maxsize=256)
-def legs(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> list[tuple[int, int]]:
+def hop_order(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> list[tuple[int, int]]:
     """The same as (leg, micro-batch). A micro-batch goes through all stages and back: that many legs, twice."""
-    rows = table(pp, vpp, microbatches, group)
+    rows = forward_order(pp, vpp, microbatches, group)
     forward = [(chunk * pp + rank, i) for i, chunk in rows]
     backward = [((vpp + chunk + 1) * pp - 1 - rank, i) for i, chunk in rows]
     ahead = warmup(rank, pp, vpp, microbatches, group)
@@ -129,16 +129,16 @@ def legs(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> lis
 Flight = tuple[int, ...]  # of each chunk, how many forwards are in flight
 
 
-def held(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[Flight, ...]:
+def in_flight_sets(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[Flight, ...]:
     """The fullest sets of forwards that `rank` ever has in flight: how many of each chunk, no set within another.
 
     They are those before each backward that follows a forward.
     """
-    return tuple(sorted(backs(rank, pp, vpp, microbatches, group)))
+    return tuple(sorted(backward_moments(rank, pp, vpp, microbatches, group)))
 
 
 @lru_cache(maxsize=4096)
-def backs(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> dict[Flight, tuple[int, int]]:
+def backward_moments(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> dict[Flight, tuple[int, int]]:
     """The same sets, each with the (micro-batch, chunk) of the first backward that it is in flight at.
 
     Once the warm-up, of two groups at the most, is over, they repeat with every group of micro-batches; the last group
@@ -157,7 +157,7 @@ def backs(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> di
 
 
 @lru_cache(maxsize=4096)
-def losses(pp: int, vpp: int, microbatches: int, group: int = 0) -> dict[Flight, int]:
+def loss_moments(pp: int, vpp: int, microbatches: int, group: int = 0) -> dict[Flight, int]:
     """What the last rank has in flight as a micro-batch reaches the loss, each set with the first such micro-batch."""
     few, rows, ahead = _begun(pp - 1, pp, vpp, microbatches, group)
     now, seen = [0] * vpp, dict[Flight, int]()
@@ -174,7 +174,7 @@ def _begun(rank: int, pp: int, vpp: int, microbatches: int, group: int) -> tuple
     """As many micro-batches as show every set of forwards, the forwards of these, and how many are the warm-up."""
     size = group or pp
     few = min(microbatches, FEW * size + microbatches % size)
-    return few, table(pp, vpp, few, group), warmup(rank, pp, vpp, few, group)
+    return few, forward_order(pp, vpp, few, group), warmup(rank, pp, vpp, few, group)
 
 
 def _among(i: int, few: int, microbatches: int, size: int) -> int:
@@ -182,23 +182,23 @@ def _among(i: int, few: int, microbatches: int, size: int) -> int:
     return i if i < few - few % size else i + microbatches - few
 
 
-def flights(pp: int, vpp: int, microbatches: int, group: int = 0) -> NDArray[np.int64]:
+def in_flight_table(pp: int, vpp: int, microbatches: int, group: int = 0) -> NDArray[np.int64]:
     """The same of every rank: [ranks, sets, chunks]; where a rank has fewer sets, the first of them again."""
     size = (group or pp) if vpp > 1 else pp
-    return _flights(pp, vpp, min(microbatches, FEW * size + microbatches % size), group)
+    return _in_flight_table(pp, vpp, min(microbatches, FEW * size + microbatches % size), group)
 
 
 @lru_cache(maxsize=1024)
-def _flights(pp: int, vpp: int, microbatches: int, group: int) -> NDArray[np.int64]:
-    every = [held(rank, pp, vpp, microbatches, group) for rank in range(pp)]
+def _in_flight_table(pp: int, vpp: int, microbatches: int, group: int) -> NDArray[np.int64]:
+    every = [in_flight_sets(rank, pp, vpp, microbatches, group) for rank in range(pp)]
     most = max(map(len, every))
     return np.array([[*sets, *[sets[0]] * (most - len(sets))] for sets in every], dtype=np.int64)
 
 
 @lru_cache(maxsize=1024)
-def sets(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[NDArray[np.float64], int]:
+def in_flight_moments(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[NDArray[np.float64], int]:
     """`flights` of every rank, then `losses`, which only the last has: [ranks, sets, chunks]; how many come first."""
-    backs, last = flights(pp, vpp, microbatches, group), losses(pp, vpp, microbatches, group)
+    backs, last = in_flight_table(pp, vpp, microbatches, group), loss_moments(pp, vpp, microbatches, group)
     reached = np.zeros((pp, len(last), vpp))
     reached[-1] = list(last)
     return np.hstack([backs, reached]), backs.shape[1]
@@ -226,20 +226,20 @@ def replay(
         forward=tuple(forward),
         backward=tuple(backward),
         busy=tuple(microbatches * (sum(forward[r::pp]) + sum(backward[r::pp])) for r in range(pp)),
-        sending=sending(transfer[: stages - 1], pp, microbatches),
+        sending=send_seconds(transfer[: stages - 1], pp, microbatches),
         transfer=tuple(transfer[: stages - 1]),
         group=group,
     )
 
 
-def sending(transfer: Sequence[float], pp: int, microbatches: int) -> tuple[float, ...]:
+def send_seconds(transfer: Sequence[float], pp: int, microbatches: int) -> tuple[float, ...]:
     """How long each rank is held up by its own sends: with several chunks, not at all."""
     if len(transfer) + 1 > pp:
         return (0.0,) * pp
     return tuple(microbatches * sum(transfer[max(0, r - 1) : min(r + 1, pp - 1)]) for r in range(pp))
 
 
-def finish(
+def finish_times(
     forward: Sequence[float],
     backward: Sequence[float],
     transfer: Sequence[float],
@@ -304,7 +304,7 @@ def _starts(
     seconds = (*forward, *reversed(backward))
     hops = (*transfer[: stages - 1], 0.0, *reversed(transfer[: stages - 1]), 0.0)
     ranks = [*range(pp)] * vpp + [*reversed(range(pp))] * vpp + [0]
-    orders = [legs(rank, pp, vpp, microbatches, group) for rank in range(pp)]
+    orders = [hop_order(rank, pp, vpp, microbatches, group) for rank in range(pp)]
     arrived: list[list[float | None]] = [[None] * microbatches for _ in range(2 * stages + 1)]
     arrived[0] = [0.0] * microbatches
     starts: list[list[float]] = [[] for _ in orders]

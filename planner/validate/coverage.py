@@ -11,7 +11,7 @@ from hashlib import sha256
 
 from attrs import frozen
 
-from megaloom.planner.simulate.intervals import spread
+from megaloom.planner.simulate.intervals import narrowest_interval
 
 from .scoring import Predicted
 
@@ -46,7 +46,7 @@ def _covered(kind: str, rows: Sequence[Predicted]) -> Covered:
     fitted, checked = _few(p for p in rows if fits(p)), [p for p in rows if not fits(p)]
     ratios = [float(p.run.step_seconds or 0.0) / p.step_seconds for p in fitted]
     held = sum(p.held for p in checked)
-    return Covered(kind, len(fitted), spread(ratios) if ratios else None, len(checked), held)
+    return Covered(kind, len(fitted), narrowest_interval(ratios) if ratios else None, len(checked), held)
 
 
 def fits(p: Predicted) -> bool:

@@ -14,7 +14,7 @@ from attrs import evolve
 
 from megaloom.planner.contract.layout import Layout, Precision, Workload
 from megaloom.planner.cost.framework_profiles import MEGATRON, FrameworkProfile
-from megaloom.planner.cost.memory import state
+from megaloom.planner.cost.memory import optimizer_element_bytes
 from megaloom.planner.hardware.names import cluster
 
 from .decoder import Decoder
@@ -164,7 +164,7 @@ def _framework_profile(row: Row, gpu: str, deterministic: bool, half: bool) -> F
     theirs = gpu == "A100" or (gpu != "H100" and deterministic)  # flash-attn's
     found = evolve(MEGATRON, dummies=False, flash=flash, copied=flash and theirs)
     if "optimizer_instances" in test:  # two: each of half the copies has all of the state, a share twice as large
-        found = evolve(found, share_nbytes=state(Precision.BF16))
+        found = evolve(found, share_nbytes=optimizer_element_bytes(Precision.BF16))
     if "4experts" in test or "reshard" in test:  # without --moe-grouped-gemm
         found = evolve(found, streams=0)
     if "uninstall_te" in test:

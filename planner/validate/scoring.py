@@ -19,12 +19,12 @@ from attrs import frozen
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
 from megaloom.planner.cost.framework_profiles import DEEPSPEED_BF16, DEEPSPEED_FP16, NANOTRON
-from megaloom.planner.cost.memory import needed, point, upper
+from megaloom.planner.cost.memory import held_bytes, required_bytes, upper_bytes
 from megaloom.planner.hardware.names import GiB
-from megaloom.planner.partition.partitioner import Fit, Placed
+from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.pricing import Pricer
-from megaloom.planner.simulate.intervals import OTHER, interval, kind
+from megaloom.planner.simulate.intervals import OTHER, interval, run_class
 from megaloom.planner.simulate.prediction import Priced
 
 from .run import Run, Skipped
@@ -130,11 +130,15 @@ def predict(run: Run) -> Predicted:
     """What a run takes as it was laid out, its blocks dealt to the stages as its program deals them."""
     priced = priced_as(run)
     held = priced.prediction.nbytes[-1 if run.last_rank else _fullest(priced)]
-    oom = max(needed(peak.held) for peak in priced.placed.fullest) > run.cluster.device.nbytes
-    most = upper(held, run.memory_kind or "device", run.profile.graphed)
-    of = OTHER if run.profile.name == NANOTRON.name else kind(run.sparse, run.workload.precision, run.cluster.device)
+    oom = max(required_bytes(peak.held) for peak in priced.partition.rank_peaks) > run.cluster.device.nbytes
+    most = upper_bytes(held, run.memory_kind or "device", run.profile.graphed)
+    of = (
+        OTHER
+        if run.profile.name == NANOTRON.name
+        else run_class(run.sparse, run.workload.precision, run.cluster.device)
+    )
     within = interval(priced.seconds, of)
-    return Predicted(run, priced.seconds, point(held, run.memory_kind) / GiB, oom, most / GiB, within, of)
+    return Predicted(run, priced.seconds, held_bytes(held, run.memory_kind) / GiB, oom, most / GiB, within, of)
 
 
 def priced_as(run: Run) -> Priced:
@@ -145,13 +149,13 @@ def priced_as(run: Run) -> Priced:
     for broken in violations(layout, g, run.workload, run.cluster):
         if broken.rule in UNPRICED:
             raise UserError(broken.message)
-    fit = Fit(layout, pricer.sheet(layout), run.workload, run.cluster, run.profile)
+    fit = PartitionProblem(layout, pricer.cost_table(layout), run.workload, run.cluster, run.profile)
     bounds = DEALT.get(run.profile.name, evenly)(g, layout.pp * layout.vpp)
-    return pricer.priced(Placed(fit, bounds) if bounds else Placed(fit, fit.even()))
+    return pricer.simulate(Partition(fit, bounds) if bounds else Partition(fit, fit.even()))
 
 
 def _fullest(priced: Priced) -> int:
-    peaks = priced.placed.peaks
+    peaks = priced.partition.peaks
     return peaks.index(max(peaks))
 
 

@@ -10,10 +10,10 @@ from itertools import accumulate, pairwise
 
 from megaloom.dsl.dims import Sizes
 from megaloom.dsl.graph import Graph, Node
-from megaloom.planner.partition.partitioner import Bounds
+from megaloom.planner.partition.partitioner import StageBounds
 
 
-def evenly(g: Graph, stages: int) -> Bounds | None:
+def evenly(g: Graph, stages: int) -> StageBounds | None:
     """Equally many blocks each; if these do not divide, with what is before and what is after them as one each.
 
     Source: Megatron-LM; its --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split, and
@@ -26,7 +26,7 @@ def evenly(g: Graph, stages: int) -> Bounds | None:
     return None if rest else _bounds(g, [places[i * each - ends] for i in range(1, stages)])
 
 
-def filled(g: Graph, stages: int) -> Bounds | None:
+def filled(g: Graph, stages: int) -> StageBounds | None:
     """The same; if nothing divides, each stage takes as many blocks as one has to, and the last what is left.
 
     Source: github.com/microsoft/DeepSpeed, deepspeed/runtime/utils.py: partition_balanced.
@@ -38,7 +38,7 @@ def filled(g: Graph, stages: int) -> Bounds | None:
     return _bounds(g, inner) if len(inner) == stages - 1 else None
 
 
-def by_weights(g: Graph, stages: int) -> Bounds | None:
+def by_weights(g: Graph, stages: int) -> StageBounds | None:
     """A stage ends with the block, or the head, that exceeds its share of the matrices; embeddings are none.
 
     If that is the head, the last stage has the loss alone, which is a part of the head here: the norm before it stays.
@@ -75,5 +75,5 @@ def _starts(g: Graph) -> list[int]:
     return [0, *(i for i, (before, node) in pairs if node.block is None or node.block != before.block)]
 
 
-def _bounds(g: Graph, inner: list[int]) -> Bounds | None:
+def _bounds(g: Graph, inner: list[int]) -> StageBounds | None:
     return (0, *inner, len(g.nodes)) if {*inner} <= {*g.cuts} else None

@@ -23,7 +23,7 @@ from megaloom.planner.contract.layout import (
     Workload,
 )
 from megaloom.planner.cost import communication, kernels
-from megaloom.planner.cost.communication import Group
+from megaloom.planner.cost.communication import ProcessGroup
 from megaloom.planner.cost.framework_profiles import EAGER, OWN
 from megaloom.planner.hardware.names import PRESETS, Cluster, cluster
 from megaloom.planner.search.pricing import Pricer, price
@@ -49,7 +49,7 @@ def pointwise(elements: int) -> Work:
 @given(SHAPE, SHAPE, SHAPE, st.sampled_from([p for p in PRESETS.values() if "bf16" in p.device.flops]))
 def test_no_product_beats_the_device(m: int, n: int, k: int, preset: Any) -> None:
     device, work = preset.device, dot(m, n, k)
-    took = kernels.seconds(work, device, Precision.BF16)
+    took = kernels.kernel_seconds(work, device, Precision.BF16)
     assert took.forward >= work.flops / (device.flops["bf16"] * device.flops_efficiency)
     assert took.forward >= 2 * work.elements / (device.bandwidth * device.bandwidth_efficiency)
     assert min(took.ahead, took.back) >= (device.units > 1)
@@ -64,9 +64,9 @@ def test_a_faster_device_is_never_slower(n: int, times: float) -> None:
     wider = evolve(device, bandwidth=device.bandwidth * times)
     faster = evolve(device, flops={name: peak * times for name, peak in device.flops.items()})
     for work in (dot(n, 4096, 512), dot(8, n, 64), pointwise(n * 1000)):
-        before = kernels.seconds(work, device, Precision.BF16)
+        before = kernels.kernel_seconds(work, device, Precision.BF16)
         for better in (wider, faster):
-            after = kernels.seconds(work, better, Precision.BF16)
+            after = kernels.kernel_seconds(work, better, Precision.BF16)
             assert after.forward <= before.forward
             assert after.backward <= before.backward
 
@@ -74,14 +74,14 @@ def test_a_faster_device_is_never_slower(n: int, times: float) -> None:
 @given(KIND, st.integers(1, 1 << 32), st.sampled_from([2, 4, 8, 16, 32, 64]), st.sampled_from([1, 2, 4, 8]))
 def test_a_collective_costs_what_its_bytes_need(kind: str, nbytes: int, size: int, stride: int) -> None:
     machine = cluster("512xH100")
-    took = communication.seconds(kind, nbytes, Group(size, stride), machine)
+    took = communication.collective_seconds(kind, nbytes, ProcessGroup(size, stride), machine)
     assert took >= communication.PASSES[kind] * nbytes * (size - 1) / size / machine.intra.bandwidth
-    assert took <= communication.seconds(kind, 2 * nbytes, Group(size, stride), machine)
+    assert took <= communication.collective_seconds(kind, 2 * nbytes, ProcessGroup(size, stride), machine)
     slower = evolve(machine, inter=evolve(machine.inter, bandwidth=machine.inter.bandwidth / 2))
-    assert communication.seconds(kind, nbytes, Group(size, stride), slower) >= took
+    assert communication.collective_seconds(kind, nbytes, ProcessGroup(size, stride), slower) >= took
     # no collective of more devices is cheaper for the same bytes
-    assert took <= communication.seconds(kind, nbytes, Group(2 * size, stride), machine)
-    assert communication.seconds(kind, nbytes, Group(1, stride), machine) == 0
+    assert took <= communication.collective_seconds(kind, nbytes, ProcessGroup(2 * size, stride), machine)
+    assert communication.collective_seconds(kind, nbytes, ProcessGroup(1, stride), machine) == 0
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_collective_costs_what_its_bytes_need(kind: str, nbytes: int, size: in
     ],
 )
 def test_how_groups_lie_over_nodes(size: int, stride: int, expected: tuple[int, int]) -> None:
-    assert communication.spread(size, stride, 8, 96) == expected
+    assert communication.group_nodes(size, stride, 8, 96) == expected
 
 
 @given(st.data())
@@ -109,7 +109,7 @@ def test_groups_are_megatron_cores(data: st.DataObject) -> None:
     layout = Layout(tp=tp, cp=cp, dp=dp, pp=pp)
     ranks = state.RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
     for axis, token in (("tp", "tp"), ("cp", "cp"), ("dp", "dp-cp"), ("pp", "pp")):
-        group = communication.group(axis, layout)
+        group = communication.process_group(axis, layout)
         first = ranks.get_ranks(token)[0]
         assert first == [i * group.stride for i in range(group.size)]
     inside = tp * cp * dp
@@ -118,7 +118,7 @@ def test_groups_are_megatron_cores(data: st.DataObject) -> None:
     layout = evolve(layout, etp=etp, ep=ep)
     experts = state.RankGenerator(tp=etp, ep=ep, dp=layout.edp, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
     for axis, token in (("etp", "tp"), ("ep", "ep"), ("edp", "dp")):
-        group = communication.group(axis, layout)
+        group = communication.process_group(axis, layout)
         assert experts.get_ranks(token)[0] == [i * group.stride for i in range(group.size)]
 
 
@@ -135,7 +135,7 @@ MEASURED = {
 def test_collectives_as_measured(kind: str) -> None:
     for mib, bus in MEASURED[kind].items():
         nbytes = mib * 2**20
-        took = communication.seconds(kind, nbytes, Group(4, 1), cluster("4xH200"))
+        took = communication.collective_seconds(kind, nbytes, ProcessGroup(4, 1), cluster("4xH200"))
         predicted = communication.PASSES[kind] * nbytes * 3 / 4 / took / 1e9
         assert abs(predicted / bus - 1) < 0.3
 

@@ -19,8 +19,8 @@ from megaloom.planner.contract.layout import (
     Precision,
     Workload,
 )
-from megaloom.planner.cost.cost_cache import Book
-from megaloom.planner.cost.cost_table import Col
+from megaloom.planner.cost.cost_cache import CostCache
+from megaloom.planner.cost.cost_table import CostColumn
 from megaloom.planner.cost.framework_profiles import (
     FUSED_CASTS,
     FUSED_EXPERTS,
@@ -34,10 +34,10 @@ from megaloom.planner.cost.framework_profiles import (
 from megaloom.planner.cost.kernels import (
     CAST_TRAFFIC,
     SPLIT,
-    beside,
-    fused,
+    concurrent_gradient_bytes,
+    fused_gradient_elements,
+    kernel_seconds,
     named,
-    seconds,
 )
 from megaloom.planner.hardware.names import PRESETS, cluster
 from megaloom.planner.model.structure import model_structure
@@ -54,7 +54,7 @@ def works(model) -> list[Work]:
 
 def took(model, used: FrameworkProfile, precision: Precision = Precision.MXFP8) -> float:
     """Seconds of the kernels of one pass through a model, both ways."""
-    found = [seconds(w, GB200, precision, used) for w in works(model)]
+    found = [kernel_seconds(w, GB200, precision, used) for w in works(model)]
     return sum(s.forward + s.backward for s in found)
 
 
@@ -83,10 +83,12 @@ def test_a_gradient_is_added_once(count: int, m: int, n: int, k: int) -> None:
     """By the product that makes it, or by a kernel after it; beside other products, or while nothing is computed."""
     flops = 2 * count * m * n * k
     work = Work("dot", "w", flops, flops, flops, count * (m * k + k * n + m * n), count=count, m=m, n=n, k=k)
-    assert fused(work, MEGATRON_2021) == beside(work, MEGATRON_2021) == 0
-    assert fused(work, MEGATRON) == count * n * k
-    assert beside(work, MEGATRON) == (2 * MEGATRON.gradient_nbytes * count * n * k if count > 1 else 0)
-    alone, together = (seconds(work, GB200, Precision.BF16, used) for used in (MEGATRON_2021, MEGATRON))
+    assert fused_gradient_elements(work, MEGATRON_2021) == concurrent_gradient_bytes(work, MEGATRON_2021) == 0
+    assert fused_gradient_elements(work, MEGATRON) == count * n * k
+    assert concurrent_gradient_bytes(work, MEGATRON) == (
+        2 * MEGATRON.gradient_nbytes * count * n * k if count > 1 else 0
+    )
+    alone, together = (kernel_seconds(work, GB200, Precision.BF16, used) for used in (MEGATRON_2021, MEGATRON))
     assert together.forward == alone.forward and together.backward >= alone.backward
 
 
@@ -110,7 +112,7 @@ def test_products_of_8_bits_are_slower_back_where_these_add_up_in_fp32() -> None
     ):
         device = PRESETS[name].device
         cast = CAST_TRAFFIC * n * n / device.moves if precision.narrow else 0.0
-        took = seconds(work, device, precision, MEGATRON)
+        took = kernel_seconds(work, device, precision, MEGATRON)
         assert took.backward - cast == pytest.approx(2 * slower * (took.forward - cast))
 
 
@@ -133,7 +135,7 @@ def test_kernels_that_wait_for_each_other_are_launched_one_by_one() -> None:
     assert used.blocking and not framework_profile(row | {"num_gpus": 160}, "").blocking
     device = PRESETS["A100"].device
     for work in works(llama3_8b()):
-        ours, alone = (seconds(work, device, Precision.FP16, evolve(used, blocking=b)) for b in (True, False))
+        ours, alone = (kernel_seconds(work, device, Precision.FP16, evolve(used, blocking=b)) for b in (True, False))
         assert ours.forward == alone.forward + alone.ahead * device.launch_seconds
         assert ours.waits(device, used) == (0, 0)
 
@@ -142,8 +144,8 @@ def experts(used: FrameworkProfile, layout: Layout) -> tuple[float, float]:
     """Seconds of a layer of Qwen3 30B A3B's experts on H100, forward: kernels with their waits, and the exchange."""
     found = model_structure(graph(qwen3_30b_a3b()))
     i = next(i for i, kind in enumerate(found.kinds) if type(kind.node.op).__name__ == "MoE")
-    row = Book(found, Workload(seq=4096, batch=64), cluster("16xH100"), used).line(i, layout).row
-    return float(row[Col.FORWARD]), float(row[Col.EP_FORWARD])
+    row = CostCache(found, Workload(seq=4096, batch=64), cluster("16xH100"), used).node_cost(i, layout).row
+    return float(row[CostColumn.FORWARD]), float(row[CostColumn.EP_FORWARD])
 
 
 @given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 8, 16]))

@@ -26,7 +26,7 @@ from megaloom.planner.contract.layout import (
 from megaloom.planner.cost import memory
 from megaloom.planner.cost.framework_profiles import MEGATRON, OWN
 from megaloom.planner.hardware.names import GiB, cluster
-from megaloom.planner.partition.partitioner import Fit, Placed
+from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.search.candidate_space import places, variants
 from megaloom.planner.search.pricing import Pricer, price
 from megaloom.planner.simulate import schedule
@@ -44,11 +44,11 @@ WORK = Workload(seq=64, batch=16)
 @given(N, N)
 def test_bytes_of_a_parameter(dense: int, experts: int) -> None:
     """18 in bf16, 6 and 12 divided with the distributed optimizer; 16 in fp32 (megatron-core's buffers)."""
-    plain = memory.static(dense, experts, Layout(dp=8), Precision.BF16)
+    plain = memory.state_bytes(dense, experts, Layout(dp=8), Precision.BF16)
     assert sum(plain.values()) == 18 * (dense + experts)
-    assert sum(memory.static(dense, experts, Layout(), Precision.FP32).values()) == 16 * (dense + experts)
+    assert sum(memory.state_bytes(dense, experts, Layout(), Precision.FP32).values()) == 16 * (dense + experts)
     layout = Layout(dp=4, cp=2, ep=4, distributed_optimizer=True)
-    divided = memory.static(dense, experts, layout, Precision.BF16)
+    divided = memory.state_bytes(dense, experts, layout, Precision.BF16)
     assert divided["optimizer"] == -(-12 * dense // 8) - (-12 * experts // 2)
     assert sum(divided.values()) <= sum(plain.values())
 
@@ -57,7 +57,7 @@ def test_bytes_of_a_parameter(dense: int, experts: int) -> None:
 def test_more_copies_never_hold_more(dense: int, experts: int, dp: int) -> None:
     few, many = (Layout(dp=n, distributed_optimizer=True) for n in (dp, 2 * dp))
     for precision in Precision:
-        a, b = (sum(memory.static(dense, experts, x, precision).values()) for x in (few, many))
+        a, b = (sum(memory.state_bytes(dense, experts, x, precision).values()) for x in (few, many))
         assert b <= a
 
 
@@ -67,12 +67,12 @@ def test_activations_are_those_of_the_fullest_moment(pp: int, vpp: int, rounds: 
     m, layout = pp * rounds, Layout(pp=pp, vpp=vpp)
     rank = data.draw(st.integers(0, pp - 1))
     sizes = data.draw(st.lists(st.integers(0, 10**6), min_size=vpp, max_size=vpp))
-    parts = [memory.Part(0, 0, saved, 0, 0, 0) for saved in sizes]
+    parts = [memory.StageMemory(0, 0, saved, 0, 0, 0) for saved in sizes]
     held = most = 0
-    for step in schedule.order(rank, pp, vpp, m):
+    for step in schedule.rank_order(rank, pp, vpp, m):
         held += sizes[step.stage // pp] * (-1 if step.backward else 1)
         most = max(most, held)
-    assert memory.peak(parts, rank, layout, m, Precision.BF16, 0).held["activations"] == most
+    assert memory.rank_peak(parts, rank, layout, m, Precision.BF16, 0).held["activations"] == most
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 5), st.data())
@@ -87,11 +87,11 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
     library, workspace, loss = data.draw(size), data.draw(size), data.draw(size)
     ends = rank == pp - 1
     parts = [
-        memory.Part(1, 0, n, workspace, library, loss if ends and chunk == vpp - 1 else 0)
+        memory.StageMemory(1, 0, n, workspace, library, loss if ends and chunk == vpp - 1 else 0)
         for chunk, n in enumerate(saved)
     ]
     kept, alive = 0, {"optimizer's step": library + vpp * OWN.step_nbytes}
-    for step in schedule.order(rank, pp, vpp, m, group):
+    for step in schedule.rank_order(rank, pp, vpp, m, group):
         name = f"of micro-batch {step.microbatch}"
         if step.backward:
             said = f"backward {name}" + (f", chunk {step.stage // pp}" if vpp > 1 else "")
@@ -101,7 +101,7 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
             kept += saved[step.stage // pp]
             if step.stage == pp * vpp - 1:
                 alive[f"loss {name}"] = kept + loss + library
-    found = memory.peak(parts, rank, layout, m, Precision.BF16, 0)
+    found = memory.rank_peak(parts, rank, layout, m, Precision.BF16, 0)
     passing = sum(found.held[what] for what in ("activations", "workspace", "logits"))
     assert passing == max(alive.values()) == alive[found.moment]
 
@@ -109,7 +109,7 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
 def legal(name: str) -> tuple[Pricer, list[Layout]]:
     pricer = Pricer(graph(MODELS[name]), cluster("8xH100"), WORK)
     at = places(pricer.graph, pricer.cluster, WORK, {})
-    family = Floors(at, pricer.book).family(np.arange(len(at)))
+    family = Floors(at, pricer.cost_cache).family(np.arange(len(at)))
     found, _ = variants(pricer.graph, WORK, at, {}, family)
     return pricer, [found[i] for i in range(len(found))]
 
@@ -122,8 +122,8 @@ def test_no_price_is_below_its_bound(name: str) -> None:
         seconds, nbytes = pricer.bound(layout)
         priced = pricer.price(layout)
         assert seconds <= priced.seconds * (1 + 1e-9)
-        assert nbytes <= max(priced.placed.peaks) + 1000  # what rounding up to whole bytes adds
-        assert min(priced.placed.peaks) > 0
+        assert nbytes <= max(priced.partition.peaks) + 1000  # what rounding up to whole bytes adds
+        assert min(priced.partition.peaks) > 0
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -173,9 +173,9 @@ def test_memory_as_measured(axes: dict[str, Any], seq: int, gib: float) -> None:
     layout = Layout(**axes, distributed_optimizer=True)
     profile = evolve(MEGATRON, loss_copies=0)  # Transformer Engine's loss works in place
     pricer = Pricer(g, cluster("8xB200"), Workload(seq=seq, batch=layout.dp * 4), profile)
-    fit = Fit(layout, pricer.sheet(layout), pricer.workload, pricer.cluster, profile)
-    found = Placed(fit, evenly(g, layout.pp) or fit.even())
-    tensors = max(peak.nbytes - peak.held["runtime"] - peak.held["allocator"] for peak in found.fullest)
+    fit = PartitionProblem(layout, pricer.cost_table(layout), pricer.workload, pricer.cluster, profile)
+    found = Partition(fit, evenly(g, layout.pp) or fit.even())
+    tensors = max(peak.nbytes - peak.held["runtime"] - peak.held["allocator"] for peak in found.rank_peaks)
     assert abs(tensors / GiB / gib - 1) < 0.01
 
 
@@ -203,7 +203,7 @@ CUT = {  # fewer layers, of their own widths
 def test_memory_as_our_runtime_takes_it(name: str, seq: int, batch: int, layout: Layout, gib: float) -> None:
     model = CUT[name] if name in CUT else find(name)[0]
     found = price(graph(model), layout, cluster("1xH200"), Workload(seq=seq, batch=batch))
-    said = memory.point(found.prediction.nbytes[0], "allocated") / GiB
+    said = memory.held_bytes(found.prediction.nbytes[0], "allocated") / GiB
     (moment,) = found.prediction.moments
     step = name == "mixtral" and layout.micro_batch == 1
     assert moment == ("optimizer's step" if step else "loss of micro-batch 0")
@@ -216,9 +216,9 @@ def test_the_fast_form_is_the_peak() -> None:
     for name in MODELS:
         pricer, layouts = legal(name)
         for profile in (OWN, evolve(MEGATRON, step_nbytes=16)):
-            fits = (Fit(x, pricer.sheet(x), WORK, pricer.cluster, profile) for x in layouts[::5])
-            for placed in (Placed(fit, fit.even()) for fit in fits):
-                assert placed.excess == pytest.approx(max(placed.peaks) - placed.capacity, abs=100)
+            fits = (PartitionProblem(x, pricer.cost_table(x), WORK, pricer.cluster, profile) for x in layouts[::5])
+            for placed in (Partition(fit, fit.even()) for fit in fits):
+                assert placed.deficit == pytest.approx(max(placed.peaks) - placed.capacity, abs=100)
 
 
 def test_more_copies_hold_less_of_the_optimizer() -> None:
@@ -238,8 +238,8 @@ def test_more_copies_hold_less_of_the_optimizer() -> None:
 )
 def test_the_upper_bound_is_above_the_tensors_and_grows_with_them(held: dict[str, int]) -> None:
     tensors = sum(n for what, n in held.items() if what not in ("allocator", "runtime"))
-    assert memory.upper(held) >= tensors + held.get("runtime", 0)
-    assert memory.upper({**held, "logits": 1 << 20}) > memory.upper(held)
-    assert memory.upper(held, "allocated") <= memory.upper(held, "reserved") <= memory.upper(held)
-    assert memory.upper(held) <= memory.upper(held, graphed=True)
-    assert memory.point(held, "allocated") <= memory.needed(held) <= memory.point(held)
+    assert memory.upper_bytes(held) >= tensors + held.get("runtime", 0)
+    assert memory.upper_bytes({**held, "logits": 1 << 20}) > memory.upper_bytes(held)
+    assert memory.upper_bytes(held, "allocated") <= memory.upper_bytes(held, "reserved") <= memory.upper_bytes(held)
+    assert memory.upper_bytes(held) <= memory.upper_bytes(held, graphed=True)
+    assert memory.held_bytes(held, "allocated") <= memory.required_bytes(held) <= memory.held_bytes(held)

@@ -20,14 +20,14 @@ from megaloom.dsl import (
 from megaloom.examples.deepseek import deepseek, deepseek_v3_mtp
 from megaloom.examples.t5 import t5
 from megaloom.planner.contract.layout import Layout, Recompute, Workload
-from megaloom.planner.cost.cost_table import STEP, Col
+from megaloom.planner.cost.cost_table import STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.framework_profiles import MEGATRON, OWN
 from megaloom.planner.export.decoder import gpt
 from megaloom.planner.export.export import Target, export
 from megaloom.planner.export.whole_layers import layout as letters
 from megaloom.planner.export.whole_layers import parts, whole
 from megaloom.planner.hardware.names import cluster
-from megaloom.planner.partition.partitioner import Fit, Placed
+from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.rules.capabilities import untrainable
 from megaloom.planner.search.pricing import Pricer
 from megaloom.runtime.megatron import device
@@ -79,12 +79,12 @@ BY_HAND = [
 def test_the_slowest_chunk_of_deepseek_v3_is_no_slower_than_by_hand(by_hand: str, pp: int, vpp: int) -> None:
     g = graph(deepseek_v3_mtp())
     x = Layout(pp=pp, vpp=vpp, dp=1024 // pp, ep=64)
-    placed = pricer(g, x.world, Workload(seq=4096, batch=16 * x.dp)).place(x)
+    placed = pricer(g, x.world, Workload(seq=4096, batch=16 * x.dp)).partition(x)
     units = [sum(unit.name != "embedding" for unit in one) for one in theirs().parse_str_to_list(by_hand)]
     starts = gpt(g, "a test").starts
     assert sum(units) == len(starts) == 63
     bounds = (0, *(starts[n] for n in accumulate(units[:-1])), len(g.nodes))
-    rival = placed.fit.sheet.sums(bounds)[:, STEP].sum(axis=1)
+    rival = placed.problem.table.sums(bounds)[:, STEP_COLUMNS].sum(axis=1)
     assert len(rival) == len(placed.seconds) == pp * vpp
     assert max(placed.seconds) <= rival.max() * (1 + 1e-9)
 
@@ -97,7 +97,7 @@ def test_megatron_core_takes_the_stages(model: Model, alone: bool) -> None:
     for pp, vpp in CHUNKS:
         x = Layout(pp=pp, vpp=vpp)
         of = pricer(g, pp)
-        fit = Fit(x, of.sheet(x), WORK, of.cluster, whole=True)
+        fit = PartitionProblem(x, of.cost_table(x), WORK, of.cluster, whole=True)
         if pp * vpp < len(fit.places):
             stages = parts(made(model, x, cuts=fit.even()[1:-1]), read, g, "a test")
             said = theirs()(letters(stages), pp)
@@ -111,27 +111,27 @@ def test_the_embedding_is_there_again_and_its_gradients_are_added_up() -> None:
     for pp in (2, 3, 4):
         priced = pricer(g, pp).price(Layout(pp=pp))
         assert sum(s.params for s in priced.stages) == params(SMALL) + 512 * 64
-        assert [tail.tied > 0 for tail in priced.tails] == [r in (0, pp - 1) for r in range(pp)]
+        assert [tail.tied > 0 for tail in priced.ends_of_step] == [r in (0, pp - 1) for r in range(pp)]
     alone = pricer(g, 1).price(Layout())
     assert alone.stages[0].params == params(SMALL)
-    assert alone.tails[0].tied == 0
+    assert alone.ends_of_step[0].tied == 0
 
 
 def test_two_hidden_states_cross_into_the_heads() -> None:
     """They are sent, kept until the backward, and there while they pass."""
     g = graph(SMALL)
     found, starts = pricer(g, 4), gpt(g, "a test").starts
-    fit = found.place(Layout(pp=4)).fit
+    fit = found.partition(Layout(pp=4)).problem
     cuts = [(0, starts[2], starts[4], end, len(g.nodes)) for end in starts[-2:]]
-    one, two = (Placed(fit, bounds) for bounds in cuts)
+    one, two = (Partition(fit, bounds) for bounds in cuts)
     state = 64 * 64 * 2  # of a sequence: 64 tokens of 64 numbers in bf16
-    hops = [found.priced(placed).hops for placed in (one, two)]
+    hops = [found.simulate(placed).p2p_seconds for placed in (one, two)]
     link = cluster("4xH100").intra
     assert hops[0][2] == pytest.approx(link.latency + state / link.reached)
     assert hops[1][2] == pytest.approx(link.latency + 2 * state / link.reached)
     assert hops[0][:2] == hops[1][:2]
-    mine = fit.sheet.sums(two.bounds)[-1]
-    assert two.parts[-1].saved == int(mine[Col.SAVED]) + 2 * state
+    mine = fit.table.sums(two.bounds)[-1]
+    assert two.parts[-1].saved == int(mine[CostColumn.SAVED]) + 2 * state
     assert two.parts[-1].library - two.parts[-2].library == 3 * state
 
 
@@ -143,16 +143,16 @@ def test_what_the_search_asks_of_a_cut_holds_where_several_hidden_states_cross(g
     for (pp, vpp), profile in ((c, p) for c in CHUNKS for p in (OWN, evolve(MEGATRON, step_nbytes=16))):
         x, work = Layout(pp=pp, vpp=vpp), Workload(seq=64, batch=2 * pp)
         of = pricer(g, pp, work)
-        fit = Fit(x, of.sheet(x), work, of.cluster, profile)
+        fit = PartitionProblem(x, of.cost_table(x), work, of.cluster, profile)
         for bounds in (fit.even(), evolve(fit, whole=pp * vpp < len(of.structure.block_cut_points)).even()):
-            placed = Placed(fit, bounds)
+            placed = Partition(fit, bounds)
             crossed += int(of.structure.live_values[list(bounds[1:-1])].max(initial=1)) > 1
-            assert placed.excess == pytest.approx(max(placed.peaks) - placed.capacity, abs=100)
+            assert placed.deficit == pytest.approx(max(placed.peaks) - placed.capacity, abs=100)
             seconds, nbytes = of.bound(x)
             if profile is OWN:
-                priced = of.priced(placed)
+                priced = of.simulate(placed)
                 assert seconds <= priced.seconds * (1 + 1e-9)
-                assert nbytes <= max(priced.placed.peaks) + 1000
+                assert nbytes <= max(priced.partition.peaks) + 1000
     assert crossed > 5
 
 
@@ -164,7 +164,7 @@ def test_what_predicts_ahead_is_computed_again_with_all_blocks_only() -> None:
     for layers in (0, 1, 2):
         x = Layout(pp=3, recompute=Recompute.FULL, recompute_layers=layers)
         bounds = (0, starts[4], starts[6], len(g.nodes))  # the last: a layer, that ahead, the heads
-        again[layers] = pricer(g, 3).place(x).fit.sheet.sums(bounds)[:, Col.AGAIN]
+        again[layers] = pricer(g, 3).partition(x).problem.table.sums(bounds)[:, CostColumn.AGAIN]
     assert again[1][2] == again[2][2] == pytest.approx(again[2][1] / 2)
     assert again[0][2] > again[2][1]
 

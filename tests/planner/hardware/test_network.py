@@ -13,8 +13,8 @@ from megaloom.dsl.graph import graph
 from megaloom.examples.llama3 import llama3_8b
 from megaloom.planner.contract.layout import Layout, Workload
 from megaloom.planner.cost import communication
-from megaloom.planner.cost.communication import PASSES, Group
-from megaloom.planner.cost.cost_table import Col
+from megaloom.planner.cost.communication import PASSES, ProcessGroup
+from megaloom.planner.cost.cost_table import CostColumn
 from megaloom.planner.cost.framework_profiles import MEGATRON, Way
 from megaloom.planner.hardware.names import Cluster, cluster
 from megaloom.planner.search.pricing import Pricer
@@ -29,26 +29,26 @@ def pods(pod: int, times: float) -> Cluster:
 
 @given(KIND, st.integers(1, 1 << 34), st.sampled_from([2, 4, 8, 32, 128, 512]), st.sampled_from([1, 2, 8, 64]))
 def test_pods_that_are_not_short_of_links_cost_nothing(kind: str, nbytes: int, size: int, stride: int) -> None:
-    group = Group(size, min(stride, 512 // size))
-    flat = communication.seconds(kind, nbytes, group, FLAT)
-    assert communication.seconds(kind, nbytes, group, pods(64, 1)) == pytest.approx(flat)
-    assert communication.seconds(kind, nbytes, group, pods(512, 7)) == flat
-    assert communication.seconds(kind, nbytes, group, pods(64, 7)) >= flat * (1 - 1e-9)
+    group = ProcessGroup(size, min(stride, 512 // size))
+    flat = communication.collective_seconds(kind, nbytes, group, FLAT)
+    assert communication.collective_seconds(kind, nbytes, group, pods(64, 1)) == pytest.approx(flat)
+    assert communication.collective_seconds(kind, nbytes, group, pods(512, 7)) == flat
+    assert communication.collective_seconds(kind, nbytes, group, pods(64, 7)) >= flat * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("stride", "nodes"), [(1, 8), (8, 8), (64, 1)])
 def test_a_ring_leaves_a_pod_by_the_shares_of_its_members_there(stride: int, nodes: int) -> None:
     """Oversubscription costs a ring something only if it is more than the nodes that the ring has in a pod."""
-    group = Group(512 // stride, stride)
-    flat = communication.busy("all_reduce", 1e9, group, FLAT)
+    group = ProcessGroup(512 // stride, stride)
+    flat = communication.level_seconds("all_reduce", 1e9, group, FLAT)
     for times in (2, 8, 32):
-        found = communication.busy("all_reduce", 1e9, group, pods(64, times))
+        found = communication.level_seconds("all_reduce", 1e9, group, pods(64, times))
         assert max(found) == pytest.approx(max(max(flat), flat[-1] * times / nodes))
 
 
 def test_an_all_to_all_passes_what_leaves_the_pod() -> None:
-    group, speed = Group(512, 1), FLAT.inter.reached
-    node, pod, beyond = communication.busy("all_to_all", 512e6, group, pods(64, 4))
+    group, speed = ProcessGroup(512, 1), FLAT.inter.reached
+    node, pod, beyond = communication.level_seconds("all_to_all", 512e6, group, pods(64, 4))
     assert node == pytest.approx(7e6 / FLAT.intra.reached)
     assert pod == pytest.approx(504e6 / speed)
     assert beyond == pytest.approx(4 * 448e6 / speed)
@@ -58,8 +58,8 @@ def test_pipeline_stages_share_what_leaves_the_pod() -> None:
     for pp, short in ((2, True), (8, True), (64, False)):  # 256, 64 and 8 devices send at once, of a pod of 64
         layout = Layout(dp=64 // pp, tp=8, pp=pp)
         last = 64 // (512 // pp) - 1 if pp > 8 else 0  # the last stage of the first pod
-        took = communication.hop(1e9, last, layout, pods(64, 4))
-        flat = communication.hop(1e9, last, layout, FLAT)
+        took = communication.p2p_seconds(1e9, last, layout, pods(64, 4))
+        flat = communication.p2p_seconds(1e9, last, layout, FLAT)
         link = FLAT.inter.latency
         assert took - link == pytest.approx((4 if short else 1) * (flat - link))
 
@@ -67,7 +67,7 @@ def test_pipeline_stages_share_what_leaves_the_pod() -> None:
 def test_small_all_reduces_take_a_tree() -> None:
     """The norm of the gradient over 16,384 devices takes milliseconds, not the 0.4 s of a ring's steps."""
     many = cluster("16384xH100")
-    took = communication.seconds("all_reduce", 4, Group(16384, 1), many)
+    took = communication.collective_seconds("all_reduce", 4, ProcessGroup(16384, 1), many)
     hops = 2 * (math.log2(2048) * many.inter.hop + 7 * many.intra.hop)
     assert took == pytest.approx(many.inter.latency + hops, rel=1e-3)
 
@@ -76,21 +76,25 @@ def test_a_group_within_a_node_takes_no_network() -> None:
     """Such as the first and the last pipeline rank, which share a weight."""
     near = cluster("8xH100")
     slow = evolve(near, inter=evolve(near.inter, bandwidth=1e6))
-    for group in (Group(2, 7), Group(2, 4), Group(3, 3)):
-        assert communication.spread(group.size, group.stride, 8, 8) == (1, group.size)
-        assert communication.seconds("all_reduce", 1e8, group, slow) == communication.seconds(
+    for group in (ProcessGroup(2, 7), ProcessGroup(2, 4), ProcessGroup(3, 3)):
+        assert communication.group_nodes(group.size, group.stride, 8, 8) == (1, group.size)
+        assert communication.collective_seconds("all_reduce", 1e8, group, slow) == communication.collective_seconds(
             "all_reduce", 1e8, group, near
         )
 
 
 def test_what_two_axes_exchange_at_once_adds_up_level_by_level() -> None:
-    near, far = Group(8, 1), Group(64, 8)
+    near, far = ProcessGroup(8, 1), ProcessGroup(64, 8)
     for parts in ([(1e9, near)], [(1e9, far)], [(1e9, near), (1e7, far)], [(1e9, far), (2e9, far)], []):
-        each = [communication.seconds("reduce_scatter", n, group, FLAT) for n, group in parts]
-        assert max(each, default=0.0) <= communication.together("reduce_scatter", parts, FLAT) <= sum(each) * (1 + 1e-9)
+        each = [communication.collective_seconds("reduce_scatter", n, group, FLAT) for n, group in parts]
+        assert (
+            max(each, default=0.0)
+            <= communication.concurrent_seconds("reduce_scatter", parts, FLAT)
+            <= sum(each) * (1 + 1e-9)
+        )
     both = [(1e9, near), (1e8, far)]  # the one takes the node's links, the other the network
-    each = [communication.seconds("reduce_scatter", n, group, FLAT) for n, group in both]
-    assert communication.together("reduce_scatter", both, FLAT) < 0.7 * sum(each)
+    each = [communication.collective_seconds("reduce_scatter", n, group, FLAT) for n, group in both]
+    assert communication.concurrent_seconds("reduce_scatter", both, FLAT) < 0.7 * sum(each)
 
 
 @pytest.mark.parametrize(
@@ -112,18 +116,18 @@ def test_tokens_sent_once_take_as_long_as_measured(
     token, copies, many = 4096 * 7168 * 2, 8, cluster(f"{size}x{gpu}")
     places = [n * (1 - (1 - 1 / n) ** copies) for n in (size, many.nodes)]
     got = token * places[many.nodes > 1]
-    took = communication.once(copies * token, copies, Group(size, 1), many)
-    assert got / (took - communication.TOLD) / 1e9 == pytest.approx(sum(kernel) / 2, rel=0.1)
+    took = communication.deduplicated_seconds(copies * token, copies, ProcessGroup(size, 1), many)
+    assert got / (took - communication.MESSAGE_SECONDS) / 1e9 == pytest.approx(sum(kernel) / 2, rel=0.1)
     assert got / (took + 2 * token * places[0] / many.device.moves) / 1e9 == pytest.approx(sum(call) / 2, rel=0.15)
 
 
 @given(st.integers(1, 1 << 32), st.integers(1, 16), st.sampled_from([2, 8, 16, 64, 512]))
 def test_copies_for_one_node_are_sent_once(nbytes: int, copies: int, size: int) -> None:
-    group = Group(size, 1)
-    took = communication.once(nbytes, copies, group, FLAT)
-    assert took <= communication.once(nbytes, 1, group, FLAT) * (1 + 1e-9)
-    assert took < communication.once(copies * nbytes, copies, group, FLAT) or copies == 1
-    assert communication.once(nbytes, copies, Group(1, 1), FLAT) == 0
+    group = ProcessGroup(size, 1)
+    took = communication.deduplicated_seconds(nbytes, copies, group, FLAT)
+    assert took <= communication.deduplicated_seconds(nbytes, 1, group, FLAT) * (1 + 1e-9)
+    assert took < communication.deduplicated_seconds(copies * nbytes, copies, group, FLAT) or copies == 1
+    assert communication.deduplicated_seconds(nbytes, copies, ProcessGroup(1, 1), FLAT) == 0
 
 
 @pytest.mark.parametrize("seq", [2048, 32768])
@@ -133,8 +137,8 @@ def test_ways_of_context_parallelism(seq: int) -> None:
     seen = {}
     for way in Way:
         book = Pricer(g, cluster("8xH100"), Workload(seq=seq, batch=8), evolve(MEGATRON, context=way))
-        total = book.sheet(layout).total
-        seen[way] = float(total[Col.CP_FORWARD]), float(total[Col.CP_BACKWARD])
+        total = book.cost_table(layout).total
+        seen[way] = float(total[CostColumn.CP_FORWARD]), float(total[CostColumn.CP_BACKWARD])
     tokens, kv, heads = seq // 4, 8 * 128 // 2, 32 * 128 // 2  # of each device
     sums = [
         3 * 2 * tokens * 4 * moved / cluster("8xH100").device.moves for moved in (0.75 * heads, 0.75 * heads + 2 * kv)
@@ -142,17 +146,21 @@ def test_ways_of_context_parallelism(seq: int) -> None:
     assert 32 * sums[0] <= seen[Way.P2P][0] < seen[Way.ALL_GATHER][0] + 32 * sums[0]
     if seq == 32768:
         assert seen[Way.P2P] == pytest.approx(tuple(32 * took for took in sums))
-    there = communication.seconds("all_to_all", 2 * tokens * (heads + 2 * kv), Group(4, 2), cluster("8xH100"))
-    back = communication.seconds("all_to_all", 2 * tokens * heads, Group(4, 2), cluster("8xH100"))
+    there = communication.collective_seconds(
+        "all_to_all", 2 * tokens * (heads + 2 * kv), ProcessGroup(4, 2), cluster("8xH100")
+    )
+    back = communication.collective_seconds("all_to_all", 2 * tokens * heads, ProcessGroup(4, 2), cluster("8xH100"))
     assert seen[Way.ALL_TO_ALL] == pytest.approx((32 * (there + back),) * 2)
-    gathered = communication.seconds("all_gather", 2 * seq * 2 * kv, Group(4, 2), cluster("8xH100"))
+    gathered = communication.collective_seconds("all_gather", 2 * seq * 2 * kv, ProcessGroup(4, 2), cluster("8xH100"))
     assert seen[Way.ALL_GATHER][0] == pytest.approx(32 * gathered)
 
 
 def test_scattered_each_rank_sends_its_part() -> None:
     machine, x = cluster("64xA100"), Layout(dp=4, tp=8, pp=2)
-    whole, parts = (communication.hop(1e9, 0, x, machine, scattered=some) for some in (False, True))
-    gathered = communication.seconds("all_gather", 1e9, Group(8, 1), machine)
-    assert parts == pytest.approx(gathered + communication.hop(1e9 / 8, 0, x, machine)) and parts < whole / 4
+    whole, parts = (communication.p2p_seconds(1e9, 0, x, machine, scattered=some) for some in (False, True))
+    gathered = communication.collective_seconds("all_gather", 1e9, ProcessGroup(8, 1), machine)
+    assert parts == pytest.approx(gathered + communication.p2p_seconds(1e9 / 8, 0, x, machine)) and parts < whole / 4
     divided = evolve(x, sequence_parallel=True)  # has a part of it
-    assert communication.hop(1e9, 0, divided, machine, scattered=True) == communication.hop(1e9, 0, divided, machine)
+    assert communication.p2p_seconds(1e9, 0, divided, machine, scattered=True) == communication.p2p_seconds(
+        1e9, 0, divided, machine
+    )

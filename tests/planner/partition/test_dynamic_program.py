@@ -15,10 +15,10 @@ from megaloom.dsl.graph import Model, graph
 from megaloom.examples.deepseek import deepseek_v3
 from megaloom.examples.llama3 import llama3_70b
 from megaloom.planner.contract.layout import Layout, Workload
-from megaloom.planner.cost.cost_table import STEP
+from megaloom.planner.cost.cost_table import STEP_COLUMNS
 from megaloom.planner.hardware.names import cluster
 from megaloom.planner.partition.dynamic_program import cut, evenest, evens
-from megaloom.planner.partition.segments import Chains, Spans
+from megaloom.planner.partition.segments import ChainBatch, SegmentSums
 from megaloom.planner.search.pricing import Pricer
 
 ATOMS = st.lists(st.floats(0, 10), min_size=1, max_size=9)
@@ -58,10 +58,10 @@ def test_many_chains_are_cut_as_each_is(size: int, count: int, more: bool, data:
     last = np.minimum(np.arange(size + 1) + 2, size)
     chains = []
     for atoms in data.draw(st.lists(seconds, min_size=1, max_size=4)):
-        runs = Spans.of(np.array(atoms))
+        runs = SegmentSums.of(np.array(atoms))
         beside = runs.sums / 2
-        chains.append(Spans(runs.sums, beside, beside[last], last) if more else runs)
-    assert [tuple(way) for way in evens(Chains.of(chains), count).tolist()] == [evenest(x, count) for x in chains]
+        chains.append(SegmentSums(runs.sums, beside, beside[last], last) if more else runs)
+    assert [tuple(way) for way in evens(ChainBatch.of(chains), count).tolist()] == [evenest(x, count) for x in chains]
 
 
 @given(ATOMS, st.integers(1, 5), st.data())
@@ -122,13 +122,13 @@ def test_the_slowest_chunk_is_no_slower_than_by_hand(
     written: Callable[[], Model], layout: Layout, by_hand: str
 ) -> None:
     g, machine = graph(written()), cluster(f"{layout.world}xH100")
-    placed = Pricer(g, machine, Workload(seq=4096, batch=1024)).place(layout)
+    placed = Pricer(g, machine, Workload(seq=4096, batch=1024)).partition(layout)
     starts = [i for i, n in enumerate(g.nodes) if n.block is not None and n.block != g.nodes[i - 1].block]
     ends = [*starts[1:], next(i for i in range(starts[-1], len(g.nodes)) if g.nodes[i].block is None)]
     layers = [stage.count("t") for stage in by_hand.split("|")]
     assert sum(layers) == len(starts)
     bounds = [0, *(ends[n - 1] for n in accumulate(layers[:-1])), len(g.nodes)]
-    rival = placed.fit.sheet.sums(tuple(bounds))[:, STEP].sum(axis=1)
+    rival = placed.problem.table.sums(tuple(bounds))[:, STEP_COLUMNS].sum(axis=1)
     assert len(rival) == len(placed.seconds) == layout.pp * layout.vpp
     assert max(placed.seconds) <= rival.max()
     assert max(placed.seconds) < rival.max() or written is deepseek_v3  # whose head is less than a layer
@@ -141,7 +141,7 @@ def test_runs_whose_first_atoms_take_more(atoms: list[float], data: st.DataObjec
     more = data.draw(st.lists(st.floats(0, 5), min_size=size, max_size=size))
     before = np.concatenate([[0.0], np.cumsum(more)])
     last = np.minimum(np.arange(size + 1) + first, size)
-    runs = Spans(np.concatenate([[0.0], np.cumsum(atoms)]), before, before[last], last)
+    runs = SegmentSums(np.concatenate([[0.0], np.cumsum(atoms)]), before, before[last], last)
 
     def takes(i: int, j: int) -> float:
         return sum(atoms[i:j]) + sum(more[i : min(j, i + first)])

@@ -15,17 +15,17 @@ from megaloom.dsl.graph import graph
 from megaloom.examples.deepseek import deepseek_v3
 from megaloom.examples.llama3 import llama3_8b, llama3_70b
 from megaloom.planner.contract.layout import Layout, Workload
-from megaloom.planner.cost.cost_table import AHEAD, BACK
+from megaloom.planner.cost.cost_table import BACKWARD_COLUMNS, FORWARD_COLUMNS
 from megaloom.planner.hardware.names import cluster
 from megaloom.planner.partition import local_search
 from megaloom.planner.partition.dynamic_program import evenest, within
-from megaloom.planner.partition.memory_limit import Rooms
-from megaloom.planner.partition.partitioner import Placed
-from megaloom.planner.partition.segments import Places, Spans
+from megaloom.planner.partition.memory_limit import MemoryLimit
+from megaloom.planner.partition.partitioner import Partition
+from megaloom.planner.partition.segments import Indices, SegmentSums
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate import schedule
 
-Case = tuple[Spans, Rooms]
+Case = tuple[SegmentSums, MemoryLimit]
 
 
 @st.composite
@@ -34,35 +34,36 @@ def cases(draw: st.DrawFn, several: bool = True) -> Case:
     ranks, chunks = draw(st.integers(1, 3)), draw(st.integers(2, 3)) if several else 1
     size = draw(st.integers(ranks * chunks, 9))
     seconds, state, saved = (
-        Spans.of(np.array(draw(st.lists(st.integers(1, 9), min_size=size, max_size=size)), dtype=float)) for _ in "tws"
+        SegmentSums.of(np.array(draw(st.lists(st.integers(1, 9), min_size=size, max_size=size)), dtype=float))
+        for _ in "tws"
     )
-    flights = schedule.flights(ranks, chunks, 2 * ranks).astype(float)
+    flights = schedule.in_flight_table(ranks, chunks, 2 * ranks).astype(float)
     comes = np.array([[float(draw(st.integers(0, 5)))] * flights.shape[1] for _ in range(ranks)])
     received = np.array([0.0, *draw(st.lists(st.sampled_from([1.0, 1.0, 2.0]), min_size=size, max_size=size))])
     passed = draw(st.sampled_from([0.0, 3.0])) * np.maximum(1, received)
     stepping = state.times(draw(st.sampled_from([1.0, 1.5, 3.0])))
-    rooms = Rooms(state, stepping, saved, flights, comes, received, passed, beside=1.0, room=1.0)
+    rooms = MemoryLimit(state, stepping, saved, flights, comes, received, passed, beside=1.0, room=1.0)
     even = evenest(seconds, ranks * chunks)
     assert even is not None
     most = rooms.needed(np.array(even)[None]).max()  # with less room than this, another cut must do
     return seconds, evolve(rooms, room=float(most) * draw(st.integers(60, 105)) / 100)
 
 
-def ways(runs: Spans, rooms: Rooms) -> Places:
+def ways(runs: SegmentSums, rooms: MemoryLimit) -> Indices:
     count, size = rooms.ranks * rooms.chunks, len(runs)
     return np.array([(0, *inner, size) for inner in combinations(range(1, size), count - 1)])
 
 
-def slowest(runs: Spans, cuts: Places) -> list[float]:
+def slowest(runs: SegmentSums, cuts: Indices) -> list[float]:
     seconds: list[float] = runs(cuts[:, :-1], cuts[:, 1:]).max(axis=1).tolist()
     return seconds
 
 
-def needed(rooms: Rooms, cut: Places, rank: int) -> float:
+def needed(rooms: MemoryLimit, cut: Indices, rank: int) -> float:
     """The bytes of a rank, chunk by chunk and moment by moment."""
     mine = [(int(cut[s]), int(cut[s + 1]), s // rooms.ranks) for s in range(rank, len(cut) - 1, rooms.ranks)]
 
-    def held(of: Spans, a: int, b: int) -> float:
+    def held(of: SegmentSums, a: int, b: int) -> float:
         return float(of.sums[b] - of.sums[a])
 
     moments = [
@@ -84,8 +85,8 @@ def test_the_cut_with_room_is_the_quickest_of_all(case: Case) -> None:
     assert roomy == (rooms.lacks(every) <= 0).tolist()
     even = evenest(runs, rooms.ranks * rooms.chunks)
     assert even is not None
-    found = local_search.joint(runs, np.array(even), rooms)
-    cap = local_search.SLOWER * min(slowest(runs, every)) * (1 + 1e-9)
+    found = local_search.partition_within_limit(runs, np.array(even), rooms)
+    cap = local_search.SLOWEST_FACTOR * min(slowest(runs, every)) * (1 + 1e-9)
     count = [t for t, fits in zip(slowest(runs, every), roomy, strict=True) if fits and t <= cap]
     assert (found is None) == (not count)
     if found is not None:
@@ -124,8 +125,8 @@ def test_shifts_leave_room_and_find_it_where_equal_shares_do(case: Case) -> None
     assert even is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_search, "WAYS", 0)
-        found = local_search.joint(runs, np.array(even), rooms)
-    near, cap = rooms.near(np.array(even)), local_search.SLOWER * slowest(runs, np.array(even)[None])[0]
+        found = local_search.partition_within_limit(runs, np.array(even), rooms)
+    near, cap = rooms.near(np.array(even)), local_search.SLOWEST_FACTOR * slowest(runs, np.array(even)[None])[0]
     shared = within(runs, near.shared, cap)
     fits = shared is not None and rooms.lacks(np.array(shared)[None])[0] <= 0
     assert found is not None or not fits
@@ -142,29 +143,29 @@ def test_levelled_chunks_are_no_slower_and_keep_their_room(case: Case) -> None:
     assert even is not None
     start = np.array(even)
     before = level(start, case)
-    found = local_search.leveled(runs, start, rooms.ranks)
+    found = local_search.level_ranks(runs, start, rooms.ranks)
     assert slowest(runs, found[None])[0] <= slowest(runs, start[None])[0] * (1 + 1e-9)
     assert level(found, case) <= before * (1 + 1e-9)
     if rooms.lacks(start[None])[0] <= 0:
-        roomy = local_search.evened(runs, start, rooms)
+        roomy = local_search.level_within_limit(runs, start, rooms)
         assert rooms.lacks(roomy[None])[0] <= 0
         assert slowest(runs, roomy[None])[0] <= slowest(runs, start[None])[0] * (1 + 1e-9)
         assert level(roomy, case) <= before * (1 + 1e-9)
 
 
-def level(cut: Places, case: Case) -> float:
+def level(cut: Indices, case: Case) -> float:
     """What shifts make less, of one cut."""
     runs, rooms = case
     seconds = runs(cut[:-1], cut[1:])
-    return float(local_search.level(seconds.reshape(1, rooms.chunks, rooms.ranks), seconds.max())[0])
+    return float(local_search.step_score(seconds.reshape(1, rooms.chunks, rooms.ranks), seconds.max())[0])
 
 
 CASES = [(llama3_70b, 8, 5), (llama3_70b, 8, 4), (llama3_70b, 4, 10), (deepseek_v3, 16, 2), (deepseek_v3, 8, 3)]
 
 
-def replayed(placed: Placed) -> float:
-    x, m = placed.layout, placed.fit.microbatches
-    forward, backward = (placed.sums[:, way].sum(axis=1).tolist() for way in (AHEAD, BACK))
+def replayed(placed: Partition) -> float:
+    x, m = placed.layout, placed.problem.microbatches
+    forward, backward = (placed.sums[:, way].sum(axis=1).tolist() for way in (FORWARD_COLUMNS, BACKWARD_COLUMNS))
     return schedule.replay(forward, backward, [0.0] * (len(forward) - 1), x.pp, m, x.microbatch_group).makespan
 
 
@@ -188,6 +189,6 @@ def test_stages_are_of_whole_layers_where_that_is_as_quick() -> None:
     begins = {i for i, n in enumerate(g.nodes) if n.block is not None and n.block != g.nodes[i - 1].block}
     pricer = Pricer(g, cluster("8xH100"), Workload(seq=4096, batch=64))
     for layout in (Layout(pp=2, tp=4, sequence_parallel=True), Layout(pp=4, tp=2), Layout(pp=4, tp=2, vpp=2)):
-        even, placed = pricer._even(layout), pricer.place(layout)
+        even, placed = pricer._even(layout), pricer.partition(layout)
         whole = {*placed.bounds[1:-1]} <= begins
-        assert whole or max(placed.seconds) < max(pricer._cut(evolve(even.fit, whole=True)).seconds) / 1.001
+        assert whole or max(placed.seconds) < max(pricer._cut(evolve(even.problem, whole=True)).seconds) / 1.001

@@ -48,8 +48,8 @@ def test_overlap_takes_memory_and_saves_time(layout: Layout, overlap: Overlap, n
     less = evolve(layout, overlaps=("gradients",))
     on, off = (pricer(10**9).price(x) for x in (layout, less))
     assert on.seconds < off.seconds
-    more = on.placed.parts[0].workspace + on.placed.parts[0].library
-    more -= off.placed.parts[0].workspace + off.placed.parts[0].library
+    more = on.partition.parts[0].workspace + on.partition.parts[0].library
+    more -= off.partition.parts[0].workspace + off.partition.parts[0].library
     assert more >= max(nbytes, 1)
     cause = {Overlap.TENSOR: "tensor-parallel communication", Overlap.EXPERTS: "expert-parallel communication"}[overlap]
     assert on.prediction.breakdown[cause] < off.prediction.breakdown[cause]
@@ -60,7 +60,7 @@ def test_overlap_takes_memory_and_saves_time(layout: Layout, overlap: Overlap, n
 @pytest.mark.parametrize("layout", [TENSOR, EXPERTS], ids=["tensor", "experts"])
 def test_where_there_is_no_room_for_it_nothing_overlaps(layout: Layout) -> None:
     less = evolve(layout, overlaps=("gradients",))
-    on, off = (max(pricer(10**9).price(x).placed.peaks) for x in (layout, less))
+    on, off = (max(pricer(10**9).price(x).partition.peaks) for x in (layout, less))
     names = ("dp", "tp", "ep", "etp", "micro_batch", "sequence_parallel", "recompute", "distributed_optimizer")
     fixed = {name: getattr(layout, name) for name in names}
     for most, expected in ((1.01 * on, layout), ((on + off) / 2, less)):

@@ -79,7 +79,7 @@ def instances(draw: st.DrawFn) -> tuple[Graph, Cluster, Workload]:
 def legal(among: Field) -> list[Layout]:
     """Every layout of the search's space, by its rules alone: with all the overlap that may be, and with less."""
     g, work, inner = among.pricer.graph, among.pricer.workload, among.pricer.inner
-    floors = Floors(among.at, among.pricer.book)
+    floors = Floors(among.at, among.pricer.cost_cache)
     found, place = variants(g, work, among.at, among.fixed, floors.family(np.arange(len(among.at))), inner)
     worth = floors.worthwhile(found, place)
     assert len(found) == among.count == len({found[i] for i in range(len(found))})
@@ -97,7 +97,7 @@ def test_the_search_equals_brute_force(
     among = Field(among, {})
     every = legal(Field(apart, {}))
     assert not any(violations(x, g, work, devices) for x in every)
-    priced = sorted((p for x in every if (p := apart.price(x)).placed.fits), key=lambda p: p.seconds)
+    priced = sorted((p for x in every if (p := apart.price(x)).partition.fits), key=lambda p: p.seconds)
     found = search(among, sure, many)
     assert [p.seconds for p in found] == sorted(p.seconds for p in found)
     assert min(many, len(priced)) <= len({p.layout for p in found}) == len(found)
@@ -120,7 +120,7 @@ def chunked(draw: st.DrawFn) -> tuple[Graph, Cluster, Workload, dict[str, int], 
     x = Layout(pp=pp, vpp=vpp, dp=draw(st.integers(1, 2)))
     work = Workload(seq=draw(st.sampled_from([24, 48, 64])), batch=x.dp * pp * draw(st.integers(2, 6)))
     plain = Pricer(g, machine(x.world, 10**9), work, PROFILES[runtime]).price(x)
-    room = draw(st.floats(0.85, 1.3)) * max(plain.placed.peaks) / (1 - HEADROOM)
+    room = draw(st.floats(0.85, 1.3)) * max(plain.partition.peaks) / (1 - HEADROOM)
     return g, machine(x.world, int(room) >> 10), work, {"pp": pp, "vpp": vpp, "tp": 1, "cp": 1}, runtime
 
 
@@ -130,7 +130,7 @@ def equal(g: Graph, devices: Cluster, work: Workload, fixed: dict[str, int], run
     among, other = Field(among, fixed), Field(apart, fixed)
     every = legal(other) if len(other.at) else []
     assert apart.many[fixed["pp"] * fixed["vpp"]]  # more than shifts.WAYS
-    priced = sorted((p for x in every if (p := apart.price(x)).placed.fits), key=lambda p: p.seconds)
+    priced = sorted((p for x in every if (p := apart.price(x)).partition.fits), key=lambda p: p.seconds)
     found = search(among, 1, 1) if len(among.at) else []
     assert [p.seconds for p in found][:1] == [p.seconds for p in priced][:1]
     if priced:
@@ -163,7 +163,7 @@ def test_less_overlap_is_no_quicker(case: tuple[Graph, Cluster, Workload]) -> No
     pricer = Pricer(g, devices, work, PROFILES[Runtime.MEGATRON])
     among = Field(pricer, {})
     less = [evolve(x, overlaps=some) for x in legal(among) if x.inner for some in combinations(x.overlaps, 2)]
-    priced = [p.seconds for x in less if (p := pricer.price(x)).placed.fits]
+    priced = [p.seconds for x in less if (p := pricer.price(x)).partition.fits]
     assert not priced or search(among, 1, 1)[0].seconds <= min(priced) * (1 + 1e-9)
 
 
@@ -192,11 +192,11 @@ def interleaved(draw: st.DrawFn) -> tuple[Graph, Layout, Workload, float]:
 def test_no_bound_rules_out_what_fits(case: tuple[Graph, Layout, Workload, float]) -> None:
     g, x, work, share = case
     roomy = Pricer(g, machine(x.world, 10**9), work).price(x)
-    tight = Pricer(g, machine(x.world, int(share * max(roomy.placed.peaks) / (1 - HEADROOM)) >> 10), work)
+    tight = Pricer(g, machine(x.world, int(share * max(roomy.partition.peaks) / (1 - HEADROOM)) >> 10), work)
     priced = tight.price(x)
     seconds, nbytes = tight.bound(x)
     assert seconds <= min(priced.seconds, roomy.seconds) * (1 + 1e-9)
-    assert nbytes <= max(roomy.placed.peaks) * (1 + 1e-6)
-    if priced.placed.fits:
+    assert nbytes <= max(roomy.partition.peaks) * (1 + 1e-6)
+    if priced.partition.fits:
         assert nbytes <= tight.capacity
         assert tight.hopeful(x)

@@ -52,14 +52,14 @@ def test_less_memory_takes_longer() -> None:
         assert quick is not None
         assert lean is not None
         assert quick.seconds < lean.seconds * 1.002  # of layouts as quick as the quickest the simplest is shown
-        assert max(lean.placed.peaks) <= LESS * max(quick.placed.peaks) + 100
+        assert max(lean.partition.peaks) <= LESS * max(quick.partition.peaks) + 100
 
 
 def test_none_shown_is_beaten_by_fewer_devices() -> None:
     """Time by token, memory of a device, devices: each shown is better than every other in one of them."""
     few = Workload(seq=1024, batch=4)  # too few for 16 devices to be much quicker than 4
     found = points(graph(gpt2()), clusters("4..16xH100"), lambda _: few, {}, 0.05, pareto=True)
-    said = [(p.best.seconds, max(p.best.placed.peaks), p.cluster.count) for p in found if p.best]
+    said = [(p.best.seconds, max(p.best.partition.peaks), p.cluster.count) for p in found if p.best]
     assert {n for *_, n in said} == {4, 8, 16}
     for one, other in permutations(said, 2):
         assert any(x < y for x, y in zip(one, other, strict=True)), (one, other)

@@ -75,13 +75,13 @@ def found(model: Model, machine: str | Cluster, work: Workload = WORK, **fixed: 
 def test_nothing_legal_that_fits_is_quicker(model: Model, machine: Cluster) -> None:
     pricer = Pricer(graph(model), machine, WORK)
     among = Field(pricer, {})
-    floors = Floors(among.at, pricer.book)
+    floors = Floors(among.at, pricer.cost_cache)
     layouts, place = variants(pricer.graph, WORK, among.at, {}, floors.family(np.arange(len(among.at))))
     legal = [layouts[i] for i in range(len(layouts))]
     assert len(legal) == among.count
     assert not any(violations(x, pricer.graph, WORK, machine) for x in legal)
     worth = floors.worthwhile(layouts, place)
-    fitting = [p for x, w in zip(legal, worth, strict=True) if w and (p := pricer.price(x)).placed.fits]
+    fitting = [p for x, w in zip(legal, worth, strict=True) if w and (p := pricer.price(x)).partition.fits]
     every = sorted(p.seconds for p in fitting)
     best = [(p.seconds, way(p.layout)) for p in search(among)]
     assert len(every) > 2

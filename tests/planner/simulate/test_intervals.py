@@ -19,8 +19,8 @@ from megaloom.planner.simulate.intervals import (
     SPREADS,
     WIDE,
     interval,
-    kind,
-    spread,
+    narrowest_interval,
+    run_class,
 )
 from megaloom.planner.validate.coverage import coverage, fits
 from megaloom.planner.validate.scoring import validate
@@ -39,17 +39,17 @@ def test_an_interval_holds_its_prediction(seconds: float, of: str) -> None:
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=99))
 def test_a_spread_leaves_out_no_more_than_it_says(ratios: list[float]) -> None:
-    low, high = spread(ratios)
+    low, high = narrowest_interval(ratios)
     outside = sum(not low <= x <= high for x in ratios)
     assert outside <= (1 - COVERED) * len(ratios)
 
 
 def test_what_a_prediction_is_like() -> None:
     h100 = PRESETS["H100"].device
-    assert kind(False, Precision.BF16, h100) == WIDE != kind(False, Precision.FP8, h100)
-    assert kind(False, Precision.BF16, PRESETS["GB200"].device) == kind(False, Precision.FP8, h100)
-    assert kind(True, Precision.BF16, h100) == EXPERTS
-    assert kind(False, Precision.FP32, PRESETS["CPU"].device) == OTHER
+    assert run_class(False, Precision.BF16, h100) == WIDE != run_class(False, Precision.FP8, h100)
+    assert run_class(False, Precision.BF16, PRESETS["GB200"].device) == run_class(False, Precision.FP8, h100)
+    assert run_class(True, Precision.BF16, h100) == EXPERTS
+    assert run_class(False, Precision.FP32, PRESETS["CPU"].device) == OTHER
 
 
 @pytest.mark.parametrize(("model", "of"), [(llama3_8b, WIDE), (mixtral_8x7b, EXPERTS)])
@@ -63,4 +63,7 @@ def test_intervals_hold_most_published_runs() -> None:
     lines = {line.kind: line for line in coverage(found.rows)}
     assert lines["all"].checked == sum(not fits(p) and p.run.step_seconds is not None for p in found.rows)
     assert lines["all"].held >= 0.8 * lines["all"].checked
-    assert lines[WIDE].spread is not None and lines[WIDE].spread[0] < 1 < lines[WIDE].spread[1]
+    assert (
+        lines[WIDE].narrowest_interval is not None
+        and lines[WIDE].narrowest_interval[0] < 1 < lines[WIDE].narrowest_interval[1]
+    )

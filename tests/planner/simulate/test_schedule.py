@@ -59,7 +59,7 @@ def test_warmup_and_tables_are_megatron_cores() -> None:
 
     tables = {(v, m, g) for _, v, m, g in cases(16, 8, 64)}
     for v, m, g in tables:
-        assert list(schedule.table(1, v, m, g)) == schedules.get_schedule_table(m, v, g or m)
+        assert list(schedule.forward_order(1, v, m, g)) == schedules.get_schedule_table(m, v, g or m)
     group = SimpleNamespace(size=lambda: group.ranks, rank=lambda: group.mine)
     talk = SimpleNamespace(pp_group=group)
     for p, v, m, g in cases(16, 8, 64):
@@ -81,12 +81,12 @@ def test_order_and_flights_are_megatron_cores() -> None:
         for rank in range(p):
             ahead = schedule.warmup(rank, p, v, m, g)
             order = convert_schedule_table_to_order(ahead, v, rows)
-            steps = schedule.order(rank, p, v, m, g)
+            steps = schedule.rank_order(rank, p, v, m, g)
             assert [(s.stage // p + 1) * (-1 if s.backward else 1) for s in steps] == order
             assert [(s.microbatch, s.stage // p) for s in steps if not s.backward] == rows
             assert [(s.microbatch, v - 1 - s.stage // p) for s in steps if s.backward] == rows
             assert all(s.stage % p == rank for s in steps)
-            assert set(schedule.held(rank, p, v, m, g)) == fullest(order, v)
+            assert set(schedule.in_flight_sets(rank, p, v, m, g)) == fullest(order, v)
 
 
 def fullest(order: Sequence[int], chunks: int) -> set[tuple[int, ...]]:
@@ -103,7 +103,7 @@ def fullest(order: Sequence[int], chunks: int) -> set[tuple[int, ...]]:
 def test_micro_batches_in_flight() -> None:
     for p, v, m, g in few():
         for rank in range(p):
-            most = max(map(sum, schedule.held(rank, p, v, m, g)))
+            most = max(map(sum, schedule.in_flight_sets(rank, p, v, m, g)))
             closed = p - rank if v == 1 else 2 * (p - rank - 1) + (v - 1) * g + 1
             assert most == min(closed, m * v)
 
@@ -115,10 +115,14 @@ def test_the_end_is_foreseen(case: Any) -> None:
     for m in (microbatches, 40 * pp):
         for group in (0, 2 * pp) if vpp > 1 and m % (2 * pp) == 0 else (0,):
             ends = replay(forward, backward, transfer, pp, m, group).ends
-            assert np.allclose(schedule.finish(forward, backward, transfer, pp, m, group), ends, rtol=1e-11, atol=0)
+            assert np.allclose(
+                schedule.finish_times(forward, backward, transfer, pp, m, group), ends, rtol=1e-11, atol=0
+            )
             even = [1.0] * (pp * vpp)
             ends = replay(even, even, [0.01] * (pp * vpp), pp, m, group).ends
-            assert np.allclose(schedule.finish(even, even, [0.01] * (pp * vpp), pp, m, group), ends, rtol=1e-11, atol=0)
+            assert np.allclose(
+                schedule.finish_times(even, even, [0.01] * (pp * vpp), pp, m, group), ends, rtol=1e-11, atol=0
+            )
 
 
 @given(pipelines())
