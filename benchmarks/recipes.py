@@ -14,10 +14,10 @@ from collections import defaultdict
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.search.candidates import Field
-from megaloom.planner.search.device_meshes import best_of_each
+from megaloom.planner.search.candidates import Candidates
+from megaloom.planner.search.device_meshes import best_of_each_mesh
 from megaloom.planner.search.pricing import Pricer
-from megaloom.planner.search.search import KEEP, SURE, search
+from megaloom.planner.search.search import PROVEN_MESHES, SIMULATED, search
 from megaloom.planner.validate.run import Run
 from megaloom.planner.validate.runs import read
 from megaloom.planner.validate.scoring import priced_as
@@ -45,8 +45,8 @@ def found(runs: list[Run]) -> tuple[bool, bool, str]:
     """Whether a published layout is among the first, whether one is as good as the best, and what was found."""
     run, published = runs[-1], {degrees(r.layout) for r in runs}
     pricer = Pricer(graph(run.model), run.cluster, run.workload, run.profile)
-    best = search(Field(pricer, {}), SURE, KEEP)
-    shown = [degrees(p.layout) for p in best_of_each(best)[:SURE]] if best else []
+    best = search(Candidates(pricer, {}), PROVEN_MESHES, SIMULATED)
+    shown = [degrees(p.layout) for p in best_of_each_mesh(best)[:PROVEN_MESHES]] if best else []
     first = not published.isdisjoint(shown)
     close = bool(best) and min(priced_as(r).seconds for r in runs) <= CLOSE * best[0].seconds
     said = f"{run.name} on {run.cluster}, batch {run.workload.batch}: {sorted(published)}, {shown}"
@@ -63,7 +63,9 @@ def main() -> None:
             hit, good, said = False, False, str(error).partition("\n")[0]
         hits, near = hits + hit, near + good
         print("found " if hit else "close " if good else "missed", said, flush=True)
-    print(f"of {len(chosen)} recipes {hits} are among our first {SURE} ({hits / len(chosen):.0%}), {near} are as good")
+    print(
+        f"of {len(chosen)} recipes {hits} are among our first {PROVEN_MESHES} ({hits / len(chosen):.0%}), {near} are as good"
+    )
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ import numpy as np
 from megaloom.dsl import graph
 from megaloom.dsl.catalog import find
 from megaloom.planner import Workload, cluster
-from megaloom.planner.bounds.layouts import Floors
+from megaloom.planner.bounds.layouts import LowerBounds
 from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.cost.framework_profiles import OWN
 from megaloom.planner.model.structure import model_structure
-from megaloom.planner.search.candidate_space import places, variants
+from megaloom.planner.search.candidate_space import base_layouts, variants
 
 PLANS = (
     ("--help",),
@@ -39,13 +39,13 @@ def scored() -> tuple[int, int, float]:
     """How many layouts were scored, how many of them may fit, and in how many seconds."""
     began = process_time()
     g, machine, work = graph(find("gpt3-175b")[0]), cluster("1024xH100"), Workload(seq=2048, batch=1536)
-    at = places(g, machine, work, {})
-    floors = Floors(at, CostCache(model_structure(g), work, machine, OWN))
+    at = base_layouts(g, machine, work, {})
+    lower_bounds = LowerBounds(at, CostCache(model_structure(g), work, machine, OWN))
     count = fit = 0
     for first in range(0, len(at), AT_ONCE):
         which = np.arange(first, min(first + AT_ONCE, len(at)))
-        layouts, place = variants(g, work, at.take(which), {}, floors.family(which))
-        found = floors.bound(layouts, which[place])
+        layouts, place = variants(g, work, at.take(which), {}, lower_bounds.family(which))
+        found = lower_bounds.bound(layouts, which[place])
         count += len(found)
         fit += int(np.count_nonzero(found.nbytes <= machine.device.nbytes))
     return count, fit, process_time() - began

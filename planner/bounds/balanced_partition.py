@@ -18,8 +18,8 @@ from . import pipeline
 from .layouts import (
     PLAIN,
     WHERE,
-    Bounded,
-    Floors,
+    BoundedLayouts,
+    LowerBounds,
 )
 
 # Of the most even cut's step, what chunks that are cut anew are guessed to need: they gain 1.6 % on average (`shifts`),
@@ -28,7 +28,7 @@ GAIN = 0.97
 AGAIN = ("recompute", "recompute_modules", "recompute_layers")
 
 
-def look(pricer: Pricer, floors: Floors, found: Bounded) -> tuple[Rows, Rows, Rows]:
+def look(pricer: Pricer, lower_bounds: LowerBounds, found: BoundedLayouts) -> tuple[Rows, Rows, Rows]:
     """Seconds of a step of each of these layouts, however it is cut, and as it is likely to be; bytes, cut evenly."""
     x = found.layouts
     stages, seconds, nbytes = x.pp * x.vpp, found.seconds.copy(), found.nbytes.copy()
@@ -46,29 +46,29 @@ def look(pricer: Pricer, floors: Floors, found: Bounded) -> tuple[Rows, Rows, Ro
         for pp in np.flatnonzero(np.bincount(x.pp[stages == count])).tolist():
             mine = np.flatnonzero((stages == count) & (x.pp == pp))
             part, here = found.take(mine), row[which[mine]]
-            held = _held(pricer, floors, part, sums[here], passing[here])
+            held = _held(pricer, lower_bounds, part, sums[here], passing[here])
             nbytes[mine] = np.maximum(nbytes[mine], held)
             if pp == count:
-                seconds[mine] = np.maximum(seconds[mine], _apart(pricer, floors, part, sums[here]))
+                seconds[mine] = np.maximum(seconds[mine], _apart(pricer, lower_bounds, part, sums[here]))
             elif pricer.many[count]:
-                likely[mine] = GAIN * _interleaved(pricer, floors, part, sums[here])
+                likely[mine] = GAIN * _interleaved(pricer, lower_bounds, part, sums[here])
     return seconds, np.maximum(seconds, likely), nbytes
 
 
-def _interleaved(pricer: Pricer, floors: Floors, found: Bounded, sums: Rows) -> Rows:
+def _interleaved(pricer: Pricer, lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows) -> Rows:
     """Seconds of interleaved chunks as they are cut here."""
     x, m = found.layouts, found.layouts.microbatches(pricer.workload.batch)
     ahead, back = (sums[..., columns].sum(axis=2) for columns in (FORWARD_COLUMNS, BACKWARD_COLUMNS))
-    hops = np.broadcast_to(floors.ground.hop[found.place, None], ahead.shape)
+    hops = np.broadcast_to(lower_bounds.base_costs.hop[found.place, None], ahead.shape)
     ends = pipeline.ends(ahead, back, hops, int(x.pp[0]), m, x.group)
     least: Rows = ends.max(axis=1) + found.after
     return least
 
 
-def _apart(pricer: Pricer, floors: Floors, found: Bounded, sums: Rows) -> Rows:
+def _apart(pricer: Pricer, lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows) -> Rows:
     """Seconds of one chunk a rank: in each cut one takes as long as the slowest here. See `bubbles.alone`."""
     x, m = found.layouts, found.layouts.microbatches(pricer.workload.batch)
-    g = floors.ground
+    g = lower_bounds.base_costs
     slowest, before = sums[..., [*FORWARD_COLUMNS, *BACKWARD_COLUMNS]].sum(axis=2).max(axis=1), np.minimum(x.pp, m) - 1
     whole = g.step[found.place, PLAIN] + 2 * (x.pp - 1) * g.hop[found.place]
     first = whole + (m - 1 - before * g.ahead[found.place]) * slowest
@@ -76,7 +76,7 @@ def _apart(pricer: Pricer, floors: Floors, found: Bounded, sums: Rows) -> Rows:
     return least
 
 
-def _held(pricer: Pricer, floors: Floors, found: Bounded, sums: Rows, passing: Rows) -> Rows:
+def _held(pricer: Pricer, lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows, passing: Rows) -> Rows:
     """Bytes of the fullest rank as it is cut here, about: at each rank's first backward."""
     x, book = found.layouts, pricer.cost_cache
     pp, vpp = int(x.pp[0]), int(x.vpp[0])
@@ -95,5 +95,5 @@ def _held(pricer: Pricer, floors: Floors, found: Bounded, sums: Rows, passing: R
     saved = sums[..., CostColumn.SAVED] + passing[:, :1] * (np.arange(pp * vpp) > 0)
     kept = (flights * saved.reshape(-1, vpp, pp)).sum(axis=1) + passing[:, 1:]
     held = np.asarray(sum(static.values()), dtype=float).reshape(-1, pp) + ALLOCATED * kept
-    most: Rows = held.max(axis=1) + floors.ground.beside[found.place]
+    most: Rows = held.max(axis=1) + lower_bounds.base_costs.beside[found.place]
     return most

@@ -34,7 +34,7 @@ PLAIN, ALL, LEAN = 0, 1, 2  # what is computed again: nothing, all, and all modu
 
 
 @frozen(eq=False)
-class Ground:
+class BaseCosts:
     """What each place costs, whatever its schedule. Seconds and bytes are of one micro-batch and of the whole model."""
 
     step: Rows  # [places, modes]
@@ -56,13 +56,13 @@ class Ground:
     blocks: int  # that may be computed again by their number
 
 
-def roomy(at: Layouts, book: CostCache, capacity: float) -> NDArray[np.bool_]:
+def largest_tensor_fits(at: Layouts, book: CostCache, capacity: float) -> NDArray[np.bool_]:
     """Of which places the largest tensor alone leaves room in the memory, whatever the schedule."""
     return ALLOCATED * 2 * book.largest(at) <= capacity
 
 
 @frozen(eq=False)
-class Bounded:
+class BoundedLayouts:
     """Layouts at places, and what each takes at the least."""
 
     layouts: Layouts
@@ -72,7 +72,7 @@ class Bounded:
     after: Rows  # seconds of them for what follows the last micro-batch
 
     @classmethod
-    def joined(cls, parts: Sequence[Bounded]) -> Bounded:
+    def joined(cls, parts: Sequence[BoundedLayouts]) -> BoundedLayouts:
         """All of these."""
         columns = (np.concatenate([getattr(p, name) for p in parts]) for name in COLUMNS)
         return cls(Layouts.joined([p.layouts for p in parts]), *columns)
@@ -80,47 +80,47 @@ class Bounded:
     def __len__(self) -> int:
         return len(self.place)
 
-    def take(self, which: Column | NDArray[np.bool_] | slice) -> Bounded:
+    def take(self, which: Column | NDArray[np.bool_] | slice) -> BoundedLayouts:
         """Some of them."""
-        return Bounded(self.layouts.take(which), *(getattr(self, name)[which] for name in COLUMNS))
+        return BoundedLayouts(self.layouts.take(which), *(getattr(self, name)[which] for name in COLUMNS))
 
 
 COLUMNS = ("place", "seconds", "nbytes", "after")
 
 
 @define(eq=False)
-class Floors:
+class LowerBounds:
     """The lower bounds of all layouts at some places."""
 
     at: Layouts
     cost_cache: CostCache
-    ground: Ground = field(init=False)
+    base_costs: BaseCosts = field(init=False)
     many: NDArray[np.bool_] = field(init=False)  # see `chunks.many`
     modes: Column = field(init=False)  # of each set of modules, the mode of the ground; made as they are met
 
     def __attrs_post_init__(self) -> None:
-        self.ground = self._ground()
+        self.base_costs = self._base_costs()
         self.many = interleaved_memory.many(len(self.cost_cache.structure.cut_points) - 1)
         self.modes = np.zeros(1 << len(Module), dtype=np.int64)
 
     def family(self, which: Column) -> Column:
         """The sets of modules that a search looks at, at these places: [places, counts]."""
-        return self.ground.repeats.family[self.ground.like[which]]
+        return self.base_costs.repeats.family[self.base_costs.like[which]]
 
-    def bound(self, x: Layouts, place: Column) -> Bounded:
+    def bound(self, x: Layouts, place: Column) -> BoundedLayouts:
         """These layouts, each at a place, and what they take at the least."""
-        m, g = x.microbatches(self.cost_cache.workload.batch), self.ground
+        m, g = x.microbatches(self.cost_cache.workload.batch), self.base_costs
         beyond = after(x, place, g.params, g.experts, self.cost_cache)
         waits, passed = pipeline.share(x.pp.astype(float), x.vpp, m.astype(float), x.group.astype(float))
         seconds, nbytes = self._before(x, place, waits) + passed * g.hop[place], self._nbytes(x, place, self._mode(x))
         mean = self._whole(x, place, m / x.pp, 0.0) + beyond[:, 1]  # every rank ends, and reduces its gradients
-        return Bounded(x, place, np.maximum(seconds, mean) + beyond[:, 0], nbytes, beyond[:, 0])
+        return BoundedLayouts(x, place, np.maximum(seconds, mean) + beyond[:, 0], nbytes, beyond[:, 0])
 
     def _before(self, x: Layouts, place: Column, waits: Rows) -> Rows:
         """Seconds of a step without what follows the last micro-batch; `waits` is `bubbles.share`."""
         m, pp, one = x.microbatches(self.cost_cache.workload.batch).astype(float), x.pp.astype(float), x.vpp == 1
-        sent = np.where(one, 2 * (pp - 1) * self.ground.hop[place], 0.0)  # ranks wait for their own sends
-        alone = np.where(one, pipeline.alone(pp, m, self.ground.ahead[place]), 1.0)
+        sent = np.where(one, 2 * (pp - 1) * self.base_costs.hop[place], 0.0)  # ranks wait for their own sends
+        alone = np.where(one, pipeline.alone(pp, m, self.base_costs.ahead[place]), 1.0)
         each = self._whole(x, place, np.maximum(waits, m / pp), sent), self._whole(x, place, alone, 0.0) + sent
         seconds: Rows = np.maximum(*each)
         return seconds
@@ -135,9 +135,9 @@ class Floors:
 
     def _more(self, number: int) -> int:
         """A mode more: that of a set of modules."""
-        g = self.ground
+        g = self.base_costs
         made, freed, back = (column[g.like] for column in g.repeats.of_set(number))
-        self.ground = evolve(
+        self.base_costs = evolve(
             g,
             step=np.column_stack([g.step, g.step[:, PLAIN] + made]),
             saved=np.column_stack([g.saved, g.saved[:, PLAIN] - freed]),
@@ -147,7 +147,7 @@ class Floors:
 
     def _nbytes(self, x: Layouts, place: Column, mode: Column | int) -> Rows:
         """Bytes of the fullest rank."""
-        g, pp = self.ground, x.pp.astype(float)
+        g, pp = self.base_costs, x.pp.astype(float)
         saved = g.saved[place, mode]
         some = x.recompute_layers > 0
         freed = np.minimum(x.recompute_layers * x.pp * x.vpp, g.blocks) * g.frees[place]
@@ -169,7 +169,7 @@ class Floors:
         That is an atom more than their mean at the most. So long a stage has so many blocks, two begun ones, and what
         is in none.
         """
-        g, some = self.ground, x.recompute_layers > 0
+        g, some = self.base_costs, x.recompute_layers > 0
         whole = np.where(some, g.step[place, ALL], g.step[place, mode])
         most = SLOWEST_FACTOR * (whole / (x.pp * x.vpp) + g.atom[place, x.full.astype(np.int64)])
         everything = x.full & ~some
@@ -189,7 +189,7 @@ class Floors:
 
     def worthwhile(self, x: Layouts, place: Column) -> NDArray[np.bool_]:
         """Whether recompute frees what is worth the trouble: fused attention leaves little to its core."""
-        r, bits, at = self.ground.repeats, x.module_bits, self.ground.like[place]
+        r, bits, at = self.base_costs.repeats, x.module_bits, self.base_costs.like[place]
         worth: NDArray[np.bool_] = (bits == 0) | ((r.family[at] == bits[:, None]) & r.worthwhile[at]).any(axis=1)
         return worth
 
@@ -201,7 +201,7 @@ class Floors:
         blocks * min(1, n / most) or more again.
         """
         mode, n, some = self._mode(x), x.recompute_layers, x.recompute_layers > 0
-        g = self.ground
+        g = self.base_costs
         plain, whole = share * (g.step[place, PLAIN] + more), share * (g.step[place, mode] + more)
         if not some.any():
             return whole
@@ -233,7 +233,7 @@ class Floors:
         few, inverse, total = found.reshape(-1, 3)[which].T
         return few, inverse, total
 
-    def _ground(self) -> Ground:
+    def _base_costs(self) -> BaseCosts:
         first, which = alike(*(getattr(self.at, name) for name in WHERE))
         one = self.at.take(first)
         rows, made, full, largest = self.cost_cache.rows(one)
@@ -250,7 +250,7 @@ class Floors:
         repeats = ModuleRecompute.of(self.cost_cache.structure, made, saved @ kinds)
         room = 2 * largest.max(axis=1) + self.cost_cache.library
         params, experts = self._params(rows, one)
-        return Ground(
+        return BaseCosts(
             step=np.array([t @ kinds for t in (plain, plain + again, plain)]).T[which],
             saved=np.array([saved @ kinds, full @ kinds, saved @ kinds - repeats.most]).T[which],
             workspace=np.array([room, room + saved @ self.cost_cache.structure.largest_block, room]).T[which],

@@ -39,7 +39,7 @@ def ends(
         own = (ahead + back).reshape(*ahead.shape[:-1], vpp, pp).sum(axis=-2)
     m, size = np.asarray(microbatches)[..., None], np.asarray(group)[..., None]
     size = np.minimum(np.where(size, size, pp), m)
-    waits = [_waits(way, hops, pp, vpp, size) for way in (ahead, back)]
+    waits = [_waits(device_mesh, hops, pp, vpp, size) for device_mesh in (ahead, back)]
     busy = waits[0] + m * own
     before = np.cumsum(back + hops, axis=-1)[..., :pp] - (back + hops)[..., :pp]
     after = np.maximum.accumulate((busy + waits[1])[..., ::-1], axis=-1)[..., ::-1] - before

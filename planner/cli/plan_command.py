@@ -13,7 +13,7 @@ from megaloom.planner.contract.layout import Runtime, Workload
 if TYPE_CHECKING:
     from megaloom.dsl.graph import Graph, Model
     from megaloom.planner.contract.devices import Cluster
-    from megaloom.planner.search.candidate_space import Fixed
+    from megaloom.planner.search.candidate_space import FixedAxes
     from megaloom.planner.search.search import Found
 
 
@@ -21,7 +21,7 @@ def scale(
     m: Model,
     gpus: str,
     work: Callable[[Cluster], Workload],
-    fixed: Fixed,
+    fixed: FixedAxes,
     free: float,
     runtime: Runtime,
     pareto: bool,
@@ -33,20 +33,24 @@ def scale(
     from megaloom.dsl.facts.costs import params
     from megaloom.dsl.graph import graph
     from megaloom.dsl.show.printing import show
-    from megaloom.planner.search.infeasible import checked
-    from megaloom.planner.search.scaling import clusters, points, table
+    from megaloom.planner.search.infeasible import checked_fixed
+    from megaloom.planner.search.scaling import (
+        clusters_in_range,
+        scaling_points,
+        scaling_table,
+    )
     from megaloom.planner.search.search import plan as search
 
     console = Console(stderr=True)
     watched = console.status("", spinner="line")
 
     def row() -> Iterator[Cluster]:
-        for machine in clusters(gpus):
+        for machine in clusters_in_range(gpus):
             watched.update(f"searching the layouts of {m.name} on {machine} ...")
             yield machine
 
     with watched if console.is_terminal else nullcontext():
-        found = list(points(graph(m), row(), work, checked(fixed), free, runtime, pareto=pareto))
+        found = list(scaling_points(graph(m), row(), work, checked_fixed(fixed), free, runtime, pareto=pareto))
     if not any(point.best for point in found):  # then the search on the last one says why
         search(m, found[-1].cluster, work(found[-1].cluster), ref="", fixed=fixed, headroom=free, runtime=runtime)
     if as_json:
@@ -54,37 +58,37 @@ def scale(
 
         print(json.dumps(scaled(found, params(m)), indent=1))
     else:
-        show(table(found, params(m)), sys.stdout)
+        show(scaling_table(found, params(m)), sys.stdout)
 
 
 def ruled(as_json: bool) -> int:
     """The rules that there are."""
-    from megaloom.planner.search.lint import listed, rules
+    from megaloom.planner.search.lint import rules_json, rules_text
 
-    print(json.dumps({"rules": rules()}, indent=1) if as_json else listed())
+    print(json.dumps({"rules": rules_json()}, indent=1) if as_json else rules_text())
     return 0
 
 
-def told(g: Graph, machine: Cluster, workload: Workload, fixed: Fixed, as_json: bool) -> int:
+def told(g: Graph, machine: Cluster, workload: Workload, fixed: FixedAxes, as_json: bool) -> int:
     """2 if the layout breaks a rule. Without a layout the rules are shown."""
-    from megaloom.planner.search.infeasible import checked
-    from megaloom.planner.search.lint import broken, for_machines, warned
+    from megaloom.planner.search.infeasible import checked_fixed
+    from megaloom.planner.search.lint import caveats_text, lint_json, violations_text
 
-    if not (fixed := checked(fixed)):
+    if not (fixed := checked_fixed(fixed)):
         return ruled(as_json)
     if as_json:
-        found = for_machines(g, machine, workload, fixed)
+        found = lint_json(g, machine, workload, fixed)
         print(json.dumps(found, indent=1))
         return 2 if found["violations"] else 0
-    wrong = broken(g, machine, workload, fixed)
+    wrong = violations_text(g, machine, workload, fixed)
     print(wrong or "no rule is broken")
-    if warning := warned(g, machine, workload, fixed):
+    if warning := caveats_text(g, machine, workload, fixed):
         print(warning)
     return 2 if wrong else 0
 
 
 def searched(
-    declared: Model, machine: Cluster, workload: Workload, ref: str, fixed: Fixed, free: float, runtime: Runtime
+    declared: Model, machine: Cluster, workload: Workload, ref: str, fixed: FixedAxes, free: float, runtime: Runtime
 ) -> Found:
     """The search, with signs of life where somebody watches. Interrupted, it takes the best so far."""
     from rich.console import Console
@@ -143,7 +147,11 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
     from megaloom.planner.cost.framework_profiles import PROFILES
     from megaloom.planner.report.text import report
     from megaloom.planner.rules.capabilities import limits
-    from megaloom.planner.search.goodput import MANY, goodput, told
+    from megaloom.planner.search.goodput import (
+        MANY_DEVICES,
+        goodput,
+        goodput_text,
+    )
 
     best = found.best
     machine, w, seconds = best.cluster, best.workload, best.predicted.step_seconds
@@ -160,6 +168,6 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
     )
     runs = own and not limits(best.layout, graph(declared), w, machine)
     foot = f"\nwrote {target}" + (f"; `megaloom train {target}` trains by it" if runs else ", to be exported")
-    if machine.count >= MANY and (lasting := goodput(params(declared), w.precision, machine, seconds)):
-        foot = f"\nOver weeks: {told(lasting)}\n{foot}"
+    if machine.count >= MANY_DEVICES and (lasting := goodput(params(declared), w.precision, machine, seconds)):
+        foot = f"\nOver weeks: {goodput_text(lasting)}\n{foot}"
     show(Group(Text(head), report(found, graph(declared), top), Text(foot)), sys.stdout)

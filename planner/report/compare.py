@@ -30,7 +30,7 @@ from .text import (
 
 def differences(a: Plan, b: Plan) -> dict[str, float]:
     """Seconds of a step that b takes more than a, by cause; negative where it takes less."""
-    return step_difference.differences(a.predicted, b.predicted)
+    return step_difference.cause_differences(a.predicted, b.predicted)
 
 
 def compared(a: Plan, b: Plan, names: Sequence[str]) -> RenderableType:

@@ -20,7 +20,7 @@ from megaloom.planner.contract.layout import INNER, Layout
 from megaloom.planner.contract.plans import Plan, Prediction
 from megaloom.planner.hardware.names import GiB
 from megaloom.planner.search import step_difference
-from megaloom.planner.search.step_difference import slower
+from megaloom.planner.search.step_difference import difference_text
 
 if TYPE_CHECKING:
     from megaloom.planner.search.search import Found
@@ -212,7 +212,7 @@ def rejected(found: Found) -> Table:
 
 def loses(best: Plan, plan: Plan) -> str:
     """How much slower a plan is than the best one, and by what cause."""
-    return slower(best.predicted, plan.predicted)
+    return difference_text(best.predicted, plan.predicted)
 
 
 def exposed(of: Prediction) -> float:
@@ -222,7 +222,7 @@ def exposed(of: Prediction) -> float:
 
 def fullest(plan: Plan, kind: str = "device") -> int:
     """Bytes on the fullest pipeline rank, as they are measured: see `memory.held_bytes`."""
-    return step_difference.fullest(plan.predicted, kind)
+    return step_difference.peak_nbytes(plan.predicted, kind)
 
 
 def holds(nodes: Sequence[Node], graph: Graph) -> str:

@@ -14,12 +14,12 @@ from megaloom.planner.contract.plans import Plan, Prediction
 from megaloom.planner.cost.memory import upper_bytes
 from megaloom.planner.hardware.names import Cluster, GiB
 from megaloom.planner.search.goodput import goodput
-from megaloom.planner.search.step_difference import fullest
+from megaloom.planner.search.step_difference import peak_nbytes
 
 from .text import exposed
 
 if TYPE_CHECKING:
-    from megaloom.planner.search.scaling import Point
+    from megaloom.planner.search.scaling import ScalingPoint
     from megaloom.planner.search.search import Found
     from megaloom.planner.simulate.prediction import Priced
 
@@ -60,7 +60,7 @@ def for_machines(plan: Plan) -> dict[str, Any]:
     }
 
 
-def scaled(found: Iterable[Point], params: int) -> dict[str, Any]:
+def scaled(found: Iterable[ScalingPoint], params: int) -> dict[str, Any]:
     """The best layout on each of some clusters; of one on which nothing is legal and fits, the cluster alone."""
     return {"points": [{"gpus": str(p.cluster), **(_of(p.cluster, p.best, params) if p.best else {})} for p in found]}
 
@@ -81,7 +81,7 @@ def _predicted(p: Prediction) -> dict[str, Any]:
         "step_seconds": p.step_seconds,
         "step_seconds_low": p.within[0],
         "step_seconds_high": p.within[1],
-        "memory_gib": fullest(p) / GiB,
+        "memory_gib": peak_nbytes(p) / GiB,
         "memory_gib_upper": max(map(upper_bytes, p.nbytes)) / GiB,
         "tokens_per_second_per_gpu": p.tokens_per_second_per_device,
         "tflops_per_gpu": p.flops_per_second_per_device / 1e12,

@@ -18,28 +18,28 @@ import numpy as np
 from attrs import define, field, frozen
 
 from megaloom.planner.bounds import balanced_partition
-from megaloom.planner.bounds.layouts import Bounded
+from megaloom.planner.bounds.layouts import BoundedLayouts
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
 from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.simulate.prediction import Priced
 
-from .candidates import Field
+from .candidates import Candidates
 from .device_meshes import (
     DEGREES,
-    SAME,
-    Way,
-    alike,
-    way,
+    TIE_RATIO,
+    DeviceMesh,
+    device_mesh,
+    has_mesh,
 )
 from .pricing import Cut, Pricer
 
-PLACES = 32  # whose layouts are looked at together
-FEW, MANY = 32, 512  # layouts that are cut evenly together, at first and at the most
+BASES_AT_ONCE = 32  # whose layouts are looked at together
+FIRST_BATCH, LARGEST_BATCH = 32, 512  # layouts that are cut evenly together, at first and at the most
 
 
 @frozen(eq=False, slots=False)
-class Near:
+class BalancedLayout:
     """A layout that has been cut evenly."""
 
     pricer: Pricer
@@ -54,7 +54,7 @@ class Near:
         return self.layouts[self.i]
 
     @property
-    def way(self) -> Way:
+    def device_mesh(self) -> DeviceMesh:
         """How it deals the devices."""
         return tuple(int(getattr(self.layouts, axis)[self.i]) for axis in DEGREES)
 
@@ -64,30 +64,32 @@ class Near:
         return chain(self.pricer.fewer(self.layout) if self.roomy else [], self.pricer.refined(self.layout))
 
 
-Entry = Priced | Cut | Near
+Entry = Priced | Cut | BalancedLayout
 
 
 @define(eq=False)
-class Queue:
+class Frontier:
     """A search's queue."""
 
-    among: Field
+    candidates: Candidates
     heap: list[tuple[float, int, Entry]] = field(factory=list)
     count: int = 0
     order: Column = field(init=False)  # of the places that may have room, the quickest first
     bounds: Rows = field(init=False)
     opened: int = 0
-    found: list[Bounded] = field(factory=list)  # layouts at places, the quickest first, that are not in the heap
+    found: list[BoundedLayouts] = field(factory=list)  # layouts at places, the quickest first, that are not in the heap
     least: float = inf  # seconds of all those
-    at_once: int = FEW
+    at_once: int = FIRST_BATCH
     sure: float = inf  # seconds up to which all is looked at, likely or not
-    settled: dict[Way, float] = field(factory=dict)  # the seconds of a way beyond which nothing of it is looked at
+    settled: dict[DeviceMesh, float] = field(
+        factory=dict
+    )  # the seconds of a way beyond which nothing of it is looked at
     aside: list[tuple[float, Entry]] = field(factory=list)
-    beside: list[Bounded] = field(factory=list)  # of which likewise nothing is in the heap
+    beside: list[BoundedLayouts] = field(factory=list)  # of which likewise nothing is in the heap
 
     def __attrs_post_init__(self) -> None:
-        seconds, nbytes = self.among.floors.ideal()
-        self.order = np.flatnonzero(nbytes <= self.among.pricer.capacity)
+        seconds, nbytes = self.candidates.lower_bounds.ideal()
+        self.order = np.flatnonzero(nbytes <= self.candidates.pricer.capacity)
         self.order = self.order[np.argsort(seconds[self.order], kind="stable")]
         self.bounds = seconds[self.order]
 
@@ -104,16 +106,16 @@ class Queue:
             if not self.heap:
                 return None
             seconds, _, what = heappop(self.heap)
-            if isinstance(what, Near) and what.likely > seconds > self.sure:
+            if isinstance(what, BalancedLayout) and what.likely > seconds > self.sure:
                 self.push(what.likely, what)
-            elif seconds > self.settled.get(_way(what), inf):
+            elif seconds > self.settled.get(_device_mesh(what), inf):
                 self.aside.append((seconds, what))
             else:
                 return seconds, what
 
     def settle(self, best: Priced) -> None:
         """Of its way look no more at what is slower; at what is as quick, still."""
-        self.settled.setdefault(way(best.layout), SAME * best.seconds)
+        self.settled.setdefault(device_mesh(best.layout), TIE_RATIO * best.seconds)
         self.sure = min(self.settled.values())
 
     def recall(self) -> None:
@@ -134,7 +136,9 @@ class Queue:
                 if isinstance(what, Cut):
                     yield what.partition
                 elif (
-                    isinstance(what, Near) and what.roomy and (placed := self.among.pricer.even_if_it_fits(what.layout))
+                    isinstance(what, BalancedLayout)
+                    and what.roomy
+                    and (placed := self.candidates.pricer.even_if_it_fits(what.layout))
                 ):
                     yield placed
             while self.count == seen:
@@ -151,15 +155,15 @@ class Queue:
             return False
         return True
 
-    def _keep(self, found: list[Bounded]) -> None:
+    def _keep(self, found: list[BoundedLayouts]) -> None:
         self.found = [some for some in found if len(some)]
         self.least = min((float(some.seconds[0]) for some in self.found), default=inf)
 
     def _open(self) -> None:
         """Look at the layouts at more places."""
-        found = self.among.variants(self.order[self.opened : self.opened + PLACES])
-        self.opened += PLACES
-        which = np.flatnonzero(found.nbytes <= self.among.pricer.capacity)
+        found = self.candidates.variants(self.order[self.opened : self.opened + BASES_AT_ONCE])
+        self.opened += BASES_AT_ONCE
+        which = np.flatnonzero(found.nbytes <= self.candidates.pricer.capacity)
         self._keep([*self.found, found.take(which[np.argsort(found.seconds[which], kind="stable")])])
 
     def _nearer(self) -> None:
@@ -172,25 +176,25 @@ class Queue:
         most = np.partition(every, last)[last]
         sizes = [int(np.searchsorted(found.seconds, most, side="right")) for found in self.found]
         pairs = list(zip(self.found, sizes, strict=True))
-        near = Bounded.joined([found.take(slice(n)) for found, n in pairs if n])
+        near = BoundedLayouts.joined([found.take(slice(n)) for found, n in pairs if n])
         self._keep([found.take(slice(n, None)) if n else found for found, n in pairs])
-        self.at_once = min(2 * self.at_once, MANY)
-        pricer = self.among.pricer
-        seconds, likely, nbytes = balanced_partition.look(pricer, self.among.floors, near)
+        self.at_once = min(2 * self.at_once, LARGEST_BATCH)
+        pricer = self.candidates.pricer
+        seconds, likely, nbytes = balanced_partition.look(pricer, self.candidates.lower_bounds, near)
         rows = zip(seconds.tolist(), likely.tolist(), (nbytes <= pricer.capacity).tolist(), strict=True)
         for i, (least, guess, roomy) in enumerate(rows):
-            self.push(least, Near(pricer, near.layouts, i, roomy, guess))
+            self.push(least, BalancedLayout(pricer, near.layouts, i, roomy, guess))
 
     def _leave(self) -> None:
         """Put layouts aside of which nothing is looked at any more."""
         for one, most in self.settled.items():
-            slower = [alike(some.layouts, one) & (some.seconds > most) for some in self.found]
+            slower = [has_mesh(some.layouts, one) & (some.seconds > most) for some in self.found]
             self.beside += [some.take(out) for some, out in zip(self.found, slower, strict=True) if out.any()]
             self._keep([some.take(~out) for some, out in zip(self.found, slower, strict=True)])
 
 
-def _way(what: Entry) -> Way:
+def _device_mesh(what: Entry) -> DeviceMesh:
     """How what is looked at deals the devices."""
-    if isinstance(what, Near):
-        return what.way
-    return way(what.partition.layout if isinstance(what, Cut) else what.layout)
+    if isinstance(what, BalancedLayout):
+        return what.device_mesh
+    return device_mesh(what.partition.layout if isinstance(what, Cut) else what.layout)

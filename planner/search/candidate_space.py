@@ -40,54 +40,66 @@ from megaloom.planner.rules.divisors import divisors
 from megaloom.planner.rules.overlaps import apart, near
 from megaloom.planner.rules.rules import legal
 
-CHUNKS = 16  # model chunks a pipeline rank, at most
-GROUPS = (1.0, 1.25, 1.5, 2.0)  # of pp, the micro-batches in a group: more wait for less, and keep more
+MAX_CHUNKS = 16  # model chunks a pipeline rank, at most
+GROUP_RATIOS = (1.0, 1.25, 1.5, 2.0)  # of pp, the micro-batches in a group: more wait for less, and keep more
 
-Fixed = Mapping[str, Any]  # the fields of a layout that the user has decided
-Inner = tuple[Overlap, ...]
-ALL, SOME, REST = 0, 1, 2  # of a place's layouts: if experts may overlap in some, these are at a place of their own
+FixedAxes = Mapping[str, Any]  # the fields of a layout that the user has decided
+InnerOverlaps = tuple[Overlap, ...]
+ALL_VARIANTS, OVERLAPPED_EXPERTS, OTHER_VARIANTS = (
+    0,
+    1,
+    2,
+)  # of a place's layouts: if experts may overlap in some, these are at a place of their own
 
 
-def places(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed, inner: Inner = ()) -> Layouts:
+def base_layouts(
+    graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes, inner: InnerOverlaps = ()
+) -> Layouts:
     """Every way to deal the devices to the axes, with every size of micro-batch, that breaks no rule.
 
     What `variants` choose is as in a plain layout, and what the user has decided of it is left out.
     inner: the overlaps within a micro-batch that are looked at: on wherever they may be. Layouts that overlap experts
     have places of their own.
     """
-    found = dealt(graph, cluster, workload, fixed, inner)
-    states = np.full(len(found), _states(0, fixed)[0])
+    found = unchecked_base_layouts(graph, cluster, workload, fixed, inner)
+    states = np.full(len(found), _optimizer_choices(0, fixed)[0])
     plain = evolve(found, distributed_optimizer=states)
     plain = evolve(plain, overlaps=_overlaps(plain, fixed) & ~Overlap.EXPERTS.bit)  # which asks for chunks
     works = ~found.hides(Overlap.EXPERTS) | apart(found, model_requirements(graph).multi_token, workload)
     return found.take(legal(plain, graph, workload, cluster) & works)
 
 
-def candidates(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> Iterator[Layout]:
+def unchecked_layouts(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> Iterator[Layout]:
     """Every layout that uses all devices and leaves no part of a degree over, legal or not."""
-    chosen = {name: value for name, value in fixed.items() if name in (*CHOSEN, "distributed_optimizer", "overlaps")}
+    chosen = {
+        name: value for name, value in fixed.items() if name in (*VARIANT_FIELDS, "distributed_optimizer", "overlaps")
+    }
     chosen.setdefault("overlaps", switched(free(fixed.get("distributed_optimizer", False))))
-    found = dealt(graph, cluster, workload, fixed)
+    found = unchecked_base_layouts(graph, cluster, workload, fixed)
     for place in (found[i] for i in range(len(found))):
-        for vpp in _choices("vpp", fixed, chunks(place.pp, model_requirements(graph).blocks)):
+        for vpp in _choices("vpp", fixed, chunk_counts(place.pp, model_requirements(graph).blocks)):
             yield evolve(place, **chosen | {"vpp": vpp})
 
 
-def dealt(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed, inner: Inner = ()) -> Layouts:
+def unchecked_base_layouts(
+    graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes, inner: InnerOverlaps = ()
+) -> Layouts:
     """The same, legal or not: all divisors of what each axis leaves, powers of two or not."""
-    rows = np.array(list(_grids(graph, cluster, fixed)), dtype=np.int64).reshape(-1, 7)
+    rows = np.array(list(_degrees(graph, cluster, fixed)), dtype=np.int64).reshape(-1, 7)
     zeros, ones = np.zeros(len(rows), dtype=np.int64), np.ones(len(rows), dtype=np.int64)
     columns = dict(zip(("tp", "pp", "cp", "dp", "etp", "ep", "sequence_parallel"), rows.T, strict=True))
     plain = {name: ones if name in ("vpp", "micro_batch") else zeros for name in NAMES}
-    grids = Layouts(**plain | columns)
-    first, which = alike(grids.sequence_parallel, grids.tp, grids.ep)
-    switches = [_column("overlaps", _inner(grids[int(i)], cluster, fixed, inner)) for i in first]
-    grids = grids.spread(switches, which)
-    first, which = alike(grids.dp)
-    return grids.spread([_column("micro_batch", _batches(int(grids.dp[i]), workload, fixed)) for i in first], which)
+    degrees = Layouts(**plain | columns)
+    first, which = alike(degrees.sequence_parallel, degrees.tp, degrees.ep)
+    switches = [_column("overlaps", _inner(degrees[int(i)], cluster, fixed, inner)) for i in first]
+    degrees = degrees.spread(switches, which)
+    first, which = alike(degrees.dp)
+    return degrees.spread(
+        [_column("micro_batch", _micro_batch_choices(int(degrees.dp[i]), workload, fixed)) for i in first], which
+    )
 
 
-def _grids(graph: Graph, cluster: Cluster, fixed: Fixed) -> Iterator[tuple[int, ...]]:
+def _degrees(graph: Graph, cluster: Cluster, fixed: FixedAxes) -> Iterator[tuple[int, ...]]:
     world, moe = cluster.count, model_requirements(graph).experts
     for tp in _choices("tp", fixed, divisors(world)):
         for pp in _choices("pp", fixed, divisors(max(1, world // tp))):
@@ -99,7 +111,7 @@ def _grids(graph: Graph, cluster: Cluster, fixed: Fixed) -> Iterator[tuple[int, 
                                 yield tp, pp, cp, dp, etp, ep, sp
 
 
-def _inner(axes: Layout, cluster: Cluster, fixed: Fixed, inner: Inner) -> tuple[int, ...]:
+def _inner(axes: Layout, cluster: Cluster, fixed: FixedAxes, inner: InnerOverlaps) -> tuple[int, ...]:
     """What overlaps within a micro-batch, of those looked at."""
     if "overlaps" in fixed:
         return (bits(o for o in fixed["overlaps"] if o in INNER),)
@@ -108,87 +120,94 @@ def _inner(axes: Layout, cluster: Cluster, fixed: Fixed, inner: Inner) -> tuple[
     return (first, first + Overlap.EXPERTS.bit) if Overlap.EXPERTS in inner and axes.ep > 1 else (first,)
 
 
-def _parts(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed, inner: Inner) -> Column:
+def _subsets(graph: Graph, workload: Workload, base: Layouts, fixed: FixedAxes, inner: InnerOverlaps) -> Column:
     """Which of a place's layouts are its own: ALL, those that overlap experts, or the REST of them."""
     rest = Overlap.EXPERTS in inner and "overlaps" not in fixed
-    found: Column = np.where(at.hides(Overlap.EXPERTS), SOME, ALL)
+    found: Column = np.where(base.hides(Overlap.EXPERTS), OVERLAPPED_EXPERTS, ALL_VARIANTS)
     return np.where(
-        ~at.hides(Overlap.EXPERTS) & rest & apart(at, model_requirements(graph).multi_token, workload), REST, found
+        ~base.hides(Overlap.EXPERTS) & rest & apart(base, model_requirements(graph).multi_token, workload),
+        OTHER_VARIANTS,
+        found,
     )
 
 
-def micro_batches(axes: Layout, workload: Workload, fixed: Fixed) -> tuple[int, ...]:
+def micro_batch_sizes(axes: Layout, workload: Workload, fixed: FixedAxes) -> tuple[int, ...]:
     """The sizes of micro-batch that divide what each copy gets of the batch, least first."""
-    return _batches(axes.dp, workload, fixed)
+    return _micro_batch_choices(axes.dp, workload, fixed)
 
 
-def _batches(dp: int, workload: Workload, fixed: Fixed) -> tuple[int, ...]:
+def _micro_batch_choices(dp: int, workload: Workload, fixed: FixedAxes) -> tuple[int, ...]:
     return _choices("micro_batch", fixed, divisors(max(1, workload.batch // dp)))
 
 
-def chunks(pp: int, blocks: int) -> tuple[int, ...]:
+def chunk_counts(pp: int, blocks: int) -> tuple[int, ...]:
     """How many chunks a pipeline rank may have: what divides its share of the blocks, rounded up.
 
     If nothing does, what divides one more: NVIDIA cuts DeepSeek-V3's 61 blocks into 8 chunks on each of two ranks.
     """
     share = max(1, -(-blocks // pp))
-    share += share > CHUNKS and len(divisors(share)) == 2
-    return tuple(v for v in divisors(share) if v <= CHUNKS) if pp > 1 else (1,)
+    share += share > MAX_CHUNKS and len(divisors(share)) == 2
+    return tuple(v for v in divisors(share) if v <= MAX_CHUNKS) if pp > 1 else (1,)
 
 
-def groups(pp: int, microbatches: int) -> tuple[int, ...]:
+def microbatch_groups(pp: int, microbatches: int) -> tuple[int, ...]:
     """The groups in which so many micro-batches may go through chunks, 0 for pp: those of some sizes that are legal.
 
     When none of these is, the smallest that is.
     """
     works = [n for n in range(pp, microbatches + 1) if (microbatches % n or n) >= pp]
-    near = sorted({ceil(times * pp) for times in GROUPS} & set(works)) or works[:1]
+    near = sorted({ceil(times * pp) for times in GROUP_RATIOS} & set(works)) or works[:1]
     return tuple(n if n != pp else 0 for n in near)
 
 
 def variants(
-    graph: Graph, workload: Workload, at: Layouts, fixed: Fixed, family: Column, inner: Inner = ()
+    graph: Graph, workload: Workload, base: Layouts, fixed: FixedAxes, family: Column, inner: InnerOverlaps = ()
 ) -> tuple[Layouts, Column]:
     """The legal layouts at these places, and the place of each among them.
 
     family: the sets of modules that may be computed again, as bits: [places, counts]. inner: as in `places`.
     """
     asked = model_requirements(graph)
-    numbered = np.arange(len(at))
-    m = at.microbatches(workload.batch)
-    parts = _parts(graph, workload, at, fixed, inner)
-    first, which = alike(at.pp, m, parts)
+    numbered = np.arange(len(base))
+    m = base.microbatches(workload.batch)
+    subsets = _subsets(graph, workload, base, fixed, inner)
+    first, which = alike(base.pp, m, subsets)
     schedules = [
-        _schedules(int(at.pp[i]), int(m[i]), asked.blocks, asked.max_stages, int(parts[i]), _key(fixed)) for i in first
+        _schedules(int(base.pp[i]), int(m[i]), asked.blocks, asked.max_stages, int(subsets[i]), _key(fixed))
+        for i in first
     ]
-    found, numbered = at.spread(schedules, which), _spread(numbered, schedules, which)
-    parts = parts[numbered]
-    first, which = alike(found.pp, found.vpp, parts)
-    sets, stages = _sets(asked.modules, fixed), found.pp * found.vpp
+    found, numbered = base.spread(schedules, which), _repeat(numbered, schedules, which)
+    subsets = subsets[numbered]
+    first, which = alike(found.pp, found.vpp, subsets)
+    sets, stages = _module_sets(asked.modules, fixed), found.pp * found.vpp
     again = [
-        _again(
-            asked.blocks, int(stages[i]), sets, _modes(int(found.pp[i]), int(found.vpp[i]), int(parts[i])), _key(fixed)
+        _recompute_choices(
+            asked.blocks,
+            int(stages[i]),
+            sets,
+            _recompute_modes(int(found.pp[i]), int(found.vpp[i]), int(subsets[i])),
+            _key(fixed),
         )
         for i in first
     ]
-    found, numbered = found.spread(again, which), _spread(numbered, again, which)
+    found, numbered = found.spread(again, which), _repeat(numbered, again, which)
     if not fixed.get("recompute_modules"):
-        chosen = np.concatenate([np.zeros((len(at), 1), dtype=np.int64), family], axis=1)
+        chosen = np.concatenate([np.zeros((len(base), 1), dtype=np.int64), family], axis=1)
         found = evolve(found, recompute_modules=chosen[numbered, found.recompute_modules])
     several = (found.dp * found.cp > 1).astype(np.int64)
-    state = [_column("distributed_optimizer", _states(on, fixed)) for on in (0, 1)]
-    found, numbered = found.spread(state, several), _spread(numbered, state, several)
+    state = [_column("distributed_optimizer", _optimizer_choices(on, fixed)) for on in (0, 1)]
+    found, numbered = found.spread(state, several), _repeat(numbered, state, several)
     return evolve(found, overlaps=_overlaps(found, fixed)), numbered
 
 
-def _states(several: int, fixed: Fixed) -> tuple[int, ...]:
+def _optimizer_choices(several: int, fixed: FixedAxes) -> tuple[int, ...]:
     """Whether the optimizer's state is divided."""
     if Overlap.WEIGHTS in fixed.get("overlaps", ()):
         return _choices("distributed_optimizer", fixed, (1,))
     return _choices("distributed_optimizer", fixed, range(1 + several))
 
 
-def _overlaps(found: Layouts, fixed: Fixed) -> Column:
+def _overlaps(found: Layouts, fixed: FixedAxes) -> Column:
     """What overlaps, as bits: that of gradients and weights is always on.
 
     It never loses: `tail` has of an exchange that overlaps no more seconds than of one that does not (only what is
@@ -200,55 +219,60 @@ def _overlaps(found: Layouts, fixed: Fixed) -> Column:
     return overlaps
 
 
-def count(graph: Graph, workload: Workload, at: Layouts, fixed: Fixed, inner: Inner = ()) -> int:
+def count_variants(graph: Graph, workload: Workload, base: Layouts, fixed: FixedAxes, inner: InnerOverlaps = ()) -> int:
     """How many `variants` there are, without making them."""
-    asked, m = model_requirements(graph), at.microbatches(workload.batch)
-    parts = _parts(graph, workload, at, fixed, inner)
-    first, which = alike(at.pp, m, parts)
-    each, sets = [], _sets(asked.modules, fixed)
-    for pp, micro, part in ((int(at.pp[i]), int(m[i]), int(parts[i])) for i in first):
-        vpps = _schedules(pp, micro, asked.blocks, asked.max_stages, part, _key(fixed))["vpp"].tolist()
-        again = (_again(asked.blocks, pp * vpp, sets, _modes(pp, vpp, part), _key(fixed)) for vpp in vpps)
+    asked, m = model_requirements(graph), base.microbatches(workload.batch)
+    subsets = _subsets(graph, workload, base, fixed, inner)
+    first, which = alike(base.pp, m, subsets)
+    each, sets = [], _module_sets(asked.modules, fixed)
+    for pp, micro, subset in ((int(base.pp[i]), int(m[i]), int(subsets[i])) for i in first):
+        vpps = _schedules(pp, micro, asked.blocks, asked.max_stages, subset, _key(fixed))["vpp"].tolist()
+        again = (
+            _recompute_choices(asked.blocks, pp * vpp, sets, _recompute_modes(pp, vpp, subset), _key(fixed))
+            for vpp in vpps
+        )
         each.append(sum(len(choices["recompute"]) for choices in again))
-    states = np.array([len(_states(several, fixed)) for several in (0, 1)])[(at.dp * at.cp > 1).astype(np.int64)]
-    return int((np.array(each, dtype=np.int64)[which] * states).sum()) if len(at) else 0
+    states = np.array([len(_optimizer_choices(several, fixed)) for several in (0, 1)])[
+        (base.dp * base.cp > 1).astype(np.int64)
+    ]
+    return int((np.array(each, dtype=np.int64)[which] * states).sum()) if len(base) else 0
 
 
-def _spread(rows: Column, choices: list[dict[str, Column]], which: Column) -> Column:
+def _repeat(rows: Column, choices: list[dict[str, Column]], which: Column) -> Column:
     counts = np.array([len(next(iter(choice.values()))) for choice in choices], dtype=np.int64)[which]
     return np.repeat(rows, counts)
 
 
-def _key(fixed: Fixed) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted((name, value) for name, value in fixed.items() if name in CHOSEN))
+def _key(fixed: FixedAxes) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted((name, value) for name, value in fixed.items() if name in VARIANT_FIELDS))
 
 
-CHOSEN = ("vpp", "microbatch_group", "recompute", "recompute_modules", "recompute_layers")
+VARIANT_FIELDS = ("vpp", "microbatch_group", "recompute", "recompute_modules", "recompute_layers")
 
 
 @lru_cache(maxsize=1 << 14)
 def _schedules(
-    pp: int, m: int, blocks: int, stages: int, part: int, fixed: tuple[tuple[str, Any], ...]
+    pp: int, m: int, blocks: int, stages: int, subset: int, fixed: tuple[tuple[str, Any], ...]
 ) -> dict[str, Column]:
     """How many chunks, and in groups of how many micro-batches."""
     given = dict(fixed)
     rows = [
         (vpp, group)
-        for vpp in _choices("vpp", given, chunks(pp, blocks))
-        if pp * vpp <= stages and (vpp == 1 or pp > 1) and (part != SOME or vpp > 1 or pp == 1)
-        for group in _choices("microbatch_group", given, groups(pp, m) if vpp > 1 else (0,))
-        if _grouped(group, vpp, pp, m)
+        for vpp in _choices("vpp", given, chunk_counts(pp, blocks))
+        if pp * vpp <= stages and (vpp == 1 or pp > 1) and (subset != OVERLAPPED_EXPERTS or vpp > 1 or pp == 1)
+        for group in _choices("microbatch_group", given, microbatch_groups(pp, m) if vpp > 1 else (0,))
+        if _valid_group(group, vpp, pp, m)
     ]
     vpps, sizes = np.array(rows, dtype=np.int64).reshape(-1, 2).T
     return {"vpp": vpps, "microbatch_group": sizes}
 
 
-def _grouped(group: int, vpp: int, pp: int, m: int) -> bool:
+def _valid_group(group: int, vpp: int, pp: int, m: int) -> bool:
     size = group or pp
     return group == 0 if vpp == 1 else pp <= size <= m and (m % size or size) >= pp
 
 
-def _sets(present: tuple[Module, ...], fixed: Fixed) -> tuple[int, ...]:
+def _module_sets(present: tuple[Module, ...], fixed: FixedAxes) -> tuple[int, ...]:
     """The sets of modules that selective recompute may be of: by number from 1 on, or the one decided on, as bits."""
     if not fixed.get("recompute_modules"):
         return tuple(range(1, 1 + len(present)))
@@ -256,7 +280,7 @@ def _sets(present: tuple[Module, ...], fixed: Fixed) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1 << 10)
-def _again(
+def _recompute_choices(
     blocks: int, stages: int, sets: tuple[int, ...], modes: tuple[Recompute, ...], fixed: tuple[tuple[str, Any], ...]
 ) -> dict[str, Column]:
     """What is computed again, and of how many blocks of each stage: fewer than an even share, or all."""
@@ -276,16 +300,16 @@ def _again(
     return {"recompute": codes, "recompute_modules": modules, "recompute_layers": layers}
 
 
-def _modes(pp: int, vpp: int, part: int) -> tuple[Recompute, ...]:
+def _recompute_modes(pp: int, vpp: int, subset: int) -> tuple[Recompute, ...]:
     """What may be computed again, of one part of a place's layouts: of chunks that overlap experts, no whole blocks."""
-    if part == ALL or (part == REST and vpp == 1 < pp):
+    if subset == ALL_VARIANTS or (subset == OTHER_VARIANTS and vpp == 1 < pp):
         return (Recompute.FULL, Recompute.NONE, Recompute.SELECTIVE)
-    return (Recompute.FULL,) if part == REST else (Recompute.NONE, Recompute.SELECTIVE)
+    return (Recompute.FULL,) if subset == OTHER_VARIANTS else (Recompute.NONE, Recompute.SELECTIVE)
 
 
 def _column(name: str, values: Iterable[int]) -> dict[str, NDArray[np.int64]]:
     return {name: np.array(list(values), dtype=np.int64)}
 
 
-def _choices(name: str, fixed: Fixed, free: Iterable[Any]) -> tuple[Any, ...]:
+def _choices(name: str, fixed: FixedAxes, free: Iterable[Any]) -> tuple[Any, ...]:
     return (fixed[name],) if name in fixed else tuple(free)

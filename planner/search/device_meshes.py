@@ -15,18 +15,18 @@ from megaloom.planner.contract.layout import AXES, Layout, Recompute
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.simulate.prediction import Priced
 
-SAME = 1.001  # a step that is this little longer is as good, and the simpler layout wins
+TIE_RATIO = 1.001  # a step that is this little longer is as good, and the simpler layout wins
 DEGREES = tuple(axis for axis in AXES if axis != "vpp")  # chunks of a model divide no devices
 
-Way = tuple[int, ...]
+DeviceMesh = tuple[int, ...]
 
 
-def way(x: Layout) -> Way:
+def device_mesh(x: Layout) -> DeviceMesh:
     """The degrees by which a layout divides devices."""
     return tuple(getattr(x, axis) for axis in DEGREES)
 
 
-def alike(x: Layouts, one: Way) -> NDArray[np.bool_]:
+def has_mesh(x: Layouts, one: DeviceMesh) -> NDArray[np.bool_]:
     """Which of these layouts are of this way."""
     mask: NDArray[np.bool_] = np.logical_and.reduce(
         [getattr(x, axis) == degree for axis, degree in zip(DEGREES, one, strict=True)]
@@ -34,25 +34,25 @@ def alike(x: Layouts, one: Way) -> NDArray[np.bool_]:
     return mask
 
 
-def best_of_each(found: Sequence[Priced]) -> list[Priced]:
+def best_of_each_mesh(found: Sequence[Priced]) -> list[Priced]:
     """The best layout of each way, the best of all in front. `found` has the quickest first.
 
     If all are of one way there is nothing else to choose from, and they all are left.
     """
     best = simplest(found)
-    ways: dict[Way, list[Priced]] = {way(best.layout): []}
+    ways: dict[DeviceMesh, list[Priced]] = {device_mesh(best.layout): []}
     for priced in found:
-        ways.setdefault(way(priced.layout), []).append(priced)
+        ways.setdefault(device_mesh(priced.layout), []).append(priced)
     if len(ways) == 1:
         return [best, *(priced for priced in found if priced is not best)]
-    others = [simplest(variants) for one, variants in ways.items() if one != way(best.layout)]
+    others = [simplest(variants) for one, variants in ways.items() if one != device_mesh(best.layout)]
     return [best, *sorted(others, key=lambda priced: priced.seconds)]
 
 
 def simplest(found: Iterable[Priced]) -> Priced:
     """The simplest of those that are as quick as the first, which is the quickest."""
     first, *others = found
-    as_quick = [first, *(priced for priced in others if priced.seconds <= SAME * first.seconds)]
+    as_quick = [first, *(priced for priced in others if priced.seconds <= TIE_RATIO * first.seconds)]
     return min(as_quick, key=lambda priced: complexity(priced.layout))
 
 

@@ -13,13 +13,13 @@ from attrs import frozen
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Precision
 
-from .step_difference import time
+from .step_difference import format_seconds
 
-MANY = 1000  # devices from which on failures are told of
+MANY_DEVICES = 1000  # devices from which on failures are told of
 # Until a failure is found and located: less than 10 minutes on average (MegaScale, arXiv:2402.15627, section 6).
 # What follows, reading the last checkpoint, is taken to be as quick as writing it.
-FOUND = 600.0
-STATE = 12  # bytes of an element's master weight and two moments
+RECOVERY_SECONDS = 600.0
+STATE_NBYTES = 12  # bytes of an element's master weight and two moments
 
 
 @frozen(kw_only=True)
@@ -42,11 +42,11 @@ def goodput(params: int, precision: Precision, cluster: Cluster, step_seconds: f
     if not cluster.failures:
         return None
     mean = 3600 / (cluster.failures * cluster.count)
-    nbytes = params * (STATE + (precision.nbytes if precision is not Precision.FP32 else 0))
+    nbytes = params * (STATE_NBYTES + (precision.nbytes if precision is not Precision.FP32 else 0))
     save = nbytes / (cluster.storage * cluster.count)
-    steps = max(1, round(interval(save, mean) / step_seconds))
+    steps = max(1, round(checkpoint_interval(save, mean) / step_seconds))
     return Goodput(
-        share=progress(steps * step_seconds, save, mean, FOUND + save),
+        share=lasting_share(steps * step_seconds, save, mean, RECOVERY_SECONDS + save),
         failure_seconds=mean,
         checkpoint_nbytes=nbytes,
         checkpoint_seconds=save,
@@ -55,7 +55,7 @@ def goodput(params: int, precision: Precision, cluster: Cluster, step_seconds: f
     )
 
 
-def interval(save: float, mean: float) -> float:
+def checkpoint_interval(save: float, mean: float) -> float:
     """Seconds of work between checkpoints at best.
 
     Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
@@ -67,7 +67,7 @@ def interval(save: float, mean: float) -> float:
     return sqrt(2 * save * mean) * (1 + sqrt(half) / 3 + half / 9) - save
 
 
-def progress(work: float, save: float, mean: float, restart: float) -> float:
+def lasting_share(work: float, save: float, mean: float, restart: float) -> float:
     """The share of the time that is work which lasts, if every `work` seconds a checkpoint is written.
 
     Failures come at random, also while one is written or read. Source: Daly, equation 20.
@@ -77,12 +77,12 @@ def progress(work: float, save: float, mean: float, restart: float) -> float:
     return work / (mean * exp(restart / mean) * expm1((work + save) / mean))
 
 
-def told(found: Goodput) -> str:
+def goodput_text(found: Goodput) -> str:
     """What is to be expected, said."""
     terabytes = found.checkpoint_nbytes / 1e12
     return (
         f"goodput {found.share:.1%}: a failure about every {_long(found.failure_seconds)}; a checkpoint of "
-        f"{terabytes:.3g} TB takes {time(found.checkpoint_seconds)}, best every {found.every_steps:,} steps "
+        f"{terabytes:.3g} TB takes {format_seconds(found.checkpoint_seconds)}, best every {found.every_steps:,} steps "
         f"({_long(found.every_seconds)})"
     )
 

@@ -28,10 +28,10 @@ from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.rules import steps as step_rules
 from megaloom.planner.rules.rule import Violation
 
-from .candidate_space import Fixed, candidates
-from .candidates import Field
+from .candidate_space import FixedAxes, unchecked_layouts
+from .candidates import Candidates
 from .pricing import Cut, Pricer
-from .reasons import broken, lacking
+from .reasons import deficit_text, refusal
 
 OF_A_STEP = {rule.id for rule in step_rules.RULES}
 LOOKED_AT = 2000  # illegal layouts among which the nearest to legal is sought
@@ -40,10 +40,10 @@ PLACED = 20  # of the layouts that need the least memory, those that are cut
 # Times the devices that are tried.
 GROWTH = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
 SHORTER = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # parts of the sequence that are
-PLAIN = {"cp": 1, "etp": 1, "micro_batch": 1}  # of the layouts among which a first one is sought
+PLAIN_AXES = {"cp": 1, "etp": 1, "micro_batch": 1}  # of the layouts among which a first one is sought
 
 
-def checked(fixed: Mapping[str, Any]) -> Fixed:
+def checked_fixed(fixed: Mapping[str, Any]) -> FixedAxes:
     """What the user has fixed, if it can be part of a layout. Raises UserError."""
     known = fields_dict(Layout)
     out = dict(fixed)
@@ -71,14 +71,14 @@ def checked(fixed: Mapping[str, Any]) -> Fixed:
     return out
 
 
-def nothing_legal(pricer: Pricer, fixed: Fixed) -> str:
+def nothing_legal(pricer: Pricer, fixed: FixedAxes) -> str:
     """Every candidate breaks a rule: those that the nearest one breaks, each with what would work."""
     g = pricer.graph
-    tried = ((x, pricer.broken(x)) for x in candidates(g, pricer.cluster, pricer.workload, fixed))
+    tried = ((x, pricer.broken(x)) for x in unchecked_layouts(g, pricer.cluster, pricer.workload, fixed))
     layout, wrong = min(islice(tried, LOOKED_AT), key=_far)
     said = f" with {_said(fixed)}" if fixed else ""
     lines = [f"no layout of {g.name} on {pricer.cluster}{said} is legal; the nearest, {layout}, breaks"]
-    return "\n".join([*lines, *(f"- {broken([v])}" for v in wrong)])
+    return "\n".join([*lines, *(f"- {refusal([v])}" for v in wrong)])
 
 
 def _far(entry: tuple[Layout, tuple[Violation, ...]]) -> tuple[int, int, int]:
@@ -88,13 +88,13 @@ def _far(entry: tuple[Layout, tuple[Violation, ...]]) -> tuple[int, int, int]:
     return axes, x.tp * x.pp * x.cp + x.ep * x.etp, len(wrong)
 
 
-def nothing_fits(pricer: Pricer, among: Field) -> str:
+def nothing_fits(pricer: Pricer, candidates: Candidates) -> str:
     """No legal layout fits the memory: the nearest miss, and changes that would make one fit."""
-    miss, fixed = leanest(among), among.fixed
+    miss, fixed = leanest(candidates), candidates.fixed
     said = f" with {_said(fixed)}" if fixed else ""
     lines = [
         f"no layout of {pricer.graph.name} on {pricer.cluster}{said} fits the memory",
-        f"the nearest, {miss.layout}: {lacking(miss)}",
+        f"the nearest, {miss.layout}: {deficit_text(miss)}",
     ]
     freed = [f"{what} would fit: {found.layout}" for what, found in _freed(pricer, fixed)]
     changes = freed or [f"{what} would do: {found.layout}" for what, found in _changed(pricer, miss, fixed)]
@@ -104,18 +104,18 @@ def nothing_fits(pricer: Pricer, among: Field) -> str:
     return "\n".join([*lines, *(changes or ["a smaller model would fit, or devices with more memory"])])
 
 
-def leanest(among: Field) -> Partition:
+def leanest(candidates: Candidates) -> Partition:
     """The layout that lacks the least memory, of those that may need the least."""
-    _, ideal = among.floors.ideal()
-    found = among.variants(np.argsort(ideal, kind="stable")[:PLACED])
+    _, ideal = candidates.lower_bounds.ideal()
+    found = candidates.variants(np.argsort(ideal, kind="stable")[:PLACED])
     first = np.argsort(found.nbytes, kind="stable")[:PLACED]
-    return min((among.pricer.partition(found.layouts[int(i)]) for i in first), key=lambda placed: placed.deficit)
+    return min((candidates.pricer.partition(found.layouts[int(i)]) for i in first), key=lambda placed: placed.deficit)
 
 
 Change = tuple[str, Partition]  # what is changed, and a layout that then fits
 
 
-def _freed(pricer: Pricer, fixed: Fixed) -> Iterator[Change]:
+def _freed(pricer: Pricer, fixed: FixedAxes) -> Iterator[Change]:
     """Each thing that is fixed and that another value of would make a layout fit; or else all of them."""
     alone = False
     for name in fixed:
@@ -127,7 +127,7 @@ def _freed(pricer: Pricer, fixed: Fixed) -> Iterator[Change]:
         yield f"another layout than {_said(fixed)}", found
 
 
-def _changed(pricer: Pricer, miss: Partition, fixed: Fixed) -> Iterator[Change]:
+def _changed(pricer: Pricer, miss: Partition, fixed: FixedAxes) -> Iterator[Change]:
     """For each kind of change of what is asked the smallest that makes a layout fit."""
     for kind in (_fuller(pricer, miss), _narrower(pricer), _larger(pricer, fixed), _roomier(pricer), _shorter(pricer)):
         found = ((what, fitting(other, fixed)) for what, other in kind)
@@ -151,7 +151,7 @@ def _narrower(pricer: Pricer) -> Asked:
         yield "bf16", _with(pricer, workload=evolve(pricer.workload, precision=Precision.BF16))
 
 
-def _larger(pricer: Pricer, fixed: Fixed) -> Asked:
+def _larger(pricer: Pricer, fixed: FixedAxes) -> Asked:
     """More devices."""
     for times in GROWTH if "dp" not in fixed else ():
         if larger := _devices(pricer.cluster, pricer.cluster.count * times, pricer.cluster.kind):
@@ -192,11 +192,11 @@ def _with(pricer: Pricer, **changes: Any) -> Pricer:
     return Pricer(**{**asked, **changes})
 
 
-def fitting(pricer: Pricer, fixed: Fixed) -> Partition | None:
+def fitting(pricer: Pricer, fixed: FixedAxes) -> Partition | None:
     """A layout that fits the memory, if one is found: a plain and quick one if there is such a one."""
-    for chosen in ({**PLAIN, **fixed}, fixed) if _holds(pricer) else ():
-        among = Field(pricer, chosen)
-        if len(among.at) and (found := _quick(among)) is not None:
+    for chosen in ({**PLAIN_AXES, **fixed}, fixed) if _holds(pricer) else ():
+        candidates = Candidates(pricer, chosen)
+        if len(candidates.at) and (found := _quick(candidates)) is not None:
             return found
     return None
 
@@ -208,22 +208,22 @@ def _holds(pricer: Pricer) -> bool:
     return sum(once.values()) <= pricer.capacity * pricer.cluster.count
 
 
-def _quick(among: Field) -> Partition | None:
+def _quick(candidates: Candidates) -> Partition | None:
     """Of the layouts that may fit the memory, one of the quickest that does; or the leanest, if that does."""
-    seconds, nbytes = among.floors.ideal()
-    order = np.flatnonzero(nbytes <= among.pricer.capacity)
+    seconds, nbytes = candidates.lower_bounds.ideal()
+    order = np.flatnonzero(nbytes <= candidates.pricer.capacity)
     if not len(order):
         return None
-    found = among.variants(order[np.argsort(seconds[order], kind="stable")][:NEAREST])
-    hopeful = np.flatnonzero(found.nbytes <= among.pricer.capacity)
+    found = candidates.variants(order[np.argsort(seconds[order], kind="stable")][:NEAREST])
+    hopeful = np.flatnonzero(found.nbytes <= candidates.pricer.capacity)
     for i in hopeful[np.argsort(found.seconds[hopeful], kind="stable")][:TRIED].tolist():
-        if cut := next((step for step in among.pricer.refined(found.layouts[i]) if isinstance(step, Cut)), None):
+        if cut := next((step for step in candidates.pricer.refined(found.layouts[i]) if isinstance(step, Cut)), None):
             return cut.partition
-    last = leanest(among)
+    last = leanest(candidates)
     return last if last.fits else None
 
 
-def _said(fixed: Fixed) -> str:
+def _said(fixed: FixedAxes) -> str:
     return ", ".join(f"{name} {_value(value)}" for name, value in fixed.items())
 
 

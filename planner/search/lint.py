@@ -23,9 +23,9 @@ from megaloom.planner.rules.capabilities import (
 from megaloom.planner.rules.rule import By, Rule
 from megaloom.planner.rules.rules import RULES, SENSE, violations
 
-from .candidate_space import Fixed
+from .candidate_space import FixedAxes
 
-HEADS = {
+HEADINGS = {
     By.CORE: "megatron-core 0.16.1 refuses, or fails at the place that is said",
     By.CALLERS: "megatron-core leaves to its callers",
     By.PLANNER: "megatron-core takes, and the planner refuses for the reason that is said",
@@ -33,46 +33,46 @@ HEADS = {
     By.RUNTIME: "planned for other programs; `megaloom train` does not run it for the reason that is said",
 }
 WIDTH = 116
-EVERY = (*SENSE, *RULES, *WRONG, *LIMITS)
+ALL_RULES = (*SENSE, *RULES, *WRONG, *LIMITS)
 
 
-def listed() -> str:
+def rules_text() -> str:
     """Every rule by who refuses what breaks it: its id, its sentence, what would work, and where or why."""
-    margin = 2 + max(len(rule.id) for rule in EVERY) + 2
-    sections = ([head, *(_told(r, margin) for r in EVERY if r.by is by)] for by, head in HEADS.items())
+    margin = 2 + max(len(rule.id) for rule in ALL_RULES) + 2
+    sections = ([head, *(_rule_text(r, margin) for r in ALL_RULES if r.by is by)] for by, head in HEADINGS.items())
     return "\n\n".join("\n".join(section) for section in sections)
 
 
-def _told(rule: Rule, margin: int) -> str:
+def _rule_text(rule: Rule, margin: int) -> str:
     lines = (f"{rule.id:<{margin - 2}}{rule.sentence}", f"{'':<{margin - 2}}instead: {rule.fix} [{rule.source}]")
     return "\n".join(fill(line, WIDTH, initial_indent="  ", subsequent_indent=" " * margin) for line in lines)
 
 
-def broken(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> str:
+def violations_text(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> str:
     """What the layout of these degrees breaks, each rule with what would work."""
     layout = _layout(graph, cluster, workload, fixed)
     return "\n".join(f"{layout}: {each}" for each in violations(layout, graph, workload, cluster))
 
 
-def warned(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> str:
+def caveats_text(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> str:
     """Why the runtime does not train it."""
     return "\n".join(caveats(_layout(graph, cluster, workload, fixed), graph, workload, cluster))
 
 
-def for_machines(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> dict[str, Any]:
+def lint_json(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> dict[str, Any]:
     """What a layout breaks, what only some programs train of it, and all rules, as JSON has them."""
     case = (_layout(graph, cluster, workload, fixed), graph, workload, cluster)
     lists = {"violations": violations, "limits": limits, "wrong": wrong}
-    return {**{name: [asdict(each) for each in asked(*case)] for name, asked in lists.items()}, "rules": rules()}
+    return {**{name: [asdict(each) for each in asked(*case)] for name, asked in lists.items()}, "rules": rules_json()}
 
 
-def rules() -> list[dict[str, str]]:
+def rules_json() -> list[dict[str, str]]:
     """Every rule as JSON has it."""
     told = ("id", "sentence", "fix", "by", "source")
-    return [{name: getattr(rule, name) for name in told} for rule in EVERY]
+    return [{name: getattr(rule, name) for name in told} for rule in ALL_RULES]
 
 
-def _layout(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixed) -> Layout:
+def _layout(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> Layout:
     """The layout of these degrees; dp, if not given, takes what is left, and sequences are divided if that mends it."""
     layout = Layout(**fixed)
     if "dp" not in fixed:

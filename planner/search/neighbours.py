@@ -24,39 +24,39 @@ from megaloom.planner.model.requirements import model_requirements
 from megaloom.planner.rules.divisors import divisors
 
 from .candidate_space import (
-    Fixed,
-    chunks,
-    groups,
-    micro_batches,
+    FixedAxes,
+    chunk_counts,
+    micro_batch_sizes,
+    microbatch_groups,
 )
 from .pricing import Pricer
 from .reasons import (
     Rejected,
     Rival,
-    broken,
-    lacking,
+    deficit_text,
+    refusal,
 )
 
-GRID = ("dp", "tp", "pp", "cp")  # the axes whose product is the number of devices
+MESH_AXES = ("dp", "tp", "pp", "cp")  # the axes whose product is the number of devices
 
 
-def judged(layout: Layout, pricer: Pricer, fixed: Fixed) -> tuple[list[Rival], tuple[Rejected, ...]]:
+def priced_neighbours(layout: Layout, pricer: Pricer, fixed: FixedAxes) -> tuple[list[Rival], tuple[Rejected, ...]]:
     """The neighbours that are legal and fit the memory, with their prices; and the others, with their causes."""
     rivals, rejected = [], []
     for change, other in neighbours(layout, pricer, fixed):
         wrong = pricer.broken(other)
         if wrong:
-            rejected.append(Rejected(other, broken(wrong)))
+            rejected.append(Rejected(other, refusal(wrong)))
             continue
         placed = pricer.partition(other)
         if placed.fits:
             rivals.append(Rival(change, pricer.simulate(placed)))
         else:
-            rejected.append(Rejected(other, lacking(placed)))
+            rejected.append(Rejected(other, deficit_text(placed)))
     return rivals, tuple(rejected)
 
 
-def neighbours(layout: Layout, pricer: Pricer, fixed: Fixed) -> Iterator[tuple[str, Layout]]:
+def neighbours(layout: Layout, pricer: Pricer, fixed: FixedAxes) -> Iterator[tuple[str, Layout]]:
     """What each step changes, in words, and the layout that it leads to. What is fixed stays."""
     seen = {layout}
     for other in _steps(layout, pricer, fixed):
@@ -71,16 +71,16 @@ def _with(x: Layout, **changes: Any) -> Layout:
     return evolve(x, **changes)
 
 
-def _steps(x: Layout, pricer: Pricer, fixed: Fixed) -> Iterator[Layout]:
+def _steps(x: Layout, pricer: Pricer, fixed: FixedAxes) -> Iterator[Layout]:
     asked = model_requirements(pricer.graph)
-    for a in GRID:
+    for a in MESH_AXES:
         if (factor := _factor(getattr(x, a))) > 1:
-            for b in GRID:
+            for b in MESH_AXES:
                 if a != b:
                     yield _with(x, **{a: getattr(x, a) // factor, b: getattr(x, b) * factor})
     for name, values in (
-        ("micro_batch", micro_batches(x, pricer.workload, {})),
-        ("vpp", chunks(x.pp, asked.blocks)),
+        ("micro_batch", micro_batch_sizes(x, pricer.workload, {})),
+        ("vpp", chunk_counts(x.pp, asked.blocks)),
         ("ep", divisors(x.world // (x.pp * x.etp)) if asked.experts else (1,)),
     ):
         now = getattr(x, name)
@@ -111,7 +111,7 @@ def _settled(x: Layout, origin: Layout, workload: Workload) -> Layout:
     sp = x.sequence_parallel if x.tp == origin.tp else x.tp > 1
     m = x.microbatches(workload.batch)
     grouped = m == origin.microbatches(workload.batch) and (x.pp, x.vpp > 1) == (origin.pp, True)
-    works = groups(x.pp, m) if x.pp > 1 and x.vpp > 1 else ()
+    works = microbatch_groups(x.pp, m) if x.pp > 1 and x.vpp > 1 else ()
     group = x.microbatch_group if grouped else next(iter(works), 0)
     settled = evolve(
         x,
@@ -134,7 +134,7 @@ def _change(layout: Layout, other: Layout) -> str:
     if other.again != layout.again:
         parts.append(f"with recompute {other.again} rather than {layout.again}")
     if other.group != layout.group and layout.vpp > 1 and other.vpp > 1 and layout.pp == other.pp:
-        parts.append(f"with micro-batches in groups of {other.group} rather than {layout.group}")
+        parts.append(f"with micro-batches in microbatch_groups of {other.group} rather than {layout.group}")
     for name, said in (
         ("sequence_parallel", "sequence parallelism"),
         ("distributed_optimizer", "the distributed optimizer"),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megaloom.dsl.graph import Graph
 from megaloom.planner.bounds import interleaved_memory
-from megaloom.planner.bounds.layouts import Floors, where
+from megaloom.planner.bounds.layouts import LowerBounds, where
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import (
     Layout,
@@ -55,7 +55,7 @@ from megaloom.planner.simulate.prediction import (
     step_lower_bound,
 )
 
-from .candidate_space import groups
+from .candidate_space import microbatch_groups
 
 ALIKE = 1.001  # times as long as the slowest stage may take, if that makes stages of whole blocks
 
@@ -183,7 +183,7 @@ class Pricer:
         That has the optimizer's state divided and the smallest group; of more blocks computed again nothing is more.
         """
         x, m = layout, layout.microbatches(self.workload.batch)
-        group = x.microbatch_group and groups(x.pp, m)[0]
+        group = x.microbatch_group and microbatch_groups(x.pp, m)[0]
         lean = evolve(x, distributed_optimizer=x.dp * x.cp > 1, microbatch_group=group)
         if not lean.recompute_layers:
             return self._may_fit(lean)
@@ -267,7 +267,7 @@ class Pricer:
     def bound(self, layout: Layout) -> tuple[float, float]:
         """(seconds of a step, bytes of the fullest rank): no way to cut the graph into these stages takes less."""
         one = Layouts.of([layout])
-        found = Floors(one, self.cost_cache).bound(one, np.zeros(1, dtype=np.int64))
+        found = LowerBounds(one, self.cost_cache).bound(one, np.zeros(1, dtype=np.int64))
         return float(found.seconds[0]), float(found.nbytes[0])
 
 

@@ -26,32 +26,32 @@ from megaloom.planner.partition.whole_blocks import blocks
 from megaloom.planner.rules.rules import senseless
 from megaloom.planner.simulate.prediction import Priced
 
-from .candidate_space import Fixed
-from .candidates import Field
+from .candidate_space import FixedAxes
+from .candidates import Candidates
 from .device_meshes import simplest
-from .goodput import MANY, goodput
+from .goodput import MANY_DEVICES, goodput
 from .pricing import Pricer
 from .search import search
 
-LESS = 0.8  # times the memory of a layout, that of the next leaner one at the most
-BAR = 24  # characters of the quickest row's bar
+MEMORY_STEP = 0.8  # times the memory of a layout, that of the next leaner one at the most
+BAR_WIDTH = 24  # characters of the quickest row's bar
 
 
 @frozen
-class Point:
+class ScalingPoint:
     """A cluster, and the best layout there: None if none is legal and fits."""
 
     cluster: Cluster
     best: Priced | None
 
 
-def clusters(text: str) -> tuple[Cluster, ...]:
+def clusters_in_range(text: str) -> tuple[Cluster, ...]:
     """The clusters that `8..4096xH100` names, each twice the one before, or the one that `64xH100` does."""
     if not is_row(text):
         return (cluster(text),)
     found = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*(.*)", text, re.DOTALL)
     if not found:
-        raise UserError(f"{text!r} is no row of clusters\nsay it as 8..4096xH100")
+        raise UserError(f"{text!r} is no row of clusters_in_range\nsay it as 8..4096xH100")
     low, high = int(found[1]), int(found[2])
     if not 1 <= low <= high:
         wrong = f"goes from {low} to {high} devices"
@@ -63,16 +63,16 @@ def clusters(text: str) -> tuple[Cluster, ...]:
     return tuple(cluster(f"{count}{kind}") for count in counts)
 
 
-def points(
+def scaling_points(
     graph: Graph,
     row: Iterable[Cluster],
     work: Callable[[Cluster], Workload],
-    fixed: Fixed,
+    fixed: FixedAxes,
     headroom: float,
     runtime: Runtime = Runtime.MEGALOOM,
     *,
     pareto: bool = False,
-) -> Iterator[Point]:
+) -> Iterator[ScalingPoint]:
     """The best layout on each cluster, from the smallest cluster on.
 
     pareto: also those that take less memory, each by `LESS` than the one before, and none that another one, on no more
@@ -88,27 +88,27 @@ def points(
             each = best.seconds / work(machine).tokens
             if not (pareto and any(quick <= each and lean <= nbytes for quick, lean in shown)):
                 shown.append((each, nbytes))
-                yield Point(machine, best)
-            free = 1 - LESS * nbytes / machine.device.nbytes
+                yield ScalingPoint(machine, best)
+            free = 1 - MEMORY_STEP * nbytes / machine.device.nbytes
             if not pareto or free >= 1:
                 break
         if best is None:
-            yield Point(machine, None)
+            yield ScalingPoint(machine, None)
 
 
-def _best(pricer: Pricer, fixed: Fixed) -> Priced | None:
-    among = Field(pricer, fixed)
-    found = search(among, 1) if len(among.at) else []
+def _best(pricer: Pricer, fixed: FixedAxes) -> Priced | None:
+    candidates = Candidates(pricer, fixed)
+    found = search(candidates, 1) if len(candidates.at) else []
     return simplest(found) if found else None
 
 
-def table(found: Sequence[Point], params: int) -> Table:
+def scaling_table(found: Sequence[ScalingPoint], params: int) -> Table:
     """A line for each cluster; the bars are tokens a second of a device, the longest that of the quickest.
 
     Where there are many devices, also what of that lasts when they fail, and the steps between checkpoints.
     """
     out = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    many = any(p.cluster.count >= MANY for p in found)
+    many = any(p.cluster.count >= MANY_DEVICES for p in found)
     lasting = ("goodput", "save every") if many else ()
     for name in ("GPUs", "batch", "s/step", "tok/s", "tok/s/GPU", "MFU", "GiB", *lasting, "", "layout"):
         out.add_column(Text(name), justify="left" if name in ("", "layout") else "right", overflow="fold")
@@ -128,7 +128,7 @@ def table(found: Sequence[Point], params: int) -> Table:
             f"{said.mfu:.1%}",
             f"{max(point.best.partition.peaks) / GiB:.1f}",
             *(_lasting(point.cluster, point.best, params) if many else ()),
-            "#" * round(BAR * each / most),
+            "#" * round(BAR_WIDTH * each / most),
             str(point.best.layout),
         )
         out.add_row(*(Text(cell) for cell in cells))

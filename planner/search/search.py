@@ -24,29 +24,29 @@ from megaloom.planner.rules.capabilities import caveats
 from megaloom.planner.rules.rules import senseless
 from megaloom.planner.simulate.prediction import Priced
 
-from .best_first import Near, Queue
-from .candidate_space import Fixed
-from .candidates import Field
-from .device_meshes import best_of_each, way
+from .best_first import BalancedLayout, Frontier
+from .candidate_space import FixedAxes
+from .candidates import Candidates
+from .device_meshes import best_of_each_mesh, device_mesh
 from .infeasible import (
-    PLAIN,
-    checked,
+    PLAIN_AXES,
+    checked_fixed,
     nothing_fits,
     nothing_legal,
 )
-from .neighbours import judged
+from .neighbours import priced_neighbours
 from .pricing import Cut, Pricer, price
 from .reasons import (
     Rejected,
-    losing,
-    why,
-    why_not,
+    best_reasons,
+    other_reasons,
+    slower_neighbours,
 )
 
 __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
 
-KEEP = 100  # plans of a search: layouts that are replayed, the best of all
-SURE = 5  # ways to deal the devices of which the best is sought: as many as are shown
+SIMULATED = 100  # plans of a search: layouts that are replayed, the best of all
+PROVEN_MESHES = 5  # ways to deal the devices of which the best is sought: as many as are shown
 ROUNDING = 1 - 1e-10  # bounds and prices add up the same seconds in different orders
 TRIES = 512  # layouts, the most promising first, of which the first one that fits is sought as a first plan
 OFTEN = 0.1  # seconds between two signs of progress
@@ -97,7 +97,7 @@ def plan(
     workload: Workload,
     *,
     ref: str,
-    fixed: Fixed | None = None,
+    fixed: FixedAxes | None = None,
     headroom: float = HEADROOM,
     runtime: Runtime = Runtime.MEGALOOM,
     tell: Tell | None = None,
@@ -111,26 +111,30 @@ def plan(
     Raises UserError if what is fixed breaks a rule, or if nothing fits: then with the nearest miss.
     """
     began = perf_counter()
-    chosen = checked(fixed or {})
+    chosen = checked_fixed(fixed or {})
     for wrong in senseless(Layout(**chosen), graph(model), workload, cluster):
         raise UserError(str(wrong))
     pricer = Pricer(blocks(graph(model), runtime), cluster, workload, PROFILES[runtime], headroom)
-    hunt, among, unproven = Hunt(tell), None, None
+    solver, candidates, unproven = BranchAndBound(tell), None, None
     try:
-        hunt.dive(Field(pricer, {**PLAIN, **chosen}))
-        among = Field(pricer, chosen)
-        if not among.count:
+        solver.dive(Candidates(pricer, {**PLAIN_AXES, **chosen}))
+        candidates = Candidates(pricer, chosen)
+        if not candidates.count:
             raise UserError(nothing_legal(pricer, chosen))
-        found = hunt.search(among, SURE, KEEP)
+        found = solver.search(candidates, PROVEN_MESHES, SIMULATED)
     except KeyboardInterrupt:
-        if not settle or hunt.progress is None:
+        if not settle or solver.progress is None:
             raise
-        among, found, unproven = among or Field(pricer, chosen), hunt.sorted(KEEP), hunt.progress.unproven
+        candidates, found, unproven = (
+            candidates or Candidates(pricer, chosen),
+            solver.sorted(SIMULATED),
+            solver.progress.unproven,
+        )
     if not found:
-        raise UserError(nothing_fits(pricer, among))
-    best, *others = best_of_each(found)
+        raise UserError(nothing_fits(pricer, candidates))
+    best, *others = best_of_each_mesh(found)
     shown = {priced.layout for priced in (best, *others)}
-    rivals, rejected = judged(best.layout, pricer, chosen)
+    rivals, rejected = priced_neighbours(best.layout, pricer, chosen)
     identity = fingerprint(model)
 
     def said(layout: Layout) -> tuple[str, ...]:
@@ -151,23 +155,23 @@ def plan(
         )
 
     return Found(
-        best=made(best, why(best, found[0], others, rivals, among.count, cluster)),
-        others=tuple(made(other, why_not(other, best)) for other in others),
-        variants=tuple(made(other, why_not(other, best)) for other in found if other.layout not in shown),
+        best=made(best, best_reasons(best, found[0], others, rivals, candidates.count, cluster)),
+        others=tuple(made(other, other_reasons(other, best)) for other in others),
+        variants=tuple(made(other, other_reasons(other, best)) for other in found if other.layout not in shown),
         rejected=rejected,
-        slower=losing(best, rivals),
+        slower=slower_neighbours(best, rivals),
         seconds=perf_counter() - began,
         unproven=unproven,
     )
 
 
-def search(among: Field, sure: int = SURE, keep: int = SURE) -> list[Priced]:
+def search(candidates: Candidates, sure: int = PROVEN_MESHES, keep: int = PROVEN_MESHES) -> list[Priced]:
     """The quickest of these layouts that fit the memory, quickest first: see `Hunt.search`."""
-    return Hunt().search(among, sure, keep)
+    return BranchAndBound().search(candidates, sure, keep)
 
 
 @define(eq=False)
-class Hunt:
+class BranchAndBound:
     """A search under way: what it has priced so far, and what it can say of the rest."""
 
     tell: Tell | None = None
@@ -181,20 +185,24 @@ class Hunt:
         """How far it is, once something is found."""
         return Progress(self.best.layout, self.best.seconds, self.least) if self.best else None
 
-    def dive(self, among: Field) -> None:
+    def dive(self, candidates: Candidates) -> None:
         """Price a first layout that fits as it is evenly cut, sooner than it takes to know all that there is."""
-        if not len(among.at):
+        if not len(candidates.at):
             return
-        queue = Queue(among)
+        frontier = Frontier(candidates)
         for _ in range(TRIES):
-            if (top := queue.pop()) is None:
+            if (top := frontier.pop()) is None:
                 return
             near = top[1]
-            if isinstance(near, Near) and near.roomy and (placed := among.pricer.even_if_it_fits(near.layout)):
-                self._price(among.pricer, placed)
+            if (
+                isinstance(near, BalancedLayout)
+                and near.roomy
+                and (placed := candidates.pricer.even_if_it_fits(near.layout))
+            ):
+                self._price(candidates.pricer, placed)
                 return
 
-    def search(self, among: Field, sure: int, keep: int) -> list[Priced]:
+    def search(self, candidates: Candidates, sure: int, keep: int) -> list[Priced]:
         """Layouts that fit the memory, quickest first: those of the `sure` quickest ways, of all `keep` or more.
 
         No layout is quicker than the first, and none that is as quick is left out. Of the other ways no layout is
@@ -203,47 +211,49 @@ class Hunt:
         replays) is asked only of those that nothing cheaper rules out. The others are the most promising of those that
         were looked at closely meanwhile and have room as they are cut then.
         """
-        queue = Queue(among)
-        while self._advance(queue, sure):
+        frontier = Frontier(candidates)
+        while self._advance(frontier, sure):
             pass
-        proven = {x for x, priced in self._priced.items() if priced.seconds <= queue.settled.get(way(x), 0.0)}
-        queue.recall()
-        roomy = queue.roomy()
+        proven = {
+            x for x, priced in self._priced.items() if priced.seconds <= frontier.settled.get(device_mesh(x), 0.0)
+        }
+        frontier.recall()
+        roomy = frontier.roomy()
         while len(self._priced) < keep and (placed := next(roomy, None)):
-            self._price(among.pricer, placed)
-        while len(self._priced) < keep and self._advance(queue):
+            self._price(candidates.pricer, placed)
+        while len(self._priced) < keep and self._advance(frontier):
             pass
         every = self.sorted(len(self._priced))
         rest = [priced for priced in every if priced.layout not in proven]
         chosen = proven | {priced.layout for priced in rest[: max(0, keep - len(proven))]}
         return [priced for priced in every if priced.layout in chosen]
 
-    def _advance(self, queue: Queue, sure: int = 0) -> bool:
+    def _advance(self, frontier: Frontier, sure: int = 0) -> bool:
         """Look at what takes the least more closely, or at last find it; not when there is nothing left.
 
         sure: ways that are looked for, rather than all layouts: not once they are found, and all that is as quick.
         """
-        if (top := queue.pop()) is None:
+        if (top := frontier.pop()) is None:
             return False
         seconds, what = top
-        if sure and len(queue.settled) >= sure and seconds > max(queue.settled.values()):
-            queue.push(seconds, what)
+        if sure and len(frontier.settled) >= sure and seconds > max(frontier.settled.values()):
+            frontier.push(seconds, what)
             return False
         self.least = min(seconds, self.best.seconds) if self.best else seconds
         self._say(OFTEN)
         if isinstance(what, Priced):
             if sure:
-                queue.settle(what)
+                frontier.settle(what)
         elif isinstance(what, Cut):
-            priced = self._price(queue.among.pricer, what.partition)
-            queue.push(priced.seconds, priced)
+            priced = self._price(frontier.candidates.pricer, what.partition)
+            frontier.push(priced.seconds, priced)
         elif isinstance(step := next(what.steps, None), Layout):
-            queue.push(seconds, what)
-            if "overlaps" not in queue.among.fixed:
-                queue.push(seconds, Near(what.pricer, Layouts.of([step]), 0, roomy=True))
+            frontier.push(seconds, what)
+            if "overlaps" not in frontier.candidates.fixed:
+                frontier.push(seconds, BalancedLayout(what.pricer, Layouts.of([step]), 0, roomy=True))
         elif step is not None:
             least = step.seconds if isinstance(step, Cut) else step
-            queue.push(max(seconds, ROUNDING * least), step if isinstance(step, Cut) else what)
+            frontier.push(max(seconds, ROUNDING * least), step if isinstance(step, Cut) else what)
         return True
 
     def sorted(self, keep: int) -> list[Priced]:

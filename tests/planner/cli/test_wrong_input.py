@@ -14,7 +14,7 @@ import pytest
 
 from megaloom.planner.contract.plans import load
 from megaloom.planner.hardware.names import PRESETS
-from megaloom.planner.search.best_first import Queue
+from megaloom.planner.search.best_first import Frontier
 from megaloom.planner.simulate.prediction import Priced
 from tests.planner.cli.test_plan import run
 
@@ -76,14 +76,14 @@ def test_ctrl_c_takes_the_best_so_far(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    pushed = Queue.push
+    pushed = Frontier.push
 
-    def interrupted(self: Queue, seconds: float, what: object) -> None:
+    def interrupted(self: Frontier, seconds: float, what: object) -> None:
         pushed(self, seconds, what)
         if isinstance(what, Priced):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Queue, "push", interrupted)
+    monkeypatch.setattr(Frontier, "push", interrupted)
     code, out, err = run("gpt2", "--gpus", "8xH100", "--batch", "64", capsys=capsys)
     assert (code, err) == (130, "")
     assert re.search(r"searched in [\d.]+ s, then interrupted: at most \d+\.\d% can be gained yet\n", out)

@@ -16,7 +16,7 @@ from megaloom.dsl.graph import graph
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
-from megaloom.planner.bounds.layouts import Floors
+from megaloom.planner.bounds.layouts import LowerBounds
 from megaloom.planner.contract.layout import (
     Layout,
     Precision,
@@ -27,7 +27,7 @@ from megaloom.planner.cost import memory
 from megaloom.planner.cost.framework_profiles import MEGATRON, OWN
 from megaloom.planner.hardware.names import GiB, cluster
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem
-from megaloom.planner.search.candidate_space import places, variants
+from megaloom.planner.search.candidate_space import base_layouts, variants
 from megaloom.planner.search.pricing import Pricer, price
 from megaloom.planner.simulate import schedule
 from megaloom.planner.validate.scoring import evenly
@@ -108,8 +108,8 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
 
 def legal(name: str) -> tuple[Pricer, list[Layout]]:
     pricer = Pricer(graph(MODELS[name]), cluster("8xH100"), WORK)
-    at = places(pricer.graph, pricer.cluster, WORK, {})
-    family = Floors(at, pricer.cost_cache).family(np.arange(len(at)))
+    at = base_layouts(pricer.graph, pricer.cluster, WORK, {})
+    family = LowerBounds(at, pricer.cost_cache).family(np.arange(len(at)))
     found, _ = variants(pricer.graph, WORK, at, {}, family)
     return pricer, [found[i] for i in range(len(found))]
 

@@ -21,7 +21,7 @@ from megaloom.planner.cost.framework_profiles import PROFILES
 from megaloom.planner.hardware.names import Cluster, cluster
 from megaloom.planner.partition.partitioner import HEADROOM
 from megaloom.planner.rules.capabilities import limits
-from megaloom.planner.search.candidates import Field
+from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import search
 
@@ -64,8 +64,8 @@ def test_where_there_is_no_room_for_it_nothing_overlaps(layout: Layout) -> None:
     names = ("dp", "tp", "ep", "etp", "micro_batch", "sequence_parallel", "recompute", "distributed_optimizer")
     fixed = {name: getattr(layout, name) for name in names}
     for most, expected in ((1.01 * on, layout), ((on + off) / 2, less)):
-        among = Field(pricer(int(most / (1 - HEADROOM)) >> 10), fixed)
-        assert search(among, 1, 1)[0].layout == expected
+        candidates = Candidates(pricer(int(most / (1 - HEADROOM)) >> 10), fixed)
+        assert search(candidates, 1, 1)[0].layout == expected
 
 
 ASKED = "llama3-8b --gpus 8xH100 --runtime megatron --tp 2 --sequence-parallel --json --top 1 --overlap"

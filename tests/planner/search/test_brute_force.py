@@ -14,7 +14,7 @@ from megaloom.dsl.graph import Graph, graph
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
-from megaloom.planner.bounds.layouts import Floors
+from megaloom.planner.bounds.layouts import LowerBounds
 from megaloom.planner.contract.layout import (
     Layout,
     Recompute,
@@ -27,13 +27,13 @@ from megaloom.planner.partition.partitioner import HEADROOM
 from megaloom.planner.partition.whole_blocks import blocks
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.candidate_space import variants
-from megaloom.planner.search.candidates import Field
+from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.device_meshes import (
-    SAME,
-    Way,
+    TIE_RATIO,
+    DeviceMesh,
     complexity,
+    device_mesh,
     simplest,
-    way,
 )
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import search
@@ -76,15 +76,17 @@ def instances(draw: st.DrawFn) -> tuple[Graph, Cluster, Workload]:
     return model(kind, layers), machine(count, draw(st.integers(2000, 40000))), work
 
 
-def legal(among: Field) -> list[Layout]:
+def legal(candidates: Candidates) -> list[Layout]:
     """Every layout of the search's space, by its rules alone: with all the overlap that may be, and with less."""
-    g, work, inner = among.pricer.graph, among.pricer.workload, among.pricer.inner
-    floors = Floors(among.at, among.pricer.cost_cache)
-    found, place = variants(g, work, among.at, among.fixed, floors.family(np.arange(len(among.at))), inner)
-    worth = floors.worthwhile(found, place)
-    assert len(found) == among.count == len({found[i] for i in range(len(found))})
+    g, work, inner = candidates.pricer.graph, candidates.pricer.workload, candidates.pricer.inner
+    lower_bounds = LowerBounds(candidates.at, candidates.pricer.cost_cache)
+    found, place = variants(
+        g, work, candidates.at, candidates.fixed, lower_bounds.family(np.arange(len(candidates.at))), inner
+    )
+    worth = lower_bounds.worthwhile(found, place)
+    assert len(found) == candidates.count == len({found[i] for i in range(len(found))})
     most = [found[i] for i in range(len(found)) if worth[i]]
-    return [y for x in most for y in (x, *among.pricer.fewer(x))]
+    return [y for x in most for y in (x, *candidates.pricer.fewer(x))]
 
 
 @settings(max_examples=INSTANCES)
@@ -93,18 +95,20 @@ def test_the_search_equals_brute_force(
     case: tuple[Graph, Cluster, Workload], sure: int, many: int, runtime: Runtime
 ) -> None:
     g, devices, work = case
-    among, apart = (Pricer(g, devices, work, PROFILES[runtime]) for _ in range(2))  # which know nothing of each other
-    among = Field(among, {})
-    every = legal(Field(apart, {}))
+    candidates, apart = (
+        Pricer(g, devices, work, PROFILES[runtime]) for _ in range(2)
+    )  # which know nothing of each other
+    candidates = Candidates(candidates, {})
+    every = legal(Candidates(apart, {}))
     assert not any(violations(x, g, work, devices) for x in every)
     priced = sorted((p for x in every if (p := apart.price(x)).partition.fits), key=lambda p: p.seconds)
-    found = search(among, sure, many)
+    found = search(candidates, sure, many)
     assert [p.seconds for p in found] == sorted(p.seconds for p in found)
     assert min(many, len(priced)) <= len({p.layout for p in found}) == len(found)
     ours, theirs = quickest(found), quickest(priced)
     assert sorted(ours.values())[:sure] == sorted(theirs.values())[:sure]
     for one in sorted(theirs, key=theirs.__getitem__)[:sure]:  # of each all that are as quick
-        as_quick = {p.layout for p in priced if way(p.layout) == one and p.seconds < theirs[one] * SAME}
+        as_quick = {p.layout for p in priced if device_mesh(p.layout) == one and p.seconds < theirs[one] * TIE_RATIO}
         assert as_quick <= {p.layout for p in found} or list(theirs.values()).count(theirs[one]) > 1
     if priced:
         best = simplest(found)
@@ -126,15 +130,15 @@ def chunked(draw: st.DrawFn) -> tuple[Graph, Cluster, Workload, dict[str, int], 
 
 def equal(g: Graph, devices: Cluster, work: Workload, fixed: dict[str, int], runtime: Runtime) -> None:
     """The search finds what pricing every layout finds."""
-    among, apart = (Pricer(g, devices, work, PROFILES[runtime]) for _ in range(2))
-    among, other = Field(among, fixed), Field(apart, fixed)
+    candidates, apart = (Pricer(g, devices, work, PROFILES[runtime]) for _ in range(2))
+    candidates, other = Candidates(candidates, fixed), Candidates(apart, fixed)
     every = legal(other) if len(other.at) else []
     assert apart.many[fixed["pp"] * fixed["vpp"]]  # more than shifts.WAYS
     priced = sorted((p for x in every if (p := apart.price(x)).partition.fits), key=lambda p: p.seconds)
-    found = search(among, 1, 1) if len(among.at) else []
+    found = search(candidates, 1, 1) if len(candidates.at) else []
     assert [p.seconds for p in found][:1] == [p.seconds for p in priced][:1]
     if priced:
-        assert {p.layout for p in priced if p.seconds < priced[0].seconds * SAME} <= {p.layout for p in found}
+        assert {p.layout for p in priced if p.seconds < priced[0].seconds * TIE_RATIO} <= {p.layout for p in found}
 
 
 @settings(max_examples=INSTANCES)
@@ -151,9 +155,9 @@ def test_a_weight_that_chunks_share_is_there_once() -> None:
     equal(g, machine(2, 49233), Workload(seq=48, batch=4), {"pp": 2, "vpp": 3, "tp": 1, "cp": 1}, Runtime.MEGATRON)
 
 
-def quickest(found: list[Priced]) -> dict[Way, float]:
+def quickest(found: list[Priced]) -> dict[DeviceMesh, float]:
     """The seconds of the best of each way; the quickest is first."""
-    return {way(p.layout): p.seconds for p in reversed(found)}
+    return {device_mesh(p.layout): p.seconds for p in reversed(found)}
 
 
 @settings(max_examples=INSTANCES // 3)
@@ -161,10 +165,10 @@ def quickest(found: list[Priced]) -> dict[Way, float]:
 def test_less_overlap_is_no_quicker(case: tuple[Graph, Cluster, Workload]) -> None:
     g, devices, work = case
     pricer = Pricer(g, devices, work, PROFILES[Runtime.MEGATRON])
-    among = Field(pricer, {})
-    less = [evolve(x, overlaps=some) for x in legal(among) if x.inner for some in combinations(x.overlaps, 2)]
+    candidates = Candidates(pricer, {})
+    less = [evolve(x, overlaps=some) for x in legal(candidates) if x.inner for some in combinations(x.overlaps, 2)]
     priced = [p.seconds for x in less if (p := pricer.price(x)).partition.fits]
-    assert not priced or search(among, 1, 1)[0].seconds <= min(priced) * (1 + 1e-9)
+    assert not priced or search(candidates, 1, 1)[0].seconds <= min(priced) * (1 + 1e-9)
 
 
 @st.composite

@@ -15,10 +15,10 @@ from megaloom.planner.cli.main import main
 from megaloom.planner.contract.layout import Precision
 from megaloom.planner.hardware.names import cluster
 from megaloom.planner.search.goodput import (
-    FOUND,
+    RECOVERY_SECONDS,
+    checkpoint_interval,
     goodput,
-    interval,
-    progress,
+    lasting_share,
 )
 
 SAVE, MEAN = st.floats(0.1, 600), st.floats(1800, 1e7)
@@ -36,13 +36,15 @@ def test_llama_3_on_16384_devices() -> None:
 
 @given(SAVE, MEAN, st.floats(0.2, 5))
 def test_no_interval_is_better(save: float, mean: float, times: float) -> None:
-    best = interval(save, mean)
-    assert progress(times * best, save, mean, FOUND) <= 1.0005 * progress(best, save, mean, FOUND)
+    best = checkpoint_interval(save, mean)
+    assert lasting_share(times * best, save, mean, RECOVERY_SECONDS) <= 1.0005 * lasting_share(
+        best, save, mean, RECOVERY_SECONDS
+    )
 
 
 @given(MEAN)
 def test_quick_checkpoints_are_youngs(mean: float) -> None:
-    assert interval(0.01, mean) == pytest.approx(sqrt(0.02 * mean), rel=0.01)
+    assert checkpoint_interval(0.01, mean) == pytest.approx(sqrt(0.02 * mean), rel=0.01)
 
 
 @given(st.integers(1, 10**12), st.sampled_from([1024, 4096, 16384]), st.floats(0.1, 60))

@@ -14,7 +14,7 @@ from megaloom.examples.llama3 import llama3_8b
 from megaloom.planner.cli.main import main
 from megaloom.planner.contract.layout import Workload
 from megaloom.planner.hardware.names import Cluster, cluster
-from megaloom.planner.search.scaling import LESS, clusters, points
+from megaloom.planner.search.scaling import MEMORY_STEP, clusters_in_range, scaling_points
 from megaloom.planner.search.search import plan
 
 
@@ -23,16 +23,16 @@ def work(machine: Cluster) -> Workload:
 
 
 def test_a_row_of_clusters() -> None:
-    assert clusters("8..64xH100") == tuple(cluster(f"{n}xH100") for n in (8, 16, 32, 64))
-    assert clusters("6..20xCPU") == (cluster("6xCPU"), cluster("12xCPU"))
-    assert clusters("4xB200") == (cluster("4xB200"),)
+    assert clusters_in_range("8..64xH100") == tuple(cluster(f"{n}xH100") for n in (8, 16, 32, 64))
+    assert clusters_in_range("6..20xCPU") == (cluster("6xCPU"), cluster("12xCPU"))
+    assert clusters_in_range("4xB200") == (cluster("4xB200"),)
     for wrong in ("8..4xH100", "a..b", "0..4"):
         with pytest.raises(UserError):
-            clusters(wrong)
+            clusters_in_range(wrong)
 
 
 def test_each_point_is_the_best_there() -> None:
-    found = list(points(graph(llama3_8b()), clusters("1..4xH100"), work, {}, 0.05))
+    found = list(scaling_points(graph(llama3_8b()), clusters_in_range("1..4xH100"), work, {}, 0.05))
     assert [p.cluster.count for p in found] == [1, 2, 4]
     for p in found:
         if p.best is None:
@@ -46,19 +46,21 @@ def test_each_point_is_the_best_there() -> None:
 
 
 def test_less_memory_takes_longer() -> None:
-    found = [p.best for p in points(graph(llama3_8b()), clusters("8xH100"), work, {}, 0.05, pareto=True)]
+    found = [
+        p.best for p in scaling_points(graph(llama3_8b()), clusters_in_range("8xH100"), work, {}, 0.05, pareto=True)
+    ]
     assert len(found) > 2
     for quick, lean in pairwise(found):
         assert quick is not None
         assert lean is not None
         assert quick.seconds < lean.seconds * 1.002  # of layouts as quick as the quickest the simplest is shown
-        assert max(lean.partition.peaks) <= LESS * max(quick.partition.peaks) + 100
+        assert max(lean.partition.peaks) <= MEMORY_STEP * max(quick.partition.peaks) + 100
 
 
 def test_none_shown_is_beaten_by_fewer_devices() -> None:
     """Time by token, memory of a device, devices: each shown is better than every other in one of them."""
     few = Workload(seq=1024, batch=4)  # too few for 16 devices to be much quicker than 4
-    found = points(graph(gpt2()), clusters("4..16xH100"), lambda _: few, {}, 0.05, pareto=True)
+    found = scaling_points(graph(gpt2()), clusters_in_range("4..16xH100"), lambda _: few, {}, 0.05, pareto=True)
     said = [(p.best.seconds, max(p.best.partition.peaks), p.cluster.count) for p in found if p.best]
     assert {n for *_, n in said} == {4, 8, 16}
     for one, other in permutations(said, 2):

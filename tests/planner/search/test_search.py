@@ -20,7 +20,7 @@ from megaloom.examples.llama3 import (
 )
 from megaloom.examples.mixtral import mixtral
 from megaloom.examples.stdlib_gpt import stdlib_gpt
-from megaloom.planner.bounds.layouts import Floors
+from megaloom.planner.bounds.layouts import LowerBounds
 from megaloom.planner.contract.layout import (
     Layout,
     Precision,
@@ -30,12 +30,12 @@ from megaloom.planner.contract.layout import (
 from megaloom.planner.hardware.names import Cluster, cluster
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.candidate_space import variants
-from megaloom.planner.search.candidates import Field
-from megaloom.planner.search.device_meshes import SAME, way
+from megaloom.planner.search.candidates import Candidates
+from megaloom.planner.search.device_meshes import TIE_RATIO, device_mesh
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import (
-    KEEP,
-    SURE,
+    PROVEN_MESHES,
+    SIMULATED,
     Found,
     Progress,
     plan,
@@ -74,26 +74,26 @@ def found(model: Model, machine: str | Cluster, work: Workload = WORK, **fixed: 
 )
 def test_nothing_legal_that_fits_is_quicker(model: Model, machine: Cluster) -> None:
     pricer = Pricer(graph(model), machine, WORK)
-    among = Field(pricer, {})
-    floors = Floors(among.at, pricer.cost_cache)
-    layouts, place = variants(pricer.graph, WORK, among.at, {}, floors.family(np.arange(len(among.at))))
+    candidates = Candidates(pricer, {})
+    lower_bounds = LowerBounds(candidates.at, pricer.cost_cache)
+    layouts, place = variants(pricer.graph, WORK, candidates.at, {}, lower_bounds.family(np.arange(len(candidates.at))))
     legal = [layouts[i] for i in range(len(layouts))]
-    assert len(legal) == among.count
+    assert len(legal) == candidates.count
     assert not any(violations(x, pricer.graph, WORK, machine) for x in legal)
-    worth = floors.worthwhile(layouts, place)
+    worth = lower_bounds.worthwhile(layouts, place)
     fitting = [p for x, w in zip(legal, worth, strict=True) if w and (p := pricer.price(x)).partition.fits]
     every = sorted(p.seconds for p in fitting)
-    best = [(p.seconds, way(p.layout)) for p in search(among)]
+    best = [(p.seconds, device_mesh(p.layout)) for p in search(candidates)]
     assert len(every) > 2
     assert best[0][0] == every[0]
-    ways = {way(p.layout) for p in fitting}
-    quickest = sorted(min(p.seconds for p in fitting if way(p.layout) == one) for one in ways)
+    ways = {device_mesh(p.layout) for p in fitting}
+    quickest = sorted(min(p.seconds for p in fitting if device_mesh(p.layout) == one) for one in ways)
     assert (
-        sorted(min(t for t, other in best if other == one) for one in {one for _, one in best})[:SURE]
-        == quickest[:SURE]
+        sorted(min(t for t, other in best if other == one) for one in {one for _, one in best})[:PROVEN_MESHES]
+        == quickest[:PROVEN_MESHES]
     )
     assert len(every) < len(legal)  # the memory ruled some out
-    assert every[0] <= found(model, machine).best.predicted.step_seconds <= SAME * every[0]
+    assert every[0] <= found(model, machine).best.predicted.step_seconds <= TIE_RATIO * every[0]
 
 
 @pytest.mark.parametrize("model", [llama3_8b(), mixtral("m", 8, 32, 8, 4096, 14336)], ids=lambda m: str(m.name))
@@ -101,33 +101,33 @@ def test_what_is_found_is_legal_and_fits(model: Model) -> None:
     work = Workload(seq=4096, batch=48)
     got = found(model, "16xH100", work)
     plans = sorted([got.best, *got.others, *got.variants], key=lambda p: p.predicted.step_seconds)
-    assert len(plans) == KEEP
+    assert len(plans) == SIMULATED
     for p in plans:
         assert not violations(p.layout, graph(model), work, p.cluster)
         assert max(sum(held.values()) for held in p.predicted.nbytes) < p.cluster.device.nbytes
         assert p.fingerprint == fingerprint(model)
         assert p.reasons
     steps = [p.predicted.step_seconds for p in plans]
-    assert got.best.predicted.step_seconds <= SAME * min(steps)
-    assert len({p.layout for p in plans}) == KEEP
+    assert got.best.predicted.step_seconds <= TIE_RATIO * min(steps)
+    assert len({p.layout for p in plans}) == SIMULATED
 
 
 @pytest.mark.parametrize("model", [llama3_8b(), mixtral("m", 8, 32, 8, 4096, 14336)], ids=lambda m: str(m.name))
 def test_the_next_best_deal_the_devices_in_another_way(model: Model) -> None:
     got = found(model, "16xH100", Workload(seq=4096, batch=48))
     shown = [got.best, *got.others]
-    assert len({way(p.layout) for p in shown}) == len(shown) >= SURE
+    assert len({device_mesh(p.layout) for p in shown}) == len(shown) >= PROVEN_MESHES
     steps = [p.predicted.step_seconds for p in shown]
     assert steps[1:] == sorted(steps[1:])
     for p in got.variants:
-        best = next(other for other in shown if way(other.layout) == way(p.layout))
-        assert best.predicted.step_seconds <= SAME * p.predicted.step_seconds
+        best = next(other for other in shown if device_mesh(other.layout) == device_mesh(p.layout))
+        assert best.predicted.step_seconds <= TIE_RATIO * p.predicted.step_seconds
 
 
 def test_of_one_way_the_next_best_are_its_variants() -> None:
     got = found(llama3_8b(), "8xH100", Workload(seq=8192, batch=64), tp=2, pp=2, cp=1, dp=2)
-    assert len(got.others) > SURE
-    assert {way(p.layout) for p in (got.best, *got.others)} == {(2, 2, 2, 1, 1, 1)}
+    assert len(got.others) > PROVEN_MESHES
+    assert {device_mesh(p.layout) for p in (got.best, *got.others)} == {(2, 2, 2, 1, 1, 1)}
     assert got.variants == ()
 
 
