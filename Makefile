@@ -3,9 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 SITE = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
-# The Python to build $(VENV) from: PYTHON=..., or the first of these that is new enough.
-PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
-    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# The Python to build $(VENV) from: PYTHON=..., or the first of these for which megatron-core has a wheel (3.11 to 3.13).
+PYTHON ?= $(shell for p in python3 python3.12 python3.13 python3.11; do \
+    $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
 
 # Where that Python keeps a torch that drives this machine's GPUs, if it has one. Such a torch was built for the driver,
 # NCCL and Transformer Engine at hand, so we use it, whatever its version. Elsewhere the pinned torch is installed.
@@ -13,7 +13,7 @@ OWN_TORCH ?= $(shell $(PYTHON) -c 'import pathlib, torch; assert torch.cuda.is_a
     print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types unit parity format clean .venv
+.PHONY: help train test lint types light unit parity format clean .venv
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -21,9 +21,9 @@ help:  ## list the targets
 train: .venv  ## the main job: plan and train a small GPT on the text of Python's standard library (ARGS="..." for options)
 	@$(BIN)/megaloom train stdlib-gpt $(ARGS)
 
-test: lint types unit  ## lint, types and tests
+test: lint types light unit  ## lint, types, the light installation and all tests
 
-lint: .venv  ## ruff, its formatter, and the arrows between the packages
+lint: .venv  ## ruff, its formatter, and the import rules between packages and folders
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/lint-imports --no-logo
@@ -33,6 +33,9 @@ types: .venv  ## mypy, strict for dsl, planner and examples
 
 unit: $(VENV)/.parity  ## pytest alone (ARGS="-n0 -k ..." for options)
 	$(BIN)/python -m pytest $(ARGS)
+
+light: .venv  ## build the wheel, install it without torch into a fresh environment, and plan there
+	@$(BIN)/python -m tests.support.light
 
 parity: .venv  ## slow, drawn campaigns: the golden predictions (all of them)
 	$(BIN)/python -m tests.support.golden --check
@@ -49,7 +52,8 @@ clean:  ## remove everything that make made; runs/ stays
 .venv: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "Megaloom needs Python >= 3.11 and found none. Name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "make needs Python 3.11, 3.12 or 3.13 (megatron-core has no wheel for others) and found none." \
+	    "Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@echo "Installing into $(VENV) with $(PYTHON) (once; a minute, or several where torch comes with CUDA)"
 	@test ! -e $(VENV)/.installing || rm -rf $(VENV)
 	@mkdir -p $(VENV) && touch $(VENV)/.installing && rm -f $@
