@@ -17,7 +17,7 @@ from megaloom.examples.llama3 import llama
 from megaloom.planner.bounds import pipeline
 from megaloom.planner.contract.layout import Layout, Runtime, Workload
 from megaloom.planner.cost.cost_table import BACKWARD_COLUMNS, FORWARD_COLUMNS
-from megaloom.planner.hardware.names import cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.partition.whole_blocks import blocks
 from megaloom.planner.search.pricing import Pricer

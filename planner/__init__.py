@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .contract.plans import PlanError as PlanError
     from .contract.plans import load as load
     from .contract.plans import save as save
-    from .hardware.names import cluster as cluster
+    from .hardware.cluster_names import cluster as cluster
     from .rules.rule import Violation as Violation
     from .rules.rules import violations as violations
     from .search.search import Found as Found
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Public names and their modules. Each is imported on first use, so that `plan --help` imports none.
 EXPORTS = {
     **dict.fromkeys(("Cluster", "Device", "Link"), "contract.devices"),
-    "cluster": "hardware.names",
+    "cluster": "hardware.cluster_names",
     **dict.fromkeys(("Layout", "Precision", "Recompute", "Runtime", "Workload"), "contract.layout"),
     **dict.fromkeys(("Plan", "PlanError", "load", "save"), "contract.plans"),
     "Violation": "rules.rule",

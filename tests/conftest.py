@@ -33,7 +33,7 @@ def plan_of() -> Callable[..., Any]:
         from megaloom.dsl import graph
         from megaloom.dsl.catalog import find
         from megaloom.planner.contract.layout import Precision, Workload
-        from megaloom.planner.hardware.names import cluster
+        from megaloom.planner.hardware.cluster_names import cluster
         from megaloom.planner.search.search import plan
 
         model, ref = find(f"{SUPPORT / 'models.py'}:{name}" if name.isidentifier() else name)

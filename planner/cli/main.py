@@ -191,7 +191,7 @@ def plan(
     from megaloom.dsl.graph import graph
     from megaloom.dsl.hf.architectures import WANTED
     from megaloom.planner.contract.plans import save
-    from megaloom.planner.hardware.names import cluster, is_row
+    from megaloom.planner.hardware.cluster_names import cluster, is_row
 
     from .plan_command import (
         default_batch,

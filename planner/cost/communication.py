@@ -16,8 +16,8 @@ from math import log2
 
 from attrs import frozen
 
+from megaloom.planner.contract.devices import Cluster, Device
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.hardware.names import Cluster, Device
 
 # How often the whole tensor passes each device's link, less the share that it has already: NCCL's ring algorithms
 # (nccl-tests, doc/PERFORMANCE.md).

@@ -12,8 +12,8 @@ import re
 from attrs import frozen
 
 from megaloom.dsl.facts.costs import Work
+from megaloom.planner.contract.devices import Device
 from megaloom.planner.contract.layout import Precision
-from megaloom.planner.hardware.names import Device
 
 from .framework_profiles import (
     ONCE,

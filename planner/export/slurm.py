@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import shlex
 
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.hardware.names import PRESETS, Cluster
+from megaloom.planner.hardware.presets import PRESETS
 
 from .decoder import cannot
 

@@ -18,13 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from megaloom.dsl.facts.costs import Work
-from megaloom.planner.contract.devices import Link
+from megaloom.planner.contract.devices import Cluster, Link
 from megaloom.planner.contract.layout import Precision
 from megaloom.planner.cost import communication, kernels
 from megaloom.planner.cost.communication import PASSES, ProcessGroup
 
 from .cluster_file import VERSION
-from .names import Cluster
 
 COLLECTIVES = tuple(PASSES)
 SMALL = 1 << 16  # bytes of a message whose time is latency

@@ -15,9 +15,9 @@ from typing import Any
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
+from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.plans import Plan, PlanError, again
 from megaloom.planner.cost.framework_profiles import PROFILES
-from megaloom.planner.hardware.names import GiB
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate.memory_timeline import Slice, levels, tracks

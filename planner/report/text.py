@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megaloom.dsl.graph import Graph, Node
+from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.layout import INNER, Layout
 from megaloom.planner.contract.plans import Plan, Prediction
-from megaloom.planner.hardware.names import GiB
 from megaloom.planner.search import step_difference
 from megaloom.planner.search.step_difference import difference_text
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import asdict
 
+from megaloom.planner.contract.devices import Cluster, GiB
 from megaloom.planner.contract.plans import Plan, Prediction
 from megaloom.planner.cost.memory import upper_bytes
-from megaloom.planner.hardware.names import Cluster, GiB
 from megaloom.planner.search.goodput import goodput
 from megaloom.planner.search.step_difference import peak_nbytes
 

@@ -13,6 +13,7 @@ import numpy as np
 from attrs import evolve, fields_dict
 
 from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import (
     Layout,
     Module,
@@ -23,7 +24,8 @@ from megaloom.planner.contract.layout import (
     overlaps,
 )
 from megaloom.planner.cost.memory import state_bytes
-from megaloom.planner.hardware.names import PRESETS, Cluster, cluster
+from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.rules import steps as step_rules
 from megaloom.planner.rules.rule import Violation

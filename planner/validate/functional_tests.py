@@ -15,7 +15,7 @@ from attrs import evolve
 from megaloom.planner.contract.layout import Layout, Precision, Workload
 from megaloom.planner.cost.framework_profiles import MEGATRON, FrameworkProfile
 from megaloom.planner.cost.memory import optimizer_element_bytes
-from megaloom.planner.hardware.names import cluster
+from megaloom.planner.hardware.cluster_names import cluster
 
 from .decoder import Decoder
 from .run import (

@@ -6,8 +6,9 @@ import re
 
 from attrs import evolve
 
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Workload
-from megaloom.planner.hardware.names import Cluster, cluster
+from megaloom.planner.hardware.cluster_names import cluster
 
 from .catalog_models import Named, named
 from .decoder import Decoder

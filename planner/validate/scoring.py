@@ -18,9 +18,9 @@ from attrs import frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
+from megaloom.planner.contract.devices import GiB
 from megaloom.planner.cost.framework_profiles import DEEPSPEED_BF16, DEEPSPEED_FP16, NANOTRON
 from megaloom.planner.cost.memory import held_bytes, required_bytes, upper_bytes
-from megaloom.planner.hardware.names import GiB
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.pricing import Pricer

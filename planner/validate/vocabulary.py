@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.layout import Precision
-from megaloom.planner.hardware.names import GiB, known
+from megaloom.planner.hardware.cluster_names import known
 
 from .run import (
     Row,

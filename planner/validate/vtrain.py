@@ -9,7 +9,7 @@ from megaloom.planner.contract.layout import (
     Workload,
 )
 from megaloom.planner.cost.framework_profiles import MEGATRON_2021
-from megaloom.planner.hardware.names import cluster
+from megaloom.planner.hardware.cluster_names import cluster
 
 from .decoder import Decoder
 from .run import (

@@ -229,7 +229,7 @@ def _given(path: str, asked: Mapping[str, Any]) -> Plan:
 def _planned(model: str, load: Mapping[str, Any], fixed: Fixed) -> Plan:
     """The best plan of a model for the devices at hand."""
     from megaloom.dsl.catalog import find
-    from megaloom.planner.hardware.names import cluster
+    from megaloom.planner.hardware.cluster_names import cluster
     from megaloom.planner.search.search import plan as search
 
     declared, ref = find(model)

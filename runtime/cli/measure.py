@@ -42,7 +42,8 @@ def measure(
     from megaloom.dsl.errors import UserError
     from megaloom.dsl.show.printing import show
     from megaloom.planner.hardware.calibration import figures, profile, table
-    from megaloom.planner.hardware.names import PRESETS, cluster
+    from megaloom.planner.hardware.cluster_names import cluster
+    from megaloom.planner.hardware.presets import PRESETS
     from megaloom.runtime.calibrate.measure import measured
     from megaloom.runtime.megatron import device
 

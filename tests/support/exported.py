@@ -22,7 +22,7 @@ from megaloom.planner.contract.layout import (
 )
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.export.decoder import gpt
-from megaloom.planner.hardware.names import cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.search.search import plan as search
 from tests.support.paths import TESTS
 

@@ -8,7 +8,7 @@ from math import gcd
 import torch.distributed as dist
 from attrs import evolve, frozen
 
-from megaloom.planner.hardware.names import cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.rule import By
 from megaloom.planner.rules.rules import RULES, violations
 from megaloom.runtime.megatron import device

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megaloom.planner.contract.plans import load
-from megaloom.planner.hardware.names import PRESETS
+from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.search.best_first import Frontier
 from megaloom.planner.simulate.prediction import Priced
 from tests.planner.cli.test_plan import run

@@ -36,7 +36,7 @@ from megaloom.planner.contract.layout import (
     Workload,
 )
 from megaloom.planner.contract.layouts import Layouts
-from megaloom.planner.hardware.names import cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.divisors import divisors
 from megaloom.planner.rules.rules import (
     RULES,

@@ -35,7 +35,8 @@ from megaloom.planner.contract.plans import (
     loads,
     save,
 )
-from megaloom.planner.hardware.names import PRESETS, cluster
+from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.hardware.presets import PRESETS
 
 counts = st.integers(1, 10**12)
 seconds = st.floats(0, 1e6)

@@ -16,6 +16,7 @@ from megaloom.dsl.graph import graph
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama, llama3_1b
 from megaloom.examples.mixtral import mixtral
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import (
     Layout,
     Precision,
@@ -25,7 +26,8 @@ from megaloom.planner.contract.layout import (
 from megaloom.planner.cost import communication, kernels
 from megaloom.planner.cost.communication import ProcessGroup
 from megaloom.planner.cost.framework_profiles import EAGER, OWN
-from megaloom.planner.hardware.names import PRESETS, Cluster, cluster
+from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.search.pricing import Pricer, price
 from megaloom.planner.simulate.prediction import Priced
 from megaloom.runtime.megatron.device import prepare

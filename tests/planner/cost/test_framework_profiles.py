@@ -39,7 +39,8 @@ from megaloom.planner.cost.kernels import (
     kernel_seconds,
     named,
 )
-from megaloom.planner.hardware.names import PRESETS, cluster
+from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.model.structure import model_structure
 from megaloom.planner.validate.framework_history import again, framework_profile, told
 

@@ -17,6 +17,7 @@ from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.planner.bounds.layouts import LowerBounds
+from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.layout import (
     Layout,
     Precision,
@@ -25,7 +26,7 @@ from megaloom.planner.contract.layout import (
 )
 from megaloom.planner.cost import memory
 from megaloom.planner.cost.framework_profiles import MEGATRON, OWN
-from megaloom.planner.hardware.names import GiB, cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.search.candidate_space import base_layouts, variants
 from megaloom.planner.search.pricing import Pricer, price

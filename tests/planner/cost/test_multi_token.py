@@ -26,7 +26,7 @@ from megaloom.planner.export.decoder import gpt
 from megaloom.planner.export.export import Target, export
 from megaloom.planner.export.whole_layers import layout as letters
 from megaloom.planner.export.whole_layers import parts, whole
-from megaloom.planner.hardware.names import cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.rules.capabilities import untrainable
 from megaloom.planner.search.pricing import Pricer

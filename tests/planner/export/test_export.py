@@ -26,7 +26,7 @@ from megaloom.planner.export.decoder import gpt
 from megaloom.planner.export.export import Target, export
 from megaloom.planner.export.slurm import hosts
 from megaloom.planner.export.whole_layers import Part, layout
-from megaloom.planner.hardware.names import cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.runtime.megatron import device
 from tests.support.exported import (
     CASES,

@@ -10,6 +10,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.hardware.calibration import (
     COLLECTIVES,
     Sample,
@@ -18,7 +19,7 @@ from megaloom.planner.hardware.calibration import (
     profile,
     table,
 )
-from megaloom.planner.hardware.names import Cluster, cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.runtime.calibrate import measure
 from megaloom.runtime.cli.main import main
 from megaloom.runtime.launch import launcher

@@ -21,7 +21,8 @@ from megaloom.planner.hardware.cluster_file import (
     PARTS,
     REPORT,
 )
-from megaloom.planner.hardware.names import PRESETS, cluster
+from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.hardware.presets import PRESETS
 from tests.support.paths import ROOT
 
 FIELDS = ("version", "base", "name", *COUNTS, *FIGURES, *PARTS, *REPORT)

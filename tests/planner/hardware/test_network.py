@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from megaloom.dsl.graph import graph
 from megaloom.examples.llama3 import llama3_8b
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Workload
 from megaloom.planner.cost import communication
 from megaloom.planner.cost.communication import PASSES, ProcessGroup
 from megaloom.planner.cost.cost_table import CostColumn
 from megaloom.planner.cost.framework_profiles import MEGATRON, Way
-from megaloom.planner.hardware.names import Cluster, cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.search.pricing import Pricer
 
 FLAT = cluster("512xH100")

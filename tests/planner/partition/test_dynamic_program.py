@@ -16,7 +16,7 @@ from megaloom.examples.deepseek import deepseek_v3
 from megaloom.examples.llama3 import llama3_70b
 from megaloom.planner.contract.layout import Layout, Workload
 from megaloom.planner.cost.cost_table import STEP_COLUMNS
-from megaloom.planner.hardware.names import cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.dynamic_program import cut, evenest, evens
 from megaloom.planner.partition.segments import ChainBatch, SegmentSums
 from megaloom.planner.search.pricing import Pricer

@@ -16,7 +16,7 @@ from megaloom.examples.deepseek import deepseek_v3
 from megaloom.examples.llama3 import llama3_8b, llama3_70b
 from megaloom.planner.contract.layout import Layout, Workload
 from megaloom.planner.cost.cost_table import BACKWARD_COLUMNS, FORWARD_COLUMNS
-from megaloom.planner.hardware.names import cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition import local_search
 from megaloom.planner.partition.dynamic_program import evenest, within
 from megaloom.planner.partition.memory_limit import MemoryLimit

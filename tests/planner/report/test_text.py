@@ -20,7 +20,7 @@ from megaloom.planner.contract.plans import (
     Prediction,
     Stage,
 )
-from megaloom.planner.hardware.names import cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.report.text import (
     Unit,
     holds,

@@ -9,8 +9,9 @@ from itertools import product
 
 from attrs import evolve
 
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Workload
-from megaloom.planner.hardware.names import Cluster, cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.rules import violations
 from tests.support.drawn import Case, declared, drawn
 

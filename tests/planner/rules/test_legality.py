@@ -11,7 +11,7 @@ from megaloom.dsl.catalog import find
 from megaloom.dsl.graph import graph
 from megaloom.planner.cli.main import main
 from megaloom.planner.contract.layout import Layout, Workload
-from megaloom.planner.hardware.names import cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.rule import By
 from megaloom.planner.rules.rules import RULES, violations
 from megaloom.planner.validate.runs import read

@@ -11,6 +11,7 @@ from megaloom.dsl.catalog import find
 from megaloom.dsl.graph import graph
 from megaloom.examples.mixtral import mixtral
 from megaloom.planner.cli.main import main
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import (
     Layout,
     Overlap,
@@ -18,7 +19,7 @@ from megaloom.planner.contract.layout import (
     Workload,
 )
 from megaloom.planner.cost.framework_profiles import PROFILES
-from megaloom.planner.hardware.names import Cluster, cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import HEADROOM
 from megaloom.planner.rules.capabilities import limits
 from megaloom.planner.search.candidates import Candidates

@@ -15,6 +15,7 @@ from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.planner.bounds.layouts import LowerBounds
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import (
     Layout,
     Recompute,
@@ -22,7 +23,7 @@ from megaloom.planner.contract.layout import (
     Workload,
 )
 from megaloom.planner.cost.framework_profiles import PROFILES
-from megaloom.planner.hardware.names import Cluster, cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import HEADROOM
 from megaloom.planner.partition.whole_blocks import blocks
 from megaloom.planner.rules.rules import violations

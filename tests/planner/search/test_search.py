@@ -21,13 +21,14 @@ from megaloom.examples.llama3 import (
 from megaloom.examples.mixtral import mixtral
 from megaloom.examples.stdlib_gpt import stdlib_gpt
 from megaloom.planner.bounds.layouts import LowerBounds
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import (
     Layout,
     Precision,
     Recompute,
     Workload,
 )
-from megaloom.planner.hardware.names import Cluster, cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.candidate_space import variants
 from megaloom.planner.search.candidates import Candidates

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megaloom.dsl.errors import UserError
-from megaloom.planner.hardware.names import cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
 

@@ -44,7 +44,7 @@ from megaloom.planner.contract.layout import (
     Workload,
 )
 from megaloom.planner.contract.plans import Stage
-from megaloom.planner.hardware.names import cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.search.pricing import price
 from megaloom.runtime.launch import launcher
 

@@ -20,7 +20,7 @@ from megaloom.planner.contract.layout import (
     Workload,
 )
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.hardware.names import cluster
+from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.runtime.training import verify
 from tests.support.paths import SUPPORT
 

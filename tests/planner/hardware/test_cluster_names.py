@@ -8,12 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaloom.dsl.errors import UserError
-from megaloom.planner.hardware.names import (
-    PRESETS,
-    Device,
-    Link,
-    cluster,
-)
+from megaloom.planner.contract.devices import Device, Link
+from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.hardware.presets import PRESETS
 
 
 @pytest.mark.parametrize(

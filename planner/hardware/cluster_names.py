@@ -9,17 +9,9 @@ from typing import Any
 from attrs import evolve
 
 from megaloom.dsl.errors import UserError
-from megaloom.planner.contract.devices import (
-    Cluster,
-    Device,
-    GiB,
-    Link,
-    Preset,
-)
+from megaloom.planner.contract.devices import Cluster, Preset
 
 from .presets import PRESETS
-
-__all__ = ["PRESETS", "Cluster", "Device", "GiB", "Link", "Preset", "cluster", "known"]
 
 SAME = {"sxm", "sxm2", "sxm4", "sxm5", "sxm6", "hgx", "dgx", "nvl72"}  # words that say of a kind what it is anyway
 USUAL = {"v100": "32gb", **dict.fromkeys(("a100", "a800", "h100", "h800"), "80gb"), "h200": "141gb"}
