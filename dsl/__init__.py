@@ -16,45 +16,18 @@ from megaloom.dsl.facts.costs import (
     saved,
 )
 from megaloom.dsl.hf.architectures import read
-from megaloom.dsl.layers.attention import (
-    MLA,
-    Attention,
-    CrossAttention,
-    Mamba2,
-)
-from megaloom.dsl.layers.multi_token import Join
-from megaloom.dsl.layers.tokenwise import (
-    MLP,
-    Activation,
-    ClampedGLU,
-    Dropout,
-    Embed,
-    GeGLU,
-    LayerNorm,
-    Linear,
-    MoE,
-    PatchEmbed,
-    Positions,
-    RMSNorm,
-    Scale,
-    Softcap,
-    SwiGLU,
-    Unembed,
-)
-from megaloom.dsl.ops.attend import Attend, Relative
-from megaloom.dsl.ops.linear import (
-    Dot,
-    Drop,
-    Input,
-    Lookup,
-    Normalize,
-    Rows,
-    Weight,
-    dot,
-    ids,
-    image,
-    weight,
-)
+from megaloom.dsl.layers.attention import Attention, CrossAttention
+from megaloom.dsl.layers.embeddings import Embed, PatchEmbed, Positions, Unembed
+from megaloom.dsl.layers.latent_attention import MLA
+from megaloom.dsl.layers.linear import Activation, Dropout, Linear, Scale, Softcap
+from megaloom.dsl.layers.mamba import Mamba2
+from megaloom.dsl.layers.mlp import MLP, ClampedGLU, GeGLU, SwiGLU
+from megaloom.dsl.layers.moe import MoE
+from megaloom.dsl.layers.multi_token_prediction import Join
+from megaloom.dsl.layers.norms import LayerNorm, RMSNorm
+from megaloom.dsl.ops.attention_core import Attend, RelativeBuckets
+from megaloom.dsl.ops.dot import Dot, dot
+from megaloom.dsl.ops.norm import Drop, Normalize
 from megaloom.dsl.ops.rope import (
     LinearScaling,
     Llama3Scaling,
@@ -63,14 +36,8 @@ from megaloom.dsl.ops.rope import (
 )
 from megaloom.dsl.ops.routing import Combine, Gate, Route
 from megaloom.dsl.ops.sequence import Conv, Scan, Shift
-from megaloom.dsl.ops.shape import (
-    Concat,
-    Patches,
-    Pick,
-    Place,
-    Rename,
-    Slice,
-)
+from megaloom.dsl.ops.shape import Concat, MaskedScatter, Patches, Rename, Select, Slice
+from megaloom.dsl.ops.weight import Input, Lookup, PositionLookup, Weight, ids, image, weight
 
 from .combine import (
     Block,
@@ -155,6 +122,7 @@ __all__ = [
     "Llama3Scaling",
     "Lookup",
     "Mamba2",
+    "MaskedScatter",
     "MoE",
     "Model",
     "Named",
@@ -163,21 +131,20 @@ __all__ = [
     "Op",
     "PatchEmbed",
     "Patches",
-    "Pick",
-    "Place",
     "Pointwise",
+    "PositionLookup",
     "Positions",
     "RMSNorm",
-    "Relative",
+    "RelativeBuckets",
     "Rename",
     "Repeat",
     "Residual",
     "Rope",
     "Route",
-    "Rows",
     "Saved",
     "Scale",
     "Scan",
+    "Select",
     "Shape",
     "ShapeError",
     "Shift",

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from attrs import field, frozen
 
-from megaloom.dsl.ops.shape import Pick
+from megaloom.dsl.ops.shape import Select
 
 from .dims import Shape
 from .errors import ShapeError
@@ -76,7 +76,7 @@ class Each(Layer):
     inner: Layer
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        return self.inner(apply(Pick(self.dim), x), **side)
+        return self.inner(apply(Select(self.dim), x), **side)
 
     def __call__(self, x: Value, /, **side: Value) -> Value:
         one = self.body(x, **side)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define, evolve, field, frozen
 
-from megaloom.dsl.ops.linear import Input, Weight
+from megaloom.dsl.ops.weight import Input, Weight
 
 from .combine import Block, Each
 from .dims import Dim, Shape

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from attrs import NOTHING, field, fields, frozen
 
-from megaloom.dsl.ops.linear import Weight
+from megaloom.dsl.ops.weight import Weight
 
 from .errors import (
     ShapeError,

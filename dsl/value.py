@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from .dims import (
     Dim,
@@ -48,11 +48,11 @@ class Op:
         """FLOPs of the forward pass (a multiply and an add are two)."""
         return 0
 
-    def keeps(self, out: Value) -> tuple[Value, ...]:
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
         """The values that the backward pass reads."""
         return ()
 
-    def notes(self, out: Value) -> tuple[tuple[str, Shape, DType], ...]:
+    def saved_buffers(self, out: Value) -> tuple[tuple[str, Shape, DType], ...]:
         """What else the backward pass reads, that is no value of the program: masks, statistics."""
         return ()
 
@@ -152,7 +152,7 @@ class Pointwise(Op):
                     raise ShapeError(f"cannot {self.fn} {s} and {big}: {d} is not {big[d.name]}")
         return big
 
-    def keeps(self, out: Value) -> tuple[Value, ...]:
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
         if self.fn == "relu":
             return (out,)  # which says as well where the argument was negative, and is often kept as it is
         return out.args if self.fn in CURVED else ()
@@ -190,7 +190,7 @@ class Clamp(Op):
     def shape(self, *args: Shape) -> Shape:
         return args[0]
 
-    def keeps(self, out: Value) -> tuple[Value, ...]:
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
         return out.args
 
 
@@ -213,8 +213,3 @@ def no_layer(it: object) -> ShapeError:
 def fn(name: str, *args: Value) -> Value:
     """A function of one element at a time, by its name: gelu, silu, add, … See `Pointwise`."""
     return apply(Pointwise(name), *args)
-
-
-def renamed(d: Dim, name: str) -> Dim:
-    """The same dim under another name."""
-    return evolve(d, name=name)

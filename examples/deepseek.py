@@ -30,7 +30,7 @@ from megaloom.dsl.hf.tensor_names import (
     flat,
     rows,
 )
-from megaloom.dsl.ops.rope import temper
+from megaloom.dsl.ops.rope import yarn_magnitude
 
 from .llama3 import NORMS, SWIGLU, decoder
 
@@ -39,12 +39,12 @@ NORM = RMSNorm(1e-6)
 
 def rotary(factor: float = 40, original: int = 4096) -> Rope:
     """Positions stretched by YaRN; the temperature is put on the scores instead (see `scale`)."""
-    return Rope(10_000, interleaved=True, scaling=YarnScaling(factor=factor, original=original, attention=1.0))
+    return Rope(10_000, interleaved=True, scaling=YarnScaling(factor=factor, original=original, attention_factor=1.0))
 
 
 def scale(channels: int, factor: float = 40, mscale: float = 1.0) -> float:
     """What the scores are multiplied by: channels^-0.5, and YaRN's temperature squared."""
-    return float(channels**-0.5 * temper(factor, mscale) ** 2)
+    return float(channels**-0.5 * yarn_magnitude(factor, mscale) ** 2)
 
 
 def deepseek(

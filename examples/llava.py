@@ -11,9 +11,9 @@ from megaloom.dsl import (
     Layer,
     LayerNorm,
     Linear,
+    MaskedScatter,
     Model,
     PatchEmbed,
-    Place,
     Positions,
     RMSNorm,
     Slice,
@@ -57,7 +57,7 @@ class Insert(Layer):
     token: int
 
     def body(self, x: Value, /, image: Value, tokens: Value, **side: Value) -> Value:
-        return apply(Place(self.token), x, image, tokens)
+        return apply(MaskedScatter(self.token), x, image, tokens)
 
 
 def clip(layers: int, heads: int, embed: int, ff: int, *, patch: int, pixels: int) -> Value:

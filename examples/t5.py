@@ -9,7 +9,7 @@ from megaloom.dsl import (
     GeGLU,
     Layer,
     Model,
-    Relative,
+    RelativeBuckets,
     RMSNorm,
     Scale,
     Unembed,
@@ -55,7 +55,7 @@ def t5(
 
     def attention(side: str, causal: bool) -> Attention:
         table = weight(f"{side}_biases", Dim("buckets", buckets), h)
-        relative = Relative(buckets, distance, both_ways=not causal)
+        relative = RelativeBuckets(buckets, distance, bidirectional=not causal)
         return Attention(heads=heads, head_dim=head_dim, causal=causal, scale=1.0, relative=relative, table=table)
 
     cross = CrossAttention(heads=heads, head_dim=head_dim, scale=1.0)

@@ -11,8 +11,8 @@ from megaloom.dsl import (
     LayerNorm,
     Model,
     PatchEmbed,
-    Pick,
     Positions,
+    Select,
     Unembed,
     Value,
     apply,
@@ -48,7 +48,7 @@ class First(Layer):
     """The first of the patches: [batch patches embed] becomes [batch embed]."""
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        return apply(Pick("patches", 0), x)
+        return apply(Select("patches", 0), x)
 
 
 def vit(

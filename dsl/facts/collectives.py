@@ -11,8 +11,8 @@ from typing import Literal
 from attrs import define, field, frozen
 
 from megaloom.dsl.dims import DType
-from megaloom.dsl.ops.attend import Attend
-from megaloom.dsl.ops.linear import Normalize
+from megaloom.dsl.ops.attention_core import Attend
+from megaloom.dsl.ops.norm import Normalize
 from megaloom.dsl.ops.routing import Combine, Route
 from megaloom.dsl.sharding_table import SEQUENCES, Split
 from megaloom.dsl.value import Value

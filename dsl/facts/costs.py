@@ -14,16 +14,11 @@ from attrs import frozen
 from megaloom.dsl.dims import Sizes
 from megaloom.dsl.errors import ShapeError, UserError
 from megaloom.dsl.graph import Model, Node, graph
-from megaloom.dsl.ops.attend import Attend
-from megaloom.dsl.ops.linear import (
-    Dot,
-    Input,
-    Lookup,
-    Rows,
-    Weight,
-)
+from megaloom.dsl.ops.attention_core import Attend
+from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.sequence import Scan
-from megaloom.dsl.ops.shape import Pick, Rename, Slice
+from megaloom.dsl.ops.shape import Rename, Select, Slice
+from megaloom.dsl.ops.weight import Input, Lookup, PositionLookup, Weight
 from megaloom.dsl.sharding_table import (
     SEQUENCES,
     WHOLE,
@@ -53,7 +48,7 @@ from .saved import (
 
 __all__ = ["Collective", "Costs", "Flops", "Saved", "Split", "Work", "costs", "flops", "params", "saved"]
 
-VIEWS = (Weight, Input, Pick, Rename, Slice)  # no work: the tensor is there already
+VIEWS = (Weight, Input, Select, Rename, Slice)  # no work: the tensor is there already
 
 
 @frozen
@@ -284,7 +279,7 @@ def _product(step: Step, local: Local, split: Split) -> tuple[int, int, int, int
 def _reads(p: Program, step: Step) -> Iterator[Value]:
     """The distinct tensors that a piece of work reads; of a table, the rows it looks up."""
     v = step.value
-    if isinstance(v.op, Lookup | Rows):
+    if isinstance(v.op, Lookup | PositionLookup):
         yield v
         return
     seen: set[int] = set()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from megaloom.dsl.graph import Graph, primitives
-from megaloom.dsl.ops.linear import Rows
+from megaloom.dsl.ops.weight import PositionLookup
 
 
 def longest(g: Graph) -> dict[str, int]:
     """The positions for which learned tables have rows, by each sequence whose length the workload says."""
     out: dict[str, int] = {}
     for v in (v for n in g.nodes for v, *_ in primitives(n.value)):
-        if isinstance(v.op, Rows):
+        if isinstance(v.op, PositionLookup):
             rows = v.args[1][v.op.key].known - v.op.offset
             for name in (d.name for d in v.shape if d.size is None):
                 out[name] = min(out.get(name, rows), rows)

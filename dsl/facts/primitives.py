@@ -12,9 +12,9 @@ from megaloom.dsl.combine import Each
 from megaloom.dsl.dims import Dim, DType, Shape
 from megaloom.dsl.graph import Node, primitives
 from megaloom.dsl.layer import Layer
-from megaloom.dsl.ops.attend import Attend
-from megaloom.dsl.ops.linear import Input, Weight
+from megaloom.dsl.ops.attention_core import Attend
 from megaloom.dsl.ops.routing import Gate
+from megaloom.dsl.ops.weight import Input, Weight
 from megaloom.dsl.sharding_table import (
     SPLITS,
     Local,

@@ -21,16 +21,12 @@ from attrs import define, evolve, field, frozen
 
 from megaloom.dsl.combine import Each
 from megaloom.dsl.dims import Dim, DType
-from megaloom.dsl.ops.attend import Attend
-from megaloom.dsl.ops.linear import (
-    Dot,
-    Input,
-    Lookup,
-    Normalize,
-    Weight,
-)
+from megaloom.dsl.ops.attention_core import Attend
+from megaloom.dsl.ops.dot import Dot
+from megaloom.dsl.ops.norm import Normalize
 from megaloom.dsl.ops.routing import Combine, Route
 from megaloom.dsl.ops.shape import Rename
+from megaloom.dsl.ops.weight import Input, Lookup, Weight
 from megaloom.dsl.sharding_table import SEQUENCES, Split, cut
 from megaloom.dsl.value import Pointwise, Value
 

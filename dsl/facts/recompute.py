@@ -12,9 +12,10 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from megaloom.dsl.errors import UserError, nearest
-from megaloom.dsl.layers.attention import MLA
-from megaloom.dsl.ops.attend import Attend
-from megaloom.dsl.ops.linear import Dot, Normalize
+from megaloom.dsl.layers.latent_attention import MLA
+from megaloom.dsl.ops.attention_core import Attend
+from megaloom.dsl.ops.dot import Dot
+from megaloom.dsl.ops.norm import Normalize
 from megaloom.dsl.ops.routing import Route
 from megaloom.dsl.ops.sequence import Conv, Scan
 

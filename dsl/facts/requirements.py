@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from megaloom.dsl.ops.attend import Attend
-from megaloom.dsl.ops.attend import along as positions
-from megaloom.dsl.ops.linear import Normalize, Rows
+from megaloom.dsl.ops.attention_core import Attend, sequence_dim
+from megaloom.dsl.ops.norm import Normalize
 from megaloom.dsl.ops.rope import Rope
 from megaloom.dsl.ops.sequence import Conv, Scan, Shift
-from megaloom.dsl.ops.shape import (
-    Concat,
-    Pick,
-    Place,
-    Rename,
-    Slice,
-)
+from megaloom.dsl.ops.shape import Concat, MaskedScatter, Rename, Select, Slice
+from megaloom.dsl.ops.weight import PositionLookup
 from megaloom.dsl.sharding_table import SEQUENCES, Split
 from megaloom.dsl.value import Value
 
@@ -56,13 +50,13 @@ def reach_of(step: Step, split: Split) -> tuple[Reach, ...]:
             )
         case Conv(along) | Shift(along) | Slice(along) | Concat(along):
             return tuple(Reach(frozenset({along})) for _ in v.args)
-        case Pick(dim, index) if index is not None:
+        case Select(dim, index) if index is not None:
             return (Reach(frozenset({dim})),)
         case Rename(old, new) if step.table.get(old) != step.table.get(new):
             return (Reach(frozenset({old})),)
-        case Rope() | Rows():
+        case Rope() | PositionLookup():
             return (Reach(placed=SEQUENCES), *(Reach() for _ in v.args[1:]))
-        case Place():
+        case MaskedScatter():
             return Reach(placed=SEQUENCES), Reach(SEQUENCES), Reach(SEQUENCES)
         case Normalize(over) if v.op.groups > 1 and not _apart(v.op, step, split):
             return tuple(Reach(frozenset(over)) for _ in v.args)
@@ -78,10 +72,10 @@ def _apart(op: Normalize, step: Step, split: Split) -> bool:
 def _attention(v: Value, op: Attend) -> tuple[Reach, ...]:
     """Queries read all keys and values; a bias is known by the head it is for."""
     q, k, *_ = v.args
-    here = {positions(q.shape).name} if op.causal or op.alibi or op.relative else set()
+    here = {sequence_dim(q.shape).name} if op.causal or op.alibi or op.relative else set()
     heads = {"heads", "kv_heads"} if op.alibi else set()
     keys = Reach(
-        frozenset({positions(k.shape).name}),
+        frozenset({sequence_dim(k.shape).name}),
         frozenset(heads),
         None if op.alibi else ("kv_heads", q.shape["heads"].known),
     )

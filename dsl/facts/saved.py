@@ -21,8 +21,9 @@ from megaloom.dsl.dims import (
 from megaloom.dsl.errors import UserError, nearest
 from megaloom.dsl.graph import Node
 from megaloom.dsl.layer import Layer
-from megaloom.dsl.ops.linear import Dot, Weight
+from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.routing import Combine
+from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.sharding_table import Split
 from megaloom.dsl.value import Value
 
@@ -195,7 +196,7 @@ def _read(p: Program, steps: dict[int, Step]) -> Iterator[_Kept]:
                 product=(id(x.source), True) in reads,
                 other=(id(x.source), False) in reads,
             )
-        for what, shape, dtype in v.op.notes(v):
+        for what, shape, dtype in v.op.saved_buffers(v):
             yield _Kept(shape, dtype, step.outer, what, again=again(p)[id(v)])
     yield from _weighted(p, steps)
 
@@ -220,7 +221,7 @@ def _weighs(v: Value) -> bool:
 
 
 def _entries(p: Program, v: Value) -> Iterator[Value]:
-    for kept in v.op.keeps(v):
+    for kept in v.op.saved_values(v):
         yield from p.entries(kept)
 
 

@@ -20,7 +20,7 @@ from megaloom.dsl.ops.rope import (
     Llama3Scaling,
     Rope,
     YarnScaling,
-    temper,
+    yarn_magnitude,
 )
 
 T = TypeVar("T")
@@ -196,7 +196,9 @@ def _scaling(kind: str, c: Config, turn: Config) -> LinearScaling | Llama3Scalin
             return LinearScaling(turn.number("factor"))
         case "llama3":
             low, high = turn.number("low_freq_factor"), turn.number("high_freq_factor")
-            return Llama3Scaling(factor=turn.number("factor"), low=low, high=high, original=_original(c, turn))
+            return Llama3Scaling(
+                factor=turn.number("factor"), low_freq_factor=low, high_freq_factor=high, original=_original(c, turn)
+            )
         case "yarn":
             return _yarn(c, turn)
     return None
@@ -208,13 +210,13 @@ def _yarn(c: Config, turn: Config) -> YarnScaling:
     attention = turn.number("attention_factor", None)
     mscale, of_all = turn.number("mscale", None), turn.number("mscale_all_dim", None)
     if attention is None and mscale and of_all:
-        attention = temper(factor, mscale) / temper(factor, of_all)
+        attention = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, of_all)
     return YarnScaling(
         factor=factor,
         original=original,
-        fast=turn.number("beta_fast", 32.0),
-        slow=turn.number("beta_slow", 1.0),
-        attention=attention,
+        beta_fast=turn.number("beta_fast", 32.0),
+        beta_slow=turn.number("beta_slow", 1.0),
+        attention_factor=attention,
         truncate=turn.flag("truncate", True),
     )
 

@@ -1,1 +1,1 @@
-"""The layers that models are declared with."""
+"""The built-in layers: norms, feed-forward layers, attention, mixture of experts, Mamba-2, embeddings."""

@@ -1,1 +1,1 @@
-"""The primitives of a layer body: weights, products, shapes, norms, attention, routing, sequences."""
+"""The primitive operations of a layer body: weights, products, shapes, norms, attention, routing, sequences."""

@@ -1,4 +1,4 @@
-"""Rotary positions, and the ways of stretching them to sequences longer than a model was first trained on."""
+"""Rotary position embeddings (RoPE), and the ways to scale them to longer sequences."""
 
 from __future__ import annotations
 
@@ -12,103 +12,108 @@ from megaloom.dsl.errors import ShapeError
 from megaloom.dsl.value import Op
 
 
-def base(theta: Any) -> Any:
-    """A whole number as such: 1e6 and 1_000_000 are equal, so models of them have one identity."""
+def int_if_whole(theta: Any) -> Any:
+    """Return a float without a fraction as an int, so that 1e6 and 1_000_000 give equal layers; else the argument."""
     return int(theta) if isinstance(theta, float) and theta.is_integer() else theta
 
 
-def _longer(_: object, __: object, factor: float) -> None:
+def _at_least_1(_: object, __: object, factor: float) -> None:
     if not factor >= 1:
-        raise ShapeError(f"a factor of {factor} makes sequences no longer: it takes 1 or more")
+        raise ShapeError(f"the factor of RoPE scaling must be at least 1, got {factor}")
 
 
 @frozen
 class LinearScaling:
-    """Every position counts for 1 / factor. Source: Chen et al., arXiv:2306.15595."""
+    """Position interpolation: divide every frequency by `factor`. Source: Chen et al., arXiv:2306.15595."""
 
-    factor: float = field(converter=base, validator=_longer)
+    factor: float = field(converter=int_if_whole, validator=_at_least_1)
     magnitude: float = 1.0
 
-    def stretch(self, speeds: tuple[float, ...], theta: float) -> tuple[float, ...]:
-        """The angles per position, from those that it was trained on."""
-        return tuple(s / self.factor for s in speeds)
+    def scaled(self, frequencies: tuple[float, ...], theta: float) -> tuple[float, ...]:
+        """Return the scaled frequencies, in radians per position."""
+        return tuple(f / self.factor for f in frequencies)
 
 
 @frozen(kw_only=True)
 class Llama3Scaling:
-    """Slow channels turn `factor` times slower, fast ones as before, those between in proportion.
+    """Divide low frequencies by `factor`, keep high ones, and interpolate between them.
 
-    A channel is slow if it turns less than `low` times in the `original` sequence, fast if more than `high` times.
-    Source: Llama 3.1's reference code (Dubey et al., arXiv:2407.21783).
+    A frequency is low if it completes fewer than `low_freq_factor` periods in the `original` sequence length, high if
+    it completes more than `high_freq_factor`. Source: Llama 3.1's reference code (Dubey et al., arXiv:2407.21783).
     """
 
-    factor: float = field(converter=base, validator=_longer)
-    low: float = 1.0
-    high: float = 4.0
+    factor: float = field(converter=int_if_whole, validator=_at_least_1)
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
     original: int = 8192
     magnitude: float = 1.0
 
     def __attrs_post_init__(self) -> None:
-        if not 0 < self.low < self.high:
-            raise ShapeError(f"slow channels turn less than fast ones: low={self.low} must be below high={self.high}")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ShapeError(
+                "Llama 3 RoPE scaling needs 0 < low_freq_factor < high_freq_factor, "
+                f"got {self.low_freq_factor} and {self.high_freq_factor}"
+            )
 
-    def stretch(self, speeds: tuple[float, ...], theta: float) -> tuple[float, ...]:
-        """The angles per position, from those that it was trained on."""
-        turns = (self.original * s / (2 * pi) for s in speeds)
-        kept = (min(1.0, max(0.0, (t - self.low) / (self.high - self.low))) for t in turns)
-        return tuple(s * (k + (1 - k) / self.factor) for s, k in zip(speeds, kept, strict=True))
+    def scaled(self, frequencies: tuple[float, ...], theta: float) -> tuple[float, ...]:
+        """Return the scaled frequencies, in radians per position."""
+        periods = (self.original * f / (2 * pi) for f in frequencies)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        unscaled = (min(1.0, max(0.0, (t - low) / (high - low))) for t in periods)
+        return tuple(f * (u + (1 - u) / self.factor) for f, u in zip(frequencies, unscaled, strict=True))
 
 
 @frozen(kw_only=True)
 class YarnScaling:
-    """Channels that turn more than `fast` times in the `original` sequence stay, those below `slow` are interpolated.
+    """YaRN: divide low frequencies by `factor`, keep high ones, and interpolate between them.
 
-    Queries and keys are also multiplied by `attention`, if not given 0.1 ln(factor) + 1. truncate: the bounds of the
-    channels between are whole numbers. Source: Peng et al., arXiv:2309.00071.
+    A frequency is high if it completes more than `beta_fast` periods in the `original` sequence length, low if fewer
+    than `beta_slow`. truncate: the range between begins and ends at whole channels. Queries and keys are multiplied by
+    `attention_factor`, by default 0.1 ln(factor) + 1. Source: Peng et al., arXiv:2309.00071.
     """
 
-    factor: float = field(converter=base, validator=_longer)
+    factor: float = field(converter=int_if_whole, validator=_at_least_1)
     original: int
-    fast: float = 32.0
-    slow: float = 1.0
-    attention: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
     truncate: bool = True
 
     def __attrs_post_init__(self) -> None:
-        if not 0 < self.slow < self.fast:
-            raise ShapeError(f"slow channels turn less than fast ones: slow={self.slow} must be below fast={self.fast}")
+        if not 0 < self.beta_slow <= self.beta_fast:
+            raise ShapeError(f"YaRN needs 0 < beta_slow ≤ beta_fast, got {self.beta_slow} and {self.beta_fast}")
 
     @property
     def magnitude(self) -> float:
-        """What queries and keys are multiplied by."""
-        return temper(self.factor) if self.attention is None else self.attention
+        """The factor on queries and keys."""
+        return yarn_magnitude(self.factor) if self.attention_factor is None else self.attention_factor
 
-    def stretch(self, speeds: tuple[float, ...], theta: float) -> tuple[float, ...]:
-        """The angles per position, from those that it was trained on."""
-        n = len(speeds)
-        first, last = (n * log(self.original / (t * 2 * pi)) / log(theta) for t in (self.fast, self.slow))
+    def scaled(self, frequencies: tuple[float, ...], theta: float) -> tuple[float, ...]:
+        """Return the scaled frequencies, in radians per position."""
+        n = len(frequencies)
+        first, last = (n * log(self.original / (t * 2 * pi)) / log(theta) for t in (self.beta_fast, self.beta_slow))
         if self.truncate:
             first, last = floor(first), ceil(last)
         first, last = max(first, 0), min(last, 2 * n - 1)
         last += 0.001 if first == last else 0
-        kept = (1 - min(1.0, max(0.0, (i - first) / (last - first))) for i in range(n))
-        return tuple(s * (k + (1 - k) / self.factor) for s, k in zip(speeds, kept, strict=True))
+        unscaled = (1 - min(1.0, max(0.0, (i - first) / (last - first))) for i in range(n))
+        return tuple(f * (u + (1 - u) / self.factor) for f, u in zip(frequencies, unscaled, strict=True))
 
 
-def temper(factor: float, scale: float = 1.0) -> float:
-    """YaRN's correction of attention's temperature for a sequence `factor` times as long."""
-    return 1.0 if factor <= 1 else 0.1 * scale * log(factor) + 1.0
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's attention factor for sequences `factor` times as long: 0.1 mscale ln(factor) + 1."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * log(factor) + 1.0
 
 
 @frozen
 class Rope(Op):
-    """Rotate pairs of channels by angles of position / theta^(2i/channels), the first `channels` of them (all if None).
+    """Rotate pairs of channels by position * theta^(-2i/channels), for the first `channels` channels (None: all).
 
-    The pairs are the first half with the second, as in GPT-NeoX and Llama, or each even channel with the next one when
-    interleaved, as in GPT-J. Source: Su et al., arXiv:2104.09864.
+    Pair i is channel i of the first half with channel i of the second half, as in GPT-NeoX and Llama; with
+    `interleaved` it is channels 2i and 2i + 1, as in GPT-J. Source: Su et al., arXiv:2104.09864.
     """
 
-    theta: float = field(converter=base)
+    theta: float = field(converter=int_if_whole)
     channels: int | None = None
     interleaved: bool = False
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
@@ -116,31 +121,29 @@ class Rope(Op):
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.theta, (int, float)) or not self.theta > 1:
-            raise ShapeError(f"a rotary base of {self.theta!r}: it takes a number above 1, such as 10_000")
+            raise ShapeError(f"the RoPE base must be a number above 1, such as 10_000, got {self.theta!r}")
         if self.channels is not None and (self.channels < 2 or self.channels % 2):
-            raise ShapeError(
-                f"cannot rotate {self.channels} channels: rotary positions pair them, so 2, 4, 6, ... work"
-            )
+            raise ShapeError(f"RoPE rotates pairs of channels: `channels` must be 2, 4, 6, ..., got {self.channels}")
 
     def shape(self, *args: Shape) -> Shape:
         (x,) = args
-        n = self.turned(x)
+        n = self.rotated_channels(x)
         if n % 2:
-            raise ShapeError(f"cannot rotate {x}: rotary positions pair channels, so head_dim must be even")
+            raise ShapeError(f"cannot apply RoPE to {x}: it rotates pairs of channels, so head_dim must be even")
         if n > x["head_dim"].known:
             raise ShapeError(f"cannot rotate {n} channels of {x}\nchannels can be up to {x['head_dim'].known}")
         return x
 
-    def turned(self, x: Shape) -> int:
-        """How many channels of each head turn."""
+    def rotated_channels(self, x: Shape) -> int:
+        """Return the number of channels of each head that are rotated."""
         return x["head_dim"].known if self.channels is None else self.channels
 
-    def speeds(self, channels: int) -> tuple[float, ...]:
-        """The angle between one position and the next for each pair of channels, in radians."""
-        speeds = tuple(self.theta ** (-2 * i / channels) for i in range(channels // 2))
-        return speeds if self.scaling is None else self.scaling.stretch(speeds, self.theta)
+    def frequencies(self, channels: int) -> tuple[float, ...]:
+        """Return the angle between neighbouring positions for each pair of channels, in radians."""
+        plain = tuple(self.theta ** (-2 * i / channels) for i in range(channels // 2))
+        return plain if self.scaling is None else self.scaling.scaled(plain, self.theta)
 
     @property
     def magnitude(self) -> float:
-        """What the turned channels are multiplied by."""
+        """The factor on the rotated channels."""
         return 1.0 if self.scaling is None else self.scaling.magnitude

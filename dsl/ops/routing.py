@@ -1,4 +1,4 @@
-"""Sending tokens to experts, and bringing their results back."""
+"""Routing of a mixture of experts: gate, dispatch of tokens to experts, combination of their results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SCORES = ("softmax", "sigmoid")
 
 @frozen
 class Gate(Op):
-    """The weights of a token's experts: those of its top_k scores, zero for the others.
+    """The weight of each expert for each token: positive for the token's top_k experts, zero for the others.
 
-    The scores of the argument are made positive by a softmax over all experts or a sigmoid of each. normalize: the
-    weights of a token add up to 1 (under a softmax: the softmax of the chosen scores alone), before they are scaled.
-    groups: the experts are in as many groups, of which only the top_groups with the largest sum of their `best` scores
-    are chosen from (DeepSeek-V2, arXiv:2405.04434). corrected: a second argument [experts] is added to the scores for
-    choosing, not for weighting (DeepSeek-V3, arXiv:2412.19437).
+    Scores become positive by a softmax over all experts or by a sigmoid. normalize: the weights of a token are divided
+    by their sum; with a softmax this is the softmax of the chosen scores. scale: a factor on the weights. groups: the
+    experts are in equal groups, and only the top_groups groups with the largest sum of their `best` scores take part
+    (DeepSeek-V2, arXiv:2405.04434). corrected: a second argument [experts] is added to the scores when experts are
+    chosen, not when they are weighted (DeepSeek-V3, arXiv:2412.19437).
     """
 
     top_k: int
@@ -37,7 +37,7 @@ class Gate(Op):
     @score.validator
     def _known(self, _: object, score: str) -> None:
         if score not in SCORES:
-            raise ShapeError(f"no score {score!r}{nearest(score, SCORES)}there are {', '.join(SCORES)}")
+            raise ShapeError(f"unknown score {score!r}{nearest(score, SCORES)}score can be {', '.join(SCORES)}")
 
     def shape(self, *args: Shape) -> Shape:
         scores, *correction = args
@@ -57,20 +57,23 @@ class Gate(Op):
                 f"top_k can be 1 to {each * self.top_groups}"
             )
         if self.groups > 1 and not 1 <= self.best <= each:
-            raise ShapeError(f"a group of {each} experts has no {self.best} best scores\nbest can be 1 to {each}")
+            raise ShapeError(f"cannot add the {self.best} best scores of a group of {each}\nbest can be 1 to {each}")
         if [c.dims for c in correction] != [(experts,)] * self.corrected:
-            raise ShapeError(f"a gate of {scores} takes a correction of {Shape((experts,))} if it is corrected")
+            raise ShapeError(
+                f"Gate(corrected={self.corrected}) of scores {scores} needs "
+                + (f"a correction {Shape((experts,))}" if self.corrected else "no second argument")
+            )
         return scores
 
-    def keeps(self, out: Value) -> tuple[Value, ...]:
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
         return (out,)
 
 
 @frozen
 class Route(Op):
-    """Send each token to its top_k experts: [batch seq embed] to [experts slots embed].
+    """Dispatch each token to its top_k experts: [batch seq embed] to [experts slots embed].
 
-    Each expert has as many slots as balanced routing fills: tokens * top_k / experts. Arguments: x [batch seq embed],
+    Each expert has tokens * top_k / experts slots: as many as balanced routing fills. Arguments: x [batch seq embed],
     gate [batch seq experts].
     """
 
@@ -86,10 +89,10 @@ class Route(Op):
 
 @frozen
 class Combine(Op):
-    """Bring each token's results back and add them, each times its gate: [experts slots embed] to [batch seq embed].
+    """The sum of each token's expert results, weighted by the gate: [experts slots embed] to [batch seq embed].
 
-    Arguments: y [experts slots embed], gate [batch seq experts]. The results are not kept: megatron-core weights what
-    enters the experts' last product instead (0.16.1, transformer/moe/experts.py: permuted_probs), which is linear.
+    Arguments: y [experts slots embed], gate [batch seq experts]. y is not saved, because megatron-core applies the
+    weights before the experts' last product, which is linear (0.16.1, transformer/moe/experts.py: permuted_probs).
     """
 
     arity: ClassVar[int] = 2
@@ -98,5 +101,5 @@ class Combine(Op):
         y, gate = args
         return Shape((*gate.without("experts"), y["embed"]))
 
-    def keeps(self, out: Value) -> tuple[Value, ...]:
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
         return out.args[1:]

@@ -1,4 +1,4 @@
-"""What runs along a sequence in its order: causal convolution, and the scan of a state space."""
+"""Ops along the sequence: causal convolution, selective scan, shift."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from megaloom.dsl.value import Op, Value
 
 @frozen
 class Conv(Op):
-    """Each channel convolved with its own kernel along the sequence, over this position and those before it.
+    """A causal depthwise convolution along the sequence: [batch seq ..] to [batch seq ..].
 
-    Arguments: x [batch seq ..], kernel [.. width], the last of which is the weight of the position itself.
+    Position i reads positions i - width + 1 to i; the last entry of the kernel is the weight of position i itself.
+    Arguments: x [batch seq ..], kernel [.. width].
     """
 
     along: str = "seq"
@@ -26,22 +27,23 @@ class Conv(Op):
         x[self.along]
         channels = x.without("batch", self.along)
         if "width" not in kernel or kernel.without("width") != channels:
-            raise ShapeError(f"cannot convolve {x} with {kernel}: its dims must be those of {channels}, and a width")
+            raise ShapeError(f"cannot convolve {x} with {kernel}: the kernel must be {channels} and a dim `width`")
         return x
 
     def flops(self, out: Shape, args: tuple[Shape, ...], size: Sizes) -> int:
         return 2 * size(out) * args[1]["width"].known
 
-    def keeps(self, out: Value) -> tuple[Value, ...]:
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
         return out.args
 
 
 @frozen
 class Scan(Op):
-    """The outputs of a selective state space (Mamba-2; Dao & Gu, arXiv:2405.21060).
+    """The selective scan of Mamba-2: [batch seq heads head_dim] to a tensor of equal shape.
 
-    [batch seq heads head_dim] to the same. A state h [head_dim state] for each head starts at zero and becomes
-    exp(dt a) h + dt x bᵀ at each position, whose output is h c. Head i reads group i * groups / heads of b and c.
+    Each head has a state h [head_dim state] that starts at zero. At each position h becomes exp(dt a) h + dt x bᵀ and
+    the output is h c. Head i reads group i * groups / heads of b and c. Source: Dao & Gu,
+    arXiv:2405.21060.
     Arguments: x [batch seq heads head_dim], dt [batch seq heads], a [heads], b and c [batch seq groups state].
     """
 
@@ -53,26 +55,26 @@ class Scan(Op):
         x[self.along]
         n, g = x["heads"].known, b["groups"].known
         if n % g:
-            raise ShapeError(f"{n} heads cannot share {g} groups of a state evenly\ngroups can be {divisors(n)}")
+            raise ShapeError(f"{n} heads cannot share {g} groups of b and c evenly\ngroups can be {divisors(n)}")
         if dt != x.without("head_dim") or a.dims != (x["heads"],) or b != c:
             raise ShapeError(
                 f"cannot scan {x} with dt {dt}, a {a}, b {b}, c {c}\n"
-                f"dt must be {x.without('head_dim')}, a {Shape((x['heads'],))}, and b and c alike"
+                f"dt must be {x.without('head_dim')}, a {Shape((x['heads'],))}, and b and c must have equal shapes"
             )
         b["state"]
         return x
 
     def flops(self, out: Shape, args: tuple[Shape, ...], size: Sizes) -> int:
-        """7 for each number of the state and position: Megatron-LM's count (num_floating_point_operations)."""
+        """Return 7 FLOPs per position and element of the state, Megatron-LM's count (num_floating_point_operations)."""
         return 7 * size(out) * args[3]["state"].known
 
-    def keeps(self, out: Value) -> tuple[Value, ...]:
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
         return (*out.args, out)
 
 
 @frozen
 class Shift(Op):
-    """Position i sees what is at i + by: [.. along] to [.. along]. Zeros (or token 0) where nothing is."""
+    """The argument shifted by `by`: position i holds what was at i + by, or zero (token 0) past the end."""
 
     along: str
     by: int

@@ -1,4 +1,4 @@
-"""The same numbers seen otherwise: renamed, cut, joined, taken apart into patches, put in their places."""
+"""Ops that change the shape of a tensor: select, slice, rename, concatenate, patches, masked scatter."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from attrs import evolve, frozen
 
 from megaloom.dsl.dims import Dim, DType, Shape
 from megaloom.dsl.errors import ShapeError, divisors
-from megaloom.dsl.value import Op, Value, renamed
+from megaloom.dsl.value import Op, Value
 
 
 @frozen
-class Pick(Op):
-    """One index of a dim: [.. dim] to [..]. Without an index, what each copy of a repeated layer sees: its own."""
+class Select(Op):
+    """One index of a dim: [.. dim] to [..]. Without an index, each copy of a layer in `Each` selects its own."""
 
     dim: str
     index: int | None = None
@@ -24,7 +24,7 @@ class Pick(Op):
         (x,) = args
         size = x[self.dim].size
         if self.index is not None and (self.index < 0 or (size is not None and self.index >= size)):
-            raise ShapeError(f"{x[self.dim]} has no index {self.index}: it has 0 to {size - 1 if size else 'the last'}")
+            raise ShapeError(f"{x[self.dim]} has no index {self.index}: use 0 to {size - 1 if size else 'the last'}")
         return x.without(self.dim)
 
     def dtype(self, *args: DType) -> DType:
@@ -33,7 +33,7 @@ class Pick(Op):
 
 @frozen
 class Rename(Op):
-    """The same value with one dim under another name: [.. old] to [.. new]."""
+    """The argument with one dim renamed: [.. old] to [.. new]."""
 
     old: str
     new: str
@@ -42,7 +42,7 @@ class Rename(Op):
     def shape(self, *args: Shape) -> Shape:
         (x,) = args
         x[self.old]
-        return Shape(tuple(renamed(d, self.new) if d.name == self.old else d for d in x))
+        return Shape(tuple(evolve(d, name=self.new) if d.name == self.old else d for d in x))
 
     def dtype(self, *args: DType) -> DType:
         return args[0]
@@ -50,9 +50,9 @@ class Rename(Op):
 
 @frozen
 class Slice(Op):
-    """The indices of a dim from `start` up to (not including) `stop`: [.. dim] to [.. dim], shorter.
+    """The indices start, …, stop - 1 of a dim: [.. dim] to a shorter [.. dim].
 
-    Raises ShapeError for indices that the dim lacks, and for a dim that only the workload knows the size of.
+    Raises ShapeError for indices outside the dim, and for a dim whose size only the workload gives.
     """
 
     dim: str
@@ -62,9 +62,11 @@ class Slice(Op):
 
     def shape(self, *args: Shape) -> Shape:
         (x,) = args
-        size = _counted(x[self.dim], "take a part of")
+        size = _known_size(x[self.dim], "slice")
         if not 0 <= self.start < self.stop <= size:
-            raise ShapeError(f"cannot take {self.start} to {self.stop} of {x[self.dim]}: it has 0 to {size}")
+            raise ShapeError(
+                f"cannot slice {x[self.dim]} from {self.start} to {self.stop}: use 0 ≤ start < stop ≤ {size}"
+            )
         return Shape(tuple(evolve(d, size=self.stop - self.start) if d.name == self.dim else d for d in x))
 
     def dtype(self, *args: DType) -> DType:
@@ -73,31 +75,31 @@ class Slice(Op):
 
 @frozen
 class Concat(Op):
-    """Values one after the other along a dim: [.. over=m], [.. over=n] to [.. over=m+n].
+    """The arguments concatenated along a dim: [.. over=m], [.. over=n] to [.. over=m+n].
 
-    Each is broadcast over the other dims that it lacks.
+    An argument is broadcast over the other dims that it lacks.
     """
 
     over: str
 
     def shape(self, *args: Shape) -> Shape:
         if not args:
-            raise ShapeError(f"nothing to join along {self.over}: give it one value or more")
-        size = sum(_counted(s[self.over], "join values along") for s in args)
+            raise ShapeError(f"nothing to concatenate along {self.over}: give at least one value")
+        size = sum(_known_size(s[self.over], "concatenate along") for s in args)
         big = max(args, key=lambda s: len(s.dims))
         rest = big.without(self.over)
         for s in args:
             for d in s.without(self.over):
                 if d not in rest.dims:
-                    raise ShapeError(f"cannot join {s} and {big} along {self.over}: only one has {d}")
+                    raise ShapeError(f"cannot concatenate {s} and {big} along {self.over}: only one has {d}")
         return Shape(tuple(evolve(d, size=size) if d.name == self.over else d for d in big))
 
 
 @frozen
 class Patches(Op):
-    """Images [batch channels height width] as squares of `size` by `size` pixels, row by row: [batch patches pixels].
+    """Images [batch channels height width] as patches of `size` by `size` pixels: [batch patches pixels].
 
-    The pixels of a patch are in the order channels, height, width.
+    Patches are in row-major order; the pixels of a patch are in the order channels, height, width.
     """
 
     size: int
@@ -115,8 +117,8 @@ class Patches(Op):
 
 
 @frozen
-class Place(Op):
-    """x with its vectors where the tokens are `token` replaced by those of y, in order.
+class MaskedScatter(Op):
+    """x with its vectors at the positions of one token id replaced by the vectors of y, in order.
 
     Arguments: x [batch seq embed], y [batch patches embed], tokens [batch seq].
     """
@@ -129,19 +131,19 @@ class Place(Op):
         if x["embed"] != y["embed"]:
             raise ShapeError(f"cannot put {y} into {x}: {y['embed']} is not {x['embed']}")
         if tokens != x.without("embed"):
-            raise ShapeError(f"cannot put {y} into {x} where tokens {tokens} say: they must be {x.without('embed')}")
+            raise ShapeError(f"cannot put {y} into {x} at tokens {tokens}: tokens must be {x.without('embed')}")
         return x
 
     def dtype(self, *args: DType) -> DType:
         if args[2] is not DType.INDEX:
-            raise ShapeError("where tokens are is read off token ids, an input such as ids(), not off vectors")
+            raise ShapeError("MaskedScatter's third argument must be token ids, an input such as ids()")
         return super().dtype(*args[:2])
 
-    def keeps(self, out: Value) -> tuple[Value, ...]:
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
         return (out.args[2],)
 
 
-def _counted(d: Dim, what: str) -> int:
+def _known_size(d: Dim, action: str) -> int:
     if d.size is None:
-        raise ShapeError(f"cannot {what} {d}: only the workload knows how long it is")
+        raise ShapeError(f"cannot {action} {d}: only the workload gives its size")
     return d.size

@@ -24,7 +24,7 @@ from megaloom.dsl.graph import (
     graph,
 )
 from megaloom.dsl.layer import Layer
-from megaloom.dsl.ops.linear import Weight
+from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.value import Value
 
 from .figures import (

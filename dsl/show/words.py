@@ -11,17 +11,13 @@ from megaloom.dsl.dims import Dim
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.graph import Node
 from megaloom.dsl.layer import Layer
-from megaloom.dsl.ops.attend import Attend
-from megaloom.dsl.ops.linear import (
-    Dot,
-    Input,
-    Lookup,
-    Normalize,
-    Rows,
-)
+from megaloom.dsl.ops.attention_core import Attend
+from megaloom.dsl.ops.dot import Dot
+from megaloom.dsl.ops.norm import Normalize
 from megaloom.dsl.ops.routing import Route
 from megaloom.dsl.ops.sequence import Scan
 from megaloom.dsl.ops.shape import Patches
+from megaloom.dsl.ops.weight import Input, Lookup, PositionLookup
 from megaloom.dsl.value import Op, Value
 
 COUNTS = (" k", " M", " B", " T", " P", " E")
@@ -48,7 +44,7 @@ TELLS: tuple[tuple[type[Op], Family], ...] = (
     (Scan, Family.SCAN),
     (Attend, Family.ATTENTION),
     (Lookup, Family.TABLE),
-    (Rows, Family.TABLE),
+    (PositionLookup, Family.TABLE),
     (Patches, Family.TABLE),
     (Dot, Family.DENSE),
     (Normalize, Family.NORM),

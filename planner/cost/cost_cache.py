@@ -16,16 +16,11 @@ from megaloom.dsl.dims import Shape
 from megaloom.dsl.facts.costs import Costs, costs
 from megaloom.dsl.facts.primitives import Program, program
 from megaloom.dsl.graph import Node
-from megaloom.dsl.ops.linear import (
-    Dot,
-    Drop,
-    Input,
-    Lookup,
-    Normalize,
-    Weight,
-)
+from megaloom.dsl.ops.dot import Dot
+from megaloom.dsl.ops.norm import Drop, Normalize
 from megaloom.dsl.ops.routing import Combine, Gate, Route
-from megaloom.dsl.ops.shape import Pick
+from megaloom.dsl.ops.shape import Select
+from megaloom.dsl.ops.weight import Input, Lookup, Weight
 from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.dsl.value import (
     Affine,
@@ -66,7 +61,7 @@ ENGINE = {False: 2**22, True: 2**25}
 # them and for each that reduces them, the former in 8 bits where products are, and two workspaces more, for streams
 # (initialize_ub there, and Megatron-LM's _initialize_tp_communicators).
 GATHERING, REDUCING, STREAMS = 6, 4, 3
-APART = (Affine, Clamp, Combine, Dot, Drop, Gate, Input, Lookup, Normalize, Pick, Pointwise, Route, Weight)
+APART = (Affine, Clamp, Combine, Dot, Drop, Gate, Input, Lookup, Normalize, Select, Pointwise, Route, Weight)
 """What may treat each token for itself."""
 
 
@@ -272,12 +267,12 @@ def reach(node: Node) -> Reach:
 
 
 def _apart(op: Op, shape: Shape) -> bool:
-    over = op.over if isinstance(op, Normalize) else (op.dim,) if isinstance(op, Pick) else ()
+    over = op.over if isinstance(op, Normalize) else (op.dim,) if isinstance(op, Select) else ()
     return isinstance(op, APART) and not SEQUENCES & set(over) and "source" not in shape
 
 
 def _tokens(p: Program) -> bool:
     """Whether all tensors but weights have both batch and seq, or slots made of them."""
     tensors = [v for step in p.steps for v in (step.value, *step.value.args) if not isinstance(v.source.op, Weight)]
-    shapes = [v.shape for v in tensors if not isinstance(v.op, Pick) or not isinstance(v.args[0].source.op, Weight)]
+    shapes = [v.shape for v in tensors if not isinstance(v.op, Select) or not isinstance(v.args[0].source.op, Weight)]
     return all(("batch" in s and "seq" in s) or any(d.of for d in s) for s in shapes)

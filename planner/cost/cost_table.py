@@ -16,7 +16,8 @@ from attrs import frozen
 from megaloom.dsl.dims import Dim, Sizes
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.graph import Node, Slot, primitives
-from megaloom.dsl.ops.linear import Dot, Weight
+from megaloom.dsl.ops.dot import Dot
+from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.sharding_table import Local, Split, cut
 from megaloom.planner.contract.layout import (
     Layout,

@@ -15,7 +15,8 @@ from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.facts.recompute import Again
 from megaloom.dsl.facts.saved import Saved
 from megaloom.dsl.graph import Node
-from megaloom.dsl.layers.tokenwise import ClampedGLU, GeGLU, MoE
+from megaloom.dsl.layers.mlp import ClampedGLU, GeGLU
+from megaloom.dsl.layers.moe import MoE
 from megaloom.dsl.ops.routing import Route
 from megaloom.dsl.value import Op
 from megaloom.planner.contract.devices import Cluster

@@ -134,7 +134,7 @@ def _yarn(a: MLA, target: str) -> Iterator[Option]:
     if s is None and isclose(scale, usual):
         yield option("rope-type", "rope")
         return
-    if not isinstance(s, YarnScaling) or s != YarnScaling(factor=s.factor, original=4096, attention=1.0):
+    if not isinstance(s, YarnScaling) or s != YarnScaling(factor=s.factor, original=4096, attention_factor=1.0):
         cannot(target, f"latent attention with positions={written(a.positions)}: it has YaRN from 4096 positions on")
     m = round((sqrt(scale / usual) - 1) / (0.1 * log(s.factor)), 6) if s.factor > 1 else 0.0
     if not isclose(scale, usual * (0.1 * m * log(s.factor) + 1) ** 2, rel_tol=1e-6):

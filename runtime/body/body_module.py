@@ -24,8 +24,8 @@ from megaloom.dsl import (
     Layer,
     MoE,
     Node,
-    Pick,
     Route,
+    Select,
     Slot,
     Split,
     UserError,
@@ -237,7 +237,7 @@ class _Run:
             for a, moves in zip(p.step.value.args, p.reads, strict=True):
                 if id(origin(a)) not in own:
                     self.read(a, self.needed(p, a, moves))
-        picks = [p for p in steps if p.step.value.op == Pick(dim.name)]
+        picks = [p for p in steps if p.step.value.op == Select(dim.name)]
         out = []
         for i in range(self.value(v.args[0]).shape[axis(v.args[0].shape, dim.name)]):
             copy = _Run(self.body, dict(self.known), dict(self.moved))

@@ -165,7 +165,7 @@ def rotary(head_dim: int, rope: Rope, groups: ProcessGroups) -> RotaryEmbedding:
     """The rotary angles of this rank's positions, shared by all layers that turn alike."""
     channels = head_dim if rope.channels is None else rope.channels
     made = RotaryEmbedding(channels, 1.0, rotary_interleaved=rope.interleaved, cp_group=groups.collection.cp)
-    made.inv_freq = torch.tensor(rope.speeds(channels), dtype=torch.float32, device=device.current())
+    made.inv_freq = torch.tensor(rope.frequencies(channels), dtype=torch.float32, device=device.current())
     return made
 
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from megaloom.dsl import Attend, Relative
+from megaloom.dsl import Attend, RelativeBuckets
 
 
 def scored(op: Attend, scores: Tensor, *others: Tensor) -> Tensor:
@@ -37,14 +37,14 @@ def slopes(heads: int) -> Tensor:
     return torch.tensor([2.0**-x for x in exponents])
 
 
-def buckets(away: Tensor, relative: Relative) -> Tensor:
+def buckets(away: Tensor, relative: RelativeBuckets) -> Tensor:
     """The row of the table of biases that each distance (key less query) reads. Source: T5, arXiv:1910.10683."""
     n, first = relative.buckets, torch.zeros_like(away)
-    if relative.both_ways:
+    if relative.bidirectional:
         n //= 2
         first, away = (away > 0) * n, away.abs()
     else:
         away = (-away).clamp(min=0)
     exact = n // 2
-    far = torch.log(away.clamp(min=1) / exact) / math.log(relative.distance / exact) * (n - exact)
+    far = torch.log(away.clamp(min=1) / exact) / math.log(relative.max_distance / exact) * (n - exact)
     return first + torch.where(away < exact, away, (exact + far.long()).clamp(max=n - 1))

@@ -23,23 +23,23 @@ from megaloom.dsl import (
     Drop,
     Gate,
     Lookup,
+    MaskedScatter,
     Normalize,
     Op,
     Patches,
-    Pick,
-    Place,
     Pointwise,
+    PositionLookup,
     Rename,
     Rope,
     Route,
-    Rows,
     Scan,
+    Select,
     Shift,
     Slice,
     UserError,
     Value,
 )
-from megaloom.dsl.ops.attend import along
+from megaloom.dsl.ops.attention_core import sequence_dim
 
 from .attention_scores import scored
 from .routing import (
@@ -133,7 +133,7 @@ def _(op: Lookup, out: Value, *args: Tensor) -> Tensor:
 
 
 @evaluate.register
-def _(op: Rows, out: Value, *args: Tensor) -> Tensor:
+def _(op: PositionLookup, out: Value, *args: Tensor) -> Tensor:
     x, table = args
     count = x.shape[axis(out.args[0].shape, out.shape.dims[0].name)]
     rows = table.movedim(axis(out.args[1].shape, op.key), 0)
@@ -146,11 +146,11 @@ def _(op: Rows, out: Value, *args: Tensor) -> Tensor:
 @evaluate.register
 def _(op: Rope, out: Value, *args: Tensor) -> Tensor:
     (x,) = args
-    shape, n, last = out.shape, op.turned(out.shape), axis(out.shape, "head_dim")
-    seq = along(shape)
+    shape, n, last = out.shape, op.rotated_channels(out.shape), axis(out.shape, "head_dim")
+    seq = sequence_dim(shape)
     place = torch.arange(x.shape[axis(shape, seq.name)], device=x.device, dtype=torch.float64)
-    speeds = torch.tensor(op.speeds(n), device=x.device, dtype=torch.float64)
-    angle = broadcast(torch.outer(place, speeds), [seq.name, "head_dim"], shape)
+    frequencies = torch.tensor(op.frequencies(n), device=x.device, dtype=torch.float64)
+    angle = broadcast(torch.outer(place, frequencies), [seq.name, "head_dim"], shape)
     cos, sin = ((t * op.magnitude).to(x.dtype) for t in (angle.cos(), angle.sin()))
     turned, rest = x.split([n, x.shape[last] - n], last)
     two = last + 1 if op.interleaved else last  # where a pair's two channels lie
@@ -162,7 +162,7 @@ def _(op: Rope, out: Value, *args: Tensor) -> Tensor:
 @evaluate.register
 def _(op: Attend, out: Value, *args: Tensor) -> Tensor:
     q, k, v, *others = args
-    rows, columns = (along(a.shape).name for a in out.args[:2])
+    rows, columns = (sequence_dim(a.shape).name for a in out.args[:2])
     meant = {columns: "keys", "kv_heads": "heads"}  # each query head is given a key head of its own
     query = names(out.args[0].shape)
     key, value = ([meant.get(n, n) for n in names(a.shape)] for a in out.args[1:3])
@@ -244,7 +244,7 @@ def _(op: Slice, out: Value, *args: Tensor) -> Tensor:
 
 
 @evaluate.register
-def _(op: Pick, out: Value, *args: Tensor) -> Tensor:
+def _(op: Select, out: Value, *args: Tensor) -> Tensor:
     assert op.index is not None, "what each copy sees, whoever evaluates the copies knows"
     return args[0].select(axis(out.args[0].shape, op.dim), op.index)
 
@@ -263,7 +263,7 @@ def _(op: Patches, out: Value, *args: Tensor) -> Tensor:
 
 
 @evaluate.register
-def _(op: Place, out: Value, *args: Tensor) -> Tensor:
+def _(op: MaskedScatter, out: Value, *args: Tensor) -> Tensor:
     x, y, tokens = args
     places, vectors = int((tokens == op.token).sum()), y.shape[0] * y.shape[1]
     if places != vectors:

@@ -16,7 +16,7 @@ from megaloom.dsl import (
     Input,
     Model,
     Node,
-    Pick,
+    Select,
     Shape,
     UserError,
     Value,
@@ -73,7 +73,7 @@ def _copies(v: Value, known: dict[int, Tensor], node: Node) -> Tensor:
     assert isinstance(v.op, Each)
     assert v.body is not None
     x, dim = _value(v.args[0], known, node), v.shape.dims[0]
-    picks = [p for p, *_ in primitives(v) if p.op == Pick(dim.name)]
+    picks = [p for p, *_ in primitives(v) if p.op == Select(dim.name)]
     copied = [id(s.value) for s in node.weights if dim in s.outer]
     out = []
     for i in range(dim.known):

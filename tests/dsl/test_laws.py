@@ -25,7 +25,7 @@ from megaloom.dsl import (
     Mamba2,
     MoE,
     Op,
-    Relative,
+    RelativeBuckets,
     RMSNorm,
     Rope,
     Scale,
@@ -70,7 +70,7 @@ attentions = st.builds(
     dropout=st.sampled_from([0.0, 0.1]),
     qk_norm=st.sampled_from([None, RMSNorm(over="head_dim"), LayerNorm(over="head_dim", bias=False)]),
 )
-biased = st.just(Attention(heads=HEADS, relative=Relative(), table=TABLE))  # a weight that many layers share
+biased = st.just(Attention(heads=HEADS, relative=RelativeBuckets(), table=TABLE))  # a weight that many layers share
 crossed = st.builds(CrossAttention, heads=st.just(HEADS), kv_heads=st.sampled_from([None, 4]), bias=yes)
 latent = st.builds(
     MLA,
@@ -216,7 +216,7 @@ def test_the_shares_of_all_devices_add_up(layer, split):
         mine = [s for s in part.saved if s.what != "keys and values of other devices"]
         for one, share in zip(whole.saved, mine, strict=True):
             if one.what != "affine":  # the decay of a state space, which has no positions
-                copies = split.etp if one.what == "experts.pick" else 1
+                copies = split.etp if one.what == "experts.select" else 1
                 assert one.elements * copies == devices * share.elements, (n.name, one.what)
 
 

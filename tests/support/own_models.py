@@ -26,13 +26,13 @@ from megaloom.dsl import (
     Model,
     MoE,
     Normalize,
-    Pick,
+    PositionLookup,
     Positions,
     Rename,
     RMSNorm,
     Rope,
-    Rows,
     Scale,
+    Select,
     Shift,
     Slice,
     Softcap,
@@ -117,7 +117,7 @@ class Near(Layer):
         e = x["embed"]
         y = apply(Conv(), x, weight("kernel", e, Dim("width", 3), std=0.3))
         y = y + apply(Shift("seq", -1), x) * weight("before", e, std=0.3)
-        return y + apply(Rows("position", 2), x, weight("positions", Dim("position", 64), e))
+        return y + apply(PositionLookup("position", 2), x, weight("positions", Dim("position", 64), e))
 
 
 @frozen
@@ -130,7 +130,7 @@ class Cuts(Layer):
         h = apply(Concat("ff"), fn("tanh", apply(Slice("ff", 4, 20), h)), apply(Slice("ff", 16, 32), h))
         y = dot(apply(Rename("ff", "whole"), h), weight("down", Dim("whole", 32), e), "whole")
         z = dot(apply(Rename("embed", "heads"), fn("tanh", x)), weight("on", Dim("heads", 64), e, std=0.1), "heads")
-        return fn("add", y, z, x * apply(Pick("ff", 3), h))
+        return fn("add", y, z, x * apply(Select("ff", 3), h))
 
 
 @frozen

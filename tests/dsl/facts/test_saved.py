@@ -156,7 +156,7 @@ def test_what_a_deepseek_keeps():
         ("mla", "log-sum-exp"): heads,
         ("moe", "input"): d,
         ("moe", "gate"): 256,
-        ("moe", "experts.pick"): k * d,
+        ("moe", "experts.select"): k * d,
         ("moe", "experts.gate"): k * f,
         ("moe", "experts.up"): k * f,
         ("moe", "experts.mul"): k * f,

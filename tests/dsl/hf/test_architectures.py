@@ -216,7 +216,7 @@ def turned(**fields: object) -> Rope:
 
 def test_the_old_and_the_new_spelling_say_the_same() -> None:
     llama = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    stretched = Rope(5e5, scaling=Llama3Scaling(factor=8.0, low=1.0, high=4.0, original=8192))
+    stretched = Rope(5e5, scaling=Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original=8192))
     assert turned(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **llama}) == stretched
     assert turned(rope_parameters={"rope_theta": 5e5, "rope_type": "llama3", **llama}) == stretched
     linear = {"type": "linear", "factor": 2.0}
@@ -227,7 +227,7 @@ def test_the_old_and_the_new_spelling_say_the_same() -> None:
 
 def test_yarn() -> None:
     said = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16}
-    scaling = YarnScaling(factor=40.0, original=4096, fast=16.0, attention=1.0)
+    scaling = YarnScaling(factor=40.0, original=4096, beta_fast=16.0, attention_factor=1.0)
     assert turned(rope_scaling=said, max_position_embeddings=4096) == Rope(1e4, scaling=scaling)
     said = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "truncate": False}
     assert turned(rope_scaling=said).scaling == YarnScaling(factor=4.0, original=32768, truncate=False)

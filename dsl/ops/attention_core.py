@@ -1,0 +1,114 @@
+"""The attention core: softmax(q kᵀ) v, with masks, windows and biases."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from megaloom.dsl.dims import (
+    Dim,
+    DType,
+    Shape,
+    Sizes,
+)
+from megaloom.dsl.errors import ShapeError, divisors
+from megaloom.dsl.value import Op, Value
+
+
+@frozen
+class RelativeBuckets:
+    """The buckets of T5's relative position bias: each distance between key and query maps to one row of a table.
+
+    Half of the buckets hold one distance each, starting from 0. The others hold ranges that grow logarithmically up to
+    `max_distance`; the last one also holds everything beyond. bidirectional: half of the buckets are for keys after
+    the query. Source: Raffel et al., arXiv:1910.10683.
+    """
+
+    buckets: int = 32
+    max_distance: int = 128
+    bidirectional: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        exact = self.buckets // (4 if self.bidirectional else 2)  # distances with a bucket each
+        if exact < 1 or (self.bidirectional and self.buckets % 2):
+            needed = "an even number of at least 4" if self.bidirectional else "at least 2"
+            raise ShapeError(f"buckets must be {needed}, got {self.buckets}")
+        if self.max_distance <= exact:
+            raise ShapeError(
+                f"max_distance {self.max_distance} is too small: {self.buckets} buckets hold {exact} distances "
+                f"exactly, so it must be more than {exact}"
+            )
+
+
+@frozen(kw_only=True)
+class Attend(Op):
+    """Softmax attention of queries [.. heads head_dim] to keys and values [.. kv_heads head_dim].
+
+    Query head i reads key/value head i * kv_heads / heads. The scores are never stored: the kernel saves the
+    log-sum-exp of each row (Dao et al., arXiv:2205.14135). Arguments: q, k, v, then sinks [heads] with `sink`, then a
+    table [buckets heads] with `relative`.
+
+    causal: no position reads a later one. window: a position reads itself and the window - 1 positions before it
+    (Beltagy et al., arXiv:2004.05150). scale: of the scores; None is head_dim^-0.5. softcap: scores become
+    softcap * tanh(scores / softcap) (Gemma 2, arXiv:2408.00118). alibi: subtract slope * distance, one slope per head
+    (Press et al., arXiv:2108.12409). sink: a learned score per head that takes probability but has no value (Xiao et
+    al., arXiv:2309.17453). relative: add a learned bias by distance.
+    """
+
+    causal: bool = True
+    dropout: float = 0.0
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sink: bool = False
+    relative: RelativeBuckets | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or not isinstance(self.window, int)):
+            raise ShapeError(f"window must be a whole number of at least 1, got {self.window}")
+        if self.window is not None and not self.causal:
+            raise ShapeError(f"window={self.window} needs causal attention: set causal=True, or window=None")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ShapeError(f"softcap must be more than 0, got {self.softcap}")
+
+    def shape(self, *args: Shape) -> Shape:
+        q, k, v, *others = args
+        sequence_dim(q), sequence_dim(k)
+        n, g = q["heads"].known, k["kv_heads"].known
+        if n % g:
+            raise ShapeError(f"{n} query heads cannot share {g} key/value heads evenly\nkv_heads can be {divisors(n)}")
+        if q["head_dim"] != k["head_dim"]:
+            raise ShapeError(f"queries {q} do not fit keys {k}: {q['head_dim']} is not {k['head_dim']}")
+        if set(k.without("head_dim")) != set(v.without("head_dim")):
+            raise ShapeError(f"keys {k} do not fit values {v}: they may differ in head_dim only")
+        wanted: list[tuple[Dim, ...]] = [(q["heads"],)] * self.sink
+        if self.relative is not None:
+            wanted.append((Dim("buckets", self.relative.buckets), q["heads"]))
+        if wanted != [o.dims for o in others]:
+            want, have = (", ".join(map(str, shapes)) or "nothing" for shapes in (map(Shape, wanted), others))
+            raise ShapeError(f"attention needs {want} after queries, keys and values, got {have}")
+        return Shape((*q.without("head_dim"), v["head_dim"]))
+
+    def flops(self, out: Shape, args: tuple[Shape, ...], size: Sizes) -> int:
+        """Return the FLOPs of q kᵀ and of probabilities times v; masked pairs of a causal mask or window don't count.
+
+        With s keys and window w, a row reads w keys on average less the triangle at the start: (2 s w - w²) / 2s.
+        """
+        q, k = args[:2]
+        keys = size.of(sequence_dim(k))
+        per_key = 2 * (size(q) + size(out))
+        if not self.causal:
+            return per_key * keys
+        seen = keys if self.window is None else min(keys, self.window)
+        return per_key * (2 * keys * seen - seen * seen) // (2 * keys)
+
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
+        return (*out.args, out)
+
+    def saved_buffers(self, out: Value) -> tuple[tuple[str, Shape, DType], ...]:
+        return (("log-sum-exp", out.shape.without("head_dim"), DType.FLOAT32),)
+
+
+def sequence_dim(x: Shape) -> Dim:
+    """Return the sequence dim of queries, keys or values. Raises ShapeError if there is not exactly one."""
+    return x.positions("heads", "kv_heads", "head_dim")

@@ -1,0 +1,115 @@
+"""The inputs of a model and its weights, and the ops that look up rows of a table."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from attrs import frozen
+
+from megaloom.dsl.dims import (
+    BATCH,
+    SEQ,
+    Dim,
+    DType,
+    Shape,
+)
+from megaloom.dsl.errors import ShapeError, caller
+from megaloom.dsl.value import Op, Value
+
+
+@frozen
+class Input(Op):
+    """A tensor that the data provides, under a name that is unique in the model. It has no gradient."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@frozen
+class Weight(Op):
+    """A parameter, initialised from a normal distribution with this mean and standard deviation.
+
+    With `trained=False` it is a buffer: it has no gradient and does not count as a parameter.
+    """
+
+    name: str
+    mean: float = 0.0
+    std: float = 0.02
+    trained: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@frozen
+class Lookup(Op):
+    """The rows of a table that token ids select: [..] and [key ..] to [.. ..]. Arguments: token ids, table.
+
+    It has no FLOPs. Raises ShapeError if the first argument does not hold token ids.
+    """
+
+    key: str
+    arity: ClassVar[int] = 2
+
+    def shape(self, *args: Shape) -> Shape:
+        indices, table = args
+        table[self.key]
+        return Shape((*indices, *table.without(self.key)))
+
+    def dtype(self, *args: DType) -> DType:
+        if args[0] is not DType.INDEX:
+            raise ShapeError("a table is looked up by token ids; the first argument must be an input such as ids()")
+        return super().dtype(*args[1:])
+
+    def saved_values(self, out: Value) -> tuple[Value, ...]:
+        return (out.args[0],)
+
+
+@frozen
+class PositionLookup(Op):
+    """Row `offset + i` of a table for each position i: [batch seq ..] and [key ..] to [seq ..].
+
+    Arguments: x, of which only the shape matters, and the table.
+    """
+
+    key: str
+    offset: int = 0
+    arity: ClassVar[int] = 2
+
+    def shape(self, *args: Shape) -> Shape:
+        x, table = args
+        if not 0 <= self.offset < table[self.key].known:
+            raise ShapeError(f"offset {self.offset} is outside {table}: use 0 to {table[self.key].known - 1}")
+        return Shape((x.positions("embed"), *table.without(self.key)))
+
+    def dtype(self, *args: DType) -> DType:
+        return super().dtype(*args[1:])
+
+
+def ids(name: str = "tokens", seq: Dim = SEQ) -> Value:
+    """Return an input of token ids [batch seq]. An encoder has a sequence dim of its own: `seq=Dim("source")`."""
+    return Value(Input(name), (), Shape((BATCH, seq)), dtype=DType.INDEX, at=caller())
+
+
+def image(name: str = "image", *, channels: int = 3, height: int, width: int) -> Value:
+    """Return an input of images [batch channels height width]."""
+    dims = Dim("channels", channels), Dim("height", height), Dim("width", width)
+    return Value(Input(name), (), Shape((BATCH, *dims)), at=caller())
+
+
+def weight(name: str, *dims: Dim, mean: float = 0.0, std: float = 0.02, trained: bool = True) -> Value:
+    """Return a parameter of these dims, initialised as normal(mean, std); std 0 makes it constant.
+
+    A weight that is used twice is shared. A weight made inside a layer's body belongs to each application of that
+    layer. With `trained=False` it is a buffer. Raises ShapeError for a dim without a size.
+    """
+    if not isinstance(name, str) or not name:
+        raise ShapeError(f"a weight needs a name, got {name!r}: write weight('wte', Dim('vocab', 100), ...)")
+    if std < 0:
+        raise ShapeError(f"weight {name!r} cannot have the standard deviation {std}: use 0 or more")
+    for d in dims:
+        if isinstance(d, Dim) and d.size is None:
+            raise ShapeError(f"dim {d.name} of weight {name!r} has no size: write Dim({d.name!r}, ...)")
+    return Value(Weight(name, mean, std, trained), (), Shape(dims), at=caller())
