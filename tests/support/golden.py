@@ -85,8 +85,8 @@ def search(case: Case) -> dict[str, Any]:
     from megaloom.planner import Precision, Runtime, Workload, cluster, plan
     from megaloom.planner.cost.framework_profiles import PROFILES
     from megaloom.planner.partition.whole_blocks import blocks
-    from megaloom.planner.search.candidates import Field
-    from megaloom.planner.search.infeasible import checked
+    from megaloom.planner.search.candidates import Candidates
+    from megaloom.planner.search.infeasible import checked_fixed
     from megaloom.planner.search.pricing import Pricer
 
     model, ref = find(case.model)
@@ -96,7 +96,7 @@ def search(case: Case) -> dict[str, Any]:
     if "overlap" in case.fixed:
         fixed["overlaps"] = tuple(OVERLAP[name] for name in case.fixed["overlap"])
     pricer = Pricer(blocks(graph(model), runtime), machine, workload, PROFILES[runtime])
-    legal = Field(pricer, checked(fixed)).count
+    legal = Candidates(pricer, checked_fixed(fixed)).count
     try:
         found = plan(model, machine, workload, ref=ref, fixed=fixed, runtime=runtime)
     except UserError:
