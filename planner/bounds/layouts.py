@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field, fields_dict, frozen
 from numpy.typing import NDArray
 
 from megaloom.planner.contract.layout import Layout, Module, Recompute
@@ -30,6 +30,7 @@ from megaloom.planner.partition.local_search import SLOWEST_FACTOR
 from . import interleaved_memory, pipeline
 from .end_of_step import after
 
+ROUNDING = 1 - 1e-6
 PLAIN, ALL, LEAN = 0, 1, 2  # what is computed again: nothing, all, and all modules at no cost; then sets of modules
 
 
@@ -54,6 +55,36 @@ class BaseCosts:
     experts: Column
     hop: Rows  # seconds of what passes from a stage to the next, between the nearest
     blocks: int  # that may be computed again by their number
+
+    def joined(self, more: BaseCosts) -> BaseCosts:
+        """Return the costs of these base layouts, then of more of them, in the modes that all have."""
+        columns = {
+            name: np.concatenate([getattr(self, name), getattr(more, name)])
+            for name in fields_dict(BaseCosts)
+            if name not in ("repeats", "like", "blocks", "step", "saved", "workspace")
+        }
+        modes = {
+            name: np.concatenate([getattr(part, name)[:, : LEAN + 1] for part in (self, more)])
+            for name in ("step", "saved", "workspace")
+        }
+        like = np.concatenate([self.like, more.like + len(self.repeats.saved)])
+        return BaseCosts(**columns, **modes, repeats=self.repeats.joined(more.repeats), like=like, blocks=self.blocks)
+
+
+LARGE = 1 << 20  # sequences of a micro-batch that is so large that nothing is left of what it costs once
+
+
+def large_batch_seconds(base: Layouts, cost_cache: CostCache) -> Rows:
+    """Lower bound of the step seconds of each base layout, from one price a device mesh: [base layouts].
+
+    The step takes at least batch / (dp pp) sequences times the seconds a sequence of a very large micro-batch.
+    """
+    large = evolve(base, micro_batch=np.full(len(base), LARGE))
+    first, which = alike(*(getattr(large, name) for name in WHERE))
+    rows = cost_cache.rows(large.take(first))[0]
+    seconds = rows[:, :, STEP_COLUMNS].sum(axis=2) @ cost_cache.structure.kind_counts / LARGE
+    least: Rows = ROUNDING * cost_cache.workload.batch / (base.dp * base.pp) * seconds[which]
+    return least
 
 
 def largest_tensor_fits(at: Layouts, book: CostCache, capacity: float) -> NDArray[np.bool_]:
@@ -101,6 +132,15 @@ class LowerBounds:
     def __attrs_post_init__(self) -> None:
         self.base_costs = self._base_costs()
         self.many = interleaved_memory.many(len(self.cost_cache.structure.cut_points) - 1)
+        self.modes = np.zeros(1 << len(Module), dtype=np.int64)
+
+    def extend(self, base: Layouts) -> None:
+        """Add base layouts behind those that are there."""
+        if not len(base):
+            return
+        more = LowerBounds(base, self.cost_cache)
+        self.at = Layouts.joined([self.at, base])
+        self.base_costs = self.base_costs.joined(more.base_costs)
         self.modes = np.zeros(1 << len(Module), dtype=np.int64)
 
     def family(self, which: Column) -> Column:
@@ -178,14 +218,15 @@ class LowerBounds:
         saved: Rows = (np.floor(most / np.maximum(quickest, interleaved_memory.TINY)) + 2) * kept[:, 0] + kept[:, 1]
         return saved
 
-    def ideal(self) -> tuple[Rows, Rows]:
-        """(seconds, nbytes) that no layout at a place takes less than, for each place."""
-        place, one = np.arange(len(self.at)), np.ones(len(self.at), dtype=np.int64)
-        quick = evolve(self.at, recompute=MODES.index(Recompute.NONE) * one, vpp=np.minimum(2, self.at.pp))
-        lean = evolve(self.at, vpp=one, distributed_optimizer=np.minimum(1, self.at.dp * self.at.cp - 1))
-        m = self.at.microbatches(self.cost_cache.workload.batch).astype(float)
+    def ideal(self, first: int = 0) -> tuple[Rows, Rows]:
+        """(seconds, nbytes) that no layout at a place takes less than, for each place from the first on."""
+        at, place = self.at.take(slice(first, None)), np.arange(first, len(self.at))
+        one = np.ones(len(at), dtype=np.int64)
+        quick = evolve(at, recompute=MODES.index(Recompute.NONE) * one, vpp=np.minimum(2, at.pp))
+        lean = evolve(at, vpp=one, distributed_optimizer=np.minimum(1, at.dp * at.cp - 1))
+        m = at.microbatches(self.cost_cache.workload.batch).astype(float)
         nbytes = np.minimum(self._nbytes(lean, place, ALL), self._nbytes(lean, place, LEAN))
-        return self._before(quick, place, m / self.at.pp), nbytes
+        return self._before(quick, place, m / at.pp), nbytes
 
     def worthwhile(self, x: Layouts, place: Column) -> NDArray[np.bool_]:
         """Whether recompute frees what is worth the trouble: fused attention leaves little to its core."""

@@ -41,6 +41,11 @@ class ModuleRecompute:
         made = (again[..., :-1].sum(axis=3) * structure.kind_counts[:, None]).sum(axis=1)
         return cls(structure, made, again[..., -1], saved)
 
+    def joined(self, more: ModuleRecompute) -> ModuleRecompute:
+        """Return these base layouts followed by more of them."""
+        columns = (np.concatenate([getattr(self, n), getattr(more, n)]) for n in ("made", "freed", "saved"))
+        return ModuleRecompute(self.structure, *columns)
+
     def of_set(self, number: int) -> tuple[Rows, Rows, Rows]:
         """What a set of modules takes again, what it frees, and what of this comes back at once: of each place."""
         return self._of(named(number))

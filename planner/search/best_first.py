@@ -34,6 +34,7 @@ from .device_meshes import (
 )
 from .pricing import Cut, Pricer
 
+HORIZON = 1.1
 BASES_AT_ONCE = 32  # whose layouts are looked at together
 FIRST_BATCH, LARGEST_BATCH = 32, 512  # layouts that are cut evenly together, at first and at the most
 
@@ -74,9 +75,8 @@ class Frontier:
     candidates: Candidates
     heap: list[tuple[float, int, Entry]] = field(factory=list)
     count: int = 0
-    order: Column = field(init=False)  # of the places that may have room, the quickest first
-    bounds: Rows = field(init=False)
-    opened: int = 0
+    order: Column = field(factory=lambda: np.zeros(0, dtype=np.int64))  # of the places that may have room, not opened
+    bounds: Rows = field(factory=lambda: np.zeros(0))
     found: list[BoundedLayouts] = field(factory=list)  # layouts at places, the quickest first, that are not in the heap
     least: float = inf  # seconds of all those
     at_once: int = FIRST_BATCH
@@ -86,12 +86,6 @@ class Frontier:
     )  # the seconds of a way beyond which nothing of it is looked at
     aside: list[tuple[float, Entry]] = field(factory=list)
     beside: list[BoundedLayouts] = field(factory=list)  # of which likewise nothing is in the heap
-
-    def __attrs_post_init__(self) -> None:
-        seconds, nbytes = self.candidates.lower_bounds.ideal()
-        self.order = np.flatnonzero(nbytes <= self.candidates.pricer.capacity)
-        self.order = self.order[np.argsort(seconds[self.order], kind="stable")]
-        self.bounds = seconds[self.order]
 
     def push(self, seconds: float, what: Entry) -> None:
         """Look at this again when nothing takes less."""
@@ -147,7 +141,11 @@ class Frontier:
 
     def _more(self, seconds: float) -> bool:
         """Look at more layouts, if there are any that may take less than this, or as little."""
-        if self.opened < len(self.order) and self.bounds[self.opened] <= min(seconds, self.least):
+        limit, horizon = min(seconds, self.least), self.candidates.horizon
+        first = float(self.bounds[0]) if len(self.bounds) else inf
+        if horizon < first and horizon <= limit:
+            self._extend(limit)
+        elif first < inf and first <= limit:
             self._open()
         elif self.found and self.least <= seconds:
             self._nearer()
@@ -155,14 +153,26 @@ class Frontier:
             return False
         return True
 
+    def _extend(self, limit: float) -> None:
+        """Bound the base layouts of which a step may take as little as this."""
+        candidates, first = self.candidates, self.candidates.bounded
+        candidates.extend(HORIZON * limit if limit < inf else 0.0)
+        if candidates.bounded == first:
+            return
+        seconds, nbytes = candidates.lower_bounds.ideal(first)
+        fits = np.flatnonzero(nbytes <= candidates.pricer.capacity)
+        order, bounds = np.concatenate([self.order, first + fits]), np.concatenate([self.bounds, seconds[fits]])
+        rank = np.argsort(bounds, kind="stable")
+        self.order, self.bounds = order[rank], bounds[rank]
+
     def _keep(self, found: list[BoundedLayouts]) -> None:
         self.found = [some for some in found if len(some)]
         self.least = min((float(some.seconds[0]) for some in self.found), default=inf)
 
     def _open(self) -> None:
         """Look at the layouts at more places."""
-        found = self.candidates.variants(self.order[self.opened : self.opened + BASES_AT_ONCE])
-        self.opened += BASES_AT_ONCE
+        found = self.candidates.variants(self.order[:BASES_AT_ONCE])
+        self.order, self.bounds = self.order[BASES_AT_ONCE:], self.bounds[BASES_AT_ONCE:]
         which = np.flatnonzero(found.nbytes <= self.candidates.pricer.capacity)
         self._keep([*self.found, found.take(which[np.argsort(found.seconds[which], kind="stable")])])
 

@@ -6,16 +6,25 @@ Protocol: a `Field` has the places, each a way to lay a micro-batch over the axe
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 from attrs import define, field
 
-from megaloom.planner.bounds.layouts import BoundedLayouts, LowerBounds, largest_tensor_fits
-from megaloom.planner.contract.layouts import Column, Layouts
+from megaloom.planner.bounds.layouts import (
+    BoundedLayouts,
+    LowerBounds,
+    large_batch_seconds,
+    largest_tensor_fits,
+)
+from megaloom.planner.contract.layouts import Column, Layouts, Rows
 from megaloom.planner.rules.capabilities import right
 
 from . import candidate_space
 from .candidate_space import FixedAxes
 from .pricing import Pricer
+
+HORIZON_GROWTH = 1.2  # the horizon moves by this factor at least
 
 
 @define(eq=False)
@@ -24,29 +33,60 @@ class Candidates:
 
     pricer: Pricer
     fixed: FixedAxes
-    at: Layouts = field(init=False)
-    lower_bounds: LowerBounds = field(init=False)
+    base_layouts: Layouts = field(init=False)  # all, by ascending lower bound
+    horizon: float = 0.0  # seconds; every base layout with a smaller bound is in `lower_bounds`
+    lower_bounds: LowerBounds = field(init=False)  # of the base layouts up to the horizon that may fit the memory
+    _least: Rows = field(init=False)  # lower bound of each of the base layouts
+    bounded: int = 0  # base layouts in `lower_bounds`
+    _considered: int = 0  # base layouts up to the horizon
 
     def __attrs_post_init__(self) -> None:
         p = self.pricer
-        self.at = candidate_space.base_layouts(p.graph, p.cluster, p.workload, self.fixed, p.inner)
+        base = candidate_space.base_layouts(p.graph, p.cluster, p.workload, self.fixed, p.inner)
         if not p.own:
-            self.at = self.at.take(np.broadcast_to(right(self.at, p.graph, p.workload, p.cluster), len(self.at)))
-        if len(self.at):
-            fits = largest_tensor_fits(self.at, p.cost_cache, p.capacity)
-            self.lower_bounds = LowerBounds(self.at.take(fits) if fits.any() else self.at, p.cost_cache)
+            base = base.take(np.broadcast_to(right(base, p.graph, p.workload, p.cluster), len(base)))
+        self._least = large_batch_seconds(base, p.cost_cache) if len(base) else np.zeros(0)
+        order = np.argsort(self._least, kind="stable")
+        self.base_layouts, self._least = base.take(order), self._least[order]
 
     @property
     def count(self) -> int:
-        """How many legal layouts there are."""
+        """Return the number of legal layouts."""
         p = self.pricer
-        return candidate_space.count_variants(p.graph, p.workload, self.at, self.fixed, p.inner)
+        return candidate_space.count_variants(p.graph, p.workload, self.base_layouts, self.fixed, p.inner)
+
+    def extend(self, seconds: float) -> None:
+        """Move the horizon to this time at least, and on until it includes another base layout."""
+        first = self._considered
+        if first == len(self._least):
+            self.horizon = inf
+            return
+        self.horizon = max(HORIZON_GROWTH * float(self._least[first]), seconds)
+        self._considered = int(np.searchsorted(self._least, self.horizon, side="right"))
+        more = self.base_layouts.take(slice(first, self._considered))
+        more = more.take(largest_tensor_fits(more, self.pricer.cost_cache, self.pricer.capacity))
+        if self.bounded:
+            self.lower_bounds.extend(more)
+        elif len(more):
+            self.lower_bounds = LowerBounds(more, self.pricer.cost_cache)
+        self.bounded += len(more)
+
+    def bound_all(self) -> LowerBounds:
+        """Bound every base layout that may fit the memory; if none may, all of them."""
+        while self.horizon < inf:
+            self.extend(inf)
+        if not self.bounded:
+            self.lower_bounds, self.bounded = (
+                LowerBounds(self.base_layouts, self.pricer.cost_cache),
+                len(self.base_layouts),
+            )
+        return self.lower_bounds
 
     def variants(self, which: Column) -> BoundedLayouts:
         """The layouts at these places, those left out that recompute what is not worth the trouble."""
-        at, family = self.lower_bounds.at.take(which), self.lower_bounds.family(which)
-        p = self.pricer
-        found, place = candidate_space.variants(p.graph, p.workload, at, self.fixed, family, p.inner)
+        p, lower_bounds = self.pricer, self.lower_bounds
+        base, family = lower_bounds.at.take(which), lower_bounds.family(which)
+        found, place = candidate_space.variants(p.graph, p.workload, base, self.fixed, family, p.inner)
         place = which[place]
         if "recompute" not in self.fixed:
             keep = self.lower_bounds.worthwhile(found, place)

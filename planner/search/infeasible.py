@@ -108,7 +108,7 @@ def nothing_fits(pricer: Pricer, candidates: Candidates) -> str:
 
 def leanest(candidates: Candidates) -> Partition:
     """The layout that lacks the least memory, of those that may need the least."""
-    _, ideal = candidates.lower_bounds.ideal()
+    _, ideal = candidates.bound_all().ideal()
     found = candidates.variants(np.argsort(ideal, kind="stable")[:PLACED])
     first = np.argsort(found.nbytes, kind="stable")[:PLACED]
     return min((candidates.pricer.partition(found.layouts[int(i)]) for i in first), key=lambda placed: placed.deficit)
@@ -198,7 +198,7 @@ def fitting(pricer: Pricer, fixed: FixedAxes) -> Partition | None:
     """A layout that fits the memory, if one is found: a plain and quick one if there is such a one."""
     for chosen in ({**PLAIN_AXES, **fixed}, fixed) if _holds(pricer) else ():
         candidates = Candidates(pricer, chosen)
-        if len(candidates.at) and (found := _quick(candidates)) is not None:
+        if len(candidates.base_layouts) and (found := _quick(candidates)) is not None:
             return found
     return None
 
@@ -212,7 +212,7 @@ def _holds(pricer: Pricer) -> bool:
 
 def _quick(candidates: Candidates) -> Partition | None:
     """Of the layouts that may fit the memory, one of the quickest that does; or the leanest, if that does."""
-    seconds, nbytes = candidates.lower_bounds.ideal()
+    seconds, nbytes = candidates.bound_all().ideal()
     order = np.flatnonzero(nbytes <= candidates.pricer.capacity)
     if not len(order):
         return None

@@ -94,7 +94,7 @@ def scaling_points(
 
 def _best(pricer: Pricer, fixed: FixedAxes) -> Priced | None:
     candidates = Candidates(pricer, fixed)
-    found = search(candidates, 1) if len(candidates.at) else []
+    found = search(candidates, 1) if len(candidates.base_layouts) else []
     return simplest(found) if found else None
 
 

@@ -187,7 +187,7 @@ class BranchAndBound:
 
     def dive(self, candidates: Candidates) -> None:
         """Price a first layout that fits as it is evenly cut, sooner than it takes to know all that there is."""
-        if not len(candidates.at):
+        if not len(candidates.base_layouts):
             return
         frontier = Frontier(candidates)
         for _ in range(TRIES):

@@ -80,9 +80,14 @@ def instances(draw: st.DrawFn) -> tuple[Graph, Cluster, Workload]:
 def legal(candidates: Candidates) -> list[Layout]:
     """Every layout of the search's space, by its rules alone: with all the overlap that may be, and with less."""
     g, work, inner = candidates.pricer.graph, candidates.pricer.workload, candidates.pricer.inner
-    lower_bounds = LowerBounds(candidates.at, candidates.pricer.cost_cache)
+    lower_bounds = LowerBounds(candidates.base_layouts, candidates.pricer.cost_cache)
     found, place = variants(
-        g, work, candidates.at, candidates.fixed, lower_bounds.family(np.arange(len(candidates.at))), inner
+        g,
+        work,
+        candidates.base_layouts,
+        candidates.fixed,
+        lower_bounds.family(np.arange(len(candidates.base_layouts))),
+        inner,
     )
     worth = lower_bounds.worthwhile(found, place)
     assert len(found) == candidates.count == len({found[i] for i in range(len(found))})
@@ -133,10 +138,10 @@ def equal(g: Graph, devices: Cluster, work: Workload, fixed: dict[str, int], run
     """The search finds what pricing every layout finds."""
     candidates, apart = (Pricer(g, devices, work, PROFILES[runtime]) for _ in range(2))
     candidates, other = Candidates(candidates, fixed), Candidates(apart, fixed)
-    every = legal(other) if len(other.at) else []
+    every = legal(other) if len(other.base_layouts) else []
     assert apart.many[fixed["pp"] * fixed["vpp"]]  # more than shifts.WAYS
     priced = sorted((p for x in every if (p := apart.price(x)).partition.fits), key=lambda p: p.seconds)
-    found = search(candidates, 1, 1) if len(candidates.at) else []
+    found = search(candidates, 1, 1) if len(candidates.base_layouts) else []
     assert [p.seconds for p in found][:1] == [p.seconds for p in priced][:1]
     if priced:
         assert {p.layout for p in priced if p.seconds < priced[0].seconds * TIE_RATIO} <= {p.layout for p in found}

@@ -76,8 +76,10 @@ def found(model: Model, machine: str | Cluster, work: Workload = WORK, **fixed: 
 def test_nothing_legal_that_fits_is_quicker(model: Model, machine: Cluster) -> None:
     pricer = Pricer(graph(model), machine, WORK)
     candidates = Candidates(pricer, {})
-    lower_bounds = LowerBounds(candidates.at, pricer.cost_cache)
-    layouts, place = variants(pricer.graph, WORK, candidates.at, {}, lower_bounds.family(np.arange(len(candidates.at))))
+    lower_bounds = LowerBounds(candidates.base_layouts, pricer.cost_cache)
+    layouts, place = variants(
+        pricer.graph, WORK, candidates.base_layouts, {}, lower_bounds.family(np.arange(len(candidates.base_layouts)))
+    )
     legal = [layouts[i] for i in range(len(layouts))]
     assert len(legal) == candidates.count
     assert not any(violations(x, pricer.graph, WORK, machine) for x in legal)
