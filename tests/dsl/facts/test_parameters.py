@@ -13,8 +13,6 @@ import os
 import re
 from collections.abc import Iterator
 from functools import cache
-from inspect import getmodule
-from math import log10
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +25,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing h
 import torch
 
 from megaloom.dsl import fingerprint, params, read
-from megaloom.dsl.catalog import examples, find, modules
-from megaloom.dsl.hf.architectures import Reader
+from megaloom.dsl.catalog import examples, find
 
 transformers = pytest.importorskip("transformers", reason="`make unit` installs it")
 
 CONFIGS = {path.stem: path for path in sorted((ROOT / "tests/configs").glob("*.json"))}
 GOLDEN = ROOT / "tests/golden/parameters.txt"
-README = ROOT / "README.md"
-MARKS = "<!-- models: pytest -n0 tests/test_parameters.py --update -->", "<!-- end of models -->"
 
 # Elements of the weights on the hub that Hugging Face's code, made by the config.json, does not say by itself.
 PUBLISHED = {
@@ -92,25 +87,6 @@ def rows() -> Iterator[str]:
         yield f"{name:<22}{counts[name]:>20,}{'  as Hugging Face' if name in CONFIGS else ''}"
 
 
-def families() -> Iterator[str]:
-    """The rows of the README's table: each family of the examples, its models, the architectures that it reads."""
-    yield "| family | models and their parameters | reads a config.json of |"
-    yield "|---|---|---|"
-    places = {name: ref.partition(":")[0] for name, ref in examples().items() if name in counted()}
-    for module in (m for m in modules() if m.__name__ in places.values()):
-        name = module.__name__.rpartition(".")[2]
-        readers = [it for it in vars(module).values() if isinstance(it, Reader) and getmodule(it.model) is module]
-        sizes = ", ".join(f"`{n}` {short(counted()[n])}" for n, place in places.items() if place == module.__name__)
-        reads = ", ".join(f"`{a}`" for r in readers for a in r.architectures)
-        yield f"| [{name}](examples/{name}.py) | {sizes} | {reads} |"
-
-
-def short(n: int) -> str:
-    """A number of parameters in three digits."""
-    value, unit = (n / 1e9, "B") if n >= 999.5e6 else (n / 1e6, "M")
-    return f"{value:.{max(0, 2 - int(log10(value)))}f} {unit}" if value >= 1 else f"{value:.2f} {unit}"
-
-
 def agrees(path: Path, text: str, update: bool) -> bool:
     """Whether a file says this; --update makes it say so."""
     if update:
@@ -120,10 +96,3 @@ def agrees(path: Path, text: str, update: bool) -> bool:
 
 def test_the_table_of_parameters(request: pytest.FixtureRequest) -> None:
     assert agrees(GOLDEN, "\n".join(rows()) + "\n", request.config.getoption("--update"))
-
-
-def test_the_readme_lists_the_models(request: pytest.FixtureRequest) -> None:
-    before, _, rest = README.read_text().partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    listed = "\n".join((MARKS[0], *families(), MARKS[1]))
-    assert agrees(README, before + listed + after, request.config.getoption("--update"))
