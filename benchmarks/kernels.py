@@ -25,7 +25,7 @@ from megaloom.dsl.facts.costs import Work
 from megaloom.planner import Precision, cluster
 from megaloom.planner.contract.devices import Device
 from megaloom.planner.cost import kernels
-from megaloom.planner.cost.framework_profiles import OWN
+from megaloom.planner.cost.profiles.frameworks import OWN
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
 
@@ -233,7 +233,7 @@ def beside(on: Device) -> Iterator[Measured]:
     group = parallel_state.get_tensor_model_parallel_group()
     for tokens, vocab in ((4096, 32000), (4096, 128256)):
         logits, labels = random(tokens, 1, vocab).requires_grad_(), torch.randint(vocab, (tokens, 1), device="cuda")
-        moved = OWN.loss_nbytes * logits.numel()
+        moved = OWN.kernels.loss_moved_nbytes * logits.numel()
 
         def loss(logits: Tensor = logits, labels: Tensor = labels) -> tuple[Tensor, ...]:
             return torch.autograd.grad(cross_entropy(logits, labels, group).sum(), logits)
@@ -242,14 +242,16 @@ def beside(on: Device) -> Iterator[Measured]:
     for n in (2**22, 2**26, 2**28):
         main, gradient = random(n, dtype=torch.float32), random(n)
         moved = 10 * n
-        said = OWN.passes["gradient"][1] * moved / on.moves
+        said = OWN.kernels.memory_passes["gradient"][1] * moved / on.moves
         yield Measured("gradient", f"{n}", busy(partial(main.add_, gradient)), said, 0, moved)
     for n, pieces in ((2**28, 16), (2**28, 256), (2**26, 256)):
         held = [random(n // pieces, dtype=torch.float32).requires_grad_() for _ in range(pieces)]
         for x in held:
             x.grad = torch.ones_like(x)
         step = torch.optim.AdamW(held, lr=1e-4).step
-        moved = (OWN.adam_nbytes - 12) * n  # the norm and the scaling of the gradient are not a part of it
+        moved = (
+            OWN.optimizer.step_moved_nbytes - 12
+        ) * n  # the norm and the scaling of the gradient are not a part of it
         yield Measured("adamw", f"{pieces} of {n // pieces}", waited(step, 5), moved / on.moves, 0, moved)
 
 

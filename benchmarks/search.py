@@ -21,7 +21,7 @@ from megaloom.dsl.catalog import find
 from megaloom.planner import Workload, cluster
 from megaloom.planner.bounds.layouts import LowerBounds
 from megaloom.planner.cost.cost_cache import CostCache
-from megaloom.planner.cost.framework_profiles import OWN
+from megaloom.planner.cost.profiles.frameworks import OWN
 from megaloom.planner.model.structure import model_structure
 from megaloom.planner.search.candidate_space import base_layouts, variants
 

@@ -257,7 +257,7 @@ class LowerBounds:
         width = book.workload.precision.nbytes * book.structure.hidden_size
         passed = width * (x.micro_batch * book.workload.seq // x.cp) // np.where(x.sequence_parallel, x.tp, 1)
         first, which = alike(passed, x.pp, x.tp, x.sequence_parallel)
-        scattered = book.profile.scattered
+        scattered = book.profile.overlap.scattered_sends
         hops = [
             communication.p2p_seconds(int(passed[i]), 0, x[int(i)], book.cluster, scattered=scattered) for i in first
         ]

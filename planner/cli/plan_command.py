@@ -144,7 +144,7 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
     from megaloom.dsl.facts.costs import params
     from megaloom.dsl.graph import graph
     from megaloom.dsl.show.printing import show
-    from megaloom.planner.cost.framework_profiles import PROFILES
+    from megaloom.planner.cost.profiles.frameworks import PROFILES
     from megaloom.planner.report.text import report
     from megaloom.planner.rules.capabilities import limits
     from megaloom.planner.search.goodput import (

@@ -19,22 +19,22 @@ from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Precision
 
 from . import communication, kernels
-from .framework_profiles import Way
+from .profiles.groups import ContextCommunication
 
 ADDED = 3  # tensors that move as a part is added to the sum of those before: flash_attn_fwd_out_correction there
 HALF = 3 / 4  # of them, since under a causal mask every second part has half of the queries
 
 
 def context_parallel_seconds(
-    way: Way, c: Collective, found: Costs, layout: Layout, cluster: Cluster, precision: Precision
+    way: ContextCommunication, c: Collective, found: Costs, layout: Layout, cluster: Cluster, precision: Precision
 ) -> float:
     """Seconds that attention waits for this exchange, one of a node with these costs."""
     group, nbytes = communication.process_group("cp", layout), c.elements * precision.nbytes
-    if way is Way.ALL_GATHER:
+    if way is ContextCommunication.ALL_GATHER:
         return communication.collective_seconds(c.kind, nbytes, group, cluster)
     core = [w for w in found.work if w.kind == "attend"]
     queries = sum(w.count * w.m * w.k for w in core) * precision.nbytes
-    if way is Way.ALL_TO_ALL:
+    if way is ContextCommunication.ALL_TO_ALL:
         there = communication.collective_seconds("all_to_all", queries + nbytes / layout.cp, group, cluster)
         return there + communication.collective_seconds("all_to_all", queries, group, cluster)
     took = [kernels.kernel_seconds(w, cluster.slowest, precision) for w in core]

@@ -51,8 +51,8 @@ from .cost_table import (
     shared,
     split_of,
 )
-from .framework_profiles import FrameworkProfile
 from .node_cost import NodeCost, node_cost, saved_bytes
+from .profiles.groups import FrameworkProfile
 
 # Transformer Engine's workspace, before Hopper and since; products by several experts have one for each stream
 # (transformer_engine/pytorch/module/base.py: get_cublas_workspace_size_bytes, get_multi_stream_cublas_workspace).
@@ -148,26 +148,26 @@ class CostCache:
             full=np.array([line.full for line in lines]),
             largest=max(line.largest for line in lines),
             library=self.library + self._dummies(layout) + self._shared_buffers(layout),
-            loss=loss(self.structure, layout, self.workload, self.profile.loss_copies),
+            loss=loss(self.structure, layout, self.workload, self.profile.kernels.loss_saved_nbytes),
         )
 
     @property
     def library(self) -> int:
         """Bytes that cuBLAS works in, and buffers that are there whatever is trained."""
         used, device = self.profile, self.cluster.device
-        streams = used.streams if any(seen.experts for seen in self._reach) else 0
-        engine = ENGINE["fp8" in device.flops] * (used.engine + streams)
-        return used.libraries * device.library_nbytes + engine + used.buffers_nbytes
+        streams = used.buffers.grouped_streams if any(seen.experts for seen in self._reach) else 0
+        engine = ENGINE["fp8" in device.flops] * (used.buffers.engine_workspace + streams)
+        return used.buffers.cublas_workspaces * device.library_nbytes + engine + used.buffers.bucket_nbytes
 
     def _dummies(self, layout: Layout) -> int:
         """Bytes that stand for the gradients of products' weights."""
-        if not self.profile.dummies:
+        if not self.profile.kernels.wgrad_fusion:
             return 0
         return self.workload.precision.nbytes * factors(self.structure, layout, self.workload)
 
     def _shared_buffers(self, layout: Layout) -> int:
         """Bytes through which devices exchange their parts of tensors while they compute."""
-        if not (layout.hides(Overlap.TENSOR) and self.profile.exchange_buffers):
+        if not (layout.hides(Overlap.TENSOR) and self.profile.buffers.tensor_overlap_buffers):
             return 0
         precision, tokens = self.workload.precision, layout.micro_batch * self.workload.seq // layout.cp
         each = GATHERING * (1 if precision.narrow else precision.nbytes) + REDUCING * precision.nbytes

@@ -15,12 +15,8 @@ from megaloom.dsl.facts.costs import Work
 from megaloom.planner.contract.devices import Device
 from megaloom.planner.contract.layout import Precision
 
-from .framework_profiles import (
-    ONCE,
-    OWN,
-    FrameworkProfile,
-    Way,
-)
+from .profiles.frameworks import OWN
+from .profiles.groups import ONE_PASS, ContextCommunication, FrameworkProfile
 
 # The output tiles that cuBLAS has to choose from, with the share of its best speed that it reaches with each: smaller
 # ones read their operands more often (NVIDIA, Deep Learning Performance, Matrix Multiplication Background, 4.1).
@@ -79,7 +75,7 @@ class KernelSeconds:
 
     def waits(self, device: Device, profile: FrameworkProfile) -> tuple[float, float]:
         """Seconds of the host, each way. A CUDA graph takes none."""
-        one = 0.0 if profile.graphed else profile.launches * device.launch_seconds
+        one = 0.0 if profile.kernels.cuda_graphs else profile.kernels.launch_factor * device.launch_seconds
         return self.ahead * one, self.back * one
 
 
@@ -92,7 +88,7 @@ def kernel_seconds(
     kernel is launched when the one before has ended.
     """
     took = _busy(work, device, precision, profile, inside)
-    if device.units > 1 and not profile.blocking:
+    if device.units > 1 and not profile.kernels.blocking_launches:
         return took
     one = device.launch_seconds
     return KernelSeconds(took.forward + took.ahead * one, took.backward + took.back * one, 0, 0)
@@ -117,14 +113,14 @@ def _busy(work: Work, device: Device, precision: Precision, profile: FrameworkPr
         took = [max(f / (fast * share), t) if f else 0.0 for (f, share), t in zip(products, moved, strict=True)]
         kernels = [float(flops > 0) for flops, _ in products]
         cast = CAST_TRAFFIC * work.count * m / device.moves if used.narrow else 0.0
-        cast *= profile.expert_casts if work.path.startswith("experts.") else 1.0
+        cast *= profile.experts.separate_casts if work.path.startswith("experts.") else 1.0
         return KernelSeconds(took[0] + cast * k, took[1] + took[2] + cast * n, kernels[0], kernels[1] + kernels[2])
     if work.kind == "attend":
         return _attention(work, device, precision, profile, traffic)
     if work.kind == "scan" and Precision.FP32 in device.flops:
         busy = max(work.flops / (device.flops[Precision.FP32] * SCAN), traffic)
         return KernelSeconds(busy, SCAN_BACKWARD * busy, 1, 1)
-    ahead, back = profile.passes.get(named(work), ONCE)
+    ahead, back = profile.kernels.memory_passes.get(named(work), ONE_PASS)
     return KernelSeconds(ahead * traffic, back * BACKWARD_TRAFFIC * traffic, ahead, back)
 
 
@@ -140,12 +136,12 @@ def fused_gradient_elements(work: Work, profile: FrameworkProfile) -> int:
 
     Source: transformer_engine, fuse_wgrad_accumulation; megatron-core 0.16.1, gradient_accumulation_fusion.
     """
-    return work.count * work.n * work.k if profile.dummies and work.wgrad else 0
+    return work.count * work.n * work.k if profile.kernels.wgrad_fusion and work.wgrad else 0
 
 
 def concurrent_gradient_bytes(work: Work, profile: FrameworkProfile) -> int:
     """Bytes that products by several weights move for that while others compute, on streams of their own."""
-    return 2 * profile.gradient_nbytes * fused_gradient_elements(work, profile) if work.count > 1 else 0
+    return 2 * profile.optimizer.gradient_nbytes * fused_gradient_elements(work, profile) if work.count > 1 else 0
 
 
 def _attention(
@@ -153,8 +149,8 @@ def _attention(
 ) -> KernelSeconds:
     """One kernel each way, or two products and what is done to the scores between them."""
     peak = device.flops[precision.wide] * device.sustained
-    if profile.flash:
-        keys = min(work.m, work.n) if profile.context is Way.P2P else work.n
+    if profile.attention.fused:
+        keys = min(work.m, work.n) if profile.attention.context_communication is ContextCommunication.P2P else work.n
         fast = peak * device.attend_efficiency * reach(keys, work.k)
         back = max(ATTEND_BACKWARD * work.flops / fast, BACKWARD_TRAFFIC * traffic)
         return KernelSeconds(max(work.flops / fast, traffic), back, 1, 1)

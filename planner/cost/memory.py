@@ -22,7 +22,8 @@ from megaloom.planner.contract.layout import Layout, Precision
 from megaloom.planner.simulate.schedule import backward_moments, loss_moments
 
 from .communication import process_group
-from .framework_profiles import OWN, FrameworkProfile
+from .profiles.frameworks import OWN
+from .profiles.groups import FrameworkProfile
 
 Rows = NDArray[np.float64]
 
@@ -98,7 +99,7 @@ def optimizer_shards(layout: Layout) -> tuple[int, int]:
 
 def optimizer_element_bytes(precision: Precision, profile: FrameworkProfile = OWN) -> int:
     """Bytes that the optimizer keeps of an element."""
-    return 2 * profile.moment_nbytes + (0 if precision is Precision.FP32 else MASTER)
+    return 2 * profile.optimizer.moment_nbytes + (0 if precision is Precision.FP32 else MASTER)
 
 
 def state_bytes(
@@ -106,10 +107,11 @@ def state_bytes(
 ) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer state. The distributed optimizer cuts the state, over copies alike."""
     dense, experts = optimizer_shards(layout)
-    kept = optimizer_element_bytes(precision, profile) + profile.share_nbytes
+    kept = optimizer_element_bytes(precision, profile) + profile.optimizer.extra_shard_nbytes
     return {
-        "weights": (profile.weight_nbytes or precision.nbytes) * (params + expert_params),
-        "gradients": (profile.gradient_nbytes + profile.beside_nbytes) * (params + expert_params),
+        "weights": (profile.optimizer.weight_nbytes or precision.nbytes) * (params + expert_params),
+        "gradients": (profile.optimizer.gradient_nbytes + profile.optimizer.extra_weight_nbytes)
+        * (params + expert_params),
         "optimizer": -(-kept * params // dense) - (-kept * expert_params // experts),
     }
 
@@ -118,7 +120,7 @@ def reserved_bytes(layout: Layout, cluster: Cluster, profile: FrameworkProfile) 
     """Bytes that no tensor holds: the context, and buffers for each axis of more than one device, or for each pair."""
     axes = ["tp", "cp", "dp", "pp", "ep", "etp", *(["edp"] if layout.ep * layout.etp > 1 else [])]
     link = cluster.inter if cluster.nodes > 1 else cluster.intra
-    peers = 0 if profile.once else min(layout.ep, PEERS) - 1
+    peers = 0 if profile.experts.deduplicated_dispatch else min(layout.ep, PEERS) - 1
     groups = sum(process_group(axis, layout).size > 1 for axis in axes)
     return cluster.device.context_nbytes + link.group_nbytes * groups + link.peer_nbytes * peers
 
@@ -126,7 +128,9 @@ def reserved_bytes(layout: Layout, cluster: Cluster, profile: FrameworkProfile) 
 def optimizer_step_bytes(params: int, expert_params: int, layout: Layout, profile: FrameworkProfile = OWN) -> int:
     """Bytes that come and go with the optimizer's step."""
     dense, experts = optimizer_shards(layout)
-    return -(-profile.step_nbytes * params // dense) - (-profile.step_nbytes * expert_params // experts)
+    return -(-profile.optimizer.step_held_nbytes * params // dense) - (
+        -profile.optimizer.step_held_nbytes * expert_params // experts
+    )
 
 
 def rank_peak(
@@ -147,7 +151,7 @@ def rank_peak(
         return moment.saved + moment.workspace + library + moment.logits
 
     def most(moment: Moment) -> int:
-        return passing(moment) + int(ALLOCATOR * passing(moment)) + int(profile.pools * moment.saved)
+        return passing(moment) + int(ALLOCATOR * passing(moment)) + int(profile.buffers.graph_pool_share * moment.saved)
 
     moments = [Moment("optimizer's step", 0, optimizer_step_bytes(params, experts, layout, profile), 0)]
     schedule = (layout.pp, layout.vpp, microbatches, layout.microbatch_group)
@@ -161,7 +165,9 @@ def rank_peak(
     fullest = max(moments, key=most)
     more = {"activations": fullest.saved, "workspace": fullest.workspace + library, "logits": fullest.logits}
     apart = {"allocator": int(ALLOCATOR * passing(fullest)), "runtime": beside}
-    pools = {"graphs": int(profile.pools * fullest.saved)} if profile.pools else {}
+    pools = (
+        {"graphs": int(profile.buffers.graph_pool_share * fullest.saved)} if profile.buffers.graph_pool_share else {}
+    )
     return Peak(fullest.name, {**resting, **more, **apart, **pools})
 
 

@@ -37,7 +37,7 @@ from .cost_table import (
     CostColumn,
     local,
 )
-from .framework_profiles import ONCE, FrameworkProfile
+from .profiles.groups import ONE_PASS, FrameworkProfile
 
 # Bytes of an element that a product keeps of what it has cast, with a scale for each 32 of 8 bits, each 16 of 4 bits
 # (Transformer Engine's float8, mxfp8 and nvfp4 tensors, of which what the weight's gradient reads stays).
@@ -78,17 +78,19 @@ def node_cost(
         row[CostColumn.SAVED] += nbytes
         again.add(CostColumn.SAVED, kind.saved.frees(s), nbytes)
     made = sum(saved_bytes(s, precision) for s in kind.saved_under_full.of(found.saved, found.inputs))
-    row[CostColumn.SAVED] += _joined(found, precision) if profile.joined else 0
-    row[CostColumn.SAVED] += _given(found, precision) if profile.copied and layout.micro_batch > 1 else 0
+    row[CostColumn.SAVED] += _joined(found, precision) if profile.attention.values_share_qkv else 0
+    row[CostColumn.SAVED] += (
+        _given(found, precision) if profile.attention.output_copied and layout.micro_batch > 1 else 0
+    )
     row[CostColumn.PARAMS], row[CostColumn.EXPERT_PARAMS] = found.params, found.expert_params
-    if profile.eager:
+    if profile.kernels.only_swiglu_fused:
         for s, n in _eager(kind.node.op, found):
             row[CostColumn.SAVED] += n * saved_bytes(s, precision)
             again.add(CostColumn.SAVED, kind.saved.frees(s), n * saved_bytes(s, precision))
-    if not profile.flash:
+    if not profile.attention.fused:
         for w in (w for w in found.work if w.kind == "attend"):
-            row[CostColumn.SAVED] += profile.score_nbytes * w.count * w.m * w.n
-            again.add(CostColumn.SAVED, w.again, profile.score_nbytes * w.count * w.m * w.n)
+            row[CostColumn.SAVED] += profile.attention.score_nbytes * w.count * w.m * w.n
+            again.add(CostColumn.SAVED, w.again, profile.attention.score_nbytes * w.count * w.m * w.n)
     if kind.has_loss:
         _loss(row, kind.node, layout, workload, cluster, profile)
     return NodeCost(row, again.rows, made, max((saved_bytes(s, precision) for s in found.saved), default=0))
@@ -151,8 +153,8 @@ def _compute(
         launched = took.waits(device, profile)
         if work.kind == "route" and device.units > 1:
             each = _experts(found, precision, profile)
-            waits = profile.dispatch_seconds + each
-            if profile.padded:
+            waits = profile.experts.dispatch_seconds + each
+            if profile.experts.padded_tokens:
                 launched, waits, each = (launched[0] + waits, launched[1] + waits + each), 0.0, 0.0
         row[CostColumn.FORWARD] += took.forward + waits
         row[CostColumn.BACKWARD] += took.backward + waits + each
@@ -164,9 +166,11 @@ def _compute(
     # by a kernel that reads the gradient too.
     fused = [(w, kernels.fused_gradient_elements(w, profile)) for w in found.work if w.kind == "dot"]
     apart = max(0, found.params + found.expert_params - sum(n for _, n in fused))
-    added = (precision.nbytes + 2 * profile.gradient_nbytes) * apart
-    added += sum(2 * profile.gradient_nbytes * n - kernels.concurrent_gradient_bytes(w, profile) for w, n in fused)
-    row[CostColumn.BACKWARD] += profile.passes.get("gradient", ONCE)[1] * added / device.moves
+    added = (precision.nbytes + 2 * profile.optimizer.gradient_nbytes) * apart
+    added += sum(
+        2 * profile.optimizer.gradient_nbytes * n - kernels.concurrent_gradient_bytes(w, profile) for w, n in fused
+    )
+    row[CostColumn.BACKWARD] += profile.kernels.memory_passes.get("gradient", ONE_PASS)[1] * added / device.moves
 
 
 def _experts(found: Costs, precision: Precision, profile: FrameworkProfile) -> float:
@@ -176,8 +180,8 @@ def _experts(found: Costs, precision: Precision, profile: FrameworkProfile) -> f
     last = [w for w in products if w.count == count][-1]
     biased = any(kernels.PIECES["expert bias"].fullmatch(w.path) for w in found.work)
     small = together(last.n * last.k, count, biased, precision)
-    each = profile.small_expert_seconds if small else None
-    return count * (profile.expert_seconds if each is None else each)
+    each = profile.experts.grouped_launch_seconds if small else None
+    return count * (profile.experts.launch_seconds if each is None else each)
 
 
 def _exchange(
@@ -190,15 +194,19 @@ def _exchange(
     profile: FrameworkProfile,
 ) -> None:
     hidden = {
-        "tp": profile.hidden_tensor * layout.hides(Overlap.TENSOR),
-        "ep": profile.hidden_experts * layout.hides(Overlap.EXPERTS) * (1 - communication.sm_share(cluster.device)),
+        "tp": profile.overlap.tensor_hidden * layout.hides(Overlap.TENSOR),
+        "ep": profile.overlap.experts_hidden
+        * layout.hides(Overlap.EXPERTS)
+        * (1 - communication.sm_share(cluster.device)),
     }
     for c in found.collectives:
         nbytes = c.elements * precision.nbytes
         group = communication.process_group(c.axis, layout)
         if c.axis == "cp" and any(w.kind == "attend" for w in found.work):
-            took = context_parallel.context_parallel_seconds(profile.context, c, found, layout, cluster, precision)
-        elif c.kind == "all_to_all" and c.axis == "ep" and profile.once:
+            took = context_parallel.context_parallel_seconds(
+                profile.attention.context_communication, c, found, layout, cluster, precision
+            )
+        elif c.kind == "all_to_all" and c.axis == "ep" and profile.experts.deduplicated_dispatch:
             took = communication.deduplicated_seconds(nbytes, _copies(again.kind), group, cluster)
         else:
             took = communication.collective_seconds(c.kind, nbytes, group, cluster)
@@ -222,7 +230,7 @@ def _loss(
     Source: megatron-core 0.16.1, tensor_parallel/cross_entropy.py.
     """
     device, tokens = cluster.device, layout.micro_batch * workload.seq // layout.cp
-    moved = profile.loss_nbytes * local(node, node.shape.dims, layout, workload)
+    moved = profile.kernels.loss_moved_nbytes * local(node, node.shape.dims, layout, workload)
     for col in (CostColumn.FORWARD, CostColumn.BACKWARD):
         row[col] += moved / 2 / device.moves
     group = communication.process_group("tp", layout)

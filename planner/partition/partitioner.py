@@ -18,8 +18,9 @@ from megaloom.planner.contract.layout import Layout, Workload
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.cost import memory
 from megaloom.planner.cost.cost_table import STEP_COLUMNS, CostColumn, CostTable
-from megaloom.planner.cost.framework_profiles import OWN, FrameworkProfile
 from megaloom.planner.cost.memory import ALLOCATED, StageMemory
+from megaloom.planner.cost.profiles.frameworks import OWN
+from megaloom.planner.cost.profiles.groups import FrameworkProfile
 from megaloom.planner.simulate import schedule
 
 from .dynamic_program import evenest
@@ -140,7 +141,7 @@ class PartitionProblem:
         """Bytes that stages keep of each micro-batch because they begin at these nodes, and for what passes to them."""
         x, boundary = self.layout, self.table.boundary
         crosses = self.table.structure.live_values[begin]
-        times = (memory.RECEIVE_BUFFERS + (x.pp if self.profile.outputs else 0)) if x.pp > 1 else 0
+        times = (memory.RECEIVE_BUFFERS + (x.pp if self.profile.buffers.stage_output_saved else 0)) if x.pp > 1 else 0
         return boundary * crosses, times * boundary * np.maximum(1, crosses)
 
     def spare(self, bounds: StageBounds) -> list[int]:

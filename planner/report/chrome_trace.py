@@ -17,7 +17,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.plans import Plan, PlanError, again
-from megaloom.planner.cost.framework_profiles import PROFILES
+from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate.memory_timeline import Slice, levels, tracks

@@ -32,8 +32,9 @@ from megaloom.planner.cost.cost_table import (
     CostTable,
     bare_to_table,
 )
-from megaloom.planner.cost.framework_profiles import OWN, PROFILES, FrameworkProfile
 from megaloom.planner.cost.memory import ALLOCATED
+from megaloom.planner.cost.profiles.frameworks import OWN, PROFILES
+from megaloom.planner.cost.profiles.groups import FrameworkProfile
 from megaloom.planner.model.requirements import model_requirements
 from megaloom.planner.model.structure import ModelStructure, model_structure
 from megaloom.planner.partition.dynamic_program import evens
@@ -107,7 +108,7 @@ class Pricer:
     @property
     def inner(self) -> tuple[Overlap, ...]:
         """The overlaps within a micro-batch that a search looks at."""
-        return self.profile.inner
+        return self.profile.overlap.supported
 
     def broken(self, layout: Layout) -> tuple[Violation, ...]:
         """The rules that a layout breaks; of other runtimes those too that megatron-core computes wrongly."""

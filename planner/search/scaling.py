@@ -16,7 +16,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.devices import Cluster, GiB
 from megaloom.planner.contract.layout import Layout, Runtime, Workload
-from megaloom.planner.cost.framework_profiles import PROFILES
+from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.hardware.cluster_names import cluster, is_row
 from megaloom.planner.partition.whole_blocks import blocks
 from megaloom.planner.rules.rules import senseless

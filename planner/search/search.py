@@ -17,7 +17,7 @@ from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Runtime, Workload
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.plans import VERSION, Plan
-from megaloom.planner.cost.framework_profiles import PROFILES
+from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.partition.partitioner import HEADROOM, Partition
 from megaloom.planner.partition.whole_blocks import blocks
 from megaloom.planner.rules.capabilities import caveats

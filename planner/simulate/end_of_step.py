@@ -15,7 +15,8 @@ from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Overlap, Precision
 from megaloom.planner.cost import communication, memory
 from megaloom.planner.cost.communication import ProcessGroup
-from megaloom.planner.cost.framework_profiles import OWN, FrameworkProfile
+from megaloom.planner.cost.profiles.frameworks import OWN
+from megaloom.planner.cost.profiles.groups import FrameworkProfile
 
 COPIED = 4 + 2  # bytes moved to make a 16-bit weight of its master
 # Gradients are reduced in buckets, each as soon as it is whole, so that the last one is exposed (megatron-core 0.16.1,
@@ -64,14 +65,16 @@ def end_of_step(
     sizes = ((params, communication.process_group("dp", layout)), (experts, communication.process_group("edp", layout)))
     parts = [(elements, group) for elements, group in sizes if elements]
     reduced = "reduce_scatter" if layout.distributed_optimizer else "all_reduce"
-    reduction = _seen(reduced, profile.gradient_nbytes, parts, cluster, layout.hides(Overlap.GRADIENTS), cover.backward)
+    reduction = _seen(
+        reduced, profile.optimizer.gradient_nbytes, parts, cluster, layout.hides(Overlap.GRADIENTS), cover.backward
+    )
     gathering = 0.0
     if layout.distributed_optimizer:
         gathering = _seen("all_gather", precision.nbytes, parts, cluster, layout.hides(Overlap.WEIGHTS), cover.forward)
     dense, expert = memory.optimizer_shards(layout)
     copied = 0 if precision is Precision.FP32 else COPIED
-    moved = (profile.adam_nbytes + copied) * (params / dense + experts / expert)
-    moved += profile.gradient_nbytes * (params + experts)  # set to zero
+    moved = (profile.optimizer.step_moved_nbytes + copied) * (params / dense + experts / expert)
+    moved += profile.optimizer.gradient_nbytes * (params + experts)  # set to zero
     return EndOfStep(reduction, gathering, tied, moved / cluster.device.moves + gradient_norm_seconds(layout, cluster))
 
 
@@ -118,5 +121,5 @@ def tied_weight_seconds(
         return 0.0
     apart = (max(ranks) - min(ranks)) // (len(ranks) - 1) * (layout.world // layout.pp)
     return communication.collective_seconds(
-        "all_reduce", profile.gradient_nbytes * elements, ProcessGroup(len(ranks), apart), cluster
+        "all_reduce", profile.optimizer.gradient_nbytes * elements, ProcessGroup(len(ranks), apart), cluster
     )

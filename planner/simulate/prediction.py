@@ -112,7 +112,7 @@ def _times(placed: Partition) -> tuple[list[float], list[float], list[float]]:
     crosses = fit.table.structure.live_values[np.array(placed.bounds[1:-1], dtype=np.intp)].tolist()
     took = {
         (n, r): communication.p2p_seconds(
-            n * fit.table.boundary, r, fit.layout, fit.cluster, scattered=fit.profile.scattered
+            n * fit.table.boundary, r, fit.layout, fit.cluster, scattered=fit.profile.overlap.scattered_sends
         )
         for n, r in product({*crosses}, range(pp))
     }

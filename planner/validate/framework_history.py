@@ -4,64 +4,73 @@ from __future__ import annotations
 
 import re
 
-from attrs import evolve
-
 from megaloom.planner.contract.layout import Layout, Overlap
-from megaloom.planner.cost.framework_profiles import (
+from megaloom.planner.cost.profiles.features import (
+    BLOCKING_LAUNCHES,
+    DEDUPLICATED_DISPATCH,
+    FUSED_EXPERTS,
+    FUSED_LOSS,
+    ITERATION_GRAPHS,
+    LAYER_GRAPHS,
+    MOMENTS_16,
+    PADDED_EXPERTS,
+    ULYSSES,
+    WEIGHTS_8,
+)
+from megaloom.planner.cost.profiles.frameworks import (
     DEEPSPEED_BF16,
     DEEPSPEED_FP16,
-    DISPATCH_GRAPHED,
-    FUSED_CASTS,
-    FUSED_EXPERTS,
-    MEGATRON,
     MEGATRON_2021,
+    MEGATRON_BRIDGE,
+    MEGATRON_CORE,
+    MEGATRON_LM_TUNED,
     NANOTRON,
     NEMO,
-    SENT_ONCE,
-    FrameworkProfile,
-    Way,
 )
+from megaloom.planner.cost.profiles.groups import Feature, FrameworkProfile, compose
 
 from .run import Row, text, whole
 
 
 def framework_profile(row: Row, note: str) -> FrameworkProfile:
     """How that framework ran it then."""
+    base, features = parts(row, note)
+    return compose(base.name, features, base) if features else base
+
+
+def parts(row: Row, note: str) -> tuple[FrameworkProfile, list[Feature]]:
+    """Return the base profile of a row, and its features."""
     framework, when = str(row.get("framework")), str(row.get("framework_version") or "")
     old = "zero bubble" in framework or (framework == "Megatron-LM" and re.search("202[0-2]", when))
     if "DeepSpeed" in framework:
         found = DEEPSPEED_BF16 if row.get("precision_class") == "bf16" else DEEPSPEED_FP16
         hung = "Omni-Path" in str(row.get("interconnect")) and whole(row, "num_gpus", 1) >= HANGS
-        return evolve(found, blocking=hung)
+        return found, [BLOCKING_LAUNCHES] if hung else []
     if old or row.get("gpu") == "V100":
-        return MEGATRON_2021
+        return MEGATRON_2021, []
     if "nanotron" in framework:
-        return NANOTRON
-    # No row says for which products exchanges overlap. With buffers for all, 1 % of the memory, runs of two layouts
-    # that ran would seem not to fit by as little.
-    found = evolve(MEGATRON, exchange_buffers=False)
-    if "Bridge" in framework:
-        found = evolve(found, gradient_nbytes=2, moment_nbytes=2 if row.get("mla") else 4)
-    if tuned(row) or "Bridge" in framework:
-        found = evolve(found, weight_nbytes=1 if row.get("precision_class") == "fp8" and row.get("gpu") in ALONE else 0)
-    if "NeMo" in framework:  # grad_sync_dtype and grad_reduce_in_fp32 of recipes, --grad-reduce-in-bf16 of examples
-        found = evolve(found, gradient_nbytes=2)
-    if "TE fused cross-entropy" in note or "Bridge" in framework:  # it works in the logits (triton/cross_entropy.py)
-        found = evolve(found, loss_copies=0)
+        return NANOTRON, []
+    bridge, block = "Bridge" in framework, row.get("precision_class") in BLOCKS
+    base = MEGATRON_BRIDGE if bridge else MEGATRON_CORE
+    if tuned(row) and not bridge:  # before megatron-core 0.14 (transformer/moe/README.md)
+        base = NEMO if "NeMo" in framework else MEGATRON_LM_TUNED
+    narrow = row.get("precision_class") == "fp8" and row.get("gpu") in ALONE and (tuned(row) or bridge)
+    fused_loss = "TE fused cross-entropy" in note and not bridge
     note = told(row, note)
-    if re.search(GRAPHS, note) and not re.search(r"cuda_graph_impl=none|no CUDA graph", note):
-        found = evolve(found, graphed=True, dispatch_seconds=DISPATCH_GRAPHED)
-        if "full" in note:
-            found = evolve(found, dispatch_seconds=0.0, expert_seconds=0.0, pools=POOLS)
-    if re.search(r"cutedsl|_full_iteration_|impl=full_iteration", note) and row.get("precision_class") in BLOCKS:
-        found = evolve(found, passes=FUSED_EXPERTS, expert_casts=FUSED_CASTS)
-    if padded(row):
-        found = evolve(found, padded=True)
-    if "a2a (Ulysses)" in note:
-        found = evolve(found, context=Way.ALL_TO_ALL)
-    if tuned(row) and "Bridge" not in framework:  # before megatron-core 0.14 (transformer/moe/README.md)
-        found = evolve(found, passes=NEMO, inner=(Overlap.TENSOR,))
-    return evolve(found, once=True, passes={**found.passes, **SENT_ONCE}) if once(row, note) else found
+    graphs = re.search(GRAPHS, note) and not re.search(r"cuda_graph_impl=none|no CUDA graph", note)
+    fused = re.search(r"cutedsl|_full_iteration_|impl=full_iteration", note) and block
+    switched = [
+        (bridge and row.get("mla"), MOMENTS_16),
+        (narrow, WEIGHTS_8),
+        (fused_loss, FUSED_LOSS),
+        (graphs and "full" not in note, LAYER_GRAPHS),
+        (graphs and "full" in note, ITERATION_GRAPHS),
+        (fused and base not in (NEMO, MEGATRON_LM_TUNED), FUSED_EXPERTS),
+        (padded(row), PADDED_EXPERTS),
+        ("a2a (Ulysses)" in note, ULYSSES),
+        (once(row, note), DEDUPLICATED_DISPATCH),
+    ]
+    return base, [feature for on, feature in switched if on]
 
 
 def once(row: Row, note: str) -> bool:
@@ -88,7 +97,7 @@ def overlaps(row: Row, note: str, x: Layout, used: FrameworkProfile) -> tuple[Ov
     """What it overlapped then: before fused attention nothing. NVIDIA's recipes switch all on but the experts', which
     those say that do.
     """
-    if "no TP/P2P/grad overlap" in note or not used.flash:
+    if "no TP/P2P/grad overlap" in note or not used.attention.fused:
         return ()
     if used is NANOTRON:
         return (Overlap.GRADIENTS,)
@@ -145,9 +154,6 @@ ALONE = ("B200", "GB200", "B300", "GB300")
 HANGS = 320
 # What says that kernels are launched as CUDA graphs, of parts of a layer or of the whole step.
 GRAPHS = r"cuda_graph_impl=|CUDA graph|TE graph|full.iteration"
-# Hy3 in bf16 took 187 GB without graphs and 219 with one of the whole iteration, 77 of them saved. With as much every
-# run of NVIDIA's that has such a graph fits its GPU, as with up to 0.43.
-POOLS = 32 / 77
 # NVIDIA's recipes of DeepSeek-V3: Megatron-Bridge's, of which others say so, and NeMo's on H100 (NeMo's
 # scripts/performance/recommended_model_configs; NVIDIA/dgxc-benchmarking, deepseek_v3/pretraining/launch.sh).
 AGAIN = "selective:mla_up_proj"

@@ -13,8 +13,17 @@ from typing import Any
 from attrs import evolve
 
 from megaloom.planner.contract.layout import Layout, Precision, Workload
-from megaloom.planner.cost.framework_profiles import MEGATRON, FrameworkProfile
-from megaloom.planner.cost.memory import optimizer_element_bytes
+from megaloom.planner.cost.profiles.features import (
+    COMPILED_LOSS,
+    FLASH_ATTENTION,
+    FP16_GRADIENTS,
+    TORCH_SCORES,
+    TWO_OPTIMIZER_INSTANCES,
+    UNFUSED_ATTENTION,
+    UNGROUPED_EXPERTS,
+)
+from megaloom.planner.cost.profiles.frameworks import MEGATRON_LM_TESTS
+from megaloom.planner.cost.profiles.groups import FrameworkProfile, compose
 from megaloom.planner.hardware.cluster_names import cluster
 
 from .decoder import Decoder
@@ -35,11 +44,6 @@ TUNED = 5  # --microbatch-group-size-per-virtual-pipeline-stage, of the tests wh
 VOCAB = {"gpt": 50257, "moe": 50257, "bert": 30522}
 LARGE_VOCAB = 131072  # of the tests of 7 billion parameters, with 8 groups of keys and values
 LIBRARY = 2**25  # CUBLAS_WORKSPACE_CONFIG=:4096:8, which makes cuBLAS deterministic on every GPU
-# Of each element, those of the loss that is compiled as one (fusions/fused_cross_entropy.py): the logits in fp32, and
-# their exponentials.
-COMPILED_LOSS = 4 + 4
-# Of each score, where torch softmaxes it in fp32 (--no-masked-softmax-fusion, fusions/fused_softmax.py).
-TORCH_SCORES = 4 + 1 + 2
 # Layers and width of the tests that have experts as wide as a dense layer, of which a token goes to one, or two (top2).
 SMALL = (12, 512)
 SIZES: Mapping[str, Mapping[str, Any]] = {  # what a row does not say and the configuration does, likewise
@@ -162,16 +166,16 @@ def _framework_profile(row: Row, gpu: str, deterministic: bool, half: bool) -> F
     test = text(row, "test")
     flash = _flash(row) or not deterministic
     theirs = gpu == "A100" or (gpu != "H100" and deterministic)  # flash-attn's
-    found = evolve(MEGATRON, dummies=False, flash=flash, copied=flash and theirs)
-    if "optimizer_instances" in test:  # two: each of half the copies has all of the state, a share twice as large
-        found = evolve(found, share_nbytes=optimizer_element_bytes(Precision.BF16))
-    if "4experts" in test or "reshard" in test:  # without --moe-grouped-gemm
-        found = evolve(found, streams=0)
-    if "uninstall_te" in test:
-        found = evolve(found, score_nbytes=TORCH_SCORES)
-    if "cross_entropy_loss_fusion" in test:
-        found = evolve(found, loss_copies=COMPILED_LOSS)
-    return evolve(found, gradient_nbytes=2, step_nbytes=4) if half else found
+    switched = [
+        (not flash, UNFUSED_ATTENTION),
+        (flash and theirs, FLASH_ATTENTION),
+        ("optimizer_instances" in test, TWO_OPTIMIZER_INSTANCES),
+        ("4experts" in test or "reshard" in test, UNGROUPED_EXPERTS),
+        ("uninstall_te" in test, TORCH_SCORES),
+        ("cross_entropy_loss_fusion" in test, COMPILED_LOSS),
+        (half, FP16_GRADIENTS),
+    ]
+    return compose(MEGATRON_LM_TESTS.name, [feature for on, feature in switched if on], MEGATRON_LM_TESTS)
 
 
 def _loose(row: Row) -> bool:

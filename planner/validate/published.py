@@ -78,7 +78,7 @@ def published(row: Row) -> Run:
         name=text(row, "model"),
         gpu=gpu,
         sparse=bool(decoder.experts),
-        model=decoder.model(0.0 if used.flash else 0.1),
+        model=decoder.model(0.0 if used.attention.fused else 0.1),
         layout=evolve(layout, overlaps=overlaps(row, note, layout, used)),
         cluster=machine,
         workload=Workload(seq=seq, batch=batch, precision=computed),

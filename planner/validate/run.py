@@ -16,7 +16,7 @@ from megaloom.planner.contract.layout import (
     Recompute,
     Workload,
 )
-from megaloom.planner.cost.framework_profiles import FrameworkProfile
+from megaloom.planner.cost.profiles.groups import FrameworkProfile
 
 Row = Mapping[str, Any]
 

@@ -19,8 +19,8 @@ from attrs import frozen
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
 from megaloom.planner.contract.devices import GiB
-from megaloom.planner.cost.framework_profiles import DEEPSPEED_BF16, DEEPSPEED_FP16, NANOTRON
 from megaloom.planner.cost.memory import held_bytes, required_bytes, upper_bytes
+from megaloom.planner.cost.profiles.frameworks import DEEPSPEED_BF16, DEEPSPEED_FP16, NANOTRON
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.pricing import Pricer
@@ -131,7 +131,7 @@ def predict(run: Run) -> Predicted:
     priced = priced_as(run)
     held = priced.prediction.nbytes[-1 if run.last_rank else _fullest(priced)]
     oom = max(required_bytes(peak.held) for peak in priced.partition.rank_peaks) > run.cluster.device.nbytes
-    most = upper_bytes(held, run.memory_kind or "device", run.profile.graphed)
+    most = upper_bytes(held, run.memory_kind or "device", run.profile.kernels.cuda_graphs)
     of = (
         OTHER
         if run.profile.name == NANOTRON.name

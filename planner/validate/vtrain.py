@@ -8,7 +8,7 @@ from megaloom.planner.contract.layout import (
     Recompute,
     Workload,
 )
-from megaloom.planner.cost.framework_profiles import MEGATRON_2021
+from megaloom.planner.cost.profiles.frameworks import MEGATRON_2021
 from megaloom.planner.hardware.cluster_names import cluster
 
 from .decoder import Decoder

@@ -83,7 +83,7 @@ def search(case: Case) -> dict[str, Any]:
     from megaloom.dsl.errors import UserError
     from megaloom.dsl.graph import graph
     from megaloom.planner import Precision, Runtime, Workload, cluster, plan
-    from megaloom.planner.cost.framework_profiles import PROFILES
+    from megaloom.planner.cost.profiles.frameworks import PROFILES
     from megaloom.planner.partition.whole_blocks import blocks
     from megaloom.planner.search.candidates import Candidates
     from megaloom.planner.search.infeasible import checked_fixed

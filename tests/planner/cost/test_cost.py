@@ -25,12 +25,13 @@ from megaloom.planner.contract.layout import (
 )
 from megaloom.planner.cost import communication, kernels
 from megaloom.planner.cost.communication import ProcessGroup
-from megaloom.planner.cost.framework_profiles import EAGER, OWN
+from megaloom.planner.cost.profiles.frameworks import EAGER, OWN
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.search.pricing import Pricer, price
 from megaloom.planner.simulate.prediction import Priced
 from megaloom.runtime.megatron.device import prepare
+from tests.support.profiles import changed
 
 GPT = graph(gpt("tiny-gpt", layers=4, heads=4, embed=64, vocab=512, seq=64))
 LLAMA = graph(llama("tiny-llama", layers=4, heads=8, kv_heads=4, embed=128, ff=256, vocab=512))
@@ -56,7 +57,7 @@ def test_no_product_beats_the_device(m: int, n: int, k: int, preset: Any) -> Non
     assert took.forward >= 2 * work.elements / (device.bandwidth * device.bandwidth_efficiency)
     assert min(took.ahead, took.back) >= (device.units > 1)
     assert min(took.waits(device, OWN)) >= device.launch_seconds * (device.units > 1)
-    assert max(took.waits(device, evolve(OWN, graphed=True))) == 0
+    assert max(took.waits(device, changed(OWN, kernels={"cuda_graphs": True}))) == 0
     assert took.backward >= 2 * work.flops / (device.flops["bf16"] * device.flops_efficiency)
 
 

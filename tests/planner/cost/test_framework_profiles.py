@@ -21,16 +21,6 @@ from megaloom.planner.contract.layout import (
 )
 from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.cost.cost_table import CostColumn
-from megaloom.planner.cost.framework_profiles import (
-    FUSED_CASTS,
-    FUSED_EXPERTS,
-    MEGATRON,
-    MEGATRON_2021,
-    NEMO,
-    OWN,
-    SENT_ONCE,
-    FrameworkProfile,
-)
 from megaloom.planner.cost.kernels import (
     CAST_TRAFFIC,
     SPLIT,
@@ -39,14 +29,24 @@ from megaloom.planner.cost.kernels import (
     kernel_seconds,
     named,
 )
+from megaloom.planner.cost.profiles.features import (
+    DEDUPLICATED_DISPATCH,
+    FUSED_EXPERTS,
+    ITERATION_GRAPHS,
+    PADDED_EXPERTS,
+    SLOW_MEMORY_KERNELS,
+)
+from megaloom.planner.cost.profiles.frameworks import MEGATRON, MEGATRON_2021, NEMO, OWN
+from megaloom.planner.cost.profiles.groups import FrameworkProfile, compose
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.model.structure import model_structure
 from megaloom.planner.validate.framework_history import again, framework_profile, told
+from tests.support.profiles import changed
 
 GB200 = PRESETS["GB200"].device
-OLD = evolve(MEGATRON, name="NeMo", passes=NEMO)
-ONE_KERNEL = evolve(MEGATRON, name="experts in one kernel", passes=FUSED_EXPERTS, expert_casts=FUSED_CASTS)
+OLD = compose("before Megatron-Bridge", [SLOW_MEMORY_KERNELS], MEGATRON)
+ONE_KERNEL = compose("experts in one kernel", [FUSED_EXPERTS], MEGATRON)
 
 
 def works(model) -> list[Work]:
@@ -69,7 +69,7 @@ def took(model, used: FrameworkProfile, precision: Precision = Precision.MXFP8) 
 )
 def test_gates_and_biases_have_passes_of_their_own(model, names) -> None:
     assert {named(w) for w in works(model()) if w.kind == "pointwise"} == names
-    for passes in (OWN.passes, MEGATRON.passes, NEMO):
+    for passes in (OWN.kernels.memory_passes, MEGATRON.kernels.memory_passes, NEMO.kernels.memory_passes):
         assert names - {"expert bias"} <= {*passes, "pointwise"}
 
 
@@ -87,7 +87,7 @@ def test_a_gradient_is_added_once(count: int, m: int, n: int, k: int) -> None:
     assert fused_gradient_elements(work, MEGATRON_2021) == concurrent_gradient_bytes(work, MEGATRON_2021) == 0
     assert fused_gradient_elements(work, MEGATRON) == count * n * k
     assert concurrent_gradient_bytes(work, MEGATRON) == (
-        2 * MEGATRON.gradient_nbytes * count * n * k if count > 1 else 0
+        2 * MEGATRON.optimizer.gradient_nbytes * count * n * k if count > 1 else 0
     )
     alone, together = (kernel_seconds(work, GB200, Precision.BF16, used) for used in (MEGATRON_2021, MEGATRON))
     assert together.forward == alone.forward and together.backward >= alone.backward
@@ -96,9 +96,9 @@ def test_a_gradient_is_added_once(count: int, m: int, n: int, k: int) -> None:
 def test_recipes_of_recent_containers_are_taken_to_graph_whole_iterations() -> None:
     row = {"framework": "Megatron-Bridge", "framework_version": "NeMo container 26.08", "experts": 128}
     row |= {"precision_class": "mxfp8"}
-    assert framework_profile(row, "").graphed and framework_profile(row, "").passes == {**FUSED_EXPERTS, **SENT_ONCE}
-    assert not framework_profile(row | {"framework_version": "NeMo container 26.04"}, "").graphed
-    assert framework_profile(row | {"precision_class": "bf16"}, "").passes == {**MEGATRON.passes, **SENT_ONCE}
+    assert set(framework_profile(row, "").features) >= {ITERATION_GRAPHS, FUSED_EXPERTS, DEDUPLICATED_DISPATCH}
+    assert not framework_profile(row | {"framework_version": "NeMo container 26.04"}, "").kernels.cuda_graphs
+    assert FUSED_EXPERTS not in framework_profile(row | {"precision_class": "bf16"}, "").features
     assert told(row, "moe_a2a_overlap=True") == "moe_a2a_overlap=True"
     assert told(row | {"experts": None}, "") == told(row | {"framework_version": None}, "") == ""
 
@@ -120,8 +120,8 @@ def test_products_of_8_bits_are_slower_back_where_these_add_up_in_fp32() -> None
 def test_what_nvidias_recipes_do_that_rows_do_not_say() -> None:
     """Gradients are summed in 16 bits; of DeepSeek-V3 the projections of latent attention are made again."""
     nemo = {"framework": "NeMo (Megatron-core)", "gpu": "H100"}
-    assert framework_profile(nemo, "").gradient_nbytes == 2
-    assert framework_profile(nemo | {"framework": "Megatron-LM"}, "").gradient_nbytes == 4
+    assert framework_profile(nemo, "").optimizer.gradient_nbytes == 2
+    assert framework_profile(nemo | {"framework": "Megatron-LM"}, "").optimizer.gradient_nbytes == 4
     latent = nemo | {"mla": {"kv_lora": 512}}
     assert again(latent) == "selective:mla_up_proj"
     assert again(nemo) is None and again(latent | {"gpu": "GB200"}) is None
@@ -133,10 +133,15 @@ def test_kernels_that_wait_for_each_other_are_launched_one_by_one() -> None:
     """As BLOOM's were, on more devices than did without."""
     row = {"framework": "Megatron-DeepSpeed", "interconnect": "4x Omni-Path", "num_gpus": 384}
     used = framework_profile(row, "")
-    assert used.blocking and not framework_profile(row | {"num_gpus": 160}, "").blocking
+    assert (
+        used.kernels.blocking_launches and not framework_profile(row | {"num_gpus": 160}, "").kernels.blocking_launches
+    )
     device = PRESETS["A100"].device
     for work in works(llama3_8b()):
-        ours, alone = (kernel_seconds(work, device, Precision.FP16, evolve(used, blocking=b)) for b in (True, False))
+        ours, alone = (
+            kernel_seconds(work, device, Precision.FP16, changed(used, kernels={"blocking_launches": b}))
+            for b in (True, False)
+        )
         assert ours.forward == alone.forward + alone.ahead * device.launch_seconds
         assert ours.waits(device, used) == (0, 0)
 
@@ -153,9 +158,12 @@ def experts(used: FrameworkProfile, layout: Layout) -> tuple[float, float]:
 def test_a_host_that_waits_for_no_numbers_goes_ahead(ep: int, micro_batch: int) -> None:
     """Where experts are padded it takes as long as the longer of two, their kernels and their launches."""
     layout = Layout(dp=16, ep=ep, micro_batch=micro_batch)
-    waits, (ahead, _) = MEGATRON.dispatch_seconds, experts(evolve(MEGATRON, padded=True), layout)
-    never, _ = experts(evolve(MEGATRON, dispatch_seconds=0.0, expert_seconds=0.0), layout)
-    each = 128 // ep * MEGATRON.expert_seconds
+    waits, (ahead, _) = (
+        MEGATRON.experts.dispatch_seconds,
+        experts(compose("padded", [PADDED_EXPERTS], MEGATRON), layout),
+    )
+    never, _ = experts(changed(MEGATRON, experts={"dispatch_seconds": 0.0, "launch_seconds": 0.0}), layout)
+    each = 128 // ep * MEGATRON.experts.launch_seconds
     assert max(never, waits + each) <= ahead * (1 + 1e-9) <= experts(MEGATRON, layout)[0] * (1 + 2e-9)
 
 
@@ -164,7 +172,7 @@ def test_an_exchange_that_overlaps_takes_a_share_of_the_device() -> None:
     layout = Layout(dp=16, ep=16)
     hidden = evolve(layout, overlaps=(*layout.overlaps, Overlap.EXPERTS))
     _, alone = experts(MEGATRON, layout)
-    _, seen = experts(evolve(MEGATRON, hidden_experts=1.0), hidden)
+    _, seen = experts(changed(MEGATRON, overlap={"experts_hidden": 1.0}), hidden)
     assert seen == pytest.approx(16 / 132 * alone)
 
 
@@ -185,9 +193,16 @@ def test_who_padded_experts_and_who_sent_tokens_once() -> None:
         (latent | {"gpu": "GB200"}, True, False),
         (latent | {"gpu": "GB200", "framework_version": "NeMo container 25.11"}, False, True),
     ):
-        assert (framework_profile(row, "").padded, framework_profile(row, "").once) == (padded, once)
+        assert (
+            framework_profile(row, "").experts.padded_tokens,
+            framework_profile(row, "").experts.deduplicated_dispatch,
+        ) == (padded, once)
     deepep = framework_profile(
         bridge | {"framework_version": "NeMo container 26.02"}, "moe_flex_dispatcher_backend=deepep"
     )
-    assert deepep.once and deepep.passes["route"] < MEGATRON.passes["route"]
-    assert framework_profile(nemo, "").inner == (Overlap.TENSOR,) and framework_profile(bridge, "").inner == INNER
+    assert deepep.experts.deduplicated_dispatch
+    assert deepep.kernels.memory_passes["route"] < MEGATRON.kernels.memory_passes["route"]
+    assert (
+        framework_profile(nemo, "").overlap.supported == (Overlap.TENSOR,)
+        and framework_profile(bridge, "").overlap.supported == INNER
+    )

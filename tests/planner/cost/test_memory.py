@@ -25,13 +25,14 @@ from megaloom.planner.contract.layout import (
     Workload,
 )
 from megaloom.planner.cost import memory
-from megaloom.planner.cost.framework_profiles import MEGATRON, OWN
+from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.search.candidate_space import base_layouts, variants
 from megaloom.planner.search.pricing import Pricer, price
 from megaloom.planner.simulate import schedule
 from megaloom.planner.validate.scoring import evenly
+from tests.support.profiles import changed
 
 N = st.integers(0, 10**9)
 MODELS = {
@@ -91,7 +92,7 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
         memory.StageMemory(1, 0, n, workspace, library, loss if ends and chunk == vpp - 1 else 0)
         for chunk, n in enumerate(saved)
     ]
-    kept, alive = 0, {"optimizer's step": library + vpp * OWN.step_nbytes}
+    kept, alive = 0, {"optimizer's step": library + vpp * OWN.optimizer.step_held_nbytes}
     for step in schedule.rank_order(rank, pp, vpp, m, group):
         name = f"of micro-batch {step.microbatch}"
         if step.backward:
@@ -172,7 +173,7 @@ ALLOCATED: list[tuple[dict[str, Any], int, float]] = [
 def test_memory_as_measured(axes: dict[str, Any], seq: int, gib: float) -> None:
     g = graph(llama("twelve", layers=12, heads=64, kv_heads=8, embed=8192, ff=28672, vocab=128256))
     layout = Layout(**axes, distributed_optimizer=True)
-    profile = evolve(MEGATRON, loss_copies=0)  # Transformer Engine's loss works in place
+    profile = changed(MEGATRON, kernels={"loss_saved_nbytes": 0})  # Transformer Engine's loss works in place
     pricer = Pricer(g, cluster("8xB200"), Workload(seq=seq, batch=layout.dp * 4), profile)
     fit = PartitionProblem(layout, pricer.cost_table(layout), pricer.workload, pricer.cluster, profile)
     found = Partition(fit, evenly(g, layout.pp) or fit.even())
@@ -216,7 +217,7 @@ def test_the_fast_form_is_the_peak() -> None:
     """What the search asks of a cut, in columns, is the fullest moment of each rank, to what rounding adds."""
     for name in MODELS:
         pricer, layouts = legal(name)
-        for profile in (OWN, evolve(MEGATRON, step_nbytes=16)):
+        for profile in (OWN, changed(MEGATRON, optimizer={"step_held_nbytes": 16})):
             fits = (PartitionProblem(x, pricer.cost_table(x), WORK, pricer.cluster, profile) for x in layouts[::5])
             for placed in (Partition(fit, fit.even()) for fit in fits):
                 assert placed.deficit == pytest.approx(max(placed.peaks) - placed.capacity, abs=100)

@@ -21,7 +21,7 @@ from megaloom.examples.deepseek import deepseek, deepseek_v3_mtp
 from megaloom.examples.t5 import t5
 from megaloom.planner.contract.layout import Layout, Recompute, Workload
 from megaloom.planner.cost.cost_table import STEP_COLUMNS, CostColumn
-from megaloom.planner.cost.framework_profiles import MEGATRON, OWN
+from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN
 from megaloom.planner.export.decoder import gpt
 from megaloom.planner.export.export import Target, export
 from megaloom.planner.export.whole_layers import layout as letters
@@ -33,6 +33,7 @@ from megaloom.planner.search.pricing import Pricer
 from megaloom.runtime.megatron import device
 from tests.support.exported import made
 from tests.support.models import LATENT
+from tests.support.profiles import changed
 
 MOE = MoE(SwiGLU(32), 8, 4, shared=SwiGLU(32))
 SMALL = deepseek("small", LATENT, 64, ff=96, moe=MOE, dense=1, sparse=6, vocab=512, ahead=1)
@@ -140,7 +141,9 @@ def test_two_hidden_states_cross_into_the_heads() -> None:
 )
 def test_what_the_search_asks_of_a_cut_holds_where_several_hidden_states_cross(g: Graph) -> None:
     crossed = 0
-    for (pp, vpp), profile in ((c, p) for c in CHUNKS for p in (OWN, evolve(MEGATRON, step_nbytes=16))):
+    for (pp, vpp), profile in (
+        (c, p) for c in CHUNKS for p in (OWN, changed(MEGATRON, optimizer={"step_held_nbytes": 16}))
+    ):
         x, work = Layout(pp=pp, vpp=vpp), Workload(seq=64, batch=2 * pp)
         of = pricer(g, pp, work)
         fit = PartitionProblem(x, of.cost_table(x), work, of.cluster, profile)

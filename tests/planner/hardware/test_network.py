@@ -16,9 +16,11 @@ from megaloom.planner.contract.layout import Layout, Workload
 from megaloom.planner.cost import communication
 from megaloom.planner.cost.communication import PASSES, ProcessGroup
 from megaloom.planner.cost.cost_table import CostColumn
-from megaloom.planner.cost.framework_profiles import MEGATRON, Way
+from megaloom.planner.cost.profiles.frameworks import MEGATRON
+from megaloom.planner.cost.profiles.groups import ContextCommunication
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.search.pricing import Pricer
+from tests.support.profiles import changed
 
 FLAT = cluster("512xH100")
 KIND = st.sampled_from(sorted(PASSES))
@@ -136,24 +138,29 @@ def test_ways_of_context_parallelism(seq: int) -> None:
     """A ring hides behind attention when sequences are long, but for what adds its parts up."""
     layout, g = Layout(dp=1, tp=2, cp=4), graph(llama3_8b())
     seen = {}
-    for way in Way:
-        book = Pricer(g, cluster("8xH100"), Workload(seq=seq, batch=8), evolve(MEGATRON, context=way))
+    for way in ContextCommunication:
+        book = Pricer(
+            g,
+            cluster("8xH100"),
+            Workload(seq=seq, batch=8),
+            changed(MEGATRON, attention={"context_communication": way}),
+        )
         total = book.cost_table(layout).total
         seen[way] = float(total[CostColumn.CP_FORWARD]), float(total[CostColumn.CP_BACKWARD])
     tokens, kv, heads = seq // 4, 8 * 128 // 2, 32 * 128 // 2  # of each device
     sums = [
         3 * 2 * tokens * 4 * moved / cluster("8xH100").device.moves for moved in (0.75 * heads, 0.75 * heads + 2 * kv)
     ]
-    assert 32 * sums[0] <= seen[Way.P2P][0] < seen[Way.ALL_GATHER][0] + 32 * sums[0]
+    assert 32 * sums[0] <= seen[ContextCommunication.P2P][0] < seen[ContextCommunication.ALL_GATHER][0] + 32 * sums[0]
     if seq == 32768:
-        assert seen[Way.P2P] == pytest.approx(tuple(32 * took for took in sums))
+        assert seen[ContextCommunication.P2P] == pytest.approx(tuple(32 * took for took in sums))
     there = communication.collective_seconds(
         "all_to_all", 2 * tokens * (heads + 2 * kv), ProcessGroup(4, 2), cluster("8xH100")
     )
     back = communication.collective_seconds("all_to_all", 2 * tokens * heads, ProcessGroup(4, 2), cluster("8xH100"))
-    assert seen[Way.ALL_TO_ALL] == pytest.approx((32 * (there + back),) * 2)
+    assert seen[ContextCommunication.ALL_TO_ALL] == pytest.approx((32 * (there + back),) * 2)
     gathered = communication.collective_seconds("all_gather", 2 * seq * 2 * kv, ProcessGroup(4, 2), cluster("8xH100"))
-    assert seen[Way.ALL_GATHER][0] == pytest.approx(32 * gathered)
+    assert seen[ContextCommunication.ALL_GATHER][0] == pytest.approx(32 * gathered)
 
 
 def test_scattered_each_rank_sends_its_part() -> None:

@@ -18,13 +18,14 @@ from megaloom.planner.contract.layout import (
     Runtime,
     Workload,
 )
-from megaloom.planner.cost.framework_profiles import PROFILES
+from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import HEADROOM
 from megaloom.planner.rules.capabilities import limits
 from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import search
+from tests.support.profiles import changed
 
 WORK = Workload(seq=256, batch=16)
 TENSOR = Layout(tp=2, etp=2, sequence_parallel=True, micro_batch=4, overlaps=("gradients", "tensor"))
@@ -41,7 +42,7 @@ def small(kib: int, count: int = 2) -> Cluster:
 
 def pricer(kib: int) -> Pricer:
     g = graph(mixtral("sparse", layers=4, heads=4, kv_heads=2, embed=64, ff=96, experts=4, vocab=512))
-    return Pricer(g, small(kib), WORK, evolve(PROFILES[Runtime.MEGATRON], engine=True, streams=0))
+    return Pricer(g, small(kib), WORK, changed(PROFILES[Runtime.MEGATRON], buffers={"grouped_streams": 0}))
 
 
 @pytest.mark.parametrize(("layout", "overlap", "nbytes"), FREED, ids=["tensor", "experts"])

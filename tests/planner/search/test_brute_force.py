@@ -22,7 +22,7 @@ from megaloom.planner.contract.layout import (
     Runtime,
     Workload,
 )
-from megaloom.planner.cost.framework_profiles import PROFILES
+from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import HEADROOM
 from megaloom.planner.partition.whole_blocks import blocks

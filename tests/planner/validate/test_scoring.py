@@ -62,7 +62,7 @@ def test_a_row_becomes_the_model_and_the_layout_that_were_run() -> None:
     assert run.layout == Layout(dp=32, tp=2, micro_batch=16, recompute=Recompute.FULL, overlaps=())
     assert run.workload.precision is Precision.FP16
     assert params(run.model) == pytest.approx(3.6e9, rel=0.02)
-    assert not run.profile.flash
+    assert not run.profile.attention.fused
     sparse = rows()["simumax-005"]
     assert sparse.sparse and sparse.layout.ep == 8
 

@@ -1,0 +1,239 @@
+"""The groups of settings that make up a framework profile: kernels, attention, optimizer, buffers, experts, overlap.
+
+A layout says how a model is distributed. A framework profile says how a framework runs it. The default of every
+setting is that of a framework with fused kernels and without Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+from attrs import evolve, field, fields_dict, frozen
+
+from megaloom.planner.contract.layout import Overlap
+
+from .figures import Figure, FigureKind, setting
+
+Passes = Mapping[str, tuple[float, float]]
+"""Passes over memory of a kind of kernel, forward and backward, per pass that the facts count."""
+ONE_PASS = (1.0, 1.0)
+
+
+class ContextCommunication(StrEnum):
+    """Communication of context-parallel attention: Megatron-LM's --cp-comm-type."""
+
+    ALL_GATHER = "all-gather"
+    P2P = "p2p"
+    ALL_TO_ALL = "all-to-all"
+
+
+@frozen(kw_only=True)
+class KernelSettings:
+    """Kernels of everything but attention and experts, and how the host launches them."""
+
+    memory_passes: Passes = field(
+        default=MappingProxyType({}),
+        hash=False,
+        metadata={
+            "meaning": "times that a memory-bound kernel passes over memory, where the facts count one fused kernel",
+            "unit": "passes (forward, backward)",
+            "figure": Figure({}, FigureKind.CODE, "one fused kernel each"),
+        },
+    )
+    loss_moved_nbytes: int = setting(
+        14,
+        "moved by the loss and its gradient",
+        unit="bytes per logit",
+        source="counted for a fused cross-entropy in fp32; not measured alone",
+    )
+    loss_saved_nbytes: int = setting(
+        4,
+        "that the loss saves of each 16-bit logit",
+        unit="bytes per logit",
+        source="megatron-core, tensor_parallel/cross_entropy.py: an fp32 copy",
+    )
+    only_swiglu_fused: bool = setting(False, "SwiGLU is the only gated unit with a fused kernel")
+    launch_factor: float = setting(
+        1.0,
+        "host time per kernel, in kernel launches of the device",
+        unit="launches per kernel",
+        source="the device's launch time alone",
+    )
+    cuda_graphs: bool = setting(False, "kernels are launched by CUDA graphs and wait for no host")
+    blocking_launches: bool = setting(False, "a kernel is launched when the one before it has ended")
+    wgrad_fusion: bool = setting(
+        False, "weight-gradient GEMMs add to the main gradient; a dummy tensor stands for each weight's own gradient"
+    )
+
+
+@frozen(kw_only=True)
+class AttentionSettings:
+    """Attention: fused or not, what it saves, and its context-parallel communication."""
+
+    fused: bool = setting(True, "attention is one fused kernel, which stores no scores")
+    score_nbytes: int = setting(
+        2 + 1 + 2,
+        "saved of each attention score where attention is not fused",
+        unit="bytes per score",
+        source="Korthikanti et al., arXiv:2205.05198, section 4.1: softmax output, dropout mask, dropout output",
+    )
+    context_communication: ContextCommunication = setting(  # noqa: RUF009
+        ContextCommunication.ALL_GATHER, "context-parallel communication of keys and values"
+    )
+    output_copied: bool = setting(False, "the output is saved a second time, in sequence-first order")
+    values_share_qkv: bool = setting(False, "values stay a view of the QKV tensor, which is therefore saved whole")
+
+
+@frozen(kw_only=True)
+class OptimizerSettings:
+    """Weights, gradients and optimizer state: what they hold, and what a step of the optimizer moves."""
+
+    step_moved_nbytes: int = setting(
+        4 + 8 + 28,
+        "moved in an optimizer step, without zeroing gradients",
+        unit="bytes per element of the optimizer's shard",
+        source="gradient norm reads 4, scaling moves 8; fused AdamW reads gradient, weight and two moments and writes "
+        "all but the gradient",
+    )
+    step_held_nbytes: int = setting(
+        0, "held during the optimizer step", unit="bytes per element of the optimizer's shard"
+    )
+    moment_nbytes: int = setting(4, "held by each of Adam's two moments", unit="bytes per element")
+    extra_shard_nbytes: int = setting(
+        0, "held all the time beside the optimizer state", unit="bytes per element of the optimizer's shard"
+    )
+    gradient_nbytes: int = setting(4, "held by the main gradient", unit="bytes per element")
+    weight_nbytes: int = setting(0, "held by a weight; 0: as wide as the precision", unit="bytes per element")
+    extra_weight_nbytes: int = setting(0, "held all the time beside weight and main gradient", unit="bytes per element")
+
+
+@frozen(kw_only=True)
+class BufferSettings:
+    """Memory that the framework and its libraries hold beside weights, optimizer and activations."""
+
+    cublas_workspaces: int = setting(
+        2, "cuBLAS workspaces", unit="workspaces", source="one for each thread that calls cuBLAS: forward and backward"
+    )
+    engine_workspace: bool = setting(False, "Transformer Engine holds a workspace of its own")
+    grouped_streams: int = setting(
+        0, "streams of grouped expert GEMMs, each with a workspace of Transformer Engine", unit="streams"
+    )
+    tensor_overlap_buffers: bool = setting(
+        True, "with tensor-parallel overlap, GEMMs have communication buffers of their own"
+    )
+    bucket_nbytes: int = setting(0, "held by buckets of fixed size", unit="bytes")
+    stage_output_saved: bool = setting(False, "each micro-batch in flight also saves the output of its stage")
+    graph_pool_share: float = setting(
+        0.0, "extra memory of CUDA-graph pools, as a share of the saved activations", unit="share"
+    )
+
+
+@frozen(kw_only=True)
+class ExpertSettings:
+    """Mixture of experts: dispatch of tokens, and how experts' kernels are launched."""
+
+    separate_casts: float = setting(
+        1.0, "share of the casts of experts' operands that are kernels of their own", unit="share"
+    )
+    deduplicated_dispatch: bool = setting(
+        False, "a token is sent once to each node that has experts for it, and copied there"
+    )
+    padded_tokens: bool = setting(
+        False, "each expert gets equally many tokens, so that the host never waits for token counts"
+    )
+    dispatch_seconds: float = setting(
+        0.0, "that a layer of experts waits for the host, in each pass", unit="seconds per layer"
+    )
+    launch_seconds: float = setting(
+        0.0,
+        "that a layer waits for the host to launch each expert in the forward pass; twice that in the backward pass",
+        unit="seconds per expert",
+    )
+    grouped_launch_seconds: float | None = setting(
+        None, "launch_seconds of small experts, if they are computed together", unit="seconds per expert"
+    )
+
+
+@frozen(kw_only=True)
+class OverlapSettings:
+    """Communication: what can overlap with computation, how much of it that hides, and p2p sends."""
+
+    supported: tuple[Overlap, ...] = setting((), "communication of a micro-batch that can overlap with computation")
+    tensor_hidden: float = setting(
+        0.8,
+        "tensor-parallel communication that Transformer Engine's overlap hides, less the slowdown of the GEMMs",
+        unit="share",
+        kind=FigureKind.FITTED,
+        source="published runs that overlap",
+    )
+    experts_hidden: float = setting(
+        0.55,
+        "expert-parallel all-to-all that the overlap with another micro-batch hides; it also takes SMs",
+        unit="share",
+        kind=FigureKind.FITTED,
+        source="published runs that overlap",
+    )
+    scattered_sends: bool = setting(
+        False, "each tensor-parallel rank sends a part of the hidden states to the next pipeline stage"
+    )
+
+
+Changes = Mapping[str, Figure | Mapping[str, Figure]]
+"""New figures of a group by setting. `memory_passes` takes a figure for each kind of kernel."""
+UNCHANGED: Changes = MappingProxyType({})
+
+
+@frozen(kw_only=True)
+class Feature:
+    """A named part of a framework's behaviour, as the figures that it changes in each group."""
+
+    name: str
+    kernels: Changes = field(default=UNCHANGED, hash=False)
+    attention: Changes = field(default=UNCHANGED, hash=False)
+    optimizer: Changes = field(default=UNCHANGED, hash=False)
+    buffers: Changes = field(default=UNCHANGED, hash=False)
+    experts: Changes = field(default=UNCHANGED, hash=False)
+    overlap: Changes = field(default=UNCHANGED, hash=False)
+
+
+@frozen(kw_only=True)
+class FrameworkProfile:
+    """How a framework runs a layout."""
+
+    name: str
+    kernels: KernelSettings = KernelSettings()
+    attention: AttentionSettings = AttentionSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    buffers: BufferSettings = BufferSettings()
+    experts: ExpertSettings = ExpertSettings()
+    overlap: OverlapSettings = OverlapSettings()
+    features: tuple[Feature, ...] = field(default=(), eq=False)  # in the order in which they were applied
+
+
+GROUPS = ("kernels", "attention", "optimizer", "buffers", "experts", "overlap")
+
+
+def compose(name: str, features: Iterable[Feature], base: FrameworkProfile | None = None) -> FrameworkProfile:
+    """Return the base profile with these features applied in order, under a new name."""
+    profile = base or FrameworkProfile(name=name)
+    for feature in features:
+        groups = {group: _changed(getattr(profile, group), getattr(feature, group)) for group in GROUPS}
+        profile = evolve(profile, features=(*profile.features, feature), **groups)
+    return evolve(profile, name=name)
+
+
+def _changed(group: Any, changes: Changes) -> Any:
+    """Return a group with these figures. A mapping of figures is merged with the mapping that is there."""
+    if unknown := set(changes) - set(fields_dict(type(group))):
+        raise TypeError(f"{type(group).__name__} has no {', '.join(sorted(unknown))}")
+    values: dict[str, Any] = {}
+    for key, figure in changes.items():
+        if isinstance(figure, Figure):
+            values[key] = figure.value
+        else:
+            new = {name: one.value for name, one in figure.items()}
+            values[key] = MappingProxyType({**getattr(group, key), **new})
+    return evolve(group, **values) if values else group
