@@ -143,7 +143,8 @@ class Frontier:
         """Look at more layouts, if there are any that may take less than this, or as little."""
         limit, horizon = min(seconds, self.least), self.candidates.horizon
         first = float(self.bounds[0]) if len(self.bounds) else inf
-        if horizon < first and horizon <= limit:
+        last = float(self.bounds[BASES_AT_ONCE - 1]) if len(self.bounds) >= BASES_AT_ONCE else inf
+        if horizon < last and min(first, horizon) <= limit:  # the next base layouts are not all known
             self._extend(limit)
         elif first < inf and first <= limit:
             self._open()
@@ -162,7 +163,7 @@ class Frontier:
         seconds, nbytes = candidates.lower_bounds.ideal(first)
         fits = np.flatnonzero(nbytes <= candidates.pricer.capacity)
         order, bounds = np.concatenate([self.order, first + fits]), np.concatenate([self.bounds, seconds[fits]])
-        rank = np.argsort(bounds, kind="stable")
+        rank = np.lexsort((candidates.numbers[order], bounds))
         self.order, self.bounds = order[rank], bounds[rank]
 
     def _keep(self, found: list[BoundedLayouts]) -> None:

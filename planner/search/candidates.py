@@ -36,7 +36,9 @@ class Candidates:
     base_layouts: Layouts = field(init=False)  # all, by ascending lower bound
     horizon: float = 0.0  # seconds; every base layout with a smaller bound is in `lower_bounds`
     lower_bounds: LowerBounds = field(init=False)  # of the base layouts up to the horizon that may fit the memory
+    _order: Column = field(init=False)  # number of each of the base layouts in the order of enumeration
     _least: Rows = field(init=False)  # lower bound of each of the base layouts
+    numbers: Column = field(factory=lambda: np.zeros(0, dtype=np.int64))  # of these in the order of enumeration
     bounded: int = 0  # base layouts in `lower_bounds`
     _considered: int = 0  # base layouts up to the horizon
 
@@ -46,8 +48,8 @@ class Candidates:
         if not p.own:
             base = base.take(np.broadcast_to(right(base, p.graph, p.workload, p.cluster), len(base)))
         self._least = large_batch_seconds(base, p.cost_cache) if len(base) else np.zeros(0)
-        order = np.argsort(self._least, kind="stable")
-        self.base_layouts, self._least = base.take(order), self._least[order]
+        self._order = np.argsort(self._least, kind="stable")
+        self.base_layouts, self._least = base.take(self._order), self._least[self._order]
 
     @property
     def count(self) -> int:
@@ -64,7 +66,9 @@ class Candidates:
         self.horizon = max(HORIZON_GROWTH * float(self._least[first]), seconds)
         self._considered = int(np.searchsorted(self._least, self.horizon, side="right"))
         more = self.base_layouts.take(slice(first, self._considered))
-        more = more.take(largest_tensor_fits(more, self.pricer.cost_cache, self.pricer.capacity))
+        fits = largest_tensor_fits(more, self.pricer.cost_cache, self.pricer.capacity)
+        more = more.take(fits)
+        self.numbers = np.concatenate([self.numbers, self._order[first : self._considered][fits]])
         if self.bounded:
             self.lower_bounds.extend(more)
         elif len(more):
