@@ -16,9 +16,8 @@ from .errors import (
     ShapeError,
     caller,
     located,
-    nearest,
 )
-from .sharding_table import SPLITS
+from .sharding_table import Sharded, check_splits
 from .value import Op, Value, no_layer
 
 
@@ -33,14 +32,10 @@ class Layer(Op):
     at: str = field(factory=caller, kw_only=True, eq=False, repr=False)  # where it was written
     transparent: ClassVar[bool] = False  # combinators are: the graph looks through them
     noted: ClassVar[bool] = True  # whether an error inside names this layer
-    splits: ClassVar[dict[str, str]] = {}  # its own dims that may be divided, and on which axis: see dsl.splits
+    splits: ClassVar[Mapping[str, str | Sharded]] = {}  # its own dims that an axis may shard: see dsl.sharding_table
 
     def __init_subclass__(cls) -> None:
-        known = sorted(set(SPLITS.values()))
-        for dim, axis in cls.splits.items():
-            if axis not in known:
-                what = f"{cls.__name__} cannot divide {dim} on {axis!r}{nearest(axis, known)}"
-                raise ShapeError(f"{what}the axes are {', '.join(known)}")
+        check_splits(cls.__name__, cls.splits)
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         said = (str(a) for a in vars(cls).get("__annotations__", {}).values())

@@ -1,8 +1,9 @@
-"""How a program divides over devices: one table of dims to axes, and what else follows.
+"""The sharding table: which dims a layout shards over which axis, and what happens where an axis does not divide a dim.
 
-Protocol: `cut` says which dims of a tensor are divided, `Local` is the sizes that one device then sees. Two dims of one
-tensor never share an axis, a dim sits on one axis (Shazeer et al., arXiv:1811.02084). With sequence parallel, what
-carries no dim on tp has its seq on tp as well (Korthikanti et al., arXiv:2205.05198). What does not divide rounds up.
+`SHARDING` holds the dims of the built-in layers; a layer declares dims of its own in `Layer.splits`. Facts, rules, the
+cost model and the runtime all read `ShardingTable`. An axis shards at most one dim of a tensor, and a dim lies on one
+axis (Shazeer et al., arXiv:1811.02084). With sequence parallelism a tensor without a dim on tp has its sequence on tp
+as well (Korthikanti et al., arXiv:2205.05198).
 """
 
 from __future__ import annotations
@@ -10,98 +11,184 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from math import ceil, prod
+from typing import Literal
 
-from attrs import Attribute, field, frozen
+from attrs import Attribute, evolve, field, frozen
 
 from .dims import Dim, Shape, Sizes
-from .errors import UserError
+from .errors import ShapeError, UserError, nearest
 
-# A layer with a dim of its own adds to this: `splits = {"channels": "tp"}`.
-SPLITS: Mapping[str, str] = {
-    "batch": "dp",  # a micro-batch is what one device has already
-    "seq": "cp",
-    "source": "cp",  # the sequence that an encoder reads
-    "experts": "ep",
-    "heads": "tp",
-    "kv_heads": "tp",
-    "groups": "tp",
-    "ff": "tp",
-    "vocab": "tp",
+# The shard policy of a dim says what happens where the axis does not divide its size:
+# even: no legal layout does that. pad: the dim is padded to a multiple. whole: each device holds the whole dim.
+Policy = Literal["even", "pad", "whole"]
+
+
+@frozen
+class Sharded:
+    """A dim's entry in the sharding table: its axis, its shard policy and, for padding, the multiple of each part."""
+
+    axis: str
+    policy: Policy = "even"
+    multiple: int = 1
+
+    def divides(self, size: int, degree: int) -> bool:
+        """Return whether `degree` devices hold a part each of a dim of this size, rather than all of it."""
+        return self.policy != "whole" or size % degree == 0
+
+    def local(self, size: int, degree: int) -> int:
+        """Return the size on one device, with its padding. An uneven share of an `even` dim is rounded up."""
+        if not self.divides(size, degree):
+            return size
+        return -(-size // (degree * self.multiple)) * self.multiple
+
+    def physical(self, size: int, degree: int) -> int:
+        """Return the size of the whole dim as devices store it: `size`, with the padding if the policy is to pad."""
+        return self.local(size, degree) * degree if self.policy == "pad" else size
+
+
+SHARDING: Mapping[str, Sharded] = {
+    "batch": Sharded("dp"),  # a micro-batch is one device's share already
+    "seq": Sharded("cp"),
+    "source": Sharded("cp"),  # the sequence that an encoder reads
+    "experts": Sharded("ep"),
+    "heads": Sharded("tp"),
+    "kv_heads": Sharded("tp"),
+    "groups": Sharded("tp"),
+    "ff": Sharded("tp"),
+    "vocab": Sharded("tp", "pad"),  # Megatron-LM: --make-vocab-size-divisible-by, here 1
 }
-CUTTING = ("tp", "cp", "ep", "etp")  # the axes that cut tensors
-SEQUENCES = frozenset(name for name, axis in SPLITS.items() if axis == "cp")
+AXES_OF_TENSORS = ("tp", "cp", "ep", "etp")
+SEQUENCES = frozenset(name for name, sharded in SHARDING.items() if sharded.axis == "cp")
+SHARED_BY_HEADS = frozenset({"kv_heads", "groups"})  # dims of which several heads share one index
 
 
 def sequential(shape: Shape) -> bool:
-    """Whether a tensor has a part for each position of a sequence."""
+    """Return whether a tensor has a part for each position of a sequence."""
     return any(d.name in SEQUENCES for d in shape)
 
 
-def _degree(_: object, attribute: Attribute[int], n: int) -> None:
+def _check_degree(_: object, attribute: Attribute[int], n: int) -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise UserError(f"{attribute.name} of {n!r}: a degree is a whole number of devices, at least 1")
+        raise UserError(f"{attribute.name} must be a whole number of devices, at least 1, got {n!r}")
 
 
 @frozen(kw_only=True, cache_hash=True)
 class Split:
-    """The degrees of the axes that cut tensors. etp takes tp's place among the experts."""
+    """The degrees of the axes that shard tensors. Inside experts, etp takes the place of tp."""
 
-    tp: int = field(default=1, validator=_degree)
-    cp: int = field(default=1, validator=_degree)
-    ep: int = field(default=1, validator=_degree)
-    etp: int = field(default=1, validator=_degree)
+    tp: int = field(default=1, validator=_check_degree)
+    cp: int = field(default=1, validator=_check_degree)
+    ep: int = field(default=1, validator=_check_degree)
+    etp: int = field(default=1, validator=_check_degree)
     sequence_parallel: bool = False
 
     def degree(self, axis: str) -> int:
-        """The number of devices along an axis."""
-        return getattr(self, axis) if axis in CUTTING else 1
+        """Return the number of devices along an axis; 1 for an axis that shards no tensor."""
+        return getattr(self, axis) if axis in AXES_OF_TENSORS else 1
 
 
 WHOLE = Split()
 
 
-def among_experts(table: Mapping[str, str], outer: Iterable[Dim]) -> bool:
-    """Whether these dims of copies are experts."""
-    return any(table.get(d.name) == "ep" for d in outer)
+@frozen
+class ShardingTable:
+    """The entries of the dims of one graph node.
 
-
-def cut(table: Mapping[str, str], outer: tuple[Dim, ...], *tensors: Iterable[Dim]) -> dict[str, str]:
-    """The dims of these tensors that are divided, and the axis of each; `outer` are the copies around them.
-
-    Experts are divided where they are copies, or dispatched to: not beside batch and seq, whose devices ep is made of.
+    Under a `split`, a dim of policy `whole` that its axis does not divide is not sharded. Without one, every dim is
+    taken to divide.
     """
-    inside = among_experts(table, outer)
-    out: dict[str, str] = {}
-    for tensor in tensors:
-        dims, taken = (*outer, *tensor), set()
-        apart = inside or any(d.of for d in dims)
-        for d in dims:
-            axis = table.get(d.name)
-            if axis is None or axis in taken or (axis == "ep" and not apart):
-                continue
-            taken.add(axis)
-            out[d.name] = "etp" if axis == "tp" and inside else axis
-    return out
+
+    dims: Mapping[str, Sharded]
+    split: Split | None = None
+
+    @classmethod
+    def of(cls, *declared: Mapping[str, str | Sharded]) -> ShardingTable:
+        """Return the built-in table with the declarations of layers added. A bare axis means `whole` (ep: `even`)."""
+        dims = dict(SHARDING)
+        for name, entry in (item for layer in declared for item in layer.items()):
+            if isinstance(entry, Sharded):
+                dims[name] = entry
+            elif name not in dims or dims[name].axis != entry:
+                dims[name] = Sharded(entry, "even" if entry == "ep" else "whole")
+        return cls(dims)
+
+    def at(self, split: Split, whole: Iterable[str] = ()) -> ShardingTable:
+        """Return the table under a split. The dims named in `whole` have the policy `whole`."""
+        dims = {n: evolve(entry, policy="whole") if n in whole else entry for n, entry in self.dims.items()}
+        return ShardingTable(dims, split)
+
+    def axis(self, d: Dim, inside: bool = False) -> str | None:
+        """Return the axis that shards a dim, if one does; `inside` experts etp takes the place of tp."""
+        entry = self.dims.get(d.name)
+        if entry is None:
+            return None
+        axis = "etp" if inside and entry.axis == "tp" else entry.axis
+        uneven = self.split and d.size is not None and not entry.divides(d.size, self.split.degree(axis))
+        return None if uneven else axis
+
+    def among_experts(self, outer: Iterable[Dim]) -> bool:
+        """Return whether one of these dims, those of the copies around a tensor, is that of the experts."""
+        return any(self.axis(d) == "ep" for d in outer)
+
+    def axes(self, outer: tuple[Dim, ...], *tensors: Iterable[Dim]) -> dict[str, str]:
+        """Return the sharded dims of some tensors, with the axis of each; `outer` are the dims of copies around them.
+
+        Experts are sharded where they are copies, or where tokens are dispatched to them. Beside batch and seq they are
+        not, since ep takes its devices from those of dp and cp.
+        """
+        inside = self.among_experts(outer)
+        out: dict[str, str] = {}
+        for tensor in tensors:
+            dims, used = (*outer, *tensor), set()
+            apart = inside or any(d.of for d in dims)
+            for d in dims:
+                axis = self.axis(d, inside)
+                if axis is None or axis in used or (axis == "ep" and not apart):
+                    continue
+                used.add(axis)
+                out[d.name] = axis
+        return out
+
+    def local(self, sizes: Mapping[str, int], split: Split, axes: Mapping[str, str], inside: bool = False) -> Local:
+        """Return the sizes on one device of tensors whose dims lie on these axes."""
+        return Local(sizes, split, axes, self.dims, inside)
+
+
+def check_splits(layer: str, splits: Mapping[str, str | Sharded]) -> None:
+    """Check what a layer declares of its dims. Raises ShapeError for an axis that shards no tensor."""
+    known = sorted({entry.axis for entry in SHARDING.values()})
+    for dim, entry in splits.items():
+        axis = entry.axis if isinstance(entry, Sharded) else entry
+        if axis not in known:
+            what = f"{layer} cannot shard {dim} over {axis!r}{nearest(axis, known)}"
+            raise ShapeError(f"{what}the axes are {', '.join(known)}")
 
 
 class Local(Sizes):
-    """The sizes that one device sees of tensors divided like this.
+    """The sizes that one device sees of tensors whose dims lie on given axes.
 
-    Slots, a device's share of dispatched tokens, follow its own tokens: as many as those times top_k, over all its
-    experts, which takes balanced routing. Among the experts every device of etp sees the slots of all of them.
+    The slots of a device, its share of dispatched tokens, follow from its own tokens: tokens x top_k over all of its
+    experts, if routing is balanced. Inside experts every device of etp sees the slots of the whole etp group.
     """
 
-    def __init__(self, sizes: Mapping[str, int], split: Split, axes: Mapping[str, str], inside: bool = False) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        split: Split,
+        axes: Mapping[str, str],
+        dims: Mapping[str, Sharded] = SHARDING,
+        inside: bool = False,
+    ) -> None:
         super().__init__(sizes)
-        self.split, self.axes, self.inside = split, axes, inside
+        self.split, self.axes, self.dims, self.inside = split, axes, dims, inside
         self.sharded = split.sequence_parallel and "tp" not in axes.values()  # seq lies on tp as well
 
     def of(self, d: Dim) -> int:
-        """The size of one dim here."""
+        """Return the local size of one dim."""
         return ceil(self._exact(d))
 
     def __call__(self, dims: Iterable[Dim]) -> int:
-        """The number of elements here of a tensor of these dims."""
+        """Return the number of local elements of a tensor of these dims."""
         return ceil(prod(map(self._exact, dims)))
 
     def _exact(self, d: Dim) -> int | Fraction:
@@ -113,4 +200,4 @@ class Local(Sizes):
         if axis is None:
             return size
         degree = self.split.degree(axis) * (self.split.tp if axis == "cp" and self.sharded else 1)
-        return -(-size // degree)
+        return self.dims[d.name].local(size, degree)

@@ -24,13 +24,11 @@ from megaloom.dsl.sharding_table import (
     WHOLE,
     Local,
     Split,
-    among_experts,
-    cut,
 )
 from megaloom.dsl.value import Value
 
 from .collectives import Collective, collectives
-from .primitives import Program, Step, program
+from .primitives import Program, Step, fitted, program
 from .recompute import (
     CORE,
     NONE,
@@ -182,7 +180,7 @@ def costs(node: Node, *, batch: int, seq: int, source: int | None = None, split:
 
 @lru_cache(maxsize=1 << 15)
 def _costs(p: Program, batch: int, seq: int, source: int, split: Split) -> Costs:
-    sizes = Sizes(batch=batch, seq=seq, source=source)
+    p, sizes = fitted(p, split), Sizes(batch=batch, seq=seq, source=source)
     for name, size in sizes.items():
         if size < 1:
             raise UserError(f"{name} of {size!r}: it takes a whole number of at least 1")
@@ -204,7 +202,7 @@ def _params(p: Program, sizes: Sizes, split: Split) -> tuple[int, int]:
     out = {False: 0, True: 0}
     for outer, shape in p.weights:
         n = p.held(shape, outer, sizes, split) // p.repeated(shape, outer, split)
-        out[among_experts(p.table, outer)] += n
+        out[p.table.among_experts(outer)] += n
     return out[False], out[True]
 
 
@@ -234,7 +232,7 @@ def _work(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
 def _touched(step: Step, x: Value, local: Local, split: Split) -> int:
     """The elements of a tensor that a device reads or writes; gates are of all experts, whoever has those."""
     if "ep" in step.axes.values():
-        own = cut(step.table, step.outer, x.shape)
+        own = step.table.axes(step.outer, x.shape)
         whole = {name for name, axis in step.axes.items() if axis == "ep" and name not in own}
         local = step.at(local, split, whole=whole)
     n = local((*step.outer, *x.shape))

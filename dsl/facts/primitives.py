@@ -16,11 +16,11 @@ from megaloom.dsl.ops.attention_core import Attend
 from megaloom.dsl.ops.routing import Gate
 from megaloom.dsl.ops.weight import Input, Weight
 from megaloom.dsl.sharding_table import (
-    SPLITS,
+    SHARED_BY_HEADS,
     Local,
+    Sharded,
+    ShardingTable,
     Split,
-    among_experts,
-    cut,
     sequential,
 )
 from megaloom.dsl.value import Op, Pointwise, Value
@@ -33,17 +33,17 @@ class Step:
     value: Value
     name: str
     outer: tuple[Dim, ...]
-    table: Mapping[str, str]
+    table: ShardingTable
     axes: Mapping[str, str] = field(init=False)  # of all tensors that the primitive touches
 
     @axes.default
     def _axes(self) -> dict[str, str]:
-        return cut(self.table, self.outer, *(v.shape for v in (*self.value.args, self.value)))
+        return self.table.axes(self.outer, *(v.shape for v in (*self.value.args, self.value)))
 
     def at(self, sizes: Mapping[str, int], split: Split, *, whole: Container[str] = ()) -> Local:
         """The sizes that this primitive works on, with the dims of some names left whole."""
         axes = {n: a for n, a in self.axes.items() if n not in whole}
-        return Local(sizes, split, axes, among_experts(self.table, self.outer))
+        return self.table.local(sizes, split, axes, self.table.among_experts(self.outer))
 
     def gathered(self, split: Split) -> tuple[Value, ...]:
         """The keys and values of which every device of cp needs the whole sequence, where it holds a part."""
@@ -62,7 +62,7 @@ class Program:
     """The primitives of one node, and of all that are like it."""
 
     value: Value
-    table: Mapping[str, str]
+    table: ShardingTable
     steps: tuple[Step, ...]
     inputs: tuple[Value, ...]
     weights: tuple[tuple[tuple[Dim, ...], Shape], ...]  # of each, the copies around it and its own dims
@@ -75,17 +75,18 @@ class Program:
         """The elements that one device holds of a tensor among these copies; of data all that its tp group does."""
         tensor = tuple(dims)
         split = evolve(split, sequence_parallel=False) if data else split
-        local = Local(sizes, split, cut(self.table, outer, tensor), among_experts(self.table, outer))
+        local = self.table.local(sizes, split, self.table.axes(outer, tensor), self.table.among_experts(outer))
         return local((*outer, *tensor))
 
     def repeated(self, dims: Iterable[Dim], outer: tuple[Dim, ...], split: Split) -> int:
-        """How many devices have the same part of a tensor: those of an axis that outnumber the indices of its dim.
+        """Return how many devices have the same part of a tensor, where they outnumber its key/value heads.
 
-        So key/value heads are for tp. Of their weights each device holds its share nevertheless.
+        Of the weights of these heads each device holds its share nevertheless.
         """
         tensor = tuple(dims)
-        axes = cut(self.table, outer, tensor)
-        sizes = ((d.size, split.degree(axes[d.name])) for d in (*outer, *tensor) if d.name in axes)
+        axes = self.table.axes(outer, tensor)
+        heads = (d for d in (*outer, *tensor) if d.name in SHARED_BY_HEADS and d.name in axes)
+        sizes = ((d.size, split.degree(axes[d.name])) for d in heads)
         return prod(degree // size for size, degree in sizes if size is not None and size < degree)
 
     def entries(self, v: Value) -> Iterator[Value]:
@@ -125,15 +126,29 @@ def program(node: Node) -> Program:
 @lru_cache(maxsize=1 << 12)
 def _made(like: _Like) -> Program:
     value = like.node.value
-    table = {**SPLITS, **_splits(value, {id(a) for a in value.args})}
+    table = ShardingTable.of(_splits(value, {id(a) for a in value.args}))
     steps = tuple(Step(v, _name(v, path), outer, table) for v, path, outer in primitives(value))
     inputs = tuple(a for a in value.args if not isinstance(a.op, Weight))
     return Program(value, table, steps, inputs, like.weights, _fused(value, steps), _data(inputs, steps))
 
 
-def _splits(value: Value, outside: set[int]) -> dict[str, str]:
-    """What the layers inside a node add to the table of splits."""
-    out: dict[str, str] = {}
+@lru_cache(maxsize=1 << 13)
+def fitted(p: Program, split: Split, whole: frozenset[str] = frozenset()) -> Program:
+    """Return the program with the dims that `split` keeps whole on every device taken off their axes.
+
+    whole: dims that are kept whole where they do not divide, whatever their shard policy.
+    """
+    table = p.table.at(split, whole)
+    steps = ((s.outer, v.shape) for s in p.steps for v in (s.value, *s.value.args))
+    dims = {(d, p.table.among_experts(outer)) for outer, shape in steps for d in (*outer, *shape)}
+    if all(table.axis(d, inside) == p.table.axis(d, inside) for d, inside in dims):
+        return p
+    return evolve(p, table=table, steps=tuple(Step(s.value, s.name, s.outer, table) for s in p.steps))
+
+
+def _splits(value: Value, outside: set[int]) -> dict[str, str | Sharded]:
+    """Return the entries that the layers inside a node add to the sharding table."""
+    out: dict[str, str | Sharded] = {}
     seen, todo = set(outside), [value]
     while todo:
         v = todo.pop()

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import lru_cache
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from megaloom.dsl.combine import Each
 from megaloom.dsl.dims import Dim, DType
@@ -27,7 +27,7 @@ from megaloom.dsl.ops.norm import Normalize
 from megaloom.dsl.ops.routing import Combine, Route
 from megaloom.dsl.ops.shape import Rename
 from megaloom.dsl.ops.weight import Input, Lookup, Weight
-from megaloom.dsl.sharding_table import SEQUENCES, Split, cut
+from megaloom.dsl.sharding_table import SEQUENCES, Split
 from megaloom.dsl.value import Pointwise, Value
 
 from .primitives import Program, Step, origin
@@ -95,22 +95,6 @@ def placement(program: Program, split: Split) -> Placement:
     steps = tuple(it.read())
     output = it.reduced(program.value)
     return Placement(steps, output, {i: step for i, (step, _) in it.partial.items()}, frozenset(it.plain))
-
-
-def fitted(program: Program, split: Split) -> Program:
-    """The program in which a dim that its axis does not divide evenly is left whole on every device."""
-    tensors = [(*s.outer, *s.value.shape) for s in program.steps]
-    odd = {
-        d.name
-        for dims in tensors
-        for d in dims
-        if d.size is not None and d.size % split.degree(program.table.get(d.name, ""))
-    }
-    if not odd:
-        return program
-    table = {name: axis for name, axis in program.table.items() if name not in odd}
-    steps = tuple(Step(s.value, s.name, s.outer, table) for s in program.steps)
-    return evolve(program, table=table, steps=steps)
 
 
 @define
@@ -220,7 +204,7 @@ class _Inference:
     def own(self, v: Value) -> dict[str, str]:
         """The dims of a value on axes that divide them."""
         if id(v) not in self.owned:
-            axes = _cuts(self.program).get(id(v)) or cut(self.program.table, (), v.shape)
+            axes = _cuts(self.program).get(id(v)) or self.program.table.axes((), v.shape)
             self.owned[id(v)] = {name: axis for name, axis in axes.items() if self.divides(axis)}
         return self.owned[id(v)]
 
@@ -267,7 +251,7 @@ def _cuts(program: Program) -> dict[int, dict[str, str]]:
         o = origin(v)
         return outers.get(id(o.source), ())[:-1] if isinstance(o.op, Each) else outers.get(id(o), ())
 
-    return {id(v): cut(program.table, around(v), v.shape) for s in program.steps for v in (s.value, *s.value.args)}
+    return {id(v): program.table.axes(around(v), v.shape) for s in program.steps for v in (s.value, *s.value.args)}
 
 
 def _sequence(v: Value) -> str | None:

@@ -52,7 +52,7 @@ def reach_of(step: Step, split: Split) -> tuple[Reach, ...]:
             return tuple(Reach(frozenset({along})) for _ in v.args)
         case Select(dim, index) if index is not None:
             return (Reach(frozenset({dim})),)
-        case Rename(old, new) if step.table.get(old) != step.table.get(new):
+        case Rename(old, new) if step.table.axis(v.args[0].shape[old]) != step.table.axis(v.shape[new]):
             return (Reach(frozenset({old})),)
         case Rope() | PositionLookup():
             return (Reach(placed=SEQUENCES), *(Reach() for _ in v.args[1:]))

@@ -261,7 +261,7 @@ def reach(node: Node) -> Reach:
     """What of a layout this node sees."""
     p = program(node)
     dims = [d for step in p.steps for v in (step.value, *step.value.args) for d in (*step.outer, *v.shape)]
-    experts = any(step.table.get(d.name) == "ep" for step in p.steps for d in (*step.outer, *step.value.shape))
+    experts = any(step.table.axis(d) == "ep" for step in p.steps for d in (*step.outer, *step.value.shape))
     apart = all(_apart(step.value.op, step.value.shape) for step in p.steps) and _tokens(p)
     return Reach(experts, apart, lcm(*(d.share.denominator for d in dims)))
 

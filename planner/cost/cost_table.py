@@ -18,7 +18,7 @@ from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.graph import Node, Slot, primitives
 from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.weight import Weight
-from megaloom.dsl.sharding_table import Local, Split, cut
+from megaloom.dsl.sharding_table import Split
 from megaloom.planner.contract.layout import (
     Layout,
     Overlap,
@@ -241,4 +241,6 @@ def shared(structure: ModelStructure, layout: Layout, workload: Workload) -> tup
 def local(node: Node, dims: tuple[Dim, ...], layout: Layout, workload: Workload, outer: tuple[Dim, ...] = ()) -> int:
     """The elements that one device holds of a tensor of a node, within these copies."""
     sizes = Sizes(batch=layout.micro_batch, seq=workload.seq)
-    return Local(sizes, split_of(layout), cut(program(node).table, outer, dims))(dims)
+    split = split_of(layout)
+    table = program(node).table.at(split)
+    return table.local(sizes, split, table.axes(outer, dims))(dims)

@@ -11,8 +11,8 @@ from functools import lru_cache
 from attrs import frozen
 
 from megaloom.dsl.facts.positions import longest
+from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.graph import Graph
-from megaloom.dsl.sharding_table import SPLITS, among_experts, cut
 from megaloom.planner.contract.layout import Module
 
 from .structure import model_structure
@@ -22,7 +22,8 @@ from .structure import model_structure
 class ModelRequirements:
     """Requirements of a graph on every layout."""
 
-    divided_sizes: dict[tuple[str, str], tuple[int, ...]]  # (axis, dim) → the sizes of that dim which the axis divides
+    divided_sizes: dict[tuple[str, str], tuple[int, ...]]  # (axis, dim) → sizes of the dim, which the axis must divide
+    whole_sizes: dict[tuple[str, str], tuple[int, ...]]  # sizes that each device holds whole where it does not divide
     learned_positions: tuple[int, ...]  # the longest sequence that each table of learned positions allows
     max_stages: int
     blocks: int  # repeated blocks in the model
@@ -49,20 +50,21 @@ class ModelRequirements:
 @lru_cache(maxsize=64)
 def model_requirements(graph: Graph) -> ModelRequirements:
     """Return the requirements of a graph on every layout."""
-    sizes: dict[tuple[str, str], set[int]] = {}
+    sizes: dict[str, dict[tuple[str, str], set[int]]] = {"even": {}, "whole": {}, "pad": {}}
     biased, kv_heads = False, set[tuple[int, int]]()
     for node in graph.nodes:
-        table = {**SPLITS, **getattr(node.op, "splits", {})}
+        table = program(node).table
         for slot in node.weights:
             known = {d.name: d.size for d in slot.dims if d.size is not None}
             if "kv_heads" in known and "head_dim" in known:
                 kv_heads.add((known["kv_heads"], known["head_dim"]))
-            biased |= among_experts(table, slot.outer) and len(slot.value.shape.dims) == 1
-            for dim, axis in cut(table, slot.outer, slot.value.shape.dims).items():
+            biased |= table.among_experts(slot.outer) and len(slot.value.shape.dims) == 1
+            for dim, axis in table.axes(slot.outer, slot.value.shape.dims).items():
                 if dim in known:
-                    sizes.setdefault((axis, dim), set()).add(known[dim])
+                    sizes[table.dims[dim].policy].setdefault((axis, dim), set()).add(known[dim])
     return ModelRequirements(
-        divided_sizes={key: tuple(sorted(values)) for key, values in sizes.items()},
+        divided_sizes={key: tuple(sorted(values)) for key, values in sizes["even"].items()},
+        whole_sizes={key: tuple(sorted(values)) for key, values in sizes["whole"].items()},
         learned_positions=tuple(sorted(longest(graph).values())),
         max_stages=len(graph.cuts) + 1,
         blocks=len({node.block for node in graph.nodes} - {None}),

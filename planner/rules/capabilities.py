@@ -19,8 +19,8 @@ from megaloom.dsl import (
     Route,
     Unembed,
 )
+from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.graph import primitives
-from megaloom.dsl.sharding_table import SPLITS, among_experts
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import (
     INNER,
@@ -30,6 +30,7 @@ from megaloom.planner.contract.layout import (
 )
 from megaloom.planner.contract.layouts import Layouts
 
+from .divisors import divisors, nearest
 from .rule import (
     By,
     Case,
@@ -96,8 +97,8 @@ def shared(graph: Graph) -> dict[str, list[Node]]:
 def undivided(graph: Graph) -> Node | None:
     """The first node with experts to which no tokens are sent: they are not divided."""
     for n in graph.nodes:
-        table = {**SPLITS, **getattr(n.op, "splits", {})}
-        apart = any(among_experts(table, slot.outer) for slot in n.weights)
+        table = program(n).table
+        apart = any(table.among_experts(slot.outer) for slot in n.weights)
         if apart and not any(isinstance(v.op, Route) for v, *_ in primitives(n.value)):
             return n
     return None
@@ -203,6 +204,27 @@ def _latent_told(case: Case) -> Words:
     )
 
 
+def _expert_bias(case: Case) -> Truth:
+    return (case.layout.etp == 1) | (not case.requirements.expert_biases)
+
+
+def _expert_bias_told(case: Case) -> Words:
+    return f"etp {case.layout.etp} divides experts that add biases", "etp 1"
+
+
+def _own_width(case: Case) -> Truth:
+    sizes = case.requirements.whole_sizes.items()
+    return every(n % getattr(case.layout, axis) == 0 for (axis, _), found in sizes for n in found)
+
+
+def _own_width_told(case: Case) -> Words:
+    sizes = ((axis, dim, n) for (axis, dim), found in case.requirements.whole_sizes.items() for n in found)
+    axis, dim, n = next((axis, dim, n) for axis, dim, n in sizes if n % getattr(case.layout, axis))
+    degree = getattr(case.layout, axis)
+    works = [m for m in divisors(n) if case.cluster.count % m == 0]
+    return f"{axis} {degree} does not divide {dim}={n}", f"{axis} {nearest(degree, works)} would"
+
+
 def _twice(case: Case) -> str:
     """A weight that a pipeline rank has in two of its chunks, if there is one."""
     if not case.starts:
@@ -235,6 +257,24 @@ WRONG = (
         "layers.py:829: unless ep > 1, gradients of experts are added over dp and cp, wherever copies are",
         _reduced,
         _reduced_told,
+    ),
+    Rule(
+        "expert-bias",
+        "etp is 1 where experts add biases.",
+        "etp 1, and ep in its place",
+        By.CORE,
+        "transformer_config.py:1589",
+        _expert_bias,
+        _expert_bias_told,
+    ),
+    Rule(
+        "own-width",
+        "tp and etp divide the dims that layers of one's own declare on them.",
+        "tp and etp that divide them",
+        By.CORE,
+        "layers.py:842 and 1166",
+        _own_width,
+        _own_width_told,
     ),
     Rule(
         "latent-sp",

@@ -89,14 +89,6 @@ def _expert_precision_told(case: Case) -> Words:
     return f"ep {case.layout.ep} divides experts, and they train in fp16", "bf16 would, or ep 1"
 
 
-def _expert_bias(case: Case) -> Truth:
-    return (case.layout.etp == 1) | (not case.requirements.expert_biases)
-
-
-def _expert_bias_told(case: Case) -> Words:
-    return f"etp {case.layout.etp} divides experts that add biases", "etp 1"
-
-
 def _sequence_parallel(case: Case) -> Truth:
     return (case.layout.tp > 1) | (case.layout.sequence_parallel == 0)
 
@@ -177,15 +169,6 @@ RULES = (
         "Megatron-LM's validate_args",
         _expert_precision,
         _expert_precision_told,
-    ),
-    Rule(
-        "expert-bias",
-        "etp is 1 where experts add biases.",
-        "etp 1, and ep in its place",
-        By.CORE,
-        "transformer_config.py:1589",
-        _expert_bias,
-        _expert_bias_told,
     ),
     Rule(
         "sp-tp",

@@ -41,7 +41,7 @@ def _heads(requirements: ModelRequirements) -> list[tuple[str, int]]:
 
 
 def _width(requirements: ModelRequirements) -> list[tuple[str, int]]:
-    return requirements.sizes("tp", "heads", "kv_heads", "vocab")  # the vocabulary is padded by the runtime
+    return requirements.sizes("tp", "heads", "kv_heads")
 
 
 def _inner(requirements: ModelRequirements) -> list[tuple[str, int]]:

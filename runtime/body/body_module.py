@@ -10,7 +10,7 @@ inputs and their output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -20,37 +20,43 @@ from torch import Tensor, nn
 
 from megaloom.dsl import (
     Attend,
+    Dot,
+    Drop,
     Each,
+    Input,
     Layer,
+    Lookup,
     MoE,
     Node,
     Route,
     Select,
     Slot,
     Split,
+    Unembed,
     UserError,
     Value,
     Weight,
 )
-from megaloom.dsl.facts.primitives import origin, program
+from megaloom.dsl.facts.primitives import Program, fitted, origin, program
 from megaloom.dsl.facts.propagation import (
     How,
     Move,
     Moves,
     Placed,
-    fitted,
     placement,
 )
 from megaloom.dsl.graph import primitives
-from megaloom.dsl.sharding_table import among_experts, cut
+from megaloom.dsl.sharding_table import SHARED_BY_HEADS, Sharded
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import BuildContext, inside, outside
 from megaloom.runtime.megatron.recompute import Discarded
 from megaloom.runtime.reference.tensors import axis
 
-from .local_ops import local
+from .local_ops import hide_padding, local, padded_dims
 from .recompute_segments import Part, parts
 from .transitions import perform
+
+EVEN = Sharded("tp")
 
 
 class Body(nn.Module):
@@ -58,14 +64,11 @@ class Body(nn.Module):
 
     def __init__(self, node: Node, context: BuildContext) -> None:
         super().__init__()
-        layout = context.groups.layout
-        split = Split(
-            tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp, sequence_parallel=layout.sequence_parallel
-        )
-        whole = program(node)
-        _trainable(node, whole.value, split)
-        self.groups, self.program = context.groups, fitted(whole, split)
+        layout, split = context.groups.layout, context.split
+        self.groups, self.program = context.groups, fitted(program(node), split, SHARED_BY_HEADS)
+        _trainable(node, self.program, split)
         self.placement = placement(self.program, split)
+        self.logits = isinstance(node.op, Unembed)
         self.mixture = node.op if isinstance(node.op, MoE) and node.op.balance else None
         self.placed = {id(p.step.value): p for p in self.placement.steps}
         self.parts = parts(self.program, layout.modules)
@@ -75,15 +78,15 @@ class Body(nn.Module):
         self.names = {i: s.name.removeprefix(f"{node.name}.") for i, s in self.slots.items()}
         sends = any(isinstance(s.value.op, Route) for s in self.program.steps)
         self.apart = self._apart() if sends else {}
-        self.thin = {i: where for i, s in self.slots.items() if (where := self._thin(s, whole.table)) is not None}
+        self.thin = {i: where for i, s in self.slots.items() if (where := self._thin(s)) is not None}
         for i, slot in self.slots.items():
             _hold(self, self.names[i], self._share(slot, context, i))
 
-    def _thin(self, slot: Slot, table: Mapping[str, str]) -> int | None:
+    def _thin(self, slot: Slot) -> int | None:
         """The place of the dim along which devices of tp keep a share each of a weight that all of them compute with:
         one of fewer key/value heads than there are devices, as megatron-core shares it out too."""
         tp = self.groups.layout.tp
-        few = any(table.get(d.name) == "tp" and d.known < tp and tp % d.known == 0 for d in slot.value.shape)
+        few = any(d.name in SHARED_BY_HEADS and d.known < tp and tp % d.known == 0 for d in slot.value.shape)
         if not few or slot.outer or not slot.trained:
             return None
         return next((i for i, d in enumerate(slot.dims) if d.known % tp == 0), None)
@@ -95,18 +98,19 @@ class Body(nn.Module):
         weights = [(i, s.outer, s.value.shape) for i, s in self.slots.items()]
         made = [(id(s.value), s.outer, s.value.shape) for s in self.program.steps if id(s.value) in plain]
         return {
-            i: "etp" not in cut(table, outer, shape).values()
+            i: "etp" not in table.axes(outer, shape).values()
             for i, outer, shape in (*weights, *made)
-            if among_experts(table, outer)
+            if table.among_experts(outer)
         }
 
     def _share(self, slot: Slot, context: BuildContext, i: int) -> Tensor:
         """Room for this rank's share of a weight, with the marks by which `weights.share` fills it."""
-        axes, apart = cut(self.program.table, slot.outer, slot.value.shape), i in self.apart
+        table, apart = self.program.table, i in self.apart
+        axes = table.axes(slot.outer, slot.value.shape)
         if i in self.thin:
             axes[slot.dims[self.thin[i]].name] = "tp"
         degrees = [self.groups.layout.degrees.get(axes.get(d.name, ""), 1) for d in slot.dims]
-        sizes = [d.known // n for d, n in zip(slot.dims, degrees, strict=True)]
+        sizes = [table.dims.get(d.name, EVEN).local(d.known, n) for d, n in zip(slot.dims, degrees, strict=True)]
         values = torch.empty(sizes, dtype=context.config.params_dtype, device=device.current())
         if not slot.trained:
             return values
@@ -120,6 +124,7 @@ class Body(nn.Module):
         if apart or divided is not None:
             where = -1 if divided is None else divided
             tensor_parallel.set_tensor_model_parallel_attributes(p, True, where, 1)
+        p.padded = any(n * k != d.known for n, k, d in zip(sizes, degrees, slot.dims, strict=True))  # type: ignore[attr-defined]
         p.constant = slot.value.op.std == 0  # type: ignore[attr-defined]
         return p
 
@@ -138,6 +143,7 @@ class Body(nn.Module):
                 run.value(v)  # in program order: no recursion deeper than one primitive
         out = run.read(self.program.value, self.placement.output)
         run.free(out)
+        out = hide_padding(self.program, out, self.groups) if self.logits else out
         return outside(self.program.value, out.view_as(out))  # what enters a part may have to be made again before it
 
     def weight(self, i: int) -> Tensor:
@@ -270,8 +276,9 @@ def _hold(module: nn.Module, name: str, tensor: Tensor) -> None:
         module.register_buffer(last, tensor)
 
 
-def _trainable(node: Node, value: Value, split: Split) -> None:
+def _trainable(node: Node, p: Program, split: Split) -> None:
     """Check that what a body computes can be trained like this. Raises UserError."""
+    value = p.value
     at = f"{node.name} ({getattr(node.op, 'at', '')})"
     if any(isinstance(op, MoE) and op.balance for op in _layers(value) if op is not value.op):
         raise UserError(
@@ -284,12 +291,20 @@ def _trainable(node: Node, value: Value, split: Split) -> None:
             raise UserError(
                 f"{at} drops attention probabilities, which its other options exclude\ndropout=0 would work"
             )
-        if split.ep * split.etp > 1 and not sends and among_experts(program(node).table, outer):
+        if split.ep * split.etp > 1 and not sends and p.table.among_experts(outer):
             raise UserError(
                 f"{at} has experts to which no tokens are sent: they are not divided over "
                 f"ep {split.ep} x etp {split.etp}\n"
                 "ep 1 and etp 1 would work, or a MoE of them"
             )
+    for step in p.steps:
+        if not (isinstance(step.value.op, Weight | Input | Dot | Lookup | Drop) or step.value.op.elementwise):
+            for d in padded_dims(step, *step.value.args, step.value, split=split):
+                raise UserError(
+                    f"{at} applies {step.name} to {d}, which is padded to divide by tp {split.tp}\n"
+                    f'declare splits = {{"{d.name}": Sharded("tp", "whole")}} in {type(node.op).__name__}, '
+                    f"or use a tp that divides {d.size}"
+                )
 
 
 def _layers(value: Value) -> Iterator[Layer]:

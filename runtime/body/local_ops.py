@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from megaloom.dsl import (
     Attend,
     Combine,
+    Dim,
+    Dot,
     Drop,
     Gate,
     Lookup,
@@ -23,8 +25,10 @@ from megaloom.dsl import (
     Normalize,
     Route,
     Scan,
+    Split,
     Value,
 )
+from megaloom.dsl.facts.primitives import Program, Step
 from megaloom.dsl.facts.propagation import How, Move, Placed
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.reference.evaluate import evaluate
@@ -47,6 +51,9 @@ def local(p: Placed, v: Value, *args: Tensor, groups: ProcessGroups, training: b
             return there(v, *args, groups=groups)
         case Combine() if groups.layout.ep * groups.layout.etp > 1:
             return back(v, *args, groups=groups)
+        case Dot(over):
+            x = _zero_padding(p.step, v.args[0], args[0], over, groups)
+            return evaluate(v.op, v, x, *args[1:])
         case Lookup(key) if p.step.axes.get(key) == "tp" and groups.layout.tp > 1:
             return _looked_up(v.op, v, *args, rank=groups.tp_rank)
         case Normalize() if p.summed:
@@ -58,6 +65,37 @@ def local(p: Placed, v: Value, *args: Tensor, groups: ProcessGroups, training: b
             run = partial(evaluate, v.op, v)
             return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
     return evaluate(v.op, v, *args)
+
+
+def padded_dims(step: Step, *values: Value, split: Split) -> list[Dim]:
+    """Return the dims of these values, of a primitive, that are padded to divide by their axis."""
+    table, dims = step.table, {d for v in values for d in v.shape if d.size is not None and d.name in step.axes}
+    return [d for d in dims if table.dims[d.name].physical(d.known, split.degree(step.axes[d.name])) != d.known]
+
+
+def _zero_padding(step: Step, v: Value, x: Tensor, over: tuple[str, ...], groups: ProcessGroups) -> Tensor:
+    """Return a value with zeros in the padding of the dims `over`, so that a sum over them leaves the padding out."""
+    for i, d in enumerate(v.shape):
+        if d.name in over and step.axes.get(d.name) in ("tp", "etp"):
+            x = x if (padding := _padding(d, x, i, step.axes[d.name], groups)) is None else x.masked_fill(padding, 0)
+    return x
+
+
+def hide_padding(p: Program, logits: Tensor, groups: ProcessGroups) -> Tensor:
+    """Return local logits with the lowest number in the columns that only pad the vocabulary."""
+    i = axis(p.value.shape, "vocab")
+    divided = p.table.axis(p.value.shape["vocab"]) == "tp"
+    padding = _padding(p.value.shape["vocab"], logits, i, "tp", groups) if divided else None
+    return logits if padding is None else logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+
+
+def _padding(d: Dim, x: Tensor, i: int, axis: str, groups: ProcessGroups) -> Tensor | None:
+    """Return a mask of the padding in this rank's shard of dim `i` of a tensor; None if there is none."""
+    group = groups.of_axis(axis)
+    if x.shape[i] * group.size() == d.known:
+        return None
+    index = torch.arange(x.shape[i], device=x.device) + group.rank() * x.shape[i]
+    return (index >= d.known).view([-1 if k == i else 1 for k in range(x.ndim)])
 
 
 def _balanced(op: MoE, v: Value, gate: Tensor, scores: Tensor, groups: list[Any]) -> Tensor:

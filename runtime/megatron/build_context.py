@@ -15,6 +15,7 @@ from megaloom.dsl import (
     Graph,
     Input,
     MoE,
+    Split,
     UserError,
     Value,
 )
@@ -39,6 +40,12 @@ class BuildContext:
     fields: dict[str, Any]  # of TransformerConfig
     seq: int  # tokens
     config: TransformerConfig = field(init=False)
+
+    @property
+    def split(self) -> Split:
+        """The degrees of the axes that shard tensors."""
+        x = self.groups.layout
+        return Split(tp=x.tp, cp=x.cp, ep=x.ep, etp=x.etp, sequence_parallel=x.sequence_parallel)
 
     @config.default
     def _config(self) -> TransformerConfig:

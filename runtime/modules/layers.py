@@ -26,6 +26,7 @@ from megaloom.dsl import (
     UserError,
     Value,
 )
+from megaloom.dsl.sharding_table import SHARDING
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.kernels import CoreAttention, zigzag
@@ -39,17 +40,12 @@ if rope_utils.fused_apply_rotary_pos_emb is None:  # it comes with Transformer E
 LINEARS = mlp.MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
-def padded(vocab: int, tp: int) -> int:
-    """The rows of a table of `vocab` once it is split evenly over tensor-parallel ranks."""
-    return -(-vocab // tp) * tp
-
-
 class Embedding(VocabParallelEmbedding):
     """Token ids [batch, seq] → hidden states; the table is padded to divide by tp."""
 
     def __init__(self, table: Value, context: BuildContext) -> None:
         super().__init__(
-            padded(table["vocab"].known, context.groups.layout.tp),
+            SHARDING["vocab"].physical(table["vocab"].known, context.groups.layout.tp),
             table["embed"].known,
             init_method=context.config.init_method,
             reduce_scatter_embeddings=context.config.sequence_parallel,
@@ -70,7 +66,7 @@ class Logits(ColumnParallelLinear):
 
     def __init__(self, table: Value, bias: bool, context: BuildContext) -> None:
         vocab, tp = table["vocab"].known, context.groups.layout.tp
-        columns = padded(vocab, tp) // tp
+        columns = SHARDING["vocab"].local(vocab, tp)
         super().__init__(
             table["embed"].known,
             columns * tp,

@@ -211,5 +211,6 @@ def rank_shard(full: Tensor, p: Tensor, rank: int, size: int) -> Tensor:
     stride = p.partition_stride  # type: ignore[attr-defined]
     missing = p.shape[dim] * size - full.shape[dim]
     if missing:
-        full = torch.cat([full, full.new_zeros(missing, *full.shape[1:])])
+        padding = [missing if i == dim else n for i, n in enumerate(full.shape)]
+        full = torch.cat([full, full.new_zeros(padding)], dim)
     return torch.cat([part.chunk(size, dim)[rank] for part in full.chunk(stride, dim)], dim)

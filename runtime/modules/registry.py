@@ -33,6 +33,7 @@ from megaloom.dsl import (
     SwiGLU,
     Unembed,
 )
+from megaloom.dsl.facts.primitives import fitted, program
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import BuildContext
@@ -45,7 +46,8 @@ from .moe import Mixture
 
 def module(node: Node, context: BuildContext) -> nn.Module:
     """The torch module of a node. Raises UserError for one that cannot be trained."""
-    made = registered(node.op, context) if _meant(node.op) else None
+    divided = fitted(program(node), context.split) is program(node)  # modules shard all dims, a body keeps some whole
+    made = registered(node.op, context) if divided and _meant(node.op) else None
     return Body(node, context) if made is None else made
 
 

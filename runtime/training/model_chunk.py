@@ -163,9 +163,14 @@ class ModelChunk(MegatronModule):
             return sharded_state_dict_default(module, prefix, offsets, metadata, tp_group=groups["tp_group"])
         held = module.state_dict(keep_vars=True)
         experts = {k: p for k, p in held.items() if not getattr(p, "allreduce", True)}
-        state = {k: p for k, p in held.items() if k not in experts}
+        padded = {k: p for k, p in held.items() if k not in experts and getattr(p, "padded", False)}
+        state = {k: p for k, p in held.items() if k not in experts and k not in padded}
         divided = {k: p.partition_dim for k, p in state.items() if getattr(p, "tensor_model_parallel", False)}
         dense = make_sharded_tensors_for_checkpoint(state, prefix, divided, offsets, **groups)
+        for k, p in padded.items():  # how much padding there is depends on tp
+            dense[prefix + k] = make_tp_sharded_tensor_for_checkpoint(
+                p, prefix + k, p.partition_dim, allow_shape_mismatch=True, **groups
+            )
         return dense | {prefix + k: self._expert_state(prefix + k, p) for k, p in experts.items()}
 
     def _expert_state(self, key: str, p: Tensor) -> ShardedTensor:
@@ -173,7 +178,8 @@ class ModelChunk(MegatronModule):
         x, divided = self.groups.layout, getattr(p, "partition_dim", -1)
         places = [(0, self.groups.ep_rank, x.ep), *([(divided, self.groups.etp_rank, x.etp)] if divided >= 0 else [])]
         replica = (0, 0 if divided >= 0 else self.groups.etp_rank, self.groups.collection.expt_dp.rank())
-        return ShardedTensor.from_rank_offsets(key, p, *places, replica_id=replica)
+        padded = getattr(p, "padded", False)
+        return ShardedTensor.from_rank_offsets(key, p, *places, replica_id=replica, allow_shape_mismatch=padded)
 
     def load(self, state: dict[str, Any]) -> None:
         """Take the parameters that `sharded_state_dict` named, as read from a checkpoint."""
