@@ -256,5 +256,5 @@ def test_a_layer_names_its_own_splits(layer):
 
 @pytest.mark.parametrize("degree", [0, -1, 1.5, True])
 def test_a_degree_is_a_number_of_devices(degree):
-    with pytest.raises(UserError, match=r"tp of .*: a degree is a whole number"):
+    with pytest.raises(UserError, match=r"tp must be a whole number of devices, at least 1, got "):
         Split(tp=degree)

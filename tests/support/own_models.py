@@ -12,6 +12,7 @@ from megaloom.dsl import (
     MLA,
     MLP,
     Attention,
+    ClampedGLU,
     Concat,
     Conv,
     Dim,
@@ -75,6 +76,19 @@ class Gated(Layer):
         h = apply(Normalize(("channels",), False, 1e-5), h, weight("inner", c, mean=1.0, std=0.0))
         h = dot(h, weight("wide", c, w), "channels") * weight("each", w, mean=1.0, std=0.5)
         return dot(h, weight("down", w, e, std=0.3), "width") + weight("shift", e, std=0.0)
+
+
+@frozen
+class Squared(Layer):
+    """A feed-forward layer with a dim of its own, which is kept whole where tp does not divide it."""
+
+    channels: int
+    splits: ClassVar[dict[str, str]] = {"channels": "tp"}
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        e, c = x["embed"], Dim("channels", self.channels)
+        h = fn("relu2", dot(x, weight("up", e, c, std=0.1), "embed"))
+        return dot(h, weight("down", c, e, std=0.1), "channels")
 
 
 @frozen
@@ -293,6 +307,19 @@ def balanced() -> Model:
     """A mixture with a balancing loss and a shared expert, and biases of heads."""
     moe = MoE(MLP(32, "silu", True) >> Scale(0.5), 4, 2, balance=0.05, shared=SwiGLU(48))
     return lm("balanced", attention(window=8, bias=True), moe)
+
+
+def squared_510() -> Model:
+    """Channels that two devices divide and four do not, in a dense layer and in experts."""
+    return lm("squared-510", Squared(510), MoE(Squared(510), 8, 2))
+
+
+def squared_512() -> Model:
+    return lm("squared-512", Squared(512), MoE(Squared(512), 8, 2))
+
+
+def biased_experts() -> Model:
+    return lm("biased-experts", MoE(ClampedGLU(32), 4, 2), MoE(MLP(32, bias=True), 4, 1))
 
 
 def squeeze() -> Model:

@@ -37,7 +37,8 @@ NAMES = [
 ]
 DENSE = ["gated", "windowed", "near"]
 SOME = [*DENSE, "some_experts"]  # of which all layouts are tried
-MIXED = ["experts", "some_experts"]
+MIXED = ["experts", "some_experts", "biased_experts"]
+UNEVEN = ["squared_510", "hashed_odd"]
 SEQ, BATCH, VOCAB, SEED = 32, 2, 127, 7
 SP = Layout(tp=2, sequence_parallel=True)
 LAYOUTS = {
@@ -45,6 +46,9 @@ LAYOUTS = {
     "TP2": (Layout(tp=2), DENSE),
     "TP2 SP": (SP, NAMES),
     "TP4 SP, fewer KV heads than TP": (evolve(SP, tp=4), ["two_kv_heads", "one_kv_head"]),
+    "TP4 SP ETP4, dims kept whole or padded": (evolve(SP, tp=4, etp=4), UNEVEN),
+    "TP2 SP ETP4 DP2, experts kept whole": (evolve(SP, dp=2, etp=4), ["squared_510"]),
+    "ETP4 CP2 DP2, dims kept whole": (Layout(dp=2, tp=1, cp=2, etp=4), ["squared_510"]),
     "CP2": (Layout(cp=2), NAMES),
     "PP2": (Layout(pp=2), SOME),
     "TP2 CP2": (Layout(tp=2, cp=2), DENSE),
