@@ -30,6 +30,7 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.catalog import find
 from megaloom.dsl.graph import Graph, graph
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import (
     Layout,
     Precision,
@@ -37,7 +38,6 @@ from megaloom.planner.contract.layout import (
     Workload,
 )
 from megaloom.planner.contract.layouts import Layouts
-from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.capabilities import wrong
 from megaloom.planner.rules.divisors import divisors
@@ -233,9 +233,7 @@ def test_tp_divides_the_width_of_a_dense_layer() -> None:
     g, workload, machine = four_devices(MLP(14))
     (found,) = violations(Layout(tp=4), g, workload, machine)
     assert (found.rule, found.fix) == ("tp-width", "tp 2 would")
-    assert "recompute-blocks" in [
-        v.rule for v in violations(Layout(recompute=Recompute.FULL), g, workload, machine)
-    ]
+    assert "recompute-blocks" in [v.rule for v in violations(Layout(recompute=Recompute.FULL), g, workload, machine)]
 
 
 def test_experts_do_not_lie_on_ep_in_fp16() -> None:
