@@ -1,4 +1,4 @@
-"""`megaloom export`: a plan in the words of another program. It never loads torch."""
+"""The command `megaloom export`, which writes a plan as a file for another program. It never loads torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from megaloom.planner.export.export import Target
+from megaloom.planner.export.target import Target
 
 
 def export(
@@ -18,39 +18,42 @@ def export(
     to: Target,
     output: Annotated[Path | None, Parameter(name=["-o", "--output"])] = None,
 ) -> None:
-    """Write a plan in the words of another program; what that cannot express is refused by its name.
+    """Write a plan as a script or configuration file for another program.
 
-    Other programs cut a model between whole layers: stages that begin inside of one are cut anew, and what that costs
-    is said.
+    What the program cannot express is refused, with advice. Other programs need pipeline stages of whole layers: if a
+    stage of the plan begins inside of a layer, the stages are balanced again, and the new step time is shown.
 
     Parameters
     ----------
     plan
         A plan.json.
     to
-        The program: a script for Megatron-LM, overrides for Megatron-Bridge, a YAML for Accelerate, a TOML for
-        torchtitan, or a script for sbatch that runs `megaloom train`, or Megatron-LM if the plan is for that.
+        The program: megatron-lm (a shell script), megatron-bridge (overrides of a recipe), accelerate (a YAML file),
+        torchtitan (a TOML file), slurm (a job for sbatch that runs `megaloom train`, or Megatron-LM if the plan was
+        made with --runtime megatron).
     output
         The file to write. [default: standard output]
     """
     from megaloom.dsl.catalog import find
     from megaloom.dsl.errors import UserError
     from megaloom.planner.contract.plans import check, load
-    from megaloom.planner.export.export import export as exported
-    from megaloom.planner.export.export import whole
+    from megaloom.planner.export.export import cut_for, export_plan
 
-    asked = load(plan)
-    declared, _ = find(asked.model)
-    check(asked, declared)
-    made = whole(asked, declared, to)
-    text = exported(made, declared, to, plan)
-    if made is not asked:
-        after, before = made.predicted.step_seconds, asked.predicted.step_seconds
-        print(f"cut at whole layers: {after:.4g} s a step predicted, {before:.4g} s as planned", file=sys.stderr)
+    planned = load(plan)
+    declared, _ = find(planned.model)
+    check(planned, declared)
+    exported = cut_for(to, planned, declared)
+    text = export_plan(exported, declared, to, plan)
+    if exported is not planned:
+        after, before = exported.predicted.step_seconds, planned.predicted.step_seconds
+        print(
+            f"balanced the stages again, in whole layers: predicted {after:.4g} s a step, {before:.4g} s before",
+            file=sys.stderr,
+        )
     if output is None:
         sys.stdout.write(text)
         return
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write to {output}: {error.strerror}\ngive a path in a folder that exists") from None
+        raise UserError(f"cannot write {output}: {error.strerror}\ngive a path in a folder that exists") from None

@@ -1,1 +1,1 @@
-"""Plans in the words of other programs."""
+"""Plans written as files for other programs: Megatron-LM, Megatron-Bridge, Accelerate, torchtitan and Slurm."""

@@ -1,90 +1,107 @@
-"""A plan as the configuration file of Accelerate's Megatron-LM plugin, for `accelerate launch --config_file`.
+"""Write a plan as the configuration file of Accelerate's Megatron-LM plugin, for `accelerate launch --config_file`.
 
-Every key that has a default of its own is written: without one Accelerate 1.15.0 takes two context-parallel ranks,
-recomputes all, and turns positions. Source of the keys and their defaults: its utils/dataclasses.py.
+The plugin takes from a model only its numbers of layers, channels, heads, positions and tokens. All else is
+Megatron-LM's default, which is GPT-2, so every other model is refused: a Llama would train with GELU, a feed-forward
+of 4 × hidden channels, LayerNorm and tied embeddings.
+Every key that has a default of its own is written: without them, Accelerate 1.15.0 takes two context-parallel ranks,
+recomputes all layers and uses rotary positions.
+Source of the keys, their defaults and the model's numbers: Accelerate's utils/dataclasses.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaloom.dsl import (
-    MLP,
-    Attention,
-    Graph,
-    LayerNorm,
-    RMSNorm,
-    SwiGLU,
-)
-from megaloom.planner.contract.layout import (
-    INNER,
-    Layout,
-    Precision,
-    Recompute,
-)
+from attrs import fields
+
+from megaloom.dsl import MLP, Attention, Graph, Layer, LayerNorm
+from megaloom.dsl.show.words import written
+from megaloom.planner.contract.layout import INNER, Layout, Precision, Recompute
 from megaloom.planner.contract.plans import Plan
 
-from .decoder import GPT, cannot, gpt
-from .megatron_lm import OVERLAPS
-from .slurm import hosts
-from .whole_layers import (
-    Part,
-    even,
-    parts,
-    recomputed,
-)
+from .decoder import DecoderModel, read_decoder
+from .megatron_lm import OVERLAP_OPTIONS
+from .slurm import machines
+from .target import Target, refuse
+from .whole_layers import StageLayers, equal_layers, recomputed_layers, stage_layers
 
-NAME = "Accelerate"
-INSTEAD = "use `megaloom export --to megatron-lm`"
-PRECISION = {Precision.FP32: "no", Precision.BF16: "bf16", Precision.FP16: "fp16"}
+MEGATRON_INSTEAD = "use `megaloom export --to megatron-lm`"
+MIXED_PRECISION = {Precision.FP32: "no", Precision.BF16: "bf16", Precision.FP16: "fp16"}
 
 
-def config(plan: Plan, graph: Graph) -> str:
-    """The file. Raises UserError that names what none of its keys says."""
-    precision, read = plan.workload.precision, gpt(graph, NAME)
-    if precision not in PRECISION:
-        cannot(NAME, f"precision {precision}", f"plan with --precision {' or '.join(PRECISION)}")
-    _known(read)
-    nodes, per_node = hosts(plan.cluster)
-    keys = "".join(f"  megatron_lm_{key}: {_said(value)}\n" for key, value in _keys(plan, read, graph))
-    meet = "machine_rank: 0  # another on each machine\nmain_process_ip: MACHINE_0\nmain_process_port: 29500\n"
+def config_yaml(plan: Plan, graph: Graph) -> str:
+    """Return the file. Raises UserError that names what no key expresses."""
+    precision, model = plan.workload.precision, read_decoder(graph, Target.ACCELERATE)
+    if precision not in MIXED_PRECISION:
+        refuse(Target.ACCELERATE, f"precision {precision}", f"plan with --precision {' or '.join(MIXED_PRECISION)}")
+    _check_model(model)
+    nodes, per_node = machines(plan.cluster)
+    keys = "".join(f"  megatron_lm_{key}: {_yaml(value)}\n" for key, value in _keys(plan, model, graph))
+    address = "machine_rank: 0  # its number on each machine\nmain_process_ip: MACHINE_0\nmain_process_port: 29500\n"
     return f"""# {graph.name} on {plan.cluster}: {plan.layout}
-# For Accelerate 1.15.0. Your script says the model, that a sequence has {plan.workload.seq} tokens, and that a
-# micro-batch (per_device_train_batch_size) has {plan.layout.micro_batch} of them.
+# For Accelerate 1.15.0. Your script provides the model, sequences of {plan.workload.seq} tokens, and micro-batches
+# (per_device_train_batch_size) of {plan.layout.micro_batch}.
 {_overlaps(plan.layout)}compute_environment: LOCAL_MACHINE
 distributed_type: MEGATRON_LM
-mixed_precision: '{PRECISION[precision]}'
+mixed_precision: '{MIXED_PRECISION[precision]}'
 num_machines: {nodes}
 num_processes: {nodes * per_node}
-{meet if nodes > 1 else ""}use_cpu: false
+{address if nodes > 1 else ""}use_cpu: false
 megatron_lm_config:
 {keys}"""
 
 
 def _overlaps(x: Layout) -> str:
-    """What its file has no keys for, but its plugin hands on."""
-    named = [OVERLAPS[o].replace("-", "_") for o in x.overlaps if o in INNER or x.dp * x.cp > 1]
-    if not named:
+    """Return a comment on overlap, for which the file has no keys; the script passes it to the plugin."""
+    options = [OVERLAP_OPTIONS[o].replace("-", "_") for o in x.overlaps if o in INNER or x.dp * x.cp > 1]
+    if not options:
         return ""
-    given = ", ".join(f'"{name}": True' for name in named)
-    return f"# It also says what overlaps: MegatronLMPlugin(other_megatron_args={{{given}}}).\n"
+    arguments = ", ".join(f'"{name}": True' for name in options)
+    return f"# For the overlap of the plan, it passes MegatronLMPlugin(other_megatron_args={{{arguments}}}).\n"
 
 
-def _known(m: GPT) -> None:
-    """Refuse a decoder that is neither a GPT-2 nor a Llama: those alone Accelerate hands on to Megatron-LM."""
-    a, ff = m.attention, m.dense
-    if m.moe or not isinstance(a, Attention):
-        cannot(NAME, f"the layers of {m.name}: of decoders it takes GPT-2 and Llama", INSTEAD)
-    gpt2 = isinstance(ff, MLP) and ff.bias and a.bias and m.positions and isinstance(m.norm, LayerNorm)
-    llama = isinstance(ff, SwiGLU) and not (a.bias or a.qkv_bias) and a.rope and isinstance(m.norm, RMSNorm)
-    if not (gpt2 or llama) or a.window or a.sink or a.qk_norm:
-        cannot(NAME, f"the layers of {m.name}: of decoders it takes GPT-2 and Llama", INSTEAD)
+def _check_model(m: DecoderModel) -> None:
+    """Refuse a model that is not a GPT-2, naming what Accelerate would ignore."""
+    if ignored := ", ".join(_unlike_gpt2(m)):
+        what = f"{m.name}: its Megatron-LM plugin always trains a GPT-2. It would ignore {ignored}"
+        refuse(Target.ACCELERATE, what, MEGATRON_INSTEAD)
 
 
-def _keys(plan: Plan, m: GPT, graph: Graph) -> Iterator[tuple[str, object]]:
+def _unlike_gpt2(m: DecoderModel) -> Iterator[str]:
+    """Yield the properties of a model that GPT-2 does not have; sizes and dropout are free."""
+    a = m.attention
+    if isinstance(a, Attention):
+        gpt2 = Attention(heads=a.heads, kv_heads=a.kv_heads, head_dim=a.head_dim, bias=True, dropout=a.dropout)
+        given = ((f.name, getattr(a, f.name)) for f in fields(Attention) if f.eq)
+        yield from (f"{name}={written(value)}" for name, value in given if value != getattr(gpt2, name))
+        if a.kv_heads not in (None, a.heads):
+            yield f"kv_heads={a.kv_heads}"
+        if a.head_dim not in (None, m.embed // a.heads):
+            yield f"head_dim={a.head_dim}"
+    else:
+        yield type(a).__name__
+    if m.positions is None and not getattr(a, "rope", None):
+        yield "that it has no positions"
+    gelu = MLP(4 * m.embed, "gelu_tanh", bias=True)
+    yield from dict.fromkeys(_kind(ff, gelu) for ff in m.layers if ff != gelu)
+    if m.norm != LayerNorm():
+        yield _kind(m.norm, LayerNorm())
+    if not m.tied:
+        yield "untied embeddings"
+    if m.mtp:
+        yield "multi-token prediction"
+
+
+def _kind(layer: Layer, gpt2: Layer) -> str:
+    """Return the layer's class, with its fields if GPT-2's layer has that class."""
+    return written(layer) if type(layer) is type(gpt2) else type(layer).__name__
+
+
+def _keys(plan: Plan, m: DecoderModel, graph: Graph) -> Iterator[tuple[str, object]]:
     x = plan.layout
     if x.vpp > 1:
-        cannot(NAME, f"vpp {x.vpp}: its file has no key for it", f"plan with --vpp 1, or {INSTEAD}")
+        what = f"vpp {x.vpp}: its file has no key for model chunks"
+        refuse(Target.ACCELERATE, what, f"plan with --vpp 1, or {MEGATRON_INSTEAD}")
     yield "tp_degree", x.tp
     yield "pp_degree", x.pp
     yield "num_micro_batches", x.microbatches(plan.workload.batch)
@@ -92,7 +109,7 @@ def _keys(plan: Plan, m: GPT, graph: Graph) -> Iterator[tuple[str, object]]:
     yield "context_parallel_size", x.cp
     yield "expert_model_parallel_size", x.ep
     yield "expert_tensor_parallel_size", x.etp
-    yield from _stages(parts(plan, m, graph, NAME))
+    yield from _stages(stage_layers(plan, m, graph, Target.ACCELERATE))
     yield from _recompute(x, m)
     yield "use_distributed_optimizer", x.distributed_optimizer
     yield "attention_dropout", getattr(m.attention, "dropout", 0.0)
@@ -100,26 +117,28 @@ def _keys(plan: Plan, m: GPT, graph: Graph) -> Iterator[tuple[str, object]]:
     yield "use_rotary_position_embeddings", m.positions is None
 
 
-def _stages(cut: tuple[Part, ...]) -> Iterator[tuple[str, object]]:
-    """The last stage may have fewer or more layers than the others, which have as many."""
-    if even(cut) is not None:
+def _stages(stages: tuple[StageLayers, ...]) -> Iterator[tuple[str, object]]:
+    """Yield the number of layers of the last stage, the only one that may differ from the others."""
+    if equal_layers(stages) is not None:
         return
-    if even(cut[:-1]) is None:
-        counts = ", ".join(str(part.layers) for part in cut)
-        cannot(NAME, f"stages of {counts} layers: its file says that of the last one only", INSTEAD)
-    yield "decoder_last_pipeline_num_layers", cut[-1].layers
+    if equal_layers(stages[:-1]) is None:
+        counts = ", ".join(str(stage.layers) for stage in stages)
+        what = f"stages of {counts} layers: its file has a key for the last stage only"
+        refuse(Target.ACCELERATE, what, MEGATRON_INSTEAD)
+    yield "decoder_last_pipeline_num_layers", stages[-1].layers
 
 
-def _recompute(x: Layout, m: GPT) -> Iterator[tuple[str, object]]:
-    """It always asks for full recompute, which of the first no layers of each stage is none."""
+def _recompute(x: Layout, m: DecoderModel) -> Iterator[tuple[str, object]]:
+    """Yield full recompute, which Accelerate always asks for; of the first 0 layers of each stage, it is none."""
     if x.recompute is Recompute.SELECTIVE:
-        cannot(NAME, "recompute selective: its file always gives a method, which Megatron-LM then refuses", INSTEAD)
-    first = recomputed(x, m, NAME)
+        what = "recompute selective: it always passes a recompute method, which Megatron-LM then refuses"
+        refuse(Target.ACCELERATE, what, MEGATRON_INSTEAD)
+    blocks = recomputed_layers(x, m, Target.ACCELERATE)
     yield "recompute_activations", False
     yield "recompute_granularity", "full"
-    yield "recompute_method", "uniform" if first is None else "block"
-    yield "recompute_num_layers", 1 if first is None else first
+    yield "recompute_method", "uniform" if blocks is None else "block"
+    yield "recompute_num_layers", 1 if blocks is None else blocks
 
 
-def _said(value: object) -> str:
+def _yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

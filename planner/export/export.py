@@ -1,48 +1,44 @@
-"""A plan in the words of other programs: the same layout, stages and workload, or what of it they cannot do."""
+"""Write a plan as a file for another program, with the plan's layout, stages and workload.
+
+`cut_for` balances the stages again in whole layers where the program needs that; `export_plan` returns the file's text.
+Both raise UserError for what the program cannot express.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from megaloom.planner.contract.layout import Runtime
+
+from .target import TRAIN_INSTEAD, Target
 
 if TYPE_CHECKING:
     from megaloom.dsl.graph import Graph, Model
     from megaloom.planner.contract.plans import Plan
 
 
-class Target(StrEnum):
-    """Whom a plan is for."""
+def cut_for(target: Target, plan: Plan, model: Model) -> Plan:
+    """Return the plan with stages of whole layers, as `target` needs them; the plan itself if it has them.
 
-    MEGATRON_LM = "megatron-lm"
-    MEGATRON_BRIDGE = "megatron-bridge"
-    ACCELERATE = "accelerate"
-    TORCHTITAN = "torchtitan"
-    SLURM = "slurm"
-
-
-def whole(plan: Plan, model: Model, target: Target) -> Plan:
-    """The plan with stages of whole layers, as `target` cuts a model: itself if it has them, or runs here.
-
-    Raises UserError as `export` does, and where such stages cannot be, or do not fit the memory.
+    A Slurm job that runs `megaloom train` takes any stages. Raises UserError if the model has fewer layers than the
+    plan has stages, or if stages of whole layers do not fit the memory.
     """
-    if target is Target.SLURM and plan.runtime is Runtime.MEGALOOM:
+    if _trains_here(target, plan):
         return plan
     from megaloom.dsl.graph import graph
 
-    from .decoder import gpt
-    from .whole_layers import whole as recut
+    from .decoder import read_decoder
+    from .whole_layers import cut_at_layers
 
     g = graph(model)
-    with _honest(plan, g):
-        return recut(plan, model, gpt(g, _program(target)[0]))
+    with _runtime_limits_named(plan, g):
+        return cut_at_layers(plan, model, read_decoder(g, _options_of(target)))
 
 
-def export(plan: Plan, model: Model, target: Target, path: str = "plan.json") -> str:
-    """The plan of this model as a file for `target`; `path` is where the plan itself is.
+def export_plan(plan: Plan, model: Model, target: Target, path: str = "plan.json") -> str:
+    """Return the text of the file that runs this plan on `target`; `path` is the plan's own file.
 
     Raises UserError that names what the target cannot express, and what would work.
     """
@@ -51,45 +47,49 @@ def export(plan: Plan, model: Model, target: Target, path: str = "plan.json") ->
     from megaloom.planner.rules.capabilities import limits
 
     g = graph(model)
-    if target is Target.SLURM and plan.runtime is Runtime.MEGALOOM:
-        from .slurm import job
+    if _trains_here(target, plan):
+        from .slurm import train_job
 
-        for lost in limits(plan.layout, g, plan.workload, plan.cluster):
-            raise UserError(f"Slurm's script runs `megaloom train`, and that does not run the plan: {lost}")
-        return job(plan, g.name, path)
-    with _honest(plan, g):
-        return _program(target)[1](plan, g)
+        for limit in limits(plan.layout, g, plan.workload, plan.cluster):
+            raise UserError(f"the Slurm job would run `megaloom train`, which cannot run this plan: {limit}")
+        return train_job(plan, g.name, path)
+    with _runtime_limits_named(plan, g):
+        return _writer(target)(plan, g)
+
+
+def _trains_here(target: Target, plan: Plan) -> bool:
+    """Return whether the export is a job of `megaloom train`."""
+    return target is Target.SLURM and plan.runtime is Runtime.MEGALOOM
+
+
+def _options_of(target: Target) -> Target:
+    """Return the program whose options the file holds: a Slurm job of a Megatron-core plan runs Megatron-LM."""
+    return Target.MEGATRON_LM if target is Target.SLURM else target
 
 
 @contextmanager
-def _honest(plan: Plan, g: Graph) -> Iterator[None]:
-    """Where a refusal would send to `megaloom train` what that does not run either, say why it does not."""
+def _runtime_limits_named(plan: Plan, g: Graph) -> Iterator[None]:
+    """Replace the advice to use `megaloom train` by the reason why it cannot run the plan either, if it cannot."""
     from megaloom.dsl.errors import UserError
     from megaloom.planner.rules.capabilities import limits
-
-    from .decoder import STAYS
 
     try:
         yield
     except UserError as error:
-        for lost in limits(plan.layout, g, plan.workload, plan.cluster):
-            raise UserError(str(error).replace(STAYS, f"`megaloom train` does not run it either: {lost}")) from None
+        for limit in limits(plan.layout, g, plan.workload, plan.cluster):
+            instead = f"`megaloom train` cannot run it either: {limit}"
+            raise UserError(str(error).replace(TRAIN_INSTEAD, instead)) from None
         raise
 
 
-def _program(target: Target) -> tuple[str, Callable[[Plan, Graph], str]]:
-    """The name of this program, and what writes for it."""
-    from . import (
-        accelerate,
-        megatron_bridge,
-        megatron_lm,
-        torchtitan,
-    )
+def _writer(target: Target) -> Callable[[Plan, Graph], str]:
+    """Return the function that writes a plan for this program."""
+    from . import accelerate, megatron_bridge, megatron_lm, torchtitan
 
     return {
-        Target.MEGATRON_LM: (megatron_lm.NAME, megatron_lm.script),
-        Target.SLURM: (megatron_lm.NAME, megatron_lm.job),
-        Target.MEGATRON_BRIDGE: (megatron_bridge.NAME, megatron_bridge.overrides),
-        Target.ACCELERATE: (accelerate.NAME, accelerate.config),
-        Target.TORCHTITAN: (torchtitan.NAME, torchtitan.toml),
+        Target.MEGATRON_LM: megatron_lm.script,
+        Target.SLURM: megatron_lm.slurm_script,
+        Target.MEGATRON_BRIDGE: megatron_bridge.overrides,
+        Target.ACCELERATE: accelerate.config_yaml,
+        Target.TORCHTITAN: torchtitan.config_toml,
     }[target]

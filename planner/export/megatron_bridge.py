@@ -1,7 +1,7 @@
-"""A plan as overrides of a recipe of Megatron-Bridge: `KEY=VALUE`, a line each.
+"""Write a plan as overrides of a Megatron-Bridge recipe: one `KEY=VALUE` per line.
 
-They go on top of a recipe of the same model, which says what is not a number: activation, norms, tokenizer, data. What
-a recipe may have set about the layout is always set anew, so that nothing of its own layout is left.
+The recipe of the same model provides everything that is not a number: activation, norms, tokenizer, data. Every key of
+the layout is written, so that none keeps the recipe's value.
 Source of the keys: Megatron-Bridge's docs/megatron-lm-to-megatron-bridge.md; those below `model` are the fields of
 megatron-core's TransformerConfig.
 """
@@ -14,17 +14,12 @@ from megaloom.dsl import Graph
 from megaloom.planner.contract.layout import Overlap, Precision, Recompute
 from megaloom.planner.contract.plans import Plan
 
-from .decoder import cannot, gpt
-from .megatron_lm import options
-from .whole_layers import (
-    even,
-    layout,
-    parts,
-    recomputed,
-)
+from .decoder import read_decoder
+from .megatron_lm import megatron_options
+from .target import Target, refuse
+from .whole_layers import equal_layers, pipeline_layout, recomputed_layers, stage_layers
 
-NAME = "Megatron-Bridge"
-NUMBERS = {  # of Megatron-LM's options about a model, those that are a number, and a field of its configuration
+MODEL_KEYS = {  # options of Megatron-LM whose value is a number, and their keys below `model`
     "num-layers": "num_layers",
     "mtp-num-layers": "mtp_num_layers",
     "hidden-size": "hidden_size",
@@ -45,7 +40,7 @@ NUMBERS = {  # of Megatron-LM's options about a model, those that are a number, 
     "hidden-dropout": "hidden_dropout",
     "seq-length": "seq_length",
 }
-PRECISION = {
+RECIPES = {  # of mixed precision
     Precision.BF16: "bf16_mixed",
     Precision.FP16: "fp16_mixed",
     Precision.FP8: "bf16_with_fp8_current_scaling_mixed",
@@ -55,40 +50,43 @@ PRECISION = {
 
 
 def overrides(plan: Plan, graph: Graph) -> str:
-    """The overrides. Raises UserError that names what none of them says."""
-    return "".join(f"{key}={_said(value)}\n" for key, value in _pairs(plan, graph))
+    """Return the overrides as text. Raises UserError that names what no key expresses."""
+    return "".join(f"{key}={_hydra(value)}\n" for key, value in _pairs(plan, graph))
 
 
 def _pairs(plan: Plan, graph: Graph) -> Iterator[tuple[str, object]]:
-    if plan.workload.precision not in PRECISION:
-        cannot(NAME, f"precision {plan.workload.precision}", f"plan with --precision {' or '.join(PRECISION)}")
-    said = {one.name: one.values for one in options(plan, graph, NAME).model}
-    yield from ((f"model.{key}", said[name][0]) for name, key in NUMBERS.items() if name in said)
+    if plan.workload.precision not in RECIPES:
+        refuse(
+            Target.MEGATRON_BRIDGE,
+            f"precision {plan.workload.precision}",
+            f"plan with --precision {' or '.join(RECIPES)}",
+        )
+    options = {one.name: one.values for one in megatron_options(plan, graph, Target.MEGATRON_BRIDGE).model}
+    yield from ((f"model.{key}", options[name][0]) for name, key in MODEL_KEYS.items() if name in options)
     yield "dataset.seq_length", plan.workload.seq
     yield from ((f"model.{key}", value) for key, value in _layout(plan, graph))
     yield "train.micro_batch_size", plan.layout.micro_batch
     yield "train.global_batch_size", plan.workload.batch
-    sharded = plan.layout.distributed_optimizer
-    yield "ddp.use_distributed_optimizer", sharded
-    yield "optimizer.use_distributed_optimizer", sharded
-    x, several = plan.layout, plan.layout.dp * plan.layout.cp > 1
-    yield "ddp.overlap_grad_reduce", several and x.hides(Overlap.GRADIENTS)
-    yield "ddp.overlap_param_gather", several and x.hides(Overlap.WEIGHTS)
+    x, copies = plan.layout, plan.layout.dp * plan.layout.cp
+    yield "ddp.use_distributed_optimizer", x.distributed_optimizer
+    yield "optimizer.use_distributed_optimizer", x.distributed_optimizer
+    yield "ddp.overlap_grad_reduce", copies > 1 and x.hides(Overlap.GRADIENTS)
+    yield "ddp.overlap_param_gather", copies > 1 and x.hides(Overlap.WEIGHTS)
     if x.sequence_parallel:
         yield "comm_overlap.tp_comm_overlap", x.hides(Overlap.TENSOR)
     if x.ep > 1:
         yield "comm_overlap.overlap_moe_expert_parallel_comm", x.hides(Overlap.EXPERTS)
-    yield "mixed_precision", PRECISION[plan.workload.precision]
+    yield "mixed_precision", RECIPES[plan.workload.precision]
 
 
 def _layout(plan: Plan, graph: Graph) -> Iterator[tuple[str, object]]:
-    x, read = plan.layout, gpt(graph, NAME)
-    cut = parts(plan, read, graph, NAME)
+    x, model = plan.layout, read_decoder(graph, Target.MEGATRON_BRIDGE)
+    stages = stage_layers(plan, model, graph, Target.MEGATRON_BRIDGE)
     yield "tensor_model_parallel_size", x.tp
     yield "sequence_parallel", x.sequence_parallel
     yield "pipeline_model_parallel_size", x.pp
     yield "virtual_pipeline_model_parallel_size", x.vpp if x.vpp > 1 else None
-    yield "pipeline_model_parallel_layout", layout(cut) if even(cut) is None else None
+    yield "pipeline_model_parallel_layout", pipeline_layout(stages) if equal_layers(stages) is None else None
     yield "num_layers_in_first_pipeline_stage", None
     yield "num_layers_in_last_pipeline_stage", None
     yield "account_for_embedding_in_pipeline_split", False
@@ -97,19 +95,19 @@ def _layout(plan: Plan, graph: Graph) -> Iterator[tuple[str, object]]:
     yield "context_parallel_size", x.cp
     yield "expert_model_parallel_size", x.ep
     yield "expert_tensor_parallel_size", x.etp
-    first = recomputed(x, read, NAME)
+    blocks = recomputed_layers(x, model, Target.MEGATRON_BRIDGE)
     yield "recompute_granularity", None if x.recompute is Recompute.NONE else str(x.recompute)
-    yield "recompute_method", None if first == 0 else "block" if first else "uniform"
-    yield "recompute_num_layers", None if first == 0 else first or 1
+    yield "recompute_method", None if blocks == 0 else "block" if blocks else "uniform"
+    yield "recompute_num_layers", None if blocks == 0 else blocks or 1
     if x.recompute is Recompute.SELECTIVE:
         yield "recompute_modules", f"[{','.join(x.modules)}]"
 
 
-def _said(value: object) -> str:
-    """As Hydra reads it: brackets of a stage layout would be its own syntax."""
+def _hydra(value: object) -> str:
+    """Return a value as Hydra reads it. A stage layout is quoted, because brackets are Hydra's own syntax."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    said = str(value)
-    return f"'{said}'" if "(" in said or "|" in said else said
+    text = str(value)
+    return f"'{text}'" if "(" in text or "|" in text else text

@@ -1,4 +1,4 @@
-"""An option of a program's command line: a name, and the values that it is given."""
+"""An option of a program's command line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Option:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """As the words of a command."""
+        """The words of the shell command: the name with its dashes, then each value."""
         return (f"--{self.name}", *self.values)
 
 
 def option(name: str, *values: object) -> Option:
-    """The option of this name with these values, as they are written."""
+    """Return the option of this name; values are written by `str`."""
     return Option(name, tuple(map(str, values)))

@@ -1,19 +1,21 @@
-"""A plan as the TOML file of torchtitan, whose releases up to 0.2.2 read one.
+"""Write a plan as the TOML file of torchtitan, whose releases up to 0.2.2 read one.
 
-torchtitan trains models of its own, by name: a plan's model must have the weights of one of them. How it divides them
-is its own as well: with the optimizer's state it divides weights and gradients, with tensor parallelism what that
-leaves whole. What it would do otherwise than the plan is refused; what costs the same either way is said in the file.
+torchtitan trains models of its own, by name: the plan's model must have the weights of one of them. It also shards in
+its own way. It shards the optimizer's state together with weights and gradients, and applies tensor parallelism before
+that. A plan that torchtitan would run otherwise is refused; a difference that costs nothing is a comment in the file.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import NoReturn
 
 from megaloom.dsl import Graph
 from megaloom.planner.contract.layout import (
     INNER,
     Layout,
+    Overlap,
     Precision,
     Recompute,
     free,
@@ -21,93 +23,109 @@ from megaloom.planner.contract.layout import (
 )
 from megaloom.planner.contract.plans import Plan
 
-from .decoder import STAYS, cannot, gpt
-from .slurm import hosts
-from .torchtitan_flavors import FLAVORS, Flavor, find
-from .whole_layers import Part, parts, recomputed
+from .decoder import read_decoder
+from .slurm import machines
+from .target import TRAIN_INSTEAD, Target, refuse
+from .torchtitan_flavors import FLAVORS, Flavor, find_flavor
+from .whole_layers import StageLayers, recomputed_layers, stage_layers
 
-NAME = "torchtitan"
-COMPUTES = {Precision.BF16: "bfloat16", Precision.FP32: "float32"}
+TORCH_DTYPES = {Precision.BF16: "bfloat16", Precision.FP32: "float32"}
 
 
-def toml(plan: Plan, graph: Graph) -> str:
-    """The file. Raises UserError that names what torchtitan does otherwise."""
-    m = gpt(graph, NAME)
-    cut, flavor = parts(plan, m, graph, NAME), find(m)
+def config_toml(plan: Plan, graph: Graph) -> str:
+    """Return the file. Raises UserError that names what torchtitan does otherwise."""
+    m = read_decoder(graph, Target.TORCHTITAN)
+    stages, flavor = stage_layers(plan, m, graph, Target.TORCHTITAN), find_flavor(m)
     if flavor is None:
         known = ", ".join(f"{f.model} {f.name}" for f in FLAVORS)
-        cannot(NAME, f"{graph.name}: it trains models of its own", f"those are {known}\n{STAYS}")
-    _computes(plan)
-    recomputed(plan.layout, m, NAME)
-    _supports(plan.layout, flavor)
-    nodes, each = hosts(plan.cluster)
+        _refuse(f"{graph.name}: it trains its own models only", f"its models are {known}\n{TRAIN_INSTEAD}")
+    _check_precision(plan)
+    recomputed_layers(plan.layout, m, Target.TORCHTITAN)
+    _check_overlaps(plan.layout)
+    _check_layout(plan.layout, flavor)
+    nodes, each = machines(plan.cluster)
     tables: dict[str, dict[str, object]] = {
         "model": {"name": flavor.model, "flavor": flavor.name},
         "training": dict(_training(plan)),
-        "parallelism": dict(_parallelism(plan.layout, cut)),
+        "parallelism": dict(_parallelism(plan.layout, stages)),
         "activation_checkpoint": {"mode": str(plan.layout.recompute)},
     }
     head = f"""# {graph.name} on {plan.cluster}: {plan.layout}
 # For torchtitan 0.2.2: torchrun --nnodes {nodes} --nproc-per-node {each} ... -m torchtitan.train --job.config_file THIS
-# The model is as torchtitan has it, which costs the same: {flavor.own}.
-# Tokenizer (model.hf_assets_path), data, steps and learning rate are yours.
+# torchtitan's own model has {flavor.own}. That costs the same.
+# Add the tokenizer (model.hf_assets_path), data, steps and learning rate.
 """
     return head + "".join(f"\n[{name}]\n{_table(values)}" for name, values in tables.items())
 
 
-def _computes(plan: Plan) -> None:
-    """Refuse numbers that torchtitan has not, or has on other layouts only."""
+def _refuse(what: str, instead: str = TRAIN_INSTEAD) -> NoReturn:
+    refuse(Target.TORCHTITAN, what, instead)
+
+
+def _check_precision(plan: Plan) -> None:
+    """Refuse a precision that torchtitan does not have, or has on other layouts only."""
     precision, x = plan.workload.precision, plan.layout
-    if precision not in COMPUTES:
-        cannot(NAME, f"precision {precision}", f"plan with --precision {' or '.join(COMPUTES)}")
+    if precision not in TORCH_DTYPES:
+        _refuse(f"precision {precision}", f"plan with --precision {' or '.join(TORCH_DTYPES)}")
     if precision is Precision.BF16 and x.dp * x.cp == 1 and x.world > 1:
-        what = f"bf16 on {x}: it keeps fp32 weights beside those of bf16 only where data or sequences are divided"
-        cannot(NAME, what, "plan with dp or cp of 2 or more, or --precision fp32")
-
-
-def _supports(x: Layout, flavor: Flavor) -> None:
-    """Refuse layouts that torchtitan has not."""
-    if x.tp > 1 and not x.sequence_parallel:
-        cannot(NAME, f"tp {x.tp} without sequence parallelism", "plan with --sequence-parallel")
-    if x.recompute is Recompute.SELECTIVE:
-        what = "recompute selective: what it keeps then is another choice than all but the core of attention"
-        cannot(NAME, what, "plan with --recompute none or full")
-    if x.recompute_layers:
-        what = f"recompute full of {x.recompute_layers} layers a stage: it does so with all or none"
-        cannot(NAME, what, "plan with --recompute full")
-    for overlap in (o for o in x.overlaps if o in INNER):
-        cannot(
-            NAME, f"overlap of {overlap}: what it does of that is another's", "plan with --overlap gradients weights"
+        _refuse(
+            f"bf16 on {x}: it has fp32 weights beside those in bf16 only where dp or cp is above 1",
+            "plan with --dp 2 or more, --cp 2 or more, or --precision fp32",
         )
+
+
+def _check_overlaps(x: Layout) -> None:
+    """Refuse overlap other than that of gradients and weights, which torchtitan always has."""
+    for overlap in (o for o in x.overlaps if o in INNER):
+        own = {
+            Overlap.TENSOR: "it has that only through its async-TP option, which this plan does not use",
+            Overlap.EXPERTS: "it overlaps the all-to-all of experts in its own way, which the plan does not predict",
+        }[overlap]
+        _refuse(f"overlap of {overlap}: {own}", "plan with --overlap gradients weights")
     if x.dp * x.cp > 1 and x.overlaps != switched(free(x.distributed_optimizer)):
-        said = ", ".join(x.overlaps) or "none"
-        cannot(NAME, f"overlap of {said}: gradients and weights always do", "plan without --overlap")
+        overlaps = ", ".join(x.overlaps) or "none"
+        _refuse(f"overlap of {overlaps}: it always overlaps gradients and weights", "plan without --overlap")
+
+
+def _check_layout(x: Layout, flavor: Flavor) -> None:
+    """Refuse a layout that torchtitan does not have."""
+    if x.tp > 1 and not x.sequence_parallel:
+        _refuse(f"tp {x.tp} without sequence parallelism", "plan with --sequence-parallel")
+    if x.recompute is Recompute.SELECTIVE:
+        what = "recompute selective: it chooses ops to save, not modules to recompute"
+        _refuse(what, "plan with --recompute none or full")
+    if x.recompute_layers:
+        what = f"recompute full of the first {x.recompute_layers} layers of each stage: it recomputes all or none"
+        _refuse(what, "plan with --recompute full")
     if x.microbatch_group not in (0, x.pp):
-        cannot(NAME, f"micro-batches in groups of {x.microbatch_group}: its groups are of pp {x.pp}")
+        _refuse(f"microbatch group {x.microbatch_group}: its groups have pp = {x.pp} micro-batches")
     if x.dp * x.cp > 1 and not x.distributed_optimizer and x.world > x.dp:
-        cannot(NAME, f"whole weights on each of dp {x.dp} beside other axes", "plan with --distributed-optimizer")
+        what = f"dp {x.dp} without a sharded optimizer, together with other axes"
+        _refuse(what, "plan with --distributed-optimizer")
     if flavor.decoder.moe and x.etp not in ((1, x.tp) if x.ep > 1 else (x.tp,)):
-        cannot(NAME, f"etp {x.etp} with tp {x.tp} and ep {x.ep}", f"plan with --etp {x.tp}")
+        _refuse(f"etp {x.etp} with tp {x.tp} and ep {x.ep}", f"plan with --etp {x.tp}")
     if flavor.model == "deepseek_v3" and x.cp > 1:
-        cannot(NAME, f"cp {x.cp} of {flavor.model}: its attention there is another kernel", "plan with --cp 1")
+        _refuse(
+            f"cp {x.cp} of {flavor.model}: with context parallelism it runs another attention kernel",
+            "plan with --cp 1",
+        )
     if flavor.model == "qwen3" and x.pp > 1:
-        cannot(NAME, f"pp {x.pp} of {flavor.model}: it does not cut that into stages", "plan with --pp 1")
+        _refuse(f"pp {x.pp} of {flavor.model}: it has no pipeline stages for that model", "plan with --pp 1")
 
 
 def _training(plan: Plan) -> Iterator[tuple[str, object]]:
-    """A pipeline gets all micro-batches of a step at once; without one gradients of micro-batches are added up."""
+    """Yield the batch sizes. The local batch of a pipeline has all its micro-batches; else it is one micro-batch."""
     x, w = plan.layout, plan.workload
     yield "local_batch_size", w.batch // x.dp if x.pp > 1 else x.micro_batch
     yield "global_batch_size", w.batch
     yield "seq_len", w.seq
-    yield "mixed_precision_param", COMPUTES[w.precision]
+    yield "mixed_precision_param", TORCH_DTYPES[w.precision]
 
 
-def _parallelism(x: Layout, cut: tuple[Part, ...]) -> Iterator[tuple[str, object]]:
-    divided = x.distributed_optimizer
-    yield "data_parallel_replicate_degree", 1 if divided else x.dp
-    yield "data_parallel_shard_degree", x.dp if divided else 1
-    yield "fsdp_reshard_after_forward", "never"  # what is gathered for a forward stays for its backward
+def _parallelism(x: Layout, stages: tuple[StageLayers, ...]) -> Iterator[tuple[str, object]]:
+    yield "data_parallel_replicate_degree", 1 if x.distributed_optimizer else x.dp
+    yield "data_parallel_shard_degree", x.dp if x.distributed_optimizer else 1
+    yield "fsdp_reshard_after_forward", "never"  # weights gathered for the forward pass stay for the backward pass
     yield "tensor_parallel_degree", x.tp
     yield "context_parallel_degree", x.cp
     yield "expert_parallel_degree", x.ep
@@ -116,21 +134,21 @@ def _parallelism(x: Layout, cut: tuple[Part, ...]) -> Iterator[tuple[str, object
     if x.pp > 1:
         yield "pipeline_parallel_schedule", "Interleaved1F1B" if x.vpp > 1 else "1F1B"
         yield "pipeline_parallel_microbatch_size", x.micro_batch
-        yield "module_fqns_per_model_part", [_modules(part) for part in cut]
+        yield "module_fqns_per_model_part", [_modules(stage) for stage in stages]
 
 
-def _modules(part: Part) -> list[str]:
-    """The modules of one stage by their names there."""
-    layers = [f"layers.{i}" for i in range(part.first, part.last)]
-    return ["tok_embeddings"] * part.embedding + layers + ["norm", "output"] * part.head
+def _modules(stage: StageLayers) -> list[str]:
+    """Return torchtitan's names of the modules of one stage."""
+    layers = [f"layers.{i}" for i in range(stage.first, stage.last)]
+    return ["tok_embeddings"] * stage.embedding + layers + ["norm", "output"] * stage.head
 
 
 def _table(values: dict[str, object]) -> str:
-    return "".join(f"{key} = {_said(value)}\n" for key, value in values.items())
+    return "".join(f"{key} = {_toml(value)}\n" for key, value in values.items())
 
 
-def _said(value: object) -> str:
-    """Strings, numbers and lists are written alike in JSON and in TOML; each stage gets a line."""
+def _toml(value: object) -> str:
+    """Return a value as TOML, which writes strings, numbers and lists as JSON does; each item of a list has a line."""
     if isinstance(value, list):
         return "[\n" + "".join(f"  {json.dumps(one)},\n" for one in value) + "]"
     return json.dumps(value)

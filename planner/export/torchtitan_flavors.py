@@ -1,4 +1,4 @@
-"""The decoders that torchtitan trains, each by the name of its model and of its flavor.
+"""The decoders that torchtitan trains, each with the name of its model and of its flavor.
 
 Source: torchtitan 0.2.2, models/{llama3,qwen3,deepseek_v3}/__init__.py, and the defaults of their model/args.py.
 """
@@ -16,47 +16,49 @@ from megaloom.dsl import (
     SwiGLU,
 )
 
-from .decoder import GPT, FeedForward, Mix
+from .decoder import AttentionLayer, DecoderModel, FeedForward
 
-UNTURNED = Rope(10_000)
+_ANY_ROPE = Rope(10_000)  # stands for every kind of rotary positions
 
 
 @frozen
 class Flavor:
-    """A decoder by its names in torchtitan, and what of it is as it is there, whatever a plan's model says."""
+    """A decoder with its names in torchtitan, and its properties that may differ from the plan's model at no cost."""
 
     model: str
     name: str
-    decoder: GPT
+    decoder: DecoderModel
     own: str
 
 
-def find(m: GPT) -> Flavor | None:
-    """The flavor with the same weights and the same work as this decoder, if there is one."""
-    return next((flavor for flavor in FLAVORS if work(flavor.decoder) == work(m)), None)
+def find_flavor(m: DecoderModel) -> Flavor | None:
+    """Return the flavor that has this decoder's weights and FLOPs; None if there is none."""
+    return next((flavor for flavor in FLAVORS if _shape(flavor.decoder) == _shape(m)), None)
 
 
-def work(m: GPT) -> tuple[object, ...]:
-    """What tells decoders of other weights or other work apart: all but how positions turn, eps and balancing."""
+def _shape(m: DecoderModel) -> tuple[object, ...]:
+    """Return everything that changes weights or FLOPs: all but rotary positions, eps and the balancing of experts."""
     ffs = tuple(evolve(ff, balance=0.0, corrected=False, best=2) if isinstance(ff, MoE) else ff for ff in m.layers)
     table, norm = (m.vocab, m.embed, m.tied, m.positions, m.dropout), evolve(m.norm, eps=1e-5)
-    return *table, norm, _mix(m.attention, m.embed), m.ahead, ffs
+    return *table, norm, _attention_shape(m.attention, m.embed), m.mtp, ffs
 
 
-def _mix(a: Mix, embed: int) -> Mix:
+def _attention_shape(a: AttentionLayer, embed: int) -> AttentionLayer:
     if isinstance(a, MLA):
-        return evolve(a, positions=UNTURNED, scale=None, eps=1e-6)
+        return evolve(a, positions=_ANY_ROPE, scale=None, eps=1e-6)
     return evolve(
         a,
         kv_heads=a.kv_heads or a.heads,
         head_dim=a.head_dim or embed // a.heads,
-        rope=None if a.rope is None else UNTURNED,
+        rope=None if a.rope is None else _ANY_ROPE,
         qk_norm=evolve(a.qk_norm, eps=1e-5) if isinstance(a.qk_norm, RMSNorm) else a.qk_norm,
     )
 
 
-def _decoder(vocab: int, embed: int, attention: Mix, layers: list[FeedForward], tied: bool = False) -> GPT:
-    return GPT(
+def _decoder(
+    vocab: int, embed: int, attention: AttentionLayer, layers: list[FeedForward], tied: bool = False
+) -> DecoderModel:
+    return DecoderModel(
         name="",
         vocab=vocab,
         embed=embed,
@@ -66,15 +68,15 @@ def _decoder(vocab: int, embed: int, attention: Mix, layers: list[FeedForward], 
         norm=RMSNorm(),
         attention=attention,
         layers=tuple(layers),
-        starts=(),
-        ahead=0,
-        repeated=True,
+        layer_starts=(),
+        mtp=0,
+        layer_per_block=True,
     )
 
 
 def _llama(name: str, layers: int, heads: int, embed: int, ff: int) -> Flavor:
-    attention = Attention(heads=heads, kv_heads=8, rope=UNTURNED)
-    own = "positions of base 500,000, stretched 8 times as in Llama 3.1"
+    attention = Attention(heads=heads, kv_heads=8, rope=_ANY_ROPE)
+    own = "rotary positions of base 500,000, scaled 8 times as in Llama 3.1"
     return Flavor("llama3", name, _decoder(128256, embed, attention, [SwiGLU(ff)] * layers), own)
 
 
@@ -82,23 +84,23 @@ def _qwen(
     name: str, layers: int, heads: int, kv: int, embed: int, ff: FeedForward, *, base: int = 10**6, tied: bool = False
 ) -> Flavor:
     norm = RMSNorm(over="head_dim")
-    attention = Attention(heads=heads, kv_heads=kv, head_dim=128, rope=UNTURNED, qk_norm=norm)
-    own = f"positions of base {base:,}" + (", and nothing that balances experts" if isinstance(ff, MoE) else "")
+    attention = Attention(heads=heads, kv_heads=kv, head_dim=128, rope=_ANY_ROPE, qk_norm=norm)
+    own = f"rotary positions of base {base:,}" + (", and no balancing of experts" if isinstance(ff, MoE) else "")
     return Flavor("qwen3", name, _decoder(151936, embed, attention, [ff] * layers, tied), own)
 
 
 def _deepseek(
     name: str, vocab: int, heads: int, q_rank: int | None, embed: int, dense: int, ff: int, sparse: int, moe: MoE
 ) -> Flavor:
-    attention = MLA(heads=heads, q_rank=q_rank, kv_rank=512, nope=128, rope=64, v=128, positions=UNTURNED)
-    own = "eps 1e-5, positions stretched beyond 4,096 tokens, and experts balanced by biases"
+    attention = MLA(heads=heads, q_rank=q_rank, kv_rank=512, nope=128, rope=64, v=128, positions=_ANY_ROPE)
+    own = "eps 1e-5, rotary positions scaled beyond 4,096 tokens, and experts balanced by biases"
     layers: list[FeedForward] = [*[SwiGLU(ff)] * dense, *[moe] * sparse]
     return Flavor("deepseek_v3", name, _decoder(vocab, embed, attention, layers), own)
 
 
-V2_LITE = MoE(SwiGLU(1408), 64, 6, shared=SwiGLU(2 * 1408), normalize=False)
-V2 = MoE(SwiGLU(1536), 160, 6, shared=SwiGLU(2 * 1536), normalize=False, scale=16.0, groups=8, top_groups=3)
-V3 = MoE(SwiGLU(2048), 256, 8, shared=SwiGLU(2048), score="sigmoid", scale=2.5, groups=8, top_groups=4)
+_V2_LITE = MoE(SwiGLU(1408), 64, 6, shared=SwiGLU(2 * 1408), normalize=False)
+_V2 = MoE(SwiGLU(1536), 160, 6, shared=SwiGLU(2 * 1536), normalize=False, scale=16.0, groups=8, top_groups=3)
+_V3 = MoE(SwiGLU(2048), 256, 8, shared=SwiGLU(2048), score="sigmoid", scale=2.5, groups=8, top_groups=4)
 FLAVORS = (
     _llama("8B", 32, 32, 4096, 14336),
     _llama("70B", 80, 64, 8192, 28672),
@@ -111,7 +113,7 @@ FLAVORS = (
     _qwen("32B", 64, 64, 8, 5120, SwiGLU(25600)),
     _qwen("30B-A3B", 48, 32, 4, 2048, MoE(SwiGLU(768), 128, 8)),
     _qwen("235B-A22B", 94, 64, 4, 4096, MoE(SwiGLU(1536), 128, 8), base=5 * 10**6),
-    _deepseek("16B", 102400, 16, None, 2048, 1, 10944, 26, V2_LITE),
-    _deepseek("236B", 102400, 128, 1536, 5120, 1, 12288, 59, V2),
-    _deepseek("671B", 129280, 128, 1536, 7168, 3, 18432, 58, V3),
+    _deepseek("16B", 102400, 16, None, 2048, 1, 10944, 26, _V2_LITE),
+    _deepseek("236B", 102400, 128, 1536, 5120, 1, 12288, 59, _V2),
+    _deepseek("671B", 129280, 128, 1536, 7168, 3, 18432, 58, _V3),
 )

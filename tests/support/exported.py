@@ -21,7 +21,8 @@ from megaloom.planner.contract.layout import (
     Workload,
 )
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.export.decoder import gpt
+from megaloom.planner.export.decoder import read_decoder
+from megaloom.planner.export.target import Target
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.search.search import plan as search
 from tests.support.paths import TESTS
@@ -87,7 +88,7 @@ def made(
     """A plan of this layout, its stages with so many layers each, or cut at these nodes."""
     g, some = graph(model), priced()
     if counts:
-        starts = gpt(g, "a test").starts
+        starts = read_decoder(g, Target.MEGATRON_LM).layer_starts
         cuts = [starts[sum(counts[:i])] for i in range(1, len(counts))]
     borders = pairwise((0, *cuts, len(g.nodes)))
     stages = (

@@ -22,10 +22,10 @@ from megaloom.examples.t5 import t5
 from megaloom.planner.contract.layout import Layout, Recompute, Workload
 from megaloom.planner.cost.cost_table import STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN
-from megaloom.planner.export.decoder import gpt
-from megaloom.planner.export.export import Target, export
-from megaloom.planner.export.whole_layers import layout as letters
-from megaloom.planner.export.whole_layers import parts, whole
+from megaloom.planner.export.decoder import read_decoder
+from megaloom.planner.export.export import export_plan
+from megaloom.planner.export.target import Target
+from megaloom.planner.export.whole_layers import cut_at_layers, pipeline_layout, stage_layers
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.rules.capabilities import untrainable
@@ -82,7 +82,7 @@ def test_the_slowest_chunk_of_deepseek_v3_is_no_slower_than_by_hand(by_hand: str
     x = Layout(pp=pp, vpp=vpp, dp=1024 // pp, ep=64)
     placed = pricer(g, x.world, Workload(seq=4096, batch=16 * x.dp)).partition(x)
     units = [sum(unit.name != "embedding" for unit in one) for one in theirs().parse_str_to_list(by_hand)]
-    starts = gpt(g, "a test").starts
+    starts = read_decoder(g, Target.MEGATRON_LM).layer_starts
     assert sum(units) == len(starts) == 63
     bounds = (0, *(starts[n] for n in accumulate(units[:-1])), len(g.nodes))
     rival = placed.problem.table.sums(bounds)[:, STEP_COLUMNS].sum(axis=1)
@@ -94,16 +94,16 @@ def test_the_slowest_chunk_of_deepseek_v3_is_no_slower_than_by_hand(by_hand: str
 def test_megatron_core_takes_the_stages(model: Model, alone: bool) -> None:
     """What predicts ahead is where it may be: in one stage, the last chunk of its rank, behind all layers."""
     g, found = graph(model), set[bool]()
-    read = gpt(g, "a test")
+    read = read_decoder(g, Target.MEGATRON_LM)
     for pp, vpp in CHUNKS:
         x = Layout(pp=pp, vpp=vpp)
         of = pricer(g, pp)
         fit = PartitionProblem(x, of.cost_table(x), WORK, of.cluster, whole=True)
         if pp * vpp < len(fit.places):
-            stages = parts(made(model, x, cuts=fit.even()[1:-1]), read, g, "a test")
-            said = theirs()(letters(stages), pp)
-            assert said.validate_layer_layout(len(read.layers), 1) == (stages[-1].ahead == 0)
-            found.add(stages[-1].ahead == 0)
+            stages = stage_layers(made(model, x, cuts=fit.even()[1:-1]), read, g, Target.MEGATRON_LM)
+            said = theirs()(pipeline_layout(stages), pp)
+            assert said.validate_layer_layout(len(read.layers), 1) == (stages[-1].mtp == 0)
+            found.add(stages[-1].mtp == 0)
     assert found == {False, alone}  # heads alone are some of the even stages
 
 
@@ -121,7 +121,7 @@ def test_the_embedding_is_there_again_and_its_gradients_are_added_up() -> None:
 def test_two_hidden_states_cross_into_the_heads() -> None:
     """They are sent, kept until the backward, and there while they pass."""
     g = graph(SMALL)
-    found, starts = pricer(g, 4), gpt(g, "a test").starts
+    found, starts = pricer(g, 4), read_decoder(g, Target.MEGATRON_LM).layer_starts
     fit = found.partition(Layout(pp=4)).problem
     cuts = [(0, starts[2], starts[4], end, len(g.nodes)) for end in starts[-2:]]
     one, two = (Partition(fit, bounds) for bounds in cuts)
@@ -162,7 +162,7 @@ def test_what_the_search_asks_of_a_cut_holds_where_several_hidden_states_cross(g
 def test_what_predicts_ahead_is_computed_again_with_all_blocks_only() -> None:
     """Not with the first ones of each stage: megatron-core skips it then."""
     g = graph(SMALL)
-    starts = gpt(g, "a test").starts
+    starts = read_decoder(g, Target.MEGATRON_LM).layer_starts
     again = {}
     for layers in (0, 1, 2):
         x = Layout(pp=3, recompute=Recompute.FULL, recompute_layers=layers)
@@ -182,11 +182,14 @@ def test_the_runtime_refuses_it_in_one_message() -> None:
 
 def test_two_chunks_of_a_rank_with_one_embedding_are_refused() -> None:
     """With pp 2 what predicts ahead has a stage of the first rank, if heads have one of their own."""
-    starts = gpt(graph(SMALL), "a test").starts
+    starts = read_decoder(graph(SMALL), Target.MEGATRON_LM).layer_starts
     alone, together = (*starts[2:4], starts[-2], starts[-1]), (*starts[2:5], starts[-2])
     x = Layout(pp=2, vpp=2)
     refused = made(SMALL, x, cuts=alone[1:])
     with pytest.raises(UserError, match=r"two chunks of a rank have 'wte'.*\[shared-chunks\]"):
-        export(refused, SMALL, Target.MEGATRON_LM)
-    for plan in (made(SMALL, x, cuts=together[1:]), whole(refused, SMALL, gpt(graph(SMALL), "a test"))):
-        assert "mL" in export(plan, SMALL, Target.MEGATRON_LM)
+        export_plan(refused, SMALL, Target.MEGATRON_LM)
+    for plan in (
+        made(SMALL, x, cuts=together[1:]),
+        cut_at_layers(refused, SMALL, read_decoder(graph(SMALL), Target.MEGATRON_LM)),
+    ):
+        assert "mL" in export_plan(plan, SMALL, Target.MEGATRON_LM)

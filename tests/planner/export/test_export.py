@@ -22,10 +22,11 @@ from megaloom.dsl import Model, UserError, graph
 from megaloom.dsl.catalog import examples, find
 from megaloom.planner.contract.layout import Layout, Recompute, Runtime
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.export.decoder import gpt
-from megaloom.planner.export.export import Target, export
-from megaloom.planner.export.slurm import hosts
-from megaloom.planner.export.whole_layers import Part, layout
+from megaloom.planner.export.decoder import read_decoder
+from megaloom.planner.export.export import export_plan
+from megaloom.planner.export.slurm import machines
+from megaloom.planner.export.target import Target
+from megaloom.planner.export.whole_layers import StageLayers, pipeline_layout
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.runtime.megatron import device
 from tests.support.exported import (
@@ -44,7 +45,7 @@ GOLDEN = TESTS / "golden"
 def said(plan: Plan, model: Model, target: Target) -> str:
     """The export, or why there is none."""
     try:
-        return export(plan, model, target)
+        return export_plan(plan, model, target)
     except UserError as error:
         return f"refused: {error}\n"
 
@@ -70,9 +71,19 @@ def test_which_examples_megatron_lm_can_express(request: pytest.FixtureRequest) 
         model, _ = find(ref)
         text = said(made(model, Layout(dp=8)), model, Target.MEGATRON_LM)
         if taken := not text.startswith("refused: Megatron-LM cannot express "):
-            assert parsed(text).num_layers == str(len(gpt(graph(model), "a test").layers))
+            assert parsed(text).num_layers == str(len(read_decoder(graph(model), Target.MEGATRON_LM).layers))
         lines.setdefault(ref.partition(":")[0], f"{name}: {'taken' if taken else text.splitlines()[0]}\n")
     assert agrees(GOLDEN / "export_families.txt", "".join(lines.values()), request)  # one of each family
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_option_that_megatron_lm_needs_is_there_with_any_training(name: str) -> None:
+    """core_v0.16.0 and later divide by --eval-interval, which has no default, before the first step."""
+    plan, model = case(name)
+    arrays = groups(export_plan(plan, model, Target.MEGATRON_LM))
+    args = parser().parse_args([*arrays["MODEL"], *arrays["LAYOUT"], *arrays["STEP"], "--train-iters", "5000"])
+    assert (args.eval_interval, args.eval_iters, args.log_interval) == ("1000", "0", "1")
+    assert int(args.train_iters) // int(args.eval_interval) == 5
 
 
 def test_the_parser_refuses_what_megatron_lm_has_not() -> None:
@@ -84,7 +95,7 @@ def test_the_parser_refuses_what_megatron_lm_has_not() -> None:
 def test_a_script_starts_what_it_says_on_every_machine(name: str, tmp_path: Path) -> None:
     """Run with a torchrun that prints its arguments, one a line: quotes and arrays come out as they were meant."""
     plan, model = case(name)
-    script = export(plan, model, Target.MEGATRON_LM)
+    script = export_plan(plan, model, Target.MEGATRON_LM)
     torchrun = tmp_path / "torchrun"
     torchrun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     torchrun.chmod(0o755)
@@ -96,7 +107,7 @@ def test_a_script_starts_what_it_says_on_every_machine(name: str, tmp_path: Path
         return done.stdout.splitlines()
 
     words = [word for group in groups(script).values() for word in group]
-    nodes, each = hosts(plan.cluster)
+    nodes, each = machines(plan.cluster)
     usual = run()
     assert usual[:4] == ["--nnodes", str(nodes), "--nproc-per-node", str(each)] and nodes * each == plan.cluster.count
     assert usual[usual.index("/m/pretrain_gpt.py") + 1 :] == words
@@ -130,7 +141,7 @@ def test_megatron_core_builds_the_stages_of_the_plan(name: str) -> None:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     plan, model = case(name)
-    args = told(parsed(export(plan, model, Target.MEGATRON_LM)))
+    args = told(parsed(export_plan(plan, model, Target.MEGATRON_LM)))
     kind = MLATransformerConfig if args.get("multi_latent_attention") else TransformerConfig
     known = {f.name for f in fields(kind)}
     config = {dest: value for dest, value in args.items() if dest in known}
@@ -146,10 +157,10 @@ def test_megatron_core_builds_the_stages_of_the_plan(name: str) -> None:
     stages = made.pipeline_model_parallel_layout
     if stages is not None:
         stages.validate_layer_layout(args["num_layers"], args.get("mtp_num_layers"))
-    read = gpt(graph(model), "a test")
-    kinds = [*[LayerType.decoder] * len(read.layers), *[LayerType.mtp] * read.ahead, LayerType.loss]
+    read = read_decoder(graph(model), Target.MEGATRON_LM)
+    kinds = [*[LayerType.decoder] * len(read.layers), *[LayerType.mtp] * read.mtp, LayerType.loss]
     for stage in plan.stages:
-        held = [kind for kind, start in zip(kinds, read.starts, strict=True) if stage.start <= start < stage.stop]
+        held = [kind for kind, start in zip(kinds, read.layer_starts, strict=True) if stage.start <= start < stage.stop]
         layers = held.count(LayerType.decoder)
         if stages is not None:
             assert stages.layout[stage.rank][stage.chunk] == [LayerType.embedding] * (stage.start == 0) + held
@@ -171,11 +182,11 @@ def test_megatron_core_reads_back_the_stages(first: int, between: list[int], las
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     bounds = [*accumulate([first, *between, last], initial=0)]
-    cut = [Part(a, b, a == 0 and i == 0, i == len(between) + 1) for i, (a, b) in enumerate(pairwise(bounds))]
-    cut[-1] = evolve(cut[-1], ahead=len(ahead) % 2)
+    cut = [StageLayers(a, b, a == 0 and i == 0, i == len(between) + 1) for i, (a, b) in enumerate(pairwise(bounds))]
+    cut[-1] = evolve(cut[-1], mtp=len(ahead) % 2)
     if ahead == "m|":
-        cut[-1:] = [evolve(cut[-1], head=False, ahead=1), Part(bounds[-1], bounds[-1], False, True)]
-    read = PipelineParallelLayerLayout.parse_str_to_list(layout(cut))
+        cut[-1:] = [evolve(cut[-1], head=False, mtp=1), StageLayers(bounds[-1], bounds[-1], False, True)]
+    read = PipelineParallelLayerLayout.parse_str_to_list(pipeline_layout(cut))
     letters = [
         "".join({"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}[x.name] for x in one) for one in read
     ]
@@ -188,7 +199,7 @@ def test_bridge_sets_fields_of_megatron_core(name: str) -> None:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     plan, model = case(name)
-    lines = dict(line.split("=", 1) for line in export(plan, model, Target.MEGATRON_BRIDGE).splitlines())
+    lines = dict(line.split("=", 1) for line in export_plan(plan, model, Target.MEGATRON_BRIDGE).splitlines())
     known = {f.name for f in fields(MLATransformerConfig)} | {"seq_length"}
     assert {key.removeprefix("model.") for key in lines if key.startswith("model.")} <= known
     assert lines["model.pipeline_model_parallel_size"] == str(plan.layout.pp)
@@ -211,7 +222,7 @@ ACCELERATE = {
 def test_accelerate_is_told_what_it_would_guess_wrong(recompute: Recompute, method: str, layers: int) -> None:
     model, _ = find("gpt2")
     x = Layout(dp=2, tp=2, pp=2, cp=1, micro_batch=2, recompute=recompute)
-    config = yaml.safe_load(export(made(model, x, counts=(7, 5)), model, Target.ACCELERATE))
+    config = yaml.safe_load(export_plan(made(model, x, counts=(7, 5)), model, Target.ACCELERATE))
     keys = {key.removeprefix("megatron_lm_"): value for key, value in config["megatron_lm_config"].items()}
     assert config["distributed_type"] == "MEGATRON_LM" and config["num_processes"] == 8
     assert keys.keys() <= ACCELERATE
@@ -225,8 +236,8 @@ def test_accelerate_is_told_what_it_would_guess_wrong(recompute: Recompute, meth
 
 
 def test_accelerate_on_several_machines_says_where_they_meet() -> None:
-    model, _ = find("llama3-8b")
-    config = yaml.safe_load(export(made(model, Layout(dp=8, tp=2)), model, Target.ACCELERATE))
+    model, _ = find("gpt2")
+    config = yaml.safe_load(export_plan(made(model, Layout(dp=8, tp=2)), model, Target.ACCELERATE))
     assert (config["num_machines"], config["num_processes"], config["machine_rank"]) == (2, 16, 0)
 
 
@@ -248,7 +259,7 @@ TORCHTITAN = {
 def test_torchtitan_has_the_stages_of_the_plan(name: str) -> None:
     plan, model = case(name)
     x = plan.layout
-    config = tomllib.loads(export(plan, model, Target.TORCHTITAN))
+    config = tomllib.loads(export_plan(plan, model, Target.TORCHTITAN))
     assert {table: set(keys) for table, keys in config.items()} == TORCHTITAN
     modules = config["parallelism"]["module_fqns_per_model_part"]
     assert [sum("layers" in one for one in part) for part in modules] == list(CASES[name][2])
@@ -261,7 +272,7 @@ def test_torchtitan_has_the_stages_of_the_plan(name: str) -> None:
 
 def test_torchtitan_replicates_weights_where_they_are_whole() -> None:
     model, _ = find("llama3-8b")
-    config = tomllib.loads(export(made(model, Layout(dp=8, micro_batch=2), batch=64), model, Target.TORCHTITAN))
+    config = tomllib.loads(export_plan(made(model, Layout(dp=8, micro_batch=2), batch=64), model, Target.TORCHTITAN))
     p, t = config["parallelism"], config["training"]
     assert (p["data_parallel_replicate_degree"], p["data_parallel_shard_degree"]) == (8, 1)
     assert (t["local_batch_size"], t["global_batch_size"]) == (2, 64)
@@ -285,7 +296,7 @@ def submitted(script: str, tmp_path: Path, *given: str) -> list[str]:
 
 def test_slurm_starts_megaloom_on_every_machine(tmp_path: Path) -> None:
     plan, model = case("deepseek-v3")
-    script = export(plan, model, Target.SLURM, "runs/a plan.json")
+    script = export_plan(plan, model, Target.SLURM, "runs/a plan.json")
     words = submitted(script, tmp_path, "--steps", "9")
     assert "#SBATCH --nodes=128\n" in script and "#SBATCH --gpus-per-node=4\n" in script  # an NVL72 is 18 machines
     assert words[:5] == ["torchrun", "--nnodes", "128", "--nproc-per-node", "4"] and "n0:29500" in words
@@ -295,7 +306,7 @@ def test_slurm_starts_megaloom_on_every_machine(tmp_path: Path) -> None:
 def test_slurm_starts_megatron_lm_if_the_plan_is_for_it(tmp_path: Path) -> None:
     plan, model = case("deepseek-v3")
     theirs = evolve(plan, runtime=Runtime.MEGATRON)
-    script, alone = (export(theirs, model, target) for target in (Target.SLURM, Target.MEGATRON_LM))
+    script, alone = (export_plan(theirs, model, target) for target in (Target.SLURM, Target.MEGATRON_LM))
     words = submitted(script, tmp_path, "--data-path", "a b")
     assert script.startswith("#!/usr/bin/env bash\n#SBATCH --job-name=deepseek-v3\n#SBATCH --nodes=128\n")
     assert words[:5] == ["torchrun", "--nnodes", "128", "--nproc-per-node", "4"] and "n0:29500" in words
@@ -306,4 +317,4 @@ def test_slurm_starts_megatron_lm_if_the_plan_is_for_it(tmp_path: Path) -> None:
     ("gpus", "found"), [("64xH100", (8, 8)), ("144xGB200", (36, 4)), ("4xA100", (1, 4)), ("6xCPU", (1, 6))]
 )
 def test_machines_are_counted_as_launchers_count_them(gpus: str, found: tuple[int, int]) -> None:
-    assert hosts(cluster(gpus)) == found
+    assert machines(cluster(gpus)) == found

@@ -45,9 +45,10 @@ from megaloom.planner.contract.layout import (
     Workload,
 )
 from megaloom.planner.contract.plans import check, load, save
-from megaloom.planner.export.decoder import gpt
-from megaloom.planner.export.export import Target, export
-from megaloom.planner.export.whole_layers import whole
+from megaloom.planner.export.decoder import read_decoder
+from megaloom.planner.export.export import export_plan
+from megaloom.planner.export.target import Target
+from megaloom.planner.export.whole_layers import cut_at_layers
 from megaloom.planner.search.search import plan as search
 from megaloom.runtime.cli.main import main
 from tests.support.exported import (
@@ -81,7 +82,7 @@ def decoder(
 
 def options(m: Model, layout: Layout = Layout(), **more: Any) -> dict[str, Any]:  # noqa: B008
     """What Megatron-LM is told about a model."""
-    args = parsed(export(made(m, layout, **more), m, Target.MEGATRON_LM))
+    args = parsed(export_plan(made(m, layout, **more), m, Target.MEGATRON_LM))
     return {name: value for name, value in vars(args).items() if value is not None and value is not False}
 
 
@@ -140,7 +141,7 @@ def test_megatron_lm_is_told_everything_about_a_layer(declared: Model, said: dic
         (decoder(Attention(heads=4, rope=10_000.5)), "10000.5"),
         (decoder(Attention(heads=4, rope=Rope(10_000, scaling=YarnScaling(factor=4, original=64)))), "YarnScaling"),
         (decoder(Attention(heads=4, rope=10_000, qk_norm=RMSNorm(1e-3, over="head_dim"))), "qk_norm"),
-        (decoder(Attention(heads=4, rope=10_000), before=(PLACES,)), "learned positions and rotary"),
+        (decoder(Attention(heads=4, rope=10_000), before=(PLACES,)), "learned and rotary positions"),
         (decoder(Attention(heads=4, rope=10_000, bias=True)), "SwiGLU(ff=64)"),
         (decoder(ff=MLP(64, "gelu", bias=True)), "MLP(ff=64, bias=True)"),
         (decoder(ff=MLP(64, "relu")), "act=relu"),
@@ -180,16 +181,32 @@ SHARDED = Layout(dp=2, distributed_optimizer=True)
             "bf16",
         ),
         (Target.MEGATRON_BRIDGE, LLAMA, Layout(), {"precision": "fp32"}, "precision fp32", "bf16"),
-        (Target.ACCELERATE, LLAMA, Layout(pp=2, vpp=2), {"counts": (8,) * 4}, "vpp 2", "--vpp 1"),
-        (Target.ACCELERATE, LLAMA, Layout(pp=4), {"counts": (7, 8, 9, 8)}, "stages of 7, 8, 9, 8", "megatron-lm"),
-        (Target.ACCELERATE, LLAMA, Layout(recompute=Recompute.SELECTIVE), {}, "recompute selective", "megatron-lm"),
+        (Target.ACCELERATE, GPT2, Layout(pp=2, vpp=2), {"counts": (3,) * 4}, "vpp 2", "--vpp 1"),
+        (Target.ACCELERATE, GPT2, Layout(pp=4), {"counts": (2, 3, 4, 3)}, "stages of 2, 3, 4, 3", "megatron-lm"),
+        (Target.ACCELERATE, GPT2, Layout(recompute=Recompute.SELECTIVE), {}, "recompute selective", "megatron-lm"),
         (Target.ACCELERATE, QWEN, Layout(), {}, "qwen3-8b", "megatron-lm"),
-        (Target.ACCELERATE, LLAMA, Layout(), {"precision": "fp8"}, "precision fp8", "bf16"),
+        (
+            Target.ACCELERATE,
+            LLAMA,
+            Layout(),
+            {},
+            "rope=500000, bias=False, kv_heads=8, SwiGLU, RMSNorm",
+            "megatron-lm",
+        ),
+        (Target.ACCELERATE, "starcoder-1b", Layout(), {}, "ignore kv_heads=1", "megatron-lm"),
+        (Target.ACCELERATE, GPT2, Layout(), {"precision": "fp8"}, "precision fp8", "bf16"),
         (Target.TORCHTITAN, GPT2, Layout(), {}, "gpt2", "llama3 8B"),
         (Target.TORCHTITAN, LLAMA, evolve(SHARDED, tp=2), {}, "tp 2 without sequence", "--sequence-parallel"),
         (Target.TORCHTITAN, LLAMA, evolve(SHARDED, recompute=Recompute.SELECTIVE), {}, "selective", "none or full"),
-        (Target.TORCHTITAN, LLAMA, Layout(dp=2, recompute=FULL, recompute_layers=3), {}, "full of 3", "full"),
-        (Target.TORCHTITAN, LLAMA, Layout(dp=2, cp=2), {}, "whole weights on each of dp 2", "--distributed-optimizer"),
+        (Target.TORCHTITAN, LLAMA, Layout(dp=2, recompute=FULL, recompute_layers=3), {}, "of the first 3", "full"),
+        (
+            Target.TORCHTITAN,
+            LLAMA,
+            Layout(dp=2, cp=2),
+            {},
+            "dp 2 without a sharded opt",
+            "--distributed-optimizer",
+        ),
         (Target.TORCHTITAN, LLAMA, Layout(pp=2), {"counts": (16, 16)}, "bf16 on pp2", "fp32"),
         (Target.TORCHTITAN, LLAMA, SHARDED, {"precision": "fp16"}, "precision fp16", "bf16"),
         (Target.TORCHTITAN, V3, evolve(SHARDED, cp=2), {}, "cp 2", "--cp 1"),
@@ -213,21 +230,21 @@ def test_a_layout_is_refused_by_its_name(
 ) -> None:
     declared, _ = find(name)
     if not names:
-        assert export(made(declared, layout, **more), declared, target)
+        assert export_plan(made(declared, layout, **more), declared, target)
         return
     with pytest.raises(UserError) as error:
-        export(made(declared, layout, **more), declared, target)
+        export_plan(made(declared, layout, **more), declared, target)
     what, instead = str(error.value).split("\n", 1)
     assert "cannot express" in what and names in what and works in instead
 
 
 def test_what_is_not_trained_here_either_is_not_said_to_be() -> None:
     t5, _ = find("t5-small")
-    with pytest.raises(UserError, match=r"2 inputs.*\n`megaloom train` does not run it either: t5-small goes from"):
-        export(made(t5, Layout()), t5, Target.MEGATRON_LM)
+    with pytest.raises(UserError, match=r"2 inputs.*\n`megaloom train` cannot run it either: t5-small goes from"):
+        export_plan(made(t5, Layout()), t5, Target.MEGATRON_LM)
     llama, _ = find(LLAMA)
-    with pytest.raises(UserError, match="that does not run the plan: the runtime does not train in fp8"):
-        export(made(llama, Layout(), precision="fp8"), llama, Target.SLURM)
+    with pytest.raises(UserError, match="which cannot run this plan: the runtime does not train in fp8"):
+        export_plan(made(llama, Layout(), precision="fp8"), llama, Target.SLURM)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +281,7 @@ def test_full_recompute_is_of_layers() -> None:
     wte = weight("wte", Dim("vocab", 96), Dim("embed", 32))
     declared = model("pairs", ids() >> Embed(wte) >> repeat(2, half, half) >> NORM >> Unembed(wte))
     assert options(declared)["num_layers"] == "4"
-    with pytest.raises(UserError, match="blocks that are not a layer each"):
+    with pytest.raises(UserError, match="blocks are not one layer each"):
         options(declared, Layout(recompute=FULL))
 
 
@@ -280,25 +297,28 @@ def test_every_field_of_a_layout_is_known_here() -> None:
 @pytest.mark.parametrize(("cut", "named"), [(5, "rms_norm.1"), (11, "rms_norm.3")])
 def test_a_stage_that_begins_inside_of_a_layer_is_refused(cut: int, named: str) -> None:
     declared = decoder()
-    with pytest.raises(UserError, match=rf"stage 1, which begins inside of a layer with {named}(.|\n)*--runtime meg"):
-        export(made(declared, Layout(pp=2), cuts=(cut,)), declared, Target.MEGATRON_LM)
+    with pytest.raises(UserError, match=rf"stage 1, which begins inside of a layer, with {named}(.|\n)*--runtime meg"):
+        export_plan(made(declared, Layout(pp=2), cuts=(cut,)), declared, Target.MEGATRON_LM)
 
 
 def test_stages_are_cut_anew_at_whole_layers() -> None:
     """The same layout with other stages: a plan as good as any, which says what it then takes."""
     declared, ref = find("stdlib-gpt")
     inside = made(declared, Layout(pp=2), cuts=(11,), gpus="2xCPU", precision="fp32", ref=ref)
-    outside = whole(inside, declared, gpt(graph(declared), "a test"))
+    read = read_decoder(graph(declared), Target.MEGATRON_LM)
+    outside = cut_at_layers(inside, declared, read)
     check(outside, declared)
-    assert outside.layout == inside.layout and outside.stages[1].start in gpt(graph(declared), "a test").starts
+    assert outside.layout == inside.layout and outside.stages[1].start in read.layer_starts
     assert outside.predicted.step_seconds != inside.predicted.step_seconds
-    export(outside, declared, Target.MEGATRON_LM)
+    export_plan(outside, declared, Target.MEGATRON_LM)
 
 
 def test_more_stages_than_whole_layers_are_refused() -> None:
     declared = decoder(layers=2)
-    with pytest.raises(UserError, match="8 stages of whole layers cannot be made of 2 layers"):
-        whole(made(declared, Layout(pp=8), cuts=range(2, 9)), declared, gpt(graph(declared), "a test"))
+    with pytest.raises(UserError, match="2 whole layers do not fill 8 pipeline stages"):
+        cut_at_layers(
+            made(declared, Layout(pp=8), cuts=range(2, 9)), declared, read_decoder(graph(declared), Target.MEGATRON_LM)
+        )
 
 
 @pytest.fixture
@@ -321,8 +341,8 @@ def test_the_command_prints_or_writes(saved: Path, capsys: pytest.CaptureFixture
 def test_the_command_cuts_at_whole_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And says what that takes, where the plan was not cut so."""
     declared, ref = find("llama3-8b")
-    starts, path = gpt(graph(declared), "a test").starts, str(tmp_path / "plan.json")
-    for cut, said in ((starts[16] + 3, "cut at whole layers: "), (starts[16], "")):
+    starts, path = read_decoder(graph(declared), Target.MEGATRON_LM).layer_starts, str(tmp_path / "plan.json")
+    for cut, said in ((starts[16] + 3, "balanced the stages again, in whole layers: "), (starts[16], "")):
         save(made(declared, Layout(pp=2, tp=4, sequence_parallel=True), cuts=(cut,), ref=ref), path)
         assert main(["export", path, "--to", "megatron-bridge"]) == 0
         found = capsys.readouterr()
@@ -335,19 +355,19 @@ def test_what_is_planned_for_megatron_has_stages_of_whole_layers(name: str, gpus
     model, ref = find(name)
     work = Workload(seq=2048, batch=64)
     mine, theirs = (search(model, cluster(gpus), work, ref=ref, fixed=fixed, runtime=run) for run in Runtime)
-    read = gpt(graph(model), "a test")
+    read = read_decoder(graph(model), Target.MEGATRON_LM)
     for plan in (theirs.best, *theirs.others):
-        assert export(plan, model, Target.MEGATRON_LM) and whole(plan, model, read) is plan
-    starts = {0, *read.starts}
+        assert export_plan(plan, model, Target.MEGATRON_LM) and cut_at_layers(plan, model, read) is plan
+    starts = {0, *read.layer_starts}
     assert any(stage.start not in starts for plan in (mine.best, *mine.others) for stage in plan.stages)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--to", "accelerate"], "Accelerate cannot express vpp 4"),
+        (["--to", "accelerate"], "Accelerate cannot express llama3-8b: its Megatron-LM plugin always trains a GPT-2"),
         (["--to", "deepspeed"], "megatron-lm"),
-        (["--to", "slurm", "-o", "/no/such/folder/job"], "cannot write to /no/such/folder/job"),
+        (["--to", "slurm", "-o", "/no/such/folder/job"], "cannot write /no/such/folder/job"),
     ],
 )
 def test_what_is_wrong_is_said_with_exit_code_2(

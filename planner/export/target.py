@@ -1,0 +1,39 @@
+"""The programs that a plan can be exported to, and the error for what a program cannot express."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NoReturn
+
+TRAIN_INSTEAD = "`megaloom train` runs the plan as it is"
+
+
+class Target(StrEnum):
+    """A program that a plan can be exported to, as `megaloom export --to` names it."""
+
+    MEGATRON_LM = "megatron-lm"
+    MEGATRON_BRIDGE = "megatron-bridge"
+    ACCELERATE = "accelerate"
+    TORCHTITAN = "torchtitan"
+    SLURM = "slurm"
+
+    @property
+    def program(self) -> str:
+        """The program's own name, as messages and file headers write it."""
+        return _TITLES[self]
+
+
+_TITLES = {
+    Target.MEGATRON_LM: "Megatron-LM",
+    Target.MEGATRON_BRIDGE: "Megatron-Bridge",
+    Target.ACCELERATE: "Accelerate",
+    Target.TORCHTITAN: "torchtitan",
+    Target.SLURM: "Slurm",
+}
+
+
+def refuse(target: Target, what: str, instead: str = TRAIN_INSTEAD) -> NoReturn:
+    """Raise UserError: `target` cannot express `what`; the second line is `instead`."""
+    from megaloom.dsl.errors import UserError
+
+    raise UserError(f"{target.program} cannot express {what}\n{instead}")
