@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from attrs import field, frozen
 
@@ -21,6 +21,9 @@ LINEAR = frozenset({"add"})  # their backward reads nothing
 UNARY = frozenset(
     {"gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2", "sigmoid", "tanh", "softplus", "exp"}
 )  # quick_gelu(x) = x * sigmoid(1.702 x), relu2(x) = relu(x)²
+# The fusion group of a pointwise op: frameworks have kernels of their own for the gate of a gated unit (SwiGLU: its
+# product, with the activation before it) and for adding a bias. What a framework makes of a group, its profile says.
+Fusion = Literal["gate", "bias"]
 CURVED = UNARY | {"mul"}  # their backward reads their inputs
 
 
@@ -131,6 +134,7 @@ class Pointwise(Op):
     """
 
     fn: str = field()
+    fusion: Fusion | None = field(default=None, kw_only=True, eq=False, repr=False)  # changes no number
     elementwise: ClassVar[bool] = True
 
     @fn.validator
@@ -210,6 +214,6 @@ def no_layer(it: object) -> ShapeError:
     return ShapeError(f"{it!r} is no layer")
 
 
-def fn(name: str, *args: Value) -> Value:
+def fn(name: str, *args: Value, fusion: Fusion | None = None) -> Value:
     """A function of one element at a time, by its name: gelu, silu, add, … See `Pointwise`."""
-    return apply(Pointwise(name), *args)
+    return apply(Pointwise(name, fusion=fusion), *args)

@@ -25,10 +25,10 @@ from megaloom.dsl.sharding_table import (
     Local,
     Split,
 )
-from megaloom.dsl.value import Value
+from megaloom.dsl.value import Fusion, Value
 
 from .collectives import Collective, collectives
-from .primitives import Program, Step, fitted, program
+from .primitives import Program, Step, fitted, fusion_of, program
 from .recompute import (
     CORE,
     NONE,
@@ -55,7 +55,7 @@ class Work:
 
     `count` products of [m, k] with [k, n] (0 if it is none; for "attend" m queries, n keys, k channels). elements: read
     and written in the forward pass; a chain of pointwise ops is one piece of work, which reads what enters it and
-    writes what leaves it. again: the modules any of which do it again.
+    writes what leaves it. again: the modules any of which do it again. experts: whether experts compute it.
     """
 
     kind: str
@@ -65,6 +65,8 @@ class Work:
     wgrad: int
     elements: int
     again: Again = NONE
+    fusion: Fusion | None = None
+    experts: bool = False
     count: int = 0
     m: int = 0
     n: int = 0
@@ -222,6 +224,8 @@ def _work(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
             wgrad=wgrad,
             elements=sum(_touched(step, x, local, split) for x in (*_reads(p, step), v)),
             again=again(p)[id(v)],
+            fusion=fusion_of(v.op),
+            experts=step.table.among_experts(step.outer),
             count=count,
             m=m,
             n=n,

@@ -23,7 +23,7 @@ from megaloom.dsl.sharding_table import (
     Split,
     sequential,
 )
-from megaloom.dsl.value import Op, Pointwise, Value
+from megaloom.dsl.value import Fusion, Op, Pointwise, Value
 
 
 @frozen(eq=False)
@@ -130,6 +130,11 @@ def _made(like: _Like) -> Program:
     steps = tuple(Step(v, _name(v, path), outer, table) for v, path, outer in primitives(value))
     inputs = tuple(a for a in value.args if not isinstance(a.op, Weight))
     return Program(value, table, steps, inputs, like.weights, _fused(value, steps), _data(inputs, steps))
+
+
+def fusion_of(op: Op) -> Fusion | None:
+    """Return the fusion group of an op."""
+    return op.fusion if isinstance(op, Pointwise) else None
 
 
 @lru_cache(maxsize=1 << 13)

@@ -25,11 +25,12 @@ from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.routing import Combine
 from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.sharding_table import Split
-from megaloom.dsl.value import Value
+from megaloom.dsl.value import Fusion, Value
 
 from .primitives import (
     Program,
     Step,
+    fusion_of,
     origin,
     program,
 )
@@ -64,6 +65,8 @@ class Saved:
     port: int | None = None
     product: bool = False
     other: bool = True
+    fusion: Fusion | None = None  # of the op that made it
+    experts: bool = False  # experts made it
 
 
 @frozen
@@ -140,7 +143,10 @@ def tensors(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
     """What a node's backward pass reads, as one device holds it."""
     for kept in _kept(p):
         n = p.held(kept.shape, kept.outer, sizes, split, data=kept.dtype is DType.INDEX)
-        yield Saved(n, kept.dtype, kept.what, kept.again, kept.port, kept.product, kept.other)
+        experts = p.table.among_experts(kept.outer)
+        yield Saved(
+            n, kept.dtype, kept.what, kept.again, kept.port, kept.product, kept.other, kept.fusion, experts=experts
+        )
     for step in p.steps:
         for x in step.gathered(split):  # each device has its own part already
             n = (split.cp - 1) * p.held(x.shape, step.outer, sizes, split)
@@ -166,6 +172,7 @@ class _Kept:
     port: int | None = None
     product: bool = False
     other: bool = True
+    fusion: Fusion | None = None
 
 
 @lru_cache(maxsize=1 << 12)
@@ -195,6 +202,7 @@ def _read(p: Program, steps: dict[int, Step]) -> Iterator[_Kept]:
                 port=port,
                 product=(id(x.source), True) in reads,
                 other=(id(x.source), False) in reads,
+                fusion=fusion_of(maker.value.op) if maker else None,
             )
         for what, shape, dtype in v.op.saved_buffers(v):
             yield _Kept(shape, dtype, step.outer, what, again=again(p)[id(v)])

@@ -78,7 +78,7 @@ class Dropout(Layer):
 def project(name: str, x: Value, *dims: Dim, over: tuple[str, ...] = ("embed",), bias: bool = False) -> Value:
     """Return x times the weight `name`, [.. over] to [.. dims], plus the weight `name_bias` if there is a bias."""
     y = dot(x, weight(name, *(x[d] for d in over), *dims), *over)
-    return y + weight(f"{name}_bias", *dims, std=0.0) if bias else y
+    return fn("add", y, weight(f"{name}_bias", *dims, std=0.0), fusion="bias") if bias else y
 
 
 def check_probability(name: str, p: float) -> None:

@@ -49,7 +49,7 @@ class Mamba2(Layer):
         dt = apply(Clamp(*self.dt), dt) if self.dt else dt
         a = -1.0 * fn("exp", weight("a_log", h))
         y = apply(Scan(), u, dt, a, b, out) + u * weight("skip", h, mean=1.0, std=0.0)
-        y = y * fn("silu", z)
+        y = fn("mul", y, fn("silu", z), fusion="gate")
         norm = Normalize(("heads", "head_dim"), False, self.eps, self.norm_groups)
         y = apply(norm, y, weight("scale", h, c, mean=1.0, std=0.0))
         return project("o", y, e, over=("heads", "head_dim"), bias=self.bias)

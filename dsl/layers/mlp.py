@@ -65,10 +65,11 @@ class ClampedGLU(Layer):
         e, f = x["embed"], Dim("ff", self.ff)
         g = apply(Clamp(None, self.limit), project("gate", x, f, bias=True))
         u = apply(Clamp(-self.limit, self.limit), project("up", x, f, bias=True))
-        h = g * fn("sigmoid", 1.702 * g) * (u + 1.0)
+        h = fn("mul", g * fn("sigmoid", 1.702 * g), u + 1.0, fusion="gate")
         return project("down", h, e, over=("ff",), bias=True)
 
 
 def _gated(act: str, x: Value, ff: int) -> Value:
     e, f = x["embed"], Dim("ff", ff)
-    return project("down", fn(act, project("gate", x, f)) * project("up", x, f), e, over=("ff",))
+    h = fn("mul", fn(act, project("gate", x, f)), project("up", x, f), fusion="gate")
+    return project("down", h, e, over=("ff",))

@@ -7,11 +7,12 @@ launch them, at the least.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 
 from attrs import frozen
 
 from megaloom.dsl.facts.costs import Work
+from megaloom.dsl.value import Fusion
 from megaloom.planner.contract.devices import Device
 from megaloom.planner.contract.layout import Precision
 
@@ -53,15 +54,6 @@ CAST_TRAFFIC = 2 + 1 + 1
 # Backward, products of 8 bits add up in fp32 (Transformer Engine: use_split_accumulator of dgrad and wgrad), for which
 # Hopper leaves its fast accumulation: 0.85 to 1.01 of its speed on an H200, in the mean of 16 products this.
 SPLIT = 0.94
-
-
-# Pieces of memory-bound work that have a name of their own among a profile's passes, by their path: a bias that is
-# added to what experts make, a gate times what it lets through, of experts also times what the router gives them.
-PIECES = {
-    "expert bias": re.compile(r"experts\..*_bias"),
-    "expert gate": re.compile(r"experts\.(.*\.)?mul"),
-    "gate": re.compile(r"(.*\.)?mul"),
-}
 
 
 @frozen
@@ -113,22 +105,24 @@ def _busy(work: Work, device: Device, precision: Precision, profile: FrameworkPr
         took = [max(f / (fast * share), t) if f else 0.0 for (f, share), t in zip(products, moved, strict=True)]
         kernels = [float(flops > 0) for flops, _ in products]
         cast = CAST_TRAFFIC * work.count * m / device.moves if used.narrow else 0.0
-        cast *= profile.experts.separate_casts if work.path.startswith("experts.") else 1.0
+        cast *= profile.experts.separate_casts if work.experts else 1.0
         return KernelSeconds(took[0] + cast * k, took[1] + took[2] + cast * n, kernels[0], kernels[1] + kernels[2])
     if work.kind == "attend":
         return _attention(work, device, precision, profile, traffic)
     if work.kind == "scan" and Precision.FP32 in device.flops:
         busy = max(work.flops / (device.flops[Precision.FP32] * SCAN), traffic)
         return KernelSeconds(busy, SCAN_BACKWARD * busy, 1, 1)
-    ahead, back = profile.kernels.memory_passes.get(named(work), ONE_PASS)
+    ahead, back = profile.kernels.memory_passes.get(memory_kernel(work), ONE_PASS)
     return KernelSeconds(ahead * traffic, back * BACKWARD_TRAFFIC * traffic, ahead, back)
 
 
-def named(work: Work) -> str:
-    """What memory-bound work is called among a profile's passes."""
-    if work.kind == "pointwise":
-        return next((name for name, path in PIECES.items() if path.fullmatch(work.path)), work.kind)
-    return work.kind
+# The kernel of a fusion group, by its name among a profile's memory passes, and that of the group inside experts.
+KERNELS: Mapping[Fusion, tuple[str, str]] = {"gate": ("gate", "expert gate"), "bias": ("pointwise", "expert bias")}
+
+
+def memory_kernel(work: Work) -> str:
+    """Return the name of memory-bound work among a profile's memory passes."""
+    return work.kind if work.fusion is None else KERNELS[work.fusion][work.experts]
 
 
 def fused_gradient_elements(work: Work, profile: FrameworkProfile) -> int:

@@ -127,7 +127,11 @@ def _eager(op: Op, found: Costs) -> list[tuple[Saved, int]]:
     """What a gated unit's last product reads, and how many tensors like it are kept beside."""
     unit = op.expert if isinstance(op, MoE) else op
     beside = EAGER.get(type(unit), 0)
-    return [(s, beside + isinstance(op, MoE)) for s in found.saved if beside and s.what in ("mul", "experts.mul")]
+    return [
+        (s, beside + isinstance(op, MoE))
+        for s in found.saved
+        if beside and s.fusion == "gate" and s.experts == isinstance(op, MoE)
+    ]
 
 
 def _given(found: Costs, precision: Precision) -> int:
@@ -178,7 +182,7 @@ def _experts(found: Costs, precision: Precision, profile: FrameworkProfile) -> f
     products = [w for w in found.work if w.kind == "dot"]
     count = max(w.count for w in products)
     last = [w for w in products if w.count == count][-1]
-    biased = any(kernels.PIECES["expert bias"].fullmatch(w.path) for w in found.work)
+    biased = any(w.fusion == "bias" and w.experts for w in found.work)
     small = together(last.n * last.k, count, biased, precision)
     each = profile.experts.grouped_launch_seconds if small else None
     return count * (profile.experts.launch_seconds if each is None else each)

@@ -27,7 +27,7 @@ from megaloom.planner.cost.kernels import (
     concurrent_gradient_bytes,
     fused_gradient_elements,
     kernel_seconds,
-    named,
+    memory_kernel,
 )
 from megaloom.planner.cost.profiles.features import (
     DEDUPLICATED_DISPATCH,
@@ -68,7 +68,7 @@ def took(model, used: FrameworkProfile, precision: Precision = Precision.MXFP8) 
     ],
 )
 def test_gates_and_biases_have_passes_of_their_own(model, names) -> None:
-    assert {named(w) for w in works(model()) if w.kind == "pointwise"} == names
+    assert {memory_kernel(w) for w in works(model()) if w.kind == "pointwise"} == names
     for passes in (OWN.kernels.memory_passes, MEGATRON.kernels.memory_passes, NEMO.kernels.memory_passes):
         assert names - {"expert bias"} <= {*passes, "pointwise"}
 

@@ -1,0 +1,75 @@
+"""Fusion groups: the op says that it is a gate, so that a product of a user's own is priced as plain pointwise work."""
+
+from __future__ import annotations
+
+import pytest
+from attrs import frozen
+
+from megaloom.dsl import (
+    MLP,
+    ClampedGLU,
+    Dim,
+    Embed,
+    GeGLU,
+    Layer,
+    Mamba2,
+    MoE,
+    SwiGLU,
+    Value,
+    costs,
+    dot,
+    fn,
+    graph,
+    ids,
+    model,
+    weight,
+)
+from megaloom.dsl.facts.costs import Work
+from megaloom.planner.cost.kernels import memory_kernel
+
+
+@frozen
+class Product(Layer):
+    """A product of two activations, which no framework fuses as a gate."""
+
+    ff: int
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        e, f = x["embed"], Dim("ff", self.ff)
+        h = dot(x, weight("one", e, f), "embed") * dot(x, weight("two", e, f), "embed")
+        return dot(h, weight("down", f, e), "ff")
+
+
+def pointwise(layer: Layer) -> list[Work]:
+    """Return the pointwise work of a layer."""
+    m = model("m", ids() >> Embed(weight("wte", Dim("vocab", 64), Dim("embed", 32))) >> layer)
+    found = costs(graph(m).nodes[-1], batch=1, seq=16).work
+    return [w for w in found if w.kind == "pointwise"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "kernel"),
+    [
+        (SwiGLU(64), "gate"),
+        (GeGLU(64), "gate"),
+        (ClampedGLU(64), "gate"),
+        (Mamba2(heads=4, head_dim=8, state=8), "gate"),
+        (MoE(SwiGLU(64), 4, 2), "expert gate"),
+        (MoE(ClampedGLU(64), 4, 2), "expert gate"),
+        (MoE(MLP(64, bias=True), 4, 2), "expert bias"),
+        (MLP(64, bias=True), "pointwise"),
+        (Product(64), "pointwise"),
+        (MoE(Product(64), 4, 2), "pointwise"),
+    ],
+    ids=str,
+)
+def test_a_kernel_is_fused_where_the_op_says_so(layer: Layer, kernel: str) -> None:
+    kernels = {memory_kernel(w) for w in pointwise(layer)}
+    assert kernel in kernels
+    assert kernels <= {kernel, "pointwise"} | ({"expert bias"} if "ClampedGLU" in str(layer) else set())
+
+
+def test_a_fusion_group_is_no_part_of_the_mathematics() -> None:
+    x = ids() >> Embed(weight("wte", Dim("vocab", 64), Dim("embed", 32)))
+    assert fn("mul", x, x, fusion="gate").op == (x * x).op
+    assert repr(fn("mul", x, x, fusion="gate").op) == repr((x * x).op)
