@@ -1,4 +1,4 @@
-"""What a model is: a graph of layers, each of them its mathematics."""
+"""Declare a language model as a graph of layers with named dims, and derive facts from it: shapes, FLOPs, memory."""
 
 if __name__ != "megaloom.dsl":
     raise ImportError("import megaloom.dsl, not dsl")
@@ -61,10 +61,10 @@ from .graph import (
     Model,
     Node,
     Slot,
-    fingerprint,
     graph,
     model,
 )
+from .json_form import fingerprint, graph_to_json
 from .layer import (
     Chain,
     Given,
@@ -168,6 +168,7 @@ __all__ = [
     "flops",
     "fn",
     "graph",
+    "graph_to_json",
     "ids",
     "image",
     "model",

@@ -21,7 +21,7 @@ from megaloom.dsl.hf.architectures import (
     title,
 )
 
-from .errors import UserError, short
+from .errors import UserError, short_path
 from .graph import Model
 
 EXAMPLES = "megaloom.examples"
@@ -149,12 +149,14 @@ def _import(place: str, ref: str) -> ModuleType:
 def _failed(what: str, error: BaseException, file: str | None = None) -> UserError:
     """The error of a user's own code, with its last line (in `file`, if it got there)."""
     if isinstance(error, SyntaxError):
-        at = f"\n  at {short(f'{error.filename}:{error.lineno}')}" if error.filename else ""  # null bytes have no line
+        at = (
+            f"\n  at {short_path(f'{error.filename}:{error.lineno}')}" if error.filename else ""
+        )  # null bytes have no line
         return UserError(f"{what}: SyntaxError: {error.msg}{at}")
     frames = extract_tb(error.__traceback__)
     last = ([f for f in frames if f.filename == file] or frames)[-1]
     at = f"{last.filename}:{last.lineno}"
-    return UserError(f"{what}: {type(error).__name__}: {error}{_meant(error)}\n  at {short(at)}")
+    return UserError(f"{what}: {type(error).__name__}: {error}{_meant(error)}\n  at {short_path(at)}")
 
 
 def _meant(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Combinators: layers made of layers. The graph looks through all but `Each`."""
+"""Combinators: layers made of layers. All but `Each` are transparent to the graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .value import Value, apply
 
 @frozen
 class Residual(Layer):
-    """x + inner(x). Raises ShapeError when inner gives another shape."""
+    """x + inner(x). Raises ShapeError if inner changes the shape."""
 
     inner: Layer
     transparent: ClassVar[bool] = True
@@ -24,7 +24,7 @@ class Residual(Layer):
     def body(self, x: Value, /, **side: Value) -> Value:
         y = self.inner(x, **side)
         if y.shape != x.shape:
-            raise ShapeError(f"a residual needs its input's shape back, but {x.shape} becomes {y.shape}")
+            raise ShapeError(f"a residual must keep the shape, but {x.shape} becomes {y.shape}")
         return x + y
 
     def __str__(self) -> str:
@@ -33,11 +33,11 @@ class Residual(Layer):
 
 @frozen
 class Block(Layer):
-    """One iteration of a repeat: what full recompute computes again as a whole."""
+    """One iteration of a repeat: the unit of full recompute."""
 
     inner: Layer
     transparent: ClassVar[bool] = True
-    noted: ClassVar[bool] = False
+    named_in_errors: ClassVar[bool] = False
 
     def body(self, x: Value, /, **side: Value) -> Value:
         return self.inner(x, **side)
@@ -45,7 +45,7 @@ class Block(Layer):
 
 @frozen
 class Repeat(Layer):
-    """The same layers again and again, each time with weights of their own. Raises ShapeError if the shape changes."""
+    """A layer applied `times` times, each time with its own weights. Raises ShapeError if it changes the shape."""
 
     times: int = field()
     inner: Layer
@@ -54,13 +54,13 @@ class Repeat(Layer):
     @times.validator
     def _at_least_once(self, _: object, times: int) -> None:
         if isinstance(times, bool) or not isinstance(times, int) or times < 1:
-            raise ShapeError(f"cannot repeat a layer {times!r} times: it takes a whole number of at least 1")
+            raise ShapeError(f"repeat needs a whole number of times, at least 1, got {times!r}")
 
     def body(self, x: Value, /, **side: Value) -> Value:
         for _ in range(self.times):
             y = Block(self.inner, at=self.at)(x, **side)
             if y.shape != x.shape:
-                raise ShapeError(f"a repeat needs its input's shape back, but {x.shape} becomes {y.shape}")
+                raise ShapeError(f"a repeated layer must keep the shape, but {x.shape} becomes {y.shape}")
             x = y
         return x
 
@@ -70,7 +70,7 @@ class Repeat(Layer):
 
 @frozen
 class Each(Layer):
-    """One copy of a layer for every index of a dim, each with weights of its own: [dim ..] to [dim ..]."""
+    """One copy of a layer for each index of a dim, each with its own weights: [dim ..] to [dim ..]."""
 
     dim: str
     inner: Layer
@@ -80,20 +80,20 @@ class Each(Layer):
 
     def __call__(self, x: Value, /, **side: Value) -> Value:
         one = self.body(x, **side)
-        return Value(self, (x, *self.read(one, x, side)), Shape((x[self.dim], *one.shape)), one, at=self.at)
+        return Value(self, (x, *self.other_inputs(one, x, side)), Shape((x[self.dim], *one.shape)), one, at=self.at)
 
     def __str__(self) -> str:
         return f"each of {self.dim}"
 
 
 def residual(*layers: Layer) -> Layer:
-    """x + layers(x), of the layers one after another."""
+    """Return a layer that computes x + f(x), where f applies these layers in order."""
     return Residual(chain(*layers))
 
 
 def repeat(times: int, *layers: Layer) -> Layer:
-    """The chain of these layers, `times` times over, each time with weights of its own.
+    """Return a layer that applies the chain of these layers `times` times, each time with its own weights.
 
-    Its facts are `times` those of the chain. Each iteration is a block, which full recompute makes again as a whole.
+    Each iteration is a block: the unit of full recompute.
     """
     return Repeat(times, chain(*layers))

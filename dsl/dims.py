@@ -1,4 +1,4 @@
-"""Named dimensions, the shapes made of them, and their sizes under a workload."""
+"""Named dims, shapes made of them, and sizes under a workload."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from math import prod
 
 from attrs import field, frozen
 
-from .errors import ShapeError, nearest
+from .errors import ShapeError, did_you_mean
 
 
 class DType(StrEnum):
-    """What an element is. The workload's precision says how many bytes a `COMPUTE` element takes."""
+    """The type of a tensor's elements. The workload's precision gives the bytes of a `COMPUTE` element."""
 
     COMPUTE = "compute"
     FLOAT32 = "float32"
@@ -21,15 +21,15 @@ class DType(StrEnum):
     MASK = "mask"
 
 
-NBYTES: Mapping[DType, int] = {DType.FLOAT32: 4, DType.INDEX: 8, DType.MASK: 1}  # the workload says what COMPUTE takes
+NBYTES: Mapping[DType, int] = {DType.FLOAT32: 4, DType.INDEX: 8, DType.MASK: 1}  # COMPUTE: see the workload
 
 
 @frozen
 class Dim:
-    """A dimension of a tensor, known by its name.
+    """A named dimension of a tensor.
 
-    A dim without a size (batch, seq) is bound by the workload. A derived dim (the slots of
-    an expert) is a share of the product of other dims.
+    The workload gives the size of a dim that has none (batch, seq). The size of a derived dim, such as the slots of an
+    expert, is `share` times the product of the dims `of`.
     """
 
     name: str = field()
@@ -40,18 +40,18 @@ class Dim:
     @name.validator
     def _named(self, _: object, name: str) -> None:
         if not isinstance(name, str) or not name:
-            raise ShapeError(f"a dim has a name, and {name!r} is none: write Dim('embed', 512)")
+            raise ShapeError(f"a dim needs a name, got {name!r}: write Dim('embed', 512)")
 
     @size.validator
     def _positive(self, _: object, size: int | None) -> None:
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ShapeError(f"{self.name} cannot have size {size!r}: a size is a whole number of at least 1")
+            raise ShapeError(f"the size of dim {self.name} must be a whole number of at least 1, got {size!r}")
 
     @property
     def known(self) -> int:
-        """The size. Raises ShapeError for a dim that the workload binds."""
+        """The size. Raises ShapeError if only the workload gives it."""
         if self.size is None:
-            raise ShapeError(f"{self.name} has no size here: give it one, Dim({self.name!r}, ...)")
+            raise ShapeError(f"dim {self.name} has no size here: write Dim({self.name!r}, ...)")
         return self.size
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ BATCH, SEQ = Dim("batch"), Dim("seq")
 
 @frozen
 class Shape:
-    """An ordered set of dims; no two of them share a name.
+    """An ordered set of dims with distinct names.
 
     >>> str(Shape((BATCH, SEQ, Dim("embed", 4096))))
     '[batch seq embed=4096]'
@@ -74,11 +74,11 @@ class Shape:
     def __attrs_post_init__(self) -> None:
         for d in self.dims:
             if not isinstance(d, Dim):
-                raise ShapeError(f"{d!r} is no dim: a shape is made of dims, such as Dim('embed', 512)")
+                raise ShapeError(f"a shape is made of dims, such as Dim('embed', 512), got {d!r}")
         names = [d.name for d in self.dims]
         if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ShapeError(f"{self} has {twice!r} twice: rename one of them")
+            double = next(name for name in names if names.count(name) > 1)
+            raise ShapeError(f"{self} has two dims named {double!r}: rename one of them")
 
     def __iter__(self) -> Iterator[Dim]:
         return iter(self.dims)
@@ -91,19 +91,19 @@ class Shape:
             if d.name == name:
                 return d
         names = [d.name for d in self.dims]
-        raise ShapeError(f"{self} has no dim {name!r}{nearest(name, names)}it has {', '.join(names) or 'none'}")
+        raise ShapeError(f"{self} has no dim {name!r}{did_you_mean(name, names)}it has {', '.join(names) or 'none'}")
 
     def positions(self, *channels: str) -> Dim:
-        """The dim that tells positions apart: the only one besides batch and the dims of these names."""
-        found = [d for d in self.dims if d.name not in ("batch", *channels)]
-        if len(found) != 1 or found[0].of:
+        """Return the sequence dim: the one dim besides batch and `channels`. Raises ShapeError if it is not one."""
+        others = [d for d in self.dims if d.name not in ("batch", *channels)]
+        if len(others) != 1 or others[0].of:
             raise ShapeError(
-                f"{self} must have one dim of positions, such as seq, besides {', '.join(('batch', *channels))}"
+                f"{self} must have exactly one sequence dim, such as seq, besides {', '.join(('batch', *channels))}"
             )
-        return found[0]
+        return others[0]
 
     def without(self, *names: str) -> Shape:
-        """This shape less the dims of these names."""
+        """Return this shape without the dims of these names."""
         return Shape(tuple(d for d in self.dims if d.name not in names))
 
     def __str__(self) -> str:
@@ -111,22 +111,22 @@ class Shape:
 
 
 class Sizes(dict[str, int]):
-    """The workload: sizes for the dims that a model leaves open.
+    """The sizes that a workload gives to the dims that have none.
 
     >>> Sizes(batch=2, seq=8)((BATCH, SEQ, Dim("embed", 4)))
     64
     """
 
     def __call__(self, dims: Iterable[Dim]) -> int:
-        """The number of elements of a tensor of these dims."""
+        """Return the number of elements of a tensor with these dims."""
         return prod(map(self.of, dims))
 
     def of(self, d: Dim) -> int:
-        """The size of one dim."""
+        """Return the size of one dim. Raises ShapeError if the workload does not give it."""
         if d.size is not None:
             return d.size
         if d.of:
             return int(self(d.of) * d.share)
         if d.name not in self:
-            raise ShapeError(f"{d.name} has no size: the workload gives {', '.join(self) or 'none'}")
+            raise ShapeError(f"dim {d.name} has no size: the workload gives {', '.join(self) or 'none'}")
         return self[d.name]

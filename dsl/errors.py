@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend, and the places in the user's program that they name."""
+"""Errors caused by the user's input, and the lines of the user's program that they point at."""
 
 from __future__ import annotations
 
@@ -9,51 +9,56 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """A wrong input, said in one message: what is wrong, where, and what would work.
+    """A wrong input. The message says what is wrong, where, and what would work.
 
-    The commands print it without a traceback and exit with status 2. Our own invariants
+    The command line prints `full_message` without a traceback and exits with status 2. Violated invariants of our own
     are assertions instead.
     """
 
-    def __str__(self) -> str:
-        return "\n".join([super().__str__(), *getattr(self, "__notes__", ())])
-
 
 class ShapeError(UserError):
-    """A program whose dims do not fit. Its notes say where, outermost last."""
+    """A program whose dims do not fit. Each layer around the error adds a note with its line, innermost first."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.at = caller()
 
     def __str__(self) -> str:
-        return super().__str__() + ("" if self.noted else f"\n  at {short(self.at)}")
+        return super().__str__() + ("" if self.has_notes else f"\n  at {short_path(self.at)}")
 
     @property
-    def noted(self) -> bool:
-        """Whether its notes say where."""
+    def has_notes(self) -> bool:
+        """True if a layer has added its line."""
         return hasattr(self, "__notes__")
 
 
-def located(error: ShapeError, what: str, at: str) -> ShapeError:
-    """The error, with a note of where it happened."""
-    error.add_note(f"  in {what:<40} {short(at)}")
+def full_message(error: BaseException) -> str:
+    """Return the message of an error followed by its notes, which a traceback prints by itself."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def add_location(error: ShapeError, name: str, at: str) -> ShapeError:
+    """Add a note that the error happened inside `name`, written at file:line `at`. Returns the error."""
+    error.add_note(f"  in {name:<40} {short_path(at)}")
     return error
 
 
-def nearest(name: object, known: Iterable[str]) -> str:
-    """What stands between an unknown name and the known ones: a question, if one of them is close to it."""
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return ": did you mean NAME?" and a new line if a known name is close, else ": ".
+
+    It stands between the unknown name and the list of known ones.
+    """
     near = get_close_matches(str(name), known, 1, 0.6)
     return f": did you mean {near[0]}?\n" if near else ": "
 
 
 def divisors(n: int) -> str:
-    """The numbers that divide n, as a list to read."""
+    """Return the divisors of n as text: "1, 2, 4"."""
     return ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
 
 
 def caller() -> str:
-    """The first line of the user's program on the stack, as file:line."""
+    """Return the innermost line on the stack that is outside this package, as file:line."""
     frame = sys._getframe(1)
     package = __package__ or ""
     while frame.f_back and (
@@ -63,7 +68,7 @@ def caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def short(at: str) -> str:
-    """A place as people write it: below the working directory relative, else the file's own name."""
+def short_path(at: str) -> str:
+    """Return a path relative to the working directory if it is below it, else its last component."""
     path = Path(at)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name

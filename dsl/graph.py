@@ -1,8 +1,8 @@
 """The layer graph of a model: its applied layers in program order, with combinators looked through.
 
-A node is a layer (or an addition between layers). Nodes are named by kind and count, `attention.3`, and
-weights by their node, `attention.3.q`; both are the same whatever the layout, and however the program
-was grouped. A weight made outside the layers keeps the name it was given.
+A node is a layer, or an addition between layers. Nodes are named by kind and number (`attention.3`), weights by their
+node (`attention.3.q`). Names depend neither on the layout nor on how the program groups its layers. A weight that is
+made outside the layers keeps the name that it was given.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from functools import cached_property, lru_cache
-from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from attrs import define, evolve, field, frozen
@@ -19,15 +18,15 @@ from megaloom.dsl.ops.weight import Input, Weight
 
 from .combine import Block, Each
 from .dims import Dim, Shape
-from .errors import ShapeError, UserError, located
+from .errors import ShapeError, UserError, add_location
 from .layer import (
     Given,
     Layer,
     Named,
-    held,
-    kind,
+    held_values,
+    op_name,
 )
-from .pipeline_cuts import crossing, divides
+from .pipeline_cuts import is_cut_point, live_values
 from .value import Op, Value
 
 if TYPE_CHECKING:
@@ -36,27 +35,27 @@ if TYPE_CHECKING:
 
 @frozen(eq=False)
 class Model:
-    """Named outputs: what a program computes. Compare models by `fingerprint`."""
+    """A name and the values that a program computes. Compare models by `fingerprint`."""
 
     name: str
     outputs: tuple[Value, ...]
 
 
 def model(name: str, *outputs: Value) -> Model:
-    """The model of this name that computes these outputs. Raises ShapeError for what is no value."""
+    """Return a model that computes these outputs. Raises ShapeError if an output is not a value."""
     if not isinstance(name, str):
-        raise ShapeError(f"a model has a name first, and {name!r} is none: model('name', value)")
+        raise ShapeError(f"a model's first argument is its name, got {name!r}: write model('name', value)")
     if not outputs:
-        raise ShapeError(f"model {name!r} computes nothing: give it a name and at least one output")
+        raise ShapeError(f"model {name!r} has no outputs: write model({name!r}, value)")
     for v in outputs:
         if not isinstance(v, Value):
-            raise ShapeError(f"{v} is no output: an output is a value, such as ids() >> layer")
+            raise ShapeError(f"an output of a model must be a value, such as ids() >> layer, got {v}")
     return Model(name, outputs)
 
 
 @frozen
 class Slot:
-    """A weight in its place: its name in the model, and the dims of the copies around it (experts)."""
+    """One use of a weight in the graph: its name in the model, and the dims of the copies around it (experts)."""
 
     name: str
     value: Value
@@ -64,18 +63,18 @@ class Slot:
 
     @property
     def dims(self) -> tuple[Dim, ...]:
-        """All its dims, those of the copies first."""
+        """The dims of the weight, those of the copies first."""
         return (*self.outer, *self.value.shape.dims)
 
     @property
     def trained(self) -> bool:
-        """Whether it is a parameter, and no buffer."""
+        """True for a parameter, False for a buffer."""
         return isinstance(self.value.op, Weight) and self.value.op.trained
 
 
 @frozen(eq=False)
 class Node:
-    """One applied layer: its name, its op, the nodes it reads, its weights, and the repeat's iteration it is in."""
+    """One applied layer: its name, its op, the nodes that it reads, its weights, and the number of its block."""
 
     name: str
     op: Op
@@ -90,14 +89,14 @@ class Node:
         return self.value.shape
 
     @property
-    def input(self) -> bool:
-        """Whether the data provides this node."""
+    def is_input(self) -> bool:
+        """True if the data provides this node."""
         return isinstance(self.op, Input)
 
 
 @frozen(eq=False, slots=False)
 class Graph:
-    """The nodes of a model in program order: each after those that it reads; those of the last output first."""
+    """The nodes of a model in topological order: first what the last output needs, then the rest."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -105,27 +104,42 @@ class Graph:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Each node's position."""
+        """The position of each node."""
         return {n.name: i for i, n in enumerate(self.nodes)}
 
     @cached_property
-    def crossing(self) -> tuple[tuple[str, ...], ...]:
-        """For each position i, the nodes before it whose values are read at or after it; inputs don't count."""
-        return crossing(self.nodes, self.outputs)
+    def live_values(self) -> tuple[tuple[str, ...], ...]:
+        """For each position i, the nodes before i that a node at or after i reads; inputs of the model don't count."""
+        return live_values(self.nodes, self.outputs)
 
     @cached_property
-    def cuts(self) -> tuple[int, ...]:
-        """The positions where the graph may be cut into stages."""
-        return tuple(i for i in range(len(self.nodes)) if divides(self, i))
+    def cut_points(self) -> tuple[int, ...]:
+        """The positions where a pipeline stage may begin."""
+        return tuple(i for i in range(len(self.nodes)) if is_cut_point(self, i))
 
     @cached_property
     def weights(self) -> dict[str, Slot]:
-        """Every distinct weight by its name."""
+        """The weights of the model by name, shared ones once."""
         return {s.name: s for n in self.nodes for s in n.weights}
 
     def networkx(self) -> nx.DiGraph[str]:
-        """The graph for networkx: nodes carry `node`, edges the `shape` that flows."""
-        import networkx as nx  # a tenth of a second, for those who ask
+        """Return the graph as a `networkx.DiGraph`, to analyse it with the tools of that library.
+
+        Each node has the attribute `node`, a `Node`; each edge has `shape`, that of the value that flows along it.
+
+        >>> import networkx as nx
+        >>> from megaloom.dsl.catalog import find
+        >>> g = graph(find("gpt2")[0]).networkx()
+        >>> nx.is_directed_acyclic_graph(g)
+        True
+        >>> len(nx.ancestors(g, "attention.0"))  # tokens, token and position embeddings, dropout, norm
+        5
+        >>> str(g.edges["layer_norm.0", "attention.0"]["shape"])
+        '[batch seq embed=768]'
+        >>> nx.dag_longest_path(g)[-3:]
+        ['add.23', 'layer_norm.24', 'unembed.0']
+        """
+        import networkx as nx  # not at the top: the import takes 0.1 to 0.2 s, and planning needs none of it
 
         g: nx.DiGraph[str] = nx.DiGraph(name=self.name)
         for n in self.nodes:
@@ -136,15 +150,15 @@ class Graph:
 
 @define
 class _Walk:
-    """The state of reading a program into nodes."""
+    """The state of a depth-first walk that turns a program into nodes."""
 
     nodes: list[Node] = field(factory=list)
-    names: dict[int, str] = field(factory=dict)  # of each value seen, by identity
+    names: dict[int, str] = field(factory=dict)  # the node of each value, by the id of the value
     kinds: Counter[str] = field(factory=Counter)
-    blocks: dict[int, int] = field(factory=dict)  # the number of each outermost Block, by identity
+    blocks: dict[int, int] = field(factory=dict)  # the number of each outermost Block, by the id of its value
 
     def read(self, root: Value) -> None:
-        """Add every node that `root` needs. Iterative: programs are deeper than Python's stack."""
+        """Add every node that `root` needs. Without recursion: programs are deeper than Python's stack."""
         todo: list[tuple[Value, int | None, bool]] = [(root, None, False)]
         while todo:
             v, block, ready = todo.pop()
@@ -156,7 +170,7 @@ class _Walk:
                 todo.append((v, block, True))
                 inside = id(v) if isinstance(v.op, Block) and block is None else block
                 todo += [(a, inside, False) for a in reversed(needs)]
-                if inner is not None:  # what goes in comes first, and lies outside the block; an encoder before all
+                if inner is not None:  # arguments come first and are outside the block; side inputs before them
                     side = v.op.side.values() if isinstance(v.op, Given) else ()
                     todo += [(a, block, False) for a in (*reversed(v.args), *side)]
             elif inner is not None:
@@ -165,28 +179,28 @@ class _Walk:
                 self.add(v, block)
 
     def add(self, v: Value, block: int | None) -> None:
-        base = kind(v.op)
+        base = op_name(v.op)
         name = base if isinstance(v.op, Input) else f"{base}.{self.kinds[base]}"
         self.kinds[base] += 1
         if isinstance(v.op, Input):
-            self.inputs(v)
+            self._check_input(v)
         self.names[id(v)] = name
         inputs = tuple(self.names[id(a)] for a in v.args if not isinstance(a.op, Weight))
         number = None if block is None else self.blocks.setdefault(block, len(self.blocks))
         self.nodes.append(Node(name, v.op, inputs, v, number))
 
-    def inputs(self, v: Value) -> None:
-        """Check that the data can tell this input from those before it."""
+    def _check_input(self, v: Value) -> None:
+        """Raise ShapeError if the program has another input of this name."""
         for n in self.nodes:
             if n.op == v.op:
-                error = ShapeError(f"two inputs are named {n.name!r}: name them apart, or make one and use it twice")
-                for made in (n.value, v):
-                    located(error, f"input {n.name}", made.at)
+                error = ShapeError(f"two inputs are named {n.name!r}: give each its own name, or use one input twice")
+                for value in (n.value, v):
+                    add_location(error, f"input {n.name}", value.at)
                 raise error
 
 
 def primitives(value: Value) -> Iterator[tuple[Value, str, tuple[Dim, ...]]]:
-    """Each primitive of one applied layer, inputs before outputs: (value, path inside the layer, dims of copies)."""
+    """Yield the primitives of an applied layer, arguments first: (value, path in the layer, dims of the copies)."""
     outside = {id(a) for a in value.args if not isinstance(a.op, Weight)}
     seen: set[int] = set()
 
@@ -211,8 +225,8 @@ def primitives(value: Value) -> Iterator[tuple[Value, str, tuple[Dim, ...]]]:
 def _slots(
     node: Node, weights: Iterable[tuple[Value, str, tuple[Dim, ...]]], shared: Container[int]
 ) -> tuple[Slot, ...]:
-    """The weights of a node, each under its name in the model."""
-    given = {id(v) for v in held(node.op)}
+    """Return the weight slots of a node."""
+    given = {id(v) for v in held_values(node.op)}
     out = []
     for v, path, outer in weights:
         own = id(v) not in given and id(v) not in shared
@@ -222,7 +236,7 @@ def _slots(
 
 @lru_cache(maxsize=64)
 def graph(m: Model) -> Graph:
-    """The layer graph of a model. Raises ShapeError when two of its weights, or two of its inputs, share a name."""
+    """Return the graph of a model. Raises ShapeError if two of its weights, or two of its inputs, have one name."""
     walk = _Walk()
     for v in m.outputs:
         walk.read(v)
@@ -236,62 +250,40 @@ def graph(m: Model) -> Graph:
         for s in n.weights:
             slot, node = named.setdefault(s.name, (s, n))
             if slot.value is not s.value:
-                raise _namesakes((slot, node), (s, n))
+                raise _duplicate_name((slot, node), (s, n))
     return Graph(m.name, nodes, tuple(walk.names[id(v)] for v in m.outputs))
 
 
 def _heads_last(nodes: list[Node], last: str) -> list[Node]:
-    """First what the last output needs, in program order, then what only others do: so that all heads are together."""
+    """Sort the nodes: first what the last output needs, then the rest, so that the heads of a model are together."""
     needed = {last}
     for n in reversed(nodes):
         needed.update(n.inputs if n.name in needed else ())
     return sorted(nodes, key=lambda n: n.name not in needed)
 
 
-def _namesakes(*pair: tuple[Slot, Node]) -> ShapeError:
+def _duplicate_name(*pair: tuple[Slot, Node]) -> ShapeError:
     (slot, node), (_, other) = pair
-    how = "name them apart"
+    fix = "give each its own name"
     if node is other:
-        how += f", or say `transparent = True` in {type(node.op).__name__}: each layer in its body is then a node"
-    error = ShapeError(f"two weights are named {slot.name!r}: {how}")
+        fix += f", or set `transparent = True` in {type(node.op).__name__}, so that each layer of its body is a node"
+    error = ShapeError(f"two weights are named {slot.name!r}: {fix}")
     for s, n in pair:
-        located(error, n.name, s.value.at)
+        add_location(error, n.name, s.value.at)
     return error
 
 
-def fingerprint(m: Model) -> str:
-    """A model's identity, the same in every process: a digest of its nodes, their weights and their primitives."""
-    digest = sha256()
-    for n in graph(m).nodes:
-        order = {id(a): -1 - i for i, a in enumerate(n.value.args)}  # of each value of the node, inputs below zero
-        said = [n.name, repr(n.op), *n.inputs, *(f"{s.name}{list(map(str, s.dims))}" for s in n.weights)]
-        for v, path, _ in primitives(n.value):
-            said.append(f"{path}{v.op!r}{[order[_known(a, order)] for a in v.args]}{v.shape}")
-            order[id(v)] = len(order)
-        digest.update("\n".join(said).encode() + b"\0")
-    digest.update("\n".join(graph(m).outputs).encode())
-    return digest.hexdigest()[:16]
-
-
-def _known(v: Value, known: Container[int]) -> int:
-    """The value itself or, if it is a layer's output, the first known one that it stands for; by identity."""
-    while id(v) not in known and v.body is not None:
-        v = v.body
-    return id(v)
-
-
 def one_output(m: Model) -> Node:
-    """The only output of a model, for those who can use no more. Raises UserError."""
+    """Return the only output of a model. Raises UserError if it has several."""
     g = graph(m)
     if len(g.outputs) != 1:
-        raise UserError(f"model {m.name!r} has {len(g.outputs)} outputs ({', '.join(g.outputs)}); one is needed here")
+        raise UserError(f"model {m.name!r} has {len(g.outputs)} outputs, {', '.join(g.outputs)}: it must have one here")
     return g.nodes[g.index[g.outputs[0]]]
 
 
 def vocabulary(m: Model) -> int:
-    """How many tokens the logits of a model tell apart. Raises UserError for a model that does not end in logits."""
+    """Return the size of the dim `vocab` of a model's logits. Raises UserError if its output is not logits."""
     last = one_output(m)
-    found = next((d.known for d in last.shape if d.name == "vocab"), None)
-    if found is None:
-        raise UserError(f"model {m.name!r} ends in {last.name} {last.shape}, and not in logits: end it with Unembed")
-    return found
+    if "vocab" not in last.shape:
+        raise UserError(f"model {m.name!r} ends in {last.name} {last.shape}, not in logits: end it with Unembed")
+    return last.shape["vocab"].known

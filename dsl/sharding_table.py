@@ -16,7 +16,7 @@ from typing import Literal
 from attrs import Attribute, evolve, field, frozen
 
 from .dims import Dim, Shape, Sizes
-from .errors import ShapeError, UserError, nearest
+from .errors import ShapeError, UserError, did_you_mean
 
 # The shard policy of a dim says what happens where the axis does not divide its size:
 # even: no legal layout does that. pad: the dim is padded to a multiple. whole: each device holds the whole dim.
@@ -160,7 +160,7 @@ def check_splits(layer: str, splits: Mapping[str, str | Sharded]) -> None:
     for dim, entry in splits.items():
         axis = entry.axis if isinstance(entry, Sharded) else entry
         if axis not in known:
-            what = f"{layer} cannot shard {dim} over {axis!r}{nearest(axis, known)}"
+            what = f"{layer} cannot shard {dim} over {axis!r}{did_you_mean(axis, known)}"
             raise ShapeError(f"{what}the axes are {', '.join(known)}")
 
 

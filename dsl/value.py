@@ -1,4 +1,4 @@
-"""Values, the nodes of a program: applying an op to values makes a value."""
+"""Values and ops. A value is an op applied to earlier values. The elementwise ops are here: `x + y` makes one."""
 
 from __future__ import annotations
 
@@ -12,71 +12,71 @@ from .dims import (
     Shape,
     Sizes,
 )
-from .errors import ShapeError, caller, nearest
+from .errors import ShapeError, caller, did_you_mean
 
 if TYPE_CHECKING:
     from .layer import Layer
 
-LINEAR = frozenset({"add"})  # their backward reads nothing
+LINEAR = frozenset({"add"})  # the backward pass reads nothing
 UNARY = frozenset(
     {"gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "relu2", "sigmoid", "tanh", "softplus", "exp"}
 )  # quick_gelu(x) = x * sigmoid(1.702 x), relu2(x) = relu(x)²
 # The fusion group of a pointwise op: frameworks have kernels of their own for the gate of a gated unit (SwiGLU: its
 # product, with the activation before it) and for adding a bias. What a framework makes of a group, its profile says.
 Fusion = Literal["gate", "bias"]
-CURVED = UNARY | {"mul"}  # their backward reads their inputs
+NONLINEAR = UNARY | {"mul"}  # the backward pass reads the arguments
 
 
 class Op:
-    """What a value is the result of: a primitive, or a layer made of them.
+    """A function from values to a value: a primitive, or a layer made of primitives.
 
-    A primitive of one's own is a frozen attrs class that says its `shape`; by default it costs no FLOPs, keeps nothing
-    for its backward pass and refuses token ids. `runtime.evaluate` must be told what it computes.
+    To add a primitive, write a frozen attrs class with a `shape` method. By default it has no FLOPs, saves nothing for
+    the backward pass and does not accept token ids. `megaloom.runtime.reference.evaluate` must learn to compute it.
     """
 
-    elementwise: ClassVar[bool] = False  # whether each element of the result is made of the same one of each argument
-    arity: ClassVar[int | None] = None  # how many arguments it takes; None: any that its shape accepts
+    elementwise: ClassVar[bool] = False  # each output element depends on one element of each argument
+    arity: ClassVar[int | None] = None  # the number of arguments; None: `shape` checks it
 
     def shape(self, *args: Shape) -> Shape:
-        """The shape of the result. Raises ShapeError when the arguments do not fit."""
+        """Return the shape of the result. Raises ShapeError if the arguments do not fit."""
         raise NotImplementedError
 
     def dtype(self, *args: DType) -> DType:
-        """What an element of the result is. Raises ShapeError when those of the arguments are of the wrong kind."""
+        """Return the element type of the result. Raises ShapeError if an argument has the wrong element type."""
         if DType.INDEX in args:
-            raise ShapeError(f"{self} computes with numbers, not with token ids: Embed(table) makes vectors of them")
+            raise ShapeError(f"{self} does not accept token ids: turn them into vectors first, with Embed(table)")
         return DType.COMPUTE
 
     def flops(self, out: Shape, args: tuple[Shape, ...], size: Sizes) -> int:
-        """FLOPs of the forward pass (a multiply and an add are two)."""
+        """Return the FLOPs of the forward pass; a multiply-add is two."""
         return 0
 
     def saved_values(self, out: Value) -> tuple[Value, ...]:
-        """The values that the backward pass reads."""
+        """Return the values that the backward pass reads."""
         return ()
 
     def saved_buffers(self, out: Value) -> tuple[tuple[str, Shape, DType], ...]:
-        """What else the backward pass reads, that is no value of the program: masks, statistics."""
+        """Return other tensors that the backward pass reads (masks, statistics): (name, shape, element type)."""
         return ()
 
 
 @frozen(eq=False, repr=False)
 class Value:
-    """An op applied to earlier values. Identity is meaning: one value, computed once."""
+    """An op applied to earlier values. Values are compared by identity: each is computed once."""
 
     op: Op
     args: tuple[Value, ...]
     shape: Shape
-    body: Value | None = None  # what a layer's application stands for
+    body: Value | None = None  # for a layer: the output of its body
     dtype: DType = field(default=DType.COMPUTE, kw_only=True)
-    at: str = field(default="", kw_only=True)  # file:line that made it
+    at: str = field(default="", kw_only=True)  # file:line of the program
 
     def __getitem__(self, name: str) -> Dim:
         return self.shape[name]
 
     @property
     def source(self) -> Value:
-        """The primitive that computes this value: a layer's output is its body's."""
+        """The primitive that computes this value: the output of a layer is the output of its body."""
         value = self
         while value.body is not None:
             value = value.body
@@ -84,7 +84,7 @@ class Value:
 
     def __rshift__(self, layer: Layer) -> Value:
         if not isinstance(layer, Op) or not callable(layer):
-            raise no_layer(layer)
+            raise not_a_layer(layer)
         return layer(self)
 
     def __add__(self, other: Value | float) -> Value:
@@ -104,7 +104,7 @@ class Value:
 
     def __truediv__(self, number: float) -> Value:
         if not isinstance(number, (int, float)) or not number:
-            raise ShapeError(f"cannot divide by {number!r}: it takes a number other than 0")
+            raise ShapeError(f"a value can be divided by a number other than 0, got {number!r}")
         return self * (1 / number)
 
     __radd__ = __add__
@@ -115,38 +115,39 @@ class Value:
 
 
 def apply(op: Op, *args: Value) -> Value:
-    """The value of a primitive applied to these arguments. Raises ShapeError when they do not fit, and says where."""
+    """Return the value of a primitive applied to these arguments. Raises ShapeError if they do not fit."""
     for a in args:
         if not isinstance(a, Value):
-            raise ShapeError(f"{a!r} is no value: a value is an input, a weight, or a layer applied to a value")
+            raise ShapeError(f"{a!r} is not a value: values are inputs, weights, and layers applied to values")
     if op.arity not in (None, len(args)):
-        raise ShapeError(f"{op} takes {op.arity} value{'s' * (op.arity != 1)}, not {len(args)}")
+        raise ShapeError(f"{op} needs {op.arity} argument{'s' * (op.arity != 1)}, got {len(args)}")
     shape, dtype = op.shape(*(a.shape for a in args)), op.dtype(*(a.dtype for a in args))
     return Value(op, args, shape, dtype=dtype, at=caller())
 
 
 @frozen
 class Pointwise(Op):
-    """One function of each element: [..] to [..]. Arguments are broadcast over the dims that they lack.
+    """An elementwise function: [..] to [..]. Arguments are broadcast over the dims that they lack.
 
-    add and mul take one value or more, the others one. Of a chain of them only what enters it is kept and moved, as one
-    kernel computes it. Raises ShapeError for a name that is no function, and where no argument has all the dims.
+    add and mul take one or more arguments, the other functions one. fusion: the group of kernels that it belongs to. A
+    chain of elementwise ops runs as one fused kernel, which reads and saves only the tensors that enter the chain. Raises
+    ShapeError for an unknown function, and if no argument has all the dims.
     """
 
     fn: str = field()
-    fusion: Fusion | None = field(default=None, kw_only=True, eq=False, repr=False)  # changes no number
+    fusion: Fusion | None = field(default=None, kw_only=True, eq=False, repr=False)  # not mathematics
     elementwise: ClassVar[bool] = True
 
     @fn.validator
     def _known(self, _: object, name: str) -> None:
-        if name not in LINEAR | CURVED:
-            known = sorted(LINEAR | CURVED)
-            raise ShapeError(f"no function {name!r}{nearest(name, known)}there are {', '.join(known)}")
+        if name not in LINEAR | NONLINEAR:
+            known = sorted(LINEAR | NONLINEAR)
+            raise ShapeError(f"unknown function {name!r}{did_you_mean(name, known)}known are {', '.join(known)}")
 
     def shape(self, *args: Shape) -> Shape:
         if not args or (self.fn in UNARY and len(args) > 1):
-            takes = "one value" if self.fn in UNARY else "one or more values"
-            raise ShapeError(f"{self.fn} takes {takes}, not {len(args)}")
+            needed = "one argument" if self.fn in UNARY else "one or more arguments"
+            raise ShapeError(f"{self.fn} needs {needed}, got {len(args)}")
         big = max(args, key=lambda s: len(s.dims))
         for s in args:
             for d in s:
@@ -158,8 +159,8 @@ class Pointwise(Op):
 
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         if self.fn == "relu":
-            return (out,)  # which says as well where the argument was negative, and is often kept as it is
-        return out.args if self.fn in CURVED else ()
+            return (out,)  # its sign is enough, and the next op often saves it anyway
+        return out.args if self.fn in NONLINEAR else ()
 
     def __str__(self) -> str:
         return self.fn
@@ -167,7 +168,7 @@ class Pointwise(Op):
 
 @frozen
 class Affine(Op):
-    """scale * x + shift, the same numbers for each element: [..] to [..]. `2.0 * x` and `x + 1.0` make one."""
+    """scale * x + shift for numbers scale and shift: [..] to [..]. `2.0 * x` and `x + 1.0` are Affine."""
 
     scale: float = 1.0
     shift: float = 0.0
@@ -180,7 +181,7 @@ class Affine(Op):
 
 @frozen
 class Clamp(Op):
-    """Each element, but no less than `low` and no more than `high` (None: no bound): [..] to [..]."""
+    """Each element clamped to low ≤ x ≤ high; None is no bound: [..] to [..]."""
 
     low: float | None = None
     high: float | None = None
@@ -189,7 +190,7 @@ class Clamp(Op):
 
     def __attrs_post_init__(self) -> None:
         if self.low is not None and self.high is not None and self.low > self.high:
-            raise ShapeError(f"nothing is at least {self.low} and at most {self.high}: give the lower bound first")
+            raise ShapeError(f"Clamp needs low ≤ high, got low={self.low} and high={self.high}")
 
     def shape(self, *args: Shape) -> Shape:
         return args[0]
@@ -198,22 +199,22 @@ class Clamp(Op):
         return out.args
 
 
-def no_layer(it: object) -> ShapeError:
-    """The error of writing something else where a layer must stand."""
+def not_a_layer(it: object) -> ShapeError:
+    """Return the error for a value in a place where a layer must stand."""
     if isinstance(it, type) and issubclass(it, Op):
-        return ShapeError(f"{it.__name__} is a class, not a layer: call it to make one, {it.__name__}(...)")
+        return ShapeError(f"{it.__name__} is a class, not a layer: write {it.__name__}(...)")
     if isinstance(it, Op):
-        return ShapeError(f"{it} is a primitive, not a layer: apply(...) applies one to values")
+        return ShapeError(f"{it} is a primitive, not a layer: apply it with apply({it}, value)")
     if isinstance(it, Value):
-        return ShapeError(f"{it!r} is a value, not a layer: values come first, value >> layer")
+        return ShapeError(f"{it!r} is a value, not a layer: write value >> layer")
     if isinstance(it, (list, tuple)):
-        return ShapeError("a list is no layer: write its layers as arguments, or chain(*layers)")
+        return ShapeError("a list is not a layer: give its layers as arguments, or write chain(*layers)")
     if type(it).__repr__ is object.__repr__:  # of a class of the user's own
         name = type(it).__name__
-        return ShapeError(f"{name}() is no layer: as class {name}(Layer), with its mathematics in a body, it is one")
-    return ShapeError(f"{it!r} is no layer")
+        return ShapeError(f"{name}() is not a layer: write class {name}(Layer) with a body")
+    return ShapeError(f"{it!r} is not a layer")
 
 
 def fn(name: str, *args: Value, fusion: Fusion | None = None) -> Value:
-    """A function of one element at a time, by its name: gelu, silu, add, … See `Pointwise`."""
+    """Return an elementwise function of values, by its name: gelu, silu, add, … (see `Pointwise`)."""
     return apply(Pointwise(name, fusion=fusion), *args)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Literal, get_args
 
-from megaloom.dsl.errors import UserError, nearest
+from megaloom.dsl.errors import UserError, did_you_mean
 from megaloom.dsl.layers.latent_attention import MLA
 from megaloom.dsl.ops.attention_core import Attend
 from megaloom.dsl.ops.dot import Dot
@@ -42,7 +42,8 @@ def modules(names: Iterable[str]) -> tuple[Module, ...]:
     given = (names,) if isinstance(names, str) else tuple(names)
     for name in given:
         if name not in get_args(Module):
-            raise UserError(f"no module {name!r} to recompute{nearest(name, MODULES)}there are {', '.join(MODULES)}")
+            near, known = did_you_mean(name, MODULES), ", ".join(MODULES)
+            raise UserError(f"no module {name!r} to recompute{near}there are {known}")
     return tuple(m for m in MODULES if m in given)
 
 

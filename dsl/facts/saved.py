@@ -18,7 +18,7 @@ from megaloom.dsl.dims import (
     Shape,
     Sizes,
 )
-from megaloom.dsl.errors import UserError, nearest
+from megaloom.dsl.errors import UserError, did_you_mean
 from megaloom.dsl.graph import Node
 from megaloom.dsl.layer import Layer
 from megaloom.dsl.ops.dot import Dot
@@ -104,7 +104,7 @@ def keeps(nodes: Iterable[Node], recompute: Recompute = "none") -> Iterator[tupl
     """Each node with what counts for it: what several keep counts for the first of them. Raises UserError."""
     if recompute not in get_args(Recompute):
         known = get_args(Recompute)
-        raise UserError(f"no recompute {recompute!r}{nearest(recompute, known)}there are {', '.join(known)}")
+        raise UserError(f"no recompute {recompute!r}{did_you_mean(recompute, known)}there are {', '.join(known)}")
     nodes = tuple(nodes)
     blocks = {n.name: n.block for n in nodes}
     norms = set(_norms(nodes))

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from attrs import field, frozen
 
 from megaloom.dsl.dims import Dim, Shape
-from megaloom.dsl.errors import ShapeError, divisors, nearest
+from megaloom.dsl.errors import ShapeError, did_you_mean, divisors
 from megaloom.dsl.value import Op, Value
 
 SCORES = ("softmax", "sigmoid")
@@ -37,7 +37,7 @@ class Gate(Op):
     @score.validator
     def _known(self, _: object, score: str) -> None:
         if score not in SCORES:
-            raise ShapeError(f"unknown score {score!r}{nearest(score, SCORES)}score can be {', '.join(SCORES)}")
+            raise ShapeError(f"unknown score {score!r}{did_you_mean(score, SCORES)}score can be {', '.join(SCORES)}")
 
     def shape(self, *args: Shape) -> Shape:
         scores, *correction = args

@@ -123,7 +123,7 @@ class _Walk:
         assert isinstance(op, Layer)
         if isinstance(op, Block):
             self.path.pop()
-        if isinstance(op, Repeat) or not items or not (op.noted or isinstance(op, Block)):
+        if isinstance(op, Repeat) or not items or not (op.named_in_errors or isinstance(op, Block)):
             self.levels[-1] += items
         else:
             layer = None if isinstance(op, Block) else op

@@ -259,11 +259,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except ValueError as error:
-        from megaloom.dsl.errors import UserError
+        from megaloom.dsl.errors import UserError, full_message
 
         if not isinstance(error, UserError):
             raise
-        return _fail(str(error))
+        return _fail(full_message(error))
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from typing import NoReturn
 from attrs import asdict, frozen
 
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import Model, fingerprint, graph
+from megaloom.dsl.graph import Model, graph
+from megaloom.dsl.json_form import fingerprint, is_current
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.rules.rules import violations
 
@@ -77,6 +78,11 @@ class Plan:
 def check(plan: Plan, model: Model) -> None:
     """Nothing, when `model` is the one that was planned and can have such a plan. Raises PlanError otherwise."""
     found = fingerprint(model)
+    if not is_current(plan.fingerprint):
+        raise PlanError(
+            f"the plan was made by another version of megaloom, which identified models differently "
+            f"(fingerprint {plan.fingerprint}, now {found})\nmake it again: {again(plan)}"
+        )
     if found != plan.fingerprint:
         raise PlanError(
             f"the plan is for another model: {plan.model} had fingerprint {plan.fingerprint}, "
@@ -86,7 +92,7 @@ def check(plan: Plan, model: Model) -> None:
     for wrong in violations(plan.layout, g, plan.workload, plan.cluster):
         raise PlanError(f"the plan is not legal: {wrong}\nmend that, or plan it again: {again(plan)}")
     inner = [stage.stop for stage in plan.stages[:-1]]
-    if plan.stages[-1].stop != len(g.nodes) or not {*inner} <= {*g.cuts}:
+    if plan.stages[-1].stop != len(g.nodes) or not {*inner} <= {*g.cut_points}:
         raise PlanError(
             f"the plan's stages, nodes 0 to {', '.join(str(stage.stop) for stage in plan.stages)}, are no cut of the "
             f"{len(g.nodes)} nodes of {plan.model}\nplan it again: {again(plan)}"

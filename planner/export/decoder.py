@@ -89,7 +89,7 @@ def describe(node: Node) -> str:
 
 def read_decoder(graph: Graph, target: Target) -> DecoderModel:
     """Return the graph as a decoder. Raises UserError that names the node that `target` cannot express."""
-    inputs = [n for n in graph.nodes if n.input]
+    inputs = [n for n in graph.nodes if n.is_input]
     if len(inputs) != 1:
         names = ", ".join(n.name for n in inputs)
         refuse(target, f"a model of {len(inputs)} inputs ({names}): its decoder has one input, the tokens")

@@ -66,7 +66,7 @@ def model_requirements(graph: Graph) -> ModelRequirements:
         divided_sizes={key: tuple(sorted(values)) for key, values in sizes["even"].items()},
         whole_sizes={key: tuple(sorted(values)) for key, values in sizes["whole"].items()},
         learned_positions=tuple(sorted(longest(graph).values())),
-        max_stages=len(graph.cuts) + 1,
+        max_stages=len(graph.cut_points) + 1,
         blocks=len({node.block for node in graph.nodes} - {None}),
         expert_biases=biased,
         kv_heads=tuple(sorted(kv_heads)),

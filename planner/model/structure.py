@@ -51,7 +51,7 @@ class ModelStructure:
     @cached_property
     def cut_points(self) -> NDArray[np.intp]:
         """Return the nodes before which a stage may begin, with 0 and the number of nodes, in order."""
-        return np.array([0, *self.graph.cuts, len(self.graph.nodes)])
+        return np.array([0, *self.graph.cut_points, len(self.graph.nodes)])
 
     @cached_property
     def block_cut_points(self) -> NDArray[np.intp]:
@@ -63,7 +63,7 @@ class ModelStructure:
     @cached_property
     def live_values(self) -> NDArray[np.intp]:
         """Return the number of hidden states live before each node; the last entry is the number of outputs."""
-        return np.array([*(len(names) for names in self.graph.crossing), len(self.graph.outputs)])
+        return np.array([*(len(names) for names in self.graph.live_values), len(self.graph.outputs)])
 
     @cached_property
     def kind_counts(self) -> Rows:
@@ -158,7 +158,7 @@ def model_structure(graph: Graph) -> ModelStructure:
         for slot in node.weights:
             uses.setdefault(slot.name, []).append(i)
     shared = tuple((graph.weights[name], tuple(nodes)) for name, nodes in uses.items() if len(nodes) > 1)
-    width = next((n.shape["embed"].known for n in graph.nodes if not n.input and "embed" in n.shape), 1)
+    width = next((n.shape["embed"].known for n in graph.nodes if not n.is_input and "embed" in n.shape), 1)
     return ModelStructure(graph, tuple(kinds), np.array(kind_of_node), _parts(kinds), shared, width)
 
 

@@ -21,8 +21,8 @@ class Whole(Graph):
     borders: frozenset[int] = frozenset()
 
     @cached_property
-    def cuts(self) -> tuple[int, ...]:
-        return tuple(i for i in super().cuts if i in self.borders)
+    def cut_points(self) -> tuple[int, ...]:
+        return tuple(i for i in super().cut_points if i in self.borders)
 
 
 @lru_cache(maxsize=16)

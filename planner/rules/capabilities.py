@@ -49,8 +49,8 @@ SMALL = 2**24  # elements of a weight below which an expert's products are done 
 @lru_cache(maxsize=16)
 def untrainable(graph: Graph) -> Words | None:
     """Why a model is none that goes from one input of tokens to the logits of the next, through layers, if so."""
-    inputs = [n.name for n in graph.nodes if n.input]
-    tokens = all(n.value.dtype is DType.INDEX for n in graph.nodes if n.input)
+    inputs = [n.name for n in graph.nodes if n.is_input]
+    tokens = all(n.value.dtype is DType.INDEX for n in graph.nodes if n.is_input)
     last = graph.nodes[graph.index[graph.outputs[0]]]
     if len(inputs) != 1 or not tokens or len(graph.outputs) != 1 or not isinstance(last.op, Unembed):
         several = f", and {graph.name} has {len(inputs)} inputs" if len(inputs) > 1 else ""

@@ -12,7 +12,8 @@ from time import perf_counter
 from attrs import define, field, frozen
 
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import Model, fingerprint, graph
+from megaloom.dsl.graph import Model, graph
+from megaloom.dsl.json_form import fingerprint
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout, Runtime, Workload
 from megaloom.planner.contract.layouts import Layouts

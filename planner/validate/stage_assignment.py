@@ -76,4 +76,4 @@ def _starts(g: Graph) -> list[int]:
 
 
 def _bounds(g: Graph, inner: list[int]) -> StageBounds | None:
-    return (0, *inner, len(g.nodes)) if {*inner} <= {*g.cuts} else None
+    return (0, *inner, len(g.nodes)) if {*inner} <= {*g.cut_points} else None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from attrs import asdict
 from cyclopts import App, CycloptsError, Parameter
 
-from megaloom.dsl.errors import UserError
+from megaloom.dsl.errors import UserError, full_message
 from megaloom.planner.cli.explain import explain
 from megaloom.planner.cli.export import export
 from megaloom.planner.cli.main import (
@@ -295,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CycloptsError as error:
         return _fail(f"{error}\n`megaloom --help` lists the commands, `megaloom COMMAND --help` what each can be given")
     except UserError as error:
-        return _fail(str(error))
+        return _fail(full_message(error))
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except RuntimeError as error:

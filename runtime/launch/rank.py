@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from megaloom.dsl.errors import UserError
+from megaloom.dsl.errors import UserError, full_message
 from megaloom.runtime.megatron import device
 
 COLLECTIVE = datetime.timedelta(minutes=10)
@@ -199,4 +199,4 @@ def _portable(error: UserError) -> UserError:
     try:
         return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
     except Exception:
-        return UserError(str(error))
+        return UserError(full_message(error))

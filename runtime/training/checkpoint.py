@@ -25,6 +25,7 @@ import cattrs
 from attrs import evolve, field, frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.json_form import is_current
 
 VERSION = 1
 NOTE = "checkpoint.json"
@@ -88,6 +89,12 @@ def latest(run: Path, *, fingerprint: str) -> Checkpoint | None:
     if not there:
         return None
     found = read(there[-1])
+    if not is_current(found.note.fingerprint):
+        raise CheckpointError(
+            f"the checkpoints in {run} were saved by another version of megaloom, which identified models differently "
+            f"(fingerprint {found.note.fingerprint[:12]}, this model's is {fingerprint[:12]})\n"
+            "go on with the version that saved them, or start a new run in another folder (--out)"
+        )
     if found.note.fingerprint != fingerprint:
         raise CheckpointError(
             f"{run} holds checkpoints of another model: {found.note.model} "

@@ -65,9 +65,9 @@ class ModelChunk(MegatronModule):
         self.model_type = ModelType.encoder_or_decoder
         self.vp_stage = stage.chunk if context.groups.layout.vpp > 1 else None
         self.pre_process, self.post_process = stage.start == 0, stage.stop == len(graph.nodes)
-        self.reads = () if self.pre_process else graph.crossing[stage.start]
-        self.writes = graph.outputs if self.post_process else graph.crossing[stage.stop]
-        nodes = [n for n in graph.nodes[stage.start : stage.stop] if not n.input]
+        self.reads = () if self.pre_process else graph.live_values[stage.start]
+        self.writes = graph.outputs if self.post_process else graph.live_values[stage.stop]
+        nodes = [n for n in graph.nodes[stage.start : stage.stop] if not n.is_input]
         self.segments = segments(nodes, self.writes, context.groups.layout)
         self.repeats = Repeats.of(nodes, context.groups.layout.modules)
         self.modules_of = nn.ModuleDict({_key(n): registry.module(n, context) for n in nodes})
@@ -111,7 +111,7 @@ class ModelChunk(MegatronModule):
                 yield n, self.modules_of[_key(n)]
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        values = {n.name: tokens for n in self.graph.nodes if n.input}
+        values = {n.name: tokens for n in self.graph.nodes if n.is_input}
         if self.reads:
             assert self.received is not None, "the schedule sets the input tensor first"
             # A view would keep what it is a view of from being freed.

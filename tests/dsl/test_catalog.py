@@ -156,8 +156,8 @@ def test_a_name_that_is_no_model(write) -> None:
         ("x = 1\nraise SystemExit(3)\n", "cannot load wrong.py: SystemExit: 3\n  at wrong.py:2"),
         ("x = '\0'\n", "cannot load wrong.py: SyntaxError: source code string cannot contain null bytes"),
         ("\n\nx = 1 / 0\n", "cannot load wrong.py: ZeroDivisionError: division by zero\n  at wrong.py:3"),
-        (TINY + "ids() >> Embed(wte) >> repeat(0, RMSNorm())\n", "cannot repeat a layer 0 times: it takes a whole "
-         "number of at least 1\n  at wrong.py:3"),
+        (TINY + "ids() >> Embed(wte) >> repeat(0, RMSNorm())\n", "repeat needs a whole "
+         "number of times, at least 1, got 0\n  at wrong.py:3"),
     ],
 )  # fmt: skip
 def test_files_that_fail(write, text: str, said: str) -> None:

@@ -42,6 +42,7 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.errors import full_message
 from tests.support.paths import TESTS
 
 WRONG = TESTS / "golden" / "wrong_programs.txt"
@@ -68,8 +69,9 @@ def message(program: str) -> str:
     scope = {"__name__": "wrong", "frozen": attrs.frozen, **{name: getattr(dsl, name) for name in dsl.__all__}}
     with pytest.raises(UserError) as error:
         exec(compile(program, "wrong.py", "exec", dont_inherit=True), scope)
-    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)  # a rank sends it whole
-    return f"{type(error.value).__name__}: {error.value}"
+    said = full_message(error.value)
+    assert full_message(pickle.loads(pickle.dumps(error.value))) == said  # a rank sends it whole
+    return f"{type(error.value).__name__}: {said}"
 
 
 def section(title: str, program: str) -> str:

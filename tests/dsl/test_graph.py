@@ -140,7 +140,7 @@ def test_names_do_not_know_how_the_program_was_grouped(a: Layer, b: Layer, c: La
 @given(programs())
 def test_names_count_each_kind_in_program_order(m: Model) -> None:
     count: Counter[str] = Counter()
-    found = [n.name.partition(".") for n in graph(m).nodes if not n.input]
+    found = [n.name.partition(".") for n in graph(m).nodes if not n.is_input]
     for kind, _, number in found if len(m.outputs) == 1 else sorted(found, key=lambda it: int(it[2])):
         assert int(number) == count[kind]
         count[kind] += 1
@@ -197,7 +197,7 @@ def test_cuts_are_where_one_hidden_value_crosses_or_one_for_each_output(m: Model
     net, want = g.networkx(), []
     for i in range(1, len(g.nodes)):
         read_later = {name for n in g.nodes[i:] for name in n.inputs} | set(g.outputs)
-        crossing = [n for n in g.nodes[:i] if n.name in read_later and not n.input]
+        crossing = [n for n in g.nodes[:i] if n.name in read_later and not n.is_input]
         if any([d.name for d in n.shape] != ["batch", "seq", "embed"] for n in crossing):
             continue
         behind = g.nodes[i - 1].block is not None and all(n.block is None for n in g.nodes[i:])
@@ -206,7 +206,7 @@ def test_cuts_are_where_one_hidden_value_crosses_or_one_for_each_output(m: Model
         leads = [[o for o in g.outputs if o == n.name or nx.has_path(rest, n.name, o)] for n in crossing]
         if len(crossing) == 1 or (behind and sorted(leads) == sorted([o] for o in g.outputs)):
             want.append(i)
-    assert list(g.cuts) == want
+    assert list(g.cut_points) == want
 
 
 @given(programs())
@@ -223,9 +223,9 @@ def test_heads_are_cut_from_the_blocks_that_predict_further_ahead(ahead: int) ->
     g = graph(deepseek_v3(ahead))
     first = next(i for i, n in enumerate(g.nodes) if n.name == "join.0")
     heads = next(i for i, n in enumerate(g.nodes) if i > first and n.block is None)
-    assert [i for i in g.cuts if i >= first] == [first, heads]
-    assert len(g.crossing[first]) == 1
-    assert len(g.crossing[heads]) == len(g.outputs) == 1 + ahead
+    assert [i for i in g.cut_points if i >= first] == [first, heads]
+    assert len(g.live_values[first]) == 1
+    assert len(g.live_values[heads]) == len(g.outputs) == 1 + ahead
     assert {n.name.partition(".")[0] for n in g.nodes[heads:]} == {"rms_norm", "unembed"}
 
 
@@ -234,7 +234,7 @@ def test_a_decoder_can_be_cut_around_every_residual(layers: int) -> None:
     g = graph(lm(repeat(layers, residual(RMSNorm(), MLP(2)), residual(RMSNorm(), MLP(2))), RMSNorm()))
     around = [i + 1 for i, n in enumerate(g.nodes) if n.name.split(".")[0] in ("embed", "add", "rms_norm")]
     inside = [i + 1 for i, n in enumerate(g.nodes) if n.block is not None and n.name.startswith("rms_norm")]
-    assert list(g.cuts) == [i for i in around if i not in inside]
+    assert list(g.cut_points) == [i for i in around if i not in inside]
 
 
 @given(st.lists(st.one_of(PLAIN, st.tuples(st.integers(1, 3), LAYERS).map(lambda it: repeat(*it))), max_size=4))

@@ -186,7 +186,7 @@ DIVIDED = {"heads", "kv_heads", "groups", "ff"}
 
 def both(layer: Layer, split: Split):
     for n in graph(model("m", HIDDEN >> layer)).nodes:
-        if not n.input:
+        if not n.is_input:
             yield n, costs(n, batch=2, seq=32), costs(n, batch=2, seq=32, split=split)
 
 

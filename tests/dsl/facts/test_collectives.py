@@ -245,7 +245,7 @@ def test_tokens_ahead_are_gathered():
 
 def crossing(ref):
     g = graph(find(ref)[0])
-    return g, [g.crossing[i] for i in g.cuts]
+    return g, [g.live_values[i] for i in g.cut_points]
 
 
 @pytest.mark.parametrize("ref", ["gpt2", "llama3-8b", "mixtral-8x7b", "deepseek-v3", "gemma2-9b", "mamba2-370m"])
@@ -277,4 +277,4 @@ def test_an_encoder_is_a_chain(ref):
 def test_a_residual_is_not_cut_inside():
     x = ids() >> Embed(weight("wte", Dim("vocab", 100), EMBED))
     g = graph(model("m", x >> residual(RMSNorm(), SwiGLU(8)) >> residual(RMSNorm(), SwiGLU(8))))
-    assert [g.crossing[i] for i in g.cuts] == [("embed.0",), ("add.0",)]
+    assert [g.live_values[i] for i in g.cut_points] == [("embed.0",), ("add.0",)]

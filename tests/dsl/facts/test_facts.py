@@ -39,7 +39,7 @@ def hidden():
 
 
 def nodes(value):
-    return [n for n in graph(model("test", value)).nodes if not n.input]
+    return [n for n in graph(model("test", value)).nodes if not n.is_input]
 
 
 def node(layer):

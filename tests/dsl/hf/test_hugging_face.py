@@ -104,7 +104,7 @@ def built(name: str) -> Any:
 
 def drawn(model: Model, seq: int = 23) -> dict[str, Tensor]:
     """Random inputs for a model; where it reads an image, 16 of the tokens stand for its patches."""
-    wanted = {str(n.op) for n in graph(model).nodes if n.input}
+    wanted = {str(n.op) for n in graph(model).nodes if n.is_input}
     inputs = {
         "tokens": torch.randint(VOCAB - 1, (2, seq)),
         "source_tokens": torch.randint(VOCAB, (2, seq + 6)),

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaloom.dsl.catalog import find
-from megaloom.dsl.graph import fingerprint
+from megaloom.dsl.json_form import fingerprint
 from megaloom.planner.contract.layout import (
     Layout,
     Precision,
@@ -296,3 +296,10 @@ def test_no_damage_is_a_traceback(data: st.DataObject) -> None:
     damaged = text[:start] + data.draw(st.text(max_size=5)) + text[stop:]
     with suppress(PlanError):  # any other error fails
         assert isinstance(loads(damaged, "p.json"), Plan)
+
+
+def test_a_plan_with_a_fingerprint_of_another_version_is_refused_with_advice() -> None:
+    with pytest.raises(
+        PlanError, match=r"made by another version of megaloom.*\nmake it again: plan megaloom\.examples"
+    ):
+        check(evolve(example(), fingerprint="a743fbab00f785e3"), find("gpt2")[0])

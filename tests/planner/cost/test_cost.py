@@ -202,7 +202,7 @@ def test_the_step_ends_after_the_last_rank(g: Any, layout: Layout) -> None:
     found = priced(g, layout)
     assert found.seconds >= found.timeline.makespan * (1 - 1e-12)
     assert found.stages[0].start == 0
-    assert all(a.stop == b.start and b.start in g.cuts for a, b in pairwise(found.stages))
+    assert all(a.stop == b.start and b.start in g.cut_points for a, b in pairwise(found.stages))
     assert found.stages[-1].stop == len(g.nodes)
     assert all((s.rank, s.chunk) == (i % layout.pp, i // layout.pp) for i, s in enumerate(found.stages))
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaloom.dsl.catalog import find
-from megaloom.dsl.graph import fingerprint, graph
+from megaloom.dsl.graph import graph
+from megaloom.dsl.json_form import fingerprint
 from megaloom.dsl.show.printing import show
 from megaloom.planner.contract.layout import Layout, Recompute, Workload
 from megaloom.planner.contract.plans import (
@@ -70,7 +71,7 @@ def made(layout: Layout, bounds: tuple[int, ...], breakdown: dict[str, float]) -
 
 def example() -> Found:
     half = len(graph(find("gpt2")[0]).nodes) // 2
-    cuts = graph(find("gpt2")[0]).cuts
+    cuts = graph(find("gpt2")[0]).cut_points
     four = (0, cuts[5], cuts[12], cuts[18], 2 * half + 1)
     fast = made(
         Layout(dp=4, pp=2, vpp=2, micro_batch=2), four, {"forward": 0.75, "backward": 1.5, "pipeline bubble": 0.25}
@@ -146,7 +147,7 @@ def test_on_a_terminal_a_report_has_colours_and_fits() -> None:
 def test_what_a_stage_holds_is_said_by_blocks() -> None:
     g = graph(find("gpt2")[0])
     assert holds(g.nodes, g) == "embed, positions, blocks 0-11, unembed"
-    said = [holds(g.nodes[a:b], g) for a, b in pairwise((0, *g.cuts, len(g.nodes)))]
+    said = [holds(g.nodes[a:b], g) for a, b in pairwise((0, *g.cut_points, len(g.nodes)))]
     assert said[:4] == ["embed", "positions", "block 0 (attention)", "block 0 (mlp)"]
     assert said[-2:] == ["layer_norm", "unembed"]
 

@@ -10,7 +10,8 @@ import pytest
 from attrs import evolve
 
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import Model, fingerprint, graph
+from megaloom.dsl.graph import Model, graph
+from megaloom.dsl.json_form import fingerprint
 from megaloom.examples.gpt2 import gpt, gpt2_xl
 from megaloom.examples.llama3 import (
     llama,

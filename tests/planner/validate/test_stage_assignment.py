@@ -19,7 +19,7 @@ def small() -> Graph:
 
 def blocks(g: Graph, bounds: tuple[int, ...] | None) -> list[int]:
     """Of each stage, how many."""
-    assert bounds is not None and {*bounds[1:-1]} <= {*g.cuts}
+    assert bounds is not None and {*bounds[1:-1]} <= {*g.cut_points}
     return [len({n.block for n in g.nodes[a:b]} - {None}) for a, b in pairwise(bounds)]
 
 

@@ -79,7 +79,7 @@ def laid(plan: Plan, layout: Layout) -> Plan:
     (whole,) = plan.stages
     if layout.pp == 1:
         return evolve(plan, layout=layout)
-    places = graph(find(plan.model)[0]).cuts
+    places = graph(find(plan.model)[0]).cut_points
     middle = places[len(places) // 2]
     stages = evolve(whole, stop=middle), evolve(whole, rank=1, start=middle)
     return evolve(plan, layout=layout, stages=stages)

@@ -43,7 +43,7 @@ def held(plans: dict[str, Plan]) -> Counts:
         context = make_build_context(g, layout(tp, etp), plan.workload, groups)
         model_parallel_cuda_manual_seed(0)
         out[name, tp, etp] = counts = {}
-        for n in (n for n in g.nodes if not n.input):
+        for n in (n for n in g.nodes if not n.is_input):
             parameters = list(registry.module(n, context).parameters())
             experts = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
             counts[n.name] = sum(p.numel() for p in parameters) - experts, experts
@@ -62,6 +62,6 @@ def test_a_rank_holds_the_parameters_that_the_facts_count(case: tuple[str, int, 
     name, tp, etp = case
     split = Split(tp=tp, etp=etp, sequence_parallel=tp > 1)
     for n in graph(find(f"{FILE}:{name}")[0]).nodes:
-        if not n.input:
+        if not n.is_input:
             found = costs(n, batch=1, seq=32, split=split)
             assert [rank[case][n.name] for rank in ranks] == [(found.params, found.expert_params)] * 4, n.name

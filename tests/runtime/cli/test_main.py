@@ -239,7 +239,8 @@ def test_a_corrupt_and_a_foreign_plan(say: Callable[..., str], done: tuple[Path,
         (text[: len(text) // 2], "is not JSON"),
         ("{}", "is JSON, but not a plan"),
         (text.replace(f'"version": {VERSION}', '"version": 99'), "is a plan of version 99; this megaloom"),
-        (re.sub('"fingerprint": "[^"]*"', '"fingerprint": "0"', text), "the plan is for another model"),
+        (re.sub('"fingerprint": "[^"]*"', '"fingerprint": "1-0"', text), "the plan is for another model"),
+        (re.sub('"fingerprint": "[^"]*"', '"fingerprint": "0"', text), "made by another version of megaloom"),
         (re.sub('"micro_batch": [0-9]+', '"micro_batch": 3', text), "the plan is not legal: a batch of 4 does not"),
     ):
         assert damaged != text

@@ -74,7 +74,7 @@ def tokens(seed: int = 0) -> Tensor:
 def run(layer: Layer, x: Tensor, *dims: Dim, **weights: Tensor) -> Tensor:
     """One layer applied to x [batch seq embed]; its weights by their names inside the layer."""
     m = model("one", given("x", *(dims or (BATCH, SEQ, EMBED))) >> layer)
-    (node,) = (n for n in graph(m).nodes if n.weights or not n.input)
+    (node,) = (n for n in graph(m).nodes if n.weights or not n.is_input)
     return interpret(m, {f"{node.name}.{k}": w for k, w in weights.items()}, {"x": x})[0]
 
 

@@ -50,7 +50,7 @@ class Table:
 
 def note(step: int) -> Note:
     return Note(
-        step=step, samples=8 * step, model="m.py:m", fingerprint="feed", data="abc", recipe={"lr": 1e-3}, layout="dp2"
+        step=step, samples=8 * step, model="m.py:m", fingerprint="1-feed", data="abc", recipe={"lr": 1e-3}, layout="dp2"
     )
 
 
@@ -66,7 +66,7 @@ def saved(run: Path, steps: tuple[int, ...]) -> list[str]:
 def loaded(run: Path) -> tuple[int, list[list[float]]]:
     """On each rank: its share of the newest table."""
     table = Table(0)
-    found = latest(run, fingerprint="feed")
+    found = latest(run, fingerprint="1-feed")
     assert found
     checkpoint.load(table, found)
     return table.done, table.share.tolist()
@@ -102,27 +102,34 @@ def test_keeps_the_last_and_leaves_nothing_aside(tmp_path: Path) -> None:
 
 
 def test_latest_is_the_newest_whole_one(two: Path) -> None:
-    found = latest(two, fingerprint="feed")
+    found = latest(two, fingerprint="1-feed")
     assert found
     assert evolve(found.note, files={}) == note(20)
     assert {"metadata.json", "common.pt", ".metadata"} < set(found.note.files)
 
 
 def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
-    assert latest(tmp_path, fingerprint="feed") is None
-    assert latest(tmp_path / "nowhere", fingerprint="feed") is None
+    assert latest(tmp_path, fingerprint="1-feed") is None
+    assert latest(tmp_path / "nowhere", fingerprint="1-feed") is None
 
 
 def test_one_that_is_being_written_does_not_count(run: Path) -> None:
     shutil.copytree(run / "step-000010", run / "step-000030.tmp")
-    found = latest(run, fingerprint="feed")
+    found = latest(run, fingerprint="1-feed")
     assert found
     assert found.folder.name == "step-000020"
 
 
 def test_another_models_is_refused(two: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds checkpoints of another model: m\.py:m .*feed.*\n.*--out"):
-        latest(two, fingerprint="dead")
+        latest(two, fingerprint="1-dead")
+
+
+def test_an_older_versions_is_refused(run: Path) -> None:
+    newest = checkpoint.folders(run)[-1] / checkpoint.NOTE
+    newest.write_text(newest.read_text().replace("1-feed", "feed"))
+    with pytest.raises(CheckpointError, match=r"saved by another version of megaloom.*\n.*another folder \(--out\)"):
+        latest(run, fingerprint="1-feed")
 
 
 def largest(folder: Path) -> Path:
@@ -148,7 +155,7 @@ def cut(folder: Path) -> None:
 def test_a_damaged_one_is_named_with_what_would_work(run: Path, damage, message: str) -> None:
     damage(run / "step-000020")
     with pytest.raises(CheckpointError, match=rf"checkpoint .*step-000020 {message}") as raised:
-        latest(run, fingerprint="feed")
+        latest(run, fingerprint="1-feed")
     assert "remove that folder to go on from step-000010, or give another one with --out" in str(raised.value)
     assert isinstance(raised.value, UserError)
 
@@ -183,7 +190,7 @@ def misses(run: Path) -> None:
     table = Table(0)
     state = table.sharded_state()
     table.sharded_state = lambda loading: {"table": dataclasses.replace(state["table"], key="other")}  # type: ignore[method-assign]
-    found = latest(run, fingerprint="feed")
+    found = latest(run, fingerprint="1-feed")
     assert found
     checkpoint.load(table, found)
 
@@ -194,7 +201,7 @@ def test_a_save_without_room_leaves_the_earlier_ones(run: Path) -> None:
     ) as raised:
         launcher.run(cramped, (run,), 2, timeout=60)
     assert "step-000020 is whole; make room, and the same command goes on from it" in str(raised.value)
-    found = latest(run, fingerprint="feed")
+    found = latest(run, fingerprint="1-feed")
     assert found
     assert found.folder.name == "step-000020"
     assert not list(run.glob("*.tmp"))
@@ -247,7 +254,7 @@ def trained(plan: Plan, run: Path, start: int, stop: int) -> list[tuple[float, f
     from megaloom.runtime.training.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=10, warmup=3, lr=1e-2))
-    found = latest(run, fingerprint="feed")
+    found = latest(run, fingerprint="1-feed")
     assert bool(found) == bool(start)
     if found:
         checkpoint.load(engine, found)
@@ -277,7 +284,7 @@ def copied(plan: Plan, run: Path, other: Path) -> None:
     from megaloom.runtime.training.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe())
-    found = latest(run, fingerprint="feed")
+    found = latest(run, fingerprint="1-feed")
     assert found
     checkpoint.load(engine, found)
     checkpoint.save(engine, other, note(2))

@@ -180,7 +180,7 @@ def test_axes_mix(seed: int, plan_of: Any, measured: Any) -> None:
 def test_uneven_stages_compute_what_one_process_computes(plan_of: Any, measured: Any) -> None:
     """One stage holds the embedding alone, another cuts a block between attention and MLP."""
     plan = plan_of("deep_llama", Layout(pp=4))
-    cuts = graph(find(plan.model)[0]).cuts
+    cuts = graph(find(plan.model)[0]).cut_points
     uneven = plan_of("deep_llama", Layout(pp=4), cuts=(cuts[0], cuts[5], cuts[11]))
     sizes = [s.stop - s.start for s in uneven.stages]
     assert len(set(sizes)) == 4

@@ -119,7 +119,7 @@ def test_a_vocabulary_without_all_bytes_is_refused(text: str, plan_of, tmp_path:
 
 def test_a_plan_of_a_model_that_changed_is_refused(text: str, plan_of, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="the plan is for another model"):
-        train(evolve(plan_of("byte_llama", Layout()), fingerprint="0"), RECIPE, folder=tmp_path, source=text)
+        train(evolve(plan_of("byte_llama", Layout()), fingerprint="1-0"), RECIPE, folder=tmp_path, source=text)
 
 
 def test_a_loss_that_is_no_number_stops_the_run(text: str, tmp_path: Path, plan_of) -> None:

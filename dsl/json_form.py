@@ -1,0 +1,236 @@
+"""The JSON form of a graph, and the fingerprint of a model, which is its hash.
+
+    {"version": 1, "name": "m",
+     "weights": {"wte": {"dims": [["vocab", 11], ["embed", 8]]}, ...},
+     "nodes": [{"name": "tokens", "kind": "Input", "fields": {"name": "tokens"}, "dims": [["batch"], ["seq"]]},
+               {"name": "mlp.0", "kind": "MLP", "fields": {"ff": 4}, "inputs": [{"node": "rms_norm.0"}],
+                "weights": ["mlp.0.up", "mlp.0.down"], "dims": [["batch"], ["seq"], ["embed", 8]], "block": 0}, ...],
+     "outputs": ["unembed.0"]}
+
+An op or a built-in layer is its class name and those of its fields that are not at their defaults. A layer that is not
+built in has a `body` instead: its primitives in order. A dim is [name] or [name, size]; a dim whose size is a share of
+other dims is [name, null, share, dims]. Equal numbers are written alike: 1e6 as 1000000.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from fractions import Fraction
+from functools import lru_cache
+from hashlib import sha256
+from inspect import isfunction
+from typing import TYPE_CHECKING, Any
+
+from attrs import NOTHING, fields, has
+
+from .dims import Dim, Shape
+from .errors import UserError
+from .graph import (
+    Graph,
+    Model,
+    Node,
+    graph,
+    primitives,
+)
+from .layer import Layer
+from .ops.weight import Weight
+from .value import Op, Value
+
+if TYPE_CHECKING:
+    from cattrs import Converter
+
+# Raise it when the form changes, or when the mathematics of a built-in op or layer changes under an equal name.
+FORM_VERSION = 1
+BUILT_IN = (__package__ or "") + "."
+EXACT = 2**53  # whole floats up to here are written as integers
+
+JSON = dict[str, Any]
+
+
+def graph_to_json(g: Graph) -> JSON:
+    """Return the JSON form of a graph, as dicts, lists, strings and numbers. Raises UserError for a field with no form.
+
+    It does not depend on the process, the version of Python, or where the model was written.
+    """
+    writer = _Writer(g)
+    return {
+        "version": FORM_VERSION,
+        "name": g.name,
+        "weights": {name: writer.weight(slot.value, slot.outer) for name, slot in g.weights.items()},
+        "nodes": [writer.node(n) for n in g.nodes],
+        "outputs": list(g.outputs),
+    }
+
+
+@lru_cache(maxsize=64)
+def fingerprint(m: Model) -> str:
+    """Return the identity of a model: the version of the JSON form, and 16 digits of the form's SHA-256.
+
+    Models with one fingerprint compute one function of one set of weights. The name of the model and its division into
+    blocks do not count.
+    """
+    form = graph_to_json(graph(m))
+    del form["name"]
+    for node in form["nodes"]:
+        node.pop("block", None)
+    text = json.dumps(form, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return f"{FORM_VERSION}-{sha256(text.encode()).hexdigest()[:16]}"
+
+
+def is_current(identity: str) -> bool:
+    """Return True if a fingerprint was made with the JSON form of this version, so that it can be compared."""
+    return identity.startswith(f"{FORM_VERSION}-")
+
+
+class _Writer:
+    """Writes the parts of one graph. Fields go through cattrs; those that hold values name their weight or node."""
+
+    def __init__(self, g: Graph) -> None:
+        self.nodes = {id(n.value): n.name for n in g.nodes}
+        self.nodes |= {id(n.value.source): n.name for n in g.nodes}
+        self.weights = {id(s.value): s.name for s in g.weights.values()}
+        self.converter = _converter(self.reference)
+        self.written: dict[int, JSON] = {}  # the form of each op by its id: repeated layers share one op
+
+    def node(self, n: Node) -> JSON:
+        """Return the form of a node."""
+        out: JSON = {"name": n.name, **self.op(n.op), "dims": _dims(n.shape)}
+        if n.value.args:
+            out["inputs"] = [self.reference(a) for a in n.value.args]
+        if n.weights:
+            out["weights"] = [s.name for s in n.weights]
+        if n.block is not None:
+            out["block"] = n.block
+        if any(isinstance(it, Layer) and not _built_in(it) for it in _ops(n.op)):
+            out["body"] = list(self.body(n))
+        return out
+
+    def body(self, n: Node) -> Iterator[JSON]:
+        """Yield the primitives of a node; their arguments are inputs of the node, weights, or earlier primitives."""
+        known: dict[int, JSON] = {}
+        for i, a in enumerate(n.value.args):
+            known[id(a)] = known[id(a.source)] = {"input": i}
+        known |= {id(s.value): {"weight": s.name} for s in n.weights}
+        count = 0
+        for v, path, outer in primitives(n.value):
+            if isinstance(v.op, Weight):
+                continue
+            yield {
+                **self.op(v.op),
+                "dims": _dims(v.shape),
+                "inputs": [known[_first_known(a, known)] for a in v.args],
+                **({"path": path} if path else {}),
+                **({"copies": _dims(outer)} if outer else {}),
+            }
+            known[id(v)] = {"primitive": count}
+            count += 1
+
+    def op(self, op: Op) -> JSON:
+        """Return the kind and the fields of an op."""
+        if id(op) not in self.written:
+            self.written[id(op)] = self.converter.unstructure(op)
+        return self.written[id(op)]
+
+    def weight(self, v: Value, outer: tuple[Dim, ...]) -> JSON:
+        """Return the form of a weight without its name."""
+        form = self.converter.unstructure(v.op)["fields"]
+        return {**{key: value for key, value in form.items() if key != "name"}, "dims": _dims((*outer, *v.shape))}
+
+    def reference(self, v: Value) -> JSON:
+        """Return the name of a weight or a node; a value that the graph does not compute has none."""
+        if id(v) in self.weights:
+            return {"weight": self.weights[id(v)]}
+        while id(v) not in self.nodes and v.body is not None:
+            v = v.body
+        return {"node": self.nodes.get(id(v))}
+
+
+def _converter(reference: Any) -> Converter:
+    """Return a converter from the values of fields to JSON; `reference` writes those of type Value."""
+    from cattrs import Converter  # not at the top: the import takes 50 ms, and `plan --help` needs none of it
+
+    converter = Converter()
+
+    def attrs_value(it: Any) -> JSON:
+        if isinstance(it, Layer) and not _built_in(it):
+            return {"kind": type(it).__name__}
+        written = {f.name: getattr(it, f.name) for f in fields(type(it)) if f.eq and not _is_default(it, f)}
+        form = {name: converter.unstructure(value) for name, value in written.items()}
+        return {"kind": type(it).__name__, **({"fields": form} if form else {})}
+
+    def anything(it: Any) -> Any:
+        if isinstance(it, Op):
+            return {"kind": type(it).__name__}
+        if isinstance(it, type) or isfunction(it):
+            return {"kind": it.__qualname__}
+        raise UserError(
+            f"{type(it).__name__} {it!r:.40} has no JSON form, so a model with it has no fingerprint: "
+            "use numbers, strings, tuples, enums or frozen attrs values as fields"
+        )
+
+    converter.register_unstructure_hook_func(lambda _: True, anything)
+    converter.register_unstructure_hook_func(has, attrs_value)
+    converter.register_unstructure_hook(Value, reference)
+    converter.register_unstructure_hook(Dim, _dim)
+    converter.register_unstructure_hook_func(lambda t: isinstance(t, type) and issubclass(t, Enum), lambda it: it.value)
+    for plain in (bool, int, str, type(None)):
+        converter.register_unstructure_hook(plain, lambda it: it)
+    converter.register_unstructure_hook(float, _number)
+    converter.register_unstructure_hook(Fraction, str)
+    for many in (tuple, list):
+        converter.register_unstructure_hook(many, lambda them: [converter.unstructure(it) for it in them])
+    for unordered in (set, frozenset):
+        converter.register_unstructure_hook(unordered, lambda them: sorted(map(converter.unstructure, them), key=str))
+    converter.register_unstructure_hook(dict, lambda them: {str(k): converter.unstructure(v) for k, v in them.items()})
+    return converter
+
+
+def _is_default(it: Any, f: Any) -> bool:
+    default = f.default
+    if hasattr(default, "takes_self"):  # an attrs.Factory
+        default = NOTHING if default.takes_self else default.factory()
+    value = getattr(it, f.name)
+    return default is not NOTHING and isinstance(value, bool) is isinstance(default, bool) and bool(value == default)
+
+
+def _ops(it: object) -> Iterator[Op]:
+    """Yield an op and the ops in its fields."""
+    if isinstance(it, Op):
+        yield it
+        kind: type = type(it)
+        for f in fields(kind) if has(kind) else ():
+            yield from _ops(getattr(it, f.name))
+    elif isinstance(it, tuple):
+        for part in it:
+            yield from _ops(part)
+    elif isinstance(it, Mapping):
+        yield from _ops(tuple(it.values()))
+
+
+def _built_in(op: Op) -> bool:
+    return type(op).__module__.startswith(BUILT_IN)
+
+
+def _first_known(v: Value, known: Mapping[int, JSON]) -> int:
+    """Return the id of a value or, if it is the output of a layer, of the first known value that it stands for."""
+    while id(v) not in known and v.body is not None:
+        v = v.body
+    return id(v)
+
+
+def _number(x: float) -> int | float | str:
+    if x != x or x in (float("inf"), float("-inf")):
+        return str(x)
+    return int(x) if x.is_integer() and abs(x) <= EXACT else x
+
+
+def _dims(dims: Shape | tuple[Dim, ...]) -> list[Any]:
+    return [_dim(d) for d in dims]
+
+
+def _dim(d: Dim) -> list[Any]:
+    if d.of:
+        return [d.name, None, str(d.share), _dims(d.of)]
+    return [d.name] if d.size is None else [d.name, d.size]
