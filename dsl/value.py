@@ -129,8 +129,8 @@ def apply(op: Op, *args: Value) -> Value:
 class Pointwise(Op):
     """An elementwise function: [..] to [..]. Arguments are broadcast over the dims that they lack.
 
-    add and mul take one or more arguments, the other functions one. fusion: the group of kernels that it belongs to. A
-    chain of elementwise ops runs as one fused kernel, which reads and saves only the tensors that enter the chain. Raises
+    add and mul take one or more arguments, the other functions one. fusion: the fusion group of its kernel. A chain
+    of elementwise ops runs as one fused kernel, which reads and saves only the tensors that enter the chain. Raises
     ShapeError for an unknown function, and if no argument has all the dims.
     """
 
