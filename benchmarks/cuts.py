@@ -15,7 +15,8 @@ import numpy as np
 from megaloom.dsl.graph import graph
 from megaloom.examples.llama3 import llama
 from megaloom.planner.bounds import pipeline
-from megaloom.planner.contract.layout import Layout, Runtime, Workload
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.cost_table import BACKWARD_COLUMNS, FORWARD_COLUMNS
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import Partition

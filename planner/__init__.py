@@ -9,18 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .contract.choices import Overlap as Overlap
+    from .contract.choices import Recompute as Recompute
+    from .contract.choices import Shard as Shard
     from .contract.devices import Cluster as Cluster
     from .contract.devices import Device as Device
     from .contract.devices import Link as Link
     from .contract.layout import Layout as Layout
-    from .contract.layout import Precision as Precision
-    from .contract.layout import Recompute as Recompute
-    from .contract.layout import Runtime as Runtime
-    from .contract.layout import Workload as Workload
     from .contract.plans import Plan as Plan
     from .contract.plans import PlanError as PlanError
     from .contract.plans import load as load
     from .contract.plans import save as save
+    from .contract.workload import Precision as Precision
+    from .contract.workload import Runtime as Runtime
+    from .contract.workload import Workload as Workload
     from .hardware.cluster_names import cluster as cluster
     from .rules.rule import Violation as Violation
     from .rules.rules import violations as violations
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 EXPORTS = {
     **dict.fromkeys(("Cluster", "Device", "Link"), "contract.devices"),
     "cluster": "hardware.cluster_names",
-    **dict.fromkeys(("Layout", "Precision", "Recompute", "Runtime", "Workload"), "contract.layout"),
+    **dict.fromkeys(("Overlap", "Recompute", "Shard"), "contract.choices"),
+    "Layout": "contract.layout",
+    **dict.fromkeys(("Precision", "Runtime", "Workload"), "contract.workload"),
     **dict.fromkeys(("Plan", "PlanError", "load", "save"), "contract.plans"),
     "Violation": "rules.rule",
     "violations": "rules.rules",

@@ -32,7 +32,7 @@ def plan_of() -> Callable[..., Any]:
     ) -> Any:
         from megaloom.dsl import graph
         from megaloom.dsl.catalog import find
-        from megaloom.planner.contract.layout import Precision, Workload
+        from megaloom.planner.contract.workload import Precision, Workload
         from megaloom.planner.hardware.cluster_names import cluster
         from megaloom.planner.search.search import plan
 

@@ -60,7 +60,7 @@ def _interleaved(pricer: Pricer, lower_bounds: LowerBounds, found: BoundedLayout
     x, m = found.layouts, found.layouts.microbatches(pricer.workload.batch)
     ahead, back = (sums[..., columns].sum(axis=2) for columns in (FORWARD_COLUMNS, BACKWARD_COLUMNS))
     hops = np.broadcast_to(lower_bounds.base_costs.hop[found.place, None], ahead.shape)
-    ends = pipeline.ends(ahead, back, hops, int(x.pp[0]), m, x.group)
+    ends = pipeline.ends(ahead, back, hops, int(x.pp[0]), m, x.microbatch_group_size)
     least: Rows = ends.max(axis=1) + found.after
     return least
 
@@ -87,7 +87,7 @@ def _held(pricer: Pricer, lower_bounds: LowerBounds, found: BoundedLayouts, sums
     static = memory.state_bytes(params, experts, ranks, book.workload.precision, book.profile)  # type: ignore[arg-type]
     m = x.microbatches(book.workload.batch)[:, None]
     after = pp - 1 - np.arange(pp)  # ranks
-    group = np.minimum(x.group[:, None], m)
+    group = np.minimum(x.microbatch_group_size[:, None], m)
     forwards = np.minimum(schedule.warmup_limit(after, vpp, group) + 1, m * vpp)
     rounds = (np.arange(3)[:, None] * vpp + np.arange(vpp))[None, :, :, None] * group[:, :, None, None]
     limit = group[:, :, None, None] if vpp > 1 else m[:, :, None, None]

@@ -10,7 +10,8 @@ from math import inf
 import numpy as np
 from attrs import evolve
 
-from megaloom.planner.contract.layout import Layout, Overlap
+from megaloom.planner.contract.choices import Overlap
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import (
     Column,
     Layouts,
@@ -30,8 +31,8 @@ def after(x: Layouts, place: Column, params: Column, experts: Column, book: Cost
     nothing, but for the last bucket of gathered weights: some rank has as many dense ones as the average, and some as
     many of experts.
     """
-    shown = ~np.array([x.hides(Overlap.WEIGHTS), x.hides(Overlap.GRADIENTS)]).T
-    first, which = alike(place, x.distributed_optimizer)
+    shown = ~np.array([x.has_overlap(Overlap.WEIGHTS), x.has_overlap(Overlap.GRADIENTS)]).T
+    first, which = alike(place, x.shard)
     waiting, hiding = (evolve(x, overlaps=np.full(len(x), bit)) for bit in (0, Overlap.WEIGHTS.bit))
 
     def one(dense: float, sparse: float, layout: Layout) -> EndOfStep:
@@ -41,7 +42,7 @@ def after(x: Layouts, place: Column, params: Column, experts: Column, book: Cost
     for i in first.tolist():
         dense, sparse = float(params[place[i]]) / x.pp[i], float(experts[place[i]]) / x.pp[i]
         average, alone = one(dense, sparse, waiting[i]), list[EndOfStep]()
-        if x.distributed_optimizer[i]:
+        if x.shard[i]:
             alone = [one(a, b, hiding[i]) for a, b in ((dense, 0.0), (0.0, sparse)) if a or b]
         hidden = max([average.optimizer, *(t.optimizer + t.gathering for t in alone)])
         rows.append((hidden, average.optimizer, average.gathering, average.reduction))

@@ -12,9 +12,9 @@ import numpy as np
 from attrs import define, evolve, field, fields_dict, frozen
 from numpy.typing import NDArray
 
-from megaloom.planner.contract.layout import Layout, Module, Recompute
+from megaloom.planner.contract.choices import Module, Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import (
-    MODES,
     Column,
     Layouts,
     Rows,
@@ -151,7 +151,9 @@ class LowerBounds:
         """These layouts, each at a place, and what they take at the least."""
         m, g = x.microbatches(self.cost_cache.workload.batch), self.base_costs
         beyond = after(x, place, g.params, g.experts, self.cost_cache)
-        waits, passed = pipeline.share(x.pp.astype(float), x.vpp, m.astype(float), x.group.astype(float))
+        waits, passed = pipeline.share(
+            x.pp.astype(float), x.vpp, m.astype(float), x.microbatch_group_size.astype(float)
+        )
         seconds, nbytes = self._before(x, place, waits) + passed * g.hop[place], self._nbytes(x, place, self._mode(x))
         mean = self._whole(x, place, m / x.pp, 0.0) + beyond[:, 1]  # every rank ends, and reduces its gradients
         return BoundedLayouts(x, place, np.maximum(seconds, mean) + beyond[:, 0], nbytes, beyond[:, 0])
@@ -167,11 +169,11 @@ class LowerBounds:
 
     def _mode(self, x: Layouts) -> Column:
         """The mode of each layout."""
-        bits = x.module_bits
+        bits = x.recomputed_module_bits
         for number in np.flatnonzero(np.bincount(bits)).tolist():
             if number and not self.modes[number]:
                 self.modes[number] = self._more(number)
-        return np.where(x.full, ALL, self.modes[bits])
+        return np.where(x.full_recompute, ALL, self.modes[bits])
 
     def _more(self, number: int) -> int:
         """A mode more: that of a set of modules."""
@@ -193,10 +195,10 @@ class LowerBounds:
         freed = np.minimum(x.recompute_layers * x.pp * x.vpp, g.blocks) * g.frees[place]
         saved = np.where(some, np.maximum(saved, g.saved[place, PLAIN] - freed), saved)
         flights = self._flights(x)
-        state = g.state[place, x.distributed_optimizer]
+        state = g.state[place, x.shard]
         held = memory.least_rank_memory(state, ALLOCATED * saved, pp, flights)
         if len(which := np.flatnonzero((x.vpp > 1) & self.many[x.pp * x.vpp])):
-            group = np.minimum(x.group, x.microbatches(self.cost_cache.workload.batch))
+            group = np.minimum(x.microbatch_group_size, x.microbatches(self.cost_cache.workload.batch))
             each, rest = ALLOCATED * self._stage(x, place, mode), (x.pp[which], x.vpp[which], group[which])
             chunked = interleaved_memory.held(state[which], ALLOCATED * saved[which], each[which], *rest)
             held[which] = np.maximum(held[which], chunked)
@@ -211,8 +213,8 @@ class LowerBounds:
         """
         g, some = self.base_costs, x.recompute_layers > 0
         whole = np.where(some, g.step[place, ALL], g.step[place, mode])
-        most = SLOWEST_FACTOR * (whole / (x.pp * x.vpp) + g.atom[place, x.full.astype(np.int64)])
-        everything = x.full & ~some
+        most = SLOWEST_FACTOR * (whole / (x.pp * x.vpp) + g.atom[place, x.full_recompute.astype(np.int64)])
+        everything = x.full_recompute & ~some
         quickest = g.block[place] + np.where(everything, g.again[place], 0.0)
         kept = g.kept[place, everything.astype(np.int64)]
         saved: Rows = (np.floor(most / np.maximum(quickest, interleaved_memory.TINY)) + 2) * kept[:, 0] + kept[:, 1]
@@ -222,15 +224,15 @@ class LowerBounds:
         """(seconds, nbytes) that no layout at a place takes less than, for each place from the first on."""
         at, place = self.at.take(slice(first, None)), np.arange(first, len(self.at))
         one = np.ones(len(at), dtype=np.int64)
-        quick = evolve(at, recompute=MODES.index(Recompute.NONE) * one, vpp=np.minimum(2, at.pp))
-        lean = evolve(at, vpp=one, distributed_optimizer=np.minimum(1, at.dp * at.cp - 1))
+        quick = evolve(at, recompute=int(Recompute.NONE) * one, vpp=np.minimum(2, at.pp))
+        lean = evolve(at, vpp=one, shard=np.minimum(1, at.dp * at.cp - 1))
         m = at.microbatches(self.cost_cache.workload.batch).astype(float)
         nbytes = np.minimum(self._nbytes(lean, place, ALL), self._nbytes(lean, place, LEAN))
         return self._before(quick, place, m / at.pp), nbytes
 
     def worthwhile(self, x: Layouts, place: Column) -> NDArray[np.bool_]:
         """Whether recompute frees what is worth the trouble: fused attention leaves little to its core."""
-        r, bits, at = self.base_costs.repeats, x.module_bits, self.base_costs.like[place]
+        r, bits, at = self.base_costs.repeats, x.recomputed_module_bits, self.base_costs.like[place]
         worth: NDArray[np.bool_] = (bits == 0) | ((r.family[at] == bits[:, None]) & r.worthwhile[at]).any(axis=1)
         return worth
 
@@ -266,7 +268,7 @@ class LowerBounds:
     def _flights(self, x: Layouts) -> tuple[Rows, Rows, Rows]:
         m = np.minimum(x.microbatches(self.cost_cache.workload.batch), x.pp)
         interleaved = (x.vpp > 1).astype(np.int64)
-        group = np.minimum(x.group, 2 * x.pp)
+        group = np.minimum(x.microbatch_group_size, 2 * x.pp)
         first, which = alike(x.pp, interleaved, group, m)
         found = np.array(
             [memory.in_flight_means(int(x.pp[i]), bool(interleaved[i]), int(group[i]), int(m[i])) for i in first]
@@ -330,7 +332,7 @@ class LowerBounds:
     def _state(self, params: Column, experts: Column) -> Rows:
         out = []
         for on in (0, 1):
-            layouts = evolve(self.at, distributed_optimizer=np.full(len(self.at), on))
+            layouts = evolve(self.at, shard=np.full(len(self.at), on))
             cache = self.cost_cache
             held = memory.state_bytes(params, experts, layouts, cache.workload.precision, cache.profile)  # type: ignore[arg-type]
             out.append(sum(held.values()))
@@ -344,7 +346,15 @@ class LowerBounds:
         return np.array([float(memory.reserved_bytes(x[int(i)], book.cluster, book.profile)) for i in first])[which]
 
 
-WHERE = ("tp", "cp", "ep", "etp", "sequence_parallel", "micro_batch", "inner")  # what the costs of a node depend on
+WHERE = (
+    "tp",
+    "cp",
+    "ep",
+    "etp",
+    "sequence_parallel",
+    "micro_batch",
+    "microbatch_overlap_bits",
+)  # what the costs of a node depend on
 
 
 def where(layout: Layout) -> tuple[object, ...]:

@@ -16,15 +16,12 @@ from contextlib import contextmanager
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from attrs import asdict, frozen
+from attrs import asdict, field, frozen, make_class
 from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Parameter
 
-from megaloom.planner.contract.layout import (
-    Precision,
-    Recompute,
-    Runtime,
-    Workload,
-)
+from megaloom.planner.contract.choices import ModuleSet, OverlapSet, Recompute, Shard
+from megaloom.planner.contract.layout import FIELDS, LayoutField
+from megaloom.planner.contract.workload import Precision, Runtime, Workload
 
 if TYPE_CHECKING:
     from megaloom.planner.contract.devices import Cluster
@@ -80,51 +77,45 @@ app = App(
 app["--help"].group = "Parameters"
 
 
-@Parameter(name="*", group="Fix a part of the layout (what is not given is searched)")
-@frozen(kw_only=True)
-class Fixed:
-    """What the user has decided about the layout."""
+HINTS: dict[type, Any] = {
+    int: int,
+    bool: bool,
+    Recompute: Recompute,
+    Shard: bool,
+    ModuleSet: tuple[str, ...],
+    OverlapSet: tuple[str, ...],
+}
+"""The types of command-line options, by those of layout fields."""
 
-    dp: int | None = None
-    """Data-parallel copies."""
-    tp: int | None = None
-    """Tensor-parallel ranks."""
-    pp: int | None = None
-    """Pipeline ranks."""
-    vpp: int | None = None
-    """Model chunks a pipeline rank (interleaved schedule)."""
-    cp: int | None = None
-    """Context-parallel ranks, which share each sequence."""
-    ep: int | None = None
-    """Expert-parallel ranks."""
-    etp: int | None = None
-    """Tensor-parallel ranks of each expert."""
-    sequence_parallel: bool | None = None
-    """Divide what tp leaves whole by sequence."""
-    micro_batch: int | None = None
-    """Sequences a micro-batch."""
-    recompute: Recompute | None = None
-    """What the backward pass computes again."""
-    recompute_modules: Annotated[tuple[str, ...] | None, Parameter(consume_multiple=True, negative="")] = None
-    """Under selective recompute, which modules, by megatron-core's names: layernorm moe_act."""
-    recompute_layers: int | None = None
-    """Under full recompute, how many blocks of each stage; 0: all."""
-    microbatch_group: int | None = None
-    """Micro-batches that a chunk runs before the next one does; 0: as many as pp."""
-    distributed_optimizer: bool | None = None
-    """Divide the optimizer's state over data-parallel ranks."""
-    overlaps: Annotated[
-        tuple[str, ...] | None, Parameter(name="--overlap", consume_multiple=True, negative="", converter=listed)
-    ] = None
-    """What is exchanged while devices compute: gradients, weights, tensor, experts; or none."""
 
+def _option(spec: LayoutField) -> Any:
+    """Return a layout field as a command-line option."""
+    parameter: dict[str, Any] = {"name": spec.flag, "help": spec.help}
+    if spec.kind in (ModuleSet, OverlapSet):
+        parameter |= {"consume_multiple": True, "negative": ""}
+    if spec.kind is OverlapSet:
+        parameter["converter"] = listed
+    hint: Any = Annotated[HINTS[spec.kind] | None, Parameter(**parameter)]
+    return field(default=None, type=hint)
+
+
+if TYPE_CHECKING:
+
+    @frozen
+    class Fixed:
+        """Fields of the layout that the user has fixed; None for the others."""
+else:
+    Fixed = Parameter(name="*", group="Fix a part of the layout (what is not given is searched)")(
+        make_class("Fixed", {name: _option(spec) for name, spec in FIELDS.items()}, frozen=True, kw_only=True)
+    )
 
 FREE = Fixed()
 
 
 def given(fixed: Fixed) -> dict[str, Any]:
-    """What the user has decided."""
-    return {name: value for name, value in asdict(fixed, recurse=False).items() if value is not None}
+    """Return the layout fields that the user has fixed."""
+    values = {name: value for name, value in asdict(fixed, recurse=False).items() if value is not None}
+    return {name: Shard(value) if name == "shard" else value for name, value in values.items()}
 
 
 @app.default

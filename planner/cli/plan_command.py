@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from megaloom.planner.contract.layout import Runtime, Workload
+from megaloom.planner.contract.workload import Runtime, Workload
 
 if TYPE_CHECKING:
     from megaloom.dsl.graph import Graph, Model

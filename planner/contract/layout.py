@@ -1,272 +1,282 @@
-"""A layout: how many devices each axis takes, and what each of them keeps."""
+"""Layout of a model over the devices, as one table of fields.
+
+`LayoutFields` is the table: each field has its type, range, command-line flag, help and column title. `Layout` holds
+one value for each field, `layouts.Layouts` an array; what follows from the fields is defined here once for both.
+Rules, command-line options, report columns and plan.json read the table through `FIELDS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from enum import StrEnum
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from attrs import field, frozen
+from attrs import Factory, field, fields, frozen
 
+from .choices import (
+    DEFAULT_MODULES,
+    MICROBATCH_OVERLAPS,
+    Module,
+    ModuleSet,
+    Overlap,
+    OverlapSet,
+    Recompute,
+    Shard,
+    choice_names,
+    default_overlaps,
+    module_set,
+)
 
-class Recompute(StrEnum):
-    """What the backward pass computes again instead of keeping."""
+if TYPE_CHECKING:
+    from .choices import Column
 
-    NONE = "none"
-    SELECTIVE = "selective"  # some modules of each block
-    FULL = "full"  # everything but the input of each block
+MOST = 2**20  # of any degree or count: more than any published run had, and few enough to simulate
 
-
-class Module(StrEnum):
-    """What selective recompute may compute again: `megaloom.dsl.facts.recompute` says what each is."""
-
-    CORE_ATTN = "core_attn"
-    LAYERNORM = "layernorm"
-    MLA_UP_PROJ = "mla_up_proj"
-    MLP = "mlp"
-    MOE_ACT = "moe_act"
-    SHARED_EXPERTS = "shared_experts"
-    MOE = "moe"
-
-    @property
-    def bit(self) -> int:
-        """Its place in a number that stands for several."""
-        return 1 << list(Module).index(self)
+N = TypeVar("N", int, "Column")
+"""A field: a number in one layout, a column of numbers in many. True is 1; choices and sets are numbers too."""
 
 
-class Overlap(StrEnum):
-    """What is exchanged while devices compute, rather than while they wait."""
+@frozen
+class LayoutField:
+    """Description of one field of a layout."""
 
-    GRADIENTS = "gradients"  # reduced during the last backward: --overlap-grad-reduce
-    WEIGHTS = "weights"  # gathered from the optimizer's shares during the first forward: --overlap-param-gather
-    TENSOR = "tensor"  # of a layer's parts over tp, piece by piece with its products: --tp-comm-overlap
-    EXPERTS = "experts"  # tokens, during another micro-batch's way back: --overlap-moe-expert-parallel-comm
+    name: str
+    kind: type[int]  # of its value in one layout: int, bool, or a class of `choices`
+    minimum: int
+    maximum: int
+    flag: str  # on the command line
+    title: str  # of its column in reports
+    help: str
 
-    @property
-    def bit(self) -> int:
-        """Its place in a number that stands for several."""
-        return 1 << list(Overlap).index(self)
+    def parse(self, value: Any) -> int:
+        """Return the value that a user or a file gives for this field. Raises ValueError that says what is wrong."""
+        if self.kind in (int, bool):
+            if type(value) is not self.kind:
+                due = "true or false" if self.kind is bool else "a whole number"
+                raise ValueError(f"must be {due}, got {value!r:.40}")
+            return value
+        known, single = choice_names(self.kind), issubclass(self.kind, Recompute | Shard)
+        if not single and (isinstance(value, str) or not isinstance(value, Iterable)):
+            raise ValueError(f"must be a list of {', '.join(known)}; got {value!r:.40}")
+        for name in [value] if single else value:
+            if str(name) not in known:
+                due = f"one of {', '.join(known)}" if single else f"some of {', '.join(known)}, or none"
+                raise ValueError(f"must be {due}; got {str(name)!r:.40}")
+        number: int = self.kind(value)
+        return number
 
-
-INNER = (Overlap.TENSOR, Overlap.EXPERTS)  # of what a micro-batch exchanges, and so what its nodes cost
-CORE = (Module.CORE_ATTN,)
-PARTS_OF_MOE = {Module.MOE_ACT, Module.SHARED_EXPERTS}  # which it computes again anyway
-
-
-def modules(names: Iterable[str]) -> tuple[Module, ...]:
-    """These modules in their order, each once, and none that another computes again anyway."""
-    return _modules(tuple(names))
-
-
-@lru_cache(maxsize=1024)  # a search makes layouts by the thousand
-def _modules(names: tuple[str, ...]) -> tuple[Module, ...]:
-    given = {Module(name) for name in names}
-    return tuple(m for m in Module if m in given - (PARTS_OF_MOE if Module.MOE in given else set()))
-
-
-def bits(names: Iterable[Module | Overlap]) -> int:
-    """Modules, or overlaps, as the bits of a number."""
-    return sum(name.bit for name in names)
-
-
-@lru_cache(maxsize=1024)
-def named(number: int) -> tuple[Module, ...]:
-    """The modules that the bits of a number stand for."""
-    return modules(module for module in Module if number & module.bit)
+    def plain(self, value: int) -> int | str | list[str]:
+        """Return the value of one layout as JSON has it."""
+        if isinstance(value, Recompute | Shard):
+            return str(value)
+        return [str(one) for one in value] if isinstance(value, ModuleSet | OverlapSet) else self.kind(value)
 
 
-def overlaps(names: Iterable[str]) -> tuple[Overlap, ...]:
-    """These overlaps in their order, each once."""
-    return _overlaps(tuple(names))
+def _field(
+    kind: type[int],
+    title: str,
+    help: str,
+    *,
+    default: Any = None,
+    minimum: int = 0,
+    flag: str = "",
+    convert: Callable[[Any], int] | None = None,
+) -> Any:
+    """Return one row of the table. Numbers are taken as they come, for speed; other values are converted."""
+    convert = convert or (None if kind is int else kind)
+
+    def converted(value: Any) -> Any:
+        return value if isinstance(value, kind) or hasattr(value, "dtype") or convert is None else convert(value)
+
+    return field(
+        default=kind(minimum) if default is None else default,
+        converter=None if kind is int else converted,
+        metadata={"kind": kind, "minimum": minimum, "title": title, "help": help, "flag": flag},
+    )
 
 
-@lru_cache(maxsize=64)
-def _overlaps(names: tuple[str, ...]) -> tuple[Overlap, ...]:
-    given = {Overlap(name) for name in names}
-    return tuple(o for o in Overlap if o in given)
+def _named_modules(names: int | Iterable[str]) -> ModuleSet:
+    """Return the modules that a layout names; the default ones are the same as none."""
+    found = module_set(names)
+    return ModuleSet() if found == DEFAULT_MODULES else found
 
 
-@lru_cache(maxsize=64)
-def _inner(names: tuple[Overlap, ...]) -> int:
-    return bits(o for o in names if o in INNER)
+def _degree(title: str, help: str) -> Any:
+    return _field(int, title, help, minimum=1)
 
 
-@lru_cache(maxsize=64)
-def switched(number: int) -> tuple[Overlap, ...]:
-    """The overlaps that the bits of a number stand for."""
-    return overlaps(o for o in Overlap if number & o.bit)
+@frozen(kw_only=True, eq=False)
+class LayoutFields(Generic[N]):
+    """Fields of a layout, of one (`Layout`) or of many (`layouts.Layouts`), and what follows from them.
 
-
-def free(distributed_optimizer: Any) -> Any:
-    """The overlaps that cost nothing, as bits: of one layout, or of many in columns."""
-    return Overlap.GRADIENTS.bit + Overlap.WEIGHTS.bit * distributed_optimizer
-
-
-class Precision(StrEnum):
-    """The type that matrix products are computed in; master weights are fp32.
-
-    Below 16 bits it is that of the products inside the blocks alone: all else is bf16.
+    Dense layers see the device mesh dp x pp x cp x tp, experts the mesh edp x pp x ep x etp over the same devices.
     """
 
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP8 = "fp8"  # scaled by tensor
-    MXFP8 = "mxfp8"  # scaled by 32 elements
-    NVFP4 = "nvfp4"  # scaled by 16 elements
+    dp: N = _degree("DP", "Data-parallel ranks.")
+    tp: N = _degree("TP", "Tensor-parallel ranks.")
+    pp: N = _degree("PP", "Pipeline ranks.")
+    vpp: N = _degree("VP", "Model chunks of each pipeline rank (interleaved schedule).")
+    cp: N = _degree("CP", "Context-parallel ranks, which share each sequence.")
+    ep: N = _degree("EP", "Expert-parallel ranks.")
+    etp: N = _degree("ETP", "Tensor-parallel ranks of each expert.")
+    sequence_parallel: N = _field(bool, "SP", "Shard over tp, by sequence, the activations that tp would replicate.")
+    micro_batch: N = _degree("MBS", "Sequences of one micro-batch.")
+    recompute: N = _field(Recompute, "recompute", "Activations that the backward pass recomputes.")
+    shard: N = _field(
+        Shard,
+        "dist-opt",
+        "Shard the state of the optimizer over data-parallel ranks.",
+        flag="--distributed-optimizer",
+    )
+    recompute_modules: N = _field(
+        ModuleSet,
+        "modules",
+        "Modules that selective recompute recomputes, by megatron-core's names: layernorm moe_act. Default: core_attn.",
+        convert=_named_modules,
+    )
+    recompute_layers: N = _field(int, "layers", "Blocks of each stage that full recompute recomputes; 0: all.")
+    microbatch_group: N = _field(
+        int, "group", "Micro-batches that one model chunk runs before the next chunk runs; 0: as many as pp."
+    )
+    overlaps: N = _field(
+        OverlapSet,
+        "overlap",
+        "Communication that runs while devices compute: gradients, weights, tensor, experts; or none.",
+        default=Factory(lambda self: default_overlaps(self.shard), takes_self=True),
+        flag="--overlap",
+    )
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of an element of an activation, or of a weight as it is computed with."""
-        return 4 if self is Precision.FP32 else 2
-
-    @property
-    def narrow(self) -> bool:
-        """Whether operands of products are cast to fewer than 16 bits."""
-        return self in (Precision.FP8, Precision.MXFP8, Precision.NVFP4)
-
-    @property
-    def wide(self) -> Precision:
-        """What is computed in beside those products."""
-        return Precision.BF16 if self.narrow else self
-
-
-class Runtime(StrEnum):
-    """What runs a plan: it decides what is fused, and so what a layout costs."""
-
-    MEGALOOM = "megaloom"  # our own, on megatron-core without Transformer Engine
-    MEGATRON = "megatron"  # Megatron-LM and those built like it, with Transformer Engine
-
-
-@frozen(kw_only=True)
-class Workload:
-    """What one optimizer step must do, whatever the layout."""
-
-    seq: int  # tokens a sequence
-    batch: int  # sequences a step, over all devices (the global batch)
-    precision: Precision = Precision.BF16
-
-    @property
-    def tokens(self) -> int:
-        """Tokens a step."""
-        return self.seq * self.batch
-
-    def __str__(self) -> str:
-        """What a step is of; a model without a sequence, as one of images, has inputs of one."""
-        return f"{self.batch:,} " + (f"sequences of {self.seq:,} tokens" if self.seq > 1 else "inputs")
-
-
-def _beside_default(names: Iterable[str]) -> tuple[Module, ...]:
-    found = modules(names)
-    return () if found == CORE else found
-
-
-AXES = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
-
-
-@frozen(kw_only=True)
-class Layout:
-    """The degree of each axis of the device mesh. `Layout()` is one process.
-
-    Dense layers see the grid dp x pp x cp x tp, experts the grid edp x pp x ep x etp over the same devices.
-    """
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1  # model chunks a pipeline rank
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    sequence_parallel: bool = False
-    micro_batch: int = 1  # sequences
-    recompute: Recompute = Recompute.NONE
-    distributed_optimizer: bool = False
-    # Under selective recompute, what is computed again; none named: the core of attention.
-    recompute_modules: tuple[Module, ...] = field(default=(), converter=_beside_default)
-    recompute_layers: int = 0  # under full recompute, how many blocks of each stage, from its first on; 0: all
-    microbatch_group: int = 0  # micro-batches that a chunk runs before the next one does; 0: as many as pp
-    overlaps: tuple[Overlap, ...] = field(converter=overlaps)
-
-    @overlaps.default
-    def _free(self) -> tuple[Overlap, ...]:
-        return switched(free(self.distributed_optimizer))
-
-    def hides(self, overlap: Overlap) -> bool:
-        """Whether this is exchanged while devices compute."""
-        return overlap in self.overlaps
-
-    @property
-    def inner(self) -> int:
-        """The overlaps that change what a node costs, as bits."""
-        return _inner(self.overlaps)
-
-    @property
-    def group(self) -> int:
-        """Micro-batches that a chunk runs before the next one does."""
-        return self.microbatch_group or self.pp
-
-    @property
-    def again(self) -> str:
-        """What is computed again, in words."""
-        if self.selective:
-            return f"{self.recompute}: {', '.join(self.modules)}"
-        return str(self.recompute) + (f", {self.recompute_layers} a stage" if self.recompute_layers else "")
-
-    @property
-    def modules(self) -> tuple[Module, ...]:
-        """The modules that selective recompute computes again; none under another."""
-        return (self.recompute_modules or CORE) if self.selective else ()
-
-    @property
-    def module_bits(self) -> int:
-        """The same, as the bits of a number."""
-        return bits(self.modules)
-
-    @property
-    def misnamed(self) -> bool:
-        """Whether it names modules, and does not compute modules again."""
-        return bool(self.recompute_modules) and not self.selective
-
-    @property
-    def full(self) -> bool:
-        """Whether blocks are computed again."""
-        return self.recompute is Recompute.FULL
-
-    @property
-    def selective(self) -> bool:
-        """Whether modules are."""
-        return self.recompute is Recompute.SELECTIVE
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        """The degree of each axis, and the micro-batch size."""
+    def degrees(self) -> dict[str, N]:
+        """Return the degree of each axis, and the micro-batch size."""
         return {axis: getattr(self, axis) for axis in (*AXES, "micro_batch")}
 
     @property
-    def world(self) -> int:
-        """Devices in all."""
+    def world(self) -> N:
+        """Return the number of devices."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
-    def edp(self) -> int:
-        """Copies of each expert."""
+    def edp(self) -> N:
+        """Return the number of copies of each expert."""
         return self.world // (self.pp * self.ep * self.etp)
 
-    def __str__(self) -> str:
-        """The layout as people write it: what is not 1 or off."""
-        said = [f"{axis}{degree}" for axis, degree in self.degrees.items() if degree > 1 and axis in AXES]
-        said += [f"mbs{self.micro_batch}"]
-        said += ["sp"] if self.sequence_parallel else []
-        said += ["dist-opt"] if self.distributed_optimizer else []
-        said += [f"group {self.microbatch_group}"] if self.microbatch_group else []
-        said += [f"recompute {self.again}"] if self.recompute is not Recompute.NONE else []
-        usual, now = {*switched(free(self.distributed_optimizer))}, {*self.overlaps}
-        said += [f"overlap {'+'.join(o for o in self.overlaps if o not in usual)}"] if now - usual else []
-        said += [f"no overlap of {'+'.join(o for o in Overlap if o in usual - now)}"] if usual - now else []
-        return " ".join(said)
+    @property
+    def microbatch_group_size(self) -> N:
+        """Return the number of micro-batches that one model chunk runs before the next chunk runs."""
+        size: N = self.microbatch_group + self.pp * (self.microbatch_group == 0)
+        return size
 
-    def microbatches(self, batch: int) -> int:
-        """Micro-batches that each data-parallel rank runs for a global batch of `batch` sequences."""
+    def microbatches(self, batch: int) -> N:
+        """Return the number of micro-batches of each data-parallel rank, for a global batch of `batch` sequences."""
         return batch // (self.dp * self.micro_batch)
+
+    @property
+    def distributed_optimizer(self) -> N:
+        """True where the state of the optimizer is sharded over data-parallel ranks."""
+        sharded: N = self.shard == Shard.OPTIMIZER
+        return sharded
+
+    @property
+    def full_recompute(self) -> N:
+        """True where blocks are recomputed."""
+        full: N = self.recompute == Recompute.FULL
+        return full
+
+    @property
+    def selective_recompute(self) -> N:
+        """True where modules are recomputed."""
+        selective: N = self.recompute == Recompute.SELECTIVE
+        return selective
+
+    @property
+    def recomputed_module_bits(self) -> N:
+        """Return the mask of the modules that are recomputed; 0 without selective recompute."""
+        named = self.recompute_modules + int(DEFAULT_MODULES) * (self.recompute_modules == 0)
+        mask: N = named * (self.recompute == Recompute.SELECTIVE)
+        return mask
+
+    @property
+    def unused_modules(self) -> N:
+        """True where modules are named, but recompute is not selective."""
+        unused: N = (self.recompute_modules > 0) & (self.recompute != Recompute.SELECTIVE)
+        return unused
+
+    def has_overlap(self, overlap: Overlap) -> N:
+        """True where this communication runs while the devices compute."""
+        overlapped: N = (self.overlaps & overlap.bit) != 0
+        return overlapped
+
+    @property
+    def microbatch_overlap_bits(self) -> N:
+        """Return the mask of the overlaps within a micro-batch, which change the cost of nodes."""
+        mask: N = self.overlaps & int(MICROBATCH_OVERLAPS)
+        return mask
+
+
+AXES = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
+FIELDS: Mapping[str, LayoutField] = {
+    f.name: LayoutField(
+        name=f.name,
+        maximum=MOST,
+        **{**f.metadata, "flag": f.metadata["flag"] or "--" + f.name.replace("_", "-")},
+    )
+    for f in fields(LayoutFields)
+}
+"""The table of layout fields, by name, in the order of plan.json."""
+
+
+def flag_of(name: str) -> str:
+    """Return the command-line flag of an option, such as a layout field, by its name."""
+    return FIELDS[name].flag if name in FIELDS else "--" + name.replace("_", "-")
+
+
+@frozen(kw_only=True)
+class Layout(LayoutFields[int]):
+    """Degree of each mesh axis, micro-batch, recompute, sharding and overlap. `Layout()` is one process."""
+
+    if TYPE_CHECKING:  # the numbers of these fields are of classes that say more
+        sequence_parallel: bool
+        recompute: Recompute
+        shard: Shard
+        recompute_modules: ModuleSet
+        overlaps: OverlapSet
+
+        @property
+        def distributed_optimizer(self) -> bool: ...
+        @property
+        def full_recompute(self) -> bool: ...
+        @property
+        def selective_recompute(self) -> bool: ...
+        @property
+        def unused_modules(self) -> bool: ...
+        def has_overlap(self, overlap: Overlap) -> bool: ...
+
+    @property
+    def recomputed_modules(self) -> tuple[Module, ...]:
+        """Return the modules that selective recompute recomputes; none under another mode."""
+        return tuple(ModuleSet(self.recomputed_module_bits))
+
+    @property
+    def recompute_text(self) -> str:
+        """Return what is recomputed, in words: `selective: core_attn`, `full, 3 a stage`."""
+        if self.selective_recompute:
+            return f"{self.recompute}: {', '.join(self.recomputed_modules)}"
+        return str(self.recompute) + (f", {self.recompute_layers} a stage" if self.recompute_layers else "")
+
+    def __str__(self) -> str:
+        """Return the fields that are not at their default, as people write them: `tp2 pp4 mbs1 dist-opt`."""
+        words = [f"{axis}{degree}" for axis, degree in self.degrees.items() if degree > 1 and axis in AXES]
+        words += [f"mbs{self.micro_batch}"]
+        words += ["sp"] if self.sequence_parallel else []
+        words += ["dist-opt"] if self.distributed_optimizer else []
+        words += [f"group {self.microbatch_group}"] if self.microbatch_group else []
+        words += [f"recompute {self.recompute_text}"] if self.recompute is not Recompute.NONE else []
+        usual, now = {*OverlapSet(default_overlaps(self.shard))}, {*self.overlaps}
+        words += [f"overlap {'+'.join(o for o in self.overlaps if o not in usual)}"] if now - usual else []
+        words += [f"no overlap of {'+'.join(o for o in Overlap if o in usual - now)}"] if usual - now else []
+        return " ".join(words)
+
+
+def layout_to_json(layout: Layout) -> dict[str, int | str | list[str]]:
+    """Return the fields of a layout as JSON has them."""
+    return {name: spec.plain(getattr(layout, name)) for name, spec in FIELDS.items()}

@@ -21,9 +21,10 @@ from megaloom.dsl.json_form import fingerprint, is_current
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.rules.rules import violations
 
-from .layout import Layout, Runtime, Workload
+from .layout import Layout, layout_to_json
+from .workload import Runtime, Workload
 
-VERSION = 7  # 7: what overlaps; 6: what runs it; 5: within what a step should stay; 4: when each rank is the fullest
+VERSION = 8  # 8: shard in place of distributed_optimizer; 7: what overlaps; 6: what runs it; 5: within what a step should stay; 4: when each rank is the fullest
 ROUNDING = 1e-9  # of a step, by which the sum of its parts may be off
 
 
@@ -107,7 +108,8 @@ def again(plan: Plan) -> str:
 
 def dumps(plan: Plan) -> str:
     """The plan as JSON."""
-    return json.dumps(asdict(plan), indent=1, allow_nan=False) + "\n"
+    raw = asdict(plan) | {"layout": layout_to_json(plan.layout)}
+    return json.dumps(raw, indent=1, allow_nan=False) + "\n"
 
 
 def loads(text: str, where: str) -> Plan:
@@ -180,7 +182,8 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _refuse(where: str, path: str, what: str) -> NoReturn:
-    raise PlanError(f"{where} is damaged: {path or 'the plan'} {what}\nplan again, or mend that field")
+    field = f"{path or 'the plan'} {what}".replace(" : ", ": ")
+    raise PlanError(f"{where} is damaged: {field}\nplan again, or mend that field")
 
 
 def _consistent(plan: Plan, where: str) -> None:

@@ -6,14 +6,24 @@ Protocol: `structured(raw, kind)` is the value. What cannot be one is a `Structu
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from functools import cache, partial
 from typing import Any, TypeVar, get_args, get_origin
 
 from attrs import fields, has
-from cattrs import ClassValidationError, Converter, IterableValidationError, IterableValidationNote
+from cattrs import (
+    AttributeValidationNote,
+    ClassValidationError,
+    Converter,
+    IterableValidationError,
+    IterableValidationNote,
+)
 from cattrs.gen import make_dict_structure_fn
 
+from .layout import FIELDS, Layout
+
 T = TypeVar("T")
+DUE = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
 class StructureError(ValueError):
@@ -40,7 +50,7 @@ def _first(error: BaseException, path: str) -> tuple[str, str]:
     if isinstance(error, IterableValidationError):
         inner, note = error.group_exceptions()[0][0]
         return _first(inner, f"{path}[{note.index!r}]")
-    return path, f"is refused: {error}"
+    return path, str(error) if str(error).startswith(("must", "has")) else f": {error}"
 
 
 @cache
@@ -52,6 +62,7 @@ def _converter() -> Converter:
     converter.register_structure_hook_factory(partial(_made_of, tuple), partial(_items, converter, list))
     converter.register_structure_hook_factory(partial(_made_of, dict), partial(_items, converter, dict))
     converter.register_structure_hook_factory(has, partial(_fields, converter))
+    converter.register_structure_hook(Layout, lambda value, _: _layout(value))
     return converter
 
 
@@ -61,7 +72,7 @@ def _made_of(container: type, kind: Any) -> bool:
 
 def _exactly(accepted: tuple[type, ...], value: Any, kind: type) -> Any:
     if type(value) not in accepted:
-        raise ValueError(f"{value!r:.40} where {kind.__name__} is due")
+        raise ValueError(f"must be {DUE[kind]}, got {value!r:.40}")
     return kind(value)
 
 
@@ -70,14 +81,31 @@ def _fields(converter: Converter, kind: type) -> Callable[[Any, Any], Any]:
     due = {attribute.name for attribute in fields(kind)}
 
     def checked(value: Any, _: Any) -> Any:
-        if type(value) is not dict:
-            raise ValueError(f"{value!r:.40} where the fields of a {kind.__name__} are due")
-        if due != value.keys():  # a plan says everything: what is left out is lost, not at its default
-            missing, unknown = due - value.keys(), value.keys() - due
-            raise ValueError(f"field {min(missing or unknown)!r} is {'missing' if missing else 'unknown'}")
+        _all_fields(kind, value, due)
         return structure(value, kind)
 
     return checked
+
+
+def _all_fields(kind: type, value: Any, due: AbstractSet[str]) -> None:
+    if type(value) is not dict:
+        raise ValueError(f"must be an object with the fields of a {kind.__name__}, got {value!r:.40}")
+    if due != value.keys():  # a plan says everything: what is left out is lost, not at its default
+        missing, unknown = due - value.keys(), value.keys() - due
+        raise ValueError(f"has {'no' if missing else 'an unknown'} field {min(missing or unknown)!r}")
+
+
+def _layout(value: Any) -> Layout:
+    """Return the layout that these JSON fields describe: all of them, and no others."""
+    _all_fields(Layout, value, FIELDS.keys())
+    made = {}
+    for name, spec in FIELDS.items():
+        try:
+            made[name] = spec.parse(value[name])
+        except ValueError as error:
+            error.__notes__ = [AttributeValidationNote("", name, spec.kind)]
+            raise ClassValidationError("", [error], Layout) from None
+    return Layout(**made)
 
 
 def _items(converter: Converter, container: Any, kind: Any) -> Callable[[Any, Any], Any]:
@@ -86,7 +114,7 @@ def _items(converter: Converter, container: Any, kind: Any) -> Callable[[Any, An
 
     def structure(value: Any, _: Any) -> Any:
         if type(value) is not container:
-            raise ValueError(f"{value!r:.40} where a {'list' if container is list else 'table'} is due")
+            raise ValueError(f"must be {'a list' if container is list else 'an object'}, got {value!r:.40}")
         made = {}
         for index, one in value.items() if container is dict else enumerate(value):
             try:

@@ -16,7 +16,8 @@ from __future__ import annotations
 from megaloom.dsl.facts.collectives import Collective
 from megaloom.dsl.facts.costs import Costs
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout, Precision
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision
 
 from . import communication, kernels
 from .profiles.groups import ContextCommunication

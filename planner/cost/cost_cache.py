@@ -28,20 +28,16 @@ from megaloom.dsl.value import (
     Op,
     Pointwise,
 )
+from megaloom.planner.contract.choices import Overlap, OverlapSet
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import (
-    Layout,
-    Overlap,
-    Precision,
-    Workload,
-    switched,
-)
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import (
     Column,
     Layouts,
     Rows,
     alike,
 )
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.model.structure import ModelStructure
 
 from .cost_table import (
@@ -167,7 +163,7 @@ class CostCache:
 
     def _shared_buffers(self, layout: Layout) -> int:
         """Bytes through which devices exchange their parts of tensors while they compute."""
-        if not (layout.hides(Overlap.TENSOR) and self.profile.buffers.tensor_overlap_buffers):
+        if not (layout.has_overlap(Overlap.TENSOR) and self.profile.buffers.tensor_overlap_buffers):
             return 0
         precision, tokens = self.workload.precision, layout.micro_batch * self.workload.seq // layout.cp
         each = GATHERING * (1 if precision.narrow else precision.nbytes) + REDUCING * precision.nbytes
@@ -203,8 +199,8 @@ class CostCache:
         """The layouts that kinds see differences between, and which of them each is like; by `experts` and `apart`."""
         tokens = {True: (x.micro_batch * (self.workload.seq // x.cp),), False: (x.micro_batch, x.cp)}
         experts: dict[bool, tuple[Column, ...]] = {
-            True: (x.ep, x.etp, x.inner),
-            False: (x.hides(Overlap.TENSOR).astype(np.int64),),
+            True: (x.ep, x.etp, x.microbatch_overlap_bits),
+            False: (x.has_overlap(Overlap.TENSOR).astype(np.int64),),
         }
         return {
             (of, apart): alike(x.tp, x.sequence_parallel, *tokens[apart], *experts[of])
@@ -230,7 +226,7 @@ class CostCache:
         """The simplest layout and workload under which a kind costs the same."""
         x, seen, workload = layout, self._reach[i], self.workload
         ep, etp = (x.ep, x.etp) if seen.experts else (1, 1)
-        inner = x.inner if seen.experts else x.inner & Overlap.TENSOR.bit
+        inner = x.microbatch_overlap_bits if seen.experts else x.microbatch_overlap_bits & Overlap.TENSOR.bit
         cp, micro = x.cp, x.micro_batch
         if seen.apart and workload.seq % cp == 0:
             workload = evolve(workload, seq=micro * (workload.seq // cp))
@@ -242,7 +238,7 @@ class CostCache:
             etp=etp,
             sequence_parallel=x.sequence_parallel,
             micro_batch=micro,
-            overlaps=switched(inner),
+            overlaps=OverlapSet(inner),
         )
         return same, workload
 

@@ -19,14 +19,10 @@ from megaloom.dsl.graph import Node, Slot, primitives
 from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.sharding_table import Split
-from megaloom.planner.contract.layout import (
-    Layout,
-    Overlap,
-    Precision,
-    Recompute,
-    Workload,
-)
+from megaloom.planner.contract.choices import Overlap, Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.model.structure import ModelStructure
 from megaloom.planner.partition.segments import Indices, SegmentSums
 
@@ -182,7 +178,7 @@ def bare_to_table(base: BareTable, structure: ModelStructure, layout: Layout, wo
     tokens = layout.micro_batch * workload.seq // layout.cp
     boundary = width * structure.hidden_size * tokens // (layout.tp if layout.sequence_parallel else 1)
     if layout.recompute is Recompute.SELECTIVE:
-        made = base.again[:, structure.recomputed_parts(layout.modules)].sum(axis=1)
+        made = base.again[:, structure.recomputed_parts(layout.recomputed_modules)].sum(axis=1)
         rows[:, RECOMPUTE_COLUMNS] += made[:, : len(FORWARD_COLUMNS)]
         rows[:, CostColumn.SAVED] -= made[:, -1]
         workspace += int(made[:, -1].max())
@@ -191,9 +187,11 @@ def bare_to_table(base: BareTable, structure: ModelStructure, layout: Layout, wo
         rows[:, RECOMPUTE_COLUMNS] += inside[:, None] * rows[:, FORWARD_COLUMNS]
         workspace += int(structure.largest_block @ base.rows[:, CostColumn.SAVED])
         rows[:, CostColumn.SAVED] = base.full
-    if layout.hides(Overlap.EXPERTS):  # a block goes ahead while another's goes back, and is whole before that is gone
+    if layout.has_overlap(
+        Overlap.EXPERTS
+    ):  # a block goes ahead while another's goes back, and is whole before that is gone
         workspace += int(structure.largest_block @ rows[:, CostColumn.SAVED])
-    some = layout.full and layout.recompute_layers > 0
+    some = layout.full_recompute and layout.recompute_layers > 0
     return CostTable(
         structure=structure,
         rows=base.rows if some else rows,

@@ -14,7 +14,7 @@ from attrs import frozen
 from megaloom.dsl.facts.costs import Work
 from megaloom.dsl.value import Fusion
 from megaloom.planner.contract.devices import Device
-from megaloom.planner.contract.layout import Precision
+from megaloom.planner.contract.workload import Precision
 
 from .profiles.frameworks import OWN
 from .profiles.groups import ONE_PASS, ContextCommunication, FrameworkProfile

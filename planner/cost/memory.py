@@ -18,7 +18,8 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout, Precision
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision
 from megaloom.planner.simulate.schedule import backward_moments, loss_moments
 
 from .communication import process_group

@@ -19,14 +19,11 @@ from megaloom.dsl.layers.mlp import ClampedGLU, GeGLU
 from megaloom.dsl.layers.moe import MoE
 from megaloom.dsl.ops.routing import Route
 from megaloom.dsl.value import Op
+from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import (
-    Layout,
-    Overlap,
-    Precision,
-    Workload,
-)
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.model.structure import NodeKind
 from megaloom.planner.rules.capabilities import together
 
@@ -198,9 +195,9 @@ def _exchange(
     profile: FrameworkProfile,
 ) -> None:
     hidden = {
-        "tp": profile.overlap.tensor_hidden * layout.hides(Overlap.TENSOR),
+        "tp": profile.overlap.tensor_hidden * layout.has_overlap(Overlap.TENSOR),
         "ep": profile.overlap.experts_hidden
-        * layout.hides(Overlap.EXPERTS)
+        * layout.has_overlap(Overlap.EXPERTS)
         * (1 - communication.sm_share(cluster.device)),
     }
     for c in found.collectives:

@@ -14,12 +14,7 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from megaloom.planner.contract.layout import (
-    PARTS_OF_MOE,
-    Module,
-    bits,
-    named,
-)
+from megaloom.planner.contract.choices import MODULES_OF_MOE, Module, ModuleSet
 from megaloom.planner.contract.layouts import Column, Rows
 from megaloom.planner.model.structure import ModelStructure
 
@@ -48,7 +43,7 @@ class ModuleRecompute:
 
     def of_set(self, number: int) -> tuple[Rows, Rows, Rows]:
         """What a set of modules takes again, what it frees, and what of this comes back at once: of each place."""
-        return self._of(named(number))
+        return self._of(ModuleSet(number))
 
     def _of(self, modules: Iterable[Module]) -> tuple[Rows, Rows, Rows]:
         which = self.structure.recomputed_parts(modules)
@@ -68,11 +63,11 @@ class ModuleRecompute:
         seconds, freed = (np.array([one[i] for one in each]).reshape(len(modules), -1) for i in (0, 1))
         worth = freed / np.maximum(seconds, np.finfo(float).tiny)
         if Module.MOE in modules:
-            parts = [i for i, module in enumerate(modules) if module in (*PARTS_OF_MOE, Module.MOE)]
+            parts = [i for i, module in enumerate(modules) if module in (*MODULES_OF_MOE, Module.MOE)]
             worth[parts[-1]] = worth[parts].min(axis=0)
         order = np.argsort(-worth, axis=0, kind="stable").T
         sets = np.cumsum(np.array([module.bit for module in modules], dtype=np.int64)[order], axis=1)
-        return np.where(sets & Module.MOE.bit, sets & ~bits(PARTS_OF_MOE), sets)
+        return np.where(sets & Module.MOE.bit, sets & ~int(MODULES_OF_MOE), sets)
 
     @cached_property
     def worthwhile(self) -> NDArray[np.bool_]:

@@ -16,8 +16,10 @@ from attrs import fields
 
 from megaloom.dsl import MLP, Attention, Graph, Layer, LayerNorm
 from megaloom.dsl.show.words import written
-from megaloom.planner.contract.layout import INNER, Layout, Precision, Recompute
+from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.workload import Precision
 
 from .decoder import DecoderModel, read_decoder
 from .megatron_lm import OVERLAP_OPTIONS
@@ -53,7 +55,7 @@ megatron_lm_config:
 
 def _overlaps(x: Layout) -> str:
     """Return a comment on overlap, for which the file has no keys; the script passes it to the plugin."""
-    options = [OVERLAP_OPTIONS[o].replace("-", "_") for o in x.overlaps if o in INNER or x.dp * x.cp > 1]
+    options = [OVERLAP_OPTIONS[o].replace("-", "_") for o in x.overlaps if o in MICROBATCH_OVERLAPS or x.dp * x.cp > 1]
     if not options:
         return ""
     arguments = ", ".join(f'"{name}": True' for name in options)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from megaloom.planner.contract.layout import Runtime
+from megaloom.planner.contract.workload import Runtime
 
 from .target import TRAIN_INSTEAD, Target
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaloom.dsl import Graph
-from megaloom.planner.contract.layout import Overlap, Precision, Recompute
+from megaloom.planner.contract.choices import Overlap, Recompute
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.workload import Precision
 
 from .decoder import read_decoder
 from .megatron_lm import megatron_options
@@ -70,12 +71,12 @@ def _pairs(plan: Plan, graph: Graph) -> Iterator[tuple[str, object]]:
     x, copies = plan.layout, plan.layout.dp * plan.layout.cp
     yield "ddp.use_distributed_optimizer", x.distributed_optimizer
     yield "optimizer.use_distributed_optimizer", x.distributed_optimizer
-    yield "ddp.overlap_grad_reduce", copies > 1 and x.hides(Overlap.GRADIENTS)
-    yield "ddp.overlap_param_gather", copies > 1 and x.hides(Overlap.WEIGHTS)
+    yield "ddp.overlap_grad_reduce", copies > 1 and x.has_overlap(Overlap.GRADIENTS)
+    yield "ddp.overlap_param_gather", copies > 1 and x.has_overlap(Overlap.WEIGHTS)
     if x.sequence_parallel:
-        yield "comm_overlap.tp_comm_overlap", x.hides(Overlap.TENSOR)
+        yield "comm_overlap.tp_comm_overlap", x.has_overlap(Overlap.TENSOR)
     if x.ep > 1:
-        yield "comm_overlap.overlap_moe_expert_parallel_comm", x.hides(Overlap.EXPERTS)
+        yield "comm_overlap.overlap_moe_expert_parallel_comm", x.has_overlap(Overlap.EXPERTS)
     yield "mixed_precision", RECIPES[plan.workload.precision]
 
 
@@ -100,7 +101,7 @@ def _layout(plan: Plan, graph: Graph) -> Iterator[tuple[str, object]]:
     yield "recompute_method", None if blocks == 0 else "block" if blocks else "uniform"
     yield "recompute_num_layers", None if blocks == 0 else blocks or 1
     if x.recompute is Recompute.SELECTIVE:
-        yield "recompute_modules", f"[{','.join(x.modules)}]"
+        yield "recompute_modules", f"[{','.join(x.recomputed_modules)}]"
 
 
 def _hydra(value: object) -> str:

@@ -13,8 +13,10 @@ from attrs import frozen
 
 from megaloom.dsl import Graph, LayerNorm, RMSNorm
 from megaloom.dsl.show.words import written
-from megaloom.planner.contract.layout import INNER, Layout, Module, Overlap, Precision, Recompute, Workload
+from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Module, Overlap, Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.rules.capabilities import wrong
 
 from .decoder import DecoderModel, read_decoder
@@ -114,12 +116,12 @@ def _memory_and_overlap(x: Layout, m: DecoderModel, target: Target) -> Iterator[
         yield option("recompute-num-layers", blocks or 1)
     elif x.recompute is Recompute.SELECTIVE:
         yield option("recompute-granularity", "selective")
-        yield option("recompute-modules", *x.modules)
+        yield option("recompute-modules", *x.recomputed_modules)
     if x.distributed_optimizer:
         yield option("use-distributed-optimizer")
     if x.dp * x.cp > 1:  # else no gradients are reduced and no weights gathered
-        yield from (option(OVERLAP_OPTIONS[o]) for o in x.overlaps if o not in INNER)
-    yield from (option(OVERLAP_OPTIONS[o]) for o in x.overlaps if o in INNER)
+        yield from (option(OVERLAP_OPTIONS[o]) for o in x.overlaps if o not in MICROBATCH_OVERLAPS)
+    yield from (option(OVERLAP_OPTIONS[o]) for o in x.overlaps if o in MICROBATCH_OVERLAPS)
 
 
 OVERLAP_OPTIONS = {
@@ -146,7 +148,7 @@ def _step(plan: Plan, m: DecoderModel, target: Target) -> Iterator[Option]:
     yield from PRECISION_OPTIONS[precision]
     if m.moe and precision.wide is Precision.BF16:
         yield option("moe-grouped-gemm")  # one kernel for all experts: Megatron-LM has it for bf16 only
-    elif Module.MOE_ACT in plan.layout.modules:
+    elif Module.MOE_ACT in plan.layout.recomputed_modules:
         refuse(target, f"recompute of moe_act in {precision}", "plan with --precision bf16, or other modules")
 
 

@@ -12,16 +12,10 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from megaloom.dsl import Graph
-from megaloom.planner.contract.layout import (
-    INNER,
-    Layout,
-    Overlap,
-    Precision,
-    Recompute,
-    free,
-    switched,
-)
+from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Overlap, OverlapSet, Recompute, default_overlaps
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.workload import Precision
 
 from .decoder import read_decoder
 from .slurm import machines
@@ -76,13 +70,13 @@ def _check_precision(plan: Plan) -> None:
 
 def _check_overlaps(x: Layout) -> None:
     """Refuse overlap other than that of gradients and weights, which torchtitan always has."""
-    for overlap in (o for o in x.overlaps if o in INNER):
+    for overlap in (o for o in x.overlaps if o in MICROBATCH_OVERLAPS):
         own = {
             Overlap.TENSOR: "it has that only through its async-TP option, which this plan does not use",
             Overlap.EXPERTS: "it overlaps the all-to-all of experts in its own way, which the plan does not predict",
         }[overlap]
         _refuse(f"overlap of {overlap}: {own}", "plan with --overlap gradients weights")
-    if x.dp * x.cp > 1 and x.overlaps != switched(free(x.distributed_optimizer)):
+    if x.dp * x.cp > 1 and x.overlaps != OverlapSet(default_overlaps(x.shard)):
         overlaps = ", ".join(x.overlaps) or "none"
         _refuse(f"overlap of {overlaps}: it always overlaps gradients and weights", "plan without --overlap")
 

@@ -12,7 +12,8 @@ from itertools import groupby
 from attrs import evolve, frozen
 
 from megaloom.dsl import Graph, Model, UserError, graph
-from megaloom.planner.contract.layout import Layout, Recompute
+from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 
 from .decoder import DecoderModel, describe

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from megaloom.dsl.facts.costs import Work
 from megaloom.planner.contract.devices import Cluster, Link
-from megaloom.planner.contract.layout import Precision
+from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost import communication, kernels
 from megaloom.planner.cost.communication import PASSES, ProcessGroup
 

@@ -32,7 +32,7 @@ from megaloom.planner.contract.devices import (
     Preset,
     a,
 )
-from megaloom.planner.contract.layout import Precision
+from megaloom.planner.contract.workload import Precision
 
 from .presets import PRESETS
 

@@ -13,7 +13,7 @@ from attrs import frozen
 from megaloom.dsl.facts.positions import longest
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.graph import Graph
-from megaloom.planner.contract.layout import Module
+from megaloom.planner.contract.choices import Module
 
 from .structure import model_structure
 

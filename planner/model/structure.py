@@ -18,7 +18,7 @@ from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.facts.recompute import Again, again
 from megaloom.dsl.facts.saved import Keeps, keeps
 from megaloom.dsl.graph import Graph, Node, Slot
-from megaloom.planner.contract.layout import Module
+from megaloom.planner.contract.choices import Module
 from megaloom.planner.contract.layouts import Rows
 
 

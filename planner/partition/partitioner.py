@@ -14,8 +14,9 @@ import numpy as np
 from attrs import frozen
 
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout, Workload
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.cost import memory
 from megaloom.planner.cost.cost_table import STEP_COLUMNS, CostColumn, CostTable
 from megaloom.planner.cost.memory import ALLOCATED, StageMemory

@@ -11,7 +11,7 @@ from itertools import pairwise
 from attrs import frozen
 
 from megaloom.dsl.graph import Graph
-from megaloom.planner.contract.layout import Runtime
+from megaloom.planner.contract.workload import Runtime
 
 
 @frozen(eq=False, slots=False)

@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megaloom.dsl.graph import Graph, Node
+from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS
 from megaloom.planner.contract.devices import GiB
-from megaloom.planner.contract.layout import INNER, Layout
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan, Prediction
 from megaloom.planner.search import step_difference
 from megaloom.planner.search.step_difference import difference_text
@@ -98,7 +99,7 @@ def _layout(plan: Plan) -> dict[str, str]:
         "EP": str(x.ep) if x.etp == 1 else f"{x.ep} x ETP {x.etp}",
         "DP": str(x.dp),
         "SP": _switch(x.sequence_parallel),
-        "recompute": x.again,
+        "recompute": x.recompute_text,
         "dist-opt": _switch(x.distributed_optimizer),
         "overlap": overlapped(x),
     }
@@ -107,7 +108,7 @@ def _layout(plan: Plan) -> dict[str, str]:
 def overlapped(x: Layout) -> str:
     """What is exchanged while devices compute, of what there is to exchange."""
     several = x.dp * x.cp > 1
-    return ", ".join(o for o in x.overlaps if several or o in INNER) or "none"
+    return ", ".join(o for o in x.overlaps if several or o in MICROBATCH_OVERLAPS) or "none"
 
 
 def _predicted(plan: Plan, size: Unit, time: Unit) -> dict[str, str]:
@@ -170,14 +171,14 @@ def breakdown(plan: Plan) -> Table:
 def runners_up(best: Plan, others: Iterable[Plan]) -> Table:
     """The next plans, each with what it loses by."""
     size, time, others = unit(best), clock(best), tuple(others)
-    inner, rows = any(plan.layout.inner for plan in (best, *others)), []
+    inner, rows = any(plan.layout.microbatch_overlap_bits for plan in (best, *others)), []
     for plan in others:
         x, p = plan.layout, plan.predicted
         rows.append(
             [
                 *map(str, (x.tp, x.pp, x.vpp, x.cp, x.ep, x.dp, x.micro_batch)),
                 _switch(x.sequence_parallel),
-                x.again,
+                x.recompute_text,
                 _switch(x.distributed_optimizer),
                 *([overlapped(x)] if inner else []),
                 time.of(p.step_seconds),

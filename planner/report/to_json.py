@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict
 
 from megaloom.planner.contract.devices import Cluster, GiB
+from megaloom.planner.contract.layout import layout_to_json
 from megaloom.planner.contract.plans import Plan, Prediction
 from megaloom.planner.cost.memory import upper_bytes
 from megaloom.planner.search.goodput import goodput
@@ -34,7 +35,9 @@ def searched(found: Found, top: int, params: int) -> dict[str, Any]:
     return {
         "plans": [{**for_machines(p), "goodput": _lasting(p, params)} for p in plans],
         "rejected": [
-            {"layout": asdict(x), "cause": cause} for x, cause in near.items() if all(x != p.layout for p in plans)
+            {"layout": layout_to_json(x), "cause": cause}
+            for x, cause in near.items()
+            if all(x != p.layout for p in plans)
         ],
         **({} if found.unproven is None else {"unproven": found.unproven}),
     }
@@ -53,7 +56,7 @@ def for_machines(plan: Plan) -> dict[str, Any]:
         "runtime": plan.runtime,
         "gpus": str(plan.cluster),
         "workload": asdict(plan.workload),
-        "layout": asdict(plan.layout),
+        "layout": layout_to_json(plan.layout),
         "predicted": _predicted(plan.predicted),
         "stages": [asdict(stage) for stage in plan.stages],
         "reasons": list(plan.reasons),
@@ -70,7 +73,7 @@ def _of(machine: Cluster, best: Priced, params: int) -> dict[str, Any]:
     lasting = goodput(params, workload.precision, machine, best.seconds)
     return {
         "workload": asdict(workload),
-        "layout": asdict(best.layout),
+        "layout": layout_to_json(best.layout),
         "predicted": _predicted(best.prediction),
         "goodput": None if lasting is None else asdict(lasting),
     }

@@ -21,14 +21,11 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.graph import primitives
+from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import (
-    INNER,
-    Layout,
-    Precision,
-    Workload,
-)
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
+from megaloom.planner.contract.workload import Precision, Workload
 
 from .divisors import divisors, nearest
 from .rule import (
@@ -134,11 +131,11 @@ def _experts_told(case: Case) -> Words:
 
 
 def _overlaps(case: Case) -> Truth:
-    return case.layout.inner == 0
+    return case.layout.microbatch_overlap_bits == 0
 
 
 def _overlaps_told(case: Case) -> Words:
-    named = " and ".join(o for o in case.layout.overlaps if o in INNER)
+    named = " and ".join(o for o in case.layout.overlaps if o in MICROBATCH_OVERLAPS)
     return f"the runtime does not overlap the exchange of {named}", "--overlap gradients weights would, or an export"
 
 

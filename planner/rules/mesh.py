@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import lcm
 
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout, Precision
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision
 
 from .divisors import divisors, nearest
 from .rule import (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Overlap, Precision, Workload
+from megaloom.planner.contract.workload import Precision, Workload
 
 from .rule import (
     By,
@@ -17,12 +18,12 @@ from .rule import (
 
 
 def _off(case: Case, overlap: Overlap) -> Truth:
-    return case.layout.hides(overlap) == 0
+    return case.layout.has_overlap(overlap) == 0
 
 
 def _weights(case: Case) -> Truth:
     x = case.layout
-    return _off(case, Overlap.WEIGHTS) | ((x.distributed_optimizer == 1) & x.hides(Overlap.GRADIENTS))
+    return _off(case, Overlap.WEIGHTS) | ((x.distributed_optimizer == 1) & x.has_overlap(Overlap.GRADIENTS))
 
 
 def _weights_told(case: Case) -> Words:
@@ -73,7 +74,7 @@ def _experts_vpp_told(case: Case) -> Words:
 
 
 def _experts_recompute(case: Case) -> Truth:
-    return _off(case, Overlap.EXPERTS) | ((case.layout.full == 0) & (case.layout.recompute_layers == 0))
+    return _off(case, Overlap.EXPERTS) | ((case.layout.full_recompute == 0) & (case.layout.recompute_layers == 0))
 
 
 def _experts_recompute_told(case: Case) -> Words:

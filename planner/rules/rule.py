@@ -13,7 +13,7 @@ from attrs import field, frozen
 
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Workload
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.requirements import ModelRequirements, model_requirements
 
 

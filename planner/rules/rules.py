@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout, Workload
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
+from megaloom.planner.contract.workload import Workload
 
 from . import mesh as grid_rules
 from . import overlaps as overlap_rules

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from megaloom.planner.contract.choices import Module, ModuleSet
 from megaloom.planner.contract.devices import a
-from megaloom.planner.contract.layout import Module, bits
 
 from .divisors import divisors, multiples, nearest
 from .rule import (
@@ -100,7 +100,7 @@ def _positions_told(case: Case) -> Words:
 
 
 def _recompute(case: Case) -> Truth:
-    return (case.requirements.blocks > 0) | (case.layout.full == 0)
+    return (case.requirements.blocks > 0) | (case.layout.full_recompute == 0)
 
 
 def _recompute_told(case: Case) -> Words:
@@ -109,12 +109,12 @@ def _recompute_told(case: Case) -> Words:
 
 def _recompute_layers(case: Case) -> Truth:
     x = case.layout
-    return (x.recompute_layers == 0) | (x.selective == 0)
+    return (x.recompute_layers == 0) | (x.selective_recompute == 0)
 
 
 def _recompute_none(case: Case) -> Truth:
     x = case.layout
-    return (x.recompute_layers == 0) | (x.selective == 1) | (x.full == 1)
+    return (x.recompute_layers == 0) | (x.selective_recompute == 1) | (x.full_recompute == 1)
 
 
 def _recompute_layers_told(case: Case) -> Words:
@@ -127,7 +127,7 @@ CHECKED = (Module.MLA_UP_PROJ, Module.MOE_ACT)  # the modules that megatron-core
 
 def _absent(case: Case, among: Iterable[Module]) -> Truth:
     """Whether none of these modules is computed again that the model has not."""
-    return case.layout.module_bits & bits({*among} - {*case.requirements.modules}) == 0
+    return case.layout.recomputed_module_bits & ModuleSet({*among} - {*case.requirements.modules}) == 0
 
 
 def _recompute_parts(case: Case) -> Truth:
@@ -135,15 +135,15 @@ def _recompute_parts(case: Case) -> Truth:
 
 
 def _recompute_modules(case: Case) -> Truth:
-    return _absent(case, {*Module} - {*CHECKED}) & (case.layout.misnamed == 0)
+    return _absent(case, {*Module} - {*CHECKED}) & (case.layout.unused_modules == 0)
 
 
 def _recompute_modules_told(case: Case) -> Words:
     x, has = case.layout, case.requirements.modules
     fix = f"recompute selective with any of {', '.join(has)}, or recompute none" if has else "recompute none would"
-    if x.misnamed:
+    if x.unused_modules:
         return f"recompute {x.recompute} computes no modules again, and {', '.join(x.recompute_modules)} are named", fix
-    return f"the model has no {', '.join(m for m in x.modules if m not in has)} to compute again", fix
+    return f"the model has no {', '.join(m for m in x.recomputed_modules if m not in has)} to compute again", fix
 
 
 def _precision(case: Case) -> Truth:

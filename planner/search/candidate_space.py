@@ -16,25 +16,24 @@ from attrs import evolve
 from numpy.typing import NDArray
 
 from megaloom.dsl.graph import Graph
-from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import (
-    INNER,
-    Layout,
+from megaloom.planner.contract.choices import (
+    MICROBATCH_OVERLAPS,
     Module,
     Overlap,
+    OverlapSet,
     Recompute,
-    Workload,
-    bits,
-    free,
-    switched,
+    Shard,
+    default_overlaps,
 )
+from megaloom.planner.contract.devices import Cluster
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import (
-    MODES,
     NAMES,
     Column,
     Layouts,
     alike,
 )
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.requirements import model_requirements
 from megaloom.planner.rules.divisors import divisors
 from megaloom.planner.rules.overlaps import apart, near
@@ -63,18 +62,16 @@ def base_layouts(
     """
     found = unchecked_base_layouts(graph, cluster, workload, fixed, inner)
     states = np.full(len(found), _optimizer_choices(0, fixed)[0])
-    plain = evolve(found, distributed_optimizer=states)
+    plain = evolve(found, shard=states)
     plain = evolve(plain, overlaps=_overlaps(plain, fixed) & ~Overlap.EXPERTS.bit)  # which asks for chunks
-    works = ~found.hides(Overlap.EXPERTS) | apart(found, model_requirements(graph).multi_token, workload)
+    works = ~found.has_overlap(Overlap.EXPERTS) | apart(found, model_requirements(graph).multi_token, workload)
     return found.take(legal(plain, graph, workload, cluster) & works)
 
 
 def unchecked_layouts(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> Iterator[Layout]:
     """Every layout that uses all devices and leaves no part of a degree over, legal or not."""
-    chosen = {
-        name: value for name, value in fixed.items() if name in (*VARIANT_FIELDS, "distributed_optimizer", "overlaps")
-    }
-    chosen.setdefault("overlaps", switched(free(fixed.get("distributed_optimizer", False))))
+    chosen = {name: value for name, value in fixed.items() if name in (*VARIANT_FIELDS, "shard", "overlaps")}
+    chosen.setdefault("overlaps", OverlapSet(default_overlaps(fixed.get("shard", Shard.NONE))))
     found = unchecked_base_layouts(graph, cluster, workload, fixed)
     for place in (found[i] for i in range(len(found))):
         for vpp in _choices("vpp", fixed, chunk_counts(place.pp, model_requirements(graph).blocks)):
@@ -114,7 +111,7 @@ def _degrees(graph: Graph, cluster: Cluster, fixed: FixedAxes) -> Iterator[tuple
 def _inner(axes: Layout, cluster: Cluster, fixed: FixedAxes, inner: InnerOverlaps) -> tuple[int, ...]:
     """What overlaps within a micro-batch, of those looked at."""
     if "overlaps" in fixed:
-        return (bits(o for o in fixed["overlaps"] if o in INNER),)
+        return (int(fixed["overlaps"] & MICROBATCH_OVERLAPS),)
     on = Overlap.TENSOR in inner and axes.sequence_parallel and near(axes.tp, cluster)
     first = Overlap.TENSOR.bit if on else 0
     return (first, first + Overlap.EXPERTS.bit) if Overlap.EXPERTS in inner and axes.ep > 1 else (first,)
@@ -123,9 +120,9 @@ def _inner(axes: Layout, cluster: Cluster, fixed: FixedAxes, inner: InnerOverlap
 def _subsets(graph: Graph, workload: Workload, base: Layouts, fixed: FixedAxes, inner: InnerOverlaps) -> Column:
     """Which of a place's layouts are its own: ALL, those that overlap experts, or the REST of them."""
     rest = Overlap.EXPERTS in inner and "overlaps" not in fixed
-    found: Column = np.where(base.hides(Overlap.EXPERTS), OVERLAPPED_EXPERTS, ALL_VARIANTS)
+    found: Column = np.where(base.has_overlap(Overlap.EXPERTS), OVERLAPPED_EXPERTS, ALL_VARIANTS)
     return np.where(
-        ~base.hides(Overlap.EXPERTS) & rest & apart(base, model_requirements(graph).multi_token, workload),
+        ~base.has_overlap(Overlap.EXPERTS) & rest & apart(base, model_requirements(graph).multi_token, workload),
         OTHER_VARIANTS,
         found,
     )
@@ -195,7 +192,7 @@ def variants(
         chosen = np.concatenate([np.zeros((len(base), 1), dtype=np.int64), family], axis=1)
         found = evolve(found, recompute_modules=chosen[numbered, found.recompute_modules])
     several = (found.dp * found.cp > 1).astype(np.int64)
-    state = [_column("distributed_optimizer", _optimizer_choices(on, fixed)) for on in (0, 1)]
+    state = [_column("shard", _optimizer_choices(on, fixed)) for on in (0, 1)]
     found, numbered = found.spread(state, several), _repeat(numbered, state, several)
     return evolve(found, overlaps=_overlaps(found, fixed)), numbered
 
@@ -203,8 +200,8 @@ def variants(
 def _optimizer_choices(several: int, fixed: FixedAxes) -> tuple[int, ...]:
     """Whether the optimizer's state is divided."""
     if Overlap.WEIGHTS in fixed.get("overlaps", ()):
-        return _choices("distributed_optimizer", fixed, (1,))
-    return _choices("distributed_optimizer", fixed, range(1 + several))
+        return _choices("shard", fixed, (1,))
+    return _choices("shard", fixed, range(1 + several))
 
 
 def _overlaps(found: Layouts, fixed: FixedAxes) -> Column:
@@ -214,8 +211,8 @@ def _overlaps(found: Layouts, fixed: FixedAxes) -> Column:
     hidden takes a share of the device, and a share is less than all of it), and memory is the same.
     """
     if "overlaps" in fixed:
-        return np.full(len(found), bits(fixed["overlaps"]))
-    overlaps: Column = found.overlaps | free(found.distributed_optimizer)
+        return np.full(len(found), int(fixed["overlaps"]))
+    overlaps: Column = found.overlaps | default_overlaps(found.shard)
     return overlaps
 
 
@@ -276,7 +273,7 @@ def _module_sets(present: tuple[Module, ...], fixed: FixedAxes) -> tuple[int, ..
     """The sets of modules that selective recompute may be of: by number from 1 on, or the one decided on, as bits."""
     if not fixed.get("recompute_modules"):
         return tuple(range(1, 1 + len(present)))
-    return (bits(fixed["recompute_modules"]),) if set(fixed["recompute_modules"]) <= set(present) else ()
+    return (int(fixed["recompute_modules"]),) if set(fixed["recompute_modules"]) <= set(present) else ()
 
 
 @lru_cache(maxsize=1 << 10)
@@ -287,14 +284,14 @@ def _recompute_choices(
     given = dict(fixed)
     none = () if given.get("recompute_modules") else (0,)
     rows = [
-        (MODES.index(mode), modules, layers)
+        (int(mode), modules, layers)
         for mode in _choices("recompute", given, modes)
         if mode in modes
-        for modules in (sets if mode == "selective" else none)
+        for modules in (sets if mode == Recompute.SELECTIVE else none)
         for layers in _choices(
-            "recompute_layers", given, (0, *range(1, -(-blocks // stages))) if mode == "full" else (0,)
+            "recompute_layers", given, (0, *range(1, -(-blocks // stages))) if mode == Recompute.FULL else (0,)
         )
-        if (layers == 0 or mode == "full") and (blocks or mode != "full")
+        if (layers == 0 or mode == Recompute.FULL) and (blocks or mode != Recompute.FULL)
     ]
     codes, modules, layers = np.array(rows, dtype=np.int64).reshape(-1, 3).T
     return {"recompute": codes, "recompute_modules": modules, "recompute_layers": layers}

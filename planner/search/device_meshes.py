@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megaloom.planner.contract.layout import AXES, Layout, Recompute
+from megaloom.planner.contract.layout import AXES, Layout
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.simulate.prediction import Priced
 
@@ -59,7 +59,7 @@ def simplest(found: Iterable[Priced]) -> Priced:
 def complexity(x: Layout) -> tuple[int, ...]:
     """How much there is to understand: axes in use, what is computed again, degrees, switches."""
     inner = (x.pp, x.tp, x.cp, x.ep, x.etp, x.vpp)
-    again = list(Recompute).index(x.recompute)
-    switches = x.sequence_parallel + x.distributed_optimizer + x.inner.bit_count()
-    beside = len(x.modules), x.microbatch_group, x.recompute_layers, switches, x.micro_batch
+    again = int(x.recompute)
+    switches = x.sequence_parallel + x.distributed_optimizer + x.microbatch_overlap_bits.bit_count()
+    beside = len(x.recomputed_modules), x.microbatch_group, x.recompute_layers, switches, x.micro_batch
     return sum(n > 1 for n in inner), again, sum(inner), *beside

@@ -11,7 +11,7 @@ from math import exp, expm1, sqrt
 from attrs import frozen
 
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Precision
+from megaloom.planner.contract.workload import Precision
 
 from .step_difference import format_seconds
 

@@ -10,19 +10,13 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from attrs import evolve, fields_dict
+from attrs import evolve
 
 from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import (
-    Layout,
-    Module,
-    Overlap,
-    Precision,
-    Recompute,
-    modules,
-    overlaps,
-)
+from megaloom.planner.contract.layout import FIELDS, Layout
+from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost.memory import state_bytes
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS
@@ -47,27 +41,14 @@ PLAIN_AXES = {"cp": 1, "etp": 1, "micro_batch": 1}  # of the layouts among which
 
 def checked_fixed(fixed: Mapping[str, Any]) -> FixedAxes:
     """What the user has fixed, if it can be part of a layout. Raises UserError."""
-    known = fields_dict(Layout)
     out = dict(fixed)
     for name, value in fixed.items():
-        if name not in known:
-            raise UserError(f"a layout has no {name!r}\nit has {', '.join(known)}")
-        default = known[name].default
-        if isinstance(default, Recompute):
-            if value not in list(Recompute):
-                raise UserError(f"recompute cannot be {value!r}\nit can be {', '.join(Recompute)}")
-            out[name] = Recompute(value)
-        elif name == "recompute_modules":
-            if unknown := [str(it) for it in value if it not in list(Module)]:
-                raise UserError(f"no module to recompute is called {unknown[0]!r}\nthere are {', '.join(Module)}")
-            out[name] = modules(value)
-        elif name == "overlaps":
-            if unknown := [str(it) for it in value if it not in list(Overlap)]:
-                raise UserError(f"no overlap is called {unknown[0]!r}\nthere are {', '.join(Overlap)}, or none")
-            out[name] = overlaps(value)
-        elif type(value) is not type(default):
-            kind = "true or false" if isinstance(default, bool) else "a whole number"
-            raise UserError(f"{name} cannot be {value!r}\nit is {kind}")
+        if name not in FIELDS:
+            raise UserError(f"a layout has no {name!r}\nit has {', '.join(FIELDS)}")
+        try:
+            out[name] = FIELDS[name].parse(value)
+        except ValueError as wrong:
+            raise UserError(f"{FIELDS[name].flag} {wrong}") from None
     if out.get("recompute_modules"):
         out.setdefault("recompute", Recompute.SELECTIVE)
     return out

@@ -12,7 +12,8 @@ from attrs import asdict, evolve
 
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout, Workload
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.rules.capabilities import (
     LIMITS,
     WRONG,

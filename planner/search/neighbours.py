@@ -10,16 +10,17 @@ from typing import Any
 
 from attrs import evolve
 
-from megaloom.planner.contract.layout import (
-    AXES,
-    INNER,
-    Layout,
+from megaloom.planner.contract.choices import (
+    MICROBATCH_OVERLAPS,
+    ModuleSet,
     Overlap,
+    OverlapSet,
     Recompute,
-    Workload,
-    free,
-    switched,
+    Shard,
+    default_overlaps,
 )
+from megaloom.planner.contract.layout import AXES, Layout
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.requirements import model_requirements
 from megaloom.planner.rules.divisors import divisors
 
@@ -90,20 +91,20 @@ def _steps(x: Layout, pricer: Pricer, fixed: FixedAxes) -> Iterator[Layout]:
         ):
             yield _with(x, **{name: value})
     for mode in (Recompute.NONE, *((Recompute.FULL,) if asked.blocks else ())):
-        yield evolve(x, recompute=mode, recompute_modules=(), recompute_layers=0)
-    for module in asked.modules if x.modules else ():
-        other = set(x.modules) ^ {module}
+        yield evolve(x, recompute=mode, recompute_modules=ModuleSet(), recompute_layers=0)
+    for module in asked.modules if x.recomputed_modules else ():
+        other = set(x.recomputed_modules) ^ {module}
         if other:
-            yield evolve(x, recompute_modules=tuple(other))
+            yield evolve(x, recompute_modules=ModuleSet(other))
     if x.recompute_layers:
         yield evolve(x, recompute_layers=max(1, x.recompute_layers - 1))
         yield evolve(x, recompute_layers=x.recompute_layers + 1)
     yield evolve(x, microbatch_group=0)
     if x.tp > 1:
         yield evolve(x, sequence_parallel=not x.sequence_parallel)
-    yield evolve(x, distributed_optimizer=not x.distributed_optimizer)
+    yield evolve(x, shard=Shard(not x.shard))
     for overlap in pricer.inner:
-        yield evolve(x, overlaps={*x.overlaps} ^ {overlap})
+        yield evolve(x, overlaps=OverlapSet(x.overlaps ^ overlap.bit))
 
 
 def _settled(x: Layout, origin: Layout, workload: Workload) -> Layout:
@@ -118,12 +119,12 @@ def _settled(x: Layout, origin: Layout, workload: Workload) -> Layout:
         sequence_parallel=sp,
         vpp=x.vpp if x.pp > 1 else 1,
         microbatch_group=group,
-        distributed_optimizer=x.distributed_optimizer and x.dp * x.cp > 1,
+        shard=Shard(x.distributed_optimizer and x.dp * x.cp > 1),
     )
-    inner = {Overlap.TENSOR: sp, Overlap.EXPERTS: x.ep > 1 and not x.full and (x.pp == 1 or x.vpp > 1)}
-    apart = {*switched(free(origin.distributed_optimizer))} - {*origin.overlaps}  # that were switched off
-    kept = {*switched(free(settled.distributed_optimizer))} - apart
-    return evolve(settled, overlaps=kept | {o for o in x.overlaps if inner.get(o)})
+    inner = {Overlap.TENSOR: sp, Overlap.EXPERTS: x.ep > 1 and not x.full_recompute and (x.pp == 1 or x.vpp > 1)}
+    apart = {*OverlapSet(default_overlaps(origin.shard))} - {*origin.overlaps}  # that were switched off
+    kept = {*OverlapSet(default_overlaps(settled.shard))} - apart
+    return evolve(settled, overlaps=OverlapSet(kept | {o for o in x.overlaps if inner.get(o)}))
 
 
 def _change(layout: Layout, other: Layout) -> str:
@@ -131,19 +132,26 @@ def _change(layout: Layout, other: Layout) -> str:
     names = [name for name in (*AXES, "micro_batch") if getattr(layout, name) != getattr(other, name)]
     new, old = (", ".join(f"{_said(name)} {getattr(x, name)}" for name in names) for x in (other, layout))
     parts = [f"with {new} rather than {old}"] if names else []
-    if other.again != layout.again:
-        parts.append(f"with recompute {other.again} rather than {layout.again}")
-    if other.group != layout.group and layout.vpp > 1 and other.vpp > 1 and layout.pp == other.pp:
-        parts.append(f"with micro-batches in microbatch_groups of {other.group} rather than {layout.group}")
+    if other.recompute_text != layout.recompute_text:
+        parts.append(f"with recompute {other.recompute_text} rather than {layout.recompute_text}")
+    if (
+        other.microbatch_group_size != layout.microbatch_group_size
+        and layout.vpp > 1
+        and other.vpp > 1
+        and layout.pp == other.pp
+    ):
+        parts.append(
+            f"with micro-batches in microbatch_groups of {other.microbatch_group_size} rather than {layout.microbatch_group_size}"
+        )
     for name, said in (
         ("sequence_parallel", "sequence parallelism"),
-        ("distributed_optimizer", "the distributed optimizer"),
+        ("shard", "the distributed optimizer"),
     ):
         if getattr(other, name) != getattr(layout, name) and (name != "sequence_parallel" or layout.tp == other.tp):
             parts.append(f"{'with' if getattr(other, name) else 'without'} {said}")
-    for overlap in INNER:
-        if other.hides(overlap) != layout.hides(overlap):
-            parts.append(f"{'with' if other.hides(overlap) else 'without'} overlap of {overlap}")
+    for overlap in MICROBATCH_OVERLAPS:
+        if other.has_overlap(overlap) != layout.has_overlap(overlap):
+            parts.append(f"{'with' if other.has_overlap(overlap) else 'without'} overlap of {overlap}")
     text = " and ".join(parts)
     return text[0].upper() + text[1:]
 

@@ -17,14 +17,11 @@ from numpy.typing import NDArray
 from megaloom.dsl.graph import Graph
 from megaloom.planner.bounds import interleaved_memory
 from megaloom.planner.bounds.layouts import LowerBounds, where
+from megaloom.planner.contract.choices import Overlap, OverlapSet, Shard
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import (
-    Layout,
-    Overlap,
-    Runtime,
-    Workload,
-)
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
+from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.cost.cost_table import (
     STEP_COLUMNS,
@@ -118,7 +115,7 @@ class Pricer:
     def cost_table(self, layout: Layout) -> CostTable:
         """The costs of every node under a layout."""
         place = where(layout)
-        key = (*place, layout.again)
+        key = (*place, layout.recompute_text)
         if key not in self._sheets:
             if place not in self._bases:
                 self._bases[place] = self.cost_cache.base(layout)
@@ -169,7 +166,7 @@ class Pricer:
 
     def _without(self, overlaps: list[Overlap], layout: Layout, lacking: int) -> Layout | None:
         """The layout without these overlaps, if that frees what it lacks."""
-        other = evolve(layout, overlaps=[o for o in layout.overlaps if o not in overlaps])
+        other = evolve(layout, overlaps=OverlapSet(o for o in layout.overlaps if o not in overlaps))
         before, after = (s.library + s.workspace for s in (self.cost_table(layout), self.cost_table(other)))
         return other if lacking <= ALLOCATED * (before - after) else None
 
@@ -185,7 +182,7 @@ class Pricer:
         """
         x, m = layout, layout.microbatches(self.workload.batch)
         group = x.microbatch_group and microbatch_groups(x.pp, m)[0]
-        lean = evolve(x, distributed_optimizer=x.dp * x.cp > 1, microbatch_group=group)
+        lean = evolve(x, shard=Shard(x.dp * x.cp > 1), microbatch_group=group)
         if not lean.recompute_layers:
             return self._may_fit(lean)
         key = evolve(lean, recompute_layers=0)
@@ -274,4 +271,4 @@ class Pricer:
 
 def _cut_key(x: Layout, whole: bool = False) -> tuple[object, ...]:
     """What the most even cut depends on."""
-    return (*where(x), x.again, x.pp * x.vpp, whole)
+    return (*where(x), x.recompute_text, x.pp * x.vpp, whole)

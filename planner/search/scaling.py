@@ -15,7 +15,8 @@ from rich.text import Text
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.devices import Cluster, GiB
-from megaloom.planner.contract.layout import Layout, Runtime, Workload
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.hardware.cluster_names import cluster, is_row
 from megaloom.planner.partition.whole_blocks import blocks

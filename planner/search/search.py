@@ -15,9 +15,10 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph
 from megaloom.dsl.json_form import fingerprint
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout, Runtime, Workload
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.plans import VERSION, Plan
+from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.partition.partitioner import HEADROOM, Partition
 from megaloom.planner.partition.whole_blocks import blocks

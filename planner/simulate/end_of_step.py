@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from attrs import frozen
 
 from megaloom.dsl.dims import NBYTES, DType
+from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout, Overlap, Precision
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost import communication, memory
 from megaloom.planner.cost.communication import ProcessGroup
 from megaloom.planner.cost.profiles.frameworks import OWN
@@ -66,11 +68,18 @@ def end_of_step(
     parts = [(elements, group) for elements, group in sizes if elements]
     reduced = "reduce_scatter" if layout.distributed_optimizer else "all_reduce"
     reduction = _seen(
-        reduced, profile.optimizer.gradient_nbytes, parts, cluster, layout.hides(Overlap.GRADIENTS), cover.backward
+        reduced,
+        profile.optimizer.gradient_nbytes,
+        parts,
+        cluster,
+        layout.has_overlap(Overlap.GRADIENTS),
+        cover.backward,
     )
     gathering = 0.0
     if layout.distributed_optimizer:
-        gathering = _seen("all_gather", precision.nbytes, parts, cluster, layout.hides(Overlap.WEIGHTS), cover.forward)
+        gathering = _seen(
+            "all_gather", precision.nbytes, parts, cluster, layout.has_overlap(Overlap.WEIGHTS), cover.forward
+        )
     dense, expert = memory.optimizer_shards(layout)
     copied = 0 if precision is Precision.FP32 else COPIED
     moved = (profile.optimizer.step_moved_nbytes + copied) * (params / dense + experts / expert)

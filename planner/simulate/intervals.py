@@ -11,7 +11,7 @@ from math import ceil
 from types import MappingProxyType
 
 from megaloom.planner.contract.devices import Device
-from megaloom.planner.contract.layout import Precision
+from megaloom.planner.contract.workload import Precision
 
 COVERED = 0.9
 WIDE, NARROW, EXPERTS, OTHER = "dense, 16 bits, before Blackwell", "dense, fewer bits or Blackwell", "experts", "other"

@@ -17,9 +17,10 @@ from megaloom.dsl.facts.costs import costs
 from megaloom.dsl.graph import Graph
 from megaloom.planner.bounds import pipeline
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout, Workload
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.contract.plans import Prediction, Stage
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.cost import communication
 from megaloom.planner.cost.cost_table import (
     BACKWARD_COLUMNS,
@@ -133,7 +134,9 @@ def _tails(
 ) -> list[EndOfStep]:
     """What these ranks do after their last micro-batch; `params` are those of `_params`."""
     fit, x = placed.problem, placed.layout
-    turns = (min(x.group, fit.microbatches) * (x.vpp - 1) + 1) / x.vpp  # of chunks, while others are done
+    turns = (
+        min(x.microbatch_group_size, fit.microbatches) * (x.vpp - 1) + 1
+    ) / x.vpp  # of chunks, while others are done
     ties = [
         ({stage % x.pp for stage in stages_of(nodes, placed.bounds)}, elements)
         for (_, nodes), elements in zip(fit.table.structure.shared_weights, fit.table.shared, strict=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from megaloom.planner.contract.layout import Layout, Overlap
+from megaloom.planner.contract.choices import Overlap
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.cost.profiles.features import (
     BLOCKING_LAUNCHES,
     DEDUPLICATED_DISPATCH,

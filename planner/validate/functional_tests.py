@@ -12,7 +12,9 @@ from typing import Any
 
 from attrs import evolve
 
-from megaloom.planner.contract.layout import Layout, Precision, Workload
+from megaloom.planner.contract.choices import ModuleSet, Shard
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.cost.profiles.features import (
     COMPILED_LOSS,
     FLASH_ATTENTION,
@@ -151,9 +153,9 @@ def _layout(row: Row, gpus: int) -> Layout:
         micro_batch=whole(row, "mbs"),
         microbatch_group=TUNED if "tunable_overlap" in text(row, "test") else 0,
         sequence_parallel=row.get("sp") == "true" and tp > 1,
-        distributed_optimizer=row.get("distopt") == "true",
+        shard=Shard(row.get("distopt") == "true"),
         recompute=again,
-        recompute_modules=modules,
+        recompute_modules=ModuleSet(modules),
     )
 
 

@@ -6,8 +6,10 @@ import re
 
 from attrs import evolve
 
+from megaloom.planner.contract.choices import ModuleSet, OverlapSet, Shard
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout, Workload
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
 
 from .catalog_models import Named, named
@@ -79,7 +81,7 @@ def published(row: Row) -> Run:
         gpu=gpu,
         sparse=bool(decoder.experts),
         model=decoder.model(0.0 if used.attention.fused else 0.1),
-        layout=evolve(layout, overlaps=overlaps(row, note, layout, used)),
+        layout=evolve(layout, overlaps=OverlapSet(overlaps(row, note, layout, used))),
         cluster=machine,
         workload=Workload(seq=seq, batch=batch, precision=computed),
         profile=used,
@@ -171,9 +173,9 @@ def _layout(row: Row, note: str) -> tuple[Layout, int]:
         vpp=_chunks(row, pp) if pp > 1 else 1,
         micro_batch=mbs,
         sequence_parallel=yes(row, "sp") and tp > 1,
-        distributed_optimizer=yes(row, "dist_optimizer", default=True),
+        shard=Shard(yes(row, "dist_optimizer", default=True)),
         recompute=mode,
-        recompute_modules=modules,
+        recompute_modules=ModuleSet(modules),
     )
     return layout, gbs
 

@@ -9,13 +9,10 @@ from typing import Any
 from attrs import frozen
 
 from megaloom.dsl.graph import Model
+from megaloom.planner.contract.choices import Module, Recompute
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import (
-    Layout,
-    Module,
-    Recompute,
-    Workload,
-)
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.cost.profiles.groups import FrameworkProfile
 
 Row = Mapping[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from megaloom.planner.contract.devices import GiB
-from megaloom.planner.contract.layout import Precision
+from megaloom.planner.contract.workload import Precision
 from megaloom.planner.hardware.cluster_names import known
 
 from .run import (

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from megaloom.planner.contract.layout import (
-    Layout,
-    Precision,
-    Recompute,
-    Workload,
-)
+from megaloom.planner.contract.choices import OverlapSet, Recompute
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.cost.profiles.frameworks import MEGATRON_2021
 from megaloom.planner.hardware.cluster_names import cluster
 
@@ -33,7 +30,7 @@ def vtrain(row: Row) -> Run:
         pp=whole(row, "pp"),
         micro_batch=whole(row, "mbs"),
         recompute=Recompute.FULL,
-        overlaps=(),
+        overlaps=OverlapSet(),
     )
     if layout.world != (used := whole(row, "gpus")):
         raise UnfitError(f"{layout.world} GPUs are laid out, and {used} were used")

@@ -71,7 +71,7 @@ class Body(nn.Module):
         self.logits = isinstance(node.op, Unembed)
         self.mixture = node.op if isinstance(node.op, MoE) and node.op.balance else None
         self.placed = {id(p.step.value): p for p in self.placement.steps}
-        self.parts = parts(self.program, layout.modules)
+        self.parts = parts(self.program, layout.recomputed_modules)
         # Nodes that are alike have one program, whose weights come in the order of every such node's.
         held = (v for v, *_ in primitives(self.program.value) if isinstance(v.op, Weight))
         self.slots = {id(v): s for v, s in zip(held, node.weights, strict=True)}

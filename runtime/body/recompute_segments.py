@@ -12,7 +12,7 @@ from attrs import frozen
 from megaloom.dsl import Value, Weight
 from megaloom.dsl.facts.primitives import Program, Step, origin
 from megaloom.dsl.facts.recompute import again, whole
-from megaloom.planner.contract.layout import CORE, Module
+from megaloom.planner.contract.choices import DEFAULT_MODULES, Module
 
 KEPT = (Module.SHARED_EXPERTS,)  # whose output is kept: nothing that reads it keeps it, so that it need not be freed
 
@@ -31,7 +31,7 @@ def parts(program: Program, modules: Iterable[Module]) -> dict[int, Part]:
     of = again(program)
     out: dict[int, Part] = {}
     for module in modules:
-        if module in CORE or module in whole(program):
+        if module in DEFAULT_MODULES or module in whole(program):
             continue
         steps = [s for s in program.steps if module in of[id(s.value)] and not isinstance(s.value.op, Weight)]
         for together in _rounds(program, {id(s.value) for s in steps}):

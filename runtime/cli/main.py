@@ -24,12 +24,15 @@ from megaloom.planner.cli.main import (
     FREE,
     Fixed,
     flowing,
+    given,
     whole,
     written,
 )
 from megaloom.planner.cli.main import app as planning
 from megaloom.planner.cli.validate import validate
-from megaloom.planner.contract.layout import Precision, Workload
+from megaloom.planner.contract.choices import Shard
+from megaloom.planner.contract.layout import flag_of
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.runtime.training.recipe import Recipe
 
 from .measure import measure
@@ -103,7 +106,7 @@ def train(
     from megaloom.dsl.hf.architectures import describes
 
     load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
-    asked = {name: value for name, value in {**load, **asdict(fixed, recurse=False)}.items() if value is not None}
+    asked = {name: value for name, value in {**load, **given(fixed)}.items() if value is not None}
     plan = _given(model, asked) if model.endswith(".json") and not describes(model) else _planned(model, load, fixed)
     folder = out or Path("runs") / called(plan.model)
     options = {"data": data, "out": out, **asked, **asdict(recipe), "steps": recipe.steps}
@@ -219,7 +222,7 @@ def _given(path: str, asked: Mapping[str, Any]) -> Plan:
     plan = load(path)
     check(plan, find(plan.model)[0])
     if asked:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in asked)
+        flags = ", ".join(flag_of(name) for name in asked)
         raise UserError(
             f"{path} is a plan, and has settled {flags}\nleave that out, or name the model instead of the plan"
         )
@@ -241,8 +244,7 @@ def _planned(model: str, load: Mapping[str, Any], fixed: Fixed) -> Plan:
         batch=BATCH if load["batch"] is None else load["batch"],
         precision=load["precision"] or (Precision.BF16 if device.gpus() else Precision.FP32),
     )
-    chosen = {name: value for name, value in asdict(fixed, recurse=False).items() if value is not None}
-    return search(declared, cluster(_devices(load["devices"])), workload, ref=ref, fixed=chosen).best
+    return search(declared, cluster(_devices(load["devices"])), workload, ref=ref, fixed=given(fixed)).best
 
 
 def _devices(count: int | None) -> str:
@@ -282,10 +284,10 @@ def _command(model: str, options: Mapping[str, Any]) -> str:
 
 
 def _flag(name: str, value: object) -> tuple[str, ...]:
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return (f"--{flag}" if value else f"--no-{flag}",)
-    return (f"--{flag}", str(value))
+    flag = flag_of(name)
+    if isinstance(value, bool | Shard):
+        return (flag if value else f"--no-{flag.removeprefix('--')}",)
+    return (flag, *(value or ("none",))) if isinstance(value, tuple) else (flag, str(value))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,12 +19,9 @@ from megaloom.dsl import (
     UserError,
     Value,
 )
-from megaloom.planner.contract.layout import (
-    Layout,
-    Module,
-    Precision,
-    Workload,
-)
+from megaloom.planner.contract.choices import Module
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.rules.capabilities import untrainable, widths
 
 from .process_groups import ProcessGroups
@@ -75,7 +72,9 @@ def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any
     dtype, hidden = DTYPES[workload.precision], embed(graph)
     mixtures = [n.op for n in graph.nodes if isinstance(n.op, MoE)]
     moe = mixtures[0] if mixtures else None
-    within = [str(m) for m in layout.modules if m in (Module.CORE_ATTN, Module.SHARED_EXPERTS)]  # others: see `stage`
+    within = [
+        str(m) for m in layout.recomputed_modules if m in (Module.CORE_ATTN, Module.SHARED_EXPERTS)
+    ]  # others: see `stage`
     return {
         "num_layers": layout.pp * layout.vpp,  # unused: our stages say which layers they hold
         "hidden_size": hidden,
@@ -92,7 +91,7 @@ def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
-        "microbatch_group_size_per_vp_stage": layout.group if layout.vpp > 1 else None,
+        "microbatch_group_size_per_vp_stage": layout.microbatch_group_size if layout.vpp > 1 else None,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         # Groups say what etp is. This is asked for only to refuse biases in all layers of a model with experts.

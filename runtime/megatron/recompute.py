@@ -21,7 +21,7 @@ from megaloom.dsl import Node
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.facts.recompute import whole
 from megaloom.dsl.facts.saved import keeps
-from megaloom.planner.contract.layout import Module
+from megaloom.planner.contract.choices import Module
 
 
 @frozen

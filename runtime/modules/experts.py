@@ -15,7 +15,7 @@ from megatron.core.transformer import mlp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
-from megaloom.planner.contract.layout import Precision
+from megaloom.planner.contract.workload import Precision
 from megaloom.planner.rules.capabilities import together
 from megaloom.runtime.megatron.recompute import Discarded
 

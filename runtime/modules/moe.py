@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megaloom.dsl import MoE
-from megaloom.planner.contract.layout import Module
+from megaloom.planner.contract.choices import Module
 from megaloom.runtime.body.balancing_loss import loss
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.process_groups import ProcessGroups
@@ -42,7 +42,7 @@ class Mixture(moe_layer.MoELayer):
             # layers set this only if ep > 1; with tp alone the gradients would be reduced over the wrong ranks. Expert
             # biases are not replicas over tp: they are not added over tp, and they count in the gradient norm.
             p.allreduce, p.sequence_parallel, p.tensor_model_parallel = False, False, True
-        if Module.MOE_ACT in groups.layout.modules:
+        if Module.MOE_ACT in groups.layout.recomputed_modules:
             self.experts.be_frugal()
         self.to(device.current())  # the router makes its weight on the CPU
 

@@ -69,7 +69,7 @@ class ModelChunk(MegatronModule):
         self.writes = graph.outputs if self.post_process else graph.live_values[stage.stop]
         nodes = [n for n in graph.nodes[stage.start : stage.stop] if not n.is_input]
         self.segments = segments(nodes, self.writes, context.groups.layout)
-        self.repeats = Repeats.of(nodes, context.groups.layout.modules)
+        self.repeats = Repeats.of(nodes, context.groups.layout.recomputed_modules)
         self.modules_of = nn.ModuleDict({_key(n): registry.module(n, context) for n in nodes})
         self.received: Tensor | None = None
         self.tie = tied(graph)
@@ -229,7 +229,7 @@ def segments(nodes: list[Node], outputs: tuple[str, ...], layout: Layout) -> tup
 
     Of these blocks as many are computed again as the layout says, from the first on.
     """
-    full = layout.full
+    full = layout.full_recompute
     runs = [tuple(g) for _, g in groupby(nodes, key=lambda n: n.block if full else None)]
     blocks = [run[0].block for run in runs if run[0].block is not None]
     again = set(blocks[: layout.recompute_layers or None]) if full else set()

@@ -18,7 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from megaloom.planner.contract.layout import Overlap
+from megaloom.planner.contract.choices import Overlap
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 
 from .model_chunk import ModelChunk
@@ -38,8 +38,8 @@ def replicate(
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=x.distributed_optimizer,
-        overlap_grad_reduce=several and x.hides(Overlap.GRADIENTS),
-        overlap_param_gather=several and x.hides(Overlap.WEIGHTS),
+        overlap_grad_reduce=several and x.has_overlap(Overlap.GRADIENTS),
+        overlap_param_gather=several and x.has_overlap(Overlap.WEIGHTS),
         align_param_gather=x.vpp > 1,
     )
     chunks = [DistributedDataParallel(config, ddp, s, disable_bucketing=i > 0) for i, s in enumerate(stages)]

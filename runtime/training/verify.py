@@ -18,8 +18,9 @@ from megaloom.dsl.graph import (
     primitives,
     vocabulary,
 )
-from megaloom.planner.contract.layout import Layout, Precision
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan, Stage, check
+from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
 

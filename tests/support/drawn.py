@@ -28,14 +28,9 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.planner.contract.layout import (
-    Layout,
-    Module,
-    Overlap,
-    Precision,
-    Recompute,
-    Workload,
-)
+from megaloom.planner.contract.choices import Module, Overlap, Recompute
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision, Workload
 
 HIDDEN, HEAD_DIM, KV_RANK, ROPE = 16, 4, 8, 4
 WORLD = 64  # devices of a drawn case, at most: what larger grids have to say is the same, and takes longer
@@ -134,7 +129,7 @@ def _modules(draw: Random, recompute: Recompute) -> list[Module]:
 
 def _overlaps(draw: Random, x: Layout) -> list[Overlap]:
     """Most as they might do."""
-    chunks = x.ep > 1 and (x.pp == 1 or x.vpp > 1) and not x.full
+    chunks = x.ep > 1 and (x.pp == 1 or x.vpp > 1) and not x.full_recompute
     likely = {
         Overlap.GRADIENTS: 0.95,
         Overlap.WEIGHTS: 0.5 if x.distributed_optimizer else 0.02,
@@ -179,7 +174,7 @@ def _case(draw: Random, d: Decoder) -> Case:
         recompute_modules=_modules(draw, recompute),
         recompute_layers=draw.choice([0, 1, 2]) if recompute is Recompute.FULL else draw.choice([0] * 15 + [1]),
         microbatch_group=draw.choice([0, 0, pp, pp + 1, 2 * pp, 3]) if vpp > 1 else draw.choice([0] * 15 + [pp]),
-        distributed_optimizer=draw.random() < 0.5,
+        shard="optimizer" if draw.random() < 0.5 else "none",
     )
     layout = evolve(layout, overlaps=_overlaps(draw, layout))
     seq = 2 * cp * tp * draw.randint(1, 4) if draw.random() < 0.7 else draw.randint(1, 96)

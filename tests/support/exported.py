@@ -14,13 +14,10 @@ from attrs import evolve
 
 from megaloom.dsl import Model, fingerprint, graph
 from megaloom.dsl.catalog import find
-from megaloom.planner.contract.layout import (
-    Layout,
-    Precision,
-    Recompute,
-    Workload,
-)
+from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.export.decoder import read_decoder
 from megaloom.planner.export.target import Target
 from megaloom.planner.hardware.cluster_names import cluster
@@ -33,25 +30,25 @@ FLAGS = TESTS / "data" / "megatron_lm_flags.txt"
 CASES: dict[str, tuple[str, Layout, tuple[int, ...], int]] = {
     "llama3-8b": (
         "64xH100",
-        Layout(dp=4, tp=2, pp=4, vpp=4, cp=2, sequence_parallel=True, distributed_optimizer=True),
+        Layout(dp=4, tp=2, pp=4, vpp=4, cp=2, sequence_parallel=True, shard="optimizer"),
         (2,) * 16,
         8192,
     ),
     "mixtral-8x7b": (
         "128xH100",
-        Layout(dp=32, pp=4, vpp=2, ep=8, distributed_optimizer=True, recompute=Recompute.SELECTIVE),
+        Layout(dp=32, pp=4, vpp=2, ep=8, shard="optimizer", recompute=Recompute.SELECTIVE),
         (3, 4, 4, 4, 4, 4, 5, 4),
         4096,
     ),
     "deepseek-v3": (
         "512xGB200",
-        Layout(dp=32, pp=16, ep=32, distributed_optimizer=True, recompute=Recompute.FULL),
+        Layout(dp=32, pp=16, ep=32, shard="optimizer", recompute=Recompute.FULL),
         (3, *(4,) * 14, 2),
         4096,
     ),
     "deepseek-v3-mtp": (
         "256xH100",
-        Layout(dp=8, pp=16, vpp=2, cp=2, ep=16, distributed_optimizer=True),
+        Layout(dp=8, pp=16, vpp=2, cp=2, ep=16, shard="optimizer"),
         (3, *(2,) * 29, 1, 0),  # what predicts a token ahead has a stage, and so have the heads
         4096,
     ),

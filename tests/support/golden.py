@@ -95,6 +95,8 @@ def search(case: Case) -> dict[str, Any]:
     fixed = {LAYOUT[field]: value for field, value in case.fixed.items()}
     if "overlap" in case.fixed:
         fixed["overlaps"] = tuple(OVERLAP[name] for name in case.fixed["overlap"])
+    if "distributed_optimizer" in fixed:
+        fixed["shard"] = "optimizer" if fixed.pop("distributed_optimizer") else "none"
     pricer = Pricer(blocks(graph(model), runtime), machine, workload, PROFILES[runtime])
     legal = Candidates(pricer, checked_fixed(fixed)).count
     try:

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from megaloom.planner.contract.layout import Overlap, Precision
+from megaloom.planner.contract.choices import Overlap
+from megaloom.planner.contract.workload import Precision
 from tests.support.drawn import Case
 from tests.support.parts import chunk
 
@@ -129,10 +130,10 @@ def validated(case: Case) -> None:
     positions, fp16 = case.decoder.positions, case.workload.precision is Precision.FP16
     assert case.layout.ep == 1 or not fp16, "Expert parallelism is not supported with fp16 training."
     x = case.layout
-    if x.hides(Overlap.WEIGHTS):
+    if x.has_overlap(Overlap.WEIGHTS):
         assert x.distributed_optimizer, "--overlap-param-gather only supported with distributed optimizer"
-        assert x.hides(Overlap.GRADIENTS), "Must use --overlap-param-gather with --overlap-grad-reduce"
-    assert x.sequence_parallel or not x.hides(Overlap.TENSOR), "overlap can happen only with sequence parallelism"
+        assert x.has_overlap(Overlap.GRADIENTS), "Must use --overlap-param-gather with --overlap-grad-reduce"
+    assert x.sequence_parallel or not x.has_overlap(Overlap.TENSOR), "overlap can happen only with sequence parallelism"
     assert not positions or positions >= case.workload.seq, "max_position_embeddings must be at least seq_length"
 
 

@@ -11,12 +11,9 @@ from typing import Any
 
 import torch
 
-from megaloom.planner.contract.layout import (
-    Layout,
-    Overlap,
-    Precision,
-    Recompute,
-)
+from megaloom.planner.contract.choices import Overlap, Recompute
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision
 from tests.support.drawn import (
     HEAD_DIM,
     HIDDEN,
@@ -72,8 +69,8 @@ def config(d: Decoder, x: Layout, precision: Precision) -> Any:
         pipeline_model_parallel_layout=_dealt(d, x) if x.pp * x.vpp > 1 else None,
         expert_model_parallel_size=x.ep,
         expert_tensor_parallel_size=x.etp,
-        recompute_granularity=None if x.recompute is Recompute.NONE else x.recompute.value,
-        recompute_modules=list(x.modules) or None,
+        recompute_granularity=None if x.recompute is Recompute.NONE else str(x.recompute),
+        recompute_modules=list(x.recomputed_modules) or None,
         moe_grouped_gemm=d.experts > 0,  # as callers set for bf16
         pipeline_dtype=torch.float32,
         overlap_p2p_comm=x.vpp > 1,
@@ -82,9 +79,9 @@ def config(d: Decoder, x: Layout, precision: Precision) -> Any:
         perform_initialization=False,
         bf16=precision is Precision.BF16,
         fp16=precision is Precision.FP16,
-        tp_comm_overlap=x.hides(Overlap.TENSOR),
-        overlap_moe_expert_parallel_comm=x.hides(Overlap.EXPERTS),
-        **full if x.full else {"recompute_num_layers": x.recompute_layers or None},
+        tp_comm_overlap=x.has_overlap(Overlap.TENSOR),
+        overlap_moe_expert_parallel_comm=x.has_overlap(Overlap.EXPERTS),
+        **full if x.full_recompute else {"recompute_num_layers": x.recompute_layers or None},
         **latent,
     )
     made.tp_comm_overlap = made.overlap_moe_expert_parallel_comm = False
@@ -141,8 +138,8 @@ def chunk(d: Decoder, x: Layout, precision: Precision) -> Any:
 
     sharded = DistributedDataParallelConfig(
         use_distributed_optimizer=x.distributed_optimizer,
-        overlap_grad_reduce=x.hides(Overlap.GRADIENTS),
-        overlap_param_gather=x.hides(Overlap.WEIGHTS),
+        overlap_grad_reduce=x.has_overlap(Overlap.GRADIENTS),
+        overlap_param_gather=x.has_overlap(Overlap.WEIGHTS),
     )
     return DistributedDataParallel(settings, sharded, Chunk())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from megaloom.planner.contract.layout import INNER, Overlap
+from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Overlap
 
 from .figures import Figure, coded, fitted, measured
 from .groups import ONE_PASS, ContextCommunication, Feature
@@ -128,7 +128,9 @@ TRANSFORMER_ENGINE = Feature(
             4 * 5e-6, "two GEMMs and the casts before them: four kernels forward and eight backward, 5 us each"
         ),
     },
-    overlap={"supported": coded(INNER, "Megatron-LM: --tp-comm-overlap, --overlap-moe-expert-parallel-comm")},
+    overlap={
+        "supported": coded(MICROBATCH_OVERLAPS, "Megatron-LM: --tp-comm-overlap, --overlap-moe-expert-parallel-comm")
+    },
 )
 # Software before Megatron-Bridge.
 SLOW_MEMORY_KERNELS = Feature(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megaloom.planner.contract.layout import Runtime
+from megaloom.planner.contract.workload import Runtime
 
 from .features import (
     DEEPSPEED_BF16_OPTIMIZER,

@@ -13,7 +13,7 @@ from typing import Any
 
 from attrs import evolve, field, fields_dict, frozen
 
-from megaloom.planner.contract.layout import Overlap
+from megaloom.planner.contract.choices import Overlap
 
 from .figures import Figure, FigureKind, setting
 

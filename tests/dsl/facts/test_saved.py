@@ -232,7 +232,7 @@ def test_more_modules_keep_less_and_compute_more(name):
 
 
 def test_modules_are_those_of_megatron_core():
-    from megaloom.planner.contract.layout import Module
+    from megaloom.planner.contract.choices import Module
 
     assert list(Module) == list(MODULES)
 

@@ -10,8 +10,9 @@ import pytest
 from megaloom.dsl.catalog import find
 from megaloom.dsl.graph import graph
 from megaloom.planner.cli import main
-from megaloom.planner.contract.layout import Recompute, Runtime
+from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.plans import check, load
+from megaloom.planner.contract.workload import Runtime
 from megaloom.planner.report.chrome_trace import replayed
 
 OWN = """
@@ -67,14 +68,14 @@ def test_modules_to_recompute_are_named_as_megatron_core_does(
     args = ("gpt2", "--gpus", "2xH100", "--batch", "8", "-o", str(target), "--recompute-modules", "mlp", "layernorm")
     code, out, err = run(*args, capsys=capsys)
     assert (code, err) == (0, "")
-    assert load(target).layout.again == "selective: layernorm, mlp"
+    assert load(target).layout.recompute_text == "selective: layernorm, mlp"
     assert "recompute selective: layernorm, mlp" in out
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["layer_norm"], "no module to recompute is called 'layer_norm'\nthere are core_attn, layernorm, "),
+        (["layer_norm"], "--recompute-modules must be some of core_attn, layernorm, "),
         (
             ["moe"],
             "the model has no moe to compute again [recompute-modules]: recompute selective with any of core_attn, ",

@@ -30,14 +30,11 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.catalog import find
 from megaloom.dsl.graph import Graph, graph
+from megaloom.planner.contract.choices import OverlapSet, Recompute
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import (
-    Layout,
-    Precision,
-    Recompute,
-    Workload,
-)
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.capabilities import wrong
 from megaloom.planner.rules.divisors import divisors
@@ -62,7 +59,7 @@ def broken(name: str, layout: Layout, seq: int = 1024, batch: int = 64, gpus: in
     return {v.rule: v.fix for v in found}
 
 
-SHARES = {"dp": 2, "distributed_optimizer": True}
+SHARES = {"dp": 2, "shard": "optimizer"}
 WEIGHTS = ("gradients", "weights")
 APART = {"tp": 16, "sequence_parallel": True, "overlaps": ("tensor",)}
 EXPERTS = {"dp": 2, "ep": 2, "overlaps": ("experts",)}
@@ -136,7 +133,7 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
     ("gpt2", {"cp": 4, "tp": 4, "sequence_parallel": True}, {"seq": 1000}, "seq", "of 992 or 1008", {"cp": 1}),
     ("gpt2", {"tp": 4, "sequence_parallel": True}, {"seq": 1002}, "seq", "a sequence of 1000 or 1004", {"tp": 2}),
     ("gpt2", {}, {"seq": 1025}, "positions", "1024 or less", {}),
-    ("gpt2", {"dp": 2, "overlaps": WEIGHTS}, {}, "overlap-weights", "optimizer on", {"distributed_optimizer": True}),
+    ("gpt2", {"dp": 2, "overlaps": WEIGHTS}, {}, "overlap-weights", "optimizer on", {"shard": "optimizer"}),
     ("gpt2", SHARES | {"overlaps": WEIGHTS[1:]}, {}, "overlap-weights", "gradients too", {"overlaps": WEIGHTS}),
     ("gpt2", {"tp": 2, "overlaps": ("tensor",)}, {}, "overlap-tensor", "on, or", {"sequence_parallel": True}),
     ("llama3-8b", APART, {}, "overlap-tensor-node", "tp that divides a node", {"tp": 8}),
@@ -251,8 +248,8 @@ def test_the_exchange_of_experts_overlaps_in_16_bits_alone() -> None:
 
 def test_what_overlaps_if_nothing_is_said_costs_nothing() -> None:
     assert Layout().overlaps == Layout(overlaps=("gradients",)).overlaps
-    assert Layout(distributed_optimizer=True).overlaps == ("gradients", "weights")
-    assert str(Layout(dp=2, distributed_optimizer=True)) == "dp2 mbs1 dist-opt"
+    assert Layout(shard="optimizer").overlaps == OverlapSet(("gradients", "weights"))
+    assert str(Layout(dp=2, shard="optimizer")) == "dp2 mbs1 dist-opt"
     assert str(Layout(dp=2, ep=2, overlaps=("experts",))) == "dp2 ep2 mbs1 overlap experts no overlap of gradients"
 
 

@@ -16,13 +16,10 @@ from megaloom.dsl.graph import graph
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama, llama3_1b
 from megaloom.examples.mixtral import mixtral
+from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import (
-    Layout,
-    Precision,
-    Recompute,
-    Workload,
-)
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.cost import communication, kernels
 from megaloom.planner.cost.communication import ProcessGroup
 from megaloom.planner.cost.profiles.frameworks import EAGER, OWN
@@ -147,7 +144,7 @@ def test_collectives_as_measured(kind: str) -> None:
 def test_a_training_step_as_measured(seq: int, micro_batch: int, teraflops: float) -> None:
     """Llama-3-8B's layer four times, vocabulary 32000, torch's kernels one by one on an H200: measured here."""
     g = graph(llama("four", layers=4, heads=32, kv_heads=8, embed=4096, ff=14336, vocab=32000))
-    layout = Layout(micro_batch=micro_batch, distributed_optimizer=True)
+    layout = Layout(micro_batch=micro_batch, shard="optimizer")
     load = Workload(seq=seq, batch=8 * micro_batch)
     priced = Pricer(g, cluster("1xH200"), load, EAGER).price(layout)
     assert abs(priced.prediction.flops_per_second_per_device / (teraflops * 1e12) - 1) < 0.07
@@ -159,13 +156,13 @@ def test_a_training_step_as_measured(seq: int, micro_batch: int, teraflops: floa
 def test_our_own_training_step_as_measured(gpus: int, batch: int, micro_batch: int, seconds: float) -> None:
     """Llama 3.2 1B in bf16, sequences of 4096, on H200s: this runtime, torch 2.11, without Transformer Engine."""
     g = graph(llama3_1b())
-    layout = Layout(dp=gpus, micro_batch=micro_batch, distributed_optimizer=gpus > 1)
+    layout = Layout(dp=gpus, micro_batch=micro_batch, shard="optimizer" if gpus > 1 else "none")
     priced = price(g, layout, cluster(f"{gpus}xH200"), Workload(seq=4096, batch=batch))
     assert abs(priced.prediction.step_seconds / seconds - 1) < 0.07
 
 
 def cases() -> list[tuple[Any, Layout]]:
-    on = {"distributed_optimizer": True}
+    on = {"shard": "optimizer"}
     return [
         (LLAMA, Layout(dp=8)),
         (LLAMA, Layout(dp=8, **on)),

@@ -12,13 +12,9 @@ from megaloom.dsl.graph import graph
 from megaloom.examples.gpt_oss import gpt_oss_20b
 from megaloom.examples.llama3 import llama3_8b
 from megaloom.examples.qwen3 import qwen3_30b_a3b
-from megaloom.planner.contract.layout import (
-    INNER,
-    Layout,
-    Overlap,
-    Precision,
-    Workload,
-)
+from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Overlap
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.cost.cost_table import CostColumn
 from megaloom.planner.cost.kernels import (
@@ -202,7 +198,6 @@ def test_who_padded_experts_and_who_sent_tokens_once() -> None:
     )
     assert deepep.experts.deduplicated_dispatch
     assert deepep.kernels.memory_passes["route"] < MEGATRON.kernels.memory_passes["route"]
-    assert (
-        framework_profile(nemo, "").overlap.supported == (Overlap.TENSOR,)
-        and framework_profile(bridge, "").overlap.supported == INNER
-    )
+    assert framework_profile(nemo, "").overlap.supported == (Overlap.TENSOR,) and framework_profile(
+        bridge, ""
+    ).overlap.supported == tuple(MICROBATCH_OVERLAPS)

@@ -17,13 +17,10 @@ from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.planner.bounds.layouts import LowerBounds
+from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.devices import GiB
-from megaloom.planner.contract.layout import (
-    Layout,
-    Precision,
-    Recompute,
-    Workload,
-)
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.cost import memory
 from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN
 from megaloom.planner.hardware.cluster_names import cluster
@@ -49,7 +46,7 @@ def test_bytes_of_a_parameter(dense: int, experts: int) -> None:
     plain = memory.state_bytes(dense, experts, Layout(dp=8), Precision.BF16)
     assert sum(plain.values()) == 18 * (dense + experts)
     assert sum(memory.state_bytes(dense, experts, Layout(), Precision.FP32).values()) == 16 * (dense + experts)
-    layout = Layout(dp=4, cp=2, ep=4, distributed_optimizer=True)
+    layout = Layout(dp=4, cp=2, ep=4, shard="optimizer")
     divided = memory.state_bytes(dense, experts, layout, Precision.BF16)
     assert divided["optimizer"] == -(-12 * dense // 8) - (-12 * experts // 2)
     assert sum(divided.values()) <= sum(plain.values())
@@ -57,7 +54,7 @@ def test_bytes_of_a_parameter(dense: int, experts: int) -> None:
 
 @given(N, N, st.integers(1, 64))
 def test_more_copies_never_hold_more(dense: int, experts: int, dp: int) -> None:
-    few, many = (Layout(dp=n, distributed_optimizer=True) for n in (dp, 2 * dp))
+    few, many = (Layout(dp=n, shard="optimizer") for n in (dp, 2 * dp))
     for precision in Precision:
         a, b = (sum(memory.state_bytes(dense, experts, x, precision).values()) for x in (few, many))
         assert b <= a
@@ -172,7 +169,7 @@ ALLOCATED: list[tuple[dict[str, Any], int, float]] = [
 @pytest.mark.parametrize(("axes", "seq", "gib"), ALLOCATED, ids=lambda x: str(x))
 def test_memory_as_measured(axes: dict[str, Any], seq: int, gib: float) -> None:
     g = graph(llama("twelve", layers=12, heads=64, kv_heads=8, embed=8192, ff=28672, vocab=128256))
-    layout = Layout(**axes, distributed_optimizer=True)
+    layout = Layout(**axes, shard="optimizer")
     profile = changed(MEGATRON, kernels={"loss_saved_nbytes": 0})  # Transformer Engine's loss works in place
     pricer = Pricer(g, cluster("8xB200"), Workload(seq=seq, batch=layout.dp * 4), profile)
     fit = PartitionProblem(layout, pricer.cost_table(layout), pricer.workload, pricer.cluster, profile)
@@ -227,7 +224,7 @@ def test_more_copies_hold_less_of_the_optimizer() -> None:
     g = graph(MODELS["dense"])
     totals = []
     for dp in (1, 2, 4, 8):
-        layout = Layout(dp=dp, distributed_optimizer=True)
+        layout = Layout(dp=dp, shard="optimizer")
         nbytes = price(g, layout, cluster(f"{dp}xH100"), evolve(WORK, batch=16 * dp)).prediction.nbytes[0]
         totals.append(sum(nbytes.values()) - nbytes["runtime"])
     assert totals == sorted(totals, reverse=True)

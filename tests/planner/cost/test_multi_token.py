@@ -19,7 +19,9 @@ from megaloom.dsl import (
 )
 from megaloom.examples.deepseek import deepseek, deepseek_v3_mtp
 from megaloom.examples.t5 import t5
-from megaloom.planner.contract.layout import Layout, Recompute, Workload
+from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.cost.cost_table import STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN
 from megaloom.planner.export.decoder import read_decoder

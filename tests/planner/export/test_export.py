@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 
 from megaloom.dsl import Model, UserError, graph
 from megaloom.dsl.catalog import examples, find
-from megaloom.planner.contract.layout import Layout, Recompute, Runtime
+from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.workload import Runtime
 from megaloom.planner.export.decoder import read_decoder
 from megaloom.planner.export.export import export_plan
 from megaloom.planner.export.slurm import machines

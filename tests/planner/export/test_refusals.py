@@ -37,14 +37,10 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.catalog import find
 from megaloom.planner import cluster
-from megaloom.planner.contract.layout import (
-    Layout,
-    Overlap,
-    Recompute,
-    Runtime,
-    Workload,
-)
+from megaloom.planner.contract.choices import Overlap, Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import check, load, save
+from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.export.decoder import read_decoder
 from megaloom.planner.export.export import export_plan
 from megaloom.planner.export.target import Target
@@ -165,7 +161,7 @@ def test_megatron_lm_refuses_a_layer_by_its_name(declared: Model, names: str) ->
 
 FULL = Recompute.FULL
 LLAMA, GPT2, QWEN, V3 = "llama3-8b", "gpt2", "qwen3-8b", "deepseek-v3"
-SHARDED = Layout(dp=2, distributed_optimizer=True)
+SHARDED = Layout(dp=2, shard="optimizer")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +258,7 @@ def test_what_is_not_trained_here_either_is_not_said_to_be() -> None:
         ),
         (Layout(pp=2, vpp=2, microbatch_group=4), {"microbatch_group_size_per_vp_stage": "4"}),
         (
-            Layout(dp=4, tp=2, sequence_parallel=True, distributed_optimizer=True),
+            Layout(dp=4, tp=2, sequence_parallel=True, shard="optimizer"),
             {"sequence_parallel": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
         ),
         (Layout(dp=4, overlaps=()), {"overlap_grad_reduce": None, "overlap_param_gather": None}),
@@ -289,7 +285,7 @@ def test_every_field_of_a_layout_is_known_here() -> None:
     """A field that is new must be exported, or refused, before it may be added here."""
     assert {f.name for f in fields(Layout)} == {
         *("dp", "tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel", "micro_batch"),
-        *("recompute", "recompute_modules", "recompute_layers", "microbatch_group", "distributed_optimizer"),
+        *("recompute", "recompute_modules", "recompute_layers", "microbatch_group", "shard"),
         "overlaps",
     }
 

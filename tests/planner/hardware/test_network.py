@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from megaloom.dsl.graph import graph
 from megaloom.examples.llama3 import llama3_8b
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout, Workload
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.cost import communication
 from megaloom.planner.cost.communication import PASSES, ProcessGroup
 from megaloom.planner.cost.cost_table import CostColumn

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from megaloom.dsl.graph import graph
 from megaloom.examples.deepseek import deepseek_v3
 from megaloom.examples.llama3 import llama3_8b, llama3_70b
-from megaloom.planner.contract.layout import Layout, Workload
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.cost.cost_table import BACKWARD_COLUMNS, FORWARD_COLUMNS
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition import local_search

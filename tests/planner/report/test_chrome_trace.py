@@ -15,7 +15,8 @@ from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph, graph
 from megaloom.planner.cli import main
-from megaloom.planner.contract.layout import Layout, Recompute
+from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan, PlanError, load
 from megaloom.planner.report.chrome_trace import (
     COMPUTE,
@@ -30,11 +31,11 @@ from megaloom.planner.simulate.prediction import Priced
 MICRO = 1e-3  # microseconds to which times are rounded
 LAYOUTS = {
     "one": ("deep_llama", Layout()),
-    "data": ("deep_llama", Layout(dp=4, distributed_optimizer=True)),
+    "data": ("deep_llama", Layout(dp=4, shard="optimizer")),
     "tensor": ("deep_llama", Layout(tp=2, cp=2, sequence_parallel=True)),
     "pipeline": ("deep_llama", Layout(pp=4)),
     "tied": ("tiny_gpt", Layout(pp=2, dp=2)),
-    "chunks": ("deep_llama", Layout(pp=2, vpp=4, dp=2, distributed_optimizer=True)),
+    "chunks": ("deep_llama", Layout(pp=2, vpp=4, dp=2, shard="optimizer")),
     "experts": ("tiny_mixtral", Layout(pp=2, dp=2, ep=2, recompute=Recompute.FULL)),
 }
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megaloom.dsl.catalog import find
-from megaloom.planner.contract.layout import Workload
 from megaloom.planner.contract.plans import load, save
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.report.compare import differences
 from megaloom.planner.search.search import plan

@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from megaloom.dsl.catalog import find
 from megaloom.dsl.graph import Model, graph
 from megaloom.planner import cluster
-from megaloom.planner.contract.layout import Layout, Workload
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.report.charts import _axis, front, scatter
 from megaloom.planner.report.chrome_trace import replayed
 from megaloom.planner.report.html import QUANTA, data, page

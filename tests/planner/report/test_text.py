@@ -14,13 +14,15 @@ from megaloom.dsl.catalog import find
 from megaloom.dsl.graph import graph
 from megaloom.dsl.json_form import fingerprint
 from megaloom.dsl.show.printing import show
-from megaloom.planner.contract.layout import Layout, Recompute, Workload
+from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import (
     VERSION,
     Plan,
     Prediction,
     Stage,
 )
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.report.text import (
     Unit,

@@ -31,7 +31,8 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.catalog import examples, find
 from megaloom.planner.cli.main import main
-from megaloom.planner.contract.layout import Layout, Precision, Workload
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.capabilities import (
     TRAINED,

@@ -10,7 +10,8 @@ from itertools import product
 from attrs import evolve
 
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout, Workload
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.rules import violations
 from tests.support.drawn import Case, declared, drawn

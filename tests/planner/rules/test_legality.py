@@ -10,7 +10,8 @@ import pytest
 from megaloom.dsl.catalog import find
 from megaloom.dsl.graph import graph
 from megaloom.planner.cli.main import main
-from megaloom.planner.contract.layout import Layout, Workload
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.rule import By
 from megaloom.planner.rules.rules import RULES, violations

@@ -11,13 +11,10 @@ from megaloom.dsl.catalog import find
 from megaloom.dsl.graph import graph
 from megaloom.examples.mixtral import mixtral
 from megaloom.planner.cli.main import main
+from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import (
-    Layout,
-    Overlap,
-    Runtime,
-    Workload,
-)
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import HEADROOM
@@ -63,7 +60,7 @@ def test_overlap_takes_memory_and_saves_time(layout: Layout, overlap: Overlap, n
 def test_where_there_is_no_room_for_it_nothing_overlaps(layout: Layout) -> None:
     less = evolve(layout, overlaps=("gradients",))
     on, off = (max(pricer(10**9).price(x).partition.peaks) for x in (layout, less))
-    names = ("dp", "tp", "ep", "etp", "micro_batch", "sequence_parallel", "recompute", "distributed_optimizer")
+    names = ("dp", "tp", "ep", "etp", "micro_batch", "sequence_parallel", "recompute", "shard")
     fixed = {name: getattr(layout, name) for name in names}
     for most, expected in ((1.01 * on, layout), ((on + off) / 2, less)):
         candidates = Candidates(pricer(int(most / (1 - HEADROOM)) >> 10), fixed)
@@ -84,8 +81,8 @@ def test_a_command_line_says_what_overlaps(said: str, found: list[str], capsys: 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("grads", "no overlap is called 'grads'\nthere are gradients, weights, tensor, experts, or none"),
-        ("grads --lint", "no overlap is called 'grads'"),
+        ("grads", "--overlap must be some of gradients, weights, tensor, experts, or none; got 'grads'"),
+        ("grads --lint", "got 'grads'"),
         ("weights --no-distributed-optimizer", "[overlap-weights]"),
     ],
 )

@@ -15,13 +15,10 @@ from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.planner.bounds.layouts import LowerBounds
+from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import (
-    Layout,
-    Recompute,
-    Runtime,
-    Workload,
-)
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import HEADROOM
@@ -172,7 +169,12 @@ def test_less_overlap_is_no_quicker(case: tuple[Graph, Cluster, Workload]) -> No
     g, devices, work = case
     pricer = Pricer(g, devices, work, PROFILES[Runtime.MEGATRON])
     candidates = Candidates(pricer, {})
-    less = [evolve(x, overlaps=some) for x in legal(candidates) if x.inner for some in combinations(x.overlaps, 2)]
+    less = [
+        evolve(x, overlaps=some)
+        for x in legal(candidates)
+        if x.microbatch_overlap_bits
+        for some in combinations(x.overlaps, 2)
+    ]
     priced = [p.seconds for x in less if (p := pricer.price(x)).partition.fits]
     assert not priced or search(candidates, 1, 1)[0].seconds <= min(priced) * (1 + 1e-9)
 
@@ -190,7 +192,7 @@ def interleaved(draw: st.DrawFn) -> tuple[Graph, Layout, Workload, float]:
         dp=draw(st.integers(1, 2)),
         recompute=Recompute(again[0]),
         recompute_layers=again[1],
-        distributed_optimizer=draw(st.booleans()),
+        shard=draw(st.sampled_from(["none", "optimizer"])),
         microbatch_group=draw(st.sampled_from([0, m])) if m > pp else 0,
     )
     seq = draw(st.sampled_from([64, 256, 1024])) if "positions" not in g.weights else 64

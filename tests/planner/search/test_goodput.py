@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaloom.planner.cli.main import main
-from megaloom.planner.contract.layout import Precision
+from megaloom.planner.contract.workload import Precision
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.search.goodput import (
     RECOVERY_SECONDS,

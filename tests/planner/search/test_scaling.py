@@ -13,7 +13,7 @@ from megaloom.examples.gpt2 import gpt2
 from megaloom.examples.llama3 import llama3_8b
 from megaloom.planner.cli.main import main
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Workload
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.search.scaling import MEMORY_STEP, clusters_in_range, scaling_points
 from megaloom.planner.search.search import plan

@@ -22,13 +22,10 @@ from megaloom.examples.llama3 import (
 from megaloom.examples.mixtral import mixtral
 from megaloom.examples.stdlib_gpt import stdlib_gpt
 from megaloom.planner.bounds.layouts import LowerBounds
+from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import (
-    Layout,
-    Precision,
-    Recompute,
-    Workload,
-)
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.candidate_space import variants
@@ -148,7 +145,7 @@ def test_processes_on_a_cpu() -> None:
 
 
 def test_what_is_fixed_stays() -> None:
-    fixed = {"pp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full", "micro_batch": 3, "vpp": 2}
+    fixed = {"pp": 2, "tp": 2, "sequence_parallel": True, "recompute": Recompute.FULL, "micro_batch": 3, "vpp": 2}
     got = found(TIED, "8xH100", WORK, **fixed)
     for p in (got.best, *got.others, *got.variants):
         assert {name: getattr(p.layout, name) for name in fixed} == fixed
@@ -173,8 +170,8 @@ def test_rules_that_fixed_values_break_are_all_named() -> None:
     ("fixed", "said"),
     [
         ({"tpp": 2}, "a layout has no 'tpp'"),
-        ({"tp": "2"}, "tp cannot be '2'"),
-        ({"sequence_parallel": 1}, "sequence_parallel cannot be 1"),
+        ({"tp": "2"}, "tp must be a whole number, got '2'"),
+        ({"sequence_parallel": 1}, "sequence-parallel must be true or false, got 1"),
         ({"recompute": "some"}, "none, selective, full"),
         ({"tp": 0}, "tp is 0"),
         ({"dp": 5}, "dp 5"),

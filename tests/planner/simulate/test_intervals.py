@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from megaloom.dsl.graph import graph
 from megaloom.examples.llama3 import llama3_8b
 from megaloom.examples.mixtral import mixtral_8x7b
-from megaloom.planner.contract.layout import Layout, Precision, Workload
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.search.pricing import price

@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaloom.dsl import UserError, params
-from megaloom.planner.contract.layout import Layout, Precision, Recompute
+from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision
 from megaloom.planner.validate.run import Run
 from megaloom.planner.validate.runs import read
 from megaloom.planner.validate.scoring import (

@@ -18,7 +18,8 @@ from megaloom.dsl import (
     graph,
 )
 from megaloom.dsl.catalog import find
-from megaloom.planner.contract.layout import Layout, Recompute
+from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
@@ -65,7 +66,7 @@ LAYOUTS = {
     ),
     "EP2 ETP2 TP2 SP": (evolve(SP, dp=2, ep=2, etp=2), MIXED),
     "EP2 TP2 SP CP2": (evolve(SP, cp=2, ep=2), MIXED),
-    "DP2 distributed optimizer": (Layout(dp=2, distributed_optimizer=True), SOME),
+    "DP2 distributed optimizer": (Layout(dp=2, shard="optimizer"), SOME),
 }
 Curve = list[tuple[float, float]]
 

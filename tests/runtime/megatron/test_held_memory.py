@@ -37,13 +37,10 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.examples.gpt2 import gpt
-from megaloom.planner.contract.layout import (
-    Layout,
-    Precision,
-    Recompute,
-    Workload,
-)
+from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Stage
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.search.pricing import price
 from megaloom.runtime.launch import launcher

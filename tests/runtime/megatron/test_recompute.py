@@ -8,14 +8,10 @@ import pytest
 
 from megaloom.dsl import DType, graph, saved
 from megaloom.dsl.catalog import find
-from megaloom.planner.contract.layout import (
-    Layout,
-    Module,
-    Precision,
-    Recompute,
-    Workload,
-)
+from megaloom.planner.contract.choices import Module, Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Stage
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.runtime.launch import launcher
 from tests.support.paths import SUPPORT
 

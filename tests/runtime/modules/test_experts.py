@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
-from megaloom.planner.contract.layout import Layout, Recompute
+from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training import verify
 
 LAYOUTS = {
-    "EP2": ("tiny_mixtral", Layout(dp=2, ep=2, distributed_optimizer=True)),
+    "EP2": ("tiny_mixtral", Layout(dp=2, ep=2, shard="optimizer")),
     "TP2 SP ETP2": ("tiny_mixtral", Layout(tp=2, sequence_parallel=True, etp=2)),
     "shared ones, activations made again": (
         "tiny_deepseek_v3",

@@ -24,8 +24,9 @@ from megaloom.dsl import (
     repeat,
     weight,
 )
-from megaloom.planner.contract.layout import Layout, Precision, Workload
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Stage
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.runtime.launch import launcher
 
 SEQ = 32

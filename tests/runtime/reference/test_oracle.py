@@ -9,7 +9,8 @@ from attrs import evolve
 
 from megaloom.dsl import MoE, graph, model
 from megaloom.dsl.catalog import find
-from megaloom.planner.contract.layout import Layout, Recompute
+from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher

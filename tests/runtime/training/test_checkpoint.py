@@ -13,8 +13,9 @@ from attrs import evolve
 
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
-from megaloom.planner.contract.layout import Layout, Precision
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training import checkpoint
 from megaloom.runtime.training.checkpoint import (
@@ -219,7 +220,7 @@ def cramped(run: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-TP2, DIVIDED = Layout(tp=2, sequence_parallel=True), Layout(dp=2, distributed_optimizer=True)
+TP2, DIVIDED = Layout(tp=2, sequence_parallel=True), Layout(dp=2, shard="optimizer")
 OWN = f"{SUPPORT / 'own_models.py'}:some_experts"
 RESHARDINGS = {
     "tied and padded, divided optimizer to TP2 SP PP2": ("tiny_gpt", DIVIDED, evolve(TP2, pp=2)),

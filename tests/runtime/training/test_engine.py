@@ -50,7 +50,7 @@ def curve(plan: Plan, evaluating: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, distributed_optimizer=True), Layout(pp=2, vpp=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, shard="optimizer"), Layout(pp=2, vpp=2)], ids=str)
 def test_an_evaluation_leaves_no_trace(layout: Layout, plan_of: Any) -> None:
     """Not in weights, gradients, nor what dropout draws: the losses are the same to the last bit."""
     plan = plan_of("tiny_gpt_dropout", layout)

@@ -10,14 +10,15 @@ import torch
 from attrs import evolve
 
 from megaloom.dsl.catalog import find
-from megaloom.planner.contract.layout import Layout, Overlap
+from megaloom.planner.contract.choices import Overlap
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from tests.support.paths import SUPPORT
 
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
-SHARES = Layout(dp=2, distributed_optimizer=True)
+SHARES = Layout(dp=2, shard="optimizer")
 PIECE = 1000  # elements of what is exchanged at once: a piece or more for each weight, as of a large model
 SWITCHES = ((), (Overlap.GRADIENTS,), (Overlap.GRADIENTS, Overlap.WEIGHTS))
 CASES = {  # tied weights, chunks that are asked for in turn, experts' own shares, blocks made again, bodies

@@ -13,13 +13,10 @@ from attrs import evolve
 from megaloom.dsl import graph
 from megaloom.dsl.catalog import find
 from megaloom.planner import violations
-from megaloom.planner.contract.layout import (
-    Layout,
-    Precision,
-    Recompute,
-    Workload,
-)
+from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.runtime.training import verify
 from tests.support.paths import SUPPORT
@@ -32,7 +29,7 @@ def selective(*modules: str, **axes: Any) -> Layout:
 
 LAYOUTS = {
     "DP2": ("tiny_llama", Layout(dp=2)),
-    "DP2 distributed optimizer": ("tiny_llama", Layout(dp=2, distributed_optimizer=True)),
+    "DP2 distributed optimizer": ("tiny_llama", Layout(dp=2, shard="optimizer")),
     "DP2 micro-batch 2": ("tiny_gpt", Layout(dp=2, micro_batch=2)),
     "TP2": ("tiny_llama", Layout(tp=2)),
     "TP2 SP": ("tiny_llama", Layout(tp=2, sequence_parallel=True)),
@@ -40,7 +37,7 @@ LAYOUTS = {
     "TP4 SP, fewer KV heads than TP": ("tiny_llama", Layout(tp=4, sequence_parallel=True)),
     "PP2": ("tiny_llama", Layout(pp=2)),
     "PP2 tied embeddings": ("tiny_gpt", Layout(pp=2)),
-    "PP2 DP2 tied, distributed optimizer": ("tiny_gpt", Layout(pp=2, dp=2, distributed_optimizer=True)),
+    "PP2 DP2 tied, distributed optimizer": ("tiny_gpt", Layout(pp=2, dp=2, shard="optimizer")),
     "PP2 VPP2": ("deep_llama", Layout(pp=2, vpp=2)),
     "PP4 VPP2": ("deep_llama", Layout(pp=4, vpp=2)),
     "TP2 PP2 VPP2": ("deep_llama", Layout(tp=2, pp=2, vpp=2)),
@@ -50,7 +47,7 @@ LAYOUTS = {
     "CP2 PP2": ("tiny_llama", Layout(cp=2, pp=2)),
     "experts DP2": ("tiny_mixtral", Layout(dp=2)),
     "EP2": ("tiny_mixtral", Layout(dp=2, ep=2)),
-    "EP2 distributed optimizer": ("tiny_mixtral", Layout(dp=2, ep=2, distributed_optimizer=True)),
+    "EP2 distributed optimizer": ("tiny_mixtral", Layout(dp=2, ep=2, shard="optimizer")),
     "EP2 CP2": ("tiny_mixtral", Layout(cp=2, ep=2)),
     "EP2 PP2": ("tiny_mixtral", Layout(dp=2, ep=2, pp=2)),
     "EP2 TP2 SP ETP1": ("tiny_mixtral", Layout(dp=2, ep=2, tp=2, sequence_parallel=True)),
@@ -162,7 +159,7 @@ def drawn(seed: int) -> tuple[str, Layout]:
             sequence_parallel=source.choice([False, True]),
             micro_batch=source.choice([1, 2]),
             recompute=source.choice(list(Recompute)),
-            distributed_optimizer=source.choice([False, True]),
+            shard=source.choice(["none", "optimizer"]),
         )
         model, _ = find(f"{SUPPORT / 'models.py'}:{name}")
         load = Workload(seq=32, batch=8, precision=Precision.FP32)

@@ -1,0 +1,144 @@
+"""Enumerated values of layout fields: recompute mode, optimizer sharding, recomputed modules, overlaps.
+
+Each value is an integer, so that it can stand in an array of layouts. `ModuleSet` and `OverlapSet` are bit masks that
+iterate over their members: `Overlap.GRADIENTS in OverlapSet(["gradients", "weights"])`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import IntEnum, StrEnum
+from functools import lru_cache
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    Column = NDArray[int64]
+
+N = TypeVar("N", int, "Column")
+
+
+class _Choice(IntEnum):
+    """One of several named values; `Recompute("full")` is `Recompute.FULL`, and `str` gives the name back."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> _Choice | None:
+        return cls.__members__.get(value.upper()) if isinstance(value, str) else None
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+
+class Recompute(_Choice):
+    """Activations that the backward pass recomputes."""
+
+    NONE = 0
+    SELECTIVE = 1  # some modules of each block
+    FULL = 2  # everything but the inputs of each block
+
+
+class Shard(_Choice):
+    """State that is sharded over data-parallel ranks."""
+
+    NONE = 0
+    OPTIMIZER = 1  # megatron-core's distributed optimizer, ZeRO 1
+
+
+class _Member(StrEnum):
+    """Member of a set that is stored as a bit mask."""
+
+    bit: int
+
+    def __init__(self, _: str) -> None:
+        self.bit = 1 << len(type(self).__members__)
+
+
+class Module(_Member):
+    """Part of a block that selective recompute can name. `megaloom.dsl.facts.recompute` describes each."""
+
+    CORE_ATTN = "core_attn"
+    LAYERNORM = "layernorm"
+    MLA_UP_PROJ = "mla_up_proj"
+    MLP = "mlp"
+    MOE_ACT = "moe_act"
+    SHARED_EXPERTS = "shared_experts"
+    MOE = "moe"
+
+
+class Overlap(_Member):
+    """Communication that runs while the devices compute."""
+
+    GRADIENTS = "gradients"  # their reduction, during the last backward pass: --overlap-grad-reduce
+    WEIGHTS = "weights"  # their gather after the optimizer, during the first forward pass: --overlap-param-gather
+    TENSOR = "tensor"  # tensor-parallel collectives, with the matrix products beside them: --tp-comm-overlap
+    EXPERTS = "experts"  # all-to-all of tokens, with another micro-batch: --overlap-moe-expert-parallel-comm
+
+
+M = TypeVar("M", bound=_Member)
+
+
+class _MemberSet(int, Generic[M]):
+    """Set of members of one enumeration, as a bit mask that iterates in the order of the enumeration."""
+
+    members: ClassVar[type[_Member]]
+
+    def __new__(cls, names: int | Iterable[str] = 0) -> _MemberSet[M]:
+        """Take a mask, or the names of the members. Raises ValueError for an unknown name."""
+        if not isinstance(names, int):
+            names = sum({cls.members(name).bit for name in names})
+        return super().__new__(cls, names)
+
+    def __iter__(self) -> Iterator[M]:
+        return iter(_members(type(self).members, int(self)))
+
+    def __contains__(self, name: str) -> bool:
+        return bool(self & type(self).members(name).bit)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({[str(m) for m in self]})"
+
+
+@lru_cache(maxsize=1024)
+def _members(members: type[M], mask: int) -> tuple[M, ...]:
+    return tuple(m for m in members if mask & m.bit)
+
+
+class ModuleSet(_MemberSet[Module]):
+    """Set of modules that selective recompute names."""
+
+    members = Module
+
+
+class OverlapSet(_MemberSet[Overlap]):
+    """Set of overlaps."""
+
+    members = Overlap
+
+
+def choice_names(kind: type[int]) -> tuple[str, ...]:
+    """Return the names that a field of this class takes: of an enumeration, or of the members of a set."""
+    if issubclass(kind, _Choice):
+        return tuple(str(choice) for choice in kind)
+    return tuple(str(member) for member in kind.members) if issubclass(kind, _MemberSet) else ()
+
+
+DEFAULT_MODULES = ModuleSet([Module.CORE_ATTN])  # recomputed where no module is named
+MODULES_OF_MOE = ModuleSet([Module.MOE_ACT, Module.SHARED_EXPERTS])  # recomputing `moe` recomputes them too
+MICROBATCH_OVERLAPS = OverlapSet([Overlap.TENSOR, Overlap.EXPERTS])  # within a micro-batch, so they change node costs
+
+
+def module_set(names: int | Iterable[str]) -> ModuleSet:
+    """Return these modules, without those that `moe` contains if it is among them."""
+    found = ModuleSet(names)
+    return ModuleSet(found & ~MODULES_OF_MOE) if found & Module.MOE.bit else found
+
+
+def default_overlaps(shard: N) -> N:
+    """Return the mask of the overlaps that cost nothing, which a layout has unless it says otherwise."""
+    mask: N = Overlap.GRADIENTS.bit + Overlap.WEIGHTS.bit * (shard == Shard.OPTIMIZER)
+    return mask
