@@ -24,7 +24,7 @@ from megaloom.examples.stdlib_gpt import stdlib_gpt
 from megaloom.planner.bounds.layouts import LowerBounds
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.layout import FIELDS, Layout
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.rules import violations
@@ -151,7 +151,7 @@ def test_what_is_fixed_stays() -> None:
         assert {name: getattr(p.layout, name) for name in fixed} == fixed
         assert p.layout.recompute is Recompute.FULL
     whole = evolve(got.best.layout, dp=1, cp=2)
-    only = found(TIED, "8xH100", WORK, **{name: getattr(whole, name) for name in Layout.__slots__ if name[0] != "_"})
+    only = found(TIED, "8xH100", WORK, **{name: getattr(whole, name) for name in FIELDS})
     assert only.best.layout == whole
     assert only.others == ()
 
