@@ -129,7 +129,7 @@ TRANSFORMER_ENGINE = Feature(
         ),
     },
     overlap={
-        "supported": coded(MICROBATCH_OVERLAPS, "Megatron-LM: --tp-comm-overlap, --overlap-moe-expert-parallel-comm")
+        "supported": coded(tuple(MICROBATCH_OVERLAPS), "Megatron-LM: --tp-comm-overlap, --overlap-moe-expert-parallel-comm")
     },
 )
 # Software before Megatron-Bridge.
