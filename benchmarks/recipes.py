@@ -19,7 +19,7 @@ from megaloom.planner.search.device_meshes import best_of_each_mesh
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import PROVEN_MESHES, SIMULATED, search
 from megaloom.planner.validate.run import Run
-from megaloom.planner.validate.runs import read
+from megaloom.planner.validate.run_files import read_runs
 from megaloom.planner.validate.scoring import priced_as
 
 SOURCES = ("megatron-bridge", "nemo-docs", "dgxc-benchmarking")
@@ -35,7 +35,7 @@ def degrees(x: Layout) -> Degrees:
 def recipes(path: str) -> list[list[Run]]:
     """The runs of each recipe. Models that lack layers for a benchmark's sake are none."""
     by: dict[tuple[object, ...], list[Run]] = defaultdict(list)
-    for run in read(path)[0]:
+    for run in read_runs(path)[0]:
         if run.source in SOURCES and run.step_seconds and "proxy" not in run.name:
             by[run.name, run.gpu, run.layout.world, run.workload].append(run)
     return list(by.values())

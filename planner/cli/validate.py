@@ -1,4 +1,4 @@
-"""`megaloom validate`: the cost model against runs that others published."""
+"""`megaloom validate`: compare the cost model with published training runs."""
 
 from __future__ import annotations
 
@@ -11,35 +11,32 @@ from cyclopts import Parameter
 
 
 def validate(
-    file: Path,
-    /,
     *files: Path,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     markdown: Annotated[bool, Parameter(negative="")] = False,
     by: Literal["group", "source", "kind"] = "group",
 ) -> None:
-    """Predict published training runs from model, hardware and layout alone, and print how far off that is.
+    """Predict published training runs from model, hardware and layout alone, and print the errors.
 
     Parameters
     ----------
-    file
-        JSON lines of runs, vTrain's table of sweeps, or the table of Megatron-LM's functional tests.
     files
-        More of them.
+        Files of published runs, one JSON object a line; without one, the runs that ship with megaloom.
     as_json
-        Print every score and every prediction as JSON and nothing else.
+        Print all scores and predictions as JSON.
     markdown
-        Print the scores as the table of a README.
+        Print the scores as a Markdown table.
     by
-        What has a line in that: each group (source, GPU, precision and model), each source, or each kind of runs that
-        has intervals of its own; of these also the score of those alone that nothing was fitted to.
+        Rows of that table: groups (source, GPU, precision and kind of model), sources, or classes of runs. A class has
+        an interval of its own, and also the scores of the models that no constant was fitted to.
     """
     from megaloom.dsl.show.printing import show
     from megaloom.planner.validate import scoreboard
+    from megaloom.planner.validate.run_files import shipped_files
     from megaloom.planner.validate.scoring import as_json as written
     from megaloom.planner.validate.scoring import validate as scored
 
-    found = scored(file, *files)
+    found = scored(*(files or shipped_files()))
     if as_json:
         json.dump(written(found), sys.stdout, indent=1)
         print()

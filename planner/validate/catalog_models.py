@@ -1,10 +1,11 @@
-"""Models of which a row says no more than the name: those of the examples, also as Hugging Face calls them."""
+"""Published models that are examples of megaloom, by their names, also as Hugging Face writes them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import lru_cache
 
 from attrs import frozen
 
@@ -12,11 +13,10 @@ from megaloom.dsl.catalog import examples, find
 from megaloom.dsl.graph import Model, graph
 from megaloom.planner.model.requirements import model_requirements
 
-from .run import Row, UnfitError, text
+from .run import UnfitError
 
-DIMENSIONS = ("layers", "hidden", "heads")  # without one of which a row describes no model
-# What a name has beside family and size: an owner, a tuning, a version of the weights, how long texts may be.
-BESIDE = re.compile(r"^.*/|^(meta|nvidia)(?=-)|-(base|instruct|chat|hf|it|pt|v0-[12]|\d+k)(?=-|$)")
+# Parts of a name beside family and size: owner, tuning, version of the weights, context length.
+_SUFFIX = re.compile(r"^.*/|^(meta|nvidia)(?=-)|-(base|instruct|chat|hf|it|pt|v0-[12]|\d+k)(?=-|$)")
 ALSO: Mapping[str, str] = {
     "llama31405b": "llama3-405b",
     "llama321b": "llama3-1b",
@@ -26,36 +26,33 @@ ALSO: Mapping[str, str] = {
 
 
 @frozen
-class Named:
-    """A model of the examples."""
+class NamedModel:
+    """A model of the examples, with its number of blocks and of experts."""
 
-    whole: Model
+    name: str
+    model: Model
     layers: int
     experts: int
 
-    def model(self, dropout: float = 0.0) -> Model:
-        """The model, with the dropout that it has."""
-        return self.whole
 
-
-def named(row: Row) -> Named | None:
-    """The model that a row names, if it says none of its dimensions. Raises UnfitError for one that is not known."""
-    if any(row.get(key) for key in DIMENSIONS):
-        return None
-    said, known = _plain(text(row, "model")), {_plain(name): name for name in examples()}
-    name = known.get(said) or ALSO.get(said)
-    if not name:
-        near = get_close_matches(said, known, 1, 0.8)
-        meant = f"; is {known[near[0]]} meant?" if near else ""
-        raise UnfitError(f"no {', '.join(DIMENSIONS)}, and {text(row, 'model') or 'no model'} is no example{meant}")
-    model, _ = find(name)
-    asked = model_requirements(graph(model))
-    return Named(model, asked.blocks, max((n for dim, n in asked.sizes("ep") if dim == "experts"), default=0))
+@lru_cache(maxsize=64)
+def named_example(name: str) -> NamedModel:
+    """Return the example that a name means, also as Hugging Face writes it. Raises UnfitError for an unknown name."""
+    plain, known = _plain(name), {_plain(example): example for example in examples()}
+    example = known.get(plain) or ALSO.get(plain)
+    if not example:
+        near = get_close_matches(plain, known, 1, 0.8)
+        meant = f"; did you mean {known[near[0]]}?" if near else ""
+        raise UnfitError(f"{name or 'a model without a name'} is no example of megaloom{meant}")
+    model, _ = find(example)
+    required = model_requirements(graph(model))
+    experts = max((n for dim, n in required.sizes("ep") if dim == "experts"), default=0)
+    return NamedModel(example, model, required.blocks, experts)
 
 
 def _plain(name: str) -> str:
-    """A name without what it has beside family and size, and without marks between these."""
+    """Return family and size alone, without separators."""
     plain = re.sub(r"[ ._]", "-", name.strip().lower())
-    while plain != (less := BESIDE.sub("", plain).strip("-")):
+    while plain != (less := _SUFFIX.sub("", plain).strip("-")):
         plain = less
     return plain.replace("-", "")

@@ -24,7 +24,7 @@ class Covered:
 
     kind: str
     fitted: int  # rows
-    spread: tuple[float, float] | None  # of measured / predicted
+    interval: tuple[float, float] | None  # of measured / predicted
     checked: int
     held: int
 

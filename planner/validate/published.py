@@ -1,213 +1,222 @@
-"""Rows of published runs, in the JSON lines whose fields their README describes."""
+"""Rows of the older schema of published runs: flat JSON objects with the fields of a table of runs.
+
+A row may give `profile`, `features`, `overlap` and the other settings that a record has. Where it does not, they are
+those of the shipped run with the same id, else the defaults of its framework (see `published_defaults`).
+"""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
+from typing import Any
 
-from attrs import evolve
+from attrs import frozen
 
 from megaloom.planner.contract.choices import ModuleSet, OverlapSet, Shard
-from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.workload import Workload
-from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.cost.profiles.frameworks import MEGATRON_BRIDGE
 
-from .catalog_models import Named, named
-from .decoder import Decoder
-from .framework_history import (
-    again,
-    framework_profile,
-    overlaps,
-    tuned,
-)
+from .catalog_models import named_example
+from .decoder import Decoder, LatentDims
+from .device_words import row_device, row_precision
 from .hybrid import Hybrid, hybrid
-from .run import (
-    LARGEST,
+from .published_defaults import MLA_RECOMPUTE, NO_EXPERT_TP, row_chunks, row_options, row_overlap, row_profile
+from .records import LeftOut, Measurement, MemoryKind, RunRecord, record_profile
+from .row_values import (
+    MAX_LAYERS,
     Row,
-    Run,
-    UnfitError,
-    figure,
-    recompute,
-    text,
-    whole,
-    yes,
+    row_flag,
+    row_integer,
+    row_number,
+    row_recompute,
+    row_text,
 )
-from .vocabulary import device, precision
+from .run import UnfitError
 
-TRAINED = ("", "pretrain", "pretraining", "pre-training", "sft", "memory only")  # a row's task; nothing is pre-training
-SWEEP = (
-    "source_group",
-    "model",
-    "gpu",
-    "num_gpus",
-    "gbs",
-    "seq_len",
-    "layers",
-    "framework",
-)  # what its runs have alike
-LATENT = ("q_lora", "kv_lora", "qk_nope", "qk_rope", "v")
+TASKS = ("", "pretrain", "pretraining", "pre-training", "sft", "memory only")  # "" is pre-training
+LATENT = {"q_lora": "q_rank", "kv_lora": "kv_rank", "qk_nope": "qk_nope", "qk_rope": "qk_rope", "v": "v"}
+QK_NORM = ("qwen3", "hy3")  # models with norms of queries and keys: their configurations at Hugging Face
 
 
-def published(row: Row) -> Run:
-    """A row of published runs, whose fields its README describes."""
-    if whole(row, "fsdp", 1) > 1 or "FSDP" in text(row, "zero_stage"):
-        raise UnfitError("weights are sharded (FSDP)")
-    if (task := text(row, "task")).lower() not in TRAINED:
-        raise UnfitError(f"{task} is no pre-training")
-    if (schedule := text(row, "schedule")).startswith(("ZB", "DualPipe")):
-        raise UnfitError(f"the schedule {schedule} is not megatron-core's")
-    note = text(row, "other")
-    if "offload" in note:
-        raise UnfitError("activations are offloaded")
-    decoder, gpu, computed = _decoder(row), text(row, "gpu"), precision(row)
-    row = {**row, "gpu": device(row), "precision_class": computed}
-    if isinstance(decoder, Named):
-        row |= {"layers": decoder.layers, "experts": decoder.experts}
-    layout, batch = _layout(row, note)
-    kind, memory = _memory(row)
-    seq, oom = whole(row, "seq_len"), text(row, "status").lower() == "oom"
-    seconds = figure(row, "step_time_s")
-    if seconds is None and (rate := figure(row, "tokens_per_s_per_gpu")):
-        seconds = batch * seq / (rate * layout.world)
-    if seconds is None and memory is None and not oom:
-        raise UnfitError("neither a step time nor memory was measured")
-    machine = _cluster(row, layout.world)
-    used = framework_profile(row, note)
-    said = (text(row, key) for key in SWEEP)
-    return Run(
-        id=text(row, "id"),
-        source=text(row, "source_group"),
-        name=text(row, "model"),
-        gpu=gpu,
-        sparse=bool(decoder.experts),
-        model=decoder.model(0.0 if used.attention.fused else 0.1),
-        layout=evolve(layout, overlaps=OverlapSet(overlaps(row, note, layout, used))),
-        cluster=machine,
-        workload=Workload(seq=seq, batch=batch, precision=computed),
-        profile=used,
-        step_seconds=seconds,
-        memory_gib=memory,
-        memory_kind=kind,
-        last_rank="last rank" in text(row, "memory_kind"),
-        oom=oom,
-        sweep=" ".join((*said, computed)),
+def published_record(row: Row, shipped: Mapping[str, RunRecord | LeftOut]) -> RunRecord:
+    """Return the record of a row. Raises UnfitError for a row that cannot be predicted."""
+    _check_supported(row)
+    twin = shipped.get(row_text(row, "id"))
+    if isinstance(twin, LeftOut) and "profile" not in row:
+        raise UnfitError(twin.reason)
+    row = {**(_settings(twin) if isinstance(twin, RunRecord) else {}), **row}
+    model, device, precision = _model(row), row_device(row), row_precision(row)
+    profile, features = row_profile(row, device, precision)
+    if model.example:
+        row |= {"layers": model.layers, "experts": model.experts}
+    layout, batch = _layout(row, profile)
+    seq = row_integer(row, "seq_len")
+    return RunRecord(
+        id=row_text(row, "id"),
+        source=row_text(row, "source_group"),
+        reference=row_text(row, "source"),
+        model=row_text(row, "model"),
+        decoder=model.decoder,
+        hybrid=model.hybrid,
+        example=model.example,
+        dropout=0.0 if record_profile(profile, features).attention.fused else 0.1,
+        gpu=row_text(row, "gpu"),
+        device=device,
+        devices=layout.world,
+        network=twin.network if isinstance(twin, RunRecord) else None,
+        framework=row_text(row, "framework"),
+        framework_version=row_text(row, "framework_version"),
+        profile=profile,
+        features=features,
+        precision=precision,
+        sequence_length=seq,
+        global_batch=batch,
+        layout=layout,
+        measured=_measurement(row, batch * seq / layout.world),
     )
 
 
-# Models whose queries and keys pass norms of their own: their configurations at Hugging Face, NeMo AutoModel's hy_v3.
-NORMED = r"qwen3|hy3"
+def _check_supported(row: Row) -> None:
+    """Raise UnfitError for a run that the planner does not model."""
+    if row_integer(row, "fsdp", 1) > 1 or "FSDP" in row_text(row, "zero_stage"):
+        raise UnfitError("weights are sharded (FSDP)")
+    if (task := row_text(row, "task")).lower() not in TASKS:
+        raise UnfitError(f"{task} is no pre-training")
+    if (schedule := row_text(row, "schedule")).startswith(("ZB", "DualPipe")):
+        raise UnfitError(f"the schedule {schedule} is not megatron-core's")
 
 
-def _decoder(row: Row) -> Decoder | Hybrid | Named:
-    arch = text(row, "arch")
+def _settings(twin: RunRecord) -> dict[str, Any]:
+    """Return the settings of a shipped run as fields of a row."""
+    layout = twin.layout
+    recompute = f"{layout.recompute}:{','.join(map(str, layout.recompute_modules))}"
+    return {
+        "profile": twin.profile,
+        "features": list(twin.features),
+        "overlap": list(map(str, layout.overlaps)),
+        "recompute": recompute.rstrip(":"),
+        "vpp": layout.vpp,
+        "etp": layout.etp,
+    }
+
+
+@frozen(kw_only=True)
+class _RowModel:
+    """The model of a row in one of the three forms that a record has."""
+
+    decoder: Decoder | None = None
+    hybrid: Hybrid | None = None
+    example: str = ""
+    layers: int = 0
+    experts: int = 0
+
+
+def _model(row: Row) -> _RowModel:
+    arch = row_text(row, "arch")
     if "hybrid" in arch:
-        return hybrid(row)
+        return _RowModel(hybrid=hybrid(row))
     if "single" in arch:
         raise UnfitError(f"{arch} is not described well enough")
-    if known := named(row):
-        return known
+    if not any(row.get(key) for key in ("layers", "hidden", "heads")):
+        example = named_example(row_text(row, "model"))
+        return _RowModel(example=example.name, layers=example.layers, experts=example.experts)
     if missing := [key for key in ("layers", "hidden", "heads", "seq_len") if not row.get(key)]:
         raise UnfitError(f"no {', '.join(missing)}")
-    gpt, hidden = "GELU" in arch, whole(row, "hidden")
-    found = Decoder(
-        layers=whole(row, "layers", most=LARGEST),
+    gpt, hidden = "GELU" in arch, row_integer(row, "hidden")
+    decoder = Decoder(
+        layers=row_integer(row, "layers", most=MAX_LAYERS),
         hidden=hidden,
-        heads=whole(row, "heads"),
-        kv_heads=whole(row, "kv_heads", 0) or None,
-        head_dim=None if row.get("mla") else whole(row, "head_dim", 0) or None,
-        ffn=whole(row, "ffn", 4 * hidden),
-        vocab=whole(row, "vocab", 51200),
+        heads=row_integer(row, "heads"),
+        kv_heads=row_integer(row, "kv_heads", 0) or None,
+        head_dim=None if row.get("mla") else row_integer(row, "head_dim", 0) or None,
+        ffn=row_integer(row, "ffn", 4 * hidden),
+        vocab=row_integer(row, "vocab", 51200),
         gated=not gpt,
-        learned=gpt,
-        positions=whole(row, "seq_len"),
-        experts=whole(row, "experts", 0, LARGEST),
-        top_k=whole(row, "topk", 0),
-        expert_ffn=whole(row, "expert_ffn", 0),
-        shared_ffn=whole(row, "shared_expert_ffn", 0),
-        dense_layers=whole(row, "dense_layers", 0, LARGEST),
-        alternate="every 2nd" in arch,
-        window=128 if "128-token sliding" in arch else None,
-        normed=bool(re.match(NORMED, text(row, "model"))),
-        clamped="gpt-oss" in text(row, "model"),
-        latent=_latent(row.get("mla")),
-        ahead=whole(row, "mtp_layers", 0, LARGEST),
+        gpt=gpt,
+        max_positions=row_integer(row, "seq_len"),
+        experts=row_integer(row, "experts", 0, MAX_LAYERS),
+        top_k=row_integer(row, "topk", 0),
+        expert_ffn=row_integer(row, "expert_ffn", 0),
+        shared_ffn=row_integer(row, "shared_expert_ffn", 0),
+        dense_layers=row_integer(row, "dense_layers", 0, MAX_LAYERS),
+        alternate_experts="every 2nd" in arch,
+        sliding_window=128 if "128-token sliding" in arch else None,
+        qk_norm=row_text(row, "model").startswith(QK_NORM),
+        clamped_experts="gpt-oss" in row_text(row, "model"),
+        latent_attention=_latent(row.get("mla")),
+        mtp_layers=row_integer(row, "mtp_layers", 0, MAX_LAYERS),
     )
-    return found if gpt else found.nearest(figure(row, "params_b"))
+    return _RowModel(decoder=decoder if gpt else decoder.nearest(row_number(row, "params_b")))
 
 
-def _latent(said: object) -> tuple[tuple[str, int], ...]:
-    """Ranks and channels of latent attention; without a rank of its own a query is not compressed."""
-    if not said:
-        return ()
-    if not isinstance(said, dict):
-        raise UnfitError(f"mla of {said!r:.40} is no table of {', '.join(LATENT)}")
-    return tuple((key, whole(said, key, 0 if key == "q_lora" else None)) for key in LATENT)
+def _latent(ranks: object) -> LatentDims | None:
+    """Return ranks and channels of latent attention."""
+    if not ranks:
+        return None
+    if not isinstance(ranks, dict):
+        raise UnfitError(f"mla of {ranks!r:.40} is no table of {', '.join(LATENT)}")
+    return LatentDims(**{name: row_integer(ranks, key, 0 if key == "q_lora" else None) for key, name in LATENT.items()})
 
 
-def _layout(row: Row, note: str) -> tuple[Layout, int]:
-    """The layout, and the sequences of a step."""
+def _layout(row: Row, profile: str) -> tuple[Layout, int]:
+    """Return the layout, and the sequences of a step."""
     if missing := [key for key in ("tp", "pp") if not row.get(key)]:
         raise UnfitError(f"no {', '.join(missing)}")
-    tp, pp, cp = (whole(row, key, 1) for key in ("tp", "pp", "cp"))
-    world = whole(row, "num_gpus", tp * pp * cp * whole(row, "dp", 0))
+    tp, pp, cp = (row_integer(row, key, 1) for key in ("tp", "pp", "cp"))
+    world = row_integer(row, "num_gpus", tp * pp * cp * row_integer(row, "dp", 0))
     if not world:
         raise UnfitError("no num_gpus")
     if world % (tp * pp * cp):
         raise UnfitError(f"tp {tp} x pp {pp} x cp {cp} needs a multiple of {tp * pp * cp} GPUs, not {world}")
-    sparse = whole(row, "experts", 0) > 0
-    ep = whole(row, "ep", 1) if sparse else 1
-    undivided = not sparse or ep > 1 or "expert_tensor_parallel_size=1" in note
-    etp = whole(row, "etp", 1 if undivided else tp) if sparse else 1
-    dp, mbs = world // (tp * pp * cp), whole(row, "mbs", 1)
-    gbs = whole(row, "gbs", dp * mbs * whole(row, "grad_accum", 0))
-    if not gbs:
+    sparse = row_integer(row, "experts", 0) > 0
+    ep = row_integer(row, "ep", 1) if sparse else 1
+    dp, micro_batch = world // (tp * pp * cp), row_integer(row, "mbs", 1)
+    batch = row_integer(row, "gbs", dp * micro_batch * row_integer(row, "grad_accum", 0))
+    if not batch:
         raise UnfitError("no gbs")
-    mode, modules = recompute(again(row))
+    recipe = MLA_RECOMPUTE if profile == MEGATRON_BRIDGE.name and row.get("mla") else None
+    recompute, modules = row_recompute(row.get("recompute", recipe))
+    sequence_parallel = row_flag(row, "sp") and tp > 1
     layout = Layout(
         dp=dp,
         tp=tp,
         pp=pp,
         cp=cp,
         ep=ep,
-        etp=etp,
-        vpp=_chunks(row, pp) if pp > 1 else 1,
-        micro_batch=mbs,
-        sequence_parallel=yes(row, "sp") and tp > 1,
-        shard=Shard(yes(row, "dist_optimizer", default=True)),
-        recompute=mode,
+        etp=row_integer(row, "etp", 1 if ep > 1 or NO_EXPERT_TP in row_options(row) else tp) if sparse else 1,
+        vpp=row_chunks(row, pp, profile) if pp > 1 else 1,
+        micro_batch=micro_batch,
+        sequence_parallel=sequence_parallel,
+        shard=Shard(row_flag(row, "dist_optimizer", default=True)),
+        recompute=recompute,
         recompute_modules=ModuleSet(modules),
+        overlaps=OverlapSet(row_overlap(row, profile, sequence_parallel)),
     )
-    return layout, gbs
+    return layout, batch
 
 
-def _chunks(row: Row, pp: int) -> int:
-    """Model chunks a rank. NVIDIA's own recipes interleave layer by layer where they name no number of chunks."""
-    layers = whole(row, "layers")
-    return whole(row, "vpp", layers // pp if tuned(row) and layers % pp == 0 else 1, LARGEST)
-
-
-# Of Omni-Path's 100 Gb/s NCCL gets 40.5 in an all-reduce of 4 GB over four nodes. It uses two of the four ports of a
-# node, by its log one for GPUs 0 to 3 and one for GPU 7 (github.com/bigscience-workshop/bigscience,
-# experiments/bandwidth: n4_a100_all_reduce_bench.txt, all_reduce_bench-a100-n4.txt).
-OMNI_PATH, PORTS = 0.4, 2
-
-
-def _cluster(row: Row, world: int) -> Cluster:
-    """The cluster, with the network that the row names if that is slower than a GPU of this kind usually has."""
-    made = cluster(f"{world}x{text(row, 'gpu')}")
-    port = re.search(r"Omni-Path (\d+)Gb/s per (\d+)-GPU node", text(row, "interconnect"))
-    if not port:
-        return made
-    speed, gpus = map(int, port.groups())
-    return evolve(
-        made, inter=evolve(made.inter, name="Omni-Path", bandwidth=PORTS * speed * 1e9 / 8 / gpus, efficiency=OMNI_PATH)
+def _measurement(row: Row, tokens_per_device: float) -> Measurement:
+    """Return what was measured. Raises UnfitError for a row with neither time nor memory."""
+    seconds, rate = row_number(row, "step_time_s"), row_number(row, "tokens_per_s_per_gpu")
+    if seconds is None and rate:
+        seconds = tokens_per_device / rate
+    kind, memory = _memory(row)
+    out_of_memory = row_text(row, "status").lower() == "oom"
+    if seconds is None and memory is None and not out_of_memory:
+        raise UnfitError("neither a step time nor memory was measured")
+    return Measurement(
+        step_seconds=seconds,
+        memory_gib=memory,
+        memory_kind=kind,
+        last_rank="last rank" in row_text(row, "memory_kind"),
+        out_of_memory=out_of_memory,
     )
 
 
-def _memory(row: Row) -> tuple[str, float | None]:
-    """What was measured of memory: the kind, and GiB."""
-    said, value = text(row, "memory_kind"), figure(row, "memory_gb")
-    if value is None or re.search("computed|estimated|one layer", said):
-        return "", None
-    kind = "device" if "smi" in said else "reserved" if "reserved" in said else "allocated"
-    return kind, value
+def _memory(row: Row) -> tuple[MemoryKind | None, float | None]:
+    """Return the kind of the measured memory, and its GiB. Computed values are not measurements."""
+    words, value = row_text(row, "memory_kind"), row_number(row, "memory_gb")
+    if value is None or any(word in words for word in ("computed", "estimated", "one layer")):
+        return None, None
+    if "smi" in words:
+        return MemoryKind.DEVICE, value
+    return MemoryKind.RESERVED if "reserved" in words else MemoryKind.ALLOCATED, value

@@ -68,7 +68,7 @@ def intervals(found: Validation) -> RenderableType:
     for name in ("rows", "from", "to", "to check", "held"):
         table.add_column(name, justify="right")
     for x in coverage(found.rows):
-        ends = ["", ""] if x.spread is None else [f"{end:.2f}" for end in x.spread]
+        ends = ["", ""] if x.interval is None else [f"{end:.2f}" for end in x.interval]
         table.add_row(x.kind, str(x.fitted), *ends, str(x.checked), percent(x.held / x.checked) if x.checked else "")
     head = Text(
         "\nMeasured / predicted in one half of the models, and runs of the other that the intervals hold", "bold"

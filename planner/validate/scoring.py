@@ -28,7 +28,7 @@ from megaloom.planner.simulate.intervals import OTHER, interval, run_class
 from megaloom.planner.simulate.prediction import Priced
 
 from .run import Run, Skipped
-from .runs import read
+from .run_files import read_runs
 from .stage_assignment import by_weights, evenly, filled
 
 # The rules without which a layout has no price.
@@ -106,13 +106,20 @@ class Validation:
 
 def validate(*paths: str | Path) -> Validation:
     """The cost model against the runs of these files. Raises UserError for a file without runs."""
-    predicted: list[Predicted] = []
+    runs: list[Run] = []
     skipped: list[Skipped] = []
     for path in paths:
-        runs, left = read(path)
+        found, left = read_runs(path)
+        runs += found
         skipped += left
-        predicted += _predicted(runs, skipped)
-    return Validation(tuple(_groups(predicted, skipped)), tuple(predicted), tuple(skipped))
+    return score(runs, skipped)
+
+
+def score(runs: Iterable[Run], skipped: Iterable[Skipped] = ()) -> Validation:
+    """Predict runs and return their scores. Runs without a price join the skipped rows."""
+    left = list(skipped)
+    predicted = list(_predicted(runs, left))
+    return Validation(tuple(_groups(predicted, left)), tuple(predicted), tuple(left))
 
 
 def _predicted(runs: Iterable[Run], skipped: list[Skipped]) -> Iterator[Predicted]:

@@ -17,8 +17,6 @@ from typing import Any
 from .golden_cases import CASES, QUICK, Case
 
 ROOT = Path(__file__).parents[2]
-DATA = ROOT.parent / "shared" / "data"  # the folder of published training runs
-RUNS = ("published_runs.jsonl", "megatron_functional_runs.tsv", "vtrain_a100_runs.csv")
 PREDICTIONS = ROOT / "tests" / "golden" / "predictions"
 PLANS = PREDICTIONS / "plans.jsonl"
 VALIDATION = PREDICTIONS / "validation.jsonl"
@@ -135,13 +133,16 @@ def _layout(layout: Any) -> dict[str, Any]:
     return said
 
 
-def validation(data: Path = DATA) -> dict[str, dict[str, Any]]:
-    """Predict every published run and return a record of each; skipped rows are only named."""
+def validation() -> dict[str, dict[str, Any]]:
+    """Predict every published run that ships with megaloom and return its record; skipped rows are only named."""
+    from megaloom.planner.validate.run_files import FITTED_FROM, shipped_files
     from megaloom.planner.validate.scoring import validate
 
     records: dict[str, dict[str, Any]] = {}
-    for name in RUNS:
-        found, stem = validate(data / name), Path(name).stem
+    for path in shipped_files():
+        if (stem := path.stem) not in FITTED_FROM:
+            continue
+        found = validate(path)
         for row in found.rows:
             records[f"{stem}/{row.run.id}"] = {
                 "step_seconds": row.step_seconds,
@@ -221,11 +222,10 @@ def main() -> int:
     what.add_argument("--check", action="store_true", help="compare with the recorded predictions")
     what.add_argument("--update", action="store_true", help="record the predictions anew")
     parser.add_argument("--quick", action="store_true", help="only the few plans of the test suite")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of the published runs (%(default)s)")
     asked = parser.parse_args()
     began = time.perf_counter()
     planned = plans(QUICK if asked.quick else CASES)
-    predicted = {} if asked.quick else validation(asked.data)
+    predicted = {} if asked.quick else validation()
     if asked.update:
         write(PLANS, (read(PLANS) if asked.quick else {}) | planned)
         if not asked.quick:

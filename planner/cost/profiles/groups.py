@@ -11,7 +11,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from attrs import evolve, field, fields_dict, frozen
+from attrs import evolve, field, fields, fields_dict, frozen
 
 from megaloom.planner.contract.choices import Overlap
 
@@ -237,3 +237,40 @@ def _changed(group: Any, changes: Changes) -> Any:
             new = {name: one.value for name, one in figure.items()}
             values[key] = MappingProxyType({**getattr(group, key), **new})
     return evolve(group, **values) if values else group
+
+
+@frozen
+class ProfileFigure:
+    """One value of a profile, as a row of a table."""
+
+    group: str
+    setting: str  # of memory passes, with the kind of kernel: "memory_passes gate"
+    value: Any
+    unit: str
+    meaning: str
+    kind: FigureKind
+    source: str
+
+
+def profile_figures(profile: FrameworkProfile) -> list[ProfileFigure]:
+    """Return every value of a profile with its unit, kind and source: the last feature that sets it, or the default."""
+    figures = []
+    for group in GROUPS:
+        for setting_ in fields(type(getattr(profile, group))):
+            meta = setting_.metadata
+            for name, figure in _origins(profile, group, setting_.name, meta["figure"]).items():
+                path = f"{setting_.name} {name}".strip()
+                row = (group, path, figure.value, meta["unit"], meta["meaning"], figure.kind, figure.source)
+                figures.append(ProfileFigure(*row))
+    return figures
+
+
+def _origins(profile: FrameworkProfile, group: str, setting_: str, default: Figure) -> dict[str, Figure]:
+    """Return the figure of a setting, or those of each kind of kernel."""
+    found: dict[str, Figure] = {"": default}
+    for feature in profile.features:
+        change = getattr(feature, group).get(setting_, {})
+        found |= {"": change} if isinstance(change, Figure) else change
+    if len(found) > 1:
+        del found[""]
+    return found

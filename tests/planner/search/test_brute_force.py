@@ -50,7 +50,7 @@ def model(kind: str, layers: int) -> Graph:
         case "sparse":
             return graph(mixtral("sparse", layers=layers, heads=4, kv_heads=2, embed=64, ff=96, experts=4, vocab=512))
         case "ahead":
-            return graph(Decoder(layers=layers, hidden=96, heads=6, kv_heads=3, ffn=192, vocab=512, ahead=1).model())
+            return graph(Decoder(layers=layers, hidden=96, heads=6, kv_heads=3, ffn=192, vocab=512, mtp_layers=1).model())
     return graph(llama("dense", layers=layers, heads=6, kv_heads=3, embed=96, ff=192, vocab=512))
 
 

@@ -1,8 +1,4 @@
-"""Runs that no constant was fitted to and nobody looked at before they were scored, and words that tables have.
-
-`data/other_runs.jsonl` holds figures of published runs that are not in `data/published_runs.jsonl`'s collection, each
-with its source.
-"""
+"""Runs that no constant was fitted to, and rows of the older schema in other words."""
 
 from __future__ import annotations
 
@@ -15,35 +11,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaloom.planner.validate.catalog_models import named
-from megaloom.planner.validate.run import UnfitError, yes
-from megaloom.planner.validate.runs import read
+from megaloom.planner.validate.catalog_models import named_example
+from megaloom.planner.validate.device_words import row_device, row_precision
+from megaloom.planner.validate.records import RunRecord, read_record, record_line
+from megaloom.planner.validate.row_values import row_flag
+from megaloom.planner.validate.run import UnfitError
+from megaloom.planner.validate.run_files import DATA, OTHER, shipped_records
 from megaloom.planner.validate.scoreboard import By, markdown
 from megaloom.planner.validate.scoring import validate
-from megaloom.planner.validate.vocabulary import device, precision
 from megaloom.runtime.cli.main import main
-from tests.support.paths import TESTS
+from tests.support.published import older_rows
 
-OTHER = TESTS / "data" / "other_runs.jsonl"
-ROWS = [json.loads(line) for line in OTHER.read_text().splitlines()]
-DENSE, SPARSE = (next(r for r in ROWS if ("experts" in r) is sparse) for sparse in (False, True))
+RUNS = DATA / f"{OTHER}.jsonl"
+ROWS = {row["id"]: row for row in older_rows()}
+DENSE, SPARSE, LLAMA = (ROWS[f"other-megatron-bridge-{n}"] for n in ("003", "001", "033"))
 
 
 def test_every_row_has_a_source_and_a_figure_of_its_own() -> None:
-    assert len(ROWS) >= 150
-    assert len({r["id"] for r in ROWS}) == len(ROWS)
-    assert all("https://" in r["source"] and r["step_time_s"] > 0 for r in ROWS)
+    records = [read_record(line) for line in RUNS.read_text().splitlines()]
+    assert len(records) >= 150
+    assert len({r.id for r in records}) == len(records)
+    for r in records:
+        assert isinstance(r, RunRecord) and "https://" in r.reference and (r.measured.step_seconds or 0) > 0
 
 
 def test_all_are_read_and_most_took_what_was_predicted_at_the_least_and_at_the_most() -> None:
     """The intervals are to hold nine of ten."""
-    found = validate(OTHER)
+    found = validate(RUNS)
     assert not found.skipped
     assert 0.8 <= mean(p.held for p in found.rows) <= 0.99
     table = markdown(found, By.SOURCE).splitlines()
-    assert [line.split(" | ")[0] for line in table[2:]] == [
-        f"| {name}" for name in (*sorted({r["source_group"] for r in ROWS}), "all")
-    ]
+    sources = {p.run.source for p in found.rows}
+    assert [line.split(" | ")[0] for line in table[2:]] == [f"| {name}" for name in (*sorted(sources), "all")]
 
 
 def row(tmp_path: Path, changed: dict[str, Any]) -> Any:
@@ -86,13 +85,13 @@ def test_how_a_row_is_written_does_not_matter(sample: dict[str, Any], tmp_path: 
     ],
 )
 def test_a_device_in_other_words(said: str, kind: str) -> None:
-    assert device({"gpu": said}) == kind
+    assert row_device({"gpu": said}) == kind
 
 
 def test_a_device_of_other_memory_is_none_of_ours() -> None:
-    assert device({"gpu": "A100", "gpu_mem_gb": 40}) == "A100-40GB"
+    assert row_device({"gpu": "A100", "gpu_mem_gb": 40}) == "A100-40GB"
     with pytest.raises(UnfitError, match="a V100 of 16 GB: ours has 32 GiB"):
-        device({"gpu": "V100-16GB"})
+        row_device({"gpu": "V100-16GB"})
 
 
 @pytest.mark.parametrize(
@@ -108,7 +107,7 @@ def test_a_device_of_other_memory_is_none_of_ours() -> None:
     ],
 )
 def test_a_precision_in_other_words(said: str, kind: str) -> None:
-    assert precision({"precision": said}) == kind
+    assert row_precision({"precision": said}) == kind
 
 
 @pytest.mark.parametrize(
@@ -124,18 +123,17 @@ def test_a_precision_in_other_words(said: str, kind: str) -> None:
     ],
 )
 def test_a_model_may_be_named_alone(said: str, name: str) -> None:
-    found = named({"model": said})
-    assert found is not None and found.whole.name == name
+    assert named_example(said).model.name == name
 
 
 def test_a_model_that_is_no_example_needs_its_dimensions() -> None:
-    with pytest.raises(UnfitError, match="no layers, hidden, heads, and llama3-70 is no example; is llama3-70b meant"):
-        named({"model": "llama3-70"})
+    with pytest.raises(UnfitError, match="llama3-70 is no example of megaloom; did you mean llama3-70b"):
+        named_example("llama3-70")
 
 
 def test_a_named_model_is_predicted_as_its_dimensions_are(tmp_path: Path) -> None:
     """Llama 3 8B by its dimensions, and by its name; and a mixture, whose experts are divided."""
-    sample = next(r for r in ROWS if r["model"] == "llama3-8b")
+    sample = LLAMA
     none = dict.fromkeys(("arch", "params_b", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"))
     assert row(tmp_path, {**sample, **none}).step_seconds == row(tmp_path, sample).step_seconds
     mixture = {**sample, **none, "model": "mistralai/Mixtral-8x7B-v0.1", "ep": 8, "cp": 1, "mbs": 1}
@@ -144,8 +142,8 @@ def test_a_named_model_is_predicted_as_its_dimensions_are(tmp_path: Path) -> Non
 
 @given(st.sampled_from([True, "true", "True", 1, 1.0]), st.sampled_from([False, "false", "False", 0, 0.0]))
 def test_truths_in_words(true: object, false: object) -> None:
-    assert yes({"sp": true}, "sp") and not yes({"sp": false}, "sp", default=True)
-    assert yes({}, "sp", default=True) and not yes({"sp": None}, "sp")
+    assert row_flag({"sp": true}, "sp") and not row_flag({"sp": false}, "sp", default=True)
+    assert row_flag({}, "sp", default=True) and not row_flag({"sp": None}, "sp")
 
 
 def test_recomputed_modules_may_be_a_list(tmp_path: Path) -> None:
@@ -158,7 +156,8 @@ def test_recomputed_modules_may_be_a_list(tmp_path: Path) -> None:
 
 def test_json_of_several_files_is_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """No figure is infinite or none, whatever was not measured; rows that are left out have no prediction."""
-    tested, mixed = OTHER.with_name("megatron_functional_runs.tsv"), tmp_path / "mixed.jsonl"
+    tested, mixed = tmp_path / "tested.jsonl", tmp_path / "mixed.jsonl"
+    tested.write_text(record_line(shipped_records()["bert_mcore_tp1_pp2/dev_dgx_a100"]))
     oom = {**DENSE, "id": "oom", "status": "oom", "step_time_s": None, "tokens_per_s_per_gpu": None}
     mixed.write_text("\n".join(map(json.dumps, (DENSE, oom, {**DENSE, "id": "left", "gpu": "H20"}))))
     assert main(["validate", str(mixed), str(tested), "--json"]) == 0
@@ -169,4 +168,4 @@ def test_json_of_several_files_is_json(capsys: pytest.CaptureFixture[str], tmp_p
     assert rows[DENSE["id"]]["measured_step_seconds"] == DENSE["step_time_s"]
     assert rows["oom"]["measured_step_seconds"] is None and rows["oom"]["predicted_memory_gib"] > 0
     assert "left" not in rows
-    assert sum(g["rows"] for g in said["groups"]) == len(said["rows"]) == 2 + len(read(tested)[0])
+    assert sum(g["rows"] for g in said["groups"]) == len(said["rows"]) == 3

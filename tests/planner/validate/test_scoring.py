@@ -1,7 +1,4 @@
-"""The cost model against runs that others published, and the scores themselves.
-
-`data/published_runs.jsonl` is a selection of published rows, each with its source.
-"""
+"""The cost model against published training runs, and the scores themselves."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ from megaloom.dsl import UserError, params
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision
-from megaloom.planner.validate.run import Run
-from megaloom.planner.validate.runs import read
+from megaloom.planner.validate.records import record_line
+from megaloom.planner.validate.run_files import read_runs, shipped_records
 from megaloom.planner.validate.scoring import (
     Predicted,
     as_json,
@@ -32,20 +29,14 @@ from megaloom.planner.validate.scoring import (
     validate,
 )
 from megaloom.runtime.cli.main import main
-from tests.support.paths import TESTS
-
-RUNS = TESTS / "data" / "published_runs.jsonl"
-VTRAIN = "params,gpus,gbs,mbs,hidden,heads,layers,seq,tp,dp,pp,ms\n3.6,64,512,8,3072,32,30,2048,1,64,1,3566.5\n"
-TESTED = RUNS.with_name("megatron_functional_runs.tsv")  # of NVIDIA/Megatron-LM, golden values of functional tests
-
-
-def rows() -> dict[str, Run]:
-    return {run.id: run for run in read(RUNS)[0]}
+from tests.support.published import OLDER, older_rows, sample_reasons, sample_runs
 
 
 def test_the_classic_runs_on_a100s_are_predicted() -> None:
     """Narayanan et al., SC21, table 1, and Korthikanti et al., table 5: 1.7 to 1008 billion parameters."""
-    errors = [abs(predict(run).time_error or 0.0) for run in rows().values() if run.source in ("sc21", "korthikanti")]
+    errors = [
+        abs(predict(run).time_error or 0.0) for run in sample_runs().values() if run.source in ("sc21", "korthikanti")
+    ]
     assert len(errors) >= 14
     assert median(errors) < 0.05
     assert p90(errors) < 0.10
@@ -53,47 +44,38 @@ def test_the_classic_runs_on_a100s_are_predicted() -> None:
 
 def test_pipelines_of_many_depths_are_predicted_in_time_and_memory() -> None:
     """1F1B and interleaved runs of Qi et al. (zero bubble, arXiv:2401.10241) on 8 to 32 A100s."""
-    found = [predict(run) for run in rows().values() if run.source == "zero-bubble"]
+    found = [predict(run) for run in sample_runs().values() if run.source == "zero-bubble"]
     assert len(found) >= 12
     assert median(abs(p.time_error or 0.0) for p in found) < 0.05
     assert median(abs(p.memory_error or 0.0) for p in found) < 0.05
 
 
 def test_a_row_becomes_the_model_and_the_layout_that_were_run() -> None:
-    run = rows()["sc21-002"]
+    run = sample_runs()["sc21-002"]
     assert run.layout == Layout(dp=32, tp=2, micro_batch=16, recompute=Recompute.FULL, overlaps=())
     assert run.workload.precision is Precision.FP16
     assert params(run.model) == pytest.approx(3.6e9, rel=0.02)
     assert not run.profile.attention.fused
-    sparse = rows()["simumax-005"]
+    sparse = sample_runs()["simumax-005"]
     assert sparse.sparse and sparse.layout.ep == 8
 
 
 def test_rows_that_cannot_be_predicted_say_why() -> None:
-    reasons = {s.id: s.reason for s in read(RUNS)[1]}
+    reasons = sample_reasons()
     assert reasons["llm-foundry-001"] == "weights are sharded (FSDP)"
     assert "ZB-" in "".join(reasons.values())
     assert "no pre-training" in reasons["megatron-lm-tests-018"]
 
 
-def test_what_was_measured_does_not_change_what_is_predicted(tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in RUNS.read_text().splitlines()][:3]
-    other = tmp_path / "other.jsonl"
-    told = ("step_time_s", "tokens_per_s_per_gpu", "memory_gb")
-    other.write_text("\n".join(json.dumps({**r, **{k: 1.5 for k in told if k in r}}) for r in lines))
-    assert [predict(run).step_seconds for run in read(other)[0]] == [
-        predict(rows()[str(r["id"])]).step_seconds for r in lines
-    ]
+def test_what_was_measured_does_not_change_what_is_predicted() -> None:
+    for id in ("sc21-001", "megatron-bridge-007"):
+        run = sample_runs()[id]
+        other = evolve(run, step_seconds=1.5, memory_gib=1.5, memory_kind=run.memory_kind or "allocated")
+        assert predict(other).step_seconds == predict(run).step_seconds
 
 
-def test_the_other_two_formats(tmp_path: Path) -> None:
-    sweep = tmp_path / "sweep.csv"
-    sweep.write_text(VTRAIN)
-    (run,) = read(sweep)[0]
-    assert (run.layout.world, run.step_seconds) == (64, 3.5665)
-    run = next(
-        run for run in read(TESTED)[0] if run.id == "gpt3_mcore_te_tp1_pp4_vp1_resume_torch_decoupled_lr/dev_dgx_h100"
-    )
+def test_megatron_lms_test_with_chunks() -> None:
+    run = sample_runs()["gpt3_mcore_te_tp1_pp4_vp1_resume_torch_decoupled_lr/dev_dgx_h100"]
     assert (run.layout.pp, run.layout.vpp, run.layout.dp, run.memory_kind) == (4, 3, 2, "allocated")
     assert run.step_seconds is None
 
@@ -101,7 +83,7 @@ def test_the_other_two_formats(tmp_path: Path) -> None:
 def test_what_megatron_lms_own_tests_allocate() -> None:
     """Attention fused, not, latent; all computed again, fp16, chunks, divided sequences, experts, a BERT, 7 billion;
     norms of queries and keys, a fused loss, tests that need not repeat to the bit, torch's softmax."""
-    found = [predict(run) for run in read(TESTED)[0]]
+    found = [predict(run) for run in sample_runs().values() if run.source == "megatron-functional"]
     assert len(found) == 21
     assert max(abs(p.memory_error or 0.0) for p in found) < 0.036
     assert median(abs(p.memory_error or 0.0) for p in found) < 0.015
@@ -110,38 +92,38 @@ def test_what_megatron_lms_own_tests_allocate() -> None:
 
 def test_hybrids_of_mamba_are_read_and_predicted() -> None:
     """Nemotron-H 56B, whose layers are counted, and Nemotron 3 Nano, whose order is known by its name."""
-    read_ = rows()
+    read_ = sample_runs()
     found = {id: predict(read_[id]) for id in ("dgxc-benchmarking-010", "megatron-bridge-027", "megatron-bridge-110")}
     sizes = [params(p.run.model) / 1e9 for p in found.values()]
     assert sizes == [pytest.approx(56.3, abs=0.1), pytest.approx(31.6, abs=0.1), pytest.approx(31.6, abs=0.1)]
     assert [p.run.sparse for p in found.values()] == [False, True, True]
     assert all(abs(p.time_error or 1.0) < 0.05 for p in found.values())
-    reasons = {s.id: s.reason for s in read(RUNS)[1]}
+    reasons = sample_reasons()
     assert reasons["megatron-bridge-015"] == "hybrid-mamba-latent-moe is not described well enough"
 
 
 def test_runs_that_ran_out_of_memory_are_told_from_those_that_fill_it() -> None:
     """Three of BLOOM's benchmarks did; of NVIDIA's that ran some fill their GPUs, one in a graph of the iteration."""
     ran = ("bigscience-bloom-0", "bigscience-bloom-122", "megatron-bridge-0")
-    found = {run.id: predict(run) for run in rows().values() if run.id.startswith(ran)}
+    found = {run.id: predict(run) for run in sample_runs().values() if run.id.startswith(ran)}
     out = {id for id, p in found.items() if p.oom}
     assert len(out) == 3 and out == {id for id, p in found.items() if p.run.oom}
     full = {id for id, p in found.items() if p.memory_gib * 2**30 > 0.85 * p.run.cluster.device.nbytes} - out
     assert full >= {f"megatron-bridge-0{n}" for n in ("07", "35", "87", "88")}
-    assert "graphs" in priced_as(rows()["megatron-bridge-007"]).prediction.nbytes[0]
+    assert "graphs" in priced_as(sample_runs()["megatron-bridge-007"]).prediction.nbytes[0]
 
 
 @pytest.mark.parametrize("text", ["", "hello", "{broken"])
 def test_a_file_without_runs_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "runs"
     path.write_text(text)
-    with pytest.raises(UserError, match=r"runs|JSON"):
-        read(path)
+    with pytest.raises(UserError, match=r"rows of training runs"):
+        read_runs(path)
 
 
 ODD = st.sampled_from([None, "", 0, -1, 1.5, "8", "1e3", "abc", True, [], [1], {}, {"a": 1}, 1e30, 10**9, float("nan")])
-ROWS = [json.loads(line) for line in RUNS.read_text().splitlines()]
-TABLE = [line.split("\t") for line in TESTED.read_text().splitlines()]
+ROWS = older_rows()
+RECORDS = [json.loads(record_line(shipped_records()[id])) for id in ("sc21-001", "simumax-005", "megatron-bridge-027")]
 
 
 @settings(deadline=None, max_examples=60)
@@ -157,18 +139,17 @@ def test_a_row_of_any_kind_is_scored_or_left_out_with_its_reason(row: Any, odd: 
     assert all(s.reason for s in found.skipped)
 
 
-@settings(deadline=None, max_examples=30)
-@given(
-    st.sampled_from(TABLE[1:]),
-    st.dictionaries(st.sampled_from(TABLE[0]), st.sampled_from(["", "0", "-1", "x", "1.5", "nan"]), max_size=2),
-)
-def test_and_so_is_a_line_of_a_table(line: list[str], odd: dict[str, str]) -> None:
-    changed = {**dict(zip(TABLE[0], line, strict=True)), **odd}
-    with NamedTemporaryFile("w", suffix=".tsv") as file:
-        file.write("\t".join(TABLE[0]) + "\n" + "\t".join(changed.values()) + "\n")
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(RECORDS), st.dictionaries(st.sampled_from(sorted(RECORDS[0])), ODD, max_size=2), st.data())
+def test_a_record_of_any_kind_is_scored_or_left_out_with_its_reason(record: Any, odd: Any, data: st.DataObject) -> None:
+    lost = data.draw(st.sets(st.sampled_from(sorted(record)), max_size=1))
+    gone = {key: value for key, value in {**record, **odd}.items() if key not in lost}
+    with NamedTemporaryFile("w", suffix=".jsonl") as file:
+        file.write(json.dumps(gone))
         file.flush()
         found = validate(file.name)
     assert len(found.rows) + len(found.skipped) == 1
+    assert all(s.reason for s in found.skipped)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +167,7 @@ def test_and_so_is_a_line_of_a_table(line: list[str], odd: dict[str, str]) -> No
 def test_a_row_that_cannot_be_read_says_why(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n{broken\n[1]\n" + json.dumps({**ROWS[0], **change}))
-    runs, skipped = read(path)
+    runs, skipped = read_runs(path)
     assert [run.id for run in runs] == ["sc21-001"]
     assert [s.reason.partition(":")[0] for s in skipped[:2]] == ["it is not JSON", "[1] is no JSON object"]
     assert reason in skipped[2].reason
@@ -209,14 +190,14 @@ def test_what_a_row_leaves_out_follows_from_the_rest(tmp_path: Path) -> None:
     less = {key: value for key, value in row.items() if key not in ("num_gpus", "gbs", "step_time_s", "framework")}
     path = tmp_path / "runs.jsonl"
     path.write_text(json.dumps({**less, "tokens_per_s_per_gpu": 1000.0}))
-    (run,), _ = read(path)
+    (run,), _ = read_runs(path)
     assert run.layout.world == 32 and run.workload.batch == 128
     assert run.step_seconds == pytest.approx(128 * run.workload.seq / 32_000)
 
 
 def test_the_scores_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
-    few.write_text("\n".join(RUNS.read_text().splitlines()[:4]))
+    few.write_text("\n".join(OLDER.read_text().splitlines()[:4]))
     assert main(["validate", str(few), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said == json.loads(json.dumps(as_json(validate(few))))
@@ -224,7 +205,9 @@ def test_the_scores_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         *said["groups"][0]
     }
     assert said["rows"][0]["id"] == "sc21-001"
-    assert main(["validate", str(few), str(TESTED), "--json"]) == 0
+    tested = tmp_path / "tested.jsonl"
+    tested.write_text(record_line(shipped_records()["bert_mcore_tp1_pp2/dev_dgx_a100"]))
+    assert main(["validate", str(few), str(tested), "--json"]) == 0
     both = json.loads(capsys.readouterr().out)["groups"]
     assert {"sc21", "megatron-functional"} <= {group["source"] for group in both}
     assert main(["validate", str(few)]) == 0
@@ -234,7 +217,7 @@ def test_the_scores_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 def sweep(times: list[tuple[float, float]]) -> list[Predicted]:
     """Runs of one sweep that differ in their layout, by (predicted, measured) seconds."""
-    run = rows()["sc21-001"]
+    run = sample_runs()["sc21-001"]
     return [
         Predicted(evolve(run, layout=Layout(dp=i + 1), step_seconds=measured, sweep="one"), predicted, 1.0)
         for i, (predicted, measured) in enumerate(times)

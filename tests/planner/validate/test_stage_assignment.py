@@ -14,7 +14,7 @@ from megaloom.planner.validate.stage_assignment import by_weights, evenly, fille
 @pytest.fixture(scope="module")
 def small() -> Graph:
     """The 1B of nanotron's benchmarks, whose head has as many elements as four of its blocks."""
-    return graph(Decoder(layers=16, hidden=2048, heads=32, ffn=8192, vocab=131072, tied=True).model())
+    return graph(Decoder(layers=16, hidden=2048, heads=32, ffn=8192, vocab=131072, tied_embeddings=True).model())
 
 
 def blocks(g: Graph, bounds: tuple[int, ...] | None) -> list[int]:
@@ -57,12 +57,12 @@ def test_78_blocks_over_12_stages() -> None:
 
 def test_a_layer_is_a_block_though_every_second_one_is_another() -> None:
     """GPT-OSS 120B over 4 stages: 9 layers each, not pairs of them."""
-    g = graph(Decoder(layers=36, hidden=64, heads=4, ffn=64, vocab=128, window=8).model())
+    g = graph(Decoder(layers=36, hidden=64, heads=4, ffn=64, vocab=128, sliding_window=8).model())
     assert blocks(g, evenly(g, 4)) == [9] * 4
 
 
 def test_several_outputs_are_not_dealt_by_their_number() -> None:
     """DeepSeek-V3: 61 layers and one that predicts further ahead, with the head's products twice."""
-    g = graph(Decoder(layers=5, hidden=64, heads=4, ffn=64, vocab=128, ahead=1).model())
+    g = graph(Decoder(layers=5, hidden=64, heads=4, ffn=64, vocab=128, mtp_layers=1).model())
     assert evenly(g, 4) is None
     assert blocks(g, evenly(g, 3)) == [2, 2, 2]

@@ -1,4 +1,4 @@
-"""The words of a row for a device and a precision, of which published tables have many for each."""
+"""Device and precision of a row of the older schema, for which published tables have many spellings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.hardware.cluster_names import known
 
-from .run import (
-    Row,
-    UnfitError,
-    figure,
-    text,
-)
+from .row_values import Row, row_number, row_text
+from .run import UnfitError
 
 # What a published GPU's name has beside its kind: who made it, how many, the memory's make, "(inferred)".
 BESIDE = re.compile(r"\(.*|\b\d+\s*[x*] ?|\b(nvidia|tensor|core|gpus?|hbm\d?e?)\b")
@@ -28,12 +24,12 @@ NARROW = (
 WIDE = re.compile(r"(?P<bf16>bf16|bfloat16)|(?P<fp16>fp16|float16)|(?P<fp32>fp32|float32)")
 
 
-def device(row: Row) -> str:
+def row_device(row: Row) -> str:
     """Our name of a row's GPU: 8x H100-SXM5-80GB is an H100. Raises UnfitError for memory that ours does not have."""
-    said = text(row, "gpu").lower()
+    said = row_text(row, "gpu").lower()
     sizes = [int(n) for n in MEMORY.findall(said)]
     kind = "-".join(re.findall(r"[a-z0-9]+", BESIDE.sub(" ", MEMORY.sub(" ", said))))
-    gigabytes = sizes[0] if sizes else figure(row, "gpu_mem_gb")
+    gigabytes = sizes[0] if sizes else row_number(row, "gpu_mem_gb")
     found = (known(f"{kind}-{gigabytes:.0f}gb") if gigabytes else None) or known(kind)
     if found is None:
         return kind.upper()
@@ -43,9 +39,9 @@ def device(row: Row) -> str:
     return ours.name
 
 
-def precision(row: Row) -> Precision:
+def row_precision(row: Row) -> Precision:
     """What a row's products are computed in. Raises UnfitError for what is not known."""
-    said = text(row, "precision_class") or text(row, "precision")
+    said = row_text(row, "precision_class") or row_text(row, "precision")
     for words, found in NARROW:
         if words.search(said.lower()):
             return found

@@ -1,9 +1,11 @@
-"""What frameworks do beside a layout: how often memory is passed, and what products do with what they have made."""
+"""Framework profiles: groups, figures, features, and what they change in the cost of kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
-from attrs import evolve
+from attrs import evolve, fields
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +14,7 @@ from megaloom.dsl.graph import graph
 from megaloom.examples.gpt_oss import gpt_oss_20b
 from megaloom.examples.llama3 import llama3_8b
 from megaloom.examples.qwen3 import qwen3_30b_a3b
-from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Overlap
+from megaloom.planner.contract.choices import Overlap, OverlapSet
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.cost.cost_cache import CostCache
@@ -26,18 +28,26 @@ from megaloom.planner.cost.kernels import (
     memory_kernel,
 )
 from megaloom.planner.cost.profiles.features import (
-    DEDUPLICATED_DISPATCH,
+    BLOCKING_LAUNCHES,
+    FEATURES,
     FUSED_EXPERTS,
-    ITERATION_GRAPHS,
     PADDED_EXPERTS,
     SLOW_MEMORY_KERNELS,
 )
-from megaloom.planner.cost.profiles.frameworks import MEGATRON, MEGATRON_2021, NEMO, OWN
-from megaloom.planner.cost.profiles.groups import FrameworkProfile, compose
+from megaloom.planner.cost.profiles.figures import FigureKind
+from megaloom.planner.cost.profiles.frameworks import (
+    DEEPSPEED_FP16,
+    MEGATRON,
+    MEGATRON_2021,
+    NEMO,
+    OWN,
+    PROFILES,
+    PUBLISHED,
+)
+from megaloom.planner.cost.profiles.groups import GROUPS, Feature, FrameworkProfile, compose, profile_figures
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.model.structure import model_structure
-from megaloom.planner.validate.framework_history import again, framework_profile, told
 from tests.support.profiles import changed
 
 GB200 = PRESETS["GB200"].device
@@ -89,16 +99,6 @@ def test_a_gradient_is_added_once(count: int, m: int, n: int, k: int) -> None:
     assert together.forward == alone.forward and together.backward >= alone.backward
 
 
-def test_recipes_of_recent_containers_are_taken_to_graph_whole_iterations() -> None:
-    row = {"framework": "Megatron-Bridge", "framework_version": "NeMo container 26.08", "experts": 128}
-    row |= {"precision_class": "mxfp8"}
-    assert set(framework_profile(row, "").features) >= {ITERATION_GRAPHS, FUSED_EXPERTS, DEDUPLICATED_DISPATCH}
-    assert not framework_profile(row | {"framework_version": "NeMo container 26.04"}, "").kernels.cuda_graphs
-    assert FUSED_EXPERTS not in framework_profile(row | {"precision_class": "bf16"}, "").features
-    assert told(row, "moe_a2a_overlap=True") == "moe_a2a_overlap=True"
-    assert told(row | {"experts": None}, "") == told(row | {"framework_version": None}, "") == ""
-
-
 def test_products_of_8_bits_are_slower_back_where_these_add_up_in_fp32() -> None:
     n = 8192
     work = Work("dot", "w", 2 * n**3, 2 * n**3, 2 * n**3, 3 * n * n, count=1, m=n, n=n, k=n)
@@ -113,25 +113,9 @@ def test_products_of_8_bits_are_slower_back_where_these_add_up_in_fp32() -> None
         assert took.backward - cast == pytest.approx(2 * slower * (took.forward - cast))
 
 
-def test_what_nvidias_recipes_do_that_rows_do_not_say() -> None:
-    """Gradients are summed in 16 bits; of DeepSeek-V3 the projections of latent attention are made again."""
-    nemo = {"framework": "NeMo (Megatron-core)", "gpu": "H100"}
-    assert framework_profile(nemo, "").optimizer.gradient_nbytes == 2
-    assert framework_profile(nemo | {"framework": "Megatron-LM"}, "").optimizer.gradient_nbytes == 4
-    latent = nemo | {"mla": {"kv_lora": 512}}
-    assert again(latent) == "selective:mla_up_proj"
-    assert again(nemo) is None and again(latent | {"gpu": "GB200"}) is None
-    assert again(latent | {"gpu": "GB200", "framework": "Megatron-Bridge"}) == "selective:mla_up_proj"
-    assert again(latent | {"recompute": "none"}) == "none" and again(latent | {"recompute": []}) == []
-
-
 def test_kernels_that_wait_for_each_other_are_launched_one_by_one() -> None:
-    """As BLOOM's were, on more devices than did without."""
-    row = {"framework": "Megatron-DeepSpeed", "interconnect": "4x Omni-Path", "num_gpus": 384}
-    used = framework_profile(row, "")
-    assert (
-        used.kernels.blocking_launches and not framework_profile(row | {"num_gpus": 160}, "").kernels.blocking_launches
-    )
+    """BLOOM's runs on many GPUs set CUDA_LAUNCH_BLOCKING."""
+    used = compose("blocking", [BLOCKING_LAUNCHES], DEEPSPEED_FP16)
     device = PRESETS["A100"].device
     for work in works(llama3_8b()):
         ours, alone = (
@@ -166,38 +150,42 @@ def test_a_host_that_waits_for_no_numbers_goes_ahead(ep: int, micro_batch: int) 
 def test_an_exchange_that_overlaps_takes_a_share_of_the_device() -> None:
     """However much of it is hidden."""
     layout = Layout(dp=16, ep=16)
-    hidden = evolve(layout, overlaps=(*layout.overlaps, Overlap.EXPERTS))
+    hidden = evolve(layout, overlaps=OverlapSet((*layout.overlaps, Overlap.EXPERTS)))
     _, alone = experts(MEGATRON, layout)
     _, seen = experts(changed(MEGATRON, overlap={"experts_hidden": 1.0}), hidden)
     assert seen == pytest.approx(16 / 132 * alone)
 
 
-def test_who_padded_experts_and_who_sent_tokens_once() -> None:
-    nemo = {"framework": "NeMo (Megatron-core)", "framework_version": "v25.05.04", "gpu": "GB200", "experts": 8}
-    bridge = {
-        "framework": "Megatron-Bridge",
-        "framework_version": "NeMo container 25.09",
-        "gpu": "H100",
-        "experts": 256,
-    }
-    latent = bridge | {"mla": {"kv_lora": 512}}
-    for row, padded, once in (
-        (nemo, True, False),
-        (nemo | {"framework_version": "v25.04"}, False, False),
-        (bridge, True, False),
-        (latent, False, True),
-        (latent | {"gpu": "GB200"}, True, False),
-        (latent | {"gpu": "GB200", "framework_version": "NeMo container 25.11"}, False, True),
-    ):
-        assert (
-            framework_profile(row, "").experts.padded_tokens,
-            framework_profile(row, "").experts.deduplicated_dispatch,
-        ) == (padded, once)
-    deepep = framework_profile(
-        bridge | {"framework_version": "NeMo container 26.02"}, "moe_flex_dispatcher_backend=deepep"
-    )
-    assert deepep.experts.deduplicated_dispatch
-    assert deepep.kernels.memory_passes["route"] < MEGATRON.kernels.memory_passes["route"]
-    assert framework_profile(nemo, "").overlap.supported == (Overlap.TENSOR,) and framework_profile(
-        bridge, ""
-    ).overlap.supported == tuple(MICROBATCH_OVERLAPS)
+EVERY = [*PROFILES.values(), *PUBLISHED.values(), *(compose(f.name, [f]) for f in FEATURES.values())]
+
+
+@pytest.mark.parametrize("profile", EVERY, ids=lambda profile: profile.name)
+def test_every_value_of_a_profile_is_a_figure_with_unit_kind_and_source(profile: FrameworkProfile) -> None:
+    figures = profile_figures(profile)
+    assert len({(figure.group, figure.setting) for figure in figures}) == len(figures)
+    for figure in figures:
+        value = getattr(getattr(profile, figure.group), figure.setting.partition(" ")[0])
+        if isinstance(value, Mapping):
+            value = value[figure.setting.partition(" ")[2]] if value else value
+        assert value == figure.value
+        assert figure.meaning
+        assert figure.source or figure.value in (False, 0, None, ()) or figure.kind is FigureKind.CODE
+
+
+def test_a_group_has_few_settings() -> None:
+    for group in GROUPS:
+        assert 3 <= len(fields(type(getattr(OWN, group)))) <= 8
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(TypeError, match="KernelSettings has no speed"):
+        compose(
+            "wrong", [Feature(name="wrong", kernels={"speed": FEATURES["fused-loss"].kernels["loss_saved_nbytes"]})]
+        )
+
+
+def test_features_are_applied_in_order() -> None:
+    fused = compose("a", [FEATURES["transformer-engine"], FEATURES["fused-loss"]])
+    assert fused.kernels.loss_saved_nbytes == 0
+    assert compose("b", [FEATURES["compiled-loss"]], fused).kernels.loss_saved_nbytes == 8
+    assert compose("c", [FEATURES["fused-loss"]], MEGATRON) == compose("c", fused.features)

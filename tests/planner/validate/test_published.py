@@ -1,0 +1,83 @@
+"""Rows of the older schema: settings of shipped runs, and defaults by framework."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megaloom.planner.contract.choices import Overlap, OverlapSet
+from megaloom.planner.validate.published import published_record
+from megaloom.planner.validate.records import RunRecord
+from megaloom.planner.validate.run import UnfitError
+from megaloom.planner.validate.run_files import shipped_records
+from tests.support.published import older_rows
+
+ROWS = {row["id"]: row for row in older_rows()}
+DENSE, SPARSE = ROWS["other-megatron-bridge-003"], ROWS["other-megatron-bridge-001"]
+
+
+def default(row: dict[str, Any]) -> RunRecord:
+    """Return the record of a row that no shipped run helps."""
+    return published_record(row, {})
+
+
+@pytest.mark.parametrize("id", [id for id, row in ROWS.items() if not row.get("fsdp")])
+def test_a_row_of_a_shipped_run_has_the_settings_of_that_run(id: str) -> None:
+    shipped, record = shipped_records()[id], published_record(ROWS[id], shipped_records())
+    assert isinstance(shipped, RunRecord)
+    for name in ("profile", "features", "layout", "device", "precision", "measured", "decoder", "hybrid", "dropout"):
+        assert getattr(record, name) == getattr(shipped, name), name
+
+
+@pytest.mark.parametrize(
+    ("change", "profile", "features"),
+    [
+        ({}, "megatron-bridge", ()),
+        ({"framework": "NeMo (Megatron-core)"}, "nemo", ()),
+        ({"framework": "Megatron-LM"}, "megatron-lm-tuned", ()),
+        ({"framework": "Megatron-LM", "gpu": "A100"}, "megatron-lm-2021", ()),
+        ({"framework": "Megatron-LM", "gpu": "B200"}, "megatron-core", ()),
+        ({"framework": "Megatron-DeepSpeed", "precision_class": "fp16"}, "deepspeed-fp16", ()),
+        ({"framework": "Megatron-DeepSpeed", "precision_class": "bf16"}, "deepspeed-bf16", ()),
+        ({"framework": "nanotron"}, "nanotron", ()),
+        ({"framework": None}, "megatron-core", ()),
+        ({"other": "cuda_graph_impl=transformer_engine"}, "megatron-bridge", ("layer-graphs",)),
+        ({"other": "words about CUDA graphs"}, "megatron-bridge", ()),
+        (
+            {
+                "other": "cuda_graph_impl=full_iteration; moe_flex_dispatcher_backend=hybridep",
+                "precision_class": "mxfp8",
+            },
+            "megatron-bridge",
+            ("iteration-graphs", "deduplicated-dispatch", "fused-experts"),
+        ),
+        ({"profile": "nemo", "features": ["padded-experts"]}, "nemo", ("padded-experts",)),
+    ],
+)
+def test_defaults_of_a_row_without_a_profile(change: dict[str, Any], profile: str, features: tuple[str, ...]) -> None:
+    record = default({**DENSE, **change})
+    assert (record.profile, record.features) == (profile, features)
+
+
+def test_what_frameworks_overlap_by_default() -> None:
+    assert Overlap.TENSOR in default(DENSE).layout.overlaps
+    assert default({**DENSE, "framework": "Megatron-LM", "gpu": "A100"}).layout.overlaps == OverlapSet()
+    assert default({**DENSE, "framework": "nanotron"}).layout.overlaps == OverlapSet([Overlap.GRADIENTS])
+    assert default({**DENSE, "overlap": ["gradients"]}).layout.overlaps == OverlapSet([Overlap.GRADIENTS])
+    assert Overlap.EXPERTS in default(SPARSE).layout.overlaps
+    assert Overlap.EXPERTS not in default({**SPARSE, "other": None}).layout.overlaps
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"profile": "megatron"}, "unknown framework profile or feature 'megatron'; known: megatron-core, "),
+        ({"profile": "nemo", "features": ["graphs"]}, "unknown framework profile or feature 'graphs'; known: "),
+        ({"profile": "nemo", "features": "graphs"}, "features of 'graphs' is no list"),
+        ({"overlap": ["all"]}, r"overlap of \['all'\] is no list of gradients, weights, tensor, experts"),
+    ],
+)
+def test_unknown_settings_are_refused(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnfitError, match=reason):
+        default({**DENSE, **change})
