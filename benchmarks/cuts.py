@@ -17,7 +17,7 @@ from megaloom.examples.llama3 import llama
 from megaloom.planner.bounds import pipeline
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Runtime, Workload
-from megaloom.planner.cost.cost_table import BACKWARD_COLUMNS, FORWARD_COLUMNS
+from megaloom.planner.cost.columns import BACKWARD_COLUMNS, FORWARD_COLUMNS
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.partition.whole_blocks import blocks
@@ -31,7 +31,7 @@ ROUNDS = (1, 2, 4, 8)  # micro-batches by rank
 
 def lost(placed: Partition) -> float:
     """The share of its makespan by which a cut is slower than the best; nothing passes between stages."""
-    x, m, places = placed.layout, placed.problem.microbatches, placed.problem.places
+    x, m, places = placed.layout, placed.problem.microbatches, placed.problem.cut_points
     count = x.pp * x.vpp
     before = np.concatenate([np.zeros((1, 2)), np.cumsum(_both(placed.problem.table.by_node), axis=0)])[places]
     ways = np.array([(0, *inner, len(places) - 1) for inner in combinations(range(1, len(places) - 1), count - 1)])
@@ -42,7 +42,7 @@ def lost(placed: Partition) -> float:
         if bounds[i] >= best:
             break
         best = min(best, max(schedule.finish_times(ahead[i].tolist(), back[i].tolist(), none, x.pp, m)))
-    chosen = _both(placed.sums).T.tolist()
+    chosen = _both(placed.stage_sums).T.tolist()
     return max(schedule.finish_times(*chosen, none, x.pp, m)) / best - 1
 
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from megaloom.planner.contract.layouts import Rows, alike
 from megaloom.planner.cost import memory
-from megaloom.planner.cost.cost_table import BACKWARD_COLUMNS, FORWARD_COLUMNS, CostColumn
-from megaloom.planner.cost.memory import ALLOCATED
+from megaloom.planner.cost.columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, CostColumn
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate import schedule
 
@@ -39,7 +38,7 @@ def look(pricer: Pricer, lower_bounds: LowerBounds, found: BoundedLayouts) -> tu
     for count in np.flatnonzero(np.bincount(stages)).tolist():
         some = np.flatnonzero(stages[first] == count).tolist()
         sheets = [pricer.cost_table(layouts[i]) for i in some]
-        sums = np.array([sheet.sums(cuts[i]) for i, sheet in zip(some, sheets, strict=True)])
+        sums = np.array([sheet.stage_sums(cuts[i]) for i, sheet in zip(some, sheets, strict=True)])
         passing = np.array([(sheet.boundary, sheet.workspace) for sheet in sheets], dtype=float)
         row = np.zeros(len(first), dtype=np.intp)
         row[some] = np.arange(len(some))
@@ -84,7 +83,7 @@ def _held(pricer: Pricer, lower_bounds: LowerBounds, found: BoundedLayouts, sums
         sums[..., col].reshape(-1, vpp, pp).sum(axis=1).ravel() for col in (CostColumn.PARAMS, CostColumn.EXPERT_PARAMS)
     )
     ranks = x.take(np.repeat(np.arange(len(found)), pp))
-    static = memory.state_bytes(params, experts, ranks, book.workload.precision, book.profile)  # type: ignore[arg-type]
+    static = memory.state_bytes(params, experts, ranks, book.workload.precision, book.profile)
     m = x.microbatches(book.workload.batch)[:, None]
     after = pp - 1 - np.arange(pp)  # ranks
     group = np.minimum(x.microbatch_group_size[:, None], m)
@@ -93,7 +92,8 @@ def _held(pricer: Pricer, lower_bounds: LowerBounds, found: BoundedLayouts, sums
     limit = group[:, :, None, None] if vpp > 1 else m[:, :, None, None]
     flights = np.clip(forwards[:, None, None] - rounds, 0, limit).sum(axis=1)
     saved = sums[..., CostColumn.SAVED] + passing[:, :1] * (np.arange(pp * vpp) > 0)
-    kept = (flights * saved.reshape(-1, vpp, pp)).sum(axis=1) + passing[:, 1:]
-    held = np.asarray(sum(static.values()), dtype=float).reshape(-1, pp) + ALLOCATED * kept
+    kept = (flights * saved.reshape(-1, vpp, pp)).sum(axis=1)
+    state = np.asarray(sum(static.values()), dtype=float).reshape(-1, pp)
+    held = memory.rank_memory(state, kept, 1.0, passing[:, 1:])
     most: Rows = held.max(axis=1) + lower_bounds.base_costs.beside[found.place]
     return most

@@ -19,7 +19,7 @@ from megaloom.planner.contract.layouts import (
     alike,
 )
 from megaloom.planner.cost.cost_cache import CostCache
-from megaloom.planner.simulate.end_of_step import EndOfStep, OverlapWindow, end_of_step
+from megaloom.planner.simulate.price import EndOfStep, OverlapWindow, end_of_step
 
 UNSEEN = OverlapWindow(inf, inf)  # all that can be hidden is
 
@@ -36,7 +36,7 @@ def after(x: Layouts, place: Column, params: Column, experts: Column, book: Cost
     waiting, hiding = (evolve(x, overlaps=np.full(len(x), bit)) for bit in (0, Overlap.WEIGHTS.bit))
 
     def one(dense: float, sparse: float, layout: Layout) -> EndOfStep:
-        return end_of_step(dense, sparse, 0.0, layout, book.workload.precision, book.cluster, book.profile, UNSEEN)
+        return end_of_step(dense, sparse, 0.0, layout, book.job, UNSEEN)
 
     rows = []
     for i in first.tolist():

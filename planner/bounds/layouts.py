@@ -21,14 +21,15 @@ from megaloom.planner.contract.layouts import (
     alike,
 )
 from megaloom.planner.cost import communication, memory
+from megaloom.planner.cost.columns import FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.cost_cache import CostCache
-from megaloom.planner.cost.cost_table import FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
-from megaloom.planner.cost.memory import ALLOCATED
+from megaloom.planner.cost.memory import rank_memory
 from megaloom.planner.cost.recompute import ModuleRecompute
 from megaloom.planner.partition.local_search import SLOWEST_FACTOR
 
 from . import interleaved_memory, pipeline
 from .end_of_step import after
+from .rank_memory import in_flight_means, least_rank_memory
 
 ROUNDING = 1 - 1e-6
 PLAIN, ALL, LEAN = 0, 1, 2  # what is computed again: nothing, all, and all modules at no cost; then sets of modules
@@ -89,7 +90,7 @@ def large_batch_seconds(base: Layouts, cost_cache: CostCache) -> Rows:
 
 def largest_tensor_fits(at: Layouts, book: CostCache, capacity: float) -> NDArray[np.bool_]:
     """Of which places the largest tensor alone leaves room in the memory, whatever the schedule."""
-    return ALLOCATED * 2 * book.largest(at) <= capacity
+    return rank_memory(0.0, 0.0, 0.0, 2 * book.largest(at)) <= capacity
 
 
 @frozen(eq=False)
@@ -145,7 +146,7 @@ class LowerBounds:
 
     def family(self, which: Column) -> Column:
         """The sets of modules that a search looks at, at these places: [places, counts]."""
-        return self.base_costs.repeats.family[self.base_costs.like[which]]
+        return self.base_costs.repeats.module_sets[self.base_costs.like[which]]
 
     def bound(self, x: Layouts, place: Column) -> BoundedLayouts:
         """These layouts, each at a place, and what they take at the least."""
@@ -196,13 +197,13 @@ class LowerBounds:
         saved = np.where(some, np.maximum(saved, g.saved[place, PLAIN] - freed), saved)
         flights = self._flights(x)
         state = g.state[place, x.shard]
-        held = memory.least_rank_memory(state, ALLOCATED * saved, pp, flights)
+        held = least_rank_memory(state, saved, pp, flights)
         if len(which := np.flatnonzero((x.vpp > 1) & self.many[x.pp * x.vpp])):
             group = np.minimum(x.microbatch_group_size, x.microbatches(self.cost_cache.workload.batch))
-            each, rest = ALLOCATED * self._stage(x, place, mode), (x.pp[which], x.vpp[which], group[which])
-            chunked = interleaved_memory.held(state[which], ALLOCATED * saved[which], each[which], *rest)
+            each, rest = self._stage(x, place, mode), (x.pp[which], x.vpp[which], group[which])
+            chunked = interleaved_memory.held(state[which], saved[which], each[which], *rest)
             held[which] = np.maximum(held[which], chunked)
-        nbytes: Rows = held + g.beside[place] + ALLOCATED * g.workspace[place, mode]
+        nbytes: Rows = rank_memory(held + g.beside[place], 0.0, 0.0, g.workspace[place, mode])
         return nbytes
 
     def _stage(self, x: Layouts, place: Column, mode: Column | int) -> Rows:
@@ -233,7 +234,7 @@ class LowerBounds:
     def worthwhile(self, x: Layouts, place: Column) -> NDArray[np.bool_]:
         """Whether recompute frees what is worth the trouble: fused attention leaves little to its core."""
         r, bits, at = self.base_costs.repeats, x.recomputed_module_bits, self.base_costs.like[place]
-        worth: NDArray[np.bool_] = (bits == 0) | ((r.family[at] == bits[:, None]) & r.worthwhile[at]).any(axis=1)
+        worth: NDArray[np.bool_] = (bits == 0) | ((r.module_sets[at] == bits[:, None]) & r.worthwhile[at]).any(axis=1)
         return worth
 
     def _whole(self, x: Layouts, place: Column, share: Rows, more: Rows | float) -> Rows:
@@ -270,9 +271,7 @@ class LowerBounds:
         interleaved = (x.vpp > 1).astype(np.int64)
         group = np.minimum(x.microbatch_group_size, 2 * x.pp)
         first, which = alike(x.pp, interleaved, group, m)
-        found = np.array(
-            [memory.in_flight_means(int(x.pp[i]), bool(interleaved[i]), int(group[i]), int(m[i])) for i in first]
-        )
+        found = np.array([in_flight_means(int(x.pp[i]), bool(interleaved[i]), int(group[i]), int(m[i])) for i in first])
         few, inverse, total = found.reshape(-1, 3)[which].T
         return few, inverse, total
 
@@ -334,7 +333,7 @@ class LowerBounds:
         for on in (0, 1):
             layouts = evolve(self.at, shard=np.full(len(self.at), on))
             cache = self.cost_cache
-            held = memory.state_bytes(params, experts, layouts, cache.workload.precision, cache.profile)  # type: ignore[arg-type]
+            held = memory.state_bytes(params, experts, layouts, cache.workload.precision, cache.profile)
             out.append(sum(held.values()))
         return np.array(out, dtype=float).T
 

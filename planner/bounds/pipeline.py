@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megaloom.planner.contract.layouts import alike
-from megaloom.planner.partition.segments import Vector
+from megaloom.planner.partition.dynamic_program import FloatVector
 
 Counts = NDArray[np.int64]
 
@@ -24,7 +24,7 @@ HALF = 0.5  # of the ranks before the average one
 
 def ends(
     forward: ArrayLike, backward: ArrayLike, transfer: ArrayLike, pp: int, microbatches: ArrayLike, group: ArrayLike = 0
-) -> Vector:
+) -> FloatVector:
     """No rank ends its last step sooner, as `timeline.finish` has it; of many pipelines by their first axes."""
     ahead, back = np.array(forward), np.array(backward)
     hops = np.zeros(ahead.shape)
@@ -43,20 +43,20 @@ def ends(
     busy = waits[0] + m * own
     before = np.cumsum(back + hops, axis=-1)[..., :pp] - (back + hops)[..., :pp]
     after = np.maximum.accumulate((busy + waits[1])[..., ::-1], axis=-1)[..., ::-1] - before
-    out: Vector = np.maximum(busy, after) - last
+    out: FloatVector = np.maximum(busy, after) - last
     return out
 
 
-def _waits(seconds: Vector, hops: Vector, pp: int, vpp: int, size: NDArray[np.int64]) -> Vector:
+def _waits(seconds: FloatVector, hops: FloatVector, pp: int, vpp: int, size: NDArray[np.int64]) -> FloatVector:
     """By rank, how long it waits at the least for a first micro-batch, chunk after chunk."""
     path = np.cumsum(seconds + hops, axis=-1) - (seconds + hops)
     rows = seconds.reshape(*seconds.shape[:-1], vpp, pp)
     done = size[..., None] * (np.cumsum(rows, axis=-2) - rows)
-    waits: Vector = (path.reshape(rows.shape) - done).max(axis=-2)
+    waits: FloatVector = (path.reshape(rows.shape) - done).max(axis=-2)
     return waits
 
 
-def alone(pp: Vector, microbatches: Vector, ahead: Vector) -> Vector:
+def alone(pp: FloatVector, microbatches: FloatVector, ahead: FloatVector) -> FloatVector:
     """What `share` says of one chunk a rank by its first backward; `ahead`: of what atom takes, the most is forward.
 
     That waits for a micro-batch through all stages but those before the rank, which has run j + 1 forwards by then,
@@ -71,7 +71,9 @@ def alone(pp: Vector, microbatches: Vector, ahead: Vector) -> Vector:
         return np.where((far > 0) & (inverse > 0), 1 + 1 / inverse, 1.0)
 
 
-def share(pp: Vector, vpp: Counts, microbatches: Vector, group: Vector) -> tuple[Vector, Vector]:
+def share(
+    pp: FloatVector, vpp: Counts, microbatches: FloatVector, group: FloatVector
+) -> tuple[FloatVector, FloatVector]:
     """What a step takes at the least, of many schedules: so many times the seconds of a micro-batch through the whole
     model, and so many times those of what passes from a stage to the next.
 
@@ -79,7 +81,7 @@ def share(pp: Vector, vpp: Counts, microbatches: Vector, group: Vector) -> tuple
     equal. Several: see `interleaved`.
     """
     m = microbatches
-    out: Vector = 1 / (1 - (1 - 1 / m) ** pp)
+    out: FloatVector = 1 / (1 - (1 - 1 / m) ** pp)
     passed = np.zeros(len(out))
     some = np.flatnonzero(vpp > 1)
     if len(some):
@@ -111,7 +113,7 @@ def interleaved(pp: int, vpp: int, m: int, size: int) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=1 << 10)
-def _chunks(pp: int, vpp: int, size: int) -> Vector:
+def _chunks(pp: int, vpp: int, size: int) -> FloatVector:
     """The weights of each chunk's ranks, by those of the first chunk's: [chunks, ranks, ranks]."""
     own, later = size * np.eye(pp) - np.tri(pp), np.triu(np.ones((pp, pp)), 1)
     step = np.linalg.solve(own, later)

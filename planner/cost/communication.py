@@ -1,9 +1,9 @@
-"""Seconds of one collective on one group of devices, by the links that the group crosses.
+"""Seconds of one collective in one process group, by the links that the group crosses.
 
-Protocol: `group` says which devices an axis joins, `seconds` what a collective costs there, `hop` what a value costs
-that passes to the next pipeline rank. Every group of an axis works at once; a device has its own share of its node's
+`process_group` gives the devices of an axis, `collective_seconds` the time of a collective there, `p2p_seconds` that of
+a send to the next pipeline stage. All groups of an axis work at the same time. A device has its own share of its node's
 network (`Cluster.inter` is one device's) and of its pod's, so a group leaves a node on as many shares as it has members
-there. What two axes exchange at once adds up level by level: `busy` says how long each level is taken.
+there. Concurrent collectives add up level by level: node, network, beyond the pod.
 """
 
 from __future__ import annotations
@@ -19,34 +19,40 @@ from attrs import frozen
 from megaloom.planner.contract.devices import Cluster, Device
 from megaloom.planner.contract.layout import Layout
 
+from .profiles.groups import ContextCommunication
+
 # How often the whole tensor passes each device's link, less the share that it has already: NCCL's ring algorithms
 # (nccl-tests, doc/PERFORMANCE.md).
 PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
 TREE = 0.92  # of a ring's bandwidth (NCCL, src/graph/tuning.cc)
-# Multiprocessors that are busy while data moves beside computation: of NCCL, one a channel between nodes (its log of
-# such a communicator, as users post it: "16 coll channels"); of HybridEP as many (megatron-core 0.16.1,
+# Multiprocessors that communication takes while others compute: of NCCL, one a channel between nodes (its log of such a
+# communicator, as users post it: "16 coll channels"); of HybridEP as many (megatron-core 0.16.1,
 # transformer_config.py:725), of DeepEP 20 (722).
 CHANNELS = 16
-# Kernels that send a token once reach less of NVLink than NCCL does: of its 680 GB/s 570 between 32 GB200 and 627
-# between 8, of its 160 136 between 8 H800, what a device keeps not counted. A device of two nodes of H100 sends 33 GB/s
-# to the other, of two nodes of B300, whose links are twice as fast, 29 to 51; of more nodes what its link passes. Where
-# tokens go is made known before: what torch sees takes 0.04 to 0.12 ms more than the kernel and a copy of what has come
+# Kernels of deduplicated dispatch reach less of NVLink than NCCL does: of its 680 GB/s 570 between 32 GB200 and 627
+# between 8, of its 160 136 between 8 H800, without what stays on a device. A device of two nodes of H100 sends 33 GB/s
+# to the other, of two nodes of B300, whose links are twice as fast, 29 to 51; of more nodes what its link passes. A
+# message announces the destinations first: torch sees 0.04 to 0.12 ms more than the kernel and a copy of its output
 # (github.com/deepseek-ai/DeepEP, docs/README_Hybrid-EP.md, 16 multiprocessors, 16 bits; docs/legacy.md; issue 590).
 KERNELS, NODE_TO_NODE, MESSAGE_SECONDS = 0.87, 33e9, 0.08e-3
+# Tensors that move as the partial output of one step of ring attention is added to the sum of earlier ones
+# (flash_attn_fwd_out_correction), and the share of the queries that it concerns: under a causal mask every second
+# step has half of the queries (transformer_engine/pytorch/attention, AttnFuncWithCPAndKVP2P).
+CORRECTED_TENSORS, CORRECTED_QUERIES = 3, 3 / 4
 
 
 @frozen
 class ProcessGroup:
-    """`size` devices whose ranks are `stride` apart."""
+    """A group of `size` devices whose ranks are `stride` apart."""
 
     size: int
     stride: int
 
 
 def process_group(axis: str, layout: Layout) -> ProcessGroup:
-    """The devices that an axis joins, in megatron-core's order of ranks: tp, cp, ep, dp, pp, the first the closest.
+    """Return the process group of an axis, in megatron-core's order of ranks: tp, cp, ep, dp, pp, innermost first.
 
-    "dp" is the group over which dense gradients are reduced (dp and cp together), "edp" that of experts.
+    "dp" is the group that reduces dense gradients (dp and cp together), "edp" the group that reduces those of experts.
     Source: megatron-core 0.16.1, parallel_state.py:562.
     """
     match axis:
@@ -67,9 +73,12 @@ def process_group(axis: str, layout: Layout) -> ProcessGroup:
 
 @lru_cache(maxsize=4096)
 def group_nodes(size: int, stride: int, per_node: int, count: int) -> tuple[int, int]:
-    """How the groups of this kind lie over the nodes: most nodes of one, fewest of its members in a node it touches."""
+    """Return how groups of this size and stride lie on nodes of `per_node` devices, of `count` devices in all.
+
+    First the largest number of nodes that one group touches, then the smallest number of its members on such a node.
+    """
     most, fewest = 1, size
-    last = min(stride, count - (size - 1) * stride) - 1  # a block's last group, which ends before `count`
+    last = min(stride, count - (size - 1) * stride) - 1  # the last group of a block, which ends before `count`
     for start in {block * size * stride % per_node for block in range(max(1, count // (size * stride)))}:
         for first in {start, start + last}:
             members = Counter((first + i * stride) // per_node for i in range(size))
@@ -78,37 +87,43 @@ def group_nodes(size: int, stride: int, per_node: int, count: int) -> tuple[int,
 
 
 def collective_seconds(kind: str, nbytes: float, group: ProcessGroup, cluster: Cluster) -> float:
-    """Seconds of a collective over a tensor of `nbytes`: the whole of it, for all-to-all one device's part.
+    """Return the seconds of a collective over a tensor of `nbytes` (of an all-to-all: over one device's part).
 
-    A ring: each of its steps after the first costs a hop, and its slowest level decides how fast the bytes pass. An
-    all-reduce over several nodes may take a tree instead, which has fewer steps.
+    A ring of n devices has `PASSES` * (n - 1) steps. Each step after the first costs a link's hop latency, and the
+    slowest level limits the bytes per second. Over several nodes an all-reduce may be a tree: a chain inside each node,
+    two branches over the nodes, fewer steps.
     """
     if group.size == 1 or nbytes == 0:
         return 0.0
     took = max(level_seconds(kind, nbytes, group, cluster))
     nodes, _ = group_nodes(group.size, group.stride, cluster.per_node, cluster.count)
-    ring = _ring(PASSES[kind], group.size, nodes, cluster) + took
-    if kind != "all_reduce" or nodes == 1:
+    near, far = cluster.intra, cluster.inter
+    steps = PASSES[kind] * (group.size - 1)
+    if nodes == 1:
+        return near.latency + (steps - 1) * near.hop + took
+    across = min(PASSES[kind] * nodes, steps)
+    ring = far.latency + across * far.hop + (steps - across) * near.hop + took
+    if kind != "all_reduce":
         return ring
-    return min(ring, _tree(group.size, nodes, cluster) + took / TREE)
+    return min(ring, far.latency + 2 * (log2(nodes) * far.hop + (group.size / nodes - 1) * near.hop) + took / TREE)
 
 
 def concurrent_seconds(kind: str, parts: Sequence[tuple[float, ProcessGroup]], cluster: Cluster) -> float:
-    """Seconds of collectives of several groups that are under way at once: each level passes the bytes of all."""
+    """Return the seconds of collectives of several groups that run at the same time: each level passes all bytes."""
     each = [
         (collective_seconds(kind, nbytes, group, cluster), level_seconds(kind, nbytes, group, cluster))
         for nbytes, group in parts
     ]
     levels = zip_longest(*(levels for took, levels in each if took), fillvalue=0.0)
-    waits = max((took - max(levels) for took, levels in each if took), default=0.0)
-    return waits + max(map(sum, levels), default=0.0)
+    latency = max((took - max(levels) for took, levels in each if took), default=0.0)
+    return latency + max(map(sum, levels), default=0.0)
 
 
 def level_seconds(kind: str, nbytes: float, group: ProcessGroup, cluster: Cluster) -> tuple[float, ...]:
-    """The seconds for which a collective's bytes take each level of the network, from the node to the farthest crossed.
+    """Return the seconds for which a collective's bytes occupy each level that it crosses: node, network, beyond.
 
-    What leaves a node or a pod leaves it by the shares of all members there. Of an all-to-all, what stays in the node
-    and what leaves it take their own ways at once.
+    Bytes leave a node or a pod by the shares of all members there. The parts of an all-to-all that stay in the node
+    and that leave it take different links at the same time.
     """
     n, below, out = group.size, 1, []
     wire = PASSES[kind] * nbytes * (n - 1) / n
@@ -125,56 +140,73 @@ def level_seconds(kind: str, nbytes: float, group: ProcessGroup, cluster: Cluste
     return tuple(out)
 
 
-def _ring(passes: int, size: int, nodes: int, cluster: Cluster) -> float:
-    near, far = cluster.intra, cluster.inter
-    steps = passes * (size - 1)
-    if nodes == 1:
-        return near.latency + (steps - 1) * near.hop
-    across = min(passes * nodes, steps)
-    return far.latency + across * far.hop + (steps - across) * near.hop
-
-
-def _tree(size: int, nodes: int, cluster: Cluster) -> float:
-    """Up and down: through the node in a chain, and over the nodes in a tree of two branches."""
-    near, far = cluster.intra, cluster.inter
-    return far.latency + 2 * (log2(nodes) * far.hop + (size / nodes - 1) * near.hop)
-
-
 def deduplicated_seconds(nbytes: float, copies: int, group: ProcessGroup, cluster: Cluster) -> float:
-    """Seconds of an all-to-all of tokens of which so many copies are sent: one to each node, where it is passed on.
+    """Return the seconds of a deduplicated dispatch of tokens, each to `copies` experts.
 
-    There each device gets one, however many of its experts want it. It is sent to all at once, not around a ring.
+    A token goes once to each node that has one of its experts, and once to each device there. Sends to all devices run
+    at the same time, not around a ring.
     """
     if group.size == 1 or nbytes == 0:
         return 0.0
-    n, out = group.size, level_seconds("all_to_all", nbytes, group, cluster)[1:]
+    n, levels = group.size, level_seconds("all_to_all", nbytes, group, cluster)[1:]
     nodes, _ = group_nodes(n, group.stride, cluster.per_node, cluster.count)
-    passed = nbytes * (n - 1) / n * _reached(n, copies) / (cluster.intra.reached * KERNELS)
-    left = _reached(nodes, copies)
-    each = nbytes / nodes * left / NODE_TO_NODE if nodes > 1 else 0.0
+    received = nbytes * (n - 1) / n * _distinct_share(n, copies) / (cluster.intra.reached * KERNELS)
+    share = _distinct_share(nodes, copies)
+    sent = nbytes / nodes * share / NODE_TO_NODE if nodes > 1 else 0.0
     link = cluster.inter if nodes > 1 else cluster.intra
-    return MESSAGE_SECONDS + link.latency + link.hop + max(passed, each, *(left * took for took in out))
+    return MESSAGE_SECONDS + link.latency + link.hop + max(received, sent, *(share * took for took in levels))
 
 
-def _reached(places: int, copies: int) -> float:
-    """Places that at least one of a token's copies goes to, as a share of these."""
-    return places * (1 - (1 - 1 / places) ** copies) / copies
+def _distinct_share(count: int, copies: int) -> float:
+    """Return the expected number of `count` destinations that a token's copies reach, as a share of the copies."""
+    return count * (1 - (1 - 1 / count) ** copies) / copies
+
+
+def context_parallel_seconds(
+    way: ContextCommunication,
+    kind: str,
+    nbytes: float,
+    queries: float,
+    compute: float,
+    backward: bool,
+    group: ProcessGroup,
+    cluster: Cluster,
+) -> float:
+    """Return the exposed seconds of the exchange of keys and values, of `nbytes`, of attention over a sharded sequence.
+
+    queries: bytes of a device's queries. compute: seconds of attention in this pass.
+
+    - all-gather: `kind` as the facts count it, before attention begins. Our runtime does that.
+    - all-to-all: queries, keys and values exchange parts of the sequence for parts of the heads, and the output
+      returns (DeepSpeed-Ulysses, arXiv:2309.14509).
+    - p2p: keys and values, and backward also their gradients, go around a ring while attention computes with the part
+      that has arrived. Kernels add up the parts of the output (megatron-core's default; see CORRECTED_TENSORS).
+    """
+    if way is ContextCommunication.ALL_GATHER:
+        return collective_seconds(kind, nbytes, group, cluster)
+    if way is ContextCommunication.ALL_TO_ALL:
+        heads = collective_seconds("all_to_all", queries + nbytes / group.size, group, cluster)
+        return heads + collective_seconds("all_to_all", queries, group, cluster)
+    ring = collective_seconds("all_gather", (2 if backward else 1) * nbytes, group, cluster)
+    corrected = CORRECTED_QUERIES * group.size * queries + (nbytes if backward else 0)
+    hidden = compute * (group.size - 1) / group.size
+    return CORRECTED_TENSORS * corrected / cluster.device.moves + max(0.0, ring - hidden)
 
 
 def sm_share(device: Device) -> float:
-    """The share of a device that an exchange takes while others compute.
+    """Return the share of a device's multiprocessors that communication takes while others compute.
 
     Beside an all-to-all over two H200 a product of 8,192 takes 6 % longer, beside an all-gather 11 %, measured for this
-    project; these are 12 % of its multiprocessors.
+    project; CHANNELS are 12 % of its multiprocessors.
     """
     return CHANNELS / device.units if device.units > CHANNELS else 0.0
 
 
 def p2p_seconds(nbytes: float, stage: int, layout: Layout, cluster: Cluster, *, scattered: bool = False) -> float:
-    """Seconds in which `nbytes` pass from a pipeline stage to the next one, on the worst placed of its devices.
+    """Return the seconds of a p2p send of `nbytes` from a pipeline stage to the next one, on its slowest device.
 
-    All devices of the stage send at once; beyond the pod they share what leaves it with no others. scattered: of what
-    all tensor-parallel ranks have each sends its part, and they gather them there.
+    All devices of the stage send at the same time; beyond the pod they share the links of the pod. scattered: each
+    tensor-parallel rank sends its part of what all have, and the receivers gather the parts.
     """
     if layout.pp == 1 or nbytes == 0:
         return 0.0
@@ -182,10 +214,10 @@ def p2p_seconds(nbytes: float, stage: int, layout: Layout, cluster: Cluster, *, 
         gathered = collective_seconds("all_gather", nbytes, ProcessGroup(layout.tp, 1), cluster)
         return gathered + p2p_seconds(nbytes / layout.tp, stage, layout, cluster)
     stride = layout.world // layout.pp
-    a, b = stage % layout.pp * stride, (stage + 1) % layout.pp * stride
+    sender, receiver = stage % layout.pp * stride, (stage + 1) % layout.pp * stride
     crossed = 0
     for level, (size, _) in enumerate(cluster.levels):
-        if any((a + i) // size != (b + i) // size for i in {0, stride - 1}):
+        if any((sender + i) // size != (receiver + i) // size for i in {0, stride - 1}):
             crossed = level + 1
     link = cluster.inter if crossed else cluster.intra
     took = nbytes / link.reached

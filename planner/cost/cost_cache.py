@@ -1,7 +1,8 @@
-"""What one node of each kind costs: looked up once for all layouts under which it costs the same.
+"""Cache of node costs: a node kind is priced once for all layouts under which it costs the same.
 
-Protocol: `CostCache.base(layout)` has the costs of every kind. A node costs the same under layouts that divide it alike, and
-most see of a micro-batch only its tokens; what the facts count is affine in these, so that two counts give all others.
+`CostCache.bare_table(layout)` gives the costs of all kinds, equal to those of `cost_table`. Most kinds see only some
+axes of a layout, and of a micro-batch only its number of tokens. The facts of a node are affine in that number, so that
+two evaluations give all others.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from math import lcm
 from typing import Any
 
 import numpy as np
-from attrs import define, evolve, field, fields, frozen
+from attrs import define, field, fields, frozen
 
 from megaloom.dsl.dims import Shape
 from megaloom.dsl.facts.costs import Costs, costs
@@ -40,79 +41,70 @@ from megaloom.planner.contract.layouts import (
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.model.structure import ModelStructure
 
+from . import memory
 from .cost_table import (
     BareTable,
-    factors,
-    loss,
-    shared,
-    split_of,
+    NodeCost,
+    bare_table,
+    cost_of_facts,
 )
-from .node_cost import NodeCost, node_cost, saved_bytes
+from .job import Job
 from .profiles.groups import FrameworkProfile
 
-# Transformer Engine's workspace, before Hopper and since; products by several experts have one for each stream
-# (transformer_engine/pytorch/module/base.py: get_cublas_workspace_size_bytes, get_multi_stream_cublas_workspace).
-ENGINE = {False: 2**22, True: 2**25}
-# To overlap tensor-parallel exchanges it has a buffer of a micro-batch's hidden states for each product that gathers
-# them and for each that reduces them, the former in 8 bits where products are, and two workspaces more, for streams
-# (initialize_ub there, and Megatron-LM's _initialize_tp_communicators).
-GATHERING, REDUCING, STREAMS = 6, 4, 3
-APART = (Affine, Clamp, Combine, Dot, Drop, Gate, Input, Lookup, Normalize, Select, Pointwise, Route, Weight)
-"""What may treat each token for itself."""
+# Ops that may treat each token by itself.
+TOKENWISE = (Affine, Clamp, Combine, Dot, Drop, Gate, Input, Lookup, Normalize, Select, Pointwise, Route, Weight)
+COUNTED = ("work", "collectives", "saved", "inputs")  # the fields of `Costs` that depend on the tokens
 
 
 @frozen
-class Reach:
-    """What of a layout a kind of node sees."""
+class Sensitivity:
+    """The parts of a layout that the cost of a node kind depends on."""
 
     experts: bool  # the axes of experts
-    apart: bool  # of a micro-batch its tokens on a device, however many sequences they are of
-    share: int  # of so many tokens every expert gets a whole number
+    tokenwise: bool  # only the number of tokens on a device, not the number of sequences
+    share: int  # a number of tokens of which every expert gets a whole number
 
 
-# A value, what of it does not depend on the tokens, and each number that does, with what it is more for as many again.
-Part = tuple[Any, dict[str, Any], dict[str, tuple[int, int]]]
+# A fact, its fields that do not depend on the tokens, and for each other field its value and its slope.
+AffineFact = tuple[Any, dict[str, Any], dict[str, tuple[int, int]]]
 
 
 @frozen(eq=False)
-class Facts:
-    """The facts of a node as they follow from its tokens: two counts, in which each expert gets whole tokens."""
+class AffineFacts:
+    """The facts of a node as affine functions of its tokens."""
 
-    tokens: int  # of the one count; the other has twice as many
-    plain: Costs
-    parts: tuple[tuple[str, tuple[Part, ...]], ...]
+    tokens: int  # of the first evaluation; the second one had twice as many
+    first: Costs
+    facts: tuple[tuple[str, tuple[AffineFact, ...]], ...]
 
     @classmethod
-    def of(cls, one: Costs, two: Costs, tokens: int) -> Facts:
-        """What follows from these two counts."""
+    def of(cls, one: Costs, two: Costs, tokens: int) -> AffineFacts:
+        """Return the affine facts that these two evaluations determine."""
         pairs = ((name, zip(getattr(one, name), getattr(two, name), strict=True)) for name in COUNTED)
-        return cls(tokens, one, tuple((name, tuple(_part(a, b) for a, b in each)) for name, each in pairs))
+        return cls(tokens, one, tuple((name, tuple(_affine(a, b) for a, b in each)) for name, each in pairs))
 
     def at(self, tokens: int) -> Costs:
-        """The facts for so many tokens. What is not whole is rounded up, as the facts do."""
+        """Return the facts for this number of tokens, rounded up to whole numbers as the facts are."""
         more, first = tokens - self.tokens, self.tokens
         lists: dict[str, Any] = {
             name: tuple(
-                type(a)(**names, **{k: -(-(x * first + d * more) // first) for k, (x, d) in slopes.items()})
+                type(a)(**fixed, **{k: -(-(x * first + d * more) // first) for k, (x, d) in slopes.items()})
                 if slopes
                 else a
-                for a, names, slopes in each
+                for a, fixed, slopes in each
             )
-            for name, each in self.parts
+            for name, each in self.facts
         }
-        return Costs(**lists, params=self.plain.params, expert_params=self.plain.expert_params)
+        return Costs(**lists, params=self.first.params, expert_params=self.first.expert_params)
 
-    def largest(self, tokens: int, precision: Precision) -> float:
-        """Bytes of the largest saved tensor."""
+    def largest_saved(self, tokens: int, precision: Precision) -> float:
+        """Return the bytes of the largest saved activation."""
         more = tokens / self.tokens - 1
-        saved = dict(self.parts)["saved"]
-        return max((saved_bytes(a, precision) * (1 + more * bool(slopes)) for a, _, slopes in saved), default=0)
+        saved = dict(self.facts)["saved"]
+        return max((memory.tensor_bytes(a, precision) * (1 + more * bool(slopes)) for a, _, slopes in saved), default=0)
 
 
-COUNTED = ("work", "collectives", "saved", "inputs")
-
-
-def _part(a: Any, b: Any) -> Part:
+def _affine(a: Any, b: Any) -> AffineFact:
     values = {f.name: getattr(a, f.name) for f in fields(type(a))}
     slopes = {
         k: (x, getattr(b, k) - x) for k, x in values.items() if type(x) is int and k != "port" and getattr(b, k) != x
@@ -122,116 +114,88 @@ def _part(a: Any, b: Any) -> Part:
 
 @define(eq=False)
 class CostCache:
-    """The costs of one model's kinds of nodes on one cluster."""
+    """Costs of the node kinds of one job, kept from layout to layout."""
 
     structure: ModelStructure
     workload: Workload
     cluster: Cluster
     profile: FrameworkProfile
-    _reach: list[Reach] = field(init=False)
-    _counts: dict[tuple[object, ...], Facts] = field(factory=dict, init=False)
-    _lines: dict[tuple[object, ...], NodeCost] = field(factory=dict, init=False)
+    job: Job = field(init=False)
+    library: int = field(init=False)  # bytes that libraries hold for the whole run
+    _sensitivity: list[Sensitivity] = field(init=False)
+    _facts: dict[tuple[object, ...], AffineFacts] = field(factory=dict, init=False)
+    _costs: dict[tuple[object, ...], NodeCost] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._reach = [reach(kind.node) for kind in self.structure.kinds]
+        self.job = Job(self.structure, self.workload, self.cluster, self.profile)
+        self.library = memory.library_bytes(self.job)
+        self._sensitivity = [sensitivity(kind.node) for kind in self.structure.kinds]
 
-    def base(self, layout: Layout) -> BareTable:
-        """The costs of each kind of node when nothing is computed again."""
-        lines = [self.node_cost(i, layout) for i in range(len(self.structure.kinds))]
-        return BareTable(
-            rows=np.array([line.row for line in lines]),
-            again=np.array([line.again for line in lines]),
-            full=np.array([line.full for line in lines]),
-            largest=max(line.largest for line in lines),
-            library=self.library + self._dummies(layout) + self._shared_buffers(layout),
-            loss=loss(self.structure, layout, self.workload, self.profile.kernels.loss_saved_nbytes),
-        )
-
-    @property
-    def library(self) -> int:
-        """Bytes that cuBLAS works in, and buffers that are there whatever is trained."""
-        used, device = self.profile, self.cluster.device
-        streams = used.buffers.grouped_streams if any(seen.experts for seen in self._reach) else 0
-        engine = ENGINE["fp8" in device.flops] * (used.buffers.engine_workspace + streams)
-        return used.buffers.cublas_workspaces * device.library_nbytes + engine + used.buffers.bucket_nbytes
-
-    def _dummies(self, layout: Layout) -> int:
-        """Bytes that stand for the gradients of products' weights."""
-        if not self.profile.kernels.wgrad_fusion:
-            return 0
-        return self.workload.precision.nbytes * factors(self.structure, layout, self.workload)
-
-    def _shared_buffers(self, layout: Layout) -> int:
-        """Bytes through which devices exchange their parts of tensors while they compute."""
-        if not (layout.has_overlap(Overlap.TENSOR) and self.profile.buffers.tensor_overlap_buffers):
-            return 0
-        precision, tokens = self.workload.precision, layout.micro_batch * self.workload.seq // layout.cp
-        each = GATHERING * (1 if precision.narrow else precision.nbytes) + REDUCING * precision.nbytes
-        return each * tokens * self.structure.hidden_size + (STREAMS - 1) * ENGINE["fp8" in self.cluster.device.flops]
+    def bare_table(self, layout: Layout) -> BareTable:
+        """Return the costs of all node kinds under this layout without recompute."""
+        return bare_table(self.job, layout, [self.node_cost(i, layout) for i in range(len(self.structure.kinds))])
 
     def rows(self, x: Layouts) -> tuple[Rows, Rows, Rows, Rows]:
-        """The rows, the parts' share of them, what full recompute keeps and the largest saved tensor, of many layouts.
+        """Return the costs of all node kinds under many layouts, field by field of `NodeCost`.
 
-        [layouts, kinds, columns], [layouts, kinds, parts, MODULE_COLUMNS], [layouts, kinds], [layouts, kinds]
+        Shapes: [layouts, kinds, columns], [layouts, kinds, recompute parts, MODULE_COLUMNS], [layouts, kinds], and
+        [layouts, kinds].
         """
-        out, alike = [], self._alike(x)
-        for i, seen in enumerate(self._reach):
-            first, which = alike[seen.experts, seen.apart]
-            lines = [self.node_cost(i, x[int(k)]) for k in first]
-            columns = ([getattr(n, name) for n in lines] for name in ("row", "again", "full", "largest"))
+        out, distinct = [], self._distinct(x)
+        for i, seen in enumerate(self._sensitivity):
+            first, which = distinct[seen.experts, seen.tokenwise]
+            nodes = [self.node_cost(i, x[int(k)]) for k in first]
+            columns = ([getattr(n, f.name) for n in nodes] for f in fields(NodeCost))
             out.append([np.array(column, dtype=float)[which] for column in columns])
-        rows, again, full, largest = (np.stack(column, axis=1) for column in zip(*out, strict=True))
-        return rows, again, full, largest
+        rows, by_part, full, largest = (np.stack(column, axis=1) for column in zip(*out, strict=True))
+        return rows, by_part, full, largest
 
     def largest(self, x: Layouts) -> Rows:
-        """Bytes of the largest saved tensor of each of many layouts, sooner than its costs."""
-        out, alike = np.zeros(len(x)), self._alike(x)
-        for i, seen in enumerate(self._reach):
-            first, which = alike[seen.experts, seen.apart]
+        """Return the bytes of the largest saved activation under each of many layouts; faster than `rows`."""
+        out, distinct = np.zeros(len(x)), self._distinct(x)
+        for i, seen in enumerate(self._sensitivity):
+            first, which = distinct[seen.experts, seen.tokenwise]
             sizes = []
-            for layout, workload in (self._seen(i, x[int(k)]) for k in first):
-                tokens = layout.micro_batch * workload.seq
-                sizes.append(self._counted(i, layout, workload).largest(tokens, workload.precision))
+            for layout, seq in (self._simplest(i, x[int(k)]) for k in first):
+                facts = self._affine_facts(i, layout, seq)
+                sizes.append(facts.largest_saved(layout.micro_batch * seq, self.workload.precision))
             out = np.maximum(out, np.array(sizes, dtype=float)[which])
         return out
 
-    def _alike(self, x: Layouts) -> dict[tuple[bool, bool], tuple[Column, Column]]:
-        """The layouts that kinds see differences between, and which of them each is like; by `experts` and `apart`."""
+    def _distinct(self, x: Layouts) -> dict[tuple[bool, bool], tuple[Column, Column]]:
+        """Return, for each sensitivity, the first layout of each distinct cost, and the distinct cost of each layout."""
         tokens = {True: (x.micro_batch * (self.workload.seq // x.cp),), False: (x.micro_batch, x.cp)}
         experts: dict[bool, tuple[Column, ...]] = {
             True: (x.ep, x.etp, x.microbatch_overlap_bits),
             False: (x.has_overlap(Overlap.TENSOR).astype(np.int64),),
         }
         return {
-            (of, apart): alike(x.tp, x.sequence_parallel, *tokens[apart], *experts[of])
-            for of, apart in {(seen.experts, seen.apart) for seen in self._reach}
+            (of, tokenwise): alike(x.tp, x.sequence_parallel, *tokens[tokenwise], *experts[of])
+            for of, tokenwise in {(seen.experts, seen.tokenwise) for seen in self._sensitivity}
         }
 
     def shared(self, layout: Layout) -> tuple[int, ...]:
-        """The elements of each shared weight on a device."""
-        return shared(self.structure, layout, self.workload)
+        """Return the elements on one device of each weight that several nodes share."""
+        return memory.shared_elements(self.job, layout)
 
     def node_cost(self, i: int, layout: Layout) -> NodeCost:
-        """The costs of one kind of node."""
-        layout, workload = self._seen(i, layout)
-        x = layout
-        key = (i, x.tp, x.cp, x.ep, x.etp, x.sequence_parallel, x.micro_batch, x.overlaps, workload.seq)
-        if key not in self._lines:
-            found = self._counted(i, layout, workload).at(layout.micro_batch * workload.seq)
-            kind, parts = self.structure.kinds[i], self.structure.recompute_parts
-            self._lines[key] = node_cost(kind, parts, found, layout, workload, self.cluster, self.profile)
-        return self._lines[key]
+        """Return the cost of node kind i under a layout, without recompute."""
+        x, seq = self._simplest(i, layout)
+        key = (i, x.tp, x.cp, x.ep, x.etp, x.sequence_parallel, x.micro_batch, x.overlaps, seq)
+        if key not in self._costs:
+            facts = self._affine_facts(i, x, seq).at(x.micro_batch * seq)
+            self._costs[key] = cost_of_facts(self.job, self.structure.kinds[i], facts, x, seq)
+        return self._costs[key]
 
-    def _seen(self, i: int, layout: Layout) -> tuple[Layout, Workload]:
-        """The simplest layout and workload under which a kind costs the same."""
-        x, seen, workload = layout, self._reach[i], self.workload
+    def _simplest(self, i: int, layout: Layout) -> tuple[Layout, int]:
+        """Return the simplest layout, and its sequence length, under which node kind i costs what it does here."""
+        x, seen, seq = layout, self._sensitivity[i], self.workload.seq
         ep, etp = (x.ep, x.etp) if seen.experts else (1, 1)
         inner = x.microbatch_overlap_bits if seen.experts else x.microbatch_overlap_bits & Overlap.TENSOR.bit
         cp, micro = x.cp, x.micro_batch
-        if seen.apart and workload.seq % cp == 0:
-            workload = evolve(workload, seq=micro * (workload.seq // cp))
-            cp = micro = 1
-        same = Layout(
+        if seen.tokenwise and seq % cp == 0:
+            seq, cp, micro = micro * (seq // cp), 1, 1
+        simplest = Layout(
             tp=x.tp,
             cp=cp,
             ep=ep,
@@ -240,35 +204,36 @@ class CostCache:
             micro_batch=micro,
             overlaps=OverlapSet(inner),
         )
-        return same, workload
+        return simplest, seq
 
-    def _counted(self, i: int, layout: Layout, workload: Workload) -> Facts:
-        """The facts of a node under a split."""
-        where = (i, layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
-        if where not in self._counts:
-            node, split = self.structure.kinds[i].node, split_of(layout)
-            batch = layout.micro_batch * self._reach[i].share
-            one, two = (costs(node, batch=n, seq=workload.seq, split=split) for n in (batch, 2 * batch))
-            self._counts[where] = Facts.of(one, two, batch * workload.seq)
-        return self._counts[where]
+    def _affine_facts(self, i: int, layout: Layout, seq: int) -> AffineFacts:
+        """Return the facts of node kind i under a layout's sharding."""
+        key = (i, layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
+        if key not in self._facts:
+            node, split = self.structure.kinds[i].node, memory.split_of(layout)
+            batch = layout.micro_batch * self._sensitivity[i].share
+            one, two = (costs(node, batch=n, seq=seq, split=split) for n in (batch, 2 * batch))
+            self._facts[key] = AffineFacts.of(one, two, batch * seq)
+        return self._facts[key]
 
 
-def reach(node: Node) -> Reach:
-    """What of a layout this node sees."""
+def sensitivity(node: Node) -> Sensitivity:
+    """Return the parts of a layout that the cost of this node depends on."""
     p = program(node)
     dims = [d for step in p.steps for v in (step.value, *step.value.args) for d in (*step.outer, *v.shape)]
     experts = any(step.table.axis(d) == "ep" for step in p.steps for d in (*step.outer, *step.value.shape))
-    apart = all(_apart(step.value.op, step.value.shape) for step in p.steps) and _tokens(p)
-    return Reach(experts, apart, lcm(*(d.share.denominator for d in dims)))
+    tokenwise = all(_tokenwise(step.value.op, step.value.shape) for step in p.steps) and _has_tokens(p)
+    return Sensitivity(experts, tokenwise, lcm(*(d.share.denominator for d in dims)))
 
 
-def _apart(op: Op, shape: Shape) -> bool:
+def _tokenwise(op: Op, shape: Shape) -> bool:
+    """Return True if an op treats each token by itself."""
     over = op.over if isinstance(op, Normalize) else (op.dim,) if isinstance(op, Select) else ()
-    return isinstance(op, APART) and not SEQUENCES & set(over) and "source" not in shape
+    return isinstance(op, TOKENWISE) and not SEQUENCES & set(over) and "source" not in shape
 
 
-def _tokens(p: Program) -> bool:
-    """Whether all tensors but weights have both batch and seq, or slots made of them."""
+def _has_tokens(p: Program) -> bool:
+    """Return True if all tensors but weights have both batch and seq, or slots made of them."""
     tensors = [v for step in p.steps for v in (step.value, *step.value.args) if not isinstance(v.source.op, Weight)]
     shapes = [v.shape for v in tensors if not isinstance(v.op, Select) or not isinstance(v.args[0].source.op, Weight)]
     return all(("batch" in s and "seq" in s) or any(d.of for d in s) for s in shapes)

@@ -1,244 +1,299 @@
-"""What every node of a graph costs under one way to divide it: seconds and bytes of a micro-batch on one device.
+"""Cost of every graph node under one layout: seconds and bytes of one micro-batch on one device.
 
-Protocol: `sheet` has the costs under a split, a micro-batch and a recompute mode. Nodes that are alike are priced once;
-`CostTable.sums` adds up runs of nodes, `CostTable.total` all of them.
+`cost_table(job, layout)` does all of it. The table has one row for each node kind and one column for each `CostColumn`.
+`CostTable.stage_sums` adds up the nodes of each stage. `cost_cache.py` keeps node costs from one layout to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import IntEnum
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from attrs import frozen
 
-from megaloom.dsl.dims import Dim, Sizes
+from megaloom.dsl.dims import NBYTES, DType
+from megaloom.dsl.facts.costs import Costs, costs
 from megaloom.dsl.facts.primitives import program
-from megaloom.dsl.graph import Node, Slot, primitives
-from megaloom.dsl.ops.dot import Dot
-from megaloom.dsl.ops.weight import Weight
-from megaloom.dsl.sharding_table import Split
+from megaloom.dsl.facts.recompute import Again
+from megaloom.dsl.ops.routing import Route
 from megaloom.planner.contract.choices import Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
-from megaloom.planner.contract.workload import Precision, Workload
-from megaloom.planner.model.structure import ModelStructure
-from megaloom.planner.partition.segments import Indices, SegmentSums
+from megaloom.planner.model.structure import ModelStructure, NodeKind
+from megaloom.planner.rules.capabilities import together
+
+from . import communication, kernels, memory
+from .columns import (
+    AXIS_COLUMNS,
+    FORWARD_COLUMNS,
+    MODULE_COLUMNS,
+    RECOMPUTE_COLUMNS,
+    CostColumn,
+)
+from .job import Job
+from .profiles.groups import ONE_PASS
+
+NORM: Again = frozenset({"layernorm"})
 
 
-class CostColumn(IntEnum):
-    """The columns of a sheet: seconds, then bytes, then elements."""
+@frozen(eq=False)
+class NodeCost:
+    """Cost of one graph node without recompute."""
 
-    FORWARD = 0  # kernels
-    BACKWARD = 1
-    AGAIN = 2  # kernels of the forward pass that the backward pass repeats
-    TP_FORWARD = 3  # collectives, all of them exposed
-    CP_FORWARD = 4
-    EP_FORWARD = 5
-    TP_BACKWARD = 6  # those of recompute included
-    CP_BACKWARD = 7
-    EP_BACKWARD = 8
-    SAVED = 9
-    PARAMS = 10
-    EXPERT_PARAMS = 11
+    row: Rows  # [columns]
+    by_part: Rows  # [recompute parts, MODULE_COLUMNS] seconds that a part repeats, bytes that it frees
+    saved_under_full: float  # bytes of saved activations under full recompute
+    largest_saved: int  # bytes of the largest saved activation
 
 
-FORWARD_COLUMNS = [
-    CostColumn.FORWARD,
-    CostColumn.TP_FORWARD,
-    CostColumn.CP_FORWARD,
-    CostColumn.EP_FORWARD,
-]  # what a forward step takes
-RECOMPUTE_COLUMNS = [
-    CostColumn.AGAIN,
-    CostColumn.TP_BACKWARD,
-    CostColumn.CP_BACKWARD,
-    CostColumn.EP_BACKWARD,
-]  # where that is counted when done again
-BACKWARD_COLUMNS = [CostColumn.BACKWARD, *RECOMPUTE_COLUMNS]
-STEP_COLUMNS = [*FORWARD_COLUMNS, *BACKWARD_COLUMNS]
-MODULE_COLUMNS = [
-    *FORWARD_COLUMNS,
-    CostColumn.SAVED,
-]  # what a module that is computed again takes again, and what it frees
-AXIS_COLUMNS = {  # where the collectives of an axis are counted
-    "tp": (CostColumn.TP_FORWARD, CostColumn.TP_BACKWARD),
-    "cp": (CostColumn.CP_FORWARD, CostColumn.CP_BACKWARD),
-    "ep": (CostColumn.EP_FORWARD, CostColumn.EP_BACKWARD),
-    "etp": (CostColumn.EP_FORWARD, CostColumn.EP_BACKWARD),
-}
+@frozen(eq=False)
+class BareTable:
+    """Costs of all node kinds without recompute, and the share of each recompute part."""
+
+    rows: Rows  # [kinds, columns]
+    by_part: Rows  # [kinds, recompute parts, MODULE_COLUMNS]
+    saved_under_full: Rows  # [kinds] bytes of saved activations under full recompute
+    largest_saved: int  # bytes of the largest saved activation
+    library: int  # bytes that libraries hold for the whole run
+    loss: int  # transient bytes of the loss
 
 
 @frozen(eq=False, slots=False)
 class CostTable:
-    """The costs of every node: `rows` by kind."""
+    """Costs of all graph nodes under one layout. Nodes of one kind share a row."""
 
-    structure: ModelStructure
+    job: Job
     rows: Rows  # [kinds, columns]
-    boundary: int  # bytes of each hidden state that crosses a cut, one way
-    workspace: int  # bytes that come and go: the gradients beside the largest saved tensor, and a block made again
-    library: int  # bytes that libraries hold throughout
-    loss: int  # bytes that come and go with the loss
-    shared: tuple[int, ...]  # elements of each shared weight on this device
-    more: Rows | None = None  # what the first blocks of a stage cost more, which are computed again, if not all are
-    layers: int = 0  # how many those are
+    boundary: int  # bytes of one hidden state that crosses a stage boundary
+    workspace: int  # transient bytes of a backward pass: gradients of activations, and a recomputed block
+    library: int  # bytes that libraries hold for the whole run
+    loss: int  # transient bytes of the loss
+    shared_elements: tuple[int, ...]  # elements on one device of each weight that several nodes share
+    # Where only the first blocks of a stage are recomputed: what recompute adds to their rows, and their number.
+    recompute_rows: Rows | None = None
+    recompute_blocks: int = 0
+
+    @property
+    def structure(self) -> ModelStructure:
+        """Return the structure of the model."""
+        return self.job.structure
 
     @cached_property
     def total(self) -> Rows:
-        """The sum over all nodes."""
+        """Return the sum over all nodes: [columns]."""
         return self.structure.kind_counts @ self.rows
 
     @cached_property
-    def step(self) -> float:
-        """Seconds of a micro-batch through the whole model, both ways."""
-        return float(self.total[STEP_COLUMNS].sum())
-
-    @cached_property
-    def saved(self) -> float:
-        """Bytes that the whole model keeps of a micro-batch."""
-        return float(self.total[CostColumn.SAVED])
-
-    @cached_property
-    def params(self) -> tuple[int, int]:
-        """The elements of the whole model on this device, each weight once: dense ones, and experts'."""
-        twice = sum(
-            n * (len(nodes) - 1) for (_, nodes), n in zip(self.structure.shared_weights, self.shared, strict=True)
-        )
-        return int(self.total[CostColumn.PARAMS]) - twice, int(self.total[CostColumn.EXPERT_PARAMS])
-
-    @cached_property
     def by_node(self) -> Rows:
-        """[nodes, columns]"""
+        """Return the costs of each node: [nodes, columns]."""
         return self.rows[self.structure.kind_of_node]
 
-    def sums(self, bounds: tuple[int, ...]) -> Rows:
-        """The sum over each run of nodes between neighbouring bounds: [runs, columns]."""
-        sums: Rows = np.add.reduceat(self.by_node, bounds[:-1])
-        if self.more is None:
-            return sums
-        first, last = np.array(bounds[:-1]), np.array(bounds[1:])
-        stop = np.minimum(last, self.structure.recompute_end(self.layers)[first])
-        sums += self._more[stop] - self._more[first]
+    def stage_sums(self, boundaries: Sequence[int]) -> Rows:
+        """Return the costs of each stage, given the stage boundaries as node numbers: [stages, columns]."""
+        sums: Rows = np.add.reduceat(self.by_node, boundaries[:-1])
+        if self.recompute_rows is not None:
+            first, last = np.array(boundaries[:-1]), np.array(boundaries[1:])
+            stop = np.minimum(last, self.structure.recompute_end(self.recompute_blocks)[first])
+            sums += self.recompute_before[stop] - self.recompute_before[first]
         return sums
 
     @cached_property
-    def _more(self) -> Rows:
-        """Of all nodes before each place: [nodes + 1, columns]."""
-        assert self.more is not None
-        return before(self.more[self.structure.kind_of_node])
-
-    def runs(self, places: Indices, columns: Sequence[int]) -> SegmentSums:
-        """The sum of these columns over all nodes between each two places of a cut: all places, or all borders."""
-        key = (len(places), *columns)
-        if key not in self._known:
-            self._known[key] = self._runs(places, columns)
-        return self._known[key]
-
-    @cached_property
-    def _known(self) -> dict[tuple[int, ...], SegmentSums]:
+    def known_sums(self) -> dict[tuple[int, ...], Any]:
+        """Return the sums over segments that partitions of this table share, by number of cut points and columns."""
         return {}
 
-    def _runs(self, places: Indices, columns: Sequence[int]) -> SegmentSums:
-        sums = np.concatenate([[0.0], np.cumsum(self.rows[:, columns].sum(axis=1)[self.structure.kind_of_node])])[
-            places
-        ]
-        if self.more is None:
-            return SegmentSums(sums)
-        more, stop = self._more[:, columns].sum(axis=1), self.structure.recompute_end(self.layers)[places]
-        return SegmentSums(sums, more[places], more[stop], np.searchsorted(places, stop, side="right") - 1)
+    @cached_property
+    def recompute_before(self) -> Rows:
+        """Return the sums of `recompute_rows` over all nodes before each node: [nodes + 1, columns]."""
+        assert self.recompute_rows is not None
+        rows = self.recompute_rows[self.structure.kind_of_node]
+        return np.concatenate([np.zeros((1, *rows.shape[1:])), np.cumsum(rows, axis=0)])
 
 
-def before(rows: Rows) -> Rows:
-    """The sums of all rows before each place, the end included."""
-    return np.concatenate([np.zeros((1, *rows.shape[1:])), np.cumsum(rows, axis=0)])
+def cost_table(job: Job, layout: Layout) -> CostTable:
+    """Return the costs of all graph nodes under this layout."""
+    nodes = [node_cost(job, kind, layout) for kind in job.structure.kinds]
+    return with_recompute(bare_table(job, layout, nodes), job, layout)
 
 
-def split_of(layout: Layout) -> Split:
-    """The part of a layout that divides tensors."""
-    return Split(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp, sequence_parallel=layout.sequence_parallel)
-
-
-@frozen
-class BareTable:
-    """A sheet before recompute, with what recompute needs: by kind, the columns and each part's share of them."""
-
-    rows: Rows
-    again: Rows  # [kinds, parts, MODULE_COLUMNS]
-    full: Rows  # [kinds], the bytes that full recompute keeps
-    largest: int  # bytes of the largest saved tensor
-    library: int  # bytes that libraries hold throughout
-    loss: int  # bytes that come and go with the loss
-
-
-def bare_to_table(base: BareTable, structure: ModelStructure, layout: Layout, workload: Workload) -> CostTable:
-    """The costs under the layout's recompute mode."""
-    rows, workspace = base.rows.copy(), 2 * base.largest
-    width = workload.precision.nbytes
-    tokens = layout.micro_batch * workload.seq // layout.cp
-    boundary = width * structure.hidden_size * tokens // (layout.tp if layout.sequence_parallel else 1)
-    if layout.recompute is Recompute.SELECTIVE:
-        made = base.again[:, structure.recomputed_parts(layout.recomputed_modules)].sum(axis=1)
-        rows[:, RECOMPUTE_COLUMNS] += made[:, : len(FORWARD_COLUMNS)]
-        rows[:, CostColumn.SAVED] -= made[:, -1]
-        workspace += int(made[:, -1].max())
-    elif layout.recompute is Recompute.FULL:
-        inside = np.array([kind.in_recomputed_block for kind in structure.kinds])
-        rows[:, RECOMPUTE_COLUMNS] += inside[:, None] * rows[:, FORWARD_COLUMNS]
-        workspace += int(structure.largest_block @ base.rows[:, CostColumn.SAVED])
-        rows[:, CostColumn.SAVED] = base.full
-    if layout.has_overlap(
-        Overlap.EXPERTS
-    ):  # a block goes ahead while another's goes back, and is whole before that is gone
-        workspace += int(structure.largest_block @ rows[:, CostColumn.SAVED])
-    some = layout.full_recompute and layout.recompute_layers > 0
-    return CostTable(
-        structure=structure,
-        rows=base.rows if some else rows,
-        boundary=boundary,
-        workspace=workspace,
-        library=base.library,
-        loss=base.loss,
-        shared=shared(structure, layout, workload),
-        more=rows - base.rows if some else None,
-        layers=layout.recompute_layers,
+def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost]) -> BareTable:
+    """Return the costs of all node kinds without recompute, from the costs of one node of each kind."""
+    return BareTable(
+        rows=np.array([node.row for node in nodes]),
+        by_part=np.array([node.by_part for node in nodes]),
+        saved_under_full=np.array([node.saved_under_full for node in nodes]),
+        largest_saved=max(node.largest_saved for node in nodes),
+        library=memory.library_bytes(job) + memory.buffer_bytes(job, layout),
+        loss=memory.loss_bytes(job, layout),
     )
 
 
-def loss(structure: ModelStructure, layout: Layout, workload: Workload, copies: int) -> int:
-    """Bytes that come and go with the loss: logits and what it keeps of them, or their gradient and their weights'."""
-    ends = [structure.graph.nodes[structure.graph.index[name]] for name in structure.graph.outputs]
-    logits = sum(local(node, node.shape.dims, layout, workload) for node in ends)
-    weights = max((local(node, slot.dims, layout, workload) for node in ends for slot in node.weights), default=0)
-    width = workload.precision.nbytes
-    copied = 0 if workload.precision is Precision.FP32 else copies  # of which they are their own
-    return max((width + copied) * logits, width * (logits + weights))
+def with_recompute(bare: BareTable, job: Job, layout: Layout) -> CostTable:
+    """Return the cost table under the layout's recompute mode.
+
+    Recompute moves forward seconds to the backward pass and frees saved memory. What it recomputes of one block
+    is in the workspace. With `--overlap experts` the workspace has a second block, whose forward pass runs meanwhile.
+    """
+    structure, seq = job.structure, job.workload.seq
+    rows, workspace = bare.rows.copy(), 2 * bare.largest_saved
+    hidden = job.workload.precision.nbytes * structure.hidden_size * (layout.micro_batch * seq // layout.cp)
+    if layout.recompute is Recompute.SELECTIVE:
+        repeated = bare.by_part[:, structure.recomputed_parts(layout.recomputed_modules)].sum(axis=1)
+        rows[:, RECOMPUTE_COLUMNS] += repeated[:, : len(FORWARD_COLUMNS)]
+        rows[:, CostColumn.SAVED] -= repeated[:, -1]
+        workspace += int(repeated[:, -1].max())
+    elif layout.recompute is Recompute.FULL:
+        inside = np.array([kind.in_recomputed_block for kind in structure.kinds])
+        rows[:, RECOMPUTE_COLUMNS] += inside[:, None] * rows[:, FORWARD_COLUMNS]
+        workspace += int(structure.largest_block @ bare.rows[:, CostColumn.SAVED])
+        rows[:, CostColumn.SAVED] = bare.saved_under_full
+    if layout.has_overlap(Overlap.EXPERTS):
+        workspace += int(structure.largest_block @ rows[:, CostColumn.SAVED])
+    partial = layout.full_recompute and layout.recompute_layers > 0
+    return CostTable(
+        job=job,
+        rows=bare.rows if partial else rows,
+        boundary=hidden // (layout.tp if layout.sequence_parallel else 1),
+        workspace=workspace,
+        library=bare.library,
+        loss=bare.loss,
+        shared_elements=memory.shared_elements(job, layout),
+        recompute_rows=rows - bare.rows if partial else None,
+        recompute_blocks=layout.recompute_layers,
+    )
 
 
-def factors(structure: ModelStructure, layout: Layout, workload: Workload) -> int:
-    """Elements on one device of each product's weight that differs from the others; of copies, one."""
-    nodes = {id(program(kind.node)): kind.node for kind in structure.kinds if not kind.has_loss}
-    matrices = ((node, slot) for node in nodes.values() for slot in _factors(node))
-    return sum(local(node, slot.value.shape.dims, layout, workload, slot.outer) for node, slot in matrices)
+def node_cost(job: Job, kind: NodeKind, layout: Layout) -> NodeCost:
+    """Return the cost of one node of this kind under a layout."""
+    seq, split = job.workload.seq, memory.split_of(layout)
+    return cost_of_facts(job, kind, costs(kind.node, batch=layout.micro_batch, seq=seq, split=split), layout, seq)
 
 
-def _factors(node: Node) -> list[Slot]:
-    """The weights that products take."""
-    p = program(node)
-    read = {id(x.source) for step in p.steps if isinstance(step.value.op, Dot) for x in step.value.args}
-    weights = (v for v, *_ in primitives(p.value) if isinstance(v.op, Weight))
-    return [slot for v, slot in zip(weights, node.weights, strict=True) if id(v.source) in read]
+def cost_of_facts(job: Job, kind: NodeKind, facts: Costs, layout: Layout, seq: int) -> NodeCost:
+    """Return the cost of one node by its facts: FLOPs, collectives, saved activations and weights on one device."""
+    row = np.zeros(len(CostColumn))
+    by_part = np.zeros((len(job.structure.recompute_parts), len(MODULE_COLUMNS)))
+    repeated = [
+        *_add_kernels(row, job, kind, facts),
+        *_add_collectives(row, job, kind, facts, layout),
+        *memory.saved_activations(job, kind, facts),
+    ]
+    for column, modules, amount in repeated:
+        if column is CostColumn.SAVED:
+            row[column] += amount
+        elif kind.saved.norm:
+            modules = NORM
+        if modules:
+            by_part[job.structure.recompute_parts.index(modules), MODULE_COLUMNS.index(column)] += amount
+    row[CostColumn.SAVED] += memory.copied_activations(job, facts, layout)
+    row[CostColumn.PARAMS], row[CostColumn.EXPERT_PARAMS] = facts.params, facts.expert_params
+    if kind.has_loss:
+        _add_loss(row, job, kind, layout, seq)
+    sizes = [memory.tensor_bytes(s, job.workload.precision) for s in facts.saved]
+    full = kind.saved_under_full.of(facts.saved, facts.inputs)
+    full_saved = sum(memory.tensor_bytes(s, job.workload.precision) for s in full)
+    return NodeCost(row, by_part, full_saved, max(sizes, default=0))
 
 
-def shared(structure: ModelStructure, layout: Layout, workload: Workload) -> tuple[int, ...]:
-    """The elements on one device of each weight that several nodes share."""
-    nodes = structure.graph.nodes
-    return tuple(local(nodes[users[0]], slot.dims, layout, workload) for slot, users in structure.shared_weights)
+Repeated = tuple[CostColumn, Again, float]  # column, the modules any of which recompute it, amount
 
 
-def local(node: Node, dims: tuple[Dim, ...], layout: Layout, workload: Workload, outer: tuple[Dim, ...] = ()) -> int:
-    """The elements that one device holds of a tensor of a node, within these copies."""
-    sizes = Sizes(batch=layout.micro_batch, seq=workload.seq)
-    split = split_of(layout)
-    table = program(node).table.at(split)
-    return table.local(sizes, split, table.axes(outer, dims))(dims)
+def _add_kernels(row: Rows, job: Job, kind: NodeKind, facts: Costs) -> Iterator[Repeated]:
+    """Add the seconds of a node's kernels to its row; yield the seconds that recompute repeats.
+
+    A pass takes the time of its kernels, or of the host that launches them where that is longer.
+    """
+    device, precision, profile = job.cluster.slowest, job.workload.precision, job.profile
+    one, host_forward, host_backward = kernels.launch_seconds(device, profile), 0.0, 0.0
+    for work in facts.work:
+        took = kernels.kernel_seconds(work, device, precision, profile, inside=kind.in_recomputed_block)
+        launch_forward, launch_backward = took.forward_kernels * one, took.backward_kernels * one
+        wait_forward = wait_backward = 0.0
+        if work.kind == "route" and device.units > 1:
+            experts = _expert_launch_seconds(job, facts)
+            wait_forward = profile.experts.dispatch_seconds + experts
+            wait_backward = wait_forward + experts
+            if (
+                profile.experts.padded_tokens
+            ):  # the host knows the number of tokens of each expert, so it launches ahead
+                launch_forward, launch_backward = launch_forward + wait_forward, launch_backward + wait_backward
+                wait_forward = wait_backward = 0.0
+        row[CostColumn.FORWARD] += took.forward + wait_forward
+        row[CostColumn.BACKWARD] += took.backward + wait_backward
+        host_forward, host_backward = host_forward + launch_forward, host_backward + launch_backward
+        yield CostColumn.FORWARD, work.again, max(took.forward + wait_forward, launch_forward)
+    row[CostColumn.FORWARD] = max(row[CostColumn.FORWARD], host_forward)
+    row[CostColumn.BACKWARD] = max(row[CostColumn.BACKWARD], host_backward)
+    row[CostColumn.BACKWARD] += (
+        profile.kernels.memory_passes.get("gradient", ONE_PASS)[1] * _gradient_traffic(job, facts) / device.moves
+    )
+
+
+def _gradient_traffic(job: Job, facts: Costs) -> float:
+    """Return the bytes that adding a micro-batch's weight gradients to the main gradients moves.
+
+    A product with fused accumulation reads and writes the main gradient; other gradients are also read by a kernel.
+    """
+    width, products = job.profile.optimizer.gradient_nbytes, [w for w in facts.work if w.kind == "dot"]
+    fused = [kernels.fused_gradient_elements(w, job.profile) for w in products]
+    apart = max(0, facts.params + facts.expert_params - sum(fused))
+    hidden = sum(kernels.concurrent_gradient_bytes(w, job.profile) for w in products)
+    return (job.workload.precision.nbytes + 2 * width) * apart + 2 * width * sum(fused) - hidden
+
+
+def _expert_launch_seconds(job: Job, facts: Costs) -> float:
+    """Return the seconds that a forward pass of experts waits for the host, after the dispatch."""
+    products = [w for w in facts.work if w.kind == "dot"]
+    count = max(w.count for w in products)
+    last = [w for w in products if w.count == count][-1]
+    biased = any(w.fusion == "bias" and w.experts for w in facts.work)
+    small = job.profile.experts.grouped_launch_seconds
+    if small is not None and together(last.n * last.k, count, biased, job.workload.precision):
+        return count * small
+    return count * job.profile.experts.launch_seconds
+
+
+def _add_collectives(row: Rows, job: Job, kind: NodeKind, facts: Costs, layout: Layout) -> Iterator[Repeated]:
+    """Add the seconds of a node's exposed collectives to its row; yield those that recompute repeats."""
+    cluster, precision, profile = job.cluster, job.workload.precision, job.profile
+    idle_sms = 1 - communication.sm_share(cluster.device)
+    hidden = {
+        "tp": profile.overlap.tensor_hidden * layout.has_overlap(Overlap.TENSOR),
+        "ep": profile.overlap.experts_hidden * layout.has_overlap(Overlap.EXPERTS) * idle_sms,
+    }
+    attention = [w for w in facts.work if w.kind == "attend"]
+    for c in facts.collectives:
+        nbytes, group = c.elements * precision.nbytes, communication.process_group(c.axis, layout)
+        if c.axis == "cp" and attention:
+            passes = [kernels.kernel_seconds(w, cluster.slowest, precision) for w in attention]
+            compute = sum(p.backward if c.backward else p.forward for p in passes)
+            queries = sum(w.count * w.m * w.k for w in attention) * precision.nbytes
+            took = communication.context_parallel_seconds(
+                profile.attention.context_communication, c.kind, nbytes, queries, compute, c.backward, group, cluster
+            )
+        elif c.kind == "all_to_all" and c.axis == "ep" and profile.experts.deduplicated_dispatch:
+            steps = program(kind.node).steps
+            copies = max((s.value.op.top_k for s in steps if isinstance(s.value.op, Route)), default=1)
+            took = communication.deduplicated_seconds(nbytes, copies, group, cluster)
+        else:
+            took = communication.collective_seconds(c.kind, nbytes, group, cluster)
+        took *= 1 - hidden.get(c.axis, 0.0)
+        forward, backward = AXIS_COLUMNS[c.axis]
+        row[backward if c.backward else forward] += took
+        if not c.backward:
+            yield forward, c.again, took
+
+
+def _add_loss(row: Rows, job: Job, kind: NodeKind, layout: Layout, seq: int) -> None:
+    """Add the seconds of cross-entropy to a row.
+
+    Over a sharded vocabulary it all-reduces three fp32 numbers a token (megatron-core 0.16.1,
+    tensor_parallel/cross_entropy.py).
+    """
+    tokens = layout.micro_batch * seq // layout.cp
+    moved = job.profile.kernels.loss_moved_nbytes * memory.local_elements(kind.node, kind.node.shape.dims, layout, seq)
+    row[[CostColumn.FORWARD, CostColumn.BACKWARD]] += moved / 2 / job.cluster.device.moves
+    group, nbytes = communication.process_group("tp", layout), NBYTES[DType.FLOAT32] * tokens
+    row[CostColumn.TP_FORWARD] += 3 * communication.collective_seconds("all_reduce", nbytes, group, job.cluster)

@@ -1,124 +1,214 @@
-"""What each pipeline rank holds at its fullest moment, by what holds it, and which moment that is.
+"""Memory of a pipeline rank: one model for peak, feasibility, lower bounds and the memory timeline.
 
-Protocol: `StageMemory` says what one chunk holds on one device, `peak` what the chunks of a rank come to under a schedule.
-Sizes are in bytes. The moments that may be the fullest: the loss of a micro-batch, a backward (gradients beside what
-is saved, a block made again), the optimizer's step. Reducing gradients and gathering weights takes no more than the
-buffers of both, which are there throughout.
+`rank_memory` is the model; every byte count of a rank is a call of it. The other functions give its terms: state,
+saved activations, transient bytes. All sizes are bytes on one device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from operator import mul
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
+from megaloom.dsl.dims import NBYTES, Dim, Sizes
+from megaloom.dsl.facts.costs import Costs
+from megaloom.dsl.facts.primitives import program
+from megaloom.dsl.facts.recompute import Again
+from megaloom.dsl.facts.saved import Saved
+from megaloom.dsl.graph import Node, primitives
+from megaloom.dsl.layers.mlp import ClampedGLU, GeGLU
+from megaloom.dsl.layers.moe import MoE
+from megaloom.dsl.ops.dot import Dot
+from megaloom.dsl.ops.weight import Weight
+from megaloom.dsl.sharding_table import Split
+from megaloom.dsl.value import Op
+from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.layouts import Column, Layouts, Rows
 from megaloom.planner.contract.workload import Precision
-from megaloom.planner.simulate.schedule import backward_moments, loss_moments
+from megaloom.planner.model.structure import NodeKind
 
+from .columns import CostColumn
 from .communication import process_group
+from .job import Job
 from .profiles.frameworks import OWN
 from .profiles.groups import FrameworkProfile
 
-Rows = NDArray[np.float64]
+if TYPE_CHECKING:
+    from megaloom.planner.partition.dynamic_program import SegmentSums
 
-PEERS = 8  # of an all-to-all that have channels of their own, as far as was measured: those of a node
-MASTER = 4  # below fp32 the optimizer keeps a copy of the weight (megatron-core, optimizer.py:671)
-# Of what passes between pipeline ranks, a rank holds an input, an output and a gradient of one of them beside what it
-# saves (megatron-core 0.16.1, schedules.py: input_tensor, output_tensor and output_tensor_grad outlive their step).
-RECEIVE_BUFFERS = 3
 # torch's allocator reserves more than it hands out: SimuMax counts allocated / 0.94 for Megatron runs (perf_llm.py).
 ALLOCATOR = 1 / 0.94 - 1
 ALLOCATED = 1 + ALLOCATOR
-# Above the point that is predicted: of the runs of Megatron's family 96 of 100 allocated up to 10.7 % more (`megaloom
-# validate`), and torch reserved up to 7.9 % more than was allocated (SimuMax's; where there is room it reserves more,
-# as on an H200 up to a third, and does without when there is none). CUDA graphs, which have memory of their own, took
-# up to 0.75 of what is saved more (Hy3's).
-MODEL_ERROR, RESERVED, GRAPH = 0.107, 0.079, 0.75
-APART = ("allocator", "runtime", "graphs")  # what no tensor holds
+MASTER = 4  # bytes of the optimizer's fp32 copy of a 16-bit weight (megatron-core, optimizer.py:671)
+PEERS = 8  # of an all-to-all that have channels of their own, as far as was measured: those of a node
+# A rank holds an input, an output and a gradient of one p2p send beside its saved activations (megatron-core 0.16.1,
+# schedules.py: input_tensor, output_tensor and output_tensor_grad outlive their step).
+RECEIVE_BUFFERS = 3
+# Bytes of an element of the copy that a product saves when it casts its input, with one scale for each 32 elements of
+# MXFP8 and each 16 of NVFP4 (Transformer Engine's float8, mxfp8 and nvfp4 tensors; the weight gradient reads the copy).
+CAST = {Precision.FP8: 1.0, Precision.MXFP8: 1 + 1 / 32, Precision.NVFP4: 1 / 2 + 1 / 16}
+# Saved tensors of gated units other than SwiGLU when each operation is a kernel, in tensors as large as the input of
+# their last product: the activation and its factor with an offset; where both are clamped also the gate and its
+# sigmoid. Experts save one more, the weighted output (megatron-core 0.16.1, transformer/mlp.py: glu, per_token_scale).
+EAGER_TENSORS: dict[type[Op], int] = {GeGLU: 2, ClampedGLU: 4}
+# Transformer Engine's cuBLAS workspace, before Hopper and since. Products by several experts have one for each stream
+# (transformer_engine/pytorch/module/base.py: get_cublas_workspace_size_bytes, get_multi_stream_cublas_workspace).
+ENGINE_WORKSPACE = {False: 2**22, True: 2**25}
+# Tensor-parallel overlap needs a buffer of a micro-batch's hidden states for each product that gathers them (in 8 bits
+# where products are) and for each that reduces them, and workspaces for two more streams (initialize_ub there, and
+# Megatron-LM's _initialize_tp_communicators).
+GATHERING, REDUCING, STREAMS = 6, 4, 3
+
+Array = NDArray[Any]
+Elements = TypeVar("Elements", int, Column)
 
 
-def held_bytes(held: Mapping[str, int], kind: str = "device") -> int:
-    """Bytes that a rank holds, as they are measured: what tensors take, what torch reserves for them, or a device."""
-    beside = {"allocated": APART, "reserved": ("runtime",)}.get(kind, ())
-    return sum(n for what, n in held.items() if what not in beside)
+@overload
+def rank_memory(  # type: ignore[overload-overlap]  # Any array type also stands for numbers
+    state: float, saved: float, in_flight: float, transient: float
+) -> float: ...
+@overload
+def rank_memory(
+    state: SegmentSums, saved: SegmentSums, in_flight: float, transient: SegmentSums | int
+) -> SegmentSums: ...
+@overload
+def rank_memory(
+    state: Array | float, saved: Array | float, in_flight: Array | float, transient: Array | float
+) -> Rows: ...
 
 
-def required_bytes(held: Mapping[str, int]) -> int:
-    """Bytes without which a rank runs out of memory: before it does, torch gives back what it holds in reserve.
+def rank_memory(state: Any, saved: Any, in_flight: Any, transient: Any) -> Any:
+    """Return the bytes of a pipeline rank: state + a * (sum over its chunks c of in_flight[c] * saved[c] + transient).
 
-    Source: c10/cuda/CUDACachingAllocator.cpp, malloc: release_cached_blocks, and once more.
+    a is `ALLOCATED`: torch's allocator reserves more than it hands out; the state is allocated once and exactly.
+
+    state: weights, gradients, optimizer, and what no tensor holds. saved: saved activations of one micro-batch, by
+    chunk. in_flight: number of micro-batches in flight, by chunk. transient: workspace, logits, receive buffers.
+    Numbers, arrays that broadcast, or `SegmentSums`. An `in_flight` of two or more dims is [..., moments, chunks] and is multiplied
+    with `saved` [..., chunks, partitions] as matrices.
     """
-    return held_bytes(held) - held.get("allocator", 0)
-
-
-def upper_bytes(held: Mapping[str, int], kind: str = "device", graphed: bool = False) -> int:
-    """Bytes that a rank which is predicted to hold this should not exceed."""
-    tensors = held_bytes(held, "allocated") * (1 + MODEL_ERROR)
-    if kind == "allocated":
-        return int(tensors)
-    graphs = GRAPH * held.get("activations", 0) if graphed else 0.0
-    return int(tensors * (1 + RESERVED) + graphs) + (held.get("runtime", 0) if kind == "device" else 0)
+    activations = in_flight @ saved if isinstance(in_flight, np.ndarray) and in_flight.ndim > 1 else in_flight * saved
+    return state + ALLOCATED * (activations + transient)
 
 
 @frozen
 class StageMemory:
-    """What one chunk holds on one device."""
+    """Memory of one stage on one device."""
 
     params: int  # elements of dense weights
-    expert_params: int  # elements of experts' weights
-    saved: int  # bytes that the backward pass of one micro-batch needs
-    workspace: int  # bytes that come and go within a backward
-    library: int  # bytes that are there throughout, for libraries and for what passes between ranks
-    loss: int  # bytes that come and go with the loss, if it is here
+    expert_params: int  # elements of expert weights
+    saved: int  # bytes of saved activations of one micro-batch
+    workspace: int  # transient bytes of a backward pass
+    library: int  # bytes of libraries and receive buffers, for the whole run
+    loss: int  # transient bytes of the loss; 0 if another stage has it
+
+
+@frozen
+class Moment:
+    """A moment of a step at which the memory of a rank may be largest."""
+
+    name: str
+    in_flight: tuple[int, ...]  # micro-batches in flight, by chunk
+    loss: bool = False  # at the loss; else at the start of a backward pass
 
 
 @frozen
 class Peak:
-    """The fullest moment of a rank, in words, and what it holds then."""
+    """The moment at which a rank holds most, and its bytes then by holder."""
 
     moment: str
     held: dict[str, int]
 
     @property
     def nbytes(self) -> int:
-        """All that is held."""
+        """Return the bytes of all holders."""
         return sum(self.held.values())
 
 
-def optimizer_shards(layout: Layout) -> tuple[int, int]:
-    """Over how many devices the optimizer's state is cut: that of dense weights, and that of experts."""
-    on = layout.distributed_optimizer  # counted with, as it may be that of many layouts in columns
+def rank_peak(
+    stages: Sequence[StageMemory],
+    moments: Iterable[Moment],
+    layout: Layout,
+    precision: Precision,
+    reserved: int,
+    profile: FrameworkProfile = OWN,
+) -> Peak:
+    """Return the peak memory of a pipeline rank over these moments and the optimizer's step.
+
+    stages: the rank's chunks. reserved: bytes that no tensor holds, see `reserved_bytes`. Reducing gradients and
+    gathering weights needs no more than the buffers of both, which are part of the state.
+    """
+    params, experts = sum(s.params for s in stages), sum(s.expert_params for s in stages)
+    state = state_bytes(params, experts, layout, precision, profile)
+    library, saved = max(s.library for s in stages), [s.saved for s in stages]
+    step = optimizer_step_bytes(params, experts, layout, profile)
+    cases = [("optimizer's step", 0, {"workspace": step, "logits": 0})]
+    for moment in moments:
+        kept = sum(n * nbytes for n, nbytes in zip(moment.in_flight, saved, strict=True))
+        workspace = 0 if moment.loss else max(s.workspace for s in stages)
+        cases.append((moment.name, kept, {"workspace": workspace, "logits": stages[-1].loss * moment.loss}))
+    held, pools = sum(state.values()) + reserved, profile.buffers.graph_pool_share
+    name, kept, transient = max(
+        cases,
+        key=lambda case: int(rank_memory(held, case[1], 1, library + sum(case[2].values()))) + int(pools * case[1]),
+    )
+    transient["workspace"] += library
+    no_tensor = {"allocator": int(ALLOCATOR * (kept + sum(transient.values()))), "runtime": reserved}
+    graphs = {"graphs": int(pools * kept)} if pools else {}  # CUDA graphs have memory of their own
+    return Peak(name, {**state, "activations": kept, **transient, **no_tensor, **graphs})
+
+
+def optimizer_shards(layout: Layout | Layouts) -> tuple[Any, Any]:
+    """Return the number of devices that share the optimizer's state: of dense weights, and of expert weights."""
+    on = layout.distributed_optimizer
     return 1 + on * (layout.dp * layout.cp - 1), 1 + on * (layout.edp - 1)
 
 
 def optimizer_element_bytes(precision: Precision, profile: FrameworkProfile = OWN) -> int:
-    """Bytes that the optimizer keeps of an element."""
+    """Return the bytes of the optimizer's state of one weight element."""
     return 2 * profile.optimizer.moment_nbytes + (0 if precision is Precision.FP32 else MASTER)
 
 
 def state_bytes(
-    params: int, expert_params: int, layout: Layout, precision: Precision, profile: FrameworkProfile = OWN
-) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer state. The distributed optimizer cuts the state, over copies alike."""
+    params: Elements,
+    expert_params: Elements,
+    layout: Layout | Layouts,
+    precision: Precision,
+    profile: FrameworkProfile = OWN,
+) -> dict[str, Elements]:
+    """Return the bytes of weights, gradients and optimizer state. Numbers, or one entry for each layout.
+
+    The distributed optimizer shards its state over the copies of a weight; a shard is rounded up.
+    """
     dense, experts = optimizer_shards(layout)
-    kept = optimizer_element_bytes(precision, profile) + profile.optimizer.extra_shard_nbytes
+    state = optimizer_element_bytes(precision, profile) + profile.optimizer.extra_shard_nbytes
     return {
         "weights": (profile.optimizer.weight_nbytes or precision.nbytes) * (params + expert_params),
         "gradients": (profile.optimizer.gradient_nbytes + profile.optimizer.extra_weight_nbytes)
         * (params + expert_params),
-        "optimizer": -(-kept * params // dense) - (-kept * expert_params // experts),
+        "optimizer": -(-state * params // dense) - (-state * expert_params // experts),
     }
 
 
+def optimizer_step_bytes(params: int, expert_params: int, layout: Layout, profile: FrameworkProfile = OWN) -> int:
+    """Return the transient bytes of the optimizer's step."""
+    dense, experts = optimizer_shards(layout)
+    return int(
+        -(-profile.optimizer.step_held_nbytes * params // dense)
+        - (-profile.optimizer.step_held_nbytes * expert_params // experts)
+    )
+
+
 def reserved_bytes(layout: Layout, cluster: Cluster, profile: FrameworkProfile) -> int:
-    """Bytes that no tensor holds: the context, and buffers for each axis of more than one device, or for each pair."""
+    """Return the bytes that no tensor holds: the CUDA context, and the buffers of communicators.
+
+    Each axis of more than one device has a communicator; an all-to-all has channels for each pair of devices.
+    """
     axes = ["tp", "cp", "dp", "pp", "ep", "etp", *(["edp"] if layout.ep * layout.etp > 1 else [])]
     link = cluster.inter if cluster.nodes > 1 else cluster.intra
     peers = 0 if profile.experts.deduplicated_dispatch else min(layout.ep, PEERS) - 1
@@ -126,77 +216,107 @@ def reserved_bytes(layout: Layout, cluster: Cluster, profile: FrameworkProfile) 
     return cluster.device.context_nbytes + link.group_nbytes * groups + link.peer_nbytes * peers
 
 
-def optimizer_step_bytes(params: int, expert_params: int, layout: Layout, profile: FrameworkProfile = OWN) -> int:
-    """Bytes that come and go with the optimizer's step."""
-    dense, experts = optimizer_shards(layout)
-    return -(-profile.optimizer.step_held_nbytes * params // dense) - (
-        -profile.optimizer.step_held_nbytes * expert_params // experts
-    )
+def saved_activations(job: Job, kind: NodeKind, facts: Costs) -> Iterator[tuple[CostColumn, Again, float]]:
+    """Yield the saved activations of a node as (column, modules any of which recompute the tensor, bytes)."""
+    precision, profile = job.workload.precision, job.profile
+    for s in kind.saved.of(facts.saved, facts.inputs):
+        yield CostColumn.SAVED, kind.saved.frees(s), tensor_bytes(s, precision, kind.in_recomputed_block)
+    op = kind.node.op
+    unit = op.expert if isinstance(op, MoE) else op
+    if profile.kernels.only_swiglu_fused and (tensors := EAGER_TENSORS.get(type(unit), 0)):
+        for s in (s for s in facts.saved if s.fusion == "gate" and s.experts == isinstance(op, MoE)):
+            yield CostColumn.SAVED, kind.saved.frees(s), (tensors + isinstance(op, MoE)) * tensor_bytes(s, precision)
+    if not profile.attention.fused:
+        for w in (w for w in facts.work if w.kind == "attend"):
+            yield CostColumn.SAVED, w.again, profile.attention.score_nbytes * w.count * w.m * w.n
 
 
-def rank_peak(
-    parts: Sequence[StageMemory],
-    rank: int,
-    layout: Layout,
-    microbatches: int,
-    precision: Precision,
-    beside: int,
-    profile: FrameworkProfile = OWN,
-) -> Peak:
-    """A pipeline rank at its fullest; `parts` are its chunks, `beside` is `runtime`."""
-    params, experts = sum(p.params for p in parts), sum(p.expert_params for p in parts)
-    library = max(p.library for p in parts)
-    resting = state_bytes(params, experts, layout, precision, profile)
+def copied_activations(job: Job, facts: Costs, layout: Layout) -> int:
+    """Return the bytes of copies that a framework saves of attention's tensors, under every recompute mode.
 
-    def passing(moment: Moment) -> int:
-        return moment.saved + moment.workspace + library + moment.logits
-
-    def most(moment: Moment) -> int:
-        return passing(moment) + int(ALLOCATOR * passing(moment)) + int(profile.buffers.graph_pool_share * moment.saved)
-
-    moments = [Moment("optimizer's step", 0, optimizer_step_bytes(params, experts, layout, profile), 0)]
-    schedule = (layout.pp, layout.vpp, microbatches, layout.microbatch_group)
-    saved, workspace = [p.saved for p in parts], max(p.workspace for p in parts)
-    for flight, (i, chunk) in backward_moments(rank, *schedule).items():
-        name = f"backward of micro-batch {i}" + (f", chunk {chunk}" if layout.vpp > 1 else "")
-        moments.append(Moment(name, sum(map(mul, flight, saved)), workspace, 0))
-    if rank == layout.pp - 1:
-        for flight, i in loss_moments(*schedule).items():
-            moments.append(Moment(f"loss of micro-batch {i}", sum(map(mul, flight, saved)), 0, parts[-1].loss))
-    fullest = max(moments, key=most)
-    more = {"activations": fullest.saved, "workspace": fullest.workspace + library, "logits": fullest.logits}
-    apart = {"allocator": int(ALLOCATOR * passing(fullest)), "runtime": beside}
-    pools = (
-        {"graphs": int(profile.buffers.graph_pool_share * fullest.saved)} if profile.buffers.graph_pool_share else {}
-    )
-    return Peak(fullest.name, {**resting, **more, **apart, **pools})
-
-
-class Moment(NamedTuple):
-    """What a rank holds at a moment beside what it always does, in bytes."""
-
-    name: str
-    saved: int
-    workspace: int
-    logits: int
-
-
-@lru_cache(maxsize=1 << 14)
-def in_flight_means(pp: int, interleaved: bool, group: int, microbatches: int) -> tuple[float, float, float]:
-    """What `least` must know of a schedule: the fewest flights of any rank, the least and the sum of their inverses.
-
-    A rank's flights are those of its last chunk before its first backward, which of no chunk are more: one at least.
+    Where queries, keys and values are parts of one tensor, all of it stays for the values; and the output of several
+    sequences is saved in both orders of its dims.
     """
-    ahead = [pp - 1 - r for r in range(pp)]
-    flights = [min(2 * n + 1, group) if interleaved else min(n + 1, microbatches) for n in ahead]
-    return min(flights), min(1 / f for f in flights), sum(1 / f for f in flights)
+    precision, nbytes = job.workload.precision, 0
+    if job.profile.attention.values_share_qkv:
+        rotated = sum(tensor_bytes(s, precision) for s in facts.saved if s.what == "rope")
+        nbytes += max(0, rotated - sum(tensor_bytes(s, precision) for s in facts.saved if s.what in ("q", "k")))
+    if job.profile.attention.output_copied and layout.micro_batch > 1:
+        nbytes += sum(tensor_bytes(s, precision) for s in facts.saved if s.what == "attend")
+    return nbytes
 
 
-def least_rank_memory(state: Rows, saved: Rows, pp: Rows, flights: tuple[Rows, Rows, Rows]) -> Rows:
-    """No cut of a model gives its fullest rank less: `state` and `saved` (of one micro-batch) are the whole model's.
+def tensor_bytes(s: Saved, precision: Precision, cast: bool = False) -> int:
+    """Return the bytes of a saved tensor. cast: a product that reads it saves its narrow copy instead."""
+    if cast and s.product and precision in CAST and s.dtype not in NBYTES:
+        return int(s.elements * (precision.nbytes * s.other + CAST[precision]))
+    return s.elements * NBYTES.get(s.dtype, precision.nbytes)
 
-    The fullest rank has at least any weighted mean of the ranks; two means are tried, equal weights and the inverse of
-    the micro-batches in flight, of which `means` has what counts. For one layout, or for many in columns.
+
+def library_bytes(job: Job) -> int:
+    """Return the bytes of cuBLAS workspaces and of buffers that every layout has."""
+    profile, device = job.profile, job.cluster.device
+    streams = profile.buffers.grouped_streams if job.structure.has_experts else 0
+    engine = ENGINE_WORKSPACE["fp8" in device.flops] * (profile.buffers.engine_workspace + streams)
+    return profile.buffers.cublas_workspaces * device.library_nbytes + engine + profile.buffers.bucket_nbytes
+
+
+def buffer_bytes(job: Job, layout: Layout) -> int:
+    """Return the bytes of a layout's buffers: of tensor-parallel overlap, and in place of fused weight gradients."""
+    precision, nbytes = job.workload.precision, 0
+    if job.profile.kernels.wgrad_fusion:
+        nbytes += precision.nbytes * product_weight_elements(job, layout)
+    if layout.has_overlap(Overlap.TENSOR) and job.profile.buffers.tensor_overlap_buffers:
+        tokens = layout.micro_batch * job.workload.seq // layout.cp
+        each = GATHERING * (1 if precision.narrow else precision.nbytes) + REDUCING * precision.nbytes
+        nbytes += each * tokens * job.structure.hidden_size
+        nbytes += (STREAMS - 1) * ENGINE_WORKSPACE["fp8" in job.cluster.device.flops]
+    return nbytes
+
+
+def loss_bytes(job: Job, layout: Layout) -> int:
+    """Return the transient bytes of the loss.
+
+    The forward pass has the logits and what the loss saves of them, the backward pass the gradients of logits and
+    of the weights that make them.
     """
-    fewest, inverse, total = flights
-    return np.maximum((state + fewest * saved) / pp, (inverse * state + saved) / total)
+    graph, width = job.structure.graph, job.workload.precision.nbytes
+    ends = [graph.nodes[graph.index[name]] for name in graph.outputs]
+    logits = sum(local_elements(node, node.shape.dims, layout, job.workload.seq) for node in ends)
+    weights = [local_elements(node, slot.dims, layout, job.workload.seq) for node in ends for slot in node.weights]
+    copies = (
+        0 if job.workload.precision is Precision.FP32 else job.profile.kernels.loss_saved_nbytes
+    )  # fp32 logits are not copied
+    return max((width + copies) * logits, width * (logits + max(weights, default=0)))
+
+
+def product_weight_elements(job: Job, layout: Layout) -> int:
+    """Return the elements on one device of the weights that products read. Equal nodes count once."""
+    elements, seq = 0, job.workload.seq
+    for node in {id(program(kind.node)): kind.node for kind in job.structure.kinds if not kind.has_loss}.values():
+        p = program(node)
+        read = {id(x.source) for step in p.steps if isinstance(step.value.op, Dot) for x in step.value.args}
+        weights = (v for v, *_ in primitives(p.value) if isinstance(v.op, Weight))
+        for v, slot in zip(weights, node.weights, strict=True):
+            if id(v.source) in read:
+                elements += local_elements(node, slot.value.shape.dims, layout, seq, slot.outer)
+    return elements
+
+
+def shared_elements(job: Job, layout: Layout) -> tuple[int, ...]:
+    """Return the elements on one device of each weight that several nodes share."""
+    nodes, shared = job.structure.graph.nodes, job.structure.shared_weights
+    return tuple(local_elements(nodes[users[0]], slot.dims, layout, job.workload.seq) for slot, users in shared)
+
+
+def local_elements(node: Node, dims: tuple[Dim, ...], layout: Layout, seq: int, outer: tuple[Dim, ...] = ()) -> int:
+    """Return the elements on one device of a tensor of a node. outer: dims of the copies around it."""
+    sizes = Sizes(batch=layout.micro_batch, seq=seq)
+    split = split_of(layout)
+    table = program(node).table.at(split)
+    return table.local(sizes, split, table.axes(outer, dims))(dims)
+
+
+def split_of(layout: Layout) -> Split:
+    """Return the axes of a layout that shard tensors."""
+    return Split(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp, sequence_parallel=layout.sequence_parallel)

@@ -1,8 +1,7 @@
-"""What it takes to compute modules again, and what that frees, at many places at once; and which are worth it.
+"""Costs and gains of recomputing modules, for many layouts at once, and the sets of modules that are worth a try.
 
-Protocol: `ModuleRecompute` has the parts of a model's modules by place. `family` are the sets of modules that a search looks
-at: at each place the one, two, … modules that free the most bytes for a second of computing them again. `worthwhile`
-says of which the last one frees enough to matter.
+`ModuleRecompute.of(structure, by_part, saved)` takes the costs of all node kinds under each layout. The search only
+tries `module_sets`: under each layout the one, two, … modules that free most bytes for a second of recompute.
 """
 
 from __future__ import annotations
@@ -18,46 +17,46 @@ from megaloom.planner.contract.choices import MODULES_OF_MOE, Module, ModuleSet
 from megaloom.planner.contract.layouts import Column, Rows
 from megaloom.planner.model.structure import ModelStructure
 
-FREED = 0.02  # of what is saved: what one module more frees at the least
+FREED = 0.02  # least share of the saved activations that one module more must free
 
 
 @frozen(eq=False, slots=False)
 class ModuleRecompute:
-    """The parts of the modules at some places. Seconds and bytes are of one micro-batch and of the whole model."""
+    """Seconds and bytes of recompute of one micro-batch through the whole model, by layout."""
 
     structure: ModelStructure
-    made: Rows  # [places, parts]: seconds that it takes again
-    freed: Rows  # [places, kinds, parts]: bytes
-    saved: Rows  # [places]: bytes when nothing is computed again
+    seconds: Rows  # [layouts, recompute parts] seconds that a part repeats
+    freed: Rows  # [layouts, kinds, recompute parts] bytes that a part frees of one node
+    saved: Rows  # [layouts] bytes of saved activations without recompute
 
     @classmethod
-    def of(cls, structure: ModelStructure, again: Rows, saved: Rows) -> ModuleRecompute:
-        """From the lines of a book: [places, kinds, parts, MODULE_COLUMNS]."""
-        made = (again[..., :-1].sum(axis=3) * structure.kind_counts[:, None]).sum(axis=1)
-        return cls(structure, made, again[..., -1], saved)
+    def of(cls, structure: ModelStructure, by_part: Rows, saved: Rows) -> ModuleRecompute:
+        """Return the recompute costs from those of nodes: [layouts, kinds, recompute parts, MODULE_COLUMNS]."""
+        seconds = (by_part[..., :-1].sum(axis=3) * structure.kind_counts[:, None]).sum(axis=1)
+        return cls(structure, seconds, by_part[..., -1], saved)
 
     def joined(self, more: ModuleRecompute) -> ModuleRecompute:
         """Return these base layouts followed by more of them."""
-        columns = (np.concatenate([getattr(self, n), getattr(more, n)]) for n in ("made", "freed", "saved"))
+        columns = (np.concatenate([getattr(self, n), getattr(more, n)]) for n in ("seconds", "freed", "saved"))
         return ModuleRecompute(self.structure, *columns)
 
     def of_set(self, number: int) -> tuple[Rows, Rows, Rows]:
-        """What a set of modules takes again, what it frees, and what of this comes back at once: of each place."""
+        """Return, for a set of modules as bits: its seconds, its freed bytes, and the most that one node frees."""
         return self._of(ModuleSet(number))
 
     def _of(self, modules: Iterable[Module]) -> tuple[Rows, Rows, Rows]:
         which = self.structure.recomputed_parts(modules)
         freed = self.freed[:, :, which].sum(axis=2)
-        return self.made[:, which].sum(axis=1), freed @ self.structure.kind_counts, freed.max(axis=1)
+        return self.seconds[:, which].sum(axis=1), freed @ self.structure.kind_counts, freed.max(axis=1)
 
     @cached_property
     def most(self) -> Rows:
-        """Bytes that all modules together free: [places]."""
+        """Return the bytes that all modules together free: [layouts]."""
         return self._of(Module)[1]
 
     @cached_property
-    def family(self) -> Column:
-        """[places, counts]: the n modules that are best computed again, as bits; `moe` only after its parts."""
+    def module_sets(self) -> Column:
+        """Return the best n modules to recompute, as bits: [layouts, n]. `moe` comes after its parts."""
         modules = self.structure.modules
         each = [self._of((module,)) for module in modules]
         seconds, freed = (np.array([one[i] for one in each]).reshape(len(modules), -1) for i in (0, 1))
@@ -71,9 +70,9 @@ class ModuleRecompute:
 
     @cached_property
     def worthwhile(self) -> NDArray[np.bool_]:
-        """[places, counts]: whether the last module of a set frees what is worth the trouble."""
-        freed = np.zeros((len(self.saved), 1 + self.family.shape[1]))
-        for number in np.flatnonzero(np.bincount(self.family.ravel())).tolist():
-            freed[:, 1:] = np.where(self.family == number, self.of_set(number)[1][:, None], freed[:, 1:])
+        """Return True where the last module of a set frees at least the share FREED: [layouts, n]."""
+        freed = np.zeros((len(self.saved), 1 + self.module_sets.shape[1]))
+        for number in np.flatnonzero(np.bincount(self.module_sets.ravel())).tolist():
+            freed[:, 1:] = np.where(self.module_sets == number, self.of_set(number)[1][:, None], freed[:, 1:])
         worth: NDArray[np.bool_] = np.diff(freed, axis=1) >= FREED * self.saved[:, None]
         return worth

@@ -121,6 +121,12 @@ class ModelStructure:
         return stop
 
     @cached_property
+    def has_experts(self) -> bool:
+        """Return True if a tensor of some node has a dim of experts."""
+        steps = [step for kind in self.kinds for step in program(kind.node).steps]
+        return any(step.table.axis(d) == "ep" for step in steps for d in (*step.outer, *step.value.shape))
+
+    @cached_property
     def largest_block(self) -> Rows:
         """Return the number of nodes of each kind in the block with most nodes: [kinds]."""
         return max(self.distinct_blocks, key=lambda row: float(row.sum()), default=np.zeros(len(self.kinds)))

@@ -1,8 +1,8 @@
-"""Cutting a chain into chunks: exact, by dynamic programming.
+"""Balanced partition of a chain of segments into stages, exact, by bisection and dynamic programming.
 
-Protocol: a model is a chain of atoms, what lies between two neighbouring cuts of its graph. `cut` says where each chunk
-begins; `evenest` is the whole problem on plain numbers, `latest` its memory limit; `evens` solves it for many chains at
-once.
+A model is a chain of n segments; t(i, j) are the seconds of a stage that has the segments from cut point i to cut
+point j. `SegmentSums` gives t without a table of all pairs. `balance` minimises the slowest stage, then the sum of
+squares; `balance_all` does so for many chains at once.
 """
 
 from __future__ import annotations
@@ -10,126 +10,207 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from attrs import frozen
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
-from .memory_limit import SAME
-from .segments import (
-    ChainBatch,
-    Indices,
-    SegmentSums,
-    Vector,
-)
-
-Latest = Callable[[int], Indices]
-WIDER = 2.0  # times the slowest run that is looked at, until there is a way
-AT_ONCE = 1 << 18  # runs that are looked at together, of all chains
-HALVINGS = 100  # of what the slowest run may take: each leaves out at least one run
+FloatVector = NDArray[np.float64]
+Indices = NDArray[np.intp]
+LatestEnds = Callable[[int], Indices]  # the latest end of stage k, for each cut point where it may begin
+SAME = 1 + 1e-12  # tolerance for sums of the same numbers in another order
+WIDER = 2.0  # factor on the time cap, until a partition exists under it
+AT_ONCE = 1 << 18  # stages that one pass of the dynamic program looks at, of all chains together
+HALVINGS = 100  # limit on the steps of the bisection; each excludes at least one stage
 
 
-def cut(
-    seconds: Sequence[float] | Vector, cuts: Sequence[int], count: int, latest: Latest | None = None
-) -> tuple[int, ...] | None:
-    """The positions 0, …, len(seconds) that bound `count` chunks of nodes, none empty, each begun at one of `cuts`.
+@frozen(eq=False)
+class SegmentSums:
+    """A cost of stages: the sum of their segments, and an extra cost of the first segments of a stage.
 
-    `seconds` are by node. None if there are too few cuts, or `latest` leaves no way.
+    With `extra`, a stage [i, j) adds extra[min(j, e)] - extra[i], where e is the cut point at which the extra of a
+    stage from i ends: extra_end[i] is extra there, and last[i] the last cut point at or before it.
     """
-    places = (0, *cuts, len(seconds))
-    sums = np.add.reduceat(np.asarray(seconds, dtype=float), places[:-1])
-    chosen = evenest(sums, count, latest)
-    return None if chosen is None else tuple(places[i] for i in chosen)
+
+    sums: FloatVector  # [cut points] sum of all segments before each cut point
+    extra: FloatVector | None = None  # [cut points] sum of the extra cost of all segments before each cut point
+    extra_end: FloatVector | None = None  # [cut points]
+    last: Indices | None = None  # [cut points]
+
+    @classmethod
+    def of(cls, segments: FloatVector) -> SegmentSums:
+        """Return the sums of segments without extra cost."""
+        return cls(np.concatenate([[0.0], np.cumsum(segments)]))
+
+    def __len__(self) -> int:
+        return len(self.sums) - 1
+
+    def __call__(self, start: Indices, end: Indices) -> FloatVector:
+        """Return the cost of the stages from these cut points to these."""
+        out: FloatVector = self.sums.take(end) - self.sums.take(start)
+        if self.extra is not None and self.extra_end is not None and self.last is not None:
+            inside = end <= self.last.take(start)
+            out = out + np.where(inside, self.extra.take(end), self.extra_end.take(start)) - self.extra.take(start)
+        return out
+
+    def farthest(self, limit: float | FloatVector) -> Indices:
+        """Return, for a stage that begins at each cut point, its farthest end within the limit (at least its start)."""
+        far = self.sums.searchsorted(self.sums + limit, side="right") - 1
+        if self.extra is not None and self.extra_end is not None and self.last is not None:
+            with_extra = self.sums + self.extra
+            near = np.minimum(with_extra.searchsorted(with_extra + limit, side="right") - 1, self.last)
+            beyond = self.sums.searchsorted(self.sums + (limit - self.extra_end + self.extra), side="right") - 1
+            far = np.where(near < self.last, near, np.maximum(near, beyond))
+        return np.maximum(far, np.arange(len(self.sums)))
+
+    def farthest_from(self, start: int, limit: float) -> int:
+        """Return the farthest end within the limit of a stage that begins at one cut point."""
+        far = int(self.sums.searchsorted(self.sums[start] + limit, side="right")) - 1
+        if self.extra is not None and self.extra_end is not None and self.last is not None:
+            last, sums, extra = int(self.last[start]), self.sums[start:], self.extra[start:]
+            with_extra = sums[: last - start + 1] + extra[: last - start + 1]
+            near = start + int(with_extra.searchsorted(with_extra[0] + limit, side="right")) - 1
+            rest = limit - float(self.extra_end[start]) + float(extra[0])
+            beyond = start + int(sums.searchsorted(sums[0] + rest, side="right")) - 1
+            far = near if near < last else max(near, beyond)
+        return max(far, start)
+
+    def __add__(self, other: SegmentSums | float) -> SegmentSums:
+        """Return the cost of stages that is the sum of two costs. Adding 0 changes nothing."""
+        if not isinstance(other, SegmentSums):
+            assert other == 0, "a stage has no constant cost"
+            return self
+        sums = self.sums + other.sums
+        if self.extra is None or other.extra is None or self.extra_end is None or other.extra_end is None:
+            return SegmentSums(sums)
+        return SegmentSums(sums, self.extra + other.extra, self.extra_end + other.extra_end, self.last)
+
+    def __rmul__(self, factor: float) -> SegmentSums:
+        """Return the cost of stages times a factor."""
+        if self.extra is None or self.extra_end is None:
+            return SegmentSums(factor * self.sums)
+        return SegmentSums(factor * self.sums, factor * self.extra, factor * self.extra_end, self.last)
 
 
-def evenest(atoms: Vector | SegmentSums, count: int, latest: Latest | None = None) -> tuple[int, ...] | None:
-    """The bounds of `count` non-empty runs of atoms whose slowest run is as quick as can be.
+@frozen(eq=False)
+class ChainBatch:
+    """Chains of equal length, solved together. Their cut points are numbered one chain after the other."""
 
-    `atoms` are the seconds of each, or those of runs of them. Among the ways the least sum of squares, so that what is
-    not slowest is even too. `latest(k)[i]` is where run k must end if it begins at atom i. None if there is no way.
+    each: tuple[SegmentSums, ...]
+    stages: SegmentSums  # of all chains
+    start: Indices  # number of the first cut point of each chain
+
+    @classmethod
+    def of(cls, each: Sequence[SegmentSums]) -> ChainBatch:
+        """Return a batch of these chains, of which all have an extra cost or none has."""
+        start = len(each[0].sums) * np.arange(len(each))
+        if len(each) == 1:
+            return cls((each[0],), each[0], start)
+        sums = np.concatenate([x.sums for x in each])
+        if each[0].extra is None:
+            return cls(tuple(each), SegmentSums(sums), start)
+        extra, end = (np.concatenate([getattr(x, name) for x in each]) for name in ("extra", "extra_end"))
+        last = np.concatenate([x.last + first for x, first in zip(each, start, strict=True) if x.last is not None])
+        return cls(tuple(each), SegmentSums(sums, extra, end, last), start)
+
+    def farthest(self, limits: FloatVector) -> Indices:
+        """Return `SegmentSums.farthest` of each chain under its limit: [chains, cut points]."""
+        return np.array([x.farthest(limit) for x, limit in zip(self.each, limits.tolist(), strict=True)])
+
+    def take(self, which: Indices) -> ChainBatch:
+        """Return the batch of these chains."""
+        return ChainBatch.of([self.each[i] for i in which.tolist()])
+
+
+def balance(stages: SegmentSums, count: int, latest: LatestEnds | None = None) -> tuple[int, ...] | None:
+    """Return the boundaries of `count` non-empty stages, as cut points, whose slowest stage is as fast as possible.
+
+    Of these partitions it has the least sum of squares. latest(k)[i] is where stage k must end if it begins at cut
+    point i. None if there is no such partition.
     """
-    runs = atoms if isinstance(atoms, SegmentSums) else SegmentSums.of(atoms)
-    if count > len(runs):
+    if count > len(stages):
         return None
-    if latest is None:
-        return _bounds(evens(ChainBatch.of([runs]), count))
-    ends = np.array([latest(k) for k in range(count)])
-    return None if _short(ends) else _bounds(_evens(ChainBatch.of([runs]), count, ends))
+    ends = None if latest is None else np.array([latest(k) for k in range(count)])
+    if ends is not None and ends_too_early(ends):
+        return None
+    found = balance_all(ChainBatch.of([stages]), count, ends)[0]
+    return None if found[0] < 0 else tuple(found.tolist())
 
 
-def evens(chains: ChainBatch, count: int) -> Indices:
-    """The same of each chain when nothing limits its runs: [chains, count + 1]. There must be as many atoms."""
-    if count == 1:
-        return np.tile([0, chains.size], (len(chains), 1))
-    if chains.runs.more is None:
-        return _least(chains, count, slowest(chains, count))
-    return _evens(chains, count)
+def balance_all(chains: ChainBatch, count: int, ends: Indices | None = None) -> Indices:
+    """Return `balance` of each chain: [chains, count + 1]; a row of -1 where there is no partition.
 
-
-def _evens(chains: ChainBatch, count: int, ends: Indices | None = None) -> Indices:
-    """The same where a run's first atoms take more, or runs have to end; a row of -1 where there is no way."""
-    limits, atoms = slowest(chains, count), _atoms(chains)
-    whole = atoms.sum(axis=1)  # a run takes no more than its atoms, each by itself
-    found = np.full((len(chains), count + 1), -1)
-    todo = np.arange(len(chains))
+    A chain has at least `count` segments. ends: [count, cut points], the latest end of each stage.
+    """
+    size = len(chains.each[0])
+    if count == 1 and ends is None:
+        return np.tile([0, size], (len(chains.each), 1))
+    caps = slowest_stage(chains, count)
+    if chains.stages.extra is None and ends is None:
+        return solve(chains, count, caps)
+    # With an extra cost or latest ends the cap may be too low: widen it until there is a partition, minimise the
+    # slowest stage under it, then balance under that.
+    found, todo = np.full((len(caps), count + 1), -1), np.arange(len(caps))
+    here = chains.start[:, None] + np.arange(size)
+    enough = chains.stages(here, here + 1).sum(axis=1)  # no stage takes more than its segments one by one
     while len(todo):
-        found[todo] = _least(chains.take(todo), count, limits[todo], ends, even=False)
-        todo = todo[(found[todo, 0] < 0) & (limits[todo] < whole[todo])]
-        limits[todo] *= WIDER
+        found[todo] = solve(chains.take(todo), count, caps[todo], ends, squares=False)
+        todo = todo[(found[todo, 0] < 0) & (caps[todo] < enough[todo])]
+        caps[todo] *= WIDER
     done = np.flatnonzero(found[:, 0] >= 0)
-    if not len(done):
-        return found
-    some = chains.take(done)
-    cuts = found[done] + some.start[:, None]
-    found[done] = _least(some, count, some.runs(cuts[:, :-1], cuts[:, 1:]).max(axis=1), ends)
+    if len(done):
+        some = chains.take(done)
+        cuts = found[done] + some.start[:, None]
+        found[done] = solve(some, count, some.stages(cuts[:, :-1], cuts[:, 1:]).max(axis=1), ends)
     return found
 
 
-def _bounds(cuts: Indices) -> tuple[int, ...] | None:
-    return None if cuts[0, 0] < 0 else tuple(cuts[0].tolist())
+def slowest_stage(chains: ChainBatch, count: int) -> FloatVector:
+    """Return the least possible time of the slowest of at most `count` stages: [chains].
 
-
-def _atoms(chains: ChainBatch) -> Vector:
-    """The seconds of each atom by itself: [chains, atoms]."""
-    here = chains.start[:, None] + np.arange(chains.size)
-    atoms: Vector = chains.runs(here, here + 1)
-    return atoms
-
-
-def slowest(chains: ChainBatch, count: int) -> Vector:
-    """The seconds of the slowest of so many runs or fewer, when it is as quick as can be and nothing limits them.
-
-    Where a run's first atoms take more, as many may take longer. Between what is too little and what is enough the
-    middle is tried: runs take all that they may; what they take is enough, or the least that one of them lacks to take
-    an atom more is what is asked for at the least.
+    Bisection on the time cap. Fill stages greedily under the midpoint of [low, high]. If all segments fit, the slowest
+    of these stages is the new `high`; else the least cap that admits one more segment to a stage is the new `low`. It
+    ends when they meet. With an extra cost the result is a lower bound.
     """
-    atoms, last = _atoms(chains), chains.start + chains.size
-    longest = atoms.max(axis=1)
-    least: Vector = np.maximum(chains.runs(chains.start, last) / count, longest)
-    most: Vector = atoms.sum(axis=1) / count + longest  # runs of the average, and an atom
-    tried = least.copy()
+    here, last = chains.start[:, None] + np.arange(len(chains.each[0])), chains.start + len(chains.each[0])
+    segments = chains.stages(here, here + 1)
+    longest = segments.max(axis=1)
+    low: FloatVector = np.maximum(chains.stages(chains.start, last) / count, longest)
+    high: FloatVector = segments.sum(axis=1) / count + longest  # greedy stages of the mean and one segment
+    tried = low.copy()
     for _ in range(HALVINGS):
-        far = (chains.far(tried * SAME) + chains.start[:, None]).ravel()
+        far = (chains.farthest(tried * SAME) + chains.start[:, None]).ravel()
         cuts = [chains.start]
         for _ in range(count):
             cuts.append(far[cuts[-1]])
         ends = np.array(cuts)
-        enough = ends[-1] == last
-        taken = chains.runs(ends[:-1], ends[1:]).max(axis=0)
-        more = chains.runs(ends[:-1], np.minimum(ends[1:] + 1, last))
-        lacking = np.where(ends[1:] < last, more, np.inf).min(axis=0)
-        most = np.where(enough, np.minimum(most, taken), most)
-        least = np.where(enough, least, np.maximum(least, lacking))
-        if (least * SAME >= most).all():
+        fits = ends[-1] == last
+        taken = chains.stages(ends[:-1], ends[1:]).max(axis=0)
+        one_more = chains.stages(ends[:-1], np.minimum(ends[1:] + 1, last))
+        high = np.where(fits, np.minimum(high, taken), high)
+        low = np.where(fits, low, np.maximum(low, np.where(ends[1:] < last, one_more, np.inf).min(axis=0)))
+        if (low * SAME >= high).all():
             break
-        tried = np.where(least * SAME >= most, most, (least + most) / 2)
-    return most
+        tried = np.where(low * SAME >= high, high, (low + high) / 2)
+    return high
 
 
-def within(runs: SegmentSums, ends: Indices, slowest: float) -> tuple[int, ...] | None:
-    """The most even bounds of runs no slower than this, which end where they may, [runs, atoms]: see `evenest`."""
-    return None if _short(ends) else _bounds(_least(ChainBatch.of([runs]), len(ends), np.array([slowest]), ends))
+def boundary_ranges(far: Indices, count: int) -> tuple[Indices, Indices] | None:
+    """Return the earliest and the latest cut point of each boundary of `count` non-empty stages; None if impossible.
+
+    far: where the longest stage from each cut point, or from one before it, ends.
+    """
+    furthest, size = far.tolist(), len(far) - 1
+    nearest = far.searchsorted(np.arange(size + 1)).tolist()
+    first, last = [size], [0]
+    for k in range(1, count + 1):
+        last.append(min(furthest[last[-1]], size - count + k))
+        first.append(max(nearest[first[-1]], count - k))
+    first.reverse()
+    return (np.array(first), np.array(last)) if all(i <= j for i, j in zip(first, last, strict=True)) else None
 
 
-def _short(ends: Indices) -> bool:
-    """Whether runs that end no later than this cannot reach the end, even if some were empty."""
+def ends_too_early(ends: Indices) -> bool:
+    """Return True if stages with these latest ends, [stages, cut points], cannot reach the end of the chain."""
     size, done = len(ends[0]), 0
     for end in ends:
         done = max(done, int(end[: done + 1].max()))
@@ -138,69 +219,73 @@ def _short(ends: Indices) -> bool:
     return True
 
 
-def _least(
-    chains: ChainBatch, count: int, limits: Vector, ends: Indices | None = None, *, even: bool = True
+def solve(
+    chains: ChainBatch, count: int, caps: FloatVector, ends: Indices | None = None, *, squares: bool = True
 ) -> Indices:
-    """The bounds of runs no slower than the limit of their chain: the most even, or the quickest.
+    """Return stage boundaries under a time cap by chain: [chains, count + 1]; -1 where there are none.
 
-    The most even have the least sum of squares, the quickest the least maximum. A row of -1 where there is no way.
-    ends: [count, atoms], where runs have to end.
+    squares: minimise the sum of squares of stage times; else the slowest stage. ends: [count, cut points], the latest
+    end of each stage. Chains are solved together by the number of segments that a stage may have.
     """
-    far = chains.far(limits * SAME)
-    first, last = _reach(np.maximum.accumulate(far, axis=1), count)
-    out = np.full((len(chains), count + 1), -1)
-    window = np.maximum(1, (far - np.arange(chains.size + 1)).max(axis=1))  # atoms of a run, at the most
+    size, every = len(chains.each[0]), np.arange(len(chains.each))
+    far = chains.farthest(caps * SAME)
+    # The first and the last possible cut point of each boundary, [chains, count + 1], none of the stages empty.
+    furthest, base = np.maximum.accumulate(far, axis=1), every * (size + 1)
+    flat = (furthest + base[:, None]).ravel()
+    nearest = flat.searchsorted(np.arange(len(flat))) - np.repeat(base, size + 1)
+    latest, earliest = [np.zeros(len(far), dtype=np.intp)], [np.full(len(far), size)]
+    for k in range(1, count + 1):
+        latest.append(np.minimum(furthest[every, latest[-1]], size - count + k))
+        earliest.append(np.maximum(nearest[base + earliest[-1]], count - k))
+    first, last = np.array(earliest[::-1]).T, np.array(latest).T
+    out = np.full((len(far), count + 1), -1)
+    window = np.maximum(1, (far - np.arange(size + 1)).max(axis=1))  # most segments of a stage
     todo = np.flatnonzero((first <= last).all(axis=1))
     todo = todo[np.argsort(window[todo], kind="stable")]
     while len(todo):
-        n = max(1, AT_ONCE // ((chains.size + 1) * int(window[todo].max())))
+        n = max(1, AT_ONCE // ((size + 1) * int(window[todo].max())))
         some, todo = todo[-n:], todo[:-n]
         band = list(zip(first[some].min(axis=0).tolist(), (last[some].max(axis=0) + 1).tolist(), strict=True))
-        out[some] = _solved(chains.take(some), far[some], int(window[some].max()), band, ends, even)
+        out[some] = _recurrence(chains.take(some), far[some], int(window[some].max()), band, ends, squares)
     return out
 
 
-def _reach(far: Indices, count: int) -> tuple[Indices, Indices]:
-    """The first and the last place of each bound of so many runs, none empty: [chains, count + 1].
-
-    far: where the longest run from each place ends, or from one before it: [chains, places].
-    """
-    rows, size = np.arange(len(far)), far.shape[1] - 1
-    base = rows * (size + 1)
-    flat = (far + base[:, None]).ravel()
-    nearest = flat.searchsorted(np.arange(len(flat))) - np.repeat(base, size + 1)
-    last, first = [np.zeros(len(far), dtype=np.intp)], [np.full(len(far), size)]
-    for k in range(1, count + 1):
-        last.append(np.minimum(far[rows, last[-1]], size - count + k))
-        first.append(np.maximum(nearest[base + first[-1]], count - k))
-    return np.array(first[::-1]).T, np.array(last).T
-
-
-def _solved(
-    chains: ChainBatch, far: Indices, most: int, band: Sequence[tuple[int, int]], ends: Indices | None, even: bool
+def _recurrence(
+    chains: ChainBatch,
+    far: Indices,
+    window: int,
+    band: Sequence[tuple[int, int]],
+    ends: Indices | None,
+    squares: bool,
 ) -> Indices:
-    """`_least` of chains whose runs have so many atoms at the most; each bound is within a band of places."""
-    here = np.arange(chains.size + 1)
-    start = here[:, None] - np.arange(most, 0, -1)  # [ends, runs]: quick along the last axis
-    inside, start = (start >= 0) & (here[:, None] <= far[:, np.maximum(start, 0)]), np.maximum(start, 0)
+    """Return stage boundaries by dynamic programming: [chains, count + 1]; -1 where there are none.
+
+    best[k, j] is the least cost of k stages that end at cut point j: min over i of best[k - 1, i] + t(i, j)^2, or of
+    max(best[k - 1, i], t(i, j)), with j - window <= i < j, j <= far[i], and j at most the latest end of the stage.
+    Boundary k lies in band[k].
+    """
+    size = len(chains.each[0])
+    here = np.arange(size + 1)
+    start = here[:, None] - np.arange(window, 0, -1)  # [ends, starts]: the last axis is contiguous
+    allowed, start = (start >= 0) & (here[:, None] <= far[:, np.maximum(start, 0)]), np.maximum(start, 0)
     base = chains.start[:, None, None]
-    seconds = chains.runs(start + base, np.broadcast_to(here[:, None] + base, inside.shape))
-    cost = np.where(inside, seconds**2 if even else seconds, np.inf)
-    # By bound and by place, behind as many as a run has atoms; before: by end, where runs that end there may begin.
-    best = np.full((len(band), len(chains), most + chains.size + 1), np.inf)
-    before, best[0, :, most] = sliding_window_view(best, most, axis=2), 0.0
-    back = []
+    seconds = chains.stages(start + base, np.broadcast_to(here[:, None] + base, allowed.shape))
+    cost = np.where(allowed, seconds**2 if squares else seconds, np.inf)
+    # best: [boundaries, chains, window + cut points]; before: the same, at the possible starts of a stage by its end.
+    best = np.full((len(band), len(far), window + size + 1), np.inf)
+    before, best[0, :, window] = sliding_window_view(best, window, axis=2), 0.0
+    choice = []
     for k, (first, last) in enumerate(band[1:]):
         came, step = before[k, :, first:last], cost[:, first:last]
-        reach = came + step if even else np.maximum(came, step)
+        total = came + step if squares else np.maximum(came, step)
         if ends is not None:
-            reach = np.where(here[first:last, None] <= ends[k][start[first:last]], reach, np.inf)
-        back.append(reach.argmin(axis=2))
-        reach.min(axis=2, out=best[k + 1, :, first + most : last + most])
-    out = np.full((len(chains), len(band)), -1)
+            total = np.where(here[first:last, None] <= ends[k][start[first:last]], total, np.inf)
+        choice.append(total.argmin(axis=2))
+        total.min(axis=2, out=best[k + 1, :, first + window : last + window])
+    out = np.full((len(far), len(band)), -1)
     found = np.flatnonzero(np.isfinite(best[-1, :, -1]))
-    out[found, -1] = chains.size
-    for k in reversed(range(len(back))):
+    out[found, -1] = size
+    for k in reversed(range(len(choice))):
         end = out[found, k + 1]
-        out[found, k] = end - most + back[k][found, end - band[k + 1][0]]
+        out[found, k] = end - window + choice[k][found, end - band[k + 1][0]]
     return out

@@ -1,7 +1,8 @@
-"""Cuts into several chunks a rank: what a rank's chunks take together counts, so that no run can be cut by itself.
+"""Partitions into several chunks a rank. The memory of a rank's chunks adds up, so no stage can be limited by itself.
 
-Protocol: `settled` moves atoms between the runs of a cut as long as a score gets less; `level` scores the seconds of
-interleaved chunks; `joint` is the cut with the quickest slowest run of those whose ranks have room for their chunks.
+`partition_within_limit` gives the partition with the fastest slowest stage of those that fit. Few partitions are all
+enumerated; of more, `descend` moves segments between stages as long as a score falls. `step_score` stands for the step
+time of interleaved chunks.
 """
 
 from __future__ import annotations
@@ -14,189 +15,203 @@ from math import comb, inf
 import numpy as np
 from numpy.typing import NDArray
 
-from .dynamic_program import within
-from .memory_limit import SAME, MemoryLimit, Rows
-from .segments import Indices, SegmentSums, Vector
+from megaloom.planner.contract.layouts import Rows
 
-Score = Callable[[Indices], Vector]  # of cuts [ways, bounds]: the less, the better
-Losers = Callable[[Indices], Indices]  # the numbers of runs of a cut
-WAYS = 1000  # to cut: so many are simply all looked at
-FOLDS = 5  # a mean of 2^5-th powers is near the maximum, and falls when any of the largest does
-SLOWEST_FACTOR = 1.5  # of chunks that must fit the memory: as many times as slow as those that need not, at the most
-LONGEST = 48  # runs of a cut that is worth looking at shift by shift: of more each has an atom or two
-LITTLE = 0.1  # of its room that a rank may lack on average, to be looked at shift by shift: of more hardly any is saved
+from .dynamic_program import (
+    SAME,
+    ChainBatch,
+    FloatVector,
+    Indices,
+    SegmentSums,
+    ends_too_early,
+    solve,
+)
+from .memory_limit import MemoryLimit
+
+Score = Callable[[Indices], FloatVector]  # of partitions [partitions, boundaries]: less is better
+Donors = Callable[[Indices], Indices]  # the stages of a partition that may give segments away
+ENUMERATED = 1000  # partitions: up to so many are all enumerated
+FOLDS = 5  # a mean of 2^5-th powers is near the maximum, and falls when any of the largest values does
+SLOWEST_FACTOR = 1.5  # limit on the slowest stage that fits, as a multiple of the slowest one without a memory limit
+LONGEST = 48  # stages of a partition that is worth a local search: with more, each has one or two segments
+SMALL_DEFICIT = 0.1  # mean deficit of a rank, as a share of its limit, up to which local search mends a partition
 
 
-def descend(bounds: Indices, score: Score, losers: Losers) -> Indices:
-    """The cut that is reached from this one by the best shift of all, again and again, until none makes it better.
+def descend(cuts: Indices, score: Score, donors: Donors) -> Indices:
+    """Return the partition that the best move of all reaches, again and again, until no move lowers the score.
 
-    A shift moves one or two atoms from a run to another, and those between along. losers: which runs may lose some.
+    A move takes one or two segments from a donor stage, gives another stage as many, and shifts the stages between.
     """
-    least = float(score(bounds[None])[0]) if len(bounds) <= LONGEST + 1 else 0.0
+    least = float(score(cuts[None])[0]) if len(cuts) <= LONGEST + 1 else 0.0
     while least > 0:
-        shifts = [_shifts(len(bounds) - 1, run) for run in losers(bounds).tolist()]
-        every = bounds[:, None] + np.concatenate(shifts, axis=1)
-        ways = every[:, (every[1:] > every[:-1]).all(axis=0)].T
-        if not len(ways):
+        moves = [_moves(len(cuts) - 1, stage) for stage in donors(cuts).tolist()]
+        every = cuts[:, None] + np.concatenate(moves, axis=1)
+        candidates = every[:, (every[1:] > every[:-1]).all(axis=0)].T
+        if not len(candidates):
             break
-        scores = score(ways)
+        scores = score(candidates)
         best = int(scores.argmin())
         if scores[best] * SAME >= least:
             break
-        least, bounds = float(scores[best]), ways[best]
-    return bounds
+        least, cuts = float(scores[best]), candidates[best]
+    return cuts
 
 
 @lru_cache(maxsize=1024)
-def _shifts(count: int, loser: int) -> NDArray[np.int8]:
-    """By how much each bound moves as one of so many runs loses what another gains: [bounds, shifts]."""
+def _moves(count: int, donor: int) -> NDArray[np.int8]:
+    """Return by how much each boundary of `count` stages shifts in each move from a donor: [boundaries, moves]."""
     out = np.zeros((count, 2, count + 1), dtype=np.int8)
-    for gains in range(count):
-        first, last = sorted((gains, loser))
-        out[gains, :, first + 1 : last + 1] = [[1], [2]] if gains < loser else [[-1], [-2]]
-    return np.ascontiguousarray(np.delete(out, loser, axis=0).reshape(-1, count + 1).T)
+    for receiver in range(count):
+        first, last = sorted((receiver, donor))
+        out[receiver, :, first + 1 : last + 1] = [[1], [2]] if receiver < donor else [[-1], [-2]]
+    return np.ascontiguousarray(np.delete(out, donor, axis=0).reshape(-1, count + 1).T)
 
 
-def step_score(seconds: Rows, top: float) -> Vector:
-    """How long steps of these chunks take, up to a factor: less is better. [ways, chunks, ranks] -> [ways]
+def step_score(seconds: Rows, top: float) -> FloatVector:
+    """Return a score of the step time of interleaved chunks: [partitions, chunks, ranks] -> [partitions].
 
-    top: seconds that hardly any takes more than.
+    top: seconds that hardly any stage exceeds. The bottleneck of all micro-batches is the rank whose chunks take
+    longest together, or the slowest rank at each chunk in turn: the score is the sum of both.
 
-    Ranks are one chunk behind each other. What holds up all of them, micro-batch after micro-batch, may stay with the
-    rank whose chunks take longest together, or go to whichever is slowest at each chunk: the mean of both. Of the
-    cuts with the quickest slowest chunk those that this prefers take 1.6 % less when replayed than those of the least
-    sum of squares, over Llama-3-70B, DeepSeek-V3 and Mixtral with 2 to 10 chunks a rank; of the single terms neither
-    does.
+    Of the partitions with the fastest slowest chunk, the ones that this score prefers take 1.6 % less when simulated
+    than the ones with the least sum of squares, over Llama-3-70B, DeepSeek-V3 and Mixtral with 2 to 10 chunks a rank.
+    Neither term alone achieves that.
     """
-    peaks = _peak(np.concatenate([seconds.sum(axis=1, keepdims=True), seconds], axis=1) / top)
-    long: Vector = top * (peaks[:, 0] + peaks[:, 1:].sum(axis=1))
-    return long
+    peaks = _near_maximum(np.concatenate([seconds.sum(axis=1, keepdims=True), seconds], axis=1) / top)
+    score: FloatVector = top * (peaks[:, 0] + peaks[:, 1:].sum(axis=1))
+    return score
 
 
-def _peak(values: Rows) -> Vector:
-    """Nearly the largest along the last axis."""
+def _near_maximum(values: Rows) -> FloatVector:
+    """Return nearly the largest value along the last axis."""
     power = values.copy()
     for _ in range(FOLDS):
         power *= power
-    out: Vector = (power.sum(axis=-1) / power.shape[-1]) ** (1 / 2**FOLDS)
+    out: FloatVector = (power.sum(axis=-1) / power.shape[-1]) ** (1 / 2**FOLDS)
     return out
 
 
-def level_ranks(runs: SegmentSums, bounds: Indices, ranks: int) -> Indices:
-    """A cut that `level` likes better than this one, if shifts lead there: with no slower slowest run."""
-    return descend(bounds, _leveling(runs, bounds, ranks), _losers(runs, ranks))
+def level_ranks(stages: SegmentSums, cuts: Indices, ranks: int) -> Indices:
+    """Return a partition with a lower `step_score`, if moves lead there, and no slower slowest stage."""
+    return descend(cuts, _step_score_under(stages, cuts, ranks), _slowest_donors(stages, ranks))
 
 
-def level_within_limit(runs: SegmentSums, bounds: Indices, rooms: MemoryLimit) -> Indices:
-    """The same among cuts with room."""
-    near, longer = rooms.near(bounds), _leveling(runs, bounds, rooms.ranks)
+def level_within_limit(stages: SegmentSums, cuts: Indices, limit: MemoryLimit) -> Indices:
+    """Return `level_ranks` among the partitions that fit; `cuts` fits."""
+    near, base = limit.at_fullest_moments(cuts), _step_score_under(stages, cuts, limit.ranks)
 
-    def score(ways: Indices) -> Vector:
-        scores = longer(ways)
-        quick = np.flatnonzero(scores < inf)
-        scores[quick[near.lacks(ways.T[:, quick].T) > 0]] = inf
+    def score(candidates: Indices) -> FloatVector:
+        scores = base(candidates)
+        finite = np.flatnonzero(scores < inf)
+        scores[finite[near.deficit(candidates.T[:, finite].T) > 0]] = inf
         return scores
 
-    found = descend(bounds, score, _losers(runs, rooms.ranks))
-    return bounds if rooms.lacks(found[None])[0] > 0 else found
+    found = descend(cuts, score, _slowest_donors(stages, limit.ranks))
+    return cuts if limit.deficit(found[None])[0] > 0 else found
 
 
-def _leveling(runs: SegmentSums, bounds: Indices, ranks: int) -> Score:
-    """What `level` says of cuts, of which none may have a slower slowest run than this one."""
-    cap = float(runs(bounds[:-1], bounds[1:]).max()) * SAME
+def _step_score_under(stages: SegmentSums, cuts: Indices, ranks: int) -> Score:
+    """Return `step_score` as a function of partitions; infinite where the slowest stage is slower than in `cuts`."""
+    cap = float(stages(cuts[:-1], cuts[1:]).max()) * SAME
 
-    def score(ways: Indices) -> Vector:
-        seconds = runs(ways.T[:-1], ways.T[1:])  # [runs, ways]: numpy is quick along the last axis
-        scores: Vector = seconds.max(axis=0)
-        quick = scores <= cap
-        scores[~quick] = inf
-        if quick.any():
-            scores[quick] = step_score(seconds[:, quick].T.reshape(-1, len(seconds) // ranks, ranks), seconds.max())
+    def score(candidates: Indices) -> FloatVector:
+        seconds = stages(candidates.T[:-1], candidates.T[1:])  # [stages, partitions]: numpy is fast along the last axis
+        scores: FloatVector = seconds.max(axis=0)
+        under = scores <= cap
+        scores[~under] = inf
+        if under.any():
+            by_rank = seconds[:, under].T.reshape(-1, len(seconds) // ranks, ranks)
+            scores[under] = step_score(by_rank, seconds.max())
         return scores
 
     return score
 
 
-def _losers(runs: SegmentSums, ranks: int) -> Losers:
-    """The chunks of the rank that takes longest, and the slowest chunk."""
+def _slowest_donors(stages: SegmentSums, ranks: int) -> Donors:
+    """Return the chunks of the rank that takes longest, and the slowest chunk, as a function of a partition."""
 
-    def losers(bounds: Indices) -> Indices:
-        seconds = runs(bounds[:-1], bounds[1:])
+    def donors(cuts: Indices) -> Indices:
+        seconds = stages(cuts[:-1], cuts[1:])
         rank = int(seconds.reshape(-1, ranks).sum(axis=0).argmax())
         return np.array(sorted({*range(rank, len(seconds), ranks), int(seconds.argmax())}))
 
-    return losers
+    return donors
 
 
-def partition_within_limit(runs: SegmentSums, even: Indices, rooms: MemoryLimit) -> Indices | None:
-    """The bounds of as many runs as `even` has, whose ranks have room, with a quick slowest run.
+def partition_within_limit(stages: SegmentSums, even: Indices, limit: MemoryLimit) -> Indices | None:
+    """Return the partition into as many stages as `even` that fits and has a fast slowest stage; None if none is found.
 
-    `even` has the quickest slowest run, whatever has room; cuts of which it takes over SLOWEST_FACTOR times as long don't
-    count. Of up to WAYS ways it is the best. Of more it is the best if none of its runs takes longer than the slowest
-    of `even`; else it is found by shifts, from `even` or from ranks that divide their room evenly among their chunks.
+    `even` has the fastest slowest stage of all, whether it fits or not. A partition whose slowest stage takes over
+    SLOWEST_FACTOR times as long does not count. Up to ENUMERATED partitions the result is the best. Beyond, it is the
+    best if its slowest stage is as fast as that of `even`; else local search finds it, from `even` or from ranks that
+    divide their memory equally among their chunks.
     """
-    quickest = float(runs(even[:-1], even[1:]).max()) * SAME
-    count, size = len(even) - 1, len(runs)
-    if comb(size - 1, count - 1) <= WAYS:
-        return _best(runs, _every(size, count), rooms, quickest * SLOWEST_FACTOR)
-    if rooms.hopeless(runs, quickest * SLOWEST_FACTOR):
+    fastest = float(stages(even[:-1], even[1:]).max()) * SAME
+    cap, count, size = fastest * SLOWEST_FACTOR, len(even) - 1, len(stages)
+    if comb(size - 1, count - 1) <= ENUMERATED:
+        return _best(stages, _every_partition(size, count), limit, cap)
+    if limit.infeasible_under(stages, cap):
         return None
-    near = rooms.near(even)
-    little = near.lacks(even[None])[0] <= LITTLE * rooms.ranks
-    for cap in (quickest, quickest * SLOWEST_FACTOR) if little else ():
-        if cap > quickest or not rooms.hopeless(runs, cap):
-            found = _relieved(runs, even, near, cap)
-            if rooms.lacks(found[None])[0] <= 0:
-                return level_within_limit(runs, _quicker(runs, found, rooms), rooms)
-    shared = within(runs, near.shared, quickest * SLOWEST_FACTOR)
-    if shared is None or rooms.lacks(found := np.array(shared)[None])[0] > 0:
+    near = limit.at_fullest_moments(even)
+    mendable = near.deficit(even[None])[0] <= SMALL_DEFICIT * limit.ranks
+    for tried in (fastest, cap) if mendable else ():
+        if tried > fastest or not limit.infeasible_under(stages, tried):
+            found = _reduce_deficit(stages, even, near, tried)
+            if limit.deficit(found[None])[0] <= 0:
+                return level_within_limit(stages, _speed_up(stages, found, limit), limit)
+    ends = near.equal_share_ends
+    if ends_too_early(ends):
         return None
-    return level_within_limit(runs, _quicker(runs, found[0], rooms), rooms)
+    found = solve(ChainBatch.of([stages]), count, np.array([cap]), ends)[0]
+    if found[0] < 0 or limit.deficit(found[None])[0] > 0:
+        return None
+    return level_within_limit(stages, _speed_up(stages, found, limit), limit)
 
 
-def _relieved(runs: SegmentSums, bounds: Indices, rooms: MemoryLimit, cap: float) -> Indices:
-    """A cut that lacks less: shift after shift its fullest rank holds less, while no run takes longer than `cap`."""
+def _reduce_deficit(stages: SegmentSums, cuts: Indices, limit: MemoryLimit, cap: float) -> Indices:
+    """Return a partition with a smaller deficit: moves relieve the fullest rank, and no stage takes over `cap`."""
 
-    def score(ways: Indices) -> Vector:
-        scores: Vector = runs(ways.T[:-1], ways.T[1:]).max(axis=0)
-        quick = scores <= cap
-        scores[~quick], scores[quick] = inf, rooms.lacks(ways.T[:, quick].T)
+    def score(candidates: Indices) -> FloatVector:
+        scores: FloatVector = stages(candidates.T[:-1], candidates.T[1:]).max(axis=0)
+        under = scores <= cap
+        scores[~under], scores[under] = inf, limit.deficit(candidates.T[:, under].T)
         return scores
 
-    def losers(bounds: Indices) -> Indices:
-        return np.arange(int(rooms.needed(bounds[None])[0].argmax()), len(bounds) - 1, rooms.ranks)
+    def donors(cuts: Indices) -> Indices:
+        return np.arange(int(limit.rank_peaks(cuts[None])[0].argmax()), len(cuts) - 1, limit.ranks)
 
-    return descend(bounds, score, losers)
+    return descend(cuts, score, donors)
 
 
-def _quicker(runs: SegmentSums, bounds: Indices, rooms: MemoryLimit) -> Indices:
-    """A cut whose slowest run is quicker, and then the next, while its ranks have room."""
-    near = rooms.near(bounds)
+def _speed_up(stages: SegmentSums, cuts: Indices, limit: MemoryLimit) -> Indices:
+    """Return a partition that fits whose slowest stage is faster, and then the next slowest."""
+    near = limit.at_fullest_moments(cuts)
 
-    def score(ways: Indices) -> Vector:
-        return np.where(near.lacks(ways) > 0, inf, _peak(runs(ways[:, :-1], ways[:, 1:])))
+    def score(candidates: Indices) -> FloatVector:
+        seconds = stages(candidates[:, :-1], candidates[:, 1:])
+        return np.where(near.deficit(candidates) > 0, inf, _near_maximum(seconds))
 
-    def losers(bounds: Indices) -> Indices:
-        return np.array([runs(bounds[:-1], bounds[1:]).argmax()])
+    def donors(cuts: Indices) -> Indices:
+        return np.array([stages(cuts[:-1], cuts[1:]).argmax()])
 
-    found = descend(bounds, score, losers)
-    return bounds if rooms.lacks(found[None])[0] > 0 else found
+    found = descend(cuts, score, donors)
+    return cuts if limit.deficit(found[None])[0] > 0 else found
 
 
 @lru_cache(maxsize=64)
-def _every(size: int, count: int) -> Indices:
-    """All ways to cut so many atoms into so many runs."""
+def _every_partition(size: int, count: int) -> Indices:
+    """Return all partitions of `size` segments into `count` stages: [partitions, boundaries]."""
     inner = np.array(list(combinations(range(1, size), count - 1)), dtype=np.intp).reshape(-1, count - 1)
     return np.hstack([np.zeros((len(inner), 1), np.intp), inner, np.full((len(inner), 1), size)])
 
 
-def _best(runs: SegmentSums, ways: Indices, rooms: MemoryLimit, cap: float) -> Indices | None:
-    """Of all these ways the one whose slowest run is quickest, and the one that `level` likes among those."""
-    seconds = runs(ways[:, :-1], ways[:, 1:])
-    slowest = np.where(rooms.lacks(ways) > 0, inf, seconds.max(axis=1))
+def _best(stages: SegmentSums, candidates: Indices, limit: MemoryLimit, cap: float) -> Indices | None:
+    """Return the fitting partition with the fastest slowest stage, and of several the one with the least step score."""
+    seconds = stages(candidates[:, :-1], candidates[:, 1:])
+    slowest = np.where(limit.deficit(candidates) > 0, inf, seconds.max(axis=1))
     if slowest.min() > cap:
         return None
     good = np.flatnonzero(slowest <= slowest.min() * SAME)
-    seconds = seconds[good].reshape(len(good), rooms.chunks, rooms.ranks)
-    chosen: Indices = ways[good[step_score(seconds, seconds.max()).argmin()]]
+    seconds = seconds[good].reshape(len(good), limit.chunks, limit.ranks)
+    chosen: Indices = candidates[good[step_score(seconds, seconds.max()).argmin()]]
     return chosen

@@ -1,7 +1,7 @@
-"""What the ranks of a cut need of their memory, and which cuts have room, on plain numbers.
+"""Peak memory of each pipeline rank for a partition, and whether the partition fits the memory limit. Arrays only.
 
-Protocol: `MemoryLimit` says it of many cuts at once, of the one stage of a rank by itself, and when no cut at all has room.
-A cut is the places that bound its stages; stage s is chunk s // ranks of rank s % ranks.
+`MemoryLimit` computes it for many partitions at once, gives the exact limit on a stage where a rank has one, and tells
+when no partition can fit. A partition is an array of cut points; stage s is chunk s // ranks of rank s % ranks.
 """
 
 from __future__ import annotations
@@ -11,201 +11,196 @@ from functools import cached_property
 
 import numpy as np
 from attrs import evolve, frozen
-from numpy.typing import NDArray
 
-from .segments import Indices, SegmentSums, Vector
+from megaloom.planner.contract.layouts import Rows
 
-Rows = NDArray[np.float64]
-SAME = 1 + 1e-12  # sums of the same numbers in another order
-FULLEST = 4  # moments of a rank by which cuts that differ little are told apart
+from .dynamic_program import (
+    SAME,
+    FloatVector,
+    Indices,
+    SegmentSums,
+    boundary_ranges,
+)
+
+FULLEST = 4  # moments of a rank by which similar partitions are compared
 
 
 @frozen(eq=False, slots=False)
 class MemoryLimit:
-    """A rank holds the state of its chunks, what each micro-batch in flight saves of them, and what comes and goes."""
+    """Memory of each stage between two cut points, and the limit. All sizes are bytes.
 
-    state: SegmentSums  # bytes between each two places
-    stepping: SegmentSums  # the same while the optimizer steps, when nothing is in flight
-    saved: SegmentSums  # of one micro-batch
-    flights: Rows  # [ranks, moments, chunks]: micro-batches in flight
-    comes: Rows  # [ranks, moments]: bytes that are there then
-    received: Vector  # [places]: bytes more that one micro-batch saves of a chunk that begins there
-    passed: Vector  # [places]: bytes that are there for what passes to a chunk that begins there, of a rank's the most
-    beside: float  # bytes that are there throughout
-    room: float  # bytes of each rank
-    element: tuple[float, float] = (0.0, 0.0)  # bytes of an element of a dense weight: of `state`, of `stepping`
+    `rank_memory` is linear in its terms. Each field is `rank_memory` of one term alone; a rank's memory is their sum.
+    """
+
+    state: SegmentSums  # weights, gradients, optimizer
+    at_step: SegmentSums  # the state, and transient bytes of the optimizer's step; nothing is in flight then
+    saved: SegmentSums  # saved activations of one micro-batch
+    in_flight: Rows  # [ranks, moments, chunks] micro-batches in flight
+    transient: Rows  # [ranks, moments]
+    received: FloatVector  # [cut points] saved activations of one micro-batch that enter a stage that begins there
+    receive_buffers: FloatVector  # [cut points] of a stage that begins there; a rank has the largest of its chunks'
+    fixed: float  # libraries, and what no tensor holds
+    limit: float  # bytes of each rank
 
     @property
     def ranks(self) -> int:
-        """How many."""
-        return len(self.flights)
+        """Return the number of pipeline ranks."""
+        return len(self.in_flight)
 
     @property
     def chunks(self) -> int:
-        """How many each rank has."""
-        return int(self.flights.shape[2])
+        """Return the number of chunks of a rank."""
+        return int(self.in_flight.shape[2])
 
-    def near(self, cut: Indices) -> MemoryLimit:
-        """The same at the fullest moments of this cut only, the fullest first, which is known sooner.
+    def at_fullest_moments(self, cuts: Indices) -> MemoryLimit:
+        """Return the limit at the fullest moments of this partition only, the fullest first. It is faster to compute.
 
-        Of cuts that differ much other moments may be fuller.
+        A partition that differs much from this one may be fuller at other moments.
         """
-        saved = self._kept(cut[:-1], cut[1:]).reshape(self.chunks, self.ranks)
-        kept = np.einsum("rmc,cr->rm", self.flights, saved) + self.comes
+        saved = self._saved(cuts[:-1], cuts[1:]).reshape(self.chunks, self.ranks)
+        kept = np.einsum("rmc,cr->rm", self.in_flight, saved) + self.transient
         fullest = np.argsort(-kept, axis=1, kind="stable")[:, :FULLEST]
-        flights = np.take_along_axis(self.flights, fullest[:, :, None], axis=1)
-        return evolve(self, flights=flights, comes=np.take_along_axis(self.comes, fullest, axis=1))
+        in_flight = np.take_along_axis(self.in_flight, fullest[:, :, None], axis=1)
+        return evolve(self, in_flight=in_flight, transient=np.take_along_axis(self.transient, fullest, axis=1))
 
-    def needed(self, cuts: Indices, twice: Vector | float = 0.0) -> Rows:
-        """Bytes of each rank at its fullest, [cuts, bounds] -> [cuts, ranks]; `twice` are elements that it has once,
-        but are counted again."""
-        start, end = cuts.T[:-1], cuts.T[1:]  # numpy is quick along the last axis
-        if self.state.more is None:  # in one go, as this is asked of many cuts
-            every = self._ends.take(end, axis=1)
-            every -= self._begins.take(start, axis=1)
+    def rank_peaks(self, cuts: Indices) -> Rows:
+        """Return the peak bytes of each rank: partitions [partitions, boundaries] -> [partitions, ranks]."""
+        start, end = cuts.T[:-1], cuts.T[1:]  # numpy is fast along the last axis
+        if self.state.extra is None:
+            stages = self._before_end.take(end, axis=1)
+            stages -= self._before_start.take(start, axis=1)
         else:
-            every = np.array([self.state(start, end), self.stepping(start, end), self._kept(start, end)])
-        every = every.reshape(3, self.chunks, self.ranks, -1)
-        passed: Rows | float = float(self.passed[0])
-        if self._more_passes:
-            passed = self.passed[start].reshape(every.shape[1:]).max(axis=0)
-        state, stepping = every[:2].sum(axis=1)
-        kept = (self.flights @ every[2].transpose(1, 0, 2) + self.comes[..., None]).max(axis=1)
-        again = np.reshape(twice, (-1, 1))
-        passing = state - self.element[0] * again + kept
-        needed: Rows = (np.maximum(passing, stepping - self.element[1] * again) + passed + self.beside).T
-        return needed
+            stages = np.array([self.state(start, end), self.at_step(start, end), self._saved(start, end)])
+        stages = stages.reshape(3, self.chunks, self.ranks, -1)
+        buffers: Rows | float = float(self.receive_buffers[0])
+        if self._buffers_differ:
+            buffers = self.receive_buffers[start].reshape(stages.shape[1:]).max(axis=0)
+        state, at_step = stages[:2].sum(axis=1)
+        kept = (self.in_flight @ stages[2].transpose(1, 0, 2) + self.transient[..., None]).max(axis=1)
+        peaks: Rows = (np.maximum(state + kept, at_step) + buffers + self.fixed).T
+        return peaks
 
     @cached_property
-    def _ends(self) -> Rows:
-        """Bytes of the state, while stepping, and saved, before each place that a stage ends at: [3, places]."""
-        return np.array([self.state.sums, self.stepping.sums, self.saved.sums])
+    def _before_end(self) -> Rows:
+        """State, memory at the step, and saved bytes before each cut point where a stage ends: [3, cut points]."""
+        return np.array([self.state.sums, self.at_step.sums, self.saved.sums])
 
     @cached_property
-    def _begins(self) -> Rows:
-        """The same before each place that one begins at, what it is given not."""
-        return np.array([self.state.sums, self.stepping.sums, self.saved.sums - self.received])
+    def _before_start(self) -> Rows:
+        """Bytes as in `_before_end` before each cut point where a stage begins, less what it receives."""
+        return np.array([self.state.sums, self.at_step.sums, self.saved.sums - self.received])
 
     @cached_property
-    def _more_passes(self) -> bool:
-        """Whether at some place more passes than at the first."""
-        return bool(self.passed.max() > self.passed[0])
+    def _buffers_differ(self) -> bool:
+        return bool(self.receive_buffers.max() > self.receive_buffers[0])
 
-    def _kept(self, start: Indices, end: Indices) -> Vector:
-        """What one micro-batch saves of stages between these places."""
-        if self.saved.more is None:
+    def _saved(self, start: Indices, end: Indices) -> FloatVector:
+        """Return the saved activations of one micro-batch of the stages between these cut points."""
+        if self.saved.extra is None:
             return self.saved.sums[end] - (self.saved.sums - self.received)[start]
         return self.saved(start, end) + self.received[start]
 
-    def lacks(self, cuts: Indices) -> Vector:
-        """What the ranks of each cut lack, all together, in parts of a rank's room: 0 where all have enough."""
-        lacking: Vector = np.maximum(self.needed(cuts) / (self.room * SAME) - 1, 0).sum(axis=1)
+    def deficit(self, cuts: Indices) -> FloatVector:
+        """Return the sum over ranks of max(0, peak / limit - 1) of each partition: 0 if it fits."""
+        lacking: FloatVector = np.maximum(self.rank_peaks(cuts) / (self.limit * SAME) - 1, 0).sum(axis=1)
         return lacking
 
-    def latest(self, k: int) -> Indices:
-        """Where stage k must end, for each place that it may begin at, if each rank has one: exact."""
-        ends: Indices = np.minimum.reduce([needs.far(room) for needs, room in self._alone(k)])
+    def latest_ends(self, k: int) -> Indices:
+        """Return where stage k must end, for each cut point where it may begin, if each rank has one stage. Exact."""
+        ends: Indices = np.minimum.reduce([memory.farthest(limit) for memory, limit in self._alone(k)])
         return ends[:-1]
 
     @property
-    def shared(self) -> Indices:
-        """Where each stage must end, for each place that it may begin at, if a rank's chunks have equal shares of it.
+    def equal_share_ends(self) -> Indices:
+        """Return where each stage must end if a rank's chunks share its memory equally: [stages, cut points].
 
-        [stages, places]; it is those of a rank's first moment.
+        Of a rank's moments it sees the first.
         """
-        each = (self.room - self.beside - self.passed) / self.chunks
-        moments = list(zip(self.flights[:, 0].T.ravel().tolist(), self.comes[:, 0].tolist() * self.chunks, strict=True))
+        share = (self.limit - self.fixed - self.receive_buffers) / self.chunks
+        moments = list(
+            zip(self.in_flight[:, 0].T.ravel().tolist(), self.transient[:, 0].tolist() * self.chunks, strict=True)
+        )
         ends = {
-            (flights, comes): self.state.plus(self.saved, flights).far(
-                each - comes / self.chunks - flights * self.received
-            )
-            for flights, comes in {*moments}
+            (n, transient): (self.state + n * self.saved).farthest(share - transient / self.chunks - n * self.received)
+            for n, transient in {*moments}
         }
-        latest: Indices = np.minimum([ends[moment] for moment in moments], self.stepping.far(each))
+        latest: Indices = np.minimum([ends[moment] for moment in moments], self.at_step.farthest(share))
         return latest[:, :-1]
 
     @property
-    def enough(self) -> bool:
-        """Whether there is a cut that has room, if each rank has one stage, which may be empty."""
+    def feasible(self) -> bool:
+        """Return True if a partition fits, where each rank has one stage, which may be empty. Exact.
+
+        Stages are filled greedily: the first begins with an empty receive buffer, each other one with the smallest.
+        """
         done, size = 0, len(self.state)
         for k in range(self.ranks):
-            begins = slice(1, None) if k else slice(1)  # the first stage with nothing, each other with the least
-            done = min(needs.farthest(done, float(room[begins].max())) for needs, room in self._alone(k))
+            begins = slice(1, None) if k else slice(1)
+            done = min(memory.farthest_from(done, float(limit[begins].max())) for memory, limit in self._alone(k))
             if done == size:
                 return True
         return False
 
-    def _alone(self, k: int) -> list[tuple[SegmentSums, Vector]]:
-        """What a rank's only stage needs between each two places, and the bytes there are: at its fullest moments."""
-        room = self.room * SAME - self.beside - self.passed
-        moments = {*zip(self.flights[k, :, 0].tolist(), self.comes[k].tolist(), strict=True)}
+    def _alone(self, k: int) -> list[tuple[SegmentSums, FloatVector]]:
+        """Return the memory of rank k's only stage at its fullest moments, and the limit less its fixed memory."""
+        free = self.limit * SAME - self.fixed - self.receive_buffers
+        moments = {*zip(self.in_flight[k, :, 0].tolist(), self.transient[k].tolist(), strict=True)}
         most = [a for a in moments if not any(a != b and a[0] <= b[0] and a[1] <= b[1] for b in moments)]
-        kept = [(self.state.plus(self.saved, n), room - comes - n * self.received) for n, comes in most]
-        return [(self.stepping, room), *kept]
+        kept = [(self.state + n * self.saved, free - transient - n * self.received) for n, transient in most]
+        return [(self.at_step, free), *kept]
 
-    def hopeless(self, runs: SegmentSums, seconds: float) -> bool:
-        """Whether it is certain that no cut has room whose stages take no longer than this.
+    def infeasible_under(self, seconds: SegmentSums, cap: float) -> bool:
+        """Return True only if no partition fits whose stages take at most `cap` seconds.
 
-        Each stage begins and ends where those before and after it can reach, and holds no more than the most between
-        such places. The ranks up to any one must hold what all others can't: of the state, and of what is saved where
-        it is in flight the least. They have no more room than all of theirs together.
+        Under the time cap every boundary has an earliest and a latest cut point, hence each stage a least and a most
+        memory. For each r, the ranks 0..r hold at least the state and the saved activations that the other ranks
+        cannot hold, where saved activations count with the fewest in flight. If that exceeds (r + 1) limits, or if the
+        least memory of one rank exceeds the limit, nothing fits.
         """
-        far = np.maximum.accumulate(runs.far(seconds))
-        bounds = reach(far, self.chunks * self.ranks)
+        far = np.maximum.accumulate(seconds.farthest(cap))
+        bounds = boundary_ranges(far, self.chunks * self.ranks)
         if bounds is None:
             return True
-        (least, most), (lean, full) = _held((self.state, self.saved), far, *bounds)
-        rank, all_ranks = np.arange(self.chunks * self.ranks) % self.ranks, np.arange(self.ranks)
-        moment = self.flights.sum(axis=2).argmax(axis=1)
-        flights = self.flights[all_ranks, moment].T.ravel()
-        received = np.where(np.arange(len(rank)), self.received[1:].min(), self.received[0])
-        fixed = np.bincount(rank, received * flights) + self.comes[all_ranks, moment] + self.beside + self.passed.min()
-        state, saved = (_whole(held, len(rank)) for held in (self.state, self.saved))
-        mine = rank <= all_ranks[:, None]  # [sets of ranks, stages]
-        held = np.maximum(mine @ least, state - ~mine @ most)
-        kept = _least(np.where(mine, flights, 0), lean, full, saved)
-        if (held + kept + np.cumsum(fixed) > self.room * SAME * (all_ranks + 1)).any():
+        (least, most), (least_saved, most_saved) = _stage_ranges((self.state, self.saved), far, *bounds)
+        stage_rank, ranks = np.arange(self.chunks * self.ranks) % self.ranks, np.arange(self.ranks)
+        moment = self.in_flight.sum(axis=2).argmax(axis=1)
+        in_flight = self.in_flight[ranks, moment].T.ravel()
+        received = np.where(np.arange(len(stage_rank)), self.received[1:].min(), self.received[0])
+        kept = np.bincount(stage_rank, received * in_flight) + self.transient[ranks, moment]
+        fixed = kept + self.fixed + self.receive_buffers.min()
+        state, saved = (_total(held, len(stage_rank)) for held in (self.state, self.saved))
+        first = stage_rank <= ranks[:, None]  # [ranks, stages]: the stages of ranks 0..r
+        held = np.maximum(first @ least, state - ~first @ most)
+        activations = _least_weighted_sum(np.where(first, in_flight, 0), least_saved, most_saved, saved)
+        if (held + activations + np.cumsum(fixed) > self.limit * SAME * (ranks + 1)).any():
             return True
-        alone = np.bincount(rank, least + flights * lean) + fixed
-        return bool(alone.max() > self.room * SAME)
+        alone = np.bincount(stage_rank, least + in_flight * least_saved) + fixed
+        return bool(alone.max() > self.limit * SAME)
 
 
-def reach(far: Indices, count: int) -> tuple[Indices, Indices] | None:
-    """The first and the last place of each bound of so many runs, none empty; None if there is no way.
-
-    far: where the longest run from each place ends, or from one before it.
-    """
-    furthest, size = far.tolist(), len(far) - 1
-    nearest = far.searchsorted(np.arange(size + 1)).tolist()
-    first, last = [size], [0]
-    for k in range(1, count + 1):
-        last.append(min(furthest[last[-1]], size - count + k))
-        first.append(max(nearest[first[-1]], count - k))
-    first.reverse()
-    return (np.array(first), np.array(last)) if all(i <= j for i, j in zip(first, last, strict=True)) else None
-
-
-def _held(each: Sequence[SegmentSums], far: Indices, first: Indices, last: Indices) -> list[tuple[Vector, Vector]]:
-    """The least and the most that each run holds between two bounds that are in reach, of each of these."""
+def _stage_ranges(
+    each: Sequence[SegmentSums], far: Indices, first: Indices, last: Indices
+) -> list[tuple[FloatVector, FloatVector]]:
+    """Return the least and the most that each stage holds between two possible boundaries, of each of these costs."""
     width = np.arange(int((last - first)[:-1].max()) + 1)
     start = np.minimum(first[:-1, None] + width, last[:-1, None])
     nearest, furthest = np.maximum(start + 1, first[1:, None]), np.minimum(far.take(start), last[1:, None])
     return [(held(start, nearest).min(axis=1), held(start, furthest).max(axis=1)) for held in each]
 
 
-def _whole(held: SegmentSums, count: int) -> float:
-    """What so many runs hold together at the least: the first atoms of a run may take less than they do elsewhere."""
-    whole = float(held.sums[-1])
-    if held.more is None or held.top is None:
-        return whole
-    return whole + max(min(0.0, float(held.more[-1])), count * min(0.0, float((held.top - held.more).min())))
+def _total(held: SegmentSums, count: int) -> float:
+    """Return the least that `count` stages hold together. The first segments of a stage may hold less than others."""
+    total = float(held.sums[-1])
+    if held.extra is None or held.extra_end is None:
+        return total
+    return total + max(min(0.0, float(held.extra[-1])), count * min(0.0, float((held.extra_end - held.extra).min())))
 
 
-def _least(weights: Rows, least: Vector, most: Vector, total: float) -> Vector:
-    """The least weighted sums of parts, each at its least or more and at its most or less, that add up to a total."""
+def _least_weighted_sum(weights: Rows, least: FloatVector, most: FloatVector, total: float) -> FloatVector:
+    """Return, by row of weights, the least weighted sum of parts between `least` and `most` that add up to a total."""
     order = np.argsort(weights, axis=1, kind="stable")
     rest = max(0.0, total - float(least.sum()))
     more = np.minimum(np.cumsum((most - least)[order], axis=1), rest)
     more[:, 1:] -= more[:, :-1].copy()
-    sums: Vector = weights @ least + (np.sort(weights, axis=1) * more).sum(axis=1)
+    sums: FloatVector = weights @ least + (np.sort(weights, axis=1) * more).sum(axis=1)
     return sums

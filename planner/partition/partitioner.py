@@ -1,268 +1,288 @@
-"""What the stages of a layout hold, and which ways to cut the graph fit the memory.
+"""Partition of a layout into pipeline stages: balanced in time, within the memory limit.
 
-Protocol: a `PartitionProblem` is one layout with its sheet, a `Partition` that and one way to cut it. StageBounds are positions in the
-graph's nodes, one more than stages.
+`partition(layout, table, memory_limit)` does all of it. A `PartitionProblem` is a layout with its cost table and the
+limit, a `Partition` that and the stage boundaries: graph node numbers, one more than stages.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
-from megaloom.planner.contract.workload import Workload
 from megaloom.planner.cost import memory
-from megaloom.planner.cost.cost_table import STEP_COLUMNS, CostColumn, CostTable
-from megaloom.planner.cost.memory import ALLOCATED, StageMemory
-from megaloom.planner.cost.profiles.frameworks import OWN
-from megaloom.planner.cost.profiles.groups import FrameworkProfile
+from megaloom.planner.cost.columns import STEP_COLUMNS, CostColumn
+from megaloom.planner.cost.cost_table import CostTable
+from megaloom.planner.cost.job import Job
+from megaloom.planner.cost.memory import StageMemory
 from megaloom.planner.simulate import schedule
 
-from .dynamic_program import evenest
+from .dynamic_program import (
+    SAME,
+    Indices,
+    SegmentSums,
+    balance,
+    boundary_ranges,
+)
 from .local_search import (
     SLOWEST_FACTOR,
     level_ranks,
     level_within_limit,
     partition_within_limit,
 )
-from .memory_limit import SAME, MemoryLimit, reach
-from .segments import Indices, SegmentSums, Vector
+from .memory_limit import MemoryLimit
 
-# What a plan leaves free: the prediction is not exact, and an allocator that is nearly full stalls.
-HEADROOM = 0.05
+HEADROOM = 0.05  # share of a device's memory that a plan leaves free: a nearly full allocator stalls
+WHOLE_BLOCKS = 1.001  # factor by which the slowest stage may be slower if all stages then have whole blocks
 
 StageBounds = tuple[int, ...]
 
 
 def capacity(cluster: Cluster, headroom: float = HEADROOM) -> int:
-    """Bytes of a device that a plan may fill."""
+    """Return the memory limit: the bytes of a device that a plan may use."""
     return int(cluster.device.nbytes * (1 - headroom))
 
 
 @frozen(eq=False, slots=False)
 class PartitionProblem:
-    """A layout, and what the nodes of the graph cost under it."""
+    """A layout to partition into stages: its cost table, and the memory limit in bytes."""
 
     layout: Layout
     table: CostTable
-    workload: Workload
-    cluster: Cluster
-    profile: FrameworkProfile = OWN
-    headroom: float = HEADROOM
-    whole: bool = False  # whether stages begin and end with whole blocks
+    memory_limit: int
+    whole_blocks: bool = False  # stages begin and end between blocks
+
+    @property
+    def job(self) -> Job:
+        """Return the model, workload, cluster and framework profile."""
+        return self.table.job
 
     @property
     def microbatches(self) -> int:
-        """In a step, on each data-parallel copy."""
-        return self.layout.microbatches(self.workload.batch)
+        """Return the micro-batches of one step on each data-parallel copy."""
+        return self.layout.microbatches(self.job.workload.batch)
 
     @cached_property
-    def places(self) -> Indices:
-        """Where a stage may begin or end."""
+    def cut_points(self) -> Indices:
+        """Return the graph nodes at which a stage may begin or end."""
         structure = self.table.structure
-        return structure.block_cut_points if self.whole else structure.cut_points
+        return structure.block_cut_points if self.whole_blocks else structure.cut_points
 
     @cached_property
     def seconds(self) -> SegmentSums:
-        """Of a micro-batch between each two places, both ways."""
-        return self.table.runs(self.places, STEP_COLUMNS)
+        """Return the seconds of one micro-batch, forward and backward, of every stage."""
+        return self.segment_sums(STEP_COLUMNS)
 
-    def even(self) -> StageBounds:
-        """The most even cut in time, whatever it holds. There must be places for so many stages."""
-        bounds = self._bounds(evenest(self.seconds, self.layout.pp * self.layout.vpp))
-        assert bounds is not None, "more stages than the graph can be cut into"
-        return bounds
+    def segment_sums(self, columns: Sequence[int]) -> SegmentSums:
+        """Return the sum of these columns of every stage."""
+        table, cuts = self.table, self.cut_points
+        key = (len(cuts), *columns)
+        if key not in table.known_sums:
+            rows = table.rows[:, columns].sum(axis=1)[table.structure.kind_of_node]
+            sums = np.concatenate([[0.0], np.cumsum(rows)])[cuts]
+            if table.recompute_rows is None:
+                table.known_sums[key] = SegmentSums(sums)
+            else:
+                extra = table.recompute_before[:, columns].sum(axis=1)
+                stop = table.structure.recompute_end(table.recompute_blocks)[cuts]
+                last = np.searchsorted(cuts, stop, side="right") - 1
+                table.known_sums[key] = SegmentSums(sums, extra[cuts], extra[stop], last)
+        found: SegmentSums = table.known_sums[key]
+        return found
 
     def reaches(self, seconds: float) -> bool:
-        """Whether stages may all be as quick as this, whatever they hold."""
-        far = np.maximum.accumulate(self.seconds.far(seconds * SAME))
-        return reach(far, self.layout.pp * self.layout.vpp) is not None
+        """Return True if a partition exists whose slowest stage takes at most these seconds."""
+        far = np.maximum.accumulate(self.seconds.farthest(seconds * SAME))
+        return boundary_ranges(far, self.layout.pp * self.layout.vpp) is not None
 
-    def level(self, even: StageBounds) -> StageBounds:
-        """Interleaved chunks, whatever they hold, the slowest as quick as in the most even cut: see `leveled`."""
-        bounds = self._bounds(level_ranks(self.seconds, self.cut(even), self.layout.pp))
-        assert bounds is not None
-        return bounds
-
-    def roomy(self, even: StageBounds) -> StageBounds | None:
-        """A cut that fits the memory, if one is found: with as quick a slowest stage as can be, see `joint`.
-
-        `even` is the most even one, whatever it holds.
-        """
-        cut = self.cut(even)
-        fits = self.rooms.lacks(cut[None])[0] <= 0
+    def within_limit(self, even: StageBounds) -> StageBounds | None:
+        """Return a partition that fits, with a fast slowest stage; None if none is found. `even` is balanced."""
+        cuts = self.cut_points.searchsorted(even)
+        found: Sequence[int] | Indices | None
         if self.layout.vpp == 1:
-            return even if fits else self._bounds(evenest(self.seconds, self.layout.pp, self.rooms.latest))
-        return self._bounds(
-            level_within_limit(self.seconds, cut, self.rooms)
-            if fits
-            else partition_within_limit(self.seconds, cut, self.rooms)
-        )
+            found = balance(self.seconds, self.layout.pp, self.limits.latest_ends)
+        elif self.limits.deficit(cuts[None])[0] <= 0:
+            found = level_within_limit(self.seconds, cuts, self.limits)
+        else:
+            found = partition_within_limit(self.seconds, cuts, self.limits)
+        return None if found is None else tuple(self.cut_points[np.asarray(found)].tolist())
 
-    def hopeful(self, even: StageBounds) -> bool:
-        """Whether a cut that fits the memory may be found, if weights that stages share are counted as often.
-
-        `even` is the most even one, whatever it holds.
-        """
+    def feasible(self, even: StageBounds) -> bool:
+        """Return False only if no partition fits, counting shared weights in each stage. `even` is balanced."""
         if self.layout.vpp == 1:
-            return self.rooms.enough
-        cut = self.cut(even)
-        return not self.rooms.hopeless(self.seconds, SLOWEST_FACTOR * float(self.seconds(cut[:-1], cut[1:]).max()))
-
-    def cut(self, bounds: StageBounds) -> Indices:
-        """StageBounds as the numbers of their places."""
-        return self.places.searchsorted(bounds)
-
-    def _bounds(self, cut: Sequence[int] | Indices | None) -> StageBounds | None:
-        return None if cut is None else tuple(int(self.places[i]) for i in cut)
-
-    def parts(self, bounds: StageBounds) -> list[StageMemory]:
-        """What each stage holds. A weight that several nodes of a rank share is there once."""
-        sheet, last = self.table, len(bounds) - 2
-        spare, (received, passed) = self.spare(bounds), self._crossing(np.array(bounds[:-1]))
-        return [
-            StageMemory(
-                params=int(row[CostColumn.PARAMS]) - spare[i],
-                expert_params=int(row[CostColumn.EXPERT_PARAMS]),
-                saved=int(row[CostColumn.SAVED]) + int(received[i]),
-                workspace=sheet.workspace,
-                library=sheet.library + int(passed[i]),
-                loss=sheet.loss if i == last else 0,
-            )
-            for i, row in enumerate(sheet.sums(bounds))
-        ]
-
-    def _crossing(self, begin: Indices) -> tuple[Indices, Indices]:
-        """Bytes that stages keep of each micro-batch because they begin at these nodes, and for what passes to them."""
-        x, boundary = self.layout, self.table.boundary
-        crosses = self.table.structure.live_values[begin]
-        times = (memory.RECEIVE_BUFFERS + (x.pp if self.profile.buffers.stage_output_saved else 0)) if x.pp > 1 else 0
-        return boundary * crosses, times * boundary * np.maximum(1, crosses)
-
-    def spare(self, bounds: StageBounds) -> list[int]:
-        """The elements that each stage counts of weights that it, or an earlier stage of its rank, has already."""
-        spare = [0] * (len(bounds) - 1)
-        for (_, nodes), elements in zip(self.table.structure.shared_weights, self.table.shared, strict=True):
-            seen: set[int] = set()
-            for stage in stages_of(nodes, bounds):
-                spare[stage] += elements * (stage % self.layout.pp in seen)
-                seen.add(stage % self.layout.pp)
-        return spare
+            return self.limits.feasible
+        cuts = self.cut_points.searchsorted(even)
+        slowest = float(self.seconds(cuts[:-1], cuts[1:]).max())
+        return not self.limits.infeasible_under(self.seconds, SLOWEST_FACTOR * slowest)
 
     @cached_property
-    def rooms(self) -> MemoryLimit:
-        """What the ranks of a cut need. A weight that several nodes of a rank share is counted as often."""
-        x, sheet = self.layout, self.table
-        params, experts, saved = (
-            sheet.runs(self.places, [c]) for c in (CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.SAVED)
-        )
-        static, stepping = self._each
-        state, step = (params.times(each[0]).plus(experts, each[1]) for each in (static, stepping))
-        flights, backs = schedule.in_flight_moments(x.pp, x.vpp, self.microbatches, x.microbatch_group)
-        comes = np.zeros(flights.shape[:2])
-        comes[:, :backs], comes[-1, backs:] = sheet.workspace, sheet.loss
-        received, passed = (ALLOCATED * nbytes.astype(float) for nbytes in self._crossing(self.places))
+    def limits(self) -> MemoryLimit:
+        """Return the memory of every stage against the limit. Each stage counts the weights that it shares."""
+        x, job, table = self.layout, self.job, self.table
+        columns = (CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.SAVED)
+        params, experts, saved = (self.segment_sums([column]) for column in columns)
+        n, precision, profile = 10**6, job.workload.precision, job.profile
+        elements = ((n, 0), (0, n))
+        state = [sum(memory.state_bytes(*of, x, precision, profile).values()) / n for of in elements]
+        step = [memory.optimizer_step_bytes(*of, x, profile) / n for of in elements]
+        in_flight, backwards = schedule.in_flight_moments(x.pp, x.vpp, self.microbatches, x.microbatch_group)
+        transient = np.zeros(in_flight.shape[:2])
+        transient[:, :backwards], transient[-1, backwards:] = table.workspace, table.loss
+        received, buffers = self.p2p_bytes(self.cut_points)
+        state_sums, step_sums = (each[0] * params + each[1] * experts for each in (state, step))
+        reserved = memory.reserved_bytes(x, job.cluster, profile)
         return MemoryLimit(
-            state=state,
-            stepping=state.plus(step, ALLOCATED),
-            saved=saved.times(ALLOCATED),
-            flights=flights,
-            comes=ALLOCATED * comes,
-            received=received,
-            passed=passed,
-            beside=memory.reserved_bytes(x, self.cluster, self.profile) + ALLOCATED * sheet.library,
-            room=capacity(self.cluster, self.headroom),
-            element=(static[0], static[0] + ALLOCATED * stepping[0]),
+            state=state_sums,
+            at_step=memory.rank_memory(state_sums, 0 * saved, 0, step_sums),
+            saved=memory.rank_memory(0 * saved, saved, 1, 0),
+            in_flight=in_flight,
+            transient=memory.rank_memory(0, 0, 0, transient),
+            received=memory.rank_memory(0, received.astype(float), 1, 0),
+            receive_buffers=memory.rank_memory(0, 0, 0, buffers.astype(float)),
+            fixed=memory.rank_memory(reserved, 0, 0, table.library),
+            limit=self.memory_limit,
         )
 
-    @property
-    def _each(self) -> tuple[list[float], list[float]]:
-        """Bytes of each element of dense weights, and of experts': of the state, and of the optimizer's step."""
-        n, x, precision, profile = 10**6, self.layout, self.workload.precision, self.profile
-        alone = ((n, 0), (0, n))
-        static = [sum(memory.state_bytes(*of, x, precision, profile).values()) / n for of in alone]
-        return static, [memory.optimizer_step_bytes(*of, x, profile) / n for of in alone]
+    def p2p_bytes(self, begin: Indices) -> tuple[Indices, Indices]:
+        """Return the bytes that a stage that begins at each node saves of its input, and those of p2p buffers."""
+        x, boundary = self.layout, self.table.boundary
+        live = self.table.structure.live_values[begin]
+        copies = (
+            (memory.RECEIVE_BUFFERS + (x.pp if self.job.profile.buffers.stage_output_saved else 0)) if x.pp > 1 else 0
+        )
+        return boundary * live, copies * boundary * np.maximum(1, live)
+
+    def repeated_elements(self, bounds: StageBounds) -> list[int]:
+        """Return the elements that each stage counts of weights that it, or an earlier stage of its rank, has too."""
+        repeated = [0] * (len(bounds) - 1)
+        for (_, nodes), elements in zip(self.table.structure.shared_weights, self.table.shared_elements, strict=True):
+            seen: set[int] = set()
+            for stage in stages_of(nodes, bounds):
+                repeated[stage] += elements * (stage % self.layout.pp in seen)
+                seen.add(stage % self.layout.pp)
+        return repeated
 
 
 @frozen(eq=False, slots=False)
 class Partition:
-    """A layout whose stages have a place: what each pipeline rank then holds."""
+    """A layout with its stages."""
 
     problem: PartitionProblem
     bounds: StageBounds
 
     @property
     def layout(self) -> Layout:
-        """The layout that is placed."""
+        """Return the layout."""
         return self.problem.layout
 
-    @property
-    def capacity(self) -> int:
-        """Bytes of a device that may be filled."""
-        return capacity(self.problem.cluster, self.problem.headroom)
-
     @cached_property
-    def parts(self) -> list[StageMemory]:
-        """What each stage holds."""
-        return self.problem.parts(self.bounds)
-
-    @cached_property
-    def rank_peaks(self) -> tuple[memory.Peak, ...]:
-        """The memory of each pipeline rank at its fullest."""
-        layout, m, precision = self.layout, self.problem.microbatches, self.problem.workload.precision
-        beside = memory.reserved_bytes(layout, self.problem.cluster, self.problem.profile)
-        ranks = range(layout.pp)
-        profile = self.problem.profile
-        return tuple(
-            memory.rank_peak(self.parts[r :: layout.pp], r, layout, m, precision, beside, profile) for r in ranks
-        )
-
-    @property
-    def peaks(self) -> tuple[int, ...]:
-        """The bytes that each pipeline rank holds at its fullest."""
-        return tuple(peak.nbytes for peak in self.rank_peaks)
-
-    @cached_property
-    def deficit(self) -> int:
-        """Bytes that the fullest rank lacks; negative when there is room."""
-        return int(self._needed.max()) - self.capacity
-
-    @property
-    def _needed(self) -> Vector:
-        """The bytes of each pipeline rank at its fullest: those of `fullest`, to a few bytes, and sooner."""
-        fit, x = self.problem, self.layout
-        twice = np.array(fit.spare(self.bounds)).reshape(x.vpp, x.pp).sum(axis=0)
-        needed: Vector = fit.rooms.needed(fit.cut(self.bounds)[None], twice)[0]
-        return needed
-
-    @property
-    def fits(self) -> bool:
-        """Whether every rank has the memory for its stages."""
-        return self.deficit <= 0
-
-    def roomy(self) -> Partition:
-        """The same layout cut to fit the memory if that can be, and to be quick; `self` is its most even cut."""
-        bounds = self.problem.roomy(self.bounds)
-        return self if bounds is None else Partition(self.problem, bounds)
-
-    @cached_property
-    def sums(self) -> Rows:
-        """What each stage costs for a micro-batch: [stages, columns]."""
-        return self.problem.table.sums(self.bounds)
+    def stage_sums(self) -> Rows:
+        """Return the costs of each stage for one micro-batch: [stages, columns]."""
+        return self.problem.table.stage_sums(self.bounds)
 
     @property
     def seconds(self) -> list[float]:
-        """Those of a micro-batch through each stage, both ways."""
-        seconds: list[float] = self.sums[:, STEP_COLUMNS].sum(axis=1).tolist()
+        """Return the seconds of one micro-batch through each stage, forward and backward."""
+        seconds: list[float] = self.stage_sums[:, STEP_COLUMNS].sum(axis=1).tolist()
         return seconds
+
+    @cached_property
+    def stages(self) -> list[StageMemory]:
+        """Return the memory of each stage. A weight that several nodes of a rank share is there once."""
+        problem, table, last = self.problem, self.problem.table, len(self.bounds) - 2
+        repeated = problem.repeated_elements(self.bounds) if table.shared_elements else [0] * (last + 1)
+        received, buffers = problem.p2p_bytes(np.array(self.bounds[:-1]))
+        return [
+            StageMemory(
+                params=int(row[CostColumn.PARAMS]) - repeated[i],
+                expert_params=int(row[CostColumn.EXPERT_PARAMS]),
+                saved=int(row[CostColumn.SAVED]) + int(received[i]),
+                workspace=table.workspace,
+                library=table.library + int(buffers[i]),
+                loss=table.loss if i == last else 0,
+            )
+            for i, row in enumerate(self.stage_sums)
+        ]
+
+    @cached_property
+    def rank_peaks(self) -> tuple[memory.Peak, ...]:
+        """Return the peak memory of each pipeline rank."""
+        x, job, peaks = self.layout, self.problem.job, []
+        reserved = memory.reserved_bytes(x, job.cluster, job.profile)
+        for rank in range(x.pp):
+            moments = schedule.rank_moments(rank, x.pp, x.vpp, self.problem.microbatches, x.microbatch_group)
+            stages = self.stages[rank :: x.pp]
+            peaks.append(memory.rank_peak(stages, moments, x, job.workload.precision, reserved, job.profile))
+        return tuple(peaks)
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """Return the peak bytes of each pipeline rank."""
+        return tuple(peak.nbytes for peak in self.rank_peaks)
+
+    @property
+    def deficit(self) -> int:
+        """Return the bytes that the fullest rank needs beyond the memory limit; negative if it fits."""
+        return max(peak.nbytes for peak in self.rank_peaks) - self.problem.memory_limit
+
+    @property
+    def fits(self) -> bool:
+        """Return True if every rank stays within the memory limit."""
+        return self.deficit <= 0
+
+
+def partition(layout: Layout, table: CostTable, memory_limit: int) -> Partition:
+    """Return the stages of a legal layout: balanced, and within the memory limit if a partition fits."""
+    problem = PartitionProblem(layout, table, memory_limit)
+    return refine(Partition(problem, balanced(problem)))
+
+
+def refine(
+    even: Partition,
+    balance_stages: Callable[[PartitionProblem], StageBounds] | None = None,
+    level_chunks: Callable[[PartitionProblem, StageBounds], StageBounds] | None = None,
+) -> Partition:
+    """Return the partition that is simulated, from the balanced one.
+
+    It has whole blocks if such a partition fits and its slowest stage is hardly slower (WHOLE_BLOCKS). If `even` does
+    not fit, it is balanced within the limit. Interleaved chunks are levelled between ranks. The two functions stand
+    for `balanced` and `levelled`; a search gives versions that remember.
+    """
+    chosen, problem = even, evolve(even.problem, whole_blocks=True)
+    slowest = WHOLE_BLOCKS * max(even.seconds)
+    if len(even.bounds) <= len(problem.cut_points) and problem.reaches(slowest):
+        blocks = Partition(problem, (balance_stages or balanced)(problem))
+        if max(blocks.seconds) <= slowest and blocks.fits:
+            chosen = blocks
+    if chosen.layout.vpp == 1 and chosen.fits:
+        return chosen
+    if chosen.layout.vpp > 1:
+        level = Partition(chosen.problem, (level_chunks or levelled)(chosen.problem, chosen.bounds))
+        if level.fits:
+            return level
+    found = chosen.problem.within_limit(chosen.bounds)
+    return chosen if found is None else Partition(chosen.problem, found)
+
+
+def balanced(problem: PartitionProblem) -> StageBounds:
+    """Return the balanced partition, whatever memory it takes. There must be enough cut points."""
+    cuts = balance(problem.seconds, problem.layout.pp * problem.layout.vpp)
+    assert cuts is not None, "more stages than the graph can be cut into"
+    return tuple(problem.cut_points[list(cuts)].tolist())
+
+
+def levelled(problem: PartitionProblem, even: StageBounds) -> StageBounds:
+    """Return a partition into interleaved chunks whose ranks take about equal time, whatever memory it takes."""
+    cuts = level_ranks(problem.seconds, problem.cut_points.searchsorted(even), problem.layout.pp)
+    return tuple(problem.cut_points[cuts].tolist())
 
 
 def stages_of(nodes: tuple[int, ...], bounds: StageBounds) -> list[int]:
-    """The stage of each of these nodes."""
+    """Return the stage of each of these nodes."""
     return [bisect_right(bounds, node) - 1 for node in nodes]

@@ -20,9 +20,9 @@ from megaloom.planner.contract.plans import Plan, PlanError, again
 from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.search.pricing import Pricer
-from megaloom.planner.simulate.memory_timeline import Slice, levels, tracks
-from megaloom.planner.simulate.prediction import Priced
-from megaloom.planner.simulate.schedule import Event, Timeline
+from megaloom.planner.simulate.memory_timeline import Slice, memory_levels, memory_tracks
+from megaloom.planner.simulate.price import Priced
+from megaloom.planner.simulate.timeline import Event, Timeline
 
 from .text import holds
 
@@ -33,7 +33,7 @@ CLOSE = 1e-9  # seconds are added up in another order
 def replayed(plan: Plan, graph: Graph) -> Priced:
     """The price of the plan's own stages. Raises PlanError if that is no longer what the plan says."""
     pricer = Pricer(graph, plan.cluster, plan.workload, PROFILES[plan.runtime])
-    fit = PartitionProblem(plan.layout, pricer.cost_table(plan.layout), plan.workload, plan.cluster, pricer.profile)
+    fit = PartitionProblem(plan.layout, pricer.cost_table(plan.layout), pricer.capacity)
     priced = pricer.simulate(Partition(fit, (0, *(stage.stop for stage in plan.stages))))
     if not math.isclose(priced.seconds, plan.predicted.step_seconds, rel_tol=CLOSE):
         raise PlanError(
@@ -74,7 +74,7 @@ def chrome(plan: Plan, priced: Priced, graph: Graph) -> Iterator[dict[str, Any]]
     Source of the format: "Trace Event Format", the document that chrome://tracing links to.
     """
     line, pp = priced.timeline, plan.layout.pp
-    for rank, (events, after, track) in enumerate(zip(line.events, tails(priced), tracks(priced), strict=True)):
+    for rank, (events, after, track) in enumerate(zip(line.events, tails(priced), memory_tracks(priced), strict=True)):
         stages = [s for s in plan.stages if s.rank == rank]
         said = "; ".join(holds(graph.nodes[s.start : s.stop], graph) for s in stages)
         yield from _named(rank, "process", f"pipeline rank {rank}")
@@ -85,7 +85,7 @@ def chrome(plan: Plan, priced: Priced, graph: Graph) -> Iterator[dict[str, Any]]
             yield _complete(rank, COMPUTE, Slice("backward" if step.backward else "forward", start, end), args)
         yield from (_complete(rank, COMPUTE, slice, {}) for slice in after)
         yield from _sends(line, events, rank, pp)
-        for moment, nbytes in levels(track, events, after, pp):
+        for moment, nbytes in memory_levels(track, events, after, pp):
             fill = {"GiB": round(nbytes / GiB, 6)}
             yield {"ph": "C", "pid": rank, "tid": 0, "name": "memory", "ts": _micro(moment), "args": fill}
 

@@ -22,9 +22,9 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.cost import communication
 from megaloom.planner.cost.memory import ALLOCATOR
-from megaloom.planner.simulate.memory_timeline import tracks
-from megaloom.planner.simulate.prediction import Priced
-from megaloom.planner.simulate.schedule import Timeline
+from megaloom.planner.simulate.memory_timeline import memory_tracks
+from megaloom.planner.simulate.price import Priced
+from megaloom.planner.simulate.timeline import Timeline
 
 from . import charts
 from .chrome_trace import (
@@ -112,8 +112,8 @@ def data(plan: Plan, g: Graph, priced: Priced) -> dict[str, Any]:
     """What the scripts read: seconds and bytes, but for the times of steps, which are in units of `unit` seconds."""
     line, layout = priced.timeline, plan.layout
     unit = priced.seconds / QUANTA
-    stages = zip(plan.stages, priced.partition.parts, strict=True)
-    after, held = tails(priced), tracks(priced)
+    stages = zip(plan.stages, priced.partition.stages, strict=True)
+    after, held = tails(priced), memory_tracks(priced)
     return {
         "step": priced.seconds,
         "pp": layout.pp,

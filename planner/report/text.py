@@ -222,7 +222,7 @@ def exposed(of: Prediction) -> float:
 
 
 def fullest(plan: Plan, kind: str = "device") -> int:
-    """Bytes on the fullest pipeline rank, as they are measured: see `memory.held_bytes`."""
+    """Bytes on the fullest pipeline rank, as they are measured: see `measured_memory.held_bytes`."""
     return step_difference.peak_nbytes(plan.predicted, kind)
 
 

@@ -13,7 +13,7 @@ from attrs import asdict
 from megaloom.planner.contract.devices import Cluster, GiB
 from megaloom.planner.contract.layout import layout_to_json
 from megaloom.planner.contract.plans import Plan, Prediction
-from megaloom.planner.cost.memory import upper_bytes
+from megaloom.planner.cost.measured_memory import upper_bytes
 from megaloom.planner.search.goodput import goodput
 from megaloom.planner.search.step_difference import peak_nbytes
 
@@ -22,7 +22,7 @@ from .text import exposed
 if TYPE_CHECKING:
     from megaloom.planner.search.scaling import ScalingPoint
     from megaloom.planner.search.search import Found
-    from megaloom.planner.simulate.prediction import Priced
+    from megaloom.planner.simulate.price import Priced
 
 
 def searched(found: Found, top: int, params: int) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def scaled(found: Iterable[ScalingPoint], params: int) -> dict[str, Any]:
 
 
 def _of(machine: Cluster, best: Priced, params: int) -> dict[str, Any]:
-    workload = best.partition.problem.workload
+    workload = best.partition.problem.job.workload
     lasting = goodput(params, workload.precision, machine, best.seconds)
     return {
         "workload": asdict(workload),

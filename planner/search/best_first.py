@@ -22,7 +22,7 @@ from megaloom.planner.bounds.layouts import BoundedLayouts
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
 from megaloom.planner.partition.partitioner import Partition
-from megaloom.planner.simulate.prediction import Priced
+from megaloom.planner.simulate.price import Priced
 
 from .candidates import Candidates
 from .device_meshes import (
@@ -32,7 +32,7 @@ from .device_meshes import (
     device_mesh,
     has_mesh,
 )
-from .pricing import Cut, Pricer
+from .pricing import PartitionedLayout, Pricer
 
 HORIZON = 1.1
 BASES_AT_ONCE = 32  # whose layouts are looked at together
@@ -60,12 +60,12 @@ class BalancedLayout:
         return tuple(int(getattr(self.layouts, axis)[self.i]) for axis in DEGREES)
 
     @cached_property
-    def steps(self) -> Iterator[float | Cut | Layout]:
+    def steps(self) -> Iterator[float | PartitionedLayout | Layout]:
         """What is known of it, more and more closely; first layouts to be looked at beside it."""
-        return chain(self.pricer.fewer(self.layout) if self.roomy else [], self.pricer.refined(self.layout))
+        return chain(self.pricer.fewer_overlaps(self.layout) if self.roomy else [], self.pricer.refined(self.layout))
 
 
-Entry = Priced | Cut | BalancedLayout
+Entry = Priced | PartitionedLayout | BalancedLayout
 
 
 @define(eq=False)
@@ -127,7 +127,7 @@ class Frontier:
         while True:
             new, seen = sorted(entry for entry in self.heap if entry[1] > seen), self.count
             for _, _, what in new:
-                if isinstance(what, Cut):
+                if isinstance(what, PartitionedLayout):
                     yield what.partition
                 elif (
                     isinstance(what, BalancedLayout)
@@ -208,4 +208,4 @@ def _device_mesh(what: Entry) -> DeviceMesh:
     """How what is looked at deals the devices."""
     if isinstance(what, BalancedLayout):
         return what.device_mesh
-    return device_mesh(what.partition.layout if isinstance(what, Cut) else what.layout)
+    return device_mesh(what.partition.layout if isinstance(what, PartitionedLayout) else what.layout)

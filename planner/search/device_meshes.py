@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megaloom.planner.contract.layout import AXES, Layout
 from megaloom.planner.contract.layouts import Layouts
-from megaloom.planner.simulate.prediction import Priced
+from megaloom.planner.simulate.price import Priced
 
 TIE_RATIO = 1.001  # a step that is this little longer is as good, and the simpler layout wins
 DEGREES = tuple(axis for axis in AXES if axis != "vpp")  # chunks of a model divide no devices

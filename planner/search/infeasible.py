@@ -26,7 +26,7 @@ from megaloom.planner.rules.rule import Violation
 
 from .candidate_space import FixedAxes, unchecked_layouts
 from .candidates import Candidates
-from .pricing import Cut, Pricer
+from .pricing import PartitionedLayout, Pricer
 from .reasons import deficit_text, refusal
 
 OF_A_STEP = {rule.id for rule in step_rules.RULES}
@@ -123,7 +123,7 @@ Asked = Iterator[tuple[str, Pricer]]  # what is changed, and what then prices la
 def _fuller(pricer: Pricer, miss: Partition) -> Asked:
     """More of each device."""
     most = pricer.cluster.device.nbytes
-    headroom = int(100 * (1 - (miss.deficit + miss.capacity) / most)) / 100
+    headroom = int(100 * (1 - (miss.deficit + miss.problem.memory_limit) / most)) / 100
     if 0 <= headroom < pricer.headroom:
         yield f"a memory headroom of {headroom:.0%}", _with(pricer, headroom=headroom)
 
@@ -186,7 +186,7 @@ def fitting(pricer: Pricer, fixed: FixedAxes) -> Partition | None:
 
 def _holds(pricer: Pricer) -> bool:
     """Whether all devices together have room for the weights, their gradients and the optimizer's state, once."""
-    part = pricer.partition(Layout()).parts[0]
+    part = pricer.partition(Layout()).stages[0]
     once = state_bytes(part.params, part.expert_params, Layout(), pricer.workload.precision, pricer.profile)
     return sum(once.values()) <= pricer.capacity * pricer.cluster.count
 
@@ -200,7 +200,9 @@ def _quick(candidates: Candidates) -> Partition | None:
     found = candidates.variants(order[np.argsort(seconds[order], kind="stable")][:NEAREST])
     hopeful = np.flatnonzero(found.nbytes <= candidates.pricer.capacity)
     for i in hopeful[np.argsort(found.seconds[hopeful], kind="stable")][:TRIED].tolist():
-        if cut := next((step for step in candidates.pricer.refined(found.layouts[i]) if isinstance(step, Cut)), None):
+        if cut := next(
+            (step for step in candidates.pricer.refined(found.layouts[i]) if isinstance(step, PartitionedLayout)), None
+        ):
             return cut.partition
     last = leanest(candidates)
     return last if last.fits else None

@@ -14,7 +14,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.cost.memory import Peak
 from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.rules.rule import Violation
-from megaloom.planner.simulate.prediction import Priced
+from megaloom.planner.simulate.price import Priced
 
 from .step_difference import difference_text, format_nbytes, format_seconds
 
@@ -107,7 +107,7 @@ def deficit_text(plan: Partition) -> str:
     rank, peak = fullest_rank(plan)
     return (
         f"pipeline rank {rank} needs {format_nbytes(peak.nbytes)} at the {peak.moment}, {format_nbytes(plan.deficit)} more than the "
-        f"{format_nbytes(plan.capacity)} that a plan may fill: {largest_holders(peak)}"
+        f"{format_nbytes(plan.problem.memory_limit)} that a plan may fill: {largest_holders(peak)}"
     )
 
 

@@ -21,7 +21,7 @@ from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.hardware.cluster_names import cluster, is_row
 from megaloom.planner.partition.whole_blocks import blocks
 from megaloom.planner.rules.rules import senseless
-from megaloom.planner.simulate.prediction import Priced
+from megaloom.planner.simulate.price import Priced
 
 from .candidate_space import FixedAxes
 from .candidates import Candidates
@@ -118,7 +118,7 @@ def scaling_table(found: Sequence[ScalingPoint], params: int) -> Table:
         said, each = point.best.prediction, point.best.prediction.tokens_per_second_per_device
         cells = (
             str(point.cluster),
-            str(point.best.partition.problem.workload.batch),
+            str(point.best.partition.problem.job.workload.batch),
             f"{said.step_seconds:.3g}",
             f"{each * point.cluster.count:,.0f}",
             f"{each:,.0f}",
@@ -133,5 +133,5 @@ def scaling_table(found: Sequence[ScalingPoint], params: int) -> Table:
 
 
 def _lasting(machine: Cluster, best: Priced, params: int) -> tuple[str, str]:
-    found = goodput(params, best.partition.problem.workload.precision, machine, best.seconds)
+    found = goodput(params, best.partition.problem.job.workload.precision, machine, best.seconds)
     return ("100%", "-") if found is None else (f"{found.share:.1%}", f"{found.every_steps:,} steps")

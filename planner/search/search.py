@@ -24,7 +24,7 @@ from megaloom.planner.partition.partitioner import HEADROOM, Partition
 from megaloom.planner.partition.whole_blocks import blocks
 from megaloom.planner.rules.capabilities import caveats
 from megaloom.planner.rules.rules import senseless
-from megaloom.planner.simulate.prediction import Priced
+from megaloom.planner.simulate.price import Priced
 
 from .best_first import BalancedLayout, Frontier
 from .candidate_space import FixedAxes
@@ -37,7 +37,7 @@ from .infeasible import (
     nothing_legal,
 )
 from .neighbours import priced_neighbours
-from .pricing import Cut, Pricer, price
+from .pricing import PartitionedLayout, Pricer, price
 from .reasons import (
     Rejected,
     best_reasons,
@@ -246,7 +246,7 @@ class BranchAndBound:
         if isinstance(what, Priced):
             if sure:
                 frontier.settle(what)
-        elif isinstance(what, Cut):
+        elif isinstance(what, PartitionedLayout):
             priced = self._price(frontier.candidates.pricer, what.partition)
             frontier.push(priced.seconds, priced)
         elif isinstance(step := next(what.steps, None), Layout):
@@ -254,8 +254,8 @@ class BranchAndBound:
             if "overlaps" not in frontier.candidates.fixed:
                 frontier.push(seconds, BalancedLayout(what.pricer, Layouts.of([step]), 0, roomy=True))
         elif step is not None:
-            least = step.seconds if isinstance(step, Cut) else step
-            frontier.push(max(seconds, ROUNDING * least), step if isinstance(step, Cut) else what)
+            least = step.seconds if isinstance(step, PartitionedLayout) else step
+            frontier.push(max(seconds, ROUNDING * least), step if isinstance(step, PartitionedLayout) else what)
         return True
 
     def sorted(self, keep: int) -> list[Priced]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.plans import Prediction
-from megaloom.planner.cost.memory import held_bytes
+from megaloom.planner.cost.measured_memory import held_bytes
 
 TIE_SHARE = 0.0005  # of a step: what is this little slower is as quick
 ALL_OF_IT = 1.1  # one cause explains a difference, unless it adds this many times as much
@@ -35,7 +35,7 @@ def cause_differences(a: Prediction, b: Prediction) -> dict[str, float]:
 
 
 def peak_nbytes(of: Prediction, kind: str = "device") -> int:
-    """Bytes on the fullest pipeline rank, as they are measured: see `memory.held_bytes`."""
+    """Bytes on the fullest pipeline rank, as they are measured: see `measured_memory.held_bytes`."""
     return max(held_bytes(held, kind) for held in of.nbytes)
 
 

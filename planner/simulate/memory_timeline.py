@@ -1,7 +1,7 @@
-"""The memory of each pipeline rank, moment after moment of a step.
+"""Memory of each pipeline rank over one step.
 
-Protocol: `tracks(priced)` says what each rank holds whatever it does and what comes and goes; `levels` is its memory
-over a timeline's events, of which the highest is the peak of the plan. The page's scripts draw the same.
+`memory_tracks(priced)` gives the terms of each rank's memory, `memory_levels` its bytes at every event of a timeline;
+the largest is the peak of the plan. The page's scripts draw the same terms.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from attrs import frozen
 
 from megaloom.planner.cost import memory
 
-from .prediction import Priced
-from .schedule import Event
+from .price import Priced
+from .timeline import Event
 
 
 class Slice(NamedTuple):
-    """What a pipeline rank is busy with from one moment to another, in seconds."""
+    """An activity of a pipeline rank, with its start and end in seconds."""
 
     name: str
     start: float
@@ -26,57 +26,59 @@ class Slice(NamedTuple):
 
 
 @frozen
-class Track:
-    """What one pipeline rank holds, in bytes."""
+class MemoryTrack:
+    """The terms of one pipeline rank's memory, in bytes."""
 
-    bare: int  # without what passes through the allocator: weights, gradients, optimizer, what no tensor holds
-    library: int  # throughout, for libraries and for what passes between ranks
-    workspace: int  # within a backward
-    loss: int  # from the end of the last stage's forward to its backward
-    stepping: int  # while the optimizer steps
-    saved: tuple[int, ...]  # by chunk, from the start of a forward to the end of the backward
+    bare: int  # state, and what no tensor holds
+    library: int  # libraries and receive buffers, for the whole step
+    workspace: int  # transient, during a backward pass
+    loss: int  # transient, from the end of the last stage's forward pass to its backward pass
+    stepping: int  # transient, during the optimizer's step
+    saved: tuple[int, ...]  # by chunk, from the start of a forward pass to the end of its backward pass
 
-    def level(self, comes: int) -> int:
-        """All that is held when so much is there that comes and goes."""
-        passing = comes + self.library
-        return self.bare + passing + int(memory.ALLOCATOR * passing)
+    def level(self, saved: int, transient: int) -> int:
+        """Return the bytes of the rank with these saved activations and transient bytes."""
+        return int(memory.rank_memory(self.bare, saved, 1, transient + self.library))
 
 
-def tracks(priced: Priced) -> tuple[Track, ...]:
-    """Of each pipeline rank."""
-    fit, parts, x = priced.partition.problem, priced.partition.parts, priced.layout
+def memory_tracks(priced: Priced) -> tuple[MemoryTrack, ...]:
+    """Return the memory terms of each pipeline rank."""
+    placed, job, x = priced.partition, priced.partition.problem.job, priced.layout
     out = []
     for rank in range(x.pp):
-        mine = parts[rank :: x.pp]
-        params, experts = sum(p.params for p in mine), sum(p.expert_params for p in mine)
-        static = memory.state_bytes(params, experts, x, fit.workload.precision, fit.profile)
+        mine = placed.stages[rank :: x.pp]
+        params, experts = sum(s.params for s in mine), sum(s.expert_params for s in mine)
+        state = memory.state_bytes(params, experts, x, job.workload.precision, job.profile)
         out.append(
-            Track(
-                bare=sum(static.values()) + memory.reserved_bytes(x, fit.cluster, fit.profile),
-                library=max(p.library for p in mine),
-                workspace=fit.table.workspace,
+            MemoryTrack(
+                bare=sum(state.values()) + memory.reserved_bytes(x, job.cluster, job.profile),
+                library=max(s.library for s in mine),
+                workspace=max(s.workspace for s in mine),
                 loss=mine[-1].loss,
-                stepping=memory.optimizer_step_bytes(params, experts, x, fit.profile),
-                saved=tuple(p.saved for p in mine),
+                stepping=memory.optimizer_step_bytes(params, experts, x, job.profile),
+                saved=tuple(s.saved for s in mine),
             )
         )
     return tuple(out)
 
 
-def levels(track: Track, events: Iterable[Event], after: Iterable[Slice], pp: int) -> Iterator[tuple[float, int]]:
-    """When the memory of a rank with these events, and what it does after them, changes, and to how many bytes."""
-    kept = 0
-    yield 0.0, track.level(0)
+def memory_levels(
+    track: MemoryTrack, events: Iterable[Event], after: Iterable[Slice], pp: int
+) -> Iterator[tuple[float, int]]:
+    """Yield when the memory of a rank changes, and its bytes from then on. after: its activities after the events."""
+    saved = 0
+    yield 0.0, track.level(0, 0)
     for (stage, _, backward), start, end in events:
         chunk = stage // pp
         if backward:
-            yield start, track.level(kept + track.workspace)
-            kept -= track.saved[chunk]
+            yield start, track.level(saved, track.workspace)
+            saved -= track.saved[chunk]
         else:
-            kept += track.saved[chunk]
-            yield start, track.level(kept)
-        yield end, track.level(kept + (0 if backward or chunk + 1 < len(track.saved) else track.loss))
+            saved += track.saved[chunk]
+            yield start, track.level(saved, 0)
+        at_loss = not backward and chunk + 1 == len(track.saved)
+        yield end, track.level(saved, track.loss if at_loss else 0)
     for name, start, end in after:
         if name == "optimizer":
-            yield start, track.level(track.stepping)
-            yield end, track.level(0)
+            yield start, track.level(0, track.stepping)
+            yield end, track.level(0, 0)

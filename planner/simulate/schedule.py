@@ -1,101 +1,50 @@
-"""megatron-core's pipeline schedules, replayed event by event.
+"""megatron-core's pipeline schedules, 1F1B and interleaved 1F1B, simulated event by event.
 
-Protocol: `order` says what a pipeline rank does, step after step; `replay` gives each step a start and an end, once its
-input has arrived and its rank is free; `held` says what a rank keeps meanwhile. Stages are numbered in model order:
-stage s is chunk s // pp of rank s % pp. All times are in seconds, all functions pure.
+Stages are numbered in model order: stage s is chunk s // pp of rank s % pp. A micro-batch visits all stages forward and
+then all stages backward: 2 * stages visits, numbered 0, 1, …. `finish_times` gives the end of each rank's last
+backward pass, `rank_moments` and `in_flight_moments` the micro-batches in flight. Times are seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from attrs import frozen
 from numpy.typing import NDArray
 
-FEW = 4  # groups of micro-batches after which a schedule repeats itself
-EXACT = 1e-13  # of a time: seconds that are the same, summed in another order
+from megaloom.planner.cost.memory import Moment
 
+PERIODS = 4  # microbatch groups after which a schedule repeats its sets of micro-batches in flight
+EXACT = 1e-13  # relative tolerance for sums of the same seconds in another order
+WINDOW = 4  # periods that must take equally long: two, and as many again before them
+SETTLED = 2  # windows that are simulated before the first comparison
+WORTH = 0.7  # share of the micro-batches beyond which simulating all of them is faster
 
-class Step(NamedTuple):
-    """One micro-batch through one stage, one way."""
-
-    stage: int
-    microbatch: int
-    backward: bool
-
-
-class Event(NamedTuple):
-    """A step with its place in time."""
-
-    step: Step
-    start: float
-    end: float
-
-
-@frozen
-class Timeline:
-    """What each pipeline rank does when, for one optimizer step's micro-batches."""
-
-    microbatches: int
-    starts: tuple[tuple[float, ...], ...]  # by rank, of each of its steps in `order`
-    forward: tuple[float, ...]  # seconds by stage
-    backward: tuple[float, ...]
-    busy: tuple[float, ...]  # by rank: computing
-    sending: tuple[float, ...]  # by rank: held up by its own sends
-    transfer: tuple[float, ...]  # seconds of what passes from each stage to the next, either way
-    group: int = 0  # micro-batches that a chunk runs before the next one does; 0: as many as there are ranks
-
-    @property
-    def events(self) -> tuple[tuple[Event, ...], ...]:
-        """Every rank's steps with their place in time."""
-        pp, vpp = len(self.starts), len(self.forward) // len(self.starts)
-        return tuple(
-            tuple(
-                Event(step, start, start + (self.backward if step.backward else self.forward)[step.stage])
-                for step, start in zip(rank_order(rank, pp, vpp, self.microbatches, self.group), starts, strict=True)
-            )
-            for rank, starts in enumerate(self.starts)
-        )
-
-    @property
-    def ends(self) -> tuple[float, ...]:
-        """When each rank ends its last step, which is backward through its first chunk."""
-        return tuple(starts[-1] + self.backward[rank] for rank, starts in enumerate(self.starts))
-
-    @property
-    def makespan(self) -> float:
-        """When the last rank ends its last step."""
-        return max(self.ends)
-
-    @property
-    def bubble(self) -> float:
-        """The share of the makespan in which the average rank waits: neither computes nor sends."""
-        span = self.makespan * len(self.busy)
-        return 1 - (sum(self.busy) + sum(self.sending)) / span if span else 0.0
+InFlight = tuple[int, ...]  # micro-batches in flight, by chunk
 
 
 def warmup(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> int:
-    """How many forward steps `rank` runs before its first backward step follows one.
+    """Return the number of forward passes of `rank` before its first forward pass that a backward pass follows.
 
-    group: micro-batches that a chunk runs before the next one does, here and below; 0 means pp.
+    group: microbatch group, the micro-batches that a chunk runs before the next chunk does; 0 means pp. It means so in
+    all functions of this module.
     """
-    most: int = warmup_limit(pp - rank - 1, vpp, group or pp)
-    return min(most, microbatches * vpp)
+    limit: int = warmup_limit(pp - rank - 1, vpp, group or pp)
+    return min(limit, microbatches * vpp)
 
 
-def warmup_limit(after: Any, vpp: int, group: Any) -> Any:
-    """The same of a rank with so many ranks after it, if there are micro-batches enough: of one, or of many in columns.
+def warmup_limit(later_ranks: Any, vpp: int, group: Any) -> Any:
+    """Return the warm-up of a rank with this many ranks after it, if micro-batches suffice. Numbers or arrays.
 
     Source: megatron-core 0.16.1, schedules.py:738.
     """
-    return after if vpp == 1 else 2 * after + (vpp - 1) * group
+    return later_ranks if vpp == 1 else 2 * later_ranks + (vpp - 1) * group
 
 
 def forward_order(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[tuple[int, int], ...]:
-    """The (micro-batch, chunk) of each forward step of any rank: group after group, in each chunk by chunk.
+    """Return the (micro-batch, chunk) of each forward pass of any rank: group by group, in each chunk by chunk.
 
     Source: megatron-core 0.16.1, schedules.py:798.
     """
@@ -106,86 +55,87 @@ def forward_order(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple
     return tuple((i, chunk) for group in groups for chunk in range(vpp) for i in group)
 
 
-def rank_order(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[Step, ...]:
-    """The steps of `rank`: warm-up forwards, then forward and backward in turn, then the backwards left over."""
-    last = pp * vpp - 1
-    return tuple(
-        Step(leg, i, False) if leg <= last else Step(2 * last + 1 - leg, i, True)
-        for leg, i in hop_order(rank, pp, vpp, microbatches, group)
-    )
-
-
 @lru_cache(maxsize=256)
-def hop_order(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> list[tuple[int, int]]:
-    """The same as (leg, micro-batch). A micro-batch goes through all stages and back: that many legs, twice."""
+def visit_order(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> list[tuple[int, int]]:
+    """Return the (visit, micro-batch) of each pass of `rank`: warm-up, forward and backward in turn, the rest backward."""
     rows = forward_order(pp, vpp, microbatches, group)
     forward = [(chunk * pp + rank, i) for i, chunk in rows]
     backward = [((vpp + chunk + 1) * pp - 1 - rank, i) for i, chunk in rows]
-    ahead = warmup(rank, pp, vpp, microbatches, group)
-    steady = [step for pair in zip(forward[ahead:], backward, strict=False) for step in pair]
-    return forward[:ahead] + steady + backward[len(forward) - ahead :]
+    first = warmup(rank, pp, vpp, microbatches, group)
+    steady = [visit for pair in zip(forward[first:], backward, strict=False) for visit in pair]
+    return forward[:first] + steady + backward[len(forward) - first :]
 
 
-Flight = tuple[int, ...]  # of each chunk, how many forwards are in flight
-
-
-def in_flight_sets(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[Flight, ...]:
-    """The fullest sets of forwards that `rank` ever has in flight: how many of each chunk, no set within another.
-
-    They are those before each backward that follows a forward.
-    """
-    return tuple(sorted(backward_moments(rank, pp, vpp, microbatches, group)))
+def rank_moments(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> list[Moment]:
+    """Return the moments at which the memory of `rank` may be largest: starts of backward passes, and losses."""
+    moments = []
+    for in_flight, (i, chunk) in backward_moments(rank, pp, vpp, microbatches, group).items():
+        name = f"backward of micro-batch {i}" + (f", chunk {chunk}" if vpp > 1 else "")
+        moments.append(Moment(name, in_flight))
+    if rank == pp - 1:
+        for in_flight, i in loss_moments(pp, vpp, microbatches, group).items():
+            moments.append(Moment(f"loss of micro-batch {i}", in_flight, loss=True))
+    return moments
 
 
 @lru_cache(maxsize=4096)
-def backward_moments(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> dict[Flight, tuple[int, int]]:
-    """The same sets, each with the (micro-batch, chunk) of the first backward that it is in flight at.
+def backward_moments(
+    rank: int, pp: int, vpp: int, microbatches: int, group: int = 0
+) -> dict[InFlight, tuple[int, int]]:
+    """Return each set of micro-batches in flight at a backward pass that follows a forward pass on `rank`.
 
-    Once the warm-up, of two groups at the most, is over, they repeat with every group of micro-batches; the last group
-    may be a smaller one.
+    The value is the (micro-batch, chunk) of the first such backward pass. After the warm-up, of at most two groups,
+    the sets repeat with every group of micro-batches; the last group may be smaller.
     """
-    few, rows, ahead = _begun(rank, pp, vpp, microbatches, group)
-    now = [sum(chunk == c for _, chunk in rows[:ahead]) for c in range(vpp)]
-    if ahead == len(rows):
+    few, rows, first = _few_groups(rank, pp, vpp, microbatches, group)
+    now = [sum(chunk == c for _, chunk in rows[:first]) for c in range(vpp)]
+    if first == len(rows):
         return {tuple(now): (rows[0][0], vpp - 1)}
-    seen: dict[Flight, tuple[int, int]] = {}
-    for (_, new), (i, old) in zip(rows[ahead:], rows, strict=False):
+    seen: dict[InFlight, tuple[int, int]] = {}
+    for (_, new), (i, old) in zip(rows[first:], rows, strict=False):
         now[new] += 1
-        seen.setdefault(tuple(now), (_among(i, few, microbatches, group or pp), vpp - 1 - old))
+        seen.setdefault(tuple(now), (_numbered(i, few, microbatches, group or pp), vpp - 1 - old))
         now[vpp - 1 - old] -= 1
     return seen
 
 
 @lru_cache(maxsize=4096)
-def loss_moments(pp: int, vpp: int, microbatches: int, group: int = 0) -> dict[Flight, int]:
-    """What the last rank has in flight as a micro-batch reaches the loss, each set with the first such micro-batch."""
-    few, rows, ahead = _begun(pp - 1, pp, vpp, microbatches, group)
-    now, seen = [0] * vpp, dict[Flight, int]()
+def loss_moments(pp: int, vpp: int, microbatches: int, group: int = 0) -> dict[InFlight, int]:
+    """Return each set of micro-batches in flight on the last rank at a loss, with the first such micro-batch."""
+    few, rows, first = _few_groups(pp - 1, pp, vpp, microbatches, group)
+    now, seen = [0] * vpp, dict[InFlight, int]()
     for k, (i, new) in enumerate(rows):
         now[new] += 1
         if new == vpp - 1:
-            seen.setdefault(tuple(now), _among(i, few, microbatches, group or pp))
-        if k >= ahead:
-            now[vpp - 1 - rows[k - ahead][1]] -= 1
+            seen.setdefault(tuple(now), _numbered(i, few, microbatches, group or pp))
+        if k >= first:
+            now[vpp - 1 - rows[k - first][1]] -= 1
     return seen
 
 
-def _begun(rank: int, pp: int, vpp: int, microbatches: int, group: int) -> tuple[int, Sequence[tuple[int, int]], int]:
-    """As many micro-batches as show every set of forwards, the forwards of these, and how many are the warm-up."""
+def _few_groups(
+    rank: int, pp: int, vpp: int, microbatches: int, group: int
+) -> tuple[int, Sequence[tuple[int, int]], int]:
+    """Return as many micro-batches as show every set in flight, their forward passes, and the length of the warm-up."""
     size = group or pp
-    few = min(microbatches, FEW * size + microbatches % size)
+    few = min(microbatches, PERIODS * size + microbatches % size)
     return few, forward_order(pp, vpp, few, group), warmup(rank, pp, vpp, few, group)
 
 
-def _among(i: int, few: int, microbatches: int, size: int) -> int:
-    """Which of all micro-batches is the i-th of these few, whose last group is the last of all."""
+def _numbered(i: int, few: int, microbatches: int, size: int) -> int:
+    """Return the number, among all micro-batches, of micro-batch i of these few, whose last group is the last of all."""
     return i if i < few - few % size else i + microbatches - few
 
 
+def in_flight_sets(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[InFlight, ...]:
+    """Return the largest sets of micro-batches that `rank` has in flight; no set is within another one."""
+    return tuple(sorted(backward_moments(rank, pp, vpp, microbatches, group)))
+
+
 def in_flight_table(pp: int, vpp: int, microbatches: int, group: int = 0) -> NDArray[np.int64]:
-    """The same of every rank: [ranks, sets, chunks]; where a rank has fewer sets, the first of them again."""
+    """Return `in_flight_sets` of every rank: [ranks, sets, chunks]; a rank with fewer sets repeats its first one."""
     size = (group or pp) if vpp > 1 else pp
-    return _in_flight_table(pp, vpp, min(microbatches, FEW * size + microbatches % size), group)
+    return _in_flight_table(pp, vpp, min(microbatches, PERIODS * size + microbatches % size), group)
 
 
 @lru_cache(maxsize=1024)
@@ -197,43 +147,18 @@ def _in_flight_table(pp: int, vpp: int, microbatches: int, group: int) -> NDArra
 
 @lru_cache(maxsize=1024)
 def in_flight_moments(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[NDArray[np.float64], int]:
-    """`flights` of every rank, then `losses`, which only the last has: [ranks, sets, chunks]; how many come first."""
-    backs, last = in_flight_table(pp, vpp, microbatches, group), loss_moments(pp, vpp, microbatches, group)
-    reached = np.zeros((pp, len(last), vpp))
-    reached[-1] = list(last)
-    return np.hstack([backs, reached]), backs.shape[1]
+    """Return `in_flight_table`, then the loss moments of the last rank, and the number of the former.
 
-
-def replay(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    transfer: Sequence[float],
-    pp: int,
-    microbatches: int,
-    group: int = 0,
-) -> Timeline:
-    """Each step starts as soon as its rank is free and its input is there, in the rank's order.
-
-    `forward` and `backward` are seconds of one micro-batch by stage, `transfer[s]` those of what passes between
-    stages s and s + 1, either way. One chunk a rank: a rank sends before it goes on (megatron-core's blocking
-    exchange); several: it sends while it computes (`overlap_p2p_comm`, the only setting that is right there).
+    Shape [ranks, moments, chunks]; at the loss moments the other ranks have zeros.
     """
-    stages = len(forward)
-    starts = _starts(forward, backward, transfer, pp, microbatches, group)
-    return Timeline(
-        microbatches=microbatches,
-        starts=tuple(map(tuple, starts)),
-        forward=tuple(forward),
-        backward=tuple(backward),
-        busy=tuple(microbatches * (sum(forward[r::pp]) + sum(backward[r::pp])) for r in range(pp)),
-        sending=send_seconds(transfer[: stages - 1], pp, microbatches),
-        transfer=tuple(transfer[: stages - 1]),
-        group=group,
-    )
+    backwards, losses = in_flight_table(pp, vpp, microbatches, group), loss_moments(pp, vpp, microbatches, group)
+    at_loss = np.zeros((pp, len(losses), vpp))
+    at_loss[-1] = list(losses)
+    return np.hstack([backwards, at_loss]), backwards.shape[1]
 
 
 def send_seconds(transfer: Sequence[float], pp: int, microbatches: int) -> tuple[float, ...]:
-    """How long each rank is held up by its own sends: with several chunks, not at all."""
+    """Return how long its own p2p sends keep each rank from computing; 0 with several chunks a rank."""
     if len(transfer) + 1 > pp:
         return (0.0,) * pp
     return tuple(microbatches * sum(transfer[max(0, r - 1) : min(r + 1, pp - 1)]) for r in range(pp))
@@ -247,10 +172,10 @@ def finish_times(
     microbatches: int,
     group: int = 0,
 ) -> tuple[float, ...]:
-    """When each rank ends its last step: what `replay` says, sooner.
+    """Return when each rank ends its last backward pass.
 
-    Steps depend on sums and maxima alone, so that once all steps of two groups come a constant later than those of the
-    groups before, every later group does: those between are left out.
+    Starts of passes are sums and maxima, so once each pass of two periods (microbatch groups) starts a constant later
+    than in the period before, all later periods repeat it. Those between are not simulated.
     """
     vpp = len(forward) // pp
     period = 1 if vpp == 1 else group or pp
@@ -258,39 +183,38 @@ def finish_times(
     few = rest + period * (-(-warmup(0, pp, vpp, microbatches, group) // (vpp * period)) + WINDOW * SETTLED)
     times = (forward, backward, transfer, pp)
     while few < microbatches * WORTH:
-        starts = _starts(*times, few, group)
-        late = _late(starts, [warmup(r, pp, vpp, few, group) for r in range(pp)], vpp * (few - rest), vpp * period)
-        if late is not None:
-            more = late * ((microbatches - few) // period)
-            return tuple(begun[-1] + backward[rank] + more for rank, begun in enumerate(starts))
+        starts = start_times(*times, few, group)
+        first = [warmup(r, pp, vpp, few, group) for r in range(pp)]
+        delay = _period_seconds(starts, first, vpp * (few - rest), vpp * period)
+        if delay is not None:
+            skipped = delay * ((microbatches - few) // period)
+            return tuple(begun[-1] + backward[rank] + skipped for rank, begun in enumerate(starts))
         few += period * (-(-3 * few // period))
-    return tuple(b[-1] + backward[rank] for rank, b in enumerate(_starts(*times, microbatches, group)))
+    return tuple(b[-1] + backward[rank] for rank, b in enumerate(start_times(*times, microbatches, group)))
 
 
-WINDOW = 4  # periods that must be alike: two, and as many again before
-SETTLED = 2  # times that many before it is looked
-WORTH = 0.7  # of all micro-batches: more are better replayed
+def _period_seconds(
+    starts: Sequence[Sequence[float]], first: Sequence[int], forwards: int, period: int
+) -> float | None:
+    """Return how much later each pass starts than in the period before, if all passes agree; else None.
 
-
-def _late(starts: Sequence[Sequence[float]], ahead: Sequence[int], forwards: int, period: int) -> float | None:
-    """How much later each group's steps start than those of the group before, if all do by the same seconds.
-
-    It is asked of the last groups of the steady phase, of which the first `forwards` forwards are full ones.
+    It compares the last periods of the steady phase. first: warm-up of each rank. forwards: forward passes in full
+    groups.
     """
-    late: float | None = None
-    for begun, first in zip(starts, ahead, strict=True):
-        stop = first + 2 * (forwards - first)
-        recent = np.array(begun[max(first, stop - WINDOW * 2 * period) : stop])
+    delay: float | None = None
+    for begun, warm in zip(starts, first, strict=True):
+        stop = warm + 2 * (forwards - warm)
+        recent = np.array(begun[max(warm, stop - WINDOW * 2 * period) : stop])
         if len(recent) < 6 * period:
             return None
         apart = recent[2 * period :] - recent[: -2 * period]
-        late = float(apart[0]) if late is None else late
-        if np.abs(apart - late).max() > EXACT * recent[-1]:
+        delay = float(apart[0]) if delay is None else delay
+        if np.abs(apart - delay).max() > EXACT * recent[-1]:
             return None
-    return late
+    return delay
 
 
-def _starts(
+def start_times(
     forward: Sequence[float],
     backward: Sequence[float],
     transfer: Sequence[float],
@@ -298,38 +222,43 @@ def _starts(
     microbatches: int,
     group: int,
 ) -> list[list[float]]:
-    """When each step of each rank starts."""
+    """Return when each pass of each rank starts, in the rank's order.
+
+    A pass starts as soon as its rank is free and its input has arrived. transfer[s]: seconds of the p2p send between
+    stages s and s + 1, either way. With one chunk a rank, a rank sends before it goes on (megatron-core's blocking
+    exchange); with several, it sends while it computes (`overlap_p2p_comm`, the only correct setting there).
+    """
     stages = len(forward)
     vpp = stages // pp
     seconds = (*forward, *reversed(backward))
-    hops = (*transfer[: stages - 1], 0.0, *reversed(transfer[: stages - 1]), 0.0)
+    sends = (*transfer[: stages - 1], 0.0, *reversed(transfer[: stages - 1]), 0.0)
     ranks = [*range(pp)] * vpp + [*reversed(range(pp))] * vpp + [0]
-    orders = [hop_order(rank, pp, vpp, microbatches, group) for rank in range(pp)]
+    orders = [visit_order(rank, pp, vpp, microbatches, group) for rank in range(pp)]
     arrived: list[list[float | None]] = [[None] * microbatches for _ in range(2 * stages + 1)]
     arrived[0] = [0.0] * microbatches
     starts: list[list[float]] = [[] for _ in orders]
     free = [0.0] * pp
     ready = list(range(pp))
-    waiting: list[tuple[int, int] | None] = [None] * pp  # for the input of this step
+    waiting: list[tuple[int, int] | None] = [None] * pp  # for the input of this (visit, micro-batch)
     while ready:
         rank = ready.pop()
-        steps, begun, now = orders[rank], starts[rank], free[rank]
-        for k in range(len(begun), len(steps)):
-            leg, i = steps[k]
-            came = arrived[leg][i]
+        order, begun, now = orders[rank], starts[rank], free[rank]
+        for k in range(len(begun), len(order)):
+            visit, i = order[k]
+            came = arrived[visit][i]
             if came is None:
-                waiting[rank] = steps[k]
+                waiting[rank] = order[k]
                 break
             start = came if came > now else now
             begun.append(start)
-            now = start + seconds[leg]
-            arrived[leg + 1][i] = sent = now + hops[leg]
+            now = start + seconds[visit]
+            arrived[visit + 1][i] = sent = now + sends[visit]
             if vpp == 1:
                 now = sent
-            after = ranks[leg + 1]
-            if waiting[after] and waiting[after] == (leg + 1, i):
-                waiting[after] = None
-                ready.append(after)
+            receiver = ranks[visit + 1]
+            if waiting[receiver] and waiting[receiver] == (visit + 1, i):
+                waiting[receiver] = None
+                ready.append(receiver)
         free[rank] = now
     assert all(len(s) == len(o) for s, o in zip(starts, orders, strict=True)), "a schedule in which ranks wait forever"
     return starts

@@ -19,13 +19,13 @@ from attrs import frozen
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
 from megaloom.planner.contract.devices import GiB
-from megaloom.planner.cost.memory import held_bytes, required_bytes, upper_bytes
+from megaloom.planner.cost.measured_memory import held_bytes, required_bytes, upper_bytes
 from megaloom.planner.cost.profiles.frameworks import DEEPSPEED_BF16, DEEPSPEED_FP16, NANOTRON
-from megaloom.planner.partition.partitioner import Partition, PartitionProblem
+from megaloom.planner.partition.partitioner import Partition, PartitionProblem, balanced
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate.intervals import OTHER, interval, run_class
-from megaloom.planner.simulate.prediction import Priced
+from megaloom.planner.simulate.price import Priced
 
 from .run import Run, Skipped
 from .run_files import read_runs
@@ -156,9 +156,9 @@ def priced_as(run: Run) -> Priced:
     for broken in violations(layout, g, run.workload, run.cluster):
         if broken.rule in UNPRICED:
             raise UserError(broken.message)
-    fit = PartitionProblem(layout, pricer.cost_table(layout), run.workload, run.cluster, run.profile)
+    fit = PartitionProblem(layout, pricer.cost_table(layout), pricer.capacity)
     bounds = DEALT.get(run.profile.name, evenly)(g, layout.pp * layout.vpp)
-    return pricer.simulate(Partition(fit, bounds) if bounds else Partition(fit, fit.even()))
+    return pricer.simulate(Partition(fit, bounds) if bounds else Partition(fit, balanced(fit)))
 
 
 def _fullest(priced: Priced) -> int:

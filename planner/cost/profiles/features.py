@@ -129,7 +129,9 @@ TRANSFORMER_ENGINE = Feature(
         ),
     },
     overlap={
-        "supported": coded(tuple(MICROBATCH_OVERLAPS), "Megatron-LM: --tp-comm-overlap, --overlap-moe-expert-parallel-comm")
+        "supported": coded(
+            tuple(MICROBATCH_OVERLAPS), "Megatron-LM: --tp-comm-overlap, --overlap-moe-expert-parallel-comm"
+        )
     },
 )
 # Software before Megatron-Bridge.

@@ -15,7 +15,7 @@ import pytest
 from megaloom.planner.contract.plans import load
 from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.search.best_first import Frontier
-from megaloom.planner.simulate.prediction import Priced
+from megaloom.planner.simulate.price import Priced
 from tests.planner.cli.test_plan import run
 
 

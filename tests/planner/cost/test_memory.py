@@ -21,13 +21,13 @@ from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
-from megaloom.planner.cost import memory
+from megaloom.planner.cost import measured_memory, memory
 from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.partition.partitioner import Partition, PartitionProblem
+from megaloom.planner.partition.partitioner import Partition, PartitionProblem, balanced
 from megaloom.planner.search.candidate_space import base_layouts, variants
 from megaloom.planner.search.pricing import Pricer, price
-from megaloom.planner.simulate import schedule
+from megaloom.planner.simulate import schedule, timeline
 from megaloom.planner.validate.scoring import evenly
 from tests.support.profiles import changed
 
@@ -67,11 +67,12 @@ def test_activations_are_those_of_the_fullest_moment(pp: int, vpp: int, rounds: 
     rank = data.draw(st.integers(0, pp - 1))
     sizes = data.draw(st.lists(st.integers(0, 10**6), min_size=vpp, max_size=vpp))
     parts = [memory.StageMemory(0, 0, saved, 0, 0, 0) for saved in sizes]
+    moments = schedule.rank_moments(rank, pp, vpp, m)
     held = most = 0
-    for step in schedule.rank_order(rank, pp, vpp, m):
+    for step in timeline.rank_order(rank, pp, vpp, m):
         held += sizes[step.stage // pp] * (-1 if step.backward else 1)
         most = max(most, held)
-    assert memory.rank_peak(parts, rank, layout, m, Precision.BF16, 0).held["activations"] == most
+    assert memory.rank_peak(parts, moments, layout, Precision.BF16, 0).held["activations"] == most
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 5), st.data())
@@ -90,7 +91,7 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
         for chunk, n in enumerate(saved)
     ]
     kept, alive = 0, {"optimizer's step": library + vpp * OWN.optimizer.step_held_nbytes}
-    for step in schedule.rank_order(rank, pp, vpp, m, group):
+    for step in timeline.rank_order(rank, pp, vpp, m, group):
         name = f"of micro-batch {step.microbatch}"
         if step.backward:
             said = f"backward {name}" + (f", chunk {step.stage // pp}" if vpp > 1 else "")
@@ -100,7 +101,8 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
             kept += saved[step.stage // pp]
             if step.stage == pp * vpp - 1:
                 alive[f"loss {name}"] = kept + loss + library
-    found = memory.rank_peak(parts, rank, layout, m, Precision.BF16, 0)
+    moments = schedule.rank_moments(rank, pp, vpp, m, group)
+    found = memory.rank_peak(parts, moments, layout, Precision.BF16, 0)
     passing = sum(found.held[what] for what in ("activations", "workspace", "logits"))
     assert passing == max(alive.values()) == alive[found.moment]
 
@@ -172,8 +174,8 @@ def test_memory_as_measured(axes: dict[str, Any], seq: int, gib: float) -> None:
     layout = Layout(**axes, shard="optimizer")
     profile = changed(MEGATRON, kernels={"loss_saved_nbytes": 0})  # Transformer Engine's loss works in place
     pricer = Pricer(g, cluster("8xB200"), Workload(seq=seq, batch=layout.dp * 4), profile)
-    fit = PartitionProblem(layout, pricer.cost_table(layout), pricer.workload, pricer.cluster, profile)
-    found = Partition(fit, evenly(g, layout.pp) or fit.even())
+    fit = PartitionProblem(layout, pricer.cost_table(layout), pricer.capacity)
+    found = Partition(fit, evenly(g, layout.pp) or balanced(fit))
     tensors = max(peak.nbytes - peak.held["runtime"] - peak.held["allocator"] for peak in found.rank_peaks)
     assert abs(tensors / GiB / gib - 1) < 0.01
 
@@ -202,7 +204,7 @@ CUT = {  # fewer layers, of their own widths
 def test_memory_as_our_runtime_takes_it(name: str, seq: int, batch: int, layout: Layout, gib: float) -> None:
     model = CUT[name] if name in CUT else find(name)[0]
     found = price(graph(model), layout, cluster("1xH200"), Workload(seq=seq, batch=batch))
-    said = memory.held_bytes(found.prediction.nbytes[0], "allocated") / GiB
+    said = measured_memory.held_bytes(found.prediction.nbytes[0], "allocated") / GiB
     (moment,) = found.prediction.moments
     step = name == "mixtral" and layout.micro_batch == 1
     assert moment == ("optimizer's step" if step else "loss of micro-batch 0")
@@ -215,9 +217,9 @@ def test_the_fast_form_is_the_peak() -> None:
     for name in MODELS:
         pricer, layouts = legal(name)
         for profile in (OWN, changed(MEGATRON, optimizer={"step_held_nbytes": 16})):
-            fits = (PartitionProblem(x, pricer.cost_table(x), WORK, pricer.cluster, profile) for x in layouts[::5])
-            for placed in (Partition(fit, fit.even()) for fit in fits):
-                assert placed.deficit == pytest.approx(max(placed.peaks) - placed.capacity, abs=100)
+            fits = (PartitionProblem(x, pricer.cost_table(x), pricer.capacity) for x in layouts[::5])
+            for placed in (Partition(fit, balanced(fit)) for fit in fits):
+                assert placed.deficit == pytest.approx(max(placed.peaks) - placed.problem.memory_limit, abs=100)
 
 
 def test_more_copies_hold_less_of_the_optimizer() -> None:
@@ -237,8 +239,16 @@ def test_more_copies_hold_less_of_the_optimizer() -> None:
 )
 def test_the_upper_bound_is_above_the_tensors_and_grows_with_them(held: dict[str, int]) -> None:
     tensors = sum(n for what, n in held.items() if what not in ("allocator", "runtime"))
-    assert memory.upper_bytes(held) >= tensors + held.get("runtime", 0)
-    assert memory.upper_bytes({**held, "logits": 1 << 20}) > memory.upper_bytes(held)
-    assert memory.upper_bytes(held, "allocated") <= memory.upper_bytes(held, "reserved") <= memory.upper_bytes(held)
-    assert memory.upper_bytes(held) <= memory.upper_bytes(held, graphed=True)
-    assert memory.held_bytes(held, "allocated") <= memory.required_bytes(held) <= memory.held_bytes(held)
+    assert measured_memory.upper_bytes(held) >= tensors + held.get("runtime", 0)
+    assert measured_memory.upper_bytes({**held, "logits": 1 << 20}) > measured_memory.upper_bytes(held)
+    assert (
+        measured_memory.upper_bytes(held, "allocated")
+        <= measured_memory.upper_bytes(held, "reserved")
+        <= measured_memory.upper_bytes(held)
+    )
+    assert measured_memory.upper_bytes(held) <= measured_memory.upper_bytes(held, graphed=True)
+    assert (
+        measured_memory.held_bytes(held, "allocated")
+        <= measured_memory.required_bytes(held)
+        <= measured_memory.held_bytes(held)
+    )

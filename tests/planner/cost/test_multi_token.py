@@ -22,14 +22,14 @@ from megaloom.examples.t5 import t5
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
-from megaloom.planner.cost.cost_table import STEP_COLUMNS, CostColumn
+from megaloom.planner.cost.columns import STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN
 from megaloom.planner.export.decoder import read_decoder
 from megaloom.planner.export.export import export_plan
 from megaloom.planner.export.target import Target
 from megaloom.planner.export.whole_layers import cut_at_layers, pipeline_layout, stage_layers
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.partition.partitioner import Partition, PartitionProblem
+from megaloom.planner.partition.partitioner import Partition, PartitionProblem, balanced
 from megaloom.planner.rules.capabilities import untrainable
 from megaloom.planner.search.pricing import Pricer
 from megaloom.runtime.megatron import device
@@ -87,7 +87,7 @@ def test_the_slowest_chunk_of_deepseek_v3_is_no_slower_than_by_hand(by_hand: str
     starts = read_decoder(g, Target.MEGATRON_LM).layer_starts
     assert sum(units) == len(starts) == 63
     bounds = (0, *(starts[n] for n in accumulate(units[:-1])), len(g.nodes))
-    rival = placed.problem.table.sums(bounds)[:, STEP_COLUMNS].sum(axis=1)
+    rival = placed.problem.table.stage_sums(bounds)[:, STEP_COLUMNS].sum(axis=1)
     assert len(rival) == len(placed.seconds) == pp * vpp
     assert max(placed.seconds) <= rival.max() * (1 + 1e-9)
 
@@ -100,9 +100,9 @@ def test_megatron_core_takes_the_stages(model: Model, alone: bool) -> None:
     for pp, vpp in CHUNKS:
         x = Layout(pp=pp, vpp=vpp)
         of = pricer(g, pp)
-        fit = PartitionProblem(x, of.cost_table(x), WORK, of.cluster, whole=True)
-        if pp * vpp < len(fit.places):
-            stages = stage_layers(made(model, x, cuts=fit.even()[1:-1]), read, g, Target.MEGATRON_LM)
+        fit = PartitionProblem(x, of.cost_table(x), of.capacity, whole_blocks=True)
+        if pp * vpp < len(fit.cut_points):
+            stages = stage_layers(made(model, x, cuts=balanced(fit)[1:-1]), read, g, Target.MEGATRON_LM)
             said = theirs()(pipeline_layout(stages), pp)
             assert said.validate_layer_layout(len(read.layers), 1) == (stages[-1].mtp == 0)
             found.add(stages[-1].mtp == 0)
@@ -133,9 +133,9 @@ def test_two_hidden_states_cross_into_the_heads() -> None:
     assert hops[0][2] == pytest.approx(link.latency + state / link.reached)
     assert hops[1][2] == pytest.approx(link.latency + 2 * state / link.reached)
     assert hops[0][:2] == hops[1][:2]
-    mine = fit.table.sums(two.bounds)[-1]
-    assert two.parts[-1].saved == int(mine[CostColumn.SAVED]) + 2 * state
-    assert two.parts[-1].library - two.parts[-2].library == 3 * state
+    mine = fit.table.stage_sums(two.bounds)[-1]
+    assert two.stages[-1].saved == int(mine[CostColumn.SAVED]) + 2 * state
+    assert two.stages[-1].library - two.stages[-2].library == 3 * state
 
 
 @pytest.mark.parametrize(
@@ -148,11 +148,14 @@ def test_what_the_search_asks_of_a_cut_holds_where_several_hidden_states_cross(g
     ):
         x, work = Layout(pp=pp, vpp=vpp), Workload(seq=64, batch=2 * pp)
         of = pricer(g, pp, work)
-        fit = PartitionProblem(x, of.cost_table(x), work, of.cluster, profile)
-        for bounds in (fit.even(), evolve(fit, whole=pp * vpp < len(of.structure.block_cut_points)).even()):
+        fit = PartitionProblem(x, of.cost_table(x), of.capacity)
+        for bounds in (
+            balanced(fit),
+            balanced(evolve(fit, whole_blocks=pp * vpp < len(of.structure.block_cut_points))),
+        ):
             placed = Partition(fit, bounds)
             crossed += int(of.structure.live_values[list(bounds[1:-1])].max(initial=1)) > 1
-            assert placed.deficit == pytest.approx(max(placed.peaks) - placed.capacity, abs=100)
+            assert placed.deficit == pytest.approx(max(placed.peaks) - placed.problem.memory_limit, abs=100)
             seconds, nbytes = of.bound(x)
             if profile is OWN:
                 priced = of.simulate(placed)
@@ -169,7 +172,7 @@ def test_what_predicts_ahead_is_computed_again_with_all_blocks_only() -> None:
     for layers in (0, 1, 2):
         x = Layout(pp=3, recompute=Recompute.FULL, recompute_layers=layers)
         bounds = (0, starts[4], starts[6], len(g.nodes))  # the last: a layer, that ahead, the heads
-        again[layers] = pricer(g, 3).partition(x).problem.table.sums(bounds)[:, CostColumn.AGAIN]
+        again[layers] = pricer(g, 3).partition(x).problem.table.stage_sums(bounds)[:, CostColumn.RECOMPUTE]
     assert again[1][2] == again[2][2] == pytest.approx(again[2][1] / 2)
     assert again[0][2] > again[2][1]
 

@@ -15,8 +15,8 @@ from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.cost import communication
+from megaloom.planner.cost.columns import CostColumn
 from megaloom.planner.cost.communication import PASSES, ProcessGroup
-from megaloom.planner.cost.cost_table import CostColumn
 from megaloom.planner.cost.profiles.frameworks import MEGATRON
 from megaloom.planner.cost.profiles.groups import ContextCommunication
 from megaloom.planner.hardware.cluster_names import cluster

@@ -16,10 +16,9 @@ from megaloom.examples.deepseek import deepseek_v3
 from megaloom.examples.llama3 import llama3_70b
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
-from megaloom.planner.cost.cost_table import STEP_COLUMNS
+from megaloom.planner.cost.columns import STEP_COLUMNS
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.partition.dynamic_program import cut, evenest, evens
-from megaloom.planner.partition.segments import ChainBatch, SegmentSums
+from megaloom.planner.partition.dynamic_program import ChainBatch, SegmentSums, balance, balance_all
 from megaloom.planner.search.pricing import Pricer
 
 ATOMS = st.lists(st.floats(0, 10), min_size=1, max_size=9)
@@ -39,7 +38,7 @@ def squares(atoms: list[float], bounds: tuple[int, ...]) -> float:
 
 @given(ATOMS, st.integers(1, 9))
 def test_no_cut_is_more_even(atoms: list[float], count: int) -> None:
-    bounds = evenest(np.array(atoms), count)
+    bounds = balance(SegmentSums.of(np.array(atoms)), count)
     every = ways(atoms, count)
     if not every:
         assert bounds is None
@@ -62,7 +61,9 @@ def test_many_chains_are_cut_as_each_is(size: int, count: int, more: bool, data:
         runs = SegmentSums.of(np.array(atoms))
         beside = runs.sums / 2
         chains.append(SegmentSums(runs.sums, beside, beside[last], last) if more else runs)
-    assert [tuple(way) for way in evens(ChainBatch.of(chains), count).tolist()] == [evenest(x, count) for x in chains]
+    assert [tuple(way) for way in balance_all(ChainBatch.of(chains), count).tolist()] == [
+        balance(x, count) for x in chains
+    ]
 
 
 @given(ATOMS, st.integers(1, 5), st.data())
@@ -71,7 +72,9 @@ def test_a_limit_on_each_run_is_kept(atoms: list[float], count: int, data: st.Da
     size = len(atoms)
     each = st.lists(st.integers(1, 9), min_size=size + 1, max_size=size + 1)
     limit = data.draw(st.lists(each, min_size=count, max_size=count))
-    bounds = evenest(np.array(atoms), count, lambda k: np.minimum(np.arange(size) + limit[k][:-1], size))
+    bounds = balance(
+        SegmentSums.of(np.array(atoms)), count, lambda k: np.minimum(np.arange(size) + limit[k][:-1], size)
+    )
     every = [w for w in ways(atoms, count) if all(b - a <= n[a] for a, b, n in zip(w, w[1:], limit, strict=False))]
     assert (bounds is None) == (not every)
     if bounds is not None:
@@ -84,7 +87,9 @@ def test_a_limit_on_each_run_is_kept(atoms: list[float], count: int, data: st.Da
 def test_a_run_may_have_no_room_for_what_others_hold(sizes: list[int], rooms: list[int]) -> None:
     held = np.concatenate([[0], np.cumsum(sizes)])
     atoms = [float(size % 4) for size in sizes]
-    bounds = evenest(np.array(atoms), len(rooms), lambda k: np.searchsorted(held, held[:-1] + rooms[k], "right") - 1)
+    bounds = balance(
+        SegmentSums.of(np.array(atoms)), len(rooms), lambda k: np.searchsorted(held, held[:-1] + rooms[k], "right") - 1
+    )
     every = [
         way
         for way in ways(atoms, len(rooms))
@@ -94,18 +99,6 @@ def test_a_run_may_have_no_room_for_what_others_hold(sizes: list[int], rooms: li
     if bounds is not None:
         assert bounds in every
         assert max(runs(atoms, bounds)) == min(max(runs(atoms, way)) for way in every)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
-def test_chunks_begin_at_cuts_only(count: int) -> None:
-    seconds, cuts = [1.0, 5.0, 1.0, 1.0, 1.0, 7.0, 1.0], (2, 3, 5)
-    bounds = cut(seconds, cuts, count)
-    if count > 4:
-        assert bounds is None
-    else:
-        assert bounds is not None
-        assert set(bounds) <= {0, *cuts, 7}
-        assert len(bounds) == count + 1
 
 
 # By hand, in the notation of megatron-core's pipeline_model_parallel_layout: even layers, as NVIDIA's recipes of Llama
@@ -129,7 +122,7 @@ def test_the_slowest_chunk_is_no_slower_than_by_hand(
     layers = [stage.count("t") for stage in by_hand.split("|")]
     assert sum(layers) == len(starts)
     bounds = [0, *(ends[n - 1] for n in accumulate(layers[:-1])), len(g.nodes)]
-    rival = placed.problem.table.sums(tuple(bounds))[:, STEP_COLUMNS].sum(axis=1)
+    rival = placed.problem.table.stage_sums(tuple(bounds))[:, STEP_COLUMNS].sum(axis=1)
     assert len(rival) == len(placed.seconds) == layout.pp * layout.vpp
     assert max(placed.seconds) <= rival.max()
     assert max(placed.seconds) < rival.max() or written is deepseek_v3  # whose head is less than a layer
@@ -153,10 +146,10 @@ def test_runs_whose_first_atoms_take_more(atoms: list[float], data: st.DataObjec
         limit = data.draw(st.floats(0, 40))
         far = i + max(k for k, seconds in enumerate(every) if seconds <= limit + 1e-9)
         near = i + max(k for k, seconds in enumerate(every) if seconds <= max(0, limit - 1e-9))
-        assert near <= runs.farthest(i, limit) <= far
-        assert near <= runs.far(limit)[i] <= far
+        assert near <= runs.farthest_from(i, limit) <= far
+        assert near <= runs.farthest(limit)[i] <= far
     for count in range(1, size + 1):
-        bounds = evenest(runs, count)
+        bounds = balance(runs, count)
         assert bounds is not None
         every = [max(takes(a, b) for a, b in pairwise(way)) for way in ways(atoms, count)]
         assert math.isclose(max(takes(a, b) for a, b in pairwise(bounds)), min(every), rel_tol=1e-9)

@@ -25,8 +25,8 @@ from megaloom.planner.report.chrome_trace import (
     tails,
     write,
 )
-from megaloom.planner.simulate.memory_timeline import levels, tracks
-from megaloom.planner.simulate.prediction import Priced
+from megaloom.planner.simulate.memory_timeline import memory_levels, memory_tracks
+from megaloom.planner.simulate.price import Priced
 
 MICRO = 1e-3  # microseconds to which times are rounded
 LAYOUTS = {
@@ -119,9 +119,9 @@ def test_every_micro_batch_passes_every_stage(made: tuple[Plan, Graph]) -> None:
 def test_memory_reaches_the_peak_of_the_plan(made: tuple[Plan, Graph]) -> None:
     plan, g = made
     priced = replayed(plan, g)
-    every = tracks(priced)
+    every = memory_tracks(priced)
     for rank, (steps, held) in enumerate(zip(priced.timeline.events, plan.predicted.nbytes, strict=True)):
-        track = list(levels(every[rank], steps, tails(priced)[rank], plan.layout.pp))
+        track = list(memory_levels(every[rank], steps, tails(priced)[rank], plan.layout.pp))
         assert [time for time, _ in track] == sorted(time for time, _ in track)
         assert max(level for _, level in track) == sum(held.values())
         assert track[0][1] == track[-1][1] <= sum(held.values()) - held["activations"]

@@ -47,8 +47,8 @@ def test_overlap_takes_memory_and_saves_time(layout: Layout, overlap: Overlap, n
     less = evolve(layout, overlaps=("gradients",))
     on, off = (pricer(10**9).price(x) for x in (layout, less))
     assert on.seconds < off.seconds
-    more = on.partition.parts[0].workspace + on.partition.parts[0].library
-    more -= off.partition.parts[0].workspace + off.partition.parts[0].library
+    more = on.partition.stages[0].workspace + on.partition.stages[0].library
+    more -= off.partition.stages[0].workspace + off.partition.stages[0].library
     assert more >= max(nbytes, 1)
     cause = {Overlap.TENSOR: "tensor-parallel communication", Overlap.EXPERTS: "expert-parallel communication"}[overlap]
     assert on.prediction.breakdown[cause] < off.prediction.breakdown[cause]

@@ -35,7 +35,7 @@ from megaloom.planner.search.device_meshes import (
 )
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import search
-from megaloom.planner.simulate.prediction import Priced
+from megaloom.planner.simulate.price import Priced
 from megaloom.planner.validate.decoder import Decoder
 
 INSTANCES = 60
@@ -89,7 +89,7 @@ def legal(candidates: Candidates) -> list[Layout]:
     worth = lower_bounds.worthwhile(found, place)
     assert len(found) == candidates.count == len({found[i] for i in range(len(found))})
     most = [found[i] for i in range(len(found)) if worth[i]]
-    return [y for x in most for y in (x, *candidates.pricer.fewer(x))]
+    return [y for x in most for y in (x, *candidates.pricer.fewer_overlaps(x))]
 
 
 @settings(max_examples=INSTANCES)
@@ -211,4 +211,4 @@ def test_no_bound_rules_out_what_fits(case: tuple[Graph, Layout, Workload, float
     assert nbytes <= max(roomy.partition.peaks) * (1 + 1e-6)
     if priced.partition.fits:
         assert nbytes <= tight.capacity
-        assert tight.hopeful(x)
+        assert tight.may_fit(x)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaloom.planner.bounds import pipeline
-from megaloom.planner.simulate import schedule
-from megaloom.planner.simulate.schedule import Timeline, replay
+from megaloom.planner.simulate import schedule, timeline
+from megaloom.planner.simulate.timeline import Timeline, replay
 from megaloom.runtime.megatron import device
 
 SECONDS = st.floats(0.01, 10)
@@ -81,7 +81,7 @@ def test_order_and_flights_are_megatron_cores() -> None:
         for rank in range(p):
             ahead = schedule.warmup(rank, p, v, m, g)
             order = convert_schedule_table_to_order(ahead, v, rows)
-            steps = schedule.rank_order(rank, p, v, m, g)
+            steps = timeline.rank_order(rank, p, v, m, g)
             assert [(s.stage // p + 1) * (-1 if s.backward else 1) for s in steps] == order
             assert [(s.microbatch, s.stage // p) for s in steps if not s.backward] == rows
             assert [(s.microbatch, v - 1 - s.stage // p) for s in steps if s.backward] == rows

@@ -17,8 +17,8 @@ from megaloom.examples.qwen3 import qwen3_30b_a3b
 from megaloom.planner.contract.choices import Overlap, OverlapSet
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
+from megaloom.planner.cost.columns import CostColumn
 from megaloom.planner.cost.cost_cache import CostCache
-from megaloom.planner.cost.cost_table import CostColumn
 from megaloom.planner.cost.kernels import (
     CAST_TRAFFIC,
     SPLIT,
@@ -122,8 +122,8 @@ def test_kernels_that_wait_for_each_other_are_launched_one_by_one() -> None:
             kernel_seconds(work, device, Precision.FP16, changed(used, kernels={"blocking_launches": b}))
             for b in (True, False)
         )
-        assert ours.forward == alone.forward + alone.ahead * device.launch_seconds
-        assert ours.waits(device, used) == (0, 0)
+        assert ours.forward == alone.forward + alone.forward_kernels * device.launch_seconds
+        assert ours.forward_kernels == ours.backward_kernels == 0
 
 
 def experts(used: FrameworkProfile, layout: Layout) -> tuple[float, float]:
