@@ -62,9 +62,10 @@ def explain(
 def _loaded(name: str) -> tuple[Plan, Model]:
     """The plan in a file and its model, which must be there as it was planned."""
     from megaloom.dsl.catalog import find
-    from megaloom.planner.contract.plans import check, load
+    from megaloom.planner.contract.plans import load
+    from megaloom.planner.rules.plan_check import check_plan
 
     plan = load(name)
     model, _ = find(plan.model)
-    check(plan, model)
+    check_plan(plan, model)
     return plan, model

@@ -36,12 +36,13 @@ def export(
     """
     from megaloom.dsl.catalog import find
     from megaloom.dsl.errors import UserError
-    from megaloom.planner.contract.plans import check, load
+    from megaloom.planner.contract.plans import load
     from megaloom.planner.export.export import cut_for, export_plan
+    from megaloom.planner.rules.plan_check import check_plan
 
     planned = load(plan)
     declared, _ = find(planned.model)
-    check(planned, declared)
+    check_plan(planned, declared)
     exported = cut_for(to, planned, declared)
     text = export_plan(exported, declared, to, plan)
     if exported is not planned:

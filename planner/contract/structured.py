@@ -1,12 +1,13 @@
-"""JSON to values of attrs classes and nothing looser: no text for a number, no fraction for an integer, no field more.
+"""Strict conversion of JSON to values of attrs classes: every field present, none unknown, each of its exact type.
 
-Protocol: `structured(raw, kind)` is the value. What cannot be one is a `StructureError` that says where and why.
+`structured(raw, kind)` returns the value. A StructureError names the path of the first wrong field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from enum import StrEnum
 from functools import cache, partial
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -27,15 +28,15 @@ DUE = {int: "a whole number", float: "a number", str: "a text", bool: "true or f
 
 
 class StructureError(ValueError):
-    """The path of a field, and what is wrong with it."""
+    """Wrong JSON: the path of a field, and what is wrong with it."""
 
     def __init__(self, path: str, what: str) -> None:
-        super().__init__(f"{path} {what}")
+        super().__init__(f"{path or 'the plan'}{'' if what.startswith(':') else ' '}{what}")
         self.path, self.what = path, what
 
 
 def structured(raw: Any, kind: type[T]) -> T:
-    """The value of this class that parsed JSON holds. Raises StructureError."""
+    """Return the value of a class that parsed JSON describes. Raises StructureError."""
     try:
         return _converter().structure(raw, kind)
     except (ClassValidationError, ValueError) as error:
@@ -43,7 +44,7 @@ def structured(raw: Any, kind: type[T]) -> T:
 
 
 def _first(error: BaseException, path: str) -> tuple[str, str]:
-    """The first thing that cattrs found wrong: the path of the field, and what is wrong with it."""
+    """Return the path of the first field that cattrs refuses, and what is wrong with it."""
     if isinstance(error, ClassValidationError):
         noted, others = error.group_exceptions()
         return _first(noted[0][0], f"{path}.{noted[0][1].name}".lstrip(".")) if noted else _first(others[0], path)
@@ -55,7 +56,7 @@ def _first(error: BaseException, path: str) -> tuple[str, str]:
 
 @cache
 def _converter() -> Converter:
-    """What `structured` converts by."""
+    """Return the converter of `structured`, with a hook for each type that a plan has."""
     converter = Converter()
     for kind, accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
         converter.register_structure_hook(kind, partial(_exactly, accepted))
@@ -71,6 +72,8 @@ def _made_of(container: type, kind: Any) -> bool:
 
 
 def _exactly(accepted: tuple[type, ...], value: Any, kind: type) -> Any:
+    if issubclass(kind, StrEnum) and value not in list(kind):
+        raise ValueError(f"must be one of {', '.join(kind)}; got {value!r:.40}")
     if type(value) not in accepted:
         raise ValueError(f"must be {DUE[kind]}, got {value!r:.40}")
     return kind(value)
@@ -95,6 +98,11 @@ def _all_fields(kind: type, value: Any, due: AbstractSet[str]) -> None:
         raise ValueError(f"has {'no' if missing else 'an unknown'} field {min(missing or unknown)!r}")
 
 
+def _length(kind: Any) -> int | None:
+    """Return the length of a tuple of fixed length, such as `tuple[float, float]`; None for other types."""
+    return None if get_origin(kind) is not tuple or Ellipsis in get_args(kind) else len(get_args(kind))
+
+
 def _layout(value: Any) -> Layout:
     """Return the layout that these JSON fields describe: all of them, and no others."""
     _all_fields(Layout, value, FIELDS.keys())
@@ -109,12 +117,14 @@ def _layout(value: Any) -> Layout:
 
 
 def _items(converter: Converter, container: Any, kind: Any) -> Callable[[Any, Any], Any]:
-    """A tuple from a list, a dict from a dict: each item by the hook of its type, an error with its index or key."""
+    """Return a hook that makes a tuple of a list, or a dict of a dict, and adds the index or key to an error."""
     item = get_args(kind)[0 if container is list else 1]
 
     def structure(value: Any, _: Any) -> Any:
         if type(value) is not container:
             raise ValueError(f"must be {'a list' if container is list else 'an object'}, got {value!r:.40}")
+        if (due := _length(kind)) is not None and len(value) != due:
+            raise ValueError(f"must be a list of {due}, got {len(value)} entries")
         made = {}
         for index, one in value.items() if container is dict else enumerate(value):
             try:

@@ -16,7 +16,7 @@ from typing import Any
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.devices import GiB
-from megaloom.planner.contract.plans import Plan, PlanError, again
+from megaloom.planner.contract.plans import Plan, PlanError, plan_command
 from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.search.pricing import Pricer
@@ -38,7 +38,7 @@ def replayed(plan: Plan, graph: Graph) -> Priced:
     if not math.isclose(priced.seconds, plan.predicted.step_seconds, rel_tol=CLOSE):
         raise PlanError(
             f"the plan predicts {plan.predicted.step_seconds:.6g} s a step, this megaloom {priced.seconds:.6g} s\n"
-            f"its costs have changed since; plan it again: {again(plan)}"
+            f"its costs have changed since; plan it again: {plan_command(plan)}"
         )
     return priced
 

@@ -114,7 +114,7 @@ def overlapped(x: Layout) -> str:
 def _predicted(plan: Plan, size: Unit, time: Unit) -> dict[str, str]:
     p = plan.predicted
     return {
-        f"{time.name}/step": f"{time.of(p.step_seconds)} ({_about(p.within, time)})",
+        f"{time.name}/step": f"{time.of(p.step_seconds)} ({_about(p.interval, time)})",
         "tok/s/GPU": f"{p.tokens_per_second_per_device:,.0f}",
         "TFLOP/s/GPU": _tera(p.flops_per_second_per_device),
         "MFU": f"{p.mfu:.1%}",

@@ -82,8 +82,8 @@ def _of(machine: Cluster, best: Priced, params: int) -> dict[str, Any]:
 def _predicted(p: Prediction) -> dict[str, Any]:
     return {
         "step_seconds": p.step_seconds,
-        "step_seconds_low": p.within[0],
-        "step_seconds_high": p.within[1],
+        "step_seconds_low": p.interval[0],
+        "step_seconds_high": p.interval[1],
         "memory_gib": peak_nbytes(p) / GiB,
         "memory_gib_upper": max(map(upper_bytes, p.nbytes)) / GiB,
         "tokens_per_second_per_gpu": p.tokens_per_second_per_device,

@@ -21,11 +21,12 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.graph import primitives
+from megaloom.planner.contract.capability import assumed_environment, capability
 from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
-from megaloom.planner.contract.workload import Precision, Workload
+from megaloom.planner.contract.workload import Runtime, Workload
 
 from .divisors import divisors, nearest
 from .rule import (
@@ -39,8 +40,8 @@ from .rule import (
     every,
 )
 
-TRAINED = (Precision.FP32, Precision.BF16)
-SMALL = 2**24  # elements of a weight below which an expert's products are done before the host has launched the next
+OWN = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, ""))
+TRAINED = OWN.precisions
 
 
 @lru_cache(maxsize=16)
@@ -69,11 +70,6 @@ def untrainable(graph: Graph) -> Words | None:
             said = ", ".join(n.name for n in nodes)
             return f"weight {name!r} is shared by {said}", "the runtime can tie one Embed with one Unembed"
     return None
-
-
-def together(elements: int, experts: int, biased: bool, precision: Precision) -> bool:
-    """Whether the runtime multiplies by all experts of a device at once; elements: of one's last weight."""
-    return precision is Precision.BF16 and experts > 1 and not biased and elements < SMALL
 
 
 def widths(graph: Graph) -> set[int]:
@@ -105,8 +101,13 @@ def _precision(case: Case) -> Truth:
     return case.workload.precision in TRAINED
 
 
+def precision_refusal(workload: Workload) -> Words:
+    """Return the message and the fix for a precision that the runtime does not train in."""
+    return f"the runtime does not train in {workload.precision}", f"{' or '.join(TRAINED)} would do"
+
+
 def _precision_told(case: Case) -> Words:
-    return f"the runtime does not train in {case.workload.precision}", f"{' or '.join(TRAINED)} would do"
+    return precision_refusal(case.workload)
 
 
 def _tokens(case: Case) -> Truth:
@@ -131,7 +132,7 @@ def _experts_told(case: Case) -> Words:
 
 
 def _overlaps(case: Case) -> Truth:
-    return case.layout.microbatch_overlap_bits == 0
+    return case.layout.microbatch_overlap_bits & ~int(OWN.microbatch_overlaps) == 0
 
 
 def _overlaps_told(case: Case) -> Words:

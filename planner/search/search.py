@@ -14,12 +14,14 @@ from attrs import define, field, frozen
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph
 from megaloom.dsl.json_form import fingerprint
+from megaloom.planner.contract.capability import assumed_environment
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
-from megaloom.planner.contract.plans import VERSION, Plan
+from megaloom.planner.contract.plans import PLAN_VERSION, Plan
 from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.profiles.frameworks import PROFILES
+from megaloom.planner.model.requirements import model_requirements
 from megaloom.planner.partition.partitioner import HEADROOM, Partition
 from megaloom.planner.partition.whole_blocks import blocks
 from megaloom.planner.rules.capabilities import caveats
@@ -138,13 +140,16 @@ def plan(
     shown = {priced.layout for priced in (best, *others)}
     rivals, rejected = priced_neighbours(best.layout, pricer, chosen)
     identity = fingerprint(model)
+    experts = model_requirements(graph(model)).experts
+    environment = assumed_environment(runtime, cluster.device.name, experts)
 
     def said(layout: Layout) -> tuple[str, ...]:
         return tuple(caveats(layout, graph(model), workload, cluster)) if runtime is Runtime.MEGALOOM else ()
 
     def made(priced: Priced, reasons: tuple[str, ...]) -> Plan:
         return Plan(
-            version=VERSION,
+            version=PLAN_VERSION,
+            environment=environment,
             model=ref,
             fingerprint=identity,
             cluster=cluster,

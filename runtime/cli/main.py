@@ -111,11 +111,14 @@ def train(
     folder = out or Path("runs") / called(plan.model)
     options = {"data": data, "out": out, **asked, **asdict(recipe), "steps": recipe.steps}
 
+    from megaloom.planner.contract.capability import differences
+    from megaloom.runtime.megatron.environment import current_environment
     from megaloom.runtime.training.run import train as run
 
     from .report import planned, summary
 
-    _print(planned(plan))
+    note = differences(plan.environment, current_environment())
+    _print(planned(plan), *([note] if note else []))
     try:
         done = run(plan, recipe, folder=folder, source=data, save_every=save_every, evaluate_every=evaluate_every)
     except KeyboardInterrupt:
@@ -217,10 +220,11 @@ def _left(folder: Path) -> str:
 def _given(path: str, asked: Mapping[str, Any]) -> Plan:
     """The plan of a file, which nothing is left to say about."""
     from megaloom.dsl.catalog import find
-    from megaloom.planner.contract.plans import check, load
+    from megaloom.planner.contract.plans import load
+    from megaloom.planner.rules.plan_check import check_plan
 
     plan = load(path)
-    check(plan, find(plan.model)[0])
+    check_plan(plan, find(plan.model)[0])
     if asked:
         flags = ", ".join(flag_of(name) for name in asked)
         raise UserError(

@@ -22,7 +22,7 @@ from megaloom.dsl import (
 from megaloom.planner.contract.choices import Module
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
-from megaloom.planner.rules.capabilities import untrainable, widths
+from megaloom.planner.rules.capabilities import precision_refusal, untrainable, widths
 
 from .process_groups import ProcessGroups
 
@@ -57,7 +57,7 @@ def make_build_context(graph: Graph, layout: Layout, workload: Workload, groups:
     """The context of a model under a layout. Raises UserError for a model that the runtime cannot train."""
     trainable(graph)
     if workload.precision not in DTYPES:
-        raise UserError(f"the runtime does not train in {workload.precision}\n{' or '.join(DTYPES)} would do")
+        raise UserError("\n".join(precision_refusal(workload)))
     return BuildContext(groups, configure(graph, layout, workload), workload.seq)
 
 

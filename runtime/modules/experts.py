@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
 from megaloom.planner.contract.workload import Precision
-from megaloom.planner.rules.capabilities import together
+from megaloom.runtime.megatron.environment import current_capability
 from megaloom.runtime.megatron.recompute import Discarded
 
 
@@ -40,7 +40,7 @@ class Experts(SequentialMLP):
 
     def forward(self, x: Tensor, counts: Tensor, scales: Tensor) -> tuple[Tensor, None]:
         """What they make of tokens [n, embed] in the order of experts, `counts` of each, times the tokens' scales."""
-        if not self.together(x):
+        if not self.grouped(x):
             return super().forward(x, counts, scales)
         ends = counts.to(x.device).cumsum(0, dtype=torch.int32)
         up = product(x, ends, [e.linear_fc1.weight for e in self.local_experts])
@@ -54,25 +54,14 @@ class Experts(SequentialMLP):
             made.free(y)
         return y, None
 
-    def together(self, x: Tensor) -> bool:
-        """Whether one product of all is what the plan counts on, and torch has a kernel for it here."""
-        last, precision = (
-            self.local_experts[0].linear_fc2,
-            Precision.BF16 if x.dtype is torch.bfloat16 else Precision.FP32,
-        )
-        biased = last.bias is not None
-        return together(last.weight.numel(), len(self.local_experts), biased, precision) and self.one_kernel(x)
-
-    def one_kernel(self, x: Tensor) -> bool:
-        """Whether torch has one kernel for the products of several experts, and not a row of them."""
-        first = self.local_experts[0]
-        sizes = {n for part in (first.linear_fc1, first.linear_fc2) for n in part.weight.shape}
-        return (
-            x.is_cuda
-            and hasattr(torch, "_grouped_mm")
-            and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
-            and all(n % 8 == 0 for n in sizes)  # rows of 16 bytes
-        )
+    def grouped(self, x: Tensor) -> bool:
+        """True if one kernel multiplies by the weights of all experts, as the plan's prediction assumes."""
+        first, last = self.local_experts[0].linear_fc1, self.local_experts[0].linear_fc2
+        precision = Precision.BF16 if x.dtype is torch.bfloat16 else Precision.FP32
+        count, biased = len(self.local_experts), last.bias is not None
+        aligned = all(n % 8 == 0 for part in (first, last) for n in part.weight.shape)  # rows of 16 bytes
+        can = current_capability()
+        return aligned and can.groups_experts(last.weight.numel(), count, biased, precision)
 
 
 def product(x: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:

@@ -22,8 +22,9 @@ from rich.console import Console
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, vocabulary
-from megaloom.planner.contract.plans import Plan, check
+from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.plans import save as save_plan
+from megaloom.planner.rules.plan_check import check_plan, check_trainable
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rendezvous import inside, join
 
@@ -83,7 +84,8 @@ def train(
 def fitting(plan: Plan) -> Model:
     """The plan's model, if it is still the one that was planned and knows all bytes. UserError otherwise."""
     model, _ = find(plan.model)
-    check(plan, model)
+    check_plan(plan, model)
+    check_trainable(plan, model)
     vocab = vocabulary(model)
     if vocab < data.VOCAB:
         raise UserError(

@@ -19,8 +19,9 @@ from megaloom.dsl.graph import (
     vocabulary,
 )
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.plans import Plan, Stage, check
+from megaloom.planner.contract.plans import Plan, Stage
 from megaloom.planner.contract.workload import Precision
+from megaloom.planner.rules.plan_check import check_plan
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
 
@@ -81,7 +82,7 @@ def compare(
     UserError for a model that draws dropout, where layouts must differ, unless a reference of the same layout is given.
     """
     model, _ = find(plan.model)
-    check(plan, model)
+    check_plan(plan, model)
     if steps < 1:
         raise UserError(f"{steps} steps compare nothing: give at least 1")
     if reference is None and plan.layout.world > 1 and (drawn := dropout(model)):

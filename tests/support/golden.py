@@ -114,7 +114,7 @@ def record(found: Any) -> dict[str, Any]:
         "stage_backward_seconds": [stage.backward_seconds for stage in best.stages],
         "stage_parameters": [stage.params for stage in best.stages],
         "step_seconds": predicted.step_seconds,
-        "interval_seconds": list(predicted.within),
+        "interval_seconds": list(predicted.interval),
         "mfu": predicted.mfu,
         "seconds_by_cause": _renamed(predicted.breakdown, SECONDS),
         "memory_bytes_by_rank": [_renamed(held, MEMORY) for held in predicted.nbytes],

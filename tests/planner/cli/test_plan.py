@@ -11,9 +11,10 @@ from megaloom.dsl.catalog import find
 from megaloom.dsl.graph import graph
 from megaloom.planner.cli import main
 from megaloom.planner.contract.choices import Recompute
-from megaloom.planner.contract.plans import check, load
+from megaloom.planner.contract.plans import load
 from megaloom.planner.contract.workload import Runtime
 from megaloom.planner.report.chrome_trace import replayed
+from megaloom.planner.rules.plan_check import check_plan
 
 OWN = """
 from megaloom.dsl import Attention, Dim, Embed, Model, RMSNorm, SwiGLU, Unembed, ids, model, repeat, residual, weight
@@ -44,7 +45,7 @@ def test_a_plan_is_printed_and_written(
     assert out.isascii()
     assert all(line == line.rstrip() for line in out.splitlines())
     plan = load("plan.json")
-    check(plan, find("gpt2")[0])
+    check_plan(plan, find("gpt2")[0])
     assert sum(plan.predicted.breakdown.values()) == pytest.approx(plan.predicted.step_seconds)
     assert all(reason in out for reason in plan.reasons)
 
@@ -105,7 +106,7 @@ def test_a_config_of_hugging_face(
     planned = load("plan.json")
     assert planned.model == str(tmp_path / "small" / "config.json")
     monkeypatch.chdir("/")
-    check(planned, find(planned.model)[0])
+    check_plan(planned, find(planned.model)[0])
 
 
 def test_a_model_of_images_has_no_sequence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

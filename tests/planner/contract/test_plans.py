@@ -19,22 +19,23 @@ from megaloom.dsl.json_form import fingerprint
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import (
-    VERSION,
+    PLAN_VERSION,
     Plan,
     PlanError,
     Prediction,
     Stage,
-    again,
-    check,
-    dumps,
     load,
-    loads,
+    plan_command,
+    plan_from_json,
+    plan_to_json,
     save,
 )
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS
+from megaloom.planner.rules.plan_check import check_plan
 
+ROOT = Path(__file__).parents[3]
 counts = st.integers(1, 10**12)
 seconds = st.floats(0, 1e6)
 words = st.text(max_size=20)
@@ -72,7 +73,7 @@ def plans(draw: st.DrawFn) -> Plan:
     parts = draw(st.dictionaries(words, seconds, max_size=4).filter(lambda said: sum(said.values()) > 0))
     predicted = Prediction(
         step_seconds=sum(parts.values()),
-        within=(draw(seconds), draw(seconds)),
+        interval=(0.0, draw(seconds)),
         tokens_per_second_per_device=draw(seconds),
         flops_per_second_per_device=draw(seconds),
         mfu=draw(seconds),
@@ -82,7 +83,7 @@ def plans(draw: st.DrawFn) -> Plan:
         moments=tuple(draw(words) for _ in range(pp)),
     )
     return Plan(
-        version=VERSION,
+        version=PLAN_VERSION,
         model=draw(words),
         fingerprint=draw(words),
         cluster=evolve(machine, count=layout.world, per_node=draw(st.sampled_from([1, layout.world]))),
@@ -99,7 +100,7 @@ def example() -> Plan:
     """A plan of gpt2 over two ranks, as good as any."""
     model, ref = find("gpt2")
     return Plan(
-        version=VERSION,
+        version=PLAN_VERSION,
         model=ref,
         fingerprint=fingerprint(model),
         cluster=cluster("2xH100"),
@@ -113,7 +114,7 @@ def example() -> Plan:
         ),
         predicted=Prediction(
             step_seconds=0.5,
-            within=(0.45, 0.65),
+            interval=(0.45, 0.65),
             tokens_per_second_per_device=8192.0,
             flops_per_second_per_device=1e12,
             mfu=0.01,
@@ -128,7 +129,7 @@ def example() -> Plan:
 
 @given(plans())
 def test_a_plan_comes_back_exactly(plan: Plan) -> None:
-    assert loads(dumps(plan), "plan.json") == plan
+    assert plan_from_json(plan_to_json(plan), "plan.json") == plan
 
 
 def test_a_plan_is_saved_whole(tmp_path: Path) -> None:
@@ -172,10 +173,10 @@ def test_places_that_hold_no_plan(tmp_path: Path) -> None:
 
 def test_another_model_is_refused() -> None:
     plan = example()
-    check(plan, find("gpt2")[0])
+    check_plan(plan, find("gpt2")[0])
     with pytest.raises(PlanError, match="the plan is for another model") as caught:
-        check(plan, find("gpt2-medium")[0])
-    assert again(plan) in str(caught.value)
+        check_plan(plan, find("gpt2-medium")[0])
+    assert plan_command(plan) in str(caught.value)
 
 
 def test_a_plan_that_was_edited_into_none_is_refused() -> None:
@@ -187,13 +188,13 @@ def test_a_plan_that_was_edited_into_none_is_refused() -> None:
         (evolve(plan, layout=evolve(plan.layout, sequence_parallel=True)), "[sp-tp]"),
         (evolve(plan, layout=evolve(plan.layout, vpp=2, pp=1, dp=2)), "[vpp-pp]"),
         (evolve(plan, workload=evolve(plan.workload, seq=4096)), "longer than the 1024 learned positions"),
-        (evolve(plan, stages=(first, evolve(last, stop=75))), "nodes 0 to 30, 75, are no cut of the 77 nodes"),
-        (evolve(plan, stages=(evolve(first, stop=31), evolve(last, start=31))), "are no cut"),
+        (evolve(plan, stages=(first, evolve(last, stop=75))), "stages[1].stop is 75, and the graph has 77 nodes"),
+        (evolve(plan, stages=(evolve(first, stop=31), evolve(last, start=31))), "stages[0].stop is 31, which is no cut point"),
     ):
         with pytest.raises(PlanError) as caught:
-            check(edited, model)
+            check_plan(edited, model)
         assert says in str(caught.value)
-        assert again(edited) in str(caught.value)
+        assert plan_command(edited) in str(caught.value)
 
 
 def test_it_is_written_through_links_and_into_devices(tmp_path: Path) -> None:
@@ -204,7 +205,7 @@ def test_it_is_written_through_links_and_into_devices(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     save(example(), tmp_path / "pipe")
-    assert loads(os.read(reading, 1 << 16).decode(), "pipe") == example()
+    assert plan_from_json(os.read(reading, 1 << 16).decode(), "pipe") == example()
     os.close(reading)
     with pytest.raises(ValueError, match="Is a directory"):
         save(example(), tmp_path)
@@ -225,7 +226,7 @@ def test_the_package_exports_what_its_modules_define() -> None:
 
 def broken(*path: str | int, value: Any) -> str:
     """The example's JSON with one field set to `value`, or taken away for `...`."""
-    raw = json.loads(dumps(example()))
+    raw = json.loads(plan_to_json(example()))
     place: Any = raw
     for key in path[:-1]:
         place = place[key]
@@ -241,7 +242,7 @@ def broken(*path: str | int, value: Any) -> str:
     [
         ("", "p.json is not JSON"),
         ("{", "p.json is not JSON"),
-        ('{"version": 1, "stages": NaN}', "NaN is no number that a plan can hold"),
+        ('{"version": 1, "stages": NaN}', "a plan cannot hold NaN"),
         ("[" * 100_000, "p.json is not JSON"),
         ("[]", "p.json is JSON, but not a plan"),
         ('{"name": "somebody"}', "p.json is JSON, but not a plan"),
@@ -254,19 +255,19 @@ def broken(*path: str | int, value: Any) -> str:
         (broken("layout", "tp", value="1"), "layout.tp must be a whole number, got '1'"),
         (broken("layout", "tp", value=1.5), "layout.tp must be a whole number, got 1.5"),
         (broken("layout", "tp", value=True), "layout.tp must be a whole number, got True"),
-        (broken("layout", "tp", value=0), "layout.tp is 0"),
+        (broken("layout", "tp", value=0), "layout.tp must be at least 1, got 0"),
         (
             broken("layout", "recompute", value="some"),
             "layout.recompute must be one of none, selective, full; got 'some'",
         ),
         (broken("layout", value=[]), "layout must be an object with the fields of a Layout, got []"),
-        (broken("layout", "dp", value=2), "layout takes 4 devices, and the cluster has 2"),
-        (broken("workload", "batch", value=0), "workload.batch is 0"),
+        (broken("layout", "dp", value=2), "layout uses 4 devices, but cluster.count is 2"),
+        (broken("workload", "batch", value=0), "workload.batch must be at least 1, got 0"),
         (broken("stages", value="none"), "stages must be a list, got 'none'"),
-        (broken("stages", value=[]), "stages are 0"),
+        (broken("stages", value=[]), "stages must be pp 2 x vpp 1 = 2, got 0"),
         (broken("stages", 1, "params", value=None), "stages[1].params must be a whole number, got None"),
-        (broken("stages", 1, "rank", value=0), "stages[1] is chunk 0 of rank 0"),
-        (broken("stages", 1, "start", value=31), "stages[1] is nodes 31 to 77"),
+        (broken("stages", 1, "rank", value=0), "stages[1] must be chunk 0 of rank 1, got chunk 0 of 0"),
+        (broken("stages", 1, "start", value=31), "stages[1] must begin at node 30 and not be empty, got [31, 77)"),
         (broken("reasons", value="because"), "reasons must be a list, got 'because'"),
         (
             broken("predicted", "breakdown", "bubble", value="x"),
@@ -277,35 +278,63 @@ def broken(*path: str | int, value: Any) -> str:
             broken("predicted", "nbytes", 0, "weights", value=1.5),
             "predicted.nbytes[0]['weights'] must be a whole number, got 1.5",
         ),
-        (broken("predicted", "nbytes", value=[]), "predicted.nbytes has 0 ranks, and pp is 2"),
-        (broken("predicted", "step_seconds", value=-1.0), "predicted.step_seconds is -1: it is more than 0"),
-        (broken("predicted", "step_seconds", value=99.0), "s in all, not the parts of 99"),
-        (broken("predicted", "breakdown", "bubble", value=-1.0), "predicted.breakdown is"),
-        (broken("predicted", "nbytes", 0, value={}), "predicted.nbytes[0] is nothing, or less"),
-        (broken("stages", 1, "forward_seconds", value=-1.0), "stages[1] takes less than nothing"),
+        (broken("predicted", "nbytes", value=[]), "predicted.nbytes must have an entry for each of pp 2 pipeline ranks"),
+        (broken("predicted", "step_seconds", value=-1.0), "predicted.step_seconds must be more than 0, got -1"),
+        (broken("predicted", "step_seconds", value=99.0), "predicted.breakdown must add up to step_seconds, 99"),
+        (broken("predicted", "breakdown", "bubble", value=-1.0), "predicted.breakdown['bubble'] must be at least 0, got -1"),
+        (broken("predicted", "nbytes", 0, value={}), "predicted.nbytes[0] must hold at least one byte, and no negative number"),
+        (broken("stages", 1, "forward_seconds", value=-1.0), "stages[1].forward_seconds must be at least 0, got -1"),
         (broken("cluster", "device", "nbytes", value=80), "cluster.device: Device H100: nbytes = 80 is not"),
+        (broken("predicted", "interval", value=[1.0]), "predicted.interval must be a list of 2, got 1 entries"),
+        (broken("predicted", "interval", value=[2.0, 1.0]), "predicted.interval must be two times in seconds in order"),
+        (broken("predicted", "mfu", value=-0.1), "predicted.mfu must be at least 0, got -0.1"),
+        (broken("cluster", "device", "name", value="TPU"), "cluster.device.name must be one of A100, "),
+        (broken("cluster", "device", "flops", value={"int8": 1e15}), "cluster.device.flops must have names among fp32"),
+        (broken("workload", "precision", value="int8"), "workload.precision must be one of fp32, bf16"),
+        (broken("layout", "shard", value="all"), "layout.shard must be one of none, optimizer; got 'all'"),
+        (broken("layout", "overlaps", value=["all"]), "layout.overlaps must be some of gradients, weights, tensor"),
+        (broken("environment", "device", value=3), "environment.device must be a text, got 3"),
         (broken("cluster", "per_node", value=3), "cluster: 2 devices do not fill nodes of 3"),
     ],
 )
 def test_damage_is_named(text: str, says: str) -> None:
     with pytest.raises(PlanError) as caught:
-        loads(text, "p.json")
+        plan_from_json(text, "p.json")
     assert says in str(caught.value)
 
 
 @settings(max_examples=200)
 @given(st.data())
 def test_no_damage_is_a_traceback(data: st.DataObject) -> None:
-    text = dumps(example())
+    text = plan_to_json(example())
     start = data.draw(st.integers(0, len(text)))
     stop = data.draw(st.integers(start, min(len(text), start + 30)))
     damaged = text[:start] + data.draw(st.text(max_size=5)) + text[stop:]
     with suppress(PlanError):  # any other error fails
-        assert isinstance(loads(damaged, "p.json"), Plan)
+        assert isinstance(plan_from_json(damaged, "p.json"), Plan)
 
 
 def test_a_plan_with_a_fingerprint_of_another_version_is_refused_with_advice() -> None:
     with pytest.raises(
-        PlanError, match=r"made by another version of megaloom.*\nmake it again: plan megaloom\.examples"
+        PlanError, match=r"made by another version of megaloom.*\nplan again: plan megaloom\.examples"
     ):
-        check(evolve(example(), fingerprint="a743fbab00f785e3"), find("gpt2")[0])
+        check_plan(evolve(example(), fingerprint="a743fbab00f785e3"), find("gpt2")[0])
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("\ufeff" + plan_to_json(example()), encoding="utf-8")
+    assert load(tmp_path / "plan.json") == example()
+
+
+def test_a_plan_of_version_7_is_refused_with_the_command_that_replaces_it() -> None:
+    with pytest.raises(PlanError) as caught:
+        load(ROOT / "tests" / "golden" / "plan_version_7.json")
+    text = str(caught.value)
+    assert "is a plan of version 7; this megaloom reads version 8" in text
+    assert "plan megaloom.examples.gpt2:gpt2 --gpus 8xH100 --seq 1024 --batch 64 --precision bf16 -o " in text
+
+
+def test_recompute_of_more_blocks_than_the_model_has_is_refused() -> None:
+    layout = evolve(example().layout, recompute=Recompute.FULL, recompute_layers=99)
+    with pytest.raises(PlanError, match="recompute_layers is 99, and the model has 12 blocks"):
+        check_plan(evolve(example(), layout=layout), find("gpt2")[0])

@@ -39,12 +39,13 @@ from megaloom.dsl.catalog import find
 from megaloom.planner import cluster
 from megaloom.planner.contract.choices import Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.plans import check, load, save
+from megaloom.planner.contract.plans import load, save
 from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.export.decoder import read_decoder
 from megaloom.planner.export.export import export_plan
 from megaloom.planner.export.target import Target
 from megaloom.planner.export.whole_layers import cut_at_layers
+from megaloom.planner.rules.plan_check import check_plan
 from megaloom.planner.search.search import plan as search
 from megaloom.runtime.cli.main import main
 from tests.support.exported import (
@@ -303,7 +304,7 @@ def test_stages_are_cut_anew_at_whole_layers() -> None:
     inside = made(declared, Layout(pp=2), cuts=(11,), gpus="2xCPU", precision="fp32", ref=ref)
     read = read_decoder(graph(declared), Target.MEGATRON_LM)
     outside = cut_at_layers(inside, declared, read)
-    check(outside, declared)
+    check_plan(outside, declared)
     assert outside.layout == inside.layout and outside.stages[1].start in read.layer_starts
     assert outside.predicted.step_seconds != inside.predicted.step_seconds
     export_plan(outside, declared, Target.MEGATRON_LM)

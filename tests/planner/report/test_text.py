@@ -16,12 +16,7 @@ from megaloom.dsl.json_form import fingerprint
 from megaloom.dsl.show.printing import show
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.plans import (
-    VERSION,
-    Plan,
-    Prediction,
-    Stage,
-)
+from megaloom.planner.contract.plans import PLAN_VERSION, Plan, Prediction, Stage
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.report.text import (
@@ -38,7 +33,7 @@ def made(layout: Layout, bounds: tuple[int, ...], breakdown: dict[str, float]) -
     model, ref = find("gpt2")
     step = sum(breakdown.values())
     return Plan(
-        version=VERSION,
+        version=PLAN_VERSION,
         model=ref,
         fingerprint=fingerprint(model),
         cluster=cluster("8xH100"),
@@ -58,7 +53,7 @@ def made(layout: Layout, bounds: tuple[int, ...], breakdown: dict[str, float]) -
         ),
         predicted=Prediction(
             step_seconds=step,
-            within=(0.9 * step, 1.3 * step),
+            interval=(0.9 * step, 1.3 * step),
             tokens_per_second_per_device=8192 / step,
             flops_per_second_per_device=1.25e14,
             mfu=0.125,

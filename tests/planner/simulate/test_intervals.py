@@ -55,7 +55,7 @@ def test_what_a_prediction_is_like() -> None:
 @pytest.mark.parametrize(("model", "of"), [(llama3_8b, WIDE), (mixtral_8x7b, EXPERTS)])
 def test_a_layout_is_priced_with_its_interval(model, of) -> None:
     priced = price(graph(model()), Layout(dp=1, tp=8, pp=2), cluster("16xH100"), Workload(seq=4096, batch=16))
-    assert priced.prediction.within == interval(priced.seconds, of)
+    assert priced.prediction.interval == interval(priced.seconds, of)
 
 
 def test_intervals_hold_most_published_runs() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megaloom.planner.contract.plans import VERSION, load
+from megaloom.planner.contract.plans import PLAN_VERSION, load
 from megaloom.runtime.cli.main import main
 from megaloom.runtime.training.run import claimed
 from tests.support.paths import SUPPORT, TESTS
@@ -238,7 +238,7 @@ def test_a_corrupt_and_a_foreign_plan(say: Callable[..., str], done: tuple[Path,
     for damaged, message in (
         (text[: len(text) // 2], "is not JSON"),
         ("{}", "is JSON, but not a plan"),
-        (text.replace(f'"version": {VERSION}', '"version": 99'), "is a plan of version 99; this megaloom"),
+        (text.replace(f'"version": {PLAN_VERSION}', '"version": 99'), "is a plan of version 99; this megaloom"),
         (re.sub('"fingerprint": "[^"]*"', '"fingerprint": "1-0"', text), "the plan is for another model"),
         (re.sub('"fingerprint": "[^"]*"', '"fingerprint": "0"', text), "made by another version of megaloom"),
         (re.sub('"micro_batch": [0-9]+', '"micro_batch": 3', text), "the plan is not legal: a batch of 4 does not"),

@@ -34,8 +34,11 @@ def curves(plan: Plan, together: bool) -> tuple[verify.Curve, int]:
 
     experts.product = counted
     if together:
-        experts.Experts.one_kernel = lambda self, x: True  # type: ignore[method-assign]
-        experts.together = lambda elements, count, biased, precision: count > 1 and not biased
+
+        def grouped(self: Any, x: Any) -> bool:
+            return len(self.local_experts) > 1 and self.local_experts[0].linear_fc2.bias is None
+
+        experts.Experts.grouped = grouped  # type: ignore[method-assign]
     return verify.curve(plan, 3, 1234), made
 
 
