@@ -1,12 +1,11 @@
-"""Finding a model by what a user types."""
+"""Find a model by the reference that a user types."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from difflib import get_close_matches
 from inspect import isfunction, signature
 from os.path import exists, isdir, isfile, join
@@ -17,74 +16,62 @@ from types import ModuleType
 from megaloom.dsl.hf.architectures import (
     WANTED,
     config_file,
+    config_name,
     read,
-    title,
 )
 
 from .errors import UserError, short_path
+from .example_modules import example_modules, hyphenated
 from .graph import Model
 
-EXAMPLES = "megaloom.examples"
-LIKE = 8  # names of models that are shown in place of one that is not known, those most like it
+SUGGESTIONS = 8  # names of similar models that the error for an unknown model lists
 
 
 def find(ref: str) -> tuple[Model, str]:
-    """The model that `ref` names, and its full reference, from which any process finds it again.
+    """Return the model that `ref` names, and its full reference, which names it in every process.
 
-    `ref` is `file.py:name`, a `file.py` with one model, `package.module:name`, the name of a model of the examples
-    (`llama3-8b`), or a Hugging Face config.json (any .json, or a folder with one). A model is a `Model`, or a function
-    without arguments that returns one; a file's only model is found without its name if it says `-> Model`. Raises
-    UserError that says what would work.
+    `ref` is `file.py:name`, a `file.py` with one model, `package.module:name`, the name of an example (`llama3-8b`), or
+    a Hugging Face config.json (any .json file, or a folder with a config.json). The name is that of a `Model`, or of a
+    function that needs no argument and returns one. A function that is found without its name must be annotated with
+    `-> Model`. Raises UserError that says what would work.
     """
     if ref.endswith(".json") or (isfile(join(ref, "config.json")) and ref not in examples()):
         return read(ref), str(config_file(ref).resolve())
-    place, _, name = ref.rpartition(":") if ":" in ref else (ref, "", "")
-    if place.endswith(".py"):
-        path = Path(place)
-        if not isfile(place):
-            raise UserError(f"no file {place!r}\n{WANTED}")
+    location, _, name = ref.rpartition(":") if ":" in ref else (ref, "", "")
+    if location.endswith(".py"):
+        path = Path(location)
+        if not isfile(location):
+            raise UserError(f"no file {location!r}\n{WANTED}")
         return _pick(_load(path), str(path.resolve()), name)
     if name:
-        return _pick(_import(place, ref), place, name)
-    said = ref.lower().replace(".", "-").replace("_", "-")  # gpt3-1.3b is a model's own name
-    for module in modules(said):
+        return _pick(_import(location, ref), location, name)
+    wanted = ref.lower().replace(".", "-").replace("_", "-")  # gpt3-1.3b is a model's own name
+    for module in example_modules(wanted):
         for name in _models(module):
-            if _shown(name) == said:
+            if hyphenated(name) == wanted:
                 return _pick(module, module.__name__, name)
     if exists(ref):
-        what = "a folder without a config.json" if isdir(ref) else "no .py and no .json"
+        what = "a folder without a config.json" if isdir(ref) else "neither a .py nor a .json file"
         raise UserError(f"{ref} is {what}\n{WANTED}")
     models = examples()
-    near = get_close_matches(said, models, LIKE, 0.5)
-    meant = f": did you mean {near[0]}?" if near else ""
-    such = f"an example, such as {', '.join(near)}" if near else f"one of {', '.join(sorted(models))}"
-    raise UserError(f"no model {ref!r}{meant}\nMODEL can be file.py:name, a config.json, or {such}")
+    near = get_close_matches(wanted, models, SUGGESTIONS, 0.5)
+    suggestion = f": did you mean {near[0]}?" if near else ""
+    names = f"an example, such as {', '.join(near)}" if near else f"one of {', '.join(sorted(models))}"
+    raise UserError(f"no model {ref!r}{suggestion}\nMODEL can be file.py:name, a config.json, or {names}")
 
 
-def called(ref: str) -> str:
-    """What a model of this full reference is called among files."""
-    return title(Path(ref)) if ref.endswith(".json") else _shown(ref.rpartition(":")[2])
+def file_name(ref: str) -> str:
+    """Return the name for files and folders of the model with this full reference."""
+    return config_name(Path(ref)) if ref.endswith(".json") else hyphenated(ref.rpartition(":")[2])
 
 
 def examples() -> dict[str, str]:
-    """The models that come with Megaloom: name → reference."""
-    return {_shown(name): f"{m.__name__}:{name}" for m in modules() for name in _models(m)}
-
-
-def modules(model: str = "") -> Iterator[ModuleType]:
-    """The modules of the examples, each imported as it is asked for: first those that a model may be named after."""
-    names = [info.name for info in pkgutil.iter_modules(importlib.import_module(EXAMPLES).__path__)]
-    for name in sorted(names, key=lambda name: not model.startswith(_shown(name))):
-        yield importlib.import_module(f"{EXAMPLES}.{name}")
-
-
-def _shown(name: str) -> str:
-    """A name of Python's as people write it."""
-    return name.replace("_", "-")
+    """Return the models of the examples: name → full reference."""
+    return {hyphenated(name): f"{m.__name__}:{name}" for m in example_modules() for name in _models(m)}
 
 
 def _models(module: ModuleType) -> dict[str, Model | Callable[[], Model]]:
-    """The models that a module declares: `Model` values, and functions that need no argument and say `-> Model`."""
+    """Return the models of a module: `Model` values, and functions `-> Model` that need no argument."""
     return {
         name: it
         for name, it in vars(module).items()
@@ -102,52 +89,53 @@ def _models(module: ModuleType) -> dict[str, Model | Callable[[], Model]]:
 
 
 def _needed(function: Callable[..., object]) -> list[str]:
-    """The arguments that a function cannot do without."""
+    """Return the names of the parameters that have no default."""
     parameters = signature(function).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def _pick(module: ModuleType, place: str, name: str) -> tuple[Model, str]:
+def _pick(module: ModuleType, location: str, name: str) -> tuple[Model, str]:
     models = _models(module)
     if not name:
         if len(models) != 1:
-            have = f"it has {', '.join(models)}" if models else "it has none (a function without arguments, `-> Model`)"
-            raise UserError(f"{place} must have one model, or say which as {place}:name; {have}")
+            if not models:
+                raise UserError(f"{location} has no model: write a function without arguments, `-> Model`")
+            raise UserError(f"{location} has several models: name one as {location}:name; it has {', '.join(models)}")
         (name,) = models
-    made = getattr(module, name, None)
-    if isfunction(made):
-        if needed := _needed(made):
+    model = getattr(module, name, None)
+    if isfunction(model):
+        if needed := _needed(model):
             raise UserError(
-                f"{place}:{name} needs {', '.join(needed)}: a model's function has a default for each argument"
+                f"{location}:{name} needs {', '.join(needed)}: give each argument of this function a default"
             )
         try:
-            made = made()
+            model = model()
         except UserError:
             raise
         except (Exception, SystemExit) as error:
-            raise _failed(f"{place}:{name} fails", error, module.__file__) from error
-        if name in models and not isinstance(made, Model):
-            raise UserError(f"{place}:{name} says `-> Model`, and returns {made!r:.40}")
-    if not isinstance(made, Model):
-        raise UserError(f"{place} has no model {name!r}; it has {', '.join(models) or 'none'}")
-    return made, f"{place}:{name}"
+            raise _failed(f"{location}:{name} fails", error, module.__file__) from error
+        if name in models and not isinstance(model, Model):
+            raise UserError(f"{location}:{name} is annotated with `-> Model`, but returns {model!r:.40}")
+    if not isinstance(model, Model):
+        raise UserError(f"{location} has no model {name!r}; it has {', '.join(models) or 'none'}")
+    return model, f"{location}:{name}"
 
 
-def _import(place: str, ref: str) -> ModuleType:
+def _import(name: str, ref: str) -> ModuleType:
     try:
-        if not all(part.isidentifier() for part in place.split(".")):
-            raise ImportError("that is no module's name")
-        return importlib.import_module(place)
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ImportError("this is not the name of a module")
+        return importlib.import_module(name)
     except ImportError as error:
-        raise UserError(f"cannot import {place!r} of {ref!r}: {error}\n{WANTED}") from error
+        raise UserError(f"cannot import {name!r} of {ref!r}: {error}\n{WANTED}") from error
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise _failed(f"cannot import {place!r} of {ref!r}", error) from error
+        raise _failed(f"cannot import {name!r} of {ref!r}", error) from error
 
 
 def _failed(what: str, error: BaseException, file: str | None = None) -> UserError:
-    """The error of a user's own code, with its last line (in `file`, if it got there)."""
+    """Return the error for an exception in the user's code: it names its last line, in `file` if there is one."""
     if isinstance(error, SyntaxError):
         at = (
             f"\n  at {short_path(f'{error.filename}:{error.lineno}')}" if error.filename else ""
@@ -156,19 +144,19 @@ def _failed(what: str, error: BaseException, file: str | None = None) -> UserErr
     frames = extract_tb(error.__traceback__)
     last = ([f for f in frames if f.filename == file] or frames)[-1]
     at = f"{last.filename}:{last.lineno}"
-    return UserError(f"{what}: {type(error).__name__}: {error}{_meant(error)}\n  at {short_path(at)}")
+    return UserError(f"{what}: {type(error).__name__}: {error}{_suggestion(error)}\n  at {short_path(at)}")
 
 
-def _meant(error: BaseException) -> str:
-    """For a name that is not known, that of the dsl which may be meant."""
+def _suggestion(error: BaseException) -> str:
+    """Return a hint for a NameError that a name of megaloom.dsl resembles."""
     if not isinstance(error, NameError):
         return ""
     near = get_close_matches(error.name or "", importlib.import_module("megaloom.dsl").__all__, 1)
-    return f": is {near[0]} of megaloom.dsl meant?" if near else ""
+    return f": did you mean {near[0]} of megaloom.dsl?" if near else ""
 
 
 def _load(path: Path) -> ModuleType:
-    """The module of a file, executed once a process."""
+    """Return the module of a file, executed once per process."""
     name = f"megaloom_model_{abs(hash(path.resolve()))}"
     if name in sys.modules:
         return sys.modules[name]

@@ -138,7 +138,7 @@ def config(c: Config, name: str) -> Model:
     c.only("layer_norm_eps", 1e-12, default=1e-12)
     c.only("position_embedding_type", "absolute", default="absolute")
     c.only("tie_word_embeddings", True, default=True)
-    c.moot("directionality", *(f"pooler_{of}" for of in POOLER))  # of a pooler, which fills nothing in
+    c.ignore("directionality", *(f"pooler_{of}" for of in POOLER))  # of a pooler, which fills nothing in
     return bert(
         name,
         layers=c.whole("num_hidden_layers"),

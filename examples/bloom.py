@@ -81,12 +81,14 @@ NAMES = Names(
 
 @reads("BloomForCausalLM", names=NAMES)
 def config(c: Config, name: str) -> Model:
-    embed = c.whole(c.either("hidden_size", "n_embed"))
+    embed = c.whole(c.first_present("hidden_size", "n_embed"))
     c.only("n_inner", 4 * embed, None, default=None)
     c.only("layer_norm_epsilon", 1e-5, default=1e-5)
     c.only("apply_residual_connection_post_layernorm", False, default=False)
     c.only("tie_word_embeddings", True, default=True)
-    c.moot("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "slow_but_exact")
-    c.moot("offset_alibi", "seq_length", "skip_bias_add", "skip_bias_add_qkv")  # of its own training
-    heads = c.whole(c.either("n_head", "num_attention_heads"))
-    return bloom(name, c.whole(c.either("n_layer", "num_hidden_layers")), heads, embed, vocab=c.whole("vocab_size"))
+    c.ignore("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "slow_but_exact")
+    c.ignore("offset_alibi", "seq_length", "skip_bias_add", "skip_bias_add_qkv")  # of its own training
+    heads = c.whole(c.first_present("n_head", "num_attention_heads"))
+    return bloom(
+        name, c.whole(c.first_present("n_layer", "num_hidden_layers")), heads, embed, vocab=c.whole("vocab_size")
+    )

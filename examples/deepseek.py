@@ -157,7 +157,7 @@ def v2_config(c: Config, name: str) -> Model:
 @reads("DeepseekV3ForCausalLM", names=NAMES)
 def v3_config(c: Config, name: str) -> Model:
     """As Hugging Face's model, without the layers that predict tokens further ahead."""
-    c.moot("num_nextn_predict_layers", "num_mtp_layers")
+    c.ignore("num_nextn_predict_layers", "num_mtp_layers")
     c.only("topk_method", "noaux_tc", default="noaux_tc")
     c.only("scoring_func", "sigmoid", default="sigmoid")
     c.only("rope_interleave", True, default=True)
@@ -167,12 +167,12 @@ def v3_config(c: Config, name: str) -> Model:
 
 def _moe(c: Config, grouped: bool, *, balance: float, scale: float) -> MoE:
     c.only("moe_layer_freq", 1, default=1)
-    c.moot("seq_aux")  # whether the loss that balances is of each sequence
+    c.ignore("seq_aux")  # whether the loss that balances is of each sequence
     ff = c.whole("moe_intermediate_size")
     groups, top_groups = c.whole("n_group", 1), c.whole("topk_group", 1)
     return MoE(
         SwiGLU(ff),
-        c.whole(c.either("n_routed_experts", "num_local_experts", "num_experts")),
+        c.whole(c.first_present("n_routed_experts", "num_local_experts", "num_experts")),
         c.whole("num_experts_per_tok"),
         balance=balance,
         shared=SwiGLU(c.whole("n_shared_experts") * ff),
@@ -190,13 +190,13 @@ def _read(c: Config, name: str, moe: MoE) -> Model:
     c.only("tie_word_embeddings", False, default=False)
     heads, nope, rope = c.whole("num_attention_heads"), c.whole("qk_nope_head_dim"), c.whole("qk_rope_head_dim")
     c.only("num_key_value_heads", heads, default=heads)
-    c.moot("head_dim", "qk_head_dim")  # follow from the others
+    c.ignore("head_dim", "qk_head_dim")  # follow from the others
     positions = evolve(rotation(c, 10_000.0), interleaved=True)
-    stretched = c.inner(c.either("rope_parameters", "rope_scaling"), {})
+    stretched = c.inner(c.first_present("rope_parameters", "rope_scaling"), {})
     mscale, factor = stretched.number("mscale_all_dim", 0.0), stretched.number("factor", 1.0)
     attention = MLA(
         heads=heads,
-        q_rank=None if c.null("q_lora_rank") else c.whole("q_lora_rank", 1536),
+        q_rank=None if c.is_null("q_lora_rank") else c.whole("q_lora_rank", 1536),
         kv_rank=c.whole("kv_lora_rank", 512),
         nope=nope,
         rope=rope,

@@ -85,7 +85,7 @@ LAYER = ATTENTION | {
 def checked(c: Config) -> None:
     """Check what all Gemmas have in common."""
     c.only("hidden_activation", "gelu_pytorch_tanh", default="gelu_pytorch_tanh")
-    c.moot("hidden_act")  # an older name, which Hugging Face does not read
+    c.ignore("hidden_act")  # an older name, which Hugging Face does not read
     c.only("rms_norm_eps", 1e-6, default=1e-6)
     c.only("attention_bias", False, default=False)
     c.only("use_bidirectional_attention", False, None, default=False)
@@ -101,7 +101,7 @@ def config(c: Config, name: str) -> Model:
     c.only("layer_types", in_turn, default=in_turn)
     c.only("attn_logit_softcapping", 50.0, default=50.0)
     c.only("final_logit_softcapping", 30.0, default=30.0)
-    c.moot("sliding_window_size")  # an older name
+    c.ignore("sliding_window_size")  # an older name
     return gemma2(
         name,
         layers=layers,

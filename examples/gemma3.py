@@ -95,7 +95,7 @@ def config(c: Config, name: str) -> Model:
         c.only(pattern, EACH, default=EACH)
     c.only("attn_logit_softcapping", default=None)
     c.only("final_logit_softcapping", default=None)
-    if c.null("rope_parameters") or "rope_parameters" not in c.fields:
+    if c.is_null("rope_parameters") or "rope_parameters" not in c.fields:
         local = Rope(c.number("rope_local_base_freq", 10_000.0))
     else:
         local = rotation(c, 10_000.0, kind="sliding_attention")

@@ -97,16 +97,16 @@ def config(c: Config, name: str) -> Model:
     c.only("attention_bias", True, default=True)
     c.only("swiglu_alpha", 1.702, default=1.702)
     c.only("tie_word_embeddings", False, default=False)
-    c.moot("initial_context_length", "experts_per_token")  # said by other fields as well
+    c.ignore("initial_context_length", "experts_per_token")  # said by other fields as well
     layers = c.whole("num_hidden_layers")
     c.only("num_hidden_layers", layers + layers % 2)
     in_turn = ["sliding_attention", "full_attention"] * (layers // 2)
     c.only("layer_types", in_turn, default=in_turn)
-    plain = c.null(c.either("rope_parameters", "rope_scaling"))
+    plain = c.is_null(c.first_present("rope_parameters", "rope_scaling"))
     return gpt_oss(
         name,
         layers,
-        c.whole(c.either("num_local_experts", "num_experts")),
+        c.whole(c.first_present("num_local_experts", "num_experts")),
         heads=c.whole("num_attention_heads"),
         kv_heads=c.whole("num_key_value_heads"),
         head_dim=c.whole("head_dim"),

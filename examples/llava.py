@@ -138,14 +138,14 @@ def config(c: Config, name: str) -> Model:
     c.only("vision_feature_select_strategy", "default", default="default")
     c.only("multimodal_projector_bias", True, default=True)
     c.only("tie_word_embeddings", False, default=False)
-    c.moot("image_seq_length", "ignore_index", "vocab_size")  # follow from the others, or are of training
+    c.ignore("image_seq_length", "ignore_index", "vocab_size")  # follow from the others, or are of training
     layers = see.whole("num_hidden_layers")
     last = c.whole("vision_feature_layer", -2, least=-layers)
     see.only("model_type", "clip_vision_model")
     see.only("hidden_act", "quick_gelu", default="quick_gelu")
     see.only("layer_norm_eps", 1e-5, default=1e-5)
     see.only("num_channels", 3, default=3)
-    see.moot("projection_dim", "vocab_size")  # of CLIP's own training
+    see.ignore("projection_dim", "vocab_size")  # of CLIP's own training
     heads, embed = text.whole("num_attention_heads", 32), text.whole("hidden_size", 4096)
     text.only("model_type", "llama")
     text.only("num_key_value_heads", heads, default=heads)
@@ -156,7 +156,7 @@ def config(c: Config, name: str) -> Model:
     for bias in ("attention_bias", "mlp_bias"):
         text.only(bias, False, default=False)
     if rope(text, 10_000.0) != 10_000:
-        raise text.wrong("rope_parameters", "LLaVA's positions turn with a base of 10,000")
+        raise text.unsupported("rope_parameters", "LLaVA's positions turn with a base of 10,000")
     patch, pixels = see.whole("patch_size"), see.whole("image_size")
     vision = clip(
         last + 1 + layers if last < 0 else last,
@@ -174,5 +174,5 @@ def config(c: Config, name: str) -> Model:
         embed,
         text.whole("intermediate_size", 11008),
         vocab=text.whole("vocab_size", 32000),
-        token=c.whole(c.either("image_token_index", "image_token_id"), 32000),
+        token=c.whole(c.first_present("image_token_index", "image_token_id"), 32000),
     )

@@ -86,12 +86,16 @@ WHOLE = {
 }
 LAYER = {"norm.weight": flat("rms_norm.0.scale"), **{f"mixer.{name}": stored for name, stored in MIXER.items()}}
 
+FLOAT32_MAX = 3.4028235e38  # steps are computed in float32
+
 
 def steps(c: Config) -> None:
-    """Check the state space's steps: as they are at first is not read, and later nothing limits them."""
-    c.moot("time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "time_step_init_scheme")
-    c.only("time_step_limit", [0.0, inf], default=[0.0, inf])
-    c.moot("chunk_size", "residual_in_fp32", "rescale_prenorm_residual")  # how it is computed, or at first
+    """Raise UserError if a config limits the steps of the state space. Fields for initial values are ignored."""
+    c.ignore("time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "time_step_init_scheme")
+    limits = c.array("time_step_limit", [0.0, inf])
+    if not (len(limits) == 2 and limits[0] == 0 and isinstance(limits[1], int | float) and limits[1] >= FLOAT32_MAX):
+        raise c.unsupported("time_step_limit", f"supported: [0.0, x] with x ≥ {FLOAT32_MAX}, which limits nothing")
+    c.ignore("chunk_size", "residual_in_fp32", "rescale_prenorm_residual")  # numerics, or initial values
 
 
 COPIES = {"lm_head.weight": "backbone.embeddings.weight"}

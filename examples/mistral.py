@@ -78,7 +78,7 @@ def config(c: Config, name: str) -> Model:
         vocab=c.whole("vocab_size"),
         rope=rope(c, 10_000.0),
         head_dim=c.head_dim(embed, heads),
-        window=None if c.null("sliding_window") else c.whole("sliding_window", 4096),
+        window=None if c.is_null("sliding_window") else c.whole("sliding_window", 4096),
         eps=c.number("rms_norm_eps", 1e-6),
         tied=c.flag("tie_word_embeddings", False),
     )

@@ -66,7 +66,7 @@ def config(c: Config, name: str) -> Model:
         c.only(eps, 1e-5, default=1e-5)
     c.only("sliding_window", default=None)
     c.only("tie_word_embeddings", False, default=False)
-    groups, head_dim = c.whole("n_groups", 8), c.whole(c.either("head_dim", "attention_head_dim"), 128)
+    groups, head_dim = c.whole("n_groups", 8), c.whole(c.first_present("head_dim", "attention_head_dim"), 128)
     c.only("attention_head_dim", head_dim, default=head_dim)
     return nemotron_h(
         name,
@@ -92,15 +92,17 @@ def config(c: Config, name: str) -> Model:
 
 def _pattern(c: Config) -> str:
     """A letter a layer, from either spelling; fields of experts and of tokens further ahead are for other models."""
-    c.moot(*(name for name in c.fields if name.startswith(("moe_", "mtp_"))))
-    c.moot("expand", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "routed_scaling_factor")
-    c.moot("n_group", "topk_group", "norm_topk_prob", "num_nextn_predict_layers")
-    said = c.either("hybrid_override_pattern", "layers_block_type", "layer_types")
+    c.ignore(*(name for name in c.fields if name.startswith(("moe_", "mtp_"))))
+    c.ignore("expand", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "routed_scaling_factor")
+    c.ignore("n_group", "topk_group", "norm_topk_prob", "num_nextn_predict_layers")
+    said = c.first_present("hybrid_override_pattern", "layers_block_type", "layer_types")
     if said == "hybrid_override_pattern":
         pattern = c.text(said)
     else:
-        pattern = "".join(LETTERS.get(kind, "?") for kind in c.many(said))
+        pattern = "".join(LETTERS.get(kind, "?") for kind in c.array(said))
     if not set(pattern) <= set(LETTERS.values()):
-        raise c.wrong(said, f"its layers can be {', '.join(sorted(set(LETTERS.values())))}, or {', '.join(LETTERS)}")
+        raise c.unsupported(
+            said, f"its layers can be {', '.join(sorted(set(LETTERS.values())))}, or {', '.join(LETTERS)}"
+        )
     c.only("num_hidden_layers", len(pattern), default=len(pattern))
     return pattern

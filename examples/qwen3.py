@@ -103,31 +103,34 @@ def config(c: Config, name: str) -> Model:
 def sparse_config(c: Config, name: str) -> Model:
     c.only("decoder_sparse_step", 1, default=1)
     c.only("mlp_only_layers", [], default=[])
-    c.moot("intermediate_size")  # of layers without experts, and there are none
+    c.only("shared_expert_intermediate_size", 0, default=0)
+    c.ignore("intermediate_size")  # of layers without experts, which these models lack
     moe = MoE(
         SwiGLU(c.whole("moe_intermediate_size")),
-        c.whole(c.either("num_experts", "num_local_experts")),
+        c.whole(c.first_present("num_experts", "num_local_experts")),
         c.whole("num_experts_per_tok"),
         balance=c.number("router_aux_loss_coef", 0.001),
         normalize=c.flag("norm_topk_prob", False),
     )
-    return _read(c, name, moe)
+    return _read(c, name, moe, head_dim=None)  # embed / heads if the config has none; dense models have 128
 
 
-def _read(c: Config, name: str, ff: Layer) -> Model:
+def _read(c: Config, name: str, ff: Layer, *, head_dim: int | None = 128) -> Model:
     windowless(c)
+    c.only("qkv_bias", False, default=False)  # Qwen3-Coder's configs name what the architecture fixes
+    c.only("use_qk_norm", True, default=True)
     c.only("hidden_act", "silu", default="silu")
     c.only("attention_bias", False, default=False)
-    heads = c.whole("num_attention_heads")
+    heads, embed = c.whole("num_attention_heads"), c.whole("hidden_size")
     return qwen3(
         name,
         layers=c.whole("num_hidden_layers"),
         heads=heads,
         kv_heads=c.whole("num_key_value_heads", heads),
-        embed=c.whole("hidden_size"),
+        embed=embed,
         ff=ff,
         vocab=c.whole("vocab_size"),
-        head_dim=c.whole("head_dim", 128),
+        head_dim=c.whole("head_dim", head_dim or embed // heads),
         rope=rope(c, 10_000.0),
         tied=c.flag("tie_word_embeddings", False),
         eps=c.number("rms_norm_eps", 1e-6),

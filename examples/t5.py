@@ -148,8 +148,8 @@ def config(c: Config, name: str) -> Model:
     """Where Hugging Face does not scale the hidden states before the logits (version 1.1), the tables are two."""
     c.only("is_encoder_decoder", True, default=True)
     c.only("layer_norm_epsilon", 1e-6, default=1e-6)
-    c.moot("is_gated_act", "dense_act_fn")  # follow from feed_forward_proj
-    c.moot("n_positions")  # there is no table of positions
+    c.ignore("is_gated_act", "dense_act_fn")  # follow from feed_forward_proj
+    c.ignore("n_positions")  # there is no table of positions
     tied = c.flag("tie_word_embeddings", True)
     ff, layers = c.whole("d_ff"), c.whole("num_layers")
     kinds = {"relu": MLP(ff, "relu"), "gated-gelu": GeGLU(ff)}

@@ -120,7 +120,7 @@ def config(c: Config, name: str) -> Model:
     c.only("layer_norm_eps", 1e-12, default=1e-12)
     c.only("num_channels", 3, default=3)
     c.only("qkv_bias", True, default=True)
-    c.moot("encoder_stride", "pooler_act", "pooler_output_size")  # of heads for other tasks
+    c.ignore("encoder_stride", "pooler_act", "pooler_output_size")  # of heads for other tasks
     return vit(
         name,
         layers=c.whole("num_hidden_layers"),
@@ -129,5 +129,5 @@ def config(c: Config, name: str) -> Model:
         ff=c.whole("intermediate_size"),
         patch=c.whole("patch_size", 16),
         pixels=c.whole("image_size", 224),
-        classes=c.size("id2label", 2),
+        classes=c.length("id2label", 2),
     )

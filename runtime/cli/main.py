@@ -102,13 +102,13 @@ def train(
     evaluate_every
         Steps between evaluations on held-out text.
     """
-    from megaloom.dsl.catalog import called
+    from megaloom.dsl.catalog import file_name
     from megaloom.dsl.hf.architectures import describes
 
     load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
     asked = {name: value for name, value in {**load, **given(fixed)}.items() if value is not None}
     plan = _given(model, asked) if model.endswith(".json") and not describes(model) else _planned(model, load, fixed)
-    folder = out or Path("runs") / called(plan.model)
+    folder = out or Path("runs") / file_name(plan.model)
     options = {"data": data, "out": out, **asked, **asdict(recipe), "steps": recipe.steps}
 
     from megaloom.planner.contract.capability import differences

@@ -117,7 +117,7 @@ def test_no_such_file(write) -> None:
 
 def test_what_is_there_and_no_model(write) -> None:
     path = write("", "notes.txt")
-    assert message(str(path)) == f"{path} is no .py and no .json\n{WANTED}"
+    assert message(str(path)) == f"{path} is neither a .py nor a .json file\n{WANTED}"
     assert message(str(path.parent)) == f"{path.parent} is a folder without a config.json\n{WANTED}"
 
 
@@ -130,22 +130,19 @@ def test_no_such_module(place: str) -> None:
 
 def test_a_file_with_no_model_or_several(write) -> None:
     path = write(TWO)
-    assert message("models.py") == (f"{path} must have one model, or say which as {path}:name; it has tiny, other")
+    assert message("models.py") == (f"{path} has several models: name one as {path}:name; it has tiny, other")
     path = write(HEAD, "empty.py")
-    assert message("empty.py") == (
-        f"{path} must have one model, or say which as {path}:name; "
-        "it has none (a function without arguments, `-> Model`)"
-    )
+    assert message("empty.py") == (f"{path} has no model: write a function without arguments, `-> Model`")
 
 
 def test_a_name_that_is_no_model(write) -> None:
     path = write(TWO + "def sized(layers, embed=4) -> Model: ...\ndef five(): return 5\n")
     for name in ("absent", "wte", "five", "Model"):
         assert message(f"models.py:{name}") == f"{path} has no model '{name}'; it has tiny, other"
-    needs = "needs layers: a model's function has a default for each argument"
+    needs = "needs layers: give each argument of this function a default"
     assert message("models.py:sized") == f"{path}:sized {needs}"
     path = write(ONE + "def five() -> Model: return 5\n", "wrong.py")
-    assert message("wrong.py:five") == f"{path}:five says `-> Model`, and returns 5"
+    assert message("wrong.py:five") == f"{path}:five is annotated with `-> Model`, but returns 5"
 
 
 @pytest.mark.parametrize(

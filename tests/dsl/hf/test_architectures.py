@@ -30,14 +30,15 @@ from megaloom.dsl import (
     graph,
     ids,
     model,
+    params,
     read,
     repeat,
     residual,
     weight,
 )
-from megaloom.dsl.catalog import called, find
+from megaloom.dsl.catalog import file_name, find
 from megaloom.dsl.hf.architectures import describes
-from megaloom.dsl.hf.fields import Config, rope, rotation
+from megaloom.dsl.hf.fields import UNUSED, Config, rope, rotation
 from megaloom.dsl.hf.state_dict import give, take
 from megaloom.dsl.hf.tensor_names import (
     JOIN,
@@ -88,7 +89,7 @@ def test_what_is_found_is_found_again(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (m.name, canonical) == ("tiny", str(tmp_path / "tiny" / "config.json"))
     monkeypatch.chdir("/")
     assert fingerprint(find(canonical)[0]) == fingerprint(m)
-    assert called(canonical) == "tiny"
+    assert file_name(canonical) == "tiny"
 
 
 def test_an_example_comes_before_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,26 +112,26 @@ def test_a_config_is_told_from_a_plan(tmp_path: Path) -> None:
 
 def test_a_missing_field_is_named() -> None:
     said = refused({k: v for k, v in LLAMA.items() if k != "hidden_size"})
-    assert said == "config has no hidden_size, and this architecture needs it: a whole number of at least 1"
+    assert said == "config has no hidden_size; this architecture needs it: a whole number of at least 1"
     assert refused(LLAMA | {"hidden_size": None}) == said
 
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("hidden_size", "32", 'hidden_size is "32", and not a whole number of at least 1'),
-        ("hidden_size", 32.0, "hidden_size is 32.0, and not a whole number of at least 1"),
-        ("num_attention_heads", 0, "num_attention_heads is 0, and not a whole number of at least 1"),
-        ("num_hidden_layers", True, "num_hidden_layers is true, and not a whole number of at least 1"),
-        ("rms_norm_eps", "small", 'rms_norm_eps is "small", and not a number of at least 0'),
-        ("rms_norm_eps", -1, "rms_norm_eps is -1.0, and not a number of at least 0"),
-        ("rope_theta", float("nan"), "rope_theta is NaN, and not a number of at least 0"),
-        ("rope_theta", 0, "rotary positions cannot have a base of 0"),
-        ("vocab_size", {1, 2}, 'vocab_size is "{1, 2}", and not a whole number of at least 1'),
-        ("tie_word_embeddings", 1, "tie_word_embeddings is 1, and not true or false"),
-        ("rope_scaling", "llama3", 'rope_scaling is "llama3", and not an object'),
-        ("hidden_act", "gelu", 'hidden_act of "gelu" is not supported\nit can be "silu" here'),
-        ("attention_bias", True, "attention_bias of true is not supported\nit can be false here"),
+        ("hidden_size", "32", 'hidden_size must be a whole number of at least 1, got "32"'),
+        ("hidden_size", 32.0, "hidden_size must be a whole number of at least 1, got 32.0"),
+        ("num_attention_heads", 0, "num_attention_heads must be a whole number of at least 1, got 0"),
+        ("num_hidden_layers", True, "num_hidden_layers must be a whole number of at least 1, got true"),
+        ("rms_norm_eps", "small", 'rms_norm_eps must be a number of at least 0, got "small"'),
+        ("rms_norm_eps", -1, "rms_norm_eps must be a number of at least 0, got -1.0"),
+        ("rope_theta", float("nan"), "rope_theta must be a number of at least 0, got NaN"),
+        ("rope_theta", 0, "rope_theta must be more than 1, got 0"),
+        ("vocab_size", {1, 2}, 'vocab_size must be a whole number of at least 1, got "{1, 2}"'),
+        ("tie_word_embeddings", 1, "tie_word_embeddings must be true or false, got 1"),
+        ("rope_scaling", "llama3", 'rope_scaling must be an object, got "llama3"'),
+        ("hidden_act", "gelu", 'hidden_act = "gelu" is not supported\nsupported: "silu"'),
+        ("attention_bias", True, "attention_bias = true is not supported\nsupported: false"),
     ],
 )
 def test_a_wrong_value_is_named(field: str, value: object, said: str) -> None:
@@ -157,22 +158,24 @@ def test_whatever_a_config_says_is_read_or_refused(data: st.DataObject) -> None:
 
 def test_what_nobody_reads_is_refused() -> None:
     said = refused(LLAMA | {"logit_scale": 0.5, "parallel_block": True, "use_cache": True, "residual_multiplier": None})
-    assert said.startswith("config: nothing here is known of logit_scale, parallel_block\n")
+    assert said.startswith("config: unknown fields logit_scale, parallel_block for LlamaForCausalLM\n")
     said = refused(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}})
-    assert said.startswith("config: nothing here is known of rope_scaling.beta_fast\n")
+    assert said.startswith("config: unknown field rope_scaling.beta_fast for LlamaForCausalLM\n")
 
 
 def test_unknown_architectures() -> None:
     said = refused(LLAMA | {"architectures": ["LlamaForCausalML"]})
     assert said.startswith(
-        "config: nothing reads the architecture LlamaForCausalML: is LlamaForCausalLM meant?\nknown are "
+        "config: architecture LlamaForCausalML is not supported: did you mean LlamaForCausalLM?\nsupported: "
     )
     assert "GPT2LMHeadModel" in said
-    assert refused(LLAMA | {"architectures": ["Zzz"]}).startswith("config: nothing reads the architecture Zzz\nknown")
+    assert refused(LLAMA | {"architectures": ["Zzz"]}).startswith(
+        "config: architecture Zzz is not supported\nsupported"
+    )
     nameless = LLAMA | {"architectures": None, "model_type": "rnn"}
-    assert refused(nameless).startswith("config names no architectures\nthey can be ")
+    assert refused(nameless).startswith("config has no field `architectures`\nsupported: ")
     whole = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {**LLAMA}}
-    assert "is MistralForCausalLM meant?\nthe language model in it can be planned alone" in refused(whole)
+    assert "did you mean MistralForCausalLM?\nto plan its language model alone" in refused(whole)
 
 
 def test_without_architectures_a_model_is_of_its_type() -> None:
@@ -199,9 +202,7 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
         (tmp_path / "x.json").write_text(text)
         assert refused(tmp_path / "x.json").startswith(f"cannot read {tmp_path / 'x.json'}: ")
     (tmp_path / "x.json").write_text("[1]")
-    assert (
-        refused(tmp_path / "x.json") == f"{tmp_path / 'x.json'} is no config.json: it must hold an object with fields"
-    )
+    assert refused(tmp_path / "x.json") == f"{tmp_path / 'x.json'} is not a config.json: it must hold a JSON object"
 
 
 # Rotary positions, in either spelling
@@ -243,8 +244,11 @@ def test_each_kind_of_layer_has_its_own() -> None:
 
 def test_positions_that_are_not_known() -> None:
     for fields, said in (
-        ({"rope_scaling": {"type": "longrope"}}, 'type of "longrope" is not supported\nit can be "default", "linear"'),
-        ({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, "rope_theta of 1.0 is not supported\nanother"),
+        ({"rope_scaling": {"type": "longrope"}}, 'type = "longrope" is not supported\nsupported: "default", "linear"'),
+        (
+            {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}},
+            "rope_theta = 1.0 is not supported\nrope_parameters has another",
+        ),
     ):
         with pytest.raises(UserError, match=said):
             turned(**fields)
@@ -358,3 +362,149 @@ def test_names_that_lack_some() -> None:
     ):
         with pytest.raises(UserError, match=said):
             give(names, tiny(), random(tiny()))
+
+
+# Configs that were refused although transformers runs them
+
+COMMON = {"attention_dropout": 0.0, "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True}
+KIMI_K2 = COMMON | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "kimi_k2",
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "pretraining_tp": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+QWEN3_CODER = COMMON | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5472,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 28,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "qkv_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.0,
+    "shared_expert_intermediate_size": 0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_kimi_k2_has_its_published_trillion_parameters() -> None:
+    assert params(read(KIMI_K2)) == pytest.approx(1.026e12, rel=1e-3)
+
+
+def test_yarn_with_equal_betas_has_the_frequencies_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    positions = turned(rope_theta=5e4, rope_scaling={"rope_type": "yarn", **scaling}, max_position_embeddings=131072)
+    theirs = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 5e4, **scaling},
+    )
+    frequencies, magnitude = ROPE_INIT_FUNCTIONS["yarn"](theirs, device="cpu")
+    assert positions.frequencies(64) == pytest.approx(frequencies.tolist(), rel=1e-5)
+    assert positions.magnitude == pytest.approx(magnitude)
+
+
+def test_qwen3_coder_is_qwen3_30b_a3b_with_another_base() -> None:
+    theirs = params(find("qwen3-30b-a3b")[0])
+    assert params(read(QWEN3_CODER)) == theirs
+    for field, value in (("qkv_bias", True), ("use_qk_norm", False), ("shared_expert_intermediate_size", 64)):
+        assert f"{field} = {json.dumps(value)} is not supported" in refused(QWEN3_CODER | {field: value})
+
+
+def test_qwen3_without_head_dim() -> None:
+    """As in transformers: hidden / heads with experts, 128 in dense models."""
+
+    def head_dim(fields: dict[str, Any]) -> int:
+        weights = graph(read({k: v for k, v in fields.items() if k != "head_dim"})).weights
+        return weights["attention.0.q"].value.shape["head_dim"].known
+
+    assert head_dim(QWEN3_CODER) == 2048 // 32
+    dense = {"architectures": ["Qwen3ForCausalLM"], "qkv_bias": False}
+    moe_only = ("moe", "num_exp", "norm_topk", "decoder_", "mlp_only", "router", "shared", "architectures")
+    assert head_dim({k: v for k, v in QWEN3_CODER.items() if not k.startswith(moe_only)} | dense) == 128
+
+
+def test_generation_fields_change_no_model() -> None:
+    older = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "typical_p": 1.0, "repetition_penalty": 1.1, "num_beams": 4}
+    assert fingerprint(read(LLAMA | older | {"internal_version": "abc"})) == fingerprint(read(LLAMA))
+
+
+def test_every_generation_field_of_transformers_is_known() -> None:
+    transformers = pytest.importorskip("transformers")
+    fields = {k for k in transformers.GenerationConfig().to_dict() if not k.startswith("_")}
+    assert not fields - UNUSED
+
+
+@pytest.mark.parametrize(("limit", "works"), [(float("inf"), True), (1e308, True), (3.5e38, True), (0.1, False)])
+def test_steps_of_a_state_space_without_a_limit(limit: float, works: bool) -> None:
+    fields = json.loads((TESTS / "configs" / "small" / "mamba2.json").read_text())
+    if works:
+        assert fingerprint(read(fields | {"time_step_limit": [0.0, limit]})) == fingerprint(read(fields))
+    else:
+        assert "time_step_limit = [0.0, 0.1] is not supported" in refused(fields | {"time_step_limit": [0.0, limit]})

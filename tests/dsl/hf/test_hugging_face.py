@@ -37,8 +37,8 @@ from megaloom.dsl import (
     graph,
     params,
 )
-from megaloom.dsl.catalog import modules
-from megaloom.dsl.hf.architectures import Reader, opened, reader
+from megaloom.dsl.example_modules import example_modules
+from megaloom.dsl.hf.architectures import Reader, open_config, reader
 from megaloom.dsl.hf.fields import Config
 from megaloom.dsl.hf.state_dict import give, take
 from megaloom.runtime.reference import interpret as oracle
@@ -77,7 +77,7 @@ def saved(name: str) -> Saved:
     theirs = built(name)
     with TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        config, called = opened(folder)
+        config, called = open_config(folder)
         read = reader(config)
         checkpoint = load_file(Path(folder) / "model.safetensors")
     model = read(config, called)
@@ -130,7 +130,7 @@ SAME = {"BartModel", "T5WithLMHeadModel", "MT5ForConditionalGeneration"}
 
 
 def test_each_architecture_that_is_read_is_tested() -> None:
-    readers = [it for m in modules() for it in vars(m).values() if isinstance(it, Reader)]
+    readers = [it for m in example_modules() for it in vars(m).values() if isinstance(it, Reader)]
     tested = {json.loads(path.read_text())["architectures"][0] for path in SMALL.values()}
     assert {a for r in readers for a in r.architectures} - tested == SAME
 
