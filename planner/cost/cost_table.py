@@ -18,11 +18,12 @@ from megaloom.dsl.facts.costs import Costs, costs
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.facts.recompute import Again
 from megaloom.dsl.ops.routing import Route
+from megaloom.planner.contract.capability import assumed_environment, capability
 from megaloom.planner.contract.choices import Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
+from megaloom.planner.contract.workload import Runtime
 from megaloom.planner.model.structure import ModelStructure, NodeKind
-from megaloom.planner.rules.capabilities import together
 
 from . import communication, kernels, memory
 from .columns import (
@@ -34,6 +35,8 @@ from .columns import (
 )
 from .job import Job
 from .profiles.groups import ONE_PASS
+
+CAPABILITY = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, ""))
 
 NORM: Again = frozenset({"layernorm"})
 
@@ -250,7 +253,7 @@ def _expert_launch_seconds(job: Job, facts: Costs) -> float:
     last = [w for w in products if w.count == count][-1]
     biased = any(w.fusion == "bias" and w.experts for w in facts.work)
     small = job.profile.experts.grouped_launch_seconds
-    if small is not None and together(last.n * last.k, count, biased, job.workload.precision):
+    if small is not None and CAPABILITY.groups_experts(last.n * last.k, count, biased, job.workload.precision):
         return count * small
     return count * job.profile.experts.launch_seconds
 

@@ -238,7 +238,7 @@ def _prediction(
     low, high = job.spread
     return Prediction(
         step_seconds=step,
-        within=(low * step, high * step),
+        interval=(low * step, high * step),
         tokens_per_second_per_device=job.workload.tokens / step / x.world,
         flops_per_second_per_device=flops,
         mfu=flops / job.cluster.device.flops[job.workload.precision],
