@@ -31,7 +31,7 @@ from megaloom.planner import (
     cluster,
     plan,
 )
-from megaloom.planner.report.text import fullest
+from megaloom.planner.report.units import peak_memory
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
 from megaloom.runtime.training.recipe import Recipe
@@ -136,8 +136,8 @@ HEAD = "model           seq GBS  layout                               s/step  pl
 
 def row(case: Case, it: Plan, step: float, held: float, reserved: float, beside: float) -> str:
     """A case in a line. What the allocator and the runtime hold beside tensors is not what torch counts."""
-    said, most = it.predicted.step_seconds, fullest(it, "allocated") / GiB
-    runtime = (fullest(it, "device") - fullest(it, "reserved")) / GiB
+    said, most = it.predicted.step_seconds, peak_memory(it, "allocated") / GiB
+    runtime = (peak_memory(it, "device") - peak_memory(it, "reserved")) / GiB
     return (
         f"{case.model:<14}{case.seq:>6}{it.workload.batch:>4}  {it.layout!s:<34}{step:>9.4f}{said:>9.4f}"
         f"{said / step - 1:>+8.1%}{held:>8.1f}{most:>8.1f}{most / held - 1:>+8.1%}{reserved:>9.1f}"

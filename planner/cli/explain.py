@@ -39,24 +39,23 @@ def explain(
     """
     from megaloom.dsl.graph import graph
     from megaloom.dsl.show.printing import show
-    from megaloom.planner.report.compare import compared
-    from megaloom.planner.report.compare import for_machines as differing
-    from megaloom.planner.report.text import summary
-    from megaloom.planner.report.to_json import for_machines
+    from megaloom.planner.report.compare import comparison, comparison_json
+    from megaloom.planner.report.text import plan_summary
+    from megaloom.planner.report.to_json import plan_json
 
     names = [plan] if other is None else [plan, other]
     (first, model), *rest = [_loaded(name) for name in names]
     if as_json:
-        json.dump(differing(first, rest[0][0], names) if rest else for_machines(first), sys.stdout, indent=1)
+        json.dump(comparison_json(first, rest[0][0], names) if rest else plan_json(first), sys.stdout, indent=1)
         print()
     elif rest:
-        show(compared(first, rest[0][0], names), sys.stdout)
+        show(comparison(first, rest[0][0], names), sys.stdout)
     else:
-        show(summary(first, graph(model)), sys.stdout)
+        show(plan_summary(first, graph(model)), sys.stdout)
     if html or trace:
-        from megaloom.planner.report.html import save
+        from megaloom.planner.report.html import save_page_and_trace
 
-        save(first, model, html, trace)
+        save_page_and_trace(first, model, html, trace)
 
 
 def _loaded(name: str) -> tuple[Plan, Model]:

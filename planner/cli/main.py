@@ -224,14 +224,14 @@ def plan(
     if target:
         save(found.best, target)
     if html or trace:
-        from megaloom.planner.report.html import save as draw
+        from megaloom.planner.report.html import save_page_and_trace
 
-        draw(found.best, declared, html, trace, found)
+        save_page_and_trace(found.best, declared, html, trace, found)
     if as_json:
         from megaloom.dsl.facts.costs import params
-        from megaloom.planner.report.to_json import searched as for_machines
+        from megaloom.planner.report.to_json import search_json
 
-        print(json.dumps(for_machines(found, top, params(declared)), indent=1))
+        print(json.dumps(search_json(found, top, params(declared)), indent=1))
     else:
         assumed = [name for name, value in (("--seq", seq), ("--batch", batch)) if value is None]
         tell(found, declared, top, assumed, target)

@@ -54,9 +54,9 @@ def scale(
     if not any(point.best for point in found):  # then the search on the last one says why
         search(m, found[-1].cluster, work(found[-1].cluster), ref="", fixed=fixed, headroom=free, runtime=runtime)
     if as_json:
-        from megaloom.planner.report.to_json import scaled
+        from megaloom.planner.report.to_json import scaling_json
 
-        print(json.dumps(scaled(found, params(m)), indent=1))
+        print(json.dumps(scaling_json(found, params(m)), indent=1))
     else:
         show(scaling_table(found, params(m)), sys.stdout)
 
@@ -145,7 +145,7 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
     from megaloom.dsl.graph import graph
     from megaloom.dsl.show.printing import show
     from megaloom.planner.cost.profiles.frameworks import PROFILES
-    from megaloom.planner.report.text import report
+    from megaloom.planner.report.text import search_report
     from megaloom.planner.rules.capabilities import limits
     from megaloom.planner.search.goodput import (
         MANY_DEVICES,
@@ -170,4 +170,4 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
     foot = f"\nwrote {target}" + (f"; `megaloom train {target}` trains by it" if runs else ", to be exported")
     if machine.count >= MANY_DEVICES and (lasting := goodput(params(declared), w.precision, machine, seconds)):
         foot = f"\nOver weeks: {goodput_text(lasting)}\n{foot}"
-    show(Group(Text(head), report(found, graph(declared), top), Text(foot)), sys.stdout)
+    show(Group(Text(head), search_report(found, graph(declared), top), Text(foot)), sys.stdout)

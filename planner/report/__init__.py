@@ -1,1 +1,1 @@
-"""Plans as people and machines read them: text, JSON, pages, traces."""
+"""Reports on plans: text for a terminal, JSON, an HTML page with charts, and a Chrome trace."""

@@ -1,4 +1,4 @@
-"""What a plan's page draws without a script: bars, tables, time against memory. Each function gives a piece of HTML."""
+"""Charts of a plan's page that need no script: bars, tables, step time against memory. Each function returns HTML."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ from rich.table import Table
 
 from megaloom.planner.contract.plans import Plan
 
-from .text import (
-    Unit,
-    clock,
-    fullest,
-    unit,
-)
+from .units import Unit, memory_unit, peak_memory, time_unit
 
-COLOURS = {  # of a step's parts, and of what holds memory
+COLOURS = {  # of causes of step time and of holders of memory
     "forward": "var(--forward)",
     "backward": "var(--backward)",
     "recompute": "#7cc08a",
@@ -37,23 +32,23 @@ COLOURS = {  # of a step's parts, and of what holds memory
     "allocator": "#8c959f",
     "runtime": "#c98bb9",
 }
-SPARE = ("#1b9e93", "#bf3989", "#57606a", "#7cc08a")  # for parts that have no colour yet
-WIDE, HIGH, LEFT, FOOT = 560.0, 300.0, 64.0, 44.0  # of the drawing of time against memory
-LABELS = 24  # pipeline ranks, beyond which not every bar is named
-SMALL = 0.4  # what fills less of a device is drawn against the fullest, not against the device
-NAMED = 10  # plans that have a number; the others are small dots
-DOT, SMALL_DOT = 9.0, 3.5
-NUMBER = 18.0, 12.0  # what a number takes
+SPARE_COLOURS = ("#1b9e93", "#bf3989", "#57606a", "#7cc08a")  # for parts without a colour above
+PLOT_WIDTH, PLOT_HEIGHT, LEFT_MARGIN, BOTTOM_MARGIN = 560.0, 300.0, 64.0, 44.0  # pixels
+MAX_LABELS = 24  # of the bars of pipeline ranks
+SMALL_SHARE = 0.4  # bars that fill less of a device are scaled to the fullest rank, not to the device
+NUMBERED_PLANS = 10  # the other plans of a scatter plot are small dots
+DOT_RADIUS, SMALL_DOT_RADIUS = 9.0, 3.5
+NUMBER_WIDTH, NUMBER_HEIGHT = 18.0, 12.0  # pixels of a dot's number
 
 
 def colours(parts: Iterable[str]) -> dict[str, str]:
-    """A colour for each part."""
+    """Return the colour of each part."""
     new = [part for part in parts if part not in COLOURS]
-    return {**COLOURS, **{part: SPARE[i % len(SPARE)] for i, part in enumerate(new)}}
+    return {**COLOURS, **{part: SPARE_COLOURS[i % len(SPARE_COLOURS)] for i, part in enumerate(new)}}
 
 
-def html(table: Table, first: int | None = None) -> str:
-    """A table that rich would print, as one of a page; its rows counted from a number, if one is given."""
+def table_html(table: Table, first: int | None = None) -> str:
+    """Return a rich table as HTML; its rows are numbered from `first`, if given."""
     sides = [' class="left"' if column.justify == "left" else "" for column in table.columns]
     count = itertools.count(first) if first is not None else None
     head = "<th>#</th>" if count else ""
@@ -67,51 +62,51 @@ def html(table: Table, first: int | None = None) -> str:
     return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
 
 
-def tiles(table: Table) -> str:
-    """The one row of a table, as large figures."""
+def tiles_html(table: Table) -> str:
+    """Return the only row of a table as tiles with large figures."""
     pairs = ((str(column.header), str(next(iter(column.cells)))) for column in table.columns)
     each = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in pairs)
     return f'<div class="tiles">{each}</div>'
 
 
-def chip(colour: str) -> str:
-    """A spot of colour."""
+def _colour_chip(colour: str) -> str:
+    """Return a spot of colour."""
     return f'<span class="chip" style="background: {colour}"></span>'
 
 
-def legend(parts: Iterable[tuple[str, str]]) -> str:
-    """Names, each behind its colour."""
-    return f'<div class="legend">{"".join(f"<span>{chip(c)}{escape(name)}</span>" for name, c in parts)}</div>'
+def legend_html(parts: Iterable[tuple[str, str]]) -> str:
+    """Return names, each after its colour."""
+    return f'<div class="legend">{"".join(f"<span>{_colour_chip(c)}{escape(name)}</span>" for name, c in parts)}</div>'
 
 
-def step(plan: Plan) -> str:
-    """The step's parts: a bar, and a table that ends with their sum."""
-    parts, time = plan.predicted.breakdown, clock(plan)
+def breakdown_html(plan: Plan) -> str:
+    """Return the step time by cause as a bar, and as a table that ends with the sum."""
+    parts, time = plan.predicted.breakdown, time_unit(plan)
     colour, whole = colours(parts), sum(parts.values())
     bar = "".join(_share(cause, s / whole, colour[cause], f"{time.of(s)} {time.name}") for cause, s in parts.items())
     figures = zip(parts, time.parts(parts.values()), Unit("%", whole / 100, 1).parts(parts.values()), strict=True)
     rows = "\n".join(
-        f'<tr><td class="left">{chip(colour[cause])}{escape(cause)}</td><td>{figure}</td><td>{share}%</td></tr>'
+        f'<tr><td class="left">{_colour_chip(colour[cause])}{escape(cause)}</td><td>{figure}</td><td>{share}%</td></tr>'
         for cause, figure, share in figures
     )
     return (
         f'<div class="bar">{bar}</div>\n<table>\n<thead><tr><th></th><th>{time.name}</th><th>share</th></tr></thead>\n'
-        f'<tbody>\n{rows}\n<tr class="sum"><td class="left">a step</td><td>{time.of(whole)}</td><td>100.0%</td></tr>\n'
+        f'<tbody>\n{rows}\n<tr class="sum"><td class="left">total</td><td>{time.of(whole)}</td><td>100.0%</td></tr>\n'
         "</tbody>\n</table>"
     )
 
 
-def ranks(plan: Plan) -> str:
-    """What each pipeline rank holds at its fullest: a bar for each, all against the memory of a device."""
-    nbytes, size = plan.predicted.nbytes, unit(plan)
+def memory_bars(plan: Plan) -> str:
+    """Return the peak memory of each pipeline rank as a bar, scaled to the memory of a device."""
+    nbytes, size = plan.predicted.nbytes, memory_unit(plan)
     holders = list(dict.fromkeys(holder for rank in nbytes for holder in rank))
-    colour, most = colours(holders), fullest(plan)
+    colour, most = colours(holders), peak_memory(plan)
     device = plan.cluster.device.nbytes
-    whole = max(device, most) if most > SMALL * device else most
-    every = -(-len(nbytes) // LABELS)
+    whole = max(device, most) if most > SMALL_SHARE * device else most
+    every = -(-len(nbytes) // MAX_LABELS)
     kind = "ranks" if every == 1 else "ranks many"
     bars = "\n".join(_rank(i, held, whole, colour, size, i % every == 0) for i, held in enumerate(nbytes))
-    return f'{legend((holder, colour[holder]) for holder in holders)}\n<div class="{kind}">\n{bars}\n</div>'
+    return f'{legend_html((holder, colour[holder]) for holder in holders)}\n<div class="{kind}">\n{bars}\n</div>'
 
 
 def _rank(rank: int, held: dict[str, int], whole: int, colour: dict[str, str], size: Unit, named: bool) -> str:
@@ -127,40 +122,43 @@ def _share(name: str, share: float, colour: str, said: str) -> str:
     return f'<span style="width: {100 * share:.3f}%; background: {colour}" title="{escape(name)}: {said}"></span>'
 
 
-def front(plans: Sequence[Plan]) -> list[Plan]:
-    """Those that no other is both quicker and smaller than, the quickest first."""
-    kept: list[Plan] = []
-    for plan in sorted(plans, key=lambda p: (p.predicted.step_seconds, fullest(p))):
-        if not kept or fullest(plan) < fullest(kept[-1]):
-            kept.append(plan)
-    return kept
+def pareto_front(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the plans that no other plan beats in both step time and memory, fastest first."""
+    front: list[Plan] = []
+    for plan in sorted(plans, key=lambda p: (p.predicted.step_seconds, peak_memory(p))):
+        if not front or peak_memory(plan) < peak_memory(front[-1]):
+            front.append(plan)
+    return front
 
 
-def scatter(plans: Sequence[Plan]) -> str:
-    """Time against memory of these plans, the best first; a line joins those that no other is better than in both."""
-    size, time = unit(plans[0]), clock(plans[0])
+def scatter_plot(plans: Sequence[Plan]) -> str:
+    """Return a plot of step time against memory, with a line through the Pareto front. The best plan comes first."""
+    size, time = memory_unit(plans[0]), time_unit(plans[0])
     memory, seconds = (
-        _axis([fullest(p) / size.size for p in plans]),
+        _axis([peak_memory(p) / size.size for p in plans]),
         _axis([p.predicted.step_seconds / time.size for p in plans]),
     )
 
     def at(plan: Plan) -> tuple[float, float]:
-        x = (fullest(plan) / size.size - memory[0]) / (memory[-1] - memory[0])
+        x = (peak_memory(plan) / size.size - memory[0]) / (memory[-1] - memory[0])
         y = (plan.predicted.step_seconds / time.size - seconds[0]) / (seconds[-1] - seconds[0])
-        return LEFT + x * (WIDE - LEFT - 20), (HIGH - FOOT) - y * (HIGH - FOOT - 16)
+        return LEFT_MARGIN + x * (PLOT_WIDTH - LEFT_MARGIN - 20), (PLOT_HEIGHT - BOTTOM_MARGIN) - y * (
+            PLOT_HEIGHT - BOTTOM_MARGIN - 16
+        )
 
-    places = [at(plan) for plan in plans]
-    line = _stairs([at(plan) for plan in front(plans)])
-    dots = [_dot(i, plan, places) for i, plan in enumerate(plans)]
+    points = [at(plan) for plan in plans]
+    line = _stairs([at(plan) for plan in pareto_front(plans)])
+    dots = [_dot(i, plan, points) for i, plan in enumerate(plans)]
     return "\n".join(
         [
-            f'<svg viewBox="0 0 {WIDE:g} {HIGH:g}" width="{WIDE:g}" height="{HIGH:g}" role="img" '
-            'aria-label="time against memory">',
+            f'<svg viewBox="0 0 {PLOT_WIDTH:g} {PLOT_HEIGHT:g}" width="{PLOT_WIDTH:g}" height="{PLOT_HEIGHT:g}"'
+            ' role="img" '
+            'aria-label="step time against memory">',
             *_grid(memory, seconds),
-            _name(f"{size.name} on the fullest rank", f"translate({(LEFT + WIDE) / 2:g} {HIGH - 8:g})"),
-            _name(f"{time.name} a step", f"translate(13 {(HIGH - FOOT) / 2:g}) rotate(-90)"),
+            _name(f"peak memory, {size.name}", f"translate({(LEFT_MARGIN + PLOT_WIDTH) / 2:g} {PLOT_HEIGHT - 8:g})"),
+            _name(f"step time, {time.name}", f"translate(13 {(PLOT_HEIGHT - BOTTOM_MARGIN) / 2:g}) rotate(-90)"),
             f'<path class="front" d="{line}"/>',
-            *reversed(dots),  # the best above all
+            *reversed(dots),  # the best on top
             "</svg>",
         ]
     )
@@ -170,37 +168,37 @@ def _name(said: str, where: str) -> str:
     return f'<text transform="{where}" text-anchor="middle">{said}</text>'
 
 
-def _dot(i: int, plan: Plan, places: Sequence[tuple[float, float]]) -> str:
-    """A plan: its number, unless that of a better one is there, and where the mouse rests what it is."""
-    (x, y), size, time = places[i], unit(plan), clock(plan)
-    free = all(abs(x - a) > NUMBER[0] or abs(y - b) > NUMBER[1] for a, b in places[:i]) and i < NAMED
-    seconds, nbytes = time.of(plan.predicted.step_seconds), size.of(fullest(plan))
-    said = f"{plan.layout}\n{seconds} {time.name} a step, {nbytes} {size.name}"
+def _dot(i: int, plan: Plan, points: Sequence[tuple[float, float]]) -> str:
+    """Return the dot of a plan, with its layout as a tooltip, and its number unless a better plan's number is there."""
+    (x, y), size, time = points[i], memory_unit(plan), time_unit(plan)
+    free = all(abs(x - a) > NUMBER_WIDTH or abs(y - b) > NUMBER_HEIGHT for a, b in points[:i]) and i < NUMBERED_PLANS
+    seconds, nbytes = time.of(plan.predicted.step_seconds), size.of(peak_memory(plan))
+    said = f"{plan.layout}\n{seconds} {time.name} per step, {nbytes} {size.name}"
     number = f'<text x="{x:.1f}" y="{y + 4:.1f}">{i + 1}</text>' if free else ""
-    kind, r = "plan" if i else "plan best", DOT if i < NAMED else SMALL_DOT
+    kind, r = "plan" if i else "plan best", DOT_RADIUS if i < NUMBERED_PLANS else SMALL_DOT_RADIUS
     return f'<g><title>{escape(said)}</title><circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{r:g}"/>{number}</g>'
 
 
 def _stairs(points: Sequence[tuple[float, float]]) -> str:
-    """A line through these points that goes along the axes: what is between two of them is as slow as the slower."""
+    """Return a staircase through these points: between two of them, the slower one is the best."""
     (x, y), *rest = points
     return f"M{x:.1f} {y:.1f}" + "".join(f"V{b:.1f}H{a:.1f}" for a, b in rest)
 
 
 def _grid(memory: Sequence[float], seconds: Sequence[float]) -> Iterable[str]:
-    foot = HIGH - FOOT
+    foot = PLOT_HEIGHT - BOTTOM_MARGIN
     for i, value in enumerate(memory):
-        x = LEFT + i / (len(memory) - 1) * (WIDE - LEFT - 20)
+        x = LEFT_MARGIN + i / (len(memory) - 1) * (PLOT_WIDTH - LEFT_MARGIN - 20)
         yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="16" y2="{foot:g}"/>'
         yield f'<text x="{x:.1f}" y="{foot + 16:g}" text-anchor="middle">{value:g}</text>'
     for i, value in enumerate(seconds):
         y = foot - i / (len(seconds) - 1) * (foot - 16)
-        yield f'<line class="grid" x1="{LEFT:g}" x2="{WIDE - 20:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text x="{LEFT - 8:g}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
+        yield f'<line class="grid" x1="{LEFT_MARGIN:g}" x2="{PLOT_WIDTH - 20:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text x="{LEFT_MARGIN - 8:g}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
 
 
 def _axis(values: Sequence[float]) -> list[float]:
-    """Round numbers, evenly apart, around these values."""
+    """Return round numbers at even distances that enclose these values."""
     low, high = min(values), max(values)
     rough = max((high - low) / 4, abs(high) / 200, 1e-9)
     power = 10.0**-20

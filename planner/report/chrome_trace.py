@@ -1,7 +1,7 @@
-"""The predicted step as Chrome's trace events, which ui.perfetto.dev and chrome://tracing open.
+"""The predicted step as Chrome trace events, which ui.perfetto.dev and chrome://tracing open.
 
-Protocol: `replayed` is the price of a plan's own stages, `tails` what a timeline leaves out of it, `chrome` the events,
-`dumps` the text of a file. A process is a pipeline rank: what it computes, what it sends, how much memory it fills.
+`replay` simulates a plan's own stages, `trace_json` returns the text of the trace. A process of the trace is a
+pipeline rank, with a thread for computation, threads for sends, and a counter for memory.
 """
 
 from __future__ import annotations
@@ -24,99 +24,101 @@ from megaloom.planner.simulate.memory_timeline import Slice, memory_levels, memo
 from megaloom.planner.simulate.price import Priced
 from megaloom.planner.simulate.timeline import Event, Timeline
 
-from .text import holds
+from .tables import stage_contents
 
-COMPUTE, SENDS = 1, 2  # threads; sends that overlap take more of them
-CLOSE = 1e-9  # seconds are added up in another order
+COMPUTE_THREAD, SEND_THREAD = 1, 2  # sends that overlap in time take threads 3, 4, …
+SAME_SECONDS = 1e-9  # relative: a plan's file and its replay add the same seconds in another order
 
 
-def replayed(plan: Plan, graph: Graph) -> Priced:
-    """The price of the plan's own stages. Raises PlanError if that is no longer what the plan says."""
+def replay(plan: Plan, graph: Graph) -> Priced:
+    """Simulate the plan's own stages. Raises PlanError if the step time is not the one in the plan."""
     pricer = Pricer(graph, plan.cluster, plan.workload, PROFILES[plan.runtime])
-    fit = PartitionProblem(plan.layout, pricer.cost_table(plan.layout), pricer.capacity)
-    priced = pricer.simulate(Partition(fit, (0, *(stage.stop for stage in plan.stages))))
-    if not math.isclose(priced.seconds, plan.predicted.step_seconds, rel_tol=CLOSE):
+    problem = PartitionProblem(plan.layout, pricer.cost_table(plan.layout), pricer.capacity)
+    priced = pricer.simulate(Partition(problem, (0, *(stage.stop for stage in plan.stages))))
+    if not math.isclose(priced.seconds, plan.predicted.step_seconds, rel_tol=SAME_SECONDS):
         raise PlanError(
-            f"the plan predicts {plan.predicted.step_seconds:.6g} s a step, this megaloom {priced.seconds:.6g} s\n"
-            f"its costs have changed since; plan it again: {plan_command(plan)}"
+            f"the plan was made with another cost model: it predicts {plan.predicted.step_seconds:.6g} s a step, "
+            f"this version {priced.seconds:.6g} s\nplan again: {plan_command(plan)}"
         )
     return priced
 
 
-def tails(priced: Priced) -> tuple[tuple[Slice, ...], ...]:
-    """What each pipeline rank does after its micro-batches; the last of them ends with the step.
+def end_of_step_slices(priced: Priced) -> tuple[tuple[Slice, ...], ...]:
+    """Return the slices of each pipeline rank after its last micro-batch; the last slice of all ends the step.
 
-    A rank's own gradients, then the norm of all, for which it waits until every rank has reduced its own.
+    Every rank reduces its gradients, then waits for all ranks, because the gradient norm needs all gradients.
     """
     ends = priced.timeline.ends
     reduced = [
-        (end + tail.reduction, end + tail.reduction + tail.tied)
-        for end, tail in zip(ends, priced.ends_of_step, strict=True)
+        (end + last.reduction, end + last.reduction + last.tied)
+        for end, last in zip(ends, priced.ends_of_step, strict=True)
     ]
     norm = max(both for _, both in reduced)
     rows = []
-    for end, (own, both), tail in zip(ends, reduced, priced.ends_of_step, strict=True):
-        updated = norm + tail.optimizer
+    for end, (own, both), last in zip(ends, reduced, priced.ends_of_step, strict=True):
+        updated = norm + last.optimizer
         rows.append(
             (
                 Slice("gradient reduction", end, own),
                 Slice("tied gradients", own, both),
                 Slice("optimizer", norm, updated),
-                Slice("weight gathering", updated, updated + tail.gathering),
+                Slice("weight gather", updated, updated + last.gathering),
             )
         )
     return tuple(tuple(s for s in row if s.end > s.start) for row in rows)
 
 
-def chrome(plan: Plan, priced: Priced, graph: Graph) -> Iterator[dict[str, Any]]:
-    """The events of the step, times in microseconds.
+def trace_events(plan: Plan, priced: Priced, graph: Graph) -> Iterator[dict[str, Any]]:
+    """Yield the trace events of the step. Times are in microseconds.
 
     Source of the format: "Trace Event Format", the document that chrome://tracing links to.
     """
-    line, pp = priced.timeline, plan.layout.pp
-    for rank, (events, after, track) in enumerate(zip(line.events, tails(priced), memory_tracks(priced), strict=True)):
+    timeline, pp = priced.timeline, plan.layout.pp
+    for rank, (events, after, track) in enumerate(
+        zip(timeline.events, end_of_step_slices(priced), memory_tracks(priced), strict=True)
+    ):
         stages = [s for s in plan.stages if s.rank == rank]
-        said = "; ".join(holds(graph.nodes[s.start : s.stop], graph) for s in stages)
+        layers = "; ".join(stage_contents(graph.nodes[s.start : s.stop], graph) for s in stages)
         yield from _named(rank, "process", f"pipeline rank {rank}")
-        yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_labels", "args": {"labels": said}}
-        yield from _named(rank, "thread", "compute", COMPUTE)
+        yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_labels", "args": {"labels": layers}}
+        yield from _named(rank, "thread", "compute", COMPUTE_THREAD)
         for step, start, end in events:
             args = {"microbatch": step.microbatch, "chunk": step.stage // pp, "stage": step.stage}
-            yield _complete(rank, COMPUTE, Slice("backward" if step.backward else "forward", start, end), args)
-        yield from (_complete(rank, COMPUTE, slice, {}) for slice in after)
-        yield from _sends(line, events, rank, pp)
+            yield _complete(rank, COMPUTE_THREAD, Slice("backward" if step.backward else "forward", start, end), args)
+        yield from (_complete(rank, COMPUTE_THREAD, slice, {}) for slice in after)
+        yield from _sends(timeline, events, rank, pp)
         for moment, nbytes in memory_levels(track, events, after, pp):
             fill = {"GiB": round(nbytes / GiB, 6)}
             yield {"ph": "C", "pid": rank, "tid": 0, "name": "memory", "ts": _micro(moment), "args": fill}
 
 
-def _sends(line: Timeline, events: Iterable[Event], rank: int, pp: int) -> Iterator[dict[str, Any]]:
-    """What a rank sends to its neighbours, each in the first of its lanes that is free."""
+def _sends(timeline: Timeline, events: Iterable[Event], rank: int, pp: int) -> Iterator[dict[str, Any]]:
+    """Yield the sends of a rank to its neighbours, each in the first thread that is free."""
     free: list[float] = []
     for step, _, start in events:
         to = step.stage + (-1 if step.backward else 1)
-        if not 0 <= to < len(line.forward) or pp == 1:
+        if not 0 <= to < len(timeline.forward) or pp == 1:
             continue
-        end = start + line.transfer[min(to, step.stage)]
+        end = start + timeline.transfer[min(to, step.stage)]
         lane = next((i for i, until in enumerate(free) if until <= start), len(free))
         if lane == len(free):
             free.append(0.0)
-            yield from _named(rank, "thread", "send" if lane == 0 else f"send {lane + 1}", SENDS + lane)
+            yield from _named(rank, "thread", "send" if lane == 0 else f"send {lane + 1}", SEND_THREAD + lane)
         free[lane] = end
         args = {"microbatch": step.microbatch, "to_rank": to % pp, "to_stage": to}
         name = "send gradient" if step.backward else "send activation"
-        yield _complete(rank, SENDS + lane, Slice(name, start, end), args)
+        yield _complete(rank, SEND_THREAD + lane, Slice(name, start, end), args)
 
 
 def _named(rank: int, what: str, name: str, thread: int = 0) -> Iterator[dict[str, Any]]:
-    """The name of a process or thread, and its place among its like."""
-    place = rank if what == "process" else thread
-    for key, args in ((f"{what}_name", {"name": name}), (f"{what}_sort_index", {"sort_index": place})):
+    """Yield the name of a process or thread, and its position in the viewer."""
+    position = rank if what == "process" else thread
+    for key, args in ((f"{what}_name", {"name": name}), (f"{what}_sort_index", {"sort_index": position})):
         yield {"ph": "M", "pid": rank, "tid": thread, "name": key, "args": args}
 
 
 def _complete(rank: int, thread: int, it: Slice, args: dict[str, int]) -> dict[str, Any]:
-    """An event with its duration: what ends as another begins is rounded as that is."""
+    """Return an event with its duration. Its end is rounded like a start, so that neighbours touch."""
     start = _micro(it.start)
     took = round(_micro(it.end) - start, 3)
     return {
@@ -135,8 +137,8 @@ def _micro(seconds: float) -> float:
     return round(1e6 * seconds, 3)
 
 
-def dumps(plan: Plan, priced: Priced, graph: Graph) -> str:
-    """The trace as JSON, an event a line."""
+def trace_json(plan: Plan, priced: Priced, graph: Graph) -> str:
+    """Return the trace as JSON, one event per line."""
     about = {
         "model": plan.model,
         "gpus": str(plan.cluster),
@@ -145,12 +147,12 @@ def dumps(plan: Plan, priced: Priced, graph: Graph) -> str:
         "microbatches": priced.timeline.microbatches,
     }
     encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
-    events = ",\n".join(map(encode, chrome(plan, priced, graph)))
+    events = ",\n".join(map(encode, trace_events(plan, priced, graph)))
     return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{events}\n]}}\n'
 
 
-def write(text: str, path: str) -> None:
-    """Write a file, compressed if its name ends in .gz. Raises UserError where that cannot be."""
+def write_file(text: str, path: str) -> None:
+    """Write a file, compressed if its name ends in .gz. Raises UserError if it cannot be written."""
     data = text.encode()
     try:
         Path(path).write_bytes(gzip.compress(data, mtime=0) if path.endswith(".gz") else data)

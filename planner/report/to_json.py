@@ -1,6 +1,7 @@
-"""What a search or a plan says to machines: JSON's own types, whose names stay.
+"""The JSON that `plan --json` and `megaloom explain --json` print.
 
-Protocol: `for_machines` is one plan, `searched` a search, `scaled` the best layouts on a row of clusters.
+Names of fields are part of the interface: JSON_VERSION goes up when one changes. Times are in seconds, memory in GiB.
+`plan_json` is one plan, `search_json` a search, `scaling_json` the best layouts of a scaling table.
 """
 
 from __future__ import annotations
@@ -17,39 +18,47 @@ from megaloom.planner.cost.measured_memory import upper_bytes
 from megaloom.planner.search.goodput import goodput
 from megaloom.planner.search.step_difference import peak_nbytes
 
-from .text import exposed
+from .tables import exposed_communication
 
 if TYPE_CHECKING:
     from megaloom.planner.search.scaling import ScalingPoint
     from megaloom.planner.search.search import Found
     from megaloom.planner.simulate.price import Priced
 
+JSON_VERSION = 2
 
-def searched(found: Found, top: int, params: int) -> dict[str, Any]:
-    """The search's result as JSON: the best layouts, best first; others near the best, each with what it loses by.
 
-    That is a rule, memory or time. Of an interrupted search also how much may be gained yet.
+def search_json(found: Found, top: int, params: int) -> dict[str, Any]:
+    """Return a search as JSON: the best layouts, best first, and similar layouts with the cause why they lose.
+
+    A cause is a rule, memory or time. An interrupted search has `possible_gain`: the share of its step time by which
+    the best layout may still be improved.
     """
     plans = (found.best, *found.next(top - 1))
     near = {r.layout: r.cause for r in (*found.rejected, *found.slower)}
     return {
-        "plans": [{**for_machines(p), "goodput": _lasting(p, params)} for p in plans],
+        "version": JSON_VERSION,
+        "plans": [{**_plan(p), "goodput": _goodput(p, params)} for p in plans],
         "rejected": [
             {"layout": layout_to_json(x), "cause": cause}
             for x, cause in near.items()
             if all(x != p.layout for p in plans)
         ],
-        **({} if found.unproven is None else {"unproven": found.unproven}),
+        **({} if found.unproven is None else {"possible_gain": found.unproven}),
     }
 
 
-def _lasting(plan: Plan, params: int) -> dict[str, Any] | None:
+def _goodput(plan: Plan, params: int) -> dict[str, Any] | None:
     found = goodput(params, plan.workload.precision, plan.cluster, plan.predicted.step_seconds)
     return None if found is None else asdict(found)
 
 
-def for_machines(plan: Plan) -> dict[str, Any]:
-    """A plan, its predictions in seconds and GiB."""
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return one plan as JSON: layout, predictions, stages and reasons."""
+    return {"version": JSON_VERSION, **_plan(plan)}
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.model,
         "fingerprint": plan.fingerprint,
@@ -63,19 +72,20 @@ def for_machines(plan: Plan) -> dict[str, Any]:
     }
 
 
-def scaled(found: Iterable[ScalingPoint], params: int) -> dict[str, Any]:
-    """The best layout on each of some clusters; of one on which nothing is legal and fits, the cluster alone."""
-    return {"points": [{"gpus": str(p.cluster), **(_of(p.cluster, p.best, params) if p.best else {})} for p in found]}
+def scaling_json(found: Iterable[ScalingPoint], params: int) -> dict[str, Any]:
+    """Return the best layout on each cluster; a cluster on which no legal layout fits has the field `gpus` only."""
+    points = [{"gpus": str(p.cluster), **(_best(p.cluster, p.best, params) if p.best else {})} for p in found]
+    return {"version": JSON_VERSION, "points": points}
 
 
-def _of(machine: Cluster, best: Priced, params: int) -> dict[str, Any]:
+def _best(cluster: Cluster, best: Priced, params: int) -> dict[str, Any]:
     workload = best.partition.problem.job.workload
-    lasting = goodput(params, workload.precision, machine, best.seconds)
+    found = goodput(params, workload.precision, cluster, best.seconds)
     return {
         "workload": asdict(workload),
         "layout": layout_to_json(best.layout),
         "predicted": _predicted(best.prediction),
-        "goodput": None if lasting is None else asdict(lasting),
+        "goodput": None if found is None else asdict(found),
     }
 
 
@@ -85,13 +95,13 @@ def _predicted(p: Prediction) -> dict[str, Any]:
         "step_seconds_low": p.interval[0],
         "step_seconds_high": p.interval[1],
         "memory_gib": peak_nbytes(p) / GiB,
-        "memory_gib_upper": max(map(upper_bytes, p.nbytes)) / GiB,
+        "memory_gib_high": max(map(upper_bytes, p.nbytes)) / GiB,
         "tokens_per_second_per_gpu": p.tokens_per_second_per_device,
         "tflops_per_gpu": p.flops_per_second_per_device / 1e12,
         "mfu": p.mfu,
         "bubble": p.bubble,
-        "exposed_communication": exposed(p),
+        "exposed_communication": exposed_communication(p),
         "breakdown_seconds": p.breakdown,
-        "memory_moment_by_rank": list(p.moments),
+        "peak_moment_by_rank": list(p.moments),
         "memory_gib_by_rank": [{holder: n / GiB for holder, n in rank.items()} for rank in p.nbytes],
     }

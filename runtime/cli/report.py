@@ -12,12 +12,8 @@ from rich.text import Text
 from megaloom.dsl.catalog import find
 from megaloom.dsl.facts.costs import params
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.report.text import (
-    fullest,
-    layout_table,
-    prediction_table,
-    unit,
-)
+from megaloom.planner.report.tables import layout_table, prediction_table
+from megaloom.planner.report.units import memory_unit, peak_memory
 from megaloom.runtime.megatron import device
 from megaloom.runtime.training.loop import Summary
 from megaloom.runtime.training.metrics import clock
@@ -64,9 +60,9 @@ def summary(done: Summary, plan: Plan) -> RenderableType:
 
 
 def _memory(done: Summary, plan: Plan) -> str:
-    size = unit(plan)
+    size = memory_unit(plan)
     kind, what = ("allocated", "") if device.gpus() else ("device", ", a whole process with its libraries")
-    return f"{size.of(max(done.peak_nbytes))} {size.name} (predicted {size.of(fullest(plan, kind))}){what}"
+    return f"{size.of(max(done.peak_nbytes))} {size.name} (predicted {size.of(peak_memory(plan, kind))}){what}"
 
 
 def comparison(found: Comparison, plan: Plan) -> RenderableType:

@@ -13,7 +13,7 @@ from megaloom.planner.cli import main
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.plans import load
 from megaloom.planner.contract.workload import Runtime
-from megaloom.planner.report.chrome_trace import replayed
+from megaloom.planner.report.chrome_trace import replay
 from megaloom.planner.rules.plan_check import check_plan
 
 OWN = """
@@ -125,7 +125,7 @@ def test_json_is_for_machines(
     code, out, err = run("gpt2", "--gpus", "4xH100", "--json", "--top", "3", capsys=capsys)
     assert (code, err) == (0, "")
     said = json.loads(out)
-    assert set(said) == {"plans", "rejected"}
+    assert set(said) == {"version", "plans", "rejected"}
     assert len(said["plans"]) == 3
     for plan in said["plans"]:
         layout, predicted = plan["layout"], plan["predicted"]
@@ -168,6 +168,6 @@ def test_a_plan_is_for_what_runs_it(
         assert ("`megaloom train" in out) == (runtime is Runtime.MEGALOOM)
         planned = load(f"{runtime}.json")
         assert planned.runtime is runtime
-        steps[runtime] = replayed(planned, graph(find(planned.model)[0])).seconds
+        steps[runtime] = replay(planned, graph(find(planned.model)[0])).seconds
         assert steps[runtime] == pytest.approx(planned.predicted.step_seconds, rel=1e-9)
     assert steps[Runtime.MEGATRON] < steps[Runtime.MEGALOOM]

@@ -27,9 +27,9 @@ from megaloom.planner import cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Workload
-from megaloom.planner.report.charts import _axis, front, scatter
-from megaloom.planner.report.chrome_trace import replayed
-from megaloom.planner.report.html import QUANTA, data, page
+from megaloom.planner.report.charts import _axis, pareto_front, scatter_plot
+from megaloom.planner.report.chrome_trace import replay
+from megaloom.planner.report.html import TIME_STEPS, page_data, plan_page
 from megaloom.planner.search.search import Found
 from megaloom.planner.search.search import plan as search
 from tests.support.paths import SUPPORT
@@ -94,32 +94,32 @@ class Parsed(HTMLParser):
 
 def test_it_needs_nothing_else(chunked: tuple[Found, Model]) -> None:
     found, model = chunked
-    text = page(found.best, model, found)
+    text = plan_page(found.best, model, found)
     parsed = Parsed(text)
     assert parsed.open == [] and parsed.loads == []
     assert not re.search(r"https?:|@import|url\(|fetch\(|XMLHttpRequest|<link|<iframe|<img", text)
-    assert text == page(found.best, model, found)
+    assert text == plan_page(found.best, model, found)
 
 
 def test_the_step_adds_up(chunked: tuple[Found, Model]) -> None:
     """The rows of the table are the breakdown, to a digit, and add up; the bar is as wide as they."""
     found, model = chunked
-    text = page(found.best, model, found)
+    text = plan_page(found.best, model, found)
     rows = {row[0]: row[1:] for row in Parsed(text).rows if row}
     parts = found.best.predicted.breakdown
     assert [float(rows[cause][0]) for cause in parts] == pytest.approx([*parts.values()], abs=1e-3)
     for column in (0, 1):
         assert sum(Decimal(rows[cause][column].rstrip("%")) for cause in parts) == Decimal(
-            rows["a step"][column].rstrip("%")
+            rows["total"][column].rstrip("%")
         )
-    assert rows["a step"] == [f"{found.best.predicted.step_seconds:.3f}", "100.0%"]
+    assert rows["total"] == [f"{found.best.predicted.step_seconds:.3f}", "100.0%"]
     bar = text.partition('<div class="bar">')[2].partition("</div>")[0]
     assert sum(map(float, re.findall(r"width: ([\d.]+)%", bar))) == pytest.approx(100, abs=0.01)
 
 
 def test_the_bars_are_the_memory(chunked: tuple[Found, Model]) -> None:
     found, model = chunked
-    text = page(found.best, model)
+    text = plan_page(found.best, model)
     bars = re.findall(r"<i>rank (\d+)</i><div>(.*?)</div><b>([\d.]+)</b>", text)
     whole = found.best.cluster.device.nbytes
     for (rank, bar, said), held in zip(bars, found.best.predicted.nbytes, strict=True):
@@ -131,9 +131,9 @@ def test_the_bars_are_the_memory(chunked: tuple[Found, Model]) -> None:
 def test_the_scripts_read_the_timeline(chunked: tuple[Found, Model]) -> None:
     """Every step is there, in its order, and starts and ends where the replay says, to the unit."""
     found, model = chunked
-    priced = replayed(found.best, graph(model))
-    told = data(found.best, graph(model), priced)
-    assert told["unit"] * QUANTA == pytest.approx(found.best.predicted.step_seconds)
+    priced = replay(found.best, graph(model))
+    told = page_data(found.best, graph(model), priced)
+    assert told["unit"] * TIME_STEPS == pytest.approx(found.best.predicted.step_seconds)
     pp, stages = told["pp"], len(found.best.stages)
     numbers = np.frombuffer(gzip.decompress(base64.b64decode(told["events"])), "<i4").reshape(3, pp, -1)
     for rank, events in enumerate(priced.timeline.events):
@@ -150,13 +150,13 @@ def test_the_scripts_read_the_timeline(chunked: tuple[Found, Model]) -> None:
 def test_a_large_world_is_a_small_file(large: tuple[Found, Model]) -> None:
     found, model = large
     assert found.best.layout.microbatches(2048) == 512
-    assert len(page(found.best, model, found).encode()) < 3e5
+    assert len(plan_page(found.best, model, found).encode()) < 3e5
 
 
 def test_what_is_written_is_escaped(plan_of: Callable[..., Plan]) -> None:
     plan = plan_of("deep_llama", Layout(pp=2))
     model = evolve(find(plan.model)[0], name='<b>&"</script>')
-    text = page(evolve(plan, reasons=("a <b> & c",)), model)
+    text = plan_page(evolve(plan, reasons=("a <b> & c",)), model)
     assert text.count("</script>") == text.count("<script")
     assert "<b>&" not in text and "&lt;b&gt;&amp;" in text and "a &lt;b&gt; &amp; c" in text
 
@@ -164,7 +164,7 @@ def test_what_is_written_is_escaped(plan_of: Callable[..., Plan]) -> None:
 @given(st.lists(st.tuples(st.floats(1, 9), st.integers(1, 9)), min_size=1, max_size=12))
 def test_no_plan_is_better_in_both_than_one_on_the_line(pairs: list[tuple[float, int]]) -> None:
     plans = [sized(seconds, nbytes) for seconds, nbytes in pairs]
-    line = front(plans)
+    line = pareto_front(plans)
     better = [
         (a, b)
         for a in plans
@@ -197,7 +197,7 @@ def measures(plan: Plan) -> tuple[float, int]:
 @given(st.lists(st.tuples(st.floats(1, 9), st.integers(1, 9)), min_size=1, max_size=12))
 def test_all_plans_are_on_the_drawing(pairs: list[tuple[float, int]]) -> None:
     plans = [sized(seconds, nbytes) for seconds, nbytes in pairs]
-    text = scatter(plans)
+    text = scatter_plot(plans)
     wide, high = map(float, re.findall(r'viewBox="0 0 (\d+) (\d+)"', text)[0])
     places = re.findall(r'<circle class="plan(?: best)?" cx="([\d.]+)" cy="([\d.]+)"', text)
     assert len(places) == len(plans)
@@ -260,7 +260,7 @@ def legible(seen: dict[str, Any], plan: Plan) -> None:
     for canvas in seen["canvases"]:
         assert (canvas["overlaps"], canvas["outside"], canvas["blank"]) == ([], [], False), canvas["id"]
     timeline, memory, devices = seen["canvases"]
-    priced = replayed(plan, graph(find(plan.model)[0]))
+    priced = replay(plan, graph(find(plan.model)[0]))
     assert int(timeline["drawn"]) == sum(map(len, priced.timeline.events))
     assert float(timeline["ends"]) == pytest.approx(priced.timeline.makespan, rel=1e-6)
     assert float(memory["peak"]) == max(sum(held.values()) for held in plan.predicted.nbytes)
@@ -270,7 +270,7 @@ def legible(seen: dict[str, Any], plan: Plan) -> None:
 @pytest.mark.parametrize("width", [1280, 520])
 def test_it_is_legible(width: int, look: Callable[..., dict[str, Any]], chunked: tuple[Found, Model]) -> None:
     found, model = chunked
-    seen = look(page(found.best, model, found), width=width, name=f"chunked-{width}")
+    seen = look(plan_page(found.best, model, found), width=width, name=f"chunked-{width}")
     legible(seen, found.best)
     assert seen["paper"] > 0.9
     assert seen["whole"] and seen["halved"] == pytest.approx(0.5)
@@ -278,23 +278,23 @@ def test_it_is_legible(width: int, look: Callable[..., dict[str, Any]], chunked:
 
 def test_it_is_legible_in_the_dark(look: Callable[..., dict[str, Any]], plain: tuple[Found, Model]) -> None:
     found, model = plain
-    seen = look(page(found.best, model, found), dark=True, name="plain-dark")
+    seen = look(plan_page(found.best, model, found), dark=True, name="plain-dark")
     legible(seen, found.best)
     assert seen["paper"] < 0.02
 
 
 def test_it_is_legible_when_it_is_large(look: Callable[..., dict[str, Any]], large: tuple[Found, Model]) -> None:
     found, model = large
-    legible(look(page(found.best, model, found), name="large"), found.best)
+    legible(look(plan_page(found.best, model, found), name="large"), found.best)
 
 
 def test_the_picture_is_the_timeline(look: Callable[..., dict[str, Any]], plain: tuple[Found, Model]) -> None:
     """In the middle of each step its colour, and under the mouse what it is; the same where a rank waits."""
     found, model = plain
-    line = replayed(found.best, graph(model)).timeline
+    line = replay(found.best, graph(model)).timeline
     steps = [(rank, event) for rank, events in enumerate(line.events) for event in events]
     asked = [(rank, event.start + 0.3 * (event.end - event.start)) for rank, event in steps]
-    seen = look(page(found.best, model, found), *asked, (3, line.events[3][0].start / 2))
+    seen = look(plan_page(found.best, model, found), *asked, (3, line.events[3][0].start / 2))
     *during, waits = seen["seen"]
     for (rank, (step, start, end)), (kind, said) in zip(steps, during, strict=True):
         way = "backward" if step.backward else "forward"

@@ -19,13 +19,11 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import PLAN_VERSION, Plan, Prediction, Stage
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.report.text import (
-    Unit,
-    holds,
-    loses,
-    report,
-)
+from megaloom.planner.report.tables import stage_contents
+from megaloom.planner.report.text import search_report
+from megaloom.planner.report.units import Unit
 from megaloom.planner.search.search import Found, Rejected
+from megaloom.planner.search.step_difference import difference_text
 
 
 def made(layout: Layout, bounds: tuple[int, ...], breakdown: dict[str, float]) -> Plan:
@@ -89,35 +87,35 @@ GOLDEN = """\
   GPUs precision GBS MBS  seq TP PP VP CP EP DP  SP recompute dist-opt   overlap
 8xH100      bf16  64   2 1024  1  2  2  1  1  4 off      none      off gradients
 
-         s/step  tok/s/GPU  TFLOP/s/GPU    MFU           memory  bubble  exposed comm
-2.500 (2.2-3.2)      3,277          125  12.5%  6.0 of 79.1 GiB   10.0%          0.0%
+s/step (90% interval)  tok/s/GPU  TFLOP/s/GPU    MFU           memory  bubble  exposed comm
+      2.500 (2.2-3.2)      3,277          125  12.5%  6.0 of 79.1 GiB   10.0%          0.0%
 
 Why
 - A first reason [with brackets].
 - A second.
 
-Where the step goes, on the pipeline rank that waits least
+Time of one step, on the slowest pipeline rank
                      s   share
 forward          0.750   30.0%  #######
 backward         1.500   60.0%  ##############
 pipeline bubble  0.250   10.0%  ##
-a step           2.500  100.0%
+total            2.500  100.0%
 
-Pipeline ranks: milliseconds of one micro-batch, parameters on one device
-rank  forward  backward   params  holds
+Pipeline ranks: milliseconds per micro-batch, parameters per device
+rank  forward  backward   params  layers
    0     4.00      8.00  62.00 M  embed, positions, blocks 0-1; 5 (mlp), 6-7, 8 (attention)
    1     6.00     12.00  62.00 M  blocks 2-4, 5 (attention); 8 (mlp), 9-11, unembed
 
-Memory of each pipeline rank at its fullest, in GiB
-rank weights activations in all at the
-   0     1.0         4.5    5.5 backward of micro-batch 0
-   1     2.0         4.0    6.0 backward of micro-batch 0
+Peak memory of each pipeline rank, in GiB
+rank weights activations total peak at
+   0     1.0         4.5   5.5 backward of micro-batch 0
+   1     2.0         4.0   6.0 backward of micro-batch 0
 
-Next best
-TP PP VP CP EP DP MBS SP recompute dist-opt s/step   MFU GiB loses by
+Next best layouts
+TP PP VP CP EP DP MBS SP recompute dist-opt s/step   MFU GiB difference
  2  1  1  1  1  4   1 on      full      off  2.625 12.5% 5.5 5.0% slower: 375 ms more of tensor-parallel communication, 250 ms less of pipeline bubble
 
-Nearest layouts that do not work
+Similar layouts that break a rule or do not fit
 layout    cause
 dp8 mbs8  81.2 GiB on rank 0, of 79.1
 """  # noqa: E501 (a table's lines are as long as they are)
@@ -125,7 +123,7 @@ dp8 mbs8  81.2 GiB on rank 0, of 79.1
 
 def test_a_report_reads_well() -> None:
     text = StringIO()
-    show(report(example(), graph(find("gpt2")[0]), top=5), text)
+    show(search_report(example(), graph(find("gpt2")[0]), top=5), text)
     assert text.getvalue() == GOLDEN
 
 
@@ -135,7 +133,7 @@ def test_on_a_terminal_a_report_has_colours_and_fits() -> None:
             return True
 
     text = Terminal()
-    show(report(example(), graph(find("gpt2")[0]), top=5), text)
+    show(search_report(example(), graph(find("gpt2")[0]), top=5), text)
     assert "\x1b[" in text.getvalue()
     assert "A first reason [with brackets]." in text.getvalue()
     assert "…" not in text.getvalue()
@@ -143,8 +141,8 @@ def test_on_a_terminal_a_report_has_colours_and_fits() -> None:
 
 def test_what_a_stage_holds_is_said_by_blocks() -> None:
     g = graph(find("gpt2")[0])
-    assert holds(g.nodes, g) == "embed, positions, blocks 0-11, unembed"
-    said = [holds(g.nodes[a:b], g) for a, b in pairwise((0, *g.cut_points, len(g.nodes)))]
+    assert stage_contents(g.nodes, g) == "embed, positions, blocks 0-11, unembed"
+    said = [stage_contents(g.nodes[a:b], g) for a, b in pairwise((0, *g.cut_points, len(g.nodes)))]
     assert said[:4] == ["embed", "positions", "block 0 (attention)", "block 0 (mlp)"]
     assert said[-2:] == ["layer_norm", "unembed"]
 
@@ -152,14 +150,14 @@ def test_what_a_stage_holds_is_said_by_blocks() -> None:
 def test_a_loser_names_the_cause_that_adds_most() -> None:
     found = example()
     assert (
-        loses(found.best, found.others[0])
+        difference_text(found.best.predicted, found.others[0].predicted)
         == "5.0% slower: 375 ms more of tensor-parallel communication, 250 ms less of pipeline bubble"
     )
-    assert loses(found.best, found.best) == "as quick, but no simpler"
+    assert difference_text(found.best.predicted, found.best.predicted) == "as quick, but no simpler"
     predicted = found.best.predicted
     fuller = [{**held, "weights": held["weights"] + (3 << 29)} for held in predicted.nbytes]
     other = evolve(found.best, predicted=evolve(predicted, nbytes=tuple(fuller)))
-    assert loses(found.best, other) == "as quick, but with 1.5 GiB more memory"
+    assert difference_text(found.best.predicted, other.predicted) == "as quick, but with 1.5 GiB more memory"
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=12))
