@@ -2,7 +2,7 @@
 
 Models of a few blocks as wide as Llama 3 8B's are cut into pipelines of two and three ranks, anywhere (as our runtime
 does) and between blocks (as others do), with all the memory that they need. Every way to cut is tried: replayed in the
-order of `bubbles.ends`, until no other can end sooner.
+order of `pipeline.finish_bounds`, until no other can end sooner.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def lost(placed: Partition) -> float:
     before = np.concatenate([np.zeros((1, 2)), np.cumsum(_both(placed.problem.table.by_node), axis=0)])[places]
     ways = np.array([(0, *inner, len(places) - 1) for inner in combinations(range(1, len(places) - 1), count - 1)])
     ahead, back = np.moveaxis(before[ways[:, 1:]] - before[ways[:, :-1]], 2, 0)
-    bounds = pipeline.ends(ahead, back, np.zeros(ahead.shape), x.pp, np.full(len(ways), m), 0).max(axis=1)
+    bounds = pipeline.finish_bounds(ahead, back, np.zeros(ahead.shape), x.pp, np.full(len(ways), m), 0).max(axis=1)
     best, none = inf, [0.0] * count
     for i in np.argsort(bounds).tolist():
         if bounds[i] >= best:

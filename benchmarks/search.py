@@ -19,7 +19,7 @@ import numpy as np
 from megaloom.dsl import graph
 from megaloom.dsl.catalog import find
 from megaloom.planner import Workload, cluster
-from megaloom.planner.bounds.layouts import LowerBounds
+from megaloom.planner.bounds.lower_bounds import LowerBounds
 from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.cost.profiles.frameworks import OWN
 from megaloom.planner.model.structure import model_structure
@@ -44,7 +44,7 @@ def scored() -> tuple[int, int, float]:
     count = fit = 0
     for first in range(0, len(at), AT_ONCE):
         which = np.arange(first, min(first + AT_ONCE, len(at)))
-        layouts, place = variants(g, work, at.take(which), {}, lower_bounds.family(which))
+        layouts, place = variants(g, work, at.take(which), {}, lower_bounds.module_sets(which))
         found = lower_bounds.bound(layouts, which[place])
         count += len(found)
         fit += int(np.count_nonzero(found.nbytes <= machine.device.nbytes))

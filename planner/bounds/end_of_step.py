@@ -1,6 +1,7 @@
-"""What follows the last micro-batch of many layouts, at the least, however they are cut.
+"""Lower bound of the time after the last micro-batch: gradient reduction, optimizer, weight gather.
 
-Protocol: `after` says it of layouts by their columns; `cost.tail` has it of one rank whose weights are known.
+`end_of_step_bound` evaluates it for many layouts at once. `simulate.end_of_step` has the exact time of one rank whose
+weights are known.
 """
 
 from __future__ import annotations
@@ -12,41 +13,38 @@ from attrs import evolve
 
 from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.layouts import (
-    Column,
-    Layouts,
-    Rows,
-    alike,
-)
+from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
 from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.simulate.price import EndOfStep, OverlapWindow, end_of_step
 
-UNSEEN = OverlapWindow(inf, inf)  # all that can be hidden is
+EVERYTHING_HIDDEN = OverlapWindow(inf, inf)
 
 
-def after(x: Layouts, place: Column, params: Column, experts: Column, book: CostCache) -> Rows:
-    """[layouts, 2]: seconds of the optimizer and gathering, and of reduction, that the average rank takes.
+def end_of_step_bound(x: Layouts, base: Column, params: Column, experts: Column, cache: CostCache) -> Rows:
+    """Return seconds of (optimizer and weight gather, gradient reduction): [layouts, 2].
 
-    params, experts: elements of the whole model on one device, by place. What may hide behind computation counts for
-    nothing, but for the last bucket of gathered weights: some rank has as many dense ones as the average, and some as
-    many of experts.
+    `params` and `experts` are the dense and expert elements of the whole model on one device, by base layout.
+
+    Bound: with P dense and Q expert elements, some rank holds P/p or more dense and Q/p or more expert elements, or its
+    share of both together; the time of each phase grows with the elements. Communication that may overlap counts 0,
+    except the last bucket of gathered weights, behind which no computation is left. See docs/concepts/bounds.md.
     """
-    shown = ~np.array([x.has_overlap(Overlap.WEIGHTS), x.has_overlap(Overlap.GRADIENTS)]).T
-    first, which = alike(place, x.shard)
-    waiting, hiding = (evolve(x, overlaps=np.full(len(x), bit)) for bit in (0, Overlap.WEIGHTS.bit))
+    exposed = ~np.array([x.has_overlap(Overlap.WEIGHTS), x.has_overlap(Overlap.GRADIENTS)]).T
+    first, which = alike(base, x.shard)
+    serial, overlapped = (evolve(x, overlaps=np.full(len(x), bit)) for bit in (0, Overlap.WEIGHTS.bit))
 
-    def one(dense: float, sparse: float, layout: Layout) -> EndOfStep:
-        return end_of_step(dense, sparse, 0.0, layout, book.job, UNSEEN)
+    def of_rank(dense: float, sparse: float, layout: Layout) -> EndOfStep:
+        return end_of_step(dense, sparse, 0.0, layout, cache.job, EVERYTHING_HIDDEN)
 
     rows = []
     for i in first.tolist():
-        dense, sparse = float(params[place[i]]) / x.pp[i], float(experts[place[i]]) / x.pp[i]
-        average, alone = one(dense, sparse, waiting[i]), list[EndOfStep]()
+        dense, sparse = float(params[base[i]]) / x.pp[i], float(experts[base[i]]) / x.pp[i]
+        mean, one_kind = of_rank(dense, sparse, serial[i]), list[EndOfStep]()
         if x.shard[i]:
-            alone = [one(a, b, hiding[i]) for a, b in ((dense, 0.0), (0.0, sparse)) if a or b]
-        hidden = max([average.optimizer, *(t.optimizer + t.gathering for t in alone)])
-        rows.append((hidden, average.optimizer, average.gathering, average.reduction))
-    hidden, optimizer, *exchanged = np.array(rows).reshape(-1, 4)[which].T
-    out: Rows = np.array(exchanged).T * shown
-    out[:, 0] += np.where(shown[:, 0], optimizer, hidden)
+            one_kind = [of_rank(a, b, overlapped[i]) for a, b in ((dense, 0.0), (0.0, sparse)) if a or b]
+        last_bucket = max([mean.optimizer, *(end.optimizer + end.gathering for end in one_kind)])
+        rows.append((last_bucket, mean.optimizer, mean.gathering, mean.reduction))
+    last_bucket, optimizer, *communication = np.array(rows).reshape(-1, 4)[which].T
+    out: Rows = np.array(communication).T * exposed
+    out[:, 0] += np.where(exposed[:, 0], optimizer, last_bucket)
     return out

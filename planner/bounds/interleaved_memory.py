@@ -1,7 +1,4 @@
-"""What the fullest rank holds of interleaved chunks, at the least: many schedules at once, by their columns.
-
-Protocol: `held` gives bytes; `many` says where ways to cut are so many that chunks are cut as it takes them to be.
-"""
+"""Lower bound of the memory of a rank with several model chunks, for the partitions that the partitioner may choose."""
 
 from __future__ import annotations
 
@@ -15,31 +12,36 @@ from megaloom.planner.cost.memory import rank_memory
 from megaloom.planner.partition.dynamic_program import FloatVector
 from megaloom.planner.partition.local_search import ENUMERATED
 
-TINY = 1e-300  # for what is divided by nothing
-INVERSE = np.concatenate([[0.0], np.cumsum(1 / np.arange(1.0, 2**13, 2))])  # 1 + 1/3 + 1/5 + ..., so many of them
+from .base_costs import TINY
+
+ODD_INVERSES = np.concatenate([[0.0], np.cumsum(1 / np.arange(1.0, 2**13, 2))])  # [n] 1 + 1/3 + ... of n terms
 
 
-def many(atoms: int) -> NDArray[np.bool_]:
-    """For each number of stages, whether there are more ways to cut so many atoms than may all be looked at."""
-    return np.array([False, *(comb(atoms - 1, cuts) > ENUMERATED for cuts in range(atoms))])
+def too_many_partitions(segments: int) -> NDArray[np.bool_]:
+    """Return for each number of stages whether there are too many partitions of so many segments to enumerate."""
+    return np.array([False, *(comb(segments - 1, cuts) > ENUMERATED for cuts in range(segments))])
 
 
-def held(
-    state: FloatVector, saved: FloatVector, each: FloatVector, pp: Column, vpp: Column, group: Column
+def interleaved_nbytes(
+    state: FloatVector, saved: FloatVector, stage: FloatVector, pp: Column, vpp: Column, group: Column
 ) -> FloatVector:
-    """Bytes of a rank: `state` and `saved` (of one micro-batch) are the whole model's; a stage saves `each` at most.
+    """Return the least bytes of state and saved activations of the rank with the most memory: [layouts].
 
-    Either a rank's chunks have equal shares of its memory; weighed by the inverse of what is in flight, as in
-    `memory.least_rank_memory`, they hold so much. Or `each` is not exceeded; then what is saved is at best with the stages that
-    have the least in flight: the last ranks' last chunks, 1, 3, 5, ..., and then all others, a group.
+    `state` and `saved` (of one micro-batch) are bytes of the whole model; a stage saves at most `stage`. It holds for
+    the partitions of `joint_memory`, that is where `too_many_partitions`.
+
+    Bound: peak ≥ min(A, B). The in-flight micro-batches of the last chunks of the last ranks are 1, 3, 5, ... up to g,
+    and g of all other stages. A = (S/g + a) v / Σ 1/n, if the chunks of a rank have equal shares of its memory: the
+    mean over stages, weighted by the inverse of the micro-batches in flight n. B = (S + Σ n a_s) / p with a_s ≤
+    `stage`, the activations placed where the fewest micro-batches are in flight. See docs/concepts/bounds.md.
     """
     odd = np.minimum(pp, (group + 1) // 2)
-    inverse = INVERSE[odd] + (pp * vpp - odd) / group
+    inverse = ODD_INVERSES[odd] + (pp * vpp - odd) / group
     share = vpp / inverse
     equal = rank_memory(state / group * share, saved * share, 1.0, 0.0)
-    each = np.minimum(saved, each)
-    full = np.floor(saved / np.maximum(each, TINY))
-    kept = np.where(full < odd, full**2, odd**2 + (full - odd) * group) * each
-    kept = kept + (saved - full * each) * np.where(full < odd, 2 * full + 1, group)
-    least: FloatVector = np.minimum(equal, rank_memory(state / pp, kept / pp, 1.0, 0.0))
+    stage = np.minimum(saved, stage)
+    full = np.floor(saved / np.maximum(stage, TINY))
+    held = np.where(full < odd, full**2, odd**2 + (full - odd) * group) * stage
+    held = held + (saved - full * stage) * np.where(full < odd, 2 * full + 1, group)
+    least: FloatVector = np.minimum(equal, rank_memory(state / pp, held / pp, 1.0, 0.0))
     return least

@@ -1,10 +1,8 @@
-"""What a pipeline takes at the least, whatever waits for whatever else: by its cut, or however it may be cut.
+"""Lower bounds of the time of a pipeline schedule: for one partition, and for every partition.
 
-Protocol: `ends` has lower bounds of `timeline.finish`; `share` is how many times a micro-batch's seconds through the
-whole model a step takes at the least, however cut. Seconds are of one micro-batch by stage. Derivation, of chunk k of
-rank r with groups of G micro-batches: its first forward waits for one micro-batch through all stages before it, and
-finds rank r done with no more than G of each chunk before k, and with no backward; its last backward is, backwards, the
-same. All the rest of m micro-batches lies between.
+Symbols: p pipeline ranks, v chunks a rank, stage s = k p + r is chunk k of rank r; m micro-batches, g microbatch group;
+f_s, b_s forward and backward seconds of stage s for one micro-batch, h_s seconds of the p2p send from stage s to s + 1;
+t_s = f_s + b_s and T = Σ t_s. Proofs: docs/concepts/bounds.md.
 """
 
 from __future__ import annotations
@@ -19,102 +17,109 @@ from megaloom.planner.partition.dynamic_program import FloatVector
 
 Counts = NDArray[np.int64]
 
-HALF = 0.5  # of the ranks before the average one
 
-
-def ends(
+def finish_bounds(
     forward: ArrayLike, backward: ArrayLike, transfer: ArrayLike, pp: int, microbatches: ArrayLike, group: ArrayLike = 0
 ) -> FloatVector:
-    """No rank ends its last step sooner, as `timeline.finish` has it; of many pipelines by their first axes."""
-    ahead, back = np.array(forward), np.array(backward)
-    hops = np.zeros(ahead.shape)
-    hops[..., :-1] = np.asarray(transfer)[..., : ahead.shape[-1] - 1]
-    vpp = ahead.shape[-1] // pp
-    last = np.zeros((*ahead.shape[:-1], pp))
-    if vpp == 1:  # a rank sends before it goes on
-        last[..., 1:] = hops[..., :-1]
-        own, ahead, back = ahead + back + hops + last, ahead + hops, back + last
-        hops = np.zeros(ahead.shape)
+    """Return the earliest time at which each rank of a given partition can end its last backward pass.
+
+    Arguments are [..., stages] seconds, and [...] micro-batches and groups; the result is [..., ranks].
+
+    Bound: E_r ≥ F_r + m Σ_k t_{kp+r} and E_r ≥ max_{q ≥ r} (F_q + m Σ_k t_{kp+q} + G_q) − Σ_{s<r} (b_s + h_s), where
+    F_r = max_k (Σ_{s<kp+r} (f_s + h_s) − g Σ_{j<k} f_{jp+r}), and G_r is F_r with b in place of f. A rank first waits
+    until its first micro-batch has come through all stages before; meanwhile it has at most g forward passes of each
+    earlier chunk to do. Read backwards in time, the end of the schedule is the beginning of one.
+    """
+    f, b = np.array(forward), np.array(backward)
+    sends = np.zeros(f.shape)
+    sends[..., :-1] = np.asarray(transfer)[..., : f.shape[-1] - 1]
+    vpp = f.shape[-1] // pp
+    last = np.zeros((*f.shape[:-1], pp))
+    if vpp == 1:  # without interleaving a rank computes only after its send has ended
+        last[..., 1:] = sends[..., :-1]
+        own, f, b = f + b + sends + last, f + sends, b + last
+        sends = np.zeros(f.shape)
     else:
-        own = (ahead + back).reshape(*ahead.shape[:-1], vpp, pp).sum(axis=-2)
+        own = (f + b).reshape(*f.shape[:-1], vpp, pp).sum(axis=-2)
     m, size = np.asarray(microbatches)[..., None], np.asarray(group)[..., None]
     size = np.minimum(np.where(size, size, pp), m)
-    waits = [_waits(device_mesh, hops, pp, vpp, size) for device_mesh in (ahead, back)]
-    busy = waits[0] + m * own
-    before = np.cumsum(back + hops, axis=-1)[..., :pp] - (back + hops)[..., :pp]
-    after = np.maximum.accumulate((busy + waits[1])[..., ::-1], axis=-1)[..., ::-1] - before
-    out: FloatVector = np.maximum(busy, after) - last
+    first_wait, last_wait = (_waits(seconds, sends, pp, vpp, size) for seconds in (f, b))
+    busy = first_wait + m * own
+    earlier = np.cumsum(b + sends, axis=-1)[..., :pp] - (b + sends)[..., :pp]
+    later_ranks = np.maximum.accumulate((busy + last_wait)[..., ::-1], axis=-1)[..., ::-1] - earlier
+    out: FloatVector = np.maximum(busy, later_ranks) - last
     return out
 
 
-def _waits(seconds: FloatVector, hops: FloatVector, pp: int, vpp: int, size: NDArray[np.int64]) -> FloatVector:
-    """By rank, how long it waits at the least for a first micro-batch, chunk after chunk."""
-    path = np.cumsum(seconds + hops, axis=-1) - (seconds + hops)
+def _waits(seconds: FloatVector, sends: FloatVector, pp: int, vpp: int, size: NDArray[np.int64]) -> FloatVector:
+    """Return for each rank the largest over its chunks of the wait for the first micro-batch, F_r or G_r."""
+    path = np.cumsum(seconds + sends, axis=-1) - (seconds + sends)
     rows = seconds.reshape(*seconds.shape[:-1], vpp, pp)
     done = size[..., None] * (np.cumsum(rows, axis=-2) - rows)
     waits: FloatVector = (path.reshape(rows.shape) - done).max(axis=-2)
     return waits
 
 
-def alone(pp: FloatVector, microbatches: FloatVector, ahead: FloatVector) -> FloatVector:
-    """What `share` says of one chunk a rank by its first backward; `ahead`: of what atom takes, the most is forward.
+def first_backward_multiple(pp: FloatVector, microbatches: FloatVector, forward_share: FloatVector) -> FloatVector:
+    """Return c such that a schedule without interleaving takes at least c T, for every partition of the model.
 
-    That waits for a micro-batch through all stages but those before the rank, which has run j + 1 forwards by then,
-    j being the ranks after it. Then it runs all that is left, and a micro-batch goes back through the stages before:
-    all of one, and (m - 1) t - j f of the rank. The greatest is least when all are equal: with 1 / (m - 1 - j ahead)
-    summed over ranks, which is at most its integral, as it is convex in j.
+    `forward_share` is the largest share φ of any segment's seconds that is forward, hence f_s ≤ φ t_s.
+
+    Bound: step ≥ T · (1 + 1 / Σ_r 1 / (m − 1 − j_r φ)), with j_r = min(p − 1 − r, m − 1) ranks after r that matter.
+    Before its first backward pass, rank r has run j_r + 1 forward passes; that micro-batch has passed all stages. What
+    is left are (m − 1) t_r − j_r f_r seconds and the backward pass through the stages before. The slowest rank is
+    fastest when these are equal over ranks. The sum is at most its integral, because the summands are convex in j.
     """
     rest, some = microbatches - 1, np.minimum(pp, microbatches)
-    near, far = rest + HALF * ahead, rest - (some - HALF) * ahead
+    near, far = rest + forward_share / 2, rest - (some - 1 / 2) * forward_share
     with np.errstate(divide="ignore", invalid="ignore"):
-        inverse = np.log(near / far) / ahead + (pp - some) / (rest * (1 - ahead))
+        inverse = np.log(near / far) / forward_share + (pp - some) / (rest * (1 - forward_share))
         return np.where((far > 0) & (inverse > 0), 1 + 1 / inverse, 1.0)
 
 
-def share(
+def pass_multiples(
     pp: FloatVector, vpp: Counts, microbatches: FloatVector, group: FloatVector
 ) -> tuple[FloatVector, FloatVector]:
-    """What a step takes at the least, of many schedules: so many times the seconds of a micro-batch through the whole
-    model, and so many times those of what passes from a stage to the next.
+    """Return (c, d) such that a step takes at least c T + d h for every partition; all arrays are [layouts].
 
-    One chunk a rank: rank r takes m t[r] and the t of those before it, of which the greatest is least when all are
-    equal. Several: see `interleaved`.
+    Bound: step ≥ m T / p, and with interleaving step ≥ c T + d h of `interleaved_multiples`. The ranks together compute
+    m T, so one of them computes m T / p or more.
     """
-    m = microbatches
-    out: FloatVector = 1 / (1 - (1 - 1 / m) ** pp)
-    passed = np.zeros(len(out))
+    passes: FloatVector = microbatches / pp
+    sends = np.zeros(len(passes))
     some = np.flatnonzero(vpp > 1)
     if len(some):
-        columns = [np.asarray(x, dtype=np.int64)[some] for x in (pp, vpp, m, np.minimum(group, m))]
+        columns = [
+            np.asarray(x, dtype=np.int64)[some] for x in (pp, vpp, microbatches, np.minimum(group, microbatches))
+        ]
         first, which = alike(*columns)
         rows = zip(*(column[first].tolist() for column in columns), strict=True)
-        out[some], passed[some] = np.array([interleaved(*row) for row in rows])[which].T
-    return out, passed
+        passes[some], sends[some] = np.array([interleaved_multiples(*row) for row in rows])[which].T
+    return passes, sends
 
 
 @lru_cache(maxsize=1 << 14)
-def interleaved(pp: int, vpp: int, m: int, size: int) -> tuple[float, float]:
-    """`share` of chunks that run groups of so many micro-batches.
+def interleaved_multiples(pp: int, vpp: int, m: int, size: int) -> tuple[float, float]:
+    """Return (c, d) such that an interleaved schedule takes at least c T + d h for every partition.
 
-    A step takes no less than what rank r waits for at its chunk k, both ways, and m times all its chunks: see above.
-    Nor less than any mean of these. With weights y[k, r] of which each stage's seconds count for as much, no cut takes
-    less than that, and by no other weights more is sure: a cut may have its seconds where they count for the least.
-    Such y of chunk k + 1 follow from those of chunk k: `size` times y[k + 1, r] is the sum of the pp weights up to its
-    own. By Y[r], the sums over chunks, m Y[r + 1] - m Y[r] is y[r + 1] of the last chunk.
+    Bound: step ≥ Σ_{k,r} y_{k,r} (F_{k,r} + m Σ_j t_{jp+r} + G_{k,r}) for all weights y ≥ 0 with Σ y = 1, where F_{k,r}
+    and G_{k,r} are the waits of chunk k of rank r in `finish_bounds`. c is the least coefficient of any t_s in this sum.
+    The weights used here make the coefficients equal, and no other weights give a larger c: size · y_{k+1,r} is
+    the sum of the p weights up to y_{k,r}, and m (Y_{r+1} − Y_r) = y_{v−1,r+1} for the sums Y_r over chunks.
     """
-    every, one = _chunks(pp, vpp, size), np.zeros(pp)
+    every, one = _chunk_weights(pp, vpp, size), np.zeros(pp)
     ranks, one[-1] = every.sum(axis=0), 1.0
-    alike_and_one = np.vstack([np.diff(ranks, axis=0) - every[-1, 1:] / m, ranks.sum(axis=0)])
-    y = np.maximum(0.0, every @ np.linalg.solve(alike_and_one, one))
-    later = y.sum(axis=0) - np.cumsum(y, axis=0)
-    after = y.sum() - np.cumsum(y).reshape(y.shape)
-    counts = m * y.sum(axis=0) - size * later + after
-    return float(counts.min() / y.sum()), float(2 * y.ravel() @ np.arange(pp * vpp) / y.sum())
+    equations = np.vstack([np.diff(ranks, axis=0) - every[-1, 1:] / m, ranks.sum(axis=0)])
+    y = np.maximum(0.0, every @ np.linalg.solve(equations, one))
+    later_chunks = y.sum(axis=0) - np.cumsum(y, axis=0)
+    later_stages = y.sum() - np.cumsum(y).reshape(y.shape)
+    coefficients = m * y.sum(axis=0) - size * later_chunks + later_stages
+    return float(coefficients.min() / y.sum()), float(2 * y.ravel() @ np.arange(pp * vpp) / y.sum())
 
 
 @lru_cache(maxsize=1 << 10)
-def _chunks(pp: int, vpp: int, size: int) -> FloatVector:
-    """The weights of each chunk's ranks, by those of the first chunk's: [chunks, ranks, ranks]."""
+def _chunk_weights(pp: int, vpp: int, size: int) -> FloatVector:
+    """Return the weights of each chunk's ranks as linear maps of those of the first chunk: [chunks, ranks, ranks]."""
     own, later = size * np.eye(pp) - np.tri(pp), np.triu(np.ones((pp, pp)), 1)
     step = np.linalg.solve(own, later)
     out = [np.eye(pp)]

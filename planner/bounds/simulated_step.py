@@ -13,12 +13,12 @@ from . import pipeline
 def step_lower_bound(placed: Partition) -> float:
     """Return a lower bound of `simulate(placed).seconds`.
 
-    Let e[r] <= the end of rank r's last backward pass (`pipeline.ends`). The step ends no sooner than it would if only
+    Let e[r] <= the end of rank r's last backward pass (`pipeline.finish_bounds`). The step ends no sooner than it would if only
     some ranks had an end of step; two are looked at: the one with the largest e[r], and the one with most weights.
     """
     problem, x = placed.problem, placed.layout
     forward, backward, sends = stage_seconds(placed)
-    ends = pipeline.ends(forward, backward, sends, x.pp, problem.microbatches, x.microbatch_group)
+    ends = pipeline.finish_bounds(forward, backward, sends, x.pp, problem.microbatches, x.microbatch_group)
     params = [sum(s.params + s.expert_params for s in placed.stages[r :: x.pp]) for r in range(x.pp)]
     ranks = sorted({int(ends.argmax()), int(np.argmax(params))})
     after = [end_of_rank(placed, r, forward, backward) for r in ranks]

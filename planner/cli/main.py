@@ -237,7 +237,7 @@ def plan(
         tell(found, declared, top, assumed, target)
         for picture in filter(None, (html, trace)):
             print(f"wrote {picture}")
-    return None if found.unproven is None else 130
+    return None if found.gap is None else 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:

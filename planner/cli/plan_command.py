@@ -101,7 +101,7 @@ def searched(
     watched = console.status(doing, spinner="line") if console.is_terminal else None
 
     def tell(so_far: Progress) -> None:
-        best = f"{so_far.layout}: {so_far.seconds:.3g} s a step, {nearly(so_far.unproven)}"
+        best = f"{so_far.layout}: {so_far.seconds:.3g} s a step, {nearly(so_far.gap)}"
         if watched:
             watched.update(f"{doing} so far {best} (Ctrl-C takes it)")
 
@@ -114,8 +114,8 @@ def searched(
             fixed=fixed,
             headroom=free,
             runtime=runtime,
-            tell=tell if watched else None,
-            settle=True,
+            on_progress=tell if watched else None,
+            keep_incumbent=True,
         )
 
 
@@ -158,7 +158,7 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
     nodes = f"{machine.nodes} nodes of {machine.per_node}" if machine.nodes > 1 else "one node"
     said = f" ({' and '.join(assumed)} not given)" if assumed else ""
     whole = f", {w.tokens:,} in all" if w.seq > 1 else ""
-    ended = "" if found.unproven is None else f", then interrupted: {nearly(found.unproven)}"
+    ended = "" if found.gap is None else f", then interrupted: {nearly(found.gap)}"
     own = best.runtime is Runtime.MEGALOOM
     runner = "" if own else f", as {PROFILES[best.runtime].name} runs it"
     head = (

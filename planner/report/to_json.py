@@ -44,7 +44,7 @@ def search_json(found: Found, top: int, params: int) -> dict[str, Any]:
             for x, cause in near.items()
             if all(x != p.layout for p in plans)
         ],
-        **({} if found.unproven is None else {"possible_gain": found.unproven}),
+        **({} if found.gap is None else {"possible_gain": found.gap}),
     }
 
 

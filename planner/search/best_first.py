@@ -1,9 +1,8 @@
-"""What a search has still to look at, the least bound first: places, layouts at them, and those cut already.
+"""The frontier of a best-first branch and bound: all that is left to examine, the least lower bound first.
 
-Protocol: `pop` is what takes the least, made ready to be looked at more closely; `push` puts it back with what is then
-known. Places and layouts are taken many at a time. Once the best of a way to deal the devices is known, `settle` puts
-slower layouts of that aside, until `recall`; from then on a layout waits until what it is likely to take is the least.
-`roomy` are layouts that are sure to have room, without proof that none is quicker.
+Four kinds of entries, each a closer look at the one before: base layouts, which are opened many at a time; layouts with
+the bounds of `LowerBounds`; balanced layouts, whose stages have been balanced; partitions and simulated layouts. `pop`
+returns the entry with the least bound once it is a balanced layout or more; `push` puts it back with a better bound.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 from attrs import define, field, frozen
 
 from megaloom.planner.bounds import balanced_partition
-from megaloom.planner.bounds.layouts import BoundedLayouts
+from megaloom.planner.bounds.lower_bounds import BoundedLayouts
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
 from megaloom.planner.partition.partitioner import Partition
@@ -26,7 +25,7 @@ from megaloom.planner.simulate.price import Priced
 
 from .candidates import Candidates
 from .device_meshes import (
-    DEGREES,
+    MESH_FIELDS,
     TIE_RATIO,
     DeviceMesh,
     device_mesh,
@@ -34,35 +33,35 @@ from .device_meshes import (
 )
 from .pricing import PartitionedLayout, Pricer
 
-HORIZON = 1.1
-BASES_AT_ONCE = 32  # whose layouts are looked at together
-FIRST_BATCH, LARGEST_BATCH = 32, 512  # layouts that are cut evenly together, at first and at the most
+BASES_AT_ONCE = 32  # base layouts that are opened together
+FIRST_BATCH, LARGEST_BATCH = 32, 512  # layouts that are balanced together
+HORIZON_RATIO = 1.1  # the horizon lies this far beyond the least bound of all that is open
 
 
 @frozen(eq=False, slots=False)
 class BalancedLayout:
-    """A layout that has been cut evenly."""
+    """A layout whose stages have been balanced."""
 
     pricer: Pricer
     layouts: Layouts
     i: int
-    roomy: bool  # whether it may have room as it is cut
-    likely: float = 0.0  # seconds of a step that it hardly takes less than
+    may_fit: bool  # the balanced partition may fit the memory
+    expected: float = 0.0  # seconds that a step hardly goes below
 
     @cached_property
     def layout(self) -> Layout:
-        """Which."""
+        """Return the layout itself."""
         return self.layouts[self.i]
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """How it deals the devices."""
-        return tuple(int(getattr(self.layouts, axis)[self.i]) for axis in DEGREES)
+        """Return the degrees of the axes that divide devices."""
+        return tuple(int(getattr(self.layouts, axis)[self.i]) for axis in MESH_FIELDS)
 
     @cached_property
     def steps(self) -> Iterator[float | PartitionedLayout | Layout]:
-        """What is known of it, more and more closely; first layouts to be looked at beside it."""
-        return chain(self.pricer.fewer_overlaps(self.layout) if self.roomy else [], self.pricer.refined(self.layout))
+        """Yield layouts with less overlap that need less memory, then ever closer bounds, then the partition."""
+        return chain(self.pricer.fewer_overlaps(self.layout) if self.may_fit else [], self.pricer.refined(self.layout))
 
 
 Entry = Priced | PartitionedLayout | BalancedLayout
@@ -70,142 +69,143 @@ Entry = Priced | PartitionedLayout | BalancedLayout
 
 @define(eq=False)
 class Frontier:
-    """A search's queue."""
+    """What a search has left to examine."""
 
     candidates: Candidates
-    heap: list[tuple[float, int, Entry]] = field(factory=list)
-    count: int = 0
-    order: Column = field(factory=lambda: np.zeros(0, dtype=np.int64))  # of the places that may have room, not opened
-    bounds: Rows = field(factory=lambda: np.zeros(0))
-    found: list[BoundedLayouts] = field(factory=list)  # layouts at places, the quickest first, that are not in the heap
-    least: float = inf  # seconds of all those
-    at_once: int = FIRST_BATCH
-    sure: float = inf  # seconds up to which all is looked at, likely or not
-    settled: dict[DeviceMesh, float] = field(
-        factory=dict
-    )  # the seconds of a way beyond which nothing of it is looked at
-    aside: list[tuple[float, Entry]] = field(factory=list)
-    beside: list[BoundedLayouts] = field(factory=list)  # of which likewise nothing is in the heap
+    closed: dict[DeviceMesh, float] = field(factory=dict)  # of each mesh, seconds above which nothing is examined
+    _heap: list[tuple[float, int, Entry]] = field(factory=list)
+    _pushed: int = 0
+    _unopened: Column = field(factory=lambda: np.zeros(0, dtype=np.int64))  # base layouts, by ascending bound
+    _unopened_seconds: Rows = field(factory=lambda: np.zeros(0))
+    _opened: list[BoundedLayouts] = field(factory=list)  # layouts not yet balanced, each part by ascending bound
+    _opened_seconds: float = inf  # least bound of these
+    _batch: int = FIRST_BATCH
+    _limit: float = inf  # seconds above which a balanced layout waits until its expected time is the least
+    _postponed: list[tuple[float, Entry]] = field(factory=list)  # of closed meshes
+    _postponed_layouts: list[BoundedLayouts] = field(factory=list)
 
-    def push(self, seconds: float, what: Entry) -> None:
-        """Look at this again when nothing takes less."""
-        self.count += 1
-        heappush(self.heap, (seconds, self.count, what))
+    def push(self, seconds: float, entry: Entry) -> None:
+        """Add an entry, to be examined when no other has a smaller bound."""
+        self._pushed += 1
+        heappush(self._heap, (seconds, self._pushed, entry))
 
     def pop(self) -> tuple[float, Entry] | None:
-        """What takes the least, if there is anything left."""
+        """Return the least bound and its entry, or None if nothing is left."""
         while True:
-            while self._more(self.heap[0][0] if self.heap else inf):
+            while self._expand(self._heap[0][0] if self._heap else inf):
                 pass
-            if not self.heap:
+            if not self._heap:
                 return None
-            seconds, _, what = heappop(self.heap)
-            if isinstance(what, BalancedLayout) and what.likely > seconds > self.sure:
-                self.push(what.likely, what)
-            elif seconds > self.settled.get(_device_mesh(what), inf):
-                self.aside.append((seconds, what))
+            seconds, _, entry = heappop(self._heap)
+            if isinstance(entry, BalancedLayout) and entry.expected > seconds > self._limit:
+                self.push(entry.expected, entry)
+            elif seconds > self.closed.get(_mesh_of(entry), inf):
+                self._postponed.append((seconds, entry))
             else:
-                return seconds, what
+                return seconds, entry
 
-    def settle(self, best: Priced) -> None:
-        """Of its way look no more at what is slower; at what is as quick, still."""
-        self.settled.setdefault(device_mesh(best.layout), TIE_RATIO * best.seconds)
-        self.sure = min(self.settled.values())
+    def close(self, best: Priced) -> None:
+        """Postpone all layouts of this one's device mesh that are slower than it by more than a tie."""
+        self.closed.setdefault(device_mesh(best.layout), TIE_RATIO * best.seconds)
+        self._limit = min(self.closed.values())
 
-    def recall(self) -> None:
-        """Look at all of them again."""
-        self.settled.clear()
-        for seconds, what in self.aside:
-            self.push(seconds, what)
-        self.aside.clear()
-        self._keep([*self.found, *self.beside])
-        self.beside.clear()
+    def reopen(self) -> None:
+        """Bring back everything postponed."""
+        self.closed.clear()
+        for seconds, entry in self._postponed:
+            self.push(seconds, entry)
+        self._postponed.clear()
+        self._set_opened([*self._opened, *self._postponed_layouts])
+        self._postponed_layouts.clear()
 
-    def roomy(self) -> Iterator[Partition]:
-        """Those that have room as evenly cut: of those that are cut the most promising first, then of more and more."""
+    def feasible(self) -> Iterator[Partition]:
+        """Yield partitions that fit the memory, the most promising first: without proof that none is faster."""
         seen = 0
         while True:
-            new, seen = sorted(entry for entry in self.heap if entry[1] > seen), self.count
-            for _, _, what in new:
-                if isinstance(what, PartitionedLayout):
-                    yield what.partition
-                elif (
-                    isinstance(what, BalancedLayout)
-                    and what.roomy
-                    and (placed := self.candidates.pricer.even_if_it_fits(what.layout))
-                ):
-                    yield placed
-            while self.count == seen:
-                if not self._more(inf):
+            new, seen = sorted(entry for entry in self._heap if entry[1] > seen), self._pushed
+            for _, _, entry in new:
+                if isinstance(entry, PartitionedLayout):
+                    yield entry.partition
+                if not isinstance(entry, BalancedLayout) or not entry.may_fit:
+                    continue
+                if partition := self.candidates.pricer.even_if_it_fits(entry.layout):
+                    yield partition
+            while self._pushed == seen:
+                if not self._expand(inf):
                     return
 
-    def _more(self, seconds: float) -> bool:
-        """Look at more layouts, if there are any that may take less than this, or as little."""
-        limit, horizon = min(seconds, self.least), self.candidates.horizon
-        first = float(self.bounds[0]) if len(self.bounds) else inf
-        last = float(self.bounds[BASES_AT_ONCE - 1]) if len(self.bounds) >= BASES_AT_ONCE else inf
-        if horizon < last and min(first, horizon) <= limit:  # the next base layouts are not all known
+    def _expand(self, seconds: float) -> bool:
+        """Take one step that may bring an entry of at most this bound to the heap; False if there is none."""
+        limit, horizon = min(seconds, self._opened_seconds), self.candidates.horizon
+        bounds = self._unopened_seconds
+        first = float(bounds[0]) if len(bounds) else inf
+        last = float(bounds[BASES_AT_ONCE - 1]) if len(bounds) >= BASES_AT_ONCE else inf
+        if horizon < last and min(first, horizon) <= limit:  # some of the next base layouts may have no bound yet
             self._extend(limit)
         elif first < inf and first <= limit:
             self._open()
-        elif self.found and self.least <= seconds:
-            self._nearer()
+        elif self._opened and self._opened_seconds <= seconds:
+            self._balance()
         else:
             return False
         return True
 
     def _extend(self, limit: float) -> None:
-        """Bound the base layouts of which a step may take as little as this."""
+        """Bound more base layouts, up to a horizon beyond `limit`."""
         candidates, first = self.candidates, self.candidates.bounded
-        candidates.extend(HORIZON * limit if limit < inf else 0.0)
+        candidates.extend(HORIZON_RATIO * limit if limit < inf else 0.0)
         if candidates.bounded == first:
             return
         seconds, nbytes = candidates.lower_bounds.ideal(first)
         fits = np.flatnonzero(nbytes <= candidates.pricer.capacity)
-        order, bounds = np.concatenate([self.order, first + fits]), np.concatenate([self.bounds, seconds[fits]])
-        rank = np.lexsort((candidates.numbers[order], bounds))
-        self.order, self.bounds = order[rank], bounds[rank]
-
-    def _keep(self, found: list[BoundedLayouts]) -> None:
-        self.found = [some for some in found if len(some)]
-        self.least = min((float(some.seconds[0]) for some in self.found), default=inf)
+        base = np.concatenate([self._unopened, first + fits])
+        bounds = np.concatenate([self._unopened_seconds, seconds[fits]])
+        order = np.lexsort((candidates.numbers[base], bounds))
+        self._unopened, self._unopened_seconds = base[order], bounds[order]
 
     def _open(self) -> None:
-        """Look at the layouts at more places."""
-        found = self.candidates.variants(self.order[:BASES_AT_ONCE])
-        self.order, self.bounds = self.order[BASES_AT_ONCE:], self.bounds[BASES_AT_ONCE:]
-        which = np.flatnonzero(found.nbytes <= self.candidates.pricer.capacity)
-        self._keep([*self.found, found.take(which[np.argsort(found.seconds[which], kind="stable")])])
+        """Bound the layouts of the next base layouts."""
+        found = self.candidates.variants(self._unopened[:BASES_AT_ONCE])
+        self._unopened = self._unopened[BASES_AT_ONCE:]
+        self._unopened_seconds = self._unopened_seconds[BASES_AT_ONCE:]
+        fits = np.flatnonzero(found.nbytes <= self.candidates.pricer.capacity)
+        order = fits[np.argsort(found.seconds[fits], kind="stable")]
+        self._set_opened([*self._opened, found.take(order)])
 
-    def _nearer(self) -> None:
-        """Cut more layouts evenly: those that take the least."""
-        self._leave()
-        if not self.found:
+    def _balance(self) -> None:
+        """Balance the stages of the layouts with the least bounds, and push them."""
+        self._postpone()
+        if not self._opened:
             return
-        every = np.concatenate([found.seconds[: self.at_once] for found in self.found])
-        last = min(self.at_once, len(every)) - 1
+        every = np.concatenate([part.seconds[: self._batch] for part in self._opened])
+        last = min(self._batch, len(every)) - 1
         most = np.partition(every, last)[last]
-        sizes = [int(np.searchsorted(found.seconds, most, side="right")) for found in self.found]
-        pairs = list(zip(self.found, sizes, strict=True))
-        near = BoundedLayouts.joined([found.take(slice(n)) for found, n in pairs if n])
-        self._keep([found.take(slice(n, None)) if n else found for found, n in pairs])
-        self.at_once = min(2 * self.at_once, LARGEST_BATCH)
+        sizes = [int(np.searchsorted(part.seconds, most, side="right")) for part in self._opened]
+        pairs = list(zip(self._opened, sizes, strict=True))
+        batch = BoundedLayouts.joined([part.take(slice(n)) for part, n in pairs if n])
+        self._set_opened([part.take(slice(n, None)) if n else part for part, n in pairs])
+        self._batch = min(2 * self._batch, LARGEST_BATCH)
         pricer = self.candidates.pricer
-        seconds, likely, nbytes = balanced_partition.look(pricer, self.candidates.lower_bounds, near)
-        rows = zip(seconds.tolist(), likely.tolist(), (nbytes <= pricer.capacity).tolist(), strict=True)
-        for i, (least, guess, roomy) in enumerate(rows):
-            self.push(least, BalancedLayout(pricer, near.layouts, i, roomy, guess))
+        bounds = balanced_partition.balanced_bounds(pricer, self.candidates.lower_bounds, batch)
+        fits = (bounds.nbytes <= pricer.capacity).tolist()
+        rows = zip(bounds.seconds.tolist(), bounds.expected_seconds.tolist(), fits, strict=True)
+        for i, (seconds, expected, may_fit) in enumerate(rows):
+            self.push(seconds, BalancedLayout(pricer, batch.layouts, i, may_fit, expected))
 
-    def _leave(self) -> None:
-        """Put layouts aside of which nothing is looked at any more."""
-        for one, most in self.settled.items():
-            slower = [has_mesh(some.layouts, one) & (some.seconds > most) for some in self.found]
-            self.beside += [some.take(out) for some, out in zip(self.found, slower, strict=True) if out.any()]
-            self._keep([some.take(~out) for some, out in zip(self.found, slower, strict=True)])
+    def _postpone(self) -> None:
+        """Set aside the opened layouts of closed meshes."""
+        for mesh, most in self.closed.items():
+            slower = [has_mesh(part.layouts, mesh) & (part.seconds > most) for part in self._opened]
+            pairs = list(zip(self._opened, slower, strict=True))
+            self._postponed_layouts += [part.take(out) for part, out in pairs if out.any()]
+            self._set_opened([part.take(~out) for part, out in pairs])
+
+    def _set_opened(self, parts: list[BoundedLayouts]) -> None:
+        self._opened = [part for part in parts if len(part)]
+        self._opened_seconds = min((float(part.seconds[0]) for part in self._opened), default=inf)
 
 
-def _device_mesh(what: Entry) -> DeviceMesh:
-    """How what is looked at deals the devices."""
-    if isinstance(what, BalancedLayout):
-        return what.device_mesh
-    return device_mesh(what.partition.layout if isinstance(what, PartitionedLayout) else what.layout)
+def _mesh_of(entry: Entry) -> DeviceMesh:
+    if isinstance(entry, BalancedLayout):
+        return entry.device_mesh
+    return device_mesh(entry.partition.layout if isinstance(entry, PartitionedLayout) else entry.layout)

@@ -1,7 +1,8 @@
-"""The legal layouts of a search, and what each takes at the least.
+"""The candidate space of a search, with lower bounds that are computed only as far as the search needs them.
 
-Protocol: a `Field` has the places, each a way to lay a micro-batch over the axes, with bounds of `ideal` layouts there;
-`variants` are the layouts at some of them, with their own bounds.
+`Candidates` lists all base layouts (device mesh, micro-batch size, sequence parallelism, overlaps within a micro-batch)
+in the order of a cheap lower bound. Up to a horizon, a step time, each has the closer bounds of `LowerBounds`;
+`variants` are the layouts of some of them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from math import inf
 import numpy as np
 from attrs import define, field
 
-from megaloom.planner.bounds.layouts import (
+from megaloom.planner.bounds.lower_bounds import (
     BoundedLayouts,
     LowerBounds,
     large_batch_seconds,
@@ -24,22 +25,22 @@ from . import candidate_space
 from .candidate_space import FixedAxes
 from .pricing import Pricer
 
-HORIZON_GROWTH = 1.2  # the horizon moves by this factor at least
+HORIZON_GROWTH = 1.2  # least factor by which the horizon moves
 
 
 @define(eq=False)
 class Candidates:
-    """The legal layouts of a search, of which those are looked at that may be among the best."""
+    """The legal layouts of a search."""
 
     pricer: Pricer
     fixed: FixedAxes
-    base_layouts: Layouts = field(init=False)  # all, by ascending lower bound
-    horizon: float = 0.0  # seconds; every base layout with a smaller bound is in `lower_bounds`
-    lower_bounds: LowerBounds = field(init=False)  # of the base layouts up to the horizon that may fit the memory
-    _order: Column = field(init=False)  # number of each of the base layouts in the order of enumeration
-    _least: Rows = field(init=False)  # lower bound of each of the base layouts
-    numbers: Column = field(factory=lambda: np.zeros(0, dtype=np.int64))  # of these in the order of enumeration
+    base_layouts: Layouts = field(init=False)  # all, by ascending `large_batch_seconds`
+    horizon: float = 0.0  # seconds; `lower_bounds` has every base layout that may be faster
     bounded: int = 0  # base layouts in `lower_bounds`
+    lower_bounds: LowerBounds = field(init=False)  # absent while `bounded` is 0
+    numbers: Column = field(factory=lambda: np.zeros(0, dtype=np.int64))  # of these in the order of enumeration
+    _order: Column = field(init=False)  # [base layouts] number in the order of enumeration
+    _least: Rows = field(init=False)  # [base layouts] seconds
     _considered: int = 0  # base layouts up to the horizon
 
     def __attrs_post_init__(self) -> None:
@@ -58,7 +59,7 @@ class Candidates:
         return candidate_space.count_variants(p.graph, p.workload, self.base_layouts, self.fixed, p.inner)
 
     def extend(self, seconds: float) -> None:
-        """Move the horizon to this time at least, and on until it includes another base layout."""
+        """Move the horizon to this step time or further, so that at least one more base layout is considered."""
         first = self._considered
         if first == len(self._least):
             self.horizon = inf
@@ -67,32 +68,31 @@ class Candidates:
         self._considered = int(np.searchsorted(self._least, self.horizon, side="right"))
         more = self.base_layouts.take(slice(first, self._considered))
         fits = largest_tensor_fits(more, self.pricer.cost_cache, self.pricer.capacity)
-        more = more.take(fits)
         self.numbers = np.concatenate([self.numbers, self._order[first : self._considered][fits]])
+        self._bound(more.take(fits))
+
+    def bound_all(self) -> LowerBounds:
+        """Bound every base layout that may fit the memory; if none may, bound all."""
+        while self.horizon < inf:
+            self.extend(inf)
+        if not self.bounded:
+            self._bound(self.base_layouts)
+        return self.lower_bounds
+
+    def _bound(self, more: Layouts) -> None:
         if self.bounded:
             self.lower_bounds.extend(more)
         elif len(more):
             self.lower_bounds = LowerBounds(more, self.pricer.cost_cache)
         self.bounded += len(more)
 
-    def bound_all(self) -> LowerBounds:
-        """Bound every base layout that may fit the memory; if none may, all of them."""
-        while self.horizon < inf:
-            self.extend(inf)
-        if not self.bounded:
-            self.lower_bounds, self.bounded = (
-                LowerBounds(self.base_layouts, self.pricer.cost_cache),
-                len(self.base_layouts),
-            )
-        return self.lower_bounds
-
-    def variants(self, which: Column) -> BoundedLayouts:
-        """The layouts at these places, those left out that recompute what is not worth the trouble."""
+    def variants(self, base: Column) -> BoundedLayouts:
+        """Return the layouts of these base layouts, without those whose recompute frees too little."""
         p, lower_bounds = self.pricer, self.lower_bounds
-        base, family = lower_bounds.at.take(which), lower_bounds.family(which)
-        found, place = candidate_space.variants(p.graph, p.workload, base, self.fixed, family, p.inner)
-        place = which[place]
+        bases, sets = lower_bounds.base_layouts.take(base), lower_bounds.module_sets(base)
+        found, which = candidate_space.variants(p.graph, p.workload, bases, self.fixed, sets, p.inner)
+        which = base[which]
         if "recompute" not in self.fixed:
-            keep = self.lower_bounds.worthwhile(found, place)
-            found, place = found.take(keep), place[keep]
-        return self.lower_bounds.bound(found, place)
+            worth = lower_bounds.worth_recomputing(found, which)
+            found, which = found.take(worth), which[worth]
+        return lower_bounds.bound(found, which)

@@ -1,7 +1,6 @@
-"""Ways to deal the devices to the axes: layouts that differ in nothing else are variants of one way.
+"""Device meshes of layouts: the degrees of the axes that divide devices, and the best layout of each mesh.
 
-Protocol: `way` is a layout's, `alike` says which of many layouts have one; `best_of_each` chooses the layout of each
-way that is shown, `simplest` one of those that are as quick.
+A search shows the best layout of each device mesh; layouts that differ only in other fields are its variants.
 """
 
 from __future__ import annotations
@@ -15,51 +14,51 @@ from megaloom.planner.contract.layout import AXES, Layout
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.simulate.price import Priced
 
-TIE_RATIO = 1.001  # a step that is this little longer is as good, and the simpler layout wins
-DEGREES = tuple(axis for axis in AXES if axis != "vpp")  # chunks of a model divide no devices
+TIE_RATIO = 1.001  # steps closer than this count as equally fast, and the simpler layout wins
+MESH_FIELDS = tuple(axis for axis in AXES if axis != "vpp")  # model chunks do not divide devices
 
 DeviceMesh = tuple[int, ...]
 
 
 def device_mesh(x: Layout) -> DeviceMesh:
-    """The degrees by which a layout divides devices."""
-    return tuple(getattr(x, axis) for axis in DEGREES)
+    """Return the degrees of a layout that divide devices, in the order of MESH_FIELDS."""
+    return tuple(getattr(x, axis) for axis in MESH_FIELDS)
 
 
-def has_mesh(x: Layouts, one: DeviceMesh) -> NDArray[np.bool_]:
-    """Which of these layouts are of this way."""
+def has_mesh(x: Layouts, mesh: DeviceMesh) -> NDArray[np.bool_]:
+    """Return for each layout whether it has this device mesh."""
     mask: NDArray[np.bool_] = np.logical_and.reduce(
-        [getattr(x, axis) == degree for axis, degree in zip(DEGREES, one, strict=True)]
+        [getattr(x, axis) == degree for axis, degree in zip(MESH_FIELDS, mesh, strict=True)]
     )
     return mask
 
 
 def best_of_each_mesh(found: Sequence[Priced]) -> list[Priced]:
-    """The best layout of each way, the best of all in front. `found` has the quickest first.
+    """Return the best layout of each device mesh, the best of all first; `found` is sorted by step time.
 
-    If all are of one way there is nothing else to choose from, and they all are left.
+    If all have the same device mesh, return all of them.
     """
     best = simplest(found)
-    ways: dict[DeviceMesh, list[Priced]] = {device_mesh(best.layout): []}
+    meshes: dict[DeviceMesh, list[Priced]] = {device_mesh(best.layout): []}
     for priced in found:
-        ways.setdefault(device_mesh(priced.layout), []).append(priced)
-    if len(ways) == 1:
+        meshes.setdefault(device_mesh(priced.layout), []).append(priced)
+    if len(meshes) == 1:
         return [best, *(priced for priced in found if priced is not best)]
-    others = [simplest(variants) for one, variants in ways.items() if one != device_mesh(best.layout)]
+    others = [simplest(variants) for mesh, variants in meshes.items() if mesh != device_mesh(best.layout)]
     return [best, *sorted(others, key=lambda priced: priced.seconds)]
 
 
 def simplest(found: Iterable[Priced]) -> Priced:
-    """The simplest of those that are as quick as the first, which is the quickest."""
+    """Return the simplest of the layouts that tie with the first one, which is the fastest."""
     first, *others = found
-    as_quick = [first, *(priced for priced in others if priced.seconds <= TIE_RATIO * first.seconds)]
-    return min(as_quick, key=lambda priced: complexity(priced.layout))
+    ties = [first, *(priced for priced in others if priced.seconds <= TIE_RATIO * first.seconds)]
+    return min(ties, key=lambda priced: complexity(priced.layout))
 
 
 def complexity(x: Layout) -> tuple[int, ...]:
-    """How much there is to understand: axes in use, what is computed again, degrees, switches."""
-    inner = (x.pp, x.tp, x.cp, x.ep, x.etp, x.vpp)
-    again = int(x.recompute)
+    """Return a key that orders layouts by simplicity: axes in use, recompute, degrees, switches."""
+    degrees = (x.pp, x.tp, x.cp, x.ep, x.etp, x.vpp)
+    recompute = int(x.recompute)
     switches = x.sequence_parallel + x.distributed_optimizer + x.microbatch_overlap_bits.bit_count()
-    beside = len(x.recomputed_modules), x.microbatch_group, x.recompute_layers, switches, x.micro_batch
-    return sum(n > 1 for n in inner), again, sum(inner), *beside
+    details = len(x.recomputed_modules), x.microbatch_group, x.recompute_layers, switches, x.micro_batch
+    return sum(n > 1 for n in degrees), recompute, sum(degrees), *details

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from megaloom.dsl.graph import Graph
 from megaloom.planner.bounds import interleaved_memory
-from megaloom.planner.bounds.layouts import LowerBounds, where
+from megaloom.planner.bounds.base_costs import node_cost_key
+from megaloom.planner.bounds.lower_bounds import LowerBounds
 from megaloom.planner.bounds.simulated_step import step_lower_bound
 from megaloom.planner.contract.choices import Overlap, OverlapSet, Shard
 from megaloom.planner.contract.devices import Cluster
@@ -112,7 +113,7 @@ class Pricer:
 
     def cost_table(self, layout: Layout) -> CostTable:
         """Return the costs of all graph nodes under a layout."""
-        axes = where(layout)
+        axes = node_cost_key(layout)
         key = (*axes, layout.recompute_text)
         if key not in self._tables:
             if axes not in self._bare:
@@ -175,7 +176,7 @@ class Pricer:
     @cached_property
     def many(self) -> NDArray[np.bool_]:
         """Return, for each number of stages, True if there are too many partitions to enumerate."""
-        return interleaved_memory.many(len(self.structure.cut_points) - 1)
+        return interleaved_memory.too_many_partitions(len(self.structure.cut_points) - 1)
 
     def may_fit(self, layout: Layout) -> bool:
         """Return False only if no partition of this layout fits the memory limit.
@@ -251,4 +252,4 @@ class Pricer:
 
 def _balance_key(x: Layout, whole_blocks: bool = False) -> tuple[object, ...]:
     """Return everything that the balanced partition of a layout depends on."""
-    return (*where(x), x.recompute_text, x.pp * x.vpp, whole_blocks)
+    return (*node_cost_key(x), x.recompute_text, x.pp * x.vpp, whole_blocks)

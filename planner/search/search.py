@@ -1,7 +1,7 @@
-"""The best layout of a model over a cluster: the legal ones, their lower bounds, the price of those that can win.
+"""Search for the fastest layout of a model on a cluster: best-first branch and bound over all legal layouts.
 
-Protocol: `plan` is the whole of it, `price` the price of one layout. Layouts are priced from the least lower bound on,
-until no other can be quicker: the best is exact, as far as the price is.
+`plan` is the public function; docs/concepts/search.md explains the algorithm. Read `BranchAndBound.search`, then
+`_examine`; the frontier is in best_first.py and the lower bounds are in planner/bounds.
 """
 
 from __future__ import annotations
@@ -49,50 +49,53 @@ from .reasons import (
 
 __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
 
-SIMULATED = 100  # plans of a search: layouts that are replayed, the best of all
-PROVEN_MESHES = 5  # ways to deal the devices of which the best is sought: as many as are shown
-ROUNDING = 1 - 1e-10  # bounds and prices add up the same seconds in different orders
-TRIES = 512  # layouts, the most promising first, of which the first one that fits is sought as a first plan
-OFTEN = 0.1  # seconds between two signs of progress
+SIMULATED = 100  # layouts that a search simulates in full, the best among them
+PROVEN_MESHES = 5  # device meshes whose best layout is proven, as many as a report shows
+ROUNDING = 1 - 1e-10  # bounds and simulations add the same seconds in different orders
+INCUMBENT_TRIES = 512  # layouts that are tried for a first plan that fits
+PROGRESS_SECONDS = 0.1  # between two reports of progress
 
 
 @frozen
 class Found:
-    """What a search found: the best plan, the next best, its neighbours that lose, and how long it took.
+    """Result of a search.
 
-    Each of the next best deals the devices to the axes in another way, of which it is the best; or if there is one way
-    alone, it is another layout of that.
+    best: the fastest plan; of plans within 0.1 % the simplest.
+    others: the best plan of each other device mesh, fastest first; with one device mesh only, all its other layouts.
+    variants: the other simulated layouts of these device meshes, fastest first.
+    rejected: neighbours of the best layout that are illegal or do not fit, with the cause.
+    slower: neighbours that fit and are slower, fastest first, with the cause.
+    seconds: duration of the search.
+    gap: None if the best plan is proven. After an interruption, the share of its step time that another layout could
+    still save.
     """
 
     best: Plan
     others: tuple[Plan, ...]
-    variants: tuple[Plan, ...]  # more layouts of these ways, quickest first: time against memory
+    variants: tuple[Plan, ...]
     rejected: tuple[Rejected, ...]
-    slower: tuple[Rejected, ...]  # neighbours that can be had, and by what they lose; the quickest first
+    slower: tuple[Rejected, ...]
     seconds: float
-    unproven: float | None = None  # of an interrupted search: the share of its step that the best may be slower by
+    gap: float | None = None
 
     def next(self, count: int) -> tuple[Plan, ...]:
-        """So many behind the best, quickest first: other ways, and variants of them where these are too few."""
+        """Return this many runners-up, fastest first: other device meshes, then variants if there are too few."""
         chosen = (*self.others, *self.variants)[:count]
         return tuple(sorted(chosen, key=lambda plan: plan.predicted.step_seconds))
 
 
 @frozen
 class Progress:
-    """How far a search is: the best layout so far, its seconds a step, and those that no layout takes less than."""
+    """State of a running search: the best layout so far, its step time, and a lower bound of every step time."""
 
     layout: Layout
     seconds: float
-    least: float
+    lower_bound: float
 
     @property
-    def unproven(self) -> float:
-        """The share of its step that the best may be slower by than what is not yet looked at."""
-        return max(0.0, 1 - self.least / self.seconds)
-
-
-Tell = Callable[[Progress], None]
+    def gap(self) -> float:
+        """Return the share of the step time that another layout could still save."""
+        return max(0.0, 1 - self.lower_bound / self.seconds)
 
 
 def plan(
@@ -104,180 +107,183 @@ def plan(
     fixed: FixedAxes | None = None,
     headroom: float = HEADROOM,
     runtime: Runtime = Runtime.MEGALOOM,
-    tell: Tell | None = None,
-    settle: bool = False,
+    on_progress: Callable[[Progress], None] | None = None,
+    keep_incumbent: bool = False,
 ) -> Found:
-    """The quickest layout that is legal and fits the memory; `ref` says where the model is found again.
+    """Return the fastest legal layout that fits the memory, with runners-up, reasons and neighbours.
 
-    headroom: the share of each device's memory that is left free. runtime: what runs the plan. tell: is given the
-    progress, first when a first layout is found that fits. settle: when interrupted, take the best so far, if there is
-    one.
-    Raises UserError if what is fixed breaks a rule, or if nothing fits: then with the nearest miss.
+    No legal layout that fits is faster than the result by more than 0.1 %, given the planner's partition of each.
+
+    ref: where the model is declared, such as "file.py:name"; the plan records it.
+    fixed: fields of the layout that the search must not change, by name, such as {"tp": 4}.
+    headroom: share of each device's memory that stays free.
+    runtime: the framework that will run the plan, which decides legal layouts and costs.
+    on_progress: is called from the first layout that fits, then about ten times a second.
+    keep_incumbent: on KeyboardInterrupt, return the best layout so far, if there is one.
+    Raises UserError if no legal layout has the fixed fields, or none fits: with the smallest changes that help.
     """
     began = perf_counter()
     chosen = checked_fixed(fixed or {})
-    for wrong in senseless(Layout(**chosen), graph(model), workload, cluster):
-        raise UserError(str(wrong))
+    for violation in senseless(Layout(**chosen), graph(model), workload, cluster):
+        raise UserError(str(violation))
     pricer = Pricer(blocks(graph(model), runtime), cluster, workload, PROFILES[runtime], headroom)
-    solver, candidates, unproven = BranchAndBound(tell), None, None
+    solver, candidates, gap = BranchAndBound(on_progress), None, None
     try:
-        solver.dive(Candidates(pricer, {**PLAIN_AXES, **chosen}))
+        solver.find_incumbent(Candidates(pricer, {**PLAIN_AXES, **chosen}))
         candidates = Candidates(pricer, chosen)
         if not candidates.count:
             raise UserError(nothing_legal(pricer, chosen))
         found = solver.search(candidates, PROVEN_MESHES, SIMULATED)
     except KeyboardInterrupt:
-        if not settle or solver.progress is None:
+        if not keep_incumbent or solver.progress is None:
             raise
-        candidates, found, unproven = (
-            candidates or Candidates(pricer, chosen),
-            solver.sorted(SIMULATED),
-            solver.progress.unproven,
-        )
+        candidates, gap = candidates or Candidates(pricer, chosen), solver.progress.gap
+        found = solver.fastest(SIMULATED)
     if not found:
         raise UserError(nothing_fits(pricer, candidates))
     best, *others = best_of_each_mesh(found)
     shown = {priced.layout for priced in (best, *others)}
     rivals, rejected = priced_neighbours(best.layout, pricer, chosen)
-    identity = fingerprint(model)
-    experts = model_requirements(graph(model)).experts
+    identity, experts = fingerprint(model), model_requirements(graph(model)).experts
     environment = assumed_environment(runtime, cluster.device.name, experts)
 
-    def said(layout: Layout) -> tuple[str, ...]:
-        return tuple(caveats(layout, graph(model), workload, cluster)) if runtime is Runtime.MEGALOOM else ()
-
-    def made(priced: Priced, reasons: tuple[str, ...]) -> Plan:
+    def plan_of(priced: Priced, reasons: tuple[str, ...]) -> Plan:
+        own = runtime is Runtime.MEGALOOM
+        warnings = caveats(priced.layout, graph(model), workload, cluster) if own else ()
         return Plan(
             version=PLAN_VERSION,
-            environment=environment,
             model=ref,
             fingerprint=identity,
+            environment=environment,
             cluster=cluster,
             workload=workload,
             layout=priced.layout,
             stages=priced.stages,
             predicted=priced.prediction,
-            reasons=(*reasons, *said(priced.layout)),
+            reasons=(*reasons, *warnings),
             runtime=runtime,
         )
 
     return Found(
-        best=made(best, best_reasons(best, found[0], others, rivals, candidates.count, cluster)),
-        others=tuple(made(other, other_reasons(other, best)) for other in others),
-        variants=tuple(made(other, other_reasons(other, best)) for other in found if other.layout not in shown),
+        best=plan_of(best, best_reasons(best, found[0], others, rivals, candidates.count, cluster)),
+        others=tuple(plan_of(other, other_reasons(other, best)) for other in others),
+        variants=tuple(plan_of(other, other_reasons(other, best)) for other in found if other.layout not in shown),
         rejected=rejected,
         slower=slower_neighbours(best, rivals),
         seconds=perf_counter() - began,
-        unproven=unproven,
+        gap=gap,
     )
 
 
-def search(candidates: Candidates, sure: int = PROVEN_MESHES, keep: int = PROVEN_MESHES) -> list[Priced]:
-    """The quickest of these layouts that fit the memory, quickest first: see `Hunt.search`."""
-    return BranchAndBound().search(candidates, sure, keep)
+def search(candidates: Candidates, meshes: int = PROVEN_MESHES, count: int = PROVEN_MESHES) -> list[Priced]:
+    """Return the fastest of these layouts that fit the memory, fastest first: see `BranchAndBound.search`."""
+    return BranchAndBound().search(candidates, meshes, count)
 
 
 @define(eq=False)
 class BranchAndBound:
-    """A search under way: what it has priced so far, and what it can say of the rest."""
+    """A search in progress: the layouts simulated so far, and a lower bound of the rest."""
 
-    tell: Tell | None = None
-    best: Priced | None = None
-    least: float = 0.0  # seconds that nothing takes less than, of what is still looked for
-    _priced: dict[Layout, Priced] = field(factory=dict)
-    _told: float = 0.0  # when
+    on_progress: Callable[[Progress], None] | None = None
+    incumbent: Priced | None = None
+    lower_bound: float = 0.0  # seconds, of every layout that is still of interest
+    _simulated: dict[Layout, Priced] = field(factory=dict)
+    _reported: float = 0.0  # time of the last report of progress
 
     @property
     def progress(self) -> Progress | None:
-        """How far it is, once something is found."""
-        return Progress(self.best.layout, self.best.seconds, self.least) if self.best else None
+        """Return the state of the search, None before a layout is found that fits."""
+        best = self.incumbent
+        return Progress(best.layout, best.seconds, self.lower_bound) if best else None
 
-    def dive(self, candidates: Candidates) -> None:
-        """Price a first layout that fits as it is evenly cut, sooner than it takes to know all that there is."""
+    def find_incumbent(self, candidates: Candidates) -> None:
+        """Simulate the most promising layout whose balanced partition fits, before all candidates are known."""
         if not len(candidates.base_layouts):
             return
         frontier = Frontier(candidates)
-        for _ in range(TRIES):
+        for _ in range(INCUMBENT_TRIES):
             if (top := frontier.pop()) is None:
                 return
-            near = top[1]
-            if (
-                isinstance(near, BalancedLayout)
-                and near.roomy
-                and (placed := candidates.pricer.even_if_it_fits(near.layout))
-            ):
-                self._price(candidates.pricer, placed)
+            entry = top[1]
+            if not isinstance(entry, BalancedLayout) or not entry.may_fit:
+                continue
+            if partition := candidates.pricer.even_if_it_fits(entry.layout):
+                self._simulate(candidates.pricer, partition)
                 return
 
-    def search(self, candidates: Candidates, sure: int, keep: int) -> list[Priced]:
-        """Layouts that fit the memory, quickest first: those of the `sure` quickest ways, of all `keep` or more.
+    def search(self, candidates: Candidates, meshes: int, count: int) -> list[Priced]:
+        """Return layouts that fit the memory, fastest first: the best of `meshes` device meshes, and `count` in all.
 
-        No layout is quicker than the first, and none that is as quick is left out. Of the other ways no layout is
-        quicker, as far as interleaved chunks that are cut anew gain no more than is likely (`evens.GAIN`). Best first:
-        of all layouts the one whose bound is the least is looked at more closely, so that what is dear to know (cuts,
-        replays) is asked only of those that nothing cheaper rules out. The others are the most promising of those that
-        were looked at closely meanwhile and have room as they are cut then.
+        The first is proven: no layout is faster, and every layout that ties with it is in the result. The best layout
+        of the other meshes is proven under one assumption: repartitioning interleaved chunks does not gain more than
+        `balanced_partition.EXPECTED_SHARE` allows. The rest are the most promising layouts that fit.
         """
         frontier = Frontier(candidates)
-        while self._advance(frontier, sure):
+        while self._examine(frontier, meshes):
             pass
         proven = {
-            x for x, priced in self._priced.items() if priced.seconds <= frontier.settled.get(device_mesh(x), 0.0)
+            layout
+            for layout, priced in self._simulated.items()
+            if priced.seconds <= frontier.closed.get(device_mesh(layout), 0.0)
         }
-        frontier.recall()
-        roomy = frontier.roomy()
-        while len(self._priced) < keep and (placed := next(roomy, None)):
-            self._price(candidates.pricer, placed)
-        while len(self._priced) < keep and self._advance(frontier):
+        frontier.reopen()
+        feasible = frontier.feasible()
+        while len(self._simulated) < count and (partition := next(feasible, None)):
+            self._simulate(candidates.pricer, partition)
+        while len(self._simulated) < count and self._examine(frontier):
             pass
-        every = self.sorted(len(self._priced))
+        every = self.fastest(len(self._simulated))
         rest = [priced for priced in every if priced.layout not in proven]
-        chosen = proven | {priced.layout for priced in rest[: max(0, keep - len(proven))]}
+        chosen = proven | {priced.layout for priced in rest[: max(0, count - len(proven))]}
         return [priced for priced in every if priced.layout in chosen]
 
-    def _advance(self, frontier: Frontier, sure: int = 0) -> bool:
-        """Look at what takes the least more closely, or at last find it; not when there is nothing left.
+    def _examine(self, frontier: Frontier, meshes: int = 0) -> bool:
+        """Look more closely at the entry with the least bound; return False when the search has ended.
 
-        sure: ways that are looked for, rather than all layouts: not once they are found, and all that is as quick.
+        A balanced layout gets a better bound, or its partition; a partition is simulated; a simulated layout whose time
+        is the least bound of all is the best of its mesh. With `meshes`, the search ends once so many meshes are closed
+        and nothing left can tie with them.
         """
         if (top := frontier.pop()) is None:
             return False
-        seconds, what = top
-        if sure and len(frontier.settled) >= sure and seconds > max(frontier.settled.values()):
-            frontier.push(seconds, what)
+        seconds, entry = top
+        if meshes and len(frontier.closed) >= meshes and seconds > max(frontier.closed.values()):
+            frontier.push(seconds, entry)
             return False
-        self.least = min(seconds, self.best.seconds) if self.best else seconds
-        self._say(OFTEN)
-        if isinstance(what, Priced):
-            if sure:
-                frontier.settle(what)
-        elif isinstance(what, PartitionedLayout):
-            priced = self._price(frontier.candidates.pricer, what.partition)
+        self.lower_bound = min(seconds, self.incumbent.seconds) if self.incumbent else seconds
+        self._report(PROGRESS_SECONDS)
+        if isinstance(entry, Priced):
+            if meshes:
+                frontier.close(entry)
+        elif isinstance(entry, PartitionedLayout):
+            priced = self._simulate(frontier.candidates.pricer, entry.partition)
             frontier.push(priced.seconds, priced)
-        elif isinstance(step := next(what.steps, None), Layout):
-            frontier.push(seconds, what)
+        elif isinstance(step := next(entry.steps, None), Layout):  # one with less overlap, which needs less memory
+            frontier.push(seconds, entry)
             if "overlaps" not in frontier.candidates.fixed:
-                frontier.push(seconds, BalancedLayout(what.pricer, Layouts.of([step]), 0, roomy=True))
+                frontier.push(seconds, BalancedLayout(entry.pricer, Layouts.of([step]), 0, may_fit=True))
+        elif isinstance(step, PartitionedLayout):
+            frontier.push(max(seconds, ROUNDING * step.seconds), step)
         elif step is not None:
-            least = step.seconds if isinstance(step, PartitionedLayout) else step
-            frontier.push(max(seconds, ROUNDING * least), step if isinstance(step, PartitionedLayout) else what)
+            frontier.push(max(seconds, ROUNDING * step), entry)
         return True
 
-    def sorted(self, keep: int) -> list[Priced]:
-        """The quickest of what was priced."""
-        return sorted(self._priced.values(), key=lambda priced: priced.seconds)[:keep]
+    def fastest(self, count: int) -> list[Priced]:
+        """Return the fastest layouts simulated so far."""
+        return sorted(self._simulated.values(), key=lambda priced: priced.seconds)[:count]
 
-    def _price(self, pricer: Pricer, placed: Partition) -> Priced:
-        if placed.layout in self._priced:
-            return self._priced[placed.layout]
-        priced = self._priced[placed.layout] = pricer.simulate(placed)
-        if self.best is None or priced.seconds < self.best.seconds:
-            self.best = priced
-            self._say(0.0)
+    def _simulate(self, pricer: Pricer, partition: Partition) -> Priced:
+        if partition.layout in self._simulated:
+            return self._simulated[partition.layout]
+        priced = self._simulated[partition.layout] = pricer.simulate(partition)
+        if self.incumbent is None or priced.seconds < self.incumbent.seconds:
+            self.incumbent = priced
+            self._report(0.0)
         return priced
 
-    def _say(self, after: float) -> None:
-        """Tell of the progress, if the last time is so many seconds ago."""
-        if self.tell and self.progress and (now := perf_counter()) - self._told >= after:
-            self._told = now
-            self.tell(self.progress)
+    def _report(self, after: float) -> None:
+        """Report progress if the last report is so many seconds ago."""
+        progress = self.progress
+        if self.on_progress and progress and (now := perf_counter()) - self._reported >= after:
+            self._reported = now
+            self.on_progress(progress)

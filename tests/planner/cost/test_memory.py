@@ -16,7 +16,7 @@ from megaloom.dsl.graph import graph
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
-from megaloom.planner.bounds.layouts import LowerBounds
+from megaloom.planner.bounds.lower_bounds import LowerBounds
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.layout import Layout
@@ -110,7 +110,7 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
 def legal(name: str) -> tuple[Pricer, list[Layout]]:
     pricer = Pricer(graph(MODELS[name]), cluster("8xH100"), WORK)
     at = base_layouts(pricer.graph, pricer.cluster, WORK, {})
-    family = LowerBounds(at, pricer.cost_cache).family(np.arange(len(at)))
+    family = LowerBounds(at, pricer.cost_cache).module_sets(np.arange(len(at)))
     found, _ = variants(pricer.graph, WORK, at, {}, family)
     return pricer, [found[i] for i in range(len(found))]
 

@@ -14,7 +14,7 @@ from megaloom.dsl.graph import Graph, graph
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
-from megaloom.planner.bounds.layouts import LowerBounds
+from megaloom.planner.bounds.lower_bounds import LowerBounds
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
@@ -50,7 +50,9 @@ def model(kind: str, layers: int) -> Graph:
         case "sparse":
             return graph(mixtral("sparse", layers=layers, heads=4, kv_heads=2, embed=64, ff=96, experts=4, vocab=512))
         case "ahead":
-            return graph(Decoder(layers=layers, hidden=96, heads=6, kv_heads=3, ffn=192, vocab=512, mtp_layers=1).model())
+            return graph(
+                Decoder(layers=layers, hidden=96, heads=6, kv_heads=3, ffn=192, vocab=512, mtp_layers=1).model()
+            )
     return graph(llama("dense", layers=layers, heads=6, kv_heads=3, embed=96, ff=192, vocab=512))
 
 
@@ -83,10 +85,10 @@ def legal(candidates: Candidates) -> list[Layout]:
         work,
         candidates.base_layouts,
         candidates.fixed,
-        lower_bounds.family(np.arange(len(candidates.base_layouts))),
+        lower_bounds.module_sets(np.arange(len(candidates.base_layouts))),
         inner,
     )
-    worth = lower_bounds.worthwhile(found, place)
+    worth = lower_bounds.worth_recomputing(found, place)
     assert len(found) == candidates.count == len({found[i] for i in range(len(found))})
     most = [found[i] for i in range(len(found)) if worth[i]]
     return [y for x in most for y in (x, *candidates.pricer.fewer_overlaps(x))]

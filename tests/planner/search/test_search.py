@@ -21,7 +21,7 @@ from megaloom.examples.llama3 import (
 )
 from megaloom.examples.mixtral import mixtral
 from megaloom.examples.stdlib_gpt import stdlib_gpt
-from megaloom.planner.bounds.layouts import LowerBounds
+from megaloom.planner.bounds.lower_bounds import LowerBounds
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import FIELDS, Layout
@@ -76,12 +76,16 @@ def test_nothing_legal_that_fits_is_quicker(model: Model, machine: Cluster) -> N
     candidates = Candidates(pricer, {})
     lower_bounds = LowerBounds(candidates.base_layouts, pricer.cost_cache)
     layouts, place = variants(
-        pricer.graph, WORK, candidates.base_layouts, {}, lower_bounds.family(np.arange(len(candidates.base_layouts)))
+        pricer.graph,
+        WORK,
+        candidates.base_layouts,
+        {},
+        lower_bounds.module_sets(np.arange(len(candidates.base_layouts))),
     )
     legal = [layouts[i] for i in range(len(layouts))]
     assert len(legal) == candidates.count
     assert not any(violations(x, pricer.graph, WORK, machine) for x in legal)
-    worth = lower_bounds.worthwhile(layouts, place)
+    worth = lower_bounds.worth_recomputing(layouts, place)
     fitting = [p for x, w in zip(legal, worth, strict=True) if w and (p := pricer.price(x)).partition.fits]
     every = sorted(p.seconds for p in fitting)
     best = [(p.seconds, device_mesh(p.layout)) for p in search(candidates)]
@@ -251,14 +255,16 @@ def test_the_reasons_have_numbers() -> None:
 
 def test_progress_begins_early_and_ends_with_the_best() -> None:
     told: list[Progress] = []
-    got = plan(llama3_8b(), cluster("64xH100"), Workload(seq=8192, batch=256), ref="tests:model", tell=told.append)
+    got = plan(
+        llama3_8b(), cluster("64xH100"), Workload(seq=8192, batch=256), ref="tests:model", on_progress=told.append
+    )
     steps = [p.seconds for p in told]
     assert steps == sorted(steps, reverse=True)
-    assert told[0].least == 0  # before all layouts are known
-    assert [p.least for p in told] == sorted(p.least for p in told)
-    assert 0 <= told[-1].unproven <= told[1].unproven < 1
+    assert told[0].lower_bound == 0  # before all layouts are known
+    assert [p.lower_bound for p in told] == sorted(p.lower_bound for p in told)
+    assert 0 <= told[-1].gap <= told[1].gap < 1
     assert steps[-1] == min(p.predicted.step_seconds for p in (got.best, *got.others, *got.variants))
-    assert got.unproven is None
+    assert got.gap is None
 
 
 def test_a_published_choice_is_near_the_top() -> None:

@@ -162,4 +162,4 @@ def test_uniform_stages_have_the_known_bubble(pp: int, vpp: int, rounds: int, ah
     stages = pp * vpp
     line: Timeline = replay([ahead] * stages, [back] * stages, [0.0] * stages, pp, m)
     assert math.isclose(line.bubble, (pp - 1) / (m * vpp + pp - 1), abs_tol=1e-9)
-    assert math.isclose(line.makespan, pipeline.ends(*[[t] * stages for t in (ahead, back, 0.0)], pp, m).max())
+    assert math.isclose(line.makespan, pipeline.finish_bounds(*[[t] * stages for t in (ahead, back, 0.0)], pp, m).max())
