@@ -12,7 +12,7 @@ EXAMPLES = "megaloom.examples"
 
 def example_modules(model: str = "") -> Iterator[ModuleType]:
     """Import and yield the modules of the examples one by one, first those that the name of a model begins with."""
-    names = [info.name for info in pkgutil.iter_modules(importlib.import_module(EXAMPLES).__path__)]
+    names = [info.name for info in pkgutil.iter_modules(importlib.import_module(EXAMPLES).__path__) if not info.ispkg]
     for name in sorted(names, key=lambda name: not model.startswith(hyphenated(name))):
         yield importlib.import_module(f"{EXAMPLES}.{name}")
 

@@ -213,13 +213,19 @@ def test_memory_as_our_runtime_takes_it(name: str, seq: int, batch: int, layout:
 
 
 def test_the_fast_form_is_the_peak() -> None:
-    """What the search asks of a cut, in columns, is the fullest moment of each rank, to what rounding adds."""
+    """The arrays of a search give the peak of each rank, but for rounding; they count a shared weight in each stage."""
     for name in MODELS:
-        pricer, layouts = legal(name)
+        legal_pricer, layouts = legal(name)
         for profile in (OWN, changed(MEGATRON, optimizer={"step_held_nbytes": 16})):
+            pricer = Pricer(legal_pricer.graph, legal_pricer.cluster, WORK, profile)
             fits = (PartitionProblem(x, pricer.cost_table(x), pricer.capacity) for x in layouts[::5])
             for placed in (Partition(fit, balanced(fit)) for fit in fits):
-                assert placed.deficit == pytest.approx(max(placed.peaks) - placed.problem.memory_limit, abs=100)
+                cuts = placed.problem.cut_points.searchsorted(placed.bounds)
+                peaks = placed.problem.limits.rank_peaks(cuts[None])[0]
+                if placed.problem.table.shared_elements:
+                    assert (peaks >= np.array(placed.peaks) - 100).all()
+                else:
+                    assert peaks == pytest.approx(placed.peaks, abs=100)
 
 
 def test_more_copies_hold_less_of_the_optimizer() -> None:

@@ -1,0 +1,1 @@
+"""Programs that use the planner or the runtime. Looking up a model by name skips them."""
