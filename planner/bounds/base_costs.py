@@ -146,8 +146,8 @@ def _state(base: Layouts, params: Column, experts: Column, cache: CostCache) -> 
 def _runtime(base: Layouts, cache: CostCache) -> Rows:
     """Return the bytes of the device context and of communication buffers."""
     sizes = (base.tp, base.cp, base.dp * base.cp, base.pp, base.ep, base.etp, base.edp)
-    first, which = alike(*((n > 1).astype(np.int64) for n in sizes), np.minimum(base.ep, memory.PEERS))
-    found = [float(memory.reserved_bytes(base[int(i)], cache.cluster, cache.profile)) for i in first]
+    first, which = alike(*((n > 1).astype(np.int64) for n in sizes), np.minimum(base.ep, communication.PEERS))
+    found = [float(communication.reserved_bytes(base[int(i)], cache.cluster, cache.profile)) for i in first]
     return np.array(found)[which]
 
 

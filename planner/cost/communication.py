@@ -19,7 +19,7 @@ from attrs import frozen
 from megaloom.planner.contract.devices import Cluster, Device
 from megaloom.planner.contract.layout import Layout
 
-from .profiles.groups import ContextCommunication
+from .profiles.groups import ContextCommunication, FrameworkProfile
 
 # How often the whole tensor passes each device's link, less the share that it has already: NCCL's ring algorithms
 # (nccl-tests, doc/PERFORMANCE.md).
@@ -39,6 +39,9 @@ KERNELS, NODE_TO_NODE, MESSAGE_SECONDS = 0.87, 33e9, 0.08e-3
 # (flash_attn_fwd_out_correction), and the share of the queries that it concerns: under a causal mask every second
 # step has half of the queries (transformer_engine/pytorch/attention, AttnFuncWithCPAndKVP2P).
 CORRECTED_TENSORS, CORRECTED_QUERIES = 3, 3 / 4
+
+
+PEERS = 8  # of an all-to-all that have channels of their own, as far as was measured: those of a node
 
 
 @frozen
@@ -225,3 +228,15 @@ def p2p_seconds(nbytes: float, stage: int, layout: Layout, cluster: Cluster, *, 
         out = cluster.levels[2][1] * cluster.pod
         took = max(took, nbytes * min(stride, cluster.pod) / out)
     return link.latency + took
+
+
+def reserved_bytes(layout: Layout, cluster: Cluster, profile: FrameworkProfile) -> int:
+    """Return the bytes that no tensor holds: the CUDA context, and the buffers of communicators.
+
+    Each axis of more than one device has a communicator; an all-to-all has channels for each pair of devices.
+    """
+    axes = ["tp", "cp", "dp", "pp", "ep", "etp", *(["edp"] if layout.ep * layout.etp > 1 else [])]
+    link = cluster.inter if cluster.nodes > 1 else cluster.intra
+    peers = 0 if profile.experts.deduplicated_dispatch else min(layout.ep, PEERS) - 1
+    groups = sum(process_group(axis, layout).size > 1 for axis in axes)
+    return cluster.device.context_nbytes + link.group_nbytes * groups + link.peer_nbytes * peers

@@ -181,7 +181,7 @@ def cost_of_facts(job: Job, kind: NodeKind, facts: Costs, layout: Layout, seq: i
     repeated = [
         *_add_kernels(row, job, kind, facts),
         *_add_collectives(row, job, kind, facts, layout),
-        *memory.saved_activations(job, kind, facts),
+        *memory.saved_activations(job, kind, facts, layout),
     ]
     for column, modules, amount in repeated:
         if column is CostColumn.SAVED:
@@ -190,7 +190,6 @@ def cost_of_facts(job: Job, kind: NodeKind, facts: Costs, layout: Layout, seq: i
             modules = NORM
         if modules:
             by_part[job.structure.recompute_parts.index(modules), MODULE_COLUMNS.index(column)] += amount
-    row[CostColumn.SAVED] += memory.copied_activations(job, facts, layout)
     row[CostColumn.PARAMS], row[CostColumn.EXPERT_PARAMS] = facts.params, facts.expert_params
     if kind.has_loss:
         _add_loss(row, job, kind, layout, seq)

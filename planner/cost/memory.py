@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megaloom.dsl.dims import NBYTES, Dim, Sizes
 from megaloom.dsl.facts.costs import Costs
 from megaloom.dsl.facts.primitives import program
-from megaloom.dsl.facts.recompute import Again
+from megaloom.dsl.facts.recompute import NONE, Again
 from megaloom.dsl.facts.saved import Saved
 from megaloom.dsl.graph import Node, primitives
 from megaloom.dsl.layers.mlp import ClampedGLU, GeGLU
@@ -26,14 +26,12 @@ from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.sharding_table import Split
 from megaloom.dsl.value import Op
 from megaloom.planner.contract.choices import Overlap
-from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.model.structure import NodeKind
 
 from .columns import CostColumn
-from .communication import process_group
 from .job import Job
 from .profiles.frameworks import OWN
 from .profiles.groups import FrameworkProfile
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
 ALLOCATOR = 1 / 0.94 - 1
 ALLOCATED = 1 + ALLOCATOR
 MASTER = 4  # bytes of the optimizer's fp32 copy of a 16-bit weight (megatron-core, optimizer.py:671)
-PEERS = 8  # of an all-to-all that have channels of their own, as far as was measured: those of a node
 # A rank holds an input, an output and a gradient of one p2p send beside its saved activations (megatron-core 0.16.1,
 # schedules.py: input_tensor, output_tensor and output_tensor_grad outlive their step).
 RECEIVE_BUFFERS = 3
@@ -140,7 +137,7 @@ def rank_peak(
 ) -> Peak:
     """Return the peak memory of a pipeline rank over these moments and the optimizer's step.
 
-    stages: the rank's chunks. reserved: bytes that no tensor holds, see `reserved_bytes`. Reducing gradients and
+    stages: the rank's chunks. reserved: bytes that no tensor holds, see `communication.reserved_bytes`. Reducing gradients and
     gathering weights needs no more than the buffers of both, which are part of the state.
     """
     params, experts = sum(s.params for s in stages), sum(s.expert_params for s in stages)
@@ -204,19 +201,9 @@ def optimizer_step_bytes(params: int, expert_params: int, layout: Layout, profil
     )
 
 
-def reserved_bytes(layout: Layout, cluster: Cluster, profile: FrameworkProfile) -> int:
-    """Return the bytes that no tensor holds: the CUDA context, and the buffers of communicators.
-
-    Each axis of more than one device has a communicator; an all-to-all has channels for each pair of devices.
-    """
-    axes = ["tp", "cp", "dp", "pp", "ep", "etp", *(["edp"] if layout.ep * layout.etp > 1 else [])]
-    link = cluster.inter if cluster.nodes > 1 else cluster.intra
-    peers = 0 if profile.experts.deduplicated_dispatch else min(layout.ep, PEERS) - 1
-    groups = sum(process_group(axis, layout).size > 1 for axis in axes)
-    return cluster.device.context_nbytes + link.group_nbytes * groups + link.peer_nbytes * peers
-
-
-def saved_activations(job: Job, kind: NodeKind, facts: Costs) -> Iterator[tuple[CostColumn, Again, float]]:
+def saved_activations(
+    job: Job, kind: NodeKind, facts: Costs, layout: Layout
+) -> Iterator[tuple[CostColumn, Again, float]]:
     """Yield the saved activations of a node as (column, modules any of which recompute the tensor, bytes)."""
     precision, profile = job.workload.precision, job.profile
     for s in kind.saved.of(facts.saved, facts.inputs):
@@ -229,21 +216,11 @@ def saved_activations(job: Job, kind: NodeKind, facts: Costs) -> Iterator[tuple[
     if not profile.attention.fused:
         for w in (w for w in facts.work if w.kind == "attend"):
             yield CostColumn.SAVED, w.again, profile.attention.score_nbytes * w.count * w.m * w.n
-
-
-def copied_activations(job: Job, facts: Costs, layout: Layout) -> int:
-    """Return the bytes of copies that a framework saves of attention's tensors, under every recompute mode.
-
-    Where queries, keys and values are parts of one tensor, all of it stays for the values; and the output of several
-    sequences is saved in both orders of its dims.
-    """
-    precision, nbytes = job.workload.precision, 0
-    if job.profile.attention.values_share_qkv:
-        rotated = sum(tensor_bytes(s, precision) for s in facts.saved if s.what == "rope")
-        nbytes += max(0, rotated - sum(tensor_bytes(s, precision) for s in facts.saved if s.what in ("q", "k")))
-    if job.profile.attention.output_copied and layout.micro_batch > 1:
-        nbytes += sum(tensor_bytes(s, precision) for s in facts.saved if s.what == "attend")
-    return nbytes
+    named = {what: [tensor_bytes(s, precision) for s in facts.saved if s.what == what] for what in ("rope", "q", "k")}
+    if profile.attention.values_share_qkv:  # one tensor has queries, keys and values: all of it stays for the values
+        yield CostColumn.SAVED, NONE, max(0, sum(named["rope"]) - sum(named["q"]) - sum(named["k"]))
+    if profile.attention.output_copied and layout.micro_batch > 1:  # the output is saved in both orders of its dims
+        yield CostColumn.SAVED, NONE, sum(tensor_bytes(s, precision) for s in facts.saved if s.what == "attend")
 
 
 def tensor_bytes(s: Saved, precision: Precision, cast: bool = False) -> int:

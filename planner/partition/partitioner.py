@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
-from megaloom.planner.cost import memory
+from megaloom.planner.cost import communication, memory
 from megaloom.planner.cost.columns import STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.cost.job import Job
@@ -136,7 +136,7 @@ class PartitionProblem:
         transient[:, :backwards], transient[-1, backwards:] = table.workspace, table.loss
         received, buffers = self.p2p_bytes(self.cut_points)
         state_sums, step_sums = (each[0] * params + each[1] * experts for each in (state, step))
-        reserved = memory.reserved_bytes(x, job.cluster, profile)
+        reserved = communication.reserved_bytes(x, job.cluster, profile)
         return MemoryLimit(
             state=state_sums,
             at_step=memory.rank_memory(state_sums, 0 * saved, 0, step_sums),
@@ -214,7 +214,7 @@ class Partition:
     def rank_peaks(self) -> tuple[memory.Peak, ...]:
         """Return the peak memory of each pipeline rank."""
         x, job, peaks = self.layout, self.problem.job, []
-        reserved = memory.reserved_bytes(x, job.cluster, job.profile)
+        reserved = communication.reserved_bytes(x, job.cluster, job.profile)
         for rank in range(x.pp):
             moments = schedule.rank_moments(rank, x.pp, x.vpp, self.problem.microbatches, x.microbatch_group)
             stages = self.stages[rank :: x.pp]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from attrs import frozen
 
-from megaloom.planner.cost import memory
+from megaloom.planner.cost import communication, memory
 
 from .price import Priced
 from .timeline import Event
@@ -51,7 +51,7 @@ def memory_tracks(priced: Priced) -> tuple[MemoryTrack, ...]:
         state = memory.state_bytes(params, experts, x, job.workload.precision, job.profile)
         out.append(
             MemoryTrack(
-                bare=sum(state.values()) + memory.reserved_bytes(x, job.cluster, job.profile),
+                bare=sum(state.values()) + communication.reserved_bytes(x, job.cluster, job.profile),
                 library=max(s.library for s in mine),
                 workspace=max(s.workspace for s in mine),
                 loss=mine[-1].loss,

@@ -189,7 +189,10 @@ def test_a_plan_that_was_edited_into_none_is_refused() -> None:
         (evolve(plan, layout=evolve(plan.layout, vpp=2, pp=1, dp=2)), "[vpp-pp]"),
         (evolve(plan, workload=evolve(plan.workload, seq=4096)), "longer than the 1024 learned positions"),
         (evolve(plan, stages=(first, evolve(last, stop=75))), "stages[1].stop is 75, and the graph has 77 nodes"),
-        (evolve(plan, stages=(evolve(first, stop=31), evolve(last, start=31))), "stages[0].stop is 31, which is no cut point"),
+        (
+            evolve(plan, stages=(evolve(first, stop=31), evolve(last, start=31))),
+            "stages[0].stop is 31, which is no cut point",
+        ),
     ):
         with pytest.raises(PlanError) as caught:
             check_plan(edited, model)
@@ -278,11 +281,20 @@ def broken(*path: str | int, value: Any) -> str:
             broken("predicted", "nbytes", 0, "weights", value=1.5),
             "predicted.nbytes[0]['weights'] must be a whole number, got 1.5",
         ),
-        (broken("predicted", "nbytes", value=[]), "predicted.nbytes must have an entry for each of pp 2 pipeline ranks"),
+        (
+            broken("predicted", "nbytes", value=[]),
+            "predicted.nbytes must have an entry for each of pp 2 pipeline ranks",
+        ),
         (broken("predicted", "step_seconds", value=-1.0), "predicted.step_seconds must be more than 0, got -1"),
         (broken("predicted", "step_seconds", value=99.0), "predicted.breakdown must add up to step_seconds, 99"),
-        (broken("predicted", "breakdown", "bubble", value=-1.0), "predicted.breakdown['bubble'] must be at least 0, got -1"),
-        (broken("predicted", "nbytes", 0, value={}), "predicted.nbytes[0] must hold at least one byte, and no negative number"),
+        (
+            broken("predicted", "breakdown", "bubble", value=-1.0),
+            "predicted.breakdown['bubble'] must be at least 0, got -1",
+        ),
+        (
+            broken("predicted", "nbytes", 0, value={}),
+            "predicted.nbytes[0] must hold at least one byte, and no negative number",
+        ),
         (broken("stages", 1, "forward_seconds", value=-1.0), "stages[1].forward_seconds must be at least 0, got -1"),
         (broken("cluster", "device", "nbytes", value=80), "cluster.device: Device H100: nbytes = 80 is not"),
         (broken("predicted", "interval", value=[1.0]), "predicted.interval must be a list of 2, got 1 entries"),
@@ -315,9 +327,7 @@ def test_no_damage_is_a_traceback(data: st.DataObject) -> None:
 
 
 def test_a_plan_with_a_fingerprint_of_another_version_is_refused_with_advice() -> None:
-    with pytest.raises(
-        PlanError, match=r"made by another version of megaloom.*\nplan again: plan megaloom\.examples"
-    ):
+    with pytest.raises(PlanError, match=r"made by another version of megaloom.*\nplan again: plan megaloom\.examples"):
         check_plan(evolve(example(), fingerprint="a743fbab00f785e3"), find("gpt2")[0])
 
 

@@ -14,7 +14,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.cost.memory import ALLOCATED, rank_memory
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.report.chrome_trace import tails
+from megaloom.planner.report.chrome_trace import end_of_step_slices
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate.memory_timeline import memory_levels, memory_tracks
 
@@ -58,7 +58,9 @@ def test_peak_feasibility_bound_and_timeline_agree(model, layout: Layout, share:
 
     # The timeline reaches the peak of the prediction, and never exceeds it.
     for rank, track in enumerate(memory_tracks(priced)):
-        levels = [n for _, n in memory_levels(track, priced.timeline.events[rank], tails(priced)[rank], x.pp)]
+        levels = [
+            n for _, n in memory_levels(track, priced.timeline.events[rank], end_of_step_slices(priced)[rank], x.pp)
+        ]
         assert abs(max(levels) - peaks[rank]) <= ROUNDING
 
     # Feasible means that every peak is within the limit, in the arrays that a search uses too.
