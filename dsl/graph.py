@@ -128,12 +128,13 @@ class Graph:
         Each node has the attribute `node`, a `Node`; each edge has `shape`, that of the value that flows along it.
 
         >>> import networkx as nx
+        >>> from megaloom.dsl import graph
         >>> from megaloom.dsl.catalog import find
         >>> g = graph(find("gpt2")[0]).networkx()
         >>> nx.is_directed_acyclic_graph(g)
         True
-        >>> len(nx.ancestors(g, "attention.0"))  # tokens, token and position embeddings, dropout, norm
-        5
+        >>> len(nx.ancestors(g, "attention.0"))  # tokens, two embeddings, norm
+        4
         >>> str(g.edges["layer_norm.0", "attention.0"]["shape"])
         '[batch seq embed=768]'
         >>> nx.dag_longest_path(g)[-3:]

@@ -1,7 +1,7 @@
-"""Weights taken from the tensors of a Hugging Face checkpoint, and given to one, by their names (see `names`).
+"""Convert between the weights of a model and the tensors of a Hugging Face checkpoint.
 
-Protocol: `take` and `give` undo each other. Tensors need only methods that torch's have (reshape, permute, narrow,
-select, copy_, new_empty), so that nothing is imported for them.
+`from_checkpoint` and `to_checkpoint` are inverse. Tensors only need the methods reshape, permute, narrow, select, copy_
+and new_empty of torch tensors, so that torch is not imported here.
 """
 
 from __future__ import annotations
@@ -23,45 +23,49 @@ from .tensor_names import (
     Names,
     Square,
     Tensor,
-    parts,
-    some,
-    tensors,
+    axis_parts,
+    checkpoint_tensors,
+    first_few,
 )
 
 
-def take(names: Names, model: Model, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of a model, by the names of `graph(model).weights`, from the tensors of a checkpoint.
+def from_checkpoint(names: Names, model: Model, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights of a model by their names in `graph(model).weights`, from the tensors of a checkpoint.
 
-    Raises UserError when a tensor is missing, of another shape, or not of this model.
+    Raises UserError if a tensor is missing, has another shape, or does not belong to this model.
     """
     out: dict[str, Any] = {}
     used: set[str] = set()
-    called = {names.now(name): name for name in checkpoint}
-    for t in tensors(names, model):
+    stored = {names.current(name): name for name in checkpoint}
+    for t in checkpoint_tensors(names, model):
         layouts = _layouts(t)
         for index, name in _copies(t):
-            if name not in called:
-                raise UserError(f"the checkpoint has no tensor {name!r} for {', '.join(s.name for s in t.slots)}")
+            if name not in stored:
+                raise UserError(
+                    f"the checkpoint has no tensor {name!r}, which holds {', '.join(s.name for s in t.slots)}"
+                )
             used.add(name)
-            parts = _split(name, checkpoint[called[name]], layouts)
+            parts = _split(name, checkpoint[stored[name]], layouts)
             for slot, part in zip(t.slots, parts, strict=True):
                 _put(out, slot, index, part)
     unused = re.compile("|".join(_pattern(u, used) for u in names.unused) or "(?!)")
-    left = [name for name in called if name not in used and not unused.match(name)]
+    left = [name for name in stored if name not in used and not unused.match(name)]
     for name in left:
         first = names.copies.get(name, "")
-        x, twin = checkpoint[called[name]], checkpoint.get(called.get(first, ""))
+        x, twin = checkpoint[stored[name]], checkpoint.get(stored.get(first, ""))
         if twin is not None and not _same(x, twin):
-            raise UserError(f"the checkpoint's {name} is not its {first}, and model {model.name!r} has one for both")
+            raise UserError(
+                f"the checkpoint's {name} differs from its {first}, but model {model.name!r} shares one weight"
+            )
         if name in names.zero and bool((x != 0).any()):
-            raise UserError(f"the checkpoint's {name} is not zero, and model {model.name!r} has nothing like it")
-    if unknown := [name for name in left if name not in names.zero and names.copies.get(name) not in called]:
-        raise UserError(f"model {model.name!r} has no weights for the checkpoint's {some(unknown)}")
+            raise UserError(f"the checkpoint's {name} is not zero, but model {model.name!r} has no such weight")
+    if unknown := [name for name in left if name not in names.zero and names.copies.get(name) not in stored]:
+        raise UserError(f"model {model.name!r} has no weights for the checkpoint's {first_few(unknown)}")
     return out
 
 
 def _pattern(beginning: str, used: set[str]) -> str:
-    """Matches names that begin so; {beyond} the number of no layer that is used."""
+    """Return a regular expression for names with a prefix; {beyond} matches the number of an unused layer."""
     before, mark, after = map(re.escape, beginning.partition("{beyond}"))
     if not mark:
         return before.replace(r"\{layer\}", r"\d+")
@@ -73,10 +77,10 @@ def _same(x: Any, y: Any) -> bool:
     return tuple(x.shape) == tuple(y.shape) and bool((x == y).all())
 
 
-def give(names: Names, model: Model, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a checkpoint from the weights of a model, by the names of `graph(model).weights`."""
+def to_checkpoint(names: Names, model: Model, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a checkpoint, from the weights of a model by their names in `graph(model).weights`."""
     out: dict[str, Any] = {}
-    for t in tensors(names, model):
+    for t in checkpoint_tensors(names, model):
         layouts = _layouts(t)
         for index, name in _copies(t):
             out[name] = _join([_at(weights[s.name], s, index) for s in t.slots], layouts)
@@ -85,15 +89,15 @@ def give(names: Names, model: Model, weights: Mapping[str, Any]) -> dict[str, An
 
 @frozen
 class _Layout:
-    """How one weight lies in a tensor: its dims in the tensor's order, 1s among them, and the sizes of the axes.
+    """The order of one weight's dims in a tensor, and the sizes of the tensor's axes.
 
-    Where weights are joined, that axis is two: the dims before the mark, and those after it.
+    An axis with a JOIN mark counts as two: the dims before the mark, and those after it.
     """
 
-    sizes: tuple[int, ...]  # of the weight, as its slot has them
-    order: tuple[int, ...]  # the place in the slot of each dim of the tensor
+    sizes: tuple[int, ...]  # of the weight, in the order of its slot
+    order: tuple[int, ...]  # for each dim of the tensor, its index in the slot
     axes: tuple[int, ...]
-    joined: int | None  # which of the axes follows the mark
+    joined: int | None  # the index of the axis after the mark
 
 
 def _layouts(t: Tensor) -> tuple[_Layout, ...]:
@@ -102,14 +106,14 @@ def _layouts(t: Tensor) -> tuple[_Layout, ...]:
 
 def _layout(axes: Axes, slot: Slot, indexed: Dim | None) -> _Layout:
     dims = [d for d in slot.dims if d != indexed]
-    said = [part for axis in axes for part in parts(axis)]
-    rest = [d.name for d in dims if d.name not in said]
+    named = [part for axis in axes for part in axis_parts(axis)]
+    rest = [d.name for d in dims if d.name not in named]
     sizes: list[int] = []
     order: list[str] = []
     joined = None
     for axis in axes:
         size = 1
-        for part in parts(axis):
+        for part in axis_parts(axis):
             if part is JOIN:
                 sizes.append(size)
                 joined, size = len(sizes), 1
@@ -120,12 +124,12 @@ def _layout(axes: Axes, slot: Slot, indexed: Dim | None) -> _Layout:
         side = isqrt(size // axis.channels) if isinstance(axis, Square) else 0
         sizes += [axis.channels, side, side] if isinstance(axis, Square) else [size]
     names = [d.name for d in dims]
-    assert sorted(order) == sorted(names), f"{slot.name} {names} is no {axes}"
+    assert sorted(order) == sorted(names), f"{slot.name} has dims {names}, which {axes} do not cover"
     return _Layout(tuple(d.known for d in dims), tuple(names.index(n) for n in order), tuple(sizes), joined)
 
 
 def _shape(layouts: tuple[_Layout, ...]) -> tuple[int, ...]:
-    """The sizes of the tensor that holds these weights."""
+    """Return the sizes of the tensor that holds these weights."""
     first, at = layouts[0], layouts[0].joined
     if at is None:
         return first.axes
@@ -133,9 +137,9 @@ def _shape(layouts: tuple[_Layout, ...]) -> tuple[int, ...]:
 
 
 def _split(name: str, tensor: Any, layouts: tuple[_Layout, ...]) -> Iterator[Any]:
-    """The weights that a tensor holds."""
+    """Yield the weights that a tensor holds."""
     if tuple(tensor.shape) != (want := _shape(layouts)):
-        raise UserError(f"the checkpoint's {name} is {list(tensor.shape)}, and this model's is {list(want)}")
+        raise UserError(f"the checkpoint's {name} has shape {list(tensor.shape)}, this model needs {list(want)}")
     start = 0
     for x in layouts:
         part = tensor
@@ -148,7 +152,7 @@ def _split(name: str, tensor: Any, layouts: tuple[_Layout, ...]) -> Iterator[Any
 
 
 def _join(weights: list[Any], layouts: tuple[_Layout, ...]) -> Any:
-    """The tensor that holds these weights."""
+    """Return the tensor that holds these weights."""
     parts = [w.permute(x.order).reshape(x.axes) for w, x in zip(weights, layouts, strict=True)]
     if (at := layouts[0].joined) is None:
         return parts[0]
@@ -162,12 +166,12 @@ def _join(weights: list[Any], layouts: tuple[_Layout, ...]) -> Any:
 
 
 def _indexed(t: Tensor) -> Dim | None:
-    """The dim of which each index has a tensor of its own."""
+    """Return the dim that has one tensor per index, if there is one."""
     return next((d for d in t.slots[0].dims if f"{{{d.name}}}" in t.name), None)
 
 
 def _copies(t: Tensor) -> Iterator[tuple[tuple[Dim, int] | None, str]]:
-    """The names of the tensors, each with the index that it is of."""
+    """Yield the names of the tensors, each with its index of that dim."""
     d = _indexed(t)
     if d is None:
         yield None, t.name

@@ -1,12 +1,12 @@
-"""What a checkpoint of Hugging Face calls a model's weights, and how it lays them out, as data.
+"""The tensor names of Hugging Face checkpoints, and the order of dims in each tensor, as data.
 
-Protocol: `Names` says what each tensor of a checkpoint holds: which of our weights, in which order of their dims.
-`tensors` finds them in a model; `state` takes weights from a checkpoint and gives them to one by that.
+`Names` lists the tensors of an architecture and the weights that each holds. `checkpoint_tensors` finds these weights
+in a model. `state_dict` uses them to convert weights in both directions.
 
-A weight that a node made is known here by its place in its layer: `rms_norm.1.scale` is of the second RMSNorm of the
-layer. Layers lie in blocks (the iterations of a `repeat`); one ends where its block does, or where a node comes that
-has no place in it any more: where a layer has two, a third RMSNorm opens the next. Outside of blocks nodes are counted
-among themselves.
+A weight of a node is named by its position in its layer: `rms_norm.1.scale` belongs to the second RMSNorm of the layer.
+Layers lie in blocks (the iterations of a `repeat`). A layer ends with its block, or before a node that has no position
+left in it: if a layer has two RMSNorms, a third one begins the next layer. Nodes outside of blocks are numbered among
+themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megaloom.dsl.graph import (
 
 
 class Mark(Enum):
-    """Where in a layout the weights of one tensor follow one another: along what comes after the mark in its axis."""
+    """A mark in an axis: the weights of a tensor are concatenated along the part of the axis that follows it."""
 
     JOIN = "join"
 
@@ -40,7 +40,7 @@ JOIN = Mark.JOIN
 
 @frozen
 class Square:
-    """A dim of the pixels of a square, of this many channels: three axes, channels, height and width."""
+    """A dim of pixels of a square patch, stored as three axes: channels, height, width."""
 
     dim: str
     channels: int
@@ -52,27 +52,27 @@ Axes: TypeAlias = tuple[Part | Square | tuple[Part, ...], ...]
 
 @frozen
 class Stored:
-    """One tensor of a checkpoint: our weights that it holds, and its axes.
+    """One tensor of a checkpoint: the weights that it holds, and its axes.
 
-    An axis is a dim, several (the first outermost), or 1 for none. `...` stands for all dims that are not named, as one
-    axis unless it stands among others. Dims that the tensor's name has in braces, {experts}, have one tensor an index.
+    An axis is a dim, several dims (the first is the outermost), or 1 for none. `...` stands for all dims that are not
+    named, merged into one axis. A dim in braces in the name of the tensor, such as {experts}, has one tensor per index.
     """
 
     weights: tuple[str, ...]
     axes: Axes
 
 
-Tensors: TypeAlias = Mapping[str, Stored | tuple[Stored, ...]]  # several: of one of them the weights are there
+Tensors: TypeAlias = Mapping[str, Stored | tuple[Stored, ...]]  # several: the one whose weights the model has
 
 
 @frozen
 class Names:
-    """The tensors of a checkpoint: those outside of all layers by their full names, and those of layers.
+    """The tensors of a checkpoint by name.
 
-    The layers that are alike are under what all their names begin with, which has {layer} for the layer's number.
-    unused: what the names of tensors begin with that change no output; {layer} is for any number, {beyond} for those
-    after the last layer's. copies: tensors that are there a second time, and what they must equal. zero: tensors that
-    must be zero, and then change nothing. older: what names in older checkpoints begin with, and what it is now.
+    outside: tensors outside of all layers. layers: tensors of each kind of layer, under the prefix of their names, with
+    {layer} for the number of the layer. unused: prefixes of tensors that do not change the output; {layer} is any
+    number, {beyond} a number after that of the last layer. copies: tensors that repeat another one, which they must
+    equal. zero: tensors that must be zero. older: prefixes in older checkpoints, and what they are today.
     """
 
     outside: Tensors = field(hash=False)
@@ -82,55 +82,57 @@ class Names:
     zero: tuple[str, ...] = ()
     older: Mapping[str, str] = field(factory=dict, hash=False)
 
-    def now(self, name: str) -> str:
-        """What the tensor of this name in a checkpoint, old or new, is called now."""
+    def current(self, name: str) -> str:
+        """Return today's name of a tensor that an older checkpoint may name differently."""
         old = next((o for o in self.older if name.startswith(o)), "")
         return self.older.get(old, "") + name.removeprefix(old)
 
 
 def flat(*weights: str) -> Stored:
-    """A vector: all dims as one axis. Several weights follow one another."""
+    """Return a tensor with all dims merged into one axis. Several weights are concatenated."""
     return Stored(weights, ((JOIN, ...),))
 
 
 def rows(*weights: str, dim: str = "embed") -> Stored:
-    """[dim, the others]. Several weights follow one another along the others."""
+    """Return a tensor [dim, other dims]. Several weights are concatenated along the other dims."""
     return Stored(weights, (dim, (JOIN, ...)))
 
 
 def columns(*weights: str, dim: str = "embed") -> Stored:
-    """[the others, dim]. Several weights follow one another along the others."""
+    """Return a tensor [other dims, dim]. Several weights are concatenated along the other dims."""
     return Stored(weights, ((JOIN, ...), dim))
 
 
 @frozen
 class Tensor:
-    """One entry of the names, found in a model: the weights that it holds, in their slots."""
+    """One tensor of a checkpoint of a given model, with the weight slots that it holds."""
 
     name: str
     slots: tuple[Slot, ...]
     axes: Axes
 
 
-def tensors(names: Names, model: Model) -> tuple[Tensor, ...]:
-    """The tensors that a checkpoint of this model has. Raises UserError for weights that the names do not say."""
+def checkpoint_tensors(names: Names, model: Model) -> tuple[Tensor, ...]:
+    """Return the tensors of a checkpoint of this model. Raises UserError for a weight that no tensor holds."""
     g = graph(model)
-    found = [*_found(names.outside, "", _outside(g))]
+    tensors = [*_present(names.outside, "", _outside(g))]
     for prefix, number, slots in _layers(names, g):
-        found += _found(names.layers[prefix], prefix.replace("{layer}", str(number)), slots)
-    have = {s.name for t in found for s in t.slots}
+        tensors += _present(names.layers[prefix], prefix.replace("{layer}", str(number)), slots)
+    have = {s.name for t in tensors for s in t.slots}
     if missing := [name for name in g.weights if name not in have]:
-        raise UserError(f"the names say nothing of {some(missing)}, of model {model.name!r}")
-    return tuple(found)
+        raise UserError(f"no tensor name for {first_few(missing)} of model {model.name!r}")
+    return tuple(tensors)
 
 
-def _found(entries: Tensors, prefix: str, slots: Mapping[str, Slot]) -> Iterator[Tensor]:
-    """The tensors whose weights are among these, by their places, and have the dims that their axes name."""
+def _present(entries: Tensors, prefix: str, slots: Mapping[str, Slot]) -> Iterator[Tensor]:
+    """Yield the tensors whose weights are in `slots` and have the dims that the axes name."""
     for name, stored in _each(entries):
-        named = {part for axis in stored.axes for part in parts(axis) if isinstance(part, str)}
+        named = {part for axis in stored.axes for part in axis_parts(axis) if isinstance(part, str)}
         present = [w for w in stored.weights if w in slots and named.issubset(d.name for d in slots[w].dims)]
         if present and len(present) < len(stored.weights):
-            raise UserError(f"{prefix}{name} holds {', '.join(stored.weights)}, and only {', '.join(present)} is there")
+            raise UserError(
+                f"{prefix}{name} holds {', '.join(stored.weights)}, but the model has only {', '.join(present)}"
+            )
         if present:
             yield Tensor(prefix + name, tuple(slots[w] for w in stored.weights), stored.axes)
 
@@ -141,17 +143,17 @@ def _each(entries: Tensors) -> Iterator[tuple[str, Stored]]:
 
 
 def _outside(g: Graph) -> dict[str, Slot]:
-    """The weights outside of blocks by their places, and those that no node made by their names."""
+    """Return the weights of nodes outside of blocks by position, and shared weights by name."""
     counts: Counter[str] = Counter()
     out = {s.name: s for n in g.nodes for s in n.weights if not _own(n, s)}
     for n in g.nodes:
         if n.block is None:
-            out.update(_placed(n, counts))
+            out.update(_by_position(n, counts))
     return out
 
 
 def _layers(names: Names, g: Graph) -> Iterator[tuple[str, int, dict[str, Slot]]]:
-    """Each layer: what its tensors' names begin with, its number, and its weights by their places."""
+    """Yield the layers: prefix of the tensor names, number of the layer, weights by position."""
     blocks: dict[int, list[Node]] = {}
     for n in g.nodes:
         if n.block is not None and any(_own(n, s) for s in n.weights):
@@ -159,35 +161,35 @@ def _layers(names: Names, g: Graph) -> Iterator[tuple[str, int, dict[str, Slot]]
     numbers: Counter[str] = Counter()
     for nodes in blocks.values():
         for prefix, tensors in names.layers.items():
-            if (found := _parts(nodes, tensors)) is not None:
-                for slots in found:
+            if (layers := _split_into_layers(nodes, tensors)) is not None:
+                for slots in layers:
                     yield prefix, numbers[prefix], slots
                     numbers[prefix] += 1
                 break
 
 
-def _parts(nodes: Iterable[Node], tensors: Tensors) -> list[dict[str, Slot]] | None:
-    """The layers that a block consists of, or None if it has a weight that these tensors do not hold."""
+def _split_into_layers(nodes: Iterable[Node], tensors: Tensors) -> list[dict[str, Slot]] | None:
+    """Return the layers of a block, or None if the block has a weight that these tensors do not hold."""
     known = {w for _, t in _each(tensors) for w in t.weights}
-    places = {".".join(w.split(".")[:2]) for w in known}
+    positions = {".".join(w.split(".")[:2]) for w in known}
     out: list[dict[str, Slot]] = []
     counts: Counter[str] = Counter()
     for n in nodes:
-        if not out or f"{_kind(n)}.{counts[_kind(n)]}" not in places:
+        if not out or f"{_kind(n)}.{counts[_kind(n)]}" not in positions:
             counts = Counter()
             out.append({})
-        placed = _placed(n, counts)
-        if not known.issuperset(placed):
+        own = _by_position(n, counts)
+        if not known.issuperset(own):
             return None
-        out[-1].update(placed)
+        out[-1].update(own)
     return out
 
 
-def _placed(n: Node, counts: Counter[str]) -> dict[str, Slot]:
-    """A node's own weights by their places; the node is counted."""
-    place = f"{_kind(n)}.{counts[_kind(n)]}"
+def _by_position(n: Node, counts: Counter[str]) -> dict[str, Slot]:
+    """Return the weights of a node by position, and count the node."""
+    position = f"{_kind(n)}.{counts[_kind(n)]}"
     counts[_kind(n)] += 1
-    return {place + s.name.removeprefix(n.name): s for s in n.weights if _own(n, s)}
+    return {position + s.name.removeprefix(n.name): s for s in n.weights if _own(n, s)}
 
 
 def _own(n: Node, s: Slot) -> bool:
@@ -198,13 +200,13 @@ def _kind(n: Node) -> str:
     return n.name.rpartition(".")[0]
 
 
-def parts(axis: Part | Square | tuple[Part, ...]) -> tuple[Part, ...]:
-    """What an axis is made of."""
+def axis_parts(axis: Part | Square | tuple[Part, ...]) -> tuple[Part, ...]:
+    """Return the dims and marks of an axis."""
     if isinstance(axis, Square):
         return (axis.dim,)
     return axis if isinstance(axis, tuple) else (axis,)
 
 
-def some(names: list[str]) -> str:
-    """The first few of these names."""
+def first_few(names: list[str]) -> str:
+    """Return the first five names as text."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import subprocess
 import sys
 from collections import Counter
@@ -354,3 +355,11 @@ def test_a_graph_is_made_once() -> None:
     m = gpt()
     assert graph(m) is graph(m)
     assert isinstance(graph(m), Graph)
+
+
+def test_the_example_of_networkx_runs() -> None:
+    """The docstring of `Graph.networkx` shows how to analyse a model with the ecosystem's tools."""
+    finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner()
+    tests = finder.find(Graph.networkx, "Graph.networkx", globs={})
+    assert tests and tests[0].examples
+    assert runner.run(tests[0]).failed == 0

@@ -39,7 +39,7 @@ from megaloom.dsl import (
 from megaloom.dsl.catalog import file_name, find
 from megaloom.dsl.hf.architectures import describes
 from megaloom.dsl.hf.fields import UNUSED, Config, rope, rotation
-from megaloom.dsl.hf.state_dict import give, take
+from megaloom.dsl.hf.state_dict import from_checkpoint, to_checkpoint
 from megaloom.dsl.hf.tensor_names import (
     JOIN,
     Names,
@@ -281,7 +281,7 @@ def test_layers_are_told_apart_where_a_block_has_several() -> None:
     """Each iteration of the repeat is two layers to these names, and the last norm is outside of all."""
     m = tiny(3)
     weights = random(m)
-    stored = give(NAMES, m, weights)
+    stored = to_checkpoint(NAMES, m, weights)
     assert len(stored) == 2 + 6 * 3
     for i in range(6):
         assert torch.equal(stored[f"layers.{i}.norm.weight"], weights[f"rms_norm.{i}.scale"])
@@ -289,7 +289,7 @@ def test_layers_are_told_apart_where_a_block_has_several() -> None:
         assert torch.equal(stored[f"layers.{i}.gate_up.weight"], both)
         assert torch.equal(stored[f"layers.{i}.down.weight"], weights[f"swiglu.{i}.down"].T)
     assert torch.equal(stored["norm.weight"], weights["rms_norm.6.scale"])
-    back = take(NAMES, m, stored)
+    back = from_checkpoint(NAMES, m, stored)
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[n], w) for n, w in weights.items())
 
@@ -309,25 +309,25 @@ def test_joined_weights(axes: Any, expected: Any) -> None:
         WHOLE, {"layers.{layer}.": LAYER | {"gate_up.weight": Stored(("swiglu.0.gate", "swiglu.0.up"), axes)}}
     )
     weights = random(m)
-    stored = give(names, m, weights)
+    stored = to_checkpoint(names, m, weights)
     want = expected(*(weights[f"swiglu.1.{n}"].numpy() for n in ("gate", "up")))
     np.testing.assert_array_equal(stored["layers.1.gate_up.weight"].numpy(), want)
-    assert all(torch.equal(take(names, m, stored)[n], w) for n, w in weights.items())
+    assert all(torch.equal(from_checkpoint(names, m, stored)[n], w) for n, w in weights.items())
 
 
 def test_checkpoints_of_another_model() -> None:
     m = tiny()
-    stored = give(NAMES, m, random(m))
+    stored = to_checkpoint(NAMES, m, random(m))
     for change, said in (
         ({"extra.bias": torch.ones(1)}, "model 'tiny' has no weights for the checkpoint's extra.bias"),
-        ({"norm.weight": torch.ones(5)}, r"the checkpoint's norm.weight is \[5\], and this model's is \[4\]"),
-        ({"wte.weight": None}, "the checkpoint has no tensor 'wte.weight' for wte"),
+        ({"norm.weight": torch.ones(5)}, r"the checkpoint's norm.weight has shape \[5\], this model needs \[4\]"),
+        ({"wte.weight": None}, "the checkpoint has no tensor 'wte.weight', which holds wte"),
     ):
         changed = {k: v for k, v in (stored | change).items() if v is not None}
         with pytest.raises(UserError, match=said):
-            take(NAMES, m, changed)
-    with pytest.raises(UserError, match=r"no tensor 'layers.4.norm.weight' for rms_norm.4.scale"):
-        take(NAMES, tiny(3), stored)
+            from_checkpoint(NAMES, m, changed)
+    with pytest.raises(UserError, match=r"no tensor 'layers.4.norm.weight', which holds rms_norm.4"):
+        from_checkpoint(NAMES, tiny(3), stored)
 
 
 def test_what_else_a_checkpoint_may_have() -> None:
@@ -337,31 +337,37 @@ def test_what_else_a_checkpoint_may_have() -> None:
     layers = {"layers.{layer}.": LAYER}
     beside = {"copies": {"head.weight": "wte.weight"}, "zero": ("bias",), "older": {"h.": "layers."}}
     names = Names(WHOLE, layers, unused=("layers.{layer}.mask", "layers.{beyond}.", "pooler."), **beside)
-    stored = {name.replace("layers.", "h."): x for name, x in give(names, m, weights).items()}
+    stored = {name.replace("layers.", "h."): x for name, x in to_checkpoint(names, m, weights).items()}
     one = torch.ones(1)
     stored |= {"head.weight": stored["wte.weight"].clone(), "bias": 0 * one, "h.1.mask": one, "pooler.weight": one}
     stored |= {"h.4.norm.weight": one, "layers.11.x": one}
-    back = take(names, m, stored)
+    back = from_checkpoint(names, m, stored)
     assert all(torch.equal(back[n], w) for n, w in weights.items())
     for change, said in (
-        ({"head.weight": stored["wte.weight"] + 1}, "head.weight is not its wte.weight, and model 'tiny' has one for"),
-        ({"head.weight": one}, "head.weight is not its wte.weight"),
+        (
+            {"head.weight": stored["wte.weight"] + 1},
+            "head.weight differs from its wte.weight, but model 'tiny' shares one",
+        ),
+        ({"head.weight": one}, "head.weight differs from its wte.weight"),
         ({"bias": one}, "bias is not zero"),
         ({"h.3.x": one}, "no weights for the checkpoint's layers.3.x"),
         ({"masks.1": one}, "no weights for the checkpoint's masks.1"),
     ):
         with pytest.raises(UserError, match=said):
-            take(names, m, stored | change)
+            from_checkpoint(names, m, stored | change)
 
 
 def test_names_that_lack_some() -> None:
     for names, said in (
-        (Names({}, NAMES.layers), r"the names say nothing of wte, rms_norm.4.scale, of model 'tiny'"),
-        (Names(WHOLE), r"say nothing of rms_norm.0.scale, swiglu.0.gate, .*, rms_norm.1.scale and 11 more"),
-        (Names(WHOLE, {"h.{layer}.": {"norm": flat("rms_norm.0.scale")}}), "say nothing of rms_norm.0.scale, swiglu"),
+        (Names({}, NAMES.layers), r"no tensor name for wte, rms_norm.4.scale of model 'tiny'"),
+        (Names(WHOLE), r"no tensor name for rms_norm.0.scale, swiglu.0.gate, .*, rms_norm.1.scale and 11 more"),
+        (
+            Names(WHOLE, {"h.{layer}.": {"norm": flat("rms_norm.0.scale")}}),
+            "no tensor name for rms_norm.0.scale, swiglu",
+        ),
     ):
         with pytest.raises(UserError, match=said):
-            give(names, tiny(), random(tiny()))
+            to_checkpoint(names, tiny(), random(tiny()))
 
 
 # Configs that were refused although transformers runs them

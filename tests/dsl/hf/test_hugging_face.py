@@ -40,7 +40,7 @@ from megaloom.dsl import (
 from megaloom.dsl.example_modules import example_modules
 from megaloom.dsl.hf.architectures import Reader, open_config, reader
 from megaloom.dsl.hf.fields import Config
-from megaloom.dsl.hf.state_dict import give, take
+from megaloom.dsl.hf.state_dict import from_checkpoint, to_checkpoint
 from megaloom.runtime.reference import interpret as oracle
 from megaloom.runtime.reference.interpret import evaluate, interpret
 
@@ -67,7 +67,7 @@ class Saved:
     model: Model
 
     def weights(self) -> dict[str, Tensor]:
-        return take(self.read.names, self.model, self.checkpoint)
+        return from_checkpoint(self.read.names, self.model, self.checkpoint)
 
 
 @cache
@@ -155,7 +155,7 @@ def test_what_is_given_back_is_what_was_taken(name: str) -> None:
     it = saved(name)
     weights = it.weights()
     assert weights.keys() == graph(it.model).weights.keys()
-    back = give(it.read.names, it.model, weights)
+    back = to_checkpoint(it.read.names, it.model, weights)
     assert all(torch.equal(it.checkpoint[n], x) for n, x in back.items())
     assert all(n.startswith(UNUSED) for n in it.checkpoint.keys() - back.keys())
 
