@@ -18,9 +18,9 @@ from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.device_meshes import best_of_each_mesh
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import PROVEN_MESHES, SIMULATED, search
-from megaloom.planner.validate.run import Run
 from megaloom.planner.validate.run_files import read_runs
 from megaloom.planner.validate.scoring import priced_as
+from megaloom.planner.validate.training_run import TrainingRun
 
 SOURCES = ("megatron-bridge", "nemo-docs", "dgxc-benchmarking")
 CLOSE = 1.02  # a published layout that takes this much longer than our best, by our prices, is as good
@@ -32,16 +32,16 @@ def degrees(x: Layout) -> Degrees:
     return x.tp, x.pp, x.cp, x.ep
 
 
-def recipes(path: str) -> list[list[Run]]:
+def recipes(path: str) -> list[list[TrainingRun]]:
     """The runs of each recipe. Models that lack layers for a benchmark's sake are none."""
-    by: dict[tuple[object, ...], list[Run]] = defaultdict(list)
+    by: dict[tuple[object, ...], list[TrainingRun]] = defaultdict(list)
     for run in read_runs(path)[0]:
         if run.source in SOURCES and run.step_seconds and "proxy" not in run.name:
             by[run.name, run.gpu, run.layout.world, run.workload].append(run)
     return list(by.values())
 
 
-def found(runs: list[Run]) -> tuple[bool, bool, str]:
+def found(runs: list[TrainingRun]) -> tuple[bool, bool, str]:
     """Whether a published layout is among the first, whether one is as good as the best, and what was found."""
     run, published = runs[-1], {degrees(r.layout) for r in runs}
     pricer = Pricer(graph(run.model), run.cluster, run.workload, run.profile)

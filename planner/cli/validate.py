@@ -27,20 +27,20 @@ def validate(
     markdown
         Print the scores as a Markdown table.
     by
-        Rows of that table: groups (source, GPU, precision and kind of model), sources, or classes of runs. A class has
-        an interval of its own, and also the scores of the models that no constant was fitted to.
+        Rows of that table: groups (source, GPU, precision and kind of model), sources, or kinds of runs. A kind has an
+        interval of its own; its row also has the scores of the models that no constant was fitted to.
     """
     from megaloom.dsl.show.printing import show
     from megaloom.planner.validate import scoreboard
     from megaloom.planner.validate.run_files import shipped_files
-    from megaloom.planner.validate.scoring import as_json as written
-    from megaloom.planner.validate.scoring import validate as scored
+    from megaloom.planner.validate.scoring import validation_json
+    from megaloom.planner.validate.scoring import validate_files
 
-    found = scored(*(files or shipped_files()))
+    found = validate_files(*(files or shipped_files()))
     if as_json:
-        json.dump(written(found), sys.stdout, indent=1)
+        json.dump(validation_json(found), sys.stdout, indent=1)
         print()
     elif markdown:
-        print(scoreboard.markdown(found, scoreboard.By(by)))
+        print(scoreboard.markdown(found, scoreboard.TableBy(by)))
     else:
         show(scoreboard.board(found), sys.stdout)

@@ -1,1 +1,1 @@
-"""The cost model against runs that others published."""
+"""Published training runs: records, predictions, and scores of the cost model."""

@@ -13,7 +13,7 @@ from megaloom.dsl.catalog import examples, find
 from megaloom.dsl.graph import Model, graph
 from megaloom.planner.model.requirements import model_requirements
 
-from .run import UnfitError
+from .training_run import UnfitError
 
 # Parts of a name beside family and size: owner, tuning, version of the weights, context length.
 _SUFFIX = re.compile(r"^.*/|^(meta|nvidia)(?=-)|-(base|instruct|chat|hf|it|pt|v0-[12]|\d+k)(?=-|$)")

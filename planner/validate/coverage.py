@@ -1,6 +1,6 @@
-"""Whether the intervals of predictions hold what was measured: made of one half of the models, checked on the other.
+"""Coverage of the intervals: fitted to one half of the models, checked on the other half.
 
-Protocol: `coverage(rows)` is a line for each kind of run. A model is of the half that its name's SHA-256 says.
+`coverage(rows)` has a line for each class of runs. The SHA-256 of a model's name says to which half it belongs.
 """
 
 from __future__ import annotations
@@ -15,50 +15,51 @@ from megaloom.planner.simulate.intervals import narrowest_interval
 
 from .scoring import Predicted
 
-EACH = 3  # rows of one source, GPU, precision and model that a spread is made of, so that no campaign outweighs others
+CAMPAIGN_ROWS = 3  # fitted rows of one source, GPU, precision and model, so that no campaign outweighs others
 
 
 @frozen
-class Covered:
-    """A kind of runs: its spread by the fitting half, if it has one, and how much of the checking half that holds."""
+class Coverage:
+    """One class of runs: its interval from the fitting half, and the rows of the checking half inside of it."""
 
-    kind: str
+    run_class: str
     fitted: int  # rows
-    interval: tuple[float, float] | None  # of measured / predicted
-    checked: int
-    held: int
+    interval: tuple[float, float] | None  # measured / predicted
+    checked: int  # rows
+    inside: int  # rows of the checking half
 
 
-def coverage(rows: Iterable[Predicted]) -> tuple[Covered, ...]:
-    """A line for each kind, and one for all, if there are any."""
+def coverage(rows: Iterable[Predicted]) -> tuple[Coverage, ...]:
+    """Return a line for each class of runs, and one for all of them."""
     by: dict[str, list[Predicted]] = defaultdict(list)
     for p in rows:
-        if p.run.step_seconds is not None:
-            by[p.kind].append(p)
+        if p.training_run.step_seconds is not None:
+            by[p.run_class].append(p)
     if not by:
         return ()
     lines = [_covered(kind, found) for kind, found in sorted(by.items())]
-    fitted, checked, held = (sum(x) for x in zip(*((x.fitted, x.checked, x.held) for x in lines), strict=True))
-    return (*lines, Covered("all", fitted, None, checked, held))
+    fitted, checked, inside = (sum(x) for x in zip(*((x.fitted, x.checked, x.inside) for x in lines), strict=True))
+    return (*lines, Coverage("all", fitted, None, checked, inside))
 
 
-def _covered(kind: str, rows: Sequence[Predicted]) -> Covered:
-    fitted, checked = _few(p for p in rows if fits(p)), [p for p in rows if not fits(p)]
-    ratios = [float(p.run.step_seconds or 0.0) / p.step_seconds for p in fitted]
-    held = sum(p.held for p in checked)
-    return Covered(kind, len(fitted), narrowest_interval(ratios) if ratios else None, len(checked), held)
+def _covered(run_class: str, rows: Sequence[Predicted]) -> Coverage:
+    fitted, checked = _campaign_rows(p for p in rows if in_fitting_half(p)), [p for p in rows if not in_fitting_half(p)]
+    ratios = [float(p.training_run.step_seconds or 0.0) / p.step_seconds for p in fitted]
+    inside = sum(p.inside_interval for p in checked)
+    interval = narrowest_interval(ratios) if ratios else None
+    return Coverage(run_class, len(fitted), interval, len(checked), inside)
 
 
-def fits(p: Predicted) -> bool:
-    """Whether a row's model is of the fitting half."""
-    return sha256(p.run.name.encode()).digest()[-1] % 2 == 0
+def in_fitting_half(p: Predicted) -> bool:
+    """Return True if the model of a row belongs to the fitting half."""
+    return sha256(p.training_run.name.encode()).digest()[-1] % 2 == 0
 
 
-def _few(rows: Iterable[Predicted]) -> list[Predicted]:
+def _campaign_rows(rows: Iterable[Predicted]) -> list[Predicted]:
     seen: Counter[tuple[str, ...]] = Counter()
     out = []
     for p in rows:
-        key = (p.run.source, p.run.gpu, str(p.run.workload.precision), p.run.name)
+        key = (p.training_run.source, p.training_run.gpu, str(p.training_run.workload.precision), p.training_run.name)
         seen[key] += 1
-        out += [p] if seen[key] <= EACH else []
+        out += [p] if seen[key] <= CAMPAIGN_ROWS else []
     return out

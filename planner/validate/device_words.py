@@ -9,42 +9,42 @@ from megaloom.planner.contract.workload import Precision
 from megaloom.planner.hardware.cluster_names import known
 
 from .row_values import Row, row_number, row_text
-from .run import UnfitError
+from .training_run import UnfitError
 
-# What a published GPU's name has beside its kind: who made it, how many, the memory's make, "(inferred)".
-BESIDE = re.compile(r"\(.*|\b\d+\s*[x*] ?|\b(nvidia|tensor|core|gpus?|hbm\d?e?)\b")
-MEMORY = re.compile(r"\b(\d+)\s*gi?b\b")
-NEAR = 0.15  # by how much memory may differ from ours: 278 GB are said of 288, and 80 of 80 GiB
-# What products are narrow in stands anywhere, as in "bf16 gradients, MXFP8"; else what is said first is meant.
-NARROW = (
+# Parts of a published GPU name beside its kind: vendor, number, memory type, "(inferred)".
+_OTHER_WORDS = re.compile(r"\(.*|\b\d+\s*[x*] ?|\b(nvidia|tensor|core|gpus?|hbm\d?e?)\b")
+_GIGABYTES = re.compile(r"\b(\d+)\s*gi?b\b")
+MEMORY_TOLERANCE = 0.15  # published sizes are rounded: 278 GB for 288, 80 GB for 80 GiB
+# Fewer than 16 bits may stand anywhere, as in "bf16 gradients, MXFP8"; of wider types the first one counts.
+_NARROW = (
     (re.compile(r"nvfp4|\bfp4"), Precision.NVFP4),
     (re.compile(r"mxfp8|fp8[-_ ]?mx"), Precision.MXFP8),
     (re.compile(r"fp8|float8"), Precision.FP8),
 )
-WIDE = re.compile(r"(?P<bf16>bf16|bfloat16)|(?P<fp16>fp16|float16)|(?P<fp32>fp32|float32)")
+_WIDE = re.compile(r"(?P<bf16>bf16|bfloat16)|(?P<fp16>fp16|float16)|(?P<fp32>fp32|float32)")
 
 
 def row_device(row: Row) -> str:
-    """Our name of a row's GPU: 8x H100-SXM5-80GB is an H100. Raises UnfitError for memory that ours does not have."""
-    said = row_text(row, "gpu").lower()
-    sizes = [int(n) for n in MEMORY.findall(said)]
-    kind = "-".join(re.findall(r"[a-z0-9]+", BESIDE.sub(" ", MEMORY.sub(" ", said))))
+    """Return our preset of a row's GPU, such as H100 for "8x H100-SXM5-80GB". Raises UnfitError for other memory."""
+    words = row_text(row, "gpu").lower()
+    sizes = [int(n) for n in _GIGABYTES.findall(words)]
+    kind = "-".join(re.findall(r"[a-z0-9]+", _OTHER_WORDS.sub(" ", _GIGABYTES.sub(" ", words))))
     gigabytes = sizes[0] if sizes else row_number(row, "gpu_mem_gb")
     found = (known(f"{kind}-{gigabytes:.0f}gb") if gigabytes else None) or known(kind)
     if found is None:
         return kind.upper()
-    ours = found.device
-    if gigabytes and abs(gigabytes * 1e9 / ours.nbytes - 1) > NEAR:
-        raise UnfitError(f"a {ours.name} of {gigabytes:.0f} GB: ours has {ours.nbytes / GiB:.0f} GiB")
-    return ours.name
+    preset = found.device
+    if gigabytes and abs(gigabytes * 1e9 / preset.nbytes - 1) > MEMORY_TOLERANCE:
+        raise UnfitError(f"a {preset.name} of {gigabytes:.0f} GB: our preset has {preset.nbytes / GiB:.0f} GiB")
+    return preset.name
 
 
 def row_precision(row: Row) -> Precision:
-    """What a row's products are computed in. Raises UnfitError for what is not known."""
-    said = row_text(row, "precision_class") or row_text(row, "precision")
-    for words, found in NARROW:
-        if words.search(said.lower()):
+    """Return the precision of a row's matrix products. Raises UnfitError for an unknown one."""
+    words = row_text(row, "precision_class") or row_text(row, "precision")
+    for pattern, found in _NARROW:
+        if pattern.search(words.lower()):
             return found
-    if (wide := WIDE.search(said.lower())) and wide.lastgroup:
+    if (wide := _WIDE.search(words.lower())) and wide.lastgroup:
         return Precision(wide.lastgroup)
-    raise UnfitError(f"a precision of {said!r}" if said else "no precision")
+    raise UnfitError(f"unknown precision {words!r}" if words else "no precision")

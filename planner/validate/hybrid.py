@@ -27,7 +27,7 @@ from megaloom.dsl import (
 )
 
 from .row_values import MAX_LAYERS, Row, row_integer, row_text
-from .run import UnfitError
+from .training_run import UnfitError
 
 # Mamba-2's heads and state size, from the models' configurations at Hugging Face.
 MAMBA = {

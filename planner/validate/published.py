@@ -30,7 +30,7 @@ from .row_values import (
     row_recompute,
     row_text,
 )
-from .run import UnfitError
+from .training_run import UnfitError
 
 TASKS = ("", "pretrain", "pretraining", "pre-training", "sft", "memory only")  # "" is pre-training
 LATENT = {"q_lora": "q_rank", "kv_lora": "kv_rank", "qk_nope": "qk_nope", "qk_rope": "qk_rope", "v": "v"}

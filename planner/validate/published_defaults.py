@@ -26,7 +26,7 @@ from megaloom.planner.cost.profiles.frameworks import (
 from megaloom.planner.cost.profiles.groups import FrameworkProfile
 
 from .row_values import MAX_LAYERS, Row, row_flag, row_integer, row_text
-from .run import UnfitError
+from .training_run import UnfitError
 
 # Default profile by a part of the framework's name, first match; any other framework runs as megatron-core.
 FRAMEWORKS: tuple[tuple[str, FrameworkProfile], ...] = (

@@ -1,7 +1,7 @@
 """Records of published training runs: the schema of the shipped data, as JSON lines.
 
 A record says what was run, on what, with which framework profile, and what was measured. Nothing here depends on what
-was measured. `read_records` and `record_line` are inverse; `training_run` makes the value that is predicted.
+was measured. `read_records` and `record_line` are inverse; `run_of_record` makes the value that is predicted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megaloom.planner.hardware.cluster_names import cluster
 from .catalog_models import named_example
 from .decoder import Decoder
 from .hybrid import Hybrid
-from .run import Run, UnfitError
+from .training_run import TrainingRun, UnfitError
 
 
 class MemoryKind(StrEnum):
@@ -49,7 +49,7 @@ class Network:
 
 @frozen(kw_only=True)
 class Measurement:
-    """What the source reports of a run."""
+    """Measured step time and memory of a run."""
 
     step_seconds: float | None = None
     memory_gib: float | None = None
@@ -116,7 +116,7 @@ def record_line(record: RunRecord | LeftOut) -> str:
     return json.dumps(_converter().unstructure(record), ensure_ascii=False, separators=(",", ":"))
 
 
-def training_run(record: RunRecord) -> Run:
+def run_of_record(record: RunRecord) -> TrainingRun:
     """Return the run that a record describes. Raises UnfitError for an unknown profile, feature or device."""
     model, sparse = _model(record)
     layout = record.layout
@@ -124,7 +124,7 @@ def training_run(record: RunRecord) -> Run:
         raise UnfitError(f"the layout has {layout.world} devices, and {record.devices} were used")
     measured = record.measured
     sweep = (record.source, record.model, record.gpu, record.devices, record.global_batch, record.sequence_length)
-    return Run(
+    return TrainingRun(
         id=record.id,
         source=record.source,
         name=record.model,

@@ -8,7 +8,7 @@ from typing import Any
 
 from megaloom.planner.contract.choices import Module, Recompute
 
-from .run import UnfitError
+from .training_run import UnfitError
 
 Row = Mapping[str, Any]
 MAX_INTEGER = 2**31 - 1

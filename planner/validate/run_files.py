@@ -14,19 +14,19 @@ from typing import Any
 from megaloom.dsl.errors import UserError
 
 from .published import published_record
-from .records import LeftOut, RunRecord, read_record, training_run
+from .records import LeftOut, RunRecord, read_record, run_of_record
 from .row_values import row_text
-from .run import Run, Skipped, UnfitError
+from .training_run import Skipped, TrainingRun, UnfitError
 
 DATA = Path(__file__).with_name("data")
 FITTED_FROM = ("published_runs", "megatron_functional_runs", "vtrain_a100_runs")  # some constants were fitted to these
-OTHER = "other_runs"  # no constant was fitted to these
+OTHER_RUNS = "other_runs"  # no constant was fitted to these
 EXPECTED = "a file of JSON lines, each a record of a training run (docs/accuracy/data.md has the fields)"
 
 
 def shipped_files() -> tuple[Path, ...]:
     """Return the files of published runs that ship with megaloom."""
-    return tuple(DATA / f"{name}.jsonl" for name in (*FITTED_FROM, OTHER))
+    return tuple(DATA / f"{name}.jsonl" for name in (*FITTED_FROM, OTHER_RUNS))
 
 
 @cache
@@ -37,7 +37,7 @@ def shipped_records() -> dict[str, RunRecord | LeftOut]:
     return {record.id: record for record in records}
 
 
-def read_runs(path: str | Path) -> tuple[list[Run], list[Skipped]]:
+def read_runs(path: str | Path) -> tuple[list[TrainingRun], list[Skipped]]:
     """Return the runs of a file, and the rows that are not predicted. Raises UserError for a file without rows."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -48,18 +48,18 @@ def read_runs(path: str | Path) -> tuple[list[Run], list[Skipped]]:
     lines = [line for line in text.splitlines() if line.strip()]
     if not any(map(_is_object, lines)):
         raise UserError(f"{path} has no rows of training runs\ngive {EXPECTED}")
-    runs: list[Run] = []
+    runs: list[TrainingRun] = []
     skipped: list[Skipped] = []
     for number, line in enumerate(lines, 1):
         found = _read_line(line, f"row {number}")
-        if isinstance(found, Run):
+        if isinstance(found, TrainingRun):
             runs.append(found)
         else:
             skipped.append(found)
     return runs, skipped
 
 
-def _read_line(line: str, name: str) -> Run | Skipped:
+def _read_line(line: str, name: str) -> TrainingRun | Skipped:
     """Return the run of a line, or the reason why it is none."""
     row: dict[str, Any] = {"id": name}
     try:
@@ -69,7 +69,7 @@ def _read_line(line: str, name: str) -> Run | Skipped:
         else:
             record = published_record(row, shipped_records())
         if isinstance(record, RunRecord):
-            return training_run(record)
+            return run_of_record(record)
         moe, reason = record.mixture_of_experts, record.reason
         return Skipped(record.id, record.source, record.gpu, record.precision, moe, reason)
     except (UnfitError, UserError) as error:

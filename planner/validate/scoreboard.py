@@ -1,4 +1,4 @@
-"""The scoreboard of the cost model, as a table for people and as one for a README."""
+"""Tables of the scores: for the terminal, and as Markdown for documentation."""
 
 from __future__ import annotations
 
@@ -12,123 +12,126 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .coverage import coverage, fits
-from .scoring import (
-    Group,
-    Predicted,
-    Validation,
-    p90,
+from .coverage import coverage, in_fitting_half
+from .scoring import Predicted, ScoreGroup, Validation, p90
+
+GROUP_COLUMNS = ("source", "GPU", "precision", "model")
+SCORE_COLUMNS = (
+    *("runs", "left out", "median", "90 %", "bias", "pairs", "regret", "of 3"),
+    *("memory runs", "median", "mean", "max", "bias", "below upper", "out of memory"),
 )
-
-NAMED = ("source", "GPU", "precision", "model")
-SCORES = (
-    *("rows", "left out", "median", "90 %", "bias", "pairs", "regret", "of 3"),
-    *("GiB rows", "median", "mean", "max", "bias", "under", "OOM"),
-)
-SUMMARY = ("rows", "median", "mean", "90 %", "bias", "held")
-CHECKING = tuple(f"{name} to check" for name in SUMMARY)  # of the half that nothing was fitted to
-REASONS = 12  # of rows that are left out, the most frequent ones are shown
+SUMMARY_COLUMNS = ("runs", "median", "mean", "90 %", "bias", "inside interval")
+CHECK_COLUMNS = tuple(f"{name} (check)" for name in SUMMARY_COLUMNS)  # of the models that no constant was fitted to
+MAX_REASONS = 12
 
 
-class By(StrEnum):
-    """What has a line of its own."""
+class TableBy(StrEnum):
+    """Rows of a Markdown table."""
 
     GROUP = "group"  # source, GPU, precision and kind of model
     SOURCE = "source"
-    KIND = "kind"  # of runs that have an interval of their own
+    KIND = "kind"  # class of runs, which has an interval of its own
 
 
 def board(found: Validation) -> RenderableType:
-    """The scores by group, and why rows were left out."""
+    """Return the scores by group, the coverage of the intervals, and why rows were left out."""
     table = Table(box=None, pad_edge=False)
-    for name in NAMED:
+    for name in GROUP_COLUMNS:
         table.add_column(name)
-    for name in SCORES:
+    for name in SCORE_COLUMNS:
         table.add_column(name, justify="right")
-    for g in found.groups:
-        if g.rows:
-            table.add_row(*cells(g))
-    left = Counter((s.reason, s.source) for s in found.skipped)
-    lines = [f"{n:4} {source}: {reason}" for (reason, source), n in left.most_common(REASONS)]
-    rest = sum(left.values()) - sum(n for _, n in left.most_common(REASONS))
-    lines += [f"{rest:4} for other reasons (--json has them all)"] if rest else []
+    for group in found.groups:
+        if group.rows:
+            table.add_row(*group_cells(group))
+    left = Counter((row.reason, row.source) for row in found.skipped)
+    lines = [f"{n:4} {source}: {reason}" for (reason, source), n in left.most_common(MAX_REASONS)]
+    rest = sum(left.values()) - sum(n for _, n in left.most_common(MAX_REASONS))
+    lines += [f"{rest:4} for other reasons (all: --json)"] if rest else []
     head = Text(
-        "Errors of step time, pairs of layouts in the right order, regret of the choice; errors of memory, "
-        "rows under its upper bound",
+        "Error of step time; layout pairs in the right order; regret of the predicted choice.\n"
+        "Error of memory; runs below its upper bound; runs out of memory that were predicted to be.",
         "bold",
     )
-    return Lines(
-        head, table, intervals(found), Text(f"\n{sum(left.values())} rows left out", "bold"), Text("\n".join(lines))
-    )
+    skipped = Text(f"\n{sum(left.values())} rows left out", "bold")
+    return Lines(head, table, coverage_table(found), skipped, Text("\n".join(lines)))
 
 
-def intervals(found: Validation) -> RenderableType:
-    """The spread of each kind of run, and how many of the other half of the models the intervals hold."""
+def coverage_table(found: Validation) -> RenderableType:
+    """Return the interval of each class of runs, and the share of the checking half inside of it."""
     table = Table("", box=None, pad_edge=False)
-    for name in ("rows", "from", "to", "to check", "held"):
+    for name in ("fitted runs", "from", "to", "checked runs", "inside"):
         table.add_column(name, justify="right")
-    for x in coverage(found.rows):
-        ends = ["", ""] if x.interval is None else [f"{end:.2f}" for end in x.interval]
-        table.add_row(x.kind, str(x.fitted), *ends, str(x.checked), percent(x.held / x.checked) if x.checked else "")
+    for line in coverage(found.rows):
+        ends = ["", ""] if line.interval is None else [f"{end:.2f}" for end in line.interval]
+        inside = percent(line.inside / line.checked) if line.checked else ""
+        table.add_row(line.run_class, str(line.fitted), *ends, str(line.checked), inside)
     head = Text(
-        "\nMeasured / predicted in one half of the models, and runs of the other that the intervals hold", "bold"
+        "\nIntervals of measured / predicted, fitted to one half of the models and checked on the other half", "bold"
     )
     return Lines(head, table)
 
 
-def cells(g: Group) -> list[str]:
-    """One group's row."""
-    time = (g.median_abs_error, g.p90_abs_error, g.bias, g.pair_accuracy, g.top1_regret, g.top3_regret)
-    memory = (
-        *(g.memory_median_abs_error, g.memory_mean_abs_error, g.memory_max_abs_error, g.memory_bias),
-        g.memory_covered,
-    )
-    named = [g.source, g.gpu, g.precision, "experts" if g.sparse else "dense", str(g.rows), str(g.skipped)]
-    return [*named, *map(percent, time), str(g.memory_rows or ""), *map(percent, memory), ooms(g)]
+def group_cells(group: ScoreGroup) -> list[str]:
+    """Return the cells of one group."""
+    time = (group.median_abs_error, group.p90_abs_error, group.bias)
+    choice = (group.pair_accuracy, group.top1_regret, group.top3_regret)
+    memory = (group.memory_median_abs_error, group.memory_mean_abs_error, group.memory_max_abs_error)
+    bounds = (group.memory_bias, group.memory_covered)
+    model = "experts" if group.sparse else "dense"
+    names = [group.source, group.gpu, group.precision, model, str(group.rows), str(group.skipped)]
+    shares = [*map(percent, (*time, *choice)), str(group.memory_rows or ""), *map(percent, (*memory, *bounds))]
+    return [*names, *shares, out_of_memory_cell(group)]
 
 
-def ooms(g: Group) -> str:
-    """How many of the rows that ran out of memory were predicted to, and how many that ran were too."""
-    said = [f"{g.oom_found} of {g.oom_rows}"] if g.oom_rows else []
-    said += [f"{g.oom_false} wrongly"] if g.oom_false else []
-    return ", ".join(said)
+def out_of_memory_cell(group: ScoreGroup) -> str:
+    """Return "2 of 3, 1 false": runs out of memory that were predicted to be, and runs falsely predicted to be."""
+    words = [f"{group.oom_found} of {group.oom_rows}"] if group.oom_rows else []
+    words += [f"{group.oom_false} false"] if group.oom_false else []
+    return ", ".join(words)
 
 
 def percent(share: float | None) -> str:
-    """A share as people read it; nothing where there is none."""
+    """Return a share as a percentage, empty for None."""
     return "" if share is None else f"{share:.1%}"
 
 
-def markdown(found: Validation, by: By) -> str:
-    """The same for a README: a line for each group, time and memory alike; or for each source or kind of runs."""
-    if by is By.GROUP:
-        return _markdown((*NAMED, *SCORES), [cells(g) for g in found.groups if g.rows])
-    return _markdown((by.value, *SUMMARY, *(CHECKING if by is By.KIND else ())), summaries(found.rows, by))
+def markdown(found: Validation, by: TableBy) -> str:
+    """Return the scores as a Markdown table: time and memory by group, or step time by source or class of runs."""
+    if by is TableBy.GROUP:
+        return markdown_table(
+            (*GROUP_COLUMNS, *SCORE_COLUMNS), [group_cells(group) for group in found.groups if group.rows]
+        )
+    checking = by is TableBy.KIND
+    head = (by.value, *SUMMARY_COLUMNS, *(CHECK_COLUMNS if checking else ()))
+    return markdown_table(head, summaries(found.rows, by, checking=checking))
 
 
-def _markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    first, *rest = (f"| {' | '.join(line)} |" for line in (head, *lines))
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    first, *rest = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
     return "\n".join([first, "|---" * len(head) + "|", *rest])
 
 
-def summaries(rows: Iterable[Predicted], by: By) -> list[list[str]]:
-    """A line for each source or kind of runs, and one for all: step times; of kinds also those of the checking half."""
-    found: dict[str, list[Predicted]] = defaultdict(list)
+def summaries(rows: Iterable[Predicted], by: TableBy, *, checking: bool) -> list[list[str]]:
+    """Return step-time scores of each source or class, and of all runs.
+
+    With `checking`, a row also has the scores of the models that no constant was fitted to.
+    """
+    groups: dict[str, list[Predicted]] = defaultdict(list)
     for p in rows:
         if p.time_error is not None:
-            found[p.kind if by is By.KIND else p.run.source].append(p)
-    every = {"all": [p for some in found.values() for p in some]} if found else {}
+            groups[p.run_class if by is TableBy.KIND else p.training_run.source].append(p)
+    every = {"all": [p for some in groups.values() for p in some]} if groups else {}
     return [
-        [name, *_summary(some), *(_summary([p for p in some if not fits(p)]) if by is By.KIND else ())]
-        for name, some in (*sorted(found.items()), *every.items())
+        [name, *_summary(some), *(_summary([p for p in some if not in_fitting_half(p)]) if checking else ())]
+        for name, some in (*sorted(groups.items()), *every.items())
     ]
 
 
 def _summary(rows: Sequence[Predicted]) -> list[str]:
-    """How many, how far off, and how many were within their interval."""
     if not rows:
-        return ["0", *[""] * (len(SUMMARY) - 1)]
+        return ["0", *[""] * (len(SUMMARY_COLUMNS) - 1)]
     errors = [p.time_error or 0.0 for p in rows]
-    off = [abs(e) for e in errors]
-    shares = (median(off), mean(off), p90(off), mean(errors), mean(p.held for p in rows))
+    sizes = [abs(error) for error in errors]
+    shares = (median(sizes), mean(sizes), p90(sizes), mean(errors), mean(p.inside_interval for p in rows))
     return [str(len(rows)), *map(percent, shares)]

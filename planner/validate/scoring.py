@@ -1,7 +1,7 @@
-"""The cost model against published runs: a scoreboard that anyone can make again.
+"""Predictions of published training runs, and their scores.
 
-Protocol: `predict(run)` prices a run as it was laid out; `validate(path, …)` does so for files and scores the result by
-group. Errors are predicted / measured - 1.
+`predict(run)` prices a run under its own layout. `validate_files(path, …)` does so for files and scores the
+predictions by group. An error is predicted / measured - 1.
 """
 
 from __future__ import annotations
@@ -27,50 +27,53 @@ from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate.intervals import OTHER, interval, run_class
 from megaloom.planner.simulate.price import Priced
 
-from .run import Run, Skipped
 from .run_files import read_runs
 from .stage_assignment import by_weights, evenly, filled
+from .training_run import Skipped, TrainingRun
 
-# The rules without which a layout has no price.
-UNPRICED = ("positive", "plausible", "world", "expert-grid", "batch", "precision", "stages", "vpp-microbatches")
-# How programs deal blocks to stages, by their profile, if not evenly.
-DEALT = {NANOTRON.name: by_weights, DEEPSPEED_FP16.name: filled, DEEPSPEED_BF16.name: filled}
-APART = 0.05  # runs whose times differ by less say nothing about which is better
+# Rules that a layout must meet to be priced; published layouts may break others.
+PRICING_RULES = ("positive", "plausible", "world", "expert-grid", "batch", "precision", "stages", "vpp-microbatches")
+# Assignment of blocks to stages by framework profile; every other framework assigns them evenly.
+STAGE_ASSIGNMENT = {NANOTRON.name: by_weights, DEEPSPEED_FP16.name: filled, DEEPSPEED_BF16.name: filled}
+APART = 0.05  # two runs whose times differ by less are no pair of layouts to order
 
 
 @frozen
 class Predicted:
-    """A run and what the cost model says of it."""
+    """A run and its prediction."""
 
-    run: Run
+    training_run: TrainingRun
     step_seconds: float
     memory_gib: float  # of the kind that was measured
-    oom: bool = False  # it should run out of memory
-    memory_gib_upper: float = inf  # that should not be exceeded
-    within: tuple[float, float] = (0.0, inf)  # of a step, nine times of ten
-    kind: str = ""  # of runs whose spread that is
+    out_of_memory: bool = False
+    memory_gib_upper: float = inf
+    interval: tuple[float, float] = (0.0, inf)  # 90 % interval of the step time
+    run_class: str = ""  # class of runs that the interval belongs to
 
     @property
-    def held(self) -> bool:
-        """Whether the step took what it was predicted to at the least and at the most."""
-        return self.run.step_seconds is not None and self.within[0] <= self.run.step_seconds <= self.within[1]
+    def inside_interval(self) -> bool:
+        """True if the measured step time lies in the interval."""
+        return (
+            self.training_run.step_seconds is not None
+            and self.interval[0] <= self.training_run.step_seconds <= self.interval[1]
+        )
 
     @property
     def time_error(self) -> float | None:
-        """Of the step time."""
-        measured = self.run.step_seconds
+        """Return the error of the step time, None if that was not measured."""
+        measured = self.training_run.step_seconds
         return None if measured is None else self.step_seconds / measured - 1
 
     @property
     def memory_error(self) -> float | None:
-        """Of the memory."""
-        measured = self.run.memory_gib
+        """Return the error of the memory, None if that was not measured."""
+        measured = self.training_run.memory_gib
         return None if measured is None else self.memory_gib / measured - 1
 
 
 @frozen(kw_only=True)
-class Group:
-    """The scores of the runs of one source, GPU, precision and kind of model. None where nothing was measured."""
+class ScoreGroup:
+    """Scores of the runs of one source, GPU, precision and kind of model. None where nothing was measured."""
 
     source: str
     gpu: str
@@ -89,24 +92,24 @@ class Group:
     memory_max_abs_error: float | None
     memory_median_abs_error: float | None
     memory_bias: float | None
-    memory_covered: float | None  # share of the rows below the upper bound
-    oom_rows: int  # that ran out of memory
-    oom_found: int  # of those, as predicted
-    oom_false: int  # rows that ran and were predicted not to
+    memory_covered: float | None  # share of the rows below the upper bound of memory
+    oom_rows: int  # rows that ran out of memory
+    oom_found: int  # rows of these that were predicted to
+    oom_false: int  # rows that ran and were predicted to run out of memory
 
 
 @frozen
 class Validation:
-    """All scores, what they are of, and what was left out."""
+    """Scores by group, predicted rows, and skipped rows."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[ScoreGroup, ...]
     rows: tuple[Predicted, ...]
     skipped: tuple[Skipped, ...]
 
 
-def validate(*paths: str | Path) -> Validation:
-    """The cost model against the runs of these files. Raises UserError for a file without runs."""
-    runs: list[Run] = []
+def validate_files(*paths: str | Path) -> Validation:
+    """Predict the runs of these files and return their scores. Raises UserError for a file without runs."""
+    runs: list[TrainingRun] = []
     skipped: list[Skipped] = []
     for path in paths:
         found, left = read_runs(path)
@@ -115,49 +118,46 @@ def validate(*paths: str | Path) -> Validation:
     return score(runs, skipped)
 
 
-def score(runs: Iterable[Run], skipped: Iterable[Skipped] = ()) -> Validation:
+def score(runs: Iterable[TrainingRun], skipped: Iterable[Skipped] = ()) -> Validation:
     """Predict runs and return their scores. Runs without a price join the skipped rows."""
     left = list(skipped)
     predicted = list(_predicted(runs, left))
     return Validation(tuple(_groups(predicted, left)), tuple(predicted), tuple(left))
 
 
-def _predicted(runs: Iterable[Run], skipped: list[Skipped]) -> Iterator[Predicted]:
-    """Of each run what it takes; those that have no price are added to the skipped."""
+def _predicted(runs: Iterable[TrainingRun], skipped: list[Skipped]) -> Iterator[Predicted]:
+    """Yield the prediction of each run, and append runs without a price to `skipped`."""
     for run in runs:
         try:
             yield predict(run)
         except UserError as error:
             reason = str(error).partition("\n")[0]
-            said = (run.id, run.source, run.gpu, str(run.workload.precision), run.sparse)
-            skipped.append(Skipped(*said, reason))
+            precision = str(run.workload.precision)
+            skipped.append(Skipped(run.id, run.source, run.gpu, precision, run.sparse, reason))
 
 
-def predict(run: Run) -> Predicted:
-    """What a run takes as it was laid out, its blocks dealt to the stages as its program deals them."""
+def predict(run: TrainingRun) -> Predicted:
+    """Predict a run under its layout, with the stages that its framework assigns. Raises UserError without a price."""
     priced = priced_as(run)
     held = priced.prediction.nbytes[-1 if run.last_rank else _fullest(priced)]
-    oom = max(required_bytes(peak.held) for peak in priced.partition.rank_peaks) > run.cluster.device.nbytes
+    out_of_memory = max(required_bytes(peak.held) for peak in priced.partition.rank_peaks) > run.cluster.device.nbytes
     most = upper_bytes(held, run.memory_kind or "device", run.profile.kernels.cuda_graphs)
-    of = (
-        OTHER
-        if run.profile.name == NANOTRON.name
-        else run_class(run.sparse, run.workload.precision, run.cluster.device)
-    )
-    within = interval(priced.seconds, of)
-    return Predicted(run, priced.seconds, held_bytes(held, run.memory_kind) / GiB, oom, most / GiB, within, of)
+    known = run.profile.name != NANOTRON.name
+    class_ = run_class(run.sparse, run.workload.precision, run.cluster.device) if known else OTHER
+    memory = held_bytes(held, run.memory_kind) / GiB
+    return Predicted(run, priced.seconds, memory, out_of_memory, most / GiB, interval(priced.seconds, class_), class_)
 
 
-def priced_as(run: Run) -> Priced:
-    """The price of a run. Raises UserError when its layout cannot be that of its model."""
+def priced_as(run: TrainingRun) -> Priced:
+    """Return the price of a run. Raises UserError if its layout is none of its model."""
     g = graph(run.model)
     pricer = Pricer(g, run.cluster, run.workload, run.profile)
     layout = run.layout
     for broken in violations(layout, g, run.workload, run.cluster):
-        if broken.rule in UNPRICED:
+        if broken.rule in PRICING_RULES:
             raise UserError(broken.message)
     fit = PartitionProblem(layout, pricer.cost_table(layout), pricer.capacity)
-    bounds = DEALT.get(run.profile.name, evenly)(g, layout.pp * layout.vpp)
+    bounds = STAGE_ASSIGNMENT.get(run.profile.name, evenly)(g, layout.pp * layout.vpp)
     return pricer.simulate(Partition(fit, bounds) if bounds else Partition(fit, balanced(fit)))
 
 
@@ -169,24 +169,26 @@ def _fullest(priced: Priced) -> int:
 Key = tuple[str, str, str, bool]
 
 
-def _groups(predicted: Iterable[Predicted], skipped: Iterable[Skipped]) -> Iterator[Group]:
+def _groups(predicted: Iterable[Predicted], skipped: Iterable[Skipped]) -> Iterator[ScoreGroup]:
     by: dict[Key, list[Predicted]] = defaultdict(list)
     left: dict[Key, int] = defaultdict(int)
     for p in predicted:
-        by[p.run.source, p.run.gpu, str(p.run.workload.precision), p.run.sparse].append(p)
+        by[
+            p.training_run.source, p.training_run.gpu, str(p.training_run.workload.precision), p.training_run.sparse
+        ].append(p)
     for s in skipped:
         left[s.source, s.gpu, s.precision, s.sparse] += 1
     for key in sorted({*by, *left}):
         yield _score(key, by[key], left[key])
 
 
-def _score(key: Key, rows: Sequence[Predicted], skipped: int) -> Group:
+def _score(key: Key, rows: Sequence[Predicted], skipped: int) -> ScoreGroup:
     source, gpu, precision, sparse = key
     errors = [e for p in rows if (e := p.time_error) is not None]
     memory = [e for p in rows if (e := p.memory_error) is not None]
-    covered = [p.run.memory_gib <= p.memory_gib_upper for p in rows if p.run.memory_gib is not None]
+    covered = [p.training_run.memory_gib <= p.memory_gib_upper for p in rows if p.training_run.memory_gib is not None]
     pairs, first, third = choices(rows)
-    return Group(
+    return ScoreGroup(
         source=source,
         gpu=gpu,
         precision=precision,
@@ -205,31 +207,32 @@ def _score(key: Key, rows: Sequence[Predicted], skipped: int) -> Group:
         memory_median_abs_error=median(map(abs, memory)) if memory else None,
         memory_bias=mean(memory) if memory else None,
         memory_covered=mean(covered) if covered else None,
-        oom_rows=sum(p.run.oom for p in rows),
-        oom_found=sum(p.run.oom and p.oom for p in rows),
-        oom_false=sum(p.oom and not p.run.oom for p in rows),
+        oom_rows=sum(p.training_run.oom for p in rows),
+        oom_found=sum(p.training_run.oom and p.out_of_memory for p in rows),
+        oom_false=sum(p.out_of_memory and not p.training_run.oom for p in rows),
     )
 
 
 def p90(errors: Sequence[float]) -> float:
-    """The value that nine tenths do not exceed."""
+    """Return the 90th percentile."""
     return quantiles(errors, n=10, method="inclusive")[-1] if len(errors) > 1 else errors[0]
 
 
 def choices(rows: Sequence[Predicted]) -> tuple[float | None, float | None, float | None]:
-    """How well layouts of one sweep are told apart: pairs in the right order, and how much slower the choice is.
+    """Return the share of layout pairs in the right order, and the mean regret of the first and of the best of three.
 
-    The regret is that of the best by prediction, and of the best measured among the best three by prediction.
+    Pairs and choices are of runs of one sweep. Regret is the measured time of the choice over the best one, minus 1:
+    of the layout that is predicted best, and of the best measured one among the three that are predicted best.
     """
     sweeps: dict[str, list[Predicted]] = defaultdict(list)
     for p in rows:
-        if p.run.sweep and p.run.step_seconds is not None:
-            sweeps[p.run.sweep].append(p)
+        if p.training_run.sweep and p.training_run.step_seconds is not None:
+            sweeps[p.training_run.sweep].append(p)
     right: list[bool] = []
     regrets: list[tuple[float, float]] = []
     for sweep in sweeps.values():
-        timed = [(p.step_seconds, float(p.run.step_seconds or 0.0)) for p in sweep]
-        if len({p.run.layout for p in sweep}) < 3:
+        timed = [(p.step_seconds, float(p.training_run.step_seconds or 0.0)) for p in sweep]
+        if len({p.training_run.layout for p in sweep}) < 3:
             continue
         right += [(a[0] < b[0]) == (a[1] < b[1]) for a, b in combinations(timed, 2) if _apart(a[1], b[1])]
         best, order = min(t for _, t in timed), sorted(timed)
@@ -244,8 +247,8 @@ def _apart(a: float, b: float) -> bool:
     return max(a, b) > (1 + APART) * min(a, b)
 
 
-def as_json(found: Validation) -> dict[str, Any]:
-    """The scores as JSON has them."""
+def validation_json(found: Validation) -> dict[str, Any]:
+    """Return scores and predictions as JSON values."""
     from attrs import asdict
 
     from .coverage import coverage
@@ -255,15 +258,15 @@ def as_json(found: Validation) -> dict[str, Any]:
         "intervals": [asdict(line) for line in coverage(found.rows)],
         "rows": [
             {
-                "id": p.run.id,
+                "id": p.training_run.id,
                 "predicted_step_seconds": p.step_seconds,
-                "predicted_step_seconds_low": p.within[0],
-                "predicted_step_seconds_high": p.within[1],
-                "measured_step_seconds": p.run.step_seconds,
+                "predicted_step_seconds_low": p.interval[0],
+                "predicted_step_seconds_high": p.interval[1],
+                "measured_step_seconds": p.training_run.step_seconds,
                 "predicted_memory_gib": p.memory_gib,
                 "predicted_memory_gib_upper": p.memory_gib_upper,
-                "measured_memory_gib": p.run.memory_gib,
-                "predicted_out_of_memory": p.oom,
+                "measured_memory_gib": p.training_run.memory_gib,
+                "predicted_out_of_memory": p.out_of_memory,
             }
             for p in found.rows
         ],

@@ -1,7 +1,7 @@
-"""How programs deal a model's blocks to the stages of a pipeline.
+"""Assignment of a model's blocks to pipeline stages, as published frameworks do it.
 
-Protocol: each function gives the bounds of so many stages, or None if it has no way; what comes before the first block
-or after the last goes to the ends.
+Each function returns the stage boundaries, or None if the framework cannot assign the blocks. What comes before the
+first block goes to the first stage, what comes after the last block to the last stage.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ from megaloom.planner.partition.partitioner import StageBounds
 
 
 def evenly(g: Graph, stages: int) -> StageBounds | None:
-    """Equally many blocks each; if these do not divide, with what is before and what is after them as one each.
+    """Return stages of equally many blocks; if that is impossible, embedding and head count as a block each.
 
-    Source: Megatron-LM; its --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split, and
-    type:transformer|embedding of Megatron-DeepSpeed. Of several outputs each program cuts as it sees fit.
+    Source: Megatron-LM, --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split;
+    type:transformer|embedding of Megatron-DeepSpeed. A model with several outputs counts blocks alone.
     """
-    places = _places(g)
-    blocks = len(places) - 1
+    positions = _block_starts(g)
+    blocks = len(positions) - 1
     ends = int(blocks % stages > 0 and len(g.outputs) == 1)
     each, rest = divmod(blocks + 2 * ends, stages)
-    return None if rest else _bounds(g, [places[i * each - ends] for i in range(1, stages)])
+    return None if rest else _bounds(g, [positions[i * each - ends] for i in range(1, stages)])
 
 
 def filled(g: Graph, stages: int) -> StageBounds | None:
-    """The same; if nothing divides, each stage takes as many blocks as one has to, and the last what is left.
+    """Return `evenly`; if that is impossible, stages of ceil(blocks / stages) blocks, the last with the rest.
 
     Source: github.com/microsoft/DeepSpeed, deepspeed/runtime/utils.py: partition_balanced.
     """
     if bounds := evenly(g, stages):
         return bounds
-    places = _places(g)
-    inner = places[:: -(-(len(places) - 1) // stages)][1:stages]
+    positions = _block_starts(g)
+    inner = positions[:: -(-(len(positions) - 1) // stages)][1:stages]
     return _bounds(g, inner) if len(inner) == stages - 1 else None
 
 
 def by_weights(g: Graph, stages: int) -> StageBounds | None:
-    """A stage ends with the block, or the head, that exceeds its share of the matrices; embeddings are none.
+    """Return stages that each end with the block, or the head, at which its share of the weight matrices is exceeded.
 
-    If that is the head, the last stage has the loss alone, which is a part of the head here: the norm before it stays.
+    Embeddings do not count. If the head ends the stage before the last one, the last stage has the loss alone; here the
+    loss is a part of the head, so that the final norm stays in the stage before.
     Source: github.com/huggingface/nanotron, src/nanotron/models/base.py: build_model.
     """
     starts = _starts(g)
@@ -58,19 +59,19 @@ def by_weights(g: Graph, stages: int) -> StageBounds | None:
 
 
 def _elements(node: Node) -> int:
-    """Of its matrices."""
+    """Return the elements of the weight matrices of a node."""
     return sum(Sizes()(slot.dims) for slot in node.weights if len(slot.dims) > 1)
 
 
-def _places(g: Graph) -> list[int]:
-    """Where each block begins, and where the last one ends."""
-    places = [i for i in _starts(g) if g.nodes[i].block is not None]
-    last = max(places, default=0)
-    return [*places, next((i for i in range(last, len(g.nodes)) if g.nodes[i].block is None), len(g.nodes))]
+def _block_starts(g: Graph) -> list[int]:
+    """Return the node at which each block begins, and the node after the last block."""
+    positions = [i for i in _starts(g) if g.nodes[i].block is not None]
+    last = max(positions, default=0)
+    return [*positions, next((i for i in range(last, len(g.nodes)) if g.nodes[i].block is None), len(g.nodes))]
 
 
 def _starts(g: Graph) -> list[int]:
-    """Where a block begins, or a node outside of blocks."""
+    """Return the nodes at which a block begins, and the nodes outside of blocks."""
     pairs = enumerate(pairwise(g.nodes), 1)
     return [0, *(i for i, (before, node) in pairs if node.block is None or node.block != before.block)]
 

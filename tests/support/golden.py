@@ -136,20 +136,20 @@ def _layout(layout: Any) -> dict[str, Any]:
 def validation() -> dict[str, dict[str, Any]]:
     """Predict every published run that ships with megaloom and return its record; skipped rows are only named."""
     from megaloom.planner.validate.run_files import FITTED_FROM, shipped_files
-    from megaloom.planner.validate.scoring import validate
+    from megaloom.planner.validate.scoring import validate_files
 
     records: dict[str, dict[str, Any]] = {}
     for path in shipped_files():
         if (stem := path.stem) not in FITTED_FROM:
             continue
-        found = validate(path)
+        found = validate_files(path)
         for row in found.rows:
-            records[f"{stem}/{row.run.id}"] = {
+            records[f"{stem}/{row.training_run.id}"] = {
                 "step_seconds": row.step_seconds,
-                "interval_seconds": list(row.within),
+                "interval_seconds": list(row.interval),
                 "memory_gib": row.memory_gib,
                 "memory_gib_upper": row.memory_gib_upper,
-                "out_of_memory": row.oom,
+                "out_of_memory": row.out_of_memory,
             }
         records |= {f"{stem}/{row.id}": {"skipped": True} for row in found.skipped}
     return records

@@ -6,9 +6,9 @@ import json
 from functools import cache
 from typing import Any
 
-from megaloom.planner.validate.records import LeftOut, RunRecord, training_run
-from megaloom.planner.validate.run import Run
+from megaloom.planner.validate.records import LeftOut, RunRecord, run_of_record
 from megaloom.planner.validate.run_files import shipped_records
+from megaloom.planner.validate.training_run import TrainingRun
 
 from .paths import TESTS
 
@@ -17,10 +17,10 @@ IDS = (TESTS / "data" / "sample_run_ids.txt").read_text().split()
 
 
 @cache
-def sample_runs() -> dict[str, Run]:
+def sample_runs() -> dict[str, TrainingRun]:
     """Return the runs of the sample by id."""
     records = (shipped_records()[id] for id in IDS)
-    return {record.id: training_run(record) for record in records if isinstance(record, RunRecord)}
+    return {record.id: run_of_record(record) for record in records if isinstance(record, RunRecord)}
 
 
 def sample_reasons() -> dict[str, str]:

@@ -13,7 +13,7 @@ from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Overlap
 from .figures import Figure, coded, fitted, measured
 from .groups import ONE_PASS, ContextCommunication, Feature
 
-H200 = "benchmarks/steps.py and benchmarks/kernels.py on an H200"
+_H200 = "benchmarks/steps.py and benchmarks/kernels.py on an H200"
 
 
 def _each(names: Iterable[str], figure: Figure) -> dict[str, Figure]:
@@ -27,18 +27,18 @@ TORCH_KERNELS = Feature(
         "memory_passes": {
             **_each(
                 ("pointwise", "gate", "expert gate", "drop"),
-                measured((3.0, 3.0), f"{H200}: compiled chains of pointwise kernels"),
+                measured((3.0, 3.0), f"{_H200}: compiled chains of pointwise kernels"),
             ),
-            "normalize": measured((2.0, 2.0), f"{H200}: Llama 3.2 1B, 4096 tokens a sequence"),
-            "rope": measured((6.0, 6.0), f"{H200}: a row of uncompiled kernels"),
+            "normalize": measured((2.0, 2.0), f"{_H200}: Llama 3.2 1B, 4096 tokens a sequence"),
+            "rope": measured((6.0, 6.0), f"{_H200}: a row of uncompiled kernels"),
             "gradient": measured(
                 (1.0, 1.7),
-                f"{H200}: adding a 16-bit gradient to the fp32 one takes 47 ms, its bytes 27 ms (Mixtral 8x7B layers)",
+                f"{_H200}: adding a 16-bit gradient to the fp32 one takes 47 ms, its bytes 27 ms (Mixtral 8x7B layers)",
             ),
         },
-        "launch_factor": measured(1.25, f"{H200}: 18 us a kernel in steps of one short sequence"),
+        "launch_factor": measured(1.25, f"{_H200}: 18 us a kernel in steps of one short sequence"),
         "loss_moved_nbytes": measured(
-            70, f"{H200}: megatron-core's loss on logits cast to fp32, 8.7 ms for 4096 x 128256"
+            70, f"{_H200}: megatron-core's loss on logits cast to fp32, 8.7 ms for 4096 x 128256"
         ),
         "only_swiglu_fused": coded(True, "megatron-core without Transformer Engine, fusions/"),
     },
@@ -63,23 +63,23 @@ MEGALOOM_KERNELS = Feature(
             **_each(
                 ("gate", "expert gate"),
                 measured(
-                    (1.0, 2.0), f"{H200}: profiles of Llama 3.2 1B and GPT-3 1.3B; compiled, fp32 in the backward"
+                    (1.0, 2.0), f"{_H200}: profiles of Llama 3.2 1B and GPT-3 1.3B; compiled, fp32 in the backward"
                 ),
             ),
             "pointwise": measured(
-                (1.5, 1.5), f"{H200}: residuals pass once, biases before a GELU twice (Llama 3.2 1B, GPT-3 1.3B)"
+                (1.5, 1.5), f"{_H200}: residuals pass once, biases before a GELU twice (Llama 3.2 1B, GPT-3 1.3B)"
             ),
-            "normalize": measured((1.7, 2.6), f"{H200}: profiles of Llama 3.2 1B and GPT-3 1.3B"),
-            "rope": measured((1.3, 1.4), f"{H200}: compiled; profiles of Llama 3.2 1B and GPT-3 1.3B"),
+            "normalize": measured((1.7, 2.6), f"{_H200}: profiles of Llama 3.2 1B and GPT-3 1.3B"),
+            "rope": measured((1.3, 1.4), f"{_H200}: compiled; profiles of Llama 3.2 1B and GPT-3 1.3B"),
         },
-        "launch_factor": measured(1.75, f"{H200}: 24 us a kernel; the kernels that remain wait longer"),
-        "loss_moved_nbytes": measured(10, f"{H200}: logits are read twice and their gradient is written, 1.2 ms"),
+        "launch_factor": measured(1.75, f"{_H200}: 24 us a kernel; the kernels that remain wait longer"),
+        "loss_moved_nbytes": measured(10, f"{_H200}: logits are read twice and their gradient is written, 1.2 ms"),
         "loss_saved_nbytes": coded(2, "the gradient is written beside the logits"),
     },
     experts={
-        "launch_seconds": measured(0.3e-3, f"{H200}: layers of Mixtral 8x7B, where each expert is a module"),
+        "launch_seconds": measured(0.3e-3, f"{_H200}: layers of Mixtral 8x7B, where each expert is a module"),
         "grouped_launch_seconds": measured(
-            0.055e-3, f"{H200}: four layers of Qwen3 30B A3B with grouped GEMMs, 0.232 s for 8,192 tokens"
+            0.055e-3, f"{_H200}: four layers of Qwen3 30B A3B with grouped GEMMs, 0.232 s for 8,192 tokens"
         ),
     },
 )

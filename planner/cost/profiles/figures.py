@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from attrs import field, frozen
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class FigureKind(StrEnum):
-    """How the value of a figure was obtained."""
+    """Origin of the value of a figure."""
 
     DATASHEET = "datasheet"  # printed by the vendor
     MEASURED = "measured"  # timed on a device, by this project or by the source
@@ -46,7 +46,7 @@ def coded(value: Any, source: str) -> Figure:
     return Figure(value, FigureKind.CODE, source)
 
 
-def setting(default: T, meaning: str, *, unit: str = "", kind: FigureKind = FigureKind.CODE, source: str = "") -> T:
+def setting(default: _T, meaning: str, *, unit: str = "", kind: FigureKind = FigureKind.CODE, source: str = "") -> _T:
     """Declare a field of a group: its default value with meaning, unit, kind and source."""
     metadata = {"meaning": meaning, "unit": unit, "figure": Figure(default, kind, source)}
     return field(default=default, metadata=metadata)

@@ -201,7 +201,7 @@ class Feature:
 
 @frozen(kw_only=True)
 class FrameworkProfile:
-    """How a framework runs a layout."""
+    """Settings of a framework, by group: its kernels, buffers and overlap under any layout."""
 
     name: str
     kernels: KernelSettings = KernelSettings()

@@ -24,7 +24,7 @@ from megaloom.planner.simulate.intervals import (
     narrowest_interval,
     run_class,
 )
-from megaloom.planner.validate.coverage import coverage, fits
+from megaloom.planner.validate.coverage import coverage, in_fitting_half
 from megaloom.planner.validate.scoring import score
 from tests.support.published import sample_runs
 
@@ -60,8 +60,10 @@ def test_a_layout_is_priced_with_its_interval(model, of) -> None:
 
 def test_intervals_hold_most_published_runs() -> None:
     found = score(run for run in sample_runs().values() if run.source != "megatron-functional")
-    lines = {line.kind: line for line in coverage(found.rows)}
-    assert lines["all"].checked == sum(not fits(p) and p.run.step_seconds is not None for p in found.rows)
-    assert lines["all"].held >= 0.8 * lines["all"].checked
+    lines = {line.run_class: line for line in coverage(found.rows)}
+    assert lines["all"].checked == sum(
+        not in_fitting_half(p) and p.training_run.step_seconds is not None for p in found.rows
+    )
+    assert lines["all"].inside >= 0.8 * lines["all"].checked
     ratios = lines[WIDE].interval
     assert ratios is not None and ratios[0] < 1 < ratios[1]

@@ -15,14 +15,14 @@ from megaloom.planner.validate.catalog_models import named_example
 from megaloom.planner.validate.device_words import row_device, row_precision
 from megaloom.planner.validate.records import RunRecord, read_record, record_line
 from megaloom.planner.validate.row_values import row_flag
-from megaloom.planner.validate.run import UnfitError
-from megaloom.planner.validate.run_files import DATA, OTHER, shipped_records
-from megaloom.planner.validate.scoreboard import By, markdown
-from megaloom.planner.validate.scoring import validate
+from megaloom.planner.validate.run_files import DATA, OTHER_RUNS, shipped_records
+from megaloom.planner.validate.scoreboard import TableBy, markdown
+from megaloom.planner.validate.scoring import validate_files
+from megaloom.planner.validate.training_run import UnfitError
 from megaloom.runtime.cli.main import main
 from tests.support.published import older_rows
 
-RUNS = DATA / f"{OTHER}.jsonl"
+RUNS = DATA / f"{OTHER_RUNS}.jsonl"
 ROWS = {row["id"]: row for row in older_rows()}
 DENSE, SPARSE, LLAMA = (ROWS[f"other-megatron-bridge-{n}"] for n in ("003", "001", "033"))
 
@@ -37,11 +37,11 @@ def test_every_row_has_a_source_and_a_figure_of_its_own() -> None:
 
 def test_all_are_read_and_most_took_what_was_predicted_at_the_least_and_at_the_most() -> None:
     """The intervals are to hold nine of ten."""
-    found = validate(RUNS)
+    found = validate_files(RUNS)
     assert not found.skipped
-    assert 0.8 <= mean(p.held for p in found.rows) <= 0.99
-    table = markdown(found, By.SOURCE).splitlines()
-    sources = {p.run.source for p in found.rows}
+    assert 0.8 <= mean(p.inside_interval for p in found.rows) <= 0.99
+    table = markdown(found, TableBy.SOURCE).splitlines()
+    sources = {p.training_run.source for p in found.rows}
     assert [line.split(" | ")[0] for line in table[2:]] == [f"| {name}" for name in (*sorted(sources), "all")]
 
 
@@ -49,7 +49,7 @@ def row(tmp_path: Path, changed: dict[str, Any]) -> Any:
     """The run that a changed row is, or why it is none."""
     path = tmp_path / "row.jsonl"
     path.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))
-    found = validate(path)
+    found = validate_files(path)
     return found.rows[0] if found.rows else found.skipped[0].reason
 
 
@@ -90,7 +90,7 @@ def test_a_device_in_other_words(said: str, kind: str) -> None:
 
 def test_a_device_of_other_memory_is_none_of_ours() -> None:
     assert row_device({"gpu": "A100", "gpu_mem_gb": 40}) == "A100-40GB"
-    with pytest.raises(UnfitError, match="a V100 of 16 GB: ours has 32 GiB"):
+    with pytest.raises(UnfitError, match="a V100 of 16 GB: our preset has 32 GiB"):
         row_device({"gpu": "V100-16GB"})
 
 
@@ -137,7 +137,7 @@ def test_a_named_model_is_predicted_as_its_dimensions_are(tmp_path: Path) -> Non
     none = dict.fromkeys(("arch", "params_b", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"))
     assert row(tmp_path, {**sample, **none}).step_seconds == row(tmp_path, sample).step_seconds
     mixture = {**sample, **none, "model": "mistralai/Mixtral-8x7B-v0.1", "ep": 8, "cp": 1, "mbs": 1}
-    assert row(tmp_path, mixture).run.sparse and row(tmp_path, mixture).run.layout.ep == 8
+    assert row(tmp_path, mixture).training_run.sparse and row(tmp_path, mixture).training_run.layout.ep == 8
 
 
 @given(st.sampled_from([True, "true", "True", 1, 1.0]), st.sampled_from([False, "false", "False", 0, 0.0]))
@@ -148,9 +148,9 @@ def test_truths_in_words(true: object, false: object) -> None:
 
 def test_recomputed_modules_may_be_a_list(tmp_path: Path) -> None:
     listed, named_ = ({**DENSE, "recompute": said} for said in (["layernorm", "mlp"], "selective:layernorm,mlp"))
-    assert row(tmp_path, listed).run.layout == row(tmp_path, named_).run.layout
+    assert row(tmp_path, listed).training_run.layout == row(tmp_path, named_).training_run.layout
     assert (
-        row(tmp_path, {**DENSE, "recompute": []}).run.layout == row(tmp_path, {**DENSE, "recompute": "none"}).run.layout
+        row(tmp_path, {**DENSE, "recompute": []}).training_run.layout == row(tmp_path, {**DENSE, "recompute": "none"}).training_run.layout
     )
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megaloom.planner.validate.records import LeftOut, RunRecord, read_record, record_line, training_run
-from megaloom.planner.validate.run import Run, UnfitError
+from megaloom.planner.validate.records import LeftOut, RunRecord, read_record, record_line, run_of_record
 from megaloom.planner.validate.run_files import shipped_files, shipped_records
+from megaloom.planner.validate.training_run import TrainingRun, UnfitError
 
 RECORD = shipped_records()["simumax-005"]
 
@@ -34,10 +34,10 @@ def test_shipped_records_name_their_source_profile_and_measurement() -> None:
             assert (measured.memory_gib is None) == (measured.memory_kind is None)
 
 
-def run_of(row: dict[str, Any]) -> Run:
+def run_of(row: dict[str, Any]) -> TrainingRun:
     record = read_record(json.dumps(row))
     assert isinstance(record, RunRecord)
-    return training_run(record)
+    return run_of_record(record)
 
 
 @pytest.mark.parametrize(

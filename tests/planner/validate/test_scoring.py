@@ -21,12 +21,12 @@ from megaloom.planner.validate.records import record_line
 from megaloom.planner.validate.run_files import read_runs, shipped_records
 from megaloom.planner.validate.scoring import (
     Predicted,
-    as_json,
     choices,
     p90,
     predict,
     priced_as,
-    validate,
+    validate_files,
+    validation_json,
 )
 from megaloom.runtime.cli.main import main
 from tests.support.published import OLDER, older_rows, sample_reasons, sample_runs
@@ -87,16 +87,16 @@ def test_what_megatron_lms_own_tests_allocate() -> None:
     assert len(found) == 21
     assert max(abs(p.memory_error or 0.0) for p in found) < 0.036
     assert median(abs(p.memory_error or 0.0) for p in found) < 0.015
-    assert all((p.run.memory_gib or 0.0) <= p.memory_gib_upper < 1.2 * p.memory_gib for p in found)
+    assert all((p.training_run.memory_gib or 0.0) <= p.memory_gib_upper < 1.2 * p.memory_gib for p in found)
 
 
 def test_hybrids_of_mamba_are_read_and_predicted() -> None:
     """Nemotron-H 56B, whose layers are counted, and Nemotron 3 Nano, whose order is known by its name."""
     read_ = sample_runs()
     found = {id: predict(read_[id]) for id in ("dgxc-benchmarking-010", "megatron-bridge-027", "megatron-bridge-110")}
-    sizes = [params(p.run.model) / 1e9 for p in found.values()]
+    sizes = [params(p.training_run.model) / 1e9 for p in found.values()]
     assert sizes == [pytest.approx(56.3, abs=0.1), pytest.approx(31.6, abs=0.1), pytest.approx(31.6, abs=0.1)]
-    assert [p.run.sparse for p in found.values()] == [False, True, True]
+    assert [p.training_run.sparse for p in found.values()] == [False, True, True]
     assert all(abs(p.time_error or 1.0) < 0.05 for p in found.values())
     reasons = sample_reasons()
     assert reasons["megatron-bridge-015"] == "hybrid-mamba-latent-moe is not described well enough"
@@ -106,9 +106,9 @@ def test_runs_that_ran_out_of_memory_are_told_from_those_that_fill_it() -> None:
     """Three of BLOOM's benchmarks did; of NVIDIA's that ran some fill their GPUs, one in a graph of the iteration."""
     ran = ("bigscience-bloom-0", "bigscience-bloom-122", "megatron-bridge-0")
     found = {run.id: predict(run) for run in sample_runs().values() if run.id.startswith(ran)}
-    out = {id for id, p in found.items() if p.oom}
-    assert len(out) == 3 and out == {id for id, p in found.items() if p.run.oom}
-    full = {id for id, p in found.items() if p.memory_gib * 2**30 > 0.85 * p.run.cluster.device.nbytes} - out
+    out = {id for id, p in found.items() if p.out_of_memory}
+    assert len(out) == 3 and out == {id for id, p in found.items() if p.training_run.oom}
+    full = {id for id, p in found.items() if p.memory_gib * 2**30 > 0.85 * p.training_run.cluster.device.nbytes} - out
     assert full >= {f"megatron-bridge-0{n}" for n in ("07", "35", "87", "88")}
     assert "graphs" in priced_as(sample_runs()["megatron-bridge-007"]).prediction.nbytes[0]
 
@@ -134,7 +134,7 @@ def test_a_row_of_any_kind_is_scored_or_left_out_with_its_reason(row: Any, odd: 
     with NamedTemporaryFile("w", suffix=".jsonl") as file:
         file.write(json.dumps(gone))
         file.flush()
-        found = validate(file.name)
+        found = validate_files(file.name)
     assert len(found.rows) + len(found.skipped) == 1
     assert all(s.reason for s in found.skipped)
 
@@ -147,7 +147,7 @@ def test_a_record_of_any_kind_is_scored_or_left_out_with_its_reason(record: Any,
     with NamedTemporaryFile("w", suffix=".jsonl") as file:
         file.write(json.dumps(gone))
         file.flush()
-        found = validate(file.name)
+        found = validate_files(file.name)
     assert len(found.rows) + len(found.skipped) == 1
     assert all(s.reason for s in found.skipped)
 
@@ -160,7 +160,7 @@ def test_a_record_of_any_kind_is_scored_or_left_out_with_its_reason(record: Any,
         ({"gpu": "H20"}, "unknown device 'H20'"),
         ({"tp": "eight"}, "tp of 'eight' is no whole number"),
         ({"step_time_s": -1}, "step_time_s of -1 is not positive"),
-        ({"precision_class": "int4"}, "a precision of 'int4'"),
+        ({"precision_class": "int4"}, "unknown precision 'int4'"),
         ({"num_gpus": 31, "tp": 2}, "tp 2 x pp 1 x cp 1 needs a multiple of 2 GPUs, not 31"),
     ],
 )
@@ -179,7 +179,7 @@ def test_a_layout_that_needs_more_devices_is_refused(tmp_path: Path) -> None:
     path.write_text(
         "\n".join(json.dumps({**row, **change}) for change in ({}, {"num_gpus": 256}, {"gbs": 100, "ep": 32}))
     )
-    found = validate(path)
+    found = validate_files(path)
     assert len(found.rows) == 1
     assert ["needs 256 devices or a multiple, and there are 128" in s.reason for s in found.skipped] == [True, False]
     assert "a batch of 100 does not divide over dp 32" in found.skipped[1].reason
@@ -200,7 +200,7 @@ def test_the_scores_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     few.write_text("\n".join(OLDER.read_text().splitlines()[:4]))
     assert main(["validate", str(few), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said == json.loads(json.dumps(as_json(validate(few))))
+    assert said == json.loads(json.dumps(validation_json(validate_files(few))))
     assert {"source", "gpu", "precision", "rows", "skipped", "median_abs_error", "p90_abs_error", "bias"} <= {
         *said["groups"][0]
     }

@@ -12,7 +12,7 @@ from megaloom.planner.cost.profiles.groups import FrameworkProfile
 
 
 @frozen(kw_only=True)
-class Run:
+class TrainingRun:
     """One published run."""
 
     id: str

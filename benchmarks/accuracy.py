@@ -1,0 +1,226 @@
+"""Write the tables of docs/accuracy: `python -m benchmarks.accuracy` updates them, `--check` lists outdated pages.
+
+A table stands between `<!-- table NAME -->` and `<!-- end of NAME -->`; the text around it is written by hand. Scores
+come from the published runs that ship with megaloom, constants from the presets of devices and the framework profiles,
+runs on our own GPUs from benchmarks/data/gpu_runs.tsv.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from attrs import fields
+
+from megaloom.planner.contract.devices import Device
+from megaloom.planner.cost.profiles.features import FEATURES
+from megaloom.planner.cost.profiles.figures import Figure
+from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN, PUBLISHED
+from megaloom.planner.cost.profiles.groups import GROUPS, Feature, profile_figures
+from megaloom.planner.hardware.presets import PRESETS
+from megaloom.planner.validate.records import RunRecord
+from megaloom.planner.validate.run_files import DATA, FITTED_FROM, OTHER_RUNS, shipped_records
+from megaloom.planner.validate.scoreboard import TableBy, markdown, markdown_table, summaries
+from megaloom.planner.validate.scoring import Predicted, Validation, validate_files
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs" / "accuracy"
+GPU_RUNS = Path(__file__).with_name("data") / "gpu_runs.tsv"
+SECTION = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
+LARGEST = 30  # residuals in the table
+SUMMARY = ("class of runs", "runs", "median error", "mean error", "90 % of errors below", "bias", "inside the interval")
+H200 = "measured on an H200 for this project"
+# Field of a device, its unit, the kind of its figure, and its source. Comments in planner/hardware/presets.py say more.
+DEVICE_FIGURES: Sequence[tuple[str, str, str, str]] = (
+    ("flops", "FLOP/s by precision", "datasheet", "vendor's datasheet, dense"),
+    ("nbytes", "bytes", "measured", "total capacity that torch.cuda reports"),
+    ("bandwidth", "bytes/s", "datasheet", "vendor's datasheet"),
+    ("flops_efficiency", "share of flops", "measured", "large matrix products; " + H200),
+    ("narrow_efficiency", "share of flops_efficiency", "measured", "8-bit matrix products; " + H200),
+    ("nvfp4_efficiency", "share of flops_efficiency", "fitted", "published runs of one half of the models"),
+    ("bandwidth_efficiency", "share of bandwidth", "measured", "a device copy; " + H200),
+    ("launch_seconds", "seconds per kernel", "measured", H200),
+    ("attend_efficiency", "share of flops", "measured", "arXiv:2407.08608, figures 5 and 6; arXiv:2307.08691"),
+    ("sustained", "share of flops", "measured or fitted", H200 + "; Blackwell: fitted to dense published runs"),
+    ("units", "multiprocessors", "datasheet", "vendor's datasheet"),
+    ("library_nbytes", "bytes", "source code", "torch, aten, CUDABlas.cpp: getChosenWorkspaceSize"),
+    ("context_nbytes", "bytes", "measured", H200 + ": driver, libraries and NCCL"),
+)
+
+
+@cache
+def fitted() -> Validation:
+    """Return the scores of the data from which some constants were fitted."""
+    return validate_files(*(DATA / f"{name}.jsonl" for name in FITTED_FROM))
+
+
+@cache
+def other() -> Validation:
+    """Return the scores of the data that no constant was fitted to."""
+    return validate_files(DATA / f"{OTHER_RUNS}.jsonl")
+
+
+def summary() -> str:
+    """Return step-time errors by class of runs, five rows."""
+    return markdown_table(SUMMARY, summaries(fitted().rows, TableBy.KIND, checking=False))
+
+
+def largest_residuals() -> str:
+    """Return the runs with the largest errors of the step time, one of each layout and model."""
+    seen: set[tuple[object, ...]] = set()
+    rows: list[Sequence[str]] = []
+    timed = [p for p in (*fitted().rows, *other().rows) if p.time_error is not None]
+    for p in sorted(timed, key=lambda p: -abs(p.time_error or 0.0)):
+        key = p.training_run.source, p.training_run.name, p.training_run.gpu, p.training_run.workload.precision
+        if key in seen:
+            continue
+        seen.add(key)
+        run = p.training_run
+        error, seconds = f"{p.time_error:+.0%}", f"{run.step_seconds:.3g}"
+        world, precision = f"{run.layout.world} {run.gpu}", str(run.workload.precision)
+        rows.append((run.id, run.name, world, precision, f"`{run.layout}`", seconds, f"{p.step_seconds:.3g}", error))
+    head = ("run", "model", "devices", "precision", "layout", "measured s", "predicted s", "error")
+    return markdown_table(head, rows[:LARGEST])
+
+
+def residuals_by_framework() -> str:
+    """Return step-time errors by framework profile."""
+    groups: dict[str, list[Predicted]] = defaultdict(list)
+    for p in (*fitted().rows, *other().rows):
+        if p.time_error is not None:
+            groups[p.training_run.profile.name].append(p)
+    rows = []
+    for name, found in sorted(groups.items()):
+        errors = [p.time_error or 0.0 for p in found]
+        off = [abs(e) for e in errors]
+        rows.append((name, str(len(found)), f"{median(off):.1%}", f"{mean(off):.1%}", f"{mean(errors):+.1%}"))
+    return markdown_table(("framework profile", "runs", "median error", "mean error", "bias"), rows)
+
+
+def gpu_runs() -> str:
+    """Return steps and memory that our runtime was measured to take on our own GPUs."""
+    with GPU_RUNS.open(encoding="utf-8") as file:
+        found = list(csv.DictReader(file, delimiter="\t"))
+    head = ("GPUs", "model", "sequence", "batch", "layout", "step s", "predicted s", "error", "GiB", "predicted GiB")
+    rows = []
+    for row in found:
+        error = float(row["predicted_step_seconds"]) / float(row["step_seconds"]) - 1
+        before = [row[key] for key in ("gpus", "model", "sequence_length", "global_batch", "layout")]
+        times = [row["step_seconds"], row["predicted_step_seconds"], f"{error:+.1%}"]
+        rows.append([*before, *times, row["memory_gib"], row["predicted_memory_gib"]])
+    return markdown_table(head, rows)
+
+
+def device_table() -> str:
+    """Return the figures of every device preset."""
+    names = list(PRESETS)
+    rows = []
+    for name, unit, kind, source in DEVICE_FIGURES:
+        values = [_number(getattr(PRESETS[preset].device, name)) for preset in names]
+        rows.append((f"`{name}`", unit, kind, source, *values))
+    if missing := {f.name for f in fields(Device)} - {"name", *(row[0] for row in DEVICE_FIGURES)}:
+        raise ValueError(f"no unit and source for {', '.join(sorted(missing))}")
+    return markdown_table(("figure", "unit", "kind", "source", *names), rows)
+
+
+def profile_table() -> str:
+    """Return every value of the profiles with which plans are made."""
+    rows = [_figure_row("megaloom", figure) for figure in profile_figures(OWN)]
+    rows += [_figure_row("megatron", figure) for figure in profile_figures(MEGATRON)]
+    return markdown_table(("profile", "setting", "meaning", "value", "unit", "kind", "source"), rows)
+
+
+def _figure_row(profile: str, figure: Any) -> Sequence[str]:
+    name = f"`{figure.group}.{figure.setting}`"
+    value, kind = _number(figure.value), str(figure.kind)
+    return profile, name, figure.meaning, value, figure.unit, kind, figure.source or "the default"
+
+
+def feature_table() -> str:
+    """Return every figure of every feature."""
+    rows = [row for feature in FEATURES.values() for row in _feature_rows(feature)]
+    return markdown_table(("feature", "setting", "value", "kind", "source"), rows)
+
+
+def _feature_rows(feature: Feature) -> Iterator[Sequence[str]]:
+    for group in GROUPS:
+        for setting, change in getattr(feature, group).items():
+            changes: Mapping[str, Figure] = {"": change} if isinstance(change, Figure) else change
+            for name, figure in changes.items():
+                path = f"`{group}.{setting} {name}".strip() + "`"
+                yield feature.name, path, _number(figure.value), str(figure.kind), figure.source
+
+
+def framework_table() -> str:
+    """Return the features of the profiles of published runs, and how many runs use each profile."""
+    records = [record for record in shipped_records().values() if isinstance(record, RunRecord)]
+    rows = []
+    for name, profile in PUBLISHED.items():
+        runs = [record for record in records if record.profile == name]
+        extra = sorted({feature for record in runs for feature in record.features})
+        base = ", ".join(feature.name for feature in profile.features)
+        rows.append((name, base, ", ".join(extra), str(len(runs))))
+    return markdown_table(("profile", "features", "further features of some runs", "runs"), rows)
+
+
+def _number(value: Any) -> str:
+    """Return a value in few characters."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_number(one)}" for name, one in value.items()) or "1"
+    if isinstance(value, tuple):
+        return ", ".join(map(_number, value)) or "none"
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return {True: "yes", False: "no", None: "none"}.get(value, str(value))
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "summary": summary,
+    "classes": lambda: markdown(fitted(), TableBy.KIND),
+    "other-sources": lambda: markdown(other(), TableBy.SOURCE),
+    "groups": lambda: markdown(fitted(), TableBy.GROUP),
+    "largest": largest_residuals,
+    "frameworks": residuals_by_framework,
+    "gpu-runs": gpu_runs,
+    "devices": device_table,
+    "profiles": profile_table,
+    "features": feature_table,
+    "published-profiles": framework_table,
+}
+
+
+def written(text: str) -> str:
+    """Return the text of a page with its tables as they should be now."""
+    return SECTION.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[4]}", text)
+
+
+def pages() -> Iterable[Path]:
+    """Return the pages of docs/accuracy."""
+    return sorted(PAGES.glob("*.md"))
+
+
+def main() -> int:
+    """Update the pages, or list those that are out of date; the exit status is 1 if there are any."""
+    outdated = []
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        new = summary() + "\n" if page.stem == "summary" else written(text)
+        if new == text:
+            continue
+        outdated.append(page)
+        if "--check" not in sys.argv[1:]:
+            page.write_text(new, encoding="utf-8")
+    for page in outdated:
+        print(f"{'out of date' if '--check' in sys.argv[1:] else 'updated'}: {page.relative_to(ROOT)}")
+    return int(bool(outdated) and "--check" in sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
