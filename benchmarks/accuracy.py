@@ -26,7 +26,7 @@ from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN, PUBLISHED
 from megaloom.planner.cost.profiles.groups import GROUPS, Feature, profile_figures
 from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.validate.records import RunRecord
-from megaloom.planner.validate.run_files import DATA, FITTED_FROM, OTHER_RUNS, shipped_records
+from megaloom.planner.validate.run_files import DATA, OTHER_RUNS, fitted_files, shipped_records
 from megaloom.planner.validate.scoreboard import TableBy, markdown, markdown_table, summaries
 from megaloom.planner.validate.scoring import Predicted, Validation, validate_files
 
@@ -58,7 +58,13 @@ DEVICE_FIGURES: Sequence[tuple[str, str, str, str]] = (
 @cache
 def fitted() -> Validation:
     """Return the scores of the data from which some constants were fitted."""
-    return validate_files(*(DATA / f"{name}.jsonl" for name in FITTED_FROM))
+    return validate_files(*fitted_files())
+
+
+@cache
+def classes() -> Validation:
+    """Return the scores of the runs from which the intervals of the classes were fitted."""
+    return validate_files(DATA / "published_runs.jsonl")
 
 
 @cache
@@ -69,7 +75,7 @@ def other() -> Validation:
 
 def summary() -> str:
     """Return step-time errors by class of runs, five rows."""
-    return markdown_table(SUMMARY, summaries(fitted().rows, TableBy.KIND, checking=False))
+    return markdown_table(SUMMARY, summaries(classes().rows, TableBy.KIND, checking=False))
 
 
 def largest_residuals() -> str:
@@ -183,7 +189,7 @@ def _number(value: Any) -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "summary": summary,
-    "classes": lambda: markdown(fitted(), TableBy.KIND),
+    "classes": lambda: markdown(classes(), TableBy.KIND),
     "other-sources": lambda: markdown(other(), TableBy.SOURCE),
     "groups": lambda: markdown(fitted(), TableBy.GROUP),
     "largest": largest_residuals,

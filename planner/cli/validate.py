@@ -21,7 +21,7 @@ def validate(
     Parameters
     ----------
     files
-        Files of published runs, one JSON object a line; without one, the runs that ship with megaloom.
+        Files of published runs, one JSON object a line; without one, the published runs that ship with megaloom.
     as_json
         Print all scores and predictions as JSON.
     markdown
@@ -32,11 +32,11 @@ def validate(
     """
     from megaloom.dsl.show.printing import show
     from megaloom.planner.validate import scoreboard
-    from megaloom.planner.validate.run_files import shipped_files
+    from megaloom.planner.validate.run_files import fitted_files
     from megaloom.planner.validate.scoring import validation_json
     from megaloom.planner.validate.scoring import validate_files
 
-    found = validate_files(*(files or shipped_files()))
+    found = validate_files(*(files or fitted_files()))
     if as_json:
         json.dump(validation_json(found), sys.stdout, indent=1)
         print()

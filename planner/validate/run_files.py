@@ -25,8 +25,13 @@ EXPECTED = "a file of JSON lines, each a record of a training run (docs/accuracy
 
 
 def shipped_files() -> tuple[Path, ...]:
-    """Return the files of published runs that ship with megaloom."""
+    """Return all files of published runs that ship with megaloom."""
     return tuple(DATA / f"{name}.jsonl" for name in (*FITTED_FROM, OTHER_RUNS))
+
+
+def fitted_files() -> tuple[Path, ...]:
+    """Return the shipped files to which some constants were fitted: all but the runs that were collected later."""
+    return tuple(DATA / f"{name}.jsonl" for name in FITTED_FROM)
 
 
 @cache

@@ -135,14 +135,12 @@ def _layout(layout: Any) -> dict[str, Any]:
 
 def validation() -> dict[str, dict[str, Any]]:
     """Predict every published run that ships with megaloom and return its record; skipped rows are only named."""
-    from megaloom.planner.validate.run_files import FITTED_FROM, shipped_files
+    from megaloom.planner.validate.run_files import fitted_files
     from megaloom.planner.validate.scoring import validate_files
 
     records: dict[str, dict[str, Any]] = {}
-    for path in shipped_files():
-        if (stem := path.stem) not in FITTED_FROM:
-            continue
-        found = validate_files(path)
+    for path in fitted_files():
+        found, stem = validate_files(path), path.stem
         for row in found.rows:
             records[f"{stem}/{row.training_run.id}"] = {
                 "step_seconds": row.step_seconds,

@@ -150,7 +150,8 @@ def test_recomputed_modules_may_be_a_list(tmp_path: Path) -> None:
     listed, named_ = ({**DENSE, "recompute": said} for said in (["layernorm", "mlp"], "selective:layernorm,mlp"))
     assert row(tmp_path, listed).training_run.layout == row(tmp_path, named_).training_run.layout
     assert (
-        row(tmp_path, {**DENSE, "recompute": []}).training_run.layout == row(tmp_path, {**DENSE, "recompute": "none"}).training_run.layout
+        row(tmp_path, {**DENSE, "recompute": []}).training_run.layout
+        == row(tmp_path, {**DENSE, "recompute": "none"}).training_run.layout
     )
 
 
