@@ -6,15 +6,14 @@ if __name__ != "megaloom.dsl":
 from megaloom.dsl.facts.costs import (
     Collective,
     Costs,
-    Flops,
     Saved,
     Split,
     Work,
     costs,
-    flops,
-    params,
     saved,
 )
+from megaloom.dsl.facts.flops import Flops, flops
+from megaloom.dsl.facts.parameters import params
 from megaloom.dsl.hf.architectures import read
 from megaloom.dsl.layers.attention import Attention, CrossAttention
 from megaloom.dsl.layers.embeddings import Embed, PatchEmbed, Positions, Unembed

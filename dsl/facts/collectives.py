@@ -28,10 +28,10 @@ from .propagation import (
     placement,
 )
 from .recompute import (
-    NONE,
-    Again,
-    again,
-    whole,
+    NO_MODULES,
+    RecomputedBy,
+    modules_of_node,
+    modules_of_ops,
 )
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
@@ -51,7 +51,7 @@ class Collective:
     elements: int
     backward: bool
     what: str
-    again: Again = NONE
+    recomputed_by: RecomputedBy = NO_MODULES
 
 
 def collectives(program: Program, sizes: Mapping[str, int], split: Split) -> tuple[Collective, ...]:
@@ -84,7 +84,9 @@ class _Count:
         copies = max(1, self.split.cp // local.of(groups)) if groups and runs_along(step) else 1
         n = copies * local((*step.outer, *v.shape))
         for backward in (False, True):
-            yield Collective("all_to_all", "cp", n, backward, "sequence and channels", self.again(step, backward))
+            yield Collective(
+                "all_to_all", "cp", n, backward, "sequence and channels", self.recomputed_by(step, backward)
+            )
 
     def moved(self, step: Step | None, v: Value, moves: Moves) -> Iterator[Collective]:
         """What the moves of a value exchange, as a primitive reads it."""
@@ -103,16 +105,16 @@ class _Count:
                 yield from self.enter(step, v, move)
             elif move.how is How.GATHER:
                 n = self.whole(step, v, move)
-                yield Collective("all_gather", move.axis, n, False, step.name, self.again(step))
+                yield Collective("all_gather", move.axis, n, False, step.name, self.recomputed_by(step))
 
-    def again(self, step: Step, backward: bool = False) -> Again:
-        """The modules that do a primitive's exchanges again: none those of its backward pass."""
-        return NONE if backward else again(self.program)[id(step.value)]
+    def recomputed_by(self, step: Step, backward: bool = False) -> RecomputedBy:
+        """Return the modules that recompute a primitive, and so repeat its collectives; none for a backward pass."""
+        return NO_MODULES if backward else modules_of_ops(self.program)[id(step.value)]
 
     def reduce(self, reader: Step | None, v: Value, move: Move) -> Iterator[Collective]:
         """Partial sums become whole sums; with sequence parallel, each device's part of them."""
         step = self.placement.partial[id(v.source)]
-        made = self.again(step) & self.again(reader) if reader else whole(self.program)
+        made = self.recomputed_by(step) & self.recomputed_by(reader) if reader else modules_of_node(self.program)
         n = step.at(self.sizes, self.split)((*step.outer, *v.source.shape))
         if move.along is None:
             yield Collective("all_reduce", move.axis, n, False, step.name, made)
@@ -131,7 +133,7 @@ class _Count:
             yield Collective("all_reduce", move.axis, n, True, step.name)
             return
         n = self.whole(step, v, move)
-        yield Collective("all_gather", move.axis, n, False, step.name, self.again(step))
+        yield Collective("all_gather", move.axis, n, False, step.name, self.recomputed_by(step))
         if v.dtype is DType.INDEX:
             return
         if move.axis == "tp":
@@ -160,12 +162,14 @@ class _Count:
                 n = self.program.held(sent.shape, step.outer, self.sizes, self.split)
                 what = "dispatch" if sent is v else "combine"
                 for backward in (False, True):
-                    yield Collective("all_to_all", "ep", n, backward, what, self.again(step, backward))
+                    yield Collective("all_to_all", "ep", n, backward, what, self.recomputed_by(step, backward))
             case Normalize(over):
                 n = step.at(self.sizes, self.split)((*step.outer, *v.shape.without(*over)))
                 for axis in placed.summed:
                     for backward in (False, True):
-                        yield Collective("all_reduce", axis, n, backward, "statistics", self.again(step, backward))
+                        yield Collective(
+                            "all_reduce", axis, n, backward, "statistics", self.recomputed_by(step, backward)
+                        )
 
     def attend(self, step: Step) -> Iterator[Collective]:
         """What the core of attention gathers, and whose gradients it scatters.
@@ -177,7 +181,7 @@ class _Count:
         if gathered := step.gathered(self.split):
             local = step.at(self.sizes, self.split, whole=SEQUENCES)
             n = sum(local((*step.outer, *a.shape)) for a in gathered)
-            yield Collective("all_gather", "cp", n, False, "keys and values", self.again(step))
+            yield Collective("all_gather", "cp", n, False, "keys and values", self.recomputed_by(step))
             yield Collective("reduce_scatter", "cp", n, True, "keys and values")
         copies = [self.program.repeated(a.shape, step.outer, self.split) for a in step.value.args]
         if max(copies) > 1:

@@ -1,7 +1,7 @@
-"""What a model costs, folded from the primitives of its nodes. All counts are exact integers, of elements or FLOPs.
+"""The costs of one node on one device, for one micro-batch: work, collectives, saved activations, parameters.
 
-Protocol: `costs(node, batch=, seq=, split=)` is one node on one device for one micro-batch; everything else is a sum of
-those. A FLOP is a multiply or an add. Elements become bytes with the workload's precision, which a model does not know.
+`costs(node, batch=, seq=, split=)` sums over the primitives of a node. All counts are exact integers, of elements or
+FLOPs. The precision of a workload, which a model does not know, turns elements into bytes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from functools import lru_cache
 from attrs import frozen
 
 from megaloom.dsl.dims import Sizes
-from megaloom.dsl.errors import ShapeError, UserError
-from megaloom.dsl.graph import Model, Node, graph
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import Node
 from megaloom.dsl.ops.attention_core import Attend
 from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.sequence import Scan
@@ -31,31 +31,31 @@ from .collectives import Collective, collectives
 from .primitives import Program, Step, fitted, fusion_of, program
 from .recompute import (
     CORE,
-    NONE,
-    Again,
-    again,
+    NO_MODULES,
+    Recompute,
+    RecomputedBy,
+    modules_of_ops,
 )
 from .saved import (
-    Recompute,
     Saved,
-    chosen,
-    inputs,
-    keeps,
-    tensors,
+    saved_inputs,
+    saved_parts,
+    saved_tensors,
+    selected_modules,
 )
 
-__all__ = ["Collective", "Costs", "Flops", "Saved", "Split", "Work", "costs", "flops", "params", "saved"]
+__all__ = ["Collective", "Costs", "Saved", "Split", "Work", "costs", "saved"]
 
 VIEWS = (Weight, Input, Select, Rename, Slice)  # no work: the tensor is there already
 
 
 @frozen
 class Work:
-    """What one primitive computes on one device.
+    """The work of one primitive on one device. A chain of pointwise ops is one piece of work.
 
-    `count` products of [m, k] with [k, n] (0 if it is none; for "attend" m queries, n keys, k channels). elements: read
-    and written in the forward pass; a chain of pointwise ops is one piece of work, which reads what enters it and
-    writes what leaves it. again: the modules any of which do it again. experts: whether experts compute it.
+    elements: read and written in the forward pass; a chain reads its inputs and writes its output. recomputed_by: the
+    modules that recompute it. fusion: its fusion group. experts: experts compute it. A product is `count` products of
+    [m, k] with [k, n]; `count` is 0 for other work. Attention has m queries, n keys and k channels.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class Work:
     dgrad: int
     wgrad: int
     elements: int
-    again: Again = NONE
+    recomputed_by: RecomputedBy = NO_MODULES
     fusion: Fusion | None = None
     experts: bool = False
     count: int = 0
@@ -75,9 +75,9 @@ class Work:
 
 @frozen
 class Costs:
-    """One node on one device, for one micro-batch. A weight that several nodes share is counted in each of them.
+    """The costs of one node on one device, for one micro-batch. Each node counts the weights that it shares.
 
-    saved: what its backward pass reads, inputs: what it is given; which of these are kept, `keep.keeps` says.
+    saved: the tensors that its backward pass reads. inputs: its inputs. `saved_parts` says which of them count for it.
     """
 
     work: tuple[Work, ...]
@@ -88,64 +88,6 @@ class Costs:
     expert_params: int
 
 
-@frozen
-class Flops:
-    """FLOPs by pass: backward is dgrad (for activations) + wgrad (for weights), and what recompute does again."""
-
-    forward: int = 0
-    dgrad: int = 0
-    wgrad: int = 0
-    again: int = 0
-
-    @property
-    def total(self) -> int:
-        """Of a training step: model FLOPs, in which nothing is recomputed and causal attention counts half."""
-        return self.forward + self.dgrad + self.wgrad
-
-    @property
-    def hardware(self) -> int:
-        """Of a training step, with what is recomputed (Korthikanti et al., arXiv:2205.05198, section 5)."""
-        return self.total + self.again
-
-
-def params(x: Model | Node | Value) -> int:
-    """The parameters of a model, a node, or all that a value is computed from; each distinct weight once.
-
-    Buffers are none. Raises ShapeError for a layer, whose sizes follow from what it is applied to.
-    """
-    if isinstance(x, Value):
-        x = Model("", (x,))
-    if not isinstance(x, Model | Node):
-        raise ShapeError(f"{x} alone has no parameters: their sizes follow from what it is applied to, value >> layer")
-    slots = graph(x).weights.values() if isinstance(x, Model) else x.weights
-    return sum(Sizes()(s.dims) for s in slots if s.trained)
-
-
-def flops(
-    model: Model,
-    *,
-    batch: int,
-    seq: int,
-    source: int | None = None,
-    recompute: Recompute = "none",
-    modules: Iterable[str] = CORE,
-) -> Flops:
-    """The FLOPs of a batch of sequences, however it is laid out: 2 for each weight and token it meets, and attention.
-
-    source: tokens of each sequence that an encoder reads, as many as `seq` when not given. recompute: what the backward
-    pass computes again, and if that is selective, which modules. Raises UserError for sizes below 1.
-    """
-    made, nodes = chosen(recompute, modules), graph(model).nodes
-    work = [(n, w) for n in nodes for w in costs(n, batch=batch, seq=seq, source=source).work]
-    whole = {n.name for n, kept in keeps(nodes, recompute) if kept.again or (kept.norm and "layernorm" in made)}
-    return Flops(
-        forward=sum(w.flops for _, w in work),
-        dgrad=sum(w.dgrad for _, w in work),
-        wgrad=sum(w.wgrad for _, w in work),
-        again=sum(w.flops for n, w in work if n.name in whole or made & w.again),
-    )
-
-
 def saved(
     nodes: Iterable[Node],
     *,
@@ -153,29 +95,28 @@ def saved(
     seq: int,
     source: int | None = None,
     split: Split = WHOLE,
-    recompute: Recompute = "none",
+    recompute: str | Recompute = Recompute.NONE,
     modules: Iterable[str] = CORE,
 ) -> tuple[Saved, ...]:
-    """What these nodes keep for their backward passes on one device, each distinct tensor once, in elements.
+    """Return the tensors that these nodes save for the backward pass on one device, each distinct tensor once.
 
-    Nodes of a model, or of a part of it, in program order. modules: what selective recompute makes again. Raises
-    UserError for an unknown recompute.
+    nodes: of a model or a part of it, in program order. modules: what selective recompute recomputes. Raises UserError
+    for an unknown recompute mode.
     """
-    made = chosen(recompute, modules)
+    selected = selected_modules(recompute, modules)
     return tuple(
         s
-        for node, kept in keeps(nodes, recompute)
+        for node, part in saved_parts(nodes, recompute)
         for cost in (costs(node, batch=batch, seq=seq, source=source, split=split),)
-        for s in kept.of(cost.saved, cost.inputs, made)
+        for s in part.tensors(cost.saved, cost.inputs, selected)
     )
 
 
 def costs(node: Node, *, batch: int, seq: int, source: int | None = None, split: Split = WHOLE) -> Costs:
-    """One node on one device, for a micro-batch of this many sequences.
+    """Return the costs of one node on one device, for a micro-batch of this many sequences.
 
-    source: tokens of each sequence that an encoder reads; as many as `seq` when not given.
-    Computed once for all nodes of equal layers and shapes. Routing is taken to be balanced: each expert gets as many
-    slots as the next.
+    source: tokens of each sequence that an encoder reads, `seq` if not given. Routing is taken to be balanced: every
+    expert gets equally many tokens. Nodes of equal layers and shapes are computed once.
     """
     return _costs(program(node), batch, seq, seq if source is None else source, split)
 
@@ -192,8 +133,8 @@ def _costs(p: Program, batch: int, seq: int, source: int, split: Split) -> Costs
     return Costs(
         work=tuple(_work(p, sizes, split)),
         collectives=collectives(p, sizes, split),
-        saved=tuple(tensors(p, sizes, split)),
-        inputs=tuple(inputs(p, sizes, split)),
+        saved=tuple(saved_tensors(p, sizes, split)),
+        inputs=tuple(saved_inputs(p, sizes, split)),
         params=dense,
         expert_params=expert,
     )
@@ -223,7 +164,7 @@ def _work(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
             dgrad=dgrad,
             wgrad=wgrad,
             elements=sum(_touched(step, x, local, split) for x in (*_reads(p, step), v)),
-            again=again(p)[id(v)],
+            recomputed_by=modules_of_ops(p)[id(v)],
             fusion=fusion_of(v.op),
             experts=step.table.among_experts(step.outer),
             count=count,

@@ -1,14 +1,13 @@
-"""What the backward pass reads, and what of it is kept rather than computed again.
+"""Saved activations: the tensors that the forward pass keeps for the backward pass.
 
-Protocol: `tensors(program, sizes, split)` are those of one node on one device. Several nodes may read one tensor:
-`keeps(nodes, recompute)` says in which of them it counts, so that a sum over nodes has each distinct tensor once.
+`saved_tensors` lists those of one node on one device. Several nodes may save one tensor: `saved_parts(nodes,
+recompute)` gives each node its part, so that a sum over nodes counts each distinct tensor once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Literal, get_args
 
 from attrs import frozen
 
@@ -18,7 +17,6 @@ from megaloom.dsl.dims import (
     Shape,
     Sizes,
 )
-from megaloom.dsl.errors import UserError, did_you_mean
 from megaloom.dsl.graph import Node
 from megaloom.dsl.layer import Layer
 from megaloom.dsl.ops.dot import Dot
@@ -36,76 +34,79 @@ from .primitives import (
 )
 from .recompute import (
     CORE,
-    NONE,
-    Again,
-    again,
-    modules,
-    norm,
+    NO_MODULES,
+    Module,
+    Recompute,
+    RecomputedBy,
+    is_norm,
+    modules_of_ops,
+    ordered_modules,
+    recompute_mode,
 )
-
-# What is computed again: nothing, some modules, or all but what enters each block (an iteration of a repeat).
-# Source: Korthikanti et al., arXiv:2205.05198, where it is the core of attention.
-Recompute = Literal["none", "selective", "full"]
 
 
 @frozen
 class Saved:
     """A tensor that the backward pass reads, as one device holds it.
 
-    port: which of the node's inputs it is (by position in `Node.inputs`), -1 its output, None neither. An input belongs
-    to the node that reads it in its backward pass; where two do (or the node that made it), `saved` counts it once.
-    again: the modules any of which make it again, and so need not keep it. product, other: whether a product with a
-    weight reads it, which may do with a copy in fewer bits, and whether something else does.
+    recomputed_by: the modules that recompute it, so that it is not saved. port: its position in `Node.inputs` if it is
+    an input of the node, -1 for the output, else None. product: a matrix product with a weight reads it, for which a
+    copy in fewer bits is enough. other: another op reads it. fusion, experts: the fusion group of the op that made it,
+    and whether experts made it.
     """
 
     elements: int
     dtype: DType
     what: str
-    again: Again = NONE
+    recomputed_by: RecomputedBy = NO_MODULES
     port: int | None = None
     product: bool = False
     other: bool = True
-    fusion: Fusion | None = None  # of the op that made it
-    experts: bool = False  # experts made it
+    fusion: Fusion | None = None
+    experts: bool = False
 
 
 @frozen
-class Keeps:
-    """What counts for one node among others.
+class SavedPart:
+    """The part of a node's saved tensors that counts for this node, where several nodes save one tensor.
 
-    own: the ports of those saved tensors that count for it; the tensors without a port all do. enters: the ports of the
-    inputs that full recompute keeps, to make a block again from. again: the rest is made again. norm: it is a norm in
-    front of layers, which the module "layernorm" makes again; normed: its ports that such norms give, among its own.
+    ports: of the saved inputs and output that count for it; tensors without a port always do. block_inputs: ports of
+    the inputs of a block, which full recompute saves. recomputed: full recompute recomputes the node. norm: the node is
+    a norm in front of layers, which the module `layernorm` recomputes. norm_ports: those of `ports` that such norms
+    give.
     """
 
-    own: frozenset[int]
-    enters: tuple[int, ...] = ()
-    again: bool = False
+    ports: frozenset[int]
+    block_inputs: tuple[int, ...] = ()
+    recomputed: bool = False
     norm: bool = False
-    normed: frozenset[int] = frozenset()
+    norm_ports: frozenset[int] = frozenset()
 
-    def of(self, saved: Iterable[Saved], inputs: tuple[Saved, ...], made: Again = NONE) -> Iterator[Saved]:
-        """What is kept of the tensors that a node saves, or of its inputs, when these modules are made again."""
-        if not self.again:
-            yield from (s for s in saved if (s.port is None or s.port in self.own) and not made & self.frees(s))
-        yield from (inputs[port] for port in self.enters)
+    def tensors(
+        self, saved: Iterable[Saved], inputs: tuple[Saved, ...], modules: RecomputedBy = NO_MODULES
+    ) -> Iterator[Saved]:
+        """Yield the tensors that the node saves if these modules are recomputed."""
+        if not self.recomputed:
+            own = (s for s in saved if s.port is None or s.port in self.ports)
+            yield from (s for s in own if not modules & self.recomputed_by(s))
+        yield from (inputs[port] for port in self.block_inputs)
 
-    def frees(self, saved: Saved) -> Again:
-        """The modules any of which make a tensor again."""
-        return saved.again | {"layernorm"} if saved.port in self.normed else saved.again
-
-
-def chosen(recompute: Recompute, names: Iterable[str] = CORE) -> Again:
-    """The modules that are made again: those of these names when recompute is selective. Raises UserError."""
-    return frozenset(modules(names)) if recompute == "selective" else NONE
+    def recomputed_by(self, saved: Saved) -> RecomputedBy:
+        """Return the modules that recompute a saved tensor."""
+        return saved.recomputed_by | {Module.LAYERNORM} if saved.port in self.norm_ports else saved.recomputed_by
 
 
-def keeps(nodes: Iterable[Node], recompute: Recompute = "none") -> Iterator[tuple[Node, Keeps]]:
-    """Each node with what counts for it: what several keep counts for the first of them. Raises UserError."""
-    if recompute not in get_args(Recompute):
-        known = get_args(Recompute)
-        raise UserError(f"no recompute {recompute!r}{did_you_mean(recompute, known)}there are {', '.join(known)}")
-    nodes = tuple(nodes)
+def selected_modules(recompute: str | Recompute, names: Iterable[str] = CORE) -> RecomputedBy:
+    """Return the modules that are recomputed: `names` under selective recompute, else none. Raises UserError."""
+    return frozenset(ordered_modules(names)) if recompute_mode(recompute) is Recompute.SELECTIVE else NO_MODULES
+
+
+def saved_parts(nodes: Iterable[Node], recompute: str | Recompute = Recompute.NONE) -> Iterator[tuple[Node, SavedPart]]:
+    """Yield each node with its part of the saved tensors. A tensor that several nodes save counts for the first.
+
+    Raises UserError for an unknown recompute mode.
+    """
+    mode, nodes = recompute_mode(recompute), tuple(nodes)
     blocks = {n.name: n.block for n in nodes}
     norms = set(_norms(nodes))
     claimed: set[str] = set()
@@ -117,58 +118,56 @@ def keeps(nodes: Iterable[Node], recompute: Recompute = "none") -> Iterator[tupl
         return new
 
     for n in nodes:
-        if recompute == "full" and n.block is not None:
+        if mode is Recompute.FULL and n.block is not None:
             entering = (i for i, name in enumerate(n.inputs) if blocks.get(name) != n.block)
-            yield n, Keeps(frozenset(), tuple(i for i in entering if first(n, i)), again=True)
+            yield n, SavedPart(frozenset(), tuple(i for i in entering if first(n, i)), recomputed=True)
         else:
-            own = frozenset(port for port in _ports(program(n)) if first(n, port))
-            normed = frozenset(port for port in own if port >= 0 and n.inputs[port] in norms)
-            yield n, Keeps(own, norm=n.name in norms, normed=normed)
+            ports = frozenset(port for port in _ports(program(n)) if first(n, port))
+            norm_ports = frozenset(port for port in ports if port >= 0 and n.inputs[port] in norms)
+            yield n, SavedPart(ports, norm=n.name in norms, norm_ports=norm_ports)
 
 
 def _norms(nodes: tuple[Node, ...]) -> Iterator[str]:
-    """The norms in front of the layers of a block, and in no sum: of what is read beside, as by a residual."""
+    """Yield the norms in front of the layers of a block whose input has other readers, such as a residual."""
     readers: dict[str, list[Node]] = {}
     for n in nodes:
         for name in n.inputs:
             readers.setdefault(name, []).append(n)
     for n in nodes:
-        if n.block is not None and norm(program(n)) and len(readers[n.inputs[0]]) > 1:
+        if n.block is not None and is_norm(program(n)) and len(readers[n.inputs[0]]) > 1:
             after = readers.get(n.name, [])
             if after and all(isinstance(r.op, Layer) and r.block == n.block for r in after):
                 yield n.name
 
 
-def tensors(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
-    """What a node's backward pass reads, as one device holds it."""
-    for kept in _kept(p):
-        n = p.held(kept.shape, kept.outer, sizes, split, data=kept.dtype is DType.INDEX)
-        experts = p.table.among_experts(kept.outer)
-        yield Saved(
-            n, kept.dtype, kept.what, kept.again, kept.port, kept.product, kept.other, kept.fusion, experts=experts
-        )
+def saved_tensors(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
+    """Yield the tensors that the backward pass of a node reads, as one device holds them."""
+    for x in _unsized(p):
+        n = p.held(x.shape, x.outer, sizes, split, data=x.dtype is DType.INDEX)
+        experts = p.table.among_experts(x.outer)
+        yield Saved(n, x.dtype, x.what, x.recomputed_by, x.port, x.product, x.other, x.fusion, experts=experts)
     for step in p.steps:
-        for x in step.gathered(split):  # each device has its own part already
-            n = (split.cp - 1) * p.held(x.shape, step.outer, sizes, split)
-            yield Saved(n, x.dtype, "keys and values of other devices", again(p)[id(step.value)])
+        for v in step.gathered(split):  # each device has its own part already
+            n = (split.cp - 1) * p.held(v.shape, step.outer, sizes, split)
+            yield Saved(n, v.dtype, "keys and values of other devices", modules_of_ops(p)[id(step.value)])
 
 
-def inputs(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
-    """A node's inputs, as one device holds them."""
+def saved_inputs(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
+    """Yield the inputs of a node, as one device holds them."""
     for i, x in enumerate(p.inputs):
         n = p.held(x.shape, (), sizes, split, data=x.dtype is DType.INDEX)
         yield Saved(n, x.dtype, "input", port=i)
 
 
 @frozen
-class _Kept:
-    """A saved tensor before it has a size, and the copies around it."""
+class _Unsized:
+    """A saved tensor without a size; `outer` are the dims of the copies around it."""
 
     shape: Shape
     dtype: DType
     outer: tuple[Dim, ...]
     what: str
-    again: Again = NONE
+    recomputed_by: RecomputedBy = NO_MODULES
     port: int | None = None
     product: bool = False
     other: bool = True
@@ -176,12 +175,12 @@ class _Kept:
 
 
 @lru_cache(maxsize=1 << 12)
-def _kept(p: Program) -> tuple[_Kept, ...]:
-    """Of a chain of pointwise ops what enters it, as its inside is quickly made again."""
+def _unsized(p: Program) -> tuple[_Unsized, ...]:
+    """Return the saved tensors of a node. A chain of pointwise ops saves its inputs and recomputes its inside."""
     return tuple(_read(p, {id(s.value): s for s in p.steps}))
 
 
-def _read(p: Program, steps: dict[int, Step]) -> Iterator[_Kept]:
+def _read(p: Program, steps: dict[int, Step]) -> Iterator[_Unsized]:
     ports = {id(v.source): i for i, v in reversed(list(enumerate(p.inputs)))}
     seen: set[int] = set()
     entries = [(step.value, tuple(_entries(p, step.value))) for step in p.steps]
@@ -193,45 +192,54 @@ def _read(p: Program, steps: dict[int, Step]) -> Iterator[_Kept]:
             seen.add(id(x.source))
             around, maker = steps.get(id(origin(x))), steps.get(id(x.source))
             port = -1 if x.source is p.value.source else ports.get(id(x.source))
-            yield _Kept(
+            yield _Unsized(
                 shape=x.shape,
                 dtype=x.dtype,
                 outer=around.outer if around else (),
                 what=maker.name if maker else "input",
-                again=again(p)[id(maker.value)] - frozenset(CORE) if maker and port is None else NONE,
+                recomputed_by=modules_of_ops(p)[id(maker.value)] - frozenset(CORE)
+                if maker and port is None
+                else NO_MODULES,
                 port=port,
                 product=(id(x.source), True) in reads,
                 other=(id(x.source), False) in reads,
                 fusion=fusion_of(maker.value.op) if maker else None,
             )
         for what, shape, dtype in v.op.saved_buffers(v):
-            yield _Kept(shape, dtype, step.outer, what, again=again(p)[id(v)])
+            yield _Unsized(shape, dtype, step.outer, what, recomputed_by=modules_of_ops(p)[id(v)])
     yield from _weighted(p, steps)
 
 
-def _weighted(p: Program, steps: dict[int, Step]) -> Iterator[_Kept]:
-    """What experts keep to weight what enters their last product: see `Combine`.
+def _weighted(p: Program, steps: dict[int, Step]) -> Iterator[_Unsized]:
+    """Yield what experts save to multiply the input of their last product by the router's weights (see `Combine`).
 
-    Of a gated unit the same kernel weights it (megatron-core 0.16.1, fusions/fused_bias_swiglu.py: weighted_swiglu), of
-    another activation a product of its own, which keeps what it weights (transformer/moe/experts.py).
+    The kernel of a gated unit multiplies too (megatron-core 0.16.1, fusions/fused_bias_swiglu.py: weighted_swiglu).
+    After another activation the multiplication is an op of its own, which saves its input (transformer/moe/experts.py).
     """
     products = [step for step in p.steps if step.outer and isinstance(step.value.op, Dot)]
     if products and any(isinstance(step.value.op, Combine) for step in p.steps):
         h = products[-1].value.args[0].source
         if len(h.args) == 1 and h.op.elementwise:
-            made = again(p)[id(h)] - frozenset(CORE)
-            yield _Kept(h.shape, h.dtype, products[-1].outer, f"{steps[id(h)].name}, weighted", again=made)
+            modules = modules_of_ops(p)[id(h)] - frozenset(CORE)
+            yield _Unsized(
+                h.shape, h.dtype, products[-1].outer, f"{steps[id(h)].name}, weighted", recomputed_by=modules
+            )
+
+
+def _recomputed(p: Program, step: Step) -> RecomputedBy:
+    """Return the modules that recompute the output of a primitive. That of the core of attention is saved."""
+    return modules_of_ops(p)[id(step.value)] - frozenset(CORE)
 
 
 def _weighs(v: Value) -> bool:
-    """Whether this is a product with a weight."""
+    """Return whether this is a matrix product with a weight."""
     return isinstance(v.op, Dot) and any(isinstance(x.source.op, Weight) for x in v.args)
 
 
 def _entries(p: Program, v: Value) -> Iterator[Value]:
-    for kept in v.op.saved_values(v):
-        yield from p.entries(kept)
+    for x in v.op.saved_values(v):
+        yield from p.entries(x)
 
 
 def _ports(p: Program) -> Iterator[int]:
-    return (kept.port for kept in _kept(p) if kept.port is not None)
+    return (x.port for x in _unsized(p) if x.port is not None)

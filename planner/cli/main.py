@@ -228,7 +228,7 @@ def plan(
 
         save_page_and_trace(found.best, declared, html, trace, found)
     if as_json:
-        from megaloom.dsl.facts.costs import params
+        from megaloom.dsl.facts.parameters import params
         from megaloom.planner.report.to_json import search_json
 
         print(json.dumps(search_json(found, top, params(declared)), indent=1))

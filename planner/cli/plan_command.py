@@ -30,7 +30,7 @@ def scale(
     """A table of the best layouts on more and more devices, or in less and less memory. No plan is written."""
     from rich.console import Console
 
-    from megaloom.dsl.facts.costs import params
+    from megaloom.dsl.facts.parameters import params
     from megaloom.dsl.graph import graph
     from megaloom.dsl.show.printing import show
     from megaloom.planner.search.infeasible import checked_fixed
@@ -141,7 +141,7 @@ def tell(found: Found, declared: Model, top: int, assumed: Sequence[str], target
     from rich.console import Group
     from rich.text import Text
 
-    from megaloom.dsl.facts.costs import params
+    from megaloom.dsl.facts.parameters import params
     from megaloom.dsl.graph import graph
     from megaloom.dsl.show.printing import show
     from megaloom.planner.cost.profiles.frameworks import PROFILES

@@ -7,9 +7,12 @@ iterate over their members: `Overlap.GRADIENTS in OverlapSet(["gradients", "weig
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from enum import IntEnum, StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+from megaloom.dsl.choices import Choice, Member
+from megaloom.dsl.facts.recompute import Module as Module
+from megaloom.dsl.facts.recompute import Recompute as Recompute
 
 if TYPE_CHECKING:
     from numpy import int64
@@ -20,57 +23,14 @@ if TYPE_CHECKING:
 N = TypeVar("N", int, "Column")
 
 
-class _Choice(IntEnum):
-    """One of several named values; `Recompute("full")` is `Recompute.FULL`, and `str` gives the name back."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> _Choice | None:
-        return cls.__members__.get(value.upper()) if isinstance(value, str) else None
-
-    def __str__(self) -> str:
-        return self.name.lower()
-
-    def __format__(self, spec: str) -> str:
-        return format(str(self), spec)
-
-
-class Recompute(_Choice):
-    """Activations that the backward pass recomputes."""
-
-    NONE = 0
-    SELECTIVE = 1  # some modules of each block
-    FULL = 2  # everything but the inputs of each block
-
-
-class Shard(_Choice):
+class Shard(Choice):
     """State that is sharded over data-parallel ranks."""
 
     NONE = 0
     OPTIMIZER = 1  # megatron-core's distributed optimizer, ZeRO 1
 
 
-class _Member(StrEnum):
-    """Member of a set that is stored as a bit mask."""
-
-    bit: int
-
-    def __init__(self, _: str) -> None:
-        self.bit = 1 << len(type(self).__members__)
-
-
-class Module(_Member):
-    """Part of a block that selective recompute can name. `megaloom.dsl.facts.recompute` describes each."""
-
-    CORE_ATTN = "core_attn"
-    LAYERNORM = "layernorm"
-    MLA_UP_PROJ = "mla_up_proj"
-    MLP = "mlp"
-    MOE_ACT = "moe_act"
-    SHARED_EXPERTS = "shared_experts"
-    MOE = "moe"
-
-
-class Overlap(_Member):
+class Overlap(Member):
     """Communication that runs while the devices compute."""
 
     GRADIENTS = "gradients"  # their reduction, during the last backward pass: --overlap-grad-reduce
@@ -79,13 +39,13 @@ class Overlap(_Member):
     EXPERTS = "experts"  # all-to-all of tokens, with another micro-batch: --overlap-moe-expert-parallel-comm
 
 
-M = TypeVar("M", bound=_Member)
+M = TypeVar("M", bound=Member)
 
 
 class _MemberSet(int, Generic[M]):
     """Set of members of one enumeration, as a bit mask that iterates in the order of the enumeration."""
 
-    members: ClassVar[type[_Member]]
+    members: ClassVar[type[Member]]
 
     def __new__(cls, names: int | Iterable[str] = 0) -> _MemberSet[M]:
         """Take a mask, or the names of the members. Raises ValueError for an unknown name."""
@@ -122,7 +82,7 @@ class OverlapSet(_MemberSet[Overlap]):
 
 def choice_names(kind: type[int]) -> tuple[str, ...]:
     """Return the names that a field of this class takes: of an enumeration, or of the members of a set."""
-    if issubclass(kind, _Choice):
+    if issubclass(kind, Choice):
         return tuple(str(choice) for choice in kind)
     return tuple(str(member) for member in kind.members) if issubclass(kind, _MemberSet) else ()
 

@@ -16,7 +16,7 @@ from attrs import frozen
 from megaloom.dsl.dims import NBYTES, DType
 from megaloom.dsl.facts.costs import Costs, costs
 from megaloom.dsl.facts.primitives import program
-from megaloom.dsl.facts.recompute import Again
+from megaloom.dsl.facts.recompute import Module, RecomputedBy
 from megaloom.dsl.ops.routing import Route
 from megaloom.planner.contract.capability import assumed_environment, capability
 from megaloom.planner.contract.choices import Overlap, Recompute
@@ -38,7 +38,7 @@ from .profiles.groups import ONE_PASS
 
 CAPABILITY = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, ""))
 
-NORM: Again = frozenset({"layernorm"})
+NORM: RecomputedBy = frozenset({Module.LAYERNORM})
 
 
 @frozen(eq=False)
@@ -194,12 +194,12 @@ def cost_of_facts(job: Job, kind: NodeKind, facts: Costs, layout: Layout, seq: i
     if kind.has_loss:
         _add_loss(row, job, kind, layout, seq)
     sizes = [memory.tensor_bytes(s, job.workload.precision) for s in facts.saved]
-    full = kind.saved_under_full.of(facts.saved, facts.inputs)
+    full = kind.saved_under_full.tensors(facts.saved, facts.inputs)
     full_saved = sum(memory.tensor_bytes(s, job.workload.precision) for s in full)
     return NodeCost(row, by_part, full_saved, max(sizes, default=0))
 
 
-Repeated = tuple[CostColumn, Again, float]  # column, the modules any of which recompute it, amount
+Repeated = tuple[CostColumn, RecomputedBy, float]  # column, the modules any of which recompute it, amount
 
 
 def _add_kernels(row: Rows, job: Job, kind: NodeKind, facts: Costs) -> Iterator[Repeated]:
@@ -225,7 +225,7 @@ def _add_kernels(row: Rows, job: Job, kind: NodeKind, facts: Costs) -> Iterator[
         row[CostColumn.FORWARD] += took.forward + wait_forward
         row[CostColumn.BACKWARD] += took.backward + wait_backward
         host_forward, host_backward = host_forward + launch_forward, host_backward + launch_backward
-        yield CostColumn.FORWARD, work.again, max(took.forward + wait_forward, launch_forward)
+        yield CostColumn.FORWARD, work.recomputed_by, max(took.forward + wait_forward, launch_forward)
     row[CostColumn.FORWARD] = max(row[CostColumn.FORWARD], host_forward)
     row[CostColumn.BACKWARD] = max(row[CostColumn.BACKWARD], host_backward)
     row[CostColumn.BACKWARD] += (
@@ -285,7 +285,7 @@ def _add_collectives(row: Rows, job: Job, kind: NodeKind, facts: Costs, layout: 
         forward, backward = AXIS_COLUMNS[c.axis]
         row[backward if c.backward else forward] += took
         if not c.backward:
-            yield forward, c.again, took
+            yield forward, c.recomputed_by, took
 
 
 def _add_loss(row: Rows, job: Job, kind: NodeKind, layout: Layout, seq: int) -> None:

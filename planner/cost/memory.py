@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megaloom.dsl.dims import NBYTES, Dim, Sizes
 from megaloom.dsl.facts.costs import Costs
 from megaloom.dsl.facts.primitives import program
-from megaloom.dsl.facts.recompute import NONE, Again
+from megaloom.dsl.facts.recompute import NO_MODULES, RecomputedBy
 from megaloom.dsl.facts.saved import Saved
 from megaloom.dsl.graph import Node, primitives
 from megaloom.dsl.layers.mlp import ClampedGLU, GeGLU
@@ -203,24 +203,28 @@ def optimizer_step_bytes(params: int, expert_params: int, layout: Layout, profil
 
 def saved_activations(
     job: Job, kind: NodeKind, facts: Costs, layout: Layout
-) -> Iterator[tuple[CostColumn, Again, float]]:
+) -> Iterator[tuple[CostColumn, RecomputedBy, float]]:
     """Yield the saved activations of a node as (column, modules any of which recompute the tensor, bytes)."""
     precision, profile = job.workload.precision, job.profile
-    for s in kind.saved.of(facts.saved, facts.inputs):
-        yield CostColumn.SAVED, kind.saved.frees(s), tensor_bytes(s, precision, kind.in_recomputed_block)
+    for s in kind.saved.tensors(facts.saved, facts.inputs):
+        yield CostColumn.SAVED, kind.saved.recomputed_by(s), tensor_bytes(s, precision, kind.in_recomputed_block)
     op = kind.node.op
     unit = op.expert if isinstance(op, MoE) else op
     if profile.kernels.only_swiglu_fused and (tensors := EAGER_TENSORS.get(type(unit), 0)):
         for s in (s for s in facts.saved if s.fusion == "gate" and s.experts == isinstance(op, MoE)):
-            yield CostColumn.SAVED, kind.saved.frees(s), (tensors + isinstance(op, MoE)) * tensor_bytes(s, precision)
+            yield (
+                CostColumn.SAVED,
+                kind.saved.recomputed_by(s),
+                (tensors + isinstance(op, MoE)) * tensor_bytes(s, precision),
+            )
     if not profile.attention.fused:
         for w in (w for w in facts.work if w.kind == "attend"):
-            yield CostColumn.SAVED, w.again, profile.attention.score_nbytes * w.count * w.m * w.n
+            yield CostColumn.SAVED, w.recomputed_by, profile.attention.score_nbytes * w.count * w.m * w.n
     named = {what: [tensor_bytes(s, precision) for s in facts.saved if s.what == what] for what in ("rope", "q", "k")}
     if profile.attention.values_share_qkv:  # one tensor has queries, keys and values: all of it stays for the values
-        yield CostColumn.SAVED, NONE, max(0, sum(named["rope"]) - sum(named["q"]) - sum(named["k"]))
+        yield CostColumn.SAVED, NO_MODULES, max(0, sum(named["rope"]) - sum(named["q"]) - sum(named["k"]))
     if profile.attention.output_copied and layout.micro_batch > 1:  # the output is saved in both orders of its dims
-        yield CostColumn.SAVED, NONE, sum(tensor_bytes(s, precision) for s in facts.saved if s.what == "attend")
+        yield CostColumn.SAVED, NO_MODULES, sum(tensor_bytes(s, precision) for s in facts.saved if s.what == "attend")
 
 
 def tensor_bytes(s: Saved, precision: Precision, cast: bool = False) -> int:

@@ -15,10 +15,9 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from megaloom.dsl.facts.primitives import program
-from megaloom.dsl.facts.recompute import Again, again
-from megaloom.dsl.facts.saved import Keeps, keeps
+from megaloom.dsl.facts.recompute import Module, RecomputedBy, modules_of_ops
+from megaloom.dsl.facts.saved import SavedPart, saved_parts
 from megaloom.dsl.graph import Graph, Node, Slot
-from megaloom.planner.contract.choices import Module
 from megaloom.planner.contract.layouts import Rows
 
 
@@ -27,14 +26,16 @@ class NodeKind:
     """Graph nodes that cost the same under every layout."""
 
     node: Node  # one of them
-    saved: Keeps  # the share of the saved activations that counts for this node, where several nodes save one tensor
-    saved_under_full: Keeps  # its share under full recompute
+    saved: (
+        SavedPart  # the share of the saved activations that counts for this node, where several nodes save one tensor
+    )
+    saved_under_full: SavedPart  # its share under full recompute
     has_loss: bool  # the loss is computed from this node's output
 
     @property
     def in_recomputed_block(self) -> bool:
         """True if full recompute computes this node again."""
-        return self.saved_under_full.again
+        return self.saved_under_full.recomputed
 
 
 @frozen(eq=False, slots=False)
@@ -44,7 +45,7 @@ class ModelStructure:
     graph: Graph
     kinds: tuple[NodeKind, ...]
     kind_of_node: NDArray[np.intp]  # [nodes] index into `kinds`
-    recompute_parts: tuple[Again, ...]  # sets of modules: a part is recomputed if any module of its set is
+    recompute_parts: tuple[RecomputedBy, ...]  # sets of modules: a part is recomputed if any module of its set is
     shared_weights: tuple[tuple[Slot, tuple[int, ...]], ...]  # weights that several nodes use, with those nodes
     hidden_size: int  # width of each hidden state that crosses a stage boundary
 
@@ -153,7 +154,7 @@ def model_structure(graph: Graph) -> ModelStructure:
     kinds: list[NodeKind] = []
     kind_of_node: list[int] = []
     uses: dict[str, list[int]] = {}
-    modes = zip(keeps(graph.nodes), keeps(graph.nodes, "full"), strict=True)
+    modes = zip(saved_parts(graph.nodes), saved_parts(graph.nodes, "full"), strict=True)
     for i, ((node, saved), (_, under_full)) in enumerate(modes):
         has_loss = node.name in graph.outputs
         key = (id(program(node)), saved, under_full, has_loss)
@@ -168,9 +169,9 @@ def model_structure(graph: Graph) -> ModelStructure:
     return ModelStructure(graph, tuple(kinds), np.array(kind_of_node), _parts(kinds), shared, width)
 
 
-def _parts(kinds: Iterable[NodeKind]) -> tuple[Again, ...]:
-    parts: set[Again] = set()
+def _parts(kinds: Iterable[NodeKind]) -> tuple[RecomputedBy, ...]:
+    parts: set[RecomputedBy] = set()
     for kind in kinds:
-        parts.update(again(program(kind.node)).values())
-        parts.update({frozenset({"layernorm"})} if kind.saved.norm else ())
+        parts.update(modules_of_ops(program(kind.node)).values())
+        parts.update({frozenset({Module.LAYERNORM})} if kind.saved.norm else ())
     return tuple(sorted(parts - {frozenset()}, key=lambda part: sorted(part)))

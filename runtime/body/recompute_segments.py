@@ -11,7 +11,7 @@ from attrs import frozen
 
 from megaloom.dsl import Value, Weight
 from megaloom.dsl.facts.primitives import Program, Step, origin
-from megaloom.dsl.facts.recompute import again, whole
+from megaloom.dsl.facts.recompute import modules_of_node, modules_of_ops
 from megaloom.planner.contract.choices import DEFAULT_MODULES, Module
 
 KEPT = (Module.SHARED_EXPERTS,)  # whose output is kept: nothing that reads it keeps it, so that it need not be freed
@@ -28,10 +28,10 @@ class Part:
 
 def parts(program: Program, modules: Iterable[Module]) -> dict[int, Part]:
     """The parts that these modules are of a node, unless they are all of it. The core of attention is none."""
-    of = again(program)
+    of = modules_of_ops(program)
     out: dict[int, Part] = {}
     for module in modules:
-        if module in DEFAULT_MODULES or module in whole(program):
+        if module in DEFAULT_MODULES or module in modules_of_node(program):
             continue
         steps = [s for s in program.steps if module in of[id(s.value)] and not isinstance(s.value.op, Weight)]
         for together in _rounds(program, {id(s.value) for s in steps}):

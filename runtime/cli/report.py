@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megaloom.dsl.catalog import find
-from megaloom.dsl.facts.costs import params
+from megaloom.dsl.facts.parameters import params
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.report.tables import layout_table, prediction_table
 from megaloom.planner.report.units import memory_unit, peak_memory

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megaloom.dsl import Node
 from megaloom.dsl.facts.primitives import program
-from megaloom.dsl.facts.recompute import whole
-from megaloom.dsl.facts.saved import keeps
+from megaloom.dsl.facts.recompute import modules_of_node
+from megaloom.dsl.facts.saved import saved_parts
 from megaloom.planner.contract.choices import Module
 
 
@@ -35,9 +35,9 @@ class Repeats:
     def of(cls, nodes: Iterable[Node], modules: Iterable[Module]) -> Repeats:
         """What these modules are among the nodes of a stage."""
         nodes, made = tuple(nodes), frozenset(modules)
-        norms = {n.name for n, kept in keeps(nodes) if kept.norm} if Module.LAYERNORM in made else set()
+        norms = {n.name for n, part in saved_parts(nodes) if part.norm} if Module.LAYERNORM in made else set()
         return cls(
-            frozenset(n.name for n in nodes if made & whole(program(n))),
+            frozenset(n.name for n in nodes if made & modules_of_node(program(n))),
             {name: frozenset(n.name for n in nodes if name in n.inputs) for name in norms},
         )
 

@@ -144,7 +144,7 @@ def test_a_repeat_multiplies_every_fact(layer, n):
         n * kept(one, recompute=r) for r in ("none", "selective")
     ]
     assert kept(many, recompute="full") == n * 2 * prod((2, 16, 64))  # what enters each iteration
-    assert flops(model("m", many), batch=2, seq=8, recompute="full").again == b.forward
+    assert flops(model("m", many), batch=2, seq=8, recompute="full").recompute == b.forward
 
 
 @given(a=combined(together), b=together, c=together, sequence_parallel=yes)
@@ -162,7 +162,7 @@ def test_a_model_costs_what_its_nodes_cost(layers):
     each = [w for n in graph(m).nodes for w in costs(n, batch=2, seq=16).work]
     assert flops(m, batch=2, seq=16).total == sum(w.flops + w.dgrad + w.wgrad for w in each)
     again = flops(m, batch=2, seq=16, recompute="selective")
-    assert again.hardware - again.total == sum(w.flops for w in each if "core_attn" in w.again)
+    assert again.hardware - again.total == sum(w.flops for w in each if "core_attn" in w.recomputed_by)
     shared = sum(params(n) for n in graph(m).nodes) - params(m)
     uses = sum(isinstance(n.op, Attention) and n.op.table is TABLE for n in graph(m).nodes)
     assert shared == max(0, uses - 1) * 32 * HEADS

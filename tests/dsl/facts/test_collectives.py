@@ -120,7 +120,7 @@ def test_cross_attention_gathers_the_keys_and_values_of_the_source(source):
         ("tp", "all_reduce", True, source // 4 * 64): 1,  # of the memory, which keys and values read once
     }
     whole, part = (cost(layer, s, source=source) for s in (Split(), Split(cp=4, tp=2)))
-    attend = [next(w for w in c.work if "core_attn" in w.again) for c in (whole, part)]
+    attend = [next(w for w in c.work if "core_attn" in w.recomputed_by) for c in (whole, part)]
     assert attend[0].flops == 8 * attend[1].flops == 4 * B * S * source * 64
     assert [(w.m, w.n) for w in attend] == [(S, source), (S // 4, source)]
 

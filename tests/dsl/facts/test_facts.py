@@ -126,9 +126,13 @@ def test_a_product_keeps_as_many_tensors_as_it_reads():
 
 
 def test_what_work_reads_and_writes():
-    attend = next(w for w in costs(node(Attention(heads=8, kv_heads=2)), batch=B, seq=S).work if "core_attn" in w.again)
+    attend = next(
+        w for w in costs(node(Attention(heads=8, kv_heads=2)), batch=B, seq=S).work if "core_attn" in w.recomputed_by
+    )
     assert attend.elements == B * S * (64 + 2 * 16 + 64)
     split = costs(node(Attention(heads=8, kv_heads=2)), batch=B, seq=S, split=Split(cp=4, tp=2)).work
-    assert next(w for w in split if "core_attn" in w.again).elements == B * S * (64 // 4 + 2 * 16 + 64 // 4) // 2
+    assert (
+        next(w for w in split if "core_attn" in w.recomputed_by).elements == B * S * (64 // 4 + 2 * 16 + 64 // 4) // 2
+    )
     embed = graph(gpt("g", 1, A, H, vocab=1000, seq=S)).nodes[1]
     assert [w.elements for w in costs(embed, batch=B, seq=S).work] == [2 * B * S * H]  # its rows, not the table

@@ -138,7 +138,7 @@ def test_korthikanti(layers, heads, embed, vocab, seq):
     """
     found = flops(bert(layers, heads, embed, vocab, seq), batch=4, seq=seq, recompute="selective")
     assert found.total == 4 * seq * (72 * layers * embed**2 + 12 * layers * embed * seq + 6 * vocab * embed)
-    assert found.again == 4 * seq * 4 * layers * embed * seq
+    assert found.recompute == 4 * seq * 4 * layers * embed * seq
 
 
 @pytest.mark.parametrize("seq", [2048, 8192])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaloom.dsl.catalog import find
-from megaloom.dsl.facts.costs import params
+from megaloom.dsl.facts.parameters import params
 from megaloom.dsl.graph import graph
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
