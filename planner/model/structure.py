@@ -26,9 +26,7 @@ class NodeKind:
     """Graph nodes that cost the same under every layout."""
 
     node: Node  # one of them
-    saved: (
-        SavedPart  # the share of the saved activations that counts for this node, where several nodes save one tensor
-    )
+    saved: SavedPart  # its share of the saved activations, where several nodes save one tensor
     saved_under_full: SavedPart  # its share under full recompute
     has_loss: bool  # the loss is computed from this node's output
 
