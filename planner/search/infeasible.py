@@ -27,7 +27,8 @@ from megaloom.planner.rules.rule import Violation
 from .candidate_space import FixedAxes, unchecked_layouts
 from .candidates import Candidates
 from .pricing import PartitionedLayout, Pricer
-from .reasons import deficit_text, refusal
+from .reasons import deficit_text
+from .suggestions import changes_text, fixed_text, legal_batches, legal_changes, value_text
 
 OF_A_STEP = {rule.id for rule in step_rules.RULES}
 LOOKED_AT = 2000  # illegal layouts among which the nearest to legal is sought
@@ -55,13 +56,22 @@ def checked_fixed(fixed: Mapping[str, Any]) -> FixedAxes:
 
 
 def nothing_legal(pricer: Pricer, fixed: FixedAxes) -> str:
-    """Every candidate breaks a rule: those that the nearest one breaks, each with what would work."""
+    """Return the message for a search without legal layouts.
+
+    It names the rules that the nearest layout breaks, then changes that are legal with all other fixed fields; where
+    there are none, the fixes of the rules.
+    """
     g = pricer.graph
     tried = ((x, pricer.broken(x)) for x in unchecked_layouts(g, pricer.cluster, pricer.workload, fixed))
     layout, wrong = min(islice(tried, LOOKED_AT), key=_far)
-    said = f" with {_said(fixed)}" if fixed else ""
+    said = f" with {fixed_text(fixed)}" if fixed else ""
     lines = [f"no layout of {g.name} on {pricer.cluster}{said} is legal; the nearest, {layout}, breaks"]
-    return "\n".join([*lines, *(f"- {refusal([v])}" for v in wrong)])
+    lines += [f"- {v.message} [{v.rule}]" for v in wrong]
+    case = (g, pricer.cluster, pricer.workload, fixed)
+    changes = changes_text(legal_changes(*case, pricer.inner), fixed)
+    if batches := legal_batches(*case, layout, pricer.inner):
+        changes.append(f"a batch of {' or '.join(f'{n:,}' for n in batches)} is legal")
+    return "\n".join([*lines, *(changes or [f"{v.rule}: {v.fix}" for v in wrong])])
 
 
 def _far(entry: tuple[Layout, tuple[Violation, ...]]) -> tuple[int, int, int]:
@@ -74,7 +84,7 @@ def _far(entry: tuple[Layout, tuple[Violation, ...]]) -> tuple[int, int, int]:
 def nothing_fits(pricer: Pricer, candidates: Candidates) -> str:
     """No legal layout fits the memory: the nearest miss, and changes that would make one fit."""
     miss, fixed = leanest(candidates), candidates.fixed
-    said = f" with {_said(fixed)}" if fixed else ""
+    said = f" with {fixed_text(fixed)}" if fixed else ""
     lines = [
         f"no layout of {pricer.graph.name} on {pricer.cluster}{said} fits the memory",
         f"the nearest, {miss.layout}: {deficit_text(miss)}",
@@ -82,7 +92,7 @@ def nothing_fits(pricer: Pricer, candidates: Candidates) -> str:
     freed = [f"{what} would fit: {found.layout}" for what, found in _freed(pricer, fixed)]
     changes = freed or [f"{what} would do: {found.layout}" for what, found in _changed(pricer, miss, fixed)]
     if fixed and not changes:
-        other = f"would do, without {_said(fixed)}:"
+        other = f"would do, without {fixed_text(fixed)}:"
         changes = [f"{what} {other} {found.layout}" for what, found in _changed(pricer, miss, {})]
     return "\n".join([*lines, *(changes or ["a smaller model would fit, or devices with more memory"])])
 
@@ -105,9 +115,9 @@ def _freed(pricer: Pricer, fixed: FixedAxes) -> Iterator[Change]:
         free = {other: value for other, value in fixed.items() if other != name}
         if (found := fitting(pricer, free)) is not None:
             alone = True
-            yield f"{name} {_value(getattr(found.layout, name))} in place of {_value(fixed[name])}", found
+            yield f"{name} {value_text(getattr(found.layout, name))} in place of {value_text(fixed[name])}", found
     if not alone and len(fixed) > 1 and (found := fitting(pricer, {})) is not None:
-        yield f"another layout than {_said(fixed)}", found
+        yield f"another layout than {fixed_text(fixed)}", found
 
 
 def _changed(pricer: Pricer, miss: Partition, fixed: FixedAxes) -> Iterator[Change]:
@@ -206,14 +216,3 @@ def _quick(candidates: Candidates) -> Partition | None:
             return cut.partition
     last = leanest(candidates)
     return last if last.fits else None
-
-
-def _said(fixed: FixedAxes) -> str:
-    return ", ".join(f"{name} {_value(value)}" for name, value in fixed.items())
-
-
-def _value(value: object) -> str:
-    """What is fixed, in the words of the command line."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return (" ".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)

@@ -25,6 +25,7 @@ from megaloom.planner.rules.rule import By, Rule
 from megaloom.planner.rules.rules import RULES, SENSE, violations
 
 from .candidate_space import FixedAxes
+from .suggestions import changes_text, legal_changes
 
 HEADINGS = {
     By.CORE: "megatron-core 0.16.1 refuses, or fails at the place that is said",
@@ -52,7 +53,10 @@ def _rule_text(rule: Rule, margin: int) -> str:
 def violations_text(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> str:
     """What the layout of these degrees breaks, each rule with what would work."""
     layout = _layout(graph, cluster, workload, fixed)
-    return "\n".join(f"{layout}: {each}" for each in violations(layout, graph, workload, cluster))
+    wrong = violations(layout, graph, workload, cluster)
+    lines = [f"{layout}: {v.message} [{v.rule}]" for v in wrong]
+    changes = changes_text(legal_changes(graph, cluster, workload, fixed), fixed) if wrong else []
+    return "\n".join([*lines, *(changes or [f"{v.rule}: {v.fix}" for v in wrong])])
 
 
 def caveats_text(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> str:

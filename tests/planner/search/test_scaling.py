@@ -79,7 +79,7 @@ def test_the_table_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     one, two = json.loads(capsys.readouterr().out)["points"]
     assert one == {"gpus": "2xH100"}  # where nothing is legal
     assert (two["gpus"], two["layout"]["tp"]) == ("4xH100", 4)
-    assert {"step_seconds", "memory_gib", "memory_gib_upper", "tokens_per_second_per_gpu", "mfu"} <= {*two["predicted"]}
+    assert {"step_seconds", "memory_gib", "memory_gib_high", "tokens_per_second_per_gpu", "mfu"} <= {*two["predicted"]}
     assert main(["gpt2", "--gpus", "4xH100", "--tp", "4", "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)["plans"][0]
     assert alone["runtime"] == "megaloom"

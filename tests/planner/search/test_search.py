@@ -166,7 +166,7 @@ def test_rules_that_fixed_values_break_are_all_named() -> None:
     text = str(raised.value)
     for rule in ("tp-heads", "tp-kv-heads", "vpp-pp"):
         assert f"[{rule}]" in text
-    assert "tp 1 would" in text
+    assert "instead of tp 4" in text
     assert "tp 4, vpp 2, pp 1" in text
 
 

@@ -1,0 +1,115 @@
+"""Changes of what the user has fixed that make a layout legal, each checked together with all other fixed fields.
+
+`legal_changes` finds the smallest changes; `changes_text` says them in a line each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from attrs import evolve
+
+from megaloom.dsl.graph import Graph
+from megaloom.planner.contract.choices import Overlap
+from megaloom.planner.contract.devices import Cluster
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.layouts import Layouts, Rows
+from megaloom.planner.contract.workload import Workload
+from megaloom.planner.model.requirements import model_requirements
+
+from .candidate_space import FixedAxes, base_layouts, variants
+
+MAX_CHANGED = 3  # fields that a suggestion changes at most
+BASES_AT_ONCE, MAX_BASES = 64, 1024  # base layouts whose variants are looked at, the nearest first
+LISTED = 4  # suggestions
+
+
+def legal_changes(
+    graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes, overlaps: tuple[Overlap, ...] = ()
+) -> list[dict[str, Any]]:
+    """Return changes of fixed fields, as few fields each as possible, that make a layout legal.
+
+    Each is the new value of one or more fields, the nearest to the user's. With the other fixed fields as they are, at
+    least one layout is legal. `overlaps` are those within a micro-batch that the framework supports.
+    """
+    for count in range(1, min(MAX_CHANGED, len(fixed)) + 1):
+        found = []
+        for names in combinations(fixed, count):
+            rest = {name: value for name, value in fixed.items() if name not in names}
+            layout = _nearest_legal(graph, cluster, workload, rest, {name: fixed[name] for name in names}, overlaps)
+            if layout is not None:
+                found.append({name: getattr(layout, name) for name in names})
+        if found:
+            return found
+    return []
+
+
+def legal_batches(
+    graph: Graph,
+    cluster: Cluster,
+    workload: Workload,
+    fixed: FixedAxes,
+    layout: Layout,
+    overlaps: tuple[Overlap, ...] = (),
+) -> list[int]:
+    """Return the nearest smaller and larger batch with which the fixed fields are legal; `layout` is one nearby."""
+    units = (layout.dp, layout.dp * layout.micro_batch, layout.dp * layout.micro_batch * layout.pp)
+    found = []
+    for step in (0, 1):
+        batches = (unit * (workload.batch // unit + step) for unit in units)
+        for batch in dict.fromkeys(n for n in batches if n not in (0, workload.batch)):
+            other = evolve(workload, batch=batch)
+            if _nearest_legal(graph, cluster, other, fixed, {}, overlaps) is not None:
+                found.append(batch)
+                break
+    return found
+
+
+def changes_text(changes: list[dict[str, Any]], fixed: FixedAxes) -> list[str]:
+    """Return a line for each of the first changes: `tp 2 instead of tp 4 is legal`."""
+    pairs = ((fixed_text(change), fixed_text({name: fixed[name] for name in change})) for change in changes[:LISTED])
+    return [f"{new} instead of {old} is legal" for new, old in pairs]
+
+
+def fixed_text(fixed: Mapping[str, Any]) -> str:
+    """Return fields and their values in the words of the command line: `tp 4, recompute full`."""
+    return ", ".join(f"{name} {value_text(value)}" for name, value in fixed.items())
+
+
+def value_text(value: object) -> str:
+    """Return a value of a field as text."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value) or "none"
+
+
+def _nearest_legal(
+    graph: Graph,
+    cluster: Cluster,
+    workload: Workload,
+    fixed: FixedAxes,
+    wanted: Mapping[str, Any],
+    overlaps: tuple[Overlap, ...],
+) -> Layout | None:
+    """Return a legal layout with the fixed fields whose other fields are close to the wanted values."""
+    base = base_layouts(graph, cluster, workload, fixed, overlaps)
+    order = np.argsort(_distance(base, wanted), kind="stable")[:MAX_BASES]
+    modules = len(model_requirements(graph).modules)
+    for start in range(0, len(order), BASES_AT_ONCE):
+        near = base.take(order[start : start + BASES_AT_ONCE])
+        sets = np.zeros((len(near), modules), dtype=np.int64)
+        found, _ = variants(graph, workload, near, fixed, sets, overlaps)
+        if len(found):
+            return found[int(_distance(found, wanted).argmin())]
+    return None
+
+
+def _distance(layouts: Layouts, wanted: Mapping[str, Any]) -> Rows:
+    """Return how far each layout is from the wanted values, in powers of 2."""
+    out = np.zeros(len(layouts))
+    for name, value in wanted.items():
+        out += np.abs(np.log2((1 + getattr(layouts, name)) / (1 + int(value))))
+    return out
