@@ -1,1 +1,1 @@
-"""The `plan` command and its relatives."""
+"""The command line: plan, explain, export and validate. Nothing here loads torch; help texts load nothing heavy."""

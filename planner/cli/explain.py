@@ -1,4 +1,4 @@
-"""`megaloom explain`: a plan that was made before, shown again; or two, and why one is quicker."""
+"""The command `megaloom explain`, which prints a plan, or compares two plans."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def explain(
     html: str | None = None,
     trace: str | None = None,
 ) -> None:
-    """Show a plan again: its layout, its step, its memory, its reasons. Or two, and by which causes they differ.
+    """Print a plan: layout, step time, memory and reasons. With two plans, print their differences by cause.
 
     Parameters
     ----------
     plan
         A plan.json.
     other
-        Another one, to be compared with the first.
+        Another plan.json, to compare with the first.
     as_json
-        Print JSON for machines and nothing else.
+        Print JSON only.
     html
-        Where a page with pictures of the first plan is written.
+        File for a web page of the first plan.
     trace
-        Where its predicted step is written as a trace for ui.perfetto.dev; compressed if the name ends in .gz.
+        File for a Chrome trace of its predicted step, for ui.perfetto.dev; compressed if its name ends in .gz.
     """
     from megaloom.dsl.graph import graph
     from megaloom.dsl.show.printing import show
@@ -59,7 +59,7 @@ def explain(
 
 
 def _loaded(name: str) -> tuple[Plan, Model]:
-    """The plan in a file and its model, which must be there as it was planned."""
+    """Return the plan in a file, and its model, which must not have changed since."""
     from megaloom.dsl.catalog import find
     from megaloom.planner.contract.plans import load
     from megaloom.planner.rules.plan_check import check_plan

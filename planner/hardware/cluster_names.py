@@ -1,4 +1,4 @@
-"""Clusters by their names: `cluster("64xH100")` makes one from the presets, `cluster("64xours.toml")` from a file."""
+"""Read the name of a cluster: `cluster("64xH100")` takes a preset, `cluster("64xours.toml")` a cluster file."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from megaloom.planner.contract.devices import Cluster, Preset
 
 from .presets import PRESETS
 
-SAME = {"sxm", "sxm2", "sxm4", "sxm5", "sxm6", "hgx", "dgx", "nvl72"}  # words that say of a kind what it is anyway
-USUAL = {"v100": "32gb", **dict.fromkeys(("a100", "a800", "h100", "h800"), "80gb"), "h200": "141gb"}
-DEFAULT = "H100"  # the kind that a bare count means
-FILE = re.compile(r"\s*(?:(-?\d+)\s*[x*\u00d7]\s*)?(\S.*\.(?:toml|json))\s*", re.DOTALL)
+_IGNORED_WORDS = {"sxm", "sxm2", "sxm4", "sxm5", "sxm6", "hgx", "dgx", "nvl72"}  # true of the preset anyway
+_DEFAULT_MEMORY = {"v100": "32gb", **dict.fromkeys(("a100", "a800", "h100", "h800"), "80gb"), "h200": "141gb"}
+DEFAULT_DEVICE = "H100"  # of a bare count
+_FILE_NAME = re.compile(r"\s*(?:(-?\d+)\s*[x*\u00d7]\s*)?(\S.*\.(?:toml|json))\s*", re.DOTALL)
 
 
 def is_row(text: str) -> bool:
-    """Whether this names more than one cluster, as 8..64xH100 does."""
+    """Return whether the text names a range of clusters, as 8..64xH100 does."""
     return re.match(r"\s*\d+\s*\.\.", text) is not None
 
 
 def cluster(text: str) -> Cluster:
-    """The cluster that `64xH100` names: a count and a kind of device; the kind may be a cluster's file.
+    """Return the cluster that `64xH100` names: a count and a kind of device, or a count and a cluster file.
 
-    `H100` alone is one of them, a file alone as many as it says, `64` alone that many H100; nodes are as the preset or
-    the file has them, filled evenly.
+    `H100` is one device, `64` is 64xH100, and a file without a count has the count that it states. Nodes have the size
+    of the preset or file, and all nodes are equal.
 
-    Raises UserError for a kind that is not known, for a wrong file, and for a count that fills no nodes.
+    Raises UserError for an unknown device, a wrong file, and a count that is not a whole number of nodes.
     """
     if re.fullmatch(r"\s*-?\d+\s*", text):
-        text = f"{text}x{DEFAULT}"
-    if found := FILE.fullmatch(text):
+        text = f"{text}x{DEFAULT_DEVICE}"
+    if found := _FILE_NAME.fullmatch(text):
         return _from_file(found[2], found[1])
     found = re.fullmatch(r"\s*(?:(-?\d+)\s*[x*\u00d7]\s*)?([a-z][\w-]*)\s*", text, re.I)
     if not found:
         raise UserError(
-            f"{text!r} is not a number of devices of a kind\n"
-            f"say it as 8xH100, or as 8xours.toml if a file says what they are; known: {', '.join(PRESETS)}"
+            f"{text!r} is not a number and kind of devices\n"
+            f"write 8xH100, or 8xours.toml for a cluster file; known devices: {', '.join(PRESETS)}"
         )
     return _made(int(found[1] or 1), _find(found[2]), {})
 
@@ -58,12 +58,12 @@ def _from_file(path: str, count: str | None) -> Cluster:
 def _made(count: int, preset: Preset, rest: dict[str, Any]) -> Cluster:
     made = Cluster(device=preset.device, count=1, per_node=1, intra=preset.intra, inter=preset.inter, **rest)
     if count < 1:
-        raise UserError(f"{count}x{made.kind}: {count} devices can train nothing\nask for at least 1x{made.kind}")
+        raise UserError(f"{count}x{made.kind} has no device\ngive at least 1x{made.kind}")
     return evolve(made, count=count, per_node=_per_node(count, preset, made.kind))
 
 
 def known(name: str) -> Preset | None:
-    """The kind that is called so, whatever the order of the words: A100-SXM4-40GB is an A100-40GB."""
+    """Return the preset of this name in any usual spelling: A100-SXM4-40GB is A100-40GB. None if unknown."""
     return next((PRESETS[kind] for kind in PRESETS if _words(kind) == _words(name)), None)
 
 
@@ -72,23 +72,24 @@ def _find(name: str) -> Preset:
         return found
     near = difflib.get_close_matches(name.lower(), kinds := {kind.lower(): kind for kind in PRESETS}, 1)
     hint = f"; did you mean {kinds[near[0]]}?" if near else ""
-    raise UserError(f"unknown device {name!r}{hint}\nknown: {', '.join(PRESETS)}")
+    raise UserError(f"unknown device {name!r}{hint}\nknown devices: {', '.join(PRESETS)}")
 
 
 def _words(name: str) -> set[str]:
-    said = set(name.lower().split("-")) - SAME
-    return said - {USUAL.get(word, "") for word in said}
+    said = set(name.lower().split("-")) - _IGNORED_WORDS
+    return said - {_DEFAULT_MEMORY.get(word, "") for word in said}
 
 
 def _per_node(count: int, preset: Preset, kind: str) -> int:
-    """The most devices a node that fill every node evenly, in whole trays."""
+    """Return the largest node size, in whole trays, that divides the count."""
     if count <= preset.tray:
         return count
     if count % preset.tray:
         below = count // preset.tray * preset.tray
+        divisor = max(n for n in range(1, 2 * preset.tray + 1) if count % n == 0)
         raise UserError(
-            f"{count}x{kind}: they come {preset.tray} to a node, and {count} do not fill nodes evenly\n"
-            f"{below}x{kind} or {below + preset.tray}x{kind} would"
+            f"{count}x{kind} is not a whole number of {preset.tray}-GPU nodes\n"
+            f"use {below} or {below + preset.tray}, or describe your nodes in a cluster file (`per_node = {divisor}`)"
         )
     trays, most = count // preset.tray, preset.domain // preset.tray
     return preset.tray * max(n for n in range(1, min(trays, most) + 1) if trays % n == 0)

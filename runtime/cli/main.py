@@ -18,17 +18,11 @@ from attrs import asdict
 from cyclopts import App, CycloptsError, Parameter
 
 from megaloom.dsl.errors import UserError, full_message
+from megaloom.planner.cli.arguments import NOTHING_FIXED, FixedLayout, fixed_fields, reject_fractions, unwrap_help
 from megaloom.planner.cli.explain import explain
 from megaloom.planner.cli.export import export
-from megaloom.planner.cli.main import (
-    FREE,
-    Fixed,
-    flowing,
-    given,
-    whole,
-    written,
-)
 from megaloom.planner.cli.main import app as planning
+from megaloom.planner.cli.process import run_and_flush
 from megaloom.planner.cli.validate import validate
 from megaloom.planner.contract.choices import Shard
 from megaloom.planner.contract.layout import flag_of
@@ -48,12 +42,12 @@ app = App(
     version_flags=[],
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # `main` says so
-    config=whole,
+    config=reject_fractions,
 )
 app["--help"].group = "Parameters"
 app.command(planning, name="plan")
 for command in (validate, measure, explain, export):
-    app.command(flowing(command))
+    app.command(unwrap_help(command))
 
 MAIN = "stdlib-gpt"
 SEQ, BATCH = 128, 32
@@ -62,7 +56,7 @@ RECIPE = Recipe()
 
 
 @app.command
-@flowing
+@unwrap_help
 def train(
     model: str = MAIN,
     /,
@@ -76,7 +70,7 @@ def train(
     save_every: int = 100,
     evaluate_every: int = 100,
     recipe: Annotated[Recipe, Parameter(name="*", group="Recipe")] = RECIPE,
-    fixed: Fixed = FREE,
+    fixed: FixedLayout = NOTHING_FIXED,
 ) -> int:
     """Plan a model for this machine, or take a plan, and train it on text. Run again, it goes on where it was.
 
@@ -106,7 +100,7 @@ def train(
     from megaloom.dsl.hf.architectures import describes
 
     load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
-    asked = {name: value for name, value in {**load, **given(fixed)}.items() if value is not None}
+    asked = {name: value for name, value in {**load, **fixed_fields(fixed)}.items() if value is not None}
     plan = _given(model, asked) if model.endswith(".json") and not describes(model) else _planned(model, load, fixed)
     folder = out or Path("runs") / file_name(plan.model)
     options = {"data": data, "out": out, **asked, **asdict(recipe), "steps": recipe.steps}
@@ -133,7 +127,7 @@ def train(
 
 
 @app.command
-@flowing
+@unwrap_help
 def verify(plan: Path, /, *, steps: int = 3, seed: int = 1234) -> int:
     """Run a plan and one process from the same seed on the same tokens, and compare. Exit code 1 if they differ.
 
@@ -158,7 +152,7 @@ def verify(plan: Path, /, *, steps: int = 3, seed: int = 1234) -> int:
 
 
 @app.command
-@flowing
+@unwrap_help
 def show(
     model: str,
     /,
@@ -233,7 +227,7 @@ def _given(path: str, asked: Mapping[str, Any]) -> Plan:
     return plan
 
 
-def _planned(model: str, load: Mapping[str, Any], fixed: Fixed) -> Plan:
+def _planned(model: str, load: Mapping[str, Any], fixed: FixedLayout) -> Plan:
     """The best plan of a model for the devices at hand."""
     from megaloom.dsl.catalog import find
     from megaloom.planner.hardware.cluster_names import cluster
@@ -248,7 +242,7 @@ def _planned(model: str, load: Mapping[str, Any], fixed: Fixed) -> Plan:
         batch=BATCH if load["batch"] is None else load["batch"],
         precision=load["precision"] or (Precision.BF16 if device.gpus() else Precision.FP32),
     )
-    return search(declared, cluster(_devices(load["devices"])), workload, ref=ref, fixed=given(fixed)).best
+    return search(declared, cluster(_devices(load["devices"])), workload, ref=ref, fixed=fixed_fields(fixed)).best
 
 
 def _devices(count: int | None) -> str:
@@ -297,7 +291,7 @@ def _flag(name: str, value: object) -> tuple[str, ...]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
     try:
-        return written(lambda: app(argv, exit_on_error=False, print_error=False, result_action="return_value"))
+        return run_and_flush(lambda: app(argv, exit_on_error=False, print_error=False, result_action="return_value"))
     except CycloptsError as error:
         return _fail(f"{error}\n`megaloom --help` lists the commands, `megaloom COMMAND --help` what each can be given")
     except UserError as error:

@@ -39,9 +39,9 @@ def test_a_plan_is_printed_and_written(
     monkeypatch.chdir(tmp_path)
     code, out, err = run("gpt2", "--gpus", "8xH100", "--batch", "64", capsys=capsys)
     assert (code, err) == (0, "")
-    assert out.startswith("gpt2: 124,439,808 parameters, on 8xH100 (one node); searched in ")
-    assert "64 sequences of 1,024 tokens, 65,536 in all (--seq not given)" in out
-    assert out.endswith("wrote plan.json; `megaloom train plan.json` trains by it\n")
+    assert out.startswith("gpt2: 124,439,808 parameters on 8xH100 (one node); searched for ")
+    assert "One step: 64 sequences of 1,024 tokens, 65,536 tokens in all (default --seq)" in out
+    assert out.endswith("wrote plan.json. Next: megaloom train plan.json\n")
     assert out.isascii()
     assert all(line == line.rstrip() for line in out.splitlines())
     plan = load("plan.json")
@@ -102,7 +102,7 @@ def test_a_config_of_hugging_face(
     monkeypatch.chdir(tmp_path)
     code, out, err = run("small", "--gpus", "2xCPU", "--seq", "128", "--batch", "8", capsys=capsys)
     assert (code, err) == (0, "")
-    assert out.startswith("small: 224,640 parameters, on 2xCPU")
+    assert out.startswith("small: 224,640 parameters on 2xCPU")
     planned = load("plan.json")
     assert planned.model == str(tmp_path / "small" / "config.json")
     monkeypatch.chdir("/")
@@ -113,7 +113,7 @@ def test_a_model_of_images_has_no_sequence(tmp_path: Path, capsys: pytest.Captur
     """What is counted is images, and context parallelism, which would divide a sequence, is not legal."""
     words, path = ["vit-base", "--gpus", "8xA100", "--batch", "64"], tmp_path / "plan.json"
     code, out, _ = run(*words, "-o", str(path), capsys=capsys)
-    assert code == 0 and "\na step: 64 inputs (--seq not given)\n" in out and load(path).workload.tokens == 64
+    assert code == 0 and "\nOne step: 64 inputs (default --seq)\n" in out and load(path).workload.tokens == 64
     code, _, err = run(*words, "--cp", "2", capsys=capsys)
     assert code == 2 and "[seq]" in err
 
@@ -164,8 +164,9 @@ def test_a_plan_is_for_what_runs_it(
     for runtime in Runtime:
         code, out, _ = run(*given, "--runtime", runtime, "-o", f"{runtime}.json", capsys=capsys)
         assert code == 0
-        assert ("as Megatron-core with Transformer Engine runs it" in out) == (runtime is Runtime.MEGATRON)
-        assert ("`megaloom train" in out) == (runtime is Runtime.MEGALOOM)
+        assert ("run by Megatron-core with Transformer Engine" in out) == (runtime is Runtime.MEGATRON)
+        assert ("Next: megaloom train" in out) == (runtime is Runtime.MEGALOOM)
+        assert ("--to megatron-lm\n" in out) == (runtime is Runtime.MEGATRON)
         planned = load(f"{runtime}.json")
         assert planned.runtime is runtime
         steps[runtime] = replay(planned, graph(find(planned.model)[0])).seconds

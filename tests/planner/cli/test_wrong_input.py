@@ -22,12 +22,12 @@ from tests.planner.cli.test_plan import run
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        ([], "requires an argument"),
+        ([], "MODEL is missing"),
         (["gpt3"], "did you mean gpt2?"),
         (["missing.py:gpt"], "no file 'missing.py'"),
         (["gpt2", "--gpus", "8xH1000"], "did you mean H100?"),
-        (["gpt2", "--gpus", "0xH100"], "ask for at least 1xH100"),
-        (["gpt2", "--gpus", "12xH100"], "8xH100 or 16xH100 would"),
+        (["gpt2", "--gpus", "0xH100"], "give at least 1xH100"),
+        (["gpt2", "--gpus", "12xH100"], "12xH100 is not a whole number of 8-GPU nodes\nuse 8 or 16, or"),
         (["gpt2", "--seq", "0"], "seq is at least 1"),
         (["gpt2", "--batch", "0"], "batch is at least 1"),
         (["gpt2", "--batch", "1000000000"], "1,048,576 or less"),
@@ -41,15 +41,18 @@ from tests.planner.cli.test_plan import run
         (["gpt2", "--tp", "0"], "tp is at least 1"),
         (["gpt2", "--dp", "8", "--batch", "12"], "a batch of 8 or 16 is legal"),
         (["gpt2", "--precision", "fp7"], 'Choose from: "fp32", "bf16", "fp16", "fp8", "mxfp8"'),
-        (["gpt2", "--colour"], "`plan --help` lists what can be given"),
-        (["gpt2", "--top", "0"], "give at least 1"),
+        (["gpt2", "--colour"], "`plan --help` lists the options"),
+        (["gpt2", "--top", "0"], "--top must be at least 1, got 0"),
         (["gpt2", "-o", "missing/plan.json"], "in a directory that exists"),
         (["llama3-8b", "--gpus", "1xH100"], "no layout of llama3-8b on 1xH100 fits the memory"),
         (["llama3-8b", "--gpus", "1..2xH100"], "no layout of llama3-8b on 2xH100 fits the memory"),
         (["gpt2", "--gpus", "8..16xH100", "--tp", "0"], "tp is at least 1"),
-        (["gpt2", "--gpus", "8..16xH100", "-o", "plan.json"], "makes no plan, so there is none for -o plan.json"),
-        (["gpt2", "--gpus", "8..16xH100", "--lint", "--tp", "3"], "say it as 8xH100"),
-        (["gpt2", "--pareto", "--html", "plan.html"], "makes no plan, so there is none for --html plan.html"),
+        (
+            ["gpt2", "--gpus", "8..16xH100", "-o", "plan.json"],
+            "prints a scaling table and writes no plan\ndrop `-o`, or name one cluster",
+        ),
+        (["gpt2", "--gpus", "8..16xH100", "--lint", "--tp", "3"], "write 8xH100"),
+        (["gpt2", "--pareto", "--html", "plan.html"], "writes no plan\ndrop `--html`, or drop `--pareto`"),
         (["gpt2", "--gpus", "8xA100", "--precision", "fp8"], "how fast an A100 computes in fp8"),
     ],
 )
@@ -86,7 +89,7 @@ def test_ctrl_c_takes_the_best_so_far(
     monkeypatch.setattr(Frontier, "push", interrupted)
     code, out, err = run("gpt2", "--gpus", "8xH100", "--batch", "64", capsys=capsys)
     assert (code, err) == (130, "")
-    assert re.search(r"searched in [\d.]+ s, then interrupted: at most \d+\.\d% can be gained yet\n", out)
+    assert re.search(r"searched for [\d.]+ s, interrupted: another layout may be at most \d+\.\d% faster\n", out)
     assert load("plan.json").layout.world == 8
     code, out, _ = run("gpt2", "--gpus", "8xH100", "--batch", "64", "--json", capsys=capsys)
     assert code == 130

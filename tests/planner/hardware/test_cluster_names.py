@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from attrs import evolve
 from hypothesis import given
@@ -45,9 +47,10 @@ def test_nodes_are_filled_evenly_or_what_would_is_said(name: str, count: int) ->
     try:
         c = cluster(f"{count}x{name}")
     except UserError as error:
-        works = str(error).splitlines()[1].split()
-        for suggestion in (works[0], works[2]):
-            assert str(cluster(suggestion)) == suggestion
+        advice = re.fullmatch(r"use (\d+) or (\d+), or describe .* \(`per_node = (\d+)`\)", str(error).splitlines()[1])
+        assert advice and count % int(advice[3]) == 0
+        for suggestion in advice.groups()[:2]:
+            assert str(cluster(f"{suggestion}x{name}")) == f"{suggestion}x{name}"
     else:
         assert c.nodes * c.per_node == count
         assert c.per_node <= PRESETS[name].domain
@@ -57,17 +60,17 @@ def test_nodes_are_filled_evenly_or_what_would_is_said(name: str, count: int) ->
     ("text", "says"),
     [
         ("8xH1000", "did you mean H100?"),
-        ("8xQ7", f"known: {', '.join(PRESETS)}"),
+        ("8xQ7", f"known devices: {', '.join(PRESETS)}"),
         ("8xB200-80GB", "unknown device 'B200-80GB'"),
         ("8xH100-PCIe", "unknown device 'H100-PCIe'"),
         ("0xH100", "at least 1xH100"),
         ("-8xH100", "at least 1xH100"),
-        ("12xH100", "8xH100 or 16xH100"),
-        ("", "say it as 8xH100"),
+        ("12xH100", "use 8 or 16, or"),
+        ("", "write 8xH100"),
         ("0", "at least 1xH100"),
         ("x", "unknown device 'x'"),
         ("8xH100xH100", "unknown device 'H100xH100'"),
-        ("8.5xH100", "say it as 8xH100"),
+        ("8.5xH100", "write 8xH100"),
     ],
 )
 def test_a_wrong_name_says_what_would_work(text: str, says: str) -> None:

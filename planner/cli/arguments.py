@@ -1,0 +1,93 @@
+"""Types and converters of command-line options, and the options that fix a part of the layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from inspect import cleandoc
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from attrs import asdict, field, frozen, make_class
+from cyclopts import App, ArgumentCollection, CoercionError, Parameter
+
+from megaloom.planner.contract.choices import ModuleSet, OverlapSet, Recompute, Shard
+from megaloom.planner.contract.layout import FIELDS, LayoutField
+
+_CommandT = TypeVar("_CommandT", bound=Callable[..., object])
+
+
+def reject_fractions(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse 1.5 for a whole number, which cyclopts would round."""
+    for argument in arguments:
+        for token in argument.tokens:
+            if argument.hint in (int, int | None) and "." in token.value:
+                raise CoercionError(argument=argument, token=token, target_type=int)
+
+
+def parse_share(kind: type, tokens: Sequence[Any]) -> float:
+    """Return a share in [0, 1) from `10%` or `0.1`."""
+    text = tokens[0].value
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        message = f"--memory-headroom must be a share below 1, such as 10% or 0.1, got {text!r}"
+        raise CoercionError(msg=message, token=tokens[0], target_type=kind)
+    return value
+
+
+def parse_names(kind: type, tokens: Sequence[Any]) -> tuple[str, ...]:
+    """Return names separated by commas or spaces; `none` stands for an empty list."""
+    names = tuple(name for token in tokens for name in token.value.split(",") if name)
+    return () if names == ("none",) else names
+
+
+def unwrap_help(command: _CommandT) -> _CommandT:
+    """Join each paragraph of a command's docstring into one line, so that help folds at the terminal's width."""
+    head, mark, rest = cleandoc(command.__doc__ or "").partition("Parameters\n----------")
+    head = re.sub(r"(?<=\S)\n(?=\S)", " ", head)
+    rest = re.sub(r"(?m)^    .*(?:\n    .*)+$", lambda lines: "    " + " ".join(lines[0].split()), rest)
+    command.__doc__ = head + mark + rest
+    return command
+
+
+_OPTION_TYPES: dict[type, Any] = {
+    int: int,
+    bool: bool,
+    Recompute: Recompute,
+    Shard: bool,
+    ModuleSet: tuple[str, ...],
+    OverlapSet: tuple[str, ...],
+}
+"""The types of command-line options, by those of layout fields."""
+
+
+def _option(spec: LayoutField) -> Any:
+    """Return a layout field as a command-line option."""
+    parameter: dict[str, Any] = {"name": spec.flag, "help": spec.help}
+    if spec.kind in (ModuleSet, OverlapSet):
+        parameter |= {"consume_multiple": True, "negative": ""}
+    if spec.kind is OverlapSet:
+        parameter["converter"] = parse_names
+    hint: Any = Annotated[_OPTION_TYPES[spec.kind] | None, Parameter(**parameter)]
+    return field(default=None, type=hint)
+
+
+if TYPE_CHECKING:
+
+    @frozen
+    class FixedLayout:
+        """Fields of the layout that the user has fixed; None for the others."""
+else:
+    FixedLayout = Parameter(name="*", group="Fix a part of the layout (the rest is searched)")(
+        make_class("FixedLayout", {name: _option(spec) for name, spec in FIELDS.items()}, frozen=True, kw_only=True)
+    )
+
+NOTHING_FIXED = FixedLayout()
+
+
+def fixed_fields(fixed: FixedLayout) -> dict[str, Any]:
+    """Return the layout fields that the user has fixed, by name."""
+    values = {name: value for name, value in asdict(fixed, recurse=False).items() if value is not None}
+    return {name: Shard(value) if name == "shard" else value for name, value in values.items()}
