@@ -1,0 +1,238 @@
+"""Every lower bound is at most what a simulation finds, on drawn models, layouts and clusters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+
+import numpy as np
+from attrs import frozen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaloom.dsl.graph import Graph, graph
+from megaloom.examples.gpt2 import gpt
+from megaloom.examples.llama3 import llama
+from megaloom.examples.mixtral import mixtral
+from megaloom.planner import bounds
+from megaloom.planner.bounds import balanced_partition, interleaved_memory, lower_bounds, pipeline
+from megaloom.planner.bounds.end_of_step import end_of_step_bound
+from megaloom.planner.bounds.lower_bounds import LowerBounds
+from megaloom.planner.bounds.rank_memory import in_flight_means, least_rank_memory
+from megaloom.planner.bounds.simulated_step import step_lower_bound
+from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.layouts import Layouts
+from megaloom.planner.contract.workload import Workload
+from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.search.pricing import Pricer
+from megaloom.planner.simulate.price import Priced
+
+ABOVE = 1 + 1e-9  # rounding of sums
+
+
+@cache
+def model(kind: str, layers: int) -> Graph:
+    match kind:
+        case "tied":
+            return graph(gpt("tied", layers=layers, heads=4, embed=64, vocab=512, seq=64))
+        case "sparse":
+            return graph(mixtral("sparse", layers=layers, heads=4, kv_heads=2, embed=64, ff=96, experts=4, vocab=512))
+    return graph(llama("dense", layers=layers, heads=6, kv_heads=3, embed=96, ff=192, vocab=512))
+
+
+@frozen(eq=False)
+class Case:
+    """A layout, its bounds' inputs, and its simulation."""
+
+    pricer: Pricer
+    layout: Layout
+    bounds: LowerBounds
+    priced: Priced
+
+    @property
+    def one(self) -> Layouts:
+        return Layouts.of([self.layout])
+
+    @property
+    def base(self) -> np.ndarray:
+        return np.zeros(1, dtype=np.int64)
+
+    @property
+    def m(self) -> int:
+        return self.layout.microbatches(self.pricer.workload.batch)
+
+    @property
+    def passes(self) -> float:
+        """Seconds of the simulated step up to the last backward pass."""
+        return max(self.priced.timeline.ends)
+
+    @property
+    def peak(self) -> int:
+        return max(self.priced.partition.peaks)
+
+    @property
+    def through(self) -> float:
+        """Seconds of one micro-batch through all stages."""
+        return sum(s.forward_seconds + s.backward_seconds for s in self.priced.stages)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    g = model(draw(st.sampled_from(["dense", "tied", "sparse"])), draw(st.integers(9, 13)))
+    pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (3, 2), (4, 2)]))
+    m = pp * draw(st.integers(1, 4))
+    mode, layers = draw(st.sampled_from([("none", 0), ("selective", 0), ("full", 0), ("full", 1)]))
+    x = Layout(
+        pp=pp,
+        vpp=vpp,
+        dp=draw(st.integers(1, 2)),
+        recompute=mode,
+        recompute_layers=layers,
+        shard=draw(st.sampled_from(["none", "optimizer"])),
+        micro_batch=draw(st.sampled_from([1, 2, 3])),
+        microbatch_group=draw(st.sampled_from([0, m])) if m > pp and vpp > 1 else 0,
+    )
+    work = Workload(seq=64, batch=m * x.dp * x.micro_batch)
+    pricer = Pricer(g, cluster(f"{x.world}xH100"), work)
+    return Case(pricer, x, LowerBounds(Layouts.of([x]), pricer.cost_cache), pricer.price(x))
+
+
+def _finish(c: Case) -> bool:
+    stages, x = c.priced.stages, c.layout
+    times = [s.forward_seconds for s in stages], [s.backward_seconds for s in stages], [*c.priced.p2p_seconds, 0.0]
+    ends = pipeline.finish_bounds(*times, x.pp, c.m, x.microbatch_group)
+    return bool((ends <= np.array(c.priced.timeline.ends) * ABOVE).all())
+
+
+def _columns(c: Case) -> tuple[np.ndarray, ...]:
+    x = c.layout
+    return tuple(np.array([n], dtype=float) for n in (x.pp, c.m, min(x.microbatch_group_size, c.m)))
+
+
+def _passes(c: Case) -> bool:
+    pp, m, group = _columns(c)
+    count, sends = pipeline.pass_multiples(pp, np.array([c.layout.vpp]), m, group)
+    send = min(c.priced.p2p_seconds, default=0.0)
+    return float(count[0]) * c.through + float(sends[0]) * send <= c.passes * ABOVE
+
+
+def _interleaved(c: Case) -> bool:
+    x = c.layout
+    if x.vpp == 1:
+        return True
+    count, sends = pipeline.interleaved_multiples(x.pp, x.vpp, c.m, min(x.microbatch_group_size, c.m))
+    return count * c.through + sends * min(c.priced.p2p_seconds) <= c.passes * ABOVE
+
+
+def _first_backward(c: Case) -> bool:
+    if c.layout.vpp > 1:
+        return True
+    pp, m, _ = _columns(c)
+    share = max(s.forward_seconds / (s.forward_seconds + s.backward_seconds) for s in c.priced.stages)
+    return float(pipeline.first_backward_multiple(pp, m, np.array([share]))[0]) * c.through <= c.passes * ABOVE
+
+
+def _end_of_step(c: Case) -> bool:
+    costs = c.bounds.costs
+    after, reduction = end_of_step_bound(c.one, c.base, costs.params, costs.expert_params, c.pricer.cost_cache)[0]
+    ends = c.priced.ends_of_step
+    most = max(end.optimizer + end.gathering for end in ends), max(end.reduction for end in ends)
+    return after <= most[0] * ABOVE and reduction <= most[1] * ABOVE
+
+
+def _bound(c: Case) -> bool:
+    found = c.bounds.bound(c.one, c.base)
+    return found.seconds[0] <= c.priced.seconds * ABOVE and found.nbytes[0] <= c.peak * (1 + 1e-6)
+
+
+def _ideal(c: Case) -> bool:
+    seconds, nbytes = c.bounds.ideal()
+    return seconds[0] <= c.priced.seconds * ABOVE and nbytes[0] <= c.peak * (1 + 1e-6)
+
+
+def _large_batch(c: Case) -> bool:
+    least = lower_bounds.large_batch_seconds(c.one, c.pricer.cost_cache)[0]
+    return least <= c.bounds.ideal()[0][0] * ABOVE and least <= c.priced.seconds * ABOVE
+
+
+def _largest_tensor(c: Case) -> bool:
+    return bool(lower_bounds.largest_tensor_fits(c.one, c.pricer.cost_cache, c.peak)[0])
+
+
+def _balanced(c: Case) -> bool:
+    found = c.bounds.bound(c.one, c.base)
+    return balanced_partition.balanced_bounds(c.pricer, c.bounds, found).seconds[0] <= c.priced.seconds * ABOVE
+
+
+def _whole_model(c: Case) -> tuple[np.ndarray, np.ndarray]:
+    costs = c.bounds.costs
+    saved = costs.saved_nbytes[:, 1 if c.layout.full_recompute else 0]
+    if c.layout.recompute is Recompute.SELECTIVE or c.layout.recompute_layers:
+        saved = np.minimum(saved, costs.saved_nbytes[:, 2])
+        saved = np.minimum(saved, costs.saved_nbytes[:, 1])
+    return costs.state_nbytes[:, int(c.layout.shard)], saved
+
+
+def _least_rank(c: Case) -> bool:
+    x = c.layout
+    means = in_flight_means(x.pp, x.vpp > 1, min(x.microbatch_group_size, 2 * x.pp), min(c.m, x.pp))
+    least = least_rank_memory(*_whole_model(c), np.array([float(x.pp)]), tuple(np.array([n]) for n in means))
+    return float(least[0]) <= c.peak * (1 + 1e-6)
+
+
+def _interleaved_nbytes(c: Case) -> bool:
+    x = c.layout
+    if x.vpp == 1 or not c.pricer.many[x.pp * x.vpp]:
+        return True
+    state, saved = _whole_model(c)
+    group = np.array([min(x.microbatch_group_size, c.m)])
+    least = interleaved_memory.interleaved_nbytes(state, saved, saved, np.array([x.pp]), np.array([x.vpp]), group)
+    return float(least[0]) <= c.peak * (1 + 1e-6)
+
+
+THEOREMS: dict[str, Callable[[Case], bool]] = {
+    "finish_bounds": _finish,
+    "pass_multiples": _passes,
+    "interleaved_multiples": _interleaved,
+    "first_backward_multiple": _first_backward,
+    "end_of_step_bound": _end_of_step,
+    "large_batch_seconds": _large_batch,
+    "largest_tensor_fits": _largest_tensor,
+    "LowerBounds.bound": _bound,
+    "LowerBounds.ideal": _ideal,
+    "balanced_bounds": _balanced,
+    "least_rank_memory": _least_rank,
+    "interleaved_nbytes": _interleaved_nbytes,
+    "step_lower_bound": lambda c: step_lower_bound(c.priced.partition) <= c.priced.seconds * ABOVE,
+}
+NO_BOUNDS = {"price_base_layouts", "node_cost_key", "too_many_partitions", "in_flight_means"}  # what bounds are made of
+STRUCTURE = {"LowerBounds.extend", "LowerBounds.module_sets", "LowerBounds.worth_recomputing"}
+
+
+def _public() -> Iterator[str]:
+    """Yield the public functions of planner/bounds, and the public methods of `LowerBounds`."""
+    for info in iter_modules(bounds.__path__):
+        module = import_module(f"{bounds.__name__}.{info.name}")
+        for name, function in inspect.getmembers(module, callable):
+            if getattr(function, "__module__", "") == module.__name__ and not name.startswith("_"):
+                if inspect.isclass(function):
+                    continue
+                yield name
+    for name, _ in inspect.getmembers(LowerBounds, inspect.isfunction):
+        if not name.startswith("_"):
+            yield f"LowerBounds.{name}"
+
+
+def test_every_bound_has_a_case() -> None:
+    assert {*_public()} - NO_BOUNDS - STRUCTURE == {*THEOREMS}
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_no_bound_exceeds_the_simulation(case: Case) -> None:
+    failed = [name for name, holds in THEOREMS.items() if not holds(case)]
+    assert not failed, case.layout
