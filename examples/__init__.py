@@ -1,4 +1,4 @@
-"""Models of each family, ready to plan and to train."""
+"""The published model families as declarations, with readers for their config.json and checkpoints."""
 
 if __name__ != "megaloom.examples":
     raise ImportError("import megaloom.examples, not examples")

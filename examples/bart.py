@@ -28,7 +28,7 @@ from megaloom.dsl.hf.tensor_names import (
 )
 
 NORM = LayerNorm()
-OFFSET = 2  # rows of the tables of positions that no position reads: those of fairseq's padding
+OFFSET = 2  # the first rows of the position tables are unused: fairseq reserved them for padding
 
 
 def bart(
@@ -70,7 +70,7 @@ def bart_large() -> Model:
 
 
 def attention(kind: str, theirs: str) -> Tensors:
-    """The names of an attention and of the norm after it."""
+    """Return the tensor names of an attention and of the norm after it."""
     projections = {f"{theirs}.{n}_proj.weight": columns(f"{kind}.0.{n}") for n in "qkv"}
     biases = {f"{theirs}.{n}_proj.bias": flat(f"{kind}.0.{n}_bias") for n in "qkv"}
     out = {f"{theirs}.out_proj.weight": rows(f"{kind}.0.o"), f"{theirs}.out_proj.bias": flat(f"{kind}.0.o_bias")}
@@ -78,7 +78,7 @@ def attention(kind: str, theirs: str) -> Tensors:
 
 
 def norm(theirs: str, place: int) -> Tensors:
-    """The names of a norm, which is the one at this place of its layer."""
+    """Return the tensor names of the norm with this number in its layer."""
     return {
         f"{theirs}.weight": flat(f"layer_norm.{place}.scale"),
         f"{theirs}.bias": flat(f"layer_norm.{place}.shift"),
@@ -116,7 +116,7 @@ NAMES = Names(
 
 @reads("BartForConditionalGeneration", "BartModel", names=NAMES)
 def config(c: Config, name: str) -> Model:
-    """With the logits of BartForConditionalGeneration, whose table is tied, also where the hub says BartModel."""
+    """Return the model of BartForConditionalGeneration, with tied logits, also for configs that name BartModel."""
     layers, heads, ff = (c.whole(f"encoder_{n}") for n in ("layers", "attention_heads", "ffn_dim"))
     c.only("decoder_layers", layers)
     c.only("decoder_attention_heads", heads)

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al., arXiv:1810.04805): both directions, token types, and a head that fills masked tokens in."""
+"""BERT (Devlin et al., arXiv:1810.04805): an encoder with token types and a head that predicts masked tokens."""
 
 from attrs import frozen
 
@@ -35,7 +35,7 @@ NORM = LayerNorm(1e-12)
 
 @frozen
 class Transform(Layer):
-    """norm(gelu(dense(x))): what the hidden states go through before the logits of masked tokens."""
+    """norm(gelu(dense(x))): the transformation of hidden states before the logits of masked tokens."""
 
     def body(self, x: Value, /, **side: Value) -> Value:
         h = x >> Linear(x["embed"], bias=True).named("dense")
@@ -55,7 +55,7 @@ def bert(
     dropout: float = 0.0,
     pre_norm: bool = False,
 ) -> Model:
-    """A BERT of any size. pre_norm: the norms come before the layers, as in Megatron-LM's, rather than after."""
+    """A BERT of any size. pre_norm: norms before the layers, as in Megatron-LM, instead of after."""
     d = Dim("embed", embed)
     wte = weight("wte", Dim("vocab", vocab), d)
     kinds, wpe = weight("types", Dim("vocab", types), d), weight("wpe", Dim("position", seq), d)
@@ -138,7 +138,9 @@ def config(c: Config, name: str) -> Model:
     c.only("layer_norm_eps", 1e-12, default=1e-12)
     c.only("position_embedding_type", "absolute", default="absolute")
     c.only("tie_word_embeddings", True, default=True)
-    c.ignore("directionality", *(f"pooler_{of}" for of in POOLER))  # of a pooler, which fills nothing in
+    c.ignore(
+        "directionality", *(f"pooler_{of}" for of in POOLER)
+    )  # the pooler is not used
     return bert(
         name,
         layers=c.whole("num_hidden_layers"),

@@ -1,4 +1,4 @@
-"""BLOOM (arXiv:2211.05100): no positions but a slope for each head (ALiBi), a norm right after the embedding."""
+"""BLOOM (arXiv:2211.05100): ALiBi instead of position embeddings, a norm after the embedding."""
 
 from megaloom.dsl import (
     MLP,
@@ -46,7 +46,7 @@ def bloom_176b() -> Model:
     return bloom("bloom-176b", 70, 112, 14336)
 
 
-# Query, key and value of a head follow one another.
+# Query, key and value of each head are adjacent.
 QKV = ("attention.0.q", "attention.0.k", "attention.0.v")
 NAMES = Names(
     {
@@ -87,7 +87,7 @@ def config(c: Config, name: str) -> Model:
     c.only("apply_residual_connection_post_layernorm", False, default=False)
     c.only("tie_word_embeddings", True, default=True)
     c.ignore("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "slow_but_exact")
-    c.ignore("offset_alibi", "seq_length", "skip_bias_add", "skip_bias_add_qkv")  # of its own training
+    c.ignore("offset_alibi", "seq_length", "skip_bias_add", "skip_bias_add_qkv")  # training settings of BLOOM
     heads = c.whole(c.first_present("n_head", "num_attention_heads"))
     return bloom(
         name, c.whole(c.first_present("n_layer", "num_hidden_layers")), heads, embed, vocab=c.whole("vocab_size")

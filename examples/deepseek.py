@@ -38,19 +38,28 @@ NORM = RMSNorm(1e-6)
 
 
 def rotary(factor: float = 40, original: int = 4096) -> Rope:
-    """Positions stretched by YaRN; the temperature is put on the scores instead (see `scale`)."""
+    """Return rotary positions scaled by YaRN. YaRN's attention factor is applied to the scores (see `scale`)."""
     return Rope(10_000, interleaved=True, scaling=YarnScaling(factor=factor, original=original, attention_factor=1.0))
 
 
 def scale(channels: int, factor: float = 40, mscale: float = 1.0) -> float:
-    """What the scores are multiplied by: channels^-0.5, and YaRN's temperature squared."""
+    """Return the factor on the scores: channels^-0.5 times the square of YaRN's attention factor."""
     return float(channels**-0.5 * yarn_magnitude(factor, mscale) ** 2)
 
 
 def deepseek(
-    name: str, attention: MLA, embed: int, *, ff: int, moe: MoE, dense: int, sparse: int, vocab: int, ahead: int = 0
+    name: str,
+    attention: MLA,
+    embed: int,
+    *,
+    ff: int,
+    moe: MoE,
+    dense: int,
+    sparse: int,
+    vocab: int,
+    mtp_layers: int = 0,
 ) -> Model:
-    """A DeepSeek of any size: `dense` layers, then `sparse` ones. Layers of their own predict `ahead` tokens more."""
+    """A DeepSeek of any size: `dense` layers, `sparse` layers, then `mtp_layers` layers of multi-token prediction."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     wte, head = weight("wte", v, d), weight("head", v, d)
     mix = residual(NORM, attention)
@@ -60,7 +69,7 @@ def deepseek(
     x = x >> repeat(dense, mix, residual(NORM, SwiGLU(ff))) if dense else x
     x = x >> repeat(sparse, block) if sparse else x
     outputs = [x >> NORM >> Unembed(head)]
-    for i in range(ahead):
+    for i in range(mtp_layers):
         tokens = apply(Shift("seq", 1), tokens) if i else tokens
         x = x >> repeat(1, Join(wte, NORM).given(tokens=tokens), block)
         outputs.append(x >> NORM >> Unembed(head))
@@ -68,7 +77,7 @@ def deepseek(
 
 
 def latent(heads: int, q_rank: int | None, mscale: float) -> MLA:
-    """The attention of all of them: they differ in heads, in the queries' rank and in YaRN's temperature."""
+    """Return the latent attention of the published models, which differ in heads, query rank and mscale."""
     s = scale(128 + 64, mscale=mscale)
     return MLA(heads=heads, q_rank=q_rank, kv_rank=512, nope=128, rope=64, v=128, positions=rotary(), scale=s)
 
@@ -81,7 +90,7 @@ def deepseek_v2_lite() -> Model:
 
 
 def deepseek_v2() -> Model:
-    """DeepSeek-V2, 236 billion parameters: experts of the best three of eight groups, by each group's best expert."""
+    """DeepSeek-V2, 236 billion parameters: experts come from the three of eight groups with the best single expert."""
     moe = MoE(
         SwiGLU(1536),
         160,
@@ -98,8 +107,8 @@ def deepseek_v2() -> Model:
     return deepseek("deepseek-v2", attention, 5120, ff=12288, moe=moe, dense=1, sparse=59, vocab=102400)
 
 
-def deepseek_v3(ahead: int = 0) -> Model:
-    """DeepSeek-V3, 671 billion parameters, without what predicts tokens further ahead."""
+def deepseek_v3(mtp_layers: int = 0) -> Model:
+    """DeepSeek-V3, 671 billion parameters, without multi-token prediction."""
     moe = MoE(
         SwiGLU(2048),
         256,
@@ -112,17 +121,17 @@ def deepseek_v3(ahead: int = 0) -> Model:
         groups=8,
         top_groups=4,
     )
-    name, attention = "deepseek-v3-mtp" if ahead else "deepseek-v3", latent(128, 1536, 1.0)
-    return deepseek(name, attention, 7168, ff=18432, moe=moe, dense=3, sparse=58, vocab=129280, ahead=ahead)
+    name, attention = "deepseek-v3-mtp" if mtp_layers else "deepseek-v3", latent(128, 1536, 1.0)
+    return deepseek(name, attention, 7168, ff=18432, moe=moe, dense=3, sparse=58, vocab=129280, mtp_layers=mtp_layers)
 
 
 def deepseek_v3_mtp() -> Model:
-    """DeepSeek-V3 as it was trained: a layer more predicts the token after the next."""
-    return deepseek_v3(ahead=1)
+    """DeepSeek-V3 with multi-token prediction, as it was trained: one more layer predicts the token after the next."""
+    return deepseek_v3(mtp_layers=1)
 
 
 LATENT = {
-    # The query's matrix reads the queries' own short vector where they have one.
+    # With q_lora_rank, queries are projected from their low-rank vector, else from the hidden state.
     "self_attn.q_proj.weight": Stored(("mla.0.q_nope", "mla.0.q_rope"), (("heads", JOIN, "head_dim"), "embed")),
     "self_attn.q_a_proj.weight": columns("mla.0.q_down"),
     "self_attn.q_a_layernorm.weight": flat("mla.0.q_norm.scale"),
@@ -156,7 +165,7 @@ def v2_config(c: Config, name: str) -> Model:
 
 @reads("DeepseekV3ForCausalLM", names=NAMES)
 def v3_config(c: Config, name: str) -> Model:
-    """As Hugging Face's model, without the layers that predict tokens further ahead."""
+    """Return the model without its layers of multi-token prediction, as Hugging Face runs it."""
     c.ignore("num_nextn_predict_layers", "num_mtp_layers")
     c.only("topk_method", "noaux_tc", default="noaux_tc")
     c.only("scoring_func", "sigmoid", default="sigmoid")
@@ -167,7 +176,7 @@ def v3_config(c: Config, name: str) -> Model:
 
 def _moe(c: Config, grouped: bool, *, balance: float, scale: float) -> MoE:
     c.only("moe_layer_freq", 1, default=1)
-    c.ignore("seq_aux")  # whether the loss that balances is of each sequence
+    c.ignore("seq_aux")  # the balancing loss per sequence or per batch
     ff = c.whole("moe_intermediate_size")
     groups, top_groups = c.whole("n_group", 1), c.whole("topk_group", 1)
     return MoE(

@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv:2408.00118): local and global layers in turn, norms before and after, capped scores and logits."""
+"""Gemma 2 (arXiv:2408.00118): alternating local and global attention, norms before and after, softcaps."""
 
 from megaloom.dsl import (
     Attention,
@@ -40,7 +40,7 @@ def gemma2(
     window: int = 4096,
     vocab: int = 256000,
 ) -> Model:
-    """A Gemma 2 of any size, of an even number of layers. query_scale: scores are divided by its square root."""
+    """A Gemma 2 of any size, with an even number of layers. query_scale: the scores are divided by its square root."""
 
     def block(window: int | None) -> Layer:
         attention = Attention(
@@ -83,7 +83,7 @@ LAYER = ATTENTION | {
 
 
 def checked(c: Config) -> None:
-    """Check what all Gemmas have in common."""
+    """Raise UserError if a field has another value than in all Gemma models."""
     c.only("hidden_activation", "gelu_pytorch_tanh", default="gelu_pytorch_tanh")
     c.ignore("hidden_act")  # an older name, which Hugging Face does not read
     c.only("rms_norm_eps", 1e-6, default=1e-6)

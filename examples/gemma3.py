@@ -25,7 +25,7 @@ from .gemma2 import LAYER, checked
 from .llama3 import decoder
 
 NORM = RMSNorm(1e-6, plus_one=True)
-EACH = 6  # layers a pattern, the last of them global
+EACH = 6  # layers in a pattern: five local ones and a global one
 LOCAL, GLOBAL = Rope(10_000), Rope(1e6)
 STRETCHED = Rope(1e6, scaling=LinearScaling(8.0))
 
@@ -45,7 +45,7 @@ def gemma3(
     rope: Rope = STRETCHED,
     vocab: int = 262208,
 ) -> Model:
-    """A Gemma 3 of any size. local_rope, rope: the positions of local and of global layers."""
+    """A Gemma 3 of any size. local_rope, rope: rotary positions of local and of global layers."""
 
     def block(rope: Rope, window: int | None) -> Layer:
         attention = Attention(

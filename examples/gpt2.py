@@ -36,7 +36,7 @@ def gpt(
         LayerNorm(), MLP(4 * embed, "gelu_tanh", bias=True), *drop
     )
     x = ids() >> Embed(wte) >> Positions(wpe)
-    return model(name, x >> repeat(layers, block) >> LayerNorm() >> Unembed(wte))  # the same weight, twice: tied
+    return model(name, x >> repeat(layers, block) >> LayerNorm() >> Unembed(wte))  # one weight used twice: tied
 
 
 def gpt2() -> Model:
@@ -55,7 +55,7 @@ def gpt2_xl() -> Model:
     return gpt("gpt2-xl", layers=48, heads=25, embed=1600)
 
 
-# Conv1D, the linear layer of GPT-2's checkpoints, is [in out]: the other way round than torch's.
+# Conv1D, the linear layer of GPT-2's checkpoints, stores [in out]; torch.nn.Linear stores [out in].
 NAMES = Names(
     {
         "transformer.wte.weight": columns("wte"),
@@ -79,7 +79,7 @@ NAMES = Names(
             "mlp.c_proj.bias": flat("mlp.0.down_bias"),
         }
     },
-    unused=("transformer.h.{layer}.attn.bias", "transformer.h.{layer}.attn.masked_bias"),  # of a mask
+    unused=("transformer.h.{layer}.attn.bias", "transformer.h.{layer}.attn.masked_bias"),  # causal masks
     copies={"lm_head.weight": "transformer.wte.weight"},
     older={name: f"transformer.{name}" for name in ("h.", "wte.", "wpe.", "ln_f.")},
 )
@@ -94,6 +94,6 @@ def config(c: Config, name: str) -> Model:
     c.only("layer_norm_epsilon", 1e-5, default=1e-5)
     c.only("scale_attn_weights", True, default=True)
     c.only("scale_attn_by_inverse_layer_idx", False, default=False)
-    c.only("reorder_and_upcast_attn", False, True, default=False)  # how it is computed, not what
+    c.only("reorder_and_upcast_attn", False, True, default=False)  # numerics only
     c.only("tie_word_embeddings", True, default=True)
     return gpt(name, c.whole("n_layer"), c.whole("n_head"), embed, vocab=c.whole("vocab_size"), seq=seq)

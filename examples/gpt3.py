@@ -21,7 +21,7 @@ def gpt3_760m() -> Model:
 
 
 def gpt3_1_3b() -> Model:
-    """The paper's table says 24 heads of 128, which is more than its 2,048 channels; 16 is what others use."""
+    """The paper's table says 24 heads of 128, which exceeds its 2,048 channels; the usual reading is 16."""
     return gpt("gpt3-1.3b", layers=24, heads=16, embed=2048, seq=2048)
 
 
@@ -34,7 +34,7 @@ def gpt3_6_7b() -> Model:
 
 
 def gpt3_13b() -> Model:
-    """The paper's table says 5,140 channels, which 40 heads of 128 are not; 5,120 is what others use."""
+    """The paper's table says 5,140 channels, which is not 40 heads of 128; the usual reading is 5,120."""
     return gpt("gpt3-13b", layers=40, heads=40, embed=5120, seq=2048)
 
 

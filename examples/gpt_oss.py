@@ -1,4 +1,4 @@
-"""GPT-OSS (arXiv:2508.10925): windows in every other layer, a sink in each head, experts with biases and clamps."""
+"""GPT-OSS (arXiv:2508.10925): a window in every other layer, attention sinks, experts with biases and clamps."""
 
 from megaloom.dsl import (
     Attention,
@@ -48,7 +48,7 @@ def gpt_oss(
     balance: float = 0.9,
     rope: Rope = STRETCHED,
 ) -> Model:
-    """A GPT-OSS of any size, of an even number of layers."""
+    """A GPT-OSS of any size, with an even number of layers."""
 
     def block(window: int | None) -> Layer:
         attention = Attention(
@@ -97,7 +97,7 @@ def config(c: Config, name: str) -> Model:
     c.only("attention_bias", True, default=True)
     c.only("swiglu_alpha", 1.702, default=1.702)
     c.only("tie_word_embeddings", False, default=False)
-    c.ignore("initial_context_length", "experts_per_token")  # said by other fields as well
+    c.ignore("initial_context_length", "experts_per_token")  # repeat other fields
     layers = c.whole("num_hidden_layers")
     c.only("num_hidden_layers", layers + layers % 2)
     in_turn = ["sliding_attention", "full_attention"] * (layers // 2)

@@ -63,7 +63,7 @@ def llama3_70b() -> Model:
     return llama("llama3-70b", layers=80, heads=64, kv_heads=8, embed=8192, ff=28672)
 
 
-# Positions for sequences of 131,072 tokens, where 8,192 were trained on at first.
+# RoPE scaled from 8,192 tokens, the first training length, to 131,072.
 LONG = Rope(500_000, scaling=Llama3Scaling(factor=8))
 
 
@@ -80,7 +80,7 @@ def llama3_405b() -> Model:
     return llama("llama3-405b", layers=126, heads=128, kv_heads=8, embed=16384, ff=53248, rope=LONG)
 
 
-# What most families since Llama call the weights of a whole model, of attention, of a gated feed-forward.
+# The tensor names of most families since Llama: attention, gated feed-forward, whole model.
 WHOLE = {
     "model.embed_tokens.weight": columns("wte"),
     "model.norm.weight": flat("rms_norm.0.scale"),
@@ -104,7 +104,7 @@ NORMS = {
 
 
 def decoder(layer: Tensors, unused: tuple[str, ...] = ()) -> Names:
-    """The names of a decoder whose layers have these. A tied table may be there twice, the angles of positions once."""
+    """Return the tensor names of a decoder whose layers have these. Checkpoints may repeat a tied table."""
     angles = "model.layers.{layer}.self_attn.rotary_emb.inv_freq"
     copies = {"lm_head.weight": "model.embed_tokens.weight"}
     return Names(WHOLE, {"model.layers.{layer}.": layer}, unused=(*unused, angles), copies=copies)

@@ -1,4 +1,4 @@
-"""LLaVA 1.5 (Liu et al., arXiv:2310.03744): CLIP's image encoder, a projector, and a Llama 2 that reads its vectors."""
+"""LLaVA 1.5 (Liu et al., arXiv:2310.03744): CLIP's image encoder, a projector, and Llama 2."""
 
 from attrs import frozen
 
@@ -44,7 +44,7 @@ from .vit import Prepend
 
 @frozen
 class Rest(Layer):
-    """All patches but the first, which stands for the whole image."""
+    """All patches but the first, the class token."""
 
     def body(self, x: Value, /, **side: Value) -> Value:
         return apply(Slice("patches", 1, x["patches"].known), x)
@@ -52,7 +52,7 @@ class Rest(Layer):
 
 @frozen
 class Insert(Layer):
-    """x with its vectors replaced by those of the image, in order, where the side input `tokens` says `token`."""
+    """x with the vectors at positions of `token` (in the side input `tokens`) replaced by the image's, in order."""
 
     token: int
 
@@ -61,7 +61,7 @@ class Insert(Layer):
 
 
 def clip(layers: int, heads: int, embed: int, ff: int, *, patch: int, pixels: int) -> Value:
-    """The patches of an image as CLIP's encoder sees them after `layers` layers (Radford et al., arXiv:2103.00020)."""
+    """Return the hidden states of CLIP's image encoder after `layers` layers (Radford et al., arXiv:2103.00020)."""
     d = Dim("embed", embed)
     cls = weight("cls", Dim("patches", 1), d)
     wpe = weight("wpe", Dim("position", (pixels // patch) ** 2 + 1), d)
@@ -75,7 +75,7 @@ def clip(layers: int, heads: int, embed: int, ff: int, *, patch: int, pixels: in
 def llava(
     name: str, vision: Value, layers: int, heads: int, embed: int, ff: int, *, vocab: int = 32064, token: int = 32000
 ) -> Model:
-    """A LLaVA of any size; tokens `token` stand where the vectors of `vision` go, as many as it has patches."""
+    """A LLaVA of any size. The vectors of `vision` replace the tokens `token`, of which there is one per patch."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     seen = vision >> Linear(d, bias=True) >> Activation("gelu") >> Linear(d, bias=True)
     block = residual(RMSNorm(), Attention(heads=heads, rope=10_000)) >> residual(RMSNorm(), SwiGLU(ff))
@@ -85,7 +85,7 @@ def llava(
 
 
 def llava_7b() -> Model:
-    """LLaVA 1.5 7B: the last but one of the 24 layers of CLIP ViT-L/14 at 336 pixels, and Vicuna 7B."""
+    """LLaVA 1.5 7B: the output of layer 23 of 24 of CLIP ViT-L/14 at 336 pixels, and Vicuna 7B."""
     return llava("llava-7b", clip(23, 16, 1024, 4096, patch=14, pixels=336), 32, 32, 4096, 11008)
 
 
@@ -125,27 +125,30 @@ NAMES = Names(
         f"{SIGHT}encoder.layers.{{layer}}.": IMAGE_LAYER,
         f"{TEXT}model.layers.{{layer}}.": llama3.NORMS | llama3.ATTENTION | llama3.SWIGLU,
     },
-    unused=(f"{SIGHT}encoder.layers.{{beyond}}.", f"{SIGHT}post_layernorm."),  # what comes after the layer that is read
+    unused=(
+        f"{SIGHT}encoder.layers.{{beyond}}.",
+        f"{SIGHT}post_layernorm.",
+    ),  # layers after the one that is used
     older={f"{SIGHT}vision_model.": SIGHT},
 )
 
 
 @reads("LlavaForConditionalGeneration", names=NAMES)
 def config(c: Config, name: str) -> Model:
-    """Without the layers of the image encoder after the one that is read. Sizes not said are those of a Llama 7B."""
+    """Return the model without the unused last layers of the image encoder. Missing sizes are those of Llama 7B."""
     see, text = c.inner("vision_config"), c.inner("text_config")
     c.only("projector_hidden_act", "gelu", default="gelu")
     c.only("vision_feature_select_strategy", "default", default="default")
     c.only("multimodal_projector_bias", True, default=True)
     c.only("tie_word_embeddings", False, default=False)
-    c.ignore("image_seq_length", "ignore_index", "vocab_size")  # follow from the others, or are of training
+    c.ignore("image_seq_length", "ignore_index", "vocab_size")  # follow from other fields, or are training settings
     layers = see.whole("num_hidden_layers")
     last = c.whole("vision_feature_layer", -2, least=-layers)
     see.only("model_type", "clip_vision_model")
     see.only("hidden_act", "quick_gelu", default="quick_gelu")
     see.only("layer_norm_eps", 1e-5, default=1e-5)
     see.only("num_channels", 3, default=3)
-    see.ignore("projection_dim", "vocab_size")  # of CLIP's own training
+    see.ignore("projection_dim", "vocab_size")  # for CLIP's training
     heads, embed = text.whole("num_attention_heads", 32), text.whole("hidden_size", 4096)
     text.only("model_type", "llama")
     text.only("num_key_value_heads", heads, default=heads)

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao & Gu, arXiv:2405.21060): state spaces and nothing else."""
+"""Mamba-2 (Dao & Gu, arXiv:2405.21060): selective state spaces only, no attention."""
 
 from math import inf
 
@@ -38,7 +38,7 @@ def mamba2(
     vocab: int = 50288,
     tied: bool = True,
 ) -> Model:
-    """A Mamba-2 of any size, twice as wide inside as outside."""
+    """A Mamba-2 of any size; the inner width is twice embed."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     wte = weight("wte", v, d)
     head = wte if tied else weight("head", v, d)
@@ -68,7 +68,7 @@ def mamba2_2_7b() -> Model:
     return mamba2("mamba2-2.7b", 64, 2560)
 
 
-MIXED = ("mamba2.0.x", "mamba2.0.b", "mamba2.0.c")  # what the convolution goes over
+MIXED = ("mamba2.0.x", "mamba2.0.b", "mamba2.0.c")  # the channels of the convolution, in its order
 MIXER = {
     "in_proj.weight": columns("mamba2.0.z", *MIXED, "mamba2.0.dt"),
     "conv1d.weight": Stored(tuple(f"{name}_conv" for name in MIXED), ((JOIN, ...), 1, "width")),
@@ -112,7 +112,7 @@ def config(c: Config, name: str) -> Model:
     c.only("use_bias", False, default=False)
     c.only("use_conv_bias", True, default=True)
     c.only("rms_norm", True, default=True)
-    c.only("norm_before_gate", False, True, default=False)  # said, and read by nobody: the gate comes first
+    c.only("norm_before_gate", False, True, default=False)  # Hugging Face ignores it: the gate comes first
     return mamba2(
         name,
         layers=c.whole("num_hidden_layers"),

@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al., arXiv:2310.06825): Llama's block, and in the first version a window that slides."""
+"""Mistral (Jiang et al., arXiv:2310.06825): Llama's block, with sliding-window attention in the first version."""
 
 from megaloom.dsl import (
     Attention,

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al., arXiv:2401.04088): Mistral's attention, and eight experts of which two serve each token."""
+"""Mixtral (Jiang et al., arXiv:2401.04088): Mistral's attention, and eight experts, two per token."""
 
 from megaloom.dsl import (
     Attention,

@@ -1,4 +1,4 @@
-"""Nemotron-4 (arXiv:2402.16819, arXiv:2406.11704): squared ReLU, half of the channels turn, no biases."""
+"""Nemotron-4 (arXiv:2402.16819, arXiv:2406.11704): squared ReLU, RoPE on half of the channels, no biases."""
 
 from megaloom.dsl import (
     MLP,
@@ -40,7 +40,7 @@ def nemotron(
     head_dim: int | None = None,
     rope: Rope | None = None,
 ) -> Model:
-    """A Nemotron-4 of any size. rope: its positions, by default of half of each head's channels."""
+    """A Nemotron-4 of any size. rope: the default rotates half of the channels of each head."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     half = Rope(10_000, (head_dim or embed // heads) // 2)
     attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope or half)

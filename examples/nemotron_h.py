@@ -1,4 +1,4 @@
-"""Nemotron-H (arXiv:2504.03624): mostly Mamba-2 and feed-forward layers, and attention without positions in a few."""
+"""Nemotron-H (arXiv:2504.03624): Mamba-2 and feed-forward layers, with a few layers of attention without positions."""
 
 from megaloom.dsl import (
     MLP,
@@ -25,7 +25,7 @@ from .mamba2 import LAYER, WHOLE, steps
 def nemotron_h(
     name: str, pattern: str, embed: int, *, mamba: Mamba2, attention: Attention, mlp: MLP, vocab: int = 131072
 ) -> Model:
-    """A Nemotron-H of any size. pattern: a letter a layer, M for Mamba-2, * for attention, - for feed-forward."""
+    """A Nemotron-H of any size. pattern: one letter per layer, M for Mamba-2, * for attention, - for feed-forward."""
     kinds = {"M": mamba, "*": attention, "-": mlp}
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     layers = chain(*(repeat(1, residual(RMSNorm(), kinds[letter])) for letter in pattern))
@@ -55,7 +55,7 @@ LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attent
 
 @reads("NemotronHForCausalLM", names=Names(WHOLE, {"backbone.layers.{layer}.": LAYER | OTHERS}))
 def config(c: Config, name: str) -> Model:
-    """Steps are limited by time_step_limit, as in NVIDIA's training; Hugging Face's code takes time_step_min for it."""
+    """Return the model. time_step_limit limits the steps, as in NVIDIA's training; Hugging Face uses time_step_min."""
     steps(c)
     c.only("mlp_hidden_act", "relu2", default="relu2")
     c.only("mamba_hidden_act", "silu", default="silu")
@@ -91,7 +91,7 @@ def config(c: Config, name: str) -> Model:
 
 
 def _pattern(c: Config) -> str:
-    """A letter a layer, from either spelling; fields of experts and of tokens further ahead are for other models."""
+    """Return one letter per layer, from any of the three fields. Fields for experts and MTP have no effect here."""
     c.ignore(*(name for name in c.fields if name.startswith(("moe_", "mtp_"))))
     c.ignore("expand", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "routed_scaling_factor")
     c.ignore("n_group", "topk_group", "norm_topk_prob", "num_nextn_predict_layers")

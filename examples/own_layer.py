@@ -1,4 +1,4 @@
-"""A layer of one's own: a class with one method. It is planned, trained and verified like any other."""
+"""A layer of your own: a class with one method. It is planned, trained and verified like a built-in layer."""
 
 from typing import ClassVar
 
@@ -27,10 +27,10 @@ from megaloom.dsl import (
 
 @frozen
 class TokenShift(Layer):
-    """A gated feed-forward that also sees the token before, in the way of RWKV (Peng et al., arXiv:2305.13048)."""
+    """A gated feed-forward layer that also reads the previous token, as in RWKV (Peng et al., arXiv:2305.13048)."""
 
     channels: int
-    splits: ClassVar[dict[str, str]] = {"channels": "tp"}  # the dim may be divided over tensor-parallel devices
+    splits: ClassVar[dict[str, str]] = {"channels": "tp"}  # tensor parallelism shards this dim
 
     def body(self, x: Value, /, **side: Value) -> Value:
         e, c = x["embed"], Dim("channels", self.channels)
@@ -40,7 +40,7 @@ class TokenShift(Layer):
 
 
 def own_layer() -> Model:
-    """A small GPT of bytes."""
+    """A small byte-level GPT."""
     vocab, d = Dim("vocab", 256), Dim("embed", 128)
     wte = weight("wte", vocab, d)
     block = residual(RMSNorm(), Attention(heads=4, rope=10_000)) >> residual(RMSNorm(), TokenShift(512))

@@ -1,4 +1,4 @@
-"""A layer of one's own with a torch module of its own, for speed: here megatron-core's MLP, which computes the same."""
+"""A layer of your own with its own torch module, for speed: megatron-core's MLP computes what the body states."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ class SquaredReLU(Layer):
         return dot(h, weight("down", c, e), "channels")
 
     def module(self, context: BuildContext) -> nn.Module:
-        """What runs instead of the body. Only who trains calls it, so torch is imported here."""
+        """Return the module that runs instead of the body. Only training calls it, so torch is imported here."""
         from megaloom.runtime.modules.layers import FeedForward
         from megaloom.runtime.reference.evaluate import UNARY
 
         return FeedForward(context, context.layer_config(ffn_hidden_size=self.channels, activation_func=UNARY["relu2"]))
 
     def parameters(self, w: Weights) -> dict[str, Tensor]:
-        """Each parameter of that module, whole, from the weights of the body."""
+        """Return the unsharded parameters of the module, from the weights of the body."""
         return {"linear_fc1.weight": w("up").T, "linear_fc2.weight": w("down").T}
 
 
 def own_module() -> Model:
-    """A small GPT of bytes."""
+    """A small byte-level GPT."""
     vocab, d = Dim("vocab", 256), Dim("embed", 128)
     wte = weight("wte", vocab, d)
     block = residual(RMSNorm(), Attention(heads=4, rope=10_000)) >> residual(RMSNorm(), SquaredReLU(512))

@@ -80,7 +80,7 @@ BIASES = {f"self_attn.{n}_proj.bias": flat(f"attention.0.{n}_bias") for n in "qk
 
 
 def windowless(c: Config) -> None:
-    """Check that no layer has a window, which Qwen's configs speak of and their published models do not use."""
+    """Raise UserError if a layer has a window. Qwen's configs have fields for it, but the published models use none."""
     c.only("use_sliding_window", False, default=False)
     c.ignore("sliding_window", "max_window_layers")
     full = ["full_attention"] * c.whole("num_hidden_layers")

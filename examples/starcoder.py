@@ -65,7 +65,7 @@ NAMES = Names(
             "mlp.c_proj.bias": flat("mlp.0.down_bias"),
         }
     },
-    unused=("transformer.h.{layer}.attn.bias",),  # of a mask
+    unused=("transformer.h.{layer}.attn.bias",),  # causal masks
     copies={"lm_head.weight": "transformer.wte.weight"},
 )
 
@@ -80,8 +80,8 @@ def config(c: Config, name: str) -> Model:
     c.only("layer_norm_epsilon", 1e-5, default=1e-5)
     c.only("scale_attn_weights", True, default=True)
     c.only("tie_word_embeddings", True, default=True)
-    c.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")  # how it is computed, not what
+    c.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")  # numerics only
     c.ignore("summary_activation", "inference_runner", "max_batch_size", "max_sequence_length", "pre_allocate_kv_cache")
-    c.ignore("runner_max_sequence_length", "validate_runner_input", "pad_key_length")  # of how it is served
+    c.ignore("runner_max_sequence_length", "validate_runner_input", "pad_key_length")  # settings for serving
     seq = c.whole("n_positions", 1024)
     return starcoder(name, c.whole("n_layer"), c.whole("n_head"), embed, vocab=c.whole("vocab_size"), seq=seq)

@@ -1,4 +1,4 @@
-"""The main job's model: a small GPT that reads the text of Python's standard library, byte by byte."""
+"""A small byte-level GPT for the text of Python's standard library: the model of `make train`."""
 
 from megaloom.dsl import (
     Attention,

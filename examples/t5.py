@@ -1,4 +1,4 @@
-"""T5 (Raffel et al., arXiv:1910.10683) and its version 1.1: an encoder and a decoder, biases by distance."""
+"""T5 (Raffel et al., arXiv:1910.10683) and its version 1.1: an encoder and a decoder with relative position biases."""
 
 from megaloom.dsl import (
     MLP,
@@ -45,7 +45,7 @@ def t5(
     distance: int = 128,
     decoder_layers: int | None = None,
 ) -> Model:
-    """A T5 of any size: as many layers in the decoder as in the encoder if not said otherwise.
+    """A T5 of any size: by default the decoder has as many layers as the encoder.
 
     The encoder reads `source_tokens` [batch source], the decoder `tokens` [batch seq]. The layers of each share a table
     of biases by distance. Tied logits are of hidden states times embed^-0.5.
@@ -115,7 +115,7 @@ CROSS = {f"layer.1.EncDecAttention.{n}.weight": columns(f"cross_attention.0.{n}"
 
 
 def feed_forward(place: int) -> Tensors:
-    """The names of a feed-forward, gated or not, that is the part at this place of its layer."""
+    """Return the tensor names of a feed-forward layer, gated or not, with this number in its block."""
     dense = f"layer.{place}.DenseReluDense."
     return {
         f"layer.{place}.layer_norm.weight": flat(f"rms_norm.{place}.scale"),
@@ -145,7 +145,7 @@ NAMES = Names(
 
 @reads("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "T5WithLMHeadModel", names=NAMES)
 def config(c: Config, name: str) -> Model:
-    """Where Hugging Face does not scale the hidden states before the logits (version 1.1), the tables are two."""
+    """Return the model. If Hugging Face does not scale the hidden states before the logits (1.1), nothing is tied."""
     c.only("is_encoder_decoder", True, default=True)
     c.only("layer_norm_epsilon", 1e-6, default=1e-6)
     c.ignore("is_gated_act", "dense_act_fn")  # follow from feed_forward_proj

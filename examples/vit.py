@@ -1,4 +1,4 @@
-"""Vision transformers (Dosovitskiy et al., arXiv:2010.11929): an image as a sequence of patches, and its class."""
+"""Vision transformers (Dosovitskiy et al., arXiv:2010.11929): patches of an image, and a class token."""
 
 from attrs import frozen
 
@@ -35,7 +35,7 @@ from megaloom.dsl.hf.tensor_names import (
 
 @frozen
 class Prepend(Layer):
-    """A learned vector [patches=1 embed] in front of the patches."""
+    """The patches after a learned class token [patches=1 embed]."""
 
     vector: Value
 
@@ -45,7 +45,7 @@ class Prepend(Layer):
 
 @frozen
 class First(Layer):
-    """The first of the patches: [batch patches embed] becomes [batch embed]."""
+    """The first patch, the class token: [batch patches embed] to [batch embed]."""
 
     def body(self, x: Value, /, **side: Value) -> Value:
         return apply(Select("patches", 0), x)
@@ -120,7 +120,7 @@ def config(c: Config, name: str) -> Model:
     c.only("layer_norm_eps", 1e-12, default=1e-12)
     c.only("num_channels", 3, default=3)
     c.only("qkv_bias", True, default=True)
-    c.ignore("encoder_stride", "pooler_act", "pooler_output_size")  # of heads for other tasks
+    c.ignore("encoder_stride", "pooler_act", "pooler_output_size")  # heads for other tasks
     return vit(
         name,
         layers=c.whole("num_hidden_layers"),

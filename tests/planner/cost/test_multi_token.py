@@ -38,7 +38,7 @@ from tests.support.models import LATENT
 from tests.support.profiles import changed
 
 MOE = MoE(SwiGLU(32), 8, 4, shared=SwiGLU(32))
-SMALL = deepseek("small", LATENT, 64, ff=96, moe=MOE, dense=1, sparse=6, vocab=512, ahead=1)
+SMALL = deepseek("small", LATENT, 64, ff=96, moe=MOE, dense=1, sparse=6, vocab=512, mtp_layers=1)
 CHUNKS = [(pp, vpp) for pp in range(1, 9) for vpp in range(1, 6) if (vpp == 1 or pp > 1) and pp * vpp <= 16]
 WORK = Workload(seq=64, batch=16)
 
