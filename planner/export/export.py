@@ -44,13 +44,13 @@ def export_plan(plan: Plan, model: Model, target: Target, path: str = "plan.json
     """
     from megaloom.dsl.errors import UserError
     from megaloom.dsl.graph import graph
-    from megaloom.planner.rules.capabilities import limits
+    from megaloom.planner.rules.capabilities import runtime_violations
 
     g = graph(model)
     if _trains_here(target, plan):
         from .slurm import train_job
 
-        for limit in limits(plan.layout, g, plan.workload, plan.cluster):
+        for limit in runtime_violations(plan.layout, g, plan.workload, plan.cluster):
             raise UserError(f"the Slurm job would run `megaloom train`, which cannot run this plan: {limit}")
         return train_job(plan, g.name, path)
     with _runtime_limits_named(plan, g):
@@ -71,12 +71,12 @@ def _options_of(target: Target) -> Target:
 def _runtime_limits_named(plan: Plan, g: Graph) -> Iterator[None]:
     """Replace the advice to use `megaloom train` by the reason why it cannot run the plan either, if it cannot."""
     from megaloom.dsl.errors import UserError
-    from megaloom.planner.rules.capabilities import limits
+    from megaloom.planner.rules.capabilities import runtime_violations
 
     try:
         yield
     except UserError as error:
-        for limit in limits(plan.layout, g, plan.workload, plan.cluster):
+        for limit in runtime_violations(plan.layout, g, plan.workload, plan.cluster):
             instead = f"`megaloom train` cannot run it either: {limit}"
             raise UserError(str(error).replace(TRAIN_INSTEAD, instead)) from None
         raise

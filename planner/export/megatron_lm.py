@@ -17,7 +17,7 @@ from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Module, Overl
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision, Workload
-from megaloom.planner.rules.capabilities import wrong
+from megaloom.planner.rules.capabilities import export_violations
 
 from .decoder import DecoderModel, read_decoder
 from .megatron_lm_layers import attention_options, expert_options, feed_forward_options
@@ -43,7 +43,7 @@ def megatron_options(plan: Plan, graph: Graph, target: Target = Target.MEGATRON_
     """Return the plan as options. Raises UserError that names what no option expresses."""
     model = read_decoder(graph, target)
     starts = tuple(stage.start for stage in plan.stages)
-    for found in wrong(plan.layout, graph, plan.workload, plan.cluster, starts):
+    for found in export_violations(plan.layout, graph, plan.workload, plan.cluster, starts):
         refuse(target, f"{found.message}: it computes wrong gradients [{found.rule}]", found.fix)
     stages = stage_layers(plan, model, graph, target)
     return MegatronOptions(

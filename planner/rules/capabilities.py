@@ -30,14 +30,14 @@ from megaloom.planner.contract.workload import Runtime, Workload
 
 from .divisors import divisors, nearest
 from .rule import (
-    By,
     Case,
+    Owner,
     Rule,
     Truth,
     Violation,
     Words,
-    broken,
-    every,
+    all_of,
+    violated,
 )
 
 OWN = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, ""))
@@ -62,9 +62,9 @@ def untrainable(graph: Graph) -> Words | None:
                 f"the weight {n.weights[0].name!r} ({n.weights[0].value.at}) is used outside of any layer",
                 "the runtime trains the weights of layers, such as the biases of MLP(…, bias=True)",
             )
-    if len(sizes := widths(graph)) != 1:
+    if len(sizes := hidden_sizes(graph)) != 1:
         return f"{graph.name} has hidden states of sizes {sorted(sizes)}", "the runtime carries one size"
-    uses = shared(graph)
+    uses = shared_weight_users(graph)
     for name, nodes in uses.items():
         if [type(n.op) for n in nodes] != [Embed, Unembed] or len(uses) > 1:
             said = ", ".join(n.name for n in nodes)
@@ -72,12 +72,12 @@ def untrainable(graph: Graph) -> Words | None:
     return None
 
 
-def widths(graph: Graph) -> set[int]:
+def hidden_sizes(graph: Graph) -> set[int]:
     """The sizes of the hidden states between the layers."""
     return {n.shape["embed"].known for n in graph.nodes if "embed" in n.shape}
 
 
-def shared(graph: Graph) -> dict[str, list[Node]]:
+def shared_weight_users(graph: Graph) -> dict[str, list[Node]]:
     """The weights that several layers use, each with these."""
     users: dict[str, list[Node]] = {}
     for n in graph.nodes:
@@ -87,7 +87,7 @@ def shared(graph: Graph) -> dict[str, list[Node]]:
 
 
 @lru_cache(maxsize=16)
-def undivided(graph: Graph) -> Node | None:
+def unrouted_experts(graph: Graph) -> Node | None:
     """The first node with experts to which no tokens are sent: they are not divided."""
     for n in graph.nodes:
         table = program(n).table
@@ -106,7 +106,7 @@ def precision_refusal(workload: Workload) -> Words:
     return f"the runtime does not train in {workload.precision}", f"{' or '.join(TRAINED)} would do"
 
 
-def _precision_told(case: Case) -> Words:
+def _precision_text(case: Case) -> Words:
     return precision_refusal(case.workload)
 
 
@@ -114,16 +114,16 @@ def _tokens(case: Case) -> Truth:
     return untrainable(case.graph) is None
 
 
-def _tokens_told(case: Case) -> Words:
+def _tokens_text(case: Case) -> Words:
     return untrainable(case.graph) or ("", "")
 
 
 def _experts(case: Case) -> Truth:
-    return case.layout.ep * case.layout.etp == 1 or undivided(case.graph) is None
+    return case.layout.ep * case.layout.etp == 1 or unrouted_experts(case.graph) is None
 
 
-def _experts_told(case: Case) -> Words:
-    x, node = case.layout, undivided(case.graph)
+def _experts_text(case: Case) -> Words:
+    x, node = case.layout, unrouted_experts(case.graph)
     name = node.name if node else ""
     return (
         f"{name} has experts to which no tokens are sent: they are not divided over ep {x.ep} x etp {x.etp}",
@@ -135,47 +135,47 @@ def _overlaps(case: Case) -> Truth:
     return case.layout.microbatch_overlap_bits & ~int(OWN.microbatch_overlaps) == 0
 
 
-def _overlaps_told(case: Case) -> Words:
+def _overlaps_text(case: Case) -> Words:
     named = " and ".join(o for o in case.layout.overlaps if o in MICROBATCH_OVERLAPS)
     return f"the runtime does not overlap the exchange of {named}", "--overlap gradients weights would, or an export"
 
 
-LIMITS = (
+RUNTIME_RULES = (
     Rule(
         "runtime-precision",
         "The runtime trains in fp32 or bf16.",
         f"{' or '.join(TRAINED)}, or an export",
-        By.RUNTIME,
+        Owner.RUNTIME,
         "megatron-core has the others with Transformer Engine alone",
         _precision,
-        _precision_told,
+        _precision_text,
     ),
     Rule(
         "runtime-tokens",
         "The runtime trains models that go from one input of tokens to the logits of the next.",
         "an export",
-        By.RUNTIME,
+        Owner.RUNTIME,
         "its schedules carry one hidden state from stage to stage, and its data is text",
         _tokens,
-        _tokens_told,
+        _tokens_text,
     ),
     Rule(
         "runtime-experts",
         "The runtime divides experts over ep and etp where tokens are sent to them, as in a MoE.",
         "ep 1 and etp 1",
-        By.RUNTIME,
+        Owner.RUNTIME,
         "experts that read all tokens run on each device, each of them whole",
         _experts,
-        _experts_told,
+        _experts_text,
     ),
     Rule(
         "runtime-overlap",
         "The runtime overlaps the exchange of gradients and weights alone.",
         "no overlap of tensor or experts, or an export",
-        By.RUNTIME,
+        Owner.RUNTIME,
         "megatron-core overlaps that of tensor in Transformer Engine alone, that of experts in its own GPTModel",
         _overlaps,
-        _overlaps_told,
+        _overlaps_text,
     ),
 )
 
@@ -185,7 +185,7 @@ def _reduced(case: Case) -> Truth:
     return (not case.requirements.experts) | (x.ep > 1) | (x.etp == x.tp)
 
 
-def _reduced_told(case: Case) -> Words:
+def _reduced_text(case: Case) -> Words:
     x = case.layout
     return f"experts on ep 1 and etp {x.etp} beside tp {x.tp}", f"ep at least 2 would do, or etp {x.tp}"
 
@@ -195,7 +195,7 @@ def _latent(case: Case) -> Truth:
     return (x.tp == 1) | (x.sequence_parallel == 1) | (not any(isinstance(n.op, MLA) for n in case.graph.nodes))
 
 
-def _latent_told(case: Case) -> Words:
+def _latent_text(case: Case) -> Words:
     return (
         f"latent attention under tp {case.layout.tp} without sequence parallelism",
         "sequence_parallel on would do, or tp 1",
@@ -206,16 +206,16 @@ def _expert_bias(case: Case) -> Truth:
     return (case.layout.etp == 1) | (not case.requirements.expert_biases)
 
 
-def _expert_bias_told(case: Case) -> Words:
+def _expert_bias_text(case: Case) -> Words:
     return f"etp {case.layout.etp} divides experts that add biases", "etp 1"
 
 
 def _own_width(case: Case) -> Truth:
     sizes = case.requirements.whole_sizes.items()
-    return every(n % getattr(case.layout, axis) == 0 for (axis, _), found in sizes for n in found)
+    return all_of(n % getattr(case.layout, axis) == 0 for (axis, _), found in sizes for n in found)
 
 
-def _own_width_told(case: Case) -> Words:
+def _own_width_text(case: Case) -> Words:
     sizes = ((axis, dim, n) for (axis, dim), found in case.requirements.whole_sizes.items() for n in found)
     axis, dim, n = next((axis, dim, n) for axis, dim, n in sizes if n % getattr(case.layout, axis))
     degree = getattr(case.layout, axis)
@@ -227,7 +227,7 @@ def _twice(case: Case) -> str:
     """A weight that a pipeline rank has in two of its chunks, if there is one."""
     if not case.starts:
         return ""
-    for name, nodes in shared(case.graph).items():
+    for name, nodes in shared_weight_users(case.graph).items():
         stages = {bisect_right(case.starts, case.graph.index[n.name]) - 1 for n in nodes}
         if len({stage % case.layout.pp for stage in stages}) < len(stages):
             return name
@@ -238,7 +238,7 @@ def _apart(case: Case) -> Truth:
     return not _twice(case)
 
 
-def _apart_told(case: Case) -> Words:
+def _apart_text(case: Case) -> Words:
     x = case.layout
     return (
         f"under pp {x.pp} and vpp {x.vpp} two chunks of a rank have {_twice(case)!r}",
@@ -246,75 +246,78 @@ def _apart_told(case: Case) -> Words:
     )
 
 
-WRONG = (
+EXPORT_RULES = (
     Rule(
         "experts-reduced",
         "etp is tp where ep is 1.",
         "ep at least 2, or etp as large as tp",
-        By.EXPORTS,
+        Owner.EXPORTS,
         "layers.py:829: unless ep > 1, gradients of experts are added over dp and cp, wherever copies are",
         _reduced,
-        _reduced_told,
+        _reduced_text,
     ),
     Rule(
         "expert-bias",
         "etp is 1 where experts add biases.",
         "etp 1, and ep in its place",
-        By.CORE,
+        Owner.CORE,
         "transformer_config.py:1589",
         _expert_bias,
-        _expert_bias_told,
+        _expert_bias_text,
     ),
     Rule(
         "own-width",
         "tp and etp divide the dims that layers of one's own declare on them.",
         "tp and etp that divide them",
-        By.CORE,
+        Owner.CORE,
         "layers.py:842 and 1166",
         _own_width,
-        _own_width_told,
+        _own_width_text,
     ),
     Rule(
         "latent-sp",
         "Latent attention under tp needs sequence parallelism.",
         "sequence_parallel on, or tp 1",
-        By.EXPORTS,
+        Owner.EXPORTS,
         "multi_latent_attention.py:616: the gradient of the keys that all heads share is not added over tp",
         _latent,
-        _latent_told,
+        _latent_text,
     ),
     Rule(
         "shared-chunks",
         "No two chunks of a pipeline rank share a weight, as the embedding and what predicts a token further ahead.",
         "heads in one stage with what predicts ahead",
-        By.EXPORTS,
+        Owner.EXPORTS,
         "finalize_model_grads.py:233: gradients of one chunk's embedding are added to those of other ranks alone",
         _apart,
-        _apart_told,
+        _apart_text,
     ),
 )
 
 
-def limits(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
+def runtime_violations(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
     """Why the runtime does not train this."""
-    return broken(LIMITS, Case(layout, graph, workload, cluster))
+    return violated(RUNTIME_RULES, Case(layout, graph, workload, cluster))
 
 
-def wrong(
+def export_violations(
     layout: Layout, graph: Graph, workload: Workload, cluster: Cluster, starts: tuple[int, ...] = ()
 ) -> tuple[Violation, ...]:
     """What megatron-core would compute wrongly; of stages too, if they begin at these nodes."""
-    return broken(WRONG, Case(layout, graph, workload, cluster, starts))
+    return violated(EXPORT_RULES, Case(layout, graph, workload, cluster, starts))
 
 
-def right(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) -> Truth:
+def exportable(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) -> Truth:
     """Which of these layouts megatron-core computes as it should."""
     case = Case(layouts, graph, workload, cluster)
-    return every(rule.holds(case) for rule in WRONG)
+    return all_of(rule.holds(case) for rule in EXPORT_RULES)
 
 
 def caveats(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[str, ...]:
     """Both, in sentences for who reads a plan."""
-    said = {"`megaloom train` does not run it, other programs may": limits, "Exports to Megatron-LM are refused": wrong}
+    said = {
+        "`megaloom train` does not run it, other programs may": runtime_violations,
+        "Exports to Megatron-LM are refused": export_violations,
+    }
     found = ((head, v) for head, asked in said.items() for v in asked(layout, graph, workload, cluster))
     return tuple(f"{head}: {v.message} [{v.rule}]; {v.fix}." for head, v in found)

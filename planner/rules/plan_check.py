@@ -7,7 +7,7 @@ from megaloom.dsl.json_form import fingerprint, is_current
 from megaloom.planner.contract.plans import Plan, PlanError, plan_command
 from megaloom.planner.model.structure import model_structure
 
-from .capabilities import limits
+from .capabilities import runtime_violations
 from .rules import violations
 
 
@@ -33,7 +33,7 @@ def check_plan(plan: Plan, model: Model) -> None:
 
 def check_trainable(plan: Plan, model: Model) -> None:
     """Raise PlanError unless Megaloom's own runtime can train this plan."""
-    for violation in limits(plan.layout, graph(model), plan.workload, plan.cluster):
+    for violation in runtime_violations(plan.layout, graph(model), plan.workload, plan.cluster):
         raise PlanError(f"{violation.message} [{violation.rule}]\n{violation.fix}")
 
 

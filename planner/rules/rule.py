@@ -17,7 +17,7 @@ from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.requirements import ModelRequirements, model_requirements
 
 
-class By(StrEnum):
+class Owner(StrEnum):
     """Who refuses what breaks a rule."""
 
     CORE = "megatron-core"
@@ -66,13 +66,13 @@ class Rule:
     id: str
     sentence: str
     fix: str  # in general; `told` says it in numbers
-    by: By
+    owner: Owner
     source: str  # where in megatron-core 0.16.1 or its callers; of what they take, why it is refused here
     holds: Callable[[Case], Truth]
-    told: Callable[[Case], Words]
+    explain: Callable[[Case], Words]
 
 
-def every(truths: Iterable[Truth]) -> Truth:
+def all_of(truths: Iterable[Truth]) -> Truth:
     """Whether all of them hold."""
     out = True
     for truth in truths:
@@ -80,6 +80,6 @@ def every(truths: Iterable[Truth]) -> Truth:
     return out
 
 
-def broken(rules: Iterable[Rule], case: Case) -> tuple[Violation, ...]:
+def violated(rules: Iterable[Rule], case: Case) -> tuple[Violation, ...]:
     """Those rules that the layout of a case breaks."""
-    return tuple(Violation(rule.id, *rule.told(case)) for rule in rules if not rule.holds(case))
+    return tuple(Violation(rule.id, *rule.explain(case)) for rule in rules if not rule.holds(case))

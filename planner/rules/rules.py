@@ -24,14 +24,14 @@ from . import overlaps as overlap_rules
 from . import sizes as size_rules
 from . import steps as step_rules
 from .rule import (
-    By,
     Case,
+    Owner,
     Rule,
     Truth,
     Violation,
     Words,
-    broken,
-    every,
+    all_of,
+    violated,
 )
 
 MOST = 2**20  # of any amount: more sequences than any model was trained with a step, and few enough to replay them
@@ -45,10 +45,10 @@ def _amounts(case: Case) -> dict[str, Any]:
 
 
 def _positive(case: Case) -> Truth:
-    return every(amount >= (name not in ZERO) for name, amount in _amounts(case).items())
+    return all_of(amount >= (name not in ZERO) for name, amount in _amounts(case).items())
 
 
-def _positive_told(case: Case) -> Words:
+def _positive_text(case: Case) -> Words:
     name = next(name for name, amount in _amounts(case).items() if amount < (name not in ZERO))
     return f"{name} is {_amounts(case)[name]}: that is none at all", f"{name} is at least {int(name not in ZERO)}"
 
@@ -58,32 +58,32 @@ def _most(name: str) -> int:
 
 
 def _plausible(case: Case) -> Truth:
-    return every(amount <= _most(name) for name, amount in _amounts(case).items())
+    return all_of(amount <= _most(name) for name, amount in _amounts(case).items())
 
 
-def _plausible_told(case: Case) -> Words:
+def _plausible_text(case: Case) -> Words:
     name = next(name for name, amount in _amounts(case).items() if amount > _most(name))
     return f"{name} is {_amounts(case)[name]}: that is not plausible", f"{name} is {_most(name):,} or less"
 
 
-SENSE = (
+RANGE_RULES = (
     Rule(
         "positive",
         "Every degree, the micro-batch, the sequence and the batch are at least 1, and no count is below 0.",
         "1 or more",
-        By.CORE,
+        Owner.CORE,
         "it divides by them",
         _positive,
-        _positive_told,
+        _positive_text,
     ),
     Rule(
         "plausible",
         "Nothing is larger than it ever was: the batch, the sequence, a degree.",
         f"{MOST:,} or less, and {LONGEST:,} tokens or less",
-        By.PLANNER,
+        Owner.PLANNER,
         "it could not be replayed",
         _plausible,
-        _plausible_told,
+        _plausible_text,
     ),
 )
 RULES = (*grid_rules.RULES, *size_rules.RULES, *step_rules.RULES, *overlap_rules.RULES)
@@ -93,7 +93,7 @@ def legal(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) 
     """Which of these layouts break no rule."""
     case = Case(layouts, graph, workload, cluster)
     out = np.ones(len(layouts), dtype=bool)
-    for rule in (*SENSE, *RULES):
+    for rule in (*RANGE_RULES, *RULES):
         out &= rule.holds(case)
     return out
 
@@ -101,9 +101,9 @@ def legal(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) 
 def violations(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
     """Every rule that this layout breaks. When a degree is no degree at all, only those are looked at."""
     case = Case(layout, graph, workload, cluster)
-    return broken(SENSE, case) or broken(RULES, case)
+    return violated(RANGE_RULES, case) or violated(RULES, case)
 
 
-def senseless(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
+def range_violations(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
     """The rules without which no other can be asked: every degree and amount is at least 1, and plausible."""
-    return broken(SENSE, Case(layout, graph, workload, cluster))
+    return violated(RANGE_RULES, Case(layout, graph, workload, cluster))

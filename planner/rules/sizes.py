@@ -9,12 +9,12 @@ from megaloom.planner.model.requirements import ModelRequirements
 
 from .divisors import divisors, nearest
 from .rule import (
-    By,
     Case,
+    Owner,
     Rule,
     Truth,
     Words,
-    every,
+    all_of,
 )
 
 Sized = Callable[[ModelRequirements], list[tuple[str, int]]]
@@ -25,15 +25,15 @@ def _divides(id: str, sentence: str, axis: str, source: str, sized: Sized) -> Ru
 
     def holds(case: Case) -> Truth:
         degree = getattr(case.layout, axis)
-        return every(size % degree == 0 for _, size in sized(case.requirements))
+        return all_of(size % degree == 0 for _, size in sized(case.requirements))
 
-    def told(case: Case) -> Words:
+    def text(case: Case) -> Words:
         degree, dims = getattr(case.layout, axis), sized(case.requirements)
         dim, size = next((dim, size) for dim, size in dims if size % degree)
         works = _tps(case.requirements) if axis == "tp" else divisors(*(n for _, n in dims))
         return f"{axis} {degree} does not divide {dim}={size}", f"{axis} {_near(case, degree, works)} would"
 
-    return Rule(id, sentence, f"{axis} that divides them all", By.CORE, source, holds, told)
+    return Rule(id, sentence, f"{axis} that divides them all", Owner.CORE, source, holds, text)
 
 
 def _heads(requirements: ModelRequirements) -> list[tuple[str, int]]:
@@ -84,10 +84,10 @@ def _divided(kv_heads: int, channels: int, tp: Any) -> Truth:
 
 
 def _kv_heads(case: Case) -> Truth:
-    return every(_repeats(n, case.layout.tp) for n in _few(case.requirements))
+    return all_of(_repeats(n, case.layout.tp) for n in _few(case.requirements))
 
 
-def _kv_heads_told(case: Case) -> Words:
+def _kv_heads_text(case: Case) -> Words:
     tp = case.layout.tp
     n = next(n for n in _few(case.requirements) if not _repeats(n, tp))
     message = f"tp {tp} neither divides kv_heads={n} nor is divided by it"
@@ -95,10 +95,10 @@ def _kv_heads_told(case: Case) -> Words:
 
 
 def _keys(case: Case) -> Truth:
-    return every(_divided(n, c, case.layout.tp) for n, c in _keys_of(case.requirements)) | (_kv_heads(case) == 0)
+    return all_of(_divided(n, c, case.layout.tp) for n, c in _keys_of(case.requirements)) | (_kv_heads(case) == 0)
 
 
-def _keys_told(case: Case) -> Words:
+def _keys_text(case: Case) -> Words:
     tp = case.layout.tp
     n, c = next((n, c) for n, c in _keys_of(case.requirements) if not _divided(n, c, tp))
     message = f"tp {tp} does not divide the 2 x {n} x {c} = {2 * n * c} channels of keys and values"
@@ -111,19 +111,19 @@ RULES = (
         "tp-kv-heads",
         "tp divides the key/value heads, or is divided by them (they are then repeated).",
         "tp that divides them or is a multiple of them",
-        By.CORE,
+        Owner.CORE,
         "transformer_config.py:943",
         _kv_heads,
-        _kv_heads_told,
+        _kv_heads_text,
     ),
     Rule(
         "tp-keys",
         "tp divides the channels of all keys and values, 2 x kv_heads x head_dim, where it exceeds kv_heads.",
         "tp that divides them",
-        By.CORE,
+        Owner.CORE,
         "layers.py:842",
         _keys,
-        _keys_told,
+        _keys_text,
     ),
     _divides("tp-width", "tp divides the inner width of each dense layer.", "tp", "layers.py:842 and 1166", _width),
     _divides("etp-width", "etp divides the inner width of each expert.", "etp", "layers.py:842 and 1166", _inner),

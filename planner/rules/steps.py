@@ -13,8 +13,8 @@ from megaloom.planner.contract.devices import a
 
 from .divisors import divisors, multiples, nearest
 from .rule import (
-    By,
     Case,
+    Owner,
     Rule,
     Truth,
     Words,
@@ -25,7 +25,7 @@ def _batch(case: Case) -> Truth:
     return case.workload.batch % (case.layout.dp * case.layout.micro_batch) == 0
 
 
-def _batch_told(case: Case) -> Words:
+def _batch_text(case: Case) -> Words:
     x, batch = case.layout, case.workload.batch
     unit = x.dp * x.micro_batch
     fix = f"a batch of {multiples(batch, unit)} would"
@@ -46,7 +46,7 @@ def _vpp_microbatches(case: Case) -> Truth:
     return (x.vpp == 1) | (x.microbatch_group != 0) | (_batch(case) == 0) | _grouped(case, x.pp)
 
 
-def _vpp_microbatches_told(case: Case) -> Words:
+def _vpp_microbatches_text(case: Case) -> Words:
     x, batch = case.layout, case.workload.batch
     unit, m = x.dp * x.micro_batch, x.microbatches(batch)
     message = f"vpp {x.vpp} runs micro-batches in groups of pp {x.pp}, and there are {m} of them"
@@ -59,7 +59,7 @@ def _microbatch_group(case: Case) -> Truth:
     return (x.microbatch_group == 0) | (x.vpp == 1) | (_batch(case) == 0) | _grouped(case, x.microbatch_group)
 
 
-def _microbatch_group_told(case: Case) -> Words:
+def _microbatch_group_text(case: Case) -> Words:
     x, m = case.layout, case.layout.microbatches(case.workload.batch)
     works = [n for n in range(x.pp, m + 1) if _grouped(case, n)]
     message = f"of {m} micro-batches, groups of {x.microbatch_group} are not from pp {x.pp} on, the last one included"
@@ -70,7 +70,7 @@ def _group_vpp(case: Case) -> Truth:
     return (case.layout.microbatch_group == 0) | (case.layout.vpp > 1)
 
 
-def _group_vpp_told(case: Case) -> Words:
+def _group_vpp_text(case: Case) -> Words:
     group = case.layout.microbatch_group
     return f"micro-batches go in groups of {group} where chunks take turns, and vpp is 1", "0 would"
 
@@ -81,7 +81,7 @@ def _seq(case: Case) -> Truth:
     return (seq % zigzag == 0) & (seq % parts == 0)
 
 
-def _seq_told(case: Case) -> Words:
+def _seq_text(case: Case) -> Words:
     x, seq = case.layout, case.workload.seq
     said = [f"2 x cp {x.cp}"] if x.cp > 1 else []
     if x.sequence_parallel:
@@ -94,7 +94,7 @@ def _positions(case: Case) -> Truth:
     return all(case.workload.seq <= rows for rows in case.requirements.learned_positions)
 
 
-def _positions_told(case: Case) -> Words:
+def _positions_text(case: Case) -> Words:
     rows = min(case.requirements.learned_positions)
     return f"a sequence of {case.workload.seq} is longer than the {rows} learned positions", f"{rows} or less"
 
@@ -103,7 +103,7 @@ def _recompute(case: Case) -> Truth:
     return (case.requirements.blocks > 0) | (case.layout.full_recompute == 0)
 
 
-def _recompute_told(case: Case) -> Words:
+def _recompute_text(case: Case) -> Words:
     return "full recompute computes blocks again, and the model repeats none", "recompute none or selective"
 
 
@@ -117,7 +117,7 @@ def _recompute_none(case: Case) -> Truth:
     return (x.recompute_layers == 0) | (x.selective_recompute == 1) | (x.full_recompute == 1)
 
 
-def _recompute_layers_told(case: Case) -> Words:
+def _recompute_layers_text(case: Case) -> Words:
     n = case.layout.recompute_layers
     return f"recompute_layers {n} counts the blocks of full recompute", "recompute full with 1 or more, or 0 for all"
 
@@ -138,7 +138,7 @@ def _recompute_modules(case: Case) -> Truth:
     return _absent(case, {*Module} - {*CHECKED}) & (case.layout.unused_modules == 0)
 
 
-def _recompute_modules_told(case: Case) -> Words:
+def _recompute_modules_text(case: Case) -> Words:
     x, has = case.layout, case.requirements.modules
     fix = f"recompute selective with any of {', '.join(has)}, or recompute none" if has else "recompute none would"
     if x.unused_modules:
@@ -150,7 +150,7 @@ def _precision(case: Case) -> Truth:
     return case.workload.precision in case.cluster.device.flops
 
 
-def _precision_told(case: Case) -> Words:
+def _precision_text(case: Case) -> Words:
     device, precision = case.cluster.device, case.workload.precision
     return f"no figure says how fast {a(device.name)} computes in {precision}", f"{' or '.join(device.flops)} would"
 
@@ -160,108 +160,108 @@ RULES = (
         "batch",
         "dp x micro-batch divides the batch.",
         "another batch or micro-batch",
-        By.CORE,
+        Owner.CORE,
         "num_microbatches_calculator.py:340",
         _batch,
-        _batch_told,
+        _batch_text,
     ),
     Rule(
         "vpp-microbatches",
         "With vpp, pp divides the number of micro-batches, or they go in groups of another size.",
         "another batch, micro-batch or microbatch_group, or vpp 1",
-        By.CORE,
+        Owner.CORE,
         "schedules.py:1003 and 1015",
         _vpp_microbatches,
-        _vpp_microbatches_told,
+        _vpp_microbatches_text,
     ),
     Rule(
         "microbatch-group",
         "A group of micro-batches, the last one too, is no smaller than pp.",
         "microbatch_group from pp on, with a rest of none or from pp on",
-        By.CORE,
+        Owner.CORE,
         "schedules.py:1003 and 1015",
         _microbatch_group,
-        _microbatch_group_told,
+        _microbatch_group_text,
     ),
     Rule(
         "group-vpp",
         "Groups of micro-batches are for vpp.",
         "microbatch_group 0, or vpp at least 2",
-        By.PLANNER,
+        Owner.PLANNER,
         "megatron-core takes it, and does without groups",
         _group_vpp,
-        _group_vpp_told,
+        _group_vpp_text,
     ),
     Rule(
         "seq",
         "2 x cp (with cp) divides the sequence, and so does cp x tp (with sequence parallelism).",
         "another sequence",
-        By.CORE,
+        Owner.CORE,
         "utils.py:2025; mappings.py:68 and 172",
         _seq,
-        _seq_told,
+        _seq_text,
     ),
     Rule(
         "positions",
         "Learned positions reach as far as the sequence.",
         "a shorter sequence",
-        By.CALLERS,
+        Owner.CALLERS,
         "Megatron-LM's validate_args",
         _positions,
-        _positions_told,
+        _positions_text,
     ),
     Rule(
         "recompute-blocks",
         "Full recompute needs a repeated block.",
         "recompute none or selective",
-        By.PLANNER,
+        Owner.PLANNER,
         "what megatron-core computes again is a block, and the planner knows those of repeats",
         _recompute,
-        _recompute_told,
+        _recompute_text,
     ),
     Rule(
         "recompute-layers",
         "Selective recompute counts no blocks.",
         "recompute full, or recompute_layers 0",
-        By.CORE,
+        Owner.CORE,
         "transformer_config.py:1182",
         _recompute_layers,
-        _recompute_layers_told,
+        _recompute_layers_text,
     ),
     Rule(
         "recompute-none",
         "Without recompute there are no blocks to count.",
         "recompute full with 1 or more, or recompute_layers 0",
-        By.PLANNER,
+        Owner.PLANNER,
         "megatron-core takes it, and computes nothing again",
         _recompute_none,
-        _recompute_layers_told,
+        _recompute_layers_text,
     ),
     Rule(
         "recompute-parts",
         "Selective recompute of mla_up_proj needs latent attention, that of moe_act experts.",
         "modules that the model has, or recompute none",
-        By.CORE,
+        Owner.CORE,
         "transformer_config.py:1214 and 1219",
         _recompute_parts,
-        _recompute_modules_told,
+        _recompute_modules_text,
     ),
     Rule(
         "recompute-modules",
         "Selective recompute is of modules that the model has.",
         "modules that the model has, or recompute none",
-        By.PLANNER,
+        Owner.PLANNER,
         "megatron-core takes others, and computes nothing again",
         _recompute_modules,
-        _recompute_modules_told,
+        _recompute_modules_text,
     ),
     Rule(
         "precision",
         "The device has a figure for the precision.",
         "another precision or device",
-        By.PLANNER,
+        Owner.PLANNER,
         "it could not be priced",
         _precision,
-        _precision_told,
+        _precision_text,
     ),
 )

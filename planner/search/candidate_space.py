@@ -36,7 +36,7 @@ from megaloom.planner.contract.layouts import (
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.requirements import model_requirements
 from megaloom.planner.rules.divisors import divisors
-from megaloom.planner.rules.overlaps import apart, near
+from megaloom.planner.rules.overlaps import may_overlap_experts, within_node
 from megaloom.planner.rules.rules import legal
 
 MAX_CHUNKS = 16  # model chunks a pipeline rank, at most
@@ -64,7 +64,9 @@ def base_layouts(
     states = np.full(len(found), _optimizer_choices(0, fixed)[0])
     plain = evolve(found, shard=states)
     plain = evolve(plain, overlaps=_overlaps(plain, fixed) & ~Overlap.EXPERTS.bit)  # which asks for chunks
-    works = ~found.has_overlap(Overlap.EXPERTS) | apart(found, model_requirements(graph).multi_token, workload)
+    works = ~found.has_overlap(Overlap.EXPERTS) | may_overlap_experts(
+        found, model_requirements(graph).multi_token, workload
+    )
     return found.take(legal(plain, graph, workload, cluster) & works)
 
 
@@ -112,7 +114,7 @@ def _inner(axes: Layout, cluster: Cluster, fixed: FixedAxes, inner: InnerOverlap
     """What overlaps within a micro-batch, of those looked at."""
     if "overlaps" in fixed:
         return (int(fixed["overlaps"] & MICROBATCH_OVERLAPS),)
-    on = Overlap.TENSOR in inner and axes.sequence_parallel and near(axes.tp, cluster)
+    on = Overlap.TENSOR in inner and axes.sequence_parallel and within_node(axes.tp, cluster)
     first = Overlap.TENSOR.bit if on else 0
     return (first, first + Overlap.EXPERTS.bit) if Overlap.EXPERTS in inner and axes.ep > 1 else (first,)
 
@@ -122,7 +124,9 @@ def _subsets(graph: Graph, workload: Workload, base: Layouts, fixed: FixedAxes, 
     rest = Overlap.EXPERTS in inner and "overlaps" not in fixed
     found: Column = np.where(base.has_overlap(Overlap.EXPERTS), OVERLAPPED_EXPERTS, ALL_VARIANTS)
     return np.where(
-        ~base.has_overlap(Overlap.EXPERTS) & rest & apart(base, model_requirements(graph).multi_token, workload),
+        ~base.has_overlap(Overlap.EXPERTS)
+        & rest
+        & may_overlap_experts(base, model_requirements(graph).multi_token, workload),
         OTHER_VARIANTS,
         found,
     )
@@ -153,8 +157,8 @@ def microbatch_groups(pp: int, microbatches: int) -> tuple[int, ...]:
     When none of these is, the smallest that is.
     """
     works = [n for n in range(pp, microbatches + 1) if (microbatches % n or n) >= pp]
-    near = sorted({ceil(times * pp) for times in GROUP_RATIOS} & set(works)) or works[:1]
-    return tuple(n if n != pp else 0 for n in near)
+    within_node = sorted({ceil(times * pp) for times in GROUP_RATIOS} & set(works)) or works[:1]
+    return tuple(n if n != pp else 0 for n in within_node)
 
 
 def variants(

@@ -15,33 +15,33 @@ from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.rules.capabilities import (
-    LIMITS,
-    WRONG,
+    EXPORT_RULES,
+    RUNTIME_RULES,
     caveats,
-    limits,
-    wrong,
+    export_violations,
+    runtime_violations,
 )
-from megaloom.planner.rules.rule import By, Rule
-from megaloom.planner.rules.rules import RULES, SENSE, violations
+from megaloom.planner.rules.rule import Owner, Rule
+from megaloom.planner.rules.rules import RANGE_RULES, RULES, violations
 
 from .candidate_space import FixedAxes
 from .suggestions import changes_text, legal_changes
 
 HEADINGS = {
-    By.CORE: "megatron-core 0.16.1 refuses, or fails at the place that is said",
-    By.CALLERS: "megatron-core leaves to its callers",
-    By.PLANNER: "megatron-core takes, and the planner refuses for the reason that is said",
-    By.EXPORTS: "megatron-core takes, and computes wrong gradients: the runtime mends that, exports to it are refused",
-    By.RUNTIME: "planned for other programs; `megaloom train` does not run it for the reason that is said",
+    Owner.CORE: "megatron-core 0.16.1 refuses, or fails at the place that is said",
+    Owner.CALLERS: "megatron-core leaves to its callers",
+    Owner.PLANNER: "megatron-core takes, and the planner refuses for the reason that is said",
+    Owner.EXPORTS: "megatron-core takes, and computes wrong gradients: the runtime mends that, exports to it are refused",
+    Owner.RUNTIME: "planned for other programs; `megaloom train` does not run it for the reason that is said",
 }
 WIDTH = 116
-ALL_RULES = (*SENSE, *RULES, *WRONG, *LIMITS)
+ALL_RULES = (*RANGE_RULES, *RULES, *EXPORT_RULES, *RUNTIME_RULES)
 
 
 def rules_text() -> str:
     """Every rule by who refuses what breaks it: its id, its sentence, what would work, and where or why."""
     margin = 2 + max(len(rule.id) for rule in ALL_RULES) + 2
-    sections = ([head, *(_rule_text(r, margin) for r in ALL_RULES if r.by is by)] for by, head in HEADINGS.items())
+    sections = ([head, *(_rule_text(r, margin) for r in ALL_RULES if r.owner is by)] for by, head in HEADINGS.items())
     return "\n\n".join("\n".join(section) for section in sections)
 
 
@@ -67,13 +67,13 @@ def caveats_text(graph: Graph, cluster: Cluster, workload: Workload, fixed: Fixe
 def lint_json(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> dict[str, Any]:
     """What a layout breaks, what only some programs train of it, and all rules, as JSON has them."""
     case = (_layout(graph, cluster, workload, fixed), graph, workload, cluster)
-    lists = {"violations": violations, "limits": limits, "wrong": wrong}
+    lists = {"violations": violations, "limits": runtime_violations, "wrong": export_violations}
     return {**{name: [asdict(each) for each in asked(*case)] for name, asked in lists.items()}, "rules": rules_json()}
 
 
 def rules_json() -> list[dict[str, str]]:
     """Every rule as JSON has it."""
-    told = ("id", "sentence", "fix", "by", "source")
+    told = ("id", "sentence", "fix", "owner", "source")
     return [{name: getattr(rule, name) for name in told} for rule in ALL_RULES]
 
 

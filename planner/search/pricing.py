@@ -51,7 +51,7 @@ from megaloom.planner.partition.partitioner import (
     levelled,
     refine,
 )
-from megaloom.planner.rules.capabilities import wrong
+from megaloom.planner.rules.capabilities import export_violations
 from megaloom.planner.rules.rule import Violation
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.simulate.price import Priced, simulate
@@ -109,7 +109,7 @@ class Pricer:
     def broken(self, layout: Layout) -> tuple[Violation, ...]:
         """Return the rules that a layout breaks, for other runtimes with those that megatron-core computes wrongly."""
         found = violations(layout, self.graph, self.workload, self.cluster)
-        return found if self.own else found + wrong(layout, self.graph, self.workload, self.cluster)
+        return found if self.own else found + export_violations(layout, self.graph, self.workload, self.cluster)
 
     def cost_table(self, layout: Layout) -> CostTable:
         """Return the costs of all graph nodes under a layout."""

@@ -20,7 +20,7 @@ from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.hardware.cluster_names import cluster, is_row
 from megaloom.planner.partition.whole_blocks import blocks
-from megaloom.planner.rules.rules import senseless
+from megaloom.planner.rules.rules import range_violations
 from megaloom.planner.simulate.price import Priced
 
 from .candidate_space import FixedAxes
@@ -77,7 +77,7 @@ def scaling_points(
     """
     parted, shown = blocks(graph, runtime), list[tuple[float, int]]()
     for machine in row:
-        for wrong in senseless(Layout(**fixed), graph, work(machine), machine):
+        for wrong in range_violations(Layout(**fixed), graph, work(machine), machine):
             raise UserError(str(wrong))
         free, best = headroom, None
         while (priced := _best(Pricer(parted, machine, work(machine), PROFILES[runtime], free), fixed)) is not None:

@@ -25,7 +25,7 @@ from megaloom.planner.model.requirements import model_requirements
 from megaloom.planner.partition.partitioner import HEADROOM, Partition
 from megaloom.planner.partition.whole_blocks import blocks
 from megaloom.planner.rules.capabilities import caveats
-from megaloom.planner.rules.rules import senseless
+from megaloom.planner.rules.rules import range_violations
 from megaloom.planner.simulate.price import Priced
 
 from .best_first import BalancedLayout, Frontier
@@ -124,7 +124,7 @@ def plan(
     """
     began = perf_counter()
     chosen = checked_fixed(fixed or {})
-    for violation in senseless(Layout(**chosen), graph(model), workload, cluster):
+    for violation in range_violations(Layout(**chosen), graph(model), workload, cluster):
         raise UserError(str(violation))
     pricer = Pricer(blocks(graph(model), runtime), cluster, workload, PROFILES[runtime], headroom)
     solver, candidates, gap = BranchAndBound(on_progress), None, None

@@ -22,7 +22,7 @@ from megaloom.dsl import (
 from megaloom.planner.contract.choices import Module
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
-from megaloom.planner.rules.capabilities import precision_refusal, untrainable, widths
+from megaloom.planner.rules.capabilities import hidden_sizes, precision_refusal, untrainable
 
 from .process_groups import ProcessGroups
 
@@ -146,5 +146,5 @@ def _hidden(v: Value) -> bool:
 
 def embed(graph: Graph) -> int:
     """The size of the hidden states between the layers, which is the same everywhere."""
-    (size,) = widths(graph)
+    (size,) = hidden_sizes(graph)
     return size

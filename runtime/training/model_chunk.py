@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from megaloom.dsl import Graph, Node, Unembed
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Stage
-from megaloom.planner.rules.capabilities import shared
+from megaloom.planner.rules.capabilities import shared_weight_users
 from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.recompute import Repeating, Repeats
 from megaloom.runtime.modules import fused, registry
@@ -219,7 +219,7 @@ def tied(graph: Graph) -> tuple[Node, Node] | None:
 
     No other nodes share weights: `make_build_context` refuses them.
     """
-    for embed, unembed in shared(graph).values():
+    for embed, unembed in shared_weight_users(graph).values():
         return embed, unembed
     return None
 

@@ -154,7 +154,7 @@ def _rules() -> str:
         lines += [
             f"| `{r.id}` | {_cell(r.sentence)} | {_cell(r.fix)} | {_cell(r.source)} |"
             for r in ALL_RULES
-            if r.by is owner
+            if r.owner is owner
         ]
         lines += [""]
     return "\n".join(lines)

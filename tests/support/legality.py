@@ -9,8 +9,8 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.rules.capabilities import WRONG, wrong
-from megaloom.planner.rules.rule import By
+from megaloom.planner.rules.capabilities import EXPORT_RULES, export_violations
+from megaloom.planner.rules.rule import Owner
 from megaloom.planner.rules.rules import RULES, violations
 from megaloom.runtime.megatron import device
 from tests.support.drawn import Case, declared, drawn
@@ -41,16 +41,20 @@ def _places(source: str) -> set[str]:
 
 
 NODE = 8  # devices, if they divide those there are
-CORE_ALONE = frozenset(rule.id for rule in WRONG if rule.by is By.CORE)  # our runtime takes what they refuse
-SOURCES = {rule.id: _places(rule.source) for rule in (*RULES, *WRONG) if rule in RULES or rule.id in CORE_ALONE}
-OURS = frozenset(rule.id for rule in RULES if rule.by in (By.PLANNER, By.RUNTIME))
+CORE_ALONE = frozenset(
+    rule.id for rule in EXPORT_RULES if rule.owner is Owner.CORE
+)  # our runtime takes what they refuse
+SOURCES = {rule.id: _places(rule.source) for rule in (*RULES, *EXPORT_RULES) if rule in RULES or rule.id in CORE_ALONE}
+OURS = frozenset(rule.id for rule in RULES if rule.owner in (Owner.PLANNER, Owner.RUNTIME))
 
 
 def compared(case: Case) -> Verdict:
     """A case as both see it."""
     machine = evolve(cluster("1xH100"), count=case.world, per_node=gcd(NODE, case.world))
     given = case.layout, declared(case.decoder), case.workload, machine
-    broken = tuple(v.rule for v in violations(*given)) + tuple(v.rule for v in wrong(*given) if v.rule in CORE_ALONE)
+    broken = tuple(v.rule for v in violations(*given)) + tuple(
+        v.rule for v in export_violations(*given) if v.rule in CORE_ALONE
+    )
     theirs, stricter = (tuple(r for r in broken if (r in OURS) is ours) for ours in (False, True))
     return Verdict(case, refusal(case), theirs, stricter)
 

@@ -36,11 +36,11 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.rules.capabilities import wrong
+from megaloom.planner.rules.capabilities import export_violations
 from megaloom.planner.rules.divisors import divisors
 from megaloom.planner.rules.rules import (
+    RANGE_RULES,
     RULES,
-    SENSE,
     legal,
     violations,
 )
@@ -165,7 +165,7 @@ def test_a_rule_refuses_and_its_fix_works(
 def test_every_rule_is_shown_to_refuse() -> None:
     elsewhere = {"ep-fp16", "tp-kv-heads", "tp-keys", "tp-width", "recompute-blocks", "precision"}
     elsewhere |= {"overlap-experts-precision"}
-    assert {case[3] for case in CASES if case[3]} | elsewhere == {rule.id for rule in (*SENSE, *RULES)}
+    assert {case[3] for case in CASES if case[3]} | elsewhere == {rule.id for rule in (*RANGE_RULES, *RULES)}
 
 
 def test_a_mended_batch_or_sequence_works() -> None:
@@ -215,7 +215,7 @@ def test_a_dim_of_an_own_layer_need_not_divide(layer: Layer) -> None:
     for tp in (1, 2, 4):
         layout = Layout(tp=tp, dp=4 // tp, etp=tp if moe else 1, sequence_parallel=tp > 1)
         assert violations(layout, *four_devices(layer)) == ()
-        refused = [(v.rule, v.fix) for v in wrong(layout, *four_devices(layer))]
+        refused = [(v.rule, v.fix) for v in export_violations(layout, *four_devices(layer))]
         assert refused == ([("own-width", f"{'etp' if moe else 'tp'} 2 would")] if tp == 4 else [])
 
 
@@ -223,7 +223,7 @@ def test_experts_with_biases_lie_on_etp_for_our_runtime_alone() -> None:
     layout, workload = Layout(tp=2, etp=2, sequence_parallel=True), Workload(seq=64, batch=8)
     g, machine = example("gpt-oss-20b"), evolve(cluster("1xH100"), count=2)
     assert violations(layout, g, workload, machine) == ()
-    assert [v.rule for v in wrong(layout, g, workload, machine)] == ["expert-bias"]
+    assert [v.rule for v in export_violations(layout, g, workload, machine)] == ["expert-bias"]
 
 
 def test_tp_divides_the_width_of_a_dense_layer() -> None:

@@ -36,11 +36,11 @@ from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.capabilities import (
     TRAINED,
-    limits,
-    undivided,
-    wrong,
+    export_violations,
+    runtime_violations,
+    unrouted_experts,
 )
-from megaloom.planner.rules.rule import By
+from megaloom.planner.rules.rule import Owner
 from megaloom.planner.rules.rules import violations
 
 OTHERS = ("t5", "bart", "llava", "vit", "bert", "gemma2")  # two inputs, images, or no plain logits at the end
@@ -65,7 +65,7 @@ def lm(mix: Layer) -> Graph:
 
 def found(mix: Layer, ep: int, precision: str = "bf16") -> list[str]:
     work = Workload(seq=64, batch=8, precision=Precision(precision))
-    return [v.rule for v in limits(Layout(dp=ep, ep=ep), lm(mix), work, cluster(f"{ep}xH100"))]
+    return [v.rule for v in runtime_violations(Layout(dp=ep, ep=ep), lm(mix), work, cluster(f"{ep}xH100"))]
 
 
 @frozen
@@ -104,8 +104,8 @@ def test_experts_to_which_no_tokens_are_sent_are_not_divided(mix: Layer, divided
 )
 def test_what_megatron_core_computes_wrongly(mix: Layer, layout: Layout, rule: str) -> None:
     work, machine = Workload(seq=64, batch=8), cluster(f"{layout.world}xH100")
-    assert violations(layout, lm(mix), work, machine) == limits(layout, lm(mix), work, machine) == ()
-    assert [v.rule for v in wrong(layout, lm(mix), work, machine)] == ([rule] if rule else [])
+    assert violations(layout, lm(mix), work, machine) == runtime_violations(layout, lm(mix), work, machine) == ()
+    assert [v.rule for v in export_violations(layout, lm(mix), work, machine)] == ([rule] if rule else [])
 
 
 def test_precisions() -> None:
@@ -115,8 +115,8 @@ def test_precisions() -> None:
 @pytest.mark.parametrize("name", sorted(examples()))
 def test_which_examples_the_runtime_trains(name: str) -> None:
     g = graph(find(name)[0])
-    assert undivided(g) is None
-    trained = [v.rule for v in limits(Layout(), g, WORK, cluster("1xH100"))] == []
+    assert unrouted_experts(g) is None
+    trained = [v.rule for v in runtime_violations(Layout(), g, WORK, cluster("1xH100"))] == []
     assert trained is not (name.startswith(OTHERS) or name.endswith("-mtp"))
 
 
@@ -142,8 +142,8 @@ def test_a_plan_that_the_runtime_does_not_run_says_so(capsys: pytest.CaptureFixt
 def test_lint_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mixtral-8x7b", "--gpus", "8xH100", "--lint", "--json"]) == 0
     rules = json.loads(capsys.readouterr().out)["rules"]
-    assert {"id", "sentence", "fix", "by", "source"} == {*rules[0]}
-    assert {rule["by"] for rule in rules} == {*By} and len({rule["id"] for rule in rules}) == len(rules)
+    assert {"id", "sentence", "fix", "owner", "source"} == {*rules[0]}
+    assert {rule["owner"] for rule in rules} == {*Owner} and len({rule["id"] for rule in rules}) == len(rules)
     asked = ["mixtral-8x7b", "--gpus", "8xH100", "--tp", "8", "--no-sequence-parallel", "--precision", "fp8"]
     assert main([*asked, "--lint", "--json"]) == 2
     found = json.loads(capsys.readouterr().out)

@@ -13,7 +13,7 @@ from megaloom.planner.cli.main import main
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.rules.rule import By
+from megaloom.planner.rules.rule import Owner
 from megaloom.planner.rules.rules import RULES, violations
 from megaloom.runtime.launch import launcher
 from tests.support.legality import (
@@ -45,7 +45,7 @@ def test_both_answers_are_given_often(verdicts: list[Verdict]) -> None:
 
 def test_each_rule_of_megatron_core_is_one_that_it_gives_up_by(verdicts: list[Verdict]) -> None:
     said = {v.refusal.where for v in verdicts if v.refusal}
-    theirs = {rule.id for rule in RULES if rule.by in (By.CORE, By.CALLERS)} | CORE_ALONE
+    theirs = {rule.id for rule in RULES if rule.owner in (Owner.CORE, Owner.CALLERS)} | CORE_ALONE
     assert {rule for rule in theirs if not SOURCES[rule] & said} == set()
     assert said <= set().union(*(SOURCES[rule] for rule in theirs))
 

@@ -18,7 +18,7 @@ from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import HEADROOM
-from megaloom.planner.rules.capabilities import limits
+from megaloom.planner.rules.capabilities import runtime_violations
 from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import search
@@ -94,5 +94,5 @@ def test_what_cannot_overlap_is_refused(asked: str, said: str, capsys: pytest.Ca
 def test_the_runtime_does_not_run_what_overlaps_inside() -> None:
     g, machine = graph(find("llama3-8b")[0]), cluster("8xH100")
     x = Layout(tp=8, sequence_parallel=True, overlaps=("gradients", "tensor"))
-    assert [v.rule for v in limits(x, g, WORK, machine)] == ["runtime-overlap"]
-    assert limits(evolve(x, overlaps=("gradients",)), g, WORK, machine) == ()
+    assert [v.rule for v in runtime_violations(x, g, WORK, machine)] == ["runtime-overlap"]
+    assert runtime_violations(evolve(x, overlaps=("gradients",)), g, WORK, machine) == ()
