@@ -189,11 +189,11 @@ def _next_step(plan: Plan, declared: Model, g: Graph, path: str) -> str:
     from megaloom.dsl.errors import UserError
     from megaloom.planner.export.export import cut_for, export_plan
     from megaloom.planner.export.target import Target
-    from megaloom.planner.rules.capabilities import limits
+    from megaloom.planner.rules.capabilities import runtime_violations
 
     wrote, reason = f"wrote {path}. ", ""
     if plan.runtime is Runtime.MEGALOOM:
-        lacking = limits(plan.layout, g, plan.workload, plan.cluster)
+        lacking = runtime_violations(plan.layout, g, plan.workload, plan.cluster)
         if not lacking:
             return f"{wrote}Next: megaloom train {path}"
         reason = f" (our own runtime cannot run it: {lacking[0].message})"

@@ -33,8 +33,7 @@ def validate(
     from megaloom.dsl.show.printing import show
     from megaloom.planner.validate import scoreboard
     from megaloom.planner.validate.run_files import fitted_files
-    from megaloom.planner.validate.scoring import validation_json
-    from megaloom.planner.validate.scoring import validate_files
+    from megaloom.planner.validate.scoring import validate_files, validation_json
 
     found = validate_files(*(files or fitted_files()))
     if as_json:

@@ -13,7 +13,7 @@ from megaloom.examples.mixtral import mixtral
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.rules.rules import senseless, violations
+from megaloom.planner.rules.rules import range_violations, violations
 from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.infeasible import checked_fixed, nothing_legal
 from megaloom.planner.search.pricing import Pricer
@@ -43,7 +43,7 @@ def test_suggested_values_are_legal_with_all_other_fixed_fields(
     names = data.draw(st.lists(st.sampled_from(sorted(VALUES)), min_size=2, max_size=5, unique=True))
     fixed = checked_fixed({name: data.draw(st.sampled_from(VALUES[name])) for name in names})
     devices, work = cluster(f"{count}xH100" if count != 6 else "6xCPU"), Workload(seq=48, batch=batch)
-    assume(not senseless(Layout(**fixed), g, work, devices))
+    assume(not range_violations(Layout(**fixed), g, work, devices))
     pricer = Pricer(g, devices, work)
     if Candidates(pricer, fixed).count:
         return
