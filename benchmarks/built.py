@@ -1,10 +1,9 @@
-"""Plans against what the runtime makes of them: `python benchmarks/built.py [ROWS]`, a line for each search.
+"""Compare plans with the parameters that the runtime builds: `python benchmarks/built.py [SEARCHES]`.
 
-Of each of the ten best plans that a search finds, each pipeline rank is built as one of its processes builds it, on
-megatron-core's own process groups and layers, over torch's fake backend and without memory. Its parameters must be
-those that the plan counts: of each chunk to the element, and to the byte those of weights and, as dense ones and
-experts are cut over other devices, of the optimizer. Its place on the other axes is drawn; of few all are built.
-ROWS: how many of the searches, drawn; all, if it is not given. Exits with 1 if anything differs.
+For each of the ten best plans of a search, every pipeline rank is built on megatron-core's process groups and layers,
+over torch's fake backend and on the meta device. Each chunk must have exactly the planned parameters, and weights and
+optimizer exactly the planned bytes. The rank on the other axes is drawn; for up to eight devices all are built.
+SEARCHES is the number of searches, drawn at random; by default all. The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from megaloom.runtime.megatron.build_context import make_build_context  # noqa: 
 from megaloom.runtime.megatron.process_groups import create_process_groups  # noqa: E402
 from megaloom.runtime.training import model_chunk as modules  # noqa: E402
 
-FEW = 8  # devices, of which all are built
+FEW = 8  # up to so many devices all are built
 BEST = 10  # plans of each search
 SEED = 76
-# Models, devices, tokens of a sequence, sequences of a step, and what is fixed.
+# Model, cluster, sequence length, global batch, and fixed axes.
 SEARCHES: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("gpt2", "8xA100", 1024, 64, {"pp": 2, "tp": 2}),
     ("gpt2-xl", "40xA100", 1024, 80, {"tp": 5}),
@@ -92,7 +91,7 @@ SEARCHES: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
 
 @frozen
 class Built:
-    """What one device holds: the elements of each of its chunks, and those of dense weights and experts."""
+    """Elements that one device holds: of each chunk, of dense weights and of experts."""
 
     chunks: tuple[int, ...]
     dense: int
@@ -100,14 +99,14 @@ class Built:
 
 
 def plans(name: str, gpus: str, seq: int, batch: int, fixed: dict[str, Any]) -> tuple[Plan, ...]:
-    """The best of a search."""
+    """Return the best plans of a search."""
     model, ref = find(name)
     found = plan(model, cluster(gpus), Workload(seq=seq, batch=batch), ref=ref, fixed=fixed)
     return (found.best, *found.next(BEST - 1))
 
 
 def differences(given: Plan, source: random.Random) -> Iterator[str]:
-    """Where the parameters that ranks build are not those that the plan counts."""
+    """Yield a line for each pipeline rank whose parameters differ from the plan."""
     x, precision, g = given.layout, given.workload.precision, graph(find(given.model)[0])
     for device_rank in range(x.world) if x.world <= FEW else [source.randrange(x.world)]:
         for rank, made in built(given, g, device_rank).items():
@@ -119,14 +118,14 @@ def differences(given: Plan, source: random.Random) -> Iterator[str]:
 
 
 def of_rank(given: Plan, rank: int) -> list[Stage]:
-    """The chunks of a pipeline rank, in their order."""
+    """Return the stages of a pipeline rank, in order of their chunks."""
     return sorted((s for s in given.stages if s.rank == rank), key=lambda s: s.chunk)
 
 
 def built(given: Plan, g: Graph, device_rank: int) -> dict[int, Built]:
-    """What a device holds once it has built its stages, by pipeline rank.
+    """Return the elements that a device builds, by pipeline rank.
 
-    Of many devices one builds the stages of every pipeline rank, as those of its own place on the other axes would.
+    One device builds the stages of every pipeline rank, with its own coordinates on the other axes.
     """
     x = given.layout
     dist.init_process_group("fake", store=FakeStore(), rank=device_rank, world_size=x.world)
@@ -142,7 +141,7 @@ def built(given: Plan, g: Graph, device_rank: int) -> dict[int, Built]:
 
 
 def summed(stages: Iterable[nn.Module]) -> Built:
-    """What these hold."""
+    """Return the elements of these stages."""
     held = [list(stage.parameters()) for stage in stages]
     chunks = tuple(sum(p.numel() for p in stage) for stage in held)
     experts = sum(p.numel() for stage in held for p in stage if not getattr(p, "allreduce", True))
@@ -150,7 +149,7 @@ def summed(stages: Iterable[nn.Module]) -> Built:
 
 
 def weightless() -> None:
-    """From here on what is allocated on this process's device takes no memory."""
+    """Let the current device be the meta device, on which nothing takes memory."""
     nowhere = torch.device("meta")
     torch.cuda.current_device = lambda: nowhere  # type: ignore[assignment]
     device.current = lambda: nowhere

@@ -1,8 +1,8 @@
-"""Kernels as the cost model prices them and as this GPU runs them: `python benchmarks/kernels.py [FILE]`.
+"""Compare predicted and measured kernels on this GPU: `python benchmarks/kernels.py [FILE]`.
 
 Each case is one piece of work of a model's layer: its forward pass, and its gradients where they are other kernels. A
-CUDA graph has it many times, so that no launch is seen; it is timed at the clock of a short burst. What the host takes
-is timed by itself. FILE, if given, has every figure, as JSON.
+CUDA graph repeats it, so that no launch is measured, in bursts short enough for the full clock. Host time is measured
+separately. FILE receives every figure as JSON.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from megaloom.planner.cost.profiles.frameworks import OWN
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
 
-WINDOW, ROUNDS = 0.03, 3  # seconds of one round of a case; the best is taken
+WINDOW, ROUNDS = 0.03, 3  # seconds of one round of a case, rounds; the best round counts
 BF16 = torch.bfloat16
 TOKENS = (2048, 8192, 16384)
-COLUMNS = (  # n, k of layers' products
+COLUMNS = (  # n, k of the matrix products of layers
     *((1536, 512), (2048, 512), (512, 2048)),
     *((2304, 768), (3072, 768), (768, 3072), (50304, 768)),  # GPT-2
     *((3072, 2048), (2048, 2048), (512, 2048), (16384, 2048), (2048, 8192), (128256, 2048)),  # Llama 3.2 1B
@@ -43,17 +43,17 @@ COLUMNS = (  # n, k of layers' products
     *((1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)),  # DeepSeek-V3's latent attention
 )
 SQUARES = (1024, 2048, 4096, 8192, 16384)
-FEW = (64, 256, 1024)  # tokens of an expert
+FEW = (64, 256, 1024)  # tokens per expert
 EXPERTS = ((1536, 2048), (2048, 768), (28672, 4096), (4096, 14336), (4096, 7168), (7168, 2048))
 GROUPED = ((128, 128, 1536, 2048), (128, 512, 2048, 768), (8, 1024, 28672, 4096), (32, 512, 4096, 7168))
-# Heads, those of keys, channels, causal; of 16,384 tokens in sequences of each length.
+# Query heads, key heads, channels, causal; 16,384 tokens in sequences of each length.
 HEADS = ((32, 32, 128, True), (32, 8, 128, True), (32, 8, 64, True), (12, 12, 64, True), (16, 16, 128, False))
 SEQUENCES = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 @frozen
 class Measured:
-    """A pass of a piece of work, in seconds."""
+    """Predicted and measured seconds of one pass of a piece of work."""
 
     kind: str
     what: str
@@ -64,7 +64,7 @@ class Measured:
 
 
 def busy(run: Callable[[], Any]) -> float:
-    """Seconds that the GPU is busy with one of many in a row. Not of the default stream, which no graph records."""
+    """Return GPU seconds of one call among many, on a side stream: a graph cannot record the default one."""
     for _ in range(2):
         run()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -88,7 +88,7 @@ def busy(run: Callable[[], Any]) -> float:
 
 
 def waited(run: Callable[[], Any], count: int = 2000) -> float:
-    """Seconds of one of many in a row, the host's included."""
+    """Return seconds of one call among many, with host time."""
     run()
     torch.cuda.synchronize()
     begun = time.perf_counter()
@@ -105,12 +105,12 @@ def random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 def work(
     kind: str, flops: int, elements: int, *, path: str = "", count: int = 1, m: int = 0, n: int = 0, k: int = 0
 ) -> Work:
-    """As the facts count it; both gradients of a product take what it takes."""
+    """Return a piece of work as the facts count it; each gradient of a matrix product has the FLOPs of the product."""
     return Work(kind, path, flops, flops, flops, elements, count=count, m=m, n=n, k=k)
 
 
 def products(on: Device) -> Iterator[Measured]:
-    """y = x w, dx = dy w', dw = x' dy, the last added up in 16 bits."""
+    """Yield y = x w, dx = dy w', and dw = x' dy, which accumulates in 16 bits."""
     shapes = [("square", n, n, n) for n in SQUARES]
     shapes += [("layer", m, n, k) for m in TOKENS for n, k in COLUMNS]
     shapes += [("expert", m, n, k) for m in FEW for n, k in EXPERTS]
@@ -132,7 +132,7 @@ def products(on: Device) -> Iterator[Measured]:
 
 
 def parted(of: Work, on: Device) -> tuple[float, float]:
-    """The two products back, apart."""
+    """Return the predicted seconds of the two products of the backward pass."""
     return tuple(  # type: ignore[return-value]
         kernels.kernel_seconds(evolve(of, dgrad=dgrad, wgrad=wgrad), on, Precision.BF16).backward
         for dgrad, wgrad in ((of.dgrad, 0), (0, of.wgrad))
@@ -140,7 +140,7 @@ def parted(of: Work, on: Device) -> tuple[float, float]:
 
 
 def grouped(on: Device) -> Iterator[Measured]:
-    """The products of many experts as one, as torch has them."""
+    """Yield the matrix products of many experts as torch's grouped GEMM."""
     for count, m, n, k in GROUPED:
         x, w, dy = random(count * m, k), random(count, n, k), random(count * m, n)
         ends = torch.arange(m, count * m + 1, m, device="cuda", dtype=torch.int32)
@@ -157,7 +157,7 @@ def grouped(on: Device) -> Iterator[Measured]:
 
 
 def attention(on: Device) -> Iterator[Measured]:
-    """As torch chooses its kernel."""
+    """Yield attention with the kernel that torch chooses."""
     for heads, few, channels, causal in HEADS:
         for seq in SEQUENCES:
             batch = max(SEQUENCES) // seq
@@ -182,7 +182,7 @@ def attention(on: Device) -> Iterator[Measured]:
 
 
 def chains(on: Device) -> Iterator[Measured]:
-    """What memory limits, as the runtime computes it."""
+    """Yield memory-bound kernels as the runtime computes them."""
     for tokens, width in ((4096, 768), (16384, 768), (4096, 2048), (16384, 2048), (4096, 8192), (16384, 8192)):
         for name, kind, elements, run, leaves in layers(tokens, width):
             of = work(kind, 0, elements, path="mul" if name == "swiglu" else "")  # a gate, by its path
@@ -223,7 +223,7 @@ def layers(tokens: int, width: int) -> tuple[Case, ...]:
 
 
 def beside(on: Device) -> Iterator[Measured]:
-    """The loss, the addition of a gradient, a step of the optimizer: bytes that the cost model counts by element."""
+    """Yield loss, addition of a gradient, and optimizer step, whose bytes the cost model counts per element."""
     from megatron.core import parallel_state
 
     from megaloom.runtime.modules.fused import cross_entropy
@@ -249,14 +249,12 @@ def beside(on: Device) -> Iterator[Measured]:
         for x in held:
             x.grad = torch.ones_like(x)
         step = torch.optim.AdamW(held, lr=1e-4).step
-        moved = (
-            OWN.optimizer.step_moved_nbytes - 12
-        ) * n  # the norm and the scaling of the gradient are not a part of it
+        moved = (OWN.optimizer.step_moved_nbytes - 12) * n  # without norm and scaling of the gradient
         yield Measured("adamw", f"{pieces} of {n // pieces}", waited(step, 5), moved / on.moves, 0, moved)
 
 
 def host(on: Device) -> Iterator[Measured]:
-    """Kernels that the GPU is done with before the next is there: what each takes the host, and the GPU."""
+    """Yield kernels that end before the host launches the next one: host time and GPU time of each."""
     x, y = (torch.ones(8, 64, device="cuda") for _ in range(2))
 
     w = random(64, 64)
@@ -268,8 +266,8 @@ def host(on: Device) -> Iterator[Measured]:
     yield Measured("graph", "product", busy(lambda: torch.mm(z, w)), on.launch_seconds, 0, 0)
 
 
-def line(row: Measured) -> str:
-    """A case in a line: microseconds, and what that is of FLOPs or bytes a second."""
+def text_line(row: Measured) -> str:
+    """Return a case as a line of text: microseconds, and FLOP/s or bytes/s."""
     rate = (
         f"{row.flops / row.seconds / 1e12:8.0f} TFLOP/s"
         if row.flops
@@ -280,7 +278,7 @@ def line(row: Measured) -> str:
 
 
 def totals(rows: Iterable[Measured]) -> Iterator[str]:
-    """A line for each kind: how far off its cases are at the median and at the worst."""
+    """Return a line for each kind of case: median error, bias, worst error."""
     kinds: dict[str, list[Measured]] = {}
     for row in rows:
         kinds.setdefault(row.kind, []).append(row)
@@ -294,13 +292,13 @@ def totals(rows: Iterable[Measured]) -> Iterator[str]:
 
 
 def measured(on: Device) -> list[Measured]:
-    """Every case, on this rank's GPU."""
+    """Measure every case on the GPU of this rank."""
     out = []
     with torch.cuda.stream(torch.cuda.Stream()):
         for cases in (products, attention, chains, beside, grouped, host):
             for row in cases(on):
                 out.append(row)
-                print(line(row), flush=True)
+                print(text_line(row), flush=True)
             torch.cuda.empty_cache()
     return out
 

@@ -1,8 +1,9 @@
-"""Steps and memory as planned and as measured here: `python benchmarks/steps.py [DEVICES]`, all GPUs if not given.
+"""Compare planned and measured steps and memory on the GPUs at hand: `python benchmarks/steps.py [DEVICES]`.
 
-Each case is planned, trained for a few steps on random tokens, and compared: the median step, and the most that torch
-allocated on any device. Models too large for one GPU keep the widths of their layers and lose layers. Cases that fix an
-axis are there for what they show: small micro-batches for what waits for the host, recompute for what is made again.
+Each case is planned, trained for a few steps on random tokens, and compared: the median step time, and the most that
+torch allocated on any device. DEVICES is the number of GPUs, by default all. Models too large for one GPU keep the
+widths of their layers and have fewer layers. Cases with small micro-batches show the time of the host, cases with
+recompute the time of recomputation.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from megaloom.runtime.megatron import device
 from megaloom.runtime.training.recipe import Recipe
 
 GiB = 2**30
-STEPS, FIRST = 16, 6  # steps of a case, and how many are not counted: kernels are compiled for the shapes they meet
+STEPS, FIRST = 16, 6  # steps of a case, and the first ones, which compile kernels and are not counted
 
 
 def small() -> Model:
-    """Eight layers that a GPU is done with before the host can ask for more."""
+    """Return a GPT of eight narrow layers, whose kernels end before the host can launch the next ones."""
     return gpt("small", layers=8, heads=8, embed=512)
 
 
@@ -63,7 +64,7 @@ def qwen3_30b() -> Model:
 
 @frozen
 class Case:
-    """A model by its name among the examples or here, sequences a device, and what is fixed of its layout."""
+    """A model of the examples or of this file, sequences per device, and fixed layout fields."""
 
     model: str
     seq: int
@@ -102,7 +103,7 @@ MANY = (
 
 
 def planned(case: Case, count: int, name: str, precision: Precision) -> Plan:
-    """The best plan of a case."""
+    """Return the best plan of a case."""
     here = f"{Path(__file__).resolve()}:{case.model}"
     model, ref = find(here if case.model in globals() else case.model)
     work = Workload(seq=case.seq, batch=case.batch * count, precision=precision)
@@ -110,7 +111,7 @@ def planned(case: Case, count: int, name: str, precision: Precision) -> Plan:
 
 
 def trained(it: Plan, steps: int) -> tuple[list[float], float, float, float]:
-    """On each rank: seconds of every step, GiB that torch allocated and reserved at the most, and what else is used."""
+    """Return for each rank the seconds of every step, peak GiB allocated and reserved by torch, and other GiB."""
     from megaloom.runtime.training.engine import Engine
 
     model, _ = find(it.model)
@@ -135,7 +136,7 @@ HEAD = "model           seq GBS  layout                               s/step  pl
 
 
 def row(case: Case, it: Plan, step: float, held: float, reserved: float, beside: float) -> str:
-    """A case in a line. What the allocator and the runtime hold beside tensors is not what torch counts."""
+    """Return a case as a line of text. Planned memory is without allocator and runtime, which torch does not count."""
     said, most = it.predicted.step_seconds, peak_memory(it, "allocated") / GiB
     runtime = (peak_memory(it, "device") - peak_memory(it, "reserved")) / GiB
     return (

@@ -94,7 +94,7 @@ _PERMUTE = coded(
     (2.6, 2.6),
     "megatron-core, transformer/moe/token_dispatcher.py: tokens are sorted by local expert after the all-to-all",
 )
-TRANSFORMER_ENGINE = Feature(
+ENGINE_KERNELS = Feature(
     name="transformer-engine",
     kernels={
         "memory_passes": {

@@ -14,6 +14,7 @@ from .features import (
     DEEPSPEED_BF16_OPTIMIZER,
     DEEPSPEED_FP16_OPTIMIZER,
     DEEPSPEED_PIPELINE,
+    ENGINE_KERNELS,
     FUSED_LOSS,
     GRADIENTS_16,
     MEGALOOM_KERNELS,
@@ -24,14 +25,13 @@ from .features import (
     SCATTERED_SENDS,
     SLOW_MEMORY_KERNELS,
     TORCH_KERNELS,
-    TRANSFORMER_ENGINE,
     UNFUSED_ATTENTION,
 )
 from .groups import FrameworkProfile, compose
 
 EAGER = compose("torch, kernel by kernel", [TORCH_KERNELS])
 OWN = compose("megaloom", [MEGALOOM_KERNELS], EAGER)
-MEGATRON = compose("Megatron-core with Transformer Engine", [TRANSFORMER_ENGINE])
+MEGATRON = compose("Megatron-core with Transformer Engine", [ENGINE_KERNELS])
 PROFILES: Mapping[Runtime, FrameworkProfile] = MappingProxyType({Runtime.MEGALOOM: OWN, Runtime.MEGATRON: MEGATRON})
 
 # Profiles of published runs.
