@@ -1,6 +1,6 @@
-"""The layouts one step from another, and what becomes of them.
+"""Neighbours of a layout: layouts that differ in one choice.
 
-Protocol: `judged` prices every neighbour of a layout: those that can be had are rivals, the others are rejected.
+`priced_neighbours` simulates those that are legal and fit, and gives the cause why the others are rejected.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ def _change(layout: Layout, other: Layout) -> str:
     """What distinguishes a layout from another, in words: `With tp 2, dp 4 rather than tp 1, dp 8`."""
     names = [name for name in (*AXES, "micro_batch") if getattr(layout, name) != getattr(other, name)]
     new, old = (", ".join(f"{_said(name)} {getattr(x, name)}" for name in names) for x in (other, layout))
-    parts = [f"with {new} rather than {old}"] if names else []
+    parts = [f"with {new} instead of {old}"] if names else []
     if other.recompute_text != layout.recompute_text:
-        parts.append(f"with recompute {other.recompute_text} rather than {layout.recompute_text}")
+        parts.append(f"with recompute {other.recompute_text} instead of {layout.recompute_text}")
     if (
         other.microbatch_group_size != layout.microbatch_group_size
         and layout.vpp > 1
@@ -141,7 +141,7 @@ def _change(layout: Layout, other: Layout) -> str:
         and layout.pp == other.pp
     ):
         parts.append(
-            f"with micro-batches in microbatch_groups of {other.microbatch_group_size} rather than {layout.microbatch_group_size}"
+            f"with microbatch groups of {other.microbatch_group_size} instead of {layout.microbatch_group_size}"
         )
     for name, said in (
         ("sequence_parallel", "sequence parallelism"),

@@ -1,6 +1,6 @@
-"""Why a plan is as it is, in sentences with numbers: what it beats, what limits it, why others cannot be had.
+"""Reasons of a plan, in sentences with numbers: what it beats, what limits it, why its neighbours lose or are illegal.
 
-Protocol: all functions take priced layouts and give text, one sentence or one line each.
+All functions take simulated layouts and return text, a sentence or a line each.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megaloom.planner.simulate.price import Priced
 from .step_difference import difference_text, format_nbytes, format_seconds
 
 COMPUTE = ("forward", "backward")
-MENTIONED = 4  # neighbours that the reasons name
-HOLDERS = 3  # of the memory, that the reasons name
+MENTIONED = 4  # neighbours in the reasons
+HOLDERS = 3  # holders of memory in a sentence
 
 
 @frozen
 class Rejected:
-    """A layout near the best one that cannot be had, or takes longer, and why."""
+    """A neighbour of the best layout that is illegal, does not fit or is slower, and the cause."""
 
     layout: Layout
     cause: str
@@ -33,7 +33,7 @@ class Rejected:
 
 @frozen
 class Rival:
-    """A neighbour of the best layout that could be had: what was changed, and its price."""
+    """A neighbour of the best layout that is legal and fits: the change, and its simulation."""
 
     change: str
     priced: Priced
@@ -42,43 +42,43 @@ class Rival:
 def best_reasons(
     best: Priced, quickest: Priced, others: Sequence[Priced], rivals: Sequence[Rival], legal: int, cluster: Cluster
 ) -> tuple[str, ...]:
-    """Why the best plan is the best one, what limits it, and why the next best and its neighbours lose.
+    """Return why the best plan wins, what limits it, its memory, and why its neighbours lose.
 
-    It may be simpler than the quickest, and as quick.
+    `quickest` may be another layout than `best`, equally fast and less simple.
     """
-    said = [_wins(best, quickest, others, legal), _limits(best), _memory(best, cluster)]
+    reasons = [_wins(best, quickest, others, legal), _limits(best), _memory(best, cluster)]
     rivals = sorted((r for r in rivals if r.priced.seconds > best.seconds), key=lambda r: r.priced.seconds)
-    said += [
-        f"{rival.change} it would be {difference_text(best.prediction, rival.priced.prediction)}."
+    reasons += [
+        f"{rival.change} it is {difference_text(best.prediction, rival.priced.prediction)}."
         for rival in rivals[:MENTIONED]
     ]
-    return tuple(said)
+    return tuple(reasons)
 
 
 def slower_neighbours(best: Priced, rivals: Iterable[Rival]) -> tuple[Rejected, ...]:
-    """The neighbours that take longer, the quickest first, each with the time that it loses by."""
+    """Return the slower neighbours, the fastest first, each with its difference."""
     slow = sorted((r.priced for r in rivals if r.priced.seconds > best.seconds), key=lambda priced: priced.seconds)
     return tuple(Rejected(priced.layout, difference_text(best.prediction, priced.prediction)) for priced in slow)
 
 
 def other_reasons(plan: Priced, best: Priced) -> tuple[str, ...]:
-    """What a plan loses by."""
+    """Return by what a plan loses to the best one."""
     if plan.seconds <= best.seconds:
-        return (f"It is as quick as {best.layout}, which is simpler.",)
-    return (f"Beside {best.layout} it is {difference_text(best.prediction, plan.prediction)}.", _limits(plan))
+        return (f"It is as fast as {best.layout}, which is simpler.",)
+    return (f"Compared with {best.layout} it is {difference_text(best.prediction, plan.prediction)}.", _limits(plan))
 
 
 def _wins(best: Priced, quickest: Priced, others: Sequence[Priced], legal: int) -> str:
     took = f"{best.layout} takes {format_seconds(best.seconds)} a step, {best.prediction.mfu:.1%} MFU"
     if not others:
-        return f"{took}: it is the only one of {legal:,} legal layouts that fits the memory."
-    least = f", the least of {legal:,} legal layouts"
+        return f"{took}: the only one of {legal:,} legal layouts that fits the memory."
+    least = f", the fastest of {legal:,} legal layouts"
     if quickest.seconds < best.seconds:
-        least = f": as quick as {quickest.layout} to 0.1 %, and simpler; no other of {legal:,} legal layouts is quicker"
+        least = f". {quickest.layout} is within 0.1% and less simple; no other of {legal:,} legal layouts is faster"
     next_ = min(others, key=lambda priced: priced.seconds)
     if next_.seconds <= best.seconds:
         return f"{took}{least}."
-    return f"{took}{least}; the next, {next_.layout}, is {difference_text(best.prediction, next_.prediction)}."
+    return f"{took}{least}. The next, {next_.layout}, is {difference_text(best.prediction, next_.prediction)}."
 
 
 def _limits(plan: Priced) -> str:
@@ -86,36 +86,38 @@ def _limits(plan: Priced) -> str:
     compute = sum(parts.get(cause, 0.0) for cause in COMPUTE)
     rest = {cause: seconds for cause, seconds in parts.items() if cause not in COMPUTE}
     cause = max(rest, key=rest.__getitem__)
-    return f"Of a step {compute / step:.1%} is computation; the largest other part is {cause}, {format_seconds(rest[cause])}."
+    took = format_seconds(rest[cause])
+    return f"{compute / step:.1%} of the step is computation. The largest other part: {cause}, {took}."
 
 
 def _memory(plan: Priced, cluster: Cluster) -> str:
     rank, peak = fullest_rank(plan.partition)
     used, most = peak.nbytes, cluster.device.nbytes
-    who = f"Pipeline rank {rank}, the fullest," if plan.layout.pp > 1 else "Each device"
-    return f"{who} fills {format_nbytes(used)} of {format_nbytes(most)} ({used / most:.0%}) at the {peak.moment}: {largest_holders(peak)}."
+    who = f"Pipeline rank {rank}, the one with the most memory," if plan.layout.pp > 1 else "Each device"
+    share = f"{format_nbytes(used)} of {format_nbytes(most)} ({used / most:.0%})"
+    return f"{who} fills {share} at the {peak.moment}: {largest_holders(peak)}."
 
 
 def largest_holders(peak: Peak) -> str:
-    """What holds the most at a peak."""
+    """Return the largest holders of memory at a peak, with their bytes."""
     largest = sorted(peak.held.items(), key=lambda entry: -entry[1])[:HOLDERS]
     return ", ".join(f"{holder} {format_nbytes(nbytes)}" for holder, nbytes in largest)
 
 
 def deficit_text(plan: Partition) -> str:
-    """Which rank lacks how much memory, and what holds the most of it."""
+    """Return which pipeline rank exceeds the memory limit, by how much, and the largest holders."""
     rank, peak = fullest_rank(plan)
     return (
-        f"pipeline rank {rank} needs {format_nbytes(peak.nbytes)} at the {peak.moment}, {format_nbytes(plan.deficit)} more than the "
-        f"{format_nbytes(plan.problem.memory_limit)} that a plan may fill: {largest_holders(peak)}"
+        f"pipeline rank {rank} needs {format_nbytes(peak.nbytes)} at the {peak.moment}, {format_nbytes(plan.deficit)} "
+        f"more than the memory limit of {format_nbytes(plan.problem.memory_limit)}: {largest_holders(peak)}"
     )
 
 
 def refusal(violations: Iterable[Violation]) -> str:
-    """The rules that a layout breaks, each with what would work."""
+    """Return the rules that a layout breaks, each with its fix."""
     return "; ".join(f"{v.message} [{v.rule}]: {v.fix}" for v in violations)
 
 
 def fullest_rank(plan: Partition) -> tuple[int, Peak]:
-    """The pipeline rank that holds the most, and when it does."""
+    """Return the pipeline rank with the most memory, and its peak."""
     return max(enumerate(plan.rank_peaks), key=lambda entry: entry[1].nbytes)

@@ -113,7 +113,7 @@ rank weights activations total peak at
 
 Next best layouts
 TP PP VP CP EP DP MBS SP recompute dist-opt s/step   MFU GiB difference
- 2  1  1  1  1  4   1 on      full      off  2.625 12.5% 5.5 5.0% slower: 375 ms more of tensor-parallel communication, 250 ms less of pipeline bubble
+ 2  1  1  1  1  4   1 on      full      off  2.625 12.5% 5.5 5.0% slower: tensor-parallel communication +375 ms, pipeline bubble −250 ms
 
 Similar layouts that break a rule or do not fit
 layout    cause
@@ -151,13 +151,13 @@ def test_a_loser_names_the_cause_that_adds_most() -> None:
     found = example()
     assert (
         difference_text(found.best.predicted, found.others[0].predicted)
-        == "5.0% slower: 375 ms more of tensor-parallel communication, 250 ms less of pipeline bubble"
+        == "5.0% slower: tensor-parallel communication +375 ms, pipeline bubble −250 ms"
     )
-    assert difference_text(found.best.predicted, found.best.predicted) == "as quick, but no simpler"
+    assert difference_text(found.best.predicted, found.best.predicted) == "equally fast, not simpler"
     predicted = found.best.predicted
     fuller = [{**held, "weights": held["weights"] + (3 << 29)} for held in predicted.nbytes]
     other = evolve(found.best, predicted=evolve(predicted, nbytes=tuple(fuller)))
-    assert difference_text(found.best.predicted, other.predicted) == "as quick, but with 1.5 GiB more memory"
+    assert difference_text(found.best.predicted, other.predicted) == "equally fast, with 1.5 GiB more memory"
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=12))

@@ -247,7 +247,7 @@ def test_the_reasons_have_numbers() -> None:
     assert str(best.layout) in best.reasons[0]
     assert "MFU" in best.reasons[0]
     assert "legal layouts" in best.reasons[0]
-    assert "Of a step" in best.reasons[1]
+    assert "of the step is computation" in best.reasons[1]
     assert "GiB" in best.reasons[2]
     assert len(best.reasons) > 4
     assert all(" slower: " in reason for reason in best.reasons[3:])
