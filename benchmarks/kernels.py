@@ -22,6 +22,7 @@ from attrs import asdict, evolve, frozen
 from torch import Tensor
 
 from megaloom.dsl.facts.costs import Work
+from megaloom.dsl.value import Fusion
 from megaloom.planner import Precision, cluster
 from megaloom.planner.contract.devices import Device
 from megaloom.planner.cost import kernels
@@ -102,11 +103,9 @@ def random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
-def work(
-    kind: str, flops: int, elements: int, *, path: str = "", count: int = 1, m: int = 0, n: int = 0, k: int = 0
-) -> Work:
+def work(kind: str, flops: int, elements: int, *, count: int = 1, m: int = 0, n: int = 0, k: int = 0) -> Work:
     """Return a piece of work as the facts count it; each gradient of a matrix product has the FLOPs of the product."""
-    return Work(kind, path, flops, flops, flops, elements, count=count, m=m, n=n, k=k)
+    return Work(kind, "", flops, flops, flops, elements, count=count, m=m, n=n, k=k)
 
 
 def products(on: Device) -> Iterator[Measured]:
@@ -185,7 +184,7 @@ def chains(on: Device) -> Iterator[Measured]:
     """Yield memory-bound kernels as the runtime computes them."""
     for tokens, width in ((4096, 768), (16384, 768), (4096, 2048), (16384, 2048), (4096, 8192), (16384, 8192)):
         for name, kind, elements, run, leaves in layers(tokens, width):
-            of = work(kind, 0, elements, path="mul" if name == "swiglu" else "")  # a gate, by its path
+            of = evolve(work(kind, 0, elements), fusion=Fusion.GATE if name == "swiglu" else None)
             took = kernels.kernel_seconds(of, on, Precision.BF16)
             with torch.no_grad():
                 first = busy(run)

@@ -43,7 +43,7 @@ def recipes() -> list[list[TrainingRun]]:
 
 
 def compare(runs: list[TrainingRun]) -> tuple[bool, bool, str]:
-    """Return two answers and a line of text: a published layout is among the first meshes; one is as good as the best."""
+    """Return (a published layout is among the first meshes, one is as good as the best layout, line of text)."""
     run, published = runs[-1], {degrees(r.layout) for r in runs}
     pricer = Pricer(graph(run.model), run.cluster, run.workload, run.profile)
     best = search(Candidates(pricer, {}), PROVEN_MESHES, SIMULATED)
