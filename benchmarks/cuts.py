@@ -20,7 +20,7 @@ from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.columns import BACKWARD_COLUMNS, FORWARD_COLUMNS
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import Partition
-from megaloom.planner.partition.whole_blocks import blocks
+from megaloom.planner.partition.whole_blocks import with_cut_points_of
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate import schedule
 
@@ -55,7 +55,7 @@ def main() -> None:
     for runtime, layers in BLOCKS.items():
         found = []
         for n, (pp, vpp), rounds in product(layers, CHUNKS, ROUNDS):
-            g = blocks(graph(llama("wide", n, heads=32, kv_heads=8, embed=4096, ff=14336)), runtime)
+            g = with_cut_points_of(graph(llama("wide", n, heads=32, kv_heads=8, embed=4096, ff=14336)), runtime)
             work = Workload(seq=4096, batch=pp * rounds)
             pricer = Pricer(g, cluster(f"{pp}xH100"), work, headroom=-20)  # all fits
             found.append(lost(pricer.partition(Layout(pp=pp, vpp=vpp))))

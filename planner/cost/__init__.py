@@ -1,1 +1,1 @@
-"""What a layout costs: seconds and bytes, of kernels, collectives, schedules and stages."""
+"""Cost of every graph node under a layout: seconds of kernels and collectives, bytes of memory."""

@@ -34,7 +34,7 @@ CHANNELS = 16
 # to the other, of two nodes of B300, whose links are twice as fast, 29 to 51; of more nodes what its link passes. A
 # message announces the destinations first: torch sees 0.04 to 0.12 ms more than the kernel and a copy of its output
 # (github.com/deepseek-ai/DeepEP, docs/README_Hybrid-EP.md, 16 multiprocessors, 16 bits; docs/legacy.md; issue 590).
-KERNELS, NODE_TO_NODE, MESSAGE_SECONDS = 0.87, 33e9, 0.08e-3
+DISPATCH_KERNELS, NODE_TO_NODE, MESSAGE_SECONDS = 0.87, 33e9, 0.08e-3
 # Tensors that move as the partial output of one step of ring attention is added to the sum of earlier ones
 # (flash_attn_fwd_out_correction), and the share of the queries that it concerns: under a causal mask every second
 # step has half of the queries (transformer_engine/pytorch/attention, AttnFuncWithCPAndKVP2P).
@@ -153,7 +153,7 @@ def deduplicated_seconds(nbytes: float, copies: int, group: ProcessGroup, cluste
         return 0.0
     n, levels = group.size, level_seconds("all_to_all", nbytes, group, cluster)[1:]
     nodes, _ = group_nodes(n, group.stride, cluster.per_node, cluster.count)
-    received = nbytes * (n - 1) / n * _distinct_share(n, copies) / (cluster.intra.reached * KERNELS)
+    received = nbytes * (n - 1) / n * _distinct_share(n, copies) / (cluster.intra.reached * DISPATCH_KERNELS)
     share = _distinct_share(nodes, copies)
     sent = nbytes / nodes * share / NODE_TO_NODE if nodes > 1 else 0.0
     link = cluster.inter if nodes > 1 else cluster.intra

@@ -38,8 +38,6 @@ from .profiles.groups import ONE_PASS
 
 CAPABILITY = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, ""))
 
-NORM: RecomputedBy = frozenset({Module.LAYERNORM})
-
 
 @frozen(eq=False)
 class NodeCost:
@@ -187,7 +185,7 @@ def cost_of_facts(job: Job, kind: NodeKind, facts: Costs, layout: Layout, seq: i
         if column is CostColumn.SAVED:
             row[column] += amount
         elif kind.saved.norm:
-            modules = NORM
+            modules = frozenset({Module.LAYERNORM})
         if modules:
             by_part[job.structure.recompute_parts.index(modules), MODULE_COLUMNS.index(column)] += amount
     row[CostColumn.PARAMS], row[CostColumn.EXPERT_PARAMS] = facts.params, facts.expert_params
@@ -294,8 +292,8 @@ def _add_loss(row: Rows, job: Job, kind: NodeKind, layout: Layout, seq: int) -> 
     Over a sharded vocabulary it all-reduces three fp32 numbers a token (megatron-core 0.16.1,
     tensor_parallel/cross_entropy.py).
     """
-    tokens = layout.micro_batch * seq // layout.cp
     moved = job.profile.kernels.loss_moved_nbytes * memory.local_elements(kind.node, kind.node.shape.dims, layout, seq)
     row[[CostColumn.FORWARD, CostColumn.BACKWARD]] += moved / 2 / job.cluster.device.moves
-    group, nbytes = communication.process_group("tp", layout), NBYTES[DType.FLOAT32] * tokens
+    group = communication.process_group("tp", layout)
+    nbytes = NBYTES[DType.FLOAT32] * (layout.micro_batch * seq // layout.cp)
     row[CostColumn.TP_FORWARD] += 3 * communication.collective_seconds("all_reduce", nbytes, group, job.cluster)

@@ -58,7 +58,10 @@ SPLIT = 0.94
 
 
 # Kernel of a fusion group among a profile's memory passes: outside of experts, and inside.
-KERNELS: Mapping[Fusion, tuple[str, str]] = {"gate": ("gate", "expert gate"), "bias": ("pointwise", "expert bias")}
+MEMORY_KERNELS: Mapping[Fusion, tuple[str, str]] = {
+    "gate": ("gate", "expert gate"),
+    "bias": ("pointwise", "expert bias"),
+}
 
 
 @frozen
@@ -128,7 +131,7 @@ def _product(
 
 def memory_kernel(work: Work) -> str:
     """Return the name of memory-bound work among a profile's memory passes."""
-    return work.kind if work.fusion is None else KERNELS[work.fusion][work.experts]
+    return work.kind if work.fusion is None else MEMORY_KERNELS[work.fusion][work.experts]
 
 
 def fused_gradient_elements(work: Work, profile: FrameworkProfile) -> int:

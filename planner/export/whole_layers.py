@@ -93,7 +93,7 @@ def cut_at_layers(plan: Plan, model: Model, decoder: DecoderModel) -> Plan:
 
     Raises UserError if there are more stages than layers, or if the new stages do not fit the memory.
     """
-    from megaloom.planner.partition.whole_blocks import Whole
+    from megaloom.planner.partition.whole_blocks import RestrictedGraph
     from megaloom.planner.search.pricing import price
 
     g, x = graph(model), plan.layout
@@ -104,7 +104,7 @@ def cut_at_layers(plan: Plan, model: Model, decoder: DecoderModel) -> Plan:
         return plan
     if stages - 1 > len(cut_points):
         raise UserError(f"{len(decoder.layers)} whole layers do not fill {stages} pipeline stages\n{PLAN_AGAIN}")
-    found = price(Whole(g.name, g.nodes, g.outputs, cut_points), x, plan.cluster, plan.workload, plan.runtime)
+    found = price(RestrictedGraph(g.name, g.nodes, g.outputs, cut_points), x, plan.cluster, plan.workload, plan.runtime)
     if not found.partition.fits:
         raise UserError(f"with stages of whole layers, {x} does not fit the memory of {plan.cluster}\n{PLAN_AGAIN}")
     return evolve(plan, stages=found.stages, predicted=found.prediction)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 FloatVector = NDArray[np.float64]
 Indices = NDArray[np.intp]
 LatestEnds = Callable[[int], Indices]  # the latest end of stage k, for each cut point where it may begin
-SAME = 1 + 1e-12  # tolerance for sums of the same numbers in another order
+TOLERANCE = 1 + 1e-12  # tolerance for sums of the same numbers in another order
 WIDER = 2.0  # factor on the time cap, until a partition exists under it
 AT_ONCE = 1 << 18  # stages that one pass of the dynamic program looks at, of all chains together
 HALVINGS = 100  # limit on the steps of the bisection; each excludes at least one stage
@@ -178,7 +178,7 @@ def slowest_stage(chains: ChainBatch, count: int) -> FloatVector:
     high: FloatVector = segments.sum(axis=1) / count + longest  # greedy stages of the mean and one segment
     tried = low.copy()
     for _ in range(HALVINGS):
-        far = (chains.farthest(tried * SAME) + chains.start[:, None]).ravel()
+        far = (chains.farthest(tried * TOLERANCE) + chains.start[:, None]).ravel()
         cuts = [chains.start]
         for _ in range(count):
             cuts.append(far[cuts[-1]])
@@ -188,9 +188,9 @@ def slowest_stage(chains: ChainBatch, count: int) -> FloatVector:
         one_more = chains.stages(ends[:-1], np.minimum(ends[1:] + 1, last))
         high = np.where(fits, np.minimum(high, taken), high)
         low = np.where(fits, low, np.maximum(low, np.where(ends[1:] < last, one_more, np.inf).min(axis=0)))
-        if (low * SAME >= high).all():
+        if (low * TOLERANCE >= high).all():
             break
-        tried = np.where(low * SAME >= high, high, (low + high) / 2)
+        tried = np.where(low * TOLERANCE >= high, high, (low + high) / 2)
     return high
 
 
@@ -228,7 +228,7 @@ def solve(
     end of each stage. Chains are solved together by the number of segments that a stage may have.
     """
     size, every = len(chains.each[0]), np.arange(len(chains.each))
-    far = chains.farthest(caps * SAME)
+    far = chains.farthest(caps * TOLERANCE)
     # The first and the last possible cut point of each boundary, [chains, count + 1], none of the stages empty.
     furthest, base = np.maximum.accumulate(far, axis=1), every * (size + 1)
     flat = (furthest + base[:, None]).ravel()

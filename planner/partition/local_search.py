@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from megaloom.planner.contract.layouts import Rows
 
 from .dynamic_program import (
-    SAME,
+    TOLERANCE,
     ChainBatch,
     FloatVector,
     Indices,
@@ -33,7 +33,7 @@ Donors = Callable[[Indices], Indices]  # the stages of a partition that may give
 ENUMERATED = 1000  # partitions: up to so many are all enumerated
 FOLDS = 5  # a mean of 2^5-th powers is near the maximum, and falls when any of the largest values does
 SLOWEST_FACTOR = 1.5  # limit on the slowest stage that fits, as a multiple of the slowest one without a memory limit
-LONGEST = 48  # stages of a partition that is worth a local search: with more, each has one or two segments
+MOST_STAGES = 48  # stages of a partition that is worth a local search: with more, each has one or two segments
 SMALL_DEFICIT = 0.1  # mean deficit of a rank, as a share of its limit, up to which local search mends a partition
 
 
@@ -42,7 +42,7 @@ def descend(cuts: Indices, score: Score, donors: Donors) -> Indices:
 
     A move takes one or two segments from a donor stage, gives another stage as many, and shifts the stages between.
     """
-    least = float(score(cuts[None])[0]) if len(cuts) <= LONGEST + 1 else 0.0
+    least = float(score(cuts[None])[0]) if len(cuts) <= MOST_STAGES + 1 else 0.0
     while least > 0:
         moves = [_moves(len(cuts) - 1, stage) for stage in donors(cuts).tolist()]
         every = cuts[:, None] + np.concatenate(moves, axis=1)
@@ -51,7 +51,7 @@ def descend(cuts: Indices, score: Score, donors: Donors) -> Indices:
             break
         scores = score(candidates)
         best = int(scores.argmin())
-        if scores[best] * SAME >= least:
+        if scores[best] * TOLERANCE >= least:
             break
         least, cuts = float(scores[best]), candidates[best]
     return cuts
@@ -112,7 +112,7 @@ def level_within_limit(stages: SegmentSums, cuts: Indices, limit: MemoryLimit) -
 
 def _step_score_under(stages: SegmentSums, cuts: Indices, ranks: int) -> Score:
     """Return `step_score` as a function of partitions; infinite where the slowest stage is slower than in `cuts`."""
-    cap = float(stages(cuts[:-1], cuts[1:]).max()) * SAME
+    cap = float(stages(cuts[:-1], cuts[1:]).max()) * TOLERANCE
 
     def score(candidates: Indices) -> FloatVector:
         seconds = stages(candidates.T[:-1], candidates.T[1:])  # [stages, partitions]: numpy is fast along the last axis
@@ -146,7 +146,7 @@ def partition_within_limit(stages: SegmentSums, even: Indices, limit: MemoryLimi
     best if its slowest stage is as fast as that of `even`; else local search finds it, from `even` or from ranks that
     divide their memory equally among their chunks.
     """
-    fastest = float(stages(even[:-1], even[1:]).max()) * SAME
+    fastest = float(stages(even[:-1], even[1:]).max()) * TOLERANCE
     cap, count, size = fastest * SLOWEST_FACTOR, len(even) - 1, len(stages)
     if comb(size - 1, count - 1) <= ENUMERATED:
         return _best(stages, _every_partition(size, count), limit, cap)
@@ -211,7 +211,7 @@ def _best(stages: SegmentSums, candidates: Indices, limit: MemoryLimit, cap: flo
     slowest = np.where(limit.deficit(candidates) > 0, inf, seconds.max(axis=1))
     if slowest.min() > cap:
         return None
-    good = np.flatnonzero(slowest <= slowest.min() * SAME)
+    good = np.flatnonzero(slowest <= slowest.min() * TOLERANCE)
     seconds = seconds[good].reshape(len(good), limit.chunks, limit.ranks)
     chosen: Indices = candidates[good[step_score(seconds, seconds.max()).argmin()]]
     return chosen

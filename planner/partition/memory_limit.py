@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from megaloom.planner.contract.layouts import Rows
 
 from .dynamic_program import (
-    SAME,
+    TOLERANCE,
     FloatVector,
     Indices,
     SegmentSums,
@@ -102,7 +102,7 @@ class MemoryLimit:
 
     def deficit(self, cuts: Indices) -> FloatVector:
         """Return the sum over ranks of max(0, peak / limit - 1) of each partition: 0 if it fits."""
-        lacking: FloatVector = np.maximum(self.rank_peaks(cuts) / (self.limit * SAME) - 1, 0).sum(axis=1)
+        lacking: FloatVector = np.maximum(self.rank_peaks(cuts) / (self.limit * TOLERANCE) - 1, 0).sum(axis=1)
         return lacking
 
     def latest_ends(self, k: int) -> Indices:
@@ -143,7 +143,7 @@ class MemoryLimit:
 
     def _alone(self, k: int) -> list[tuple[SegmentSums, FloatVector]]:
         """Return the memory of rank k's only stage at its fullest moments, and the limit less its fixed memory."""
-        free = self.limit * SAME - self.fixed - self.receive_buffers
+        free = self.limit * TOLERANCE - self.fixed - self.receive_buffers
         moments = {*zip(self.in_flight[k, :, 0].tolist(), self.transient[k].tolist(), strict=True)}
         most = [a for a in moments if not any(a != b and a[0] <= b[0] and a[1] <= b[1] for b in moments)]
         kept = [(self.state + n * self.saved, free - transient - n * self.received) for n, transient in most]
@@ -172,10 +172,10 @@ class MemoryLimit:
         first = stage_rank <= ranks[:, None]  # [ranks, stages]: the stages of ranks 0..r
         held = np.maximum(first @ least, state - ~first @ most)
         activations = _least_weighted_sum(np.where(first, in_flight, 0), least_saved, most_saved, saved)
-        if (held + activations + np.cumsum(fixed) > self.limit * SAME * (ranks + 1)).any():
+        if (held + activations + np.cumsum(fixed) > self.limit * TOLERANCE * (ranks + 1)).any():
             return True
         alone = np.bincount(stage_rank, least + in_flight * least_saved) + fixed
-        return bool(alone.max() > self.limit * SAME)
+        return bool(alone.max() > self.limit * TOLERANCE)
 
 
 def _stage_ranges(

@@ -24,7 +24,7 @@ from megaloom.planner.cost.memory import StageMemory
 from megaloom.planner.simulate import schedule
 
 from .dynamic_program import (
-    SAME,
+    TOLERANCE,
     Indices,
     SegmentSums,
     balance,
@@ -98,7 +98,7 @@ class PartitionProblem:
 
     def reaches(self, seconds: float) -> bool:
         """Return True if a partition exists whose slowest stage takes at most these seconds."""
-        far = np.maximum.accumulate(self.seconds.farthest(seconds * SAME))
+        far = np.maximum.accumulate(self.seconds.farthest(seconds * TOLERANCE))
         return boundary_ranges(far, self.layout.pp * self.layout.vpp) is not None
 
     def within_limit(self, even: StageBounds) -> StageBounds | None:

@@ -1,6 +1,6 @@
-"""Graphs that are cut at fewer places: between whole blocks, as programs do whose stages are lists of layers.
+"""Graphs with fewer cut points: between blocks, for runtimes whose stages are lists of whole layers.
 
-Protocol: `blocks` is a graph as another runtime cuts it; nodes and outputs stay.
+`with_cut_points_of(graph, runtime)` returns the graph with the cut points that a runtime supports.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from megaloom.planner.contract.workload import Runtime
 
 
 @frozen(eq=False, slots=False)
-class Whole(Graph):
-    """A graph that is cut at these borders only."""
+class RestrictedGraph(Graph):
+    """A graph whose only cut points are those given."""
 
-    borders: frozenset[int] = frozenset()
+    allowed: frozenset[int] = frozenset()
 
     @cached_property
     def cut_points(self) -> tuple[int, ...]:
-        return tuple(i for i in super().cut_points if i in self.borders)
+        """Return the allowed cut points, in order."""
+        return tuple(i for i in super().cut_points if i in self.allowed)
 
 
 @lru_cache(maxsize=16)
-def blocks(graph: Graph, runtime: Runtime) -> Graph:
-    """The graph as this runtime cuts it: ours anywhere, others between blocks, so norm and logits stay together."""
+def with_cut_points_of(graph: Graph, runtime: Runtime) -> Graph:
+    """Return the graph with the cut points of a runtime: ours has all, others only those between blocks."""
     numbers = [node.block for node in graph.nodes]
-    borders = frozenset(i for i, (a, b) in enumerate(pairwise(numbers), 1) if a != b)
-    return graph if runtime is Runtime.MEGALOOM else Whole(graph.name, graph.nodes, graph.outputs, borders)
+    allowed = frozenset(i for i, (a, b) in enumerate(pairwise(numbers), 1) if a != b)
+    return graph if runtime is Runtime.MEGALOOM else RestrictedGraph(graph.name, graph.nodes, graph.outputs, allowed)

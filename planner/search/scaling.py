@@ -19,7 +19,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.hardware.cluster_names import cluster, is_row
-from megaloom.planner.partition.whole_blocks import blocks
+from megaloom.planner.partition.whole_blocks import with_cut_points_of
 from megaloom.planner.rules.rules import range_violations
 from megaloom.planner.simulate.price import Priced
 
@@ -75,7 +75,7 @@ def scaling_points(
     pareto: also those that take less memory, each by `LESS` than the one before, and none that another one, on no more
     devices and with no more memory on each, is as quick as.
     """
-    parted, shown = blocks(graph, runtime), list[tuple[float, int]]()
+    parted, shown = with_cut_points_of(graph, runtime), list[tuple[float, int]]()
     for machine in row:
         for wrong in range_violations(Layout(**fixed), graph, work(machine), machine):
             raise UserError(str(wrong))

@@ -23,7 +23,7 @@ from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.model.requirements import model_requirements
 from megaloom.planner.partition.partitioner import HEADROOM, Partition
-from megaloom.planner.partition.whole_blocks import blocks
+from megaloom.planner.partition.whole_blocks import with_cut_points_of
 from megaloom.planner.rules.capabilities import caveats
 from megaloom.planner.rules.rules import range_violations
 from megaloom.planner.simulate.price import Priced
@@ -126,7 +126,7 @@ def plan(
     chosen = checked_fixed(fixed or {})
     for violation in range_violations(Layout(**chosen), graph(model), workload, cluster):
         raise UserError(str(violation))
-    pricer = Pricer(blocks(graph(model), runtime), cluster, workload, PROFILES[runtime], headroom)
+    pricer = Pricer(with_cut_points_of(graph(model), runtime), cluster, workload, PROFILES[runtime], headroom)
     solver, candidates, gap = BranchAndBound(on_progress), None, None
     try:
         solver.find_incumbent(Candidates(pricer, {**PLAIN_AXES, **chosen}))

@@ -32,7 +32,7 @@ from megaloom.planner.cost.job import Job
 from megaloom.planner.partition.partitioner import Partition, partition, stages_of
 
 from . import schedule
-from .timeline import Timeline, replay
+from .timeline import Timeline, simulate_timeline
 
 CAUSES = {  # columns of the time for which a pipeline rank computes
     "forward": [CostColumn.FORWARD],
@@ -91,7 +91,7 @@ class Priced:
         """Return the start of every pass of every pipeline rank."""
         x, m = self.layout, self.partition.problem.microbatches
         forward, backward = [s.forward_seconds for s in self.stages], [s.backward_seconds for s in self.stages]
-        return replay(forward, backward, self.p2p_seconds, x.pp, m, x.microbatch_group)
+        return simulate_timeline(forward, backward, self.p2p_seconds, x.pp, m, x.microbatch_group)
 
     @property
     def layout(self) -> Layout:

@@ -77,7 +77,7 @@ def rank_order(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) 
     )
 
 
-def replay(
+def simulate_timeline(
     forward: Sequence[float],
     backward: Sequence[float],
     transfer: Sequence[float],

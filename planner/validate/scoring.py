@@ -24,7 +24,7 @@ from megaloom.planner.cost.profiles.frameworks import DEEPSPEED_BF16, DEEPSPEED_
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem, balanced
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.pricing import Pricer
-from megaloom.planner.simulate.intervals import OTHER, interval, run_class
+from megaloom.planner.simulate.intervals import OTHER_CLASS, interval, run_class
 from megaloom.planner.simulate.price import Priced
 
 from .run_files import read_runs
@@ -143,7 +143,7 @@ def predict(run: TrainingRun) -> Predicted:
     out_of_memory = max(required_bytes(peak.held) for peak in priced.partition.rank_peaks) > run.cluster.device.nbytes
     most = upper_bytes(held, run.memory_kind or "device", run.profile.kernels.cuda_graphs)
     known = run.profile.name != NANOTRON.name
-    class_ = run_class(run.sparse, run.workload.precision, run.cluster.device) if known else OTHER
+    class_ = run_class(run.sparse, run.workload.precision, run.cluster.device) if known else OTHER_CLASS
     memory = held_bytes(held, run.memory_kind) / GiB
     return Predicted(run, priced.seconds, memory, out_of_memory, most / GiB, interval(priced.seconds, class_), class_)
 

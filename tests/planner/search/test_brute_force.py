@@ -22,7 +22,7 @@ from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import HEADROOM
-from megaloom.planner.partition.whole_blocks import blocks
+from megaloom.planner.partition.whole_blocks import with_cut_points_of
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.candidate_space import variants
 from megaloom.planner.search.candidates import Candidates
@@ -124,7 +124,7 @@ def test_the_search_equals_brute_force(
 def chunked(draw: st.DrawFn) -> tuple[Graph, Cluster, Workload, dict[str, int], Runtime]:
     """Pipelines of interleaved chunks of a model of many blocks, with about as much memory as the plain one takes."""
     runtime = draw(st.sampled_from(Runtime))
-    g = blocks(model(draw(st.sampled_from(KINDS)), draw(st.integers(12, 14))), runtime)
+    g = with_cut_points_of(model(draw(st.sampled_from(KINDS)), draw(st.integers(12, 14))), runtime)
     pp, vpp = draw(st.sampled_from([(2, 3), (2, 4), (3, 2), (4, 2)]))
     x = Layout(pp=pp, vpp=vpp, dp=draw(st.integers(1, 2)))
     work = Workload(seq=draw(st.sampled_from([24, 48, 64])), batch=x.dp * pp * draw(st.integers(2, 6)))
@@ -156,7 +156,7 @@ def test_it_does_where_chunks_can_be_cut_in_many_ways(
 
 def test_a_weight_that_chunks_share_is_there_once() -> None:
     """Where it is counted as often there is no room, and the most even cut has none."""
-    g = blocks(model("ahead", 12), Runtime.MEGATRON)
+    g = with_cut_points_of(model("ahead", 12), Runtime.MEGATRON)
     equal(g, machine(2, 49233), Workload(seq=48, batch=4), {"pp": 2, "vpp": 3, "tp": 1, "cp": 1}, Runtime.MEGATRON)
 
 

@@ -16,10 +16,10 @@ from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.search.pricing import price
 from megaloom.planner.simulate.intervals import (
     COVERED,
+    DENSE_WIDE,
     EXPERTS,
-    OTHER,
+    OTHER_CLASS,
     SPREADS,
-    WIDE,
     interval,
     narrowest_interval,
     run_class,
@@ -29,11 +29,11 @@ from megaloom.planner.validate.scoring import score
 from tests.support.published import sample_runs
 
 
-@given(st.floats(1e-6, 1e6), st.sampled_from([*SPREADS, OTHER]))
+@given(st.floats(1e-6, 1e6), st.sampled_from([*SPREADS, OTHER_CLASS]))
 def test_an_interval_holds_its_prediction(seconds: float, of: str) -> None:
     low, high = interval(seconds, of)
     assert low < seconds < high
-    widest = interval(seconds, OTHER)
+    widest = interval(seconds, OTHER_CLASS)
     assert widest[0] <= low and high <= widest[1]
 
 
@@ -46,13 +46,13 @@ def test_a_spread_leaves_out_no_more_than_it_says(ratios: list[float]) -> None:
 
 def test_what_a_prediction_is_like() -> None:
     h100 = PRESETS["H100"].device
-    assert run_class(False, Precision.BF16, h100) == WIDE != run_class(False, Precision.FP8, h100)
+    assert run_class(False, Precision.BF16, h100) == DENSE_WIDE != run_class(False, Precision.FP8, h100)
     assert run_class(False, Precision.BF16, PRESETS["GB200"].device) == run_class(False, Precision.FP8, h100)
     assert run_class(True, Precision.BF16, h100) == EXPERTS
-    assert run_class(False, Precision.FP32, PRESETS["CPU"].device) == OTHER
+    assert run_class(False, Precision.FP32, PRESETS["CPU"].device) == OTHER_CLASS
 
 
-@pytest.mark.parametrize(("model", "of"), [(llama3_8b, WIDE), (mixtral_8x7b, EXPERTS)])
+@pytest.mark.parametrize(("model", "of"), [(llama3_8b, DENSE_WIDE), (mixtral_8x7b, EXPERTS)])
 def test_a_layout_is_priced_with_its_interval(model, of) -> None:
     priced = price(graph(model()), Layout(dp=1, tp=8, pp=2), cluster("16xH100"), Workload(seq=4096, batch=16))
     assert priced.prediction.interval == interval(priced.seconds, of)
@@ -65,5 +65,5 @@ def test_intervals_hold_most_published_runs() -> None:
         not in_fitting_half(p) and p.training_run.step_seconds is not None for p in found.rows
     )
     assert lines["all"].inside >= 0.8 * lines["all"].checked
-    ratios = lines[WIDE].interval
+    ratios = lines[DENSE_WIDE].interval
     assert ratios is not None and ratios[0] < 1 < ratios[1]

@@ -1,4 +1,4 @@
-"""The schedules are megatron-core's, and a replay obeys what every schedule must."""
+"""The schedules are megatron-core's, and a simulate_timeline obeys what every schedule must."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megaloom.planner.bounds import pipeline
 from megaloom.planner.simulate import schedule, timeline
-from megaloom.planner.simulate.timeline import Timeline, replay
+from megaloom.planner.simulate.timeline import Timeline, simulate_timeline
 from megaloom.runtime.megatron import device
 
 SECONDS = st.floats(0.01, 10)
@@ -114,12 +114,12 @@ def test_the_end_is_foreseen(case: Any) -> None:
     pp, vpp, microbatches, forward, backward, transfer = case
     for m in (microbatches, 40 * pp):
         for group in (0, 2 * pp) if vpp > 1 and m % (2 * pp) == 0 else (0,):
-            ends = replay(forward, backward, transfer, pp, m, group).ends
+            ends = simulate_timeline(forward, backward, transfer, pp, m, group).ends
             assert np.allclose(
                 schedule.finish_times(forward, backward, transfer, pp, m, group), ends, rtol=1e-11, atol=0
             )
             even = [1.0] * (pp * vpp)
-            ends = replay(even, even, [0.01] * (pp * vpp), pp, m, group).ends
+            ends = simulate_timeline(even, even, [0.01] * (pp * vpp), pp, m, group).ends
             assert np.allclose(
                 schedule.finish_times(even, even, [0.01] * (pp * vpp), pp, m, group), ends, rtol=1e-11, atol=0
             )
@@ -128,7 +128,7 @@ def test_the_end_is_foreseen(case: Any) -> None:
 @given(pipelines())
 def test_every_step_waits_for_its_input_and_its_rank(case: Any) -> None:
     pp, vpp, microbatches, forward, backward, transfer = case
-    line = replay(forward, backward, transfer, pp, microbatches)
+    line = simulate_timeline(forward, backward, transfer, pp, microbatches)
     events = {event.step: event for rank in line.events for event in rank}
     assert len(events) == 2 * microbatches * pp * vpp
     last = pp * vpp - 1
@@ -146,12 +146,12 @@ def test_every_step_waits_for_its_input_and_its_rank(case: Any) -> None:
 @given(pipelines())
 def test_no_rank_is_busier_than_the_makespan(case: Any) -> None:
     pp, _, microbatches, forward, backward, transfer = case
-    line = replay(forward, backward, transfer, pp, microbatches)
+    line = simulate_timeline(forward, backward, transfer, pp, microbatches)
     total = [f + b for f, b in zip(forward, backward, strict=True)]
     for rank in range(pp):
         assert math.isclose(line.busy[rank], microbatches * sum(total[rank::pp]))
         assert line.busy[rank] + line.sending[rank] <= line.makespan * (1 + 1e-12)
-    assert line.makespan >= replay(forward, backward, [0.0] * len(total), pp, microbatches).makespan
+    assert line.makespan >= simulate_timeline(forward, backward, [0.0] * len(total), pp, microbatches).makespan
     assert -1e-12 <= line.bubble < 1
 
 
@@ -160,6 +160,6 @@ def test_uniform_stages_have_the_known_bubble(pp: int, vpp: int, rounds: int, ah
     vpp = vpp if pp > 1 else 1
     m = rounds * pp
     stages = pp * vpp
-    line: Timeline = replay([ahead] * stages, [back] * stages, [0.0] * stages, pp, m)
+    line: Timeline = simulate_timeline([ahead] * stages, [back] * stages, [0.0] * stages, pp, m)
     assert math.isclose(line.bubble, (pp - 1) / (m * vpp + pp - 1), abs_tol=1e-9)
     assert math.isclose(line.makespan, pipeline.finish_bounds(*[[t] * stages for t in (ahead, back, 0.0)], pp, m).max())
