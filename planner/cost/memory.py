@@ -86,8 +86,7 @@ def rank_memory(state: Any, saved: Any, in_flight: Any, transient: Any) -> Any:
 
     state: weights, gradients, optimizer, and what no tensor holds. saved: saved activations of one micro-batch, by
     chunk. in_flight: number of micro-batches in flight, by chunk. transient: workspace, logits, receive buffers.
-    Numbers, arrays that broadcast, or `SegmentSums`. An `in_flight` of two or more dims is [..., moments, chunks] and is multiplied
-    with `saved` [..., chunks, partitions] as matrices.
+    Numbers, arrays that broadcast, or `SegmentSums`. An `in_flight` of two or more dims is [..., moments, chunks] and is multiplied with `saved` [..., chunks, partitions] as matrices.
     """
     activations = in_flight @ saved if isinstance(in_flight, np.ndarray) and in_flight.ndim > 1 else in_flight * saved
     return state + ALLOCATED * (activations + transient)
@@ -137,8 +136,8 @@ def rank_peak(
 ) -> Peak:
     """Return the peak memory of a pipeline rank over these moments and the optimizer's step.
 
-    stages: the rank's chunks. reserved: bytes that no tensor holds, see `communication.reserved_bytes`. Reducing gradients and
-    gathering weights needs no more than the buffers of both, which are part of the state.
+    stages: the rank's chunks. reserved: bytes that no tensor holds, see `communication.reserved_bytes`. Gradient
+    reduction and weight gather need no more than their buffers, which are part of the state.
     """
     params, experts = sum(s.params for s in stages), sum(s.expert_params for s in stages)
     state = state_bytes(params, experts, layout, precision, profile)
@@ -150,10 +149,8 @@ def rank_peak(
         workspace = 0 if moment.loss else max(s.workspace for s in stages)
         cases.append((moment.name, kept, {"workspace": workspace, "logits": stages[-1].loss * moment.loss}))
     held, pools = sum(state.values()) + reserved, profile.buffers.graph_pool_share
-    name, kept, transient = max(
-        cases,
-        key=lambda case: int(rank_memory(held, case[1], 1, library + sum(case[2].values()))) + int(pools * case[1]),
-    )
+    fullest = [int(rank_memory(held, n, 1, library + sum(t.values()))) + int(pools * n) for _, n, t in cases]
+    name, kept, transient = cases[fullest.index(max(fullest))]
     transient["workspace"] += library
     no_tensor = {"allocator": int(ALLOCATOR * (kept + sum(transient.values()))), "runtime": reserved}
     graphs = {"graphs": int(pools * kept)} if pools else {}  # CUDA graphs have memory of their own

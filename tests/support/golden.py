@@ -82,7 +82,7 @@ def search(case: Case) -> dict[str, Any]:
     from megaloom.dsl.graph import graph
     from megaloom.planner import Precision, Runtime, Workload, cluster, plan
     from megaloom.planner.cost.profiles.frameworks import PROFILES
-    from megaloom.planner.partition.whole_blocks import blocks
+    from megaloom.planner.partition.whole_blocks import with_cut_points_of
     from megaloom.planner.search.candidates import Candidates
     from megaloom.planner.search.infeasible import checked_fixed
     from megaloom.planner.search.pricing import Pricer
@@ -95,7 +95,7 @@ def search(case: Case) -> dict[str, Any]:
         fixed["overlaps"] = tuple(OVERLAP[name] for name in case.fixed["overlap"])
     if "distributed_optimizer" in fixed:
         fixed["shard"] = "optimizer" if fixed.pop("distributed_optimizer") else "none"
-    pricer = Pricer(blocks(graph(model), runtime), machine, workload, PROFILES[runtime])
+    pricer = Pricer(with_cut_points_of(graph(model), runtime), machine, workload, PROFILES[runtime])
     legal = Candidates(pricer, checked_fixed(fixed)).count
     try:
         found = plan(model, machine, workload, ref=ref, fixed=fixed, runtime=runtime)

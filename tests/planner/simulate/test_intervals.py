@@ -15,7 +15,7 @@ from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.search.pricing import price
 from megaloom.planner.simulate.intervals import (
-    COVERED,
+    COVERAGE,
     DENSE_WIDE,
     EXPERTS,
     OTHER_CLASS,
@@ -41,7 +41,7 @@ def test_an_interval_holds_its_prediction(seconds: float, of: str) -> None:
 def test_a_spread_leaves_out_no_more_than_it_says(ratios: list[float]) -> None:
     low, high = narrowest_interval(ratios)
     outside = sum(not low <= x <= high for x in ratios)
-    assert outside <= (1 - COVERED) * len(ratios)
+    assert outside <= (1 - COVERAGE) * len(ratios)
 
 
 def test_what_a_prediction_is_like() -> None:
