@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from attrs import evolve
+from attrs import evolve, fields
 from hypothesis import settings
 
 from tests.support.paths import SUPPORT
@@ -38,7 +38,7 @@ def plan_of() -> Callable[..., Any]:
 
         model, ref = find(f"{SUPPORT / 'models.py'}:{name}" if name.isidentifier() else name)
         workload = Workload(seq=seq, batch=batch, precision=Precision(precision))
-        fixed = {f: getattr(layout, f) for f in layout.__slots__ if not f.startswith("__")}
+        fixed = {f.name: getattr(layout, f.name) for f in fields(type(layout))}
         made = plan(model, cluster(f"{layout.world}xCPU"), workload, ref=ref, fixed=fixed).best
         if cuts:
             borders = pairwise((0, *cuts, len(graph(model).nodes)))
