@@ -22,7 +22,6 @@ from attrs import asdict, evolve, frozen
 from torch import Tensor
 
 from megaloom.dsl.facts.costs import Work
-from megaloom.dsl.value import Fusion
 from megaloom.planner import Precision, cluster
 from megaloom.planner.contract.devices import Device
 from megaloom.planner.cost import kernels
@@ -184,7 +183,7 @@ def chains(on: Device) -> Iterator[Measured]:
     """Yield memory-bound kernels as the runtime computes them."""
     for tokens, width in ((4096, 768), (16384, 768), (4096, 2048), (16384, 2048), (4096, 8192), (16384, 8192)):
         for name, kind, elements, run, leaves in layers(tokens, width):
-            of = evolve(work(kind, 0, elements), fusion=Fusion.GATE if name == "swiglu" else None)
+            of = evolve(work(kind, 0, elements), fusion="gate" if name == "swiglu" else None)
             took = kernels.kernel_seconds(of, on, Precision.BF16)
             with torch.no_grad():
                 first = busy(run)
