@@ -59,7 +59,7 @@ def filled(rows: int, columns: int, depth: int) -> float:
 
 
 def attention() -> tuple[float, float, int, int]:
-    """Return seconds and kernels of causal flash attention: half of two products forward, 2.5 times as much backward."""
+    """Return seconds and kernels of causal flash attention: half of two products; backward, 2.5 times as much."""
     heads, kv = HEADS // TP, KV_HEADS // TP
     flops = 4 * heads * SEQ * SEQ * CHANNELS / 2
     reached = GPU.flops["bf16"] * GPU.sustained * GPU.attend_efficiency * SEQ / (SEQ + 330)
@@ -207,8 +207,8 @@ def price() -> tuple[float, list[int]]:
         state = BF16 * n + FP32 * n + -(-12 * n // DP) + GPU.context_nbytes + 3 * LINK.group_nbytes
         # A rank has PP - rank micro-batches in flight; a later stage also saves the hidden state that it receives.
         in_flight = (PP - rank) * (saved[rank] + (boundary if rank else 0))
-        # Transient at a backward pass: two gradients as large as the largest saved tensor. At the loss: the logits and a
-        # copy, or their gradients and the weight's.
+        # Transient at a backward pass: two gradients as large as the largest saved tensor. At the loss: the logits
+        # and a copy, or their gradients and the weight's.
         logits, largest = SEQ * VOCAB // TP, SEQ * FF // TP
         loss = max((BF16 + 2) * logits, BF16 * (logits + VOCAB // TP * HIDDEN)) if rank == PP - 1 else 0
         # For the whole step: two cuBLAS workspaces, and three buffers of a hidden state for p2p sends.

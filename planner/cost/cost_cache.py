@@ -163,7 +163,7 @@ class CostCache:
         return out
 
     def _distinct(self, x: Layouts) -> dict[tuple[bool, bool], tuple[Column, Column]]:
-        """Return, for each sensitivity, the first layout of each distinct cost, and the distinct cost of each layout."""
+        """Return, by sensitivity, the first layout of each distinct cost, and the number of each layout's cost."""
         tokens = {True: (x.micro_batch * (self.workload.seq // x.cp),), False: (x.micro_batch, x.cp)}
         experts: dict[bool, tuple[Column, ...]] = {
             True: (x.ep, x.etp, x.microbatch_overlap_bits),

@@ -1,7 +1,6 @@
-"""Memory of a pipeline rank: one model for peak, feasibility, lower bounds and the memory timeline.
+"""Memory of a pipeline rank: one model, `rank_memory`, for peak, feasibility, lower bounds and the memory timeline.
 
-`rank_memory` is the model; every byte count of a rank is a call of it. The other functions give its terms: state,
-saved activations, transient bytes. All sizes are bytes on one device.
+The other functions give its terms: state, saved activations, transient bytes. All sizes are bytes on one device.
 """
 
 from __future__ import annotations
@@ -86,7 +85,8 @@ def rank_memory(state: Any, saved: Any, in_flight: Any, transient: Any) -> Any:
 
     state: weights, gradients, optimizer, and what no tensor holds. saved: saved activations of one micro-batch, by
     chunk. in_flight: number of micro-batches in flight, by chunk. transient: workspace, logits, receive buffers.
-    Numbers, arrays that broadcast, or `SegmentSums`. An `in_flight` of two or more dims is [..., moments, chunks] and is multiplied with `saved` [..., chunks, partitions] as matrices.
+    Numbers, arrays that broadcast, or `SegmentSums`. An `in_flight` of two or more dims is [..., moments, chunks];
+    its product with `saved` [..., chunks, partitions] is one of matrices.
     """
     activations = in_flight @ saved if isinstance(in_flight, np.ndarray) and in_flight.ndim > 1 else in_flight * saved
     return state + ALLOCATED * (activations + transient)

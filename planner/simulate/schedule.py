@@ -57,7 +57,7 @@ def forward_order(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple
 
 @lru_cache(maxsize=256)
 def visit_order(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> list[tuple[int, int]]:
-    """Return the (visit, micro-batch) of each pass of `rank`: warm-up, forward and backward in turn, the rest backward."""
+    """Return the (visit, micro-batch) of each pass of `rank`: warm-up, steady 1F1B phase, cool-down."""
     rows = forward_order(pp, vpp, microbatches, group)
     forward = [(chunk * pp + rank, i) for i, chunk in rows]
     backward = [((vpp + chunk + 1) * pp - 1 - rank, i) for i, chunk in rows]
@@ -123,7 +123,7 @@ def _few_groups(
 
 
 def _numbered(i: int, few: int, microbatches: int, size: int) -> int:
-    """Return the number, among all micro-batches, of micro-batch i of these few, whose last group is the last of all."""
+    """Return the number among all micro-batches of micro-batch i of these few; both end with the last group."""
     return i if i < few - few % size else i + microbatches - few
 
 
