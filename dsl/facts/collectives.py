@@ -1,6 +1,6 @@
-"""Which collectives a split needs: the moves of a node's values (`placement`), counted.
+"""Collectives of a node under a split, counted from the transitions of its values (`propagate`).
 
-Not here: what is exchanged once a step rather than once a micro-batch (the gradients of weights).
+The reduction of weight gradients is not among them: it happens once a step, not once a micro-batch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megaloom.dsl.value import Value
 from .context_exchange import runs_along, shared, turns
 from .primitives import Program, Step, origin
 from .propagation import (
-    How,
-    Move,
-    Moves,
-    Placed,
-    Placement,
-    placement,
+    NodePlacement,
+    PlacedOp,
+    Transition,
+    TransitionKind,
+    Transitions,
+    propagate,
 )
 from .recompute import (
     NO_MODULES,
@@ -56,7 +56,7 @@ class Collective:
 
 def collectives(program: Program, sizes: Mapping[str, int], split: Split) -> tuple[Collective, ...]:
     """The collectives of a node, forward and backward, those of its output's reduction included."""
-    return tuple(_Count(program, sizes, split, placement(program, split)).read())
+    return tuple(_Count(program, sizes, split, propagate(program, split)).read())
 
 
 @define
@@ -64,8 +64,8 @@ class _Count:
     program: Program
     sizes: Mapping[str, int]
     split: Split
-    placement: Placement
-    done: set[tuple[int, Moves]] = field(factory=set)  # what is moved once serves all who read it so
+    placement: NodePlacement
+    done: set[tuple[int, Transitions]] = field(factory=set)  # what is moved once serves all who read it so
 
     def read(self) -> Iterator[Collective]:
         for placed in self.placement.steps:
@@ -88,22 +88,24 @@ class _Count:
                 "all_to_all", "cp", n, backward, "sequence and channels", self.recomputed_by(step, backward)
             )
 
-    def moved(self, step: Step | None, v: Value, moves: Moves) -> Iterator[Collective]:
+    def moved(self, step: Step | None, v: Value, moves: Transitions) -> Iterator[Collective]:
         """What the moves of a value exchange, as a primitive reads it."""
         for i, move in enumerate(moves, 1):
             key = id(origin(v)), moves[:i]
             if key in self.done:
                 continue
             self.done.add(key)
-            if move.how is How.REDUCE:
+            if move.kind is TransitionKind.REDUCE_PARTIAL:
                 yield from self.reduce(step, v, move)
             elif step is None or id(origin(v)) in self.placement.plain:
                 continue  # gradients of weights are added once a step
             elif move.axis == "cp" and runs_along(step):
                 continue  # see `turn`
-            elif move.how is How.ENTER and not (isinstance(step.value.op, Attend) and move.axis == "cp"):
+            elif move.kind is TransitionKind.TO_REPLICATE and not (
+                isinstance(step.value.op, Attend) and move.axis == "cp"
+            ):
                 yield from self.enter(step, v, move)
-            elif move.how is How.GATHER:
+            elif move.kind is TransitionKind.SHARD_TO_REPLICATE:
                 n = self.whole(step, v, move)
                 yield Collective("all_gather", move.axis, n, False, step.name, self.recomputed_by(step))
 
@@ -111,7 +113,7 @@ class _Count:
         """Return the modules that recompute a primitive, and so repeat its collectives; none for a backward pass."""
         return NO_MODULES if backward else modules_of_ops(self.program)[id(step.value)]
 
-    def reduce(self, reader: Step | None, v: Value, move: Move) -> Iterator[Collective]:
+    def reduce(self, reader: Step | None, v: Value, move: Transition) -> Iterator[Collective]:
         """Partial sums become whole sums; with sequence parallel, each device's part of them."""
         step = self.placement.partial[id(v.source)]
         made = self.recomputed_by(step) & self.recomputed_by(reader) if reader else modules_of_node(self.program)
@@ -122,7 +124,7 @@ class _Count:
         yield Collective("reduce_scatter", move.axis, n, False, step.name, made)
         yield Collective("all_gather", move.axis, n, True, step.name)
 
-    def enter(self, step: Step, v: Value, move: Move) -> Iterator[Collective]:
+    def enter(self, step: Step, v: Value, move: Transition) -> Iterator[Collective]:
         """An undivided value is read by divided work: once for each value, as its gradients are added first.
 
         With sequence parallel it is gathered, and again in the backward pass rather than kept (as megatron-core does);
@@ -140,14 +142,14 @@ class _Count:
             yield Collective("all_gather", move.axis, n, True, step.name)
         yield Collective("reduce_scatter", move.axis, n, True, step.name)
 
-    def whole(self, step: Step, v: Value, move: Move) -> int:
+    def whole(self, step: Step, v: Value, move: Transition) -> int:
         """The elements of what is gathered, on each device afterwards."""
         if move.axis == "tp" and "tp" not in step.axes.values():  # parts of the sequence
             return self.program.held(v.shape, step.outer, self.sizes, self.split, data=True)
         whole = {name for name, axis in step.axes.items() if name == move.along and axis == move.axis}
         return step.at(self.sizes, self.split, whole=whole)((*step.outer, *v.shape))
 
-    def along(self, placed: Placed) -> Iterator[Collective]:
+    def along(self, placed: PlacedOp) -> Iterator[Collective]:
         """What mixes along a divided dim.
 
         Tokens travel to their experts and back, and so do their gradients.

@@ -1,14 +1,13 @@
-"""Where a split makes devices exchange, inferred once over the primitives of a node.
+"""Sharding propagation: the placement of every value of a node, and the transitions between placements.
 
-Protocol: `placement(program, split)` says of each argument of each primitive which moves it takes from how it lies to
-how it is read. Who counts exchanges (`exchange`) and who carries them out (the runtime, for a layer's own body) read
-the same moves.
+`propagate(program, split)` returns, for each argument of each primitive, the transitions from its placement to the one
+in which it is read. `collectives` counts them; the runtime performs them when it runs the body of a layer.
 
-Over each axis a value lies in parts, if one of its dims is divided there, or whole on every device. With sequence
-parallel, what has a sequence and no dim on tp lies in parts along it over tp as well. Work is divided over an axis if
-a tensor that it touches lies in parts there. A contraction over a divided dim gives partial sums: they stay partial
-when added to other partial sums, and are reduced before anything else reads them or they leave the node. The gradient
-of what is whole and read by divided work is a partial sum likewise.
+Over an axis a value is Shard(dim) if one of its dims lies on the axis, else Replicate. With sequence parallelism a
+value with a sequence and no dim on tp is Shard(seq) over tp. Work is sharded over an axis if a tensor that it touches
+is. A contraction over a sharded dim gives a Partial value. It stays Partial when it is added to other Partial values,
+and is reduced before another op reads it or it leaves the node. The gradient of a Replicate value that sharded work
+reads is Partial too.
 """
 
 from __future__ import annotations
@@ -34,67 +33,70 @@ from .primitives import Program, Step, origin
 from .requirements import Reach, reach_of
 
 
-class How(Enum):
-    """What a move does to a tensor, and to its gradient on the way back. `along`: the dim that lies in parts."""
+class TransitionKind(Enum):
+    """A change of the placement of a tensor over one axis, in the terms of PyTorch's DTensor, and of its gradient.
 
-    REDUCE = "partial sums are added, of which each device keeps its part if along a dim; back: copied, or gathered"
-    ENTER = "what is whole, or parts gathered, is read by divided work; back: added, or added and kept in parts"
-    GATHER = "parts become whole, for work that all devices do alike; back: each takes its part"
-    TAKE = "each device goes on with its part of what all have; back: zeros in the other parts"
-    SPREAD = "a part in its place among zeros, where the place matters and the others do not; back: each takes its part"
-    NARROW = "of heads that several others share, those that this device's share; back: zeros in the others"
-    SHARE = "a weight is read by work that all devices do alike; back: its share, as the shares will be added"
+    The text of a member is the transition of the tensor; then, after the semicolon, that of its gradient.
+    """
+
+    REDUCE_PARTIAL = "Partial → Replicate, or along a dim Partial → Shard(dim); Replicate, or Shard(dim) → Replicate"
+    TO_REPLICATE = "Replicate or Shard(dim) → Replicate, for sharded work; Partial → Replicate, or Partial → Shard(dim)"
+    SHARD_TO_REPLICATE = "Shard(dim) → Replicate, for work that all devices repeat; Replicate → Shard(dim)"
+    REPLICATE_TO_SHARD = "Replicate → Shard(dim); its shard, with zeros in the other shards"
+    SHARD_TO_ZERO_FILLED = "Shard(dim) → the whole dim with zeros in the other shards; Replicate → Shard(dim)"
+    REPLICATE_TO_HEADS = "Replicate → those key/value heads that the heads of the device share; zeros in the others"
+    REPLICATE_WEIGHT = "Replicate, a weight for work that all devices repeat; divided by the number of devices"
 
 
 @frozen
-class Move:
-    """One of the moves, over one axis."""
+class Transition:
+    """A change of placement over one axis. along: the sharded dim. heads: of REPLICATE_TO_HEADS, the query heads."""
 
-    how: How
+    kind: TransitionKind
     axis: str
     along: str | None = None
-    heads: int = 0  # of NARROW: how many share those along
+    heads: int = 0
 
 
-Moves = tuple[Move, ...]
+Transitions = tuple[Transition, ...]
 
 
 @frozen(eq=False)
-class Placed:
-    """A primitive with the moves of each of its arguments before it, and of its result after it.
+class PlacedOp:
+    """A primitive with the transitions of each argument before it, and of its result after it.
 
-    parts: the axes over which the result then lies in parts. summed: those over which the primitive adds within, the
-    statistics of a norm.
+    parts: the axes over which the result is then sharded. summed: the axes over which the primitive itself adds, for
+    the statistics of a norm.
     """
 
     step: Step
-    reads: tuple[Moves, ...]
-    result: Moves
+    reads: tuple[Transitions, ...]
+    result: Transitions
     parts: frozenset[str]
     summed: tuple[str, ...] = ()
 
 
 @frozen(eq=False)
-class Placement:
-    """The primitives of a node in order, and the moves of its output.
+class NodePlacement:
+    """The primitives of a node in order, and the transitions of its output.
 
-    partial: the contraction whose partial sums a value is, by the identity of its source. plain: what is made of
-    weights alone, by identity.
+    partial: the contraction that made a Partial value, by the identity of its source. plain: values made of weights
+    alone, by identity.
     """
 
-    steps: tuple[Placed, ...]
-    output: Moves
+    steps: tuple[PlacedOp, ...]
+    output: Transitions
     partial: Mapping[int, Step]
     plain: frozenset[int]
 
 
 @lru_cache(maxsize=1 << 13)
-def placement(program: Program, split: Split) -> Placement:
-    """Where devices divided like this must exchange to compute a node."""
+def propagate(program: Program, split: Split) -> NodePlacement:
+    """Return the transitions with which devices under a split compute a node."""
     it = _Inference(program, split)
     steps = tuple(it.read())
     output = it.reduced(program.value)
-    return Placement(steps, output, {i: step for i, (step, _) in it.partial.items()}, frozenset(it.plain))
+    return NodePlacement(steps, output, {i: step for i, (step, _) in it.partial.items()}, frozenset(it.plain))
 
 
 @define
@@ -107,7 +109,7 @@ class _Inference:
     owned: dict[int, dict[str, str]] = field(factory=dict)  # what `own` has found
     lying: dict[int, set[str]] = field(factory=dict)  # what `parts` has found
 
-    def read(self) -> Iterator[Placed]:
+    def read(self) -> Iterator[PlacedOp]:
         for step in self.program.steps:
             v = step.value
             if isinstance(v.op, Weight):
@@ -119,7 +121,7 @@ class _Inference:
             pending = [self.pending(a) for a in v.args]
             if v.op == Pointwise("add") and pending[0] and all(p and p[1] == pending[0][1] for p in pending):
                 self.partial[id(v)] = pending[0]
-                yield Placed(step, tuple(() for _ in v.args), (), frozenset(self.parts(v)))
+                yield PlacedOp(step, tuple(() for _ in v.args), (), frozenset(self.parts(v)))
                 continue
             yield self.placed(step)
             if axes := self.over(step, _contracted(step)):
@@ -129,7 +131,7 @@ class _Inference:
         """The partial sums that a value is, if nothing has reduced them yet."""
         return None if id(v.source) in self.whole else self.partial.get(id(v.source))
 
-    def placed(self, step: Step) -> Placed:
+    def placed(self, step: Step) -> PlacedOp:
         """A primitive with its moves."""
         v, reach = step.value, reach_of(step, self.split)
         after = self.parts(v)
@@ -139,10 +141,12 @@ class _Inference:
             (*self.reduced(a), *self.entered(step, a, r, work, after)) for a, r in zip(v.args, reach, strict=True)
         )
         taken = tuple(
-            Move(How.TAKE, a, self.dim(v, a)) for a in ("cp", "tp") if a in after & self.whole_over(step, reach)
+            Transition(TransitionKind.REPLICATE_TO_SHARD, a, self.dim(v, a))
+            for a in ("cp", "tp")
+            if a in after & self.whole_over(step, reach)
         )
         over = v.op.over if isinstance(v.op, Normalize) and v.op.groups == 1 else ()
-        return Placed(step, reads, taken, frozenset(after), tuple(sorted(self.over(step, over))))
+        return PlacedOp(step, reads, taken, frozenset(after), tuple(sorted(self.over(step, over))))
 
     def whole_over(self, step: Step, reach: tuple[Reach, ...]) -> set[str]:
         """The axes over which each device computes more of a result than its part."""
@@ -155,15 +159,18 @@ class _Inference:
         """The axes whose parts arguments are made whole of."""
         return {axis for a, r in zip(step.value.args, reach, strict=False) for axis, _ in self.reached(step, a, r)}
 
-    def reduced(self, v: Value) -> Moves:
+    def reduced(self, v: Value) -> Transitions:
         """The reduction of a value, if it is partial sums."""
         if id(v.source) not in self.partial:
             return ()
         self.whole.add(id(v.source))
         axes = sorted(self.partial[id(v.source)][1])
-        return tuple(Move(How.REDUCE, a, self.dim(v, a) if a in self.parts(v) or a == "etp" else None) for a in axes)
+        return tuple(
+            Transition(TransitionKind.REDUCE_PARTIAL, a, self.dim(v, a) if a in self.parts(v) or a == "etp" else None)
+            for a in axes
+        )
 
-    def entered(self, step: Step, a: Value, reach: Reach, work: set[str], after: set[str]) -> Iterator[Move]:
+    def entered(self, step: Step, a: Value, reach: Reach, work: set[str], after: set[str]) -> Iterator[Transition]:
         """From how an argument lies to how it is read, once it is no partial sum."""
         if isinstance(step.value.op, Route | Combine):
             return  # tokens that travel do not stay divided as they were
@@ -171,20 +178,23 @@ class _Inference:
         reached = dict(self.reached(step, a, reach))
         for axis in ("tp", "etp", "cp"):
             if axis in reached:
-                how = How.SPREAD if not reached[axis] else How.ENTER if axis in after else How.GATHER
-                yield Move(how, axis, self.dim(a, axis))
+                kind = TransitionKind.TO_REPLICATE if axis in after else TransitionKind.SHARD_TO_REPLICATE
+                kind = kind if reached[axis] else TransitionKind.SHARD_TO_ZERO_FILLED
+                yield Transition(kind, axis, self.dim(a, axis))
             elif axis in parts:
                 if axis == "tp" and self.scattered(a) and "tp" in step.axes.values():
-                    yield Move(How.ENTER, axis, self.dim(a, axis))
+                    yield Transition(TransitionKind.TO_REPLICATE, axis, self.dim(a, axis))
             elif axis == "cp" and plain:
                 if self.divides("cp") and "cp" not in work and id(step.value) not in self.plain:
-                    yield Move(How.SHARE, "cp")
+                    yield Transition(TransitionKind.REPLICATE_WEIGHT, "cp")
             elif axis in work and a.dtype is not DType.INDEX:
-                yield Move(How.ENTER, axis, self.dim(a, axis) if axis == "etp" and not plain else None)
+                yield Transition(
+                    TransitionKind.TO_REPLICATE, axis, self.dim(a, axis) if axis == "etp" and not plain else None
+                )
             elif axis in work and axis == "tp" and "tp" not in step.axes.values() and not reach and _sequence(a):
-                yield Move(How.TAKE, axis, _sequence(a))  # all devices of tp have all tokens
+                yield Transition(TransitionKind.REPLICATE_TO_SHARD, axis, _sequence(a))
         if reach.heads and "tp" in step.axes.values() and "tp" not in self.own(a).values():
-            yield Move(How.NARROW, "tp", *reach.heads)
+            yield Transition(TransitionKind.REPLICATE_TO_HEADS, "tp", *reach.heads)
 
     def reached(self, step: Step, a: Value, reach: Reach) -> Iterator[tuple[str, bool]]:
         """The axes whose parts an argument is made whole of, for a primitive that needs more than its own part.

@@ -209,11 +209,8 @@ def saved_activations(
     unit = op.expert if isinstance(op, MoE) else op
     if profile.kernels.only_swiglu_fused and (tensors := EAGER_TENSORS.get(type(unit), 0)):
         for s in (s for s in facts.saved if s.fusion == "gate" and s.experts == isinstance(op, MoE)):
-            yield (
-                CostColumn.SAVED,
-                kind.saved.recomputed_by(s),
-                (tensors + isinstance(op, MoE)) * tensor_bytes(s, precision),
-            )
+            nbytes = (tensors + isinstance(op, MoE)) * tensor_bytes(s, precision)
+            yield CostColumn.SAVED, kind.saved.recomputed_by(s), nbytes
     if not profile.attention.fused:
         for w in (w for w in facts.work if w.kind == "attend"):
             yield CostColumn.SAVED, w.recomputed_by, profile.attention.score_nbytes * w.count * w.m * w.n

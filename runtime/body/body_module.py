@@ -39,11 +39,11 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.facts.primitives import Program, fitted, origin, program
 from megaloom.dsl.facts.propagation import (
-    How,
-    Move,
-    Moves,
-    Placed,
-    placement,
+    PlacedOp,
+    Transition,
+    TransitionKind,
+    Transitions,
+    propagate,
 )
 from megaloom.dsl.graph import primitives
 from megaloom.dsl.sharding_table import SHARED_BY_HEADS, Sharded
@@ -67,7 +67,7 @@ class Body(nn.Module):
         layout, split = context.groups.layout, context.split
         self.groups, self.program = context.groups, fitted(program(node), split, SHARED_BY_HEADS)
         _trainable(node, self.program, split)
-        self.placement = placement(self.program, split)
+        self.placement = propagate(self.program, split)
         self.logits = isinstance(node.op, Unembed)
         self.mixture = node.op if isinstance(node.op, MoE) and node.op.balance else None
         self.placed = {id(p.step.value): p for p in self.placement.steps}
@@ -149,7 +149,11 @@ class Body(nn.Module):
     def weight(self, i: int) -> Tensor:
         """What this device computes with of a weight."""
         held = self.get_parameter_or_buffer(self.names[i])
-        return perform(Move(How.GATHER, "tp"), held, self.thin[i], self.groups) if i in self.thin else held
+        return (
+            perform(Transition(TransitionKind.SHARD_TO_REPLICATE, "tp"), held, self.thin[i], self.groups)
+            if i in self.thin
+            else held
+        )
 
     def get_parameter_or_buffer(self, name: str) -> Tensor:
         """The tensor of this name, whether it is trained or not."""
@@ -165,11 +169,11 @@ class _Run:
 
     body: Body
     known: dict[int, Tensor]  # by the identity of the value
-    moved: dict[tuple[int, Moves], Tensor] = field(factory=dict)
+    moved: dict[tuple[int, Transitions], Tensor] = field(factory=dict)
     again: bool = False  # whether this evaluates a part that is computed again
     discarded: list[Discarded] = field(factory=list)
 
-    def read(self, v: Value, moves: Moves) -> Tensor:
+    def read(self, v: Value, moves: Transitions) -> Tensor:
         """A value after moves; each is made once."""
         if not moves:
             return self.value(v)
@@ -209,7 +213,7 @@ class _Run:
         for part in self.discarded:
             part.free(out)
 
-    def computed(self, p: Placed) -> Tensor:
+    def computed(self, p: PlacedOp) -> Tensor:
         v = p.step.value
         args = [self.read(a, self.needed(p, a, moves)) for a, moves in zip(v.args, p.reads, strict=True)]
         body = self.body
@@ -219,7 +223,7 @@ class _Run:
             out = perform(move, out, axis(v.shape, move.along), self.body.groups)
         return out
 
-    def needed(self, p: Placed, v: Value, moves: Moves) -> Moves:
+    def needed(self, p: PlacedOp, v: Value, moves: Transitions) -> Transitions:
         """The moves of an argument of a primitive.
 
         Gradients of experts are added over tp, where it is not etp, with those of their copies. Over etp they are added
@@ -230,7 +234,11 @@ class _Run:
             return moves
         kept = tuple(m for m in moves if m.axis != "tp")
         alone = whole and self.body.groups.layout.etp > 1 and id(p.step.value) not in self.body.placement.plain
-        return (*kept, Move(How.ENTER, "etp")) if alone and all(m.axis != "etp" for m in kept) else kept
+        return (
+            (*kept, Transition(TransitionKind.TO_REPLICATE, "etp"))
+            if alone and all(m.axis != "etp" for m in kept)
+            else kept
+        )
 
     def copies(self, v: Value) -> Tensor:
         """Each copy that this rank holds, with its own index of what it picks and of its weights."""

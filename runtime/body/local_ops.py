@@ -29,7 +29,7 @@ from megaloom.dsl import (
     Value,
 )
 from megaloom.dsl.facts.primitives import Program, Step
-from megaloom.dsl.facts.propagation import How, Move, Placed
+from megaloom.dsl.facts.propagation import PlacedOp, Transition, TransitionKind
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.reference.evaluate import evaluate
 from megaloom.runtime.reference.tensors import axis, broadcast, names
@@ -39,7 +39,7 @@ from .dispatch import back, there
 from .transitions import perform
 
 
-def local(p: Placed, v: Value, *args: Tensor, groups: ProcessGroups, training: bool, mixture: MoE | None) -> Tensor:
+def local(p: PlacedOp, v: Value, *args: Tensor, groups: ProcessGroups, training: bool, mixture: MoE | None) -> Tensor:
     """What a primitive computes of local tensors. mixture: the MoE whose balancing loss is to be added."""
     match v.op:
         case Drop(rate):
@@ -126,15 +126,15 @@ def _looked_up(op: Lookup, v: Value, indices: Tensor, table: Tensor, *, rank: in
     return found * here[(..., *(None for _ in range(found.ndim - here.ndim)))]
 
 
-def _normalized(op: Normalize, v: Value, p: Placed, x: Tensor, *weights: Tensor, groups: Any) -> Tensor:
+def _normalized(op: Normalize, v: Value, p: PlacedOp, x: Tensor, *weights: Tensor, groups: Any) -> Tensor:
     """A norm over dims that lie in parts: sums of all ranks, whose gradients are summed as well."""
     places = [axis(v.shape, name) for name in op.over]
 
     def mean(t: Tensor) -> Tensor:
         t = t.mean(places, keepdim=True)
         for name in p.summed:
-            t = perform(Move(How.REDUCE, name), t / groups.layout.degrees[name], None, groups)
-            t = perform(Move(How.ENTER, name), t, None, groups)
+            t = perform(Transition(TransitionKind.REDUCE_PARTIAL, name), t / groups.layout.degrees[name], None, groups)
+            t = perform(Transition(TransitionKind.TO_REPLICATE, name), t, None, groups)
         return t
 
     if op.centred:

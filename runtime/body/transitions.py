@@ -18,33 +18,33 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megaloom.dsl.facts.propagation import How, Move
+from megaloom.dsl.facts.propagation import Transition, TransitionKind
 from megaloom.runtime.megatron.kernels import natural, zigzag
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 
 
-def perform(move: Move, x: Tensor, dim: int | None, groups: ProcessGroups) -> Tensor:
+def perform(move: Transition, x: Tensor, dim: int | None, groups: ProcessGroups) -> Tensor:
     """A tensor after a move; `dim` is the place of what the move is along."""
     group = groups.of_axis(move.axis)
-    match move.how:
-        case How.SHARE:
+    match move.kind:
+        case TransitionKind.REPLICATE_WEIGHT:
             return _shared(x, group.size())
-        case How.REDUCE if dim is None:
+        case TransitionKind.REDUCE_PARTIAL if dim is None:
             return _Sum.apply(x, group)
-        case How.ENTER if dim is None:
+        case TransitionKind.TO_REPLICATE if dim is None:
             return _Copy.apply(x, group)
     assert dim is not None, f"{move} is along a dim"
-    match move.how:
-        case How.REDUCE:
+    match move.kind:
+        case TransitionKind.REDUCE_PARTIAL:
             return _first(partial(reduce_scatter_to_sequence_parallel_region, group=group), x, dim)
-        case How.ENTER | How.GATHER:
+        case TransitionKind.TO_REPLICATE | TransitionKind.SHARD_TO_REPLICATE:
             return _first(partial(_gathered, move=move, group=group), x, dim)
-        case How.TAKE:
+        case TransitionKind.REPLICATE_TO_SHARD:
             return x.index_select(dim, _places(x.shape[dim], move.axis, group).to(x.device))
-        case How.SPREAD:
+        case TransitionKind.SHARD_TO_ZERO_FILLED:
             whole = x.new_zeros([n * group.size() if i == dim else n for i, n in enumerate(x.shape)])
             return whole.index_copy(dim, _places(whole.shape[dim], move.axis, group).to(x.device), x)
-        case How.NARROW:
+        case TransitionKind.REPLICATE_TO_HEADS:
             start, count = shared_heads(move.heads, x.shape[dim], group.rank(), group.size())
             return x.narrow(dim, start, count)
     raise AssertionError(f"no such move: {move}")
@@ -57,9 +57,9 @@ def shared_heads(heads: int, shared: int, rank: int, size: int) -> tuple[int, in
     return rank * mine // each, max(1, mine // each)
 
 
-def _gathered(x: Tensor, move: Move, group: dist.ProcessGroup) -> Tensor:
+def _gathered(x: Tensor, move: Transition, group: dist.ProcessGroup) -> Tensor:
     """The parts of all, along the first dim; the gradient is summed over the ranks if their work differs."""
-    whole = gather_from_sequence_parallel_region(x, move.how is How.ENTER, group)
+    whole = gather_from_sequence_parallel_region(x, move.kind is TransitionKind.TO_REPLICATE, group)
     return natural(whole, group.size()) if move.axis == "cp" else whole
 
 
