@@ -69,7 +69,7 @@ Entry = Priced | PartitionedLayout | BalancedLayout
 
 @define(eq=False)
 class Frontier:
-    """What a search has left to examine."""
+    """Priority queue of everything that a search has not examined yet."""
 
     candidates: Candidates
     closed: dict[DeviceMesh, float] = field(factory=dict)  # of each mesh, seconds above which nothing is examined

@@ -1,7 +1,7 @@
-"""The layouts that a search looks at: every way to deal the devices to the axes, and what is chosen beside.
+"""The candidate space: all base layouts, and the variants of each, as arrays.
 
-Protocol: `places` are the legal ways to lay a micro-batch over the axes, `variants` the layouts at some of them: how
-many chunks, in which groups, what is computed again, where the optimizer's state is. All of them in columns.
+`base_layouts` lists the legal device meshes with every micro-batch size; `variants` adds model chunks, microbatch
+group, recompute and sharding of the optimizer.
 """
 
 from __future__ import annotations
@@ -54,11 +54,10 @@ ALL_VARIANTS, OVERLAPPED_EXPERTS, OTHER_VARIANTS = (
 def base_layouts(
     graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes, inner: InnerOverlaps = ()
 ) -> Layouts:
-    """Every way to deal the devices to the axes, with every size of micro-batch, that breaks no rule.
+    """Return the legal base layouts: device mesh, micro-batch size, sequence parallelism, overlaps in a micro-batch.
 
-    What `variants` choose is as in a plain layout, and what the user has decided of it is left out.
-    inner: the overlaps within a micro-batch that are looked at: on wherever they may be. Layouts that overlap experts
-    have places of their own.
+    The fields that `variants` chooses are those of a plain layout. `inner` are the overlaps within a micro-batch
+    that the search tries: on wherever they are legal. Layouts that overlap experts are base layouts of their own.
     """
     found = unchecked_base_layouts(graph, cluster, workload, fixed, inner)
     states = np.full(len(found), _optimizer_choices(0, fixed)[0])
@@ -71,7 +70,7 @@ def base_layouts(
 
 
 def unchecked_layouts(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> Iterator[Layout]:
-    """Every layout that uses all devices and leaves no part of a degree over, legal or not."""
+    """Yield every layout that uses all devices and leaves no remainder in any degree, legal or not."""
     chosen = {name: value for name, value in fixed.items() if name in (*VARIANT_FIELDS, "shard", "overlaps")}
     chosen.setdefault("overlaps", OverlapSet(default_overlaps(fixed.get("shard", Shard.NONE))))
     found = unchecked_base_layouts(graph, cluster, workload, fixed)
@@ -83,7 +82,7 @@ def unchecked_layouts(graph: Graph, cluster: Cluster, workload: Workload, fixed:
 def unchecked_base_layouts(
     graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes, inner: InnerOverlaps = ()
 ) -> Layouts:
-    """The same, legal or not: all divisors of what each axis leaves, powers of two or not."""
+    """Return every base layout that uses all devices, legal or not: all divisors, powers of two or not."""
     rows = np.array(list(_degrees(graph, cluster, fixed)), dtype=np.int64).reshape(-1, 7)
     zeros, ones = np.zeros(len(rows), dtype=np.int64), np.ones(len(rows), dtype=np.int64)
     columns = dict(zip(("tp", "pp", "cp", "dp", "etp", "ep", "sequence_parallel"), rows.T, strict=True))
@@ -133,7 +132,7 @@ def _subsets(graph: Graph, workload: Workload, base: Layouts, fixed: FixedAxes, 
 
 
 def micro_batch_sizes(axes: Layout, workload: Workload, fixed: FixedAxes) -> tuple[int, ...]:
-    """The sizes of micro-batch that divide what each copy gets of the batch, least first."""
+    """Return the micro-batch sizes that divide the batch of each data-parallel rank, in ascending order."""
     return _micro_batch_choices(axes.dp, workload, fixed)
 
 
@@ -142,9 +141,10 @@ def _micro_batch_choices(dp: int, workload: Workload, fixed: FixedAxes) -> tuple
 
 
 def chunk_counts(pp: int, blocks: int) -> tuple[int, ...]:
-    """How many chunks a pipeline rank may have: what divides its share of the blocks, rounded up.
+    """Return the numbers of model chunks that a pipeline rank may have: divisors of its blocks, rounded up.
 
-    If nothing does, what divides one more: NVIDIA cuts DeepSeek-V3's 61 blocks into 8 chunks on each of two ranks.
+    If there are none up to MAX_CHUNKS, return divisors of one block more: NVIDIA runs DeepSeek-V3's 61 blocks as 8
+    chunks on each of two ranks.
     """
     share = max(1, -(-blocks // pp))
     share += share > MAX_CHUNKS and len(divisors(share)) == 2
@@ -152,10 +152,7 @@ def chunk_counts(pp: int, blocks: int) -> tuple[int, ...]:
 
 
 def microbatch_groups(pp: int, microbatches: int) -> tuple[int, ...]:
-    """The groups in which so many micro-batches may go through chunks, 0 for pp: those of some sizes that are legal.
-
-    When none of these is, the smallest that is.
-    """
+    """Return the microbatch groups to try, 0 for pp: legal ones of a few sizes, or the smallest legal one."""
     works = [n for n in range(pp, microbatches + 1) if (microbatches % n or n) >= pp]
     within_node = sorted({ceil(times * pp) for times in GROUP_RATIOS} & set(works)) or works[:1]
     return tuple(n if n != pp else 0 for n in within_node)
@@ -164,9 +161,9 @@ def microbatch_groups(pp: int, microbatches: int) -> tuple[int, ...]:
 def variants(
     graph: Graph, workload: Workload, base: Layouts, fixed: FixedAxes, family: Column, inner: InnerOverlaps = ()
 ) -> tuple[Layouts, Column]:
-    """The legal layouts at these places, and the place of each among them.
+    """Return the legal layouts of these base layouts, and the number of the base layout of each.
 
-    family: the sets of modules that may be computed again, as bits: [places, counts]. inner: as in `places`.
+    family: the sets of modules that selective recompute may have, as bits: [base layouts, sets].
     """
     asked = model_requirements(graph)
     numbered = np.arange(len(base))
@@ -202,7 +199,7 @@ def variants(
 
 
 def _optimizer_choices(several: int, fixed: FixedAxes) -> tuple[int, ...]:
-    """Whether the optimizer's state is divided."""
+    """Return the values of `shard` to try; with data parallelism both."""
     if Overlap.WEIGHTS in fixed.get("overlaps", ()):
         return _choices("shard", fixed, (1,))
     return _choices("shard", fixed, range(1 + several))
@@ -221,7 +218,7 @@ def _overlaps(found: Layouts, fixed: FixedAxes) -> Column:
 
 
 def count_variants(graph: Graph, workload: Workload, base: Layouts, fixed: FixedAxes, inner: InnerOverlaps = ()) -> int:
-    """How many `variants` there are, without making them."""
+    """Return the number of `variants` without building them."""
     asked, m = model_requirements(graph), base.microbatches(workload.batch)
     subsets = _subsets(graph, workload, base, fixed, inner)
     first, which = alike(base.pp, m, subsets)
@@ -255,7 +252,7 @@ VARIANT_FIELDS = ("vpp", "microbatch_group", "recompute", "recompute_modules", "
 def _schedules(
     pp: int, m: int, blocks: int, stages: int, subset: int, fixed: tuple[tuple[str, Any], ...]
 ) -> dict[str, Column]:
-    """How many chunks, and in groups of how many micro-batches."""
+    """Return the pairs of chunk count and microbatch group to try."""
     given = dict(fixed)
     rows = [
         (vpp, group)
@@ -284,7 +281,7 @@ def _module_sets(present: tuple[Module, ...], fixed: FixedAxes) -> tuple[int, ..
 def _recompute_choices(
     blocks: int, stages: int, sets: tuple[int, ...], modes: tuple[Recompute, ...], fixed: tuple[tuple[str, Any], ...]
 ) -> dict[str, Column]:
-    """What is computed again, and of how many blocks of each stage: fewer than an even share, or all."""
+    """Return the recompute modes, modules and numbers of blocks a stage to try."""
     given = dict(fixed)
     none = () if given.get("recompute_modules") else (0,)
     rows = [

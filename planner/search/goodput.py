@@ -1,7 +1,7 @@
-"""What share of a long run makes progress, when devices fail: the checkpoints that are best, and what is lost anyway.
+"""Goodput: the share of a long run that makes lasting progress when devices fail, with the best checkpoint interval.
 
-Protocol: `goodput` is that of a step on a cluster; `told` says it in a sentence or two. Every device can end the run,
-which begins again at the last checkpoint; while one is written training waits, as our runtime does.
+Every failure ends the run, which continues from the last checkpoint. Training waits while a checkpoint is written,
+as in our runtime.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STATE_NBYTES = 12  # bytes of an element's master weight and two moments
 
 @frozen(kw_only=True)
 class Goodput:
-    """What is to be expected of a long run."""
+    """Expected losses of a long run, and its checkpoints."""
 
     share: float  # of the time, in which steps are made that last
     failure_seconds: float  # from one to the next, on average
@@ -35,9 +35,9 @@ class Goodput:
 
 
 def goodput(params: int, precision: Precision, cluster: Cluster, step_seconds: float) -> Goodput | None:
-    """That of steps of so many seconds on a model of so many parameters; None on a cluster that never fails.
+    """Return the goodput of a run; None on a cluster without failures.
 
-    A share of 0 is that of a cluster that fails before it has written anything.
+    A share of 0 means that the cluster fails before the first checkpoint is written.
     """
     if not cluster.failures:
         return None
@@ -78,7 +78,7 @@ def lasting_share(work: float, save: float, mean: float, restart: float) -> floa
 
 
 def goodput_text(found: Goodput) -> str:
-    """What is to be expected, said."""
+    """Return the goodput as a sentence."""
     terabytes = found.checkpoint_nbytes / 1e12
     return (
         f"goodput {found.share:.1%}: a failure about every {_long(found.failure_seconds)}; a checkpoint of "

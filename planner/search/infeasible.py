@@ -1,6 +1,6 @@
-"""What to say when there is no plan: what is fixed is no layout, or breaks a rule, or nothing fits the memory.
+"""Messages for searches without a plan: fixed values that are no layout, break a rule, or do not fit the memory.
 
-Protocol: the functions give the text of a UserError: what, where, and the smallest change that would do.
+Each function returns the text of a UserError: what is wrong, where, and the smallest changes that help.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PLAIN_AXES = {"cp": 1, "etp": 1, "micro_batch": 1}  # of the layouts among which
 
 
 def checked_fixed(fixed: Mapping[str, Any]) -> FixedAxes:
-    """What the user has fixed, if it can be part of a layout. Raises UserError."""
+    """Return the fixed fields, parsed. Raises UserError for an unknown field or value."""
     out = dict(fixed)
     for name, value in fixed.items():
         if name not in FIELDS:
@@ -82,7 +82,7 @@ def _far(entry: tuple[Layout, tuple[Violation, ...]]) -> tuple[int, int, int]:
 
 
 def nothing_fits(pricer: Pricer, candidates: Candidates) -> str:
-    """No legal layout fits the memory: the nearest miss, and changes that would make one fit."""
+    """Return the message for a search in which nothing fits: the smallest deficit, and changes that help."""
     miss, fixed = leanest(candidates), candidates.fixed
     said = f" with {fixed_text(fixed)}" if fixed else ""
     lines = [
@@ -98,7 +98,7 @@ def nothing_fits(pricer: Pricer, candidates: Candidates) -> str:
 
 
 def leanest(candidates: Candidates) -> Partition:
-    """The layout that lacks the least memory, of those that may need the least."""
+    """Return the layout with the smallest deficit, of those with the least bounds of memory."""
     _, ideal = candidates.bound_all().ideal()
     found = candidates.variants(np.argsort(ideal, kind="stable")[:PLACED])
     first = np.argsort(found.nbytes, kind="stable")[:PLACED]
@@ -109,7 +109,7 @@ Change = tuple[str, Partition]  # what is changed, and a layout that then fits
 
 
 def _freed(pricer: Pricer, fixed: FixedAxes) -> Iterator[Change]:
-    """Each thing that is fixed and that another value of would make a layout fit; or else all of them."""
+    """Yield for each fixed field another value with which a layout fits; else one layout with nothing fixed."""
     alone = False
     for name in fixed:
         free = {other: value for other, value in fixed.items() if other != name}
@@ -121,7 +121,7 @@ def _freed(pricer: Pricer, fixed: FixedAxes) -> Iterator[Change]:
 
 
 def _changed(pricer: Pricer, miss: Partition, fixed: FixedAxes) -> Iterator[Change]:
-    """For each kind of change of what is asked the smallest that makes a layout fit."""
+    """Yield for each kind of change the smallest one with which a layout fits."""
     for kind in (_fuller(pricer, miss), _narrower(pricer), _larger(pricer, fixed), _roomier(pricer), _shorter(pricer)):
         found = ((what, fitting(other, fixed)) for what, other in kind)
         yield from islice(((what, placed) for what, placed in found if placed is not None), 1)
@@ -186,7 +186,7 @@ def _with(pricer: Pricer, **changes: Any) -> Pricer:
 
 
 def fitting(pricer: Pricer, fixed: FixedAxes) -> Partition | None:
-    """A layout that fits the memory, if one is found: a plain and quick one if there is such a one."""
+    """Return a layout that fits the memory, if one is found: a plain and fast one if there is one."""
     for chosen in ({**PLAIN_AXES, **fixed}, fixed) if _holds(pricer) else ():
         candidates = Candidates(pricer, chosen)
         if len(candidates.base_layouts) and (found := _quick(candidates)) is not None:
@@ -195,14 +195,14 @@ def fitting(pricer: Pricer, fixed: FixedAxes) -> Partition | None:
 
 
 def _holds(pricer: Pricer) -> bool:
-    """Whether all devices together have room for the weights, their gradients and the optimizer's state, once."""
+    """Return True if all devices together can hold weights, gradients and optimizer state once."""
     part = pricer.partition(Layout()).stages[0]
     once = state_bytes(part.params, part.expert_params, Layout(), pricer.workload.precision, pricer.profile)
     return sum(once.values()) <= pricer.capacity * pricer.cluster.count
 
 
 def _quick(candidates: Candidates) -> Partition | None:
-    """Of the layouts that may fit the memory, one of the quickest that does; or the leanest, if that does."""
+    """Return one of the fastest layouts that fit, else the one with the smallest deficit if that fits."""
     seconds, nbytes = candidates.bound_all().ideal()
     order = np.flatnonzero(nbytes <= candidates.pricer.capacity)
     if not len(order):

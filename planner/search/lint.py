@@ -1,6 +1,6 @@
-"""`plan --lint`: the rules that every legal layout meets, and which of them a layout breaks.
+"""`plan --lint`: the rules of legal layouts, and which of them a layout breaks.
 
-Protocol: `listed`, `broken` and `warned` are text for a terminal; of a layout that breaks none the last two are empty.
+`rules_text`, `violations_text` and `caveats_text` return text for a terminal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ALL_RULES = (*RANGE_RULES, *RULES, *EXPORT_RULES, *RUNTIME_RULES)
 
 
 def rules_text() -> str:
-    """Every rule by who refuses what breaks it: its id, its sentence, what would work, and where or why."""
+    """Return every rule by owner: its id, its sentence, its fix, and the source."""
     margin = 2 + max(len(rule.id) for rule in ALL_RULES) + 2
     sections = ([head, *(_rule_text(r, margin) for r in ALL_RULES if r.owner is by)] for by, head in HEADINGS.items())
     return "\n\n".join("\n".join(section) for section in sections)
@@ -51,7 +51,7 @@ def _rule_text(rule: Rule, margin: int) -> str:
 
 
 def violations_text(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> str:
-    """What the layout of these degrees breaks, each rule with what would work."""
+    """Return the rules that this layout breaks, and changes that are legal; empty if it breaks none."""
     layout = _layout(graph, cluster, workload, fixed)
     wrong = violations(layout, graph, workload, cluster)
     lines = [f"{layout}: {v.message} [{v.rule}]" for v in wrong]
@@ -60,19 +60,19 @@ def violations_text(graph: Graph, cluster: Cluster, workload: Workload, fixed: F
 
 
 def caveats_text(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> str:
-    """Why the runtime does not train it."""
+    """Return why the runtime does not train this layout; empty if it does."""
     return "\n".join(caveats(_layout(graph, cluster, workload, fixed), graph, workload, cluster))
 
 
 def lint_json(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> dict[str, Any]:
-    """What a layout breaks, what only some programs train of it, and all rules, as JSON has them."""
+    """Return as JSON the rules that a layout breaks, its limits at runtime, and all rules."""
     case = (_layout(graph, cluster, workload, fixed), graph, workload, cluster)
     lists = {"violations": violations, "limits": runtime_violations, "wrong": export_violations}
     return {**{name: [asdict(each) for each in asked(*case)] for name, asked in lists.items()}, "rules": rules_json()}
 
 
 def rules_json() -> list[dict[str, str]]:
-    """Every rule as JSON has it."""
+    """Return every rule as JSON."""
     told = ("id", "sentence", "fix", "owner", "source")
     return [{name: getattr(rule, name) for name in told} for rule in ALL_RULES]
 

@@ -42,7 +42,7 @@ MESH_AXES = ("dp", "tp", "pp", "cp")  # the axes whose product is the number of 
 
 
 def priced_neighbours(layout: Layout, pricer: Pricer, fixed: FixedAxes) -> tuple[list[Rival], tuple[Rejected, ...]]:
-    """The neighbours that are legal and fit the memory, with their prices; and the others, with their causes."""
+    """Return the neighbours that are legal and fit, simulated; and the others with the cause."""
     rivals, rejected = [], []
     for change, other in neighbours(layout, pricer, fixed):
         wrong = pricer.broken(other)
@@ -58,7 +58,7 @@ def priced_neighbours(layout: Layout, pricer: Pricer, fixed: FixedAxes) -> tuple
 
 
 def neighbours(layout: Layout, pricer: Pricer, fixed: FixedAxes) -> Iterator[tuple[str, Layout]]:
-    """What each step changes, in words, and the layout that it leads to. What is fixed stays."""
+    """Yield each neighbour with its change in words. Fixed fields do not change."""
     seen = {layout}
     for other in _steps(layout, pricer, fixed):
         x = _settled(other, layout, pricer.workload)
@@ -128,7 +128,7 @@ def _settled(x: Layout, origin: Layout, workload: Workload) -> Layout:
 
 
 def _change(layout: Layout, other: Layout) -> str:
-    """What distinguishes a layout from another, in words: `With tp 2, dp 4 rather than tp 1, dp 8`."""
+    """Return the difference of two layouts in words: `With tp 2, dp 4 instead of tp 1, dp 8`."""
     names = [name for name in (*AXES, "micro_batch") if getattr(layout, name) != getattr(other, name)]
     new, old = (", ".join(f"{_said(name)} {getattr(x, name)}" for name in names) for x in (other, layout))
     parts = [f"with {new} instead of {old}"] if names else []

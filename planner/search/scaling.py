@@ -1,6 +1,6 @@
-"""How a model scales: the best layout on each of a row of clusters, and in less and less memory.
+"""Scaling tables: the best layout on each of several clusters, and in less and less memory.
 
-Protocol: `clusters` reads `8..4096xH100`, a `Point` is the best layout on one of them, `table` shows them.
+`clusters_in_range` reads `8..4096xH100`, `scaling_points` searches each cluster, `scaling_table` shows the results.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BAR_WIDTH = 24  # characters of the quickest row's bar
 
 @frozen
 class ScalingPoint:
-    """A cluster, and the best layout there: None if none is legal and fits."""
+    """A cluster and its best layout; None if no layout is legal and fits."""
 
     cluster: Cluster
     best: Priced | None
@@ -70,10 +70,9 @@ def scaling_points(
     *,
     pareto: bool = False,
 ) -> Iterator[ScalingPoint]:
-    """The best layout on each cluster, from the smallest cluster on.
+    """Yield the best layout of each cluster, from the smallest cluster on.
 
-    pareto: also those that take less memory, each by `LESS` than the one before, and none that another one, on no more
-    devices and with no more memory on each, is as quick as.
+    pareto: also yield the Pareto front over time per token, memory and devices, in memory steps of MEMORY_STEP.
     """
     parted, shown = with_cut_points_of(graph, runtime), list[tuple[float, int]]()
     for machine in row:

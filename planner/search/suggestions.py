@@ -23,7 +23,7 @@ from megaloom.planner.model.requirements import model_requirements
 from .candidate_space import FixedAxes, base_layouts, variants
 
 MAX_CHANGED = 3  # fields that a suggestion changes at most
-BASES_AT_ONCE, MAX_BASES = 64, 1024  # base layouts whose variants are looked at, the nearest first
+BASES_A_STEP, MAX_BASES = 64, 1024  # base layouts whose variants are looked at, the nearest first
 LISTED = 4  # suggestions
 
 
@@ -98,8 +98,8 @@ def _nearest_legal(
     base = base_layouts(graph, cluster, workload, fixed, overlaps)
     order = np.argsort(_distance(base, wanted), kind="stable")[:MAX_BASES]
     modules = len(model_requirements(graph).modules)
-    for start in range(0, len(order), BASES_AT_ONCE):
-        near = base.take(order[start : start + BASES_AT_ONCE])
+    for start in range(0, len(order), BASES_A_STEP):
+        near = base.take(order[start : start + BASES_A_STEP])
         sets = np.zeros((len(near), modules), dtype=np.int64)
         found, _ = variants(graph, workload, near, fixed, sets, overlaps)
         if len(found):
