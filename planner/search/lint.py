@@ -31,7 +31,9 @@ HEADINGS = {
     Owner.CORE: "megatron-core 0.16.1 refuses, or fails at the place that is said",
     Owner.CALLERS: "megatron-core leaves to its callers",
     Owner.PLANNER: "megatron-core takes, and the planner refuses for the reason that is said",
-    Owner.EXPORTS: "megatron-core takes, and computes wrong gradients: the runtime mends that, exports to it are refused",
+    Owner.EXPORTS: (
+        "megatron-core takes, and computes wrong gradients: the runtime mends that, exports to it are refused"
+    ),
     Owner.RUNTIME: "planned for other programs; `megaloom train` does not run it for the reason that is said",
 }
 WIDTH = 116

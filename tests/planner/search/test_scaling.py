@@ -94,7 +94,7 @@ def test_the_rules_need_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpt2", "--lint"]) == 0
     assert capsys.readouterr().out == alone
     assert main(["--lint", "--tp", "2"]) == 2
-    assert capsys.readouterr().err.startswith("plan: MODEL requires an argument\nMODEL can be file.py:name")
+    assert capsys.readouterr().err.startswith("plan: MODEL is missing\nMODEL can be file.py:name")
 
 
 def test_lint(capsys: pytest.CaptureFixture[str]) -> None:
