@@ -1,4 +1,4 @@
-"""What a cluster is made of: devices, and the links between them. `presets` has those that are known."""
+"""Devices, links and clusters as values. `hardware.presets` has the known ones."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ STORAGE = 2e12 / 24_576
 
 
 def within(low: float, high: float, unit: str) -> Callable[[Any, Attribute[Any], float], None]:
-    """A validator: the figure lies in [low, high] of `unit`, outside of which it is a slip of the pen."""
+    """Return an attrs validator that refuses values outside [low, high], which are mistakes of units or digits."""
 
     def check(owner: Any, attribute: Attribute[Any], value: float) -> None:
         if not low <= value <= high:  # also refuses nan
@@ -76,7 +76,7 @@ def within(low: float, high: float, unit: str) -> Callable[[Any, Attribute[Any],
 
 
 def a(name: str) -> str:
-    """A device of this name, with its article."""
+    """Return the name of a device with its article."""
     return f"{'an' if name[0] in 'AH' else 'a'} {name}"
 
 
@@ -99,42 +99,42 @@ def _nbytes(owner: Device, attribute: Attribute[Any], value: int) -> None:
 
 @frozen(kw_only=True)
 class Device:
-    """One accelerator (or one CPU process), by its datasheet and by what it was measured to reach."""
+    """One accelerator, or one CPU process: peaks from its datasheet, and the measured shares of them."""
 
     name: str
     flops: dict[str, float] = field(hash=False, validator=_flops)  # peak FLOP/s of a matrix product, by Precision value
     nbytes: int = field(validator=_nbytes)  # memory
     bandwidth: float = field(validator=within(1e8, 1e14, "bytes/s"))  # peak of that memory, read + written
     flops_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the peak"))
-    """What a large matrix product reaches of `flops`."""
+    """Share of `flops` that a large matrix product reaches."""
     narrow_efficiency: float = field(default=1.0, validator=within(0.1, 1, "shares of that"))
-    """What of `flops_efficiency` is left for products of fewer than 16 bits."""
+    """Factor on `flops_efficiency` for matrix products below 16 bits."""
     nvfp4_efficiency: float = field(default=1.0, validator=within(0.1, 1, "shares of that"))
-    """What of that is left for products of 4 bits."""
+    """Factor on `flops_efficiency * narrow_efficiency` for matrix products of 4 bits."""
     bandwidth_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the peak"))
-    """What a large copy reaches of `bandwidth`."""
+    """Share of `bandwidth` that a large copy reaches."""
     launch_seconds: float = field(default=0.0, validator=within(0, 1, "seconds"))
-    """What one small kernel takes at least, with the host's part in it."""
+    """Least time of one small kernel, with the launch by the host."""
     attend_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the peak"))
-    """What fused attention reaches of `flops` on long sequences, heads of 128, causal work counted as half."""
+    """Share of `flops` that fused attention reaches on long sequences, heads of 128, causal work counted half."""
     sustained: float = field(default=1.0, validator=within(0.1, 1, "shares of the best"))
-    """What is left of `flops` in a training step, at the clock that the power limit leaves."""
+    """Share of `flops` left in a training step, at the clock that the power limit allows."""
     units: int = field(default=1, validator=within(1, 10**6, "multiprocessors"))
-    """How many multiprocessors the tiles of a matrix product are dealt to."""
+    """Streaming multiprocessors (SMs)."""
     library_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
-    """What cuBLAS is given as a workspace by each library that calls it."""
+    """Workspace of cuBLAS, for each library that calls it."""
     context_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
-    """What the driver, the libraries and the process take before the first tensor."""
+    """Memory of driver, libraries and process before the first tensor."""
 
     @property
     def moves(self) -> float:
-        """Bytes a second that work which memory limits reads and writes."""
+        """Return the bytes per second of memory-bound work, reads and writes together."""
         return self.bandwidth * self.bandwidth_efficiency
 
 
 @frozen(kw_only=True)
 class Link:
-    """What joins a device to others: a message takes latency + steps * hop + bytes / (bandwidth * efficiency).
+    """Connection of a device to others: a message takes latency + steps * hop + bytes / (bandwidth * efficiency).
 
     `steps` are those of the collective after the first: n - 2 for an all-gather in a ring of n, 0 for a send.
     """
@@ -145,13 +145,13 @@ class Link:
     hop: float = field(default=0.0, validator=within(0, 1, "seconds"))
     efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the bandwidth"))
     group_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
-    """What the buffers of one group of devices take on each of them."""
+    """Communication buffers of one process group, on each of its devices."""
     peer_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
-    """What those of an all-to-all take more, for each other device."""
+    """Further communication buffers of an all-to-all, for each other device of the group."""
 
     @property
     def reached(self) -> float:
-        """Bytes a second that a large message gets."""
+        """Return the bytes per second of a large message."""
         return self.bandwidth * self.efficiency
 
 
@@ -174,7 +174,7 @@ class Cluster:
     failures: float = field(default=FAILURES, validator=within(0, 1, "interruptions by device and hour"))
     storage: float = field(default=STORAGE, validator=within(1e3, 1e12, "bytes/s of a device's checkpoint"))
     source: str = ""
-    """The file that says so; none for a preset."""
+    """The cluster file that declares it; empty for a preset."""
 
     def __attrs_post_init__(self) -> None:
         if self.count % self.per_node:
@@ -207,12 +207,12 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """How many nodes the devices fill."""
+        """Return the number of nodes."""
         return self.count // self.per_node
 
     @cached_property
     def slowest(self) -> Device:
-        """The device that all others wait for, each step: where power limits the clock, the unluckiest of all."""
+        """Return the slowest device, which all others wait for in each step, where the power limit sets the clock."""
         if self.device.sustained == 1.0:
             return self.device
         behind = VARIATION * NormalDist().inv_cdf((self.count - 0.375) / (self.count + 0.25))  # Blom, 1958
@@ -220,7 +220,7 @@ class Cluster:
 
     @cached_property
     def levels(self) -> tuple[tuple[int, float], ...]:
-        """The node, the pod and all: how many devices a level joins, and the bytes a second of one's share of it."""
+        """Return (devices, bytes per second of one device) of each network level: node, pod, whole cluster."""
         node = (self.per_node, self.intra.reached)
         if self.nodes == 1:
             return (node,)
@@ -230,7 +230,7 @@ class Cluster:
 
     @property
     def kind(self) -> str:
-        """What stands after the x in its name."""
+        """Return the part of its name after the x: a device, or a cluster file."""
         return self.source or self.device.name
 
     def __str__(self) -> str:
@@ -239,7 +239,7 @@ class Cluster:
 
 @frozen(kw_only=True)
 class Preset:
-    """A kind of device and how it comes: `tray` of them are had together, up to `domain` of them share `intra`."""
+    """A device with its links. Systems come in units of `tray` devices; up to `domain` devices share `intra`."""
 
     device: Device
     intra: Link

@@ -1,7 +1,7 @@
 """The plan: a layout, its stages, and the prediction for them. A value, stored as JSON.
 
 `plan_from_json(plan_to_json(plan), where) == plan` holds exactly. `load` and `save` are the same on files. A file that
-is no valid plan of this version raises a PlanError that names the field. `rules.plan_check` compares a plan with a model.
+is no valid plan of this version raises a PlanError that names the field. `rules.plan_check` compares plan and model.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Which layouts are legal: rules by theme, and what they ask of a model."""
+"""Legality of layouts: rules by theme, and the comparison of a plan with its model."""

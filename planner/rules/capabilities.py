@@ -1,7 +1,7 @@
-"""What only some programs train: not megaloom's own runtime, or it alone. Such plans are made all the same.
+"""Rules that hold for one program only: Megaloom's own runtime, or megatron-core as the target of an export.
 
-Protocol: `limits` are why the runtime does not run a plan, which then says so; `wrong` is what megatron-core would
-compute wrongly, which exports to it refuse. Both are violations, as of the rules that all layouts meet.
+A plan may break them; its reasons then say which program cannot run it. `runtime_violations` lists what our runtime
+does not train, `export_violations` what megatron-core refuses or computes with wrong gradients.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TRAINED = OWN.precisions
 
 @lru_cache(maxsize=16)
 def untrainable(graph: Graph) -> Words | None:
-    """Why a model is none that goes from one input of tokens to the logits of the next, through layers, if so."""
+    """Return why a model is no next-token model that the runtime trains, and the fix; None if it is one."""
     inputs = [n.name for n in graph.nodes if n.is_input]
     tokens = all(n.value.dtype is DType.INDEX for n in graph.nodes if n.is_input)
     last = graph.nodes[graph.index[graph.outputs[0]]]
@@ -73,12 +73,12 @@ def untrainable(graph: Graph) -> Words | None:
 
 
 def hidden_sizes(graph: Graph) -> set[int]:
-    """The sizes of the hidden states between the layers."""
+    """Return the sizes of the hidden states between layers."""
     return {n.shape["embed"].known for n in graph.nodes if "embed" in n.shape}
 
 
 def shared_weight_users(graph: Graph) -> dict[str, list[Node]]:
-    """The weights that several layers use, each with these."""
+    """Return the weights that several nodes use, by name, with those nodes."""
     users: dict[str, list[Node]] = {}
     for n in graph.nodes:
         for slot in n.weights:
@@ -88,7 +88,7 @@ def shared_weight_users(graph: Graph) -> dict[str, list[Node]]:
 
 @lru_cache(maxsize=16)
 def unrouted_experts(graph: Graph) -> Node | None:
-    """The first node with experts to which no tokens are sent: they are not divided."""
+    """Return the first node whose experts are not fed by a router; None if there is none."""
     for n in graph.nodes:
         table = program(n).table
         apart = any(table.among_experts(slot.outer) for slot in n.weights)
@@ -296,25 +296,25 @@ EXPORT_RULES = (
 
 
 def runtime_violations(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
-    """Why the runtime does not train this."""
+    """Return the rules by which Megaloom's own runtime does not train a layout."""
     return violated(RUNTIME_RULES, Case(layout, graph, workload, cluster))
 
 
 def export_violations(
     layout: Layout, graph: Graph, workload: Workload, cluster: Cluster, starts: tuple[int, ...] = ()
 ) -> tuple[Violation, ...]:
-    """What megatron-core would compute wrongly; of stages too, if they begin at these nodes."""
+    """Return the export rules that a layout breaks; `starts` are the first nodes of its stages."""
     return violated(EXPORT_RULES, Case(layout, graph, workload, cluster, starts))
 
 
 def exportable(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) -> Truth:
-    """Which of these layouts megatron-core computes as it should."""
+    """Return a mask of the layouts that break no rule of exports to megatron-core."""
     case = Case(layouts, graph, workload, cluster)
     return all_of(rule.holds(case) for rule in EXPORT_RULES)
 
 
 def caveats(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[str, ...]:
-    """Both, in sentences for who reads a plan."""
+    """Return the violations of runtime and export rules as sentences for the reasons of a plan."""
     said = {
         "`megaloom train` does not run it, other programs may": runtime_violations,
         "Exports to Megatron-LM are refused": export_violations,

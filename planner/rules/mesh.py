@@ -1,4 +1,4 @@
-"""The rules of the grid: how many devices the axes take together, and which axes need which."""
+"""Rules of the device mesh: the number of devices, and axes that need other axes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .rule import (
 
 
 def least_devices(layout: Layout) -> int:
-    """The fewest devices on which these degrees can lie: dense layers and experts share each pipeline rank's."""
+    """Return the fewest devices for these degrees; dense layers and experts share the devices of a pipeline rank."""
     return layout.pp * lcm(layout.tp * layout.cp, layout.ep * layout.etp)
 
 
@@ -136,8 +136,8 @@ RULES = (
     ),
     Rule(
         "expert-grid",
-        "Experts lie on the same devices: etp x ep x pp divides their number too, so that a multiple of pp x the least "
-        "common multiple of tp x cp and ep x etp is needed, not the product of all.",
+        "etp x ep x pp divides the number of devices, because experts share the devices of the dense layers. The "
+        "number is a multiple of pp x lcm(tp x cp, ep x etp).",
         "a smaller ep, etp or pp, or more devices",
         Owner.CORE,
         "parallel_state.py:793",

@@ -1,4 +1,4 @@
-"""The rules of overlap: what an exchange that goes on while devices compute asks of the rest of the layout."""
+"""Rules of overlap: requirements of each kind of overlap on the rest of the layout."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _weights(case: Case) -> Truth:
 
 def _weights_text(case: Case) -> Words:
     if not case.layout.distributed_optimizer:
-        message = "the gathering of weights overlaps, and without the distributed optimizer there are none to gather"
+        message = "`--overlap weights` needs the distributed optimizer, which gathers weights"
         return message, "distributed_optimizer on, or no overlap of weights"
-    return "the gathering of weights overlaps, and the reduction of gradients does not", "overlap of gradients too"
+    return "`--overlap weights` needs `--overlap gradients`", "overlap of gradients too"
 
 
 def _tensor(case: Case) -> Truth:
@@ -38,12 +38,12 @@ def _tensor(case: Case) -> Truth:
 
 
 def _tensor_text(case: Case) -> Words:
-    message = f"tp {case.layout.tp} overlaps with products, and sequences are not divided over it"
+    message = "`--overlap tensor` needs sequence parallelism"
     return message, "sequence_parallel on, or no overlap of tensor"
 
 
 def within_node(tp: Any, cluster: Cluster) -> Truth:
-    """Whether the devices of tp share a node."""
+    """Return True where the tensor-parallel ranks share a node."""
     return (cluster.nodes == 1) | (cluster.per_node % tp == 0)
 
 
@@ -52,7 +52,7 @@ def _tensor_node(case: Case) -> Truth:
 
 
 def _tensor_node_text(case: Case) -> Words:
-    message = f"tp {case.layout.tp} overlaps with products, and goes beyond a node of {case.cluster.per_node}"
+    message = f"`--overlap tensor` needs tp within a node of {case.cluster.per_node} devices, got tp {case.layout.tp}"
     return message, "tp that divides a node, or no overlap of tensor"
 
 
@@ -61,7 +61,7 @@ def _experts(case: Case) -> Truth:
 
 
 def _experts_text(case: Case) -> Words:
-    return "the exchange of experts overlaps, and ep is 1", "ep at least 2, or no overlap of experts"
+    return "`--overlap experts` needs ep of at least 2, got 1", "ep at least 2, or no overlap of experts"
 
 
 def _experts_vpp(case: Case) -> Truth:
@@ -69,7 +69,7 @@ def _experts_vpp(case: Case) -> Truth:
 
 
 def _experts_vpp_text(case: Case) -> Words:
-    message = f"the exchange of experts overlaps under pp {case.layout.pp}, and chunks are not interleaved"
+    message = f"`--overlap experts` with pp {case.layout.pp} needs vpp of at least 2"
     return message, "vpp at least 2, or no overlap of experts"
 
 
@@ -78,7 +78,7 @@ def _experts_recompute(case: Case) -> Truth:
 
 
 def _experts_recompute_text(case: Case) -> Words:
-    message = "the exchange of experts overlaps with a way back on which blocks are computed again"
+    message = "`--overlap experts` cannot be combined with `--recompute full`"
     return message, "recompute none or selective, or no overlap of experts"
 
 
@@ -91,7 +91,7 @@ def _experts_precision(case: Case) -> Truth:
 
 
 def _experts_precision_text(case: Case) -> Words:
-    return "the exchange of experts overlaps in fp32", "bf16 would, or no overlap of experts"
+    return "`--overlap experts` does not work in fp32", "bf16 would, or no overlap of experts"
 
 
 def _alone(x: Any, ahead: int) -> Truth:
@@ -113,14 +113,14 @@ def _experts_ahead_text(case: Case) -> Words:
 
 
 def may_overlap_experts(x: Any, ahead: int, workload: Workload) -> Truth:
-    """Whether experts may overlap under these layouts, if there are chunks and no block is computed again."""
+    """Return True where expert overlap is legal, provided that chunks are interleaved and no block is recomputed."""
     return (x.ep > 1) & _short(workload) & _alone(x, ahead)
 
 
 RULES = (
     Rule(
         "overlap-weights",
-        "Overlap of weights needs the distributed optimizer, and overlap of gradients.",
+        "`--overlap weights` needs `--distributed-optimizer` and `--overlap gradients`.",
         "distributed_optimizer on and overlap of gradients, or without overlap of weights",
         Owner.CALLERS,
         "Megatron-LM's validate_args",
@@ -129,7 +129,7 @@ RULES = (
     ),
     Rule(
         "overlap-tensor",
-        "Overlap of tensor needs sequence parallelism.",
+        "`--overlap tensor` needs `--sequence-parallel`.",
         "sequence_parallel on, or no overlap of tensor",
         Owner.CALLERS,
         "Megatron-LM's validate_args",
@@ -138,7 +138,7 @@ RULES = (
     ),
     Rule(
         "overlap-tensor-node",
-        "Overlap of tensor stays within a node.",
+        "`--overlap tensor` needs all tensor-parallel ranks in one node.",
         "tp that divides a node, or no overlap of tensor",
         Owner.PLANNER,
         "its buffers are in memory that devices read of each other (Transformer Engine, module/base.py: initialize_ub)",
@@ -147,7 +147,7 @@ RULES = (
     ),
     Rule(
         "overlap-experts",
-        "Overlap of experts needs ep.",
+        "`--overlap experts` needs ep of at least 2.",
         "ep at least 2, or no overlap of experts",
         Owner.CORE,
         "transformer_config.py:1863",
@@ -156,7 +156,7 @@ RULES = (
     ),
     Rule(
         "overlap-experts-vpp",
-        "Overlap of experts under pp needs vpp.",
+        "`--overlap experts` with pp above 1 needs vpp of at least 2.",
         "vpp at least 2, or no overlap of experts",
         Owner.CORE,
         "transformer_config.py:1858",
@@ -165,7 +165,7 @@ RULES = (
     ),
     Rule(
         "overlap-experts-recompute",
-        "Overlap of experts does without full recompute.",
+        "`--overlap experts` cannot be combined with `--recompute full`.",
         "recompute none or selective, or no overlap of experts",
         Owner.CORE,
         "transformer_config.py:1871 and 1877",
@@ -174,7 +174,7 @@ RULES = (
     ),
     Rule(
         "overlap-experts-precision",
-        "Overlap of experts is for 16 bits and fewer.",
+        "`--overlap experts` needs a precision of 16 bits or fewer.",
         "bf16, or no overlap of experts",
         Owner.CORE,
         "transformer_config.py:1882",
@@ -183,7 +183,7 @@ RULES = (
     ),
     Rule(
         "overlap-experts-ahead",
-        "Overlap of experts in a model that predicts a token further ahead needs pp, and no more of them do.",
+        "`--overlap experts` allows at most one multi-token prediction block, and needs pp above 1 for it.",
         "pp at least 2, or no overlap of experts",
         Owner.CORE,
         "transformer_config.py:1889 and 1893",

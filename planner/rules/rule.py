@@ -1,7 +1,4 @@
-"""What a rule is: something that every legal layout meets, whose it is, and what to say of a layout that breaks it.
-
-Protocol: `holds` is asked of one layout, or of many in columns and says so of each; `told` of one that does not hold.
-"""
+"""Rules as values: `Rule`, the `Case` that a rule looks at, and the `Violation` of a rule by a layout."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from megaloom.planner.model.requirements import ModelRequirements, model_require
 
 
 class Owner(StrEnum):
-    """Who refuses what breaks a rule."""
+    """Program that refuses a layout which breaks a rule."""
 
     CORE = "megatron-core"
     CALLERS = "callers of megatron-core"  # it is left to them, and wrong or fails much later if they do not look
@@ -29,7 +26,7 @@ class Owner(StrEnum):
 
 @frozen
 class Violation:
-    """A rule that a layout breaks: what is wrong, and the nearest that works."""
+    """A rule that a layout breaks, with the message and the nearest value that works."""
 
     rule: str
     message: str
@@ -41,7 +38,7 @@ class Violation:
 
 @frozen(eq=False)
 class Case:
-    """All that a rule may look at: one layout, or many in columns."""
+    """Everything that a rule may look at: one layout or columns of them, with model, workload and cluster."""
 
     layout: Any  # Layout | Layouts, of which a rule asks the same
     graph: Graph
@@ -61,7 +58,10 @@ Words = tuple[str, str]  # the message, and the fix
 
 @frozen
 class Rule:
-    """Something that every legal layout meets."""
+    """Condition of every legal layout.
+
+    `holds` takes a case with one layout or with columns of layouts; `explain` one layout for which it does not hold.
+    """
 
     id: str
     sentence: str
@@ -73,7 +73,7 @@ class Rule:
 
 
 def all_of(truths: Iterable[Truth]) -> Truth:
-    """Whether all of them hold."""
+    """Return the conjunction of conditions, element by element for arrays."""
     out = True
     for truth in truths:
         out = out & truth
@@ -81,5 +81,5 @@ def all_of(truths: Iterable[Truth]) -> Truth:
 
 
 def violated(rules: Iterable[Rule], case: Case) -> tuple[Violation, ...]:
-    """Those rules that the layout of a case breaks."""
+    """Return a violation for each rule that the layout of a case breaks."""
     return tuple(Violation(rule.id, *rule.explain(case)) for rule in rules if not rule.holds(case))

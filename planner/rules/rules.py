@@ -1,9 +1,8 @@
-"""Which layouts are legal: small rules, each with an id, a sentence, whose it is, and what would work instead.
+"""Legality of layouts: small rules, each with an id, a sentence, an owner, a source and a fix.
 
-Protocol: `violations` is empty exactly when megatron-core 0.16.1 takes this layout of this graph, but for what the
-rules of the planner and of the runtime refuse beside (`By`). What the rules ask of the model they read off the dims of
-its weights. megatron-core checks few of them in one place: others end in its asserts, in dropped layers, or in wrong
-numbers.
+`violations` is empty exactly when megatron-core 0.16.1 accepts a layout of a graph, except for the rules that the
+planner adds (`Owner`). megatron-core checks few of the conditions in one place: others end in asserts, dropped
+layers or wrong numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +49,10 @@ def _positive(case: Case) -> Truth:
 
 def _positive_text(case: Case) -> Words:
     name = next(name for name, amount in _amounts(case).items() if amount < (name not in ZERO))
-    return f"{name} is {_amounts(case)[name]}: that is none at all", f"{name} is at least {int(name not in ZERO)}"
+    return (
+        f"{name} must be at least {int(name not in ZERO)}, got {_amounts(case)[name]}",
+        f"{name} is at least {int(name not in ZERO)}",
+    )
 
 
 def _most(name: str) -> int:
@@ -63,7 +65,7 @@ def _plausible(case: Case) -> Truth:
 
 def _plausible_text(case: Case) -> Words:
     name = next(name for name, amount in _amounts(case).items() if amount > _most(name))
-    return f"{name} is {_amounts(case)[name]}: that is not plausible", f"{name} is {_most(name):,} or less"
+    return f"{name} must be at most {_most(name):,}, got {_amounts(case)[name]}", f"{name} is {_most(name):,} or less"
 
 
 RANGE_RULES = (
@@ -78,10 +80,10 @@ RANGE_RULES = (
     ),
     Rule(
         "plausible",
-        "Nothing is larger than it ever was: the batch, the sequence, a degree.",
+        "Batch, sequence and degrees are at most of plausible size.",
         f"{MOST:,} or less, and {LONGEST:,} tokens or less",
         Owner.PLANNER,
-        "it could not be replayed",
+        "it could not be simulated",
         _plausible,
         _plausible_text,
     ),
@@ -90,7 +92,7 @@ RULES = (*grid_rules.RULES, *size_rules.RULES, *step_rules.RULES, *overlap_rules
 
 
 def legal(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) -> NDArray[np.bool_]:
-    """Which of these layouts break no rule."""
+    """Return a mask of the layouts that break no rule."""
     case = Case(layouts, graph, workload, cluster)
     out = np.ones(len(layouts), dtype=bool)
     for rule in (*RANGE_RULES, *RULES):
@@ -99,11 +101,11 @@ def legal(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) 
 
 
 def violations(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
-    """Every rule that this layout breaks. When a degree is no degree at all, only those are looked at."""
+    """Return the rules that a layout breaks; if a value is out of range, only those about ranges."""
     case = Case(layout, graph, workload, cluster)
     return violated(RANGE_RULES, case) or violated(RULES, case)
 
 
 def range_violations(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:
-    """The rules without which no other can be asked: every degree and amount is at least 1, and plausible."""
+    """Return the rules about ranges that a layout breaks: every degree and amount is at least 1, and plausible."""
     return violated(RANGE_RULES, Case(layout, graph, workload, cluster))

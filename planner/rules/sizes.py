@@ -1,4 +1,4 @@
-"""The rules of the model's sizes: what each axis must divide evenly."""
+"""Rules of sizes: dims of the model that each axis must divide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of a step: how batch and sequence are dealt out, how chunks take turns, what is computed again."""
+"""Rules of a step: batch, sequence, microbatch groups, recompute, precision."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ RULES = (
     ),
     Rule(
         "group-vpp",
-        "Groups of micro-batches are for vpp.",
+        "`microbatch_group` needs vpp of at least 2.",
         "microbatch_group 0, or vpp at least 2",
         Owner.PLANNER,
         "megatron-core takes it, and does without groups",
@@ -212,7 +212,7 @@ RULES = (
     ),
     Rule(
         "recompute-blocks",
-        "Full recompute needs a repeated block.",
+        "Full recompute needs a model with repeated blocks.",
         "recompute none or selective",
         Owner.PLANNER,
         "what megatron-core computes again is a block, and the planner knows those of repeats",
@@ -221,7 +221,7 @@ RULES = (
     ),
     Rule(
         "recompute-layers",
-        "Selective recompute counts no blocks.",
+        "`recompute_layers` is 0 with selective recompute.",
         "recompute full, or recompute_layers 0",
         Owner.CORE,
         "transformer_config.py:1182",
@@ -230,7 +230,7 @@ RULES = (
     ),
     Rule(
         "recompute-none",
-        "Without recompute there are no blocks to count.",
+        "`recompute_layers` is 0 without recompute.",
         "recompute full with 1 or more, or recompute_layers 0",
         Owner.PLANNER,
         "megatron-core takes it, and computes nothing again",
@@ -248,7 +248,7 @@ RULES = (
     ),
     Rule(
         "recompute-modules",
-        "Selective recompute is of modules that the model has.",
+        "Selective recompute names modules that the model has.",
         "modules that the model has, or recompute none",
         Owner.PLANNER,
         "megatron-core takes others, and computes nothing again",
