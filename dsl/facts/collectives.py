@@ -43,7 +43,7 @@ class Collective:
 
     elements: of the whole tensor that the group works on, so that in a ring of n each device sends
     elements * (n - 1) / n for an all-gather or a reduce-scatter, and twice that for an all-reduce. Of an all-to-all,
-    what one device has, the 1/n that stays included. again: the modules any of which do it again in the backward pass.
+    what one device has, the 1/n that stays included. recomputed_by: the modules that repeat it in the backward pass.
     """
 
     kind: Kind

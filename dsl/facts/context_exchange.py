@@ -1,4 +1,4 @@
-"""What changes between parts of the sequence and parts of the channels, over cp.
+"""All-to-all exchanges of context parallelism, between shards of the sequence and shards of the channels.
 
 Convolution and scan run along the sequence. Rather than a part of it for all channels, each device has all of it for a
 part of them: what enters is exchanged all to all, and what leaves back again. What is made of it alone, element by
@@ -41,10 +41,10 @@ def turns(p: Program, plain: Container[int]) -> Iterator[tuple[Step, Value]]:
 
 
 def runs_along(step: Step) -> bool:
-    """Whether a primitive runs along the sequence, channel by channel."""
+    """Return whether a primitive runs along the sequence, channel by channel."""
     return isinstance(step.value.op, Conv | Scan)
 
 
 def shared(v: Value) -> Dim | None:
-    """The dim of channels that several heads share."""
+    """Return the dim of channels that several heads share, if the value has it."""
     return v[SHARED] if SHARED in v.shape else None

@@ -1,4 +1,4 @@
-"""How long the sequences of a model can be."""
+"""Longest sequences that the learned positions of a model allow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megaloom.dsl.ops.weight import PositionLookup
 
 
 def longest(g: Graph) -> dict[str, int]:
-    """The positions for which learned tables have rows, by each sequence whose length the workload says."""
+    """Return, for each sequence dim of the workload, the number of rows of its shortest table of positions."""
     out: dict[str, int] = {}
     for v in (v for n in g.nodes for v, *_ in primitives(n.value)):
         if isinstance(v.op, PositionLookup):

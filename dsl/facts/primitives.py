@@ -1,4 +1,4 @@
-"""What one node computes, as the facts read it: its primitives, each with the dims and axes around it."""
+"""Primitives of one node, each with the dims and axes around it. All facts are sums over them."""
 
 from __future__ import annotations
 

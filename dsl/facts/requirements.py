@@ -1,4 +1,4 @@
-"""What a primitive needs of its arguments beyond a device's own part of them, where they lie in parts."""
+"""Requirements of a primitive on sharded arguments, beyond the shard that a device holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .primitives import Step
 
 @frozen
 class Reach:
-    """What a primitive needs of an argument beyond its own part.
+    """Requirements of a primitive on one argument, beyond the shard that a device holds.
 
     whole: the dims of which it reads every index. placed: those of which it must know at which index it is. heads: the
     dim of what several heads share, and the number of those heads.
@@ -30,7 +30,7 @@ class Reach:
 
     @property
     def dims(self) -> frozenset[str]:
-        """Both kinds."""
+        """Return the dims of `whole` and of `placed`."""
         return self.whole | self.placed
 
     def __bool__(self) -> bool:
@@ -38,7 +38,7 @@ class Reach:
 
 
 def reach_of(step: Step, split: Split) -> tuple[Reach, ...]:
-    """The reach of a primitive, for each of its arguments."""
+    """Return the reach of a primitive for each of its arguments."""
     v = step.value
     match v.op:
         case Attend():
