@@ -1,1 +1,1 @@
-"""What a cluster is made of: devices, their presets, profiles from files."""
+"""Hardware: presets of devices and links, cluster names and files, and calibration by measurement."""

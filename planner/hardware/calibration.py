@@ -1,7 +1,8 @@
-"""What was measured on a machine, the figures that follow, and the profile that says them.
+"""Calibrate a device and its links by measurements.
 
-Protocol: a `Sample` is how long one thing took, `predicted` how long the cost model says that it takes on a cluster;
-`figures` are those with which it says what was measured, `profile` the file's text, `table` both beside the preset's.
+A `Sample` is one measured time and `predicted_seconds` the cost model's time for it. `fitted_figures` returns the
+fields of device and links with which the cost model reproduces the samples, `profile_text` the cluster file with them,
+`calibration_table` the comparison with the preset.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost import communication, kernels
 from megaloom.planner.cost.communication import PASSES, ProcessGroup
 
-from .cluster_file import VERSION
+from .cluster_file import CLUSTER_FILE_VERSION
 
-COLLECTIVES = tuple(PASSES)
-SMALL = 1 << 16  # bytes of a message whose time is latency
-LARGE = 16  # times less work than the largest product or attention, and still large
-KEPT = 3  # digits
+COLLECTIVE_KINDS = tuple(PASSES)
+SMALL_MESSAGE = 1 << 16  # bytes: below, a message costs its latency
+LARGE_FACTOR = 16  # samples with at least 1/16 of the largest amount of work are large
+SIGNIFICANT_DIGITS = 3
 
 
 @frozen(kw_only=True)
 class Sample:
-    """How long one thing took on the slowest device. `nbytes` of a collective are those that the facts count."""
+    """The time of one operation on the slowest device. `nbytes` of a collective is the size that the facts count."""
 
     kind: str  # product, attention, copy, launch, send, or a collective
     seconds: float
     precision: str = ""
     shape: tuple[int, ...] = ()  # of a product m, n, k; of attention heads, tokens, channels
     nbytes: int = 0
-    devices: int = 1  # in each group, all of which exchange at once
-    stride: int = 1  # between its neighbours
+    devices: int = 1  # per group; all groups communicate at once
+    stride: int = 1  # rank distance of neighbours in a group
 
     @property
     def work(self) -> Work:
-        """A product, or causal attention, as the facts count it."""
+        """The matrix product or causal attention as the facts count it."""
         if self.kind == "product":
             m, n, k = self.shape
             return _work("dot", 2 * m * n * k, m * k + k * n + m * n, 1, m, n, k)
@@ -55,7 +56,7 @@ class Sample:
 
     @property
     def amount(self) -> float:
-        """What is done in these seconds: FLOPs (of attention also those of its backward pass), or bytes that pass."""
+        """The FLOPs (for attention, forward and backward) or the bytes that pass a link in this time."""
         if self.kind == "product":
             return self.work.flops
         if self.kind == "attention":
@@ -69,8 +70,8 @@ def _work(kind: str, flops: int, elements: int, count: int, m: int, n: int, k: i
     return Work(kind=kind, path="", flops=flops, dgrad=0, wgrad=0, elements=elements, count=count, m=m, n=n, k=k)
 
 
-def predicted(sample: Sample, cluster: Cluster) -> float:
-    """Seconds of the same by the cost model, at the clock of a short burst."""
+def predicted_seconds(sample: Sample, cluster: Cluster) -> float:
+    """Return the cost model's seconds for a sample, at the clock of a short burst."""
     device = cluster.device
     match sample.kind:
         case "product" | "attention":
@@ -92,28 +93,29 @@ def predicted(sample: Sample, cluster: Cluster) -> float:
     )
 
 
-def figures(samples: Sequence[Sample], cluster: Cluster, *, known: bool) -> dict[str, dict[str, Any]]:
-    """The fields of the device and its links by which the samples follow. known: the peaks are the datasheet's.
+def fitted_figures(samples: Sequence[Sample], cluster: Cluster, *, known: bool) -> dict[str, dict[str, Any]]:
+    """Return the fields of the device and its links with which the cost model reproduces the samples.
 
-    An efficiency is the preset's times as much as the samples are quicker than it says.
+    known: the peaks are the datasheet's, so only efficiencies are fitted. An efficiency is the preset's, times the
+    predicted seconds over the measured ones.
     """
     device = cluster.device
     out: dict[str, Any] = {"bandwidth_efficiency": _share(_copied(samples) / device.bandwidth)}
-    quicker = {p: _quicker(samples, "product", cluster, p) for p in device.flops}
-    measured = {p: times for p, times in quicker.items() if times}
+    ratios = {p: _speed_ratio(samples, "product", cluster, p) for p in device.flops}
+    measured = {p: times for p, times in ratios.items() if times}
     if not known:  # what was reached is the peak
-        out["flops"] = {p: _kept(device.flops[p] * device.flops_efficiency * x) for p, x in measured.items()}
+        out["flops"] = {p: _rounded(device.flops[p] * device.flops_efficiency * x) for p, x in measured.items()}
         out["flops_efficiency"] = 1.0
     elif wide := measured.get(Precision.BF16, measured.get(Precision.FP16)):
         out["flops_efficiency"] = _share(device.flops_efficiency * wide)
         if narrow := measured.get(Precision.FP8):
             out["narrow_efficiency"] = _share(device.narrow_efficiency * narrow / wide)
     for precision in (Precision.BF16, Precision.FP16, Precision.FP32):
-        if times := _quicker(samples, "attention", cluster, precision):
+        if times := _speed_ratio(samples, "attention", cluster, precision):
             peak = out["flops"][precision] / device.flops[precision] if not known else 1.0
             out["attend_efficiency"] = _share(device.attend_efficiency * times / peak)
             break
-    out["launch_seconds"] = _kept(next(s.seconds for s in samples if s.kind == "launch"))
+    out["launch_seconds"] = _rounded(next(s.seconds for s in samples if s.kind == "launch"))
     parts = {"device": out, "intra": _links(samples, cluster, "intra", known)}
     if cluster.nodes > 1:
         parts["inter"] = _links(samples, cluster, "inter", known)
@@ -121,7 +123,7 @@ def figures(samples: Sequence[Sample], cluster: Cluster, *, known: bool) -> dict
         parts["inter"] = parts["intra"]
     if not known:  # what a link passes is read from memory
         fastest = (fields["bandwidth"] for name, fields in parts.items() if name != "device" and fields)
-        out |= {"bandwidth": max([_kept(_copied(samples)), *fastest]), "bandwidth_efficiency": 1.0}
+        out |= {"bandwidth": max([_rounded(_copied(samples)), *fastest]), "bandwidth_efficiency": 1.0}
     return {name: fields for name, fields in parts.items() if fields}
 
 
@@ -129,11 +131,11 @@ def _copied(samples: Iterable[Sample]) -> float:
     return max(s.nbytes / s.seconds for s in samples if s.kind == "copy")
 
 
-def _quicker(samples: Iterable[Sample], kind: str, cluster: Cluster, precision: str) -> float:
-    """How many times as quick as predicted the large ones were; 0 if there are none."""
+def _speed_ratio(samples: Iterable[Sample], kind: str, cluster: Cluster, precision: str) -> float:
+    """Return the median of predicted over measured seconds of the large samples; 0 if there are none."""
     found = [s for s in samples if (s.kind, s.precision) == (kind, precision)]
-    large = [s for s in found if LARGE * s.amount >= max(x.amount for x in found)]
-    return median(predicted(s, cluster) / s.seconds for s in large) if large else 0.0
+    large = [s for s in found if LARGE_FACTOR * s.amount >= max(x.amount for x in found)]
+    return median(predicted_seconds(s, cluster) / s.seconds for s in large) if large else 0.0
 
 
 def _link(sample: Sample) -> bool:
@@ -141,21 +143,21 @@ def _link(sample: Sample) -> bool:
 
 
 def _links(samples: Sequence[Sample], cluster: Cluster, part: str, known: bool) -> dict[str, Any]:
-    """Latency and hop from the small messages, the bandwidth that is reached from the large ones."""
+    """Return latency and hop fitted to small messages, and the bandwidth reached by large ones."""
     mine = [s for s in samples if _link(s) and (s.stride < cluster.per_node) is (part == "intra")]
-    small, large = ([s for s in mine if (s.nbytes <= SMALL) is few] for few in (True, False))
+    small, large = ([s for s in mine if (s.nbytes <= SMALL_MESSAGE) is few] for few in (True, False))
     if not small or not large:
         return {}
     link: Link = getattr(cluster, part)
 
     def times(sample: Sample, latency: float, hop: float) -> int:
-        """How many times the cost model counts the one that is 1 second."""
+        """Return how often the cost model counts the latency or hop that is 1 second."""
         like = evolve(link, latency=latency, hop=hop)
         only = evolve(cluster, intra=like) if part == "intra" else evolve(cluster, inter=like)
-        return round(predicted(evolve(sample, nbytes=1), only))
+        return round(predicted_seconds(evolve(sample, nbytes=1), only))
 
     counts = {s: (times(s, 1.0, 0.0), times(s, 0.0, 1.0)) for s in mine}
-    latency, hop = _line([counts[s] for s in small], [s.seconds for s in small])
+    latency, hop = _latency_and_hop([counts[s] for s in small], [s.seconds for s in small])
     rates = []
     for s in large:
         waited = counts[s][0] * latency + counts[s][1] * hop
@@ -163,15 +165,15 @@ def _links(samples: Sequence[Sample], cluster: Cluster, part: str, known: bool) 
     reached = exp(sum(map(log, rates)) / len(rates))
     top = max(reached, link.bandwidth if known else max(rates))
     return {
-        "latency": _kept(latency),
-        "hop": _kept(hop),
-        "bandwidth": _kept(top),
+        "latency": _rounded(latency),
+        "hop": _rounded(hop),
+        "bandwidth": _rounded(top),
         "efficiency": _share(reached / top),
     }
 
 
-def _line(counts: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """(latency, hop) with the least relative error, neither below zero."""
+def _latency_and_hop(counts: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return (latency, hop) with the least relative squared error, neither below zero."""
     t = np.array(seconds)
     rows = np.array(counts) / t[:, None]
     latency, hop = np.linalg.lstsq(rows, np.ones(len(t)), rcond=None)[0].tolist()
@@ -183,24 +185,30 @@ def _line(counts: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tu
 
 
 def _share(value: float) -> float:
-    return min(1.0, _kept(value))
+    return min(1.0, _rounded(value))
 
 
-def _kept(value: float) -> float:
-    return float(f"{value:.{KEPT}g}")
+def _rounded(value: float) -> float:
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
 
 
-def profile(
+def profile_text(
     samples: Sequence[Sample], fields: Mapping[str, Any], base: str, name: str, count: int, report: Mapping[str, Any]
 ) -> str:
-    """The file: a cluster's, with what was measured, and what `report` says of where and how."""
-    said = {"version": VERSION, "base": base, **({"name": name} if name != base else {}), "count": count, **fields}
+    """Return a cluster file as JSON: the fitted fields, the samples, and `report` on how they were measured."""
+    head = {
+        "version": CLUSTER_FILE_VERSION,
+        "base": base,
+        **({"name": name} if name != base else {}),
+        "count": count,
+        **fields,
+    }
     rows = [{k: v for k, v in asdict(s).items() if v not in ("", ()) and (k, v) != ("nbytes", 0)} for s in samples]
-    return json.dumps({**said, **report, "measured": rows}, indent=1) + "\n"
+    return json.dumps({**head, **report, "measured": rows}, indent=1) + "\n"
 
 
-def table(samples: Sequence[Sample], preset: Cluster, profile: Cluster) -> Table:
-    """A line for each sample: measured, and what the cost model says by the preset and by the profile."""
+def calibration_table(samples: Sequence[Sample], preset: Cluster, profile: Cluster) -> Table:
+    """Return a table with one row per sample: the measurement, and the predictions of preset and profile."""
     out = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for head in ("", "of", "devices", "measured", "", "preset", "off", "profile", "off"):
         out.add_column(Text(head), justify="left" if head in ("", "of") else "right")
@@ -208,15 +216,15 @@ def table(samples: Sequence[Sample], preset: Cluster, profile: Cluster) -> Table
         rate, unit = _shown(sample)
         cells = [sample.kind.replace("_", "-"), _of(sample), str(sample.devices), f"{rate(sample.seconds):.4g}", unit]
         for machine in (preset, profile):
-            said = predicted(sample, machine)
+            said = predicted_seconds(sample, machine)
             cells += [f"{rate(said):.4g}", f"{said / sample.seconds - 1:+.0%}"]
         out.add_row(*map(Text, cells))
     return out
 
 
 def _shown(sample: Sample) -> tuple[Callable[[float], float], str]:
-    """How the seconds of a sample are shown: as themselves, or as a rate."""
-    if sample.kind == "launch" or (_link(sample) and sample.nbytes <= SMALL):
+    """Return a function from seconds to the shown value, and its unit: microseconds, or a rate."""
+    if sample.kind == "launch" or (_link(sample) and sample.nbytes <= SMALL_MESSAGE):
         return lambda seconds: 1e6 * seconds, "us"
     flops = sample.kind in ("product", "attention")
     scale, unit = (1e12, "TFLOP/s") if flops and sample.amount / sample.seconds >= 1e12 else (1e9, "GFLOP/s")

@@ -46,11 +46,11 @@ def cluster(text: str) -> Cluster:
 
 
 def _from_file(path: str, count: str | None) -> Cluster:
-    from .cluster_file import read
+    from .cluster_file import read_cluster_file
 
     try:
-        said = read(path)
-        return _made(int(count) if count else said.count or 1, said.preset, said.rest)
+        described = read_cluster_file(path)
+        return _made(int(count) if count else described.count or 1, described.preset, described.rest)
     except UserError as error:
         raise error if path in str(error) else UserError(f"{path}: {error}") from None
 

@@ -1,4 +1,4 @@
-"""The devices and links that are known, each figure with its source beside it."""
+"""Presets of devices and links. Each figure has its source beside it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from attrs import frozen
 from torch import Tensor
 
-from megaloom.planner.hardware.calibration import COLLECTIVES, SMALL, Sample
+from megaloom.planner.hardware.calibration import COLLECTIVE_KINDS, SMALL_MESSAGE, Sample
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rendezvous import inside, join
 from megaloom.runtime.megatron import device
@@ -169,8 +169,8 @@ def _collectives(size: int, stride: int) -> Iterator[Sample]:
     """Those of groups of this kind, small and large, all groups at once."""
     group, members = _group(size, stride)
     large = 2**28 if device.gpus() else 2**23
-    for kind in ("send", *COLLECTIVES):
-        for nbytes in (SMALL // 16, large):
+    for kind in ("send", *COLLECTIVE_KINDS):
+        for nbytes in (SMALL_MESSAGE // 16, large):
             run = _exchange(kind, nbytes, group, members)
             yield Sample(kind=kind, nbytes=nbytes, devices=size, stride=stride, seconds=_timed(run))
     dist.destroy_process_group(group)

@@ -41,7 +41,7 @@ def measure(
 
     from megaloom.dsl.errors import UserError
     from megaloom.dsl.show.printing import show
-    from megaloom.planner.hardware.calibration import figures, profile, table
+    from megaloom.planner.hardware.calibration import calibration_table, fitted_figures, profile_text
     from megaloom.planner.hardware.cluster_names import cluster
     from megaloom.planner.hardware.presets import PRESETS
     from megaloom.runtime.calibrate.measure import measured
@@ -59,13 +59,13 @@ def measure(
     known = device.preset(driver) is not None
     preset = evolve(cluster(f"1x{base}"), count=found.count, per_node=found.per_node)
     samples = [s for s in found.samples if s.precision in ("", *preset.device.flops)]
-    fields: dict[str, Any] = figures(samples, preset, known=known)
+    fields: dict[str, Any] = fitted_figures(samples, preset, known=known)
     fields["device"] |= {"nbytes": found.nbytes, "units": found.units}
     if found.count > found.per_node:
         fields["per_node"] = found.per_node
     name = base if base == "CPU" or (known and usual) else driver
     try:
-        output.write_text(profile(samples, fields, base, name, found.count, _report(found, driver)))
+        output.write_text(profile_text(samples, fields, base, name, found.count, _report(found, driver)))
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}\ngive another path with -o") from None
     written = cluster(str(output))
@@ -73,7 +73,7 @@ def measure(
     if base == "CPU" and load > BUSY * (cores := len(os.sched_getaffinity(0))):
         head += f"\nOthers are at work here (load {load:.1f} on {cores} cores): these are a busy machine's figures."
     foot = f"\nwrote {output}; `plan MODEL --gpus {shlex.quote(str(output))}` plans by it"
-    show(Group(Text(head + "\n"), table(samples, preset, written), Text(foot)), sys.stdout)
+    show(Group(Text(head + "\n"), calibration_table(samples, preset, written), Text(foot)), sys.stdout)
 
 
 def _report(found: Machine, driver: str) -> dict[str, Any]:

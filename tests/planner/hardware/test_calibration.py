@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.hardware.calibration import (
-    COLLECTIVES,
+    COLLECTIVE_KINDS,
     Sample,
-    figures,
-    predicted,
-    profile,
-    table,
+    calibration_table,
+    fitted_figures,
+    predicted_seconds,
+    profile_text,
 )
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.runtime.calibrate import measure
@@ -35,7 +35,7 @@ DONE = (
     Sample(kind="launch", seconds=1),
     *(
         Sample(kind=kind, nbytes=nbytes, devices=devices, stride=stride, seconds=1)
-        for kind in ("send", *COLLECTIVES)
+        for kind in ("send", *COLLECTIVE_KINDS)
         for nbytes in (4, 2**30)
         for devices, stride in ((2, 1), (4, 1), (8, 1), (2, 8))
     ),
@@ -45,7 +45,7 @@ DONE = (
 def taken(machine: Cluster) -> tuple[Sample, ...]:
     """As if measured on this cluster."""
     can = (s for s in DONE if s.precision in ("", *machine.device.flops) and s.devices * s.stride <= machine.count)
-    return tuple(evolve(s, seconds=predicted(s, machine)) for s in can)
+    return tuple(evolve(s, seconds=predicted_seconds(s, machine)) for s in can)
 
 
 @settings(max_examples=15)
@@ -82,7 +82,7 @@ def test_the_figures_of_a_machine_are_found_again(
         "intra": evolve(preset.intra, efficiency=efficiency, latency=latency, hop=hop),
         "inter": evolve(preset.inter, efficiency=efficiency / 2, latency=2 * latency, hop=hop),
     }
-    found = figures(taken(evolve(preset, device=device, **links)), preset, known=True)
+    found = fitted_figures(taken(evolve(preset, device=device, **links)), preset, known=True)
     for name, value in found["device"].items():
         assert value == pytest.approx(getattr(device, name), rel=0.03)
     for part, link in links.items():
@@ -95,13 +95,15 @@ def test_of_an_unknown_device_what_is_reached_is_the_peak(tmp_path: Path) -> Non
     machine = evolve(h100, device=evolve(h100.device, sustained=1.0))
     samples = [s for s in taken(machine) if s.precision != "fp8"]
     path = tmp_path / "unknown.json"
-    path.write_text(profile(samples, figures(samples, base, known=False), "A100", "L99", 16, {"date": "today"}))
+    path.write_text(
+        profile_text(samples, fitted_figures(samples, base, known=False), "A100", "L99", 16, {"date": "today"})
+    )
     found = cluster(str(path))
     assert found.device.name == "L99"
     assert found.device.flops["bf16"] == pytest.approx(machine.device.flops["bf16"] * 0.8, rel=0.1)
     for s in samples:
         if s.nbytes != 4:
-            assert predicted(s, found) == pytest.approx(s.seconds, rel=0.25), s
+            assert predicted_seconds(s, found) == pytest.approx(s.seconds, rel=0.25), s
 
 
 def test_a_busy_machine_makes_a_profile_too(tmp_path: Path) -> None:
@@ -109,13 +111,13 @@ def test_a_busy_machine_makes_a_profile_too(tmp_path: Path) -> None:
     preset = cluster("4xCPU")
     slow = [evolve(s, seconds=1e3 if s.kind == "copy" else s.seconds) for s in taken(preset)]
     path = tmp_path / "busy.json"
-    path.write_text(profile(slow, figures(slow, preset, known=False), "CPU", "CPU", 4, {}))
+    path.write_text(profile_text(slow, fitted_figures(slow, preset, known=False), "CPU", "CPU", 4, {}))
     assert cluster(str(path)).inter.bandwidth <= cluster(str(path)).device.bandwidth
 
 
 def test_what_is_shown() -> None:
     machine = cluster("8xH100")
-    shown = table(taken(machine)[:2], machine, machine)
+    shown = calibration_table(taken(machine)[:2], machine, machine)
     assert [next(iter(c.cells)).plain for c in shown.columns][:5] == [
         "product",
         "bf16 8192 x 8192 x 4096",
@@ -149,7 +151,14 @@ def test_measuring_this_machine(
     said = capfd.readouterr().out
     assert "wrote profile.json; `plan MODEL --gpus profile.json` plans by it" in said
     written = json.loads(Path("profile.json").read_text())
-    assert {s["kind"] for s in written["measured"]} == {"product", "attention", "copy", "launch", "send", *COLLECTIVES}
+    assert {s["kind"] for s in written["measured"]} == {
+        "product",
+        "attention",
+        "copy",
+        "launch",
+        "send",
+        *COLLECTIVE_KINDS,
+    }
     assert written["software"]["torch"]
     found = cluster("profile.json")
     assert (found.count, found.device.name) == (2, "CPU")

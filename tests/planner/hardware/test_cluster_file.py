@@ -16,16 +16,16 @@ from megaloom.planner.cli.main import main
 from megaloom.planner.contract.plans import load
 from megaloom.planner.export.slurm import machines
 from megaloom.planner.hardware.cluster_file import (
-    COUNTS,
-    FIGURES,
-    PARTS,
-    REPORT,
+    COUNT_FIELDS,
+    FIGURE_FIELDS,
+    REPORT_FIELDS,
+    TABLE_FIELDS,
 )
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS
 from tests.support.paths import ROOT
 
-FIELDS = ("version", "base", "name", *COUNTS, *FIGURES, *PARTS, *REPORT)
+FIELDS = ("version", "base", "name", *COUNT_FIELDS, *FIGURE_FIELDS, *TABLE_FIELDS, *REPORT_FIELDS)
 NAMES = [*FIELDS, "bandwidth", "nbytes", "flops", "bf16", "latency"]
 
 
@@ -90,17 +90,17 @@ def test_json_says_the_same(tmp_path: Path) -> None:
         ("", "has no base"),
         ("base = 8", "has the base 8, which is not known"),
         ('base = "H101"', 'write base = "H100"; known: A100'),
-        ('base = "H100', "is no TOML"),
-        ('base = "H100"\nversion = 9', "is of version 9; this megaloom reads version 1"),
+        ('base = "H100', "is not TOML"),
+        ('base = "H100"\nversion = 9', "has version 9; this megaloom reads version 1"),
         ('base = "H100"\nnodes = 4', "unknown field, 'nodes'"),
         ('base = "H100"\nper_nodes = 4', "did you mean per_node?"),
-        ('base = "H100"\ncount = 0', "has count = 0\ncount is a whole number, at least 1"),
+        ('base = "H100"\ncount = 0', "has count = 0\ncount must be a whole number, at least 1"),
         ('base = "H100"\nnics = 0.5', "has nics = 0.5"),
-        ('base = "H100"\nfailures = "few"', "has failures = 'few'\nfailures is a number"),
+        ('base = "H100"\nfailures = "few"', "has failures = 'few'\nfailures must be a number"),
         ('base = "H100"\nfailures = nan', "has failures = nan"),
         ('base = "H100"\ninter = 25e9', "inter is a table: write [inter]"),
         ('base = "H100"\n[inter]\nbandwith = 1', "unknown field of inter, 'bandwith'; did you mean bandwidth?"),
-        ('base = "H100"\n[device]\nflops = 1e15', "a peak for each precision is due"),
+        ('base = "H100"\n[device]\nflops = 1e15', "give a peak for each precision"),
         ('base = "H100"\n[device.flops]\nbf17 = 1e15', "unknown precision of device.flops, 'bf17'; did you mean bf16?"),
         (
             'base = "H100"\n[device.flops]\nbf16 = 2e15',
@@ -125,7 +125,7 @@ def test_a_wrong_file_says_what_would_work(text: str, says: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [(b"{", "is no JSON"), (b"[1]", "holds no fields"), (b"\xff\xfe", "is no JSON")]
+    ("content", "says"), [(b"{", "is not JSON"), (b"[1]", "has no fields"), (b"\xff\xfe", "is not JSON")]
 )
 def test_a_damaged_profile(content: bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
