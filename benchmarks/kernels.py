@@ -202,7 +202,7 @@ def layers(tokens: int, width: int) -> tuple[Case, ...]:
     from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
-    from megaloom.runtime.modules.fused import turned
+    from megaloom.runtime.modules.fused import apply_rope
 
     n = tokens * width
     x, other = (random(tokens, 1, width).requires_grad_() for _ in range(2))
@@ -214,7 +214,7 @@ def layers(tokens: int, width: int) -> tuple[Case, ...]:
         ("layer norm", "normalize", 2 * n, lambda: F.layer_norm(x, scale.shape, scale, shift), (x, scale, shift)),
         ("swiglu", "pointwise", 3 * n, lambda: bias_swiglu_impl(wide, None), (wide,)),
         ("bias gelu", "pointwise", 2 * n, lambda: bias_gelu_impl(x, shift), (x, shift)),
-        ("rope", "rope", 2 * n, lambda: turned(heads, angles), (heads,)),
+        ("rope", "rope", 2 * n, lambda: apply_rope(heads, angles), (heads,)),
         ("add", "pointwise", 3 * n, lambda: x + other, ()),
         ("dropout", "drop", 2 * n, lambda: F.dropout(x, 0.1), (x,)),
     )
@@ -302,7 +302,7 @@ def measured(on: Device) -> list[Measured]:
 
 
 def main() -> None:
-    kind = device.cluster_here().partition("x")[2]
+    kind = device.local_cluster().partition("x")[2]
     on = evolve(cluster(f"1x{kind}").device, sustained=1.0)
     print(f"{'':<34}{'':<26}{'us':>10}{'planned':>10}{'off':>8}")
     (rows,) = launcher.run(measured, (on,), 1)

@@ -123,7 +123,7 @@ def trained(it: Plan, steps: int) -> tuple[list[float], float, float, float]:
         engine.step(lambda _: tokens)
         took.append(time.monotonic() - begun)
     reserved, beside = 0, 0
-    if device.gpus():
+    if device.gpu_count():
         reserved = torch.cuda.max_memory_reserved()
         free, total = torch.cuda.mem_get_info()
         beside = total - free - torch.cuda.memory_reserved()
@@ -147,9 +147,9 @@ def row(case: Case, it: Plan, step: float, held: float, reserved: float, beside:
 
 
 def main() -> None:
-    kind = device.cluster_here().partition("x")[2]
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else device.gpus() or 1
-    precision = Precision.BF16 if device.gpus() else Precision.FP32
+    kind = device.local_cluster().partition("x")[2]
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else device.gpu_count() or 1
+    precision = Precision.BF16 if device.gpu_count() else Precision.FP32
     print(f"{count}x{kind}, {precision}\n{HEAD}", flush=True)
     for case in ONE if count == 1 else MANY:
         try:

@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .training.loop import Summary as Summary
     from .training.recipe import Recipe as Recipe
+    from .training.run import Summary as Summary
     from .training.run import train as train
     from .training.verify import Comparison as Comparison
     from .training.verify import compare as compare
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Public names and their modules. Each is imported on first use, so that `megaloom --help` loads no torch.
 EXPORTS = {
     "Recipe": "training.recipe",
-    "Summary": "training.loop",
+    "Summary": "training.run",
     "train": "training.run",
     "Comparison": "training.verify",
     "compare": "training.verify",

@@ -1,4 +1,4 @@
-"""The load-balancing loss of a mixture of experts, which is added to what training minimizes."""
+"""The load-balancing loss of a mixture of experts, which training adds to its loss."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 from megaloom.dsl import MoE
 
 
-def loss(op: MoE, taken: Tensor, scores: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
-    """balance · E Σ f P over the experts, as losses are summed over tokens once for each of them.
+def balancing_loss(op: MoE, chosen: Tensor, scores: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
+    """Return balance · E Σᵢ fᵢ Pᵢ over the E experts (Fedus et al., arXiv:2101.03961, eq. 4).
 
-    f is the share of the choices that an expert got, P its mean probability, over the tokens of a micro-batch on all
-    ranks of the groups (Fedus et al., arXiv:2101.03961, eq. 4). taken, scores: [tokens, experts] of this rank.
+    fᵢ is the share of the choices that went to expert i, Pᵢ its mean probability, both over the tokens of a micro-batch
+    on all ranks of the groups. `chosen` and `scores` are [tokens, experts] of this rank.
     """
     scores = scores.float()
-    chances = scores.softmax(-1) if op.score == "softmax" else _shares(scores.sigmoid())
-    choices = taken.sum(0).float()
+    probabilities = scores.softmax(-1) if op.score == "softmax" else _normalized(scores.sigmoid())
+    choices = chosen.sum(0).float()
     tokens = len(scores)
     for group in groups:
         dist.all_reduce(choices, group=group)
         tokens *= group.size()
-    return op.balance * op.experts / (op.top_k * tokens) * (choices * chances.sum(0)).sum()
+    return op.balance * op.experts / (op.top_k * tokens) * (choices * probabilities.sum(0)).sum()
 
 
-def _shares(x: Tensor) -> Tensor:
+def _normalized(x: Tensor) -> Tensor:
     return x / x.sum(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)

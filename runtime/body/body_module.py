@@ -48,8 +48,8 @@ from megaloom.dsl.facts.propagation import (
 from megaloom.dsl.graph import primitives
 from megaloom.dsl.sharding_table import SHARED_BY_HEADS, Sharded
 from megaloom.runtime.megatron import device
-from megaloom.runtime.megatron.build_context import BuildContext, inside, outside
-from megaloom.runtime.megatron.recompute import Discarded
+from megaloom.runtime.megatron.build_context import BuildContext, to_declared_order, to_megatron_order
+from megaloom.runtime.megatron.recompute import DiscardedOutput
 from megaloom.runtime.reference.tensors import axis
 
 from .local_ops import hide_padding, local, padded_dims
@@ -129,13 +129,13 @@ class Body(nn.Module):
         return p
 
     @property
-    def of_experts(self) -> frozenset[str]:
+    def expert_weight_names(self) -> frozenset[str]:
         """The names of the weights that each expert has of its own."""
         return frozenset(name for i, name in self.names.items() if i in self.apart)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         given = zip(self.program.inputs, inputs, strict=True)
-        run = _Run(self, {id(v): inside(v, x) for v, x in given})
+        run = _Run(self, {id(v): to_declared_order(v, x) for v, x in given})
         run.known.update((i, self.weight(i)) for i in self.names)
         again = self.parts if torch.is_grad_enabled() else {}
         for v in (p.step.value for p in self.placement.steps if not p.step.outer):
@@ -144,7 +144,7 @@ class Body(nn.Module):
         out = run.read(self.program.value, self.placement.output)
         run.free(out)
         out = hide_padding(self.program, out, self.groups) if self.logits else out
-        return outside(self.program.value, out.view_as(out))  # what enters a part may have to be made again before it
+        return to_megatron_order(self.program.value, out.view_as(out))  # a view: recompute hooks stay on this tensor
 
     def weight(self, i: int) -> Tensor:
         """What this device computes with of a weight."""
@@ -171,7 +171,7 @@ class _Run:
     known: dict[int, Tensor]  # by the identity of the value
     moved: dict[tuple[int, Transitions], Tensor] = field(factory=dict)
     again: bool = False  # whether this evaluates a part that is computed again
-    discarded: list[Discarded] = field(factory=list)
+    discarded: list[DiscardedOutput] = field(factory=list)
 
     def read(self, v: Value, moves: Transitions) -> Tensor:
         """A value after moves; each is made once."""
@@ -204,14 +204,14 @@ class _Run:
         if part.kept:
             made = tensor_parallel.checkpoint(again, False, *given)
         else:
-            self.discarded.append(Discarded())
+            self.discarded.append(DiscardedOutput())
             made = self.discarded[-1].run(again, *given)
         self.known.update((id(v), x) for v, x in zip(part.leaves, made, strict=True))
 
     def free(self, out: Tensor) -> None:
         """Free what is made again, as nothing but the output was made of it."""
         for part in self.discarded:
-            part.free(out)
+            part.free_after(out)
 
     def computed(self, p: PlacedOp) -> Tensor:
         v = p.step.value

@@ -34,7 +34,7 @@ from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.reference.evaluate import evaluate
 from megaloom.runtime.reference.tensors import axis, broadcast, names
 
-from .balancing_loss import loss
+from .balancing_loss import balancing_loss
 from .dispatch import back, there
 from .transitions import perform
 
@@ -104,7 +104,7 @@ def _balanced(op: MoE, v: Value, gate: Tensor, scores: Tensor, groups: list[Any]
     taken, rows = (
         broadcast(x, a.shape, order).flatten(0, -2) for x, a in ((gate.detach() != 0, v), (scores, v.args[0]))
     )
-    return MoEAuxLossAutoScaler.apply(gate, loss(op, taken, rows, groups))  # type: ignore[no-any-return]
+    return MoEAuxLossAutoScaler.apply(gate, balancing_loss(op, taken, rows, groups))  # type: ignore[no-any-return]
 
 
 def _dropped(x: Tensor, rate: float, training: bool, *, apart: bool) -> Tensor:

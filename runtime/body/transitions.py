@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megaloom.dsl.facts.propagation import Transition, TransitionKind
-from megaloom.runtime.megatron.kernels import natural, zigzag
+from megaloom.runtime.megatron.kernels import from_zigzag, zigzag
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 
 
@@ -60,7 +60,7 @@ def shared_heads(heads: int, shared: int, rank: int, size: int) -> tuple[int, in
 def _gathered(x: Tensor, move: Transition, group: dist.ProcessGroup) -> Tensor:
     """The parts of all, along the first dim; the gradient is summed over the ranks if their work differs."""
     whole = gather_from_sequence_parallel_region(x, move.kind is TransitionKind.TO_REPLICATE, group)
-    return natural(whole, group.size()) if move.axis == "cp" else whole
+    return from_zigzag(whole, group.size()) if move.axis == "cp" else whole
 
 
 def _places(whole: int, axis: str, group: dist.ProcessGroup) -> Tensor:

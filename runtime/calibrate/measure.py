@@ -1,7 +1,7 @@
-"""How long matrix products, attention, copies, small kernels and collectives take on the devices at hand.
+"""Time matrix products, attention, copies, kernel launches and collectives on the devices of this machine.
 
-Protocol: `measured` starts a rank on each device (or joins those that torchrun started), all of which do the same at
-the same time; what it returns is of the slowest.
+`measure_devices` starts a rank on each device, or joins the ranks that torchrun started. All ranks run each operation
+at once; its time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -20,60 +20,60 @@ from torch import Tensor
 
 from megaloom.planner.hardware.calibration import COLLECTIVE_KINDS, SMALL_MESSAGE, Sample
 from megaloom.runtime.launch import launcher
-from megaloom.runtime.launch.rendezvous import inside, join
+from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron import device
 
-WINDOW = 0.1
-"""Seconds that one thing is done over and over; longer than a scheduler lets processes that share a core wait."""
-REPEATS = 3
-CHAIN, KERNELS = 40, 8
-"""A row of small operations, and the kernels of each of them and of its backward pass."""
-HEADS, HEADS_ON_GPU = ((4, 256, 64), (4, 512, 64)), ((32, 4096, 128), (32, 8192, 128))
-"""Of attention: heads, tokens, channels."""
-COLUMNS = 4096  # of the layers that products are taken from, on GPUs
+SERIES_SECONDS = 0.1
+"""Duration of a series of one operation: longer than the scheduler makes processes wait that share a core."""
+SERIES = 3  # per operation; the fastest counts
+SMALL_OPS, KERNELS_PER_OP = 40, 8
+"""Small operations in a sequence, and the kernels of each with its backward pass."""
+ATTENTION_ON_CPU, ATTENTION_ON_GPU = ((4, 256, 64), (4, 512, 64)), ((32, 4096, 128), (32, 8192, 128))
+"""Sizes of attention: heads, tokens, channels."""
+EMBED = 4096  # hidden size of the layers whose matrix products are timed on GPUs
 
 
 @frozen
-class Machine:
-    """What is at hand, and how long what took there."""
+class Measurements:
+    """The devices of this machine, and the times measured on them."""
 
-    count: int  # of devices
+    count: int  # devices
     per_node: int
-    nbytes: int  # memory of one
-    units: int  # multiprocessors of one
+    nbytes: int  # memory of one device
+    units: int  # multiprocessors of one device
     samples: tuple[Sample, ...]
-    seconds: float
+    seconds: float  # for the whole measurement
 
 
-def measured(count: int) -> Machine:
-    """What `count` devices of this machine take. Within a job of many ranks, what all of them take."""
-    if inside():
+def measure_devices(count: int) -> Measurements:
+    """Measure `count` devices of this machine; as a rank of a job, all devices of the job."""
+    if started_by_launcher():
         join()
-        return _measure()
-    found: list[Machine] = launcher.run(_measure, (), count)
-    return found[0]
+        return _measure_on_rank()
+    results: list[Measurements] = launcher.run(_measure_on_rank, (), count)
+    return results[0]
 
 
-def _measure() -> Machine:
-    """On every rank at once."""
-    start, world, node = time.perf_counter(), dist.get_world_size(), _node()
+def _measure_on_rank() -> Measurements:
+    """Measure on this rank, at once with all others."""
+    start, world, node = time.perf_counter(), dist.get_world_size(), _ranks_per_node()
     samples = (*_kernels(), *(s for n, stride in _groups(world, node) for s in _collectives(n, stride)))
     nbytes, units = psutil.virtual_memory().total // node, 1
-    if device.gpus():
-        here = torch.cuda.get_device_properties(device.current())
-        nbytes, units = here.total_memory, here.multi_processor_count
-    return Machine(world, node, nbytes, units, samples, time.perf_counter() - start)
+    if device.gpu_count():
+        properties = torch.cuda.get_device_properties(device.current())
+        nbytes, units = properties.total_memory, properties.multi_processor_count
+    return Measurements(world, node, nbytes, units, samples, time.perf_counter() - start)
 
 
-def _node() -> int:
-    """How many ranks share this machine."""
+def _ranks_per_node() -> int:
+    """Return the number of ranks on this machine."""
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, socket.gethostname())
     return names.count(socket.gethostname())
 
 
 def _groups(world: int, node: int) -> Iterator[tuple[int, int]]:
-    """(devices, stride) of the groups: 2, 4, ... and all of a node, then one of each node."""
+    """Yield (devices, stride) of the groups to measure: 2, 4, ..., a whole node, and one device of each node."""
     size = 2
     while size < node:
         if node % size == 0:
@@ -86,47 +86,53 @@ def _groups(world: int, node: int) -> Iterator[tuple[int, int]]:
 
 
 def _kernels() -> Iterator[Sample]:
-    room = torch.cuda.mem_get_info()[0] if device.gpus() else 2**28
-    wide = _wide() if device.gpus() else torch.float32
+    free = torch.cuda.mem_get_info()[0] if device.gpu_count() else 2**28
+    dtype_16 = _fast_16_bit_dtype() if device.gpu_count() else torch.float32
     for dtype, m, n, k in _products():
-        if 4 * dtype.itemsize * max(m * n, m * k, n * k) <= room and (run := _product(dtype, m, n, k)):
+        if 4 * dtype.itemsize * max(m * n, m * k, n * k) <= free and (run := _product(dtype, m, n, k)):
             yield Sample(kind="product", precision=NAMES[dtype], shape=(m, n, k), seconds=_timed(run))
-    for heads, tokens, channels in HEADS_ON_GPU if device.gpus() else HEADS:
-        run = _attention(wide, heads, tokens, channels)
-        yield Sample(kind="attention", precision=NAMES[wide], shape=(heads, tokens, channels), seconds=_timed(run))
-    nbytes = min(2**30, room // 8) // 2**20 * 2**20
+    for heads, tokens, channels in ATTENTION_ON_GPU if device.gpu_count() else ATTENTION_ON_CPU:
+        run = _attention(dtype_16, heads, tokens, channels)
+        yield Sample(kind="attention", precision=NAMES[dtype_16], shape=(heads, tokens, channels), seconds=_timed(run))
+    nbytes = min(2**30, free // 8) // 2**20 * 2**20
     source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=device.current()) for _ in range(2))
     yield Sample(kind="copy", nbytes=2 * nbytes, seconds=_timed(lambda: target.copy_(source)))
-    yield Sample(kind="launch", seconds=_timed(_small) / (CHAIN * KERNELS))
+    yield Sample(kind="launch", seconds=_timed(_small_ops) / (SMALL_OPS * KERNELS_PER_OP))
 
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 
 
-def _wide() -> torch.dtype:
-    """The 16 bits that a GPU has fast products of: before Ampere fp16 alone."""
+def _fast_16_bit_dtype() -> torch.dtype:
+    """Return bf16; before Ampere, whose tensor cores were the first with bf16, fp16."""
     return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
 
 
 def _products() -> Iterator[tuple[torch.dtype, int, int, int]]:
-    """Squares, and products of the layers of a transformer."""
-    if not device.gpus():
+    """Yield dtype and sizes (m, n, k): square products, and those of transformer layers."""
+    if not device.gpu_count():
         for dtype in (torch.float32, torch.bfloat16):
             for size in (128, 256, 512, 1024):
                 yield dtype, size, size, size
             yield dtype, 1024, 512, 128
         return
     for size in (8192, 1024, 2048, 4096, 16384):
-        yield _wide(), size, size, size
-    for n, k in ((COLUMNS, COLUMNS), (6144, COLUMNS), (14336, COLUMNS), (COLUMNS, 14336), (128256, COLUMNS)):
-        yield _wide(), 8192, n, k
+        yield _fast_16_bit_dtype(), size, size, size
+    for n, k in (
+        (EMBED, EMBED),
+        (6144, EMBED),
+        (14336, EMBED),
+        (EMBED, 14336),
+        (128256, EMBED),
+    ):
+        yield _fast_16_bit_dtype(), 8192, n, k
     yield torch.float8_e4m3fn, 8192, 8192, 8192
-    yield torch.float8_e4m3fn, 8192, 14336, COLUMNS
+    yield torch.float8_e4m3fn, 8192, 14336, EMBED
     yield torch.float32, 4096, 4096, 4096
 
 
 def _product(dtype: torch.dtype, m: int, n: int, k: int) -> Callable[[], Any] | None:
-    """What computes it, as a linear layer would; None if this device has no such products."""
+    """Return a function that computes a product as a linear layer does; None if the device does not support it."""
     x, w = (_random(rows, k, dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype).to(dtype) for rows in (m, n))
     if dtype.itemsize > 1:
         out = x.new_empty(m, n)
@@ -154,9 +160,9 @@ def _attention(dtype: torch.dtype, heads: int, tokens: int, channels: int) -> Ca
     return run
 
 
-def _small() -> None:
+def _small_ops() -> None:
     x = first = torch.ones(8, 64, device=device.current(), requires_grad=True)
-    for _ in range(CHAIN):
+    for _ in range(SMALL_OPS):
         x = F.gelu(F.layer_norm(x, (64,))) * 0.5 + x
     torch.autograd.grad(x.sum(), first)
 
@@ -166,9 +172,9 @@ def _random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _collectives(size: int, stride: int) -> Iterator[Sample]:
-    """Those of groups of this kind, small and large, all groups at once."""
+    """Yield the times of all collectives, with small and large messages, in all groups of this size at once."""
     group, members = _group(size, stride)
-    large = 2**28 if device.gpus() else 2**23
+    large = 2**28 if device.gpu_count() else 2**23
     for kind in ("send", *COLLECTIVE_KINDS):
         for nbytes in (SMALL_MESSAGE // 16, large):
             run = _exchange(kind, nbytes, group, members)
@@ -177,30 +183,30 @@ def _collectives(size: int, stride: int) -> Iterator[Sample]:
 
 
 def _group(size: int, stride: int) -> tuple[Any, list[int]]:
-    """This rank's group, and who is in it; every rank makes all groups, as torch.distributed asks."""
-    mine: tuple[Any, list[int]] | None = None
+    """Return this rank's group and its members. Every rank creates all groups, as torch.distributed requires."""
+    own: tuple[Any, list[int]] | None = None
     for block in range(0, dist.get_world_size(), size * stride):
         for first in range(block, block + stride):
             members = list(range(first, first + size * stride, stride))
             group = dist.new_group(members)
             if dist.get_rank() in members:
-                mine = group, members
-    assert mine is not None, "the groups cover all ranks"
-    return mine
+                own = group, members
+    assert own is not None, "the groups cover all ranks"
+    return own
 
 
 def _exchange(kind: str, nbytes: int, group: Any, members: list[int]) -> Callable[[], Any]:
-    """What does it, over a tensor of so many bytes."""
-    here, n = device.current(), len(members)
+    """Return a function that runs a collective on a tensor of `nbytes`."""
+    target, n = device.current(), len(members)
     count = nbytes // 4 // n * n
-    whole, other = (torch.zeros(count, device=here) for _ in range(2))
-    part = torch.zeros(count // n, device=here)
-    place = members.index(dist.get_rank())
-    after, before = members[(place + 1) % n], members[place - 1]
+    whole, other = (torch.zeros(count, device=target) for _ in range(2))
+    part = torch.zeros(count // n, device=target)
+    index = members.index(dist.get_rank())
+    following, previous = members[(index + 1) % n], members[index - 1]
 
     def send() -> None:
-        both = [dist.P2POp(dist.isend, whole, after, group), dist.P2POp(dist.irecv, other, before, group)]
-        for request in dist.batch_isend_irecv(both):
+        transfers = [dist.P2POp(dist.isend, whole, following, group), dist.P2POp(dist.irecv, other, previous, group)]
+        for request in dist.batch_isend_irecv(transfers):
             request.wait()
 
     return {
@@ -213,14 +219,15 @@ def _exchange(kind: str, nbytes: int, group: Any, members: list[int]) -> Callabl
 
 
 def _timed(run: Callable[[], Any]) -> float:
-    """Seconds of one of many in a row, on the slowest rank: the best row of a few."""
-    _row(run, 1)
-    count = max(1, min(10_000, round(WINDOW / _row(run, 2))))
-    return min(_row(run, count) for _ in range(REPEATS))
+    """Return the seconds of one call on the slowest rank: the mean of the fastest of a few series."""
+    _series(run, 1)
+    count = max(1, min(10_000, round(SERIES_SECONDS / _series(run, 2))))
+    return min(_series(run, count) for _ in range(SERIES))
 
 
-def _row(run: Callable[[], Any], count: int) -> float:
-    _slowest(0.0)  # all begin together
+def _series(run: Callable[[], Any], count: int) -> float:
+    """Return the mean seconds of `count` calls on the slowest rank."""
+    _slowest(0.0)  # a barrier
     start = time.perf_counter()
     for _ in range(count):
         run()
@@ -229,12 +236,12 @@ def _row(run: Callable[[], Any], count: int) -> float:
 
 
 def _slowest(seconds: float) -> float:
-    most = torch.tensor(seconds, dtype=torch.float64, device=device.current())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    largest = torch.tensor(seconds, dtype=torch.float64, device=device.current())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     _synchronize()
-    return float(most)
+    return float(largest)
 
 
 def _synchronize() -> None:
-    if device.gpus():
+    if device.gpu_count():
         torch.cuda.synchronize()

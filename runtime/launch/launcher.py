@@ -1,14 +1,13 @@
-"""One process a device: start ranks on this machine. `join` is for those that torchrun or srun started.
+"""Start ranks on this machine, one process per device, and collect their results.
 
-`run` is the whole life of a group of ranks. They are forked from this process on CPU (megatron-core is imported
-once, here) and spawned where there are GPUs; each calls the entry and leaves its outcome in a file (see `rank`).
-When one fails the others are ended, and of everything that went wrong the first real error is raised here: ranks
-that only saw a peer vanish are never the news. Whatever happens to this process (an error, a timeout, Ctrl-C,
-SIGTERM, SIGKILL), no rank outlives it.
+`run` starts the ranks, waits for them, and returns their values. On CPU ranks are forked, so that megatron-core is
+imported once, in this process; with GPUs they are spawned. Each rank calls the entry and writes its outcome to a file
+(see `rank`). When one fails, the others are ended, and the first real error is raised here, not the errors of ranks
+that only lost a peer. No rank outlives this process, whatever ends it: an error, a timeout, Ctrl-C, SIGTERM, SIGKILL.
 
-torch's own `start_processes` are not used: they wait up to 30 s for ranks that are stuck in a collective, report
-the first process to exit rather than the first to fail, keep this process's signals, and lose the ranks already
-started if starting the next one fails.
+torch's `start_processes` is not used. It waits up to 30 s for ranks stuck in a collective, reports the first process to
+exit instead of the first to fail, inherits this process's signal handlers, and leaves ranks behind if starting the next
+one fails.
 """
 
 from __future__ import annotations
@@ -37,25 +36,25 @@ from megaloom.dsl.errors import UserError
 from megaloom.runtime.megatron import device
 
 from . import rank
-from .rank import Failure, Place, Returned
-from .rendezvous import inside
+from .rank import Failure, RankContext, Returned
+from .rendezvous import started_by_launcher
 
-GRACE = 2.0
-"""Seconds that ranks get to end by themselves: to tell of the real error, or to leave the terminal in order."""
+END_SECONDS = 2.0
+"""Time that ranks have to end by themselves: to report the real error, or to restore the terminal."""
 
-PER_CORE = 16
-"""Ranks that a core may have to itself where there are no GPUs: a rehearsal is slow, but must not bury the machine."""
+RANKS_PER_CORE = 16
+"""Most ranks per CPU core on a machine without GPUs."""
 
 
 class RankError(RuntimeError):
-    """A rank failed: which one, and the text of its traceback, or how its process ended."""
+    """A failed rank: its number, its traceback or how its process ended, and the signal that ended it, if one did."""
 
-    def __init__(self, rank: int, text: str) -> None:
+    def __init__(self, rank: int, text: str, signal: int | None = None) -> None:
         super().__init__(f"rank {rank} {text}")
-        self.rank, self.text = rank, text
+        self.rank, self.text, self.signal = rank, text, signal
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.rank, self.text)
+        return type(self), (self.rank, self.text, self.signal)
 
 
 def run(
@@ -64,18 +63,20 @@ def run(
     world: int,
     *,
     timeout: float | None = None,
-    grace: float = GRACE,
+    grace: float = END_SECONDS,
 ) -> list[Any]:
-    """Each rank's `entry(*args)`, of `world` ranks on this machine, in the order of ranks.
+    """Call `entry(*args)` on each of `world` ranks of this machine, and return the values in the order of ranks.
 
-    `entry` is importable, `args` and the returned values are small and picklable. Rank 0 writes to this process's
-    stdout and stderr; the others' output is shown if they die without a traceback. `timeout`: seconds for it all.
-    `grace`: seconds from a first SIGINT or SIGTERM, which ranks get as SIGTERM, to their end; a second one ends them
-    at once. Raises the first real error of any rank: its UserError, or else a RankError.
+    `entry` must be importable; `args` and values must be small and picklable. Rank 0 writes to this process's stdout
+    and stderr. The output of another rank is shown only if it dies without a traceback.
+
+    timeout: seconds for the whole call. grace: seconds from a first SIGINT or SIGTERM, which ranks receive as SIGTERM,
+    to their end; a second signal ends them at once. Raise the first real error of any rank: its UserError, else a
+    RankError.
     """
     check(world)
-    if not device.gpus():
-        device.prepare()  # here, once: forked ranks have it already
+    if not device.gpu_count():
+        device.prepare()  # once, here: forked ranks inherit it
     job = pickle.dumps((entry, args))
     with (
         tempfile.TemporaryDirectory(prefix="megaloom-") as folder,
@@ -85,11 +86,11 @@ def run(
     ):
         ranks = Ranks(world, Path(folder))
         try:
-            # By a thread that never computed: OpenMP's workers belong to the thread that made them, and a forked copy
-            # of that thread waits for them forever. It stays until the end, as ranks die with what started them.
+            # Fork from a thread that has not computed: OpenMP's workers belong to the thread that created them, and a
+            # forked copy of that thread would wait for them forever. The thread must live on: ranks die with it.
             starter.submit(ranks.start, server.getsockname()[1], job).result()
-            # The ranks' meeting point, on a socket that listens already. Its thread starts only now: a forked
-            # process would have inherited no thread, but the locks that it held.
+            # The ranks' rendezvous, on a socket that already listens. Its thread starts after the forks: a forked
+            # process would inherit the thread's locks without the thread.
             store = dist.TCPStore(
                 *server.getsockname(), is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
             )
@@ -97,30 +98,30 @@ def run(
             return ranks.values()
         finally:
             ranks.end()
-            store = None  # noqa: F841 # else an error's traceback would keep it, and its thread, for the next fork
+            store = None  # noqa: F841 # an error's traceback would keep the store and its thread alive
 
 
 def check(world: int) -> None:
-    """Nothing, if this process can start that many ranks here. UserError otherwise."""
-    most = PER_CORE * len(os.sched_getaffinity(0))
+    """Raise UserError if this process cannot start that many ranks on this machine."""
+    most = RANKS_PER_CORE * len(os.sched_getaffinity(0))
     if world < 1:
-        raise UserError(f"cannot start {world} ranks; 1 or more would work")
-    if device.gpus() and world > device.gpus():
-        raise UserError(f"{world} ranks need a GPU each, and this machine has {device.gpus()}: plan for those")
-    if not device.gpus() and world > most:
-        raise UserError(f"{world} ranks are too many for this machine, which has no GPU: plan for at most {most}")
-    if inside():
-        raise UserError("already one of many ranks (RANK is set), where no more are started; unset RANK to start some")
+        raise UserError(f"cannot start {world} ranks; start at least 1")
+    if device.gpu_count() and world > device.gpu_count():
+        raise UserError(f"{world} ranks need a GPU each, but this machine has {device.gpu_count()}; plan for those")
+    if not device.gpu_count() and world > most:
+        raise UserError(f"{world} ranks are too many for this machine without GPUs; plan for at most {most}")
+    if started_by_launcher():
+        raise UserError("this process is already a rank (RANK is set); unset RANK to let it start ranks")
 
 
 @contextlib.contextmanager
 def _deferred_signals() -> Iterator[list[int]]:
-    """The signals that came, for the loop to act upon: an exception in the midst of a start would lose ranks."""
+    """Collect signals for `watch`, instead of raising: an exception while ranks start would leave some behind."""
     caught: list[int] = []
     before = {}
-    if threading.current_thread() is threading.main_thread():  # no other may set handlers, nor runs them
+    if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # such as under nohup
+            if signal.getsignal(number) != signal.SIG_IGN:  # ignored, as under nohup
                 before[number] = signal.signal(number, lambda number, frame: caught.append(number))
     try:
         yield caught
@@ -130,8 +131,8 @@ def _deferred_signals() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def _defaults(**variables: object) -> Iterator[None]:
-    """Environment variables, where they are unset, for the processes that start meanwhile."""
+def _default_environment(**variables: object) -> Iterator[None]:
+    """Set environment variables that are unset, for processes started inside the context."""
     unset = {name: str(value) for name, value in variables.items() if name not in os.environ}
     os.environ.update(unset)
     try:
@@ -142,37 +143,37 @@ def _defaults(**variables: object) -> Iterator[None]:
 
 
 def _threads(world: int) -> int:
-    """Threads for each of `world` ranks, so that together they don't exceed this process's cores."""
+    """Return the threads per rank, so that all ranks together use no more than the available cores."""
     return int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // world))
 
 
 @define(eq=False)
 class Ranks:
-    """The processes of one run, and the folder in which they leave their outcomes."""
+    """The processes of one run, and the folder to which they write their outcomes."""
 
     world: int
     folder: Path
     processes: list[Any] = field(factory=list, init=False)
-    ended: dict[int, float] = field(factory=dict, init=False)  # rank -> when that was seen, in monotonic seconds
+    ended: dict[int, float] = field(factory=dict, init=False)  # rank -> time.monotonic() when its end was seen
 
     def start(self, port: int, job: bytes) -> None:
-        """Start them all, each on the list before the next one starts."""
-        context: Any = multiprocessing.get_context("spawn" if device.gpus() else "fork")
+        """Start all processes. Each is on the list before the next one starts."""
+        context: Any = multiprocessing.get_context("spawn" if device.gpu_count() else "fork")
         threads = _threads(self.world)
-        # What OpenMP and CUDA read when a spawned rank loads them, before it runs a line of ours.
-        with _defaults(OMP_NUM_THREADS=threads, CUDA_DEVICE_MAX_CONNECTIONS=1), warnings.catch_warnings():
-            # Python 3.12 warns of forking beside other threads: the one of ours only waits.
+        # OpenMP and CUDA read these when a spawned rank loads them, before our code runs.
+        with _default_environment(OMP_NUM_THREADS=threads, CUDA_DEVICE_MAX_CONNECTIONS=1), warnings.catch_warnings():
+            # Python 3.12 warns about forking with other threads; our main thread only waits.
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-            # Held back until a rank has handlers of its own: those that it forks with would swallow them.
-            signal.pthread_sigmask(signal.SIG_BLOCK, rank.HEEDED)
+            # Block these until a rank has installed its own handlers; the inherited ones would swallow them.
+            signal.pthread_sigmask(signal.SIG_BLOCK, rank.HANDLED_SIGNALS)
             for number in range(self.world):
-                place = Place(number, self.world, port, str(self.folder), threads, os.getpid())
-                process = context.Process(target=rank.main, args=(place, job))
+                rank_context = RankContext(number, self.world, port, str(self.folder), threads, os.getpid())
+                process = context.Process(target=rank.run_rank, args=(rank_context, job))
                 process.start()
                 self.processes.append(process)
 
     def running(self) -> list[int]:
-        """The ranks that have not ended; of the others that is noted, and what they had started is ended too."""
+        """Return the ranks that run. Note the end of the others, and kill the processes that they had started."""
         alive = [number for number, process in enumerate(self.processes) if process.is_alive()]
         for number in set(range(len(self.processes))).difference(alive, self.ended):
             self.ended[number] = time.monotonic()
@@ -181,114 +182,116 @@ class Ranks:
         return alive
 
     def watch(self, caught: Sequence[int], deadline: float | None, grace: float) -> None:
-        """Return when all have ended well; raise at the first failure, a signal or the deadline."""
+        """Return when all ranks have returned. Raise at the first failure, a signal or the deadline."""
         while self.running():
             if caught:
-                # A rank that failed, or ended before it could save, leaves the others nothing to wait for.
+                # Once a rank has failed, the others cannot finish: stop waiting.
                 self.ask_to_end(grace, unless=lambda: len(caught) > 1 or bool(self.failures()))
                 if self.failures() and isinstance(error := self.first_error(), UserError):
-                    raise error  # such as no room for what they wanted to save
+                    raise error  # such as a full disk when saving
                 raise KeyboardInterrupt if caught[0] == signal.SIGINT else SystemExit(128 + caught[0])
             if self.failures():
                 break
             if deadline is not None and time.monotonic() > deadline:
-                raise self.too_late()
+                raise self.timeout_error()
             self.wait(0.1)
         if self.failures():
             raise self.first_error()
 
     def wait(self, seconds: float) -> None:
-        """Until another rank ends, but no longer than that."""
+        """Wait until a rank ends, at most `seconds`."""
         wait([process.sentinel for process in self.processes if process.is_alive()], timeout=seconds)
 
     def outcome(self, number: int) -> Returned | Failure:
-        """What a rank that has ended left; if it left nothing, how its process ended."""
+        """Return the outcome that a rank has written, or a failure that says how its process ended."""
         try:
             return pickle.loads((self.folder / f"{number}.outcome").read_bytes())  # type: ignore[no-any-return]
         except FileNotFoundError:
             code = self.processes[number].exitcode
-            # NCCL and gloo may abort a process whose peer is gone.
+            # NCCL and gloo may abort a process after a peer has ended.
             doubt = 1 if code == -signal.SIGABRT else 0
-            return Failure(number, self.ended[number], _ending(code) + self.remains(number), doubt)
+            text = _ending(code) + self.last_output(number)
+            return Failure(number, self.ended[number], text, doubt, signal=-code if code < 0 else None)
 
     def values(self) -> list[Any]:
-        """What the ranks returned, all of them having done so."""
+        """Return the values of all ranks, which must have returned."""
         outcomes = [self.outcome(number) for number in range(self.world)]
         return [outcome.value for outcome in outcomes if isinstance(outcome, Returned)]
 
     def failures(self) -> list[Failure]:
-        """Those of the ranks that have ended so far."""
+        """Return the failures of the ranks that have ended so far."""
         outcomes = [self.outcome(number) for number in self.ended]
         return [outcome for outcome in outcomes if isinstance(outcome, Failure)]
 
-    def remains(self, number: int) -> str:
-        """Where a rank was when it died, and its last lines if they are not on the terminal already."""
+    def last_output(self, number: int) -> str:
+        """Return the stack of a rank that died, and its last lines of output if they were not printed already."""
         log = self.folder / f"{number}.log"
         lines = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
         output = "".join(f"\n  | {line}" for line in lines)
         stack = self.stack(number)
-        return (f"\nit was here:\n{stack}" if stack else "") + ("\nthe end of its output:" + output if output else "")
+        return (f"\nstack:\n{stack}" if stack else "") + ("\nlast lines of its output:" + output if output else "")
 
     def stack(self, number: int) -> str:
-        """What faulthandler wrote of a rank, innermost call first, as far out as its entry."""
+        """Return the stack that faulthandler wrote for a rank, innermost call first, up to its entry."""
         stack = self.folder / f"{number}.stack"
         lines = stack.read_text().splitlines() if stack.exists() else []
         calls = itertools.takewhile(lambda line: f'"{rank.__file__}"' not in line, lines)
         return "\n".join(line for line in calls if line.startswith("  File"))
 
     def first_error(self) -> Exception:
-        """The earliest of those least in doubt, waiting a little for one that is in none."""
-        deadline = time.monotonic() + GRACE
+        """Return the earliest failure among the most certain ones, after a short wait for a certain one."""
+        deadline = time.monotonic() + END_SECONDS
         while self.running() and all(failure.doubt for failure in self.failures()) and time.monotonic() < deadline:
             self.wait(0.05)
         first = min(self.failures(), key=lambda failure: (failure.doubt, failure.when))
-        done = sorted(self.ended.keys() - {failure.rank for failure in self.failures()})
+        returned = sorted(self.ended.keys() - {failure.rank for failure in self.failures()})
         text = first.text
-        if first.doubt and done:
-            text += f"\n{_names(done)} had already returned: not all ranks take part in the same collectives"
-        return first.user or RankError(first.rank, text)
+        if first.doubt and returned:
+            text += f"\n{_names(returned)} had already returned: not all ranks call the same collectives"
+        return first.user or RankError(first.rank, text, first.signal)
 
-    def too_late(self) -> RankError:
-        """Who was still at work, and where."""
+    def timeout_error(self) -> RankError:
+        """Return an error that names the ranks still running, with the stack of the first."""
         late = [number for number in range(self.world) if not (self.folder / f"{number}.outcome").exists()]
         late = late or self.running()
-        self.signal(signal.SIGUSR1)  # a rank answers with its stack, also from inside a collective
+        self.signal(signal.SIGUSR1)  # a rank writes its stack, even from inside a collective
         time.sleep(0.2)
-        who = f"ran out of time ({_names(late)} of {self.world} had not returned); it was here:\n"
-        return RankError(late[0], who + self.stack(late[0]))
+        text = f"timed out ({_names(late)} of {self.world} had not returned); stack:\n"
+        return RankError(late[0], text + self.stack(late[0]))
 
     def signal(self, number: int) -> None:
+        """Send a signal to all ranks that run."""
         for process in self.processes:
             if process.is_alive():
                 os.kill(process.pid, number)
 
     def ask_to_end(self, grace: float, unless: Callable[[], bool] = lambda: False) -> None:
-        """Give the ranks that many seconds to end, unless something else comes."""
+        """Ask the ranks to end, and wait up to `grace` seconds, or until `unless` is true."""
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + grace
         while self.running() and time.monotonic() < deadline and not unless():
             self.wait(0.05)
 
     def end(self) -> None:
-        """No rank is left after this: first asked to stop, then made to."""
-        self.ask_to_end(GRACE)
+        """End all ranks: first with SIGTERM, then with SIGKILL."""
+        self.ask_to_end(END_SECONDS)
         self.signal(signal.SIGKILL)
         for process in self.processes:
-            process.join(GRACE)  # longer only if the kernel itself is stuck with it
+            process.join(END_SECONDS)  # takes longer only if the kernel cannot end it
         self.running()
 
 
 def _names(ranks: Sequence[int]) -> str:
-    """As in "rank 1", "ranks 1 and 2", "ranks 1, 2 and 4"."""
+    """Return "rank 1", "ranks 1 and 2", or "ranks 1, 2 and 4"."""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 def _ending(code: int) -> str:
-    """How a process ended that had no time to say why, and what may help."""
+    """Return how a process ended that has written no outcome."""
     if code >= 0:
-        return f"left with exit status {code}, without an error of its own"
-    died = f"died of signal {-code} ({signal.Signals(-code).name})"
+        return f"exited with status {code} without an error message"
+    killed = f"was killed ({signal.Signals(-code).name})"
     if code == -signal.SIGKILL:
-        return died + ": often the kernel, out of memory; a smaller micro-batch or more recomputation needs less"
-    return died
+        return killed + ", probably by the kernel because host memory ran out"
+    return killed

@@ -1,6 +1,6 @@
-"""A rank's own side: joining the others, calling its entry, leaving its outcome for the process that started it.
+"""The process of a rank: join the others, call the entry, write the outcome for the process that started it.
 
-`main` is what `launch` starts, `initialise` is what every rank goes through, whoever started it.
+`launcher` starts `run_rank`. `initialize` sets up torch.distributed, also for ranks that torchrun or srun started.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from attrs import frozen
 from megaloom.dsl.errors import UserError, full_message
 from megaloom.runtime.megatron import device
 
-COLLECTIVE = datetime.timedelta(minutes=10)
-"""How long a collective waits for its slowest rank: long enough for a checkpoint, short enough to notice a hang."""
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+"""Timeout of collectives: long enough for a checkpoint, short enough to notice a hang."""
 
-PARTING = datetime.timedelta(seconds=2)
-"""How long a rank that is done stays for the others, whose last collectives may still read from it."""
+EXIT_WAIT = datetime.timedelta(seconds=2)
+"""Time that a finished rank waits for the others, whose last collectives may still read from it."""
 
-HEEDED = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals by which the parent asks something of a rank; they wait until it listens."""
+HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals from the parent, blocked until the rank has installed its handlers."""
 
-CONSEQUENCE = re.compile(
+LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote process exited|socket (closed|timeout)"
     r"|failed to (recv|send)|communicator was aborted|ncclRemoteError|timed out|wait timeout",
     re.IGNORECASE,
 )
-"""What gloo, NCCL and the store say on a rank whose peer is gone or does not come."""
+"""Error messages of gloo, NCCL and the store on a rank that has lost a peer."""
 
 
 @frozen
@@ -54,18 +54,19 @@ class Returned:
 
 @frozen
 class Failure:
-    """What went wrong on a rank, and when; `user` is the UserError it was, if it was one."""
+    """An error on a rank, or the end of its process."""
 
     rank: int
     when: float  # time.monotonic(): one clock for all processes of a machine
     text: str
-    doubt: int  # that it is an error of its own: 0 none, 1 an abort, 2 the words of one whose peer is gone
-    user: UserError | None = None
+    doubt: int  # that the error is this rank's own: 0 none, 1 an abort, 2 the message of a lost peer
+    user: UserError | None = None  # the error, if it is a UserError
+    signal: int | None = None  # that ended the process
 
 
 @frozen
-class Place:
-    """Where a rank finds its job and the others, and leaves its outcome."""
+class RankContext:
+    """Rank, world size, rendezvous port, and the folder for outcomes."""
 
     rank: int
     world: int
@@ -74,21 +75,22 @@ class Place:
     threads: int
     parent: int
 
-    def file(self, what: str) -> Path:
-        return Path(self.folder) / f"{self.rank}.{what}"
+    def file(self, suffix: str) -> Path:
+        """Return the path of one of this rank's files."""
+        return Path(self.folder) / f"{self.rank}.{suffix}"
 
 
-def main(place: Place, job: bytes) -> None:
-    """The whole life of a process that `launch` started. Does not return: what it forked from is not its own."""
+def run_rank(context: RankContext, job: bytes) -> None:
+    """Run a process that `launcher` started, to its exit. It does not return into the forked parent's code."""
     status = 1
     try:
-        _belong_to(place.parent)
-        _listen(place)
-        outcome, store = _work(place, job)
-        place.file("part").write_bytes(outcome)
-        place.file("part").rename(place.file("outcome"))
+        _die_with(context.parent)
+        _set_up_signals_and_output(context)
+        outcome, store = _call_entry(context, job)
+        context.file("part").write_bytes(outcome)
+        context.file("part").rename(context.file("outcome"))
         if store:
-            _part(store, place.world)
+            _wait_for_others(store, context.world)
             status = 0
     except KeyboardInterrupt:
         _flush()
@@ -96,9 +98,9 @@ def main(place: Place, job: bytes) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
         _flush()
-        # What libraries hold under a name, such as semaphores, which would be reported as leaked.
+        # Release named semaphores and the like, which would be reported as leaked.
         multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
-        os._exit(status)  # `launch` sees to what this process may have started
+        os._exit(status)  # `launcher` ends what this process has started
 
 
 def _flush() -> None:
@@ -107,8 +109,8 @@ def _flush() -> None:
         sys.stderr.flush()
 
 
-def _belong_to(parent: int) -> None:
-    """No rank outlives the process that started it, even one that was killed; nor does what a rank starts."""
+def _die_with(parent: int) -> None:
+    """Make the kernel end this rank with its parent, even if that is killed; own a process group for what it starts."""
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -116,86 +118,89 @@ def _belong_to(parent: int) -> None:
         os._exit(1)
 
 
-def _listen(place: Place) -> None:
-    """Signals and output: the terminal's Ctrl-C reaches every process, but only the parent decides what it means."""
+def _set_up_signals_and_output(context: RankContext) -> None:
+    """Install signal handlers, and redirect output to a log on all ranks but 0.
+
+    Ctrl-C on a terminal reaches every process; only the parent acts on it, and sends SIGTERM.
+    """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _unwind)
-    stack = place.file("stack").open("w")
+    signal.signal(signal.SIGTERM, _raise_interrupt)
+    stack = context.file("stack").open("w")
     faulthandler.enable(stack, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
-    if place.rank == 0:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+    if context.rank == 0:
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(line_buffering=True)  # in a pipe, too, progress is seen when it is made
+            sys.stdout.reconfigure(line_buffering=True)  # show progress at once in a pipe too
     else:
-        with place.file("log").open("w") as log:
+        with context.file("log").open("w") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
 
 
-def _unwind(number: int, frame: Any) -> None:
-    """End by way of the `finally` clauses, such as the one that gives the terminal its cursor back."""
+def _raise_interrupt(number: int, frame: Any) -> None:
+    """Raise KeyboardInterrupt, so that `finally` clauses run, such as the one that restores the cursor."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
-def _work(place: Place, job: bytes) -> tuple[bytes, dist.Store | None]:
-    """The pickled outcome, and the store through which to part from the others if all went well."""
+def _call_entry(context: RankContext, job: bytes) -> tuple[bytes, dist.Store | None]:
+    """Return the pickled outcome of the entry, and the store if there was no error."""
     try:
-        torch.set_num_threads(place.threads)
+        torch.set_num_threads(context.threads)
         device.prepare()  # before the job is unpickled, which may import megatron-core
-        _environment(place)
-        store = dist.TCPStore("127.0.0.1", place.port, place.world, is_master=False, timeout=COLLECTIVE)
-        initialise(place.rank, place.world, place.rank, store)
+        _set_environment(context)
+        store = dist.TCPStore("127.0.0.1", context.port, context.world, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+        initialize(context.rank, context.world, context.rank, store)
         entry, args = pickle.loads(job)
         return pickle.dumps(Returned(entry(*args))), store
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # also SystemExit: a rank has no business leaving by itself
-        return pickle.dumps(_failure(place.rank, error)), None
+    except BaseException as error:  # also SystemExit: a rank must not exit by itself
+        return pickle.dumps(_failure(context.rank, error)), None
 
 
-def _environment(place: Place) -> None:
-    """What torchrun would set, for libraries that look there; and gloo needs no name of this machine to find it."""
-    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), place.rank)
-    worlds = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), place.world)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": place.port}
+def _set_environment(context: RankContext) -> None:
+    """Set the variables that torchrun sets, and gloo's interface, so that it need not resolve the host name."""
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), context.rank)
+    worlds = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), context.world)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": context.port}
     os.environ.update({name: str(value) for name, value in {**ranks, **worlds, **meeting}.items()})
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def initialise(rank: int, world: int, local: int, store: dist.Store | None) -> None:
-    """torch.distributed on this rank's own device, the `local`-th; without a store the environment says where."""
-    if device.gpus():
+def initialize(rank: int, world: int, local: int, store: dist.Store | None) -> None:
+    """Initialize torch.distributed on this rank's device, number `local`. Without a store, use the environment."""
+    if device.gpu_count():
         torch.cuda.set_device(local)
-    dist.init_process_group(device.backend(), rank=rank, world_size=world, store=store, timeout=COLLECTIVE)
+    dist.init_process_group(device.backend(), rank=rank, world_size=world, store=store, timeout=COLLECTIVE_TIMEOUT)
 
 
-def _part(store: dist.Store, world: int) -> None:
-    """Leave together: a peer's last collective may still be reading from this process."""
-    if device.gpus():
+def _wait_for_others(store: dist.Store, world: int) -> None:
+    """Exit together with the other ranks: their last collectives may still read from this process."""
+    if device.gpu_count():
         torch.cuda.synchronize()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to unwind
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no `finally` clause is left to run
     if store.add("megaloom/done", 1) == world:
         store.set("megaloom/all done", "")
-    with contextlib.suppress(RuntimeError):  # the others don't come; what that means is for the parent to say
-        store.wait(["megaloom/all done"], PARTING)
+    with contextlib.suppress(RuntimeError):  # others have failed; the parent reports that
+        store.wait(["megaloom/all done"], EXIT_WAIT)
 
 
 def _failure(rank: int, error: BaseException) -> Failure:
-    """What there is to tell of an error, without this module's own frame."""
+    """Return the failure for an error, with its traceback without this module's frame."""
     trace = error.__traceback__ and error.__traceback__.tb_next
     text = "failed:\n" + "".join(traceback.format_exception(type(error), error, trace)).rstrip()
     user = _portable(error) if isinstance(error, UserError) else None
-    doubt = 2 if isinstance(error, RuntimeError) and CONSEQUENCE.search(str(error)) else 0
+    doubt = 2 if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) else 0
     return Failure(rank, time.monotonic(), text, doubt, user)
 
 
 def _portable(error: UserError) -> UserError:
-    """The error itself if it survives pickling, else its message."""
+    """Return the error if it can be pickled, else a UserError with its message."""
     try:
         return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
     except Exception:

@@ -1,4 +1,4 @@
-"""Where modules are built: the groups, and the configuration that megatron-core asks of each module."""
+"""The build context: what modules need to be built, namely process groups and megatron-core's TransformerConfig."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
 
 @frozen(eq=False)
 class BuildContext:
-    """The groups, what all layers' configurations share, and the length of a whole sequence."""
+    """Process groups, the configuration fields that all layers share, and the length of a sequence."""
 
     groups: ProcessGroups
-    fields: dict[str, Any]  # of TransformerConfig
-    seq: int  # tokens
+    shared_fields: dict[str, Any]  # of TransformerConfig
+    seq: int  # tokens of a full sequence
     config: TransformerConfig = field(init=False)
 
     @property
@@ -49,42 +49,41 @@ class BuildContext:
         return self.layer_config()
 
     def layer_config(self, **layer: Any) -> TransformerConfig:
-        """The configuration with a layer's own fields."""
-        return TransformerConfig(**{**self.fields, **layer})
+        """Return the configuration of one layer: the shared fields and its own."""
+        return TransformerConfig(**{**self.shared_fields, **layer})
 
 
 def make_build_context(graph: Graph, layout: Layout, workload: Workload, groups: ProcessGroups) -> BuildContext:
-    """The context of a model under a layout. Raises UserError for a model that the runtime cannot train."""
-    trainable(graph)
+    """Return the build context of a model under a layout. Raise UserError if the runtime cannot train the model."""
+    check_trainable(graph)
     if workload.precision not in DTYPES:
         raise UserError("\n".join(precision_refusal(workload)))
-    return BuildContext(groups, configure(graph, layout, workload), workload.seq)
+    return BuildContext(groups, config_fields(graph, layout, workload), workload.seq)
 
 
-def trainable(graph: Graph) -> None:
-    """Check that the runtime trains such models. Raises UserError."""
+def check_trainable(graph: Graph) -> None:
+    """Raise UserError if the runtime cannot train the model."""
     if wrong := untrainable(graph):
         raise UserError("\n".join(wrong))
 
 
-def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any]:
-    """What megatron-core's modules and schedules must know of a layout, as fields of TransformerConfig."""
-    dtype, hidden = DTYPES[workload.precision], embed(graph)
+def config_fields(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any]:
+    """Return the fields of TransformerConfig that a layout sets for all modules and for the schedules."""
+    dtype, hidden = DTYPES[workload.precision], hidden_size(graph)
     mixtures = [n.op for n in graph.nodes if isinstance(n.op, MoE)]
     moe = mixtures[0] if mixtures else None
-    within = [
-        str(m) for m in layout.recomputed_modules if m in (Module.CORE_ATTN, Module.SHARED_EXPERTS)
-    ]  # others: see `stage`
+    # megatron-core recomputes these modules itself; `recompute` and `body` recompute the others.
+    recomputed = [str(m) for m in layout.recomputed_modules if m in (Module.CORE_ATTN, Module.SHARED_EXPERTS)]
     return {
-        "num_layers": layout.pp * layout.vpp,  # unused: our stages say which layers they hold
+        "num_layers": layout.pp * layout.vpp,  # not used: model chunks hold the nodes of the plan
         "hidden_size": hidden,
         "num_attention_heads": layout.tp,
         "ffn_hidden_size": hidden,
         # The schedules scale the balancing loss if there are any experts.
         "num_moe_experts": moe.experts if moe else None,
         "moe_ffn_hidden_size": hidden if moe else None,
-        # What a router computes its gate says. With sigmoid megatron-core takes any number of experts a token, and
-        # moves the corrections after each step if there are any.
+        # Our router computes the gate. With "sigmoid" megatron-core accepts any top_k, and updates the expert biases
+        # after each step if there are any.
         "moe_router_score_function": "sigmoid",
         "moe_router_dtype": "fp32",
         "moe_router_enable_expert_bias": any(op.corrected for op in mixtures),
@@ -94,22 +93,22 @@ def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any
         "microbatch_group_size_per_vp_stage": layout.microbatch_group_size if layout.vpp > 1 else None,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
-        # Groups say what etp is. This is asked for only to refuse biases in all layers of a model with experts.
+        # The process groups set etp. megatron-core reads this field only to refuse biases in models with experts.
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": layout.sequence_parallel,
         "pipeline_dtype": dtype,
         "params_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        # Interleaved with megatron-core's default settings is silently wrong at two pipeline ranks.
+        # megatron-core's defaults compute wrong gradients with interleaving at two pipeline ranks.
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
-        "recompute_granularity": "selective" if within else None,
-        "recompute_modules": within,
-        # The loss is a sum over tokens, divided once by their number over all ranks: right on any layout.
+        "recompute_granularity": "selective" if recomputed else None,
+        "recompute_modules": recomputed,
+        # The loss is summed over tokens and divided once by the tokens of all ranks: correct under every layout.
         "calculate_per_token_loss": True,
-        "init_method": _later,
-        "output_layer_init_method": _later,
-        # The norms of queries and keys see the heads of their own device: gradients are added over tp.
+        "init_method": _leave_uninitialized,
+        "output_layer_init_method": _leave_uninitialized,
+        # Norms of queries and keys see only local heads, so their gradients are reduced over tp.
         "qk_layernorm": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -117,34 +116,34 @@ def configure(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
-        "cuda_graph_scope": [],  # its default is deprecated, and says so
+        "cuda_graph_scope": [],  # the default prints a deprecation warning
     }
 
 
-def _later(weight: Tensor) -> Tensor:
-    """No initial values: `weights` gives them, the same on every layout."""
+def _leave_uninitialized(weight: Tensor) -> Tensor:
+    """Return the weight unchanged: `modules.parameters` sets initial values."""
     return weight
 
 
-def inside(v: Value, x: Tensor) -> Tensor:
-    """A value in the order of its dims, from how it lies between modules.
+def to_declared_order(v: Value, x: Tensor) -> Tensor:
+    """Return a tensor between modules with its dims in declared order.
 
-    There hidden states are megatron-core's [seq, batch, ..]; what the data provides is as it is declared.
+    Between modules, hidden states are [seq, batch, ..] as in megatron-core. Inputs have their declared order.
     """
-    return x.transpose(0, 1) if _hidden(v) else x
+    return x.transpose(0, 1) if _is_hidden_state(v) else x
 
 
-def outside(v: Value, x: Tensor) -> Tensor:
-    """A value as it lies between modules, from the order of its dims."""
-    return x.transpose(0, 1).contiguous() if _hidden(v) else x
+def to_megatron_order(v: Value, x: Tensor) -> Tensor:
+    """Return a tensor in declared order as it is passed between modules: hidden states as [seq, batch, ..]."""
+    return x.transpose(0, 1).contiguous() if _is_hidden_state(v) else x
 
 
-def _hidden(v: Value) -> bool:
-    made = not isinstance(v.source.op, Input) and v.dtype is not DType.INDEX
-    return made and len(v.shape.dims) > 2 and v.shape.dims[0] == BATCH
+def _is_hidden_state(v: Value) -> bool:
+    computed = not isinstance(v.source.op, Input) and v.dtype is not DType.INDEX
+    return computed and len(v.shape.dims) > 2 and v.shape.dims[0] == BATCH
 
 
-def embed(graph: Graph) -> int:
-    """The size of the hidden states between the layers, which is the same everywhere."""
+def hidden_size(graph: Graph) -> int:
+    """Return the size of the hidden states, which is equal for all layers."""
     (size,) = hidden_sizes(graph)
     return size

@@ -1,7 +1,7 @@
-"""megatron-core's torch_dist format, written by the ranks themselves.
+"""A writer of megatron-core's torch_dist checkpoint format in which each rank writes its own file.
 
-megatron-core's own strategy (its `filesystem_async`) forks writers and, for their results, spawns a server that runs
-the user's script once more: a save of a few KB took seconds, and one in fifteen failed or hung.
+megatron-core's own strategy (`filesystem_async`) forks writers and spawns a server that runs the user's script again.
+With it a save of a few KB took seconds, and one in fifteen failed or hung.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from megatron.core.dist_checkpointing.strategies import torch as mcore
 from torch.distributed import checkpoint
 
 
-class Writer(mcore.TorchDistSaveShardedStrategy):
-    """The same files, save that each rank writes one, itself, and returns when it has reached the disk."""
+class RankFileWriter(mcore.TorchDistSaveShardedStrategy):
+    """Save strategy that writes one file per rank and returns when it is on disk."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)

@@ -1,10 +1,10 @@
-"""megatron-core on a machine without CUDA: "the current CUDA device" comes to mean the CPU.
+"""A shim that runs megatron-core without CUDA: "the current CUDA device" becomes the CPU.
 
-`install()` runs before megatron-core is first imported and replaces, in torch, only what would otherwise raise
-there. `finish()` runs after the import and does the same inside megatron-core. Nothing is edited on disk,
-`torch.cuda.is_available()` stays False, and neither function is ever called on a machine with CUDA.
+`install()` runs before the first import of megatron-core and replaces, in torch, only what would raise there.
+`finish()` runs after the import and replaces names inside megatron-core. Nothing on disk changes,
+`torch.cuda.is_available()` stays False, and neither function is called on a machine with CUDA.
 
-| group | who in megatron-core 0.16.1 asks for it |
+| group | used by, in megatron-core 0.16.1 |
 |---|---|
 | device | everything (`torch.cuda.current_device()` as a device), p2p and checkpoints (`synchronize`) |
 | streams | the all-to-all dispatcher of MoE |
@@ -32,39 +32,39 @@ CPU = torch.device("cpu")
 
 
 def install() -> None:
-    """After this, code written for CUDA runs on the CPU, in torch itself."""
+    """Replace the functions of torch that need CUDA by ones for the CPU."""
     for group in (_device, _streams, _factories, _tensors, _types, _random, _uneven):
         group()
 
 
 def finish() -> None:
-    """What can only be replaced inside megatron-core, once it is imported."""
+    """Replace the functions of megatron-core that need CUDA, once it is imported."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     random._get_cuda_rng_state = _get_rng_state
     random._set_cuda_rng_state = _set_rng_state
-    # The tracker warns if the CPU generator moved inside its fork(): here that is the very point of it.
+    # The tracker warns if the CPU generator moves inside its fork(); on CPU it must.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
-    # It makes numpy arrays only of tensors that lie on CUDA (moe_utils.py:1093), and then counts on them.
+    # It converts only CUDA tensors to numpy (moe_utils.py:1093), and its callers need numpy.
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
 
 
-def _answers(value: Any) -> Callable[..., Any]:
+def _returns(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
 def _device() -> None:
-    torch.cuda.current_device = _answers(CPU)
-    torch.cuda.device_count = _answers(1)
+    torch.cuda.current_device = _returns(CPU)
+    torch.cuda.device_count = _returns(1)
     for silent in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
-        setattr(torch.cuda, silent, _answers(None))
+        setattr(torch.cuda, silent, _returns(None))
     for nothing in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(torch.cuda, nothing, _answers(0))
+        setattr(torch.cuda, nothing, _returns(0))
 
 
-class _Ordered:
-    """A stream or an event where everything happens in program order anyway: waiting is free."""
+class _ProgramOrder:
+    """A stream or event on the CPU, where operations run in program order and waiting does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -74,15 +74,15 @@ class _Ordered:
 
     record = synchronize = wait_stream = wait_event = wait
 
-    def record_event(self, event: _Ordered | None = None) -> _Ordered:
-        return event or _Ordered()
+    def record_event(self, event: _ProgramOrder | None = None) -> _ProgramOrder:
+        return event or _ProgramOrder()
 
 
 def _streams() -> None:
-    torch.cuda.Stream = torch.cuda.Event = _Ordered
-    torch.cuda.current_stream = torch.cuda.default_stream = _answers(_Ordered())
+    torch.cuda.Stream = torch.cuda.Event = _ProgramOrder
+    torch.cuda.current_stream = torch.cuda.default_stream = _returns(_ProgramOrder())
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _answers(None)
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _returns(None)
 
 
 def _here(device: Any) -> Any:
@@ -90,7 +90,7 @@ def _here(device: Any) -> Any:
 
 
 def _factories() -> None:
-    # `with torch.device(…)` knows the functions that it must reach as they are when it is first entered: now.
+    # `with torch.device(…)` records the functions that it must wrap when it is first entered: enter it before.
     with torch.device("cpu"):
         torch.empty(0)
     for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like"):
@@ -124,7 +124,7 @@ def _tensors() -> None:
 
     Tensor.to = moved
     Tensor.cuda = Tensor.pin_memory = torch.nn.Module.cuda = itself
-    Tensor.record_stream = _answers(None)
+    Tensor.record_stream = _returns(None)
 
 
 def _types() -> None:
@@ -132,9 +132,9 @@ def _types() -> None:
 
     @functools.wraps(named)
     def type_(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        asks_the_name = not args and not kwargs
+        asks_for_name = not args and not kwargs
         name = named(self, *args, **kwargs)
-        if asks_the_name and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core.optimizer"):
+        if asks_for_name and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core.optimizer"):
             return name.replace("torch.", "torch.cuda.", 1)
         return name
 
@@ -164,7 +164,7 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 
 def _uneven() -> None:
-    """Parts of unequal length travel padded to the longest; equal ones as they always did."""
+    """Make gloo gather and scatter parts of unequal length, by padding to the longest. Equal parts are unchanged."""
     gather, scatter = dist.all_gather, dist.reduce_scatter
 
     def all_gather(parts: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -190,7 +190,7 @@ def _uneven() -> None:
 
 
 def _longest(parts: list[Tensor]) -> int | None:
-    """The greatest length of parts that differ in length, None if they don't."""
+    """Return the greatest length of the parts, or None if all have one length."""
     lengths = {len(part) for part in parts if part.dim()}
     return max(lengths) if len(lengths) > 1 else None
 

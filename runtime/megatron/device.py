@@ -1,7 +1,7 @@
-"""Which device and backend this process uses, and megatron-core made ready for it.
+"""Device and collective backend of this process, and the import of megatron-core for them.
 
-`prepare()` comes before the first `import megatron.core` anywhere in this package. No other function here needs
-megatron-core, and none makes a CUDA context: a parent that only starts ranks holds no GPU memory.
+Call `prepare()` before the first `import megatron.core`. No other function here needs megatron-core. None creates a
+CUDA context, so a process that only starts ranks holds no GPU memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megaloom.dsl.errors import UserError
 from . import cpu_shim
 
 CPU_PROCESSES = 4
-"""Processes on a machine without GPUs: the fewest that hold two axes of two, with any number of cores."""
+"""Processes on a machine without GPUs: enough for two axes of degree 2."""
 
 PRESETS = {
     "A100-40GB": r"\bA100-SXM4-40GB",
@@ -30,55 +30,54 @@ PRESETS = {
     "V100": r"\bV100-SXM2-32GB",
     **{name: rf"\b{name}\b" for name in ("A100", "A800", "H100", "H800", "H200", "B200", "B300", "GB200", "GB300")},
 }
-"""The GPUs that the planner knows, by what the driver calls them."""
+"""Presets of the planner, and patterns of the names that the driver reports for these GPUs."""
 
 
 @functools.cache
-def gpus() -> int:
-    """Number of CUDA devices that this process may use; counted by NVML, so that CUDA is not started by asking."""
+def gpu_count() -> int:
+    """Return the number of CUDA devices that this process may use. NVML counts them, without starting CUDA."""
     return int(torch.cuda.device_count())
 
 
-# Counted when the module is loaded: the shim answers for CUDA later.
-gpus()
+gpu_count()  # count now: the CPU shim later replaces `torch.cuda.device_count`
 
 
-def available() -> int:
-    """Number of devices on this machine: its GPUs, or `CPU_PROCESSES` where there are none."""
-    return gpus() or CPU_PROCESSES
+def device_count() -> int:
+    """Return the number of devices on this machine: its GPUs, or `CPU_PROCESSES` if it has none."""
+    return gpu_count() or CPU_PROCESSES
 
 
 def backend() -> str:
-    """The collectives' library: "nccl" between GPUs, "gloo" between CPU processes."""
-    return "nccl" if gpus() else "gloo"
+    """Return the backend of collectives: "nccl" between GPUs, "gloo" between CPU processes."""
+    return "nccl" if gpu_count() else "gloo"
 
 
 def current() -> torch.device:
-    """The device of this process; on GPUs the one that `torch.cuda.set_device` chose for its rank."""
-    return torch.device("cuda", torch.cuda.current_device()) if gpus() else torch.device("cpu")
+    """Return the device of this process; on GPUs, the one that `torch.cuda.set_device` has selected."""
+    return torch.device("cuda", torch.cuda.current_device()) if gpu_count() else torch.device("cpu")
 
 
-def cluster_here() -> str:
-    """This machine as the planner names it, such as "4xCPU" or "2xH200"; UserError for a GPU without a preset."""
-    return f"{available()}x{_preset(gpu_name()) if gpus() else 'CPU'}"
+def local_cluster() -> str:
+    """Return this machine as a cluster name, such as "4xCPU" or "2xH200". Raise UserError for an unknown GPU."""
+    return f"{device_count()}x{_known_preset(gpu_name()) if gpu_count() else 'CPU'}"
 
 
-def _preset(name: str) -> str:
-    if found := preset(name):
+def _known_preset(name: str) -> str:
+    if found := preset_of(name):
         return found
     raise UserError(
-        f"no figures for this machine's GPU, {name!r}\n"
-        f"known: {', '.join(PRESETS)}; `megaloom measure -o FILE` takes its own: --gpus {gpus()}xFILE"
+        f"no preset for this machine's GPU {name!r}; presets: {', '.join(PRESETS)}\n"
+        f"run `megaloom measure -o FILE`, then plan with --gpus {gpu_count()}xFILE"
     )
 
 
-def preset(name: str) -> str | None:
-    """The planner's name of a GPU that the driver calls so."""
+def preset_of(name: str) -> str | None:
+    """Return the preset of a GPU by the name that the driver reports, or None."""
     return next((known for known, pattern in PRESETS.items() if re.search(pattern, name)), None)
 
 
 def gpu_name() -> str:
-    """The first GPU's name, from the driver alone: the runtime would make a context, half a GB on that GPU."""
+    """Return the first GPU's name from the driver API; the runtime API would create a context of half a GB."""
     cuda = ctypes.CDLL("libcuda.so.1")
     handle, name = ctypes.c_int(), ctypes.create_string_buffer(256)
     for call, args in (
@@ -87,23 +86,23 @@ def gpu_name() -> str:
         (cuda.cuDeviceGetName, (name, len(name), handle)),
     ):
         if status := call(*args):
-            raise UserError(f"the CUDA driver does not answer: {call.__name__} returns {status}; see nvidia-smi")
+            raise UserError(f"the CUDA driver fails: {call.__name__} returned {status}; check nvidia-smi")
     return name.value.decode()
 
 
 @functools.cache
 def prepare() -> None:
     """Import megatron-core so that it runs on this machine's devices, with or without CUDA. Idempotent."""
-    assert gpus() or "megatron.core" not in sys.modules, "imported before it was made ready for the CPU"
-    _silence()
-    if gpus():
-        # Before Blackwell, kernels of one connection run in the order of their launch, which overlapping of
-        # tensor- and context-parallel collectives counts on. Too late once CUDA has started: launch sets it too.
+    assert gpu_count() or "megatron.core" not in sys.modules, "megatron-core was imported before device.prepare()"
+    _silence_warnings()
+    if gpu_count():
+        # Overlap of tensor- and context-parallel collectives needs kernels to run in launch order: before Blackwell,
+        # one connection. It has no effect once CUDA has started, so `launcher` sets it too.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         _import_megatron()
     else:
         cpu_shim.install()
-        # Without a GPU nothing is gained by compiling the fused functions, and it takes seconds and a compiler.
+        # On CPU compiling the fused functions gains nothing, takes seconds, and needs a compiler.
         compile_, torch.compile = torch.compile, _uncompiled
         try:
             _import_megatron()
@@ -124,17 +123,20 @@ def _import_megatron() -> None:
     import megatron.core.optimizer
     import megatron.core.pipeline_parallel.schedules
 
-    if not gpus():
+    if not gpu_count():
         megatron.core.jit.disable_jit_fuser()  # for modules of megatron-core that are imported later
 
 
-def _silence() -> None:
-    """Warnings that nobody could act upon; each is met by everyone who trains with megatron-core 0.16.1."""
+def _silence_warnings() -> None:
+    """Silence warnings of megatron-core 0.16.1 that no user can act on."""
     for category, message in (
-        (UserWarning, "(Transformer Engine and )?Apex (is|are) not installed"),  # both are optional
-        (UserWarning, r"barrier\(\): using the device under current context"),  # which is the rank's own: see `rank`
-        (UserWarning, "If you are using transformer_engine"),  # of selective recompute; we are not
-        (UserWarning, "`sequence_parallel` is set to `True`, but tensor model parallel size is 1"),  # of whole experts
+        (UserWarning, "(Transformer Engine and )?Apex (is|are) not installed"),  # optional
+        (UserWarning, r"barrier\(\): using the device under current context"),  # `rank` has set it
+        (UserWarning, "If you are using transformer_engine"),  # about selective recompute; not used here
+        (
+            UserWarning,
+            "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
+        ),  # for experts
         (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf"),  # the distributed optimizer's shards
         (FutureWarning, "`load_state_dict` is deprecated"),  # by torch, in dist_checkpointing
         (DeprecationWarning, "The following imports from `dynamic_context.py`"),  # one of its own imports
@@ -144,8 +146,8 @@ def _silence() -> None:
 
 
 def _without_transformer_engine() -> None:
-    """A place of megatron-core 0.16.1 that fails on any device if Transformer Engine is missing."""
+    """Define a name that megatron-core 0.16.1 reads but never sets if Transformer Engine is missing."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # moe_utils.py:1192 asks whether it is None, having never set it
+        moe_utils.te_general_gemm = None  # read at moe_utils.py:1192

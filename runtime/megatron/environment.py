@@ -17,14 +17,14 @@ GROUPED_GEMM_DEVICES = (9, 10)  # major compute capabilities for which torch has
 @cache
 def current_environment() -> Environment:
     """Return the device, torch version and backends of this process."""
-    name = device.gpu_name() if device.gpus() else "CPU"
+    name = device.gpu_name() if device.gpu_count() else "CPU"
     grouped = (
-        device.gpus() > 0
+        device.gpu_count() > 0
         and hasattr(torch, "_grouped_mm")
         and torch.cuda.get_device_capability()[0] in GROUPED_GEMM_DEVICES
     )
     return Environment(
-        device=device.preset(name) or name, torch=torch.__version__, backends=(GROUPED_GEMM,) if grouped else ()
+        device=device.preset_of(name) or name, torch=torch.__version__, backends=(GROUPED_GEMM,) if grouped else ()
     )
 
 

@@ -1,11 +1,10 @@
-"""Torch-native parts that megatron-core has only with Transformer Engine.
+"""Torch-native norm and core attention, which megatron-core has only with Transformer Engine.
 
-`Norm` works under sequence parallelism, `CoreAttention` under context parallelism; both run on any device. Tensors
-are megatron-core's: [s, b, hidden], and [s, b, heads, head] in attention, s being the part of the sequence on this
-rank.
+`Norm` supports sequence parallelism, `CoreAttention` context parallelism, on any device. Shapes are megatron-core's:
+[s, b, hidden], in attention [s, b, heads, head_dim], where s is this rank's part of the sequence.
 
-Under context parallelism of n ranks the sequence is cut into 2n chunks, and rank r holds chunks r and 2n-1-r (see
-`zigzag`), so that all have the same share of a causal mask.
+With context parallelism over n ranks the sequence has 2n chunks, and rank r holds chunks r and 2n-1-r (`zigzag`), so
+that every rank has an equal share of a causal mask.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from . import device
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm over the last dim; its gradients are summed over the ranks that share a sequence."""
+    """LayerNorm or RMSNorm over the last dim. Its gradients are summed over the ranks that share a sequence."""
 
     def __init__(
         self, hidden: int, *, rms: bool, eps: float, bias: bool, sequence_parallel: bool, dtype: torch.dtype
@@ -37,7 +36,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden, dtype=dtype, device=device.current()))
         self.bias = nn.Parameter(torch.zeros(hidden, dtype=dtype, device=device.current())) if bias else None
         for parameter in self.parameters():
-            # What finalize_model_grads looks for: each rank has seen only its part of the sequence.
+            # finalize_model_grads reads this: each rank has seen only its part of the sequence.
             parameter.sequence_parallel = sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,10 +46,10 @@ class Norm(nn.Module):
 
 
 class CoreAttention(MegatronModule):
-    """softmax(q k' · scale) v, causal or not, as megatron-core's attention layers call it.
+    """softmax(q kᵀ · scale) v, causal or not, with the interface that megatron-core's attention layers call.
 
-    Keys and values may have fewer heads than the queries. Under context parallelism every rank gathers the keys and
-    values of all (their gradients are reduce-scattered) and computes its own queries' rows.
+    Keys and values may have fewer heads than queries. With context parallelism, every rank gathers all keys and values
+    (their gradients are reduce-scattered) and computes the rows of its own queries.
     """
 
     def __init__(
@@ -84,33 +83,36 @@ class CoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """[s, b, heads, head], and keys and values [s, b, kv_heads, head], to [s, b, heads · head]."""
+        """Attend from queries [s, b, heads, head_dim] to keys and values [s, b, kv_heads, head_dim].
+
+        Return [s, b, heads · head_dim].
+        """
         assert attention_mask is None and attention_bias is None and packed_seq_params is None
         causal = {AttnMaskType.causal: True, AttnMaskType.no_mask: False}[attn_mask_type or self.mask_type]
         q = query.permute(1, 2, 0, 3)
         with self.random_state():
             if self.cp.size() > 1:
-                out = self.over_ranks(q, key, value, causal)
+                out = self.attend_over_ranks(q, key, value, causal)
             else:
                 out = self.attend(q, key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), causal)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def over_ranks(self, q: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        """This rank's rows against the columns of all ranks; queries [b, heads, s, head], as is the result."""
+    def attend_over_ranks(self, q: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        """Attend from this rank's queries [b, heads, s, head_dim] to the keys of all ranks."""
         n, rank = self.cp.size(), self.cp.rank()
-        both = torch.cat([key, value], -1)  # one collective instead of two
-        both = tensor_parallel.gather_from_sequence_parallel_region(both, group=self.cp)
-        both = natural(both, n) if causal else both
-        k, v = both.permute(1, 2, 0, 3).split([key.shape[-1], value.shape[-1]], -1)
+        joined = torch.cat([key, value], -1)  # one collective instead of two
+        joined = tensor_parallel.gather_from_sequence_parallel_region(joined, group=self.cp)
+        joined = from_zigzag(joined, n) if causal else joined
+        k, v = joined.permute(1, 2, 0, 3).split([key.shape[-1], value.shape[-1]], -1)
         if not causal:
             return self.attend(q, k, v, causal=False)
         chunk = q.shape[2] // 2
-        # Chunk i attends to the first i + 1 chunks: two calls on their own prefixes do no more than they must.
+        # Chunk i attends to the first i + 1 chunks. One call per chunk, on its own prefix, computes no masked blocks.
         parts = zip(q.split(chunk, 2), (rank + 1, 2 * n - rank), strict=True)
         return torch.cat([self.attend(x, k[:, :, : m * chunk], v[:, :, : m * chunk], True) for x, m in parts], 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        """The last query is the last key's; all [b, heads, s, head]."""
+        """Attend; the last query is at the last key. All tensors are [b, heads, s, head_dim]."""
         square = q.shape[2] == k.shape[2]
         return F.scaled_dot_product_attention(
             q,
@@ -124,19 +126,19 @@ class CoreAttention(MegatronModule):
         )
 
     def random_state(self) -> Any:
-        """Each tensor-parallel rank drops from its own heads, so it draws from its own state."""
-        draws_apart = self.training and self.dropout > 0 and self.tp.size() > 1
-        return tensor_parallel.get_cuda_rng_tracker().fork() if draws_apart else nullcontext()
+        """Return the RNG context of attention dropout: tensor-parallel ranks draw for different heads."""
+        own_state = self.training and self.dropout > 0 and self.tp.size() > 1
+        return tensor_parallel.get_cuda_rng_tracker().fork() if own_state else nullcontext()
 
 
 def zigzag(seq: int, cp: int, rank: int) -> Tensor:
-    """The positions [seq / cp] of a sequence that context-parallel rank `rank` of `cp` holds, in its own order."""
+    """Return the positions [seq / cp] that a context-parallel rank holds, in its order."""
     assert seq % (2 * cp) == 0, f"{2 * cp} chunks of a sequence of {seq}"
     chunks = torch.arange(seq).chunk(2 * cp)
     return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]]) if cp > 1 else torch.arange(seq)
 
 
-def natural(x: Tensor, n: int) -> Tensor:
-    """What n ranks hold in zigzag, one after the other along the first dim, in the sequence's own order."""
+def from_zigzag(x: Tensor, n: int) -> Tensor:
+    """Return the tokens of n zigzag ranks, concatenated along the first dim, in sequence order."""
     chunks = x.unflatten(0, (n, 2, -1))
     return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The groups of ranks that a layout asks for, as megatron-core's process groups."""
+"""The process groups of a layout, created by megatron-core's parallel_state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megaloom.planner.contract.layout import Layout
 
 @frozen(eq=False)
 class ProcessGroups:
-    """This rank's place on every axis, and the groups it shares with others."""
+    """This rank's index on every axis of the device mesh, and its process groups."""
 
     layout: Layout
     collection: ProcessGroupCollection
@@ -29,48 +29,48 @@ class ProcessGroups:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's index among the data-parallel replicas."""
+        """Return this rank's index in its data-parallel group."""
         return int(self.collection.dp.rank())
 
     @property
     def tp_rank(self) -> int:
-        """This rank's index in its tensor-parallel group."""
+        """Return this rank's index in its tensor-parallel group."""
         return int(self.collection.tp.rank())
 
     @property
     def cp_rank(self) -> int:
-        """This rank's index in its context-parallel group."""
+        """Return this rank's index in its context-parallel group."""
         return int(self.collection.cp.rank())
 
     @property
     def pp_rank(self) -> int:
-        """This rank's pipeline rank."""
+        """Return this rank's pipeline rank."""
         return int(self.collection.pp.rank())
 
     @property
     def ep_rank(self) -> int:
-        """This rank's index in its expert-parallel group."""
+        """Return this rank's index in its expert-parallel group."""
         return int(self.collection.ep.rank())
 
     @property
     def etp_rank(self) -> int:
-        """This rank's index in its expert-tensor-parallel group."""
+        """Return this rank's index in its expert-tensor-parallel group."""
         return int(self.collection.expt_tp.rank())
 
     @property
-    def is_last_stage(self) -> bool:
-        """Whether this is the last pipeline rank."""
+    def is_last_pipeline_rank(self) -> bool:
+        """Return whether this is the last pipeline rank."""
         return self.pp_rank == self.layout.pp - 1
 
 
 def create_process_groups(layout: Layout) -> ProcessGroups:
-    """The groups of a layout over all ranks of torch.distributed. Raises UserError if their number differs."""
+    """Create the process groups of a layout. Raise UserError if torch.distributed has another number of ranks."""
     if dist.get_world_size() != layout.world:
         raise UserError(
-            f"the plan is for {layout.world} processes, and {dist.get_world_size()} run\n"
-            f"start {layout.world}, or plan again for {dist.get_world_size()}"
+            f"the plan is for {layout.world} ranks, but {dist.get_world_size()} are running\n"
+            f"start {layout.world} ranks, or plan for {dist.get_world_size()}"
         )
-    with _alone_once():
+    with _shared_single_rank_groups():
         _initialize(layout)
     return ProcessGroups(layout, ProcessGroupCollection.use_mpu_process_groups())
 
@@ -88,16 +88,16 @@ def _initialize(layout: Layout) -> None:
 
 
 @contextmanager
-def _alone_once() -> Iterator[None]:
-    """A rank alone is one group, whatever the axis: NCCL has buffers for each group that is used, some 350 MiB."""
-    create, known = parallel_state.create_group, {}
+def _shared_single_rank_groups() -> Iterator[None]:
+    """Create one group per single rank and use it on all axes: NCCL allocates about 350 MiB for each group in use."""
+    create, single = parallel_state.create_group, {}
 
     def create_once(ranks: list[int], **options: Any) -> Any:
         if len(ranks) > 1:
             return create(ranks, **options)
-        if ranks[0] not in known:
-            known[ranks[0]] = create(ranks, **options)
-        return known[ranks[0]]
+        if ranks[0] not in single:
+            single[ranks[0]] = create(ranks, **options)
+        return single[ranks[0]]
 
     parallel_state.create_group = create_once
     try:

@@ -1,9 +1,9 @@
-"""Modules that the backward pass computes again, as selective recompute asks: whole nodes, norms, parts of a body.
+"""Selective recompute: nodes, norms and parts of a body that the backward pass computes again.
 
-Protocol: `Repeats.of(nodes, modules)` says which nodes of a stage, `Repeating.run` runs one of them. A node is run
-again from its inputs. A norm in front of layers is run again before the first of them goes back, as its output, which
-they keep, is freed when they are through; `Discarded` does so for any function. The core of attention and the shared
-experts of a mixture are megatron-core's to run again (see `context`), parts of a body the body's.
+`SelectiveNodes.of(nodes, modules)` selects nodes of a model chunk; `SelectiveRecompute.run` runs one node. A whole node
+is recomputed from its inputs. A norm's output is freed once the layers that read it have run, and recomputed before the
+first of them goes backward; `DiscardedOutput` does this for any function. megatron-core itself recomputes the core of
+attention and the shared experts (see `build_context`), a body its own parts.
 """
 
 from __future__ import annotations
@@ -25,61 +25,64 @@ from megaloom.planner.contract.choices import Module
 
 
 @frozen
-class Repeats:
-    """Of the nodes of a stage, by name, those that run again, and the norms whose output is freed meanwhile."""
+class SelectiveNodes:
+    """Names of the nodes of a model chunk that are recomputed, and of the norms whose output is freed."""
 
-    whole: frozenset[str]
-    norms: dict[str, frozenset[str]]  # of each norm, the layers that read it
+    recomputed: frozenset[str]
+    norm_readers: dict[str, frozenset[str]]  # for each norm, the layers that read it
 
     @classmethod
-    def of(cls, nodes: Iterable[Node], modules: Iterable[Module]) -> Repeats:
-        """What these modules are among the nodes of a stage."""
-        nodes, made = tuple(nodes), frozenset(modules)
-        norms = {n.name for n, part in saved_parts(nodes) if part.norm} if Module.LAYERNORM in made else set()
+    def of(cls, nodes: Iterable[Node], modules: Iterable[Module]) -> SelectiveNodes:
+        """Select the nodes that these recompute modules cover."""
+        nodes, selected = tuple(nodes), frozenset(modules)
+        norms = {n.name for n, part in saved_parts(nodes) if part.norm} if Module.LAYERNORM in selected else set()
         return cls(
-            frozenset(n.name for n in nodes if made & modules_of_node(program(n))),
+            frozenset(n.name for n in nodes if selected & modules_of_node(program(n))),
             {name: frozenset(n.name for n in nodes if name in n.inputs) for name in norms},
         )
 
 
 @define(eq=False)
-class Repeating:
-    """One pass through the nodes of a stage."""
+class SelectiveRecompute:
+    """One forward pass through the nodes of a model chunk."""
 
-    repeats: Repeats
-    waiting: dict[str, Discarded] = field(factory=dict)  # by the norm
-    read: dict[str, list[Tensor]] = field(factory=dict)  # what the layers made of it
+    nodes: SelectiveNodes
+    discarded: dict[str, DiscardedOutput] = field(factory=dict)  # by norm
+    reader_outputs: dict[str, list[Tensor]] = field(factory=dict)  # outputs of the layers that have read the norm
 
     def run(self, node: Node, module: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """What a node's module computes of its inputs."""
+        """Return the output of a node's module, and free a norm's output when its last reader has run."""
         if not torch.is_grad_enabled():
             return module(*inputs)
-        if node.name in self.repeats.norms:
-            self.waiting[node.name] = Discarded()
-            (out,) = self.waiting[node.name].run(lambda *x: (module(*x),), *inputs)
-        elif node.name in self.repeats.whole:
+        if node.name in self.nodes.norm_readers:
+            self.discarded[node.name] = DiscardedOutput()
+            (out,) = self.discarded[node.name].run(lambda *x: (module(*x),), *inputs)
+        elif node.name in self.nodes.recomputed:
             out = tensor_parallel.checkpoint(module, False, *inputs)
         else:
             out = module(*inputs)
-        for name in (name for name in node.inputs if name in self.waiting):
-            self.read.setdefault(name, []).append(out)
-            if len(self.read[name]) == len(self.repeats.norms[name]):
-                self.waiting.pop(name).free(*self.read.pop(name))
+        for name in (name for name in node.inputs if name in self.discarded):
+            self.reader_outputs.setdefault(name, []).append(out)
+            if len(self.reader_outputs[name]) == len(self.nodes.norm_readers[name]):
+                self.discarded.pop(name).free_after(*self.reader_outputs.pop(name))
         return out
 
 
-class Discarded:
-    """A function whose outputs are freed once they have been read, and made again before a backward pass needs them."""
+class DiscardedOutput:
+    """Outputs of a function that are freed after they were read, and recomputed before a backward pass needs them."""
 
     def __init__(self) -> None:
-        self.made = CheckpointWithoutOutput(fp8=None)
+        self.checkpoint = CheckpointWithoutOutput(fp8=None)
 
     def run(self, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of the function, which keeps nothing but its inputs."""
-        out: Any = self.made.checkpoint(function, *inputs)
+        """Return the outputs of the function; autograd saves only its inputs."""
+        out: Any = self.checkpoint.checkpoint(function, *inputs)
         return tuple(out)
 
-    def free(self, *after: Tensor) -> None:
-        """Free the outputs, until the gradient of any of these is there, which are all that was made of them."""
-        for x in after:
-            self.made.discard_output_and_register_recompute(x)
+    def free_after(self, *readers: Tensor) -> None:
+        """Free the outputs, and recompute them when the gradient of any of `readers` arrives.
+
+        `readers` must be everything that was computed from the outputs.
+        """
+        for x in readers:
+            self.checkpoint.discard_output_and_register_recompute(x)

@@ -1,7 +1,7 @@
-"""The experts of a mixture on this device: megatron-core's, one after the other or all in one product.
+"""The local experts of a mixture: one after the other as in megatron-core, or in one grouped matrix product.
 
-Protocol: `Experts` has megatron-core's parameters, by its names, and computes what it does. One after the other, each
-expert's kernels wait for the host; together they are as few as those of one layer.
+`Experts` has the parameter names of megatron-core's SequentialMLP and computes its function. One after the other, the
+kernels of each expert wait for the host; a grouped product needs as few kernels as one layer.
 """
 
 from __future__ import annotations
@@ -17,61 +17,60 @@ from torch import Tensor, nn
 
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.megatron.environment import current_capability
-from megaloom.runtime.megatron.recompute import Discarded
+from megaloom.runtime.megatron.recompute import DiscardedOutput
 
 
 class Experts(SequentialMLP):
-    """megatron-core's experts; `frugal` ones compute their activation again rather than keep it."""
+    """megatron-core's experts. With `recompute`, activations are recomputed in the backward pass."""
 
     def __init__(self, *args: Any, **rest: Any) -> None:
         super().__init__(*args, **rest)
         for expert in self.local_experts:
-            # The dispatcher adds what they compute in parts. On one device they would still ask for a sum, into which
-            # megatron-core then cannot add their biases in place (mlp.py:247).
+            # The dispatcher reduces the partial outputs of experts. On one device they would still ask for a reduction,
+            # and megatron-core could not add their biases in place (mlp.py:247).
             expert.linear_fc2.explicit_expert_comm = True
-        self.between = _activation(self.local_experts[0]).forward
-        self.frugal = False
+        self.activation = _activation_only(self.local_experts[0]).forward
+        self.recompute = False
 
-    def be_frugal(self) -> None:
-        """Compute activations again."""
-        self.frugal = True
+    def recompute_activations(self) -> None:
+        """Recompute the activations of all experts in the backward pass."""
+        self.recompute = True
         for expert in self.local_experts:
-            expert.forward = partial(_frugal, expert, _activation(expert))
+            expert.forward = partial(_forward_with_recompute, expert, _activation_only(expert))
 
     def forward(self, x: Tensor, counts: Tensor, scales: Tensor) -> tuple[Tensor, None]:
-        """What they make of tokens [n, embed] in the order of experts, `counts` of each, times the tokens' scales."""
-        if not self.grouped(x):
+        """Return the output for tokens [n, embed], sorted by expert, `counts` per expert, times the tokens' scales."""
+        if not self.uses_grouped_product(x):
             return super().forward(x, counts, scales)
         ends = counts.to(x.device).cumsum(0, dtype=torch.int32)
-        up = product(x, ends, [e.linear_fc1.weight for e in self.local_experts])
-        if not self.frugal or not torch.is_grad_enabled():
-            made, (h, _) = None, self.between(up, scales)
+        up = grouped_product(x, ends, [e.linear_fc1.weight for e in self.local_experts])
+        if not self.recompute or not torch.is_grad_enabled():
+            discarded, (h, _) = None, self.activation(up, scales)
         else:
-            made = Discarded()
-            (h,) = made.run(lambda up, scales: self.between(up, scales)[:1], up, scales)
-        y = product(h, ends, [e.linear_fc2.weight for e in self.local_experts])
-        if made:
-            made.free(y)
+            discarded = DiscardedOutput()
+            (h,) = discarded.run(lambda up, scales: self.activation(up, scales)[:1], up, scales)
+        y = grouped_product(h, ends, [e.linear_fc2.weight for e in self.local_experts])
+        if discarded:
+            discarded.free_after(y)
         return y, None
 
-    def grouped(self, x: Tensor) -> bool:
-        """True if one kernel multiplies by the weights of all experts, as the plan's prediction assumes."""
+    def uses_grouped_product(self, x: Tensor) -> bool:
+        """Return whether one kernel multiplies by the weights of all experts, as the plan's prediction assumes."""
         first, last = self.local_experts[0].linear_fc1, self.local_experts[0].linear_fc2
         precision = Precision.BF16 if x.dtype is torch.bfloat16 else Precision.FP32
         count, biased = len(self.local_experts), last.bias is not None
         aligned = all(n % 8 == 0 for part in (first, last) for n in part.weight.shape)  # rows of 16 bytes
-        can = current_capability()
-        return aligned and can.groups_experts(last.weight.numel(), count, biased, precision)
+        return aligned and current_capability().groups_experts(last.weight.numel(), count, biased, precision)
 
 
-def product(x: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
-    """Tokens [n, k] times weights [m, k] of their own: those up to ends[0] times the first one, and so on."""
-    out: Tensor = Product.apply(x, ends, *weights)
+def grouped_product(x: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
+    """Return tokens [n, k] times weights [m, k]: tokens up to ends[0] times the first weight, and so on."""
+    out: Tensor = GroupedProduct.apply(x, ends, *weights)
     return out
 
 
-class Product(torch.autograd.Function):
-    """See `product`. The weights are put side by side anew for the gradient, rather than be kept so."""
+class GroupedProduct(torch.autograd.Function):
+    """Autograd function of `grouped_product`. The backward pass stacks the weights again; the stack is not saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
@@ -86,8 +85,8 @@ class Product(torch.autograd.Function):
         return torch._grouped_mm(dy, torch.stack(weights), offs=ends), None, *dw.unbind()
 
 
-class Given(nn.Module):
-    """In place of a product before an activation: what it made, and its bias."""
+class BiasOnly(nn.Module):
+    """Stands for a linear layer whose product is already computed: returns its input and its bias."""
 
     def __init__(self, bias: Tensor | None) -> None:
         super().__init__()
@@ -97,23 +96,23 @@ class Given(nn.Module):
         return x, self.bias
 
 
-def _activation(expert: mlp.MLP) -> mlp.MLP:
-    """An expert without its products: what it computes between them."""
-    between = copy(expert)
-    between._modules = {"linear_fc1": Given(expert.linear_fc1.bias), "linear_fc2": Given(None)}
-    return between
+def _activation_only(expert: mlp.MLP) -> mlp.MLP:
+    """Return a copy of an expert that computes only what is between its two matrix products."""
+    activation = copy(expert)
+    activation._modules = {"linear_fc1": BiasOnly(expert.linear_fc1.bias), "linear_fc2": BiasOnly(None)}
+    return activation
 
 
-def _frugal(expert: mlp.MLP, between: mlp.MLP, x: Tensor, scale: Tensor) -> tuple[Tensor, None]:
-    """What an expert computes of its tokens; its activation is made again rather than kept."""
+def _forward_with_recompute(expert: mlp.MLP, activation: mlp.MLP, x: Tensor, scale: Tensor) -> tuple[Tensor, None]:
+    """Return the output of one expert; its activation is recomputed in the backward pass."""
     up, _ = expert.linear_fc1(x)
     if not torch.is_grad_enabled():
-        made, (h, _) = None, between(up, scale)
+        discarded, (h, _) = None, activation(up, scale)
     else:
-        made = Discarded()
-        (h,) = made.run(lambda up, scale: between(up, scale)[:1], up, scale)
+        discarded = DiscardedOutput()
+        (h,) = discarded.run(lambda up, scale: activation(up, scale)[:1], up, scale)
     y, bias = expert.linear_fc2(h)
     y = y if bias is None else y + bias * scale[:, None]  # as in megatron-core 0.16.1, mlp.py:247
-    if made:
-        made.free(y)
+    if discarded:
+        discarded.free_after(y)
     return y, None

@@ -1,9 +1,8 @@
-"""Initial values of weights: a pure function of (seed, the weight's name in the model, the copy), whatever the layout.
+"""Initial weights: a pure function of seed, weight name and copy index. They do not depend on the layout.
 
-They are drawn by numpy rather than by a `torch.Generator`, whose CPU seed is only 32 bits wide (two of the 200,000
-matrices of a large mixture of experts would likely be equal) and whose normals are computed by other instructions
-on other processors. numpy's PCG64 keeps 128 bits of the digest, is as fast, and its normals (ziggurat: a table, a
-comparison and a product) are the same bits everywhere.
+numpy draws them, not a `torch.Generator`. torch's CPU seed has only 32 bits, so two of the 200,000 matrices of a large
+mixture of experts would likely be equal, and its normals depend on the processor's instructions. numpy's PCG64 uses 128
+bits of the digest, is as fast, and its normals (ziggurat method) are the same bits on every machine.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from megaloom.dsl import Slot, Weight
 
 
 def initial_weight(slot: Slot, seed: int, index: int | None = None) -> torch.Tensor:
-    """The unsplit float32 values that a weight starts with, of dims `slot.dims`, normal with its mean and std.
+    """Return the full initial float32 values of a weight, of dims `slot.dims`: normal with its mean and std.
 
-    With `index`, one copy alone (dims `slot.value.shape`), drawn without the others; copies are counted through
-    `slot.outer` in row-major order. Raises IndexError when there is no such copy.
+    With `index`, return one copy only, of dims `slot.value.shape`, without drawing the others. Copies are counted over
+    `slot.outer` in row-major order. Raise IndexError if there is no such copy.
     """
     copies = prod(d.known for d in slot.outer)
     sizes = [d.known for d in slot.value.shape]
     if index is not None:
         if not 0 <= index < copies:
-            raise IndexError(f"{slot.name} has {copies} copies, so none of index {index}")
+            raise IndexError(f"{slot.name} has {copies} copies; index {index} is out of range")
         return torch.from_numpy(_draw(slot, seed, index, sizes))
     out = np.empty((copies, *sizes), np.float32)
     for i in range(copies):

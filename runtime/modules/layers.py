@@ -1,7 +1,7 @@
-"""The torch modules of the layers: megatron-core's own, each as a function of its node's inputs to one tensor.
+"""Torch modules of layers, built on megatron-core's. Each maps the inputs of its node to one tensor.
 
-Hidden states are [seq, batch, embed] (megatron-core's order); under sequence parallelism each tensor-parallel rank
-holds its share of seq between the matrix products. Parameters are allocated, not filled.
+Hidden states are [seq, batch, embed], as in megatron-core. With sequence parallelism, each tensor-parallel rank holds
+its part of seq between the matrix products. Parameters are allocated here; `parameters.fill_shards` sets their values.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from megaloom.runtime.megatron.process_groups import ProcessGroups
 
 from . import fused
 
-if rope_utils.fused_apply_rotary_pos_emb is None:  # it comes with Transformer Engine alone
-    rope_utils.fused_apply_rotary_pos_emb = fused.turned
+if rope_utils.fused_apply_rotary_pos_emb is None:  # it needs Transformer Engine
+    rope_utils.fused_apply_rotary_pos_emb = fused.apply_rope
 
 LINEARS = mlp.MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
 class Embedding(VocabParallelEmbedding):
-    """Token ids [batch, seq] → hidden states; the table is padded to divide by tp."""
+    """Maps token ids [batch, seq] to hidden states. The table is padded to a multiple of tp."""
 
     def __init__(self, table: Value, context: BuildContext) -> None:
         super().__init__(
@@ -59,9 +59,9 @@ class Embedding(VocabParallelEmbedding):
 
 
 class Logits(ColumnParallelLinear):
-    """Hidden states → this rank's columns of the logits [seq, batch, vocab / tp].
+    """Maps hidden states to this rank's columns of the logits [seq, batch, vocab / tp].
 
-    The columns that only pad the vocabulary get the lowest value there is, so that no probability goes to them.
+    Columns that pad the vocabulary get the lowest finite value, so that their probability is zero.
     """
 
     def __init__(self, table: Value, bias: bool, context: BuildContext) -> None:
@@ -76,62 +76,62 @@ class Logits(ColumnParallelLinear):
             gather_output=False,
             tp_group=context.groups.collection.tp,
         )
-        self.real = max(0, min(columns, vocab - context.groups.tp_rank * columns))
+        self.vocab_columns = max(0, min(columns, vocab - context.groups.tp_rank * columns))
 
     def forward(self, x: Tensor) -> Tensor:
         y, _ = super().forward(x)
-        if self.real < y.shape[-1]:
-            y[..., self.real :] = torch.finfo(y.dtype).min
+        if self.vocab_columns < y.shape[-1]:
+            y[..., self.vocab_columns :] = torch.finfo(y.dtype).min
         return y
 
 
 class LearnedPositions(nn.Module):
-    """Add row i + offset of a table to position i; each rank adds the rows of the positions it holds."""
+    """Adds row i + offset of a table to position i. Each rank adds the rows of its own positions."""
 
     def __init__(self, table: Value, offset: int, context: BuildContext) -> None:
         super().__init__()
         rows, layout = table["position"].known - offset, context.groups.layout
         if context.seq > rows:
             raise UserError(
-                f"sequences of {context.seq} tokens need as many learned positions; the model has {rows} ({table.at})\n"
-                f"a seq of up to {rows} would work"
+                f"--seq {context.seq} is longer than the model's {rows} learned positions ({table.at})\n"
+                f"use --seq {rows} or less"
             )
-        where = zigzag(context.seq, layout.cp, context.groups.cp_rank)
+        positions = zigzag(context.seq, layout.cp, context.groups.cp_rank)
         if layout.sequence_parallel:
-            where = where.chunk(layout.tp)[context.groups.tp_rank]
-        self.register_buffer("where", where.to(device.current()) + offset, persistent=False)
+            positions = positions.chunk(layout.tp)[context.groups.tp_rank]
+        self.register_buffer("table_rows", positions.to(device.current()) + offset, persistent=False)
         values = torch.empty(
             rows + offset, table["embed"].known, dtype=context.config.params_dtype, device=device.current()
         )
         self.weight = nn.Parameter(values)
-        # What finalize_model_grads looks for: each rank has seen only its part of the sequence.
+        # finalize_model_grads reads this: each rank has seen only its part of the sequence.
         self.weight.sequence_parallel = layout.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + F.embedding(self.where, self.weight)[:, None]
+        return x + F.embedding(self.table_rows, self.weight)[:, None]
 
 
-class Drop(nn.Module):
-    """Dropout of hidden states; under sequence parallelism each rank draws for its own share."""
+class HiddenDropout(nn.Module):
+    """Dropout of hidden states. With sequence parallelism each rank draws for its own part."""
 
     def __init__(self, rate: float, context: BuildContext) -> None:
         super().__init__()
-        self.rate, self.parallel = rate, context.config.sequence_parallel
+        self.rate, self.sequence_parallel = rate, context.config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        with tensor_parallel.get_cuda_rng_tracker().fork() if self.parallel else nullcontext():
+        with tensor_parallel.get_cuda_rng_tracker().fork() if self.sequence_parallel else nullcontext():
             return F.dropout(x, self.rate, self.training)
 
 
 class Sum(nn.Module):
-    """The residual's addition, of two or more."""
+    """Sum of two or more tensors, as in a residual."""
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         return sum(others, start=x)
 
 
 class SelfAttention(attention.SelfAttention):
-    """megatron-core's self-attention, biases added; norms are of queries and of keys, or neither."""
+    """megatron-core's self-attention, with biases added. `norms` are those of queries and keys, or empty."""
 
     def __init__(
         self, op: Attention, context: BuildContext, config: TransformerConfig, norms: tuple[nn.Module, ...]
@@ -141,8 +141,8 @@ class SelfAttention(attention.SelfAttention):
         super().__init__(config, parts, 1, mask, pg_collection=context.groups.collection)
         if norms:
             self.q_layernorm, self.k_layernorm = norms
-        turn = turning(op)
-        self.angles = None if turn is None else rotary(config.kv_channels, turn, context.groups)
+        rope = rope_of(op)
+        self.angles = None if rope is None else rotary_angles(config.kv_channels, rope, context.groups)
         self.seq = context.seq
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,22 +151,22 @@ class SelfAttention(attention.SelfAttention):
         return y if bias is None else y + bias
 
 
-def turning(op: Attention) -> Rope | None:
-    """How the positions of an attention turn, if they do."""
+def rope_of(op: Attention) -> Rope | None:
+    """Return the RoPE of an attention layer, or None."""
     return op.rope if op.rope is None or isinstance(op.rope, Rope) else Rope(op.rope)
 
 
 @cache
-def rotary(head_dim: int, rope: Rope, groups: ProcessGroups) -> RotaryEmbedding:
-    """The rotary angles of this rank's positions, shared by all layers that turn alike."""
+def rotary_angles(head_dim: int, rope: Rope, groups: ProcessGroups) -> RotaryEmbedding:
+    """Return the rotary angles of this rank's positions. Layers with equal RoPE share them."""
     channels = head_dim if rope.channels is None else rope.channels
-    made = RotaryEmbedding(channels, 1.0, rotary_interleaved=rope.interleaved, cp_group=groups.collection.cp)
-    made.inv_freq = torch.tensor(rope.frequencies(channels), dtype=torch.float32, device=device.current())
-    return made
+    angles = RotaryEmbedding(channels, 1.0, rotary_interleaved=rope.interleaved, cp_group=groups.collection.cp)
+    angles.inv_freq = torch.tensor(rope.frequencies(channels), dtype=torch.float32, device=device.current())
+    return angles
 
 
 class FeedForward(mlp.MLP):
-    """megatron-core's MLP, biases added."""
+    """megatron-core's MLP, with biases added."""
 
     def __init__(self, context: BuildContext, config: TransformerConfig) -> None:
         super().__init__(config, LINEARS, ffn_hidden_size=config.ffn_hidden_size, tp_group=context.groups.collection.tp)

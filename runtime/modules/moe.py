@@ -1,4 +1,4 @@
-"""A mixture of experts as a torch module: the gate is the layer's own, dispatch and experts are megatron-core's."""
+"""A mixture of experts as a torch module: the layer's own gate, megatron-core's dispatch and experts."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from torch import Tensor, nn
 
 from megaloom.dsl import MoE
 from megaloom.planner.contract.choices import Module
-from megaloom.runtime.body.balancing_loss import loss
+from megaloom.runtime.body.balancing_loss import balancing_loss
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.process_groups import ProcessGroups
-from megaloom.runtime.reference.routing import chosen
+from megaloom.runtime.reference.routing import top_k_experts
 
 from .experts import Experts
 from .layers import LINEARS
 
 
 class Mixture(moe_layer.MoELayer):
-    """megatron-core's mixture of experts, and the experts that every token goes through, if there are any."""
+    """megatron-core's mixture of experts, with shared experts if the layer has any."""
 
     def __init__(
         self, op: MoE, config: TransformerConfig, shared: TransformerConfig | None, groups: ProcessGroups
     ) -> None:
         parts = moe_layer.MoESubmodules(
             experts=ModuleSpec(Experts, submodules=LINEARS),
-            shared_experts=ModuleSpec(Shared, params={"own": shared}, submodules=LINEARS),
+            shared_experts=ModuleSpec(SharedExperts, params={"own_config": shared}, submodules=LINEARS),
             router=partial(Router, op),
         )
         super().__init__(config, parts, pg_collection=groups.collection)
@@ -43,25 +43,25 @@ class Mixture(moe_layer.MoELayer):
             # biases are not replicas over tp: they are not added over tp, and they count in the gradient norm.
             p.allreduce, p.sequence_parallel, p.tensor_model_parallel = False, False, True
         if Module.MOE_ACT in groups.layout.recomputed_modules:
-            self.experts.be_frugal()
-        self.to(device.current())  # the router makes its weight on the CPU
+            self.experts.recompute_activations()
+        self.to(device.current())  # the router creates its weight on the CPU
 
     def forward(self, x: Tensor) -> Tensor:
         y, _ = super().forward(x)
         return y
 
 
-class Shared(SharedExpertMLP):
-    """What every token goes through: another kind of feed-forward than the experts, if the layer says so."""
+class SharedExperts(SharedExpertMLP):
+    """megatron-core's shared experts, with their own configuration: the layer may declare another kind than experts."""
 
-    def __init__(self, own: TransformerConfig, config: TransformerConfig, **rest: Any) -> None:
-        super().__init__(own, **rest)
+    def __init__(self, own_config: TransformerConfig, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(own_config, **options)
 
 
 class Router(TopKRouter):
-    """megatron-core's router, which chooses and weights as the layer's gate does.
+    """megatron-core's router with the gate of the layer.
 
-    It counts the tokens of each expert for the correction, which megatron-core moves after each step.
+    It counts the tokens per expert; from the counts megatron-core updates the expert biases after each step.
     """
 
     def __init__(self, op: MoE, config: TransformerConfig, pg_collection: Any) -> None:
@@ -72,12 +72,12 @@ class Router(TopKRouter):
             self.bias.sequence_parallel = config.sequence_parallel
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The weight of each expert for each token, and whether it was chosen: [tokens, experts] twice."""
+        """Return the weight of each expert for each token, and whether it was chosen, both [tokens, experts]."""
         scores = logits.flatten(0, -2)
-        which, weights = chosen(self.op.gate, scores, *([self.expert_bias] if self.op.corrected else []))
-        gate = torch.zeros_like(scores).scatter(-1, which, weights)
-        taken = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, which, True)
+        experts, weights = top_k_experts(self.op.gate, scores, *([self.expert_bias] if self.op.corrected else []))
+        gate = torch.zeros_like(scores).scatter(-1, experts, weights)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, experts, True)
         if self.op.balance and self.training:
-            gate = MoEAuxLossAutoScaler.apply(gate, loss(self.op, taken, scores, [self.tp_cp_group]))
-        self._apply_expert_bias(taken)
-        return gate, taken
+            gate = MoEAuxLossAutoScaler.apply(gate, balancing_loss(self.op, chosen, scores, [self.tp_cp_group]))
+        self._apply_expert_bias(chosen)
+        return gate, chosen

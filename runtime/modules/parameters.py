@@ -1,8 +1,8 @@
-"""From a model's own weights to the parameters of its modules, and to this rank's share of them.
+"""From the weights of a model to the parameters of its modules, and to this rank's shards of them.
 
-Weights have layout-independent names (`attention.3.q`) and full shapes in the model; `parameters` says, for each
-kind of layer, how they make up the parameters that megatron-core keeps (full, in its order of rows); `fill` takes
-this rank's share of each. Initial values come from `initial`, so that they are the same on every layout.
+In the model, weights have layout-independent names (`attention.3.q`) and full shapes. `parameters` computes from them,
+for each class of layer, the full parameters of its megatron-core module. `fill_shards` copies this rank's shard of
+each. Initial values come from `initial_weights`, so they do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from megaloom.dsl import (
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 
-Draw = Callable[[Slot, int | None], Tensor]  # the full weight of a slot, or of one copy of it
+Draw = Callable[[Slot, int | None], Tensor]  # returns the full weight of a slot, or one copy of it
 Parameters = dict[str, Tensor]
 
 
 @frozen
 class Weights:
-    """The full weights of one node, by the names they have in its layer."""
+    """The full weights of one node, by their names in the layer."""
 
     slots: dict[str, Slot]
     draw: Draw
-    experts: range  # those that this rank holds
-    index: int | None = None  # the expert whose weights these are
+    experts: range  # the experts that this rank holds
+    index: int | None = None  # selects one expert
 
     def __call__(self, name: str) -> Tensor:
-        """The full weight of this name."""
+        """Return the full weight of this name."""
         return self.draw(self.slots[name], self.index)
 
-    def inside(self, name: str) -> Weights:
-        """The weights of a layer within this one."""
+    def nested(self, name: str) -> Weights:
+        """Return the weights of a nested layer."""
         prefix = name + "."
         slots = {k.removeprefix(prefix): s for k, s in self.slots.items() if k.startswith(prefix)}
         return evolve(self, slots=slots)
@@ -63,17 +63,17 @@ class Weights:
 
 @singledispatch
 def parameters(op: Op, w: Weights) -> Parameters:
-    """The full parameters of the module that `build.registered` makes of an op, by their names in it.
+    """Return the full parameters, by name, of the module that `registry.registered_module` builds for an op.
 
-    A layer with a module of its own says them in a method, `parameters(self, w)`. Raises UserError if it does not.
+    A layer with its own torch module has a method `parameters(self, w)` for them. Raise UserError if it is missing.
     """
-    own = getattr(op, "parameters", None)
-    if own is None:
+    method = getattr(op, "parameters", None)
+    if method is None:
         raise UserError(
-            f"{op} has a torch module of its own, but does not say what its parameters are made of\n"
-            "write a method parameters(self, w) that gives them by name, such as {'weight': w('up').T}"
+            f"{op} has its own torch module, but no method that computes the module's parameters\n"
+            "write a method parameters(self, w) that returns them by name, such as {'weight': w('up').T}"
         )
-    return dict(own(w))
+    return dict(method(w))
 
 
 @parameters.register(Dropout)
@@ -86,7 +86,7 @@ def _(op: Op, w: Weights) -> Parameters:
 @parameters.register(Positions)
 @parameters.register(Unembed)
 def _(op: Embed | Positions | Unembed, w: Weights) -> Parameters:
-    """A row for each token or position, whichever dim the table was declared with first; the bias of logits."""
+    """One row per token or position, whichever dim the table was declared with first; and the bias of logits."""
     name = next(name for name, slot in w.slots.items() if slot.value is op.table)
     out = {"weight": w(name) if w.slots[name].dims[-1].name == "embed" else w(name).T}
     return out | {"bias": w("bias")} if isinstance(op, Unembed) and op.bias else out
@@ -104,7 +104,7 @@ def _(op: LayerNorm, w: Weights) -> Parameters:
 
 @parameters.register
 def _(op: Attention, w: Weights) -> Parameters:
-    """linear_qkv's rows go by key/value head: its queries, its key, its value (megatron-core's attention.py)."""
+    """linear_qkv's rows are grouped by key/value head: queries, key, value (megatron-core's attention.py)."""
     q, k, v, o = (w(name) for name in "qkvo")
     out = {
         "linear_qkv.weight": _by_group(q.permute(1, 2, 0), k.permute(1, 2, 0), v.permute(1, 2, 0)),
@@ -114,13 +114,13 @@ def _(op: Attention, w: Weights) -> Parameters:
         out["linear_qkv.bias"] = _by_group(*(w(f"{name}_bias") for name in "qkv"))
     if op.qk_norm is not None:
         for name in "qk":
-            own = parameters(op.qk_norm, w.inside(f"{name}_norm"))
-            out |= {f"{name}_layernorm.{k}": t for k, t in own.items()}
+            norm = parameters(op.qk_norm, w.nested(f"{name}_norm"))
+            out |= {f"{name}_layernorm.{k}": t for k, t in norm.items()}
     return out | {"linear_proj.bias": w("o_bias")} if op.bias else out
 
 
 def _by_group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[heads, head_dim, …], [kv_heads, head_dim, …] twice → rows of each group together."""
+    """Return queries [heads, head_dim, …], keys and values [kv_heads, head_dim, …] as rows, group by group."""
     groups = k.shape[0]
     q = q.unflatten(0, (groups, q.shape[0] // groups))
     return torch.cat([q, k[:, None], v[:, None]], 1).flatten(0, 2)
@@ -154,43 +154,46 @@ def _(op: MoE, w: Weights) -> Parameters:
     out |= {"router.bias": w("router_bias")} if op.bias else {}
     out |= {"router.expert_bias": w("correction")} if op.corrected else {}
     if op.shared is not None:
-        out |= {f"shared_experts.{k}": t for k, t in parameters(op.shared, w.inside("shared")).items()}
-    inside = w.inside("experts")
+        out |= {f"shared_experts.{k}": t for k, t in parameters(op.shared, w.nested("shared")).items()}
+    expert_weights = w.nested("experts")
     for local, index in enumerate(w.experts):
-        one = evolve(inside, index=index)
+        one = evolve(expert_weights, index=index)
         out |= {f"experts.local_experts.{local}.{k}": t for k, t in parameters(op.expert, one).items()}
     return out
 
 
 def node_parameters(node: Node, module: nn.Module, draw: Draw, groups: ProcessGroups) -> Parameters:
-    """The full parameters of a node's module, its experts those that this rank holds; a body's are the weights."""
+    """Return the full parameters of a node's module, with the experts of this rank only. For a body, its weights."""
     slots = {s.name.removeprefix(node.name + "."): s for s in node.weights}
     if isinstance(module, Body):
-        return {name: _held(s, draw, groups, apart=name in module.of_experts) for name, s in slots.items()}
-    held = range(0)
+        return {
+            name: _body_weight(s, draw, groups, of_experts=name in module.expert_weight_names)
+            for name, s in slots.items()
+        }
+    local_experts = range(0)
     if isinstance(node.op, MoE):
-        each = node.op.experts // groups.layout.ep
-        held = range(groups.ep_rank * each, (groups.ep_rank + 1) * each)
-    return parameters(node.op, Weights(slots, draw, held))
+        count = node.op.experts // groups.layout.ep
+        local_experts = range(groups.ep_rank * count, (groups.ep_rank + 1) * count)
+    return parameters(node.op, Weights(slots, draw, local_experts))
 
 
-def _held(slot: Slot, draw: Draw, groups: ProcessGroups, *, apart: bool) -> Tensor:
-    """The full weight of a body; of experts, those that this rank holds."""
-    if not apart or groups.layout.ep == 1:
+def _body_weight(slot: Slot, draw: Draw, groups: ProcessGroups, *, of_experts: bool) -> Tensor:
+    """Return the full weight of a body; of expert weights, the experts of this rank only."""
+    if not of_experts or groups.layout.ep == 1:
         return draw(slot, None)
     dims = [d.known for d in slot.outer]
     count = prod(dims) // groups.layout.ep
-    held = [draw(slot, i) for i in range(groups.ep_rank * count, (groups.ep_rank + 1) * count)]
-    return torch.stack(held).unflatten(0, (dims[0] // groups.layout.ep, *dims[1:]))
+    local = [draw(slot, i) for i in range(groups.ep_rank * count, (groups.ep_rank + 1) * count)]
+    return torch.stack(local).unflatten(0, (dims[0] // groups.layout.ep, *dims[1:]))
 
 
 @torch.no_grad()
 def fill_shards(module: nn.Module, full: Parameters, groups: ProcessGroups) -> None:
-    """Give each of a module's parameters this rank's share of its full value; also those buffers that have one."""
-    own = dict(module.named_parameters())
-    own |= {name: b for name, b in module.named_buffers() if name in full}
-    assert own.keys() == full.keys(), f"{type(module).__name__} has {own.keys()}, the layer {full.keys()}"
-    for name, p in own.items():
+    """Copy this rank's shard of each full parameter into the module, and of each buffer that `full` names."""
+    targets = dict(module.named_parameters())
+    targets |= {name: b for name, b in module.named_buffers() if name in full}
+    assert targets.keys() == full.keys(), f"{type(module).__name__} has {targets.keys()}, the layer {full.keys()}"
+    for name, p in targets.items():
         rank, size = (
             (groups.tp_rank, groups.layout.tp)
             if getattr(p, "allreduce", True)
@@ -200,10 +203,10 @@ def fill_shards(module: nn.Module, full: Parameters, groups: ProcessGroups) -> N
 
 
 def rank_shard(full: Tensor, p: Tensor, rank: int, size: int) -> Tensor:
-    """This rank's share of a full parameter, by the marks that megatron-core's layers leave on theirs.
+    """Return this rank's shard of a full parameter, by the attributes that megatron-core sets on its parameters.
 
-    `partition_dim` is the dimension that is split; a `partition_stride` of 2 means two parts (gate and up), each
-    of them split. Rows that only pad the vocabulary are zero.
+    `partition_dim` is the sharded dimension. A `partition_stride` of 2 means two halves (gate and up), each of them
+    sharded. Rows that pad the vocabulary are zero.
     """
     dim = getattr(p, "partition_dim", -1)
     if dim < 0 or size == 1:

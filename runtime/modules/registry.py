@@ -1,10 +1,10 @@
-"""A layer of the graph as a torch module: the one place that says which.
+"""The torch module of each layer.
 
-Protocol: `module(node, context)` gives the module of a node, a function of the node's inputs in their order. It is
-megatron-core's where there is one that computes the same, else the node's own body (`body`): no layer needs to be
-registered. A layer that has a faster module says so in two methods, `module(self, context)` and `parameters(self, w)`
-(see `weights`), which import what they need when they are called; `registered.register` and
-`parameters.parameters.register` do the same for layers that somebody else wrote.
+`build_module(node, context)` returns the module of a node, a function of the node's inputs in their order. It is built
+on megatron-core's where that computes the layer's function, else it runs the node's own body (`Body`). So a layer need
+not be registered. A layer with a faster module has two methods, `module(self, context)` and `parameters(self, w)` (see
+`parameters`), which import torch when they are called. For a class that you cannot edit, use
+`registered_module.register` and `parameters.parameters.register`.
 """
 
 from __future__ import annotations
@@ -44,59 +44,60 @@ from . import layers
 from .moe import Mixture
 
 
-def module(node: Node, context: BuildContext) -> nn.Module:
-    """The torch module of a node. Raises UserError for one that cannot be trained."""
-    divided = fitted(program(node), context.split) is program(node)  # modules shard all dims, a body keeps some whole
-    made = registered(node.op, context) if divided and _meant(node.op) else None
-    return Body(node, context) if made is None else made
+def build_module(node: Node, context: BuildContext) -> nn.Module:
+    """Return the torch module of a node. Raise UserError if the node cannot be trained."""
+    # Registered modules shard every dim of their weights; a body keeps those whole that do not divide.
+    divides = fitted(program(node), context.split) is program(node)
+    module = registered_module(node.op, context) if divides and _has_registered_body(node.op) else None
+    return Body(node, context) if module is None else module
 
 
-def _meant(op: Op) -> bool:
-    """Whether what is registered for an op's class is for its body, and not for that of a class it inherits from."""
-    of = next((t for t in type(op).__mro__ if t in registered.registry), object)
-    return of is object or getattr(of, "body", None) is getattr(type(op), "body", None)
+def _has_registered_body(op: Op) -> bool:
+    """Return whether the op's class has the body of the class that is registered for it: a subclass may override it."""
+    registered = next((t for t in type(op).__mro__ if t in registered_module.registry), object)
+    return registered is object or getattr(registered, "body", None) is getattr(type(op), "body", None)
 
 
 @singledispatch
-def registered(op: Op, context: BuildContext) -> nn.Module | None:
-    """A module made for this class of op; None if there is none, or none with the options of this one."""
-    own = getattr(op, "module", None)
-    return None if own is None else own(context)
+def registered_module(op: Op, context: BuildContext) -> nn.Module | None:
+    """Return the module registered for an op's class, or None if there is none that supports the op's options."""
+    method = getattr(op, "module", None)
+    return None if method is None else method(context)
 
 
-@registered.register
+@registered_module.register
 def _(op: Embed, context: BuildContext) -> nn.Module:
     return layers.Embedding(op.table, context)
 
 
-@registered.register
+@registered_module.register
 def _(op: Positions, context: BuildContext) -> nn.Module:
     return layers.LearnedPositions(op.table, op.offset, context)
 
 
-@registered.register
+@registered_module.register
 def _(op: Unembed, context: BuildContext) -> nn.Module:
     return layers.Logits(op.table, op.bias, context)
 
 
-@registered.register
+@registered_module.register
 def _(op: Dropout, context: BuildContext) -> nn.Module:
-    return layers.Drop(op.rate, context)
+    return layers.HiddenDropout(op.rate, context)
 
 
-@registered.register
+@registered_module.register
 def _(op: Pointwise, context: BuildContext) -> nn.Module | None:
     return layers.Sum() if op.fn == "add" else None
 
 
-@registered.register(RMSNorm)
-@registered.register(LayerNorm)
+@registered_module.register(RMSNorm)
+@registered_module.register(LayerNorm)
 def _(op: RMSNorm | LayerNorm, context: BuildContext) -> nn.Module | None:
     return norm(op, context.config.hidden_size, context) if op.over == "embed" and not op.plus_one else None
 
 
 def norm(op: RMSNorm | LayerNorm, size: int, context: BuildContext) -> nn.Module:
-    """A norm over a dim of this size."""
+    """Return a norm over a dim of this size."""
     return Norm(
         size,
         rms=isinstance(op, RMSNorm),
@@ -107,15 +108,15 @@ def norm(op: RMSNorm | LayerNorm, size: int, context: BuildContext) -> nn.Module
     )
 
 
-@registered.register
+@registered_module.register
 def _(op: Attention, context: BuildContext) -> nn.Module | None:
-    turn, own = layers.turning(op), op.qk_norm
-    if op.core != Attend(causal=op.causal, dropout=op.dropout) or (turn and turn.magnitude != 1.0):
+    rope, qk_norm = layers.rope_of(op), op.qk_norm
+    if op.core != Attend(causal=op.causal, dropout=op.dropout) or (rope and rope.magnitude != 1.0):
         return None
-    if own is not None and not (_meant(own) and isinstance(own, RMSNorm | LayerNorm) and not own.plus_one):
+    if qk_norm is not None and not _is_plain_norm(qk_norm):
         return None
     head_dim = context.config.hidden_size // op.heads if op.head_dim is None else op.head_dim
-    norms = tuple(norm(own, head_dim, context) for _ in "qk") if isinstance(own, RMSNorm | LayerNorm) else ()
+    norms = tuple(norm(qk_norm, head_dim, context) for _ in "qk") if isinstance(qk_norm, RMSNorm | LayerNorm) else ()
     config = context.layer_config(
         num_attention_heads=op.heads,
         num_query_groups=op.heads if op.kv_heads is None else op.kv_heads,
@@ -123,27 +124,31 @@ def _(op: Attention, context: BuildContext) -> nn.Module | None:
         attention_dropout=op.dropout,
         add_bias_linear=op.bias,
         add_qkv_bias=op.qkv_bias,
-        rotary_interleaved=turn is not None and turn.interleaved,
-        apply_rope_fusion=device.gpus() > 0 and turn is not None and not turn.interleaved,
+        rotary_interleaved=rope is not None and rope.interleaved,
+        apply_rope_fusion=device.gpu_count() > 0 and rope is not None and not rope.interleaved,
     )
     return layers.SelfAttention(op, context, config, norms)
 
 
-@registered.register(MLP)
-@registered.register(SwiGLU)
-@registered.register(GeGLU)
-@registered.register(ClampedGLU)
+def _is_plain_norm(op: Op) -> bool:
+    return _has_registered_body(op) and isinstance(op, RMSNorm | LayerNorm) and not op.plus_one
+
+
+@registered_module.register(MLP)
+@registered_module.register(SwiGLU)
+@registered_module.register(GeGLU)
+@registered_module.register(ClampedGLU)
 def _(op: Layer, context: BuildContext) -> nn.Module:
     return layers.FeedForward(context, context.layer_config(**feed_forward(op)))
 
 
-@registered.register
+@registered_module.register
 def _(op: MoE, context: BuildContext) -> nn.Module | None:
     expert, shared = feed_forward(op.expert), {} if op.shared is None else feed_forward(op.shared)
     if not expert or (op.shared is not None and shared.get("add_bias_linear", True)):
         return None
     if expert["add_bias_linear"] and context.groups.layout.etp > 1:
-        return None  # each device of etp would add the bias of all of them
+        return None  # each device of etp would add the full bias
     config = context.layer_config(
         **expert,
         num_moe_experts=op.experts,
@@ -166,7 +171,7 @@ def _(op: MoE, context: BuildContext) -> nn.Module | None:
 
 @singledispatch
 def feed_forward(op: Layer) -> dict[str, Any]:
-    """The fields of megatron-core's configuration that say what an MLP computes; none for another layer."""
+    """Return the fields of TransformerConfig that describe an MLP; none for another layer."""
     return {}
 
 
@@ -197,7 +202,7 @@ def _(op: SwiGLU) -> dict[str, Any]:
         "activation_func": UNARY["silu"],
         "gated_linear_unit": True,
         "add_bias_linear": False,
-        "bias_activation_fusion": device.gpus() > 0,  # one kernel; compiled, so not on CPU
+        "bias_activation_fusion": device.gpu_count() > 0,  # one compiled kernel; not on CPU
     }
 
 

@@ -44,9 +44,9 @@ from megaloom.dsl.ops.attention_core import sequence_dim
 from .attention_scores import scored
 from .routing import (
     busiest,
-    chosen,
     combined,
     routed,
+    top_k_experts,
 )
 from .tensors import (
     axis,
@@ -182,7 +182,7 @@ def _(op: Gate, out: Value, *args: Tensor) -> Tensor:
     raw, *correction = args
     last = [*names(out.shape.without("experts")), "experts"]
     raw = broadcast(raw, out.shape, last)
-    which, weights = chosen(op, raw, *correction)
+    which, weights = top_k_experts(op, raw, *correction)
     return broadcast(torch.zeros_like(raw).scatter(-1, which, weights), last, out.shape)
 
 

@@ -10,7 +10,7 @@ from megaloom.dsl import Gate, Value
 from .tensors import axis, broadcast, names
 
 
-def chosen(op: Gate, raw: Tensor, *correction: Tensor) -> tuple[Tensor, Tensor]:
+def top_k_experts(op: Gate, raw: Tensor, *correction: Tensor) -> tuple[Tensor, Tensor]:
     """The experts of each token, and their weights: [.. top_k] twice, from scores [.. experts]."""
     scores = raw.softmax(-1) if op.score == "softmax" else raw.sigmoid()
     choice = scores + correction[0] if correction else scores

@@ -1,16 +1,18 @@
-"""Text as tokens: one token a byte, a zero byte after each file.
+"""Training text as tokens: one token per byte, and a zero byte after each file.
 
-`gather(source, folder)` copies text once into two flat files, training and held-out, which every rank maps into
-memory. Whether a file is held out is decided by a hash of its path: the two never overlap, and adding a file
-moves no other. Sample i of a `Tokens` is a pure function of (seed, i): it keeps no state and knows nothing of the
-layout, so a run goes on from its count of consumed samples on any number of devices.
+`gather(source, folder)` copies the text into two flat files, training and held-out, which every rank maps into memory.
+A hash of its path decides whether a file is held out: the parts never overlap, and adding a file moves no other.
+Sample i of `Tokens` is a pure function of (seed, i). It needs no state and no layout, so a run resumes from its count
+of consumed samples on any number of devices.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -22,48 +24,52 @@ from attrs import frozen
 from megaloom.dsl.errors import UserError
 
 STDLIB = "stdlib"
-NOT_STDLIB = {"site-packages", "dist-packages"}  # folders of other people's code within it
+NOT_STDLIB = {"site-packages", "dist-packages"}  # folders of installed packages inside the library
 VOCAB = 256
-HELD_OUT = 0.05  # of the files; of the bytes where there is only one file
+HELD_OUT = 0.05  # share of the files; of the bytes if there is only one file
 PARTS = "train", "held_out"
-NOTE = "data.json"
+TEXT, UNREADABLE = "text", "unreadable"  # kinds of files
+INDEX_NAME = "data.json"
 
 Ints = npt.NDArray[np.int64]
 
 
 @frozen
 class Tokens:
-    """`count` tokens in a flat file of bytes."""
+    """A flat file of `count` tokens, one byte each."""
 
     path: Path
     count: int
 
     def array(self) -> npt.NDArray[np.uint8]:
-        """All tokens, uint8 [count]: mapped, not read."""
+        """Return all tokens, uint8 [count], mapped into memory."""
         return np.memmap(self.path, np.uint8, "r")
 
     def windows(self, seq: int) -> int:
-        """How many samples an epoch has; UserError if there is not even one."""
+        """Return the number of samples in an epoch. Raise UserError if the text is too short for one."""
         if self.count < 2 * seq:
             raise UserError(
-                f"{self.path.stem} text has {self.count:,} tokens: too few for sequences of {seq:,}\n"
-                f"give at least {2 * seq:,} bytes of it, or a shorter sequence (--seq)"
+                f"the {self.path.stem.replace('_', '-')} text has {self.count:,} tokens, too few for --seq {seq:,}\n"
+                f"give at least {2 * seq:,} bytes of text, or a smaller --seq"
             )
         return self.count // seq - 1
 
     def sample(self, i: int, *, seq: int, seed: int) -> Ints:
-        """Sample i, int64 [seq + 1]: each epoch visits every window once, in an order and from an offset of its own."""
-        epoch, at = divmod(i, self.windows(seq))
+        """Return sample i, int64 [seq + 1].
+
+        Each epoch visits every window of `seq` tokens once. Order and offset of the windows differ between epochs.
+        """
+        epoch, index = divmod(i, self.windows(seq))
         key = _hash(seed, epoch)
-        start = key % seq + seq * permuted(at, self.windows(seq), key)
+        start = key % seq + seq * permuted(index, self.windows(seq), key)
         return self.array()[start : start + seq + 1].astype(np.int64)
 
     def histogram(self) -> Ints:
-        """How often each token occurs, int64 [VOCAB]."""
+        """Return the number of occurrences of each token, int64 [VOCAB]."""
         return np.bincount(self.array(), minlength=VOCAB)
 
     def unigram_entropy(self) -> float:
-        """Nats a token: what a model that knows only how often each token occurs in this text cannot get below."""
+        """Return the entropy of the token frequencies, in nats per token: the best loss without any context."""
         share = self.histogram() / self.count
         share = share[share > 0]
         return float(-(share * np.log(share)).sum())
@@ -71,7 +77,7 @@ class Tokens:
 
 @frozen
 class Corpus:
-    """Training and held-out tokens of one source; `digest` changes when any file of it does."""
+    """Training and held-out tokens of one source. `digest` changes when any of its files changes."""
 
     source: str
     digest: str
@@ -81,7 +87,7 @@ class Corpus:
 
 
 @frozen
-class Piece:
+class FileRange:
     """The bytes [start, stop) of a file."""
 
     path: Path
@@ -89,137 +95,152 @@ class Piece:
     stop: int
 
 
-def permuted(at: int, count: int, key: int) -> int:
-    """The place of `at` in a permutation of range(count) chosen by `key`.
+def permuted(index: int, count: int, key: int) -> int:
+    """Return the image of `index` under a permutation of range(count) that `key` selects.
 
-    A Feistel network on the next even power of two, walked until it lands inside: it takes no memory and is the
-    same under every version of every library, which no generator of numpy or torch promises.
+    A Feistel network on the next power of four, repeated until the result is below count. It needs no memory and does
+    not depend on library versions, which numpy's and torch's generators do not promise.
     """
     half = ((count - 1).bit_length() + 1) // 2
     mask = (1 << half) - 1
     while True:
-        left, right = at >> half, at & mask
-        for turn in range(4):
-            left, right = right, left ^ (_hash(key, turn, right) & mask)
-        at = left << half | right
-        if at < count:
-            return at
+        left, right = index >> half, index & mask
+        for feistel_round in range(4):
+            left, right = right, left ^ (_hash(key, feistel_round, right) & mask)
+        index = left << half | right
+        if index < count:
+            return index
 
 
 def gather(source: str, folder: Path) -> Corpus:
-    """Copy the text of `source` into `folder`, unless it lies there already.
+    """Copy the text of `source` into `folder`, unless an earlier call has done so, and return it as tokens.
 
-    `source` is "stdlib" (Python's own library), or the path of a file or a folder of text. UserError where there
-    is none. Processes may race: each writes aside and renames, and all write the same.
+    `source` is "stdlib" (Python's standard library), or the path of a file or folder of text. Raise UserError if it has
+    no text. Processes may race: each writes a temporary file and renames it, and all write identical bytes.
     """
     try:
         root, names = _files(source)
         digest = _digest(root, names)
-        counts = _known(folder / NOTE, digest) or _gather(root, names, folder, digest)
+        counts = _gathered_counts(folder / INDEX_NAME, digest) or _gather(root, names, folder, digest)
     except OSError as error:
-        place = error.filename or f"{source}, or {folder}"  # a write that fails names no file
-        raise UserError(f"data {source}: {error.strerror}: {place}") from None
+        path = error.filename or f"{source} or {folder}"  # a failed write names no file
+        raise UserError(f"cannot read --data {source}: {error.strerror}: {path}") from None
     return Corpus(source, digest, len(names), *(Tokens(folder / f"{part}.bin", counts[part]) for part in PARTS))
 
 
-def _known(note: Path, digest: str) -> dict[str, int] | None:
-    """Tokens by part, if this very text was gathered before and is still there."""
+def _gathered_counts(index: Path, digest: str) -> dict[str, int] | None:
+    """Return the tokens of each part if an earlier call has gathered this text and its files are intact."""
     try:
-        known = json.loads(note.read_text())
+        known = json.loads(index.read_text())
         tokens = {part: known["tokens"][part] for part in PARTS} if known["digest"] == digest else {}
-        whole = all(note.with_name(f"{part}.bin").stat().st_size == count for part, count in tokens.items())
+        intact = all(index.with_name(f"{part}.bin").stat().st_size == count for part, count in tokens.items())
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-    return tokens if whole and tokens else None
+    return tokens if intact and tokens else None
 
 
 def _gather(root: Path, names: list[str], folder: Path, digest: str) -> dict[str, int]:
-    """Write both parts, then the note that says they are whole; returns tokens by part."""
+    """Write the training and the held-out part, then the index; return the tokens of each part."""
     folder.mkdir(parents=True, exist_ok=True)
-    pieces = zip(PARTS, split(root, names), strict=True)
-    counts = {part: _copy(chosen, folder / f"{part}.bin") for part, chosen in pieces}
-    _write([json.dumps({"digest": digest, "tokens": counts}).encode()], folder / NOTE)
+    ranges = zip(PARTS, split(root, names), strict=True)
+    counts = {part: _copy(chosen, folder / f"{part}.bin") for part, chosen in ranges}
+    _write([json.dumps({"digest": digest, "tokens": counts}).encode()], folder / INDEX_NAME)
     return counts
 
 
-def split(root: Path, names: list[str]) -> tuple[list[Piece], list[Piece]]:
-    """Training and held-out pieces, with no byte of a file in both: whole files, or the two ends of a single one."""
+def split(root: Path, names: list[str]) -> tuple[list[FileRange], list[FileRange]]:
+    """Return the training and the held-out ranges, which share no byte: whole files, or two ranges of a single file."""
     if len(names) == 1:
         path = root / names[0]
         size = path.stat().st_size
         cut = size - int(size * HELD_OUT)
-        return [Piece(path, 0, cut)], [Piece(path, cut, size)]
-    by_hash = sorted(names, key=lambda name: (_share(name), name))
-    chosen = {name for name in by_hash[:-1] if _share(name) < HELD_OUT} or {by_hash[0]}
-    whole = {name: Piece(root / name, 0, (root / name).stat().st_size) for name in names}
-    return [whole[n] for n in names if n not in chosen], [whole[n] for n in names if n in chosen]
+        return [FileRange(path, 0, cut)], [FileRange(path, cut, size)]
+    by_hash = sorted(names, key=lambda name: (_unit_hash(name), name))
+    held_out = {name for name in by_hash[:-1] if _unit_hash(name) < HELD_OUT} or {by_hash[0]}
+    files = {name: FileRange(root / name, 0, (root / name).stat().st_size) for name in names}
+    return [files[n] for n in names if n not in held_out], [files[n] for n in names if n in held_out]
 
 
 def _files(source: str) -> tuple[Path, list[str]]:
-    """The root and the relative paths, sorted, of all text of a source."""
+    """Return the root of a source, and the sorted relative paths of its text files."""
     if source == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         names = [n for n in _walk(root) if n.endswith(".py") and not NOT_STDLIB & {*n.split("/")}]
     else:
         root = Path(source).expanduser()
         if not root.exists():
-            raise UserError(f"no data at {source}\ngive --data a file or a folder of text, or {STDLIB!r}")
+            raise UserError(f"no file or folder {source}\ngive --data a file or a folder of text, or {STDLIB!r}")
         root, names = (root, list(_walk(root))) if root.is_dir() else (root.parent, [root.name])
-    names = sorted(name for name in names if _is_text(root / name))
-    if not names:
-        raise UserError(f"no text in {root if source == STDLIB else source}: every file there is empty or binary")
-    return root, names
+    kinds = {name: _kind(root / name) for name in names}
+    text = sorted(name for name, kind in kinds.items() if kind == TEXT)
+    if not text:
+        raise UserError(f"no UTF-8 text in {root if source == STDLIB else source} ({_counted(list(kinds.values()))})")
+    for name in (name for name, kind in kinds.items() if kind == UNREADABLE):
+        (root / name).open("rb").close()  # raises the reason: part of the text would be missing without notice
+    return root, text
 
 
 def _walk(root: Path) -> Iterator[str]:
-    """Relative paths of the files under root, but for hidden ones and for what runs have written."""
+    """Yield the relative paths of the files under root, except hidden files and the run folders of `train`."""
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        if Path(folder) != root and ".lock" in files and (Path(folder) / "data" / NOTE).exists():
-            folders.clear()  # a run's own folder, which grows while it trains
+        if Path(folder) != root and ".lock" in files and (Path(folder) / "data" / INDEX_NAME).exists():
+            folders.clear()  # a run folder, which grows during training
             continue
         for name in files:
             if not name.startswith("."):
                 yield (Path(folder) / name).relative_to(root).as_posix()
 
 
-def _is_text(path: Path) -> bool:
-    """Git's rule: no zero byte among the first 8000. That byte is our separator. A pipe or a device is no file."""
+def _kind(path: Path) -> str:
+    """Return the kind of a file. Text has no zero byte among its first 8000 (Git's rule): ours separates files."""
     if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(8000)
-    return bool(head) and b"\0" not in head
+        return "not regular"  # a pipe, a device, a broken link
+    try:
+        with path.open("rb") as file:
+            head = file.read(8000)
+    except OSError:
+        return UNREADABLE
+    if b"\0" in head:
+        return "UTF-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "binary"
+    return TEXT if head else "empty"
+
+
+def _counted(kinds: list[str]) -> str:
+    """Return the number of files of each kind, as in "3 files: 2 binary, 1 empty"."""
+    total = f"{len(kinds)} file{'' if len(kinds) == 1 else 's'}"
+    counts = ", ".join(f"{count} {kind}" for kind, count in Counter(kinds).most_common())
+    return f"{total}: {counts}" if counts else total
 
 
 def _digest(root: Path, names: list[str]) -> str:
-    """Of names, sizes and times, for reading all text again at each start would take too long."""
+    """Return a digest of names, sizes and modification times: reading all text at each start would take too long."""
     stats = [(name, (s := (root / name).stat()).st_size, s.st_mtime_ns) for name in names]
     return blake2b(repr((str(root.resolve()), stats)).encode(), digest_size=16).hexdigest()
 
 
-def _copy(pieces: list[Piece], path: Path) -> int:
-    """Write pieces, each with a zero byte after it; returns how many bytes."""
+def _copy(ranges: list[FileRange], path: Path) -> int:
+    """Write file ranges, each with a zero byte after it; return the number of bytes."""
 
     def parts() -> Iterator[bytes]:
-        for piece in pieces:
-            with piece.path.open("rb") as file:
-                file.seek(piece.start)
-                yield file.read(piece.stop - piece.start) + b"\0"
+        for each in ranges:
+            with each.path.open("rb") as file:
+                file.seek(each.start)
+                yield file.read(each.stop - each.start) + b"\0"
 
     return _write(parts(), path)
 
 
 def _write(parts: Iterable[bytes], path: Path) -> int:
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with aside.open("wb") as file:
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with unfinished.open("wb") as file:
         count = sum(file.write(part) for part in parts)
-    aside.replace(path)
+    unfinished.replace(path)
     return count
 
 
-def _share(name: str) -> float:
-    """A path's place in [0, 1), as good as random."""
+def _unit_hash(name: str) -> float:
+    """Return a hash of a path, uniform in [0, 1)."""
     return _hash(name) / 2**64
 
 

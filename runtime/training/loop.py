@@ -1,6 +1,6 @@
-"""The loop: train to the recipe's last step, evaluate and save on the way.
+"""The training loop: optimizer steps up to the recipe's last one, with evaluations and checkpoints on the way.
 
-A `Run` is all that a rank must know, a `Summary` what it came to. Every rank goes through the same loop.
+`train_on_rank` builds the engine, loads the last checkpoint, and runs `Loop.run`. Every rank runs the same loop.
 """
 
 from __future__ import annotations
@@ -9,152 +9,119 @@ import math
 import statistics
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import asdict, define, field, frozen
+from attrs import asdict, define, field
+from rich.console import Console
 
+from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
-from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.megatron import device
 
 from . import checkpoint
-from .checkpoint import Checkpoint, Note
-from .data import Corpus, Tokens
-from .metrics import Display, Journal, Step
-from .recipe import Recipe
-
-if TYPE_CHECKING:  # it imports megatron-core, which `device.prepare` has to come before
-    from .engine import Engine
-
-EVALUATION = 65536
-"""Tokens of held-out text that one evaluation reads, about."""
+from .checkpoint_folder import Checkpoint, Manifest, latest
+from .data import Tokens
+from .engine import Engine
+from .metrics import InterruptibleConsole, MetricsFile, ProgressDisplay, StepMetrics, progress_display
+from .run import RECENT_STEPS, Run, Summary
 
 
-@frozen(kw_only=True)
-class Run:
-    """All that a rank must know: what is computed (plan, recipe, corpus), and what is kept and told of it."""
+def train_on_rank(run: Run, signals: list[int]) -> Summary:
+    """Build this rank's part of the model, load the last checkpoint, train, and return the summary.
 
-    plan: Plan
-    recipe: Recipe
-    corpus: Corpus
-    folder: Path
-    save_every: int  # steps
-    evaluate_every: int  # steps
-
-    @property
-    def evaluate_batches(self) -> int:
-        """Global batches of one evaluation; never more than the held-out text has."""
-        load = self.plan.workload
-        return max(1, min(EVALUATION // load.tokens, self.corpus.held_out.windows(load.seq) // load.batch))
-
-
-@frozen(kw_only=True)
-class Summary:
-    """What a run came to."""
-
-    step: int  # reached
-    resumed: int | None  # the step it went on from
-    stopped: int  # the number of the signal that stopped it before the recipe's last step; 0 if none did
-    tokens: int  # trained on since it went on
-    seconds: float  # since it went on, all in all
-    step_seconds: float | None  # median
-    train_loss: float | None  # mean of the last steps, nats a token
-    held_out_loss: float | None  # nats a token; None if stopped
-    unigram_entropy: float  # of the held-out text
-    peak_nbytes: tuple[int, ...]  # by rank
-    checkpoint: Path
+    `signals` holds the numbers of the signals that asked this rank to stop, as they arrive.
+    """
+    model, _ = find(run.plan.model)
+    engine = Engine.build(run.plan, model, run.recipe)
+    resumed = latest(run.folder, fingerprint=run.plan.fingerprint)
+    if resumed:
+        checkpoint.load(engine, resumed)
+    first = dist.get_rank() == 0
+    metrics = MetricsFile(run.folder / "metrics.jsonl" if first else None, last_step=engine.done)
+    console = InterruptibleConsole(signals) if first else Console(quiet=True)
+    tokens = run.plan.workload.tokens
+    with progress_display(console, steps=run.recipe.steps, done=engine.done, step_tokens=tokens) as display:
+        return Loop(run, engine, resumed, metrics, display, signals).run_to_end()
 
 
 @define
 class Loop:
-    """The state of a run on one rank. Every rank takes the same decisions: from counts of steps, or by agreement."""
+    """A run in progress on one rank.
+
+    All ranks take the same decisions: they depend on step counts, or are agreed on by an all-reduce.
+    """
 
     run: Run
     engine: Engine
-    found: Checkpoint | None
-    journal: Journal
-    shown: Display
-    caught: list[int]  # signals
-    samples: int = field(init=False)  # consumed, of training text
-    saved: Path | None = field(init=False)
-    steps: list[Step] = field(factory=list, init=False)
+    resumed: Checkpoint | None
+    metrics: MetricsFile
+    display: ProgressDisplay
+    signals: list[int]
+    samples: int = field(init=False)  # training samples consumed
+    saved: Path | None = field(init=False)  # the last checkpoint
+    steps: list[StepMetrics] = field(factory=list, init=False)
     start: float = field(factory=time.monotonic, init=False)
 
     @samples.default
     def _samples(self) -> int:
-        return self.found.note.samples if self.found else 0
+        return self.resumed.manifest.samples if self.resumed else 0
 
     @saved.default
     def _saved(self) -> Path | None:
-        return self.found.folder if self.found else None
+        return self.resumed.folder if self.resumed else None
 
-    def go(self) -> Summary:
-        """Train, evaluating and saving on the way; stop early on a signal."""
+    def run_to_end(self) -> Summary:
+        """Train to the last step, or until a signal asks to stop."""
         run, engine = self.run, self.engine
-        self._greet()
-        loss, stopped = None, 0
+        self._print_resumed()
+        held_out_loss, stopped = None, 0
         while engine.done < run.recipe.steps and not stopped:
-            self._step()
+            self._train_step()
             last = engine.done == run.recipe.steps
-            stopped = 0 if last else self._asked_to_stop()
+            stopped = 0 if last else self._stop_signal()
             if engine.done % run.save_every == 0 or last or stopped:
                 self._save()
             if engine.done % run.evaluate_every == 0 and not last and not stopped:
                 self._evaluate()
         if not stopped:
-            loss = self._evaluate()
-        return self._summary(loss, stopped)
+            held_out_loss = self._evaluate()
+        return self._summary(held_out_loss, stopped)
 
-    def _greet(self) -> None:
-        if not self.found:
-            return
-        note, steps = self.found.note, self.run.recipe.steps
-        done = "the finished run" if note.step >= steps else f"step {note.step} of {steps}"
-        self.shown.say(f"resumed from {done} ({self.found.folder})")
-        if note.layout != str(self.run.plan.layout):
-            self.shown.say(f"saved under the layout {note.layout}, loaded into {self.run.plan.layout}")
-        recipe = asdict(self.run.recipe)
-        changed = [
-            f"{name.replace('_', '-')} {was:g}, now {recipe[name]:g}"
-            for name, was in note.recipe.items()
-            if name != "steps" and name in recipe and was != recipe[name]
-        ]
-        if changed:
-            self.shown.say(f"saved with {', '.join(changed)}")
-        if note.data != self.run.corpus.digest:
-            self.shown.say(f"the text has changed since step {note.step}, or is another")
-
-    def _step(self) -> None:
-        load, text, first = self.run.plan.workload, self.run.corpus.train, self.samples
-        begun = time.monotonic()
-        result = self.engine.step(lambda i: _tensor(text, first + i, load.seq, self.run.recipe.seed))
-        seconds = time.monotonic() - begun
-        self.samples += load.batch
-        step = Step(step=self.engine.done, **asdict(result), tokens=self.samples * load.seq, seconds=seconds)
+    def _train_step(self) -> None:
+        workload, text, first = self.run.plan.workload, self.run.corpus.train, self.samples
+        start = time.monotonic()
+        result = self.engine.step(lambda i: _sample(text, first + i, workload.seq, self.run.recipe.seed))
+        seconds = time.monotonic() - start
+        self.samples += workload.batch
+        tokens = self.samples * workload.seq
+        step = StepMetrics(step=self.engine.done, **asdict(result), tokens=tokens, seconds=seconds)
         if not math.isfinite(step.loss + step.grad_norm):
-            raise UserError(
-                f"step {step.step}: the loss is {step.loss} and the gradient norm {step.grad_norm}, no longer finite\n"
-                f"nothing of it was saved ({self._where()}); try a smaller --lr than {self.run.recipe.lr:g}, "
-                "or another --seed"
-            )
+            raise UserError(self._not_finite(step))
         self.steps.append(step)
-        self.journal.write("step", **asdict(step))
-        self.shown.step(step)
+        self.metrics.write("step", **asdict(step))
+        self.display.show_step(step)
+
+    def _not_finite(self, step: StepMetrics) -> str:
+        saved = f"the last checkpoint is {self.saved}" if self.saved else "there is no checkpoint yet"
+        return (
+            f"step {step.step}: loss {step.loss}, gradient norm {step.grad_norm}: training has diverged\n"
+            f"this step is not saved ({saved}); try a --lr below {self.run.recipe.lr:g}, or another --seed"
+        )
 
     def _evaluate(self) -> float:
-        """The mean loss on the held-out text: the same samples each time."""
+        """Return the mean loss on the held-out text; every evaluation reads the first samples of it."""
         seq, text = self.run.plan.workload.seq, self.run.corpus.held_out
-        loss = self.engine.evaluate(lambda i: _tensor(text, i, seq, 0), self.run.evaluate_batches)
-        self.journal.write("evaluation", step=self.engine.done, loss=loss)
-        self.shown.say(f"step {self.engine.done}: held-out loss {loss:.4f} nats a byte")
+        loss = self.engine.evaluate(lambda i: _sample(text, i, seq, 0), self.run.evaluation_batches)
+        self.metrics.write("evaluation", step=self.engine.done, loss=loss)
+        self.display.print(f"step {self.engine.done}  held-out loss {loss:.4f} nats per byte")
         return loss
 
     def _save(self) -> None:
         plan, corpus = self.run.plan, self.run.corpus
-        begun = time.monotonic()
-        note = Note(
+        start = time.monotonic()
+        manifest = Manifest(
             step=self.engine.done,
             samples=self.samples,
             model=plan.model,
@@ -163,31 +130,52 @@ class Loop:
             recipe=asdict(self.run.recipe),
             layout=str(plan.layout),
         )
-        self.saved = checkpoint.save(self.engine, self.run.folder, note)
-        self.journal.write("checkpoint", step=self.engine.done, seconds=time.monotonic() - begun)
+        self.saved = checkpoint.save(self.engine, self.run.folder, manifest)
+        self.metrics.write("checkpoint", step=self.engine.done, seconds=time.monotonic() - start)
 
-    def _asked_to_stop(self) -> int:
-        """By which signal any rank was, or 0: they need not reach all of them, nor in the same step."""
-        number = torch.tensor(max(self.caught, default=0), device=device.current())
+    def _stop_signal(self) -> int:
+        """Return the signal that asked any rank to stop, or 0. Signals may reach ranks at different steps, or not."""
+        number = torch.tensor(max(self.signals, default=0), device=device.current())
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return int(number)
 
-    def _where(self) -> str:
-        return f"the last checkpoint is {self.saved}" if self.saved else "there is no checkpoint yet"
+    def _print_resumed(self) -> None:
+        """Print the checkpoint that the run starts from, and what has changed since."""
+        if not self.resumed:
+            return
+        saved, steps = self.resumed.manifest, self.run.recipe.steps
+        progress = "the finished run" if saved.step >= steps else f"step {saved.step} of {steps}"
+        self.display.print(f"resumed from {progress} ({self.resumed.folder})")
+        if not saved.has_comparable_fingerprint:
+            self.display.print("saved by an earlier megaloom: its weights have the names and shapes of this model's")
+        if saved.layout != str(self.run.plan.layout):
+            self.display.print(f"layout: saved under {saved.layout}, now {self.run.plan.layout}")
+        if changed := self._changed_options(saved):
+            self.display.print(f"recipe: {changed}")
+        if saved.data != self.run.corpus.digest:
+            self.display.print(f"data: not the text of step {saved.step}, or its files have changed since")
+
+    def _changed_options(self, saved: Manifest) -> str:
+        recipe = asdict(self.run.recipe)
+        return ", ".join(
+            f"{name.replace('_', '-')} was {value:g}, is now {recipe[name]:g}"
+            for name, value in saved.recipe.items()
+            if name != "steps" and name in recipe and value != recipe[name]
+        )
 
     def _summary(self, held_out_loss: float | None, stopped: int) -> Summary:
         assert self.saved, "a run ends with a checkpoint"
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, self.engine.peak_memory())
-        tail = [step.loss for step in self.steps[-20:]]
+        recent = [step.loss for step in self.steps[-RECENT_STEPS:]]
         return Summary(
             step=self.engine.done,
-            resumed=self.found.note.step if self.found else None,
+            resumed=self.resumed.manifest.step if self.resumed else None,
             stopped=stopped,
             tokens=len(self.steps) * self.run.plan.workload.tokens,
             seconds=time.monotonic() - self.start,
             step_seconds=statistics.median(step.seconds for step in self.steps) if self.steps else None,
-            train_loss=statistics.mean(tail) if tail else None,
+            train_loss=statistics.mean(recent) if recent else None,
             held_out_loss=held_out_loss,
             unigram_entropy=self.run.corpus.held_out.unigram_entropy(),
             peak_nbytes=tuple(peaks),
@@ -195,5 +183,5 @@ class Loop:
         )
 
 
-def _tensor(text: Tokens, i: int, seq: int, seed: int) -> torch.Tensor:
+def _sample(text: Tokens, i: int, seq: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(text.sample(i, seq=seq, seed=seed))

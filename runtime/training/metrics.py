@@ -1,6 +1,6 @@
-"""What a run tells: a line of JSON for every event, always; progress, live on a terminal and as plain lines in a pipe.
+"""Metrics of a run: metrics.jsonl with one JSON object per event, and progress on the terminal or in a pipe.
 
-Rank 0 alone has these: losses are the same on every rank.
+Only rank 0 writes: losses are equal on all ranks. `MetricsFile` is the file, `progress_display` the progress.
 """
 
 from __future__ import annotations
@@ -22,138 +22,139 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-LINE_SECONDS = 5.0  # between lines in a pipe
-WINDOW = 20  # steps over which speed is averaged
+PRINT_SECONDS = 5.0  # between progress lines in a pipe
+AVERAGED_STEPS = 20  # over which speed is averaged
+WIDE_TERMINAL = 120  # columns from which a terminal shows all figures
 
 
 @frozen(kw_only=True)
-class Step:
-    """What one optimizer step gave; its fields are those of a line of the metrics file."""
+class StepMetrics:
+    """Metrics of one optimizer step. The fields are those of a "step" event in metrics.jsonl."""
 
     step: int
-    loss: float  # nats a token
+    loss: float  # nats per token
     grad_norm: float
     lr: float
-    tokens: int  # consumed, from the run's start
+    tokens: int  # consumed since the first step
     seconds: float
 
 
-class Journal:
-    """The metrics file: one JSON object a line, in the order of events, no step twice. Without a path, nothing."""
+class MetricsFile:
+    """metrics.jsonl: one JSON object per line, in the order of events, no step twice. Without a path, nothing."""
 
-    def __init__(self, path: Path | None, *, step: int) -> None:
-        """Open it to go on after `step`: what an interrupted run wrote about later ones is dropped."""
+    def __init__(self, path: Path | None, *, last_step: int) -> None:
+        """Open the file to append after `last_step`; lines of later steps, from an interrupted run, are dropped."""
         self.file: IO[str] | None = None
         if path:
-            kept = [line for line in _lines(path) if _step(line) <= step]
-            aside = path.with_name(f"{path.name}.tmp")
-            aside.write_text("".join(kept))
-            aside.replace(path)
+            lines = [line for line in _complete_lines(path) if _step_of(line) <= last_step]
+            unfinished = path.with_name(f"{path.name}.tmp")
+            unfinished.write_text("".join(lines))
+            unfinished.replace(path)
             self.file = path.open("a", buffering=1)
 
-    def write(self, event: str, *, step: int, **figures: float | str) -> None:
-        """One line."""
+    def write(self, event: str, *, step: int, **values: float | str) -> None:
+        """Append one event."""
         if self.file:
-            self.file.write(json.dumps({"event": event, "step": step, **figures}) + "\n")
+            self.file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """The whole lines of a file, if it is there; a last one that was cut short is none."""
+def _complete_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file, without a last one that was cut short; none if there is no file."""
     if path.exists():
         with path.open(errors="replace") as file:
             yield from (line for line in file if line.endswith("\n"))
 
 
-def _step(line: str) -> float:
-    """The step that a line is of; infinite if it is no line of ours, as a machine that lost power may leave."""
+def _step_of(line: str) -> float:
+    """Return the step of a line; infinity if the line is damaged, as after a power failure."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):
         return math.inf
 
 
-class Screen(Console):
-    """A console that takes a reader's leave as a signal to stop, where rich would end the process without a save."""
+class InterruptibleConsole(Console):
+    """A console that treats a closed pipe as a signal to stop, so that the run saves before it ends."""
 
-    def __init__(self, caught: list[int]) -> None:
+    def __init__(self, signals: list[int]) -> None:
         super().__init__()
-        self.caught = caught
+        self.signals = signals
 
     def on_broken_pipe(self) -> None:
-        """Write no more."""
+        """Stop printing, and record SIGPIPE. (rich would end the process without a checkpoint.)"""
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
-        self.caught.append(signal.SIGPIPE)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still buffered
+        self.signals.append(signal.SIGPIPE)
 
 
-class Display:
-    """Where a run shows how it goes. In a pipe: the first step, the last, and one every few seconds between."""
+class ProgressDisplay:
+    """Progress in a pipe: the first step, the last, and one line every PRINT_SECONDS between them."""
 
-    wide = True  # room for all figures
+    shows_all_figures = True
 
     def __init__(self, console: Console, *, steps: int, step_tokens: int) -> None:
         self.console, self.steps, self.step_tokens = console, steps, step_tokens
-        self.start, self.last = time.monotonic(), -math.inf
-        self.seconds: deque[float] = deque(maxlen=WINDOW)  # of the last steps
+        self.start, self.last_print = time.monotonic(), -math.inf
+        self.recent_seconds: deque[float] = deque(maxlen=AVERAGED_STEPS)
 
-    def step(self, step: Step) -> None:
-        """One more step is done."""
-        self.seconds.append(step.seconds)
-        mean = sum(self.seconds) / len(self.seconds)
-        left = (self.steps - step.step) * mean
+    def show_step(self, step: StepMetrics) -> None:
+        """Show the metrics of a step that is done."""
+        self.recent_seconds.append(step.seconds)
+        mean = sum(self.recent_seconds) / len(self.recent_seconds)
         figures = [
             f"loss {step.loss:.4f}",
             f"{self.step_tokens / mean:,.0f} tokens/s",
             f"{clock(time.monotonic() - self.start)} elapsed",
-            f"{clock(left)} left",
+            f"{clock((self.steps - step.step) * mean)} left",
         ]
-        if self.wide:
+        if self.shows_all_figures:
             figures += [f"grad norm {step.grad_norm:.2f}", f"lr {step.lr:.1e}"]
-        self.show(step.step, "  ".join(figures))
+        self.show_line(step.step, "  ".join(figures))
 
-    def show(self, step: int, line: str) -> None:
-        """Show one step's line, if it is time."""
+    def show_line(self, step: int, line: str) -> None:
+        """Print the line of a step, if enough time has passed."""
         now = time.monotonic()
-        if now - self.last >= LINE_SECONDS or step == self.steps:
-            self.last = now
-            self.say(f"step {step}/{self.steps}  {line}")
+        if now - self.last_print >= PRINT_SECONDS or step == self.steps:
+            self.last_print = now
+            self.print(f"step {step}/{self.steps}  {line}")
 
-    def say(self, text: str) -> None:
-        """A line that stays."""
+    def print(self, text: str) -> None:
+        """Print a line that stays on the screen."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class Live(Display):
-    """On a terminal: one line with a bar, redrawn at each step."""
+class LiveDisplay(ProgressDisplay):
+    """Progress on a terminal: one line with a bar, redrawn at each step."""
 
     def __init__(self, console: Console, progress: Progress, *, steps: int, step_tokens: int, done: int) -> None:
         super().__init__(console, steps=steps, step_tokens=step_tokens)
-        self.progress, self.wide = progress, console.width >= 120
+        self.progress, self.shows_all_figures = progress, console.width >= WIDE_TERMINAL
         self.task = progress.add_task("", total=steps, completed=done, line="")
 
-    def show(self, step: int, line: str) -> None:
+    def show_line(self, step: int, line: str) -> None:
+        """Redraw the progress line."""
         self.progress.update(self.task, completed=step, line=line)
         self.progress.refresh()
 
 
 @contextmanager
-def display(console: Console, *, steps: int, done: int, step_tokens: int) -> Iterator[Display]:
-    """Progress from step `done` to `steps`, on a terminal or in a pipe."""
+def progress_display(console: Console, *, steps: int, done: int, step_tokens: int) -> Iterator[ProgressDisplay]:
+    """Show progress from step `done` to `steps`, on a terminal or in a pipe."""
     if not console.is_terminal:
-        yield Display(console, steps=steps, step_tokens=step_tokens)
+        yield ProgressDisplay(console, steps=steps, step_tokens=step_tokens)
         return
     columns = (
         TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
         BarColumn(bar_width=None),
         TextColumn("{task.fields[line]}", markup=False, table_column=Column(no_wrap=True)),
     )
-    # Drawn at each step, and by no thread of its own: that would take time from training.
+    # Redrawn at each step instead of by rich's own thread, which would take time from training.
     with Progress(*columns, console=console, auto_refresh=False, expand=True) as progress:
-        yield Live(console, progress, steps=steps, step_tokens=step_tokens, done=done)
+        yield LiveDisplay(console, progress, steps=steps, step_tokens=step_tokens, done=done)
 
 
 def clock(seconds: float) -> str:
-    """Seconds as people read them: 1:05, 2:03:07."""
+    """Return a duration as minutes and seconds, or hours, minutes and seconds: 1:05, 2:03:07."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

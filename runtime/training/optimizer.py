@@ -1,4 +1,4 @@
-"""What makes the parameters move: DDP, the optimizer, the learning rate."""
+"""DDP with its gradient buffers, the optimizer, and the learning-rate schedule, all megatron-core's."""
 
 from __future__ import annotations
 
@@ -19,52 +19,64 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megaloom.planner.contract.choices import Overlap
+from megaloom.planner.contract.layout import Layout
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 
 from .model_chunk import ModelChunk
 from .recipe import Recipe
 
 
-def replicate(
-    stages: list[ModelChunk], config: TransformerConfig, groups: ProcessGroups
+def wrap_in_ddp(
+    model_chunks: list[ModelChunk], config: TransformerConfig, groups: ProcessGroups
 ) -> list[DistributedDataParallel]:
-    """The stages with their gradients in contiguous fp32 buffers, added up over the data-parallel ranks in pieces.
+    """Wrap model chunks in DDP, with gradients in contiguous fp32 buffers that are reduced bucket by bucket.
 
-    Where that overlaps, a piece is on its way as soon as the last micro-batch has gone back through it. `config` learns
-    of it: before that micro-batch the schedules hold the exchange back. Where the gathering of weights does, each
-    module waits for its own before it runs, be it in training, in evaluation, or the first time after a load.
+    With overlapped reduction, a bucket is reduced as soon as the last micro-batch has filled it; `config.no_sync_func`
+    tells the schedules to hold reduction back before. With overlapped weight gathering, each module waits for its own
+    weights before it runs: in training, in evaluation, and after a load.
     """
-    x, several = groups.layout, groups.layout.dp * groups.layout.cp > 1
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=x.distributed_optimizer,
-        overlap_grad_reduce=several and x.has_overlap(Overlap.GRADIENTS),
-        overlap_param_gather=several and x.has_overlap(Overlap.WEIGHTS),
-        align_param_gather=x.vpp > 1,
-    )
-    chunks = [DistributedDataParallel(config, ddp, s, disable_bucketing=i > 0) for i, s in enumerate(stages)]
-    for stage, chunk in zip(stages, chunks, strict=True):
+    ddp_config = _ddp_config(groups.layout)
+    chunks = [
+        DistributedDataParallel(config, ddp_config, c, disable_bucketing=i > 0) for i, c in enumerate(model_chunks)
+    ]
+    for model_chunk, chunk in zip(model_chunks, chunks, strict=True):
         if chunk.use_forward_hook:
-            for _, module in stage.node_modules():
-                module.register_forward_pre_hook(partial(_wait, chunk))
-    if ddp.overlap_param_gather and ddp.align_param_gather:  # schedules ask for a chunk while they run the one before
+            for _, module in model_chunk.node_modules():
+                module.register_forward_pre_hook(partial(_wait_for_weights, chunk))
+    if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
+        # The schedules start the gather for a chunk while they run the chunk before it.
         config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
-    held = [chunk.no_sync for chunk in chunks]
-    config.no_sync_func = held if len(held) > 1 else held[0]
+    no_sync = [chunk.no_sync for chunk in chunks]
+    config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return chunks
 
 
-def _wait(chunk: DistributedDataParallel, module: nn.Module, _: Any) -> None:
-    """Wait until all weights of a node are here: those too that it reads without calling the modules that hold them,
-    before which alone megatron-core waits."""
-    for group in {id(g): g for p in module.parameters() if (g := chunk.param_to_bucket_group.get(p))}.values():
+def _ddp_config(layout: Layout) -> DistributedDataParallelConfig:
+    replicated = layout.dp * layout.cp > 1
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=layout.distributed_optimizer,
+        overlap_grad_reduce=replicated and layout.has_overlap(Overlap.GRADIENTS),
+        overlap_param_gather=replicated and layout.has_overlap(Overlap.WEIGHTS),
+        align_param_gather=layout.vpp > 1,
+    )
+
+
+def _wait_for_weights(chunk: DistributedDataParallel, module: nn.Module, _: Any) -> None:
+    """Wait until all weights of a node are gathered.
+
+    megatron-core waits before each module that holds weights. A node may also read weights without calling the modules
+    that hold them, so this hook waits for all.
+    """
+    bucket_groups = {id(g): g for p in module.parameters() if (g := chunk.param_to_bucket_group.get(p))}
+    for group in bucket_groups.values():
         group.finish_param_sync(skip_next_bucket_dispatch=chunk.ddp_config.align_param_gather)
 
 
-def optimizer(
+def make_optimizer(
     recipe: Recipe, chunks: list[DistributedDataParallel], config: TransformerConfig, groups: ProcessGroups
 ) -> MegatronOptimizer:
-    """AdamW on fp32 master weights; its state is split over the data-parallel ranks if the layout says so."""
+    """Return AdamW on fp32 master weights, its state sharded over data-parallel ranks if the layout says so."""
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -81,7 +93,7 @@ def optimizer(
             overlap_param_gather=any(chunk.use_forward_hook for chunk in chunks),
         ),
         chunks,
-        # What has one dim, is a bias, or starts constant (a scale of every head) does not decay.
+        # No weight decay for one-dimensional parameters, biases, and weights that start constant (per-head scales).
         config_overrides={
             ParamKey(
                 name="*.bias", attr="constant", predicate=ParamPredicate("one_dim", lambda p: p.dim() == 1)
@@ -91,10 +103,10 @@ def optimizer(
     )
 
 
-def schedule(recipe: Recipe, optim: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The learning rate of each step: linear warm-up from 0, then a cosine that is at min_lr when the last is done."""
+def make_scheduler(recipe: Recipe, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Return the learning-rate schedule: linear warm-up from 0, then a cosine to min_lr after the last step."""
     return OptimizerParamScheduler(
-        optim,
+        optimizer,
         init_lr=0.0,
         max_lr=recipe.lr,
         min_lr=min(recipe.min_lr, recipe.lr),

@@ -1,9 +1,9 @@
-"""The state of training in a form that no layout, precision or kind of optimizer changes.
+"""Optimizer state in a form that does not depend on layout, precision or kind of optimizer.
 
-A checkpoint has three fp32 tensors for each parameter, cut as the parameter is: its master value under its name, and
-Adam's two moments under `exp_avg.` and `exp_avg_sq.` and its name. megatron-core's optimizers keep these in three ways
-(the parameter itself in fp32, a master copy in bf16, a run of either's elements where they are divided over the
-data-parallel ranks), and their own formats for them cannot be loaded into each other.
+A checkpoint has three fp32 tensors per parameter, sharded like the parameter: its master weight under its name, and
+Adam's two moments under `exp_avg.NAME` and `exp_avg_sq.NAME`. megatron-core's optimizers store them in three ways: the
+fp32 parameter itself, an fp32 master copy of a bf16 parameter, or a range of elements per data-parallel rank. Their own
+checkpoint formats cannot be loaded into each other.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @frozen(eq=False)
-class Held:
-    """What this rank's optimizer holds of one parameter: the elements [start, stop) of its master value and moments."""
+class ParameterState:
+    """Optimizer state of one parameter on this rank: elements [start, stop) of master weight and moments."""
 
-    param: nn.Parameter  # the model's
-    tensors: tuple[Tensor, ...]  # master and moments; none if start == stop
+    param: nn.Parameter  # of the model
+    tensors: tuple[Tensor, ...]  # master weight and moments; empty if start == stop
     start: int
     stop: int
-    group: dist.ProcessGroup | None  # the ranks that hold the rest; None if all of it is here
+    group: dist.ProcessGroup | None  # the ranks that hold the other elements; None if this rank holds all
 
-    def whole(self) -> tuple[Tensor, ...]:
-        """Master and moments in the parameter's shape. Every rank of the group calls it.
+    def gathered(self) -> tuple[Tensor, ...]:
+        """Return master weight and moments in the parameter's shape. Every rank of the group calls it.
 
-        Those of a divided parameter are on the group's first rank, which saves them; the others get shapes alone.
+        Sharded state is gathered on the first rank of the group, which saves it; other ranks get tensors without data.
         """
         if self.group is None:
             return tuple(tensor.detach().view(self.param.shape) for tensor in self.tensors)
@@ -45,20 +45,20 @@ class Held:
         for row, tensor in zip(full, self.tensors, strict=False):
             row[self.start : self.stop] = tensor.detach().view(-1)
         dist.reduce(full, group=self.group, group_dst=0)
-        kept = full.to("cpu" if self.group.rank() == 0 else "meta")
-        return tuple(row.view(self.param.shape) for row in kept)
+        result = full.to("cpu" if self.group.rank() == 0 else "meta")
+        return tuple(row.view(self.param.shape) for row in result)
 
-    def take(self, whole: tuple[Tensor, ...]) -> None:
-        """Copy this rank's elements of what `whole` gave."""
-        for mine, full in zip(self.tensors, whole, strict=False):
-            mine.view(-1).copy_(full.reshape(-1)[self.start : self.stop])
+    def copy_from(self, gathered: tuple[Tensor, ...]) -> None:
+        """Copy this rank's elements from tensors in the parameter's shape."""
+        for own, full in zip(self.tensors, gathered, strict=False):
+            own.view(-1).copy_(full.reshape(-1)[self.start : self.stop])
 
 
-def held(optimizer: MegatronOptimizer) -> Iterator[Held]:
-    """Each trained parameter, in the same order on all ranks that hold a part of it."""
-    for one in _each(optimizer):
+def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
+    """Yield the state of each trained parameter, in one order on all ranks that hold a part of it."""
+    for one in _optimizers(optimizer):
         if isinstance(one, DistributedOptimizer):
-            yield from _divided(one)
+            yield from _sharded_states(one)
             continue
         pairs = [(p, p) for p in one.get_parameters()]
         if isinstance(one, Float16OptimizerWithFloat16Params):
@@ -66,30 +66,30 @@ def held(optimizer: MegatronOptimizer) -> Iterator[Held]:
             pairs = [pair for params, masters in groups for pair in zip(params, masters, strict=True)]
             pairs += [(p, p) for group in one.fp32_from_fp32_groups for p in group]
         for param, master in pairs:
-            yield Held(param, _tensors(one, master), 0, param.numel(), None)
+            yield ParameterState(param, _master_and_moments(one, master), 0, param.numel(), None)
 
 
-def _each(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that one is made of: experts have their own."""
+def _optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Return the optimizers that an optimizer consists of: experts have their own."""
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
-def _divided(optimizer: DistributedOptimizer) -> Iterator[Held]:
+def _sharded_states(optimizer: DistributedOptimizer) -> Iterator[ParameterState]:
     for buffer, ranges in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
-        mine = ChainMap(*(bucket["param_map"] for buckets in ranges.values() for bucket in buckets))
+        own = ChainMap(*(bucket["param_map"] for buckets in ranges.values() for bucket in buckets))
         for param in buffer.param_index_map:
             group = optimizer.data_parallel_group
-            if param not in mine:
-                yield Held(param, (), 0, 0, group)
+            if param not in own:
+                yield ParameterState(param, (), 0, 0, group)
                 continue
-            at, order = optimizer.model_param_group_index_map[param]
-            master = optimizer.optimizer.param_groups[at]["params"][order]
-            run = mine[param]["param"]
-            yield Held(param, _tensors(optimizer, master), run.start, run.end, group)
+            group_index, order = optimizer.model_param_group_index_map[param]
+            master = optimizer.optimizer.param_groups[group_index]["params"][order]
+            elements = own[param]["param"]
+            yield ParameterState(param, _master_and_moments(optimizer, master), elements.start, elements.end, group)
 
 
-def _tensors(optimizer: MegatronOptimizer, master: Tensor) -> tuple[Tensor, ...]:
-    """Master and moments; before the first step the optimizer has none of these yet."""
+def _master_and_moments(optimizer: MegatronOptimizer, master: Tensor) -> tuple[Tensor, ...]:
+    """Return master weight and moments, creating the moments if no step has been done."""
     state = optimizer.optimizer.state[master]
     for name in MOMENTS:
         if name not in state:
@@ -98,44 +98,46 @@ def _tensors(optimizer: MegatronOptimizer, master: Tensor) -> tuple[Tensor, ...]
     return (master, *(state[name] for name in MOMENTS))
 
 
-def _counters(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
-    """Where an optimizer may count its steps, under "step": torch's Adam for each parameter, fused ones for a group."""
-    for one in _each(optimizer):
+def _step_counters(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
+    """Yield the dicts that may count steps under "step": torch's Adam counts per parameter, fused ones per group."""
+    for one in _optimizers(optimizer):
         yield from one.optimizer.param_groups
         yield from one.optimizer.state.values()
 
 
 @torch.no_grad()
-def sharded(model: dict[str, Any], optimizer: MegatronOptimizer, *, loading: bool) -> dict[str, Any]:
-    """Master values and moments as sharded tensors, from the sharded parameters of the model.
+def sharded_optimizer_state(model: dict[str, Any], optimizer: MegatronOptimizer, *, loading: bool) -> dict[str, Any]:
+    """Return master weights and moments as sharded tensors, sharded like the parameters of `model`.
 
-    To save, they hold this rank's values; to load, room for them.
+    They hold this rank's values, or with `loading` empty tensors to load into.
     """
-    named = {id(entry.data): name for name, entry in model.items()}
+    names = {id(entry.data): name for name, entry in model.items()}
     state: dict[str, Any] = {"model": dict(model), **{name: {} for name in MOMENTS}}
-    for one in held(optimizer):
-        name = named[id(one.param)]
-        room = (torch.empty_like(one.param, dtype=torch.float32, device="cpu") for _ in range(1 + len(MOMENTS)))
-        master, *moments = room if loading else one.whole()
-        state["model"][name] = _as(model[name], master, "")
+    for one in parameter_states(optimizer):
+        name = names[id(one.param)]
+        empty = (torch.empty_like(one.param, dtype=torch.float32, device="cpu") for _ in range(1 + len(MOMENTS)))
+        master, *moments = empty if loading else one.gathered()
+        state["model"][name] = _with_data(model[name], master, "")
         for kind, moment in zip(MOMENTS, moments, strict=True):
-            state[kind][name] = _as(model[name], moment, f"{kind}.")
+            state[kind][name] = _with_data(model[name], moment, f"{kind}.")
     return state
 
 
-def _as(entry: Any, data: Tensor, prefix: str) -> Any:
-    """The entry of a parameter with other data, under another key; a factory of entries has no dtype of its own."""
+def _with_data(entry: Any, data: Tensor, prefix: str) -> Any:
+    """Return a sharded tensor, or a factory of sharded tensors, with other data and a prefix before its key."""
     dtype = {"dtype": data.dtype} if isinstance(entry, ShardedTensor) else {}
     return replace(entry, key=prefix + entry.key, data=data, **dtype)
 
 
 @torch.no_grad()
-def restore(state: dict[str, Any], model: dict[str, Any], optimizer: MegatronOptimizer, *, steps: int) -> None:
-    """Take over what `sharded` made room for, after so many steps. The model's own values are not touched."""
-    named = {id(entry.data): name for name, entry in model.items()}
-    for one in held(optimizer):
-        name = named[id(one.param)]
-        one.take((state["model"][name], *(state[kind][name] for kind in MOMENTS)))
-    for counter in _counters(optimizer):
-        kept = counter.get("step")
-        counter["step"] = torch.full_like(kept, steps) if isinstance(kept, Tensor) else steps
+def restore_optimizer_state(
+    state: dict[str, Any], model: dict[str, Any], optimizer: MegatronOptimizer, *, steps: int
+) -> None:
+    """Copy loaded state into the optimizer and set its step count. The model's parameters are not changed."""
+    names = {id(entry.data): name for name, entry in model.items()}
+    for one in parameter_states(optimizer):
+        name = names[id(one.param)]
+        one.copy_from((state["model"][name], *(state[kind][name] for kind in MOMENTS)))
+    for counter in _step_counters(optimizer):
+        previous = counter.get("step")
+        counter["step"] = torch.full_like(previous, steps) if isinstance(previous, Tensor) else steps

@@ -1,8 +1,8 @@
-"""A whole run, called in the process that the user started: it starts the ranks or, under torchrun or srun, is one.
+"""A training run, started from the user's process: it launches the ranks or, under torchrun or srun, is one of them.
 
     run/plan.json  run/data/  run/metrics.jsonl  run/step-000100/  run/step-000200/
 
-`on_rank` is what each rank does: it builds its part of the model, takes up what the run folder holds, and loops.
+`train` checks everything that can be checked without training, then runs `loop.train_on_rank` on every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
+from attrs import frozen
 
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
@@ -26,15 +26,57 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.plans import save as save_plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
 from megaloom.runtime.launch import launcher
-from megaloom.runtime.launch.rendezvous import inside, join
+from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 
-from . import checkpoint, data
-from .loop import Loop, Run, Summary
-from .metrics import Journal, Screen, display
+from . import data
+from .checkpoint_folder import cannot_save, latest, saved_step
+from .data import Corpus
 from .recipe import Recipe
 
-GRACE = 300.0
-"""Seconds that the ranks of an interrupted run have to finish their step and save."""
+SAVE_SECONDS = 300.0
+"""Time that the ranks of an interrupted run have to finish their step and save."""
+
+RECENT_STEPS = 20
+"""Steps over which the summary averages the training loss."""
+
+EVALUATION_TOKENS = 65536
+"""Approximate number of held-out tokens that one evaluation reads."""
+
+
+@frozen(kw_only=True)
+class Run:
+    """All that a rank must know: what to compute (plan, recipe, corpus), where to write, how often to save."""
+
+    plan: Plan
+    recipe: Recipe
+    corpus: Corpus
+    folder: Path
+    save_every: int  # steps
+    evaluate_every: int  # steps
+
+    @property
+    def evaluation_batches(self) -> int:
+        """Return the global batches of one evaluation: at most those that the held-out text has."""
+        workload = self.plan.workload
+        available = self.corpus.held_out.windows(workload.seq) // workload.batch
+        return max(1, min(EVALUATION_TOKENS // workload.tokens, available))
+
+
+@frozen(kw_only=True)
+class Summary:
+    """The result of a run."""
+
+    step: int  # last step
+    resumed: int | None  # step of the checkpoint that the run started from
+    stopped: int  # number of the signal that stopped the run early; 0 if none did
+    tokens: int  # trained on in this run, without those before a resume
+    seconds: float  # of this run
+    step_seconds: float | None  # median
+    train_loss: float | None  # mean of the last steps, nats per token
+    held_out_loss: float | None  # nats per token; None if stopped
+    unigram_entropy: float  # of the held-out text, nats per token
+    peak_nbytes: tuple[int, ...]  # by rank
+    checkpoint: Path
 
 
 def train(
@@ -46,138 +88,153 @@ def train(
     save_every: int = 100,
     evaluate_every: int = 100,
 ) -> Summary:
-    """Train the plan's model on the text of `source`, going on from the last checkpoint in `folder`.
+    """Train the plan's model on the text of `source`, starting from the last checkpoint in `folder` if there is one.
 
-    UserError for whatever the user can mend. A first SIGINT or SIGTERM stops after a step and saves; it then
-    passes on as KeyboardInterrupt or SystemExit.
+    Raise UserError for every problem that the user can solve. A first SIGINT or SIGTERM lets the ranks finish their
+    step and save; then it is raised as KeyboardInterrupt or SystemExit.
     """
 
     def prepared() -> Run:
-        fitting(plan)
-        for name, every in (("save-every", save_every), ("evaluate-every", evaluate_every)):
-            if every < 1:
-                raise UserError(f"{name} {every}: give at least 1 step")
-        if not inside():
-            launcher.check(plan.layout.world)
-        checkpoint.latest(folder, fingerprint=plan.fingerprint)  # refuse a foreign or damaged one before the work
-        corpus = data.gather(source, folder / "data")
-        for text in (corpus.train, corpus.held_out):
-            text.windows(plan.workload.seq)
-        save_plan(plan, folder / "plan.json")
-        return Run(
-            plan=plan,
-            recipe=recipe,
-            corpus=corpus,
-            folder=folder,
-            save_every=save_every,
-            evaluate_every=evaluate_every,
-        )
+        return prepare(plan, recipe, folder, source, save_every, evaluate_every)
 
-    if inside():
+    if started_by_launcher():
         join(plan.layout.world)
-        with claimed(folder) if dist.get_rank() == 0 else nullcontext():
-            return on_rank(_from_first(prepared))
-    with claimed(folder):
-        return launcher.run(on_rank, (prepared(),), plan.layout.world, grace=GRACE)[0]
+        with locked(folder) if dist.get_rank() == 0 else nullcontext():
+            return on_rank(_broadcast_from_rank_0(prepared))
+    with locked(folder), _advice_if_killed(folder):
+        return launcher.run(on_rank, (prepared(),), plan.layout.world, grace=SAVE_SECONDS)[0]
 
 
-def fitting(plan: Plan) -> Model:
-    """The plan's model, if it is still the one that was planned and knows all bytes. UserError otherwise."""
+def prepare(plan: Plan, recipe: Recipe, folder: Path, source: str, save_every: int, evaluate_every: int) -> Run:
+    """Check plan, options, checkpoint and text, and write the data and plan.json into the run folder."""
+    check_model(plan)
+    for name, every in (("save-every", save_every), ("evaluate-every", evaluate_every)):
+        if every < 1:
+            raise UserError(f"--{name} {every}: give at least 1 step")
+    if not started_by_launcher():
+        launcher.check(plan.layout.world)
+    latest(folder, fingerprint=plan.fingerprint)  # refuse another model's or a damaged one before any work
+    corpus = data.gather(source, folder / "data")
+    for text in (corpus.train, corpus.held_out):
+        text.windows(plan.workload.seq)
+    save_plan(plan, folder / "plan.json")
+    return Run(
+        plan=plan,
+        recipe=recipe,
+        corpus=corpus,
+        folder=folder,
+        save_every=save_every,
+        evaluate_every=evaluate_every,
+    )
+
+
+def check_model(plan: Plan) -> Model:
+    """Return the plan's model. Raise UserError if it has changed since, or its vocabulary has fewer than 256 tokens."""
     model, _ = find(plan.model)
     check_plan(plan, model)
     check_trainable(plan, model)
     vocab = vocabulary(model)
     if vocab < data.VOCAB:
         raise UserError(
-            f"{model.name} has a vocabulary of {vocab}, and text comes as {data.VOCAB} bytes\n"
-            f'declare it with Dim("vocab", {data.VOCAB}) or more'
+            f"{model.name} has a vocabulary of {vocab}; text is read as bytes, which are {data.VOCAB} tokens\n"
+            f'declare Dim("vocab", {data.VOCAB}) or more'
         )
     return model
 
 
 def on_rank(run: Run) -> Summary:
-    """What every rank does, from building its part of the model to the summary, which is the same on all."""
-    from .engine import Engine
+    """Train on this rank, and return the summary, which is equal on all ranks."""
+    from .loop import train_on_rank  # imports megatron-core, which the process that only starts ranks does not need
 
-    with _signals() as caught, _room(run):
-        model, _ = find(run.plan.model)
-        engine = Engine.build(run.plan, model, run.recipe)
-        found = checkpoint.latest(run.folder, fingerprint=run.plan.fingerprint)
-        if found:
-            checkpoint.load(engine, found)
-        first = dist.get_rank() == 0
-        journal = Journal(run.folder / "metrics.jsonl" if first else None, step=engine.done)
-        console = Screen(caught) if first else Console(quiet=True)
-        with display(console, steps=run.recipe.steps, done=engine.done, step_tokens=run.plan.workload.tokens) as shown:
-            return Loop(run, engine, found, journal, shown, caught).go()
+    with _collected_signals() as signals, _memory_and_disk_advice(run):
+        return train_on_rank(run, signals)
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """No two runs in one folder: the second is refused. The claim ends with the process. UserError also if the folder
-    cannot be made."""
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run folder, so that no second run writes there. The lock ends with the process.
+
+    Raise UserError if another run holds it, or the folder cannot be created.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("w")
     except OSError as error:
-        raise UserError(
-            f"cannot write in {folder}: {error.strerror}\ngive --out a folder that can be written"
-        ) from None
+        raise UserError(f"cannot write in {folder}: {error.strerror}\nchoose a writable folder with --out") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another run is training in {folder}\nwait for its end, or give --out another") from None
+            raise UserError(
+                f"another run is training in {folder}\nwait until it ends, or choose another folder with --out"
+            ) from None
         yield
 
 
-def _from_first(make: Callable[[], Run]) -> Run:
-    """What rank 0 makes, or its UserError, on all ranks."""
-    made: list[Any] = [None]
+def _broadcast_from_rank_0(make: Callable[[], Run]) -> Run:
+    """Return on all ranks what `make` returns on rank 0, or raise its UserError on all ranks."""
+    result: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            made[0] = make()
+            result[0] = make()
         except UserError as error:
-            made[0] = error
-    dist.broadcast_object_list(made)
-    if isinstance(made[0], UserError):
-        raise made[0]
-    return made[0]
+            result[0] = error
+    dist.broadcast_object_list(result)
+    if isinstance(result[0], UserError):
+        raise result[0]
+    return result[0]
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
-    """The signals that ask this rank to stop, as they come; nothing is broken off."""
-    caught: list[int] = []
-    numbers = (signal.SIGTERM, signal.SIGINT) if inside() else (signal.SIGTERM,)
-    before = {number: signal.signal(number, lambda number, frame: caught.append(number)) for number in numbers}
+def _collected_signals() -> Iterator[list[int]]:
+    """Collect the signals that ask this rank to stop, instead of interrupting a step."""
+    signals: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT) if started_by_launcher() else (signal.SIGTERM,)
+    before = {number: signal.signal(number, lambda number, frame: signals.append(number)) for number in numbers}
     try:
-        yield caught
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def _room(run: Run) -> Iterator[None]:
-    """Running out of memory, or of disk, is the user's to mend."""
+def _advice_if_killed(folder: Path) -> Iterator[None]:
+    """Add to the error of a killed rank what is saved and what may help."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if type(error) is RuntimeError and "can't allocate memory" not in str(error):
+    except launcher.RankError as error:
+        if error.signal != signal.SIGKILL:
             raise
-        plan = run.plan
-        load, device_ = plan.workload, plan.cluster.device
-        predicted = max(sum(holders.values()) for holders in plan.predicted.nbytes)
-        raise UserError(
-            f"{load.batch} sequences of {load.seq} tokens, under {plan.layout}, do not fit in this device's memory: "
-            f"{str(error).splitlines()[0]}\n"
-            f"the plan predicts {predicted / 2**30:.1f} of the {device_.nbytes / 2**30:.1f} GiB of a {device_.name}; "
-            "give it a smaller --batch or --seq, --micro-batch 1, --recompute full, or more devices"
-        ) from error
+        saved = saved_step(folder)
+        resume = "; the same command continues from it" if saved.endswith("is saved") else ""
+        first, _, rest = error.text.partition("\n")
+        text = f"{first}. {saved}{resume}. Try a smaller --micro-batch or --recompute full"
+        raise launcher.RankError(error.rank, f"{text}\n{rest}".rstrip(), error.signal) from None
+
+
+@contextmanager
+def _memory_and_disk_advice(run: Run) -> Iterator[None]:
+    """Turn a lack of device memory or of disk space into a UserError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        on_device = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not on_device and "can't allocate memory" not in str(error):
+            raise
+        raise UserError(_out_of_memory(run.plan, error)) from error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise UserError(
-            f"cannot write in {run.folder}, or what is shown: {error.strerror}\n{checkpoint.remains(run.folder)}"
-        ) from error
+        raise UserError(cannot_save("metrics", run.folder, error)) from error
+
+
+def _out_of_memory(plan: Plan, error: BaseException) -> str:
+    workload, device = plan.workload, plan.cluster.device
+    predicted = max(sum(holders.values()) for holders in plan.predicted.nbytes)
+    return (
+        f"out of memory with {workload.batch} sequences of {workload.seq} tokens under {plan.layout}: "
+        f"{str(error).splitlines()[0]}\n"
+        f"the plan predicts {predicted / 2**30:.1f} of the {device.nbytes / 2**30:.1f} GiB of a {device.name}; "
+        "try a smaller --batch or --seq, --micro-batch 1, --recompute full, or more devices"
+    )

@@ -1,7 +1,7 @@
-"""A plan computes what one process computes: the project's honesty check, shown by running both.
+"""Verification: a plan computes what one process computes.
 
-`compare` is the whole of it, for the command and for the tests. Both sides start from the same seed and see the same
-tokens; what differs is the layout alone.
+`compare` trains a few steps under the plan and in one process, from one seed and on the same tokens. Only the layout
+differs. The command `megaloom verify` and the parity tests use it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .recipe import Recipe
 
 @frozen
 class Curve:
-    """What a run of a few optimizer steps gave."""
+    """Loss and gradient norm of each step of a short run."""
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
@@ -38,7 +38,7 @@ class Curve:
 
 @frozen
 class Comparison:
-    """Two curves, and by how much they may differ: losses absolutely, gradient norms by their own size."""
+    """Two short runs and the tolerance for their difference: absolute for losses, relative for gradient norms."""
 
     planned: Curve
     reference: Curve
@@ -46,26 +46,26 @@ class Comparison:
 
     @property
     def loss_error(self) -> float:
-        """The largest difference between two losses, nats."""
+        """Return the largest difference between two losses, in nats per token."""
         return max(abs(a - b) for a, b in zip(self.planned.losses, self.reference.losses, strict=True))
 
     @property
     def norm_error(self) -> float:
-        """The largest difference between two gradient norms, as a share of the norm where that is above 1."""
+        """Return the largest difference between two gradient norms, divided by max(1, reference norm)."""
         pairs = zip(self.planned.grad_norms, self.reference.grad_norms, strict=True)
         return max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
 
     @property
-    def passed(self) -> bool:
-        """Whether both are within the tolerance; nothing passes that is not a number."""
+    def agrees(self) -> bool:
+        """Return whether losses and norms are within the tolerance. NaN never is."""
         return self.loss_error <= self.tolerance and self.norm_error <= self.tolerance
 
 
 def tolerance(precision: Precision) -> float:
-    """How far rounding alone may part two layouts in 3 steps, on this machine's devices."""
+    """Return the largest difference that rounding alone causes between two layouts in 3 steps, on this device."""
     if precision is Precision.BF16:
-        return 1e-2  # sums of 8-bit mantissas in another order: up to 3e-3 was measured on H200s, at TP2 x PP2
-    return 1e-4 if device.gpus() else 1e-5
+        return 1e-2  # sums of 8-bit mantissas in another order; up to 3e-3 measured on H200s at TP2 x PP2
+    return 1e-4 if device.gpu_count() else 1e-5
 
 
 def compare(
@@ -77,28 +77,28 @@ def compare(
     within: float | None = None,
     timeout: float | None = None,
 ) -> Comparison:
-    """The curves of a plan and of a reference, by default the same micro-batches in one process.
+    """Train a few steps under a plan and under a reference plan, by default one process with the same micro-batches.
 
-    UserError for a model that draws dropout, where layouts must differ, unless a reference of the same layout is given.
+    Raise UserError for a model with dropout, whose masks depend on the layout, unless a reference is given.
     """
     model, _ = find(plan.model)
     check_plan(plan, model)
     if steps < 1:
-        raise UserError(f"{steps} steps compare nothing: give at least 1")
-    if reference is None and plan.layout.world > 1 and (drawn := dropout(model)):
+        raise UserError(f"--steps {steps}: give at least 1 step")
+    if reference is None and plan.layout.world > 1 and (node := first_dropout(model)):
         raise UserError(
-            f"{drawn} draws at random, and differently on each layout: there is nothing to compare\n"
-            "verify the model without dropout"
+            f"cannot verify a model with dropout ({node}): its masks depend on the layout\n"
+            "set the dropout to 0 and verify that model"
         )
-    ours, theirs = (
-        launcher.run(curve, (p, steps, seed), p.layout.world, timeout=timeout)[0]
-        for p in (plan, reference or single(plan, model))
+    planned, expected = (
+        launcher.run(short_run, (p, steps, seed), p.layout.world, timeout=timeout)[0]
+        for p in (plan, reference or single_process(plan, model))
     )
-    return Comparison(ours, theirs, tolerance(plan.workload.precision) if within is None else within)
+    return Comparison(planned, expected, tolerance(plan.workload.precision) if within is None else within)
 
 
-def single(plan: Plan, model: Model) -> Plan:
-    """The plan of one process that computes the same: the same micro-batches, one stage."""
+def single_process(plan: Plan, model: Model) -> Plan:
+    """Return the plan of one process with the micro-batches of `plan` and a single stage."""
     whole = Stage(
         rank=0,
         chunk=0,
@@ -111,8 +111,8 @@ def single(plan: Plan, model: Model) -> Plan:
     return evolve(plan, layout=Layout(micro_batch=plan.layout.micro_batch), stages=(whole,))
 
 
-def dropout(model: Model) -> str | None:
-    """The first node that draws at random, if there is one."""
+def first_dropout(model: Model) -> str | None:
+    """Return the name of the first node with dropout, or None."""
     for node in graph(model).nodes:
         for v, *_ in primitives(node.value):
             if (isinstance(v.op, Drop) and v.op.rate) or (isinstance(v.op, Attend) and v.op.dropout):
@@ -120,17 +120,17 @@ def dropout(model: Model) -> str | None:
     return None
 
 
-def curve(plan: Plan, steps: int, seed: int) -> Curve:
-    """On each rank: train the plan's model on random tokens, the same for every layout."""
-    from .engine import Engine
+def short_run(plan: Plan, steps: int, seed: int) -> Curve:
+    """Train the plan's model for a few steps on this rank, on random tokens that do not depend on the layout."""
+    from .engine import Engine  # imports megatron-core, which the process that only starts ranks does not need
 
     model, _ = find(plan.model)
     vocab, size = vocabulary(model), plan.workload.batch
     engine = Engine.build(plan, model, Recipe(steps=max(steps, 10), seed=seed, warmup=0))
 
     def sample(i: int) -> torch.Tensor:
-        source = torch.Generator().manual_seed(seed + i)
-        return torch.randint(vocab, (plan.workload.seq + 1,), generator=source)
+        generator = torch.Generator().manual_seed(seed + i)
+        return torch.randint(vocab, (plan.workload.seq + 1,), generator=generator)
 
     results = [engine.step(lambda i, first=k * size: sample(first + i)) for k in range(steps)]  # type: ignore[misc]
     return Curve(tuple(r.loss for r in results), tuple(r.grad_norm for r in results))

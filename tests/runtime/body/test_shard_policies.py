@@ -44,7 +44,7 @@ def held(plans: dict[str, Plan]) -> Counts:
         model_parallel_cuda_manual_seed(0)
         out[name, tp, etp] = counts = {}
         for n in (n for n in g.nodes if not n.is_input):
-            parameters = list(registry.module(n, context).parameters())
+            parameters = list(registry.build_module(n, context).parameters())
             experts = sum(p.numel() for p in parameters if not getattr(p, "allreduce", True))
             counts[n.name] = sum(p.numel() for p in parameters) - experts, experts
         parallel_state.destroy_model_parallel()

@@ -18,7 +18,7 @@ import pytest
 
 from megaloom.planner.contract.plans import PLAN_VERSION, load
 from megaloom.runtime.cli.main import main
-from megaloom.runtime.training.run import claimed
+from megaloom.runtime.training.run import locked
 from tests.support.paths import SUPPORT, TESTS
 
 MODELS = SUPPORT / "models.py"
@@ -65,9 +65,9 @@ def test_train_shows_plan_progress_and_summary(done: tuple[Path, str]) -> None:
     assert re.search(
         r"step 6/6  loss \d\.\d+  [\d,]+ tokens/s  0:\d\d elapsed  0:00 left  grad norm \d.*  lr \d", shown
     )
-    assert re.search(r"held-out loss +\d\.\d{3} nats a byte, \d\.\d{3} bits", shown)
-    assert re.search(r"unigram entropy +\d\.\d{3} nats", shown)
-    assert re.search(r"step +0\.\d{3} s \(predicted \d\.\d{3} s\)", shown)
+    assert re.search(r"held-out loss +\d\.\d{3} nats per byte, \d\.\d{3} bits", shown)
+    assert re.search(r"unigram entropy +\d\.\d{3} nats per byte", shown)
+    assert re.search(r"step time +0\.\d{3} s \(predicted \d\.\d{3} s\)", shown)
     assert re.search(r"tokens/s/device +[\d,]+ \(predicted [\d,]+\)", shown)
     assert re.search(r"MFU +\d+\.\d% \(predicted \d+\.\d%\)", shown)
     assert re.search(r"peak memory +\d+\.\d MiB \(predicted \d+\.\d\)", shown)
@@ -78,7 +78,7 @@ def test_train_shows_plan_progress_and_summary(done: tuple[Path, str]) -> None:
 def test_the_command_to_go_on_goes_on(done: tuple[Path, str], tmp_path: Path) -> None:
     cwd, shown = done
     shutil.copytree(cwd / "runs", tmp_path / "runs")
-    command = re.search(r"to go on: \S+ (train .*)", shown)
+    command = re.search(r"to train further: \S+ (train .*)", shown)
     assert command
     words = command[1].split()
     assert words[words.index("--steps") + 1] == "12"
@@ -97,8 +97,8 @@ def test_run_again_after_its_end_it_says_so(done: tuple[Path, str], text: Path) 
     held_out = re.search(r"held-out loss +\d.*", shown)
     assert held_out
     assert held_out[0] in result.stdout
-    assert re.search("to go on: .* --steps 12", result.stdout)
-    assert "saved with lr 0.01, now 0.003, warmup 2, now 20" in result.stdout
+    assert re.search("to train further: .* --steps 12", result.stdout)
+    assert "recipe: lr was 0.01, is now 0.003, warmup was 2, is now 20" in result.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -115,7 +115,7 @@ def test_stopped_it_saves_and_goes_on_from_there(number: signal.Signals, text: P
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     saved = re.fullmatch(
-        r"megaloom: stopped; (runs/byte-llama/step-0*(\d+)) is saved, and the same command goes on from there\n", err
+        r"megaloom: stopped; (runs/byte-llama/step-0*(\d+)) is saved; the same command continues from it\n", err
     )
     assert saved, err
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
@@ -135,7 +135,7 @@ def test_its_reader_leaves_and_it_saves(text: Path, tmp_path: Path) -> None:
     said = process.stderr.read()
     process.stderr.close()
     assert process.wait(timeout=60) == 128 + signal.SIGPIPE
-    assert re.fullmatch(r"megaloom: stopped; runs/byte-llama/step-\d+ is saved, and the same .*\n", said), said
+    assert re.fullmatch(r"megaloom: stopped; runs/byte-llama/step-\d+ is saved; the same .*\n", said), said
 
 
 def test_killed_it_leaves_nobody_and_nothing_broken(text: Path, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_on_a_terminal_progress_is_one_line(text: Path, tmp_path: Path) -> None:
 
 def test_two_runs_in_one_folder(done: tuple[Path, str], text: Path) -> None:
     cwd, _ = done
-    with claimed(cwd / "runs" / "byte-llama"):
+    with locked(cwd / "runs" / "byte-llama"):
         result = run("train", f"{MODELS}:byte_llama", "--data", text, *SMALL, cwd=cwd)
     assert result.returncode == 2
     assert "another run is training in runs/byte-llama" in result.stderr
@@ -205,12 +205,18 @@ BAD = {
     ),
     "more processes than devices": (("train", "--devices", "5000"), "5000 ranks are too many.*plan for at most"),
     "no devices": (("train", "--devices", "0"), "cannot start 0 ranks"),
-    "missing data": (("train", "--data", "nowhere"), "no data at nowhere\ngive --data a file or a folder of text"),
-    "no steps": (("train", "--steps", "0"), "steps 0: it can be from 1 to"),
-    "a rate that is no number": (("train", "--lr", "nan"), "lr nan: it can be from"),
-    "a mean that forgets nothing": (("train", "--beta1", "1"), "beta1 1: it can be from 0 to 0.999999"),
+    "missing data": (
+        ("train", "--data", "nowhere"),
+        "no file or folder nowhere\ngive --data a file or a folder",
+    ),
+    "no steps": (("train", "--steps", "0"), "--steps 0 is out of range\ngive a value from 1 to"),
+    "a rate that is no number": (("train", "--lr", "nan"), "--lr nan is out of range\ngive a value from"),
+    "a mean that forgets nothing": (
+        ("train", "--beta1", "1"),
+        "--beta1 1 is out of range\n.* 0 to 0.999999",
+    ),
     "half a step": (("train", "--steps", "1.5"), 'unable to convert "1.5" into int'),
-    "saving never": (("train", "--save-every", "0"), "save-every 0: give at least 1 step"),
+    "saving never": (("train", "--save-every", "0"), "--save-every 0: give at least 1 step"),
     "unknown option": (("train", "--learning-rate", "1"), "--learning-rate(.|\n)*`megaloom COMMAND --help`"),
     "unknown command": (("trane",), "trane"),
     "a number that is none": (("train", "--steps", "many"), "many"),
@@ -225,11 +231,11 @@ def test_bad_input_is_told_in_one_message(case: str, say: Callable[..., str]) ->
 
 def test_empty_data(say: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert "no text in empty: every file there is empty or binary" in say("train", "--data", "empty")
+    assert "no UTF-8 text in empty (0 files)" in say("train", "--data", "empty")
     os.mkfifo(tmp_path / "pipe")
-    assert "no text in pipe" in say("train", "--data", "pipe")
+    assert "no UTF-8 text in pipe (1 file: 1 not regular)" in say("train", "--data", "pipe")
     (tmp_path / "little.txt").write_text("a few words")
-    assert "train text has 12 tokens: too few for sequences of 128" in say("train", "--data", "little.txt")
+    assert "the train text has 12 tokens, too few for --seq 128" in say("train", "--data", "little.txt")
 
 
 def test_a_corrupt_and_a_foreign_plan(say: Callable[..., str], done: tuple[Path, str], tmp_path: Path) -> None:
@@ -248,7 +254,7 @@ def test_a_corrupt_and_a_foreign_plan(say: Callable[..., str], done: tuple[Path,
         for command in ("train", "verify"):
             assert message in say(command, plan)
     plan.write_text(text)
-    assert "is a plan, and has settled --seq" in say("train", plan, "--seq", 64)
+    assert "is a plan, which decides --seq" in say("train", plan, "--seq", 64)
 
 
 def test_a_damaged_and_a_foreign_checkpoint(say: Callable[..., str], done: tuple[Path, str], tmp_path: Path) -> None:
@@ -258,7 +264,7 @@ def test_a_damaged_and_a_foreign_checkpoint(say: Callable[..., str], done: tuple
     (folder / "step-000006" / ".metadata").unlink()
     said = say("train", folder / "plan.json")
     assert "step-000006 is damaged: .metadata is missing" in said
-    assert "remove that folder to start anew, or give another one with --out" in said
+    assert "remove that folder to start anew, or choose another one with --out" in said
 
 
 def test_verify_shows_both_curves(done: tuple[Path, str]) -> None:
@@ -266,8 +272,8 @@ def test_verify_shows_both_curves(done: tuple[Path, str]) -> None:
     result = run("verify", "runs/byte-llama/plan.json", cwd=cwd)
     assert (result.returncode, result.stderr) == (0, "")
     assert len(re.findall(r"^ +\d +\d\.\d{6} +\d\.\d{6} +[+-]\d", result.stdout, re.MULTILINE)) == 3
-    assert "the same: losses differ by" in result.stdout
-    assert "the tolerance of fp32 on gloo is 1e-05" in result.stdout
+    assert "passed: losses differ by at most" in result.stdout
+    assert "the tolerance for fp32 over gloo is 1e-05" in result.stdout
 
 
 def test_plan_is_a_command_of_it(say: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,8 +285,8 @@ def test_plan_is_a_command_of_it(say: Callable[..., str], tmp_path: Path, capsys
 def test_what_verify_cannot_compare(say: Callable[..., str], tmp_path: Path) -> None:
     path = str(tmp_path / "p.json")
     assert main(["plan", f"{MODELS}:tiny_gpt_dropout", "--gpus", "2xCPU", "--seq", "32", "-o", path]) == 0
-    assert "draws at random, and differently on each layout" in say("verify", path)
-    assert "0 steps compare nothing" in say("verify", path, "--steps", 0)
+    assert "cannot verify a model with dropout" in say("verify", path)
+    assert "--steps 0: give at least 1 step" in say("verify", path, "--steps", 0)
 
 
 def test_help_is_quick_and_loads_no_torch(tmp_path: Path) -> None:
@@ -301,6 +307,6 @@ def test_under_torchrun_it_is_one_of_many(text: Path, tmp_path: Path) -> None:
     done = subprocess.run([*torchrun, *args], text=True, capture_output=True, cwd=tmp_path, timeout=100, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("on 2xCPU") == 1
-    assert done.stdout.count("to go on: ") == 1
+    assert done.stdout.count("to train further: ") == 1
     assert "step 3/3" in done.stdout
     assert "Traceback" not in done.stderr

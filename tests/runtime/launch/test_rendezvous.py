@@ -14,8 +14,8 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rendezvous import (
     TORCHRUN,
     _from_slurm,
-    inside,
     join,
+    started_by_launcher,
 )
 from megaloom.runtime.megatron import device
 
@@ -32,11 +32,11 @@ def environment(monkeypatch):
 
 
 def test_a_process_by_itself_is_not_inside(environment):
-    assert not inside()
+    assert not started_by_launcher()
     environment(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1")  # a shell that srun or salloc gave
-    assert not inside()
+    assert not started_by_launcher()
     environment(SLURM_STEP_NUM_TASKS="2")
-    assert inside()
+    assert started_by_launcher()
 
 
 def test_an_incomplete_environment_is_told(environment):
@@ -47,7 +47,7 @@ def test_an_incomplete_environment_is_told(environment):
 
 def test_a_world_of_another_size_is_told(environment):
     environment(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="here", MASTER_PORT="1")
-    with pytest.raises(UserError, match="the plan is for 8 ranks, and 2 were started"):
+    with pytest.raises(UserError, match="the plan is for 8 ranks, but 2 were started"):
         join(8)
     environment(WORLD_SIZE="two")
     with pytest.raises(UserError, match="WORLD_SIZE='two'"):

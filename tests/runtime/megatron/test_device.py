@@ -18,11 +18,11 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_machine_without_gpus():
-    assert device.gpus() == 0 and not torch.cuda.is_available()
-    assert device.available() == 4
+    assert device.gpu_count() == 0 and not torch.cuda.is_available()
+    assert device.device_count() == 4
     assert device.backend() == "gloo"
     assert device.current() == torch.device("cpu")
-    assert device.cluster_here() == "4xCPU"
+    assert device.local_cluster() == "4xCPU"
 
 
 @pytest.mark.parametrize("name", [*device.PRESETS, "CPU"])
@@ -45,13 +45,15 @@ def test_the_planner_knows_every_device_that_is_recognised(name):
     ],
 )
 def test_gpus_are_known_by_their_drivers_names(name, preset):
-    assert device._preset(name) == preset
+    assert device._known_preset(name) == preset
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB"])
 def test_an_unknown_gpu_is_told_with_what_would_work(name):
-    with pytest.raises(UserError, match=f"{name!r}\\nknown: A100-40GB, .*GB200, GB300; `megaloom measure"):
-        device._preset(name)
+    with pytest.raises(
+        UserError, match=f"no preset .* {name!r}; presets: A100-40GB, .*, GB300\\nrun `megaloom measure"
+    ):
+        device._known_preset(name)
 
 
 def test_preparing_is_idempotent_and_silent():

@@ -25,21 +25,21 @@ def curves(plan: Plan, together: bool) -> tuple[verify.Curve, int]:
     """On each rank: three steps, and how many products of several experts there were."""
     from megaloom.runtime.modules import experts
 
-    plain, made = experts.product, 0
+    plain, made = experts.grouped_product, 0
 
     def counted(*args: Any) -> Any:
         nonlocal made
         made += 1
         return plain(*args)
 
-    experts.product = counted
+    experts.grouped_product = counted
     if together:
 
         def grouped(self: Any, x: Any) -> bool:
             return len(self.local_experts) > 1 and self.local_experts[0].linear_fc2.bias is None
 
-        experts.Experts.grouped = grouped  # type: ignore[method-assign]
-    return verify.curve(plan, 3, 1234), made
+        experts.Experts.uses_grouped_product = grouped  # type: ignore[method-assign]
+    return verify.short_run(plan, 3, 1234), made
 
 
 @pytest.mark.parametrize("row", LAYOUTS)
@@ -50,6 +50,6 @@ def test_experts_together_compute_what_each_does(row: str, plan_of: Any) -> None
         launcher.run(curves, (plan, way), layout.world, timeout=60)[0] for way in (False, True)
     )
     found = verify.Comparison(all_, one, 1e-6)
-    assert found.passed, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
+    assert found.agrees, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
     assert none == 0
     assert (some > 0) is (name != "tiny_gpt_oss")

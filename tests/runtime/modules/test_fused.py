@@ -33,7 +33,7 @@ def test_positions_turn_as_megatron_core_turns_them(channels):
     source = torch.Generator().manual_seed(0)
     t, gradient = (torch.randn(SEQ, BATCH, 4, 8, generator=source, dtype=torch.float64) for _ in range(2))
     angles = torch.randn(SEQ, 1, 1, channels // 2, generator=source, dtype=torch.float64).repeat(1, 1, 1, 2)
-    found = graded(lambda x: fused.turned(x, angles), t, gradient)
+    found = graded(lambda x: fused.apply_rope(x, angles), t, gradient)
     expected = graded(lambda x: _apply_rotary_pos_emb_bshd(x, angles), t, gradient)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)

@@ -59,7 +59,7 @@ def test_copies_are_drawn_apart() -> None:
 
 
 def test_no_copy_of_that_index() -> None:
-    with pytest.raises(IndexError, match="4 copies, so none of index 4"):
+    with pytest.raises(IndexError, match="4 copies; index 4 is out of range"):
         initial_weight(COPIES, 5, index=4)
 
 

@@ -76,7 +76,7 @@ REFUSED = {
     ),
     "too few positions": (
         lm(Positions(weight("wpe", Dim("position", 8), D))),
-        r"sequences of 32 tokens need as many learned positions; the model has 8 \(.*\)\na seq of up to 8 would work",
+        r"--seq 32 is longer than the model's 8 learned positions \(.*\)\nuse --seq 8 or less",
     ),
     "no logits": (
         model("lm", ids() >> Embed(WTE) >> RMSNorm()),
@@ -124,4 +124,4 @@ def test_a_model_that_cannot_be_trained_is_refused(what: str, said: dict[str, st
 
 
 def test_a_precision_that_only_the_planner_knows_is_refused(said: dict[str, str]) -> None:
-    assert said["precision"] == "the runtime does not train in fp8\nfp32 or bf16 would do"
+    assert said["precision"] == "the runtime does not train in fp8\nuse fp32 or bf16"

@@ -172,8 +172,8 @@ def test_unigram_entropy_is_that_of_the_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda root: root / "nowhere", "no data at .*nowhere\ngive --data a file or a folder"),
-        (lambda root: root, "no text in .*: every file there is empty or binary"),
+        (lambda root: root / "nowhere", "no file or folder .*nowhere\ngive --data a file or a folder"),
+        (lambda root: root, r"no UTF-8 text in .*empty \(1 file: 1 empty\)"),
     ],
 )
 def test_missing_and_empty_data_are_refused(tmp_path: Path, make: object, message: str) -> None:
@@ -184,6 +184,20 @@ def test_missing_and_empty_data_are_refused(tmp_path: Path, make: object, messag
         gather(str(make(root)), tmp_path / "run")  # type: ignore[operator]
 
 
+def test_files_that_are_not_text_are_counted_by_kind(tmp_path: Path) -> None:
+    root = tmp_path / "notes"
+    root.mkdir()
+    (root / "nothing.txt").touch()
+    (root / "letter.txt").write_text("Dear reader", "utf-16")
+    (root / "memory").symlink_to("/proc/self/mem")  # a regular file that cannot be read at 0
+    with pytest.raises(UserError, match=r"^no UTF-8 text in .*notes \(3 files: .*\)$") as raised:
+        gather(str(root), tmp_path / "run")
+    assert {"1 unreadable", "1 UTF-16", "1 empty"} == set(str(raised.value).partition("files: ")[2][:-1].split(", "))
+    (root / "text.txt").write_text("Dear reader")
+    with pytest.raises(UserError, match=r"^cannot read --data .*notes: "):  # text is there, but not all of it
+        gather(str(root), tmp_path / "run")
+
+
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="train text has 30 tokens: too few for sequences of 64\ngive at least 128 b"):
+    with pytest.raises(UserError, match="the train text has 30 tokens, too few for --seq 64\ngive at least 128 b"):
         tokens(tmp_path, 30).sample(0, seq=64, seed=0)

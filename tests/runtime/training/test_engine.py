@@ -24,10 +24,10 @@ def sample(i: int) -> torch.Tensor:
 @pytest.mark.parametrize(("steps", "warmup"), [(10, 0), (10, 4), (3, 20)])
 def test_the_learning_rate_warms_up_and_goes_down_a_cosine(steps: int, warmup: int) -> None:
     device.prepare()
-    from megaloom.runtime.training.optimizer import schedule
+    from megaloom.runtime.training.optimizer import make_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1)])
-    scheduler = schedule(Recipe(steps=steps, warmup=warmup, lr=0.5, min_lr=0.1), optimizer)
+    scheduler = make_scheduler(Recipe(steps=steps, warmup=warmup, lr=0.5, min_lr=0.1), optimizer)
     rates = []
     for _ in range(steps + 1):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -63,14 +63,14 @@ def test_an_evaluation_leaves_no_trace(layout: Layout, plan_of: Any) -> None:
 
 def masks(plan: Plan) -> tuple[tuple[int, ...], list[bytes]]:
     """On each rank: its place (dp, cp, pp, tp), and what was kept by each dropout of hidden states in two steps."""
-    from megaloom.runtime.modules.layers import Drop
+    from megaloom.runtime.modules.layers import HiddenDropout
     from megaloom.runtime.training.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], RECIPE)
     kept: list[bytes] = []
-    for stage in engine.stages:
+    for stage in engine.model_chunks:
         for module in stage.modules():
-            if isinstance(module, Drop):
+            if isinstance(module, HiddenDropout):
                 module.register_forward_hook(lambda module, args, out: kept.append((out != 0).numpy().tobytes()))
     for _ in range(2):
         engine.step(sample)
@@ -100,7 +100,7 @@ def padding(plan: Plan) -> list[float]:
     engine = Engine.build(plan, find(plan.model)[0], RECIPE)
     for _ in range(3):
         engine.step(sample)
-    tables = [p for name, p in engine.stages[0].named_parameters() if "embed_0" in name]
+    tables = [p for name, p in engine.model_chunks[0].named_parameters() if "embed_0" in name]
     return [p[-1].abs().max().item() for p in tables]
 
 

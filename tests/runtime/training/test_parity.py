@@ -131,7 +131,7 @@ def test_a_layout_computes_what_one_process_computes(row: str, plan_of: Any, mea
     name, layout = LAYOUTS[row]
     found = measured(name, row, plan_of(name, layout))
     assert found.tolerance == 1e-5
-    assert found.passed, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
+    assert found.agrees, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
     assert len(set(found.planned.losses)) == 3  # the three steps trained: a constant would compare equal to itself
 
 
@@ -140,7 +140,7 @@ def test_bf16_computes_the_same_but_for_rounding(row: str, plan_of: Any, measure
     name, layout = LAYOUTS[row]
     found = measured(name, f"{row}, bf16", plan_of(name, layout, precision="bf16"))
     assert found.tolerance == 1e-2
-    assert found.passed, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
+    assert found.agrees, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
 
 
 def drawn(seed: int) -> tuple[str, Layout]:
@@ -171,7 +171,7 @@ def drawn(seed: int) -> tuple[str, Layout]:
 def test_axes_mix(seed: int, plan_of: Any, measured: Any) -> None:
     name, layout = drawn(seed)
     found = measured(name, f"{layout}", plan_of(name, layout, batch=8))
-    assert found.passed, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
+    assert found.agrees, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
 
 
 def test_uneven_stages_compute_what_one_process_computes(plan_of: Any, measured: Any) -> None:
@@ -181,7 +181,7 @@ def test_uneven_stages_compute_what_one_process_computes(plan_of: Any, measured:
     uneven = plan_of("deep_llama", Layout(pp=4), cuts=(cuts[0], cuts[5], cuts[11]))
     sizes = [s.stop - s.start for s in uneven.stages]
     assert len(set(sizes)) == 4
-    assert measured("deep_llama", f"PP4 uneven {sizes}", uneven).passed
+    assert measured("deep_llama", f"PP4 uneven {sizes}", uneven).agrees
 
 
 @pytest.mark.parametrize("recompute", [Recompute.FULL, Recompute.SELECTIVE])
@@ -200,4 +200,4 @@ def test_a_wrong_layout_would_be_seen(plan_of: Any) -> None:
     plan = plan_of("tiny_llama", Layout(dp=2))
     ours, theirs = verify.compare(plan, seed=1, timeout=90), verify.compare(plan, seed=2, timeout=90)
     mixed = verify.Comparison(ours.planned, theirs.reference, ours.tolerance)
-    assert not mixed.passed
+    assert not mixed.agrees

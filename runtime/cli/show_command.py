@@ -1,0 +1,40 @@
+"""`megaloom show`: print a model as a tree, or draw it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from megaloom.dsl.catalog import find
+from megaloom.dsl.facts.positions import longest
+from megaloom.dsl.graph import graph
+from megaloom.dsl.show import html as page
+from megaloom.dsl.show.outline import outline
+from megaloom.dsl.show.table import report
+from megaloom.dsl.show.tree import guides
+from megaloom.planner.contract.workload import Precision
+
+from .printing import print_on_first_rank
+
+LONGEST_SEQ = 4096
+
+
+def run_show(
+    model: str,
+    seq: int | None,
+    batch: int,
+    source: int | None,
+    precision: Precision,
+    svg: Path | None,
+    html: Path | None,
+) -> None:
+    """Print the table of a model, and write its drawing and page if asked to."""
+    declared, _ = find(model)
+    tokens = min(LONGEST_SEQ, longest(graph(declared)).get("seq", LONGEST_SEQ)) if seq is None else seq
+    found = outline(declared, batch=batch, seq=tokens, source=source, element=precision.nbytes)
+    if svg or html:
+        page.save(found, precision, svg, html)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    wrote = (f"wrote {path}" for path in (svg, html) if path)
+    print_on_first_rank(report(found, precision, guides(sys.stdout.encoding), width), *wrote)

@@ -1,0 +1,134 @@
+"""`megaloom train` and `megaloom verify`: plan if asked to, run, and print the result."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from attrs import asdict
+
+from megaloom.dsl.catalog import file_name, find
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.hf.architectures import describes
+from megaloom.planner.cli.arguments import FixedLayout, fixed_fields
+from megaloom.planner.contract.capability import differences
+from megaloom.planner.contract.choices import Shard
+from megaloom.planner.contract.layout import flag_of
+from megaloom.planner.contract.plans import Plan, load
+from megaloom.planner.contract.workload import Precision, Workload
+from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.rules.plan_check import check_plan
+from megaloom.planner.search.search import plan as search
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.launch.rendezvous import join, started_by_launcher
+from megaloom.runtime.megatron import device
+from megaloom.runtime.megatron.environment import current_environment
+from megaloom.runtime.training.checkpoint_folder import checkpoint_folders
+from megaloom.runtime.training.recipe import Recipe
+from megaloom.runtime.training.run import train
+from megaloom.runtime.training.verify import compare
+
+from .main import DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY
+from .printing import fail, print_on_first_rank
+from .report import comparison_report, plan_report, summary_report
+
+DEFAULT_SEQ, DEFAULT_BATCH = 128, 32
+
+
+def run_train(
+    model: str, load_options: Mapping[str, Any], options: Mapping[str, Any], recipe: Recipe, fixed: FixedLayout
+) -> int:
+    """Train a model or a plan, and return the exit code.
+
+    load_options: seq, batch, precision, devices; None if not given. options: data, out, save_every, evaluate_every.
+    """
+    given = {name: value for name, value in {**load_options, **fixed_fields(fixed)}.items() if value is not None}
+    is_plan = model.endswith(".json") and not describes(model)
+    plan = _load_plan(model, given) if is_plan else _make_plan(model, load_options, fixed)
+    folder = options["out"] or Path("runs") / file_name(plan.model)
+    note = differences(plan.environment, current_environment())
+    print_on_first_rank(plan_report(plan), *([note] if note else []))
+    every = {name: options[name] for name in ("save_every", "evaluate_every")}
+    try:
+        summary = train(plan, recipe, folder=folder, source=options["data"], **every)
+    except KeyboardInterrupt:
+        return fail(f"stopped; {_saved(folder)}", 130)
+    except SystemExit as stop:  # a signal has ended the process
+        return fail(f"stopped; {_saved(folder)}", int(stop.code or 0))
+    if summary.stopped:  # this process is a rank and was sent the signal, or nobody reads its output
+        return fail(f"stopped; {_saved(folder)}", 128 + summary.stopped)
+    resume = {**given, "data": options["data"], "out": options["out"], **asdict(recipe)}
+    resume["steps"] = 2 * max(recipe.steps, summary.step)
+    print_on_first_rank(summary_report(summary, plan), f"\nto train further: {_command(model, resume)}")
+    return 0
+
+
+def run_verify(path: Path, steps: int, seed: int) -> int:
+    """Compare a plan with a single process, and return exit code 1 if they differ."""
+    plan = load(path)
+    comparison = compare(plan, steps=steps, seed=seed)
+    print_on_first_rank(comparison_report(comparison, plan))
+    return 0 if comparison.agrees else 1
+
+
+def _saved(folder: Path) -> str:
+    """Return a text that names the last checkpoint of a stopped run."""
+    last = checkpoint_folders(folder)[-1:]
+    return f"{last[0]} is saved; the same command continues from it" if last else "no step is saved yet"
+
+
+def _load_plan(path: str, given: Mapping[str, Any]) -> Plan:
+    """Return the plan of a file. Raise UserError if options are given that the plan already decides."""
+    plan = load(path)
+    check_plan(plan, find(plan.model)[0])
+    if given:
+        flags = ", ".join(flag_of(name) for name in given)
+        raise UserError(
+            f"{path} is a plan, which decides {flags}\nomit the option, or give the model instead of the plan"
+        )
+    return plan
+
+
+def _make_plan(model: str, load_options: Mapping[str, Any], fixed: FixedLayout) -> Plan:
+    """Return the fastest plan of a model for this machine, or for the job of which this process is a rank."""
+    declared, ref = find(model)
+    workload = Workload(
+        seq=DEFAULT_SEQ if load_options["seq"] is None else load_options["seq"],
+        batch=DEFAULT_BATCH if load_options["batch"] is None else load_options["batch"],
+        precision=load_options["precision"] or (Precision.BF16 if device.gpu_count() else Precision.FP32),
+    )
+    machine = cluster(_cluster_name(load_options["devices"]))
+    return search(declared, machine, workload, ref=ref, fixed=fixed_fields(fixed)).best
+
+
+def _cluster_name(count: int | None) -> str:
+    """Return the name of this machine, or of all ranks of this job, as a cluster, such as 4xCPU."""
+    if started_by_launcher():
+        join(count)
+        count = dist.get_world_size()
+    elif count is not None:
+        launcher.check(count)
+    name = device.local_cluster()
+    return name if count is None else f"{count}x{name.partition('x')[2]}"
+
+
+def _command(model: str, options: Mapping[str, Any]) -> str:
+    """Return the command line with the options that differ from the defaults."""
+    defaults = {**asdict(DEFAULT_RECIPE), "data": STANDARD_LIBRARY, "out": None, "steps": None}
+    flags = [part for name, value in options.items() if value != defaults.get(name) for part in _flag(name, value)]
+    program = "megaloom" if shutil.which("megaloom") else os.path.relpath(sys.argv[0])
+    return shlex.join([program, "train", *([] if model == DEFAULT_MODEL else [model]), *flags])
+
+
+def _flag(name: str, value: object) -> tuple[str, ...]:
+    """Return the command-line words of an option."""
+    flag = flag_of(name)
+    if isinstance(value, bool | Shard):
+        return (flag if value else f"--no-{flag.removeprefix('--')}",)
+    return (flag, *(value or ("none",))) if isinstance(value, tuple) else (flag, str(value))

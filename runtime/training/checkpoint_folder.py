@@ -1,0 +1,170 @@
+"""Checkpoints on disk: the manifest of each, and the messages about them. Free of torch.
+
+    run/step-000200/        complete, or absent: ranks write step-000200.tmp, and rank 0 renames it when all are done
+        checkpoint.json     the manifest, written last; it lists all other files with their sizes and CRCs
+        ...                 files of megatron.core.dist_checkpointing (torch_dist format)
+
+A run folder belongs to one model. Checkpoints of another model are neither loaded nor overwritten.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import cattrs
+from attrs import field, frozen
+
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.json_form import is_current
+
+VERSION = 1
+"""Version of the files and of the manifest."""
+MANIFEST_NAME = "checkpoint.json"
+FOLDER_NAME = re.compile(r"step-(\d{6,})")
+NO_SPACE = {errno.ENOSPC: "no space left on the device", errno.EDQUOT: "disk quota exceeded"}
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is damaged, belongs to another model, or cannot be written."""
+
+
+@frozen
+class SavedFile:
+    """Size and checksum that a file of a checkpoint must have."""
+
+    nbytes: int
+    crc32: int
+
+
+@frozen(kw_only=True)
+class Manifest:
+    """The contents of checkpoint.json: model, progress, and all files of a checkpoint."""
+
+    version: int = VERSION
+    step: int
+    samples: int  # training samples consumed
+    model: str
+    fingerprint: str
+    data: str  # digest of the corpus
+    recipe: dict[str, float]
+    layout: str  # the layout under which the checkpoint was saved
+    libraries: dict[str, str] = field(factory=lambda: {name: version(name) for name in ("torch", "megatron-core")})
+    files: dict[str, SavedFile] = field(factory=dict)  # by file name; `save` fills it in
+
+    @property
+    def has_comparable_fingerprint(self) -> bool:
+        """Return whether `fingerprint` is a hash of the graph's current JSON form."""
+        return is_current(self.fingerprint)
+
+
+@frozen
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    folder: Path
+    manifest: Manifest
+
+
+def latest(run: Path, *, fingerprint: str) -> Checkpoint | None:
+    """Return the newest checkpoint of a run folder, or None if there is none.
+
+    Raise CheckpointError if the newest one is damaged or belongs to another model: resuming silently from an older one
+    would lose work, and starting anew would overwrite it. A fingerprint of an older form is not compared here; then
+    `load` compares the names and shapes of all weights.
+    """
+    found = checkpoint_folders(run)
+    if not found:
+        return None
+    checkpoint = read(found[-1])
+    manifest = checkpoint.manifest
+    if manifest.has_comparable_fingerprint and manifest.fingerprint != fingerprint:
+        raise CheckpointError(
+            f"{run} holds checkpoints of another model: {manifest.model} "
+            f"(fingerprint {manifest.fingerprint[:12]}, this model has {fingerprint[:12]})\n"
+            "choose another folder with --out, or remove that one"
+        )
+    return checkpoint
+
+
+def read(folder: Path) -> Checkpoint:
+    """Return the checkpoint in a folder. Raise CheckpointError if it is incomplete."""
+    try:
+        contents = json.loads((folder / MANIFEST_NAME).read_text())
+        found_version = contents.get("version") if isinstance(contents, dict) else None
+        if isinstance(found_version, int) and found_version != VERSION:
+            raise CheckpointError(unusable(folder, f"has format {found_version}; this megaloom reads format {VERSION}"))
+        manifest = cattrs.structure(contents, Manifest)
+        wrong = [name for name, file in manifest.files.items() if not _has_size(folder / name, file.nbytes)]
+    except OSError as error:
+        raise CheckpointError(unusable(folder, f"has no readable {MANIFEST_NAME} ({error.strerror})")) from None
+    except (ValueError, TypeError, KeyError, cattrs.BaseValidationError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(unusable(folder, f"has an invalid {MANIFEST_NAME}")) from None
+    if wrong:
+        raise CheckpointError(unusable(folder, f"is damaged: {wrong[0]} is missing or has the wrong size"))
+    return Checkpoint(folder, manifest)
+
+
+@frozen
+class Space:
+    """Bytes that a checkpoint needs, and bytes that are free on its device."""
+
+    needed: int
+    free: int
+
+    def __str__(self) -> str:
+        size, unit = next(((n, u) for n, u in ((2**30, "GiB"), (2**20, "MiB")) if self.needed >= n), (2**10, "KiB"))
+        return f"needs {self.needed / size:.1f} {unit}, {self.free / size:.1f} free"
+
+
+def cannot_save(what: str, run: Path, error: BaseException, space: Space | None = None) -> str:
+    """Return the message for a failed write in a run folder: cause, what is saved, what to do."""
+    # torch's writer does not pass on the reason, only its own "[enforce fail at inline_container.cc…".
+    from_torch = isinstance(error, RuntimeError) and ("inline_container" in str(error) or "StreamWriter" in str(error))
+    full = from_torch and space is not None and space.free < space.needed
+    if full or (isinstance(error, OSError) and error.errno in NO_SPACE):
+        reason = NO_SPACE[errno.ENOSPC if full else error.errno]  # type: ignore[attr-defined]
+        reason, remedy = reason + (f" ({space})" if space else ""), "free some space"
+    elif isinstance(error, OSError) and error.strerror:
+        reason, remedy = error.strerror[0].lower() + error.strerror[1:], "make the folder writable"
+    else:
+        reason = "torch failed to write a file" if from_torch else first_sentence(error)
+        remedy = "check the disk"
+    return f"cannot save {what} in {run}: {reason}. {saved_step(run)}; {remedy} and run the same command again"
+
+
+def saved_step(run: Path) -> str:
+    """Return a sentence that names the last saved step of a run."""
+    found = checkpoint_folders(run)
+    return f"Step {_step(found[-1])} is saved" if found else "No step is saved yet"
+
+
+def first_sentence(error: BaseException) -> str:
+    """Return the type and the first sentence of an error, on one line."""
+    return f"{type(error).__name__}: {error}".partition(". ")[0].splitlines()[0]
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """Return the step-… folders of a run, oldest first; unfinished ones have another name."""
+    found = [(int(match[1]), path) for path in run.glob("step-*") if (match := FOLDER_NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _has_size(path: Path, nbytes: int) -> bool:
+    return path.is_file() and path.stat().st_size == nbytes
+
+
+def unusable(folder: Path, problem: str) -> str:
+    """Return the message for a checkpoint that cannot be used."""
+    older = [path for path in checkpoint_folders(folder.parent) if path < folder]
+    start = f"continue from {older[-1].name}" if older else "start anew"
+    return f"checkpoint {folder} {problem}\nremove that folder to {start}, or choose another one with --out"
