@@ -1,6 +1,7 @@
 """What all tests share: one thread a process, no stopwatch on generated examples, plans by hand, the parity table."""
 
 import os
+import signal
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,8 @@ from hypothesis import settings
 from tests.support.paths import SUPPORT
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts: ranks and test workers share the cores
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background jobs ignore it, and pass that on
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are the same everywhere: processes over gloo
 
 settings.register_profile("megaloom", deadline=None)  # the machine is busy with other tests: a slow example is no bug
