@@ -35,7 +35,7 @@ app["--help"].group = "Parameters"
 
 @app.default
 @unwrap_help
-def plan(
+def find_plan(
     model: str | None = None,
     /,
     *,
