@@ -103,7 +103,8 @@ def interleaved_multiples(pp: int, vpp: int, m: int, size: int) -> tuple[float, 
     """Return (c, d) such that an interleaved schedule takes at least c T + d h for every partition.
 
     Bound: step ≥ Σ_{k,r} y_{k,r} (F_{k,r} + m Σ_j t_{jp+r} + G_{k,r}) for all weights y ≥ 0 with Σ y = 1, where F_{k,r}
-    and G_{k,r} are the waits of chunk k of rank r in `finish_bounds`. c is the least coefficient of any t_s in this sum.
+    and G_{k,r} are the waits of chunk k of rank r in `finish_bounds`. c is the least coefficient of any t_s in
+    this sum.
     The weights used here make the coefficients equal, and no other weights give a larger c: size · y_{k+1,r} is
     the sum of the p weights up to y_{k,r}, and m (Y_{r+1} − Y_r) = y_{v−1,r+1} for the sums Y_r over chunks.
     """

@@ -13,7 +13,7 @@ from . import pipeline
 def step_lower_bound(placed: Partition) -> float:
     """Return a lower bound of `simulate(placed).seconds`.
 
-    Let e[r] <= the end of rank r's last backward pass (`pipeline.finish_bounds`). The step ends no sooner than it would if only
+    Let e[r] <= the end of rank r's last backward pass (`finish_bounds`). The step ends no sooner than it would if only
     some ranks had an end of step; two are looked at: the one with the largest e[r], and the one with most weights.
     """
     problem, x = placed.problem, placed.layout
