@@ -30,7 +30,7 @@ class Environment:
 
 @frozen(kw_only=True)
 class Capability:
-    """What a runtime trains in an environment, and how it runs nodes."""
+    """Precisions that a runtime trains in an environment, and kernels by which it runs nodes."""
 
     precisions: tuple[Precision, ...]
     microbatch_overlaps: OverlapSet  # the overlaps within a micro-batch that it can run

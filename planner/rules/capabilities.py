@@ -40,8 +40,8 @@ from .rule import (
     violated,
 )
 
-OWN = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, ""))
-TRAINED = OWN.precisions
+OWN_RUNTIME = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, ""))
+TRAINED = OWN_RUNTIME.precisions
 
 
 @lru_cache(maxsize=16)
@@ -132,7 +132,7 @@ def _experts_text(case: Case) -> Words:
 
 
 def _overlaps(case: Case) -> Truth:
-    return case.layout.microbatch_overlap_bits & ~int(OWN.microbatch_overlaps) == 0
+    return case.layout.microbatch_overlap_bits & ~int(OWN_RUNTIME.microbatch_overlaps) == 0
 
 
 def _overlaps_text(case: Case) -> Words:

@@ -124,7 +124,7 @@ def _stages_text(case: Case) -> Words:
     return message, f"vpp {most // x.pp} would" if x.pp <= most else f"pp {most} with vpp 1 would"
 
 
-RULES = (
+MESH_RULES = (
     Rule(
         "world",
         "dp x tp x pp x cp is the number of devices.",

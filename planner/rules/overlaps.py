@@ -117,7 +117,7 @@ def may_overlap_experts(x: Any, ahead: int, workload: Workload) -> Truth:
     return (x.ep > 1) & _short(workload) & _alone(x, ahead)
 
 
-RULES = (
+OVERLAP_RULES = (
     Rule(
         "overlap-weights",
         "`--overlap weights` needs `--distributed-optimizer` and `--overlap gradients`.",

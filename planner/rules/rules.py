@@ -14,14 +14,12 @@ from numpy.typing import NDArray
 
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.layout import MOST, Layout
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Workload
 
-from . import mesh as grid_rules
-from . import overlaps as overlap_rules
-from . import sizes as size_rules
-from . import steps as step_rules
+from .mesh import MESH_RULES
+from .overlaps import OVERLAP_RULES
 from .rule import (
     Case,
     Owner,
@@ -32,8 +30,9 @@ from .rule import (
     all_of,
     violated,
 )
+from .sizes import SIZE_RULES
+from .steps import STEP_RULES
 
-MOST = 2**20  # of any amount: more sequences than any model was trained with a step, and few enough to replay them
 LONGEST = 2**27  # tokens a sequence: more than the 100 million of magic.dev/blog/100m-token-context-windows
 ZERO = ("recompute_layers", "microbatch_group")  # may be 0, for as many as there are
 
@@ -88,7 +87,7 @@ RANGE_RULES = (
         _plausible_text,
     ),
 )
-RULES = (*grid_rules.RULES, *size_rules.RULES, *step_rules.RULES, *overlap_rules.RULES)
+RULES = (*MESH_RULES, *SIZE_RULES, *STEP_RULES, *OVERLAP_RULES)
 
 
 def legal(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) -> NDArray[np.bool_]:

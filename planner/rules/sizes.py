@@ -105,7 +105,7 @@ def _keys_text(case: Case) -> Words:
     return message, f"tp {_near(case, tp, _tps(case.requirements))} would"
 
 
-RULES = (
+SIZE_RULES = (
     _divides("tp-heads", "tp divides the attention heads.", "tp", "transformer_config.py:925", _heads),
     Rule(
         "tp-kv-heads",

@@ -155,7 +155,7 @@ def _precision_text(case: Case) -> Words:
     return f"no figure says how fast {a(device.name)} computes in {precision}", f"{' or '.join(device.flops)} would"
 
 
-RULES = (
+STEP_RULES = (
     Rule(
         "batch",
         "dp x micro-batch divides the batch.",

@@ -21,8 +21,8 @@ from megaloom.planner.cost.memory import state_bytes
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.partition.partitioner import Partition
-from megaloom.planner.rules import steps as step_rules
 from megaloom.planner.rules.rule import Violation
+from megaloom.planner.rules.steps import STEP_RULES
 
 from .candidate_space import FixedAxes, unchecked_layouts
 from .candidates import Candidates
@@ -30,7 +30,7 @@ from .pricing import PartitionedLayout, Pricer
 from .reasons import deficit_text
 from .suggestions import changes_text, fixed_text, legal_batches, legal_changes, value_text
 
-OF_A_STEP = {rule.id for rule in step_rules.RULES}
+OF_A_STEP = {rule.id for rule in STEP_RULES}
 LOOKED_AT = 2000  # illegal layouts among which the nearest to legal is sought
 NEAREST, TRIED = 100, 300  # places that may have room, the quickest first, and layouts there, that are tried
 PLACED = 20  # of the layouts that need the least memory, those that are cut
