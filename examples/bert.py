@@ -138,9 +138,7 @@ def config(c: Config, name: str) -> Model:
     c.only("layer_norm_eps", 1e-12, default=1e-12)
     c.only("position_embedding_type", "absolute", default="absolute")
     c.only("tie_word_embeddings", True, default=True)
-    c.ignore(
-        "directionality", *(f"pooler_{of}" for of in POOLER)
-    )  # the pooler is not used
+    c.ignore("directionality", *(f"pooler_{of}" for of in POOLER))  # the pooler is not used
     return bert(
         name,
         layers=c.whole("num_hidden_layers"),

@@ -68,8 +68,8 @@ def nothing_legal(pricer: Pricer, fixed: FixedAxes) -> str:
     lines = [f"no layout of {g.name} on {pricer.cluster}{said} is legal; the nearest, {layout}, breaks"]
     lines += [f"- {v.message} [{v.rule}]" for v in wrong]
     case = (g, pricer.cluster, pricer.workload, fixed)
-    changes = changes_text(legal_changes(*case, pricer.inner), fixed)
-    if batches := legal_batches(*case, layout, pricer.inner):
+    changes = changes_text(legal_changes(*case, pricer.inner, not pricer.own), fixed)
+    if batches := legal_batches(*case, layout, pricer.inner, not pricer.own):
         changes.append(f"a batch of {' or '.join(f'{n:,}' for n in batches)} is legal")
     return "\n".join([*lines, *(changes or [f"{v.rule}: {v.fix}" for v in wrong])])
 

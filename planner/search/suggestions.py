@@ -19,6 +19,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts, Rows
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.requirements import model_requirements
+from megaloom.planner.rules.capabilities import exportable
 
 from .candidate_space import FixedAxes, base_layouts, variants
 
@@ -28,18 +29,25 @@ LISTED = 4  # suggestions
 
 
 def legal_changes(
-    graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes, overlaps: tuple[Overlap, ...] = ()
+    graph: Graph,
+    cluster: Cluster,
+    workload: Workload,
+    fixed: FixedAxes,
+    overlaps: tuple[Overlap, ...] = (),
+    exported: bool = False,
 ) -> list[dict[str, Any]]:
     """Return changes of fixed fields, as few fields each as possible, that make a layout legal.
 
     Each is the new value of one or more fields, the nearest to the user's. With the other fixed fields as they are, at
-    least one layout is legal. `overlaps` are those within a micro-batch that the framework supports.
+    least one layout is legal. `overlaps` are those within a micro-batch that the framework supports. If the plan is
+    `exported`, the layout also breaks no export rule.
     """
     for count in range(1, min(MAX_CHANGED, len(fixed)) + 1):
         found = []
         for names in combinations(fixed, count):
+            wanted = {name: fixed[name] for name in names}
             rest = {name: value for name, value in fixed.items() if name not in names}
-            layout = _nearest_legal(graph, cluster, workload, rest, {name: fixed[name] for name in names}, overlaps)
+            layout = _nearest_legal(graph, cluster, workload, rest, wanted, overlaps, exported)
             if layout is not None:
                 found.append({name: getattr(layout, name) for name in names})
         if found:
@@ -54,6 +62,7 @@ def legal_batches(
     fixed: FixedAxes,
     layout: Layout,
     overlaps: tuple[Overlap, ...] = (),
+    exported: bool = False,
 ) -> list[int]:
     """Return the nearest smaller and larger batch with which the fixed fields are legal; `layout` is one nearby."""
     units = (layout.dp, layout.dp * layout.micro_batch, layout.dp * layout.micro_batch * layout.pp)
@@ -62,7 +71,7 @@ def legal_batches(
         batches = (unit * (workload.batch // unit + step) for unit in units)
         for batch in dict.fromkeys(n for n in batches if n not in (0, workload.batch)):
             other = evolve(workload, batch=batch)
-            if _nearest_legal(graph, cluster, other, fixed, {}, overlaps) is not None:
+            if _nearest_legal(graph, cluster, other, fixed, {}, overlaps, exported) is not None:
                 found.append(batch)
                 break
     return found
@@ -93,9 +102,12 @@ def _nearest_legal(
     fixed: FixedAxes,
     wanted: Mapping[str, Any],
     overlaps: tuple[Overlap, ...],
+    exported: bool,
 ) -> Layout | None:
     """Return a legal layout with the fixed fields whose other fields are close to the wanted values."""
     base = base_layouts(graph, cluster, workload, fixed, overlaps)
+    if exported:
+        base = base.take(np.broadcast_to(exportable(base, graph, workload, cluster), len(base)))
     order = np.argsort(_distance(base, wanted), kind="stable")[:MAX_BASES]
     modules = len(model_requirements(graph).modules)
     for start in range(0, len(order), BASES_A_STEP):

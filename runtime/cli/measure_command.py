@@ -45,7 +45,9 @@ def run_measure(gpus: int | None, output: Path) -> None:
     name = base if base == "CPU" or (known and usual_memory) else driver_name
     fields = _fields(measured, samples, preset, known)
     try:
-        output.write_text(profile_text(samples, fields, base, name, measured.count, _environment(measured, driver_name)))
+        output.write_text(
+            profile_text(samples, fields, base, name, measured.count, _environment(measured, driver_name))
+        )
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}\nchoose another path with -o") from None
     title = f"{measured.count} x {driver_name}, measured in {measured.seconds:.0f} s; preset {base} and profile"

@@ -175,7 +175,9 @@ CASES = [(llama3_70b, 8, 5), (llama3_70b, 8, 4), (llama3_70b, 4, 10), (deepseek_
 def replayed(placed: Partition) -> float:
     x, m = placed.layout, placed.problem.microbatches
     forward, backward = (placed.stage_sums[:, way].sum(axis=1).tolist() for way in (FORWARD_COLUMNS, BACKWARD_COLUMNS))
-    return timeline.simulate_timeline(forward, backward, [0.0] * (len(forward) - 1), x.pp, m, x.microbatch_group).makespan
+    return timeline.simulate_timeline(
+        forward, backward, [0.0] * (len(forward) - 1), x.pp, m, x.microbatch_group
+    ).makespan
 
 
 def test_what_shifts_level_takes_less_when_replayed() -> None:
