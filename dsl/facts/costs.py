@@ -32,7 +32,6 @@ from .primitives import Program, Step, fitted, fusion_of, program
 from .recompute import (
     CORE,
     NO_MODULES,
-    Recompute,
     RecomputedBy,
     modules_of_ops,
 )
@@ -95,7 +94,7 @@ def saved(
     seq: int,
     source: int | None = None,
     split: Split = WHOLE,
-    recompute: str | Recompute = Recompute.NONE,
+    recompute: str = "none",
     modules: Iterable[str] = CORE,
 ) -> tuple[Saved, ...]:
     """Return the tensors that these nodes save for the backward pass on one device, each distinct tensor once.

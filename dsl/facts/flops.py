@@ -9,7 +9,7 @@ from attrs import frozen
 from megaloom.dsl.graph import Model, graph
 
 from .costs import costs
-from .recompute import CORE, Module, Recompute
+from .recompute import CORE
 from .saved import saved_parts, selected_modules
 
 
@@ -39,7 +39,7 @@ def flops(
     batch: int,
     seq: int,
     source: int | None = None,
-    recompute: str | Recompute = Recompute.NONE,
+    recompute: str = "none",
     modules: Iterable[str] = CORE,
 ) -> Flops:
     """Return the FLOPs of a batch of sequences: 2 for each weight and token that it meets, and those of attention.
@@ -50,7 +50,7 @@ def flops(
     selected, nodes = selected_modules(recompute, modules), graph(model).nodes
     work = [(n, w) for n in nodes for w in costs(n, batch=batch, seq=seq, source=source).work]
     parts = saved_parts(nodes, recompute)
-    whole = {n.name for n, part in parts if part.recomputed or (part.norm and Module.LAYERNORM in selected)}
+    whole = {n.name for n, part in parts if part.recomputed or (part.norm and "layernorm" in selected)}
     return Flops(
         forward=sum(w.flops for _, w in work),
         dgrad=sum(w.dgrad for _, w in work),

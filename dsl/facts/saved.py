@@ -35,8 +35,6 @@ from .primitives import (
 from .recompute import (
     CORE,
     NO_MODULES,
-    Module,
-    Recompute,
     RecomputedBy,
     is_norm,
     modules_of_ops,
@@ -93,15 +91,15 @@ class SavedPart:
 
     def recomputed_by(self, saved: Saved) -> RecomputedBy:
         """Return the modules that recompute a saved tensor."""
-        return saved.recomputed_by | {Module.LAYERNORM} if saved.port in self.norm_ports else saved.recomputed_by
+        return saved.recomputed_by | {"layernorm"} if saved.port in self.norm_ports else saved.recomputed_by
 
 
-def selected_modules(recompute: str | Recompute, names: Iterable[str] = CORE) -> RecomputedBy:
+def selected_modules(recompute: str, names: Iterable[str] = CORE) -> RecomputedBy:
     """Return the modules that are recomputed: `names` under selective recompute, else none. Raises UserError."""
-    return frozenset(ordered_modules(names)) if recompute_mode(recompute) is Recompute.SELECTIVE else NO_MODULES
+    return frozenset(ordered_modules(names)) if recompute_mode(recompute) == "selective" else NO_MODULES
 
 
-def saved_parts(nodes: Iterable[Node], recompute: str | Recompute = Recompute.NONE) -> Iterator[tuple[Node, SavedPart]]:
+def saved_parts(nodes: Iterable[Node], recompute: str = "none") -> Iterator[tuple[Node, SavedPart]]:
     """Yield each node with its part of the saved tensors. A tensor that several nodes save counts for the first.
 
     Raises UserError for an unknown recompute mode.
@@ -118,7 +116,7 @@ def saved_parts(nodes: Iterable[Node], recompute: str | Recompute = Recompute.NO
         return new
 
     for n in nodes:
-        if mode is Recompute.FULL and n.block is not None:
+        if mode == "full" and n.block is not None:
             entering = (i for i, name in enumerate(n.inputs) if blocks.get(name) != n.block)
             yield n, SavedPart(frozenset(), tuple(i for i in entering if first(n, i)), recomputed=True)
         else:

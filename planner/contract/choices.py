@@ -1,18 +1,17 @@
 """Enumerated values of layout fields: recompute mode, optimizer sharding, recomputed modules, overlaps.
 
-Each value is an integer, so that it can stand in an array of layouts. `ModuleSet` and `OverlapSet` are bit masks that
-iterate over their members: `Overlap.GRADIENTS in OverlapSet(["gradients", "weights"])`.
+The names of recompute modes and modules are those of `megaloom.dsl.facts.recompute`, which says what each of them
+recomputes. This file does not import the dsl, so that `plan --help` starts at once. Each value is an integer, so that
+it can stand in an array of layouts. `ModuleSet` and `OverlapSet` are bit masks that iterate over their members:
+`Overlap.GRADIENTS in OverlapSet(["gradients", "weights"])`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from enum import IntEnum, StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
-
-from megaloom.dsl.choices import Choice, Member
-from megaloom.dsl.facts.recompute import Module as Module
-from megaloom.dsl.facts.recompute import Recompute as Recompute
 
 if TYPE_CHECKING:
     from numpy import int64
@@ -21,6 +20,49 @@ if TYPE_CHECKING:
     Column = NDArray[int64]
 
 N = TypeVar("N", int, "Column")
+
+
+class Choice(IntEnum):
+    """One of several named values; `Recompute("full")` is `Recompute.FULL`, and `str` gives the name back."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Choice | None:
+        return cls.__members__.get(value.upper()) if isinstance(value, str) else None
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+
+class Member(StrEnum):
+    """Member of a set that is stored as a bit mask."""
+
+    bit: int
+
+    def __init__(self, _: str) -> None:
+        self.bit = 1 << len(type(self).__members__)
+
+
+class Recompute(Choice):
+    """Activations that the backward pass recomputes: none, those of some modules, or all of each block."""
+
+    NONE = 0
+    SELECTIVE = 1
+    FULL = 2
+
+
+class Module(Member):
+    """Part of a block that selective recompute can name. The order is that of the dsl."""
+
+    CORE_ATTN = "core_attn"
+    LAYERNORM = "layernorm"
+    MLA_UP_PROJ = "mla_up_proj"
+    MLP = "mlp"
+    MOE_ACT = "moe_act"
+    SHARED_EXPERTS = "shared_experts"
+    MOE = "moe"
 
 
 class Shard(Choice):

@@ -16,10 +16,10 @@ from attrs import frozen
 from megaloom.dsl.dims import NBYTES, DType
 from megaloom.dsl.facts.costs import Costs, costs
 from megaloom.dsl.facts.primitives import program
-from megaloom.dsl.facts.recompute import Module, RecomputedBy
+from megaloom.dsl.facts.recompute import RecomputedBy
 from megaloom.dsl.ops.routing import Route
 from megaloom.planner.contract.capability import assumed_environment, capability
-from megaloom.planner.contract.choices import Overlap, Recompute
+from megaloom.planner.contract.choices import Module, Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.contract.workload import Runtime

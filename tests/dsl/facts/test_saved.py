@@ -27,7 +27,7 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.catalog import find
-from megaloom.dsl.facts.recompute import Module
+from megaloom.dsl.facts.recompute import RECOMPUTE_MODULES
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.t5 import t5
@@ -222,7 +222,7 @@ def test_more_modules_keep_less_and_compute_more(name):
     nodes, several = graph(m).nodes, []
     kept = nbytes(saved(nodes, batch=1, seq=64))
     again = 0
-    for module in Module:
+    for module in RECOMPUTE_MODULES:
         several.append(module)
         less = nbytes(saved(nodes, batch=1, seq=64, recompute="selective", modules=several))
         more = flops(m, batch=1, seq=64, recompute="selective", modules=several).recompute
