@@ -124,7 +124,8 @@ class Body(nn.Module):
         if apart or divided is not None:
             where = -1 if divided is None else divided
             tensor_parallel.set_tensor_model_parallel_attributes(p, True, where, 1)
-        p.padded = any(n * k != d.known for n, k, d in zip(sizes, degrees, slot.dims, strict=True))  # type: ignore[attr-defined]
+        pads = (table.dims[d.name].policy == "pad" if d.name in axes else False for d in slot.dims)
+        p.pad_dim = next((k for k, pad in enumerate(pads) if pad), None)  # type: ignore[attr-defined]
         p.constant = slot.value.op.std == 0  # type: ignore[attr-defined]
         return p
 

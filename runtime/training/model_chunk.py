@@ -167,13 +167,13 @@ class ModelChunk(MegatronModule):
             return sharded_state_dict_default(module, prefix, offsets, metadata, tp_group=groups["tp_group"])
         tensors = module.state_dict(keep_vars=True)
         experts = {k: p for k, p in tensors.items() if not getattr(p, "allreduce", True)}
-        padded = {k: p for k, p in tensors.items() if k not in experts and getattr(p, "padded", False)}
+        padded = {k: p for k, p in tensors.items() if k not in experts and getattr(p, "pad_dim", None) is not None}
         state = {k: p for k, p in tensors.items() if k not in experts and k not in padded}
         tp_dims = {k: p.partition_dim for k, p in state.items() if getattr(p, "tensor_model_parallel", False)}
         dense = make_sharded_tensors_for_checkpoint(state, prefix, tp_dims, offsets, **groups)
         for k, p in padded.items():  # the padding depends on tp
             dense[prefix + k] = make_tp_sharded_tensor_for_checkpoint(
-                p, prefix + k, p.partition_dim, allow_shape_mismatch=True, **groups
+                p, prefix + k, p.pad_dim, allow_shape_mismatch=True, **groups
             )
         return dense | {prefix + k: self._expert_state(prefix + k, p) for k, p in experts.items()}
 
@@ -184,7 +184,7 @@ class ModelChunk(MegatronModule):
         if etp_dim >= 0:
             offsets.append((etp_dim, groups.etp_rank, layout.etp))
         replica = (0, 0 if etp_dim >= 0 else groups.etp_rank, groups.collection.expt_dp.rank())
-        padded = getattr(p, "padded", False)
+        padded = getattr(p, "pad_dim", None) is not None
         return ShardedTensor.from_rank_offsets(key, p, *offsets, replica_id=replica, allow_shape_mismatch=padded)
 
     def load(self, state: dict[str, Any]) -> None:

@@ -363,7 +363,7 @@ def hashed() -> Model:
 
 
 def hashed_odd() -> Model:
-    """Tables that two devices cannot share evenly: each has them whole."""
+    """Tables of 127 rows: under tp 2 one is padded, and each device holds all of the other."""
     return own_tables("hashed-odd", 127)
 
 

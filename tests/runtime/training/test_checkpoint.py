@@ -244,6 +244,7 @@ def cramped(run: Path) -> None:
 
 TP2, DIVIDED = Layout(tp=2, sequence_parallel=True), Layout(dp=2, shard="optimizer")
 OWN = f"{SUPPORT / 'own_models.py'}:some_experts"
+PADDED = f"{SUPPORT / 'own_models.py'}:hashed_odd"
 RESHARDINGS = {
     "tied and padded, divided optimizer to TP2 SP PP2": ("tiny_gpt", DIVIDED, evolve(TP2, pp=2)),
     "tied and padded, TP2 SP PP2 to divided optimizer": ("tiny_gpt", evolve(TP2, pp=2), DIVIDED),
@@ -256,6 +257,8 @@ RESHARDINGS = {
     "experts with biases, TP2 SP EP2 to one process": ("tiny_gpt_oss", evolve(TP2, ep=2), Layout()),
     "own bodies, TP2 SP to a divided optimizer": (OWN, TP2, DIVIDED),
     "own experts, EP2 TP2 SP to one process": (OWN, evolve(TP2, ep=2), Layout()),
+    "own padded table, TP2 SP to one process": (PADDED, TP2, Layout()),
+    "own padded table, one process to TP2 SP": (PADDED, Layout(), TP2),
     "own bodies, PP2 to TP2 SP": (OWN, Layout(pp=2), TP2),
     "dropout, to the same layout": ("tiny_gpt_dropout", TP2, TP2),
 }
