@@ -17,6 +17,7 @@ from megaloom.dsl import (
     Layer,
     Node,
     Route,
+    Split,
     Unembed,
 )
 from megaloom.dsl.facts.primitives import program
@@ -29,6 +30,7 @@ from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Runtime, Workload
 
 from .divisors import divisors, nearest
+from .padding import padding_refusal
 from .rule import (
     Case,
     Owner,
@@ -131,6 +133,22 @@ def _experts_text(case: Case) -> Words:
     )
 
 
+def _padding_refusal(case: Case) -> Words | None:
+    """Return the first refusal of a padded dim. Layers with a torch module of their own are not computed by a body."""
+    x = case.layout
+    split = Split(tp=x.tp, cp=x.cp, ep=x.ep, etp=x.etp, sequence_parallel=x.sequence_parallel)
+    nodes = (n for n in case.graph.nodes if not n.is_input and not hasattr(n.op, "module"))
+    return next((refusal for n in nodes if (refusal := padding_refusal(n, split))), None)
+
+
+def _padding(case: Case) -> Truth:
+    return _padding_refusal(case) is None
+
+
+def _padding_text(case: Case) -> Words:
+    return _padding_refusal(case) or ("", "")
+
+
 def _overlaps(case: Case) -> Truth:
     return case.layout.microbatch_overlap_bits & ~int(OWN_RUNTIME.microbatch_overlaps) == 0
 
@@ -167,6 +185,15 @@ RUNTIME_RULES = (
         "experts that read all tokens run on each device, each of them whole",
         _experts,
         _experts_text,
+    ),
+    Rule(
+        "runtime-padding",
+        "The runtime does not join, slice or normalize over a dim that is padded.",
+        'policy "whole" for the dim, or a tp that divides it',
+        Owner.RUNTIME,
+        "the padding would be joined, sliced or counted in the mean as if it were data",
+        _padding,
+        _padding_text,
     ),
     Rule(
         "runtime-overlap",

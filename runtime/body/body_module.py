@@ -20,12 +20,8 @@ from torch import Tensor, nn
 
 from megaloom.dsl import (
     Attend,
-    Dot,
-    Drop,
     Each,
-    Input,
     Layer,
-    Lookup,
     MoE,
     Node,
     Route,
@@ -47,12 +43,13 @@ from megaloom.dsl.facts.propagation import (
 )
 from megaloom.dsl.graph import primitives
 from megaloom.dsl.sharding_table import SHARED_BY_HEADS, Sharded
+from megaloom.planner.rules.padding import padding_refusal
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import BuildContext, to_declared_order, to_megatron_order
 from megaloom.runtime.megatron.recompute import DiscardedOutput
 from megaloom.runtime.reference.tensors import axis
 
-from .local_ops import hide_padding, local, padded_dims
+from .local_ops import hide_padding, local
 from .recompute_segments import Part, parts
 from .transitions import perform
 
@@ -306,14 +303,8 @@ def _trainable(node: Node, p: Program, split: Split) -> None:
                 f"ep {split.ep} x etp {split.etp}\n"
                 "ep 1 and etp 1 would work, or a MoE of them"
             )
-    for step in p.steps:
-        if not (isinstance(step.value.op, Weight | Input | Dot | Lookup | Drop) or step.value.op.elementwise):
-            for d in padded_dims(step, *step.value.args, step.value, split=split):
-                raise UserError(
-                    f"{at} applies {step.name} to {d}, which is padded to divide by tp {split.tp}\n"
-                    f'declare splits = {{"{d.name}": Sharded("tp", "whole")}} in {type(node.op).__name__}, '
-                    f"or use a tp that divides {d.size}"
-                )
+    if refusal := padding_refusal(node, split):
+        raise UserError("\n".join(refusal))
 
 
 def _layers(value: Value) -> Iterator[Layer]:

@@ -25,7 +25,6 @@ from megaloom.dsl import (
     Normalize,
     Route,
     Scan,
-    Split,
     Value,
 )
 from megaloom.dsl.facts.primitives import Program, Step
@@ -65,12 +64,6 @@ def local(p: PlacedOp, v: Value, *args: Tensor, groups: ProcessGroups, training:
             run = partial(evaluate, v.op, v)
             return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
     return evaluate(v.op, v, *args)
-
-
-def padded_dims(step: Step, *values: Value, split: Split) -> list[Dim]:
-    """Return the dims of these values, of a primitive, that are padded to divide by their axis."""
-    table, dims = step.table, {d for v in values for d in v.shape if d.size is not None and d.name in step.axes}
-    return [d for d in dims if table.dims[d.name].physical(d.known, split.degree(step.axes[d.name])) != d.known]
 
 
 def _zero_padding(step: Step, v: Value, x: Tensor, over: tuple[str, ...], groups: ProcessGroups) -> Tensor:

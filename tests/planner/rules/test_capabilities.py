@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from attrs import frozen
 
 from megaloom.dsl import (
     MLA,
+    Concat,
     Dim,
     Each,
     Embed,
     Graph,
     Layer,
     MoE,
+    Normalize,
     Rename,
     Rope,
+    Slice,
+    Split,
     SwiGLU,
     Unembed,
     Value,
@@ -30,6 +35,7 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.catalog import examples, find
+from megaloom.dsl.sharding_table import Sharded
 from megaloom.planner.cli.main import main
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
@@ -40,6 +46,7 @@ from megaloom.planner.rules.capabilities import (
     runtime_violations,
     unrouted_experts,
 )
+from megaloom.planner.rules.padding import padding_refusal
 from megaloom.planner.rules.rule import Owner
 from megaloom.planner.rules.rules import violations
 
@@ -89,6 +96,48 @@ class Unsent(Layer):
 def test_experts_to_which_no_tokens_are_sent_are_not_divided(mix: Layer, divided: bool) -> None:
     assert found(mix, 1) == []
     assert found(mix, 2) == ([] if divided else ["runtime-experts"])
+
+
+@frozen
+class Padded(Layer):
+    """A dim of 130 channels, which tp 4 pads to 132, under one op."""
+
+    op: str
+    splits: ClassVar[dict[str, Sharded]] = {"channels": Sharded("tp", "pad")}
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        e, c = x["embed"], Dim("channels", 130)
+        h = dot(x, weight("up", e, c), "embed")
+        if self.op == "concat":
+            h = apply(Concat("channels"), h, h)
+            c = Dim("channels", 260)
+        elif self.op == "slice":
+            h = apply(Slice("channels", 0, 130), h)
+        elif self.op == "normalize":
+            h = apply(Normalize(("channels",), True, 1e-5), h)
+        return dot(h, weight("down", c, e), "channels")
+
+
+@frozen
+class Whole(Padded):
+    splits: ClassVar[dict[str, Sharded]] = {"channels": Sharded("tp", "whole")}
+
+
+@pytest.mark.parametrize("op", ["concat", "slice", "normalize", ""])
+def test_a_plan_says_that_the_runtime_cannot_join_slice_or_normalize_over_padding(op: str) -> None:
+    work = Workload(seq=64, batch=8)
+    for tp, layer in ((1, Padded(op)), (2, Padded(op)), (4, Padded(op)), (4, Whole(op))):
+        g = lm(layer)
+        layout = Layout(tp=tp, sequence_parallel=tp > 1)
+        found = runtime_violations(layout, g, work, cluster(f"{tp}xH100"))
+        refused = [words for n in g.nodes if not n.is_input and (words := padding_refusal(n, Split(tp=tp)))]
+        assert [(v.message, v.fix) for v in found] == refused
+        assert [v.rule for v in found] == (["runtime-padding"] if op and (tp, type(layer)) == (4, Padded) else [])
+        for v in found:
+            assert f"applies {op} to channels=130, which is padded to divide by tp 4" in v.message
+            assert v.fix == (
+                'declare splits = {"channels": Sharded("tp", "whole")} in Padded, or use a tp that divides 130'
+            )
 
 
 @pytest.mark.parametrize(
