@@ -37,6 +37,7 @@ from megaloom.dsl.ops.routing import Combine, Gate, Route
 from megaloom.dsl.ops.sequence import Conv, Scan, Shift
 from megaloom.dsl.ops.shape import Concat, MaskedScatter, Patches, Rename, Select, Slice
 from megaloom.dsl.ops.weight import Input, Lookup, PositionLookup, Weight, ids, image, weight
+from megaloom.dsl.sharding_table import Sharded
 
 from .combine import (
     Block,
@@ -146,6 +147,7 @@ __all__ = [
     "Select",
     "Shape",
     "ShapeError",
+    "Sharded",
     "Shift",
     "Sizes",
     "Slice",

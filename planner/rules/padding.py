@@ -25,11 +25,11 @@ def padding_refusal(node: Node, split: Split) -> Words | None:
             continue
         for d in _padded_dims(step, split):
             axis = step.axes[d.name]
-            name = type(node.op).__name__
+            entry = f'"{d.name}": Sharded("tp", "whole")'
             return (
                 f"{node.name} ({getattr(node.op, 'at', '')}) applies {step.name} to {d}, "
                 f"which is padded to divide by {axis} {split.degree(axis)}",
-                f'declare splits = {{"{d.name}": Sharded("tp", "whole")}} in {name}, or use a {axis} that divides {d.size}',
+                f"declare splits = {{{entry}}} in {type(node.op).__name__}, or use a {axis} that divides {d.size}",
             )
     return None
 
