@@ -78,7 +78,7 @@ def _plan() -> str:
     out = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(out):
         main([*PLAN, "-o", str(Path(folder) / "plan.json")])
-    text = re.sub(r"; searched in [\d.]+ s", "", out.getvalue())
+    text = re.sub(r"; searched for [\d.]+ s", "", out.getvalue())
     *head, why = text.split("\n\n")[:4]
     reasons = "\n".join([*why.splitlines()[: 1 + REASONS], "…"])
     return _code("$ plan " + " ".join(PLAN) + "\n" + "\n\n".join([*head, reasons]))
@@ -101,14 +101,15 @@ def _families() -> str:
 
 
 def _family_rows() -> Iterator[str]:
-    from megaloom.dsl.catalog import examples, modules
+    from megaloom.dsl.catalog import examples
+    from megaloom.dsl.example_modules import example_modules
     from megaloom.dsl.hf.architectures import Reader
 
     counts = parameter_counts()
     module_of = {name: ref.partition(":")[0] for name, ref in examples().items() if name in counts}
     yield "| family | trained | models and their parameters | reads a config.json of |"
     yield "|---|---|---|---|"
-    for module in (m for m in modules() if m.__name__ in module_of.values()):
+    for module in (m for m in example_modules() if m.__name__ in module_of.values()):
         family = module.__name__.rpartition(".")[2]
         names = [name for name, place in module_of.items() if place == module.__name__]
         sizes = ", ".join(f"`{name}` {short(counts[name])}" for name in names)
@@ -182,6 +183,7 @@ def _plan_json() -> str:
     from attrs import fields, has
 
     from megaloom.planner import Plan
+    from megaloom.planner.contract.layout import FIELDS, Layout
 
     lines, todo, seen = list[str](), [Plan], set[type]()
     while todo:
@@ -195,6 +197,7 @@ def _plan_json() -> str:
             if f.name.startswith("_") or not f.init:
                 continue
             shown = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
+            shown = FIELDS[f.name].kind.__name__ if kind is Layout else shown
             lines.append(f"| `{f.name}` | `{_cell(str(shown))}` |")
             todo += [
                 k
