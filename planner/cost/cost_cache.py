@@ -143,8 +143,8 @@ class CostCache:
         """
         out, distinct = [], self._distinct(x)
         for i, seen in enumerate(self._sensitivity):
-            first, which = distinct[seen.experts, seen.tokenwise]
-            nodes = [self.node_cost(i, x[int(k)]) for k in first]
+            layouts, which = distinct[seen.experts, seen.tokenwise]
+            nodes = [self._cost(i, layout, seq) for layout, seq in layouts]
             columns = ([getattr(n, f.name) for n in nodes] for f in fields(NodeCost))
             out.append([np.array(column, dtype=float)[which] for column in columns])
         rows, by_part, full, largest = (np.stack(column, axis=1) for column in zip(*out, strict=True))
@@ -154,25 +154,27 @@ class CostCache:
         """Return the bytes of the largest saved activation under each of many layouts; faster than `rows`."""
         out, distinct = np.zeros(len(x)), self._distinct(x)
         for i, seen in enumerate(self._sensitivity):
-            first, which = distinct[seen.experts, seen.tokenwise]
+            layouts, which = distinct[seen.experts, seen.tokenwise]
             sizes = []
-            for layout, seq in (self._simplest(i, x[int(k)]) for k in first):
+            for layout, seq in layouts:
                 facts = self._affine_facts(i, layout, seq)
                 sizes.append(facts.largest_saved(layout.micro_batch * seq, self.workload.precision))
             out = np.maximum(out, np.array(sizes, dtype=float)[which])
         return out
 
-    def _distinct(self, x: Layouts) -> dict[tuple[bool, bool], tuple[Column, Column]]:
-        """Return, by sensitivity, the first layout of each distinct cost, and the number of each layout's cost."""
+    def _distinct(self, x: Layouts) -> dict[tuple[bool, bool], tuple[list[tuple[Layout, int]], Column]]:
+        """Return, by sensitivity, the simplest layout of each distinct cost, and the number of each layout's cost."""
         tokens = {True: (x.micro_batch * (self.workload.seq // x.cp),), False: (x.micro_batch, x.cp)}
         experts: dict[bool, tuple[Column, ...]] = {
             True: (x.ep, x.etp, x.microbatch_overlap_bits),
             False: (x.has_overlap(Overlap.TENSOR).astype(np.int64),),
         }
-        return {
-            (of, tokenwise): alike(x.tp, x.sequence_parallel, *tokens[tokenwise], *experts[of])
-            for of, tokenwise in {(seen.experts, seen.tokenwise) for seen in self._sensitivity}
-        }
+        out: dict[tuple[bool, bool], tuple[list[tuple[Layout, int]], Column]] = {}
+        for seen in self._sensitivity:
+            if (key := (seen.experts, seen.tokenwise)) not in out:
+                first, which = alike(x.tp, x.sequence_parallel, *tokens[seen.tokenwise], *experts[seen.experts])
+                out[key] = [self._simplest(seen, x[int(k)]) for k in first], which
+        return out
 
     def shared(self, layout: Layout) -> tuple[int, ...]:
         """Return the elements on one device of each weight that several nodes share."""
@@ -180,16 +182,19 @@ class CostCache:
 
     def node_cost(self, i: int, layout: Layout) -> NodeCost:
         """Return the cost of node kind i under a layout, without recompute."""
-        x, seq = self._simplest(i, layout)
+        return self._cost(i, *self._simplest(self._sensitivity[i], layout))
+
+    def _cost(self, i: int, x: Layout, seq: int) -> NodeCost:
+        """Return the cost of node kind i under a simplest layout."""
         key = (i, x.tp, x.cp, x.ep, x.etp, x.sequence_parallel, x.micro_batch, x.overlaps, seq)
         if key not in self._costs:
             facts = self._affine_facts(i, x, seq).at(x.micro_batch * seq)
             self._costs[key] = cost_of_facts(self.job, self.structure.kinds[i], facts, x, seq)
         return self._costs[key]
 
-    def _simplest(self, i: int, layout: Layout) -> tuple[Layout, int]:
-        """Return the simplest layout, and its sequence length, under which node kind i costs what it does here."""
-        x, seen, seq = layout, self._sensitivity[i], self.workload.seq
+    def _simplest(self, seen: Sensitivity, layout: Layout) -> tuple[Layout, int]:
+        """Return the simplest layout, and its sequence length, under which such a node costs what it does here."""
+        x, seq = layout, self.workload.seq
         ep, etp = (x.ep, x.etp) if seen.experts else (1, 1)
         inner = x.microbatch_overlap_bits if seen.experts else x.microbatch_overlap_bits & Overlap.TENSOR.bit
         cp, micro = x.cp, x.micro_batch

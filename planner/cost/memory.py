@@ -157,6 +157,35 @@ def rank_peak(
     return Peak(name, {**state, "activations": kept, **transient, **no_tensor, **graphs})
 
 
+def peak_nbytes(
+    stages: Sequence[StageMemory],
+    in_flight: Rows,
+    backwards: int,
+    layout: Layout,
+    precision: Precision,
+    reserved: int,
+    profile: FrameworkProfile = OWN,
+) -> list[int]:
+    """Return the bytes of `rank_peak` of every pipeline rank.
+
+    stages: of all ranks, in model order. in_flight: micro-batches in flight, [ranks, moments, chunks]; the first
+    `backwards` moments are starts of backward passes, the rest losses on the last rank.
+    """
+    ranks, moments, chunks = in_flight.shape
+    sizes = np.array([(s.params, s.expert_params, s.saved, s.workspace, s.library, s.loss) for s in stages])
+    params, experts, saved, workspace, library, loss = sizes.T.reshape(6, chunks, ranks)
+    elements = list(zip(params.sum(axis=0).tolist(), experts.sum(axis=0).tolist(), strict=True))
+    state = [sum(state_bytes(*each, layout, precision, profile).values()) for each in elements]
+    kept, transient = np.zeros((2, ranks, moments + 1))  # the last moment is the optimizer's step
+    kept[:, :-1] = (in_flight @ saved.T[..., None])[..., 0]
+    transient[:, :backwards], transient[-1, backwards:-1] = workspace.max(axis=0)[:, None], loss[-1, -1]
+    transient[:, -1] = [optimizer_step_bytes(*each, layout, profile) for each in elements]
+    transient += library.max(axis=0)[:, None]
+    allocator, graphs = ALLOCATOR * (kept + transient), profile.buffers.graph_pool_share * kept
+    held = (kept + transient + np.trunc(allocator) + np.trunc(graphs)).max(axis=1)
+    return [int(of_state + of_rank) + reserved for of_state, of_rank in zip(state, held.tolist(), strict=True)]
+
+
 def optimizer_shards(layout: Layout | Layouts) -> tuple[Any, Any]:
     """Return the number of devices that share the optimizer's state: of dense weights, and of expert weights."""
     on = layout.distributed_optimizer

@@ -221,15 +221,18 @@ class Partition:
             peaks.append(memory.rank_peak(stages, moments, x, job.workload.precision, reserved, job.profile))
         return tuple(peaks)
 
-    @property
+    @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """Return the peak bytes of each pipeline rank."""
-        return tuple(peak.nbytes for peak in self.rank_peaks)
+        """Return the peak bytes of each pipeline rank: the sums of `rank_peaks`, of all ranks at once."""
+        x, job = self.layout, self.problem.job
+        in_flight = schedule.in_flight_moments(x.pp, x.vpp, self.problem.microbatches, x.microbatch_group)
+        reserved = communication.reserved_bytes(x, job.cluster, job.profile)
+        return tuple(memory.peak_nbytes(self.stages, *in_flight, x, job.workload.precision, reserved, job.profile))
 
     @property
     def deficit(self) -> int:
         """Return the bytes that the fullest rank needs beyond the memory limit; negative if it fits."""
-        return max(peak.nbytes for peak in self.rank_peaks) - self.problem.memory_limit
+        return max(self.peaks) - self.problem.memory_limit
 
     @property
     def fits(self) -> bool:
