@@ -70,7 +70,7 @@ def nothing_legal(pricer: Pricer, fixed: FixedAxes) -> str:
     case = (g, pricer.cluster, pricer.workload, fixed)
     changes = changes_text(legal_changes(*case, pricer.inner, not pricer.own), fixed)
     if batches := legal_batches(*case, layout, pricer.inner, not pricer.own):
-        changes.append(f"a batch of {' or '.join(f'{n:,}' for n in batches)} is legal")
+        changes.append(f"use --batch {' or '.join(str(n) for n in batches)}")
     return "\n".join([*lines, *(changes or [f"{v.rule}: {v.fix}" for v in wrong])])
 
 

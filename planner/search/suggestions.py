@@ -13,9 +13,9 @@ import numpy as np
 from attrs import evolve
 
 from megaloom.dsl.graph import Graph
-from megaloom.planner.contract.choices import Overlap
+from megaloom.planner.contract.choices import ModuleSet, Overlap, OverlapSet, Shard
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.layout import FIELDS, Layout
 from megaloom.planner.contract.layouts import Layouts, Rows
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.requirements import model_requirements
@@ -78,20 +78,34 @@ def legal_batches(
 
 
 def changes_text(changes: list[dict[str, Any]], fixed: FixedAxes) -> list[str]:
-    """Return a line for each of the first changes: `tp 2 instead of tp 4 is legal`."""
-    pairs = ((fixed_text(change), fixed_text({name: fixed[name] for name in change})) for change in changes[:LISTED])
-    return [f"{new} instead of {old} is legal" for new, old in pairs]
+    """Return a line for each of the first changes: `use --tp 2 instead of --tp 4`."""
+    lines = []
+    for change in changes[:LISTED]:
+        old = fixed_text({name: fixed[name] for name in change})
+        emptied = all(isinstance(value, ModuleSet | OverlapSet) and not value for value in change.values())
+        lines.append(f"drop {old}" if emptied else f"use {fixed_text(change)} instead of {old}")
+    return lines
 
 
 def fixed_text(fixed: Mapping[str, Any]) -> str:
-    """Return fields and their values in the words of the command line: `tp 4, recompute full`."""
-    return ", ".join(f"{name} {value_text(value)}" for name, value in fixed.items())
+    """Return fields and their values as options of the command line: `--tp 4 --recompute full`."""
+    return " ".join(_option(name, value) for name, value in fixed.items())
+
+
+def _option(name: str, value: Any) -> str:
+    """Return one field and its value as an option."""
+    row = FIELDS[name]
+    if row.kind is bool or row.kind is Shard:
+        return row.flag if value else row.flag.replace("--", "--no-", 1)
+    return f"{row.flag} {value_text(value)}"
 
 
 def value_text(value: object) -> str:
-    """Return a value of a field as text."""
+    """Return a value of a field as the command line takes it."""
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, ModuleSet | OverlapSet):
+        return ("," if isinstance(value, OverlapSet) else " ").join(map(str, value)) or "none"
     return str(value) or "none"
 
 

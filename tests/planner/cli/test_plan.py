@@ -79,7 +79,7 @@ def test_modules_to_recompute_are_named_as_megatron_core_does(
         (["layer_norm"], "--recompute-modules must be some of core_attn, layernorm, "),
         (
             ["moe"],
-            "the model has no moe to compute again [recompute-modules]: recompute selective with any of core_attn, ",
+            "[recompute-modules]\ndrop --recompute-modules moe\n",
         ),
         (["mlp", "--recompute", "full"], "recompute full computes no modules again, and mlp are named"),
     ],

@@ -219,4 +219,4 @@ def test_plans_for_megatron_core_leave_out_what_it_computes_wrongly(capsys: pyte
     assert main([*asked, "--runtime", "megatron"]) == 2
     said = capsys.readouterr().err
     assert "experts on ep 1 and etp 1 beside tp 8 [experts-reduced]" in said
-    assert said.endswith("ep 2 instead of ep 1 is legal\netp 8 instead of etp 1 is legal\n")
+    assert said.endswith("use --ep 2 instead of --ep 1\nuse --etp 8 instead of --etp 1\n")

@@ -83,17 +83,17 @@ def test_a_published_recipe_for_more_devices_than_it_has_is_refused() -> None:
         (
             "deepseek-v3 --gpus 128xH100 --pp 16 --ep 64",
             "pp 16 x 64 (the larger of tp x cp = 1 and ep x etp = 64) needs 1,024 devices or a multiple, and there "
-            "are 128 [expert-grid]: ep 8, or pp 2, or 1,024 devices would",
+            "are 128 [expert-grid]\nuse --pp 2 instead of --pp 16\nuse --ep 8 instead of --ep 64\n",
         ),
         (
             "mixtral-8x7b --gpus 24xH100 --tp 2 --cp 3 --pp 2 --ep 8 --seq 6144 --batch 24",
             "pp 2 x 24 (the least common multiple of tp x cp = 6 and ep x etp = 8) needs 48 devices or a multiple, "
-            "and there are 24 [expert-grid]: ep 4, or pp 1, or 48 devices would",
+            "and there are 24 [expert-grid]\nuse --pp 1 instead of --pp 2\nuse --ep 4 instead of --ep 8\n",
         ),
         (
             "llama3-70b --gpus 8xH100 --tp 8 --pp 4",
-            "dp 1 x tp 8 x pp 4 x cp 1 takes 32 devices, and 8xH100 has 8 [world]: tp x pp x cp = 32 must divide 8: "
-            "8 would, or 32 devices",
+            "dp 1 x tp 8 x pp 4 x cp 1 takes 32 devices, and 8xH100 has 8 [world]\n"
+            "use --tp 2 instead of --tp 8\nuse --pp 1 instead of --pp 4\n",
         ),
     ],
 )

@@ -166,8 +166,8 @@ def test_rules_that_fixed_values_break_are_all_named() -> None:
     text = str(raised.value)
     for rule in ("tp-heads", "tp-kv-heads", "vpp-pp"):
         assert f"[{rule}]" in text
-    assert "instead of tp 4" in text
-    assert "tp 4, vpp 2, pp 1" in text
+    assert "instead of --tp 4" in text
+    assert "--tp 4 --vpp 2 --pp 1" in text
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_rules_that_fixed_values_break_are_all_named() -> None:
         ({"tp": "2"}, "tp must be a whole number, got '2'"),
         ({"sequence_parallel": 1}, "sequence-parallel must be true or false, got 1"),
         ({"recompute": "some"}, "none, selective, full"),
-        ({"tp": 0}, "tp is 0"),
+        ({"tp": 0}, "tp must be at least 1, got 0"),
         ({"dp": 5}, "dp 5"),
     ],
 )
@@ -225,7 +225,7 @@ def test_every_kind_of_change_is_tried() -> None:
     assert re.search(r"\n1xB\d00 would do: mbs1", missed("1xH100"))
     assert re.search(r"\na sequence of [\d,]+ would do: ", missed("8xH100", seq=2**20))
     both = missed("2xH100", tp=1, pp=1)
-    assert "on 2xH100 with tp 1, pp 1 fits the memory" in both
+    assert "on 2xH100 with --tp 1 --pp 1 fits the memory" in both
     assert "\n8xH100 would do: dp8 " in both
 
 
