@@ -162,7 +162,7 @@ def print_report(found: Found, declared: Model, top: int, assumed: Sequence[str]
     foot = f"\n{_next_step(best, declared, g, path)}"
     if best.cluster.count >= MANY_DEVICES:
         lasting = goodput(params(declared), best.workload.precision, best.cluster, best.predicted.step_seconds)
-        foot = f"\nOver weeks: {goodput_text(lasting)}\n{foot}" if lasting else foot
+        foot = f"\nIn a long run {goodput_text(lasting)}\n{foot}" if lasting else foot
     show(Group(Text(_head(found, declared, assumed)), search_report(found, g, top), Text(foot)), sys.stdout)
 
 

@@ -32,7 +32,7 @@ def parse_share(kind: type, tokens: Sequence[Any]) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        message = f"--memory-headroom must be a share below 1, such as 10% or 0.1, got {text!r}"
+        message = f"it must be a share below 1, such as 10% or 0.1, got {text!r}"
         raise CoercionError(msg=message, token=tokens[0], target_type=kind)
     return value
 

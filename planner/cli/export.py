@@ -48,7 +48,7 @@ def export(
     if exported is not planned:
         after, before = exported.predicted.step_seconds, planned.predicted.step_seconds
         print(
-            f"balanced the stages again, in whole layers: predicted {after:.4g} s a step, {before:.4g} s before",
+            f"balanced the stages again, in whole layers: predicted step {before:.4g} s before, {after:.4g} s now",
             file=sys.stderr,
         )
     if output is None:

@@ -258,10 +258,11 @@ class Layout(LayoutFields[int]):
 
     @property
     def recompute_text(self) -> str:
-        """Return what is recomputed, in words: `selective: core_attn`, `full, 3 a stage`."""
+        """Return what is recomputed, in words: `selective: core_attn`, `full, first 3 blocks of each stage`."""
         if self.selective_recompute:
             return f"{self.recompute}: {', '.join(self.recomputed_modules)}"
-        return str(self.recompute) + (f", {self.recompute_layers} a stage" if self.recompute_layers else "")
+        blocks = f", first {self.recompute_layers} blocks of each stage" if self.recompute_layers else ""
+        return f"{self.recompute}{blocks}"
 
     def __str__(self) -> str:
         """Return the fields that are not at their default, as people write them: `tp2 pp4 mbs1 dist-opt`."""

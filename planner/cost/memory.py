@@ -143,7 +143,7 @@ def rank_peak(
     state = state_bytes(params, experts, layout, precision, profile)
     library, saved = max(s.library for s in stages), [s.saved for s in stages]
     step = optimizer_step_bytes(params, experts, layout, profile)
-    cases = [("optimizer's step", 0, {"workspace": step, "logits": 0})]
+    cases = [("optimizer step", 0, {"workspace": step, "logits": 0})]
     for moment in moments:
         kept = sum(n * nbytes for n, nbytes in zip(moment.in_flight, saved, strict=True))
         workspace = 0 if moment.loss else max(s.workspace for s in stages)

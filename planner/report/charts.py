@@ -118,8 +118,8 @@ def _rank(rank: int, held: dict[str, int], whole: int, colour: dict[str, str], s
     return f"<i>{name}</i><div>{parts}</div><b>{filled}</b>"
 
 
-def _share(name: str, share: float, colour: str, said: str) -> str:
-    return f'<span style="width: {100 * share:.3f}%; background: {colour}" title="{escape(name)}: {said}"></span>'
+def _share(name: str, share: float, colour: str, amount: str) -> str:
+    return f'<span style="width: {100 * share:.3f}%; background: {colour}" title="{escape(name)}: {amount}"></span>'
 
 
 def pareto_front(plans: Sequence[Plan]) -> list[Plan]:
@@ -155,8 +155,8 @@ def scatter_plot(plans: Sequence[Plan]) -> str:
             ' role="img" '
             'aria-label="step time against memory">',
             *_grid(memory, seconds),
-            _name(f"peak memory, {size.name}", f"translate({(LEFT_MARGIN + PLOT_WIDTH) / 2:g} {PLOT_HEIGHT - 8:g})"),
-            _name(f"step time, {time.name}", f"translate(13 {(PLOT_HEIGHT - BOTTOM_MARGIN) / 2:g}) rotate(-90)"),
+            _title(f"peak memory, {size.name}", f"translate({(LEFT_MARGIN + PLOT_WIDTH) / 2:g} {PLOT_HEIGHT - 8:g})"),
+            _title(f"step time, {time.name}", f"translate(13 {(PLOT_HEIGHT - BOTTOM_MARGIN) / 2:g}) rotate(-90)"),
             f'<path class="front" d="{line}"/>',
             *reversed(dots),  # the best on top
             "</svg>",
@@ -164,8 +164,8 @@ def scatter_plot(plans: Sequence[Plan]) -> str:
     )
 
 
-def _name(said: str, where: str) -> str:
-    return f'<text transform="{where}" text-anchor="middle">{said}</text>'
+def _title(title: str, transform: str) -> str:
+    return f'<text transform="{transform}" text-anchor="middle">{title}</text>'
 
 
 def _dot(i: int, plan: Plan, points: Sequence[tuple[float, float]]) -> str:
@@ -173,10 +173,12 @@ def _dot(i: int, plan: Plan, points: Sequence[tuple[float, float]]) -> str:
     (x, y), size, time = points[i], memory_unit(plan), time_unit(plan)
     free = all(abs(x - a) > NUMBER_WIDTH or abs(y - b) > NUMBER_HEIGHT for a, b in points[:i]) and i < NUMBERED_PLANS
     seconds, nbytes = time.of(plan.predicted.step_seconds), size.of(peak_memory(plan))
-    said = f"{plan.layout}\n{seconds} {time.name} per step, {nbytes} {size.name}"
+    tooltip = f"{plan.layout}\n{seconds} {time.name} per step, {nbytes} {size.name}"
     number = f'<text x="{x:.1f}" y="{y + 4:.1f}">{i + 1}</text>' if free else ""
     kind, r = "plan" if i else "plan best", DOT_RADIUS if i < NUMBERED_PLANS else SMALL_DOT_RADIUS
-    return f'<g><title>{escape(said)}</title><circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{r:g}"/>{number}</g>'
+    return (
+        f'<g><title>{escape(tooltip)}</title><circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{r:g}"/>{number}</g>'
+    )
 
 
 def _stairs(points: Sequence[tuple[float, float]]) -> str:

@@ -120,7 +120,7 @@ def _named(rank: int, what: str, name: str, thread: int = 0) -> Iterator[dict[st
 def _complete(rank: int, thread: int, it: Slice, args: dict[str, int]) -> dict[str, Any]:
     """Return an event with its duration. Its end is rounded like a start, so that neighbours touch."""
     start = _micro(it.start)
-    took = round(_micro(it.end) - start, 3)
+    duration = round(_micro(it.end) - start, 3)
     return {
         "ph": "X",
         "pid": rank,
@@ -128,7 +128,7 @@ def _complete(rank: int, thread: int, it: Slice, args: dict[str, int]) -> dict[s
         "cat": "step",
         "name": it.name,
         "ts": start,
-        "dur": took,
+        "dur": duration,
         "args": args,
     }
 

@@ -116,17 +116,17 @@ def page_data(plan: Plan, g: Graph, priced: Priced) -> dict[str, Any]:
         "step": priced.seconds,
         "pp": layout.pp,
         "unit": unit,
-        "took": [round(s / unit) for s in (*timeline.forward, *reversed(timeline.backward))],
+        "durations": [round(s / unit) for s in (*timeline.forward, *reversed(timeline.backward))],
         "transfer": timeline.transfer,
         "blocking": layout.vpp == 1,
         "stages": [{"saved": part.saved, "holds": stage_contents(g.nodes[s.start : s.stop], g)} for s, part in stages],
         "tracks": [
             {
-                "bare": it.bare,
+                "fixed": it.bare,
                 "library": it.library,
                 "workspace": it.workspace,
                 "loss": it.loss,
-                "stepping": it.stepping,
+                "optimizer": it.stepping,
             }
             for it in held
         ],
@@ -135,7 +135,7 @@ def page_data(plan: Plan, g: Graph, priced: Priced) -> dict[str, Any]:
         "updates": [[(it.start, it.end) for it in row if it.name == "optimizer"] for row in after],
         "memory": plan.cluster.device.nbytes,
         "device": plan.cluster.device.name,
-        "tails": [[(_kind(it.name), it.start, it.end) for it in row] for row in after],
+        "endOfStep": [[(_kind(it.name), it.start, it.end) for it in row] for row in after],
         "drawn": EVENT_NAMES,
         "events": packed_events(timeline, unit),
         "map": {
@@ -150,19 +150,19 @@ def page_data(plan: Plan, g: Graph, priced: Priced) -> dict[str, Any]:
 
 
 def packed_events(timeline: Timeline, unit: float) -> str:
-    """Return the events of all ranks as three compressed tables: leg, micro-batch, and waiting time before the event.
+    """Return the events of all ranks as three compressed tables: pass, micro-batch, and waiting time before the event.
 
-    A micro-batch has two legs per stage: legs 0 to stages - 1 are forward passes, the others backward passes. Waiting
-    times are whole units, so that equal events have equal numbers and compress well.
+    A micro-batch has two passes per stage: passes 0 to stages - 1 are forward passes, the others backward passes.
+    Waiting times are whole units, so that equal events have equal numbers and compress well.
     """
     stages = len(timeline.forward)
-    took = np.array([round(s / unit) for s in (*timeline.forward, *reversed(timeline.backward))])
+    durations = np.array([round(s / unit) for s in (*timeline.forward, *reversed(timeline.backward))])
     table = []
     for events in timeline.events:
-        legs = np.array([2 * stages - 1 - s.stage if s.backward else s.stage for s, _, _ in events])
+        passes = np.array([2 * stages - 1 - s.stage if s.backward else s.stage for s, _, _ in events])
         starts = np.rint(np.array([start for _, start, _ in events]) / unit).astype(np.int64)
-        free = np.concatenate([[0], starts[:-1] + took[legs[:-1]]])
-        table.append((legs, np.array([s.microbatch for s, _, _ in events]), starts - free))
+        free = np.concatenate([[0], starts[:-1] + durations[passes[:-1]]])
+        table.append((passes, np.array([s.microbatch for s, _, _ in events]), starts - free))
     numbers = np.array(table).transpose(1, 0, 2).astype("<i4")
     return base64.b64encode(gzip.compress(numbers.tobytes(), mtime=0)).decode()
 
@@ -177,7 +177,7 @@ def _groups(layout: Layout) -> dict[str, communication.ProcessGroup]:
 def _sections(plan: Plan, g: Graph, priced: Priced, found: Found | None) -> Iterator[str]:
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in plan.reasons)
     yield (
-        f'<div class="beside"><section><h2>Why</h2>\n<ul>{reasons}</ul></section>\n'
+        f'<div class="columns"><section><h2>Why</h2>\n<ul>{reasons}</ul></section>\n'
         f"<section><h2>{breakdown_title(plan)}</h2>\n{charts.breakdown_html(plan)}</section></div>\n"
     )
     yield f"<h2>Timeline of each pipeline rank</h2>\n{_timeline(plan, priced)}\n"
@@ -198,9 +198,9 @@ def _sections(plan: Plan, g: Graph, priced: Priced, found: Found | None) -> Iter
 
 
 def _timeline(plan: Plan, priced: Priced) -> str:
-    there = {"forward", "backward", "wait"} | {_kind(it.name) for row in end_of_step_slices(priced) for it in row}
-    there |= {"send"} if plan.layout.vpp == 1 and plan.layout.pp > 1 else set()
-    kinds = charts.legend_html((said, f"var(--{kind})") for kind, said in EVENT_NAMES.items() if kind in there)
+    shown = {"forward", "backward", "wait"} | {_kind(it.name) for row in end_of_step_slices(priced) for it in row}
+    shown |= {"send"} if plan.layout.vpp == 1 and plan.layout.pp > 1 else set()
+    kinds = charts.legend_html((name, f"var(--{kind})") for kind, name in EVENT_NAMES.items() if kind in shown)
     lighter = "; later model chunks are lighter" if plan.layout.vpp > 1 else ""
     many = max(map(len, priced.timeline.starts)) > NARROW_EVENTS
     shares = (
@@ -217,7 +217,7 @@ def _timeline(plan: Plan, priced: Priced) -> str:
 
 
 def _kind(name: str) -> str:
-    return next(kind for kind, said in EVENT_NAMES.items() if said == name)
+    return next(kind for kind, text in EVENT_NAMES.items() if text == name)
 
 
 def _memory(plan: Plan) -> str:

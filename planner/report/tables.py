@@ -188,8 +188,8 @@ def stage_contents(nodes: Sequence[Node], graph: Graph) -> str:
 
 def _word_once(word: str, text: str) -> str:
     """Return the text without repetitions of a word or its plural after the first one."""
-    head, found, rest = text.partition(word)
-    return head + found + rest.replace(f"{word}s ", "").replace(f"{word} ", "")
+    head, first, rest = text.partition(word)
+    return head + first + rest.replace(f"{word}s ", "").replace(f"{word} ", "")
 
 
 def _layer_names(nodes: Sequence[Node]) -> str:

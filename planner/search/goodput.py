@@ -15,7 +15,7 @@ from megaloom.planner.contract.workload import Precision
 
 from .step_difference import format_seconds
 
-MANY_DEVICES = 1000  # devices from which on failures are told of
+MANY_DEVICES = 1000  # devices from which on reports include goodput
 # Until a failure is found and located: less than 10 minutes on average (MegaScale, arXiv:2402.15627, section 6).
 # What follows, reading the last checkpoint, is taken to be as quick as writing it.
 RECOVERY_SECONDS = 600.0
@@ -26,11 +26,11 @@ STATE_NBYTES = 12  # bytes of an element's master weight and two moments
 class Goodput:
     """Expected losses of a long run, and its checkpoints."""
 
-    share: float  # of the time, in which steps are made that last
-    failure_seconds: float  # from one to the next, on average
+    share: float  # of the time that makes lasting progress
+    failure_seconds: float  # mean time between failures
     checkpoint_nbytes: int
     checkpoint_seconds: float
-    every_steps: int  # a checkpoint, at best
+    every_steps: int  # best number of steps between checkpoints
     every_seconds: float
 
 
@@ -56,7 +56,7 @@ def goodput(params: int, precision: Precision, cluster: Cluster, step_seconds: f
 
 
 def checkpoint_interval(save: float, mean: float) -> float:
-    """Seconds of work between checkpoints at best.
+    """Return the best seconds of work between two checkpoints.
 
     Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
     Computer Systems 22 (2006), equation 37; its first term is J. W. Young's (CACM 17, 1974).
@@ -68,7 +68,7 @@ def checkpoint_interval(save: float, mean: float) -> float:
 
 
 def lasting_share(work: float, save: float, mean: float, restart: float) -> float:
-    """The share of the time that is work which lasts, if every `work` seconds a checkpoint is written.
+    """Return the share of the time whose progress lasts, if a checkpoint is written after every `work` seconds.
 
     Failures come at random, also while one is written or read. Source: Daly, equation 20.
     """
@@ -78,12 +78,13 @@ def lasting_share(work: float, save: float, mean: float, restart: float) -> floa
 
 
 def goodput_text(found: Goodput) -> str:
-    """Return the goodput as a sentence."""
-    terabytes = found.checkpoint_nbytes / 1e12
+    """Return the goodput and the best checkpoint interval as two sentences."""
+    size, unit = (1e12, "TB") if found.checkpoint_nbytes >= 1e12 else (1e9, "GB")
     return (
-        f"goodput {found.share:.1%}: a failure about every {_long(found.failure_seconds)}; a checkpoint of "
-        f"{terabytes:.3g} TB takes {format_seconds(found.checkpoint_seconds)}, best every {found.every_steps:,} steps "
-        f"({_long(found.every_seconds)})"
+        f"{found.share:.1%} of the time makes progress that lasts (goodput), with a failure about every "
+        f"{_long(found.failure_seconds)}. A checkpoint every {found.every_steps:,} steps "
+        f"({_long(found.every_seconds)}) is best; it has {found.checkpoint_nbytes / size:.3g} {unit} "
+        f"and takes {format_seconds(found.checkpoint_seconds)}."
     )
 
 

@@ -28,13 +28,13 @@ from .candidate_space import FixedAxes
 from .suggestions import changes_text, legal_changes
 
 HEADINGS = {
-    Owner.CORE: "megatron-core 0.16.1 refuses, or fails at the place that is said",
-    Owner.CALLERS: "megatron-core leaves to its callers",
-    Owner.PLANNER: "megatron-core takes, and the planner refuses for the reason that is said",
+    Owner.CORE: "megatron-core 0.16.1 refuses, or fails at the source line in brackets",
+    Owner.CALLERS: "megatron-core leaves to its callers, who are named in brackets",
+    Owner.PLANNER: "megatron-core accepts, but the planner refuses, for the reason in brackets",
     Owner.EXPORTS: (
-        "megatron-core takes, and computes wrong gradients: the runtime mends that, exports to it are refused"
+        "megatron-core accepts, but computes wrong gradients: our runtime corrects them, exports are refused"
     ),
-    Owner.RUNTIME: "planned for other programs; `megaloom train` does not run it for the reason that is said",
+    Owner.RUNTIME: "plans for other programs may have it, `megaloom train` cannot run it, for the reason in brackets",
 }
 WIDTH = 116
 ALL_RULES = (*RANGE_RULES, *RULES, *EXPORT_RULES, *RUNTIME_RULES)
@@ -48,7 +48,7 @@ def rules_text() -> str:
 
 
 def _rule_text(rule: Rule, margin: int) -> str:
-    lines = (f"{rule.id:<{margin - 2}}{rule.sentence}", f"{'':<{margin - 2}}instead: {rule.fix} [{rule.source}]")
+    lines = (f"{rule.id:<{margin - 2}}{rule.sentence}", f"{'':<{margin - 2}}fix: {rule.fix} [{rule.source}]")
     return "\n".join(fill(line, WIDTH, initial_indent="  ", subsequent_indent=" " * margin) for line in lines)
 
 
@@ -70,21 +70,21 @@ def lint_json(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAx
     """Return as JSON the rules that a layout breaks, its limits at runtime, and all rules."""
     case = (_layout(graph, cluster, workload, fixed), graph, workload, cluster)
     lists = {"violations": violations, "limits": runtime_violations, "wrong": export_violations}
-    return {**{name: [asdict(each) for each in asked(*case)] for name, asked in lists.items()}, "rules": rules_json()}
+    return {**{name: [asdict(each) for each in check(*case)] for name, check in lists.items()}, "rules": rules_json()}
 
 
 def rules_json() -> list[dict[str, str]]:
     """Return every rule as JSON."""
-    told = ("id", "sentence", "fix", "owner", "source")
-    return [{name: getattr(rule, name) for name in told} for rule in ALL_RULES]
+    fields = ("id", "sentence", "fix", "owner", "source")
+    return [{name: getattr(rule, name) for name in fields} for rule in ALL_RULES]
 
 
 def _layout(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> Layout:
-    """The layout of these degrees; dp, if not given, takes what is left, and sequences are divided if that mends it."""
+    """Return the layout with these fields. If free, dp takes the rest of the devices, and sp is on if that is legal."""
     layout = Layout(**fixed)
     if "dp" not in fixed:
         layout = Layout(**{**fixed, "dp": max(1, cluster.count // max(1, layout.tp * layout.pp * layout.cp))})
     if "sequence_parallel" in fixed:
         return layout
-    either = (layout, evolve(layout, sequence_parallel=True))
-    return min(either, key=lambda x: len(violations(x, graph, workload, cluster)))
+    choices = (layout, evolve(layout, sequence_parallel=True))
+    return min(choices, key=lambda x: len(violations(x, graph, workload, cluster)))

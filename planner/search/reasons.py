@@ -74,7 +74,9 @@ def _wins(best: Priced, quickest: Priced, others: Sequence[Priced], legal: int) 
         return f"{took}: the only one of {legal:,} legal layouts that fits the memory."
     least = f", the fastest of {legal:,} legal layouts"
     if quickest.seconds < best.seconds:
-        least = f". {quickest.layout} is within 0.1% and less simple; no other of {legal:,} legal layouts is faster"
+        least = (
+            f". {quickest.layout} is up to 0.1% faster but less simple; no other of {legal:,} legal layouts is faster"
+        )
     next_ = min(others, key=lambda priced: priced.seconds)
     if next_.seconds <= best.seconds:
         return f"{took}{least}."

@@ -30,8 +30,8 @@ from .goodput import MANY_DEVICES, goodput
 from .pricing import Pricer
 from .search import search
 
-MEMORY_STEP = 0.8  # times the memory of a layout, that of the next leaner one at the most
-BAR_WIDTH = 24  # characters of the quickest row's bar
+MEMORY_STEP = 0.8  # memory limit of the next layout of a Pareto front, as a share of the memory of the last one
+BAR_WIDTH = 24  # characters of the longest bar
 
 
 @frozen
@@ -43,16 +43,21 @@ class ScalingPoint:
 
 
 def clusters_in_range(text: str) -> tuple[Cluster, ...]:
-    """The clusters that `8..4096xH100` names, each twice the one before, or the one that `64xH100` does."""
+    """Return the clusters that `8..4096xH100` names, each twice as large as the one before; one for `64xH100`.
+
+    Raises UserError for a text that is no range of at least one device.
+    """
     if not is_row(text):
         return (cluster(text),)
     found = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*(.*)", text, re.DOTALL)
     if not found:
-        raise UserError(f"{text!r} is no row of clusters_in_range\nsay it as 8..4096xH100")
+        raise UserError(f"`--gpus {text}` is not a range of clusters\nwrite it as 8..4096xH100")
     low, high = int(found[1]), int(found[2])
     if not 1 <= low <= high:
-        wrong = f"goes from {low} to {high} devices"
-        raise UserError(f"{text!r} {wrong}\nsay at least 1, and the smaller number first: 8..4096xH100")
+        raise UserError(
+            f"`--gpus {text}` is a range from {low} to {high} devices\n"
+            "begin it with the smaller number, at least 1: 8..4096xH100"
+        )
     counts, kind = [], found[3] or "xH100"
     while low <= high:
         counts.append(low)
@@ -99,9 +104,9 @@ def _best(pricer: Pricer, fixed: FixedAxes) -> Priced | None:
 
 
 def scaling_table(found: Sequence[ScalingPoint], params: int) -> Table:
-    """A line for each cluster; the bars are tokens a second of a device, the longest that of the quickest.
+    """Return the table of the best layouts, one row per cluster, with bars of tokens per second per device.
 
-    Where there are many devices, also what of that lasts when they fail, and the steps between checkpoints.
+    With MANY_DEVICES or more, it has the goodput and the number of steps between checkpoints too.
     """
     out = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     many = any(p.cluster.count >= MANY_DEVICES for p in found)
@@ -114,14 +119,14 @@ def scaling_table(found: Sequence[ScalingPoint], params: int) -> Table:
             dashes = [Text("-")] * (6 + len(lasting))
             out.add_row(Text(str(point.cluster)), *dashes, Text(""), Text("no layout is legal and fits"))
             continue
-        said, each = point.best.prediction, point.best.prediction.tokens_per_second_per_device
+        prediction, each = point.best.prediction, point.best.prediction.tokens_per_second_per_device
         cells = (
             str(point.cluster),
             str(point.best.partition.problem.job.workload.batch),
-            f"{said.step_seconds:.3g}",
+            f"{prediction.step_seconds:.3g}",
             f"{each * point.cluster.count:,.0f}",
             f"{each:,.0f}",
-            f"{said.mfu:.1%}",
+            f"{prediction.mfu:.1%}",
             f"{max(point.best.partition.peaks) / GiB:.1f}",
             *(_lasting(point.cluster, point.best, params) if many else ()),
             "#" * round(BAR_WIDTH * each / most),

@@ -70,12 +70,18 @@ def rank_moments(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0
     """Return the moments at which the memory of `rank` may be largest: starts of backward passes, and losses."""
     moments = []
     for in_flight, (i, chunk) in backward_moments(rank, pp, vpp, microbatches, group).items():
-        name = f"backward of micro-batch {i}" + (f", chunk {chunk}" if vpp > 1 else "")
-        moments.append(Moment(name, in_flight))
+        moments.append(Moment(_backward_start(i, chunk, vpp), in_flight))
     if rank == pp - 1:
         for in_flight, i in loss_moments(pp, vpp, microbatches, group).items():
             moments.append(Moment(f"loss of micro-batch {i}", in_flight, loss=True))
     return moments
+
+
+def _backward_start(microbatch: int, chunk: int, vpp: int) -> str:
+    """Return the name of the moment at which a backward pass of a rank begins."""
+    numbers = f"micro-batch {microbatch}" + (f", model chunk {chunk}" if vpp > 1 else "")
+    first = (microbatch, chunk) == (0, vpp - 1)
+    return f"start of the first backward pass ({numbers})" if first else f"start of the backward pass of {numbers}"
 
 
 @lru_cache(maxsize=4096)

@@ -1,13 +1,13 @@
-// Everything is there: read the steps, draw, and listen.
+// Unpack the events, draw, and listen to the mouse and the keyboard.
 "use strict";
 async function begin() {
-  ranks = await unpacked();
+  ranks = await unpack();
   peak = ranks.map(rank => rank.most).reduce((a, b) => b.level > a.level ? b : a);
   chosen = peak.rank;
   const timeline = document.getElementById("timeline"), memory = document.getElementById("memory");
   const rowOf = event => clamp(Math.floor((event.offsetY - TOP) / rowHeight()), 0, plan.pp - 1);
-  listen(timeline, (event, t) => event.offsetX < LEFT || event.offsetY > TOP + rowHeight() * plan.pp ? "" : doing(rowOf(event), t));
-  listen(memory, (event, t) => event.offsetX < LEFT ? "" : filled(clamp(t, 0, plan.step)));
+  listen(timeline, (event, t) => event.offsetX < LEFT || event.offsetY > TOP + rowHeight() * plan.pp ? "" : activityText(rowOf(event), t));
+  listen(memory, (event, t) => event.offsetX < LEFT ? "" : memoryText(clamp(t, 0, plan.step)));
   timeline.addEventListener("click", event => { chosen = rowOf(event); draw(); });
   for (const [id, factor] of [["in", 0.5], ["out", 2], ["whole", 1e9]]) {
     document.getElementById("zoom-" + id).addEventListener("click", () => zoom(factor));

@@ -1,5 +1,5 @@
-// What the drawings share: the page's data, the stretch of time that is looked at, canvases, the box at the mouse.
-// `plan` is the data: times of steps in units of `plan.unit` seconds, everything else in seconds and bytes.
+// Shared by all drawings: the page's data, the visible time range, canvases, and the box at the mouse.
+// `plan` is the data: durations of passes in units of `plan.unit` seconds, everything else in seconds and bytes.
 "use strict";
 const plan = JSON.parse(document.getElementById("plan").textContent);
 const tip = document.getElementById("tip");
@@ -10,8 +10,8 @@ let ranks = [], chosen = 0, peak = {level: 0};
 
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
-const isBackward = leg => leg >= stages;
-const stageOf = leg => isBackward(leg) ? 2 * stages - 1 - leg : leg;
+const isBackward = pass => pass >= stages;
+const stageOf = pass => isBackward(pass) ? 2 * stages - 1 - pass : pass;
 const count = n => n.toLocaleString("en");
 
 function duration(seconds) {
@@ -23,8 +23,8 @@ function size(nbytes) {
   return nbytes >= GiB ? (nbytes / GiB).toFixed(1) + " GiB" : (nbytes / 2 ** 20).toFixed(1) + " MiB";
 }
 
-// Each rank's steps: three rows of numbers a rank (leg, micro-batch, wait before it), compressed.
-async function unpacked() {
+// Return the passes of each rank, from three compressed tables: pass, micro-batch, and the wait before it.
+async function unpack() {
   const bytes = Uint8Array.from(atob(plan.events), c => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   const numbers = new Int32Array(await new Response(stream).arrayBuffer());
@@ -33,39 +33,39 @@ async function unpacked() {
   return Array.from({length: plan.pp}, (_, rank) => timed(rank, rows(0, rank), rows(1, rank), rows(2, rank)));
 }
 
-function timed(rank, leg, microbatch, wait) {
-  const n = leg.length, start = new Float64Array(n), end = new Float64Array(n);
+function timed(rank, pass, microbatch, wait) {
+  const n = pass.length, start = new Float64Array(n), end = new Float64Array(n);
   const moment = new Float64Array(2 * (n + plan.updates[rank].length)), level = new Float64Array(moment.length);
-  let now = 0, kept = 0, points = 0, most = {level: 0, moment: 0, rank};
-  const hold = (at, comes) => {
+  let now = 0, saved = 0, points = 0, most = {level: 0, moment: 0, rank};
+  const hold = (at, transient) => {
     moment[points] = at;
-    level[points] = holding(rank, comes);
+    level[points] = holding(rank, transient);
     if (level[points] > most.level) most = {level: level[points], moment: at, rank};
     points++;
   };
   for (let k = 0; k < n; k++) {
     start[k] = (now += wait[k]) * plan.unit;
-    end[k] = (now += plan.took[leg[k]]) * plan.unit;
-    const keeps = plan.stages[stageOf(leg[k])].saved;
-    hold(start[k], isBackward(leg[k]) ? kept + plan.tracks[rank].workspace : kept + keeps);
-    kept += isBackward(leg[k]) ? -keeps : keeps;
-    hold(end[k], leg[k] === stages - 1 ? kept + plan.tracks[rank].loss : kept);
+    end[k] = (now += plan.durations[pass[k]]) * plan.unit;
+    const activations = plan.stages[stageOf(pass[k])].saved;
+    hold(start[k], isBackward(pass[k]) ? saved + plan.tracks[rank].workspace : saved + activations);
+    saved += isBackward(pass[k]) ? -activations : activations;
+    hold(end[k], pass[k] === stages - 1 ? saved + plan.tracks[rank].loss : saved);
   }
   for (const [from, to] of plan.updates[rank]) {
-    hold(from, plan.tracks[rank].stepping);
+    hold(from, plan.tracks[rank].optimizer);
     hold(to, 0);
   }
-  const longest = Math.max(...[...new Set(leg)].map(one => plan.took[one])) * plan.unit;
-  return {leg, microbatch, start, end, moment, level, most, longest, tails: plan.tails[rank]};
+  const longest = Math.max(...[...new Set(pass)].map(one => plan.durations[one])) * plan.unit;
+  return {pass, microbatch, start, end, moment, level, most, longest, endOfStep: plan.endOfStep[rank]};
 }
 
-// All that a rank holds when so many bytes are there that come and go (moments.py, Track.level).
-function holding(rank, comes) {
-  const {bare, library} = plan.tracks[rank], passing = comes + library;
-  return bare + passing + Math.floor(plan.allocator * passing);
+// Return the memory of a rank with so many bytes of activations and transient memory (memory_timeline.py, Track.level).
+function holding(rank, transient) {
+  const {fixed, library} = plan.tracks[rank], variable = transient + library;
+  return fixed + variable + Math.floor(plan.allocator * variable);
 }
 
-// The index of the last of these sorted numbers that is not above `x`; -1 if there is none.
+// Return the index of the last of these sorted numbers that is at most `x`; -1 if all are larger.
 function last(numbers, x) {
   let low = 0, high = numbers.length;
   while (low < high) {
@@ -102,8 +102,8 @@ function timeAxis({pen, x, room}, top, height) {
     pen.fillStyle = colour("rule");
     pen.fillRect(x(i * step), top, 1, height);
     pen.fillStyle = colour("dim");
-    const said = (i * step * scale).toFixed(digits), at = clamp(x(i * step), LEFT + 10, LEFT + room - 16);
-    pen.fillText(i * step + step > view.to ? `${said} ${unit}` : said, at, top + height + 13);
+    const text = (i * step * scale).toFixed(digits), at = clamp(x(i * step), LEFT + 10, LEFT + room - 16);
+    pen.fillText(i * step + step > view.to ? `${text} ${unit}` : text, at, top + height + 13);
   }
 }
 
@@ -126,23 +126,23 @@ function zoom(factor, at = (view.from + view.to) / 2) {
 const timeAt = (element, event) =>
   view.from + (event.offsetX - LEFT) / (element.clientWidth - LEFT - RIGHT) * (view.to - view.from);
 
-function show(event, said) {
-  tip.hidden = !said;
-  tip.textContent = said || "";
+function show(event, text) {
+  tip.hidden = !text;
+  tip.textContent = text || "";
   const {offsetWidth: wide, offsetHeight: high} = tip;
   tip.style.left = Math.max(4, event.clientX + 14 + wide > innerWidth ? event.clientX - wide - 14 : event.clientX + 14) + "px";
   tip.style.top = Math.max(4, event.clientY + 14 + high > innerHeight ? event.clientY - high - 14 : event.clientY + 14) + "px";
 }
 
-function listen(element, say) {
-  let held = null;
-  element.addEventListener("pointerdown", event => held = {x: event.offsetX, ...view, moved: false});
-  window.addEventListener("pointerup", () => held = null);
+function listen(element, describe) {
+  let drag = null;
+  element.addEventListener("pointerdown", event => drag = {x: event.offsetX, ...view, moved: false});
+  window.addEventListener("pointerup", () => drag = null);
   element.addEventListener("pointerleave", event => show(event, ""));
   element.addEventListener("pointermove", event => {
-    if (!held) return show(event, say(event, timeAt(element, event)));
-    const by = (event.offsetX - held.x) / (element.clientWidth - LEFT - RIGHT) * (held.to - held.from);
-    move(held.from - by, held.to - by);
+    if (!drag) return show(event, describe(event, timeAt(element, event)));
+    const by = (event.offsetX - drag.x) / (element.clientWidth - LEFT - RIGHT) * (drag.to - drag.from);
+    move(drag.from - by, drag.to - by);
   });
   element.addEventListener("wheel", event => {
     if (!event.ctrlKey && !event.metaKey) return;  // the page scrolls

@@ -1,4 +1,4 @@
-// Which devices of which node work together: each device in the colour of its group along the axis that is chosen.
+// Draw every device of every node in the colour of its process group along the chosen axis.
 "use strict";
 (() => {
   const {count: world, shown, perNode, axes} = plan.map, LABEL = 15, GAP = 10, INSET = 4;
@@ -7,24 +7,24 @@
 
   // A group's ranks are `stride` apart; the groups are counted in the order of their first ranks.
   const groupOf = (rank, {size, stride}) => Math.floor(rank / (size * stride)) * stride + rank % stride;
-  const placeOf = (rank, {size, stride}) => Math.floor(rank / stride) % size;
+  const positionOf = (rank, {size, stride}) => Math.floor(rank / stride) % size;
   const firstOf = (rank, {size, stride}) => Math.floor(rank / (size * stride)) * size * stride + rank % stride;
 
-  // Pipeline ranks go from one end of the colours to the other; groups take the next of them in turn.
+  // Return the colour of a device: a gradient over pipeline ranks, distinct colours for the groups of other axes.
   function paint(rank) {
     const it = axes[axis];
-    if (it.name === "pp") return `hsl(${210 + 130 * placeOf(rank, it) / Math.max(1, it.size - 1)} 60% 58%)`;
+    if (it.name === "pp") return `hsl(${210 + 130 * positionOf(rank, it) / Math.max(1, it.size - 1)} 60% 58%)`;
     const n = groupOf(rank, it), groups = world / it.size;
     return groups <= 12 ? `hsl(${360 * n / groups + 210} 58% 60%)` : `hsl(${(n * 137.508 + 210) % 360} 55% ${56 + 7 * (n % 3)}%)`;
   }
 
-  // Black or white, whichever is read better on this colour, which a canvas gives back as #rrggbb.
+  // Return black or white, the more legible one on this colour (#rrggbb).
   function legible(hex) {
     const [red, green, blue] = hex.match(/\w\w/g).map(part => parseInt(part, 16));
     return 0.299 * red + 0.587 * green + 0.114 * blue > 140 ? "#1f2328" : "#ffffff";
   }
 
-  // How large a device is drawn, so that all of them have room.
+  // Return the size of a drawn device and of its node, so that all nodes fit.
   function plot() {
     const wide = element.clientWidth, nodes = Math.ceil(shown / perNode);
     const columns = [8, 9, 6, 4, 3, 2].find(n => perNode % n === 0 && n < perNode) || Math.min(perNode, 16), rows = Math.ceil(perNode / columns);
@@ -87,11 +87,12 @@
     return across < p.across && 0 <= x && x < p.columns && 0 <= y && device < perNode && rank < shown ? rank : -1;
   }
 
-  function said(rank) {
+  // Return the text about a device and its group.
+  function describe(rank) {
     const it = axes[axis], first = firstOf(rank, it), members = Array.from({length: Math.min(it.size, 8)}, (_, i) => first + i * it.stride);
     const more = it.size > 8 ? `, … ${first + (it.size - 1) * it.stride}` : "";
-    const places = axes.map(a => `${a.name} ${placeOf(rank, a)}`).join(", ");
-    return `rank ${rank}: device ${rank % perNode} of node ${Math.floor(rank / perNode)}\n${places}\nits ${it.name} group: ${members.join(", ")}${more}`;
+    const positions = axes.map(a => `${a.name} ${positionOf(rank, a)}`).join(", ");
+    return `rank ${rank}: device ${rank % perNode} of node ${Math.floor(rank / perNode)}\n${positions}\n${it.name} group: ${members.join(", ")}${more}`;
   }
 
   const buttons = [...document.querySelectorAll("button[data-axis]")];
@@ -106,7 +107,7 @@
       under = rank;
       drawMap();
     }
-    show(event, rank < 0 ? "" : said(rank));
+    show(event, rank < 0 ? "" : describe(rank));
   });
   element.addEventListener("pointerleave", event => {
     under = -1;

@@ -1,13 +1,13 @@
-// The memory of every pipeline rank over the step; below the curve of the rank that is chosen, what comes and goes.
+// Draw the memory of every pipeline rank over the step. Under the curve of the chosen rank, the area is filled.
 "use strict";
 const hue = rank => `hsl(${210 + 130 * rank / Math.max(1, plan.pp - 1)} 65% 52%)`;
 
 function drawMemory() {
-  const high = 260, sheet = canvas("memory", high + AXIS), {pen, x, room, width} = sheet;
+  const high = 260, drawing = canvas("memory", high + AXIS), {pen, x, room} = drawing;
   const top = peak.level > 0.4 * plan.memory ? Math.max(plan.memory, peak.level) : peak.level;
   const y = nbytes => high - nbytes / (1.08 * top) * (high - 6);
   const unit = top >= GiB ? GiB : 2 ** 20, step = ticks(top / unit, 3.2 * high);
-  timeAxis(sheet, 0, high);
+  timeAxis(drawing, 0, high);
   pen.textAlign = "right";
   for (let n = 0; n * unit <= 1.04 * top; n += step) {
     pen.fillStyle = colour("rule");
@@ -19,28 +19,36 @@ function drawMemory() {
   pen.beginPath();
   pen.rect(LEFT, 0, room, high);
   pen.clip();
-  area(sheet, y, ranks[chosen], high);
-  for (let rank = 0; rank < plan.pp; rank++) if (rank !== chosen) curve(sheet, y, rank, plan.pp > 16 ? 0.6 : 1);
-  curve(sheet, y, chosen, 2.25);
-  if (plan.memory <= top) edge(sheet, y(plan.memory), `${plan.device}: ${size(plan.memory)}`);
+  area(drawing, y, ranks[chosen], high);
+  for (let rank = 0; rank < plan.pp; rank++) if (rank !== chosen) curve(drawing, y, rank, plan.pp > 16 ? 0.6 : 1);
+  curve(drawing, y, chosen, 2.25);
+  if (plan.memory <= top) limit(drawing, y(plan.memory), `${plan.device}: ${size(plan.memory)}`);
   pen.fillStyle = colour("ink");
   pen.beginPath();
   pen.arc(x(peak.moment), y(peak.level), 4, 0, 7);
   pen.fill();
   pen.restore();
   if (peak.moment < view.from || peak.moment > view.to) return;
-  const said = `peak ${size(peak.level)}` + (plan.pp > 1 ? `, rank ${peak.rank}` : "") + `, ${plan.moments[peak.rank]}`, half = pen.measureText(said).width / 2 + 5;
-  const at = clamp(x(peak.moment), LEFT + half, width - RIGHT - half), down = y(peak.level) + 17;
+  label(drawing, y(peak.level) + 17);
+}
+
+// Write the peak memory and its moment below the peak; without the moment if that does not fit.
+function label({pen, x, room, width}, middle) {
+  const short = `peak ${size(peak.level)}` + (plan.pp > 1 ? `, rank ${peak.rank}` : "");
+  const full = `${short}: ${plan.moments[peak.rank]}`, text = pen.measureText(full).width + 10 > room ? short : full;
+  const half = pen.measureText(text).width / 2 + 5;
+  const center = clamp(x(peak.moment), LEFT + half, width - RIGHT - half);
   pen.fillStyle = colour("paper");
   pen.globalAlpha = 0.85;
-  pen.fillRect(at - half, down - 9, 2 * half, 18);
+  pen.fillRect(center - half, middle - 9, 2 * half, 18);
   pen.globalAlpha = 1;
   pen.fillStyle = colour("ink");
   pen.textAlign = "center";
-  pen.fillText(said, at, down);
+  pen.fillText(text, center, middle);
 }
 
-function edge({pen, room}, y, said) {
+// Draw the memory of a device as a dashed line.
+function limit({pen, room}, y, text) {
   pen.strokeStyle = pen.fillStyle = colour("alarm");
   pen.setLineDash([4, 3]);
   pen.beginPath();
@@ -49,10 +57,10 @@ function edge({pen, room}, y, said) {
   pen.stroke();
   pen.setLineDash([]);
   pen.textAlign = "left";
-  pen.fillText(said, LEFT + 6, y - 9);
+  pen.fillText(text, LEFT + 6, y - 9);
 }
 
-// The points of a rank's memory; of those in one column of pixels the first, the lowest, the highest and the last.
+// Visit the points of a rank's memory curve: the first, lowest, highest and last point of each pixel column.
 function outline({x}, rank, visit) {
   const r = ranks[rank];
   let k = last(r.moment, view.from), column = x(view.from), level = levelAt(rank, view.from), low = level, high = level;
@@ -71,26 +79,26 @@ function outline({x}, rank, visit) {
   visit(x(Math.min(view.to, plan.step)), level);
 }
 
-function curve(sheet, y, rank, wide) {
-  const {pen} = sheet;
+function curve(drawing, y, rank, wide) {
+  const {pen} = drawing;
   pen.strokeStyle = hue(rank);
   pen.lineWidth = wide;
   pen.beginPath();
-  outline(sheet, rank, (at, level) => pen.lineTo(at, y(level)));
+  outline(drawing, rank, (at, level) => pen.lineTo(at, y(level)));
   pen.stroke();
   pen.lineWidth = 1;
 }
 
-// Below the curve of the chosen rank: what it holds all the time, and above that what comes and goes.
-function area(sheet, y, rank, high) {
-  const {pen, x} = sheet, base = y(holding(chosen, 0)), right = x(Math.min(view.to, plan.step));
+// Fill the area under the curve of the chosen rank: memory that stays in grey, transient memory in its colour.
+function area(drawing, y, rank, high) {
+  const {pen, x} = drawing, base = y(holding(chosen, 0)), right = x(Math.min(view.to, plan.step));
   pen.fillStyle = colour("wait");
   pen.fillRect(x(0), base, right - x(0), high - base);
   pen.fillStyle = hue(chosen);
   pen.globalAlpha = 0.22;
   pen.beginPath();
   pen.moveTo(x(view.from), base);
-  outline(sheet, chosen, (at, level) => pen.lineTo(at, y(level)));
+  outline(drawing, chosen, (at, level) => pen.lineTo(at, y(level)));
   pen.lineTo(right, base);
   pen.fill();
   pen.globalAlpha = 1;
@@ -101,7 +109,8 @@ const levelAt = (rank, t) => {
   return k < 0 ? holding(rank, 0) : ranks[rank].level[k];
 };
 
-function filled(t) {
-  const rest = holding(chosen, 0), comes = levelAt(chosen, t) - rest, who = plan.pp > 1 ? `rank ${chosen} ` : "";
-  return `${who}at ${duration(t)}: ${size(comes + rest)}\n${size(comes)} that comes and goes, ${size(rest)} throughout`;
+// Return the text about the memory of the chosen rank at time t.
+function memoryText(t) {
+  const fixed = holding(chosen, 0), transient = levelAt(chosen, t) - fixed, who = plan.pp > 1 ? `rank ${chosen} ` : "";
+  return `${who}at ${duration(t)}: ${size(transient + fixed)}\n${size(fixed)} for the whole step, ${size(transient)} activations and transient memory`;
 }

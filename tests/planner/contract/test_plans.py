@@ -121,7 +121,7 @@ def example() -> Plan:
             bubble=0.2,
             breakdown={"compute": 0.4, "bubble": 0.1},
             nbytes=({"weights": 10}, {"weights": 20}),
-            moments=("backward of micro-batch 0", "loss of micro-batch 0"),
+            moments=("start of the first backward pass (micro-batch 0)", "loss of micro-batch 0"),
         ),
         reasons=("it is an example",),
     )

@@ -90,17 +90,20 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
         memory.StageMemory(1, 0, n, workspace, library, loss if ends and chunk == vpp - 1 else 0)
         for chunk, n in enumerate(saved)
     ]
-    kept, alive = 0, {"optimizer's step": library + vpp * OWN.optimizer.step_held_nbytes}
+    kept, alive = 0, {"optimizer step": library + vpp * OWN.optimizer.step_held_nbytes}
     for step in timeline.rank_order(rank, pp, vpp, m, group):
-        name = f"of micro-batch {step.microbatch}"
+        name = f"micro-batch {step.microbatch}"
         if step.backward:
-            said = f"backward {name}" + (f", chunk {step.stage // pp}" if vpp > 1 else "")
-            alive[said] = kept + workspace + library
+            chunk = step.stage // pp
+            numbers = name + (f", model chunk {chunk}" if vpp > 1 else "")
+            first = (step.microbatch, chunk) == (0, vpp - 1)
+            moment = f"first backward pass ({numbers})" if first else f"backward pass of {numbers}"
+            alive[f"start of the {moment}"] = kept + workspace + library
             kept -= saved[step.stage // pp]
         else:
             kept += saved[step.stage // pp]
             if step.stage == pp * vpp - 1:
-                alive[f"loss {name}"] = kept + loss + library
+                alive[f"loss of {name}"] = kept + loss + library
     moments = schedule.rank_moments(rank, pp, vpp, m, group)
     found = memory.rank_peak(parts, moments, layout, Precision.BF16, 0)
     passing = sum(found.held[what] for what in ("activations", "workspace", "logits"))
@@ -207,7 +210,7 @@ def test_memory_as_our_runtime_takes_it(name: str, seq: int, batch: int, layout:
     said = measured_memory.held_bytes(found.prediction.nbytes[0], "allocated") / GiB
     (moment,) = found.prediction.moments
     step = name == "mixtral" and layout.micro_batch == 1
-    assert moment == ("optimizer's step" if step else "loss of micro-batch 0")
+    assert moment == ("optimizer step" if step else "loss of micro-batch 0")
     # The optimizers of dense weights and of experts step one after the other; what both need is counted.
     assert abs(said / gib - 1) < (0.025 if step else 0.003)
 

@@ -141,7 +141,7 @@ def test_the_scripts_read_the_timeline(chunked: tuple[Found, Model]) -> None:
         for leg, microbatch, wait, (step, start, end) in zip(*numbers[:, rank], events, strict=True):
             now += int(wait)
             assert now * told["unit"] == pytest.approx(start, abs=told["unit"])
-            now += told["took"][leg]
+            now += told["durations"][leg]
             assert now * told["unit"] == pytest.approx(end, abs=2 * told["unit"])
             assert (step.stage, step.backward) == ((2 * stages - 1 - leg, True) if leg >= stages else (leg, False))
             assert step.microbatch == microbatch
@@ -302,6 +302,7 @@ def test_the_picture_is_the_timeline(look: Callable[..., dict[str, Any]], plain:
         assert said.startswith(f"rank {rank}: {way} of micro-batch {step.microbatch}\n")
         assert f"{1e3 * (end - start):.2f} ms, from " in said
     assert waits[0] == "wait" and waits[1].startswith("rank 3: waits")
-    assert re.match(r"rank 0 at .*: [\d.]+ GiB\n[\d.]+ GiB that comes and goes, [\d.]+ GiB throughout", seen["memory"])
-    assert seen["device"] == "rank 0: device 0 of node 0\npp 0\nits pp group: 0, 1, 2, 3"
+    parts = r"[\d.]+ GiB for the whole step, [\d.]+ GiB activations and transient memory"
+    assert re.match(rf"rank 0 at .*: [\d.]+ GiB\n{parts}", seen["memory"])
+    assert seen["device"] == "rank 0: device 0 of node 0\npp 0\npp group: 0, 1, 2, 3"
     assert seen["pressed"] == ["pp"]

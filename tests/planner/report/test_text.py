@@ -58,7 +58,7 @@ def made(layout: Layout, bounds: tuple[int, ...], breakdown: dict[str, float]) -
             bubble=0.1,
             breakdown=breakdown,
             nbytes=tuple({"weights": (1 + r) << 30, "activations": (9 - r) << 29} for r in range(layout.pp)),
-            moments=("backward of micro-batch 0",) * layout.pp,
+            moments=("start of the first backward pass (micro-batch 0)",) * layout.pp,
         ),
         reasons=("A first reason [with brackets].", "A second."),
     )
@@ -108,8 +108,8 @@ rank  forward  backward   params  layers
 
 Peak memory of each pipeline rank, in GiB
 rank weights activations total peak at
-   0     1.0         4.5   5.5 backward of micro-batch 0
-   1     2.0         4.0   6.0 backward of micro-batch 0
+   0     1.0         4.5   5.5 start of the first backward pass (micro-batch 0)
+   1     2.0         4.0   6.0 start of the first backward pass (micro-batch 0)
 
 Next best layouts
 TP PP VP CP EP DP MBS SP recompute dist-opt s/step   MFU GiB difference
