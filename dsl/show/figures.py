@@ -1,8 +1,7 @@
-"""What each node of a model costs, such that all of them add up to the model.
+"""Parameters, FLOPs and saved activations of each node of a model. Their sums are the figures of the model.
 
-What several nodes have in common is counted in one of them: in the first, or, if they lie in several iterations of a
-repeat, where no iteration has more of it than the next. For a saved tensor that is the node that makes it; a weight
-then belongs to none of them and is listed apart.
+A weight or saved tensor that several nodes share is counted once, at its first reader. If the readers lie in different
+iterations of a repeat, a saved tensor is counted at the node that computes it, and a weight is listed separately.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from megaloom.dsl.dims import NBYTES, Sizes
 from megaloom.dsl.facts.costs import Costs, Saved
 from megaloom.dsl.graph import Graph, Node, Slot
 
-Path = tuple[int, ...]  # the iterations of repeats around a node, outermost first
+RepeatPath = tuple[int, ...]  # identifies the iterations of repeats around a node, outermost first
 
 
 @frozen
 class Figures:
-    """Parameters, FLOPs by pass, and the elements and bytes that are kept for the backward pass."""
+    """Parameters, FLOPs of each pass, and elements and bytes saved for the backward pass."""
 
     params: int = 0
     forward: int = 0
@@ -36,29 +35,33 @@ class Figures:
         return Figures(*(times * n for n in astuple(self)))
 
 
-NOUGHT = Figures()
+ZERO = Figures()
 
 
 def total(parts: Iterable[Figures]) -> Figures:
-    """The sum of these."""
-    return sum(parts, NOUGHT)
+    """Return the sum of figures."""
+    return sum(parts, ZERO)
 
 
 @frozen
-class Account:
-    """Figures by node, the names of the weights that a node reads but that count elsewhere, and the weights apart."""
+class NodeFigures:
+    """Figures by node.
+
+    tied: by node, the names of weights that it reads and that are counted at another node.
+    shared: weights that are counted at no node.
+    """
 
     figures: Mapping[str, Figures]
     tied: Mapping[str, tuple[str, ...]]
     shared: tuple[Slot, ...]
 
 
-def account(g: Graph, paths: Mapping[str, Path], cost: Callable[[Node], Costs], element: int) -> Account:
-    """The figures of each node, in the order in which `paths` says where they are, for activations of so many bytes."""
+def node_figures(g: Graph, paths: Mapping[str, RepeatPath], cost: Callable[[Node], Costs], element: int) -> NodeFigures:
+    """Return the figures of the nodes in `paths`. `element` is the size of an activation element in bytes."""
     nodes = [g.nodes[g.index[name]] for name in paths]
-    each = {n.name: cost(n) for n in nodes}
-    figures = {name: _flops(c) for name, c in each.items()}
-    for owner, s in _kept(nodes, paths, each):
+    node_costs = {n.name: cost(n) for n in nodes}
+    figures = {name: _flops(c) for name, c in node_costs.items()}
+    for owner, s in _saved_tensors(nodes, paths, node_costs):
         nbytes = s.elements * NBYTES.get(s.dtype, element)
         figures[owner] += Figures(saved=s.elements, nbytes=nbytes)
     users: dict[str, list[str]] = {}
@@ -70,11 +73,11 @@ def account(g: Graph, paths: Mapping[str, Path], cost: Callable[[Node], Costs], 
         if reader:
             figures[reader] += Figures(params=size(g.weights[name]))
     tied = {n.name: tuple(s.name for s in n.weights if owners[s.name] != n.name) for n in nodes}
-    return Account(figures, tied, tuple(g.weights[name] for name, owner in owners.items() if owner is None))
+    return NodeFigures(figures, tied, tuple(g.weights[name] for name, owner in owners.items() if owner is None))
 
 
 def size(slot: Slot) -> int:
-    """The parameters of a weight: none, if it is not trained."""
+    """Return the number of parameters of a weight; 0 if it is not trained."""
     return Sizes()(slot.dims) if slot.trained else 0
 
 
@@ -84,19 +87,21 @@ def _flops(c: Costs) -> Figures:
     )
 
 
-def _kept(nodes: Sequence[Node], paths: Mapping[str, Path], each: Mapping[str, Costs]) -> Iterable[tuple[str, Saved]]:
-    """Each distinct tensor that is kept, as `facts.saved` counts them, with the node that it counts for."""
-    kept: dict[tuple[str, int | None], tuple[Saved, list[str]]] = {}
+def _saved_tensors(
+    nodes: Sequence[Node], paths: Mapping[str, RepeatPath], node_costs: Mapping[str, Costs]
+) -> Iterable[tuple[str, Saved]]:
+    """Yield each saved tensor once, with the node that it is counted at."""
+    tensors: dict[tuple[str, int | None], tuple[Saved, list[str]]] = {}
     for n in nodes:
-        for i, s in enumerate(each[n.name].saved):
+        for i, s in enumerate(node_costs[n.name].saved):
             maker = n.name if s.port is None or s.port < 0 else n.inputs[s.port]
-            kept.setdefault((maker, i if s.port is None else None), (s, []))[1].append(n.name)
-    for (maker, _), (s, keepers) in kept.items():
-        yield _owner(keepers, paths) or maker, s
+            tensors.setdefault((maker, i if s.port is None else None), (s, []))[1].append(n.name)
+    for (maker, _), (s, readers_of_saved) in tensors.items():
+        yield _owner(readers_of_saved, paths) or maker, s
 
 
-def _owner(nodes: Sequence[str], paths: Mapping[str, Path]) -> str | None:
-    """The first of these nodes that lies in all the iterations in which the others do."""
+def _owner(nodes: Sequence[str], paths: Mapping[str, RepeatPath]) -> str | None:
+    """Return the first of the nodes with the fewest repeats around them, if all nodes lie inside these repeats."""
     outermost = min(map(len, map(paths.__getitem__, nodes)))
     first = next(n for n in nodes if len(paths[n]) == outermost)
     return first if all(paths[n][:outermost] == paths[first] for n in nodes) else None

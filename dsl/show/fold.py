@@ -1,8 +1,8 @@
-"""Equal neighbours as one item that is repeated.
+"""Folding of an outline: consecutive equal items become one item with a number of repetitions.
 
-Protocol: `Fold(account).level(items, entry)` folds a chain of items, and what is inside them, into fewer that stand for
-all; `settled` then names what these read by the nodes that are left. Items are equal if they have the same layers on
-the same shapes with the same figures, and read the same, or what is as far above.
+`Fold(figures).fold_chain(items, entry)` folds a chain of items and the items inside them. `resolve_names` then replaces
+the names of removed nodes by the nodes that represent them. Items are equal if they have equal layers, shapes and
+figures, and read the same nodes or nodes at equal distances above them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from attrs import define, evolve, field, frozen
 
 from megaloom.dsl.facts.primitives import program
 
-from .figures import Account
+from .figures import NodeFigures
 from .items import (
     Group,
     Item,
     Leaf,
+    inputs_of,
     leaves,
-    reads,
 )
 
 
 @frozen
-class _Like:
-    """What equal items have in common: a number for their form, and all that they read, each as two places.
+class _Signature:
+    """The properties that equal items share: a number for their form, and each read as (distance, node name).
 
-    The first is seen from the item (so many items above), the second is absolute (a name).
+    The distance counts items upwards from the reading item.
     """
 
     form: int
@@ -36,110 +36,119 @@ class _Like:
 
 @define
 class Fold:
-    """The state of folding: `first` knows every node that is left out, by the one like it that is kept."""
+    """The state of folding. `representatives` maps each removed node to the equal node that remains."""
 
-    accounts: Account
-    first: dict[str, str] = field(factory=dict)
+    node_figures: NodeFigures
+    representatives: dict[str, str] = field(factory=dict)
     forms: dict[object, int] = field(factory=dict)
 
-    def level(self, items: Sequence[Item], entry: Sequence[str]) -> list[Item]:
-        """The items of a chain that begins with these, with their figures, folded within and among themselves."""
-        inner = [self.within(item) for item in items]
-        return self.folded(inner, self.likes(inner, entry))
+    def fold_chain(self, items: Sequence[Item], entry: Sequence[str]) -> list[Item]:
+        """Return the chain with figures, folded at this level and inside its groups. `entry` are the nodes above it."""
+        inner = [self.fold_inside(item) for item in items]
+        return self.merge_repeats(inner, self.signatures(inner, entry))
 
-    def within(self, item: Item) -> Item:
-        """An item whose own items are folded, or a node with its figures."""
+    def fold_inside(self, item: Item) -> Item:
+        """Return a group with its items folded, or a leaf with its figures."""
         if isinstance(item, Group):
-            return evolve(item, items=tuple(self.level(item.items, [item.entry])))
+            return evolve(item, items=tuple(self.fold_chain(item.items, [item.entry])))
         name = item.out
-        return evolve(item, figures=self.accounts.figures[name], tied=self.accounts.tied[name])
+        return evolve(item, figures=self.node_figures.figures[name], tied=self.node_figures.tied[name])
 
-    def known(self, name: str) -> str:
-        """The node that stands for this one."""
-        while name in self.first:
-            name = self.first[name]
+    def representative(self, name: str) -> str:
+        """Return the node that represents this one; itself if it was not removed."""
+        while name in self.representatives:
+            name = self.representatives[name]
         return name
 
-    def likes(self, items: Sequence[Item], entry: Sequence[str]) -> list[_Like]:
-        """Of each item what an equal one would have as well."""
-        places: dict[str, tuple[int, int | None]] = {self.known(name): (-1, None) for name in entry}
+    def signatures(self, items: Sequence[Item], entry: Sequence[str]) -> list[_Signature]:
+        """Return the signature of each item of a chain."""
+        positions: dict[str, tuple[int, int | None]] = {self.representative(name): (-1, None) for name in entry}
         out = []
         for i, item in enumerate(items):
             inside = {leaf.out: (i, j) for j, leaf in enumerate(leaves([item]))}
             seen: list[tuple[object, str]] = []
-            for name in (self.known(name) for leaf in leaves([item]) for name in leaf.inputs):
-                at, which = (places | inside).get(name, (None, None))
-                near = name if at is None else (i - at, which)
-                seen.append((near, "" if name in inside else name))
-            out.append(_Like(self.forms.setdefault(_form(item), len(self.forms)), tuple(seen)))
-            places |= inside | {self.known(item.out): (i, None)}
+            for name in (self.representative(name) for leaf in leaves([item]) for name in leaf.inputs):
+                index, leaf_index = (positions | inside).get(name, (None, None))
+                distance = name if index is None else (i - index, leaf_index)
+                seen.append((distance, "" if name in inside else name))
+            out.append(_Signature(self.forms.setdefault(_form(item), len(self.forms)), tuple(seen)))
+            positions |= inside | {self.representative(item.out): (i, None)}
         return out
 
-    def folded(self, items: Sequence[Item], likes: Sequence[_Like]) -> list[Item]:
-        """The items, each run of equal ones, or of equal sequences of them, as a group that is repeated."""
+    def merge_repeats(self, items: Sequence[Item], signatures: Sequence[_Signature]) -> list[Item]:
+        """Return the chain with each run of equal items, or of equal sequences of items, as one repeated group."""
         out: list[Item] = []
         i = 0
         while i < len(items):
-            length, times = _run(likes[i:])
+            length, times = _best_repeat(signatures[i:])
             head = items[i : i + length]
             if times == 1:
                 out += head
             else:
                 others = items[i + length : i + length * times]
-                self.drop(head, others)
-                out.append(evolve(self.repeated(head, likes[i : i + length]), end=others[-1].end, times=times))
+                self.record_representatives(head, others)
+                group = self.make_repeat(head, signatures[i : i + length])
+                out.append(evolve(group, last_out=others[-1].last_out, times=times))
             i += length * times
         return out
 
-    def drop(self, head: Sequence[Item], others: Sequence[Item]) -> None:
-        """Note for each leaf of the others the one of the head that is kept in its place."""
+    def record_representatives(self, head: Sequence[Item], others: Sequence[Item]) -> None:
+        """Map each leaf of the removed items to the leaf of `head` that represents it."""
         for i in range(0, len(others), len(head)):
-            for kept, gone in zip(leaves(head), leaves(others[i : i + len(head)]), strict=True):
-                self.first[gone.out] = kept.out
+            for representative, other in zip(leaves(head), leaves(others[i : i + len(head)]), strict=True):
+                self.representatives[other.out] = representative.out
 
-    def repeated(self, head: Sequence[Item], likes: Sequence[_Like]) -> Group:
-        """The group that stands for items which come again: one that is a group already, or a new one of them."""
+    def make_repeat(self, head: Sequence[Item], signatures: Sequence[_Signature]) -> Group:
+        """Return a group for the repetition of `head`: its only item if that is a group, else a new group."""
         only = head[0]
         if len(head) == 1 and isinstance(only, Group) and only.layer is None and only.times == 1:
             return only
-        return Group(None, tuple(self.folded(head, likes)), "".join(reads(only)[:1]), head[-1].out, head[-1].end)
+        items, entry = tuple(self.merge_repeats(head, signatures)), "".join(inputs_of(only)[:1])
+        return Group(None, items, entry, head[-1].out, head[-1].last_out)
 
-    def settled(self, item: Item) -> Item:
-        """The item, with names of nodes that are kept alone; a block of one thing is that."""
+    def resolve_names(self, item: Item) -> Item:
+        """Return the item with the names of removed nodes replaced. A block of one item becomes that item."""
         if isinstance(item, Leaf):
-            return evolve(item, inputs=tuple(dict.fromkeys(map(self.known, item.inputs))))
-        items = tuple(map(self.settled, item.items))
+            return evolve(item, inputs=tuple(dict.fromkeys(map(self.representative, item.inputs))))
+        items = tuple(map(self.resolve_names, item.items))
         if item.layer is None and item.times == len(items) == 1:
             return items[0]
-        return evolve(item, items=items, entry=self.known(item.entry), out=self.known(item.out))
+        return evolve(item, items=items, entry=self.representative(item.entry), out=self.representative(item.out))
 
 
 def _form(item: Item) -> object:
-    """What must be equal of equal items, apart from what they read."""
+    """Return a value that is equal for items of equal layers, shapes and figures, whatever they read."""
     if isinstance(item, Leaf):
         return program(item.node), item.figures, item.tied
     return type(item.layer), item.times, tuple(map(_form, item.items))
 
 
-def _run(likes: Sequence[_Like]) -> tuple[int, int]:
-    """The length of the sequence that these begin with again and again, and how often: what covers the most of them."""
+def _best_repeat(signatures: Sequence[_Signature]) -> tuple[int, int]:
+    """Return (length, repetitions) of the repeated sequence at the beginning that covers the most items."""
     best = 1, 1
-    for length in range(1, len(likes) // 2 + 1):
-        times = _times(likes, length)
+    for length in range(1, len(signatures) // 2 + 1):
+        times = _repetitions(signatures, length)
         if times > 1 and length * times > best[0] * best[1]:
             best = length, times
-        if best[0] * best[1] == len(likes):
+        if best[0] * best[1] == len(signatures):
             break
     return best
 
 
-def _times(likes: Sequence[_Like], length: int) -> int:
-    """How often the first so many come one after the other. All must read the same, or be the same way from theirs."""
-    head, times = likes[:length], 1
-    same = [(True, True) for like in head for _ in like.reads]
-    while (after := likes[length * times : length * (times + 1)]) and [a.form for a in after] == [h.form for h in head]:
+def _repetitions(signatures: Sequence[_Signature], length: int) -> int:
+    """Return how often the first `length` items occur consecutively.
+
+    Over all repetitions, each read must have one distance or one node name.
+    """
+    head, times = signatures[:length], 1
+    same = [(True, True) for signature in head for _ in signature.reads]
+    forms = [h.form for h in head]
+    while (after := signatures[length * times : length * (times + 1)]) and [a.form for a in after] == forms:
         pairs = [pair for h, a in zip(head, after, strict=True) for pair in zip(h.reads, a.reads, strict=True)]
-        same = [(near and a[0] == b[0], far and a[1] == b[1]) for (a, b), (near, far) in zip(pairs, same, strict=True)]
+        same = [
+            (distance and a[0] == b[0], name and a[1] == b[1])
+            for (a, b), (distance, name) in zip(pairs, same, strict=True)
+        ]
         if not all(map(any, same)):
             break
         times += 1

@@ -1,4 +1,4 @@
-"""A model as a web page: its drawing, and beside it its lines as a table. One file, which loads nothing."""
+"""A model as a self-contained web page: its drawing and, next to it, its table."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from megaloom.dsl.errors import UserError
 from .items import Group
 from .outline import Outline
 from .svg import MONO, SANS, svg
-from .table import HEAD, foot
-from .tree import Line, lines
+from .table import COLUMN_TITLES, footer
+from .tree import TreeRow, tree_rows
 
-# What all pages share: colours and fonts.
-LOOK = f"""
+# Colours and fonts of all pages.
+SHARED_STYLE = f"""
 :root {{ color-scheme: light dark; --ink: #1f2328; --dim: #57606a; --rule: #d0d7de; --paper: #ffffff }}
 @media (prefers-color-scheme: dark) {{
   :root {{ --ink: #e6edf3; --dim: #9198a1; --rule: #30363d; --paper: #0d1117 }}
 }}
 body {{ margin: 0; background: var(--paper); color: var(--ink); font: 13px/1.5 {SANS} }}
 """
-STYLE = f"""{LOOK}main {{ display: flex; flex-wrap: wrap; align-items: flex-start }}
+PAGE_STYLE = f"""{SHARED_STYLE}main {{ display: flex; flex-wrap: wrap; align-items: flex-start }}
 svg {{ max-width: 100%; height: auto; flex: none }}
 section {{ flex: 1 1 680px; min-width: 0; padding: 62px 28px 28px; box-sizing: border-box; overflow-x: auto }}
 table {{ border-collapse: collapse }}
@@ -33,13 +33,13 @@ td:nth-child(2) {{ color: var(--dim); font: 12px {MONO}; white-space: nowrap }}
 td:nth-child(n + 3) {{ text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }}
 p {{ color: var(--dim); white-space: pre-line }}
 """
-INDENT = 1.4  # em a level
+INDENT_EM = 1.4  # per level of the tree
 
 
 def page(o: Outline, precision: str) -> str:
-    """The text of the file."""
-    names = "".join(f"<th>{escape(name.strip())}</th>" for name in HEAD)
-    rows = "\n".join(map(_row, lines(o)))
+    """Return the text of the page."""
+    names = "".join(f"<th>{escape(name.strip())}</th>" for name in COLUMN_TITLES)
+    rows = "\n".join(map(_row, tree_rows(o)))
     name = escape(o.model.name)
     return f"""<!doctype html>
 <html lang="en">
@@ -47,7 +47,7 @@ def page(o: Outline, precision: str) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name}</title>
-<style>{STYLE}</style>
+<style>{PAGE_STYLE}</style>
 </head>
 <body>
 <main>
@@ -58,7 +58,7 @@ def page(o: Outline, precision: str) -> str:
 {rows}
 </tbody>
 </table>
-<p>{escape(foot(o, precision))}</p>
+<p>{escape(footer(o, precision))}</p>
 </section>
 </main>
 </body>
@@ -66,19 +66,19 @@ def page(o: Outline, precision: str) -> str:
 """
 
 
-def _row(line: Line) -> str:
-    """A line of the table; where the mouse rests on a figure, all its digits."""
-    f = line.figures
+def _row(row: TreeRow) -> str:
+    """Return a row of the table. Tooltips show the exact figures."""
+    f = row.figures
     exact = ("", f"{f.params:,} parameters", f"{f.forward:,} FLOPs", f"{f.saved:,} elements", f"{f.nbytes:,} bytes")
-    repeats = line.item is None or (isinstance(line.item, Group) and line.item.layer is None)
-    said = f"<b>{escape(line.title)}</b>" if repeats else escape(line.title)
-    cells = (f'<td title="{full}">{escape(cell)}</td>' for full, cell in zip(exact, line.cells, strict=True))
-    return f'<tr><td style="padding-left: {INDENT * line.depth:g}em">{said}</td>{"".join(cells)}</tr>'
+    repeats = row.item is None or (isinstance(row.item, Group) and row.item.layer is None)
+    title = f"<b>{escape(row.title)}</b>" if repeats else escape(row.title)
+    cells = (f'<td title="{full}">{escape(cell)}</td>' for full, cell in zip(exact, row.cells, strict=True))
+    return f'<tr><td style="padding-left: {INDENT_EM * row.depth:g}em">{title}</td>{"".join(cells)}</tr>'
 
 
-def save(o: Outline, precision: str, drawing: Path | None, whole: Path | None) -> None:
-    """Write the drawing and the page to the files that are given. Raises UserError where that cannot be."""
-    for path, text in ((drawing, svg(o)), (whole, page(o, precision))):
+def save_files(o: Outline, precision: str, svg_drawing: Path | None, html_page: Path | None) -> None:
+    """Write the drawing and the page to the given paths. Raise UserError if a file cannot be written."""
+    for path, text in ((svg_drawing, svg(o)), (html_page, page(o, precision))):
         try:
             if path:
                 path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What an outline is made of: nodes of the graph, and groups of them."""
+"""Items of an outline: `Leaf`, a node of the graph, and `Group`, a list of items."""
 
 from __future__ import annotations
 
@@ -9,60 +9,60 @@ from attrs import frozen
 from megaloom.dsl.graph import Node
 from megaloom.dsl.layer import Layer
 
-from .figures import NOUGHT, Figures, total
+from .figures import ZERO, Figures, total
 
 
 @frozen
 class Leaf:
-    """A node, what it costs, the nodes that it reads, and the names of its weights that are counted elsewhere."""
+    """A node with its figures. `tied` are the names of its weights that are counted at another node."""
 
     node: Node
     inputs: tuple[str, ...]
-    figures: Figures = NOUGHT
+    figures: Figures = ZERO
     tied: tuple[str, ...] = ()
 
     @property
     def out(self) -> str:
-        """The name of what it gives."""
+        """Return the name of the node."""
         return self.node.name
 
     @property
-    def end(self) -> str:
-        """The same: it stands for all times."""
+    def last_out(self) -> str:
+        """Return the name of the node, which is also its last repetition."""
         return self.node.name
 
 
 @frozen
 class Group:
-    """Items that belong together, some times over: what a layer is made of or, where that is None, one iteration.
+    """The items of a layer, or of a repeat's iteration (`layer` is None), with a number of repetitions.
 
-    entry and out: the nodes whose values go in ("" where that is a weight) and come out, the first time. end: what
-    comes out the last time.
+    entry: the node whose value the first repetition reads; "" for a weight.
+    out, last_out: the nodes whose values leave the first and the last repetition.
     """
 
     layer: Layer | None
     items: tuple[Item, ...]
     entry: str
     out: str
-    end: str
+    last_out: str
     times: int = 1
 
     @property
-    def once(self) -> Figures:
-        """What it costs one time."""
+    def iteration_figures(self) -> Figures:
+        """Return the figures of one repetition."""
         return total(item.figures for item in self.items)
 
     @property
     def figures(self) -> Figures:
-        """What it costs all the times."""
-        return self.once * self.times
+        """Return the figures of all repetitions."""
+        return self.iteration_figures * self.times
 
 
 Item = Leaf | Group
 
 
 def leaves(items: Iterable[Item]) -> Iterator[Leaf]:
-    """Every leaf of these items, from top to bottom."""
+    """Yield every leaf of the items, from top to bottom."""
     for item in items:
         if isinstance(item, Leaf):
             yield item
@@ -70,6 +70,6 @@ def leaves(items: Iterable[Item]) -> Iterator[Leaf]:
             yield from leaves(item.items)
 
 
-def reads(item: Item) -> tuple[str, ...]:
-    """The nodes that an item reads; of a group, the first."""
+def inputs_of(item: Item) -> tuple[str, ...]:
+    """Return the nodes that an item reads; for a group, its entry."""
     return item.inputs if isinstance(item, Leaf) else (item.entry,) * bool(item.entry)

@@ -1,9 +1,8 @@
-"""The outline of a model: its layers as a tree in which equal neighbours are one that is repeated, with their figures.
+"""The outline of a model: a tree of its layers in which consecutive equal layers are folded into one, with figures.
 
-Protocol: `outline(model, batch=, seq=)` is an `Outline` of columns, each a chain of items one below the other. An item
-is a `Leaf` (a node of the graph) or a `Group` of items; where several are equal it is the first of them, and reads the
-first of what it reads. The figures of all items, each times its repeats, add up to the model's: exactly what `params`,
-`flops` and `saved` say.
+`outline(model, batch=, seq=)` returns an `Outline` of columns, each a chain of items. An item is a `Leaf` (a node of
+the graph) or a `Group` of items. A folded item is the first of its repetitions and names the inputs of that one. The
+figures of all items, times their repetitions, add up to those of `params`, `flops` and `saved`.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from megaloom.dsl.value import Value
 
 from .figures import (
     Figures,
-    Path,
-    account,
+    RepeatPath,
+    node_figures,
     size,
     total,
 )
@@ -39,14 +38,14 @@ from .items import (
     Group,
     Item,
     Leaf,
+    inputs_of,
     leaves,
-    reads,
 )
 
 
 @frozen
 class Outline:
-    """A model as columns of items. shared: the weights that iterations of a repeat have in common."""
+    """A model as columns of items. `shared` are weights that several iterations of a repeat use."""
 
     model: Model
     batch: int
@@ -57,13 +56,16 @@ class Outline:
 
     @property
     def figures(self) -> Figures:
-        """What the model costs."""
+        """Return the figures of the model."""
         parts = total(item.figures for column in self.columns for item in column)
         return parts + Figures(params=sum(map(size, self.shared)))
 
 
 def outline(m: Model, *, batch: int, seq: int, source: int | None = None, element: int = 2) -> Outline:
-    """The outline of a model for a batch of sequences, whose activations take this many bytes an element."""
+    """Return the outline of a model for `batch` sequences. `element` is the size of an activation element in bytes.
+
+    Raise UserError if a sequence is longer than the learned positions.
+    """
     g = graph(m)
     limits = longest(g)
     for name, tokens in {"seq": seq, "source": seq if source is None else source}.items():
@@ -73,26 +75,26 @@ def outline(m: Model, *, batch: int, seq: int, source: int | None = None, elemen
     walk.read(m.outputs)
     chains = _columns(walk.levels[0])
     paths = {leaf.out: walk.paths[leaf.out] for column in chains for leaf in leaves(column)}
-    accounts = account(g, paths, partial(costs, batch=batch, seq=seq, source=source), element)
-    fold = Fold(accounts)
-    folded = [fold.level(column, reads(column[0])[:1]) for column in chains]
-    columns = tuple(tuple(map(fold.settled, column)) for column in folded)
-    return Outline(m, batch, seq, source, columns, accounts.shared)
+    node_totals = node_figures(g, paths, partial(costs, batch=batch, seq=seq, source=source), element)
+    fold = Fold(node_totals)
+    folded = [fold.fold_chain(column, inputs_of(column[0])[:1]) for column in chains]
+    columns = tuple(tuple(map(fold.resolve_names, column)) for column in folded)
+    return Outline(m, batch, seq, source, columns, node_totals.shared)
 
 
 @define
 class _Walk:
-    """The state of reading a program into items. Iterative: programs are deeper than Python's stack."""
+    """The state of reading a model into items. Iterative, because models are deeper than Python's call stack."""
 
     nodes: Mapping[int, Node]  # by the identity of their values
     levels: list[list[Item]] = field(factory=lambda: [[]])
-    paths: dict[str, Path] = field(factory=dict)
+    paths: dict[str, RepeatPath] = field(factory=dict)
     path: list[int] = field(factory=list)
     seen: set[int] = field(factory=set)
     todo: list[Callable[[], None]] = field(factory=list)
 
     def read(self, outputs: Sequence[Value]) -> None:
-        """Add all that these values are made from."""
+        """Add the items that compute these values."""
         self.todo = [partial(self.see, v) for v in reversed(outputs)]
         while self.todo:
             self.todo.pop()()
@@ -101,7 +103,7 @@ class _Walk:
         if id(v) in self.seen or isinstance(v.op, Weight):
             return
         self.seen.add(id(v))
-        steps = [partial(self.see, a) for a in v.args]  # what goes in lies outside
+        steps = [partial(self.see, a) for a in v.args]  # inputs belong to the level outside
         if id(v) in self.nodes:
             steps.append(partial(self.add, self.nodes[id(v)]))
         else:
@@ -130,18 +132,18 @@ class _Walk:
             self.levels[-1].append(Group(layer, tuple(items), self.name(v.args[0]), self.name(v), self.name(v)))
 
     def name(self, v: Value) -> str:
-        """The name of the node that a value comes from; "" for a weight."""
+        """Return the name of the node that computes a value; "" for a weight."""
         while id(v) not in self.nodes and v.body is not None:
             v = v.body
         return self.nodes[id(v)].name if id(v) in self.nodes else ""
 
 
 def _columns(items: Iterable[Item]) -> list[list[Item]]:
-    """The items as chains, each of which goes on with one that reads its end; those that end first come first."""
+    """Return the items as chains, in which each item reads the one above. Chains are ordered by their last item."""
     columns: list[list[tuple[int, Item]]] = []
     for i, item in enumerate(items):
-        home = next((c for name in reads(item) for c in columns if c[-1][1].out == name), None)
-        if home is None:
-            columns.append(home := [])
-        home.append((i, item))
+        chain = next((c for name in inputs_of(item) for c in columns if c[-1][1].out == name), None)
+        if chain is None:
+            columns.append(chain := [])
+        chain.append((i, item))
     return [[item for _, item in c] for c in sorted(columns, key=lambda c: c[-1][0])]

@@ -1,4 +1,4 @@
-"""Printing for people and for pipes."""
+"""Print rich renderables on a terminal, or as plain text into a file or pipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 
 
 def show(what: RenderableType, file: TextIO) -> None:
-    """Print on a terminal as rich does; elsewhere plain lines, as long as they are, without colours or rules."""
+    """Print with colours and wrapping on a terminal, else as plain lines of any length."""
     if file.isatty():
         Console(file=file, highlight=False).print(what)
         return

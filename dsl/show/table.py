@@ -1,7 +1,7 @@
-"""A model, shown: its lines as a table for people, its figures in columns.
+"""A model as a table: the tree of its layers on the left, its figures in columns on the right.
 
-Protocol: `report(outline, precision)` is a thing for rich to print, as wide as it is or, where a width is given, folded
-into that; `head` and `foot` are what it says before and after the table.
+`report(outline, precision)` returns a rich renderable with a heading, the table and a footer. With a width, it drops
+columns and wraps the names of layers to fit.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .items import Group, Item, Leaf
-from .outline import Outline
-from .tree import UNICODE, Line, lines
-from .words import (
+from .formatting import (
     OPERATIONS,
     Family,
-    count,
     family,
-    folded,
+    format_count,
+    wrap_text,
 )
+from .items import Group, Item, Leaf
+from .outline import Outline
+from .tree import UNICODE, TreeRow, tree_rows
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-HEAD = ("", "\ngives", "\nparameters", "forward\nFLOPs", "saved\nelements", "saved\nbytes")
-SPARE = (1, 4)  # columns that a narrow terminal does without, the first of them first
-NARROW = 34  # columns for the layers that are too few
-GAP = 2
-STYLES = {
+COLUMN_TITLES = ("", "\ngives", "\nparameters", "forward\nFLOPs", "saved\nelements", "saved\nbytes")
+OPTIONAL_COLUMNS = (1, 4)  # columns that are dropped on a narrow terminal, in this order
+MIN_LAYER_WIDTH = 34  # characters: with fewer for the layers, a column is dropped
+COLUMN_SPACING = 2
+FAMILY_STYLES = {
     Family.TABLE: "yellow",
     Family.ATTENTION: "cyan",
     Family.EXPERTS: "magenta",
@@ -38,71 +38,74 @@ STYLES = {
 
 
 def table(o: Outline, guides: Sequence[str] = UNICODE, width: int | None = None) -> Table:
-    """The lines of a model as columns, the figures to the right; within this width, with fewer columns if need be."""
+    """Return the table of a model. With `width`, it drops columns that do not fit."""
     from rich.table import Table
     from rich.text import Text
 
-    rows = lines(o, guides)
-    shown, room = _fitting(rows, width)
-    out = Table(box=None, padding=(0, GAP, 0, 0), header_style="dim")
+    rows = tree_rows(o, guides)
+    shown, layer_width = _fitting_columns(rows, width)
+    out = Table(box=None, padding=(0, COLUMN_SPACING, 0, 0), header_style="dim")
     for i in shown:
-        out.add_column(Text(HEAD[i]), justify="left" if i < 2 else "right", overflow="fold")
-    for line in rows:
-        shape, *figures = line.cells
-        quiet = "dim" if isinstance(line.item, Group) and line.item.layer else ""
-        cells = [Text.assemble(*_layer(line, room)), Text(shape, "dim"), *(Text(said, quiet) for said in figures)]
+        out.add_column(Text(COLUMN_TITLES[i]), justify="left" if i < 2 else "right", overflow="fold")
+    for row in rows:
+        shape, *figures = row.cells
+        quiet = "dim" if isinstance(row.item, Group) and row.item.layer else ""
+        cells = [Text.assemble(*_layer(row, layer_width)), Text(shape, "dim"), *(Text(text, quiet) for text in figures)]
         out.add_row(*(cells[i] for i in shown))
     return out
 
 
-def _fitting(rows: Sequence[Line], width: int | None) -> tuple[list[int], int]:
-    """The columns that fit beside the layers, and the room left for these; 0 for as much as they take."""
-    shown = list(range(len(HEAD)))
+def _fitting_columns(rows: Sequence[TreeRow], width: int | None) -> tuple[list[int], int]:
+    """Return the columns that fit, and the width left for the layers in characters; 0 for no limit."""
+    shown = list(range(len(COLUMN_TITLES)))
     if width is None:
         return shown, 0
-    cells = [("", *line.cells) for line in rows]
-    each = [max(map(len, (*HEAD[i].split("\n"), *(row[i] for row in cells)))) + GAP for i in shown]
-    for spare in SPARE:
-        if width - sum(each[i] for i in shown) - GAP < NARROW:
-            shown.remove(spare)
-    return shown, max(NARROW, width - sum(each[i] for i in shown) - GAP)
+    cells = [("", *row.cells) for row in rows]
+    columns = [(*COLUMN_TITLES[i].split("\n"), *(row_cells[i] for row_cells in cells)) for i in shown]
+    widths = [max(map(len, column)) + COLUMN_SPACING for column in columns]
+    for optional in OPTIONAL_COLUMNS:
+        if width - sum(widths[i] for i in shown) - COLUMN_SPACING < MIN_LAYER_WIDTH:
+            shown.remove(optional)
+    return shown, max(MIN_LAYER_WIDTH, width - sum(widths[i] for i in shown) - COLUMN_SPACING)
 
 
-def _layer(line: Line, room: int) -> list[tuple[str, str]]:
-    """What a line says, in pieces with their styles, folded into the room."""
-    style = _style(line.item)
-    first, *rest = folded(line.title, room - len(line.under) - GAP) if room else [line.title]
-    more = [piece for part in rest for piece in (("\n" + line.under + "  ", "dim"), (part, style))]
-    return [(line.guide, "dim"), (first, style), *more]
+def _layer(row: TreeRow, layer_width: int) -> list[tuple[str, str]]:
+    """Return the title of a row as (text, style) pieces, wrapped to the width."""
+    style = _style(row.item)
+    first, *rest = (
+        wrap_text(row.title, layer_width - len(row.continuation_guide) - COLUMN_SPACING) if layer_width else [row.title]
+    )
+    more = [piece for part in rest for piece in (("\n" + row.continuation_guide + "  ", "dim"), (part, style))]
+    return [(row.guide, "dim"), (first, style), *more]
 
 
 def _style(item: Item | None) -> str:
     if isinstance(item, Leaf):
-        return STYLES.get(family(item.node), "")
+        return FAMILY_STYLES.get(family(item.node), "")
     return "bold" if item is None or item.layer is None else ""
 
 
-def head(o: Outline) -> str:
-    """What is shown, in a line."""
+def heading(o: Outline) -> str:
+    """Return one line with the model's name, its parameters and the size of the batch."""
     sequences = f"{o.batch:,} sequences" if o.batch > 1 else "one sequence"
     source = "" if o.source is None else f", {o.source:,} at its source"
     return f"{o.model.name}: {o.figures.params:,} parameters; for {sequences} of {o.seq:,} tokens{source}"
 
 
-def foot(o: Outline, precision: str) -> str:
-    """What a training step costs, and what the columns mean."""
+def footer(o: Outline, precision: str) -> str:
+    """Return the FLOPs of a training step, and the meaning of the saved columns."""
     f = o.figures
     passes = {"forward": f.forward, "dgrad": f.dgrad, "wgrad": f.wgrad}
-    said = ", ".join(f"{name} {count(n, OPERATIONS)}" for name, n in passes.items())
+    text = ", ".join(f"{name} {format_count(n, OPERATIONS)}" for name, n in passes.items())
     return (
-        f"a training step: {count(sum(passes.values()), OPERATIONS)} FLOPs ({said})\n"
+        f"a training step: {format_count(sum(passes.values()), OPERATIONS)} FLOPs ({text})\n"
         f"saved: what the backward pass reads, where nothing is recomputed, activations in {precision}"
     )
 
 
 def report(o: Outline, precision: str, guides: Sequence[str] = UNICODE, width: int | None = None) -> RenderableType:
-    """A model in full: its name, its table, and what a training step costs."""
+    """Return heading, table and footer of a model."""
     from rich.console import Group
     from rich.text import Text
 
-    return Group(Text(head(o) + "\n"), table(o, guides, width), Text("\n" + foot(o, precision)))
+    return Group(Text(heading(o) + "\n"), table(o, guides, width), Text("\n" + footer(o, precision)))

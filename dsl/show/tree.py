@@ -1,7 +1,7 @@
-"""The lines of a model: its outline as people read it, a layer a line, inside the lines of what it is a part of.
+"""The outline of a model as rows of a tree, one per layer; a table or page prints them.
 
-A line that has lines inside says what those come to, all its times; the lines inside a repeat are one time of it. So
-the lines that no other is around add up to the last.
+The row of a group has the figures of all its repetitions; the rows inside it are one repetition. So the figures of the
+outermost rows add up to the last row, the total.
 """
 
 from __future__ import annotations
@@ -13,73 +13,81 @@ from attrs import frozen
 from megaloom.dsl.combine import Residual
 from megaloom.dsl.value import Pointwise
 
-from .figures import NOUGHT, Figures, size
+from .figures import ZERO, Figures, size
+from .formatting import (
+    OPERATIONS,
+    declared,
+    format_bytes,
+    format_count,
+)
 from .items import (
     Group,
     Item,
     Leaf,
-    reads,
+    inputs_of,
 )
 from .outline import Outline
-from .words import (
-    OPERATIONS,
-    count,
-    nbytes,
-    written,
-)
 
-UNICODE, ASCII = ("│  ", "├─ ", "└─ ", "   "), ("|  ", "|- ", "`- ", "   ")  # beside an item, before, before the last
+UNICODE, ASCII = (
+    ("│  ", "├─ ", "└─ ", "   "),
+    ("|  ", "|- ", "`- ", "   "),
+)  # continuing branch, item, last item, no branch
 
 
 @frozen
-class Line:
-    """A line of a table: the guides of the tree before it, what it says, what it gives, and its figures.
+class TreeRow:
+    """A row: the guide lines of the tree, a title, the output shape, and figures.
 
-    under: the guides where what it says goes on below. depth: how many lines it is inside of.
+    continuation_guide: the guide lines where the title wraps. depth: the number of rows that contain this one.
     """
 
     title: str
     guide: str = ""
-    under: str = ""
+    continuation_guide: str = ""
     depth: int = 0
     item: Item | None = None
     shape: str = ""
-    figures: Figures = NOUGHT
+    figures: Figures = ZERO
     tied: tuple[str, ...] = ()
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What stands beside the title; nothing where that is nought."""
+        """Return the texts of the columns after the title; "" for zero."""
         f = self.figures
-        params = [count(f.params)] * (f.params > 0) + ["tied"] * bool(self.tied)
-        numbers = (" + ".join(params), count(f.forward, OPERATIONS), count(f.saved), nbytes(f.nbytes))
-        return self.shape, *("" if said in ("0", "0 B") else said for said in numbers)
+        params = [format_count(f.params)] * (f.params > 0) + ["tied"] * bool(self.tied)
+        numbers = (
+            " + ".join(params),
+            format_count(f.forward, OPERATIONS),
+            format_count(f.saved),
+            format_bytes(f.nbytes),
+        )
+        return self.shape, *("" if text in ("0", "0 B") else text for text in numbers)
 
 
 @frozen
-class Place:
-    """An item where it stands: under `above`, in a group that `entry` goes into (both are names of nodes).
+class _Position:
+    """An item with its position: below the node `previous`, in a group whose input is the node `entry`.
 
-    last: whether it is the last there, and of each group around it whether that is, outermost first.
+    last: for each enclosing group and the item, outermost first, whether it is the last of its siblings.
     """
 
     item: Item
-    above: str
+    previous: str
     entry: str
     last: tuple[bool, ...]
 
     @property
-    def far(self) -> tuple[str, ...]:
-        """What it reads that the item above does not give and that does not go into its group."""
-        return tuple(name for name in reads(self.item) if name not in (self.above, self.entry))
+    def distant_inputs(self) -> tuple[str, ...]:
+        """Return the nodes that the item reads, apart from `previous` and `entry`."""
+        return tuple(name for name in inputs_of(self.item) if name not in (self.previous, self.entry))
 
     @property
-    def again(self) -> bool:
-        """Whether it reads what goes into its group, and the item above does not give that."""
-        return self.above != self.entry and self.entry in reads(self.item)
+    def rereads_entry(self) -> bool:
+        """Return whether the item reads the group's input, and this is not the node above it."""
+        return self.previous != self.entry and self.entry in inputs_of(self.item)
 
     def guide(self, guides: Sequence[str], first: bool = True) -> str:
-        """The guides of the tree before its first line, or before those after that; at the top there are none."""
+        """Return the guide lines of the item's first line, or of its continuation lines; "" at the top level."""
         beside, before, ending, below = guides
         around = ["", *(below if last else beside for last in self.last[1:])]
         if first and self.last[1:]:
@@ -87,35 +95,35 @@ class Place:
         return "".join(around)
 
 
-def places(items: Sequence[Item], entry: str = "", around: tuple[bool, ...] = ()) -> Iterator[Place]:
-    """Each of the items in its place, followed by those inside; not by the addition that "x +" says already."""
-    above = entry
+def _positions(items: Sequence[Item], entry: str = "", around: tuple[bool, ...] = ()) -> Iterator[_Position]:
+    """Yield the position of each item, followed by those of its visible items."""
+    previous = entry
     for item in items:
         last = (*around, item is items[-1])
-        yield Place(item, above, entry, last)
+        yield _Position(item, previous, entry, last)
         if isinstance(item, Group):
-            yield from places(inside(item), item.entry, last)
-        above = item.out
+            yield from _positions(_visible_items(item), item.entry, last)
+        previous = item.out
 
 
-def inside(group: Group) -> tuple[Item, ...]:
-    """The items of a group, less the addition of a residual."""
+def _visible_items(group: Group) -> tuple[Item, ...]:
+    """Return the items of a group, without the addition of a residual: its title `x +` says that."""
     last = group.items[-1]
-    added = isinstance(last, Leaf) and last.node.op == Pointwise("add") and last.figures == NOUGHT
+    added = isinstance(last, Leaf) and last.node.op == Pointwise("add") and last.figures == ZERO
     return group.items[:-1] if added and isinstance(group.layer, Residual) else group.items
 
 
 def title(item: Item) -> str:
-    """What an item is called."""
+    """Return the title of an item: a layer as declared, `x +` for a residual, `repeat 4x`."""
     if isinstance(item, Leaf):
-        return written(item.node.op)
+        return declared(item.node.op)
     if item.layer is not None:
         return "x +" if isinstance(item.layer, Residual) else type(item.layer).__name__
     return f"repeat {item.times}x" if item.times > 1 else "block"
 
 
-def guides(encoding: str | None) -> Sequence[str]:
-    """The guides that a file of this encoding can show."""
+def guides_for(encoding: str | None) -> Sequence[str]:
+    """Return the guide characters that an encoding can represent."""
     try:
         "".join(UNICODE).encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -123,27 +131,29 @@ def guides(encoding: str | None) -> Sequence[str]:
     return UNICODE
 
 
-def lines(o: Outline, guides: Sequence[str] = UNICODE) -> list[Line]:
-    """The lines of a model in their order, its total the last."""
-    all_places = [place for column in o.columns for place in places(column)]
-    wanted = {name for place in all_places for name in place.far}
-    names: dict[str, Place] = {}  # the place of what is called by a name: the outermost
-    for place in all_places:
-        if place.item.out in wanted:
-            names.setdefault(place.item.out, place)
-    out = [_line(place, guides, names) for place in all_places]
+def tree_rows(o: Outline, guides: Sequence[str] = UNICODE) -> list[TreeRow]:
+    """Return the rows of a model from top to bottom; the last is the total."""
+    all_positions = [position for column in o.columns for position in _positions(column)]
+    wanted = {name for position in all_positions for name in position.distant_inputs}
+    names: dict[str, _Position] = {}  # the outermost item of each name
+    for position in all_positions:
+        if position.item.out in wanted:
+            names.setdefault(position.item.out, position)
+    out = [_row(position, guides, names) for position in all_positions]
     for s in o.shared:
         figures = Figures(params=size(s))
-        out.append(Line(f"{s.name}, shared by repeats", shape=str(s.value.shape), figures=figures))
-    return [*out, Line("total", figures=o.figures)]
+        out.append(TreeRow(f"{s.name}, shared by repeats", shape=str(s.value.shape), figures=figures))
+    return [*out, TreeRow("total", figures=o.figures)]
 
 
-def _line(place: Place, guides: Sequence[str], names: Mapping[str, Place]) -> Line:
-    item, said = place.item, title(place.item)
+def _row(position: _Position, guides: Sequence[str], names: Mapping[str, _Position]) -> TreeRow:
+    item, text = position.item, title(position.item)
     shape, tied = (str(item.node.shape), item.tied) if isinstance(item, Leaf) else ("", ())
-    if far := ["x"] * place.again + [names[name].item.end for name in place.far]:
-        said += f" reads {', '.join(far)}"
-    if names.get(item.out) is place and item.end != said:
-        said += f" as {item.end}"
-    guide, under = place.guide(guides), place.guide(guides, first=False)
-    return Line(said, guide, under, len(place.last) - 1, item, shape, item.figures, tied)
+    if distant_inputs := ["x"] * position.rereads_entry + [
+        names[name].item.last_out for name in position.distant_inputs
+    ]:
+        text += f" reads {', '.join(distant_inputs)}"
+    if names.get(item.out) is position and item.last_out != text:
+        text += f" as {item.last_out}"
+    guide, continuation_guide = position.guide(guides), position.guide(guides, first=False)
+    return TreeRow(text, guide, continuation_guide, len(position.last) - 1, item, shape, item.figures, tied)

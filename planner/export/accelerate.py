@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from attrs import fields
 
 from megaloom.dsl import MLP, Attention, Graph, Layer, LayerNorm
-from megaloom.dsl.show.words import written
+from megaloom.dsl.show.formatting import declared
 from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
@@ -75,7 +75,7 @@ def _unlike_gpt2(m: DecoderModel) -> Iterator[str]:
     if isinstance(a, Attention):
         gpt2 = Attention(heads=a.heads, kv_heads=a.kv_heads, head_dim=a.head_dim, bias=True, dropout=a.dropout)
         given = ((f.name, getattr(a, f.name)) for f in fields(Attention) if f.eq)
-        yield from (f"{name}={written(value)}" for name, value in given if value != getattr(gpt2, name))
+        yield from (f"{name}={declared(value)}" for name, value in given if value != getattr(gpt2, name))
         if a.kv_heads not in (None, a.heads):
             yield f"kv_heads={a.kv_heads}"
         if a.head_dim not in (None, m.embed // a.heads):
@@ -96,7 +96,7 @@ def _unlike_gpt2(m: DecoderModel) -> Iterator[str]:
 
 def _kind(layer: Layer, gpt2: Layer) -> str:
     """Return the layer's class, with its fields if GPT-2's layer has that class."""
-    return written(layer) if type(layer) is type(gpt2) else type(layer).__name__
+    return declared(layer) if type(layer) is type(gpt2) else type(layer).__name__
 
 
 def _keys(plan: Plan, m: DecoderModel, graph: Graph) -> Iterator[tuple[str, object]]:

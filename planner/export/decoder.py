@@ -41,7 +41,7 @@ from megaloom.dsl import (
     Weight,
 )
 from megaloom.dsl.graph import primitives
-from megaloom.dsl.show.words import written
+from megaloom.dsl.show.formatting import declared
 
 from .target import Target, refuse
 
@@ -83,7 +83,7 @@ class DecoderModel:
 
 def describe(node: Node) -> str:
     """Return a node's name, and its layer as it was written where the name does not say it."""
-    layer = written(node.op)
+    layer = declared(node.op)
     return node.name if layer == node.name.partition(".")[0] else f"{node.name}, {layer}"
 
 

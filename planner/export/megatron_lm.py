@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from attrs import frozen
 
 from megaloom.dsl import Graph, LayerNorm, RMSNorm
-from megaloom.dsl.show.words import written
+from megaloom.dsl.show.formatting import declared
 from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Module, Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
@@ -77,7 +77,7 @@ def _model(m: DecoderModel, workload: Workload, target: Target) -> Iterator[Opti
 
 def _norm(m: DecoderModel, target: Target) -> Iterator[Option]:
     if isinstance(m.norm, LayerNorm) and not m.norm.bias:
-        refuse(target, f"{written(m.norm)}: its LayerNorm always has a bias")
+        refuse(target, f"{declared(m.norm)}: its LayerNorm always has a bias")
     yield option("normalization", "RMSNorm" if isinstance(m.norm, RMSNorm) else "LayerNorm")
     yield option("norm-epsilon", m.norm.eps)
     if m.norm.plus_one:

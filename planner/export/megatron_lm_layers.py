@@ -22,7 +22,7 @@ from megaloom.dsl import (
     SwiGLU,
     YarnScaling,
 )
-from megaloom.dsl.show.words import written
+from megaloom.dsl.show.formatting import declared
 
 from .decoder import DecoderModel
 from .option import Option, option
@@ -72,7 +72,7 @@ def _grouped(m: DecoderModel, a: Attention, target: Target) -> Iterator[Option]:
         if a.qk_norm != evolve(m.norm, over="head_dim"):
             refuse(
                 target,
-                f"attention with qk_norm={written(a.qk_norm)} and norms {written(m.norm)}: it has one kind of norm",
+                f"attention with qk_norm={declared(a.qk_norm)} and norms {declared(m.norm)}: it has one kind of norm",
             )
         yield option("qk-layernorm")
 
@@ -110,7 +110,7 @@ def _rope_scaling(rope: Rope, target: Target) -> Iterator[Option]:
     else:
         refuse(
             target,
-            f"rotary positions with {written(s)}: it has linear scaling by whole numbers, and Llama 3.1's",
+            f"rotary positions with {declared(s)}: it has linear scaling by whole numbers, and Llama 3.1's",
         )
 
 
@@ -119,9 +119,14 @@ def _latent(m: DecoderModel, a: MLA, target: Target) -> Iterator[Option]:
     if m.positions is not None:
         refuse(target, "learned and rotary positions in one model")
     if a.eps != m.norm.eps or m.norm.plus_one:
-        refuse(target, f"latent attention with eps={a.eps} and norms {written(m.norm)}: it has one kind of norm")
+        refuse(
+            target, f"latent attention with eps={a.eps} and norms {declared(m.norm)}: it has one kind of norm"
+        )
     if not a.positions.interleaved or a.positions.channels is not None:
-        refuse(target, f"latent attention with positions={written(a.positions)}: it rotates all channels, interleaved")
+        refuse(
+            target,
+            f"latent attention with positions={declared(a.positions)}: it rotates all channels, interleaved",
+        )
     yield option("multi-latent-attention")
     if a.q_rank is not None:
         yield option("q-lora-rank", a.q_rank)
@@ -148,7 +153,10 @@ def _yarn(a: MLA, target: Target) -> Iterator[Option]:
         yield option("rope-type", "rope")
         return
     if not isinstance(s, YarnScaling) or s != YarnScaling(factor=s.factor, original=4096, attention_factor=1.0):
-        refuse(target, f"latent attention with positions={written(a.positions)}: its YaRN starts from 4096 positions")
+        refuse(
+            target,
+            f"latent attention with positions={declared(a.positions)}: its YaRN starts from 4096 positions",
+        )
     m = round((sqrt(scale / default) - 1) / (0.1 * log(s.factor)), 6) if s.factor > 1 else 0.0
     if not isclose(scale, default * (0.1 * m * log(s.factor) + 1) ** 2, rel_tol=1e-6):
         refuse(target, f"latent attention with scale={scale:g}: no --mscale-all-dim gives that")
@@ -167,11 +175,17 @@ def feed_forward_options(m: DecoderModel, target: Target) -> Iterator[Option]:
     """Yield the options of the feed-forward without experts, and of the activation, which experts share."""
     dense, bias = m.dense or (m.moe and m.moe.expert), _has_biases(m)
     if not isinstance(dense, DenseFeedForward) or (m.moe and not _same_kind(m.moe.expert, dense)):
-        refuse(target, f"experts and dense layers of different kinds: {written(m.moe)}")
+        refuse(target, f"experts and dense layers of different kinds: {declared(m.moe)}")
     if isinstance(dense, MLP) and dense.bias is not bias:
-        refuse(target, f"{written(dense)} with {written(m.attention)}: either all projections have biases or none")
+        refuse(
+            target,
+            f"{declared(dense)} with {declared(m.attention)}: either all projections have biases or none",
+        )
     if not isinstance(dense, MLP) and bias:
-        refuse(target, f"{written(dense)} with {written(m.attention)}: all its projections would have biases")
+        refuse(
+            target,
+            f"{declared(dense)} with {declared(m.attention)}: all its projections would have biases",
+        )
     yield option("ffn-hidden-size", dense.ff)
     yield from _activation(dense, target)
 
@@ -193,7 +207,10 @@ def _activation(dense: DenseFeedForward, target: Target) -> Iterator[Option]:
         if dense.bias:
             yield option("no-bias-gelu-fusion")
     elif not (isinstance(dense, MLP) and dense.act == "gelu_tanh" and dense.bias):
-        refuse(target, f"{written(dense)}: it has SwiGLU, quick_gelu GeGLU, relu2, gelu, and gelu_tanh with a bias")
+        refuse(
+            target,
+            f"{declared(dense)}: it has SwiGLU, quick_gelu GeGLU, relu2, gelu, and gelu_tanh with a bias",
+        )
 
 
 def expert_options(m: DecoderModel, target: Target) -> Iterator[Option]:
@@ -202,7 +219,7 @@ def expert_options(m: DecoderModel, target: Target) -> Iterator[Option]:
     if moe is None:
         return
     if _has_biases(m) or moe.bias:
-        refuse(target, f"biases in experts or routers: {written(moe)}")
+        refuse(target, f"biases in experts or routers: {declared(moe)}")
     yield option("num-experts", moe.experts)
     if m.dense:
         yield option("moe-layer-freq", layer_pattern([isinstance(ff, MoE) for ff in m.layers]))
@@ -212,7 +229,7 @@ def expert_options(m: DecoderModel, target: Target) -> Iterator[Option]:
     yield option("moe-router-dtype", "fp32")
     if moe.shared is not None:
         if not _same_kind(moe.shared, moe.expert):
-            refuse(target, f"shared experts of another kind than the routed ones: {written(moe)}")
+            refuse(target, f"shared experts of another kind than the routed ones: {declared(moe)}")
         yield option("moe-shared-expert-intermediate-size", moe.shared.ff)  # type: ignore[attr-defined]
     yield option("moe-router-load-balancing-type", "aux_loss" if moe.balance else "none")
     if moe.balance:

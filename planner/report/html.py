@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megaloom.dsl.graph import Graph, Model, graph
-from megaloom.dsl.show.html import LOOK
+from megaloom.dsl.show.html import SHARED_STYLE
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.cost import communication
@@ -79,7 +79,7 @@ def plan_page(plan: Plan, model: Model, found: Found | None = None) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name} on {escape(str(plan.cluster))}</title>
-<style>{LOOK}{style}</style>
+<style>{SHARED_STYLE}{style}</style>
 </head>
 <body>
 <main>

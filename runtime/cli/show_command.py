@@ -12,7 +12,7 @@ from megaloom.dsl.graph import graph
 from megaloom.dsl.show import html as page
 from megaloom.dsl.show.outline import outline
 from megaloom.dsl.show.table import report
-from megaloom.dsl.show.tree import guides
+from megaloom.dsl.show.tree import guides_for
 from megaloom.planner.contract.workload import Precision
 
 from .printing import print_on_first_rank
@@ -34,7 +34,7 @@ def run_show(
     tokens = min(LONGEST_SEQ, longest(graph(declared)).get("seq", LONGEST_SEQ)) if seq is None else seq
     found = outline(declared, batch=batch, seq=tokens, source=source, element=precision.nbytes)
     if svg or html:
-        page.save(found, precision, svg, html)
+        page.save_files(found, precision, svg, html)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     wrote = (f"wrote {path}" for path in (svg, html) if path)
-    print_on_first_rank(report(found, precision, guides(sys.stdout.encoding), width), *wrote)
+    print_on_first_rank(report(found, precision, guides_for(sys.stdout.encoding), width), *wrote)

@@ -30,8 +30,8 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.catalog import find
-from megaloom.dsl.show.html import page, save
-from megaloom.dsl.show.labels import WIDTH, placard, sign
+from megaloom.dsl.show.arrangement import CHARACTER_WIDTH, operator_sign, text_lines
+from megaloom.dsl.show.html import page, save_files
 from megaloom.dsl.show.outline import Outline, leaves, outline
 from megaloom.dsl.show.svg import svg
 from tests.support.paths import SUPPORT
@@ -127,9 +127,9 @@ def test_every_layer_is_on_it(drawn: tuple[Outline, ElementTree.Element]) -> Non
         for g in root.iter(f"{SVG}g")
         if g.find(f"{SVG}rect[@class='box']") is not None
     ]
-    said = [placard(leaf) for column in o.columns for leaf in leaves(column) if not sign(leaf)]
+    said = [text_lines(leaf) for column in o.columns for leaf in leaves(column) if not operator_sign(leaf)]
     assert [t for t in texts if len(t) > 1] == said
-    signs = [leaf for column in o.columns for leaf in leaves(column) if sign(leaf)]
+    signs = [leaf for column in o.columns for leaf in leaves(column) if operator_sign(leaf)]
     assert len(circles(root)) == len(signs)
     frames = [
         g.findtext(f"{SVG}text") for g in root.iter(f"{SVG}g") if g.find(f"{SVG}rect[@class='frame']") is not None
@@ -183,7 +183,7 @@ def test_the_text_fits_its_box(drawn: tuple[Outline, ElementTree.Element]) -> No
         rect = g.find(f"{SVG}rect[@class='box']")
         for text in g.iter(f"{SVG}text") if rect is not None else ():
             if kind := text.get("class"):
-                assert WIDTH[kind] * len(text.text or "") < float(rect.attrib["width"])
+                assert CHARACTER_WIDTH[kind] * len(text.text or "") < float(rect.attrib["width"])
                 x, y, w, h = number(rect, "x", "y", "width", "height")
                 assert x < float(text.attrib["x"]) < x + w and y < float(text.attrib["y"]) < y + h
     assert o.model.name in [t.text for t in root.iter(f"{SVG}text")]
@@ -244,8 +244,8 @@ def test_what_is_written_is_escaped() -> None:
 
 def test_files(tmp_path: Path) -> None:
     o = outline(two_heads(), batch=1, seq=64)
-    save(o, "bf16", tmp_path / "a.svg", tmp_path / "a.html")
+    save_files(o, "bf16", tmp_path / "a.svg", tmp_path / "a.html")
     assert (tmp_path / "a.svg").read_text() == svg(o)
     assert (tmp_path / "a.html").read_text() == page(o, "bf16")
     with pytest.raises(UserError, match=r"cannot write .*: Is a directory\ngive a file in a directory that exists"):
-        save(o, "bf16", tmp_path, None)
+        save_files(o, "bf16", tmp_path, None)

@@ -43,16 +43,16 @@ from megaloom.dsl import (
 from megaloom.dsl.catalog import examples, find
 from megaloom.dsl.dims import NBYTES
 from megaloom.dsl.facts.positions import longest
-from megaloom.dsl.show import words
+from megaloom.dsl.show import formatting
 from megaloom.dsl.show.figures import Figures, total
 from megaloom.dsl.show.items import Group, Item, Leaf
 from megaloom.dsl.show.outline import Outline, outline
 from megaloom.dsl.show.table import report
 from megaloom.dsl.show.tree import (
     ASCII,
-    guides,
-    lines,
+    guides_for,
     title,
+    tree_rows,
 )
 from megaloom.runtime.cli.main import main
 from tests.support.paths import TESTS
@@ -139,7 +139,7 @@ def test_the_figures_add_up(name: str) -> None:
     )
     for group in (g for column in o.columns for g in groups(column)):
         assert group.figures == total(item.figures for item in group.items) * group.times
-    top = [line.figures for line in lines(o) if line.depth == 0]
+    top = [line.figures for line in tree_rows(o) if line.depth == 0]
     assert total(top[:-1]) == top[-1] == o.figures
 
 
@@ -195,13 +195,13 @@ def test_a_weight_counts_once() -> None:
     """For the first that reads it; for none of several repeats, where it stands below."""
     table = weight("table", D, Dim("ff", 16))
     shared = small(chained(repeat(4, residual(Projected(table)))))
-    said = {line.title: line.cells for line in lines(shared)}
+    said = {line.title: line.cells for line in tree_rows(shared)}
     assert said["Projected(table=table)"][1] == "512 + tied"
     assert said["table, shared by repeats"][:2] == ("[embed=32 ff=16]", "512")
     assert (said["Embed(table=wte)"][1], said["Unembed(table=wte)"][1]) == ("2.05 k", "tied")
     outside = small(chained(Projected(table), repeat(4, residual(Projected(table)))))
     assert outside.shared == ()
-    assert [line.cells[1] for line in lines(outside) if "Projected" in line.title] == ["1.02 k", "512 + tied"]
+    assert [line.cells[1] for line in tree_rows(outside) if "Projected" in line.title] == ["1.02 k", "512 + tied"]
 
 
 def test_what_all_repeats_keep_counts_where_it_is_made() -> None:
@@ -214,7 +214,7 @@ def test_what_all_repeats_keep_counts_where_it_is_made() -> None:
 def test_columns_and_what_is_read_from_afar() -> None:
     encoder, decoder = small(encoder_decoder()).columns
     assert (encoder[0].out, decoder[0].out) == ("source_tokens", "tokens")
-    said = [line.title for line in lines(small(encoder_decoder()))]
+    said = [line.title for line in tree_rows(small(encoder_decoder()))]
     assert "LayerNorm() as layer_norm.6" in said
     assert "CrossAttention(heads=4) reads layer_norm.6" in said
 
@@ -235,7 +235,7 @@ def test_a_layer_of_ones_own_is_looked_into() -> None:
     x = ids() >> Embed(wte)
     y = x >> repeat(4, residual(RMSNorm(), SwiGLU(16)) >> Gated(RMSNorm())).given(first=x)
     o = small(model("own", y >> Unembed(wte), y))
-    said = [line.title for line in lines(o)]
+    said = [line.title for line in tree_rows(o)]
     assert "Gated" in said
     assert "mul reads embed.0" in said
     assert "add reads x" in said
@@ -270,22 +270,22 @@ def test_it_fits_a_terminal(width: int) -> None:
 
 
 def test_guides_that_can_be_shown() -> None:
-    assert guides("utf-8")[0] == "│  "
-    assert guides("ascii") == guides("latin-1") == guides(None) == guides("no-such") == ASCII
-    assert [line.guide + line.title for line in lines(small(chained(BLOCKS["a"])), ASCII)][2:5] == [
+    assert guides_for("utf-8")[0] == "│  "
+    assert guides_for("ascii") == guides_for("latin-1") == guides_for(None) == guides_for("no-such") == ASCII
+    assert [line.guide + line.title for line in tree_rows(small(chained(BLOCKS["a"])), ASCII)][2:5] == [
         "x +",
         "|- RMSNorm()",
         "`- Attention(heads=4)",
     ]
 
 
-def test_words() -> None:
-    assert doctest.testmod(words).failed == 0
-    assert words.count(999_499) == "999 k" and words.count(999_500) == "1.00 M"
-    assert words.nbytes((1 << 20) - 1) == "1.00 MiB"
-    assert words.count(10**21) == "1000 E"
-    assert words.written(MoE(SwiGLU(64), experts=4, top_k=2)) == "MoE(expert=SwiGLU(ff=64), experts=4, top_k=2)"
-    assert words.written(Attention(heads=4, rope=1e6)) == "Attention(heads=4, rope=1000000)"
+def test_formatting() -> None:
+    assert doctest.testmod(formatting).failed == 0
+    assert formatting.format_count(999_499) == "999 k" and formatting.format_count(999_500) == "1.00 M"
+    assert formatting.format_bytes((1 << 20) - 1) == "1.00 MiB"
+    assert formatting.format_count(10**21) == "1000 E"
+    assert formatting.declared(MoE(SwiGLU(64), experts=4, top_k=2)) == "MoE(expert=SwiGLU(ff=64), experts=4, top_k=2)"
+    assert formatting.declared(Attention(heads=4, rope=1e6)) == "Attention(heads=4, rope=1000000)"
 
 
 @pytest.fixture
