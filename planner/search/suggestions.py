@@ -1,6 +1,6 @@
 """Changes of what the user has fixed that make a layout legal, each checked together with all other fixed fields.
 
-`legal_changes` finds the smallest changes; `changes_text` describes each in one line.
+`legal_changes` finds the smallest changes; `changes_text` says them in a line each.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ def changes_text(changes: list[dict[str, Any]], fixed: FixedAxes) -> list[str]:
 
 
 def fixed_text(fixed: Mapping[str, Any]) -> str:
-<<<<<<< Updated upstream
     """Return fields and their values as options of the command line: `--tp 4 --recompute full`."""
     return " ".join(_option(name, value) for name, value in fixed.items())
 
@@ -108,19 +107,6 @@ def value_text(value: object) -> str:
     if isinstance(value, ModuleSet | OverlapSet):
         return ("," if isinstance(value, OverlapSet) else " ").join(map(str, value)) or "none"
     return str(value) or "none"
-=======
-    """Return fields and their values in the words of the command line: `tp 4, recompute full`."""
-    return ", ".join(f"{FIELDS[name].flag.removeprefix('--')} {value_text(value)}" for name, value in fixed.items())
-
-
-def value_text(value: object) -> str:
-    """Return a value of a field as the command line writes it."""
-    if isinstance(value, bool | Shard):
-        return "on" if value else "off"
-    if isinstance(value, ModuleSet | OverlapSet):
-        return " ".join(map(str, value)) or "none"
-    return str(value)
->>>>>>> Stashed changes
 
 
 def _nearest_legal(
