@@ -102,9 +102,8 @@ def _peak_nbytes(pricer: Pricer, lower_bounds: LowerBounds, found: BoundedLayout
     ranks = x.take(np.repeat(np.arange(len(found)), pp))
     state = memory.state_bytes(params, experts, ranks, cache.workload.precision, cache.profile)
     m = x.microbatches(cache.workload.batch)[:, None]
-    ranks_after = pp - 1 - np.arange(pp)
     group = np.minimum(x.microbatch_group_size[:, None], m)
-    forwards = np.minimum(schedule.warmup_limit(ranks_after, vpp, group) + 1, m * vpp)
+    forwards = np.minimum(schedule.warmup(np.arange(pp), pp, vpp, m, group) + 1, m * vpp)
     rounds = (np.arange(3)[:, None] * vpp + np.arange(vpp))[None, :, :, None] * group[:, :, None, None]
     limit = group[:, :, None, None] if vpp > 1 else m[:, :, None, None]
     in_flight = np.clip(forwards[:, None, None] - rounds, 0, limit).sum(axis=1)

@@ -97,7 +97,7 @@ def price_base_layouts(base: Layouts, cache: CostCache) -> BaseCosts:
     saved = rows[:, :, CostColumn.SAVED]
     freed = np.where(in_block, saved - full_saved, 0.0)
     modules = ModuleRecompute.of(structure, parts, saved @ kinds)
-    workspace = 2 * largest.max(axis=1) + cache.library
+    workspace = 2 * largest.max(axis=1) + cache.job.library_nbytes
     params, experts = (column[distinct] for column in _parameters(rows, priced, cache))
     by_recompute = [(_extreme(t @ blocks.T, np.max), t @ outside) for t in (saved, full_saved)]
     return BaseCosts(

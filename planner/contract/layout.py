@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from attrs import Factory, field, fields, frozen
 
+from megaloom.dsl.sharding_table import Split
+
 from .choices import (
     DEFAULT_MODULES,
     MICROBATCH_OVERLAPS,
@@ -177,6 +179,18 @@ class LayoutFields(Generic[N]):
         return sharded
 
     @property
+    def dense_shards(self) -> N:
+        """Return the number of devices that share the optimizer's state of a dense weight."""
+        shards: N = 1 + self.distributed_optimizer * (self.dp * self.cp - 1)
+        return shards
+
+    @property
+    def expert_shards(self) -> N:
+        """Return the number of devices that share the optimizer's state of an expert weight."""
+        shards: N = 1 + self.distributed_optimizer * (self.edp - 1)
+        return shards
+
+    @property
     def full_recompute(self) -> N:
         """True where blocks are recomputed."""
         full: N = self.recompute == Recompute.FULL
@@ -250,6 +264,11 @@ class Layout(LayoutFields[int]):
         @property
         def unused_modules(self) -> bool: ...
         def has_overlap(self, overlap: Overlap) -> bool: ...
+
+    @property
+    def split(self) -> Split:
+        """Return the axes that shard tensors."""
+        return Split(tp=self.tp, cp=self.cp, ep=self.ep, etp=self.etp, sequence_parallel=self.sequence_parallel)
 
     @property
     def recomputed_modules(self) -> tuple[Module, ...]:

@@ -16,7 +16,7 @@ from math import log2
 
 from attrs import frozen
 
-from megaloom.planner.contract.devices import Cluster, Device
+from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 
 from .profiles.groups import ContextCommunication, FrameworkProfile
@@ -25,10 +25,6 @@ from .profiles.groups import ContextCommunication, FrameworkProfile
 # (nccl-tests, doc/PERFORMANCE.md).
 PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
 TREE = 0.92  # of a ring's bandwidth (NCCL, src/graph/tuning.cc)
-# Multiprocessors that communication takes while others compute: of NCCL, one a channel between nodes (its log of such a
-# communicator, as users post it: "16 coll channels"); of HybridEP as many (megatron-core 0.16.1,
-# transformer_config.py:725), of DeepEP 20 (722).
-CHANNELS = 16
 # Kernels of deduplicated dispatch reach less of NVLink than NCCL does: of its 680 GB/s 570 between 32 GB200 and 627
 # between 8, of its 160 136 between 8 H800, without what stays on a device. A device of two nodes of H100 sends 33 GB/s
 # to the other, of two nodes of B300, whose links are twice as fast, 29 to 51; of more nodes what its link passes. A
@@ -194,15 +190,6 @@ def context_parallel_seconds(
     corrected = CORRECTED_QUERIES * group.size * queries + (nbytes if backward else 0)
     hidden = compute * (group.size - 1) / group.size
     return CORRECTED_TENSORS * corrected / cluster.device.moves + max(0.0, ring - hidden)
-
-
-def sm_share(device: Device) -> float:
-    """Return the share of a device's multiprocessors that communication takes while others compute.
-
-    Beside an all-to-all over two H200 a product of 8,192 takes 6 % longer, beside an all-gather 11 %, measured for this
-    project; CHANNELS are 12 % of its multiprocessors.
-    """
-    return CHANNELS / device.units if device.units > CHANNELS else 0.0
 
 
 def p2p_seconds(nbytes: float, stage: int, layout: Layout, cluster: Cluster, *, scattered: bool = False) -> float:

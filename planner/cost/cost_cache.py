@@ -46,7 +46,7 @@ from .cost_table import (
     BareTable,
     NodeCost,
     bare_table,
-    cost_of_facts,
+    node_cost,
 )
 from .job import Job
 from .profiles.groups import FrameworkProfile
@@ -121,14 +121,12 @@ class CostCache:
     cluster: Cluster
     profile: FrameworkProfile
     job: Job = field(init=False)
-    library: int = field(init=False)  # bytes that libraries hold for the whole run
     _sensitivity: list[Sensitivity] = field(init=False)
     _facts: dict[tuple[object, ...], AffineFacts] = field(factory=dict, init=False)
     _costs: dict[tuple[object, ...], NodeCost] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.job = Job(self.structure, self.workload, self.cluster, self.profile)
-        self.library = memory.library_bytes(self.job)
         self._sensitivity = [sensitivity(kind.node) for kind in self.structure.kinds]
 
     def bare_table(self, layout: Layout) -> BareTable:
@@ -178,7 +176,9 @@ class CostCache:
 
     def shared(self, layout: Layout) -> tuple[int, ...]:
         """Return the elements on one device of each weight that several nodes share."""
-        return memory.shared_elements(self.job, layout)
+        nodes, seq = self.structure.graph.nodes, self.workload.seq
+        shared = self.structure.shared_weights
+        return tuple(memory.local_elements(nodes[users[0]], slot.dims, layout, seq) for slot, users in shared)
 
     def node_cost(self, i: int, layout: Layout) -> NodeCost:
         """Return the cost of node kind i under a layout, without recompute."""
@@ -189,7 +189,7 @@ class CostCache:
         key = (i, x.tp, x.cp, x.ep, x.etp, x.sequence_parallel, x.micro_batch, x.overlaps, seq)
         if key not in self._costs:
             facts = self._affine_facts(i, x, seq).at(x.micro_batch * seq)
-            self._costs[key] = cost_of_facts(self.job, self.structure.kinds[i], facts, x, seq)
+            self._costs[key] = node_cost(self.job, self.structure.kinds[i], facts, x, seq)
         return self._costs[key]
 
     def _simplest(self, seen: Sensitivity, layout: Layout) -> tuple[Layout, int]:
@@ -215,7 +215,7 @@ class CostCache:
         """Return the facts of node kind i under a layout's sharding."""
         key = (i, layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
         if key not in self._facts:
-            node, split = self.structure.kinds[i].node, memory.split_of(layout)
+            node, split = self.structure.kinds[i].node, layout.split
             batch = layout.micro_batch * self._sensitivity[i].share
             one, two = (costs(node, batch=n, seq=seq, split=split) for n in (batch, 2 * batch))
             self._facts[key] = AffineFacts.of(one, two, batch * seq)

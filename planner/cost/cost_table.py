@@ -22,18 +22,13 @@ from megaloom.planner.contract.capability import assumed_environment, capability
 from megaloom.planner.contract.choices import Module, Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
-from megaloom.planner.contract.workload import Runtime
+from megaloom.planner.contract.workload import Precision, Runtime
 from megaloom.planner.model.structure import ModelStructure, NodeKind
 
 from . import communication, kernels, memory
-from .columns import (
-    AXIS_COLUMNS,
-    FORWARD_COLUMNS,
-    MODULE_COLUMNS,
-    RECOMPUTE_COLUMNS,
-    CostColumn,
-)
-from .job import Job
+from .columns import AXIS_COLUMNS, FORWARD_COLUMNS, MODULE_COLUMNS, RECOMPUTE_COLUMNS, CostColumn
+from .communication import process_group
+from .job import ENGINE_WORKSPACE, Job
 from .profiles.groups import ONE_PASS
 
 CAPABILITY = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, ""))
@@ -115,19 +110,40 @@ class CostTable:
 
 def cost_table(job: Job, layout: Layout) -> CostTable:
     """Return the costs of all graph nodes under this layout."""
-    nodes = [node_cost(job, kind, layout) for kind in job.structure.kinds]
+    seq, nodes = job.workload.seq, []
+    for kind in job.structure.kinds:
+        facts = costs(kind.node, batch=layout.micro_batch, seq=seq, split=layout.split)
+        nodes.append(node_cost(job, kind, facts, layout, seq))
     return with_recompute(bare_table(job, layout, nodes), job, layout)
 
 
 def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost]) -> BareTable:
-    """Return the costs of all node kinds without recompute, from the costs of one node of each kind."""
+    """Return the costs of all node kinds without recompute, from the costs of one node of each kind.
+
+    A layout has buffers of tensor-parallel overlap, and of weights whose gradients are fused. The forward pass of the
+    loss has the logits and what the loss saves of them, its backward pass the gradients of logits and of the weights
+    that make them.
+    """
+    graph, seq, profile, precision = job.structure.graph, job.workload.seq, job.profile, job.workload.precision
+    buffers = 0
+    if profile.kernels.wgrad_fusion:
+        buffers += precision.nbytes * memory.product_weight_elements(job, layout)
+    if layout.has_overlap(Overlap.TENSOR) and profile.buffers.tensor_overlap_buffers:
+        gathered = memory.GATHERING * (1 if precision.narrow else precision.nbytes)
+        tokens = layout.micro_batch * seq // layout.cp
+        buffers += (gathered + memory.REDUCING * precision.nbytes) * tokens * job.structure.hidden_size
+        buffers += (memory.STREAMS - 1) * ENGINE_WORKSPACE["fp8" in job.cluster.device.flops]
+    ends = [graph.nodes[graph.index[name]] for name in graph.outputs]
+    logits = sum(memory.local_elements(node, node.shape.dims, layout, seq) for node in ends)
+    weights = [memory.local_elements(node, slot.dims, layout, seq) for node in ends for slot in node.weights]
+    copies = 0 if precision is Precision.FP32 else profile.kernels.loss_saved_nbytes  # fp32 logits are not copied
     return BareTable(
         rows=np.array([node.row for node in nodes]),
         by_part=np.array([node.by_part for node in nodes]),
         saved_under_full=np.array([node.saved_under_full for node in nodes]),
         largest_saved=max(node.largest_saved for node in nodes),
-        library=memory.library_bytes(job) + memory.buffer_bytes(job, layout),
-        loss=memory.loss_bytes(job, layout),
+        library=job.library_nbytes + buffers,
+        loss=max((precision.nbytes + copies) * logits, precision.nbytes * (logits + max(weights, default=0))),
     )
 
 
@@ -152,7 +168,8 @@ def with_recompute(bare: BareTable, job: Job, layout: Layout) -> CostTable:
         rows[:, CostColumn.SAVED] = bare.saved_under_full
     if layout.has_overlap(Overlap.EXPERTS):
         workspace += int(structure.largest_block @ rows[:, CostColumn.SAVED])
-    partial = layout.full_recompute and layout.recompute_layers > 0
+    partial, nodes = layout.full_recompute and layout.recompute_layers > 0, structure.graph.nodes
+    shared = [memory.local_elements(nodes[at[0]], slot.dims, layout, seq) for slot, at in structure.shared_weights]
     return CostTable(
         job=job,
         rows=bare.rows if partial else rows,
@@ -160,19 +177,13 @@ def with_recompute(bare: BareTable, job: Job, layout: Layout) -> CostTable:
         workspace=workspace,
         library=bare.library,
         loss=bare.loss,
-        shared_elements=memory.shared_elements(job, layout),
+        shared_elements=tuple(shared),
         recompute_rows=rows - bare.rows if partial else None,
         recompute_blocks=layout.recompute_layers,
     )
 
 
-def node_cost(job: Job, kind: NodeKind, layout: Layout) -> NodeCost:
-    """Return the cost of one node of this kind under a layout."""
-    seq, split = job.workload.seq, memory.split_of(layout)
-    return cost_of_facts(job, kind, costs(kind.node, batch=layout.micro_batch, seq=seq, split=split), layout, seq)
-
-
-def cost_of_facts(job: Job, kind: NodeKind, facts: Costs, layout: Layout, seq: int) -> NodeCost:
+def node_cost(job: Job, kind: NodeKind, facts: Costs, layout: Layout, seq: int) -> NodeCost:
     """Return the cost of one node by its facts: FLOPs, collectives, saved activations and weights on one device."""
     row = np.zeros(len(CostColumn))
     by_part = np.zeros((len(job.structure.recompute_parts), len(MODULE_COLUMNS)))
@@ -190,7 +201,13 @@ def cost_of_facts(job: Job, kind: NodeKind, facts: Costs, layout: Layout, seq: i
             by_part[job.structure.recompute_parts.index(modules), MODULE_COLUMNS.index(column)] += amount
     row[CostColumn.PARAMS], row[CostColumn.EXPERT_PARAMS] = facts.params, facts.expert_params
     if kind.has_loss:
-        _add_loss(row, job, kind, layout, seq)
+        # Cross-entropy. Over a sharded vocabulary it all-reduces three fp32 numbers a token (megatron-core 0.16.1,
+        # tensor_parallel/cross_entropy.py).
+        logits = memory.local_elements(kind.node, kind.node.shape.dims, layout, seq)
+        moved = job.profile.kernels.loss_moved_nbytes * logits
+        row[[CostColumn.FORWARD, CostColumn.BACKWARD]] += moved / 2 / job.cluster.device.moves
+        nbytes, group = NBYTES[DType.FLOAT32] * (layout.micro_batch * seq // layout.cp), process_group("tp", layout)
+        row[CostColumn.TP_FORWARD] += 3 * communication.collective_seconds("all_reduce", nbytes, group, job.cluster)
     sizes = [memory.tensor_bytes(s, job.workload.precision) for s in facts.saved]
     full = kind.saved_under_full.tensors(facts.saved, facts.inputs)
     full_saved = sum(memory.tensor_bytes(s, job.workload.precision) for s in full)
@@ -203,13 +220,18 @@ Repeated = tuple[CostColumn, RecomputedBy, float]  # column, the modules any of 
 def _add_kernels(row: Rows, job: Job, kind: NodeKind, facts: Costs) -> Iterator[Repeated]:
     """Add the seconds of a node's kernels to its row; yield the seconds that recompute repeats.
 
-    A pass takes the time of its kernels, or of the host that launches them where that is longer.
+    A pass takes the time of its kernels, or of the host that launches them where that is longer; a CUDA graph needs no
+    host. Adding weight gradients to the main gradients reads and writes the latter, and reads the former where no
+    product adds them. Of several experts' products it is a part of the kernels' seconds.
     """
     device, precision, profile = job.cluster.slowest, job.workload.precision, job.profile
-    one, host_forward, host_backward = kernels.launch_seconds(device, profile), 0.0, 0.0
+    one = profile.kernels.host_launches * device.launch_seconds
+    host_forward = host_backward = 0.0
+    apart, alone = facts.params + facts.expert_params, 0  # gradients added by kernels of their own, by one product
     for work in facts.work:
         took = kernels.kernel_seconds(work, device, precision, profile, inside=kind.in_recomputed_block)
         launch_forward, launch_backward = took.forward_kernels * one, took.backward_kernels * one
+        apart, alone = apart - took.fused_gradients, alone + took.fused_gradients * (work.count == 1)
         wait_forward = wait_backward = 0.0
         if work.kind == "route" and device.units > 1:
             experts = _expert_launch_seconds(job, facts)
@@ -226,21 +248,9 @@ def _add_kernels(row: Rows, job: Job, kind: NodeKind, facts: Costs) -> Iterator[
         yield CostColumn.FORWARD, work.recomputed_by, max(took.forward + wait_forward, launch_forward)
     row[CostColumn.FORWARD] = max(row[CostColumn.FORWARD], host_forward)
     row[CostColumn.BACKWARD] = max(row[CostColumn.BACKWARD], host_backward)
-    row[CostColumn.BACKWARD] += (
-        profile.kernels.memory_passes.get("gradient", ONE_PASS)[1] * _gradient_traffic(job, facts) / device.moves
-    )
-
-
-def _gradient_traffic(job: Job, facts: Costs) -> float:
-    """Return the bytes that adding a micro-batch's weight gradients to the main gradients moves.
-
-    A product with fused accumulation reads and writes the main gradient; other gradients are also read by a kernel.
-    """
-    width, products = job.profile.optimizer.gradient_nbytes, [w for w in facts.work if w.kind == "dot"]
-    fused = [kernels.fused_gradient_elements(w, job.profile) for w in products]
-    apart = max(0, facts.params + facts.expert_params - sum(fused))
-    hidden = sum(kernels.concurrent_gradient_bytes(w, job.profile) for w in products)
-    return (job.workload.precision.nbytes + 2 * width) * apart + 2 * width * sum(fused) - hidden
+    width, passes = profile.optimizer.gradient_nbytes, profile.kernels.memory_passes.get("gradient", ONE_PASS)[1]
+    added = (precision.nbytes + 2 * width) * max(0, apart) + 2 * width * alone
+    row[CostColumn.BACKWARD] += passes * added / device.moves
 
 
 def _expert_launch_seconds(job: Job, facts: Costs) -> float:
@@ -258,14 +268,13 @@ def _expert_launch_seconds(job: Job, facts: Costs) -> float:
 def _add_collectives(row: Rows, job: Job, kind: NodeKind, facts: Costs, layout: Layout) -> Iterator[Repeated]:
     """Add the seconds of a node's exposed collectives to its row; yield those that recompute repeats."""
     cluster, precision, profile = job.cluster, job.workload.precision, job.profile
-    idle_sms = 1 - communication.sm_share(cluster.device)
     hidden = {
         "tp": profile.overlap.tensor_hidden * layout.has_overlap(Overlap.TENSOR),
-        "ep": profile.overlap.experts_hidden * layout.has_overlap(Overlap.EXPERTS) * idle_sms,
+        "ep": profile.overlap.experts_hidden * layout.has_overlap(Overlap.EXPERTS) * (1 - job.sm_share),
     }
     attention = [w for w in facts.work if w.kind == "attend"]
     for c in facts.collectives:
-        nbytes, group = c.elements * precision.nbytes, communication.process_group(c.axis, layout)
+        nbytes, group = c.elements * precision.nbytes, process_group(c.axis, layout)
         if c.axis == "cp" and attention:
             passes = [kernels.kernel_seconds(w, cluster.slowest, precision) for w in attention]
             compute = sum(p.backward if c.backward else p.forward for p in passes)
@@ -284,16 +293,3 @@ def _add_collectives(row: Rows, job: Job, kind: NodeKind, facts: Costs, layout: 
         row[backward if c.backward else forward] += took
         if not c.backward:
             yield forward, c.recomputed_by, took
-
-
-def _add_loss(row: Rows, job: Job, kind: NodeKind, layout: Layout, seq: int) -> None:
-    """Add the seconds of cross-entropy to a row.
-
-    Over a sharded vocabulary it all-reduces three fp32 numbers a token (megatron-core 0.16.1,
-    tensor_parallel/cross_entropy.py).
-    """
-    moved = job.profile.kernels.loss_moved_nbytes * memory.local_elements(kind.node, kind.node.shape.dims, layout, seq)
-    row[[CostColumn.FORWARD, CostColumn.BACKWARD]] += moved / 2 / job.cluster.device.moves
-    group = communication.process_group("tp", layout)
-    nbytes = NBYTES[DType.FLOAT32] * (layout.micro_batch * seq // layout.cp)
-    row[CostColumn.TP_FORWARD] += 3 * communication.collective_seconds("all_reduce", nbytes, group, job.cluster)

@@ -57,21 +57,28 @@ CAST_TRAFFIC = 2 + 1 + 1
 SPLIT = 0.94
 
 
-# Kernel of a fusion group among a profile's memory passes: outside of experts, and inside.
-MEMORY_KERNELS: Mapping[Fusion, tuple[str, str]] = {
-    "gate": ("gate", "expert gate"),
-    "bias": ("pointwise", "expert bias"),
+# Name among a profile's memory passes of the kernel of a fusion group, outside of experts (False) and inside (True).
+# Other memory-bound work has the name of its kind.
+MEMORY_KERNELS: Mapping[tuple[Fusion | None, bool], str] = {
+    ("gate", False): "gate",
+    ("gate", True): "expert gate",
+    ("bias", True): "expert bias",
 }
 
 
 @frozen
 class KernelSeconds:
-    """Device seconds of a forward and a backward pass, and the number of kernels that the host launches for them."""
+    """Device seconds of a forward and a backward pass, and the number of kernels that the host launches for them.
+
+    fused_gradients: elements of the weight gradient that a product adds to the main gradient as it writes it
+    (transformer_engine, fuse_wgrad_accumulation; megatron-core 0.16.1, gradient_accumulation_fusion).
+    """
 
     forward: float
     backward: float
     forward_kernels: float
     backward_kernels: float
+    fused_gradients: int = 0
 
 
 def kernel_seconds(
@@ -91,60 +98,44 @@ def kernel_seconds(
         busy = max(work.flops / (device.flops[Precision.FP32] * SCAN), traffic)
         took = KernelSeconds(busy, SCAN_BACKWARD * busy, 1, 1)
     else:
-        forward, backward = profile.kernels.memory_passes.get(memory_kernel(work), ONE_PASS)
+        forward, backward = profile.kernels.memory_passes.get(
+            MEMORY_KERNELS.get((work.fusion, work.experts), work.kind), ONE_PASS
+        )
         took = KernelSeconds(forward * traffic, backward * BACKWARD_TRAFFIC * traffic, forward, backward)
     if device.units > 1 and not profile.kernels.blocking_launches:
         return took
     one = device.launch_seconds
-    return KernelSeconds(took.forward + took.forward_kernels * one, took.backward + took.backward_kernels * one, 0, 0)
-
-
-def launch_seconds(device: Device, profile: FrameworkProfile) -> float:
-    """Return the seconds of the host to launch one kernel; a CUDA graph needs none."""
-    return 0.0 if profile.kernels.cuda_graphs else profile.kernels.launch_factor * device.launch_seconds
+    forward, backward = took.forward + took.forward_kernels * one, took.backward + took.backward_kernels * one
+    return KernelSeconds(forward, backward, 0, 0, took.fused_gradients)
 
 
 def _product(
     work: Work, device: Device, precision: Precision, profile: FrameworkProfile, traffic: float
 ) -> KernelSeconds:
-    """Return the seconds of the three products of a weight: y = x w, dx = dy w^T, dw = x^T dy."""
+    """Return the seconds of the three products of a weight: y = x w, dx = dy w^T, dw = x^T dy.
+
+    Products by several experts run on streams: their fused gradients move while others compute.
+    """
     peak = device.flops[precision] * device.sustained * device.flops_efficiency
     peak *= device.narrow_efficiency if precision.narrow else 1.0
     peak *= device.nvfp4_efficiency if precision is Precision.NVFP4 else 1.0
     m, n, k = work.m, work.n, work.k
     depth = DEPTH * device.flops[precision] / device.flops[precision.wide]
     split = SPLIT if precision is Precision.FP8 and Precision.MXFP8 not in device.flops else 1.0
-    moved = traffic + concurrent_gradient_bytes(work, profile) / device.moves
+    fused = work.count * n * k if profile.kernels.wgrad_fusion and work.wgrad else 0
+    concurrent = 2 * profile.optimizer.gradient_nbytes * fused if work.count > 1 else 0
     seconds = []
     for flops, shape, share, nbytes_seconds in (
         (work.flops, (m, n, k), 1.0, traffic),
         (work.dgrad, (m, k, n), split, traffic),
-        (work.wgrad, (k, n, m), split, moved),
+        (work.wgrad, (k, n, m), split, traffic + concurrent / device.moves),
     ):
         reached = peak * product_efficiency(*shape, work.count, (n, k), device, depth) * share
         seconds.append(max(flops / reached, nbytes_seconds) if flops else 0.0)
     cast = CAST_TRAFFIC * work.count * m / device.moves if precision.narrow else 0.0
     cast *= profile.experts.separate_casts if work.experts else 1.0
     forward, backward = float(work.flops > 0), float(work.dgrad > 0) + float(work.wgrad > 0)
-    return KernelSeconds(seconds[0] + cast * k, seconds[1] + seconds[2] + cast * n, forward, backward)
-
-
-def memory_kernel(work: Work) -> str:
-    """Return the name of memory-bound work among a profile's memory passes."""
-    return work.kind if work.fusion is None else MEMORY_KERNELS[work.fusion][work.experts]
-
-
-def fused_gradient_elements(work: Work, profile: FrameworkProfile) -> int:
-    """Return the elements of the weight gradient that a product adds to the main gradient as it writes it.
-
-    Source: transformer_engine, fuse_wgrad_accumulation; megatron-core 0.16.1, gradient_accumulation_fusion.
-    """
-    return work.count * work.n * work.k if profile.kernels.wgrad_fusion and work.wgrad else 0
-
-
-def concurrent_gradient_bytes(work: Work, profile: FrameworkProfile) -> int:
-    """Return the bytes of fused gradients that products by several experts move while others compute, on streams."""
-    return 2 * profile.optimizer.gradient_nbytes * fused_gradient_elements(work, profile) if work.count > 1 else 0
+    return KernelSeconds(seconds[0] + cast * k, seconds[1] + seconds[2] + cast * n, forward, backward, fused)
 
 
 def _attention(

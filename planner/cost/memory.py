@@ -5,7 +5,8 @@ The other functions give its terms: state, saved activations, transient bytes. A
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from operator import mul
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
@@ -22,9 +23,7 @@ from megaloom.dsl.layers.mlp import ClampedGLU, GeGLU
 from megaloom.dsl.layers.moe import MoE
 from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.weight import Weight
-from megaloom.dsl.sharding_table import Split
 from megaloom.dsl.value import Op
-from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
 from megaloom.planner.contract.workload import Precision
@@ -52,11 +51,9 @@ CAST = {Precision.FP8: 1.0, Precision.MXFP8: 1 + 1 / 32, Precision.NVFP4: 1 / 2 
 # their last product: the activation and its factor with an offset; where both are clamped also the gate and its
 # sigmoid. Experts save one more, the weighted output (megatron-core 0.16.1, transformer/mlp.py: glu, per_token_scale).
 EAGER_TENSORS: dict[type[Op], int] = {GeGLU: 2, ClampedGLU: 4}
-# Transformer Engine's cuBLAS workspace, before Hopper and since. Products by several experts have one for each stream
-# (transformer_engine/pytorch/module/base.py: get_cublas_workspace_size_bytes, get_multi_stream_cublas_workspace).
-ENGINE_WORKSPACE = {False: 2**22, True: 2**25}
 # Tensor-parallel overlap needs a buffer of a micro-batch's hidden states for each product that gathers them (in 8 bits
-# where products are) and for each that reduces them, and workspaces for two more streams (initialize_ub there, and
+# where products are) and for each that reduces them, and workspaces for two more streams (initialize_ub of Transformer
+# Engine's module/base.py, and
 # Megatron-LM's _initialize_tp_communicators).
 GATHERING, REDUCING, STREAMS = 6, 4, 3
 
@@ -128,7 +125,7 @@ class Peak:
 
 def rank_peak(
     stages: Sequence[StageMemory],
-    moments: Iterable[Moment],
+    moments: Sequence[Moment],
     layout: Layout,
     precision: Precision,
     reserved: int,
@@ -139,62 +136,25 @@ def rank_peak(
     stages: the rank's chunks. reserved: bytes that no tensor holds, see `communication.reserved_bytes`. Gradient
     reduction and weight gather need no more than their buffers, which are part of the state.
     """
-    params, experts = sum(s.params for s in stages), sum(s.expert_params for s in stages)
+    params, experts = sum([s.params for s in stages]), sum([s.expert_params for s in stages])
     state = state_bytes(params, experts, layout, precision, profile)
-    library, saved = max(s.library for s in stages), [s.saved for s in stages]
-    step = optimizer_step_bytes(params, experts, layout, profile)
-    cases = [("optimizer step", 0, {"workspace": step, "logits": 0})]
-    for moment in moments:
-        kept = sum(n * nbytes for n, nbytes in zip(moment.in_flight, saved, strict=True))
-        workspace = 0 if moment.loss else max(s.workspace for s in stages)
-        cases.append((moment.name, kept, {"workspace": workspace, "logits": stages[-1].loss * moment.loss}))
     held, pools = sum(state.values()) + reserved, profile.buffers.graph_pool_share
-    fullest = [int(rank_memory(held, n, 1, library + sum(t.values()))) + int(pools * n) for _, n, t in cases]
-    name, kept, transient = cases[fullest.index(max(fullest))]
-    transient["workspace"] += library
-    no_tensor = {"allocator": int(ALLOCATOR * (kept + sum(transient.values()))), "runtime": reserved}
+    library, saved = max([s.library for s in stages]), [s.saved for s in stages]
+    workspace, loss = max([s.workspace for s in stages]), stages[-1].loss
+    # By kind of moment: its name, the activations in flight, the workspace and the logits.
+    cases = [("optimizer step", 0, optimizer_step_bytes(params, experts, layout, profile), 0)]
+    for at_loss, transient in ((False, (workspace, 0)), (True, (0, loss))):
+        kinds = [moment for moment in moments if moment.loss is at_loss]
+        if kinds:
+            in_flight = [sum(map(mul, moment.in_flight, saved)) for moment in kinds]
+            most = max(in_flight)
+            cases.append((kinds[in_flight.index(most)].name, most, *transient))
+    sizes = [int(rank_memory(held, kept, 1, library + w + n)) + int(pools * kept) for _, kept, w, n in cases]
+    name, kept, workspace, logits = cases[sizes.index(max(sizes))]
+    holders = {**state, "activations": kept, "workspace": workspace + library, "logits": logits}
+    holders["allocator"] = int(ALLOCATOR * (kept + workspace + library + logits))
     graphs = {"graphs": int(pools * kept)} if pools else {}  # CUDA graphs have memory of their own
-    return Peak(name, {**state, "activations": kept, **transient, **no_tensor, **graphs})
-
-
-def peak_nbytes(
-    stages: Sequence[StageMemory],
-    in_flight: Rows,
-    backwards: int,
-    layout: Layout,
-    precision: Precision,
-    reserved: int,
-    profile: FrameworkProfile = OWN,
-) -> list[int]:
-    """Return the bytes of `rank_peak` of every pipeline rank.
-
-    stages: of all ranks, in model order. in_flight: micro-batches in flight, [ranks, moments, chunks]; the first
-    `backwards` moments are starts of backward passes, the rest losses on the last rank.
-    """
-    ranks, moments, chunks = in_flight.shape
-    sizes = np.array([(s.params, s.expert_params, s.saved, s.workspace, s.library, s.loss) for s in stages])
-    params, experts, saved, workspace, library, loss = sizes.T.reshape(6, chunks, ranks)
-    elements = list(zip(params.sum(axis=0).tolist(), experts.sum(axis=0).tolist(), strict=True))
-    state = [sum(state_bytes(*each, layout, precision, profile).values()) for each in elements]
-    kept, transient = np.zeros((2, ranks, moments + 1))  # the last moment is the optimizer's step
-    kept[:, :-1] = (in_flight @ saved.T[..., None])[..., 0]
-    transient[:, :backwards], transient[-1, backwards:-1] = workspace.max(axis=0)[:, None], loss[-1, -1]
-    transient[:, -1] = [optimizer_step_bytes(*each, layout, profile) for each in elements]
-    transient += library.max(axis=0)[:, None]
-    allocator, graphs = ALLOCATOR * (kept + transient), profile.buffers.graph_pool_share * kept
-    held = (kept + transient + np.trunc(allocator) + np.trunc(graphs)).max(axis=1)
-    return [int(of_state + of_rank) + reserved for of_state, of_rank in zip(state, held.tolist(), strict=True)]
-
-
-def optimizer_shards(layout: Layout | Layouts) -> tuple[Any, Any]:
-    """Return the number of devices that share the optimizer's state: of dense weights, and of expert weights."""
-    on = layout.distributed_optimizer
-    return 1 + on * (layout.dp * layout.cp - 1), 1 + on * (layout.edp - 1)
-
-
-def optimizer_element_bytes(precision: Precision, profile: FrameworkProfile = OWN) -> int:
-    """Return the bytes of the optimizer's state of one weight element."""
-    return 2 * profile.optimizer.moment_nbytes + (0 if precision is Precision.FP32 else MASTER)
+    return Peak(name, {**holders, "runtime": reserved, **graphs})
 
 
 def state_bytes(
@@ -208,8 +168,10 @@ def state_bytes(
 
     The distributed optimizer shards its state over the copies of a weight; a shard is rounded up.
     """
-    dense, experts = optimizer_shards(layout)
-    state = optimizer_element_bytes(precision, profile) + profile.optimizer.extra_shard_nbytes
+    state = 2 * profile.optimizer.moment_nbytes + (0 if precision is Precision.FP32 else MASTER)
+    state += profile.optimizer.extra_shard_nbytes
+    dense: Any = layout.dense_shards  # numbers, or columns as the elements are
+    experts: Any = layout.expert_shards
     return {
         "weights": (profile.optimizer.weight_nbytes or precision.nbytes) * (params + expert_params),
         "gradients": (profile.optimizer.gradient_nbytes + profile.optimizer.extra_weight_nbytes)
@@ -220,11 +182,8 @@ def state_bytes(
 
 def optimizer_step_bytes(params: int, expert_params: int, layout: Layout, profile: FrameworkProfile = OWN) -> int:
     """Return the transient bytes of the optimizer's step."""
-    dense, experts = optimizer_shards(layout)
-    return int(
-        -(-profile.optimizer.step_held_nbytes * params // dense)
-        - (-profile.optimizer.step_held_nbytes * expert_params // experts)
-    )
+    held = profile.optimizer.step_held_nbytes
+    return -(-held * params // layout.dense_shards) - (-held * expert_params // layout.expert_shards)
 
 
 def saved_activations(
@@ -257,43 +216,6 @@ def tensor_bytes(s: Saved, precision: Precision, cast: bool = False) -> int:
     return s.elements * NBYTES.get(s.dtype, precision.nbytes)
 
 
-def library_bytes(job: Job) -> int:
-    """Return the bytes of cuBLAS workspaces and of buffers that every layout has."""
-    profile, device = job.profile, job.cluster.device
-    streams = profile.buffers.grouped_streams if job.structure.has_experts else 0
-    engine = ENGINE_WORKSPACE["fp8" in device.flops] * (profile.buffers.engine_workspace + streams)
-    return profile.buffers.cublas_workspaces * device.library_nbytes + engine + profile.buffers.bucket_nbytes
-
-
-def buffer_bytes(job: Job, layout: Layout) -> int:
-    """Return the bytes of a layout's buffers: of tensor-parallel overlap, and in place of fused weight gradients."""
-    precision, nbytes = job.workload.precision, 0
-    if job.profile.kernels.wgrad_fusion:
-        nbytes += precision.nbytes * product_weight_elements(job, layout)
-    if layout.has_overlap(Overlap.TENSOR) and job.profile.buffers.tensor_overlap_buffers:
-        tokens = layout.micro_batch * job.workload.seq // layout.cp
-        each = GATHERING * (1 if precision.narrow else precision.nbytes) + REDUCING * precision.nbytes
-        nbytes += each * tokens * job.structure.hidden_size
-        nbytes += (STREAMS - 1) * ENGINE_WORKSPACE["fp8" in job.cluster.device.flops]
-    return nbytes
-
-
-def loss_bytes(job: Job, layout: Layout) -> int:
-    """Return the transient bytes of the loss.
-
-    The forward pass has the logits and what the loss saves of them, the backward pass the gradients of logits and
-    of the weights that make them.
-    """
-    graph, width = job.structure.graph, job.workload.precision.nbytes
-    ends = [graph.nodes[graph.index[name]] for name in graph.outputs]
-    logits = sum(local_elements(node, node.shape.dims, layout, job.workload.seq) for node in ends)
-    weights = [local_elements(node, slot.dims, layout, job.workload.seq) for node in ends for slot in node.weights]
-    copies = (
-        0 if job.workload.precision is Precision.FP32 else job.profile.kernels.loss_saved_nbytes
-    )  # fp32 logits are not copied
-    return max((width + copies) * logits, width * (logits + max(weights, default=0)))
-
-
 def product_weight_elements(job: Job, layout: Layout) -> int:
     """Return the elements on one device of the weights that products read. Equal nodes count once."""
     elements, seq = 0, job.workload.seq
@@ -307,20 +229,8 @@ def product_weight_elements(job: Job, layout: Layout) -> int:
     return elements
 
 
-def shared_elements(job: Job, layout: Layout) -> tuple[int, ...]:
-    """Return the elements on one device of each weight that several nodes share."""
-    nodes, shared = job.structure.graph.nodes, job.structure.shared_weights
-    return tuple(local_elements(nodes[users[0]], slot.dims, layout, job.workload.seq) for slot, users in shared)
-
-
 def local_elements(node: Node, dims: tuple[Dim, ...], layout: Layout, seq: int, outer: tuple[Dim, ...] = ()) -> int:
     """Return the elements on one device of a tensor of a node. outer: dims of the copies around it."""
     sizes = Sizes(batch=layout.micro_batch, seq=seq)
-    split = split_of(layout)
-    table = program(node).table.at(split)
-    return table.local(sizes, split, table.axes(outer, dims))(dims)
-
-
-def split_of(layout: Layout) -> Split:
-    """Return the axes of a layout that shard tensors."""
-    return Split(tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp, sequence_parallel=layout.sequence_parallel)
+    table = program(node).table.at(layout.split)
+    return table.local(sizes, layout.split, table.axes(outer, dims))(dims)

@@ -112,9 +112,10 @@ class ChainBatch:
         last = np.concatenate([x.last + first for x, first in zip(each, start, strict=True) if x.last is not None])
         return cls(tuple(each), SegmentSums(sums, extra, end, last), start)
 
-    def farthest(self, limits: FloatVector) -> Indices:
-        """Return `SegmentSums.farthest` of each chain under its limit: [chains, cut points]."""
-        return np.array([x.farthest(limit) for x, limit in zip(self.each, limits.tolist(), strict=True)])
+    @property
+    def size(self) -> int:
+        """Return the number of segments of each chain."""
+        return len(self.each[0].sums) - 1
 
     def take(self, which: Indices) -> ChainBatch:
         """Return the batch of these chains."""
@@ -141,7 +142,7 @@ def balance_all(chains: ChainBatch, count: int, ends: Indices | None = None) -> 
 
     A chain has at least `count` segments. ends: [count, cut points], the latest end of each stage.
     """
-    size = len(chains.each[0])
+    size = chains.size
     if count == 1 and ends is None:
         return np.tile([0, size], (len(chains.each), 1))
     caps = slowest_stage(chains, count)
@@ -171,14 +172,15 @@ def slowest_stage(chains: ChainBatch, count: int) -> FloatVector:
     of these stages is the new `high`; else the least cap that admits one more segment to a stage is the new `low`. It
     ends when they meet. With an extra cost the result is a lower bound.
     """
-    here, last = chains.start[:, None] + np.arange(len(chains.each[0])), chains.start + len(chains.each[0])
+    here, last = chains.start[:, None] + np.arange(chains.size), chains.start + chains.size
     segments = chains.stages(here, here + 1)
     longest = segments.max(axis=1)
     low: FloatVector = np.maximum(chains.stages(chains.start, last) / count, longest)
     high: FloatVector = segments.sum(axis=1) / count + longest  # greedy stages of the mean and one segment
-    tried = low.copy()
+    tried, starts = low.copy(), chains.start.tolist()
     for _ in range(HALVINGS):
-        far = (chains.farthest(tried * TOLERANCE) + chains.start[:, None]).ravel()
+        caps = zip(chains.each, starts, (tried * TOLERANCE).tolist(), strict=True)
+        far = np.concatenate([x.farthest(cap) + first for x, first, cap in caps])
         cuts = [chains.start]
         for _ in range(count):
             cuts.append(far[cuts[-1]])
@@ -227,8 +229,8 @@ def solve(
     squares: minimise the sum of squares of stage times; else the slowest stage. ends: [count, cut points], the latest
     end of each stage. Chains are solved together by the number of segments that a stage may have.
     """
-    size, every = len(chains.each[0]), np.arange(len(chains.each))
-    far = chains.farthest(caps * TOLERANCE)
+    size, every = chains.size, np.arange(len(chains.each))
+    far = np.array([x.farthest(cap) for x, cap in zip(chains.each, (caps * TOLERANCE).tolist(), strict=True)])
     # The first and the last possible cut point of each boundary, [chains, count + 1], none of the stages empty.
     furthest, base = np.maximum.accumulate(far, axis=1), every * (size + 1)
     flat = (furthest + base[:, None]).ravel()
@@ -246,7 +248,8 @@ def solve(
         n = max(1, AT_ONCE // ((size + 1) * int(window[todo].max())))
         some, todo = todo[-n:], todo[:-n]
         band = list(zip(first[some].min(axis=0).tolist(), (last[some].max(axis=0) + 1).tolist(), strict=True))
-        out[some] = _recurrence(chains.take(some), far[some], int(window[some].max()), band, ends, squares)
+        solved = chains if len(some) == len(every) == 1 else chains.take(some)
+        out[some] = _recurrence(solved, far[some], int(window[some].max()), band, ends, squares)
     return out
 
 
@@ -264,7 +267,7 @@ def _recurrence(
     max(best[k - 1, i], t(i, j)), with j - window <= i < j, j <= far[i], and j at most the latest end of the stage.
     Boundary k lies in band[k].
     """
-    size = len(chains.each[0])
+    size = chains.size
     here = np.arange(size + 1)
     start = here[:, None] - np.arange(window, 0, -1)  # [ends, starts]: the last axis is contiguous
     allowed, start = (start >= 0) & (here[:, None] <= far[:, np.maximum(start, 0)]), np.maximum(start, 0)

@@ -25,10 +25,11 @@ from megaloom.planner.simulate import schedule
 
 from .dynamic_program import (
     TOLERANCE,
+    ChainBatch,
     Indices,
     SegmentSums,
     balance,
-    boundary_ranges,
+    balance_all,
 )
 from .local_search import (
     SLOWEST_FACTOR,
@@ -71,8 +72,7 @@ class PartitionProblem:
     @cached_property
     def cut_points(self) -> Indices:
         """Return the graph nodes at which a stage may begin or end."""
-        structure = self.table.structure
-        return structure.block_cut_points if self.whole_blocks else structure.cut_points
+        return self.table.structure.block_cut_points if self.whole_blocks else self.table.structure.cut_points
 
     @cached_property
     def seconds(self) -> SegmentSums:
@@ -95,11 +95,6 @@ class PartitionProblem:
                 table.known_sums[key] = SegmentSums(sums, extra[cuts], extra[stop], last)
         found: SegmentSums = table.known_sums[key]
         return found
-
-    def reaches(self, seconds: float) -> bool:
-        """Return True if a partition exists whose slowest stage takes at most these seconds."""
-        far = np.maximum.accumulate(self.seconds.farthest(seconds * TOLERANCE))
-        return boundary_ranges(far, self.layout.pp * self.layout.vpp) is not None
 
     def within_limit(self, even: StageBounds) -> StageBounds | None:
         """Return a partition that fits, with a fast slowest stage; None if none is found. `even` is balanced."""
@@ -189,8 +184,7 @@ class Partition:
     @property
     def seconds(self) -> list[float]:
         """Return the seconds of one micro-batch through each stage, forward and backward."""
-        seconds: list[float] = self.stage_sums[:, STEP_COLUMNS].sum(axis=1).tolist()
-        return seconds
+        return [float(seconds) for seconds in self.stage_sums[:, STEP_COLUMNS].sum(axis=1)]
 
     @cached_property
     def stages(self) -> list[StageMemory]:
@@ -223,11 +217,8 @@ class Partition:
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """Return the peak bytes of each pipeline rank: the sums of `rank_peaks`, of all ranks at once."""
-        x, job = self.layout, self.problem.job
-        in_flight = schedule.in_flight_moments(x.pp, x.vpp, self.problem.microbatches, x.microbatch_group)
-        reserved = communication.reserved_bytes(x, job.cluster, job.profile)
-        return tuple(memory.peak_nbytes(self.stages, *in_flight, x, job.workload.precision, reserved, job.profile))
+        """Return the peak bytes of each pipeline rank."""
+        return tuple(peak.nbytes for peak in self.rank_peaks)
 
     @property
     def deficit(self) -> int:
@@ -258,11 +249,16 @@ def refine(
     for `balanced` and `levelled`; a search gives versions that remember.
     """
     chosen, problem = even, evolve(even.problem, whole_blocks=True)
-    slowest = WHOLE_BLOCKS * max(even.seconds)
-    if len(even.bounds) <= len(problem.cut_points) and problem.reaches(slowest):
-        blocks = Partition(problem, (balance_stages or balanced)(problem))
-        if max(blocks.seconds) <= slowest and blocks.fits:
-            chosen = blocks
+    slowest, segments = WHOLE_BLOCKS * max(even.seconds), len(problem.cut_points) - 1
+    if len(even.bounds) - 1 <= segments:
+        far = np.maximum.accumulate(problem.seconds.farthest(slowest * TOLERANCE)).tolist()
+        end = 0
+        for _ in range(len(even.bounds) - 1):  # the longest stages that take no longer
+            end = far[end]
+        if end == segments:
+            blocks = Partition(problem, (balance_stages or balanced)(problem))
+            if max(blocks.seconds) <= slowest and blocks.fits:
+                chosen = blocks
     if chosen.layout.vpp == 1 and chosen.fits:
         return chosen
     if chosen.layout.vpp > 1:
@@ -275,9 +271,10 @@ def refine(
 
 def balanced(problem: PartitionProblem) -> StageBounds:
     """Return the balanced partition, whatever memory it takes. There must be enough cut points."""
-    cuts = balance(problem.seconds, problem.layout.pp * problem.layout.vpp)
-    assert cuts is not None, "more stages than the graph can be cut into"
-    return tuple(problem.cut_points[list(cuts)].tolist())
+    count = problem.layout.pp * problem.layout.vpp
+    assert count < len(problem.cut_points), "more stages than the graph can be cut into"
+    cuts = balance_all(ChainBatch.of([problem.seconds]), count)[0]
+    return tuple(problem.cut_points[cuts].tolist())
 
 
 def levelled(problem: PartitionProblem, even: StageBounds) -> StageBounds:

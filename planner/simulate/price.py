@@ -19,7 +19,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.contract.plans import Prediction, Stage
 from megaloom.planner.contract.workload import Precision
-from megaloom.planner.cost import communication, memory
+from megaloom.planner.cost import communication
 from megaloom.planner.cost.columns import (
     BACKWARD_COLUMNS,
     FORWARD_COLUMNS,
@@ -184,9 +184,9 @@ def end_of_step(
         gathering = _exposed_seconds("all_gather", precision.nbytes, parts, job, hidden)
     hidden = window.backward if layout.has_overlap(Overlap.GRADIENTS) else None
     reduction = _exposed_seconds(kind, profile.optimizer.gradient_nbytes, parts, job, hidden)
-    dense, expert = memory.optimizer_shards(layout)
     copied = 0 if precision is Precision.FP32 else COPIED
-    moved = (profile.optimizer.step_moved_nbytes + copied) * (params / dense + experts / expert)
+    shard = params / layout.dense_shards + experts / layout.expert_shards
+    moved = (profile.optimizer.step_moved_nbytes + copied) * shard
     moved += profile.optimizer.gradient_nbytes * (params + experts)  # set to zero
     scalar = NBYTES[DType.FLOAT32]
     waits = sum(communication.collective_seconds("all_reduce", scalar, group, cluster) for group in norm)
@@ -207,7 +207,7 @@ def _exposed_seconds(
     last = [(nbytes * min(n, max(BUCKET, BUCKET_BY_RANK * group.size)), group) for n, group in parts]
     took = communication.concurrent_seconds(kind, each, job.cluster)
     exposed = max(communication.concurrent_seconds(kind, last, job.cluster), took - window)
-    return exposed + (took - exposed) * communication.sm_share(job.cluster.device)
+    return exposed + (took - exposed) * job.sm_share
 
 
 def end_seconds(last_backward: Sequence[float], ends: Sequence[EndOfStep]) -> float:

@@ -25,117 +25,68 @@ WORTH = 0.7  # share of the micro-batches beyond which simulating all of them is
 InFlight = tuple[int, ...]  # micro-batches in flight, by chunk
 
 
-def warmup(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> int:
+def warmup(rank: Any, pp: int, vpp: int, microbatches: Any, group: Any = 0) -> Any:
     """Return the number of forward passes of `rank` before its first forward pass that a backward pass follows.
 
     group: microbatch group, the micro-batches that a chunk runs before the next chunk does; 0 means pp. It means so in
-    all functions of this module.
+    all functions of this module. Numbers or arrays. Source: megatron-core 0.16.1, schedules.py:738.
     """
-    limit: int = warmup_limit(pp - rank - 1, vpp, group or pp)
-    return min(limit, microbatches * vpp)
-
-
-def warmup_limit(later_ranks: Any, vpp: int, group: Any) -> Any:
-    """Return the warm-up of a rank with this many ranks after it, if micro-batches suffice. Numbers or arrays.
-
-    Source: megatron-core 0.16.1, schedules.py:738.
-    """
-    return later_ranks if vpp == 1 else 2 * later_ranks + (vpp - 1) * group
-
-
-def forward_order(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[tuple[int, int], ...]:
-    """Return the (micro-batch, chunk) of each forward pass of any rank: group by group, in each chunk by chunk.
-
-    Source: megatron-core 0.16.1, schedules.py:798.
-    """
-    if vpp == 1:
-        return tuple((i, 0) for i in range(microbatches))
-    size = group or pp
-    groups = (range(first, min(first + size, microbatches)) for first in range(0, microbatches, size))
-    return tuple((i, chunk) for group in groups for chunk in range(vpp) for i in group)
+    later_ranks = pp - rank - 1
+    limit = later_ranks if vpp == 1 else 2 * later_ranks + (vpp - 1) * (group + pp * (group == 0))
+    return np.minimum(limit, microbatches * vpp)
 
 
 @lru_cache(maxsize=256)
 def visit_order(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> list[tuple[int, int]]:
-    """Return the (visit, micro-batch) of each pass of `rank`: warm-up, steady 1F1B phase, cool-down."""
-    rows = forward_order(pp, vpp, microbatches, group)
-    forward = [(chunk * pp + rank, i) for i, chunk in rows]
-    backward = [((vpp + chunk + 1) * pp - 1 - rank, i) for i, chunk in rows]
+    """Return the (visit, micro-batch) of each pass of `rank`: warm-up, steady 1F1B phase, cool-down.
+
+    Passes of one direction go group by group, in each chunk by chunk. Source: megatron-core 0.16.1, schedules.py:798.
+    """
+    size = group or pp
+    groups = [range(first, min(first + size, microbatches)) for first in range(0, microbatches, size)]
+    rows = [(chunk, i) for group_ in groups for chunk in range(vpp) for i in group_]
+    forward = [(chunk * pp + rank, i) for chunk, i in rows]
+    backward = [((vpp + chunk + 1) * pp - 1 - rank, i) for chunk, i in rows]
     first = warmup(rank, pp, vpp, microbatches, group)
     steady = [visit for pair in zip(forward[first:], backward, strict=False) for visit in pair]
     return forward[:first] + steady + backward[len(forward) - first :]
 
 
-def rank_moments(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> list[Moment]:
-    """Return the moments at which the memory of `rank` may be largest: starts of backward passes, and losses."""
-    moments = []
-    for in_flight, (i, chunk) in backward_moments(rank, pp, vpp, microbatches, group).items():
-        moments.append(Moment(_backward_start(i, chunk, vpp), in_flight))
-    if rank == pp - 1:
-        for in_flight, i in loss_moments(pp, vpp, microbatches, group).items():
-            moments.append(Moment(f"loss of micro-batch {i}", in_flight, loss=True))
-    return moments
-
-
-def _backward_start(microbatch: int, chunk: int, vpp: int) -> str:
-    """Return the name of the moment at which a backward pass of a rank begins."""
-    numbers = f"micro-batch {microbatch}" + (f", model chunk {chunk}" if vpp > 1 else "")
-    first = (microbatch, chunk) == (0, vpp - 1)
-    return f"start of the first backward pass ({numbers})" if first else f"start of the backward pass of {numbers}"
-
-
 @lru_cache(maxsize=4096)
-def backward_moments(
-    rank: int, pp: int, vpp: int, microbatches: int, group: int = 0
-) -> dict[InFlight, tuple[int, int]]:
-    """Return each set of micro-batches in flight at a backward pass that follows a forward pass on `rank`.
+def rank_moments(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[Moment, ...]:
+    """Return the moments at which the memory of `rank` may be largest.
 
-    The value is the (micro-batch, chunk) of the first such backward pass. After the warm-up, of at most two groups,
-    the sets repeat with every group of micro-batches; the last group may be smaller.
+    They are backward passes right after a forward pass, and losses; each set of micro-batches in flight counts once.
+    After the warm-up, of at most two groups, the sets repeat with every group of micro-batches; the last group may be
+    smaller. So a schedule of a few groups has all of them.
     """
-    few, rows, first = _few_groups(rank, pp, vpp, microbatches, group)
-    now = [sum(chunk == c for _, chunk in rows[:first]) for c in range(vpp)]
-    if first == len(rows):
-        return {tuple(now): (rows[0][0], vpp - 1)}
-    seen: dict[InFlight, tuple[int, int]] = {}
-    for (_, new), (i, old) in zip(rows[first:], rows, strict=False):
-        now[new] += 1
-        seen.setdefault(tuple(now), (_numbered(i, few, microbatches, group or pp), vpp - 1 - old))
-        now[vpp - 1 - old] -= 1
-    return seen
-
-
-@lru_cache(maxsize=4096)
-def loss_moments(pp: int, vpp: int, microbatches: int, group: int = 0) -> dict[InFlight, int]:
-    """Return each set of micro-batches in flight on the last rank at a loss, with the first such micro-batch."""
-    few, rows, first = _few_groups(pp - 1, pp, vpp, microbatches, group)
-    now, seen = [0] * vpp, dict[InFlight, int]()
-    for k, (i, new) in enumerate(rows):
-        now[new] += 1
-        if new == vpp - 1:
-            seen.setdefault(tuple(now), _numbered(i, few, microbatches, group or pp))
-        if k >= first:
-            now[vpp - 1 - rows[k - first][1]] -= 1
-    return seen
-
-
-def _few_groups(
-    rank: int, pp: int, vpp: int, microbatches: int, group: int
-) -> tuple[int, Sequence[tuple[int, int]], int]:
-    """Return as many micro-batches as show every set in flight, their forward passes, and the length of the warm-up."""
     size = group or pp
     few = min(microbatches, PERIODS * size + microbatches % size)
-    return few, forward_order(pp, vpp, few, group), warmup(rank, pp, vpp, few, group)
-
-
-def _numbered(i: int, few: int, microbatches: int, size: int) -> int:
-    """Return the number among all micro-batches of micro-batch i of these few; both end with the last group."""
-    return i if i < few - few % size else i + microbatches - few
+    last, in_flight, after_forward = pp * vpp - 1, [0] * vpp, False
+    moments: dict[tuple[bool, InFlight], Moment] = {}
+    for visit, i in visit_order(rank, pp, vpp, few, group):
+        number = i if i < few - few % size else i + microbatches - few  # among all micro-batches
+        forward = visit <= last
+        chunk = (visit if forward else 2 * last + 1 - visit) // pp
+        in_flight[chunk] += forward
+        if visit == last or (after_forward and not forward):
+            name = f"micro-batch {number}" + (f", model chunk {chunk}" if vpp > 1 and not forward else "")
+            if forward:
+                name = f"loss of {name}"
+            elif (number, chunk) == (0, vpp - 1):
+                name = f"start of the first backward pass ({name})"
+            else:
+                name = f"start of the backward pass of {name}"
+            held = tuple(in_flight)
+            moments.setdefault((forward, held), Moment(name, held, loss=forward))
+        in_flight[chunk] -= not forward
+        after_forward = forward
+    return tuple(moments.values())
 
 
 def in_flight_sets(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[InFlight, ...]:
     """Return the largest sets of micro-batches that `rank` has in flight; no set is within another one."""
-    return tuple(sorted(backward_moments(rank, pp, vpp, microbatches, group)))
+    return tuple(sorted(m.in_flight for m in rank_moments(rank, pp, vpp, microbatches, group) if not m.loss))
 
 
 def in_flight_table(pp: int, vpp: int, microbatches: int, group: int = 0) -> NDArray[np.int64]:
@@ -157,9 +108,10 @@ def in_flight_moments(pp: int, vpp: int, microbatches: int, group: int = 0) -> t
 
     Shape [ranks, moments, chunks]; at the loss moments the other ranks have zeros.
     """
-    backwards, losses = in_flight_table(pp, vpp, microbatches, group), loss_moments(pp, vpp, microbatches, group)
+    backwards = in_flight_table(pp, vpp, microbatches, group)
+    losses = [m.in_flight for m in rank_moments(pp - 1, pp, vpp, microbatches, group) if m.loss]
     at_loss = np.zeros((pp, len(losses), vpp))
-    at_loss[-1] = list(losses)
+    at_loss[-1] = losses
     return np.hstack([backwards, at_loss]), backwards.shape[1]
 
 
@@ -185,39 +137,21 @@ def finish_times(
     """
     vpp = len(forward) // pp
     period = 1 if vpp == 1 else group or pp
+    passes = 2 * vpp * period  # of a rank in one period
     rest = microbatches % period
     few = rest + period * (-(-warmup(0, pp, vpp, microbatches, group) // (vpp * period)) + WINDOW * SETTLED)
-    times = (forward, backward, transfer, pp)
     while few < microbatches * WORTH:
-        starts = start_times(*times, few, group)
-        first = [warmup(r, pp, vpp, few, group) for r in range(pp)]
-        delay = _period_seconds(starts, first, vpp * (few - rest), vpp * period)
-        if delay is not None:
+        starts = start_times(forward, backward, transfer, pp, few, group)
+        stops = 2 * vpp * (few - rest) - warmup(np.arange(pp), pp, vpp, few, group)  # of the steady phase
+        recent = np.array([begun[stop - WINDOW * passes : stop] for begun, stop in zip(starts, stops, strict=True)])
+        delays = recent[:, passes:] - recent[:, :-passes]  # of each pass after the one of the period before
+        delay = float(delays[0, 0])
+        if (np.abs(delays - delay) <= EXACT * recent[:, -1:]).all():
             skipped = delay * ((microbatches - few) // period)
             return tuple(begun[-1] + backward[rank] + skipped for rank, begun in enumerate(starts))
         few += period * (-(-3 * few // period))
-    return tuple(b[-1] + backward[rank] for rank, b in enumerate(start_times(*times, microbatches, group)))
-
-
-def _period_seconds(
-    starts: Sequence[Sequence[float]], first: Sequence[int], forwards: int, period: int
-) -> float | None:
-    """Return how much later each pass starts than in the period before, if all passes agree; else None.
-
-    It compares the last periods of the steady phase. first: warm-up of each rank. forwards: forward passes in full
-    groups.
-    """
-    delay: float | None = None
-    for begun, warm in zip(starts, first, strict=True):
-        stop = warm + 2 * (forwards - warm)
-        recent = np.array(begun[max(warm, stop - WINDOW * 2 * period) : stop])
-        if len(recent) < 6 * period:
-            return None
-        apart = recent[2 * period :] - recent[: -2 * period]
-        delay = float(apart[0]) if delay is None else delay
-        if np.abs(apart - delay).max() > EXACT * recent[-1]:
-            return None
-    return delay
+    starts = start_times(forward, backward, transfer, pp, microbatches, group)
+    return tuple(begun[-1] + backward[rank] for rank, begun in enumerate(starts))
 
 
 def start_times(

@@ -68,6 +68,11 @@ class KernelSettings:
         False, "weight-gradient GEMMs add to the main gradient; a dummy tensor stands for each weight's own gradient"
     )
 
+    @property
+    def host_launches(self) -> float:
+        """Return the host time per kernel, in kernel launches of the device; CUDA graphs need none."""
+        return 0.0 if self.cuda_graphs else self.launch_factor
+
 
 @frozen(kw_only=True)
 class AttentionSettings:

@@ -54,8 +54,8 @@ def test_no_product_beats_the_device(m: int, n: int, k: int, preset: Any) -> Non
     assert took.forward >= work.flops / (device.flops["bf16"] * device.flops_efficiency)
     assert took.forward >= 2 * work.elements / (device.bandwidth * device.bandwidth_efficiency)
     assert min(took.forward_kernels, took.backward_kernels) >= (device.units > 1)
-    assert kernels.launch_seconds(device, OWN) >= device.launch_seconds
-    assert kernels.launch_seconds(device, changed(OWN, kernels={"cuda_graphs": True})) == 0
+    assert OWN.kernels.host_launches >= 1
+    assert changed(OWN, kernels={"cuda_graphs": True}).kernels.host_launches == 0
     assert took.backward >= 2 * work.flops / (device.flops["bf16"] * device.flops_efficiency)
 
 

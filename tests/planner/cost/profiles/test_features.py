@@ -21,11 +21,9 @@ from megaloom.planner.cost.columns import CostColumn
 from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.cost.kernels import (
     CAST_TRAFFIC,
+    MEMORY_KERNELS,
     SPLIT,
-    concurrent_gradient_bytes,
-    fused_gradient_elements,
     kernel_seconds,
-    memory_kernel,
 )
 from megaloom.planner.cost.profiles.features import (
     BLOCKING_LAUNCHES,
@@ -74,7 +72,8 @@ def took(model, used: FrameworkProfile, precision: Precision = Precision.MXFP8) 
     ],
 )
 def test_gates_and_biases_have_passes_of_their_own(model, names) -> None:
-    assert {memory_kernel(w) for w in works(model()) if w.kind == "pointwise"} == names
+    pointwise = [w for w in works(model()) if w.kind == "pointwise"]
+    assert {MEMORY_KERNELS.get((w.fusion, w.experts), w.kind) for w in pointwise} == names
     for passes in (OWN.kernels.memory_passes, MEGATRON.kernels.memory_passes, NEMO.kernels.memory_passes):
         assert names - {"expert bias"} <= {*passes, "pointwise"}
 
@@ -90,13 +89,11 @@ def test_a_gradient_is_added_once(count: int, m: int, n: int, k: int) -> None:
     """By the product that makes it, or by a kernel after it; beside other products, or while nothing is computed."""
     flops = 2 * count * m * n * k
     work = Work("dot", "w", flops, flops, flops, count * (m * k + k * n + m * n), count=count, m=m, n=n, k=k)
-    assert fused_gradient_elements(work, MEGATRON_2021) == concurrent_gradient_bytes(work, MEGATRON_2021) == 0
-    assert fused_gradient_elements(work, MEGATRON) == count * n * k
-    assert concurrent_gradient_bytes(work, MEGATRON) == (
-        2 * MEGATRON.optimizer.gradient_nbytes * count * n * k if count > 1 else 0
-    )
     alone, together = (kernel_seconds(work, GB200, Precision.BF16, used) for used in (MEGATRON_2021, MEGATRON))
-    assert together.forward == alone.forward and together.backward >= alone.backward
+    assert (alone.fused_gradients, together.fused_gradients) == (0, count * n * k)
+    moved = 2 * MEGATRON.optimizer.gradient_nbytes * count * n * k if count > 1 else 0  # beside other products
+    assert together.forward == alone.forward
+    assert alone.backward <= together.backward <= alone.backward + moved / GB200.moves * (1 + 1e-9)
 
 
 def test_products_of_8_bits_are_slower_back_where_these_add_up_in_fp32() -> None:
