@@ -105,7 +105,7 @@ def _precision(case: Case) -> Truth:
 
 def precision_refusal(workload: Workload) -> Words:
     """Return the message and the fix for a precision that the runtime does not train in."""
-    return f"the runtime does not train in {workload.precision}", f"{' or '.join(TRAINED)} would do"
+    return f"the runtime does not train in {workload.precision}", f"use {' or '.join(TRAINED)}"
 
 
 def _precision_text(case: Case) -> Words:
@@ -214,7 +214,7 @@ def _reduced(case: Case) -> Truth:
 
 def _reduced_text(case: Case) -> Words:
     x = case.layout
-    return f"experts on ep 1 and etp {x.etp} beside tp {x.tp}", f"ep at least 2 would do, or etp {x.tp}"
+    return f"experts on ep 1 and etp {x.etp} beside tp {x.tp}", f"use ep 2 or more, or etp {x.tp}"
 
 
 def _latent(case: Case) -> Truth:
@@ -225,7 +225,7 @@ def _latent(case: Case) -> Truth:
 def _latent_text(case: Case) -> Words:
     return (
         f"latent attention under tp {case.layout.tp} without sequence parallelism",
-        "sequence_parallel on would do, or tp 1",
+        "use sequence_parallel, or tp 1",
     )
 
 

@@ -176,7 +176,7 @@ def _files(source: str) -> tuple[Path, list[str]]:
     if not text:
         raise UserError(f"no UTF-8 text in {root if source == STDLIB else source} ({_counted(list(kinds.values()))})")
     for name in (name for name, kind in kinds.items() if kind == UNREADABLE):
-        (root / name).open("rb").close()  # raises the reason: part of the text would be missing without notice
+        (root / name).read_bytes()  # raises the reason: part of the text would be missing without notice
     return root, text
 
 

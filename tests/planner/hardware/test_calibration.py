@@ -135,7 +135,7 @@ def test_groups_within_nodes_and_across(monkeypatch: pytest.MonkeyPatch) -> None
     assert list(measure._groups(1, 1)) == []
     assert list(measure._groups(4, 4)) == [(2, 1), (4, 1)]
     assert list(measure._groups(12, 6)) == [(2, 1), (6, 1), (2, 6)]
-    monkeypatch.setattr(measure, "WINDOW", 0.0)
+    monkeypatch.setattr(measure, "SERIES_SECONDS", 0.0)
     for found in launcher.run(across, (), 4, timeout=60):
         assert {(s.devices, s.stride) for s in found} == {(2, 2)}
 
@@ -144,8 +144,8 @@ def test_measuring_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Two processes, each thing once: what matters is that it can be planned by."""
-    monkeypatch.setattr(measure, "WINDOW", 0.0)
-    monkeypatch.setattr(measure, "REPEATS", 1)
+    monkeypatch.setattr(measure, "SERIES_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "SERIES", 1)
     monkeypatch.chdir(tmp_path)
     assert main(["measure", "--gpus", "2"]) == 0
     said = capfd.readouterr().out
