@@ -149,7 +149,7 @@ def test_measuring_this_machine(
     monkeypatch.chdir(tmp_path)
     assert main(["measure", "--gpus", "2"]) == 0
     said = capfd.readouterr().out
-    assert "wrote profile.json; `plan MODEL --gpus profile.json` plans by it" in said
+    assert "wrote profile.json. Next: `plan MODEL --gpus profile.json`" in said
     written = json.loads(Path("profile.json").read_text())
     assert {s["kind"] for s in written["measured"]} == {
         "product",
