@@ -25,10 +25,8 @@ from megaloom.planner.search.pricing import Pricer
 
 SEARCHES = (
     ("llama3-8b", "8xH100", Workload(seq=8192, batch=64)),
-    ("llama3-70b", "64xH100", Workload(seq=4096, batch=256)),
     ("mixtral-8x7b", "128xH100", Workload(seq=4096, batch=1024)),
     ("deepseek-v3", "512xH100", Workload(seq=4096, batch=4096)),
-    ("gpt3-175b", "1024xH100", Workload(seq=2048, batch=1536)),
     ("gpt2", "4xCPU", Workload(seq=256, batch=32, precision=Precision.FP32)),
 )
 

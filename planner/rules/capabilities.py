@@ -137,8 +137,11 @@ def _padding_refusal(case: Case) -> Words | None:
     """Return the first refusal of a padded dim. Layers with a torch module of their own are not computed by a body."""
     x = case.layout
     split = Split(tp=x.tp, cp=x.cp, ep=x.ep, etp=x.etp, sequence_parallel=x.sequence_parallel)
-    nodes = (n for n in case.graph.nodes if not n.is_input and not hasattr(n.op, "module"))
-    return next((refusal for n in nodes if (refusal := padding_refusal(n, split))), None)
+    nodes = [n for n in case.graph.nodes if not n.is_input and not hasattr(n.op, "module")]
+    first: dict[int, Node] = {}  # equal nodes share a program; a refusal names the first
+    for n in nodes:
+        first.setdefault(id(program(n)), n)
+    return next((refusal for n in first.values() if (refusal := padding_refusal(n, split))), None)
 
 
 def _padding(case: Case) -> Truth:
