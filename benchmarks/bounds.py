@@ -47,8 +47,8 @@ def _mean_passes(pp: Any, vpp: Any, m: Any, group: Any) -> Any:
 def _balanced(name: str) -> Callable[..., BalancedBounds]:
     """Return `balanced_bounds` without one of its columns."""
 
-    def weaker(pricer: Any, bounds: Any, found: Any) -> BalancedBounds:
-        whole = balanced_bounds(pricer, bounds, found)
+    def weaker(balance: Any, bounds: Any, found: Any) -> BalancedBounds:
+        whole = balanced_bounds(balance, bounds, found)
         plain = {"seconds": found.seconds, "expected_seconds": whole.seconds, "nbytes": found.nbytes}
         return evolve(whole, **{name: plain[name]})
 

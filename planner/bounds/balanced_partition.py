@@ -1,4 +1,4 @@
-"""Closer bounds of layouts from their balanced partitions: the most even ones, which the pricer keeps.
+"""Closer bounds of layouts from their balanced partitions, the most even ones.
 
 `balanced_bounds` evaluates many layouts at once. Its seconds are a lower bound for every partition; the expected
 seconds and the bytes are those of the balanced partition, by which the search orders layouts.
@@ -6,13 +6,17 @@ seconds and the bytes are those of the balanced partition, by which the search o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 from attrs import frozen
 
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows, alike
 from megaloom.planner.cost import memory
 from megaloom.planner.cost.columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
-from megaloom.planner.search.pricing import Pricer
+from megaloom.planner.cost.cost_table import CostTable
+from megaloom.planner.partition.partitioner import StageBounds
 from megaloom.planner.simulate import schedule
 
 from . import pipeline
@@ -25,6 +29,8 @@ from .lower_bounds import BoundedLayouts, LowerBounds
 EXPECTED_SHARE = 0.97
 RECOMPUTE_FIELDS = ("recompute", "recompute_modules", "recompute_layers")
 
+Balance = Callable[[Sequence[Layout]], Sequence[tuple[CostTable, StageBounds]]]  # cost table and balanced partition
+
 
 @frozen(eq=False)
 class BalancedBounds:
@@ -35,8 +41,8 @@ class BalancedBounds:
     nbytes: Rows  # of the rank with the most memory, in the balanced partition
 
 
-def balanced_bounds(pricer: Pricer, lower_bounds: LowerBounds, found: BoundedLayouts) -> BalancedBounds:
-    """Return closer bounds of these layouts.
+def balanced_bounds(balance: Balance, lower_bounds: LowerBounds, found: BoundedLayouts) -> BalancedBounds:
+    """Return closer bounds of these layouts; `balance` gives the balanced partitions of several layouts.
 
     Bound: see `_one_chunk_seconds`; interleaved layouts keep the bound that they have.
     """
@@ -45,29 +51,29 @@ def balanced_bounds(pricer: Pricer, lower_bounds: LowerBounds, found: BoundedLay
     expected = np.zeros(len(found))
     first, which = alike(*(getattr(x, name) for name in (*NODE_COST_FIELDS, *RECOMPUTE_FIELDS)), stages)
     layouts = [x[i] for i in first.tolist()]
-    partitions = pricer.balance_all(layouts)
+    partitions = balance(layouts)
     for count in np.flatnonzero(np.bincount(stages)).tolist():
         some = np.flatnonzero(stages[first] == count).tolist()
-        tables = [pricer.cost_table(layouts[i]) for i in some]
-        sums = np.array([table.stage_sums(partitions[i]) for i, table in zip(some, tables, strict=True)])
-        extra = np.array([(table.boundary, table.workspace) for table in tables], dtype=float)
+        chosen = [partitions[i] for i in some]
+        sums = np.array([table.stage_sums(bounds) for table, bounds in chosen])
+        extra = np.array([(table.boundary, table.workspace) for table, _ in chosen], dtype=float)
         row = np.zeros(len(first), dtype=np.intp)
         row[some] = np.arange(len(some))
         for pp in np.flatnonzero(np.bincount(x.pp[stages == count])).tolist():
             mine = np.flatnonzero((stages == count) & (x.pp == pp))
             part, here = found.take(mine), row[which[mine]]
-            nbytes[mine] = np.maximum(nbytes[mine], _peak_nbytes(pricer, lower_bounds, part, sums[here], extra[here]))
+            nbytes[mine] = np.maximum(nbytes[mine], _peak_nbytes(lower_bounds, part, sums[here], extra[here]))
             if pp == count:
-                one_chunk = _one_chunk_seconds(pricer, lower_bounds, part, sums[here])
+                one_chunk = _one_chunk_seconds(lower_bounds, part, sums[here])
                 seconds[mine] = np.maximum(seconds[mine], one_chunk)
-            elif pricer.many[count]:
-                expected[mine] = EXPECTED_SHARE * _interleaved_seconds(pricer, lower_bounds, part, sums[here])
+            elif lower_bounds.many[count]:
+                expected[mine] = EXPECTED_SHARE * _interleaved_seconds(lower_bounds, part, sums[here])
     return BalancedBounds(seconds, np.maximum(seconds, expected), nbytes)
 
 
-def _interleaved_seconds(pricer: Pricer, lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows) -> Rows:
+def _interleaved_seconds(lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows) -> Rows:
     """Return the lower bound of interleaved layouts under their balanced partitions: see `pipeline.finish_bounds`."""
-    x, m = found.layouts, found.layouts.microbatches(pricer.workload.batch)
+    x, m = found.layouts, found.layouts.microbatches(lower_bounds.cache.workload.batch)
     forward, backward = (sums[..., columns].sum(axis=2) for columns in (FORWARD_COLUMNS, BACKWARD_COLUMNS))
     sends = np.broadcast_to(lower_bounds.costs.send_seconds[found.base, None], forward.shape)
     ends = pipeline.finish_bounds(forward, backward, sends, int(x.pp[0]), m, x.microbatch_group_size)
@@ -75,14 +81,14 @@ def _interleaved_seconds(pricer: Pricer, lower_bounds: LowerBounds, found: Bound
     return seconds
 
 
-def _one_chunk_seconds(pricer: Pricer, lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows) -> Rows:
+def _one_chunk_seconds(lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows) -> Rows:
     """Return a lower bound of layouts without interleaving, for every partition.
 
     Bound: step ≥ max(m t, T + 2 (p − 1) h + (m − 1 − (min(p, m) − 1) φ) t) + A, with t the slowest stage of the
     balanced partition. The slowest stage of every partition takes t or more, and the argument of
     `first_backward_multiple` holds for its rank.
     """
-    x, m = found.layouts, found.layouts.microbatches(pricer.workload.batch)
+    x, m = found.layouts, found.layouts.microbatches(lower_bounds.cache.workload.batch)
     costs = lower_bounds.costs
     slowest, ahead = sums[..., STEP_COLUMNS].sum(axis=2).max(axis=1), np.minimum(x.pp, m) - 1
     through = costs.seconds[found.base, PLAIN] + 2 * (x.pp - 1) * costs.send_seconds[found.base]
@@ -91,9 +97,9 @@ def _one_chunk_seconds(pricer: Pricer, lower_bounds: LowerBounds, found: Bounded
     return seconds
 
 
-def _peak_nbytes(pricer: Pricer, lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows, extra: Rows) -> Rows:
+def _peak_nbytes(lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows, extra: Rows) -> Rows:
     """Return about the bytes of the rank with the most memory, at each rank's first backward pass."""
-    x, cache = found.layouts, pricer.cost_cache
+    x, cache = found.layouts, lower_bounds.cache
     pp, vpp = int(x.pp[0]), int(x.vpp[0])
     params, experts = (
         sums[..., column].reshape(-1, vpp, pp).sum(axis=1).ravel()

@@ -93,12 +93,12 @@ class LowerBounds:
     base_layouts: Layouts
     cache: CostCache
     costs: BaseCosts = field(init=False)
-    _many: NDArray[np.bool_] = field(init=False)  # for each number of stages, see `too_many_partitions`
+    many: NDArray[np.bool_] = field(init=False)  # for each number of stages, see `too_many_partitions`
     _mode_of: Column = field(init=False)  # [sets of modules] mode in `costs`, 0 while it is not there
 
     def __attrs_post_init__(self) -> None:
         self.costs = price_base_layouts(self.base_layouts, self.cache)
-        self._many = interleaved_memory.too_many_partitions(len(self.cache.structure.cut_points) - 1)
+        self.many = interleaved_memory.too_many_partitions(len(self.cache.structure.cut_points) - 1)
         self._mode_of = np.zeros(1 << len(Module), dtype=np.int64)
 
     def extend(self, more: Layouts) -> None:
@@ -194,7 +194,7 @@ class LowerBounds:
         saved = np.where(some, np.maximum(saved, costs.saved_nbytes[base, PLAIN] - freed), saved)
         state = costs.state_nbytes[base, x.shard]
         held = least_rank_memory(state, saved, pp, self._in_flight(x))
-        if len(which := np.flatnonzero((x.vpp > 1) & self._many[x.pp * x.vpp])):
+        if len(which := np.flatnonzero((x.vpp > 1) & self.many[x.pp * x.vpp])):
             group = np.minimum(x.microbatch_group_size, x.microbatches(self.cache.workload.batch))[which]
             stage = self._stage_saved(x, base, mode)[which]
             rows = (state[which], saved[which], stage, x.pp[which], x.vpp[which], group)

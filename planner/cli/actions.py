@@ -38,7 +38,6 @@ def print_scaling(
     from megaloom.planner.search.scaling import (
         clusters_in_range,
         scaling_points,
-        scaling_table,
     )
     from megaloom.planner.search.search import plan as search
 
@@ -69,12 +68,14 @@ def print_scaling(
 
         print(json.dumps(scaling_json(found, params(model)), indent=1))
     else:
+        from megaloom.planner.report.scaling_table import scaling_table
+
         show(scaling_table(found, params(model)), sys.stdout)
 
 
 def print_rules(as_json: bool) -> int:
     """Print all rules of legal layouts; return exit code 0."""
-    from megaloom.planner.search.lint import rules_json, rules_text
+    from megaloom.planner.report.lint import rules_json, rules_text
 
     print(json.dumps({"rules": rules_json()}, indent=1) if as_json else rules_text())
     return 0
@@ -82,8 +83,8 @@ def print_rules(as_json: bool) -> int:
 
 def print_lint(g: Graph, machine: Cluster, workload: Workload, fixed: FixedAxes, as_json: bool) -> int:
     """Print the rules that a layout breaks, or all rules without a layout; return exit code 2 if it breaks one."""
+    from megaloom.planner.report.lint import caveats_text, lint_json, violations_text
     from megaloom.planner.search.infeasible import checked_fixed
-    from megaloom.planner.search.lint import caveats_text, lint_json, violations_text
 
     if not (fixed := checked_fixed(fixed)):
         return print_rules(as_json)
@@ -155,8 +156,8 @@ def print_report(found: Found, declared: Model, top: int, assumed: Sequence[str]
     from megaloom.dsl.facts.parameters import params
     from megaloom.dsl.graph import graph
     from megaloom.dsl.show.printing import show
+    from megaloom.planner.report.goodput import MANY_DEVICES, goodput, goodput_text
     from megaloom.planner.report.text import search_report
-    from megaloom.planner.search.goodput import MANY_DEVICES, goodput, goodput_text
 
     best, g = found.best, graph(declared)
     foot = f"\n{_next_step(best, declared, g, path)}"

@@ -119,9 +119,7 @@ def _latent(m: DecoderModel, a: MLA, target: Target) -> Iterator[Option]:
     if m.positions is not None:
         refuse(target, "learned and rotary positions in one model")
     if a.eps != m.norm.eps or m.norm.plus_one:
-        refuse(
-            target, f"latent attention with eps={a.eps} and norms {declared(m.norm)}: it has one kind of norm"
-        )
+        refuse(target, f"latent attention with eps={a.eps} and norms {declared(m.norm)}: it has one kind of norm")
     if not a.positions.interleaved or a.positions.channels is not None:
         refuse(
             target,

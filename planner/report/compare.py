@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.search.step_difference import cause_differences
+from megaloom.planner.search.reasons import cause_differences
 
 from .tables import layout_table, prediction_table
 from .to_json import JSON_VERSION

@@ -13,7 +13,7 @@ from megaloom.dsl.graph import Graph, Node
 from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan, Prediction
-from megaloom.planner.search.step_difference import difference_text
+from megaloom.planner.search.reasons import difference_text
 
 from .units import Unit, format_count, memory_unit, peak_memory, text_table, time_unit
 

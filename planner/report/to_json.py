@@ -15,8 +15,8 @@ from megaloom.planner.contract.devices import Cluster, GiB
 from megaloom.planner.contract.layout import layout_to_json
 from megaloom.planner.contract.plans import Plan, Prediction
 from megaloom.planner.cost.measured_memory import upper_bytes
-from megaloom.planner.search.goodput import goodput
-from megaloom.planner.search.step_difference import peak_nbytes
+from megaloom.planner.report.goodput import goodput
+from megaloom.planner.search.reasons import peak_nbytes
 
 from .tables import exposed_communication
 

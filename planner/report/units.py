@@ -11,7 +11,7 @@ from rich.text import Text
 
 from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.search import step_difference
+from megaloom.planner.search import reasons
 
 
 @frozen
@@ -34,7 +34,7 @@ class Unit:
 
 def peak_memory(plan: Plan, kind: str = "device") -> int:
     """Return the bytes of the fullest pipeline rank, as `kind` counts them: see `cost.measured_memory.held_bytes`."""
-    return step_difference.peak_nbytes(plan.predicted, kind)
+    return reasons.peak_nbytes(plan.predicted, kind)
 
 
 def memory_unit(plan: Plan) -> Unit:

@@ -186,7 +186,7 @@ class Frontier:
         self._set_opened([part.take(slice(n, None)) if n else part for part, n in pairs])
         self._batch = min(2 * self._batch, LARGEST_BATCH)
         pricer = self.candidates.pricer
-        bounds = balanced_partition.balanced_bounds(pricer, self.candidates.lower_bounds, batch)
+        bounds = balanced_partition.balanced_bounds(pricer.balance_all, self.candidates.lower_bounds, batch)
         fits = (bounds.nbytes <= pricer.capacity).tolist()
         rows = zip(bounds.seconds.tolist(), bounds.expected_seconds.tolist(), fits, strict=True)
         for i, (seconds, expected, may_fit) in enumerate(rows):

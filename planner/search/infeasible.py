@@ -31,13 +31,13 @@ from .reasons import deficit_text
 from .suggestions import changes_text, fixed_text, legal_batches, legal_changes, value_text
 
 OF_A_STEP = {rule.id for rule in STEP_RULES}
-LOOKED_AT = 2000  # illegal layouts among which the nearest to legal is sought
-NEAREST, TRIED = 100, 300  # places that may have room, the quickest first, and layouts there, that are tried
-PLACED = 20  # of the layouts that need the least memory, those that are cut
-# Times the devices that are tried.
+MAX_ILLEGAL = 2000  # illegal layouts that are compared for the one that is nearest to legal
+FASTEST_BASES, MAX_TRIED = 100, 300  # base layouts that may fit, the fastest first, and their layouts that are tried
+LEANEST = 20  # layouts with the least bounds of memory that are partitioned
+# Multiples of the number of devices that are tried.
 GROWTH = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
-SHORTER = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # parts of the sequence that are
-PLAIN_AXES = {"cp": 1, "etp": 1, "micro_batch": 1}  # of the layouts among which a first one is sought
+SHORTER = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # divisors of the sequence length that are tried
+PLAIN_AXES = {"cp": 1, "etp": 1, "micro_batch": 1}  # a first plan is searched among these layouts
 
 
 def checked_fixed(fixed: Mapping[str, Any]) -> FixedAxes:
@@ -63,9 +63,9 @@ def nothing_legal(pricer: Pricer, fixed: FixedAxes) -> str:
     """
     g = pricer.graph
     tried = ((x, pricer.broken(x)) for x in unchecked_layouts(g, pricer.cluster, pricer.workload, fixed))
-    layout, wrong = min(islice(tried, LOOKED_AT), key=_far)
-    said = f" with {fixed_text(fixed)}" if fixed else ""
-    lines = [f"no layout of {g.name} on {pricer.cluster}{said} is legal; the nearest, {layout}, breaks"]
+    layout, wrong = min(islice(tried, MAX_ILLEGAL), key=_distance_from_legal)
+    condition = f" with {fixed_text(fixed)}" if fixed else ""
+    lines = [f"no layout of {g.name} on {pricer.cluster}{condition} is legal; the nearest, {layout}, breaks"]
     lines += [f"- {v.message} [{v.rule}]" for v in wrong]
     case = (g, pricer.cluster, pricer.workload, fixed)
     changes = changes_text(legal_changes(*case, pricer.inner, not pricer.own), fixed)
@@ -74,8 +74,11 @@ def nothing_legal(pricer: Pricer, fixed: FixedAxes) -> str:
     return "\n".join([*lines, *(changes or [f"{v.rule}: {v.fix}" for v in wrong])])
 
 
-def _far(entry: tuple[Layout, tuple[Violation, ...]]) -> tuple[int, int, int]:
-    """How far from legal: the rules of the axes first, as those of a step follow dp; then how much is divided."""
+def _distance_from_legal(entry: tuple[Layout, tuple[Violation, ...]]) -> tuple[int, int, int]:
+    """Return a sort key: broken rules of the device mesh, then its degrees, then all broken rules.
+
+    Rules of the batch come last, because dp decides them.
+    """
     x, wrong = entry
     axes = sum(v.rule not in OF_A_STEP for v in wrong)
     return axes, x.tp * x.pp * x.cp + x.ep * x.etp, len(wrong)
@@ -83,95 +86,103 @@ def _far(entry: tuple[Layout, tuple[Violation, ...]]) -> tuple[int, int, int]:
 
 def nothing_fits(pricer: Pricer, candidates: Candidates) -> str:
     """Return the message for a search in which nothing fits: the smallest deficit, and changes that help."""
-    miss, fixed = leanest(candidates), candidates.fixed
-    said = f" with {fixed_text(fixed)}" if fixed else ""
+    nearest, fixed = leanest(candidates), candidates.fixed
+    condition = f" with {fixed_text(fixed)}" if fixed else ""
     lines = [
-        f"no layout of {pricer.graph.name} on {pricer.cluster}{said} fits the memory",
-        f"the nearest, {miss.layout}: {deficit_text(miss)}",
+        f"no layout of {pricer.graph.name} on {pricer.cluster}{condition} fits the memory",
+        f"the nearest, {nearest.layout}: {deficit_text(nearest)}",
     ]
-    freed = [f"{what} would fit: {found.layout}" for what, found in _freed(pricer, fixed)]
-    changes = freed or [f"{what} would do: {found.layout}" for what, found in _changed(pricer, miss, fixed)]
+    changes = [f"{change} fits: {found.layout}" for change, found in _other_values(pricer, fixed)]
+    if not changes:
+        changes = [f"{change} fits: {found.layout}" for change, found in _changed(pricer, nearest, fixed)]
     if fixed and not changes:
-        other = f"would do, without {fixed_text(fixed)}:"
-        changes = [f"{what} {other} {found.layout}" for what, found in _changed(pricer, miss, {})]
-    return "\n".join([*lines, *(changes or ["a smaller model would fit, or devices with more memory"])])
+        without = f"fits, without {fixed_text(fixed)}"
+        changes = [f"{change} {without}: {found.layout}" for change, found in _changed(pricer, nearest, {})]
+    return "\n".join([*lines, *(changes or ["use a smaller model, or devices with more memory"])])
 
 
 def leanest(candidates: Candidates) -> Partition:
     """Return the layout with the smallest deficit, of those with the least bounds of memory."""
     _, ideal = candidates.bound_all().ideal()
-    found = candidates.variants(np.argsort(ideal, kind="stable")[:PLACED])
-    first = np.argsort(found.nbytes, kind="stable")[:PLACED]
+    found = candidates.variants(np.argsort(ideal, kind="stable")[:LEANEST])
+    first = np.argsort(found.nbytes, kind="stable")[:LEANEST]
     return min((candidates.pricer.partition(found.layouts[int(i)]) for i in first), key=lambda placed: placed.deficit)
 
 
-Change = tuple[str, Partition]  # what is changed, and a layout that then fits
+Change = tuple[str, Partition]  # the change, and a layout that fits with it
 
 
-def _freed(pricer: Pricer, fixed: FixedAxes) -> Iterator[Change]:
+def _other_values(pricer: Pricer, fixed: FixedAxes) -> Iterator[Change]:
     """Yield for each fixed field another value with which a layout fits; else one layout with nothing fixed."""
-    alone = False
+    any_fits = False
     for name in fixed:
-        free = {other: value for other, value in fixed.items() if other != name}
-        if (found := fitting(pricer, free)) is not None:
-            alone = True
-            yield f"{name} {value_text(getattr(found.layout, name))} in place of {value_text(fixed[name])}", found
-    if not alone and len(fixed) > 1 and (found := fitting(pricer, {})) is not None:
-        yield f"another layout than {fixed_text(fixed)}", found
+        others = {other: value for other, value in fixed.items() if other != name}
+        if (found := fitting(pricer, others)) is not None:
+            any_fits = True
+            yield f"{name} {value_text(getattr(found.layout, name))} instead of {value_text(fixed[name])}", found
+    if not any_fits and len(fixed) > 1 and (found := fitting(pricer, {})) is not None:
+        yield f"a layout without {fixed_text(fixed)}", found
 
 
-def _changed(pricer: Pricer, miss: Partition, fixed: FixedAxes) -> Iterator[Change]:
+def _changed(pricer: Pricer, nearest: Partition, fixed: FixedAxes) -> Iterator[Change]:
     """Yield for each kind of change the smallest one with which a layout fits."""
-    for kind in (_fuller(pricer, miss), _narrower(pricer), _larger(pricer, fixed), _roomier(pricer), _shorter(pricer)):
-        found = ((what, fitting(other, fixed)) for what, other in kind)
-        yield from islice(((what, placed) for what, placed in found if placed is not None), 1)
+    kinds = (
+        _less_headroom(pricer, nearest),
+        _lower_precision(pricer),
+        _more_devices(pricer, fixed),
+        _larger_devices(pricer),
+        _shorter_sequences(pricer),
+    )
+    for kind in kinds:
+        tried = ((change, fitting(changed, fixed)) for change, changed in kind)
+        yield from islice(((change, found) for change, found in tried if found is not None), 1)
 
 
-Asked = Iterator[tuple[str, Pricer]]  # what is changed, and what then prices layouts
+ChangedPricers = Iterator[tuple[str, Pricer]]  # the change, and the pricer with it; the smallest change first
 
 
-def _fuller(pricer: Pricer, miss: Partition) -> Asked:
-    """More of each device."""
-    most = pricer.cluster.device.nbytes
-    headroom = int(100 * (1 - (miss.deficit + miss.problem.memory_limit) / most)) / 100
+def _less_headroom(pricer: Pricer, nearest: Partition) -> ChangedPricers:
+    """Yield the headroom with which the nearest layout fits."""
+    nbytes = pricer.cluster.device.nbytes
+    headroom = int(100 * (1 - (nearest.deficit + nearest.problem.memory_limit) / nbytes)) / 100
     if 0 <= headroom < pricer.headroom:
         yield f"a memory headroom of {headroom:.0%}", _with(pricer, headroom=headroom)
 
 
-def _narrower(pricer: Pricer) -> Asked:
-    """Numbers of fewer bits."""
+def _lower_precision(pricer: Pricer) -> ChangedPricers:
+    """Yield bf16 in place of fp32."""
     if pricer.workload.precision is Precision.FP32:
         yield "bf16", _with(pricer, workload=evolve(pricer.workload, precision=Precision.BF16))
 
 
-def _larger(pricer: Pricer, fixed: FixedAxes) -> Asked:
-    """More devices."""
+def _more_devices(pricer: Pricer, fixed: FixedAxes) -> ChangedPricers:
+    """Yield larger clusters of the same device, unless dp is fixed."""
     for times in GROWTH if "dp" not in fixed else ():
         if larger := _devices(pricer.cluster, pricer.cluster.count * times, pricer.cluster.kind):
             yield str(larger), _with(pricer, cluster=larger)
 
 
-def _roomier(pricer: Pricer) -> Asked:
-    """As many devices with more memory each."""
-    now, used = pricer.cluster, pricer.workload.precision
-    devices = {kind: it.device for kind, it in PRESETS.items() if used in it.device.flops and kind != "CPU"}
-    roomier = [kind for kind, device in devices.items() if device.nbytes > now.device.nbytes]
-    for kind in sorted(roomier, key=lambda kind: devices[kind].nbytes):
+def _larger_devices(pricer: Pricer) -> ChangedPricers:
+    """Yield as many devices with more memory each, the least memory first."""
+    now, precision = pricer.cluster, pricer.workload.precision
+    devices = {kind: it.device for kind, it in PRESETS.items() if precision in it.device.flops and kind != "CPU"}
+    larger = [kind for kind, device in devices.items() if device.nbytes > now.device.nbytes]
+    for kind in sorted(larger, key=lambda kind: devices[kind].nbytes):
         if other := _devices(now, now.count, kind):
             yield str(other), _with(pricer, cluster=other)
 
 
-def _shorter(pricer: Pricer) -> Asked:
-    """Shorter sequences."""
+def _shorter_sequences(pricer: Pricer) -> ChangedPricers:
+    """Yield shorter sequences, the longest first."""
     seq = pricer.workload.seq
-    for parts in SHORTER:
-        if seq % parts == 0:
-            shorter = evolve(pricer.workload, seq=seq // parts)
+    for divisor in SHORTER:
+        if seq % divisor == 0:
+            shorter = evolve(pricer.workload, seq=seq // divisor)
             yield f"a sequence of {shorter.seq:,}", _with(pricer, workload=shorter)
 
 
 def _devices(now: Cluster, count: int, kind: str) -> Cluster | None:
-    """So many devices of a kind, in nodes as theirs are; None where these cannot be filled."""
+    """Return a cluster of this many devices of a kind, in the nodes of `now`; None if it would not fill its nodes."""
     try:
         named = cluster(f"{now.count}x{now.kind}") == now if now.kind in PRESETS else False
         return cluster(f"{count}x{kind}") if named else evolve(now, count=count) if kind == now.kind else None
@@ -180,39 +191,38 @@ def _devices(now: Cluster, count: int, kind: str) -> Cluster | None:
 
 
 def _with(pricer: Pricer, **changes: Any) -> Pricer:
-    """The same, but for these."""
-    asked = {name: getattr(pricer, name) for name in ("graph", "cluster", "workload", "profile", "headroom")}
-    return Pricer(**{**asked, **changes})
+    """Return a new pricer with these fields changed."""
+    fields = {name: getattr(pricer, name) for name in ("graph", "cluster", "workload", "profile", "headroom")}
+    return Pricer(**{**fields, **changes})
 
 
 def fitting(pricer: Pricer, fixed: FixedAxes) -> Partition | None:
-    """Return a layout that fits the memory, if one is found: a plain and fast one if there is one."""
-    for chosen in ({**PLAIN_AXES, **fixed}, fixed) if _holds(pricer) else ():
+    """Return a layout that fits the memory, or None if none is found. Layouts with PLAIN_AXES come first."""
+    for chosen in ({**PLAIN_AXES, **fixed}, fixed) if _state_fits(pricer) else ():
         candidates = Candidates(pricer, chosen)
-        if len(candidates.base_layouts) and (found := _quick(candidates)) is not None:
+        if len(candidates.base_layouts) and (found := _fast_or_leanest(candidates)) is not None:
             return found
     return None
 
 
-def _holds(pricer: Pricer) -> bool:
+def _state_fits(pricer: Pricer) -> bool:
     """Return True if all devices together can hold weights, gradients and optimizer state once."""
     part = pricer.partition(Layout()).stages[0]
     once = state_bytes(part.params, part.expert_params, Layout(), pricer.workload.precision, pricer.profile)
     return sum(once.values()) <= pricer.capacity * pricer.cluster.count
 
 
-def _quick(candidates: Candidates) -> Partition | None:
+def _fast_or_leanest(candidates: Candidates) -> Partition | None:
     """Return one of the fastest layouts that fit, else the one with the smallest deficit if that fits."""
     seconds, nbytes = candidates.bound_all().ideal()
     order = np.flatnonzero(nbytes <= candidates.pricer.capacity)
     if not len(order):
         return None
-    found = candidates.variants(order[np.argsort(seconds[order], kind="stable")][:NEAREST])
-    hopeful = np.flatnonzero(found.nbytes <= candidates.pricer.capacity)
-    for i in hopeful[np.argsort(found.seconds[hopeful], kind="stable")][:TRIED].tolist():
-        if cut := next(
-            (step for step in candidates.pricer.refined(found.layouts[i]) if isinstance(step, PartitionedLayout)), None
-        ):
-            return cut.partition
+    found = candidates.variants(order[np.argsort(seconds[order], kind="stable")][:FASTEST_BASES])
+    feasible = np.flatnonzero(found.nbytes <= candidates.pricer.capacity)
+    for i in feasible[np.argsort(found.seconds[feasible], kind="stable")][:MAX_TRIED].tolist():
+        for step in candidates.pricer.refined(found.layouts[i]):
+            if isinstance(step, PartitionedLayout):
+                return step.partition
     last = leanest(candidates)
     return last if last.fits else None

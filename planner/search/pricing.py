@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 import numpy as np
 from attrs import define, evolve, field, frozen
-from numpy.typing import NDArray
 
 from megaloom.dsl.graph import Graph
-from megaloom.planner.bounds import interleaved_memory
 from megaloom.planner.bounds.base_costs import node_cost_key
 from megaloom.planner.bounds.lower_bounds import LowerBounds
 from megaloom.planner.bounds.simulated_step import step_lower_bound
@@ -174,11 +171,6 @@ class Pricer:
         before, after = (table.library + table.workspace for table in map(self.cost_table, (layout, other)))
         return other if deficit <= rank_memory(0, 0, 0, before - after) else None
 
-    @cached_property
-    def many(self) -> NDArray[np.bool_]:
-        """Return, for each number of stages, True if there are too many partitions to enumerate."""
-        return interleaved_memory.too_many_partitions(len(self.structure.cut_points) - 1)
-
     def may_fit(self, layout: Layout) -> bool:
         """Return False only if no partition of this layout fits the memory limit.
 
@@ -202,7 +194,7 @@ class Pricer:
         """Return `PartitionProblem.feasible` of a layout.
 
         Without interleaving, rank r has min(p - r, m) micro-batches in flight, of bytes in proportion to their size b.
-        m b is constant, so a larger micro-batch needs no less memory, and the least one that does not fit is remembered.
+        m b is constant: a larger micro-batch needs no less memory. The least one that does not fit is remembered.
         """
         if layout in self._feasible:
             return self._feasible[layout]
@@ -244,8 +236,8 @@ class Pricer:
             self._levelled[key] = levelled(problem, even)
         return self._levelled[key]
 
-    def balance_all(self, layouts: Sequence[Layout]) -> list[StageBounds]:
-        """Return the balanced partitions of these layouts; new ones are solved together."""
+    def balance_all(self, layouts: Sequence[Layout]) -> list[tuple[CostTable, StageBounds]]:
+        """Return the cost tables and balanced partitions of these layouts; new partitions are solved together."""
         cuts, new = self.structure.cut_points, dict[tuple[int, bool], dict[tuple[object, ...], SegmentSums]]()
         for x in layouts:
             if (key := _balance_key(x)) not in self._balanced:
@@ -255,7 +247,7 @@ class Pricer:
             found = balance_all(ChainBatch.of(tuple(chains.values())), count)
             for key, stages in zip(chains, found, strict=True):
                 self._balanced[key] = tuple(cuts[stages].tolist())
-        return [self._balanced[_balance_key(x)] for x in layouts]
+        return [(self.cost_table(x), self._balanced[_balance_key(x)]) for x in layouts]
 
     def bound(self, layout: Layout) -> tuple[float, float]:
         """Return lower bounds of the step seconds and of the peak bytes of a layout, for every partition."""

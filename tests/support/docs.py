@@ -142,7 +142,7 @@ def short(n: int) -> str:
 
 
 def _rules() -> str:
-    from megaloom.planner.search.lint import ALL_RULES, HEADINGS
+    from megaloom.planner.report.lint import ALL_RULES, HEADINGS
 
     lines = []
     for owner, heading in HEADINGS.items():

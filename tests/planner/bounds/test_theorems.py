@@ -165,7 +165,9 @@ def _largest_tensor(c: Case) -> bool:
 
 def _balanced(c: Case) -> bool:
     found = c.bounds.bound(c.one, c.base)
-    return balanced_partition.balanced_bounds(c.pricer, c.bounds, found).seconds[0] <= c.priced.seconds * ABOVE
+    return (
+        balanced_partition.balanced_bounds(c.pricer.balance_all, c.bounds, found).seconds[0] <= c.priced.seconds * ABOVE
+    )
 
 
 def _whole_model(c: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -186,7 +188,7 @@ def _least_rank(c: Case) -> bool:
 
 def _interleaved_nbytes(c: Case) -> bool:
     x = c.layout
-    if x.vpp == 1 or not c.pricer.many[x.pp * x.vpp]:
+    if x.vpp == 1 or not c.bounds.many[x.pp * x.vpp]:
         return True
     state, saved = _whole_model(c)
     group = np.array([min(x.microbatch_group_size, c.m)])

@@ -12,8 +12,8 @@ from megaloom.dsl.catalog import find
 from megaloom.planner.contract.plans import load, save
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.search.reasons import cause_differences
 from megaloom.planner.search.search import plan
-from megaloom.planner.search.step_difference import cause_differences
 from megaloom.runtime.cli.main import main
 
 

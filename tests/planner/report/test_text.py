@@ -22,8 +22,8 @@ from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.report.tables import stage_contents
 from megaloom.planner.report.text import search_report
 from megaloom.planner.report.units import Unit
+from megaloom.planner.search.reasons import difference_text
 from megaloom.planner.search.search import Found, Rejected
-from megaloom.planner.search.step_difference import difference_text
 
 
 def made(layout: Layout, bounds: tuple[int, ...], breakdown: dict[str, float]) -> Plan:

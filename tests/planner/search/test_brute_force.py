@@ -14,6 +14,7 @@ from megaloom.dsl.graph import Graph, graph
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
+from megaloom.planner.bounds.interleaved_memory import too_many_partitions
 from megaloom.planner.bounds.lower_bounds import LowerBounds
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.devices import Cluster
@@ -138,7 +139,7 @@ def equal(g: Graph, devices: Cluster, work: Workload, fixed: dict[str, int], run
     candidates, apart = (Pricer(g, devices, work, PROFILES[runtime]) for _ in range(2))
     candidates, other = Candidates(candidates, fixed), Candidates(apart, fixed)
     every = legal(other) if len(other.base_layouts) else []
-    assert apart.many[fixed["pp"] * fixed["vpp"]]  # more than shifts.WAYS
+    assert too_many_partitions(len(apart.structure.cut_points) - 1)[fixed["pp"] * fixed["vpp"]]
     priced = sorted((p for x in every if (p := apart.price(x)).partition.fits), key=lambda p: p.seconds)
     found = search(candidates, 1, 1) if len(candidates.base_layouts) else []
     assert [p.seconds for p in found][:1] == [p.seconds for p in priced][:1]

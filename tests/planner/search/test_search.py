@@ -203,14 +203,14 @@ def test_when_nothing_fits_the_nearest_miss_is_told() -> None:
     assert "no layout of llama3-70b on 8xH100 fits the memory" in text
     assert "pipeline rank 0 needs" in text
     assert "GiB more than" in text
-    assert "\n24xH100 would do: " in text
-    assert "\n8xB300 would do: " in text
-    for said in re.findall(r"would do: (.*)", text):  # as one would lay it out: tensor parallelism stays in a node
+    assert "\n24xH100 fits: " in text
+    assert "\n8xB300 fits: " in text
+    for said in re.findall(r"fits: (.*)", text):  # as one would lay it out: tensor parallelism stays in a node
         assert all(int(tp) <= 8 for tp in re.findall(r"tp(\d+)", said))
 
 
 def test_however_many_devices_it_takes() -> None:
-    with pytest.raises(UserError, match=r"\n128xH100 would do: "):
+    with pytest.raises(UserError, match=r"\n128xH100 fits: "):
         found(llama3_405b(), "1xH100", Workload(seq=4096, batch=1))
 
 
@@ -221,16 +221,16 @@ def test_every_kind_of_change_is_tried() -> None:
             plan(llama3_8b(), cluster(machine), work, ref="tests:model", fixed=fixed, headroom=headroom)
         return str(raised.value)
 
-    assert re.search(r"\na memory headroom of \d+% would do: ", missed("8xH100", headroom=0.8))
-    assert re.search(r"\n1xB\d00 would do: mbs1", missed("1xH100"))
-    assert re.search(r"\na sequence of [\d,]+ would do: ", missed("8xH100", seq=2**20))
+    assert re.search(r"\na memory headroom of \d+% fits: ", missed("8xH100", headroom=0.8))
+    assert re.search(r"\n1xB\d00 fits: mbs1", missed("1xH100"))
+    assert re.search(r"\na sequence of [\d,]+ fits: ", missed("8xH100", seq=2**20))
     both = missed("2xH100", tp=1, pp=1)
     assert "on 2xH100 with --tp 1 --pp 1 fits the memory" in both
-    assert "\n8xH100 would do: dp8 " in both
+    assert "\n8xH100 fits: dp8 " in both
 
 
 def test_freeing_what_is_fixed_is_the_smallest_change() -> None:
-    with pytest.raises(UserError, match=r"recompute selective in place of none would fit: mbs1 recompute"):
+    with pytest.raises(UserError, match=r"recompute selective instead of none fits: mbs1 recompute"):
         found(DENSE, small("1xH100", 17), Workload(seq=768, batch=1), recompute="none")
 
 

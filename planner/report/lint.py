@@ -23,9 +23,8 @@ from megaloom.planner.rules.capabilities import (
 )
 from megaloom.planner.rules.rule import Owner, Rule
 from megaloom.planner.rules.rules import RANGE_RULES, RULES, violations
-
-from .candidate_space import FixedAxes
-from .suggestions import changes_text, legal_changes
+from megaloom.planner.search.candidate_space import FixedAxes
+from megaloom.planner.search.suggestions import changes_text, legal_changes
 
 HEADINGS = {
     Owner.CORE: "megatron-core 0.16.1 refuses, or fails at the source line in brackets",

@@ -12,8 +12,7 @@ from attrs import frozen
 
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.workload import Precision
-
-from .step_difference import format_seconds
+from megaloom.planner.search.reasons import format_seconds
 
 MANY_DEVICES = 1000  # devices from which on reports include goodput
 # Until a failure is found and located: less than 10 minutes on average (MegaScale, arXiv:2402.15627, section 6).
@@ -70,7 +69,7 @@ def checkpoint_interval(save: float, mean: float) -> float:
 def lasting_share(work: float, save: float, mean: float, restart: float) -> float:
     """Return the share of the time whose progress lasts, if a checkpoint is written after every `work` seconds.
 
-    Failures come at random, also while one is written or read. Source: Daly, equation 20.
+    Failures are random, and also happen while a checkpoint is written or read. Source: Daly, equation 20.
     """
     if (work + save + restart) / mean > 500:  # beyond what a float holds
         return 0.0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megaloom.planner.cli.main import main
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.search.goodput import (
+from megaloom.planner.report.goodput import (
     RECOVERY_SECONDS,
     checkpoint_interval,
     goodput,

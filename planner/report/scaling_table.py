@@ -1,0 +1,54 @@
+"""The scaling table: the best layout of each cluster, as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from megaloom.planner.contract.devices import Cluster, GiB
+from megaloom.planner.search.scaling import ScalingPoint
+from megaloom.planner.simulate.price import Priced
+
+from .goodput import MANY_DEVICES, goodput
+
+BAR_WIDTH = 24  # characters of the longest bar
+
+
+def scaling_table(found: Sequence[ScalingPoint], params: int) -> Table:
+    """Return the table of the best layouts, one row per cluster, with bars of tokens per second per device.
+
+    With MANY_DEVICES or more, it has the goodput and the number of steps between checkpoints too.
+    """
+    out = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    many = any(p.cluster.count >= MANY_DEVICES for p in found)
+    lasting = ("goodput", "save every") if many else ()
+    for name in ("GPUs", "batch", "s/step", "tok/s", "tok/s/GPU", "MFU", "GiB", *lasting, "", "layout"):
+        out.add_column(Text(name), justify="left" if name in ("", "layout") else "right", overflow="fold")
+    most = max((p.best.prediction.tokens_per_second_per_device for p in found if p.best), default=1.0)
+    for point in found:
+        if point.best is None:
+            dashes = [Text("-")] * (6 + len(lasting))
+            out.add_row(Text(str(point.cluster)), *dashes, Text(""), Text("no layout is legal and fits"))
+            continue
+        prediction, each = point.best.prediction, point.best.prediction.tokens_per_second_per_device
+        cells = (
+            str(point.cluster),
+            str(point.best.partition.problem.job.workload.batch),
+            f"{prediction.step_seconds:.3g}",
+            f"{each * point.cluster.count:,.0f}",
+            f"{each:,.0f}",
+            f"{prediction.mfu:.1%}",
+            f"{max(point.best.partition.peaks) / GiB:.1f}",
+            *(_lasting(point.cluster, point.best, params) if many else ()),
+            "#" * round(BAR_WIDTH * each / most),
+            str(point.best.layout),
+        )
+        out.add_row(*(Text(cell) for cell in cells))
+    return out
+
+
+def _lasting(machine: Cluster, best: Priced, params: int) -> tuple[str, str]:
+    found = goodput(params, best.partition.problem.job.workload.precision, machine, best.seconds)
+    return ("100%", "-") if found is None else (f"{found.share:.1%}", f"{found.every_steps:,} steps")
