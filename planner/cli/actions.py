@@ -89,9 +89,9 @@ def print_lint(g: Graph, machine: Cluster, workload: Workload, fixed: FixedAxes,
     if not (fixed := checked_fixed(fixed)):
         return print_rules(as_json)
     if as_json:
-        found = lint_json(g, machine, workload, fixed)
-        print(json.dumps(found, indent=1))
-        return 2 if found["violations"] else 0
+        result = lint_json(g, machine, workload, fixed)
+        print(json.dumps(result, indent=1))
+        return 2 if result["violations"] else 0
     violations = violations_text(g, machine, workload, fixed)
     print(violations or "the layout breaks no rule")
     if warning := caveats_text(g, machine, workload, fixed):

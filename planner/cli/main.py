@@ -98,7 +98,7 @@ def find_plan(
     from megaloom.dsl.graph import graph
     from megaloom.dsl.hf.architectures import WANTED
     from megaloom.planner.contract.plans import save
-    from megaloom.planner.hardware.cluster_names import cluster, is_row
+    from megaloom.planner.hardware.cluster_names import cluster, is_range
 
     from .actions import default_batch, default_seq, print_lint, print_report, print_rules, print_scaling, run_search
 
@@ -121,7 +121,7 @@ def find_plan(
     if lint:
         machine = cluster(gpus)
         return print_lint(graph(declared), machine, workload(machine), chosen, as_json)
-    if pareto or is_row(gpus):
+    if pareto or is_range(gpus):
         for flag, path in (("-o", output), ("--html", html), ("--trace", trace)):
             if path:
                 what = "`--pareto` prints the Pareto front" if pareto else f"`--gpus {gpus}` prints a scaling table"

@@ -43,8 +43,8 @@ def megatron_options(plan: Plan, graph: Graph, target: Target = Target.MEGATRON_
     """Return the plan as options. Raises UserError that names what no option expresses."""
     model = read_decoder(graph, target)
     starts = tuple(stage.start for stage in plan.stages)
-    for found in export_violations(plan.layout, graph, plan.workload, plan.cluster, starts):
-        refuse(target, f"{found.message}: it computes wrong gradients [{found.rule}]", found.fix)
+    for violation in export_violations(plan.layout, graph, plan.workload, plan.cluster, starts):
+        refuse(target, f"{violation.message}: it computes wrong gradients [{violation.rule}]", violation.fix)
     stages = stage_layers(plan, model, graph, target)
     return MegatronOptions(
         model=tuple(_model(model, plan.workload, target)),

@@ -104,7 +104,9 @@ def cut_at_layers(plan: Plan, model: Model, decoder: DecoderModel) -> Plan:
         return plan
     if stages - 1 > len(cut_points):
         raise UserError(f"{len(decoder.layers)} whole layers do not fill {stages} pipeline stages\n{PLAN_AGAIN}")
-    found = price(RestrictedGraph(g.name, g.nodes, g.outputs, cut_points), x, plan.cluster, plan.workload, plan.runtime)
-    if not found.partition.fits:
+    priced = price(
+        RestrictedGraph(g.name, g.nodes, g.outputs, cut_points), x, plan.cluster, plan.workload, plan.runtime
+    )
+    if not priced.partition.fits:
         raise UserError(f"with stages of whole layers, {x} does not fit the memory of {plan.cluster}\n{PLAN_AGAIN}")
-    return evolve(plan, stages=found.stages, predicted=found.prediction)
+    return evolve(plan, stages=priced.stages, predicted=priced.prediction)

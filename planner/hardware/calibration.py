@@ -76,11 +76,11 @@ def predicted_seconds(sample: Sample, cluster: Cluster) -> float:
     match sample.kind:
         case "product" | "attention":
             precision = Precision(sample.precision)
-            took = kernels.kernel_seconds(sample.work, evolve(device, sustained=1.0), precision)
+            seconds = kernels.kernel_seconds(sample.work, evolve(device, sustained=1.0), precision)
             if sample.kind == "attention":
-                return took.forward + took.backward
+                return seconds.forward + seconds.backward
             m, _, k = sample.shape  # a narrow one of operands that are cast already
-            return took.forward - (kernels.CAST_TRAFFIC * m * k / device.moves if precision.narrow else 0.0)
+            return seconds.forward - (kernels.CAST_TRAFFIC * m * k / device.moves if precision.narrow else 0.0)
         case "copy":
             return sample.nbytes / device.moves
         case "launch":
@@ -133,8 +133,8 @@ def _copied(samples: Iterable[Sample]) -> float:
 
 def _speed_ratio(samples: Iterable[Sample], kind: str, cluster: Cluster, precision: str) -> float:
     """Return the median of predicted over measured seconds of the large samples; 0 if there are none."""
-    found = [s for s in samples if (s.kind, s.precision) == (kind, precision)]
-    large = [s for s in found if LARGE_FACTOR * s.amount >= max(x.amount for x in found)]
+    matching = [s for s in samples if (s.kind, s.precision) == (kind, precision)]
+    large = [s for s in matching if LARGE_FACTOR * s.amount >= max(x.amount for x in matching)]
     return median(predicted_seconds(s, cluster) / s.seconds for s in large) if large else 0.0
 
 
@@ -216,8 +216,8 @@ def calibration_table(samples: Sequence[Sample], preset: Cluster, profile: Clust
         rate, unit = _shown(sample)
         cells = [sample.kind.replace("_", "-"), _of(sample), str(sample.devices), f"{rate(sample.seconds):.4g}", unit]
         for machine in (preset, profile):
-            said = predicted_seconds(sample, machine)
-            cells += [f"{rate(said):.4g}", f"{said / sample.seconds - 1:+.0%}"]
+            predicted = predicted_seconds(sample, machine)
+            cells += [f"{rate(predicted):.4g}", f"{predicted / sample.seconds - 1:+.0%}"]
         out.add_row(*map(Text, cells))
     return out
 

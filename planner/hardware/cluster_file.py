@@ -78,8 +78,8 @@ def read_cluster_file(path: str) -> ClusterFile:
         )
     _known(path, "field", raw, ("base", "name", *COUNT_FIELDS, *FIGURE_FIELDS, *TABLE_FIELDS, *REPORT_FIELDS))
     if raw.get("base") not in list(PRESETS):  # a list has no hash
-        said = f"has the base {raw['base']!r}, which is not known" if "base" in raw else "has no base"
-        _refuse(path, said, f'write base = "H100"; known: {", ".join(PRESETS)}')
+        wrong = f"has the base {raw['base']!r}, which is not known" if "base" in raw else "has no base"
+        _refuse(path, wrong, f'write base = "H100"; known: {", ".join(PRESETS)}')
     return _said(path, raw, PRESETS[raw["base"]])
 
 

@@ -19,7 +19,7 @@ DEFAULT_DEVICE = "H100"  # of a bare count
 _FILE_NAME = re.compile(r"\s*(?:(-?\d+)\s*[x*\u00d7]\s*)?(\S.*\.(?:toml|json))\s*", re.DOTALL)
 
 
-def is_row(text: str) -> bool:
+def is_range(text: str) -> bool:
     """Return whether the text names a range of clusters, as 8..64xH100 does."""
     return re.match(r"\s*\d+\s*\.\.", text) is not None
 
@@ -34,15 +34,15 @@ def cluster(text: str) -> Cluster:
     """
     if re.fullmatch(r"\s*-?\d+\s*", text):
         text = f"{text}x{DEFAULT_DEVICE}"
-    if found := _FILE_NAME.fullmatch(text):
-        return _from_file(found[2], found[1])
-    found = re.fullmatch(r"\s*(?:(-?\d+)\s*[x*\u00d7]\s*)?([a-z][\w-]*)\s*", text, re.I)
-    if not found:
+    if match := _FILE_NAME.fullmatch(text):
+        return _from_file(match[2], match[1])
+    match = re.fullmatch(r"\s*(?:(-?\d+)\s*[x*\u00d7]\s*)?([a-z][\w-]*)\s*", text, re.I)
+    if not match:
         raise UserError(
             f"{text!r} is not a number and kind of devices\n"
             f"write 8xH100, or 8xours.toml for a cluster file; known devices: {', '.join(PRESETS)}"
         )
-    return _made(int(found[1] or 1), _find(found[2]), {})
+    return _made(int(match[1] or 1), _find(match[2]), {})
 
 
 def _from_file(path: str, count: str | None) -> Cluster:
@@ -68,16 +68,16 @@ def known(name: str) -> Preset | None:
 
 
 def _find(name: str) -> Preset:
-    if found := known(name):
-        return found
+    if preset := known(name):
+        return preset
     near = difflib.get_close_matches(name.lower(), kinds := {kind.lower(): kind for kind in PRESETS}, 1)
     hint = f"; did you mean {kinds[near[0]]}?" if near else ""
     raise UserError(f"unknown device {name!r}{hint}\nknown devices: {', '.join(PRESETS)}")
 
 
 def _words(name: str) -> set[str]:
-    said = set(name.lower().split("-")) - _IGNORED_WORDS
-    return said - {_DEFAULT_MEMORY.get(word, "") for word in said}
+    words = set(name.lower().split("-")) - _IGNORED_WORDS
+    return words - {_DEFAULT_MEMORY.get(word, "") for word in words}
 
 
 def _per_node(count: int, preset: Preset, kind: str) -> int:

@@ -16,7 +16,7 @@ from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.profiles.frameworks import PROFILES
-from megaloom.planner.hardware.cluster_names import cluster, is_row
+from megaloom.planner.hardware.cluster_names import cluster, is_range
 from megaloom.planner.partition.whole_blocks import with_cut_points_of
 from megaloom.planner.rules.rules import range_violations
 from megaloom.planner.simulate.price import Priced
@@ -43,7 +43,7 @@ def clusters_in_range(text: str) -> tuple[Cluster, ...]:
 
     Raises UserError for a text that is no range of at least one device.
     """
-    if not is_row(text):
+    if not is_range(text):
         return (cluster(text),)
     found = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*(.*)", text, re.DOTALL)
     if not found:

@@ -37,7 +37,7 @@ def coverage(rows: Iterable[Predicted]) -> tuple[Coverage, ...]:
             by[p.run_class].append(p)
     if not by:
         return ()
-    lines = [_covered(kind, found) for kind, found in sorted(by.items())]
+    lines = [_covered(run_class, members) for run_class, members in sorted(by.items())]
     fitted, checked, inside = (sum(x) for x in zip(*((x.fitted, x.checked, x.inside) for x in lines), strict=True))
     return (*lines, Coverage("all", fitted, None, checked, inside))
 

@@ -30,21 +30,21 @@ def row_device(row: Row) -> str:
     sizes = [int(n) for n in _GIGABYTES.findall(words)]
     kind = "-".join(re.findall(r"[a-z0-9]+", _OTHER_WORDS.sub(" ", _GIGABYTES.sub(" ", words))))
     gigabytes = sizes[0] if sizes else row_number(row, "gpu_mem_gb")
-    found = (known(f"{kind}-{gigabytes:.0f}gb") if gigabytes else None) or known(kind)
-    if found is None:
+    preset = (known(f"{kind}-{gigabytes:.0f}gb") if gigabytes else None) or known(kind)
+    if preset is None:
         return kind.upper()
-    preset = found.device
-    if gigabytes and abs(gigabytes * 1e9 / preset.nbytes - 1) > MEMORY_TOLERANCE:
-        raise UnfitError(f"a {preset.name} of {gigabytes:.0f} GB: our preset has {preset.nbytes / GiB:.0f} GiB")
-    return preset.name
+    device = preset.device
+    if gigabytes and abs(gigabytes * 1e9 / device.nbytes - 1) > MEMORY_TOLERANCE:
+        raise UnfitError(f"a {device.name} of {gigabytes:.0f} GB: our preset has {device.nbytes / GiB:.0f} GiB")
+    return device.name
 
 
 def row_precision(row: Row) -> Precision:
     """Return the precision of a row's matrix products. Raises UnfitError for an unknown one."""
     words = row_text(row, "precision_class") or row_text(row, "precision")
-    for pattern, found in _NARROW:
+    for pattern, precision in _NARROW:
         if pattern.search(words.lower()):
-            return found
+            return precision
     if (wide := _WIDE.search(words.lower())) and wide.lastgroup:
         return Precision(wide.lastgroup)
     raise UnfitError(f"unknown precision {words!r}" if words else "no precision")

@@ -80,7 +80,7 @@ def _check_supported(row: Row) -> None:
     if row_integer(row, "fsdp", 1) > 1 or "FSDP" in row_text(row, "zero_stage"):
         raise UnfitError("weights are sharded (FSDP)")
     if (task := row_text(row, "task")).lower() not in TASKS:
-        raise UnfitError(f"{task} is no pre-training")
+        raise UnfitError(f"the task is {task}, not pre-training")
     if (schedule := row_text(row, "schedule")).startswith(("ZB", "DualPipe")):
         raise UnfitError(f"the schedule {schedule} is not megatron-core's")
 
@@ -153,7 +153,7 @@ def _latent(ranks: object) -> LatentDims | None:
     if not ranks:
         return None
     if not isinstance(ranks, dict):
-        raise UnfitError(f"mla of {ranks!r:.40} is no table of {', '.join(LATENT)}")
+        raise UnfitError(f"mla must be a table of {', '.join(LATENT)}, got {ranks!r:.40}")
     return LatentDims(**{name: row_integer(ranks, key, 0 if key == "q_lora" else None) for key, name in LATENT.items()})
 
 

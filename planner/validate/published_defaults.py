@@ -60,15 +60,15 @@ def row_profile(row: Row, device: str, precision: Precision) -> tuple[str, tuple
     if name := row_text(row, "profile"):
         features = row.get("features") or ()
         if not isinstance(features, list | tuple):
-            raise UnfitError(f"features of {features!r:.40} is no list")
+            raise UnfitError(f"features must be a list, got {features!r:.40}")
         return name, tuple(map(str, features))
     framework = row_text(row, "framework")
-    found = next((profile for part, profile in FRAMEWORKS if part in framework), MEGATRON_CORE)
+    profile = next((known for part, known in FRAMEWORKS if part in framework), MEGATRON_CORE)
     if framework == "Megatron-LM":
-        found = MEGATRON_LM.get(device, MEGATRON_CORE)
-    if found is DEEPSPEED_FP16 and precision is not Precision.FP16:
-        found = DEEPSPEED_BF16
-    return found.name, tuple(dict.fromkeys(_default_features(row, found, precision)))
+        profile = MEGATRON_LM.get(device, MEGATRON_CORE)
+    if profile is DEEPSPEED_FP16 and precision is not Precision.FP16:
+        profile = DEEPSPEED_BF16
+    return profile.name, tuple(dict.fromkeys(_default_features(row, profile, precision)))
 
 
 def _default_features(row: Row, profile: FrameworkProfile, precision: Precision) -> Iterator[str]:
@@ -96,7 +96,7 @@ def row_overlap(row: Row, profile: str, sequence_parallel: bool) -> tuple[Overla
     if "overlap" in row:
         names = row["overlap"]
         if not isinstance(names, list) or not set(map(str, names)) <= set(Overlap):
-            raise UnfitError(f"overlap of {names!r:.40} is no list of {', '.join(Overlap)}")
+            raise UnfitError(f"overlap must be a list of {', '.join(Overlap)}; got {names!r:.40}")
         return tuple(map(Overlap, names))
     if profile in (MEGATRON_2021.name, DEEPSPEED_FP16.name, DEEPSPEED_BF16.name):
         return ()

@@ -207,5 +207,5 @@ def _layout_json(layout: Layout) -> dict[str, Any]:
 
 def _exactly(accepted: tuple[type, ...], value: Any, kind: Callable[[Any], Any]) -> Any:
     if type(value) not in accepted:
-        raise ValueError(f"{value!r:.40} is no {getattr(kind, '__name__', kind)}")
+        raise ValueError(f"must have type {getattr(kind, '__name__', kind)}, got {value!r:.40}")
     return kind(value)

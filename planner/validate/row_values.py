@@ -24,7 +24,7 @@ def row_integer(row: Row, key: str, default: int | None = None, most: int = MAX_
         return default
     number = _number(value, key, "whole number")
     if number != int(number) or not 0 <= number <= most:
-        raise UnfitError(f"{key} of {value!r} is no whole number from 1 to {most:,}")
+        raise UnfitError(f"{key} must be a whole number from 1 to {most:,}, got {value!r:.40}")
     return int(number) or row_integer({}, key, default)
 
 
@@ -35,7 +35,7 @@ def row_number(row: Row, key: str) -> float | None:
         return None
     number = _number(value, key, "number")
     if number <= 0:
-        raise UnfitError(f"{key} of {value!r} is not positive")
+        raise UnfitError(f"{key} must be positive, got {value!r:.40}")
     return number
 
 
@@ -69,5 +69,5 @@ def _number(value: object, key: str, kind: str) -> float:
     except (ValueError, OverflowError):
         number = nan
     if not isfinite(number):
-        raise UnfitError(f"{key} of {value!r:.40} is no {kind}")
+        raise UnfitError(f"{key} must be a {kind}, got {value!r:.40}")
     return number

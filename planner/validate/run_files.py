@@ -49,18 +49,18 @@ def read_runs(path: str | Path) -> tuple[list[TrainingRun], list[Skipped]]:
     except OSError as error:
         raise UserError(f"cannot read runs from {path}: {error.strerror}\ngive {EXPECTED}") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path} is no UTF-8 text\ngive {EXPECTED}") from None
+        raise UserError(f"{path} is not UTF-8 text\ngive {EXPECTED}") from None
     lines = [line for line in text.splitlines() if line.strip()]
     if not any(map(_is_object, lines)):
         raise UserError(f"{path} has no rows of training runs\ngive {EXPECTED}")
     runs: list[TrainingRun] = []
     skipped: list[Skipped] = []
     for number, line in enumerate(lines, 1):
-        found = _read_line(line, f"row {number}")
-        if isinstance(found, TrainingRun):
-            runs.append(found)
+        run = _read_line(line, f"row {number}")
+        if isinstance(run, TrainingRun):
+            runs.append(run)
         else:
-            skipped.append(found)
+            skipped.append(run)
     return runs, skipped
 
 
@@ -92,7 +92,7 @@ def _object(line: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UnfitError(f"it is not JSON: {error}") from None
     if not isinstance(row, dict):
-        raise UnfitError(f"{line:.40} is no JSON object")
+        raise UnfitError(f"it is not a JSON object: {line:.40}")
     return {key: value for key, value in row.items() if value is not None}
 
 

@@ -127,7 +127,7 @@ def test_a_model_may_be_named_alone(said: str, name: str) -> None:
 
 
 def test_a_model_that_is_no_example_needs_its_dimensions() -> None:
-    with pytest.raises(UnfitError, match="llama3-70 is no example of megaloom; did you mean llama3-70b"):
+    with pytest.raises(UnfitError, match="llama3-70 is not an example of megaloom; did you mean llama3-70b"):
         named_example("llama3-70")
 
 

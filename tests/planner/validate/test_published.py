@@ -74,8 +74,8 @@ def test_what_frameworks_overlap_by_default() -> None:
     [
         ({"profile": "megatron"}, "unknown framework profile or feature 'megatron'; known: megatron-core, "),
         ({"profile": "nemo", "features": ["graphs"]}, "unknown framework profile or feature 'graphs'; known: "),
-        ({"profile": "nemo", "features": "graphs"}, "features of 'graphs' is no list"),
-        ({"overlap": ["all"]}, r"overlap of \['all'\] is no list of gradients, weights, tensor, experts"),
+        ({"profile": "nemo", "features": "graphs"}, "features must be a list, got 'graphs'"),
+        ({"overlap": ["all"]}, r"overlap must be a list of gradients, weights, tensor, experts; got \['all'\]"),
     ],
 )
 def test_unknown_settings_are_refused(change: dict[str, Any], reason: str) -> None:

@@ -155,11 +155,11 @@ def test_a_record_of_any_kind_is_scored_or_left_out_with_its_reason(record: Any,
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"layers": 1.5}, "layers of 1.5 is no whole number"),
+        ({"layers": 1.5}, "layers must be a whole number from 1 to 10,000, got 1.5"),
         ({"hidden": None}, "no hidden"),
         ({"gpu": "H20"}, "unknown device 'H20'"),
-        ({"tp": "eight"}, "tp of 'eight' is no whole number"),
-        ({"step_time_s": -1}, "step_time_s of -1 is not positive"),
+        ({"tp": "eight"}, "tp must be a whole number, got 'eight'"),
+        ({"step_time_s": -1}, "step_time_s must be positive, got -1"),
         ({"precision_class": "int4"}, "unknown precision 'int4'"),
         ({"num_gpus": 31, "tp": 2}, "tp 2 x pp 1 x cp 1 needs a multiple of 2 GPUs, not 31"),
     ],
@@ -169,7 +169,7 @@ def test_a_row_that_cannot_be_read_says_why(change: dict[str, Any], reason: str,
     path.write_text(json.dumps(ROWS[0]) + "\n{broken\n[1]\n" + json.dumps({**ROWS[0], **change}))
     runs, skipped = read_runs(path)
     assert [run.id for run in runs] == ["sc21-001"]
-    assert [s.reason.partition(":")[0] for s in skipped[:2]] == ["it is not JSON", "[1] is no JSON object"]
+    assert [s.reason.partition(":")[0] for s in skipped[:2]] == ["it is not JSON", "it is not a JSON object"]
     assert reason in skipped[2].reason
 
 
