@@ -202,6 +202,6 @@ def _next_step(plan: Plan, declared: Model, g: Graph, path: str) -> str:
         export_plan(cut_for(Target.MEGATRON_LM, plan, declared), declared, Target.MEGATRON_LM, path)
     except UserError as error:
         refused = str(error).partition("\n")[0]
-        own = f" and our own runtime cannot run it: {lacking[0].message}" if reason else ""
-        return f"{wrote}No program here runs it: {refused}{own}"
+        own = f". Our own runtime cannot run it either: {lacking[0].message}" if reason else ""
+        return f"{wrote}{refused}{own}"
     return f"{wrote}Next: megaloom export {path} --to megatron-lm{reason}"

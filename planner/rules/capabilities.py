@@ -53,10 +53,9 @@ def untrainable(graph: Graph) -> Words | None:
     tokens = all(n.value.dtype is DType.INDEX for n in graph.nodes if n.is_input)
     last = graph.nodes[graph.index[graph.outputs[0]]]
     if len(inputs) != 1 or not tokens or len(graph.outputs) != 1 or not isinstance(last.op, Unembed):
-        several = f", and {graph.name} has {len(inputs)} inputs" if len(inputs) > 1 else ""
         return (
-            f"{graph.name} goes from {', '.join(inputs) or 'nothing'} to {', '.join(graph.outputs)}",
-            f"the runtime trains models of next tokens: ids() in front, one output, and that an Unembed{several}",
+            f"{graph.name} has the inputs {', '.join(inputs) or 'none'} and the outputs {', '.join(graph.outputs)}",
+            "the runtime trains next-token models only: one input of token ids, ids(), and one output, of an Unembed",
         )
     for n in graph.nodes:
         if n.weights and not isinstance(n.op, Layer):
@@ -346,7 +345,7 @@ def exportable(layouts: Layouts, graph: Graph, workload: Workload, cluster: Clus
 def caveats(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[str, ...]:
     """Return the violations of runtime and export rules as sentences for the reasons of a plan."""
     said = {
-        "`megaloom train` does not run it, other programs may": runtime_violations,
+        "`megaloom train` cannot run this plan": runtime_violations,
         "Exports to Megatron-LM are refused": export_violations,
     }
     found = ((head, v) for head, asked in said.items() for v in asked(layout, graph, workload, cluster))

@@ -65,7 +65,7 @@ def train(
     recipe: Annotated[Recipe, Parameter(name="*", group="Recipe")] = DEFAULT_RECIPE,
     fixed: FixedLayout = NOTHING_FIXED,
 ) -> int:
-    """Plan a model for this machine, or take a plan, and train it on text. Run again, it resumes from its checkpoint.
+    """Plan a model for this machine, or take a plan, and train it on text. Repeat the command to continue the run.
 
     Parameters
     ----------

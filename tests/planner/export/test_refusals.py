@@ -237,7 +237,7 @@ def test_a_layout_is_refused_by_its_name(
 
 def test_what_is_not_trained_here_either_is_not_said_to_be() -> None:
     t5, _ = find("t5-small")
-    with pytest.raises(UserError, match=r"2 inputs.*\n`megaloom train` cannot run it either: t5-small goes from"):
+    with pytest.raises(UserError, match=r"2 inputs.*\n`megaloom train` cannot run it either: t5-small has the inputs"):
         export_plan(made(t5, Layout()), t5, Target.MEGATRON_LM)
     llama, _ = find(LLAMA)
     with pytest.raises(UserError, match="which cannot run this plan: the runtime does not train in fp8"):
@@ -339,7 +339,7 @@ def test_the_command_cuts_at_whole_layers(tmp_path: Path, capsys: pytest.Capture
     """And says what that takes, where the plan was not cut so."""
     declared, ref = find("llama3-8b")
     starts, path = read_decoder(graph(declared), Target.MEGATRON_LM).layer_starts, str(tmp_path / "plan.json")
-    for cut, said in ((starts[16] + 3, "balanced the stages again, in whole layers: "), (starts[16], "")):
+    for cut, said in ((starts[16] + 3, "partitioned the stages again, between whole layers: "), (starts[16], "")):
         save(made(declared, Layout(pp=2, tp=4, sequence_parallel=True), cuts=(cut,), ref=ref), path)
         assert main(["export", path, "--to", "megatron-bridge"]) == 0
         found = capsys.readouterr()

@@ -182,7 +182,7 @@ def test_a_plan_that_the_runtime_does_not_run_says_so(capsys: pytest.CaptureFixt
     asked = ["gpt2", "--gpus", "1xH100", "--precision", "fp8", "-o", str(tmp_path / "plan.json")]
     assert main(asked) == 0
     said = capsys.readouterr().out
-    assert "does not run it, other programs may: the runtime does not train in fp8 [runtime-precision]" in said
+    assert "cannot run this plan: the runtime does not train in fp8 [runtime-precision]" in said
     assert "Next: megaloom export " in said
     assert said.endswith("(our own runtime cannot run it: the runtime does not train in fp8)\n")
     assert main([*asked, "--lint", "--dp", "1"]) == 0

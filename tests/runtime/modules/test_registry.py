@@ -80,11 +80,11 @@ REFUSED = {
     ),
     "no logits": (
         model("lm", ids() >> Embed(WTE) >> RMSNorm()),
-        r"lm goes from tokens to rms_norm.0\nthe runtime trains models of next tokens: ids\(\) in front",
+        r"lm has the inputs tokens and the outputs rms_norm.0\nthe runtime trains next-token models only: one input of token ids, ids\(\)",
     ),
     "two outputs": (
         both(ids() >> Embed(WTE)),
-        "lm goes from tokens to unembed.0, unembed.1\n",
+        "lm has the inputs tokens and the outputs unembed.0, unembed.1\n",
     ),
 }
 
