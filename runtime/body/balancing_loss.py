@@ -1,4 +1,4 @@
-"""The load-balancing loss of a mixture of experts, which training adds to its loss."""
+"""The load-balancing loss of a mixture of experts, which is added to the training loss."""
 
 from __future__ import annotations
 

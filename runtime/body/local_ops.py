@@ -1,4 +1,8 @@
-"""What primitives compute of this rank's parts of tensors, where that is not what they compute of whole ones."""
+"""Evaluation of primitives on local shards, for those that differ from their evaluation on whole tensors.
+
+These are dropout, routing, lookup in a sharded table, norms over sharded dims, and ops on padded dims. `evaluate_local`
+passes all other primitives to `reference.evaluate`.
+"""
 
 from __future__ import annotations
 
@@ -31,33 +35,35 @@ from megaloom.dsl.facts.primitives import Program, Step
 from megaloom.dsl.facts.propagation import PlacedOp, Transition, TransitionKind
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.reference.evaluate import evaluate
-from megaloom.runtime.reference.tensors import axis, broadcast, names
+from megaloom.runtime.reference.tensors import broadcast, dim_index, names
 
 from .balancing_loss import balancing_loss
-from .dispatch import back, there
+from .dispatch import combine_tokens, dispatch_tokens
 from .transitions import perform
 
 
-def local(p: PlacedOp, v: Value, *args: Tensor, groups: ProcessGroups, training: bool, mixture: MoE | None) -> Tensor:
-    """What a primitive computes of local tensors. mixture: the MoE whose balancing loss is to be added."""
+def evaluate_local(
+    p: PlacedOp, v: Value, *args: Tensor, groups: ProcessGroups, training: bool, balanced_moe: MoE | None
+) -> Tensor:
+    """Return this rank's shard of the result of a primitive. balanced_moe: the MoE whose balancing loss is added."""
     match v.op:
         case Drop(rate):
-            return _dropped(args[0], rate, training, apart="tp" in p.parts)
-        case Gate() if mixture and training and not p.step.outer:
-            sharing = [groups.of_axis(name) for name in sorted(p.parts)]
-            return _balanced(mixture, v, evaluate(v.op, v, *args), args[0], sharing)
+            return _dropout(args[0], rate, training, sharded="tp" in p.parts)
+        case Gate() if balanced_moe and training and not p.step.outer:
+            token_groups = [groups.of_axis(name) for name in sorted(p.parts)]
+            return _with_balancing_loss(balanced_moe, v, evaluate(v.op, v, *args), args[0], token_groups)
         case Route() if groups.layout.ep * groups.layout.etp > 1:
-            return there(v, *args, groups=groups)
+            return dispatch_tokens(v, *args, groups=groups)
         case Combine() if groups.layout.ep * groups.layout.etp > 1:
-            return back(v, *args, groups=groups)
+            return combine_tokens(v, *args, groups=groups)
         case Dot(over):
             x = _zero_padding(p.step, v.args[0], args[0], over, groups)
             return evaluate(v.op, v, x, *args[1:])
         case Lookup(key) if p.step.axes.get(key) == "tp" and groups.layout.tp > 1:
-            return _looked_up(v.op, v, *args, rank=groups.tp_rank)
+            return _sharded_lookup(v.op, v, *args, rank=groups.tp_rank)
         case Normalize() if p.summed:
-            return _normalized(v.op, v, p, *args, groups=groups)
-        case Normalize(over) if v.op.groups > 1 and not p.result:  # whole groups are here
+            return _sharded_norm(v.op, v, p, *args, groups=groups)
+        case Normalize(over) if v.op.groups > 1 and not p.result:  # this rank holds whole groups
             degree = groups.layout.degrees.get(p.step.axes.get(over[0], ""), 1)
             return evaluate(evolve(v.op, groups=v.op.groups // degree), v, *args)
         case Attend() | Scan() if torch.is_grad_enabled():
@@ -67,7 +73,7 @@ def local(p: PlacedOp, v: Value, *args: Tensor, groups: ProcessGroups, training:
 
 
 def _zero_padding(step: Step, v: Value, x: Tensor, over: tuple[str, ...], groups: ProcessGroups) -> Tensor:
-    """Return a value with zeros in the padding of the dims `over`, so that a sum over them leaves the padding out."""
+    """Return a value with zeros in the padding of the dims `over`, so that padding adds nothing to a sum over them."""
     for i, d in enumerate(v.shape):
         if d.name in over and step.axes.get(d.name) in ("tp", "etp"):
             x = x if (padding := _padding(d, x, i, step.axes[d.name], groups)) is None else x.masked_fill(padding, 0)
@@ -75,10 +81,10 @@ def _zero_padding(step: Step, v: Value, x: Tensor, over: tuple[str, ...], groups
 
 
 def hide_padding(p: Program, logits: Tensor, groups: ProcessGroups) -> Tensor:
-    """Return local logits with the lowest number in the columns that only pad the vocabulary."""
-    i = axis(p.value.shape, "vocab")
-    divided = p.table.axis(p.value.shape["vocab"]) == "tp"
-    padding = _padding(p.value.shape["vocab"], logits, i, "tp", groups) if divided else None
+    """Return local logits with the most negative number in the columns that pad the vocabulary."""
+    i = dim_index(p.value.shape, "vocab")
+    sharded = p.table.axis(p.value.shape["vocab"]) == "tp"
+    padding = _padding(p.value.shape["vocab"], logits, i, "tp", groups) if sharded else None
     return logits if padding is None else logits.masked_fill(padding, torch.finfo(logits.dtype).min)
 
 
@@ -91,40 +97,41 @@ def _padding(d: Dim, x: Tensor, i: int, axis: str, groups: ProcessGroups) -> Ten
     return (index >= d.known).view([-1 if k == i else 1 for k in range(x.ndim)])
 
 
-def _balanced(op: MoE, v: Value, gate: Tensor, scores: Tensor, groups: list[Any]) -> Tensor:
-    """The gate as it is; its gradient brings that of the balancing loss along."""
+def _with_balancing_loss(op: MoE, v: Value, gate: Tensor, scores: Tensor, groups: list[Any]) -> Tensor:
+    """Return the gate unchanged, with the gradient of the balancing loss added to its own."""
     order = [*names(v.shape.without("experts")), "experts"]
-    taken, rows = (
+    chosen, token_scores = (
         broadcast(x, a.shape, order).flatten(0, -2) for x, a in ((gate.detach() != 0, v), (scores, v.args[0]))
     )
-    return MoEAuxLossAutoScaler.apply(gate, balancing_loss(op, taken, rows, groups))  # type: ignore[no-any-return]
+    loss = balancing_loss(op, chosen, token_scores, groups)
+    return MoEAuxLossAutoScaler.apply(gate, loss)  # type: ignore[no-any-return]
 
 
-def _dropped(x: Tensor, rate: float, training: bool, *, apart: bool) -> Tensor:
-    """Ranks that hold parts of a tensor each draw from their own state, others all alike."""
+def _dropout(x: Tensor, rate: float, training: bool, *, sharded: bool) -> Tensor:
+    """Return x after dropout. tp ranks draw different masks for shards, and equal masks for a replicated tensor."""
     if not (rate and training):
         return x
-    if not apart:
+    if not sharded:
         return F.dropout(x, rate)
     with tensor_parallel.get_cuda_rng_tracker().fork():
         return F.dropout(x, rate)
 
 
-def _looked_up(op: Lookup, v: Value, indices: Tensor, table: Tensor, *, rank: int) -> Tensor:
-    """The rows of this rank's share of a table, zeros for those that others have."""
-    rows = table.shape[axis(v.args[1].shape, op.key)]
-    mine = indices - rank * rows
-    here = (mine >= 0) & (mine < rows)
-    found = evaluate(op, v, mine.where(here, 0), table)
-    return found * here[(..., *(None for _ in range(found.ndim - here.ndim)))]
+def _sharded_lookup(op: Lookup, v: Value, indices: Tensor, table: Tensor, *, rank: int) -> Tensor:
+    """Return the rows of this rank's shard of a table, and zeros for rows of other ranks."""
+    rows = table.shape[dim_index(v.args[1].shape, op.key)]
+    local_indices = indices - rank * rows
+    is_local = (local_indices >= 0) & (local_indices < rows)
+    result = evaluate(op, v, local_indices.where(is_local, 0), table)
+    return result * is_local[(..., *(None for _ in range(result.ndim - is_local.ndim)))]
 
 
-def _normalized(op: Normalize, v: Value, p: PlacedOp, x: Tensor, *weights: Tensor, groups: Any) -> Tensor:
-    """A norm over dims that lie in parts: sums of all ranks, whose gradients are summed as well."""
-    places = [axis(v.shape, name) for name in op.over]
+def _sharded_norm(op: Normalize, v: Value, p: PlacedOp, x: Tensor, *weights: Tensor, groups: Any) -> Tensor:
+    """Return a norm over sharded dims: its means, and their gradients, are reduced over the ranks."""
+    dims = [dim_index(v.shape, name) for name in op.over]
 
     def mean(t: Tensor) -> Tensor:
-        t = t.mean(places, keepdim=True)
+        t = t.mean(dims, keepdim=True)
         for name in p.summed:
             t = perform(Transition(TransitionKind.REDUCE_PARTIAL, name), t / groups.layout.degrees[name], None, groups)
             t = perform(Transition(TransitionKind.TO_REPLICATE, name), t, None, groups)

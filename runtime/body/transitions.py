@@ -1,7 +1,8 @@
-"""The moves of `megaloom.dsl.facts.propagation` on tensors: what each device of an axis does for the others.
+"""Transitions between placements, performed on tensors: the collectives of `megaloom.dsl.facts.propagation`.
 
-Under context parallelism the parts of a sequence are those of `kernels.zigzag`; any other dim lies in even parts, one
-after the other. Gathers and scatters are megatron-core's.
+`perform(transition, x, dim, groups)` returns the tensor in its new placement. Under context parallelism the shards of a
+sequence are those of `kernels.zigzag`; any other dim has even, contiguous shards. Gathers and scatters are
+megatron-core's.
 """
 
 from __future__ import annotations
@@ -23,59 +24,63 @@ from megaloom.runtime.megatron.kernels import from_zigzag, zigzag
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 
 
-def perform(move: Transition, x: Tensor, dim: int | None, groups: ProcessGroups) -> Tensor:
-    """A tensor after a move; `dim` is the place of what the move is along."""
-    group = groups.of_axis(move.axis)
-    match move.kind:
+def perform(transition: Transition, x: Tensor, dim: int | None, groups: ProcessGroups) -> Tensor:
+    """Return a tensor after a transition. dim: the index of the dim that the transition names, if any."""
+    group = groups.of_axis(transition.axis)
+    match transition.kind:
         case TransitionKind.REPLICATE_WEIGHT:
-            return _shared(x, group.size())
+            return _with_gradient_divided(x, group.size())
         case TransitionKind.REDUCE_PARTIAL if dim is None:
-            return _Sum.apply(x, group)
+            return _ReducePartial.apply(x, group)
         case TransitionKind.TO_REPLICATE if dim is None:
-            return _Copy.apply(x, group)
-    assert dim is not None, f"{move} is along a dim"
-    match move.kind:
+            return _ReduceGradient.apply(x, group)
+    assert dim is not None, f"{transition} needs a dim"
+    match transition.kind:
         case TransitionKind.REDUCE_PARTIAL:
-            return _first(partial(reduce_scatter_to_sequence_parallel_region, group=group), x, dim)
+            return _with_dim_first(partial(reduce_scatter_to_sequence_parallel_region, group=group), x, dim)
         case TransitionKind.TO_REPLICATE | TransitionKind.SHARD_TO_REPLICATE:
-            return _first(partial(_gathered, move=move, group=group), x, dim)
+            return _with_dim_first(partial(_all_gather, transition=transition, group=group), x, dim)
         case TransitionKind.REPLICATE_TO_SHARD:
-            return x.index_select(dim, _places(x.shape[dim], move.axis, group).to(x.device))
+            return x.index_select(dim, _shard_indices(x.shape[dim], transition.axis, group).to(x.device))
         case TransitionKind.SHARD_TO_ZERO_FILLED:
             whole = x.new_zeros([n * group.size() if i == dim else n for i, n in enumerate(x.shape)])
-            return whole.index_copy(dim, _places(whole.shape[dim], move.axis, group).to(x.device), x)
+            return whole.index_copy(dim, _shard_indices(whole.shape[dim], transition.axis, group).to(x.device), x)
         case TransitionKind.REPLICATE_TO_HEADS:
-            start, count = shared_heads(move.heads, x.shape[dim], group.rank(), group.size())
+            start, count = kv_heads_of_rank(transition.heads, x.shape[dim], group.rank(), group.size())
             return x.narrow(dim, start, count)
-    raise AssertionError(f"no such move: {move}")
+    raise AssertionError(f"unknown transition: {transition}")
 
 
-def shared_heads(heads: int, shared: int, rank: int, size: int) -> tuple[int, int]:
-    """Which of what `heads` share evenly the heads of one rank read: the first, and how many."""
-    mine, each = heads // size, heads // shared
-    assert mine % each == 0 or each % mine == 0, f"{mine} heads on each of {size} ranks, {each} of which share one"
-    return rank * mine // each, max(1, mine // each)
+def kv_heads_of_rank(heads: int, kv_heads: int, rank: int, size: int) -> tuple[int, int]:
+    """Return (first, count) of the key/value heads that the query heads of one rank read.
+
+    `heads` query heads lie evenly over `size` ranks, and read `kv_heads` key/value heads in groups of equal size.
+    """
+    local, group = heads // size, heads // kv_heads
+    assert local % group == 0 or group % local == 0, f"{local} query heads on each of {size} ranks, groups of {group}"
+    return rank * local // group, max(1, local // group)
 
 
-def _gathered(x: Tensor, move: Transition, group: dist.ProcessGroup) -> Tensor:
-    """The parts of all, along the first dim; the gradient is summed over the ranks if their work differs."""
-    whole = gather_from_sequence_parallel_region(x, move.kind is TransitionKind.TO_REPLICATE, group)
-    return from_zigzag(whole, group.size()) if move.axis == "cp" else whole
+def _all_gather(x: Tensor, transition: Transition, group: dist.ProcessGroup) -> Tensor:
+    """Return the shards of all ranks, along the first dim. TO_REPLICATE sums the gradients of the ranks."""
+    whole = gather_from_sequence_parallel_region(x, transition.kind is TransitionKind.TO_REPLICATE, group)
+    return from_zigzag(whole, group.size()) if transition.axis == "cp" else whole
 
 
-def _places(whole: int, axis: str, group: dist.ProcessGroup) -> Tensor:
-    """The indices of this rank's part of a dim."""
+def _shard_indices(whole: int, axis: str, group: dist.ProcessGroup) -> Tensor:
+    """Return the indices of this rank's shard of a dim of size `whole`."""
     if axis == "cp":
         return zigzag(whole, group.size(), group.rank())
     return torch.arange(whole).chunk(group.size())[group.rank()]
 
 
-def _first(move: Callable[[Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
-    """A move along the first dim, along another one."""
-    return move(x.movedim(dim, 0)).movedim(0, dim)
+def _with_dim_first(function: Callable[[Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
+    """Apply to dim `dim` a function that works on the first dim."""
+    return function(x.movedim(dim, 0)).movedim(0, dim)
 
 
-def _shared(x: Tensor, ranks: int) -> Tensor:
+def _with_gradient_divided(x: Tensor, ranks: int) -> Tensor:
+    """Return x, with its gradient divided by the number of ranks: each of them computes the whole gradient."""
     if not x.requires_grad:
         return x
     x = x.view_as(x)
@@ -83,27 +88,28 @@ def _shared(x: Tensor, ranks: int) -> Tensor:
     return x
 
 
-def _added(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # megatron-core's all-reduce is in place, and forgets the sum of a tensor that is not contiguous (mappings.py:24).
+def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of a tensor over the ranks of a group."""
+    # megatron-core's all-reduce is in place, and loses the sum of a tensor that is not contiguous (mappings.py:24).
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=group)
     return x
 
 
-class _Sum(torch.autograd.Function):
-    """Partial sums become whole, on every rank; the gradient is the same on all of them."""
+class _ReducePartial(torch.autograd.Function):
+    """Sum over the ranks in the forward pass; the gradient, equal on all ranks, passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _added(x, group)
+        return _all_reduced(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
 
 
-class _Copy(torch.autograd.Function):
-    """What all ranks have is read by work that differs between them; their gradients are added."""
+class _ReduceGradient(torch.autograd.Function):
+    """Pass a replicated value to work that differs between ranks; the gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -112,4 +118,4 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _added(gradients[0], ctx.group), None
+        return _all_reduced(gradients[0], ctx.group), None

@@ -1,6 +1,6 @@
-"""What each primitive of the dsl computes, in plain torch.
+"""Evaluation of each primitive op of the dsl in plain torch.
 
-Every tensor carries its dims in the order of its `Value.shape`. Clarity comes before speed here.
+The dims of every tensor are in the order of its `Value.shape`. The code is written for clarity, not for speed.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.ops.attention_core import sequence_dim
 
-from .attention_scores import scored
+from .attention_scores import finish_scores
 from .routing import (
-    busiest,
-    combined,
-    routed,
+    combine_expert_outputs,
+    expert_capacity,
+    tokens_by_expert,
     top_k_experts,
 )
 from .tensors import (
-    axis,
     broadcast,
+    dim_index,
     einsum,
     names,
 )
@@ -67,16 +67,16 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": F.softplus,
     "exp": torch.exp,
 }
-"""The functions of one argument that the dsl knows by name."""
+"""Functions of one argument, by their names in the dsl."""
 
 
 @singledispatch
 def evaluate(op: Op, out: Value, *args: Tensor) -> Tensor:
-    """The result `out` of a primitive for these arguments, in the order of dims that `out.shape` says.
+    """Return the value `out` of an op for these arguments, with its dims in the order of `out.shape`.
 
-    An op of one's own joins by `@evaluate.register`.
+    Register a function for your own op with `@evaluate.register`.
     """
-    raise UserError(f"interpret has no meaning for {type(op).__name__}: give it one with @evaluate.register")
+    raise UserError(f"no evaluation of the op {type(op).__name__}: write one and decorate it with @evaluate.register")
 
 
 @evaluate.register
@@ -119,7 +119,7 @@ def _(op: Normalize, out: Value, *args: Tensor) -> Tensor:
     if op.centred:
         flat = flat - flat.mean(-1, keepdim=True)
     flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + op.eps)
-    y = flat.flatten(-2).unflatten(-1, [x.shape[axis(out.shape, name)] for name in op.over])
+    y = flat.flatten(-2).unflatten(-1, [x.shape[dim_index(out.shape, name)] for name in op.over])
     y = broadcast(y, order, out.shape)
     for combine, w, a in zip((torch.mul, torch.add), weights, out.args[1:], strict=False):
         y = combine(y, broadcast(w, a.shape, out.shape))
@@ -129,33 +129,33 @@ def _(op: Normalize, out: Value, *args: Tensor) -> Tensor:
 @evaluate.register
 def _(op: Lookup, out: Value, *args: Tensor) -> Tensor:
     indices, table = args
-    return table.movedim(axis(out.args[1].shape, op.key), 0)[indices]
+    return table.movedim(dim_index(out.args[1].shape, op.key), 0)[indices]
 
 
 @evaluate.register
 def _(op: PositionLookup, out: Value, *args: Tensor) -> Tensor:
     x, table = args
-    count = x.shape[axis(out.args[0].shape, out.shape.dims[0].name)]
-    rows = table.movedim(axis(out.args[1].shape, op.key), 0)
+    count = x.shape[dim_index(out.args[0].shape, out.shape.dims[0].name)]
+    rows = table.movedim(dim_index(out.args[1].shape, op.key), 0)
     if count + op.offset > len(rows):
-        fits = len(rows) - op.offset
-        raise UserError(f"a table {out.args[1].shape} has no rows for {count} positions: seq can be up to {fits}")
+        longest = len(rows) - op.offset
+        raise UserError(f"a table {out.args[1].shape} has no rows for {count} positions: seq can be up to {longest}")
     return rows[op.offset : op.offset + count]
 
 
 @evaluate.register
 def _(op: Rope, out: Value, *args: Tensor) -> Tensor:
     (x,) = args
-    shape, n, last = out.shape, op.rotated_channels(out.shape), axis(out.shape, "head_dim")
+    shape, n, last = out.shape, op.rotated_channels(out.shape), dim_index(out.shape, "head_dim")
     seq = sequence_dim(shape)
-    place = torch.arange(x.shape[axis(shape, seq.name)], device=x.device, dtype=torch.float64)
+    positions = torch.arange(x.shape[dim_index(shape, seq.name)], device=x.device, dtype=torch.float64)
     frequencies = torch.tensor(op.frequencies(n), device=x.device, dtype=torch.float64)
-    angle = broadcast(torch.outer(place, frequencies), [seq.name, "head_dim"], shape)
+    angle = broadcast(torch.outer(positions, frequencies), [seq.name, "head_dim"], shape)
     cos, sin = ((t * op.magnitude).to(x.dtype) for t in (angle.cos(), angle.sin()))
-    turned, rest = x.split([n, x.shape[last] - n], last)
-    two = last + 1 if op.interleaved else last  # where a pair's two channels lie
-    a, b = turned.unflatten(last, (-1, 2) if op.interleaved else (2, -1)).unbind(two)
-    pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), two)
+    rotated, rest = x.split([n, x.shape[last] - n], last)
+    pair_dim = last + 1 if op.interleaved else last  # index of the dim that holds the two channels of a pair
+    a, b = rotated.unflatten(last, (-1, 2) if op.interleaved else (2, -1)).unbind(pair_dim)
+    pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), pair_dim)
     return torch.cat((pairs.flatten(last, last + 1), rest), last)
 
 
@@ -163,18 +163,18 @@ def _(op: Rope, out: Value, *args: Tensor) -> Tensor:
 def _(op: Attend, out: Value, *args: Tensor) -> Tensor:
     q, k, v, *others = args
     rows, columns = (sequence_dim(a.shape).name for a in out.args[:2])
-    meant = {columns: "keys", "kv_heads": "heads"}  # each query head is given a key head of its own
+    renamed = {columns: "keys", "kv_heads": "heads"}  # key/value heads are repeated, one for each query head
     query = names(out.args[0].shape)
-    key, value = ([meant.get(n, n) for n in names(a.shape)] for a in out.args[1:3])
+    key, value = ([renamed.get(n, n) for n in names(a.shape)] for a in out.args[1:3])
     heads = q.shape[query.index("heads")]
     k, v = (t.repeat_interleave(heads // t.shape[i := n.index("heads")], i) for t, n in ((k, key), (v, value)))
-    grid = [*(n for n in query if n not in ("heads", rows, "head_dim")), "heads", rows, "keys"]
-    scores = einsum(q, query, k, key, grid) * (
+    score_dims = [*(n for n in query if n not in ("heads", rows, "head_dim")), "heads", rows, "keys"]
+    scores = einsum(q, query, k, key, score_dims) * (
         q.shape[query.index("head_dim")] ** -0.5 if op.scale is None else op.scale
     )
-    scores = scored(op, scores, *others)
+    scores = finish_scores(op, scores, *others)
     weights = scores.softmax(-1)[..., : k.shape[key.index("keys")]]
-    return einsum(weights, grid, v, value, names(out.shape))
+    return einsum(weights, score_dims, v, value, names(out.shape))
 
 
 @evaluate.register
@@ -182,18 +182,18 @@ def _(op: Gate, out: Value, *args: Tensor) -> Tensor:
     raw, *correction = args
     last = [*names(out.shape.without("experts")), "experts"]
     raw = broadcast(raw, out.shape, last)
-    which, weights = top_k_experts(op, raw, *correction)
-    return broadcast(torch.zeros_like(raw).scatter(-1, which, weights), last, out.shape)
+    experts, weights = top_k_experts(op, raw, *correction)
+    return broadcast(torch.zeros_like(raw).scatter(-1, experts, weights), last, out.shape)
 
 
 @evaluate.register
 def _(op: Route, out: Value, *args: Tensor) -> Tensor:
-    return routed(out, *args, slots=int(busiest(out, args[1])))
+    return tokens_by_expert(out, *args, capacity=int(expert_capacity(out, args[1])))
 
 
 @evaluate.register
 def _(op: Combine, out: Value, *args: Tensor) -> Tensor:
-    return combined(out, *args, slots=int(busiest(out, args[1])))
+    return combine_expert_outputs(out, *args, capacity=int(expert_capacity(out, args[1])))
 
 
 @evaluate.register
@@ -208,18 +208,23 @@ def _(op: Conv, out: Value, *args: Tensor) -> Tensor:
     order = ["batch", *channels, op.along]
     taps = broadcast(kernel, out.args[1].shape, [*channels, "width"]).flatten(0, -2)[:, None]
     padded = F.pad(broadcast(x, out.shape, order).flatten(1, -2), (taps.shape[-1] - 1, 0))
-    y = F.conv1d(padded, taps, groups=len(taps)).unflatten(1, [x.shape[axis(out.shape, name)] for name in channels])
+    y = F.conv1d(padded, taps, groups=len(taps)).unflatten(
+        1, [x.shape[dim_index(out.shape, name)] for name in channels]
+    )
     return broadcast(y, order, out.shape)
 
 
 @evaluate.register
 def _(op: Scan, out: Value, *args: Tensor) -> Tensor:
-    """By the quadratic form: a causal attention of c to b, whose weights decay by exp(dt a) from one to the next."""
+    """Return the state-space scan in its quadratic form (Mamba-2, Dao and Gu, arXiv:2405.21060, section 3).
+
+    y_l = Σ_{m ≤ l} (c_l · b_m) exp(Σ_{m < j ≤ l} dt_j a) dt_m x_m, which is causal attention of c to b with decay.
+    """
     seq = op.along
     state = ["batch", seq, "groups", "state"]
     order = ["batch", seq, "heads", "head_dim"]
-    wanted = (order, order[:3], ["heads"], state, state)
-    x, dt, a, b, c = (broadcast(t, v.shape, want) for t, v, want in zip(args, out.args, wanted, strict=True))
+    orders = (order, order[:3], ["heads"], state, state)
+    x, dt, a, b, c = (broadcast(t, v.shape, dims) for t, v, dims in zip(args, out.args, orders, strict=True))
     b, c = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (b, c))
     decay = (dt * a).cumsum(1).movedim(1, -1)
     gaps = decay[..., :, None] - decay[..., None, :]
@@ -231,28 +236,28 @@ def _(op: Scan, out: Value, *args: Tensor) -> Tensor:
 @evaluate.register
 def _(op: Shift, out: Value, *args: Tensor) -> Tensor:
     (x,) = args
-    along = axis(out.shape, op.along)
-    kept = max(x.shape[along] - abs(op.by), 0)
-    part = x.narrow(along, max(op.by, 0) if kept else 0, kept)
-    gap = torch.zeros_like(x.narrow(along, 0, x.shape[along] - kept))
-    return torch.cat((part, gap) if op.by > 0 else (gap, part), along)
+    along = dim_index(out.shape, op.along)
+    remaining = max(x.shape[along] - abs(op.by), 0)
+    shifted = x.narrow(along, max(op.by, 0) if remaining else 0, remaining)
+    zeros = torch.zeros_like(x.narrow(along, 0, x.shape[along] - remaining))
+    return torch.cat((shifted, zeros) if op.by > 0 else (zeros, shifted), along)
 
 
 @evaluate.register
 def _(op: Slice, out: Value, *args: Tensor) -> Tensor:
-    return args[0].narrow(axis(out.shape, op.dim), op.start, op.stop - op.start)
+    return args[0].narrow(dim_index(out.shape, op.dim), op.start, op.stop - op.start)
 
 
 @evaluate.register
 def _(op: Select, out: Value, *args: Tensor) -> Tensor:
-    assert op.index is not None, "what each copy sees, whoever evaluates the copies knows"
-    return args[0].select(axis(out.args[0].shape, op.dim), op.index)
+    assert op.index is not None, "a Select without an index is evaluated with the copies of its Each"
+    return args[0].select(dim_index(out.args[0].shape, op.dim), op.index)
 
 
 @evaluate.register
 def _(op: Concat, out: Value, *args: Tensor) -> Tensor:
     parts = [broadcast(t, a.shape, out.shape) for t, a in zip(args, out.args, strict=True)]
-    along, sizes = axis(out.shape, op.over), [max(each) for each in zip(*(p.shape for p in parts), strict=True)]
+    along, sizes = dim_index(out.shape, op.over), [max(each) for each in zip(*(p.shape for p in parts), strict=True)]
     return torch.cat([p.expand(*sizes[:along], p.shape[along], *sizes[along + 1 :]) for p in parts], along)
 
 
@@ -265,9 +270,11 @@ def _(op: Patches, out: Value, *args: Tensor) -> Tensor:
 @evaluate.register
 def _(op: MaskedScatter, out: Value, *args: Tensor) -> Tensor:
     x, y, tokens = args
-    places, vectors = int((tokens == op.token).sum()), y.shape[0] * y.shape[1]
-    if places != vectors:
-        raise UserError(f"{vectors} vectors are to be put where tokens are {op.token}, which {places} of them are")
-    where = broadcast(tokens == op.token, out.args[2].shape, out.shape)
+    positions, vectors = int((tokens == op.token).sum()), y.shape[0] * y.shape[1]
+    if positions != vectors:
+        raise UserError(
+            f"{vectors} vectors for {positions} positions: the tokens must have {op.token} once for each vector"
+        )
+    mask = broadcast(tokens == op.token, out.args[2].shape, out.shape)
     y = broadcast(y, out.args[1].shape, ["batch", out.args[1].shape.positions("embed").name, "embed"])
-    return x.masked_scatter(where.expand_as(x), y.to(x.dtype))
+    return x.masked_scatter(mask.expand_as(x), y.to(x.dtype))

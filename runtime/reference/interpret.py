@@ -1,7 +1,7 @@
-"""The oracle: a model's bodies evaluated with plain torch, in one process.
+"""The oracle: evaluation of a whole model by its bodies, with plain torch, in one process.
 
-Every tensor carries its dims in the order of its `Value.shape`. Clarity comes before speed here: what trains a model
-(`build`) is tested against this, and this is tested against the mathematics as others wrote it.
+The dims of every tensor are in the order of its `Value.shape`. The code is written for clarity, not for speed. The
+modules that train a model are tested against it, and it is tested against Hugging Face and torch modules.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from megaloom.dsl import (
 from megaloom.dsl.graph import primitives
 
 from .evaluate import evaluate
-from .tensors import axis
+from .tensors import dim_index
 
 
 def interpret(model: Model, weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """The model's outputs for these weights (by the names of `graph(model).weights`) and inputs, differentiably.
+    """Return the model's outputs, which are differentiable. Dropout is off.
 
-    Dropout is off, as in evaluation. Raises UserError when a weight or an input is missing or of another shape.
+    weights: by the names of `graph(model).weights`. inputs: by name. Raises UserError if a weight or an input is
+    missing or has another shape.
     """
     g = graph(model)
     results: dict[str, Tensor] = {}
@@ -47,17 +48,17 @@ def interpret(model: Model, weights: Mapping[str, Tensor], inputs: Mapping[str, 
 
 
 def _given(what: str, name: str, shape: Shape, values: Mapping[str, Tensor]) -> Tensor:
-    """The tensor of this name, checked against the sizes that its shape has."""
+    """Return the tensor of this name. Raises UserError if there is none, or its sizes are not those of the shape."""
     if name not in values:
-        raise UserError(f"no {what} {name!r} {shape}: there are {', '.join(values) or 'none'}")
+        raise UserError(f"no {what} {name!r} {shape}; the names given are {', '.join(values) or 'none'}")
     x = values[name]
     if len(shape.dims) != x.ndim or any(d.size not in (None, n) for d, n in zip(shape, x.shape, strict=True)):
-        raise UserError(f"{what} {name!r} is {shape}, so a tensor of sizes {list(x.shape)} cannot be it")
+        raise UserError(f"{what} {name!r} has shape {shape}, but the tensor given has sizes {list(x.shape)}")
     return x
 
 
 def _value(v: Value, known: dict[int, Tensor], node: Node) -> Tensor:
-    """The tensor of a value inside a node; `known` holds what is computed already, by identity."""
+    """Return the tensor of a value inside a node. known: the tensors computed so far, by identity of the value."""
     if id(v) not in known:
         if isinstance(v.op, Each):
             known[id(v)] = _copies(v, known, node)
@@ -69,15 +70,15 @@ def _value(v: Value, known: dict[int, Tensor], node: Node) -> Tensor:
 
 
 def _copies(v: Value, known: dict[int, Tensor], node: Node) -> Tensor:
-    """Each copy of an `Each` computed for itself, with its own index of what it picks and of its weights."""
+    """Return the results of the copies of an `Each`, stacked: copy i reads index i of its weights."""
     assert isinstance(v.op, Each)
     assert v.body is not None
     x, dim = _value(v.args[0], known, node), v.shape.dims[0]
-    picks = [p for p, *_ in primitives(v) if p.op == Select(dim.name)]
-    copied = [id(s.value) for s in node.weights if dim in s.outer]
+    selects = [p for p, *_ in primitives(v) if p.op == Select(dim.name)]
+    stacked_weights = [id(s.value) for s in node.weights if dim in s.outer]
     out = []
     for i in range(dim.known):
-        inside = {**known, **{id(p): x.select(axis(v.args[0].shape, dim.name), i) for p in picks}}
-        inside |= {w: known[w][i] for w in copied}
-        out.append(_value(v.body, inside, node))
+        of_copy = {**known, **{id(s): x.select(dim_index(v.args[0].shape, dim.name), i) for s in selects}}
+        of_copy |= {w: known[w][i] for w in stacked_weights}
+        out.append(_value(v.body, of_copy, node))
     return torch.stack(out)

@@ -1,4 +1,8 @@
-"""Which experts tokens go to, and how they get there and back, in plain torch."""
+"""Routing of tokens to experts in plain torch: the choice of experts, tokens by expert, the sum of expert outputs.
+
+The capacity is the number of token slots that every expert gets. It is that of the busiest expert, so no token is
+dropped; slots that an expert does not need hold tokens with gate 0.
+"""
 
 from __future__ import annotations
 
@@ -7,60 +11,62 @@ from torch import Tensor
 
 from megaloom.dsl import Gate, Value
 
-from .tensors import axis, broadcast, names
+from .tensors import broadcast, dim_index, names
 
 
 def top_k_experts(op: Gate, raw: Tensor, *correction: Tensor) -> tuple[Tensor, Tensor]:
-    """The experts of each token, and their weights: [.. top_k] twice, from scores [.. experts]."""
+    """Return the experts of each token and their weights, each [.., top_k], from router logits [.., experts]."""
     scores = raw.softmax(-1) if op.score == "softmax" else raw.sigmoid()
     choice = scores + correction[0] if correction else scores
     if op.groups > 1:
         grouped = choice.unflatten(-1, (op.groups, -1))
-        of_group = grouped.topk(op.best, -1).values.sum(-1)
-        open_ = torch.zeros_like(of_group).scatter(-1, of_group.topk(op.top_groups, -1).indices, 1.0)
-        choice = grouped.masked_fill(open_[..., None] == 0, -torch.inf).flatten(-2)
-    which = choice.topk(op.top_k, -1).indices
-    weights = scores.gather(-1, which)
+        group_scores = grouped.topk(op.best, -1).values.sum(-1)
+        allowed = torch.zeros_like(group_scores).scatter(-1, group_scores.topk(op.top_groups, -1).indices, 1.0)
+        choice = grouped.masked_fill(allowed[..., None] == 0, -torch.inf).flatten(-2)
+    experts = choice.topk(op.top_k, -1).indices
+    weights = scores.gather(-1, experts)
     if op.normalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    return which, weights * op.scale
+    return experts, weights * op.scale
 
 
-def busiest(out: Value, gate: Tensor) -> Tensor:
-    """How many tokens the expert gets that most go to, for the gate of a Route or Combine."""
-    return (_by_expert(gate, out.args[1]) != 0).sum(1).max()
+def expert_capacity(out: Value, gate: Tensor) -> Tensor:
+    """Return the number of tokens of the busiest expert, a scalar. out: the Route or Combine that reads the gate."""
+    return (_gate_by_expert(gate, out.args[1]) != 0).sum(1).max()
 
 
-def routed(out: Value, x: Tensor, gate: Tensor, *, slots: int) -> Tensor:
-    """The tokens of each expert, as a Route of so many slots gives them."""
-    x = broadcast(x, out.args[0].shape, [*_tokens(out.args[1]), "embed"])
-    return x.flatten(0, -2)[_slots(_by_expert(gate, out.args[1]), slots)]
+def tokens_by_expert(out: Value, x: Tensor, gate: Tensor, *, capacity: int) -> Tensor:
+    """Return the result of a Route, the tokens of each expert: [experts, capacity, embed]."""
+    x = broadcast(x, out.args[0].shape, [*_token_dims(out.args[1]), "embed"])
+    return x.flatten(0, -2)[_token_slots(_gate_by_expert(gate, out.args[1]), capacity)]
 
 
-def combined(out: Value, y: Tensor, gate: Tensor, *, slots: int) -> Tensor:
-    """What a Combine of so many slots makes of the experts' results."""
-    sizes = [gate.shape[axis(out.args[1].shape, name)] for name in _tokens(out.args[1])]
-    gate = _by_expert(gate, out.args[1])
-    which = _slots(gate, slots)
-    y = y * gate.gather(1, which)[..., None]
-    sums = y.new_zeros(gate.shape[1], y.shape[-1]).index_add(0, which.flatten(), y.flatten(0, 1))
+def combine_expert_outputs(out: Value, y: Tensor, gate: Tensor, *, capacity: int) -> Tensor:
+    """Return the result of a Combine, the sum of expert outputs weighted by the gate: the token dims, then embed.
+
+    y: the outputs of the experts, [experts, capacity, embed].
+    """
+    sizes = [gate.shape[dim_index(out.args[1].shape, name)] for name in _token_dims(out.args[1])]
+    gate = _gate_by_expert(gate, out.args[1])
+    tokens = _token_slots(gate, capacity)
+    y = y * gate.gather(1, tokens)[..., None]
+    sums = y.new_zeros(gate.shape[1], y.shape[-1]).index_add(0, tokens.flatten(), y.flatten(0, 1))
     return sums.unflatten(0, sizes)
 
 
-def _tokens(gate: Value) -> list[str]:
-    """The dims that tell one token from another."""
+def _token_dims(gate: Value) -> list[str]:
+    """Return the dims that index tokens, such as batch and seq."""
     return names(gate.shape.without("experts"))
 
 
-def _by_expert(gate: Tensor, value: Value) -> Tensor:
-    """The gate as [experts tokens]."""
-    return broadcast(gate, value.shape, ["experts", *_tokens(value)]).flatten(1)
+def _gate_by_expert(gate: Tensor, value: Value) -> Tensor:
+    """Return the gate as [experts, tokens]."""
+    return broadcast(gate, value.shape, ["experts", *_token_dims(value)]).flatten(1)
 
 
-def _slots(gate: Tensor, count: int) -> Tensor:
-    """The tokens of each expert, [experts slots], from a gate [experts tokens].
+def _token_slots(gate: Tensor, capacity: int) -> Tensor:
+    """Return the index of the token in each slot, [experts, capacity], from a gate [experts, tokens].
 
-    An expert has as many slots as the busiest one needs. Those it does not need itself hold tokens that it was not
-    chosen for: their gate is zero, so they add nothing.
+    A slot that an expert does not need holds a token that did not choose the expert: its gate is 0, so it adds nothing.
     """
-    return (gate != 0).int().argsort(dim=1, descending=True, stable=True)[:, :count]
+    return (gate != 0).int().argsort(dim=1, descending=True, stable=True)[:, :capacity]

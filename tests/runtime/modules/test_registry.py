@@ -60,11 +60,11 @@ def both(x: Value) -> Model:
 REFUSED = {
     "a balancing loss inside a layer of one's own": (
         lm(Inside(MoE(SwiGLU(8), experts=2, top_k=1, balance=0.01))),
-        r"inside.0 \(.*test_registry.py:\d+\) has a MoE inside, .*\nbalance=0 would work",
+        r"inside.0 \(.*test_registry.py:\d+\) contains a MoE with a balancing loss; .*\nset balance=0 in it",
     ),
     "dropout of a window's probabilities": (
         lm(Attention(heads=2, window=4, dropout=0.1)),
-        r"attention.0 \(.*test_registry.py:\d+\) drops attention probabilities, .*\ndropout=0 would work",
+        r"attention.0 \(.*test_registry.py:\d+\) combines dropout of attention probabilities with .*\nset dropout=0",
     ),
     "a weight between layers": (
         added(weight("offset", D)),

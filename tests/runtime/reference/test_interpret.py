@@ -343,11 +343,11 @@ def test_a_thousand_layers_are_no_deeper_than_one() -> None:
 def test_messages() -> None:
     m = gpt(layers=1)
     w, t = random(m), tokens()
-    with pytest.raises(UserError, match=r"no weight 'wpe' \[position=9 embed=12\]: there are wte, layer_norm"):
+    with pytest.raises(UserError, match=r"no weight 'wpe' \[position=9 embed=12\]; the names given are wte, "):
         interpret(m, {name: x for name, x in w.items() if name != "wpe"}, {"tokens": t})
-    with pytest.raises(UserError, match=r"weight 'wpe' is \[position=9 embed=12\], so a tensor of sizes \[12, 9\]"):
+    with pytest.raises(UserError, match=r"weight 'wpe' has shape \[position=9 embed=12\], .* sizes \[12, 9\]"):
         interpret(m, {**w, "wpe": w["wpe"].T}, {"tokens": t})
-    with pytest.raises(UserError, match=r"no input 'tokens' \[batch seq\]: there are none"):
+    with pytest.raises(UserError, match=r"no input 'tokens' \[batch seq\]; the names given are none"):
         interpret(m, w, {})
     with pytest.raises(UserError, match=r"no rows for 14 positions: seq can be up to 9"):
         interpret(m, w, {"tokens": torch.cat((t, t), 1)})
@@ -359,5 +359,5 @@ def test_an_op_of_ones_own_says_how_to_join() -> None:
             return args[0]
 
     x = given("x", BATCH, EMBED)
-    with pytest.raises(UserError, match=r"no meaning for Mystery: give it one with @evaluate.register"):
+    with pytest.raises(UserError, match=r"no evaluation of the op Mystery: write one .* @evaluate.register"):
         interpret(model("m", apply(Mystery(), x)), {}, {"x": r(B, D)})
