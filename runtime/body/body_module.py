@@ -120,7 +120,7 @@ class Body(nn.Module):
             p.allreduce, p.shared = False, sharded is None and context.groups.etp_rank > 0  # type: ignore[attr-defined]
         if of_expert or sharded is not None:
             tensor_parallel.set_tensor_model_parallel_attributes(p, True, -1 if sharded is None else sharded, 1)
-        pads = (table.dims[d.name].policy == "pad" if d.name in axes else False for d in slot.dims)
+        pads = (d.name in axes and table.dims.get(d.name, EVEN).policy == "pad" for d in slot.dims)
         p.pad_dim = next((k for k, pad in enumerate(pads) if pad), None)  # type: ignore[attr-defined]
         p.constant = slot.value.op.std == 0  # type: ignore[attr-defined]
         return p

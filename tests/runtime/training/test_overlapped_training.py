@@ -38,9 +38,9 @@ def curves(plans: list[Plan]) -> list[tuple[list[float], bool]]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from megaloom.runtime.training import optimization
+    from megaloom.runtime.training import optimizer
 
-    optimization.DistributedDataParallelConfig = partial(DistributedDataParallelConfig, bucket_size=PIECE)
+    optimizer.DistributedDataParallelConfig = partial(DistributedDataParallelConfig, bucket_size=PIECE)
     found = []
     for plan in plans:
         found.append(curve(plan))
