@@ -48,7 +48,8 @@ def export(
     if exported is not planned:
         after, before = exported.predicted.step_seconds, planned.predicted.step_seconds
         print(
-            f"partitioned the stages again, between whole layers: the predicted step is {after:.4g} s instead of {before:.4g} s",
+            "partitioned the stages again, between whole layers: "
+            f"the predicted step is {after:.4g} s instead of {before:.4g} s",
             file=sys.stderr,
         )
     if output is None:

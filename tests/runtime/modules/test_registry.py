@@ -80,7 +80,8 @@ REFUSED = {
     ),
     "no logits": (
         model("lm", ids() >> Embed(WTE) >> RMSNorm()),
-        r"lm has the inputs tokens and the outputs rms_norm.0\nthe runtime trains next-token models only: one input of token ids, ids\(\)",
+        r"lm has the inputs tokens and the outputs rms_norm.0\n"
+        r"the runtime trains next-token models only: one input of token ids, ids\(\)",
     ),
     "two outputs": (
         both(ids() >> Embed(WTE)),
