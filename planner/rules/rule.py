@@ -65,7 +65,7 @@ class Rule:
 
     id: str
     sentence: str
-    fix: str  # in general; `told` says it in numbers
+    fix: str  # in general; `explain` says it in numbers
     owner: Owner
     source: str  # where in megatron-core 0.16.1 or its callers; of what they take, why it is refused here
     holds: Callable[[Case], Truth]
