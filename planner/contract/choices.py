@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     Column = NDArray[int64]
 
 N = TypeVar("N", int, "Column")
+"""A layout field: a number in one layout, a column of numbers in many. True is 1; choices and sets are numbers too."""
 
 
 class Choice(IntEnum):

@@ -8,7 +8,7 @@ Rules, command-line options, report columns and plan.json read the table through
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
 from attrs import Factory, field, fields, frozen
 
@@ -19,6 +19,7 @@ from .choices import (
     MICROBATCH_OVERLAPS,
     Module,
     ModuleSet,
+    N,
     Overlap,
     OverlapSet,
     Recompute,
@@ -28,13 +29,7 @@ from .choices import (
     module_set,
 )
 
-if TYPE_CHECKING:
-    from .choices import Column
-
 MOST = 2**20  # of any degree or count: more than any published run had, and few enough to simulate
-
-N = TypeVar("N", int, "Column")
-"""A field: a number in one layout, a column of numbers in many. True is 1; choices and sets are numbers too."""
 
 
 @frozen

@@ -18,11 +18,10 @@ from megaloom.dsl.facts.costs import Costs, costs
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.facts.recompute import RecomputedBy
 from megaloom.dsl.ops.routing import Route
-from megaloom.planner.contract.capability import assumed_environment, capability
 from megaloom.planner.contract.choices import Module, Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
-from megaloom.planner.contract.workload import Precision, Runtime
+from megaloom.planner.contract.workload import Precision
 from megaloom.planner.model.structure import ModelStructure, NodeKind
 
 from . import communication, kernels, memory
@@ -30,8 +29,6 @@ from .columns import AXIS_COLUMNS, FORWARD_COLUMNS, MODULE_COLUMNS, RECOMPUTE_CO
 from .communication import process_group
 from .job import ENGINE_WORKSPACE, Job
 from .profiles.groups import ONE_PASS
-
-CAPABILITY = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, ""))
 
 
 @frozen(eq=False)
@@ -257,10 +254,10 @@ def _expert_launch_seconds(job: Job, facts: Costs) -> float:
     """Return the seconds that a forward pass of experts waits for the host, after the dispatch."""
     products = [w for w in facts.work if w.kind == "dot"]
     count = max(w.count for w in products)
-    last = [w for w in products if w.count == count][-1]
+    weights = [(w.n, w.k) for w in products if w.count == count]
     biased = any(w.fusion == "bias" and w.experts for w in facts.work)
     small = job.profile.experts.grouped_launch_seconds
-    if small is not None and CAPABILITY.groups_experts(last.n * last.k, count, biased, job.workload.precision):
+    if small is not None and job.capability.groups_experts(weights, count, biased, job.workload.precision):
         return count * small
     return count * job.profile.experts.launch_seconds
 

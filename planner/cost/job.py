@@ -7,11 +7,13 @@ from functools import cached_property
 from attrs import frozen
 
 from megaloom.dsl.facts.costs import costs
+from megaloom.planner.contract.capability import Capability, assumed_environment, capability
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.workload import Workload
+from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.model.structure import ModelStructure
 from megaloom.planner.simulate.intervals import interval, run_class
 
+from .profiles.frameworks import OWN
 from .profiles.groups import FrameworkProfile
 
 # Multiprocessors that communication takes while others compute: of NCCL, one a channel between nodes (its log of such a
@@ -31,6 +33,12 @@ class Job:
     workload: Workload
     cluster: Cluster
     profile: FrameworkProfile
+
+    @cached_property
+    def capability(self) -> Capability:
+        """Return what the runtime can do on these devices. Profiles of published runs are of Megatron's kind."""
+        runtime = Runtime.MEGALOOM if self.profile is OWN else Runtime.MEGATRON
+        return capability(runtime, assumed_environment(runtime, self.cluster.device.name))
 
     @cached_property
     def flops(self) -> int:

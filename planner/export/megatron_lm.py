@@ -17,7 +17,7 @@ from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Module, Overl
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision, Workload
-from megaloom.planner.rules.capabilities import export_violations
+from megaloom.planner.rules.export_rules import export_violations
 
 from .decoder import DecoderModel, read_decoder
 from .megatron_lm_layers import attention_options, expert_options, feed_forward_options

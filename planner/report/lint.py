@@ -14,13 +14,8 @@ from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
-from megaloom.planner.rules.capabilities import (
-    EXPORT_RULES,
-    RUNTIME_RULES,
-    caveats,
-    export_violations,
-    runtime_violations,
-)
+from megaloom.planner.rules.capabilities import RUNTIME_RULES, caveats, runtime_violations
+from megaloom.planner.rules.export_rules import EXPORT_RULES, export_violations
 from megaloom.planner.rules.rule import Owner, Rule
 from megaloom.planner.rules.rules import RANGE_RULES, RULES, violations
 from megaloom.planner.search.candidate_space import FixedAxes

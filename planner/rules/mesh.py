@@ -11,6 +11,7 @@ from megaloom.planner.contract.workload import Precision
 from .divisors import divisors, nearest
 from .rule import (
     Case,
+    L,
     Owner,
     Rule,
     Truth,
@@ -23,112 +24,116 @@ def least_devices(layout: Layout) -> int:
     return layout.pp * lcm(layout.tp * layout.cp, layout.ep * layout.etp)
 
 
-def _world(case: Case) -> Truth:
+def _world(case: Case[L]) -> Truth:
     return case.layout.world == case.cluster.count
 
 
-def _world_text(case: Case) -> Words:
+def _world_text(case: Case[Layout]) -> Words:
     x, count = case.layout, case.cluster.count
     inner = x.tp * x.pp * x.cp
-    message = f"dp {x.dp} x tp {x.tp} x pp {x.pp} x cp {x.cp} takes {x.world} devices, and {case.cluster} has {count}"
+    message = f"dp {x.dp} x tp {x.tp} x pp {x.pp} x cp {x.cp} takes {x.world} devices, but {case.cluster} has {count}"
     if count % inner == 0:
-        return message, f"dp {count // inner} takes them all"
-    fix = f"tp x pp x cp = {inner} must divide {count}: {nearest(inner, divisors(count))} would"
-    return message, f"{fix}, or {_enough(least_devices(x), count, case.cluster):,} devices"
+        return message, f"use dp {count // inner}"
+    fix = f"use tp x pp x cp = {nearest(inner, divisors(count))}, which divide {count}"
+    return message, f"{fix}, or {_enough_devices(least_devices(x), count, case.cluster):,} devices"
 
 
-def _expert_grid(case: Case) -> Truth:
+def _expert_grid(case: Case[L]) -> Truth:
     x = case.layout
     return x.world % (x.etp * x.ep * x.pp) == 0
 
 
-def _expert_grid_text(case: Case) -> Words:
+def _expert_grid_text(case: Case[Layout]) -> Words:
     x, need = case.layout, least_devices(case.layout)
     dense, experts = x.tp * x.cp, x.ep * x.etp
-    which = "the larger" if need == x.pp * max(dense, experts) else "the least common multiple"
+    relation = "the larger" if need == x.pp * max(dense, experts) else "the least common multiple"
     message = (
-        f"pp {x.pp} x {need // x.pp} ({which} of tp x cp = {dense} and ep x etp = {experts}) needs {need:,} devices "
-        f"or a multiple, and there are {x.world:,}"
+        f"pp {x.pp} x {need // x.pp} ({relation} of tp x cp = {dense} and ep x etp = {experts}) needs {need:,} devices "
+        f"or a multiple, but there are {x.world:,}"
     )
-    experts_of = [size for _, size in case.requirements.sizes("ep")]
-    ways = []
+    expert_counts = [size for _, size in case.requirements.sizes("ep")]
+    fixes = []
     if x.world % (x.pp * x.etp) == 0:
-        ways.append(f"ep {nearest(x.ep, divisors(x.world // (x.pp * x.etp), *experts_of))}")
+        fixes.append(f"ep {nearest(x.ep, divisors(x.world // (x.pp * x.etp), *expert_counts))}")
     if pps := [n for n in divisors(x.world // dense) if x.world % (n * experts) == 0]:
-        ways.append(f"pp {nearest(x.pp, pps)}")
-    return message, ", or ".join([*ways, f"{_enough(need, x.world, case.cluster):,} devices would"])
+        fixes.append(f"pp {nearest(x.pp, pps)}")
+    fixes.append(f"{_enough_devices(need, x.world, case.cluster):,} devices")
+    return message, f"use {', or '.join(fixes)}"
 
 
-def _enough(unit: int, count: int, cluster: Cluster) -> int:
-    """The least multiple of `unit` from `count` devices on that fills nodes."""
-    few = -(-count // unit) * unit
-    whole = lcm(unit, cluster.per_node)
-    return few if few <= cluster.per_node else -(-count // whole) * whole
+def _enough_devices(unit: int, count: int, cluster: Cluster) -> int:
+    """Return the smallest multiple of `unit` that is at least `count` and fills whole nodes or lies within one."""
+    least = -(-count // unit) * unit
+    whole_nodes = lcm(unit, cluster.per_node)
+    return least if least <= cluster.per_node else -(-count // whole_nodes) * whole_nodes
 
 
-def _no_experts(case: Case) -> Truth:
+def _no_experts(case: Case[L]) -> Truth:
     return (case.layout.ep == 1) | case.requirements.experts
 
 
-def _no_experts_text(case: Case) -> Words:
-    return f"ep {case.layout.ep} divides experts, and the model has none", "ep 1"
+def _no_experts_text(case: Case[Layout]) -> Words:
+    return f"ep {case.layout.ep} shards experts, but the model has none", "use ep 1"
 
 
-def _etp_experts(case: Case) -> Truth:
+def _etp_experts(case: Case[L]) -> Truth:
     return (case.layout.etp == 1) | case.requirements.experts
 
 
-def _etp_experts_text(case: Case) -> Words:
-    return f"etp {case.layout.etp} divides each expert, and the model has none", "etp 1"
+def _etp_experts_text(case: Case[Layout]) -> Words:
+    return f"etp {case.layout.etp} shards each expert, but the model has none", "use etp 1"
 
 
-def _expert_precision(case: Case) -> Truth:
+def _expert_precision(case: Case[L]) -> Truth:
     return (case.layout.ep == 1) | (case.workload.precision is not Precision.FP16)
 
 
-def _expert_precision_text(case: Case) -> Words:
-    return f"ep {case.layout.ep} divides experts, and they train in fp16", "bf16 would, or ep 1"
+def _expert_precision_text(case: Case[Layout]) -> Words:
+    return f"ep {case.layout.ep} shards experts, which fp16 does not allow", "use bf16, or ep 1"
 
 
-def _sequence_parallel(case: Case) -> Truth:
+def _sequence_parallel(case: Case[L]) -> Truth:
     return (case.layout.tp > 1) | (case.layout.sequence_parallel == 0)
 
 
-def _sequence_parallel_text(case: Case) -> Words:
-    return "sequence parallelism divides over tp, and tp is 1", "tp at least 2, or sequence_parallel off"
+def _sequence_parallel_text(case: Case[Layout]) -> Words:
+    return "sequence parallelism needs tp above 1, got 1", "use tp 2 or more, or turn sequence_parallel off"
 
 
-def _moe_sequence_parallel(case: Case) -> Truth:
+def _moe_sequence_parallel(case: Case[L]) -> Truth:
     return (not case.requirements.experts) | (case.layout.tp == 1) | (case.layout.sequence_parallel == 1)
 
 
-def _moe_sequence_parallel_text(case: Case) -> Words:
-    return f"experts under tp {case.layout.tp} need sequence parallelism", "sequence_parallel on, or tp 1"
+def _moe_sequence_parallel_text(case: Case[Layout]) -> Words:
+    return f"experts with tp {case.layout.tp} need sequence parallelism", "turn sequence_parallel on, or use tp 1"
 
 
-def _vpp(case: Case) -> Truth:
+def _vpp(case: Case[L]) -> Truth:
     return (case.layout.vpp == 1) | (case.layout.pp > 1)
 
 
-def _vpp_text(case: Case) -> Words:
-    return f"vpp {case.layout.vpp} interleaves the chunks of pipeline ranks, and pp is 1", "vpp 1, or pp at least 2"
+def _vpp_text(case: Case[Layout]) -> Words:
+    return (
+        f"vpp {case.layout.vpp} interleaves chunks of pipeline ranks, but pp is 1",
+        "use vpp 1, or pp 2 or more",
+    )
 
 
-def _stages(case: Case) -> Truth:
+def _stages(case: Case[L]) -> Truth:
     return case.layout.pp * case.layout.vpp <= case.requirements.max_stages
 
 
-def _stages_text(case: Case) -> Words:
+def _stages_text(case: Case[Layout]) -> Words:
     x, most = case.layout, case.requirements.max_stages
-    message = f"pp {x.pp} x vpp {x.vpp} is {x.pp * x.vpp} stages, and the model can be cut into {most} at most"
-    return message, f"vpp {most // x.pp} would" if x.pp <= most else f"pp {most} with vpp 1 would"
+    message = f"pp {x.pp} x vpp {x.vpp} is {x.pp * x.vpp} stages, but the model can be cut into at most {most}"
+    return message, f"use vpp {most // x.pp}" if x.pp <= most else f"use pp {most} with vpp 1"
 
 
 MESH_RULES = (
     Rule(
         "world",
         "dp x tp x pp x cp is the number of devices.",
-        "tp x pp x cp that divides the devices, and dp what is left",
+        "use tp x pp x cp that divides the devices, and the quotient as dp",
         Owner.CORE,
         "parallel_state.py:741, 743 and 793",
         _world,
@@ -138,7 +143,7 @@ MESH_RULES = (
         "expert-grid",
         "etp x ep x pp divides the number of devices, because experts share the devices of the dense layers. The "
         "number is a multiple of pp x lcm(tp x cp, ep x etp).",
-        "a smaller ep, etp or pp, or more devices",
+        "use a smaller ep, etp or pp, or more devices",
         Owner.CORE,
         "parallel_state.py:793",
         _expert_grid,
@@ -147,7 +152,7 @@ MESH_RULES = (
     Rule(
         "no-experts",
         "ep is 1 without experts.",
-        "ep 1",
+        "use ep 1",
         Owner.CORE,
         "transformer_config.py:1049",
         _no_experts,
@@ -156,16 +161,16 @@ MESH_RULES = (
     Rule(
         "etp-experts",
         "etp is 1 without experts.",
-        "etp 1",
+        "use etp 1",
         Owner.PLANNER,
-        "megatron-core takes it, and divides nothing by it",
+        "megatron-core accepts it and shards nothing over it",
         _etp_experts,
         _etp_experts_text,
     ),
     Rule(
         "ep-fp16",
         "ep is 1 in fp16.",
-        "bf16, or ep 1",
+        "use bf16, or ep 1",
         Owner.CALLERS,
         "Megatron-LM's validate_args",
         _expert_precision,
@@ -173,8 +178,8 @@ MESH_RULES = (
     ),
     Rule(
         "sp-tp",
-        "Sequence parallelism needs tp.",
-        "sequence_parallel off, or tp at least 2",
+        "Sequence parallelism needs tp above 1.",
+        "turn sequence_parallel off, or use tp 2 or more",
         Owner.CORE,
         "model_parallel_config.py:411",
         _sequence_parallel,
@@ -182,8 +187,8 @@ MESH_RULES = (
     ),
     Rule(
         "moe-sp",
-        "Experts under tp need sequence parallelism.",
-        "sequence_parallel on, or tp 1",
+        "Experts with tp above 1 need sequence parallelism.",
+        "turn sequence_parallel on, or use tp 1",
         Owner.CORE,
         "moe_layer.py:380",
         _moe_sequence_parallel,
@@ -191,8 +196,8 @@ MESH_RULES = (
     ),
     Rule(
         "vpp-pp",
-        "vpp needs pp.",
-        "vpp 1, or pp at least 2",
+        "vpp above 1 needs pp above 1.",
+        "use vpp 1, or pp 2 or more",
         Owner.CORE,
         "parallel_state.py:747",
         _vpp,
@@ -201,9 +206,9 @@ MESH_RULES = (
     Rule(
         "stages",
         "Each of the pp x vpp stages holds a part of the model.",
-        "a smaller vpp or pp",
+        "use a smaller vpp or pp",
         Owner.PLANNER,
-        "megatron-core takes stages without a layer, whose devices only pass on what they get",
+        "megatron-core accepts stages without a layer, whose devices compute nothing",
         _stages,
         _stages_text,
     ),

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 from attrs import field, frozen
+from numpy.typing import NDArray
 
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.devices import Cluster
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.requirements import ModelRequirements, model_requirements
+
+L = TypeVar("L", Layout, Layouts)
+"""One layout, or columns of layouts."""
+Truth = bool | NDArray[np.bool_]  # for one layout, or for each of the layouts in columns
+Words = tuple[str, str]  # the message, and the fix
 
 
 class Owner(StrEnum):
     """Program that refuses a layout which breaks a rule."""
 
     CORE = "megatron-core"
-    CALLERS = "callers of megatron-core"  # it is left to them, and wrong or fails much later if they do not look
-    PLANNER = "the planner"  # megatron-core would take it
-    EXPORTS = "exports to megatron-core"  # it would take it and compute wrong gradients; the runtime mends that
-    RUNTIME = "the runtime"  # plans are made of it, for other programs
+    CALLERS = "callers of megatron-core"  # without their check, training is wrong or fails much later
+    PLANNER = "the planner"  # megatron-core accepts the layout
+    EXPORTS = "exports to megatron-core"  # megatron-core computes wrong gradients; our runtime corrects them
+    RUNTIME = "the runtime"  # plans may break the rule, for other programs
 
 
 @frozen
@@ -37,14 +46,14 @@ class Violation:
 
 
 @frozen(eq=False)
-class Case:
-    """Everything that a rule may look at: one layout or columns of them, with model, workload and cluster."""
+class Case(Generic[L]):
+    """Input of a rule: one layout or columns of layouts, with model, workload and cluster."""
 
-    layout: Any  # Layout | Layouts, of which a rule asks the same
+    layout: L
     graph: Graph
     workload: Workload
     cluster: Cluster
-    starts: tuple[int, ...] = ()  # of a plan, the node that each stage begins with
+    starts: tuple[int, ...] = ()  # first node of each stage of a plan; empty without stages
     requirements: ModelRequirements = field(init=False)
 
     @requirements.default
@@ -52,8 +61,10 @@ class Case:
         return model_requirements(self.graph)
 
 
-Truth = Any  # a bool, or of layouts in columns an array of them
-Words = tuple[str, str]  # the message, and the fix
+class Condition(Protocol):
+    """Function that tells for one layout, or for each of many, if it keeps a rule."""
+
+    def __call__(self, case: Case[L], /) -> Truth: ...
 
 
 @frozen
@@ -65,21 +76,21 @@ class Rule:
 
     id: str
     sentence: str
-    fix: str  # in general; `explain` says it in numbers
+    fix: str  # in general; `explain` gives it with numbers
     owner: Owner
-    source: str  # where in megatron-core 0.16.1 or its callers; of what they take, why it is refused here
-    holds: Callable[[Case], Truth]
-    explain: Callable[[Case], Words]
+    source: str  # a line of megatron-core 0.16.1 or its callers; if they accept the layout, why we refuse it
+    holds: Condition
+    explain: Callable[[Case[Layout]], Words]
 
 
 def all_of(truths: Iterable[Truth]) -> Truth:
     """Return the conjunction of conditions, element by element for arrays."""
-    out = True
+    out: Truth = True
     for truth in truths:
         out = out & truth
     return out
 
 
-def violated(rules: Iterable[Rule], case: Case) -> tuple[Violation, ...]:
+def violated(rules: Iterable[Rule], case: Case[Layout]) -> tuple[Violation, ...]:
     """Return a violation for each rule that the layout of a case breaks."""
     return tuple(Violation(rule.id, *rule.explain(case)) for rule in rules if not rule.holds(case))

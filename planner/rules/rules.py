@@ -7,7 +7,7 @@ layers or wrong numbers.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import MOST, Layout
-from megaloom.planner.contract.layouts import Layouts
+from megaloom.planner.contract.layouts import Column, Layouts
 from megaloom.planner.contract.workload import Workload
 
 from .mesh import MESH_RULES
 from .overlaps import OVERLAP_RULES
 from .rule import (
     Case,
+    L,
     Owner,
     Rule,
     Truth,
@@ -33,56 +34,57 @@ from .rule import (
 from .sizes import SIZE_RULES
 from .steps import STEP_RULES
 
-LONGEST = 2**27  # tokens a sequence: more than the 100 million of magic.dev/blog/100m-token-context-windows
-ZERO = ("recompute_layers", "microbatch_group")  # may be 0, for as many as there are
+LONGEST = 2**27  # tokens of a sequence: more than the 100 million of magic.dev/blog/100m-token-context-windows
+MAY_BE_ZERO = ("recompute_layers", "microbatch_group")  # 0 stands for the default
 
 
-def _amounts(case: Case) -> dict[str, Any]:
+def _amounts(case: Case[L]) -> Mapping[str, int | Column]:
+    """Return the numbers of a case that must be in range, by name."""
     x, w = case.layout, case.workload
-    return {**x.degrees, "seq": w.seq, "batch": w.batch, **{name: getattr(x, name) for name in ZERO}}
+    return {**x.degrees, "seq": w.seq, "batch": w.batch, **{name: getattr(x, name) for name in MAY_BE_ZERO}}
 
 
-def _positive(case: Case) -> Truth:
-    return all_of(amount >= (name not in ZERO) for name, amount in _amounts(case).items())
+def _positive(case: Case[L]) -> Truth:
+    return all_of(amount >= (name not in MAY_BE_ZERO) for name, amount in _amounts(case).items())
 
 
-def _positive_text(case: Case) -> Words:
-    name = next(name for name, amount in _amounts(case).items() if amount < (name not in ZERO))
+def _positive_text(case: Case[Layout]) -> Words:
+    name = next(name for name, amount in _amounts(case).items() if amount < (name not in MAY_BE_ZERO))
     return (
-        f"{name} must be at least {int(name not in ZERO)}, got {_amounts(case)[name]}",
-        f"{name} is at least {int(name not in ZERO)}",
+        f"{name} must be at least {int(name not in MAY_BE_ZERO)}, got {_amounts(case)[name]}",
+        f"use {int(name not in MAY_BE_ZERO)} or more",
     )
 
 
-def _most(name: str) -> int:
+def _maximum(name: str) -> int:
     return LONGEST if name == "seq" else MOST
 
 
-def _plausible(case: Case) -> Truth:
-    return all_of(amount <= _most(name) for name, amount in _amounts(case).items())
+def _plausible(case: Case[L]) -> Truth:
+    return all_of(amount <= _maximum(name) for name, amount in _amounts(case).items())
 
 
-def _plausible_text(case: Case) -> Words:
-    name = next(name for name, amount in _amounts(case).items() if amount > _most(name))
-    return f"{name} must be at most {_most(name):,}, got {_amounts(case)[name]}", f"{name} is {_most(name):,} or less"
+def _plausible_text(case: Case[Layout]) -> Words:
+    name = next(name for name, amount in _amounts(case).items() if amount > _maximum(name))
+    return f"{name} must be at most {_maximum(name):,}, got {_amounts(case)[name]}", f"use {_maximum(name):,} or less"
 
 
 RANGE_RULES = (
     Rule(
         "positive",
         "Every degree, the micro-batch, the sequence and the batch are at least 1, and no count is below 0.",
-        "1 or more",
+        "use 1 or more",
         Owner.CORE,
-        "it divides by them",
+        "megatron-core divides by them",
         _positive,
         _positive_text,
     ),
     Rule(
         "plausible",
-        "Batch, sequence and degrees are at most of plausible size.",
-        f"{MOST:,} or less, and {LONGEST:,} tokens or less",
+        f"Degrees and the batch are at most {MOST:,}, and the sequence at most {LONGEST:,} tokens.",
+        f"use {MOST:,} or less, and {LONGEST:,} tokens or less",
         Owner.PLANNER,
-        "it could not be simulated",
+        "larger steps cannot be simulated",
         _plausible,
         _plausible_text,
     ),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.layouts import Column
 from megaloom.planner.model.requirements import ModelRequirements
 
 from .divisors import divisors, nearest
 from .rule import (
     Case,
+    L,
     Owner,
     Rule,
     Truth,
@@ -17,23 +19,23 @@ from .rule import (
     all_of,
 )
 
-Sized = Callable[[ModelRequirements], list[tuple[str, int]]]
+DimSizes = Callable[[ModelRequirements], list[tuple[str, int]]]  # (dim, size) pairs
 
 
-def _divides(id: str, sentence: str, axis: str, source: str, sized: Sized) -> Rule:
-    """The rule that the degree of an axis divides some dims."""
+def _divides(id: str, sentence: str, axis: str, source: str, sizes_of: DimSizes) -> Rule:
+    """Return the rule that the degree of an axis divides these sizes."""
 
-    def holds(case: Case) -> Truth:
+    def holds(case: Case[L]) -> Truth:
         degree = getattr(case.layout, axis)
-        return all_of(size % degree == 0 for _, size in sized(case.requirements))
+        return all_of(size % degree == 0 for _, size in sizes_of(case.requirements))
 
-    def text(case: Case) -> Words:
-        degree, dims = getattr(case.layout, axis), sized(case.requirements)
+    def text(case: Case[Layout]) -> Words:
+        degree, dims = getattr(case.layout, axis), sizes_of(case.requirements)
         dim, size = next((dim, size) for dim, size in dims if size % degree)
-        works = _tps(case.requirements) if axis == "tp" else divisors(*(n for _, n in dims))
-        return f"{axis} {degree} does not divide {dim}={size}", f"{axis} {_near(case, degree, works)} would"
+        allowed = _allowed_tps(case.requirements) if axis == "tp" else divisors(*(n for _, n in dims))
+        return f"{axis} {degree} does not divide {dim}={size}", f"use {axis} {_nearest_degrees(case, degree, allowed)}"
 
-    return Rule(id, sentence, f"{axis} that divides them all", Owner.CORE, source, holds, text)
+    return Rule(id, sentence, f"use {axis} that divides them all", Owner.CORE, source, holds, text)
 
 
 def _heads(requirements: ModelRequirements) -> list[tuple[str, int]]:
@@ -52,57 +54,62 @@ def _experts(requirements: ModelRequirements) -> list[tuple[str, int]]:
     return requirements.sizes("ep")
 
 
-def _tps(requirements: ModelRequirements) -> list[int]:
-    """Every tp that no rule here refuses."""
-    whole = divisors(*(size for _, size in (*_heads(requirements), *_width(requirements))))
-    few, keys = _few(requirements), _keys_of(requirements)
-    return [tp for tp in whole if all(_repeats(n, tp) for n in few) and all(_divided(n, c, tp) for n, c in keys)]
+def _allowed_tps(requirements: ModelRequirements) -> list[int]:
+    """Return every tp that the rules of sizes allow."""
+    common = divisors(*(size for _, size in (*_heads(requirements), *_width(requirements))))
+    counts, shapes = _kv_head_counts(requirements), _kv_head_shapes(requirements)
+    return [
+        tp
+        for tp in common
+        if all(_divides_or_repeats(n, tp) for n in counts) and all(_divides_channels(n, c, tp) for n, c in shapes)
+    ]
 
 
-def _near(case: Case, degree: int, works: Iterable[int]) -> str:
-    """The nearest of these degrees that also divide the devices at hand."""
-    return nearest(degree, [n for n in works if case.cluster.count % n == 0])
+def _nearest_degrees(case: Case[Layout], degree: int, allowed: Iterable[int]) -> str:
+    """Return the nearest of the allowed degrees that divide the number of devices, in words."""
+    return nearest(degree, [n for n in allowed if case.cluster.count % n == 0])
 
 
-def _few(requirements: ModelRequirements) -> list[int]:
-    """The numbers of key/value heads where these are fewer than query heads: else the rule of the heads says it."""
+def _kv_head_counts(requirements: ModelRequirements) -> list[int]:
+    """Return the numbers of key/value heads that differ from the number of query heads; `tp-heads` checks others."""
     heads = requirements.divided_sizes.get(("tp", "heads"), ())
     return [n for n in requirements.divided_sizes.get(("tp", "kv_heads"), ()) if n not in heads]
 
 
-def _keys_of(requirements: ModelRequirements) -> list[tuple[int, int]]:
-    """The same, each with the channels of one."""
-    return [(n, c) for n, c in requirements.kv_heads if n in _few(requirements)]
+def _kv_head_shapes(requirements: ModelRequirements) -> list[tuple[int, int]]:
+    """Return (number, channels) of the key/value heads whose number differs from that of the query heads."""
+    return [(n, c) for n, c in requirements.kv_heads if n in _kv_head_counts(requirements)]
 
 
-def _repeats(kv_heads: int, tp: Any) -> Truth:
+def _divides_or_repeats(kv_heads: int, tp: int | Column) -> Truth:
     return (kv_heads % tp == 0) | (tp % kv_heads == 0)
 
 
-def _divided(kv_heads: int, channels: int, tp: Any) -> Truth:
+def _divides_channels(kv_heads: int, channels: int, tp: int | Column) -> Truth:
     return 2 * kv_heads * channels % tp == 0
 
 
-def _kv_heads(case: Case) -> Truth:
-    return all_of(_repeats(n, case.layout.tp) for n in _few(case.requirements))
+def _kv_heads(case: Case[L]) -> Truth:
+    return all_of(_divides_or_repeats(n, case.layout.tp) for n in _kv_head_counts(case.requirements))
 
 
-def _kv_heads_text(case: Case) -> Words:
+def _kv_heads_text(case: Case[Layout]) -> Words:
     tp = case.layout.tp
-    n = next(n for n in _few(case.requirements) if not _repeats(n, tp))
+    n = next(n for n in _kv_head_counts(case.requirements) if not _divides_or_repeats(n, tp))
     message = f"tp {tp} neither divides kv_heads={n} nor is divided by it"
-    return message, f"tp {_near(case, tp, _tps(case.requirements))} would"
+    return message, f"use tp {_nearest_degrees(case, tp, _allowed_tps(case.requirements))}"
 
 
-def _keys(case: Case) -> Truth:
-    return all_of(_divided(n, c, case.layout.tp) for n, c in _keys_of(case.requirements)) | (_kv_heads(case) == 0)
+def _kv_channels(case: Case[L]) -> Truth:
+    shapes = _kv_head_shapes(case.requirements)
+    return all_of(_divides_channels(n, c, case.layout.tp) for n, c in shapes) | (_kv_heads(case) == 0)
 
 
-def _keys_text(case: Case) -> Words:
+def _kv_channels_text(case: Case[Layout]) -> Words:
     tp = case.layout.tp
-    n, c = next((n, c) for n, c in _keys_of(case.requirements) if not _divided(n, c, tp))
+    n, c = next((n, c) for n, c in _kv_head_shapes(case.requirements) if not _divides_channels(n, c, tp))
     message = f"tp {tp} does not divide the 2 x {n} x {c} = {2 * n * c} channels of keys and values"
-    return message, f"tp {_near(case, tp, _tps(case.requirements))} would"
+    return message, f"use tp {_nearest_degrees(case, tp, _allowed_tps(case.requirements))}"
 
 
 SIZE_RULES = (
@@ -110,7 +117,7 @@ SIZE_RULES = (
     Rule(
         "tp-kv-heads",
         "tp divides the key/value heads, or is divided by them (they are then repeated).",
-        "tp that divides them or is a multiple of them",
+        "use tp that divides them or is a multiple of them",
         Owner.CORE,
         "transformer_config.py:943",
         _kv_heads,
@@ -119,11 +126,11 @@ SIZE_RULES = (
     Rule(
         "tp-keys",
         "tp divides the channels of all keys and values, 2 x kv_heads x head_dim, where it exceeds kv_heads.",
-        "tp that divides them",
+        "use tp that divides them",
         Owner.CORE,
         "layers.py:842",
-        _keys,
-        _keys_text,
+        _kv_channels,
+        _kv_channels_text,
     ),
     _divides("tp-width", "tp divides the inner width of each dense layer.", "tp", "layers.py:842 and 1166", _width),
     _divides("etp-width", "etp divides the inner width of each expert.", "etp", "layers.py:842 and 1166", _inner),

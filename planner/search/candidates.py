@@ -19,7 +19,7 @@ from megaloom.planner.bounds.lower_bounds import (
     largest_tensor_fits,
 )
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
-from megaloom.planner.rules.capabilities import exportable
+from megaloom.planner.rules.export_rules import exportable
 
 from . import candidate_space
 from .candidate_space import FixedAxes
@@ -47,7 +47,7 @@ class Candidates:
         p = self.pricer
         base = candidate_space.base_layouts(p.graph, p.cluster, p.workload, self.fixed, p.inner)
         if not p.own:
-            base = base.take(np.broadcast_to(exportable(base, p.graph, p.workload, p.cluster), len(base)))
+            base = base.take(exportable(base, p.graph, p.workload, p.cluster))
         self._least = large_batch_seconds(base, p.cost_cache) if len(base) else np.zeros(0)
         self._order = np.argsort(self._least, kind="stable")
         self.base_layouts, self._least = base.take(self._order), self._least[self._order]

@@ -48,7 +48,7 @@ from megaloom.planner.partition.partitioner import (
     levelled,
     refine,
 )
-from megaloom.planner.rules.capabilities import export_violations
+from megaloom.planner.rules.export_rules import export_violations
 from megaloom.planner.rules.rule import Violation
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.simulate.price import Priced, simulate

@@ -19,7 +19,7 @@ from megaloom.planner.contract.layout import FIELDS, Layout
 from megaloom.planner.contract.layouts import Layouts, Rows
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.requirements import model_requirements
-from megaloom.planner.rules.capabilities import exportable
+from megaloom.planner.rules.export_rules import exportable
 
 from .candidate_space import FixedAxes, base_layouts, variants
 
@@ -121,7 +121,7 @@ def _nearest_legal(
     """Return a legal layout with the fixed fields whose other fields are close to the wanted values."""
     base = base_layouts(graph, cluster, workload, fixed, overlaps)
     if exported:
-        base = base.take(np.broadcast_to(exportable(base, graph, workload, cluster), len(base)))
+        base = base.take(exportable(base, graph, workload, cluster))
     order = np.argsort(_distance(base, wanted), kind="stable")[:MAX_BASES]
     modules = len(model_requirements(graph).modules)
     for start in range(0, len(order), BASES_A_STEP):

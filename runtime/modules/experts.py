@@ -59,8 +59,8 @@ class Experts(SequentialMLP):
         first, last = self.local_experts[0].linear_fc1, self.local_experts[0].linear_fc2
         precision = Precision.BF16 if x.dtype is torch.bfloat16 else Precision.FP32
         count, biased = len(self.local_experts), last.bias is not None
-        aligned = all(n % 8 == 0 for part in (first, last) for n in part.weight.shape)  # rows of 16 bytes
-        return aligned and current_capability().groups_experts(last.weight.numel(), count, biased, precision)
+        weights = [(part.weight.shape[0], part.weight.shape[1]) for part in (first, last)]
+        return current_capability().groups_experts(weights, count, biased, precision)
 
 
 def grouped_product(x: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:

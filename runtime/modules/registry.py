@@ -16,7 +16,6 @@ from torch import nn
 
 from megaloom.dsl import (
     MLP,
-    Attend,
     Attention,
     ClampedGLU,
     Dropout,
@@ -37,6 +36,7 @@ from megaloom.dsl.facts.primitives import fitted, program
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import BuildContext
+from megaloom.runtime.megatron.environment import current_capability
 from megaloom.runtime.megatron.kernels import Norm
 from megaloom.runtime.reference.evaluate import UNARY
 
@@ -111,9 +111,7 @@ def norm(op: RMSNorm | LayerNorm, size: int, context: BuildContext) -> nn.Module
 @registered_module.register
 def _(op: Attention, context: BuildContext) -> nn.Module | None:
     rope, qk_norm = layers.rope_of(op), op.qk_norm
-    if op.core != Attend(causal=op.causal, dropout=op.dropout) or (rope and rope.magnitude != 1.0):
-        return None
-    if qk_norm is not None and not _is_plain_norm(qk_norm):
+    if not current_capability().attention_kernel(op).fused:
         return None
     head_dim = context.config.hidden_size // op.heads if op.head_dim is None else op.head_dim
     norms = tuple(norm(qk_norm, head_dim, context) for _ in "qk") if isinstance(qk_norm, RMSNorm | LayerNorm) else ()
@@ -128,10 +126,6 @@ def _(op: Attention, context: BuildContext) -> nn.Module | None:
         apply_rope_fusion=device.gpu_count() > 0 and rope is not None and not rope.interleaved,
     )
     return layers.SelfAttention(op, context, config, norms)
-
-
-def _is_plain_norm(op: Op) -> bool:
-    return _has_registered_body(op) and isinstance(op, RMSNorm | LayerNorm) and not op.plus_one
 
 
 @registered_module.register(MLP)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from megaloom.dsl import Graph, Node, Unembed
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Stage
-from megaloom.planner.rules.capabilities import shared_weight_users
+from megaloom.planner.rules.export_rules import shared_weight_users
 from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.recompute import SelectiveNodes, SelectiveRecompute
 from megaloom.runtime.modules import fused, registry

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.rules.capabilities import EXPORT_RULES, export_violations
+from megaloom.planner.rules.export_rules import EXPORT_RULES, export_violations
 from megaloom.planner.rules.rule import Owner
 from megaloom.planner.rules.rules import RULES, violations
 from megaloom.runtime.megatron import device

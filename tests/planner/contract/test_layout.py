@@ -36,8 +36,8 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.rules.capabilities import export_violations
 from megaloom.planner.rules.divisors import divisors
+from megaloom.planner.rules.export_rules import export_violations
 from megaloom.planner.rules.rules import (
     RANGE_RULES,
     RULES,
@@ -65,37 +65,51 @@ APART = {"tp": 16, "sequence_parallel": True, "overlaps": ("tensor",)}
 EXPERTS = {"dp": 2, "ep": 2, "overlaps": ("experts",)}
 
 CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, and what mends it
-    ("gpt2", {"tp": 0}, {}, "positive", "tp is at least 1", {"tp": 1}),
-    ("gpt2", {"micro_batch": -1}, {}, "positive", "micro_batch is at least 1", {"micro_batch": 1}),
+    ("gpt2", {"tp": 0}, {}, "positive", "use 1 or more", {"tp": 1}),
+    ("gpt2", {"micro_batch": -1}, {}, "positive", "use 1 or more", {"micro_batch": 1}),
     (
         "gpt2",
         {"recompute": Recompute.FULL, "recompute_layers": -1},
         {},
         "positive",
-        "at least 0",
+        "use 0 or more",
         {"recompute_layers": 1},
     ),
-    ("gpt2", {"microbatch_group": -2}, {}, "positive", "microbatch_group is at least 0", {"microbatch_group": 0}),
-    ("gpt2", {}, {"batch": 10**9}, "plausible", "batch is 1,048,576 or less", {}),
-    ("gpt2", {}, {"seq": 10**26}, "plausible", "seq is 134,217,728 or less", {}),
-    ("gpt2", {"tp": 10**26}, {"gpus": 8}, "plausible", "tp is 1,048,576 or less", {"tp": 2, "dp": 4}),
-    ("gpt2", {"micro_batch": 10**26}, {}, "plausible", "micro_batch is 1,048,576 or less", {"micro_batch": 1}),
-    ("gpt2", {"tp": 2}, {"gpus": 8}, "world", "dp 4 takes them all", {"dp": 4}),
-    ("gpt2", {"pp": 3}, {"gpus": 8}, "world", "2 or 4 would, or 24 devices", {"pp": 4, "dp": 2}),
-    ("gpt2", {"tp": 8}, {}, "tp-heads", "tp 4 would", {"tp": 4}),
-    ("gpt2-xl", {"tp": 2}, {}, "tp-heads", "tp 1 would", {"tp": 5}),
+    ("gpt2", {"microbatch_group": -2}, {}, "positive", "use 0 or more", {"microbatch_group": 0}),
+    ("gpt2", {}, {"batch": 10**9}, "plausible", "use 1,048,576 or less", {}),
+    ("gpt2", {}, {"seq": 10**26}, "plausible", "use 134,217,728 or less", {}),
+    ("gpt2", {"tp": 10**26}, {"gpus": 8}, "plausible", "use 1,048,576 or less", {"tp": 2, "dp": 4}),
+    ("gpt2", {"micro_batch": 10**26}, {}, "plausible", "use 1,048,576 or less", {"micro_batch": 1}),
+    ("gpt2", {"tp": 2}, {"gpus": 8}, "world", "use dp 4", {"dp": 4}),
+    (
+        "gpt2",
+        {"pp": 3},
+        {"gpus": 8},
+        "world",
+        "= 2 or 4, which divide 8, or 24 devices",
+        {"pp": 4, "dp": 2},
+    ),
+    ("gpt2", {"tp": 8}, {}, "tp-heads", "use tp 4", {"tp": 4}),
+    ("gpt2-xl", {"tp": 2}, {}, "tp-heads", "use tp 1", {"tp": 5}),
     ("llama3-8b", {"tp": 16}, {}, "", "", {}),  # 8 key/value heads, each on two ranks
-    ("mixtral-8x7b", {"ep": 3, "dp": 3}, {"batch": 63}, "ep-experts", "ep 1 would", {"ep": 1}),
-    ("mixtral-8x7b", {"ep": 8, "dp": 4}, {}, "expert-grid", "ep 4, or 8 devices would", {"ep": 4}),
-    ("mixtral-8x7b", {"ep": 2, "etp": 3, "dp": 6}, {"batch": 60}, "etp-width", "etp 2 would", {"etp": 1}),
-    ("llama3-8b", {"ep": 2, "dp": 2}, {}, "no-experts", "ep 1", {"ep": 1}),
-    ("llama3-8b", {"etp": 2, "tp": 2}, {}, "etp-experts", "etp 1", {"etp": 1}),
-    ("gpt2", {"sequence_parallel": True}, {}, "sp-tp", "tp at least 2, or", {"sequence_parallel": False}),
-    ("mixtral-8x7b", {"tp": 2, "dp": 2, "ep": 2}, {}, "moe-sp", "sequence_parallel on", {"sequence_parallel": True}),
-    ("gpt2", {"vpp": 2}, {}, "vpp-pp", "vpp 1, or pp at least 2", {"vpp": 1}),
-    ("gpt2", {"pp": 4, "vpp": 20}, {}, "stages", "vpp 7 would", {"vpp": 7}),
-    ("gpt2", {"pp": 64}, {}, "stages", "pp 28 with vpp 1 would", {"pp": 28}),
-    ("gpt2", {"dp": 3}, {}, "batch", "a batch of 63 or 66 would", {}),
+    ("mixtral-8x7b", {"ep": 3, "dp": 3}, {"batch": 63}, "ep-experts", "use ep 1", {"ep": 1}),
+    ("mixtral-8x7b", {"ep": 8, "dp": 4}, {}, "expert-grid", "use ep 4, or 8 devices", {"ep": 4}),
+    ("mixtral-8x7b", {"ep": 2, "etp": 3, "dp": 6}, {"batch": 60}, "etp-width", "use etp 2", {"etp": 1}),
+    ("llama3-8b", {"ep": 2, "dp": 2}, {}, "no-experts", "use ep 1", {"ep": 1}),
+    ("llama3-8b", {"etp": 2, "tp": 2}, {}, "etp-experts", "use etp 1", {"etp": 1}),
+    ("gpt2", {"sequence_parallel": True}, {}, "sp-tp", "use tp 2 or more, or", {"sequence_parallel": False}),
+    (
+        "mixtral-8x7b",
+        {"tp": 2, "dp": 2, "ep": 2},
+        {},
+        "moe-sp",
+        "turn sequence_parallel on",
+        {"sequence_parallel": True},
+    ),
+    ("gpt2", {"vpp": 2}, {}, "vpp-pp", "use vpp 1, or pp 2 or more", {"vpp": 1}),
+    ("gpt2", {"pp": 4, "vpp": 20}, {}, "stages", "use vpp 7", {"vpp": 7}),
+    ("gpt2", {"pp": 64}, {}, "stages", "use pp 28 with vpp 1", {"pp": 28}),
+    ("gpt2", {"dp": 3}, {}, "batch", "use a batch of 63 or 66", {}),
     ("gpt2", {"micro_batch": 3}, {}, "batch", "or a micro-batch of 2 or 4", {"micro_batch": 4}),
     (
         "gpt2",
@@ -105,11 +119,18 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
         "a microbatch_group of 64, or a batch of 63",
         {"vpp": 1},
     ),
-    ("gpt2", {"pp": 3, "vpp": 2}, {}, "vpp-microbatches", "vpp 1 would", {"microbatch_group": 64}),
-    ("gpt2", {"pp": 4, "vpp": 2, "microbatch_group": 3}, {}, "microbatch-group", "of 4 would", {"microbatch_group": 4}),
+    ("gpt2", {"pp": 3, "vpp": 2}, {}, "vpp-microbatches", "use vpp 1", {"microbatch_group": 64}),
+    (
+        "gpt2",
+        {"pp": 4, "vpp": 2, "microbatch_group": 3},
+        {},
+        "microbatch-group",
+        "group of 4",
+        {"microbatch_group": 4},
+    ),
     ("gpt2", {"pp": 4, "vpp": 2, "microbatch_group": 7}, {}, "microbatch-group", "6 or 8", {"microbatch_group": 6}),
-    ("gpt2", {"pp": 4, "microbatch_group": 4}, {}, "group-vpp", "0 would", {"microbatch_group": 0}),
-    ("gpt2", {"recompute_layers": 1}, {}, "recompute-none", "or 0 for all", {"recompute": Recompute.FULL}),
+    ("gpt2", {"pp": 4, "microbatch_group": 4}, {}, "group-vpp", "use microbatch_group 0", {"microbatch_group": 0}),
+    ("gpt2", {"recompute_layers": 1}, {}, "recompute-none", "use recompute full", {"recompute": Recompute.FULL}),
     ("gpt2", {"recompute": Recompute.SELECTIVE, "recompute_layers": 1}, {}, "recompute-layers", "recompute full", {}),
     (
         "gpt2",
@@ -129,16 +150,16 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
         {"recompute_modules": ("layernorm",)},
     ),
     ("gpt2", {"pp": 4, "vpp": 2}, {"batch": 2}, "vpp-microbatches", "or a batch of 4", {"vpp": 1}),
-    ("gpt2", {"cp": 4}, {"seq": 1020}, "seq", "a sequence of 1016 or 1024 would", {"cp": 2}),
+    ("gpt2", {"cp": 4}, {"seq": 1020}, "seq", "use a sequence of 1016 or 1024", {"cp": 2}),
     ("gpt2", {"cp": 4, "tp": 4, "sequence_parallel": True}, {"seq": 1000}, "seq", "of 992 or 1008", {"cp": 1}),
     ("gpt2", {"tp": 4, "sequence_parallel": True}, {"seq": 1002}, "seq", "a sequence of 1000 or 1004", {"tp": 2}),
     ("gpt2", {}, {"seq": 1025}, "positions", "1024 or less", {}),
     ("gpt2", {"dp": 2, "overlaps": WEIGHTS}, {}, "overlap-weights", "optimizer on", {"shard": "optimizer"}),
-    ("gpt2", SHARES | {"overlaps": WEIGHTS[1:]}, {}, "overlap-weights", "gradients too", {"overlaps": WEIGHTS}),
+    ("gpt2", SHARES | {"overlaps": WEIGHTS[1:]}, {}, "overlap-weights", "add gradients", {"overlaps": WEIGHTS}),
     ("gpt2", {"tp": 2, "overlaps": ("tensor",)}, {}, "overlap-tensor", "on, or", {"sequence_parallel": True}),
-    ("llama3-8b", APART, {}, "overlap-tensor-node", "tp that divides a node", {"tp": 8}),
-    ("mixtral-8x7b", {"overlaps": ("experts",)}, {}, "overlap-experts", "ep at least 2", {"ep": 2, "dp": 2}),
-    ("mixtral-8x7b", EXPERTS | {"pp": 2}, {}, "overlap-experts-vpp", "vpp at least 2", {"vpp": 2}),
+    ("llama3-8b", APART, {}, "overlap-tensor-node", "use tp that divides 8", {"tp": 8}),
+    ("mixtral-8x7b", {"overlaps": ("experts",)}, {}, "overlap-experts", "use ep 2 or more", {"ep": 2, "dp": 2}),
+    ("mixtral-8x7b", EXPERTS | {"pp": 2}, {}, "overlap-experts-vpp", "use vpp 2 or more", {"vpp": 2}),
     (
         "mixtral-8x7b",
         EXPERTS | {"recompute": Recompute.FULL},
@@ -147,7 +168,7 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
         "none or selective",
         {"recompute": Recompute.SELECTIVE},
     ),
-    ("deepseek-v3-mtp", EXPERTS, {}, "overlap-experts-ahead", "pp, or no overlap", {"pp": 2, "vpp": 2}),
+    ("deepseek-v3-mtp", EXPERTS, {}, "overlap-experts-ahead", "use pp 2 or more", {"pp": 2, "vpp": 2}),
 ]
 
 
@@ -177,7 +198,7 @@ def test_a_mended_batch_or_sequence_works() -> None:
 def test_a_message_says_what_and_where() -> None:
     layout, machine = Layout(tp=8), cluster("8xH100")
     (found,) = violations(layout, example("gpt2"), Workload(seq=1024, batch=8), machine)
-    assert str(found) == "tp 8 does not divide heads=12 [tp-heads]\ntp 4 would"
+    assert str(found) == "tp 8 does not divide heads=12 [tp-heads]\nuse tp 4"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +237,7 @@ def test_a_dim_of_an_own_layer_need_not_divide(layer: Layer) -> None:
         layout = Layout(tp=tp, dp=4 // tp, etp=tp if moe else 1, sequence_parallel=tp > 1)
         assert violations(layout, *four_devices(layer)) == ()
         refused = [(v.rule, v.fix) for v in export_violations(layout, *four_devices(layer))]
-        assert refused == ([("own-width", f"{'etp' if moe else 'tp'} 2 would")] if tp == 4 else [])
+        assert refused == ([("own-width", f"use {'etp' if moe else 'tp'} 2")] if tp == 4 else [])
 
 
 def test_experts_with_biases_lie_on_etp_for_our_runtime_alone() -> None:
@@ -229,7 +250,7 @@ def test_experts_with_biases_lie_on_etp_for_our_runtime_alone() -> None:
 def test_tp_divides_the_width_of_a_dense_layer() -> None:
     g, workload, machine = four_devices(MLP(14))
     (found,) = violations(Layout(tp=4), g, workload, machine)
-    assert (found.rule, found.fix) == ("tp-width", "tp 2 would")
+    assert (found.rule, found.fix) == ("tp-width", "use tp 2")
     assert "recompute-blocks" in [v.rule for v in violations(Layout(recompute=Recompute.FULL), g, workload, machine)]
 
 

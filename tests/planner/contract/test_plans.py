@@ -184,7 +184,7 @@ def test_a_plan_that_was_edited_into_none_is_refused() -> None:
     plan, (model, _) = example(), find("gpt2")
     first, last = plan.stages
     for edited, says in (
-        (evolve(plan, layout=evolve(plan.layout, micro_batch=3)), "a batch of 8 does not divide"),
+        (evolve(plan, layout=evolve(plan.layout, micro_batch=3)), "a batch of 8 is not a multiple of"),
         (evolve(plan, layout=evolve(plan.layout, sequence_parallel=True)), "[sp-tp]"),
         (evolve(plan, layout=evolve(plan.layout, vpp=2, pp=1, dp=2)), "[vpp-pp]"),
         (evolve(plan, workload=evolve(plan.workload, seq=4096)), "longer than the 1024 learned positions"),

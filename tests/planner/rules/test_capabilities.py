@@ -42,10 +42,10 @@ from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.capabilities import (
     TRAINED,
-    export_violations,
     runtime_violations,
     unrouted_experts,
 )
+from megaloom.planner.rules.export_rules import export_violations
 from megaloom.planner.rules.padding import padding_refusal
 from megaloom.planner.rules.rule import Owner
 from megaloom.planner.rules.rules import violations
@@ -218,5 +218,5 @@ def test_plans_for_megatron_core_leave_out_what_it_computes_wrongly(capsys: pyte
     ]
     assert main([*asked, "--runtime", "megatron"]) == 2
     said = capsys.readouterr().err
-    assert "experts on ep 1 and etp 1 beside tp 8 [experts-reduced]" in said
+    assert "experts have ep 1 and etp 1, but tp is 8 [experts-reduced]" in said
     assert said.endswith("use --ep 2 instead of --ep 1\nuse --etp 8 instead of --etp 1\n")

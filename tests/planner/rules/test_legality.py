@@ -72,8 +72,8 @@ def test_a_published_recipe_for_more_devices_than_it_has_is_refused() -> None:
     layout, work = Layout(dp=32, pp=8, vpp=2, ep=64), Workload(seq=4096, batch=2048)
     found = violations(layout, graph(find("deepseek-v3-mtp")[0]), work, cluster("256xGB200"))
     assert [str(v) for v in found] == [
-        "pp 8 x 64 (the larger of tp x cp = 1 and ep x etp = 64) needs 512 devices or a multiple, and there are 256 "
-        "[expert-grid]\nep 32, or pp 4, or 512 devices would"
+        "pp 8 x 64 (the larger of tp x cp = 1 and ep x etp = 64) needs 512 devices or a multiple, but there are 256 "
+        "[expert-grid]\nuse ep 32, or pp 4, or 512 devices"
     ]
 
 
@@ -82,17 +82,17 @@ def test_a_published_recipe_for_more_devices_than_it_has_is_refused() -> None:
     [
         (
             "deepseek-v3 --gpus 128xH100 --pp 16 --ep 64",
-            "pp 16 x 64 (the larger of tp x cp = 1 and ep x etp = 64) needs 1,024 devices or a multiple, and there "
+            "pp 16 x 64 (the larger of tp x cp = 1 and ep x etp = 64) needs 1,024 devices or a multiple, but there "
             "are 128 [expert-grid]\nuse --pp 2 instead of --pp 16\nuse --ep 8 instead of --ep 64\n",
         ),
         (
             "mixtral-8x7b --gpus 24xH100 --tp 2 --cp 3 --pp 2 --ep 8 --seq 6144 --batch 24",
             "pp 2 x 24 (the least common multiple of tp x cp = 6 and ep x etp = 8) needs 48 devices or a multiple, "
-            "and there are 24 [expert-grid]\nuse --pp 1 instead of --pp 2\nuse --ep 4 instead of --ep 8\n",
+            "but there are 24 [expert-grid]\nuse --pp 1 instead of --pp 2\nuse --ep 4 instead of --ep 8\n",
         ),
         (
             "llama3-70b --gpus 8xH100 --tp 8 --pp 4",
-            "dp 1 x tp 8 x pp 4 x cp 1 takes 32 devices, and 8xH100 has 8 [world]\n"
+            "dp 1 x tp 8 x pp 4 x cp 1 takes 32 devices, but 8xH100 has 8 [world]\n"
             "use --tp 2 instead of --tp 8\nuse --pp 1 instead of --pp 4\n",
         ),
     ],

@@ -182,7 +182,7 @@ def test_a_layout_that_needs_more_devices_is_refused(tmp_path: Path) -> None:
     found = validate_files(path)
     assert len(found.rows) == 1
     assert ["needs 256 devices or a multiple, and there are 128" in s.reason for s in found.skipped] == [True, False]
-    assert "a batch of 100 does not divide over dp 32" in found.skipped[1].reason
+    assert "a batch of 100 is not a multiple of dp 32" in found.skipped[1].reason
 
 
 def test_what_a_row_leaves_out_follows_from_the_rest(tmp_path: Path) -> None:

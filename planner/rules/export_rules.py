@@ -1,0 +1,167 @@
+"""Rules of exports to megatron-core: layouts that it refuses, or for which it computes wrong gradients.
+
+A plan for Megaloom's own runtime may break them, a plan for Megatron-LM may not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaloom.dsl import MLA, Graph, Node
+from megaloom.planner.contract.devices import Cluster
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.layouts import Layouts
+from megaloom.planner.contract.workload import Workload
+
+from .divisors import divisors, nearest
+from .rule import (
+    Case,
+    L,
+    Owner,
+    Rule,
+    Truth,
+    Violation,
+    Words,
+    all_of,
+    violated,
+)
+
+
+def shared_weight_users(graph: Graph) -> dict[str, list[Node]]:
+    """Return the weights that several nodes use, by name, with those nodes."""
+    users: dict[str, list[Node]] = {}
+    for n in graph.nodes:
+        for slot in n.weights:
+            users.setdefault(slot.name, []).append(n)
+    return {name: nodes for name, nodes in users.items() if len(nodes) > 1}
+
+
+def _gradients_reduced(case: Case[L]) -> Truth:
+    x = case.layout
+    return (not case.requirements.experts) | (x.ep > 1) | (x.etp == x.tp)
+
+
+def _gradients_reduced_text(case: Case[Layout]) -> Words:
+    x = case.layout
+    return f"experts have ep 1 and etp {x.etp}, but tp is {x.tp}", f"use ep 2 or more, or etp {x.tp}"
+
+
+def _latent(case: Case[L]) -> Truth:
+    x = case.layout
+    return (x.tp == 1) | (x.sequence_parallel == 1) | (not any(isinstance(n.op, MLA) for n in case.graph.nodes))
+
+
+def _latent_text(case: Case[Layout]) -> Words:
+    return (
+        f"latent attention has tp {case.layout.tp} without sequence parallelism",
+        "turn sequence_parallel on, or use tp 1",
+    )
+
+
+def _expert_bias(case: Case[L]) -> Truth:
+    return (case.layout.etp == 1) | (not case.requirements.expert_biases)
+
+
+def _expert_bias_text(case: Case[Layout]) -> Words:
+    return f"etp {case.layout.etp} shards experts that have biases", "use etp 1"
+
+
+def _own_width(case: Case[L]) -> Truth:
+    sizes = case.requirements.whole_sizes.items()
+    return all_of(n % getattr(case.layout, axis) == 0 for (axis, _), found in sizes for n in found)
+
+
+def _own_width_text(case: Case[Layout]) -> Words:
+    sizes = ((axis, dim, n) for (axis, dim), found in case.requirements.whole_sizes.items() for n in found)
+    axis, dim, n = next((axis, dim, n) for axis, dim, n in sizes if n % getattr(case.layout, axis))
+    degree = getattr(case.layout, axis)
+    works = [m for m in divisors(n) if case.cluster.count % m == 0]
+    return f"{axis} {degree} does not divide {dim}={n}", f"use {axis} {nearest(degree, works)}"
+
+
+def _repeated_weight(case: Case[L]) -> str:
+    """Return the name of a weight that two chunks of one pipeline rank use; empty if there is none."""
+    if not case.starts:
+        return ""
+    for name, nodes in shared_weight_users(case.graph).items():
+        stages = {bisect_right(case.starts, case.graph.index[n.name]) - 1 for n in nodes}
+        if len({stage % case.layout.pp for stage in stages}) < len(stages):
+            return name
+    return ""
+
+
+def _unshared(case: Case[L]) -> Truth:
+    return not _repeated_weight(case)
+
+
+def _unshared_text(case: Case[Layout]) -> Words:
+    x = case.layout
+    return (
+        f"with pp {x.pp} and vpp {x.vpp}, two chunks of one rank use the weight {_repeated_weight(case)!r}",
+        "plan with another pp or vpp",
+    )
+
+
+EXPORT_RULES = (
+    Rule(
+        "experts-reduced",
+        "etp equals tp if a model has experts and ep is 1.",
+        "use ep 2 or more, or etp equal to tp",
+        Owner.EXPORTS,
+        "layers.py:829: unless ep > 1, gradients of experts are summed over dp and cp, not over their replicas",
+        _gradients_reduced,
+        _gradients_reduced_text,
+    ),
+    Rule(
+        "expert-bias",
+        "etp is 1 if experts have biases.",
+        "use etp 1, and ep instead",
+        Owner.CORE,
+        "transformer_config.py:1589",
+        _expert_bias,
+        _expert_bias_text,
+    ),
+    Rule(
+        "own-width",
+        "tp and etp divide the dims that user-defined layers shard over them.",
+        "use tp and etp that divide these dims",
+        Owner.CORE,
+        "layers.py:842 and 1166",
+        _own_width,
+        _own_width_text,
+    ),
+    Rule(
+        "latent-sp",
+        "Latent attention with tp above 1 needs sequence parallelism.",
+        "turn sequence_parallel on, or use tp 1",
+        Owner.EXPORTS,
+        "multi_latent_attention.py:616: the gradient of the keys that all heads share is not summed over tp",
+        _latent,
+        _latent_text,
+    ),
+    Rule(
+        "shared-chunks",
+        "No two chunks of a pipeline rank share a weight, such as the embedding and a multi-token prediction block.",
+        "use a pp or vpp that puts the output layer and multi-token prediction in one stage",
+        Owner.EXPORTS,
+        "finalize_model_grads.py:233: only one chunk's embedding gradient is summed with those of other ranks",
+        _unshared,
+        _unshared_text,
+    ),
+)
+
+
+def export_violations(
+    layout: Layout, graph: Graph, workload: Workload, cluster: Cluster, starts: tuple[int, ...] = ()
+) -> tuple[Violation, ...]:
+    """Return the export rules that a layout breaks; `starts` are the first nodes of its stages."""
+    return violated(EXPORT_RULES, Case(layout, graph, workload, cluster, starts))
+
+
+def exportable(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) -> NDArray[np.bool_]:
+    """Return a mask of the layouts that break no rule of exports to megatron-core."""
+    case = Case(layouts, graph, workload, cluster)
+    return np.broadcast_to(all_of(rule.holds(case) for rule in EXPORT_RULES), len(layouts))
