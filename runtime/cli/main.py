@@ -48,9 +48,9 @@ DEFAULT_RECIPE = Recipe()
 TRAINING_PACKAGES = ("torch", "megatron.core", "psutil")  # of the extra `train` in pyproject.toml
 
 
-@app.command
+@app.command(name="train")
 @unwrap_help
-def train(
+def train_by_plan(
     model: str = DEFAULT_MODEL,
     /,
     *,

@@ -25,10 +25,10 @@ from .checkpoint_folder import Checkpoint, Manifest, latest
 from .data import Tokens
 from .engine import Engine
 from .metrics import InterruptibleConsole, MetricsFile, ProgressDisplay, StepMetrics, progress_display
-from .run import RECENT_STEPS, Run, Summary
+from .run import RECENT_STEPS, Summary, TrainingRun
 
 
-def train_on_rank(run: Run, signals: list[int]) -> Summary:
+def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
     """Build this rank's part of the model, load the last checkpoint, train, and return the summary.
 
     `signals` holds the numbers of the signals that asked this rank to stop, as they arrive.
@@ -53,7 +53,7 @@ class Loop:
     All ranks take the same decisions: they depend on step counts, or are agreed on by an all-reduce.
     """
 
-    run: Run
+    run: TrainingRun
     engine: Engine
     resumed: Checkpoint | None
     metrics: MetricsFile

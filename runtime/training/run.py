@@ -44,7 +44,7 @@ EVALUATION_TOKENS = 65536
 
 
 @frozen(kw_only=True)
-class Run:
+class TrainingRun:
     """All that a rank must know: what to compute (plan, recipe, corpus), where to write, how often to save."""
 
     plan: Plan
@@ -94,8 +94,8 @@ def train(
     step and save; then it is raised as KeyboardInterrupt or SystemExit.
     """
 
-    def prepared() -> Run:
-        return prepare(plan, recipe, folder, source, save_every, evaluate_every)
+    def prepared() -> TrainingRun:
+        return prepare_run(plan, recipe, folder, source, save_every, evaluate_every)
 
     if started_by_launcher():
         join(plan.layout.world)
@@ -105,7 +105,9 @@ def train(
         return launcher.run(on_rank, (prepared(),), plan.layout.world, grace=SAVE_SECONDS)[0]
 
 
-def prepare(plan: Plan, recipe: Recipe, folder: Path, source: str, save_every: int, evaluate_every: int) -> Run:
+def prepare_run(
+    plan: Plan, recipe: Recipe, folder: Path, source: str, save_every: int, evaluate_every: int
+) -> TrainingRun:
     """Check plan, options, checkpoint and text, and write the data and plan.json into the run folder."""
     check_model(plan)
     for name, every in (("save-every", save_every), ("evaluate-every", evaluate_every)):
@@ -118,7 +120,7 @@ def prepare(plan: Plan, recipe: Recipe, folder: Path, source: str, save_every: i
     for text in (corpus.train, corpus.held_out):
         text.windows(plan.workload.seq)
     save_plan(plan, folder / "plan.json")
-    return Run(
+    return TrainingRun(
         plan=plan,
         recipe=recipe,
         corpus=corpus,
@@ -142,7 +144,7 @@ def check_model(plan: Plan) -> Model:
     return model
 
 
-def on_rank(run: Run) -> Summary:
+def on_rank(run: TrainingRun) -> Summary:
     """Train on this rank, and return the summary, which is equal on all ranks."""
     from .loop import train_on_rank  # imports megatron-core, which the process that only starts ranks does not need
 
@@ -171,7 +173,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _broadcast_from_rank_0(make: Callable[[], Run]) -> Run:
+def _broadcast_from_rank_0(make: Callable[[], TrainingRun]) -> TrainingRun:
     """Return on all ranks what `make` returns on rank 0, or raise its UserError on all ranks."""
     result: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -214,7 +216,7 @@ def _advice_if_killed(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _memory_and_disk_advice(run: Run) -> Iterator[None]:
+def _memory_and_disk_advice(run: TrainingRun) -> Iterator[None]:
     """Turn a lack of device memory or of disk space into a UserError."""
     try:
         yield
