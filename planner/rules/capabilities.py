@@ -141,7 +141,8 @@ def _padding_text(case: Case[Layout]) -> Words:
 
 
 def _overlaps(case: Case[L]) -> Truth:
-    return case.layout.microbatch_overlap_bits & ~int(OWN_RUNTIME.microbatch_overlaps) == 0
+    holds: Truth = case.layout.microbatch_overlap_bits & ~int(OWN_RUNTIME.microbatch_overlaps) == 0
+    return holds
 
 
 def _overlaps_text(case: Case[Layout]) -> Words:

@@ -41,7 +41,8 @@ def shared_weight_users(graph: Graph) -> dict[str, list[Node]]:
 
 def _gradients_reduced(case: Case[L]) -> Truth:
     x = case.layout
-    return (not case.requirements.experts) | (x.ep > 1) | (x.etp == x.tp)
+    holds: Truth = (not case.requirements.experts) | (x.ep > 1) | (x.etp == x.tp)
+    return holds
 
 
 def _gradients_reduced_text(case: Case[Layout]) -> Words:
@@ -51,7 +52,8 @@ def _gradients_reduced_text(case: Case[Layout]) -> Words:
 
 def _latent(case: Case[L]) -> Truth:
     x = case.layout
-    return (x.tp == 1) | (x.sequence_parallel == 1) | (not any(isinstance(n.op, MLA) for n in case.graph.nodes))
+    holds: Truth = (x.tp == 1) | (x.sequence_parallel == 1) | (not any(isinstance(n.op, MLA) for n in case.graph.nodes))
+    return holds
 
 
 def _latent_text(case: Case[Layout]) -> Words:
@@ -62,7 +64,8 @@ def _latent_text(case: Case[Layout]) -> Words:
 
 
 def _expert_bias(case: Case[L]) -> Truth:
-    return (case.layout.etp == 1) | (not case.requirements.expert_biases)
+    holds: Truth = (case.layout.etp == 1) | (not case.requirements.expert_biases)
+    return holds
 
 
 def _expert_bias_text(case: Case[Layout]) -> Words:

@@ -25,7 +25,8 @@ def least_devices(layout: Layout) -> int:
 
 
 def _world(case: Case[L]) -> Truth:
-    return case.layout.world == case.cluster.count
+    holds: Truth = case.layout.world == case.cluster.count
+    return holds
 
 
 def _world_text(case: Case[Layout]) -> Words:
@@ -40,7 +41,8 @@ def _world_text(case: Case[Layout]) -> Words:
 
 def _expert_grid(case: Case[L]) -> Truth:
     x = case.layout
-    return x.world % (x.etp * x.ep * x.pp) == 0
+    holds: Truth = x.world % (x.etp * x.ep * x.pp) == 0
+    return holds
 
 
 def _expert_grid_text(case: Case[Layout]) -> Words:
@@ -69,7 +71,8 @@ def _enough_devices(unit: int, count: int, cluster: Cluster) -> int:
 
 
 def _no_experts(case: Case[L]) -> Truth:
-    return (case.layout.ep == 1) | case.requirements.experts
+    holds: Truth = (case.layout.ep == 1) | case.requirements.experts
+    return holds
 
 
 def _no_experts_text(case: Case[Layout]) -> Words:
@@ -77,7 +80,8 @@ def _no_experts_text(case: Case[Layout]) -> Words:
 
 
 def _etp_experts(case: Case[L]) -> Truth:
-    return (case.layout.etp == 1) | case.requirements.experts
+    holds: Truth = (case.layout.etp == 1) | case.requirements.experts
+    return holds
 
 
 def _etp_experts_text(case: Case[Layout]) -> Words:
@@ -85,7 +89,8 @@ def _etp_experts_text(case: Case[Layout]) -> Words:
 
 
 def _expert_precision(case: Case[L]) -> Truth:
-    return (case.layout.ep == 1) | (case.workload.precision is not Precision.FP16)
+    holds: Truth = (case.layout.ep == 1) | (case.workload.precision is not Precision.FP16)
+    return holds
 
 
 def _expert_precision_text(case: Case[Layout]) -> Words:
@@ -93,7 +98,8 @@ def _expert_precision_text(case: Case[Layout]) -> Words:
 
 
 def _sequence_parallel(case: Case[L]) -> Truth:
-    return (case.layout.tp > 1) | (case.layout.sequence_parallel == 0)
+    holds: Truth = (case.layout.tp > 1) | (case.layout.sequence_parallel == 0)
+    return holds
 
 
 def _sequence_parallel_text(case: Case[Layout]) -> Words:
@@ -101,7 +107,8 @@ def _sequence_parallel_text(case: Case[Layout]) -> Words:
 
 
 def _moe_sequence_parallel(case: Case[L]) -> Truth:
-    return (not case.requirements.experts) | (case.layout.tp == 1) | (case.layout.sequence_parallel == 1)
+    holds: Truth = (not case.requirements.experts) | (case.layout.tp == 1) | (case.layout.sequence_parallel == 1)
+    return holds
 
 
 def _moe_sequence_parallel_text(case: Case[Layout]) -> Words:
@@ -109,7 +116,8 @@ def _moe_sequence_parallel_text(case: Case[Layout]) -> Words:
 
 
 def _vpp(case: Case[L]) -> Truth:
-    return (case.layout.vpp == 1) | (case.layout.pp > 1)
+    holds: Truth = (case.layout.vpp == 1) | (case.layout.pp > 1)
+    return holds
 
 
 def _vpp_text(case: Case[Layout]) -> Words:

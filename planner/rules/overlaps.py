@@ -19,12 +19,14 @@ from .rule import (
 
 
 def _off(case: Case[L], overlap: Overlap) -> Truth:
-    return case.layout.has_overlap(overlap) == 0
+    holds: Truth = case.layout.has_overlap(overlap) == 0
+    return holds
 
 
 def _weights(case: Case[L]) -> Truth:
     x = case.layout
-    return _off(case, Overlap.WEIGHTS) | ((x.distributed_optimizer == 1) & x.has_overlap(Overlap.GRADIENTS))
+    holds: Truth = _off(case, Overlap.WEIGHTS) | ((x.distributed_optimizer == 1) & x.has_overlap(Overlap.GRADIENTS))
+    return holds
 
 
 def _weights_text(case: Case[Layout]) -> Words:
@@ -35,7 +37,8 @@ def _weights_text(case: Case[Layout]) -> Words:
 
 
 def _tensor(case: Case[L]) -> Truth:
-    return _off(case, Overlap.TENSOR) | (case.layout.sequence_parallel == 1)
+    holds: Truth = _off(case, Overlap.TENSOR) | (case.layout.sequence_parallel == 1)
+    return holds
 
 
 def _tensor_text(case: Case[Layout]) -> Words:
@@ -66,7 +69,8 @@ def _experts_text(case: Case[Layout]) -> Words:
 
 
 def _experts_vpp(case: Case[L]) -> Truth:
-    return _off(case, Overlap.EXPERTS) | (case.layout.pp == 1) | (case.layout.vpp > 1)
+    holds: Truth = _off(case, Overlap.EXPERTS) | (case.layout.pp == 1) | (case.layout.vpp > 1)
+    return holds
 
 
 def _experts_vpp_text(case: Case[Layout]) -> Words:
@@ -75,7 +79,10 @@ def _experts_vpp_text(case: Case[Layout]) -> Words:
 
 
 def _experts_recompute(case: Case[L]) -> Truth:
-    return _off(case, Overlap.EXPERTS) | ((case.layout.full_recompute == 0) & (case.layout.recompute_layers == 0))
+    holds: Truth = _off(case, Overlap.EXPERTS) | (
+        (case.layout.full_recompute == 0) & (case.layout.recompute_layers == 0)
+    )
+    return holds
 
 
 def _experts_recompute_text(case: Case[Layout]) -> Words:

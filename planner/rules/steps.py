@@ -24,7 +24,8 @@ from .rule import (
 
 
 def _batch(case: Case[L]) -> Truth:
-    return case.workload.batch % (case.layout.dp * case.layout.micro_batch) == 0
+    holds: Truth = case.workload.batch % (case.layout.dp * case.layout.micro_batch) == 0
+    return holds
 
 
 def _batch_text(case: Case[Layout]) -> Words:
@@ -40,12 +41,14 @@ def _fills_pipeline(case: Case[L], group: int | Column) -> Truth:
     """Return True if each group of micro-batches, also the last, has at least pp of them."""
     x, m = case.layout, case.layout.microbatches(case.workload.batch)
     rest = m % np.maximum(1, group)
-    return (group >= x.pp) & (group <= m) & ((rest == 0) | (rest >= x.pp))
+    holds: Truth = (group >= x.pp) & (group <= m) & ((rest == 0) | (rest >= x.pp))
+    return holds
 
 
 def _vpp_microbatches(case: Case[L]) -> Truth:
     x = case.layout
-    return (x.vpp == 1) | (x.microbatch_group != 0) | (_batch(case) == 0) | _fills_pipeline(case, x.pp)
+    holds: Truth = (x.vpp == 1) | (x.microbatch_group != 0) | (_batch(case) == 0) | _fills_pipeline(case, x.pp)
+    return holds
 
 
 def _vpp_microbatches_text(case: Case[Layout]) -> Words:
@@ -58,7 +61,10 @@ def _vpp_microbatches_text(case: Case[Layout]) -> Words:
 
 def _microbatch_group(case: Case[L]) -> Truth:
     x = case.layout
-    return (x.microbatch_group == 0) | (x.vpp == 1) | (_batch(case) == 0) | _fills_pipeline(case, x.microbatch_group)
+    holds: Truth = (
+        (x.microbatch_group == 0) | (x.vpp == 1) | (_batch(case) == 0) | _fills_pipeline(case, x.microbatch_group)
+    )
+    return holds
 
 
 def _microbatch_group_text(case: Case[Layout]) -> Words:
@@ -69,7 +75,8 @@ def _microbatch_group_text(case: Case[Layout]) -> Words:
 
 
 def _group_vpp(case: Case[L]) -> Truth:
-    return (case.layout.microbatch_group == 0) | (case.layout.vpp > 1)
+    holds: Truth = (case.layout.microbatch_group == 0) | (case.layout.vpp > 1)
+    return holds
 
 
 def _group_vpp_text(case: Case[Layout]) -> Words:
@@ -80,7 +87,8 @@ def _group_vpp_text(case: Case[Layout]) -> Words:
 def _seq(case: Case[L]) -> Truth:
     x, seq = case.layout, case.workload.seq
     zigzag, parts = np.where(x.cp > 1, 2 * x.cp, 1), np.where(x.sequence_parallel, x.cp * x.tp, 1)
-    return (seq % zigzag == 0) & (seq % parts == 0)
+    holds: Truth = (seq % zigzag == 0) & (seq % parts == 0)
+    return holds
 
 
 def _seq_text(case: Case[Layout]) -> Words:
@@ -102,7 +110,8 @@ def _positions_text(case: Case[Layout]) -> Words:
 
 
 def _recompute(case: Case[L]) -> Truth:
-    return (case.requirements.blocks > 0) | (case.layout.full_recompute == 0)
+    holds: Truth = (case.requirements.blocks > 0) | (case.layout.full_recompute == 0)
+    return holds
 
 
 def _recompute_text(case: Case[Layout]) -> Words:
@@ -111,12 +120,14 @@ def _recompute_text(case: Case[Layout]) -> Words:
 
 def _recompute_layers(case: Case[L]) -> Truth:
     x = case.layout
-    return (x.recompute_layers == 0) | (x.selective_recompute == 0)
+    holds: Truth = (x.recompute_layers == 0) | (x.selective_recompute == 0)
+    return holds
 
 
 def _recompute_none(case: Case[L]) -> Truth:
     x = case.layout
-    return (x.recompute_layers == 0) | (x.selective_recompute == 1) | (x.full_recompute == 1)
+    holds: Truth = (x.recompute_layers == 0) | (x.selective_recompute == 1) | (x.full_recompute == 1)
+    return holds
 
 
 def _recompute_layers_text(case: Case[Layout]) -> Words:
@@ -129,7 +140,8 @@ CHECKED = (Module.MLA_UP_PROJ, Module.MOE_ACT)  # the modules whose presence meg
 
 def _has_modules(case: Case[L], among: Iterable[Module]) -> Truth:
     """Return True if the model has each of these modules that is recomputed."""
-    return case.layout.recomputed_module_bits & ModuleSet({*among} - {*case.requirements.modules}) == 0
+    holds: Truth = case.layout.recomputed_module_bits & ModuleSet({*among} - {*case.requirements.modules}) == 0
+    return holds
 
 
 def _recompute_parts(case: Case[L]) -> Truth:
@@ -137,7 +149,8 @@ def _recompute_parts(case: Case[L]) -> Truth:
 
 
 def _recompute_modules(case: Case[L]) -> Truth:
-    return _has_modules(case, {*Module} - {*CHECKED}) & (case.layout.unused_modules == 0)
+    holds: Truth = _has_modules(case, {*Module} - {*CHECKED}) & (case.layout.unused_modules == 0)
+    return holds
 
 
 def _recompute_modules_text(case: Case[Layout]) -> Words:
