@@ -33,11 +33,11 @@ def validate(
     from megaloom.dsl.show.printing import show
     from megaloom.planner.validate import scoreboard
     from megaloom.planner.validate.run_files import fitted_files
-    from megaloom.planner.validate.scoring import validate_files, validation_json
+    from megaloom.planner.validate.scoring import validate_files
 
     found = validate_files(*(files or fitted_files()))
     if as_json:
-        json.dump(validation_json(found), sys.stdout, indent=1)
+        json.dump(scoreboard.validation_json(found), sys.stdout, indent=1)
         print()
     elif markdown:
         print(scoreboard.markdown(found, scoreboard.TableBy(by)))

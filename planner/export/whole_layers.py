@@ -15,6 +15,8 @@ from megaloom.dsl import Graph, Model, UserError, graph
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.partition.whole_blocks import RestrictedGraph
+from megaloom.planner.search.pricing import price
 
 from .decoder import DecoderModel, describe
 from .target import Target, refuse
@@ -93,9 +95,6 @@ def cut_at_layers(plan: Plan, model: Model, decoder: DecoderModel) -> Plan:
 
     Raises UserError if there are more stages than layers, or if the new stages do not fit the memory.
     """
-    from megaloom.planner.partition.whole_blocks import RestrictedGraph
-    from megaloom.planner.search.pricing import price
-
     g, x = graph(model), plan.layout
     # At pp 2 the heads may not have a stage of their own: rank 0 would have the MTP layer and a second embedding.
     starts = decoder.layer_starts[:-1] if decoder.mtp and x.pp == 2 else decoder.layer_starts

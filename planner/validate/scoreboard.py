@@ -1,4 +1,4 @@
-"""Tables of the scores: for the terminal, and as Markdown for documentation."""
+"""Tables of the scores: for the terminal, as Markdown for documentation, and as JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from statistics import mean, median
+from typing import Any
 
+from attrs import asdict
 from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.table import Table
@@ -135,3 +137,26 @@ def _summary(rows: Sequence[Predicted]) -> list[str]:
     sizes = [abs(error) for error in errors]
     shares = (median(sizes), mean(sizes), p90(sizes), mean(errors), mean(p.inside_interval for p in rows))
     return [str(len(rows)), *map(percent, shares)]
+
+
+def validation_json(found: Validation) -> dict[str, Any]:
+    """Return scores and predictions as JSON values."""
+    return {
+        "groups": [asdict(group) for group in found.groups],
+        "intervals": [asdict(line) for line in coverage(found.rows)],
+        "rows": [
+            {
+                "id": p.training_run.id,
+                "predicted_step_seconds": p.step_seconds,
+                "predicted_step_seconds_low": p.interval[0],
+                "predicted_step_seconds_high": p.interval[1],
+                "measured_step_seconds": p.training_run.step_seconds,
+                "predicted_memory_gib": p.memory_gib,
+                "predicted_memory_gib_upper": p.memory_gib_upper,
+                "measured_memory_gib": p.training_run.memory_gib,
+                "predicted_out_of_memory": p.out_of_memory,
+            }
+            for p in found.rows
+        ],
+        "skipped": [asdict(s) for s in found.skipped],
+    }

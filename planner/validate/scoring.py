@@ -12,7 +12,6 @@ from itertools import combinations
 from math import inf
 from pathlib import Path
 from statistics import mean, median, quantiles
-from typing import Any
 
 from attrs import frozen
 
@@ -245,30 +244,3 @@ def choices(rows: Sequence[Predicted]) -> tuple[float | None, float | None, floa
 
 def _apart(a: float, b: float) -> bool:
     return max(a, b) > (1 + APART) * min(a, b)
-
-
-def validation_json(found: Validation) -> dict[str, Any]:
-    """Return scores and predictions as JSON values."""
-    from attrs import asdict
-
-    from .coverage import coverage
-
-    return {
-        "groups": [asdict(group) for group in found.groups],
-        "intervals": [asdict(line) for line in coverage(found.rows)],
-        "rows": [
-            {
-                "id": p.training_run.id,
-                "predicted_step_seconds": p.step_seconds,
-                "predicted_step_seconds_low": p.interval[0],
-                "predicted_step_seconds_high": p.interval[1],
-                "measured_step_seconds": p.training_run.step_seconds,
-                "predicted_memory_gib": p.memory_gib,
-                "predicted_memory_gib_upper": p.memory_gib_upper,
-                "measured_memory_gib": p.training_run.memory_gib,
-                "predicted_out_of_memory": p.out_of_memory,
-            }
-            for p in found.rows
-        ],
-        "skipped": [asdict(s) for s in found.skipped],
-    }

@@ -19,6 +19,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.validate.records import record_line
 from megaloom.planner.validate.run_files import read_runs, shipped_records
+from megaloom.planner.validate.scoreboard import validation_json
 from megaloom.planner.validate.scoring import (
     Predicted,
     choices,
@@ -26,7 +27,6 @@ from megaloom.planner.validate.scoring import (
     predict,
     priced_as,
     validate_files,
-    validation_json,
 )
 from megaloom.runtime.cli.main import main
 from tests.support.published import OLDER, older_rows, sample_reasons, sample_runs

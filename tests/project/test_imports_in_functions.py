@@ -1,0 +1,41 @@
+"""Imports inside functions: each module that has some, with the reason; all other modules import at the top."""
+
+import ast
+
+from tests.support.paths import ROOT
+
+FOLDERS = ("dsl", "planner", "runtime", "examples")
+COMMAND = "start-up time: a command loads the planner and the model only when it needs them"
+REASONS = {
+    "dsl/graph.py": "start-up time: networkx takes 0.2 s",
+    "dsl/json_form.py": "start-up time: cattrs takes 0.05 s",
+    "dsl/show/table.py": "start-up time: rich",
+    "planner/cli/actions.py": COMMAND,
+    "planner/cli/explain.py": COMMAND,
+    "planner/cli/export.py": COMMAND,
+    "planner/cli/main.py": COMMAND,
+    "planner/cli/process.py": COMMAND,
+    "planner/cli/validate.py": COMMAND,
+    "planner/contract/plans.py": "start-up time: cattrs, only for reading a plan",
+    "planner/export/export.py": "start-up time: `--help` lists the targets without loading their writers",
+    "planner/export/target.py": "start-up time: `--help` lists the targets without loading dsl",
+    "planner/hardware/cluster_names.py": "start-up time: a cluster file is read only if one is named",
+    "runtime/cli/main.py": "start-up time, and torch may be missing: each command loads its own module",
+    "runtime/megatron/cpu_shim.py": "megatron-core is imported after its CUDA calls are replaced",
+    "runtime/megatron/device.py": "megatron-core is imported after its CUDA calls are replaced",
+    "runtime/training/run.py": "the starting process does not load torch; its ranks do",
+    "runtime/training/verify.py": "the starting process does not load torch; its ranks do",
+    "examples/own_module.py": "a declaration imports torch only when it is trained",
+}
+
+
+def test_imports_inside_functions_have_a_reason() -> None:
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        and any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(function))
+    }
+    assert found == REASONS.keys()
