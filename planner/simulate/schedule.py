@@ -139,7 +139,8 @@ def finish_times(
     period = 1 if vpp == 1 else group or pp
     passes = 2 * vpp * period  # of a rank in one period
     rest = microbatches % period
-    few = rest + period * (-(-warmup(0, pp, vpp, microbatches, group) // (vpp * period)) + WINDOW * SETTLED)
+    longest = int(warmup(0, pp, vpp, microbatches, group))
+    few = rest + period * (-(-longest // (vpp * period)) + WINDOW * SETTLED)
     while few < microbatches * WORTH:
         starts = start_times(forward, backward, transfer, pp, few, group)
         stops = 2 * vpp * (few - rest) - warmup(np.arange(pp), pp, vpp, few, group)  # of the steady phase

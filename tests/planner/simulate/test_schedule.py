@@ -116,9 +116,9 @@ def test_the_end_is_foreseen(case: Any) -> None:
     for m in (microbatches, 40 * pp):
         for group in (0, 2 * pp) if vpp > 1 and m % (2 * pp) == 0 else (0,):
             ends = simulate_timeline(forward, backward, transfer, pp, m, group).ends
-            assert np.allclose(
-                schedule.finish_times(forward, backward, transfer, pp, m, group), ends, rtol=1e-11, atol=0
-            )
+            found = schedule.finish_times(forward, backward, transfer, pp, m, group)
+            assert np.allclose(found, ends, rtol=1e-11, atol=0)
+            assert {type(end) for end in found} == {float}
             even = [1.0] * (pp * vpp)
             ends = simulate_timeline(even, even, [0.01] * (pp * vpp), pp, m, group).ends
             assert np.allclose(
