@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from attrs import Factory, field, fields, frozen
 
-from megaloom.dsl.sharding_table import Split
-
 from .choices import (
     DEFAULT_MODULES,
     MICROBATCH_OVERLAPS,
@@ -263,6 +261,8 @@ class Layout(LayoutFields[int]):
     @property
     def split(self) -> Split:
         """Return the axes that shard tensors."""
+        from megaloom.dsl.sharding_table import Split
+
         return Split(tp=self.tp, cp=self.cp, ep=self.ep, etp=self.etp, sequence_parallel=self.sequence_parallel)
 
     @property

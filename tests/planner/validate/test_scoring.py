@@ -181,7 +181,7 @@ def test_a_layout_that_needs_more_devices_is_refused(tmp_path: Path) -> None:
     )
     found = validate_files(path)
     assert len(found.rows) == 1
-    assert ["needs 256 devices or a multiple, and there are 128" in s.reason for s in found.skipped] == [True, False]
+    assert ["needs 256 devices or a multiple, but there are 128" in s.reason for s in found.skipped] == [True, False]
     assert "a batch of 100 is not a multiple of dp 32" in found.skipped[1].reason
 
 
