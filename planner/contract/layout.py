@@ -27,6 +27,9 @@ from .choices import (
     module_set,
 )
 
+if TYPE_CHECKING:
+    from megaloom.dsl.sharding_table import Split
+
 MOST = 2**20  # of any degree or count: more than any published run had, and few enough to simulate
 
 

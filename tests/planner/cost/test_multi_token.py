@@ -191,7 +191,7 @@ def test_two_chunks_of_a_rank_with_one_embedding_are_refused() -> None:
     alone, together = (*starts[2:4], starts[-2], starts[-1]), (*starts[2:5], starts[-2])
     x = Layout(pp=2, vpp=2)
     refused = made(SMALL, x, cuts=alone[1:])
-    with pytest.raises(UserError, match=r"two chunks of a rank have 'wte'.*\[shared-chunks\]"):
+    with pytest.raises(UserError, match=r"two chunks of one rank use the weight 'wte'.*\[shared-chunks\]"):
         export_plan(refused, SMALL, Target.MEGATRON_LM)
     for plan in (
         made(SMALL, x, cuts=together[1:]),

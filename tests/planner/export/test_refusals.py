@@ -168,7 +168,7 @@ SHARDED = Layout(dp=2, shard="optimizer")
 @pytest.mark.parametrize(
     ("target", "name", "layout", "more", "names", "works"),
     [
-        (Target.MEGATRON_LM, "mixtral-8x7b", Layout(tp=2, sequence_parallel=True), {}, "beside tp 2: it com", "etp 2"),
+        (Target.MEGATRON_LM, "mixtral-8x7b", Layout(tp=2, sequence_parallel=True), {}, "but tp is 2: it com", "etp 2"),
         (
             Target.MEGATRON_LM,
             "mixtral-8x7b",

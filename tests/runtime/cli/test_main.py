@@ -247,7 +247,7 @@ def test_a_corrupt_and_a_foreign_plan(say: Callable[..., str], done: tuple[Path,
         (text.replace(f'"version": {PLAN_VERSION}', '"version": 99'), "is a plan of version 99; this megaloom"),
         (re.sub('"fingerprint": "[^"]*"', '"fingerprint": "1-0"', text), "the plan is for another model"),
         (re.sub('"fingerprint": "[^"]*"', '"fingerprint": "0"', text), "made by another version of megaloom"),
-        (re.sub('"micro_batch": [0-9]+', '"micro_batch": 3', text), "the plan is not legal: a batch of 4 does not"),
+        (re.sub('"micro_batch": [0-9]+', '"micro_batch": 3', text), "the plan is not legal: a batch of 4 is not"),
     ):
         assert damaged != text
         plan.write_text(damaged)
