@@ -169,7 +169,7 @@ class _Walk:
 
     @property
     def at_final_norm(self) -> bool:
-        """Whether the next node is the norm before the logits, or the graph ends."""
+        """Return True if the next node is the norm before the logits, or the graph ends."""
         after = self.graph.nodes[self.at + 1 : self.at + 2]
         return self.at >= len(self.graph.nodes) or not after or isinstance(after[0].op, Unembed)
 

@@ -110,7 +110,7 @@ def _degrees(graph: Graph, cluster: Cluster, fixed: FixedAxes) -> Iterator[tuple
 
 
 def _inner(axes: Layout, cluster: Cluster, fixed: FixedAxes, inner: InnerOverlaps) -> tuple[int, ...]:
-    """What overlaps within a micro-batch, of those looked at."""
+    """Return the sets of overlaps within a micro-batch that the search tries."""
     if "overlaps" in fixed:
         return (int(fixed["overlaps"] & MICROBATCH_OVERLAPS),)
     on = Overlap.TENSOR in inner and axes.sequence_parallel and within_node(axes.tp, cluster)
@@ -119,7 +119,7 @@ def _inner(axes: Layout, cluster: Cluster, fixed: FixedAxes, inner: InnerOverlap
 
 
 def _subsets(graph: Graph, workload: Workload, base: Layouts, fixed: FixedAxes, inner: InnerOverlaps) -> Column:
-    """Which of a place's layouts are its own: ALL, those that overlap experts, or the REST of them."""
+    """Return the variants that each base layout has: ALL, those that overlap experts, or the REST."""
     rest = Overlap.EXPERTS in inner and "overlaps" not in fixed
     found: Column = np.where(base.has_overlap(Overlap.EXPERTS), OVERLAPPED_EXPERTS, ALL_VARIANTS)
     return np.where(
@@ -206,7 +206,7 @@ def _optimizer_choices(several: int, fixed: FixedAxes) -> tuple[int, ...]:
 
 
 def _overlaps(found: Layouts, fixed: FixedAxes) -> Column:
-    """What overlaps, as bits: that of gradients and weights is always on.
+    """Return the overlaps as bits; those of gradients and weights are always on.
 
     It never loses: `tail` has of an exchange that overlaps no more seconds than of one that does not (only what is
     hidden takes a share of the device, and a share is less than all of it), and memory is the same.
@@ -299,7 +299,7 @@ def _recompute_choices(
 
 
 def _recompute_modes(pp: int, vpp: int, subset: int) -> tuple[Recompute, ...]:
-    """What may be computed again, of one part of a place's layouts: of chunks that overlap experts, no whole blocks."""
+    """Return the recompute modes of one part of the variants; chunks that overlap experts recompute no whole blocks."""
     if subset == ALL_VARIANTS or (subset == OTHER_VARIANTS and vpp == 1 < pp):
         return (Recompute.FULL, Recompute.NONE, Recompute.SELECTIVE)
     return (Recompute.FULL,) if subset == OTHER_VARIANTS else (Recompute.NONE, Recompute.SELECTIVE)

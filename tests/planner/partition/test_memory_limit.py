@@ -163,7 +163,7 @@ def test_levelled_chunks_are_no_slower_and_keep_their_room(case: Case) -> None:
 
 
 def level(cut: Indices, case: Case) -> float:
-    """What shifts make less, of one cut."""
+    """Objective that the local search reduces, for one partition."""
     runs, limit = case
     seconds = runs(cut[:-1], cut[1:])
     return float(local_search.step_score(seconds.reshape(1, limit.chunks, limit.ranks), seconds.max())[0])

@@ -133,7 +133,7 @@ def experts(used: FrameworkProfile, layout: Layout) -> tuple[float, float]:
 
 @given(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 8, 16]))
 def test_a_host_that_waits_for_no_numbers_goes_ahead(ep: int, micro_batch: int) -> None:
-    """Where experts are padded it takes as long as the longer of two, their kernels and their launches."""
+    """Padded experts take the longer of their kernel time and their launch time."""
     layout = Layout(dp=16, ep=ep, micro_batch=micro_batch)
     waits, (ahead, _) = (
         MEGATRON.experts.dispatch_seconds,
