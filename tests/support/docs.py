@@ -196,8 +196,8 @@ def _plan_json() -> str:
         for f in fields(kind):
             if f.name.startswith("_") or not f.init:
                 continue
-            shown = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
-            shown = FIELDS[f.name].kind.__name__ if kind is Layout else shown
+            # The annotation as written: cattrs replaces `f.type` when it first loads a plan.
+            shown = FIELDS[f.name].kind.__name__ if kind is Layout else kind.__annotations__[f.name]
             lines.append(f"| `{f.name}` | `{_cell(str(shown))}` |")
             todo += [
                 k
