@@ -17,7 +17,7 @@ from megaloom.dsl.ops.routing import Combine, Route
 from megaloom.dsl.sharding_table import SEQUENCES, Split
 from megaloom.dsl.value import Value
 
-from .context_exchange import runs_along, shared, turns
+from .context_exchange import channel_exchanges, runs_along, shared_channels
 from .primitives import Program, Step, origin
 from .propagation import (
     NodePlacement,
@@ -55,7 +55,7 @@ class Collective:
 
 
 def collectives(program: Program, sizes: Mapping[str, int], split: Split) -> tuple[Collective, ...]:
-    """The collectives of a node, forward and backward, those of its output's reduction included."""
+    """Return the forward and backward collectives of a node, including the reduction of its output."""
     return tuple(_Count(program, sizes, split, propagate(program, split)).read())
 
 
@@ -65,22 +65,22 @@ class _Count:
     sizes: Mapping[str, int]
     split: Split
     placement: NodePlacement
-    done: set[tuple[int, Transitions]] = field(factory=set)  # what is moved once serves all who read it so
+    performed: set[tuple[int, Transitions]] = field(factory=set)  # a transition is performed once for all its readers
 
     def read(self) -> Iterator[Collective]:
         for placed in self.placement.steps:
-            for a, moves in zip(placed.step.value.args, placed.reads, strict=True):
-                yield from self.moved(placed.step, a, moves)
+            for a, transitions in zip(placed.step.value.args, placed.reads, strict=True):
+                yield from self.transition_collectives(placed.step, a, transitions)
             yield from self.along(placed)
-        yield from self.moved(None, self.program.value, self.placement.output)
+        yield from self.transition_collectives(None, self.program.value, self.placement.output)
         if self.split.cp > 1:
-            for step, v in turns(self.program, self.placement.plain):
-                yield from self.turn(step, v)
+            for step, v in channel_exchanges(self.program, self.placement.weights_only):
+                yield from self.channel_exchange(step, v)
 
-    def turn(self, step: Step, v: Value) -> Iterator[Collective]:
-        """Parts of the sequence become parts of the channels or the other way round, and so do gradients."""
+    def channel_exchange(self, step: Step, v: Value) -> Iterator[Collective]:
+        """Yield the all-to-alls between sequence shards and channel shards, forward and backward."""
         local = step.at(self.sizes, self.split)
-        groups = shared(v)
+        groups = shared_channels(v)
         copies = max(1, self.split.cp // local.of(groups)) if groups and runs_along(step) else 1
         n = copies * local((*step.outer, *v.shape))
         for backward in (False, True):
@@ -88,97 +88,96 @@ class _Count:
                 "all_to_all", "cp", n, backward, "sequence and channels", self.recomputed_by(step, backward)
             )
 
-    def moved(self, step: Step | None, v: Value, moves: Transitions) -> Iterator[Collective]:
-        """What the moves of a value exchange, as a primitive reads it."""
-        for i, move in enumerate(moves, 1):
-            key = id(origin(v)), moves[:i]
-            if key in self.done:
+    def transition_collectives(self, step: Step | None, v: Value, transitions: Transitions) -> Iterator[Collective]:
+        """Yield the collectives of the transitions of a value before a primitive reads it."""
+        for i, transition in enumerate(transitions, 1):
+            key = id(origin(v)), transitions[:i]
+            if key in self.performed:
                 continue
-            self.done.add(key)
-            if move.kind is TransitionKind.REDUCE_PARTIAL:
-                yield from self.reduce(step, v, move)
-            elif step is None or id(origin(v)) in self.placement.plain:
+            self.performed.add(key)
+            if transition.kind is TransitionKind.REDUCE_PARTIAL:
+                yield from self.reduce(step, v, transition)
+            elif step is None or id(origin(v)) in self.placement.weights_only:
                 continue  # gradients of weights are added once a step
-            elif move.axis == "cp" and runs_along(step):
-                continue  # see `turn`
-            elif move.kind is TransitionKind.TO_REPLICATE and not (
-                isinstance(step.value.op, Attend) and move.axis == "cp"
+            elif transition.axis == "cp" and runs_along(step):
+                continue  # see `channel_exchange`
+            elif transition.kind is TransitionKind.TO_REPLICATE and not (
+                isinstance(step.value.op, Attend) and transition.axis == "cp"
             ):
-                yield from self.enter(step, v, move)
-            elif move.kind is TransitionKind.SHARD_TO_REPLICATE:
-                n = self.whole(step, v, move)
-                yield Collective("all_gather", move.axis, n, False, step.name, self.recomputed_by(step))
+                yield from self.enter(step, v, transition)
+            elif transition.kind is TransitionKind.SHARD_TO_REPLICATE:
+                n = self.whole(step, v, transition)
+                yield Collective("all_gather", transition.axis, n, False, step.name, self.recomputed_by(step))
 
     def recomputed_by(self, step: Step, backward: bool = False) -> RecomputedBy:
         """Return the modules that recompute a primitive, and so repeat its collectives; none for a backward pass."""
         return NO_MODULES if backward else modules_of_ops(self.program)[id(step.value)]
 
-    def reduce(self, reader: Step | None, v: Value, move: Transition) -> Iterator[Collective]:
-        """Partial sums become whole sums; with sequence parallel, each device's part of them."""
+    def reduce(self, reader: Step | None, v: Value, transition: Transition) -> Iterator[Collective]:
+        """Yield the reduction of a Partial value: all-reduce, or reduce-scatter with sequence parallelism."""
         step = self.placement.partial[id(v.source)]
-        made = self.recomputed_by(step) & self.recomputed_by(reader) if reader else modules_of_node(self.program)
+        recomputed_by = (
+            self.recomputed_by(step) & self.recomputed_by(reader) if reader else modules_of_node(self.program)
+        )
         n = step.at(self.sizes, self.split)((*step.outer, *v.source.shape))
-        if move.along is None:
-            yield Collective("all_reduce", move.axis, n, False, step.name, made)
+        if transition.along is None:
+            yield Collective("all_reduce", transition.axis, n, False, step.name, recomputed_by)
             return
-        yield Collective("reduce_scatter", move.axis, n, False, step.name, made)
-        yield Collective("all_gather", move.axis, n, True, step.name)
+        yield Collective("reduce_scatter", transition.axis, n, False, step.name, recomputed_by)
+        yield Collective("all_gather", transition.axis, n, True, step.name)
 
-    def enter(self, step: Step, v: Value, move: Transition) -> Iterator[Collective]:
-        """An undivided value is read by divided work: once for each value, as its gradients are added first.
+    def enter(self, step: Step, v: Value, transition: Transition) -> Iterator[Collective]:
+        """Yield the collectives of a Replicate value that sharded work reads, and of its Partial gradient.
 
-        With sequence parallel it is gathered, and again in the backward pass rather than kept (as megatron-core does);
-        what the experts gather over etp they keep, and what is gathered over cp.
+        With sequence parallelism the value is gathered, and gathered again in the backward pass instead of being saved,
+        as megatron-core does. Values gathered over etp or cp are saved.
         """
-        if move.along is None:
+        if transition.along is None:
             n = step.at(self.sizes, self.split)((*step.outer, *v.shape))
-            yield Collective("all_reduce", move.axis, n, True, step.name)
+            yield Collective("all_reduce", transition.axis, n, True, step.name)
             return
-        n = self.whole(step, v, move)
-        yield Collective("all_gather", move.axis, n, False, step.name, self.recomputed_by(step))
+        n = self.whole(step, v, transition)
+        yield Collective("all_gather", transition.axis, n, False, step.name, self.recomputed_by(step))
         if v.dtype is DType.INDEX:
             return
-        if move.axis == "tp":
-            yield Collective("all_gather", move.axis, n, True, step.name)
-        yield Collective("reduce_scatter", move.axis, n, True, step.name)
+        if transition.axis == "tp":
+            yield Collective("all_gather", transition.axis, n, True, step.name)
+        yield Collective("reduce_scatter", transition.axis, n, True, step.name)
 
-    def whole(self, step: Step, v: Value, move: Transition) -> int:
-        """The elements of what is gathered, on each device afterwards."""
-        if move.axis == "tp" and "tp" not in step.axes.values():  # parts of the sequence
+    def whole(self, step: Step, v: Value, transition: Transition) -> int:
+        """Return the elements on each device after a gather."""
+        if transition.axis == "tp" and "tp" not in step.axes.values():  # shards of the sequence
             return self.program.held(v.shape, step.outer, self.sizes, self.split, data=True)
-        whole = {name for name, axis in step.axes.items() if name == move.along and axis == move.axis}
+        whole = {name for name, axis in step.axes.items() if name == transition.along and axis == transition.axis}
         return step.at(self.sizes, self.split, whole=whole)((*step.outer, *v.shape))
 
     def along(self, placed: PlacedOp) -> Iterator[Collective]:
-        """What mixes along a divided dim.
-
-        Tokens travel to their experts and back, and so do their gradients.
-        """
+        """Yield the collectives of a primitive that mixes along a sharded dim: attention, dispatch, combine, a norm."""
         step = placed.step
         v = step.value
         match v.op:
             case Attend():
                 yield from self.attend(step)
             case Route() | Combine() if self.split.ep > 1:
-                sent = v if isinstance(v.op, Route) else v.args[0]
-                n = self.program.held(sent.shape, step.outer, self.sizes, self.split)
-                what = "dispatch" if sent is v else "combine"
+                tokens = v if isinstance(v.op, Route) else v.args[0]
+                n = self.program.held(tokens.shape, step.outer, self.sizes, self.split)
+                what = "dispatch" if tokens is v else "combine"
                 for backward in (False, True):
                     yield Collective("all_to_all", "ep", n, backward, what, self.recomputed_by(step, backward))
             case Normalize(over):
                 n = step.at(self.sizes, self.split)((*step.outer, *v.shape.without(*over)))
-                for axis in placed.summed:
+                for axis in placed.statistics_axes:
                     for backward in (False, True):
                         yield Collective(
                             "all_reduce", axis, n, backward, "statistics", self.recomputed_by(step, backward)
                         )
 
     def attend(self, step: Step) -> Iterator[Collective]:
-        """What the core of attention gathers, and whose gradients it scatters.
+        """Yield the gathers of the attention core, and the reduce-scatters of their gradients.
 
-        Over cp keys and values, together, which it keeps; recomputed, it gathers them again. Over tp, if there are
-        fewer key/value heads than devices, all queries, keys and values: each device has projected an even share
-        (megatron-core 0.16.1, attention.py:1398).
+        Over cp it gathers keys and values together and saves them; under recompute it gathers them twice. Over tp, if
+        there are fewer key/value heads than devices, it gathers queries, keys and values, because each device projects
+        an even share of them (megatron-core 0.16.1, attention.py:1398).
         """
         if gathered := step.gathered(self.split):
             local = step.at(self.sizes, self.split, whole=SEQUENCES)

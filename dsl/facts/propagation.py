@@ -30,7 +30,7 @@ from megaloom.dsl.sharding_table import SEQUENCES, Split
 from megaloom.dsl.value import Pointwise, Value
 
 from .primitives import Program, Step, origin
-from .requirements import Reach, reach_of
+from .requirements import ReadRequirement, read_requirements
 
 
 class TransitionKind(Enum):
@@ -65,38 +65,40 @@ Transitions = tuple[Transition, ...]
 class PlacedOp:
     """A primitive with the transitions of each argument before it, and of its result after it.
 
-    parts: the axes over which the result is then sharded. summed: the axes over which the primitive itself adds, for
-    the statistics of a norm.
+    sharded_axes: the axes over which the result is then sharded.
+    statistics_axes: the axes over which a norm adds its statistics.
     """
 
     step: Step
     reads: tuple[Transitions, ...]
     result: Transitions
-    parts: frozenset[str]
-    summed: tuple[str, ...] = ()
+    sharded_axes: frozenset[str]
+    statistics_axes: tuple[str, ...] = ()
 
 
 @frozen(eq=False)
 class NodePlacement:
     """The primitives of a node in order, and the transitions of its output.
 
-    partial: the contraction that made a Partial value, by the identity of its source. plain: values made of weights
-    alone, by identity.
+    partial: the contraction that computes each Partial value, by the identity of its source.
+    weights_only: values computed from weights alone, by identity.
     """
 
     steps: tuple[PlacedOp, ...]
     output: Transitions
     partial: Mapping[int, Step]
-    plain: frozenset[int]
+    weights_only: frozenset[int]
 
 
 @lru_cache(maxsize=1 << 13)
 def propagate(program: Program, split: Split) -> NodePlacement:
     """Return the transitions with which devices under a split compute a node."""
-    it = _Inference(program, split)
-    steps = tuple(it.read())
-    output = it.reduced(program.value)
-    return NodePlacement(steps, output, {i: step for i, (step, _) in it.partial.items()}, frozenset(it.plain))
+    inference = _Inference(program, split)
+    steps = tuple(inference.read())
+    output = inference.reductions(program.value)
+    return NodePlacement(
+        steps, output, {i: step for i, (step, _) in inference.partial.items()}, frozenset(inference.weights_only)
+    )
 
 
 @define
@@ -104,173 +106,189 @@ class _Inference:
     program: Program
     split: Split
     partial: dict[int, tuple[Step, frozenset[str]]] = field(factory=dict)  # by the identity of the source
-    whole: set[int] = field(factory=set)  # partial sums that something has reduced
-    plain: set[int] = field(factory=set)
-    owned: dict[int, dict[str, str]] = field(factory=dict)  # what `own` has found
-    lying: dict[int, set[str]] = field(factory=dict)  # what `parts` has found
+    reduced: set[int] = field(factory=set)  # Partial values that something has reduced
+    weights_only: set[int] = field(factory=set)
+    dims_cache: dict[int, dict[str, str]] = field(factory=dict)  # of `sharded_dims`
+    axes_cache: dict[int, set[str]] = field(factory=dict)  # of `sharded_axes`
 
     def read(self) -> Iterator[PlacedOp]:
         for step in self.program.steps:
             v = step.value
             if isinstance(v.op, Weight):
-                self.plain.add(id(v))
+                self.weights_only.add(id(v))
             if isinstance(v.op, Weight | Input):
                 continue
-            if v.args and all(id(origin(a)) in self.plain for a in v.args):
-                self.plain.add(id(v))
-            pending = [self.pending(a) for a in v.args]
-            if v.op == Pointwise("add") and pending[0] and all(p and p[1] == pending[0][1] for p in pending):
-                self.partial[id(v)] = pending[0]
-                yield PlacedOp(step, tuple(() for _ in v.args), (), frozenset(self.parts(v)))
+            if v.args and all(id(origin(a)) in self.weights_only for a in v.args):
+                self.weights_only.add(id(v))
+            unreduced = [self.unreduced(a) for a in v.args]
+            if v.op == Pointwise("add") and unreduced[0] and all(p and p[1] == unreduced[0][1] for p in unreduced):
+                self.partial[id(v)] = unreduced[0]
+                yield PlacedOp(step, tuple(() for _ in v.args), (), frozenset(self.sharded_axes(v)))
                 continue
-            yield self.placed(step)
+            yield self.place(step)
             if axes := self.over(step, _contracted(step)):
                 self.partial[id(v)] = step, axes
 
-    def pending(self, v: Value) -> tuple[Step, frozenset[str]] | None:
-        """The partial sums that a value is, if nothing has reduced them yet."""
-        return None if id(v.source) in self.whole else self.partial.get(id(v.source))
+    def unreduced(self, v: Value) -> tuple[Step, frozenset[str]] | None:
+        """Return the contraction and the axes of a Partial value; None if it was reduced or is not Partial."""
+        return None if id(v.source) in self.reduced else self.partial.get(id(v.source))
 
-    def placed(self, step: Step) -> PlacedOp:
-        """A primitive with its moves."""
-        v, reach = step.value, reach_of(step, self.split)
-        after = self.parts(v)
-        work = {axis for x in (v, *v.args) if id(origin(x)) not in self.plain for axis in self.parts(x)}
-        work = (work | {a for a in step.axes.values() if self.divides(a)}) - (self.made(step, reach) - after)
+    def place(self, step: Step) -> PlacedOp:
+        """Return a primitive with its transitions."""
+        v, requirements = step.value, read_requirements(step, self.split)
+        after = self.sharded_axes(v)
+        work = {axis for x in (v, *v.args) if id(origin(x)) not in self.weights_only for axis in self.sharded_axes(x)}
+        work |= {axis for axis in step.axes.values() if self.is_sharded(axis)}
+        work -= self.gathered_axes(step, requirements) - after
         reads = tuple(
-            (*self.reduced(a), *self.entered(step, a, r, work, after)) for a, r in zip(v.args, reach, strict=True)
+            (*self.reductions(a), *self.argument_transitions(step, a, r, work, after))
+            for a, r in zip(v.args, requirements, strict=True)
         )
-        taken = tuple(
-            Transition(TransitionKind.REPLICATE_TO_SHARD, a, self.dim(v, a))
+        slices = tuple(
+            Transition(TransitionKind.REPLICATE_TO_SHARD, a, self.sharded_dim(v, a))
             for a in ("cp", "tp")
-            if a in after & self.whole_over(step, reach)
+            if a in after & self.oversized_axes(step, requirements)
         )
         over = v.op.over if isinstance(v.op, Normalize) and v.op.groups == 1 else ()
-        return PlacedOp(step, reads, taken, frozenset(after), tuple(sorted(self.over(step, over))))
+        return PlacedOp(step, reads, slices, frozenset(after), tuple(sorted(self.over(step, over))))
 
-    def whole_over(self, step: Step, reach: tuple[Reach, ...]) -> set[str]:
-        """The axes over which each device computes more of a result than its part."""
+    def oversized_axes(self, step: Step, requirements: tuple[ReadRequirement, ...]) -> set[str]:
+        """Return the axes over which each device computes more of a result than its shard."""
         v = step.value
-        if isinstance(v.op, Rename) and self.own(v) != self.own(v.args[0]):
-            return set(self.own(v).values()) - set(self.own(v.args[0]).values()) | self.made(step, reach)
-        return self.made(step, reach[:1] if isinstance(v.op, Attend) else reach)
+        if isinstance(v.op, Rename) and self.sharded_dims(v) != self.sharded_dims(v.args[0]):
+            new_axes = set(self.sharded_dims(v).values()) - set(self.sharded_dims(v.args[0]).values())
+            return new_axes | self.gathered_axes(step, requirements)
+        return self.gathered_axes(step, requirements[:1] if isinstance(v.op, Attend) else requirements)
 
-    def made(self, step: Step, reach: tuple[Reach, ...]) -> set[str]:
-        """The axes whose parts arguments are made whole of."""
-        return {axis for a, r in zip(step.value.args, reach, strict=False) for axis, _ in self.reached(step, a, r)}
+    def gathered_axes(self, step: Step, requirements: tuple[ReadRequirement, ...]) -> set[str]:
+        """Return the axes over which arguments are gathered."""
+        return {
+            axis
+            for a, r in zip(step.value.args, requirements, strict=False)
+            for axis, _ in self.required_gathers(step, a, r)
+        }
 
-    def reduced(self, v: Value) -> Transitions:
-        """The reduction of a value, if it is partial sums."""
+    def reductions(self, v: Value) -> Transitions:
+        """Return the reductions of a value; none if it is not Partial."""
         if id(v.source) not in self.partial:
             return ()
-        self.whole.add(id(v.source))
+        self.reduced.add(id(v.source))
         axes = sorted(self.partial[id(v.source)][1])
         return tuple(
-            Transition(TransitionKind.REDUCE_PARTIAL, a, self.dim(v, a) if a in self.parts(v) or a == "etp" else None)
+            Transition(
+                TransitionKind.REDUCE_PARTIAL,
+                a,
+                self.sharded_dim(v, a) if a in self.sharded_axes(v) or a == "etp" else None,
+            )
             for a in axes
         )
 
-    def entered(self, step: Step, a: Value, reach: Reach, work: set[str], after: set[str]) -> Iterator[Transition]:
-        """From how an argument lies to how it is read, once it is no partial sum."""
+    def argument_transitions(
+        self, step: Step, a: Value, requirement: ReadRequirement, work: set[str], after: set[str]
+    ) -> Iterator[Transition]:
+        """Yield the transitions of an argument from its placement, after reductions, to the one in which it is read."""
         if isinstance(step.value.op, Route | Combine):
-            return  # tokens that travel do not stay divided as they were
-        parts, plain = self.parts(a), id(origin(a)) in self.plain
-        reached = dict(self.reached(step, a, reach))
+            return  # the all-to-all of tokens changes their placement itself
+        sharded_axes, weights_only = self.sharded_axes(a), id(origin(a)) in self.weights_only
+        required_gathers = dict(self.required_gathers(step, a, requirement))
         for axis in ("tp", "etp", "cp"):
-            if axis in reached:
+            if axis in required_gathers:
                 kind = TransitionKind.TO_REPLICATE if axis in after else TransitionKind.SHARD_TO_REPLICATE
-                kind = kind if reached[axis] else TransitionKind.SHARD_TO_ZERO_FILLED
-                yield Transition(kind, axis, self.dim(a, axis))
-            elif axis in parts:
-                if axis == "tp" and self.scattered(a) and "tp" in step.axes.values():
-                    yield Transition(TransitionKind.TO_REPLICATE, axis, self.dim(a, axis))
-            elif axis == "cp" and plain:
-                if self.divides("cp") and "cp" not in work and id(step.value) not in self.plain:
+                kind = kind if required_gathers[axis] else TransitionKind.SHARD_TO_ZERO_FILLED
+                yield Transition(kind, axis, self.sharded_dim(a, axis))
+            elif axis in sharded_axes:
+                if axis == "tp" and self.is_sequence_parallel(a) and "tp" in step.axes.values():
+                    yield Transition(TransitionKind.TO_REPLICATE, axis, self.sharded_dim(a, axis))
+            elif axis == "cp" and weights_only:
+                if self.is_sharded("cp") and "cp" not in work and id(step.value) not in self.weights_only:
                     yield Transition(TransitionKind.REPLICATE_WEIGHT, "cp")
             elif axis in work and a.dtype is not DType.INDEX:
                 yield Transition(
-                    TransitionKind.TO_REPLICATE, axis, self.dim(a, axis) if axis == "etp" and not plain else None
+                    TransitionKind.TO_REPLICATE,
+                    axis,
+                    self.sharded_dim(a, axis) if axis == "etp" and not weights_only else None,
                 )
-            elif axis in work and axis == "tp" and "tp" not in step.axes.values() and not reach and _sequence(a):
+            elif axis in work and axis == "tp" and "tp" not in step.axes.values() and not requirement and _sequence(a):
                 yield Transition(TransitionKind.REPLICATE_TO_SHARD, axis, _sequence(a))
-        if reach.heads and "tp" in step.axes.values() and "tp" not in self.own(a).values():
-            yield Transition(TransitionKind.REPLICATE_TO_HEADS, "tp", *reach.heads)
+        if requirement.heads and "tp" in step.axes.values() and "tp" not in self.sharded_dims(a).values():
+            yield Transition(TransitionKind.REPLICATE_TO_HEADS, "tp", *requirement.heads)
 
-    def reached(self, step: Step, a: Value, reach: Reach) -> Iterator[tuple[str, bool]]:
-        """The axes whose parts an argument is made whole of, for a primitive that needs more than its own part.
+    def required_gathers(self, step: Step, a: Value, requirement: ReadRequirement) -> Iterator[tuple[str, bool]]:
+        """Yield the axes over which an argument is gathered, because the primitive reads more than the local shard.
 
-        Whether it needs the others' numbers, or no more than to know its place among them.
+        The second item is True if the primitive reads the other shards, False if it only needs their offset.
         """
-        for axis in self.parts(a):
-            if axis == "tp" and self.scattered(a) and "tp" in step.axes.values():
+        for axis in self.sharded_axes(a):
+            if axis == "tp" and self.is_sequence_parallel(a) and "tp" in step.axes.values():
                 continue
-            if (name := self.dim(a, axis)) in reach.dims:
-                yield axis, name in reach.whole
+            if (name := self.sharded_dim(a, axis)) in requirement.dims:
+                yield axis, name in requirement.full_dims
 
-    def divides(self, axis: str) -> bool:
-        """Whether tensors are divided over this axis."""
+    def is_sharded(self, axis: str) -> bool:
+        """Return whether tensors are sharded over an axis."""
         return axis not in ("dp", "ep") and self.split.degree(axis) > 1
 
-    def own(self, v: Value) -> dict[str, str]:
-        """The dims of a value on axes that divide them."""
-        if id(v) not in self.owned:
-            axes = _cuts(self.program).get(id(v)) or self.program.table.axes((), v.shape)
-            self.owned[id(v)] = {name: axis for name, axis in axes.items() if self.divides(axis)}
-        return self.owned[id(v)]
+    def sharded_dims(self, v: Value) -> dict[str, str]:
+        """Return the sharded dims of a value with their axes."""
+        if id(v) not in self.dims_cache:
+            axes = _shardable_dims(self.program).get(id(v)) or self.program.table.axes((), v.shape)
+            self.dims_cache[id(v)] = {name: axis for name, axis in axes.items() if self.is_sharded(axis)}
+        return self.dims_cache[id(v)]
 
-    def parts(self, v: Value) -> set[str]:
-        """The axes over which a value lies in parts."""
-        if id(v) not in self.lying:
-            axes = set(self.own(v).values())
+    def sharded_axes(self, v: Value) -> set[str]:
+        """Return the axes over which a value is sharded, including its sequence."""
+        if id(v) not in self.axes_cache:
+            axes = set(self.sharded_dims(v).values())
             if _sequence(v) is not None:
-                axes |= {"cp"} if self.divides("cp") else set()
-                axes |= {"tp"} if self.divides("tp") and self.scattered(v) else set()
-            self.lying[id(v)] = axes
-        return self.lying[id(v)]
+                axes |= {"cp"} if self.is_sharded("cp") else set()
+                axes |= {"tp"} if self.is_sharded("tp") and self.is_sequence_parallel(v) else set()
+            self.axes_cache[id(v)] = axes
+        return self.axes_cache[id(v)]
 
-    def scattered(self, v: Value) -> bool:
-        """Whether a value lies in parts of its sequence over tp."""
-        own = set(self.own(v).values())
+    def is_sequence_parallel(self, v: Value) -> bool:
+        """Return whether a value is Shard(seq) over tp."""
         return (
-            self.split.sequence_parallel and v.dtype is not DType.INDEX and "tp" not in own and _sequence(v) is not None
+            self.split.sequence_parallel
+            and v.dtype is not DType.INDEX
+            and "tp" not in self.sharded_dims(v).values()
+            and _sequence(v) is not None
         )
 
-    def dim(self, v: Value, axis: str) -> str | None:
-        """The dim along which a value lies in parts over an axis."""
-        found = next((name for name, a in self.own(v).items() if a == axis), None)
-        return found or _sequence(v)
+    def sharded_dim(self, v: Value, axis: str) -> str | None:
+        """Return the dim of a value that is sharded over an axis."""
+        return next((name for name, a in self.sharded_dims(v).items() if a == axis), None) or _sequence(v)
 
     def over(self, step: Step, names: tuple[str, ...]) -> frozenset[str]:
-        """The axes over which what is summed along these dims is a partial sum."""
+        """Return the axes over which a sum along these dims is Partial."""
         axes = {step.axes[name] for name in names if name in step.axes}
         if (
             SEQUENCES.intersection(names)
             and "tp" not in step.axes.values()
-            and any(map(self.scattered, step.value.args))
+            and any(map(self.is_sequence_parallel, step.value.args))
         ):
             axes.add("tp")
-        return frozenset(filter(self.divides, axes))
+        return frozenset(filter(self.is_sharded, axes))
 
 
 @lru_cache(maxsize=1 << 12)
-def _cuts(program: Program) -> dict[int, dict[str, str]]:
-    """The dims of each value of a program that may be divided, and their axes; by identity."""
+def _shardable_dims(program: Program) -> dict[int, dict[str, str]]:
+    """Return the dims of each value of a program that a split can shard, with their axes; by identity."""
     outers = {id(s.value): s.outer for s in program.steps}
 
-    def around(v: Value) -> tuple[Dim, ...]:
+    def outer_dims(v: Value) -> tuple[Dim, ...]:
         o = origin(v)
         return outers.get(id(o.source), ())[:-1] if isinstance(o.op, Each) else outers.get(id(o), ())
 
-    return {id(v): program.table.axes(around(v), v.shape) for s in program.steps for v in (s.value, *s.value.args)}
+    return {id(v): program.table.axes(outer_dims(v), v.shape) for s in program.steps for v in (s.value, *s.value.args)}
 
 
 def _sequence(v: Value) -> str | None:
-    """The dim of a value that has a part for each position of a sequence; slots are for its tokens."""
+    """Return the sequence dim of a value, or the dim of the slots for its tokens; None if it has neither."""
     return next((d.name for d in v.shape if d.name in SEQUENCES or any(o.name in SEQUENCES for o in d.of)), None)
 
 
 def _contracted(step: Step) -> tuple[str, ...]:
-    """The dims that a primitive sums over."""
+    """Return the dims that a primitive sums over."""
     match step.value.op:
         case Dot(over):
             return over

@@ -17,28 +17,29 @@ from .primitives import Step
 
 
 @frozen
-class Reach:
+class ReadRequirement:
     """Requirements of a primitive on one argument, beyond the shard that a device holds.
 
-    whole: the dims of which it reads every index. placed: those of which it must know at which index it is. heads: the
-    dim of what several heads share, and the number of those heads.
+    full_dims: dims of which it reads every index.
+    offset_dims: dims of which it must know the index at which the shard begins.
+    heads: the dim of which several heads share one index, and the number of these heads.
     """
 
-    whole: frozenset[str] = frozenset()
-    placed: frozenset[str] = frozenset()
+    full_dims: frozenset[str] = frozenset()
+    offset_dims: frozenset[str] = frozenset()
     heads: tuple[str, int] | None = None
 
     @property
     def dims(self) -> frozenset[str]:
-        """Return the dims of `whole` and of `placed`."""
-        return self.whole | self.placed
+        """Return the dims of `full_dims` and of `offset_dims`."""
+        return self.full_dims | self.offset_dims
 
     def __bool__(self) -> bool:
         return bool(self.dims)
 
 
-def reach_of(step: Step, split: Split) -> tuple[Reach, ...]:
-    """Return the reach of a primitive for each of its arguments."""
+def read_requirements(step: Step, split: Split) -> tuple[ReadRequirement, ...]:
+    """Return the requirements of a primitive on each of its arguments."""
     v = step.value
     match v.op:
         case Attend():
@@ -46,37 +47,43 @@ def reach_of(step: Step, split: Split) -> tuple[Reach, ...]:
         case Scan(along):
             n = v.shape["heads"].known
             return tuple(
-                Reach(frozenset({along}), heads=("groups", n) if "groups" in a.shape else None) for a in v.args
+                ReadRequirement(frozenset({along}), heads=("groups", n) if "groups" in a.shape else None)
+                for a in v.args
             )
         case Conv(along) | Shift(along) | Slice(along) | Concat(along):
-            return tuple(Reach(frozenset({along})) for _ in v.args)
+            return tuple(ReadRequirement(frozenset({along})) for _ in v.args)
         case Select(dim, index) if index is not None:
-            return (Reach(frozenset({dim})),)
+            return (ReadRequirement(frozenset({dim})),)
         case Rename(old, new) if step.table.axis(v.args[0].shape[old]) != step.table.axis(v.shape[new]):
-            return (Reach(frozenset({old})),)
+            return (ReadRequirement(frozenset({old})),)
         case Rope() | PositionLookup():
-            return (Reach(placed=SEQUENCES), *(Reach() for _ in v.args[1:]))
+            return (ReadRequirement(offset_dims=SEQUENCES), *(ReadRequirement() for _ in v.args[1:]))
         case MaskedScatter():
-            return Reach(placed=SEQUENCES), Reach(SEQUENCES), Reach(SEQUENCES)
-        case Normalize(over) if v.op.groups > 1 and not _apart(v.op, step, split):
-            return tuple(Reach(frozenset(over)) for _ in v.args)
-    return tuple(Reach() for _ in v.args)
+            return ReadRequirement(offset_dims=SEQUENCES), ReadRequirement(SEQUENCES), ReadRequirement(SEQUENCES)
+        case Normalize(over) if v.op.groups > 1 and not _has_whole_groups(v.op, step, split):
+            return tuple(ReadRequirement(frozenset(over)) for _ in v.args)
+    return tuple(ReadRequirement() for _ in v.args)
 
 
-def _apart(op: Normalize, step: Step, split: Split) -> bool:
-    """Whether each device has whole groups: the first dim alone may be divided, and into no more than there are."""
+def _has_whole_groups(op: Normalize, step: Step, split: Split) -> bool:
+    """Return whether each device has whole groups: only the first dim is sharded, into a divisor of their number."""
     first, *others = (split.degree(step.axes.get(name, "")) for name in op.over)
     return op.groups % first == 0 and max(others, default=1) == 1 and not SEQUENCES.intersection(op.over)
 
 
-def _attention(v: Value, op: Attend) -> tuple[Reach, ...]:
-    """Queries read all keys and values; a bias is known by the head it is for."""
+def _attention(v: Value, op: Attend) -> tuple[ReadRequirement, ...]:
+    """Return the requirements of attention: queries read all keys and values, and a bias depends on the head."""
     q, k, *_ = v.args
-    here = {sequence_dim(q.shape).name} if op.causal or op.alibi or op.relative else set()
+    positions = {sequence_dim(q.shape).name} if op.causal or op.alibi or op.relative else set()
     heads = {"heads", "kv_heads"} if op.alibi else set()
-    keys = Reach(
+    keys = ReadRequirement(
         frozenset({sequence_dim(k.shape).name}),
         frozenset(heads),
         None if op.alibi else ("kv_heads", q.shape["heads"].known),
     )
-    return Reach(placed=frozenset(here | heads)), keys, keys, *(Reach(placed=frozenset(heads)) for _ in v.args[3:])
+    return (
+        ReadRequirement(offset_dims=frozenset(positions | heads)),
+        keys,
+        keys,
+        *(ReadRequirement(offset_dims=frozenset(heads)) for _ in v.args[3:]),
+    )

@@ -88,7 +88,7 @@ class Body(nn.Module):
 
         The value of the dict is True if etp replicates the tensor.
         """
-        table, weights_only = self.program.table, self.placement.plain
+        table, weights_only = self.program.table, self.placement.weights_only
         weights = [(i, s.outer, s.value.shape) for i, s in self.slots.items()]
         derived = [(id(s.value), s.outer, s.value.shape) for s in self.program.steps if id(s.value) in weights_only]
         return {

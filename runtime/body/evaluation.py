@@ -94,7 +94,7 @@ class Evaluation:
         if etp_replicates is None:
             return transitions
         without_tp = tuple(t for t in transitions if t.axis != "tp")
-        layout, weights_only = self.body.groups.layout, self.body.placement.plain
+        layout, weights_only = self.body.groups.layout, self.body.placement.weights_only
         sums_over_etp = etp_replicates and layout.etp > 1 and id(p.step.value) not in weights_only
         if sums_over_etp and all(t.axis != "etp" for t in without_tp):
             return (*without_tp, Transition(TransitionKind.TO_REPLICATE, "etp"))

@@ -48,9 +48,9 @@ def evaluate_local(
     """Return this rank's shard of the result of a primitive. balanced_moe: the MoE whose balancing loss is added."""
     match v.op:
         case Drop(rate):
-            return _dropout(args[0], rate, training, sharded="tp" in p.parts)
+            return _dropout(args[0], rate, training, sharded="tp" in p.sharded_axes)
         case Gate() if balanced_moe and training and not p.step.outer:
-            token_groups = [groups.of_axis(name) for name in sorted(p.parts)]
+            token_groups = [groups.of_axis(name) for name in sorted(p.sharded_axes)]
             return _with_balancing_loss(balanced_moe, v, evaluate(v.op, v, *args), args[0], token_groups)
         case Route() if groups.layout.ep * groups.layout.etp > 1:
             return dispatch_tokens(v, *args, groups=groups)
@@ -61,7 +61,7 @@ def evaluate_local(
             return evaluate(v.op, v, x, *args[1:])
         case Lookup(key) if p.step.axes.get(key) == "tp" and groups.layout.tp > 1:
             return _sharded_lookup(v.op, v, *args, rank=groups.tp_rank)
-        case Normalize() if p.summed:
+        case Normalize() if p.statistics_axes:
             return _sharded_norm(v.op, v, p, *args, groups=groups)
         case Normalize(over) if v.op.groups > 1 and not p.result:  # this rank holds whole groups
             degree = groups.layout.degrees.get(p.step.axes.get(over[0], ""), 1)
@@ -132,7 +132,7 @@ def _sharded_norm(op: Normalize, v: Value, p: PlacedOp, x: Tensor, *weights: Ten
 
     def mean(t: Tensor) -> Tensor:
         t = t.mean(dims, keepdim=True)
-        for name in p.summed:
+        for name in p.statistics_axes:
             t = perform(Transition(TransitionKind.REDUCE_PARTIAL, name), t / groups.layout.degrees[name], None, groups)
             t = perform(Transition(TransitionKind.TO_REPLICATE, name), t, None, groups)
         return t
