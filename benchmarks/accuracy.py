@@ -19,12 +19,12 @@ from typing import Any
 
 from attrs import fields
 
-from megaloom.planner.contract.devices import Device
+from megaloom.planner.contract.devices import Device, Link
 from megaloom.planner.cost.profiles.features import FEATURES
 from megaloom.planner.cost.profiles.figures import Figure
 from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN, PUBLISHED
 from megaloom.planner.cost.profiles.groups import GROUPS, Feature, profile_figures
-from megaloom.planner.hardware.presets import PRESETS
+from megaloom.planner.hardware.presets import DEVICE_FIGURES, LINK_FIGURES, OTHER_SOURCES, PRESETS, HardwareFigure
 from megaloom.planner.validate.records import RunRecord
 from megaloom.planner.validate.run_files import DATA, OTHER_RUNS, fitted_files, shipped_records
 from megaloom.planner.validate.scoreboard import TableBy, markdown, markdown_table, summaries
@@ -36,23 +36,6 @@ GPU_RUNS = Path(__file__).with_name("data") / "gpu_runs.tsv"
 SECTION = re.compile(r"(<!-- table ([\w-]+) -->\n)(.*?)(<!-- end of \2 -->)", re.DOTALL)
 LARGEST = 30  # residuals in the table
 SUMMARY = ("class of runs", "runs", "median error", "mean error", "90 % of errors below", "bias", "inside the interval")
-H200 = "measured on an H200 for this project"
-# Field of a device, its unit, the kind of its figure, and its source. Comments in planner/hardware/presets.py say more.
-DEVICE_FIGURES: Sequence[tuple[str, str, str, str]] = (
-    ("flops", "FLOP/s by precision", "datasheet", "vendor's datasheet, dense"),
-    ("nbytes", "bytes", "measured", "total capacity that torch.cuda reports"),
-    ("bandwidth", "bytes/s", "datasheet", "vendor's datasheet"),
-    ("flops_efficiency", "share of flops", "measured", "large matrix products; " + H200),
-    ("narrow_efficiency", "share of flops_efficiency", "measured", "8-bit matrix products; " + H200),
-    ("nvfp4_efficiency", "share of flops_efficiency", "fitted", "published runs of one half of the models"),
-    ("bandwidth_efficiency", "share of bandwidth", "measured", "a device copy; " + H200),
-    ("launch_seconds", "seconds per kernel", "measured", H200),
-    ("attend_efficiency", "share of flops", "measured", "arXiv:2407.08608, figures 5 and 6; arXiv:2307.08691"),
-    ("sustained", "share of flops", "measured or fitted", H200 + "; Blackwell: fitted to dense published runs"),
-    ("units", "multiprocessors", "datasheet", "vendor's datasheet"),
-    ("library_nbytes", "bytes", "source code", "torch, aten, CUDABlas.cpp: getChosenWorkspaceSize"),
-    ("context_nbytes", "bytes", "measured", H200 + ": driver, libraries and NCCL"),
-)
 
 
 @cache
@@ -126,14 +109,27 @@ def gpu_runs() -> str:
 
 def device_table() -> str:
     """Return the figures of every device preset."""
-    names = list(PRESETS)
-    rows = []
-    for name, unit, kind, source in DEVICE_FIGURES:
-        values = [_number(getattr(PRESETS[preset].device, name)) for preset in names]
-        rows.append((f"`{name}`", unit, kind, source, *values))
-    if missing := {f.name for f in fields(Device)} - {"name", *(row[0] for row in DEVICE_FIGURES)}:
-        raise ValueError(f"no unit and source for {', '.join(sorted(missing))}")
-    return markdown_table(("figure", "unit", "kind", "source", *names), rows)
+    return _hardware_table(DEVICE_FIGURES, {name: preset.device for name, preset in PRESETS.items()})
+
+
+def link_table() -> str:
+    """Return the figures of every link of the presets."""
+    every = [link for preset in PRESETS.values() for link in (preset.intra, preset.inter)]
+    links = {f"{link.name}, {link.bandwidth / 1e9:g} GB/s": link for link in every}
+    return _hardware_table(LINK_FIGURES, links)
+
+
+def _hardware_table(figures: Mapping[str, HardwareFigure], items: Mapping[str, Device | Link]) -> str:
+    """Return a table with a row for each figure and a column for each device or link."""
+    kind = type(next(iter(items.values())))
+    if missing := {f.name for f in fields(kind)} - {"name", *figures}:
+        raise ValueError(f"{kind.__name__}: no unit and source for {', '.join(sorted(missing))}")
+    rows = [
+        (f"`{name}`", it.unit, str(it.kind), it.source, *(_number(getattr(item, name)) for item in items.values()))
+        for name, it in figures.items()
+    ]
+    notes = [f"\n{item.name}: {source}." for item in items.values() if (source := OTHER_SOURCES.get(item.name))]
+    return "\n".join((markdown_table(("figure", "unit", "kind", "source", *items), rows), *notes))
 
 
 def profile_table() -> str:
@@ -196,6 +192,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "frameworks": residuals_by_framework,
     "gpu-runs": gpu_runs,
     "devices": device_table,
+    "links": link_table,
     "profiles": profile_table,
     "features": feature_table,
     "published-profiles": framework_table,

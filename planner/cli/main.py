@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
+from megaloom.planner.contract.known_devices import MEMORY
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
 
 from .arguments import NOTHING_FIXED, FixedLayout, fixed_fields, parse_share, reject_fractions, unwrap_help
@@ -32,6 +33,12 @@ app = App(
 )
 app["--help"].group = "Parameters"
 
+_GPUS_HELP = (
+    "Number and kind of devices: 64xH100. A range, 8..4096xH100, prints a scaling table. "
+    f"Known: {', '.join(MEMORY)}. For another cluster, give a cluster file, 64xours.toml, "
+    "or the profile that `megaloom measure` writes."
+)
+
 
 @app.default
 @unwrap_help
@@ -39,7 +46,7 @@ def find_plan(
     model: str | None = None,
     /,
     *,
-    gpus: str = "8xH100",
+    gpus: Annotated[str, Parameter(help=_GPUS_HELP)] = "8xH100",
     seq: int | None = None,
     batch: int | None = None,
     precision: Precision = Precision.BF16,
@@ -63,10 +70,6 @@ def find_plan(
     model
         One of the examples (llama3-8b), file.py:name, a file.py that declares one model, package.module:name, or a
         Hugging Face config.json.
-    gpus
-        Number and kind of devices: 64xH100. A range, 8..4096xH100, prints a scaling table. Known: A100, A100-40GB,
-        A800, A100-PCIe, A100-PCIe-40GB, V100, H100, H800, H200, B200, B300, GB200, GB300, CPU. For another cluster,
-        give a cluster file, 64xours.toml, or the profile that `megaloom measure` writes.
     seq
         Tokens per sequence. [default: 4096, or fewer if the model has fewer learned positions]
     batch

@@ -11,40 +11,9 @@ from attrs import Attribute, evolve, field, frozen
 
 from megaloom.dsl.errors import UserError
 
+from .known_devices import MEMORY, PORT_TOLERANCE, PORTS
+
 GiB = 2**30
-
-# Bytes that torch.cuda reports in all, less than what is printed on the box: read off the "total capacity of …"
-# of torch's own out-of-memory messages, as users report them.
-MEMORY = {
-    "A100": int(79.15 * GiB),
-    "A100-40GB": int(39.39 * GiB),
-    "H100": int(79.10 * GiB),
-    "H200": int(139.80 * GiB),
-    "B200": int(178.35 * GiB),
-    "GB200": int(184.31 * GiB),
-    "B300": int(268 * GiB),  # these two as their users' tables of runs give them
-    "GB300": int(278 * GiB),
-    "A800": int(79.15 * GiB),
-    "H800": int(79.10 * GiB),
-    "A100-PCIe": int(79.15 * GiB),
-    "A100-PCIe-40GB": int(39.39 * GiB),
-    "V100": int(31.74 * GiB),
-    "CPU": 4 * GiB,  # a process's share when four of them have a machine of 16 GiB
-}
-
-# Bytes a second, one way, of a device's ports: all its NVLink, and its way to the network cards (PCIe 3 to 6, 16
-# lanes), from NVIDIA's datasheets, which round.
-ROUNDED = 1.02
-PCIE3_PORT, PCIE4_PORT, PCIE5_PORT, PCIE6_PORT = 15.75e9, 31.5e9, 63e9, 121e9
-PORTS = {
-    "V100": (150e9, PCIE3_PORT),
-    **dict.fromkeys(("A100", "A100-40GB", "A100-PCIe", "A100-PCIe-40GB"), (300e9, PCIE4_PORT)),
-    "A800": (200e9, PCIE4_PORT),
-    **dict.fromkeys(("H100", "H200"), (450e9, PCIE5_PORT)),
-    "H800": (200e9, PCIE5_PORT),
-    "B200": (900e9, PCIE5_PORT),
-    **dict.fromkeys(("B300", "GB200", "GB300"), (900e9, PCIE6_PORT)),
-}
 
 # By how much chips of one kind differ in the clock that their power limit leaves, one standard deviation. GPUs of one
 # kind differ by 8 % in the mean of five computing centers (Sinha et al., arXiv:2208.11035), taken to be the width
@@ -194,7 +163,7 @@ class Cluster:
                 f"{max(1, self.pod // self.per_node) * self.per_node} would"
             )
         for link, port in zip((self.intra, self.inter), PORTS.get(self.device.name, ()), strict=False):
-            self._no_faster(link, f"port of {a(self.device.name)}", ROUNDED * port)
+            self._no_faster(link, f"port of {a(self.device.name)}", PORT_TOLERANCE * port)
         for link in (self.intra, self.inter):
             self._no_faster(link, f"memory of {a(self.device.name)}", self.device.bandwidth)
 

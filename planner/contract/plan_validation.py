@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import inf, isfinite
 from typing import NoReturn
 
-from .devices import MEMORY
+from .known_devices import MEMORY
 from .layout import FIELDS
 from .plans import Plan
 from .structured import StructureError

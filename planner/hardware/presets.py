@@ -1,27 +1,158 @@
-"""Presets of devices and links. Each figure has its source beside it."""
+"""Presets of devices and links, and the unit, kind and source of each of their figures.
+
+`PRESETS[name]` is a device with its links. `DEVICE_FIGURES` and `LINK_FIGURES` have one entry for each field;
+`docs/accuracy/constants.md` prints them beside the values.
+"""
 
 from __future__ import annotations
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from megaloom.planner.contract.devices import (
-    MEMORY,
     Device,
     GiB,
     Link,
     Preset,
 )
+from megaloom.planner.contract.known_devices import MEMORY
+from megaloom.planner.cost.profiles.figures import FigureKind
 
-# The buffers of one NCCL communicator of more than two devices, on four A100 (github.com/NVIDIA/nccl/issues/964).
+
+@frozen
+class HardwareFigure:
+    """Unit, kind and source of one field of a device or a link, over all presets."""
+
+    unit: str
+    kind: FigureKind
+    source: str
+
+
+_DATASHEET, _MEASURED, _FITTED, _CODE = FigureKind
+DEVICE_FIGURES = {
+    "flops": HardwareFigure(
+        "FLOP/s by precision",
+        _DATASHEET,
+        "NVIDIA's datasheets, dense: bf16 on the tensor cores, fp32 on the CUDA cores, because torch uses no TF32 by "
+        "default. GB200 and GB300: a rack of 72 has 180 PFLOP/s in bf16 and 5.76 in fp32",
+    ),
+    "nbytes": HardwareFigure(
+        "bytes",
+        _MEASURED,
+        'total memory as torch reports it: "total capacity of" in users\' out-of-memory messages; B300 and GB300: '
+        "published tables of runs",
+    ),
+    "bandwidth": HardwareFigure(
+        "bytes/s", _DATASHEET, "NVIDIA's datasheets; GB200 and GB300: 576 TB/s in a rack of 72"
+    ),
+    "flops_efficiency": HardwareFigure(
+        "share of flops",
+        _MEASURED,
+        "best large bf16 product of github.com/stas00/ml-engineering (table MAMF: A100 267.9, H100 and H200 794.5, "
+        "B200 1,745 TFLOP/s); this project measured 790 on an H200. Others as the base of their generation",
+    ),
+    "narrow_efficiency": HardwareFigure(
+        "share of flops_efficiency",
+        _FITTED,
+        "1: products below 16 bits are assumed to reach the 16-bit share of their own peak; `megaloom measure` "
+        "replaces it",
+    ),
+    "nvfp4_efficiency": HardwareFigure(
+        "share of flops_efficiency * narrow_efficiency",
+        _FITTED,
+        "GB300: published runs of one half of the models. Its peak is 1.5 times the GB200's, and its steps are not "
+        "faster for it",
+    ),
+    "bandwidth_efficiency": HardwareFigure(
+        "share of bandwidth",
+        _MEASURED,
+        "this project, on an H200: a copy within the device moves 4.3 TB/s of 4.8; assumed for the other GPUs",
+    ),
+    "launch_seconds": HardwareFigure(
+        "seconds per kernel",
+        _MEASURED,
+        "this project, `megaloom measure` on two H200: host time of an eager torch kernel; assumed for the other GPUs",
+    ),
+    "attend_efficiency": HardwareFigure(
+        "share of flops",
+        _MEASURED,
+        "H100: cuDNN, causal, heads of 128, 16k tokens, forward 539 TFLOP/s, backward 516 (arXiv:2407.08608, figures 5 "
+        "and 6). A100: FlashAttention-2 reaches 50 to 73 % (arXiv:2307.08691). The others are assumed to be like these",
+    ),
+    "sustained": HardwareFigure(
+        "share of flops",
+        _FITTED,
+        "H100, H200: measured by this project in a training step on an H200, where products run at 680 TFLOP/s that "
+        "reach 790 alone; their shapes explain 3 to 4 %. A100: 1, it keeps its clock; over PCIe (250 to 300 W) less. "
+        "Blackwell, by power limit (B200 1,000 W, B300 1,100, GB200 1,200, GB300 1,400): dense published runs of one "
+        "half of the models, from two to five sources for each device. All are of a chip in the middle "
+        "of the variation",
+    ),
+    "units": HardwareFigure("multiprocessors", _DATASHEET, "NVIDIA's datasheets"),
+    "library_nbytes": HardwareFigure(
+        "bytes",
+        _CODE,
+        "torch, aten/src/ATen/cuda/CUDABlas.cpp, getChosenWorkspaceSize: 2 x 4 MiB and 8 x 16 KiB; 32 MiB "
+        "from Hopper on",
+    ),
+    "context_nbytes": HardwareFigure(
+        "bytes",
+        _MEASURED,
+        "this project, on an H200, as what torch does not reserve: 0.68 GiB once products, attention and norms have "
+        "run, and 0.35 for NCCL without its communicators. Before CUDA 11.7, which loaded all kernels, more than 1 GB "
+        "(github.com/pytorch/pytorch/issues/107667). Assumed for the other GPUs",
+    ),
+}
+LINK_FIGURES = {
+    "bandwidth": HardwareFigure(
+        "bytes/s of one direction, for each device",
+        _DATASHEET,
+        "NVLink: the datasheets of the GPUs, which print the sum of both directions. InfiniBand: one card for each GPU "
+        "(DGX A100 200 Gb/s; DGX H100, B200 and NVL72 400; with B300 and GB300 800), but DGX-1 with V100 has four "
+        "cards of 100 for 8 GPUs. PCIe 4: 16 lanes",
+    ),
+    "latency": HardwareFigure("seconds", _CODE, "NCCL, src/graph/tuning.cc: base latency of a ring"),
+    "hop": HardwareFigure(
+        "seconds per step",
+        _CODE,
+        "NCCL, src/graph/tuning.cc. An all-reduce over four H200 is predicted to take 25 us and took 25, an all-gather "
+        "15 and took 17. PCIe is a guess",
+    ),
+    "efficiency": HardwareFigure(
+        "share of bandwidth",
+        _MEASURED,
+        "NVLink: this project, on four H200, mean of all-reduce, all-gather, reduce-scatter, all-to-all and a ring of "
+        "sends of 1 GiB (354, 326, 322, 337, 360 GB/s of 450); NVIDIA says 370 "
+        "(github.com/NVIDIA/nccl-tests/issues/212). Assumed for the other generations and PCIe. InfiniBand: NCCL "
+        "reaches 46 to 48 GB/s of 50 (github.com/NVIDIA/nccl-tests/issues/290)",
+    ),
+    "group_nbytes": HardwareFigure(
+        "bytes of a process group", _MEASURED, "four A100 (github.com/NVIDIA/nccl/issues/964)"
+    ),
+    "peer_nbytes": HardwareFigure(
+        "bytes for each peer of an all-to-all",
+        _MEASURED,
+        "eight H100 of a node went from 1.06 to 4.34 GB, in pieces of 10 MiB for each of up to 32 channels "
+        "(github.com/NVIDIA/nccl/issues/1685)",
+    ),
+}
+# Presets whose figures have another source than the tables above say.
+OTHER_SOURCES = {
+    "CPU": "measured by this project on a virtual machine with 2 cores of an AMD EPYC with AVX-512, torch 2.13, with "
+    "four processes of one thread at a time; the best of 5, of the slowest process: matrix products of size 512 (fp32) "
+    "and 1024 (bf16), and a copy of 32 MiB. A kernel's launch: 1.5 ms, by which forward and backward of a small block "
+    "exceed its products, over about 75 kernels. The share of attention is a guess. One or two processes alone are "
+    "about twice as fast",
+    "gloo on loopback": "measured by this project on the same machine, with four processes; the best of 9. 1 KiB: a "
+    "send 0.25 ms, an all-gather 1.2, an all-reduce 2.1. 32 MiB: a send 1.3 GB/s, bus bandwidths of 0.25 (all-gather) "
+    "to 1.2 (all-reduce)",
+}
+
+# `_link` gives every GPU link these figures. Buffers of an NCCL communicator of more than two devices, and those of an
+# all-to-all for each peer.
 NCCL_GROUP = 688 * 10**6
-# Those of an all-to-all for each pair: eight H100 of a node went from 1.06 to 4.34 GB, in pieces of 10 MiB for each of
-# up to 32 channels (github.com/NVIDIA/nccl/issues/1685).
 NCCL_PEER = int((4.34e9 - 1.06e9) / 7)
 
 
-# Latency, and the hops of the links below: NCCL's own tuning table for the ring (src/graph/tuning.cc: base 8.4 us,
-# NVLink 3.4 us, network 14 us). It gives 25 us for an all-reduce over four H200 that took 25, and 15 us for
-# an all-gather that took 17.
 def _link(name: str, bandwidth: float, hop: float, efficiency: float) -> Link:
     return Link(
         name=name,
@@ -34,46 +165,17 @@ def _link(name: str, bandwidth: float, hop: float, efficiency: float) -> Link:
     )
 
 
-# NVLink, one way, from the datasheets of the GPUs (which print the sum of both ways). Of it, 0.755 is the mean of
-# all-reduce, all-gather, reduce-scatter, all-to-all and a ring of sends of 1 GiB over four H200, measured for this
-# project (354, 326, 322, 337, 360 GB/s of 450); NVIDIA says 370 (github.com/NVIDIA/nccl-tests/issues/212). Taken to be
-# the same share for the other generations and PCIe, which were not measured.
 NVLINK2, NVLINK3, NVLINK4, NVLINK5 = (
     _link(f"NVLink {n}", bandwidth, 3.4e-6, 0.755) for n, bandwidth in ((2, 150e9), (3, 300e9), (4, 450e9), (5, 900e9))
 )
 NVLINK_800 = evolve(NVLINK4, bandwidth=200e9)  # of the A800 and the H800
-PCIE4 = _link("PCIe 4", 31.5e9, 6e-6, 0.755)  # its hop is a guess
-# One network card a GPU. Of 50 GB/s NCCL gets 46 to 48 (github.com/NVIDIA/nccl-tests/issues/290). DGX A100: 200 Gb/s a
-# GPU; DGX H100, B200, NVL72: 400; those with a 300: 800; DGX-1 with V100: four cards of 100 for 8.
+PCIE4 = _link("PCIe 4", 31.5e9, 6e-6, 0.755)
 EDR, HDR, NDR, XDR = (
     _link(f"InfiniBand {name}", bandwidth, 14e-6, 0.92)
     for name, bandwidth in (("EDR", 6.25e9), ("HDR", 25e9), ("NDR", 50e9), ("XDR", 100e9))
 )
 
-# What an eager torch kernel costs the host: `megaloom measure` on two H200s. A CUDA graph would hide it.
 LAUNCH = 14e-6
-
-# - flops: dense, from NVIDIA's datasheets, bf16 on the tensor cores, fp32 on the CUDA cores (torch does not use TF32
-#   unless told to).
-# - flops_efficiency: the best large bf16 product found by github.com/stas00/ml-engineering (MAMF table: A100 267.9,
-#   H100 and H200 794.5, B200 1745 TFLOP/s); measured for this project on the H200: 790.
-# - bandwidth, units: datasheets.
-# - bandwidth_efficiency: a device copy on the H200 moves 4.3 TB/s of 4.8, measured for this project; taken to be the
-#   same share for the others.
-# - attend_efficiency: cuDNN's forward on an H100, causal, heads of 128, reaches 539 TFLOP/s at 16k (Shah et al.,
-#   arXiv:2407.08608, figure 5), its backward 516 (figure 6); FlashAttention-2 gets 50-73 % of an A100 (Dao,
-#   arXiv:2307.08691); the other generations are taken to be as the H100.
-# - sustained: in the profile of a training step on the H200, measured for this project (70 % of the time at 514 model
-#   TFLOP/s), matrix products run at 680 TFLOP/s where alone they reach 790, of which their shapes explain 3 to 4 %. An
-#   A100 keeps its clock. Blackwell's depend on the power that the box gives each GPU: 1,000 W (B200), 1,200 W (GB200),
-#   1,100 W (B300), 1,400 W (GB300); fitted to dense runs of one half of the published models, of two to five sources
-#   for each device (`megaloom validate`). All of these are of a chip in the middle, see `device.VARIATION`.
-# - nvfp4_efficiency: fitted likewise: its peak is half as much again as that of GB200, and its steps no quicker for it.
-# - context_nbytes: on an H200 0.51 GiB for the context, 0.68 once products, attention and norms have run, and 0.35 more
-#   for NCCL beside its communicators, measured for this project by what torch does not reserve; more than 1 GB before
-#   CUDA 11.7, which loaded all kernels (github.com/pytorch/pytorch/issues/107667).
-# - library_nbytes: torch gives cuBLAS 4 MiB twice and 16 KiB eight times, from Hopper on 32 MiB (aten, CUDABlas.cpp:
-#   getChosenWorkspaceSize).
 CONTEXT = int((0.68 + 0.35) * GiB)
 MIB = 2**20
 A100 = Device(  # SXM, 80 GB
@@ -117,9 +219,9 @@ B200 = Device(  # HGX, 1,000 W
     library_nbytes=32 * MIB,
     context_nbytes=CONTEXT,
 )
-# Over PCIe 4, 16 lanes: 31.5 GB/s one way; and less power (300 W).
+# Devices of a generation differ from its first one in the figures given here; `evolve` takes all others from it.
 A100_PCIE = evolve(A100, name="A100-PCIe", nbytes=MEMORY["A100-PCIe"], bandwidth=1.935e12, sustained=0.85)
-A100_PCIE_40 = evolve(A100_PCIE, name="A100-PCIe-40GB", nbytes=MEMORY["A100-PCIe-40GB"], bandwidth=1.555e12)  # 250 W
+A100_PCIE_40 = evolve(A100_PCIE, name="A100-PCIe-40GB", nbytes=MEMORY["A100-PCIe-40GB"], bandwidth=1.555e12)
 V100 = evolve(  # SXM2, 32 GB
     A100, name="V100", flops={"fp16": 125e12, "fp32": 15.7e12}, nbytes=MEMORY["V100"], bandwidth=0.9e12, units=80
 )
@@ -127,7 +229,6 @@ A100_40 = evolve(A100, name="A100-40GB", nbytes=MEMORY["A100-40GB"], bandwidth=1
 A800 = evolve(A100, name="A800", nbytes=MEMORY["A800"])
 H800 = evolve(H100, name="H800", nbytes=MEMORY["H800"])
 H200 = evolve(H100, name="H200", nbytes=MEMORY["H200"], bandwidth=4.8e12)
-# NVL72, 1,200 W: 180 PFLOP/s dense bf16, 5.76 PFLOP/s fp32, 576 TB/s in a rack of 72.
 _GB200 = {"bf16": 2.5e15, "fp16": 2.5e15, "fp8": 5e15, "mxfp8": 5e15, "nvfp4": 10e15, "fp32": 80e12}
 GB200 = evolve(B200, name="GB200", flops=_GB200, nbytes=MEMORY["GB200"], sustained=0.72, units=152)
 B300 = evolve(B200, name="B300", flops={**B200.flops, "nvfp4": 13.5e15}, nbytes=MEMORY["B300"], sustained=0.69)
@@ -139,10 +240,6 @@ GB300 = evolve(
     sustained=0.91,
     nvfp4_efficiency=0.65,
 )
-# Measured for this project on a virtual machine with 2 cores of an AMD EPYC with AVX-512, torch 2.13, four processes of
-# one thread at a time, best of 5, the slowest process counted: matrix products of 512 (fp32) and 1024 (bf16), a copy of
-# 32 MiB; launch: what a small block's forward and backward takes more than its products do, by kernel (1.5 ms, about
-# 75). One or two processes alone are about twice as fast.
 CPU = Device(
     name="CPU",
     flops={"fp32": 52e9, "bf16": 117e9},
@@ -152,8 +249,6 @@ CPU = Device(
     attend_efficiency=0.5,  # not measured
     context_nbytes=GiB // 2,  # python, torch and megatron-core
 )
-# The same machine, gloo over loopback, four processes, best of 9. A send of 1 KiB 0.25 ms, an all-gather 1.2, an
-# all-reduce 2.1; of 32 MiB a send 1.3 GB/s, and bus bandwidths from 0.25 (all-gather) to 1.2 (all-reduce).
 LOOPBACK = Link(name="gloo on loopback", bandwidth=1.3e9, latency=0.25e-3, hop=0.4e-3, efficiency=0.6)
 
 

@@ -122,8 +122,14 @@ def _command(model: str, options: Mapping[str, Any]) -> str:
     """Return the command line with the options that differ from the defaults."""
     defaults = {**asdict(DEFAULT_RECIPE), "data": STANDARD_LIBRARY, "out": None, "steps": None}
     flags = [part for name, value in options.items() if value != defaults.get(name) for part in _flag(name, value)]
-    program = "megaloom" if shutil.which("megaloom") else os.path.relpath(sys.argv[0])
-    return shlex.join([program, "train", *([] if model == DEFAULT_MODEL else [model]), *flags])
+    return shlex.join([*_program(), "train", *([] if model == DEFAULT_MODEL else [model]), *flags])
+
+
+def _program() -> list[str]:
+    """Return the words with which the user starts `megaloom`."""
+    if Path(sys.argv[0]).name == "__main__.py":
+        return [sys.orig_argv[0], "-m", "megaloom.runtime.cli"]
+    return ["megaloom"] if shutil.which("megaloom") else [os.path.relpath(sys.argv[0])]
 
 
 def _flag(name: str, value: object) -> tuple[str, ...]:

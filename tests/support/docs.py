@@ -224,6 +224,29 @@ def _python_api() -> str:
     return "\n".join(out)
 
 
+def _devices() -> str:
+    from megaloom.planner.contract.devices import GiB
+    from megaloom.planner.hardware.presets import PRESETS
+
+    lines = [
+        "| device | memory | bf16 | link within a node | network, for each device | node |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, preset in PRESETS.items():
+        device, intra, inter = preset.device, preset.intra, preset.inter
+        peak = device.flops.get("bf16") or device.flops["fp16"]
+        precision = "" if "bf16" in device.flops else " (fp16)"
+        largest = (
+            f"up to {preset.domain} in trays of {preset.tray}" if preset.tray < preset.domain else f"{preset.tray}"
+        )
+        lines.append(
+            f"| `{name}` | {device.nbytes / GiB:.1f} GiB | {peak / 1e12:,.4g} TFLOP/s{precision} "
+            f"| {intra.name}, {intra.bandwidth / 1e9:g} GB/s | {inter.name}, {inter.bandwidth / 1e9:g} GB/s "
+            f"| {'one' if name == 'CPU' else largest} |"
+        )
+    return "\n".join(lines)
+
+
 def _map() -> str:
     lines = ["| folder | what is in it | files |", "|---|---|---|"]
     for top in ("dsl", "planner", "runtime", "examples"):
@@ -246,6 +269,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "command_line": _command_line,
     "plan_json": _plan_json,
     "python_api": _python_api,
+    "devices": _devices,
     "map": _map,
 }
 

@@ -6,10 +6,12 @@ import re
 
 import pytest
 
-from benchmarks.accuracy import DEVICE_FIGURES, PAGES, SECTION, TABLES, feature_table, written
+from benchmarks.accuracy import PAGES, SECTION, TABLES, feature_table, written
+from megaloom.planner.contract.known_devices import MEMORY
 from megaloom.planner.cost.profiles.features import FEATURES
+from megaloom.planner.hardware.presets import LINK_FIGURES, OTHER_SOURCES, PRESETS
 
-QUICK = ("gpu-runs", "devices", "profiles", "features", "published-profiles", "other-sources")
+QUICK = ("gpu-runs", "devices", "links", "profiles", "features", "published-profiles", "other-sources")
 TEXT = {page.stem: page.read_text(encoding="utf-8") for page in PAGES.glob("*.md")}
 
 
@@ -40,7 +42,17 @@ def test_text_without_tables_stays() -> None:
     )
 
 
-def test_every_figure_has_a_kind() -> None:
-    kinds = {"datasheet", "measured", "fitted", "measured or fitted", "source code"}
-    assert {kind for _, _, kind, _ in DEVICE_FIGURES} <= kinds
+def test_every_preset_has_a_memory_and_every_other_source_a_preset() -> None:
+    assert list(PRESETS) == list(MEMORY)
+    names = {name for it in PRESETS.values() for name in (it.device.name, it.intra.name, it.inter.name)}
+    assert OTHER_SOURCES.keys() <= names
+
+
+def test_a_figure_without_a_source_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(LINK_FIGURES, "hop")
+    with pytest.raises(ValueError, match="Link: no unit and source for hop"):
+        TABLES["links"]()
+
+
+def test_every_feature_is_in_the_table() -> None:
     assert all(f"| {name} | " in feature_table() for name in FEATURES)
