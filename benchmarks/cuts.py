@@ -21,8 +21,8 @@ from megaloom.planner.cost.columns import BACKWARD_COLUMNS, FORWARD_COLUMNS
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.partition.whole_blocks import with_cut_points_of
+from megaloom.planner.pipeline import schedules
 from megaloom.planner.search.pricing import Pricer
-from megaloom.planner.simulate import schedule
 
 CHUNKS = ((2, 2), (2, 3), (3, 2))  # ranks, and chunks of each
 BLOCKS = {Runtime.MEGALOOM: (8, 10), Runtime.MEGATRON: (12, 16)}
@@ -41,9 +41,9 @@ def lost(placed: Partition) -> float:
     for i in np.argsort(bounds).tolist():
         if bounds[i] >= best:
             break
-        best = min(best, max(schedule.finish_times(ahead[i].tolist(), back[i].tolist(), none, x.pp, m)))
+        best = min(best, max(schedules.finish_times(ahead[i].tolist(), back[i].tolist(), none, x.pp, m)))
     chosen = _both(placed.stage_sums).T.tolist()
-    return max(schedule.finish_times(*chosen, none, x.pp, m)) / best - 1
+    return max(schedules.finish_times(*chosen, none, x.pp, m)) / best - 1
 
 
 def _both(sums: np.ndarray) -> np.ndarray:

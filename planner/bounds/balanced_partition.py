@@ -17,7 +17,7 @@ from megaloom.planner.cost import memory
 from megaloom.planner.cost.columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.partition.partitioner import StageBounds
-from megaloom.planner.simulate import schedule
+from megaloom.planner.pipeline import schedules
 
 from . import pipeline
 from .base_costs import NODE_COST_FIELDS, PLAIN
@@ -109,7 +109,7 @@ def _peak_nbytes(lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows, e
     state = memory.state_bytes(params, experts, ranks, cache.workload.precision, cache.profile)
     m = x.microbatches(cache.workload.batch)[:, None]
     group = np.minimum(x.microbatch_group_size[:, None], m)
-    forwards = np.minimum(schedule.warmup(np.arange(pp), pp, vpp, m, group) + 1, m * vpp)
+    forwards = np.minimum(schedules.warmup(np.arange(pp), pp, vpp, m, group) + 1, m * vpp)
     rounds = (np.arange(3)[:, None] * vpp + np.arange(vpp))[None, :, :, None] * group[:, :, None, None]
     limit = group[:, :, None, None] if vpp > 1 else m[:, :, None, None]
     in_flight = np.clip(forwards[:, None, None] - rounds, 0, limit).sum(axis=1)

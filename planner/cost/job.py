@@ -11,8 +11,8 @@ from megaloom.planner.contract.capability import Capability, assumed_environment
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.model.structure import ModelStructure
-from megaloom.planner.simulate.intervals import interval, run_class
 
+from .intervals import interval, run_class
 from .profiles.frameworks import OWN
 from .profiles.groups import FrameworkProfile
 

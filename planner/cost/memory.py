@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import mul
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, Protocol, Self, TypeVar, overload
 
 import numpy as np
 from attrs import frozen
@@ -28,14 +28,12 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.model.structure import NodeKind
+from megaloom.planner.pipeline.schedules import Moment
 
 from .columns import CostColumn
 from .job import Job
 from .profiles.frameworks import OWN
 from .profiles.groups import FrameworkProfile
-
-if TYPE_CHECKING:
-    from megaloom.planner.partition.dynamic_program import SegmentSums
 
 # torch's allocator reserves more than it hands out: SimuMax counts allocated / 0.94 for Megatron runs (perf_llm.py).
 ALLOCATOR = 1 / 0.94 - 1
@@ -61,18 +59,26 @@ Array = NDArray[Any]
 Elements = TypeVar("Elements", int, Column)
 
 
+class Linear(Protocol):
+    """Bytes of many stages, such as `SegmentSums`: they add up, and a number scales them."""
+
+    def __add__(self, other: Self | float, /) -> Self: ...
+    def __rmul__(self, factor: float, /) -> Self: ...
+
+
+Stages = TypeVar("Stages", bound=Linear)
+
+
 @overload
 def rank_memory(  # type: ignore[overload-overlap]  # Any array type also stands for numbers
     state: float, saved: float, in_flight: float, transient: float
 ) -> float: ...
 @overload
 def rank_memory(
-    state: SegmentSums, saved: SegmentSums, in_flight: float, transient: SegmentSums | int
-) -> SegmentSums: ...
-@overload
-def rank_memory(
     state: Array | float, saved: Array | float, in_flight: Array | float, transient: Array | float
 ) -> Rows: ...
+@overload
+def rank_memory(state: Stages, saved: Stages, in_flight: float, transient: Stages | int) -> Stages: ...
 
 
 def rank_memory(state: Any, saved: Any, in_flight: Any, transient: Any) -> Any:
@@ -82,7 +88,7 @@ def rank_memory(state: Any, saved: Any, in_flight: Any, transient: Any) -> Any:
 
     state: weights, gradients, optimizer, and what no tensor holds. saved: saved activations of one micro-batch, by
     chunk. in_flight: number of micro-batches in flight, by chunk. transient: workspace, logits, receive buffers.
-    Numbers, arrays that broadcast, or `SegmentSums`. An `in_flight` of two or more dims is [..., moments, chunks];
+    Numbers, arrays that broadcast, or `Linear` values. An `in_flight` of two or more dims is [..., moments, chunks];
     its product with `saved` [..., chunks, partitions] is one of matrices.
     """
     activations = in_flight @ saved if isinstance(in_flight, np.ndarray) and in_flight.ndim > 1 else in_flight * saved
@@ -99,15 +105,6 @@ class StageMemory:
     workspace: int  # transient bytes of a backward pass
     library: int  # bytes of libraries and receive buffers, for the whole run
     loss: int  # transient bytes of the loss; 0 if another stage has it
-
-
-@frozen
-class Moment:
-    """A moment of a step at which the memory of a rank may be largest."""
-
-    name: str
-    in_flight: tuple[int, ...]  # micro-batches in flight, by chunk
-    loss: bool = False  # at the loss; else at the start of a backward pass
 
 
 @frozen

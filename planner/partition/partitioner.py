@@ -21,7 +21,7 @@ from megaloom.planner.cost.columns import STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.cost.job import Job
 from megaloom.planner.cost.memory import StageMemory
-from megaloom.planner.simulate import schedule
+from megaloom.planner.pipeline import schedules
 
 from .dynamic_program import (
     TOLERANCE,
@@ -126,7 +126,7 @@ class PartitionProblem:
         elements = ((n, 0), (0, n))
         state = [sum(memory.state_bytes(*of, x, precision, profile).values()) / n for of in elements]
         step = [memory.optimizer_step_bytes(*of, x, profile) / n for of in elements]
-        in_flight, backwards = schedule.in_flight_moments(x.pp, x.vpp, self.microbatches, x.microbatch_group)
+        in_flight, backwards = schedules.in_flight_moments(x.pp, x.vpp, self.microbatches, x.microbatch_group)
         transient = np.zeros(in_flight.shape[:2])
         transient[:, :backwards], transient[-1, backwards:] = table.workspace, table.loss
         received, buffers = self.p2p_bytes(self.cut_points)
@@ -210,7 +210,7 @@ class Partition:
         x, job, peaks = self.layout, self.problem.job, []
         reserved = communication.reserved_bytes(x, job.cluster, job.profile)
         for rank in range(x.pp):
-            moments = schedule.rank_moments(rank, x.pp, x.vpp, self.problem.microbatches, x.microbatch_group)
+            moments = schedules.rank_moments(rank, x.pp, x.vpp, self.problem.microbatches, x.microbatch_group)
             stages = self.stages[rank :: x.pp]
             peaks.append(memory.rank_peak(stages, moments, x, job.workload.precision, reserved, job.profile))
         return tuple(peaks)

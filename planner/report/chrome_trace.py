@@ -19,10 +19,10 @@ from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.plans import Plan, PlanError, plan_command
 from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem
+from megaloom.planner.pipeline.timeline import Event, Timeline
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate.memory_timeline import Slice, memory_levels, memory_tracks
 from megaloom.planner.simulate.price import Priced
-from megaloom.planner.simulate.timeline import Event, Timeline
 
 from .tables import stage_contents
 

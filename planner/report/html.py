@@ -22,9 +22,9 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.cost import communication
 from megaloom.planner.cost.memory import ALLOCATOR
+from megaloom.planner.pipeline.timeline import Timeline
 from megaloom.planner.simulate.memory_timeline import memory_tracks
 from megaloom.planner.simulate.price import Priced
-from megaloom.planner.simulate.timeline import Timeline
 
 from . import charts
 from .chrome_trace import end_of_step_slices, replay, trace_json, write_file

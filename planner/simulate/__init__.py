@@ -1,1 +1,1 @@
-"""Simulation of one step: pipeline schedule, end of step, memory over time."""
+"""Simulation of one step: its price, and memory over time."""

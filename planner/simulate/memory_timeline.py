@@ -12,9 +12,9 @@ from typing import NamedTuple
 from attrs import frozen
 
 from megaloom.planner.cost import communication, memory
+from megaloom.planner.pipeline.timeline import Event
 
 from .price import Priced
-from .timeline import Event
 
 
 class Slice(NamedTuple):

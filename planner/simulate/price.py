@@ -30,9 +30,8 @@ from megaloom.planner.cost.communication import ProcessGroup
 from megaloom.planner.cost.cost_table import cost_table
 from megaloom.planner.cost.job import Job
 from megaloom.planner.partition.partitioner import Partition, partition, stages_of
-
-from . import schedule
-from .timeline import Timeline, simulate_timeline
+from megaloom.planner.pipeline import schedules
+from megaloom.planner.pipeline.timeline import Timeline, simulate_timeline
 
 CAUSES = {  # columns of the time for which a pipeline rank computes
     "forward": [CostColumn.FORWARD],
@@ -113,7 +112,7 @@ def simulate(placed: Partition) -> Priced:
     """Return the prediction of a layout with its stages: the schedule event by event, then the end of the step."""
     x, m = placed.layout, placed.problem.microbatches
     forward, backward, sends = stage_seconds(placed)
-    last_backward = schedule.finish_times(forward, backward, sends, x.pp, m, x.microbatch_group)
+    last_backward = schedules.finish_times(forward, backward, sends, x.pp, m, x.microbatch_group)
     ends = [end_of_rank(placed, r, forward, backward) for r in range(x.pp)]
     stages = tuple(
         Stage(
@@ -127,7 +126,7 @@ def simulate(placed: Partition) -> Priced:
         )
         for i, stage in enumerate(placed.stages)
     )
-    sent = schedule.send_seconds(sends, x.pp, m)
+    sent = schedules.send_seconds(sends, x.pp, m)
     return Priced(placed, stages, _prediction(placed, last_backward, sent, ends), tuple(sends), tuple(ends))
 
 

@@ -11,7 +11,7 @@ from hashlib import sha256
 
 from attrs import frozen
 
-from megaloom.planner.simulate.intervals import narrowest_interval
+from megaloom.planner.cost.intervals import narrowest_interval
 
 from .scoring import Predicted
 

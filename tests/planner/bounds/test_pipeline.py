@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaloom.planner.bounds import pipeline
-from megaloom.planner.simulate import schedule
+from megaloom.planner.pipeline import schedules
 
 Case = tuple[int, int, int, int, list[float], list[float], list[float]]
 
@@ -33,7 +33,7 @@ def pipelines(draw: st.DrawFn) -> Case:
 @given(pipelines())
 def test_no_rank_ends_before_its_bound(case: Case) -> None:
     pp, _, m, group, *times = case
-    ends = np.array(schedule.finish_times(*times, pp, m, group))
+    ends = np.array(schedules.finish_times(*times, pp, m, group))
     assert (pipeline.finish_bounds(*times, pp, m, group) <= ends * (1 + 1e-12)).all()
 
 
@@ -41,7 +41,7 @@ def test_no_rank_ends_before_its_bound(case: Case) -> None:
 def test_no_cut_takes_less_than_its_share(case: Case) -> None:
     pp, vpp, m, group, forward, backward, passing = case
     share, passed = (float(x[0]) for x in pipeline.pass_multiples(*columns(pp, vpp, m, group or pp)))
-    ends = schedule.finish_times(forward, backward, passing, pp, m, group)
+    ends = schedules.finish_times(forward, backward, passing, pp, m, group)
     assert share * sum(forward + backward) + passed * passing[0] <= max(ends) * (1 + 1e-12)
     assert share >= m / pp * (1 - 1e-12)
     assert (passed > 0) == (vpp > 1)
@@ -72,7 +72,7 @@ def test_one_chunk_a_rank_waits_for_its_first_backward(case: Case) -> None:
         return
     ahead = max(f / (f + b) for f, b in zip(forward, backward, strict=True))
     share = float(pipeline.first_backward_multiple(*(np.array([float(x)]) for x in (pp, m, ahead)))[0])
-    ends = schedule.finish_times(forward, backward, [0.0] * len(passing), pp, m)
+    ends = schedules.finish_times(forward, backward, [0.0] * len(passing), pp, m)
     assert 1 <= share
     assert share * sum(forward + backward) <= max(ends) * (1 + 1e-12)
 

@@ -25,9 +25,9 @@ from megaloom.planner.cost import measured_memory, memory
 from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem, balanced
+from megaloom.planner.pipeline import schedules, timeline
 from megaloom.planner.search.candidate_space import base_layouts, variants
 from megaloom.planner.search.pricing import Pricer, price
-from megaloom.planner.simulate import schedule, timeline
 from megaloom.planner.validate.scoring import evenly
 from tests.support.profiles import changed
 
@@ -67,7 +67,7 @@ def test_activations_are_those_of_the_fullest_moment(pp: int, vpp: int, rounds: 
     rank = data.draw(st.integers(0, pp - 1))
     sizes = data.draw(st.lists(st.integers(0, 10**6), min_size=vpp, max_size=vpp))
     parts = [memory.StageMemory(0, 0, saved, 0, 0, 0) for saved in sizes]
-    moments = schedule.rank_moments(rank, pp, vpp, m)
+    moments = schedules.rank_moments(rank, pp, vpp, m)
     held = most = 0
     for step in timeline.rank_order(rank, pp, vpp, m):
         held += sizes[step.stage // pp] * (-1 if step.backward else 1)
@@ -104,7 +104,7 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
             kept += saved[step.stage // pp]
             if step.stage == pp * vpp - 1:
                 alive[f"loss of {name}"] = kept + loss + library
-    moments = schedule.rank_moments(rank, pp, vpp, m, group)
+    moments = schedules.rank_moments(rank, pp, vpp, m, group)
     found = memory.rank_peak(parts, moments, layout, Precision.BF16, 0)
     passing = sum(found.held[what] for what in ("activations", "workspace", "logits"))
     assert passing == max(alive.values()) == alive[found.moment]

@@ -23,8 +23,8 @@ from megaloom.planner.cost.job import Job
 from megaloom.planner.cost.profiles.frameworks import OWN, PROFILES
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.model.structure import model_structure
+from megaloom.planner.pipeline import schedules
 from megaloom.planner.search.pricing import Pricer
-from megaloom.planner.simulate import schedule
 from megaloom.planner.simulate.price import price_layout
 from tests.support.paths import ROOT
 
@@ -87,7 +87,7 @@ def test_pricing_one_layout_visits_few_files_and_functions() -> None:
     job = Job(model_structure(graph(llama3_8b())), Workload(seq=8192, batch=64), cluster("8xH100"), OWN)
     layout = Layout(dp=2, tp=2, pp=2, sequence_parallel=True, shard="optimizer")
     price_layout(job, Layout(dp=8), 76 * 10**9)
-    for module in (communication, schedule):  # other layouts may have filled them
+    for module in (communication, schedules):  # other layouts may have filled them
         for function in vars(module).values():
             getattr(function, "cache_clear", int)()
     found = visited(lambda: price_layout(job, layout, 76 * 10**9))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from attrs import frozen
 
-from .schedule import send_seconds, start_times, visit_order
+from .schedules import send_seconds, start_times, visit_order
 
 
 class Pass(NamedTuple):
@@ -85,7 +85,7 @@ def simulate_timeline(
     microbatches: int,
     group: int = 0,
 ) -> Timeline:
-    """Return the timeline of one step. Arguments are those of `schedule.start_times`."""
+    """Return the timeline of one step. Arguments are those of `schedules.start_times`."""
     stages = len(forward)
     return Timeline(
         microbatches=microbatches,

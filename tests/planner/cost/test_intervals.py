@@ -11,10 +11,7 @@ from megaloom.examples.llama3 import llama3_8b
 from megaloom.examples.mixtral import mixtral_8x7b
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
-from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.hardware.presets import PRESETS
-from megaloom.planner.search.pricing import price
-from megaloom.planner.simulate.intervals import (
+from megaloom.planner.cost.intervals import (
     COVERAGE,
     DENSE_WIDE,
     EXPERTS,
@@ -24,6 +21,9 @@ from megaloom.planner.simulate.intervals import (
     narrowest_interval,
     run_class,
 )
+from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.hardware.presets import PRESETS
+from megaloom.planner.search.pricing import price
 from megaloom.planner.validate.coverage import coverage, in_fitting_half
 from megaloom.planner.validate.scoring import score
 from tests.support.published import sample_runs

@@ -12,9 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from attrs import frozen
 from numpy.typing import NDArray
-
-from megaloom.planner.cost.memory import Moment
 
 PERIODS = 4  # microbatch groups after which a schedule repeats its sets of micro-batches in flight
 EXACT = 1e-13  # relative tolerance for sums of the same seconds in another order
@@ -23,6 +22,15 @@ SETTLED = 2  # windows that are simulated before the first comparison
 WORTH = 0.7  # share of the micro-batches beyond which simulating all of them is faster
 
 InFlight = tuple[int, ...]  # micro-batches in flight, by chunk
+
+
+@frozen
+class Moment:
+    """A moment of a step at which the memory of a rank may be largest."""
+
+    name: str
+    in_flight: InFlight
+    loss: bool = False  # at the loss; else at the start of a backward pass
 
 
 def warmup(rank: Any, pp: int, vpp: int, microbatches: Any, group: Any = 0) -> Any:

@@ -1,4 +1,4 @@
-"""The schedules are megatron-core's, and a simulate_timeline obeys what every schedule must."""
+"""The schedules are megatron-core's, and a timeline obeys what every schedule must."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaloom.planner.bounds import pipeline
-from megaloom.planner.simulate import schedule, timeline
-from megaloom.planner.simulate.timeline import Timeline, simulate_timeline
+from megaloom.planner.pipeline import schedules, timeline
+from megaloom.planner.pipeline.timeline import Timeline, simulate_timeline
 from megaloom.runtime.megatron import device
 
 SECONDS = st.floats(0.01, 10)
@@ -55,39 +55,39 @@ def few() -> list[tuple[int, int, int, int]]:
 def test_warmup_and_tables_are_megatron_cores() -> None:
     """For every rank of up to 16, with up to 8 chunks, 64 micro-batches and every legal size of their groups."""
     device.prepare()  # once imported without, megatron-core could not be made ready for the tests that run after
-    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.pipeline_parallel import schedules as core
 
     tables = {(v, m, g) for _, v, m, g in cases(16, 8, 64)}
     for v, m, g in tables:
-        order = schedule.visit_order(0, 1, v, m, g or m)
-        assert [(i, visit) for visit, i in order if visit < v] == schedules.get_schedule_table(m, v, g or m)
+        order = schedules.visit_order(0, 1, v, m, g or m)
+        assert [(i, visit) for visit, i in order if visit < v] == core.get_schedule_table(m, v, g or m)
     group = SimpleNamespace(size=lambda: group.ranks, rank=lambda: group.mine)
     talk = SimpleNamespace(pp_group=group)
     for p, v, m, g in cases(16, 8, 64):
         group.ranks, talk.virtual_pipeline_model_parallel_size = p, v if v > 1 else None
         for rank in range(p):
             group.mine = rank
-            _, _, ahead, _ = schedules.get_pp_rank_microbatches(m, v, g or m, p2p_communicator=talk)
-            assert schedule.warmup(rank, p, v, m, g) == ahead
+            _, _, ahead, _ = core.get_pp_rank_microbatches(m, v, g or m, p2p_communicator=talk)
+            assert schedules.warmup(rank, p, v, m, g) == ahead
 
 
 def test_order_and_flights_are_megatron_cores() -> None:
     """What a rank does is megatron-core's order, and what it keeps meanwhile follows from that."""
     device.prepare()
-    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.pipeline_parallel import schedules as core
     from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
 
     for p, v, m, g in few():
-        rows = schedules.get_schedule_table(m, v, g or m)
+        rows = core.get_schedule_table(m, v, g or m)
         for rank in range(p):
-            ahead = schedule.warmup(rank, p, v, m, g)
+            ahead = schedules.warmup(rank, p, v, m, g)
             order = convert_schedule_table_to_order(ahead, v, rows)
             steps = timeline.rank_order(rank, p, v, m, g)
             assert [(s.stage // p + 1) * (-1 if s.backward else 1) for s in steps] == order
             assert [(s.microbatch, s.stage // p) for s in steps if not s.backward] == rows
             assert [(s.microbatch, v - 1 - s.stage // p) for s in steps if s.backward] == rows
             assert all(s.stage % p == rank for s in steps)
-            assert set(schedule.in_flight_sets(rank, p, v, m, g)) == fullest(order, v)
+            assert set(schedules.in_flight_sets(rank, p, v, m, g)) == fullest(order, v)
 
 
 def fullest(order: Sequence[int], chunks: int) -> set[tuple[int, ...]]:
@@ -104,7 +104,7 @@ def fullest(order: Sequence[int], chunks: int) -> set[tuple[int, ...]]:
 def test_micro_batches_in_flight() -> None:
     for p, v, m, g in few():
         for rank in range(p):
-            most = max(map(sum, schedule.in_flight_sets(rank, p, v, m, g)))
+            most = max(map(sum, schedules.in_flight_sets(rank, p, v, m, g)))
             closed = p - rank if v == 1 else 2 * (p - rank - 1) + (v - 1) * g + 1
             assert most == min(closed, m * v)
 
@@ -116,13 +116,13 @@ def test_the_end_is_foreseen(case: Any) -> None:
     for m in (microbatches, 40 * pp):
         for group in (0, 2 * pp) if vpp > 1 and m % (2 * pp) == 0 else (0,):
             ends = simulate_timeline(forward, backward, transfer, pp, m, group).ends
-            found = schedule.finish_times(forward, backward, transfer, pp, m, group)
+            found = schedules.finish_times(forward, backward, transfer, pp, m, group)
             assert np.allclose(found, ends, rtol=1e-11, atol=0)
             assert {type(end) for end in found} == {float}
             even = [1.0] * (pp * vpp)
             ends = simulate_timeline(even, even, [0.01] * (pp * vpp), pp, m, group).ends
             assert np.allclose(
-                schedule.finish_times(even, even, [0.01] * (pp * vpp), pp, m, group), ends, rtol=1e-11, atol=0
+                schedules.finish_times(even, even, [0.01] * (pp * vpp), pp, m, group), ends, rtol=1e-11, atol=0
             )
 
 

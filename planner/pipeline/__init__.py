@@ -1,0 +1,1 @@
+"""Pipeline schedules: the order of passes on each rank, micro-batches in flight, start times."""
