@@ -79,11 +79,12 @@ def _field(
     flag: str = "",
     convert: Callable[[Any], int] | None = None,
 ) -> Any:
-    """Return one row of the table. Numbers are taken as they come, for speed; other values are converted."""
-    convert = convert or (None if kind is int else kind)
+    """Return one row of the table. Numbers are not converted, for speed; neither are columns of numbers."""
 
     def converted(value: Any) -> Any:
-        return value if isinstance(value, kind) or hasattr(value, "dtype") or convert is None else convert(value)
+        if hasattr(value, "dtype") or (convert is None and isinstance(value, kind)):
+            return value
+        return (convert or kind)(value)
 
     return field(
         default=kind(minimum) if default is None else default,
