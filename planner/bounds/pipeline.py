@@ -82,10 +82,11 @@ def pass_multiples(
 ) -> tuple[FloatVector, FloatVector]:
     """Return (c, d) such that a step takes at least c T + d h for every partition; all arrays are [layouts].
 
-    Bound: step ≥ m T / p, and with interleaving step ≥ c T + d h of `interleaved_multiples`. The ranks together compute
-    m T, so one of them computes m T / p or more.
+    Bound: without interleaving step ≥ T / (1 − (1 − 1/m)^p) ≥ m T / p, with it step ≥ c T + d h of
+    `interleaved_multiples`. Rank r computes m t_r and waits for one micro-batch through all ranks before it, which
+    takes Σ_{s<r} t_s; the slowest rank is fastest when these sums are equal over ranks.
     """
-    passes: FloatVector = microbatches / pp
+    passes: FloatVector = 1 / (1 - (1 - 1 / microbatches) ** pp)
     sends = np.zeros(len(passes))
     some = np.flatnonzero(vpp > 1)
     if len(some):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,6 +89,14 @@ def test_the_bounds_know_bubbles() -> None:
     # Backwards that take twice as long as forwards: what 1F1B must wait for at the least, of what it does.
     alone = float(pipeline.first_backward_multiple(*(np.array([x]) for x in (16.0, 16.0, 1 / 3)))[0])
     assert 0.75 < (alone - 1) / (31 / 16 - 1) < 0.85
+
+
+def test_neither_bound_of_1f1b_implies_the_other() -> None:
+    pp, m = np.array([4.0]), np.array([8.0])
+    passes = float(pipeline.pass_multiples(pp, np.array([1]), m, pp)[0][0])
+    assert passes == pytest.approx(1 / (1 - (7 / 8) ** 4), rel=1e-12)
+    usual, forward_only = (float(pipeline.first_backward_multiple(pp, m, np.array([x]))[0]) for x in (1 / 3, 1.0))
+    assert usual > passes > forward_only
 
 
 @given(pipelines())
