@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from typing import Literal
 
 from attrs import frozen
 
@@ -19,7 +20,10 @@ from megaloom.dsl.dims import (
 )
 from megaloom.dsl.graph import Node
 from megaloom.dsl.layer import Layer
+from megaloom.dsl.ops.attention_core import Attend
 from megaloom.dsl.ops.dot import Dot
+from megaloom.dsl.ops.norm import Normalize
+from megaloom.dsl.ops.rope import Rope
 from megaloom.dsl.ops.routing import Combine
 from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.sharding_table import Split
@@ -42,6 +46,13 @@ from .recompute import (
     recompute_mode,
 )
 
+AttentionTensor = Literal["projected", "rotated", "output"]
+"""The part that a tensor has in attention, which frameworks store in different ways.
+
+projected: queries or keys before their norm, as the projection gives them. rotated: queries or keys after rotary
+positions. output: the result of the attention core.
+"""
+
 
 @frozen
 class Saved:
@@ -49,8 +60,8 @@ class Saved:
 
     recomputed_by: the modules that recompute it, so that it is not saved. port: its position in `Node.inputs` if it is
     an input of the node, -1 for the output, else None. product: a matrix product with a weight reads it, for which a
-    copy in fewer bits is enough. other: another op reads it. fusion, experts: the fusion group of the op that made it,
-    and whether experts made it.
+    copy in fewer bits is enough. other: another op reads it. fusion, experts: the fusion group of the op that computes
+    it, and whether experts compute it. attention: its part in attention, if it has one.
     """
 
     elements: int
@@ -61,6 +72,7 @@ class Saved:
     product: bool = False
     other: bool = True
     fusion: Fusion | None = None
+    attention: AttentionTensor | None = None
     experts: bool = False
 
 
@@ -141,9 +153,18 @@ def _norms(nodes: tuple[Node, ...]) -> Iterator[str]:
 def saved_tensors(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
     """Yield the tensors that the backward pass of a node reads, as one device holds them."""
     for x in _unsized(p):
-        n = p.held(x.shape, x.outer, sizes, split, data=x.dtype is DType.INDEX)
-        experts = p.table.among_experts(x.outer)
-        yield Saved(n, x.dtype, x.what, x.recomputed_by, x.port, x.product, x.other, x.fusion, experts=experts)
+        yield Saved(
+            elements=p.held(x.shape, x.outer, sizes, split, data=x.dtype is DType.INDEX),
+            dtype=x.dtype,
+            what=x.what,
+            recomputed_by=x.recomputed_by,
+            port=x.port,
+            product=x.product,
+            other=x.other,
+            fusion=x.fusion,
+            attention=x.attention,
+            experts=p.table.among_experts(x.outer),
+        )
     for step in p.steps:
         for v in step.gathered(split):  # each device has its own part already
             n = (split.cp - 1) * p.held(v.shape, step.outer, sizes, split)
@@ -170,6 +191,7 @@ class _Unsized:
     product: bool = False
     other: bool = True
     fusion: Fusion | None = None
+    attention: AttentionTensor | None = None
 
 
 @lru_cache(maxsize=1 << 12)
@@ -181,6 +203,7 @@ def _unsized(p: Program) -> tuple[_Unsized, ...]:
 def _read(p: Program, steps: dict[int, Step]) -> Iterator[_Unsized]:
     ports = {id(v.source): i for i, v in reversed(list(enumerate(p.inputs)))}
     seen: set[int] = set()
+    attention = _attention_tensors(p)
     entries = [(step.value, tuple(_entries(p, step.value))) for step in p.steps]
     reads = {(id(x.source), _weighs(v)) for v, read in entries for x in read}
     for step, (v, read) in zip(p.steps, entries, strict=True):
@@ -195,17 +218,32 @@ def _read(p: Program, steps: dict[int, Step]) -> Iterator[_Unsized]:
                 dtype=x.dtype,
                 outer=around.outer if around else (),
                 what=maker.name if maker else "input",
-                recomputed_by=modules_of_ops(p)[id(maker.value)] - frozenset(CORE)
-                if maker and port is None
-                else NO_MODULES,
+                recomputed_by=_recomputed(p, maker.value) if maker and port is None else NO_MODULES,
                 port=port,
                 product=(id(x.source), True) in reads,
                 other=(id(x.source), False) in reads,
                 fusion=fusion_of(maker.value.op) if maker else None,
+                attention=attention.get(id(x.source)),
             )
         for what, shape, dtype in v.op.saved_buffers(v):
             yield _Unsized(shape, dtype, step.outer, what, recomputed_by=modules_of_ops(p)[id(v)])
     yield from _weighted(p, steps)
+
+
+def _attention_tensors(p: Program) -> dict[int, AttentionTensor]:
+    """Return the part of values in attention, by the identity of their source."""
+    out: dict[int, AttentionTensor] = {}
+    for v in (step.value for step in p.steps if isinstance(step.value.op, Attend)):
+        out[id(v)] = "output"
+        for x in (a.source for a in v.args[:2]):
+            while isinstance(x.op, Rope | Normalize):
+                before = x.args[0].source
+                if isinstance(x.op, Rope):
+                    out[id(x)] = "rotated"
+                else:
+                    out[id(before)] = "projected"
+                x = before
+    return out
 
 
 def _weighted(p: Program, steps: dict[int, Step]) -> Iterator[_Unsized]:
@@ -218,15 +256,13 @@ def _weighted(p: Program, steps: dict[int, Step]) -> Iterator[_Unsized]:
     if products and any(isinstance(step.value.op, Combine) for step in p.steps):
         h = products[-1].value.args[0].source
         if len(h.args) == 1 and h.op.elementwise:
-            modules = modules_of_ops(p)[id(h)] - frozenset(CORE)
-            yield _Unsized(
-                h.shape, h.dtype, products[-1].outer, f"{steps[id(h)].name}, weighted", recomputed_by=modules
-            )
+            what = f"{steps[id(h)].name}, weighted"
+            yield _Unsized(h.shape, h.dtype, products[-1].outer, what, recomputed_by=_recomputed(p, h))
 
 
-def _recomputed(p: Program, step: Step) -> RecomputedBy:
-    """Return the modules that recompute the output of a primitive. That of the core of attention is saved."""
-    return modules_of_ops(p)[id(step.value)] - frozenset(CORE)
+def _recomputed(p: Program, v: Value) -> RecomputedBy:
+    """Return the modules that recompute the output of a primitive. That of the attention core is saved."""
+    return modules_of_ops(p)[id(v)] - frozenset(CORE)
 
 
 def _weighs(v: Value) -> bool:

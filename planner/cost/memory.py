@@ -199,11 +199,14 @@ def saved_activations(
     if not profile.attention.fused:
         for w in (w for w in facts.work if w.kind == "attend"):
             yield CostColumn.SAVED, w.recomputed_by, profile.attention.score_nbytes * w.count * w.m * w.n
-    named = {what: [tensor_bytes(s, precision) for s in facts.saved if s.what == what] for what in ("rope", "q", "k")}
+    attention = dict.fromkeys(("projected", "rotated", "output"), 0)
+    for s in facts.saved:
+        if s.attention is not None:
+            attention[s.attention] += tensor_bytes(s, precision)
     if profile.attention.values_share_qkv:  # one tensor has queries, keys and values: all of it stays for the values
-        yield CostColumn.SAVED, NO_MODULES, max(0, sum(named["rope"]) - sum(named["q"]) - sum(named["k"]))
+        yield CostColumn.SAVED, NO_MODULES, max(0, attention["rotated"] - attention["projected"])
     if profile.attention.output_copied and layout.micro_batch > 1:  # the output is saved in both orders of its dims
-        yield CostColumn.SAVED, NO_MODULES, sum(tensor_bytes(s, precision) for s in facts.saved if s.what == "attend")
+        yield CostColumn.SAVED, NO_MODULES, attention["output"]
 
 
 def tensor_bytes(s: Saved, precision: Precision, cast: bool = False) -> int:

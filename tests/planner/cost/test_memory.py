@@ -1,4 +1,4 @@
-"""What a layout holds: laws, what others measured, and the bounds by which the search leaves layouts out."""
+"""Memory of a layout: laws, published measurements, and the lower bounds that exclude layouts from the search."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attrs import evolve
+from attrs import evolve, frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megaloom.dsl.catalog import find
+from megaloom.dsl.combine import repeat, residual
+from megaloom.dsl.dims import Dim
 from megaloom.dsl.facts.parameters import params
-from megaloom.dsl.graph import graph
+from megaloom.dsl.graph import graph, model
+from megaloom.dsl.layer import Layer
+from megaloom.dsl.layers.attention import Attention
+from megaloom.dsl.layers.embeddings import Embed, Unembed
+from megaloom.dsl.layers.linear import project
+from megaloom.dsl.layers.norms import RMSNorm
+from megaloom.dsl.ops.attention_core import Attend
+from megaloom.dsl.ops.rope import Rope
+from megaloom.dsl.ops.weight import ids, weight
+from megaloom.dsl.value import Value, apply
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
@@ -229,6 +240,39 @@ def test_the_fast_form_is_the_peak() -> None:
                     assert (peaks >= np.array(placed.peaks) - 100).all()
                 else:
                     assert peaks == pytest.approx(placed.peaks, abs=100)
+
+
+@frozen
+class OtherNames(Layer):
+    """`Attention` of 8 heads with rotary positions and norms on queries and keys, under other names of weights."""
+
+    normed: bool = False
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        h, g, c = Dim("heads", 8), Dim("kv_heads", 4), Dim("head_dim", 16)
+        query, key, value = (project(name, x, d, c) for name, d in (("to_query", h), ("to_key", g), ("to_value", g)))
+        if self.normed:
+            norm = RMSNorm(over="head_dim")
+            query, key = query >> norm.named("of_queries"), key >> norm.named("of_keys")
+        read = apply(Rope(10_000), query), apply(Rope(10_000), key), value
+        return project("out", apply(Attend(), *read), x["embed"], over=("heads", "head_dim"))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("setting", ["values_share_qkv", "output_copied"])
+def test_names_of_weights_do_not_change_the_memory_of_attention(setting: str, normed: bool) -> None:
+    norm = RMSNorm(over="head_dim") if normed else None
+    e, v = Dim("embed", 128), Dim("vocab", 512)
+    saved = []
+    for layer in (Attention(heads=8, kv_heads=4, rope=10_000, qk_norm=norm), OtherNames(normed=normed)):
+        table = weight("wte", v, e)
+        g = graph(model("own", ids() >> Embed(table) >> repeat(2, residual(RMSNorm(), layer)) >> Unembed(table)))
+        for value in (False, True):
+            profile = changed(OWN, attention={setting: value})
+            pricer = Pricer(g, cluster("1xH100"), WORK, profile)
+            saved.append(pricer.price(Layout(micro_batch=2)).prediction.nbytes[0]["activations"])
+    assert saved[:2] == saved[2:]
+    assert (saved[0] < saved[1]) is not (setting == "values_share_qkv" and normed)
 
 
 def test_more_copies_hold_less_of_the_optimizer() -> None:
