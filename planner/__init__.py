@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from .contract.devices import Device as Device
     from .contract.devices import Link as Link
     from .contract.layout import Layout as Layout
+    from .contract.plan_json import load as load
+    from .contract.plan_json import save as save
     from .contract.plans import Plan as Plan
     from .contract.plans import PlanError as PlanError
-    from .contract.plans import load as load
-    from .contract.plans import save as save
     from .contract.workload import Precision as Precision
     from .contract.workload import Runtime as Runtime
     from .contract.workload import Workload as Workload
@@ -36,7 +36,8 @@ EXPORTS = {
     **dict.fromkeys(("Overlap", "Recompute", "Shard"), "contract.choices"),
     "Layout": "contract.layout",
     **dict.fromkeys(("Precision", "Runtime", "Workload"), "contract.workload"),
-    **dict.fromkeys(("Plan", "PlanError", "load", "save"), "contract.plans"),
+    **dict.fromkeys(("load", "save"), "contract.plan_json"),
+    **dict.fromkeys(("Plan", "PlanError"), "contract.plans"),
     "Violation": "rules.rule",
     "violations": "rules.rules",
     **dict.fromkeys(("Found", "plan"), "search.search"),

@@ -36,7 +36,7 @@ def export(
     """
     from megaloom.dsl.catalog import find
     from megaloom.dsl.errors import UserError
-    from megaloom.planner.contract.plans import load
+    from megaloom.planner.contract.plan_json import load
     from megaloom.planner.export.export import cut_for, export_plan
     from megaloom.planner.rules.plan_check import check_plan
 

@@ -100,7 +100,7 @@ def find_plan(
     from megaloom.dsl.errors import UserError
     from megaloom.dsl.graph import graph
     from megaloom.dsl.hf.architectures import WANTED
-    from megaloom.planner.contract.plans import save
+    from megaloom.planner.contract.plan_json import save
     from megaloom.planner.hardware.cluster_names import cluster, is_range
 
     from .actions import default_batch, default_seq, print_lint, print_report, print_rules, print_scaling, run_search

@@ -20,7 +20,8 @@ from megaloom.planner.cli.arguments import FixedLayout, fixed_fields
 from megaloom.planner.contract.capability import differences
 from megaloom.planner.contract.choices import Shard
 from megaloom.planner.contract.layout import flag_of
-from megaloom.planner.contract.plans import Plan, load
+from megaloom.planner.contract.plan_json import load
+from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.plan_check import check_plan

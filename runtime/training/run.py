@@ -22,8 +22,8 @@ from attrs import frozen
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, vocabulary
+from megaloom.planner.contract.plan_json import save as save_plan
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.contract.plans import save as save_plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher

@@ -17,7 +17,7 @@ REASONS = {
     "planner/cli/process.py": COMMAND,
     "planner/cli/validate.py": COMMAND,
     "planner/contract/layout.py": "start-up time: `plan --help` lists the layout fields without loading dsl",
-    "planner/contract/plans.py": "start-up time: cattrs, only for reading a plan",
+    "planner/contract/plan_json.py": "start-up time: cattrs, only for reading a plan",
     "planner/export/export.py": "start-up time: `--help` lists the targets without loading their writers",
     "planner/export/target.py": "start-up time: `--help` lists the targets without loading dsl",
     "planner/hardware/cluster_names.py": "start-up time: a cluster file is read only if one is named",

@@ -11,7 +11,7 @@ from megaloom.dsl.catalog import find
 from megaloom.dsl.graph import graph
 from megaloom.planner.cli import main
 from megaloom.planner.contract.choices import Recompute
-from megaloom.planner.contract.plans import load
+from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.workload import Runtime
 from megaloom.planner.report.chrome_trace import replay
 from megaloom.planner.rules.plan_check import check_plan

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaloom.planner.contract.plans import load
+from megaloom.planner.contract.plan_json import load
 from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.search.best_first import Frontier
 from megaloom.planner.simulate.price import Priced

@@ -18,18 +18,8 @@ from megaloom.dsl.catalog import find
 from megaloom.dsl.json_form import fingerprint
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.plans import (
-    PLAN_VERSION,
-    Plan,
-    PlanError,
-    Prediction,
-    Stage,
-    load,
-    plan_command,
-    plan_from_json,
-    plan_to_json,
-    save,
-)
+from megaloom.planner.contract.plan_json import load, plan_from_json, plan_to_json, save
+from megaloom.planner.contract.plans import PLAN_VERSION, Plan, PlanError, Prediction, Stage, plan_command
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS

@@ -39,7 +39,7 @@ from megaloom.dsl.catalog import find
 from megaloom.planner import cluster
 from megaloom.planner.contract.choices import Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.plans import load, save
+from megaloom.planner.contract.plan_json import load, save
 from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.export.decoder import read_decoder
 from megaloom.planner.export.export import export_plan

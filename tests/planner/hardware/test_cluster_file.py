@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megaloom.dsl.errors import UserError
 from megaloom.planner.cli.main import main
-from megaloom.planner.contract.plans import load
+from megaloom.planner.contract.plan_json import load
 from megaloom.planner.export.slurm import machines
 from megaloom.planner.hardware.cluster_file import (
     COUNT_FIELDS,

@@ -17,7 +17,8 @@ from megaloom.dsl.graph import Graph, graph
 from megaloom.planner.cli import main
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.plans import Plan, PlanError, load
+from megaloom.planner.contract.plan_json import load
+from megaloom.planner.contract.plans import Plan, PlanError
 from megaloom.planner.report.chrome_trace import (
     COMPUTE_THREAD,
     end_of_step_slices,

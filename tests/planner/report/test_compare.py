@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaloom.dsl.catalog import find
-from megaloom.planner.contract.plans import load, save
+from megaloom.planner.contract.plan_json import load, save
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.search.reasons import cause_differences

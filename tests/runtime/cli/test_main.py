@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megaloom.planner.contract.plans import PLAN_VERSION, load
+from megaloom.planner.contract.plan_json import load
+from megaloom.planner.contract.plans import PLAN_VERSION
 from megaloom.runtime.cli.main import main
 from megaloom.runtime.training.run import locked
 from tests.support.paths import SUPPORT, TESTS

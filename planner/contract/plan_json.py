@@ -1,0 +1,110 @@
+"""Plans as JSON text and as files.
+
+`plan_from_json(plan_to_json(plan), where) == plan` holds exactly. `load` reads a file, `save` writes one. A file that
+is no valid plan of this version raises a PlanError that names the field. `rules.plan_check` compares plan and model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, NoReturn
+
+from attrs import asdict
+
+from megaloom.dsl.errors import UserError
+
+from .layout import layout_to_json
+from .plans import PLAN_VERSION, Plan, PlanError
+
+
+def plan_to_json(plan: Plan) -> str:
+    """Return the plan as JSON text."""
+    raw = asdict(plan) | {"layout": layout_to_json(plan.layout)}
+    return json.dumps(raw, indent=1, allow_nan=False) + "\n"
+
+
+def plan_from_json(text: str, where: str) -> Plan:
+    """Return the plan in this JSON text; `where` is its file, for errors. Raises PlanError."""
+    from .plan_validation import validate_plan  # imports cattrs, for which a program that only writes need not wait
+    from .structured import StructureError, structured
+
+    advice = f"`plan MODEL -o {where}` writes a plan"
+    try:
+        raw = json.loads(text.removeprefix("\ufeff"), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{where} is not JSON: {error}\n{advice}") from None
+    if not isinstance(raw, dict) or "version" not in raw or "stages" not in raw:
+        raise PlanError(f"{where} is JSON, but not a plan\n{advice}")
+    if raw["version"] != PLAN_VERSION or isinstance(raw["version"], bool):
+        raise PlanError(
+            f"{where} is a plan of version {raw['version']!r}; this megaloom reads version {PLAN_VERSION}\n"
+            f"plan again: {_command_of(raw, where)}"
+        )
+    try:
+        plan = structured(raw, Plan)
+        validate_plan(plan)
+    except StructureError as wrong:
+        raise PlanError(f"{where} is damaged: {wrong}\ncorrect that field, or plan again") from None
+    return plan
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan to a file, whole or not at all. Raises UserError where it cannot be written."""
+    target = Path(os.path.realpath(path))  # the target of a link, not the link
+    try:
+        if Path(path).exists() and not target.is_file():  # such as /dev/stdout, which cannot be replaced
+            Path(path).write_text(plan_to_json(plan), encoding="utf-8")
+            return
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
+        ) as file:
+            try:
+                file.write(plan_to_json(plan))
+                file.flush()
+                os.fsync(file.fileno())
+                os.chmod(file.name, 0o666 & ~_umask())
+                os.replace(file.name, target)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise UserError(
+            f"cannot write the plan to {path}: {error.strerror}\ngive another path, in a directory that exists"
+        ) from None
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """Return the plan in a file. Raises PlanError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise PlanError(f"{path} is not text, so not a plan\n`plan MODEL -o {path}` writes a plan") from None
+    except OSError as error:
+        raise PlanError(
+            f"cannot read a plan from {path}: {error.strerror}\n`plan MODEL -o {path}` writes a plan"
+        ) from None
+    return plan_from_json(text, str(path))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"a plan cannot hold {name}")
+
+
+def _command_of(raw: dict[str, Any], where: str) -> str:
+    """Return the command that makes a plan of another version anew, as far as its fields tell."""
+    try:
+        w, cluster = raw["workload"], raw["cluster"]
+        kind = cluster["source"] or cluster["device"]["name"]
+        options = f"--gpus {cluster['count']}x{kind} --seq {w['seq']} --batch {w['batch']} --precision {w['precision']}"
+    except (KeyError, TypeError):
+        options = "--gpus …"
+    return f"plan {raw.get('model', 'MODEL')} {options} -o {where}"
