@@ -56,14 +56,7 @@ from .dims import (
     Sizes,
 )
 from .errors import ShapeError, UserError
-from .graph import (
-    Graph,
-    Model,
-    Node,
-    Slot,
-    graph,
-    model,
-)
+from .graph import Graph, Model, graph, model
 from .json_form import fingerprint, graph_to_json
 from .layer import (
     Chain,
@@ -72,6 +65,7 @@ from .layer import (
     Named,
     chain,
 )
+from .node import Node, Slot
 from .value import (
     Affine,
     Clamp,

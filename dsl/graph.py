@@ -17,7 +17,7 @@ from attrs import define, evolve, field, frozen
 from megaloom.dsl.ops.weight import Input, Weight
 
 from .combine import Block, Each
-from .dims import Dim, Shape
+from .dims import Dim
 from .errors import ShapeError, UserError, add_location
 from .layer import (
     Given,
@@ -26,8 +26,9 @@ from .layer import (
     held_values,
     op_name,
 )
-from .pipeline_cuts import is_cut_point, live_values
-from .value import Op, Value
+from .node import Node, Slot
+from .pipeline_cuts import cut_points, live_values
+from .value import Value
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -53,47 +54,6 @@ def model(name: str, *outputs: Value) -> Model:
     return Model(name, outputs)
 
 
-@frozen
-class Slot:
-    """One use of a weight in the graph: its name in the model, and the dims of the copies around it (experts)."""
-
-    name: str
-    value: Value
-    outer: tuple[Dim, ...] = ()
-
-    @property
-    def dims(self) -> tuple[Dim, ...]:
-        """The dims of the weight, those of the copies first."""
-        return (*self.outer, *self.value.shape.dims)
-
-    @property
-    def trained(self) -> bool:
-        """True for a parameter, False for a buffer."""
-        return isinstance(self.value.op, Weight) and self.value.op.trained
-
-
-@frozen(eq=False)
-class Node:
-    """One applied layer: its name, its op, the nodes that it reads, its weights, and the number of its block."""
-
-    name: str
-    op: Op
-    inputs: tuple[str, ...]
-    value: Value
-    block: int | None
-    weights: tuple[Slot, ...] = ()
-
-    @property
-    def shape(self) -> Shape:
-        """The shape of the node's output."""
-        return self.value.shape
-
-    @property
-    def is_input(self) -> bool:
-        """True if the data provides this node."""
-        return isinstance(self.op, Input)
-
-
 @frozen(eq=False, slots=False)
 class Graph:
     """The nodes of a model in topological order: first what the last output needs, then the rest."""
@@ -115,7 +75,7 @@ class Graph:
     @cached_property
     def cut_points(self) -> tuple[int, ...]:
         """The positions where a pipeline stage may begin."""
-        return tuple(i for i in range(len(self.nodes)) if is_cut_point(self, i))
+        return cut_points(self.nodes, self.outputs, self.live_values)
 
     @cached_property
     def weights(self) -> dict[str, Slot]:

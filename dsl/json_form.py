@@ -27,14 +27,9 @@ from attrs import NOTHING, fields, has
 
 from .dims import Dim, Shape
 from .errors import UserError
-from .graph import (
-    Graph,
-    Model,
-    Node,
-    graph,
-    primitives,
-)
+from .graph import Graph, Model, graph, primitives
 from .layer import Layer
+from .node import Node
 from .ops.weight import Weight
 from .value import Op, Value
 

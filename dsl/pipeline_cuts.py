@@ -7,11 +7,10 @@ each output has its own hidden states, so that the heads of multi-token predicti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
 
-if TYPE_CHECKING:
-    from .graph import Graph, Node
+from .dims import Shape
+from .node import Node
 
 
 # Plain loops instead of networkx, with which tests/dsl/test_graph.py compares them: every `plan` needs the cut points,
@@ -35,26 +34,35 @@ def live_values(nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[tuple[st
     return tuple(out)
 
 
-def is_cut_point(g: Graph, i: int) -> bool:
-    """Return True if a stage may begin at position i."""
-    return _one_per_sequence(g, g.live_values[i]) or _one_per_output(g, i)
+def cut_points(nodes: Sequence[Node], outputs: Sequence[str], live: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """Return the positions where a stage may begin. live: for each position, the names that `live_values` gives."""
+    shapes, found = {n.name: n.shape for n in nodes}, []
+    for i, names in enumerate(live):
+        here = {name: shapes[name] for name in names}
+        if _one_per_sequence(here.values()) or _one_per_output(nodes, outputs, i, here):
+            found.append(i)
+    return tuple(found)
 
 
-def _one_per_sequence(g: Graph, names: Sequence[str]) -> bool:
-    """True if these nodes are hidden states [batch sequence embed], each of another sequence."""
-    shapes = [g.nodes[g.index[name]].shape for name in names]
-    if not names or any(len(s.dims) != 3 or "batch" not in s or "embed" not in s for s in shapes):
+def _one_per_sequence(shapes: Collection[Shape]) -> bool:
+    """Return True if these are shapes of hidden states [batch sequence embed], each of another sequence."""
+    if not shapes or any(len(s.dims) != 3 or "batch" not in s or "embed" not in s for s in shapes):
         return False
-    return len({s.positions("embed") for s in shapes}) == len(names)
+    return len({s.positions("embed") for s in shapes}) == len(shapes)
 
 
-def _one_per_output(g: Graph, i: int) -> bool:
-    """True if the last block ends at position i and each output depends on one live value, all different."""
-    rest, names = g.nodes[i:], g.live_values[i]
-    if i == 0 or g.nodes[i - 1].block is None or any(n.block is not None for n in rest):
+def _one_per_output(nodes: Sequence[Node], outputs: Sequence[str], i: int, live: Mapping[str, Shape]) -> bool:
+    """Return True if the last block ends at position i and each output depends on one live value, all different.
+
+    live: the shapes of the live values at position i.
+    """
+    rest = nodes[i:]
+    if i == 0 or nodes[i - 1].block is None or any(n.block is not None for n in rest):
         return False
-    roots = {name: {name} for name in names}  # the live values that a node depends on
+    roots = {name: {name} for name in live}  # the live values that a node depends on
     for n in rest:
         roots[n.name] = set().union(*(roots.get(name, ()) for name in n.inputs))
-    ends = [tuple(roots.get(name, ())) for name in g.outputs]
-    return len(names) == len(ends) == len({*ends}) and all(len(e) == 1 and _one_per_sequence(g, e) for e in ends)
+    ends = [tuple(roots.get(name, ())) for name in outputs]
+    return len(live) == len(ends) == len({*ends}) and all(
+        len(names) == 1 and _one_per_sequence([live[names[0]]]) for names in ends
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Callable
+from typing import ClassVar, Literal
 
 from attrs import field, frozen
 
@@ -13,9 +14,6 @@ from .dims import (
     Sizes,
 )
 from .errors import ShapeError, caller, did_you_mean
-
-if TYPE_CHECKING:
-    from .layer import Layer
 
 LINEAR = frozenset({"add"})  # the backward pass reads nothing
 UNARY = frozenset(
@@ -82,7 +80,7 @@ class Value:
             value = value.body
         return value
 
-    def __rshift__(self, layer: Layer) -> Value:
+    def __rshift__(self, layer: Callable[[Value], Value]) -> Value:
         if not isinstance(layer, Op) or not callable(layer):
             raise not_a_layer(layer)
         return layer(self)

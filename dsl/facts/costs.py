@@ -13,7 +13,7 @@ from attrs import frozen
 
 from megaloom.dsl.dims import Sizes
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import Node
+from megaloom.dsl.node import Node
 from megaloom.dsl.ops.attention_core import Attend
 from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.sequence import Scan

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megaloom.dsl.dims import Sizes
 from megaloom.dsl.errors import ShapeError
-from megaloom.dsl.graph import Model, Node, graph
+from megaloom.dsl.graph import Model, graph
+from megaloom.dsl.node import Node
 from megaloom.dsl.value import Value
 
 

@@ -18,8 +18,8 @@ from megaloom.dsl.dims import (
     Shape,
     Sizes,
 )
-from megaloom.dsl.graph import Node
 from megaloom.dsl.layer import Layer
+from megaloom.dsl.node import Node
 from megaloom.dsl.ops.attention_core import Attend
 from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.norm import Normalize

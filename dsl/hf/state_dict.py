@@ -15,7 +15,8 @@ from attrs import frozen
 
 from megaloom.dsl.dims import Dim
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import Model, Slot
+from megaloom.dsl.graph import Model
+from megaloom.dsl.node import Slot
 
 from .tensor_names import (
     JOIN,

@@ -20,13 +20,8 @@ from typing import TypeAlias
 from attrs import field, frozen
 
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import (
-    Graph,
-    Model,
-    Node,
-    Slot,
-    graph,
-)
+from megaloom.dsl.graph import Graph, Model, graph
+from megaloom.dsl.node import Node, Slot
 
 
 class Mark(Enum):

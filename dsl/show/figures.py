@@ -12,7 +12,8 @@ from attrs import astuple, frozen
 
 from megaloom.dsl.dims import NBYTES, Sizes
 from megaloom.dsl.facts.costs import Costs, Saved
-from megaloom.dsl.graph import Graph, Node, Slot
+from megaloom.dsl.graph import Graph
+from megaloom.dsl.node import Node, Slot
 
 RepeatPath = tuple[int, ...]  # identifies the iterations of repeats around a node, outermost first
 

@@ -9,8 +9,8 @@ from attrs import NOTHING, fields, has
 
 from megaloom.dsl.dims import Dim
 from megaloom.dsl.facts.primitives import program
-from megaloom.dsl.graph import Node
 from megaloom.dsl.layer import Layer
+from megaloom.dsl.node import Node
 from megaloom.dsl.ops.attention_core import Attend
 from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.norm import Normalize

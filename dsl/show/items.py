@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from attrs import frozen
 
-from megaloom.dsl.graph import Node
 from megaloom.dsl.layer import Layer
+from megaloom.dsl.node import Node
 
 from .figures import ZERO, Figures, total
 

@@ -16,13 +16,9 @@ from megaloom.dsl.combine import Block, Repeat
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.facts.costs import costs
 from megaloom.dsl.facts.positions import longest
-from megaloom.dsl.graph import (
-    Model,
-    Node,
-    Slot,
-    graph,
-)
+from megaloom.dsl.graph import Model, graph
 from megaloom.dsl.layer import Layer
+from megaloom.dsl.node import Node, Slot
 from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.value import Value
 

@@ -16,7 +16,7 @@ from attrs import define, field, fields, frozen
 from megaloom.dsl.dims import Shape
 from megaloom.dsl.facts.costs import Costs, costs
 from megaloom.dsl.facts.primitives import Program, program
-from megaloom.dsl.graph import Node
+from megaloom.dsl.node import Node
 from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.norm import Drop, Normalize
 from megaloom.dsl.ops.routing import Combine, Gate, Route

@@ -18,9 +18,10 @@ from megaloom.dsl.facts.costs import Costs
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.facts.recompute import NO_MODULES, RecomputedBy
 from megaloom.dsl.facts.saved import Saved
-from megaloom.dsl.graph import Node, primitives
+from megaloom.dsl.graph import primitives
 from megaloom.dsl.layers.mlp import ClampedGLU, GeGLU
 from megaloom.dsl.layers.moe import MoE
+from megaloom.dsl.node import Node
 from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.value import Op

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.facts.recompute import RecomputedBy, modules_of_ops
 from megaloom.dsl.facts.saved import SavedPart, saved_parts
-from megaloom.dsl.graph import Graph, Node, Slot
+from megaloom.dsl.graph import Graph
+from megaloom.dsl.node import Node, Slot
 from megaloom.planner.contract.choices import Module
 from megaloom.planner.contract.layouts import Rows
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from megaloom.dsl.graph import Graph, Node
+from megaloom.dsl.graph import Graph
+from megaloom.dsl.node import Node
 from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan, Prediction

@@ -9,7 +9,8 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 
 from megaloom.dsl.dims import Sizes
-from megaloom.dsl.graph import Graph, Node
+from megaloom.dsl.graph import Graph
+from megaloom.dsl.node import Node
 from megaloom.planner.partition.partitioner import StageBounds
 
 

@@ -12,12 +12,7 @@ from attrs import evolve, frozen
 from megaloom.dsl import Attend, Drop
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import (
-    Model,
-    graph,
-    primitives,
-    vocabulary,
-)
+from megaloom.dsl.graph import Model, graph, primitives, vocabulary
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan, Stage
 from megaloom.planner.contract.workload import Precision

@@ -1,0 +1,51 @@
+"""The nodes of a graph: applied layers, with a slot for each of their weights."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from megaloom.dsl.ops.weight import Input, Weight
+
+from .dims import Dim, Shape
+from .value import Op, Value
+
+
+@frozen
+class Slot:
+    """One use of a weight in the graph: its name in the model, and the dims of the copies around it (experts)."""
+
+    name: str
+    value: Value
+    outer: tuple[Dim, ...] = ()
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        """The dims of the weight, those of the copies first."""
+        return (*self.outer, *self.value.shape.dims)
+
+    @property
+    def trained(self) -> bool:
+        """True for a parameter, False for a buffer."""
+        return isinstance(self.value.op, Weight) and self.value.op.trained
+
+
+@frozen(eq=False)
+class Node:
+    """One applied layer: its name, its op, the nodes that it reads, its weights, and the number of its block."""
+
+    name: str
+    op: Op
+    inputs: tuple[str, ...]
+    value: Value
+    block: int | None
+    weights: tuple[Slot, ...] = ()
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the node's output."""
+        return self.value.shape
+
+    @property
+    def is_input(self) -> bool:
+        """True if the data provides this node."""
+        return isinstance(self.op, Input)
