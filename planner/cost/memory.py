@@ -162,7 +162,7 @@ def state_bytes(
     precision: Precision,
     profile: FrameworkProfile = OWN,
 ) -> dict[str, Elements]:
-    """Return the bytes of weights, gradients and optimizer state. Numbers, or one entry for each layout.
+    """Return the bytes of weights, gradients and optimizer state. Numbers, or one entry for each layout or rank.
 
     The distributed optimizer shards its state over the copies of a weight; a shard is rounded up.
     """
@@ -178,8 +178,10 @@ def state_bytes(
     }
 
 
-def optimizer_step_bytes(params: int, expert_params: int, layout: Layout, profile: FrameworkProfile = OWN) -> int:
-    """Return the transient bytes of the optimizer's step."""
+def optimizer_step_bytes(
+    params: Elements, expert_params: Elements, layout: Layout, profile: FrameworkProfile = OWN
+) -> Elements:
+    """Return the transient bytes of the optimizer's step. Numbers, or one entry for each rank."""
     held = profile.optimizer.step_held_nbytes
     return -(-held * params // layout.dense_shards) - (-held * expert_params // layout.expert_shards)
 

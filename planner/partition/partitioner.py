@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 from attrs import evolve, frozen
+from numpy.typing import NDArray
 
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
@@ -126,9 +127,7 @@ class PartitionProblem:
         elements = ((n, 0), (0, n))
         state = [sum(memory.state_bytes(*of, x, precision, profile).values()) / n for of in elements]
         step = [memory.optimizer_step_bytes(*of, x, profile) / n for of in elements]
-        in_flight, backwards = schedules.in_flight_moments(x.pp, x.vpp, self.microbatches, x.microbatch_group)
-        transient = np.zeros(in_flight.shape[:2])
-        transient[:, :backwards], transient[-1, backwards:] = table.workspace, table.loss
+        in_flight, transient = self.moments
         received, buffers = self.p2p_bytes(self.cut_points)
         state_sums, step_sums = (each[0] * params + each[1] * experts for each in (state, step))
         reserved = communication.reserved_bytes(x, job.cluster, profile)
@@ -143,6 +142,15 @@ class PartitionProblem:
             fixed=memory.rank_memory(reserved, 0, 0, table.library),
             limit=self.memory_limit,
         )
+
+    @cached_property
+    def moments(self) -> tuple[Rows, Rows]:
+        """Return the micro-batches in flight [ranks, moments, chunks], and transient bytes [ranks, moments]."""
+        x, table = self.layout, self.table
+        in_flight, backwards = schedules.in_flight_moments(x.pp, x.vpp, self.microbatches, x.microbatch_group)
+        transient = np.zeros(in_flight.shape[:2])
+        transient[:, :backwards], transient[-1, backwards:] = table.workspace, table.loss
+        return in_flight, transient
 
     def p2p_bytes(self, begin: Indices) -> tuple[Indices, Indices]:
         """Return the bytes that a stage that begins at each node saves of its input, and those of p2p buffers."""
@@ -189,20 +197,23 @@ class Partition:
     @cached_property
     def stages(self) -> list[StageMemory]:
         """Return the memory of each stage. A weight that several nodes of a rank share is there once."""
-        problem, table, last = self.problem, self.problem.table, len(self.bounds) - 2
-        repeated = problem.repeated_elements(self.bounds) if table.shared_elements else [0] * (last + 1)
-        received, buffers = problem.p2p_bytes(np.array(self.bounds[:-1]))
+        table, last = self.problem.table, len(self.bounds) - 2
         return [
-            StageMemory(
-                params=int(row[CostColumn.PARAMS]) - repeated[i],
-                expert_params=int(row[CostColumn.EXPERT_PARAMS]),
-                saved=int(row[CostColumn.SAVED]) + int(received[i]),
-                workspace=table.workspace,
-                library=table.library + int(buffers[i]),
-                loss=table.loss if i == last else 0,
-            )
-            for i, row in enumerate(self.stage_sums)
+            StageMemory(params, experts, saved, table.workspace, library, table.loss if i == last else 0)
+            for i, (params, experts, saved, library) in enumerate(self._sizes.tolist())
         ]
+
+    @cached_property
+    def _sizes(self) -> NDArray[np.int64]:
+        """Return elements of weights, of experts, saved bytes, and bytes of libraries and buffers: [stages, 4]."""
+        sums, table = self.stage_sums, self.problem.table
+        received, buffers = self.problem.p2p_bytes(np.array(self.bounds[:-1]))
+        out = np.empty((len(sums), 4), dtype=np.int64)
+        out[:, :3] = sums[:, [CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.SAVED]]
+        out[:, 0] -= self.problem.repeated_elements(self.bounds)
+        out[:, 2] += received
+        out[:, 3] = table.library + buffers
+        return out
 
     @cached_property
     def rank_peaks(self) -> tuple[memory.Peak, ...]:
@@ -217,8 +228,21 @@ class Partition:
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """Return the peak bytes of each pipeline rank."""
-        return tuple(peak.nbytes for peak in self.rank_peaks)
+        """Return the peak bytes of each pipeline rank: the sums of `rank_peaks`, all ranks at once."""
+        x, job, profile = self.layout, self.problem.job, self.problem.job.profile
+        in_flight, transient = self.problem.moments
+        params, experts, saved, library = self._sizes.T.reshape(4, x.vpp, x.pp)
+        params, experts = params.sum(axis=0), experts.sum(axis=0)
+        ranks, moments = transient.shape
+        kept, fleeting = np.zeros((2, ranks, moments + 1))  # the last moment is the optimizer's step
+        kept[:, :-1] = (in_flight @ saved.T[..., None])[..., 0]
+        fleeting[:, :-1], fleeting[:, -1] = transient, memory.optimizer_step_bytes(params, experts, x, profile)
+        fleeting += library.max(axis=0)[:, None]
+        allocator, graphs = memory.ALLOCATOR * (kept + fleeting), profile.buffers.graph_pool_share * kept
+        held = (kept + fleeting + np.trunc(allocator) + np.trunc(graphs)).max(axis=1)
+        state = sum(memory.state_bytes(params, experts, x, job.workload.precision, profile).values())
+        reserved = communication.reserved_bytes(x, job.cluster, profile)
+        return tuple((state + held.astype(np.int64) + reserved).tolist())
 
     @property
     def deficit(self) -> int:

@@ -21,6 +21,7 @@ WINDOW = 4  # periods that must take equally long: two, and as many again before
 SETTLED = 2  # windows that are simulated before the first comparison
 WORTH = 0.7  # share of the micro-batches beyond which simulating all of them is faster
 
+Rows = NDArray[np.float64]
 InFlight = tuple[int, ...]  # micro-batches in flight, by chunk
 
 
@@ -92,35 +93,35 @@ def rank_moments(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0
     return tuple(moments.values())
 
 
-def in_flight_sets(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[InFlight, ...]:
-    """Return the largest sets of micro-batches that `rank` has in flight; no set is within another one."""
-    return tuple(sorted(m.in_flight for m in rank_moments(rank, pp, vpp, microbatches, group) if not m.loss))
+def in_flight_moments(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[Rows, int]:
+    """Return the micro-batches in flight at the moments of all ranks, and how many of these are backward passes.
 
-
-def in_flight_table(pp: int, vpp: int, microbatches: int, group: int = 0) -> NDArray[np.int64]:
-    """Return `in_flight_sets` of every rank: [ranks, sets, chunks]; a rank with fewer sets repeats its first one."""
-    size = (group or pp) if vpp > 1 else pp
-    return _in_flight_table(pp, vpp, min(microbatches, PERIODS * size + microbatches % size), group)
-
-
-@lru_cache(maxsize=1024)
-def _in_flight_table(pp: int, vpp: int, microbatches: int, group: int) -> NDArray[np.int64]:
-    every = [in_flight_sets(rank, pp, vpp, microbatches, group) for rank in range(pp)]
-    most = max(map(len, every))
-    return np.array([[*sets, *[sets[0]] * (most - len(sets))] for sets in every], dtype=np.int64)
-
-
-@lru_cache(maxsize=1024)
-def in_flight_moments(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[NDArray[np.float64], int]:
-    """Return `in_flight_table`, then the loss moments of the last rank, and the number of the former.
-
-    Shape [ranks, moments, chunks]; at the loss moments the other ranks have zeros.
+    Shape [ranks, moments, chunks]. First come the distinct sets at starts of backward passes; a rank with fewer sets
+    repeats its first one. Then come losses, at which all ranks but the last have zeros.
     """
-    backwards = in_flight_table(pp, vpp, microbatches, group)
-    losses = [m.in_flight for m in rank_moments(pp - 1, pp, vpp, microbatches, group) if m.loss]
-    at_loss = np.zeros((pp, len(losses), vpp))
-    at_loss[-1] = losses
-    return np.hstack([backwards, at_loss]), backwards.shape[1]
+    size = (group or pp) if vpp > 1 else pp
+    return _in_flight_moments(pp, vpp, min(microbatches, PERIODS * size + microbatches % size), size)
+
+
+@lru_cache(maxsize=1024)
+def _in_flight_moments(pp: int, vpp: int, microbatches: int, size: int) -> tuple[Rows, int]:
+    groups = [min(size, microbatches - first) for first in range(0, microbatches, size)]
+    chunks = np.concatenate([np.repeat(np.arange(vpp), count) for count in groups])  # of the forward passes, in order
+    begun = np.concatenate([np.zeros((1, vpp)), np.cumsum(np.eye(vpp)[chunks], axis=0)])  # before each forward pass
+    ended = begun[:, ::-1]  # before each backward pass
+    first = [int(warmup(rank, pp, vpp, microbatches, size)) for rank in range(pp)]
+    sets = [
+        np.unique(begun[n + 1 :] - ended[: len(chunks) - n] if n < len(chunks) else begun[-1:], axis=0) for n in first
+    ]
+    losses = np.flatnonzero(chunks == vpp - 1)
+    at_loss, order = np.unique(begun[losses + 1] - ended[np.maximum(0, losses - first[-1])], axis=0, return_index=True)
+    backwards = max(map(len, sets))
+    out = np.zeros((pp, backwards + len(at_loss), vpp))
+    for rank, distinct in enumerate(sets):
+        out[rank, :backwards] = distinct[0]
+        out[rank, : len(distinct)] = distinct
+    out[-1, backwards:] = at_loss[np.argsort(order)]
+    return out, backwards
 
 
 def send_seconds(transfer: Sequence[float], pp: int, microbatches: int) -> tuple[float, ...]:
