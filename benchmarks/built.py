@@ -38,7 +38,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 
 from megaloom.runtime.megatron.build_context import make_build_context  # noqa: E402
 from megaloom.runtime.megatron.process_groups import create_process_groups  # noqa: E402
-from megaloom.runtime.training import model_chunk as modules  # noqa: E402
+from megaloom.runtime.modules import model_chunk as modules  # noqa: E402
 
 FEW = 8  # up to so many devices all are built
 BEST = 10  # plans of each search

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .training.recipe import Recipe as Recipe
-    from .training.run import Summary as Summary
     from .training.run import train as train
+    from .training.training_run import Summary as Summary
     from .training.verify import Comparison as Comparison
     from .training.verify import compare as compare
 
 # Public names and their modules. Each is imported on first use, so that `megaloom --help` loads no torch.
 EXPORTS = {
     "Recipe": "training.recipe",
-    "Summary": "training.run",
+    "Summary": "training.training_run",
     "train": "training.run",
     "Comparison": "training.verify",
     "compare": "training.verify",

@@ -28,6 +28,7 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.facts.primitives import Program, fitted, program
 from megaloom.dsl.facts.propagation import (
+    NodePlacement,
     Transition,
     TransitionKind,
     propagate,
@@ -38,7 +39,7 @@ from megaloom.planner.rules.padding import padding_refusal
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import BuildContext, to_declared_order, to_megatron_order
 
-from .evaluation import Evaluation
+from .evaluation import Evaluation, LocalProgram
 from .local_ops import hide_padding
 from .recompute_regions import recompute_regions
 from .transitions import perform
@@ -54,22 +55,26 @@ class Body(nn.Module):
 
     def __init__(self, node: Node, context: BuildContext) -> None:
         super().__init__()
-        layout, split = context.groups.layout, context.split
-        self.groups, self.program = context.groups, fitted(program(node), split, SHARED_BY_HEADS)
+        split, self.groups = context.split, context.groups
+        self.program = fitted(program(node), split, SHARED_BY_HEADS)
         _check_trainable(node, self.program, split)
-        self.placement = propagate(self.program, split)
-        self.logits = isinstance(node.op, Unembed)
-        self.balanced_moe = node.op if isinstance(node.op, MoE) and node.op.balance else None
-        self.placed_ops = {id(p.step.value): p for p in self.placement.steps}
-        self.regions = recompute_regions(self.program, layout.recomputed_modules)
         # Equal nodes share one program, whose weights are in the order of each node's weight slots.
         weights = (v for v, *_ in primitives(self.program.value) if isinstance(v.op, Weight))
-        self.slots = {id(v): s for v, s in zip(weights, node.weights, strict=True)}
-        self.names = {i: s.name.removeprefix(f"{node.name}.") for i, s in self.slots.items()}
-        routes = any(isinstance(s.value.op, Route) for s in self.program.steps)
-        self.expert_values = self._expert_values() if routes else {}
-        self.gathered_dims = {i: d for i, s in self.slots.items() if (d := self._gathered_dim(s)) is not None}
-        for i, slot in self.slots.items():
+        slots = {id(v): s for v, s in zip(weights, node.weights, strict=True)}
+        placement = propagate(self.program, split)
+        self.local = LocalProgram(
+            program=self.program,
+            placement=placement,
+            slots=slots,
+            expert_values=_expert_values(self.program, slots, placement),
+            regions=recompute_regions(self.program, self.groups.layout.recomputed_modules),
+            balanced_moe=node.op if isinstance(node.op, MoE) and node.op.balance else None,
+            groups=self.groups,
+        )
+        self.logits = isinstance(node.op, Unembed)
+        self.names = {i: s.name.removeprefix(f"{node.name}.") for i, s in slots.items()}
+        self.gathered_dims = {i: d for i, s in slots.items() if (d := self._gathered_dim(s)) is not None}
+        for i, slot in slots.items():
             _register(self, self.names[i], self._local_weight(slot, context, i))
 
     def _gathered_dim(self, slot: Slot) -> int | None:
@@ -83,35 +88,19 @@ class Body(nn.Module):
             return None
         return next((i for i, d in enumerate(slot.dims) if d.known % tp == 0), None)
 
-    def _expert_values(self) -> dict[int, bool]:
-        """Return the values that each expert has of its own: its weights, and values made of weights alone.
-
-        The value of the dict is True if etp replicates the tensor.
-        """
-        table, weights_only = self.program.table, self.placement.weights_only
-        weights = [(i, s.outer, s.value.shape) for i, s in self.slots.items()]
-        derived = [(id(s.value), s.outer, s.value.shape) for s in self.program.steps if id(s.value) in weights_only]
-        return {
-            i: "etp" not in table.axes(outer, shape).values()
-            for i, outer, shape in (*weights, *derived)
-            if table.among_experts(outer)
-        }
-
     def _local_weight(self, slot: Slot, context: BuildContext, i: int) -> Tensor:
         """Return an uninitialized tensor for this rank's shard of a weight.
 
         Its attributes say how it is sharded; `modules.parameters` and checkpoints read them.
         """
-        table, of_expert = self.program.table, i in self.expert_values
+        table, of_expert = self.program.table, i in self.local.expert_values
         axes = table.axes(slot.outer, slot.value.shape)
         if i in self.gathered_dims:
             axes[slot.dims[self.gathered_dims[i]].name] = "tp"
         degrees = [self.groups.layout.degrees.get(axes.get(d.name, ""), 1) for d in slot.dims]
         sizes = [table.dims.get(d.name, EVEN).local(d.known, n) for d, n in zip(slot.dims, degrees, strict=True)]
         values = torch.empty(sizes, dtype=context.config.params_dtype, device=device.current())
-        if not slot.trained:
-            return values
-        p = nn.Parameter(values)
+        p = nn.Parameter(values) if slot.trained else values
         axis = "etp" if of_expert else "tp"
         sharded = next((k for k, d in enumerate(slot.dims) if axes.get(d.name) == axis and degrees[k] > 1), None)
         if of_expert:
@@ -128,11 +117,12 @@ class Body(nn.Module):
     @property
     def expert_weight_names(self) -> frozenset[str]:
         """Return the names of the weights that each expert has of its own."""
-        return frozenset(name for i, name in self.names.items() if i in self.expert_values)
+        return frozenset(name for i, name in self.names.items() if i in self.local.expert_values)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         entering = zip(self.program.inputs, inputs, strict=True)
-        evaluation = Evaluation(self, {id(v): to_declared_order(v, x) for v, x in entering})
+        values = {id(v): to_declared_order(v, x) for v, x in entering}
+        evaluation = Evaluation(self.local, values, self.training)
         evaluation.values.update((i, self.full_weight(i)) for i in self.names)
         out = evaluation.run()
         out = hide_padding(self.program, out, self.groups) if self.logits else out
@@ -152,6 +142,22 @@ class Body(nn.Module):
         tensor = getattr(self.get_submodule(path), last)
         assert isinstance(tensor, Tensor)
         return tensor
+
+
+def _expert_values(p: Program, slots: dict[int, Slot], placement: NodePlacement) -> dict[int, bool]:
+    """Return the tensors that each expert has of its own: its weights, and values made of weights alone.
+
+    Keys are identities of values. The value of the dict is True if etp replicates the tensor.
+    """
+    if not any(isinstance(s.value.op, Route) for s in p.steps):
+        return {}
+    weights = [(i, s.outer, s.value.shape) for i, s in slots.items()]
+    derived = [(id(s.value), s.outer, s.value.shape) for s in p.steps if id(s.value) in placement.weights_only]
+    return {
+        i: "etp" not in p.table.axes(outer, shape).values()
+        for i, outer, shape in (*weights, *derived)
+        if p.table.among_experts(outer)
+    }
 
 
 def _register(module: nn.Module, name: str, tensor: Tensor) -> None:

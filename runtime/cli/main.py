@@ -27,6 +27,7 @@ from megaloom.planner.cli.validate import validate
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.training.recipe import Recipe
 
+from .defaults import DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY
 from .printing import fail
 
 app = App(
@@ -42,9 +43,6 @@ app.command(planning, name="plan")
 for command in (validate, explain, export):
     app.command(unwrap_help(command))
 
-DEFAULT_MODEL = "stdlib-gpt"
-STANDARD_LIBRARY = "stdlib"  # as in `data.STDLIB`
-DEFAULT_RECIPE = Recipe()
 TRAINING_PACKAGES = ("torch", "megatron.core", "psutil")  # of the extra `train` in pyproject.toml
 
 

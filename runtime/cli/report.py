@@ -16,7 +16,7 @@ from megaloom.planner.report.tables import layout_table, prediction_table
 from megaloom.planner.report.units import memory_unit, peak_memory
 from megaloom.runtime.megatron import device
 from megaloom.runtime.training.metrics import clock
-from megaloom.runtime.training.run import RECENT_STEPS, Summary
+from megaloom.runtime.training.training_run import RECENT_STEPS, Summary
 from megaloom.runtime.training.verify import Comparison
 
 

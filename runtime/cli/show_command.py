@@ -32,9 +32,9 @@ def run_show(
     """Print the table of a model, and write its drawing and page if asked to."""
     declared, _ = find(model)
     tokens = min(LONGEST_SEQ, longest(graph(declared)).get("seq", LONGEST_SEQ)) if seq is None else seq
-    found = outline(declared, batch=batch, seq=tokens, source=source, element=precision.nbytes)
+    model_outline = outline(declared, batch=batch, seq=tokens, source=source, element=precision.nbytes)
     if svg or html:
-        page.save_files(found, precision, svg, html)
+        page.save_files(model_outline, precision, svg, html)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     wrote = (f"wrote {path}" for path in (svg, html) if path)
-    print_on_first_rank(report(found, precision, guides_for(sys.stdout.encoding), width), *wrote)
+    print_on_first_rank(report(model_outline, precision, guides_for(sys.stdout.encoding), width), *wrote)

@@ -1,4 +1,4 @@
-"""`megaloom train` and `megaloom verify`: plan if asked to, run, and print the result."""
+"""`megaloom train` and `megaloom verify`: make a plan unless one is given, run it, and print the result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megaloom.runtime.training.recipe import Recipe
 from megaloom.runtime.training.run import train
 from megaloom.runtime.training.verify import compare
 
-from .main import DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY
+from .defaults import DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY
 from .printing import fail, print_on_first_rank
 from .report import comparison_report, plan_report, summary_report
 

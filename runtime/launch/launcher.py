@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from attrs import define, field
@@ -46,6 +46,9 @@ RANKS_PER_CORE = 16
 """Most ranks per CPU core on a machine without GPUs."""
 
 
+Result = TypeVar("Result")
+
+
 class RankError(RuntimeError):
     """A failed rank: its number, its traceback or how its process ended, and the signal that ended it, if one did."""
 
@@ -58,13 +61,13 @@ class RankError(RuntimeError):
 
 
 def run(
-    entry: Callable[..., Any],
+    entry: Callable[..., Result],
     args: tuple[Any, ...],
     world: int,
     *,
     timeout: float | None = None,
     grace: float = END_SECONDS,
-) -> list[Any]:
+) -> list[Result]:
     """Call `entry(*args)` on each of `world` ranks of this machine, and return the values in the order of ranks.
 
     `entry` must be importable; `args` and values must be small and picklable. Rank 0 writes to this process's stdout

@@ -63,8 +63,8 @@ def local_cluster() -> str:
 
 
 def _known_preset(name: str) -> str:
-    if found := preset_of(name):
-        return found
+    if preset := preset_of(name):
+        return preset
     raise UserError(
         f"no preset for this machine's GPU {name!r}; presets: {', '.join(PRESETS)}\n"
         f"run `megaloom measure -o FILE`, then plan with --gpus {gpu_count()}xFILE"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from megaloom.runtime.megatron import device
 
+Function = TypeVar("Function", bound=Callable[..., Tensor])
+
 
 @cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Function) -> Function:
     """Return the function compiled for fixed shapes on GPUs: a kernel for dynamic shapes takes 2 to 3 times as long."""
     return torch.compile(function, dynamic=False) if device.gpu_count() else function
 

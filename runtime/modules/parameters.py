@@ -128,24 +128,27 @@ def _by_group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @parameters.register
 def _(op: MLP, w: Weights) -> Parameters:
-    out = {"linear_fc1.weight": w("up").T, "linear_fc2.weight": w("down").T}
-    return out | {"linear_fc1.bias": w("up_bias"), "linear_fc2.bias": w("down_bias")} if op.bias else out
+    return _mlp_parameters(w, "up", bias=op.bias)
 
 
 @parameters.register(SwiGLU)
 @parameters.register(GeGLU)
 def _(op: SwiGLU | GeGLU, w: Weights) -> Parameters:
-    return {"linear_fc1.weight": torch.cat([w("gate").T, w("up").T]), "linear_fc2.weight": w("down").T}
+    return _mlp_parameters(w, "gate", "up")
 
 
 @parameters.register
 def _(op: ClampedGLU, w: Weights) -> Parameters:
-    return {
-        "linear_fc1.weight": torch.cat([w("gate").T, w("up").T]),
-        "linear_fc1.bias": torch.cat([w("gate_bias"), w("up_bias")]),
-        "linear_fc2.weight": w("down").T,
-        "linear_fc2.bias": w("down_bias"),
-    }
+    return _mlp_parameters(w, "gate", "up", bias=True)
+
+
+def _mlp_parameters(w: Weights, *first: str, bias: bool = False) -> Parameters:
+    """Return the parameters of an MLP whose first matrix has the rows of the weights `first`."""
+    out = {"linear_fc1.weight": torch.cat([w(name).T for name in first]), "linear_fc2.weight": w("down").T}
+    if bias:
+        out["linear_fc1.bias"] = torch.cat([w(f"{name}_bias") for name in first])
+        out["linear_fc2.bias"] = w("down_bias")
+    return out
 
 
 @parameters.register

@@ -153,14 +153,10 @@ def _(op: MoE, context: BuildContext) -> nn.Module | None:
         moe_router_load_balancing_type="none",  # our router adds the loss
         moe_token_dispatcher_type="alltoall",
     )
-    return Mixture(
-        op,
-        config,
-        context.layer_config(**shared, moe_shared_expert_intermediate_size=shared["ffn_hidden_size"])
-        if shared
-        else None,
-        context.groups,
-    )
+    shared_config = None
+    if shared:
+        shared_config = context.layer_config(**shared, moe_shared_expert_intermediate_size=shared["ffn_hidden_size"])
+    return Mixture(op, config, shared_config, context.groups)
 
 
 @singledispatch
@@ -171,42 +167,31 @@ def feed_forward(op: Layer) -> dict[str, Any]:
 
 @feed_forward.register
 def _(op: MLP) -> dict[str, Any]:
-    return {
-        "ffn_hidden_size": op.ff,
-        "activation_func": UNARY[op.act],
-        "gated_linear_unit": False,
-        "add_bias_linear": op.bias,
-    }
+    return _mlp_fields(op.ff, op.act, gated=False, bias=op.bias)
 
 
 @feed_forward.register
 def _(op: GeGLU) -> dict[str, Any]:
-    return {
-        "ffn_hidden_size": op.ff,
-        "activation_func": UNARY[op.act],
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-    }
+    return _mlp_fields(op.ff, op.act, gated=True, bias=False)
 
 
 @feed_forward.register
 def _(op: SwiGLU) -> dict[str, Any]:
-    return {
-        "ffn_hidden_size": op.ff,
-        "activation_func": UNARY["silu"],
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "bias_activation_fusion": device.gpu_count() > 0,  # one compiled kernel; not on CPU
-    }
+    fused = device.gpu_count() > 0  # one compiled kernel; not on CPU
+    return _mlp_fields(op.ff, "silu", gated=True, bias=False) | {"bias_activation_fusion": fused}
 
 
 @feed_forward.register
 def _(op: ClampedGLU) -> dict[str, Any]:
+    clamp = {"activation_func_clamp_value": op.limit, "glu_linear_offset": 1.0}
+    return _mlp_fields(op.ff, "quick_gelu", gated=True, bias=True) | clamp
+
+
+def _mlp_fields(ff: int, act: str, *, gated: bool, bias: bool) -> dict[str, Any]:
+    """Return the fields that all MLPs set: channels, activation, gate, biases."""
     return {
-        "ffn_hidden_size": op.ff,
-        "activation_func": UNARY["quick_gelu"],
-        "gated_linear_unit": True,
-        "add_bias_linear": True,
-        "activation_func_clamp_value": op.limit,
-        "glu_linear_offset": 1.0,
+        "ffn_hidden_size": ff,
+        "activation_func": UNARY[act],
+        "gated_linear_unit": gated,
+        "add_bias_linear": bias,
     }

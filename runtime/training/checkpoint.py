@@ -143,7 +143,7 @@ def _checksums(folder: Path) -> dict[str, int]:
     """Return the CRC of each file but the manifest, on every rank. Each rank reads some of the files."""
     names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST_NAME)
     mine = {name: _crc32(folder / name) for name in names[dist.get_rank() :: dist.get_world_size()]}
-    gathered: list[Any] = [None] * dist.get_world_size()
+    gathered: list[dict[str, int]] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return {name: crc32 for part in gathered for name, crc32 in part.items()}
 

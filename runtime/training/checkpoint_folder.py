@@ -76,10 +76,10 @@ def latest(run: Path, *, fingerprint: str) -> Checkpoint | None:
     would lose work, and starting anew would overwrite it. A fingerprint of an older form is not compared here; then
     `load` compares the names and shapes of all weights.
     """
-    found = checkpoint_folders(run)
-    if not found:
+    folders = checkpoint_folders(run)
+    if not folders:
         return None
-    checkpoint = read(found[-1])
+    checkpoint = read(folders[-1])
     manifest = checkpoint.manifest
     if manifest.has_comparable_fingerprint and manifest.fingerprint != fingerprint:
         raise CheckpointError(
@@ -94,9 +94,9 @@ def read(folder: Path) -> Checkpoint:
     """Return the checkpoint in a folder. Raise CheckpointError if it is incomplete."""
     try:
         contents = json.loads((folder / MANIFEST_NAME).read_text())
-        found_version = contents.get("version") if isinstance(contents, dict) else None
-        if isinstance(found_version, int) and found_version != VERSION:
-            raise CheckpointError(unusable(folder, f"has format {found_version}; this megaloom reads format {VERSION}"))
+        saved_version = contents.get("version") if isinstance(contents, dict) else None
+        if isinstance(saved_version, int) and saved_version != VERSION:
+            raise CheckpointError(unusable(folder, f"has format {saved_version}; this megaloom reads format {VERSION}"))
         manifest = cattrs.structure(contents, Manifest)
         wrong = [name for name, file in manifest.files.items() if not _has_size(folder / name, file.nbytes)]
     except OSError as error:
@@ -140,8 +140,8 @@ def cannot_save(what: str, run: Path, error: BaseException, space: Space | None 
 
 def saved_step(run: Path) -> str:
     """Return a sentence that names the last saved step of a run."""
-    found = checkpoint_folders(run)
-    return f"Step {_step(found[-1])} is saved" if found else "No step is saved yet"
+    folders = checkpoint_folders(run)
+    return f"Step {_step(folders[-1])} is saved" if folders else "No step is saved yet"
 
 
 def first_sentence(error: BaseException) -> str:
@@ -151,8 +151,8 @@ def first_sentence(error: BaseException) -> str:
 
 def checkpoint_folders(run: Path) -> list[Path]:
     """Return the step-… folders of a run, oldest first; unfinished ones have another name."""
-    found = [(int(match[1]), path) for path in run.glob("step-*") if (match := FOLDER_NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    steps = [(int(match[1]), path) for path in run.glob("step-*") if (match := FOLDER_NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(steps)]
 
 
 def _step(folder: Path) -> int:

@@ -30,13 +30,13 @@ from megaloom.dsl import (
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import make_build_context
+from megaloom.runtime.megatron.optimizer_state import restore_optimizer_state, sharded_optimizer_state
 from megaloom.runtime.megatron.process_groups import ProcessGroups, create_process_groups
 from megaloom.runtime.modules import parameters
 from megaloom.runtime.modules.initial_weights import initial_weight
+from megaloom.runtime.modules.model_chunk import ModelChunk
 
-from .model_chunk import ModelChunk
 from .optimizer import make_optimizer, make_scheduler, wrap_in_ddp
-from .optimizer_state import restore_optimizer_state, sharded_optimizer_state
 from .recipe import Recipe
 
 Batch = Callable[[int], Tensor]  # maps i to sample i of a global batch: int64 token ids [seq + 1]

@@ -9,7 +9,6 @@ import math
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from .checkpoint_folder import Checkpoint, Manifest, latest
 from .data import Tokens
 from .engine import Engine
 from .metrics import InterruptibleConsole, MetricsFile, ProgressDisplay, StepMetrics, progress_display
-from .run import RECENT_STEPS, Summary, TrainingRun
+from .training_run import RECENT_STEPS, Summary, TrainingRun
 
 
 def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
@@ -165,7 +164,7 @@ class Loop:
 
     def _summary(self, held_out_loss: float | None, stopped: int) -> Summary:
         assert self.saved, "a run ends with a checkpoint"
-        peaks: list[Any] = [None] * dist.get_world_size()
+        peaks = [0] * dist.get_world_size()
         dist.all_gather_object(peaks, self.engine.peak_memory())
         recent = [step.loss for step in self.steps[-RECENT_STEPS:]]
         return Summary(

@@ -21,8 +21,8 @@ from torch import nn
 from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.layout import Layout
 from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.modules.model_chunk import ModelChunk
 
-from .model_chunk import ModelChunk
 from .recipe import Recipe
 
 

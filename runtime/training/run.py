@@ -13,11 +13,9 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
 
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
@@ -30,53 +28,11 @@ from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 
 from . import data
 from .checkpoint_folder import cannot_save, latest, saved_step
-from .data import Corpus
 from .recipe import Recipe
+from .training_run import Summary, TrainingRun
 
 SAVE_SECONDS = 300.0
 """Time that the ranks of an interrupted run have to finish their step and save."""
-
-RECENT_STEPS = 20
-"""Steps over which the summary averages the training loss."""
-
-EVALUATION_TOKENS = 65536
-"""Approximate number of held-out tokens that one evaluation reads."""
-
-
-@frozen(kw_only=True)
-class TrainingRun:
-    """All that a rank must know: what to compute (plan, recipe, corpus), where to write, how often to save."""
-
-    plan: Plan
-    recipe: Recipe
-    corpus: Corpus
-    folder: Path
-    save_every: int  # steps
-    evaluate_every: int  # steps
-
-    @property
-    def evaluation_batches(self) -> int:
-        """Return the global batches of one evaluation: at most those that the held-out text has."""
-        workload = self.plan.workload
-        available = self.corpus.held_out.windows(workload.seq) // workload.batch
-        return max(1, min(EVALUATION_TOKENS // workload.tokens, available))
-
-
-@frozen(kw_only=True)
-class Summary:
-    """The result of a run."""
-
-    step: int  # last step
-    resumed: int | None  # step of the checkpoint that the run started from
-    stopped: int  # number of the signal that stopped the run early; 0 if none did
-    tokens: int  # trained on in this run, without those before a resume
-    seconds: float  # of this run
-    step_seconds: float | None  # median
-    train_loss: float | None  # mean of the last steps, nats per token
-    held_out_loss: float | None  # nats per token; None if stopped
-    unigram_entropy: float  # of the held-out text, nats per token
-    peak_nbytes: tuple[int, ...]  # by rank
-    checkpoint: Path
 
 
 def train(
@@ -175,12 +131,12 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _broadcast_from_rank_0(make: Callable[[], TrainingRun]) -> TrainingRun:
     """Return on all ranks what `make` returns on rank 0, or raise its UserError on all ranks."""
-    result: list[Any] = [None]
+    result: list[TrainingRun | UserError] = [UserError("rank 0 has sent nothing")]
     if dist.get_rank() == 0:
         try:
-            result[0] = make()
+            result = [make()]
         except UserError as error:
-            result[0] = error
+            result = [error]
     dist.broadcast_object_list(result)
     if isinstance(result[0], UserError):
         raise result[0]

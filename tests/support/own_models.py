@@ -221,6 +221,36 @@ class Hashed(Layer):
         )
 
 
+@frozen
+class Random(Layer):
+    """Random features: weights that are not trained, sharded by tp or by experts, one of them padded."""
+
+    tokens: Value
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        e, rows = x["embed"], Dim("vocab", 127)
+        features = fn("tanh", dot(x, weight("up", e, FF, std=0.3, trained=False), "embed"))
+        x = x + dot(features * weight("scale", FF, mean=1.0, std=0.1), weight("down", FF, e, std=0.1), "ff")
+        return x + apply(Lookup("vocab"), self.tokens, weight("table", rows, e, std=0.5, trained=False))
+
+
+@frozen
+class RandomExpert(Layer):
+    """A feed-forward layer whose first matrix is not trained."""
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        e = x["embed"]
+        h = fn("tanh", dot(x, weight("up", e, FF, std=0.3, trained=False), "embed"))
+        return dot(h, weight("down", FF, e, std=0.1), "ff")
+
+
+def buffers() -> Model:
+    """Sharded weights that are not trained: a checkpoint holds them, and so must every layout."""
+    tokens = ids()
+    x = tokens >> Embed(weight("wte", VOCAB, EMBED)) >> Random(tokens) >> residual(RMSNorm(), MoE(RandomExpert(), 4, 2))
+    return model("buffers", x >> Unembed(weight("head", VOCAB, EMBED)))
+
+
 def own_tables(name: str, rows: int) -> Model:
     tokens = ids()
     x = tokens >> Embed(weight("wte", VOCAB, EMBED)) >> Hashed(tokens, rows) >> MLP(64)

@@ -125,7 +125,7 @@ def measured() -> dict[tuple[str, str], tuple[int, int]]:
 
     from megaloom.runtime.megatron.build_context import make_build_context
     from megaloom.runtime.megatron.process_groups import create_process_groups
-    from megaloom.runtime.training.model_chunk import ModelChunk
+    from megaloom.runtime.modules.model_chunk import ModelChunk
 
     first, found = create_process_groups(Layout(micro_batch=BATCH)), {}
     model_parallel_cuda_manual_seed(0)

@@ -41,7 +41,7 @@ def alive(names: set[str]) -> dict[tuple[str, str], int]:
 
     from megaloom.runtime.megatron.build_context import make_build_context
     from megaloom.runtime.megatron.process_groups import create_process_groups
-    from megaloom.runtime.training.model_chunk import ModelChunk
+    from megaloom.runtime.modules.model_chunk import ModelChunk
 
     class Watch(TorchDispatchMode):
         """Every storage that an operation has made, by its address; it keeps none alive."""

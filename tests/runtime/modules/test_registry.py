@@ -96,7 +96,7 @@ def messages() -> dict[str, str]:
 
     from megaloom.runtime.megatron.build_context import make_build_context
     from megaloom.runtime.megatron.process_groups import create_process_groups
-    from megaloom.runtime.training.model_chunk import ModelChunk
+    from megaloom.runtime.modules.model_chunk import ModelChunk
 
     layout, load = Layout(), Workload(seq=SEQ, batch=2, precision=Precision.FP32)
     groups, said = create_process_groups(layout), {}

@@ -245,6 +245,7 @@ def cramped(run: Path) -> None:
 TP2, DIVIDED = Layout(tp=2, sequence_parallel=True), Layout(dp=2, shard="optimizer")
 OWN = f"{SUPPORT / 'own_models.py'}:some_experts"
 PADDED = f"{SUPPORT / 'own_models.py'}:hashed_odd"
+BUFFERS = f"{SUPPORT / 'own_models.py'}:buffers"
 RESHARDINGS = {
     "tied and padded, divided optimizer to TP2 SP PP2": ("tiny_gpt", DIVIDED, evolve(TP2, pp=2)),
     "tied and padded, TP2 SP PP2 to divided optimizer": ("tiny_gpt", evolve(TP2, pp=2), DIVIDED),
@@ -259,6 +260,9 @@ RESHARDINGS = {
     "own experts, EP2 TP2 SP to one process": (OWN, evolve(TP2, ep=2), Layout()),
     "own padded table, TP2 SP to one process": (PADDED, TP2, Layout()),
     "own padded table, one process to TP2 SP": (PADDED, Layout(), TP2),
+    "buffers, TP2 SP to one process": (BUFFERS, TP2, Layout()),
+    "buffers, one process to TP2 SP": (BUFFERS, Layout(), TP2),
+    "buffers, EP2 to ETP2 TP2 SP": (BUFFERS, Layout(dp=2, ep=2), evolve(TP2, etp=2)),
     "own bodies, PP2 to TP2 SP": (OWN, Layout(pp=2), TP2),
     "dropout, to the same layout": ("tiny_gpt_dropout", TP2, TP2),
 }

@@ -39,7 +39,7 @@ def built(plans: dict[str, Plan]) -> dict[str, list[int]]:
 
     from megaloom.runtime.megatron.build_context import make_build_context
     from megaloom.runtime.megatron.process_groups import create_process_groups
-    from megaloom.runtime.training.model_chunk import ModelChunk
+    from megaloom.runtime.modules.model_chunk import ModelChunk
 
     out = {}
     for what, plan in plans.items():

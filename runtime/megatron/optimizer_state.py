@@ -1,9 +1,9 @@
 """Optimizer state in a form that does not depend on layout, precision or kind of optimizer.
 
 A checkpoint has three fp32 tensors per parameter, sharded like the parameter: its master weight under its name, and
-Adam's two moments under `exp_avg.NAME` and `exp_avg_sq.NAME`. megatron-core's optimizers store them in three ways: the
-fp32 parameter itself, an fp32 master copy of a bf16 parameter, or a range of elements per data-parallel rank. Their own
-checkpoint formats cannot be loaded into each other.
+Adam's two moments under `exp_avg.NAME` and `exp_avg_sq.NAME`. A weight that is not trained has the first only.
+megatron-core's optimizers store them in three ways: the fp32 parameter itself, an fp32 master copy of a bf16 parameter,
+or a range of elements per data-parallel rank. Their own checkpoint formats cannot be loaded into each other.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def sharded_optimizer_state(model: dict[str, Any], optimizer: MegatronOptimizer,
     They hold this rank's values, or with `loading` empty tensors to load into.
     """
     names = {id(entry.data): name for name, entry in model.items()}
-    state: dict[str, Any] = {"model": dict(model), **{name: {} for name in MOMENTS}}
+    state: dict[str, Any] = {"model": {}, **{name: {} for name in MOMENTS}}
     for one in parameter_states(optimizer):
         name = names[id(one.param)]
         empty = (torch.empty_like(one.param, dtype=torch.float32, device="cpu") for _ in range(1 + len(MOMENTS)))
@@ -120,6 +120,10 @@ def sharded_optimizer_state(model: dict[str, Any], optimizer: MegatronOptimizer,
         state["model"][name] = _with_data(model[name], master, "")
         for kind, moment in zip(MOMENTS, moments, strict=True):
             state[kind][name] = _with_data(model[name], moment, f"{kind}.")
+    for name in model.keys() - state["model"].keys():
+        data = model[name].data
+        is_buffer = isinstance(data, Tensor) and data.is_floating_point()  # megatron-core adds objects without data
+        state["model"][name] = _with_data(model[name], data.float(), "") if is_buffer else model[name]
     return state
 
 

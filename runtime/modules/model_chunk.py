@@ -32,7 +32,8 @@ from megaloom.planner.contract.plans import Stage
 from megaloom.planner.rules.export_rules import shared_weight_users
 from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.recompute import SelectiveNodes, SelectiveRecompute
-from megaloom.runtime.modules import fused, registry
+
+from . import fused, registry
 
 
 @frozen(eq=False, slots=False)
