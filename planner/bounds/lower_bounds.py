@@ -69,10 +69,10 @@ def large_batch_seconds(base: Layouts, cache: CostCache) -> Rows:
     micro-batch of b sequences. Some rank computes at least 1/p of the model for B/d sequences, and T(b) / b is never
     below its limit: latencies, launches and rounding only add to it. See docs/concepts/bounds.md.
     """
-    large = evolve(base, micro_batch=np.full(len(base), LARGE_BATCH))
-    first, which = alike(*(getattr(large, name) for name in NODE_COST_FIELDS))
-    rows = cache.rows(large.take(first))[0]
-    per_sequence = rows[:, :, STEP_COLUMNS].sum(axis=2) @ cache.structure.kind_counts / LARGE_BATCH
+    sequences = LARGE_BATCH * base.cp  # equally many tokens on each device, so that most node costs are equal
+    first, which = alike(*(getattr(base, name) for name in NODE_COST_FIELDS if name != "micro_batch"))
+    rows = cache.rows(evolve(base, micro_batch=sequences).take(first))[0]
+    per_sequence = rows[:, :, STEP_COLUMNS].sum(axis=2) @ cache.structure.kind_counts / sequences[first]
     seconds: Rows = LARGE_BATCH_TOLERANCE * cache.workload.batch / (base.dp * base.pp) * per_sequence[which]
     return seconds
 
