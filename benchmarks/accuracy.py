@@ -86,20 +86,20 @@ def residuals_by_framework() -> str:
         if p.time_error is not None:
             groups[p.training_run.profile.name].append(p)
     rows = []
-    for name, found in sorted(groups.items()):
-        errors = [p.time_error or 0.0 for p in found]
+    for name, runs in sorted(groups.items()):
+        errors = [p.time_error or 0.0 for p in runs]
         off = [abs(e) for e in errors]
-        rows.append((name, str(len(found)), f"{median(off):.1%}", f"{mean(off):.1%}", f"{mean(errors):+.1%}"))
+        rows.append((name, str(len(runs)), f"{median(off):.1%}", f"{mean(off):.1%}", f"{mean(errors):+.1%}"))
     return markdown_table(("framework profile", "runs", "median error", "mean error", "bias"), rows)
 
 
 def gpu_runs() -> str:
     """Return steps and memory that our runtime was measured to take on our own GPUs."""
     with GPU_RUNS.open(encoding="utf-8") as file:
-        found = list(csv.DictReader(file, delimiter="\t"))
+        measured = list(csv.DictReader(file, delimiter="\t"))
     head = ("GPUs", "model", "sequence", "batch", "layout", "step s", "predicted s", "error", "GiB", "predicted GiB")
     rows = []
-    for row in found:
+    for row in measured:
         error = float(row["predicted_step_seconds"]) / float(row["step_seconds"]) - 1
         before = [row[key] for key in ("gpus", "model", "sequence_length", "global_batch", "layout")]
         times = [row["step_seconds"], row["predicted_step_seconds"], f"{error:+.1%}"]
@@ -201,7 +201,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 def written(text: str) -> str:
     """Return the text of a page with its tables as they should be now."""
-    return SECTION.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[4]}", text)
+    return SECTION.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[4]}", text)
 
 
 def pages() -> Iterable[Path]:

@@ -47,9 +47,9 @@ def _mean_passes(pp: Any, vpp: Any, m: Any, group: Any) -> Any:
 def _balanced(name: str) -> Callable[..., BalancedBounds]:
     """Return `balanced_bounds` without one of its columns."""
 
-    def weaker(balance: Any, bounds: Any, found: Any) -> BalancedBounds:
-        whole = balanced_bounds(balance, bounds, found)
-        plain = {"seconds": found.seconds, "expected_seconds": whole.seconds, "nbytes": found.nbytes}
+    def weaker(balance: Any, bounds: Any, bounded: Any) -> BalancedBounds:
+        whole = balanced_bounds(balance, bounds, bounded)
+        plain = {"seconds": bounded.seconds, "expected_seconds": whole.seconds, "nbytes": bounded.nbytes}
         return evolve(whole, **{name: plain[name]})
 
     return weaker
@@ -85,10 +85,10 @@ def searched(name: str, machine: str, work: Workload) -> tuple[Counter[str], flo
     """Return what a search counted, with its processor time in milliseconds, and the step time of its best plan."""
     counts: Counter[str] = Counter()
     with counted(counts, "refined"), counted(counts, "simulate"):
-        began = process_time()
-        found = plan(find(name)[0], cluster(machine), work, ref="benchmark")
-        counts["milliseconds"] = round(1e3 * (process_time() - began))
-    return counts, found.best.predicted.step_seconds
+        start = process_time()
+        result = plan(find(name)[0], cluster(machine), work, ref="benchmark")
+        counts["milliseconds"] = round(1e3 * (process_time() - start))
+    return counts, result.best.predicted.step_seconds
 
 
 def main() -> None:

@@ -101,40 +101,43 @@ class Built:
 def plans(name: str, gpus: str, seq: int, batch: int, fixed: dict[str, Any]) -> tuple[Plan, ...]:
     """Return the best plans of a search."""
     model, ref = find(name)
-    found = plan(model, cluster(gpus), Workload(seq=seq, batch=batch), ref=ref, fixed=fixed)
-    return (found.best, *found.next(BEST - 1))
+    result = plan(model, cluster(gpus), Workload(seq=seq, batch=batch), ref=ref, fixed=fixed)
+    return (result.best, *result.next(BEST - 1))
 
 
-def differences(given: Plan, source: random.Random) -> Iterator[str]:
+def differences(plan: Plan, source: random.Random) -> Iterator[str]:
     """Yield a line for each pipeline rank whose parameters differ from the plan."""
-    x, precision, g = given.layout, given.workload.precision, graph(find(given.model)[0])
+    x, precision, g = plan.layout, plan.workload.precision, graph(find(plan.model)[0])
     for device_rank in range(x.world) if x.world <= FEW else [source.randrange(x.world)]:
-        for rank, made in built(given, g, device_rank).items():
-            said, planned = given.predicted.nbytes[rank], tuple(s.params for s in of_rank(given, rank))
-            held = state_bytes(made.dense, made.experts, x, precision)
-            pairs = [(made.chunks, planned), *((held[what], said[what]) for what in ("weights", "optimizer"))]
+        for rank, elements in built(plan, g, device_rank).items():
+            planned_nbytes, planned_params = plan.predicted.nbytes[rank], tuple(s.params for s in of_rank(plan, rank))
+            nbytes = state_bytes(elements.dense, elements.experts, x, precision)
+            pairs = [
+                (elements.chunks, planned_params),
+                *((nbytes[what], planned_nbytes[what]) for what in ("weights", "optimizer")),
+            ]
             if wrong := [f"{ours}, planned {theirs}" for ours, theirs in pairs if ours != theirs]:
-                yield f"{given.model} {x} device {device_rank}, pipeline rank {rank}: {'; '.join(wrong)}"
+                yield f"{plan.model} {x} device {device_rank}, pipeline rank {rank}: {'; '.join(wrong)}"
 
 
-def of_rank(given: Plan, rank: int) -> list[Stage]:
+def of_rank(plan: Plan, rank: int) -> list[Stage]:
     """Return the stages of a pipeline rank, in order of their chunks."""
-    return sorted((s for s in given.stages if s.rank == rank), key=lambda s: s.chunk)
+    return sorted((s for s in plan.stages if s.rank == rank), key=lambda s: s.chunk)
 
 
-def built(given: Plan, g: Graph, device_rank: int) -> dict[int, Built]:
+def built(plan: Plan, g: Graph, device_rank: int) -> dict[int, Built]:
     """Return the elements that a device builds, by pipeline rank.
 
     One device builds the stages of every pipeline rank, with its own coordinates on the other axes.
     """
-    x = given.layout
+    x = plan.layout
     dist.init_process_group("fake", store=FakeStore(), rank=device_rank, world_size=x.world)
     try:
         groups = create_process_groups(x)
         model_parallel_cuda_manual_seed(0)
-        context = make_build_context(g, x, given.workload, groups)
+        context = make_build_context(g, x, plan.workload, groups)
         ranks = [groups.pp_rank] if x.world <= FEW else range(x.pp)
-        return {rank: summed(modules.ModelChunk(g, s, context) for s in of_rank(given, rank)) for rank in ranks}
+        return {rank: summed(modules.ModelChunk(g, s, context) for s in of_rank(plan, rank)) for rank in ranks}
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -142,9 +145,9 @@ def built(given: Plan, g: Graph, device_rank: int) -> dict[int, Built]:
 
 def summed(stages: Iterable[nn.Module]) -> Built:
     """Return the elements of these stages."""
-    held = [list(stage.parameters()) for stage in stages]
-    chunks = tuple(sum(p.numel() for p in stage) for stage in held)
-    experts = sum(p.numel() for stage in held for p in stage if not getattr(p, "allreduce", True))
+    parameters = [list(stage.parameters()) for stage in stages]
+    chunks = tuple(sum(p.numel() for p in stage) for stage in parameters)
+    experts = sum(p.numel() for stage in parameters for p in stage if not getattr(p, "allreduce", True))
     return Built(chunks, sum(chunks) - experts, experts)
 
 
@@ -161,15 +164,15 @@ def main(*rows: str) -> int:
     searches = source.sample(SEARCHES, int(rows[0])) if rows else SEARCHES
     count, wrong = 0, list[str]()
     for name, gpus, seq, batch, fixed in searches:
-        began = process_time()
-        made = plans(name, gpus, seq, batch, fixed)
+        start = process_time()
+        best = plans(name, gpus, seq, batch, fixed)
         planned = process_time()
-        found = [line for p in made for line in differences(p, source)]
-        count += len(made)
-        wrong += found
-        said = " ".join(f"{axis}{degree}" for axis, degree in fixed.items())
-        seconds = f"planned in {planned - began:.1f} s, built in {process_time() - planned:.1f} s"
-        print(f"{name:<18}{gpus:<12}{said:<16}{len(made):>3} plans, {len(found)} differences; {seconds}", flush=True)
+        lines = [line for p in best for line in differences(p, source)]
+        count += len(best)
+        wrong += lines
+        axes = " ".join(f"{axis}{degree}" for axis, degree in fixed.items())
+        seconds = f"planned in {planned - start:.1f} s, built in {process_time() - planned:.1f} s"
+        print(f"{name:<18}{gpus:<12}{axes:<16}{len(best):>3} plans, {len(lines)} differences; {seconds}", flush=True)
     print(*wrong, f"{count} plans, {len(wrong)} differences", sep="\n")
     return int(bool(wrong))
 

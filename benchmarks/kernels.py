@@ -124,9 +124,9 @@ def products(on: Device) -> Iterator[Measured]:
             "dx": (lambda a=dy, b=w, o=out[1]: torch.mm(a, b, out=o)),
             "dw": (lambda a=dy, b=x, o=out[2]: torch.mm(a.T, b, out=o)),
         }
-        said = dict(zip(runs, (took.forward, *parts), strict=True))
+        predicted = dict(zip(runs, (took.forward, *parts), strict=True))
         for name, run in runs.items():
-            yield Measured(f"{kind} {name}", f"{m} x {n} x {k}", busy(run), said[name], of.flops, 2 * of.elements)
+            yield Measured(f"{kind} {name}", f"{m} x {n} x {k}", busy(run), predicted[name], of.flops, 2 * of.elements)
 
 
 def parted(of: Work, on: Device) -> tuple[float, float]:
@@ -166,17 +166,17 @@ def attention(on: Device) -> Iterator[Measured]:
             of = work("attend", flops, 2 * (q.numel() + k.numel()), count=batch * heads, m=seq, n=seq, k=channels)
             took = kernels.kernel_seconds(of, on, Precision.BF16)
 
-            def ahead(q: Tensor = q, k: Tensor = k, v: Tensor = v, causal: bool = causal, few: int = few) -> Tensor:
+            def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v, causal: bool = causal, few: int = few) -> Tensor:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=few != q.shape[1])
 
             name = f"{'causal' if causal else 'whole'} {heads}/{few} x {channels}"
             with torch.no_grad():
-                first = busy(ahead)
-            yield Measured(f"attention {name}", f"{batch} x {seq}", first, took.forward, flops, 2 * of.elements)
-            y = ahead()
-            back = busy(lambda y=y, q=q, k=k, v=v, dy=dy: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True))
-            said, did = took.backward, int(flops * kernels.ATTEND_BACKWARD)
-            yield Measured(f"attention back {name}", f"{batch} x {seq}", back, said, did, 3 * of.elements)
+                seconds = busy(forward)
+            yield Measured(f"attention {name}", f"{batch} x {seq}", seconds, took.forward, flops, 2 * of.elements)
+            y = forward()
+            seconds = busy(lambda y=y, q=q, k=k, v=v, dy=dy: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True))
+            expected, done = took.backward, int(flops * kernels.ATTEND_BACKWARD)
+            yield Measured(f"attention back {name}", f"{batch} x {seq}", seconds, expected, done, 3 * of.elements)
 
 
 def chains(on: Device) -> Iterator[Measured]:
@@ -186,13 +186,13 @@ def chains(on: Device) -> Iterator[Measured]:
             of = evolve(work(kind, 0, elements), fusion="gate" if name == "swiglu" else None)
             took = kernels.kernel_seconds(of, on, Precision.BF16)
             with torch.no_grad():
-                first = busy(run)
+                seconds = busy(run)
             what = f"{tokens} x {width}"
-            yield Measured(name, what, first, took.forward, 0, 2 * elements)
+            yield Measured(name, what, seconds, took.forward, 0, 2 * elements)
             if leaves:
                 y = run()
-                back = busy(partial(torch.autograd.grad, y, leaves, torch.randn_like(y), retain_graph=True))
-                yield Measured(f"{name} back", what, back, took.backward, 0, 3 * elements)
+                seconds = busy(partial(torch.autograd.grad, y, leaves, torch.randn_like(y), retain_graph=True))
+                yield Measured(f"{name} back", what, seconds, took.backward, 0, 3 * elements)
 
 
 Case = tuple[str, str, int, Callable[[], Tensor], tuple[Tensor, ...]]  # name, kind, elements, what, with gradients of
@@ -240,13 +240,13 @@ def beside(on: Device) -> Iterator[Measured]:
     for n in (2**22, 2**26, 2**28):
         main, gradient = random(n, dtype=torch.float32), random(n)
         moved = 10 * n
-        said = OWN.kernels.memory_passes["gradient"][1] * moved / on.moves
-        yield Measured("gradient", f"{n}", busy(partial(main.add_, gradient)), said, 0, moved)
+        predicted = OWN.kernels.memory_passes["gradient"][1] * moved / on.moves
+        yield Measured("gradient", f"{n}", busy(partial(main.add_, gradient)), predicted, 0, moved)
     for n, pieces in ((2**28, 16), (2**28, 256), (2**26, 256)):
-        held = [random(n // pieces, dtype=torch.float32).requires_grad_() for _ in range(pieces)]
-        for x in held:
+        weights = [random(n // pieces, dtype=torch.float32).requires_grad_() for _ in range(pieces)]
+        for x in weights:
             x.grad = torch.ones_like(x)
-        step = torch.optim.AdamW(held, lr=1e-4).step
+        step = torch.optim.AdamW(weights, lr=1e-4).step
         moved = (OWN.optimizer.step_moved_nbytes - 12) * n  # without norm and scaling of the gradient
         yield Measured("adamw", f"{pieces} of {n // pieces}", waited(step, 5), moved / on.moves, 0, moved)
 
@@ -280,11 +280,11 @@ def totals(rows: Iterable[Measured]) -> Iterator[str]:
     kinds: dict[str, list[Measured]] = {}
     for row in rows:
         kinds.setdefault(row.kind, []).append(row)
-    for kind, found in kinds.items():
-        errors = [row.predicted / row.seconds - 1 for row in found]
-        worst = max(found, key=lambda row: abs(row.predicted / row.seconds - 1))
+    for kind, cases in kinds.items():
+        errors = [row.predicted / row.seconds - 1 for row in cases]
+        worst = max(cases, key=lambda row: abs(row.predicted / row.seconds - 1))
         yield (
-            f"{kind:<34}{len(found):>4}{median(map(abs, errors)):>8.1%}{median(errors):>+8.1%}"
+            f"{kind:<34}{len(cases):>4}{median(map(abs, errors)):>8.1%}{median(errors):>+8.1%}"
             f"{worst.predicted / worst.seconds - 1:>+8.0%}  {worst.what}"
         )
 

@@ -135,14 +135,14 @@ HEAD = "model           seq GBS  layout                               s/step  pl
 )
 
 
-def row(case: Case, it: Plan, step: float, held: float, reserved: float, beside: float) -> str:
+def row(case: Case, plan: Plan, step: float, allocated: float, reserved: float, other: float) -> str:
     """Return a case as a line of text. Planned memory is without allocator and runtime, which torch does not count."""
-    said, most = it.predicted.step_seconds, peak_memory(it, "allocated") / GiB
-    runtime = (peak_memory(it, "device") - peak_memory(it, "reserved")) / GiB
+    planned_seconds, planned_gib = plan.predicted.step_seconds, peak_memory(plan, "allocated") / GiB
+    runtime = (peak_memory(plan, "device") - peak_memory(plan, "reserved")) / GiB
     return (
-        f"{case.model:<14}{case.seq:>6}{it.workload.batch:>4}  {it.layout!s:<34}{step:>9.4f}{said:>9.4f}"
-        f"{said / step - 1:>+8.1%}{held:>8.1f}{most:>8.1f}{most / held - 1:>+8.1%}{reserved:>9.1f}"
-        f"{beside:>8.2f}{runtime:>8.2f}"
+        f"{case.model:<14}{case.seq:>6}{plan.workload.batch:>4}  {plan.layout!s:<34}{step:>9.4f}{planned_seconds:>9.4f}"
+        f"{planned_seconds / step - 1:>+8.1%}{allocated:>8.1f}{planned_gib:>8.1f}{planned_gib / allocated - 1:>+8.1%}"
+        f"{reserved:>9.1f}{other:>8.2f}{runtime:>8.2f}"
     )
 
 

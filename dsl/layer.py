@@ -175,19 +175,19 @@ def _required(body: Callable[..., Value]) -> frozenset[str]:
 
 def _reached(out: Value, x: Value, outside: Container[int]) -> set[int]:
     """Return the ids of the values in `outside` that a body's output depends on other than through x."""
-    found, seen, todo = set(), {id(x)}, [out]
+    reached, seen, todo = set(), {id(x)}, [out]
     while todo:
         v = todo.pop()
         if id(v) in seen:
             continue
         seen.add(id(v))
         if id(v) in outside:
-            found.add(id(v))
+            reached.add(id(v))
         elif v.body is not None and isinstance(v.op, Layer) and v.op.transparent:
             todo.append(v.body)
         else:
             todo += v.args
-    return found
+    return reached
 
 
 def op_name(op: Op) -> str:

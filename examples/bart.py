@@ -77,11 +77,11 @@ def attention(kind: str, theirs: str) -> Tensors:
     return projections | biases | out
 
 
-def norm(theirs: str, place: int) -> Tensors:
+def norm(theirs: str, number: int) -> Tensors:
     """Return the tensor names of the norm with this number in its layer."""
     return {
-        f"{theirs}.weight": flat(f"layer_norm.{place}.scale"),
-        f"{theirs}.bias": flat(f"layer_norm.{place}.shift"),
+        f"{theirs}.weight": flat(f"layer_norm.{number}.scale"),
+        f"{theirs}.bias": flat(f"layer_norm.{number}.shift"),
     }
 
 

@@ -95,14 +95,14 @@ def _pattern(c: Config) -> str:
     c.ignore(*(name for name in c.fields if name.startswith(("moe_", "mtp_"))))
     c.ignore("expand", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "routed_scaling_factor")
     c.ignore("n_group", "topk_group", "norm_topk_prob", "num_nextn_predict_layers")
-    said = c.first_present("hybrid_override_pattern", "layers_block_type", "layer_types")
-    if said == "hybrid_override_pattern":
-        pattern = c.text(said)
+    field = c.first_present("hybrid_override_pattern", "layers_block_type", "layer_types")
+    if field == "hybrid_override_pattern":
+        pattern = c.text(field)
     else:
-        pattern = "".join(LETTERS.get(kind, "?") for kind in c.array(said))
+        pattern = "".join(LETTERS.get(kind, "?") for kind in c.array(field))
     if not set(pattern) <= set(LETTERS.values()):
         raise c.unsupported(
-            said, f"its layers can be {', '.join(sorted(set(LETTERS.values())))}, or {', '.join(LETTERS)}"
+            field, f"its layers can be {', '.join(sorted(set(LETTERS.values())))}, or {', '.join(LETTERS)}"
         )
     c.only("num_hidden_layers", len(pattern), default=len(pattern))
     return pattern

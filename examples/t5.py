@@ -114,11 +114,11 @@ CROSS = {f"layer.1.EncDecAttention.{n}.weight": columns(f"cross_attention.0.{n}"
 }
 
 
-def feed_forward(place: int) -> Tensors:
+def feed_forward(number: int) -> Tensors:
     """Return the tensor names of a feed-forward layer, gated or not, with this number in its block."""
-    dense = f"layer.{place}.DenseReluDense."
+    dense = f"layer.{number}.DenseReluDense."
     return {
-        f"layer.{place}.layer_norm.weight": flat(f"rms_norm.{place}.scale"),
+        f"layer.{number}.layer_norm.weight": flat(f"rms_norm.{number}.scale"),
         f"{dense}wi.weight": columns("mlp.0.up"),
         f"{dense}wi_0.weight": columns("geglu.0.gate"),
         f"{dense}wi_1.weight": columns("geglu.0.up"),

@@ -1,1 +1,1 @@
-"""Facts of a declared model: FLOPs, parameters, saved activations, collectives, recompute."""
+"""Facts derived from a declaration: FLOPs, parameters, saved activations, sharding, collectives, recompute."""

@@ -147,7 +147,7 @@ class _Count:
     def whole(self, step: Step, v: Value, transition: Transition) -> int:
         """Return the elements on each device after a gather."""
         if transition.axis == "tp" and "tp" not in step.axes.values():  # shards of the sequence
-            return self.program.held(v.shape, step.outer, self.sizes, self.split, data=True)
+            return self.program.local_elements(v.shape, step.outer, self.sizes, self.split, data=True)
         whole = {name for name, axis in step.axes.items() if name == transition.along and axis == transition.axis}
         return step.at(self.sizes, self.split, whole=whole)((*step.outer, *v.shape))
 
@@ -160,7 +160,7 @@ class _Count:
                 yield from self.attend(step)
             case Route() | Combine() if self.split.ep > 1:
                 tokens = v if isinstance(v.op, Route) else v.args[0]
-                n = self.program.held(tokens.shape, step.outer, self.sizes, self.split)
+                n = self.program.local_elements(tokens.shape, step.outer, self.sizes, self.split)
                 what = "dispatch" if tokens is v else "combine"
                 for backward in (False, True):
                     yield Collective("all_to_all", "ep", n, backward, what, self.recomputed_by(step, backward))
@@ -184,7 +184,7 @@ class _Count:
             n = sum(local((*step.outer, *a.shape)) for a in gathered)
             yield Collective("all_gather", "cp", n, False, "keys and values", self.recomputed_by(step))
             yield Collective("reduce_scatter", "cp", n, True, "keys and values")
-        copies = [self.program.repeated(a.shape, step.outer, self.split) for a in step.value.args]
+        copies = [self.program.head_copies(a.shape, step.outer, self.split) for a in step.value.args]
         if max(copies) > 1:
             local = step.at(self.sizes, self.split)
             n = sum(

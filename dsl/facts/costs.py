@@ -125,7 +125,7 @@ def _costs(p: Program, batch: int, seq: int, source: int, split: Split) -> Costs
     p, sizes = fitted(p, split), Sizes(batch=batch, seq=seq, source=source)
     for name, size in sizes.items():
         if size < 1:
-            raise UserError(f"{name} of {size!r}: it takes a whole number of at least 1")
+            raise UserError(f"{name} must be a whole number of at least 1, got {size!r}")
     renames = [s.value.op for s in p.steps if isinstance(s.value.op, Rename)]
     sizes.update({op.new: sizes[op.old] for op in renames if op.old in sizes})
     dense, expert = _params(p, sizes, split)
@@ -140,10 +140,10 @@ def _costs(p: Program, batch: int, seq: int, source: int, split: Split) -> Costs
 
 
 def _params(p: Program, sizes: Sizes, split: Split) -> tuple[int, int]:
-    """The parameters of a node on one device: dense ones, and those of experts."""
+    """Return the parameters of a node on one device: (dense, of experts)."""
     out = {False: 0, True: 0}
     for outer, shape in p.weights:
-        n = p.held(shape, outer, sizes, split) // p.repeated(shape, outer, split)
+        n = p.local_elements(shape, outer, sizes, split) // p.head_copies(shape, outer, split)
         out[p.table.among_experts(outer)] += n
     return out[False], out[True]
 
@@ -174,7 +174,7 @@ def _work(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
 
 
 def _touched(step: Step, x: Value, local: Local, split: Split) -> int:
-    """The elements of a tensor that a device reads or writes; gates are of all experts, whoever has those."""
+    """Return the elements of a tensor that a device reads or writes. Gates span all experts on every device."""
     if "ep" in step.axes.values():
         own = step.table.axes(step.outer, x.shape)
         whole = {name for name, axis in step.axes.items() if axis == "ep" and name not in own}
@@ -184,10 +184,10 @@ def _touched(step: Step, x: Value, local: Local, split: Split) -> int:
 
 
 def _flops(p: Program, step: Step, local: Local, split: Split) -> tuple[int, int, int]:
-    """Forward, dgrad, wgrad. Transposed, a product costs as much again for each argument that has a gradient."""
+    """Return the FLOPs of (forward, dgrad, wgrad). The gradient of each argument costs as much as the forward pass."""
     v = step.value
     shapes = tuple(a.shape for a in v.args)
-    if isinstance(v.op, Attend):  # each device's share of the queries meets all the keys
+    if isinstance(v.op, Attend):  # a device has its shard of the queries and all keys
         local = step.at(local, split, whole=SEQUENCES)
         shares = split.cp if SEQUENCES & step.axes.keys() else 1
         forward = -(-v.op.flops(v.shape, shapes, local) * local(step.outer) // shares)
@@ -200,7 +200,7 @@ def _flops(p: Program, step: Step, local: Local, split: Split) -> tuple[int, int
 
 
 def _product(step: Step, local: Local, split: Split) -> tuple[int, int, int, int]:
-    """count, m, n, k."""
+    """Return (count, m, n, k) of a matrix product or an attention core, as in `Work`; zeros for other work."""
     v = step.value
     match v.op:
         case Dot(over):
@@ -219,7 +219,7 @@ def _product(step: Step, local: Local, split: Split) -> tuple[int, int, int, int
 
 
 def _reads(p: Program, step: Step) -> Iterator[Value]:
-    """The distinct tensors that a piece of work reads; of a table, the rows it looks up."""
+    """Yield the distinct tensors that a piece of work reads. From a table it reads as many elements as it writes."""
     v = step.value
     if isinstance(v.op, Lookup | PositionLookup):
         yield v

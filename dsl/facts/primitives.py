@@ -1,4 +1,7 @@
-"""Primitives of one node, each with the dims and axes around it. All facts are sums over them."""
+"""Primitives of one node, with the dims of the copies around each and the axes that shard it.
+
+`program(node)` returns them. Every fact of a node is a sum over its primitives.
+"""
 
 from __future__ import annotations
 
@@ -29,60 +32,71 @@ from megaloom.dsl.value import Fusion, Op, Pointwise, Value
 
 @frozen(eq=False)
 class Step:
-    """A primitive: its value, its name inside the node, the copies around it, and which dims it divides."""
+    """A primitive: its value, its name inside the node, and the dims of the copies around it.
+
+    axes: the sharded dims of all tensors that it reads and writes, with the axis of each.
+    """
 
     value: Value
     name: str
     outer: tuple[Dim, ...]
     table: ShardingTable
-    axes: Mapping[str, str] = field(init=False)  # of all tensors that the primitive touches
+    axes: Mapping[str, str] = field(init=False)
 
     @axes.default
     def _axes(self) -> dict[str, str]:
         return self.table.axes(self.outer, *(v.shape for v in (*self.value.args, self.value)))
 
     def at(self, sizes: Mapping[str, int], split: Split, *, whole: Container[str] = ()) -> Local:
-        """The sizes that this primitive works on, with the dims of some names left whole."""
+        """Return the local sizes of this primitive's dims. The dims named in `whole` count as not sharded."""
         axes = {n: a for n, a in self.axes.items() if n not in whole}
         return self.table.local(sizes, split, axes, self.table.among_experts(self.outer))
 
     def gathered(self, split: Split) -> tuple[Value, ...]:
-        """The keys and values of which every device of cp needs the whole sequence, where it holds a part."""
+        """Return the keys and values that context parallelism gathers for this primitive, along their sequence."""
         if not isinstance(self.value.op, Attend) or split.cp == 1:
             return ()
         return tuple(a for a in self.value.args[1:] if sequential(a.shape))
 
     @property
     def weights(self) -> tuple[Value, ...]:
-        """The weights that it reads and that are trained."""
+        """The trained weights that it reads."""
         return tuple(a for a in self.value.args if isinstance(a.op, Weight) and a.op.trained)
 
 
 @frozen(eq=False)
 class Program:
-    """The primitives of one node, and of all that are like it."""
+    """The primitives of one node. Nodes with equal layers, shapes and weights have one program.
+
+    weights: for each, the dims of the copies around it, and its own shape.
+    fused: values inside a chain of pointwise ops, which no kernel writes; by the identity of their source.
+    data: values computed from data alone, which have no gradient; by the identity of their source.
+    """
 
     value: Value
     table: ShardingTable
     steps: tuple[Step, ...]
     inputs: tuple[Value, ...]
-    weights: tuple[tuple[tuple[Dim, ...], Shape], ...]  # of each, the copies around it and its own dims
-    fused: frozenset[int]  # the source of each value that only exists inside a chain of pointwise ops
-    data: frozenset[int]  # the source of each value that is made of data alone, which has no gradient
+    weights: tuple[tuple[tuple[Dim, ...], Shape], ...]
+    fused: frozenset[int]
+    data: frozenset[int]
 
-    def held(
+    def local_elements(
         self, dims: Iterable[Dim], outer: tuple[Dim, ...], sizes: Mapping[str, int], split: Split, data: bool = False
     ) -> int:
-        """The elements that one device holds of a tensor among these copies; of data all that its tp group does."""
+        """Return the elements of a tensor on one device. outer: the dims of the copies around it.
+
+        data: the tensor is data, which sequence parallelism does not shard.
+        """
         tensor = tuple(dims)
         split = evolve(split, sequence_parallel=False) if data else split
         local = self.table.local(sizes, split, self.table.axes(outer, tensor), self.table.among_experts(outer))
         return local((*outer, *tensor))
 
-    def repeated(self, dims: Iterable[Dim], outer: tuple[Dim, ...], split: Split) -> int:
-        """Return how many devices have the same part of a tensor, where they outnumber its key/value heads.
+    def head_copies(self, dims: Iterable[Dim], outer: tuple[Dim, ...], split: Split) -> int:
+        """Return the number of devices that hold one key/value head of a tensor; 1 if there are heads enough for all.
 
-        Of the weights of these heads each device holds its share nevertheless.
+        The weights of these heads are sharded nevertheless: each device holds 1/copies of a head's weights.
         """
         tensor = tuple(dims)
         axes = self.table.axes(outer, tensor)
@@ -91,7 +105,7 @@ class Program:
         return prod(degree // size for size, degree in sizes if size is not None and size < degree)
 
     def entries(self, v: Value) -> Iterator[Value]:
-        """The value itself or, if it only exists inside a chain of pointwise ops, what that chain reads of it."""
+        """Yield the value itself or, inside a chain of pointwise ops, the inputs of the chain that it depends on."""
         if id(v.source) in self.fused:
             for a in v.source.args:
                 yield from self.entries(a)
@@ -100,37 +114,41 @@ class Program:
 
 
 def origin(v: Value) -> Value:
-    """The value behind applied layers, up to the edge of repeated copies."""
+    """Return the value that a layer's output stands for: the output of its body, and so on down to an `Each`."""
     while v.body is not None and not isinstance(v.op, Each):
         v = v.body
     return v
 
 
 @frozen(cache_hash=True)
-class _Like:
-    """What nodes of which every fact is the same have in common, and one of them."""
+class _ProgramKey:
+    """Properties on which all facts of a node depend, and a node that has them.
+
+    inputs: for each, its shape, its element type, the index of the first argument that is equal to it, and True if it
+    is data.
+    """
 
     op: Op
-    inputs: tuple[tuple[Shape, DType, int, bool], ...]  # the place of the first that is the same value; if it is data
+    inputs: tuple[tuple[Shape, DType, int, bool], ...]
     weights: tuple[tuple[tuple[Dim, ...], Shape], ...]
     node: Node = field(eq=False)
 
 
 @lru_cache(maxsize=1 << 14)
 def program(node: Node) -> Program:
-    """The program of a node; nodes of equal layers on equal shapes have the same one, made once."""
+    """Return the program of a node. It is computed once for all nodes with equal layers, shapes and weights."""
     args, weights = node.value.args, tuple((s.outer, s.value.shape) for s in node.weights if s.trained)
     inputs = tuple((a.shape, a.dtype, args.index(a), isinstance(a.source.op, Input)) for a in args)
-    return _made(_Like(node.op, inputs, weights, node))
+    return _program(_ProgramKey(node.op, inputs, weights, node))
 
 
 @lru_cache(maxsize=1 << 12)
-def _made(like: _Like) -> Program:
-    value = like.node.value
+def _program(key: _ProgramKey) -> Program:
+    value = key.node.value
     table = ShardingTable.of(_splits(value, {id(a) for a in value.args}))
     steps = tuple(Step(v, _name(v, path), outer, table) for v, path, outer in primitives(value))
     inputs = tuple(a for a in value.args if not isinstance(a.op, Weight))
-    return Program(value, table, steps, inputs, like.weights, _fused(value, steps), _data(inputs, steps))
+    return Program(value, table, steps, inputs, key.weights, _fused(value, steps), _data(inputs, steps))
 
 
 def fusion_of(op: Op) -> Fusion | None:
@@ -140,9 +158,9 @@ def fusion_of(op: Op) -> Fusion | None:
 
 @lru_cache(maxsize=1 << 13)
 def fitted(p: Program, split: Split, whole: frozenset[str] = frozenset()) -> Program:
-    """Return the program with the dims that `split` keeps whole on every device taken off their axes.
+    """Return the program in which no axis shards a dim that `split` does not divide and whose shard policy is `whole`.
 
-    whole: dims that are kept whole where they do not divide, whatever their shard policy.
+    whole: dims that have this policy here, whatever the sharding table says.
     """
     table = p.table.at(split, whole)
     steps = ((s.outer, v.shape) for s in p.steps for v in (s.value, *s.value.args))
@@ -168,18 +186,18 @@ def _splits(value: Value, outside: set[int]) -> dict[str, str | Sharded]:
 
 
 def _name(v: Value, path: str) -> str:
-    """A primitive with a weight is known by the weight, others (and those that weights only modify) by their kind."""
+    """Return the name of a primitive: that of its weight, or its kind if it has none or a weight only adjusts it."""
     weights = () if isinstance(v.op, Attend | Gate) else v.args
     named = next((a.op.name for a in weights if isinstance(a.op, Weight)), None)
     return path + (named or (v.op.fn if isinstance(v.op, Pointwise) else type(v.op).__name__.lower()))
 
 
 def _data(inputs: tuple[Value, ...], steps: tuple[Step, ...]) -> frozenset[int]:
-    found = {id(a.source) for a in inputs if isinstance(a.source.op, Input)}
+    data = {id(a.source) for a in inputs if isinstance(a.source.op, Input)}
     for s in steps:
-        if s.value.args and all(id(a.source) in found for a in s.value.args):
-            found.add(id(s.value))
-    return frozenset(found)
+        if s.value.args and all(id(a.source) in data for a in s.value.args):
+            data.add(id(s.value))
+    return frozenset(data)
 
 
 def _fused(value: Value, steps: tuple[Step, ...]) -> frozenset[int]:

@@ -52,7 +52,7 @@ def recompute_mode(name: str) -> RecomputeMode:
         if mode == name:
             return mode
     near, known = did_you_mean(name, RECOMPUTE_MODES), ", ".join(RECOMPUTE_MODES)
-    raise UserError(f"no recompute {name!r}{near}there are {known}")
+    raise UserError(f"no recompute mode {name!r}{near}modes are {known}")
 
 
 def ordered_modules(names: Iterable[str]) -> tuple[RecomputeModule, ...]:
@@ -61,7 +61,7 @@ def ordered_modules(names: Iterable[str]) -> tuple[RecomputeModule, ...]:
     for name in given:
         if name not in RECOMPUTE_MODULES:
             near, known = did_you_mean(name, RECOMPUTE_MODULES), ", ".join(RECOMPUTE_MODULES)
-            raise UserError(f"no module {name!r} to recompute{near}there are {known}")
+            raise UserError(f"no module {name!r} to recompute{near}modules are {known}")
     return tuple(m for m in RECOMPUTE_MODULES if m in given)
 
 

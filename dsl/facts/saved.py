@@ -59,8 +59,8 @@ class Saved:
     """A tensor that the backward pass reads, as one device holds it.
 
     recomputed_by: the modules that recompute it, so that it is not saved. port: its position in `Node.inputs` if it is
-    an input of the node, -1 for the output, else None. product: a matrix product with a weight reads it, for which a
-    copy in fewer bits is enough. other: another op reads it. fusion, experts: the fusion group of the op that computes
+    an input of the node, -1 for the output, else None. product: a matrix product with a weight reads it, which can save
+    a copy in fewer bits instead. other: another op reads it. fusion, experts: the fusion group of the op that computes
     it, and whether experts compute it. attention: its part in attention, if it has one.
     """
 
@@ -154,7 +154,7 @@ def saved_tensors(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
     """Yield the tensors that the backward pass of a node reads, as one device holds them."""
     for x in _unsized(p):
         yield Saved(
-            elements=p.held(x.shape, x.outer, sizes, split, data=x.dtype is DType.INDEX),
+            elements=p.local_elements(x.shape, x.outer, sizes, split, data=x.dtype is DType.INDEX),
             dtype=x.dtype,
             what=x.what,
             recomputed_by=x.recomputed_by,
@@ -167,14 +167,14 @@ def saved_tensors(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
         )
     for step in p.steps:
         for v in step.gathered(split):  # each device has its own part already
-            n = (split.cp - 1) * p.held(v.shape, step.outer, sizes, split)
+            n = (split.cp - 1) * p.local_elements(v.shape, step.outer, sizes, split)
             yield Saved(n, v.dtype, "keys and values of other devices", modules_of_ops(p)[id(step.value)])
 
 
 def saved_inputs(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
     """Yield the inputs of a node, as one device holds them."""
     for i, x in enumerate(p.inputs):
-        n = p.held(x.shape, (), sizes, split, data=x.dtype is DType.INDEX)
+        n = p.local_elements(x.shape, (), sizes, split, data=x.dtype is DType.INDEX)
         yield Saved(n, x.dtype, "input", port=i)
 
 

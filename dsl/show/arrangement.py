@@ -147,10 +147,10 @@ class Picture:
 
     def cell(self, path: CellPath) -> Cell:
         """Return the cell at a path."""
-        found = self.columns[path[0]]
+        cell = self.columns[path[0]]
         for i in path[1:]:
-            found = found.children[i]
-        return found
+            cell = cell.children[i]
+        return cell
 
 
 @define

@@ -160,13 +160,13 @@ def one_forward_one_backward(forward: list[float], backward: list[float], send: 
     while any(done[r] < len(orders[r]) for r in range(PP)):
         for r in range(PP):
             while done[r] < len(orders[r]) and (orders[r][done[r]][0], r, orders[r][done[r]][1]) in arrived:
-                way, i = orders[r][done[r]]
-                end = max(free[r], arrived[way, r, i]) + (forward if way == "F" else backward)[r]
-                if way == "F" and r == PP - 1:
+                direction, i = orders[r][done[r]]
+                end = max(free[r], arrived[direction, r, i]) + (forward if direction == "F" else backward)[r]
+                if direction == "F" and r == PP - 1:
                     arrived["B", r, i] = end
-                elif (way, r) != ("B", 0):
+                elif (direction, r) != ("B", 0):
                     end += send
-                    arrived[way, r + (1 if way == "F" else -1), i] = end
+                    arrived[direction, r + (1 if direction == "F" else -1), i] = end
                 free[r], done[r] = end, done[r] + 1
     return free
 

@@ -225,10 +225,10 @@ class _Walk:
 
     def at_mtp_input(self, tokens: Node, embed: Embed) -> bool:
         """Return whether the next node mixes hidden states with the embedding of the next token."""
-        found = [v for v, *_ in primitives(self.next.value) if not isinstance(v.op, Weight)]
-        if self.next.inputs != (self.here.name, tokens.name) or tuple(type(v.op) for v in found) != _MTP_INPUT:
+        computed = [v for v, *_ in primitives(self.next.value) if not isinstance(v.op, Weight)]
+        if self.next.inputs != (self.here.name, tokens.name) or tuple(type(v.op) for v in computed) != _MTP_INPUT:
             return False
-        return found[0].op == Shift("seq", 1) and found[1].args[1] is embed.table
+        return computed[0].op == Shift("seq", 1) and computed[1].args[1] is embed.table
 
     def mtp_layer(self, last: FeedForward) -> Node:
         """Take the layer for multi-token prediction, which must equal the last layer; return its output node."""

@@ -105,16 +105,16 @@ def memory_bars(plan: Plan) -> str:
     whole = max(device, most) if most > SMALL_SHARE * device else most
     every = -(-len(nbytes) // MAX_LABELS)
     kind = "ranks" if every == 1 else "ranks many"
-    bars = "\n".join(_rank(i, held, whole, colour, size, i % every == 0) for i, held in enumerate(nbytes))
+    bars = "\n".join(_rank(i, rank, whole, colour, size, i % every == 0) for i, rank in enumerate(nbytes))
     return f'{legend_html((holder, colour[holder]) for holder in holders)}\n<div class="{kind}">\n{bars}\n</div>'
 
 
-def _rank(rank: int, held: dict[str, int], whole: int, colour: dict[str, str], size: Unit, named: bool) -> str:
+def _rank(rank: int, holders: dict[str, int], whole: int, colour: dict[str, str], size: Unit, named: bool) -> str:
     parts = "".join(
         _share(holder, n / whole, colour[holder], f"rank {rank}, {size.of(n)} {size.name}")
-        for holder, n in held.items()
+        for holder, n in holders.items()
     )
-    name, filled = (f"rank {rank}", size.of(sum(held.values()))) if named else ("", "")
+    name, filled = (f"rank {rank}", size.of(sum(holders.values()))) if named else ("", "")
     return f"<i>{name}</i><div>{parts}</div><b>{filled}</b>"
 
 

@@ -76,14 +76,14 @@ def lasting_share(work: float, save: float, mean: float, restart: float) -> floa
     return work / (mean * exp(restart / mean) * expm1((work + save) / mean))
 
 
-def goodput_text(found: Goodput) -> str:
+def goodput_text(goodput: Goodput) -> str:
     """Return the goodput and the best checkpoint interval as two sentences."""
-    size, unit = (1e12, "TB") if found.checkpoint_nbytes >= 1e12 else (1e9, "GB")
+    size, unit = (1e12, "TB") if goodput.checkpoint_nbytes >= 1e12 else (1e9, "GB")
     return (
-        f"{found.share:.1%} of the time makes progress that lasts (goodput), with a failure about every "
-        f"{_long(found.failure_seconds)}. A checkpoint every {found.every_steps:,} steps "
-        f"({_long(found.every_seconds)}) is best; it has {found.checkpoint_nbytes / size:.3g} {unit} "
-        f"and takes {format_seconds(found.checkpoint_seconds)}."
+        f"{goodput.share:.1%} of the time makes progress that lasts (goodput), with a failure about every "
+        f"{_long(goodput.failure_seconds)}. A checkpoint every {goodput.every_steps:,} steps "
+        f"({_long(goodput.every_seconds)}) is best; it has {goodput.checkpoint_nbytes / size:.3g} {unit} "
+        f"and takes {format_seconds(goodput.checkpoint_seconds)}."
     )
 
 

@@ -66,7 +66,7 @@ EVENT_NAMES = {  # of the timeline, by the key that the scripts use
 }
 
 
-def plan_page(plan: Plan, model: Model, found: Found | None = None) -> str:
+def plan_page(plan: Plan, model: Model, result: Found | None = None) -> str:
     """Return the text of the file. Raises PlanError if the plan was made with another cost model."""
     g = graph(model)
     priced = replay(plan, g)
@@ -87,7 +87,7 @@ def plan_page(plan: Plan, model: Model, found: Found | None = None) -> str:
 <p>{escape(subtitle)}</p>
 {charts.tiles_html(prediction_table(plan))}
 {charts.table_html(layout_table(plan))}
-{"".join(_sections(plan, g, priced, found))}</main>
+{"".join(_sections(plan, g, priced, result))}</main>
 <div id="tip" role="status" hidden></div>
 <script type="application/json" id="plan">{_json(page_data(plan, g, priced))}</script>
 {scripts}</body>
@@ -96,11 +96,11 @@ def plan_page(plan: Plan, model: Model, found: Found | None = None) -> str:
 
 
 def save_page_and_trace(
-    plan: Plan, model: Model, page: str | None, trace: str | None, found: Found | None = None
+    plan: Plan, model: Model, page: str | None, trace: str | None, result: Found | None = None
 ) -> None:
     """Write the page and the trace of a plan, each if its path is given. Raises UserError if that fails."""
     if page:
-        write_file(plan_page(plan, model, found), page)
+        write_file(plan_page(plan, model, result), page)
     if trace:
         g = graph(model)
         write_file(trace_json(plan, replay(plan, g), g), trace)
@@ -111,7 +111,7 @@ def page_data(plan: Plan, g: Graph, priced: Priced) -> dict[str, Any]:
     timeline, layout = priced.timeline, plan.layout
     unit = priced.seconds / TIME_STEPS
     stages = zip(plan.stages, priced.partition.stages, strict=True)
-    after, held = end_of_step_slices(priced), memory_tracks(priced)
+    after, memory = end_of_step_slices(priced), memory_tracks(priced)
     return {
         "step": priced.seconds,
         "pp": layout.pp,
@@ -128,7 +128,7 @@ def page_data(plan: Plan, g: Graph, priced: Priced) -> dict[str, Any]:
                 "loss": it.loss,
                 "optimizer": it.stepping,
             }
-            for it in held
+            for it in memory
         ],
         "allocator": ALLOCATOR,
         "moments": priced.prediction.moments,
@@ -174,7 +174,7 @@ def _groups(layout: Layout) -> dict[str, communication.ProcessGroup]:
     return {axis: group for axis, group in groups.items() if group.size > 1} or {"pp": groups["pp"]}
 
 
-def _sections(plan: Plan, g: Graph, priced: Priced, found: Found | None) -> Iterator[str]:
+def _sections(plan: Plan, g: Graph, priced: Priced, result: Found | None) -> Iterator[str]:
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in plan.reasons)
     yield (
         f'<div class="columns"><section><h2>Why</h2>\n<ul>{reasons}</ul></section>\n'
@@ -185,16 +185,16 @@ def _sections(plan: Plan, g: Graph, priced: Priced, found: Found | None) -> Iter
     yield f"<h2>{RANKS_TITLE}</h2>\n"
     yield f"{charts.table_html(rank_table(plan, g))}\n"
     yield f"<h2>Devices and process groups</h2>\n{_map(plan)}\n"
-    if found and found.others:
-        others = (*found.others, *found.variants)
+    if result and result.others:
+        others = (*result.others, *result.variants)
         next_best = next_best_table(plan, others[: charts.NUMBERED_PLANS - 1])
         yield (
             "<h2>Next best layouts</h2>\n<p>Number 1 is the best. The line is the Pareto front: no other layout is "
             "both faster and smaller.</p>\n"
             f"{charts.scatter_plot((plan, *others))}\n{charts.table_html(next_best, first=2)}\n"
         )
-    if found and found.rejected:
-        yield f"<h2>{REJECTED_TITLE}</h2>\n{charts.table_html(rejected_table(found))}\n"
+    if result and result.rejected:
+        yield f"<h2>{REJECTED_TITLE}</h2>\n{charts.table_html(rejected_table(result))}\n"
 
 
 def _timeline(plan: Plan, priced: Priced) -> str:

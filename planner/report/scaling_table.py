@@ -16,18 +16,18 @@ from .goodput import MANY_DEVICES, goodput
 BAR_WIDTH = 24  # characters of the longest bar
 
 
-def scaling_table(found: Sequence[ScalingPoint], params: int) -> Table:
+def scaling_table(points: Sequence[ScalingPoint], params: int) -> Table:
     """Return the table of the best layouts, one row per cluster, with bars of tokens per second per device.
 
     With MANY_DEVICES or more, it has the goodput and the number of steps between checkpoints too.
     """
     out = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    many = any(p.cluster.count >= MANY_DEVICES for p in found)
+    many = any(p.cluster.count >= MANY_DEVICES for p in points)
     lasting = ("goodput", "save every") if many else ()
     for name in ("GPUs", "batch", "s/step", "tok/s", "tok/s/GPU", "MFU", "GiB", *lasting, "", "layout"):
         out.add_column(Text(name), justify="left" if name in ("", "layout") else "right", overflow="fold")
-    most = max((p.best.prediction.tokens_per_second_per_device for p in found if p.best), default=1.0)
-    for point in found:
+    most = max((p.best.prediction.tokens_per_second_per_device for p in points if p.best), default=1.0)
+    for point in points:
         if point.best is None:
             dashes = [Text("-")] * (6 + len(lasting))
             out.add_row(Text(str(point.cluster)), *dashes, Text(""), Text("no layout is legal and fits"))
@@ -50,5 +50,5 @@ def scaling_table(found: Sequence[ScalingPoint], params: int) -> Table:
 
 
 def _lasting(machine: Cluster, best: Priced, params: int) -> tuple[str, str]:
-    found = goodput(params, best.partition.problem.job.workload.precision, machine, best.seconds)
-    return ("100%", "-") if found is None else (f"{found.share:.1%}", f"{found.every_steps:,} steps")
+    estimate = goodput(params, best.partition.problem.job.workload.precision, machine, best.seconds)
+    return ("100%", "-") if estimate is None else (f"{estimate.share:.1%}", f"{estimate.every_steps:,} steps")

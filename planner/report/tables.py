@@ -154,9 +154,9 @@ def _next_best_cells(best: Plan, plan: Plan, with_overlap: bool) -> dict[str, st
     }
 
 
-def rejected_table(found: Found) -> Table:
+def rejected_table(result: Found) -> Table:
     """Return the table of layouts close to the best one that break a rule or do not fit, each with its cause."""
-    rows = [[str(rejected.layout), rejected.cause] for rejected in found.rejected]
+    rows = [[str(rejected.layout), rejected.cause] for rejected in result.rejected]
     return text_table(["layout", "cause"], rows, left=("layout", "cause"))
 
 

@@ -34,13 +34,13 @@ RANKS_TITLE = "Pipeline ranks: milliseconds per micro-batch, parameters per devi
 REJECTED_TITLE = "Similar layouts that break a rule or do not fit"
 
 
-def search_report(found: Found, graph: Graph, top: int) -> RenderableType:
+def search_report(result: Found, graph: Graph, top: int) -> RenderableType:
     """Return the best plan in full, a table of the next `top` - 1, and similar layouts that are not possible."""
-    parts = [plan_summary(found.best, graph)]
-    if others := found.next(top - 1):
-        parts += [Text("\nNext best layouts", "bold"), next_best_table(found.best, others)]
-    if found.rejected:
-        parts += [Text(f"\n{REJECTED_TITLE}", "bold"), rejected_table(found)]
+    parts = [plan_summary(result.best, graph)]
+    if others := result.next(top - 1):
+        parts += [Text("\nNext best layouts", "bold"), next_best_table(result.best, others)]
+    if result.rejected:
+        parts += [Text(f"\n{REJECTED_TITLE}", "bold"), rejected_table(result)]
     return Group(*parts)
 
 

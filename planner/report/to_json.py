@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 JSON_VERSION = 2
 
 
-def search_json(found: Found, top: int, params: int) -> dict[str, Any]:
+def search_json(result: Found, top: int, params: int) -> dict[str, Any]:
     """Return a search as JSON: the best layouts, best first, and similar layouts with the cause why they lose.
 
     A cause is a rule, memory or time. An interrupted search has `possible_gain`: the share of its step time by which
     the best layout may still be improved.
     """
-    plans = (found.best, *found.next(top - 1))
-    near = {r.layout: r.cause for r in (*found.rejected, *found.slower)}
+    plans = (result.best, *result.next(top - 1))
+    near = {r.layout: r.cause for r in (*result.rejected, *result.slower)}
     return {
         "version": JSON_VERSION,
         "plans": [{**_plan(p), "goodput": _goodput(p, params)} for p in plans],
@@ -44,13 +44,13 @@ def search_json(found: Found, top: int, params: int) -> dict[str, Any]:
             for x, cause in near.items()
             if all(x != p.layout for p in plans)
         ],
-        **({} if found.gap is None else {"possible_gain": found.gap}),
+        **({} if result.gap is None else {"possible_gain": result.gap}),
     }
 
 
 def _goodput(plan: Plan, params: int) -> dict[str, Any] | None:
-    found = goodput(params, plan.workload.precision, plan.cluster, plan.predicted.step_seconds)
-    return None if found is None else asdict(found)
+    estimate = goodput(params, plan.workload.precision, plan.cluster, plan.predicted.step_seconds)
+    return None if estimate is None else asdict(estimate)
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -72,20 +72,20 @@ def _plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def scaling_json(found: Iterable[ScalingPoint], params: int) -> dict[str, Any]:
+def scaling_json(points: Iterable[ScalingPoint], params: int) -> dict[str, Any]:
     """Return the best layout on each cluster; a cluster on which no legal layout fits has the field `gpus` only."""
-    points = [{"gpus": str(p.cluster), **(_best(p.cluster, p.best, params) if p.best else {})} for p in found]
-    return {"version": JSON_VERSION, "points": points}
+    rows = [{"gpus": str(p.cluster), **(_best(p.cluster, p.best, params) if p.best else {})} for p in points]
+    return {"version": JSON_VERSION, "points": rows}
 
 
 def _best(cluster: Cluster, best: Priced, params: int) -> dict[str, Any]:
     workload = best.partition.problem.job.workload
-    found = goodput(params, workload.precision, cluster, best.seconds)
+    estimate = goodput(params, workload.precision, cluster, best.seconds)
     return {
         "workload": asdict(workload),
         "layout": layout_to_json(best.layout),
         "predicted": _predicted(best.prediction),
-        "goodput": None if found is None else asdict(found),
+        "goodput": None if estimate is None else asdict(estimate),
     }
 
 

@@ -35,17 +35,17 @@ class TableBy(StrEnum):
     KIND = "kind"  # class of runs, which has an interval of its own
 
 
-def board(found: Validation) -> RenderableType:
-    """Return the scores by group, the coverage of the intervals, and why rows were left out."""
+def board(validation: Validation) -> RenderableType:
+    """Return the scores by group, the coverage of the intervals, and the reasons for skipped rows."""
     table = Table(box=None, pad_edge=False)
     for name in GROUP_COLUMNS:
         table.add_column(name)
     for name in SCORE_COLUMNS:
         table.add_column(name, justify="right")
-    for group in found.groups:
+    for group in validation.groups:
         if group.rows:
             table.add_row(*group_cells(group))
-    left = Counter((row.reason, row.source) for row in found.skipped)
+    left = Counter((row.reason, row.source) for row in validation.skipped)
     lines = [f"{n:4} {source}: {reason}" for (reason, source), n in left.most_common(MAX_REASONS)]
     rest = sum(left.values()) - sum(n for _, n in left.most_common(MAX_REASONS))
     lines += [f"{rest:4} for other reasons (all: --json)"] if rest else []
@@ -54,16 +54,16 @@ def board(found: Validation) -> RenderableType:
         "Error of memory; runs below its upper bound; runs out of memory that were predicted to be.",
         "bold",
     )
-    skipped = Text(f"\n{sum(left.values())} rows left out", "bold")
-    return Lines(head, table, coverage_table(found), skipped, Text("\n".join(lines)))
+    skipped = Text(f"\n{sum(left.values())} rows skipped", "bold")
+    return Lines(head, table, coverage_table(validation), skipped, Text("\n".join(lines)))
 
 
-def coverage_table(found: Validation) -> RenderableType:
+def coverage_table(validation: Validation) -> RenderableType:
     """Return the interval of each class of runs, and the share of the checking half inside of it."""
     table = Table("", box=None, pad_edge=False)
     for name in ("fitted runs", "from", "to", "checked runs", "inside"):
         table.add_column(name, justify="right")
-    for line in coverage(found.rows):
+    for line in coverage(validation.rows):
         ends = ["", ""] if line.interval is None else [f"{end:.2f}" for end in line.interval]
         inside = percent(line.inside / line.checked) if line.checked else ""
         table.add_row(line.run_class, str(line.fitted), *ends, str(line.checked), inside)
@@ -97,15 +97,15 @@ def percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
 
-def markdown(found: Validation, by: TableBy) -> str:
+def markdown(validation: Validation, by: TableBy) -> str:
     """Return the scores as a Markdown table: time and memory by group, or step time by source or class of runs."""
     if by is TableBy.GROUP:
         return markdown_table(
-            (*GROUP_COLUMNS, *SCORE_COLUMNS), [group_cells(group) for group in found.groups if group.rows]
+            (*GROUP_COLUMNS, *SCORE_COLUMNS), [group_cells(group) for group in validation.groups if group.rows]
         )
     checking = by is TableBy.KIND
     head = (by.value, *SUMMARY_COLUMNS, *(CHECK_COLUMNS if checking else ()))
-    return markdown_table(head, summaries(found.rows, by, checking=checking))
+    return markdown_table(head, summaries(validation.rows, by, checking=checking))
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -139,11 +139,11 @@ def _summary(rows: Sequence[Predicted]) -> list[str]:
     return [str(len(rows)), *map(percent, shares)]
 
 
-def validation_json(found: Validation) -> dict[str, Any]:
+def validation_json(validation: Validation) -> dict[str, Any]:
     """Return scores and predictions as JSON values."""
     return {
-        "groups": [asdict(group) for group in found.groups],
-        "intervals": [asdict(line) for line in coverage(found.rows)],
+        "groups": [asdict(group) for group in validation.groups],
+        "intervals": [asdict(line) for line in coverage(validation.rows)],
         "rows": [
             {
                 "id": p.training_run.id,
@@ -156,7 +156,7 @@ def validation_json(found: Validation) -> dict[str, Any]:
                 "measured_memory_gib": p.training_run.memory_gib,
                 "predicted_out_of_memory": p.out_of_memory,
             }
-            for p in found.rows
+            for p in validation.rows
         ],
-        "skipped": [asdict(s) for s in found.skipped],
+        "skipped": [asdict(s) for s in validation.skipped],
     }

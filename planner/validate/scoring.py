@@ -111,8 +111,8 @@ def validate_files(*paths: str | Path) -> Validation:
     runs: list[TrainingRun] = []
     skipped: list[Skipped] = []
     for path in paths:
-        found, left = read_runs(path)
-        runs += found
+        file_runs, left = read_runs(path)
+        runs += file_runs
         skipped += left
     return score(runs, skipped)
 
@@ -138,17 +138,17 @@ def _predicted(runs: Iterable[TrainingRun], skipped: list[Skipped]) -> Iterator[
 def predict(run: TrainingRun) -> Predicted:
     """Predict a run under its layout, with the stages that its framework assigns. Raises UserError without a price."""
     priced = priced_as(run)
-    held = priced.prediction.nbytes[-1 if run.last_rank else _fullest(priced)]
+    nbytes = priced.prediction.nbytes[-1 if run.last_rank else _fullest(priced)]
     out_of_memory = max(required_bytes(peak.held) for peak in priced.partition.rank_peaks) > run.cluster.device.nbytes
-    most = upper_bytes(held, run.memory_kind or "device", run.profile.kernels.cuda_graphs)
+    most = upper_bytes(nbytes, run.memory_kind or "device", run.profile.kernels.cuda_graphs)
     known = run.profile.name != NANOTRON.name
     class_ = run_class(run.sparse, run.workload.precision, run.cluster.device) if known else OTHER_CLASS
-    memory = held_bytes(held, run.memory_kind) / GiB
+    memory = held_bytes(nbytes, run.memory_kind) / GiB
     return Predicted(run, priced.seconds, memory, out_of_memory, most / GiB, interval(priced.seconds, class_), class_)
 
 
 def priced_as(run: TrainingRun) -> Priced:
-    """Return the price of a run. Raises UserError if its layout is none of its model."""
+    """Return the price of a run. Raises UserError if its layout is illegal for its model."""
     g = graph(run.model)
     pricer = Pricer(g, run.cluster, run.workload, run.profile)
     layout = run.layout

@@ -287,5 +287,5 @@ def test_ids_are_whole_on_every_device_of_tp():
 
 
 def test_an_unknown_recompute_is_refused():
-    with pytest.raises(UserError, match="no recompute 'ful': did you mean full"):
+    with pytest.raises(UserError, match="no recompute mode 'ful': did you mean full"):
         of(dropping(), recompute="ful")

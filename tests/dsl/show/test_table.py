@@ -256,7 +256,7 @@ def test_a_sequence_longer_than_the_positions() -> None:
     with pytest.raises(UserError, match="seq of 2048: gpt2 has learned positions for 1024\ngive 1024 or less"):
         outline(gpt2, batch=1, seq=2048)
     for size in ({"batch": 0, "seq": 8}, {"batch": 1, "seq": 0}, {"batch": 1, "seq": 8, "source": -1}):
-        with pytest.raises(UserError, match="it takes a whole number of at least 1"):
+        with pytest.raises(UserError, match="must be a whole number of at least 1"):
             outline(gpt2, **size)
 
 
@@ -313,8 +313,8 @@ def test_the_command(command: Callable[..., str], tmp_path: Path) -> None:
 
 BAD = {
     "unknown model": (("gpt5",), "no model 'gpt5'"),
-    "no tokens": (("gpt2", "--seq", "0"), "seq of 0: it takes a whole number of at least 1"),
-    "fewer sequences than one": (("gpt2", "--batch", "-1"), "batch of -1: it takes a whole number of at least 1"),
+    "no tokens": (("gpt2", "--seq", "0"), "seq must be a whole number of at least 1, got 0"),
+    "fewer sequences than one": (("gpt2", "--batch", "-1"), "batch must be a whole number of at least 1, got -1"),
     "more tokens than positions": (("gpt2", "--seq", "1025"), "gpt2 has learned positions for 1024\ngive 1024 or less"),
     "a folder for a file": (("gpt2", "--svg", "."), "cannot write .: Is a directory"),
     "no such folder": (("gpt2", "--html", "nowhere/a.html"), "cannot write nowhere/a.html: No such file or directory"),
