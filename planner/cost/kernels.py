@@ -130,7 +130,7 @@ def _product(
         (work.dgrad, (m, k, n), split, traffic),
         (work.wgrad, (k, n, m), split, traffic + concurrent / device.moves),
     ):
-        reached = peak * product_efficiency(*shape, work.count, (n, k), device, depth) * share
+        reached = peak * (product_efficiency(*shape, work.count, (n, k), device, depth) * share)
         seconds.append(max(flops / reached, nbytes_seconds) if flops else 0.0)
     cast = CAST_TRAFFIC * work.count * m / device.moves if precision.narrow else 0.0
     cast *= profile.experts.separate_casts if work.experts else 1.0
