@@ -265,7 +265,8 @@ def _recurrence(
 
     best[k, j] is the least cost of k stages that end at cut point j: min over i of best[k - 1, i] + t(i, j)^2, or of
     max(best[k - 1, i], t(i, j)), with j - window <= i < j, j <= far[i], and j at most the latest end of the stage.
-    Boundary k lies in band[k].
+    Boundary k lies in band[k]. Of equal totals the smallest i is taken, without a tolerance: between partitions that
+    are equally balanced, rounding decides. It is the order of additions in node costs that fixes which one is found.
     """
     size = chains.size
     here = np.arange(size + 1)

@@ -50,6 +50,15 @@ def test_no_cut_is_more_even(atoms: list[float], count: int) -> None:
     assert squares(atoms, bounds) <= even + 1e-9
 
 
+@pytest.mark.parametrize(
+    ("segments", "bounds"), [(5, (0, 2, 5)), (7, (0, 2, 4, 7)), (8, (0, 2, 5, 8)), (10, (0, 2, 4, 7, 10))]
+)
+def test_of_equally_balanced_partitions_the_one_with_the_earliest_boundaries(
+    segments: int, bounds: tuple[int, ...]
+) -> None:
+    assert balance(SegmentSums.of(np.ones(segments)), len(bounds) - 1) == bounds
+
+
 @given(st.integers(1, 12), st.integers(1, 12), st.booleans(), st.data())
 def test_many_chains_are_cut_as_each_is(size: int, count: int, more: bool, data: st.DataObject) -> None:
     if count > size:
