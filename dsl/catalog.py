@@ -117,7 +117,8 @@ def _pick(module: ModuleType, location: str, name: str) -> tuple[Model, str]:
         if name in models and not isinstance(model, Model):
             raise UserError(f"{location}:{name} is annotated with `-> Model`, but returns {model!r:.40}")
     if not isinstance(model, Model):
-        raise UserError(f"{location} has no model {name!r}; it has {', '.join(models) or 'none'}")
+        instead = f"it has {', '.join(models)}" if models else "write a function without arguments, `-> Model`"
+        raise UserError(f"{location} has no model {name!r}: {instead}")
     return model, f"{location}:{name}"
 
 

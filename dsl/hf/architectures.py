@@ -128,7 +128,10 @@ def reader(config: Config) -> Reader:
     if "stages" in config.fields and not named:
         raise UserError(f"{config.where} is a plan, not a model\nto show it: megaloom explain {config.where}")
     if not named and kind not in kinds:
-        raise UserError(f"{config.where} has no field `architectures`\nsupported: {', '.join(sorted(known))}")
+        raise UserError(
+            f"{config.where} is not a Hugging Face config.json: it has no field `architectures`\n"
+            f"supported: {', '.join(sorted(known))}"
+        )
     for architecture in named or [kinds[kind]]:
         if architecture in known:
             return known[architecture]

@@ -66,7 +66,9 @@ def outline(m: Model, *, batch: int, seq: int, source: int | None = None, elemen
     limits = longest(g)
     for name, tokens in {"seq": seq, "source": seq if source is None else source}.items():
         if tokens > (most := limits.get(name, tokens)):
-            raise UserError(f"{name} of {tokens}: {m.name} has learned positions for {most}\ngive {most} or less")
+            raise UserError(
+                f"{name} {tokens} is longer than the {most} learned positions of {m.name}\nuse --{name} {most} or less"
+            )
     walk = _Walk({id(n.value): n for n in g.nodes})
     walk.read(m.outputs)
     chains = _columns(walk.levels[0])

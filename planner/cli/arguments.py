@@ -8,7 +8,15 @@ from inspect import cleandoc
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from attrs import asdict, field, frozen, make_class
-from cyclopts import App, ArgumentCollection, CoercionError, Parameter
+from cyclopts import (
+    App,
+    ArgumentCollection,
+    CoercionError,
+    CycloptsError,
+    MissingArgumentError,
+    Parameter,
+    UnusedCliTokensError,
+)
 
 from megaloom.planner.contract.choices import ModuleSet, OverlapSet, Recompute, Shard
 from megaloom.planner.contract.layout import FIELDS, LayoutField
@@ -24,6 +32,21 @@ def reject_fractions(app: App, commands: tuple[str, ...], arguments: ArgumentCol
                 raise CoercionError(argument=argument, token=token, target_type=int)
 
 
+def usage_error(error: CycloptsError) -> str:
+    """Return the message of a wrong command line: the option, what it takes, and what was given."""
+    name = error.argument.name if error.argument else ""
+    if isinstance(error, CoercionError) and error.token and not error.msg and error.target_type in (int, float):
+        kind = "whole number" if error.target_type is int else "number"
+        return f"{name} must be a {kind}, got {error.token.value!r}"
+    if isinstance(error, CoercionError) and error.token and error.msg:
+        return f"{name} {error.msg}"
+    if isinstance(error, MissingArgumentError) and not error.tokens_so_far:
+        return f"{name} needs a value" if error.keyword else f"{name} is missing"
+    if isinstance(error, UnusedCliTokensError):
+        return f"unexpected argument {' '.join(error.unused_tokens or ())!r}"
+    return str(error)
+
+
 def parse_share(kind: type, tokens: Sequence[Any]) -> float:
     """Return a share in [0, 1) from `10%` or `0.1`."""
     text = tokens[0].value
@@ -32,7 +55,7 @@ def parse_share(kind: type, tokens: Sequence[Any]) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        message = f"it must be a share below 1, such as 10% or 0.1, got {text!r}"
+        message = f"must be a share below 1, such as 10% or 0.1, got {text!r}"
         raise CoercionError(msg=message, token=tokens[0], target_type=kind)
     return value
 

@@ -16,7 +16,7 @@ from cyclopts import App, CycloptsError, Parameter
 from megaloom.planner.contract.known_devices import MEMORY
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
 
-from .arguments import NOTHING_FIXED, FixedLayout, fixed_fields, parse_share, reject_fractions, unwrap_help
+from .arguments import NOTHING_FIXED, FixedLayout, fixed_fields, parse_share, reject_fractions, unwrap_help, usage_error
 from .process import cyclic_gc_disabled, run_and_flush
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 lambda: app(argv, exit_on_error=False, print_error=False, result_action="return_value")
             )
     except CycloptsError as error:
-        return _fail(f"{error}\n`plan --help` lists the options")
+        return _fail(f"{usage_error(error)}\n`plan --help` lists the options")
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except ValueError as error:

@@ -171,7 +171,7 @@ class Cluster:
         if link.bandwidth > limit:
             raise UserError(
                 f"{link.name} at {link.bandwidth:g} bytes/s is faster than the {what}, {limit:g} bytes/s\n"
-                "bandwidth is of one device, one way, in bytes/s: 400 Gb/s is 50e9"
+                "give the bandwidth of one device in one direction, in bytes/s: 400 Gb/s is 50e9"
             )
 
     @property

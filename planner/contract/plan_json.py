@@ -31,7 +31,7 @@ def plan_from_json(text: str, where: str) -> Plan:
     from .plan_validation import validate_plan  # imports cattrs, for which a program that only writes need not wait
     from .structured import StructureError, structured
 
-    advice = f"`plan MODEL -o {where}` writes a plan"
+    advice = _advice(where)
     try:
         raw = json.loads(text.removeprefix("\ufeff"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -81,12 +81,15 @@ def load(path: str | os.PathLike[str]) -> Plan:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise PlanError(f"{path} is not text, so not a plan\n`plan MODEL -o {path}` writes a plan") from None
+        raise PlanError(f"{path} is not text, so not a plan\n{_advice(str(path))}") from None
     except OSError as error:
-        raise PlanError(
-            f"cannot read a plan from {path}: {error.strerror}\n`plan MODEL -o {path}` writes a plan"
-        ) from None
+        raise PlanError(f"cannot read a plan from {path}: {error.strerror}\n{_advice(str(path))}") from None
     return plan_from_json(text, str(path))
+
+
+def _advice(path: str) -> str:
+    """Return the command that writes a plan to a path, or to plan.json if the path has another ending."""
+    return f"`plan MODEL -o {path}` writes a plan" if path.endswith(".json") else "`plan MODEL` writes plan.json"
 
 
 def _umask() -> int:

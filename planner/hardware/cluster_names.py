@@ -72,7 +72,8 @@ def _find(name: str) -> Preset:
         return preset
     near = difflib.get_close_matches(name.lower(), kinds := {kind.lower(): kind for kind in PRESETS}, 1)
     hint = f"; did you mean {kinds[near[0]]}?" if near else ""
-    raise UserError(f"unknown device {name!r}{hint}\nknown devices: {', '.join(PRESETS)}")
+    works = f"write a number and a device, as in 8xH100; known devices: {', '.join(PRESETS)}"
+    raise UserError(f"unknown device {name!r}{hint}\n{works}")
 
 
 def _words(name: str) -> set[str]:

@@ -106,7 +106,7 @@ def _positions(case: Case[L]) -> Truth:
 
 def _positions_text(case: Case[Layout]) -> Words:
     rows = min(case.requirements.learned_positions)
-    return f"a sequence of {case.workload.seq} is longer than the {rows} learned positions", f"use {rows} or less"
+    return f"a sequence of {case.workload.seq} is longer than the {rows} learned positions", f"use --seq {rows} or less"
 
 
 def _recompute(case: Case[L]) -> Truth:
@@ -167,7 +167,7 @@ def _precision(case: Case[L]) -> Truth:
 
 def _precision_text(case: Case[Layout]) -> Words:
     device, precision = case.cluster.device, case.workload.precision
-    return f"the peak FLOP/s of {a(device.name)} in {precision} is not known", f"use {' or '.join(device.flops)}"
+    return f"{a(device.name)} has no known peak FLOP/s in {precision}", f"use --precision {' or '.join(device.flops)}"
 
 
 STEP_RULES = (

@@ -13,6 +13,7 @@ import numpy as np
 from attrs import evolve
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import FIELDS, Layout
@@ -20,6 +21,7 @@ from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost.memory import state_bytes
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS
+from megaloom.planner.model.structure import model_structure
 from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.rules.rule import Violation
 from megaloom.planner.rules.steps import STEP_RULES
@@ -55,6 +57,16 @@ def checked_fixed(fixed: Mapping[str, Any]) -> FixedAxes:
     return out
 
 
+def check_recompute_layers(fixed: FixedAxes, g: Graph) -> None:
+    """Raise UserError if more blocks are to be recomputed than the model has."""
+    layers, blocks = fixed.get("recompute_layers", 0), model_structure(g).recomputable_blocks
+    if blocks and layers > blocks:
+        raise UserError(
+            f"--recompute-layers {layers} is more than the {blocks} blocks of the model\n"
+            f"use {blocks} or fewer; 0 recomputes all"
+        )
+
+
 def nothing_legal(pricer: Pricer, fixed: FixedAxes) -> str:
     """Return the message for a search without legal layouts.
 
@@ -65,13 +77,13 @@ def nothing_legal(pricer: Pricer, fixed: FixedAxes) -> str:
     tried = ((x, pricer.broken(x)) for x in unchecked_layouts(g, pricer.cluster, pricer.workload, fixed))
     layout, wrong = min(islice(tried, MAX_ILLEGAL), key=_distance_from_legal)
     condition = f" with {fixed_text(fixed)}" if fixed else ""
-    lines = [f"no layout of {g.name} on {pricer.cluster}{condition} is legal; the nearest, {layout}, breaks"]
+    lines = [f"no layout of {g.name} on {pricer.cluster}{condition} is legal. The nearest, {layout}, breaks:"]
     lines += [f"- {v.message} [{v.rule}]" for v in wrong]
     case = (g, pricer.cluster, pricer.workload, fixed)
     changes = changes_text(legal_changes(*case, pricer.inner, not pricer.own), fixed)
     if batches := legal_batches(*case, layout, pricer.inner, not pricer.own):
         changes.append(f"use --batch {' or '.join(str(n) for n in batches)}")
-    return "\n".join([*lines, *(changes or [f"{v.rule}: {v.fix}" for v in wrong])])
+    return "\n".join([*lines, *(changes or [f"{v.fix} [{v.rule}]" for v in wrong])])
 
 
 def _distance_from_legal(entry: tuple[Layout, tuple[Violation, ...]]) -> tuple[int, int, int]:
@@ -90,7 +102,7 @@ def nothing_fits(pricer: Pricer, candidates: Candidates) -> str:
     condition = f" with {fixed_text(fixed)}" if fixed else ""
     lines = [
         f"no layout of {pricer.graph.name} on {pricer.cluster}{condition} fits the memory",
-        f"the nearest, {nearest.layout}: {deficit_text(nearest)}",
+        f"nearest layout, {nearest.layout}: {deficit_text(nearest)}",
     ]
     changes = [f"{change} fits: {found.layout}" for change, found in _other_values(pricer, fixed)]
     if not changes:

@@ -34,6 +34,7 @@ from .candidates import Candidates
 from .device_meshes import best_of_each_mesh, device_mesh
 from .infeasible import (
     PLAIN_AXES,
+    check_recompute_layers,
     checked_fixed,
     nothing_fits,
     nothing_legal,
@@ -124,6 +125,7 @@ def plan(
     """
     began = perf_counter()
     chosen = checked_fixed(fixed or {})
+    check_recompute_layers(chosen, graph(model))
     for violation in range_violations(Layout(**chosen), graph(model), workload, cluster):
         raise UserError(str(violation))
     pricer = Pricer(with_cut_points_of(graph(model), runtime), cluster, workload, PROFILES[runtime], headroom)

@@ -43,7 +43,7 @@ def named_example(name: str) -> NamedModel:
     if not example:
         near = get_close_matches(plain, known, 1, 0.8)
         meant = f"; did you mean {known[near[0]]}?" if near else ""
-        raise UnfitError(f"{name or 'a model without a name'} is not an example of megaloom{meant}")
+        raise UnfitError(f"{name or 'the field `model` is missing: it'} is not an example of megaloom{meant}")
     model, _ = find(example)
     required = model_requirements(graph(model))
     experts = max((n for dim, n in required.sizes("ep") if dim == "experts"), default=0)

@@ -54,7 +54,7 @@ def board(validation: Validation) -> RenderableType:
         "Error of memory; runs below its upper bound; runs out of memory that were predicted to be.",
         "bold",
     )
-    skipped = Text(f"\n{sum(left.values())} rows skipped", "bold")
+    skipped = Text(f"\nRows that were not predicted: {sum(left.values())}", "bold")
     return Lines(head, table, coverage_table(validation), skipped, Text("\n".join(lines)))
 
 

@@ -18,7 +18,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 
 from megaloom.dsl.errors import UserError, full_message
-from megaloom.planner.cli.arguments import NOTHING_FIXED, FixedLayout, reject_fractions, unwrap_help
+from megaloom.planner.cli.arguments import NOTHING_FIXED, FixedLayout, reject_fractions, unwrap_help, usage_error
 from megaloom.planner.cli.explain import explain
 from megaloom.planner.cli.export import export
 from megaloom.planner.cli.main import app as planning
@@ -199,7 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run_and_flush(lambda: app(argv, exit_on_error=False, print_error=False, result_action="return_value"))
     except CycloptsError as error:
-        return fail(f"{error}\n`megaloom --help` lists the commands, `megaloom COMMAND --help` their options")
+        chain = " ".join(("megaloom", *(error.command_chain or ())))
+        listed = "options" if error.command_chain else "commands"
+        return fail(f"{usage_error(error)}\n`{chain} --help` lists the {listed}")
     except UserError as error:
         return fail(full_message(error))
     except KeyboardInterrupt:

@@ -108,7 +108,7 @@ def check(world: int) -> None:
     """Raise UserError if this process cannot start that many ranks on this machine."""
     most = RANKS_PER_CORE * len(os.sched_getaffinity(0))
     if world < 1:
-        raise UserError(f"cannot start {world} ranks; start at least 1")
+        raise UserError(f"the number of devices must be at least 1, got {world}")
     if device.gpu_count() and world > device.gpu_count():
         raise UserError(f"{world} ranks need a GPU each, but this machine has {device.gpu_count()}; plan for those")
     if not device.gpu_count() and world > most:

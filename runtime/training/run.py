@@ -68,7 +68,7 @@ def prepare_run(
     check_model(plan)
     for name, every in (("save-every", save_every), ("evaluate-every", evaluate_every)):
         if every < 1:
-            raise UserError(f"--{name} {every}: give at least 1 step")
+            raise UserError(f"--{name} must be at least 1, got {every}")
     if not started_by_launcher():
         launcher.check(plan.layout.world)
     latest(folder, fingerprint=plan.fingerprint)  # refuse another model's or a damaged one before any work

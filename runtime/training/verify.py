@@ -79,7 +79,7 @@ def compare(
     model, _ = find(plan.model)
     check_plan(plan, model)
     if steps < 1:
-        raise UserError(f"--steps {steps}: give at least 1 step")
+        raise UserError(f"--steps must be at least 1, got {steps}")
     if reference is None and plan.layout.world > 1 and (node := first_dropout(model)):
         raise UserError(
             f"cannot verify a model with dropout ({node}): its masks depend on the layout\n"

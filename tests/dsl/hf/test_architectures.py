@@ -173,7 +173,9 @@ def test_unknown_architectures() -> None:
         "config: architecture Zzz is not supported\nsupported"
     )
     nameless = LLAMA | {"architectures": None, "model_type": "rnn"}
-    assert refused(nameless).startswith("config has no field `architectures`\nsupported: ")
+    assert refused(nameless).startswith(
+        "config is not a Hugging Face config.json: it has no field `architectures`\nsupported: "
+    )
     whole = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {**LLAMA}}
     assert "did you mean MistralForCausalLM?\nto plan its language model alone" in refused(whole)
 

@@ -253,7 +253,7 @@ def test_a_sequence_longer_than_the_positions() -> None:
     assert longest(graph(gpt2)) == {"seq": 1024}
     assert longest(graph(find("llava-7b")[0])) == {}  # those of its image are no tokens
     assert "of 1,024 tokens, 64 at its source" in printed(outline(encoder_decoder(), batch=1, seq=1024, source=64))
-    with pytest.raises(UserError, match="seq of 2048: gpt2 has learned positions for 1024\ngive 1024 or less"):
+    with pytest.raises(UserError, match="seq 2048 is longer than the 1024 learned positions of gpt2\nuse --seq"):
         outline(gpt2, batch=1, seq=2048)
     for size in ({"batch": 0, "seq": 8}, {"batch": 1, "seq": 0}, {"batch": 1, "seq": 8, "source": -1}):
         with pytest.raises(UserError, match="must be a whole number of at least 1"):
@@ -315,7 +315,10 @@ BAD = {
     "unknown model": (("gpt5",), "no model 'gpt5'"),
     "no tokens": (("gpt2", "--seq", "0"), "seq must be a whole number of at least 1, got 0"),
     "fewer sequences than one": (("gpt2", "--batch", "-1"), "batch must be a whole number of at least 1, got -1"),
-    "more tokens than positions": (("gpt2", "--seq", "1025"), "gpt2 has learned positions for 1024\ngive 1024 or less"),
+    "more tokens than positions": (
+        ("gpt2", "--seq", "1025"),
+        "than the 1024 learned positions of gpt2\nuse --seq 1024 or less",
+    ),
     "a folder for a file": (("gpt2", "--svg", "."), "cannot write .: Is a directory"),
     "no such folder": (("gpt2", "--html", "nowhere/a.html"), "cannot write nowhere/a.html: No such file or directory"),
     "no such precision": (("gpt2", "--precision", "fp12"), "fp12"),
