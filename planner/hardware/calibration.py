@@ -8,6 +8,7 @@ fields of device and links with which the cost model reproduces the samples, `pr
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import exp, log
 from statistics import median
@@ -28,6 +29,7 @@ from .cluster_file import CLUSTER_FILE_VERSION
 
 COLLECTIVE_KINDS = tuple(PASSES)
 SMALL_MESSAGE = 1 << 16  # bytes: below, a message costs its latency
+MAX_NBYTES = 1 << 60  # of a message: more than any link passes in a measurement
 LARGE_FACTOR = 16  # samples with at least 1/16 of the largest amount of work are large
 SIGNIFICANT_DIGITS = 3
 
@@ -143,25 +145,28 @@ def _link(sample: Sample) -> bool:
 
 
 def _links(samples: Sequence[Sample], cluster: Cluster, part: str, known: bool) -> dict[str, Any]:
-    """Return latency and hop fitted to small messages, and the bandwidth reached by large ones."""
+    """Return latency and hop fitted to small messages, and the bandwidth reached by large ones.
+
+    The cost model is linear in latency and hop, so its seconds at one second of each are their coefficients.
+    """
     mine = [s for s in samples if _link(s) and (s.stride < cluster.per_node) is (part == "intra")]
     small, large = ([s for s in mine if (s.nbytes <= SMALL_MESSAGE) is few] for few in (True, False))
     if not small or not large:
         return {}
     link: Link = getattr(cluster, part)
 
-    def times(sample: Sample, latency: float, hop: float) -> int:
-        """Return how often the cost model counts the latency or hop that is 1 second."""
+    def with_delays(latency: float, hop: float) -> Cluster:
         like = evolve(link, latency=latency, hop=hop)
-        only = evolve(cluster, intra=like) if part == "intra" else evolve(cluster, inter=like)
-        return round(predicted_seconds(evolve(sample, nbytes=1), only))
+        return evolve(cluster, intra=like) if part == "intra" else evolve(cluster, inter=like)
 
-    counts = {s: (times(s, 1.0, 0.0), times(s, 0.0, 1.0)) for s in mine}
-    latency, hop = _latency_and_hop([counts[s] for s in small], [s.seconds for s in small])
-    rates = []
-    for s in large:
-        waited = counts[s][0] * latency + counts[s][1] * hop
-        rates.append(s.amount / max(s.seconds / 2, s.seconds - waited))
+    no_delay, one_latency, one_hop = (
+        [predicted_seconds(evolve(s, nbytes=1), machine) for s in small]
+        for machine in (with_delays(0.0, 0.0), with_delays(1.0, 0.0), with_delays(0.0, 1.0))
+    )
+    counts = [(a - t, b - t) for t, a, b in zip(no_delay, one_latency, one_hop, strict=True)]
+    latency, hop = _latency_and_hop(counts, [s.seconds for s in small])
+    delayed = with_delays(latency, hop)
+    rates = [link.reached * s.nbytes / _bytes_in_time(s, delayed) for s in large]
     reached = exp(sum(map(log, rates)) / len(rates))
     top = max(reached, link.bandwidth if known else max(rates))
     return {
@@ -170,6 +175,17 @@ def _links(samples: Sequence[Sample], cluster: Cluster, part: str, known: bool) 
         "bandwidth": _rounded(top),
         "efficiency": _share(reached / top),
     }
+
+
+def _bytes_in_time(sample: Sample, cluster: Cluster) -> int:
+    """Return the size of a message that would take the sample's time on this cluster, by bisection.
+
+    At least half of the measured time is taken to pass bytes, though the latency of small messages may be longer.
+    """
+    waited = predicted_seconds(evolve(sample, nbytes=1), cluster)
+    limit = waited + max(sample.seconds / 2, sample.seconds - waited)
+    sizes = range(1, MAX_NBYTES)
+    return 1 + bisect_left(sizes, limit, key=lambda nbytes: predicted_seconds(evolve(sample, nbytes=nbytes), cluster))
 
 
 def _latency_and_hop(counts: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:

@@ -1,9 +1,10 @@
-"""What follows from what was measured: the figures by which the cost model says the same."""
+"""Calibration finds the figures of a device and its links with which the cost model reproduces measurements."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaloom.planner.contract.devices import Cluster
+from megaloom.planner.cost import communication
 from megaloom.planner.hardware.calibration import (
     COLLECTIVE_KINDS,
     Sample,
@@ -37,13 +39,13 @@ DONE = (
         Sample(kind=kind, nbytes=nbytes, devices=devices, stride=stride, seconds=1)
         for kind in ("send", *COLLECTIVE_KINDS)
         for nbytes in (4, 2**30)
-        for devices, stride in ((2, 1), (4, 1), (8, 1), (2, 8))
+        for devices, stride in ((2, 1), (4, 1), (8, 1), (2, 8), (3, 8), (4, 8))
     ),
 )
 
 
-def taken(machine: Cluster) -> tuple[Sample, ...]:
-    """As if measured on this cluster."""
+def as_measured(machine: Cluster) -> tuple[Sample, ...]:
+    """Return the samples as this cluster would have measured them."""
     can = (s for s in DONE if s.precision in ("", *machine.device.flops) and s.devices * s.stride <= machine.count)
     return tuple(evolve(s, seconds=predicted_seconds(s, machine)) for s in can)
 
@@ -82,7 +84,7 @@ def test_the_figures_of_a_machine_are_found_again(
         "intra": evolve(preset.intra, efficiency=efficiency, latency=latency, hop=hop),
         "inter": evolve(preset.inter, efficiency=efficiency / 2, latency=2 * latency, hop=hop),
     }
-    found = fitted_figures(taken(evolve(preset, device=device, **links)), preset, known=True)
+    found = fitted_figures(as_measured(evolve(preset, device=device, **links)), preset, known=True)
     for name, value in found["device"].items():
         assert value == pytest.approx(getattr(device, name), rel=0.03)
     for part, link in links.items():
@@ -90,10 +92,36 @@ def test_the_figures_of_a_machine_are_found_again(
             assert value == pytest.approx(getattr(link, name), rel=0.03)
 
 
+@pytest.mark.parametrize("kinds", [COLLECTIVE_KINDS, ("all_to_all",), ("all_reduce", "all_gather")])
+@pytest.mark.parametrize("priced", ["collective_seconds", "level_seconds"])
+@pytest.mark.parametrize("factor", [0.7, 1.3])
+def test_links_are_found_by_the_price_of_a_collective_as_it_is(
+    priced: str, kinds: tuple[str, ...], factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collectives, or their bytes alone, are priced higher or lower: the links that explain the samples stay."""
+    price = getattr(communication, priced)
+
+    def changed(kind: str, *args: Any) -> Any:
+        times = factor if kind in kinds else 1.0
+        found = price(kind, *args)
+        return tuple(times * x for x in found) if isinstance(found, tuple) else times * found
+
+    monkeypatch.setattr(communication, priced, changed)
+    preset = cluster("32xH100")
+    links = {
+        "intra": evolve(preset.intra, efficiency=0.6, latency=9e-6, hop=2e-6),
+        "inter": evolve(preset.inter, efficiency=0.5, latency=2e-5, hop=5e-6),
+    }
+    found = fitted_figures(as_measured(evolve(preset, **links)), preset, known=True)
+    for part, link in links.items():
+        for name, value in found[part].items():
+            assert value == pytest.approx(getattr(link, name), rel=0.02), (part, name)
+
+
 def test_of_an_unknown_device_what_is_reached_is_the_peak(tmp_path: Path) -> None:
     base, h100 = cluster("16xA100"), cluster("16xH100")
     machine = evolve(h100, device=evolve(h100.device, sustained=1.0))
-    samples = [s for s in taken(machine) if s.precision != "fp8"]
+    samples = [s for s in as_measured(machine) if s.precision != "fp8"]
     path = tmp_path / "unknown.json"
     path.write_text(
         profile_text(samples, fitted_figures(samples, base, known=False), "A100", "L99", 16, {"date": "today"})
@@ -107,9 +135,9 @@ def test_of_an_unknown_device_what_is_reached_is_the_peak(tmp_path: Path) -> Non
 
 
 def test_a_busy_machine_makes_a_profile_too(tmp_path: Path) -> None:
-    """Where copies were slower than messages, as when other processes took the cores."""
+    """Copies are slower than messages, as when other processes take the cores."""
     preset = cluster("4xCPU")
-    slow = [evolve(s, seconds=1e3 if s.kind == "copy" else s.seconds) for s in taken(preset)]
+    slow = [evolve(s, seconds=1e3 if s.kind == "copy" else s.seconds) for s in as_measured(preset)]
     path = tmp_path / "busy.json"
     path.write_text(profile_text(slow, fitted_figures(slow, preset, known=False), "CPU", "CPU", 4, {}))
     assert cluster(str(path)).inter.bandwidth <= cluster(str(path)).device.bandwidth
@@ -117,7 +145,7 @@ def test_a_busy_machine_makes_a_profile_too(tmp_path: Path) -> None:
 
 def test_what_is_shown() -> None:
     machine = cluster("8xH100")
-    shown = calibration_table(taken(machine)[:2], machine, machine)
+    shown = calibration_table(as_measured(machine)[:2], machine, machine)
     assert [next(iter(c.cells)).plain for c in shown.columns][:5] == [
         "product",
         "bf16 8192 x 8192 x 4096",
