@@ -65,8 +65,12 @@ def run_train(
     if summary.stopped:  # this process is a rank and was sent the signal, or nobody reads its output
         return fail(f"stopped; {_saved(folder)}", 128 + summary.stopped)
     resume = {**given, "data": options["data"], "out": options["out"], **asdict(recipe)}
-    resume["steps"] = 2 * max(recipe.steps, summary.step)
-    print_on_first_rank(summary_report(summary, plan), f"\nto train further: {_command(model, resume)}")
+    resume["steps"] = steps = 2 * max(recipe.steps, summary.step)
+    parts = [f"\nto train further: {_command(model, resume)}"]
+    if recipe.schedule.has_end and recipe.decay_steps is None:
+        lowest = min(recipe.min_lr, recipe.lr)
+        parts.append(f"the learning rate stays at {lowest:g}; --decay-steps {steps} stretches its schedule")
+    print_on_first_rank(summary_report(summary, plan), *parts)
     return 0
 
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-import cattrs
 import torch
 import torch.distributed as dist
 from attrs import evolve
@@ -30,6 +29,7 @@ from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.checkpoint_writer import RankFileWriter
 
 from .checkpoint_folder import (
+    CONVERTER,
     MANIFEST_NAME,
     Checkpoint,
     CheckpointError,
@@ -160,7 +160,7 @@ def _crc32(path: Path) -> int:
 def _publish(unfinished: Path, folder: Path, manifest: Manifest, checksums: dict[str, int]) -> None:
     """Write the manifest, flush everything to disk, and give the folder its final name."""
     files = {name: SavedFile((unfinished / name).stat().st_size, crc32) for name, crc32 in checksums.items()}
-    text = json.dumps(cattrs.unstructure(evolve(manifest, files=files)), indent=1)
+    text = json.dumps(CONVERTER.unstructure(evolve(manifest, files=files)), indent=1)
     (unfinished / MANIFEST_NAME).write_text(text)
     for path in [*unfinished.iterdir(), unfinished]:
         _flush(path)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import cattrs
 from attrs import field, frozen
+from cattrs.strategies import configure_union_passthrough
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.json_form import is_current
@@ -26,6 +27,9 @@ VERSION = 1
 MANIFEST_NAME = "checkpoint.json"
 FOLDER_NAME = re.compile(r"step-(\d{6,})")
 NO_SPACE = {errno.ENOSPC: "no space left on the device", errno.EDQUOT: "disk quota exceeded"}
+CONVERTER = cattrs.Converter()
+"""Reads and writes manifests."""
+configure_union_passthrough(int | float | str, CONVERTER)
 
 
 class CheckpointError(UserError):
@@ -50,7 +54,7 @@ class Manifest:
     model: str
     fingerprint: str
     data: str  # digest of the corpus
-    recipe: dict[str, float]
+    recipe: dict[str, float | str]  # `Recipe.as_saved`
     layout: str  # the layout under which the checkpoint was saved
     libraries: dict[str, str] = field(factory=lambda: {name: version(name) for name in ("torch", "megatron-core")})
     files: dict[str, SavedFile] = field(factory=dict)  # by file name; `save` fills it in
@@ -97,7 +101,7 @@ def read(folder: Path) -> Checkpoint:
         saved_version = contents.get("version") if isinstance(contents, dict) else None
         if isinstance(saved_version, int) and saved_version != VERSION:
             raise CheckpointError(unusable(folder, f"has format {saved_version}; this megaloom reads format {VERSION}"))
-        manifest = cattrs.structure(contents, Manifest)
+        manifest = CONVERTER.structure(contents, Manifest)
         wrong = [name for name, file in manifest.files.items() if not _has_size(folder / name, file.nbytes)]
     except OSError as error:
         raise CheckpointError(unusable(folder, f"has no readable {MANIFEST_NAME} ({error.strerror})")) from None

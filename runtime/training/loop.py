@@ -33,8 +33,9 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
     `signals` holds the numbers of the signals that asked this rank to stop, as they arrive.
     """
     model, _ = find(run.plan.model)
-    engine = Engine.build(run.plan, model, run.recipe)
     resumed = latest(run.folder, fingerprint=run.plan.fingerprint)
+    recipe = run.recipe.continuing(resumed.manifest.recipe) if resumed else run.recipe
+    engine = Engine.build(run.plan, model, recipe)
     if resumed:
         checkpoint.load(engine, resumed)
     first = dist.get_rank() == 0
@@ -126,7 +127,7 @@ class Loop:
             model=plan.model,
             fingerprint=plan.fingerprint,
             data=corpus.digest,
-            recipe=asdict(self.run.recipe),
+            recipe=self.engine.recipe.as_saved(),
             layout=str(plan.layout),
         )
         self.saved = checkpoint.save(self.engine, self.run.folder, manifest)
@@ -151,13 +152,18 @@ class Loop:
             self.display.print(f"layout: saved under {saved.layout}, now {self.run.plan.layout}")
         if changed := self._changed_options(saved):
             self.display.print(f"recipe: {changed}")
+        end = self.engine.recipe.schedule_end
+        if self.engine.recipe.schedule.has_end and end is not None and end < steps:
+            self.display.print(
+                f"learning rate: its schedule ends at step {end}; --decay-steps {steps} would stretch it"
+            )
         if saved.data != self.run.corpus.digest:
             self.display.print(f"data: not the text of step {saved.step}, or its files have changed since")
 
     def _changed_options(self, saved: Manifest) -> str:
-        recipe = asdict(self.run.recipe)
+        recipe = self.engine.recipe.as_saved()
         return ", ".join(
-            f"{name.replace('_', '-')} was {value:g}, is now {recipe[name]:g}"
+            f"{name.replace('_', '-')} was {_shown(value)}, is now {_shown(recipe[name])}"
             for name, value in saved.recipe.items()
             if name != "steps" and name in recipe and value != recipe[name]
         )
@@ -180,6 +186,10 @@ class Loop:
             peak_nbytes=tuple(peaks),
             checkpoint=self.saved,
         )
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _sample(text: Tokens, i: int, seq: int, seed: int) -> torch.Tensor:

@@ -23,7 +23,10 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.modules.model_chunk import ModelChunk
 
-from .recipe import Recipe
+from .recipe import Recipe, Schedule
+
+ENDLESS = 2**62
+"""Last step of a schedule that has none."""
 
 
 def wrap_in_ddp(
@@ -104,18 +107,21 @@ def make_optimizer(
 
 
 def make_scheduler(recipe: Recipe, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Return the learning-rate schedule: linear warm-up from 0, then a cosine to min_lr after the last step."""
+    """Return the learning-rate schedule: linear warm-up from 0, then the recipe's schedule down to min_lr."""
+    end = ENDLESS if recipe.schedule_end is None else recipe.schedule_end
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=recipe.lr,
         min_lr=min(recipe.min_lr, recipe.lr),
-        lr_warmup_steps=min(recipe.warmup, recipe.steps - 1),
-        lr_decay_steps=recipe.steps,
-        lr_decay_style="cosine",
+        lr_warmup_steps=min(recipe.warmup, end - 1),
+        lr_decay_steps=end,
+        lr_decay_style="WSD" if recipe.schedule is Schedule.WSD else recipe.schedule.value,
+        wsd_decay_steps=max(1, end // 10) if recipe.final_decay_steps is None else recipe.final_decay_steps,
+        lr_wsd_decay_style=recipe.final_decay.value.replace("-", "_"),
         start_wd=recipe.weight_decay,
         end_wd=recipe.weight_decay,
-        wd_incr_steps=recipe.steps,
+        wd_incr_steps=end,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,

@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import Any
 
-from attrs import Attribute, field, frozen
+from attrs import Attribute, asdict, evolve, field, frozen
+from attrs.validators import optional as if_given
 
 from megaloom.dsl.errors import UserError
 
 
-def _within(low: float, high: float) -> Callable[[Any, Attribute[Any], float], None]:
+class Schedule(StrEnum):
+    """Schedule of the learning rate after warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+    INVERSE_SQUARE_ROOT = "inverse-square-root"
+    WSD = "wsd"  # warm-up, stable, decay
+
+    @property
+    def has_end(self) -> bool:
+        """Return whether the shape of the schedule depends on its last step."""
+        return self not in (Schedule.CONSTANT, Schedule.INVERSE_SQUARE_ROOT)
+
+
+class FinalDecay(StrEnum):
+    """Shape of the decay at the end of a WSD schedule."""
+
+    LINEAR = "linear"
+    COSINE = "cosine"
+    EXPONENTIAL = "exponential"
+    MINUS_SQRT = "minus-sqrt"
+
+
+Validator = Callable[[Any, "Attribute[Any]", Any], None]
+
+
+def _within(low: float, high: float) -> Validator:
     """Return a validator that requires a value in [low, high]; NaN is refused."""
 
     def check(owner: Any, attribute: Attribute[Any], value: float) -> None:
@@ -23,16 +52,24 @@ def _within(low: float, high: float) -> Callable[[Any, Attribute[Any], float], N
 
 @frozen(kw_only=True)
 class Recipe:
-    """AdamW with linear warm-up and cosine decay to `min_lr` at the last step."""
+    """AdamW, and a learning rate that warms up linearly and then follows a schedule."""
 
     steps: int = field(default=300, validator=_within(1, 1e9))
     """Total number of optimizer steps, including those before a resume."""
     lr: float = field(default=3e-3, validator=_within(1e-12, 1e3))
     """Peak learning rate."""
     min_lr: float = field(default=1e-4, validator=_within(0, 1e3))
-    """Learning rate at the last step."""
+    """Learning rate at the end of the schedule and after it."""
     warmup: int = field(default=20, validator=_within(0, 1e9))
     """Warm-up steps."""
+    schedule: Schedule = field(default=Schedule.COSINE, converter=Schedule)
+    """Learning rate after warm-up. wsd: constant, then a final decay."""
+    decay_steps: int | None = field(default=None, validator=if_given(_within(1, 1e9)))
+    """Step at which the schedule ends. [default: --steps; in a continued run, the end that its schedule has]"""
+    final_decay: FinalDecay = field(default=FinalDecay.LINEAR, converter=FinalDecay)
+    """Shape of the final decay of wsd."""
+    final_decay_steps: int | None = field(default=None, validator=if_given(_within(1, 1e9)))
+    """Steps of the final decay of wsd. [default: a tenth of the schedule]"""
     weight_decay: float = field(default=0.1, validator=_within(0, 1e3))
     """Weight decay of all parameters except norms and biases."""
     clip_grad: float = field(default=1.0, validator=_within(1e-12, 1e12))
@@ -45,3 +82,33 @@ class Recipe:
     """Added to the square root of the second moment."""
     seed: int = field(default=1234, validator=_within(0, 2**31))
     """Seed of initial weights, data order and dropout."""
+
+    def __attrs_post_init__(self) -> None:
+        """Raise UserError if the final decay is longer than the schedule."""
+        end, final = self.schedule_end, self.final_decay_steps
+        if self.schedule is Schedule.WSD and final is not None and end is not None and final > end:
+            raise UserError(
+                f"--final-decay-steps {final} is longer than the schedule, which ends at step {end}\n"
+                "give fewer steps, or a larger --decay-steps"
+            )
+
+    @property
+    def schedule_end(self) -> int | None:
+        """Return the step after which the learning rate is `min_lr`, or None if there is none."""
+        return self.steps if self.decay_steps is None and self.schedule.has_end else self.decay_steps
+
+    def continuing(self, saved: Mapping[str, object]) -> Recipe:
+        """Return the recipe for a run that continues one with the recipe `saved`, as `as_saved` gives it.
+
+        The schedule ends where it ended, unless `decay_steps` says otherwise: more steps do not stretch it.
+        """
+        end = saved.get("decay_steps", saved.get("steps"))  # checkpoints of earlier versions have steps only
+        one_schedule = saved.get("schedule", Schedule.COSINE) == self.schedule and self.schedule.has_end
+        if self.decay_steps is not None or not one_schedule or not isinstance(end, int):
+            return self
+        return evolve(self, decay_steps=end)
+
+    def as_saved(self) -> dict[str, float | str]:
+        """Return the fields that have values, as a checkpoint stores them."""
+        values = asdict(evolve(self, decay_steps=self.schedule_end))
+        return {name: value for name, value in values.items() if value is not None}

@@ -83,10 +83,16 @@ def test_the_command_to_go_on_goes_on(done: tuple[Path, str], tmp_path: Path) ->
     assert command
     words = command[1].split()
     assert words[words.index("--steps") + 1] == "12"
+    assert "the learning rate stays at 0.0001; --decay-steps 12 stretches its schedule" in shown
     result = run(*words, cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert "resumed from step 6 of 12 (runs/byte-llama/step-000006)" in result.stdout
     assert "steps            12 (resumed from 6)" in result.stdout
+    assert "learning rate: its schedule ends at step 6; --decay-steps 12 would stretch it" in result.stdout
+    events = map(json.loads, (tmp_path / "runs" / "byte-llama" / "metrics.jsonl").read_text().splitlines())
+    rates = [event["lr"] for event in events if event["event"] == "step"]
+    assert rates[3:6] == sorted(rates[3:6], reverse=True)
+    assert rates[6:] == pytest.approx([1e-4] * 6)
 
 
 def test_run_again_after_its_end_it_says_so(done: tuple[Path, str], text: Path) -> None:
@@ -218,6 +224,7 @@ BAD = {
     ),
     "half a step": (("train", "--steps", "1.5"), "--steps must be a whole number, got '1.5'"),
     "saving never": (("train", "--save-every", "0"), "--save-every must be at least 1, got 0"),
+    "an unknown schedule": (("train", "--schedule", "step"), "--schedule(.|\n)*wsd"),
     "unknown option": (("train", "--learning-rate", "1"), "--learning-rate(.|\n)*`megaloom train --help`"),
     "unknown command": (("trane",), "trane"),
     "a number that is none": (("train", "--steps", "many"), "many"),
