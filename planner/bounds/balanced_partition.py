@@ -19,7 +19,7 @@ from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.partition.partitioner import StageBounds
 from megaloom.planner.pipeline import schedules
 
-from . import pipeline
+from . import interleaved_memory, pipeline
 from .base_costs import NODE_COST_FIELDS, PLAIN
 from .lower_bounds import BoundedLayouts, LowerBounds
 
@@ -39,16 +39,17 @@ class BalancedBounds:
     seconds: Rows  # lower bound of a step, for every partition
     expected_seconds: Rows  # what a step hardly goes below; not a bound
     nbytes: Rows  # of the rank with the most memory, in the balanced partition
+    least_nbytes: Rows  # lower bound of it, for every partition that the partitioner may choose
 
 
 def balanced_bounds(balance: Balance, lower_bounds: LowerBounds, found: BoundedLayouts) -> BalancedBounds:
     """Return closer bounds of these layouts; `balance` gives the balanced partitions of several layouts.
 
-    Bound: see `_one_chunk_seconds`; interleaved layouts keep the bound that they have.
+    Bounds: see `_one_chunk_seconds` and `_capped_nbytes`. Interleaved layouts keep the bound of seconds that they have.
     """
     x = found.layouts
     stages, seconds, nbytes = x.pp * x.vpp, found.seconds.copy(), found.nbytes.copy()
-    expected = np.zeros(len(found))
+    expected, least = np.zeros(len(found)), found.nbytes.copy()
     first, which = alike(*(getattr(x, name) for name in (*NODE_COST_FIELDS, *RECOMPUTE_FIELDS)), stages)
     layouts = [x[i] for i in first.tolist()]
     partitions = balance(layouts)
@@ -56,19 +57,24 @@ def balanced_bounds(balance: Balance, lower_bounds: LowerBounds, found: BoundedL
         some = np.flatnonzero(stages[first] == count).tolist()
         chosen = [partitions[i] for i in some]
         sums = np.array([table.stage_sums(bounds) for table, bounds in chosen])
-        extra = np.array([(table.boundary, table.workspace) for table, _ in chosen], dtype=float)
+        extra = np.array([(table.boundary, table.workspace, table.library) for table, _ in chosen], dtype=float)
+        here = stages == count
+        if lower_bounds.many[count] and (x.vpp[here] > 1).any():
+            largest_saved = _largest_saved([table for table, _ in chosen], sums)
         row = np.zeros(len(first), dtype=np.intp)
         row[some] = np.arange(len(some))
-        for pp in np.flatnonzero(np.bincount(x.pp[stages == count])).tolist():
-            mine = np.flatnonzero((stages == count) & (x.pp == pp))
-            part, here = found.take(mine), row[which[mine]]
-            nbytes[mine] = np.maximum(nbytes[mine], _peak_nbytes(lower_bounds, part, sums[here], extra[here]))
+        for pp in np.flatnonzero(np.bincount(x.pp[here])).tolist():
+            mine = np.flatnonzero(here & (x.pp == pp))
+            part, table = found.take(mine), row[which[mine]]
+            nbytes[mine] = np.maximum(nbytes[mine], _peak_nbytes(lower_bounds, part, sums[table], extra[table]))
             if pp == count:
-                one_chunk = _one_chunk_seconds(lower_bounds, part, sums[here])
+                one_chunk = _one_chunk_seconds(lower_bounds, part, sums[table])
                 seconds[mine] = np.maximum(seconds[mine], one_chunk)
             elif lower_bounds.many[count]:
-                expected[mine] = EXPECTED_SHARE * _interleaved_seconds(lower_bounds, part, sums[here])
-    return BalancedBounds(seconds, np.maximum(seconds, expected), nbytes)
+                expected[mine] = EXPECTED_SHARE * _interleaved_seconds(lower_bounds, part, sums[table])
+                capped = _capped_nbytes(lower_bounds, part, sums[table], extra[table], largest_saved[table])
+                least[mine] = np.maximum(least[mine], capped)
+    return BalancedBounds(seconds, np.maximum(seconds, expected), nbytes, least)
 
 
 def _interleaved_seconds(lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows) -> Rows:
@@ -97,6 +103,44 @@ def _one_chunk_seconds(lower_bounds: LowerBounds, found: BoundedLayouts, sums: R
     return seconds
 
 
+def _capped_nbytes(
+    lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows, extra: Rows, largest_saved: Rows
+) -> Rows:
+    """Return a lower bound of the rank with the most memory, for the partitions that the partitioner may choose.
+
+    Bound: peak ≥ R + (S + a K) / p + a W. No stage saves more than `largest_saved`; K are the `capped_activations`, S
+    is the state, R what no tensor holds, W workspace, libraries and p2p buffers. It is 0 where only the first blocks of
+    a stage are recomputed, because the sum over stages then depends on the partition.
+    """
+    x, cache, costs = found.layouts, lower_bounds.cache, lower_bounds.costs
+    structure, pp, (boundary, workspace, library) = cache.structure, int(x.pp[0]), extra.T
+    activations = interleaved_memory.capped_activations(
+        saved=sums[..., CostColumn.SAVED].sum(axis=1),
+        stage=largest_saved,
+        received=boundary * structure.live_values[structure.cut_points[1:]].min(),
+        pp=pp,
+        vpp=int(x.vpp[0]),
+        m=x.microbatches(cache.workload.batch),
+        group=x.microbatch_group,
+    )
+    state = costs.state_nbytes[found.base, x.shard] / pp + costs.runtime_nbytes[found.base]
+    transient = workspace + library + memory.RECEIVE_BUFFERS * boundary
+    return np.where(x.recompute_layers, 0.0, memory.rank_memory(state, activations / pp, 1.0, transient))
+
+
+def _largest_saved(tables: Sequence[CostTable], balanced: Rows) -> Rows:
+    """Return the most that a stage saves, by table, if no slower than the partitioner accepts: see `largest_stages`.
+
+    balanced: costs of the stages of the balanced partitions, [tables, stages, columns].
+    """
+    structure, rows = tables[0].structure, np.array([table.rows for table in tables])
+    columns = (rows[..., STEP_COLUMNS].sum(axis=2), rows[..., CostColumn.SAVED])
+    sums = np.zeros((2, len(tables), len(structure.kind_of_node) + 1))
+    sums[..., 1:] = np.cumsum([column[:, structure.kind_of_node] for column in columns], axis=2)
+    seconds, saved = sums[..., structure.cut_points]
+    return interleaved_memory.largest_stages(seconds, saved, balanced[..., STEP_COLUMNS].sum(axis=2).max(axis=1))
+
+
 def _peak_nbytes(lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows, extra: Rows) -> Rows:
     """Return about the bytes of the rank with the most memory, at each rank's first backward pass."""
     x, cache = found.layouts, lower_bounds.cache
@@ -116,6 +160,6 @@ def _peak_nbytes(lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows, e
     saved = sums[..., CostColumn.SAVED] + extra[:, :1] * (np.arange(pp * vpp) > 0)
     activations = (in_flight * saved.reshape(-1, vpp, pp)).sum(axis=1)
     resident = np.asarray(sum(state.values()), dtype=float).reshape(-1, pp)
-    held = memory.rank_memory(resident, activations, 1.0, extra[:, 1:])
+    held = memory.rank_memory(resident, activations, 1.0, extra[:, 1:2])
     nbytes: Rows = held.max(axis=1) + lower_bounds.costs.runtime_nbytes[found.base]
     return nbytes

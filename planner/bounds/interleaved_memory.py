@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaloom.planner.contract.layouts import Column
+from megaloom.planner.contract.layouts import Column, Rows, alike
 from megaloom.planner.cost.memory import rank_memory
 from megaloom.planner.partition.dynamic_program import FloatVector
-from megaloom.planner.partition.local_search import ENUMERATED
+from megaloom.planner.partition.local_search import ENUMERATED, SLOWEST_FACTOR
+from megaloom.planner.pipeline import schedules
 
 from .base_costs import TINY
 
 ODD_INVERSES = np.concatenate([[0.0], np.cumsum(1 / np.arange(1.0, 2**13, 2))])  # [n] 1 + 1/3 + ... of n terms
+SLACK = 1 + 1e-9  # tolerance for sums of the same seconds in another order
 
 
 def too_many_partitions(segments: int) -> NDArray[np.bool_]:
@@ -45,3 +48,48 @@ def interleaved_nbytes(
     held = held + (saved - full * stage) * np.where(full < odd, 2 * full + 1, group)
     least: FloatVector = np.minimum(equal, rank_memory(state / pp, held / pp, 1.0, 0.0))
     return least
+
+
+def capped_activations(
+    saved: FloatVector, stage: FloatVector, received: FloatVector, pp: int, vpp: int, m: Column, group: Column
+) -> FloatVector:
+    """Return the least activations that all ranks together have in flight, if a stage saves at most `stage`: [layouts].
+
+    saved: bytes that the whole model saves of one micro-batch. received: bytes that each stage but the first saves of
+    its input. All layouts have pp ranks of vpp chunks; m micro-batches, microbatch groups.
+
+    Bound: Σ_s n_s a_s + received Σ_{s>0} n_s, with Σ a_s = saved and 0 ≤ a_s ≤ `stage`. n_s is in flight of stage s at
+    the backward pass at which its rank has most chunks in flight. The sum is least if stages are filled in the order
+    of n_s.
+    """
+    first, which = alike(m, group)
+    rows = [_in_flight(pp, vpp, *row) for row in zip(m[first].tolist(), group[first].tolist(), strict=True)]
+    in_flight, later = np.array([n for n, _ in rows])[which], np.array([n for _, n in rows])[which]
+    full = np.minimum(np.floor(saved / np.maximum(stage, TINY)), pp * vpp - 1).astype(np.int64)[:, None]
+    before = np.take_along_axis(np.cumsum(in_flight, axis=1) - in_flight, full, axis=1)[:, 0]
+    last = np.take_along_axis(in_flight, full, axis=1)[:, 0]
+    least: FloatVector = before * stage + (saved - full[:, 0] * stage) * last + later * received
+    return least
+
+
+@lru_cache(maxsize=1 << 12)
+def _in_flight(pp: int, vpp: int, m: int, group: int) -> tuple[FloatVector, float]:
+    """Return the micro-batches in flight of each stage, ascending, and their sum without the first stage's."""
+    moments, backwards = schedules.in_flight_moments(pp, vpp, m, group)
+    fullest = moments[:, :backwards].sum(axis=2).argmax(axis=1)
+    in_flight = moments[np.arange(pp), fullest]
+    return np.sort(in_flight, axis=None), float(in_flight.sum() - in_flight[0, 0])
+
+
+def largest_stages(seconds: Rows, saved: Rows, slowest: FloatVector) -> FloatVector:
+    """Return the most that a stage saves if it takes at most SLOWEST_FACTOR times `slowest`: [chains].
+
+    seconds, saved: sums over all segments before each cut point, [chains, cut points].
+    """
+    chains, points = seconds.shape
+    each = np.arange(chains)[:, None]
+    apart = seconds + 2 * each * seconds.max()  # one ascending row of all chains
+    cap = SLACK * SLOWEST_FACTOR * slowest[:, None]
+    far = apart.ravel().searchsorted((apart + cap).ravel(), side="right").reshape(chains, points) - 1 - points * each
+    most: FloatVector = (np.take_along_axis(saved, np.minimum(far, points - 1), axis=1) - saved).max(axis=1)
+    return most

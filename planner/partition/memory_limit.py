@@ -133,10 +133,16 @@ class MemoryLimit:
 
         Stages are filled greedily: the first begins with an empty receive buffer, each other one with the smallest.
         """
-        done, size = 0, len(self.state)
-        for k in range(self.ranks):
-            begins = slice(1, None) if k else slice(1)
-            done = min(memory.farthest_from(done, float(limit[begins].max())) for memory, limit in self._alone(k))
+        done, size, limit = 0, len(self.state), self.limit * TOLERANCE - self.fixed
+        smallest = 1 + int((self.received + self.receive_buffers)[1:].argmin())
+        each_rank = zip(self.in_flight[:, :, 0].tolist(), self.transient.tolist(), strict=True)
+        for k, (in_flight, transient) in enumerate(each_rank):
+            begin = smallest if k else 0
+            free, received = limit - float(self.receive_buffers[begin]), float(self.received[begin])
+            ends = [self.at_step.farthest_from(done, free)]
+            for n, nbytes in {*zip(in_flight, transient, strict=True)} - {(0.0, 0.0)}:
+                ends.append((self.state + n * self.saved).farthest_from(done, free - nbytes - n * received))
+            done = min(ends)
             if done == size:
                 return True
         return False

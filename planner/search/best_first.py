@@ -187,10 +187,10 @@ class Frontier:
         self._batch = min(2 * self._batch, LARGEST_BATCH)
         pricer = self.candidates.pricer
         bounds = balanced_partition.balanced_bounds(pricer.balance_all, self.candidates.lower_bounds, batch)
-        fits = (bounds.nbytes <= pricer.capacity).tolist()
-        rows = zip(bounds.seconds.tolist(), bounds.expected_seconds.tolist(), fits, strict=True)
-        for i, (seconds, expected, may_fit) in enumerate(rows):
-            self.push(seconds, BalancedLayout(pricer, batch.layouts, i, may_fit, expected))
+        fits, feasible = bounds.nbytes <= pricer.capacity, bounds.least_nbytes <= pricer.capacity
+        for i in np.flatnonzero(fits | feasible).tolist():
+            expected = float(bounds.expected_seconds[i])
+            self.push(float(bounds.seconds[i]), BalancedLayout(pricer, batch.layouts, i, bool(fits[i]), expected))
 
     def _postpone(self) -> None:
         """Set aside the opened layouts of closed meshes."""

@@ -27,7 +27,9 @@ from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Workload
+from megaloom.planner.cost.columns import STEP_COLUMNS, CostColumn
 from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.pipeline import schedules
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate.price import Priced
 
@@ -164,10 +166,32 @@ def _largest_tensor(c: Case) -> bool:
 
 
 def _balanced(c: Case) -> bool:
-    found = c.bounds.bound(c.one, c.base)
-    return (
-        balanced_partition.balanced_bounds(c.pricer.balance_all, c.bounds, found).seconds[0] <= c.priced.seconds * ABOVE
-    )
+    found = balanced_partition.balanced_bounds(c.pricer.balance_all, c.bounds, c.bounds.bound(c.one, c.base))
+    return found.seconds[0] <= c.priced.seconds * ABOVE and found.least_nbytes[0] <= c.peak * (1 + 1e-6)
+
+
+def _capped_activations(c: Case) -> bool:
+    x, stages = c.layout, c.priced.partition.stages
+    if x.vpp == 1 or x.recompute_layers:
+        return True
+    moments, backwards = schedules.in_flight_moments(x.pp, x.vpp, c.m, x.microbatch_group)
+    saved = np.array([s.saved for s in stages], dtype=float)
+    kept = (moments[:, :backwards] @ saved.reshape(x.vpp, x.pp).T[..., None]).max(axis=(1, 2)).sum()
+    columns = (np.array([n]) for n in (saved.sum(), saved.max(), 0.0))
+    group = np.array([x.microbatch_group])
+    least = interleaved_memory.capped_activations(*columns, x.pp, x.vpp, np.array([c.m]), group)
+    return bool(least[0] <= kept * ABOVE)
+
+
+def _largest_stages(c: Case) -> bool:
+    x, problem = c.layout, c.priced.partition.problem
+    if x.vpp == 1 or x.recompute_layers:
+        return True
+    seconds, saved = problem.seconds.sums, problem.segment_sums([CostColumn.SAVED]).sums
+    (_, bounds), *_ = c.pricer.balance_all([x])
+    slowest = problem.table.stage_sums(bounds)[:, STEP_COLUMNS].sum(axis=1).max()
+    most = interleaved_memory.largest_stages(seconds[None], saved[None], np.array([slowest]))
+    return bool(c.priced.partition.stage_sums[:, CostColumn.SAVED].max() <= most[0] * ABOVE)
 
 
 def _whole_model(c: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -209,6 +233,8 @@ THEOREMS: dict[str, Callable[[Case], bool]] = {
     "balanced_bounds": _balanced,
     "least_rank_memory": _least_rank,
     "interleaved_nbytes": _interleaved_nbytes,
+    "capped_activations": _capped_activations,
+    "largest_stages": _largest_stages,
     "step_lower_bound": lambda c: step_lower_bound(c.priced.partition) <= c.priced.seconds * ABOVE,
 }
 NO_BOUNDS = {"price_base_layouts", "node_cost_key", "too_many_partitions", "in_flight_means"}  # what bounds are made of
