@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megaloom.planner.partition.partitioner import Partition
-from megaloom.planner.simulate.price import end_of_rank, end_seconds, stage_seconds
+from megaloom.planner.simulate.price import end_of_rank, end_seconds
 
 from . import pipeline
 
@@ -16,10 +16,9 @@ def step_lower_bound(placed: Partition) -> float:
     Let e[r] <= the end of rank r's last backward pass (`finish_bounds`). The step ends no sooner than it would if only
     some ranks had an end of step; two are looked at: the one with the largest e[r], and the one with most weights.
     """
-    problem, x = placed.problem, placed.layout
-    forward, backward, sends = stage_seconds(placed)
-    ends = pipeline.finish_bounds(forward, backward, sends, x.pp, problem.microbatches, x.microbatch_group)
+    x, seconds = placed.layout, (placed.forward_seconds, placed.backward_seconds, placed.send_seconds)
+    ends = pipeline.finish_bounds(*seconds, x.pp, placed.problem.microbatches, x.microbatch_group)
     params = [sum(s.params + s.expert_params for s in placed.stages[r :: x.pp]) for r in range(x.pp)]
     ranks = sorted({int(ends.argmax()), int(np.argmax(params))})
-    after = [end_of_rank(placed, r, forward, backward) for r in ranks]
+    after = [end_of_rank(placed, r) for r in ranks]
     return end_seconds([float(ends[r]) for r in ranks], after)

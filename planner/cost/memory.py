@@ -31,6 +31,7 @@ from megaloom.planner.contract.workload import Precision
 from megaloom.planner.model.structure import NodeKind
 from megaloom.planner.pipeline.schedules import Moment
 
+from . import communication
 from .columns import CostColumn
 from .job import Job
 from .profiles.frameworks import OWN
@@ -153,6 +154,27 @@ def rank_peak(
     holders["allocator"] = int(ALLOCATOR * (kept + workspace + library + logits))
     graphs = {"graphs": int(pools * kept)} if pools else {}  # CUDA graphs have memory of their own
     return Peak(name, {**holders, "runtime": reserved, **graphs})
+
+
+def peak_bytes(
+    sizes: NDArray[np.int64], in_flight: Rows, transient: Rows, layout: Layout, job: Job
+) -> NDArray[np.int64]:
+    """Return the bytes of `rank_peak` of all pipeline ranks at once: [ranks].
+
+    sizes: params, expert_params, saved and library of `StageMemory`, [stages, 4]. in_flight: [ranks, moments, chunks].
+    transient: [ranks, moments], without the library.
+    """
+    params, experts, saved, library = sizes.T.reshape(4, layout.vpp, layout.pp)
+    params, experts = params.sum(axis=0), experts.sum(axis=0)
+    kept, fleeting = np.zeros((2, len(transient), transient.shape[1] + 1))  # the last moment is the optimizer's step
+    kept[:, :-1] = (in_flight @ saved.T[..., None])[..., 0]
+    fleeting[:, :-1], fleeting[:, -1] = transient, optimizer_step_bytes(params, experts, layout, job.profile)
+    fleeting += library.max(axis=0)[:, None]
+    allocator, graphs = ALLOCATOR * (kept + fleeting), job.profile.buffers.graph_pool_share * kept
+    held = (kept + fleeting + np.trunc(allocator) + np.trunc(graphs)).max(axis=1).astype(np.int64)
+    state = sum(state_bytes(params, experts, layout, job.workload.precision, job.profile).values())
+    peaks: NDArray[np.int64] = state + held + communication.reserved_bytes(layout, job.cluster, job.profile)
+    return peaks
 
 
 def state_bytes(

@@ -6,6 +6,7 @@ layout, so costs are computed for each kind and summed with the counts given her
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -132,6 +133,19 @@ class ModelStructure:
         """Return the number of nodes of each kind in the block with most nodes: [kinds]."""
         return max(self.distinct_blocks, key=lambda row: float(row.sum()), default=np.zeros(len(self.kinds)))
 
+    def repeated_elements(self, shared_elements: Sequence[int], bounds: Sequence[int], pp: int) -> list[int]:
+        """Return the elements that each stage counts of weights that it, or an earlier stage of its rank, has too.
+
+        shared_elements: elements on one device of each of `shared_weights`. bounds: stage boundaries, as node numbers.
+        """
+        repeated = [0] * (len(bounds) - 1)
+        for (_, nodes), elements in zip(self.shared_weights, shared_elements, strict=True):
+            seen: set[int] = set()
+            for stage in stages_of(nodes, bounds):
+                repeated[stage] += elements * (stage % pp in seen)
+                seen.add(stage % pp)
+        return repeated
+
     @property
     def modules(self) -> tuple[Module, ...]:
         """Return the modules of the model that selective recompute may name."""
@@ -140,6 +154,11 @@ class ModelStructure:
     def recomputed_parts(self, chosen: Iterable[Module]) -> NDArray[np.bool_]:
         """Return a mask of the recompute parts that these modules recompute: [parts]."""
         return np.array([not part.isdisjoint(chosen) for part in self.recompute_parts], dtype=bool)
+
+
+def stages_of(nodes: Sequence[int], bounds: Sequence[int]) -> list[int]:
+    """Return the stage of each of these nodes, given the stage boundaries as node numbers."""
+    return [bisect_right(bounds, node) - 1 for node in nodes]
 
 
 def _next_block(nodes: Sequence[Node], i: int) -> int | None:

@@ -138,6 +138,13 @@ def _slowest_donors(stages: SegmentSums, ranks: int) -> Donors:
     return donors
 
 
+def may_fit(stages: SegmentSums, even: Indices, limit: MemoryLimit) -> bool:
+    """Return False only if no partition fits. `even` has the fastest slowest stage of all."""
+    if limit.chunks == 1:
+        return limit.feasible
+    return not limit.infeasible_under(stages, SLOWEST_FACTOR * float(stages(even[:-1], even[1:]).max()))
+
+
 def partition_within_limit(stages: SegmentSums, even: Indices, limit: MemoryLimit) -> Indices | None:
     """Return the partition into as many stages as `even` that fits and has a fast slowest stage; None if none is found.
 
@@ -146,6 +153,8 @@ def partition_within_limit(stages: SegmentSums, even: Indices, limit: MemoryLimi
     best if its slowest stage is as fast as that of `even`; else local search finds it, from `even` or from ranks that
     divide their memory equally among their chunks.
     """
+    if limit.deficit(even[None])[0] <= 0:
+        return level_within_limit(stages, even, limit)
     fastest = float(stages(even[:-1], even[1:]).max()) * TOLERANCE
     cap, count, size = fastest * SLOWEST_FACTOR, len(even) - 1, len(stages)
     if comb(size - 1, count - 1) <= ENUMERATED:

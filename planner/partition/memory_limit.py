@@ -1,7 +1,8 @@
 """Peak memory of each pipeline rank for a partition, and whether the partition fits the memory limit. Arrays only.
 
-`MemoryLimit` computes it for many partitions at once, gives the exact limit on a stage where a rank has one, and tells
-when no partition can fit. A partition is an array of cut points; stage s is chunk s // ranks of rank s % ranks.
+`memory_limit` makes a `MemoryLimit`, which computes it for many partitions at once, gives the exact limit on a stage
+where a rank has one, and tells when no partition can fit. A partition is an array of cut points; stage s is chunk
+s // ranks of rank s % ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from functools import cached_property
 import numpy as np
 from attrs import evolve, frozen
 
+from megaloom.planner.contract.devices import Cluster
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
+from megaloom.planner.cost import communication, memory
+from megaloom.planner.cost.job import Job
 
 from .dynamic_program import (
     TOLERANCE,
@@ -22,7 +27,27 @@ from .dynamic_program import (
     boundary_ranges,
 )
 
+HEADROOM = 0.05  # share of a device's memory that a plan leaves free: a nearly full allocator stalls
 FULLEST = 4  # moments of a rank by which similar partitions are compared
+
+
+def capacity(cluster: Cluster, headroom: float = HEADROOM) -> int:
+    """Return the memory limit: the bytes of a device that a plan may use."""
+    return int(cluster.device.nbytes * (1 - headroom))
+
+
+@frozen(eq=False)
+class StageSizes:
+    """Elements and bytes of each stage between two cut points, before the allocator's reserve."""
+
+    params: SegmentSums  # elements of dense weights
+    expert_params: SegmentSums  # elements of expert weights
+    saved: SegmentSums  # bytes of saved activations of one micro-batch
+    in_flight: Rows  # [ranks, moments, chunks] micro-batches in flight
+    transient: Rows  # [ranks, moments] bytes
+    received: Indices  # [cut points] bytes that a stage that begins there receives and saves
+    buffers: Indices  # [cut points] bytes of the p2p buffers of a stage that begins there
+    library: int  # bytes that libraries hold
 
 
 @frozen(eq=False, slots=False)
@@ -182,6 +207,27 @@ class MemoryLimit:
             return True
         alone = np.bincount(stage_rank, least + in_flight * least_saved) + fixed
         return bool(alone.max() > self.limit * TOLERANCE)
+
+
+def memory_limit(sizes: StageSizes, layout: Layout, job: Job, limit: float) -> MemoryLimit:
+    """Return the memory of every stage against a limit in bytes."""
+    n, precision, profile = 10**6, job.workload.precision, job.profile
+    elements = ((n, 0), (0, n))
+    state = [sum(memory.state_bytes(*of, layout, precision, profile).values()) / n for of in elements]
+    step = [memory.optimizer_step_bytes(*of, layout, profile) / n for of in elements]
+    state_sums, step_sums = (each[0] * sizes.params + each[1] * sizes.expert_params for each in (state, step))
+    reserved = communication.reserved_bytes(layout, job.cluster, profile)
+    return MemoryLimit(
+        state=state_sums,
+        at_step=memory.rank_memory(state_sums, 0 * sizes.saved, 0, step_sums),
+        saved=memory.rank_memory(0 * sizes.saved, sizes.saved, 1, 0),
+        in_flight=sizes.in_flight,
+        transient=memory.rank_memory(0, 0, 0, sizes.transient),
+        received=memory.rank_memory(0, sizes.received.astype(float), 1, 0),
+        receive_buffers=memory.rank_memory(0, 0, 0, sizes.buffers.astype(float)),
+        fixed=memory.rank_memory(reserved, 0, 0, sizes.library),
+        limit=limit,
+    )
 
 
 def _stage_ranges(

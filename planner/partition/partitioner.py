@@ -1,12 +1,11 @@
 """Partition of a layout into pipeline stages: balanced in time, within the memory limit.
 
-`partition(layout, table, memory_limit)` does all of it. A `PartitionProblem` is a layout with its cost table and the
-limit, a `Partition` that and the stage boundaries: graph node numbers, one more than stages.
+`partition(problem)` does all of it. A `PartitionProblem` is a layout with its cost table and the limit, a `Partition`
+that and the stage boundaries: graph node numbers, one more than stages.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -14,11 +13,10 @@ import numpy as np
 from attrs import evolve, frozen
 from numpy.typing import NDArray
 
-from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.cost import communication, memory
-from megaloom.planner.cost.columns import STEP_COLUMNS, CostColumn
+from megaloom.planner.cost.columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.cost.job import Job
 from megaloom.planner.cost.memory import StageMemory
@@ -33,22 +31,15 @@ from .dynamic_program import (
     balance_all,
 )
 from .local_search import (
-    SLOWEST_FACTOR,
     level_ranks,
-    level_within_limit,
+    may_fit,
     partition_within_limit,
 )
-from .memory_limit import MemoryLimit
+from .memory_limit import MemoryLimit, StageSizes, memory_limit
 
-HEADROOM = 0.05  # share of a device's memory that a plan leaves free: a nearly full allocator stalls
 WHOLE_BLOCKS = 1.001  # factor by which the slowest stage may be slower if all stages then have whole blocks
 
 StageBounds = tuple[int, ...]
-
-
-def capacity(cluster: Cluster, headroom: float = HEADROOM) -> int:
-    """Return the memory limit: the bytes of a device that a plan may use."""
-    return int(cluster.device.nbytes * (1 - headroom))
 
 
 @frozen(eq=False, slots=False)
@@ -69,6 +60,11 @@ class PartitionProblem:
     def microbatches(self) -> int:
         """Return the micro-batches of one step on each data-parallel copy."""
         return self.layout.microbatches(self.job.workload.batch)
+
+    @property
+    def schedule(self) -> tuple[int, int, int, int]:
+        """Return pp, vpp, micro-batches and microbatch group, on which the order of passes depends."""
+        return self.layout.pp, self.layout.vpp, self.microbatches, self.layout.microbatch_group
 
     @cached_property
     def cut_points(self) -> Indices:
@@ -99,77 +95,47 @@ class PartitionProblem:
 
     def within_limit(self, even: StageBounds) -> StageBounds | None:
         """Return a partition that fits, with a fast slowest stage; None if none is found. `even` is balanced."""
-        cuts = self.cut_points.searchsorted(even)
         found: Sequence[int] | Indices | None
         if self.layout.vpp == 1:
             found = balance(self.seconds, self.layout.pp, self.limits.latest_ends)
-        elif self.limits.deficit(cuts[None])[0] <= 0:
-            found = level_within_limit(self.seconds, cuts, self.limits)
         else:
-            found = partition_within_limit(self.seconds, cuts, self.limits)
+            found = partition_within_limit(self.seconds, self.cut_points.searchsorted(even), self.limits)
         return None if found is None else tuple(self.cut_points[np.asarray(found)].tolist())
 
     def feasible(self, even: StageBounds) -> bool:
         """Return False only if no partition fits, counting shared weights in each stage. `even` is balanced."""
-        if self.layout.vpp == 1:
-            return self.limits.feasible
-        cuts = self.cut_points.searchsorted(even)
-        slowest = float(self.seconds(cuts[:-1], cuts[1:]).max())
-        return not self.limits.infeasible_under(self.seconds, SLOWEST_FACTOR * slowest)
+        return may_fit(self.seconds, self.cut_points.searchsorted(even), self.limits)
 
     @cached_property
     def limits(self) -> MemoryLimit:
         """Return the memory of every stage against the limit. Each stage counts the weights that it shares."""
-        x, job, table = self.layout, self.job, self.table
         columns = (CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.SAVED)
         params, experts, saved = (self.segment_sums([column]) for column in columns)
-        n, precision, profile = 10**6, job.workload.precision, job.profile
-        elements = ((n, 0), (0, n))
-        state = [sum(memory.state_bytes(*of, x, precision, profile).values()) / n for of in elements]
-        step = [memory.optimizer_step_bytes(*of, x, profile) / n for of in elements]
-        in_flight, transient = self.moments
-        received, buffers = self.p2p_bytes(self.cut_points)
-        state_sums, step_sums = (each[0] * params + each[1] * experts for each in (state, step))
-        reserved = communication.reserved_bytes(x, job.cluster, profile)
-        return MemoryLimit(
-            state=state_sums,
-            at_step=memory.rank_memory(state_sums, 0 * saved, 0, step_sums),
-            saved=memory.rank_memory(0 * saved, saved, 1, 0),
-            in_flight=in_flight,
-            transient=memory.rank_memory(0, 0, 0, transient),
-            received=memory.rank_memory(0, received.astype(float), 1, 0),
-            receive_buffers=memory.rank_memory(0, 0, 0, buffers.astype(float)),
-            fixed=memory.rank_memory(reserved, 0, 0, table.library),
-            limit=self.memory_limit,
-        )
+        received, buffers = self.received[self.cut_points], self.p2p_buffers[self.cut_points]
+        sizes = StageSizes(params, experts, saved, *self.moments, received, buffers, self.table.library)
+        return memory_limit(sizes, self.layout, self.job, self.memory_limit)
 
     @cached_property
     def moments(self) -> tuple[Rows, Rows]:
         """Return the micro-batches in flight [ranks, moments, chunks], and transient bytes [ranks, moments]."""
-        x, table = self.layout, self.table
-        in_flight, backwards = schedules.in_flight_moments(x.pp, x.vpp, self.microbatches, x.microbatch_group)
+        table, (in_flight, backwards) = self.table, schedules.in_flight_moments(*self.schedule)
         transient = np.zeros(in_flight.shape[:2])
         transient[:, :backwards], transient[-1, backwards:] = table.workspace, table.loss
         return in_flight, transient
 
-    def p2p_bytes(self, begin: Indices) -> tuple[Indices, Indices]:
-        """Return the bytes that a stage that begins at each node saves of its input, and those of p2p buffers."""
-        x, boundary = self.layout, self.table.boundary
-        live = self.table.structure.live_values[begin]
-        copies = (
-            (memory.RECEIVE_BUFFERS + (x.pp if self.job.profile.buffers.stage_output_saved else 0)) if x.pp > 1 else 0
-        )
-        return boundary * live, copies * boundary * np.maximum(1, live)
+    @cached_property
+    def received(self) -> Indices:
+        """Return the bytes that a stage receives and saves, by the node where it begins: [nodes + 1]."""
+        return self.table.boundary * self.table.structure.live_values
 
-    def repeated_elements(self, bounds: StageBounds) -> list[int]:
-        """Return the elements that each stage counts of weights that it, or an earlier stage of its rank, has too."""
-        repeated = [0] * (len(bounds) - 1)
-        for (_, nodes), elements in zip(self.table.structure.shared_weights, self.table.shared_elements, strict=True):
-            seen: set[int] = set()
-            for stage in stages_of(nodes, bounds):
-                repeated[stage] += elements * (stage % self.layout.pp in seen)
-                seen.add(stage % self.layout.pp)
-        return repeated
+    @cached_property
+    def p2p_buffers(self) -> Indices:
+        """Return the bytes of the p2p buffers of a stage, by the node where it begins: [nodes + 1]."""
+        return (
+            (self.layout.pp > 1)
+            * (memory.RECEIVE_BUFFERS + self.layout.pp * self.job.profile.buffers.stage_output_saved)
+            * np.maximum(self.table.boundary, self.received)
+        )
 
 
 @frozen(eq=False, slots=False)
@@ -191,58 +157,86 @@ class Partition:
 
     @property
     def seconds(self) -> list[float]:
-        """Return the seconds of one micro-batch through each stage, forward and backward."""
+        """Return the seconds of one micro-batch by stage, forward and backward."""
         return [float(seconds) for seconds in self.stage_sums[:, STEP_COLUMNS].sum(axis=1)]
 
     @cached_property
-    def stages(self) -> list[StageMemory]:
-        """Return the memory of each stage. A weight that several nodes of a rank share is there once."""
-        table, last = self.problem.table, len(self.bounds) - 2
+    def forward_seconds(self) -> list[float]:
+        """Return the seconds of one micro-batch by stage, forward."""
+        return [float(seconds) for seconds in self.stage_sums[:, FORWARD_COLUMNS].sum(axis=1)]
+
+    @cached_property
+    def backward_seconds(self) -> list[float]:
+        """Return the seconds of one micro-batch by stage, backward."""
+        return [float(seconds) for seconds in self.stage_sums[:, BACKWARD_COLUMNS].sum(axis=1)]
+
+    @cached_property
+    def send_seconds(self) -> list[float]:
+        """Return the seconds of the p2p send of one micro-batch from each stage to the next, either way."""
         return [
-            StageMemory(params, experts, saved, table.workspace, library, table.loss if i == last else 0)
-            for i, (params, experts, saved, library) in enumerate(self._sizes.tolist())
+            communication.p2p_seconds(
+                *(nbytes, stage, self.layout, self.problem.job.cluster),
+                scattered=self.problem.job.profile.overlap.scattered_sends,
+            )
+            for stage, nbytes in enumerate(self.problem.received[list(self.bounds[1:-1])].tolist())
+        ]
+
+    @property
+    def blocked_seconds(self) -> list[float]:
+        """Return how long its own p2p sends keep each rank from computing in a step; 0 with several chunks a rank."""
+        return [
+            self.problem.microbatches * sum(self.send_seconds[max(0, rank - 1) : rank + 1]) * (self.layout.vpp == 1)
+            for rank in range(self.layout.pp)
+        ]
+
+    @cached_property
+    def stages(self) -> list[StageMemory]:
+        """Return the memory of each stage."""
+        return [
+            StageMemory(
+                *(params, experts, saved),
+                workspace=self.problem.table.workspace,
+                library=library,
+                loss=self.problem.table.loss * (stop == self.bounds[-1]),
+            )
+            for stop, (params, experts, saved, library) in zip(self.bounds[1:], self._sizes.tolist(), strict=True)
         ]
 
     @cached_property
     def _sizes(self) -> NDArray[np.int64]:
-        """Return elements of weights, of experts, saved bytes, and bytes of libraries and buffers: [stages, 4]."""
-        sums, table = self.stage_sums, self.problem.table
-        received, buffers = self.problem.p2p_bytes(np.array(self.bounds[:-1]))
+        """Return `params`, `expert_params`, `saved` and `library` of each stage: [stages, 4].
+
+        A weight that several nodes of a rank share is there once.
+        """
+        sums, problem, begin = self.stage_sums, self.problem, np.array(self.bounds[:-1])
         out = np.empty((len(sums), 4), dtype=np.int64)
         out[:, :3] = sums[:, [CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.SAVED]]
-        out[:, 0] -= self.problem.repeated_elements(self.bounds)
-        out[:, 2] += received
-        out[:, 3] = table.library + buffers
+        if problem.table.shared_elements:
+            structure, pp = problem.table.structure, self.layout.pp
+            out[:, 0] -= structure.repeated_elements(problem.table.shared_elements, self.bounds, pp)
+        out[:, 2] += problem.received[begin]
+        out[:, 3] = problem.table.library + problem.p2p_buffers[begin]
         return out
 
     @cached_property
     def rank_peaks(self) -> tuple[memory.Peak, ...]:
         """Return the peak memory of each pipeline rank."""
-        x, job, peaks = self.layout, self.problem.job, []
-        reserved = communication.reserved_bytes(x, job.cluster, job.profile)
-        for rank in range(x.pp):
-            moments = schedules.rank_moments(rank, x.pp, x.vpp, self.problem.microbatches, x.microbatch_group)
-            stages = self.stages[rank :: x.pp]
-            peaks.append(memory.rank_peak(stages, moments, x, job.workload.precision, reserved, job.profile))
-        return tuple(peaks)
+        return tuple(
+            memory.rank_peak(
+                self.stages[rank :: self.layout.pp],
+                schedules.rank_moments(rank, *self.problem.schedule),
+                self.layout,
+                self.problem.job.workload.precision,
+                communication.reserved_bytes(self.layout, self.problem.job.cluster, self.problem.job.profile),
+                self.problem.job.profile,
+            )
+            for rank in range(self.layout.pp)
+        )
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
         """Return the peak bytes of each pipeline rank: the sums of `rank_peaks`, all ranks at once."""
-        x, job, profile = self.layout, self.problem.job, self.problem.job.profile
-        in_flight, transient = self.problem.moments
-        params, experts, saved, library = self._sizes.T.reshape(4, x.vpp, x.pp)
-        params, experts = params.sum(axis=0), experts.sum(axis=0)
-        ranks, moments = transient.shape
-        kept, fleeting = np.zeros((2, ranks, moments + 1))  # the last moment is the optimizer's step
-        kept[:, :-1] = (in_flight @ saved.T[..., None])[..., 0]
-        fleeting[:, :-1], fleeting[:, -1] = transient, memory.optimizer_step_bytes(params, experts, x, profile)
-        fleeting += library.max(axis=0)[:, None]
-        allocator, graphs = memory.ALLOCATOR * (kept + fleeting), profile.buffers.graph_pool_share * kept
-        held = (kept + fleeting + np.trunc(allocator) + np.trunc(graphs)).max(axis=1)
-        state = sum(memory.state_bytes(params, experts, x, job.workload.precision, profile).values())
-        reserved = communication.reserved_bytes(x, job.cluster, profile)
-        return tuple((state + held.astype(np.int64) + reserved).tolist())
+        return tuple(memory.peak_bytes(self._sizes, *self.problem.moments, self.layout, self.problem.job).tolist())
 
     @property
     def deficit(self) -> int:
@@ -253,44 +247,6 @@ class Partition:
     def fits(self) -> bool:
         """Return True if every rank stays within the memory limit."""
         return self.deficit <= 0
-
-
-def partition(layout: Layout, table: CostTable, memory_limit: int) -> Partition:
-    """Return the stages of a legal layout: balanced, and within the memory limit if a partition fits."""
-    problem = PartitionProblem(layout, table, memory_limit)
-    return refine(Partition(problem, balanced(problem)))
-
-
-def refine(
-    even: Partition,
-    balance_stages: Callable[[PartitionProblem], StageBounds] | None = None,
-    level_chunks: Callable[[PartitionProblem, StageBounds], StageBounds] | None = None,
-) -> Partition:
-    """Return the partition that is simulated, from the balanced one.
-
-    It has whole blocks if such a partition fits and its slowest stage is hardly slower (WHOLE_BLOCKS). If `even` does
-    not fit, it is balanced within the limit. Interleaved chunks are levelled between ranks. The two functions stand
-    for `balanced` and `levelled`; a search gives versions that remember.
-    """
-    chosen, problem = even, evolve(even.problem, whole_blocks=True)
-    slowest, segments = WHOLE_BLOCKS * max(even.seconds), len(problem.cut_points) - 1
-    if len(even.bounds) - 1 <= segments:
-        far = np.maximum.accumulate(problem.seconds.farthest(slowest * TOLERANCE)).tolist()
-        end = 0
-        for _ in range(len(even.bounds) - 1):  # the longest stages that take no longer
-            end = far[end]
-        if end == segments:
-            blocks = Partition(problem, (balance_stages or balanced)(problem))
-            if max(blocks.seconds) <= slowest and blocks.fits:
-                chosen = blocks
-    if chosen.layout.vpp == 1 and chosen.fits:
-        return chosen
-    if chosen.layout.vpp > 1:
-        level = Partition(chosen.problem, (level_chunks or levelled)(chosen.problem, chosen.bounds))
-        if level.fits:
-            return level
-    found = chosen.problem.within_limit(chosen.bounds)
-    return chosen if found is None else Partition(chosen.problem, found)
 
 
 def balanced(problem: PartitionProblem) -> StageBounds:
@@ -307,6 +263,35 @@ def levelled(problem: PartitionProblem, even: StageBounds) -> StageBounds:
     return tuple(problem.cut_points[cuts].tolist())
 
 
-def stages_of(nodes: tuple[int, ...], bounds: StageBounds) -> list[int]:
-    """Return the stage of each of these nodes."""
-    return [bisect_right(bounds, node) - 1 for node in nodes]
+def partition(
+    problem: PartitionProblem,
+    balance_stages: Callable[[PartitionProblem], StageBounds] = balanced,
+    level_chunks: Callable[[PartitionProblem, StageBounds], StageBounds] = levelled,
+    even: Partition | None = None,
+) -> Partition:
+    """Return the stages of a legal layout: balanced, and within the memory limit if a partition fits.
+
+    They are whole blocks if such a partition fits and its slowest stage is hardly slower (WHOLE_BLOCKS). Interleaved
+    chunks are levelled between ranks. A search gives versions of `balanced` and `levelled` that remember, and the
+    balanced partition.
+    """
+    chosen = even = even or Partition(problem, balance_stages(problem))
+    blocks = evolve(problem, whole_blocks=True)
+    slowest, segments, count = WHOLE_BLOCKS * max(even.seconds), len(blocks.cut_points) - 1, len(even.bounds) - 1
+    if count <= segments:
+        far = np.maximum.accumulate(blocks.seconds.farthest(slowest * TOLERANCE)).tolist()
+        end = 0
+        for _ in range(count):  # the longest stages that take no longer
+            end = far[end]
+        if end == segments:
+            whole = Partition(blocks, balance_stages(blocks))
+            if max(whole.seconds) <= slowest and whole.fits:
+                chosen = whole
+    if chosen.layout.vpp == 1 and chosen.fits:
+        return chosen
+    if chosen.layout.vpp > 1:
+        level = Partition(chosen.problem, level_chunks(chosen.problem, chosen.bounds))
+        if level.fits:
+            return level
+    found = chosen.problem.within_limit(chosen.bounds)
+    return chosen if found is None else Partition(chosen.problem, found)

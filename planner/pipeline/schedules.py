@@ -124,13 +124,6 @@ def _in_flight_moments(pp: int, vpp: int, microbatches: int, size: int) -> tuple
     return out, backwards
 
 
-def send_seconds(transfer: Sequence[float], pp: int, microbatches: int) -> tuple[float, ...]:
-    """Return how long its own p2p sends keep each rank from computing; 0 with several chunks a rank."""
-    if len(transfer) + 1 > pp:
-        return (0.0,) * pp
-    return tuple(microbatches * sum(transfer[max(0, r - 1) : min(r + 1, pp - 1)]) for r in range(pp))
-
-
 def finish_times(
     forward: Sequence[float],
     backward: Sequence[float],

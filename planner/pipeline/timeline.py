@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from attrs import frozen
 
-from .schedules import send_seconds, start_times, visit_order
+from .schedules import start_times, visit_order
 
 
 class Pass(NamedTuple):
@@ -34,8 +34,6 @@ class Timeline:
     starts: tuple[tuple[float, ...], ...]  # by rank, of each of its passes in `rank_order`
     forward: tuple[float, ...]  # seconds by stage
     backward: tuple[float, ...]
-    busy: tuple[float, ...]  # by rank: seconds of computation
-    sending: tuple[float, ...]  # by rank: seconds for which its own sends block it
     transfer: tuple[float, ...]  # seconds of the p2p send from each stage to the next, either way
     group: int = 0  # microbatch group; 0: as many as there are ranks
 
@@ -61,12 +59,6 @@ class Timeline:
         """Return when the last rank ends its last pass."""
         return max(self.ends)
 
-    @property
-    def bubble(self) -> float:
-        """Return the share of the makespan in which the average rank neither computes nor sends."""
-        span = self.makespan * len(self.busy)
-        return 1 - (sum(self.busy) + sum(self.sending)) / span if span else 0.0
-
 
 def rank_order(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[Pass, ...]:
     """Return the passes of `rank` in order."""
@@ -86,14 +78,11 @@ def simulate_timeline(
     group: int = 0,
 ) -> Timeline:
     """Return the timeline of one step. Arguments are those of `schedules.start_times`."""
-    stages = len(forward)
     return Timeline(
         microbatches=microbatches,
         starts=tuple(map(tuple, start_times(forward, backward, transfer, pp, microbatches, group))),
         forward=tuple(forward),
         backward=tuple(backward),
-        busy=tuple(microbatches * (sum(forward[r::pp]) + sum(backward[r::pp])) for r in range(pp)),
-        sending=send_seconds(transfer[: stages - 1], pp, microbatches),
-        transfer=tuple(transfer[: stages - 1]),
+        transfer=tuple(transfer[: len(forward) - 1]),
         group=group,
     )

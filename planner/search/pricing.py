@@ -38,15 +38,14 @@ from megaloom.planner.partition.dynamic_program import (
     SegmentSums,
     balance_all,
 )
+from megaloom.planner.partition.memory_limit import HEADROOM, capacity
 from megaloom.planner.partition.partitioner import (
-    HEADROOM,
     Partition,
     PartitionProblem,
     StageBounds,
     balanced,
-    capacity,
     levelled,
-    refine,
+    partition,
 )
 from megaloom.planner.rules.export_rules import export_violations
 from megaloom.planner.rules.rule import Violation
@@ -220,7 +219,7 @@ class Pricer:
         return Partition(problem, self._balance(problem))
 
     def _refine(self, even: Partition) -> Partition:
-        return refine(even, self._balance, self._level)
+        return partition(even.problem, self._balance, self._level, even)
 
     def _balance(self, problem: PartitionProblem) -> StageBounds:
         """Return `balanced`, which layouts with one cost table share."""

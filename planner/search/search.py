@@ -22,7 +22,8 @@ from megaloom.planner.contract.plans import PLAN_VERSION, Plan
 from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.model.requirements import model_requirements
-from megaloom.planner.partition.partitioner import HEADROOM, Partition
+from megaloom.planner.partition.memory_limit import HEADROOM
+from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.partition.whole_blocks import with_cut_points_of
 from megaloom.planner.rules.capabilities import caveats
 from megaloom.planner.rules.rules import range_violations

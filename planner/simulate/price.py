@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-import numpy as np
 from attrs import frozen
 
 from megaloom.dsl.dims import NBYTES, DType
@@ -21,15 +20,14 @@ from megaloom.planner.contract.plans import Prediction, Stage
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost import communication
 from megaloom.planner.cost.columns import (
-    BACKWARD_COLUMNS,
-    FORWARD_COLUMNS,
     STEP_COLUMNS,
     CostColumn,
 )
 from megaloom.planner.cost.communication import ProcessGroup
 from megaloom.planner.cost.cost_table import cost_table
 from megaloom.planner.cost.job import Job
-from megaloom.planner.partition.partitioner import Partition, partition, stages_of
+from megaloom.planner.model.structure import stages_of
+from megaloom.planner.partition.partitioner import Partition, PartitionProblem, partition
 from megaloom.planner.pipeline import schedules
 from megaloom.planner.pipeline.timeline import Timeline, simulate_timeline
 
@@ -77,20 +75,35 @@ class OverlapWindow:
 
 @frozen(eq=False, slots=False)
 class Priced:
-    """A layout with its stages and its prediction."""
+    """A layout with its partition and its prediction."""
 
     partition: Partition
-    stages: tuple[Stage, ...]
     prediction: Prediction
-    p2p_seconds: tuple[float, ...]  # of the send from each stage to the next, either way
     ends_of_step: tuple[EndOfStep, ...]  # by pipeline rank
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """Return the stages of a plan."""
+        placed, pp = self.partition, self.layout.pp
+        return tuple(
+            Stage(
+                rank=i % pp,
+                chunk=i // pp,
+                start=placed.bounds[i],
+                stop=placed.bounds[i + 1],
+                forward_seconds=placed.forward_seconds[i],
+                backward_seconds=placed.backward_seconds[i],
+                params=stage.params + stage.expert_params,
+            )
+            for i, stage in enumerate(placed.stages)
+        )
 
     @cached_property
     def timeline(self) -> Timeline:
         """Return the start of every pass of every pipeline rank."""
-        x, m = self.layout, self.partition.problem.microbatches
-        forward, backward = [s.forward_seconds for s in self.stages], [s.backward_seconds for s in self.stages]
-        return simulate_timeline(forward, backward, self.p2p_seconds, x.pp, m, x.microbatch_group)
+        placed, x, m = self.partition, self.layout, self.partition.problem.microbatches
+        seconds = placed.forward_seconds, placed.backward_seconds, placed.send_seconds
+        return simulate_timeline(*seconds, x.pp, m, x.microbatch_group)
 
     @property
     def layout(self) -> Layout:
@@ -105,52 +118,51 @@ class Priced:
 
 def price_layout(job: Job, layout: Layout, memory_limit: int) -> Priced:
     """Return the prediction of a legal layout, whether or not it fits the memory limit (bytes of a device)."""
-    return simulate(partition(layout, cost_table(job, layout), memory_limit))
+    return simulate(partition(PartitionProblem(layout, cost_table(job, layout), memory_limit)))
 
 
 def simulate(placed: Partition) -> Priced:
-    """Return the prediction of a layout with its stages: the schedule event by event, then the end of the step."""
-    x, m = placed.layout, placed.problem.microbatches
-    forward, backward, sends = stage_seconds(placed)
-    last_backward = schedules.finish_times(forward, backward, sends, x.pp, m, x.microbatch_group)
-    ends = [end_of_rank(placed, r, forward, backward) for r in range(x.pp)]
-    stages = tuple(
-        Stage(
-            rank=i % x.pp,
-            chunk=i // x.pp,
-            start=placed.bounds[i],
-            stop=placed.bounds[i + 1],
-            forward_seconds=forward[i],
-            backward_seconds=backward[i],
-            params=stage.params + stage.expert_params,
-        )
-        for i, stage in enumerate(placed.stages)
+    """Return the prediction of a layout with its stages: the schedule event by event, then the end of the step.
+
+    The breakdown is that of the pipeline rank that waits least.
+    """
+    x, job, m = placed.layout, placed.problem.job, placed.problem.microbatches
+    seconds = placed.forward_seconds, placed.backward_seconds, placed.send_seconds
+    last_backward = schedules.finish_times(*seconds, x.pp, m, x.microbatch_group)
+    ends, blocked = [end_of_rank(placed, rank) for rank in range(x.pp)], placed.blocked_seconds
+    computing: Rows = m * placed.stage_sums[:, STEP_COLUMNS].sum(axis=1).reshape(x.vpp, x.pp).sum(axis=0)
+    busy = [float(computing[r]) + blocked[r] + ends[r].total for r in range(x.pp)]
+    busiest = max(range(x.pp), key=busy.__getitem__)
+    columns, end = m * placed.stage_sums[busiest :: x.pp].sum(axis=0), ends[busiest]
+    parts = {cause: float(columns[of].sum()) for cause, of in CAUSES.items()} | {
+        "pipeline communication": blocked[busiest],
+        "pipeline bubble": max(0.0, end_seconds(last_backward, ends) - busy[busiest]) if x.pp > 1 else 0.0,
+        "gradient communication": end.reduction + end.gathering,
+        "tied-weight communication": end.tied,
+        "optimizer": end.optimizer,
+    }
+    step, (low, high) = sum(parts.values()), job.spread
+    flops = job.flops / step / x.world
+    prediction = Prediction(
+        step_seconds=step,
+        interval=(low * step, high * step),
+        tokens_per_second_per_device=job.workload.tokens / step / x.world,
+        flops_per_second_per_device=flops,
+        mfu=flops / job.cluster.device.flops[job.workload.precision],
+        bubble=max(0.0, 1 - sum(busy) / (x.pp * step)) if x.pp > 1 else 0.0,
+        breakdown={cause: part for cause, part in parts.items() if part},
+        nbytes=tuple(peak.held for peak in placed.rank_peaks),
+        moments=tuple(peak.moment for peak in placed.rank_peaks),
     )
-    sent = schedules.send_seconds(sends, x.pp, m)
-    return Priced(placed, stages, _prediction(placed, last_backward, sent, ends), tuple(sends), tuple(ends))
+    return Priced(placed, prediction, tuple(ends))
 
 
-def stage_seconds(placed: Partition) -> tuple[list[float], list[float], list[float]]:
-    """Return the seconds of one micro-batch by stage: forward, backward, and the p2p send to the next stage."""
-    problem, pp = placed.problem, placed.layout.pp
-    live = problem.table.structure.live_values[np.array(placed.bounds[1:-1], dtype=np.intp)].tolist()
-    scattered, known = problem.job.profile.overlap.scattered_sends, dict[tuple[int, int], float]()
-    for s, n in enumerate(live):
-        if (n, s % pp) not in known:
-            nbytes, cluster = n * problem.table.boundary, problem.job.cluster
-            known[n, s % pp] = communication.p2p_seconds(nbytes, s, placed.layout, cluster, scattered=scattered)
-    sends = [known[n, s % pp] for s, n in enumerate(live)]
-    forward, backward = (placed.stage_sums[:, columns].sum(axis=1) for columns in (FORWARD_COLUMNS, BACKWARD_COLUMNS))
-    return forward.tolist(), backward.tolist(), sends
-
-
-def end_of_rank(placed: Partition, rank: int, forward: Sequence[float], backward: Sequence[float]) -> EndOfStep:
-    """Return the end of step of one pipeline rank. forward, backward: seconds of one micro-batch by stage."""
+def end_of_rank(placed: Partition, rank: int) -> EndOfStep:
+    """Return the end of step of one pipeline rank."""
     x, problem = placed.layout, placed.problem
-    passes = (
-        min(x.microbatch_group_size, problem.microbatches) * (x.vpp - 1) + 1
-    ) / x.vpp  # of the rank, in the overlap window
-    window = OverlapWindow(passes * sum(backward[rank :: x.pp]), passes * sum(forward[rank :: x.pp]))
+    passes = (min(x.microbatch_group_size, problem.microbatches) * (x.vpp - 1) + 1) / x.vpp  # in the overlap window
+    forward, backward = (sum(each[rank :: x.pp]) for each in (placed.forward_seconds, placed.backward_seconds))
+    window = OverlapWindow(passes * backward, passes * forward)
     tied, shared = 0.0, zip(problem.table.structure.shared_weights, problem.table.shared_elements, strict=True)
     for (_, nodes), elements in shared:
         ranks = {stage % x.pp for stage in stages_of(nodes, placed.bounds)}
@@ -213,36 +225,3 @@ def end_seconds(last_backward: Sequence[float], ends: Sequence[EndOfStep]) -> fl
     """Return when a step ends. All ranks wait for the last gradient reduction; then the slowest one ends the step."""
     reduced = max(end + after.reduction + after.tied for end, after in zip(last_backward, ends, strict=True))
     return reduced + max(after.optimizer + after.gathering for after in ends)
-
-
-def _prediction(
-    placed: Partition, last_backward: Sequence[float], sent: Sequence[float], ends: Sequence[EndOfStep]
-) -> Prediction:
-    """Return the prediction. Its breakdown is that of the pipeline rank that waits least."""
-    x, job, m = placed.layout, placed.problem.job, placed.problem.microbatches
-    busy: Rows = m * placed.stage_sums[:, STEP_COLUMNS].sum(axis=1).reshape(x.vpp, x.pp).sum(axis=0)
-    own = [float(busy[r]) + sent[r] + ends[r].total for r in range(x.pp)]
-    slowest = max(range(x.pp), key=own.__getitem__)
-    mine, after = m * placed.stage_sums[slowest :: x.pp].sum(axis=0), ends[slowest]
-    parts = {cause: float(mine[columns].sum()) for cause, columns in CAUSES.items()} | {
-        "pipeline communication": sent[slowest],
-        "pipeline bubble": max(0.0, end_seconds(last_backward, ends) - own[slowest]) if x.pp > 1 else 0.0,
-        "gradient communication": after.reduction + after.gathering,
-        "tied-weight communication": after.tied,
-        "optimizer": after.optimizer,
-    }
-    breakdown = {cause: seconds for cause, seconds in parts.items() if seconds}
-    step = sum(breakdown.values())
-    flops = job.flops / step / x.world
-    low, high = job.spread
-    return Prediction(
-        step_seconds=step,
-        interval=(low * step, high * step),
-        tokens_per_second_per_device=job.workload.tokens / step / x.world,
-        flops_per_second_per_device=flops,
-        mfu=flops / job.cluster.device.flops[job.workload.precision],
-        bubble=max(0.0, 1 - sum(own) / (x.pp * step)) if x.pp > 1 else 0.0,
-        breakdown=breakdown,
-        nbytes=tuple(peak.held for peak in placed.rank_peaks),
-        moments=tuple(peak.moment for peak in placed.rank_peaks),
-    )

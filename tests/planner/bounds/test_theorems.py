@@ -105,7 +105,11 @@ def cases(draw: st.DrawFn) -> Case:
 
 def _finish(c: Case) -> bool:
     stages, x = c.priced.stages, c.layout
-    times = [s.forward_seconds for s in stages], [s.backward_seconds for s in stages], [*c.priced.p2p_seconds, 0.0]
+    times = (
+        [s.forward_seconds for s in stages],
+        [s.backward_seconds for s in stages],
+        [*c.priced.partition.send_seconds, 0.0],
+    )
     ends = pipeline.finish_bounds(*times, x.pp, c.m, x.microbatch_group)
     return bool((ends <= np.array(c.priced.timeline.ends) * ABOVE).all())
 
@@ -118,7 +122,7 @@ def _columns(c: Case) -> tuple[np.ndarray, ...]:
 def _passes(c: Case) -> bool:
     pp, m, group = _columns(c)
     count, sends = pipeline.pass_multiples(pp, np.array([c.layout.vpp]), m, group)
-    send = min(c.priced.p2p_seconds, default=0.0)
+    send = min(c.priced.partition.send_seconds, default=0.0)
     return float(count[0]) * c.through + float(sends[0]) * send <= c.passes * ABOVE
 
 
@@ -127,7 +131,7 @@ def _interleaved(c: Case) -> bool:
     if x.vpp == 1:
         return True
     count, sends = pipeline.interleaved_multiples(x.pp, x.vpp, c.m, min(x.microbatch_group_size, c.m))
-    return count * c.through + sends * min(c.priced.p2p_seconds) <= c.passes * ABOVE
+    return count * c.through + sends * min(c.priced.partition.send_seconds) <= c.passes * ABOVE
 
 
 def _first_backward(c: Case) -> bool:

@@ -128,7 +128,7 @@ def test_two_hidden_states_cross_into_the_heads() -> None:
     cuts = [(0, starts[2], starts[4], end, len(g.nodes)) for end in starts[-2:]]
     one, two = (Partition(fit, bounds) for bounds in cuts)
     state = 64 * 64 * 2  # of a sequence: 64 tokens of 64 numbers in bf16
-    hops = [found.simulate(placed).p2p_seconds for placed in (one, two)]
+    hops = [placed.send_seconds for placed in (one, two)]
     link = cluster("4xH100").intra
     assert hops[0][2] == pytest.approx(link.latency + state / link.reached)
     assert hops[1][2] == pytest.approx(link.latency + 2 * state / link.reached)

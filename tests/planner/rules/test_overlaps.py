@@ -17,7 +17,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.partition.partitioner import HEADROOM
+from megaloom.planner.partition.memory_limit import HEADROOM
 from megaloom.planner.rules.capabilities import runtime_violations
 from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.pricing import Pricer

@@ -22,7 +22,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.partition.partitioner import HEADROOM
+from megaloom.planner.partition.memory_limit import HEADROOM
 from megaloom.planner.partition.whole_blocks import with_cut_points_of
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.candidate_space import variants
