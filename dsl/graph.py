@@ -56,7 +56,7 @@ def model(name: str, *outputs: Value) -> Model:
 
 @frozen(eq=False, slots=False)
 class Graph:
-    """The nodes of a model in topological order: first what the last output needs, then the rest."""
+    """The graph nodes of a model in topological order: first what the last output needs, then the rest."""
 
     name: str
     nodes: tuple[Node, ...]

@@ -74,7 +74,7 @@ class Work:
 
 @frozen
 class Costs:
-    """The costs of one node on one device, for one micro-batch. Each node counts the weights that it shares.
+    """Costs of one graph node on one device, for one micro-batch. Each node counts the weights that it shares.
 
     saved: the tensors that its backward pass reads. inputs: its inputs. `saved_parts` says which of them count for it.
     """
@@ -97,7 +97,7 @@ def saved(
     recompute: str = "none",
     modules: Iterable[str] = CORE,
 ) -> tuple[Saved, ...]:
-    """Return the tensors that these nodes save for the backward pass on one device, each distinct tensor once.
+    """Return the tensors that these graph nodes save for the backward pass on one device, each distinct tensor once.
 
     nodes: of a model or a part of it, in program order. modules: what selective recompute recomputes. Raises UserError
     for an unknown recompute mode.
@@ -112,7 +112,7 @@ def saved(
 
 
 def costs(node: Node, *, batch: int, seq: int, source: int | None = None, split: Split = WHOLE) -> Costs:
-    """Return the costs of one node on one device, for a micro-batch of this many sequences.
+    """Return the costs of one graph node on one device, for a micro-batch of this many sequences.
 
     source: tokens of each sequence that an encoder reads, `seq` if not given. Routing is taken to be balanced: every
     expert gets equally many tokens. Nodes of equal layers and shapes are computed once.

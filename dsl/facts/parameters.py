@@ -10,7 +10,7 @@ from megaloom.dsl.value import Value
 
 
 def params(x: Model | Node | Value, *, trained: bool = True) -> int:
-    """Return the parameters of a model, a node, or all that a value is computed from; each distinct weight once.
+    """Return the parameters of a model, a graph node, or all that a value is computed from; each distinct weight once.
 
     trained: count the weights that training changes; False counts the others, such as buffers, which have neither
     gradients nor optimizer state. Raises ShapeError for a layer alone, which has no sizes.

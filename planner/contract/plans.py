@@ -22,7 +22,7 @@ class PlanError(UserError):
 
 @frozen(kw_only=True)
 class Stage:
-    """One model chunk on one pipeline rank: the nodes [start, stop) of `graph(model)`, in program order."""
+    """One model chunk on one pipeline rank: the graph nodes [start, stop) of `graph(model)`, in program order."""
 
     rank: int  # pipeline rank
     chunk: int  # number of this chunk on its rank, below vpp
