@@ -42,12 +42,12 @@ def plan_of() -> Callable[..., Any]:
         model, ref = find(f"{SUPPORT / 'models.py'}:{name}" if name.isidentifier() else name)
         workload = Workload(seq=seq, batch=batch, precision=Precision(precision))
         fixed = {f.name: getattr(layout, f.name) for f in fields(type(layout))}
-        made = plan(model, cluster(f"{layout.world}xCPU"), workload, ref=ref, fixed=fixed).best
+        best = plan(model, cluster(f"{layout.world}xCPU"), workload, ref=ref, fixed=fixed).best
         if cuts:
             borders = pairwise((0, *cuts, len(graph(model).nodes)))
-            stages = (evolve(s, start=a, stop=b) for s, (a, b) in zip(made.stages, borders, strict=True))
-            made = evolve(made, stages=tuple(stages))
-        return made
+            stages = (evolve(s, start=a, stop=b) for s, (a, b) in zip(best.stages, borders, strict=True))
+            best = evolve(best, stages=tuple(stages))
+        return best
 
     return make
 

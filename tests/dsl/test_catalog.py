@@ -121,11 +121,11 @@ def test_what_is_there_and_no_model(write) -> None:
     assert message(str(path.parent)) == f"{path.parent} is a folder without a config.json\n{WANTED}"
 
 
-@pytest.mark.parametrize("place", ["absent", "megaloom.absent", "", ".relative", "a..b", "a-b"])
-def test_no_such_module(place: str) -> None:
-    said = message(f"{place}:tiny")
-    assert said.startswith(f"cannot import {place!r} of '{place}:tiny': ")
-    assert said.endswith(f"\n{WANTED}")
+@pytest.mark.parametrize("location", ["absent", "megaloom.absent", "", ".relative", "a..b", "a-b"])
+def test_no_such_module(location: str) -> None:
+    text = message(f"{location}:tiny")
+    assert text.startswith(f"cannot import {location!r} of '{location}:tiny': ")
+    assert text.endswith(f"\n{WANTED}")
 
 
 def test_a_file_with_no_model_or_several(write) -> None:
@@ -146,7 +146,7 @@ def test_a_name_that_is_no_model(write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("x = [\n", "cannot load wrong.py: SyntaxError: '[' was never closed\n  at wrong.py:1"),
         ("\nimport nowhere\n", "cannot load wrong.py: ModuleNotFoundError: No module named 'nowhere'\n  at wrong.py:2"),
@@ -157,9 +157,9 @@ def test_a_name_that_is_no_model(write) -> None:
          "number of times, at least 1, got 0\n  at wrong.py:3"),
     ],
 )  # fmt: skip
-def test_files_that_fail(write, text: str, said: str) -> None:
+def test_files_that_fail(write, text: str, expected: str) -> None:
     write(text, "wrong.py")
-    assert message("wrong.py:tiny") == said
+    assert message("wrong.py:tiny") == expected
     write(ONE, "wrong.py")
     assert find("wrong.py")[0].name == "tiny"  # mended, it is read again
 
@@ -176,8 +176,8 @@ def test_functions_that_fail(write) -> None:
 def test_modules_that_fail(write, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write("import json\njson.loads(4)\n", "failing_models.py")
     monkeypatch.syspath_prepend(path.parent)
-    said = message("failing_models:tiny")
-    assert said.startswith(
+    text = message("failing_models:tiny")
+    assert text.startswith(
         "cannot import 'failing_models' of 'failing_models:tiny': TypeError: the JSON object must be"
     )
     write(ONE + "import json\ndef broken(): return json.loads(4)\n")

@@ -69,9 +69,9 @@ def message(program: str) -> str:
     scope = {"__name__": "wrong", "frozen": attrs.frozen, **{name: getattr(dsl, name) for name in dsl.__all__}}
     with pytest.raises(UserError) as error:
         exec(compile(program, "wrong.py", "exec", dont_inherit=True), scope)
-    said = full_message(error.value)
-    assert full_message(pickle.loads(pickle.dumps(error.value))) == said  # a rank sends it whole
-    return f"{type(error.value).__name__}: {said}"
+    text = full_message(error.value)
+    assert full_message(pickle.loads(pickle.dumps(error.value))) == text  # a rank sends it whole
+    return f"{type(error.value).__name__}: {text}"
 
 
 def section(title: str, program: str) -> str:
@@ -229,8 +229,8 @@ def test_a_layer_says_what_is_not_its_default() -> None:
 
 def test_a_layer_remembers_where_it_was_written() -> None:
     line = inspect.currentframe().f_lineno
-    made = [RMSNorm(), residual(RMSNorm()), repeat(2, RMSNorm())]
-    assert [layer.at for layer in made] == [f"{__file__}:{line + 1}"] * 3
+    built = [RMSNorm(), residual(RMSNorm()), repeat(2, RMSNorm())]
+    assert [layer.at for layer in built] == [f"{__file__}:{line + 1}"] * 3
 
 
 def test_a_weight_used_twice_is_one() -> None:

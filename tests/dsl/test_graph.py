@@ -141,8 +141,8 @@ def test_names_do_not_know_how_the_program_was_grouped(a: Layer, b: Layer, c: La
 @given(programs())
 def test_names_count_each_kind_in_program_order(m: Model) -> None:
     count: Counter[str] = Counter()
-    found = [n.name.partition(".") for n in graph(m).nodes if not n.is_input]
-    for kind, _, number in found if len(m.outputs) == 1 else sorted(found, key=lambda it: int(it[2])):
+    results = [n.name.partition(".") for n in graph(m).nodes if not n.is_input]
+    for kind, _, number in results if len(m.outputs) == 1 else sorted(results, key=lambda it: int(it[2])):
         assert int(number) == count[kind]
         count[kind] += 1
 

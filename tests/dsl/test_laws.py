@@ -127,7 +127,7 @@ def facts(layer: Layer, split: Split) -> list[object]:
     return [(n.name, costs(n, batch=2, seq=16, split=split)) for n in nodes]
 
 
-def kept(value: Value, **how: object) -> int:
+def saved_elements(value: Value, **how: object) -> int:
     return sum(s.elements * NBYTES[s.dtype] for s in saved(graph(model("m", value)).nodes, batch=2, seq=16, **how))
 
 
@@ -140,10 +140,10 @@ def test_a_repeat_multiplies_every_fact(layer, n):
     assert params(many) == n * params(one)
     a, b = (flops(model("m", v), batch=2, seq=8) for v in (one, many))
     assert (b.forward, b.dgrad, b.wgrad) == (n * a.forward, n * a.dgrad, n * a.wgrad)
-    assert [kept(many, recompute=r) for r in ("none", "selective")] == [
-        n * kept(one, recompute=r) for r in ("none", "selective")
+    assert [saved_elements(many, recompute=r) for r in ("none", "selective")] == [
+        n * saved_elements(one, recompute=r) for r in ("none", "selective")
     ]
-    assert kept(many, recompute="full") == n * 2 * prod((2, 16, 64))  # what enters each iteration
+    assert saved_elements(many, recompute="full") == n * 2 * prod((2, 16, 64))  # what enters each iteration
     assert flops(model("m", many), batch=2, seq=8, recompute="full").recompute == b.forward
 
 
@@ -171,7 +171,7 @@ def test_a_model_costs_what_its_nodes_cost(layers):
 @given(layers=st.lists(together, min_size=1, max_size=4), cp=st.sampled_from([1, 2]))
 def test_recompute_keeps_less_and_less(layers, cp):
     v, split = HIDDEN >> repeat(2, *layers), Split(cp=cp)
-    none, selective, full = (kept(v, recompute=r, split=split) for r in ("none", "selective", "full"))
+    none, selective, full = (saved_elements(v, recompute=r, split=split) for r in ("none", "selective", "full"))
     assert selective <= none
     memory = any(isinstance(n.op, CrossAttention) for n in graph(model("m", v)).nodes)
     assert full == (2 + memory) * 2 * prod((2, 16 // cp, 64))
@@ -223,8 +223,8 @@ def test_the_shares_of_all_devices_add_up(layer, split):
 @given(layer=together, split=splits, sequence_parallel=yes)
 def test_a_product_moves_its_two_factors_and_itself(layer, split, sequence_parallel):
     """count · (m k + k n + m n) elements, for 2 count · m n k FLOPs, under any split."""
-    for _, *found in both(layer, evolve(split, sequence_parallel=sequence_parallel)):
-        for w in (w for cost in found for w in cost.work if w.kind == "dot"):
+    for _, *result in both(layer, evolve(split, sequence_parallel=sequence_parallel)):
+        for w in (w for cost in result for w in cost.work if w.kind == "dot"):
             assert w.flops == 2 * w.count * w.m * w.n * w.k
             assert w.elements == w.count * (w.m * w.k + w.k * w.n + w.m * w.n)
 
@@ -243,8 +243,8 @@ def test_sequence_parallel_divides_what_tensor_parallel_does_alike(layer, split)
         spread = costs(n, batch=2, seq=32, split=evolve(split, sequence_parallel=True))
         for one, share in zip(part.work, spread.work, strict=True):
             assert one.flops in (share.flops, split.tp * share.flops)
-        kept = zip(part.saved, spread.saved, strict=True)
-        assert all(a.elements in (b.elements, split.tp * b.elements) for a, b in kept)
+        saved_tensors = zip(part.saved, spread.saved, strict=True)
+        assert all(a.elements in (b.elements, split.tp * b.elements) for a, b in saved_tensors)
 
 
 @given(layer=dense | crossed.map(lambda layer: layer.given(memory=MEMORY)), split=splits)

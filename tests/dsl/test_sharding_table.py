@@ -57,8 +57,8 @@ def node(layer):
 
 def exchanged(value, split):
     """(axis, kind, backward) of every collective, counted."""
-    found = (c for n in nodes(value) for c in costs(n, batch=1, seq=16, split=split).collectives)
-    return Counter((c.axis, c.kind, c.backward) for c in found)
+    collectives = (c for n in nodes(value) for c in costs(n, batch=1, seq=16, split=split).collectives)
+    return Counter((c.axis, c.kind, c.backward) for c in collectives)
 
 
 # Collectives
@@ -70,14 +70,14 @@ both_blocks = pytest.mark.parametrize("layer", [BLOCK, GROUPED])
 
 @both_blocks
 def test_tensor_parallel_takes_two_all_reduces_each_way(layer):
-    found = exchanged(hidden() >> layer, Split(tp=2))
-    assert found == {("tp", "all_reduce", False): 2, ("tp", "all_reduce", True): 2}
+    collectives = exchanged(hidden() >> layer, Split(tp=2))
+    assert collectives == {("tp", "all_reduce", False): 2, ("tp", "all_reduce", True): 2}
 
 
 @both_blocks
 def test_sequence_parallel_makes_each_a_gather_and_a_scatter(layer):
-    found = exchanged(hidden() >> layer, Split(tp=2, sequence_parallel=True))
-    assert found == {
+    collectives = exchanged(hidden() >> layer, Split(tp=2, sequence_parallel=True))
+    assert collectives == {
         ("tp", "all_gather", False): 2,
         ("tp", "reduce_scatter", False): 2,
         ("tp", "reduce_scatter", True): 2,
@@ -93,8 +93,8 @@ def test_nothing_is_exchanged_on_one_device():
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_what_is_exchanged_is_the_hidden_state(sequence_parallel):
     split = Split(tp=2, cp=2, sequence_parallel=sequence_parallel)
-    found = [c for n in nodes(hidden() >> BLOCK) for c in costs(n, batch=3, seq=16, split=split).collectives]
-    assert {c.elements for c in found if c.axis == "tp"} == {3 * 8 * 64}
+    collectives = [c for n in nodes(hidden() >> BLOCK) for c in costs(n, batch=3, seq=16, split=split).collectives]
+    assert {c.elements for c in collectives if c.axis == "tp"} == {3 * 8 * 64}
 
 
 def test_the_ends_of_the_model():
@@ -113,9 +113,9 @@ def test_the_ends_of_the_model():
 
 def test_context_parallel_gathers_keys_and_values():
     n = node(Attention(heads=8, kv_heads=4))
-    found = costs(n, batch=3, seq=16, split=Split(cp=4, tp=2)).collectives
+    collectives = costs(n, batch=3, seq=16, split=Split(cp=4, tp=2)).collectives
     both = 2 * 3 * 16 * (4 // 2) * 8
-    assert [c for c in found if c.axis == "cp"] == [
+    assert [c for c in collectives if c.axis == "cp"] == [
         Collective("all_gather", "cp", both, False, "keys and values", frozenset({"core_attn"})),
         Collective("reduce_scatter", "cp", both, True, "keys and values"),
     ]
@@ -125,21 +125,21 @@ def test_context_parallel_gathers_keys_and_values():
 def test_experts_exchange_tokens():
     moe = MoE(SwiGLU(32), experts=8, top_k=2)
     tokens = 3 * 16 // 2 // 2
-    found = costs(node(moe), batch=3, seq=16, split=Split(tp=2, cp=2, ep=4, sequence_parallel=True)).collectives
-    assert Counter((c.axis, c.kind, c.backward) for c in found) == {
+    collectives = costs(node(moe), batch=3, seq=16, split=Split(tp=2, cp=2, ep=4, sequence_parallel=True)).collectives
+    assert Counter((c.axis, c.kind, c.backward) for c in collectives) == {
         ("ep", "all_to_all", False): 2,
         ("ep", "all_to_all", True): 2,
     }
-    assert {c.elements for c in found} == {tokens * 2 * 64}
+    assert {c.elements for c in collectives} == {tokens * 2 * 64}
     split = Split(tp=2, cp=2, ep=2, etp=2, sequence_parallel=True)
-    found = costs(node(moe), batch=3, seq=16, split=split).collectives
-    assert Counter((c.kind, c.backward) for c in found if c.axis == "etp") == {
+    collectives = costs(node(moe), batch=3, seq=16, split=split).collectives
+    assert Counter((c.kind, c.backward) for c in collectives if c.axis == "etp") == {
         ("all_gather", False): 1,
         ("reduce_scatter", False): 1,
         ("all_gather", True): 1,
         ("reduce_scatter", True): 1,
     }
-    assert {c.elements for c in found if c.axis == "etp"} == {2 * tokens * 2 * 64}
+    assert {c.elements for c in collectives if c.axis == "etp"} == {2 * tokens * 2 * 64}
 
 
 # A user's own layers
@@ -169,8 +169,8 @@ class Mixer(Layer):
 
 
 def test_partial_sums_are_added_before_they_are_reduced():
-    found = exchanged(hidden() >> Parallel(Attention(heads=8), MLP(32)), Split(tp=2))
-    assert found == {("tp", "all_reduce", False): 1, ("tp", "all_reduce", True): 1}
+    collectives = exchanged(hidden() >> Parallel(Attention(heads=8), MLP(32)), Split(tp=2))
+    assert collectives == {("tp", "all_reduce", False): 1, ("tp", "all_reduce", True): 1}
     biased = exchanged(hidden() >> Parallel(Attention(heads=8, bias=True), MLP(32)), Split(tp=2))
     assert biased[("tp", "all_reduce", False)] == 2  # a bias is added once, so after the sum
 
@@ -192,12 +192,12 @@ class ByHand(Layer):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_renamed_sequence_is_gathered(sequence_parallel):
     split = Split(cp=2, tp=2, sequence_parallel=sequence_parallel)
-    found = costs(node(ByHand(4)), batch=3, seq=16, split=split).collectives
-    assert [(c.axis, c.elements) for c in found if c.what == "rename"] == [
+    collectives = costs(node(ByHand(4)), batch=3, seq=16, split=split).collectives
+    assert [(c.axis, c.elements) for c in collectives if c.what == "rename"] == [
         *([("tp", 3 * 8 * 64)] if sequence_parallel else []),
         ("cp", 3 * 16 * 64),
     ]
-    backward = {(c.kind, c.axis, c.elements) for c in found if c.backward and c.what == "k"}
+    backward = {(c.kind, c.axis, c.elements) for c in collectives if c.backward and c.what == "k"}
     assert backward == {("all_reduce", "tp", 3 * 16 * 64)}  # each device of tp has the gradient of its heads
     assert exchanged(hidden() >> ByHand(4), Split(cp=2))[("cp", "all_reduce", True)] == 1  # and of its queries
 
@@ -216,8 +216,8 @@ class Inner(Layer):
 
 
 def test_a_norm_over_a_divided_dim_exchanges_statistics():
-    found = costs(node(Inner(32)), batch=3, seq=16, split=Split(tp=2)).collectives
-    assert [(c.kind, c.axis, c.elements, c.backward) for c in found if c.what == "statistics"] == [
+    collectives = costs(node(Inner(32)), batch=3, seq=16, split=Split(tp=2)).collectives
+    assert [(c.kind, c.axis, c.elements, c.backward) for c in collectives if c.what == "statistics"] == [
         ("all_reduce", "tp", 3 * 16, False),
         ("all_reduce", "tp", 3 * 16, True),
     ]
@@ -236,10 +236,10 @@ class Summary(Layer):
 
 
 def test_a_sum_over_the_sequence_is_reduced_over_cp():
-    found = costs(node(Summary(32)), batch=1, seq=16, split=Split(cp=2, tp=2)).collectives
-    ahead = [(c.kind, c.axis, c.elements) for c in found if not c.backward]
+    collectives = costs(node(Summary(32)), batch=1, seq=16, split=Split(cp=2, tp=2)).collectives
+    ahead = [(c.kind, c.axis, c.elements) for c in collectives if not c.backward]
     assert ahead == [("all_reduce", "cp", 16 * 64), ("all_reduce", "tp", 8 * 64)]
-    assert ("all_reduce", "cp", True) in {(c.kind, c.axis, c.backward) for c in found}  # the sum met every token
+    assert ("all_reduce", "cp", True) in {(c.kind, c.axis, c.backward) for c in collectives}  # the sum met every token
 
 
 @pytest.mark.parametrize("layer", [Mixer(32), Parallel(Mixer(32), MLP(32)), MoE(Mixer(32), experts=4, top_k=1)])

@@ -31,7 +31,7 @@ REASONS = {
 
 
 def test_imports_inside_functions_have_a_reason() -> None:
-    found = {
+    results = {
         path.relative_to(ROOT).as_posix()
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*.py")
@@ -39,4 +39,4 @@ def test_imports_inside_functions_have_a_reason() -> None:
         if isinstance(function, ast.FunctionDef)
         and any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(function))
     }
-    assert found == REASONS.keys()
+    assert results == REASONS.keys()

@@ -67,8 +67,8 @@ def test_the_wheel_holds_all_sources_and_nothing_else(site: Path) -> None:
 
 def test_the_wheel_is_imported_under_its_own_name(site: Path, tmp_path: Path) -> None:
     show = "import importlib, sys; [print(importlib.import_module('megaloom.' + n).__file__) for n in sys.argv[1:]]"
-    found = python("-c", show, *FOLDERS, cwd=tmp_path, path=site).split()
-    assert found == [str(site / "megaloom" / name / "__init__.py") for name in FOLDERS]
+    result = python("-c", show, *FOLDERS, cwd=tmp_path, path=site).split()
+    assert result == [str(site / "megaloom" / name / "__init__.py") for name in FOLDERS]
 
 
 def test_models_of_the_examples_are_found_from_the_wheel(site: Path, tmp_path: Path) -> None:

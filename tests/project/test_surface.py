@@ -25,9 +25,9 @@ def modules(package: ModuleType) -> Iterator[ModuleType]:
 
 def members(it: type) -> dict[str, object]:
     """The public methods and properties that a class defines itself."""
-    found = {name: inspect.getattr_static(it, name) for name in vars(it) if not name.startswith("_")}
+    results = {name: inspect.getattr_static(it, name) for name in vars(it) if not name.startswith("_")}
     routines = (property, cached_property, classmethod, staticmethod)
-    return {n: m for n, m in found.items() if isinstance(m, routines) or inspect.isfunction(m)}
+    return {n: m for n, m in results.items() if isinstance(m, routines) or inspect.isfunction(m)}
 
 
 # The golden file
@@ -38,28 +38,30 @@ def annotation(it: object) -> str:
 
 
 def parameter(p: inspect.Parameter) -> str:
-    said = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "") + p.name
-    said += "" if p.annotation is p.empty else f": {annotation(p.annotation)}"
-    return said if p.default is p.empty else f"{said} = {re.sub(' at 0x[0-9a-f]+', '', repr(p.default))}"
+    text = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "") + p.name
+    text += "" if p.annotation is p.empty else f": {annotation(p.annotation)}"
+    return text if p.default is p.empty else f"{text} = {re.sub(' at 0x[0-9a-f]+', '', repr(p.default))}"
 
 
 def signature(it: object) -> str:
     """(heads: int, *, causal: bool = True) -> Value, without self and where a layer was written."""
-    found = inspect.signature(it)
-    said, kind = [], None
-    for p in found.parameters.values():
+    own_signature = inspect.signature(it)
+    parts, kind = [], None
+    for p in own_signature.parameters.values():
         if p.name in ("self", "cls", "at"):
             continue
         if kind is p.POSITIONAL_ONLY and p.kind is not kind:
-            said.append("/")
+            parts.append("/")
         if p.kind is p.KEYWORD_ONLY and kind not in (p.KEYWORD_ONLY, p.VAR_POSITIONAL):
-            said.append("*")
-        said.append(parameter(p))
+            parts.append("*")
+        parts.append(parameter(p))
         kind = p.kind
     gives = (
-        "" if found.return_annotation in (found.empty, None, "None") else f" -> {annotation(found.return_annotation)}"
+        ""
+        if own_signature.return_annotation in (own_signature.empty, None, "None")
+        else f" -> {annotation(own_signature.return_annotation)}"
     )
-    return f"({', '.join(said)}){gives}"
+    return f"({', '.join(parts)}){gives}"
 
 
 def described(name: str, it: object) -> Iterator[str]:
@@ -67,8 +69,8 @@ def described(name: str, it: object) -> Iterator[str]:
         yield f"{name}: {', '.join(it.__members__)}"
     elif inspect.isclass(it):
         bases = ", ".join(b.__name__ for b in it.__bases__ if b is not object)
-        made = signature(it.__init__) if inspect.isfunction(it.__init__) else ""  # else as Python's own class is made
-        yield f"{name}{made}" + (f": {bases}" if bases else "")
+        built = signature(it.__init__) if inspect.isfunction(it.__init__) else ""  # else as Python's own class is made
+        yield f"{name}{built}" + (f": {bases}" if bases else "")
     elif inspect.isroutine(it):
         yield f"{name}{signature(it)}"
     else:
@@ -76,8 +78,8 @@ def described(name: str, it: object) -> Iterator[str]:
     if inspect.isclass(it):
         for member, m in sorted(members(it).items()):
             if isinstance(m, (property, cached_property)):
-                found = inspect.signature(m.fget if isinstance(m, property) else m.func)
-                yield f"    .{member}: {annotation(found.return_annotation)}"
+                own_signature = inspect.signature(m.fget if isinstance(m, property) else m.func)
+                yield f"    .{member}: {annotation(own_signature.return_annotation)}"
             else:
                 yield f"    .{member}{signature(getattr(m, '__func__', m))}"
 

@@ -37,15 +37,15 @@ COMMANDS = {
 
 def pages() -> list[Path]:
     """Return README.md and every page of docs/ that has a generated section."""
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [page for page in found if SECTION.search(page.read_text())]
+    results = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [page for page in results if SECTION.search(page.read_text())]
 
 
 def written(page: Path) -> str:
     """Return the text of a page with its generated sections as they should be now."""
 
-    def section(found: re.Match[str]) -> str:
-        return f"{found[1]}{SECTIONS[found[2]]().strip()}\n{found[4]}"
+    def section(result: re.Match[str]) -> str:
+        return f"{result[1]}{SECTIONS[result[2]]().strip()}\n{result[4]}"
 
     return SECTION.sub(section, page.read_text())
 
@@ -111,7 +111,7 @@ def _family_rows() -> Iterator[str]:
     yield "|---|---|---|---|"
     for module in (m for m in example_modules() if m.__name__ in module_of.values()):
         family = module.__name__.rpartition(".")[2]
-        names = [name for name, place in module_of.items() if place == module.__name__]
+        names = [name for name, module_name in module_of.items() if module_name == module.__name__]
         sizes = ", ".join(f"`{name}` {short(counts[name])}" for name in names)
         readers = [it for it in vars(module).values() if isinstance(it, Reader) and getmodule(it.model) is module]
         reads = ", ".join(f"`{a}`" for r in readers for a in r.architectures)

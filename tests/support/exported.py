@@ -127,8 +127,8 @@ def parser() -> ArgumentParser:
 
 def groups(script: str) -> dict[str, list[str]]:
     """The arrays of a shell script: their words by their names."""
-    found = re.findall(r"^([A-Z]+)=\(\n(.*?)^\)", script, re.M | re.S)
-    return {name: shlex.split(words) for name, words in found}
+    matches = re.findall(r"^([A-Z]+)=\(\n(.*?)^\)", script, re.M | re.S)
+    return {name: shlex.split(words) for name, words in matches}
 
 
 def parsed(script: str) -> Namespace:

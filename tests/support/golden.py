@@ -98,15 +98,15 @@ def search(case: Case) -> dict[str, Any]:
     pricer = Pricer(with_cut_points_of(graph(model), runtime), machine, workload, PROFILES[runtime])
     legal = Candidates(pricer, checked_fixed(fixed)).count
     try:
-        found = plan(model, machine, workload, ref=ref, fixed=fixed, runtime=runtime)
+        result = plan(model, machine, workload, ref=ref, fixed=fixed, runtime=runtime)
     except UserError:
         return {"legal_layouts": legal, "plan": None}
-    return {"legal_layouts": legal, "plan": record(found)}
+    return {"legal_layouts": legal, "plan": record(result)}
 
 
-def record(found: Any) -> dict[str, Any]:
+def record(result: Any) -> dict[str, Any]:
     """Return what a search found as JSON values under stable names."""
-    best, predicted = found.best, found.best.predicted
+    best, predicted = result.best, result.best.predicted
     return {
         "layout": _layout(best.layout),
         "stages": [[stage.start, stage.stop] for stage in best.stages],
@@ -117,20 +117,20 @@ def record(found: Any) -> dict[str, Any]:
         "interval_seconds": list(predicted.interval),
         "mfu": predicted.mfu,
         "seconds_by_cause": _renamed(predicted.breakdown, SECONDS),
-        "memory_bytes_by_rank": [_renamed(held, MEMORY) for held in predicted.nbytes],
+        "memory_bytes_by_rank": [_renamed(nbytes, MEMORY) for nbytes in predicted.nbytes],
         "runners_up": [
             {"layout": _layout(other.layout), "step_seconds": other.predicted.step_seconds}
-            for other in found.next(RUNNERS_UP)
+            for other in result.next(RUNNERS_UP)
         ],
     }
 
 
 def _layout(layout: Any) -> dict[str, Any]:
-    said = {field: getattr(layout, attribute) for field, attribute in LAYOUT.items()}
-    said["recompute"] = str(layout.recompute)
-    said["recompute_modules"] = [str(module) for module in layout.recompute_modules]
-    said["overlap"] = sorted(_renamed(dict.fromkeys(map(str, layout.overlaps)), OVERLAP))
-    return said
+    fields = {field: getattr(layout, attribute) for field, attribute in LAYOUT.items()}
+    fields["recompute"] = str(layout.recompute)
+    fields["recompute_modules"] = [str(module) for module in layout.recompute_modules]
+    fields["overlap"] = sorted(_renamed(dict.fromkeys(map(str, layout.overlaps)), OVERLAP))
+    return fields
 
 
 def validation() -> dict[str, dict[str, Any]]:
@@ -140,8 +140,8 @@ def validation() -> dict[str, dict[str, Any]]:
 
     records: dict[str, dict[str, Any]] = {}
     for path in fitted_files():
-        found, stem = validate_files(path), path.stem
-        for row in found.rows:
+        result, stem = validate_files(path), path.stem
+        for row in result.rows:
             records[f"{stem}/{row.training_run.id}"] = {
                 "step_seconds": row.step_seconds,
                 "interval_seconds": list(row.interval),
@@ -149,7 +149,7 @@ def validation() -> dict[str, dict[str, Any]]:
                 "memory_gib_upper": row.memory_gib_upper,
                 "out_of_memory": row.out_of_memory,
             }
-        records |= {f"{stem}/{row.id}": {"skipped": True} for row in found.skipped}
+        records |= {f"{stem}/{row.id}": {"skipped": True} for row in result.skipped}
     return records
 
 
@@ -220,20 +220,22 @@ def main() -> int:
     what.add_argument("--check", action="store_true", help="compare with the recorded predictions")
     what.add_argument("--update", action="store_true", help="record the predictions anew")
     parser.add_argument("--quick", action="store_true", help="only the few plans of the test suite")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     began = time.perf_counter()
-    planned = plans(QUICK if asked.quick else CASES)
-    predicted = {} if asked.quick else validation()
-    if asked.update:
-        write(PLANS, (read(PLANS) if asked.quick else {}) | planned)
-        if not asked.quick:
+    planned = plans(QUICK if arguments.quick else CASES)
+    predicted = {} if arguments.quick else validation()
+    if arguments.update:
+        write(PLANS, (read(PLANS) if arguments.quick else {}) | planned)
+        if not arguments.quick:
             write(VALIDATION, predicted)
         lines = []
     else:
         known = read(PLANS)
-        lines = differences({name: known[name] for name in planned if name in known} if asked.quick else known, planned)
-        lines += [] if asked.quick else differences(read(VALIDATION), predicted)
-    done = "recorded" if asked.update else "compared"
+        lines = differences(
+            {name: known[name] for name in planned if name in known} if arguments.quick else known, planned
+        )
+        lines += [] if arguments.quick else differences(read(VALIDATION), predicted)
+    done = "recorded" if arguments.update else "compared"
     print(f"{done} {len(planned)} plans and {len(predicted)} published rows in {time.perf_counter() - began:.0f} s")
     if lines:
         print(report(lines), file=sys.stderr)

@@ -84,8 +84,8 @@ def _place(file: str, line: int) -> str:
 
 @cache
 def _statements(file: str) -> tuple[tuple[int, int], ...]:
-    found = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.stmt))
-    return tuple((node.lineno, node.end_lineno or node.lineno) for node in found)
+    results = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.stmt))
+    return tuple((node.lineno, node.end_lineno or node.lineno) for node in results)
 
 
 CALLERS, CALLS = "Megatron-LM's validate_args", 24  # and the forward steps of a schedule that is run to its end
@@ -114,11 +114,11 @@ def _start(case: Case) -> None:
     validated(case)
     model_parallel_cuda_manual_seed(0)
     calculator = ConstantNumMicroBatchesCalculator(work.batch, x.micro_batch, dp, False, rank=1)
-    made = chunk(d, x, work.precision)
+    built = chunk(d, x, work.precision)
     get_forward_backward_func(x.pp, x.vpp if x.vpp > 1 else None)(
-        forward_step_func=_step(case, made),
+        forward_step_func=_step(case, built),
         data_iterator=[iter(())] * x.vpp,
-        model=[made] * x.vpp,
+        model=[built] * x.vpp,
         num_microbatches=calculator.get(),
         seq_length=work.seq,
         micro_batch_size=x.micro_batch,
@@ -137,16 +137,16 @@ def validated(case: Case) -> None:
     assert not positions or positions >= case.workload.seq, "max_position_embeddings must be at least seq_length"
 
 
-def _step(case: Case, made: Any) -> Callable[..., Any]:
+def _step(case: Case, built: Any) -> Callable[..., Any]:
     """A forward step: the first micro-batch of a rank goes through its layers, all have the shape of what came out."""
     anchor, shapes = torch.zeros((), requires_grad=True), list[torch.Size]()
 
     def step(*_: Any) -> Any:
         if not shapes:
-            shapes.append(_first(case, made.module.layers))
+            shapes.append(_first(case, built.module.layers))
             if calls(case) > CALLS:
                 raise Taken
-        received = made.module.received
+        received = built.module.received
         h = torch.zeros(shapes[0]) if received is None else received
         assert h.shape == shapes[0], f"{[*h.shape]} is sent between stages, and layers make {[*shapes[0]]}"
         return h + anchor, lambda out: (out.sum(), {})

@@ -44,7 +44,7 @@ def config(d: Decoder, x: Layout, precision: Precision) -> Any:
             },
         )
     full = {"recompute_method": "block", "recompute_num_layers": x.recompute_layers or d.layers}
-    made = kind(
+    built = kind(
         num_layers=d.layers,
         hidden_size=HIDDEN,
         num_attention_heads=d.heads,
@@ -84,8 +84,8 @@ def config(d: Decoder, x: Layout, precision: Precision) -> Any:
         **full if x.full_recompute else {"recompute_num_layers": x.recompute_layers or None},
         **latent,
     )
-    made.tp_comm_overlap = made.overlap_moe_expert_parallel_comm = False
-    return made
+    built.tp_comm_overlap = built.overlap_moe_expert_parallel_comm = False
+    return built
 
 
 def _dealt(d: Decoder, x: Layout) -> list[list[str]]:
@@ -130,7 +130,7 @@ def chunk(d: Decoder, x: Layout, precision: Precision) -> Any:
 
         def __init__(self) -> None:
             super().__init__(settings)
-            self.layers = torch.nn.ModuleDict({name: made() for name, made in _layers(d, settings)})
+            self.layers = torch.nn.ModuleDict({name: built() for name, built in _layers(d, settings)})
 
         def set_input_tensor(self, tensor: Any) -> None:
             """What another stage has sent."""

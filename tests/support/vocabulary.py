@@ -73,12 +73,12 @@ def public(path: Path) -> Iterator[tuple[str, ast.AST]]:
 
 def repeated_names(package: str) -> list[str]:
     """Return the public module-level names that two modules of a package define."""
-    found = defaultdict(set)
+    users = defaultdict(set)
     for path in sources([package]):
         for name, _ in public(path):
             if "." not in name and path.name != "__init__.py":
-                found[name].add(path.relative_to(ROOT).as_posix())
-    return [f"{name}: {', '.join(sorted(files))}" for name, files in sorted(found.items()) if len(files) > 1]
+                users[name].add(path.relative_to(ROOT).as_posix())
+    return [f"{name}: {', '.join(sorted(files))}" for name, files in sorted(users.items()) if len(files) > 1]
 
 
 def replaced_names(folders: list[str]) -> list[str]:

@@ -54,8 +54,8 @@ def cost(layer, split, **sizes):
 
 def sent(layer, split, **sizes):
     """(axis, kind, backward, elements for each sequence) of every collective, counted."""
-    found = cost(layer, split, **sizes).collectives
-    return Counter((c.axis, c.kind, c.backward, c.elements // B) for c in found)
+    collectives = cost(layer, split, **sizes).collectives
+    return Counter((c.axis, c.kind, c.backward, c.elements // B) for c in collectives)
 
 
 # Latent attention
@@ -78,8 +78,8 @@ def test_latent_attention_gathers_short_vectors():
 
     megatron-core does the same (0.16.1, transformer/multi_latent_attention.py).
     """
-    found = sent(LATENT, Split(tp=2, sequence_parallel=True))
-    assert found == {
+    collectives = sent(LATENT, Split(tp=2, sequence_parallel=True))
+    assert collectives == {
         ("tp", "reduce_scatter", False, S * 64): 1,
         ("tp", "all_gather", True, S * 64): 1,
         **{("tp", "all_gather", False, S * n): 1 for n in (24, 20, 4)},
@@ -110,9 +110,9 @@ def test_latent_attention_over_cp_gathers_what_its_heads_read():
 @pytest.mark.parametrize("source", [16, 96])
 def test_cross_attention_gathers_the_keys_and_values_of_the_source(source):
     layer = CrossAttention(heads=HEADS, kv_heads=4).given(memory=MEMORY)
-    found = sent(layer, Split(cp=4, tp=2), source=source)
+    collectives = sent(layer, Split(cp=4, tp=2), source=source)
     both = source * 2 * (4 // 2) * 8
-    assert found == {
+    assert collectives == {
         ("cp", "all_gather", False, both): 1,
         ("cp", "reduce_scatter", True, both): 1,
         ("tp", "all_reduce", False, S // 4 * 64): 1,
@@ -208,12 +208,12 @@ def test_a_state_space_over_cp_has_some_heads_of_all_positions(tp, cp, groups):
     """x, b, c and dt are exchanged all to all, and the result back. Groups of which a device has fewer than cp go in
     copies. megatron-core 0.16.1 does so, and sends the gate z there and back: ssm/mamba_context_parallel.py.
     """
-    found = cost(mamba(groups), Split(tp=tp, cp=cp)).collectives
+    collectives = cost(mamba(groups), Split(tp=tp, cp=cp)).collectives
     there = [HEADS * HEAD, groups * STATE, groups * STATE, HEADS]  # x, b, c, dt
     copies = [1, max(1, cp * tp // groups), max(1, cp * tp // groups), 1]
     want = [n * k // tp * S // cp for n, k in zip(there, copies, strict=True)] + [HEADS * HEAD // tp * S // cp]
     for backward in (False, True):
-        exchanged = [c for c in found if c.axis == "cp" and c.backward is backward]
+        exchanged = [c for c in collectives if c.axis == "cp" and c.backward is backward]
         assert {c.kind for c in exchanged} == {"all_to_all"}
         assert sorted(c.elements // B for c in exchanged) == sorted(want)
 
@@ -236,8 +236,8 @@ def test_a_convolution_alone_goes_there_and_back():
 def test_tokens_ahead_are_gathered():
     """DeepSeek-V3's next token is on another device where the parts of the sequence meet: ids, no hidden states."""
     (join,) = (n for n in graph(find("deepseek-v3-mtp")[0]).nodes if n.name.startswith("join"))
-    (found,) = costs(join, batch=B, seq=S, split=Split(cp=2)).collectives
-    assert found == Collective("all_gather", "cp", B * S, False, "shift")
+    (collectives,) = costs(join, batch=B, seq=S, split=Split(cp=2)).collectives
+    assert collectives == Collective("all_gather", "cp", B * S, False, "shift")
 
 
 # Cuts

@@ -47,8 +47,8 @@ def node(layer):
     return n
 
 
-def nbytes(kept):
-    return sum(s.elements * BYTES[s.dtype] for s in kept)
+def nbytes(saved_tensors):
+    return sum(s.elements * BYTES[s.dtype] for s in saved_tensors)
 
 
 # Parameters
@@ -80,9 +80,9 @@ B, S, A, H = 4, 128, 8, 64
 @pytest.mark.parametrize("ref", ["gpt2", "llama3-8b", "mixtral-8x7b", "deepseek-v3", "mamba2-370m"])
 def test_a_node_owns_what_it_keeps(ref):
     """In a chain of blocks no value is kept by two nodes, so that nodes add up."""
-    found = graph(find(ref)[0]).nodes
-    each = sum(s.elements for n in found for s in costs(n, batch=1, seq=128).saved)
-    assert each == sum(s.elements for s in saved(found, batch=1, seq=128)) > 0
+    result = graph(find(ref)[0]).nodes
+    each = sum(s.elements for n in result for s in costs(n, batch=1, seq=128).saved)
+    assert each == sum(s.elements for s in saved(result, batch=1, seq=128)) > 0
 
 
 def test_what_two_nodes_keep_is_stored_once():

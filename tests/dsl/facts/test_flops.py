@@ -61,10 +61,10 @@ sizes |= {"layers": st.integers(1, 3), "heads": st.sampled_from([4, 8]), "kv_hea
 def test_flops_are_two_for_each_weight_and_token_plus_attention(batch, seq, **kw):
     m = llama("any", **kw)
     attention = kw["layers"] * 4 * batch * seq**2 * kw["embed"] // 2
-    found = flops(m, batch=batch, seq=seq)
-    assert found.forward == 2 * matrices(m) * batch * seq + attention
-    assert found.wgrad == found.forward - attention
-    assert found.dgrad == found.forward + attention
+    result = flops(m, batch=batch, seq=seq)
+    assert result.forward == 2 * matrices(m) * batch * seq + attention
+    assert result.wgrad == result.forward - attention
+    assert result.dgrad == result.forward + attention
 
 
 @given(experts=st.sampled_from([4, 8, 64]), top_k=st.integers(1, 4), batch=st.integers(1, 3), seq=st.integers(1, 40))
@@ -91,10 +91,10 @@ def test_a_window_counts_what_it_leaves_in(seq, window):
 def test_data_has_no_gradient():
     """So a product of data and weights has two passes, not three."""
     m = find("vit-base")[0]
-    found, (patch,) = flops(m, batch=1, seq=1), (n for n in graph(m).nodes if "patch_embed" in n.name)
+    result, (patch,) = flops(m, batch=1, seq=1), (n for n in graph(m).nodes if "patch_embed" in n.name)
     (work,) = (w for w in costs(patch, batch=1, seq=1).work if w.flops)
     assert (work.dgrad, work.wgrad) == (0, work.flops)
-    assert found.total == 3 * found.forward - work.flops
+    assert result.total == 3 * result.forward - work.flops
 
 
 # Formulas
@@ -136,9 +136,9 @@ def test_korthikanti(layers, heads, embed, vocab, seq):
 
     Selective recompute does the two products of attention's core again, 4 B L s² h.
     """
-    found = flops(bert(layers, heads, embed, vocab, seq), batch=4, seq=seq, recompute="selective")
-    assert found.total == 4 * seq * (72 * layers * embed**2 + 12 * layers * embed * seq + 6 * vocab * embed)
-    assert found.recompute == 4 * seq * 4 * layers * embed * seq
+    result = flops(bert(layers, heads, embed, vocab, seq), batch=4, seq=seq, recompute="selective")
+    assert result.total == 4 * seq * (72 * layers * embed**2 + 12 * layers * embed * seq + 6 * vocab * embed)
+    assert result.recompute == 4 * seq * 4 * layers * embed * seq
 
 
 @pytest.mark.parametrize("seq", [2048, 8192])
@@ -200,10 +200,10 @@ def test_megatron_counts_a_mamba_layer(groups, state, heads):
     hidden, head_dim, width, tokens = 4096, 8192 // heads, 4, 2 * 512
     x = ids() >> Embed(weight("wte", Dim("vocab", 100), Dim("embed", hidden)))
     layer = Mamba2(heads=heads, head_dim=head_dim, state=state, groups=groups, conv=width)
-    found, d = flops(model("m", x >> layer), batch=2, seq=512), heads * head_dim
+    result, d = flops(model("m", x >> layer), batch=2, seq=512), heads * head_dim
     published = 2 * hidden * (2 * d + 2 * groups * state + heads) + 7 * d * state + 2 * d * hidden
-    assert found.forward == tokens * (published + 2 * width * (d + 2 * groups * state))
-    assert found.total == 3 * found.forward
+    assert result.forward == tokens * (published + 2 * width * (d + 2 * groups * state))
+    assert result.total == 3 * result.forward
 
 
 # Tables

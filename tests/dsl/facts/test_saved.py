@@ -41,10 +41,10 @@ def nbytes(kept):
     return sum(s.elements * NBYTES[s.dtype] for s in kept)
 
 
-def block(found) -> list[Node]:
+def block(result) -> list[Node]:
     """The nodes of the last block."""
-    last = max(n.block for n in found if n.block is not None)
-    return [n for n in found if n.block == last]
+    last = max(n.block for n in result if n.block is not None)
+    return [n for n in result if n.block == last]
 
 
 def of(m, **how) -> tuple[Saved, ...]:

@@ -21,8 +21,8 @@ def test_the_facts_know_which_weights_are_trained():
 def test_a_dim_of_an_expert_is_whole_where_etp_does_not_divide_it(tp, etp, experts):
     x = ids() >> Embed(weight("wte", Dim("vocab", 64), Dim("embed", 128)))
     m = model("m", x >> MoE(SquaredReLU(510), experts=8, top_k=2))
-    found = costs(graph(m).nodes[-1], batch=1, seq=16, split=Split(tp=tp, etp=etp, sequence_parallel=tp > 1))
-    assert found.expert_params == experts
+    result = costs(graph(m).nodes[-1], batch=1, seq=16, split=Split(tp=tp, etp=etp, sequence_parallel=tp > 1))
+    assert result.expert_params == experts
 
 
 def test_the_vocabulary_is_padded():

@@ -75,9 +75,9 @@ def test_a_file_a_folder_and_its_fields_are_one_model(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "other.json").write_text(json.dumps(LLAMA))
-    found = [read(LLAMA), read(folder), read(str(folder / "config.json")), read(tmp_path / "other.json")]
-    assert [m.name for m in found] == ["llama", "tiny-llama", "tiny-llama", "other"]
-    assert len({fingerprint(m) for m in found}) == 1
+    results = [read(LLAMA), read(folder), read(str(folder / "config.json")), read(tmp_path / "other.json")]
+    assert [m.name for m in results] == ["llama", "tiny-llama", "tiny-llama", "other"]
+    assert len({fingerprint(m) for m in results}) == 1
 
 
 def test_what_is_found_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,9 +101,9 @@ def test_an_example_comes_before_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_config_is_told_from_a_plan(tmp_path: Path) -> None:
-    for text, said in ((json.dumps(LLAMA), True), ('{"version": 1}', False), ("[]", False), ("{", False)):
+    for text, expected in ((json.dumps(LLAMA), True), ('{"version": 1}', False), ("[]", False), ("{", False)):
         (tmp_path / "x.json").write_text(text)
-        assert describes(tmp_path / "x.json") is said
+        assert describes(tmp_path / "x.json") is expected
     assert not describes(tmp_path / "absent.json")
 
 
@@ -111,13 +111,13 @@ def test_a_config_is_told_from_a_plan(tmp_path: Path) -> None:
 
 
 def test_a_missing_field_is_named() -> None:
-    said = refused({k: v for k, v in LLAMA.items() if k != "hidden_size"})
-    assert said == "config has no hidden_size; this architecture needs it: a whole number of at least 1"
-    assert refused(LLAMA | {"hidden_size": None}) == said
+    message = refused({k: v for k, v in LLAMA.items() if k != "hidden_size"})
+    assert message == "config has no hidden_size; this architecture needs it: a whole number of at least 1"
+    assert refused(LLAMA | {"hidden_size": None}) == message
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("hidden_size", "32", 'hidden_size must be a whole number of at least 1, got "32"'),
         ("hidden_size", 32.0, "hidden_size must be a whole number of at least 1, got 32.0"),
@@ -134,8 +134,8 @@ def test_a_missing_field_is_named() -> None:
         ("attention_bias", True, "attention_bias = true is not supported\nsupported: false"),
     ],
 )
-def test_a_wrong_value_is_named(field: str, value: object, said: str) -> None:
-    assert refused(LLAMA | {field: value}) == f"config: {said}"
+def test_a_wrong_value_is_named(field: str, value: object, message: str) -> None:
+    assert refused(LLAMA | {field: value}) == f"config: {message}"
 
 
 SMALL = [json.loads(p.read_text()) for p in sorted(TESTS.glob("configs/small/*.json"))]
@@ -157,18 +157,20 @@ def test_whatever_a_config_says_is_read_or_refused(data: st.DataObject) -> None:
 
 
 def test_what_nobody_reads_is_refused() -> None:
-    said = refused(LLAMA | {"logit_scale": 0.5, "parallel_block": True, "use_cache": True, "residual_multiplier": None})
-    assert said.startswith("config: unknown fields logit_scale, parallel_block for LlamaForCausalLM\n")
-    said = refused(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}})
-    assert said.startswith("config: unknown field rope_scaling.beta_fast for LlamaForCausalLM\n")
+    message = refused(
+        LLAMA | {"logit_scale": 0.5, "parallel_block": True, "use_cache": True, "residual_multiplier": None}
+    )
+    assert message.startswith("config: unknown fields logit_scale, parallel_block for LlamaForCausalLM\n")
+    message = refused(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}})
+    assert message.startswith("config: unknown field rope_scaling.beta_fast for LlamaForCausalLM\n")
 
 
 def test_unknown_architectures() -> None:
-    said = refused(LLAMA | {"architectures": ["LlamaForCausalML"]})
-    assert said.startswith(
+    message = refused(LLAMA | {"architectures": ["LlamaForCausalML"]})
+    assert message.startswith(
         "config: architecture LlamaForCausalML is not supported: did you mean LlamaForCausalLM?\nsupported: "
     )
-    assert "GPT2LMHeadModel" in said
+    assert "GPT2LMHeadModel" in message
     assert refused(LLAMA | {"architectures": ["Zzz"]}).startswith(
         "config: architecture Zzz is not supported\nsupported"
     )
@@ -212,9 +214,9 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
 
 def turned(**fields: object) -> Rope:
     c = Config(fields, "config")
-    found = rotation(c, 10_000.0, head_dim=64)
+    result = rotation(c, 10_000.0, head_dim=64)
     assert not list(c.unread())
-    return found
+    return result
 
 
 def test_the_old_and_the_new_spelling_say_the_same() -> None:
@@ -229,30 +231,30 @@ def test_the_old_and_the_new_spelling_say_the_same() -> None:
 
 
 def test_yarn() -> None:
-    said = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16}
+    fields = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16}
     scaling = YarnScaling(factor=40.0, original=4096, beta_fast=16.0, attention_factor=1.0)
-    assert turned(rope_scaling=said, max_position_embeddings=4096) == Rope(1e4, scaling=scaling)
-    said = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "truncate": False}
-    assert turned(rope_scaling=said).scaling == YarnScaling(factor=4.0, original=32768, truncate=False)
+    assert turned(rope_scaling=fields, max_position_embeddings=4096) == Rope(1e4, scaling=scaling)
+    fields = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "truncate": False}
+    assert turned(rope_scaling=fields).scaling == YarnScaling(factor=4.0, original=32768, truncate=False)
 
 
 def test_each_kind_of_layer_has_its_own() -> None:
-    said = {"full": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}, "sliding": {"rope_theta": 1e4}}
-    c = Config({"rope_parameters": said}, "config")
+    fields = {"full": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}, "sliding": {"rope_theta": 1e4}}
+    c = Config({"rope_parameters": fields}, "config")
     assert rope(c, kind="full") == Rope(1e6, scaling=LinearScaling(8.0))
     assert list(c.unread()) == ["rope_parameters.sliding"]
     assert rope(c, kind="sliding") == 10_000
 
 
 def test_positions_that_are_not_known() -> None:
-    for fields, said in (
+    for fields, message in (
         ({"rope_scaling": {"type": "longrope"}}, 'type = "longrope" is not supported\nsupported: "default", "linear"'),
         (
             {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}},
             "rope_theta = 1.0 is not supported\nrope_parameters has another",
         ),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             turned(**fields)
 
 
@@ -320,13 +322,13 @@ def test_joined_weights(axes: Any, expected: Any) -> None:
 def test_checkpoints_of_another_model() -> None:
     m = tiny()
     stored = to_checkpoint(NAMES, m, random(m))
-    for change, said in (
+    for change, message in (
         ({"extra.bias": torch.ones(1)}, "model 'tiny' has no weights for the checkpoint's extra.bias"),
         ({"norm.weight": torch.ones(5)}, r"the checkpoint's norm.weight has shape \[5\], this model needs \[4\]"),
         ({"wte.weight": None}, "the checkpoint has no tensor 'wte.weight', which holds wte"),
     ):
         changed = {k: v for k, v in (stored | change).items() if v is not None}
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             from_checkpoint(NAMES, m, changed)
     with pytest.raises(UserError, match=r"no tensor 'layers.4.norm.weight', which holds rms_norm.4"):
         from_checkpoint(NAMES, tiny(3), stored)
@@ -345,7 +347,7 @@ def test_what_else_a_checkpoint_may_have() -> None:
     stored |= {"h.4.norm.weight": one, "layers.11.x": one}
     back = from_checkpoint(names, m, stored)
     assert all(torch.equal(back[n], w) for n, w in weights.items())
-    for change, said in (
+    for change, message in (
         (
             {"head.weight": stored["wte.weight"] + 1},
             "head.weight differs from its wte.weight, but model 'tiny' shares one",
@@ -355,12 +357,12 @@ def test_what_else_a_checkpoint_may_have() -> None:
         ({"h.3.x": one}, "no weights for the checkpoint's layers.3.x"),
         ({"masks.1": one}, "no weights for the checkpoint's masks.1"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             from_checkpoint(names, m, stored | change)
 
 
 def test_names_that_lack_some() -> None:
-    for names, said in (
+    for names, message in (
         (Names({}, NAMES.layers), r"no tensor name for wte, rms_norm.4.scale of model 'tiny'"),
         (Names(WHOLE), r"no tensor name for rms_norm.0.scale, swiglu.0.gate, .*, rms_norm.1.scale and 11 more"),
         (
@@ -368,7 +370,7 @@ def test_names_that_lack_some() -> None:
             "no tensor name for rms_norm.0.scale, swiglu",
         ),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             to_checkpoint(names, tiny(), random(tiny()))
 
 

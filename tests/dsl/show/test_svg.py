@@ -100,8 +100,8 @@ def rectangles(root: ElementTree.Element, kind: str) -> list[Box]:
 
 
 def circles(root: ElementTree.Element) -> list[Box]:
-    found = [number(c, "cx", "cy", "r") for c in root.iter(f"{SVG}circle") if c.get("class") == "sign"]
-    return [(x - r, y - r, x + r, y + r) for x, y, r in found]
+    results = [number(c, "cx", "cy", "r") for c in root.iter(f"{SVG}circle") if c.get("class") == "sign"]
+    return [(x - r, y - r, x + r, y + r) for x, y, r in results]
 
 
 def lines(root: ElementTree.Element) -> Iterator[list[Point]]:
@@ -127,8 +127,8 @@ def test_every_layer_is_on_it(drawn: tuple[Outline, ElementTree.Element]) -> Non
         for g in root.iter(f"{SVG}g")
         if g.find(f"{SVG}rect[@class='box']") is not None
     ]
-    said = [text_lines(leaf) for column in o.columns for leaf in leaves(column) if not operator_sign(leaf)]
-    assert [t for t in texts if len(t) > 1] == said
+    lines = [text_lines(leaf) for column in o.columns for leaf in leaves(column) if not operator_sign(leaf)]
+    assert [t for t in texts if len(t) > 1] == lines
     signs = [leaf for column in o.columns for leaf in leaves(column) if operator_sign(leaf)]
     assert len(circles(root)) == len(signs)
     frames = [

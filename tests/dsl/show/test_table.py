@@ -128,14 +128,14 @@ def test_golden(name: str, request: pytest.FixtureRequest) -> None:
 def test_the_figures_add_up(name: str) -> None:
     m = encoder_decoder() if name == "encoder-decoder" else find(name)[0]
     o = small(m)
-    exact, kept = flops(m, batch=2, seq=64), saved(graph(m).nodes, batch=2, seq=64)
+    exact, saved_tensors = flops(m, batch=2, seq=64), saved(graph(m).nodes, batch=2, seq=64)
     assert o.figures == Figures(
         params=params(m),
         forward=exact.forward,
         dgrad=exact.dgrad,
         wgrad=exact.wgrad,
-        saved=sum(s.elements for s in kept),
-        nbytes=sum(s.elements * NBYTES.get(s.dtype, 2) for s in kept),
+        saved=sum(s.elements for s in saved_tensors),
+        nbytes=sum(s.elements * NBYTES.get(s.dtype, 2) for s in saved_tensors),
     )
     for group in (g for column in o.columns for g in groups(column)):
         assert group.figures == total(item.figures for item in group.items) * group.times
@@ -195,10 +195,10 @@ def test_a_weight_counts_once() -> None:
     """For the first that reads it; for none of several repeats, where it stands below."""
     table = weight("table", D, Dim("ff", 16))
     shared = small(chained(repeat(4, residual(Projected(table)))))
-    said = {line.title: line.cells for line in tree_rows(shared)}
-    assert said["Projected(table=table)"][1] == "512 + tied"
-    assert said["table, shared by repeats"][:2] == ("[embed=32 ff=16]", "512")
-    assert (said["Embed(table=wte)"][1], said["Unembed(table=wte)"][1]) == ("2.05 k", "tied")
+    cells = {line.title: line.cells for line in tree_rows(shared)}
+    assert cells["Projected(table=table)"][1] == "512 + tied"
+    assert cells["table, shared by repeats"][:2] == ("[embed=32 ff=16]", "512")
+    assert (cells["Embed(table=wte)"][1], cells["Unembed(table=wte)"][1]) == ("2.05 k", "tied")
     outside = small(chained(Projected(table), repeat(4, residual(Projected(table)))))
     assert outside.shared == ()
     assert [line.cells[1] for line in tree_rows(outside) if "Projected" in line.title] == ["1.02 k", "512 + tied"]
@@ -214,9 +214,9 @@ def test_what_all_repeats_keep_counts_where_it_is_made() -> None:
 def test_columns_and_what_is_read_from_afar() -> None:
     encoder, decoder = small(encoder_decoder()).columns
     assert (encoder[0].out, decoder[0].out) == ("source_tokens", "tokens")
-    said = [line.title for line in tree_rows(small(encoder_decoder()))]
-    assert "LayerNorm() as layer_norm.6" in said
-    assert "CrossAttention(heads=4) reads layer_norm.6" in said
+    titles = [line.title for line in tree_rows(small(encoder_decoder()))]
+    assert "LayerNorm() as layer_norm.6" in titles
+    assert "CrossAttention(heads=4) reads layer_norm.6" in titles
 
 
 @frozen
@@ -235,10 +235,10 @@ def test_a_layer_of_ones_own_is_looked_into() -> None:
     x = ids() >> Embed(wte)
     y = x >> repeat(4, residual(RMSNorm(), SwiGLU(16)) >> Gated(RMSNorm())).given(first=x)
     o = small(model("own", y >> Unembed(wte), y))
-    said = [line.title for line in tree_rows(o)]
-    assert "Gated" in said
-    assert "mul reads embed.0" in said
-    assert "add reads x" in said
+    titles = [line.title for line in tree_rows(o)]
+    assert "Gated" in titles
+    assert "mul reads embed.0" in titles
+    assert "add reads x" in titles
     assert o.figures.params == params(o.model)
 
 

@@ -151,8 +151,8 @@ def _end_of_step(c: Case) -> bool:
 
 
 def _bound(c: Case) -> bool:
-    found = c.bounds.bound(c.one, c.base)
-    return found.seconds[0] <= c.priced.seconds * ABOVE and found.nbytes[0] <= c.peak * (1 + 1e-6)
+    result = c.bounds.bound(c.one, c.base)
+    return result.seconds[0] <= c.priced.seconds * ABOVE and result.nbytes[0] <= c.peak * (1 + 1e-6)
 
 
 def _ideal(c: Case) -> bool:
@@ -170,8 +170,8 @@ def _largest_tensor(c: Case) -> bool:
 
 
 def _balanced(c: Case) -> bool:
-    found = balanced_partition.balanced_bounds(c.pricer.balance_all, c.bounds, c.bounds.bound(c.one, c.base))
-    return found.seconds[0] <= c.priced.seconds * ABOVE and found.least_nbytes[0] <= c.peak * (1 + 1e-6)
+    bounds = balanced_partition.balanced_bounds(c.pricer.balance_all, c.bounds, c.bounds.bound(c.one, c.base))
+    return bounds.seconds[0] <= c.priced.seconds * ABOVE and bounds.least_nbytes[0] <= c.peak * (1 + 1e-6)
 
 
 def _capped_activations(c: Case) -> bool:
@@ -180,11 +180,11 @@ def _capped_activations(c: Case) -> bool:
         return True
     moments, backwards = schedules.in_flight_moments(x.pp, x.vpp, c.m, x.microbatch_group)
     saved = np.array([s.saved for s in stages], dtype=float)
-    kept = (moments[:, :backwards] @ saved.reshape(x.vpp, x.pp).T[..., None]).max(axis=(1, 2)).sum()
+    saved_nbytes = (moments[:, :backwards] @ saved.reshape(x.vpp, x.pp).T[..., None]).max(axis=(1, 2)).sum()
     columns = (np.array([n]) for n in (saved.sum(), saved.max(), 0.0))
     group = np.array([x.microbatch_group])
     least = interleaved_memory.capped_activations(*columns, x.pp, x.vpp, np.array([c.m]), group)
-    return bool(least[0] <= kept * ABOVE)
+    return bool(least[0] <= saved_nbytes * ABOVE)
 
 
 def _largest_stages(c: Case) -> bool:

@@ -29,8 +29,8 @@ def small() -> Model:
 def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     """The exit code, stdout and stderr of `plan`."""
     code = main.main(args)
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    output = capsys.readouterr()
+    return code, output.out, output.err
 
 
 def test_a_plan_is_printed_and_written(
@@ -74,7 +74,7 @@ def test_modules_to_recompute_are_named_as_megatron_core_does(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["layer_norm"], "--recompute-modules must be some of core_attn, layernorm, "),
         (
@@ -85,12 +85,12 @@ def test_modules_to_recompute_are_named_as_megatron_core_does(
     ],
 )
 def test_modules_that_cannot_be_recomputed(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = str(tmp_path / "plan.json")
     code, _, err = run("gpt2", "--gpus", "2xH100", "-o", target, "--recompute-modules", *words, capsys=capsys)
     assert code == 2
-    assert said in err
+    assert message in err
 
 
 def test_a_config_of_hugging_face(
@@ -124,19 +124,19 @@ def test_json_is_for_machines(
     monkeypatch.chdir(tmp_path)
     code, out, err = run("gpt2", "--gpus", "4xH100", "--json", "--top", "3", capsys=capsys)
     assert (code, err) == (0, "")
-    said = json.loads(out)
-    assert set(said) == {"version", "plans", "rejected"}
-    assert len(said["plans"]) == 3
-    for plan in said["plans"]:
+    output = json.loads(out)
+    assert set(output) == {"version", "plans", "rejected"}
+    assert len(output["plans"]) == 3
+    for plan in output["plans"]:
         layout, predicted = plan["layout"], plan["predicted"]
         assert layout["dp"] * layout["tp"] * layout["pp"] * layout["cp"] == 4
         assert sum(predicted["breakdown_seconds"].values()) == pytest.approx(predicted["step_seconds"])
         assert predicted["memory_gib"] == pytest.approx(max(sum(r.values()) for r in predicted["memory_gib_by_rank"]))
         assert {"vpp", "ep", "etp", "micro_batch", "recompute"} < set(layout)
         assert {"tokens_per_second_per_gpu", "mfu"} < set(predicted)
-    assert all({"layout", "cause"} == set(r) for r in said["rejected"])
-    assert any("slower: " in r["cause"] for r in said["rejected"])
-    assert not any(r["layout"] == plan["layout"] for r in said["rejected"] for plan in said["plans"])
+    assert all({"layout", "cause"} == set(r) for r in output["rejected"])
+    assert any("slower: " in r["cause"] for r in output["rejected"])
+    assert not any(r["layout"] == plan["layout"] for r in output["rejected"] for plan in output["plans"])
     assert list(tmp_path.iterdir()) == []
 
 

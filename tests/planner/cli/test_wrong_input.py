@@ -109,11 +109,11 @@ def test_help_is_quick() -> None:
     spent = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        said = subprocess.run(command(code), capture_output=True, text=True, timeout=60, check=True).stdout
+        output = subprocess.run(command(code), capture_output=True, text=True, timeout=60, check=True).stdout
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(spent) < 0.3
-    assert f"Known: {', '.join(PRESETS)}." in " ".join(said.replace("│", "").split())
+    assert f"Known: {', '.join(PRESETS)}." in " ".join(output.replace("│", "").split())
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def broken(name: str, layout: Layout, seq: int = 1024, batch: int = 64, gpus: in
     """The rules that a layout breaks, and their fixes."""
     count = gpus or max(1, layout.world)
     machine = evolve(cluster("1xH100"), count=count, per_node=gcd(8, count))
-    found = violations(layout, example(name), Workload(seq=seq, batch=batch), machine)
-    return {v.rule: v.fix for v in found}
+    refusals = violations(layout, example(name), Workload(seq=seq, batch=batch), machine)
+    return {v.rule: v.fix for v in refusals}
 
 
 SHARES = {"dp": 2, "shard": "optimizer"}
@@ -176,9 +176,9 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
 def test_a_rule_refuses_and_its_fix_works(
     name: str, layout: dict[str, int], given: dict[str, int], rule: str, fix: str, mend: dict[str, int]
 ) -> None:
-    found = broken(name, Layout(**layout), **given)
-    assert list(found) == ([rule] if rule else [])
-    assert fix in found.get(rule, "")
+    refusals = broken(name, Layout(**layout), **given)
+    assert list(refusals) == ([rule] if rule else [])
+    assert fix in refusals.get(rule, "")
     if mend:
         assert broken(name, Layout(**layout | mend), **given) == {}
 
@@ -197,8 +197,8 @@ def test_a_mended_batch_or_sequence_works() -> None:
 
 def test_a_message_says_what_and_where() -> None:
     layout, machine = Layout(tp=8), cluster("8xH100")
-    (found,) = violations(layout, example("gpt2"), Workload(seq=1024, batch=8), machine)
-    assert str(found) == "tp 8 does not divide heads=12 [tp-heads]\nuse tp 4"
+    (refusals,) = violations(layout, example("gpt2"), Workload(seq=1024, batch=8), machine)
+    assert str(refusals) == "tp 8 does not divide heads=12 [tp-heads]\nuse tp 4"
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_key_value_heads_divide_or_repeat(kv: int, tp: int, rule: str) -> None:
     wte = weight("wte", Dim("vocab", 64), Dim("embed", 48))
     m = model("gqa", ids() >> Embed(wte) >> residual(Attention(heads=12, kv_heads=kv)) >> Unembed(wte))
     machine = evolve(cluster("1xH100"), count=tp)
-    found = [v.rule for v in violations(Layout(tp=tp), graph(m), Workload(seq=64, batch=8), machine)]
-    assert found == ([rule] if rule else [])
+    refusals = [v.rule for v in violations(Layout(tp=tp), graph(m), Workload(seq=64, batch=8), machine)]
+    assert refusals == ([rule] if rule else [])
 
 
 class Wide(Layer):
@@ -249,22 +249,22 @@ def test_experts_with_biases_lie_on_etp_for_our_runtime_alone() -> None:
 
 def test_tp_divides_the_width_of_a_dense_layer() -> None:
     g, workload, machine = four_devices(MLP(14))
-    (found,) = violations(Layout(tp=4), g, workload, machine)
-    assert (found.rule, found.fix) == ("tp-width", "use tp 2")
+    (refusals,) = violations(Layout(tp=4), g, workload, machine)
+    assert (refusals.rule, refusals.fix) == ("tp-width", "use tp 2")
     assert "recompute-blocks" in [v.rule for v in violations(Layout(recompute=Recompute.FULL), g, workload, machine)]
 
 
 def test_experts_do_not_lie_on_ep_in_fp16() -> None:
     g, machine = example("mixtral-8x7b"), cluster("8xH100")
-    for precision, found in ((Precision.FP16, ["ep-fp16"]), (Precision.BF16, [])):
+    for precision, result in ((Precision.FP16, ["ep-fp16"]), (Precision.BF16, [])):
         work = Workload(seq=1024, batch=8, precision=precision)
-        assert [v.rule for v in violations(Layout(dp=8, ep=8), g, work, machine)] == found
+        assert [v.rule for v in violations(Layout(dp=8, ep=8), g, work, machine)] == result
 
 
 def test_the_exchange_of_experts_overlaps_in_16_bits_alone() -> None:
     g, machine, x = example("mixtral-8x7b"), cluster("8xH100"), Layout(dp=8, ep=8, overlaps=("experts",))
-    for precision, found in ((Precision.FP32, ["overlap-experts-precision"]), (Precision.BF16, [])):
-        assert [v.rule for v in violations(x, g, Workload(seq=1024, batch=8, precision=precision), machine)] == found
+    for precision, result in ((Precision.FP32, ["overlap-experts-precision"]), (Precision.BF16, [])):
+        assert [v.rule for v in violations(x, g, Workload(seq=1024, batch=8, precision=precision), machine)] == result
 
 
 def test_what_overlaps_if_nothing_is_said_costs_nothing() -> None:
@@ -299,9 +299,9 @@ def test_the_rules_say_the_same_of_many_layouts(name: str) -> None:
     layouts += [evolve(Layout(), **{axis: n}) for axis in ("dp", "tp", "pp", "cp") for n in degrees]
     for count in (1, 8, 12, 16):
         machine, work = evolve(cluster("1xH100"), count=count), Workload(seq=1024, batch=48)
-        said = legal(Layouts.of(layouts), example(name), work, machine)
-        assert said.tolist() == [not violations(x, example(name), work, machine) for x in layouts]
-        assert said.any()
+        allowed = legal(Layouts.of(layouts), example(name), work, machine)
+        assert allowed.tolist() == [not violations(x, example(name), work, machine) for x in layouts]
+        assert allowed.any()
 
 
 @given(st.data())

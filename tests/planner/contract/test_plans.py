@@ -60,7 +60,7 @@ def plans(draw: st.DrawFn) -> Plan:
         shard=draw(st.sampled_from(["none", "optimizer"])),
     )
     machine = cluster(f"1x{draw(st.sampled_from(sorted(PRESETS)))}")
-    parts = draw(st.dictionaries(words, seconds, max_size=4).filter(lambda said: sum(said.values()) > 0))
+    parts = draw(st.dictionaries(words, seconds, max_size=4).filter(lambda message: sum(message.values()) > 0))
     predicted = Prediction(
         step_seconds=sum(parts.values()),
         interval=(0.0, draw(seconds)),
@@ -220,13 +220,13 @@ def test_the_package_exports_what_its_modules_define() -> None:
 def broken(*path: str | int, value: Any) -> str:
     """The example's JSON with one field set to `value`, or taken away for `...`."""
     raw = json.loads(plan_to_json(example()))
-    place: Any = raw
+    target: Any = raw
     for key in path[:-1]:
-        place = place[key]
+        target = target[key]
     if value is ...:
-        del place[path[-1]]
+        del target[path[-1]]
     else:
-        place[path[-1]] = value
+        target[path[-1]] = value
     return json.dumps(raw)
 
 

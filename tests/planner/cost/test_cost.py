@@ -197,12 +197,12 @@ def test_the_breakdown_adds_up(g: Any, layout: Layout) -> None:
 
 @pytest.mark.parametrize(("g", "layout"), cases(), ids=lambda x: getattr(x, "name", None) or str(x))
 def test_the_step_ends_after_the_last_rank(g: Any, layout: Layout) -> None:
-    found = priced(g, layout)
-    assert found.seconds >= found.timeline.makespan * (1 - 1e-12)
-    assert found.stages[0].start == 0
-    assert all(a.stop == b.start and b.start in g.cut_points for a, b in pairwise(found.stages))
-    assert found.stages[-1].stop == len(g.nodes)
-    assert all((s.rank, s.chunk) == (i % layout.pp, i // layout.pp) for i, s in enumerate(found.stages))
+    result = priced(g, layout)
+    assert result.seconds >= result.timeline.makespan * (1 - 1e-12)
+    assert result.stages[0].start == 0
+    assert all(a.stop == b.start and b.start in g.cut_points for a, b in pairwise(result.stages))
+    assert result.stages[-1].stop == len(g.nodes)
+    assert all((s.rank, s.chunk) == (i % layout.pp, i // layout.pp) for i, s in enumerate(result.stages))
 
 
 def test_tied_weights_are_added_up_over_the_pipeline_only() -> None:

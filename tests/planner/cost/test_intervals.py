@@ -59,10 +59,10 @@ def test_a_layout_is_priced_with_its_interval(model, of) -> None:
 
 
 def test_intervals_hold_most_published_runs() -> None:
-    found = score(run for run in sample_runs().values() if run.source != "megatron-functional")
-    lines = {line.run_class: line for line in coverage(found.rows)}
+    validation = score(run for run in sample_runs().values() if run.source != "megatron-functional")
+    lines = {line.run_class: line for line in coverage(validation.rows)}
     assert lines["all"].checked == sum(
-        not in_fitting_half(p) and p.training_run.step_seconds is not None for p in found.rows
+        not in_fitting_half(p) and p.training_run.step_seconds is not None for p in validation.rows
     )
     assert lines["all"].inside >= 0.8 * lines["all"].checked
     ratios = lines[DENSE_WIDE].interval

@@ -43,8 +43,8 @@ class Product(Layer):
 def pointwise(layer: Layer) -> list[Work]:
     """Return the pointwise work of a layer."""
     m = model("m", ids() >> Embed(weight("wte", Dim("vocab", 64), Dim("embed", 32))) >> layer)
-    found = costs(graph(m).nodes[-1], batch=1, seq=16).work
-    return [w for w in found if w.kind == "pointwise"]
+    result = costs(graph(m).nodes[-1], batch=1, seq=16).work
+    return [w for w in result if w.kind == "pointwise"]
 
 
 @pytest.mark.parametrize(

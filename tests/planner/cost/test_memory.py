@@ -79,10 +79,10 @@ def test_activations_are_those_of_the_fullest_moment(pp: int, vpp: int, rounds: 
     sizes = data.draw(st.lists(st.integers(0, 10**6), min_size=vpp, max_size=vpp))
     parts = [memory.StageMemory(0, 0, saved, 0, 0, 0) for saved in sizes]
     moments = schedules.rank_moments(rank, pp, vpp, m)
-    held = most = 0
+    nbytes = most = 0
     for step in timeline.rank_order(rank, pp, vpp, m):
-        held += sizes[step.stage // pp] * (-1 if step.backward else 1)
-        most = max(most, held)
+        nbytes += sizes[step.stage // pp] * (-1 if step.backward else 1)
+        most = max(most, nbytes)
     assert memory.rank_peak(parts, moments, layout, Precision.BF16, 0).held["activations"] == most
 
 
@@ -101,7 +101,7 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
         memory.StageMemory(1, 0, n, workspace, library, loss if ends and chunk == vpp - 1 else 0)
         for chunk, n in enumerate(saved)
     ]
-    kept, alive = 0, {"optimizer step": library + vpp * OWN.optimizer.step_held_nbytes}
+    in_flight, alive = 0, {"optimizer step": library + vpp * OWN.optimizer.step_held_nbytes}
     for step in timeline.rank_order(rank, pp, vpp, m, group):
         name = f"micro-batch {step.microbatch}"
         if step.backward:
@@ -109,24 +109,24 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
             numbers = name + (f", model chunk {chunk}" if vpp > 1 else "")
             first = (step.microbatch, chunk) == (0, vpp - 1)
             moment = f"first backward pass ({numbers})" if first else f"backward pass of {numbers}"
-            alive[f"start of the {moment}"] = kept + workspace + library
-            kept -= saved[step.stage // pp]
+            alive[f"start of the {moment}"] = in_flight + workspace + library
+            in_flight -= saved[step.stage // pp]
         else:
-            kept += saved[step.stage // pp]
+            in_flight += saved[step.stage // pp]
             if step.stage == pp * vpp - 1:
-                alive[f"loss of {name}"] = kept + loss + library
+                alive[f"loss of {name}"] = in_flight + loss + library
     moments = schedules.rank_moments(rank, pp, vpp, m, group)
-    found = memory.rank_peak(parts, moments, layout, Precision.BF16, 0)
-    passing = sum(found.held[what] for what in ("activations", "workspace", "logits"))
-    assert passing == max(alive.values()) == alive[found.moment]
+    result = memory.rank_peak(parts, moments, layout, Precision.BF16, 0)
+    passing = sum(result.held[what] for what in ("activations", "workspace", "logits"))
+    assert passing == max(alive.values()) == alive[result.moment]
 
 
 def legal(name: str) -> tuple[Pricer, list[Layout]]:
     pricer = Pricer(graph(MODELS[name]), cluster("8xH100"), WORK)
     at = base_layouts(pricer.graph, pricer.cluster, WORK, {})
     family = LowerBounds(at, pricer.cost_cache).module_sets(np.arange(len(at)))
-    found, _ = variants(pricer.graph, WORK, at, {}, family)
-    return pricer, [found[i] for i in range(len(found))]
+    result, _ = variants(pricer.graph, WORK, at, {}, family)
+    return pricer, [result[i] for i in range(len(result))]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -189,8 +189,8 @@ def test_memory_as_measured(axes: dict[str, Any], seq: int, gib: float) -> None:
     profile = changed(MEGATRON, kernels={"loss_saved_nbytes": 0})  # Transformer Engine's loss works in place
     pricer = Pricer(g, cluster("8xB200"), Workload(seq=seq, batch=layout.dp * 4), profile)
     fit = PartitionProblem(layout, pricer.cost_table(layout), pricer.capacity)
-    found = Partition(fit, evenly(g, layout.pp) or balanced(fit))
-    tensors = max(peak.nbytes - peak.held["runtime"] - peak.held["allocator"] for peak in found.rank_peaks)
+    result = Partition(fit, evenly(g, layout.pp) or balanced(fit))
+    tensors = max(peak.nbytes - peak.held["runtime"] - peak.held["allocator"] for peak in result.rank_peaks)
     assert abs(tensors / GiB / gib - 1) < 0.01
 
 
@@ -217,13 +217,13 @@ CUT = {  # fewer layers, of their own widths
 @pytest.mark.parametrize(("name", "seq", "batch", "layout", "gib"), TRAINED, ids=lambda x: str(x))
 def test_memory_as_our_runtime_takes_it(name: str, seq: int, batch: int, layout: Layout, gib: float) -> None:
     model = CUT[name] if name in CUT else find(name)[0]
-    found = price(graph(model), layout, cluster("1xH200"), Workload(seq=seq, batch=batch))
-    said = measured_memory.held_bytes(found.prediction.nbytes[0], "allocated") / GiB
-    (moment,) = found.prediction.moments
+    result = price(graph(model), layout, cluster("1xH200"), Workload(seq=seq, batch=batch))
+    predicted = measured_memory.held_bytes(result.prediction.nbytes[0], "allocated") / GiB
+    (moment,) = result.prediction.moments
     step = name == "mixtral" and layout.micro_batch == 1
     assert moment == ("optimizer step" if step else "loss of micro-batch 0")
     # The optimizers of dense weights and of experts step one after the other; what both need is counted.
-    assert abs(said / gib - 1) < (0.025 if step else 0.003)
+    assert abs(predicted / gib - 1) < (0.025 if step else 0.003)
 
 
 def test_the_fast_form_is_the_peak() -> None:
@@ -290,18 +290,18 @@ def test_more_copies_hold_less_of_the_optimizer() -> None:
         st.sampled_from(["weights", "gradients", "activations", "allocator", "runtime"]), st.integers(0, 1 << 40)
     )
 )
-def test_the_upper_bound_is_above_the_tensors_and_grows_with_them(held: dict[str, int]) -> None:
-    tensors = sum(n for what, n in held.items() if what not in ("allocator", "runtime"))
-    assert measured_memory.upper_bytes(held) >= tensors + held.get("runtime", 0)
-    assert measured_memory.upper_bytes({**held, "logits": 1 << 20}) > measured_memory.upper_bytes(held)
+def test_the_upper_bound_is_above_the_tensors_and_grows_with_them(nbytes: dict[str, int]) -> None:
+    tensors = sum(n for what, n in nbytes.items() if what not in ("allocator", "runtime"))
+    assert measured_memory.upper_bytes(nbytes) >= tensors + nbytes.get("runtime", 0)
+    assert measured_memory.upper_bytes({**nbytes, "logits": 1 << 20}) > measured_memory.upper_bytes(nbytes)
     assert (
-        measured_memory.upper_bytes(held, "allocated")
-        <= measured_memory.upper_bytes(held, "reserved")
-        <= measured_memory.upper_bytes(held)
+        measured_memory.upper_bytes(nbytes, "allocated")
+        <= measured_memory.upper_bytes(nbytes, "reserved")
+        <= measured_memory.upper_bytes(nbytes)
     )
-    assert measured_memory.upper_bytes(held) <= measured_memory.upper_bytes(held, graphed=True)
+    assert measured_memory.upper_bytes(nbytes) <= measured_memory.upper_bytes(nbytes, graphed=True)
     assert (
-        measured_memory.held_bytes(held, "allocated")
-        <= measured_memory.required_bytes(held)
-        <= measured_memory.held_bytes(held)
+        measured_memory.held_bytes(nbytes, "allocated")
+        <= measured_memory.required_bytes(nbytes)
+        <= measured_memory.held_bytes(nbytes)
     )

@@ -54,7 +54,7 @@ def test_peak_feasibility_bound_and_timeline_agree(model, layout: Layout, share:
     priced = Pricer(graph(model), cluster("8xH100"), WORK).price(layout)
     placed, x = priced.partition, layout
     peaks = placed.peaks
-    assert [sum(held.values()) for held in priced.prediction.nbytes] == list(peaks)
+    assert [sum(nbytes.values()) for nbytes in priced.prediction.nbytes] == list(peaks)
 
     # The timeline reaches the peak of the prediction, and never exceeds it.
     for rank, track in enumerate(memory_tracks(priced)):

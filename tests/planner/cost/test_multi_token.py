@@ -95,7 +95,7 @@ def test_the_slowest_chunk_of_deepseek_v3_is_no_slower_than_by_hand(by_hand: str
 @pytest.mark.parametrize(("model", "alone"), [(SMALL, True), (deepseek_v3_mtp(), False)], ids=["small", "large"])
 def test_megatron_core_takes_the_stages(model: Model, alone: bool) -> None:
     """What predicts ahead is where it may be: in one stage, the last chunk of its rank, behind all layers."""
-    g, found = graph(model), set[bool]()
+    g, result = graph(model), set[bool]()
     read = read_decoder(g, Target.MEGATRON_LM)
     for pp, vpp in CHUNKS:
         x = Layout(pp=pp, vpp=vpp)
@@ -103,10 +103,10 @@ def test_megatron_core_takes_the_stages(model: Model, alone: bool) -> None:
         fit = PartitionProblem(x, of.cost_table(x), of.capacity, whole_blocks=True)
         if pp * vpp < len(fit.cut_points):
             stages = stage_layers(made(model, x, cuts=balanced(fit)[1:-1]), read, g, Target.MEGATRON_LM)
-            said = theirs()(pipeline_layout(stages), pp)
-            assert said.validate_layer_layout(len(read.layers), 1) == (stages[-1].mtp == 0)
-            found.add(stages[-1].mtp == 0)
-    assert found == {False, alone}  # heads alone are some of the even stages
+            expected = theirs()(pipeline_layout(stages), pp)
+            assert expected.validate_layer_layout(len(read.layers), 1) == (stages[-1].mtp == 0)
+            result.add(stages[-1].mtp == 0)
+    assert result == {False, alone}  # heads alone are some of the even stages
 
 
 def test_the_embedding_is_there_again_and_its_gradients_are_added_up() -> None:
@@ -123,8 +123,8 @@ def test_the_embedding_is_there_again_and_its_gradients_are_added_up() -> None:
 def test_two_hidden_states_cross_into_the_heads() -> None:
     """They are sent, kept until the backward, and there while they pass."""
     g = graph(SMALL)
-    found, starts = pricer(g, 4), read_decoder(g, Target.MEGATRON_LM).layer_starts
-    fit = found.partition(Layout(pp=4)).problem
+    result, starts = pricer(g, 4), read_decoder(g, Target.MEGATRON_LM).layer_starts
+    fit = result.partition(Layout(pp=4)).problem
     cuts = [(0, starts[2], starts[4], end, len(g.nodes)) for end in starts[-2:]]
     one, two = (Partition(fit, bounds) for bounds in cuts)
     state = 64 * 64 * 2  # of a sequence: 64 tokens of 64 numbers in bf16
@@ -178,8 +178,8 @@ def test_what_predicts_ahead_is_computed_again_with_all_blocks_only() -> None:
 
 
 def test_the_runtime_refuses_it_in_one_message() -> None:
-    told = untrainable(graph(SMALL))
-    assert told == (
+    message = untrainable(graph(SMALL))
+    assert message == (
         "small has the inputs tokens and the outputs unembed.0, unembed.1",
         "the runtime trains next-token models only: one input of token ids, ids(), and one output, of an Unembed",
     )

@@ -44,7 +44,7 @@ from tests.support.paths import TESTS
 GOLDEN = TESTS / "golden"
 
 
-def said(plan: Plan, model: Model, target: Target) -> str:
+def exported_text(plan: Plan, model: Model, target: Target) -> str:
     """The export, or why there is none."""
     try:
         return export_plan(plan, model, target)
@@ -62,7 +62,7 @@ def agrees(path: Path, text: str, request: pytest.FixtureRequest) -> bool:
 @pytest.mark.parametrize("name", CASES)
 def test_golden(name: str, request: pytest.FixtureRequest) -> None:
     plan, model = case(name)
-    text = "".join(f"===== {target}\n{said(plan, model, target)}\n" for target in Target)
+    text = "".join(f"===== {target}\n{exported_text(plan, model, target)}\n" for target in Target)
     assert agrees(GOLDEN / f"export_{name}.txt", text, request)
 
 
@@ -71,7 +71,7 @@ def test_which_examples_megatron_lm_can_express(request: pytest.FixtureRequest) 
     lines: dict[str, str] = {}
     for name, ref in examples().items():
         model, _ = find(ref)
-        text = said(made(model, Layout(dp=8)), model, Target.MEGATRON_LM)
+        text = exported_text(made(model, Layout(dp=8)), model, Target.MEGATRON_LM)
         if taken := not text.startswith("refused: Megatron-LM cannot express "):
             assert parsed(text).num_layers == str(len(read_decoder(graph(model), Target.MEGATRON_LM).layers))
         lines.setdefault(ref.partition(":")[0], f"{name}: {'taken' if taken else text.splitlines()[0]}\n")
@@ -116,7 +116,7 @@ def test_a_script_starts_what_it_says_on_every_machine(name: str, tmp_path: Path
     assert run("--data-path", "a b")[-2:] == ["--data-path", "a b"] and "--mock-data" not in run("--data-path", "a b")
 
 
-def told(args: Any) -> dict[str, Any]:
+def known_options(args: Any) -> dict[str, Any]:
     """The options that were given, their values as numbers where they are numbers."""
     out: dict[str, Any] = {}
     for dest, value in vars(args).items():
@@ -143,7 +143,7 @@ def test_megatron_core_builds_the_stages_of_the_plan(name: str) -> None:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     plan, model = case(name)
-    args = told(parsed(export_plan(plan, model, Target.MEGATRON_LM)))
+    args = known_options(parsed(export_plan(plan, model, Target.MEGATRON_LM)))
     kind = MLATransformerConfig if args.get("multi_latent_attention") else TransformerConfig
     known = {f.name for f in fields(kind)}
     config = {dest: value for dest, value in args.items() if dest in known}
@@ -155,19 +155,21 @@ def test_megatron_core_builds_the_stages_of_the_plan(name: str) -> None:
         assert len(config["moe_layer_freq"]) == args["num_layers"]
     chunks = plan.layout.vpp if plan.layout.vpp > 1 else None
     config |= {"num_moe_experts": args.get("num_experts"), "virtual_pipeline_model_parallel_size": chunks}
-    made = kind(**config, pipeline_dtype=torch.bfloat16)
-    stages = made.pipeline_model_parallel_layout
+    built = kind(**config, pipeline_dtype=torch.bfloat16)
+    stages = built.pipeline_model_parallel_layout
     if stages is not None:
         stages.validate_layer_layout(args["num_layers"], args.get("mtp_num_layers"))
     read = read_decoder(graph(model), Target.MEGATRON_LM)
     kinds = [*[LayerType.decoder] * len(read.layers), *[LayerType.mtp] * read.mtp, LayerType.loss]
     for stage in plan.stages:
-        held = [kind for kind, start in zip(kinds, read.layer_starts, strict=True) if stage.start <= start < stage.stop]
-        layers = held.count(LayerType.decoder)
+        stage_kinds = [
+            kind for kind, start in zip(kinds, read.layer_starts, strict=True) if stage.start <= start < stage.stop
+        ]
+        layers = stage_kinds.count(LayerType.decoder)
         if stages is not None:
-            assert stages.layout[stage.rank][stage.chunk] == [LayerType.embedding] * (stage.start == 0) + held
+            assert stages.layout[stage.rank][stage.chunk] == [LayerType.embedding] * (stage.start == 0) + stage_kinds
         else:
-            assert get_num_layers_to_build(made, stage.chunk if chunks else None, stage.rank) == layers
+            assert get_num_layers_to_build(built, stage.chunk if chunks else None, stage.rank) == layers
 
 
 @given(
@@ -316,7 +318,7 @@ def test_slurm_starts_megatron_lm_if_the_plan_is_for_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "found"), [("64xH100", (8, 8)), ("144xGB200", (36, 4)), ("4xA100", (1, 4)), ("6xCPU", (1, 6))]
+    ("gpus", "result"), [("64xH100", (8, 8)), ("144xGB200", (36, 4)), ("4xA100", (1, 4)), ("6xCPU", (1, 6))]
 )
-def test_machines_are_counted_as_launchers_count_them(gpus: str, found: tuple[int, int]) -> None:
-    assert machines(cluster(gpus)) == found
+def test_machines_are_counted_as_launchers_count_them(gpus: str, result: tuple[int, int]) -> None:
+    assert machines(cluster(gpus)) == result

@@ -91,7 +91,7 @@ PLACES = Positions(weight("wpe", Dim("position", 64), Dim("embed", 32)))
 
 
 @pytest.mark.parametrize(
-    ("declared", "said"),
+    ("declared", "message"),
     [
         (decoder(Attention(heads=4)), {"position_embedding_type": "none"}),
         (decoder(Attention(heads=4), before=(PLACES,)), {"position_embedding_type": "learned_absolute"}),
@@ -123,9 +123,9 @@ PLACES = Positions(weight("wpe", Dim("position", 64), Dim("embed", 32)))
         (decoder(ff=moe(shared=SwiGLU(48), scale=2.5)), {"moe_shared_expert_intermediate_size": "48"}),
     ],
 )
-def test_megatron_lm_is_told_everything_about_a_layer(declared: Model, said: dict[str, Any]) -> None:
-    found = options(declared)
-    assert {name: found.get(name) for name in said} == said
+def test_megatron_lm_is_told_everything_about_a_layer(declared: Model, message: dict[str, Any]) -> None:
+    result = options(declared)
+    assert {name: result.get(name) for name in message} == message
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_what_is_not_trained_here_either_is_not_said_to_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "said"),
+    ("layout", "message"),
     [
         (Layout(recompute=FULL), {"recompute_method": "uniform", "recompute_num_layers": "1"}),
         (Layout(recompute=FULL, recompute_layers=3), {"recompute_method": "block", "recompute_num_layers": "3"}),
@@ -267,9 +267,9 @@ def test_what_is_not_trained_here_either_is_not_said_to_be() -> None:
         (Layout(dp=2, ep=2, overlaps=("experts",)), {"overlap_moe_expert_parallel_comm": True}),
     ],
 )
-def test_megatron_lm_is_told_everything_about_a_layout(layout: Layout, said: dict[str, Any]) -> None:
-    found = options(decoder(), layout, counts=(1,) * 4 if layout.pp > 1 else ())
-    assert {name: found.get(name) for name in said} == said
+def test_megatron_lm_is_told_everything_about_a_layout(layout: Layout, message: dict[str, Any]) -> None:
+    results = options(decoder(), layout, counts=(1,) * 4 if layout.pp > 1 else ())
+    assert {name: results.get(name) for name in message} == message
 
 
 def test_full_recompute_is_of_layers() -> None:
@@ -339,11 +339,13 @@ def test_the_command_cuts_at_whole_layers(tmp_path: Path, capsys: pytest.Capture
     """And says what that takes, where the plan was not cut so."""
     declared, ref = find("llama3-8b")
     starts, path = read_decoder(graph(declared), Target.MEGATRON_LM).layer_starts, str(tmp_path / "plan.json")
-    for cut, said in ((starts[16] + 3, "partitioned the stages again, between whole layers: "), (starts[16], "")):
+    for cut, message in ((starts[16] + 3, "partitioned the stages again, between whole layers: "), (starts[16], "")):
         save(made(declared, Layout(pp=2, tp=4, sequence_parallel=True), cuts=(cut,), ref=ref), path)
         assert main(["export", path, "--to", "megatron-bridge"]) == 0
-        found = capsys.readouterr()
-        assert "model.num_layers=32" in found.out and found.err.startswith(said) and bool(found.err) is bool(said)
+        output = capsys.readouterr()
+        assert (
+            "model.num_layers=32" in output.out and output.err.startswith(message) and bool(output.err) is bool(message)
+        )
 
 
 @pytest.mark.parametrize(("name", "gpus", "fixed"), [("llama3-8b", "64xH100", {"pp": 2}), ("gpt3-13b", "8xH100", {})])
@@ -360,7 +362,7 @@ def test_what_is_planned_for_megatron_has_stages_of_whole_layers(name: str, gpus
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--to", "accelerate"], "Accelerate cannot express llama3-8b: its Megatron-LM plugin always trains a GPT-2"),
         (["--to", "deepspeed"], "megatron-lm"),
@@ -368,8 +370,8 @@ def test_what_is_planned_for_megatron_has_stages_of_whole_layers(name: str, gpus
     ],
 )
 def test_what_is_wrong_is_said_with_exit_code_2(
-    words: list[str], said: str, saved: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(saved), *words]) == 2
-    found = capsys.readouterr()
-    assert said in found.err and "Traceback" not in found.err and found.out == ""
+    output = capsys.readouterr()
+    assert message in output.err and "Traceback" not in output.err and output.out == ""

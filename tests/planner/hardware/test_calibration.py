@@ -84,11 +84,11 @@ def test_the_figures_of_a_machine_are_found_again(
         "intra": evolve(preset.intra, efficiency=efficiency, latency=latency, hop=hop),
         "inter": evolve(preset.inter, efficiency=efficiency / 2, latency=2 * latency, hop=hop),
     }
-    found = fitted_figures(as_measured(evolve(preset, device=device, **links)), preset, known=True)
-    for name, value in found["device"].items():
+    result = fitted_figures(as_measured(evolve(preset, device=device, **links)), preset, known=True)
+    for name, value in result["device"].items():
         assert value == pytest.approx(getattr(device, name), rel=0.03)
     for part, link in links.items():
-        for name, value in found[part].items():
+        for name, value in result[part].items():
             assert value == pytest.approx(getattr(link, name), rel=0.03)
 
 
@@ -126,12 +126,12 @@ def test_of_an_unknown_device_what_is_reached_is_the_peak(tmp_path: Path) -> Non
     path.write_text(
         profile_text(samples, fitted_figures(samples, base, known=False), "A100", "L99", 16, {"date": "today"})
     )
-    found = cluster(str(path))
-    assert found.device.name == "L99"
-    assert found.device.flops["bf16"] == pytest.approx(machine.device.flops["bf16"] * 0.8, rel=0.1)
+    result = cluster(str(path))
+    assert result.device.name == "L99"
+    assert result.device.flops["bf16"] == pytest.approx(machine.device.flops["bf16"] * 0.8, rel=0.1)
     for s in samples:
         if s.nbytes != 4:
-            assert predicted_seconds(s, found) == pytest.approx(s.seconds, rel=0.25), s
+            assert predicted_seconds(s, result) == pytest.approx(s.seconds, rel=0.25), s
 
 
 def test_a_busy_machine_makes_a_profile_too(tmp_path: Path) -> None:
@@ -164,8 +164,8 @@ def test_groups_within_nodes_and_across(monkeypatch: pytest.MonkeyPatch) -> None
     assert list(measure._groups(4, 4)) == [(2, 1), (4, 1)]
     assert list(measure._groups(12, 6)) == [(2, 1), (6, 1), (2, 6)]
     monkeypatch.setattr(measure, "SERIES_SECONDS", 0.0)
-    for found in launcher.run(across, (), 4, timeout=60):
-        assert {(s.devices, s.stride) for s in found} == {(2, 2)}
+    for results in launcher.run(across, (), 4, timeout=60):
+        assert {(s.devices, s.stride) for s in results} == {(2, 2)}
 
 
 def test_measuring_this_machine(
@@ -176,8 +176,8 @@ def test_measuring_this_machine(
     monkeypatch.setattr(measure, "SERIES", 1)
     monkeypatch.chdir(tmp_path)
     assert main(["measure", "--gpus", "2"]) == 0
-    said = capfd.readouterr().out
-    assert "wrote profile.json. Next: `plan MODEL --gpus profile.json`" in said
+    output = capfd.readouterr().out
+    assert "wrote profile.json. Next: `plan MODEL --gpus profile.json`" in output
     written = json.loads(Path("profile.json").read_text())
     assert {s["kind"] for s in written["measured"]} == {
         "product",
@@ -188,8 +188,8 @@ def test_measuring_this_machine(
         *COLLECTIVE_KINDS,
     }
     assert written["software"]["torch"]
-    found = cluster("profile.json")
-    assert (found.count, found.device.name) == (2, "CPU")
+    result = cluster("profile.json")
+    assert (result.count, result.device.name) == (2, "CPU")
     assert all(s["seconds"] > 0 for s in written["measured"])
     assert (
         main(["plan", "stdlib-gpt", "--gpus", "profile.json", "--seq", "128", "--batch", "8", "--precision", "fp32"])

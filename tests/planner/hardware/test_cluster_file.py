@@ -80,8 +80,8 @@ def test_the_example_of_the_guide(tmp_path: Path) -> None:
 
 
 def test_json_says_the_same(tmp_path: Path) -> None:
-    said = {"version": 1, "base": "A100", "count": 8, "intra": {"bandwidth": 2.5e11}, "measured": []}
-    assert cluster(written(tmp_path, json.dumps(said), "p.json")).intra.bandwidth == 2.5e11
+    text = {"version": 1, "base": "A100", "count": 8, "intra": {"bandwidth": 2.5e11}, "measured": []}
+    assert cluster(written(tmp_path, json.dumps(text), "p.json")).intra.bandwidth == 2.5e11
 
 
 @pytest.mark.parametrize(
@@ -147,15 +147,15 @@ VALUES = st.recursive(
 
 
 @given(st.sampled_from(sorted(PRESETS)), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
-def test_whatever_a_file_says_is_a_cluster_or_refused(base: str, said: dict[str, object]) -> None:
+def test_whatever_a_file_says_is_a_cluster_or_refused(base: str, message: dict[str, object]) -> None:
     with TemporaryDirectory() as folder:
-        path = written(Path(folder), json.dumps({"base": base, **said}), "any.json")
+        path = written(Path(folder), json.dumps({"base": base, **message}), "any.json")
         refused = None
         try:
-            found = cluster(f"8x{path}")
+            result = cluster(f"8x{path}")
         except UserError as error:
             refused = str(error)
-        assert path in refused if refused else found.count == 8
+        assert path in refused if refused else result.count == 8
 
 
 def test_a_plan_for_a_files_cluster(

@@ -46,8 +46,8 @@ def test_a_ring_leaves_a_pod_by_the_shares_of_its_members_there(stride: int, nod
     group = ProcessGroup(512 // stride, stride)
     flat = communication.level_seconds("all_reduce", 1e9, group, FLAT)
     for times in (2, 8, 32):
-        found = communication.level_seconds("all_reduce", 1e9, group, pods(64, times))
-        assert max(found) == pytest.approx(max(max(flat), flat[-1] * times / nodes))
+        result = communication.level_seconds("all_reduce", 1e9, group, pods(64, times))
+        assert max(result) == pytest.approx(max(max(flat), flat[-1] * times / nodes))
 
 
 def test_an_all_to_all_passes_what_leaves_the_pod() -> None:
@@ -118,11 +118,13 @@ def test_tokens_sent_once_take_as_long_as_measured(
 ) -> None:
     """GB/s of what each node gets, or each device of one, there and back: HybridEP's tables. A call copies it too."""
     token, copies, many = 4096 * 7168 * 2, 8, cluster(f"{size}x{gpu}")
-    places = [n * (1 - (1 - 1 / n) ** copies) for n in (size, many.nodes)]
-    got = token * places[many.nodes > 1]
+    expected_copies = [n * (1 - (1 - 1 / n) ** copies) for n in (size, many.nodes)]
+    got = token * expected_copies[many.nodes > 1]
     took = communication.deduplicated_seconds(copies * token, copies, ProcessGroup(size, 1), many)
     assert got / (took - communication.MESSAGE_SECONDS) / 1e9 == pytest.approx(sum(kernel) / 2, rel=0.1)
-    assert got / (took + 2 * token * places[0] / many.device.moves) / 1e9 == pytest.approx(sum(call) / 2, rel=0.15)
+    assert got / (took + 2 * token * expected_copies[0] / many.device.moves) / 1e9 == pytest.approx(
+        sum(call) / 2, rel=0.15
+    )
 
 
 @given(st.integers(1, 1 << 32), st.integers(1, 16), st.sampled_from([2, 8, 16, 64, 512]))
@@ -139,15 +141,15 @@ def test_ways_of_context_parallelism(seq: int) -> None:
     """A ring hides behind attention when sequences are long, but for what adds its parts up."""
     layout, g = Layout(dp=1, tp=2, cp=4), graph(llama3_8b())
     seen = {}
-    for way in ContextCommunication:
+    for kind in ContextCommunication:
         book = Pricer(
             g,
             cluster("8xH100"),
             Workload(seq=seq, batch=8),
-            changed(MEGATRON, attention={"context_communication": way}),
+            changed(MEGATRON, attention={"context_communication": kind}),
         )
         total = book.cost_table(layout).total
-        seen[way] = float(total[CostColumn.CP_FORWARD]), float(total[CostColumn.CP_BACKWARD])
+        seen[kind] = float(total[CostColumn.CP_FORWARD]), float(total[CostColumn.CP_BACKWARD])
     tokens, kv, heads = seq // 4, 8 * 128 // 2, 32 * 128 // 2  # of each device
     sums = [
         3 * 2 * tokens * 4 * moved / cluster("8xH100").device.moves for moved in (0.75 * heads, 0.75 * heads + 2 * kv)

@@ -24,7 +24,7 @@ from megaloom.planner.search.pricing import Pricer
 ATOMS = st.lists(st.floats(0, 10), min_size=1, max_size=9)
 
 
-def ways(atoms: list[float], count: int) -> list[tuple[int, ...]]:
+def partitions(atoms: list[float], count: int) -> list[tuple[int, ...]]:
     return [(0, *inner, len(atoms)) for inner in combinations(range(1, len(atoms)), count - 1)]
 
 
@@ -39,14 +39,14 @@ def squares(atoms: list[float], bounds: tuple[int, ...]) -> float:
 @given(ATOMS, st.integers(1, 9))
 def test_no_cut_is_more_even(atoms: list[float], count: int) -> None:
     bounds = balance(SegmentSums.of(np.array(atoms)), count)
-    every = ways(atoms, count)
+    every = partitions(atoms, count)
     if not every:
         assert bounds is None
         return
     assert bounds in every
-    slowest = min(max(runs(atoms, way)) for way in every)
+    slowest = min(max(runs(atoms, partition)) for partition in every)
     assert math.isclose(max(runs(atoms, bounds)), slowest, rel_tol=1e-9, abs_tol=1e-9)
-    even = min(squares(atoms, way) for way in every if max(runs(atoms, way)) <= slowest + 1e-12)
+    even = min(squares(atoms, partition) for partition in every if max(runs(atoms, partition)) <= slowest + 1e-12)
     assert squares(atoms, bounds) <= even + 1e-9
 
 
@@ -70,7 +70,7 @@ def test_many_chains_are_cut_as_each_is(size: int, count: int, more: bool, data:
         runs = SegmentSums.of(np.array(atoms))
         beside = runs.sums / 2
         chains.append(SegmentSums(runs.sums, beside, beside[last], last) if more else runs)
-    assert [tuple(way) for way in balance_all(ChainBatch.of(chains), count).tolist()] == [
+    assert [tuple(bounds) for bounds in balance_all(ChainBatch.of(chains), count).tolist()] == [
         balance(x, count) for x in chains
     ]
 
@@ -84,30 +84,32 @@ def test_a_limit_on_each_run_is_kept(atoms: list[float], count: int, data: st.Da
     bounds = balance(
         SegmentSums.of(np.array(atoms)), count, lambda k: np.minimum(np.arange(size) + limit[k][:-1], size)
     )
-    every = [w for w in ways(atoms, count) if all(b - a <= n[a] for a, b, n in zip(w, w[1:], limit, strict=False))]
+    every = [
+        w for w in partitions(atoms, count) if all(b - a <= n[a] for a, b, n in zip(w, w[1:], limit, strict=False))
+    ]
     assert (bounds is None) == (not every)
     if bounds is not None:
         assert bounds in every
-        slowest = min(max(runs(atoms, way)) for way in every)
+        slowest = min(max(runs(atoms, partition)) for partition in every)
         assert math.isclose(max(runs(atoms, bounds)), slowest, rel_tol=1e-9, abs_tol=1e-9)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.lists(st.integers(0, 20), min_size=1, max_size=5))
 def test_a_run_may_have_no_room_for_what_others_hold(sizes: list[int], rooms: list[int]) -> None:
-    held = np.concatenate([[0], np.cumsum(sizes)])
+    sums = np.concatenate([[0], np.cumsum(sizes)])
     atoms = [float(size % 4) for size in sizes]
     bounds = balance(
-        SegmentSums.of(np.array(atoms)), len(rooms), lambda k: np.searchsorted(held, held[:-1] + rooms[k], "right") - 1
+        SegmentSums.of(np.array(atoms)), len(rooms), lambda k: np.searchsorted(sums, sums[:-1] + rooms[k], "right") - 1
     )
     every = [
-        way
-        for way in ways(atoms, len(rooms))
-        if all(sum(sizes[a:b]) <= room for (a, b), room in zip(pairwise(way), rooms, strict=True))
+        partition
+        for partition in partitions(atoms, len(rooms))
+        if all(sum(sizes[a:b]) <= room for (a, b), room in zip(pairwise(partition), rooms, strict=True))
     ]
     assert (bounds is None) == (not every)
     if bounds is not None:
         assert bounds in every
-        assert max(runs(atoms, bounds)) == min(max(runs(atoms, way)) for way in every)
+        assert max(runs(atoms, bounds)) == min(max(runs(atoms, partition)) for partition in every)
 
 
 # By hand, in the notation of megatron-core's pipeline_model_parallel_layout: even layers, as NVIDIA's recipes of Llama
@@ -160,5 +162,5 @@ def test_runs_whose_first_atoms_take_more(atoms: list[float], data: st.DataObjec
     for count in range(1, size + 1):
         bounds = balance(runs, count)
         assert bounds is not None
-        every = [max(takes(a, b) for a, b in pairwise(way)) for way in ways(atoms, count)]
+        every = [max(takes(a, b) for a, b in pairwise(partition)) for partition in partitions(atoms, count)]
         assert math.isclose(max(takes(a, b) for a, b in pairwise(bounds)), min(every), rel_tol=1e-9)

@@ -57,7 +57,7 @@ def cases(draw: st.DrawFn, several: bool = True) -> Case:
     return seconds, evolve(limit, limit=float(most) * draw(st.integers(60, 105)) / 100)
 
 
-def ways(runs: SegmentSums, limit: MemoryLimit) -> Indices:
+def partitions(runs: SegmentSums, limit: MemoryLimit) -> Indices:
     count, size = limit.ranks * limit.chunks, len(runs)
     return np.array([(0, *inner, size) for inner in combinations(range(1, size), count - 1)])
 
@@ -86,38 +86,38 @@ def needed(limit: MemoryLimit, cut: Indices, rank: int) -> float:
 @given(cases())
 def test_the_cut_with_room_is_the_quickest_of_all(case: Case) -> None:
     runs, limit = case
-    every = ways(runs, limit)
+    every = partitions(runs, limit)
     roomy = [all(needed(limit, cut, r) <= limit.limit + 1e-9 for r in range(limit.ranks)) for cut in every]
     assert roomy == (limit.deficit(every) <= 0).tolist()
     even = balance(runs, limit.ranks * limit.chunks)
     assert even is not None
-    found = local_search.partition_within_limit(runs, np.array(even), limit)
+    result = local_search.partition_within_limit(runs, np.array(even), limit)
     cap = local_search.SLOWEST_FACTOR * min(slowest(runs, every)) * (1 + 1e-9)
     count = [t for t, fits in zip(slowest(runs, every), roomy, strict=True) if fits and t <= cap]
-    assert (found is None) == (not count)
-    if found is not None:
+    assert (result is None) == (not count)
+    if result is not None:
         best = min(count)
-        assert math.isclose(slowest(runs, found[None])[0], best, rel_tol=1e-9)
-        assert limit.deficit(found[None])[0] <= 0
+        assert math.isclose(slowest(runs, result[None])[0], best, rel_tol=1e-9)
+        assert limit.deficit(result[None])[0] <= 0
 
 
 @given(cases(several=False))
 def test_the_only_stages_of_ranks_are_the_quickest_with_room(case: Case) -> None:
     runs, limit = case
-    every = ways(runs, limit)
+    every = partitions(runs, limit)
     roomy = every[limit.deficit(every) <= 0]
-    found = balance(runs, limit.ranks, limit.latest_ends)
-    assert (found is None) == (not len(roomy))
-    if found is not None:
+    result = balance(runs, limit.ranks, limit.latest_ends)
+    assert (result is None) == (not len(roomy))
+    if result is not None:
         assert limit.feasible
-        assert tuple(found) in {tuple(way) for way in roomy.tolist()}
-        assert math.isclose(slowest(runs, np.array(found)[None])[0], min(slowest(runs, roomy)), rel_tol=1e-9)
+        assert tuple(result) in {tuple(bounds) for bounds in roomy.tolist()}
+        assert math.isclose(slowest(runs, np.array(result)[None])[0], min(slowest(runs, roomy)), rel_tol=1e-9)
 
 
 @given(cases(), st.floats(1, 40))
 def test_what_is_hopeless_has_no_room(case: Case, seconds: float) -> None:
     runs, limit = case
-    every = ways(runs, limit)
+    every = partitions(runs, limit)
     quick = [t <= seconds for t in slowest(runs, every)]
     if limit.infeasible_under(runs, seconds):
         assert not (np.array(quick) & (limit.deficit(every) <= 0)).any()
@@ -131,7 +131,7 @@ def test_shifts_leave_room_and_find_it_where_equal_shares_do(case: Case) -> None
     assert even is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_search, "ENUMERATED", 0)
-        found = local_search.partition_within_limit(runs, np.array(even), limit)
+        result = local_search.partition_within_limit(runs, np.array(even), limit)
     near, cap = (
         limit.at_fullest_moments(np.array(even)),
         local_search.SLOWEST_FACTOR * slowest(runs, np.array(even)[None])[0],
@@ -139,11 +139,11 @@ def test_shifts_leave_room_and_find_it_where_equal_shares_do(case: Case) -> None
     ends = near.equal_share_ends
     shared = None if ends_too_early(ends) else solve(ChainBatch.of([runs]), len(ends), np.array([cap]), ends)
     fits = shared is not None and shared[0, 0] >= 0 and limit.deficit(shared)[0] <= 0
-    assert found is not None or not fits
-    if found is not None:
-        assert limit.deficit(found[None])[0] <= 0
-        assert slowest(runs, found[None])[0] <= cap * (1 + 1e-9)
-        assert slowest(runs, found[None])[0] >= slowest(runs, np.array(even)[None])[0] - 1e-9
+    assert result is not None or not fits
+    if result is not None:
+        assert limit.deficit(result[None])[0] <= 0
+        assert slowest(runs, result[None])[0] <= cap * (1 + 1e-9)
+        assert slowest(runs, result[None])[0] >= slowest(runs, np.array(even)[None])[0] - 1e-9
 
 
 @given(cases())
@@ -153,9 +153,9 @@ def test_levelled_chunks_are_no_slower_and_keep_their_room(case: Case) -> None:
     assert even is not None
     start = np.array(even)
     before = level(start, case)
-    found = local_search.level_ranks(runs, start, limit.ranks)
-    assert slowest(runs, found[None])[0] <= slowest(runs, start[None])[0] * (1 + 1e-9)
-    assert level(found, case) <= before * (1 + 1e-9)
+    result = local_search.level_ranks(runs, start, limit.ranks)
+    assert slowest(runs, result[None])[0] <= slowest(runs, start[None])[0] * (1 + 1e-9)
+    assert level(result, case) <= before * (1 + 1e-9)
     if limit.deficit(start[None])[0] <= 0:
         roomy = local_search.level_within_limit(runs, start, limit)
         assert limit.deficit(roomy[None])[0] <= 0
@@ -175,7 +175,9 @@ CASES = [(llama3_70b, 8, 5), (llama3_70b, 8, 4), (llama3_70b, 4, 10), (deepseek_
 
 def replayed(placed: Partition) -> float:
     x, m = placed.layout, placed.problem.microbatches
-    forward, backward = (placed.stage_sums[:, way].sum(axis=1).tolist() for way in (FORWARD_COLUMNS, BACKWARD_COLUMNS))
+    forward, backward = (
+        placed.stage_sums[:, columns].sum(axis=1).tolist() for columns in (FORWARD_COLUMNS, BACKWARD_COLUMNS)
+    )
     return timeline.simulate_timeline(
         forward, backward, [0.0] * (len(forward) - 1), x.pp, m, x.microbatch_group
     ).makespan

@@ -94,13 +94,13 @@ def test_order_and_flights_are_megatron_cores() -> None:
 
 def fullest(order: Sequence[int], chunks: int) -> set[tuple[int, ...]]:
     """The sets in flight, by chunk, before each backward that follows a forward."""
-    now, found, before = [0] * chunks, set(), 0
+    now, results, before = [0] * chunks, set(), 0
     for step in order:
         if step < 0 < before:
-            found.add(tuple(now))
+            results.add(tuple(now))
         now[abs(step) - 1] += 1 if step > 0 else -1
         before = step
-    return found
+    return results
 
 
 def test_micro_batches_in_flight() -> None:
@@ -118,9 +118,9 @@ def test_the_end_is_foreseen(case: Any) -> None:
     for m in (microbatches, 40 * pp):
         for group in (0, 2 * pp) if vpp > 1 and m % (2 * pp) == 0 else (0,):
             ends = simulate_timeline(forward, backward, transfer, pp, m, group).ends
-            found = schedules.finish_times(forward, backward, transfer, pp, m, group)
-            assert np.allclose(found, ends, rtol=1e-11, atol=0)
-            assert {type(end) for end in found} == {float}
+            result = schedules.finish_times(forward, backward, transfer, pp, m, group)
+            assert np.allclose(result, ends, rtol=1e-11, atol=0)
+            assert {type(end) for end in result} == {float}
             even = [1.0] * (pp * vpp)
             ends = simulate_timeline(even, even, [0.01] * (pp * vpp), pp, m, group).ends
             assert np.allclose(

@@ -42,7 +42,7 @@ LAYOUTS = {
 
 
 @pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS)
-def made(request: pytest.FixtureRequest, plan_of: Callable[..., Plan]) -> tuple[Plan, Graph]:
+def planned(request: pytest.FixtureRequest, plan_of: Callable[..., Plan]) -> tuple[Plan, Graph]:
     name, layout = request.param
     plan = plan_of(name, layout, batch=16)
     return plan, graph(find(plan.model)[0])
@@ -52,10 +52,10 @@ def events(plan: Plan, g: Graph) -> list[dict[str, Any]]:
     return json.loads(trace_json(plan, replay(plan, g), g))["traceEvents"]
 
 
-def slices(found: list[dict[str, Any]]) -> dict[tuple[int, int], list[dict[str, Any]]]:
+def slices(result: list[dict[str, Any]]) -> dict[tuple[int, int], list[dict[str, Any]]]:
     """What is complete in itself, by process and thread."""
     rows = defaultdict(list)
-    for event in found:
+    for event in result:
         if event["ph"] == "X":
             rows[event["pid"], event["tid"]].append(event)
     return rows
@@ -65,13 +65,13 @@ def end(event: dict[str, Any]) -> float:
     return event["ts"] + event["dur"]
 
 
-def test_events_are_of_the_format(made: tuple[Plan, Graph]) -> None:
+def test_events_are_of_the_format(planned: tuple[Plan, Graph]) -> None:
     """Complete events with times, counters with figures, and a name for each process and thread that has any."""
-    plan, g = made
-    found = events(plan, g)
-    named = {(e["pid"], e["tid"], e["name"]) for e in found if e["ph"] == "M"}
-    assert {e["ph"] for e in found} == {"M", "X", "C"}
-    for event in found:
+    plan, g = planned
+    result = events(plan, g)
+    named = {(e["pid"], e["tid"], e["name"]) for e in result if e["ph"] == "M"}
+    assert {e["ph"] for e in result} == {"M", "X", "C"}
+    for event in result:
         assert {"ph", "pid", "tid", "name", "args"} <= event.keys()
         assert (event["pid"], 0, "process_name") in named
         if event["ph"] == "X":
@@ -79,24 +79,24 @@ def test_events_are_of_the_format(made: tuple[Plan, Graph]) -> None:
             assert event["ts"] >= 0 and event["dur"] >= 0
         if event["ph"] == "C":
             assert event["ts"] >= 0 and all(type(n) is float for n in event["args"].values())
-    assert {e["pid"] for e in found} == set(range(plan.layout.pp))
+    assert {e["pid"] for e in result} == set(range(plan.layout.pp))
 
 
-def test_nothing_on_a_thread_overlaps(made: tuple[Plan, Graph]) -> None:
+def test_nothing_on_a_thread_overlaps(planned: tuple[Plan, Graph]) -> None:
     """A viewer would take what overlaps for nested."""
-    for row in slices(events(*made)).values():
+    for row in slices(events(*planned)).values():
         assert all(end(a) <= b["ts"] + MICRO for a, b in pairwise(row))
 
 
-def test_the_last_event_ends_with_the_step(made: tuple[Plan, Graph]) -> None:
-    plan, g = made
+def test_the_last_event_ends_with_the_step(planned: tuple[Plan, Graph]) -> None:
+    plan, g = planned
     last = max(end(event) for row in slices(events(plan, g)).values() for event in row)
     assert last == pytest.approx(1e6 * plan.predicted.step_seconds, abs=2 * MICRO)
 
 
-def test_the_busiest_rank_adds_up_to_the_breakdown(made: tuple[Plan, Graph]) -> None:
+def test_the_busiest_rank_adds_up_to_the_breakdown(planned: tuple[Plan, Graph]) -> None:
     """What it computes, and with one chunk what it sends, is the step but for the bubble."""
-    plan, g = made
+    plan, g = planned
     busy: dict[int, float] = defaultdict(float)
     for (rank, thread), row in slices(events(plan, g)).items():
         if thread == COMPUTE_THREAD or plan.layout.vpp == 1:
@@ -106,30 +106,30 @@ def test_the_busiest_rank_adds_up_to_the_breakdown(made: tuple[Plan, Graph]) -> 
     assert max(busy.values()) / 1e6 == pytest.approx(plan.predicted.step_seconds - bubble, abs=2e-9 * steps)
 
 
-def test_every_micro_batch_passes_every_stage(made: tuple[Plan, Graph]) -> None:
-    plan, g = made
+def test_every_micro_batch_passes_every_stage(planned: tuple[Plan, Graph]) -> None:
+    plan, g = planned
     m, stages = plan.layout.microbatches(plan.workload.batch), len(plan.stages)
-    found = [e for row in slices(events(plan, g)).values() for e in row]
-    for way in ("forward", "backward"):
-        passed = [(e["args"]["microbatch"], e["args"]["stage"]) for e in found if e["name"] == way]
+    results = [e for row in slices(events(plan, g)).values() for e in row]
+    for direction in ("forward", "backward"):
+        passed = [(e["args"]["microbatch"], e["args"]["stage"]) for e in results if e["name"] == direction]
         assert sorted(passed) == [(i, s) for i in range(m) for s in range(stages)]
-    sent = [e for e in found if e["name"].startswith("send")]
+    sent = [e for e in results if e["name"].startswith("send")]
     assert len(sent) == (2 * m * (stages - 1) if plan.layout.pp > 1 else 0)
 
 
-def test_memory_reaches_the_peak_of_the_plan(made: tuple[Plan, Graph]) -> None:
-    plan, g = made
+def test_memory_reaches_the_peak_of_the_plan(planned: tuple[Plan, Graph]) -> None:
+    plan, g = planned
     priced = replay(plan, g)
     every = memory_tracks(priced)
-    for rank, (steps, held) in enumerate(zip(priced.timeline.events, plan.predicted.nbytes, strict=True)):
+    for rank, (steps, nbytes) in enumerate(zip(priced.timeline.events, plan.predicted.nbytes, strict=True)):
         track = list(memory_levels(every[rank], steps, end_of_step_slices(priced)[rank], plan.layout.pp))
         assert [time for time, _ in track] == sorted(time for time, _ in track)
-        assert max(level for _, level in track) == sum(held.values())
-        assert track[0][1] == track[-1][1] <= sum(held.values()) - held["activations"]
+        assert max(level for _, level in track) == sum(nbytes.values())
+        assert track[0][1] == track[-1][1] <= sum(nbytes.values()) - nbytes["activations"]
 
 
-def test_no_rank_updates_before_all_have_reduced(made: tuple[Plan, Graph]) -> None:
-    priced: Priced = replay(*made)
+def test_no_rank_updates_before_all_have_reduced(planned: tuple[Plan, Graph]) -> None:
+    priced: Priced = replay(*planned)
     rows = end_of_step_slices(priced)
     reduced = max((it.end for row in rows for it in row if it.name not in ("optimizer", "weight gather")), default=0.0)
     for row in rows:
@@ -159,8 +159,8 @@ def test_the_command_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main.main((*args, "--html", page)) == 0
     assert capsys.readouterr().out.endswith(f"\nwrote {page}\nwrote {trace}\n")
     plan = load(target)
-    said = json.loads(Path(trace).read_text())["otherData"]
-    assert said["layout"] == str(plan.layout) and said["step_seconds"] == plan.predicted.step_seconds
+    output = json.loads(Path(trace).read_text())["otherData"]
+    assert output["layout"] == str(plan.layout) and output["step_seconds"] == plan.predicted.step_seconds
     assert f"<title>gpt2 on {plan.cluster}</title>" in Path(page).read_text()
     assert main.main((*args, "--html", str(tmp_path))) == 2
     assert capsys.readouterr().err.endswith("give a file in a directory that exists\n")

@@ -23,9 +23,9 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     model, ref = find("gpt2")
     paths = []
     for name, fixed in (("free", {}), ("fixed", {"tp": 2, "pp": 2})):
-        found = plan(model, cluster("16xH100"), Workload(seq=1024, batch=64), ref=ref, fixed=fixed)
+        result = plan(model, cluster("16xH100"), Workload(seq=1024, batch=64), ref=ref, fixed=fixed)
         paths.append(tmp_path_factory.mktemp("plans") / f"{name}.json")
-        save(found.best, paths[-1])
+        save(result.best, paths[-1])
     return paths[0], paths[1]
 
 
@@ -44,8 +44,8 @@ def test_two_plans_side_by_side(plans: tuple[Path, Path], capsys: pytest.Capture
     assert "Time per token is" in out
     assert "tensor-parallel communication" in out
     assert main(["explain", *map(str, plans), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert sum(said["differences_seconds"].values()) == pytest.approx(said["difference_seconds"], rel=1e-9)
+    output = json.loads(capsys.readouterr().out)
+    assert sum(output["differences_seconds"].values()) == pytest.approx(output["difference_seconds"], rel=1e-9)
 
 
 def test_what_is_printed_adds_up(plans: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,12 +26,12 @@ SAVE, MEAN = st.floats(0.1, 600), st.floats(1800, 1e7)
 
 def test_llama_3_on_16384_devices() -> None:
     """More than 90 % (The Llama 3 Herd of Models, section 3.3.4): a failure every 3 hours."""
-    found = goodput(405_850_000_000, Precision.BF16, cluster("16384xH100"), 5.0)
-    assert found is not None
-    assert found.failure_seconds == pytest.approx(54 * 86400 / 419)
-    assert 0.90 < found.share < 0.95
-    assert found.checkpoint_nbytes == 14 * 405_850_000_000
-    assert found.checkpoint_nbytes / 16384 < 4e9  # "1 MB to 4 GB per GPU"
+    result = goodput(405_850_000_000, Precision.BF16, cluster("16384xH100"), 5.0)
+    assert result is not None
+    assert result.failure_seconds == pytest.approx(54 * 86400 / 419)
+    assert 0.90 < result.share < 0.95
+    assert result.checkpoint_nbytes == 14 * 405_850_000_000
+    assert result.checkpoint_nbytes / 16384 < 4e9  # "1 MB to 4 GB per GPU"
 
 
 @given(SAVE, MEAN, st.floats(0.2, 5))

@@ -93,64 +93,64 @@ class Parsed(HTMLParser):
 
 
 def test_it_needs_nothing_else(chunked: tuple[Found, Model]) -> None:
-    found, model = chunked
-    text = plan_page(found.best, model, found)
+    result, model = chunked
+    text = plan_page(result.best, model, result)
     parsed = Parsed(text)
     assert parsed.open == [] and parsed.loads == []
     assert not re.search(r"https?:|@import|url\(|fetch\(|XMLHttpRequest|<link|<iframe|<img", text)
-    assert text == plan_page(found.best, model, found)
+    assert text == plan_page(result.best, model, result)
 
 
 def test_the_step_adds_up(chunked: tuple[Found, Model]) -> None:
     """The rows of the table are the breakdown, to a digit, and add up; the bar is as wide as they."""
-    found, model = chunked
-    text = plan_page(found.best, model, found)
+    result, model = chunked
+    text = plan_page(result.best, model, result)
     rows = {row[0]: row[1:] for row in Parsed(text).rows if row}
-    parts = found.best.predicted.breakdown
+    parts = result.best.predicted.breakdown
     assert [float(rows[cause][0]) for cause in parts] == pytest.approx([*parts.values()], abs=1e-3)
     for column in (0, 1):
         assert sum(Decimal(rows[cause][column].rstrip("%")) for cause in parts) == Decimal(
             rows["total"][column].rstrip("%")
         )
-    assert rows["total"] == [f"{found.best.predicted.step_seconds:.3f}", "100.0%"]
+    assert rows["total"] == [f"{result.best.predicted.step_seconds:.3f}", "100.0%"]
     bar = text.partition('<div class="bar">')[2].partition("</div>")[0]
     assert sum(map(float, re.findall(r"width: ([\d.]+)%", bar))) == pytest.approx(100, abs=0.01)
 
 
 def test_the_bars_are_the_memory(chunked: tuple[Found, Model]) -> None:
-    found, model = chunked
-    text = plan_page(found.best, model)
+    result, model = chunked
+    text = plan_page(result.best, model)
     bars = re.findall(r"<i>rank (\d+)</i><div>(.*?)</div><b>([\d.]+)</b>", text)
-    whole = found.best.cluster.device.nbytes
-    for (rank, bar, said), held in zip(bars, found.best.predicted.nbytes, strict=True):
-        assert said == f"{sum(held.values()) / 2**30:.1f}", rank
+    whole = result.best.cluster.device.nbytes
+    for (rank, bar, label), nbytes in zip(bars, result.best.predicted.nbytes, strict=True):
+        assert label == f"{sum(nbytes.values()) / 2**30:.1f}", rank
         filled = sum(map(float, re.findall(r"width: ([\d.]+)%", bar)))
-        assert filled == pytest.approx(100 * sum(held.values()) / whole, abs=0.01)
+        assert filled == pytest.approx(100 * sum(nbytes.values()) / whole, abs=0.01)
 
 
 def test_the_scripts_read_the_timeline(chunked: tuple[Found, Model]) -> None:
     """Every step is there, in its order, and starts and ends where the replay says, to the unit."""
-    found, model = chunked
-    priced = replay(found.best, graph(model))
-    told = page_data(found.best, graph(model), priced)
-    assert told["unit"] * TIME_STEPS == pytest.approx(found.best.predicted.step_seconds)
-    pp, stages = told["pp"], len(found.best.stages)
-    numbers = np.frombuffer(gzip.decompress(base64.b64decode(told["events"])), "<i4").reshape(3, pp, -1)
+    result, model = chunked
+    priced = replay(result.best, graph(model))
+    data = page_data(result.best, graph(model), priced)
+    assert data["unit"] * TIME_STEPS == pytest.approx(result.best.predicted.step_seconds)
+    pp, stages = data["pp"], len(result.best.stages)
+    numbers = np.frombuffer(gzip.decompress(base64.b64decode(data["events"])), "<i4").reshape(3, pp, -1)
     for rank, events in enumerate(priced.timeline.events):
         now = 0
         for leg, microbatch, wait, (step, start, end) in zip(*numbers[:, rank], events, strict=True):
             now += int(wait)
-            assert now * told["unit"] == pytest.approx(start, abs=told["unit"])
-            now += told["durations"][leg]
-            assert now * told["unit"] == pytest.approx(end, abs=2 * told["unit"])
+            assert now * data["unit"] == pytest.approx(start, abs=data["unit"])
+            now += data["durations"][leg]
+            assert now * data["unit"] == pytest.approx(end, abs=2 * data["unit"])
             assert (step.stage, step.backward) == ((2 * stages - 1 - leg, True) if leg >= stages else (leg, False))
             assert step.microbatch == microbatch
 
 
 def test_a_large_world_is_a_small_file(large: tuple[Found, Model]) -> None:
-    found, model = large
-    assert found.best.layout.microbatches(2048) == 512
-    assert len(plan_page(found.best, model, found).encode()) < 3e5
+    result, model = large
+    assert result.best.layout.microbatches(2048) == 512
+    assert len(plan_page(result.best, model, result).encode()) < 3e5
 
 
 def test_what_is_written_is_escaped(plan_of: Callable[..., Plan]) -> None:
@@ -182,8 +182,8 @@ def base() -> Plan:
 
 def sized(seconds: float, nbytes: int) -> Plan:
     """A plan that takes so much time and memory."""
-    told = evolve(base().predicted, step_seconds=seconds, nbytes=({"weights": nbytes << 30},))
-    return evolve(base(), predicted=told)
+    prediction = evolve(base().predicted, step_seconds=seconds, nbytes=({"weights": nbytes << 30},))
+    return evolve(base(), predicted=prediction)
 
 
 def total(plan: Plan) -> int:
@@ -199,9 +199,9 @@ def test_all_plans_are_on_the_drawing(pairs: list[tuple[float, int]]) -> None:
     plans = [sized(seconds, nbytes) for seconds, nbytes in pairs]
     text = scatter_plot(plans)
     wide, high = map(float, re.findall(r'viewBox="0 0 (\d+) (\d+)"', text)[0])
-    places = re.findall(r'<circle class="plan(?: best)?" cx="([\d.]+)" cy="([\d.]+)"', text)
-    assert len(places) == len(plans)
-    assert all(50 < float(x) < wide and 0 < float(y) < high - 30 for x, y in places)
+    positions = re.findall(r'<circle class="plan(?: best)?" cx="([\d.]+)" cy="([\d.]+)"', text)
+    assert len(positions) == len(plans)
+    assert all(50 < float(x) < wide and 0 < float(y) < high - 30 for x, y in positions)
     assert text.index("plan best") > text.rindex('class="plan"') if len(plans) > 1 else True
 
 
@@ -229,10 +229,10 @@ def browser() -> str:
 def look(browser: str, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """What a browser sees of a page: the probe's answer, and a picture in $PAGES if that names a folder."""
 
-    def run(text: str, *asked: tuple[int, float], width: int = 1280, dark: bool = False, name: str = "") -> Any:
+    def run(text: str, *points: tuple[int, float], width: int = 1280, dark: bool = False, name: str = "") -> Any:
         inside = text.replace("<head>", f"<head><script>{PROBE}</script>", 1)
         probed = tmp_path / "probed.html"
-        probed.write_text(inside.replace("</body>", f"<script>probe({json.dumps(asked)})</script></body>"), "utf-8")
+        probed.write_text(inside.replace("</body>", f"<script>probe({json.dumps(points)})</script></body>"), "utf-8")
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},2400"]
         flags += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000"]
         flags += ["--blink-settings=preferredColorScheme=0"] if dark else []
@@ -263,44 +263,44 @@ def legible(seen: dict[str, Any], plan: Plan) -> None:
     priced = replay(plan, graph(find(plan.model)[0]))
     assert int(timeline["drawn"]) == sum(map(len, priced.timeline.events))
     assert float(timeline["ends"]) == pytest.approx(priced.timeline.makespan, rel=1e-6)
-    assert float(memory["peak"]) == max(sum(held.values()) for held in plan.predicted.nbytes)
+    assert float(memory["peak"]) == max(sum(nbytes.values()) for nbytes in plan.predicted.nbytes)
     assert int(devices["drawn"]) == plan.layout.world
 
 
 @pytest.mark.parametrize("width", [1280, 520])
 def test_it_is_legible(width: int, look: Callable[..., dict[str, Any]], chunked: tuple[Found, Model]) -> None:
-    found, model = chunked
-    seen = look(plan_page(found.best, model, found), width=width, name=f"chunked-{width}")
-    legible(seen, found.best)
+    result, model = chunked
+    seen = look(plan_page(result.best, model, result), width=width, name=f"chunked-{width}")
+    legible(seen, result.best)
     assert seen["paper"] > 0.9
     assert seen["whole"] and seen["halved"] == pytest.approx(0.5)
 
 
 def test_it_is_legible_in_the_dark(look: Callable[..., dict[str, Any]], plain: tuple[Found, Model]) -> None:
-    found, model = plain
-    seen = look(plan_page(found.best, model, found), dark=True, name="plain-dark")
-    legible(seen, found.best)
+    result, model = plain
+    seen = look(plan_page(result.best, model, result), dark=True, name="plain-dark")
+    legible(seen, result.best)
     assert seen["paper"] < 0.02
 
 
 def test_it_is_legible_when_it_is_large(look: Callable[..., dict[str, Any]], large: tuple[Found, Model]) -> None:
-    found, model = large
-    legible(look(plan_page(found.best, model, found), name="large"), found.best)
+    result, model = large
+    legible(look(plan_page(result.best, model, result), name="large"), result.best)
 
 
 def test_the_picture_is_the_timeline(look: Callable[..., dict[str, Any]], plain: tuple[Found, Model]) -> None:
     """In the middle of each step its colour, and under the mouse what it is; the same where a rank waits."""
-    found, model = plain
-    line = replay(found.best, graph(model)).timeline
+    result, model = plain
+    line = replay(result.best, graph(model)).timeline
     steps = [(rank, event) for rank, events in enumerate(line.events) for event in events]
-    asked = [(rank, event.start + 0.3 * (event.end - event.start)) for rank, event in steps]
-    seen = look(plan_page(found.best, model, found), *asked, (3, line.events[3][0].start / 2))
+    points = [(rank, event.start + 0.3 * (event.end - event.start)) for rank, event in steps]
+    seen = look(plan_page(result.best, model, result), *points, (3, line.events[3][0].start / 2))
     *during, waits = seen["seen"]
-    for (rank, (step, start, end)), (kind, said) in zip(steps, during, strict=True):
-        way = "backward" if step.backward else "forward"
-        assert kind == way
-        assert said.startswith(f"rank {rank}: {way} of micro-batch {step.microbatch}\n")
-        assert f"{1e3 * (end - start):.2f} ms, from " in said
+    for (rank, (step, start, end)), (kind, label) in zip(steps, during, strict=True):
+        direction = "backward" if step.backward else "forward"
+        assert kind == direction
+        assert label.startswith(f"rank {rank}: {direction} of micro-batch {step.microbatch}\n")
+        assert f"{1e3 * (end - start):.2f} ms, from " in label
     assert waits[0] == "wait" and waits[1].startswith("rank 3: waits")
     parts = r"[\d.]+ GiB for the whole step, [\d.]+ GiB activations and transient memory"
     assert re.match(rf"rank 0 at .*: [\d.]+ GiB\n{parts}", seen["memory"])

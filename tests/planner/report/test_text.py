@@ -26,7 +26,7 @@ from megaloom.planner.search.reasons import difference_text
 from megaloom.planner.search.search import Found, Rejected
 
 
-def made(layout: Layout, bounds: tuple[int, ...], breakdown: dict[str, float]) -> Plan:
+def make_plan(layout: Layout, bounds: tuple[int, ...], breakdown: dict[str, float]) -> Plan:
     """A plan of gpt2 on 8xH100 with round figures."""
     model, ref = find("gpt2")
     step = sum(breakdown.values())
@@ -68,11 +68,11 @@ def example() -> Found:
     half = len(graph(find("gpt2")[0]).nodes) // 2
     cuts = graph(find("gpt2")[0]).cut_points
     four = (0, cuts[5], cuts[12], cuts[18], 2 * half + 1)
-    fast = made(
+    fast = make_plan(
         Layout(dp=4, pp=2, vpp=2, micro_batch=2), four, {"forward": 0.75, "backward": 1.5, "pipeline bubble": 0.25}
     )
     more = {"forward": 0.75, "backward": 1.5, "tensor-parallel communication": 0.375}
-    slow = made(Layout(dp=4, tp=2, sequence_parallel=True, recompute=Recompute.FULL), (0, 2 * half + 1), more)
+    slow = make_plan(Layout(dp=4, tp=2, sequence_parallel=True, recompute=Recompute.FULL), (0, 2 * half + 1), more)
     return Found(
         best=fast,
         others=(slow,),
@@ -142,22 +142,22 @@ def test_on_a_terminal_a_report_has_colours_and_fits() -> None:
 def test_what_a_stage_holds_is_said_by_blocks() -> None:
     g = graph(find("gpt2")[0])
     assert stage_contents(g.nodes, g) == "embed, positions, blocks 0-11, unembed"
-    said = [stage_contents(g.nodes[a:b], g) for a, b in pairwise((0, *g.cut_points, len(g.nodes)))]
-    assert said[:4] == ["embed", "positions", "block 0 (attention)", "block 0 (mlp)"]
-    assert said[-2:] == ["layer_norm", "unembed"]
+    text = [stage_contents(g.nodes[a:b], g) for a, b in pairwise((0, *g.cut_points, len(g.nodes)))]
+    assert text[:4] == ["embed", "positions", "block 0 (attention)", "block 0 (mlp)"]
+    assert text[-2:] == ["layer_norm", "unembed"]
 
 
 def test_a_loser_names_the_cause_that_adds_most() -> None:
-    found = example()
+    result = example()
     assert (
-        difference_text(found.best.predicted, found.others[0].predicted)
+        difference_text(result.best.predicted, result.others[0].predicted)
         == "5.0% slower: tensor-parallel communication +375 ms, pipeline bubble −250 ms"
     )
-    assert difference_text(found.best.predicted, found.best.predicted) == "equally fast, not simpler"
-    predicted = found.best.predicted
-    fuller = [{**held, "weights": held["weights"] + (3 << 29)} for held in predicted.nbytes]
-    other = evolve(found.best, predicted=evolve(predicted, nbytes=tuple(fuller)))
-    assert difference_text(found.best.predicted, other.predicted) == "equally fast, with 1.5 GiB more memory"
+    assert difference_text(result.best.predicted, result.best.predicted) == "equally fast, not simpler"
+    predicted = result.best.predicted
+    fuller = [{**nbytes, "weights": nbytes["weights"] + (3 << 29)} for nbytes in predicted.nbytes]
+    other = evolve(result.best, predicted=evolve(predicted, nbytes=tuple(fuller)))
+    assert difference_text(result.best.predicted, other.predicted) == "equally fast, with 1.5 GiB more memory"
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=12))

@@ -70,7 +70,7 @@ def lm(mix: Layer) -> Graph:
     return graph(model("own", ids() >> Embed(wte) >> residual(mix) >> Unembed(wte)))
 
 
-def found(mix: Layer, ep: int, precision: str = "bf16") -> list[str]:
+def refused_rules(mix: Layer, ep: int, precision: str = "bf16") -> list[str]:
     work = Workload(seq=64, batch=8, precision=Precision(precision))
     return [v.rule for v in runtime_violations(Layout(dp=ep, ep=ep), lm(mix), work, cluster(f"{ep}xH100"))]
 
@@ -94,8 +94,8 @@ class Unsent(Layer):
     ],
 )
 def test_experts_to_which_no_tokens_are_sent_are_not_divided(mix: Layer, divided: bool) -> None:
-    assert found(mix, 1) == []
-    assert found(mix, 2) == ([] if divided else ["runtime-experts"])
+    assert refused_rules(mix, 1) == []
+    assert refused_rules(mix, 2) == ([] if divided else ["runtime-experts"])
 
 
 @frozen
@@ -129,11 +129,11 @@ def test_a_plan_says_that_the_runtime_cannot_join_slice_or_normalize_over_paddin
     for tp, layer in ((1, Padded(op)), (2, Padded(op)), (4, Padded(op)), (4, Whole(op))):
         g = lm(layer)
         layout = Layout(tp=tp, sequence_parallel=tp > 1)
-        found = runtime_violations(layout, g, work, cluster(f"{tp}xH100"))
+        broken = runtime_violations(layout, g, work, cluster(f"{tp}xH100"))
         refused = [words for n in g.nodes if not n.is_input and (words := padding_refusal(n, Split(tp=tp)))]
-        assert [(v.message, v.fix) for v in found] == refused
-        assert [v.rule for v in found] == (["runtime-padding"] if op and (tp, type(layer)) == (4, Padded) else [])
-        for v in found:
+        assert [(v.message, v.fix) for v in broken] == refused
+        assert [v.rule for v in broken] == (["runtime-padding"] if op and (tp, type(layer)) == (4, Padded) else [])
+        for v in broken:
             assert f"applies {op} to channels=130, which is padded to divide by tp 4" in v.message
             assert v.fix == (
                 'declare splits = {"channels": Sharded("tp", "whole")} in Padded, or use a tp that divides 130'
@@ -158,7 +158,7 @@ def test_what_megatron_core_computes_wrongly(mix: Layer, layout: Layout, rule: s
 
 
 def test_precisions() -> None:
-    assert found(MoE(SwiGLU(16), 4, 2), 1, "fp8") == ["runtime-precision"]
+    assert refused_rules(MoE(SwiGLU(16), 4, 2), 1, "fp8") == ["runtime-precision"]
 
 
 @pytest.mark.parametrize("name", sorted(examples()))
@@ -179,13 +179,13 @@ def test_the_runtime_has_these_limits() -> None:
 
 
 def test_a_plan_that_the_runtime_does_not_run_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    asked = ["gpt2", "--gpus", "1xH100", "--precision", "fp8", "-o", str(tmp_path / "plan.json")]
-    assert main(asked) == 0
-    said = capsys.readouterr().out
-    assert "cannot run this plan: the runtime does not train in fp8 [runtime-precision]" in said
-    assert "Next: megaloom export " in said
-    assert said.endswith("(our own runtime cannot run it: the runtime does not train in fp8)\n")
-    assert main([*asked, "--lint", "--dp", "1"]) == 0
+    arguments = ["gpt2", "--gpus", "1xH100", "--precision", "fp8", "-o", str(tmp_path / "plan.json")]
+    assert main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "cannot run this plan: the runtime does not train in fp8 [runtime-precision]" in output
+    assert "Next: megaloom export " in output
+    assert output.endswith("(our own runtime cannot run it: the runtime does not train in fp8)\n")
+    assert main([*arguments, "--lint", "--dp", "1"]) == 0
     assert "[runtime-precision]" in capsys.readouterr().out
 
 
@@ -194,15 +194,15 @@ def test_lint_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     rules = json.loads(capsys.readouterr().out)["rules"]
     assert {"id", "sentence", "fix", "owner", "source"} == {*rules[0]}
     assert {rule["owner"] for rule in rules} == {*Owner} and len({rule["id"] for rule in rules}) == len(rules)
-    asked = ["mixtral-8x7b", "--gpus", "8xH100", "--tp", "8", "--no-sequence-parallel", "--precision", "fp8"]
-    assert main([*asked, "--lint", "--json"]) == 2
-    found = json.loads(capsys.readouterr().out)
-    names = {name: [each["rule"] for each in found[name]] for name in ("violations", "limits", "wrong")}
+    arguments = ["mixtral-8x7b", "--gpus", "8xH100", "--tp", "8", "--no-sequence-parallel", "--precision", "fp8"]
+    assert main([*arguments, "--lint", "--json"]) == 2
+    output = json.loads(capsys.readouterr().out)
+    names = {name: [each["rule"] for each in output[name]] for name in ("violations", "limits", "wrong")}
     assert names == {"violations": ["moe-sp"], "limits": ["runtime-precision"], "wrong": ["experts-reduced"]}
 
 
 def test_plans_for_megatron_core_leave_out_what_it_computes_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [
+    arguments = [
         "mixtral-8x7b",
         "--gpus",
         "8xH200",
@@ -216,7 +216,7 @@ def test_plans_for_megatron_core_leave_out_what_it_computes_wrongly(capsys: pyte
         "--etp",
         "1",
     ]
-    assert main([*asked, "--runtime", "megatron"]) == 2
-    said = capsys.readouterr().err
-    assert "experts have ep 1 and etp 1, but tp is 8 [experts-reduced]" in said
-    assert said.endswith("use --ep 2 instead of --ep 1\nuse --etp 8 instead of --etp 1\n")
+    assert main([*arguments, "--runtime", "megatron"]) == 2
+    output = capsys.readouterr().err
+    assert "experts have ep 1 and etp 1, but tp is 8 [experts-reduced]" in output
+    assert output.endswith("use --ep 2 instead of --ep 1\nuse --etp 8 instead of --etp 1\n")

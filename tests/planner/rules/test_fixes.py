@@ -24,27 +24,27 @@ NUMBERED = re.compile(rf"\b({WORDS})(?: of)? (\d+)(?: or (\d+))?")
 DEVICES = re.compile(r"([\d,]+) devices")
 
 
-def ways(fix: str) -> Iterator[dict[str, int]]:
+def changes(fix: str) -> Iterator[dict[str, int]]:
     """The changes that a fix names, each as the values that it gives."""
     for part in re.split(r", (?:or )?|(?<=\d), ", re.sub(r"(\d),(\d{3})", r"\1\2", fix)):
         if devices := DEVICES.search(part):
             yield {"count": int(devices[1])}
-        found = [(NAMES.get(name, name), [int(n) for n in numbers if n]) for name, *numbers in NUMBERED.findall(part)]
-        for values in product(*(numbers for _, numbers in found)):
+        matches = [(NAMES.get(name, name), [int(n) for n in numbers if n]) for name, *numbers in NUMBERED.findall(part)]
+        for values in product(*(numbers for _, numbers in matches)):
             if values:
-                yield dict(zip((name for name, _ in found), values, strict=True))
+                yield dict(zip((name for name, _ in matches), values, strict=True))
 
 
 def mended(case: Case, change: dict[str, int]) -> tuple[Layout, Workload, Cluster]:
     """The case with these values, dp taking what the axes then leave of as many devices, or of those that are named."""
-    said = {name: value for name, value in change.items() if name in ("batch", "seq")}
-    axes = {name: value for name, value in change.items() if name not in (*said, "count")}
+    workload = {name: value for name, value in change.items() if name in ("batch", "seq")}
+    axes = {name: value for name, value in change.items() if name not in (*workload, "count")}
     x, count = evolve(case.layout, **axes), change.get("count", case.layout.world)
     inner = x.tp * x.pp * x.cp
     if {"tp", "pp", "cp", "count"} & {*change} and count % inner == 0:
         x = evolve(x, dp=count // inner)
     world = change.get("count", case.world)
-    return x, evolve(case.workload, **said), evolve(cluster("1xH100"), count=world)
+    return x, evolve(case.workload, **workload), evolve(cluster("1xH100"), count=world)
 
 
 def test_what_is_said_to_work_works() -> None:
@@ -52,7 +52,7 @@ def test_what_is_said_to_work_works() -> None:
     for case in drawn(COUNT, SEED):
         g, machine = declared(case.decoder), evolve(cluster("1xH100"), count=case.world)
         for wrong in violations(case.layout, g, case.workload, machine):
-            for change in ways(wrong.fix):
+            for change in changes(wrong.fix):
                 tried[wrong.rule] += 1
                 layout, work, devices = mended(case, change)
                 left = {v.rule for v in violations(layout, g, work, devices)}

@@ -44,10 +44,10 @@ def test_both_answers_are_given_often(verdicts: list[Verdict]) -> None:
 
 
 def test_each_rule_of_megatron_core_is_one_that_it_gives_up_by(verdicts: list[Verdict]) -> None:
-    said = {v.refusal.where for v in verdicts if v.refusal}
+    raised = {v.refusal.where for v in verdicts if v.refusal}
     theirs = {rule.id for rule in RULES if rule.owner in (Owner.CORE, Owner.CALLERS)} | CORE_ALONE
-    assert {rule for rule in theirs if not SOURCES[rule] & said} == set()
-    assert said <= set().union(*(SOURCES[rule] for rule in theirs))
+    assert {rule for rule in theirs if not SOURCES[rule] & raised} == set()
+    assert raised <= set().union(*(SOURCES[rule] for rule in theirs))
 
 
 def test_what_else_is_refused_megatron_core_takes(verdicts: list[Verdict]) -> None:
@@ -70,15 +70,15 @@ def test_every_published_layout_that_ran_is_legal() -> None:
 def test_a_published_recipe_for_more_devices_than_it_has_is_refused() -> None:
     """Megatron-Bridge's docs/performance-summary-archive.md, container 25.09: DeepSeek-V3 on 256 GB200, PP8 EP64."""
     layout, work = Layout(dp=32, pp=8, vpp=2, ep=64), Workload(seq=4096, batch=2048)
-    found = violations(layout, graph(find("deepseek-v3-mtp")[0]), work, cluster("256xGB200"))
-    assert [str(v) for v in found] == [
+    broken = violations(layout, graph(find("deepseek-v3-mtp")[0]), work, cluster("256xGB200"))
+    assert [str(v) for v in broken] == [
         "pp 8 x 64 (the larger of tp x cp = 1 and ep x etp = 64) needs 512 devices or a multiple, but there are 256 "
         "[expert-grid]\nuse ep 32, or pp 4, or 512 devices"
     ]
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("arguments", "message"),
     [
         (
             "deepseek-v3 --gpus 128xH100 --pp 16 --ep 64",
@@ -98,7 +98,7 @@ def test_a_published_recipe_for_more_devices_than_it_has_is_refused() -> None:
     ],
 )
 def test_too_few_devices_are_refused_with_how_many_it_takes(
-    asked: str, said: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(asked.split()) == 2
-    assert said in capsys.readouterr().err
+    assert main(arguments.split()) == 2
+    assert message in capsys.readouterr().err

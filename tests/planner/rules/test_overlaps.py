@@ -71,24 +71,24 @@ ASKED = "llama3-8b --gpus 8xH100 --runtime megatron --tp 2 --sequence-parallel -
 
 
 @pytest.mark.parametrize(
-    ("said", "found"), [("none", []), ("tensor,gradients", ["gradients", "tensor"]), ("gradients", ["gradients"])]
+    ("message", "result"), [("none", []), ("tensor,gradients", ["gradients", "tensor"]), ("gradients", ["gradients"])]
 )
-def test_a_command_line_says_what_overlaps(said: str, found: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ASKED.split(), said]) == 0
-    assert json.loads(capsys.readouterr().out)["plans"][0]["layout"]["overlaps"] == found
+def test_a_command_line_says_what_overlaps(message: str, result: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED.split(), message]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["layout"]["overlaps"] == result
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("arguments", "message"),
     [
         ("grads", "--overlap must be some of gradients, weights, tensor, experts, or none; got 'grads'"),
         ("grads --lint", "got 'grads'"),
         ("weights --no-distributed-optimizer", "[overlap-weights]"),
     ],
 )
-def test_what_cannot_overlap_is_refused(asked: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(f"{ASKED} {asked}".split()) == 2
-    assert said in capsys.readouterr().err
+def test_what_cannot_overlap_is_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"{ASKED} {arguments}".split()) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_runtime_does_not_run_what_overlaps_inside() -> None:

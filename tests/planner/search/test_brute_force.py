@@ -81,7 +81,7 @@ def legal(candidates: Candidates) -> list[Layout]:
     """Every layout of the search's space, by its rules alone: with all the overlap that may be, and with less."""
     g, work, inner = candidates.pricer.graph, candidates.pricer.workload, candidates.pricer.inner
     lower_bounds = LowerBounds(candidates.base_layouts, candidates.pricer.cost_cache)
-    found, place = variants(
+    result, base = variants(
         g,
         work,
         candidates.base_layouts,
@@ -89,9 +89,9 @@ def legal(candidates: Candidates) -> list[Layout]:
         lower_bounds.module_sets(np.arange(len(candidates.base_layouts))),
         inner,
     )
-    worth = lower_bounds.worth_recomputing(found, place)
-    assert len(found) == candidates.count == len({found[i] for i in range(len(found))})
-    most = [found[i] for i in range(len(found)) if worth[i]]
+    worth = lower_bounds.worth_recomputing(result, base)
+    assert len(result) == candidates.count == len({result[i] for i in range(len(result))})
+    most = [result[i] for i in range(len(result)) if worth[i]]
     return [y for x in most for y in (x, *candidates.pricer.fewer_overlaps(x))]
 
 
@@ -108,16 +108,16 @@ def test_the_search_equals_brute_force(
     every = legal(Candidates(apart, {}))
     assert not any(violations(x, g, work, devices) for x in every)
     priced = sorted((p for x in every if (p := apart.price(x)).partition.fits), key=lambda p: p.seconds)
-    found = search(candidates, sure, many)
-    assert [p.seconds for p in found] == sorted(p.seconds for p in found)
-    assert min(many, len(priced)) <= len({p.layout for p in found}) == len(found)
-    ours, theirs = quickest(found), quickest(priced)
+    result = search(candidates, sure, many)
+    assert [p.seconds for p in result] == sorted(p.seconds for p in result)
+    assert min(many, len(priced)) <= len({p.layout for p in result}) == len(result)
+    ours, theirs = quickest(result), quickest(priced)
     assert sorted(ours.values())[:sure] == sorted(theirs.values())[:sure]
     for one in sorted(theirs, key=theirs.__getitem__)[:sure]:  # of each all that are as quick
         as_quick = {p.layout for p in priced if device_mesh(p.layout) == one and p.seconds < theirs[one] * TIE_RATIO}
-        assert as_quick <= {p.layout for p in found} or list(theirs.values()).count(theirs[one]) > 1
+        assert as_quick <= {p.layout for p in result} or list(theirs.values()).count(theirs[one]) > 1
     if priced:
-        best = simplest(found)
+        best = simplest(result)
         assert complexity(best.layout) == complexity(simplest(priced).layout)
 
 
@@ -141,10 +141,10 @@ def equal(g: Graph, devices: Cluster, work: Workload, fixed: dict[str, int], run
     every = legal(other) if len(other.base_layouts) else []
     assert too_many_partitions(len(apart.structure.cut_points) - 1)[fixed["pp"] * fixed["vpp"]]
     priced = sorted((p for x in every if (p := apart.price(x)).partition.fits), key=lambda p: p.seconds)
-    found = search(candidates, 1, 1) if len(candidates.base_layouts) else []
-    assert [p.seconds for p in found][:1] == [p.seconds for p in priced][:1]
+    result = search(candidates, 1, 1) if len(candidates.base_layouts) else []
+    assert [p.seconds for p in result][:1] == [p.seconds for p in priced][:1]
     if priced:
-        assert {p.layout for p in priced if p.seconds < priced[0].seconds * TIE_RATIO} <= {p.layout for p in found}
+        assert {p.layout for p in priced if p.seconds < priced[0].seconds * TIE_RATIO} <= {p.layout for p in result}
 
 
 @settings(max_examples=INSTANCES)
@@ -161,9 +161,9 @@ def test_a_weight_that_chunks_share_is_there_once() -> None:
     equal(g, machine(2, 49233), Workload(seq=48, batch=4), {"pp": 2, "vpp": 3, "tp": 1, "cp": 1}, Runtime.MEGATRON)
 
 
-def quickest(found: list[Priced]) -> dict[DeviceMesh, float]:
+def quickest(result: list[Priced]) -> dict[DeviceMesh, float]:
     """The seconds of the best of each way; the quickest is first."""
-    return {device_mesh(p.layout): p.seconds for p in reversed(found)}
+    return {device_mesh(p.layout): p.seconds for p in reversed(result)}
 
 
 @settings(max_examples=INSTANCES // 3)

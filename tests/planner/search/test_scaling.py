@@ -33,25 +33,25 @@ def test_a_row_of_clusters() -> None:
 
 
 def test_each_point_is_the_best_there() -> None:
-    found = list(scaling_points(graph(llama3_8b()), clusters_in_range("1..4xH100"), work, {}, 0.05))
-    assert [p.cluster.count for p in found] == [1, 2, 4]
-    for p in found:
+    results = list(scaling_points(graph(llama3_8b()), clusters_in_range("1..4xH100"), work, {}, 0.05))
+    assert [p.cluster.count for p in results] == [1, 2, 4]
+    for p in results:
         if p.best is None:
             with pytest.raises(UserError):
                 plan(llama3_8b(), p.cluster, work(p.cluster), ref="")
         else:
             best = plan(llama3_8b(), p.cluster, work(p.cluster), ref="").best
             assert (p.best.layout, p.best.prediction) == (best.layout, best.predicted)
-    assert found[0].best is None  # 8 billion parameters with their optimizer are more than one device holds
-    assert found[2].best is not None
+    assert results[0].best is None  # 8 billion parameters with their optimizer are more than one device holds
+    assert results[2].best is not None
 
 
 def test_less_memory_takes_longer() -> None:
-    found = [
+    results = [
         p.best for p in scaling_points(graph(llama3_8b()), clusters_in_range("8xH100"), work, {}, 0.05, pareto=True)
     ]
-    assert len(found) > 2
-    for quick, lean in pairwise(found):
+    assert len(results) > 2
+    for quick, lean in pairwise(results):
         assert quick is not None
         assert lean is not None
         assert quick.seconds < lean.seconds * 1.002  # of layouts as quick as the quickest the simplest is shown
@@ -61,10 +61,10 @@ def test_less_memory_takes_longer() -> None:
 def test_none_shown_is_beaten_by_fewer_devices() -> None:
     """Time by token, memory of a device, devices: each shown is better than every other in one of them."""
     few = Workload(seq=1024, batch=4)  # too few for 16 devices to be much quicker than 4
-    found = scaling_points(graph(gpt2()), clusters_in_range("4..16xH100"), lambda _: few, {}, 0.05, pareto=True)
-    said = [(p.best.seconds, max(p.best.partition.peaks), p.cluster.count) for p in found if p.best]
-    assert {n for *_, n in said} == {4, 8, 16}
-    for one, other in permutations(said, 2):
+    result = scaling_points(graph(gpt2()), clusters_in_range("4..16xH100"), lambda _: few, {}, 0.05, pareto=True)
+    points = [(p.best.seconds, max(p.best.partition.peaks), p.cluster.count) for p in result if p.best]
+    assert {n for *_, n in points} == {4, 8, 16}
+    for one, other in permutations(points, 2):
         assert any(x < y for x, y in zip(one, other, strict=True)), (one, other)
 
 
@@ -103,16 +103,16 @@ def test_lint(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpt2", "--gpus", "8xH100", "--lint", "--tp", "2"]) == 0
     capsys.readouterr()
     assert main(["gpt2", "--gpus", "8xH100", "--lint", "--tp", "8", "--vpp", "2"]) == 2
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for rule in ("tp-heads", "vpp-pp"):
-        assert f"[{rule}]" in said
+        assert f"[{rule}]" in output
 
 
 def test_lint_takes_what_a_search_would_find(capsys: pytest.CaptureFixture[str]) -> None:
     """Experts under tp need sequence parallelism: what is not said of it is not broken, what is said may be."""
-    asked = ["mixtral-8x7b", "--gpus", "16xH100", "--lint", "--tp", "2", "--ep", "8"]
-    assert main(asked) == 0
-    assert main([*asked, "--no-sequence-parallel"]) == 2
+    arguments = ["mixtral-8x7b", "--gpus", "16xH100", "--lint", "--tp", "2", "--ep", "8"]
+    assert main(arguments) == 0
+    assert main([*arguments, "--no-sequence-parallel"]) == 2
     assert "[moe-sp]" in capsys.readouterr().out
 
 
@@ -120,6 +120,6 @@ def test_headroom(capsys: pytest.CaptureFixture[str]) -> None:
     machine, load = cluster("8xH100"), Workload(seq=2048, batch=32)
     for free in (0.0, 0.3, 0.6):
         best = plan(llama3_8b(), machine, load, ref="", headroom=free).best
-        assert max(sum(held.values()) for held in best.predicted.nbytes) <= (1 - free) * machine.device.nbytes
+        assert max(sum(nbytes.values()) for nbytes in best.predicted.nbytes) <= (1 - free) * machine.device.nbytes
     assert main(["gpt2", "--memory-headroom", "110%"]) == 2
     assert "10% or 0.1" in capsys.readouterr().err

@@ -55,7 +55,7 @@ def small(name: str, mib: int) -> Cluster:
     return evolve(machine, device=device, **links)
 
 
-def found(model: Model, machine: str | Cluster, work: Workload = WORK, **fixed: Any) -> Found:
+def planned(model: Model, machine: str | Cluster, work: Workload = WORK, **fixed: Any) -> Found:
     where = cluster(machine) if isinstance(machine, str) else machine
     return plan(model, where, work, ref="tests:model", fixed=fixed)
 
@@ -75,7 +75,7 @@ def test_nothing_legal_that_fits_is_quicker(model: Model, machine: Cluster) -> N
     pricer = Pricer(graph(model), machine, WORK)
     candidates = Candidates(pricer, {})
     lower_bounds = LowerBounds(candidates.base_layouts, pricer.cost_cache)
-    layouts, place = variants(
+    layouts, base = variants(
         pricer.graph,
         WORK,
         candidates.base_layouts,
@@ -85,31 +85,31 @@ def test_nothing_legal_that_fits_is_quicker(model: Model, machine: Cluster) -> N
     legal = [layouts[i] for i in range(len(layouts))]
     assert len(legal) == candidates.count
     assert not any(violations(x, pricer.graph, WORK, machine) for x in legal)
-    worth = lower_bounds.worth_recomputing(layouts, place)
+    worth = lower_bounds.worth_recomputing(layouts, base)
     fitting = [p for x, w in zip(legal, worth, strict=True) if w and (p := pricer.price(x)).partition.fits]
     every = sorted(p.seconds for p in fitting)
     best = [(p.seconds, device_mesh(p.layout)) for p in search(candidates)]
     assert len(every) > 2
     assert best[0][0] == every[0]
-    ways = {device_mesh(p.layout) for p in fitting}
-    quickest = sorted(min(p.seconds for p in fitting if device_mesh(p.layout) == one) for one in ways)
+    meshes = {device_mesh(p.layout) for p in fitting}
+    quickest = sorted(min(p.seconds for p in fitting if device_mesh(p.layout) == one) for one in meshes)
     assert (
         sorted(min(t for t, other in best if other == one) for one in {one for _, one in best})[:PROVEN_MESHES]
         == quickest[:PROVEN_MESHES]
     )
     assert len(every) < len(legal)  # the memory ruled some out
-    assert every[0] <= found(model, machine).best.predicted.step_seconds <= TIE_RATIO * every[0]
+    assert every[0] <= planned(model, machine).best.predicted.step_seconds <= TIE_RATIO * every[0]
 
 
 @pytest.mark.parametrize("model", [llama3_8b(), mixtral("m", 8, 32, 8, 4096, 14336)], ids=lambda m: str(m.name))
 def test_what_is_found_is_legal_and_fits(model: Model) -> None:
     work = Workload(seq=4096, batch=48)
-    got = found(model, "16xH100", work)
+    got = planned(model, "16xH100", work)
     plans = sorted([got.best, *got.others, *got.variants], key=lambda p: p.predicted.step_seconds)
     assert len(plans) == SIMULATED
     for p in plans:
         assert not violations(p.layout, graph(model), work, p.cluster)
-        assert max(sum(held.values()) for held in p.predicted.nbytes) < p.cluster.device.nbytes
+        assert max(sum(nbytes.values()) for nbytes in p.predicted.nbytes) < p.cluster.device.nbytes
         assert p.fingerprint == fingerprint(model)
         assert p.reasons
     steps = [p.predicted.step_seconds for p in plans]
@@ -119,7 +119,7 @@ def test_what_is_found_is_legal_and_fits(model: Model) -> None:
 
 @pytest.mark.parametrize("model", [llama3_8b(), mixtral("m", 8, 32, 8, 4096, 14336)], ids=lambda m: str(m.name))
 def test_the_next_best_deal_the_devices_in_another_way(model: Model) -> None:
-    got = found(model, "16xH100", Workload(seq=4096, batch=48))
+    got = planned(model, "16xH100", Workload(seq=4096, batch=48))
     shown = [got.best, *got.others]
     assert len({device_mesh(p.layout) for p in shown}) == len(shown) >= PROVEN_MESHES
     steps = [p.predicted.step_seconds for p in shown]
@@ -130,19 +130,19 @@ def test_the_next_best_deal_the_devices_in_another_way(model: Model) -> None:
 
 
 def test_of_one_way_the_next_best_are_its_variants() -> None:
-    got = found(llama3_8b(), "8xH100", Workload(seq=8192, batch=64), tp=2, pp=2, cp=1, dp=2)
+    got = planned(llama3_8b(), "8xH100", Workload(seq=8192, batch=64), tp=2, pp=2, cp=1, dp=2)
     assert len(got.others) > PROVEN_MESHES
     assert {device_mesh(p.layout) for p in (got.best, *got.others)} == {(2, 2, 2, 1, 1, 1)}
     assert got.variants == ()
 
 
 def test_of_layouts_as_quick_the_simpler_wins() -> None:
-    got = found(stdlib_gpt(), "1xCPU", Workload(seq=64, batch=1, precision=Precision.FP32))
+    got = planned(stdlib_gpt(), "1xCPU", Workload(seq=64, batch=1, precision=Precision.FP32))
     assert got.best.layout == Layout()
 
 
 def test_processes_on_a_cpu() -> None:
-    got = found(stdlib_gpt(), "4xCPU", Workload(seq=256, batch=32, precision=Precision.FP32))
+    got = planned(stdlib_gpt(), "4xCPU", Workload(seq=256, batch=32, precision=Precision.FP32))
     assert got.best.layout.world == 4
     assert got.best.layout.dp == 4  # links are slow, the model is small
     assert "gradient communication" in got.best.predicted.breakdown
@@ -150,19 +150,19 @@ def test_processes_on_a_cpu() -> None:
 
 def test_what_is_fixed_stays() -> None:
     fixed = {"pp": 2, "tp": 2, "sequence_parallel": True, "recompute": Recompute.FULL, "micro_batch": 3, "vpp": 2}
-    got = found(TIED, "8xH100", WORK, **fixed)
+    got = planned(TIED, "8xH100", WORK, **fixed)
     for p in (got.best, *got.others, *got.variants):
         assert {name: getattr(p.layout, name) for name in fixed} == fixed
         assert p.layout.recompute is Recompute.FULL
     whole = evolve(got.best.layout, dp=1, cp=2)
-    only = found(TIED, "8xH100", WORK, **{name: getattr(whole, name) for name in FIELDS})
+    only = planned(TIED, "8xH100", WORK, **{name: getattr(whole, name) for name in FIELDS})
     assert only.best.layout == whole
     assert only.others == ()
 
 
 def test_rules_that_fixed_values_break_are_all_named() -> None:
     with pytest.raises(UserError) as raised:
-        found(DENSE, "8xH100", WORK, tp=4, vpp=2, pp=1)
+        planned(DENSE, "8xH100", WORK, tp=4, vpp=2, pp=1)
     text = str(raised.value)
     for rule in ("tp-heads", "tp-kv-heads", "vpp-pp"):
         assert f"[{rule}]" in text
@@ -171,7 +171,7 @@ def test_rules_that_fixed_values_break_are_all_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fixed", "said"),
+    ("fixed", "message"),
     [
         ({"tpp": 2}, "a layout has no 'tpp'"),
         ({"tp": "2"}, "tp must be a whole number, got '2'"),
@@ -181,14 +181,14 @@ def test_rules_that_fixed_values_break_are_all_named() -> None:
         ({"dp": 5}, "dp 5"),
     ],
 )
-def test_what_cannot_be_fixed(fixed: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        found(DENSE, "8xH100", WORK, **fixed)
+def test_what_cannot_be_fixed(fixed: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        planned(DENSE, "8xH100", WORK, **fixed)
 
 
 def test_as_many_are_shown_as_are_asked_for() -> None:
     """Other ways first; on a prime number of devices there are too few, and variants of these beside them."""
-    got = found(DENSE, "7xH100", Workload(seq=256, batch=14))
+    got = planned(DENSE, "7xH100", Workload(seq=256, batch=14))
     assert len(got.others) < 4 <= len(got.variants)
     for count in range(6):
         shown = got.next(count)
@@ -198,20 +198,20 @@ def test_as_many_are_shown_as_are_asked_for() -> None:
 
 def test_when_nothing_fits_the_nearest_miss_is_told() -> None:
     with pytest.raises(UserError) as raised:
-        found(llama3_70b(), "8xH100", Workload(seq=4096, batch=64))
+        planned(llama3_70b(), "8xH100", Workload(seq=4096, batch=64))
     text = str(raised.value)
     assert "no layout of llama3-70b on 8xH100 fits the memory" in text
     assert "pipeline rank 0 needs" in text
     assert "GiB more than" in text
     assert "\n24xH100 fits: " in text
     assert "\n8xB300 fits: " in text
-    for said in re.findall(r"fits: (.*)", text):  # as one would lay it out: tensor parallelism stays in a node
-        assert all(int(tp) <= 8 for tp in re.findall(r"tp(\d+)", said))
+    for message in re.findall(r"fits: (.*)", text):  # as one would lay it out: tensor parallelism stays in a node
+        assert all(int(tp) <= 8 for tp in re.findall(r"tp(\d+)", message))
 
 
 def test_however_many_devices_it_takes() -> None:
     with pytest.raises(UserError, match=r"\n128xH100 fits: "):
-        found(llama3_405b(), "1xH100", Workload(seq=4096, batch=1))
+        planned(llama3_405b(), "1xH100", Workload(seq=4096, batch=1))
 
 
 def test_every_kind_of_change_is_tried() -> None:
@@ -231,11 +231,11 @@ def test_every_kind_of_change_is_tried() -> None:
 
 def test_freeing_what_is_fixed_is_the_smallest_change() -> None:
     with pytest.raises(UserError, match=r"recompute selective instead of none fits: mbs1 recompute"):
-        found(DENSE, small("1xH100", 17), Workload(seq=768, batch=1), recompute="none")
+        planned(DENSE, small("1xH100", 17), Workload(seq=768, batch=1), recompute="none")
 
 
 def test_neighbours_that_cannot_be_had_have_a_cause() -> None:
-    got = found(llama3_8b(), "8xH100", Workload(seq=8192, batch=64))
+    got = planned(llama3_8b(), "8xH100", Workload(seq=8192, batch=64))
     causes = {str(r.layout): r.cause for r in got.rejected}
     assert any("pipeline rank" in cause and "GiB more" in cause for cause in causes.values())
     assert all("[" in cause or "more than" in cause for cause in causes.values())
@@ -243,7 +243,7 @@ def test_neighbours_that_cannot_be_had_have_a_cause() -> None:
 
 
 def test_the_reasons_have_numbers() -> None:
-    best = found(llama3_8b(), "8xH100", Workload(seq=8192, batch=64)).best
+    best = planned(llama3_8b(), "8xH100", Workload(seq=8192, batch=64)).best
     assert str(best.layout) in best.reasons[0]
     assert "MFU" in best.reasons[0]
     assert "legal layouts" in best.reasons[0]
@@ -254,20 +254,20 @@ def test_the_reasons_have_numbers() -> None:
 
 
 def test_progress_begins_early_and_ends_with_the_best() -> None:
-    told: list[Progress] = []
+    reports: list[Progress] = []
     got = plan(
-        llama3_8b(), cluster("64xH100"), Workload(seq=8192, batch=256), ref="tests:model", on_progress=told.append
+        llama3_8b(), cluster("64xH100"), Workload(seq=8192, batch=256), ref="tests:model", on_progress=reports.append
     )
-    steps = [p.seconds for p in told]
+    steps = [p.seconds for p in reports]
     assert steps == sorted(steps, reverse=True)
-    assert told[0].lower_bound == 0  # before all layouts are known
-    assert [p.lower_bound for p in told] == sorted(p.lower_bound for p in told)
-    assert 0 <= told[-1].gap <= told[1].gap < 1
+    assert reports[0].lower_bound == 0  # before all layouts are known
+    assert [p.lower_bound for p in reports] == sorted(p.lower_bound for p in reports)
+    assert 0 <= reports[-1].gap <= reports[1].gap < 1
     assert steps[-1] == min(p.predicted.step_seconds for p in (got.best, *got.others, *got.variants))
     assert got.gap is None
 
 
 def test_a_published_choice_is_near_the_top() -> None:
     """GPT-2 XL on one node trains with data parallelism alone."""
-    got = found(gpt2_xl(), "8xH100", Workload(seq=1024, batch=512))
+    got = planned(gpt2_xl(), "8xH100", Workload(seq=1024, batch=512))
     assert got.best.layout.dp * got.best.layout.cp == 8

@@ -51,8 +51,8 @@ def test_suggested_values_are_legal_with_all_other_fixed_fields(
         assert set(change) <= set(fixed) and all(fixed[name] != value for name, value in change.items())
         candidates = Candidates(pricer, {**fixed, **change})
         assert candidates.count
-        found = candidates.bound_all() and candidates.variants(candidates.numbers[:1] * 0)
-        assert not any(violations(found.layouts[i], g, work, devices) for i in range(len(found)))
+        result = candidates.bound_all() and candidates.variants(candidates.numbers[:1] * 0)
+        assert not any(violations(result.layouts[i], g, work, devices) for i in range(len(result)))
     assert nothing_legal(pricer, fixed)
 
 

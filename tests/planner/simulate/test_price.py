@@ -66,20 +66,20 @@ def visited(call: Any) -> dict[str, set[str]]:
         call()
     finally:
         sys.setprofile(None)
-    counted = {path: {name for line, name in found if line not in trivial(path)} for path, found in entered.items()}
+    counted = {path: {name for line, name in results if line not in trivial(path)} for path, results in entered.items()}
     return {str(path.relative_to(ROOT)): names for path, names in counted.items() if names}
 
 
 def trivial(path: Path) -> set[int]:
     """Return the first lines of the properties in a file that are one `return`, beside a docstring."""
-    found = set()
+    results = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef) and node.decorator_list:
             names = {ast.unparse(decorator) for decorator in node.decorator_list}
             body = node.body[1:] if ast.get_docstring(node) else node.body
             if names <= {"property", "cached_property"} and len(body) == 1 and isinstance(body[0], ast.Return):
-                found.add(node.decorator_list[0].lineno)
-    return found
+                results.add(node.decorator_list[0].lineno)
+    return results
 
 
 def test_pricing_one_layout_visits_few_files_and_functions() -> None:
@@ -90,10 +90,10 @@ def test_pricing_one_layout_visits_few_files_and_functions() -> None:
     for module in (communication, schedules):  # other layouts may have filled them
         for function in vars(module).values():
             getattr(function, "cache_clear", int)()
-    found = visited(lambda: price_layout(job, layout, 76 * 10**9))
-    assert len(found) <= FILES, sorted(found)
-    assert sum(map(len, found.values())) <= FUNCTIONS, found
-    assert {path: n for path in found if (n := len((ROOT / path).read_text().splitlines())) > LINES} == {}
+    result = visited(lambda: price_layout(job, layout, 76 * 10**9))
+    assert len(result) <= FILES, sorted(result)
+    assert sum(map(len, result.values())) <= FUNCTIONS, result
+    assert {path: n for path in result if (n := len((ROOT / path).read_text().splitlines())) > LINES} == {}
 
 
 @pytest.mark.parametrize("runtime", Runtime)

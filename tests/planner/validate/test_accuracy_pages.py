@@ -22,9 +22,9 @@ def test_a_table_is_up_to_date(name: str) -> None:
 
 
 def test_every_table_has_a_place_and_none_is_empty() -> None:
-    found = {m[2]: m[3] for text in TEXT.values() for m in SECTION.finditer(text)}
-    assert {*found, "summary"} == {*TABLES}
-    assert all(table.count("\n") >= 5 for table in found.values())
+    results = {m[2]: m[3] for text in TEXT.values() for m in SECTION.finditer(text)}
+    assert {*results, "summary"} == {*TABLES}
+    assert all(table.count("\n") >= 5 for table in results.values())
 
 
 def test_the_summary_has_five_rows_of_the_table_of_classes() -> None:

@@ -37,11 +37,11 @@ def test_every_row_has_a_source_and_a_figure_of_its_own() -> None:
 
 def test_all_are_read_and_most_took_what_was_predicted_at_the_least_and_at_the_most() -> None:
     """The intervals are to hold nine of ten."""
-    found = validate_files(RUNS)
-    assert not found.skipped
-    assert 0.8 <= mean(p.inside_interval for p in found.rows) <= 0.99
-    table = markdown(found, TableBy.SOURCE).splitlines()
-    sources = {p.training_run.source for p in found.rows}
+    validation = validate_files(RUNS)
+    assert not validation.skipped
+    assert 0.8 <= mean(p.inside_interval for p in validation.rows) <= 0.99
+    table = markdown(validation, TableBy.SOURCE).splitlines()
+    sources = {p.training_run.source for p in validation.rows}
     assert [line.split(" | ")[0] for line in table[2:]] == [f"| {name}" for name in (*sorted(sources), "all")]
 
 
@@ -49,8 +49,8 @@ def row(tmp_path: Path, changed: dict[str, Any]) -> Any:
     """The run that a changed row is, or why it is none."""
     path = tmp_path / "row.jsonl"
     path.write_text(json.dumps({key: value for key, value in changed.items() if value is not None}))
-    found = validate_files(path)
-    return found.rows[0] if found.rows else found.skipped[0].reason
+    validation = validate_files(path)
+    return validation.rows[0] if validation.rows else validation.skipped[0].reason
 
 
 @pytest.mark.parametrize("sample", [DENSE, SPARSE])
@@ -58,15 +58,15 @@ def test_how_a_row_is_written_does_not_matter(sample: dict[str, Any], tmp_path: 
     """Fields in another order, whole numbers as floats, a precision or a device in other words, words for truths."""
     plain = row(tmp_path, sample)
     other = {key: float(v) if type(v) is int else str(v) if type(v) is bool else v for key, v in sample.items()}
-    said = {"bf16": "bfloat16 mixed", "fp8": "FP8-CS", "mxfp8": "FP8-MX", "nvfp4": "FP4"}[sample["precision_class"]]
-    other |= {"gpu": f"8x NVIDIA {sample['gpu']} GPUs", "precision": said, "precision_class": None}
+    text = {"bf16": "bfloat16 mixed", "fp8": "FP8-CS", "mxfp8": "FP8-MX", "nvfp4": "FP4"}[sample["precision_class"]]
+    other |= {"gpu": f"8x NVIDIA {sample['gpu']} GPUs", "precision": text, "precision_class": None}
     again = row(tmp_path, dict(reversed(other.items())))
     assert again.step_seconds == plain.step_seconds
     assert again.memory_gib == plain.memory_gib
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"),
+    ("message", "kind"),
     [
         ("H100-SXM5-80GB", "H100"),
         ("8xH100", "H100"),
@@ -84,8 +84,8 @@ def test_how_a_row_is_written_does_not_matter(sample: dict[str, Any], tmp_path: 
         ("H100-96GB-HBM2e-500W", "H100-500W"),
     ],
 )
-def test_a_device_in_other_words(said: str, kind: str) -> None:
-    assert row_device({"gpu": said}) == kind
+def test_a_device_in_other_words(message: str, kind: str) -> None:
+    assert row_device({"gpu": message}) == kind
 
 
 def test_a_device_of_other_memory_is_none_of_ours() -> None:
@@ -95,7 +95,7 @@ def test_a_device_of_other_memory_is_none_of_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"),
+    ("message", "kind"),
     [
         ("fp8-ds", "fp8"),
         ("FP8 (float8 linear, rest bf16)", "fp8"),
@@ -106,12 +106,12 @@ def test_a_device_of_other_memory_is_none_of_ours() -> None:
         ("NVFP4", "nvfp4"),
     ],
 )
-def test_a_precision_in_other_words(said: str, kind: str) -> None:
-    assert row_precision({"precision": said}) == kind
+def test_a_precision_in_other_words(message: str, kind: str) -> None:
+    assert row_precision({"precision": message}) == kind
 
 
 @pytest.mark.parametrize(
-    ("said", "name"),
+    ("message", "name"),
     [
         ("meta-llama/Llama-3.1-8B", "llama3.1-8b"),
         ("meta-llama/Llama-2-70b-chat-hf", "llama2-70b"),
@@ -122,8 +122,8 @@ def test_a_precision_in_other_words(said: str, kind: str) -> None:
         ("nvidia/Nemotron-4-340B-Base", "nemotron4-340b"),
     ],
 )
-def test_a_model_may_be_named_alone(said: str, name: str) -> None:
-    assert named_example(said).model.name == name
+def test_a_model_may_be_named_alone(message: str, name: str) -> None:
+    assert named_example(message).model.name == name
 
 
 def test_a_model_that_is_no_example_needs_its_dimensions() -> None:
@@ -147,7 +147,7 @@ def test_truths_in_words(true: object, false: object) -> None:
 
 
 def test_recomputed_modules_may_be_a_list(tmp_path: Path) -> None:
-    listed, named_ = ({**DENSE, "recompute": said} for said in (["layernorm", "mlp"], "selective:layernorm,mlp"))
+    listed, named_ = ({**DENSE, "recompute": text} for text in (["layernorm", "mlp"], "selective:layernorm,mlp"))
     assert row(tmp_path, listed).training_run.layout == row(tmp_path, named_).training_run.layout
     assert (
         row(tmp_path, {**DENSE, "recompute": []}).training_run.layout
@@ -162,11 +162,11 @@ def test_json_of_several_files_is_json(capsys: pytest.CaptureFixture[str], tmp_p
     oom = {**DENSE, "id": "oom", "status": "oom", "step_time_s": None, "tokens_per_s_per_gpu": None}
     mixed.write_text("\n".join(map(json.dumps, (DENSE, oom, {**DENSE, "id": "left", "gpu": "H20"}))))
     assert main(["validate", str(mixed), str(tested), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    output = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     groups = {"source", "gpu", "precision", "rows", "skipped", "median_abs_error", "p90_abs_error", "bias"}
-    assert all({*groups, "pair_accuracy", "top1_regret"} <= {*g} for g in said["groups"])
-    rows = {r["id"]: r for r in said["rows"]}
+    assert all({*groups, "pair_accuracy", "top1_regret"} <= {*g} for g in output["groups"])
+    rows = {r["id"]: r for r in output["rows"]}
     assert rows[DENSE["id"]]["measured_step_seconds"] == DENSE["step_time_s"]
     assert rows["oom"]["measured_step_seconds"] is None and rows["oom"]["predicted_memory_gib"] > 0
     assert "left" not in rows
-    assert sum(g["rows"] for g in said["groups"]) == len(said["rows"]) == 3
+    assert sum(g["rows"] for g in output["groups"]) == len(output["rows"]) == 3

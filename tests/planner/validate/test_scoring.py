@@ -44,10 +44,10 @@ def test_the_classic_runs_on_a100s_are_predicted() -> None:
 
 def test_pipelines_of_many_depths_are_predicted_in_time_and_memory() -> None:
     """1F1B and interleaved runs of Qi et al. (zero bubble, arXiv:2401.10241) on 8 to 32 A100s."""
-    found = [predict(run) for run in sample_runs().values() if run.source == "zero-bubble"]
-    assert len(found) >= 12
-    assert median(abs(p.time_error or 0.0) for p in found) < 0.05
-    assert median(abs(p.memory_error or 0.0) for p in found) < 0.05
+    predictions = [predict(run) for run in sample_runs().values() if run.source == "zero-bubble"]
+    assert len(predictions) >= 12
+    assert median(abs(p.time_error or 0.0) for p in predictions) < 0.05
+    assert median(abs(p.memory_error or 0.0) for p in predictions) < 0.05
 
 
 def test_a_row_becomes_the_model_and_the_layout_that_were_run() -> None:
@@ -83,21 +83,23 @@ def test_megatron_lms_test_with_chunks() -> None:
 def test_what_megatron_lms_own_tests_allocate() -> None:
     """Attention fused, not, latent; all computed again, fp16, chunks, divided sequences, experts, a BERT, 7 billion;
     norms of queries and keys, a fused loss, tests that need not repeat to the bit, torch's softmax."""
-    found = [predict(run) for run in sample_runs().values() if run.source == "megatron-functional"]
-    assert len(found) == 21
-    assert max(abs(p.memory_error or 0.0) for p in found) < 0.036
-    assert median(abs(p.memory_error or 0.0) for p in found) < 0.015
-    assert all((p.training_run.memory_gib or 0.0) <= p.memory_gib_upper < 1.2 * p.memory_gib for p in found)
+    predictions = [predict(run) for run in sample_runs().values() if run.source == "megatron-functional"]
+    assert len(predictions) == 21
+    assert max(abs(p.memory_error or 0.0) for p in predictions) < 0.036
+    assert median(abs(p.memory_error or 0.0) for p in predictions) < 0.015
+    assert all((p.training_run.memory_gib or 0.0) <= p.memory_gib_upper < 1.2 * p.memory_gib for p in predictions)
 
 
 def test_hybrids_of_mamba_are_read_and_predicted() -> None:
     """Nemotron-H 56B, whose layers are counted, and Nemotron 3 Nano, whose order is known by its name."""
     read_ = sample_runs()
-    found = {id: predict(read_[id]) for id in ("dgxc-benchmarking-010", "megatron-bridge-027", "megatron-bridge-110")}
-    sizes = [params(p.training_run.model) / 1e9 for p in found.values()]
+    predictions = {
+        id: predict(read_[id]) for id in ("dgxc-benchmarking-010", "megatron-bridge-027", "megatron-bridge-110")
+    }
+    sizes = [params(p.training_run.model) / 1e9 for p in predictions.values()]
     assert sizes == [pytest.approx(56.3, abs=0.1), pytest.approx(31.6, abs=0.1), pytest.approx(31.6, abs=0.1)]
-    assert [p.training_run.sparse for p in found.values()] == [False, True, True]
-    assert all(abs(p.time_error or 1.0) < 0.05 for p in found.values())
+    assert [p.training_run.sparse for p in predictions.values()] == [False, True, True]
+    assert all(abs(p.time_error or 1.0) < 0.05 for p in predictions.values())
     reasons = sample_reasons()
     assert reasons["megatron-bridge-015"] == "hybrid-mamba-latent-moe is not described well enough"
 
@@ -105,10 +107,12 @@ def test_hybrids_of_mamba_are_read_and_predicted() -> None:
 def test_runs_that_ran_out_of_memory_are_told_from_those_that_fill_it() -> None:
     """Three of BLOOM's benchmarks did; of NVIDIA's that ran some fill their GPUs, one in a graph of the iteration."""
     ran = ("bigscience-bloom-0", "bigscience-bloom-122", "megatron-bridge-0")
-    found = {run.id: predict(run) for run in sample_runs().values() if run.id.startswith(ran)}
-    out = {id for id, p in found.items() if p.out_of_memory}
-    assert len(out) == 3 and out == {id for id, p in found.items() if p.training_run.oom}
-    full = {id for id, p in found.items() if p.memory_gib * 2**30 > 0.85 * p.training_run.cluster.device.nbytes} - out
+    predictions = {run.id: predict(run) for run in sample_runs().values() if run.id.startswith(ran)}
+    out = {id for id, p in predictions.items() if p.out_of_memory}
+    assert len(out) == 3 and out == {id for id, p in predictions.items() if p.training_run.oom}
+    full = {
+        id for id, p in predictions.items() if p.memory_gib * 2**30 > 0.85 * p.training_run.cluster.device.nbytes
+    } - out
     assert full >= {f"megatron-bridge-0{n}" for n in ("07", "35", "87", "88")}
     assert "graphs" in priced_as(sample_runs()["megatron-bridge-007"]).prediction.nbytes[0]
 
@@ -134,9 +138,9 @@ def test_a_row_of_any_kind_is_scored_or_left_out_with_its_reason(row: Any, odd: 
     with NamedTemporaryFile("w", suffix=".jsonl") as file:
         file.write(json.dumps(gone))
         file.flush()
-        found = validate_files(file.name)
-    assert len(found.rows) + len(found.skipped) == 1
-    assert all(s.reason for s in found.skipped)
+        validation = validate_files(file.name)
+    assert len(validation.rows) + len(validation.skipped) == 1
+    assert all(s.reason for s in validation.skipped)
 
 
 @settings(deadline=None, max_examples=60)
@@ -147,9 +151,9 @@ def test_a_record_of_any_kind_is_scored_or_left_out_with_its_reason(record: Any,
     with NamedTemporaryFile("w", suffix=".jsonl") as file:
         file.write(json.dumps(gone))
         file.flush()
-        found = validate_files(file.name)
-    assert len(found.rows) + len(found.skipped) == 1
-    assert all(s.reason for s in found.skipped)
+        validation = validate_files(file.name)
+    assert len(validation.rows) + len(validation.skipped) == 1
+    assert all(s.reason for s in validation.skipped)
 
 
 @pytest.mark.parametrize(
@@ -179,10 +183,13 @@ def test_a_layout_that_needs_more_devices_is_refused(tmp_path: Path) -> None:
     path.write_text(
         "\n".join(json.dumps({**row, **change}) for change in ({}, {"num_gpus": 256}, {"gbs": 100, "ep": 32}))
     )
-    found = validate_files(path)
-    assert len(found.rows) == 1
-    assert ["needs 256 devices or a multiple, but there are 128" in s.reason for s in found.skipped] == [True, False]
-    assert "a batch of 100 is not a multiple of dp 32" in found.skipped[1].reason
+    validation = validate_files(path)
+    assert len(validation.rows) == 1
+    assert ["needs 256 devices or a multiple, but there are 128" in s.reason for s in validation.skipped] == [
+        True,
+        False,
+    ]
+    assert "a batch of 100 is not a multiple of dp 32" in validation.skipped[1].reason
 
 
 def test_what_a_row_leaves_out_follows_from_the_rest(tmp_path: Path) -> None:
@@ -199,12 +206,12 @@ def test_the_scores_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     few = tmp_path / "few.jsonl"
     few.write_text("\n".join(OLDER.read_text().splitlines()[:4]))
     assert main(["validate", str(few), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said == json.loads(json.dumps(validation_json(validate_files(few))))
+    output = json.loads(capsys.readouterr().out)
+    assert output == json.loads(json.dumps(validation_json(validate_files(few))))
     assert {"source", "gpu", "precision", "rows", "skipped", "median_abs_error", "p90_abs_error", "bias"} <= {
-        *said["groups"][0]
+        *output["groups"][0]
     }
-    assert said["rows"][0]["id"] == "sc21-001"
+    assert output["rows"][0]["id"] == "sc21-001"
     tested = tmp_path / "tested.jsonl"
     tested.write_text(record_line(shipped_records()["bert_mcore_tp1_pp2/dev_dgx_a100"]))
     assert main(["validate", str(few), str(tested), "--json"]) == 0

@@ -80,8 +80,8 @@ def laid(plan: Plan, layout: Layout) -> Plan:
     (whole,) = plan.stages
     if layout.pp == 1:
         return evolve(plan, layout=layout)
-    places = graph(find(plan.model)[0]).cut_points
-    middle = places[len(places) // 2]
+    cut_points = graph(find(plan.model)[0]).cut_points
+    middle = cut_points[len(cut_points) // 2]
     stages = evolve(whole, stop=middle), evolve(whole, rank=1, start=middle)
     return evolve(plan, layout=layout, stages=stages)
 
@@ -121,16 +121,16 @@ def plans(plan_of: Callable[..., Plan]) -> dict[str, Plan]:
 @pytest.fixture(scope="module")
 def expected(plans: dict[str, Plan]) -> dict[str, Curve]:
     """The first step by the oracle, the second by one process."""
-    found = launcher.run(curves, (list(plans.values()),), 1, timeout=100)[0]
-    return {name: [declared(plans[name]), curve[1]] for name, curve in zip(plans, found, strict=True)}
+    results = launcher.run(curves, (list(plans.values()),), 1, timeout=100)[0]
+    return {name: [declared(plans[name]), curve[1]] for name, curve in zip(plans, results, strict=True)}
 
 
 @pytest.mark.parametrize("row", LAYOUTS)
 def test_a_body_computes_the_declared_mathematics(row: str, plans: Any, expected: Any) -> None:
     layout, names = LAYOUTS[row]
-    found = launcher.run(curves, ([laid(plans[name], layout) for name in names],), layout.world, timeout=100)[0]
+    results = launcher.run(curves, ([laid(plans[name], layout) for name in names],), layout.world, timeout=100)[0]
     wrong = {}
-    for name, curve in zip(names, found, strict=True):
+    for name, curve in zip(names, results, strict=True):
         losses, norms = ([pair[i] for pair in curve] for i in (0, 1))
         want_losses, want_norms = ([pair[i] for pair in expected[name]] for i in (0, 1))
         if losses != pytest.approx(want_losses, abs=1e-5) or norms != pytest.approx(want_norms, rel=1e-5, abs=1e-5):
@@ -140,8 +140,8 @@ def test_a_body_computes_the_declared_mathematics(row: str, plans: Any, expected
 
 @pytest.mark.parametrize("name", ["own-layer", "own-module"])
 def test_the_examples_pass_verify(name: str, plan_of: Any) -> None:
-    found = verify.compare(plan_of(name, evolve(SP, pp=2)), timeout=60)
-    assert found.agrees, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
+    comparison = verify.compare(plan_of(name, evolve(SP, pp=2)), timeout=60)
+    assert comparison.agrees, f"losses differ by {comparison.loss_error:.1e}, norms by {comparison.norm_error:.1e}"
 
 
 @frozen

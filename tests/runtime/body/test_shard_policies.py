@@ -27,7 +27,7 @@ def layout(tp: int, etp: int) -> Layout:
     return Layout(dp=4 // tp, tp=tp, etp=etp, sequence_parallel=tp > 1)
 
 
-def held(plans: dict[str, Plan]) -> Counts:
+def parameter_counts(plans: dict[str, Plan]) -> Counts:
     """Return the parameters that this rank holds of each node."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -54,7 +54,7 @@ def held(plans: dict[str, Plan]) -> Counts:
 @pytest.fixture(scope="module")
 def ranks(plan_of: Callable[..., Plan]) -> list[Counts]:
     plans = {name: plan_of(f"{FILE}:{name}", Layout(), batch=4, seq=32) for name in MODELS}
-    return launcher.run(held, (plans,), 4, timeout=120)
+    return launcher.run(parameter_counts, (plans,), 4, timeout=120)
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
@@ -63,5 +63,5 @@ def test_a_rank_holds_the_parameters_that_the_facts_count(case: tuple[str, int, 
     split = Split(tp=tp, etp=etp, sequence_parallel=tp > 1)
     for n in graph(find(f"{FILE}:{name}")[0]).nodes:
         if not n.is_input:
-            found = costs(n, batch=1, seq=32, split=split)
-            assert [rank[case][n.name] for rank in ranks] == [(found.params, found.expert_params)] * 4, n.name
+            result = costs(n, batch=1, seq=32, split=split)
+            assert [rank[case][n.name] for rank in ranks] == [(result.params, result.expert_params)] * 4, n.name

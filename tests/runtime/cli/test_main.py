@@ -139,10 +139,10 @@ def test_its_reader_leaves_and_it_saves(text: Path, tmp_path: Path) -> None:
     assert process.stderr
     next(line for line in process.stdout if line.startswith("step "))
     process.stdout.close()
-    said = process.stderr.read()
+    message = process.stderr.read()
     process.stderr.close()
     assert process.wait(timeout=60) == 128 + signal.SIGPIPE
-    assert re.fullmatch(r"megaloom: stopped; runs/byte-llama/step-\d+ is saved; the same .*\n", said), said
+    assert re.fullmatch(r"megaloom: stopped; runs/byte-llama/step-\d+ is saved; the same .*\n", message), message
 
 
 def test_killed_it_leaves_nobody_and_nothing_broken(text: Path, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_told_in_one_message(case: str, say: Callable[..., str]) -> None:
     args, message = BAD[case]
-    assert re.search(message, said := say(*args)), said
+    assert re.search(message, words := say(*args)), words
 
 
 def test_empty_data(say: Callable[..., str], tmp_path: Path) -> None:
@@ -270,9 +270,9 @@ def test_a_damaged_and_a_foreign_checkpoint(say: Callable[..., str], done: tuple
     folder = tmp_path / "runs" / "byte-llama"
     assert "holds checkpoints of another model" in say("train", f"{MODELS}:byte_gpt", "--seq", 32, "--out", folder)
     (folder / "step-000006" / ".metadata").unlink()
-    said = say("train", folder / "plan.json")
-    assert "step-000006 is damaged: .metadata is missing" in said
-    assert "remove that folder to start anew, or choose another one with --out" in said
+    message = say("train", folder / "plan.json")
+    assert "step-000006 is damaged: .metadata is missing" in message
+    assert "remove that folder to start anew, or choose another one with --out" in message
 
 
 def test_verify_shows_both_curves(done: tuple[Path, str]) -> None:

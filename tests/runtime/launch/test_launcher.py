@@ -65,7 +65,7 @@ def test_a_user_error_stays_one():
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ("exit", "rank 1 failed:\n.*SystemExit: 3"),
         ("vanish", r"rank 1 exited with status 3 without an error message\nlast lines of its output:\n  \| last words"),
@@ -74,8 +74,8 @@ def test_a_user_error_stays_one():
         (signal.SIGTERM, r"rank 1 was killed \(SIGTERM\)"),
     ],
 )
-def test_a_process_that_ends_without_an_error(how, told):
-    with pytest.raises(RankError, match=f"(?s)^{told}"):
+def test_a_process_that_ends_without_an_error(how, message):
+    with pytest.raises(RankError, match=f"(?s)^{message}"):
         launcher.run(fail, (how, 1), 3, timeout=30)
 
 
@@ -224,10 +224,10 @@ def test_nothing_that_a_rank_started_outlives_it(then, tmp_path):
 
 
 def finish_on_request(folder, fails):
-    asked = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    requests = []
+    signal.signal(signal.SIGTERM, lambda number, frame: requests.append(number))
     (folder / f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
-    until(lambda: asked, 20)
+    until(lambda: requests, 20)
     time.sleep(0.5)
     if fails:
         raise UserError("no room to save")

@@ -114,8 +114,8 @@ def uneven(lengths):
 @pytest.mark.parametrize("lengths", [(1, 3, 0), (2, 2, 2)])
 def test_gathering_and_scattering_parts_of_any_length(lengths):
     gathered = [float(rank) for rank, length in enumerate(lengths) for _ in range(length)]
-    for rank, (found, mine) in enumerate(launcher.run(uneven, (lengths,), 3, timeout=40)):
-        assert found == gathered
+    for rank, (results, mine) in enumerate(launcher.run(uneven, (lengths,), 3, timeout=40)):
+        assert results == gathered
         assert mine == [[10.0**rank] * 2] * lengths[rank]
 
 

@@ -106,17 +106,17 @@ class Held(TorchDispatchMode):
 
 def saved(forward: Callable[[], object], known: set[int]) -> Iterator[int]:
     """The bytes of each tensor that the forward pass keeps for the backward, once, but for those that are known."""
-    kept: dict[int, Any] = {}
+    saved_nbytes: dict[int, Any] = {}
 
     def keep(t: torch.Tensor) -> torch.Tensor:
         storage = t.untyped_storage()
         if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage  # alive, so that no other takes its place
+            saved_nbytes[storage.data_ptr()] = storage  # alive, so that no other takes its place
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         forward()
-    return (storage.nbytes() for storage in kept.values())
+    return (storage.nbytes() for storage in saved_nbytes.values())
 
 
 def measured() -> dict[tuple[str, str], tuple[int, int]]:
@@ -127,7 +127,7 @@ def measured() -> dict[tuple[str, str], tuple[int, int]]:
     from megaloom.runtime.megatron.process_groups import create_process_groups
     from megaloom.runtime.modules.model_chunk import ModelChunk
 
-    first, found = create_process_groups(Layout(micro_batch=BATCH)), {}
+    first, result = create_process_groups(Layout(micro_batch=BATCH)), {}
     model_parallel_cuda_manual_seed(0)
     for name, recompute in CASES:
         g, layout = graph(MODELS[name]), Layout(micro_batch=BATCH, recompute=recompute)
@@ -138,26 +138,26 @@ def measured() -> dict[tuple[str, str], tuple[int, int]]:
             p.grad = torch.zeros_like(p)
         tokens = torch.randint(0, VOCAB, (BATCH, SEQ))
         known = {t.untyped_storage().data_ptr() for p in stage.parameters() for t in (p, p.grad)}
-        kept = sum(saved(partial(stage, tokens, tokens), known))
-        with Held(known) as held:
+        saved_nbytes = sum(saved(partial(stage, tokens, tokens), known))
+        with Held(known) as tracker:
             stage(tokens, tokens).sum().backward()
-        found[name, str(recompute)] = kept, held.most
-    return found
+        result[name, str(recompute)] = saved_nbytes, tracker.most
+    return result
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[tuple[str, str], tuple[int, int]]:
+def measurements() -> dict[tuple[str, str], tuple[int, int]]:
     return launcher.run(measured, (), 1, timeout=120)[0]
 
 
 @pytest.mark.parametrize(("name", "recompute"), CASES, ids=str)
-def test_what_is_held(name: str, recompute: Recompute, found: dict[tuple[str, str], tuple[int, int]]) -> None:
+def test_what_is_held(name: str, recompute: Recompute, measurements: dict[tuple[str, str], tuple[int, int]]) -> None:
     layout = Layout(micro_batch=BATCH, recompute=recompute)
-    said = price(graph(MODELS[name]), layout, cluster("1xCPU"), WORK).prediction.nbytes[0]
-    kept, most = found[name, str(recompute)]
+    predicted = price(graph(MODELS[name]), layout, cluster("1xCPU"), WORK).prediction.nbytes[0]
+    saved_nbytes, most = measurements[name, str(recompute)]
     loss = 4 * BATCH * SEQ * VOCAB  # what the loss keeps of each logit, which is freed before the backward's peak
-    assert kept == pytest.approx(said["activations"] + loss, rel=0.015)
-    passing = sum(said[what] for what in ("activations", "workspace", "logits"))
+    assert saved_nbytes == pytest.approx(predicted["activations"] + loss, rel=0.015)
+    passing = sum(predicted[what] for what in ("activations", "workspace", "logits"))
     assert (
         0.84 * passing < most < 1.01 * passing
     )  # a backward is given room for the gradients of two of the largest tensors

@@ -61,8 +61,8 @@ def parallel_attention(cp, seq, causal, kv_heads, dtype):
     tensors = inputs(seq, kv_heads)
     mine = zigzag(seq, cp, dist.get_rank())
     expected = attended(lambda *qkv: oracle(*qkv, causal), *tensors)
-    found = attended(attention(causal, kv_heads=kv_heads), *(x[mine].to(dtype) for x in tensors))
-    return [(x - y[mine]).abs().max().item() for x, y in zip(found, expected, strict=True)]
+    result = attended(attention(causal, kv_heads=kv_heads), *(x[mine].to(dtype) for x in tensors))
+    return [(x - y[mine]).abs().max().item() for x, y in zip(result, expected, strict=True)]
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -85,25 +85,25 @@ def dropped(tp, cp, times):
 
 
 def test_tensor_parallel_ranks_drop_differently_and_nothing_in_evaluation():
-    (first, kept), (second, also_kept) = launcher.run(dropped, (2, 1, 64), 2, timeout=40)
+    (first, mask), (second, also_kept) = launcher.run(dropped, (2, 1, 64), 2, timeout=40)
     for out in (first, second):
         assert abs(out.mean() - 1) < 0.1 and (out[0] % 2 == 0).all()  # one key: it is dropped, or counts twice
     assert not torch.equal(first, second)
-    torch.testing.assert_close(kept, torch.ones_like(kept))
-    torch.testing.assert_close(also_kept, kept)
+    torch.testing.assert_close(mask, torch.ones_like(mask))
+    torch.testing.assert_close(also_kept, mask)
 
 
 def test_context_parallel_ranks_drop_too():
-    for out, kept in launcher.run(dropped, (1, 2, 64), 2, timeout=40):
+    for out, mask in launcher.run(dropped, (1, 2, 64), 2, timeout=40):
         assert abs(out.mean() - 1) < 0.1 and out.std() > 0.01
-        torch.testing.assert_close(kept, torch.ones_like(kept))
+        torch.testing.assert_close(mask, torch.ones_like(mask))
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_zigzag_shares_the_causal_mask_evenly(cp):
-    held = [zigzag(48, cp, rank) for rank in range(cp)]
-    assert sorted(torch.cat(held).tolist()) == list(range(48))
-    assert len({int(positions.sum()) for positions in held}) == 1
+    indices = [zigzag(48, cp, rank) for rank in range(cp)]
+    assert sorted(torch.cat(indices).tolist()) == list(range(48))
+    assert len({int(positions.sum()) for positions in indices}) == 1
 
 
 def test_zigzag_is_megatron_cores_order():
@@ -125,13 +125,13 @@ def test_norms_equal_their_formulas(dtype):
     y, w, b = x.double(), weight.double(), bias.double()
     centred = y - y.mean(-1, keepdim=True)
     layered = centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt() * w
-    for found, expected in (
+    for result, expected in (
         (rms(x), y / (y.square().mean(-1, keepdim=True) + 1e-3).sqrt() * w),
         (layer(x), layered + b),
         (plain(x), layered),
     ):
-        assert found.dtype == dtype
-        torch.testing.assert_close(found, expected.to(dtype))
+        assert result.dtype == dtype
+        torch.testing.assert_close(result, expected.to(dtype))
 
 
 def test_norms_are_marked_for_the_reduction_of_their_gradients():

@@ -60,8 +60,8 @@ def alive(names: set[str]) -> dict[tuple[str, str], int]:
 
         @property
         def nbytes(self) -> int:
-            found = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.seen.values())
-            return sum(storage.nbytes() for storage in found if storage is not None)
+            results = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self.seen.values())
+            return sum(storage.nbytes() for storage in results if storage is not None)
 
     out = {}
     for name in sorted(names):
@@ -88,18 +88,18 @@ def alive(names: set[str]) -> dict[tuple[str, str], int]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[tuple[str, str], int]:
+def measurements() -> dict[tuple[str, str], int]:
     return launcher.run(alive, ({name for name, _ in CASES},), 1, timeout=90)[0]
 
 
 @pytest.mark.parametrize(("name", "module"), CASES)
-def test_what_is_made_again_is_not_kept(name: str, module: Module, found: dict[tuple[str, str], int]) -> None:
+def test_what_is_made_again_is_not_kept(name: str, module: Module, measurements: dict[tuple[str, str], int]) -> None:
     nodes = graph(find(f"{MODELS}:{name}")[0]).nodes
     none, some = (
         sum(s.elements * NBYTES[s.dtype] for s in saved(nodes, batch=BATCH, seq=SEQ, **how))
         for how in ({}, {"recompute": "selective", "modules": (module,)})
     )
     least, most = CASES[name, module]
-    freed = found[name, ""] - found[name, str(module)]
+    freed = measurements[name, ""] - measurements[name, str(module)]
     assert none > some
     assert least * (none - some) <= freed <= most * (none - some)

@@ -25,11 +25,11 @@ def curves(plan: Plan, together: bool) -> tuple[verify.Curve, int]:
     """On each rank: three steps, and how many products of several experts there were."""
     from megaloom.runtime.modules import experts
 
-    plain, made = experts.grouped_product, 0
+    plain, calls = experts.grouped_product, 0
 
     def counted(*args: Any) -> Any:
-        nonlocal made
-        made += 1
+        nonlocal calls
+        calls += 1
         return plain(*args)
 
     experts.grouped_product = counted
@@ -39,7 +39,7 @@ def curves(plan: Plan, together: bool) -> tuple[verify.Curve, int]:
             return len(self.local_experts) > 1 and self.local_experts[0].linear_fc2.bias is None
 
         experts.Experts.uses_grouped_product = grouped  # type: ignore[method-assign]
-    return verify.short_run(plan, 3, 1234), made
+    return verify.short_run(plan, 3, 1234), calls
 
 
 @pytest.mark.parametrize("row", LAYOUTS)
@@ -47,9 +47,9 @@ def test_experts_together_compute_what_each_does(row: str, plan_of: Any) -> None
     name, layout = LAYOUTS[row]
     plan = plan_of(name, layout)
     (one, none), (all_, some) = (
-        launcher.run(curves, (plan, way), layout.world, timeout=60)[0] for way in (False, True)
+        launcher.run(curves, (plan, grouped), layout.world, timeout=60)[0] for grouped in (False, True)
     )
-    found = verify.Comparison(all_, one, 1e-6)
-    assert found.agrees, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
+    comparison = verify.Comparison(all_, one, 1e-6)
+    assert comparison.agrees, f"losses differ by {comparison.loss_error:.1e}, norms by {comparison.norm_error:.1e}"
     assert none == 0
     assert (some > 0) is (name != "tiny_gpt_oss")

@@ -33,9 +33,9 @@ def test_positions_turn_as_megatron_core_turns_them(channels):
     source = torch.Generator().manual_seed(0)
     t, gradient = (torch.randn(SEQ, BATCH, 4, 8, generator=source, dtype=torch.float64) for _ in range(2))
     angles = torch.randn(SEQ, 1, 1, channels // 2, generator=source, dtype=torch.float64).repeat(1, 1, 1, 2)
-    found = graded(lambda x: fused.apply_rope(x, angles), t, gradient)
+    result = graded(lambda x: fused.apply_rope(x, angles), t, gradient)
     expected = graded(lambda x: _apply_rotary_pos_emb_bshd(x, angles), t, gradient)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(result, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -57,8 +57,8 @@ def losses(tp, dtype, function):
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_is_megatron_cores(tp, dtype):
-    found, expected = (launcher.run(losses, (tp, dtype, name), tp, timeout=40) for name in ("fused", "megatron-core"))
-    for ours, theirs in zip(found, expected, strict=True):
+    results, expected = (launcher.run(losses, (tp, dtype, name), tp, timeout=40) for name in ("fused", "megatron-core"))
+    for ours, theirs in zip(results, expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert a.dtype is b.dtype
             torch.testing.assert_close(a, b)

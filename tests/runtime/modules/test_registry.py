@@ -99,30 +99,30 @@ def messages() -> dict[str, str]:
     from megaloom.runtime.modules.model_chunk import ModelChunk
 
     layout, load = Layout(), Workload(seq=SEQ, batch=2, precision=Precision.FP32)
-    groups, said = create_process_groups(layout), {}
+    groups, refusals = create_process_groups(layout), {}
     model_parallel_cuda_manual_seed(0)
     for what, (refused, _) in REFUSED.items():
         g = graph(refused)
         whole = Stage(rank=0, chunk=0, start=0, stop=len(g.nodes), params=0, forward_seconds=0.0, backward_seconds=0.0)
         with pytest.raises(UserError) as raised:
             ModelChunk(g, whole, make_build_context(g, layout, load, groups))
-        said[what] = str(raised.value)
+        refusals[what] = str(raised.value)
     narrow = Workload(seq=SEQ, batch=2, precision=Precision.FP8)
     with pytest.raises(UserError) as raised:
         make_build_context(graph(lm(RMSNorm())), layout, narrow, groups)
-    said["precision"] = str(raised.value)
-    return said
+    refusals["precision"] = str(raised.value)
+    return refusals
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[str, str]:
+def messages_by_model() -> dict[str, str]:
     return launcher.run(messages, (), 1, timeout=60)[0]
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_model_that_cannot_be_trained_is_refused(what: str, said: dict[str, str]) -> None:
-    assert re.match(REFUSED[what][1], said[what])
+def test_a_model_that_cannot_be_trained_is_refused(what: str, messages_by_model: dict[str, str]) -> None:
+    assert re.match(REFUSED[what][1], messages_by_model[what])
 
 
-def test_a_precision_that_only_the_planner_knows_is_refused(said: dict[str, str]) -> None:
-    assert said["precision"] == "the runtime does not train in fp8\nuse fp32 or bf16"
+def test_a_precision_that_only_the_planner_knows_is_refused(messages_by_model: dict[str, str]) -> None:
+    assert messages_by_model["precision"] == "the runtime does not train in fp8\nuse fp32 or bf16"

@@ -41,8 +41,8 @@ class Table:
     def sharded_state(self, *, loading: bool = False) -> dict:
         from megatron.core.dist_checkpointing import ShardedTensor
 
-        place = (0, dist.get_rank(), dist.get_world_size())
-        return {"table": ShardedTensor.from_rank_offsets("table", self.share, place), "done": self.done}
+        coordinates = (0, dist.get_rank(), dist.get_world_size())
+        return {"table": ShardedTensor.from_rank_offsets("table", self.share, coordinates), "done": self.done}
 
     def load_state(self, state: dict) -> None:
         self.share, self.done = state["table"], state["done"]
@@ -70,9 +70,9 @@ def loaded(run: Path) -> tuple[int, list[list[float]]]:
     from megaloom.runtime.training import checkpoint
 
     table = Table(0)
-    found = latest(run, fingerprint="1-feed")
-    assert found
-    checkpoint.load(table, found)
+    result = latest(run, fingerprint="1-feed")
+    assert result
+    checkpoint.load(table, result)
     return table.done, table.share.tolist()
 
 
@@ -105,10 +105,10 @@ def test_keeps_the_last_and_leaves_nothing_aside(tmp_path: Path) -> None:
 
 
 def test_latest_is_the_newest_whole_one(two: Path) -> None:
-    found = latest(two, fingerprint="1-feed")
-    assert found
-    assert evolve(found.manifest, files={}) == manifest(20)
-    assert {"metadata.json", "common.pt", ".metadata"} < set(found.manifest.files)
+    checkpoint = latest(two, fingerprint="1-feed")
+    assert checkpoint
+    assert evolve(checkpoint.manifest, files={}) == manifest(20)
+    assert {"metadata.json", "common.pt", ".metadata"} < set(checkpoint.manifest.files)
 
 
 def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
 
 def test_one_that_is_being_written_does_not_count(run: Path) -> None:
     shutil.copytree(run / "step-000010", run / "step-000030.tmp")
-    found = latest(run, fingerprint="1-feed")
-    assert found
-    assert found.folder.name == "step-000020"
+    checkpoint = latest(run, fingerprint="1-feed")
+    assert checkpoint
+    assert checkpoint.folder.name == "step-000020"
 
 
 def test_another_models_is_refused(two: Path) -> None:
@@ -145,9 +145,9 @@ def loaded_as_nothing(run: Path) -> None:
 
     table = Table(0)
     table.sharded_state = lambda loading: {"done": 0}  # type: ignore[method-assign]
-    found = latest(run, fingerprint="1-feed")
-    assert found
-    checkpoint.load(table, found)
+    result = latest(run, fingerprint="1-feed")
+    assert result
+    checkpoint.load(table, result)
 
 
 def largest(folder: Path) -> Path:
@@ -211,9 +211,9 @@ def misses(run: Path) -> None:
     table = Table(0)
     state = table.sharded_state()
     table.sharded_state = lambda loading: {"table": dataclasses.replace(state["table"], key="other")}  # type: ignore[method-assign]
-    found = latest(run, fingerprint="1-feed")
-    assert found
-    checkpoint.load(table, found)
+    result = latest(run, fingerprint="1-feed")
+    assert result
+    checkpoint.load(table, result)
 
 
 def test_a_save_without_room_leaves_the_earlier_ones(run: Path) -> None:
@@ -222,9 +222,9 @@ def test_a_save_without_room_leaves_the_earlier_ones(run: Path) -> None:
     ) as raised:
         launcher.run(cramped, (run,), 2, timeout=60)
     assert re.search(r"Step 20 is saved; .* and run the same command again$", str(raised.value))
-    found = latest(run, fingerprint="1-feed")
-    assert found
-    assert found.folder.name == "step-000020"
+    checkpoint = latest(run, fingerprint="1-feed")
+    assert checkpoint
+    assert checkpoint.folder.name == "step-000020"
     assert not list(run.glob("*.tmp"))
     assert launcher.run(loaded, (run,), 1, timeout=60)[0][0] == 20
 
@@ -285,10 +285,10 @@ def trained(plan: Plan, run: Path, start: int, stop: int) -> list[tuple[float, f
     from megaloom.runtime.training.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=10, warmup=3, lr=1e-2))
-    found = latest(run, fingerprint="1-feed")
-    assert bool(found) == bool(start)
-    if found:
-        checkpoint.load(engine, found)
+    outcome = latest(run, fingerprint="1-feed")
+    assert bool(outcome) == bool(start)
+    if outcome:
+        checkpoint.load(engine, outcome)
     results = []
     for step in range(start, stop):
         source = torch.Generator().manual_seed(step)
@@ -316,9 +316,9 @@ def copied(plan: Plan, run: Path, other: Path) -> None:
     from megaloom.runtime.training.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe())
-    found = latest(run, fingerprint="1-feed")
-    assert found
-    checkpoint.load(engine, found)
+    result = latest(run, fingerprint="1-feed")
+    assert result
+    checkpoint.load(engine, result)
     checkpoint.save(engine, other, manifest(2))
 
 
@@ -359,9 +359,9 @@ def continued(plan: Plan, run: Path) -> list[dict[str, float]]:
     from megaloom.runtime.training.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=10, warmup=3, lr=1e-2))
-    found = latest(run, fingerprint=plan.fingerprint)
-    assert found and not found.manifest.has_comparable_fingerprint
-    checkpoint.load(engine, found)
+    outcome = latest(run, fingerprint=plan.fingerprint)
+    assert outcome and not outcome.manifest.has_comparable_fingerprint
+    checkpoint.load(engine, outcome)
     steps = []
     for step in (2, 3):
         tokens = torch.arange(4 * 17).reshape(4, 17) * (step + 3) % 61

@@ -83,11 +83,11 @@ def test_samples_depend_on_seed_and_index_alone(tmp_path: Path) -> None:
 
 def test_split_is_by_file(library: Path, tmp_path: Path) -> None:
     corpus = gather(str(library), tmp_path / "run")
-    kept, held = (set(np.unique(part.array())) - {0} for part in (corpus.train, corpus.held_out))
-    assert not kept & held
-    assert kept | held == set(range(40, 80))
+    trained, held_out = (set(np.unique(part.array())) - {0} for part in (corpus.train, corpus.held_out))
+    assert not trained & held_out
+    assert trained | held_out == set(range(40, 80))
     assert corpus.files == 40
-    assert 1 <= len(held) <= 8
+    assert 1 <= len(held_out) <= 8
     for part in (corpus.train, corpus.held_out):
         assert part.array().size == part.count == sum(101 + b - 40 for b in np.unique(part.array()).tolist() if b)
 
@@ -96,9 +96,9 @@ def test_a_new_file_moves_no_other(tmp_path: Path) -> None:
     names = [f"{i}.txt" for i in range(400)]
     for name in [*names, "new.txt"]:
         (tmp_path / name).write_text("x")
-    held = {piece.path.name for piece in split(tmp_path, names)[1]}
-    assert 0.5 * HELD_OUT < len(held) / len(names) < 2 * HELD_OUT
-    assert {piece.path.name for piece in split(tmp_path, [*names, "new.txt"])[1]} - {"new.txt"} == held
+    held_out = {piece.path.name for piece in split(tmp_path, names)[1]}
+    assert 0.5 * HELD_OUT < len(held_out) / len(names) < 2 * HELD_OUT
+    assert {piece.path.name for piece in split(tmp_path, [*names, "new.txt"])[1]} - {"new.txt"} == held_out
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -106,10 +106,10 @@ def test_few_files_still_leave_one_on_each_side(tmp_path: Path, count: int) -> N
     names = [f"{i}.txt" for i in range(count)]
     for name in names:
         (tmp_path / name).write_text("x")
-    train, held = split(tmp_path, names)
+    train, held_out = split(tmp_path, names)
     assert train
-    assert held
-    assert {p.path for p in train}.isdisjoint({p.path for p in held})
+    assert held_out
+    assert {p.path for p in train}.isdisjoint({p.path for p in held_out})
 
 
 def test_a_single_file_is_cut_in_two(tmp_path: Path) -> None:

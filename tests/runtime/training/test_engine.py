@@ -49,30 +49,32 @@ def masks(plan: Plan) -> tuple[tuple[int, ...], list[bytes]]:
     from megaloom.runtime.training.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], RECIPE)
-    kept: list[bytes] = []
+    dropout_masks: list[bytes] = []
     for stage in engine.model_chunks:
         for module in stage.modules():
             if isinstance(module, HiddenDropout):
-                module.register_forward_hook(lambda module, args, out: kept.append((out != 0).numpy().tobytes()))
+                module.register_forward_hook(
+                    lambda module, args, out: dropout_masks.append((out != 0).numpy().tobytes())
+                )
     for _ in range(2):
         engine.step(sample)
     groups = engine.groups
-    return (groups.dp_rank, groups.cp_rank, groups.pp_rank, groups.tp_rank), kept
+    return (groups.dp_rank, groups.cp_rank, groups.pp_rank, groups.tp_rank), dropout_masks
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2, tp=2), Layout(cp=2), Layout(pp=2), Layout(pp=2, vpp=2), TP2], ids=str)
 def test_each_share_of_the_hidden_states_has_its_own_dropout(layout: Layout, plan_of: Any) -> None:
     """No two masks are alike, of ranks, layers, micro-batches or steps; only copies of a state are masked alike."""
-    found = launcher.run(masks, (plan_of("tiny_gpt_dropout", layout),), layout.world, timeout=60)
+    results = launcher.run(masks, (plan_of("tiny_gpt_dropout", layout),), layout.world, timeout=60)
     seen: set[bytes] = set()
-    for (*_, tp), kept in found:
+    for (*_, tp), dropout_masks in results:
         if tp == 0 or layout.sequence_parallel:
-            assert not seen & set(kept)
-            assert len(set(kept)) == len(kept) > 0
-            seen |= set(kept)
+            assert not seen & set(dropout_masks)
+            assert len(set(dropout_masks)) == len(dropout_masks) > 0
+            seen |= set(dropout_masks)
     if layout.tp > 1 and not layout.sequence_parallel:
-        by_place = dict(found)
-        assert all(by_place[*place[:-1], 0] == kept for place, kept in found)
+        by_place = dict(results)
+        assert all(by_place[*position[:-1], 0] == dropout_masks for position, dropout_masks in results)
 
 
 def padding(plan: Plan) -> list[float]:

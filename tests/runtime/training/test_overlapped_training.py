@@ -41,11 +41,11 @@ def curves(plans: list[Plan]) -> list[tuple[list[float], bool]]:
     from megaloom.runtime.training import optimizer
 
     optimizer.DistributedDataParallelConfig = partial(DistributedDataParallelConfig, bucket_size=PIECE)
-    found = []
+    results = []
     for plan in plans:
-        found.append(curve(plan))
+        results.append(curve(plan))
         parallel_state.destroy_model_parallel()
-    return found
+    return results
 
 
 def curve(plan: Plan) -> tuple[list[float], bool]:
@@ -64,9 +64,9 @@ def curve(plan: Plan) -> tuple[list[float], bool]:
 def test_training_computes_the_same(case: str, plan_of: Any) -> None:
     name, layout = CASES[case]
     plans = [plan_of(name, evolve(layout, overlaps=on)) for on in SWITCHES]
-    found = launcher.run(curves, (plans,), layout.world, timeout=90)[0]
-    assert [waits for _, waits in found] == [False, False, True]
-    none, gradients, weights = (losses for losses, _ in found)
+    results = launcher.run(curves, (plans,), layout.world, timeout=90)[0]
+    assert [waits for _, waits in results] == [False, False, True]
+    none, gradients, weights = (losses for losses, _ in results)
     assert gradients == pytest.approx(none, rel=1e-6)  # the norm of gradients adds up their pieces in another order
     assert weights == gradients
     assert len(set(none)) == 6

@@ -119,9 +119,9 @@ def measured(record_property: Callable[..., None]) -> Callable[..., verify.Compa
     """A comparison, its differences recorded for the table."""
 
     def measure(name: str, row: str, plan: Plan, **options: Any) -> verify.Comparison:
-        found = verify.compare(plan, timeout=90, **options)
-        record_property("parity", (name, row, found.loss_error, found.norm_error))
-        return found
+        comparison = verify.compare(plan, timeout=90, **options)
+        record_property("parity", (name, row, comparison.loss_error, comparison.norm_error))
+        return comparison
 
     return measure
 
@@ -129,18 +129,18 @@ def measured(record_property: Callable[..., None]) -> Callable[..., verify.Compa
 @pytest.mark.parametrize("row", LAYOUTS)
 def test_a_layout_computes_what_one_process_computes(row: str, plan_of: Any, measured: Any) -> None:
     name, layout = LAYOUTS[row]
-    found = measured(name, row, plan_of(name, layout))
-    assert found.tolerance == 1e-5
-    assert found.agrees, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
-    assert len(set(found.planned.losses)) == 3  # the three steps trained: a constant would compare equal to itself
+    comparison = measured(name, row, plan_of(name, layout))
+    assert comparison.tolerance == 1e-5
+    assert comparison.agrees, f"losses differ by {comparison.loss_error:.1e}, norms by {comparison.norm_error:.1e}"
+    assert len(set(comparison.planned.losses)) == 3  # the three steps trained: a constant would compare equal to itself
 
 
 @pytest.mark.parametrize("row", ["DP2 distributed optimizer", "TP2 SP PP2 tied", "CP2", "EP2"])
 def test_bf16_computes_the_same_but_for_rounding(row: str, plan_of: Any, measured: Any) -> None:
     name, layout = LAYOUTS[row]
-    found = measured(name, f"{row}, bf16", plan_of(name, layout, precision="bf16"))
-    assert found.tolerance == 1e-2
-    assert found.agrees, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
+    comparison = measured(name, f"{row}, bf16", plan_of(name, layout, precision="bf16"))
+    assert comparison.tolerance == 1e-2
+    assert comparison.agrees, f"losses differ by {comparison.loss_error:.1e}, norms by {comparison.norm_error:.1e}"
 
 
 def drawn(seed: int) -> tuple[str, Layout]:
@@ -170,8 +170,8 @@ def drawn(seed: int) -> tuple[str, Layout]:
 @pytest.mark.parametrize("seed", range(8))
 def test_axes_mix(seed: int, plan_of: Any, measured: Any) -> None:
     name, layout = drawn(seed)
-    found = measured(name, f"{layout}", plan_of(name, layout, batch=8))
-    assert found.agrees, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
+    comparison = measured(name, f"{layout}", plan_of(name, layout, batch=8))
+    assert comparison.agrees, f"losses differ by {comparison.loss_error:.1e}, norms by {comparison.norm_error:.1e}"
 
 
 def test_uneven_stages_compute_what_one_process_computes(plan_of: Any, measured: Any) -> None:
@@ -187,12 +187,12 @@ def test_uneven_stages_compute_what_one_process_computes(plan_of: Any, measured:
 @pytest.mark.parametrize("recompute", [Recompute.FULL, Recompute.SELECTIVE])
 def test_recompute_with_dropout_changes_nothing(recompute: Recompute, plan_of: Any, measured: Any) -> None:
     """The second forward pass draws the dropout of the first: to the last bit on one layout."""
-    kept = plan_of("tiny_gpt_dropout", Layout(tp=2, sequence_parallel=True))
-    again = evolve(kept, layout=evolve(kept.layout, recompute=recompute))
+    saving = plan_of("tiny_gpt_dropout", Layout(tp=2, sequence_parallel=True))
+    again = evolve(saving, layout=evolve(saving.layout, recompute=recompute))
     row = f"recompute {recompute}, TP2 SP, dropout on"
-    found = measured("tiny_gpt_dropout", row, again, reference=kept, within=0.0)
-    assert found.loss_error == 0.0
-    assert found.norm_error == 0.0
+    comparison = measured("tiny_gpt_dropout", row, again, reference=saving, within=0.0)
+    assert comparison.loss_error == 0.0
+    assert comparison.norm_error == 0.0
 
 
 def test_a_wrong_layout_would_be_seen(plan_of: Any) -> None:

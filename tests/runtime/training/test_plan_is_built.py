@@ -70,8 +70,8 @@ def test_a_device_holds_the_parameters_that_the_plan_counts(
 ) -> None:
     planned = plans[what].stages
     width = 4 // plans[what].layout.pp  # pipeline ranks are outermost
-    for rank, made in enumerate(counts):
-        assert made[what] == [s.params for s in planned if s.rank == rank // width]
+    for rank, counts_of_rank in enumerate(counts):
+        assert counts_of_rank[what] == [s.params for s in planned if s.rank == rank // width]
 
 
 @pytest.mark.timeout(300)

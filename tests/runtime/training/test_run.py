@@ -78,10 +78,10 @@ def test_resumed_under_any_layout_it_computes_the_same(
     assert done.resumed == 3
     assert curve(folder) == pytest.approx(curve(finished[0]), abs=1e-5)
     assert done.held_out_loss == pytest.approx(finished[1].held_out_loss, abs=1e-5)
-    said = capfd.readouterr().out
-    assert f"resumed from step 3 of 6 ({folder}/step-000003)" in said
-    assert ("layout: saved under dp2" in said) == (layout.dp == 1)
-    assert "data: " not in said
+    output = capfd.readouterr().out
+    assert f"resumed from step 3 of 6 ({folder}/step-000003)" in output
+    assert ("layout: saved under dp2" in output) == (layout.dp == 1)
+    assert "data: " not in output
 
 
 def test_a_finished_run_is_evaluated_again(finished: tuple[Path, Summary], text: str, plan_of, capfd) -> None:

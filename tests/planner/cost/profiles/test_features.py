@@ -59,8 +59,8 @@ def works(model) -> list[Work]:
 
 def took(model, used: FrameworkProfile, precision: Precision = Precision.MXFP8) -> float:
     """Seconds of the kernels of one pass through a model, both ways."""
-    found = [kernel_seconds(w, GB200, precision, used) for w in works(model)]
-    return sum(s.forward + s.backward for s in found)
+    results = [kernel_seconds(w, GB200, precision, used) for w in works(model)]
+    return sum(s.forward + s.backward for s in results)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_kernels_that_wait_for_each_other_are_launched_one_by_one() -> None:
 
 def experts(used: FrameworkProfile, layout: Layout) -> tuple[float, float]:
     """Seconds of a layer of Qwen3 30B A3B's experts on H100, forward: kernels with their waits, and the exchange."""
-    found = model_structure(graph(qwen3_30b_a3b()))
-    i = next(i for i, kind in enumerate(found.kinds) if type(kind.node.op).__name__ == "MoE")
-    row = CostCache(found, Workload(seq=4096, batch=64), cluster("16xH100"), used).node_cost(i, layout).row
+    result = model_structure(graph(qwen3_30b_a3b()))
+    i = next(i for i, kind in enumerate(result.kinds) if type(kind.node.op).__name__ == "MoE")
+    row = CostCache(result, Workload(seq=4096, batch=64), cluster("16xH100"), used).node_cost(i, layout).row
     return float(row[CostColumn.FORWARD]), float(row[CostColumn.EP_FORWARD])
 
 
