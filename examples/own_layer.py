@@ -40,7 +40,7 @@ class TokenShift(Layer):
 
 
 def own_layer() -> Model:
-    """A small byte-level GPT."""
+    """Return a small byte-level GPT."""
     vocab, d = Dim("vocab", 256), Dim("embed", 128)
     wte = weight("wte", vocab, d)
     block = residual(RMSNorm(), Attention(heads=4, rope=10_000)) >> residual(RMSNorm(), TokenShift(512))

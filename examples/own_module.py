@@ -1,4 +1,4 @@
-"""A layer of your own with its own torch module, for speed: megatron-core's MLP computes what the body states."""
+"""A layer of your own with its own torch module, for speed: megatron-core's MLP runs in place of the body."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SquaredReLU(Layer):
         return dot(h, weight("down", c, e), "channels")
 
     def module(self, context: BuildContext) -> nn.Module:
-        """Return the module that runs instead of the body. Only training calls it, so torch is imported here."""
+        """Return the module that runs in place of the body. Only training calls it, so torch is imported here."""
         from megaloom.runtime.modules.layers import FeedForward
         from megaloom.runtime.reference.evaluate import UNARY
 
@@ -56,7 +56,7 @@ class SquaredReLU(Layer):
 
 
 def own_module() -> Model:
-    """A small byte-level GPT."""
+    """Return a small byte-level GPT."""
     vocab, d = Dim("vocab", 256), Dim("embed", 128)
     wte = weight("wte", vocab, d)
     block = residual(RMSNorm(), Attention(heads=4, rope=10_000)) >> residual(RMSNorm(), SquaredReLU(512))

@@ -1,4 +1,4 @@
-"""What all tests share: one thread a process, no stopwatch on generated examples, plans by hand, the parity table."""
+"""Shared fixtures: one thread per process, no deadline for generated examples, plans by layout, the parity table."""
 
 import os
 import signal

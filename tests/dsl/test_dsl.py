@@ -1,4 +1,4 @@
-"""What a user writes, and what a user reads when it is wrong."""
+"""Declarations as users write them, and the messages for wrong ones."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_names_count_each_kind_in_program_order(m: Model) -> None:
 
 
 def test_names_of_a_gpt() -> None:
-    """They are in checkpoints: they stay as they are."""
+    """Names of nodes and weights are part of checkpoints, so they must not change."""
     block = residual(LayerNorm(), Attention(heads=2, bias=True)) >> residual(LayerNorm(), MLP(4, bias=True))
     sparse = residual(RMSNorm(), MoE(SwiGLU(4), experts=2, top_k=1))
     wte, wpe = weight("wte", VOCAB, EMBED), weight("wpe", Dim("position", 4), EMBED)

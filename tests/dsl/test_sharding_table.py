@@ -1,4 +1,4 @@
-"""What a split makes of a layer: the collectives that are due, and what a layer of one's own must say."""
+"""Collectives of layers under a split, and the entries of own layers in the sharding table."""
 
 from collections import Counter
 from typing import ClassVar
@@ -225,7 +225,7 @@ def test_a_norm_over_a_divided_dim_exchanges_statistics():
 
 @frozen
 class Summary(Layer):
-    """What each channel gathers over the sequence, given back to every token."""
+    """A layer that sums each channel over the sequence and gives the sum back to every token."""
 
     ff: int
 

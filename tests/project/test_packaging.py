@@ -1,4 +1,4 @@
-"""What is installed is what the repository holds, under one name."""
+"""The installed packages are the folders of the repository, under the one name megaloom."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ FOLDERS = tuple(sorted(path.parent.name for path in ROOT.glob("*/__init__.py")))
 
 
 def python(*args: str, cwd: Path, path: Path | None = None) -> str:
-    """What this Python prints, run in `cwd` with `path` in front of what is installed."""
+    """Return the output of this Python, run in `cwd` with `path` before the installed packages."""
     env = {**os.environ, "PYTHONPATH": str(path or "")}
     done = subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -33,16 +33,16 @@ def sources(root: Path, folders: Iterable[str]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel installed in it, built from a copy so that this tree stays as it is."""
-    copy, site = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("site")
+    copy, installed = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("installed")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for name in FOLDERS:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     offline = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "-q")
-    python("-m", "pip", "install", *offline, "--target", str(site), str(copy), cwd=copy)
-    return site
+    python("-m", "pip", "install", *offline, "--target", str(installed), str(copy), cwd=copy)
+    return installed
 
 
 def test_each_folder_with_modules_is_listed() -> None:
@@ -58,23 +58,26 @@ def test_type_checkers_see_the_same_packages() -> None:
     assert all((ROOT / name / "py.typed").is_file() for name in FOLDERS)
 
 
-def test_the_wheel_holds_all_sources_and_nothing_else(site: Path) -> None:
-    tops = {path.name for path in site.iterdir()} - {f"megaloom-{PYPROJECT['project']['version']}.dist-info", "bin"}
+def test_the_wheel_holds_all_sources_and_nothing_else(installed: Path) -> None:
+    tops = {path.name for path in installed.iterdir()} - {
+        f"megaloom-{PYPROJECT['project']['version']}.dist-info",
+        "bin",
+    }
     assert tops == {"megaloom"}
-    assert {path.name for path in (site / "megaloom").iterdir()} == set(FOLDERS)  # a namespace: no __init__
-    assert sources(site / "megaloom", FOLDERS) == sources(ROOT, FOLDERS)
+    assert {path.name for path in (installed / "megaloom").iterdir()} == set(FOLDERS)  # a namespace: no __init__
+    assert sources(installed / "megaloom", FOLDERS) == sources(ROOT, FOLDERS)
 
 
-def test_the_wheel_is_imported_under_its_own_name(site: Path, tmp_path: Path) -> None:
+def test_the_wheel_is_imported_under_its_own_name(installed: Path, tmp_path: Path) -> None:
     show = "import importlib, sys; [print(importlib.import_module('megaloom.' + n).__file__) for n in sys.argv[1:]]"
-    result = python("-c", show, *FOLDERS, cwd=tmp_path, path=site).split()
-    assert result == [str(site / "megaloom" / name / "__init__.py") for name in FOLDERS]
+    result = python("-c", show, *FOLDERS, cwd=tmp_path, path=installed).split()
+    assert result == [str(installed / "megaloom" / name / "__init__.py") for name in FOLDERS]
 
 
-def test_models_of_the_examples_are_found_from_the_wheel(site: Path, tmp_path: Path) -> None:
+def test_models_of_the_examples_are_found_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     show = "import sys; from megaloom.dsl.catalog import find; [print(find(name)[0].name) for name in sys.argv[1:]]"
     names = ["gpt2", "llama3-8b", "mixtral-8x7b", "stdlib-gpt"]
-    assert python("-c", show, *names, cwd=tmp_path, path=site).split() == names
+    assert python("-c", show, *names, cwd=tmp_path, path=installed).split() == names
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -84,5 +87,5 @@ def test_a_second_identity_is_refused(folder: str) -> None:
 
 
 @pytest.mark.parametrize("script", sorted(PYPROJECT["project"]["scripts"]))
-def test_the_commands_are_installed(script: str, site: Path, tmp_path: Path) -> None:
-    assert "Usage" in python(str(site / "bin" / script), "--help", cwd=tmp_path, path=site)
+def test_the_commands_are_installed(script: str, installed: Path, tmp_path: Path) -> None:
+    assert "Usage" in python(str(installed / "bin" / script), "--help", cwd=tmp_path, path=installed)

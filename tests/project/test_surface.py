@@ -1,4 +1,4 @@
-"""What the packages promise: every public name is described, and none changes unnoticed."""
+"""Public names: each is documented, and tests/golden/surface.txt lists them, so that none changes unnoticed."""
 
 import inspect
 import re

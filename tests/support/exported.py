@@ -1,4 +1,4 @@
-"""Plans made by hand for the tests of exports, and Megatron-LM's command line as its own parser lists it."""
+"""Plans with given layouts for the tests of exports, and the command-line parser of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.paths import TESTS
 
 FLAGS = TESTS / "data" / "megatron_lm_flags.txt"
 
-# Four models on layouts that take every part of a plan: uneven stages or not, with chunks or not, each recompute.
+# Models on layouts that cover every part of a plan: even and uneven stages, one or several chunks, each recompute mode.
 CASES: dict[str, tuple[str, Layout, tuple[int, ...], int]] = {
     "llama3-8b": (
         "64xH100",
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, Layout, tuple[int, ...], int]] = {
     "deepseek-v3-mtp": (
         "256xH100",
         Layout(dp=8, pp=16, vpp=2, cp=2, ep=16, shard="optimizer"),
-        (3, *(2,) * 29, 1, 0),  # what predicts a token ahead has a stage, and so have the heads
+        (3, *(2,) * 29, 1, 0),  # the multi-token prediction block has a stage, and so have the heads
         4096,
     ),
     "gpt2": ("8xA100", Layout(dp=2, tp=2, pp=2, micro_batch=4), (7, 5), 1024),
@@ -58,19 +58,19 @@ CASES: dict[str, tuple[str, Layout, tuple[int, ...], int]] = {
 
 @cache
 def priced() -> Plan:
-    """Some plan: exports read nothing of what is predicted."""
+    """Return any plan. Exports do not read its prediction."""
     model, ref = find("stdlib-gpt")
     return search(model, cluster("1xCPU"), Workload(seq=64, batch=1, precision=Precision.FP32), ref=ref).best
 
 
 def case(name: str) -> tuple[Plan, Model]:
-    """One of the four, and its model."""
+    """Return the plan of a case, and its model."""
     gpus, layout, counts, seq = CASES[name]
     model, ref = find(name)
-    return made(model, layout, gpus=gpus, counts=counts, seq=seq, ref=ref), model
+    return plan_with(model, layout, gpus=gpus, counts=counts, seq=seq, ref=ref), model
 
 
-def made(
+def plan_with(
     model: Model,
     layout: Layout,
     *,
@@ -82,7 +82,7 @@ def made(
     precision: str = "bf16",
     ref: str = "",
 ) -> Plan:
-    """A plan of this layout, its stages with so many layers each, or cut at these nodes."""
+    """Return a plan with this layout. counts: layers of each stage. cuts: the nodes at which stages begin."""
     g, some = graph(model), priced()
     if counts:
         starts = read_decoder(g, Target.MEGATRON_LM).layer_starts
@@ -110,8 +110,8 @@ def made(
 
 @cache
 def parser() -> ArgumentParser:
-    """Megatron-LM's own parser, as far as names, numbers of values and choices go."""
-    made = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    """Return a parser with the names, numbers of values and choices of Megatron-LM's options."""
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
     for line in FLAGS.read_text().splitlines():
         if line.startswith("#"):
             continue
@@ -121,17 +121,17 @@ def parser() -> ArgumentParser:
             options |= {"action": "store_true"}
         else:
             options |= {"nargs": {"None": None, "3": 3}.get(nargs, nargs), "choices": choices.split() or None}
-        made.add_argument(*names.split(), **options)
-    return made
+        parser.add_argument(*names.split(), **options)
+    return parser
 
 
 def groups(script: str) -> dict[str, list[str]]:
-    """The arrays of a shell script: their words by their names."""
+    """Return the arrays of a shell script: name → words."""
     matches = re.findall(r"^([A-Z]+)=\(\n(.*?)^\)", script, re.M | re.S)
     return {name: shlex.split(words) for name, words in matches}
 
 
 def parsed(script: str) -> Namespace:
-    """What Megatron-LM is told by a script. Raises for an option that it has not, or a value that it refuses."""
+    """Return the options of a script, parsed. Raises ArgumentError for an unknown option or a wrong value."""
     words = [word for group in groups(script).values() for word in group]
     return parser().parse_args(words)

@@ -1,10 +1,10 @@
-"""megatron-core 0.16.1 itself, asked whether it takes a layout.
+"""Legality of a layout according to megatron-core 0.16.1 itself.
 
-Protocol: `refusal(case)` runs what a rank of a real job runs in its first step, with megatron-core's own code and under
-torch's fake process group: parallel_state's groups, the micro-batch calculator, TransformerConfig with its pipeline
-layout, attention, MLP and experts, DDP's buffers, the division of the batch over cp, the schedule with a forward and a
-backward for each micro-batch and chunk. The first thing that raises is the refusal, with the place where it does.
-Of the micro-batches only the first goes through layers (see `parts`), and `validated` is what only callers look at.
+`refusal(case)` runs the first step of one rank with megatron-core's own code on torch's fake process group:
+parallel_state, the micro-batch calculator, TransformerConfig with its pipeline layout, attention, MLP and experts, DDP
+buffers, the split of the batch over cp, and the schedule with all its micro-batches and chunks. The first exception is
+the refusal. Only the first micro-batch passes layers (see `megatron_model`). `validate` repeats the checks of
+Megatron-LM's argument parser.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from attrs import frozen
 
 from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.workload import Precision
-from tests.support.drawn import Case
-from tests.support.parts import chunk
+from tests.support.megatron_model import chunk
+from tests.support.random_cases import Case
 
 
 @frozen
 class Refusal:
-    """Where megatron-core, or what a caller checks, gives up, and what it says."""
+    """An exception of megatron-core or of a check of its callers: where it is raised, and its message."""
 
     where: str  # layers.py:1166
-    said: str
+    message: str
 
 
 def refusal(case: Case) -> Refusal | None:
-    """What megatron-core raises, None if nothing."""
+    """Return the refusal of a case by megatron-core, or None if it is legal."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -46,7 +46,7 @@ def refusal(case: Case) -> Refusal | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _start(case)
-    except Taken:
+    except LegalError:
         pass
     except OtherError as error:
         return Refusal("parallel_state.py:743", str(error))
@@ -58,41 +58,43 @@ def refusal(case: Case) -> Refusal | None:
     return None
 
 
-class Taken(Exception):  # noqa: N818 - nothing is wrong
-    """What could be refused went by."""
+class LegalError(Exception):
+    """Ends the run after the last statement that could refuse the layout."""
 
 
 class OtherError(Exception):
-    """megatron-core's groups are others than the layout's."""
+    """The process groups of megatron-core have other sizes than the layout."""
 
 
 def _where(error: BaseException) -> str:
-    """The innermost place in megatron-core, or in what its callers check, that is not the mere check of a division."""
+    """Return the innermost line in megatron-core outside its divisibility helpers, or CALLERS if there is none."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if "/megatron/core/" in frame.filename and frame.name not in ("divide", "ensure_divisibility")
     ]
-    return _place(frames[-1].filename, frames[-1].lineno or 0) if frames else CALLERS
+    return _statement(frames[-1].filename, frames[-1].lineno or 0) if frames else CALLERS
 
 
-def _place(file: str, line: int) -> str:
-    """A file, and where the statement begins that the line is of."""
-    begins = max(start for start, end in _statements(file) if start <= line <= end)
-    return f"{Path(file).name}:{begins}"
+def _statement(file: str, line: int) -> str:
+    """Return file:line of the first line of the statement at this line."""
+    first = max(start for start, end in _statements(file) if start <= line <= end)
+    return f"{Path(file).name}:{first}"
 
 
 @cache
 def _statements(file: str) -> tuple[tuple[int, int], ...]:
-    results = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.stmt))
-    return tuple((node.lineno, node.end_lineno or node.lineno) for node in results)
+    """Return (first line, last line) of each statement of a file."""
+    nodes = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.stmt))
+    return tuple((node.lineno, node.end_lineno or node.lineno) for node in nodes)
 
 
-CALLERS, CALLS = "Megatron-LM's validate_args", 24  # and the forward steps of a schedule that is run to its end
+CALLERS = "Megatron-LM's validate_args"
+CALLS = 24  # schedules with up to this many forward steps run to their end
 
 
 def _start(case: Case) -> None:
-    """A rank of a job, to the end of its first step, or to its first micro-batch if these are many."""
+    """Run one rank to the end of its first step or, if the step has many micro-batches, to the first one."""
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -111,7 +113,7 @@ def _start(case: Case) -> None:
     dp, edp = parallel_state.get_data_parallel_world_size(), parallel_state.get_expert_data_parallel_world_size()
     if (dp, edp) != (x.dp, x.edp):
         raise OtherError(f"the groups have dp {dp} and edp {edp}")
-    validated(case)
+    validate(case)
     model_parallel_cuda_manual_seed(0)
     calculator = ConstantNumMicroBatchesCalculator(work.batch, x.micro_batch, dp, False, rank=1)
     built = chunk(d, x, work.precision)
@@ -125,8 +127,8 @@ def _start(case: Case) -> None:
     )
 
 
-def validated(case: Case) -> None:
-    """What only callers look at, after Megatron-LM's arguments.py."""
+def validate(case: Case) -> None:
+    """Raise AssertionError where Megatron-LM's arguments.py does; megatron-core itself does not check these."""
     positions, fp16 = case.decoder.positions, case.workload.precision is Precision.FP16
     assert case.layout.ep == 1 or not fp16, "Expert parallelism is not supported with fp16 training."
     x = case.layout
@@ -138,30 +140,30 @@ def validated(case: Case) -> None:
 
 
 def _step(case: Case, built: Any) -> Callable[..., Any]:
-    """A forward step: the first micro-batch of a rank goes through its layers, all have the shape of what came out."""
+    """Return a forward step. The first micro-batch passes the layers; the others have the shape of its output."""
     anchor, shapes = torch.zeros((), requires_grad=True), list[torch.Size]()
 
     def step(*_: Any) -> Any:
         if not shapes:
             shapes.append(_first(case, built.module.layers))
             if calls(case) > CALLS:
-                raise Taken
+                raise LegalError
         received = built.module.received
         h = torch.zeros(shapes[0]) if received is None else received
-        assert h.shape == shapes[0], f"{[*h.shape]} is sent between stages, and layers make {[*shapes[0]]}"
+        assert h.shape == shapes[0], f"{[*h.shape]} is sent between stages, but layers return {[*shapes[0]]}"
         return h + anchor, lambda out: (out.sum(), {})
 
     return step
 
 
 def calls(case: Case) -> int:
-    """Forward steps of a rank."""
+    """Return the number of forward steps of a rank."""
     x = case.layout
     return x.vpp * x.microbatches(case.workload.batch)
 
 
 def _first(case: Case, layers: Any) -> torch.Size:
-    """The shape of the hidden states of the first micro-batch, gone through a layer of each kind."""
+    """Run the first micro-batch through one layer of each kind; return the shape of its hidden states."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     tokens = torch.zeros(case.layout.micro_batch, case.workload.seq, dtype=torch.int64)
@@ -173,10 +175,10 @@ def _first(case: Case, layers: Any) -> torch.Size:
         h = layers["dense"](h)[0]
     if "experts" in layers:
         layers["experts"].router.forward = _routed  # fake ranks send no tokens
-        with suppress(Taken):
+        with suppress(LegalError):
             layers["experts"](h)
     return h.shape
 
 
 def _routed(*_: Any, **__: Any) -> Any:
-    raise Taken
+    raise LegalError

@@ -1,7 +1,7 @@
-"""Small models with layers that no torch module is registered for: their bodies run.
+"""Small models with layers for which no torch module is registered, so that the runtime runs their bodies.
 
-Each has something that a split makes difficult: dims that are divided, renamed, cut or joined, weights that divided
-work reads whole, sums over a sequence, positions that must be known.
+Each has something that is difficult to shard: dims that are sharded, renamed, sliced or concatenated, replicated
+weights in sharded work, sums over the sequence, ops that depend on the position.
 """
 
 from typing import ClassVar
@@ -56,7 +56,7 @@ FF, HEADS, CHANNELS = Dim("ff", 32), Dim("heads", 4), Dim("head_dim", 16)
 
 
 def lm(name: str, *layers: Layer) -> Model:
-    """Two blocks of these layers, each in a residual of its own."""
+    """Return a language model of two blocks, each with these layers in residuals."""
     block = [residual(RMSNorm(), layer) for layer in layers]
     x = ids() >> Embed(weight("wte", VOCAB, EMBED)) >> repeat(2, *block)
     return model(name, x >> RMSNorm() >> Unembed(weight("head", VOCAB, EMBED)))
@@ -64,7 +64,7 @@ def lm(name: str, *layers: Layer) -> Model:
 
 @frozen
 class Gated(Layer):
-    """A dim of its own on tp, norms over it and before it, partial sums that a product reads."""
+    """A dim of its own on tp, norms over it and before it, and a Partial value that a product reads."""
 
     channels: int
     splits: ClassVar[dict[str, str]] = {"channels": "tp"}
@@ -80,7 +80,7 @@ class Gated(Layer):
 
 @frozen
 class Squared(Layer):
-    """A feed-forward layer with a dim of its own, which is kept whole where tp does not divide it."""
+    """A feed-forward layer with a dim of its own, of policy `whole`: not sharded if tp does not divide it."""
 
     channels: int
     splits: ClassVar[dict[str, str]] = {"channels": "tp"}
@@ -93,7 +93,7 @@ class Squared(Layer):
 
 @frozen
 class Squeeze(Layer):
-    """What a sequence amounts to, and weights that all devices of cp apply to that alike."""
+    """A gate computed from a weighted sum over the sequence, by weights that every cp rank applies alike."""
 
     def body(self, x: Value, /, **side: Value) -> Value:
         e, r = x["embed"], Dim("rank", 8)
@@ -104,7 +104,7 @@ class Squeeze(Layer):
 
 @frozen
 class Summary(Layer):
-    """The same over a divided dim: partial sums over two axes."""
+    """A gate computed from a sum over the sequence of a sharded dim: Partial over two axes."""
 
     def body(self, x: Value, /, **side: Value) -> Value:
         h = fn("relu", dot(x, weight("up", x["embed"], FF), "embed"))
@@ -114,7 +114,7 @@ class Summary(Layer):
 
 @frozen
 class ByHand(Layer):
-    """Attention without a softmax, of a renamed sequence."""
+    """Attention without a softmax, to the keys of a renamed sequence dim."""
 
     def body(self, x: Value, /, **side: Value) -> Value:
         q = dot(x, weight("q", x["embed"], HEADS, CHANNELS), "embed")
@@ -125,7 +125,7 @@ class ByHand(Layer):
 
 @frozen
 class Near(Layer):
-    """A convolution, the token before, a table of positions: of channels that nothing divides."""
+    """A convolution, a shift and learned positions, on channels that no axis shards."""
 
     def body(self, x: Value, /, **side: Value) -> Value:
         e = x["embed"]
@@ -136,7 +136,7 @@ class Near(Layer):
 
 @frozen
 class Cuts(Layer):
-    """Slices, a join, an index and a new name of a divided dim; a dim renamed to one that is divided."""
+    """Slice, Concat, Select and Rename of a sharded dim, and a Rename to a sharded dim."""
 
     def body(self, x: Value, /, **side: Value) -> Value:
         e = x["embed"]
@@ -149,7 +149,7 @@ class Cuts(Layer):
 
 @frozen
 class Copies(Layer):
-    """A layer for each head, with weights of its own."""
+    """A layer for each head, with own weights."""
 
     def body(self, x: Value, /, **side: Value) -> Value:
         q = fn("tanh", dot(x, weight("q", x["embed"], HEADS, CHANNELS), "embed")) >> Each("heads", Head())
@@ -165,7 +165,7 @@ class Head(Layer):
 
 @frozen
 class LowRank(Layer):
-    """A matrix that is a product of two, over a divided dim; partial sums added, and read twice."""
+    """A matrix that is a product of two over a sharded dim, and a sum of Partial values that is read twice."""
 
     def body(self, x: Value, /, **side: Value) -> Value:
         e, out = x["embed"], Dim("out", 64)
@@ -197,7 +197,7 @@ class OverTime(Layer):
 
 @frozen
 class Halved(SwiGLU):
-    """Another body than that of the class it inherits from, so that class's module is not its own."""
+    """A subclass of SwiGLU with another body, for which the module of SwiGLU must not run."""
 
     def body(self, x: Value, /, **side: Value) -> Value:
         return 0.5 * (x >> SwiGLU(self.ff).named("whole"))
@@ -205,7 +205,7 @@ class Halved(SwiGLU):
 
 @frozen
 class Hashed(Layer):
-    """Another table of tokens, and of those before them; made with the model's input."""
+    """Embeddings of tokens and of previous tokens, in tables of the layer; the token ids are a field."""
 
     tokens: Value
     rows: int
@@ -223,7 +223,7 @@ class Hashed(Layer):
 
 @frozen
 class Random(Layer):
-    """Random features: weights that are not trained, sharded by tp or by experts, one of them padded."""
+    """Random features: untrained weights, one sharded over tp, one padded."""
 
     tokens: Value
 
@@ -245,7 +245,7 @@ class RandomExpert(Layer):
 
 
 def buffers() -> Model:
-    """Sharded weights that are not trained: a checkpoint holds them, and so must every layout."""
+    """Return a model with sharded untrained weights, which are part of checkpoints."""
     tokens = ids()
     x = tokens >> Embed(weight("wte", VOCAB, EMBED)) >> Random(tokens) >> residual(RMSNorm(), MoE(RandomExpert(), 4, 2))
     return model("buffers", x >> Unembed(weight("head", VOCAB, EMBED)))
@@ -295,7 +295,7 @@ def latent() -> Model:
 
 
 def stretched() -> Model:
-    """Positions of longer sequences: one of these is megatron-core's attention."""
+    """Return a model with scaled rotary positions; megatron-core's attention runs one of its two layers."""
     yarn = Rope(1e4, scaling=YarnScaling(factor=4.0, original=16))
     mla = MLA(heads=4, q_rank=None, kv_rank=16, nope=8, rope=8, v=12, positions=yarn)
     return lm(
@@ -326,7 +326,7 @@ def experts() -> Model:
 
 
 def some_experts() -> Model:
-    """What a checkpoint must hold: divided and whole weights, weights of copies, a buffer, a tied table with a bias."""
+    """Return a model with sharded, replicated and expert weights, a buffer, and a tied table with a bias."""
     wte = weight("wte", VOCAB, EMBED)
     moe = MoE(Gated(32), 4, 2, shared=SwiGLU(48), score="sigmoid", corrected=True, groups=2)
     block = residual(RMSNorm(), attention(sink=True)) >> residual(RMSNorm(plus_one=True), moe)
@@ -334,13 +334,13 @@ def some_experts() -> Model:
 
 
 def balanced() -> Model:
-    """A mixture with a balancing loss and a shared expert, and biases of heads."""
+    """Return a model with a balancing loss, a shared expert, and attention with biases."""
     moe = MoE(MLP(32, "silu", True) >> Scale(0.5), 4, 2, balance=0.05, shared=SwiGLU(48))
     return lm("balanced", attention(window=8, bias=True), moe)
 
 
 def squared_510() -> Model:
-    """Channels that two devices divide and four do not, in a dense layer and in experts."""
+    """Return a model whose channels 2 devices divide and 4 do not, in a dense layer and in experts."""
     return lm("squared-510", Squared(510), MoE(Squared(510), 8, 2))
 
 
@@ -393,12 +393,12 @@ def hashed() -> Model:
 
 
 def hashed_odd() -> Model:
-    """Tables of 127 rows: under tp 2 one is padded, and each device holds all of the other."""
+    """Return a model with tables of 127 rows: under tp 2 one is padded, the other is not sharded."""
     return own_tables("hashed-odd", 127)
 
 
 def around() -> Model:
-    """Sums, products and small layers between layers, a tied table, a bias of the logits."""
+    """Return a model with sums, products and small layers between layers, a tied table, and biased logits."""
     wte = weight("wte", VOCAB, EMBED)
     block = residual(RMSNorm(plus_one=True), SwiGLU(64), RMSNorm(plus_one=True)) >> Softcap(2.0)
     x = ids() >> Embed(wte) >> Scale(3.0) >> Positions(weight("wpe", Dim("position", 40), EMBED, std=0.1), 2)

@@ -1,4 +1,4 @@
-"""What each family exchanges under a split, and where its graph may be cut."""
+"""Collectives of each family under a split, and the cut points of its graph."""
 
 from collections import Counter
 from itertools import groupby
@@ -243,14 +243,14 @@ def test_tokens_ahead_are_gathered():
 # Cuts
 
 
-def crossing(ref):
+def cut_graph(ref):
     g = graph(find(ref)[0])
     return g, [g.live_values[i] for i in g.cut_points]
 
 
 @pytest.mark.parametrize("ref", ["gpt2", "llama3-8b", "mixtral-8x7b", "deepseek-v3", "gemma2-9b", "mamba2-370m"])
 def test_a_chain_is_cut_where_one_value_crosses(ref):
-    g, cuts = crossing(ref)
+    g, cuts = cut_graph(ref)
     blocks = 1 + max(n.block for n in g.nodes if n.block is not None)
     assert {len(names) for names in cuts} == {1}
     assert len(cuts) > blocks
@@ -261,7 +261,7 @@ def test_a_decoder_carries_the_memory_along(ref):
     """An encoder is cut where its own hidden states cross; a decoder where theirs and the encoder's output do, until
     its last layer has read that.
     """
-    g, cuts = crossing(ref)
+    g, cuts = cut_graph(ref)
     dims = [tuple(g.nodes[g.index[name]].shape.positions("embed").name for name in names) for names in cuts]
     assert [names for names, _ in groupby(dims)] == [("source",), ("source", "seq"), ("seq",)]
     (memory,) = {names[0] for names in cuts if len(names) == 2}
@@ -270,7 +270,7 @@ def test_a_decoder_carries_the_memory_along(ref):
 
 @pytest.mark.parametrize("ref", ["bert-base", "vit-base"])
 def test_an_encoder_is_a_chain(ref):
-    _, cuts = crossing(ref)
+    _, cuts = cut_graph(ref)
     assert {len(names) for names in cuts} == {1}
 
 

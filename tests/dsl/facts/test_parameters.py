@@ -1,4 +1,4 @@
-"""How many parameters the published models have, and that their published config.json's are these models.
+"""Parameters of the published models, and their published config.json files read as these models.
 
 configs/ says what the config.json's on the Hugging Face hub say, under the names of the models here: those of
 openai-community/gpt2*, meta-llama/*, mistralai/*, Qwen/*, google/gemma*, deepseek-ai/*, openai/gpt-oss*, nvidia/*,
@@ -88,7 +88,7 @@ def rows() -> Iterator[str]:
 
 
 def agrees(path: Path, text: str, update: bool) -> bool:
-    """Whether a file says this; --update makes it say so."""
+    """Return True if a file has this text; with --update, write the text into it."""
     if update:
         path.write_text(text)
     return path.read_text() == text

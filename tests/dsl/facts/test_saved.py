@@ -1,4 +1,4 @@
-"""What is kept for the backward pass, byte by byte, against what others published: 2 bytes an element, 1 of a mask.
+"""Saved activations byte by byte against published figures: 2 bytes an element, 1 byte an element of a mask.
 
 Here the core of attention never stores its scores, but the logarithm of a sum for each head and query, in fp32.
 """
@@ -48,7 +48,7 @@ def block(result) -> list[Node]:
 
 
 def of(m, **how) -> tuple[Saved, ...]:
-    """What the last block of a model keeps."""
+    """Return the saved tensors of the last block of a model."""
     return saved(block(graph(m).nodes), batch=B, seq=S, **how)
 
 

@@ -1,4 +1,4 @@
-"""What a config.json may say, and how one that cannot be read is refused."""
+"""Fields that a config.json may have, and messages for files that cannot be read."""
 
 from __future__ import annotations
 

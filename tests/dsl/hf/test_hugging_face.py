@@ -56,7 +56,7 @@ UNUSED = ("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.", "fin
 
 @frozen
 class Saved:
-    """What Hugging Face computes, what it saves of the model, and what is read of that."""
+    """Logits and files of a Hugging Face model, and the model that is read from these files."""
 
     logits: Tensor
     inputs: Mapping[str, Tensor]

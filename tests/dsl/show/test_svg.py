@@ -67,7 +67,7 @@ def three_columns() -> Model:
 
 
 def learned_queries() -> Model:
-    """What goes into layers is a weight at first; one output is an input."""
+    """Return a model whose first layer reads a weight, and one of whose outputs is an input."""
     d = Dim("embed", 32)
     tokens, queries = ids(), weight("queries", Dim("places", 4), d)
     mixed = queries >> repeat(3, residual(RMSNorm(), SwiGLU(64))) >> Linear(d) >> Linear(d)

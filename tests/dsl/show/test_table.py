@@ -83,7 +83,7 @@ def encoder_decoder() -> Model:
 
 
 def chained(*layers: Layer) -> Model:
-    """These layers between an embedding and its transpose."""
+    """Return a model of these layers between an embedding and its transpose."""
     wte = weight("wte", VOCAB, D)
     x = ids() >> Embed(wte)
     for layer in layers:
@@ -290,7 +290,7 @@ def test_formatting() -> None:
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What `megaloom show` prints, in this process and in an empty folder; to bad input, what it says on stderr."""
+    """Return the output of `megaloom show`, run in this process and in an empty folder; for bad input, its stderr."""
 
     def run(*args: object, code: int = 0) -> str:
         monkeypatch.chdir(tmp_path)

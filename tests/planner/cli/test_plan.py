@@ -110,7 +110,7 @@ def test_a_config_of_hugging_face(
 
 
 def test_a_model_of_images_has_no_sequence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is counted is images, and context parallelism, which would divide a sequence, is not legal."""
+    """Throughput is in images, and context parallelism is illegal, because there is no sequence to shard."""
     words, path = ["vit-base", "--gpus", "8xA100", "--batch", "64"], tmp_path / "plan.json"
     code, out, _ = run(*words, "-o", str(path), capsys=capsys)
     assert code == 0 and "\nOne step: 64 inputs (default --seq)\n" in out and load(path).workload.tokens == 64

@@ -1,4 +1,4 @@
-"""What `plan` says to wrong input, and how it ends when it is interrupted or nobody reads on."""
+"""Messages of `plan` for wrong input, and its exit when it is interrupted or its reader ends."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_another_model_is_refused() -> None:
 
 
 def test_a_plan_that_was_edited_into_none_is_refused() -> None:
-    """What each field allows and the runtime would stumble over, or worse, train without a word."""
+    """Values that a field's type allows, but with which the runtime would fail or train something else."""
     plan, (model, _) = example(), find("gpt2")
     first, last = plan.stages
     for edited, says in (

@@ -33,7 +33,7 @@ from megaloom.planner.partition.partitioner import Partition, PartitionProblem, 
 from megaloom.planner.rules.capabilities import untrainable
 from megaloom.planner.search.pricing import Pricer
 from megaloom.runtime.megatron import device
-from tests.support.exported import made
+from tests.support.exported import plan_with
 from tests.support.models import LATENT
 from tests.support.profiles import changed
 
@@ -94,7 +94,7 @@ def test_the_slowest_chunk_of_deepseek_v3_is_no_slower_than_by_hand(by_hand: str
 
 @pytest.mark.parametrize(("model", "alone"), [(SMALL, True), (deepseek_v3_mtp(), False)], ids=["small", "large"])
 def test_megatron_core_takes_the_stages(model: Model, alone: bool) -> None:
-    """What predicts ahead is where it may be: in one stage, the last chunk of its rank, behind all layers."""
+    """The multi-token prediction block is in one stage: the last chunk of its rank, after all other blocks."""
     g, result = graph(model), set[bool]()
     read = read_decoder(g, Target.MEGATRON_LM)
     for pp, vpp in CHUNKS:
@@ -102,7 +102,7 @@ def test_megatron_core_takes_the_stages(model: Model, alone: bool) -> None:
         of = pricer(g, pp)
         fit = PartitionProblem(x, of.cost_table(x), of.capacity, whole_blocks=True)
         if pp * vpp < len(fit.cut_points):
-            stages = stage_layers(made(model, x, cuts=balanced(fit)[1:-1]), read, g, Target.MEGATRON_LM)
+            stages = stage_layers(plan_with(model, x, cuts=balanced(fit)[1:-1]), read, g, Target.MEGATRON_LM)
             expected = theirs()(pipeline_layout(stages), pp)
             assert expected.validate_layer_layout(len(read.layers), 1) == (stages[-1].mtp == 0)
             result.add(stages[-1].mtp == 0)
@@ -121,7 +121,7 @@ def test_the_embedding_is_there_again_and_its_gradients_are_added_up() -> None:
 
 
 def test_two_hidden_states_cross_into_the_heads() -> None:
-    """They are sent, kept until the backward, and there while they pass."""
+    """Two hidden states are sent to the heads, saved for the backward pass, and counted in the receive buffers."""
     g = graph(SMALL)
     result, starts = pricer(g, 4), read_decoder(g, Target.MEGATRON_LM).layer_starts
     fit = result.partition(Layout(pp=4)).problem
@@ -190,11 +190,11 @@ def test_two_chunks_of_a_rank_with_one_embedding_are_refused() -> None:
     starts = read_decoder(graph(SMALL), Target.MEGATRON_LM).layer_starts
     alone, together = (*starts[2:4], starts[-2], starts[-1]), (*starts[2:5], starts[-2])
     x = Layout(pp=2, vpp=2)
-    refused = made(SMALL, x, cuts=alone[1:])
+    refused = plan_with(SMALL, x, cuts=alone[1:])
     with pytest.raises(UserError, match=r"two chunks of one rank use the weight 'wte'.*\[shared-chunks\]"):
         export_plan(refused, SMALL, Target.MEGATRON_LM)
     for plan in (
-        made(SMALL, x, cuts=together[1:]),
+        plan_with(SMALL, x, cuts=together[1:]),
         cut_at_layers(refused, SMALL, read_decoder(graph(SMALL), Target.MEGATRON_LM)),
     ):
         assert "mL" in export_plan(plan, SMALL, Target.MEGATRON_LM)

@@ -35,9 +35,9 @@ from tests.support.exported import (
     CASES,
     case,
     groups,
-    made,
     parsed,
     parser,
+    plan_with,
 )
 from tests.support.paths import TESTS
 
@@ -53,7 +53,7 @@ def exported_text(plan: Plan, model: Model, target: Target) -> str:
 
 
 def agrees(path: Path, text: str, request: pytest.FixtureRequest) -> bool:
-    """Whether a golden file says this; --update makes it say so."""
+    """Return True if a golden file has this text; with --update, write the text into it."""
     if request.config.getoption("--update"):
         path.write_text(text)
     return text == path.read_text()
@@ -71,7 +71,7 @@ def test_which_examples_megatron_lm_can_express(request: pytest.FixtureRequest) 
     lines: dict[str, str] = {}
     for name, ref in examples().items():
         model, _ = find(ref)
-        text = exported_text(made(model, Layout(dp=8)), model, Target.MEGATRON_LM)
+        text = exported_text(plan_with(model, Layout(dp=8)), model, Target.MEGATRON_LM)
         if taken := not text.startswith("refused: Megatron-LM cannot express "):
             assert parsed(text).num_layers == str(len(read_decoder(graph(model), Target.MEGATRON_LM).layers))
         lines.setdefault(ref.partition(":")[0], f"{name}: {'taken' if taken else text.splitlines()[0]}\n")
@@ -226,7 +226,7 @@ ACCELERATE = {
 def test_accelerate_is_told_what_it_would_guess_wrong(recompute: Recompute, method: str, layers: int) -> None:
     model, _ = find("gpt2")
     x = Layout(dp=2, tp=2, pp=2, cp=1, micro_batch=2, recompute=recompute)
-    config = yaml.safe_load(export_plan(made(model, x, counts=(7, 5)), model, Target.ACCELERATE))
+    config = yaml.safe_load(export_plan(plan_with(model, x, counts=(7, 5)), model, Target.ACCELERATE))
     keys = {key.removeprefix("megatron_lm_"): value for key, value in config["megatron_lm_config"].items()}
     assert config["distributed_type"] == "MEGATRON_LM" and config["num_processes"] == 8
     assert keys.keys() <= ACCELERATE
@@ -241,7 +241,7 @@ def test_accelerate_is_told_what_it_would_guess_wrong(recompute: Recompute, meth
 
 def test_accelerate_on_several_machines_says_where_they_meet() -> None:
     model, _ = find("gpt2")
-    config = yaml.safe_load(export_plan(made(model, Layout(dp=8, tp=2)), model, Target.ACCELERATE))
+    config = yaml.safe_load(export_plan(plan_with(model, Layout(dp=8, tp=2)), model, Target.ACCELERATE))
     assert (config["num_machines"], config["num_processes"], config["machine_rank"]) == (2, 16, 0)
 
 
@@ -276,14 +276,16 @@ def test_torchtitan_has_the_stages_of_the_plan(name: str) -> None:
 
 def test_torchtitan_replicates_weights_where_they_are_whole() -> None:
     model, _ = find("llama3-8b")
-    config = tomllib.loads(export_plan(made(model, Layout(dp=8, micro_batch=2), batch=64), model, Target.TORCHTITAN))
+    config = tomllib.loads(
+        export_plan(plan_with(model, Layout(dp=8, micro_batch=2), batch=64), model, Target.TORCHTITAN)
+    )
     p, t = config["parallelism"], config["training"]
     assert (p["data_parallel_replicate_degree"], p["data_parallel_shard_degree"]) == (8, 1)
     assert (t["local_batch_size"], t["global_batch_size"]) == (2, 64)
 
 
 def submitted(script: str, tmp_path: Path, *given: str) -> list[str]:
-    """What a job starts, run with an srun that prints its arguments, and a scontrol that knows two nodes."""
+    """Return the commands that a Slurm job starts, with a fake srun and a fake scontrol of two nodes."""
     for name, line in (("srun", 'printf "%s\\n" "$@"'), ("scontrol", "printf 'n0\\nn1\\n'")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)

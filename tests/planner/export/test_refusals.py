@@ -1,4 +1,4 @@
-"""What an export cannot say it refuses by its name, and says what would work; what it can say it says in full."""
+"""An export writes every option that a plan needs, or refuses what it cannot express and says what works instead."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ from megaloom.runtime.cli.main import main
 from tests.support.exported import (
     case,
     groups,
-    made,
     parsed,
+    plan_with,
 )
 
 NORM, ROPE = RMSNorm(), Attention(heads=4, rope=10_000)
@@ -78,8 +78,8 @@ def decoder(
 
 
 def options(m: Model, layout: Layout = Layout(), **more: Any) -> dict[str, Any]:  # noqa: B008
-    """What Megatron-LM is told about a model."""
-    args = parsed(export_plan(made(m, layout, **more), m, Target.MEGATRON_LM))
+    """Return the options of the Megatron-LM script for a model, parsed."""
+    args = parsed(export_plan(plan_with(m, layout, **more), m, Target.MEGATRON_LM))
     return {name: value for name, value in vars(args).items() if value is not None and value is not False}
 
 
@@ -87,14 +87,14 @@ def moe(**options: Any) -> MoE:
     return MoE(SwiGLU(32), 8, 2, **options)
 
 
-PLACES = Positions(weight("wpe", Dim("position", 64), Dim("embed", 32)))
+POSITIONS = Positions(weight("wpe", Dim("position", 64), Dim("embed", 32)))
 
 
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
         (decoder(Attention(heads=4)), {"position_embedding_type": "none"}),
-        (decoder(Attention(heads=4), before=(PLACES,)), {"position_embedding_type": "learned_absolute"}),
+        (decoder(Attention(heads=4), before=(POSITIONS,)), {"position_embedding_type": "learned_absolute"}),
         (decoder(Attention(heads=4, rope=Rope(10_000, 4))), {"rotary_percent": "0.5"}),
         (decoder(Attention(heads=4, rope=Rope(10_000, interleaved=True))), {"rotary_interleaved": True}),
         (
@@ -138,7 +138,7 @@ def test_megatron_lm_is_told_everything_about_a_layer(declared: Model, message: 
         (decoder(Attention(heads=4, rope=10_000.5)), "10000.5"),
         (decoder(Attention(heads=4, rope=Rope(10_000, scaling=YarnScaling(factor=4, original=64)))), "YarnScaling"),
         (decoder(Attention(heads=4, rope=10_000, qk_norm=RMSNorm(1e-3, over="head_dim"))), "qk_norm"),
-        (decoder(Attention(heads=4, rope=10_000), before=(PLACES,)), "learned and rotary positions"),
+        (decoder(Attention(heads=4, rope=10_000), before=(POSITIONS,)), "learned and rotary positions"),
         (decoder(Attention(heads=4, rope=10_000, bias=True)), "SwiGLU(ff=64)"),
         (decoder(ff=MLP(64, "gelu", bias=True)), "MLP(ff=64, bias=True)"),
         (decoder(ff=MLP(64, "relu")), "act=relu"),
@@ -227,10 +227,10 @@ def test_a_layout_is_refused_by_its_name(
 ) -> None:
     declared, _ = find(name)
     if not names:
-        assert export_plan(made(declared, layout, **more), declared, target)
+        assert export_plan(plan_with(declared, layout, **more), declared, target)
         return
     with pytest.raises(UserError) as error:
-        export_plan(made(declared, layout, **more), declared, target)
+        export_plan(plan_with(declared, layout, **more), declared, target)
     what, instead = str(error.value).split("\n", 1)
     assert "cannot express" in what and names in what and works in instead
 
@@ -238,10 +238,10 @@ def test_a_layout_is_refused_by_its_name(
 def test_what_is_not_trained_here_either_is_not_said_to_be() -> None:
     t5, _ = find("t5-small")
     with pytest.raises(UserError, match=r"2 inputs.*\n`megaloom train` cannot run it either: t5-small has the inputs"):
-        export_plan(made(t5, Layout()), t5, Target.MEGATRON_LM)
+        export_plan(plan_with(t5, Layout()), t5, Target.MEGATRON_LM)
     llama, _ = find(LLAMA)
     with pytest.raises(UserError, match="which cannot run this plan: the runtime does not train in fp8"):
-        export_plan(made(llama, Layout(), precision="fp8"), llama, Target.SLURM)
+        export_plan(plan_with(llama, Layout(), precision="fp8"), llama, Target.SLURM)
 
 
 @pytest.mark.parametrize(
@@ -295,13 +295,13 @@ def test_every_field_of_a_layout_is_known_here() -> None:
 def test_a_stage_that_begins_inside_of_a_layer_is_refused(cut: int, named: str) -> None:
     declared = decoder()
     with pytest.raises(UserError, match=rf"stage 1, which begins inside of a layer, with {named}(.|\n)*--runtime meg"):
-        export_plan(made(declared, Layout(pp=2), cuts=(cut,)), declared, Target.MEGATRON_LM)
+        export_plan(plan_with(declared, Layout(pp=2), cuts=(cut,)), declared, Target.MEGATRON_LM)
 
 
 def test_stages_are_cut_anew_at_whole_layers() -> None:
-    """The same layout with other stages: a plan as good as any, which says what it then takes."""
+    """A plan with stages between whole layers has the layout of the original one, and a prediction of its own."""
     declared, ref = find("stdlib-gpt")
-    inside = made(declared, Layout(pp=2), cuts=(11,), gpus="2xCPU", precision="fp32", ref=ref)
+    inside = plan_with(declared, Layout(pp=2), cuts=(11,), gpus="2xCPU", precision="fp32", ref=ref)
     read = read_decoder(graph(declared), Target.MEGATRON_LM)
     outside = cut_at_layers(inside, declared, read)
     check_plan(outside, declared)
@@ -314,7 +314,9 @@ def test_more_stages_than_whole_layers_are_refused() -> None:
     declared = decoder(layers=2)
     with pytest.raises(UserError, match="2 whole layers do not fill 8 pipeline stages"):
         cut_at_layers(
-            made(declared, Layout(pp=8), cuts=range(2, 9)), declared, read_decoder(graph(declared), Target.MEGATRON_LM)
+            plan_with(declared, Layout(pp=8), cuts=range(2, 9)),
+            declared,
+            read_decoder(graph(declared), Target.MEGATRON_LM),
         )
 
 
@@ -340,7 +342,7 @@ def test_the_command_cuts_at_whole_layers(tmp_path: Path, capsys: pytest.Capture
     declared, ref = find("llama3-8b")
     starts, path = read_decoder(graph(declared), Target.MEGATRON_LM).layer_starts, str(tmp_path / "plan.json")
     for cut, message in ((starts[16] + 3, "partitioned the stages again, between whole layers: "), (starts[16], "")):
-        save(made(declared, Layout(pp=2, tp=4, sequence_parallel=True), cuts=(cut,), ref=ref), path)
+        save(plan_with(declared, Layout(pp=2, tp=4, sequence_parallel=True), cuts=(cut,), ref=ref), path)
         assert main(["export", path, "--to", "megatron-bridge"]) == 0
         output = capsys.readouterr()
         assert (

@@ -21,33 +21,33 @@ from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.dynamic_program import ChainBatch, SegmentSums, balance, balance_all
 from megaloom.planner.search.pricing import Pricer
 
-ATOMS = st.lists(st.floats(0, 10), min_size=1, max_size=9)
+SEGMENTS = st.lists(st.floats(0, 10), min_size=1, max_size=9)
 
 
-def partitions(atoms: list[float], count: int) -> list[tuple[int, ...]]:
-    return [(0, *inner, len(atoms)) for inner in combinations(range(1, len(atoms)), count - 1)]
+def partitions(segments: list[float], count: int) -> list[tuple[int, ...]]:
+    return [(0, *inner, len(segments)) for inner in combinations(range(1, len(segments)), count - 1)]
 
 
-def runs(atoms: list[float], bounds: tuple[int, ...]) -> list[float]:
-    return [sum(atoms[a:b]) for a, b in pairwise(bounds)]
+def runs(segments: list[float], bounds: tuple[int, ...]) -> list[float]:
+    return [sum(segments[a:b]) for a, b in pairwise(bounds)]
 
 
-def squares(atoms: list[float], bounds: tuple[int, ...]) -> float:
-    return sum(x * x for x in runs(atoms, bounds))
+def squares(segments: list[float], bounds: tuple[int, ...]) -> float:
+    return sum(x * x for x in runs(segments, bounds))
 
 
-@given(ATOMS, st.integers(1, 9))
-def test_no_cut_is_more_even(atoms: list[float], count: int) -> None:
-    bounds = balance(SegmentSums.of(np.array(atoms)), count)
-    every = partitions(atoms, count)
+@given(SEGMENTS, st.integers(1, 9))
+def test_no_cut_is_more_even(segments: list[float], count: int) -> None:
+    bounds = balance(SegmentSums.of(np.array(segments)), count)
+    every = partitions(segments, count)
     if not every:
         assert bounds is None
         return
     assert bounds in every
-    slowest = min(max(runs(atoms, partition)) for partition in every)
-    assert math.isclose(max(runs(atoms, bounds)), slowest, rel_tol=1e-9, abs_tol=1e-9)
-    even = min(squares(atoms, partition) for partition in every if max(runs(atoms, partition)) <= slowest + 1e-12)
-    assert squares(atoms, bounds) <= even + 1e-9
+    slowest = min(max(runs(segments, partition)) for partition in every)
+    assert math.isclose(max(runs(segments, bounds)), slowest, rel_tol=1e-9, abs_tol=1e-9)
+    even = min(squares(segments, partition) for partition in every if max(runs(segments, partition)) <= slowest + 1e-12)
+    assert squares(segments, bounds) <= even + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_many_chains_are_cut_as_each_is(size: int, count: int, more: bool, data:
     seconds = st.lists(st.floats(0, 10) | st.sampled_from([1.0, 2.0]), min_size=size, max_size=size)
     last = np.minimum(np.arange(size + 1) + 2, size)
     chains = []
-    for atoms in data.draw(st.lists(seconds, min_size=1, max_size=4)):
-        runs = SegmentSums.of(np.array(atoms))
+    for segments in data.draw(st.lists(seconds, min_size=1, max_size=4)):
+        runs = SegmentSums.of(np.array(segments))
         beside = runs.sums / 2
         chains.append(SegmentSums(runs.sums, beside, beside[last], last) if more else runs)
     assert [tuple(bounds) for bounds in balance_all(ChainBatch.of(chains), count).tolist()] == [
@@ -75,41 +75,43 @@ def test_many_chains_are_cut_as_each_is(size: int, count: int, more: bool, data:
     ]
 
 
-@given(ATOMS, st.integers(1, 5), st.data())
-def test_a_limit_on_each_run_is_kept(atoms: list[float], count: int, data: st.DataObject) -> None:
+@given(SEGMENTS, st.integers(1, 5), st.data())
+def test_a_limit_on_each_run_is_kept(segments: list[float], count: int, data: st.DataObject) -> None:
     """Wherever a run begins it may have another limit, as where more than one hidden state crosses."""
-    size = len(atoms)
+    size = len(segments)
     each = st.lists(st.integers(1, 9), min_size=size + 1, max_size=size + 1)
     limit = data.draw(st.lists(each, min_size=count, max_size=count))
     bounds = balance(
-        SegmentSums.of(np.array(atoms)), count, lambda k: np.minimum(np.arange(size) + limit[k][:-1], size)
+        SegmentSums.of(np.array(segments)), count, lambda k: np.minimum(np.arange(size) + limit[k][:-1], size)
     )
     every = [
-        w for w in partitions(atoms, count) if all(b - a <= n[a] for a, b, n in zip(w, w[1:], limit, strict=False))
+        w for w in partitions(segments, count) if all(b - a <= n[a] for a, b, n in zip(w, w[1:], limit, strict=False))
     ]
     assert (bounds is None) == (not every)
     if bounds is not None:
         assert bounds in every
-        slowest = min(max(runs(atoms, partition)) for partition in every)
-        assert math.isclose(max(runs(atoms, bounds)), slowest, rel_tol=1e-9, abs_tol=1e-9)
+        slowest = min(max(runs(segments, partition)) for partition in every)
+        assert math.isclose(max(runs(segments, bounds)), slowest, rel_tol=1e-9, abs_tol=1e-9)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.lists(st.integers(0, 20), min_size=1, max_size=5))
-def test_a_run_may_have_no_room_for_what_others_hold(sizes: list[int], rooms: list[int]) -> None:
+def test_a_run_may_have_no_room_for_what_others_hold(sizes: list[int], limits: list[int]) -> None:
     sums = np.concatenate([[0], np.cumsum(sizes)])
-    atoms = [float(size % 4) for size in sizes]
+    segments = [float(size % 4) for size in sizes]
     bounds = balance(
-        SegmentSums.of(np.array(atoms)), len(rooms), lambda k: np.searchsorted(sums, sums[:-1] + rooms[k], "right") - 1
+        SegmentSums.of(np.array(segments)),
+        len(limits),
+        lambda k: np.searchsorted(sums, sums[:-1] + limits[k], "right") - 1,
     )
     every = [
         partition
-        for partition in partitions(atoms, len(rooms))
-        if all(sum(sizes[a:b]) <= room for (a, b), room in zip(pairwise(partition), rooms, strict=True))
+        for partition in partitions(segments, len(limits))
+        if all(sum(sizes[a:b]) <= room for (a, b), room in zip(pairwise(partition), limits, strict=True))
     ]
     assert (bounds is None) == (not every)
     if bounds is not None:
         assert bounds in every
-        assert max(runs(atoms, bounds)) == min(max(runs(atoms, partition)) for partition in every)
+        assert max(runs(segments, bounds)) == min(max(runs(segments, partition)) for partition in every)
 
 
 # By hand, in the notation of megatron-core's pipeline_model_parallel_layout: even layers, as NVIDIA's recipes of Llama
@@ -140,16 +142,16 @@ def test_the_slowest_chunk_is_no_slower_than_by_hand(
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=12), st.data())
-def test_runs_whose_first_atoms_take_more(atoms: list[float], data: st.DataObject) -> None:
-    """What a run takes, and where the longest ends, against sums atom by atom; as many atoms take more as a block."""
-    size, first = len(atoms), data.draw(st.integers(1, 4))
+def test_runs_whose_first_atoms_take_more(segments: list[float], data: st.DataObject) -> None:
+    """Sums and longest runs equal those computed segment by segment, with equal additions to the first segments."""
+    size, first = len(segments), data.draw(st.integers(1, 4))
     more = data.draw(st.lists(st.floats(0, 5), min_size=size, max_size=size))
     before = np.concatenate([[0.0], np.cumsum(more)])
     last = np.minimum(np.arange(size + 1) + first, size)
-    runs = SegmentSums(np.concatenate([[0.0], np.cumsum(atoms)]), before, before[last], last)
+    runs = SegmentSums(np.concatenate([[0.0], np.cumsum(segments)]), before, before[last], last)
 
     def takes(i: int, j: int) -> float:
-        return sum(atoms[i:j]) + sum(more[i : min(j, i + first)])
+        return sum(segments[i:j]) + sum(more[i : min(j, i + first)])
 
     for i in range(size):
         every = [takes(i, j) for j in range(i, size + 1)]
@@ -162,5 +164,5 @@ def test_runs_whose_first_atoms_take_more(atoms: list[float], data: st.DataObjec
     for count in range(1, size + 1):
         bounds = balance(runs, count)
         assert bounds is not None
-        every = [max(takes(a, b) for a, b in pairwise(partition)) for partition in partitions(atoms, count)]
+        every = [max(takes(a, b) for a, b in pairwise(partition)) for partition in partitions(segments, count)]
         assert math.isclose(max(takes(a, b) for a, b in pairwise(bounds)), min(every), rel_tol=1e-9)

@@ -87,13 +87,13 @@ def needed(limit: MemoryLimit, cut: Indices, rank: int) -> float:
 def test_the_cut_with_room_is_the_quickest_of_all(case: Case) -> None:
     runs, limit = case
     every = partitions(runs, limit)
-    roomy = [all(needed(limit, cut, r) <= limit.limit + 1e-9 for r in range(limit.ranks)) for cut in every]
-    assert roomy == (limit.deficit(every) <= 0).tolist()
+    feasible = [all(needed(limit, cut, r) <= limit.limit + 1e-9 for r in range(limit.ranks)) for cut in every]
+    assert feasible == (limit.deficit(every) <= 0).tolist()
     even = balance(runs, limit.ranks * limit.chunks)
     assert even is not None
     result = local_search.partition_within_limit(runs, np.array(even), limit)
     cap = local_search.SLOWEST_FACTOR * min(slowest(runs, every)) * (1 + 1e-9)
-    count = [t for t, fits in zip(slowest(runs, every), roomy, strict=True) if fits and t <= cap]
+    count = [t for t, fits in zip(slowest(runs, every), feasible, strict=True) if fits and t <= cap]
     assert (result is None) == (not count)
     if result is not None:
         best = min(count)
@@ -105,13 +105,13 @@ def test_the_cut_with_room_is_the_quickest_of_all(case: Case) -> None:
 def test_the_only_stages_of_ranks_are_the_quickest_with_room(case: Case) -> None:
     runs, limit = case
     every = partitions(runs, limit)
-    roomy = every[limit.deficit(every) <= 0]
+    feasible = every[limit.deficit(every) <= 0]
     result = balance(runs, limit.ranks, limit.latest_ends)
-    assert (result is None) == (not len(roomy))
+    assert (result is None) == (not len(feasible))
     if result is not None:
         assert limit.feasible
-        assert tuple(result) in {tuple(bounds) for bounds in roomy.tolist()}
-        assert math.isclose(slowest(runs, np.array(result)[None])[0], min(slowest(runs, roomy)), rel_tol=1e-9)
+        assert tuple(result) in {tuple(bounds) for bounds in feasible.tolist()}
+        assert math.isclose(slowest(runs, np.array(result)[None])[0], min(slowest(runs, feasible)), rel_tol=1e-9)
 
 
 @given(cases(), st.floats(1, 40))
@@ -157,10 +157,10 @@ def test_levelled_chunks_are_no_slower_and_keep_their_room(case: Case) -> None:
     assert slowest(runs, result[None])[0] <= slowest(runs, start[None])[0] * (1 + 1e-9)
     assert level(result, case) <= before * (1 + 1e-9)
     if limit.deficit(start[None])[0] <= 0:
-        roomy = local_search.level_within_limit(runs, start, limit)
-        assert limit.deficit(roomy[None])[0] <= 0
-        assert slowest(runs, roomy[None])[0] <= slowest(runs, start[None])[0] * (1 + 1e-9)
-        assert level(roomy, case) <= before * (1 + 1e-9)
+        feasible = local_search.level_within_limit(runs, start, limit)
+        assert limit.deficit(feasible[None])[0] <= 0
+        assert slowest(runs, feasible[None])[0] <= slowest(runs, start[None])[0] * (1 + 1e-9)
+        assert level(feasible, case) <= before * (1 + 1e-9)
 
 
 def level(cut: Indices, case: Case) -> float:

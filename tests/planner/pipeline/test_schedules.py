@@ -72,7 +72,7 @@ def test_warmup_and_tables_are_megatron_cores() -> None:
 
 
 def test_order_and_flights_are_megatron_cores() -> None:
-    """What a rank does is megatron-core's order, and what it keeps meanwhile follows from that."""
+    """The order of a rank is megatron-core's, and so is its number of micro-batches in flight."""
     device.prepare()
     from megatron.core.pipeline_parallel import schedules as core
     from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
@@ -113,7 +113,7 @@ def test_micro_batches_in_flight() -> None:
 
 @given(pipelines())
 def test_the_end_is_foreseen(case: Any) -> None:
-    """What `finish` leaves out changes nothing, for few micro-batches and for many."""
+    """The shortcuts of `finish_times` change nothing, for few micro-batches and for many."""
     pp, vpp, microbatches, forward, backward, transfer = case
     for m in (microbatches, 40 * pp):
         for group in (0, 2 * pp) if vpp > 1 and m % (2 * pp) == 0 else (0,):

@@ -53,7 +53,7 @@ def events(plan: Plan, g: Graph) -> list[dict[str, Any]]:
 
 
 def slices(result: list[dict[str, Any]]) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """What is complete in itself, by process and thread."""
+    """Return the complete events by process and thread."""
     rows = defaultdict(list)
     for event in result:
         if event["ph"] == "X":
@@ -95,7 +95,7 @@ def test_the_last_event_ends_with_the_step(planned: tuple[Plan, Graph]) -> None:
 
 
 def test_the_busiest_rank_adds_up_to_the_breakdown(planned: tuple[Plan, Graph]) -> None:
-    """What it computes, and with one chunk what it sends, is the step but for the bubble."""
+    """The computation of the busiest rank, with its sends if it has one chunk, is the step less the bubble."""
     plan, g = planned
     busy: dict[int, float] = defaultdict(float)
     for (rank, thread), row in slices(events(plan, g)).items():

@@ -63,7 +63,7 @@ def large() -> tuple[Found, Model]:
 
 
 class Parsed(HTMLParser):
-    """What is open when the text ends, what is loaded, the cells of each table row."""
+    """Tags that are open at the end of a page, resources that it loads, and the cells of its table rows."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def browser() -> str:
 
 @pytest.fixture
 def look(browser: str, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """What a browser sees of a page: the probe's answer, and a picture in $PAGES if that names a folder."""
+    """Return the answer of a script in a browser; write a picture into the folder $PAGES if it is set."""
 
     def run(text: str, *points: tuple[int, float], width: int = 1280, dark: bool = False, name: str = "") -> Any:
         inside = text.replace("<head>", f"<head><script>{PROBE}</script>", 1)

@@ -1,4 +1,4 @@
-"""What is printed of a search: its tables, its reasons, and what is said of layouts that lose."""
+"""The text of a search: tables, reasons, and the causes why other layouts are slower."""
 
 from __future__ import annotations
 

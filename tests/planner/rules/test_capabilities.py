@@ -1,4 +1,4 @@
-"""What the runtime does not train, the planner says of its plans, and plans it all the same."""
+"""Plans of layouts that our runtime does not train: they are made, and say so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the message of a broken rule says would work, works: of drawn layouts each number that is named is tried."""
+"""The values that the message of a broken rule suggests are legal, for random layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.rules import violations
-from tests.support.drawn import Case, declared, drawn
+from tests.support.random_cases import Case, declared, drawn
 
 COUNT, SEED = 2000, 5
 SIZES = {"tp-heads", "tp-kv-heads", "tp-keys", "tp-width"}  # a tp that suits one must suit all

@@ -1,4 +1,4 @@
-"""What overlaps with computation: what it saves, what memory it takes, and how a command line says it."""
+"""Overlapped communication: the seconds that it saves, its memory, and its options on the command line."""
 
 from __future__ import annotations
 

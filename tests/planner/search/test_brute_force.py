@@ -156,7 +156,7 @@ def test_it_does_where_chunks_can_be_cut_in_many_ways(
 
 
 def test_a_weight_that_chunks_share_is_there_once() -> None:
-    """Where it is counted as often there is no room, and the most even cut has none."""
+    """Counted once per chunk, the weight would not fit; the balanced partition does not fit either way."""
     g = with_cut_points_of(model("ahead", 12), Runtime.MEGATRON)
     equal(g, machine(2, 49233), Workload(seq=48, batch=4), {"pp": 2, "vpp": 3, "tp": 1, "cp": 1}, Runtime.MEGATRON)
 

@@ -83,7 +83,7 @@ def trivial(path: Path) -> set[int]:
 
 
 def test_pricing_one_layout_visits_few_files_and_functions() -> None:
-    """What all layouts of a job share, attributes of `Job` and `ModelStructure`, another layout has computed before."""
+    """Values that all layouts of a job share, attributes of `Job` and `ModelStructure`, are computed beforehand."""
     job = Job(model_structure(graph(llama3_8b())), Workload(seq=8192, batch=64), cluster("8xH100"), OWN)
     layout = Layout(dp=2, tp=2, pp=2, sequence_parallel=True, shard="optimizer")
     price_layout(job, Layout(dp=8), 76 * 10**9)

@@ -1,4 +1,4 @@
-"""How programs deal blocks to the stages of a pipeline."""
+"""Assignment of blocks to pipeline stages by published frameworks."""
 
 from __future__ import annotations
 

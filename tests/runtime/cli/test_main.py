@@ -34,7 +34,7 @@ def start(*args: object, cwd: Path) -> subprocess.Popen[str]:
 
 
 def run(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The same, to its end."""
+    """Run the command to its end."""
     process = start(*args, cwd=cwd)
     out, err = process.communicate(timeout=100)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -186,7 +186,7 @@ def test_two_runs_in_one_folder(done: tuple[Path, str], text: Path) -> None:
 
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What the command says on stderr to bad input, in this process and in an empty folder."""
+    """Return the stderr of the command for bad input, run in this process and in an empty folder."""
 
     def refused(*args: object, code: int = 2) -> str:
         monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What torch holds as our runtime's modules compute a micro-batch, tensor by tensor, against what is predicted.
+"""Memory that torch holds while our modules compute a micro-batch, tensor by tensor, against the prediction.
 
 On the CPU, where a LayerNorm and an MLP are the same kernels as on a GPU (an RMSNorm and a SwiGLU are one kernel there
 alone), in fp32.

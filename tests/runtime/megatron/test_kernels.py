@@ -56,7 +56,7 @@ def attention(causal=True, dropout=0.0, kv_heads=HEADS):
 
 
 def parallel_attention(cp, seq, causal, kv_heads, dtype):
-    """How far this rank's rows are from the oracle's, at most: of the output and of the three gradients."""
+    """Return the largest difference of this rank's rows from the oracle's: of the output and of the three gradients."""
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     tensors = inputs(seq, kv_heads)
     mine = zigzag(seq, cp, dist.get_rank())

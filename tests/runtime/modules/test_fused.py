@@ -1,4 +1,4 @@
-"""What is one kernel on GPUs against megatron-core's rows of kernels: values and gradients."""
+"""Fused functions against megatron-core's unfused ones: values and gradients."""
 
 from __future__ import annotations
 

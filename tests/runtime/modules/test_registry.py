@@ -1,4 +1,4 @@
-"""What the runtime cannot train is refused by name, with what would work."""
+"""Messages for models that the runtime cannot train: each names the cause and what works instead."""
 
 import re
 

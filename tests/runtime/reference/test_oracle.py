@@ -59,7 +59,7 @@ def declared(plan: Plan) -> tuple[list[float], list[float]]:
 
 
 def choice(op: MoE, scores: torch.Tensor, correction: torch.Tensor) -> torch.Tensor:
-    """Whether each token goes to each expert, [batch seq experts]: the best of the best groups."""
+    """Return which experts each token goes to, [batch seq experts]: the best experts of the best groups."""
     better = (scores.softmax(-1) if op.score == "softmax" else scores.sigmoid()) + correction
     groups = better.unflatten(-1, (op.groups, -1))
     if op.groups > 1:

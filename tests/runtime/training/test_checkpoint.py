@@ -201,11 +201,11 @@ def test_one_that_lacks_a_tensor_is_refused(run: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"step-000020 cannot be loaded: .*other.*\nremove that folder to continue from"
     ):
-        launcher.run(misses, (run,), 2, timeout=60)
+        launcher.run(load_missing_tensor, (run,), 2, timeout=60)
 
 
-def misses(run: Path) -> None:
-    """On each rank: load what was never saved."""
+def load_missing_tensor(run: Path) -> None:
+    """On each rank, load a tensor that was never saved."""
     from megaloom.runtime.training import checkpoint
 
     table = Table(0)

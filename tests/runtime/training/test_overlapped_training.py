@@ -1,4 +1,4 @@
-"""What overlaps with computation: whatever it is, training computes the same."""
+"""Training with each overlap computes the result of training without it."""
 
 from __future__ import annotations
 

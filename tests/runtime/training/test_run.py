@@ -93,7 +93,7 @@ def test_a_finished_run_is_evaluated_again(finished: tuple[Path, Summary], text:
 
 
 def contents(folder: Path) -> dict[Path, int]:
-    """When each file was written."""
+    """Return the time at which each file was written."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 

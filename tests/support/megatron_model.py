@@ -1,7 +1,7 @@
-"""What a rank of megatron-core's builds: the configuration of a decoder under a layout, and a layer of each kind.
+"""A decoder as megatron-core builds it on one rank: its configuration under a layout, and one layer of each kind.
 
-What is not megatron-core's own: its CUDA-only attention core gives back zeros, Transformer Engine's duplicated
-projection is a plain one, and the vocabulary is padded as callers do.
+Three parts are replaced, because megatron-core has them on CUDA or with Transformer Engine only, or leaves them to its
+callers: the attention core returns zeros, the duplicated projection is a plain linear, and the vocabulary is padded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from megaloom.planner.contract.choices import Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision
-from tests.support.drawn import (
+from tests.support.random_cases import (
     HEAD_DIM,
     HIDDEN,
     KV_RANK,
@@ -24,9 +24,10 @@ from tests.support.drawn import (
 
 
 def config(d: Decoder, x: Layout, precision: Precision) -> Any:
-    """TransformerConfig, of the same decoder under this layout.
+    """Return the TransformerConfig of a decoder under a layout.
 
-    It is told what overlaps within a micro-batch, which then does not: that takes Transformer Engine, or a GPTModel.
+    The overlaps within a micro-batch are checked by the constructor and then turned off: to run them takes Transformer
+    Engine or a GPTModel.
     """
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -59,14 +60,14 @@ def config(d: Decoder, x: Layout, precision: Precision) -> Any:
         moe_router_topk=2,
         moe_token_dispatcher_type="alltoall",
         moe_layer_freq=[int(i >= d.dense_layers) for i in range(d.layers)],
-        mtp_num_layers=1 if d.ahead else None,
+        mtp_num_layers=1 if d.multi_token else None,
         tensor_model_parallel_size=x.tp,
         sequence_parallel=x.sequence_parallel,
         context_parallel_size=x.cp,
         pipeline_model_parallel_size=x.pp,
         virtual_pipeline_model_parallel_size=x.vpp if x.vpp > 1 else None,
         microbatch_group_size_per_vp_stage=x.microbatch_group or None,
-        pipeline_model_parallel_layout=_dealt(d, x) if x.pp * x.vpp > 1 else None,
+        pipeline_model_parallel_layout=_pipeline_layout(d, x) if x.pp * x.vpp > 1 else None,
         expert_model_parallel_size=x.ep,
         expert_tensor_parallel_size=x.etp,
         recompute_granularity=None if x.recompute is Recompute.NONE else str(x.recompute),
@@ -88,18 +89,18 @@ def config(d: Decoder, x: Layout, precision: Precision) -> Any:
     return built
 
 
-def _dealt(d: Decoder, x: Layout) -> list[list[str]]:
-    """The layers over the stages, as evenly as may be; some stay empty where there are more stages than layers."""
+def _pipeline_layout(d: Decoder, x: Layout) -> list[list[str]]:
+    """Return the layers of each stage, assigned as evenly as possible; with more stages than layers, some have none."""
     stages: list[list[str]] = [[] for _ in range(x.pp * x.vpp)]
     stages[0].append("embedding")
     for i in range(d.layers):
         stages[i * len(stages) // d.layers].append("decoder")
-    stages[-1] += ["mtp"] * d.ahead + ["loss"]
+    stages[-1] += ["mtp"] * d.multi_token + ["loss"]
     return stages
 
 
 class Core(torch.nn.Module):
-    """Attention's core, which megatron-core has for CUDA alone: no division is left to it."""
+    """An attention core that returns zeros; megatron-core's runs on CUDA only. It checks no divisibility."""
 
     def __init__(self, *_: Any, v_channels: int = HEAD_DIM, **__: Any) -> None:
         super().__init__()
@@ -110,14 +111,14 @@ class Core(torch.nn.Module):
 
 
 class Duplicated(torch.nn.Linear):
-    """A projection that each rank has whole, which megatron-core has with Transformer Engine alone."""
+    """A projection that is not sharded; megatron-core's needs Transformer Engine."""
 
     def __init__(self, n: int, out: int, **_: Any) -> None:
         super().__init__(n, out, bias=False)
 
 
 def chunk(d: Decoder, x: Layout, precision: Precision) -> Any:
-    """A model chunk with one layer of each kind, in DDP's buffers."""
+    """Return a model chunk with one layer of each kind, in the buffers of DistributedDataParallel."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import MegatronModule
 
@@ -130,10 +131,10 @@ def chunk(d: Decoder, x: Layout, precision: Precision) -> Any:
 
         def __init__(self) -> None:
             super().__init__(settings)
-            self.layers = torch.nn.ModuleDict({name: built() for name, built in _layers(d, settings)})
+            self.layers = torch.nn.ModuleDict({name: build() for name, build in _layers(d, settings)})
 
         def set_input_tensor(self, tensor: Any) -> None:
-            """What another stage has sent."""
+            """Store the input of this stage, which another stage has sent."""
             self.received = tensor[0]
 
     sharded = DistributedDataParallelConfig(

@@ -1,4 +1,4 @@
-"""Layouts drawn at random of decoders that megatron-core can build as well, about as many of them legal as not."""
+"""Random layouts of random decoders that megatron-core can build too. About half of them are legal."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
 
 HIDDEN, HEAD_DIM, KV_RANK, ROPE = 16, 4, 8, 4
-WORLD = 64  # devices of a drawn case, at most: what larger grids have to say is the same, and takes longer
+WORLD = 64  # most devices of a case; larger meshes break the same rules and take longer
 
 
 @frozen(kw_only=True)
 class Decoder:
-    """The sizes of a decoder that both know."""
+    """The sizes of a decoder. Megaloom and megatron-core can both build it."""
 
     layers: int
     heads: int
@@ -46,29 +46,29 @@ class Decoder:
     ff: int
     gated: bool = True
     latent: bool = False  # MLA
-    positions: int = 0  # that are learned
+    positions: int = 0  # learned ones
     experts: int = 0
     expert_ff: int = 0
     shared_ff: int = 0
-    dense_layers: int = 0  # before those with experts
-    biased: bool = False  # experts add biases
-    ahead: bool = False  # a layer more predicts the token after the next
+    dense_layers: int = 0  # before the layers with experts
+    biased: bool = False  # experts have biases
+    multi_token: bool = False  # one more layer, for multi-token prediction
 
 
 @frozen(kw_only=True)
 class Case:
-    """What the two are asked."""
+    """A layout of a decoder, with the workload, the number of devices and the rank on which it is tried."""
 
     decoder: Decoder
     layout: Layout
     workload: Workload
     world: int
-    rank: int  # that is asked; modulo world
+    rank: int  # modulo world
 
 
 @cache
 def declared(d: Decoder) -> Graph:
-    """The decoder in our words."""
+    """Return the graph of a decoder as megaloom declares it."""
     embed = Dim("embed", HIDDEN)
     wte = weight("wte", Dim("vocab", 64), embed)
     x = ids() >> Embed(wte)
@@ -88,13 +88,13 @@ def declared(d: Decoder) -> Graph:
         if times:
             x = x >> repeat(times, residual(LayerNorm(), mix), residual(LayerNorm(), ff))
     outputs = [x >> LayerNorm() >> Unembed(wte)]
-    if d.ahead:
+    if d.multi_token:
         outputs.append(x >> chain(residual(LayerNorm(), mix), residual(LayerNorm(), moe)) >> Unembed(wte))
     return graph(model("drawn", *outputs))
 
 
 def drawn(count: int, seed: int) -> list[Case]:
-    """So many cases, the same by every seed: most with degrees that might do, about as many legal as not."""
+    """Return `count` cases, determined by the seed. Most degrees are likely to be legal."""
     draw = Random(seed)
     decoders = [_decoder(draw) for _ in range(64)]
     return [_case(draw, draw.choice(decoders)) for _ in range(count)]
@@ -118,7 +118,7 @@ def _decoder(draw: Random) -> Decoder:
         shared_ff=draw.choice([0, 8, 12]) if experts and not biased else 0,
         dense_layers=draw.choice([0, 0, 1, layers - 1]) if experts else 0,
         biased=biased,
-        ahead=draw.random() < 0.15,
+        multi_token=draw.random() < 0.15,
     )
 
 
@@ -128,7 +128,7 @@ def _modules(draw: Random, recompute: Recompute) -> list[Module]:
 
 
 def _overlaps(draw: Random, x: Layout) -> list[Overlap]:
-    """Most as they might do."""
+    """Return overlaps, most of them where they are legal."""
     chunks = x.ep > 1 and (x.pp == 1 or x.vpp > 1) and not x.full_recompute
     likely = {
         Overlap.GRADIENTS: 0.95,
