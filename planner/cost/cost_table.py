@@ -105,22 +105,17 @@ class CostTable:
         return np.concatenate([np.zeros((1, *rows.shape[1:])), np.cumsum(rows, axis=0)])
 
 
-def cost_table(job: Job, layout: Layout) -> CostTable:
-    """Return the costs of all graph nodes under this layout."""
-    seq, nodes = job.workload.seq, []
-    for kind in job.structure.kinds:
-        facts = costs(kind.node, batch=layout.micro_batch, seq=seq, split=layout.split)
-        nodes.append(node_cost(job, kind, facts, layout, seq))
-    return with_recompute(bare_table(job, layout, nodes), job, layout)
-
-
-def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost]) -> BareTable:
-    """Return the costs of all node kinds without recompute, from the costs of one node of each kind.
+def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None) -> BareTable:
+    """Return the costs of all node kinds without recompute. nodes: the cost of one node of each kind, if known.
 
     A layout has buffers of tensor-parallel overlap, and of weights whose gradients are fused. The forward pass of the
     loss has the logits and what the loss saves of them, its backward pass the gradients of logits and of the weights
     that make them.
     """
+    if nodes is None:
+        batch, seq, split = layout.micro_batch, job.workload.seq, layout.split
+        facts = [costs(kind.node, batch=batch, seq=seq, split=split) for kind in job.structure.kinds]
+        nodes = [node_cost(job, kind, of, layout, seq) for kind, of in zip(job.structure.kinds, facts, strict=True)]
     graph, seq, profile, precision = job.structure.graph, job.workload.seq, job.profile, job.workload.precision
     buffers = 0
     if profile.kernels.wgrad_fusion:
@@ -144,13 +139,13 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost]) -> BareTable
     )
 
 
-def with_recompute(bare: BareTable, job: Job, layout: Layout) -> CostTable:
-    """Return the cost table under the layout's recompute mode.
+def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostTable:
+    """Return the costs of all graph nodes under a layout. bare: its costs without recompute, if known.
 
     Recompute moves forward seconds to the backward pass and frees saved memory. What it recomputes of one block
     is in the workspace. With `--overlap experts` the workspace has a second block, whose forward pass runs meanwhile.
     """
-    structure, seq = job.structure, job.workload.seq
+    bare, structure, seq = bare or bare_table(job, layout), job.structure, job.workload.seq
     rows, workspace = bare.rows.copy(), 2 * bare.largest_saved
     hidden = job.workload.precision.nbytes * structure.hidden_size * (layout.micro_batch * seq // layout.cp)
     if layout.recompute is Recompute.SELECTIVE:

@@ -93,6 +93,7 @@ def rank_moments(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0
     return tuple(moments.values())
 
 
+@lru_cache(maxsize=1024)
 def in_flight_moments(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[Rows, int]:
     """Return the micro-batches in flight at the moments of all ranks, and how many of these are backward passes.
 
@@ -100,16 +101,12 @@ def in_flight_moments(pp: int, vpp: int, microbatches: int, group: int = 0) -> t
     repeats its first one. Then come losses, at which all ranks but the last have zeros.
     """
     size = (group or pp) if vpp > 1 else pp
-    return _in_flight_moments(pp, vpp, min(microbatches, PERIODS * size + microbatches % size), size)
-
-
-@lru_cache(maxsize=1024)
-def _in_flight_moments(pp: int, vpp: int, microbatches: int, size: int) -> tuple[Rows, int]:
-    groups = [min(size, microbatches - first) for first in range(0, microbatches, size)]
+    few = min(microbatches, PERIODS * size + microbatches % size)
+    groups = [min(size, few - first) for first in range(0, few, size)]
     chunks = np.concatenate([np.repeat(np.arange(vpp), count) for count in groups])  # of the forward passes, in order
     begun = np.concatenate([np.zeros((1, vpp)), np.cumsum(np.eye(vpp)[chunks], axis=0)])  # before each forward pass
     ended = begun[:, ::-1]  # before each backward pass
-    first = [int(warmup(rank, pp, vpp, microbatches, size)) for rank in range(pp)]
+    first = [int(warmup(rank, pp, vpp, few, size)) for rank in range(pp)]
     sets = [
         np.unique(begun[n + 1 :] - ended[: len(chunks) - n] if n < len(chunks) else begun[-1:], axis=0) for n in first
     ]

@@ -26,7 +26,7 @@ from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.cost.cost_table import (
     BareTable,
     CostTable,
-    with_recompute,
+    cost_table,
 )
 from megaloom.planner.cost.memory import rank_memory
 from megaloom.planner.cost.profiles.frameworks import OWN, PROFILES
@@ -115,7 +115,7 @@ class Pricer:
         if key not in self._tables:
             if axes not in self._bare:
                 self._bare[axes] = self.cost_cache.bare_table(layout)
-            self._tables[key] = with_recompute(self._bare[axes], self.cost_cache.job, layout)
+            self._tables[key] = cost_table(self.cost_cache.job, layout, self._bare[axes])
         return self._tables[key]
 
     def price(self, layout: Layout) -> Priced:
