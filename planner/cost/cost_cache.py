@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from attrs import define, field, fields, frozen
 
-from megaloom.dsl.dims import Shape
+from megaloom.dsl.dims import Shape, Sizes
 from megaloom.dsl.facts.costs import Costs, costs
 from megaloom.dsl.facts.primitives import Program, program
 from megaloom.dsl.node import Node
@@ -177,8 +177,8 @@ class CostCache:
     def shared(self, layout: Layout) -> tuple[int, ...]:
         """Return the elements on one device of each weight that several nodes share."""
         nodes, seq = self.structure.graph.nodes, self.workload.seq
-        shared = self.structure.shared_weights
-        return tuple(memory.local_elements(nodes[users[0]], slot.dims, layout, seq) for slot, users in shared)
+        sizes, shared = Sizes(batch=layout.micro_batch, seq=seq), self.structure.shared_weights
+        return tuple(program(nodes[at[0]]).local_elements(w.dims, (), sizes, layout.split) for w, at in shared)
 
     def node_cost(self, i: int, layout: Layout) -> NodeCost:
         """Return the cost of node kind i under a layout, without recompute."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
-from megaloom.dsl.dims import NBYTES, DType
+from megaloom.dsl.dims import NBYTES, DType, Sizes
 from megaloom.dsl.facts.costs import Costs, costs
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.facts.recompute import RecomputedBy
@@ -126,8 +126,9 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None
         buffers += (gathered + memory.REDUCING * precision.nbytes) * tokens * job.structure.hidden_size
         buffers += (memory.STREAMS - 1) * ENGINE_WORKSPACE["fp8" in job.cluster.device.flops]
     ends = [graph.nodes[graph.index[name]] for name in graph.outputs]
-    logits = sum(memory.local_elements(node, node.shape.dims, layout, seq) for node in ends)
-    weights = [memory.local_elements(node, slot.dims, layout, seq) for node in ends for slot in node.weights]
+    sizes, split = Sizes(batch=layout.micro_batch, seq=seq), layout.split
+    logits = sum(program(node).local_elements(node.shape, (), sizes, split) for node in ends)
+    weights = [program(node).local_elements(slot.dims, (), sizes, split) for node in ends for slot in node.weights]
     copies = 0 if precision is Precision.FP32 else profile.kernels.loss_saved_nbytes  # fp32 logits are not copied
     return BareTable(
         rows=np.array([node.row for node in nodes]),
@@ -161,7 +162,8 @@ def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostT
     if layout.has_overlap(Overlap.EXPERTS):
         workspace += int(structure.largest_block @ rows[:, CostColumn.SAVED])
     partial, nodes = layout.full_recompute and layout.recompute_layers > 0, structure.graph.nodes
-    shared = [memory.local_elements(nodes[at[0]], slot.dims, layout, seq) for slot, at in structure.shared_weights]
+    sizes, split = Sizes(batch=layout.micro_batch, seq=seq), layout.split
+    shared = [program(nodes[at[0]]).local_elements(w.dims, (), sizes, split) for w, at in structure.shared_weights]
     return CostTable(
         job=job,
         rows=bare.rows if partial else rows,
@@ -195,15 +197,16 @@ def node_cost(job: Job, kind: NodeKind, facts: Costs, layout: Layout, seq: int) 
     if kind.has_loss:
         # Cross-entropy. Over a sharded vocabulary it all-reduces three fp32 numbers a token (megatron-core 0.16.1,
         # tensor_parallel/cross_entropy.py).
-        logits = memory.local_elements(kind.node, kind.node.shape.dims, layout, seq)
+        sizes = Sizes(batch=layout.micro_batch, seq=seq)
+        logits = program(kind.node).local_elements(kind.node.shape, (), sizes, layout.split)
         moved = job.profile.kernels.loss_moved_nbytes * logits
         row[[CostColumn.FORWARD, CostColumn.BACKWARD]] += moved / 2 / job.cluster.device.moves
         nbytes, group = NBYTES[DType.FLOAT32] * (layout.micro_batch * seq // layout.cp), process_group("tp", layout)
         row[CostColumn.TP_FORWARD] += 3 * communication.collective_seconds("all_reduce", nbytes, group, job.cluster)
-    sizes = [memory.tensor_bytes(s, job.workload.precision) for s in facts.saved]
+    each = [memory.tensor_bytes(s, job.workload.precision) for s in facts.saved]
     full = kind.saved_under_full.tensors(facts.saved, facts.inputs)
     full_saved = sum(memory.tensor_bytes(s, job.workload.precision) for s in full)
-    return NodeCost(row, by_part, full_saved, max(sizes, default=0))
+    return NodeCost(row, by_part, full_saved, max(each, default=0))
 
 
 Repeated = tuple[CostColumn, RecomputedBy, float]  # column, the modules any of which recompute it, amount

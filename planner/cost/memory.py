@@ -13,7 +13,7 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from megaloom.dsl.dims import NBYTES, Dim, Sizes
+from megaloom.dsl.dims import NBYTES, Sizes
 from megaloom.dsl.facts.costs import Costs
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.facts.recompute import NO_MODULES, RecomputedBy
@@ -21,7 +21,6 @@ from megaloom.dsl.facts.saved import Saved
 from megaloom.dsl.graph import primitives
 from megaloom.dsl.layers.mlp import ClampedGLU, GeGLU
 from megaloom.dsl.layers.moe import MoE
-from megaloom.dsl.node import Node
 from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.value import Op
@@ -243,19 +242,13 @@ def tensor_bytes(s: Saved, precision: Precision, cast: bool = False) -> int:
 
 def product_weight_elements(job: Job, layout: Layout) -> int:
     """Return the elements on one device of the weights that products read. Equal nodes count once."""
-    elements, seq = 0, job.workload.seq
+    elements, sizes = 0, Sizes(batch=layout.micro_batch, seq=job.workload.seq)
     for node in {id(program(kind.node)): kind.node for kind in job.structure.kinds if not kind.has_loss}.values():
         p = program(node)
         read = {id(x.source) for step in p.steps if isinstance(step.value.op, Dot) for x in step.value.args}
         weights = (v for v, *_ in primitives(p.value) if isinstance(v.op, Weight))
         for v, slot in zip(weights, node.weights, strict=True):
             if id(v.source) in read:
-                elements += local_elements(node, slot.value.shape.dims, layout, seq, slot.outer)
+                dims, table = slot.value.shape.dims, p.table.at(layout.split)
+                elements += table.local(sizes, layout.split, table.axes(slot.outer, dims))(dims)
     return elements
-
-
-def local_elements(node: Node, dims: tuple[Dim, ...], layout: Layout, seq: int, outer: tuple[Dim, ...] = ()) -> int:
-    """Return the elements on one device of a tensor of a node. outer: dims of the copies around it."""
-    sizes = Sizes(batch=layout.micro_batch, seq=seq)
-    table = program(node).table.at(layout.split)
-    return table.local(sizes, layout.split, table.axes(outer, dims))(dims)
