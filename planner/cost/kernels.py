@@ -92,8 +92,15 @@ def kernel_seconds(
     traffic = work.elements * precision.nbytes / device.moves
     if work.kind == "dot":
         took = _product(work, device, precision if inside else precision.wide, profile, traffic)
+    elif work.kind == "attend" and not profile.attention.fused:
+        took = _unfused_attention(work, device, precision, traffic)
     elif work.kind == "attend":
-        took = _attention(work, device, precision, profile, traffic)
+        keys = min(work.m, work.n) if profile.attention.context_communication is ContextCommunication.P2P else work.n
+        channels = min(1.0, work.k / (work.k + HEAD) / (128 / (128 + HEAD)))
+        peak = device.flops[precision.wide] * device.sustained
+        reached = peak * device.attend_efficiency * (keys / (keys + HALF) * channels)
+        backward = max(ATTEND_BACKWARD * work.flops / reached, BACKWARD_TRAFFIC * traffic)
+        took = KernelSeconds(max(work.flops / reached, traffic), backward, 1, 1)
     elif work.kind == "scan" and Precision.FP32 in device.flops:
         busy = max(work.flops / (device.flops[Precision.FP32] * SCAN), traffic)
         took = KernelSeconds(busy, SCAN_BACKWARD * busy, 1, 1)
@@ -138,17 +145,9 @@ def _product(
     return KernelSeconds(seconds[0] + cast * k, seconds[1] + seconds[2] + cast * n, forward, backward, fused)
 
 
-def _attention(
-    work: Work, device: Device, precision: Precision, profile: FrameworkProfile, traffic: float
-) -> KernelSeconds:
-    """Return the seconds of attention: one fused kernel each pass, or two products and work on the scores."""
+def _unfused_attention(work: Work, device: Device, precision: Precision, traffic: float) -> KernelSeconds:
+    """Return the seconds of attention as two products, with the work on the scores between them."""
     peak = device.flops[precision.wide] * device.sustained
-    if profile.attention.fused:
-        keys = min(work.m, work.n) if profile.attention.context_communication is ContextCommunication.P2P else work.n
-        channels = min(1.0, work.k / (work.k + HEAD) / (128 / (128 + HEAD)))
-        reached = peak * device.attend_efficiency * (keys / (keys + HALF) * channels)
-        backward = max(ATTEND_BACKWARD * work.flops / reached, BACKWARD_TRAFFIC * traffic)
-        return KernelSeconds(max(work.flops / reached, traffic), backward, 1, 1)
     scores = work.count * work.m * work.n
     moved = scores * SCORE_TRAFFIC / device.moves
     flops = 2 * scores * work.k  # masked scores are computed too
