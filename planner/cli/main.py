@@ -7,6 +7,7 @@ far if there is one.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -33,6 +34,7 @@ app = App(
 )
 app["--help"].group = "Parameters"
 
+_MEGALOOM_COMMANDS = ("explain", "export", "measure", "show", "train", "validate", "verify")
 _GPUS_HELP = (
     "Number and kind of devices: 64xH100. A range, 8..4096xH100, prints a scaling table. "
     f"Known: {', '.join(MEMORY)}. For another cluster, give a cluster file, 64xours.toml, "
@@ -162,6 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 lambda: app(argv, exit_on_error=False, print_error=False, result_action="return_value")
             )
     except CycloptsError as error:
+        words = sys.argv[1:] if argv is None else list(argv)
+        if words[0] in _MEGALOOM_COMMANDS:
+            return _fail(f"{words[0]} is a command of megaloom\nuse megaloom {shlex.join(words)}")
         return _fail(f"{usage_error(error)}\n`plan --help` lists the options")
     except KeyboardInterrupt:
         return _fail("interrupted", 130)

@@ -41,6 +41,8 @@ from tests.planner.cli.test_plan import run
         (["gpt2", "--tp", "0"], "tp must be at least 1, got 0"),
         (["gpt2", "--dp", "8", "--batch", "12"], "use --batch 8 or 16"),
         (["gpt2", "--precision", "fp7"], 'Choose from: "fp32", "bf16", "fp16", "fp8", "mxfp8"'),
+        (["explain", "a.json"], "explain is a command of megaloom\nuse megaloom explain a.json"),
+        (["export", "a.json", "--to", "slurm"], "use megaloom export a.json --to slurm"),
         (["gpt2", "more"], "unexpected argument 'more'"),
         (["gpt2", "--tp"], "--tp needs a value"),
         (["gpt2", "--recompute-layers", "13"], "--recompute-layers 13 is more than the 12 blocks of the model"),
