@@ -6,6 +6,7 @@ those of the shipped run with the same id, else the defaults of its framework (s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,10 +16,10 @@ from megaloom.planner.contract.choices import ModuleSet, OverlapSet, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.cost.profiles.frameworks import MEGATRON_BRIDGE
 
-from .catalog_models import named_example
-from .decoder import Decoder, LatentDims
 from .device_words import row_device, row_precision
-from .hybrid import Hybrid, hybrid
+from .models.catalog_models import named_example
+from .models.decoder import Decoder, LatentDims
+from .models.hybrid import Hybrid
 from .published_defaults import MLA_RECOMPUTE, NO_EXPERT_TP, row_chunks, row_options, row_overlap, row_profile
 from .records import LeftOut, Measurement, MemoryKind, RunRecord, record_profile
 from .row_values import (
@@ -33,6 +34,16 @@ from .row_values import (
 from .training_run import UnfitError
 
 TASKS = ("", "pretrain", "pretraining", "pre-training", "sft", "memory only")  # "" is pre-training
+# Heads and state size of Mamba-2 in hybrid models, from their configurations at Hugging Face.
+MAMBA = {
+    "nemotron-h-8b": (128, 128),
+    "nemotron-h-47b": (256, 256),
+    "nemotron-h-56b": (256, 256),
+    "nemotron3-nano": (64, 128),
+}
+# Order of the layers of models whose rows do not give numbers of layers; from the configurations at Hugging Face.
+ORDER = {"nemotron3-nano": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
+LETTERS = {"mamba2": "M", "attention": "*", "mlp": "-"}
 LATENT = {"q_lora": "q_rank", "kv_lora": "kv_rank", "qk_nope": "qk_nope", "qk_rope": "qk_rope", "v": "v"}
 QK_NORM = ("qwen3", "hy3")  # models with norms of queries and keys: their configurations at Hugging Face
 
@@ -113,7 +124,7 @@ class _RowModel:
 def _model(row: Row) -> _RowModel:
     arch = row_text(row, "arch")
     if "hybrid" in arch:
-        return _RowModel(hybrid=hybrid(row))
+        return _RowModel(hybrid=_hybrid(row))
     if "single" in arch:
         raise UnfitError(f"{arch} is not described well enough")
     if not any(row.get(key) for key in ("layers", "hidden", "heads")):
@@ -220,3 +231,33 @@ def _memory(row: Row) -> tuple[MemoryKind | None, float | None]:
     if "smi" in words:
         return MemoryKind.DEVICE, value
     return MemoryKind.RESERVED if "reserved" in words else MemoryKind.ALLOCATED, value
+
+
+def _hybrid(row: Row) -> Hybrid:
+    """Return the dimensions of a hybrid model from a row of the older schema."""
+    name, arch = row_text(row, "model"), row_text(row, "arch")
+    order = _order(name, arch)
+    if name not in MAMBA or not order:
+        raise UnfitError(f"the layers of {name} ({arch}) are not known")
+    experts = row_integer(row, "experts", 0, MAX_LAYERS)
+    return Hybrid(
+        order=order,
+        hidden=row_integer(row, "hidden"),
+        heads=row_integer(row, "heads"),
+        kv_heads=row_integer(row, "kv_heads"),
+        head_dim=row_integer(row, "head_dim", 0) or None,
+        ffn=row_integer(row, "expert_ffn" if experts else "ffn"),
+        vocab=row_integer(row, "vocab"),
+        mamba_heads=MAMBA[name][0],
+        mamba_state=MAMBA[name][1],
+        experts=experts,
+        top_k=row_integer(row, "topk", 0),
+        shared_ffn=row_integer(row, "shared_expert_ffn", 0),
+    )
+
+
+def _order(name: str, arch: str) -> str:
+    """Return the letter of every layer in order; kinds that are only counted are spread evenly."""
+    counts = [(int(n), LETTERS[kind]) for n, kind in re.findall(r"(\d{1,4}) (mamba2|mlp|attention)", arch)]
+    spread = sorted(((i + 0.5) / n, letter) for n, letter in counts for i in range(n))
+    return "".join(letter for _, letter in spread) or ORDER.get(name, "")

@@ -24,9 +24,9 @@ from megaloom.planner.cost.profiles.frameworks import PUBLISHED
 from megaloom.planner.cost.profiles.groups import FrameworkProfile, compose
 from megaloom.planner.hardware.cluster_names import cluster
 
-from .catalog_models import named_example
-from .decoder import Decoder
-from .hybrid import Hybrid
+from .models.catalog_models import named_example
+from .models.decoder import Decoder
+from .models.hybrid import Hybrid
 from .training_run import TrainingRun, UnfitError
 
 

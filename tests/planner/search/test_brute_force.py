@@ -37,7 +37,7 @@ from megaloom.planner.search.device_meshes import (
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.search.search import search
 from megaloom.planner.simulate.price import Priced
-from megaloom.planner.validate.decoder import Decoder
+from megaloom.planner.validate.models.decoder import Decoder
 
 INSTANCES = 60
 KINDS = ["dense", "tied", "sparse", "ahead"]

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaloom.planner.validate.catalog_models import named_example
+from megaloom.dsl.errors import UserError
 from megaloom.planner.validate.device_words import row_device, row_precision
+from megaloom.planner.validate.models.catalog_models import named_example
 from megaloom.planner.validate.records import RunRecord, read_record, record_line
 from megaloom.planner.validate.row_values import row_flag
 from megaloom.planner.validate.run_files import DATA, OTHER_RUNS, shipped_records
@@ -127,7 +128,7 @@ def test_a_model_may_be_named_alone(message: str, name: str) -> None:
 
 
 def test_a_model_that_is_no_example_needs_its_dimensions() -> None:
-    with pytest.raises(UnfitError, match="llama3-70 is not an example of megaloom; did you mean llama3-70b"):
+    with pytest.raises(UserError, match="llama3-70 is not an example of megaloom; did you mean llama3-70b"):
         named_example("llama3-70")
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from megaloom.dsl.graph import Graph, graph
-from megaloom.planner.validate.decoder import Decoder
+from megaloom.planner.validate.models.decoder import Decoder
 from megaloom.planner.validate.stage_assignment import by_weights, evenly, filled
 
 

@@ -10,10 +10,9 @@ from functools import lru_cache
 from attrs import frozen
 
 from megaloom.dsl.catalog import examples, find
+from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph
 from megaloom.planner.model.requirements import model_requirements
-
-from .training_run import UnfitError
 
 # Parts of a name beside family and size: owner, tuning, version of the weights, context length.
 _SUFFIX = re.compile(r"^.*/|^(meta|nvidia)(?=-)|-(base|instruct|chat|hf|it|pt|v0-[12]|\d+k)(?=-|$)")
@@ -37,13 +36,13 @@ class NamedModel:
 
 @lru_cache(maxsize=64)
 def named_example(name: str) -> NamedModel:
-    """Return the example that a name means, also as Hugging Face writes it. Raises UnfitError for an unknown name."""
+    """Return the example that a name means, also as Hugging Face writes it. Raises UserError for an unknown name."""
     plain, known = _plain(name), {_plain(example): example for example in examples()}
     example = known.get(plain) or ALSO.get(plain)
     if not example:
         near = get_close_matches(plain, known, 1, 0.8)
         meant = f"; did you mean {known[near[0]]}?" if near else ""
-        raise UnfitError(f"{name or 'the field `model` is missing: it'} is not an example of megaloom{meant}")
+        raise UserError(f"{name or 'the field `model` is missing: it'} is not an example of megaloom{meant}")
     model, _ = find(example)
     required = model_requirements(graph(model))
     experts = max((n for dim, n in required.sizes("ep") if dim == "experts"), default=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 
 from attrs import frozen
@@ -25,20 +24,6 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-
-from .row_values import MAX_LAYERS, Row, row_integer, row_text
-from .training_run import UnfitError
-
-# Mamba-2's heads and state size, from the models' configurations at Hugging Face.
-MAMBA = {
-    "nemotron-h-8b": (128, 128),
-    "nemotron-h-47b": (256, 256),
-    "nemotron-h-56b": (256, 256),
-    "nemotron3-nano": (64, 128),
-}
-# Order of the layers, for models whose rows do not count them; from the same configurations.
-ORDER = {"nemotron3-nano": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
-LETTERS = {"mamba2": "M", "attention": "*", "mlp": "-"}
 
 
 @frozen(kw_only=True, cache_hash=True)
@@ -83,33 +68,3 @@ def _model(of: Hybrid) -> Model:
     x = ids() >> Embed(weight("wte", v, d))
     x = x >> chain(*(repeat(1, residual(RMSNorm(), layers[letter])) for letter in of.order))
     return model(f"{len(of.order)} layers of {of.hidden}", x >> RMSNorm() >> Unembed(weight("head", v, d)))
-
-
-def hybrid(row: Row) -> Hybrid:
-    """Return the dimensions of a hybrid model from a row of the older schema."""
-    name, arch = row_text(row, "model"), row_text(row, "arch")
-    order = _order(name, arch)
-    if name not in MAMBA or not order:
-        raise UnfitError(f"the layers of {name} ({arch}) are not known")
-    experts = row_integer(row, "experts", 0, MAX_LAYERS)
-    return Hybrid(
-        order=order,
-        hidden=row_integer(row, "hidden"),
-        heads=row_integer(row, "heads"),
-        kv_heads=row_integer(row, "kv_heads"),
-        head_dim=row_integer(row, "head_dim", 0) or None,
-        ffn=row_integer(row, "expert_ffn" if experts else "ffn"),
-        vocab=row_integer(row, "vocab"),
-        mamba_heads=MAMBA[name][0],
-        mamba_state=MAMBA[name][1],
-        experts=experts,
-        top_k=row_integer(row, "topk", 0),
-        shared_ffn=row_integer(row, "shared_expert_ffn", 0),
-    )
-
-
-def _order(name: str, arch: str) -> str:
-    """Return the letter of every layer in order; kinds that are only counted are spread evenly."""
-    counts = [(int(n), LETTERS[kind]) for n, kind in re.findall(r"(\d{1,4}) (mamba2|mlp|attention)", arch)]
-    spread = sorted(((i + 0.5) / n, letter) for n, letter in counts for i in range(n))
-    return "".join(letter for _, letter in spread) or ORDER.get(name, "")

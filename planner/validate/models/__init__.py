@@ -1,0 +1,1 @@
+"""Models of published runs: decoders and hybrids by their dimensions, and examples by their published names."""
