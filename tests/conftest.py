@@ -58,7 +58,7 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print what the parity tests measured, each layout in a row."""
+    """Print the differences that the parity tests measured, one row per layout."""
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())]
     rows = [value for r in reports for key, value in getattr(r, "user_properties", ()) if key == PARITY]
     if rows:

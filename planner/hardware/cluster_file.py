@@ -80,10 +80,10 @@ def read_cluster_file(path: str) -> ClusterFile:
     if raw.get("base") not in list(PRESETS):  # a list has no hash
         wrong = f"has the base {raw['base']!r}, which is not known" if "base" in raw else "has no base"
         _refuse(path, wrong, f'write base = "H100"; known: {", ".join(PRESETS)}')
-    return _said(path, raw, PRESETS[raw["base"]])
+    return _contents(path, raw, PRESETS[raw["base"]])
 
 
-def _said(path: str, raw: dict[str, Any], base: Preset) -> ClusterFile:
+def _contents(path: str, raw: dict[str, Any], base: Preset) -> ClusterFile:
     counts = {name: _count(path, name, raw[name]) for name in COUNT_FIELDS if name in raw}
     parts = {name: _part(path, name, raw.get(name, {}), kind) for name, kind in TABLE_FIELDS.items()}
     domain, tray = counts.get("per_node", base.domain), counts.pop("per_node", base.tray)
@@ -102,10 +102,10 @@ def _said(path: str, raw: dict[str, Any], base: Preset) -> ClusterFile:
 def _device(path: str, base: Device, name: object, given: dict[str, Any]) -> Device:
     """Return the base device with the given fields; refuse figures of another device under a preset's name."""
     name = _text(path, "name", name)
-    made = evolve(base, name=name, **{**given, "flops": {**base.flops, **given.get("flops", {})}})
-    datasheet = PRESETS[name].device if name in PRESETS and name != "CPU" else made
-    pairs = [(f"flops.{p}", made.flops[p], due) for p, due in datasheet.flops.items() if p in made.flops]
-    for what, value, due in (*pairs, ("bandwidth", made.bandwidth, datasheet.bandwidth)):
+    device = evolve(base, name=name, **{**given, "flops": {**base.flops, **given.get("flops", {})}})
+    datasheet = PRESETS[name].device if name in PRESETS and name != "CPU" else device
+    pairs = [(f"flops.{p}", device.flops[p], due) for p, due in datasheet.flops.items() if p in device.flops]
+    for what, value, due in (*pairs, ("bandwidth", device.bandwidth, datasheet.bandwidth)):
         if not _LEAST_SHARE * due <= value <= _MOST_SHARE * due:
             _refuse(
                 path,
@@ -113,7 +113,7 @@ def _device(path: str, base: Device, name: object, given: dict[str, Any]) -> Dev
                 "give the share that is reached as flops_efficiency and bandwidth_efficiency, "
                 "or give another device another name",
             )
-    return made
+    return device
 
 
 def _part(path: str, name: str, table: object, kind: type) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def cluster(text: str) -> Cluster:
             f"{text!r} is not a number and kind of devices\n"
             f"write 8xH100, or 8xours.toml for a cluster file; known devices: {', '.join(PRESETS)}"
         )
-    return _made(int(match[1] or 1), _find(match[2]), {})
+    return _cluster(int(match[1] or 1), _find(match[2]), {})
 
 
 def _from_file(path: str, count: str | None) -> Cluster:
@@ -50,16 +50,16 @@ def _from_file(path: str, count: str | None) -> Cluster:
 
     try:
         described = read_cluster_file(path)
-        return _made(int(count) if count else described.count or 1, described.preset, described.rest)
+        return _cluster(int(count) if count else described.count or 1, described.preset, described.rest)
     except UserError as error:
         raise error if path in str(error) else UserError(f"{path}: {error}") from None
 
 
-def _made(count: int, preset: Preset, rest: dict[str, Any]) -> Cluster:
-    made = Cluster(device=preset.device, count=1, per_node=1, intra=preset.intra, inter=preset.inter, **rest)
+def _cluster(count: int, preset: Preset, rest: dict[str, Any]) -> Cluster:
+    unchecked = Cluster(device=preset.device, count=1, per_node=1, intra=preset.intra, inter=preset.inter, **rest)
     if count < 1:
-        raise UserError(f"{count}x{made.kind} has no device\ngive at least 1x{made.kind}")
-    return evolve(made, count=count, per_node=_per_node(count, preset, made.kind))
+        raise UserError(f"{count}x{unchecked.kind} has no device\ngive at least 1x{unchecked.kind}")
+    return evolve(unchecked, count=count, per_node=_per_node(count, preset, unchecked.kind))
 
 
 def known(name: str) -> Preset | None:

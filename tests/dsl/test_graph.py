@@ -111,7 +111,7 @@ def test_applying_a_composition_is_applying_one_after_the_other(a: Layer, b: Lay
 
 @given(LAYERS)
 def test_layers_are_values(layer: Layer) -> None:
-    """Two layers that say the same are equal, wherever they were written."""
+    """Two layers with equal fields are equal, whatever line declared them."""
     moved = evolve(layer, at="elsewhere.py:7")
     assert moved == layer
     assert hash(moved) == hash(layer)

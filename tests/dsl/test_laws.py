@@ -205,7 +205,7 @@ def test_a_device_has_its_share_of_the_weights(layer, split, sequence_parallel):
 
 @given(layer=together, split=splits)
 def test_the_shares_of_all_devices_add_up(layer, split):
-    """With sequence parallel nothing is done twice or kept twice, but by the devices that share an expert."""
+    """With sequence parallelism no work and no saved tensor is repeated, except by devices that share an expert."""
     devices = split.tp * split.cp
     for n, whole, part in both(layer, evolve(split, sequence_parallel=True)):
         for one, share in zip(whole.work, part.work, strict=True):

@@ -158,7 +158,7 @@ class Parallel(Layer):
 
 @frozen
 class Mixer(Layer):
-    """Two products over a dim of its own, which it says may be divided."""
+    """Two products over a dim of the layer, which its `splits` shards over tp."""
 
     channels: int
     splits: ClassVar[dict[str, str]] = {"channels": "tp"}

@@ -34,7 +34,7 @@ def sources(root: Path, folders: Iterable[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel installed in it, built from a copy so that this tree stays as it is."""
+    """A folder with the wheel installed in it, built from a copy so that this tree does not change."""
     copy, installed = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("installed")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)

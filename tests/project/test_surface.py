@@ -95,7 +95,7 @@ def surface() -> str:
 
 
 def test_the_surface_is_what_it_was(request: pytest.FixtureRequest) -> None:
-    """A name or a parameter that comes, goes or changes shows here; --update writes the surface down anew."""
+    """New, removed and changed names and parameters differ from the golden file; --update rewrites it."""
     if request.config.getoption("--update"):
         SURFACE.write_text(surface())
     assert surface() == SURFACE.read_text()

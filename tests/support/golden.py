@@ -105,7 +105,7 @@ def search(case: Case) -> dict[str, Any]:
 
 
 def record(result: Any) -> dict[str, Any]:
-    """Return what a search found as JSON values under stable names."""
+    """Return the result of a search as JSON values under stable names."""
     best, predicted = result.best, result.best.predicted
     return {
         "layout": _layout(best.layout),

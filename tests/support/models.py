@@ -108,7 +108,7 @@ def tiny_qwen3() -> Model:
 
 
 def tiny_gpt_oss() -> Model:
-    """Windows, sinks, biases of experts and router, clamps that take hold."""
+    """Return a model with attention windows and sinks, expert biases and clamps that take effect."""
     return gpt_oss(
         "tiny-gpt-oss",
         2,
@@ -133,7 +133,7 @@ def tiny_llama4() -> Model:
 
 
 def byte_llama() -> Model:
-    """Knows all bytes, and a token more: what is trained on text."""
+    """Return a model of bytes and one more token, for training on text."""
     return llama("byte-llama", layers=2, heads=4, kv_heads=2, embed=64, ff=96, vocab=257, tied=True)
 
 

@@ -161,7 +161,7 @@ def test_capped_logits_stay_divided():
 
 
 def test_a_shared_expert_divides_as_any_other_layer():
-    """Beside the experts, who exchange what they do without it."""
+    """The experts exchange as much as without a shared expert; the shared one is sharded like any dense layer."""
     alone, shared = MoE(SwiGLU(16), 8, 2), MoE(SwiGLU(16), 8, 2, shared=SwiGLU(32))
     for split in (Split(tp=2, ep=4, sequence_parallel=True), Split(tp=2, cp=2, ep=2, etp=2, sequence_parallel=True)):
         assert sent(shared, split) - sent(alone, split) == sent(SwiGLU(32), split)

@@ -79,7 +79,7 @@ B, S, A, H = 4, 128, 8, 64
 
 @pytest.mark.parametrize("ref", ["gpt2", "llama3-8b", "mixtral-8x7b", "deepseek-v3", "mamba2-370m"])
 def test_a_node_owns_what_it_keeps(ref):
-    """In a chain of blocks no value is kept by two nodes, so that nodes add up."""
+    """Each value of a chain of blocks is saved by one node, so that the sum over nodes is exact."""
     result = graph(find(ref)[0]).nodes
     each = sum(s.elements for n in result for s in costs(n, batch=1, seq=128).saved)
     assert each == sum(s.elements for s in saved(result, batch=1, seq=128)) > 0

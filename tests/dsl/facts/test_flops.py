@@ -1,4 +1,4 @@
-"""FLOPs, forward and of each backward pass, against the formulas and tables that others published.
+"""FLOPs of the forward pass and of each backward pass, against published formulas and tables.
 
 All of them count 2 for a multiply and an add. They differ in three ways, which each test accounts for: causal attention
 is counted whole or by half (as here: what is masked need not be computed), logits and the embedding are counted or not,

@@ -249,7 +249,7 @@ def test_what_a_state_space_keeps():
 
 
 def test_an_encoder_and_its_decoder():
-    """The decoder's cross-attention reads the encoder's output: kept once, however many blocks read it."""
+    """The output of the encoder, which every block of the decoder reads, is saved once."""
     m = find("t5-base")[0]
     nodes, memory = graph(m).nodes, 2 * B * S * 768
     each = sum(nbytes(costs(n, batch=B, seq=S).saved) for n in nodes)

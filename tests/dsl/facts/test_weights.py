@@ -1,4 +1,4 @@
-"""Facts about weights: which are trained, and how much of them a device holds where an axis does not divide a dim."""
+"""Weights: trained ones, and their elements on a device if an axis does not divide a dim."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Models of Hugging Face, small and with random weights, against what is read of the files that they save.
+"""Small Hugging Face models with random weights, against the models that are read from their files.
 
 configs/small/ holds a config.json of each architecture that is read, and of variants of it.
 """

@@ -1,4 +1,4 @@
-"""The outline of a model: its figures add up, its repeats fold and unfold to what they were; and how it is printed."""
+"""The outline of a model: its figures add up, folding loses nothing, and its table is printed as expected."""
 
 import doctest
 import subprocess
@@ -69,7 +69,7 @@ BLOCKS: dict[str, Layer] = {
 
 
 def encoder_decoder() -> Model:
-    """Two columns: what the decoder's cross attention reads comes from the encoder."""
+    """Return a model of two columns: the decoder's cross-attention reads the output of the encoder."""
     wte = weight("wte", VOCAB, D)
     reads = residual(LayerNorm(), Attention(heads=4, causal=False)) >> residual(LayerNorm(), MLP(64))
     writes = (
@@ -103,7 +103,7 @@ def groups(items: Sequence[Item]) -> Iterator[Group]:
 
 
 def tree(items: Sequence[Item]) -> list[object]:
-    """The layers by their names; a group as its title and what is inside."""
+    """Return the items as nested lists: the names of layers, and a group as its title and its items."""
     return [title(i).partition("(")[0] if isinstance(i, Leaf) else (title(i), tree(i.items)) for i in items]
 
 
@@ -115,7 +115,7 @@ def printed(o: Outline, width: int | None = None) -> str:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b", "mixtral-8x7b", "encoder-decoder"])
 def test_golden(name: str, request: pytest.FixtureRequest) -> None:
-    """--update writes them anew."""
+    """The tables equal the golden files; --update rewrites these."""
     m = encoder_decoder() if name == "encoder-decoder" else find(name)[0]
     text = printed(outline(m, batch=1, seq=1024))
     path = GOLDEN / f"show_{name}.txt"

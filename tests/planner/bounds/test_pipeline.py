@@ -1,4 +1,4 @@
-"""No replay of a schedule ends before its bounds, however its stages are cut."""
+"""No simulated schedule ends before its lower bounds, for any partition."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_one_chunk_a_rank_waits_for_its_first_backward(case: Case) -> None:
 
 
 def test_the_bounds_know_bubbles() -> None:
-    """Of even stages they are exact; for any cut, half of the bubble of plain groups is sure."""
+    """The bounds are exact for equal stages; for any partition they include half of the bubble of 1F1B."""
     for pp, vpp, m in ((8, 1, 64), (8, 4, 64), (16, 2, 32)):
         even = [1 / (pp * vpp)] * (pp * vpp)
         exact = m / pp + (pp - 1) / (pp * vpp)

@@ -1,4 +1,4 @@
-"""Every lower bound is at most what a simulation finds, on drawn models, layouts and clusters."""
+"""Every lower bound is at most the simulated value, on random models, layouts and clusters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan` as its users meet it: what it prints, and what it writes."""
+"""The `plan` command: its output, and the files that it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts: what each rule refuses, that what it says instead works, and that nothing else is refused."""
+"""Rules on layouts: each refuses the layouts that it should, its fix is legal, and no other layout is refused."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def four_devices(layer: Layer) -> tuple[Graph, Workload, Cluster]:
 
 @pytest.mark.parametrize("layer", [Wide(), MoE(Wide(), experts=4, top_k=1)])
 def test_a_dim_of_an_own_layer_need_not_divide(layer: Layer) -> None:
-    """Our runtime keeps such a dim whole; megatron-core refuses it."""
+    """Our runtime does not shard such a dim; megatron-core refuses it."""
     moe = isinstance(layer, MoE)
     for tp in (1, 2, 4):
         layout = Layout(tp=tp, dp=4 // tp, etp=tp if moe else 1, sequence_parallel=tp > 1)

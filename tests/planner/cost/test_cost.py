@@ -1,4 +1,4 @@
-"""The cost of kernels, collectives and steps: laws that any model of them must meet, and what was measured."""
+"""Cost of kernels, collectives and steps: laws of every cost model, and published measurements."""
 
 from __future__ import annotations
 

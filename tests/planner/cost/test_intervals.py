@@ -1,4 +1,4 @@
-"""The interval of a predicted step: laws, and what it holds of published runs."""
+"""The interval of a predicted step time: laws, and its coverage of published runs."""
 
 from __future__ import annotations
 

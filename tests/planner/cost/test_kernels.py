@@ -1,4 +1,4 @@
-"""Fusion groups: the op says that it is a gate, so that a product of a user's own is priced as plain pointwise work."""
+"""Fusion groups: a gate is marked on its op, so a product in a user's own layer is priced as plain pointwise work."""
 
 from __future__ import annotations
 

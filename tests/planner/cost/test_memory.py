@@ -88,7 +88,7 @@ def test_activations_are_those_of_the_fullest_moment(pp: int, vpp: int, rounds: 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 5), st.data())
 def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, data: st.DataObject) -> None:
-    """Every step of the schedule walked, each with what is alive then; and the moment that is named is a fullest."""
+    """The peak is the largest memory over all steps of the schedule, and the named moment is one at which it occurs."""
     vpp = vpp if pp > 1 else 1
     rank, size = data.draw(st.integers(0, pp - 1)), st.integers(0, 10**6)
     group = data.draw(st.sampled_from([0, pp + 1])) if vpp > 1 else 0

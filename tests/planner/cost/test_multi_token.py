@@ -1,4 +1,4 @@
-"""Plans of models that predict several tokens: what predicts ahead and the heads may be stages of their own."""
+"""Plans of models with multi-token prediction, whose last block and heads may have stages of their own."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_the_runtime_refuses_it_in_one_message() -> None:
 
 
 def test_two_chunks_of_a_rank_with_one_embedding_are_refused() -> None:
-    """With pp 2 what predicts ahead has a stage of the first rank, if heads have one of their own."""
+    """With pp 2 the multi-token prediction block has a stage of the first rank if the heads have one of their own."""
     starts = read_decoder(graph(SMALL), Target.MEGATRON_LM).layer_starts
     alone, together = (*starts[2:4], starts[-2], starts[-1]), (*starts[2:5], starts[-2])
     x = Layout(pp=2, vpp=2)

@@ -1,4 +1,4 @@
-"""A cluster's file: what it changes of its base, and what is refused of it."""
+"""Cluster files: the fields that they change in their base, and refused values."""
 
 from __future__ import annotations
 

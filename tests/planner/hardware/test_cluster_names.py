@@ -1,4 +1,4 @@
-"""Clusters: what a name stands for, and what is refused."""
+"""Names of clusters: the cluster of each, and refused names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage cuts are the best there are: compared with every way to cut."""
+"""Partitions by dynamic programming are optimal: compared with all partitions."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_many_chains_are_cut_as_each_is(size: int, count: int, more: bool, data:
 
 @given(SEGMENTS, st.integers(1, 5), st.data())
 def test_a_limit_on_each_run_is_kept(segments: list[float], count: int, data: st.DataObject) -> None:
-    """Wherever a run begins it may have another limit, as where more than one hidden state crosses."""
+    """Each stage has a memory limit for each start, since several hidden states may be received there."""
     size = len(segments)
     each = st.lists(st.integers(1, 9), min_size=size + 1, max_size=size + 1)
     limit = data.draw(st.lists(each, min_size=count, max_size=count))

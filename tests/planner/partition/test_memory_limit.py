@@ -1,4 +1,4 @@
-"""Cuts of several chunks a rank, which share its room: compared with every way to cut, and with replays."""
+"""Partitions of interleaved pipelines under a memory limit, compared with all partitions and with simulations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Case = tuple[SegmentSums, MemoryLimit]
 
 @st.composite
 def cases(draw: st.DrawFn, several: bool = True) -> Case:
-    """Atoms that take time, have a state and save something; ranks with several chunks or one, and little room."""
+    """Segments with seconds, state and saved activations; ranks of one or several chunks; a tight memory limit."""
     ranks, chunks = draw(st.integers(1, 3)), draw(st.integers(2, 3)) if several else 1
     size = draw(st.integers(ranks * chunks, 9))
     seconds, state, saved = (

@@ -1,4 +1,4 @@
-"""The trace of a plan is what Chrome's format allows, and says what the plan says."""
+"""The trace of a plan has Chrome's format, and its times and bytes are those of the plan."""
 
 import gzip
 import json

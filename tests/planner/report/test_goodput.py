@@ -1,4 +1,4 @@
-"""Failures and checkpoints: what is lost at the least, and what published runs lost."""
+"""Failures and checkpoints: the least loss, and the loss of published runs."""
 
 from __future__ import annotations
 

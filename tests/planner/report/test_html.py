@@ -1,4 +1,4 @@
-"""The page of a plan: what is on it adds up, it needs nothing else, and a browser shows it as it is meant."""
+"""The page of a plan: its figures add up, it loads nothing else, and a browser displays it correctly."""
 
 import base64
 import gzip
@@ -129,7 +129,7 @@ def test_the_bars_are_the_memory(chunked: tuple[Found, Model]) -> None:
 
 
 def test_the_scripts_read_the_timeline(chunked: tuple[Found, Model]) -> None:
-    """Every step is there, in its order, and starts and ends where the replay says, to the unit."""
+    """The data of the scripts has every step in order, with the start and end of the simulation."""
     result, model = chunked
     priced = replay(result.best, graph(model))
     data = page_data(result.best, graph(model), priced)
@@ -289,7 +289,7 @@ def test_it_is_legible_when_it_is_large(look: Callable[..., dict[str, Any]], lar
 
 
 def test_the_picture_is_the_timeline(look: Callable[..., dict[str, Any]], plain: tuple[Found, Model]) -> None:
-    """In the middle of each step its colour, and under the mouse what it is; the same where a rank waits."""
+    """The middle of each step has its colour and tooltip; so has the middle of each wait."""
     result, model = plain
     line = replay(result.best, graph(model)).timeline
     steps = [(rank, event) for rank, events in enumerate(line.events) for event in events]

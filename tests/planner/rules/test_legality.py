@@ -1,4 +1,4 @@
-"""The rules are megatron-core's own: of drawn layouts both say the same, and what others trained is legal.
+"""The rules agree with megatron-core on random layouts, and published layouts are legal.
 
 `python benchmarks/legality.py 10000` asks about as many layouts as one likes.
 """

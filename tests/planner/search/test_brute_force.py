@@ -184,7 +184,7 @@ def test_less_overlap_is_no_quicker(case: tuple[Graph, Cluster, Workload]) -> No
 
 @st.composite
 def interleaved(draw: st.DrawFn) -> tuple[Graph, Layout, Workload, float]:
-    """A layout of chunks of a model of many blocks, and the memory there is beside what its most even cut takes."""
+    """An interleaved layout of a model of many blocks, and a memory limit relative to its balanced partition."""
     g = model(draw(st.sampled_from(KINDS)), draw(st.integers(9, 16)))
     pp, vpp = draw(st.sampled_from([(2, 2), (2, 3), (2, 4), (3, 2), (3, 3), (4, 2), (4, 4)]))
     m = pp * draw(st.integers(1, 4))

@@ -1,4 +1,4 @@
-"""More devices, and less memory: what is shown is the best on each cluster, and no layout shown beats another one."""
+"""Scaling tables: each row is the best layout on its cluster, and no row of a Pareto front beats another one."""
 
 from __future__ import annotations
 

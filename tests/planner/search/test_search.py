@@ -1,4 +1,4 @@
-"""The search finds the best there is, says why, and says what is wrong when there is nothing to find."""
+"""The search finds the best layout, gives reasons, and explains why there is none."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_what_cannot_be_fixed(fixed: dict[str, Any], message: str) -> None:
 
 
 def test_as_many_are_shown_as_are_asked_for() -> None:
-    """Other ways first; on a prime number of devices there are too few, and variants of these beside them."""
+    """Other device meshes come first; on a prime number of devices there are few, so variants of them follow."""
     got = planned(DENSE, "7xH100", Workload(seq=256, batch=14))
     assert len(got.others) < 4 <= len(got.variants)
     for count in range(6):

@@ -37,7 +37,7 @@ def test_every_row_has_a_source_and_a_figure_of_its_own() -> None:
 
 
 def test_all_are_read_and_most_took_what_was_predicted_at_the_least_and_at_the_most() -> None:
-    """The intervals are to hold nine of ten."""
+    """The intervals are made to hold nine of ten runs."""
     validation = validate_files(RUNS)
     assert not validation.skipped
     assert 0.8 <= mean(p.inside_interval for p in validation.rows) <= 0.99
@@ -157,7 +157,7 @@ def test_recomputed_modules_may_be_a_list(tmp_path: Path) -> None:
 
 
 def test_json_of_several_files_is_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """No figure is infinite or none, whatever was not measured; rows that are left out have no prediction."""
+    """No figure is infinite or NaN if a value was not measured; skipped rows have no prediction."""
     tested, mixed = tmp_path / "tested.jsonl", tmp_path / "mixed.jsonl"
     tested.write_text(record_line(shipped_records()["bert_mcore_tp1_pp2/dev_dgx_a100"]))
     oom = {**DENSE, "id": "oom", "status": "oom", "step_time_s": None, "tokens_per_s_per_gpu": None}

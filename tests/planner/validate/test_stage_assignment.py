@@ -62,7 +62,7 @@ def test_a_layer_is_a_block_though_every_second_one_is_another() -> None:
 
 
 def test_several_outputs_are_not_dealt_by_their_number() -> None:
-    """DeepSeek-V3: 61 layers and one that predicts further ahead, with the head's products twice."""
+    """DeepSeek-V3 has 61 layers, one for multi-token prediction, and the head's products twice."""
     g = graph(Decoder(layers=5, hidden=64, heads=4, ffn=64, vocab=128, mtp_layers=1).model())
     assert evenly(g, 4) is None
     assert blocks(g, evenly(g, 3)) == [2, 2, 2]

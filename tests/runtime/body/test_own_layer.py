@@ -1,4 +1,4 @@
-"""A layer without a torch module runs its own body: what it computes is the same on every layout, and the oracle's."""
+"""A layer without a torch module runs its body, with the oracle's results on every layout."""
 
 from collections.abc import Callable
 from inspect import signature

@@ -1,4 +1,4 @@
-"""The command: what it shows, and what it says to bad input: one message on stderr, no traceback, nobody left."""
+"""The `megaloom` command: its output; for bad input one message on stderr, no traceback, no process left running."""
 
 import contextlib
 import json

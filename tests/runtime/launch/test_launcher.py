@@ -1,4 +1,4 @@
-"""Starting ranks: what they return, what goes wrong in them, and that none is left behind."""
+"""Starting ranks: their results, their errors, and that no process is left running."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Held(TorchDispatchMode):
 
 
 def saved(forward: Callable[[], object], known: set[int]) -> Iterator[int]:
-    """The bytes of each tensor that the forward pass keeps for the backward, once, but for those that are known."""
+    """Return the bytes of each saved tensor once, without those that are known."""
     saved_nbytes: dict[int, Any] = {}
 
     def keep(t: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def alive(names: set[str]) -> dict[tuple[str, str], int]:
     from megaloom.runtime.modules.model_chunk import ModelChunk
 
     class Watch(TorchDispatchMode):
-        """Every storage that an operation has made, by its address; it keeps none alive."""
+        """The storages that operations allocate, by address; it keeps none of them alive."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Experts all in one product compute what they compute one after the other, on any layout."""
+"""Grouped expert products give the results of one product per expert, on any layout."""
 
 from typing import Any
 

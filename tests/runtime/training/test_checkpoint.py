@@ -31,7 +31,7 @@ ROWS = 12
 
 
 class Table:
-    """A state split by rows over all ranks, beside a count that all of them have."""
+    """A state sharded by rows over all ranks, and a count that every rank has."""
 
     def __init__(self, fill: float) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""A run goes on where it was, on any layout, and says what became of it."""
+"""A run continues from its checkpoint under any layout, and reports its losses."""
 
 import json
 import shutil

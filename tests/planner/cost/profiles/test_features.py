@@ -1,4 +1,4 @@
-"""Framework profiles: groups, figures, features, and what they change in the cost of kernels."""
+"""Framework profiles: groups, figures, features, and their effect on the cost of kernels."""
 
 from __future__ import annotations
 
