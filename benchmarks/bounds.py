@@ -28,6 +28,12 @@ SEARCHES = (
     ("mixtral-8x7b", "128xH100", Workload(seq=4096, batch=1024)),
     ("deepseek-v3", "512xH100", Workload(seq=4096, batch=4096)),
     ("gpt2", "4xCPU", Workload(seq=256, batch=32, precision=Precision.FP32)),
+    ("llama3-70b", "512xH100", Workload(seq=8192, batch=512)),
+    ("gpt3-175b", "1024xH100", Workload(seq=2048, batch=1536)),
+    ("gpt-oss-120b", "256xH100", Workload(seq=4096, batch=1024)),
+    ("t5-11b", "64xH100", Workload(seq=512, batch=2048)),
+    ("deepseek-v3", "2048xH100", Workload(seq=4096, batch=15360)),
+    ("deepseek-v3", "16384xH100", Workload(seq=4096, batch=15360)),
 )
 
 
@@ -66,6 +72,7 @@ REMOVALS = {
     "balanced seconds": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("seconds")),
     "expected seconds": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("expected_seconds")),
     "balanced bytes": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("nbytes")),
+    "capped stages": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("least_nbytes")),
     "step_lower_bound": Removal(pricing, "step_lower_bound", lambda partition: 0.0),
 }
 
@@ -94,9 +101,8 @@ def searched(name: str, machine: str, work: Workload) -> tuple[Counter[str], flo
 def main() -> None:
     whole = {}
     for case in SEARCHES:
-        searched(*case)
         whole[case] = searched(*case)
-        print(f"{'complete':<26}{case[0]:<14}{dict(whole[case][0])}", flush=True)
+        print(f"{'complete':<26}{case[0]:<14}{case[1]:<12}{dict(whole[case][0])}", flush=True)
     for name in sys.argv[1:] or REMOVALS:
         removal = REMOVALS[name]
         with patch.object(removal.owner, removal.name, removal.weaker):
@@ -104,10 +110,8 @@ def main() -> None:
                 counts, step = searched(*case)
                 complete, best = whole[case]
                 ratios = "  ".join(f"{key} {counts[key] / n:.2f}" for key, n in complete.items())
-                print(
-                    f"{name:<26}{case[0]:<14}{ratios}{'' if abs(step / best - 1) < 1e-9 else '  another plan'}",
-                    flush=True,
-                )
+                other = "" if abs(step / best - 1) < 1e-9 else "  another plan"
+                print(f"{name:<26}{case[0]:<14}{case[1]:<12}{ratios}{other}", flush=True)
 
 
 if __name__ == "__main__":

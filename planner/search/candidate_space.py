@@ -27,12 +27,7 @@ from megaloom.planner.contract.choices import (
 )
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.layouts import (
-    NAMES,
-    Column,
-    Layouts,
-    alike,
-)
+from megaloom.planner.contract.layouts import NAMES, Column, Layouts, alike
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.requirements import model_requirements
 from megaloom.planner.rules.divisors import divisors
@@ -40,15 +35,14 @@ from megaloom.planner.rules.overlaps import may_overlap_experts, within_node
 from megaloom.planner.rules.rules import legal
 
 MAX_CHUNKS = 16  # model chunks a pipeline rank, at most
-GROUP_RATIOS = (1.0, 1.25, 1.5, 2.0)  # of pp, the micro-batches in a group: more wait for less, and keep more
+GROUP_RATIOS = (1.0, 1.25, 1.5, 2.0)  # microbatch groups, as multiples of pp: larger ones wait less and save more
+VARIANT_FIELDS = ("vpp", "microbatch_group", "recompute", "recompute_modules", "recompute_layers")
 
 FixedAxes = Mapping[str, Any]  # the fields of a layout that the user has decided
-InnerOverlaps = tuple[Overlap, ...]
-ALL_VARIANTS, OVERLAPPED_EXPERTS, OTHER_VARIANTS = (
-    0,
-    1,
-    2,
-)  # of a place's layouts: if experts may overlap in some, these are at a place of their own
+FixedValues = tuple[tuple[str, Any], ...]  # some of these, hashable
+InnerOverlaps = tuple[Overlap, ...]  # overlaps within a micro-batch
+# Variants of a base layout. Where the search tries both, layouts that overlap experts have a base layout of their own.
+ALL_VARIANTS, OVERLAPPED_EXPERTS, OTHER_VARIANTS = 0, 1, 2
 
 
 def base_layouts(
@@ -59,24 +53,22 @@ def base_layouts(
     The fields that `variants` chooses are those of a plain layout. `inner` are the overlaps within a micro-batch
     that the search tries: on wherever they are legal. Layouts that overlap experts are base layouts of their own.
     """
-    found = unchecked_base_layouts(graph, cluster, workload, fixed, inner)
-    states = np.full(len(found), _optimizer_choices(0, fixed)[0])
-    plain = evolve(found, shard=states)
-    plain = evolve(plain, overlaps=_overlaps(plain, fixed) & ~Overlap.EXPERTS.bit)  # which asks for chunks
-    works = ~found.has_overlap(Overlap.EXPERTS) | may_overlap_experts(
-        found, model_requirements(graph).multi_token, workload
-    )
-    return found.take(legal(plain, graph, workload, cluster) & works)
+    base = unchecked_base_layouts(graph, cluster, workload, fixed, inner)
+    plain = evolve(base, shard=np.full(len(base), _shard_choices(0, fixed)[0]))
+    plain = evolve(plain, overlaps=_overlaps(plain, fixed) & ~Overlap.EXPERTS.bit)  # expert overlap needs chunks
+    multi_token = model_requirements(graph).multi_token
+    may_overlap = ~base.has_overlap(Overlap.EXPERTS) | may_overlap_experts(base, multi_token, workload)
+    return base.take(legal(plain, graph, workload, cluster) & may_overlap)
 
 
 def unchecked_layouts(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> Iterator[Layout]:
     """Yield every layout that uses all devices and leaves no remainder in any degree, legal or not."""
     chosen = {name: value for name, value in fixed.items() if name in (*VARIANT_FIELDS, "shard", "overlaps")}
     chosen.setdefault("overlaps", OverlapSet(default_overlaps(fixed.get("shard", Shard.NONE))))
-    found = unchecked_base_layouts(graph, cluster, workload, fixed)
-    for place in (found[i] for i in range(len(found))):
-        for vpp in _choices("vpp", fixed, chunk_counts(place.pp, model_requirements(graph).blocks)):
-            yield evolve(place, **chosen | {"vpp": vpp})
+    layouts = unchecked_base_layouts(graph, cluster, workload, fixed)
+    for base in (layouts[i] for i in range(len(layouts))):
+        for vpp in _choices("vpp", fixed, chunk_counts(base.pp, model_requirements(graph).blocks)):
+            yield evolve(base, **chosen | {"vpp": vpp})
 
 
 def unchecked_base_layouts(
@@ -89,15 +81,15 @@ def unchecked_base_layouts(
     plain = {name: ones if name in ("vpp", "micro_batch") else zeros for name in NAMES}
     degrees = Layouts(**plain | columns)
     first, which = alike(degrees.sequence_parallel, degrees.tp, degrees.ep)
-    switches = [_column("overlaps", _inner(degrees[int(i)], cluster, fixed, inner)) for i in first]
-    degrees = degrees.spread(switches, which)
+    overlaps = [_column("overlaps", _inner_overlaps(degrees[int(i)], cluster, fixed, inner)) for i in first]
+    degrees = degrees.spread(overlaps, which)
     first, which = alike(degrees.dp)
-    return degrees.spread(
-        [_column("micro_batch", _micro_batch_choices(int(degrees.dp[i]), workload, fixed)) for i in first], which
-    )
+    sizes = [_column("micro_batch", _micro_batch_choices(int(degrees.dp[i]), workload, fixed)) for i in first]
+    return degrees.spread(sizes, which)
 
 
 def _degrees(graph: Graph, cluster: Cluster, fixed: FixedAxes) -> Iterator[tuple[int, ...]]:
+    """Yield tp, pp, cp, dp, etp, ep and sequence parallelism of every base layout."""
     world, moe = cluster.count, model_requirements(graph).experts
     for tp in _choices("tp", fixed, divisors(world)):
         for pp in _choices("pp", fixed, divisors(max(1, world // tp))):
@@ -109,7 +101,7 @@ def _degrees(graph: Graph, cluster: Cluster, fixed: FixedAxes) -> Iterator[tuple
                                 yield tp, pp, cp, dp, etp, ep, sp
 
 
-def _inner(axes: Layout, cluster: Cluster, fixed: FixedAxes, inner: InnerOverlaps) -> tuple[int, ...]:
+def _inner_overlaps(axes: Layout, cluster: Cluster, fixed: FixedAxes, inner: InnerOverlaps) -> tuple[int, ...]:
     """Return the sets of overlaps within a micro-batch that the search tries."""
     if "overlaps" in fixed:
         return (int(fixed["overlaps"] & MICROBATCH_OVERLAPS),)
@@ -119,16 +111,13 @@ def _inner(axes: Layout, cluster: Cluster, fixed: FixedAxes, inner: InnerOverlap
 
 
 def _subsets(graph: Graph, workload: Workload, base: Layouts, fixed: FixedAxes, inner: InnerOverlaps) -> Column:
-    """Return the variants that each base layout has: ALL, those that overlap experts, or the REST."""
-    rest = Overlap.EXPERTS in inner and "overlaps" not in fixed
-    found: Column = np.where(base.has_overlap(Overlap.EXPERTS), OVERLAPPED_EXPERTS, ALL_VARIANTS)
-    return np.where(
-        ~base.has_overlap(Overlap.EXPERTS)
-        & rest
-        & may_overlap_experts(base, model_requirements(graph).multi_token, workload),
-        OTHER_VARIANTS,
-        found,
-    )
+    """Return which variants each base layout has: ALL_VARIANTS, OVERLAPPED_EXPERTS or OTHER_VARIANTS."""
+    overlapped = base.has_overlap(Overlap.EXPERTS)
+    subsets: Column = np.where(overlapped, OVERLAPPED_EXPERTS, ALL_VARIANTS)
+    if Overlap.EXPERTS in inner and "overlaps" not in fixed:
+        other = ~overlapped & may_overlap_experts(base, model_requirements(graph).multi_token, workload)
+        subsets = np.where(other, OTHER_VARIANTS, subsets)
+    return subsets
 
 
 def micro_batch_sizes(axes: Layout, workload: Workload, fixed: FixedAxes) -> tuple[int, ...]:
@@ -153,9 +142,9 @@ def chunk_counts(pp: int, blocks: int) -> tuple[int, ...]:
 
 def microbatch_groups(pp: int, microbatches: int) -> tuple[int, ...]:
     """Return the microbatch groups to try, 0 for pp: legal ones of a few sizes, or the smallest legal one."""
-    works = [n for n in range(pp, microbatches + 1) if (microbatches % n or n) >= pp]
-    within_node = sorted({ceil(times * pp) for times in GROUP_RATIOS} & set(works)) or works[:1]
-    return tuple(n if n != pp else 0 for n in within_node)
+    legal_sizes = [n for n in range(pp, microbatches + 1) if (microbatches % n or n) >= pp]
+    sizes = sorted({ceil(ratio * pp) for ratio in GROUP_RATIOS} & {*legal_sizes}) or legal_sizes[:1]
+    return tuple(n if n != pp else 0 for n in sizes)
 
 
 def variants(
@@ -165,75 +154,56 @@ def variants(
 
     family: the sets of modules that selective recompute may have, as bits: [base layouts, sets].
     """
-    asked = model_requirements(graph)
-    numbered = np.arange(len(base))
-    m = base.microbatches(workload.batch)
-    subsets = _subsets(graph, workload, base, fixed, inner)
+    needs, numbers, m = model_requirements(graph), np.arange(len(base)), base.microbatches(workload.batch)
+    subsets, key = _subsets(graph, workload, base, fixed, inner), _variant_key(fixed)
     first, which = alike(base.pp, m, subsets)
-    schedules = [
-        _schedules(int(base.pp[i]), int(m[i]), asked.blocks, asked.max_stages, int(subsets[i]), _key(fixed))
-        for i in first
-    ]
-    found, numbered = base.spread(schedules, which), _repeat(numbered, schedules, which)
-    subsets = subsets[numbered]
-    first, which = alike(found.pp, found.vpp, subsets)
-    sets, stages = _module_sets(asked.modules, fixed), found.pp * found.vpp
-    again = [
-        _recompute_choices(
-            asked.blocks,
-            int(stages[i]),
-            sets,
-            _recompute_modes(int(found.pp[i]), int(found.vpp[i]), int(subsets[i])),
-            _key(fixed),
-        )
-        for i in first
-    ]
-    found, numbered = found.spread(again, which), _repeat(numbered, again, which)
+    rows = zip(base.pp[first].tolist(), m[first].tolist(), subsets[first].tolist(), strict=True)
+    schedules = [_schedules(pp, count, needs.blocks, needs.max_stages, subset, key) for pp, count, subset in rows]
+    layouts, numbers = base.spread(schedules, which), _repeat(numbers, schedules, which)
+    subsets = subsets[numbers]
+    first, which = alike(layouts.pp, layouts.vpp, subsets)
+    sets = _module_sets(needs.modules, fixed)
+    rows = zip(layouts.pp[first].tolist(), layouts.vpp[first].tolist(), subsets[first].tolist(), strict=True)
+    recompute = [_recompute_choices(needs.blocks, pp, vpp, sets, subset, key) for pp, vpp, subset in rows]
+    layouts, numbers = layouts.spread(recompute, which), _repeat(numbers, recompute, which)
     if not fixed.get("recompute_modules"):
-        chosen = np.concatenate([np.zeros((len(base), 1), dtype=np.int64), family], axis=1)
-        found = evolve(found, recompute_modules=chosen[numbered, found.recompute_modules])
-    several = (found.dp * found.cp > 1).astype(np.int64)
-    state = [_column("shard", _optimizer_choices(on, fixed)) for on in (0, 1)]
-    found, numbered = found.spread(state, several), _repeat(numbered, state, several)
-    return evolve(found, overlaps=_overlaps(found, fixed)), numbered
+        modules = np.concatenate([np.zeros((len(base), 1), dtype=np.int64), family], axis=1)
+        layouts = evolve(layouts, recompute_modules=modules[numbers, layouts.recompute_modules])
+    several = (layouts.dp * layouts.cp > 1).astype(np.int64)
+    shards = [_column("shard", _shard_choices(on, fixed)) for on in (0, 1)]
+    layouts, numbers = layouts.spread(shards, several), _repeat(numbers, shards, several)
+    return evolve(layouts, overlaps=_overlaps(layouts, fixed)), numbers
 
 
-def _optimizer_choices(several: int, fixed: FixedAxes) -> tuple[int, ...]:
-    """Return the values of `shard` to try; with data parallelism both."""
-    if Overlap.WEIGHTS in fixed.get("overlaps", ()):
-        return _choices("shard", fixed, (1,))
-    return _choices("shard", fixed, range(1 + several))
+def _shard_choices(several: int, fixed: FixedAxes) -> tuple[int, ...]:
+    """Return the values of `shard` to try; `several` is 1 where several devices share a weight, else 0."""
+    return _choices("shard", fixed, (1,) if Overlap.WEIGHTS in fixed.get("overlaps", ()) else range(1 + several))
 
 
-def _overlaps(found: Layouts, fixed: FixedAxes) -> Column:
-    """Return the overlaps as bits; those of gradients and weights are always on.
+def _overlaps(layouts: Layouts, fixed: FixedAxes) -> Column:
+    """Return the overlaps as bits. Unless the user fixes them, gradients and weights always overlap.
 
-    It never loses: `tail` has of an exchange that overlaps no more seconds than of one that does not (only what is
-    hidden takes a share of the device, and a share is less than all of it), and memory is the same.
+    A step never takes longer with them: only what is hidden takes a share of the device, and the share is below 1.
+    Memory does not change.
     """
     if "overlaps" in fixed:
-        return np.full(len(found), int(fixed["overlaps"]))
-    overlaps: Column = found.overlaps | default_overlaps(found.shard)
+        return np.full(len(layouts), int(fixed["overlaps"]))
+    overlaps: Column = layouts.overlaps | default_overlaps(layouts.shard)
     return overlaps
 
 
 def count_variants(graph: Graph, workload: Workload, base: Layouts, fixed: FixedAxes, inner: InnerOverlaps = ()) -> int:
     """Return the number of `variants` without building them."""
-    asked, m = model_requirements(graph), base.microbatches(workload.batch)
-    subsets = _subsets(graph, workload, base, fixed, inner)
+    needs, m, key = model_requirements(graph), base.microbatches(workload.batch), _variant_key(fixed)
+    subsets, sets, counts = _subsets(graph, workload, base, fixed, inner), _module_sets(needs.modules, fixed), []
     first, which = alike(base.pp, m, subsets)
-    each, sets = [], _module_sets(asked.modules, fixed)
-    for pp, micro, subset in ((int(base.pp[i]), int(m[i]), int(subsets[i])) for i in first):
-        vpps = _schedules(pp, micro, asked.blocks, asked.max_stages, subset, _key(fixed))["vpp"].tolist()
-        again = (
-            _recompute_choices(asked.blocks, pp * vpp, sets, _recompute_modes(pp, vpp, subset), _key(fixed))
-            for vpp in vpps
-        )
-        each.append(sum(len(choices["recompute"]) for choices in again))
-    states = np.array([len(_optimizer_choices(several, fixed)) for several in (0, 1)])[
-        (base.dp * base.cp > 1).astype(np.int64)
-    ]
-    return int((np.array(each, dtype=np.int64)[which] * states).sum()) if len(base) else 0
+    for pp, micro_batches, subset in zip(*(column[first].tolist() for column in (base.pp, m, subsets)), strict=True):
+        vpps = _schedules(pp, micro_batches, needs.blocks, needs.max_stages, subset, key)["vpp"].tolist()
+        recompute = (_recompute_choices(needs.blocks, pp, vpp, sets, subset, key)["recompute"] for vpp in vpps)
+        counts.append(sum(map(len, recompute)))
+    shards = np.array([len(_shard_choices(several, fixed)) for several in (0, 1)])
+    several = (base.dp * base.cp > 1).astype(np.int64)
+    return int((np.array(counts, dtype=np.int64)[which] * shards[several]).sum()) if len(base) else 0
 
 
 def _repeat(rows: Column, choices: list[dict[str, Column]], which: Column) -> Column:
@@ -241,24 +211,20 @@ def _repeat(rows: Column, choices: list[dict[str, Column]], which: Column) -> Co
     return np.repeat(rows, counts)
 
 
-def _key(fixed: FixedAxes) -> tuple[tuple[str, Any], ...]:
+def _variant_key(fixed: FixedAxes) -> FixedValues:
+    """Return the fixed fields that `variants` chooses, hashable."""
     return tuple(sorted((name, value) for name, value in fixed.items() if name in VARIANT_FIELDS))
 
 
-VARIANT_FIELDS = ("vpp", "microbatch_group", "recompute", "recompute_modules", "recompute_layers")
-
-
 @lru_cache(maxsize=1 << 14)
-def _schedules(
-    pp: int, m: int, blocks: int, stages: int, subset: int, fixed: tuple[tuple[str, Any], ...]
-) -> dict[str, Column]:
-    """Return the pairs of chunk count and microbatch group to try."""
-    given = dict(fixed)
+def _schedules(pp: int, m: int, blocks: int, stages: int, subset: int, key: FixedValues) -> dict[str, Column]:
+    """Return the pairs of chunk count and microbatch group to try; `stages` is the most that the model allows."""
+    fixed = dict(key)
     rows = [
         (vpp, group)
-        for vpp in _choices("vpp", given, chunk_counts(pp, blocks))
+        for vpp in _choices("vpp", fixed, chunk_counts(pp, blocks))
         if pp * vpp <= stages and (vpp == 1 or pp > 1) and (subset != OVERLAPPED_EXPERTS or vpp > 1 or pp == 1)
-        for group in _choices("microbatch_group", given, microbatch_groups(pp, m) if vpp > 1 else (0,))
+        for group in _choices("microbatch_group", fixed, microbatch_groups(pp, m) if vpp > 1 else (0,))
         if _valid_group(group, vpp, pp, m)
     ]
     vpps, sizes = np.array(rows, dtype=np.int64).reshape(-1, 2).T
@@ -271,7 +237,7 @@ def _valid_group(group: int, vpp: int, pp: int, m: int) -> bool:
 
 
 def _module_sets(present: tuple[Module, ...], fixed: FixedAxes) -> tuple[int, ...]:
-    """The sets of modules that selective recompute may be of: by number from 1 on, or the one decided on, as bits."""
+    """Return the numbers, from 1 on, of the sets of modules that selective recompute may have; a fixed set as bits."""
     if not fixed.get("recompute_modules"):
         return tuple(range(1, 1 + len(present)))
     return (int(fixed["recompute_modules"]),) if set(fixed["recompute_modules"]) <= set(present) else ()
@@ -279,19 +245,17 @@ def _module_sets(present: tuple[Module, ...], fixed: FixedAxes) -> tuple[int, ..
 
 @lru_cache(maxsize=1 << 10)
 def _recompute_choices(
-    blocks: int, stages: int, sets: tuple[int, ...], modes: tuple[Recompute, ...], fixed: tuple[tuple[str, Any], ...]
+    blocks: int, pp: int, vpp: int, sets: tuple[int, ...], subset: int, key: FixedValues
 ) -> dict[str, Column]:
     """Return the recompute modes, modules and numbers of blocks a stage to try."""
-    given = dict(fixed)
-    none = () if given.get("recompute_modules") else (0,)
+    fixed, modes, partial = dict(key), _recompute_modes(pp, vpp, subset), range(1, -(-blocks // (pp * vpp)))
+    no_modules = () if fixed.get("recompute_modules") else (0,)
     rows = [
         (int(mode), modules, layers)
-        for mode in _choices("recompute", given, modes)
+        for mode in _choices("recompute", fixed, modes)
         if mode in modes
-        for modules in (sets if mode == Recompute.SELECTIVE else none)
-        for layers in _choices(
-            "recompute_layers", given, (0, *range(1, -(-blocks // stages))) if mode == Recompute.FULL else (0,)
-        )
+        for modules in (sets if mode == Recompute.SELECTIVE else no_modules)
+        for layers in _choices("recompute_layers", fixed, (0, *partial) if mode == Recompute.FULL else (0,))
         if (layers == 0 or mode == Recompute.FULL) and (blocks or mode != Recompute.FULL)
     ]
     codes, modules, layers = np.array(rows, dtype=np.int64).reshape(-1, 3).T
@@ -299,7 +263,7 @@ def _recompute_choices(
 
 
 def _recompute_modes(pp: int, vpp: int, subset: int) -> tuple[Recompute, ...]:
-    """Return the recompute modes of one part of the variants; chunks that overlap experts recompute no whole blocks."""
+    """Return the recompute modes of a subset of variants. Layouts that overlap experts recompute no whole blocks."""
     if subset == ALL_VARIANTS or (subset == OTHER_VARIANTS and vpp == 1 < pp):
         return (Recompute.FULL, Recompute.NONE, Recompute.SELECTIVE)
     return (Recompute.FULL,) if subset == OTHER_VARIANTS else (Recompute.NONE, Recompute.SELECTIVE)
@@ -310,4 +274,5 @@ def _column(name: str, values: Iterable[int]) -> dict[str, NDArray[np.int64]]:
 
 
 def _choices(name: str, fixed: FixedAxes, free: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the fixed value of a field, or all its values where it is free."""
     return (fixed[name],) if name in fixed else tuple(free)
