@@ -111,7 +111,8 @@ def capability(runtime: Runtime, environment: Environment) -> Capability:
             grouped_gemm=TRANSFORMER_ENGINE in environment.backends,
         )
     return Capability(
-        precisions=(Precision.FP32, Precision.BF16),  # megatron-core has the others with Transformer Engine only
+        # megatron-core has the other precisions only with Transformer Engine.
+        precisions=(Precision.FP32, Precision.BF16, Precision.FP16),
         microbatch_overlaps=OverlapSet(),  # these need Transformer Engine, or megatron-core's own GPTModel
         fused_attention=AttentionKernel.TORCH,
         fuses_all_attention=False,  # the body of another layer computes its scores

@@ -153,7 +153,7 @@ def _overlaps_text(case: Case[Layout]) -> Words:
 RUNTIME_RULES = (
     Rule(
         "runtime-precision",
-        "The runtime trains in fp32 or bf16.",
+        "The runtime trains in fp32, bf16 or fp16.",
         f"use {' or '.join(TRAINED)}, or export the plan",
         Owner.RUNTIME,
         "megatron-core has the other precisions only with Transformer Engine",

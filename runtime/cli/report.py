@@ -38,6 +38,8 @@ def summary_report(summary: Summary, plan: Plan) -> RenderableType:
     """Return the results of a run, with the predictions of its plan."""
     steps = f"{summary.step:,}" + (f" (resumed from {summary.resumed:,})" if summary.resumed else "")
     rows = [("steps", steps)]
+    if summary.skipped:
+        rows.append(("skipped steps", f"{summary.skipped:,} (loss or gradients were not finite; no weight changed)"))
     if summary.step_seconds and summary.train_loss is not None:
         predicted, rate = plan.predicted, plan.workload.tokens / summary.step_seconds / plan.layout.world
         mfu = predicted.mfu * predicted.step_seconds / summary.step_seconds  # for equal FLOPs

@@ -26,7 +26,7 @@ from megaloom.planner.rules.capabilities import hidden_sizes, precision_refusal,
 
 from .process_groups import ProcessGroups
 
-DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
+DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
 
 @frozen(eq=False)
@@ -99,6 +99,7 @@ def config_fields(graph: Graph, layout: Layout, workload: Workload) -> dict[str,
         "pipeline_dtype": dtype,
         "params_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
         # megatron-core's defaults compute wrong gradients with interleaving at two pipeline ranks.
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,

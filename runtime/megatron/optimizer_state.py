@@ -56,7 +56,7 @@ class ParameterState:
 
 def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
     """Yield the state of each trained parameter, in one order on all ranks that hold a part of it."""
-    for one in _optimizers(optimizer):
+    for one in optimizers_of(optimizer):
         if isinstance(one, DistributedOptimizer):
             yield from _sharded_states(one)
             continue
@@ -69,7 +69,7 @@ def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
             yield ParameterState(param, _master_and_moments(one, master), 0, param.numel(), None)
 
 
-def _optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the optimizers that an optimizer consists of: experts have their own."""
     return list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
@@ -100,7 +100,7 @@ def _master_and_moments(optimizer: MegatronOptimizer, master: Tensor) -> tuple[T
 
 def _step_counters(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
     """Yield the dicts that may count steps under "step": torch's Adam counts per parameter, fused ones per group."""
-    for one in _optimizers(optimizer):
+    for one in optimizers_of(optimizer):
         yield from one.optimizer.param_groups
         yield from one.optimizer.state.values()
 

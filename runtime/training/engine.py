@@ -5,6 +5,7 @@ A step is data step, forward step, loss reduction. The engine neither reads file
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from attrs import define, frozen
+from attrs import define, field, frozen
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
@@ -36,8 +37,9 @@ from megaloom.runtime.modules import parameters
 from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.modules.model_chunk import ModelChunk
 
-from .optimizer import make_optimizer, make_scheduler, wrap_in_ddp
+from .optimizer import make_optimizer, make_scheduler, share_grad_scaler, wrap_in_ddp
 from .recipe import Recipe
+from .weight_update import NonFiniteError, SharedGradScaler, first_bad_gradient, first_bad_output, update_weights
 
 Batch = Callable[[int], Tensor]  # maps i to sample i of a global batch: int64 token ids [seq + 1]
 
@@ -49,6 +51,8 @@ class StepResult:
     loss: float  # mean over the tokens of the global batch, nats per token
     grad_norm: float  # before clipping
     lr: float
+    skipped: bool = False  # loss or gradients were not finite, so no weight has changed
+    loss_scale: float | None = None  # of fp16, after the step
 
 
 @define(eq=False)
@@ -62,10 +66,13 @@ class Engine:
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    scaler: SharedGradScaler | None  # of fp16
+    skipped: int = field(default=0, init=False)  # steps, of those done
+    skipped_by_choice: int = field(default=0, init=False)  # steps that `Recipe.skip_non_finite` allowed
 
     @property
     def done(self) -> int:
-        """Return the number of optimizer steps done."""
+        """Return the number of steps done, skipped ones included."""
         return int(self.scheduler.num_steps)
 
     @classmethod
@@ -93,20 +100,57 @@ class Engine:
         optimizer = make_optimizer(recipe, chunks, config, groups)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = optimizer.scale_loss
-        return cls(plan, g, recipe, groups, chunks, optimizer, make_scheduler(recipe, optimizer))
+        scaler = share_grad_scaler(recipe, optimizer, plan.workload.tokens) if config.fp16 else None
+        return cls(plan, g, recipe, groups, chunks, optimizer, make_scheduler(recipe, optimizer), scaler)
 
     def step(self, batch: Batch) -> StepResult:
-        """Train on one global batch. `batch(i)` is called for this rank's samples only."""
+        """Train on one global batch. `batch(i)` is called for this rank's samples only.
+
+        No weight changes if the loss or a gradient is NaN or infinite. The step is then skipped if the loss scale of
+        fp16 can be lowered, or the recipe allows it. Else raise NonFiniteError, which names rank, layer and parameter.
+        """
         self._seed_dropout()
+        buffers = self._moving_buffers()
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = self._run(batch, forward_only=False)
         lr = self.optimizer.param_groups[0]["lr"]
-        _, norm, _ = self.optimizer.step()
+        update = update_weights(self.optimizer, loss, self.recipe.clip_grad)
+        if not update.done:
+            for buffer, value in buffers:
+                buffer.copy_(value)
+            self._check_skip(batch, loss, update.grad_norm)
+            self.skipped += 1
+        if self.scaler:
+            self.scaler.settle(overflow=not update.done)
         self.scheduler.step(1)
-        return StepResult(loss, float(norm), float(lr))
+        scale = self.scaler.loss_scale if self.scaler else None
+        return StepResult(loss, update.grad_norm, float(lr), not update.done, scale)
+
+    def _moving_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the expert biases, which the schedules move with the gradients, and their values."""
+        named = (item for chunk in self.chunks for item in chunk.named_buffers())
+        return [(b, b.clone()) for name, b in named if name.endswith("expert_bias")]
+
+    def _check_skip(self, batch: Batch, loss: float, norm: float) -> None:
+        """Raise NonFiniteError unless this step may be skipped."""
+        if self.scaler and not self.scaler.is_smallest:
+            return
+        self.skipped_by_choice += 1
+        if self.skipped_by_choice <= self.recipe.skip_non_finite:
+            return
+        chunks = self.model_chunks
+        first = first_bad_gradient(chunks)
+        if not math.isfinite(loss):
+            self._seed_dropout()
+            first = first_bad_output(chunks, lambda: self._run(batch, forward_only=True)) or first
+        scale = f" at the smallest loss scale, {self.scaler.loss_scale:g}" if self.scaler else ""
+        raise NonFiniteError(
+            f"step {self.done + 1}: loss {loss:g}, gradient norm {norm:g}{scale}: training has diverged\n"
+            f"first at {first or 'the gradient norm'}"
+        )
 
     def evaluate(self, batch: Batch, count: int) -> float:
         """Return the mean loss over `count` global batches, in nats per token, with i up to count · global batch."""
@@ -178,13 +222,19 @@ class Engine:
 
         Names, types and global shapes do not depend on the plan. With `loading`, tensors are empty, to load into.
         """
-        return {**sharded_optimizer_state(self._parameters(), self.optimizer, loading=loading), "done": self.done}
+        state = sharded_optimizer_state(self._parameters(), self.optimizer, loading=loading)
+        scale = {"loss_scale": self.scaler.state_dict()} if self.scaler else {}
+        return {**state, "done": self.done, "skipped": self.skipped, **scale}
 
     def load_state(self, loaded: dict[str, Any]) -> None:
         """Take over weights, optimizer state and step count that were loaded into `sharded_state(loading=True)`."""
         for chunk in self.model_chunks:
             chunk.load(loaded["model"])
-        restore_optimizer_state(loaded, self._parameters(), self.optimizer, steps=loaded["done"])
+        self.skipped = loaded.get("skipped", 0)
+        updates = loaded["done"] - self.skipped
+        restore_optimizer_state(loaded, self._parameters(), self.optimizer, steps=updates)
+        if self.scaler and "loss_scale" in loaded:
+            self.scaler.load_state_dict(loaded["loss_scale"])
         self.scheduler.step(loaded["done"] - self.done)
 
     def _parameters(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from .data import Tokens
 from .engine import Engine
 from .metrics import InterruptibleConsole, MetricsFile, ProgressDisplay, StepMetrics, progress_display
 from .training_run import RECENT_STEPS, Summary, TrainingRun
+from .weight_update import NonFiniteError
 
 
 def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
@@ -92,23 +92,23 @@ class Loop:
     def _train_step(self) -> None:
         workload, text, first = self.run.plan.workload, self.run.corpus.train, self.samples
         start = time.monotonic()
-        result = self.engine.step(lambda i: _sample(text, first + i, workload.seq, self.run.recipe.seed))
+        try:
+            result = self.engine.step(lambda i: _sample(text, first + i, workload.seq, self.run.recipe.seed))
+        except NonFiniteError as error:
+            raise UserError(f"{error}\n{self._diverged()}") from None
         seconds = time.monotonic() - start
         self.samples += workload.batch
         tokens = self.samples * workload.seq
         step = StepMetrics(step=self.engine.done, **asdict(result), tokens=tokens, seconds=seconds)
-        if not math.isfinite(step.loss + step.grad_norm):
-            raise UserError(self._not_finite(step))
         self.steps.append(step)
         self.metrics.write("step", **asdict(step))
         self.display.show_step(step)
 
-    def _not_finite(self, step: StepMetrics) -> str:
+    def _diverged(self) -> str:
+        """Return the last checkpoint and what to try after a loss or gradient that is not finite."""
         saved = f"the last checkpoint is {self.saved}" if self.saved else "there is no checkpoint yet"
-        return (
-            f"step {step.step}: loss {step.loss}, gradient norm {step.grad_norm}: training has diverged\n"
-            f"this step is not saved ({saved}); try a --lr below {self.run.recipe.lr:g}, or another --seed"
-        )
+        advice = f"try a --lr below {self.run.recipe.lr:g}, another --seed, or skip such steps with --skip-non-finite"
+        return f"this step is not saved ({saved}); {advice}"
 
     def _evaluate(self) -> float:
         """Return the mean loss on the held-out text; every evaluation reads the first samples of it."""
@@ -172,11 +172,12 @@ class Loop:
         assert self.saved, "a run ends with a checkpoint"
         peaks = [0] * dist.get_world_size()
         dist.all_gather_object(peaks, self.engine.peak_memory())
-        recent = [step.loss for step in self.steps[-RECENT_STEPS:]]
+        recent = [step.loss for step in self.steps[-RECENT_STEPS:] if not step.skipped]
         return Summary(
             step=self.engine.done,
             resumed=self.resumed.manifest.step if self.resumed else None,
             stopped=stopped,
+            skipped=sum(step.skipped for step in self.steps),
             tokens=len(self.steps) * self.run.plan.workload.tokens,
             seconds=time.monotonic() - self.start,
             step_seconds=statistics.median(step.seconds for step in self.steps) if self.steps else None,

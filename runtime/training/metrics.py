@@ -37,6 +37,8 @@ class StepMetrics:
     lr: float
     tokens: int  # consumed since the first step
     seconds: float
+    skipped: bool = False  # loss or gradients were not finite, so no weight has changed
+    loss_scale: float | None = None  # of fp16
 
 
 class MetricsFile:
@@ -52,10 +54,11 @@ class MetricsFile:
             unfinished.replace(path)
             self.file = path.open("a", buffering=1)
 
-    def write(self, event: str, *, step: int, **values: float | str) -> None:
-        """Append one event."""
+    def write(self, event: str, *, step: int, **values: float | str | None) -> None:
+        """Append one event. A value that is NaN or infinite, which JSON does not have, is written as null."""
+        finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
         if self.file:
-            self.file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+            self.file.write(json.dumps({"event": event, "step": step, **finite}) + "\n")
 
 
 def _complete_lines(path: Path) -> Iterator[str]:
@@ -96,6 +99,7 @@ class ProgressDisplay:
         self.console, self.steps, self.step_tokens = console, steps, step_tokens
         self.start, self.last_print = time.monotonic(), -math.inf
         self.recent_seconds: deque[float] = deque(maxlen=AVERAGED_STEPS)
+        self.skipped = 0
 
     def show_step(self, step: StepMetrics) -> None:
         """Show the metrics of a step that is done."""
@@ -109,6 +113,11 @@ class ProgressDisplay:
         ]
         if self.shows_all_figures:
             figures += [f"grad norm {step.grad_norm:.2f}", f"lr {step.lr:.1e}"]
+        if step.loss_scale is not None:
+            figures.append(f"loss scale {step.loss_scale:g}")
+        self.skipped += step.skipped
+        if self.skipped:
+            figures.append(f"{self.skipped} skipped")
         self.show_line(step.step, "  ".join(figures))
 
     def show_line(self, step: int, line: str) -> None:

@@ -20,10 +20,12 @@ from torch import nn
 
 from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.layout import Layout
+from megaloom.runtime.megatron.optimizer_state import optimizers_of
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.modules.model_chunk import ModelChunk
 
 from .recipe import Recipe, Schedule
+from .weight_update import SharedGradScaler
 
 ENDLESS = 2**62
 """Last step of a schedule that has none."""
@@ -91,6 +93,7 @@ def make_optimizer(
             adam_eps=recipe.eps,
             clip_grad=recipe.clip_grad,
             bf16=config.bf16,
+            fp16=config.fp16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=groups.layout.distributed_optimizer,
             overlap_param_gather=any(chunk.use_forward_hook for chunk in chunks),
@@ -104,6 +107,14 @@ def make_optimizer(
         },
         use_gloo_process_groups=False,
     )
+
+
+def share_grad_scaler(recipe: Recipe, optimizer: MegatronOptimizer, tokens: int) -> SharedGradScaler:
+    """Give all parts of an fp16 optimizer one loss scale, and return it. tokens: of a global batch."""
+    scaler = SharedGradScaler(recipe, tokens)
+    for one in optimizers_of(optimizer):
+        one.grad_scaler = scaler
+    return scaler
 
 
 def make_scheduler(recipe: Recipe, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

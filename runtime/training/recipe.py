@@ -80,11 +80,24 @@ class Recipe:
     """Decay of the second moment."""
     eps: float = field(default=1e-8, validator=_within(0, 1))
     """Added to the square root of the second moment."""
+    skip_non_finite: int = field(default=0, validator=_within(0, 1e9))
+    """Steps with a NaN or infinite loss or gradient that are skipped; one more ends the run."""
+    initial_loss_scale: float = field(default=2.0**16, validator=_within(2.0**-24, 2.0**64))
+    """fp16: scale of the mean loss in the first step."""
+    min_loss_scale: float = field(default=1.0, validator=_within(2.0**-24, 2.0**64))
+    """fp16: the run ends with an error if gradients overflow at this loss scale."""
+    loss_scale_window: int = field(default=1000, validator=_within(1, 1e9))
+    """fp16: steps without an overflow after which the loss scale is doubled."""
     seed: int = field(default=1234, validator=_within(0, 2**31))
     """Seed of initial weights, data order and dropout."""
 
     def __attrs_post_init__(self) -> None:
-        """Raise UserError if the final decay is longer than the schedule."""
+        """Raise UserError if fields contradict each other."""
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise UserError(
+                f"--min-loss-scale {self.min_loss_scale:g} is above --initial-loss-scale {self.initial_loss_scale:g}\n"
+                "give a smaller --min-loss-scale"
+            )
         end, final = self.schedule_end, self.final_decay_steps
         if self.schedule is Schedule.WSD and final is not None and end is not None and final > end:
             raise UserError(

@@ -44,6 +44,7 @@ class Summary:
     step: int  # last step
     resumed: int | None  # step of the checkpoint that the run started from
     stopped: int  # number of the signal that stopped the run early; 0 if none did
+    skipped: int  # steps of this run whose loss or gradients were not finite; they changed no weight
     tokens: int  # trained on in this run, without those before a resume
     seconds: float  # of this run
     step_seconds: float | None  # median
