@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from attrs import asdict, field, frozen, make_class
+from attrs import asdict, evolve, field, frozen, make_class
 from cyclopts import (
     App,
     ArgumentCollection,
@@ -97,17 +97,29 @@ def _option(spec: LayoutField) -> Any:
     return field(default=None, type=hint)
 
 
+TRAINED_OVERLAPS = "Communication that runs while devices compute: gradients, weights; or none."
+"""Help for the overlaps that Megaloom's own runtime runs."""
+
 if TYPE_CHECKING:
 
     @frozen
     class FixedLayout:
         """Fields of the layout that the user has fixed; None for the others."""
-else:
-    FixedLayout = Parameter(name="*", group="Fix a part of the layout (the rest is searched)")(
-        make_class("FixedLayout", {name: _option(spec) for name, spec in FIELDS.items()}, frozen=True, kw_only=True)
-    )
 
-NOTHING_FIXED = FixedLayout()
+    class TrainedLayout(FixedLayout):
+        """Fields of the layout that the user has fixed, as options that offer what Megaloom's own runtime runs."""
+else:
+
+    def _layout_options(name: str, **changed: LayoutField) -> Any:
+        """Return a class with an option for each layout field."""
+        options = {field_name: _option(spec) for field_name, spec in {**FIELDS, **changed}.items()}
+        layout_class = make_class(name, options, frozen=True, kw_only=True)
+        return Parameter(name="*", group="Fix a part of the layout (the rest is searched)")(layout_class)
+
+    FixedLayout = _layout_options("FixedLayout")
+    TrainedLayout = _layout_options("TrainedLayout", overlaps=evolve(FIELDS["overlaps"], help=TRAINED_OVERLAPS))
+
+NOTHING_FIXED, SEARCH_ALL = FixedLayout(), TrainedLayout()
 
 
 def fixed_fields(fixed: FixedLayout) -> dict[str, Any]:

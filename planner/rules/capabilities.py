@@ -41,6 +41,7 @@ from .rule import (
 
 OWN_RUNTIME = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, ""))
 TRAINED = OWN_RUNTIME.precisions
+TRAINED_TEXT = f"{', '.join(TRAINED[:-1])} or {TRAINED[-1]}"
 
 
 @lru_cache(maxsize=16)
@@ -92,7 +93,7 @@ def _precision(case: Case[L]) -> Truth:
 
 def precision_refusal(workload: Workload) -> Words:
     """Return the message and the fix for a precision that the runtime does not train in."""
-    return f"the runtime does not train in {workload.precision}", f"use {' or '.join(TRAINED)}"
+    return f"the runtime does not train in {workload.precision}", f"use {TRAINED_TEXT}"
 
 
 def _precision_text(case: Case[Layout]) -> Words:
@@ -153,8 +154,8 @@ def _overlaps_text(case: Case[Layout]) -> Words:
 RUNTIME_RULES = (
     Rule(
         "runtime-precision",
-        "The runtime trains in fp32, bf16 or fp16.",
-        f"use {' or '.join(TRAINED)}, or export the plan",
+        f"The runtime trains in {TRAINED_TEXT}.",
+        f"use {TRAINED_TEXT}, or export the plan",
         Owner.RUNTIME,
         "megatron-core has the other precisions only with Transformer Engine",
         _precision,

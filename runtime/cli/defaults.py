@@ -1,7 +1,11 @@
-"""Defaults of the options of `megaloom train`."""
+"""Defaults and types of the options of `megaloom train`."""
+
+from typing import Literal
 
 from megaloom.runtime.training.recipe import Recipe
 
 DEFAULT_MODEL = "stdlib-gpt"
 STANDARD_LIBRARY = "stdlib"  # as in `data.STDLIB`, whose module loads numpy
 DEFAULT_RECIPE = Recipe()
+TrainedPrecision = Literal["fp32", "bf16", "fp16"]
+"""Precisions in which the runtime trains, without the import of its capability."""

@@ -18,7 +18,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 
 from megaloom.dsl.errors import UserError, full_message
-from megaloom.planner.cli.arguments import NOTHING_FIXED, FixedLayout, reject_fractions, unwrap_help, usage_error
+from megaloom.planner.cli.arguments import SEARCH_ALL, TrainedLayout, reject_fractions, unwrap_help, usage_error
 from megaloom.planner.cli.explain import explain
 from megaloom.planner.cli.export import export
 from megaloom.planner.cli.main import app as planning
@@ -27,7 +27,7 @@ from megaloom.planner.cli.validate import validate
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.training.recipe import Recipe
 
-from .defaults import DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY
+from .defaults import DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY, TrainedPrecision
 from .printing import fail
 
 app = App(
@@ -55,13 +55,13 @@ def train_by_plan(
     data: str = STANDARD_LIBRARY,
     seq: int | None = None,
     batch: int | None = None,
-    precision: Precision | None = None,
+    precision: TrainedPrecision | None = None,
     devices: int | None = None,
     out: Path | None = None,
     save_every: int = 100,
     evaluate_every: int = 100,
     recipe: Annotated[Recipe, Parameter(name="*", group="Recipe")] = DEFAULT_RECIPE,
-    fixed: FixedLayout = NOTHING_FIXED,
+    fixed: TrainedLayout = SEARCH_ALL,
 ) -> int:
     """Plan a model for this machine, or take a plan, and train it on text. Repeat the command to continue the run.
 

@@ -106,7 +106,7 @@ def _make_plan(model: str, load_options: Mapping[str, Any], fixed: FixedLayout) 
     workload = Workload(
         seq=DEFAULT_SEQ if load_options["seq"] is None else load_options["seq"],
         batch=DEFAULT_BATCH if load_options["batch"] is None else load_options["batch"],
-        precision=load_options["precision"] or (Precision.BF16 if device.gpu_count() else Precision.FP32),
+        precision=Precision(load_options["precision"] or ("bf16" if device.gpu_count() else "fp32")),
     )
     machine = cluster(_cluster_name(load_options["devices"]))
     return search(declared, machine, workload, ref=ref, fixed=fixed_fields(fixed)).best

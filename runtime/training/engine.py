@@ -29,6 +29,7 @@ from megaloom.dsl import (
     graph,
 )
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.rules.plan_check import check_trainable
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import make_build_context
 from megaloom.runtime.megatron.optimizer_state import restore_optimizer_state, sharded_optimizer_state
@@ -79,9 +80,10 @@ class Engine:
     def build(cls, plan: Plan, model: Model, recipe: Recipe) -> Engine:
         """Build this rank's model chunks, optimizer and schedule. Initial weights do not depend on the layout.
 
-        torch.distributed must be initialized with as many ranks as the plan has. Raise UserError for a model that the
-        runtime cannot train.
+        torch.distributed must be initialized with as many ranks as the plan has. Raise UserError for a plan that the
+        runtime does not run.
         """
+        check_trainable(plan, model)
         g, groups = graph(model), create_process_groups(plan.layout)
         context = make_build_context(g, plan.layout, plan.workload, groups)
         config = context.config

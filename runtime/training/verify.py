@@ -16,7 +16,7 @@ from megaloom.dsl.graph import Model, graph, primitives, vocabulary
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan, Stage
 from megaloom.planner.contract.workload import Precision
-from megaloom.planner.rules.plan_check import check_plan
+from megaloom.planner.rules.plan_check import check_plan, check_trainable
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
 
@@ -78,6 +78,7 @@ def compare(
     """
     model, _ = find(plan.model)
     check_plan(plan, model)
+    check_trainable(plan, model)
     if steps < 1:
         raise UserError(f"--steps must be at least 1, got {steps}")
     if reference is None and plan.layout.world > 1 and (node := first_dropout(model)):

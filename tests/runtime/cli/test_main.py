@@ -12,12 +12,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import psutil
 import pytest
 
 from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.plans import PLAN_VERSION
+from megaloom.planner.rules.capabilities import OWN_RUNTIME
+from megaloom.runtime.cli.defaults import TrainedPrecision
 from megaloom.runtime.cli.main import main
 from megaloom.runtime.training.run import locked
 from tests.support.paths import SUPPORT, TESTS
@@ -224,6 +227,11 @@ BAD = {
     ),
     "half a step": (("train", "--steps", "1.5"), "--steps must be a whole number, got '1.5'"),
     "saving never": (("train", "--save-every", "0"), "--save-every must be at least 1, got 0"),
+    "a precision that the runtime does not train": (("train", "--precision", "fp8"), "--precision(.|\n)*fp16"),
+    "an overlap that the runtime does not run": (
+        ("train", "--tp", "2", "--sequence-parallel", "--overlap", "tensor"),
+        r"the runtime does not run `--overlap tensor` \[runtime-overlap\]\nuse `--overlap gradients weights`",
+    ),
     "an unknown schedule": (("train", "--schedule", "step"), "--schedule(.|\n)*wsd"),
     "unknown option": (("train", "--learning-rate", "1"), "--learning-rate(.|\n)*`megaloom train --help`"),
     "unknown command": (("trane",), "trane"),
@@ -235,6 +243,26 @@ BAD = {
 def test_bad_input_is_told_in_one_message(case: str, say: Callable[..., str]) -> None:
     args, message = BAD[case]
     assert re.search(message, words := say(*args)), words
+
+
+def test_help_offers_what_the_runtime_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "[choices: fp32, bf16, fp16]" in shown
+    assert "Communication that runs while devices compute: gradients, weights; or none." in shown
+    assert set(get_args(TrainedPrecision)) == {str(precision) for precision in OWN_RUNTIME.precisions}
+    assert not int(OWN_RUNTIME.microbatch_overlaps)
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_a_plan_that_the_runtime_does_not_run(command: str, say: Callable[..., str], tmp_path: Path) -> None:
+    model = f"{MODELS}:byte_llama"
+    options = ("--seq", "32", "--batch", "4", "--tp", "2", "--sequence-parallel", "--overlap", "tensor")
+    assert (
+        main(["plan", model, "--gpus", "2xCPU", "--precision", "fp32", *options, "-o", str(tmp_path / "p.json")]) == 0
+    )
+    assert "the runtime does not run `--overlap tensor` [runtime-overlap]" in say(command, tmp_path / "p.json")
 
 
 def test_empty_data(say: Callable[..., str], tmp_path: Path) -> None:

@@ -125,4 +125,4 @@ def test_a_model_that_cannot_be_trained_is_refused(what: str, messages_by_model:
 
 
 def test_a_precision_that_only_the_planner_knows_is_refused(messages_by_model: dict[str, str]) -> None:
-    assert messages_by_model["precision"] == "the runtime does not train in fp8\nuse fp32 or bf16"
+    assert messages_by_model["precision"] == "the runtime does not train in fp8\nuse fp32, bf16 or fp16"

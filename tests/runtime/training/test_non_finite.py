@@ -1,4 +1,4 @@
-"""A NaN or an infinity is found before any weight changes, named by rank, layer and parameter, and skipped by choice."""
+"""A NaN or an infinity is found before any weight changes, named by rank, layer and parameter, or skipped."""
 
 from collections.abc import Callable
 from pathlib import Path

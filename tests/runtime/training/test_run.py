@@ -124,7 +124,7 @@ def test_a_plan_of_a_model_that_changed_is_refused(text: str, plan_of, tmp_path:
 
 def test_a_loss_that_is_no_number_stops_the_run(text: str, tmp_path: Path, plan_of) -> None:
     recipe = Recipe(steps=50, lr=1e3, warmup=0, clip_grad=1e12, eps=0)
-    with pytest.raises(UserError, match=r"step \d+: loss .*: training has diverged\n.*a --lr below 1000"):
+    with pytest.raises(UserError, match=r"step \d+: loss .*: training has diverged\nfirst at .*\n.*a --lr below 1000"):
         train(plan_of("byte_gpt", Layout()), recipe, folder=tmp_path, source=text)
     assert not list(tmp_path.glob("step-*"))
 
