@@ -27,7 +27,7 @@ class HardwareFigure:
     source: str
 
 
-_DATASHEET, _MEASURED, _FITTED, _CODE = FigureKind
+_DATASHEET, _MEASURED, _FITTED, _CODE, _ = FigureKind
 DEVICE_FIGURES = {
     "flops": HardwareFigure(
         "FLOP/s by precision",

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 from attrs import frozen
-from numpy.typing import NDArray
+
+from megaloom.planner.contract.layouts import Rows
 
 PERIODS = 4  # microbatch groups after which a schedule repeats its sets of micro-batches in flight
 EXACT = 1e-13  # relative tolerance for sums of the same seconds in another order
@@ -21,7 +22,6 @@ WINDOW = 4  # periods that must take equally long: two, and as many again before
 SETTLED = 2  # windows that are simulated before the first comparison
 WORTH = 0.7  # share of the micro-batches beyond which simulating all of them is faster
 
-Rows = NDArray[np.float64]
 InFlight = tuple[int, ...]  # micro-batches in flight, by chunk
 
 

@@ -1,149 +1,32 @@
 """Features: named parts of a framework's behaviour, each with its figures.
 
 A framework profile is a base with features applied in order. Published runs name their base and their features.
+`FEATURES` has all of them by name, with those of `kernel_features`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
-from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Overlap
+from megaloom.planner.contract.choices import Overlap
 
-from .figures import Figure, coded, fitted, measured
+from .figures import Figure, coded, fitted
 from .groups import ONE_PASS, ContextCommunication, Feature
+from .kernel_features import ENGINE_KERNELS, MEGALOOM_KERNELS, SWIGLU_PASSES, TORCH_KERNELS
 
-_H200 = "benchmarks/steps.py and benchmarks/kernels.py on an H200"
-
-
-def _each(names: Iterable[str], figure: Figure) -> dict[str, Figure]:
-    return dict.fromkeys(names, figure)
-
-
-# Kernels of torch.
-TORCH_KERNELS = Feature(
-    name="torch-kernels",
-    kernels={
-        "memory_passes": {
-            **_each(
-                ("pointwise", "gate", "expert gate", "drop"),
-                measured((3.0, 3.0), f"{_H200}: compiled chains of pointwise kernels"),
-            ),
-            "normalize": measured((2.0, 2.0), f"{_H200}: Llama 3.2 1B, 4096 tokens a sequence"),
-            "rope": measured((6.0, 6.0), f"{_H200}: a row of uncompiled kernels"),
-            "gradient": measured(
-                (1.0, 1.7),
-                f"{_H200}: adding a 16-bit gradient to the fp32 one takes 47 ms, its bytes 27 ms (Mixtral 8x7B layers)",
-            ),
-        },
-        "launch_factor": measured(1.25, f"{_H200}: 18 us a kernel in steps of one short sequence"),
-        "loss_moved_nbytes": measured(
-            70, f"{_H200}: megatron-core's loss on logits cast to fp32, 8.7 ms for 4096 x 128256"
-        ),
-        "only_swiglu_fused": coded(True, "megatron-core without Transformer Engine, fusions/"),
-    },
-    attention={
-        "values_share_qkv": coded(
-            True, "megatron-core without Transformer Engine, transformer/attention.py: torch.split of the QKV tensor"
-        )
-    },
-    optimizer={
-        "step_moved_nbytes": coded(
-            4 + 8 + 80,
-            "gradient norm reads 4, scaling moves 8; AdamW in torch's foreach kernels: decay 8, first moment 12, "
-            "second moment 8 + 12, root 8, division 8, epsilon 8, update 16",
-        ),
-        "step_held_nbytes": coded(4, "torch.optim, _multi_tensor_adamw: the root of the second moment"),
-    },
-)
-MEGALOOM_KERNELS = Feature(
-    name="megaloom-kernels",
-    kernels={
-        "memory_passes": {
-            **_each(
-                ("gate", "expert gate"),
-                measured(
-                    (1.0, 2.0), f"{_H200}: profiles of Llama 3.2 1B and GPT-3 1.3B; compiled, fp32 in the backward"
-                ),
-            ),
-            "pointwise": measured(
-                (1.5, 1.5), f"{_H200}: residuals pass once, biases before a GELU twice (Llama 3.2 1B, GPT-3 1.3B)"
-            ),
-            "normalize": measured((1.7, 2.6), f"{_H200}: profiles of Llama 3.2 1B and GPT-3 1.3B"),
-            "rope": measured((1.3, 1.4), f"{_H200}: compiled; profiles of Llama 3.2 1B and GPT-3 1.3B"),
-        },
-        "launch_factor": measured(1.75, f"{_H200}: 24 us a kernel; the kernels that remain wait longer"),
-        "loss_moved_nbytes": measured(10, f"{_H200}: logits are read twice and their gradient is written, 1.2 ms"),
-        "loss_saved_nbytes": coded(2, "the gradient is written beside the logits"),
-    },
-    experts={
-        "launch_seconds": measured(0.3e-3, f"{_H200}: layers of Mixtral 8x7B, where each expert is a module"),
-        "grouped_launch_seconds": measured(
-            0.055e-3, f"{_H200}: four layers of Qwen3 30B A3B with grouped GEMMs, 0.232 s for 8,192 tokens"
-        ),
-    },
-)
-
-# Transformer Engine.
-_GATE = measured(
-    (1.6, 3.5),
-    "github.com/linkedin/Liger-Kernel/pull/1326: megatron-core 0.16.1 on H100 takes 1.57 to 1.63 times a fused SwiGLU "
-    "in the forward pass, 2.46 to 2.66 times in both",
-)
-_PERMUTE = coded(
-    (2.6, 2.6),
-    "megatron-core, transformer/moe/token_dispatcher.py: tokens are sorted by local expert after the all-to-all",
-)
-ENGINE_KERNELS = Feature(
-    name="transformer-engine",
-    kernels={
-        "memory_passes": {
-            **_each(("route", "combine"), _PERMUTE),
-            "gate": _GATE,
-            "expert gate": coded(
-                (3.7, 7.8),
-                "megatron-core, fusions/fused_bias_swiglu.py: weighted_swiglu moves 11 tensors of 16 bits in the "
-                "forward pass and 35 in the backward pass",
-            ),
-            "expert bias": coded(
-                (14.0, 14.0),
-                "megatron-core, transformer/moe/experts.py, TEGroupedMLP._apply_bias: 28 bytes an element forward and "
-                "40 backward, where a fused kernel moves 4; fusions/fused_bias_geglu.py: 16 and 30 bytes for clamps",
-            ),
-        },
-        "wgrad_fusion": coded(
-            True, "transformer_engine/pytorch/module/base.py: get_dummy_wgrad; Megatron-LM's default"
-        ),
-    },
-    attention={"context_communication": coded(ContextCommunication.P2P, "Megatron-LM's default of --cp-comm-type")},
-    buffers={
-        "engine_workspace": coded(True, "transformer_engine/pytorch/module/base.py: get_workspace"),
-        "grouped_streams": coded(4, "transformer_engine/pytorch/module/base.py: get_multi_stream_cublas_workspace"),
-    },
-    experts={
-        "dispatch_seconds": fitted(
-            1.1e-3, "published MoE runs on H100 and GB300 without CUDA graphs; not measured alone"
-        ),
-        "launch_seconds": coded(
-            4 * 5e-6, "two GEMMs and the casts before them: four kernels forward and eight backward, 5 us each"
-        ),
-    },
-    overlap={
-        "supported": coded(
-            tuple(MICROBATCH_OVERLAPS), "Megatron-LM: --tp-comm-overlap, --overlap-moe-expert-parallel-comm"
-        )
-    },
-)
 # Software before Megatron-Bridge.
 SLOW_MEMORY_KERNELS = Feature(
     name="slow-memory-kernels",
     kernels={
         "memory_passes": {
-            **_each(
+            **dict.fromkeys(
                 ("normalize", "pointwise", "rope"), fitted((2.25, 2.25), "NeMo and Megatron-LM on H100 before 2025")
             ),
             "expert gate": Figure(
-                _GATE.value, _GATE.kind, f"{_GATE.source}; the router weights the experts' outputs, not their gates"
+                SWIGLU_PASSES.value,
+                SWIGLU_PASSES.kind,
+                f"{SWIGLU_PASSES.source}; the router weights the experts' outputs, not their gates",
             ),
         }
     },
@@ -192,7 +75,12 @@ WEIGHTS_8 = Feature(
 )
 MOMENTS_16 = Feature(
     name="16-bit-moments",
-    optimizer={"moment_nbytes": coded(2, "Megatron-Bridge's recipes of DeepSeek-V3: exp_avg_dtype, exp_avg_sq_dtype")},
+    optimizer={
+        "moment_nbytes": coded(
+            2,
+            "Megatron-Bridge, recipes/deepseek/deepseek_v3.py: exp_avg_dtype and exp_avg_sq_dtype are bfloat16",
+        )
+    },
 )
 
 # CUDA graphs.
@@ -233,7 +121,7 @@ _ONE_PERMUTE = coded(
 )
 DEDUPLICATED_DISPATCH = Feature(
     name="deduplicated-dispatch",
-    kernels={"memory_passes": _each(("route", "combine"), _ONE_PERMUTE)},
+    kernels={"memory_passes": dict.fromkeys(("route", "combine"), _ONE_PERMUTE)},
     experts={"deduplicated_dispatch": coded(True, "--moe-flex-dispatcher-backend deepep or hybridep")},
 )
 FUSED_EXPERTS = Feature(
@@ -278,7 +166,13 @@ NO_WGRAD_FUSION = Feature(
 )
 UNFUSED_ATTENTION = Feature(
     name="unfused-attention",
-    attention={"fused": coded(False, "--attention-backend unfused, or no deterministic fused kernel with dropout")},
+    attention={
+        "fused": coded(
+            False,
+            "Megatron-LM before FlashAttention; --attention-backend unfused; deterministic runs with dropout, for "
+            "which only cuDNN on Hopper has a fused kernel (transformer_engine, dot_product_attention/utils.py)",
+        )
+    },
 )
 FLASH_ATTENTION = Feature(
     name="flash-attention",
@@ -371,5 +265,9 @@ NANOTRON_LOSS = Feature(
 )
 
 FEATURES: Mapping[str, Feature] = MappingProxyType(
-    {value.name: value for value in list(globals().values()) if isinstance(value, Feature)}
+    {
+        feature.name: feature
+        for feature in (TORCH_KERNELS, MEGALOOM_KERNELS, ENGINE_KERNELS, *globals().copy().values())
+        if isinstance(feature, Feature)
+    }
 )

@@ -20,6 +20,7 @@ class FigureKind(StrEnum):
     MEASURED = "measured"  # timed on a device, by this project or by the source
     FITTED = "fitted"  # chosen so that predictions of published runs agree
     CODE = "source code"  # counted or read in the framework's source code or documentation
+    ASSUMED = "assumed"  # neither counted, measured nor fitted
 
 
 @frozen

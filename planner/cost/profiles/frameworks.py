@@ -15,20 +15,18 @@ from .features import (
     DEEPSPEED_BF16_OPTIMIZER,
     DEEPSPEED_FP16_OPTIMIZER,
     DEEPSPEED_PIPELINE,
-    ENGINE_KERNELS,
     FUSED_LOSS,
     GRADIENTS_16,
-    MEGALOOM_KERNELS,
     NANOTRON_LOSS,
     NO_OVERLAP_BUFFERS,
     NO_WGRAD_FUSION,
     ONLY_TENSOR_OVERLAP,
     SCATTERED_SENDS,
     SLOW_MEMORY_KERNELS,
-    TORCH_KERNELS,
     UNFUSED_ATTENTION,
 )
 from .groups import Feature, FrameworkProfile, compose
+from .kernel_features import ENGINE_KERNELS, MEGALOOM_KERNELS, TORCH_KERNELS
 
 
 def _attention(runtime: Runtime) -> tuple[Feature, ...]:
