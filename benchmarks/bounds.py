@@ -20,6 +20,7 @@ from megaloom.dsl.catalog import find
 from megaloom.planner import Precision, Workload, cluster, plan
 from megaloom.planner.bounds import base_costs, interleaved_memory, lower_bounds, pipeline
 from megaloom.planner.bounds.balanced_partition import BalancedBounds, balanced_bounds
+from megaloom.planner.bounds.pipeline import pass_multiples
 from megaloom.planner.search import best_first, candidates, pricing
 from megaloom.planner.search.pricing import Pricer
 
@@ -50,6 +51,11 @@ def _mean_passes(pp: Any, vpp: Any, m: Any, group: Any) -> Any:
     return m / pp, np.zeros(len(pp))
 
 
+def _mean_of_one_chunk(pp: Any, vpp: Any, m: Any, group: Any) -> Any:
+    passes, sends = pass_multiples(pp, vpp, m, group)
+    return np.where(vpp == 1, m / pp, passes), sends
+
+
 def _balanced(name: str) -> Callable[..., BalancedBounds]:
     """Return `balanced_bounds` without one of its columns."""
 
@@ -65,6 +71,7 @@ REMOVALS = {
     "large_batch_seconds": Removal(candidates, "large_batch_seconds", lambda base, _: np.zeros(len(base))),
     "largest_tensor_fits": Removal(candidates, "largest_tensor_fits", lambda base, *_: np.ones(len(base), dtype=bool)),
     "interleaved_multiples": Removal(pipeline, "pass_multiples", _mean_passes),
+    "pass_multiples, 1F1B": Removal(pipeline, "pass_multiples", _mean_of_one_chunk),
     "first_backward_multiple": Removal(pipeline, "first_backward_multiple", lambda pp, *_: np.ones(len(pp))),
     "end_of_step_bound": Removal(lower_bounds, "end_of_step_bound", lambda x, *_: np.zeros((len(x), 2))),
     "sends": Removal(base_costs, "_send_seconds", lambda base, _: np.zeros(len(base))),

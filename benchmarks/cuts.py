@@ -43,8 +43,8 @@ def excess(partition: Partition) -> float:
         if bounds[i] >= best:
             break
         best = min(best, max(schedules.finish_times(forward[i].tolist(), backward[i].tolist(), no_sends, x.pp, m)))
-    chosen = _passes(partition.stage_sums).T.tolist()
-    return max(schedules.finish_times(*chosen, no_sends, x.pp, m)) / best - 1
+    own_forward, own_backward = _passes(partition.stage_sums).T.tolist()
+    return max(schedules.finish_times(own_forward, own_backward, no_sends, x.pp, m)) / best - 1
 
 
 def _passes(sums: np.ndarray) -> np.ndarray:

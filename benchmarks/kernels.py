@@ -302,6 +302,8 @@ def measured(on: Device) -> list[Measured]:
 
 
 def main() -> None:
+    if not device.gpu_count():
+        sys.exit("benchmarks/kernels.py measures GPU kernels, and this machine has no GPU")
     kind = device.local_cluster().partition("x")[2]
     on = evolve(cluster(f"1x{kind}").device, sustained=1.0)
     print(f"{'':<34}{'':<26}{'us':>10}{'planned':>10}{'off':>8}")
