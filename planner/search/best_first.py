@@ -47,6 +47,7 @@ class BalancedLayout:
     i: int
     may_fit: bool  # the balanced partition may fit the memory
     expected: float = 0.0  # seconds that a step hardly goes below
+    feasible: bool = True  # another partition may fit, if the balanced one does not
 
     @cached_property
     def layout(self) -> Layout:
@@ -61,6 +62,8 @@ class BalancedLayout:
     @cached_property
     def steps(self) -> Iterator[float | PartitionedLayout | Layout]:
         """Yield layouts with less overlap that need less memory, then ever closer bounds, then the partition."""
+        if not self.may_fit and not self.feasible:
+            return iter(())
         return chain(self.pricer.fewer_overlaps(self.layout) if self.may_fit else [], self.pricer.refined(self.layout))
 
 
@@ -187,10 +190,10 @@ class Frontier:
         self._batch = min(2 * self._batch, LARGEST_BATCH)
         pricer = self.candidates.pricer
         bounds = balanced_partition.balanced_bounds(pricer.balance_all, self.candidates.lower_bounds, batch)
-        fits, feasible = bounds.nbytes <= pricer.capacity, bounds.least_nbytes <= pricer.capacity
-        for i in np.flatnonzero(fits | feasible).tolist():
-            expected = float(bounds.expected_seconds[i])
-            self.push(float(bounds.seconds[i]), BalancedLayout(pricer, batch.layouts, i, bool(fits[i]), expected))
+        each = (bounds.nbytes <= pricer.capacity, bounds.expected_seconds, bounds.least_nbytes <= pricer.capacity)
+        rows = zip(bounds.seconds.tolist(), *(column.tolist() for column in each), strict=True)
+        for i, (seconds, *row) in enumerate(rows):  # infeasible ones too: which layouts are opened next depends on them
+            self.push(seconds, BalancedLayout(pricer, batch.layouts, i, *row))
 
     def _postpone(self) -> None:
         """Set aside the opened layouts of closed meshes."""
