@@ -69,7 +69,6 @@ def _balanced(name: str) -> Callable[..., BalancedBounds]:
 
 REMOVALS = {
     "large_batch_seconds": Removal(candidates, "large_batch_seconds", lambda base, _: np.zeros(len(base))),
-    "largest_tensor_fits": Removal(candidates, "largest_tensor_fits", lambda base, *_: np.ones(len(base), dtype=bool)),
     "interleaved_multiples": Removal(pipeline, "pass_multiples", _mean_passes),
     "pass_multiples, 1F1B": Removal(pipeline, "pass_multiples", _mean_of_one_chunk),
     "first_backward_multiple": Removal(pipeline, "first_backward_multiple", lambda pp, *_: np.ones(len(pp))),

@@ -77,15 +77,6 @@ def large_batch_seconds(base: Layouts, cache: CostCache) -> Rows:
     return seconds
 
 
-def largest_tensor_fits(base: Layouts, cache: CostCache, capacity: float) -> NDArray[np.bool_]:
-    """Return for each base layout whether its largest saved tensor leaves it within the memory limit.
-
-    Bound: peak ≥ 2 s, with s the bytes of the largest saved tensor: its gradient is live beside it in the backward
-    pass. Torch's allocator adds its share. See docs/concepts/bounds.md.
-    """
-    return rank_memory(0.0, 0.0, 0.0, 2 * cache.largest(base)) <= capacity
-
-
 @define(eq=False)
 class LowerBounds:
     """Lower bounds of all layouts of some base layouts."""

@@ -38,10 +38,9 @@ from megaloom.planner.contract.layouts import (
     Rows,
     alike,
 )
-from megaloom.planner.contract.workload import Precision, Workload
+from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.structure import ModelStructure
 
-from . import memory
 from .cost_table import (
     BareTable,
     NodeCost,
@@ -97,12 +96,6 @@ class AffineFacts:
         }
         return Costs(**lists, params=self.first.params, expert_params=self.first.expert_params)
 
-    def largest_saved(self, tokens: int, precision: Precision) -> float:
-        """Return the bytes of the largest saved activation."""
-        more = tokens / self.tokens - 1
-        saved = dict(self.facts)["saved"]
-        return max((memory.tensor_bytes(a, precision) * (1 + more * bool(slopes)) for a, _, slopes in saved), default=0)
-
 
 def _affine(a: Any, b: Any) -> AffineFact:
     values = {f.name: getattr(a, f.name) for f in fields(type(a))}
@@ -147,18 +140,6 @@ class CostCache:
             out.append([np.array(column, dtype=float)[which] for column in columns])
         rows, by_part, full, largest = (np.stack(column, axis=1) for column in zip(*out, strict=True))
         return rows, by_part, full, largest
-
-    def largest(self, x: Layouts) -> Rows:
-        """Return the bytes of the largest saved activation under each of many layouts; faster than `rows`."""
-        out, distinct = np.zeros(len(x)), self._distinct(x)
-        for i, seen in enumerate(self._sensitivity):
-            layouts, which = distinct[seen.experts, seen.tokenwise]
-            sizes = []
-            for layout, seq in layouts:
-                facts = self._affine_facts(i, layout, seq)
-                sizes.append(facts.largest_saved(layout.micro_batch * seq, self.workload.precision))
-            out = np.maximum(out, np.array(sizes, dtype=float)[which])
-        return out
 
     def _distinct(self, x: Layouts) -> dict[tuple[bool, bool], tuple[list[tuple[Layout, int]], Column]]:
         """Return, by sensitivity, the simplest layout of each distinct cost, and the number of each layout's cost."""

@@ -165,10 +165,6 @@ def _large_batch(c: Case) -> bool:
     return least <= c.bounds.ideal()[0][0] * ABOVE and least <= c.priced.seconds * ABOVE
 
 
-def _largest_tensor(c: Case) -> bool:
-    return bool(lower_bounds.largest_tensor_fits(c.one, c.pricer.cost_cache, c.peak)[0])
-
-
 def _balanced(c: Case) -> bool:
     bounds = balanced_partition.balanced_bounds(c.pricer.balance_all, c.bounds, c.bounds.bound(c.one, c.base))
     return bounds.seconds[0] <= c.priced.seconds * ABOVE and bounds.least_nbytes[0] <= c.peak * (1 + 1e-6)
@@ -231,7 +227,6 @@ THEOREMS: dict[str, Callable[[Case], bool]] = {
     "first_backward_multiple": _first_backward,
     "end_of_step_bound": _end_of_step,
     "large_batch_seconds": _large_batch,
-    "largest_tensor_fits": _largest_tensor,
     "LowerBounds.bound": _bound,
     "LowerBounds.ideal": _ideal,
     "balanced_bounds": _balanced,
