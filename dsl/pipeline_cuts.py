@@ -36,12 +36,12 @@ def live_values(nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[tuple[st
 
 def cut_points(nodes: Sequence[Node], outputs: Sequence[str], live: Sequence[Sequence[str]]) -> tuple[int, ...]:
     """Return the positions where a stage may begin. live: for each position, the names that `live_values` gives."""
-    shapes, found = {n.name: n.shape for n in nodes}, []
+    shapes, positions = {n.name: n.shape for n in nodes}, []
     for i, names in enumerate(live):
         here = {name: shapes[name] for name in names}
         if _one_per_sequence(here.values()) or _one_per_output(nodes, outputs, i, here):
-            found.append(i)
-    return tuple(found)
+            positions.append(i)
+    return tuple(positions)
 
 
 def _one_per_sequence(shapes: Collection[Shape]) -> bool:

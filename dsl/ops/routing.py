@@ -74,7 +74,7 @@ class Route(Op):
     """Dispatch each token to its top_k experts: [batch seq embed] to [experts slots embed].
 
     Each expert has tokens * top_k / experts slots: as many as balanced routing fills. Arguments: x [batch seq embed],
-    gate [batch seq experts].
+    gate [batch seq experts]. The one dim of x that the gate lacks may have any name. Raises ShapeError if x has more.
     """
 
     top_k: int
@@ -82,9 +82,11 @@ class Route(Op):
 
     def shape(self, *args: Shape) -> Shape:
         x, gate = args
-        experts = gate["experts"]
-        slots = Dim("slots", None, Fraction(self.top_k, experts.known), x.without("embed").dims)
-        return Shape((experts, slots, x["embed"]))
+        experts, channels = gate["experts"], [d for d in x if d.name not in gate]
+        if len(channels) != 1:
+            raise ShapeError(f"cannot route {x} by a gate {gate}: x must have exactly one dim that the gate lacks")
+        slots = Dim("slots", None, Fraction(self.top_k, experts.known), x.without(channels[0].name).dims)
+        return Shape((experts, slots, *channels))
 
 
 @frozen
@@ -99,7 +101,7 @@ class Combine(Op):
 
     def shape(self, *args: Shape) -> Shape:
         y, gate = args
-        return Shape((*gate.without("experts"), y["embed"]))
+        return Shape((*gate.without("experts"), *y.without("experts", "slots")))
 
     def saved_values(self, out: Value) -> tuple[Value, ...]:
         return out.args[1:]

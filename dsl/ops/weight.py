@@ -71,7 +71,8 @@ class Lookup(Op):
 class PositionLookup(Op):
     """Row `offset + i` of a table for each position i: [batch seq ..] and [key ..] to [seq ..].
 
-    Arguments: x, of which only the shape matters, and the table.
+    Arguments: x, of which only the shape matters, and the table. x must have one dim besides batch, embed, and the
+    dims of the table.
     """
 
     key: str
@@ -82,7 +83,8 @@ class PositionLookup(Op):
         x, table = args
         if not 0 <= self.offset < table[self.key].known:
             raise ShapeError(f"offset {self.offset} is outside {table}: use 0 to {table[self.key].known - 1}")
-        return Shape((x.positions("embed"), *table.without(self.key)))
+        rows = table.without(self.key)
+        return Shape((x.positions("embed", *(d.name for d in rows)), *rows))
 
     def dtype(self, *args: DType) -> DType:
         return super().dtype(*args[1:])

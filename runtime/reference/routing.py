@@ -37,7 +37,7 @@ def expert_capacity(out: Value, gate: Tensor) -> Tensor:
 
 def tokens_by_expert(out: Value, x: Tensor, gate: Tensor, *, capacity: int) -> Tensor:
     """Return the result of a Route, the tokens of each expert: [experts, capacity, embed]."""
-    x = broadcast(x, out.args[0].shape, [*_token_dims(out.args[1]), "embed"])
+    x = broadcast(x, out.args[0].shape, [*_token_dims(out.args[1]), out.shape.dims[-1].name])
     return x.flatten(0, -2)[_token_slots(_gate_by_expert(gate, out.args[1]), capacity)]
 
 

@@ -37,14 +37,14 @@ B, S, A, H = 4, 128, 8, 64
 SBH, LSE = S * B * H, 4 * A * S * B
 
 
-def nbytes(kept):
-    return sum(s.elements * NBYTES[s.dtype] for s in kept)
+def nbytes(tensors):
+    return sum(s.elements * NBYTES[s.dtype] for s in tensors)
 
 
-def block(result) -> list[Node]:
-    """The nodes of the last block."""
-    last = max(n.block for n in result if n.block is not None)
-    return [n for n in result if n.block == last]
+def block(nodes) -> list[Node]:
+    """Return the nodes of the last block."""
+    last = max(n.block for n in nodes if n.block is not None)
+    return [n for n in nodes if n.block == last]
 
 
 def of(m, **how) -> tuple[Saved, ...]:
@@ -108,9 +108,9 @@ def test_a_model_keeps_its_blocks_and_what_is_around_them(recompute):
 
     Their 4 s b v of the fp32 logits is the loss's, which the dsl does not know. Ours keeps the token ids, 8 s b.
     """
-    kept = saved(graph(dropping(5)).nodes, batch=B, seq=S, recompute=recompute)
+    tensors = saved(graph(dropping(5)).nodes, batch=B, seq=S, recompute=recompute)
     each = {"none": 34 * SBH + LSE, "selective": 34 * SBH, "full": 2 * SBH}[recompute]
-    assert nbytes(kept) == 5 * each + 4 * SBH + 8 * S * B
+    assert nbytes(tensors) == 5 * each + 4 * SBH + 8 * S * B
 
 
 def test_without_dropout_there_are_no_masks():
@@ -138,10 +138,10 @@ def test_what_a_deepseek_keeps():
     """Elements of a token: latent attention's vectors before and after their norms, the heads' own; of experts what
     each of the eight that it goes to reads and makes.
     """
-    kept = Counter()
+    elements = Counter()
     for n in block(graph(find("deepseek-v3")[0]).nodes):
         for s in costs(n, batch=B, seq=S).saved:
-            kept[n.name.split(".")[0], s.what] += s.elements
+            elements[n.name.split(".")[0], s.what] += s.elements
     heads, q, kv, d, f, k = 128, 1536, 512, 7168, 2048, 8
     a_token = {
         ("rms_norm", "input"): 2 * d,
@@ -164,7 +164,7 @@ def test_what_a_deepseek_keeps():
         ("moe", "shared.up"): f,
         ("moe", "shared.mul"): f,
     }
-    assert kept == {name: B * S * n for name, n in a_token.items()}
+    assert elements == {name: B * S * n for name, n in a_token.items()}
 
 
 @pytest.mark.parametrize(("expert", "each"), [(SwiGLU(192), 3), (MLP(192, "gelu"), 3)])
@@ -174,8 +174,8 @@ def test_experts_keep_what_their_last_product_reads_weighted(expert, each):
     """
     x = ids() >> Embed(weight("wte", Dim("vocab", 64), Dim("embed", H)))
     node = graph(model("m", x >> MoE(expert, experts=4, top_k=2))).nodes[-1]
-    kept = sum(s.elements for s in costs(node, batch=B, seq=S).saved if s.what.startswith("experts"))
-    assert kept == 2 * B * S * (H + each * 192)
+    elements = sum(s.elements for s in costs(node, batch=B, seq=S).saved if s.what.startswith("experts"))
+    assert elements == 2 * B * S * (H + each * 192)
     less = sum(s.elements for s in costs(node, batch=B, seq=S).saved if "moe_act" in s.recomputed_by)
     assert less == 2 * B * S * 192 * (each - (2 if isinstance(expert, SwiGLU) else 1))
 
@@ -194,13 +194,13 @@ def test_what_a_deepseek_keeps_in_all():
     """
     nodes = graph(find("deepseek-v3")[0]).nodes
 
-    def kept(*modules: str) -> float:
+    def gib(*modules: str) -> float:
         return nbytes(saved(nodes, batch=1, seq=4096, recompute="selective", modules=modules)) / GIB
 
-    assert kept() == pytest.approx(131.0 - 26.3, rel=0.01)
-    assert kept() - kept("mla_up_proj") == pytest.approx(30.4, rel=0.01)
-    assert kept() - kept("layernorm") == 61 * 2 * 7168 * 2 * 4096 / GIB
-    assert kept() - kept("moe_act") == 58 * 8 * 2048 * 2 * 4096 / GIB
+    assert gib() == pytest.approx(131.0 - 26.3, rel=0.01)
+    assert gib() - gib("mla_up_proj") == pytest.approx(30.4, rel=0.01)
+    assert gib() - gib("layernorm") == 61 * 2 * 7168 * 2 * 4096 / GIB
+    assert gib() - gib("moe_act") == 58 * 8 * 2048 * 2 * 4096 / GIB
     assert 61 * 8 * 2048 * 2 * 4096 / GIB / 2 == pytest.approx(3.8, abs=0.05)
 
 
@@ -220,15 +220,15 @@ def test_modules_free_what_they_make_again():
 def test_more_modules_keep_less_and_compute_more(name):
     m = find(name)[0]
     nodes, several = graph(m).nodes, []
-    kept = nbytes(saved(nodes, batch=1, seq=64))
-    again = 0
+    most = nbytes(saved(nodes, batch=1, seq=64))
+    recomputed = 0
     for module in RECOMPUTE_MODULES:
         several.append(module)
         less = nbytes(saved(nodes, batch=1, seq=64, recompute="selective", modules=several))
         more = flops(m, batch=1, seq=64, recompute="selective", modules=several).recompute
-        assert less <= kept
-        assert again <= more <= flops(m, batch=1, seq=64).forward
-        kept, again = less, more
+        assert less <= most
+        assert recomputed <= more <= flops(m, batch=1, seq=64).forward
+        most, recomputed = less, more
 
 
 def test_an_unknown_module_is_refused():
@@ -282,8 +282,8 @@ def test_context_parallel_divides_all_but_keys_and_values():
 
 def test_ids_are_whole_on_every_device_of_tp():
     (embed,) = (n for n in graph(dropping()).nodes if isinstance(n.op, Embed))
-    kept = costs(embed, batch=B, seq=S, split=Split(tp=4, cp=2, sequence_parallel=True)).saved
-    assert kept == (Saved(B * S // 2, DType.INDEX, "input", port=0),)
+    tensors = costs(embed, batch=B, seq=S, split=Split(tp=4, cp=2, sequence_parallel=True)).saved
+    assert tensors == (Saved(B * S // 2, DType.INDEX, "input", port=0),)
 
 
 def test_an_unknown_recompute_is_refused():

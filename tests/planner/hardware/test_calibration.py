@@ -103,8 +103,8 @@ def test_links_are_found_by_the_price_of_a_collective_as_it_is(
 
     def changed(kind: str, *args: Any) -> Any:
         times = factor if kind in kinds else 1.0
-        found = price(kind, *args)
-        return tuple(times * x for x in found) if isinstance(found, tuple) else times * found
+        result = price(kind, *args)
+        return tuple(times * x for x in result) if isinstance(result, tuple) else times * result
 
     monkeypatch.setattr(communication, priced, changed)
     preset = cluster("32xH100")
@@ -112,9 +112,9 @@ def test_links_are_found_by_the_price_of_a_collective_as_it_is(
         "intra": evolve(preset.intra, efficiency=0.6, latency=9e-6, hop=2e-6),
         "inter": evolve(preset.inter, efficiency=0.5, latency=2e-5, hop=5e-6),
     }
-    found = fitted_figures(as_measured(evolve(preset, **links)), preset, known=True)
+    result = fitted_figures(as_measured(evolve(preset, **links)), preset, known=True)
     for part, link in links.items():
-        for name, value in found[part].items():
+        for name, value in result[part].items():
             assert value == pytest.approx(getattr(link, name), rel=0.02), (part, name)
 
 

@@ -71,14 +71,14 @@ def needed(limit: MemoryLimit, cut: Indices, rank: int) -> float:
     """The bytes of a rank, chunk by chunk and moment by moment."""
     mine = [(int(cut[s]), int(cut[s + 1]), s // limit.ranks) for s in range(rank, len(cut) - 1, limit.ranks)]
 
-    def held(of: SegmentSums, a: int, b: int) -> float:
+    def total(of: SegmentSums, a: int, b: int) -> float:
         return float(of.sums[b] - of.sums[a])
 
     moments = [
-        sum(n[c] * (held(limit.saved, a, b) + limit.received[a]) for a, b, c in mine) + transient
+        sum(n[c] * (total(limit.saved, a, b) + limit.received[a]) for a, b, c in mine) + transient
         for n, transient in zip(limit.in_flight[rank], limit.transient[rank], strict=True)
     ]
-    state, at_step = (sum(held(of, a, b) for a, b, _ in mine) for of in (limit.state, limit.at_step))
+    state, at_step = (sum(total(of, a, b) for a, b, _ in mine) for of in (limit.state, limit.at_step))
     buffers = max(limit.receive_buffers[a] for a, *_ in mine)
     return limit.fixed + buffers + max(state + max(moments), at_step)
 

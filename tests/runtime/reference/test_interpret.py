@@ -16,21 +16,25 @@ from megaloom.dsl import (
     SEQ,
     Attend,
     Attention,
+    Combine,
     Dim,
     Dropout,
     DType,
     Each,
     Embed,
+    Gate,
     Input,
     Layer,
     LayerNorm,
     Model,
     MoE,
     Op,
+    PositionLookup,
     Positions,
     Rename,
     RMSNorm,
     Rope,
+    Route,
     Shape,
     SwiGLU,
     Unembed,
@@ -50,6 +54,11 @@ from megaloom.runtime.reference.interpret import interpret
 
 B, S, D, V = 2, 7, 12, 19
 EMBED, VOCAB = Dim("embed", D), Dim("vocab", V)
+CHANNEL_WEIGHTS = {
+    "channels.0.positions": (S, D),
+    "channels.0.router": (D, 4),
+    "channels.0.scale": (D,),
+}
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 
@@ -361,3 +370,37 @@ def test_an_op_of_ones_own_says_how_to_join() -> None:
     x = given("x", BATCH, EMBED)
     with pytest.raises(UserError, match=r"no evaluation of the op Mystery: write one .* @evaluate.register"):
         interpret(model("m", apply(Mystery(), x)), {}, {"x": r(B, D)})
+
+
+@frozen
+class Channels(Layer):
+    """Learned positions, then experts, on channels of any name; outside the layer they are `embed`."""
+
+    channels: str
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        x, c, n = apply(Rename("embed", self.channels), x), Dim(self.channels, D), Dim("experts", 4)
+        x = x + apply(PositionLookup("position"), x, weight("positions", Dim("position", S), c))
+        gate = apply(Gate(2), dot(x, weight("router", c, n), self.channels))
+        tokens = apply(Route(2), x, gate)
+        y = fn("tanh", tokens) * weight("scale", c)
+        return apply(Rename(self.channels, "embed"), apply(Combine(), y, gate))
+
+
+def test_names_of_channels_do_not_matter_to_routing_and_positions() -> None:
+    x = torch.randn(B, S, D, dtype=torch.float64)
+    weights = {name: torch.randn(*sizes, dtype=torch.float64) for name, sizes in CHANNEL_WEIGHTS.items()}
+    one, other = (
+        interpret(model("m", given("x", BATCH, SEQ, EMBED) >> Channels(name)), weights, {"x": x})[0]
+        for name in ("embed", "wide")
+    )
+    close(one, other)
+
+
+def test_tokens_with_two_dims_of_channels_are_not_routed() -> None:
+    x, gate = (
+        given("x", BATCH, SEQ, Dim("heads", 2), EMBED),
+        apply(Gate(2), given("gate", BATCH, SEQ, Dim("experts", 4))),
+    )
+    with pytest.raises(UserError, match="x must have exactly one dim that the gate lacks"):
+        apply(Route(2), x, gate)
