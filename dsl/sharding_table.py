@@ -32,7 +32,7 @@ class Sharded:
     multiple: int = 1
 
     def divides(self, size: int, degree: int) -> bool:
-        """Return whether `degree` devices hold a part each of a dim of this size, rather than all of it."""
+        """Return whether a dim of this size is sharded over `degree` devices, rather than held whole by each."""
         return self.policy != "whole" or size % degree == 0
 
     def local(self, size: int, degree: int) -> int:
@@ -133,8 +133,8 @@ class ShardingTable:
     def axes(self, outer: tuple[Dim, ...], *tensors: Iterable[Dim]) -> dict[str, str]:
         """Return the sharded dims of some tensors, with the axis of each; `outer` are the dims of copies around them.
 
-        Experts are sharded where they are copies, or where tokens are dispatched to them. Beside batch and seq they are
-        not, since ep takes its devices from those of dp and cp.
+        The experts dim is sharded if it is a dim of copies, or of a tensor with dispatched tokens. In a tensor with
+        batch and seq, such as the gate, it is not, since ep takes its devices from those of dp and cp.
         """
         inside = self.among_experts(outer)
         out: dict[str, str] = {}
@@ -165,10 +165,10 @@ def check_splits(layer: str, splits: Mapping[str, str | Sharded]) -> None:
 
 
 class Local(Sizes):
-    """The sizes that one device sees of tensors whose dims lie on given axes.
+    """The sizes on one device of tensors whose dims lie on given axes.
 
-    The slots of a device, its share of dispatched tokens, follow from its own tokens: tokens x top_k over all of its
-    experts, if routing is balanced. Inside experts every device of etp sees the slots of the whole etp group.
+    A device has tokens x top_k slots for dispatched tokens over all of its experts, with its own number of tokens and
+    balanced routing. Inside experts every device of etp has the slots of the whole etp group.
     """
 
     def __init__(
