@@ -90,6 +90,17 @@ def gpu_name() -> str:
     return name.value.decode()
 
 
+def use_deterministic_kernels() -> None:
+    """Let torch, cuBLAS and NCCL compute bitwise equal results in every run on these devices, or raise RuntimeError.
+
+    Call it before the process groups of a layout are created, and before the first matrix product.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # NVLink SHARP and trees may add in another order
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it finds errors, and takes time
+
+
 @functools.cache
 def prepare() -> None:
     """Import megatron-core so that it runs on this machine's devices, with or without CUDA. Idempotent."""

@@ -29,7 +29,7 @@ FOLDER_NAME = re.compile(r"step-(\d{6,})")
 NO_SPACE = {errno.ENOSPC: "no space left on the device", errno.EDQUOT: "disk quota exceeded"}
 CONVERTER = cattrs.Converter()
 """Reads and writes manifests."""
-configure_union_passthrough(int | float | str, CONVERTER)
+configure_union_passthrough(int | float | str | bool, CONVERTER)
 
 
 class CheckpointError(UserError):
@@ -54,7 +54,7 @@ class Manifest:
     model: str
     fingerprint: str
     data: str  # digest of the corpus
-    recipe: dict[str, float | str]  # `Recipe.as_saved`
+    recipe: dict[str, float | str | bool]  # `Recipe.as_saved`
     layout: str  # the layout under which the checkpoint was saved
     libraries: dict[str, str] = field(factory=lambda: {name: version(name) for name in ("torch", "megatron-core")})
     files: dict[str, SavedFile] = field(factory=dict)  # by file name; `save` fills it in

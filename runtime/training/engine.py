@@ -84,6 +84,8 @@ class Engine:
         runtime does not run.
         """
         check_trainable(plan, model)
+        if recipe.deterministic:
+            device.use_deterministic_kernels()
         g, groups = graph(model), create_process_groups(plan.layout)
         context = make_build_context(g, plan.layout, plan.workload, groups)
         config = context.config

@@ -189,8 +189,8 @@ class Loop:
         )
 
 
-def _shown(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
+def _shown(value: float | str | bool) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
 def _sample(text: Tokens, i: int, seq: int, seed: int) -> torch.Tensor:

@@ -88,6 +88,8 @@ class Recipe:
     """fp16: the run ends with an error if gradients overflow at this loss scale."""
     loss_scale_window: int = field(default=1000, validator=_within(1, 1e9))
     """fp16: steps without an overflow after which the loss scale is doubled."""
+    deterministic: bool = False
+    """Use deterministic kernels only: a run that is stopped and continued on one layout is bitwise equal."""
     seed: int = field(default=1234, validator=_within(0, 2**31))
     """Seed of initial weights, data order and dropout."""
 
@@ -121,7 +123,7 @@ class Recipe:
             return self
         return evolve(self, decay_steps=end)
 
-    def as_saved(self) -> dict[str, float | str]:
+    def as_saved(self) -> dict[str, float | str | bool]:
         """Return the fields that have values, as a checkpoint stores them."""
         values = asdict(evolve(self, decay_steps=self.schedule_end))
         return {name: value for name, value in values.items() if value is not None}
