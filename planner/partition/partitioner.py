@@ -110,9 +110,8 @@ class PartitionProblem:
     def limits(self) -> MemoryLimit:
         """Return the memory of every stage against the limit. Each stage counts the weights that it shares."""
         columns = (CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.SAVED)
-        params, experts, saved = (self.segment_sums([column]) for column in columns)
-        received, buffers = self.received[self.cut_points], self.p2p_buffers[self.cut_points]
-        sizes = StageSizes(params, experts, saved, *self.moments, received, buffers, self.table.library)
+        sums, cuts = [self.segment_sums([column]) for column in columns], self.cut_points
+        sizes = StageSizes(*sums, *self.moments, self.received[cuts], self.p2p_buffers[cuts], self.table.library)
         return memory_limit(sizes, self.layout, self.job, self.memory_limit)
 
     @cached_property
@@ -175,7 +174,10 @@ class Partition:
         """Return the seconds of the p2p send of one micro-batch from each stage to the next, either way."""
         return [
             communication.p2p_seconds(
-                *(nbytes, stage, self.layout, self.problem.job.cluster),
+                nbytes,
+                stage,
+                self.layout,
+                self.problem.job.cluster,
                 scattered=self.problem.job.profile.overlap.scattered_sends,
             )
             for stage, nbytes in enumerate(self.problem.received[list(self.bounds[1:-1])].tolist())
@@ -194,7 +196,9 @@ class Partition:
         """Return the memory of each stage."""
         return [
             StageMemory(
-                *(params, experts, saved),
+                params,
+                experts,
+                saved,
                 workspace=self.problem.table.workspace,
                 library=library,
                 loss=self.problem.table.loss * (stop == self.bounds[-1]),
@@ -208,14 +212,14 @@ class Partition:
 
         A weight that several nodes of a rank share is there once.
         """
-        sums, problem, begin = self.stage_sums, self.problem, np.array(self.bounds[:-1])
+        sums, problem, table = self.stage_sums, self.problem, self.problem.table
+        begin = np.array(self.bounds[:-1])
         out = np.empty((len(sums), 4), dtype=np.int64)
         out[:, :3] = sums[:, [CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.SAVED]]
-        if problem.table.shared_elements:
-            structure, pp = problem.table.structure, self.layout.pp
-            out[:, 0] -= structure.repeated_elements(problem.table.shared_elements, self.bounds, pp)
+        if table.shared_elements:
+            out[:, 0] -= table.structure.repeated_elements(table.shared_elements, self.bounds, self.layout.pp)
         out[:, 2] += problem.received[begin]
-        out[:, 3] = problem.table.library + problem.p2p_buffers[begin]
+        out[:, 3] = table.library + problem.p2p_buffers[begin]
         return out
 
     @cached_property
@@ -279,8 +283,7 @@ def partition(
     blocks = evolve(problem, whole_blocks=True)
     slowest, segments, count = WHOLE_BLOCKS * max(even.seconds), len(blocks.cut_points) - 1, len(even.bounds) - 1
     if count <= segments:
-        far = np.maximum.accumulate(blocks.seconds.farthest(slowest * TOLERANCE)).tolist()
-        end = 0
+        far, end = np.maximum.accumulate(blocks.seconds.farthest(slowest * TOLERANCE)).tolist(), 0
         for _ in range(count):  # the longest stages that take no longer
             end = far[end]
         if end == segments:
