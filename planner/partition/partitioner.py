@@ -109,9 +109,10 @@ class PartitionProblem:
     @cached_property
     def limits(self) -> MemoryLimit:
         """Return the memory of every stage against the limit. Each stage counts the weights that it shares."""
-        columns = (CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.SAVED)
-        sums, cuts = [self.segment_sums([column]) for column in columns], self.cut_points
-        sizes = StageSizes(*sums, *self.moments, self.received[cuts], self.p2p_buffers[cuts], self.table.library)
+        columns, cuts = (CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.SAVED), self.cut_points
+        params, experts, saved = (self.segment_sums([column]) for column in columns)
+        received, buffers = self.received[cuts], self.p2p_buffers[cuts]
+        sizes = StageSizes(params, experts, saved, *self.moments, received, buffers, self.table.library)
         return memory_limit(sizes, self.layout, self.job, self.memory_limit)
 
     @cached_property
@@ -212,8 +213,8 @@ class Partition:
 
         A weight that several nodes of a rank share is there once.
         """
-        sums, problem, table = self.stage_sums, self.problem, self.problem.table
-        begin = np.array(self.bounds[:-1])
+        sums, problem, begin = self.stage_sums, self.problem, np.array(self.bounds[:-1])
+        table = problem.table
         out = np.empty((len(sums), 4), dtype=np.int64)
         out[:, :3] = sums[:, [CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.SAVED]]
         if table.shared_elements:
@@ -255,10 +256,9 @@ class Partition:
 
 def balanced(problem: PartitionProblem) -> StageBounds:
     """Return the balanced partition, whatever memory it takes. There must be enough cut points."""
-    count = problem.layout.pp * problem.layout.vpp
-    assert count < len(problem.cut_points), "more stages than the graph can be cut into"
-    cuts = balance_all(ChainBatch.of([problem.seconds]), count)[0]
-    return tuple(problem.cut_points[cuts].tolist())
+    points, count = problem.cut_points, problem.layout.pp * problem.layout.vpp
+    assert count < len(points), "more stages than the graph can be cut into"
+    return tuple(points[balance_all(ChainBatch.of([problem.seconds]), count)[0]].tolist())
 
 
 def levelled(problem: PartitionProblem, even: StageBounds) -> StageBounds:
