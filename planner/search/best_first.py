@@ -168,12 +168,12 @@ class Frontier:
 
     def _open(self) -> None:
         """Bound the layouts of the next base layouts."""
-        found = self.candidates.variants(self._unopened[:BASES_AT_ONCE])
+        bounded = self.candidates.variants(self._unopened[:BASES_AT_ONCE])
         self._unopened = self._unopened[BASES_AT_ONCE:]
         self._unopened_seconds = self._unopened_seconds[BASES_AT_ONCE:]
-        fits = np.flatnonzero(found.nbytes <= self.candidates.pricer.capacity)
-        order = fits[np.argsort(found.seconds[fits], kind="stable")]
-        self._set_opened([*self._opened, found.take(order)])
+        fits = np.flatnonzero(bounded.nbytes <= self.candidates.pricer.capacity)
+        order = fits[np.argsort(bounded.seconds[fits], kind="stable")]
+        self._set_opened([*self._opened, bounded.take(order)])
 
     def _balance(self) -> None:
         """Balance the stages of the layouts with the least bounds, and push them."""

@@ -33,24 +33,24 @@ def has_mesh(x: Layouts, mesh: DeviceMesh) -> NDArray[np.bool_]:
     return mask
 
 
-def best_of_each_mesh(found: Sequence[Priced]) -> list[Priced]:
+def best_of_each_mesh(simulated: Sequence[Priced]) -> list[Priced]:
     """Return the best layout of each device mesh, the best of all first; `found` is sorted by step time.
 
     If all have the same device mesh, return all of them.
     """
-    best = simplest(found)
+    best = simplest(simulated)
     meshes: dict[DeviceMesh, list[Priced]] = {device_mesh(best.layout): []}
-    for priced in found:
+    for priced in simulated:
         meshes.setdefault(device_mesh(priced.layout), []).append(priced)
     if len(meshes) == 1:
-        return [best, *(priced for priced in found if priced is not best)]
+        return [best, *(priced for priced in simulated if priced is not best)]
     others = [simplest(variants) for mesh, variants in meshes.items() if mesh != device_mesh(best.layout)]
     return [best, *sorted(others, key=lambda priced: priced.seconds)]
 
 
-def simplest(found: Iterable[Priced]) -> Priced:
+def simplest(simulated: Iterable[Priced]) -> Priced:
     """Return the simplest of the layouts that tie with the first one, which is the fastest."""
-    first, *others = found
+    first, *others = simulated
     ties = [first, *(priced for priced in others if priced.seconds <= TIE_RATIO * first.seconds)]
     return min(ties, key=lambda priced: complexity(priced.layout))
 

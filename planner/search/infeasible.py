@@ -50,8 +50,8 @@ def checked_fixed(fixed: Mapping[str, Any]) -> FixedAxes:
             raise UserError(f"a layout has no {name!r}\nit has {', '.join(FIELDS)}")
         try:
             out[name] = FIELDS[name].parse(value)
-        except ValueError as wrong:
-            raise UserError(f"{FIELDS[name].flag} {wrong}") from None
+        except ValueError as error:
+            raise UserError(f"{FIELDS[name].flag} {error}") from None
     if out.get("recompute_modules"):
         out.setdefault("recompute", Recompute.SELECTIVE)
     return out
@@ -75,15 +75,15 @@ def nothing_legal(pricer: Pricer, fixed: FixedAxes) -> str:
     """
     g = pricer.graph
     tried = ((x, pricer.broken(x)) for x in unchecked_layouts(g, pricer.cluster, pricer.workload, fixed))
-    layout, wrong = min(islice(tried, MAX_ILLEGAL), key=_distance_from_legal)
+    layout, broken = min(islice(tried, MAX_ILLEGAL), key=_distance_from_legal)
     condition = f" with {fixed_text(fixed)}" if fixed else ""
     lines = [f"no layout of {g.name} on {pricer.cluster}{condition} is legal. The nearest, {layout}, breaks:"]
-    lines += [f"- {v.message} [{v.rule}]" for v in wrong]
+    lines += [f"- {v.message} [{v.rule}]" for v in broken]
     case = (g, pricer.cluster, pricer.workload, fixed)
     changes = changes_text(legal_changes(*case, pricer.inner, not pricer.own), fixed)
     if batches := legal_batches(*case, layout, pricer.inner, not pricer.own):
         changes.append(f"use --batch {' or '.join(str(n) for n in batches)}")
-    return "\n".join([*lines, *(changes or [f"{v.fix} [{v.rule}]" for v in wrong])])
+    return "\n".join([*lines, *(changes or [f"{v.fix} [{v.rule}]" for v in broken])])
 
 
 def _distance_from_legal(entry: tuple[Layout, tuple[Violation, ...]]) -> tuple[int, int, int]:
@@ -91,9 +91,9 @@ def _distance_from_legal(entry: tuple[Layout, tuple[Violation, ...]]) -> tuple[i
 
     Rules of the batch come last, because dp decides them.
     """
-    x, wrong = entry
-    axes = sum(v.rule not in OF_A_STEP for v in wrong)
-    return axes, x.tp * x.pp * x.cp + x.ep * x.etp, len(wrong)
+    x, broken = entry
+    axes = sum(v.rule not in OF_A_STEP for v in broken)
+    return axes, x.tp * x.pp * x.cp + x.ep * x.etp, len(broken)
 
 
 def nothing_fits(pricer: Pricer, candidates: Candidates) -> str:
@@ -104,21 +104,23 @@ def nothing_fits(pricer: Pricer, candidates: Candidates) -> str:
         f"no layout of {pricer.graph.name} on {pricer.cluster}{condition} fits the memory",
         f"nearest layout, {nearest.layout}: {deficit_text(nearest)}",
     ]
-    changes = [f"{change} fits: {found.layout}" for change, found in _other_values(pricer, fixed)]
+    changes = [f"{change} fits: {partition.layout}" for change, partition in _other_values(pricer, fixed)]
     if not changes:
-        changes = [f"{change} fits: {found.layout}" for change, found in _changed(pricer, nearest, fixed)]
+        changes = [f"{change} fits: {partition.layout}" for change, partition in _changed(pricer, nearest, fixed)]
     if fixed and not changes:
         without = f"fits, without {fixed_text(fixed)}"
-        changes = [f"{change} {without}: {found.layout}" for change, found in _changed(pricer, nearest, {})]
+        changes = [f"{change} {without}: {partition.layout}" for change, partition in _changed(pricer, nearest, {})]
     return "\n".join([*lines, *(changes or ["use a smaller model, or devices with more memory"])])
 
 
 def leanest(candidates: Candidates) -> Partition:
     """Return the layout with the smallest deficit, of those with the least bounds of memory."""
     _, ideal = candidates.bound_all().ideal()
-    found = candidates.variants(np.argsort(ideal, kind="stable")[:LEANEST])
-    first = np.argsort(found.nbytes, kind="stable")[:LEANEST]
-    return min((candidates.pricer.partition(found.layouts[int(i)]) for i in first), key=lambda placed: placed.deficit)
+    bounded = candidates.variants(np.argsort(ideal, kind="stable")[:LEANEST])
+    first = np.argsort(bounded.nbytes, kind="stable")[:LEANEST]
+    return min(
+        (candidates.pricer.partition(bounded.layouts[int(i)]) for i in first), key=lambda partition: partition.deficit
+    )
 
 
 Change = tuple[str, Partition]  # the change, and a layout that fits with it
@@ -129,11 +131,14 @@ def _other_values(pricer: Pricer, fixed: FixedAxes) -> Iterator[Change]:
     any_fits = False
     for name in fixed:
         others = {other: value for other, value in fixed.items() if other != name}
-        if (found := fitting(pricer, others)) is not None:
+        if (partition := fitting(pricer, others)) is not None:
             any_fits = True
-            yield f"{name} {value_text(getattr(found.layout, name))} instead of {value_text(fixed[name])}", found
-    if not any_fits and len(fixed) > 1 and (found := fitting(pricer, {})) is not None:
-        yield f"a layout without {fixed_text(fixed)}", found
+            yield (
+                f"{name} {value_text(getattr(partition.layout, name))} instead of {value_text(fixed[name])}",
+                partition,
+            )
+    if not any_fits and len(fixed) > 1 and (partition := fitting(pricer, {})) is not None:
+        yield f"a layout without {fixed_text(fixed)}", partition
 
 
 def _changed(pricer: Pricer, nearest: Partition, fixed: FixedAxes) -> Iterator[Change]:
@@ -147,7 +152,7 @@ def _changed(pricer: Pricer, nearest: Partition, fixed: FixedAxes) -> Iterator[C
     )
     for kind in kinds:
         tried = ((change, fitting(changed, fixed)) for change, changed in kind)
-        yield from islice(((change, found) for change, found in tried if found is not None), 1)
+        yield from islice(((change, partition) for change, partition in tried if partition is not None), 1)
 
 
 ChangedPricers = Iterator[tuple[str, Pricer]]  # the change, and the pricer with it; the smallest change first
@@ -212,8 +217,8 @@ def fitting(pricer: Pricer, fixed: FixedAxes) -> Partition | None:
     """Return a layout that fits the memory, or None if none is found. Layouts with PLAIN_AXES come first."""
     for chosen in ({**PLAIN_AXES, **fixed}, fixed) if _state_fits(pricer) else ():
         candidates = Candidates(pricer, chosen)
-        if len(candidates.base_layouts) and (found := _fast_or_leanest(candidates)) is not None:
-            return found
+        if len(candidates.base_layouts) and (partition := _fast_or_leanest(candidates)) is not None:
+            return partition
     return None
 
 
@@ -230,10 +235,10 @@ def _fast_or_leanest(candidates: Candidates) -> Partition | None:
     order = np.flatnonzero(nbytes <= candidates.pricer.capacity)
     if not len(order):
         return None
-    found = candidates.variants(order[np.argsort(seconds[order], kind="stable")][:FASTEST_BASES])
-    feasible = np.flatnonzero(found.nbytes <= candidates.pricer.capacity)
-    for i in feasible[np.argsort(found.seconds[feasible], kind="stable")][:MAX_TRIED].tolist():
-        for step in candidates.pricer.refined(found.layouts[i]):
+    bounded = candidates.variants(order[np.argsort(seconds[order], kind="stable")][:FASTEST_BASES])
+    feasible = np.flatnonzero(bounded.nbytes <= candidates.pricer.capacity)
+    for i in feasible[np.argsort(bounded.seconds[feasible], kind="stable")][:MAX_TRIED].tolist():
+        for step in candidates.pricer.refined(bounded.layouts[i]):
             if isinstance(step, PartitionedLayout):
                 return step.partition
     last = leanest(candidates)

@@ -45,15 +45,15 @@ def priced_neighbours(layout: Layout, pricer: Pricer, fixed: FixedAxes) -> tuple
     """Return the neighbours that are legal and fit, simulated; and the others with the cause."""
     rivals, rejected = [], []
     for change, other in neighbours(layout, pricer, fixed):
-        wrong = pricer.broken(other)
-        if wrong:
-            rejected.append(Rejected(other, refusal(wrong)))
+        broken = pricer.broken(other)
+        if broken:
+            rejected.append(Rejected(other, refusal(broken)))
             continue
-        placed = pricer.partition(other)
-        if placed.fits:
-            rivals.append(Rival(change, pricer.simulate(placed)))
+        partition = pricer.partition(other)
+        if partition.fits:
+            rivals.append(Rival(change, pricer.simulate(partition)))
         else:
-            rejected.append(Rejected(other, deficit_text(placed)))
+            rejected.append(Rejected(other, deficit_text(partition)))
     return rivals, tuple(rejected)
 
 
@@ -73,7 +73,7 @@ def _with(x: Layout, **changes: Any) -> Layout:
 
 
 def _steps(x: Layout, pricer: Pricer, fixed: FixedAxes) -> Iterator[Layout]:
-    asked = model_requirements(pricer.graph)
+    needs = model_requirements(pricer.graph)
     for a in MESH_AXES:
         if (factor := _factor(getattr(x, a))) > 1:
             for b in MESH_AXES:
@@ -81,8 +81,8 @@ def _steps(x: Layout, pricer: Pricer, fixed: FixedAxes) -> Iterator[Layout]:
                     yield _with(x, **{a: getattr(x, a) // factor, b: getattr(x, b) * factor})
     for name, values in (
         ("micro_batch", micro_batch_sizes(x, pricer.workload, {})),
-        ("vpp", chunk_counts(x.pp, asked.blocks)),
-        ("ep", divisors(x.world // (x.pp * x.etp)) if asked.experts else (1,)),
+        ("vpp", chunk_counts(x.pp, needs.blocks)),
+        ("ep", divisors(x.world // (x.pp * x.etp)) if needs.experts else (1,)),
     ):
         now = getattr(x, name)
         for value in (
@@ -90,9 +90,9 @@ def _steps(x: Layout, pricer: Pricer, fixed: FixedAxes) -> Iterator[Layout]:
             min((v for v in values if v > now), default=now),
         ):
             yield _with(x, **{name: value})
-    for mode in (Recompute.NONE, *((Recompute.FULL,) if asked.blocks else ())):
+    for mode in (Recompute.NONE, *((Recompute.FULL,) if needs.blocks else ())):
         yield evolve(x, recompute=mode, recompute_modules=ModuleSet(), recompute_layers=0)
-    for module in asked.modules if x.recomputed_modules else ():
+    for module in needs.modules if x.recomputed_modules else ():
         other = set(x.recomputed_modules) ^ {module}
         if other:
             yield evolve(x, recompute_modules=ModuleSet(other))
@@ -111,9 +111,9 @@ def _settled(x: Layout, origin: Layout, workload: Workload) -> Layout:
     """The layout with what depends on its axes set as one would: sequence parallelism with tp, chunks with pp."""
     sp = x.sequence_parallel if x.tp == origin.tp else x.tp > 1
     m = x.microbatches(workload.batch)
-    grouped = m == origin.microbatches(workload.batch) and (x.pp, x.vpp > 1) == (origin.pp, True)
-    works = microbatch_groups(x.pp, m) if x.pp > 1 and x.vpp > 1 else ()
-    group = x.microbatch_group if grouped else next(iter(works), 0)
+    same_schedule = m == origin.microbatches(workload.batch) and (x.pp, x.vpp > 1) == (origin.pp, True)
+    groups = microbatch_groups(x.pp, m) if x.pp > 1 and x.vpp > 1 else ()
+    group = x.microbatch_group if same_schedule else next(iter(groups), 0)
     settled = evolve(
         x,
         sequence_parallel=sp,
@@ -122,15 +122,15 @@ def _settled(x: Layout, origin: Layout, workload: Workload) -> Layout:
         shard=Shard(x.distributed_optimizer and x.dp * x.cp > 1),
     )
     inner = {Overlap.TENSOR: sp, Overlap.EXPERTS: x.ep > 1 and not x.full_recompute and (x.pp == 1 or x.vpp > 1)}
-    apart = {*OverlapSet(default_overlaps(origin.shard))} - {*origin.overlaps}  # that were switched off
-    kept = {*OverlapSet(default_overlaps(settled.shard))} - apart
-    return evolve(settled, overlaps=OverlapSet(kept | {o for o in x.overlaps if inner.get(o)}))
+    switched_off = {*OverlapSet(default_overlaps(origin.shard))} - {*origin.overlaps}
+    overlaps = {*OverlapSet(default_overlaps(settled.shard))} - switched_off
+    return evolve(settled, overlaps=OverlapSet(overlaps | {o for o in x.overlaps if inner.get(o)}))
 
 
 def _change(layout: Layout, other: Layout) -> str:
     """Return the difference of two layouts in words: `With tp 2, dp 4 instead of tp 1, dp 8`."""
     names = [name for name in (*AXES, "micro_batch") if getattr(layout, name) != getattr(other, name)]
-    new, old = (", ".join(f"{_said(name)} {getattr(x, name)}" for name in names) for x in (other, layout))
+    new, old = (", ".join(f"{_label(name)} {getattr(x, name)}" for name in names) for x in (other, layout))
     parts = [f"with {new} instead of {old}"] if names else []
     if other.recompute_text != layout.recompute_text:
         parts.append(f"with recompute {other.recompute_text} instead of {layout.recompute_text}")
@@ -143,12 +143,12 @@ def _change(layout: Layout, other: Layout) -> str:
         parts.append(
             f"with microbatch groups of {other.microbatch_group_size} instead of {layout.microbatch_group_size}"
         )
-    for name, said in (
+    for name, feature in (
         ("sequence_parallel", "sequence parallelism"),
         ("shard", "the distributed optimizer"),
     ):
         if getattr(other, name) != getattr(layout, name) and (name != "sequence_parallel" or layout.tp == other.tp):
-            parts.append(f"{'with' if getattr(other, name) else 'without'} {said}")
+            parts.append(f"{'with' if getattr(other, name) else 'without'} {feature}")
     for overlap in MICROBATCH_OVERLAPS:
         if other.has_overlap(overlap) != layout.has_overlap(overlap):
             parts.append(f"{'with' if other.has_overlap(overlap) else 'without'} overlap of {overlap}")
@@ -156,7 +156,7 @@ def _change(layout: Layout, other: Layout) -> str:
     return text[0].upper() + text[1:]
 
 
-def _said(name: str) -> str:
+def _label(name: str) -> str:
     return {"micro_batch": "micro-batch"}.get(name, name)
 
 

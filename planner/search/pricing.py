@@ -105,8 +105,8 @@ class Pricer:
 
     def broken(self, layout: Layout) -> tuple[Violation, ...]:
         """Return the rules that a layout breaks, for other runtimes with those that megatron-core computes wrongly."""
-        found = violations(layout, self.graph, self.workload, self.cluster)
-        return found if self.own else found + export_violations(layout, self.graph, self.workload, self.cluster)
+        broken = violations(layout, self.graph, self.workload, self.cluster)
+        return broken if self.own else broken + export_violations(layout, self.graph, self.workload, self.cluster)
 
     def cost_table(self, layout: Layout) -> CostTable:
         """Return the costs of all graph nodes under a layout."""
@@ -122,9 +122,9 @@ class Pricer:
         """Return the prediction of a legal layout."""
         return simulate(self.partition(layout))
 
-    def simulate(self, placed: Partition) -> Priced:
+    def simulate(self, partition: Partition) -> Priced:
         """Return the prediction of a layout with its stages."""
-        return simulate(placed)
+        return simulate(partition)
 
     def partition(self, layout: Layout) -> Partition:
         """Return the stages of a legal layout, within the memory limit if a partition fits."""
@@ -147,10 +147,10 @@ class Pricer:
             if not self.structure.shared_weights and not self._may_fit(layout, even):
                 return
             yield even.problem.microbatches * max(even.seconds)  # no partition has a faster slowest stage
-        placed = self._refine(even)
-        if not placed.fits:
+        partition = self._refine(even)
+        if not partition.fits:
             return
-        yield PartitionedLayout(placed, step_lower_bound(placed))
+        yield PartitionedLayout(partition, step_lower_bound(partition))
 
     def fewer_overlaps(self, layout: Layout) -> list[Layout]:
         """Return the layout with one overlap less, or with none, if its balanced partition may fit only then.
@@ -160,9 +160,9 @@ class Pricer:
         inner = [o for o in layout.overlaps if o in self.inner]
         if not inner or (even := self._even(layout)).fits:
             return []
-        found = [x for out in inner if (x := self._without([out], layout, even.deficit))]
-        none = self._without(inner, layout, even.deficit) if len(inner) > 1 and not found else None
-        return [none] if none else found
+        leaner = [x for overlap in inner if (x := self._without([overlap], layout, even.deficit))]
+        without_any = self._without(inner, layout, even.deficit) if len(inner) > 1 and not leaner else None
+        return [without_any] if without_any else leaner
 
     def _without(self, overlaps: list[Overlap], layout: Layout, deficit: int) -> Layout | None:
         """Return the layout without these overlaps, if that frees the deficit."""
@@ -243,16 +243,16 @@ class Pricer:
                 sums = PartitionProblem(x, self.cost_table(x), self.capacity).segment_sums(STEP_COLUMNS)
                 new.setdefault((x.pp * x.vpp, sums.extra is None), {})[key] = sums
         for (count, _), chains in new.items():
-            found = balance_all(ChainBatch.of(tuple(chains.values())), count)
-            for key, stages in zip(chains, found, strict=True):
+            partitions = balance_all(ChainBatch.of(tuple(chains.values())), count)
+            for key, stages in zip(chains, partitions, strict=True):
                 self._balanced[key] = tuple(cuts[stages].tolist())
         return [(self.cost_table(x), self._balanced[_balance_key(x)]) for x in layouts]
 
     def bound(self, layout: Layout) -> tuple[float, float]:
         """Return lower bounds of the step seconds and of the peak bytes of a layout, for every partition."""
         one = Layouts.of([layout])
-        found = LowerBounds(one, self.cost_cache).bound(one, np.zeros(1, dtype=np.int64))
-        return float(found.seconds[0]), float(found.nbytes[0])
+        bounded = LowerBounds(one, self.cost_cache).bound(one, np.zeros(1, dtype=np.int64))
+        return float(bounded.seconds[0]), float(bounded.nbytes[0])
 
 
 def _balance_key(x: Layout, whole_blocks: bool = False) -> tuple[object, ...]:

@@ -45,16 +45,16 @@ def clusters_in_range(text: str) -> tuple[Cluster, ...]:
     """
     if not is_range(text):
         return (cluster(text),)
-    found = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*(.*)", text, re.DOTALL)
-    if not found:
+    match = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*(.*)", text, re.DOTALL)
+    if not match:
         raise UserError(f"`--gpus {text}` is not a range of clusters\nwrite it as 8..4096xH100")
-    low, high = int(found[1]), int(found[2])
+    low, high = int(match[1]), int(match[2])
     if not 1 <= low <= high:
         raise UserError(
             f"`--gpus {text}` is a range from {low} to {high} devices\n"
             "begin it with the smaller number, at least 1: 8..4096xH100"
         )
-    counts, kind = [], found[3] or "xH100"
+    counts, kind = [], match[3] or "xH100"
     while low <= high:
         counts.append(low)
         low *= 2
@@ -77,8 +77,8 @@ def scaling_points(
     """
     parted, shown = with_cut_points_of(graph, runtime), list[tuple[float, int]]()
     for machine in row:
-        for wrong in range_violations(Layout(**fixed), graph, work(machine), machine):
-            raise UserError(str(wrong))
+        for violation in range_violations(Layout(**fixed), graph, work(machine), machine):
+            raise UserError(str(violation))
         free, best = headroom, None
         while (priced := _best(Pricer(parted, machine, work(machine), PROFILES[runtime], free), fixed)) is not None:
             best, nbytes = priced, max(priced.partition.peaks)
@@ -95,5 +95,5 @@ def scaling_points(
 
 def _best(pricer: Pricer, fixed: FixedAxes) -> Priced | None:
     candidates = Candidates(pricer, fixed)
-    found = search(candidates, 1) if len(candidates.base_layouts) else []
-    return simplest(found) if found else None
+    simulated = search(candidates, 1) if len(candidates.base_layouts) else []
+    return simplest(simulated) if simulated else None

@@ -136,15 +136,15 @@ def plan(
         candidates = Candidates(pricer, chosen)
         if not candidates.count:
             raise UserError(nothing_legal(pricer, chosen))
-        found = solver.search(candidates, PROVEN_MESHES, SIMULATED)
+        simulated = solver.search(candidates, PROVEN_MESHES, SIMULATED)
     except KeyboardInterrupt:
         if not keep_incumbent or solver.progress is None:
             raise
         candidates, gap = candidates or Candidates(pricer, chosen), solver.progress.gap
-        found = solver.fastest(SIMULATED)
-    if not found:
+        simulated = solver.fastest(SIMULATED)
+    if not simulated:
         raise UserError(nothing_fits(pricer, candidates))
-    best, *others = best_of_each_mesh(found)
+    best, *others = best_of_each_mesh(simulated)
     shown = {priced.layout for priced in (best, *others)}
     rivals, rejected = priced_neighbours(best.layout, pricer, chosen)
     identity, experts = fingerprint(model), model_requirements(graph(model)).experts
@@ -168,9 +168,9 @@ def plan(
         )
 
     return Found(
-        best=plan_of(best, best_reasons(best, found[0], others, rivals, candidates.count, cluster)),
+        best=plan_of(best, best_reasons(best, simulated[0], others, rivals, candidates.count, cluster)),
         others=tuple(plan_of(other, other_reasons(other, best)) for other in others),
-        variants=tuple(plan_of(other, other_reasons(other, best)) for other in found if other.layout not in shown),
+        variants=tuple(plan_of(other, other_reasons(other, best)) for other in simulated if other.layout not in shown),
         rejected=rejected,
         slower=slower_neighbours(best, rivals),
         seconds=perf_counter() - began,

@@ -43,15 +43,15 @@ def legal_changes(
     `exported`, the layout also breaks no export rule.
     """
     for count in range(1, min(MAX_CHANGED, len(fixed)) + 1):
-        found = []
+        changes = []
         for names in combinations(fixed, count):
             wanted = {name: fixed[name] for name in names}
             rest = {name: value for name, value in fixed.items() if name not in names}
             layout = _nearest_legal(graph, cluster, workload, rest, wanted, overlaps, exported)
             if layout is not None:
-                found.append({name: getattr(layout, name) for name in names})
-        if found:
-            return found
+                changes.append({name: getattr(layout, name) for name in names})
+        if changes:
+            return changes
     return []
 
 
@@ -66,15 +66,15 @@ def legal_batches(
 ) -> list[int]:
     """Return the nearest smaller and larger batch with which the fixed fields are legal; `layout` is one nearby."""
     units = (layout.dp, layout.dp * layout.micro_batch, layout.dp * layout.micro_batch * layout.pp)
-    found = []
+    batches = []
     for step in (0, 1):
-        batches = (unit * (workload.batch // unit + step) for unit in units)
-        for batch in dict.fromkeys(n for n in batches if n not in (0, workload.batch)):
+        nearby = (unit * (workload.batch // unit + step) for unit in units)
+        for batch in dict.fromkeys(n for n in nearby if n not in (0, workload.batch)):
             other = evolve(workload, batch=batch)
             if _nearest_legal(graph, cluster, other, fixed, {}, overlaps, exported) is not None:
-                found.append(batch)
+                batches.append(batch)
                 break
-    return found
+    return batches
 
 
 def changes_text(changes: list[dict[str, Any]], fixed: FixedAxes) -> list[str]:
@@ -127,9 +127,9 @@ def _nearest_legal(
     for start in range(0, len(order), BASES_A_STEP):
         near = base.take(order[start : start + BASES_A_STEP])
         sets = np.zeros((len(near), modules), dtype=np.int64)
-        found, _ = variants(graph, workload, near, fixed, sets, overlaps)
-        if len(found):
-            return found[int(_distance(found, wanted).argmin())]
+        layouts, _ = variants(graph, workload, near, fixed, sets, overlaps)
+        if len(layouts):
+            return layouts[int(_distance(layouts, wanted).argmin())]
     return None
 
 
