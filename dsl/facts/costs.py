@@ -54,7 +54,8 @@ class Work:
 
     elements: read and written in the forward pass; a chain reads its inputs and writes its output. recomputed_by: the
     modules that recompute it. fusion: its fusion group. experts: experts compute it. A product is `count` products of
-    [m, k] with [k, n]; `count` is 0 for other work. Attention has m queries, n keys and k channels.
+    [m, k] with [k, n]; `count` is 0 for other work. Attention has m queries, n keys and k channels. A scan has `count`
+    heads of m positions, n states and k channels.
     """
 
     kind: str
@@ -215,6 +216,14 @@ def _product(step: Step, local: Local, split: Split) -> tuple[int, int, int, int
             queries = local(q.without("batch", "heads", "head_dim"))
             keys = local(k.without("batch", "kv_heads", "head_dim")) * (split.cp if step.gathered(split) else 1)
             return local(heads), queries, keys, local.of(q["head_dim"])
+        case Scan(along):
+            x, b = v.shape, v.args[3].shape
+            return (
+                local(x.without(along, "head_dim")),
+                local.of(x[along]),
+                local.of(b["state"]),
+                local.of(x["head_dim"]),
+            )
     return 0, 0, 0, 0
 
 

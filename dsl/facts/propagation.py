@@ -221,7 +221,10 @@ class _Inference:
         for axis in self.sharded_axes(a):
             if axis == "tp" and self.is_sequence_parallel(a) and "tp" in step.axes.values():
                 continue
-            if (name := self.sharded_dim(a, axis)) in requirement.dims:
+            name = self.sharded_dim(a, axis)
+            if axis == "cp" and isinstance(step.value.op, Attend) and name not in requirement.full_dims:
+                continue  # attention knows the positions of a rank's queries
+            if name in requirement.dims:
                 yield axis, name in requirement.full_dims
 
     def is_sharded(self, axis: str) -> bool:

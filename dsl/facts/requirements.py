@@ -72,18 +72,8 @@ def _has_whole_groups(op: Normalize, step: Step, split: Split) -> bool:
 
 
 def _attention(v: Value, op: Attend) -> tuple[ReadRequirement, ...]:
-    """Return the requirements of attention: queries read all keys and values, and a bias depends on the head."""
+    """Return the requirements of attention: queries read all keys and values, masks depend on their positions."""
     q, k, *_ = v.args
     positions = {sequence_dim(q.shape).name} if op.causal or op.alibi or op.relative else set()
-    heads = {"heads", "kv_heads"} if op.alibi else set()
-    keys = ReadRequirement(
-        frozenset({sequence_dim(k.shape).name}),
-        frozenset(heads),
-        None if op.alibi else ("kv_heads", q.shape["heads"].known),
-    )
-    return (
-        ReadRequirement(offset_dims=frozenset(positions | heads)),
-        keys,
-        keys,
-        *(ReadRequirement(offset_dims=frozenset(heads)) for _ in v.args[3:]),
-    )
+    keys = ReadRequirement(frozenset({sequence_dim(k.shape).name}), heads=("kv_heads", q.shape["heads"].known))
+    return ReadRequirement(offset_dims=frozenset(positions)), keys, keys, *(ReadRequirement() for _ in v.args[3:])

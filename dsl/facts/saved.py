@@ -46,11 +46,12 @@ from .recompute import (
     recompute_mode,
 )
 
-AttentionTensor = Literal["projected", "rotated", "output"]
+AttentionTensor = Literal["projected", "rotated", "output", "gathered", "log_sum_exp"]
 """The part that a tensor has in attention, which frameworks store in different ways.
 
 projected: queries or keys before their norm, as the projection gives them. rotated: queries or keys after rotary
-positions. output: the result of the attention core.
+positions. output: the result of the attention core. gathered: keys and values of other devices. log_sum_exp: of the
+scores of each query, which a fused kernel saves.
 """
 
 
@@ -168,7 +169,8 @@ def saved_tensors(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
     for step in p.steps:
         for v in step.gathered(split):  # each device has its own part already
             n = (split.cp - 1) * p.local_elements(v.shape, step.outer, sizes, split)
-            yield Saved(n, v.dtype, "keys and values of other devices", modules_of_ops(p)[id(step.value)])
+            modules = modules_of_ops(p)[id(step.value)]
+            yield Saved(n, v.dtype, "keys and values of other devices", modules, attention="gathered")
 
 
 def saved_inputs(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
@@ -226,7 +228,8 @@ def _read(p: Program, steps: dict[int, Step]) -> Iterator[_Unsized]:
                 attention=attention.get(id(x.source)),
             )
         for what, shape, dtype in v.op.saved_buffers(v):
-            yield _Unsized(shape, dtype, step.outer, what, recomputed_by=modules_of_ops(p)[id(v)])
+            part: AttentionTensor | None = "log_sum_exp" if isinstance(v.op, Attend) else None
+            yield _Unsized(shape, dtype, step.outer, what, recomputed_by=modules_of_ops(p)[id(v)], attention=part)
     yield from _weighted(p, steps)
 
 

@@ -88,7 +88,7 @@ def price_base_layouts(base: Layouts, cache: CostCache) -> BaseCosts:
     """Return the costs of these base layouts. Node costs are computed once for those that share them."""
     first, distinct = alike(*(getattr(base, name) for name in NODE_COST_FIELDS))
     priced, structure = base.take(first), cache.structure
-    rows, parts, full_saved, largest = cache.rows(priced)
+    rows, parts, full_saved, transient = cache.rows(priced)
     kinds, blocks, segments = structure.kind_counts, structure.distinct_blocks, structure.distinct_segments
     outside = kinds - structure.kind_counts_in_blocks
     in_block = np.array([kind.in_recomputed_block for kind in structure.kinds])
@@ -97,7 +97,7 @@ def price_base_layouts(base: Layouts, cache: CostCache) -> BaseCosts:
     saved = rows[:, :, CostColumn.SAVED]
     freed = np.where(in_block, saved - full_saved, 0.0)
     modules = ModuleRecompute.of(structure, parts, saved @ kinds)
-    workspace = 2 * largest.max(axis=1) + cache.job.library_nbytes
+    workspace = transient.max(axis=1) + cache.job.library_nbytes
     params, experts = (column[distinct] for column in _parameters(rows, priced, cache))
     by_recompute = [(_extreme(t @ blocks.T, np.max), t @ outside) for t in (saved, full_saved)]
     return BaseCosts(

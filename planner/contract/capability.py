@@ -6,14 +6,18 @@ A plan records the environment that it assumes; `differences` compares that with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from enum import StrEnum
+from math import prod
 
 from attrs import frozen
 
-from megaloom.dsl import Attend, Attention, LayerNorm, Op, RMSNorm, Rope
+from megaloom.dsl import Attend, Node, Op, Scan, Sizes, Split, Value
+from megaloom.dsl.facts.costs import Costs, Work
+from megaloom.dsl.facts.primitives import fitted, program
 
 from .choices import MICROBATCH_OVERLAPS, OverlapSet
+from .module_kinds import runs_as_module
 from .workload import Precision, Runtime
 
 GROUPED_GEMM = "torch._grouped_mm"  # one kernel for the matrix products of several experts
@@ -27,17 +31,40 @@ GROUPED_ELEMENTS = 2**24
 GROUPED_ROW = 8  # rows of the weights must be a multiple of 16 bytes, which is as many 16-bit elements
 
 
+SCAN_CHUNK = 128  # positions of a chunk of a scan
+
+
 class AttentionKernel(StrEnum):
-    """Implementation of the attention core of a layer."""
+    """Implementation of one attention core."""
 
     TRANSFORMER_ENGINE = "Transformer Engine's fused attention"
     TORCH = "torch.nn.functional.scaled_dot_product_attention"
-    UNFUSED = "two matrix products and a softmax"  # holds the scores, which the backward pass recomputes
+    BLOCKS = (
+        "matrix products and a softmax, for a block of queries at a time"  # the backward pass recomputes the scores
+    )
+    STORED_SCORES = "matrix products and a softmax, which save all scores"  # Megatron-LM before fused attention
 
     @property
     def fused(self) -> bool:
         """True if one kernel computes attention and stores no scores."""
-        return self is not AttentionKernel.UNFUSED
+        return self in (AttentionKernel.TRANSFORMER_ENGINE, AttentionKernel.TORCH)
+
+    @property
+    def recomputes(self) -> bool:
+        """True if the backward pass recomputes the core in any case, not only under selective recompute."""
+        return self is AttentionKernel.BLOCKS
+
+
+class ScanKernel(StrEnum):
+    """Implementation of one selective scan."""
+
+    FUSED = "the fused kernel of mamba_ssm"
+    CHUNKS = "matrix products over chunks of the sequence"  # the backward pass recomputes what is inside
+
+    @property
+    def recomputes(self) -> bool:
+        """True if the backward pass recomputes the scan."""
+        return self is ScanKernel.CHUNKS
 
 
 @frozen(kw_only=True)
@@ -49,47 +76,99 @@ class Environment:
     backends: tuple[str, ...]  # optional kernels and libraries that are installed and run on this device
 
 
+@frozen(eq=False)
+class Core:
+    """An attention core or a selective scan of a node, and the kernel that computes it."""
+
+    value: Value
+    kernel: AttentionKernel | ScanKernel
+
+
+@frozen(kw_only=True, eq=False)
+class Execution:
+    """Module, kernels and grouping of experts with which a runtime runs one graph node."""
+
+    module: bool  # a torch module computes the layer; else the runtime evaluates its body
+    cores: tuple[Core, ...]  # in the order of the node's primitives
+    grouped_experts: bool  # one kernel multiplies by the weights of all experts of a device
+
+    @property
+    def recomputes_cores(self) -> bool:
+        """True if the backward pass recomputes an attention core or a scan in any case."""
+        return any(core.kernel.recomputes for core in self.cores)
+
+    def recomputed_cores(self, facts: Costs) -> dict[Work, Core]:
+        """Return the work of attention cores and scans that the backward pass recomputes in any case."""
+        works = (w for w in facts.work if w.kind in ("attend", "scan"))
+        return {w: core for w, core in zip(works, self.cores, strict=True) if core.kernel.recomputes}
+
+    @property
+    def stores_scores(self) -> bool:
+        """True if an attention core saves its scores for the backward pass."""
+        return any(core.kernel is AttentionKernel.STORED_SCORES for core in self.cores)
+
+
 @frozen(kw_only=True)
 class Capability:
     """Precisions that a runtime trains in an environment, and kernels by which it runs nodes."""
 
     precisions: tuple[Precision, ...]
     microbatch_overlaps: OverlapSet  # the overlaps within a micro-batch that it can run
-    fused_attention: AttentionKernel  # the fused kernel of attention layers that megatron-core's module computes
-    fuses_all_attention: bool  # layers with other attention use that kernel too
+    fused_attention: AttentionKernel  # the kernel of plain attention
+    all_modules: bool  # every layer is a module, whose attention of any kind uses that kernel
+    fuses_unequal_heads: bool  # so does plain attention whose values have another head size than its keys
+    scan: ScanKernel
     grouped_gemm: bool  # one kernel can multiply by the weights of several experts
 
-    def attention_kernel(self, op: Op) -> AttentionKernel:
-        """Return the kernel that computes the attention of a layer."""
-        fused = self.fuses_all_attention or is_megatron_attention(op)
-        return self.fused_attention if fused else AttentionKernel.UNFUSED
+    def execution(self, node: Node, split: Split, precision: Precision) -> Execution:
+        """Return how the runtime runs a node whose tensors are sharded by this split."""
+        module = self.all_modules or runs_as_module(node, split)
+        values = (step.value for step in program(node).steps if isinstance(step.value.op, Attend | Scan))
+        return Execution(
+            module=module,
+            cores=tuple(Core(v, self.scan if isinstance(v.op, Scan) else self._attention(v, module)) for v in values),
+            grouped_experts=self._groups_experts(node, split, precision),
+        )
 
-    def groups_experts(
-        self, weights: Sequence[tuple[int, int]], experts: int, biased: bool, precision: Precision
-    ) -> bool:
-        """True if one kernel multiplies by the weights of all experts of a device.
+    def _attention(self, v: Value, module: bool) -> AttentionKernel:
+        """Return the kernel of one attention core."""
+        if module:
+            return self.fused_attention
+        _, k, values, *_ = (a.shape for a in v.args)
+        fits = self.fuses_unequal_heads or k["head_dim"] == values["head_dim"]
+        return self.fused_attention if fits and is_plain_attention(v.op) else AttentionKernel.BLOCKS
 
-        weights: shapes of one expert's weights, in the order of use.
-        """
-        rows, columns = weights[-1]
-        small = experts > 1 and rows * columns < GROUPED_ELEMENTS
-        aligned = all(size % GROUPED_ROW == 0 for weight in weights for size in weight)
-        return self.grouped_gemm and precision is Precision.BF16 and small and aligned and not biased
-
-
-def is_megatron_attention(op: Op) -> bool:
-    """True if megatron-core's SelfAttention computes this layer; the runtime then needs not run the layer's body."""
-    if not isinstance(op, Attention) or type(op).body is not Attention.body:
-        return False
-    plain_core = op.core == Attend(causal=op.causal, dropout=op.dropout)  # no window, softcap, ALiBi, sink or bias
-    plain_rope = not isinstance(op.rope, Rope) or op.rope.magnitude == 1.0
-    return plain_core and plain_rope and (op.qk_norm is None or _is_plain_norm(op.qk_norm))
+    def _groups_experts(self, node: Node, split: Split, precision: Precision) -> bool:
+        """True if one kernel multiplies by the weights of all experts of a device."""
+        if not (self.grouped_gemm and precision is Precision.BF16):
+            return False
+        experts = [w for w in _local_weights(node, split) if w.experts]
+        products = [w for w in experts if len(w.sizes) == 2]
+        if not products or len(products) < len(experts):  # a bias follows its product, expert by expert
+            return False
+        small = products[-1].experts > 1 and prod(products[-1].sizes) < GROUPED_ELEMENTS
+        return small and all(size % GROUPED_ROW == 0 for w in products for size in w.sizes)
 
 
-def _is_plain_norm(op: Op) -> bool:
-    """True for an RMSNorm or a LayerNorm whose scale is the weight, not 1 + the weight."""
-    kinds = (RMSNorm, LayerNorm)
-    return isinstance(op, kinds) and any(type(op).body is kind.body for kind in kinds) and not op.plus_one
+@frozen
+class _LocalWeight:
+    experts: int  # copies on a device; 0 for a weight that is not an expert's
+    sizes: tuple[int, ...]  # of one copy on a device
+
+
+def _local_weights(node: Node, split: Split) -> Iterator[_LocalWeight]:
+    """Yield the weights of a node as one device holds them."""
+    p = fitted(program(node), split)
+    for outer, shape in p.weights:
+        local = p.table.local(Sizes(), split, p.table.axes(outer, shape), p.table.among_experts(outer))
+        yield _LocalWeight(
+            experts=local(outer) if p.table.among_experts(outer) else 0, sizes=tuple(local((d,)) for d in shape)
+        )
+
+
+def is_plain_attention(op: Op) -> bool:
+    """True for softmax(q kᵀ · scale) v, causal or not: no window, soft cap, ALiBi, sinks, relative bias or dropout."""
+    return isinstance(op, Attend) and op == Attend(causal=op.causal, scale=op.scale)
 
 
 def assumed_environment(runtime: Runtime, device: str, experts: bool = True) -> Environment:
@@ -107,7 +186,9 @@ def capability(runtime: Runtime, environment: Environment) -> Capability:
             precisions=tuple(Precision),
             microbatch_overlaps=MICROBATCH_OVERLAPS,
             fused_attention=AttentionKernel.TRANSFORMER_ENGINE,
-            fuses_all_attention=True,
+            all_modules=True,
+            fuses_unequal_heads=True,
+            scan=ScanKernel.FUSED,
             grouped_gemm=TRANSFORMER_ENGINE in environment.backends,
         )
     return Capability(
@@ -115,7 +196,9 @@ def capability(runtime: Runtime, environment: Environment) -> Capability:
         precisions=(Precision.FP32, Precision.BF16, Precision.FP16),
         microbatch_overlaps=OverlapSet(),  # these need Transformer Engine, or megatron-core's own GPTModel
         fused_attention=AttentionKernel.TORCH,
-        fuses_all_attention=False,  # the body of another layer computes its scores
+        all_modules=False,
+        fuses_unequal_heads=environment.device != "CPU",  # there torch would store the scores
+        scan=ScanKernel.CHUNKS,
         grouped_gemm=GROUPED_GEMM in environment.backends,
     )
 

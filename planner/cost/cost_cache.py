@@ -138,8 +138,8 @@ class CostCache:
             nodes = [self._cost(i, layout, seq) for layout, seq in layouts]
             columns = ([getattr(n, f.name) for n in nodes] for f in fields(NodeCost))
             out.append([np.array(column, dtype=float)[which] for column in columns])
-        rows, by_part, full, largest = (np.stack(column, axis=1) for column in zip(*out, strict=True))
-        return rows, by_part, full, largest
+        rows, by_part, full, workspace = (np.stack(column, axis=1) for column in zip(*out, strict=True))
+        return rows, by_part, full, workspace
 
     def _distinct(self, x: Layouts) -> dict[tuple[bool, bool], tuple[list[tuple[Layout, int]], Column]]:
         """Return, by sensitivity, the simplest layout of each distinct cost, and the number of each layout's cost."""

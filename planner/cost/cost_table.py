@@ -16,8 +16,9 @@ from attrs import frozen
 from megaloom.dsl.dims import NBYTES, DType, Sizes
 from megaloom.dsl.facts.costs import Costs, costs
 from megaloom.dsl.facts.primitives import program
-from megaloom.dsl.facts.recompute import RecomputedBy
+from megaloom.dsl.facts.recompute import NO_MODULES, RecomputedBy
 from megaloom.dsl.ops.routing import Route
+from megaloom.planner.contract.capability import Execution
 from megaloom.planner.contract.choices import Module, Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
@@ -27,6 +28,7 @@ from megaloom.planner.model.structure import ModelStructure, NodeKind
 from . import communication, kernels, memory
 from .columns import AXIS_COLUMNS, FORWARD_COLUMNS, MODULE_COLUMNS, RECOMPUTE_COLUMNS, CostColumn
 from .communication import process_group
+from .core_kernels import core_seconds, transient_bytes
 from .job import ENGINE_WORKSPACE, Job
 from .profiles.groups import ONE_PASS
 
@@ -38,7 +40,7 @@ class NodeCost:
     row: Rows  # [columns]
     by_part: Rows  # [recompute parts, MODULE_COLUMNS] seconds that a part repeats, bytes that it frees
     saved_under_full: float  # bytes of saved activations under full recompute
-    largest_saved: int  # bytes of the largest saved activation
+    workspace: int  # transient bytes of its backward pass: gradients of activations, and what its kernels hold
 
 
 @frozen(eq=False)
@@ -48,7 +50,7 @@ class BareTable:
     rows: Rows  # [kinds, columns]
     by_part: Rows  # [kinds, recompute parts, MODULE_COLUMNS]
     saved_under_full: Rows  # [kinds] bytes of saved activations under full recompute
-    largest_saved: int  # bytes of the largest saved activation
+    workspace: int  # transient bytes of a backward pass
     library: int  # bytes that libraries hold for the whole run
     loss: int  # transient bytes of the loss
 
@@ -134,7 +136,7 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None
         rows=np.array([node.row for node in nodes]),
         by_part=np.array([node.by_part for node in nodes]),
         saved_under_full=np.array([node.saved_under_full for node in nodes]),
-        largest_saved=max(node.largest_saved for node in nodes),
+        workspace=max(node.workspace for node in nodes),
         library=job.library_nbytes + buffers,
         loss=max((precision.nbytes + copies) * logits, precision.nbytes * (logits + max(weights, default=0))),
     )
@@ -147,7 +149,7 @@ def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostT
     is in the workspace. With `--overlap experts` the workspace has a second block, whose forward pass runs meanwhile.
     """
     bare, structure, seq = bare or bare_table(job, layout), job.structure, job.workload.seq
-    rows, workspace = bare.rows.copy(), 2 * bare.largest_saved
+    rows, workspace = bare.rows.copy(), bare.workspace
     hidden = job.workload.precision.nbytes * structure.hidden_size * (layout.micro_batch * seq // layout.cp)
     if layout.recompute is Recompute.SELECTIVE:
         repeated = bare.by_part[:, structure.recomputed_parts(layout.recomputed_modules)].sum(axis=1)
@@ -181,10 +183,11 @@ def node_cost(job: Job, kind: NodeKind, facts: Costs, layout: Layout, seq: int) 
     """Return the cost of one node by its facts: FLOPs, collectives, saved activations and weights on one device."""
     row = np.zeros(len(CostColumn))
     by_part = np.zeros((len(job.structure.recompute_parts), len(MODULE_COLUMNS)))
+    execution = job.capability.execution(kind.node, layout.split, job.workload.precision)
     repeated = [
-        *_add_kernels(row, job, kind, facts),
+        *_add_kernels(row, job, kind, facts, execution, layout.cp),
         *_add_collectives(row, job, kind, facts, layout),
-        *memory.saved_activations(job, kind, facts, layout),
+        *memory.saved_activations(job, kind, facts, layout, execution),
     ]
     for column, modules, amount in repeated:
         if column is CostColumn.SAVED:
@@ -206,13 +209,17 @@ def node_cost(job: Job, kind: NodeKind, facts: Costs, layout: Layout, seq: int) 
     each = [memory.tensor_bytes(s, job.workload.precision) for s in facts.saved]
     full = kind.saved_under_full.tensors(facts.saved, facts.inputs)
     full_saved = sum(memory.tensor_bytes(s, job.workload.precision) for s in full)
-    return NodeCost(row, by_part, full_saved, max(each, default=0))
+    cores = execution.recomputed_cores(facts).items()
+    transient = (transient_bytes(work, core, job.workload.precision, layout.cp) for work, core in cores)
+    return NodeCost(row, by_part, full_saved, 2 * max(each, default=0) + max(transient, default=0))
 
 
 Repeated = tuple[CostColumn, RecomputedBy, float]  # column, the modules any of which recompute it, amount
 
 
-def _add_kernels(row: Rows, job: Job, kind: NodeKind, facts: Costs) -> Iterator[Repeated]:
+def _add_kernels(
+    row: Rows, job: Job, kind: NodeKind, facts: Costs, execution: Execution, cp: int
+) -> Iterator[Repeated]:
     """Add the seconds of a node's kernels to its row; yield the seconds that recompute repeats.
 
     A pass takes the time of its kernels, or of the host that launches them where that is longer; a CUDA graph needs no
@@ -223,13 +230,19 @@ def _add_kernels(row: Rows, job: Job, kind: NodeKind, facts: Costs) -> Iterator[
     one = profile.kernels.host_launches * device.launch_seconds
     host_forward = host_backward = 0.0
     apart, alone = facts.params + facts.expert_params, 0  # gradients added by kernels of their own, by one product
+    stored, cores = execution.stores_scores, execution.recomputed_cores(facts)
     for work in facts.work:
-        took = kernels.kernel_seconds(work, device, precision, profile, inside=kind.in_recomputed_block)
+        core = cores.get(work)
+        priced = core_seconds(work, core, device, precision, cp) if core else None
+        inside = kind.in_recomputed_block
+        took = kernels.kernel_seconds(
+            work, device, precision, profile, inside=inside, stored_scores=stored, priced=priced
+        )
         launch_forward, launch_backward = took.forward_kernels * one, took.backward_kernels * one
         apart, alone = apart - took.fused_gradients, alone + took.fused_gradients * (work.count == 1)
         wait_forward = wait_backward = 0.0
         if work.kind == "route" and device.units > 1:
-            experts = _expert_launch_seconds(job, facts)
+            experts = _expert_launch_seconds(job, facts, execution)
             wait_forward = profile.experts.dispatch_seconds + experts
             wait_backward = wait_forward + experts
             if (
@@ -240,7 +253,8 @@ def _add_kernels(row: Rows, job: Job, kind: NodeKind, facts: Costs) -> Iterator[
         row[CostColumn.FORWARD] += took.forward + wait_forward
         row[CostColumn.BACKWARD] += took.backward + wait_backward
         host_forward, host_backward = host_forward + launch_forward, host_backward + launch_backward
-        yield CostColumn.FORWARD, work.recomputed_by, max(took.forward + wait_forward, launch_forward)
+        modules = NO_MODULES if core else work.recomputed_by
+        yield CostColumn.FORWARD, modules, max(took.forward + wait_forward, launch_forward)
     row[CostColumn.FORWARD] = max(row[CostColumn.FORWARD], host_forward)
     row[CostColumn.BACKWARD] = max(row[CostColumn.BACKWARD], host_backward)
     width, passes = profile.optimizer.gradient_nbytes, profile.kernels.memory_passes.get("gradient", ONE_PASS)[1]
@@ -248,16 +262,11 @@ def _add_kernels(row: Rows, job: Job, kind: NodeKind, facts: Costs) -> Iterator[
     row[CostColumn.BACKWARD] += passes * added / device.moves
 
 
-def _expert_launch_seconds(job: Job, facts: Costs) -> float:
+def _expert_launch_seconds(job: Job, facts: Costs, execution: Execution) -> float:
     """Return the seconds that a forward pass of experts waits for the host, after the dispatch."""
-    products = [w for w in facts.work if w.kind == "dot"]
-    count = max(w.count for w in products)
-    weights = [(w.n, w.k) for w in products if w.count == count]
-    biased = any(w.fusion == "bias" and w.experts for w in facts.work)
-    small = job.profile.experts.grouped_launch_seconds
-    if small is not None and job.capability.groups_experts(weights, count, biased, job.workload.precision):
-        return count * small
-    return count * job.profile.experts.launch_seconds
+    experts, grouped = job.profile.experts, job.profile.experts.grouped_launch_seconds
+    each = grouped if grouped is not None and execution.grouped_experts else experts.launch_seconds
+    return max(w.count for w in facts.work if w.kind == "dot") * each
 
 
 def _add_collectives(row: Rows, job: Job, kind: NodeKind, facts: Costs, layout: Layout) -> Iterator[Repeated]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from megaloom.dsl.facts.costs import costs
-from megaloom.planner.contract.capability import Capability, assumed_environment, capability
+from megaloom.planner.contract.capability import AttentionKernel, Capability, assumed_environment, capability
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.model.structure import ModelStructure
@@ -38,7 +38,8 @@ class Job:
     def capability(self) -> Capability:
         """Return what the runtime can do on these devices. Profiles of published runs are of Megatron's kind."""
         runtime = Runtime.MEGALOOM if self.profile is OWN else Runtime.MEGATRON
-        return capability(runtime, assumed_environment(runtime, self.cluster.device.name))
+        found = capability(runtime, assumed_environment(runtime, self.cluster.device.name))
+        return found if self.profile.attention.fused else evolve(found, fused_attention=AttentionKernel.STORED_SCORES)
 
     @cached_property
     def flops(self) -> int:

@@ -82,17 +82,27 @@ class KernelSeconds:
 
 
 def kernel_seconds(
-    work: Work, device: Device, precision: Precision, profile: FrameworkProfile = OWN, *, inside: bool = True
+    work: Work,
+    device: Device,
+    precision: Precision,
+    profile: FrameworkProfile = OWN,
+    *,
+    inside: bool = True,
+    stored_scores: bool = False,
+    priced: KernelSeconds | None = None,
 ) -> KernelSeconds:
-    """Return the seconds of one forward and one backward pass of this work.
+    """Return the seconds of one forward and one backward pass of this work, by one kernel for each product or chain.
 
-    inside: the work is in a block, where products may have fewer than 16 bits. A CPU process launches its own kernels,
-    and a blocking framework waits for each kernel, so that launches add to the seconds.
+    inside: the work is in a block, where products may have fewer than 16 bits. stored_scores: attention is not one
+    fused kernel, but products and a softmax over all scores, which are saved. priced: its seconds without launches,
+    if known. A CPU process launches its own kernels, and a blocking framework waits for each, so that launches add.
     """
     traffic = work.elements * precision.nbytes / device.moves
-    if work.kind == "dot":
+    if priced is not None:
+        took = priced
+    elif work.kind == "dot":
         took = _product(work, device, precision if inside else precision.wide, profile, traffic)
-    elif work.kind == "attend" and not profile.attention.fused:
+    elif work.kind == "attend" and stored_scores:
         took = _unfused_attention(work, device, precision, traffic)
     elif work.kind == "attend":
         keys = min(work.m, work.n) if profile.attention.context_communication is ContextCommunication.P2P else work.n

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import mul
-from typing import Any, Protocol, Self, TypeVar, overload
+from typing import Any, Protocol, Self, TypeVar, get_args, overload
 
 import numpy as np
 from attrs import frozen
@@ -17,13 +17,14 @@ from megaloom.dsl.dims import NBYTES, Sizes
 from megaloom.dsl.facts.costs import Costs
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.facts.recompute import NO_MODULES, RecomputedBy
-from megaloom.dsl.facts.saved import Saved
+from megaloom.dsl.facts.saved import AttentionTensor, Saved
 from megaloom.dsl.graph import primitives
 from megaloom.dsl.layers.mlp import ClampedGLU, GeGLU
 from megaloom.dsl.layers.moe import MoE
 from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.value import Op
+from megaloom.planner.contract.capability import Execution
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
 from megaloom.planner.contract.workload import Precision
@@ -208,22 +209,30 @@ def optimizer_step_bytes(
 
 
 def saved_activations(
-    job: Job, kind: NodeKind, facts: Costs, layout: Layout
+    job: Job, kind: NodeKind, facts: Costs, layout: Layout, execution: Execution
 ) -> Iterator[tuple[CostColumn, RecomputedBy, float]]:
-    """Yield the saved activations of a node as (column, modules any of which recompute the tensor, bytes)."""
+    """Yield the saved activations of a node as (column, modules any of which recompute the tensor, bytes).
+
+    A body gathers keys and values before the attention core, and without a fused kernel it saves nothing of the scores.
+    """
     precision, profile = job.workload.precision, job.profile
     for s in kind.saved.tensors(facts.saved, facts.inputs):
-        yield CostColumn.SAVED, kind.saved.recomputed_by(s), tensor_bytes(s, precision, kind.in_recomputed_block)
+        if s.attention == "log_sum_exp" and execution.recomputes_cores:
+            continue
+        modules = kind.saved.recomputed_by(s) if s.attention != "gathered" or execution.module else NO_MODULES
+        yield CostColumn.SAVED, modules, tensor_bytes(s, precision, kind.in_recomputed_block)
     op = kind.node.op
     unit = op.expert if isinstance(op, MoE) else op
     if profile.kernels.only_swiglu_fused and (tensors := EAGER_TENSORS.get(type(unit), 0)):
         for s in (s for s in facts.saved if s.fusion == "gate" and s.experts == isinstance(op, MoE)):
             nbytes = (tensors + isinstance(op, MoE)) * tensor_bytes(s, precision)
             yield CostColumn.SAVED, kind.saved.recomputed_by(s), nbytes
-    if not profile.attention.fused:
+    if execution.stores_scores:
         for w in (w for w in facts.work if w.kind == "attend"):
             yield CostColumn.SAVED, w.recomputed_by, profile.attention.score_nbytes * w.count * w.m * w.n
-    attention = dict.fromkeys(("projected", "rotated", "output"), 0)
+    if not execution.module:
+        return
+    attention = dict.fromkeys(get_args(AttentionTensor), 0)
     for s in facts.saved:
         if s.attention is not None:
             attention[s.attention] += tensor_bytes(s, precision)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megaloom.dsl import (
-    Attend,
     DType,
     Embed,
     Graph,
@@ -205,16 +204,10 @@ def runtime_violations(layout: Layout, graph: Graph, workload: Workload, cluster
     return violated(RUNTIME_RULES, Case(layout, graph, workload, cluster))
 
 
-@lru_cache(maxsize=16)
-def unfused_attention(graph: Graph) -> tuple[Node, ...]:
-    """Return the nodes whose attention the runtime computes without a fused kernel, by the body of their layer."""
-    return tuple(
-        n
-        for n in graph.nodes
-        if any(isinstance(step.value.op, Attend) for step in program(n).steps)
-        and not hasattr(n.op, "module")
-        and not OWN_RUNTIME.attention_kernel(n.op).fused
-    )
+def unfused_cores(graph: Graph, layout: Layout, workload: Workload, cluster: Cluster) -> tuple[Node, ...]:
+    """Return the nodes whose attention or scan the runtime computes without a fused kernel on these devices."""
+    found = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, cluster.device.name))
+    return tuple(n for n in graph.nodes if found.execution(n, layout.split, workload.precision).recomputes_cores)
 
 
 def caveats(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[str, ...]:
@@ -222,10 +215,10 @@ def caveats(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) 
     case = (layout, graph, workload, cluster)
     own, export = runtime_violations(*case), export_violations(*case)
     found = [f"`megaloom train` cannot run this plan: {_refusal(v)}" for v in own]
-    if not own and (nodes := unfused_attention(graph)):
+    if not own and (nodes := unfused_cores(graph, layout, workload, cluster)):
         found.append(
-            f"The prediction assumes fused attention, but `megaloom train` has no fused kernel for {nodes[0].name} "
-            f"({len(nodes)} such layers): expect slower steps."
+            f"`megaloom train` has no fused kernel for the core of {nodes[0].name} ({len(nodes)} such layers): it "
+            "computes attention by blocks of queries and scans by chunks. The prediction includes the slower kernels."
         )
     return (*found, *(f"Exports to Megatron-LM are refused: {_refusal(v)}" for v in export))
 

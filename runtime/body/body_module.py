@@ -35,6 +35,7 @@ from megaloom.dsl.facts.propagation import (
 )
 from megaloom.dsl.graph import primitives
 from megaloom.dsl.sharding_table import SHARED_BY_HEADS, Sharded
+from megaloom.planner.contract.capability import Execution
 from megaloom.planner.rules.padding import padding_refusal
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import BuildContext, to_declared_order, to_megatron_order
@@ -53,7 +54,7 @@ class Body(nn.Module):
     Values are keyed by the identity of the `Value` in the program.
     """
 
-    def __init__(self, node: Node, context: BuildContext) -> None:
+    def __init__(self, node: Node, context: BuildContext, execution: Execution) -> None:
         super().__init__()
         split, self.groups = context.split, context.groups
         self.program = fitted(program(node), split, SHARED_BY_HEADS)
@@ -69,6 +70,7 @@ class Body(nn.Module):
             expert_values=_expert_values(self.program, slots, placement),
             regions=recompute_regions(self.program, self.groups.layout.recomputed_modules),
             balanced_moe=node.op if isinstance(node.op, MoE) and node.op.balance else None,
+            kernels={id(core.value): core.kernel for core in execution.cores},
             groups=self.groups,
         )
         self.logits = isinstance(node.op, Unembed)

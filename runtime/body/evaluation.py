@@ -17,6 +17,7 @@ from megaloom.dsl import Each, MoE, Select, Slot, Value
 from megaloom.dsl.facts.primitives import Program, origin
 from megaloom.dsl.facts.propagation import NodePlacement, PlacedOp, Transition, TransitionKind, Transitions
 from megaloom.dsl.graph import primitives
+from megaloom.planner.contract.capability import AttentionKernel, ScanKernel
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.megatron.recompute import DiscardedOutput
 from megaloom.runtime.reference.tensors import dim_index
@@ -35,6 +36,7 @@ class LocalProgram:
     slots: dict[int, Slot]  # of the weights
     expert_values: dict[int, bool]  # tensors that each expert has of its own; True if etp replicates the tensor
     regions: dict[int, RecomputeRegion]  # of recomputed primitives
+    kernels: dict[int, AttentionKernel | ScanKernel]  # of attention cores and scans
     balanced_moe: MoE | None  # the MoE whose balancing loss is added
     groups: ProcessGroups
     placed_ops: dict[int, PlacedOp] = field(init=False)
@@ -68,12 +70,15 @@ class Evaluation:
     def read(self, v: Value, transitions: Transitions) -> Tensor:
         """Return a value after transitions. Each transition of a value is performed once."""
         if not transitions:
+            if any(v is x for x in self.local.program.inputs):  # products would each copy what is not contiguous
+                self.values[id(v)] = self.values[id(v)].contiguous()
             return self.value(v)
         key = id(origin(v)), transitions
         if key not in self.transitioned:
             *before, last = transitions
             dim = None if last.along is None else dim_index(v.shape, last.along)
-            self.transitioned[key] = perform(last, self.read(v, tuple(before)), dim, self.local.groups)
+            whole = perform(last, self.read(v, tuple(before)), dim, self.local.groups)
+            self.transitioned[key] = whole.contiguous()
         return self.transitioned[key]
 
     def value(self, v: Value) -> Tensor:
@@ -93,7 +98,15 @@ class Evaluation:
         """Return the result of one primitive, after the transitions of its arguments and of its result."""
         v, local = p.step.value, self.local
         args = [self.read(a, self.transitions_of(p, a, before)) for a, before in zip(v.args, p.reads, strict=True)]
-        out = evaluate_local(p, v, *args, groups=local.groups, training=self.training, balanced_moe=local.balanced_moe)
+        out = evaluate_local(
+            p,
+            v,
+            *args,
+            groups=local.groups,
+            training=self.training,
+            balanced_moe=local.balanced_moe,
+            kernel=local.kernels.get(id(v)),
+        )
         for transition in p.result:
             assert transition.along is not None, "a transition of a result names its dim"
             out = perform(transition, out, dim_index(v.shape, transition.along), local.groups)

@@ -1,11 +1,12 @@
 """Evaluation of primitives on local shards, for those that differ from their evaluation on whole tensors.
 
-These are dropout, routing, lookup in a sharded table, norms over sharded dims, and ops on padded dims. `evaluate_local`
-passes all other primitives to `reference.evaluate`.
+These are attention, scans, dropout, routing, lookup in a sharded table, norms over sharded dims, and ops on padded
+dims. `evaluate_local` passes all other primitives to `reference.evaluate`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,19 +34,34 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.facts.primitives import Program, Step
 from megaloom.dsl.facts.propagation import PlacedOp, Transition, TransitionKind
+from megaloom.dsl.ops.attention_core import sequence_dim
+from megaloom.planner.contract.attention_blocks import local_ranges
+from megaloom.planner.contract.capability import AttentionKernel, ScanKernel
+from megaloom.planner.contract.choices import Module
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.reference.evaluate import evaluate
 from megaloom.runtime.reference.tensors import broadcast, dim_index, names
 
+from .attention import LocalQueries, attend
 from .balancing_loss import balancing_loss
 from .dispatch import combine_tokens, dispatch_tokens
+from .scan import chunked_scan
 from .transitions import perform
 
 
 def evaluate_local(
-    p: PlacedOp, v: Value, *args: Tensor, groups: ProcessGroups, training: bool, balanced_moe: MoE | None
+    p: PlacedOp,
+    v: Value,
+    *args: Tensor,
+    groups: ProcessGroups,
+    training: bool,
+    balanced_moe: MoE | None,
+    kernel: AttentionKernel | ScanKernel | None,
 ) -> Tensor:
-    """Return this rank's shard of the result of a primitive. balanced_moe: the MoE whose balancing loss is added."""
+    """Return this rank's shard of the result of a primitive.
+
+    balanced_moe: the MoE whose balancing loss is added. kernel: that of an attention core or a scan.
+    """
     match v.op:
         case Drop(rate):
             return _dropout(args[0], rate, training, sharded="tp" in p.sharded_axes)
@@ -65,11 +81,38 @@ def evaluate_local(
             return _sharded_norm(v.op, v, p, *args, groups=groups)
         case Normalize(over) if v.op.groups > 1 and not p.result:  # this rank holds whole groups
             degree = groups.layout.degrees.get(p.step.axes.get(over[0], ""), 1)
-            return evaluate(evolve(v.op, groups=v.op.groups // degree), v, *args)
-        case Attend() | Scan() if torch.is_grad_enabled():
-            run = partial(evaluate, v.op, v)
-            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+            return _local_norm(evolve(v.op, groups=v.op.groups // degree), v, *args)
+        case Normalize():
+            return _local_norm(v.op, v, *args)
+        case Attend():
+            assert isinstance(kernel, AttentionKernel)
+            run = partial(attend, kernel, v, local=_local_queries(p, v, args[0], groups))
+            recomputed = kernel.fused and Module.CORE_ATTN in groups.layout.recomputed_modules
+            return _recomputed(run, *args) if recomputed else run(*args)
+        case Scan():
+            assert kernel is ScanKernel.CHUNKS, f"a body has no {kernel}"
+            return _recomputed(partial(chunked_scan, v), *args)
     return evaluate(v.op, v, *args)
+
+
+def _recomputed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Return the function's result; the backward pass saves only the arguments and runs it again."""
+    if not torch.is_grad_enabled():
+        return function(*args)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+
+def _local_queries(p: PlacedOp, v: Value, q: Tensor, groups: ProcessGroups) -> LocalQueries:
+    """Return the positions and heads of this rank's queries."""
+    shape = v.args[0].shape
+    count, heads = (q.shape[dim_index(shape, name)] for name in (sequence_dim(shape).name, "heads"))
+    cp = groups.layout.cp if "cp" in p.sharded_axes else 1
+    tp = groups.layout.tp if p.step.axes.get("heads") == "tp" else 1
+    return LocalQueries(
+        ranges=local_ranges(count, cp, groups.cp_rank if cp > 1 else 0),
+        first_head=heads * groups.tp_rank if tp > 1 else 0,
+        heads=heads * tp,
+    )
 
 
 def _zero_padding(step: Step, v: Value, x: Tensor, over: tuple[str, ...], groups: ProcessGroups) -> Tensor:
@@ -124,6 +167,26 @@ def _sharded_lookup(op: Lookup, v: Value, indices: Tensor, table: Tensor, *, ran
     is_local = (local_indices >= 0) & (local_indices < rows)
     result = evaluate(op, v, local_indices.where(is_local, 0), table)
     return result * is_local[(..., *(None for _ in range(result.ndim - is_local.ndim)))]
+
+
+def _local_norm(op: Normalize, v: Value, x: Tensor, *weights: Tensor) -> Tensor:
+    """Return a norm over dims that are whole here: by torch's kernel where they are the last ones."""
+    if names(v.shape)[-len(op.over) :] != [*op.over]:
+        return evaluate(op, v, x, *weights)
+    if op.groups == 1:
+        return _plain_norm(op, x, len(op.over), *weights)
+    y = _plain_norm(op, x.flatten(-len(op.over)).unflatten(-1, (op.groups, -1)), 1).view_as(x)
+    for combine, w in zip((torch.mul, torch.add), weights, strict=False):
+        y = combine(y, w)
+    return y
+
+
+def _plain_norm(op: Normalize, x: Tensor, dims: int, *weights: Tensor) -> Tensor:
+    scale, shift = (*weights, None, None)[:2]
+    if op.centred:
+        return F.layer_norm(x, x.shape[-dims:], scale, shift, op.eps)
+    y = F.rms_norm(x, x.shape[-dims:], scale, op.eps)
+    return y if shift is None else y + shift
 
 
 def _sharded_norm(op: Normalize, v: Value, p: PlacedOp, x: Tensor, *weights: Tensor, groups: Any) -> Tensor:

@@ -19,9 +19,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from . import device
+from .fused_attention import fused_attention
 
 
 class Norm(nn.Module):
@@ -113,17 +113,7 @@ class CoreAttention(MegatronModule):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         """Attend; the last query is at the last key. All tensors are [b, heads, s, head_dim]."""
-        square = q.shape[2] == k.shape[2]
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=causal_lower_right(q.shape[2], k.shape[2]) if causal and not square else None,
-            is_causal=causal and square,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        return fused_attention(q, k, v, causal, self.scale, self.dropout if self.training else 0.0)
 
     def random_state(self) -> Any:
         """Return the RNG context of attention dropout: tensor-parallel ranks draw for different heads."""

@@ -15,8 +15,6 @@ from megatron.core.transformer import mlp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
-from megaloom.planner.contract.workload import Precision
-from megaloom.runtime.megatron.environment import current_capability
 from megaloom.runtime.megatron.recompute import DiscardedOutput
 
 
@@ -30,7 +28,7 @@ class Experts(SequentialMLP):
             # and megatron-core could not add their biases in place (mlp.py:247).
             expert.linear_fc2.explicit_expert_comm = True
         self.activation = _activation_only(self.local_experts[0]).forward
-        self.recompute = False
+        self.recompute = self.grouped = False  # grouped: one kernel multiplies by the weights of all experts
 
     def recompute_activations(self) -> None:
         """Recompute the activations of all experts in the backward pass."""
@@ -40,7 +38,7 @@ class Experts(SequentialMLP):
 
     def forward(self, x: Tensor, counts: Tensor, scales: Tensor) -> tuple[Tensor, None]:
         """Return the output for tokens [n, embed], sorted by expert, `counts` per expert, times the tokens' scales."""
-        if not self.uses_grouped_product(x):
+        if not self.grouped:
             return super().forward(x, counts, scales)
         ends = counts.to(x.device).cumsum(0, dtype=torch.int32)
         up = grouped_product(x, ends, [e.linear_fc1.weight for e in self.local_experts])
@@ -53,14 +51,6 @@ class Experts(SequentialMLP):
         if discarded:
             discarded.free_after(y)
         return y, None
-
-    def uses_grouped_product(self, x: Tensor) -> bool:
-        """Return whether one kernel multiplies by the weights of all experts, as the plan's prediction assumes."""
-        first, last = self.local_experts[0].linear_fc1, self.local_experts[0].linear_fc2
-        precision = Precision.BF16 if x.dtype is torch.bfloat16 else Precision.FP32
-        count, biased = len(self.local_experts), last.bias is not None
-        weights = [(part.weight.shape[0], part.weight.shape[1]) for part in (first, last)]
-        return current_capability().groups_experts(weights, count, biased, precision)
 
 
 def grouped_product(x: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:

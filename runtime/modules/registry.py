@@ -33,9 +33,11 @@ from megaloom.dsl import (
     Unembed,
 )
 from megaloom.dsl.facts.primitives import fitted, program
+from megaloom.planner.contract.capability import Execution
+from megaloom.planner.contract.module_kinds import MODULES
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron import device
-from megaloom.runtime.megatron.build_context import BuildContext
+from megaloom.runtime.megatron.build_context import DTYPES, BuildContext
 from megaloom.runtime.megatron.environment import current_capability
 from megaloom.runtime.megatron.kernels import Norm
 from megaloom.runtime.reference.evaluate import UNARY
@@ -46,21 +48,30 @@ from .moe import Mixture
 
 def build_module(node: Node, context: BuildContext) -> nn.Module:
     """Return the torch module of a node. Raise UserError if the node cannot be trained."""
-    # Registered modules shard every dim of their weights; a body keeps those whole that do not divide.
-    divides = fitted(program(node), context.split) is program(node)
-    module = registered_module(node.op, context) if divides and _has_registered_body(node.op) else None
-    return Body(node, context) if module is None else module
+    execution = node_execution(node, context)
+    registered = execution.module or _registered_elsewhere(node, context)
+    module = registered_module(node.op, context) if registered else None
+    if isinstance(module, Mixture):
+        module.experts.grouped = execution.grouped_experts
+    return Body(node, context, execution) if module is None else module
 
 
-def _has_registered_body(op: Op) -> bool:
-    """Return whether the op's class has the body of the class that is registered for it: a subclass may override it."""
-    registered = next((t for t in type(op).__mro__ if t in registered_module.registry), object)
-    return registered is object or getattr(registered, "body", None) is getattr(type(op), "body", None)
+def node_execution(node: Node, context: BuildContext) -> Execution:
+    """Return how this process runs a node, as plans for it assume."""
+    (precision,) = (p for p, dtype in DTYPES.items() if dtype is context.config.params_dtype)
+    return current_capability().execution(node, context.split, precision)
+
+
+def _registered_elsewhere(node: Node, context: BuildContext) -> bool:
+    """True if a user has registered a module for a class that the planner does not know, and the layout divides it."""
+    kind = registered_module.dispatch(type(node.op))
+    known = any(registered_module.registry.get(t) is kind for t in (object, *MODULES))
+    return not known and fitted(program(node), context.split) is program(node)
 
 
 @singledispatch
 def registered_module(op: Op, context: BuildContext) -> nn.Module | None:
-    """Return the module registered for an op's class, or None if there is none that supports the op's options."""
+    """Return the module of an op that `capability` says runs as one; None if its class has none."""
     method = getattr(op, "module", None)
     return None if method is None else method(context)
 
@@ -86,14 +97,14 @@ def _(op: Dropout, context: BuildContext) -> nn.Module:
 
 
 @registered_module.register
-def _(op: Pointwise, context: BuildContext) -> nn.Module | None:
-    return layers.Sum() if op.fn == "add" else None
+def _(op: Pointwise, context: BuildContext) -> nn.Module:
+    return layers.Sum()
 
 
 @registered_module.register(RMSNorm)
 @registered_module.register(LayerNorm)
-def _(op: RMSNorm | LayerNorm, context: BuildContext) -> nn.Module | None:
-    return norm(op, context.config.hidden_size, context) if op.over == "embed" and not op.plus_one else None
+def _(op: RMSNorm | LayerNorm, context: BuildContext) -> nn.Module:
+    return norm(op, context.config.hidden_size, context)
 
 
 def norm(op: RMSNorm | LayerNorm, size: int, context: BuildContext) -> nn.Module:
@@ -109,10 +120,8 @@ def norm(op: RMSNorm | LayerNorm, size: int, context: BuildContext) -> nn.Module
 
 
 @registered_module.register
-def _(op: Attention, context: BuildContext) -> nn.Module | None:
+def _(op: Attention, context: BuildContext) -> nn.Module:
     rope, qk_norm = layers.rope_of(op), op.qk_norm
-    if not current_capability().attention_kernel(op).fused:
-        return None
     head_dim = context.config.hidden_size // op.heads if op.head_dim is None else op.head_dim
     norms = tuple(norm(qk_norm, head_dim, context) for _ in "qk") if isinstance(qk_norm, RMSNorm | LayerNorm) else ()
     config = context.layer_config(
@@ -137,12 +146,8 @@ def _(op: Layer, context: BuildContext) -> nn.Module:
 
 
 @registered_module.register
-def _(op: MoE, context: BuildContext) -> nn.Module | None:
+def _(op: MoE, context: BuildContext) -> nn.Module:
     expert, shared = feed_forward(op.expert), {} if op.shared is None else feed_forward(op.shared)
-    if not expert or (op.shared is not None and shared.get("add_bias_linear", True)):
-        return None
-    if expert["add_bias_linear"] and context.groups.layout.etp > 1:
-        return None  # each device of etp would add the full bias
     config = context.layer_config(
         **expert,
         num_moe_experts=op.experts,

@@ -10,17 +10,16 @@ from torch import Tensor
 from megaloom.dsl import Attend, RelativeBuckets
 
 
-def finish_scores(op: Attend, scores: Tensor, *others: Tensor) -> Tensor:
+def finish_scores(op: Attend, scores: Tensor, *others: Tensor, offset: Tensor, slopes: Tensor | None = None) -> Tensor:
     """Return the scores that the softmax reads, from scaled products of queries and keys [.., heads, queries, keys].
 
-    others: the weights of the op beyond queries, keys and values. The score of a sink is added as a last key.
+    others: the weights of the op beyond queries, keys and values. offset: the position of each key minus that of each
+    query, [queries, keys]. slopes: of the ALiBi bias of these heads. The score of a sink is added as a last key.
     """
-    heads, queries, keys = scores.shape[-3:]
     if op.softcap is not None:
         scores = op.softcap * torch.tanh(scores / op.softcap)
-    offset = torch.arange(keys, device=scores.device) - torch.arange(queries, device=scores.device)[:, None]
-    if op.alibi:
-        scores = scores + alibi_slopes(heads).to(scores)[:, None, None] * offset
+    if slopes is not None:
+        scores = scores + slopes.to(scores)[:, None, None] * offset
     if op.relative is not None:
         scores = scores + others[-1][bucket_indices(offset, op.relative)].movedim(-1, 0)
     if op.causal:

@@ -6,7 +6,7 @@ The dims of every tensor are in the order of its `Value.shape`. The code is writ
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, reduce, singledispatch
+from functools import lru_cache, partial, reduce, singledispatch
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,7 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.ops.attention_core import sequence_dim
 
-from .attention_scores import finish_scores
+from .attention_scores import alibi_slopes, finish_scores
 from .routing import (
     combine_expert_outputs,
     expert_capacity,
@@ -147,16 +147,23 @@ def _(op: PositionLookup, out: Value, *args: Tensor) -> Tensor:
 def _(op: Rope, out: Value, *args: Tensor) -> Tensor:
     (x,) = args
     shape, n, last = out.shape, op.rotated_channels(out.shape), dim_index(out.shape, "head_dim")
-    seq = sequence_dim(shape)
-    positions = torch.arange(x.shape[dim_index(shape, seq.name)], device=x.device, dtype=torch.float64)
-    frequencies = torch.tensor(op.frequencies(n), device=x.device, dtype=torch.float64)
-    angle = broadcast(torch.outer(positions, frequencies), [seq.name, "head_dim"], shape)
-    cos, sin = ((t * op.magnitude).to(x.dtype) for t in (angle.cos(), angle.sin()))
+    seq = sequence_dim(shape).name
+    rotation = _rotation(op, n, x.shape[dim_index(shape, seq)], x.dtype, x.device)
+    cos, sin = (broadcast(t, [seq, "head_dim"], shape) for t in rotation)
     rotated, rest = x.split([n, x.shape[last] - n], last)
     pair_dim = last + 1 if op.interleaved else last  # index of the dim that holds the two channels of a pair
     a, b = rotated.unflatten(last, (-1, 2) if op.interleaved else (2, -1)).unbind(pair_dim)
     pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), pair_dim)
     return torch.cat((pairs.flatten(last, last + 1), rest), last)
+
+
+@lru_cache(maxsize=32)
+def _rotation(op: Rope, channels: int, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [positions, channels / 2], which all layers share."""
+    positions = torch.arange(count, device=device, dtype=torch.float64)
+    angles = torch.outer(positions, torch.tensor(op.frequencies(channels), device=device, dtype=torch.float64))
+    cos, sin = ((t * op.magnitude).to(dtype) for t in (angles.cos(), angles.sin()))
+    return cos, sin
 
 
 @evaluate.register
@@ -172,8 +179,10 @@ def _(op: Attend, out: Value, *args: Tensor) -> Tensor:
     scores = einsum(q, query, k, key, score_dims) * (
         q.shape[query.index("head_dim")] ** -0.5 if op.scale is None else op.scale
     )
-    scores = finish_scores(op, scores, *others)
-    weights = scores.softmax(-1)[..., : k.shape[key.index("keys")]]
+    count = k.shape[key.index("keys")]
+    offset = torch.arange(count, device=q.device) - torch.arange(scores.shape[-2], device=q.device)[:, None]
+    scores = finish_scores(op, scores, *others, offset=offset, slopes=alibi_slopes(heads) if op.alibi else None)
+    weights = scores.softmax(-1)[..., :count]
     return einsum(weights, score_dims, v, value, names(out.shape))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from megaloom.planner.contract.capability import assumed_environment, capability
 from megaloom.planner.contract.workload import Runtime
 
 from .features import (
@@ -25,19 +24,12 @@ from .features import (
     SLOW_MEMORY_KERNELS,
     UNFUSED_ATTENTION,
 )
-from .groups import Feature, FrameworkProfile, compose
+from .groups import FrameworkProfile, compose
 from .kernel_features import ENGINE_KERNELS, MEGALOOM_KERNELS, TORCH_KERNELS
 
-
-def _attention(runtime: Runtime) -> tuple[Feature, ...]:
-    """Return the feature of a runtime without fused attention; predictions for other runtimes assume it everywhere."""
-    fused = capability(runtime, assumed_environment(runtime, "")).fused_attention.fused
-    return () if fused else (UNFUSED_ATTENTION,)
-
-
 EAGER = compose("torch, kernel by kernel", [TORCH_KERNELS])
-OWN = compose("megaloom", [MEGALOOM_KERNELS, *_attention(Runtime.MEGALOOM)], EAGER)
-MEGATRON = compose("Megatron-core with Transformer Engine", [ENGINE_KERNELS, *_attention(Runtime.MEGATRON)])
+OWN = compose("megaloom", [MEGALOOM_KERNELS], EAGER)
+MEGATRON = compose("Megatron-core with Transformer Engine", [ENGINE_KERNELS])
 PROFILES: Mapping[Runtime, FrameworkProfile] = MappingProxyType({Runtime.MEGALOOM: OWN, Runtime.MEGATRON: MEGATRON})
 
 # Profiles of published runs.

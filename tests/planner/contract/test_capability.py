@@ -3,12 +3,34 @@
 import pytest
 from attrs import evolve
 
-from megaloom.dsl import MLA, Attention, RMSNorm, Rope, graph
+from megaloom.dsl import (
+    MLA,
+    MLP,
+    Attention,
+    Dim,
+    Embed,
+    Layer,
+    Mamba2,
+    MoE,
+    Node,
+    RMSNorm,
+    Rope,
+    Split,
+    SwiGLU,
+    graph,
+    ids,
+    model,
+    weight,
+)
 from megaloom.dsl.catalog import find
+from megaloom.dsl.sharding_table import WHOLE
 from megaloom.planner.contract.capability import (
     GROUPED_GEMM,
     AttentionKernel,
+    Capability,
     Environment,
+    Execution,
+    ScanKernel,
     assumed_environment,
     capability,
     differences,
@@ -16,44 +38,80 @@ from megaloom.planner.contract.capability import (
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.rules.capabilities import unfused_attention
+from megaloom.planner.rules.capabilities import unfused_cores
 from megaloom.planner.search.pricing import price
 
 OWN = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, "H100"))
+ON_CPU = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, "CPU"))
 MEGATRON = capability(Runtime.MEGATRON, assumed_environment(Runtime.MEGATRON, "H100"))
+NORM = RMSNorm(over="head_dim")
+LATENT = MLA(heads=4, q_rank=None, kv_rank=8, nope=8, rope=4, v=8, positions=Rope(1e4))
+
+
+def node_of(layer: Layer) -> Node:
+    """The node of a layer in a model."""
+    x = ids() >> Embed(weight("wte", Dim("vocab", 64), Dim("embed", 64)))
+    return graph(model("m", x >> layer)).nodes[-1]
+
+
+def execution(
+    found: Capability, layer: Layer, split: Split = WHOLE, precision: Precision = Precision.BF16
+) -> Execution:
+    """How a runtime runs a layer."""
+    return found.execution(node_of(layer), split, precision)
 
 
 @pytest.mark.parametrize(
-    ("layer", "fused"),
+    ("layer", "module", "on_gpu", "on_cpu"),
     [
-        (Attention(heads=4, rope=1e4), True),
-        (Attention(heads=4, causal=False, dropout=0.1), True),
-        (Attention(heads=4, qk_norm=RMSNorm(over="head_dim")), True),
-        (Attention(heads=4, window=16), False),
-        (Attention(heads=4, softcap=50.0), False),
-        (Attention(heads=4, sink=True), False),
-        (Attention(heads=4, qk_norm=RMSNorm(over="head_dim", plus_one=True)), False),
-        (MLA(heads=4, q_rank=None, kv_rank=8, nope=8, rope=4, v=8, positions=Rope(1e4)), False),
+        (Attention(heads=4, rope=1e4), True, "TORCH", "TORCH"),
+        (Attention(heads=4, causal=False, dropout=0.1), True, "TORCH", "TORCH"),
+        (Attention(heads=4, qk_norm=NORM), True, "TORCH", "TORCH"),
+        (Attention(heads=4, qk_norm=evolve(NORM, plus_one=True)), False, "TORCH", "TORCH"),
+        (Attention(heads=4, scale=0.5), False, "TORCH", "TORCH"),
+        (LATENT, False, "TORCH", "BLOCKS"),
+        (Attention(heads=4, window=16), False, "BLOCKS", "BLOCKS"),
+        (Attention(heads=4, softcap=50.0), False, "BLOCKS", "BLOCKS"),
+        (Attention(heads=4, sink=True), False, "BLOCKS", "BLOCKS"),
+        (Attention(heads=4, alibi=True), False, "BLOCKS", "BLOCKS"),
     ],
 )
-def test_megatron_attention_is_fused(layer: Attention, fused: bool) -> None:
-    assert (OWN.attention_kernel(layer) is AttentionKernel.TORCH) is fused
-    assert MEGATRON.attention_kernel(layer) is AttentionKernel.TRANSFORMER_ENGINE
+def test_kernel_of_attention(layer: Layer, module: bool, on_gpu: str, on_cpu: str) -> None:
+    for found, kernel in ((OWN, on_gpu), (ON_CPU, on_cpu)):
+        how = execution(found, layer)
+        assert how.module is module
+        assert [core.kernel for core in how.cores] == [AttentionKernel[kernel]]
+    (core,) = execution(MEGATRON, layer).cores
+    assert core.kernel is AttentionKernel.TRANSFORMER_ENGINE
 
 
-def test_a_plan_names_attention_that_is_not_fused() -> None:
-    assert not unfused_attention(graph(find("llama3-8b")[0]))
-    assert len(unfused_attention(graph(find("gemma2-2b")[0]))) == 26
+def test_kernel_of_scans() -> None:
+    layer = Mamba2(heads=8, head_dim=16, state=8)
+    assert [core.kernel for core in execution(OWN, layer).cores] == [ScanKernel.CHUNKS]
+    assert [core.kernel for core in execution(MEGATRON, layer).cores] == [ScanKernel.FUSED]
 
 
-def test_grouped_experts() -> None:
-    shapes = [(1024, 512), (512, 512)]
-    assert OWN.groups_experts(shapes, 8, False, Precision.BF16)
-    assert not OWN.groups_experts(shapes, 1, False, Precision.BF16)
-    assert not OWN.groups_experts(shapes, 8, True, Precision.BF16)
-    assert not OWN.groups_experts(shapes, 8, False, Precision.FP32)
-    assert not OWN.groups_experts([(1024, 510), (510, 512)], 8, False, Precision.BF16)
-    assert not OWN.groups_experts([(2**13, 2**11), (2**11, 2**13)], 8, False, Precision.BF16)
+def test_a_plan_names_cores_without_a_fused_kernel() -> None:
+    case = Layout(), Workload(seq=4096, batch=64), cluster("8xH100")
+    assert not unfused_cores(graph(find("llama3-8b")[0]), *case)
+    assert len(unfused_cores(graph(find("gemma2-2b")[0]), *case)) == 26
+
+
+@pytest.mark.parametrize(
+    ("expert", "split", "precision", "grouped"),
+    [
+        (SwiGLU(96), WHOLE, Precision.BF16, True),
+        (SwiGLU(96), WHOLE, Precision.FP32, False),
+        (SwiGLU(96), Split(ep=8), Precision.BF16, False),  # one expert on each device
+        (MLP(96, bias=True), WHOLE, Precision.BF16, False),  # a bias follows each product
+        (SwiGLU(100), WHOLE, Precision.BF16, False),  # rows that are not aligned
+        (SwiGLU(2**19), WHOLE, Precision.BF16, False),  # large products
+        (SwiGLU(2**19), Split(etp=8), Precision.BF16, True),
+    ],
+)
+def test_grouped_experts(expert: Layer, split: Split, precision: Precision, grouped: bool) -> None:
+    assert execution(OWN, MoE(expert, experts=8, top_k=2), split, precision).grouped_experts is grouped
+    assert not execution(ON_CPU, MoE(expert, experts=8, top_k=2), split, precision).grouped_experts
 
 
 @pytest.mark.parametrize("device", ["A100", "V100", "CPU"])

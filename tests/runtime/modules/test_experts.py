@@ -35,10 +35,10 @@ def curves(plan: Plan, together: bool) -> tuple[verify.Curve, int]:
     experts.grouped_product = counted
     if together:
 
-        def grouped(self: Any, x: Any) -> bool:
+        def grouped(self: Any) -> bool:
             return len(self.local_experts) > 1 and self.local_experts[0].linear_fc2.bias is None
 
-        experts.Experts.uses_grouped_product = grouped  # type: ignore[method-assign]
+        experts.Experts.grouped = property(grouped, lambda self, value: None)  # type: ignore[assignment]
     return verify.short_run(plan, 3, 1234), calls
 
 

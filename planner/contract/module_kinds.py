@@ -1,0 +1,104 @@
+"""Kinds of graph nodes that run as a torch module in Megaloom's own runtime. Every other layer runs by its body.
+
+`capability` decides by `runs_as_module`, and the runtime builds what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from megaloom.dsl import (
+    MLP,
+    Attend,
+    Attention,
+    ClampedGLU,
+    Dropout,
+    Embed,
+    GeGLU,
+    Layer,
+    LayerNorm,
+    MoE,
+    Node,
+    Op,
+    Pointwise,
+    Positions,
+    RMSNorm,
+    Rope,
+    Split,
+    SwiGLU,
+    Unembed,
+)
+from megaloom.dsl.facts.primitives import fitted, program
+
+FEED_FORWARD = (MLP, SwiGLU, GeGLU, ClampedGLU)
+
+
+def runs_as_module(node: Node, split: Split) -> bool:
+    """True if a torch module computes a layer, else its body is evaluated.
+
+    A module shards every dim of its weights evenly. A body keeps dims whole that do not divide.
+    """
+    op = node.op
+    if fitted(program(node), split) is not program(node):
+        return False
+    kind = next((t for t in type(op).__mro__ if t in MODULES), None)
+    if kind is None:
+        return hasattr(op, "module")
+    has_body_of_kind = getattr(kind, "body", None) is getattr(type(op), "body", None)  # a subclass may override it
+    return has_body_of_kind and MODULES[kind](op, split)
+
+
+def _always(op: Op, split: Split) -> bool:
+    return True
+
+
+def _is_sum(op: Op, split: Split) -> bool:
+    return isinstance(op, Pointwise) and op.fn == "add"
+
+
+def _is_hidden_norm(op: Op, split: Split) -> bool:
+    return isinstance(op, RMSNorm | LayerNorm) and op.over == "embed" and not op.plus_one
+
+
+def _is_megatron_attention(op: Op, split: Split) -> bool:
+    """True if megatron-core's SelfAttention computes the layer."""
+    if not isinstance(op, Attention):
+        return False
+    plain_core = op.core == Attend(causal=op.causal, dropout=op.dropout)  # no window, softcap, ALiBi, sink or bias
+    plain_rope = not isinstance(op.rope, Rope) or op.rope.magnitude == 1.0
+    return plain_core and plain_rope and (op.qk_norm is None or _is_plain_norm(op.qk_norm))
+
+
+def _is_plain_norm(op: Op) -> bool:
+    """True for an RMSNorm or a LayerNorm whose scale is the weight, not 1 + the weight."""
+    kinds = (RMSNorm, LayerNorm)
+    return isinstance(op, kinds) and any(type(op).body is kind.body for kind in kinds) and not op.plus_one
+
+
+def _is_megatron_mixture(op: Op, split: Split) -> bool:
+    """True if megatron-core's MoELayer computes the layer: feed-forward experts, shared ones without biases.
+
+    With etp each device of an expert would add the full bias.
+    """
+    if not isinstance(op, MoE) or not isinstance(op.expert, FEED_FORWARD):
+        return False
+    if op.shared is not None and (not isinstance(op.shared, FEED_FORWARD) or _has_biases(op.shared)):
+        return False
+    return split.etp == 1 or not _has_biases(op.expert)
+
+
+def _has_biases(op: Layer) -> bool:
+    return isinstance(op, ClampedGLU) or (isinstance(op, MLP) and op.bias)
+
+
+# Kinds of ops that a torch module computes, with the condition on their options. Other layers have a method `module`.
+MODULES: Mapping[type[Op], Callable[[Op, Split], bool]] = MappingProxyType(
+    {
+        **dict.fromkeys((Embed, Positions, Unembed, Dropout, *FEED_FORWARD), _always),
+        **dict.fromkeys((RMSNorm, LayerNorm), _is_hidden_norm),
+        Pointwise: _is_sum,
+        Attention: _is_megatron_attention,
+        MoE: _is_megatron_mixture,
+    }
+)

@@ -1,0 +1,96 @@
+"""The attention core of a body, on the queries and heads of one rank.
+
+`attend` runs the kernel that `capability` names. No kernel stores scores for the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megaloom.dsl import Attend, Shape, Value
+from megaloom.dsl.ops.attention_core import sequence_dim
+from megaloom.planner.contract.attention_blocks import query_blocks
+from megaloom.planner.contract.capability import AttentionKernel
+from megaloom.runtime.megatron.fused_attention import fused_attention
+from megaloom.runtime.reference.attention_scores import alibi_slopes, finish_scores
+from megaloom.runtime.reference.tensors import broadcast
+
+
+@frozen
+class LocalQueries:
+    """The shard of the queries that a rank has.
+
+    ranges: their positions in the sequence, in order. first_head: the first of their heads; heads: heads of all ranks.
+    """
+
+    ranges: tuple[range, ...]
+    first_head: int
+    heads: int
+
+
+def attend(kernel: AttentionKernel, out: Value, *args: Tensor, local: LocalQueries) -> Tensor:
+    """Return attention of a rank's queries to all keys: a tensor with the dims of `out`."""
+    op, others = out.op, args[3:]
+    assert isinstance(op, Attend)
+    queries = out.args[0].shape
+    orders = [_heads_first(a.shape, queries) for a in out.args[:3]]
+    q, k, v = (broadcast(t, a.shape, order) for t, a, order in zip(args, out.args, orders, strict=False))
+    outer, (q, k, v) = q.shape[:-3], (t.reshape(-1, *t.shape[-3:]) for t in (q, k, v))
+    parts = zip(q.split([len(positions) for positions in local.ranges], 2), local.ranges, strict=True)
+    if kernel is AttentionKernel.TORCH:
+        found = [_fused(op, x, k, v, at) for x, at in parts]
+    else:
+        assert kernel is AttentionKernel.BLOCKS, f"a body has no {kernel}"
+        slopes = alibi_slopes(local.heads)[local.first_head :][: q.shape[1]].to(q.device) if op.alibi else None
+        found = [y for x, at in parts for y in _in_blocks(op, slopes, others, k, v, x, at)]
+    y = found[0] if len(found) == 1 else torch.cat(found, 2)
+    return broadcast(y.view(*outer, *y.shape[1:]), orders[0], out.shape)
+
+
+def _heads_first(shape: Shape, queries: Shape) -> list[str]:
+    """Return the names of the dims of queries, keys or values in the order [.., heads, positions, channels]."""
+    last = ["kv_heads" if "kv_heads" in shape else "heads", sequence_dim(shape).name, "head_dim"]
+    return [*(d.name for d in queries if d.name in shape and d.name not in last), *last]
+
+
+def _fused(op: Attend, q: Tensor, k: Tensor, v: Tensor, positions: range) -> Tensor:
+    keys = positions.stop if op.causal else k.shape[2]
+    return fused_attention(q, k[:, :, :keys], v[:, :, :keys], op.causal, op.scale)
+
+
+def _in_blocks(
+    op: Attend, slopes: Tensor | None, others: tuple[Tensor, ...], k: Tensor, v: Tensor, q: Tensor, positions: range
+) -> Iterator[Tensor]:
+    """Yield the outputs of blocks of queries. Each reads the keys that its mask shows, and recomputes its scores."""
+    for at, keys in query_blocks(op, positions, q.shape[0] * q.shape[1], k.shape[2]):
+        part = slice(at.start - positions.start, at.stop - positions.start)
+        run = partial(_block, op, slopes, at, keys)
+        args = q[:, :, part], k[:, :, keys.start : keys.stop], v[:, :, keys.start : keys.stop], *others
+        if torch.is_grad_enabled():
+            yield checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+        else:
+            yield run(*args)
+
+
+def _block(
+    op: Attend, slopes: Tensor | None, queries: range, keys: range, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
+) -> Tensor:
+    """Return attention of queries [b, heads, rows, c] to keys and values [b, kv_heads, keys, c]."""
+    batch, heads, rows, channels = q.shape
+    shared = (batch, k.shape[1], -1)  # heads that read one key head follow one another
+    scaled = q * (channels**-0.5 if op.scale is None else op.scale)
+    scores = scaled.reshape(*shared, channels) @ k.transpose(-1, -2)
+    offset = _positions(keys, q) - _positions(queries, q)[:, None]
+    scores = finish_scores(op, scores.view(batch, heads, rows, -1), *others, offset=offset, slopes=slopes)
+    weights = scores.softmax(-1)[..., : len(keys)]
+    return (weights.reshape(*shared, len(keys)) @ v).view(batch, heads, rows, -1)
+
+
+def _positions(positions: range, like: Tensor) -> Tensor:
+    return torch.arange(positions.start, positions.stop, device=like.device)

@@ -1,0 +1,62 @@
+"""The selective scan of Mamba-2 in chunks of the sequence, by matrix products.
+
+Within a chunk it is causal attention with decay; between chunks a state is passed on. Source: Dao and Gu,
+arXiv:2405.21060, section 6. Memory and work grow linearly with the sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaloom.dsl import Scan, Value
+from megaloom.planner.contract import capability
+from megaloom.runtime.reference.tensors import broadcast
+
+
+def chunked_scan(out: Value, *args: Tensor) -> Tensor:
+    """Return the scan of whole sequences: a tensor with the dims of `out`."""
+    assert isinstance(out.op, Scan)
+    seq = out.op.along
+    order, state = ["batch", seq, "heads", "head_dim"], ["batch", seq, "groups", "state"]
+    orders = (order, order[:3], ["heads"], state, state)
+    x, dt, a, b, c = (broadcast(t, v.shape, dims) for t, v, dims in zip(args, out.args, orders, strict=True))
+    count = x.shape[1]
+    size = min(capability.SCAN_CHUNK, count)
+    x, dt, b, c = (_chunks(t, size) for t in (x, dt, b, c))
+    y = _scan(x, dt, a, b, c)
+    return broadcast(y.flatten(1, 2)[:, :count], order, out.shape)
+
+
+def _chunks(x: Tensor, size: int) -> Tensor:
+    """Return [batch, chunks, size, ..] of [batch, seq, ..], padded with zeros, which change no state."""
+    padding = -x.shape[1] % size
+    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding)).unflatten(1, (-1, size))
+
+
+def _scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return the scan of x [batch, chunks, size, heads, head_dim]; decay is computed in fp32."""
+    groups = b.shape[3]
+    x = (x * dt[..., None]).unflatten(3, (groups, -1))  # b c l g h p
+    decay = (dt.float() * a.float()).cumsum(2).unflatten(3, (groups, -1)).permute(0, 1, 3, 4, 2)  # b c g h l
+    inside = _decay_between(decay, decay).to(x.dtype)
+    scores = torch.einsum("bclgn,bcmgn->bcglm", c, b)
+    y = torch.einsum("bcghlm,bcmghp->bclghp", scores[:, :, :, None] * inside, x)
+    # The state at the end of each chunk of its own positions, and that of all chunks before each chunk.
+    remaining = (decay[..., -1:] - decay).exp().to(x.dtype)
+    states = torch.einsum("bclgn,bclghp->bcghpn", b, x * remaining.permute(0, 1, 4, 2, 3)[..., None])
+    total = decay[..., -1].permute(0, 2, 3, 1).cumsum(-1)  # b g h c
+    before = F.pad(total, (1, 0))[..., :-1]
+    carried = _decay_between(before, total, strict=True).to(x.dtype)
+    states = torch.einsum("bghcd,bdghpn->bcghpn", carried, states)
+    passed = torch.einsum("bclgn,bcghpn->bclghp", c, states)
+    y = y + passed * decay.exp().to(x.dtype).permute(0, 1, 4, 2, 3)[..., None]
+    return y.flatten(3, 4)
+
+
+def _decay_between(later: Tensor, earlier: Tensor, strict: bool = False) -> Tensor:
+    """Return exp(later[l] − earlier[m]) [.., l, m], and 0 where m > l, or m ≥ l if strict."""
+    gaps = later[..., :, None] - earlier[..., None, :]
+    hidden = torch.ones(gaps.shape[-2:], dtype=torch.bool, device=gaps.device).triu(0 if strict else 1)
+    return gaps.masked_fill(hidden, -torch.inf).exp()
