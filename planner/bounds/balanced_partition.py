@@ -42,14 +42,14 @@ class BalancedBounds:
     least_nbytes: Rows  # lower bound of it, for every partition that the partitioner may choose
 
 
-def balanced_bounds(balance: Balance, lower_bounds: LowerBounds, found: BoundedLayouts) -> BalancedBounds:
+def balanced_bounds(balance: Balance, lower_bounds: LowerBounds, bounded: BoundedLayouts) -> BalancedBounds:
     """Return closer bounds of these layouts; `balance` gives the balanced partitions of several layouts.
 
     Bounds: see `_one_chunk_seconds` and `_capped_nbytes`. Interleaved layouts keep the bound of seconds that they have.
     """
-    x = found.layouts
-    stages, seconds, nbytes = x.pp * x.vpp, found.seconds.copy(), found.nbytes.copy()
-    expected, least = np.zeros(len(found)), found.nbytes.copy()
+    x = bounded.layouts
+    stages, seconds, nbytes = x.pp * x.vpp, bounded.seconds.copy(), bounded.nbytes.copy()
+    expected, least = np.zeros(len(bounded)), bounded.nbytes.copy()
     first, which = alike(*(getattr(x, name) for name in (*NODE_COST_FIELDS, *RECOMPUTE_FIELDS)), stages)
     layouts = [x[i] for i in first.tolist()]
     partitions = balance(layouts)
@@ -65,7 +65,7 @@ def balanced_bounds(balance: Balance, lower_bounds: LowerBounds, found: BoundedL
         row[some] = np.arange(len(some))
         for pp in np.flatnonzero(np.bincount(x.pp[here])).tolist():
             mine = np.flatnonzero(here & (x.pp == pp))
-            part, table = found.take(mine), row[which[mine]]
+            part, table = bounded.take(mine), row[which[mine]]
             nbytes[mine] = np.maximum(nbytes[mine], _peak_nbytes(lower_bounds, part, sums[table], extra[table]))
             if pp == count:
                 one_chunk = _one_chunk_seconds(lower_bounds, part, sums[table])
@@ -77,34 +77,34 @@ def balanced_bounds(balance: Balance, lower_bounds: LowerBounds, found: BoundedL
     return BalancedBounds(seconds, np.maximum(seconds, expected), nbytes, least)
 
 
-def _interleaved_seconds(lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows) -> Rows:
+def _interleaved_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows) -> Rows:
     """Return the lower bound of interleaved layouts under their balanced partitions: see `pipeline.finish_bounds`."""
-    x, m = found.layouts, found.layouts.microbatches(lower_bounds.cache.workload.batch)
+    x, m = bounded.layouts, bounded.layouts.microbatches(lower_bounds.cache.workload.batch)
     forward, backward = (sums[..., columns].sum(axis=2) for columns in (FORWARD_COLUMNS, BACKWARD_COLUMNS))
-    sends = np.broadcast_to(lower_bounds.costs.send_seconds[found.base, None], forward.shape)
+    sends = np.broadcast_to(lower_bounds.costs.send_seconds[bounded.base, None], forward.shape)
     ends = pipeline.finish_bounds(forward, backward, sends, int(x.pp[0]), m, x.microbatch_group_size)
-    seconds: Rows = ends.max(axis=1) + found.after
+    seconds: Rows = ends.max(axis=1) + bounded.after
     return seconds
 
 
-def _one_chunk_seconds(lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows) -> Rows:
+def _one_chunk_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows) -> Rows:
     """Return a lower bound of layouts without interleaving, for every partition.
 
     Bound: step ≥ max(m t, T + 2 (p − 1) h + (m − 1 − (min(p, m) − 1) φ) t) + A, with t the slowest stage of the
     balanced partition. The slowest stage of every partition takes t or more, and the argument of
     `first_backward_multiple` holds for its rank.
     """
-    x, m = found.layouts, found.layouts.microbatches(lower_bounds.cache.workload.batch)
+    x, m = bounded.layouts, bounded.layouts.microbatches(lower_bounds.cache.workload.batch)
     costs = lower_bounds.costs
-    slowest, ahead = sums[..., STEP_COLUMNS].sum(axis=2).max(axis=1), np.minimum(x.pp, m) - 1
-    through = costs.seconds[found.base, PLAIN] + 2 * (x.pp - 1) * costs.send_seconds[found.base]
-    waiting = through + (m - 1 - ahead * costs.forward_share[found.base]) * slowest
-    seconds: Rows = np.maximum(waiting, m * slowest) + found.after
+    slowest, later_ranks = sums[..., STEP_COLUMNS].sum(axis=2).max(axis=1), np.minimum(x.pp, m) - 1
+    through = costs.seconds[bounded.base, PLAIN] + 2 * (x.pp - 1) * costs.send_seconds[bounded.base]
+    waiting = through + (m - 1 - later_ranks * costs.forward_share[bounded.base]) * slowest
+    seconds: Rows = np.maximum(waiting, m * slowest) + bounded.after
     return seconds
 
 
 def _capped_nbytes(
-    lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows, extra: Rows, largest_saved: Rows
+    lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows, extra: Rows, largest_saved: Rows
 ) -> Rows:
     """Return a lower bound of the rank with the most memory, for the partitions that the partitioner may choose.
 
@@ -112,7 +112,7 @@ def _capped_nbytes(
     is the state, R what no tensor holds, W workspace, libraries and p2p buffers. It is 0 where only the first blocks of
     a stage are recomputed, because the sum over stages then depends on the partition.
     """
-    x, cache, costs = found.layouts, lower_bounds.cache, lower_bounds.costs
+    x, cache, costs = bounded.layouts, lower_bounds.cache, lower_bounds.costs
     structure, pp, (boundary, workspace, library) = cache.structure, int(x.pp[0]), extra.T
     activations = interleaved_memory.capped_activations(
         saved=sums[..., CostColumn.SAVED].sum(axis=1),
@@ -123,7 +123,7 @@ def _capped_nbytes(
         m=x.microbatches(cache.workload.batch),
         group=x.microbatch_group,
     )
-    state = costs.state_nbytes[found.base, x.shard] / pp + costs.runtime_nbytes[found.base]
+    state = costs.state_nbytes[bounded.base, x.shard] / pp + costs.runtime_nbytes[bounded.base]
     transient = workspace + library + memory.RECEIVE_BUFFERS * boundary
     return np.where(x.recompute_layers, 0.0, memory.rank_memory(state, activations / pp, 1.0, transient))
 
@@ -141,15 +141,15 @@ def _largest_saved(tables: Sequence[CostTable], balanced: Rows) -> Rows:
     return interleaved_memory.largest_stages(seconds, saved, balanced[..., STEP_COLUMNS].sum(axis=2).max(axis=1))
 
 
-def _peak_nbytes(lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows, extra: Rows) -> Rows:
+def _peak_nbytes(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows, extra: Rows) -> Rows:
     """Return about the bytes of the rank with the most memory, at each rank's first backward pass."""
-    x, cache = found.layouts, lower_bounds.cache
+    x, cache = bounded.layouts, lower_bounds.cache
     pp, vpp = int(x.pp[0]), int(x.vpp[0])
     params, experts = (
         sums[..., column].reshape(-1, vpp, pp).sum(axis=1).ravel()
         for column in (CostColumn.PARAMS, CostColumn.EXPERT_PARAMS)
     )
-    ranks = x.take(np.repeat(np.arange(len(found)), pp))
+    ranks = x.take(np.repeat(np.arange(len(bounded)), pp))
     state = memory.state_bytes(params, experts, ranks, cache.workload.precision, cache.profile)
     m = x.microbatches(cache.workload.batch)[:, None]
     group = np.minimum(x.microbatch_group_size[:, None], m)
@@ -160,6 +160,6 @@ def _peak_nbytes(lower_bounds: LowerBounds, found: BoundedLayouts, sums: Rows, e
     saved = sums[..., CostColumn.SAVED] + extra[:, :1] * (np.arange(pp * vpp) > 0)
     activations = (in_flight * saved.reshape(-1, vpp, pp)).sum(axis=1)
     resident = np.asarray(sum(state.values()), dtype=float).reshape(-1, pp)
-    held = memory.rank_memory(resident, activations, 1.0, extra[:, 1:2])
-    nbytes: Rows = held.max(axis=1) + lower_bounds.costs.runtime_nbytes[found.base]
+    rank_nbytes = memory.rank_memory(resident, activations, 1.0, extra[:, 1:2])
+    nbytes: Rows = rank_nbytes.max(axis=1) + lower_bounds.costs.runtime_nbytes[bounded.base]
     return nbytes

@@ -93,7 +93,7 @@ def price_base_layouts(base: Layouts, cache: CostCache) -> BaseCosts:
     outside = kinds - structure.kind_counts_in_blocks
     in_block = np.array([kind.in_recomputed_block for kind in structure.kinds])
     plain, forward = rows[:, :, STEP_COLUMNS].sum(axis=2), rows[:, :, FORWARD_COLUMNS].sum(axis=2)
-    again = np.where(in_block, forward, 0.0)
+    repeated = np.where(in_block, forward, 0.0)
     saved = rows[:, :, CostColumn.SAVED]
     freed = np.where(in_block, saved - full_saved, 0.0)
     modules = ModuleRecompute.of(structure, parts, saved @ kinds)
@@ -101,7 +101,7 @@ def price_base_layouts(base: Layouts, cache: CostCache) -> BaseCosts:
     params, experts = (column[distinct] for column in _parameters(rows, priced, cache))
     by_recompute = [(_extreme(t @ blocks.T, np.max), t @ outside) for t in (saved, full_saved)]
     return BaseCosts(
-        seconds=np.array([t @ kinds for t in (plain, plain + again, plain)]).T[distinct],
+        seconds=np.array([t @ kinds for t in (plain, plain + repeated, plain)]).T[distinct],
         saved_nbytes=np.array([saved @ kinds, full_saved @ kinds, saved @ kinds - modules.most]).T[distinct],
         workspace_nbytes=np.array([workspace, workspace + saved @ structure.largest_block, workspace]).T[distinct],
         modules=modules,
@@ -109,10 +109,10 @@ def price_base_layouts(base: Layouts, cache: CostCache) -> BaseCosts:
         state_nbytes=_state(base, params, experts, cache),
         runtime_nbytes=_runtime(base, cache),
         block_seconds=_extreme(plain @ blocks.T, np.min)[distinct],
-        recompute_seconds=_extreme(again @ blocks.T, np.min)[distinct],
+        recompute_seconds=_extreme(repeated @ blocks.T, np.min)[distinct],
         freed_nbytes=_extreme(freed @ blocks.T, np.max)[distinct],
         forward_share=((forward @ segments.T) / np.maximum(plain @ segments.T, TINY)).max(axis=1)[distinct],
-        segment_seconds=np.array([_extreme(t @ segments.T, np.max) for t in (plain, plain + again)]).T[distinct],
+        segment_seconds=np.array([_extreme(t @ segments.T, np.max) for t in (plain, plain + repeated)]).T[distinct],
         block_saved_nbytes=np.array(by_recompute).transpose(2, 0, 1)[distinct],
         params=params,
         expert_params=experts,
@@ -147,8 +147,8 @@ def _runtime(base: Layouts, cache: CostCache) -> Rows:
     """Return the bytes of the device context and of communication buffers."""
     sizes = (base.tp, base.cp, base.dp * base.cp, base.pp, base.ep, base.etp, base.edp)
     first, which = alike(*((n > 1).astype(np.int64) for n in sizes), np.minimum(base.ep, communication.PEERS))
-    found = [float(communication.reserved_bytes(base[int(i)], cache.cluster, cache.profile)) for i in first]
-    return np.array(found)[which]
+    values = [float(communication.reserved_bytes(base[int(i)], cache.cluster, cache.profile)) for i in first]
+    return np.array(values)[which]
 
 
 def _send_seconds(base: Layouts, cache: CostCache) -> Rows:
@@ -157,10 +157,10 @@ def _send_seconds(base: Layouts, cache: CostCache) -> Rows:
     nbytes = width * (base.micro_batch * cache.workload.seq // base.cp) // np.where(base.sequence_parallel, base.tp, 1)
     first, which = alike(nbytes, base.pp, base.tp, base.sequence_parallel)
     scattered = cache.profile.overlap.scattered_sends
-    found = [
+    values = [
         communication.p2p_seconds(int(nbytes[i]), 0, base[int(i)], cache.cluster, scattered=scattered) for i in first
     ]
-    return np.array(found)[which]
+    return np.array(values)[which]
 
 
 def _extreme(rows: Rows, of: Callable[..., Rows]) -> Rows:

@@ -163,10 +163,10 @@ class LowerBounds:
         plain, whole = count * (costs.seconds[base, PLAIN] + more), count * (costs.seconds[base, mode] + more)
         if not some.any():
             return whole
-        again, m = count * costs.recompute_seconds[base], x.microbatches(self.cache.workload.batch)
-        root = (plain + np.sqrt(plain**2 + 4 * again * costs.blocks * n * costs.block_seconds[base] * m)) / 2
-        least = np.maximum(root, plain + again * np.minimum(n, costs.blocks))
-        return np.where(some, np.minimum(least, plain + again * costs.blocks), whole)
+        recompute, m = count * costs.recompute_seconds[base], x.microbatches(self.cache.workload.batch)
+        root = (plain + np.sqrt(plain**2 + 4 * recompute * costs.blocks * n * costs.block_seconds[base] * m)) / 2
+        least = np.maximum(root, plain + recompute * np.minimum(n, costs.blocks))
+        return np.where(some, np.minimum(least, plain + recompute * costs.blocks), whole)
 
     def _modes(self, x: Layouts) -> Column:
         """Return the recompute mode of each layout, a column of `costs`."""

@@ -133,8 +133,8 @@ def balance(stages: SegmentSums, count: int, latest: LatestEnds | None = None) -
     ends = None if latest is None else np.array([latest(k) for k in range(count)])
     if ends is not None and ends_too_early(ends):
         return None
-    found = balance_all(ChainBatch.of([stages]), count, ends)[0]
-    return None if found[0] < 0 else tuple(found.tolist())
+    cuts = balance_all(ChainBatch.of([stages]), count, ends)[0]
+    return None if cuts[0] < 0 else tuple(cuts.tolist())
 
 
 def balance_all(chains: ChainBatch, count: int, ends: Indices | None = None) -> Indices:
@@ -150,19 +150,19 @@ def balance_all(chains: ChainBatch, count: int, ends: Indices | None = None) -> 
         return solve(chains, count, caps)
     # With an extra cost or latest ends the cap may be too low: widen it until there is a partition, minimise the
     # slowest stage under it, then balance under that.
-    found, todo = np.full((len(caps), count + 1), -1), np.arange(len(caps))
+    out, todo = np.full((len(caps), count + 1), -1), np.arange(len(caps))
     here = chains.start[:, None] + np.arange(size)
     enough = chains.stages(here, here + 1).sum(axis=1)  # no stage takes more than its segments one by one
     while len(todo):
-        found[todo] = solve(chains.take(todo), count, caps[todo], ends, squares=False)
-        todo = todo[(found[todo, 0] < 0) & (caps[todo] < enough[todo])]
+        out[todo] = solve(chains.take(todo), count, caps[todo], ends, squares=False)
+        todo = todo[(out[todo, 0] < 0) & (caps[todo] < enough[todo])]
         caps[todo] *= WIDER
-    done = np.flatnonzero(found[:, 0] >= 0)
+    done = np.flatnonzero(out[:, 0] >= 0)
     if len(done):
         some = chains.take(done)
-        cuts = found[done] + some.start[:, None]
-        found[done] = solve(some, count, some.stages(cuts[:, :-1], cuts[:, 1:]).max(axis=1), ends)
-    return found
+        bounds = out[done] + some.start[:, None]
+        out[done] = solve(some, count, some.stages(bounds[:, :-1], bounds[:, 1:]).max(axis=1), ends)
+    return out
 
 
 def slowest_stage(chains: ChainBatch, count: int) -> FloatVector:
@@ -280,16 +280,16 @@ def _recurrence(
     before, best[0, :, window] = sliding_window_view(best, window, axis=2), 0.0
     choice = []
     for k, (first, last) in enumerate(band[1:]):
-        came, step = before[k, :, first:last], cost[:, first:last]
-        total = came + step if squares else np.maximum(came, step)
+        earlier, step = before[k, :, first:last], cost[:, first:last]
+        total = earlier + step if squares else np.maximum(earlier, step)
         if ends is not None:
             total = np.where(here[first:last, None] <= ends[k][start[first:last]], total, np.inf)
         choice.append(total.argmin(axis=2))
         total.min(axis=2, out=best[k + 1, :, first + window : last + window])
     out = np.full((len(far), len(band)), -1)
-    found = np.flatnonzero(np.isfinite(best[-1, :, -1]))
-    out[found, -1] = size
+    solved = np.flatnonzero(np.isfinite(best[-1, :, -1]))
+    out[solved, -1] = size
     for k in reversed(range(len(choice))):
-        end = out[found, k + 1]
-        out[found, k] = end - window + choice[k][found, end - band[k + 1][0]]
+        end = out[solved, k + 1]
+        out[solved, k] = end - window + choice[k][solved, end - band[k + 1][0]]
     return out

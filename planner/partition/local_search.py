@@ -106,8 +106,8 @@ def level_within_limit(stages: SegmentSums, cuts: Indices, limit: MemoryLimit) -
         scores[finite[near.deficit(candidates.T[:, finite].T) > 0]] = inf
         return scores
 
-    found = descend(cuts, score, _slowest_donors(stages, limit.ranks))
-    return cuts if limit.deficit(found[None])[0] > 0 else found
+    leveled = descend(cuts, score, _slowest_donors(stages, limit.ranks))
+    return cuts if limit.deficit(leveled[None])[0] > 0 else leveled
 
 
 def _step_score_under(stages: SegmentSums, cuts: Indices, ranks: int) -> Score:
@@ -163,18 +163,18 @@ def partition_within_limit(stages: SegmentSums, even: Indices, limit: MemoryLimi
         return None
     near = limit.at_fullest_moments(even)
     mendable = near.deficit(even[None])[0] <= SMALL_DEFICIT * limit.ranks
-    for tried in (fastest, cap) if mendable else ():
-        if tried > fastest or not limit.infeasible_under(stages, tried):
-            found = _reduce_deficit(stages, even, near, tried)
-            if limit.deficit(found[None])[0] <= 0:
-                return level_within_limit(stages, _speed_up(stages, found, limit), limit)
+    for attempt in (fastest, cap) if mendable else ():
+        if attempt > fastest or not limit.infeasible_under(stages, attempt):
+            cuts = _reduce_deficit(stages, even, near, attempt)
+            if limit.deficit(cuts[None])[0] <= 0:
+                return level_within_limit(stages, _speed_up(stages, cuts, limit), limit)
     ends = near.equal_share_ends
     if ends_too_early(ends):
         return None
-    found = solve(ChainBatch.of([stages]), count, np.array([cap]), ends)[0]
-    if found[0] < 0 or limit.deficit(found[None])[0] > 0:
+    cuts = solve(ChainBatch.of([stages]), count, np.array([cap]), ends)[0]
+    if cuts[0] < 0 or limit.deficit(cuts[None])[0] > 0:
         return None
-    return level_within_limit(stages, _speed_up(stages, found, limit), limit)
+    return level_within_limit(stages, _speed_up(stages, cuts, limit), limit)
 
 
 def _reduce_deficit(stages: SegmentSums, cuts: Indices, limit: MemoryLimit, cap: float) -> Indices:
@@ -203,8 +203,8 @@ def _speed_up(stages: SegmentSums, cuts: Indices, limit: MemoryLimit) -> Indices
     def donors(cuts: Indices) -> Indices:
         return np.array([stages(cuts[:-1], cuts[1:]).argmax()])
 
-    found = descend(cuts, score, donors)
-    return cuts if limit.deficit(found[None])[0] > 0 else found
+    faster = descend(cuts, score, donors)
+    return cuts if limit.deficit(faster[None])[0] > 0 else faster
 
 
 @lru_cache(maxsize=64)

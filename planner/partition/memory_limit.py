@@ -83,8 +83,8 @@ class MemoryLimit:
         A partition that differs much from this one may be fuller at other moments.
         """
         saved = self._saved(cuts[:-1], cuts[1:]).reshape(self.chunks, self.ranks)
-        kept = np.einsum("rmc,cr->rm", self.in_flight, saved) + self.transient
-        fullest = np.argsort(-kept, axis=1, kind="stable")[:, :FULLEST]
+        activations = np.einsum("rmc,cr->rm", self.in_flight, saved) + self.transient
+        fullest = np.argsort(-activations, axis=1, kind="stable")[:, :FULLEST]
         in_flight = np.take_along_axis(self.in_flight, fullest[:, :, None], axis=1)
         return evolve(self, in_flight=in_flight, transient=np.take_along_axis(self.transient, fullest, axis=1))
 
@@ -101,8 +101,8 @@ class MemoryLimit:
         if self._buffers_differ:
             buffers = self.receive_buffers[start].reshape(stages.shape[1:]).max(axis=0)
         state, at_step = stages[:2].sum(axis=1)
-        kept = (self.in_flight @ stages[2].transpose(1, 0, 2) + self.transient[..., None]).max(axis=1)
-        peaks: Rows = (np.maximum(state + kept, at_step) + buffers + self.fixed).T
+        activations = (self.in_flight @ stages[2].transpose(1, 0, 2) + self.transient[..., None]).max(axis=1)
+        peaks: Rows = (np.maximum(state + activations, at_step) + buffers + self.fixed).T
         return peaks
 
     @cached_property
@@ -127,8 +127,8 @@ class MemoryLimit:
 
     def deficit(self, cuts: Indices) -> FloatVector:
         """Return the sum over ranks of max(0, peak / limit - 1) of each partition: 0 if it fits."""
-        lacking: FloatVector = np.maximum(self.rank_peaks(cuts) / (self.limit * TOLERANCE) - 1, 0).sum(axis=1)
-        return lacking
+        deficits: FloatVector = np.maximum(self.rank_peaks(cuts) / (self.limit * TOLERANCE) - 1, 0).sum(axis=1)
+        return deficits
 
     def latest_ends(self, k: int) -> Indices:
         """Return where stage k must end, for each cut point where it may begin, if each rank has one stage. Exact."""
@@ -177,8 +177,8 @@ class MemoryLimit:
         free = self.limit * TOLERANCE - self.fixed - self.receive_buffers
         moments = {*zip(self.in_flight[k, :, 0].tolist(), self.transient[k].tolist(), strict=True)}
         most = [a for a in moments if not any(a != b and a[0] <= b[0] and a[1] <= b[1] for b in moments)]
-        kept = [(self.state + n * self.saved, free - transient - n * self.received) for n, transient in most]
-        return [(self.at_step, free), *kept]
+        live = [(self.state + n * self.saved, free - transient - n * self.received) for n, transient in most]
+        return [(self.at_step, free), *live]
 
     def infeasible_under(self, seconds: SegmentSums, cap: float) -> bool:
         """Return True only if no partition fits whose stages take at most `cap` seconds.
@@ -197,8 +197,8 @@ class MemoryLimit:
         moment = self.in_flight.sum(axis=2).argmax(axis=1)
         in_flight = self.in_flight[ranks, moment].T.ravel()
         received = np.where(np.arange(len(stage_rank)), self.received[1:].min(), self.received[0])
-        kept = np.bincount(stage_rank, received * in_flight) + self.transient[ranks, moment]
-        fixed = kept + self.fixed + self.receive_buffers.min()
+        live = np.bincount(stage_rank, received * in_flight) + self.transient[ranks, moment]
+        fixed = live + self.fixed + self.receive_buffers.min()
         state, saved = (_total(held, len(stage_rank)) for held in (self.state, self.saved))
         first = stage_rank <= ranks[:, None]  # [ranks, stages]: the stages of ranks 0..r
         held = np.maximum(first @ least, state - ~first @ most)

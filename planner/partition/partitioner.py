@@ -90,17 +90,17 @@ class PartitionProblem:
                 stop = table.structure.recompute_end(table.recompute_blocks)[cuts]
                 last = np.searchsorted(cuts, stop, side="right") - 1
                 table.known_sums[key] = SegmentSums(sums, extra[cuts], extra[stop], last)
-        found: SegmentSums = table.known_sums[key]
-        return found
+        known: SegmentSums = table.known_sums[key]
+        return known
 
     def within_limit(self, even: StageBounds) -> StageBounds | None:
         """Return a partition that fits, with a fast slowest stage; None if none is found. `even` is balanced."""
-        found: Sequence[int] | Indices | None
+        within: Sequence[int] | Indices | None
         if self.layout.vpp == 1:
-            found = balance(self.seconds, self.layout.pp, self.limits.latest_ends)
+            within = balance(self.seconds, self.layout.pp, self.limits.latest_ends)
         else:
-            found = partition_within_limit(self.seconds, self.cut_points.searchsorted(even), self.limits)
-        return None if found is None else tuple(self.cut_points[np.asarray(found)].tolist())
+            within = partition_within_limit(self.seconds, self.cut_points.searchsorted(even), self.limits)
+        return None if within is None else tuple(self.cut_points[np.asarray(within)].tolist())
 
     def feasible(self, even: StageBounds) -> bool:
         """Return False only if no partition fits, counting shared weights in each stage. `even` is balanced."""
