@@ -52,7 +52,11 @@ def summary_report(summary: Summary, plan: Plan) -> RenderableType:
         ]
     if summary.held_out_loss is not None:
         bits = summary.held_out_loss / math.log(2)
-        rows += [("held-out loss", f"{summary.held_out_loss:.3f} nats per byte, {bits:.3f} bits")]
+        perplexity = math.exp(summary.held_out_loss)
+        rows += [
+            ("held-out loss", f"{summary.held_out_loss:.3f} nats per byte, {bits:.3f} bits"),
+            ("perplexity", f"{perplexity:.3f} over {summary.held_out_tokens:,} held-out tokens"),
+        ]
     rows += [
         ("unigram entropy", f"{summary.unigram_entropy:.3f} nats per byte (held-out loss from byte frequencies alone)"),
         ("peak memory", _peak_memory(summary, plan)),

@@ -64,6 +64,19 @@ class Tokens:
         start = key % seq + seq * permuted(index, self.windows(seq), key)
         return self.array()[start : start + seq + 1].astype(np.int64)
 
+    def held_out_samples(self, seq: int) -> int:
+        """Return the number of `held_out_sample`s."""
+        return (self.count - 1) // seq
+
+    def held_out_sample(self, i: int, *, seq: int) -> Ints:
+        """Return sample i of an evaluation, int64 [seq + 1].
+
+        All samples together predict each token once, except the first one and at most seq - 1 tokens at the end. The
+        first samples come from everywhere in the text.
+        """
+        start = seq * permuted(i, self.held_out_samples(seq), 0)
+        return self.array()[start : start + seq + 1].astype(np.int64)
+
     def histogram(self) -> Ints:
         """Return the number of occurrences of each token, int64 [VOCAB]."""
         return np.bincount(self.array(), minlength=VOCAB)

@@ -46,6 +46,15 @@ Batch = Callable[[int], Tensor]  # maps i to sample i of a global batch: int64 t
 
 
 @frozen
+class MicroBatches:
+    """Micro-batches of one data-parallel rank. The loss of those that start at `stop` or later is not counted."""
+
+    starts: tuple[int, ...]  # the first sample of each
+    size: int  # samples of each
+    stop: int  # the last sample of all ranks, plus 1
+
+
+@frozen
 class StepResult:
     """Result of one optimizer step, equal on all ranks."""
 
@@ -54,6 +63,19 @@ class StepResult:
     lr: float
     skipped: bool = False  # loss or gradients were not finite, so no weight has changed
     loss_scale: float | None = None  # of fp16, after the step
+
+
+@frozen
+class EvaluationResult:
+    """Mean loss of an evaluation, equal on all ranks."""
+
+    loss: float  # nats per token
+    tokens: int  # predicted
+
+    @property
+    def perplexity(self) -> float:
+        """Return e to the power of the loss; infinity if that is too large."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 @define(eq=False)
@@ -119,13 +141,14 @@ class Engine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss = self._run(batch, forward_only=False)
+        part = self._microbatches_of(self.plan.workload.batch, self.plan.layout.micro_batch)
+        loss = mean_loss(self._run(batch, part, forward_only=False))
         lr = self.optimizer.param_groups[0]["lr"]
         update = update_weights(self.optimizer, loss, self.recipe.clip_grad)
         if not update.done:
             for buffer, value in buffers:
                 buffer.copy_(value)
-            self._check_skip(batch, loss, update.grad_norm)
+            self._check_skip(batch, part, loss, update.grad_norm)
             self.skipped += 1
         if self.scaler:
             self.scaler.settle(overflow=not update.done)
@@ -138,7 +161,7 @@ class Engine:
         named = (item for chunk in self.chunks for item in chunk.named_buffers())
         return [(b, b.clone()) for name, b in named if name.endswith("expert_bias")]
 
-    def _check_skip(self, batch: Batch, loss: float, norm: float) -> None:
+    def _check_skip(self, batch: Batch, part: MicroBatches, loss: float, norm: float) -> None:
         """Raise NonFiniteError unless this step may be skipped."""
         if self.scaler and not self.scaler.is_smallest:
             return
@@ -149,57 +172,67 @@ class Engine:
         first = first_bad_gradient(chunks)
         if not math.isfinite(loss):
             self._seed_dropout()
-            first = first_bad_output(chunks, lambda: self._run(batch, forward_only=True)) or first
+            first = first_bad_output(chunks, lambda: self._run(batch, part, forward_only=True)) or first
         scale = f" at the smallest loss scale, {self.scaler.loss_scale:g}" if self.scaler else ""
         raise NonFiniteError(
             f"step {self.done + 1}: loss {loss:g}, gradient norm {norm:g}{scale}: training has diverged\n"
             f"first at {first or 'the gradient norm'}"
         )
 
-    def evaluate(self, batch: Batch, count: int) -> float:
-        """Return the mean loss over `count` global batches, in nats per token, with i up to count · global batch."""
+    def evaluate(self, batch: Batch, samples: int) -> EvaluationResult:
+        """Return the mean loss over `samples` samples of any number, `batch(0)` to `batch(samples - 1)`."""
         for chunk in self.chunks:
             chunk.eval()
-        size = self.plan.workload.batch
-
-        def batch_from(first: int) -> Batch:
-            return lambda i: batch(first + i)
-
+        layout, size = self.plan.layout, self.plan.workload.batch
+        whole = samples - samples % size
+        parts = [self._microbatches_of(size, layout.micro_batch, first) for first in range(0, whole, size)]
+        if samples > whole:
+            parts.append(self._microbatches_of(samples - whole, 1, whole))
+        total = torch.zeros(2, dtype=torch.float64, device=device.current())
         with torch.no_grad():
-            return sum(self._run(batch_from(k * size), forward_only=True) for k in range(count)) / count
+            for part in parts:
+                total += self._run(batch, part, forward_only=True)
+        return EvaluationResult(loss=float(total[0] / total[1]), tokens=int(total[1]))
 
-    def _run(self, batch: Batch, *, forward_only: bool) -> float:
-        """Run all micro-batches through the pipeline. Return the mean loss per token, equal on all ranks."""
-        layout, workload = self.plan.layout, self.plan.workload
-        count = layout.microbatches(workload.batch)
-        feeds = [self._microbatches(batch, count) for _ in self.chunks]  # each chunk has its own iterator over all
+    def _run(self, batch: Batch, part: MicroBatches, *, forward_only: bool) -> Tensor:
+        """Run micro-batches through the pipeline. Return the summed loss and the number of tokens, of all ranks."""
+        feeds = [self._feed(batch, part) for _ in self.chunks]  # each chunk has its own iterator over all
         losses = get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
             model=self.chunks if len(feeds) > 1 else self.chunks[0],
-            num_microbatches=count,
-            seq_length=workload.seq,
-            micro_batch_size=layout.micro_batch,
-            decoder_seq_length=workload.seq,
+            num_microbatches=len(part.starts),
+            seq_length=self.plan.workload.seq,
+            micro_batch_size=part.size,
+            decoder_seq_length=self.plan.workload.seq,
             forward_only=forward_only,
         )
         total = torch.zeros(2, dtype=torch.float64, device=device.current())
         if self.groups.is_last_pipeline_rank and self.groups.tp_rank == 0:
-            for loss in losses:
-                total += loss["sum_and_tokens"]
+            for start, loss in zip(part.starts, losses, strict=True):
+                if start < part.stop:
+                    total += loss["sum_and_tokens"]
         dist.all_reduce(total)
-        return float(total[0] / total[1])
+        return total
 
-    def _microbatches(self, batch: Batch, count: int) -> Iterator[dict[str, Tensor]]:
-        """Yield this rank's micro-batches, tokens and labels [micro_batch, seq / cp].
+    def _microbatches_of(self, samples: int, size: int, first: int = 0) -> MicroBatches:
+        """Return this rank's micro-batches of a number of samples.
 
         Micro-batch k of data-parallel rank r is the global micro-batch k · dp + r. So the samples that share a
-        micro-batch do not depend on dp.
+        micro-batch do not depend on dp. All ranks have equally many, in whole groups of an interleaved schedule: some
+        may be beyond the last sample.
         """
         layout = self.plan.layout
-        for k in range(count):
-            start = (k * layout.dp + self.groups.dp_rank) * layout.micro_batch
-            x = torch.stack([batch(start + j) for j in range(layout.micro_batch)]).to(device.current())
+        count = -(-samples // (size * layout.dp))
+        if layout.vpp > 1:
+            count += -count % layout.microbatch_group_size
+        starts = (first + (k * layout.dp + self.groups.dp_rank) * size for k in range(count))
+        return MicroBatches(tuple(starts), size, first + samples)
+
+    def _feed(self, batch: Batch, part: MicroBatches) -> Iterator[dict[str, Tensor]]:
+        """Yield the tokens and labels of micro-batches, [size, seq / cp]. Beyond the last sample, repeat that one."""
+        for start in part.starts:
+            x = torch.stack([batch(min(start + j, part.stop - 1)) for j in range(part.size)]).to(device.current())
             yield get_batch_on_this_cp_rank({"tokens": x[:, :-1].contiguous(), "labels": x[:, 1:].contiguous()})
 
     def _forward_step(self, feed: Iterator[dict[str, Tensor]], chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
@@ -251,6 +284,11 @@ class Engine:
         if device.gpu_count():
             return int(torch.cuda.max_memory_allocated())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def mean_loss(sum_and_tokens: Tensor) -> float:
+    """Return the loss per token."""
+    return float(sum_and_tokens[0] / sum_and_tokens[1])
 
 
 def reduce_loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -21,7 +21,7 @@ from megaloom.runtime.megatron import device
 from . import checkpoint
 from .checkpoint_folder import Checkpoint, Manifest, latest
 from .data import Tokens
-from .engine import Engine
+from .engine import Engine, EvaluationResult
 from .metrics import InterruptibleConsole, MetricsFile, ProgressDisplay, StepMetrics, progress_display
 from .training_run import RECENT_STEPS, Summary, TrainingRun
 from .weight_update import NonFiniteError
@@ -76,7 +76,7 @@ class Loop:
         """Train to the last step, or until a signal asks to stop."""
         run, engine = self.run, self.engine
         self._print_resumed()
-        held_out_loss, stopped = None, 0
+        held_out, stopped = None, 0
         while engine.done < run.recipe.steps and not stopped:
             self._train_step()
             last = engine.done == run.recipe.steps
@@ -84,10 +84,10 @@ class Loop:
             if engine.done % run.save_every == 0 or last or stopped:
                 self._save()
             if engine.done % run.evaluate_every == 0 and not last and not stopped:
-                self._evaluate()
+                self._evaluate(whole=False)
         if not stopped:
-            held_out_loss = self._evaluate()
-        return self._summary(held_out_loss, stopped)
+            held_out = self._evaluate(whole=True)
+        return self._summary(held_out, stopped)
 
     def _train_step(self) -> None:
         workload, text, first = self.run.plan.workload, self.run.corpus.train, self.samples
@@ -110,13 +110,20 @@ class Loop:
         advice = f"try a --lr below {self.run.recipe.lr:g}, another --seed, or skip such steps with --skip-non-finite"
         return f"this step is not saved ({saved}); {advice}"
 
-    def _evaluate(self) -> float:
-        """Return the mean loss on the held-out text; every evaluation reads the first samples of it."""
+    def _evaluate(self, *, whole: bool) -> EvaluationResult:
+        """Return the loss on the whole held-out text, or on samples of it, which are the same in each evaluation."""
         seq, text = self.run.plan.workload.seq, self.run.corpus.held_out
-        loss = self.engine.evaluate(lambda i: _sample(text, i, seq, 0), self.run.evaluation_batches)
-        self.metrics.write("evaluation", step=self.engine.done, loss=loss)
-        self.display.print(f"step {self.engine.done}  held-out loss {loss:.4f} nats per byte")
-        return loss
+        result = self.engine.evaluate(
+            lambda i: torch.from_numpy(text.held_out_sample(i, seq=seq)), self.run.evaluation_samples(whole=whole)
+        )
+        loss, perplexity, tokens = result.loss, result.perplexity, result.tokens
+        self.metrics.write("evaluation", step=self.engine.done, loss=loss, perplexity=perplexity, tokens=tokens)
+        text_part = "all" if whole else f"{tokens:,}"
+        self.display.print(
+            f"step {self.engine.done}  held-out loss {loss:.4f} nats per byte, perplexity {perplexity:.3f} "
+            f"({text_part} tokens)"
+        )
+        return result
 
     def _save(self) -> None:
         plan, corpus = self.run.plan, self.run.corpus
@@ -168,7 +175,7 @@ class Loop:
             if name != "steps" and name in recipe and value != recipe[name]
         )
 
-    def _summary(self, held_out_loss: float | None, stopped: int) -> Summary:
+    def _summary(self, held_out: EvaluationResult | None, stopped: int) -> Summary:
         assert self.saved, "a run ends with a checkpoint"
         peaks = [0] * dist.get_world_size()
         dist.all_gather_object(peaks, self.engine.peak_memory())
@@ -182,7 +189,8 @@ class Loop:
             seconds=time.monotonic() - self.start,
             step_seconds=statistics.median(step.seconds for step in self.steps) if self.steps else None,
             train_loss=statistics.mean(recent) if recent else None,
-            held_out_loss=held_out_loss,
+            held_out_loss=held_out.loss if held_out else None,
+            held_out_tokens=held_out.tokens if held_out else 0,
             unigram_entropy=self.run.corpus.held_out.unigram_entropy(),
             peak_nbytes=tuple(peaks),
             checkpoint=self.saved,

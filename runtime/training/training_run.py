@@ -15,7 +15,7 @@ RECENT_STEPS = 20
 """Steps over which the summary averages the training loss."""
 
 EVALUATION_TOKENS = 65536
-"""Approximate number of held-out tokens that one evaluation reads."""
+"""Most held-out tokens that an evaluation during training reads. The one at the end reads all."""
 
 
 @frozen(kw_only=True)
@@ -29,12 +29,11 @@ class TrainingRun:
     save_every: int  # steps
     evaluate_every: int  # steps
 
-    @property
-    def evaluation_batches(self) -> int:
-        """Return the global batches of one evaluation: at most those that the held-out text has."""
-        workload = self.plan.workload
-        available = self.corpus.held_out.windows(workload.seq) // workload.batch
-        return max(1, min(EVALUATION_TOKENS // workload.tokens, available))
+    def evaluation_samples(self, *, whole: bool) -> int:
+        """Return the number of samples of an evaluation on the whole held-out text, or on a part of it."""
+        seq = self.plan.workload.seq
+        available = self.corpus.held_out.held_out_samples(seq)
+        return available if whole else min(available, max(1, EVALUATION_TOKENS // seq))
 
 
 @frozen(kw_only=True)
@@ -50,6 +49,7 @@ class Summary:
     step_seconds: float | None  # median
     train_loss: float | None  # mean of the last steps, nats per token
     held_out_loss: float | None  # nats per token; None if stopped
+    held_out_tokens: int  # whose loss it is the mean of
     unigram_entropy: float  # of the held-out text, nats per token
     peak_nbytes: tuple[int, ...]  # by rank
     checkpoint: Path

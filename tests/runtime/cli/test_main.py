@@ -70,6 +70,7 @@ def test_train_shows_plan_progress_and_summary(done: tuple[Path, str]) -> None:
         r"step 6/6  loss \d\.\d+  [\d,]+ tokens/s  0:\d\d elapsed  0:00 left  grad norm \d.*  lr \d", shown
     )
     assert re.search(r"held-out loss +\d\.\d{3} nats per byte, \d\.\d{3} bits", shown)
+    assert re.search(r"perplexity +\d+\.\d{3} over [\d,]+ held-out tokens", shown)
     assert re.search(r"unigram entropy +\d\.\d{3} nats per byte", shown)
     assert re.search(r"step time +0\.\d{3} s \(predicted \d\.\d{3} s\)", shown)
     assert re.search(r"tokens/s/device +[\d,]+ \(predicted [\d,]+\)", shown)

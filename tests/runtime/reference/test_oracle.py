@@ -93,7 +93,7 @@ def trained(plan: Plan) -> tuple[float, list[float], list[float]]:
     from megaloom.runtime.training.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], RECIPE)
-    before = engine.evaluate(sample, 1)
+    before = engine.evaluate(sample, BATCH).loss
     results = [engine.step(lambda i, k=k: sample(k * BATCH + i)) for k in range(RECIPE.steps)]
     return before, [r.loss for r in results], [r.grad_norm for r in results]
 

@@ -71,6 +71,17 @@ def test_an_epoch_visits_every_window_once(tmp_path: Path) -> None:
     assert len({tuple(int(s[0]) for s in samples) for samples in epochs}) == 3
 
 
+@pytest.mark.parametrize("count", [251, 250, 255])
+def test_an_evaluation_predicts_each_token_once(count: int, tmp_path: Path) -> None:
+    path = tmp_path / "held_out.bin"
+    np.arange(count, dtype=np.uint8).tofile(path)
+    text, seq = Tokens(path, count), 10
+    samples = [text.held_out_sample(i, seq=seq) for i in range(text.held_out_samples(seq))]
+    labels = np.concatenate([s[1:] for s in samples])
+    assert sorted(labels) == list(range(1, (count - 1) // seq * seq + 1))
+    assert list(labels) != sorted(labels)  # a part of the samples comes from everywhere
+
+
 def test_samples_depend_on_seed_and_index_alone(tmp_path: Path) -> None:
     text = tokens(tmp_path, 100_000)
     forwards = [text.sample(i, seq=32, seed=5) for i in range(50)]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from math import exp
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,8 @@ def test_a_run_tells_what_it_came_to(finished: tuple[Path, Summary]) -> None:
     assert done.tokens == 6 * 4 * 32
     assert done.train_loss == pytest.approx(sum(losses) / 6)
     assert done.held_out_loss is not None
+    held_out = (folder / "data" / "held_out.bin").stat().st_size
+    assert done.held_out_tokens == (held_out - 1) // 32 * 32
     assert losses[-1] < losses[0] - 0.5  # it learns
     assert done.held_out_loss < losses[0]
     assert 2.5 < done.unigram_entropy < 4
@@ -60,6 +63,9 @@ def test_a_run_tells_what_it_came_to(finished: tuple[Path, Summary]) -> None:
     assert done.checkpoint == folder / "step-000006"
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-000003", "step-000006"]
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = events[-1]
+    assert (last["loss"], last["tokens"]) == (done.held_out_loss, done.held_out_tokens)
+    assert last["perplexity"] == pytest.approx(exp(done.held_out_loss))
     assert [(e["event"], e["step"]) for e in events if e["event"] != "step"] == [
         ("checkpoint", 3),
         ("evaluation", 4),
