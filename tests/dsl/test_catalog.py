@@ -130,7 +130,7 @@ def test_no_such_module(location: str) -> None:
 
 def test_a_file_with_no_model_or_several(write) -> None:
     path = write(TWO)
-    assert message("models.py") == (f"{path} has several models: name one as {path}:name; it has tiny, other")
+    assert message("models.py") == (f"{path} has several models: name one as {path}:name: it has tiny, other")
     path = write(HEAD, "empty.py")
     assert message("empty.py") == (f"{path} has no model: write a function without arguments, `-> Model`")
 
@@ -138,7 +138,7 @@ def test_a_file_with_no_model_or_several(write) -> None:
 def test_a_name_that_is_no_model(write) -> None:
     path = write(TWO + "def sized(layers, embed=4) -> Model: ...\ndef five(): return 5\n")
     for name in ("absent", "wte", "five", "Model"):
-        assert message(f"models.py:{name}") == f"{path} has no model '{name}'; it has tiny, other"
+        assert message(f"models.py:{name}") == f"{path} has no model '{name}': it has tiny, other"
     needs = "needs layers: give each argument of this function a default"
     assert message("models.py:sized") == f"{path}:sized {needs}"
     path = write(ONE + "def five() -> Model: return 5\n", "wrong.py")
