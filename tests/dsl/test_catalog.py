@@ -130,7 +130,7 @@ def test_no_such_module(location: str) -> None:
 
 def test_a_file_with_no_model_or_several(write) -> None:
     path = write(TWO)
-    assert message("models.py") == (f"{path} has several models: name one as {path}:name: it has tiny, other")
+    assert message("models.py") == (f"{path} has several models: name one as {path}:name; it has tiny, other")
     path = write(HEAD, "empty.py")
     assert message("empty.py") == (f"{path} has no model: write a function without arguments, `-> Model`")
 
