@@ -206,8 +206,11 @@ def runtime_violations(layout: Layout, graph: Graph, workload: Workload, cluster
 
 def unfused_cores(graph: Graph, layout: Layout, workload: Workload, cluster: Cluster) -> tuple[Node, ...]:
     """Return the nodes whose attention or scan the runtime computes without a fused kernel on these devices."""
-    found = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, cluster.device.name))
-    return tuple(n for n in graph.nodes if found.execution(n, layout.split, workload.precision).recomputes_cores)
+    own, split = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, cluster.device.name)), layout.split
+    programs = [id(program(n)) for n in graph.nodes]  # nodes with one program run alike
+    distinct = dict(zip(programs, graph.nodes, strict=True)).items()
+    unfused = {key for key, n in distinct if own.execution(n, split, workload.precision).recomputes_cores}
+    return tuple(n for n, key in zip(graph.nodes, programs, strict=True) if key in unfused)
 
 
 def caveats(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[str, ...]:
