@@ -128,12 +128,14 @@ class Pointwise(Op):
     """An elementwise function: [..] to [..]. Arguments are broadcast over the dims that they lack.
 
     add and mul take one or more arguments, the other functions one. fusion: the fusion group of its kernel. A chain
-    of elementwise ops runs as one fused kernel, which reads and saves only the tensors that enter the chain. Raises
-    ShapeError for an unknown function, and if no argument has all the dims.
+    of elementwise ops runs as one fused kernel, which reads and saves only the tensors that enter the chain.
+    eager_tensors: tensors as large as the result that the chain saves besides, in a framework whose fused kernel
+    supports SwiGLU only. Raises ShapeError for an unknown function, and if no argument has all the dims.
     """
 
     fn: str = field()
     fusion: Fusion | None = field(default=None, kw_only=True, eq=False, repr=False)  # not mathematics
+    eager_tensors: int = field(default=0, kw_only=True, eq=False, repr=False)  # not mathematics
     elementwise: ClassVar[bool] = True
 
     @fn.validator
@@ -213,6 +215,6 @@ def not_a_layer(it: object) -> ShapeError:
     return ShapeError(f"{it!r} is not a layer")
 
 
-def fn(name: str, *args: Value, fusion: Fusion | None = None) -> Value:
+def fn(name: str, *args: Value, fusion: Fusion | None = None, eager_tensors: int = 0) -> Value:
     """Return an elementwise function of values, by its name: gelu, silu, add, … (see `Pointwise`)."""
-    return apply(Pointwise(name, fusion=fusion), *args)
+    return apply(Pointwise(name, fusion=fusion, eager_tensors=eager_tensors), *args)

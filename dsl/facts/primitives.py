@@ -156,6 +156,11 @@ def fusion_of(op: Op) -> Fusion | None:
     return op.fusion if isinstance(op, Pointwise) else None
 
 
+def eager_tensors(op: Op) -> int:
+    """Return the tensors that a framework saves of an op's chain if its fused kernel supports SwiGLU only."""
+    return op.eager_tensors if isinstance(op, Pointwise) else 0
+
+
 @lru_cache(maxsize=1 << 13)
 def fitted(p: Program, split: Split, whole: frozenset[str] = frozenset()) -> Program:
     """Return the program in which no axis shards a dim that `split` does not divide and whose shard policy is `whole`.

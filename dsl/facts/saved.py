@@ -27,12 +27,12 @@ from megaloom.dsl.ops.rope import Rope
 from megaloom.dsl.ops.routing import Combine
 from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.sharding_table import Split
-from megaloom.dsl.value import Fusion, Value
+from megaloom.dsl.value import Value
 
 from .primitives import (
     Program,
     Step,
-    fusion_of,
+    eager_tensors,
     origin,
     program,
 )
@@ -61,8 +61,8 @@ class Saved:
 
     recomputed_by: the modules that recompute it, so that it is not saved. port: its position in `Node.inputs` if it is
     an input of the node, -1 for the output, else None. product: a matrix product with a weight reads it, which can save
-    a copy in fewer bits instead. other: another op reads it. fusion, experts: the fusion group of the op that computes
-    it, and whether experts compute it. attention: its part in attention, if it has one.
+    a copy in fewer bits instead. other: another op reads it. eager_tensors: of the op that computes it, see
+    `Pointwise`. experts: whether experts compute it. attention: its part in attention, if it has one.
     """
 
     elements: int
@@ -72,7 +72,7 @@ class Saved:
     port: int | None = None
     product: bool = False
     other: bool = True
-    fusion: Fusion | None = None
+    eager_tensors: int = 0
     attention: AttentionTensor | None = None
     experts: bool = False
 
@@ -162,7 +162,7 @@ def saved_tensors(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
             port=x.port,
             product=x.product,
             other=x.other,
-            fusion=x.fusion,
+            eager_tensors=x.eager_tensors,
             attention=x.attention,
             experts=p.table.among_experts(x.outer),
         )
@@ -192,7 +192,7 @@ class _Unsized:
     port: int | None = None
     product: bool = False
     other: bool = True
-    fusion: Fusion | None = None
+    eager_tensors: int = 0
     attention: AttentionTensor | None = None
 
 
@@ -224,7 +224,7 @@ def _read(p: Program, steps: dict[int, Step]) -> Iterator[_Unsized]:
                 port=port,
                 product=(id(x.source), True) in reads,
                 other=(id(x.source), False) in reads,
-                fusion=fusion_of(maker.value.op) if maker else None,
+                eager_tensors=eager_tensors(maker.value.op) if maker else 0,
                 attention=attention.get(id(x.source)),
             )
         for what, shape, dtype in v.op.saved_buffers(v):

@@ -15,6 +15,11 @@ from megaloom.dsl.value import (
 
 from .linear import project
 
+# Tensors that a gated unit other than SwiGLU saves when each of its operations is a kernel: the activation, and its
+# factor with an offset; where gate and factor are clamped, also the gate and its sigmoid (megatron-core 0.16.1,
+# transformer/mlp.py: glu).
+GATE, CLAMPED_GATE = 2, 4
+
 
 @frozen
 class MLP(Layer):
@@ -37,7 +42,7 @@ class SwiGLU(Layer):
     ff: int
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        return _gated("silu", x, self.ff)
+        return _gated("silu", x, self.ff, eager_tensors=0)
 
 
 @frozen
@@ -48,7 +53,7 @@ class GeGLU(Layer):
     act: str = "gelu_tanh"
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        return _gated(self.act, x, self.ff)
+        return _gated(self.act, x, self.ff, eager_tensors=GATE)
 
 
 @frozen
@@ -65,11 +70,12 @@ class ClampedGLU(Layer):
         e, f = x["embed"], Dim("ff", self.ff)
         g = apply(Clamp(None, self.limit), project("gate", x, f, bias=True))
         u = apply(Clamp(-self.limit, self.limit), project("up", x, f, bias=True))
-        h = fn("mul", g * fn("sigmoid", 1.702 * g), u + 1.0, fusion="gate")
+        h = fn("mul", g * fn("sigmoid", 1.702 * g), u + 1.0, fusion="gate", eager_tensors=CLAMPED_GATE)
         return project("down", h, e, over=("ff",), bias=True)
 
 
-def _gated(act: str, x: Value, ff: int) -> Value:
+def _gated(act: str, x: Value, ff: int, *, eager_tensors: int) -> Value:
     e, f = x["embed"], Dim("ff", ff)
-    h = fn("mul", fn(act, project("gate", x, f)), project("up", x, f), fusion="gate")
+    gate, up = fn(act, project("gate", x, f)), project("up", x, f)
+    h = fn("mul", gate, up, fusion="gate", eager_tensors=eager_tensors)
     return project("down", h, e, over=("ff",))

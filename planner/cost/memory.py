@@ -19,11 +19,8 @@ from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.facts.recompute import NO_MODULES, RecomputedBy
 from megaloom.dsl.facts.saved import AttentionTensor, Saved
 from megaloom.dsl.graph import primitives
-from megaloom.dsl.layers.mlp import ClampedGLU, GeGLU
-from megaloom.dsl.layers.moe import MoE
 from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.weight import Weight
-from megaloom.dsl.value import Op
 from megaloom.planner.contract.capability import Execution
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
@@ -47,10 +44,6 @@ RECEIVE_BUFFERS = 3
 # Bytes of an element of the copy that a product saves when it casts its input, with one scale for each 32 elements of
 # MXFP8 and each 16 of NVFP4 (Transformer Engine's float8, mxfp8 and nvfp4 tensors; the weight gradient reads the copy).
 CAST = {Precision.FP8: 1.0, Precision.MXFP8: 1 + 1 / 32, Precision.NVFP4: 1 / 2 + 1 / 16}
-# Saved tensors of gated units other than SwiGLU when each operation is a kernel, in tensors as large as the input of
-# their last product: the activation and its factor with an offset; where both are clamped also the gate and its
-# sigmoid. Experts save one more, the weighted output (megatron-core 0.16.1, transformer/mlp.py: glu, per_token_scale).
-EAGER_TENSORS: dict[type[Op], int] = {GeGLU: 2, ClampedGLU: 4}
 # Tensor-parallel overlap needs a buffer of a micro-batch's hidden states for each product that gathers them (in 8 bits
 # where products are) and for each that reduces them, and workspaces for two more streams (initialize_ub of Transformer
 # Engine's module/base.py, and
@@ -221,11 +214,10 @@ def saved_activations(
             continue
         modules = kind.saved.recomputed_by(s) if s.attention != "gathered" or execution.module else NO_MODULES
         yield CostColumn.SAVED, modules, tensor_bytes(s, precision, kind.in_recomputed_block)
-    op = kind.node.op
-    unit = op.expert if isinstance(op, MoE) else op
-    if profile.kernels.only_swiglu_fused and (tensors := EAGER_TENSORS.get(type(unit), 0)):
-        for s in (s for s in facts.saved if s.fusion == "gate" and s.experts == isinstance(op, MoE)):
-            nbytes = (tensors + isinstance(op, MoE)) * tensor_bytes(s, precision)
+    if profile.kernels.only_swiglu_fused:
+        for s in (s for s in facts.saved if s.eager_tensors):
+            # Experts save one more, the weighted output (megatron-core 0.16.1, transformer/mlp.py: per_token_scale).
+            nbytes = (s.eager_tensors + s.experts) * tensor_bytes(s, precision)
             yield CostColumn.SAVED, kind.saved.recomputed_by(s), nbytes
     if execution.stores_scores:
         for w in (w for w in facts.work if w.kind == "attend"):

@@ -19,11 +19,13 @@ from megaloom.dsl.layer import Layer
 from megaloom.dsl.layers.attention import Attention
 from megaloom.dsl.layers.embeddings import Embed, Unembed
 from megaloom.dsl.layers.linear import project
+from megaloom.dsl.layers.mlp import GeGLU
+from megaloom.dsl.layers.moe import MoE
 from megaloom.dsl.layers.norms import RMSNorm
 from megaloom.dsl.ops.attention_core import Attend
 from megaloom.dsl.ops.rope import Rope
 from megaloom.dsl.ops.weight import ids, weight
-from megaloom.dsl.value import Value, apply
+from megaloom.dsl.value import Value, apply, fn
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
@@ -273,6 +275,33 @@ def test_names_of_weights_do_not_change_the_memory_of_attention(setting: str, no
             saved.append(pricer.price(Layout(micro_batch=2)).prediction.nbytes[0]["activations"])
     assert saved[:2] == saved[2:]
     assert (saved[0] < saved[1]) is not (setting == "values_share_qkv" and normed)
+
+
+@frozen
+class OwnGate(Layer):
+    """`GeGLU` of 256 channels with a gate of its own, maybe one that says nothing of tensors in eager mode."""
+
+    eager_tensors: int
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        gate, up = (project(name, x, Dim("ff", 256)) for name in ("first", "second"))
+        h = fn("mul", fn("gelu_tanh", gate), up, fusion="gate", eager_tensors=self.eager_tensors)
+        return project("third", h, x["embed"], over=("ff",))
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_memory_of_a_gate_is_a_fact_of_its_op(experts: bool) -> None:
+    """A framework that fuses SwiGLU only saves more of other gates, also of those in a user's layer."""
+    e, v = Dim("embed", 128), Dim("vocab", 512)
+    saved = []
+    for unit in (GeGLU(256), OwnGate(eager_tensors=2), OwnGate(eager_tensors=0)):
+        layer = MoE(unit, 4, 2) if experts else unit
+        table = weight("wte", v, e)
+        g = graph(model("own", ids() >> Embed(table) >> repeat(2, residual(RMSNorm(), layer)) >> Unembed(table)))
+        profile = changed(OWN, kernels={"only_swiglu_fused": True})
+        pricer = Pricer(g, cluster("1xH100"), WORK, profile)
+        saved.append(pricer.price(Layout(micro_batch=16)).prediction.nbytes[0]["activations"])
+    assert saved[0] == saved[1] > saved[2]
 
 
 def test_more_copies_hold_less_of_the_optimizer() -> None:
