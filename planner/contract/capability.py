@@ -6,7 +6,7 @@ A plan records the environment that it assumes; `differences` compares that with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from math import prod
 
@@ -21,10 +21,14 @@ from .module_kinds import runs_as_module
 from .workload import Precision, Runtime
 
 GROUPED_GEMM = "torch._grouped_mm"  # one kernel for the matrix products of several experts
+FLEX_ATTENTION = "torch.nn.attention.flex_attention"  # compiled by Triton, with a backward pass
 TRANSFORMER_ENGINE = "Transformer Engine"
 
 # Devices on which torch._grouped_mm is a loop over the experts: those of compute capability below 9.0, and CPUs.
 WITHOUT_GROUPED_GEMM = ("V100", "A100", "A100-40GB", "A100-PCIe", "A100-PCIe-40GB", "A800", "CPU")
+# Devices on which Triton compiles no FlexAttention: those of compute capability below 8.0, and CPUs.
+WITHOUT_FLEX_ATTENTION = ("V100", "CPU")
+FLEX_CHANNELS = 16  # fewest channels of a head (torch, _inductor/kernel/flex: block sizes of a product)
 # Elements of an expert's second weight, below which its matrix products end before the host has launched the next
 # expert's. Grouped, all of them are one launch.
 GROUPED_ELEMENTS = 2**24
@@ -39,15 +43,14 @@ class AttentionKernel(StrEnum):
 
     TRANSFORMER_ENGINE = "Transformer Engine's fused attention"
     TORCH = "torch.nn.functional.scaled_dot_product_attention"
-    BLOCKS = (
-        "matrix products and a softmax, for a block of queries at a time"  # the backward pass recomputes the scores
-    )
+    FLEX = "torch.nn.attention.flex_attention"
+    BLOCKS = "matrix products and a softmax by blocks of queries"  # the backward pass recomputes the scores
     STORED_SCORES = "matrix products and a softmax, which save all scores"  # Megatron-LM before fused attention
 
     @property
     def fused(self) -> bool:
         """True if one kernel computes attention and stores no scores."""
-        return self in (AttentionKernel.TRANSFORMER_ENGINE, AttentionKernel.TORCH)
+        return self in (AttentionKernel.TRANSFORMER_ENGINE, AttentionKernel.TORCH, AttentionKernel.FLEX)
 
     @property
     def recomputes(self) -> bool:
@@ -97,10 +100,17 @@ class Execution:
         """True if the backward pass recomputes an attention core or a scan in any case."""
         return any(core.kernel.recomputes for core in self.cores)
 
-    def recomputed_cores(self, facts: Costs) -> dict[Work, Core]:
-        """Return the work of attention cores and scans that the backward pass recomputes in any case."""
+    def body_cores(self, facts: Costs) -> dict[Work, Core]:
+        """Return the work of attention cores and scans whose kernel only bodies use."""
         works = (w for w in facts.work if w.kind in ("attend", "scan"))
-        return {w: core for w, core in zip(works, self.cores, strict=True) if core.kernel.recomputes}
+        kernels = (AttentionKernel.FLEX, AttentionKernel.BLOCKS, ScanKernel.CHUNKS)
+        return {w: core for w, core in zip(works, self.cores, strict=True) if core.kernel in kernels}
+
+    @property
+    def saves_two_outputs(self) -> bool:
+        """True if the result of attention is saved without and with the share of its sinks."""
+        flex = (core.value.op for core in self.cores if core.kernel is AttentionKernel.FLEX)
+        return any(isinstance(op, Attend) and op.sink for op in flex)
 
     @property
     def stores_scores(self) -> bool:
@@ -117,6 +127,7 @@ class Capability:
     fused_attention: AttentionKernel  # the kernel of plain attention
     all_modules: bool  # every layer is a module, whose attention of any kind uses that kernel
     fuses_unequal_heads: bool  # so does plain attention whose values have another head size than its keys
+    flex_attention: bool  # FlexAttention computes other attention
     scan: ScanKernel
     grouped_gemm: bool  # one kernel can multiply by the weights of several experts
 
@@ -136,7 +147,10 @@ class Capability:
             return self.fused_attention
         _, k, values, *_ = (a.shape for a in v.args)
         fits = self.fuses_unequal_heads or k["head_dim"] == values["head_dim"]
-        return self.fused_attention if fits and is_plain_attention(v.op) else AttentionKernel.BLOCKS
+        if fits and is_plain_attention(v.op):
+            return self.fused_attention
+        wide = min(k["head_dim"].known, values["head_dim"].known) >= FLEX_CHANNELS
+        return AttentionKernel.FLEX if self.flex_attention and wide else AttentionKernel.BLOCKS
 
     def _groups_experts(self, node: Node, split: Split, precision: Precision) -> bool:
         """True if one kernel multiplies by the weights of all experts of a device."""
@@ -171,12 +185,26 @@ def is_plain_attention(op: Op) -> bool:
     return isinstance(op, Attend) and op == Attend(causal=op.causal, scale=op.scale)
 
 
-def assumed_environment(runtime: Runtime, device: str, experts: bool = True) -> Environment:
-    """Return the environment that a plan assumes for a model with or without experts."""
-    backends: tuple[str, ...] = (TRANSFORMER_ENGINE,)
-    if runtime is Runtime.MEGALOOM:
-        backends = (GROUPED_GEMM,) if experts and device not in WITHOUT_GROUPED_GEMM else ()
+def assumed_environment(
+    runtime: Runtime, device: str, experts: bool = True, other_attention: bool = True
+) -> Environment:
+    """Return the environment that a plan assumes for a model.
+
+    experts: the model has experts. other_attention: it has attention with windows, biases, soft caps or sinks.
+    """
+    if runtime is Runtime.MEGATRON:
+        return Environment(device=device, torch="", backends=(TRANSFORMER_ENGINE,))
+    grouped = experts and device not in WITHOUT_GROUPED_GEMM
+    flex = other_attention and device not in WITHOUT_FLEX_ATTENTION
+    backends = (GROUPED_GEMM,) * grouped + (FLEX_ATTENTION,) * flex
     return Environment(device=device, torch="", backends=backends)
+
+
+def needs_flex_attention(nodes: Iterable[Node]) -> bool:
+    """True if FlexAttention computes the attention of some nodes where a device has it."""
+    found = capability(Runtime.MEGALOOM, Environment(device="", torch="", backends=(FLEX_ATTENTION,)))
+    cores = (core for n in nodes for core in found.execution(n, Split(), Precision.BF16).cores)
+    return any(core.kernel is AttentionKernel.FLEX for core in cores)
 
 
 def capability(runtime: Runtime, environment: Environment) -> Capability:
@@ -188,6 +216,7 @@ def capability(runtime: Runtime, environment: Environment) -> Capability:
             fused_attention=AttentionKernel.TRANSFORMER_ENGINE,
             all_modules=True,
             fuses_unequal_heads=True,
+            flex_attention=False,
             scan=ScanKernel.FUSED,
             grouped_gemm=TRANSFORMER_ENGINE in environment.backends,
         )
@@ -198,6 +227,7 @@ def capability(runtime: Runtime, environment: Environment) -> Capability:
         fused_attention=AttentionKernel.TORCH,
         all_modules=False,
         fuses_unequal_heads=environment.device != "CPU",  # there torch would store the scores
+        flex_attention=FLEX_ATTENTION in environment.backends,
         scan=ScanKernel.CHUNKS,
         grouped_gemm=GROUPED_GEMM in environment.backends,
     )

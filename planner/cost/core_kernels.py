@@ -1,7 +1,7 @@
-"""Cost of attention cores and scans that run without a fused kernel: seconds, and transient bytes.
+"""Cost of attention cores and scans by kernels that only bodies use: seconds, and transient bytes.
 
-They are those of runtime/body/attention.py, by blocks of queries, and of runtime/body/scan.py, by chunks of the
-sequence. `kernels` prices the fused ones.
+They are those of runtime/body: FlexAttention, attention by blocks of queries, and scans by chunks of the sequence.
+`kernels` prices the others.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from megaloom.dsl.dims import NBYTES, DType
 from megaloom.dsl.facts.costs import Work
 from megaloom.dsl.ops.attention_core import Attend
 from megaloom.planner.contract.attention_blocks import block_scores
-from megaloom.planner.contract.capability import SCAN_CHUNK, Core, ScanKernel
+from megaloom.planner.contract.capability import SCAN_CHUNK, AttentionKernel, Core, ScanKernel
 from megaloom.planner.contract.devices import Device
 from megaloom.planner.contract.workload import Precision
 
-from .kernels import KernelSeconds, product_efficiency
+from .kernels import ATTEND_BACKWARD, BACKWARD_TRAFFIC, HALF, HEAD, KernelSeconds, product_efficiency
 
 FP32 = NBYTES[DType.FLOAT32]
+# Share of the speed of fused attention that FlexAttention reaches: 340 to 361 TFLOP/s with windows of 4,096, ALiBi and
+# sinks, 172 with a soft cap, where torch's own kernel reaches 541 (measured on an H200 with torch 2.11: 8,192 tokens,
+# 32 heads of 128 channels, forward and backward).
+FLEX, FLEX_SOFTCAP = 0.65, 0.32
 # Times that the kernels of a block of queries pass over its scores, forward and backward without recompute. Counted in
 # runtime/body/attention.py and runtime/reference/attention_scores.py. Forward: the product writes, the softmax reads
 # and writes, the second product reads. Backward: a product writes the gradient, the softmax reads two and writes one,
@@ -38,10 +42,23 @@ SCAN_KERNELS = (30, 80)
 
 
 def core_seconds(work: Work, core: Core, device: Device, precision: Precision, cp: int) -> KernelSeconds:
-    """Return the seconds of one forward and one backward pass of an attention core or a scan without a fused kernel."""
+    """Return the seconds of one forward and one backward pass of an attention core or a scan."""
+    if core.kernel is AttentionKernel.FLEX:
+        return _flex(work, core, device, precision)
     if core.kernel is ScanKernel.CHUNKS:
         return _chunks(work, device, precision, cp)
     return _blocks(work, core, device, precision)
+
+
+def _flex(work: Work, core: Core, device: Device, precision: Precision) -> KernelSeconds:
+    """Return the seconds of FlexAttention. With a window a query reads as few keys as in a short sequence."""
+    op, traffic = _attend(core), work.elements * precision.nbytes / device.moves
+    keys = work.n if op.window is None else min(work.n, op.window)
+    channels = min(1.0, work.k / (work.k + HEAD) / (128 / (128 + HEAD)))
+    peak = device.flops[precision.wide] * device.sustained * device.attend_efficiency
+    reached = peak * keys / (keys + HALF) * channels * (FLEX if op.softcap is None else FLEX_SOFTCAP)
+    forward = max(work.flops / reached, traffic)
+    return KernelSeconds(forward, max(ATTEND_BACKWARD * work.flops / reached, BACKWARD_TRAFFIC * traffic), 1, 1)
 
 
 def _blocks(work: Work, core: Core, device: Device, precision: Precision) -> KernelSeconds:
@@ -86,6 +103,8 @@ def transient_bytes(work: Work, core: Core, precision: Precision, cp: int) -> in
     if core.kernel is ScanKernel.CHUNKS:
         pairs = work.count * work.m * cp * min(SCAN_CHUNK, work.m)
         return pairs * (FP32 * PAIRS_ALIVE_FP32 + precision.nbytes * PAIRS_ALIVE)
+    if core.kernel is AttentionKernel.FLEX:
+        return 0
     op = _attend(core)
     _, largest, _ = block_scores(op, work.count, work.m, work.n)
     return precision.nbytes * largest * (SCORES_ALIVE + SOFTCAP_ALIVE * (op.softcap is not None))

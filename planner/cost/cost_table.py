@@ -209,7 +209,7 @@ def node_cost(job: Job, kind: NodeKind, facts: Costs, layout: Layout, seq: int) 
     each = [memory.tensor_bytes(s, job.workload.precision) for s in facts.saved]
     full = kind.saved_under_full.tensors(facts.saved, facts.inputs)
     full_saved = sum(memory.tensor_bytes(s, job.workload.precision) for s in full)
-    cores = execution.recomputed_cores(facts).items()
+    cores = execution.body_cores(facts).items()
     transient = (transient_bytes(work, core, job.workload.precision, layout.cp) for work, core in cores)
     return NodeCost(row, by_part, full_saved, 2 * max(each, default=0) + max(transient, default=0))
 
@@ -230,7 +230,7 @@ def _add_kernels(
     one = profile.kernels.host_launches * device.launch_seconds
     host_forward = host_backward = 0.0
     apart, alone = facts.params + facts.expert_params, 0  # gradients added by kernels of their own, by one product
-    stored, cores = execution.stores_scores, execution.recomputed_cores(facts)
+    stored, cores = execution.stores_scores, execution.body_cores(facts)
     for work in facts.work:
         core = cores.get(work)
         priced = core_seconds(work, core, device, precision, cp) if core else None
@@ -253,7 +253,7 @@ def _add_kernels(
         row[CostColumn.FORWARD] += took.forward + wait_forward
         row[CostColumn.BACKWARD] += took.backward + wait_backward
         host_forward, host_backward = host_forward + launch_forward, host_backward + launch_backward
-        modules = NO_MODULES if core else work.recomputed_by
+        modules = NO_MODULES if core and core.kernel.recomputes else work.recomputed_by
         yield CostColumn.FORWARD, modules, max(took.forward + wait_forward, launch_forward)
     row[CostColumn.FORWARD] = max(row[CostColumn.FORWARD], host_forward)
     row[CostColumn.BACKWARD] = max(row[CostColumn.BACKWARD], host_backward)

@@ -13,10 +13,10 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from megaloom.dsl.dims import NBYTES, Sizes
+from megaloom.dsl.dims import NBYTES, DType, Sizes
 from megaloom.dsl.facts.costs import Costs
 from megaloom.dsl.facts.primitives import program
-from megaloom.dsl.facts.recompute import NO_MODULES, RecomputedBy
+from megaloom.dsl.facts.recompute import CORE, NO_MODULES, RecomputedBy
 from megaloom.dsl.facts.saved import AttentionTensor, Saved
 from megaloom.dsl.graph import primitives
 from megaloom.dsl.ops.dot import Dot
@@ -49,6 +49,8 @@ CAST = {Precision.FP8: 1.0, Precision.MXFP8: 1 + 1 / 32, Precision.NVFP4: 1 / 2 
 # Engine's module/base.py, and
 # Megatron-LM's _initialize_tp_communicators).
 GATHERING, REDUCING, STREAMS = 6, 4, 3
+
+RECOMPUTED_CORE = frozenset(CORE)
 
 Array = NDArray[Any]
 Elements = TypeVar("Elements", int, Column)
@@ -222,12 +224,15 @@ def saved_activations(
     if execution.stores_scores:
         for w in (w for w in facts.work if w.kind == "attend"):
             yield CostColumn.SAVED, w.recomputed_by, profile.attention.score_nbytes * w.count * w.m * w.n
-    if not execution.module:
-        return
     attention = dict.fromkeys(get_args(AttentionTensor), 0)
     for s in facts.saved:
         if s.attention is not None:
             attention[s.attention] += tensor_bytes(s, precision)
+    if execution.saves_two_outputs:  # with and without the share of sinks, which is saved in fp32 and as it is applied
+        share = attention["log_sum_exp"] * (1 + precision.nbytes / NBYTES[DType.FLOAT32])
+        yield CostColumn.SAVED, RECOMPUTED_CORE, attention["output"] + share
+    if not execution.module:
+        return
     if profile.attention.values_share_qkv:  # one tensor has queries, keys and values: all of it stays for the values
         yield CostColumn.SAVED, NO_MODULES, max(0, attention["rotated"] - attention["projected"])
     if profile.attention.output_copied and layout.micro_batch > 1:  # the output is saved in both orders of its dims

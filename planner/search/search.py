@@ -14,7 +14,7 @@ from attrs import define, field, frozen
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph
 from megaloom.dsl.json_form import fingerprint
-from megaloom.planner.contract.capability import assumed_environment
+from megaloom.planner.contract.capability import assumed_environment, needs_flex_attention
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
@@ -148,7 +148,8 @@ def plan(
     shown = {priced.layout for priced in (best, *others)}
     rivals, rejected = priced_neighbours(best.layout, pricer, chosen)
     identity, experts = fingerprint(model), model_requirements(graph(model)).experts
-    environment = assumed_environment(runtime, cluster.device.name, experts)
+    flex = needs_flex_attention(graph(model).nodes)
+    environment = assumed_environment(runtime, cluster.device.name, experts, flex)
 
     def plan_of(priced: Priced, reasons: tuple[str, ...]) -> Plan:
         own = runtime is Runtime.MEGALOOM

@@ -21,6 +21,8 @@ from megaloom.runtime.megatron.fused_attention import fused_attention
 from megaloom.runtime.reference.attention_scores import alibi_slopes, finish_scores
 from megaloom.runtime.reference.tensors import broadcast
 
+from .flex import attend_by_flex
+
 
 @frozen
 class LocalQueries:
@@ -46,9 +48,12 @@ def attend(kernel: AttentionKernel, out: Value, *args: Tensor, local: LocalQueri
     if kernel is AttentionKernel.TORCH:
         found = [_fused(op, x, k, v, at) for x, at in parts]
     else:
-        assert kernel is AttentionKernel.BLOCKS, f"a body has no {kernel}"
+        assert kernel in (AttentionKernel.FLEX, AttentionKernel.BLOCKS), f"a body has no {kernel}"
         slopes = alibi_slopes(local.heads)[local.first_head :][: q.shape[1]].to(q.device) if op.alibi else None
-        found = [y for x, at in parts for y in _in_blocks(op, slopes, others, k, v, x, at)]
+        if kernel is AttentionKernel.FLEX:
+            found = [attend_by_flex(op, slopes, others, k, v, x, at) for x, at in parts]
+        else:
+            found = [y for x, at in parts for y in _in_blocks(op, slopes, others, k, v, x, at)]
     y = found[0] if len(found) == 1 else torch.cat(found, 2)
     return broadcast(y.view(*outer, *y.shape[1:]), orders[0], out.shape)
 

@@ -25,6 +25,7 @@ from megaloom.dsl import (
 from megaloom.dsl.catalog import find
 from megaloom.dsl.sharding_table import WHOLE
 from megaloom.planner.contract.capability import (
+    FLEX_ATTENTION,
     GROUPED_GEMM,
     AttentionKernel,
     Capability,
@@ -34,6 +35,7 @@ from megaloom.planner.contract.capability import (
     assumed_environment,
     capability,
     differences,
+    needs_flex_attention,
 )
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
@@ -70,10 +72,10 @@ def execution(
         (Attention(heads=4, qk_norm=evolve(NORM, plus_one=True)), False, "TORCH", "TORCH"),
         (Attention(heads=4, scale=0.5), False, "TORCH", "TORCH"),
         (LATENT, False, "TORCH", "BLOCKS"),
-        (Attention(heads=4, window=16), False, "BLOCKS", "BLOCKS"),
-        (Attention(heads=4, softcap=50.0), False, "BLOCKS", "BLOCKS"),
-        (Attention(heads=4, sink=True), False, "BLOCKS", "BLOCKS"),
-        (Attention(heads=4, alibi=True), False, "BLOCKS", "BLOCKS"),
+        (Attention(heads=4, window=16), False, "FLEX", "BLOCKS"),
+        (Attention(heads=4, softcap=50.0), False, "FLEX", "BLOCKS"),
+        (Attention(heads=4, sink=True), False, "FLEX", "BLOCKS"),
+        (Attention(heads=4, alibi=True), False, "FLEX", "BLOCKS"),
     ],
 )
 def test_kernel_of_attention(layer: Layer, module: bool, on_gpu: str, on_cpu: str) -> None:
@@ -92,9 +94,13 @@ def test_kernel_of_scans() -> None:
 
 
 def test_a_plan_names_cores_without_a_fused_kernel() -> None:
-    case = Layout(), Workload(seq=4096, batch=64), cluster("8xH100")
-    assert not unfused_cores(graph(find("llama3-8b")[0]), *case)
-    assert len(unfused_cores(graph(find("gemma2-2b")[0]), *case)) == 26
+    case = Layout(), Workload(seq=4096, batch=64)
+    assert not unfused_cores(graph(find("llama3-8b")[0]), *case, cluster("8xV100"))
+    assert not unfused_cores(graph(find("gemma2-2b")[0]), *case, cluster("8xH100"))
+    assert len(unfused_cores(graph(find("gemma2-2b")[0]), *case, cluster("8xV100"))) == 26
+    assert len(unfused_cores(graph(find("mamba2-370m")[0]), *case, cluster("8xH100"))) == 48
+    assert needs_flex_attention(graph(find("gemma2-2b")[0]).nodes)
+    assert not needs_flex_attention(graph(find("llama3-8b")[0]).nodes)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +125,7 @@ def test_devices_without_grouped_products(device: str) -> None:
     assumed = assumed_environment(Runtime.MEGALOOM, device)
     assert GROUPED_GEMM not in assumed.backends
     assert not capability(Runtime.MEGALOOM, assumed).grouped_gemm
-    assert not differences(assumed, Environment(device=device, torch="2.9", backends=()))
+    assert not differences(assumed, Environment(device=device, torch="2.9", backends=(FLEX_ATTENTION,)))
 
 
 def test_the_cost_model_prices_the_experts_that_the_runtime_has() -> None:

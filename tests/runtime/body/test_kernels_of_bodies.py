@@ -128,6 +128,20 @@ def test_attention_saves_no_scores(name: str) -> None:
         assert sorted(kept) == sorted([*(x.numel() for x in args), rows * CHANNELS, rows])
 
 
+@pytest.mark.filterwarnings("ignore")  # FlexAttention says on CPUs that it stores scores there
+@pytest.mark.parametrize("name", sorted(set(OPS) - set(PLAIN)))
+def test_flex_attention_forward(name: str) -> None:
+    """On CPUs it has no backward pass; benchmarks/attention.py compares gradients on a GPU."""
+    out, args = attention(OPS[name], 2, CHANNELS)
+    expected = evaluate(out.op, out, *args)
+    with torch.no_grad():
+        for ranges in ((range(SEQ),), *(local_ranges(SEQ // 2, 2, rank) for rank in (0, 1))):
+            rows = torch.cat([torch.arange(SEQ)[at.start : at.stop] for at in ranges])
+            part = [args[0][:, rows].detach(), *(x.detach() for x in args[1:])]
+            found = attend(AttentionKernel.FLEX, out, *part, local=LocalQueries(ranges, 0, HEADS))
+            torch.testing.assert_close(found, expected[:, rows], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 8, 64])
 @pytest.mark.parametrize("groups", [1, 2, 6])
 def test_scan_in_chunks(groups: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
