@@ -30,7 +30,9 @@ PLANS = (
     ("llama3-8b", "--gpus", "8xH100"),
     ("gpt3-175b", "--gpus", "1024xH100", "--seq", "2048", "--batch", "1536"),
     ("deepseek-v3", "--gpus", "2048xH100", "--seq", "4096", "--batch", "8192"),
+    ("deepseek-v3", "--gpus", "2048xH100", "--seq", "4096", "--batch", "15360"),
     ("deepseek-v3", "--gpus", "16384xH100", "--seq", "4096", "--batch", "16384"),
+    ("deepseek-v3", "--gpus", "16384xH100", "--seq", "4096", "--batch", "15360"),
 )
 AT_ONCE = 1000  # base layouts in one call
 
