@@ -1,9 +1,9 @@
-"""Compare planned and measured steps and memory on the GPUs at hand: `python benchmarks/steps.py [DEVICES]`.
+"""Compare planned and measured steps and memory on the GPUs at hand: `python benchmarks/steps.py [DEVICES] [families]`.
 
 Each case is planned, trained for a few steps on random tokens, and compared: the median step time, and the most that
 torch allocated on any device. DEVICES is the number of GPUs, by default all. Models too large for one GPU keep the
 widths of their layers and have fewer layers. Cases with small micro-batches show the time of the host, cases with
-recompute the time of recomputation.
+recompute the time of recomputation. `families` runs instead the models whose attention or scan a layer's body computes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,15 @@ from megaloom.dsl import Model, MoE, SwiGLU
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import vocabulary
+from megaloom.examples.bloom import bloom
+from megaloom.examples.deepseek import deepseek, latent
+from megaloom.examples.gemma2 import gemma2
+from megaloom.examples.gemma3 import gemma3
 from megaloom.examples.gpt2 import gpt
+from megaloom.examples.gpt_oss import gpt_oss
 from megaloom.examples.llama3 import llama
+from megaloom.examples.mamba2 import mamba2
+from megaloom.examples.mistral import mistral
 from megaloom.examples.mixtral import mixtral
 from megaloom.examples.qwen3 import qwen3
 from megaloom.planner import (
@@ -62,6 +69,37 @@ def qwen3_30b() -> Model:
     return qwen3("qwen3-30b-a3b, 4 layers", 4, 32, 4, 2048, MoE(SwiGLU(768), 128, 8, balance=0.001))
 
 
+def gpt_oss_20b() -> Model:
+    return gpt_oss("gpt-oss-20b, 2 layers", 2, 32)
+
+
+def gemma2_2b() -> Model:
+    return gemma2("gemma2-2b, 8 layers", 8, 8, 4, 2304, 9216)
+
+
+def gemma3_4b() -> Model:
+    return gemma3("gemma3-4b, 12 layers", 12, 8, 4, 2560, 10240)
+
+
+def mistral_7b() -> Model:
+    return mistral("mistral-7b, 6 layers", 6, 32, 8, 4096, 14336, vocab=32000, rope=1e4, window=4096)
+
+
+def bloom_7b() -> Model:
+    return bloom("bloom-7b1, 4 layers", 4, 32, 4096)
+
+
+def deepseek_v3() -> Model:
+    """Return one dense and one sparse layer of DeepSeek-V3, with 32 of its 256 experts."""
+    moe = MoE(SwiGLU(2048), 32, 8, balance=0.0001, shared=SwiGLU(2048), score="sigmoid", corrected=True, scale=2.5)
+    attention = latent(128, 1536, 1.0)
+    return deepseek("deepseek-v3, 2 layers", attention, 7168, ff=18432, moe=moe, dense=1, sparse=1, vocab=32000)
+
+
+def mamba2_1b() -> Model:
+    return mamba2("mamba2-1.3b, 24 layers", 24, 2048)
+
+
 @frozen
 class Case:
     """A model of the examples or of this file, sequences per device, and fixed layout fields."""
@@ -99,6 +137,15 @@ MANY = (
     Case("mixtral_8x7b", 4096, 8, {"ep": 2}),
     Case("mixtral_8x7b", 4096, 8, {"ep": 1}),
     Case("qwen3_30b", 4096, 8, {"ep": 2}),
+)
+FAMILIES = (
+    Case("mistral_7b", 8192, 4),
+    Case("gemma2_2b", 4096, 8),
+    Case("gemma3_4b", 4096, 8),
+    Case("gpt_oss_20b", 4096, 8),
+    Case("bloom_7b", 2048, 8),
+    Case("deepseek_v3", 4096, 4),
+    Case("mamba2_1b", 4096, 4),
 )
 
 
@@ -148,10 +195,12 @@ def row(case: Case, plan: Plan, step: float, allocated: float, reserved: float, 
 
 def main() -> None:
     kind = device.local_cluster().partition("x")[2]
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else device.gpu_count() or 1
+    numbers = [int(argument) for argument in sys.argv[1:] if argument.isdigit()]
+    count = numbers[0] if numbers else device.gpu_count() or 1
+    cases = FAMILIES if "families" in sys.argv else ONE if count == 1 else MANY
     precision = Precision.BF16 if device.gpu_count() else Precision.FP32
     print(f"{count}x{kind}, {precision}\n{HEAD}", flush=True)
-    for case in ONE if count == 1 else MANY:
+    for case in cases:
         try:
             it = planned(case, count, kind, precision)
             ranks = launcher.run(trained, (it, STEPS), count)
