@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define, evolve, field, frozen
 
-from megaloom.dsl.ops.weight import Input, Weight
+from megaloom.dsl.ops.weight import INITIAL_STD, Input, Weight
 
 from .combine import Block, Each
 from .dims import Dim
@@ -36,14 +36,23 @@ if TYPE_CHECKING:
 
 @frozen(eq=False)
 class Model:
-    """A name and the values that a program computes. Compare models by `fingerprint`."""
+    """A name and the values that a program computes. Compare models by `fingerprint`.
+
+    std: standard deviation of the initial values of weights that have none of their own. unused: fields of the
+    config.json that the model was read from, with their values, that have no effect on it.
+    """
 
     name: str
     outputs: tuple[Value, ...]
+    std: float = INITIAL_STD
+    unused: tuple[str, ...] = ()
 
 
-def model(name: str, *outputs: Value) -> Model:
-    """Return a model that computes these outputs. Raises ShapeError if an output is not a value."""
+def model(name: str, *outputs: Value, std: float = INITIAL_STD) -> Model:
+    """Return a model that computes these outputs. Raises ShapeError if an output is not a value.
+
+    std: standard deviation of the initial values of weights that have none of their own.
+    """
     if not isinstance(name, str):
         raise ShapeError(f"a model's first argument is its name, got {name!r}: write model('name', value)")
     if not outputs:
@@ -51,7 +60,9 @@ def model(name: str, *outputs: Value) -> Model:
     for v in outputs:
         if not isinstance(v, Value):
             raise ShapeError(f"an output of a model must be a value, such as ids() >> layer, got {v}")
-    return Model(name, outputs)
+    if std < 0:
+        raise ShapeError(f"model {name!r} cannot have weights of standard deviation {std}: use 0 or more")
+    return Model(name, outputs, std)
 
 
 @frozen(eq=False, slots=False)
@@ -61,6 +72,7 @@ class Graph:
     name: str
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
+    std: float = field(default=INITIAL_STD, kw_only=True)  # of the initial values of weights with none of their own
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -184,14 +196,14 @@ def primitives(value: Value) -> Iterator[tuple[Value, str, tuple[Dim, ...]]]:
 
 
 def _slots(
-    node: Node, weights: Iterable[tuple[Value, str, tuple[Dim, ...]]], shared: Container[int]
+    node: Node, weights: Iterable[tuple[Value, str, tuple[Dim, ...]]], shared: Container[int], std: float
 ) -> tuple[Slot, ...]:
     """Return the weight slots of a node."""
     given = {id(v) for v in held_values(node.op)}
     out = []
     for v, path, outer in weights:
         own = id(v) not in given and id(v) not in shared
-        out.append(Slot(f"{node.name}.{path}{v.op}" if own else str(v.op), v, outer if own else ()))
+        out.append(Slot(f"{node.name}.{path}{v.op}" if own else str(v.op), v, outer if own else (), std))
     return tuple(out)
 
 
@@ -205,14 +217,14 @@ def graph(m: Model) -> Graph:
     weights = [[it for it in primitives(n.value) if isinstance(it[0].op, Weight)] for n in ordered]
     uses = Counter(id(v) for them in weights for v, *_ in them)
     shared = {i for i, n in uses.items() if n > 1}
-    nodes = tuple(evolve(n, weights=_slots(n, w, shared)) for n, w in zip(ordered, weights, strict=True))
+    nodes = tuple(evolve(n, weights=_slots(n, w, shared, m.std)) for n, w in zip(ordered, weights, strict=True))
     named: dict[str, tuple[Slot, Node]] = {}
     for n in nodes:
         for s in n.weights:
             slot, node = named.setdefault(s.name, (s, n))
             if slot.value is not s.value:
                 raise _duplicate_name((slot, node), (s, n))
-    return Graph(m.name, nodes, tuple(walk.names[id(v)] for v in m.outputs))
+    return Graph(m.name, nodes, tuple(walk.names[id(v)] for v in m.outputs), std=m.std)
 
 
 def _heads_last(nodes: list[Node], last: str) -> list[Node]:

@@ -30,7 +30,7 @@ from .errors import UserError
 from .graph import Graph, Model, graph, primitives
 from .layer import Layer
 from .node import Node
-from .ops.weight import Weight
+from .ops.weight import INITIAL_STD, Weight
 from .value import Op, Value
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def graph_to_json(g: Graph) -> JSON:
     return {
         "version": FORM_VERSION,
         "name": g.name,
+        **({} if g.std == INITIAL_STD else {"std": _number(g.std)}),
         "weights": {name: writer.weight(slot.value, slot.outer) for name, slot in g.weights.items()},
         "nodes": [writer.node(n) for n in g.nodes],
         "outputs": list(g.outputs),

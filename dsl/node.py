@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from megaloom.dsl.ops.weight import Input, Weight
+from megaloom.dsl.ops.weight import INITIAL_STD, Input, Weight
 
 from .dims import Dim, Shape
 from .value import Op, Value
@@ -17,6 +17,13 @@ class Slot:
     name: str
     value: Value
     outer: tuple[Dim, ...] = ()
+    model_std: float = INITIAL_STD  # of the weights of its model that have none of their own
+
+    @property
+    def std(self) -> float:
+        """The standard deviation of the initial values."""
+        own = self.value.op.std if isinstance(self.value.op, Weight) else None
+        return self.model_std if own is None else own
 
     @property
     def dims(self) -> tuple[Dim, ...]:

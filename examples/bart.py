@@ -41,19 +41,26 @@ def bart(
     vocab: int = 50265,
     seq: int = 1024,
     dropout: float = 0.0,
+    attention_dropout: float = 0.0,
+    activation_dropout: float = 0.0,
 ) -> Model:
-    """A BART of any size. The encoder reads `source_tokens` [batch source], the decoder `tokens` [batch seq]."""
+    """A BART of any size. The encoder reads `source_tokens` [batch source], the decoder `tokens` [batch seq].
+
+    dropout: after the embeddings and each layer. attention_dropout: of the probabilities. activation_dropout: inside
+    the MLPs.
+    """
     d = Dim("embed", embed)
     wte = weight("wte", Dim("vocab", vocab), d)
     drop = (Dropout(dropout),) if dropout else ()
 
     def embedded(tokens: Value, side: str) -> Value:
         wpe = weight(f"{side}_wpe", Dim("position", seq + OFFSET), d)
-        return tokens >> Embed(wte) >> Positions(wpe, OFFSET) >> NORM
+        x = tokens >> Embed(wte) >> Positions(wpe, OFFSET) >> NORM
+        return x >> Dropout(dropout) if dropout else x
 
-    whole, causal = (Attention(heads=heads, causal=c, bias=True, dropout=dropout) for c in (False, True))
-    cross = CrossAttention(heads=heads, bias=True, dropout=dropout)
-    mlp = residual(MLP(ff, "gelu", bias=True), *drop) >> NORM
+    whole, causal = (Attention(heads=heads, causal=c, bias=True, dropout=attention_dropout) for c in (False, True))
+    cross = CrossAttention(heads=heads, bias=True, dropout=attention_dropout)
+    mlp = residual(MLP(ff, "gelu", bias=True, dropout=activation_dropout), *drop) >> NORM
     encoder = residual(whole, *drop) >> NORM >> mlp
     decoder = residual(causal, *drop) >> NORM >> residual(cross, *drop) >> NORM >> mlp
     memory = embedded(ids("source_tokens", Dim("source")), "encoder") >> repeat(layers, encoder)
@@ -114,7 +121,7 @@ NAMES = Names(
 )
 
 
-@reads("BartForConditionalGeneration", "BartModel", names=NAMES)
+@reads("BartForConditionalGeneration", "BartModel", names=NAMES, std_field="init_std")
 def config(c: Config, name: str) -> Model:
     """Return the model of BartForConditionalGeneration, with tied logits, also for configs that name BartModel."""
     layers, heads, ff = (c.whole(f"encoder_{n}") for n in ("layers", "attention_heads", "ffn_dim"))
@@ -131,4 +138,15 @@ def config(c: Config, name: str) -> Model:
     c.only("is_encoder_decoder", True, default=True)
     c.only("tie_word_embeddings", True, default=True)
     seq = c.whole("max_position_embeddings", 1024)
-    return bart(name, layers, heads, c.whole("d_model"), ff, vocab=c.whole("vocab_size"), seq=seq)
+    return bart(
+        name,
+        layers,
+        heads,
+        c.whole("d_model"),
+        ff,
+        vocab=c.whole("vocab_size"),
+        seq=seq,
+        dropout=c.rate("dropout", 0.1),
+        attention_dropout=c.rate("attention_dropout", 0.0),
+        activation_dropout=c.rate("activation_dropout", 0.0),
+    )

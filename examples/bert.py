@@ -53,21 +53,29 @@ def bert(
     seq: int = 512,
     types: int = 2,
     dropout: float = 0.0,
+    attention_dropout: float | None = None,
     pre_norm: bool = False,
 ) -> Model:
-    """A BERT of any size. pre_norm: norms before the layers, as in Megatron-LM, instead of after."""
+    """A BERT of any size. pre_norm: norms before the layers, as in Megatron-LM, instead of after.
+
+    dropout: after the embeddings, attention and MLP. attention_dropout: of the probabilities; None is `dropout`.
+    """
     d = Dim("embed", embed)
     wte = weight("wte", Dim("vocab", vocab), d)
     kinds, wpe = weight("types", Dim("vocab", types), d), weight("wpe", Dim("position", seq), d)
     drop = (Dropout(dropout),) if dropout else ()
-    attention = Attention(heads=heads, causal=False, bias=True, dropout=dropout)
+    probabilities = dropout if attention_dropout is None else attention_dropout
+    attention = Attention(heads=heads, causal=False, bias=True, dropout=probabilities)
     mlp = MLP(ff, "gelu", bias=True)
     if pre_norm:
         block = residual(NORM, attention, *drop) >> residual(NORM, mlp, *drop)
     else:
         block = residual(attention, *drop) >> NORM >> residual(mlp, *drop) >> NORM
     x = ((ids() >> Embed(wte)) + (ids("types") >> Embed(kinds))) >> Positions(wpe)
-    x = x >> repeat(layers, block) >> NORM if pre_norm else x >> NORM >> repeat(layers, block)
+    x = x if pre_norm else x >> NORM
+    x = x >> Dropout(dropout) if dropout else x
+    x = x >> repeat(layers, block)
+    x = x >> NORM if pre_norm else x
     return model(name, x >> Transform() >> Unembed(wte, bias=True))
 
 
@@ -148,4 +156,6 @@ def config(c: Config, name: str) -> Model:
         vocab=c.whole("vocab_size"),
         seq=c.whole("max_position_embeddings", 512),
         types=c.whole("type_vocab_size", 2),
+        dropout=c.rate("hidden_dropout_prob", 0.1),
+        attention_dropout=c.rate("attention_probs_dropout_prob", 0.1),
     )

@@ -4,6 +4,7 @@ from megaloom.dsl import (
     MLP,
     Attention,
     Dim,
+    Dropout,
     Embed,
     LayerNorm,
     Model,
@@ -25,11 +26,22 @@ from megaloom.dsl.hf.tensor_names import (
 )
 
 
-def bloom(name: str, layers: int, heads: int, embed: int, *, vocab: int = 250880) -> Model:
+def bloom(
+    name: str,
+    layers: int,
+    heads: int,
+    embed: int,
+    *,
+    vocab: int = 250880,
+    dropout: float = 0.0,
+    attention_dropout: float = 0.0,
+) -> Model:
     """A BLOOM of any size."""
+    drop = (Dropout(dropout),) if dropout else ()
     wte = weight("wte", Dim("vocab", vocab), Dim("embed", embed))
-    block = residual(LayerNorm(), Attention(heads=heads, alibi=True, bias=True)) >> residual(
-        LayerNorm(), MLP(4 * embed, "gelu_tanh", bias=True)
+    attention = Attention(heads=heads, alibi=True, bias=True, dropout=attention_dropout)
+    block = residual(LayerNorm(), attention, *drop) >> residual(
+        LayerNorm(), MLP(4 * embed, "gelu_tanh", bias=True), *drop
     )
     return model(name, ids() >> Embed(wte) >> LayerNorm() >> repeat(layers, block) >> LayerNorm() >> Unembed(wte))
 
@@ -90,5 +102,11 @@ def config(c: Config, name: str) -> Model:
     c.ignore("offset_alibi", "seq_length", "skip_bias_add", "skip_bias_add_qkv")  # training settings of BLOOM
     heads = c.whole(c.first_present("n_head", "num_attention_heads"))
     return bloom(
-        name, c.whole(c.first_present("n_layer", "num_hidden_layers")), heads, embed, vocab=c.whole("vocab_size")
+        name,
+        c.whole(c.first_present("n_layer", "num_hidden_layers")),
+        heads,
+        embed,
+        vocab=c.whole("vocab_size"),
+        dropout=c.rate("hidden_dropout", 0.0),
+        attention_dropout=c.rate("attention_dropout", 0.0),
     )

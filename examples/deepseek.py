@@ -195,6 +195,7 @@ def _read(c: Config, name: str, moe: MoE) -> Model:
     c.only("hidden_act", "silu", default="silu")
     c.only("rms_norm_eps", 1e-6, default=1e-6)
     c.only("attention_bias", False, default=False)
+    c.only("attention_dropout", 0.0, default=0.0)
     c.only("mlp_bias", False, default=False)
     c.only("tie_word_embeddings", False, default=False)
     heads, nope, rope = c.whole("num_attention_heads"), c.whole("qk_nope_head_dim"), c.whole("qk_rope_head_dim")

@@ -39,6 +39,7 @@ def gemma2(
     rope: float | Rope = 10_000,
     window: int = 4096,
     vocab: int = 256000,
+    attention_dropout: float = 0.0,
 ) -> Model:
     """A Gemma 2 of any size, with an even number of layers. query_scale: the scores are divided by its square root."""
 
@@ -51,6 +52,7 @@ def gemma2(
             scale=query_scale**-0.5,
             softcap=50.0,
             window=window,
+            dropout=attention_dropout,
         )
         return residual(NORM, attention, NORM) >> residual(NORM, GeGLU(ff), NORM)
 
@@ -114,4 +116,5 @@ def config(c: Config, name: str) -> Model:
         rope=rope(c, 10_000.0),
         window=c.whole("sliding_window", 4096),
         vocab=c.whole("vocab_size"),
+        attention_dropout=c.rate("attention_dropout", 0.0),
     )

@@ -44,6 +44,7 @@ def gemma3(
     local_rope: Rope = LOCAL,
     rope: Rope = STRETCHED,
     vocab: int = 262208,
+    attention_dropout: float = 0.0,
 ) -> Model:
     """A Gemma 3 of any size. local_rope, rope: rotary positions of local and of global layers."""
 
@@ -56,6 +57,7 @@ def gemma3(
             scale=query_scale**-0.5,
             window=window,
             qk_norm=RMSNorm(1e-6, over="head_dim", plus_one=True),
+            dropout=attention_dropout,
         )
         return residual(NORM, attention, NORM) >> residual(NORM, GeGLU(ff), NORM)
 
@@ -112,4 +114,5 @@ def config(c: Config, name: str) -> Model:
         local_rope=local,
         rope=rotation(c, 1e6, kind="full_attention"),
         vocab=c.whole("vocab_size", 262208),
+        attention_dropout=c.rate("attention_dropout", 0.0),
     )

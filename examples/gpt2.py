@@ -26,16 +26,27 @@ from megaloom.dsl.hf.tensor_names import (
 
 
 def gpt(
-    name: str, layers: int, heads: int, embed: int, *, vocab: int = 50257, seq: int = 1024, dropout: float = 0.0
+    name: str,
+    layers: int,
+    heads: int,
+    embed: int,
+    *,
+    vocab: int = 50257,
+    seq: int = 1024,
+    dropout: float = 0.0,
+    attention_dropout: float | None = None,
+    embed_dropout: float = 0.0,
 ) -> Model:
-    """A GPT-2 of any size."""
+    """A GPT-2 of any size. attention_dropout: of the probabilities; None is `dropout`, that before each residual."""
     d = Dim("embed", embed)
     wte, wpe = weight("wte", Dim("vocab", vocab), d), weight("wpe", Dim("position", seq), d, std=0.01)
     drop = (Dropout(dropout),) if dropout else ()
-    block = residual(LayerNorm(), Attention(heads=heads, bias=True, dropout=dropout), *drop) >> residual(
+    probabilities = dropout if attention_dropout is None else attention_dropout
+    block = residual(LayerNorm(), Attention(heads=heads, bias=True, dropout=probabilities), *drop) >> residual(
         LayerNorm(), MLP(4 * embed, "gelu_tanh", bias=True), *drop
     )
     x = ids() >> Embed(wte) >> Positions(wpe)
+    x = x >> Dropout(embed_dropout) if embed_dropout else x
     return model(name, x >> repeat(layers, block) >> LayerNorm() >> Unembed(wte))  # one weight used twice: tied
 
 
@@ -96,4 +107,14 @@ def config(c: Config, name: str) -> Model:
     c.only("scale_attn_by_inverse_layer_idx", False, default=False)
     c.only("reorder_and_upcast_attn", False, True, default=False)  # numerics only
     c.only("tie_word_embeddings", True, default=True)
-    return gpt(name, c.whole("n_layer"), c.whole("n_head"), embed, vocab=c.whole("vocab_size"), seq=seq)
+    return gpt(
+        name,
+        c.whole("n_layer"),
+        c.whole("n_head"),
+        embed,
+        vocab=c.whole("vocab_size"),
+        seq=seq,
+        dropout=c.rate("resid_pdrop", 0.1),
+        attention_dropout=c.rate("attn_pdrop", 0.1),
+        embed_dropout=c.rate("embd_pdrop", 0.1),
+    )

@@ -47,12 +47,20 @@ def gpt_oss(
     vocab: int = 201088,
     balance: float = 0.9,
     rope: Rope = STRETCHED,
+    attention_dropout: float = 0.0,
 ) -> Model:
     """A GPT-OSS of any size, with an even number of layers."""
 
     def block(window: int | None) -> Layer:
         attention = Attention(
-            heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, bias=True, sink=True, window=window
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rope=rope,
+            bias=True,
+            sink=True,
+            window=window,
+            dropout=attention_dropout,
         )
         moe = MoE(ClampedGLU(ff, limit), experts, top_k, balance=balance, bias=True)
         return residual(RMSNorm(), attention) >> residual(RMSNorm(), moe)
@@ -118,4 +126,5 @@ def config(c: Config, name: str) -> Model:
         vocab=c.whole("vocab_size"),
         balance=c.number("router_aux_loss_coef", 0.001),
         rope=STRETCHED if plain else rotation(c, 150_000.0),
+        attention_dropout=c.rate("attention_dropout", 0.0),
     )

@@ -39,12 +39,13 @@ def llama(
     head_dim: int | None = None,
     eps: float = 1e-5,
     tied: bool = False,
+    attention_dropout: float = 0.0,
 ) -> Model:
     """A Llama of any size."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     wte = weight("wte", v, d)
     head = wte if tied else weight("head", v, d)
-    attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope)
+    attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, dropout=attention_dropout)
     block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), SwiGLU(ff))
     return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head))
 
@@ -128,4 +129,5 @@ def config(c: Config, name: str) -> Model:
         head_dim=c.head_dim(embed, heads),
         eps=c.number("rms_norm_eps", 1e-6),
         tied=c.flag("tie_word_embeddings", False),
+        attention_dropout=c.rate("attention_dropout", 0.0),
     )

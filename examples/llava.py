@@ -155,6 +155,8 @@ def config(c: Config, name: str) -> Model:
     text.only("head_dim", embed // heads, default=embed // heads)
     text.only("hidden_act", "silu", default="silu")
     text.only("rms_norm_eps", 1e-5)
+    for part in (see, text):
+        part.only("attention_dropout", 0.0, default=0.0)
     text.only("tie_word_embeddings", False, default=False)
     for bias in ("attention_bias", "mlp_bias"):
         text.only(bias, False, default=False)

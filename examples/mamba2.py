@@ -45,7 +45,7 @@ def mamba2(
     heads = 2 * embed // head_dim
     mamba = Mamba2(heads=heads, head_dim=head_dim, state=state, groups=groups, norm_groups=groups, conv=conv)
     x = ids() >> Embed(wte) >> repeat(layers, residual(RMSNorm(), mamba))
-    return model(name, x >> RMSNorm() >> Unembed(head))
+    return model(name, x >> RMSNorm() >> Unembed(head), std=0.1)
 
 
 def mamba2_130m() -> Model:
@@ -101,7 +101,7 @@ def steps(c: Config) -> None:
 COPIES = {"lm_head.weight": "backbone.embeddings.weight"}
 
 
-@reads("Mamba2ForCausalLM", names=Names(WHOLE, {"backbone.layers.{layer}.": LAYER}, copies=COPIES))
+@reads("Mamba2ForCausalLM", names=Names(WHOLE, {"backbone.layers.{layer}.": LAYER}, copies=COPIES), std=0.1)
 def config(c: Config, name: str) -> Model:
     steps(c)
     embed, head_dim = c.whole("hidden_size"), c.whole("head_dim", 64)

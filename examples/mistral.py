@@ -39,10 +39,13 @@ def mistral(
     window: int | None = None,
     eps: float = 1e-5,
     tied: bool = False,
+    attention_dropout: float = 0.0,
 ) -> Model:
     """A Mistral of any size."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
-    attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, window=window)
+    attention = Attention(
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, window=window, dropout=attention_dropout
+    )
     wte = weight("wte", v, d)
     head = wte if tied else weight("head", v, d)
     block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), SwiGLU(ff))
@@ -81,4 +84,5 @@ def config(c: Config, name: str) -> Model:
         window=None if c.is_null("sliding_window") else c.whole("sliding_window", 4096),
         eps=c.number("rms_norm_eps", 1e-6),
         tied=c.flag("tie_word_embeddings", False),
+        attention_dropout=c.rate("attention_dropout", 0.0),
     )

@@ -38,10 +38,11 @@ def mixtral(
     balance: float = 0.02,
     eps: float = 1e-5,
     tied: bool = False,
+    attention_dropout: float = 0.0,
 ) -> Model:
     """A Mixtral of any size."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
-    attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope)
+    attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, dropout=attention_dropout)
     wte = weight("wte", v, d)
     head = wte if tied else weight("head", v, d)
     moe = MoE(SwiGLU(ff), experts=experts, top_k=top_k, balance=balance)
@@ -86,4 +87,5 @@ def config(c: Config, name: str) -> Model:
         rope=rope(c, 1e6),
         eps=c.number("rms_norm_eps", 1e-5),
         tied=c.flag("tie_word_embeddings", False),
+        attention_dropout=c.rate("attention_dropout", 0.0),
     )

@@ -39,14 +39,21 @@ def nemotron(
     vocab: int = 256000,
     head_dim: int | None = None,
     rope: Rope | None = None,
+    attention_dropout: float = 0.0,
+    std: float = 0.0134,
 ) -> Model:
-    """A Nemotron-4 of any size. rope: the default rotates half of the channels of each head."""
+    """A Nemotron-4 of any size. rope: the default rotates half of the channels of each head.
+
+    std: of initial weights.
+    """
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     half = Rope(10_000, (head_dim or embed // heads) // 2)
-    attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope or half)
+    attention = Attention(
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope or half, dropout=attention_dropout
+    )
     block = residual(NORM, attention) >> residual(NORM, MLP(ff, "relu2"))
     x = ids() >> Embed(weight("wte", v, d)) >> repeat(layers, block)
-    return model(name, x >> NORM >> Unembed(weight("head", v, d)))
+    return model(name, x >> NORM >> Unembed(weight("head", v, d)), std=std)
 
 
 def nemotron4_15b() -> Model:
@@ -59,7 +66,7 @@ def nemotron4_340b() -> Model:
 
 def minitron_8b() -> Model:
     """Nemotron-4 15B pruned to 8B (arXiv:2407.14679)."""
-    return nemotron("minitron-8b", 32, 48, 8, 4096, 16384, head_dim=128)
+    return nemotron("minitron-8b", 32, 48, 8, 4096, 16384, head_dim=128, std=0.01)
 
 
 NAMES = Names(
@@ -83,7 +90,7 @@ NAMES = Names(
 )
 
 
-@reads("NemotronForCausalLM", names=NAMES)
+@reads("NemotronForCausalLM", names=NAMES, std=0.0134)
 def config(c: Config, name: str) -> Model:
     c.only("hidden_act", "relu2", default="relu2")
     c.only("norm_eps", 1e-5, default=1e-5)
@@ -102,4 +109,5 @@ def config(c: Config, name: str) -> Model:
         vocab=c.whole("vocab_size"),
         head_dim=c.head_dim(embed, heads),
         rope=rotation(c, 10_000.0, head_dim=head_dim, part=0.5),
+        attention_dropout=c.rate("attention_dropout", 0.0),
     )

@@ -84,6 +84,7 @@ def config(c: Config, name: str) -> Model:
             heads=c.whole("num_attention_heads"),
             kv_heads=c.whole("num_key_value_heads", 8),
             head_dim=head_dim,
+            dropout=c.rate("attention_dropout", 0.0),
         ),
         mlp=MLP(c.whole("intermediate_size"), "relu2"),
         vocab=c.whole("vocab_size"),

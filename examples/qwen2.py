@@ -38,12 +38,13 @@ def qwen2(
     rope: float | Rope = 1e6,
     tied: bool = False,
     eps: float = 1e-6,
+    attention_dropout: float = 0.0,
 ) -> Model:
     """A Qwen 2.5 of any size."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     wte = weight("wte", v, d)
     head = wte if tied else weight("head", v, d)
-    attention = Attention(heads=heads, kv_heads=kv_heads, rope=rope, qkv_bias=True)
+    attention = Attention(heads=heads, kv_heads=kv_heads, rope=rope, qkv_bias=True, dropout=attention_dropout)
     block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), SwiGLU(ff))
     return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head))
 
@@ -103,5 +104,6 @@ def config(c: Config, name: str) -> Model:
         vocab=c.whole("vocab_size"),
         rope=rope(c, 10_000.0),
         tied=c.flag("tie_word_embeddings", False),
+        attention_dropout=c.rate("attention_dropout", 0.0),
         eps=c.number("rms_norm_eps", 1e-6),
     )

@@ -42,13 +42,16 @@ def qwen3(
     rope: float | Rope = 1e6,
     tied: bool = False,
     eps: float = 1e-6,
+    attention_dropout: float = 0.0,
 ) -> Model:
     """A Qwen 3 of any size; `ff` is SwiGLU(...), or a MoE of them."""
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     wte = weight("wte", v, d)
     head = wte if tied else weight("head", v, d)
     norm = RMSNorm(eps, over="head_dim")
-    attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, qk_norm=norm)
+    attention = Attention(
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, qk_norm=norm, dropout=attention_dropout
+    )
     block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), ff)
     return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head))
 
@@ -133,5 +136,6 @@ def _read(c: Config, name: str, ff: Layer, *, head_dim: int | None = 128) -> Mod
         head_dim=c.whole("head_dim", head_dim or embed // heads),
         rope=rope(c, 10_000.0),
         tied=c.flag("tie_word_embeddings", False),
+        attention_dropout=c.rate("attention_dropout", 0.0),
         eps=c.number("rms_norm_eps", 1e-6),
     )

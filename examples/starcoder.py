@@ -4,6 +4,7 @@ from megaloom.dsl import (
     MLP,
     Attention,
     Dim,
+    Dropout,
     Embed,
     LayerNorm,
     Model,
@@ -24,14 +25,29 @@ from megaloom.dsl.hf.tensor_names import (
 )
 
 
-def starcoder(name: str, layers: int, heads: int, embed: int, *, vocab: int = 49152, seq: int = 8192) -> Model:
+def starcoder(
+    name: str,
+    layers: int,
+    heads: int,
+    embed: int,
+    *,
+    vocab: int = 49152,
+    seq: int = 8192,
+    dropout: float = 0.0,
+    attention_dropout: float = 0.0,
+    embed_dropout: float = 0.0,
+) -> Model:
     """A StarCoder of any size: multi-query attention (Shazeer, arXiv:1911.02150)."""
+    drop = (Dropout(dropout),) if dropout else ()
     d = Dim("embed", embed)
     wte, wpe = weight("wte", Dim("vocab", vocab), d), weight("wpe", Dim("position", seq), d)
-    block = residual(LayerNorm(), Attention(heads=heads, kv_heads=1, bias=True)) >> residual(
-        LayerNorm(), MLP(4 * embed, "gelu_tanh", bias=True)
+    attention = Attention(heads=heads, kv_heads=1, bias=True, dropout=attention_dropout)
+    block = residual(LayerNorm(), attention, *drop) >> residual(
+        LayerNorm(), MLP(4 * embed, "gelu_tanh", bias=True), *drop
     )
-    return model(name, ids() >> Embed(wte) >> Positions(wpe) >> repeat(layers, block) >> LayerNorm() >> Unembed(wte))
+    x = ids() >> Embed(wte) >> Positions(wpe)
+    x = x >> Dropout(embed_dropout) if embed_dropout else x
+    return model(name, x >> repeat(layers, block) >> LayerNorm() >> Unembed(wte))
 
 
 def starcoder_1b() -> Model:
@@ -84,4 +100,14 @@ def config(c: Config, name: str) -> Model:
     c.ignore("summary_activation", "inference_runner", "max_batch_size", "max_sequence_length", "pre_allocate_kv_cache")
     c.ignore("runner_max_sequence_length", "validate_runner_input", "pad_key_length")  # settings for serving
     seq = c.whole("n_positions", 1024)
-    return starcoder(name, c.whole("n_layer"), c.whole("n_head"), embed, vocab=c.whole("vocab_size"), seq=seq)
+    return starcoder(
+        name,
+        c.whole("n_layer"),
+        c.whole("n_head"),
+        embed,
+        vocab=c.whole("vocab_size"),
+        seq=seq,
+        dropout=c.rate("resid_pdrop", 0.1),
+        attention_dropout=c.rate("attn_pdrop", 0.1),
+        embed_dropout=c.rate("embd_pdrop", 0.1),
+    )

@@ -5,6 +5,7 @@ from megaloom.dsl import (
     Attention,
     CrossAttention,
     Dim,
+    Dropout,
     Embed,
     GeGLU,
     Layer,
@@ -13,6 +14,7 @@ from megaloom.dsl import (
     RMSNorm,
     Scale,
     Unembed,
+    chain,
     ids,
     model,
     repeat,
@@ -44,11 +46,13 @@ def t5(
     buckets: int = 32,
     distance: int = 128,
     decoder_layers: int | None = None,
+    dropout: float = 0.0,
 ) -> Model:
     """A T5 of any size: by default the decoder has as many layers as the encoder.
 
     The encoder reads `source_tokens` [batch source], the decoder `tokens` [batch seq]. The layers of each share a table
-    of biases by distance. Tied logits are of hidden states times embed^-0.5.
+    of biases by distance. Tied logits are of hidden states times embed^-0.5. dropout: of embeddings, attention
+    probabilities and the outputs of layers and stacks; `ff` has its own.
     """
     d, h = Dim("embed", embed), Dim("heads", heads)
     wte = weight("wte", Dim("vocab", vocab), d, std=1.0)
@@ -56,13 +60,24 @@ def t5(
     def attention(side: str, causal: bool) -> Attention:
         table = weight(f"{side}_biases", Dim("buckets", buckets), h)
         relative = RelativeBuckets(buckets, distance, bidirectional=not causal)
-        return Attention(heads=heads, head_dim=head_dim, causal=causal, scale=1.0, relative=relative, table=table)
+        return Attention(
+            heads=heads,
+            head_dim=head_dim,
+            causal=causal,
+            scale=1.0,
+            relative=relative,
+            table=table,
+            dropout=dropout,
+        )
 
-    cross = CrossAttention(heads=heads, head_dim=head_dim, scale=1.0)
-    encoder = residual(NORM, attention("encoder", causal=False)) >> residual(NORM, ff)
-    decoder = residual(NORM, attention("decoder", causal=True)) >> residual(NORM, cross) >> residual(NORM, ff)
-    memory = ids("source_tokens", Dim("source")) >> Embed(wte) >> repeat(layers, encoder) >> NORM
-    x = ids() >> Embed(wte) >> repeat(decoder_layers or layers, decoder).given(memory=memory) >> NORM
+    drop = (Dropout(dropout),) if dropout else ()
+    cross = CrossAttention(heads=heads, head_dim=head_dim, scale=1.0, dropout=dropout)
+    feed_forward = residual(NORM, ff, *drop)
+    encoder = residual(NORM, attention("encoder", causal=False), *drop) >> feed_forward
+    decoder = residual(NORM, attention("decoder", causal=True), *drop) >> residual(NORM, cross, *drop) >> feed_forward
+    embedded, after = chain(Embed(wte), *drop), chain(NORM, *drop)
+    memory = ids("source_tokens", Dim("source")) >> embedded >> repeat(layers, encoder) >> after
+    x = ids() >> embedded >> repeat(decoder_layers or layers, decoder).given(memory=memory) >> after
     if tied:
         return model(name, x >> Scale(embed**-0.5) >> Unembed(wte))
     return model(name, x >> Unembed(weight("head", Dim("vocab", vocab), d)))
@@ -152,7 +167,8 @@ def config(c: Config, name: str) -> Model:
     c.ignore("n_positions")  # there is no table of positions
     tied = c.flag("tie_word_embeddings", True)
     ff, layers = c.whole("d_ff"), c.whole("num_layers")
-    kinds = {"relu": MLP(ff, "relu"), "gated-gelu": GeGLU(ff)}
+    dropout = c.rate("dropout_rate", 0.1)
+    kinds = {"relu": MLP(ff, "relu", dropout=dropout), "gated-gelu": GeGLU(ff, dropout=dropout)}
     return t5(
         name,
         layers=layers,
@@ -165,4 +181,5 @@ def config(c: Config, name: str) -> Model:
         buckets=c.whole("relative_attention_num_buckets", 32),
         distance=c.whole("relative_attention_max_distance", 128),
         decoder_layers=c.whole("num_decoder_layers", layers),
+        dropout=dropout,
     )

@@ -7,6 +7,7 @@ from megaloom.dsl import (
     Attention,
     Concat,
     Dim,
+    Dropout,
     Layer,
     LayerNorm,
     Model,
@@ -52,16 +53,28 @@ class First(Layer):
 
 
 def vit(
-    name: str, layers: int, heads: int, embed: int, ff: int, *, patch: int = 16, pixels: int = 224, classes: int = 1000
+    name: str,
+    layers: int,
+    heads: int,
+    embed: int,
+    ff: int,
+    *,
+    patch: int = 16,
+    pixels: int = 224,
+    classes: int = 1000,
+    dropout: float = 0.0,
+    attention_dropout: float = 0.0,
 ) -> Model:
     """A vision transformer of any size, for images [batch channels=3 height width] of `pixels` by `pixels`."""
     d, count = Dim("embed", embed), (pixels // patch) ** 2
     cls = weight("cls", Dim("patches", 1), d)
     wpe = weight("wpe", Dim("position", count + 1), d)
     norm = LayerNorm(1e-12)
-    attention = Attention(heads=heads, causal=False, bias=True)
-    block = residual(norm, attention) >> residual(norm, MLP(ff, "gelu", bias=True))
+    drop = (Dropout(dropout),) if dropout else ()
+    attention = Attention(heads=heads, causal=False, bias=True, dropout=attention_dropout)
+    block = residual(norm, attention, *drop) >> residual(norm, MLP(ff, "gelu", bias=True), *drop)
     x = image(height=pixels, width=pixels) >> PatchEmbed(patch, d) >> Prepend(cls) >> Positions(wpe)
+    x = x >> Dropout(dropout) if dropout else x
     head = Unembed(weight("head", Dim("vocab", classes), d), bias=True)
     return model(name, x >> repeat(layers, block) >> norm >> First() >> head)
 
@@ -130,4 +143,6 @@ def config(c: Config, name: str) -> Model:
         patch=c.whole("patch_size", 16),
         pixels=c.whole("image_size", 224),
         classes=c.length("id2label", 2),
+        dropout=c.rate("hidden_dropout_prob", 0.0),
+        attention_dropout=c.rate("attention_probs_dropout_prob", 0.0),
     )

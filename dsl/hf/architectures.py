@@ -15,11 +15,12 @@ from os.path import isdir
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.example_modules import example_modules
 from megaloom.dsl.graph import Model
+from megaloom.dsl.ops.weight import INITIAL_STD
 
 from .fields import Config, rope, rotation
 from .tensor_names import Names
@@ -50,22 +51,29 @@ class Reader:
     architectures: tuple[str, ...]
     model: Callable[[Config, str], Model]
     names: Names
+    std: float = INITIAL_STD  # of initial weights, for configs that have none
+    std_field: str = "initializer_range"
 
     def __call__(self, config: Config, name: str) -> Model:
         """Return the model. Raises UserError for a field that is missing, wrong or unknown."""
-        model = self.model(config, name)
+        model = evolve(self.model(config, name), std=config.number(self.std_field, self.std))
         if unread := list(config.unread()):
             fields = "unknown field" if len(unread) == 1 else "unknown fields"
             raise UserError(
                 f"{config.where}: {fields} {', '.join(unread)} for {self.architectures[0]}\n"
                 "remove a field if it does not change the model"
             )
-        return model
+        return evolve(model, unused=tuple(config.unused()))
 
 
-def reads(*architectures: str, names: Names) -> Callable[[Callable[[Config, str], Model]], Reader]:
-    """Return a decorator for the function that makes a model of these architectures from a config.json."""
-    return lambda function: Reader(architectures, function, names)
+def reads(
+    *architectures: str, names: Names, std: float = INITIAL_STD, std_field: str = "initializer_range"
+) -> Callable[[Callable[[Config, str], Model]], Reader]:
+    """Return a decorator for the function that makes a model of these architectures from a config.json.
+
+    std_field: the field with the standard deviation of initial weights; std: that of configs without it.
+    """
+    return lambda function: Reader(architectures, function, names, std, std_field)
 
 
 def read(config: str | Path | Mapping[str, Any]) -> Model:

@@ -1,8 +1,9 @@
 """The fields of a Hugging Face config.json, read strictly.
 
 A reader reads every field that the model depends on. A field that it does not read must be in `UNUSED`, the fields that
-do not change what a trained model computes; any other field is an error, so that none is ignored silently. `default` is
-the value that Hugging Face uses for a missing field; without a default the field is required.
+do not change what a model computes, or in `TRAINING`, the fields of dropout and initial values: those that have an
+effect in Hugging Face are listed in `Model.unused`. Any other field is an error, so that none is ignored silently.
+`default` is the value that Hugging Face uses for a missing field; without a default the field is required.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ T = TypeVar("T")
 V = TypeVar("V")
 REQUIRED: Final[Any] = object()
 
-# Fields that do not change what a trained model computes, by topic.
+# Fields that do not change what a model computes, by topic.
 STORAGE = """_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
     attn_implementation auto_map chunk_size_feed_forward dtype ep_size gradient_checkpointing internal_version
     mamba_ssm_cache_dtype model_type num_logits_to_keep pretraining_tp quantization_config torch_dtype torchscript
@@ -48,13 +49,16 @@ GENERATION = """assistant_confidence_threshold assistant_early_exit assistant_en
     renormalize_logits repetition_penalty return_dict_in_generate return_legacy_cache sequence_bias speculation_type
     stop_strings suppress_tokens target_lookbehind temperature token_healing top_h top_k top_p typical_p use_mtp
     watermarking_config"""
-OUTPUTS = """finetuning_task id2label label2id output_attentions output_hidden_states output_past output_router_logits
-    problem_type return_dict summary_activation summary_first_dropout summary_proj_to_labels summary_type
-    summary_use_proj"""
-TRAINING = """activation_dropout attention_dropout attention_probs_dropout_prob attn_pdrop classif_dropout
-    classifier_dropout decoder_layerdrop dropout dropout_rate embd_pdrop encoder_layerdrop hidden_dropout
-    hidden_dropout_prob init_std initializer_factor initializer_range resid_pdrop router_jitter_noise"""
-UNUSED = frozenset(" ".join((STORAGE, TOKENS, GENERATION, OUTPUTS, TRAINING)).split())
+OUTPUTS = """classif_dropout classifier_dropout finetuning_task id2label label2id output_attentions
+    output_hidden_states output_past output_router_logits problem_type return_dict summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj"""
+UNUSED = frozenset(" ".join((STORAGE, TOKENS, GENERATION, OUTPUTS)).split())
+
+# Fields that change the training of a model, for architectures whose reader does not use them.
+DROPOUT = """activation_dropout attention_dropout attention_probs_dropout_prob attn_pdrop decoder_layerdrop dropout
+    dropout_rate embd_pdrop encoder_layerdrop hidden_dropout hidden_dropout_prob resid_pdrop router_jitter_noise"""
+INITIAL_VALUES = "init_std initializer_factor initializer_range"
+TRAINING = frozenset(f"{DROPOUT} {INITIAL_VALUES}".split())
 
 # Fields that have no effect with these values.
 NO_EFFECT: Final[Mapping[str, object]] = {
@@ -101,6 +105,10 @@ class Config:
         """Return a finite number of at least 0."""
         return self._read(name, default, float, "a number of at least 0", lambda x: 0 <= x < inf)
 
+    def rate(self, name: str, default: float) -> float:
+        """Return the probability of a dropout."""
+        return self._read(name, default, float, "a number of at least 0 and below 1", lambda p: 0 <= p < 1)
+
     def flag(self, name: str, default: T = REQUIRED) -> bool | T:
         """Return a boolean."""
         return self._read(name, default, bool, "true or false")
@@ -143,9 +151,19 @@ class Config:
             if name in self.parts:
                 yield from (f"{name}.{inner}" for inner in self.parts[name].unread())
             elif (
-                value not in (None, NO_EFFECT.get(name)) and name not in self.used | UNUSED and not name.startswith("_")
+                value not in (None, NO_EFFECT.get(name))
+                and name not in self.used | UNUSED | TRAINING
+                and not name.startswith("_")
             ):
                 yield name
+
+    def unused(self) -> Iterator[str]:
+        """Yield the fields of training that were not read and are not 0, as `name = value`, also of objects inside."""
+        for name, value in self.fields.items():
+            if name in self.parts:
+                yield from (f"{name}.{inner}" for inner in self.parts[name].unused())
+            elif value and name in TRAINING and name not in self.used:
+                yield f"{name} = {as_json(value)}"
 
     def unsupported(self, name: str, hint: str) -> UserError:
         """Return the error for a field whose value is not supported."""

@@ -81,6 +81,11 @@ def project(name: str, x: Value, *dims: Dim, over: tuple[str, ...] = ("embed",),
     return fn("add", y, weight(f"{name}_bias", *dims, std=0.0), fusion="bias") if bias else y
 
 
+def dropped(x: Value, rate: float) -> Value:
+    """Return x after dropout, or x itself if the rate is 0."""
+    return apply(Drop(rate), x) if rate else x
+
+
 def check_probability(name: str, p: float) -> None:
     """Raise ShapeError if p is not a dropout probability, 0 ≤ p < 1."""
     if not 0 <= p < 1:

@@ -13,7 +13,7 @@ from megaloom.dsl.value import (
     fn,
 )
 
-from .linear import project
+from .linear import check_probability, dropped, project
 
 # Tensors that a gated unit other than SwiGLU saves when each of its operations is a kernel: the activation, and its
 # factor with an offset; where gate and factor are clamped, also the gate and its sigmoid (megatron-core 0.16.1,
@@ -23,15 +23,22 @@ GATE, CLAMPED_GATE = 2, 4
 
 @frozen
 class MLP(Layer):
-    """down(act(up(x))) with ff hidden channels. `act` is any function of one value: gelu, relu, relu2, silu, …"""
+    """down(act(up(x))) with ff hidden channels. `act` is any function of one value: gelu, relu, relu2, silu, …
+
+    dropout: of the hidden channels.
+    """
 
     ff: int
     act: str = "gelu"
     bias: bool = False
+    dropout: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        check_probability("dropout", self.dropout)
 
     def body(self, x: Value, /, **side: Value) -> Value:
         e, f = x["embed"], Dim("ff", self.ff)
-        h = fn(self.act, project("up", x, f, bias=self.bias))
+        h = dropped(fn(self.act, project("up", x, f, bias=self.bias)), self.dropout)
         return project("down", h, e, over=("ff",), bias=self.bias)
 
 
@@ -47,13 +54,20 @@ class SwiGLU(Layer):
 
 @frozen
 class GeGLU(Layer):
-    """down(gelu(gate(x)) * up(x)), with ff hidden channels. Source: Shazeer, arXiv:2002.05202."""
+    """down(gelu(gate(x)) * up(x)), with ff hidden channels. Source: Shazeer, arXiv:2002.05202.
+
+    dropout: of the hidden channels.
+    """
 
     ff: int
     act: str = "gelu_tanh"
+    dropout: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        check_probability("dropout", self.dropout)
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        return _gated(self.act, x, self.ff, eager_tensors=GATE)
+        return _gated(self.act, x, self.ff, eager_tensors=GATE, dropout=self.dropout)
 
 
 @frozen
@@ -74,8 +88,8 @@ class ClampedGLU(Layer):
         return project("down", h, e, over=("ff",), bias=True)
 
 
-def _gated(act: str, x: Value, ff: int, *, eager_tensors: int) -> Value:
+def _gated(act: str, x: Value, ff: int, *, eager_tensors: int, dropout: float = 0.0) -> Value:
     e, f = x["embed"], Dim("ff", ff)
     gate, up = fn(act, project("gate", x, f)), project("up", x, f)
-    h = fn("mul", gate, up, fusion="gate", eager_tensors=eager_tensors)
+    h = dropped(fn("mul", gate, up, fusion="gate", eager_tensors=eager_tensors), dropout)
     return project("down", h, e, over=("ff",))

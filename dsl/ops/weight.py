@@ -16,6 +16,8 @@ from megaloom.dsl.dims import (
 from megaloom.dsl.errors import ShapeError, caller
 from megaloom.dsl.value import Op, Value
 
+INITIAL_STD = 0.02  # of weights, in models that set no other (GPT-2, and most models since)
+
 
 @frozen
 class Input(Op):
@@ -31,12 +33,13 @@ class Input(Op):
 class Weight(Op):
     """A parameter, initialised from a normal distribution with this mean and standard deviation.
 
-    With `trained=False` it is a buffer: it has no gradient and does not count as a parameter.
+    std: None is the standard deviation of the model that has the weight (see `model`). With `trained=False` it is a
+    buffer: it has no gradient and does not count as a parameter.
     """
 
     name: str
     mean: float = 0.0
-    std: float = 0.02
+    std: float | None = None
     trained: bool = True
 
     def __str__(self) -> str:
@@ -101,15 +104,16 @@ def image(name: str = "image", *, channels: int = 3, height: int, width: int) ->
     return Value(Input(name), (), Shape((BATCH, *dims)), at=caller())
 
 
-def weight(name: str, *dims: Dim, mean: float = 0.0, std: float = 0.02, trained: bool = True) -> Value:
+def weight(name: str, *dims: Dim, mean: float = 0.0, std: float | None = None, trained: bool = True) -> Value:
     """Return a parameter of these dims, initialised as normal(mean, std); std 0 makes it constant.
 
-    A weight that is used twice is shared. A weight made inside a layer's body belongs to each application of that
-    layer. With `trained=False` it is a buffer. Raises ShapeError for a dim without a size.
+    std: None is the model's, by default 0.02. A weight that is used twice is shared. A weight made inside a layer's
+    body belongs to each application of that layer. With `trained=False` it is a buffer. Raises ShapeError for a dim
+    without a size.
     """
     if not isinstance(name, str) or not name:
         raise ShapeError(f"a weight needs a name, got {name!r}: write weight('wte', Dim('vocab', 100), ...)")
-    if std < 0:
+    if std is not None and std < 0:
         raise ShapeError(f"weight {name!r} cannot have the standard deviation {std}: use 0 or more")
     for d in dims:
         if isinstance(d, Dim) and d.size is None:

@@ -93,13 +93,14 @@ def heading(o: Outline) -> str:
 
 
 def footer(o: Outline, precision: str) -> str:
-    """Return the FLOPs of a training step, and the meaning of the saved columns."""
+    """Return the FLOPs of a training step, the meaning of the saved columns, and the fields without effect."""
     f = o.figures
+    unused = f"\nnot used of the config.json: {', '.join(o.model.unused)}" if o.model.unused else ""
     passes = {"forward": f.forward, "dgrad": f.dgrad, "wgrad": f.wgrad}
     text = ", ".join(f"{name} {format_count(n, OPERATIONS)}" for name, n in passes.items())
     return (
         f"a training step: {format_count(sum(passes.values()), OPERATIONS)} FLOPs ({text})\n"
-        f"saved: what the backward pass reads, where nothing is recomputed, activations in {precision}"
+        f"saved: what the backward pass reads, where nothing is recomputed, activations in {precision}{unused}"
     )
 
 

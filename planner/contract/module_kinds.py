@@ -81,11 +81,16 @@ def _is_megatron_mixture(op: Op, split: Split) -> bool:
 
     With etp each device of an expert would add the full bias.
     """
-    if not isinstance(op, MoE) or not isinstance(op.expert, FEED_FORWARD):
+    if not isinstance(op, MoE) or not _is_megatron_mlp(op.expert, split):
         return False
-    if op.shared is not None and (not isinstance(op.shared, FEED_FORWARD) or _has_biases(op.shared)):
+    if op.shared is not None and (not _is_megatron_mlp(op.shared, split) or _has_biases(op.shared)):
         return False
     return split.etp == 1 or not _has_biases(op.expert)
+
+
+def _is_megatron_mlp(op: Op, split: Split) -> bool:
+    """True if megatron-core's MLP computes the layer. It has no dropout inside."""
+    return isinstance(op, FEED_FORWARD) and not (isinstance(op, MLP | GeGLU) and op.dropout)
 
 
 def _has_biases(op: Layer) -> bool:
@@ -95,7 +100,8 @@ def _has_biases(op: Layer) -> bool:
 # Kinds of ops that a torch module computes, with the condition on their options. Other layers have a method `module`.
 MODULES: Mapping[type[Op], Callable[[Op, Split], bool]] = MappingProxyType(
     {
-        **dict.fromkeys((Embed, Positions, Unembed, Dropout, *FEED_FORWARD), _always),
+        **dict.fromkeys((Embed, Positions, Unembed, Dropout), _always),
+        **dict.fromkeys(FEED_FORWARD, _is_megatron_mlp),
         **dict.fromkeys((RMSNorm, LayerNorm), _is_hidden_norm),
         Pointwise: _is_sum,
         Attention: _is_megatron_attention,

@@ -212,6 +212,8 @@ class _Walk:
             self.refuse(f"attention that differs between layers ({difference})", self.last_half)
         self.attention = attention
         feed: FeedForward = self.half(MLP, SwiGLU, GeGLU, MoE)
+        if any(isinstance(unit, MLP | GeGLU) and unit.dropout for unit in (feed, getattr(feed, "expert", None))):
+            self.refuse("dropout inside a feed-forward", self.last_half)
         known = self.feed_forwards.setdefault(isinstance(feed, MoE), feed)
         if known != feed:
             self.refuse(f"feed-forwards that differ between layers ({_differing_fields(known, feed)})", self.last_half)

@@ -113,7 +113,7 @@ class Body(nn.Module):
             tensor_parallel.set_tensor_model_parallel_attributes(p, True, -1 if sharded is None else sharded, 1)
         pads = (d.name in axes and table.dims.get(d.name, EVEN).policy == "pad" for d in slot.dims)
         p.pad_dim = next((k for k, pad in enumerate(pads) if pad), None)  # type: ignore[attr-defined]
-        p.constant = slot.value.op.std == 0  # type: ignore[attr-defined]
+        p.constant = slot.std == 0  # type: ignore[attr-defined]
         return p
 
     @property

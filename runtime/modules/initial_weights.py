@@ -37,10 +37,10 @@ def initial_weight(slot: Slot, seed: int, index: int | None = None) -> torch.Ten
 def _draw(slot: Slot, seed: int, index: int, sizes: list[int]) -> np.ndarray:
     op = slot.value.op
     assert isinstance(op, Weight)
-    if op.std == 0:
+    if slot.std == 0:
         return np.full(sizes, op.mean, np.float32)
     digest = sha256(f"{seed} {slot.name} {index}".encode()).digest()
     values = np.random.Generator(np.random.PCG64(int.from_bytes(digest))).standard_normal(sizes, np.float32)
-    values *= np.float32(op.std)
+    values *= np.float32(slot.std)
     values += np.float32(op.mean)
     return values

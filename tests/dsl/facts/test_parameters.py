@@ -24,8 +24,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing h
 
 import torch
 
-from megaloom.dsl import fingerprint, params, read
+from megaloom.dsl import Attend, Drop, Model, fingerprint, graph, params, read
 from megaloom.dsl.catalog import examples, find
+from megaloom.dsl.graph import primitives
+from megaloom.dsl.hf.fields import DROPOUT
 
 transformers = pytest.importorskip("transformers", reason="`make unit` installs it")
 
@@ -63,7 +65,31 @@ def counted_by(theirs: Any) -> int:
 
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() & examples().keys()))
 def test_a_config_is_the_model_of_that_name(name: str) -> None:
-    assert fingerprint(read(CONFIGS[name])) == fingerprint(find(name)[0])
+    """The examples have no dropout."""
+    fields = json.loads(CONFIGS[name].read_text())
+    fields |= dict.fromkeys(fields.keys() & set(DROPOUT.split()), 0.0)
+    assert fingerprint(read(fields)) == fingerprint(find(name)[0])
+
+
+def test_no_published_config_loses_dropout_or_initial_values() -> None:
+    """Models have the dropout of their config. The only field without use is T5's factor of initial values."""
+    models = {name: read(path) for name, path in CONFIGS.items()}
+    fields = {name: json.loads(path.read_text()) for name, path in CONFIGS.items()}
+    with_rates = {name for name, f in fields.items() if any(f.get(rate) for rate in DROPOUT.split())}
+    assert {name for name, m in models.items() if dropout_rates(m)} == with_rates
+    assert len(with_rates) == 11
+    t5 = {name for name in models if name.startswith("t5")}
+    assert {name: m.unused for name, m in models.items() if m.unused} == dict.fromkeys(
+        t5, ("initializer_factor = 1.0",)
+    )
+    assert {m.std for m in models.values()} == {0.02, 0.01, 0.1}
+
+
+def dropout_rates(m: Model) -> list[float]:
+    """The rates of all dropouts of a model, in order."""
+    ops = (v.op for n in graph(m).nodes for v, *_ in primitives(n.value))
+    rates = (op.rate if isinstance(op, Drop) else op.dropout for op in ops if isinstance(op, Drop | Attend))
+    return [rate for rate in rates if rate]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
