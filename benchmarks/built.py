@@ -111,10 +111,11 @@ def differences(plan: Plan, source: random.Random) -> Iterator[str]:
     for device_rank in range(x.world) if x.world <= FEW else [source.randrange(x.world)]:
         for rank, elements in built(plan, g, device_rank).items():
             planned_nbytes, planned_params = plan.predicted.nbytes[rank], tuple(s.params for s in of_rank(plan, rank))
-            nbytes = state_bytes(elements.dense, elements.experts, x, precision)
+            state = state_bytes(elements.dense, elements.experts, x, precision)
             pairs = [
                 (elements.chunks, planned_params),
-                *((nbytes[what], planned_nbytes[what]) for what in ("weights", "optimizer")),
+                (state.weights, planned_nbytes["weights"]),
+                (state.optimizer, planned_nbytes["optimizer"]),
             ]
             if wrong := [f"{ours}, planned {theirs}" for ours, theirs in pairs if ours != theirs]:
                 yield f"{plan.model} {x} device {device_rank}, pipeline rank {rank}: {'; '.join(wrong)}"

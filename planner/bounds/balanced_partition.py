@@ -159,7 +159,7 @@ def _peak_nbytes(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows,
     in_flight = np.clip(forwards[:, None, None] - rounds, 0, limit).sum(axis=1)
     saved = sums[..., CostColumn.SAVED] + extra[:, :1] * (np.arange(pp * vpp) > 0)
     activations = (in_flight * saved.reshape(-1, vpp, pp)).sum(axis=1)
-    resident = np.asarray(sum(state.values()), dtype=float).reshape(-1, pp)
+    resident = state.total.astype(float).reshape(-1, pp)
     rank_nbytes = memory.rank_memory(resident, activations, 1.0, extra[:, 1:2])
     nbytes: Rows = rank_nbytes.max(axis=1) + lower_bounds.costs.runtime_nbytes[bounded.base]
     return nbytes

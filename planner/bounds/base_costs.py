@@ -138,8 +138,7 @@ def _state(base: Layouts, params: Column, experts: Column, cache: CostCache) -> 
     out = []
     for on in (0, 1):
         layouts = evolve(base, shard=np.full(len(base), on))
-        held = memory.state_bytes(params, experts, layouts, cache.workload.precision, cache.profile)
-        out.append(sum(held.values()))
+        out.append(memory.state_bytes(params, experts, layouts, cache.workload.precision, cache.profile).total)
     return np.array(out, dtype=float).T
 
 

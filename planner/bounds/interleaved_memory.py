@@ -75,9 +75,9 @@ def capped_activations(
 @lru_cache(maxsize=1 << 12)
 def _in_flight(pp: int, vpp: int, m: int, group: int) -> tuple[FloatVector, float]:
     """Return the micro-batches in flight of each stage, ascending, and their sum without the first stage's."""
-    moments, backwards = schedules.in_flight_moments(pp, vpp, m, group)
-    fullest = moments[:, :backwards].sum(axis=2).argmax(axis=1)
-    in_flight = moments[np.arange(pp), fullest]
+    moments = schedules.memory_moments(pp, vpp, m, group)
+    fullest = moments.in_flight[:, moments.backward].sum(axis=2).argmax(axis=1)
+    in_flight = moments.in_flight[np.arange(pp), fullest]
     return np.sort(in_flight, axis=None), float(in_flight.sum() - in_flight[0, 0])
 
 

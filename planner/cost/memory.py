@@ -5,9 +5,8 @@ The other functions give its terms: state, saved activations, transient bytes. A
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from operator import mul
-from typing import Any, Protocol, Self, TypeVar, get_args, overload
+from collections.abc import Iterator
+from typing import Any, Generic, Protocol, Self, TypeVar, get_args, overload
 
 import numpy as np
 from attrs import frozen
@@ -26,7 +25,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.model.structure import NodeKind
-from megaloom.planner.pipeline.schedules import Moment
+from megaloom.planner.pipeline.schedules import Moments
 
 from . import communication
 from .columns import CostColumn
@@ -117,59 +116,53 @@ class Peak:
         return sum(self.held.values())
 
 
-def rank_peak(
-    stages: Sequence[StageMemory],
-    moments: Sequence[Moment],
-    layout: Layout,
-    precision: Precision,
-    reserved: int,
-    profile: FrameworkProfile = OWN,
-) -> Peak:
-    """Return the peak memory of a pipeline rank over these moments and the optimizer's step.
+def rank_peaks(
+    sizes: NDArray[np.int64], workspace: int, loss: int, moments: Moments, layout: Layout, job: Job
+) -> tuple[Peak, ...]:
+    """Return the peak memory of each pipeline rank over these moments and the optimizer's step.
 
-    stages: the rank's chunks. reserved: bytes that no tensor holds, see `communication.reserved_bytes`. Gradient
-    reduction and weight gather need no more than their buffers, which are part of the state.
-    """
-    params, experts = sum([s.params for s in stages]), sum([s.expert_params for s in stages])
-    state = state_bytes(params, experts, layout, precision, profile)
-    held, pools = sum(state.values()) + reserved, profile.buffers.graph_pool_share
-    library, saved = max([s.library for s in stages]), [s.saved for s in stages]
-    workspace, loss = max([s.workspace for s in stages]), stages[-1].loss
-    # By kind of moment: its name, the activations in flight, the workspace and the logits.
-    cases = [("optimizer step", 0, optimizer_step_bytes(params, experts, layout, profile), 0)]
-    for at_loss, transient in ((False, (workspace, 0)), (True, (0, loss))):
-        kinds = [moment for moment in moments if moment.loss is at_loss]
-        if kinds:
-            in_flight = [sum(map(mul, moment.in_flight, saved)) for moment in kinds]
-            most = max(in_flight)
-            cases.append((kinds[in_flight.index(most)].name, most, *transient))
-    sizes = [int(rank_memory(held, kept, 1, library + w + n)) + int(pools * kept) for _, kept, w, n in cases]
-    name, kept, workspace, logits = cases[sizes.index(max(sizes))]
-    holders = {**state, "activations": kept, "workspace": workspace + library, "logits": logits}
-    holders["allocator"] = int(ALLOCATOR * (kept + workspace + library + logits))
-    graphs = {"graphs": int(pools * kept)} if pools else {}  # CUDA graphs have memory of their own
-    return Peak(name, {**holders, "runtime": reserved, **graphs})
-
-
-def peak_bytes(
-    sizes: NDArray[np.int64], in_flight: Rows, transient: Rows, layout: Layout, job: Job
-) -> NDArray[np.int64]:
-    """Return the bytes of `rank_peak` of all pipeline ranks at once: [ranks].
-
-    sizes: params, expert_params, saved and library of `StageMemory`, [stages, 4]. in_flight: [ranks, moments, chunks].
-    transient: [ranks, moments], without the library.
+    sizes: params, expert_params, saved and library of `StageMemory`, [stages, 4]. workspace, loss: transient bytes of a
+    backward pass and of the loss. Gradient reduction and weight gather need no more than their buffers, which are part
+    of the state. Of moments with equal bytes the first one counts, the optimizer's step before all.
     """
     params, experts, saved, library = sizes.T.reshape(4, layout.vpp, layout.pp)
-    params, experts = params.sum(axis=0), experts.sum(axis=0)
-    kept, fleeting = np.zeros((2, len(transient), transient.shape[1] + 1))  # the last moment is the optimizer's step
-    kept[:, :-1] = (in_flight @ saved.T[..., None])[..., 0]
-    fleeting[:, :-1], fleeting[:, -1] = transient, optimizer_step_bytes(params, experts, layout, job.profile)
-    fleeting += library.max(axis=0)[:, None]
-    allocator, graphs = ALLOCATOR * (kept + fleeting), job.profile.buffers.graph_pool_share * kept
-    held = (kept + fleeting + np.trunc(allocator) + np.trunc(graphs)).max(axis=1).astype(np.int64)
-    state = sum(state_bytes(params, experts, layout, job.workload.precision, job.profile).values())
-    peaks: NDArray[np.int64] = state + held + communication.reserved_bytes(layout, job.cluster, job.profile)
-    return peaks
+    state = state_bytes(params.sum(axis=0), experts.sum(axis=0), layout, job.workload.precision, job.profile)
+    ranks, count = moments.loss.shape
+    activations, passing, logits = np.zeros((3, ranks, count + 1))  # the last moment is the optimizer's step
+    activations[:, :-1] = (moments.in_flight @ saved.T[..., None])[..., 0]
+    passing[:, :-1], passing[:, -1], logits[:, :-1] = workspace * moments.backward, state.step, loss * moments.loss
+    passing += library.max(axis=0)[:, None]
+    allocator = np.trunc(rank_memory(0, activations, 1, passing + logits)) - activations - passing - logits
+    holders = {"activations": activations, "workspace": passing, "logits": logits, "allocator": allocator}
+    holders["runtime"] = np.full_like(logits, communication.reserved_bytes(layout, job.cluster, job.profile))
+    if share := job.profile.buffers.graph_pool_share:  # CUDA graphs have memory of their own
+        holders["graphs"] = np.trunc(share * activations)
+    total = sum(holders.values())
+    order = np.insert(moments.order, count, -1, axis=1)
+    fullest = np.where(total == total.max(axis=1, keepdims=True), order, len(moments.names)).argmin(axis=1)
+    at, names = (np.arange(ranks), fullest), (*moments.names, "optimizer step")  # the last name has number -1
+    held = {"weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer}
+    held |= {holder: nbytes[at] for holder, nbytes in holders.items()}
+    by_rank = np.array([*held.values()]).T.astype(np.int64).tolist()
+    return tuple(
+        Peak(names[number], dict(zip(held, nbytes, strict=True)))
+        for number, nbytes in zip(order[at].tolist(), by_rank, strict=True)
+    )
+
+
+@frozen
+class StateBytes(Generic[Elements]):
+    """Bytes of weights, gradients and optimizer state, for the whole run, and of the optimizer's step."""
+
+    weights: Elements
+    gradients: Elements
+    optimizer: Elements
+    step: Elements  # transient, during the optimizer's step
+
+    @property
+    def total(self) -> Elements:
+        """Return the bytes that are held for the whole run."""
+        return self.weights + self.gradients + self.optimizer
 
 
 def state_bytes(
@@ -178,29 +171,21 @@ def state_bytes(
     layout: Layout | Layouts,
     precision: Precision,
     profile: FrameworkProfile = OWN,
-) -> dict[str, Elements]:
-    """Return the bytes of weights, gradients and optimizer state. Numbers, or one entry for each layout or rank.
+) -> StateBytes[Elements]:
+    """Return the state of these elements of dense and expert weights. Numbers, or one entry for each layout or rank.
 
     The distributed optimizer shards its state over the copies of a weight; a shard is rounded up.
     """
-    state = 2 * profile.optimizer.moment_nbytes + (0 if precision is Precision.FP32 else MASTER)
-    state += profile.optimizer.extra_shard_nbytes
+    settings, elements = profile.optimizer, params + expert_params
+    sharded = 2 * settings.moment_nbytes + (0 if precision is Precision.FP32 else MASTER) + settings.extra_shard_nbytes
     dense: Any = layout.dense_shards  # numbers, or columns as the elements are
     experts: Any = layout.expert_shards
-    return {
-        "weights": (profile.optimizer.weight_nbytes or precision.nbytes) * (params + expert_params),
-        "gradients": (profile.optimizer.gradient_nbytes + profile.optimizer.extra_weight_nbytes)
-        * (params + expert_params),
-        "optimizer": -(-state * params // dense) - (-state * expert_params // experts),
-    }
-
-
-def optimizer_step_bytes(
-    params: Elements, expert_params: Elements, layout: Layout, profile: FrameworkProfile = OWN
-) -> Elements:
-    """Return the transient bytes of the optimizer's step. Numbers, or one entry for each rank."""
-    held = profile.optimizer.step_held_nbytes
-    return -(-held * params // layout.dense_shards) - (-held * expert_params // layout.expert_shards)
+    return StateBytes(
+        weights=(settings.weight_nbytes or precision.nbytes) * elements,
+        gradients=(settings.gradient_nbytes + settings.extra_weight_nbytes) * elements,
+        optimizer=-(-sharded * params // dense) - (-sharded * expert_params // experts),
+        step=-(-settings.step_held_nbytes * params // dense) - (-settings.step_held_nbytes * expert_params // experts),
+    )
 
 
 def saved_activations(

@@ -213,9 +213,9 @@ def memory_limit(sizes: StageSizes, layout: Layout, job: Job, limit: float) -> M
     """Return the memory of every stage against a limit in bytes."""
     n, precision, profile = 10**6, job.workload.precision, job.profile
     elements = ((n, 0), (0, n))
-    state = [sum(memory.state_bytes(*of, layout, precision, profile).values()) / n for of in elements]
-    step = [memory.optimizer_step_bytes(*of, layout, profile) / n for of in elements]
-    state_sums, step_sums = (each[0] * sizes.params + each[1] * sizes.expert_params for each in (state, step))
+    dense, experts = (memory.state_bytes(*of, layout, precision, profile) for of in elements)
+    state_sums = dense.total / n * sizes.params + experts.total / n * sizes.expert_params
+    step_sums = dense.step / n * sizes.params + experts.step / n * sizes.expert_params
     reserved = communication.reserved_bytes(layout, job.cluster, profile)
     return MemoryLimit(
         state=state_sums,

@@ -21,6 +21,7 @@ from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.cost.job import Job
 from megaloom.planner.cost.memory import StageMemory
 from megaloom.planner.pipeline import schedules
+from megaloom.planner.pipeline.schedules import Moments
 
 from .dynamic_program import (
     TOLERANCE,
@@ -111,17 +112,16 @@ class PartitionProblem:
         """Return the memory of every stage against the limit. Each stage counts the weights that it shares."""
         columns, cuts = (CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.SAVED), self.cut_points
         params, experts, saved = (self.segment_sums([column]) for column in columns)
-        received, buffers = self.received[cuts], self.p2p_buffers[cuts]
-        sizes = StageSizes(params, experts, saved, *self.moments, received, buffers, self.table.library)
+        received, buffers, moments = self.received[cuts], self.p2p_buffers[cuts], self.moments
+        transient = self.table.workspace * moments.backward + self.table.loss * moments.loss
+        library = self.table.library
+        sizes = StageSizes(params, experts, saved, moments.in_flight, transient, received, buffers, library)
         return memory_limit(sizes, self.layout, self.job, self.memory_limit)
 
-    @cached_property
-    def moments(self) -> tuple[Rows, Rows]:
-        """Return the micro-batches in flight [ranks, moments, chunks], and transient bytes [ranks, moments]."""
-        table, (in_flight, backwards) = self.table, schedules.in_flight_moments(*self.schedule)
-        transient = np.zeros(in_flight.shape[:2])
-        transient[:, :backwards], transient[-1, backwards:] = table.workspace, table.loss
-        return in_flight, transient
+    @property
+    def moments(self) -> Moments:
+        """Return the moments of a step at which the memory of a rank may be largest."""
+        return schedules.memory_moments(*self.schedule)
 
     @cached_property
     def received(self) -> Indices:
@@ -226,22 +226,14 @@ class Partition:
     @cached_property
     def rank_peaks(self) -> tuple[memory.Peak, ...]:
         """Return the peak memory of each pipeline rank."""
-        return tuple(
-            memory.rank_peak(
-                self.stages[rank :: self.layout.pp],
-                schedules.rank_moments(rank, *self.problem.schedule),
-                self.layout,
-                self.problem.job.workload.precision,
-                communication.reserved_bytes(self.layout, self.problem.job.cluster, self.problem.job.profile),
-                self.problem.job.profile,
-            )
-            for rank in range(self.layout.pp)
-        )
+        problem, table = self.problem, self.problem.table
+        transient = table.workspace, table.loss
+        return memory.rank_peaks(self._sizes, *transient, problem.moments, self.layout, problem.job)
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """Return the peak bytes of each pipeline rank: the sums of `rank_peaks`, all ranks at once."""
-        return tuple(memory.peak_bytes(self._sizes, *self.problem.moments, self.layout, self.problem.job).tolist())
+        """Return the peak bytes of each pipeline rank."""
+        return tuple(peak.nbytes for peak in self.rank_peaks)
 
     @property
     def deficit(self) -> int:

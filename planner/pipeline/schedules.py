@@ -2,7 +2,7 @@
 
 Stages are numbered in model order: stage s is chunk s // pp of rank s % pp. A micro-batch visits all stages forward and
 then all stages backward: 2 * stages visits, numbered 0, 1, …. `finish_times` gives the end of each rank's last
-backward pass, `rank_moments` and `in_flight_moments` the micro-batches in flight. Times are seconds.
+backward pass, `memory_moments` the micro-batches in flight. Times are seconds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
 
 from megaloom.planner.contract.layouts import Rows
 
@@ -22,16 +23,16 @@ WINDOW = 4  # periods that must take equally long: two, and as many again before
 SETTLED = 2  # windows that are simulated before the first comparison
 WORTH = 0.7  # share of the micro-batches beyond which simulating all of them is faster
 
-InFlight = tuple[int, ...]  # micro-batches in flight, by chunk
 
+@frozen(eq=False)
+class Moments:
+    """Moments of a step at which the memory of a rank may be largest, of all ranks."""
 
-@frozen
-class Moment:
-    """A moment of a step at which the memory of a rank may be largest."""
-
-    name: str
-    in_flight: InFlight
-    loss: bool = False  # at the loss; else at the start of a backward pass
+    in_flight: Rows  # [ranks, moments, chunks] micro-batches in flight
+    backward: NDArray[np.bool_]  # [moments] True at starts of backward passes, which come first; then come losses
+    loss: NDArray[np.bool_]  # [ranks, moments] True at the losses of a rank
+    order: NDArray[np.intp]  # [ranks, moments] number of each moment: backward passes in their order, then losses
+    names: tuple[str, ...]  # by number of the moment
 
 
 def warmup(rank: Any, pp: int, vpp: int, microbatches: Any, group: Any = 0) -> Any:
@@ -61,64 +62,44 @@ def visit_order(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0)
     return forward[:first] + steady + backward[len(forward) - first :]
 
 
-@lru_cache(maxsize=4096)
-def rank_moments(rank: int, pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[Moment, ...]:
-    """Return the moments at which the memory of `rank` may be largest.
+@lru_cache(maxsize=1024)
+def memory_moments(pp: int, vpp: int, microbatches: int, group: int = 0) -> Moments:
+    """Return the moments at which the memory of a rank may be largest.
 
-    They are backward passes right after a forward pass, and losses; each set of micro-batches in flight counts once.
+    They are backward passes right after a forward pass, and losses; each set of micro-batches in flight counts once,
+    at its first moment. A rank with fewer sets repeats its first one; at losses all ranks but the last have zeros.
     After the warm-up, of at most two groups, the sets repeat with every group of micro-batches; the last group may be
     smaller. So a schedule of a few groups has all of them.
     """
-    size = group or pp
-    few = min(microbatches, PERIODS * size + microbatches % size)
-    last, in_flight, after_forward = pp * vpp - 1, [0] * vpp, False
-    moments: dict[tuple[bool, InFlight], Moment] = {}
-    for visit, i in visit_order(rank, pp, vpp, few, group):
-        number = i if i < few - few % size else i + microbatches - few  # among all micro-batches
-        forward = visit <= last
-        chunk = (visit if forward else 2 * last + 1 - visit) // pp
-        in_flight[chunk] += forward
-        if visit == last or (after_forward and not forward):
-            name = f"micro-batch {number}" + (f", model chunk {chunk}" if vpp > 1 and not forward else "")
-            if forward:
-                name = f"loss of {name}"
-            elif (number, chunk) == (0, vpp - 1):
-                name = f"start of the first backward pass ({name})"
-            else:
-                name = f"start of the backward pass of {name}"
-            held = tuple(in_flight)
-            moments.setdefault((forward, held), Moment(name, held, loss=forward))
-        in_flight[chunk] -= not forward
-        after_forward = forward
-    return tuple(moments.values())
-
-
-@lru_cache(maxsize=1024)
-def in_flight_moments(pp: int, vpp: int, microbatches: int, group: int = 0) -> tuple[Rows, int]:
-    """Return the micro-batches in flight at the moments of all ranks, and how many of these are backward passes.
-
-    Shape [ranks, moments, chunks]. First come the distinct sets at starts of backward passes; a rank with fewer sets
-    repeats its first one. Then come losses, at which all ranks but the last have zeros.
-    """
     size = (group or pp) if vpp > 1 else pp
     few = min(microbatches, PERIODS * size + microbatches % size)
-    groups = [min(size, few - first) for first in range(0, few, size)]
-    chunks = np.concatenate([np.repeat(np.arange(vpp), count) for count in groups])  # of the forward passes, in order
+    groups = [range(first, min(first + size, few)) for first in range(0, few, size)]
+    # Chunk and micro-batch of the forward passes, in order; backward passes take the chunks in reverse.
+    chunks, numbers = np.array([(chunk, i) for each in groups for chunk in range(vpp) for i in each]).T
+    numbers[numbers >= few - few % size] += microbatches - few  # the last group is that of all micro-batches
     begun = np.concatenate([np.zeros((1, vpp)), np.cumsum(np.eye(vpp)[chunks], axis=0)])  # before each forward pass
-    ended = begun[:, ::-1]  # before each backward pass
+    ended, count = begun[:, ::-1], len(chunks)  # ended: before each backward pass
     first = [int(warmup(rank, pp, vpp, few, size)) for rank in range(pp)]
-    sets = [
-        np.unique(begun[n + 1 :] - ended[: len(chunks) - n] if n < len(chunks) else begun[-1:], axis=0) for n in first
-    ]
+    pairs = [begun[n + 1 :] - ended[: count - n] if n < count else begun[-1:] for n in first]
+    sets = [np.unique(each, axis=0, return_index=True) for each in pairs]
     losses = np.flatnonzero(chunks == vpp - 1)
-    at_loss, order = np.unique(begun[losses + 1] - ended[np.maximum(0, losses - first[-1])], axis=0, return_index=True)
-    backwards = max(map(len, sets))
-    out = np.zeros((pp, backwards + len(at_loss), vpp))
-    for rank, distinct in enumerate(sets):
-        out[rank, :backwards] = distinct[0]
-        out[rank, : len(distinct)] = distinct
-    out[-1, backwards:] = at_loss[np.argsort(order)]
-    return out, backwards
+    at_loss = begun[losses + 1] - ended[np.maximum(0, losses - first[-1])]
+    distinct = np.sort(np.unique(at_loss, axis=0, return_index=True)[1])
+    backwards = max(len(passes) for _, passes in sets)
+    in_flight = np.zeros((pp, backwards + len(distinct), vpp))
+    order = np.zeros(in_flight.shape[:2], dtype=np.intp)
+    for rank, (each, passes) in enumerate(sets):
+        in_flight[rank, :backwards], order[rank, :backwards] = each[0], passes[0]
+        in_flight[rank, : len(each)], order[rank, : len(each)] = each, passes
+    in_flight[-1, backwards:], order[:, backwards:] = at_loss[distinct], count + distinct
+    backward = np.arange(in_flight.shape[1]) < backwards
+    labels = [f"micro-batch {i}" for i in numbers]
+    if vpp > 1:
+        labels = [f"{label}, model chunk {vpp - 1 - chunk}" for label, chunk in zip(labels, chunks, strict=True)]
+    names = [f"start of the first backward pass ({labels[0]})"]
+    names += [f"start of the backward pass of {label}" for label in labels[1:]]
+    names += [f"loss of micro-batch {i}" for i in numbers[losses]]
+    return Moments(in_flight, backward, ~backward & (np.arange(pp) == pp - 1)[:, None], order, tuple(names))
 
 
 def finish_times(

@@ -226,7 +226,7 @@ def _state_fits(pricer: Pricer) -> bool:
     """Return True if all devices together can hold weights, gradients and optimizer state once."""
     part = pricer.partition(Layout()).stages[0]
     once = state_bytes(part.params, part.expert_params, Layout(), pricer.workload.precision, pricer.profile)
-    return sum(once.values()) <= pricer.capacity * pricer.cluster.count
+    return once.total <= pricer.capacity * pricer.cluster.count
 
 
 def _fast_or_leanest(candidates: Candidates) -> Partition | None:

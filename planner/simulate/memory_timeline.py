@@ -51,11 +51,11 @@ def memory_tracks(priced: Priced) -> tuple[MemoryTrack, ...]:
         state = memory.state_bytes(params, experts, x, job.workload.precision, job.profile)
         out.append(
             MemoryTrack(
-                bare=sum(state.values()) + communication.reserved_bytes(x, job.cluster, job.profile),
+                bare=state.total + communication.reserved_bytes(x, job.cluster, job.profile),
                 library=max(s.library for s in mine),
                 workspace=max(s.workspace for s in mine),
                 loss=mine[-1].loss,
-                stepping=memory.optimizer_step_bytes(params, experts, x, job.profile),
+                stepping=state.step,
                 saved=tuple(s.saved for s in mine),
             )
         )

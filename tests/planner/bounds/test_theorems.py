@@ -174,9 +174,10 @@ def _capped_activations(c: Case) -> bool:
     x, stages = c.layout, c.priced.partition.stages
     if x.vpp == 1 or x.recompute_layers:
         return True
-    moments, backwards = schedules.in_flight_moments(x.pp, x.vpp, c.m, x.microbatch_group)
+    moments = schedules.memory_moments(x.pp, x.vpp, c.m, x.microbatch_group)
     saved = np.array([s.saved for s in stages], dtype=float)
-    saved_nbytes = (moments[:, :backwards] @ saved.reshape(x.vpp, x.pp).T[..., None]).max(axis=(1, 2)).sum()
+    in_flight = moments.in_flight[:, moments.backward]
+    saved_nbytes = (in_flight @ saved.reshape(x.vpp, x.pp).T[..., None]).max(axis=(1, 2)).sum()
     columns = (np.array([n]) for n in (saved.sum(), saved.max(), 0.0))
     group = np.array([x.microbatch_group])
     least = interleaved_memory.capped_activations(*columns, x.pp, x.vpp, np.array([c.m]), group)

@@ -35,8 +35,10 @@ from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.cost import measured_memory, memory
+from megaloom.planner.cost.job import Job
 from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN
 from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.model.structure import model_structure
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem, balanced
 from megaloom.planner.pipeline import schedules, timeline
 from megaloom.planner.search.candidate_space import base_layouts, variants
@@ -51,25 +53,26 @@ MODELS = {
     "sparse": mixtral("tiny-mixtral", layers=4, heads=8, kv_heads=4, embed=128, ff=256, experts=4, vocab=512),
 }
 WORK = Workload(seq=64, batch=16)
+JOB = Job(model_structure(graph(MODELS["dense"])), WORK, cluster("8xH100"), OWN)
 
 
 @given(N, N)
 def test_bytes_of_a_parameter(dense: int, experts: int) -> None:
     """18 in bf16, 6 and 12 divided with the distributed optimizer; 16 in fp32 (megatron-core's buffers)."""
     plain = memory.state_bytes(dense, experts, Layout(dp=8), Precision.BF16)
-    assert sum(plain.values()) == 18 * (dense + experts)
-    assert sum(memory.state_bytes(dense, experts, Layout(), Precision.FP32).values()) == 16 * (dense + experts)
+    assert plain.total == 18 * (dense + experts)
+    assert memory.state_bytes(dense, experts, Layout(), Precision.FP32).total == 16 * (dense + experts)
     layout = Layout(dp=4, cp=2, ep=4, shard="optimizer")
     divided = memory.state_bytes(dense, experts, layout, Precision.BF16)
-    assert divided["optimizer"] == -(-12 * dense // 8) - (-12 * experts // 2)
-    assert sum(divided.values()) <= sum(plain.values())
+    assert divided.optimizer == -(-12 * dense // 8) - (-12 * experts // 2)
+    assert divided.total <= plain.total
 
 
 @given(N, N, st.integers(1, 64))
 def test_more_copies_never_hold_more(dense: int, experts: int, dp: int) -> None:
     few, many = (Layout(dp=n, shard="optimizer") for n in (dp, 2 * dp))
     for precision in Precision:
-        a, b = (sum(memory.state_bytes(dense, experts, x, precision).values()) for x in (few, many))
+        a, b = (memory.state_bytes(dense, experts, x, precision).total for x in (few, many))
         assert b <= a
 
 
@@ -79,13 +82,15 @@ def test_activations_are_those_of_the_fullest_moment(pp: int, vpp: int, rounds: 
     m, layout = pp * rounds, Layout(pp=pp, vpp=vpp)
     rank = data.draw(st.integers(0, pp - 1))
     sizes = data.draw(st.lists(st.integers(0, 10**6), min_size=vpp, max_size=vpp))
-    parts = [memory.StageMemory(0, 0, saved, 0, 0, 0) for saved in sizes]
-    moments = schedules.rank_moments(rank, pp, vpp, m)
+    stages = np.zeros((vpp, pp, 4), dtype=np.int64)
+    stages[:, rank, 2] = sizes
+    moments = schedules.memory_moments(pp, vpp, m)
     nbytes = most = 0
     for step in timeline.rank_order(rank, pp, vpp, m):
         nbytes += sizes[step.stage // pp] * (-1 if step.backward else 1)
         most = max(most, nbytes)
-    assert memory.rank_peak(parts, moments, layout, Precision.BF16, 0).held["activations"] == most
+    peaks = memory.rank_peaks(stages.reshape(-1, 4), 0, 0, moments, layout, JOB)
+    assert peaks[rank].held["activations"] == most
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 5), st.data())
@@ -98,11 +103,8 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
     layout = Layout(pp=pp, vpp=vpp, microbatch_group=group)
     saved = data.draw(st.lists(size, min_size=vpp, max_size=vpp))
     library, workspace, loss = data.draw(size), data.draw(size), data.draw(size)
-    ends = rank == pp - 1
-    parts = [
-        memory.StageMemory(1, 0, n, workspace, library, loss if ends and chunk == vpp - 1 else 0)
-        for chunk, n in enumerate(saved)
-    ]
+    stages = np.zeros((vpp, pp, 4), dtype=np.int64)
+    stages[:, rank] = [(1, 0, n, library) for n in saved]
     in_flight, alive = 0, {"optimizer step": library + vpp * OWN.optimizer.step_held_nbytes}
     for step in timeline.rank_order(rank, pp, vpp, m, group):
         name = f"micro-batch {step.microbatch}"
@@ -117,8 +119,8 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
             in_flight += saved[step.stage // pp]
             if step.stage == pp * vpp - 1:
                 alive[f"loss of {name}"] = in_flight + loss + library
-    moments = schedules.rank_moments(rank, pp, vpp, m, group)
-    result = memory.rank_peak(parts, moments, layout, Precision.BF16, 0)
+    moments = schedules.memory_moments(pp, vpp, m, group)
+    result = memory.rank_peaks(stages.reshape(-1, 4), workspace, loss, moments, layout, JOB)[rank]
     passing = sum(result.held[what] for what in ("activations", "workspace", "logits"))
     assert passing == max(alive.values()) == alive[result.moment]
 

@@ -44,8 +44,8 @@ def cases(draw: st.DrawFn, several: bool = True) -> Case:
         SegmentSums.of(np.array(draw(st.lists(st.integers(1, 9), min_size=size, max_size=size)), dtype=float))
         for _ in "tws"
     )
-    moments, backwards = schedules.in_flight_moments(ranks, chunks, 2 * ranks)
-    in_flight = moments[:, :backwards]
+    moments = schedules.memory_moments(ranks, chunks, 2 * ranks)
+    in_flight = moments.in_flight[:, moments.backward]
     transient = np.array([[float(draw(st.integers(0, 5)))] * in_flight.shape[1] for _ in range(ranks)])
     received = np.array([0.0, *draw(st.lists(st.sampled_from([1.0, 1.0, 2.0]), min_size=size, max_size=size))])
     buffers = draw(st.sampled_from([0.0, 3.0])) * np.maximum(1, received)

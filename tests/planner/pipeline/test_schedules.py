@@ -87,9 +87,8 @@ def test_order_and_flights_are_megatron_cores() -> None:
             assert [(s.microbatch, s.stage // p) for s in steps if not s.backward] == rows
             assert [(s.microbatch, v - 1 - s.stage // p) for s in steps if s.backward] == rows
             assert all(s.stage % p == rank for s in steps)
-            moments, backwards = schedules.in_flight_moments(p, v, m, g)
-            assert set(map(tuple, moments[rank, :backwards].tolist())) == fullest(order, v)
-            assert {n.in_flight for n in schedules.rank_moments(rank, p, v, m, g) if not n.loss} == fullest(order, v)
+            moments = schedules.memory_moments(p, v, m, g)
+            assert set(map(tuple, moments.in_flight[rank, moments.backward].tolist())) == fullest(order, v)
 
 
 def fullest(order: Sequence[int], chunks: int) -> set[tuple[int, ...]]:
@@ -106,7 +105,7 @@ def fullest(order: Sequence[int], chunks: int) -> set[tuple[int, ...]]:
 def test_micro_batches_in_flight() -> None:
     for p, v, m, g in few():
         for rank in range(p):
-            most = schedules.in_flight_moments(p, v, m, g)[0][rank].sum(axis=-1).max()
+            most = schedules.memory_moments(p, v, m, g).in_flight[rank].sum(axis=-1).max()
             closed = p - rank if v == 1 else 2 * (p - rank - 1) + (v - 1) * g + 1
             assert most == min(closed, m * v)
 
