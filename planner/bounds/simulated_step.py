@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megaloom.planner.partition.partitioner import Partition
-from megaloom.planner.simulate.price import end_of_rank, end_seconds
+from megaloom.planner.simulate.price import end_of_rank
 
 from . import pipeline
 
@@ -21,4 +21,5 @@ def step_lower_bound(partition: Partition) -> float:
     params = [sum(s.params + s.expert_params for s in partition.stages[r :: x.pp]) for r in range(x.pp)]
     ranks = sorted({int(ends.argmax()), int(np.argmax(params))})
     after = [end_of_rank(partition, r) for r in ranks]
-    return end_seconds([float(ends[r]) for r in ranks], after)
+    reduced = max(float(ends[r]) + end.reducing for r, end in zip(ranks, after, strict=True))
+    return reduced + max(end.updating for end in after)

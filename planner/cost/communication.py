@@ -9,7 +9,6 @@ there. Concurrent collectives add up level by level: node, network, beyond the p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from math import log2
@@ -85,37 +84,32 @@ def group_nodes(size: int, stride: int, per_node: int, count: int) -> tuple[int,
     return most, fewest
 
 
-def collective_seconds(kind: str, nbytes: float, group: ProcessGroup, cluster: Cluster) -> float:
-    """Return the seconds of a collective over a tensor of `nbytes` (of an all-to-all: over one device's part).
+def collective_seconds(kind: str, cluster: Cluster, *parts: tuple[float, ProcessGroup]) -> float:
+    """Return the seconds of a collective over a tensor in each of these groups, at the same time.
 
-    A ring of n devices has `PASSES` * (n - 1) steps. Each step after the first costs a link's hop latency, and the
-    slowest level limits the bytes per second. Over several nodes an all-reduce may be a tree: a chain inside each node,
-    two branches over the nodes, fewer steps.
+    parts: bytes of the tensor (of an all-to-all: of one device's part) and the group. A ring of n devices has
+    `PASSES` * (n - 1) steps. Each step after the first costs a link's hop latency, and the slowest level limits the
+    bytes per second: each level passes the bytes of all groups. Over several nodes an all-reduce may be a tree: a chain
+    inside each node, two branches over the nodes, fewer steps.
     """
-    if group.size == 1 or nbytes == 0:
-        return 0.0
-    took = max(level_seconds(kind, nbytes, group, cluster))
-    nodes, _ = group_nodes(group.size, group.stride, cluster.per_node, cluster.count)
     near, far = cluster.intra, cluster.inter
-    steps = PASSES[kind] * (group.size - 1)
-    if nodes == 1:
-        return near.latency + (steps - 1) * near.hop + took
-    across = min(PASSES[kind] * nodes, steps)
-    ring = far.latency + across * far.hop + (steps - across) * near.hop + took
-    if kind != "all_reduce":
-        return ring
-    return min(ring, far.latency + 2 * (log2(nodes) * far.hop + (group.size / nodes - 1) * near.hop) + took / TREE)
-
-
-def concurrent_seconds(kind: str, parts: Sequence[tuple[float, ProcessGroup]], cluster: Cluster) -> float:
-    """Return the seconds of collectives of several groups that run at the same time: each level passes all bytes."""
-    each = [
-        (collective_seconds(kind, nbytes, group, cluster), level_seconds(kind, nbytes, group, cluster))
-        for nbytes, group in parts
-    ]
-    levels = zip_longest(*(levels for took, levels in each if took), fillvalue=0.0)
-    latency = max((took - max(levels) for took, levels in each if took), default=0.0)
-    return latency + max(map(sum, levels), default=0.0)
+    latencies, levels = [0.0], []  # latencies: seconds beyond those of the bytes
+    for nbytes, group in parts:
+        if group.size == 1 or nbytes == 0:
+            continue
+        levels.append(level_seconds(kind, nbytes, group, cluster))
+        took, steps = max(levels[-1]), PASSES[kind] * (group.size - 1)
+        nodes, _ = group_nodes(group.size, group.stride, cluster.per_node, cluster.count)
+        if nodes == 1:
+            latency = near.latency + (steps - 1) * near.hop
+        else:
+            across = min(PASSES[kind] * nodes, steps)
+            latency = far.latency + across * far.hop + (steps - across) * near.hop
+        if nodes > 1 and kind == "all_reduce":
+            tree = far.latency + 2 * (log2(nodes) * far.hop + (group.size / nodes - 1) * near.hop)
+            latency = min(latency, tree + took / TREE - took)
+        latencies.append(latency)
+    return max(latencies) + max(map(sum, zip_longest(*levels, fillvalue=0.0)), default=0.0)
 
 
 def level_seconds(kind: str, nbytes: float, group: ProcessGroup, cluster: Cluster) -> tuple[float, ...]:
@@ -182,11 +176,11 @@ def context_parallel_seconds(
       that has arrived. Kernels add up the parts of the output (megatron-core's default; see CORRECTED_TENSORS).
     """
     if way is ContextCommunication.ALL_GATHER:
-        return collective_seconds(kind, nbytes, group, cluster)
+        return collective_seconds(kind, cluster, (nbytes, group))
     if way is ContextCommunication.ALL_TO_ALL:
-        heads = collective_seconds("all_to_all", queries + nbytes / group.size, group, cluster)
-        return heads + collective_seconds("all_to_all", queries, group, cluster)
-    ring = collective_seconds("all_gather", (2 if backward else 1) * nbytes, group, cluster)
+        heads = collective_seconds("all_to_all", cluster, (queries + nbytes / group.size, group))
+        return heads + collective_seconds("all_to_all", cluster, (queries, group))
+    ring = collective_seconds("all_gather", cluster, ((2 if backward else 1) * nbytes, group))
     corrected = CORRECTED_QUERIES * group.size * queries + (nbytes if backward else 0)
     hidden = compute * (group.size - 1) / group.size
     return CORRECTED_TENSORS * corrected / cluster.device.moves + max(0.0, ring - hidden)
@@ -201,7 +195,7 @@ def p2p_seconds(nbytes: float, stage: int, layout: Layout, cluster: Cluster, *, 
     if layout.pp == 1 or nbytes == 0:
         return 0.0
     if scattered and not layout.sequence_parallel:
-        gathered = collective_seconds("all_gather", nbytes, ProcessGroup(layout.tp, 1), cluster)
+        gathered = collective_seconds("all_gather", cluster, (nbytes, ProcessGroup(layout.tp, 1)))
         return gathered + p2p_seconds(nbytes / layout.tp, stage, layout, cluster)
     stride = layout.world // layout.pp
     sender, receiver = stage % layout.pp * stride, (stage + 1) % layout.pp * stride

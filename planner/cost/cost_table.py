@@ -205,7 +205,7 @@ def node_cost(job: Job, kind: NodeKind, facts: Costs, layout: Layout, seq: int) 
         moved = job.profile.kernels.loss_moved_nbytes * logits
         row[[CostColumn.FORWARD, CostColumn.BACKWARD]] += moved / 2 / job.cluster.device.moves
         nbytes, group = NBYTES[DType.FLOAT32] * (layout.micro_batch * seq // layout.cp), process_group("tp", layout)
-        row[CostColumn.TP_FORWARD] += 3 * communication.collective_seconds("all_reduce", nbytes, group, job.cluster)
+        row[CostColumn.TP_FORWARD] += 3 * communication.collective_seconds("all_reduce", job.cluster, (nbytes, group))
     each = [memory.tensor_bytes(s, job.workload.precision) for s in facts.saved]
     full = kind.saved_under_full.tensors(facts.saved, facts.inputs)
     full_saved = sum(memory.tensor_bytes(s, job.workload.precision) for s in full)
@@ -291,7 +291,7 @@ def _add_collectives(row: Rows, job: Job, kind: NodeKind, facts: Costs, layout: 
             copies = max((s.value.op.top_k for s in steps if isinstance(s.value.op, Route)), default=1)
             took = communication.deduplicated_seconds(nbytes, copies, group, cluster)
         else:
-            took = communication.collective_seconds(c.kind, nbytes, group, cluster)
+            took = communication.collective_seconds(c.kind, cluster, (nbytes, group))
         took *= 1 - hidden.get(c.axis, 0.0)
         forward, backward = AXIS_COLUMNS[c.axis]
         row[backward if c.backward else forward] += took

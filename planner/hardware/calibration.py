@@ -90,9 +90,8 @@ def predicted_seconds(sample: Sample, cluster: Cluster) -> float:
         case "send":
             link = cluster.intra if sample.stride < cluster.per_node else cluster.inter
             return link.latency + sample.nbytes / link.reached
-    return communication.collective_seconds(
-        sample.kind, sample.nbytes, ProcessGroup(sample.devices, sample.stride), cluster
-    )
+    group = ProcessGroup(sample.devices, sample.stride)
+    return communication.collective_seconds(sample.kind, cluster, (sample.nbytes, group))
 
 
 def fitted_figures(samples: Sequence[Sample], cluster: Cluster, *, known: bool) -> dict[str, dict[str, Any]]:

@@ -226,9 +226,14 @@ class Partition:
     @cached_property
     def rank_peaks(self) -> tuple[memory.Peak, ...]:
         """Return the peak memory of each pipeline rank."""
-        problem, table = self.problem, self.problem.table
-        transient = table.workspace, table.loss
-        return memory.rank_peaks(self._sizes, *transient, problem.moments, self.layout, problem.job)
+        return memory.rank_peaks(
+            self._sizes,
+            self.problem.table.workspace,
+            self.problem.table.loss,
+            self.problem.moments,
+            self.layout,
+            self.problem.job,
+        )
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:

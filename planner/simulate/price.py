@@ -7,7 +7,6 @@ device gets some 40 bytes of a token over PCIe while it computes, in a step of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 from attrs import frozen
@@ -48,7 +47,10 @@ BUCKET, BUCKET_BY_RANK = 40_000_000, 1_000_000
 
 @frozen
 class EndOfStep:
-    """Seconds of one pipeline rank after its last backward pass."""
+    """Seconds of one pipeline rank after its last backward pass.
+
+    All ranks wait for the last gradient reduction; then the rank with the slowest update ends the step.
+    """
 
     reduction: float  # of gradients
     gathering: float  # of weights, which the distributed optimizer updates in shards
@@ -56,9 +58,14 @@ class EndOfStep:
     optimizer: float  # with the gradient norm, for which all ranks wait
 
     @property
-    def total(self) -> float:
-        """Return the seconds of all parts."""
-        return self.reduction + self.gathering + self.tied + self.optimizer
+    def reducing(self) -> float:
+        """Return the seconds until all gradients of the rank are reduced."""
+        return self.reduction + self.tied
+
+    @property
+    def updating(self) -> float:
+        """Return the seconds from then until all weights of the rank are updated."""
+        return self.optimizer + self.gathering
 
 
 @frozen
@@ -131,12 +138,14 @@ def simulate(placed: Partition) -> Priced:
     last_backward = schedules.finish_times(*seconds, x.pp, m, x.microbatch_group)
     ends, blocked = [end_of_rank(placed, rank) for rank in range(x.pp)], placed.blocked_seconds
     computing: Rows = m * placed.stage_sums[:, STEP_COLUMNS].sum(axis=1).reshape(x.vpp, x.pp).sum(axis=0)
-    busy = [float(computing[r]) + blocked[r] + ends[r].total for r in range(x.pp)]
+    busy = [float(computing[r]) + blocked[r] + ends[r].reducing + ends[r].updating for r in range(x.pp)]
+    reduced = max(backward + end.reducing for backward, end in zip(last_backward, ends, strict=True))
+    end_of_last = reduced + max(end.updating for end in ends)
     busiest = max(range(x.pp), key=busy.__getitem__)
     columns, end = m * placed.stage_sums[busiest :: x.pp].sum(axis=0), ends[busiest]
     parts = {cause: float(columns[of].sum()) for cause, of in CAUSES.items()} | {
         "pipeline communication": blocked[busiest],
-        "pipeline bubble": max(0.0, end_seconds(last_backward, ends) - busy[busiest]) if x.pp > 1 else 0.0,
+        "pipeline bubble": max(0.0, end_of_last - busy[busiest]) if x.pp > 1 else 0.0,
         "gradient communication": end.reduction + end.gathering,
         "tied-weight communication": end.tied,
         "optimizer": end.optimizer,
@@ -169,7 +178,7 @@ def end_of_rank(placed: Partition, rank: int) -> EndOfStep:
         if rank in ranks and len(ranks) > 1:
             stride = (max(ranks) - min(ranks)) // (len(ranks) - 1) * (x.world // x.pp)
             nbytes, group = problem.job.profile.optimizer.gradient_nbytes * elements, ProcessGroup(len(ranks), stride)
-            tied += communication.collective_seconds("all_reduce", nbytes, group, problem.job.cluster)
+            tied += communication.collective_seconds("all_reduce", problem.job.cluster, (nbytes, group))
     mine = placed.stages[rank :: x.pp]
     params, experts = sum(s.params for s in mine), sum(s.expert_params for s in mine)
     return end_of_step(params, experts, tied, x, problem.job, window)
@@ -184,44 +193,29 @@ def end_of_step(
     one copy of the model if each has all gradients (megatron-core 0.16.1, optimizer/clip_grads.py:
     get_grad_norm_fp32).
     """
-    profile, precision, cluster = job.profile, job.workload.precision, job.cluster
+    optimizer, precision, cluster = job.profile.optimizer, job.workload.precision, job.cluster
     sizes = ((params, communication.process_group("dp", layout)), (experts, communication.process_group("edp", layout)))
-    parts = [(elements, group) for elements, group in sizes if elements]
-    kind, norm = "all_reduce", [communication.process_group(axis, layout) for axis in ("pp", "tp")]
-    gathering = 0.0
+    parts = [(n, group) for n, group in sizes if n]
+    reduce, norm = "all_reduce", [communication.process_group(axis, layout) for axis in ("pp", "tp")]
     if layout.distributed_optimizer:
-        kind, norm = "reduce_scatter", [ProcessGroup(layout.world, 1)]
-        hidden = window.forward if layout.has_overlap(Overlap.WEIGHTS) else None
-        gathering = _exposed_seconds("all_gather", precision.nbytes, parts, job, hidden)
-    hidden = window.backward if layout.has_overlap(Overlap.GRADIENTS) else None
-    reduction = _exposed_seconds(kind, profile.optimizer.gradient_nbytes, parts, job, hidden)
-    copied = 0 if precision is Precision.FP32 else COPIED
+        reduce, norm = "reduce_scatter", [ProcessGroup(layout.world, 1)]
+    exposed = []  # seconds of gradient reduction and weight gather
+    for kind, overlap, nbytes, hidden in (
+        (reduce, Overlap.GRADIENTS, optimizer.gradient_nbytes, window.backward),
+        ("all_gather", Overlap.WEIGHTS, precision.nbytes * layout.distributed_optimizer, window.forward),
+    ):
+        whole = [(nbytes * n, group) for n, group in parts]
+        last = [(nbytes * min(n, max(BUCKET, BUCKET_BY_RANK * group.size)), group) for n, group in parts]
+        if layout.has_overlap(overlap):  # at least the last bucket is exposed; the rest takes a share of the device
+            took = communication.collective_seconds(kind, cluster, *whole)
+            least = max(communication.collective_seconds(kind, cluster, *last), took - hidden)
+            exposed.append(least + (took - least) * job.sm_share)
+        else:  # dense weights, then expert weights
+            exposed.append(sum(communication.collective_seconds(kind, cluster, part) for part in whole))
     shard = params / layout.dense_shards + experts / layout.expert_shards
-    moved = (profile.optimizer.step_moved_nbytes + copied) * shard
-    moved += profile.optimizer.gradient_nbytes * (params + experts)  # set to zero
-    scalar = NBYTES[DType.FLOAT32]
-    waits = sum(communication.collective_seconds("all_reduce", scalar, group, cluster) for group in norm)
-    return EndOfStep(reduction, gathering, tied, moved / cluster.device.moves + waits)
-
-
-def _exposed_seconds(
-    kind: str, nbytes: int, parts: Sequence[tuple[float, ProcessGroup]], job: Job, window: float | None
-) -> float:
-    """Return the exposed seconds of a collective over dense and expert weights, of `nbytes` an element.
-
-    window: seconds that can hide it; None without overlap, where the parts run one after the other. With overlap they
-    run at the same time, at least the last bucket is exposed, and what is hidden takes a share of the device.
-    """
-    each = [(nbytes * elements, group) for elements, group in parts]
-    if window is None:
-        return sum(communication.collective_seconds(kind, n, group, job.cluster) for n, group in each)
-    last = [(nbytes * min(n, max(BUCKET, BUCKET_BY_RANK * group.size)), group) for n, group in parts]
-    took = communication.concurrent_seconds(kind, each, job.cluster)
-    exposed = max(communication.concurrent_seconds(kind, last, job.cluster), took - window)
-    return exposed + (took - exposed) * job.sm_share
-
-
-def end_seconds(last_backward: Sequence[float], ends: Sequence[EndOfStep]) -> float:
-    """Return when a step ends. All ranks wait for the last gradient reduction; then the slowest one ends the step."""
-    reduced = max(end + after.reduction + after.tied for end, after in zip(last_backward, ends, strict=True))
-    return reduced + max(after.optimizer + after.gathering for after in ends)
+    moved = (optimizer.step_moved_nbytes + (0 if precision is Precision.FP32 else COPIED)) * shard
+    moved += optimizer.gradient_nbytes * (params + experts)  # set to zero
+    number = NBYTES[DType.FLOAT32]
+    waits = sum(communication.collective_seconds("all_reduce", cluster, (number, group)) for group in norm)
+    reduction, gathering = exposed
+    return EndOfStep(reduction, gathering, tied, optimizer=moved / cluster.device.moves + waits)

@@ -75,14 +75,14 @@ def test_a_faster_device_is_never_slower(n: int, times: float) -> None:
 @given(KIND, st.integers(1, 1 << 32), st.sampled_from([2, 4, 8, 16, 32, 64]), st.sampled_from([1, 2, 4, 8]))
 def test_a_collective_costs_what_its_bytes_need(kind: str, nbytes: int, size: int, stride: int) -> None:
     machine = cluster("512xH100")
-    took = communication.collective_seconds(kind, nbytes, ProcessGroup(size, stride), machine)
+    took = communication.collective_seconds(kind, machine, (nbytes, ProcessGroup(size, stride)))
     assert took >= communication.PASSES[kind] * nbytes * (size - 1) / size / machine.intra.bandwidth
-    assert took <= communication.collective_seconds(kind, 2 * nbytes, ProcessGroup(size, stride), machine)
+    assert took <= communication.collective_seconds(kind, machine, (2 * nbytes, ProcessGroup(size, stride)))
     slower = evolve(machine, inter=evolve(machine.inter, bandwidth=machine.inter.bandwidth / 2))
-    assert communication.collective_seconds(kind, nbytes, ProcessGroup(size, stride), slower) >= took
+    assert communication.collective_seconds(kind, slower, (nbytes, ProcessGroup(size, stride))) >= took
     # no collective of more devices is cheaper for the same bytes
-    assert took <= communication.collective_seconds(kind, nbytes, ProcessGroup(2 * size, stride), machine)
-    assert communication.collective_seconds(kind, nbytes, ProcessGroup(1, stride), machine) == 0
+    assert took <= communication.collective_seconds(kind, machine, (nbytes, ProcessGroup(2 * size, stride)))
+    assert communication.collective_seconds(kind, machine, (nbytes, ProcessGroup(1, stride))) == 0
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ MEASURED = {
 def test_collectives_as_measured(kind: str) -> None:
     for mib, bus in MEASURED[kind].items():
         nbytes = mib * 2**20
-        took = communication.collective_seconds(kind, nbytes, ProcessGroup(4, 1), cluster("4xH200"))
+        took = communication.collective_seconds(kind, cluster("4xH200"), (nbytes, ProcessGroup(4, 1)))
         predicted = communication.PASSES[kind] * nbytes * 3 / 4 / took / 1e9
         assert abs(predicted / bus - 1) < 0.3
 
