@@ -294,8 +294,3 @@ class Layout(LayoutFields[int]):
         words += [f"overlap {'+'.join(o for o in self.overlaps if o not in usual)}"] if now - usual else []
         words += [f"no overlap of {'+'.join(o for o in Overlap if o in usual - now)}"] if usual - now else []
         return " ".join(words)
-
-
-def layout_to_json(layout: Layout) -> dict[str, int | str | list[str]]:
-    """Return the fields of a layout as JSON has them."""
-    return {name: spec.plain(getattr(layout, name)) for name, spec in FIELDS.items()}

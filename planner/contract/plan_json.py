@@ -16,7 +16,7 @@ from attrs import asdict
 
 from megaloom.dsl.errors import UserError
 
-from .layout import layout_to_json
+from .layout import FIELDS, Layout
 from .plans import PLAN_VERSION, Plan, PlanError
 
 
@@ -24,6 +24,11 @@ def plan_to_json(plan: Plan) -> str:
     """Return the plan as JSON text."""
     raw = asdict(plan) | {"layout": layout_to_json(plan.layout)}
     return json.dumps(raw, indent=1, allow_nan=False) + "\n"
+
+
+def layout_to_json(layout: Layout) -> dict[str, int | str | list[str]]:
+    """Return the fields of a layout as JSON has them."""
+    return {name: spec.plain(getattr(layout, name)) for name, spec in FIELDS.items()}
 
 
 def plan_from_json(text: str, where: str) -> Plan:

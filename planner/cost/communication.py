@@ -1,4 +1,4 @@
-"""Seconds of one collective in one process group, by the links that the group crosses.
+"""Seconds of collectives and p2p sends, by the links that their process groups cross.
 
 `process_group` gives the devices of an axis, `collective_seconds` the time of a collective there, `p2p_seconds` that of
 a send to the next pipeline stage. All groups of an axis work at the same time. A device has its own share of its node's

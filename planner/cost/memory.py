@@ -132,12 +132,13 @@ def rank_peaks(
     activations[:, :-1] = (moments.in_flight @ saved.T[..., None])[..., 0]
     passing[:, :-1], passing[:, -1], logits[:, :-1] = workspace * moments.backward, state.step, loss * moments.loss
     passing += library.max(axis=0)[:, None]
-    allocator = np.trunc(rank_memory(0, activations, 1, passing + logits)) - activations - passing - logits
-    holders = {"activations": activations, "workspace": passing, "logits": logits, "allocator": allocator}
+    reserve = np.trunc(ALLOCATOR * (activations + passing + logits))
+    holders = {"activations": activations, "workspace": passing, "logits": logits, "allocator": reserve}
     holders["runtime"] = np.full_like(logits, communication.reserved_bytes(layout, job.cluster, job.profile))
+    total = np.trunc(rank_memory(holders["runtime"], activations, 1, passing + logits))
     if share := job.profile.buffers.graph_pool_share:  # CUDA graphs have memory of their own
         holders["graphs"] = np.trunc(share * activations)
-    total = sum(holders.values())
+        total += holders["graphs"]
     order = np.insert(moments.order, count, -1, axis=1)
     fullest = np.where(total == total.max(axis=1, keepdims=True), order, len(moments.names)).argmin(axis=1)
     at, names = (np.arange(ranks), fullest), (*moments.names, "optimizer step")  # the last name has number -1

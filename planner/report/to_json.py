@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict
 
 from megaloom.planner.contract.devices import Cluster, GiB
-from megaloom.planner.contract.layout import layout_to_json
+from megaloom.planner.contract.plan_json import layout_to_json
 from megaloom.planner.contract.plans import Plan, Prediction
 from megaloom.planner.cost.measured_memory import upper_bytes
 from megaloom.planner.report.goodput import goodput

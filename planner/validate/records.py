@@ -17,7 +17,8 @@ from cattrs import Converter, transform_error
 
 from megaloom.dsl.graph import Model
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import FIELDS, Layout, layout_to_json
+from megaloom.planner.contract.layout import FIELDS, Layout
+from megaloom.planner.contract.plan_json import layout_to_json
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.cost.profiles.features import FEATURES
 from megaloom.planner.cost.profiles.frameworks import PUBLISHED

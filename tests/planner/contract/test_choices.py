@@ -6,8 +6,9 @@ import pytest
 
 from megaloom.dsl.facts.recompute import CORE, RECOMPUTE_MODES, RECOMPUTE_MODULES
 from megaloom.planner.contract.choices import DEFAULT_MODULES, Module, ModuleSet, Recompute
-from megaloom.planner.contract.layout import Layout, layout_to_json
+from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
+from megaloom.planner.contract.plan_json import layout_to_json
 
 
 def test_recompute_modes_and_modules_are_those_of_the_dsl() -> None:
