@@ -83,7 +83,10 @@ def test_a_wrong_name_says_what_would_work(text: str, says: str) -> None:
 def test_presets_are_physical(name: str) -> None:
     preset = PRESETS[name]
     device = preset.device
-    assert device.flops["fp32"] <= min(n for kind, n in device.flops.items() if kind != "fp32")
+    narrower = {precision: peak for precision, peak in device.flops.items() if precision != "fp32"}
+    if name == "CPU":  # torch multiplies fp16 there without vector instructions
+        assert narrower.pop("fp16") < device.flops["fp32"]
+    assert device.flops["fp32"] <= min(narrower.values())
     assert preset.intra.bandwidth >= preset.inter.bandwidth
     assert preset.intra.bandwidth < device.bandwidth
     assert preset.domain % preset.tray == 0
