@@ -67,7 +67,7 @@ class Condition(Protocol):
     def __call__(self, case: Case[L], /) -> Truth: ...
 
 
-@frozen
+@frozen(kw_only=True)
 class Rule:
     """Condition of every legal layout.
 

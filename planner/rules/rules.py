@@ -71,22 +71,22 @@ def _plausible_text(case: Case[Layout]) -> Words:
 
 RANGE_RULES = (
     Rule(
-        "positive",
-        "Every degree, the micro-batch, the sequence and the batch are at least 1, and no count is below 0.",
-        "use 1 or more",
-        Owner.CORE,
-        "megatron-core divides by them",
-        _positive,
-        _positive_text,
+        id="positive",
+        sentence="Every degree, the micro-batch, the sequence and the batch are at least 1, and no count is below 0.",
+        fix="use 1 or more",
+        owner=Owner.CORE,
+        source="megatron-core divides by them",
+        holds=_positive,
+        explain=_positive_text,
     ),
     Rule(
-        "plausible",
-        f"Degrees and the batch are at most {MOST:,}, and the sequence at most {LONGEST:,} tokens.",
-        f"use {MOST:,} or less, and {LONGEST:,} tokens or less",
-        Owner.PLANNER,
-        "larger steps cannot be simulated",
-        _plausible,
-        _plausible_text,
+        id="plausible",
+        sentence=f"Degrees and the batch are at most {MOST:,}, and the sequence at most {LONGEST:,} tokens.",
+        fix=f"use {MOST:,} or less, and {LONGEST:,} tokens or less",
+        owner=Owner.PLANNER,
+        source="larger steps cannot be simulated",
+        holds=_plausible,
+        explain=_plausible_text,
     ),
 )
 RULES = (*MESH_RULES, *SIZE_RULES, *STEP_RULES, *OVERLAP_RULES)

@@ -35,7 +35,15 @@ def _divides(id: str, sentence: str, axis: str, source: str, sizes_of: DimSizes)
         allowed = _allowed_tps(case.requirements) if axis == "tp" else divisors(*(n for _, n in dims))
         return f"{axis} {degree} does not divide {dim}={size}", f"use {axis} {_nearest_degrees(case, degree, allowed)}"
 
-    return Rule(id, sentence, f"use {axis} that divides them all", Owner.CORE, source, holds, text)
+    return Rule(
+        id=id,
+        sentence=sentence,
+        fix=f"use {axis} that divides them all",
+        owner=Owner.CORE,
+        source=source,
+        holds=holds,
+        explain=text,
+    )
 
 
 def _heads(requirements: ModelRequirements) -> list[tuple[str, int]]:
@@ -115,22 +123,22 @@ def _kv_channels_text(case: Case[Layout]) -> Words:
 SIZE_RULES = (
     _divides("tp-heads", "tp divides the attention heads.", "tp", "transformer_config.py:925", _heads),
     Rule(
-        "tp-kv-heads",
-        "tp divides the key/value heads, or is divided by them (they are then repeated).",
-        "use tp that divides them or is a multiple of them",
-        Owner.CORE,
-        "transformer_config.py:943",
-        _kv_heads,
-        _kv_heads_text,
+        id="tp-kv-heads",
+        sentence="tp divides the key/value heads, or is divided by them (they are then repeated).",
+        fix="use tp that divides them or is a multiple of them",
+        owner=Owner.CORE,
+        source="transformer_config.py:943",
+        holds=_kv_heads,
+        explain=_kv_heads_text,
     ),
     Rule(
-        "tp-keys",
-        "tp divides the channels of all keys and values, 2 x kv_heads x head_dim, where it exceeds kv_heads.",
-        "use tp that divides them",
-        Owner.CORE,
-        "layers.py:842",
-        _kv_channels,
-        _kv_channels_text,
+        id="tp-keys",
+        sentence="tp divides the channels of all keys and values, 2 x kv_heads x head_dim, where it exceeds kv_heads.",
+        fix="use tp that divides them",
+        owner=Owner.CORE,
+        source="layers.py:842",
+        holds=_kv_channels,
+        explain=_kv_channels_text,
     ),
     _divides("tp-width", "tp divides the inner width of each dense layer.", "tp", "layers.py:842 and 1166", _width),
     _divides("etp-width", "etp divides the inner width of each expert.", "etp", "layers.py:842 and 1166", _inner),

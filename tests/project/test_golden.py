@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.support.golden import PLANS, VALIDATION, differences, plans, read, report, validation
+from tests.support.golden import PLANS, VALIDATION, differences, plans, read, report, updated, validation
 from tests.support.golden_cases import CASES, QUICK, Case
 
 ALL = os.environ.get("MEGALOOM_GOLDEN") == "all"
@@ -41,3 +41,12 @@ def test_differences_are_named() -> None:
         "a: step_seconds: 1.0 before, 1.00001 now",
         "b: skipped: True before, 'absent' now",
     ]
+
+
+def test_an_update_keeps_recorded_values_within_the_tolerance() -> None:
+    before = {"a": {"step_seconds": 1.0, "interval": [1.0, 2.0], "stages": [[0, 2]]}, "b": {"skipped": True}}
+    now = {"a": {"step_seconds": 1.0 + 1e-12, "interval": [1.0 - 1e-12, 2.5], "stages": [[0, 1], [1, 2]]}, "c": {}}
+    assert updated(before, now) == {
+        "a": {"step_seconds": 1.0, "interval": [1.0, 2.5], "stages": [[0, 1], [1, 2]]},
+        "c": {},
+    }

@@ -176,6 +176,15 @@ def write(path: Path, records: dict[str, dict[str, Any]]) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def updated(before: Any, now: Any) -> Any:
+    """Return the values of now, but those of before where the two agree within the tolerance."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return {key: updated(before.get(key), value) for key, value in now.items()}
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return [updated(a, b) for a, b in zip(before, now, strict=True)]
+    return before if _equal(before, now) else now
+
+
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return a line for each value that differs: case, field, value before, value now."""
     lines = []
@@ -218,16 +227,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.golden", description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check", action="store_true", help="compare with the recorded predictions")
-    what.add_argument("--update", action="store_true", help="record the predictions anew")
+    what.add_argument("--update", action="store_true", help="record predictions that differ")
     parser.add_argument("--quick", action="store_true", help="only the few plans of the test suite")
     arguments = parser.parse_args()
     began = time.perf_counter()
     planned = plans(QUICK if arguments.quick else CASES)
     predicted = {} if arguments.quick else validation()
     if arguments.update:
-        write(PLANS, (read(PLANS) if arguments.quick else {}) | planned)
+        known = read(PLANS)
+        write(PLANS, (known if arguments.quick else {}) | updated(known, planned))
         if not arguments.quick:
-            write(VALIDATION, predicted)
+            write(VALIDATION, updated(read(VALIDATION), predicted))
         lines = []
     else:
         known = read(PLANS)

@@ -93,6 +93,7 @@ QUICK = [
     case("vit-base", "8xA100-40GB", 1, 256),
     pinned("llama2-7b", "24xA100", 4096, 32, dp=4, tp=2, pp=3, vpp=2, micro_batch_size=1, microbatch_group_size=4),
     pinned("gpt3-1-3b", "8xA100", 2048, 64, dp=2, pp=4, recompute="full", recompute_layers=3, micro_batch_size=2),
+    pinned("mixtral-8x7b", "16xH100", 4096, 64, dp=16, ep=8, etp=2, recompute="full"),  # all-to-all between nodes
     case("llama3-70b", "8xA100", 8192, 16),  # nothing fits
 ]
 
