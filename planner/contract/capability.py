@@ -150,7 +150,8 @@ class Capability:
         if fits and is_plain_attention(v.op):
             return self.fused_attention
         wide = min(k["head_dim"].known, values["head_dim"].known) >= FLEX_CHANNELS
-        return AttentionKernel.FLEX if self.flex_attention and wide else AttentionKernel.BLOCKS
+        dropout = isinstance(v.op, Attend) and v.op.dropout > 0  # only the blocks have masks
+        return AttentionKernel.FLEX if self.flex_attention and wide and not dropout else AttentionKernel.BLOCKS
 
     def _groups_experts(self, node: Node, split: Split, precision: Precision) -> bool:
         """True if one kernel multiplies by the weights of all experts of a device."""

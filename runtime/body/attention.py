@@ -19,6 +19,7 @@ from megaloom.planner.contract.attention_blocks import query_blocks
 from megaloom.planner.contract.capability import AttentionKernel
 from megaloom.runtime.megatron.fused_attention import fused_attention
 from megaloom.runtime.reference.attention_scores import alibi_slopes, finish_scores
+from megaloom.runtime.reference.dropout import MaskSource
 from megaloom.runtime.reference.tensors import broadcast
 
 from .flex import attend_by_flex
@@ -36,7 +37,26 @@ class LocalQueries:
     heads: int
 
 
-def attend(kernel: AttentionKernel, out: Value, *args: Tensor, local: LocalQueries) -> Tensor:
+@frozen
+class ScoreDropout:
+    """Dropout of attention probabilities, by the global position of each."""
+
+    masks: MaskSource
+    rate: float
+    number: int  # of the dropout in its node
+    local: LocalQueries
+
+    def __call__(self, weights: Tensor, queries: range, keys: range) -> Tensor:
+        """Return the probabilities [b, heads, queries, keys] after dropout."""
+        heads = range(self.local.first_head, self.local.first_head + weights.shape[1])
+        samples = self.masks.samples(weights.shape[0], weights.device)[:, None, None, None]
+        rows = _positions(heads, weights)[:, None, None], _positions(queries, weights)[:, None]
+        return self.masks.drop(weights, self.rate, self.number, samples, *rows, _positions(keys, weights))
+
+
+def attend(
+    kernel: AttentionKernel, out: Value, *args: Tensor, local: LocalQueries, dropped: ScoreDropout | None = None
+) -> Tensor:
     """Return attention of a rank's queries to all keys: a tensor with the dims of `out`."""
     op, others = out.op, args[3:]
     assert isinstance(op, Attend)
@@ -53,7 +73,7 @@ def attend(kernel: AttentionKernel, out: Value, *args: Tensor, local: LocalQueri
         if kernel is AttentionKernel.FLEX:
             found = [attend_by_flex(op, slopes, others, k, v, x, at) for x, at in parts]
         else:
-            found = [y for x, at in parts for y in _in_blocks(op, slopes, others, k, v, x, at)]
+            found = [y for x, at in parts for y in _in_blocks(op, slopes, dropped, others, k, v, x, at)]
     y = found[0] if len(found) == 1 else torch.cat(found, 2)
     return broadcast(y.view(*outer, *y.shape[1:]), orders[0], out.shape)
 
@@ -70,12 +90,19 @@ def _fused(op: Attend, q: Tensor, k: Tensor, v: Tensor, positions: range) -> Ten
 
 
 def _in_blocks(
-    op: Attend, slopes: Tensor | None, others: tuple[Tensor, ...], k: Tensor, v: Tensor, q: Tensor, positions: range
+    op: Attend,
+    slopes: Tensor | None,
+    dropped: ScoreDropout | None,
+    others: tuple[Tensor, ...],
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    positions: range,
 ) -> Iterator[Tensor]:
     """Yield the outputs of blocks of queries. Each reads the keys that its mask shows, and recomputes its scores."""
     for at, keys in query_blocks(op, positions, q.shape[0] * q.shape[1], k.shape[2]):
         part = slice(at.start - positions.start, at.stop - positions.start)
-        run = partial(_block, op, slopes, at, keys)
+        run = partial(_block, op, slopes, dropped, at, keys)
         args = q[:, :, part], k[:, :, keys.start : keys.stop], v[:, :, keys.start : keys.stop], *others
         if torch.is_grad_enabled():
             yield checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
@@ -84,7 +111,15 @@ def _in_blocks(
 
 
 def _block(
-    op: Attend, slopes: Tensor | None, queries: range, keys: range, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
+    op: Attend,
+    slopes: Tensor | None,
+    dropped: ScoreDropout | None,
+    queries: range,
+    keys: range,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *others: Tensor,
 ) -> Tensor:
     """Return attention of queries [b, heads, rows, c] to keys and values [b, kv_heads, keys, c]."""
     batch, heads, rows, channels = q.shape
@@ -94,6 +129,7 @@ def _block(
     offset = _positions(keys, q) - _positions(queries, q)[:, None]
     scores = finish_scores(op, scores.view(batch, heads, rows, -1), *others, offset=offset, slopes=slopes)
     weights = scores.softmax(-1)[..., : len(keys)]
+    weights = weights if dropped is None else dropped(weights, queries, keys)
     return (weights.reshape(*shared, len(keys)) @ v).view(batch, heads, rows, -1)
 
 

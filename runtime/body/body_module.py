@@ -14,7 +14,6 @@ from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
 from megaloom.dsl import (
-    Attend,
     Layer,
     MoE,
     Node,
@@ -39,6 +38,7 @@ from megaloom.planner.contract.capability import Execution
 from megaloom.planner.rules.padding import padding_refusal
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import BuildContext, to_declared_order, to_megatron_order
+from megaloom.runtime.reference.dropout import MaskSource, dropouts
 
 from .evaluation import Evaluation, LocalProgram
 from .local_ops import hide_padding
@@ -72,6 +72,7 @@ class Body(nn.Module):
             balanced_moe=node.op if isinstance(node.op, MoE) and node.op.balance else None,
             kernels={id(core.value): core.kernel for core in execution.cores},
             groups=self.groups,
+            dropouts={id(v): i for i, v in enumerate(dropouts(self.program.value))},
         )
         self.logits = isinstance(node.op, Unembed)
         self.names = {i: s.name.removeprefix(f"{node.name}.") for i, s in slots.items()}
@@ -121,10 +122,10 @@ class Body(nn.Module):
         """Return the names of the weights that each expert has of its own."""
         return frozenset(name for i, name in self.names.items() if i in self.local.expert_values)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor, masks: MaskSource) -> Tensor:
         entering = zip(self.program.inputs, inputs, strict=True)
         values = {id(v): to_declared_order(v, x) for v, x in entering}
-        evaluation = Evaluation(self.local, values, self.training)
+        evaluation = Evaluation(self.local, values, masks if self.training else None)
         evaluation.values.update((i, self.full_weight(i)) for i in self.names)
         out = evaluation.run()
         out = hide_padding(self.program, out, self.groups) if self.logits else out
@@ -185,11 +186,7 @@ def _check_trainable(node: Node, p: Program, split: Split) -> None:
             "set balance=0 in it"
         )
     routes = any(isinstance(v.op, Route) for v, *_ in primitives(value))
-    for v, _, outer in primitives(value):
-        if isinstance(v.op, Attend) and v.op.dropout:
-            raise UserError(
-                f"{at} combines dropout of attention probabilities with options that exclude it\nset dropout=0"
-            )
+    for _, _, outer in primitives(value):
         if split.ep * split.etp > 1 and not routes and p.table.among_experts(outer):
             raise UserError(
                 f"{at} has experts but no Route, so they cannot be sharded over ep {split.ep} x etp {split.etp}\n"

@@ -1,6 +1,6 @@
 """Evaluation of a node's body on local tensors: primitives, transitions, recompute, the copies of an `Each`.
 
-`Evaluation(local, values, training).run()` returns the output. The cores of attention and scans save only their inputs
+`Evaluation(local, values, masks).run()` returns the output. The cores of attention and scans save only their inputs
 for the backward pass (see `local_ops`); the regions of `recompute_regions` save only what enters them.
 """
 
@@ -20,6 +20,7 @@ from megaloom.dsl.graph import primitives
 from megaloom.planner.contract.capability import AttentionKernel, ScanKernel
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.megatron.recompute import DiscardedOutput
+from megaloom.runtime.reference.dropout import MaskSource
 from megaloom.runtime.reference.tensors import dim_index
 
 from .local_ops import evaluate_local
@@ -39,6 +40,7 @@ class LocalProgram:
     kernels: dict[int, AttentionKernel | ScanKernel]  # of attention cores and scans
     balanced_moe: MoE | None  # the MoE whose balancing loss is added
     groups: ProcessGroups
+    dropouts: dict[int, int]  # the number of each primitive with dropout
     placed_ops: dict[int, PlacedOp] = field(init=False)
 
     @placed_ops.default
@@ -52,7 +54,7 @@ class Evaluation:
 
     local: LocalProgram
     values: dict[int, Tensor]  # in the placement in which they were computed
-    training: bool
+    masks: MaskSource | None  # of dropout; None in an evaluation
     transitioned: dict[tuple[int, Transitions], Tensor] = field(factory=dict)  # after transitions
     in_region: bool = False  # True while a recompute region runs
     discarded: list[DiscardedOutput] = field(factory=list)
@@ -103,7 +105,8 @@ class Evaluation:
             v,
             *args,
             groups=local.groups,
-            training=self.training,
+            masks=self.masks,
+            dropout=local.dropouts.get(id(v), 0),
             balanced_moe=local.balanced_moe,
             kernel=local.kernels.get(id(v)),
         )
@@ -132,7 +135,7 @@ class Evaluation:
     def run_region(self, region: RecomputeRegion) -> None:
         """Compute the outputs of a recompute region, saving only its inputs."""
         weights = {i: self.values[i] for i in self.local.slots}
-        function = partial(_region_outputs, self.local, region, weights, self.training)
+        function = partial(_region_outputs, self.local, region, weights, self.masks)
         inputs = [self.value(v) for v in region.inputs]
         if region.output_saved:
             outputs = tensor_parallel.checkpoint(function, False, *inputs)
@@ -160,7 +163,7 @@ class Evaluation:
         selects = [p for p in ops if p.step.value.op == Select(dim.name)]
         out = []
         for i in range(self.value(v.args[0]).shape[dim_index(v.args[0].shape, dim.name)]):
-            copy = Evaluation(self.local, dict(self.values), self.training, dict(self.transitioned))
+            copy = Evaluation(self.local, dict(self.values), self.masks, dict(self.transitioned))
             for p in selects:
                 (x,), (transitions,) = p.step.value.args, p.reads
                 copy.values[id(p.step.value)] = self.read(x, transitions).select(dim_index(x.shape, dim.name), i)
@@ -171,9 +174,9 @@ class Evaluation:
 
 
 def _region_outputs(
-    local: LocalProgram, region: RecomputeRegion, weights: dict[int, Tensor], training: bool, *inputs: Tensor
+    local: LocalProgram, region: RecomputeRegion, weights: dict[int, Tensor], masks: MaskSource | None, *inputs: Tensor
 ) -> tuple[Tensor, ...]:
     """Return the outputs of a region. It runs in the forward and the backward pass, so it keeps no evaluation alive."""
     entering = zip((id(v) for v in region.inputs), inputs, strict=True)
-    evaluation = Evaluation(local, {**weights, **dict(entering)}, training, in_region=True)
+    evaluation = Evaluation(local, {**weights, **dict(entering)}, masks, in_region=True)
     return tuple(evaluation.value(v) for v in region.outputs)

@@ -30,19 +30,22 @@ from megaloom.dsl import (
     Normalize,
     Route,
     Scan,
+    Shape,
     Value,
 )
 from megaloom.dsl.facts.primitives import Program, Step
 from megaloom.dsl.facts.propagation import PlacedOp, Transition, TransitionKind
 from megaloom.dsl.ops.attention_core import sequence_dim
+from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.attention_blocks import local_ranges
 from megaloom.planner.contract.capability import AttentionKernel, ScanKernel
 from megaloom.planner.contract.choices import Module
 from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.reference.dropout import MaskSource, dropout_rate
 from megaloom.runtime.reference.evaluate import evaluate
 from megaloom.runtime.reference.tensors import broadcast, dim_index, names
 
-from .attention import LocalQueries, attend
+from .attention import LocalQueries, ScoreDropout, attend
 from .balancing_loss import balancing_loss
 from .dispatch import combine_tokens, dispatch_tokens
 from .scan import chunked_scan
@@ -54,18 +57,20 @@ def evaluate_local(
     v: Value,
     *args: Tensor,
     groups: ProcessGroups,
-    training: bool,
+    masks: MaskSource | None,
+    dropout: int,
     balanced_moe: MoE | None,
     kernel: AttentionKernel | ScanKernel | None,
 ) -> Tensor:
     """Return this rank's shard of the result of a primitive.
 
+    masks: of dropout; None in an evaluation. dropout: the number of this primitive among those with dropout.
     balanced_moe: the MoE whose balancing loss is added. kernel: that of an attention core or a scan.
     """
     match v.op:
         case Drop(rate):
-            return _dropout(args[0], rate, training, sharded="tp" in p.sharded_axes)
-        case Gate() if balanced_moe and training and not p.step.outer:
+            return _dropout(p, v, args[0], masks, dropout, groups) if rate and masks else args[0]
+        case Gate() if balanced_moe and masks and not p.step.outer:
             token_groups = [groups.of_axis(name) for name in sorted(p.sharded_axes)]
             return _with_balancing_loss(balanced_moe, v, evaluate(v.op, v, *args), args[0], token_groups)
         case Route() if groups.layout.ep * groups.layout.etp > 1:
@@ -86,7 +91,9 @@ def evaluate_local(
             return _local_norm(v.op, v, *args)
         case Attend():
             assert isinstance(kernel, AttentionKernel)
-            run = partial(attend, kernel, v, local=_local_queries(p, v, args[0], groups))
+            local = _local_queries(p, v, args[0], groups)
+            dropped = ScoreDropout(masks, v.op.dropout, dropout, local) if v.op.dropout and masks else None
+            run = partial(attend, kernel, v, local=local, dropped=dropped)
             recomputed = kernel.fused and Module.CORE_ATTN in groups.layout.recomputed_modules
             return _recomputed(run, *args) if recomputed else run(*args)
         case Scan():
@@ -150,14 +157,39 @@ def _with_balancing_loss(op: MoE, v: Value, gate: Tensor, scores: Tensor, groups
     return MoEAuxLossAutoScaler.apply(gate, loss)  # type: ignore[no-any-return]
 
 
-def _dropout(x: Tensor, rate: float, training: bool, *, sharded: bool) -> Tensor:
-    """Return x after dropout. tp ranks draw different masks for shards, and equal masks for a replicated tensor."""
-    if not (rate and training):
-        return x
-    if not sharded:
+def _dropout(p: PlacedOp, v: Value, x: Tensor, masks: MaskSource, number: int, groups: ProcessGroups) -> Tensor:
+    """Return this rank's shard of a value after dropout, by the global position of each element.
+
+    Inside the copies of a layer, such as experts, elements have no global position. There tp ranks draw different masks
+    for shards, and equal masks for a replicated tensor.
+    """
+    rate = dropout_rate(v.op)
+    if not p.step.outer:
+        indices = (_global_positions(p, v.shape, i, n, masks, groups, x.device) for i, n in enumerate(x.shape))
+        shaped = (index.view(-1, *(1 for _ in x.shape[i + 1 :])) for i, index in enumerate(indices))
+        return masks.drop(x, rate, number, *shaped)
+    if "tp" not in p.sharded_axes:
         return F.dropout(x, rate)
     with tensor_parallel.get_cuda_rng_tracker().fork():
         return F.dropout(x, rate)
+
+
+def _global_positions(
+    p: PlacedOp, shape: Shape, i: int, count: int, masks: MaskSource, groups: ProcessGroups, device: torch.device
+) -> Tensor:
+    """Return the positions of this rank's shard along dim i of a value, of which it has `count`."""
+    d, layout = shape.dims[i], groups.layout
+    if d.name == "batch":
+        return masks.samples(count, device)
+    axis = p.step.axes.get(d.name)
+    if d.name in SEQUENCES:
+        sharded_by_tp = "tp" in p.sharded_axes and "tp" not in p.step.axes.values()
+        tp, cp = layout.tp if sharded_by_tp else 1, layout.cp if "cp" in p.sharded_axes else 1
+        ranges = local_ranges(count * tp, cp, groups.cp_rank if cp > 1 else 0)
+        positions = torch.cat([torch.arange(at.start, at.stop, device=device) for at in ranges])
+        return positions.chunk(tp)[groups.tp_rank if tp > 1 else 0]
+    first = 0 if axis is None or axis not in p.sharded_axes else groups.of_axis(axis).rank() * count
+    return torch.arange(first, first + count, device=device)
 
 
 def _sharded_lookup(op: Lookup, v: Value, indices: Tensor, table: Tensor, *, rank: int) -> Tensor:

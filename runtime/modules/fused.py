@@ -1,4 +1,4 @@
-"""Fused RoPE and cross-entropy. On GPUs `torch.compile` turns each into one kernel per shape.
+"""Fused RoPE, dropout and cross-entropy. On GPUs `torch.compile` turns each into one kernel per shape.
 
 `apply_rope` and `cross_entropy` compute what the functions of megatron-core compute, on any device.
 """
@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaloom.runtime.megatron import device
+from megaloom.runtime.reference.dropout import dropout_mask
 
-Function = TypeVar("Function", bound=Callable[..., Tensor])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @cache
@@ -37,6 +38,36 @@ def apply_rope(t: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
 @lru_cache(maxsize=32)  # megatron-core caches as many angles
 def _cos_and_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def drop(x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+    """Return x [.., columns] after dropout, with the mask of `reference.dropout.dropout_mask`."""
+    out: Tensor = DropElements.apply(x, rows, columns, rate)
+    return out
+
+
+class DropElements(torch.autograd.Function):
+    """Autograd function of `drop`. It saves the mask, one byte for each element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+        y, mask = compiled(_dropped)(x, rows, columns, rate)
+        ctx.save_for_backward(mask)
+        ctx.rate = rate
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return compiled(_masked)(*gradients, *ctx.saved_tensors, ctx.rate), None, None, None
+
+
+def _dropped(x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+    mask = dropout_mask(rows, columns, rate)
+    return _masked(x, mask, rate), mask
+
+
+def _masked(x: Tensor, mask: Tensor, rate: float) -> Tensor:
+    return x * mask * (1 / (1 - rate))
 
 
 class RotateHalves(torch.autograd.Function):

@@ -6,12 +6,10 @@ its part of seq between the matrix products. Parameters are allocated here; `par
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -31,6 +29,7 @@ from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.kernels import CoreAttention, zigzag
 from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.reference.dropout import MaskSource
 
 from . import fused
 
@@ -96,9 +95,7 @@ class LearnedPositions(nn.Module):
                 f"--seq {context.seq} is longer than the model's {rows} learned positions ({table.at})\n"
                 f"use --seq {rows} or less"
             )
-        positions = zigzag(context.seq, layout.cp, context.groups.cp_rank)
-        if layout.sequence_parallel:
-            positions = positions.chunk(layout.tp)[context.groups.tp_rank]
+        positions = local_positions(context)
         self.register_buffer("table_rows", positions.to(device.current()) + offset, persistent=False)
         values = torch.empty(
             rows + offset, table["embed"].known, dtype=context.config.params_dtype, device=device.current()
@@ -112,15 +109,27 @@ class LearnedPositions(nn.Module):
 
 
 class HiddenDropout(nn.Module):
-    """Dropout of hidden states. With sequence parallelism each rank draws for its own part."""
+    """Dropout of hidden states [seq, batch, embed]. Its mask does not depend on the layout."""
 
-    def __init__(self, rate: float, context: BuildContext) -> None:
+    def __init__(self, rate: float, embed: int, context: BuildContext) -> None:
         super().__init__()
-        self.rate, self.sequence_parallel = rate, context.config.sequence_parallel
+        self.rate = rate
+        positions = local_positions(context).to(device.current())
+        self.register_buffer("positions", positions[:, None, None], persistent=False)
+        self.register_buffer("channels", torch.arange(embed, device=device.current()), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        with tensor_parallel.get_cuda_rng_tracker().fork() if self.sequence_parallel else nullcontext():
-            return F.dropout(x, self.rate, self.training)
+    def forward(self, x: Tensor, *, masks: MaskSource) -> Tensor:
+        if not (self.training and self.rate):
+            return x
+        rows = masks.rows(0, masks.samples(x.shape[1], x.device)[:, None], self.positions, device=x.device)
+        return fused.drop(x, rows, self.channels, self.rate)
+
+
+def local_positions(context: BuildContext) -> Tensor:
+    """Return the positions in the sequence of the hidden states that this rank has between layers."""
+    layout, groups = context.groups.layout, context.groups
+    positions = zigzag(context.seq, layout.cp, groups.cp_rank)
+    return positions.chunk(layout.tp)[groups.tp_rank] if layout.sequence_parallel else positions
 
 
 class Sum(nn.Module):

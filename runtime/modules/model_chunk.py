@@ -30,10 +30,15 @@ from megaloom.dsl import Graph, Node, Unembed
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Stage
 from megaloom.planner.rules.export_rules import shared_weight_users
+from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.recompute import SelectiveNodes, SelectiveRecompute
+from megaloom.runtime.reference.dropout import MaskSource
 
 from . import fused, registry
+from .layers import HiddenDropout
+
+FIRST_MASKS = MaskSource(seed=0, step=0, first_sample=0)
 
 
 @frozen(eq=False, slots=False)
@@ -58,8 +63,8 @@ class NodeSegment:
 class ModelChunk(MegatronModule):
     """The nodes [start, stop) of a graph as one module.
 
-    Its inputs are token ids and labels [batch, seq / cp]. It returns hidden states, or on the last stage the loss of
-    each token [batch, seq / cp] in fp32.
+    Its inputs are token ids and labels [batch, seq / cp], and the source of dropout masks. It returns hidden states, or
+    on the last stage the loss of each token [batch, seq / cp] in fp32.
     """
 
     def __init__(self, graph: Graph, stage: Stage, context: BuildContext) -> None:
@@ -115,14 +120,14 @@ class ModelChunk(MegatronModule):
             for n in segment.nodes:
                 yield n, self.modules_by_key[_key(n)]
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor, masks: MaskSource = FIRST_MASKS) -> Tensor:
         values = {n.name: tokens for n in self.graph.nodes if n.is_input}
         if self.reads:
             assert self.received is not None, "the schedule sets the input tensor first"
             # A view would keep its base tensor alive.
             values[self.reads[0]] = make_viewless_tensor(self.received, requires_grad=True, keep_graph=True)
         for segment in self.segments:
-            run, inputs = partial(self._run_segment, segment), (values[name] for name in segment.reads)
+            run, inputs = partial(self._run_segment, segment, masks), (values[name] for name in segment.reads)
             recompute = segment.recompute and torch.is_grad_enabled()
             outputs = tensor_parallel.checkpoint(run, False, *inputs) if recompute else run(*inputs)
             values.update(zip(segment.writes, outputs, strict=True))
@@ -137,12 +142,15 @@ class ModelChunk(MegatronModule):
             return vocab_parallel_cross_entropy(logits, labels)
         return fused.cross_entropy(logits, labels, self.groups.collection.tp)
 
-    def _run_segment(self, segment: NodeSegment, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _run_segment(self, segment: NodeSegment, masks: MaskSource, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the values that a segment writes, from those that it reads."""
         values = dict(zip(segment.reads, inputs, strict=True))
         selective = SelectiveRecompute(self.selective)
         for n, last_reads in zip(segment.nodes, segment.last_reads, strict=True):
-            values[n.name] = selective.run(n, self.modules_by_key[_key(n)], *(values[name] for name in n.inputs))
+            module: Any = self.modules_by_key[_key(n)]
+            if isinstance(module, Body | HiddenDropout):
+                module = partial(module.__call__, masks=masks.of(n.name))  # recompute runs with the same masks
+            values[n.name] = selective.run(n, module, *(values[name] for name in n.inputs))
             for name in last_reads:
                 del values[name]
         return tuple(values[name] for name in segment.writes)

@@ -168,6 +168,16 @@ def _rotation(op: Rope, channels: int, count: int, dtype: torch.dtype, device: t
 
 @evaluate.register
 def _(op: Attend, out: Value, *args: Tensor) -> Tensor:
+    return attention(op, out, *args)
+
+
+def attention(
+    op: Attend, out: Value, *args: Tensor, dropped: Callable[[Tensor, list[str]], Tensor] | None = None
+) -> Tensor:
+    """Return attention. dropped: dropout of the probabilities, a function of them and the names of their dims.
+
+    The dims are [batch .., heads, queries, keys].
+    """
     q, k, v, *others = args
     rows, columns = (sequence_dim(a.shape).name for a in out.args[:2])
     renamed = {columns: "keys", "kv_heads": "heads"}  # key/value heads are repeated, one for each query head
@@ -183,6 +193,7 @@ def _(op: Attend, out: Value, *args: Tensor) -> Tensor:
     offset = torch.arange(count, device=q.device) - torch.arange(scores.shape[-2], device=q.device)[:, None]
     scores = finish_scores(op, scores, *others, offset=offset, slopes=alibi_slopes(heads) if op.alibi else None)
     weights = scores.softmax(-1)[..., :count]
+    weights = weights if dropped is None else dropped(weights, score_dims)
     return einsum(weights, score_dims, v, value, names(out.shape))
 
 

@@ -6,12 +6,14 @@ modules that train a model are tested against it, and it is tested against Huggi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megaloom.dsl import (
+    Attend,
     Each,
     Input,
     Model,
@@ -25,15 +27,22 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.graph import primitives
 
-from .evaluate import evaluate
-from .tensors import dim_index
+from .dropout import MaskSource, dropout_rate, dropouts
+from .evaluate import attention, evaluate
+from .tensors import dim_index, names
 
 
-def interpret(model: Model, weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return the model's outputs, which are differentiable. Dropout is off.
+def interpret(
+    model: Model,
+    weights: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    *,
+    masks: MaskSource | None = None,
+) -> tuple[Tensor, ...]:
+    """Return the model's outputs, which are differentiable.
 
-    weights: by the names of `graph(model).weights`. inputs: by name. Raises UserError if a weight or an input is
-    missing or has another shape.
+    weights: by the names of `graph(model).weights`. inputs: by name. masks: of dropout, for these inputs as one
+    micro-batch; None turns dropout off. Raises UserError if a weight or an input is missing or has another shape.
     """
     g = graph(model)
     results: dict[str, Tensor] = {}
@@ -43,7 +52,7 @@ def interpret(model: Model, weights: Mapping[str, Tensor], inputs: Mapping[str, 
         known |= {id(s.value): _given("weight", s.name, Shape(s.dims), weights) for s in node.weights}
         if isinstance(node.op, Input):
             known[id(node.value)] = _given("input", node.op.name, node.shape, inputs)
-        results[node.name] = _value(node.value, known, node)
+        results[node.name] = _value(node.value, known, node, None if masks is None else masks.of(node.name))
     return tuple(results[name] for name in g.outputs)
 
 
@@ -57,28 +66,49 @@ def _given(what: str, name: str, shape: Shape, values: Mapping[str, Tensor]) -> 
     return x
 
 
-def _value(v: Value, known: dict[int, Tensor], node: Node) -> Tensor:
+def _value(v: Value, known: dict[int, Tensor], node: Node, masks: MaskSource | None) -> Tensor:
     """Return the tensor of a value inside a node. known: the tensors computed so far, by identity of the value."""
     if id(v) not in known:
         if isinstance(v.op, Each):
-            known[id(v)] = _copies(v, known, node)
+            known[id(v)] = _copies(v, known, node, masks)
         elif v.body is not None:
-            known[id(v)] = _value(v.body, known, node)
+            known[id(v)] = _value(v.body, known, node, masks)
         else:
-            known[id(v)] = evaluate(v.op, v, *(_value(a, known, node) for a in v.args))
+            args = [_value(a, known, node, masks) for a in v.args]
+            known[id(v)] = evaluate(v.op, v, *args) if masks is None else _with_dropout(v, args, node, masks)
     return known[id(v)]
 
 
-def _copies(v: Value, known: dict[int, Tensor], node: Node) -> Tensor:
+def _with_dropout(v: Value, args: list[Tensor], node: Node, masks: MaskSource) -> Tensor:
+    """Return the value of a primitive in training: after dropout, if the primitive has one."""
+    if not dropout_rate(v.op):
+        return evaluate(v.op, v, *args)
+    (number,) = (i for i, dropout in enumerate(dropouts(node.value)) if dropout is v)
+    if isinstance(v.op, Attend):
+        return attention(v.op, v, *args, dropped=partial(_drop, masks=masks, rate=v.op.dropout, number=number))
+    return _drop(args[0], names(v.shape), masks=masks, rate=dropout_rate(v.op), number=number)
+
+
+def _drop(x: Tensor, dims: Sequence[str], *, masks: MaskSource, rate: float, number: int) -> Tensor:
+    """Return a tensor with these dims after dropout."""
+    indices = (
+        masks.samples(n, x.device) if name == "batch" else torch.arange(n, device=x.device)
+        for name, n in zip(dims, x.shape, strict=True)
+    )
+    shaped = (index.view(-1, *(1 for _ in dims[i + 1 :])) for i, index in enumerate(indices))
+    return masks.drop(x, rate, number, *shaped)
+
+
+def _copies(v: Value, known: dict[int, Tensor], node: Node, masks: MaskSource | None) -> Tensor:
     """Return the results of the copies of an `Each`, stacked: copy i reads index i of its weights."""
     assert isinstance(v.op, Each)
     assert v.body is not None
-    x, dim = _value(v.args[0], known, node), v.shape.dims[0]
+    x, dim = _value(v.args[0], known, node, masks), v.shape.dims[0]
     selects = [p for p, *_ in primitives(v) if p.op == Select(dim.name)]
     stacked_weights = [id(s.value) for s in node.weights if dim in s.outer]
     out = []
     for i in range(dim.known):
         of_copy = {**known, **{id(s): x.select(dim_index(v.args[0].shape, dim.name), i) for s in selects}}
         of_copy |= {w: known[w][i] for w in stacked_weights}
-        out.append(_value(v.body, of_copy, node))
+        out.append(_value(v.body, of_copy, node, masks))
     return torch.stack(out)

@@ -37,6 +37,7 @@ from megaloom.runtime.megatron.process_groups import ProcessGroups, create_proce
 from megaloom.runtime.modules import parameters
 from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.modules.model_chunk import ModelChunk
+from megaloom.runtime.reference.dropout import MaskSource
 
 from .optimizer import make_optimizer, make_scheduler, share_grad_scaler, wrap_in_ddp
 from .recipe import Recipe
@@ -229,21 +230,26 @@ class Engine:
         starts = (first + (k * layout.dp + self.groups.dp_rank) * size for k in range(count))
         return MicroBatches(tuple(starts), size, first + samples)
 
-    def _feed(self, batch: Batch, part: MicroBatches) -> Iterator[dict[str, Tensor]]:
-        """Yield the tokens and labels of micro-batches, [size, seq / cp]. Beyond the last sample, repeat that one."""
+    def _feed(self, batch: Batch, part: MicroBatches) -> Iterator[dict[str, Any]]:
+        """Yield tokens and labels [size, seq / cp] of micro-batches, and the source of their dropout masks.
+
+        Beyond the last sample, repeat that one.
+        """
         for start in part.starts:
             x = torch.stack([batch(min(start + j, part.stop - 1)) for j in range(part.size)]).to(device.current())
-            yield get_batch_on_this_cp_rank({"tokens": x[:, :-1].contiguous(), "labels": x[:, 1:].contiguous()})
+            tensors = get_batch_on_this_cp_rank({"tokens": x[:, :-1].contiguous(), "labels": x[:, 1:].contiguous()})
+            yield {**tensors, "masks": MaskSource(self.recipe.seed, self.done, first_sample=start)}
 
-    def _forward_step(self, feed: Iterator[dict[str, Tensor]], chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
+    def _forward_step(self, feed: Iterator[dict[str, Any]], chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
         """Run a micro-batch through a chunk. Return its output and the loss reduction, as the schedules ask."""
         return chunk(**next(feed)), reduce_loss
 
     def _seed_dropout(self) -> None:
-        """Seed dropout from the step number, so that a resumed run draws the masks of an uninterrupted one.
+        """Seed the dropout of fused attention and of experts, whose masks depend on the layout, from the step number.
 
-        Ranks of a tensor-parallel group share the seed, hence the masks of replicated tensors. Masks of sharded tensors
-        are drawn under megatron-core's RNG tracker, which adds the rank.
+        So a resumed run draws the masks of an uninterrupted one. Ranks of a tensor-parallel group share the seed, hence
+        the masks of replicated tensors. Masks of sharded tensors are drawn under megatron-core's RNG tracker, which
+        adds the rank.
         """
         ranks = (self.groups.dp_rank, self.groups.cp_rank, self.groups.pp_rank)
         (seed,) = np.random.SeedSequence((self.recipe.seed, self.done, *ranks)).generate_state(1)

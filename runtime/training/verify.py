@@ -9,16 +9,18 @@ from __future__ import annotations
 import torch
 from attrs import evolve, frozen
 
-from megaloom.dsl import Attend, Drop
+from megaloom.dsl import Attend, Drop, Split
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph, primitives, vocabulary
 from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.module_kinds import runs_as_module
 from megaloom.planner.contract.plans import Plan, Stage
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
+from megaloom.runtime.reference.dropout import dropout_rate
 
 from .recipe import Recipe
 
@@ -74,17 +76,17 @@ def compare(
 ) -> Comparison:
     """Train a few steps under a plan and under a reference plan, by default one process with the same micro-batches.
 
-    Raise UserError for a model with dropout, whose masks depend on the layout, unless a reference is given.
+    Raise UserError for a model with dropout whose masks depend on the layout, unless a reference is given.
     """
     model, _ = find(plan.model)
     check_plan(plan, model)
     check_trainable(plan, model)
     if steps < 1:
         raise UserError(f"--steps must be at least 1, got {steps}")
-    if reference is None and plan.layout.world > 1 and (node := first_dropout(model)):
+    if reference is None and plan.layout.world > 1 and (node := first_layout_dropout(model, plan.layout)):
         raise UserError(
-            f"cannot verify a model with dropout ({node}): its masks depend on the layout\n"
-            "set the dropout to 0 and verify that model"
+            f"cannot verify a model with dropout in fused attention or in experts ({node}): its masks depend on the "
+            "layout\nset this dropout to 0 and verify that model; other dropout has equal masks under every layout"
         )
     planned, expected = (
         launcher.run(short_run, (p, steps, seed), p.layout.world, timeout=timeout)[0]
@@ -107,11 +109,17 @@ def single_process(plan: Plan, model: Model) -> Plan:
     return evolve(plan, layout=Layout(micro_batch=plan.layout.micro_batch), stages=(whole,))
 
 
-def first_dropout(model: Model) -> str | None:
-    """Return the name of the first node with dropout, or None."""
+def first_layout_dropout(model: Model, layout: Layout) -> str | None:
+    """Return the name of the first node with dropout whose masks depend on the layout; None if there is none.
+
+    These are the dropout of fused attention, and that of the copies of a layer, such as experts.
+    """
+    splits = layout.split, Split()
     for node in graph(model).nodes:
-        for v, *_ in primitives(node.value):
-            if (isinstance(v.op, Drop) and v.op.rate) or (isinstance(v.op, Attend) and v.op.dropout):
+        for v, _, outer in primitives(node.value):
+            if isinstance(v.op, Drop | Attend) and outer and dropout_rate(v.op):
+                return node.name
+            if isinstance(v.op, Attend) and v.op.dropout and any(runs_as_module(node, split) for split in splits):
                 return node.name
     return None
 

@@ -7,6 +7,7 @@ from megaloom.dsl import (
     MLP,
     Attention,
     Dim,
+    Dropout,
     Embed,
     Layer,
     LayerNorm,
@@ -20,6 +21,7 @@ from megaloom.dsl import (
     ids,
     model,
     repeat,
+    residual,
     weight,
 )
 from megaloom.examples.deepseek import deepseek, rotary
@@ -37,6 +39,22 @@ def tiny_gpt() -> Model:
 
 def tiny_gpt_dropout() -> Model:
     return gpt("tiny-gpt-dropout", layers=4, heads=4, embed=64, vocab=127, seq=32, dropout=0.1)
+
+
+def dropouts(*, experts: bool = True) -> Model:
+    """Dropout of embeddings, of hidden states, inside an MLP, of experts' outputs, and of a window's probabilities."""
+    wte, wpe = weight("wte", Dim("vocab", 127), Dim("embed", 64)), weight("wpe", Dim("position", 32), Dim("embed", 64))
+    drop = Dropout(0.1)
+    attention = Attention(heads=4, kv_heads=2, window=9, dropout=0.1, bias=True)
+    dense = residual(LayerNorm(), attention, drop) >> residual(LayerNorm(), MLP(96, dropout=0.1, bias=True), drop)
+    plain = residual(LayerNorm(), Attention(heads=4, kv_heads=2), drop)
+    sparse = plain >> residual(LayerNorm(), MoE(SwiGLU(48), experts=4, top_k=2) if experts else SwiGLU(48), drop)
+    x = ids() >> Embed(wte) >> Positions(wpe) >> drop >> repeat(2, dense, sparse)
+    return model("dropouts", x >> LayerNorm() >> Unembed(wte), std=0.1)
+
+
+def dense_dropouts() -> Model:
+    return dropouts(experts=False)
 
 
 def tiny_llama() -> Model:

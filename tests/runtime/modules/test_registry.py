@@ -6,7 +6,6 @@ import pytest
 from attrs import frozen
 
 from megaloom.dsl import (
-    Attention,
     Dim,
     Embed,
     Layer,
@@ -61,10 +60,6 @@ REFUSED = {
     "a balancing loss inside a layer of one's own": (
         lm(Inside(MoE(SwiGLU(8), experts=2, top_k=1, balance=0.01))),
         r"inside.0 \(.*test_registry.py:\d+\) contains a MoE with a balancing loss; .*\nset balance=0 in it",
-    ),
-    "dropout of a window's probabilities": (
-        lm(Attention(heads=2, window=4, dropout=0.1)),
-        r"attention.0 \(.*test_registry.py:\d+\) combines dropout of attention probabilities with .*\nset dropout=0",
     ),
     "a weight between layers": (
         added(weight("offset", D)),
