@@ -1,5 +1,7 @@
 """Write the tables of docs/accuracy: `python -m benchmarks.accuracy` updates them, `--check` lists outdated pages.
 
+Names of pages, as in `python -m benchmarks.accuracy constants`, limit both to these pages.
+
 A table stands between `<!-- table NAME -->` and `<!-- end of NAME -->`; the text around it is written by hand. Scores
 come from the published runs that ship with megaloom, constants from the presets of devices and the framework profiles,
 runs on our own GPUs from benchmarks/data/gpu_runs.tsv.
@@ -211,8 +213,9 @@ def pages() -> Iterable[Path]:
 
 def main() -> int:
     """Update the pages, or list those that are out of date; the exit status is 1 if there are any."""
+    names = [word for word in sys.argv[1:] if not word.startswith("-")]
     outdated = []
-    for page in pages():
+    for page in (page for page in pages() if not names or page.stem in names):
         text = page.read_text(encoding="utf-8")
         new = summary() + "\n" if page.stem == "summary" else written(text)
         if new == text:
