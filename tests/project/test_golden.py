@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
 from tests.support.golden import PLANS, VALIDATION, differences, plans, read, report, updated, validation
 from tests.support.golden_cases import CASES, QUICK, Case
+from tests.support.paths import ROOT
 
 ALL = os.environ.get("MEGALOOM_GOLDEN") == "all"
 
@@ -22,6 +24,15 @@ def test_plans_are_as_recorded(case: Case) -> None:
 def test_every_recorded_plan_has_a_case() -> None:
     assert set(read(PLANS)) == {case.name for case in CASES}
     assert len(CASES) == len({case.name for case in CASES})
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/develop/testing.md", "CHANGELOG.md"])
+def test_pages_give_the_numbers_of_recorded_predictions(page: str) -> None:
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert {int(n) for n in re.findall(r"(\d+) plans and", text)} == {len(CASES)}
+    assert {int(n) for n in re.findall(r"(\d+) (?:recorded|golden) plans", text)} <= {len(QUICK)}
+    rows = len(read(VALIDATION))
+    assert {n.replace(",", "") for n in re.findall(r"plans and ([\d,]+) published", text)} == {str(rows)}
 
 
 @pytest.mark.skipif(not ALL, reason="predicts every published run: set MEGALOOM_GOLDEN=all")

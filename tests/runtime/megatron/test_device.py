@@ -50,9 +50,7 @@ def test_gpus_are_known_by_their_drivers_names(name, preset):
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB"])
 def test_an_unknown_gpu_is_told_with_what_would_work(name):
-    with pytest.raises(
-        UserError, match=f"no preset .* {name!r}; presets: A100-40GB, .*, GB300\\nrun `megaloom measure"
-    ):
+    with pytest.raises(UserError, match=f"no preset .* {name!r}; presets: .*GB300.*\\nrun `megaloom measure"):
         device._known_preset(name)
 
 
