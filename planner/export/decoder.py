@@ -41,6 +41,7 @@ from megaloom.dsl import (
     Weight,
 )
 from megaloom.dsl.graph import primitives
+from megaloom.dsl.ops.weight import INITIAL_STD
 from megaloom.dsl.show.formatting import declared
 
 from .target import Target, refuse
@@ -69,6 +70,7 @@ class DecoderModel:
     layer_starts: tuple[int, ...]  # first node of each layer, MTP layers included, and the first node after them
     mtp: int  # layers for multi-token prediction
     layer_per_block: bool  # each layer is one iteration of a `repeat`: the unit of full recompute
+    std: float = INITIAL_STD  # of the initial values of weights
 
     @property
     def dense(self) -> MLP | SwiGLU | GeGLU | None:
@@ -133,6 +135,7 @@ def read_decoder(graph: Graph, target: Target) -> DecoderModel:
         layer_starts=tuple(starts),
         mtp=len(outputs) - 1,
         layer_per_block=None not in blocks and len({*blocks}) == len(blocks),
+        std=graph.std,
     )
 
 

@@ -39,6 +39,7 @@ MODEL_KEYS = {  # options of Megatron-LM whose value is a number, and their keys
     "moe-shared-expert-intermediate-size": "moe_shared_expert_intermediate_size",
     "attention-dropout": "attention_dropout",
     "hidden-dropout": "hidden_dropout",
+    "init-method-std": "init_method_std",
     "seq-length": "seq_length",
 }
 RECIPES = {  # of mixed precision

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from attrs import frozen
 
 from megaloom.dsl import Graph, LayerNorm, RMSNorm
+from megaloom.dsl.ops.weight import INITIAL_STD
 from megaloom.dsl.show.formatting import declared
 from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Module, Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
@@ -68,6 +69,8 @@ def _model(m: DecoderModel, workload: Workload, target: Target) -> Iterator[Opti
     yield from _norm(m, target)
     yield option("attention-dropout", getattr(m.attention, "dropout", 0.0))
     yield option("hidden-dropout", m.dropout)
+    if m.std != INITIAL_STD:  # its default, too
+        yield option("init-method-std", m.std)
     yield option("seq-length", workload.seq)
     yield option("max-position-embeddings", m.positions or workload.seq)
     yield option("make-vocab-size-divisible-by", 1)  # no padding beyond a multiple of tp
