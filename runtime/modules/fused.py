@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaloom.runtime.megatron import device
-from megaloom.runtime.reference.dropout import dropout_mask
+from megaloom.runtime.reference.dropout import dropout_mask, next_hash
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -38,6 +38,19 @@ def apply_rope(t: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
 @lru_cache(maxsize=32)  # megatron-core caches as many angles
 def _cos_and_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def hidden_rows(key: Tensor, first_sample: Tensor, batch: int, positions: Tensor) -> Tensor:
+    """Return the hashes [seq, batch, 1] of the vectors of hidden states, as `MaskSource.rows` does.
+
+    positions: [seq, 1, 1]. A key and a first sample without dims are tensors, so that one kernel serves all steps.
+    """
+    return compiled(_hidden_rows)(key, first_sample, batch, positions)
+
+
+def _hidden_rows(key: Tensor, first_sample: Tensor, batch: int, positions: Tensor) -> Tensor:
+    samples = first_sample + torch.arange(batch, device=key.device)
+    return next_hash(next_hash(key, samples[:, None]), positions)
 
 
 def drop(x: Tensor, rows: Tensor, columns: Tensor, rate: float) -> Tensor:

@@ -121,7 +121,8 @@ class HiddenDropout(nn.Module):
     def forward(self, x: Tensor, *, masks: MaskSource) -> Tensor:
         if not (self.training and self.rate):
             return x
-        rows = masks.rows(0, masks.samples(x.shape[1], x.device)[:, None], self.positions, device=x.device)
+        first_sample = torch.full((), masks.first_sample, device=x.device)
+        rows = fused.hidden_rows(masks.key(0, x.device), first_sample, x.shape[1], self.positions)
         return fused.drop(x, rows, self.channels, self.rate)
 
 

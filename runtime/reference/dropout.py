@@ -41,13 +41,17 @@ class MaskSource:
         """Return the positions of the samples of the micro-batch in the global batch."""
         return torch.arange(count, device=device) + self.first_sample
 
+    def key(self, number: int, device: torch.device) -> Tensor:
+        """Return the hash of all but the position: an int64 without dims. number: of the dropout in its node."""
+        digest = sha256(f"{self.seed} {self.step} {self.node} {number}".encode()).digest()
+        return torch.full((), int.from_bytes(digest[:8], signed=True), device=device)
+
     def rows(self, number: int, *indices: Tensor, device: torch.device) -> Tensor:
         """Return the hashes of all dims but the last: int64, of the shape to which the indices broadcast.
 
         number: of the dropout in its node. indices: the global positions along each dim, shaped to broadcast.
         """
-        digest = sha256(f"{self.seed} {self.step} {self.node} {number}".encode()).digest()
-        rows = torch.full((), int.from_bytes(digest[:8], signed=True), device=device)
+        rows = self.key(number, device)
         for index in indices:
             rows = next_hash(rows, index)
         return rows
