@@ -21,7 +21,7 @@ from fractions import Fraction
 from functools import lru_cache
 from hashlib import sha256
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import NOTHING, fields, has
 
@@ -32,9 +32,6 @@ from .layer import Layer
 from .node import Node
 from .ops.weight import INITIAL_STD, Weight
 from .value import Op, Value
-
-if TYPE_CHECKING:
-    from cattrs import Converter
 
 # Raise it when the form changes, or when the mathematics of a built-in op or layer changes under an equal name.
 FORM_VERSION = 1
@@ -81,13 +78,12 @@ def is_current(identity: str) -> bool:
 
 
 class _Writer:
-    """Writes the parts of one graph. Fields go through cattrs; those that hold values name their weight or node."""
+    """Writes the parts of one graph. A field that holds a value names its weight or node."""
 
     def __init__(self, g: Graph) -> None:
         self.nodes = {id(n.value): n.name for n in g.nodes}
         self.nodes |= {id(n.value.source): n.name for n in g.nodes}
         self.weights = {id(s.value): s.name for s in g.weights.values()}
-        self.converter = _converter(self.reference)
         self.written: dict[int, JSON] = {}  # the form of each op by its id: repeated layers share one op
 
     def node(self, n: Node) -> JSON:
@@ -126,12 +122,12 @@ class _Writer:
     def op(self, op: Op) -> JSON:
         """Return the kind and the fields of an op."""
         if id(op) not in self.written:
-            self.written[id(op)] = self.converter.unstructure(op)
+            self.written[id(op)] = self.form(op)
         return self.written[id(op)]
 
     def weight(self, v: Value, outer: tuple[Dim, ...]) -> JSON:
         """Return the form of a weight without its name."""
-        form = self.converter.unstructure(v.op)["fields"]
+        form = self.form(v.op)["fields"]
         return {**{key: value for key, value in form.items() if key != "name"}, "dims": _dims((*outer, *v.shape))}
 
     def reference(self, v: Value) -> JSON:
@@ -142,45 +138,41 @@ class _Writer:
             v = v.body
         return {"node": self.nodes.get(id(v))}
 
+    def form(self, it: Any) -> Any:
+        """Return the form of the value of a field. Raises UserError if it has none."""
+        if it is None or isinstance(it, str | int):
+            return it
+        if isinstance(it, float):
+            return _number(it)
+        if isinstance(it, Value):
+            return self.reference(it)
+        if isinstance(it, Dim):
+            return _dim(it)
+        if isinstance(it, tuple | list):
+            return [self.form(part) for part in it]
+        if isinstance(it, set | frozenset):
+            return sorted(map(self.form, it), key=str)
+        if isinstance(it, dict):
+            return {str(key): self.form(value) for key, value in it.items()}
+        if isinstance(it, Fraction):
+            return str(it)
+        return it.value if isinstance(it, Enum) else self.fields(it)
 
-def _converter(reference: Any) -> Converter:
-    """Return a converter from the values of fields to JSON; `reference` writes those of type Value."""
-    from cattrs import Converter  # not at the top: the import takes 50 ms, and `plan --help` needs none of it
-
-    converter = Converter()
-
-    def attrs_value(it: Any) -> JSON:
-        if isinstance(it, Layer) and not _built_in(it):
-            return {"kind": type(it).__name__}
-        written = {f.name: getattr(it, f.name) for f in fields(type(it)) if f.eq and not _is_default(it, f)}
-        form = {name: converter.unstructure(value) for name, value in written.items()}
-        return {"kind": type(it).__name__, **({"fields": form} if form else {})}
-
-    def anything(it: Any) -> Any:
-        if isinstance(it, Op):
-            return {"kind": type(it).__name__}
+    def fields(self, it: object) -> JSON:
+        """Return the class name of an op or attrs value with its changed fields, or the name of a function."""
+        kind = type(it)
+        if has(kind) and (not isinstance(it, Layer) or _built_in(it)):
+            written = {f.name: getattr(it, f.name) for f in fields(kind) if f.eq and not _is_default(it, f)}
+            form = {name: self.form(value) for name, value in written.items()}
+            return {"kind": kind.__name__, **({"fields": form} if form else {})}
         if isinstance(it, type) or isfunction(it):
             return {"kind": it.__qualname__}
+        if has(kind) or isinstance(it, Op):
+            return {"kind": kind.__name__}
         raise UserError(
-            f"{type(it).__name__} {it!r:.40} has no JSON form, so a model with it has no fingerprint: "
+            f"{kind.__name__} {it!r:.40} has no JSON form, so a model with it has no fingerprint: "
             "use numbers, strings, tuples, enums or frozen attrs values as fields"
         )
-
-    converter.register_unstructure_hook_func(lambda _: True, anything)
-    converter.register_unstructure_hook_func(has, attrs_value)
-    converter.register_unstructure_hook(Value, reference)
-    converter.register_unstructure_hook(Dim, _dim)
-    converter.register_unstructure_hook_func(lambda t: isinstance(t, type) and issubclass(t, Enum), lambda it: it.value)
-    for plain in (bool, int, str, type(None)):
-        converter.register_unstructure_hook(plain, lambda it: it)
-    converter.register_unstructure_hook(float, _number)
-    converter.register_unstructure_hook(Fraction, str)
-    for many in (tuple, list):
-        converter.register_unstructure_hook(many, lambda them: [converter.unstructure(it) for it in them])
-    for unordered in (set, frozenset):
-        converter.register_unstructure_hook(unordered, lambda them: sorted(map(converter.unstructure, them), key=str))
-    converter.register_unstructure_hook(dict, lambda them: {str(k): converter.unstructure(v) for k, v in them.items()})
-    return converter
 
 
 def _is_default(it: Any, f: Any) -> bool:

@@ -17,13 +17,13 @@ from megaloom.dsl import (
     Split,
     Unembed,
 )
-from megaloom.dsl.facts.primitives import program
+from megaloom.dsl.facts.primitives import Program, program
 from megaloom.dsl.graph import primitives
 from megaloom.planner.contract.capability import assumed_environment, capability
 from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.workload import Runtime, Workload
+from megaloom.planner.contract.workload import Precision, Runtime, Workload
 
 from .export_rules import export_violations, shared_weight_users
 from .padding import padding_refusal
@@ -121,15 +121,24 @@ def _experts_text(case: Case[Layout]) -> Words:
 
 
 def _padding_refusal(case: Case[L]) -> Words | None:
+    assert isinstance(case.layout, Layout), "rules of the runtime look at one layout"
+    return _first_padding_refusal(case.graph, case.layout.split)
+
+
+@lru_cache(maxsize=256)
+def _first_padding_refusal(graph: Graph, split: Split) -> Words | None:
     """Return the first refusal of a padded dim. Layers with a torch module of their own are not computed by a body."""
-    x = case.layout
-    assert isinstance(x, Layout), "rules of the runtime look at one layout"
-    split = Split(tp=x.tp, cp=x.cp, ep=x.ep, etp=x.etp, sequence_parallel=x.sequence_parallel)
-    nodes = [n for n in case.graph.nodes if not n.is_input and not hasattr(n.op, "module")]
-    first: dict[int, Node] = {}  # equal nodes share a program; a refusal names the first
-    for n in nodes:
-        first.setdefault(id(program(n)), n)
-    return next((refusal for n in first.values() if (refusal := padding_refusal(n, split))), None)
+    bodies = [n for n, *_ in _nodes_by_program(graph) if not n.is_input and not hasattr(n.op, "module")]
+    return next((refusal for n in bodies if (refusal := padding_refusal(n, split))), None)
+
+
+@lru_cache(maxsize=16)
+def _nodes_by_program(graph: Graph) -> tuple[tuple[Node, ...], ...]:
+    """Return the nodes that share a program, which run alike, for each program in the order of the first of them."""
+    out: dict[Program, list[Node]] = {}
+    for n in graph.nodes:
+        out.setdefault(program(n), []).append(n)
+    return tuple(map(tuple, out.values()))
 
 
 def _padding(case: Case[L]) -> Truth:
@@ -206,11 +215,14 @@ def runtime_violations(layout: Layout, graph: Graph, workload: Workload, cluster
 
 def unfused_cores(graph: Graph, layout: Layout, workload: Workload, cluster: Cluster) -> tuple[Node, ...]:
     """Return the nodes whose attention or scan the runtime computes without a fused kernel on these devices."""
-    own, split = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, cluster.device.name)), layout.split
-    programs = [id(program(n)) for n in graph.nodes]  # nodes with one program run alike
-    distinct = dict(zip(programs, graph.nodes, strict=True)).items()
-    unfused = {key for key, n in distinct if own.execution(n, split, workload.precision).recomputes_cores}
-    return tuple(n for n, key in zip(graph.nodes, programs, strict=True) if key in unfused)
+    return _unfused_cores(graph, layout.split, workload.precision, cluster.device.name)
+
+
+@lru_cache(maxsize=256)
+def _unfused_cores(graph: Graph, split: Split, precision: Precision, device: str) -> tuple[Node, ...]:
+    own = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, device))
+    alike = [nodes for nodes in _nodes_by_program(graph) if own.execution(nodes[0], split, precision).recomputes_cores]
+    return tuple(sorted((n for nodes in alike for n in nodes), key=lambda n: graph.index[n.name]))
 
 
 def caveats(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ FOLDERS = ("dsl", "planner", "runtime", "examples")
 COMMAND = "start-up time: a command loads the planner and the model only when it needs them"
 REASONS = {
     "dsl/graph.py": "start-up time: networkx takes 0.2 s",
-    "dsl/json_form.py": "start-up time: cattrs takes 0.05 s",
     "dsl/show/table.py": "start-up time: rich",
     "planner/cli/actions.py": COMMAND,
     "planner/cli/explain.py": COMMAND,
