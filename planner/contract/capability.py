@@ -6,8 +6,9 @@ A plan records the environment that it assumes; `differences` compares that with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import StrEnum
+from functools import lru_cache
 from math import prod
 
 from attrs import frozen
@@ -171,14 +172,16 @@ class _LocalWeight:
     sizes: tuple[int, ...]  # of one copy on a device
 
 
-def _local_weights(node: Node, split: Split) -> Iterator[_LocalWeight]:
-    """Yield the weights of a node as one device holds them."""
+@lru_cache(maxsize=1 << 12)
+def _local_weights(node: Node, split: Split) -> tuple[_LocalWeight, ...]:
+    """Return the weights of a node as one device holds them."""
     p = fitted(program(node), split)
+    out = []
     for outer, shape in p.weights:
         local = p.table.local(Sizes(), split, p.table.axes(outer, shape), p.table.among_experts(outer))
-        yield _LocalWeight(
-            experts=local(outer) if p.table.among_experts(outer) else 0, sizes=tuple(local((d,)) for d in shape)
-        )
+        experts = local(outer) if p.table.among_experts(outer) else 0
+        out.append(_LocalWeight(experts=experts, sizes=tuple(local((d,)) for d in shape)))
+    return tuple(out)
 
 
 def is_plain_attention(op: Op) -> bool:
