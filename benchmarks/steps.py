@@ -1,9 +1,10 @@
-"""Compare planned and measured steps and memory on the GPUs at hand: `python benchmarks/steps.py [DEVICES] [families]`.
+"""Compare planned and measured steps and memory on the GPUs at hand: `python -m benchmarks.steps [DEVICES] [CASE ...]`.
 
 Each case is planned, trained for a few steps on random tokens, and compared: the median step time, and the most that
 torch allocated on any device. DEVICES is the number of GPUs, by default all. Models too large for one GPU keep the
 widths of their layers and have fewer layers. Cases with small micro-batches show the time of the host, cases with
 recompute the time of recomputation. `families` runs instead the models whose attention or scan a layer's body computes.
+Names of models select the cases of all lists that have them, in this order: `1 mamba2_1b deepseek_v3`.
 """
 
 from __future__ import annotations
@@ -193,11 +194,22 @@ def row(case: Case, plan: Plan, step: float, allocated: float, reserved: float, 
     )
 
 
+def selected(names: list[str], count: int) -> tuple[Case, ...]:
+    """Return the cases of these names, in their order; `families` and no name stand for a list."""
+    usual = ONE if count == 1 else MANY
+    if names in ([], ["families"]):
+        return FAMILIES if names else usual
+    known = (*usual, *FAMILIES)
+    if unknown := sorted(set(names) - {case.model for case in known}):
+        raise SystemExit(f"no case {', '.join(unknown)}; there are {', '.join(dict.fromkeys(c.model for c in known))}")
+    return tuple(case for name in names for case in known if case.model == name)
+
+
 def main() -> None:
     kind = device.local_cluster().partition("x")[2]
     numbers = [int(argument) for argument in sys.argv[1:] if argument.isdigit()]
     count = numbers[0] if numbers else device.gpu_count() or 1
-    cases = FAMILIES if "families" in sys.argv else ONE if count == 1 else MANY
+    cases = selected([argument for argument in sys.argv[1:] if not argument.isdigit()], count)
     precision = Precision.BF16 if device.gpu_count() else Precision.FP32
     print(f"{count}x{kind}, {precision}\n{HEAD}", flush=True)
     for case in cases:

@@ -7,7 +7,7 @@ FLOPs. The precision of a workload, which a model does not know, turns elements 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from attrs import frozen
 
@@ -28,7 +28,7 @@ from megaloom.dsl.sharding_table import (
 from megaloom.dsl.value import Fusion, Value
 
 from .collectives import Collective, collectives
-from .primitives import Program, Step, fitted, fusion_of, program
+from .primitives import Program, Step, fitted, fusion_of, program, separate_ops
 from .recompute import (
     CORE,
     NO_MODULES,
@@ -42,6 +42,7 @@ from .saved import (
     saved_tensors,
     selected_modules,
 )
+from .separate_ops import Traffic, is_separate, traffic
 
 __all__ = ["Collective", "Costs", "Saved", "Split", "Work", "costs", "saved"]
 
@@ -55,7 +56,9 @@ class Work:
     elements: read and written in the forward pass; a chain reads its inputs and writes its output. recomputed_by: the
     modules that recompute it. fusion: its fusion group. experts: experts compute it. A product is `count` products of
     [m, k] with [k, n]; `count` is 0 for other work. Attention has m queries, n keys and k channels. A scan has `count`
-    heads of m positions, n states and k channels.
+    heads of m positions, n states and k channels. Where torch runs ops one by one (`separate` of `costs`),
+    forward_elements and backward_elements are what all kernels around this primitive read and write, forward_kernels
+    and backward_kernels their numbers, beside the product, the attention core or the scan; whole: there is none.
     """
 
     kind: str
@@ -71,6 +74,11 @@ class Work:
     m: int = 0
     n: int = 0
     k: int = 0
+    forward_elements: int = 0
+    backward_elements: int = 0
+    forward_kernels: int = 0
+    backward_kernels: int = 0
+    whole: bool = False
 
 
 @frozen
@@ -112,18 +120,22 @@ def saved(
     )
 
 
-def costs(node: Node, *, batch: int, seq: int, source: int | None = None, split: Split = WHOLE) -> Costs:
+def costs(
+    node: Node, *, batch: int, seq: int, source: int | None = None, split: Split = WHOLE, separate: bool = False
+) -> Costs:
     """Return the costs of one graph node on one device, for a micro-batch of this many sequences.
 
     source: tokens of each sequence that an encoder reads, `seq` if not given. Routing is taken to be balanced: every
-    expert gets equally many tokens. Nodes of equal layers and shapes are computed once.
+    expert gets equally many tokens. Nodes of equal layers and shapes are computed once. separate: torch runs the ops of
+    the node's body one by one.
     """
-    return _costs(program(node), batch, seq, seq if source is None else source, split)
+    return _costs(program(node), batch, seq, seq if source is None else source, split, separate)
 
 
 @lru_cache(maxsize=1 << 15)
-def _costs(p: Program, batch: int, seq: int, source: int, split: Split) -> Costs:
+def _costs(p: Program, batch: int, seq: int, source: int, split: Split, separate: bool) -> Costs:
     p, sizes = fitted(p, split), Sizes(batch=batch, seq=seq, source=source)
+    p = separate_ops(p) if separate else p
     for name, size in sizes.items():
         if size < 1:
             raise UserError(f"{name} must be a whole number of at least 1, got {size!r}")
@@ -157,6 +169,7 @@ def _work(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
         local = step.at(sizes, split)
         forward, dgrad, wgrad = _flops(p, step, local, split)
         count, m, n, k = _product(step, local, split)
+        moved = traffic(p, step, partial(_elements, step, local, split)) if p.separate else Traffic()
         yield Work(
             kind=type(v.op).__name__.lower(),
             path=step.name,
@@ -171,7 +184,16 @@ def _work(p: Program, sizes: Sizes, split: Split) -> Iterator[Work]:
             m=m,
             n=n,
             k=k,
+            forward_elements=moved.forward,
+            backward_elements=moved.backward,
+            forward_kernels=moved.forward_kernels,
+            backward_kernels=moved.backward_kernels,
+            whole=p.separate and is_separate(v),
         )
+
+
+def _elements(step: Step, local: Local, split: Split, x: Value) -> int:
+    return _touched(step, x, local, split)
 
 
 def _touched(step: Step, x: Value, local: Local, split: Split) -> int:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 from attrs import evolve, field, frozen
@@ -64,13 +64,14 @@ class Step:
         return tuple(a for a in self.value.args if isinstance(a.op, Weight) and a.op.trained)
 
 
-@frozen(eq=False)
+@frozen(eq=False, slots=False)
 class Program:
     """The primitives of one node. Nodes with equal layers, shapes and weights have one program.
 
     weights: for each, the dims of the copies around it, and its own shape.
     fused: values inside a chain of pointwise ops, which no kernel writes; by the identity of their source.
     data: values computed from data alone, which have no gradient; by the identity of their source.
+    separate: each op is a kernel of its own, or several; there are no chains.
     """
 
     value: Value
@@ -80,6 +81,12 @@ class Program:
     weights: tuple[tuple[tuple[Dim, ...], Shape], ...]
     fused: frozenset[int]
     data: frozenset[int]
+    separate: bool = False
+
+    @cached_property
+    def first_readers(self) -> dict[int, Step]:
+        """The first primitive that reads each value, by the identity of the value's source."""
+        return {id(a.source): step for step in reversed(self.steps) for a in step.value.args}
 
     def local_elements(
         self, dims: Iterable[Dim], outer: tuple[Dim, ...], sizes: Mapping[str, int], split: Split, data: bool = False
@@ -173,6 +180,12 @@ def fitted(p: Program, split: Split, whole: frozenset[str] = frozenset()) -> Pro
     if all(table.axis(d, inside) == p.table.axis(d, inside) for d, inside in dims):
         return p
     return evolve(p, table=table, steps=tuple(Step(s.value, s.name, s.outer, table) for s in p.steps))
+
+
+@lru_cache(maxsize=1 << 12)
+def separate_ops(p: Program) -> Program:
+    """Return the program without chains of pointwise ops: torch runs and differentiates them one by one."""
+    return evolve(p, fused=frozenset(), separate=True)
 
 
 def _splits(value: Value, outside: set[int]) -> dict[str, str | Sharded]:

@@ -25,9 +25,10 @@ from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.norm import Normalize
 from megaloom.dsl.ops.rope import Rope
 from megaloom.dsl.ops.routing import Combine
+from megaloom.dsl.ops.sequence import Scan
 from megaloom.dsl.ops.weight import Weight
 from megaloom.dsl.sharding_table import Split
-from megaloom.dsl.value import Value
+from megaloom.dsl.value import Pointwise, Value
 
 from .primitives import (
     Program,
@@ -46,6 +47,7 @@ from .recompute import (
     recompute_mode,
 )
 
+SAVE_RESULT = ("exp", "sigmoid", "tanh")  # functions whose derivative torch computes from their result
 AttentionTensor = Literal["projected", "rotated", "output", "gathered", "log_sum_exp"]
 """The part that a tensor has in attention, which frameworks store in different ways.
 
@@ -274,7 +276,13 @@ def _weighs(v: Value) -> bool:
 
 
 def _entries(p: Program, v: Value) -> Iterator[Value]:
-    for x in v.op.saved_values(v):
+    saved_values = v.op.saved_values(v)
+    if p.separate:
+        if isinstance(v.op, Scan):  # it runs again in the backward pass
+            saved_values = v.args
+        elif isinstance(v.op, Pointwise) and v.op.fn in SAVE_RESULT:
+            saved_values = (v,)
+    for x in saved_values:
         yield from p.entries(x)
 
 

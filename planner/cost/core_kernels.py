@@ -6,6 +6,8 @@ They are those of runtime/body: FlexAttention, attention by blocks of queries, a
 
 from __future__ import annotations
 
+from math import prod
+
 from megaloom.dsl.dims import NBYTES, DType
 from megaloom.dsl.facts.costs import Work
 from megaloom.dsl.ops.attention_core import Attend
@@ -14,13 +16,18 @@ from megaloom.planner.contract.capability import SCAN_CHUNK, AttentionKernel, Co
 from megaloom.planner.contract.devices import Device
 from megaloom.planner.contract.workload import Precision
 
-from .kernels import ATTEND_BACKWARD, BACKWARD_TRAFFIC, HALF, HEAD, KernelSeconds, product_efficiency
+from .kernels import ATTEND_BACKWARD, BACKWARD_TRAFFIC, HEAD, KernelSeconds, product_efficiency
 
 FP32 = NBYTES[DType.FLOAT32]
-# Share of the speed of fused attention that FlexAttention reaches: 340 to 361 TFLOP/s with windows of 4,096, ALiBi and
-# sinks, 172 with a soft cap, where torch's own kernel reaches 541 (measured on an H200 with torch 2.11: 8,192 tokens,
-# 32 heads of 128 channels, forward and backward).
-FLEX, FLEX_SOFTCAP = 0.65, 0.32
+# FlexAttention, with queries that read s keys on average, reaches FLEX * s / (s + FLEX_HALF) of the speed of fused
+# attention over long sequences: 349 TFLOP/s with a window of 4,096 and 50 with one of 128 (benchmarks/attention.py on
+# an H100 with torch 2.11, 2026-11-22: 8,192 tokens, 32 heads of 128 channels, forward and backward). What changes
+# scores costs more: 310 TFLOP/s with ALiBi, 171 with a soft cap there, 340 with sinks on an H200.
+FLEX, FLEX_HALF = 1.03, 1033
+FLEX_BIAS, FLEX_SOFTCAP, FLEX_SINK = 0.83, 0.46, 0.91
+# Heads of more than 128 channels leave room for smaller blocks only: fitted to a step of Gemma 3 4B with 12 layers and
+# heads of 256 channels on an H100 with torch 2.11 (benchmarks/steps.py, 2026-11-22: 0.938 s).
+FLEX_CHANNELS, FLEX_WIDE = 128, 0.38
 # Times that the kernels of a block of queries pass over its scores, forward and backward without recompute. Counted in
 # runtime/body/attention.py and runtime/reference/attention_scores.py. Forward: the product writes, the softmax reads
 # and writes, the second product reads. Backward: a product writes the gradient, the softmax reads two and writes one,
@@ -34,11 +41,16 @@ SINK_PASSES = (4, 3)  # appended, and removed from the probabilities
 # scores. A soft cap also saves its result. Counted in tests/runtime/body/test_kernels_of_bodies.py.
 SCORES_ALIVE, SOFTCAP_ALIVE = 3, 1
 BLOCK_KERNELS = (10, 25)  # kernels of a block, forward and backward with recompute, most of them on few bytes
-# Bytes that the kernels of a scan move for each pair of positions within a chunk, forward and backward without
-# recompute, as bytes that stay fp32 and passes over numbers of the precision: decays are fp32.
-PAIR_FP32_NBYTES, PAIR_PASSES = (24, 36), (4, 6)
+# What the kernels of a scan read and write, forward and backward without recompute, counted by torch's dispatcher in
+# runtime/body/scan.py (tests/runtime/body/test_scan_traffic.py): bytes of fp32 decays and passes over numbers of the
+# precision for each pair of positions within a chunk; passes over x and over the states of the chunks; bytes of fp32
+# and passes for each position and head. The matrix products are apart: passes over pairs, x and states.
+PAIR_FP32_NBYTES, PAIR_PASSES = (24, 24), (3, 7)
+X_PASSES, STATE_PASSES = (15, 29), (4, 4)
+HEAD_FP32_NBYTES, HEAD_PASSES = (76, 180), (6, 14)
+PRODUCT_PAIR_PASSES, PRODUCT_X_PASSES, PRODUCT_STATE_PASSES = (1, 2), (4, 8), (4, 8)
 PAIRS_ALIVE_FP32, PAIRS_ALIVE = 2, 4  # numbers alive at once for each pair in the backward pass
-SCAN_KERNELS = (30, 80)
+SCAN_KERNELS = (45, 145)
 
 
 def core_seconds(work: Work, core: Core, device: Device, precision: Precision, cp: int) -> KernelSeconds:
@@ -46,17 +58,20 @@ def core_seconds(work: Work, core: Core, device: Device, precision: Precision, c
     if core.kernel is AttentionKernel.FLEX:
         return _flex(work, core, device, precision)
     if core.kernel is ScanKernel.CHUNKS:
-        return _chunks(work, device, precision, cp)
+        return _chunks(work, core, device, precision, cp)
     return _blocks(work, core, device, precision)
 
 
 def _flex(work: Work, core: Core, device: Device, precision: Precision) -> KernelSeconds:
-    """Return the seconds of FlexAttention. With a window a query reads as few keys as in a short sequence."""
+    """Return the seconds of FlexAttention."""
     op, traffic = _attend(core), work.elements * precision.nbytes / device.moves
-    keys = work.n if op.window is None else min(work.n, op.window)
+    keys = work.flops / (4 * work.count * work.m * work.k)  # that a query reads on average
     channels = min(1.0, work.k / (work.k + HEAD) / (128 / (128 + HEAD)))
     peak = device.flops[precision.wide] * device.sustained * device.attend_efficiency
-    reached = peak * keys / (keys + HALF) * channels * (FLEX if op.softcap is None else FLEX_SOFTCAP)
+    biased = op.alibi or op.relative is not None
+    shares = (FLEX, FLEX_SOFTCAP if op.softcap is not None else FLEX_BIAS if biased else FLEX_SINK if op.sink else 1.0)
+    reached = peak * keys / (keys + FLEX_HALF) * channels * prod(shares)
+    reached *= FLEX_WIDE if work.k > FLEX_CHANNELS else 1.0
     forward = max(work.flops / reached, traffic)
     return KernelSeconds(forward, max(ATTEND_BACKWARD * work.flops / reached, BACKWARD_TRAFFIC * traffic), 1, 1)
 
@@ -78,18 +93,30 @@ def _blocks(work: Work, core: Core, device: Device, precision: Precision) -> Ker
     return KernelSeconds(once, once + 2 * sum(products) + backward * moved, *(count * n for n in BLOCK_KERNELS))
 
 
-def _chunks(work: Work, device: Device, precision: Precision, cp: int) -> KernelSeconds:
+def _chunks(work: Work, core: Core, device: Device, precision: Precision, cp: int) -> KernelSeconds:
     """Return the seconds of a scan in chunks. Each context-parallel rank scans the whole sequence."""
     size, positions = min(SCAN_CHUNK, work.m), work.count * work.m * cp
-    pairs, states = positions * size, positions * work.n
-    flops = 2 * (pairs * (work.n + work.k) + 2 * states * work.k)
+    x, b = (core.value.args[i].shape for i in (0, 3))
+    pairs, channels, states = positions * size, positions * work.k, positions // size * work.n * work.k
+    # Scores are those of a group of heads. The last product passes states from chunk to chunk.
+    flops = 2 * pairs * (work.k + work.n * b["groups"].known / x["heads"].known)
+    flops += 4 * positions * work.n * work.k + 2 * states * (work.m * cp // size)
     products = flops / _speed(size, work.k, size, positions // size, device, precision)
-    forward, backward = (
-        pairs * (wide + passes * precision.nbytes) / device.moves
-        for wide, passes in zip(PAIR_FP32_NBYTES, PAIR_PASSES, strict=True)
-    )
-    once = products + forward
-    return KernelSeconds(once, once + 2 * products + backward, *SCAN_KERNELS)
+    moved, multiplied = [], []
+    for i in (0, 1):
+        wide = PAIR_FP32_NBYTES[i] * pairs + HEAD_FP32_NBYTES[i] * positions
+        passes = PAIR_PASSES[i] * pairs + X_PASSES[i] * channels + STATE_PASSES[i] * states + HEAD_PASSES[i] * positions
+        moved.append((wide + passes * precision.nbytes) / device.moves)
+        read = PRODUCT_PAIR_PASSES[i] * pairs + PRODUCT_X_PASSES[i] * channels + PRODUCT_STATE_PASSES[i] * states
+        multiplied.append(max((i + 1) * products, read * precision.nbytes / device.moves))
+    once = moved[0] + multiplied[0]
+    return KernelSeconds(once, once + moved[1] + multiplied[1], *SCAN_KERNELS)
+
+
+def separate_seconds(work: Work, device: Device, precision: Precision) -> KernelSeconds:
+    """Return the seconds of the kernels that torch runs one by one for and around a primitive."""
+    forward, backward = (n * precision.nbytes / device.moves for n in (work.forward_elements, work.backward_elements))
+    return KernelSeconds(forward, backward, work.forward_kernels, work.backward_kernels)
 
 
 def _speed(rows: int, columns: int, depth: int, count: int, device: Device, precision: Precision) -> float:

@@ -198,7 +198,8 @@ class CostCache:
         if key not in self._facts:
             node, split = self.structure.kinds[i].node, layout.split
             batch = layout.micro_batch * self._sensitivity[i].share
-            one, two = (costs(node, batch=n, seq=seq, split=split) for n in (batch, 2 * batch))
+            module = self.job.capability.execution(node, split, self.workload.precision).module
+            one, two = (costs(node, batch=n, seq=seq, split=split, separate=not module) for n in (batch, 2 * batch))
             self._facts[key] = AffineFacts.of(one, two, batch * seq)
         return self._facts[key]
 

@@ -28,7 +28,7 @@ from megaloom.planner.model.structure import ModelStructure, NodeKind
 from . import communication, kernels, memory
 from .columns import AXIS_COLUMNS, FORWARD_COLUMNS, MODULE_COLUMNS, RECOMPUTE_COLUMNS, CostColumn
 from .communication import process_group
-from .core_kernels import core_seconds, transient_bytes
+from .core_kernels import core_seconds, separate_seconds, transient_bytes
 from .job import ENGINE_WORKSPACE, Job
 from .profiles.groups import ONE_PASS
 
@@ -116,7 +116,11 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None
     """
     if nodes is None:
         batch, seq, split = layout.micro_batch, job.workload.seq, layout.split
-        facts = [costs(kind.node, batch=batch, seq=seq, split=split) for kind in job.structure.kinds]
+        precision, executed = job.workload.precision, job.capability.execution
+        facts = [
+            costs(n, batch=batch, seq=seq, split=split, separate=not executed(n, split, precision).module)
+            for n in (kind.node for kind in job.structure.kinds)
+        ]
         nodes = [node_cost(job, kind, of, layout, seq) for kind, of in zip(job.structure.kinds, facts, strict=True)]
     graph, seq, profile, precision = job.structure.graph, job.workload.seq, job.profile, job.workload.precision
     buffers = 0
@@ -233,11 +237,13 @@ def _add_kernels(
     stored, cores = execution.stores_scores, execution.body_cores(facts)
     for work in facts.work:
         core = cores.get(work)
-        priced = core_seconds(work, core, device, precision, cp) if core else None
+        beside = separate_seconds(work, device, precision)
+        priced = core_seconds(work, core, device, precision, cp) if core else beside if work.whole else None
         inside = kind.in_recomputed_block
         took = kernels.kernel_seconds(
             work, device, precision, profile, inside=inside, stored_scores=stored, priced=priced
         )
+        took = took if work.whole or execution.module else took.plus(beside)
         launch_forward, launch_backward = took.forward_kernels * one, took.backward_kernels * one
         apart, alone = apart - took.fused_gradients, alone + took.fused_gradients * (work.count == 1)
         wait_forward = wait_backward = 0.0

@@ -80,6 +80,16 @@ class KernelSeconds:
     backward_kernels: float
     fused_gradients: int = 0
 
+    def plus(self, other: KernelSeconds) -> KernelSeconds:
+        """Return the seconds of these kernels and of others, which fuse no gradients."""
+        return KernelSeconds(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.forward_kernels + other.forward_kernels,
+            self.backward_kernels + other.backward_kernels,
+            self.fused_gradients,
+        )
+
 
 def kernel_seconds(
     work: Work,

@@ -1,7 +1,7 @@
 """Evaluation of primitives on local shards, for those that differ from their evaluation on whole tensors.
 
-These are attention, scans, dropout, routing, lookup in a sharded table, norms over sharded dims, and ops on padded
-dims. `evaluate_local` passes all other primitives to `reference.evaluate`.
+These are attention, scans, convolutions, dropout, routing, lookup in a sharded table, norms over sharded dims, and ops
+on padded dims. `evaluate_local` passes all other primitives to `reference.evaluate`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from megaloom.dsl import (
     Attend,
     Combine,
+    Conv,
     Dim,
     Dot,
     Drop,
@@ -47,6 +48,7 @@ from megaloom.runtime.reference.tensors import broadcast, dim_index, names
 
 from .attention import LocalQueries, ScoreDropout, attend
 from .balancing_loss import balancing_loss
+from .convolution import convolve
 from .dispatch import combine_tokens, dispatch_tokens
 from .scan import chunked_scan
 from .transitions import perform
@@ -96,6 +98,8 @@ def evaluate_local(
             run = partial(attend, kernel, v, local=local, dropped=dropped)
             recomputed = kernel.fused and Module.CORE_ATTN in groups.layout.recomputed_modules
             return _recomputed(run, *args) if recomputed else run(*args)
+        case Conv():
+            return convolve(v, *args)
         case Scan():
             assert kernel is ScanKernel.CHUNKS, f"a body has no {kernel}"
             return _recomputed(partial(chunked_scan, v), *args)

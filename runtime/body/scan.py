@@ -31,8 +31,9 @@ def chunked_scan(out: Value, *args: Tensor) -> Tensor:
 
 def _chunks(x: Tensor, size: int) -> Tensor:
     """Return [batch, chunks, size, ..] of [batch, seq, ..], padded with zeros, which change no state."""
-    padding = -x.shape[1] % size
-    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding)).unflatten(1, (-1, size))
+    if padding := -x.shape[1] % size:
+        x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding))
+    return x.unflatten(1, (-1, size))
 
 
 def _scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -40,23 +41,24 @@ def _scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     groups = b.shape[3]
     x = (x * dt[..., None]).unflatten(3, (groups, -1))  # b c l g h p
     decay = (dt.float() * a.float()).cumsum(2).unflatten(3, (groups, -1)).permute(0, 1, 3, 4, 2)  # b c g h l
+    decay = decay.contiguous()  # else the decays between positions would have heads last, and copies would be slow
     inside = _decay_between(decay, decay).to(x.dtype)
     scores = torch.einsum("bclgn,bcmgn->bcglm", c, b)
     y = torch.einsum("bcghlm,bcmghp->bclghp", scores[:, :, :, None] * inside, x)
     # The state at the end of each chunk of its own positions, and that of all chunks before each chunk.
     remaining = (decay[..., -1:] - decay).exp().to(x.dtype)
-    states = torch.einsum("bclgn,bclghp->bcghpn", b, x * remaining.permute(0, 1, 4, 2, 3)[..., None])
+    states = torch.einsum("bclgn,bclghp->bcgnhp", b, x * remaining.permute(0, 1, 4, 2, 3)[..., None])
     total = decay[..., -1].permute(0, 2, 3, 1).cumsum(-1)  # b g h c
     before = F.pad(total, (1, 0))[..., :-1]
     carried = _decay_between(before, total, strict=True).to(x.dtype)
-    states = torch.einsum("bghcd,bdghpn->bcghpn", carried, states)
-    passed = torch.einsum("bclgn,bcghpn->bclghp", c, states)
-    y = y + passed * decay.exp().to(x.dtype).permute(0, 1, 4, 2, 3)[..., None]
+    states = torch.einsum("bghcd,bdgnhp->bcgnhp", carried, states)
+    passed = torch.einsum("bclgn,bcgnhp->bclghp", c, states)
+    y = passed * decay.exp().to(x.dtype).permute(0, 1, 4, 2, 3)[..., None] + y
     return y.flatten(3, 4)
 
 
 def _decay_between(later: Tensor, earlier: Tensor, strict: bool = False) -> Tensor:
     """Return exp(later[l] − earlier[m]) [.., l, m], and 0 where m > l, or m ≥ l if strict."""
-    gaps = later[..., :, None] - earlier[..., None, :]
-    hidden = torch.ones(gaps.shape[-2:], dtype=torch.bool, device=gaps.device).triu(0 if strict else 1)
-    return gaps.masked_fill(hidden, -torch.inf).exp()
+    gaps = later[..., :, None] + (-earlier)[..., None, :]
+    hidden = torch.full(gaps.shape[-2:], -torch.inf, device=gaps.device).triu(0 if strict else 1)
+    return gaps.add_(hidden).exp_()  # unlike masked_fill, a sum has no kernel in the backward pass

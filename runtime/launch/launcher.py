@@ -145,6 +145,15 @@ def _default_environment(**variables: object) -> Iterator[None]:
             del os.environ[name]
 
 
+def _allocator_variables() -> dict[str, str]:
+    """Return the variables by which torch's allocator extends segments, so that fragments can join; none if any is set.
+
+    A request of 12 GiB fails beside 9 GiB of fragments without it. torch before 2.9 reads the second name only.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return {} if any(name in os.environ for name in names) else dict.fromkeys(names, "expandable_segments:True")
+
+
 def _threads(world: int) -> int:
     """Return the threads per rank, so that all ranks together use no more than the available cores."""
     return int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // world))
@@ -164,7 +173,8 @@ class Ranks:
         context: Any = multiprocessing.get_context("spawn" if device.gpu_count() else "fork")
         threads = _threads(self.world)
         # OpenMP and CUDA read these when a spawned rank loads them, before our code runs.
-        with _default_environment(OMP_NUM_THREADS=threads, CUDA_DEVICE_MAX_CONNECTIONS=1), warnings.catch_warnings():
+        variables = {"OMP_NUM_THREADS": threads, "CUDA_DEVICE_MAX_CONNECTIONS": 1} | _allocator_variables()
+        with _default_environment(**variables), warnings.catch_warnings():
             # Python 3.12 warns about forking with other threads; our main thread only waits.
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
             # Block these until a rank has installed its own handlers; the inherited ones would swallow them.

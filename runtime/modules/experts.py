@@ -71,8 +71,9 @@ class GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, ends, *weights = ctx.saved_tensors
         dy = gradients[0].contiguous()
+        dx = torch._grouped_mm(dy, torch.stack(weights), offs=ends)  # first: the stack is freed before dw is made
         dw = torch._grouped_mm(dy.T, x, offs=ends)
-        return torch._grouped_mm(dy, torch.stack(weights), offs=ends), None, *dw.unbind()
+        return dx, None, *dw.unbind()
 
 
 class BiasOnly(nn.Module):
