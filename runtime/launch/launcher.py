@@ -146,12 +146,15 @@ def _default_environment(**variables: object) -> Iterator[None]:
 
 
 def _allocator_variables() -> dict[str, str]:
-    """Return the variables by which torch's allocator extends segments, so that fragments can join; none if any is set.
+    """Return the variables by which torch's allocator on GPUs extends segments, so that fragments can join.
 
-    A request of 12 GiB fails beside 9 GiB of fragments without it. torch before 2.9 reads the second name only.
+    Without them a request of 12 GiB failed beside 9 GiB of fragments. None if the user set one. torch before 2.9 reads
+    the second name only.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return {} if any(name in os.environ for name in names) else dict.fromkeys(names, "expandable_segments:True")
+    if not device.gpu_count() or any(name in os.environ for name in names):
+        return {}
+    return dict.fromkeys(names, "expandable_segments:True")
 
 
 def _threads(world: int) -> int:

@@ -253,3 +253,13 @@ def test_ranks_may_finish_what_they_do_when_they_are_interrupted(fails, code, tm
     parent.join(20)
     assert parent.exitcode == code
     assert len(list(tmp_path.glob("*.saved"))) == (0 if fails else 2)
+
+
+def test_allocator_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert launcher._allocator_variables() == {}  # on CPUs
+    monkeypatch.setattr(launcher.device, "gpu_count", lambda: 1)
+    assert set(launcher._allocator_variables().values()) == {"expandable_segments:True"}
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert launcher._allocator_variables() == {}

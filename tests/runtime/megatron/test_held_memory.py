@@ -97,9 +97,9 @@ CASES = [
     ("latent", Recompute.NONE),
     ("scans", Recompute.NONE),
 ]
-# Shares of what is kept that CPUs keep in addition: an RMSNorm is several kernels there, and so
-# is the gate of Mamba-2.
-ON_CPUS = {"latent": 0.044, "scans": 0.126}
+# Channels of the RMSNorms of a body. On CPUs each is several kernels, which save the normalised tensor too.
+NORMS = {"latent": 64 + 32, "scans": 8 * 32}
+LAYERS = 4
 
 
 class Held(TorchDispatchMode):
@@ -182,8 +182,8 @@ def test_what_is_held(name: str, recompute: Recompute, measurements: dict[tuple[
     predicted = price(graph(MODELS[name]), layout, cluster("1xCPU"), WORK).prediction.nbytes[0]
     saved_nbytes, most = measurements[name, str(recompute)]
     loss = 4 * BATCH * SEQ * VOCAB  # what the loss keeps of each logit, which is freed before the backward's peak
-    on_gpus = saved_nbytes * (1 - ON_CPUS.get(name, 0.0))
-    assert on_gpus == pytest.approx(predicted["activations"] + loss, rel=0.015)
+    on_gpus = saved_nbytes - 4 * BATCH * SEQ * LAYERS * NORMS.get(name, 0)
+    assert on_gpus == pytest.approx(predicted["activations"] + loss, rel=0.012)
     passing = sum(predicted[what] for what in ("activations", "workspace", "logits"))
     assert (
         0.84 * passing < most < 1.01 * passing

@@ -1,0 +1,47 @@
+"""Bytes that the kernels of a scan move by torch's dispatcher, against the counts of the cost model."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megaloom.planner.contract.capability import SCAN_CHUNK
+from megaloom.planner.cost import core_kernels as counts
+from megaloom.runtime.body.scan import _scan
+
+BATCH, CHUNKS, HEADS, CHANNELS, GROUPS, STATE = 2, 4, 12, 40, 2, 48
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes read and written by kernels other than matrix products. Views move nothing."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        if not view and func not in (torch.ops.aten.bmm.default, torch.ops.aten._unsafe_view.default):
+            tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+            self.nbytes += sum(prod(t.shape) * t.element_size() for t in tensors)
+        return out
+
+
+def test_bytes_of_a_scan() -> None:
+    sizes = (HEADS, CHANNELS), (HEADS,), (GROUPS, STATE), (GROUPS, STATE)
+    x, dt, b, c = (torch.randn(BATCH, CHUNKS, SCAN_CHUNK, *s, dtype=torch.bfloat16, requires_grad=True) for s in sizes)
+    a = torch.zeros(HEADS, dtype=torch.bfloat16, requires_grad=True)
+    with Traffic() as forward:
+        y = _scan(x, dt, a, b, c)
+    with Traffic() as backward:
+        torch.autograd.grad(y, (x, dt, a, b, c), torch.ones_like(y))
+    positions = BATCH * CHUNKS * SCAN_CHUNK * HEADS
+    for i, measured in enumerate((forward.nbytes, backward.nbytes)):
+        passes = counts.PAIR_PASSES[i] * SCAN_CHUNK + counts.X_PASSES[i] * CHANNELS + counts.HEAD_PASSES[i]
+        passes += counts.STATE_PASSES[i] * CHANNELS * STATE / SCAN_CHUNK
+        wide = counts.PAIR_FP32_NBYTES[i] * SCAN_CHUNK + counts.HEAD_FP32_NBYTES[i]
+        assert positions * (wide + 2 * passes) == pytest.approx(measured, rel=0.05)
