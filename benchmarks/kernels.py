@@ -224,7 +224,7 @@ def beside(on: Device) -> Iterator[Measured]:
     """Yield loss, addition of a gradient, and optimizer step, whose bytes the cost model counts per element."""
     from megatron.core import parallel_state
 
-    from megaloom.runtime.modules.fused import cross_entropy
+    from megaloom.runtime.megatron.fused_loss import cross_entropy
 
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel()

@@ -21,7 +21,6 @@ from attrs import field, frozen
 from megaloom.dsl import Model, MoE, SwiGLU
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import vocabulary
 from megaloom.examples.bloom import bloom
 from megaloom.examples.deepseek import deepseek, latent
 from megaloom.examples.gemma2 import gemma2
@@ -44,6 +43,7 @@ from megaloom.planner.report.units import peak_memory
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
 from megaloom.runtime.training.recipe import Recipe
+from megaloom.runtime.training.samples import SampleMaker
 
 GiB = 2**30
 STEPS, FIRST = 16, 6  # steps of a case, and the first ones, which compile kernels and are not counted
@@ -163,12 +163,13 @@ def trained(it: Plan, steps: int) -> tuple[list[float], float, float, float]:
     from megaloom.runtime.training.engine import Engine
 
     model, _ = find(it.model)
-    tokens = torch.randint(vocabulary(model), (it.workload.seq + 1,), generator=torch.Generator().manual_seed(1))
     engine = Engine.build(it, model, Recipe(steps=steps))
+    maker = SampleMaker.of(engine.graph, it.workload.seq)
+    tokens = torch.randint(maker.ids, (maker.length,), generator=torch.Generator().manual_seed(1))
     took = []
     for _ in range(steps):
         begun = time.monotonic()
-        engine.step(lambda _: tokens)
+        engine.step(lambda i: maker.make(tokens, i, 1))
         took.append(time.monotonic() - begun)
     reserved, beside = 0, 0
     if device.gpu_count():

@@ -19,6 +19,14 @@ from megaloom.dsl.layers.attention import Attention, CrossAttention
 from megaloom.dsl.layers.embeddings import Embed, PatchEmbed, Positions, Unembed
 from megaloom.dsl.layers.latent_attention import MLA
 from megaloom.dsl.layers.linear import Activation, Dropout, Linear, Scale, Softcap
+from megaloom.dsl.layers.losses import (
+    Classification,
+    MaskedToken,
+    NextToken,
+    SequenceToSequence,
+    WeightedSum,
+    weighted_sum,
+)
 from megaloom.dsl.layers.mamba import Mamba2
 from megaloom.dsl.layers.mlp import MLP, ClampedGLU, GeGLU, SwiGLU
 from megaloom.dsl.layers.moe import MoE
@@ -26,6 +34,7 @@ from megaloom.dsl.layers.multi_token_prediction import Join
 from megaloom.dsl.layers.norms import LayerNorm, RMSNorm
 from megaloom.dsl.ops.attention_core import Attend, RelativeBuckets
 from megaloom.dsl.ops.dot import Dot, dot
+from megaloom.dsl.ops.loss import CrossEntropy, Equals, LogSumExp, LossSums, StackLosses, Sum, is_loss, loss_sums
 from megaloom.dsl.ops.norm import Drop, Normalize
 from megaloom.dsl.ops.rope import (
     LinearScaling,
@@ -34,9 +43,20 @@ from megaloom.dsl.ops.rope import (
     YarnScaling,
 )
 from megaloom.dsl.ops.routing import Combine, Gate, Route
-from megaloom.dsl.ops.sequence import Conv, Scan, Shift
+from megaloom.dsl.ops.sequence import Conv, Inside, Scan, Shift
 from megaloom.dsl.ops.shape import Concat, MaskedScatter, Patches, Rename, Select, Slice
-from megaloom.dsl.ops.weight import Input, Lookup, PositionLookup, Weight, ids, image, weight
+from megaloom.dsl.ops.weight import (
+    Input,
+    Lookup,
+    PositionLookup,
+    Weight,
+    ids,
+    image,
+    labels,
+    mask,
+    token_weights,
+    weight,
+)
 from megaloom.dsl.sharding_table import Sharded
 
 from .combine import (
@@ -56,7 +76,7 @@ from .dims import (
     Sizes,
 )
 from .errors import ShapeError, UserError
-from .graph import Graph, Model, graph, model
+from .graph import Graph, Model, graph, model, without_loss
 from .json_form import fingerprint, graph_to_json
 from .layer import (
     Chain,
@@ -89,12 +109,14 @@ __all__ = [
     "Chain",
     "Clamp",
     "ClampedGLU",
+    "Classification",
     "Collective",
     "Combine",
     "Concat",
     "Conv",
     "Costs",
     "CrossAttention",
+    "CrossEntropy",
     "DType",
     "Dim",
     "Dot",
@@ -102,24 +124,30 @@ __all__ = [
     "Dropout",
     "Each",
     "Embed",
+    "Equals",
     "Flops",
     "Gate",
     "GeGLU",
     "Given",
     "Graph",
     "Input",
+    "Inside",
     "Join",
     "Layer",
     "LayerNorm",
     "Linear",
     "LinearScaling",
     "Llama3Scaling",
+    "LogSumExp",
     "Lookup",
+    "LossSums",
     "Mamba2",
     "MaskedScatter",
+    "MaskedToken",
     "MoE",
     "Model",
     "Named",
+    "NextToken",
     "Node",
     "Normalize",
     "Op",
@@ -139,6 +167,7 @@ __all__ = [
     "Scale",
     "Scan",
     "Select",
+    "SequenceToSequence",
     "Shape",
     "ShapeError",
     "Sharded",
@@ -148,11 +177,14 @@ __all__ = [
     "Slot",
     "Softcap",
     "Split",
+    "StackLosses",
+    "Sum",
     "SwiGLU",
     "Unembed",
     "UserError",
     "Value",
     "Weight",
+    "WeightedSum",
     "Work",
     "YarnScaling",
     "apply",
@@ -166,11 +198,18 @@ __all__ = [
     "graph_to_json",
     "ids",
     "image",
+    "is_loss",
+    "labels",
+    "loss_sums",
+    "mask",
     "model",
     "params",
     "read",
     "repeat",
     "residual",
     "saved",
+    "token_weights",
     "weight",
+    "weighted_sum",
+    "without_loss",
 ]

@@ -87,7 +87,33 @@ class Graph:
     @cached_property
     def cut_points(self) -> tuple[int, ...]:
         """The positions where a pipeline stage may begin."""
-        return cut_points(self.nodes, self.outputs, self.live_values)
+        return cut_points(self.nodes, self.predictions, self.live_values)
+
+    @cached_property
+    def predictions(self) -> tuple[str, ...]:
+        """The nodes that the losses read, such as logits; of an output that is no loss, the output itself."""
+        return tuple(dict.fromkeys(self._predictions(self.outputs)))
+
+    def _predictions(self, names: Iterable[str]) -> Iterator[str]:
+        for name in names:
+            node = self.nodes[self.index[name]]
+            if node.is_loss:
+                yield from self._predictions(i for i in node.inputs if not self.nodes[self.index[i]].is_input)
+            else:
+                yield name
+
+    @cached_property
+    def only_for_losses(self) -> frozenset[str]:
+        """The losses, and the nodes that nothing else reads, such as labels."""
+        out = {n.name for n in self.nodes if n.is_loss}
+        readers: dict[str, set[str]] = {}
+        for n in self.nodes:
+            for name in n.inputs:
+                readers.setdefault(name, set()).add(n.name)
+        for n in reversed(self.nodes):
+            if n.name not in self.predictions and n.name in readers and readers[n.name] <= out:
+                out.add(n.name)
+        return frozenset(out)
 
     @cached_property
     def weights(self) -> dict[str, Slot]:
@@ -110,7 +136,7 @@ class Graph:
         >>> str(g.edges["layer_norm.0", "attention.0"]["shape"])
         '[batch seq embed=768]'
         >>> nx.dag_longest_path(g)[-3:]
-        ['add.23', 'layer_norm.24', 'unembed.0']
+        ['layer_norm.24', 'unembed.0', 'next_token.0']
         """
         import networkx as nx  # not at the top: the import takes 0.1 to 0.2 s, and planning needs none of it
 
@@ -228,7 +254,13 @@ def graph(m: Model) -> Graph:
 
 
 def _heads_last(nodes: list[Node], last: str) -> list[Node]:
-    """Sort the nodes: first what the last output needs, then the rest, so that the heads of a model are together."""
+    """Sort the nodes: first what the last output needs, then the rest, so that the heads of a model are together.
+
+    If the last output is a loss, what its last prediction needs is first.
+    """
+    by_name = {n.name: n for n in nodes}
+    while by_name[last].is_loss:
+        last = next(name for name in reversed(by_name[last].inputs) if not by_name[name].is_input)
     needed = {last}
     for n in reversed(nodes):
         needed.update(n.inputs if n.name in needed else ())
@@ -246,17 +278,27 @@ def _duplicate_name(*pair: tuple[Slot, Node]) -> ShapeError:
     return error
 
 
-def one_output(m: Model) -> Node:
-    """Return the only output of a model. Raises UserError if it has several."""
+@lru_cache(maxsize=64)
+def without_loss(m: Model) -> Model:
+    """Return the model without its losses: its outputs are the values that the losses read, such as logits."""
     g = graph(m)
-    if len(g.outputs) != 1:
-        raise UserError(f"model {m.name!r} has {len(g.outputs)} outputs, {', '.join(g.outputs)}: it must have one here")
-    return g.nodes[g.index[g.outputs[0]]]
+    if not any(g.nodes[g.index[name]].is_loss for name in g.outputs):
+        return m
+    return evolve(m, outputs=tuple(g.nodes[g.index[name]].value for name in g.predictions))
+
+
+def one_prediction(m: Model) -> Node:
+    """Return the only value that a model predicts. Raises UserError if it predicts several."""
+    g = graph(m)
+    if len(g.predictions) != 1:
+        names = ", ".join(g.predictions)
+        raise UserError(f"model {m.name!r} has {len(g.predictions)} outputs, {names}: it must have one here")
+    return g.nodes[g.index[g.predictions[0]]]
 
 
 def vocabulary(m: Model) -> int:
-    """Return the size of the dim `vocab` of a model's logits. Raises UserError if its output is not logits."""
-    last = one_output(m)
+    """Return the size of the dim `vocab` of a model's logits. Raises UserError if it predicts something else."""
+    last = one_prediction(m)
     if "vocab" not in last.shape:
         raise UserError(f"model {m.name!r} ends in {last.name} {last.shape}, not in logits: end it with Unembed")
     return last.shape["vocab"].known

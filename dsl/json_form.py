@@ -27,7 +27,7 @@ from attrs import NOTHING, fields, has
 
 from .dims import Dim, Shape
 from .errors import UserError
-from .graph import Graph, Model, graph, primitives
+from .graph import Graph, Model, graph, primitives, without_loss
 from .layer import Layer
 from .node import Node
 from .ops.weight import INITIAL_STD, Weight
@@ -61,10 +61,10 @@ def graph_to_json(g: Graph) -> JSON:
 def fingerprint(m: Model) -> str:
     """Return the identity of a model: the version of the JSON form, and 16 digits of the form's SHA-256.
 
-    Models with one fingerprint compute one function of one set of weights. The name of the model and its division into
-    blocks do not count.
+    Models with one fingerprint compute one function of one set of weights. The name of the model, its division into
+    blocks and its losses do not count.
     """
-    form = graph_to_json(graph(m))
+    form = graph_to_json(graph(without_loss(m)))
     del form["name"]
     for node in form["nodes"]:
         node.pop("block", None)

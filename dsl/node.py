@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
+from megaloom.dsl.ops.loss import is_loss
 from megaloom.dsl.ops.weight import INITIAL_STD, Input, Weight
 
 from .dims import Dim, Shape
@@ -56,3 +57,8 @@ class Node:
     def is_input(self) -> bool:
         """True if the data provides this node."""
         return isinstance(self.op, Input)
+
+    @property
+    def is_loss(self) -> bool:
+        """True if the node computes a loss, or the sum of several."""
+        return is_loss(self.value)

@@ -10,6 +10,7 @@ from megaloom.dsl import (
     LayerNorm,
     Model,
     Positions,
+    SequenceToSequence,
     Unembed,
     Value,
     ids,
@@ -65,7 +66,7 @@ def bart(
     decoder = residual(causal, *drop) >> NORM >> residual(cross, *drop) >> NORM >> mlp
     memory = embedded(ids("source_tokens", Dim("source")), "encoder") >> repeat(layers, encoder)
     x = embedded(ids(), "decoder") >> repeat(layers, decoder).given(memory=memory)
-    return model(name, x >> Unembed(wte))
+    return model(name, x >> Unembed(wte) >> SequenceToSequence())
 
 
 def bart_base() -> Model:

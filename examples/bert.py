@@ -11,6 +11,7 @@ from megaloom.dsl import (
     Layer,
     LayerNorm,
     Linear,
+    MaskedToken,
     Model,
     Positions,
     Unembed,
@@ -76,7 +77,7 @@ def bert(
     x = x >> Dropout(dropout) if dropout else x
     x = x >> repeat(layers, block)
     x = x >> NORM if pre_norm else x
-    return model(name, x >> Transform() >> Unembed(wte, bias=True))
+    return model(name, x >> Transform() >> Unembed(wte, bias=True) >> MaskedToken())
 
 
 def bert_base() -> Model:

@@ -8,6 +8,7 @@ from megaloom.dsl import (
     Embed,
     LayerNorm,
     Model,
+    NextToken,
     Unembed,
     ids,
     model,
@@ -43,7 +44,8 @@ def bloom(
     block = residual(LayerNorm(), attention, *drop) >> residual(
         LayerNorm(), MLP(4 * embed, "gelu_tanh", bias=True), *drop
     )
-    return model(name, ids() >> Embed(wte) >> LayerNorm() >> repeat(layers, block) >> LayerNorm() >> Unembed(wte))
+    x = ids() >> Embed(wte) >> LayerNorm() >> repeat(layers, block) >> LayerNorm()
+    return model(name, x >> Unembed(wte) >> NextToken())
 
 
 def bloom_560m() -> Model:

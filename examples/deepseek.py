@@ -9,6 +9,7 @@ from megaloom.dsl import (
     Join,
     Model,
     MoE,
+    NextToken,
     RMSNorm,
     Rope,
     Shift,
@@ -17,10 +18,12 @@ from megaloom.dsl import (
     YarnScaling,
     apply,
     ids,
+    labels,
     model,
     repeat,
     residual,
     weight,
+    weighted_sum,
 )
 from megaloom.dsl.hf.architectures import Config, reads, rotation
 from megaloom.dsl.hf.tensor_names import (
@@ -35,6 +38,7 @@ from megaloom.dsl.ops.rope import yarn_magnitude
 from .llama3 import NORMS, SWIGLU, decoder
 
 NORM = RMSNorm(1e-6)
+MTP_WEIGHT = 0.3  # of the loss of multi-token prediction, in the first 10 T tokens (arXiv:2412.19437, section 4.2)
 
 
 def rotary(factor: float = 40, original: int = 4096) -> Rope:
@@ -68,12 +72,13 @@ def deepseek(
     x = tokens >> Embed(wte)
     x = x >> repeat(dense, mix, residual(NORM, SwiGLU(ff))) if dense else x
     x = x >> repeat(sparse, block) if sparse else x
-    outputs = [x >> NORM >> Unembed(head)]
+    y = labels()
+    losses = [(1.0, x >> NORM >> Unembed(head) >> NextToken(y))]
     for i in range(mtp_layers):
         tokens = apply(Shift("seq", 1), tokens) if i else tokens
         x = x >> repeat(1, Join(wte, NORM).given(tokens=tokens), block)
-        outputs.append(x >> NORM >> Unembed(head))
-    return model(name, *outputs)
+        losses.append((MTP_WEIGHT / mtp_layers, x >> NORM >> Unembed(head) >> NextToken(y, offset=i + 1)))
+    return model(name, weighted_sum(*losses) if mtp_layers else losses[0][1])
 
 
 def latent(heads: int, q_rank: int | None, mscale: float) -> MLA:

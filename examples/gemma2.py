@@ -7,6 +7,7 @@ from megaloom.dsl import (
     GeGLU,
     Layer,
     Model,
+    NextToken,
     RMSNorm,
     Rope,
     Scale,
@@ -58,7 +59,7 @@ def gemma2(
 
     wte = weight("wte", Dim("vocab", vocab), Dim("embed", embed))
     x = ids() >> Embed(wte) >> Scale(embed**0.5) >> repeat(layers // 2, block(window), block(None))
-    return model(name, x >> NORM >> Unembed(wte) >> Softcap(30.0))
+    return model(name, x >> NORM >> Unembed(wte) >> Softcap(30.0) >> NextToken())
 
 
 def gemma2_2b() -> Model:

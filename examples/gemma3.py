@@ -8,6 +8,7 @@ from megaloom.dsl import (
     Layer,
     LinearScaling,
     Model,
+    NextToken,
     RMSNorm,
     Rope,
     Scale,
@@ -65,7 +66,7 @@ def gemma3(
     wte = weight("wte", Dim("vocab", vocab), Dim("embed", embed))
     x = ids() >> Embed(wte) >> Scale(embed**0.5) >> repeat(layers // EACH, *[local] * (EACH - 1), whole)
     x = x >> repeat(layers % EACH, local) if layers % EACH else x
-    return model(name, x >> NORM >> Unembed(wte))
+    return model(name, x >> NORM >> Unembed(wte) >> NextToken())
 
 
 def gemma3_1b() -> Model:

@@ -8,6 +8,7 @@ from megaloom.dsl import (
     Embed,
     LayerNorm,
     Model,
+    NextToken,
     Positions,
     Unembed,
     ids,
@@ -47,7 +48,8 @@ def gpt(
     )
     x = ids() >> Embed(wte) >> Positions(wpe)
     x = x >> Dropout(embed_dropout) if embed_dropout else x
-    return model(name, x >> repeat(layers, block) >> LayerNorm() >> Unembed(wte))  # one weight used twice: tied
+    x = x >> repeat(layers, block) >> LayerNorm()
+    return model(name, x >> Unembed(wte) >> NextToken())  # one weight used twice: tied
 
 
 def gpt2() -> Model:

@@ -8,6 +8,7 @@ from megaloom.dsl import (
     Layer,
     Model,
     MoE,
+    NextToken,
     RMSNorm,
     Rope,
     Unembed,
@@ -67,7 +68,7 @@ def gpt_oss(
 
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     x = ids() >> Embed(weight("wte", v, d)) >> repeat(layers // 2, block(window), block(None))
-    return model(name, x >> RMSNorm() >> Unembed(weight("head", v, d)))
+    return model(name, x >> RMSNorm() >> Unembed(weight("head", v, d)) >> NextToken())
 
 
 def gpt_oss_20b() -> Model:

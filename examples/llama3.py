@@ -6,6 +6,7 @@ from megaloom.dsl import (
     Embed,
     Llama3Scaling,
     Model,
+    NextToken,
     RMSNorm,
     Rope,
     SwiGLU,
@@ -47,7 +48,7 @@ def llama(
     head = wte if tied else weight("head", v, d)
     attention = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, dropout=attention_dropout)
     block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), SwiGLU(ff))
-    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head))
+    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head) >> NextToken())
 
 
 def llama3_1b() -> Model:

@@ -13,6 +13,7 @@ from megaloom.dsl import (
     Linear,
     MaskedScatter,
     Model,
+    NextToken,
     PatchEmbed,
     Positions,
     RMSNorm,
@@ -23,6 +24,7 @@ from megaloom.dsl import (
     apply,
     ids,
     image,
+    mask,
     model,
     repeat,
     residual,
@@ -81,7 +83,7 @@ def llava(
     block = residual(RMSNorm(), Attention(heads=heads, rope=10_000)) >> residual(RMSNorm(), SwiGLU(ff))
     tokens = ids()
     x = tokens >> Embed(weight("wte", v, d)) >> Insert(token).given(image=seen, tokens=tokens) >> repeat(layers, block)
-    return model(name, x >> RMSNorm() >> Unembed(weight("head", v, d)))
+    return model(name, x >> RMSNorm() >> Unembed(weight("head", v, d)) >> NextToken(mask=mask()))
 
 
 def llava_7b() -> Model:

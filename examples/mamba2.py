@@ -7,6 +7,7 @@ from megaloom.dsl import (
     Embed,
     Mamba2,
     Model,
+    NextToken,
     RMSNorm,
     Unembed,
     ids,
@@ -45,7 +46,7 @@ def mamba2(
     heads = 2 * embed // head_dim
     mamba = Mamba2(heads=heads, head_dim=head_dim, state=state, groups=groups, norm_groups=groups, conv=conv)
     x = ids() >> Embed(wte) >> repeat(layers, residual(RMSNorm(), mamba))
-    return model(name, x >> RMSNorm() >> Unembed(head), std=0.1)
+    return model(name, x >> RMSNorm() >> Unembed(head) >> NextToken(), std=0.1)
 
 
 def mamba2_130m() -> Model:

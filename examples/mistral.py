@@ -5,6 +5,7 @@ from megaloom.dsl import (
     Dim,
     Embed,
     Model,
+    NextToken,
     RMSNorm,
     Rope,
     SwiGLU,
@@ -49,7 +50,7 @@ def mistral(
     wte = weight("wte", v, d)
     head = wte if tied else weight("head", v, d)
     block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), SwiGLU(ff))
-    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head))
+    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head) >> NextToken())
 
 
 def mistral_7b() -> Model:

@@ -6,6 +6,7 @@ from megaloom.dsl import (
     Embed,
     Model,
     MoE,
+    NextToken,
     RMSNorm,
     Rope,
     SwiGLU,
@@ -47,7 +48,7 @@ def mixtral(
     head = wte if tied else weight("head", v, d)
     moe = MoE(SwiGLU(ff), experts=experts, top_k=top_k, balance=balance)
     block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), moe)
-    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head))
+    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head) >> NextToken())
 
 
 def mixtral_8x7b() -> Model:

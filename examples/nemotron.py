@@ -7,6 +7,7 @@ from megaloom.dsl import (
     Embed,
     LayerNorm,
     Model,
+    NextToken,
     Rope,
     Unembed,
     ids,
@@ -53,7 +54,7 @@ def nemotron(
     )
     block = residual(NORM, attention) >> residual(NORM, MLP(ff, "relu2"))
     x = ids() >> Embed(weight("wte", v, d)) >> repeat(layers, block)
-    return model(name, x >> NORM >> Unembed(weight("head", v, d)), std=std)
+    return model(name, x >> NORM >> Unembed(weight("head", v, d)) >> NextToken(), std=std)
 
 
 def nemotron4_15b() -> Model:

@@ -7,6 +7,7 @@ from megaloom.dsl import (
     Embed,
     Mamba2,
     Model,
+    NextToken,
     RMSNorm,
     Unembed,
     chain,
@@ -30,7 +31,7 @@ def nemotron_h(
     v, d = Dim("vocab", vocab), Dim("embed", embed)
     layers = chain(*(repeat(1, residual(RMSNorm(), kinds[letter])) for letter in pattern))
     x = ids() >> Embed(weight("wte", v, d)) >> layers
-    return model(name, x >> RMSNorm() >> Unembed(weight("head", v, d)))
+    return model(name, x >> RMSNorm() >> Unembed(weight("head", v, d)) >> NextToken())
 
 
 def nemotron_h_8b() -> Model:

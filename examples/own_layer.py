@@ -10,6 +10,7 @@ from megaloom.dsl import (
     Embed,
     Layer,
     Model,
+    NextToken,
     RMSNorm,
     Shift,
     Unembed,
@@ -44,4 +45,4 @@ def own_layer() -> Model:
     vocab, d = Dim("vocab", 256), Dim("embed", 128)
     wte = weight("wte", vocab, d)
     block = residual(RMSNorm(), Attention(heads=4, rope=10_000)) >> residual(RMSNorm(), TokenShift(512))
-    return model("own-layer", ids() >> Embed(wte) >> repeat(4, block) >> RMSNorm() >> Unembed(wte))
+    return model("own-layer", ids() >> Embed(wte) >> repeat(4, block) >> RMSNorm() >> Unembed(wte) >> NextToken())

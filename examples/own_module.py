@@ -12,6 +12,7 @@ from megaloom.dsl import (
     Embed,
     Layer,
     Model,
+    NextToken,
     RMSNorm,
     Unembed,
     Value,
@@ -60,4 +61,4 @@ def own_module() -> Model:
     vocab, d = Dim("vocab", 256), Dim("embed", 128)
     wte = weight("wte", vocab, d)
     block = residual(RMSNorm(), Attention(heads=4, rope=10_000)) >> residual(RMSNorm(), SquaredReLU(512))
-    return model("own-module", ids() >> Embed(wte) >> repeat(4, block) >> RMSNorm() >> Unembed(wte))
+    return model("own-module", ids() >> Embed(wte) >> repeat(4, block) >> RMSNorm() >> Unembed(wte) >> NextToken())

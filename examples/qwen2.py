@@ -5,6 +5,7 @@ from megaloom.dsl import (
     Dim,
     Embed,
     Model,
+    NextToken,
     RMSNorm,
     Rope,
     SwiGLU,
@@ -46,7 +47,7 @@ def qwen2(
     head = wte if tied else weight("head", v, d)
     attention = Attention(heads=heads, kv_heads=kv_heads, rope=rope, qkv_bias=True, dropout=attention_dropout)
     block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), SwiGLU(ff))
-    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head))
+    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head) >> NextToken())
 
 
 def qwen2_5_0_5b() -> Model:

@@ -7,6 +7,7 @@ from megaloom.dsl import (
     Layer,
     Model,
     MoE,
+    NextToken,
     RMSNorm,
     Rope,
     SwiGLU,
@@ -53,7 +54,7 @@ def qwen3(
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rope, qk_norm=norm, dropout=attention_dropout
     )
     block = residual(RMSNorm(eps), attention) >> residual(RMSNorm(eps), ff)
-    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head))
+    return model(name, ids() >> Embed(wte) >> repeat(layers, block) >> RMSNorm(eps) >> Unembed(head) >> NextToken())
 
 
 def qwen3_0_6b() -> Model:

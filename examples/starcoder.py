@@ -8,6 +8,7 @@ from megaloom.dsl import (
     Embed,
     LayerNorm,
     Model,
+    NextToken,
     Positions,
     Unembed,
     ids,
@@ -47,7 +48,7 @@ def starcoder(
     )
     x = ids() >> Embed(wte) >> Positions(wpe)
     x = x >> Dropout(embed_dropout) if embed_dropout else x
-    return model(name, x >> repeat(layers, block) >> LayerNorm() >> Unembed(wte))
+    return model(name, x >> repeat(layers, block) >> LayerNorm() >> Unembed(wte) >> NextToken())
 
 
 def starcoder_1b() -> Model:

@@ -5,6 +5,7 @@ from megaloom.dsl import (
     Dim,
     Embed,
     Model,
+    NextToken,
     RMSNorm,
     SwiGLU,
     Unembed,
@@ -20,4 +21,4 @@ def stdlib_gpt() -> Model:
     vocab, d = Dim("vocab", 256), Dim("embed", 128)
     wte = weight("wte", vocab, d)
     block = residual(RMSNorm(), Attention(heads=4, kv_heads=2, rope=10_000)) >> residual(RMSNorm(), SwiGLU(352))
-    return model("stdlib-gpt", ids() >> Embed(wte) >> repeat(4, block) >> RMSNorm() >> Unembed(wte))
+    return model("stdlib-gpt", ids() >> Embed(wte) >> repeat(4, block) >> RMSNorm() >> Unembed(wte) >> NextToken())

@@ -13,6 +13,7 @@ from megaloom.dsl import (
     RelativeBuckets,
     RMSNorm,
     Scale,
+    SequenceToSequence,
     Unembed,
     chain,
     ids,
@@ -79,8 +80,8 @@ def t5(
     memory = ids("source_tokens", Dim("source")) >> embedded >> repeat(layers, encoder) >> after
     x = ids() >> embedded >> repeat(decoder_layers or layers, decoder).given(memory=memory) >> after
     if tied:
-        return model(name, x >> Scale(embed**-0.5) >> Unembed(wte))
-    return model(name, x >> Unembed(weight("head", Dim("vocab", vocab), d)))
+        return model(name, x >> Scale(embed**-0.5) >> Unembed(wte) >> SequenceToSequence())
+    return model(name, x >> Unembed(weight("head", Dim("vocab", vocab), d)) >> SequenceToSequence())
 
 
 def t5_small() -> Model:

@@ -5,6 +5,7 @@ from attrs import frozen
 from megaloom.dsl import (
     MLP,
     Attention,
+    Classification,
     Concat,
     Dim,
     Dropout,
@@ -76,7 +77,7 @@ def vit(
     x = image(height=pixels, width=pixels) >> PatchEmbed(patch, d) >> Prepend(cls) >> Positions(wpe)
     x = x >> Dropout(dropout) if dropout else x
     head = Unembed(weight("head", Dim("vocab", classes), d), bias=True)
-    return model(name, x >> repeat(layers, block) >> norm >> First() >> head)
+    return model(name, x >> repeat(layers, block) >> norm >> First() >> head >> Classification())
 
 
 def vit_base() -> Model:

@@ -12,6 +12,7 @@ from attrs import define, field, frozen
 
 from megaloom.dsl.dims import DType
 from megaloom.dsl.ops.attention_core import Attend
+from megaloom.dsl.ops.loss import CrossEntropy, LogSumExp
 from megaloom.dsl.ops.norm import Normalize
 from megaloom.dsl.ops.routing import Combine, Route
 from megaloom.dsl.sharding_table import SEQUENCES, Split
@@ -171,6 +172,15 @@ class _Count:
                         yield Collective(
                             "all_reduce", axis, n, backward, "statistics", self.recomputed_by(step, backward)
                         )
+            case CrossEntropy() | LogSumExp():
+                # The largest number, the sum of exponentials, and the label's logit (megatron-core 0.16.1,
+                # tensor_parallel/cross_entropy.py).
+                n = step.at(self.sizes, self.split)((*step.outer, *v.shape))
+                for axis in placed.statistics_axes:
+                    for _ in range(3 if isinstance(v.op, CrossEntropy) else 2):
+                        yield Collective("all_reduce", axis, n, False, step.name, self.recomputed_by(step))
+                    if any(t.axis == axis for t in placed.result):  # each device reads its part of the sequence
+                        yield Collective("all_reduce", axis, n, True, step.name)
 
     def attend(self, step: Step) -> Iterator[Collective]:
         """Yield the gathers of the attention core, and the reduce-scatters of their gradients.

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from megaloom.dsl.dims import Sizes
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.node import Node
 from megaloom.dsl.ops.attention_core import Attend
 from megaloom.dsl.ops.dot import Dot
+from megaloom.dsl.ops.loss import CrossEntropy, LossSums, StackLosses, is_loss
 from megaloom.dsl.ops.sequence import Scan
 from megaloom.dsl.ops.shape import Rename, Select, Slice
 from megaloom.dsl.ops.weight import Input, Lookup, PositionLookup, Weight
@@ -28,7 +29,7 @@ from megaloom.dsl.sharding_table import (
 from megaloom.dsl.value import Fusion, Value
 
 from .collectives import Collective, collectives
-from .primitives import Program, Step, fitted, fusion_of, program, separate_ops
+from .primitives import Program, Step, effective_split, fitted, fusion_of, program, separate_ops
 from .recompute import (
     CORE,
     NO_MODULES,
@@ -46,7 +47,8 @@ from .separate_ops import Traffic, is_separate, traffic
 
 __all__ = ["Collective", "Costs", "Saved", "Split", "Work", "costs", "saved"]
 
-VIEWS = (Weight, Input, Select, Rename, Slice)  # no work: the tensor is there already
+# No work: the tensor is there already, or has no more than a number for each token.
+VIEWS = (Weight, Input, Select, Rename, Slice, LossSums, StackLosses)
 
 
 @frozen
@@ -121,19 +123,52 @@ def saved(
 
 
 def costs(
-    node: Node, *, batch: int, seq: int, source: int | None = None, split: Split = WHOLE, separate: bool = False
+    node: Node,
+    *,
+    batch: int,
+    seq: int,
+    source: int | None = None,
+    split: Split = WHOLE,
+    losses: bool = True,
+    separate: bool = False,
 ) -> Costs:
     """Return the costs of one graph node on one device, for a micro-batch of this many sequences.
 
     source: tokens of each sequence that an encoder reads, `seq` if not given. Routing is taken to be balanced: every
-    expert gets equally many tokens. Nodes of equal layers and shapes are computed once. separate: torch runs the ops of
-    the node's body one by one.
+    expert gets equally many tokens. losses: with False, costs of a loss are without those of cross-entropies of its
+    inputs, and without the logits and labels that it saves. separate: torch runs the ops of the node's body one by
+    one. Nodes of equal layers and shapes are computed once.
     """
-    return _costs(program(node), batch, seq, seq if source is None else source, split, separate)
+    p, source = program(node), seq if source is None else source
+    function = _costs if losses or not is_loss(p.value) else _rest
+    return function(p, batch, seq, source, split, separate)
+
+
+@lru_cache(maxsize=1 << 12)
+def _rest(p: Program, batch: int, seq: int, source: int, split: Split, separate: bool) -> Costs:
+    """Return the costs of a loss without those of cross-entropies of its inputs."""
+    facts, logits = _costs(p, batch, seq, source, split, separate), logits_ports(p)
+    if not logits:
+        return facts
+    ports = {*logits, *(i for i, v in enumerate(p.inputs) if isinstance(v.source.op, Input))}
+    return evolve(
+        facts,
+        work=tuple(w for w in facts.work if w.kind != "crossentropy"),
+        collectives=tuple(c for c in facts.collectives if c.what != "crossentropy"),
+        saved=tuple(s for s in facts.saved if s.port not in ports),
+    )
+
+
+def logits_ports(p: Program) -> tuple[int, ...]:
+    """Return the inputs of a node of which it computes the cross-entropy, one for each cross-entropy."""
+    ports = {id(v.source): i for i, v in reversed(list(enumerate(p.inputs)))}
+    logits = (id(s.value.args[0].source) for s in p.steps if isinstance(s.value.op, CrossEntropy))
+    return tuple(ports[i] for i in logits if i in ports)
 
 
 @lru_cache(maxsize=1 << 15)
 def _costs(p: Program, batch: int, seq: int, source: int, split: Split, separate: bool) -> Costs:
+    split = effective_split(p, split)
     p, sizes = fitted(p, split), Sizes(batch=batch, seq=seq, source=source)
     p = separate_ops(p) if separate else p
     for name, size in sizes.items():

@@ -17,6 +17,7 @@ from megaloom.dsl.graph import primitives
 from megaloom.dsl.layer import Layer
 from megaloom.dsl.node import Node
 from megaloom.dsl.ops.attention_core import Attend
+from megaloom.dsl.ops.loss import is_loss
 from megaloom.dsl.ops.routing import Gate
 from megaloom.dsl.ops.weight import Input, Weight
 from megaloom.dsl.sharding_table import (
@@ -156,6 +157,18 @@ def _program(key: _ProgramKey) -> Program:
     steps = tuple(Step(v, _name(v, path), outer, table) for v, path, outer in primitives(value))
     inputs = tuple(a for a in value.args if not isinstance(a.op, Weight))
     return Program(value, table, steps, inputs, key.weights, _fused(value, steps), _data(inputs, steps))
+
+
+def effective_split(p: Program, split: Split) -> Split:
+    """Return the split under which a node is sharded: a loss of sharded logits has no use for sequence parallelism.
+
+    Its numbers are one for each token, equal on all devices of tp. A loss of hidden states keeps their placement.
+    """
+    if not split.sequence_parallel or not is_loss(p.value):
+        return split
+    shapes = [v.shape for v in p.inputs if not isinstance(v.source.op, Input)]
+    sharded = all("tp" in p.table.axes((), s).values() or not sequential(s) for s in shapes)
+    return evolve(split, sequence_parallel=False) if sharded else split
 
 
 def fusion_of(op: Op) -> Fusion | None:

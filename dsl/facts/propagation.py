@@ -22,14 +22,15 @@ from megaloom.dsl.combine import Each
 from megaloom.dsl.dims import Dim, DType
 from megaloom.dsl.ops.attention_core import Attend
 from megaloom.dsl.ops.dot import Dot
+from megaloom.dsl.ops.loss import CrossEntropy, LogSumExp, LossSums, Sum
 from megaloom.dsl.ops.norm import Normalize
 from megaloom.dsl.ops.routing import Combine, Route
 from megaloom.dsl.ops.shape import Rename
 from megaloom.dsl.ops.weight import Input, Lookup, Weight
 from megaloom.dsl.sharding_table import SEQUENCES, Split
-from megaloom.dsl.value import Pointwise, Value
+from megaloom.dsl.value import Op, Pointwise, Value
 
-from .primitives import Program, Step, origin
+from .primitives import Program, Step, effective_split, origin
 from .requirements import ReadRequirement, read_requirements
 
 
@@ -66,7 +67,7 @@ class PlacedOp:
     """A primitive with the transitions of each argument before it, and of its result after it.
 
     sharded_axes: the axes over which the result is then sharded.
-    statistics_axes: the axes over which a norm adds its statistics.
+    statistics_axes: the axes over which a norm or a cross-entropy adds its statistics.
     """
 
     step: Step
@@ -93,7 +94,7 @@ class NodePlacement:
 @lru_cache(maxsize=1 << 13)
 def propagate(program: Program, split: Split) -> NodePlacement:
     """Return the transitions with which devices under a split compute a node."""
-    inference = _Inference(program, split)
+    inference = _Inference(program, effective_split(program, split))
     steps = tuple(inference.read())
     output = inference.reductions(program.value)
     return NodePlacement(
@@ -126,7 +127,10 @@ class _Inference:
                 yield PlacedOp(step, tuple(() for _ in v.args), (), frozenset(self.sharded_axes(v)))
                 continue
             yield self.place(step)
-            if axes := self.over(step, _contracted(step)):
+            axes = self.over(step, _contracted(step))
+            if isinstance(v.op, LossSums):
+                axes -= {"cp"}  # added to those of dp ranks and micro-batches, at the end of the step
+            if axes:
                 self.partial[id(v)] = step, axes
 
     def unreduced(self, v: Value) -> tuple[Step, frozenset[str]] | None:
@@ -149,8 +153,7 @@ class _Inference:
             for a in ("cp", "tp")
             if a in after & self.oversized_axes(step, requirements)
         )
-        over = v.op.over if isinstance(v.op, Normalize) and v.op.groups == 1 else ()
-        return PlacedOp(step, reads, slices, frozenset(after), tuple(sorted(self.over(step, over))))
+        return PlacedOp(step, reads, slices, frozenset(after), tuple(sorted(self.over(step, _reduced(v.op)))))
 
     def oversized_axes(self, step: Step, requirements: tuple[ReadRequirement, ...]) -> set[str]:
         """Return the axes over which each device computes more of a result than its shard."""
@@ -158,6 +161,8 @@ class _Inference:
         if isinstance(v.op, Rename) and self.sharded_dims(v) != self.sharded_dims(v.args[0]):
             new_axes = set(self.sharded_dims(v).values()) - set(self.sharded_dims(v.args[0]).values())
             return new_axes | self.gathered_axes(step, requirements)
+        if isinstance(v.op, CrossEntropy | LogSumExp):
+            return self.gathered_axes(step, requirements) | self.over(step, _reduced(v.op))
         return self.gathered_axes(step, requirements[:1] if isinstance(v.op, Attend) else requirements)
 
     def gathered_axes(self, step: Step, requirements: tuple[ReadRequirement, ...]) -> set[str]:
@@ -202,7 +207,7 @@ class _Inference:
             elif axis == "cp" and weights_only:
                 if self.is_sharded("cp") and "cp" not in work and id(step.value) not in self.weights_only:
                     yield Transition(TransitionKind.REPLICATE_WEIGHT, "cp")
-            elif axis in work and a.dtype is not DType.INDEX:
+            elif axis in work and not _is_data(a):
                 yield Transition(
                     TransitionKind.TO_REPLICATE,
                     axis,
@@ -252,7 +257,7 @@ class _Inference:
         """Return whether a value is Shard(seq) over tp."""
         return (
             self.split.sequence_parallel
-            and v.dtype is not DType.INDEX
+            and not _is_data(v)
             and "tp" not in self.sharded_dims(v).values()
             and _sequence(v) is not None
         )
@@ -297,4 +302,23 @@ def _contracted(step: Step) -> tuple[str, ...]:
             return over
         case Lookup(key):
             return (key,)
+        case Sum(over):
+            return over
+        case LossSums():
+            return tuple(d.name for d in step.value.args[0].shape)
     return ()
+
+
+def _reduced(op: Op) -> tuple[str, ...]:
+    """Return the dims over which a primitive reduces by itself: its devices exchange statistics, not the result."""
+    match op:
+        case Normalize(over) if op.groups == 1:
+            return over
+        case CrossEntropy(over) | LogSumExp(over):
+            return (over,)
+    return ()
+
+
+def _is_data(v: Value) -> bool:
+    """Return whether a value is ids, or a mask or weights that the data gives: every device of tp has all of it."""
+    return v.dtype is DType.INDEX or (isinstance(v.source.op, Input) and v.dtype is not DType.COMPUTE)

@@ -7,7 +7,7 @@ from attrs import frozen
 from megaloom.dsl.ops.attention_core import Attend, sequence_dim
 from megaloom.dsl.ops.norm import Normalize
 from megaloom.dsl.ops.rope import Rope
-from megaloom.dsl.ops.sequence import Conv, Scan, Shift
+from megaloom.dsl.ops.sequence import Conv, Inside, Scan, Shift
 from megaloom.dsl.ops.shape import Concat, MaskedScatter, Rename, Select, Slice
 from megaloom.dsl.ops.weight import PositionLookup
 from megaloom.dsl.sharding_table import SEQUENCES, Split
@@ -56,7 +56,7 @@ def read_requirements(step: Step, split: Split) -> tuple[ReadRequirement, ...]:
             return (ReadRequirement(frozenset({dim})),)
         case Rename(old, new) if step.table.axis(v.args[0].shape[old]) != step.table.axis(v.shape[new]):
             return (ReadRequirement(frozenset({old})),)
-        case Rope() | PositionLookup():
+        case Rope() | PositionLookup() | Inside():
             return (ReadRequirement(offset_dims=SEQUENCES), *(ReadRequirement() for _ in v.args[1:]))
         case MaskedScatter():
             return ReadRequirement(offset_dims=SEQUENCES), ReadRequirement(SEQUENCES), ReadRequirement(SEQUENCES)

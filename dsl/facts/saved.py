@@ -157,7 +157,7 @@ def saved_tensors(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
     """Yield the tensors that the backward pass of a node reads, as one device holds them."""
     for x in _unsized(p):
         yield Saved(
-            elements=p.local_elements(x.shape, x.outer, sizes, split, data=x.dtype is DType.INDEX),
+            elements=p.local_elements(x.shape, x.outer, sizes, split, data=_is_data(x)),
             dtype=x.dtype,
             what=x.what,
             recomputed_by=x.recomputed_by,
@@ -175,10 +175,15 @@ def saved_tensors(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
             yield Saved(n, v.dtype, "keys and values of other devices", modules, attention="gathered")
 
 
+def _is_data(x: _Unsized) -> bool:
+    """Return whether a saved tensor is ids or a mask of the data, of which every device of tp has all."""
+    return x.dtype is DType.INDEX or (x.dtype is DType.MASK and x.port is not None)
+
+
 def saved_inputs(p: Program, sizes: Sizes, split: Split) -> Iterator[Saved]:
     """Yield the inputs of a node, as one device holds them."""
     for i, x in enumerate(p.inputs):
-        n = p.local_elements(x.shape, (), sizes, split, data=x.dtype is DType.INDEX)
+        n = p.local_elements(x.shape, (), sizes, split, data=x.dtype in (DType.INDEX, DType.MASK))
         yield Saved(n, x.dtype, "input", port=i)
 
 

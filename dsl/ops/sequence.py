@@ -87,3 +87,22 @@ class Shift(Op):
 
     def dtype(self, *args: DType) -> DType:
         return args[0]
+
+
+@frozen
+class Inside(Op):
+    """1 at each position i for which i + by lies inside the sequence, else 0: [batch seq] to an equal shape.
+
+    Of the argument only the shape matters.
+    """
+
+    along: str
+    by: int
+    arity: ClassVar[int] = 1
+
+    def shape(self, *args: Shape) -> Shape:
+        args[0][self.along]
+        return args[0]
+
+    def dtype(self, *args: DType) -> DType:
+        return DType.MASK

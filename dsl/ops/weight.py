@@ -104,6 +104,22 @@ def image(name: str = "image", *, channels: int = 3, height: int, width: int) ->
     return Value(Input(name), (), Shape((BATCH, *dims)), at=caller())
 
 
+def labels(name: str = "labels", seq: Dim | None = SEQ) -> Value:
+    """Return an input of ids that a loss compares with logits: [batch seq], or [batch] with `seq=None`."""
+    dims = (BATCH,) if seq is None else (BATCH, seq)
+    return Value(Input(name), (), Shape(dims), dtype=DType.INDEX, at=caller())
+
+
+def mask(name: str = "mask", seq: Dim = SEQ) -> Value:
+    """Return an input of 0 and 1 for each position, [batch seq]: 1 where the loss counts."""
+    return Value(Input(name), (), Shape((BATCH, seq)), dtype=DType.MASK, at=caller())
+
+
+def token_weights(name: str = "weights", seq: Dim = SEQ) -> Value:
+    """Return an input of numbers for each position, [batch seq]: the weight of its loss."""
+    return Value(Input(name), (), Shape((BATCH, seq)), dtype=DType.FLOAT32, at=caller())
+
+
 def weight(name: str, *dims: Dim, mean: float = 0.0, std: float | None = None, trained: bool = True) -> Value:
     """Return a parameter of these dims, initialised as normal(mean, std); std 0 makes it constant.
 

@@ -45,8 +45,21 @@ def runs_as_module(node: Node, split: Split) -> bool:
     kind = next((t for t in type(op).__mro__ if t in MODULES), None)
     if kind is None:
         return hasattr(op, "module")
+    if not (_has_tokens(node) or _needs_no_tokens(op, split)):
+        return False
     has_body_of_kind = getattr(kind, "body", None) is getattr(type(op), "body", None)  # a subclass may override it
     return has_body_of_kind and MODULES[kind](op, split)
+
+
+def _has_tokens(node: Node) -> bool:
+    """True if the sequence of a node is that of the tokens, as modules assume under any layout."""
+    return "seq" in node.shape
+
+
+def _needs_no_tokens(op: Op, split: Split) -> bool:
+    """True if the module computes any other sequence too, such as the patches of an image."""
+    whole = not split.sequence_parallel and split.cp == 1
+    return whole and not isinstance(op, Positions) and not (isinstance(op, Attention) and op.rope is not None)
 
 
 def _always(op: Op, split: Split) -> bool:

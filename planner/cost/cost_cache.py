@@ -199,7 +199,10 @@ class CostCache:
             node, split = self.structure.kinds[i].node, layout.split
             batch = layout.micro_batch * self._sensitivity[i].share
             module = self.job.capability.execution(node, split, self.workload.precision).module
-            one, two = (costs(node, batch=n, seq=seq, split=split, separate=not module) for n in (batch, 2 * batch))
+            one, two = (
+                costs(node, batch=n, seq=seq, split=split, losses=False, separate=not module)
+                for n in (batch, 2 * batch)
+            )
             self._facts[key] = AffineFacts.of(one, two, batch * seq)
         return self._facts[key]
 

@@ -118,7 +118,7 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None
         batch, seq, split = layout.micro_batch, job.workload.seq, layout.split
         precision, executed = job.workload.precision, job.capability.execution
         facts = [
-            costs(n, batch=batch, seq=seq, split=split, separate=not executed(n, split, precision).module)
+            costs(n, batch=batch, seq=seq, split=split, losses=False, separate=not executed(n, split, precision).module)
             for n in (kind.node for kind in job.structure.kinds)
         ]
         nodes = [node_cost(job, kind, of, layout, seq) for kind, of in zip(job.structure.kinds, facts, strict=True)]
@@ -131,7 +131,7 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None
         tokens = layout.micro_batch * seq // layout.cp
         buffers += (gathered + memory.REDUCING * precision.nbytes) * tokens * job.structure.hidden_size
         buffers += (memory.STREAMS - 1) * ENGINE_WORKSPACE["fp8" in job.cluster.device.flops]
-    ends = [graph.nodes[graph.index[name]] for name in graph.outputs]
+    ends = [graph.nodes[graph.index[name]] for name in job.structure.losses]
     sizes, split = Sizes(batch=layout.micro_batch, seq=seq), layout.split
     logits = sum(program(node).local_elements(node.shape, (), sizes, split) for node in ends)
     weights = [program(node).local_elements(slot.dims, (), sizes, split) for node in ends for slot in node.weights]
@@ -206,10 +206,11 @@ def node_cost(job: Job, kind: NodeKind, facts: Costs, layout: Layout, seq: int) 
         # tensor_parallel/cross_entropy.py).
         sizes = Sizes(batch=layout.micro_batch, seq=seq)
         logits = program(kind.node).local_elements(kind.node.shape, (), sizes, layout.split)
-        moved = job.profile.kernels.loss_moved_nbytes * logits
+        moved = job.profile.kernels.loss_moved_nbytes * logits * kind.cross_entropies
         row[[CostColumn.FORWARD, CostColumn.BACKWARD]] += moved / 2 / job.cluster.device.moves
         nbytes, group = NBYTES[DType.FLOAT32] * (layout.micro_batch * seq // layout.cp), process_group("tp", layout)
-        row[CostColumn.TP_FORWARD] += 3 * communication.collective_seconds("all_reduce", job.cluster, (nbytes, group))
+        took = communication.collective_seconds("all_reduce", job.cluster, (nbytes, group))
+        row[CostColumn.TP_FORWARD] += 3 * kind.cross_entropies * took
     each = [memory.tensor_bytes(s, job.workload.precision) for s in facts.saved]
     full = kind.saved_under_full.tensors(facts.saved, facts.inputs)
     full_saved = sum(memory.tensor_bytes(s, job.workload.precision) for s in full)

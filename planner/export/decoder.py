@@ -28,6 +28,7 @@ from megaloom.dsl import (
     LayerNorm,
     Lookup,
     MoE,
+    NextToken,
     Node,
     Normalize,
     Op,
@@ -41,6 +42,7 @@ from megaloom.dsl import (
     Weight,
 )
 from megaloom.dsl.graph import primitives
+from megaloom.dsl.layers.losses import Stacked
 from megaloom.dsl.ops.weight import INITIAL_STD
 from megaloom.dsl.show.formatting import declared
 
@@ -91,7 +93,7 @@ def describe(node: Node) -> str:
 
 def read_decoder(graph: Graph, target: Target) -> DecoderModel:
     """Return the graph as a decoder. Raises UserError that names the node that `target` cannot express."""
-    inputs = [n for n in graph.nodes if n.is_input]
+    inputs = [n for n in graph.nodes if n.is_input and n.name not in graph.only_for_losses]
     if len(inputs) != 1:
         names = ", ".join(n.name for n in inputs)
         refuse(target, f"a model of {len(inputs)} inputs ({names}): its decoder has one input, the tokens")
@@ -115,8 +117,11 @@ def read_decoder(graph: Graph, target: Target) -> DecoderModel:
     (norm, head), *others = [walk.head(hidden) for hidden in outputs]
     if any(other != head for _, other in others):
         walk.refuse("multi-token prediction with its own output weight", walk.here)
-    if walk.at != len(graph.nodes):
-        walk.refuse("a node after the logits", graph.nodes[walk.at])
+    for node in graph.nodes[walk.at :]:
+        if node.name not in graph.only_for_losses:
+            walk.refuse("a node after the logits", node)
+        if node.is_loss and not _is_next_token(node.op):
+            walk.refuse("a loss other than that of the next token", node)
     if walk.dropout_rates - {first_dropout}:
         rates = ", ".join(f"{rate:g}" for rate in sorted(walk.dropout_rates))
         what = f"dropout of {first_dropout:g} after the embedding and {rates} in the layers"
@@ -261,3 +266,9 @@ class _Walk:
             self.refuse_order(node)
         self.at, self.here = self.at + 1, node
         return op
+
+
+def _is_next_token(op: Any) -> bool:
+    """Return whether a loss is the cross-entropy of the next token, every token alike, or a weighted sum of such."""
+    plain = isinstance(op, NextToken) and type(op).body is NextToken.body and op.mask is None and op.weights is None
+    return plain or isinstance(op, Stacked)

@@ -71,5 +71,5 @@ def model_requirements(graph: Graph) -> ModelRequirements:
         expert_biases=biased,
         kv_heads=tuple(sorted(kv_heads)),
         modules=model_structure(graph).modules,
-        multi_token=len(graph.outputs) - 1,
+        multi_token=len(graph.predictions) - 1,
     )

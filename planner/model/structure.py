@@ -7,6 +7,7 @@ layout, so costs are computed for each kind and summed with the counts given her
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -15,6 +16,7 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
+from megaloom.dsl.facts.costs import logits_ports
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.facts.recompute import RecomputedBy, modules_of_ops
 from megaloom.dsl.facts.saved import SavedPart, saved_parts
@@ -31,7 +33,12 @@ class NodeKind:
     node: Node  # one of them
     saved: SavedPart  # its share of the saved activations, where several nodes save one tensor
     saved_under_full: SavedPart  # its share under full recompute
-    has_loss: bool  # the loss is computed from this node's output
+    cross_entropies: int  # computed of this node's output
+
+    @property
+    def has_loss(self) -> bool:
+        """True if a cross-entropy is computed of this node's output."""
+        return self.cross_entropies > 0
 
     @property
     def in_recomputed_block(self) -> bool:
@@ -49,6 +56,7 @@ class ModelStructure:
     recompute_parts: tuple[RecomputedBy, ...]  # sets of modules: a part is recomputed if any module of its set is
     shared_weights: tuple[tuple[Slot, tuple[int, ...]], ...]  # weights that several nodes use, with those nodes
     hidden_size: int  # width of each hidden state that crosses a stage boundary
+    losses: Counter[str]  # nodes of logits, with the number of cross-entropies that are computed of them
 
     @cached_property
     def cut_points(self) -> NDArray[np.intp]:
@@ -64,8 +72,8 @@ class ModelStructure:
 
     @cached_property
     def live_values(self) -> NDArray[np.intp]:
-        """Return the number of hidden states live before each node; the last entry is the number of outputs."""
-        return np.array([*(len(names) for names in self.graph.live_values), len(self.graph.outputs)])
+        """Return the number of hidden states live before each node; the last entry is the number of predictions."""
+        return np.array([*(len(names) for names in self.graph.live_values), len(self.graph.predictions)])
 
     @cached_property
     def kind_counts(self) -> Rows:
@@ -95,8 +103,8 @@ class ModelStructure:
 
     @cached_property
     def multi_token_start(self) -> int:
-        """Return the node at which multi-token prediction begins: the first block that output 0 does not use."""
-        nodes, needed = self.graph.nodes, {self.graph.outputs[0]}
+        """Return the node at which multi-token prediction begins: the first block that prediction 0 does not use."""
+        nodes, needed = self.graph.nodes, {self.graph.predictions[0]}
         for n in reversed(nodes):
             needed.update(n.inputs if n.name in needed else ())
         return next((i for i, n in enumerate(nodes) if n.block is not None and n.name not in needed), len(nodes))
@@ -173,19 +181,31 @@ def model_structure(graph: Graph) -> ModelStructure:
     kinds: list[NodeKind] = []
     kind_of_node: list[int] = []
     uses: dict[str, list[int]] = {}
+    losses = _cross_entropies(graph)
     modes = zip(saved_parts(graph.nodes), saved_parts(graph.nodes, "full"), strict=True)
     for i, ((node, saved), (_, under_full)) in enumerate(modes):
-        has_loss = node.name in graph.outputs
-        key = (id(program(node)), saved, under_full, has_loss)
+        key = (id(program(node)), saved, under_full, losses[node.name])
         if key not in known:
             known[key] = len(kinds)
-            kinds.append(NodeKind(node, saved, under_full, has_loss))
+            kinds.append(NodeKind(node, saved, under_full, losses[node.name]))
         kind_of_node.append(known[key])
         for slot in node.weights:
             uses.setdefault(slot.name, []).append(i)
     shared = tuple((graph.weights[name], tuple(nodes)) for name, nodes in uses.items() if len(nodes) > 1)
     width = next((n.shape["embed"].known for n in graph.nodes if not n.is_input and "embed" in n.shape), 1)
-    return ModelStructure(graph, tuple(kinds), np.array(kind_of_node), _parts(kinds), shared, width)
+    return ModelStructure(graph, tuple(kinds), np.array(kind_of_node), _parts(kinds), shared, width, losses)
+
+
+def _cross_entropies(graph: Graph) -> Counter[str]:
+    """Return, for each node of logits, the number of cross-entropies that are computed of them.
+
+    An output that is no loss has one, since a model is planned as it will be trained.
+    """
+    nodes = [graph.nodes[graph.index[name]] for name in graph.outputs]
+    out = Counter(n.name for n in nodes if not n.is_loss)
+    for node in (n for n in graph.nodes if n.is_loss):
+        out.update(node.inputs[port] for port in logits_ports(program(node)))
+    return out
 
 
 def _parts(kinds: Iterable[NodeKind]) -> tuple[RecomputedBy, ...]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megaloom.dsl import (
-    DType,
+    Attend,
+    Classification,
     Embed,
     Graph,
     Layer,
+    MaskedToken,
     Node,
     Route,
     Split,
@@ -19,6 +21,9 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.facts.primitives import Program, program
 from megaloom.dsl.graph import primitives
+from megaloom.dsl.layers.losses import Stacked
+from megaloom.dsl.ops.attention_core import sequence_dim
+from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.capability import assumed_environment, capability
 from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS
 from megaloom.planner.contract.devices import Cluster
@@ -46,14 +51,17 @@ TRAINED_TEXT = f"{', '.join(TRAINED[:-1])} or {TRAINED[-1]}"
 @lru_cache(maxsize=16)
 def untrainable(graph: Graph) -> Words | None:
     """Return why the runtime cannot train a model, and the fix; None if it can."""
-    inputs = [n.name for n in graph.nodes if n.is_input]
-    tokens = all(n.value.dtype is DType.INDEX for n in graph.nodes if n.is_input)
-    last = graph.nodes[graph.index[graph.outputs[0]]]
-    if len(inputs) != 1 or not tokens or len(graph.outputs) != 1 or not isinstance(last.op, Unembed):
+    ends = [graph.nodes[graph.index[name]] for name in graph.outputs]
+    if len(ends) != 1 or not ends[0].is_loss:
+        several = len(ends) > 1 and all(n.is_loss for n in ends)
         return (
-            f"{graph.name} has the inputs {', '.join(inputs) or 'none'} and the outputs {', '.join(graph.outputs)}",
-            "the runtime trains next-token models only: one input of token ids, ids(), and one output, of an Unembed",
+            f"{graph.name} ends in {', '.join(graph.outputs)}, not in {'one' if several else 'a'} loss",
+            "add losses with weighted_sum((1.0, loss), …)"
+            if several
+            else "end it in a loss, such as `… >> Unembed(head) >> NextToken()`",
         )
+    if wrong := _sees_labels(graph):
+        return wrong
     for n in graph.nodes:
         if n.weights and not isinstance(n.op, Layer):
             return (
@@ -67,6 +75,25 @@ def untrainable(graph: Graph) -> Words | None:
         if [type(n.op) for n in nodes] != [Embed, Unembed] or len(uses) > 1:
             users = ", ".join(n.name for n in nodes)
             return f"weight {name!r} is shared by {users}", "the runtime can tie one Embed with one Unembed"
+    return None
+
+
+def _sees_labels(graph: Graph) -> Words | None:
+    """Return the refusal of a model that reads the tokens that it is to predict; None if it does not."""
+    losses = [n for n in graph.nodes if n.is_loss and not isinstance(n.op, MaskedToken | Classification | Stacked)]
+    sequences = {d.name for n in losses for a in n.value.args for d in a.shape if d.name in SEQUENCES}
+    for node in graph.nodes:
+        for step in program(node).steps:
+            op, args = step.value.op, step.value.args
+            if not isinstance(op, Attend) or op.causal:
+                continue
+            queries, keys = (sequence_dim(a.shape).name for a in args[:2])
+            if queries == keys and queries in sequences:
+                return (
+                    f"{node.name} of {graph.name} is not causal, so each position reads the token that "
+                    f"{losses[0].name} asks it to predict",
+                    "set causal=True, or end the model in another loss, such as MaskedToken()",
+                )
     return None
 
 
@@ -99,11 +126,11 @@ def _precision_text(case: Case[Layout]) -> Words:
     return precision_refusal(case.workload)
 
 
-def _tokens(case: Case[L]) -> Truth:
+def _loss(case: Case[L]) -> Truth:
     return untrainable(case.graph) is None
 
 
-def _tokens_text(case: Case[Layout]) -> Words:
+def _loss_text(case: Case[Layout]) -> Words:
     return untrainable(case.graph) or ("", "")
 
 
@@ -159,6 +186,22 @@ def _overlaps_text(case: Case[Layout]) -> Words:
     return f"the runtime does not run `--overlap {named}`", "use `--overlap gradients weights`, or export the plan"
 
 
+def _one_hidden_state(case: Case[L]) -> Truth:
+    several: Truth = case.layout.pp > 1
+    return _joined_cut(case.graph) is None or several == False  # noqa: E712 (arrays too)
+
+
+def _one_hidden_state_text(case: Case[Layout]) -> Words:
+    names = ", ".join(_joined_cut(case.graph) or ())
+    return f"with pp {case.layout.pp}, stages would send {names} together", "use pp 1, or export the plan"
+
+
+@lru_cache(maxsize=16)
+def _joined_cut(graph: Graph) -> tuple[str, ...] | None:
+    """Return the values of the first cut point that several hidden states cross; None if there is none."""
+    return next((graph.live_values[i] for i in graph.cut_points if len(graph.live_values[i]) > 1), None)
+
+
 RUNTIME_RULES = (
     Rule(
         id="runtime-precision",
@@ -170,13 +213,22 @@ RUNTIME_RULES = (
         explain=_precision_text,
     ),
     Rule(
-        id="runtime-tokens",
-        sentence="The runtime trains models with one input, of tokens, and one output, the logits of the next token.",
-        fix="export the plan",
+        id="runtime-loss",
+        sentence="The runtime trains models that end in a loss, and do not read the tokens that they predict.",
+        fix="end the model in a loss that fits it",
         owner=Owner.RUNTIME,
-        source="its pipeline stages send one hidden state, and its data are tokens",
-        holds=_tokens,
-        explain=_tokens_text,
+        source="there is nothing to minimise, or the model copies its input",
+        holds=_loss,
+        explain=_loss_text,
+    ),
+    Rule(
+        id="runtime-stages",
+        sentence="With pp above 1 the runtime trains models whose stages send one hidden state.",
+        fix="use pp 1, or export the plan",
+        owner=Owner.RUNTIME,
+        source="a stage sends one tensor",
+        holds=_one_hidden_state,
+        explain=_one_hidden_state_text,
     ),
     Rule(
         id="runtime-experts",

@@ -75,6 +75,7 @@ class Body(nn.Module):
             dropouts={id(v): i for i, v in enumerate(dropouts(self.program.value))},
         )
         self.logits = isinstance(node.op, Unembed)
+        self.overwrites_logits = False  # True if nothing but this loss reads the logits, which come from an Unembed
         self.names = {i: s.name.removeprefix(f"{node.name}.") for i, s in slots.items()}
         self.gathered_dims = {i: d for i, s in slots.items() if (d := self._gathered_dim(s)) is not None}
         for i, slot in slots.items():
@@ -125,7 +126,7 @@ class Body(nn.Module):
     def forward(self, *inputs: Tensor, masks: MaskSource) -> Tensor:
         entering = zip(self.program.inputs, inputs, strict=True)
         values = {id(v): to_declared_order(v, x) for v, x in entering}
-        evaluation = Evaluation(self.local, values, masks if self.training else None)
+        evaluation = Evaluation(self.local, values, masks if self.training else None, self.overwrites_logits)
         evaluation.values.update((i, self.full_weight(i)) for i in self.names)
         out = evaluation.run()
         out = hide_padding(self.program, out, self.groups) if self.logits else out

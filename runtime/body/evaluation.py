@@ -55,6 +55,7 @@ class Evaluation:
     local: LocalProgram
     values: dict[int, Tensor]  # in the placement in which they were computed
     masks: MaskSource | None  # of dropout; None in an evaluation
+    overwrites_logits: bool = False  # nothing but this loss reads the logits, and an Unembed hides their padding
     transitioned: dict[tuple[int, Transitions], Tensor] = field(factory=dict)  # after transitions
     in_region: bool = False  # True while a recompute region runs
     discarded: list[DiscardedOutput] = field(factory=list)
@@ -109,6 +110,7 @@ class Evaluation:
             dropout=local.dropouts.get(id(v), 0),
             balanced_moe=local.balanced_moe,
             kernel=local.kernels.get(id(v)),
+            overwrites_logits=self.overwrites_logits,
         )
         for transition in p.result:
             assert transition.along is not None, "a transition of a result names its dim"
@@ -163,7 +165,7 @@ class Evaluation:
         selects = [p for p in ops if p.step.value.op == Select(dim.name)]
         out = []
         for i in range(self.value(v.args[0]).shape[dim_index(v.args[0].shape, dim.name)]):
-            copy = Evaluation(self.local, dict(self.values), self.masks, dict(self.transitioned))
+            copy = Evaluation(self.local, dict(self.values), self.masks, transitioned=dict(self.transitioned))
             for p in selects:
                 (x,), (transitions,) = p.step.value.args, p.reads
                 copy.values[id(p.step.value)] = self.read(x, transitions).select(dim_index(x.shape, dim.name), i)

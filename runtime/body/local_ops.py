@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from attrs import evolve
 from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -22,16 +23,19 @@ from megaloom.dsl import (
     Attend,
     Combine,
     Conv,
+    CrossEntropy,
     Dim,
     Dot,
     Drop,
     Gate,
+    LogSumExp,
     Lookup,
     MoE,
     Normalize,
     Route,
     Scan,
     Shape,
+    Sum,
     Value,
 )
 from megaloom.dsl.facts.primitives import Program, Step
@@ -41,6 +45,7 @@ from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.attention_blocks import local_ranges
 from megaloom.planner.contract.capability import AttentionKernel, ScanKernel
 from megaloom.planner.contract.choices import Module
+from megaloom.runtime.megatron import fused_loss
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.reference.dropout import MaskSource, dropout_rate
 from megaloom.runtime.reference.evaluate import evaluate
@@ -63,6 +68,7 @@ def evaluate_local(
     dropout: int,
     balanced_moe: MoE | None,
     kernel: AttentionKernel | ScanKernel | None,
+    overwrites_logits: bool,
 ) -> Tensor:
     """Return this rank's shard of the result of a primitive.
 
@@ -91,6 +97,10 @@ def evaluate_local(
             return _local_norm(evolve(v.op, groups=v.op.groups // degree), v, *args)
         case Normalize():
             return _local_norm(v.op, v, *args)
+        case CrossEntropy() | LogSumExp() if p.statistics_axes or groups.layout.tp == 1:
+            return sharded_loss(p, v, *args, groups=groups, overwrites=overwrites_logits)
+        case Sum(over):
+            return evaluate(v.op, v, _zero_padding(p.step, v.args[0], args[0], over, groups))
         case Attend():
             assert isinstance(kernel, AttentionKernel)
             local = _local_queries(p, v, args[0], groups)
@@ -124,6 +134,33 @@ def _local_queries(p: PlacedOp, v: Value, q: Tensor, groups: ProcessGroups) -> L
         first_head=heads * groups.tp_rank if tp > 1 else 0,
         heads=heads * tp,
     )
+
+
+def sharded_loss(p: PlacedOp, v: Value, x: Tensor, *labels: Tensor, groups: ProcessGroups, overwrites: bool) -> Tensor:
+    """Return the cross-entropy or the log-sum-exp of logits whose columns are sharded over tp.
+
+    Logits in fp32 that nothing else reads are overwritten, which saves a copy of them.
+    """
+    assert isinstance(v.op, CrossEntropy | LogSumExp)
+    shape, over = v.args[0].shape, dim_index(v.args[0].shape, v.op.over)
+    padding = _padding(shape[v.op.over], x, over, "tp", groups) if p.statistics_axes else None
+    if padding is not None and not overwrites:  # an Unembed has hidden the padding
+        x = x.masked_fill(padding, torch.finfo(x.dtype).min)
+    x, group = x.movedim(over, -1), groups.collection.tp
+    swap = x.ndim == 3  # between modules, logits are [seq, batch, vocab]
+    x = x.transpose(0, 1) if swap else x
+    if isinstance(v.op, LogSumExp):
+        out = fused_loss.log_sum_exp(x.contiguous(), group)
+    else:
+        ids = broadcast(labels[0], v.args[1].shape, v.shape)
+        ids = ids.transpose(0, 1).contiguous() if swap else ids
+        in_place = overwrites and x.dtype is torch.float32 and swap
+        x = x.contiguous()
+        out = vocab_parallel_cross_entropy(x, ids) if in_place else fused_loss.cross_entropy(x, ids, group)
+    out = out.transpose(0, 1) if swap else out
+    if any(t.axis == "tp" for t in p.result):  # each rank reads its part of the sequence: add the gradients of all
+        out = perform(Transition(TransitionKind.TO_REPLICATE, "tp"), out, None, groups)
+    return out
 
 
 def _zero_padding(step: Step, v: Value, x: Tensor, over: tuple[str, ...], groups: ProcessGroups) -> Tensor:

@@ -16,7 +16,6 @@ from attrs import frozen
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.enums import ModelType
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
@@ -27,6 +26,8 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_view
 from torch import Tensor, nn
 
 from megaloom.dsl import Graph, Node, Unembed
+from megaloom.dsl.facts.primitives import program
+from megaloom.dsl.layers.losses import Stacked
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Stage
 from megaloom.planner.rules.export_rules import shared_weight_users
@@ -35,7 +36,7 @@ from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.recompute import SelectiveNodes, SelectiveRecompute
 from megaloom.runtime.reference.dropout import MaskSource
 
-from . import fused, registry
+from . import registry
 from .layers import HiddenDropout
 
 FIRST_MASKS = MaskSource(seed=0, step=0, first_sample=0)
@@ -63,8 +64,9 @@ class NodeSegment:
 class ModelChunk(MegatronModule):
     """The nodes [start, stop) of a graph as one module.
 
-    Its inputs are token ids and labels [batch, seq / cp], and the source of dropout masks. It returns hidden states, or
-    on the last stage the loss of each token [batch, seq / cp] in fp32.
+    Its inputs are the named tensors of a micro-batch, [batch ..], with this cp rank's part of each sequence, and the
+    source of dropout masks. It returns hidden states, or on the last stage the values of the nodes in `returns`, by
+    name: the loss at the end, and the losses that it adds.
     """
 
     def __init__(self, graph: Graph, stage: Stage, context: BuildContext) -> None:
@@ -74,11 +76,15 @@ class ModelChunk(MegatronModule):
         self.vp_stage = stage.chunk if context.groups.layout.vpp > 1 else None
         self.pre_process, self.post_process = stage.start == 0, stage.stop == len(graph.nodes)
         self.reads = () if self.pre_process else graph.live_values[stage.start]
-        self.writes = graph.outputs if self.post_process else graph.live_values[stage.stop]
+        self.returns = losses_of(graph)
+        self.writes = self.returns if self.post_process else graph.live_values[stage.stop]
         nodes = [n for n in graph.nodes[stage.start : stage.stop] if not n.is_input]
         self.segments = node_segments(nodes, self.writes, context.groups.layout)
         self.selective = SelectiveNodes.of(nodes, context.groups.layout.recomputed_modules)
         self.modules_by_key = nn.ModuleDict({_key(n): registry.build_module(n, context) for n in nodes})
+        for n in nodes:
+            if isinstance(module := self.modules_by_key[_key(n)], Body):
+                module.overwrites_logits = _reads_alone(graph, n)
         self.received: Tensor | None = None
         self.tied = tied_embeddings(graph)
         self.share_embeddings_and_output_weights = self.tied is not None
@@ -120,27 +126,29 @@ class ModelChunk(MegatronModule):
             for n in segment.nodes:
                 yield n, self.modules_by_key[_key(n)]
 
-    def forward(self, tokens: Tensor, labels: Tensor, masks: MaskSource = FIRST_MASKS) -> Tensor:
-        values = {n.name: tokens for n in self.graph.nodes if n.is_input}
+    def forward(self, *, masks: MaskSource = FIRST_MASKS, **inputs: Tensor) -> Tensor | dict[str, Tensor]:
+        values = dict(inputs)
         if self.reads:
             assert self.received is not None, "the schedule sets the input tensor first"
             # A view would keep its base tensor alive.
             values[self.reads[0]] = make_viewless_tensor(self.received, requires_grad=True, keep_graph=True)
         for segment in self.segments:
-            run, inputs = partial(self._run_segment, segment, masks), (values[name] for name in segment.reads)
+            run, reads = partial(self._run_segment, segment, masks), (values[name] for name in segment.reads)
             recompute = segment.recompute and torch.is_grad_enabled()
-            outputs = tensor_parallel.checkpoint(run, False, *inputs) if recompute else run(*inputs)
+            outputs = tensor_parallel.checkpoint(run, False, *reads) if recompute else run(*reads)
             values.update(zip(segment.writes, outputs, strict=True))
-        out = values[self.writes[0]]
-        if not self.post_process:
-            return out
-        return self._loss(out, labels.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
+        return {name: values[name] for name in self.writes} if self.post_process else values[self.writes[0]]
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of each token [seq, batch]. On fp32 logits megatron-core works in place, without a copy."""
-        if logits.dtype is torch.float32:
-            return vocab_parallel_cross_entropy(logits, labels)
-        return fused.cross_entropy(logits, labels, self.groups.collection.tp)
+    def return_predictions(self) -> None:
+        """Return what the losses read as well, such as logits. They are then held until the backward pass ends."""
+        self.returns = tuple(dict.fromkeys((*self.returns, *self.graph.predictions)))
+        if self.post_process:
+            self.writes = self.returns
+            nodes = [n for segment in self.segments for n in segment.nodes]
+            self.segments = node_segments(nodes, self.writes, self.groups.layout)
+            for module in self.modules_by_key.values():
+                if isinstance(module, Body):
+                    module.overwrites_logits = False
 
     def _run_segment(self, segment: NodeSegment, masks: MaskSource, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the values that a segment writes, from those that it reads."""
@@ -222,6 +230,22 @@ class ModelChunk(MegatronModule):
                 p, key, allow_shape_mismatch=True, **replica, **groups
             )
         return out
+
+
+def losses_of(graph: Graph) -> tuple[str, ...]:
+    """Return the outputs of a graph, and the losses that they add."""
+    stacked = [n for name in graph.outputs if isinstance((n := graph.nodes[graph.index[name]]).op, Stacked)]
+    return (*graph.outputs, *(name for n in stacked for name in n.inputs))
+
+
+def _reads_alone(graph: Graph, node: Node) -> bool:
+    """Return whether one primitive of a loss alone reads the output of an Unembed, which may then be overwritten."""
+    if not node.is_loss or not isinstance(graph.nodes[graph.index[node.inputs[0]]].op, Unembed):
+        return False
+    p = program(node)
+    readers = [n for n in graph.nodes if node.inputs[0] in n.inputs]
+    inside = [a for step in p.steps for a in step.value.args if a.source is p.inputs[0].source]
+    return len(readers) == len(inside) == 1
 
 
 def _key(node: Node) -> str:

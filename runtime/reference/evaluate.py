@@ -19,10 +19,15 @@ from megaloom.dsl import (
     Combine,
     Concat,
     Conv,
+    CrossEntropy,
     Dot,
     Drop,
+    Equals,
     Gate,
+    Inside,
+    LogSumExp,
     Lookup,
+    LossSums,
     MaskedScatter,
     Normalize,
     Op,
@@ -36,6 +41,8 @@ from megaloom.dsl import (
     Select,
     Shift,
     Slice,
+    StackLosses,
+    Sum,
     UserError,
     Value,
 )
@@ -298,3 +305,48 @@ def _(op: MaskedScatter, out: Value, *args: Tensor) -> Tensor:
     mask = broadcast(tokens == op.token, out.args[2].shape, out.shape)
     y = broadcast(y, out.args[1].shape, ["batch", out.args[1].shape.positions("embed").name, "embed"])
     return x.masked_scatter(mask.expand_as(x), y.to(x.dtype))
+
+
+@evaluate.register
+def _(op: Inside, out: Value, *args: Tensor) -> Tensor:
+    (x,) = args
+    count = x.shape[dim_index(out.shape, op.along)]
+    position = torch.arange(count, device=x.device) + op.by
+    inside = broadcast((position >= 0) & (position < count), [op.along], out.shape)
+    return inside.expand(x.shape)
+
+
+@evaluate.register
+def _(op: CrossEntropy, out: Value, *args: Tensor) -> Tensor:
+    logits = args[0].movedim(dim_index(out.args[0].shape, op.over), -1)
+    labels = broadcast(args[1], out.args[1].shape, out.shape)
+    return logits.float().logsumexp(-1) - logits.gather(-1, labels[..., None])[..., 0].float()
+
+
+@evaluate.register
+def _(op: LogSumExp, out: Value, *args: Tensor) -> Tensor:
+    return args[0].float().logsumexp(dim_index(out.args[0].shape, op.over))
+
+
+@evaluate.register
+def _(op: Sum, out: Value, *args: Tensor) -> Tensor:
+    return args[0].float().sum([dim_index(out.args[0].shape, name) for name in op.over])
+
+
+@evaluate.register
+def _(op: Equals, out: Value, *args: Tensor) -> Tensor:
+    return args[0] == op.index
+
+
+@evaluate.register
+def _(op: LossSums, out: Value, *args: Tensor) -> Tensor:
+    losses = args[0].double()
+    weights = torch.ones_like(losses)
+    if len(args) > 1:
+        weights = broadcast(args[1], out.args[1].shape, out.args[0].shape).double().expand_as(losses)
+    return torch.stack([(losses * weights).sum(), weights.sum()])
+
+
+@evaluate.register
+def _(op: StackLosses, out: Value, *args: Tensor) -> Tensor:
+    return torch.stack(args)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import resource
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,19 +20,22 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
 from megaloom.dsl import (
+    DType,
     Graph,
     Model,
     Slot,
+    UserError,
     graph,
 )
+from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_trainable
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import make_build_context
+from megaloom.runtime.megatron.kernels import zigzag
 from megaloom.runtime.megatron.optimizer_state import restore_optimizer_state, sharded_optimizer_state
 from megaloom.runtime.megatron.process_groups import ProcessGroups, create_process_groups
 from megaloom.runtime.modules import parameters
@@ -39,11 +43,15 @@ from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.reference.dropout import MaskSource
 
+from .loss_weights import weight_sums
 from .optimizer import make_optimizer, make_scheduler, share_grad_scaler, wrap_in_ddp
 from .recipe import Recipe
+from .samples import Sample, check_sample
+from .steps import Forward, Losses, MicroBatch, Outputs, Steps, Sums, complete
 from .weight_update import NonFiniteError, SharedGradScaler, first_bad_gradient, first_bad_output, update_weights
 
-Batch = Callable[[int], Tensor]  # maps i to sample i of a global batch: int64 token ids [seq + 1]
+Step = Callable[[Forward, MicroBatch], Sums | None]
+Samples = Callable[[int], Sample]  # maps i to sample i of a global batch: named tensors without a batch dim
 
 
 @frozen
@@ -59,7 +67,7 @@ class MicroBatches:
 class StepResult:
     """Result of one optimizer step, equal on all ranks."""
 
-    loss: float  # mean over the tokens of the global batch, nats per token
+    loss: float  # sum of weighted losses / sum of weights over the global batch; nats per token for a cross-entropy
     grad_norm: float  # before clipping
     lr: float
     skipped: bool = False  # loss or gradients were not finite, so no weight has changed
@@ -91,6 +99,10 @@ class Engine:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     scaler: SharedGradScaler | None  # of fp16
+    losses: Losses
+    steps: Steps
+    checked: bool = field(default=False, init=False)  # samples of a first micro-batch have been checked
+    weight_sum: Tensor = field(init=False)  # of the micro-batches of this step that this rank has run
     skipped: int = field(default=0, init=False)  # steps, of those done
     skipped_by_choice: int = field(default=0, init=False)  # steps that `Recipe.skip_non_finite` allowed
 
@@ -100,11 +112,11 @@ class Engine:
         return int(self.scheduler.num_steps)
 
     @classmethod
-    def build(cls, plan: Plan, model: Model, recipe: Recipe) -> Engine:
+    def build(cls, plan: Plan, model: Model, recipe: Recipe, steps: object = None) -> Engine:
         """Build this rank's model chunks, optimizer and schedule. Initial weights do not depend on the layout.
 
-        torch.distributed must be initialized with as many ranks as the plan has. Raise UserError for a plan that the
-        runtime does not run.
+        torch.distributed must be initialized with as many ranks as the plan has. steps: an object with any of the
+        methods of `Steps`. Raise UserError for a plan that the runtime does not run.
         """
         check_trainable(plan, model)
         if recipe.deterministic:
@@ -125,13 +137,18 @@ class Engine:
                 parameters.fill_shards(module, full, groups)
         chunks = wrap_in_ddp(model_chunks, config, groups)
         optimizer = make_optimizer(recipe, chunks, config, groups)
-        config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = optimizer.scale_loss
         scaler = share_grad_scaler(recipe, optimizer, plan.workload.tokens) if config.fp16 else None
-        return cls(plan, g, recipe, groups, chunks, optimizer, make_scheduler(recipe, optimizer), scaler)
+        scheduler = make_scheduler(recipe, optimizer)
+        engine = cls(plan, g, recipe, groups, chunks, optimizer, scheduler, scaler, Losses.of(g), complete(steps))
+        config.finalize_model_grads_func = engine._finalize_gradients
+        if steps is not None:
+            for chunk in model_chunks:
+                chunk.return_predictions()
+        return engine
 
-    def step(self, batch: Batch) -> StepResult:
-        """Train on one global batch. `batch(i)` is called for this rank's samples only.
+    def step(self, samples: Samples) -> StepResult:
+        """Train on one global batch. `samples(i)` is called for this rank's samples only.
 
         No weight changes if the loss or a gradient is NaN or infinite. The step is then skipped if the loss scale of
         fp16 can be lowered, or the recipe allows it. Else raise NonFiniteError, which names rank, layer and parameter.
@@ -143,13 +160,13 @@ class Engine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         part = self._microbatches_of(self.plan.workload.batch, self.plan.layout.micro_batch)
-        loss = mean_loss(self._run(batch, part, forward_only=False))
+        loss = mean_loss(self._run(samples, part, self.steps.training_step, forward_only=False))
         lr = self.optimizer.param_groups[0]["lr"]
         update = update_weights(self.optimizer, loss, self.recipe.clip_grad)
         if not update.done:
             for buffer, value in buffers:
                 buffer.copy_(value)
-            self._check_skip(batch, part, loss, update.grad_norm)
+            self._check_skip(samples, part, loss, update.grad_norm)
             self.skipped += 1
         if self.scaler:
             self.scaler.settle(overflow=not update.done)
@@ -162,7 +179,7 @@ class Engine:
         named = (item for chunk in self.chunks for item in chunk.named_buffers())
         return [(b, b.clone()) for name, b in named if name.endswith("expert_bias")]
 
-    def _check_skip(self, batch: Batch, part: MicroBatches, loss: float, norm: float) -> None:
+    def _check_skip(self, samples: Samples, part: MicroBatches, loss: float, norm: float) -> None:
         """Raise NonFiniteError unless this step may be skipped."""
         if self.scaler and not self.scaler.is_smallest:
             return
@@ -173,48 +190,68 @@ class Engine:
         first = first_bad_gradient(chunks)
         if not math.isfinite(loss):
             self._seed_dropout()
-            first = first_bad_output(chunks, lambda: self._run(batch, part, forward_only=True)) or first
+            step = self.steps.training_step
+            first = first_bad_output(chunks, lambda: self._run(samples, part, step, forward_only=True)) or first
         scale = f" at the smallest loss scale, {self.scaler.loss_scale:g}" if self.scaler else ""
         raise NonFiniteError(
             f"step {self.done + 1}: loss {loss:g}, gradient norm {norm:g}{scale}: training has diverged\n"
             f"first at {first or 'the gradient norm'}"
         )
 
-    def evaluate(self, batch: Batch, samples: int) -> EvaluationResult:
-        """Return the mean loss over `samples` samples of any number, `batch(0)` to `batch(samples - 1)`."""
+    def evaluate(self, samples: Samples, count: int) -> EvaluationResult:
+        """Return the mean loss over `count` samples, any number, `samples(0)` to `samples(count - 1)`."""
         for chunk in self.chunks:
             chunk.eval()
         layout, size = self.plan.layout, self.plan.workload.batch
-        whole = samples - samples % size
+        whole = count - count % size
         parts = [self._microbatches_of(size, layout.micro_batch, first) for first in range(0, whole, size)]
-        if samples > whole:
-            parts.append(self._microbatches_of(samples - whole, 1, whole))
-        total = torch.zeros(2, dtype=torch.float64, device=device.current())
+        if count > whole:
+            parts.append(self._microbatches_of(count - whole, 1, whole))
         with torch.no_grad():
-            for part in parts:
-                total += self._run(batch, part, forward_only=True)
-        return EvaluationResult(loss=float(total[0] / total[1]), tokens=int(total[1]))
+            sums = [self._run(samples, part, self.steps.validation_step, forward_only=True) for part in parts]
+        total = torch.stack(sums).sum(0)
+        return EvaluationResult(loss=mean_loss(total), tokens=round(float(total[0, 1])))
 
-    def _run(self, batch: Batch, part: MicroBatches, *, forward_only: bool) -> Tensor:
-        """Run micro-batches through the pipeline. Return the summed loss and the number of tokens, of all ranks."""
-        feeds = [self._feed(batch, part) for _ in self.chunks]  # each chunk has its own iterator over all
-        losses = get_forward_backward_func()(
-            forward_step_func=self._forward_step,
+    def _run(self, samples: Samples, part: MicroBatches, step: Step, *, forward_only: bool) -> Tensor:
+        """Run micro-batches through the pipeline. Return (loss_sum, weight_sum) of all ranks.
+
+        After them come the sums of each loss: [1 + losses, 2], float64, equal on all ranks.
+        """
+        whole = [self._microbatch(samples, part, start) for start in part.starts]
+        counted = [batch for start, batch in zip(part.starts, whole, strict=True) if start < part.stop]
+        forward_step = partial(self._forward_step, step, self._ratios(counted))
+        masks = [MaskSource(self.recipe.seed, self.done, first_sample=start) for start in part.starts]
+        feed = list(zip(map(self._on_this_rank, whole), masks, strict=True))
+        feeds = [iter(feed) for _ in self.chunks]  # each chunk has its own iterator over all
+        self.weight_sum = torch.zeros((), dtype=torch.float64, device=device.current())
+        sums = get_forward_backward_func()(
+            forward_step_func=forward_step,
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
             model=self.chunks if len(feeds) > 1 else self.chunks[0],
             num_microbatches=len(part.starts),
-            seq_length=self.plan.workload.seq,
+            seq_length=self._sent_positions(),
             micro_batch_size=part.size,
-            decoder_seq_length=self.plan.workload.seq,
             forward_only=forward_only,
         )
-        total = torch.zeros(2, dtype=torch.float64, device=device.current())
+        total = torch.zeros(1 + len(self.losses.names), 2, dtype=torch.float64, device=device.current())
         if self.groups.is_last_pipeline_rank and self.groups.tp_rank == 0:
-            for start, loss in zip(part.starts, losses, strict=True):
+            for start, each in zip(part.starts, sums, strict=True):
                 if start < part.stop:
-                    total += loss["sum_and_tokens"]
+                    total += each["sums"]
         dist.all_reduce(total)
         return total
+
+    def _sent_positions(self) -> int:
+        """Return the positions of the hidden states between stages, of which megatron-core sends 1 / cp, or / tp · cp.
+
+        Sequences that are not sharded, such as the patches of an image, count as often as megatron-core divides them.
+        """
+        layout, seq = self.plan.layout, self.plan.workload.seq
+        for stage in (s for s in self.plan.stages if s.start):
+            name = self.graph.live_values[stage.start][0]
+            d = self.graph.nodes[self.graph.index[name]].shape.positions("embed")
+            return seq if d.size is None else d.size * layout.cp * (layout.tp if layout.sequence_parallel else 1)
+        return seq
 
     def _microbatches_of(self, samples: int, size: int, first: int = 0) -> MicroBatches:
         """Return this rank's micro-batches of a number of samples.
@@ -230,19 +267,73 @@ class Engine:
         starts = (first + (k * layout.dp + self.groups.dp_rank) * size for k in range(count))
         return MicroBatches(tuple(starts), size, first + samples)
 
-    def _feed(self, batch: Batch, part: MicroBatches) -> Iterator[dict[str, Any]]:
-        """Yield tokens and labels [size, seq / cp] of micro-batches, and the source of their dropout masks.
+    def _microbatch(self, samples: Samples, part: MicroBatches, start: int) -> MicroBatch:
+        """Return a micro-batch as whole sequences, named tensors [size ..]. Beyond the last sample, repeat that one."""
+        own = [samples(min(start + j, part.stop - 1)) for j in range(part.size)]
+        for sample in own if not self.checked else ():
+            check_sample(self.graph, sample, self.plan.workload.seq)
+        self.checked = True
+        return {name: torch.stack([sample[name] for sample in own]) for name in own[0]}
 
-        Beyond the last sample, repeat that one.
-        """
-        for start in part.starts:
-            x = torch.stack([batch(min(start + j, part.stop - 1)) for j in range(part.size)]).to(device.current())
-            tensors = get_batch_on_this_cp_rank({"tokens": x[:, :-1].contiguous(), "labels": x[:, 1:].contiguous()})
-            yield {**tensors, "masks": MaskSource(self.recipe.seed, self.done, first_sample=start)}
+    def _on_this_rank(self, batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch on this rank's device, with its context-parallel part of each sequence."""
+        out, layout = {}, self.plan.layout
+        for name, x in batch.items():
+            value = self.graph.nodes[self.graph.index[name]].value
+            for i, d in enumerate(value.shape):
+                if d.name in SEQUENCES and layout.cp > 1:
+                    x = x.index_select(i, zigzag(x.shape[i], layout.cp, self.groups.cp_rank))
+            x = x.to(self.chunks[0].config.params_dtype) if value.dtype is DType.COMPUTE else x
+            out[name] = x.contiguous().to(device.current())
+        return out
 
-    def _forward_step(self, feed: Iterator[dict[str, Any]], chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
+    def _ratios(self, whole: list[MicroBatch]) -> Tensor:
+        """Return, for each loss, the weights of the first loss over its own, summed over the global batch."""
+        names = self.losses.names
+        if len(names) == 1:
+            return torch.ones(1, dtype=torch.float64)
+        total = sum((weight_sums(self.graph, names, batch) for batch in whole), start=torch.zeros(len(names)).double())
+        total = total.to(device.current())
+        dist.all_reduce(total, group=self.groups.collection.dp)
+        return total[0] / total
+
+    def _forward_step(
+        self, step: Step, ratios: Tensor, feed: Iterator[tuple[MicroBatch, MaskSource]], chunk: DistributedDataParallel
+    ) -> tuple[Tensor, Any]:
         """Run a micro-batch through a chunk. Return its output and the loss reduction, as the schedules ask."""
-        return chunk(**next(feed)), reduce_loss
+        results: list[Any] = []
+        whole_batch, masks = next(feed)
+
+        def forward(batch: MicroBatch) -> Outputs | None:
+            results.append(out := chunk(**batch, masks=masks))
+            if not isinstance(out, dict):
+                return None
+            loss_sum, weight_sum, each = self.losses.sums(out[self.losses.end], ratios)
+            results.append(each)
+            return Outputs(out, loss_sum, weight_sum)
+
+        sums = step(forward, dict(whole_batch))
+        if not results:
+            raise UserError(f"{step.__qualname__} returned without a call of forward: call it once")
+        if not isinstance(results[0], dict):
+            return results[0], None
+        if sums is None:
+            raise UserError(f"{step.__qualname__} must return (loss_sum, weight_sum) where forward returns outputs")
+        return sums[0], partial(self._reduce_loss, torch.as_tensor(sums[1]), results[1])
+
+    def _reduce_loss(
+        self, weight_sum: Tensor, each: Tensor, loss_sum: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return a micro-batch's loss sum, the number of its backward passes, and a report of its sums."""
+        weight = weight_sum.detach().to(self.weight_sum)
+        self.weight_sum += weight
+        total = torch.stack([loss_sum.detach().to(weight), weight])
+        report = torch.cat([total[None], each.to(total)])
+        return loss_sum, torch.ones((), dtype=torch.int, device=report.device), {"sums": report}
+
+    def _finalize_gradients(self, chunks: list[Any], count: Tensor | None = None, **options: Any) -> None:
+        """Reduce the gradients of the step, divided by the sum of the weights of the global batch."""
+        finalize_model_grads(chunks, self.weight_sum, **options)
 
     def _seed_dropout(self) -> None:
         """Seed the dropout of fused attention and of experts, whose masks depend on the layout, from the step number.
@@ -292,14 +383,6 @@ class Engine:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def mean_loss(sum_and_tokens: Tensor) -> float:
-    """Return the loss per token."""
-    return float(sum_and_tokens[0] / sum_and_tokens[1])
-
-
-def reduce_loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return a micro-batch's summed loss, its number of tokens, and a report with the sum and the tokens."""
-    count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
-    total = losses.sum()
-    report = torch.stack([total.detach().double(), count.double()])
-    return total, count, {"sum_and_tokens": report}
+def mean_loss(sums: Tensor) -> float:
+    """Return the loss that these sums of `Engine._run` mean."""
+    return float(sums[0, 0] / sums[0, 1])

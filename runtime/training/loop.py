@@ -23,6 +23,7 @@ from .checkpoint_folder import Checkpoint, Manifest, latest
 from .data import Tokens
 from .engine import Engine, EvaluationResult
 from .metrics import InterruptibleConsole, MetricsFile, ProgressDisplay, StepMetrics, progress_display
+from .samples import Sample, SampleMaker
 from .training_run import RECENT_STEPS, Summary, TrainingRun
 from .weight_update import NonFiniteError
 
@@ -35,7 +36,7 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
     model, _ = find(run.plan.model)
     resumed = latest(run.folder, fingerprint=run.plan.fingerprint)
     recipe = run.recipe.continuing(resumed.manifest.recipe) if resumed else run.recipe
-    engine = Engine.build(run.plan, model, recipe)
+    engine = Engine.build(run.plan, model, recipe, run.steps)
     if resumed:
         checkpoint.load(engine, resumed)
     first = dist.get_rank() == 0
@@ -59,10 +60,15 @@ class Loop:
     metrics: MetricsFile
     display: ProgressDisplay
     signals: list[int]
+    maker: SampleMaker = field(init=False)
     samples: int = field(init=False)  # training samples consumed
     saved: Path | None = field(init=False)  # the last checkpoint
     steps: list[StepMetrics] = field(factory=list, init=False)
     start: float = field(factory=time.monotonic, init=False)
+
+    @maker.default
+    def _maker(self) -> SampleMaker:
+        return SampleMaker.of(self.engine.graph, self.run.plan.workload.seq)
 
     @samples.default
     def _samples(self) -> int:
@@ -93,7 +99,7 @@ class Loop:
         workload, text, first = self.run.plan.workload, self.run.corpus.train, self.samples
         start = time.monotonic()
         try:
-            result = self.engine.step(lambda i: _sample(text, first + i, workload.seq, self.run.recipe.seed))
+            result = self.engine.step(lambda i: self._sample(text, first + i, self.run.recipe.seed))
         except NonFiniteError as error:
             raise UserError(f"{error}\n{self._diverged()}") from None
         seconds = time.monotonic() - start
@@ -112,10 +118,13 @@ class Loop:
 
     def _evaluate(self, *, whole: bool) -> EvaluationResult:
         """Return the loss on the whole held-out text, or on samples of it, which are the same in each evaluation."""
-        seq, text = self.run.plan.workload.seq, self.run.corpus.held_out
-        result = self.engine.evaluate(
-            lambda i: torch.from_numpy(text.held_out_sample(i, seq=seq)), self.run.evaluation_samples(whole=whole)
-        )
+        seq, text = self.maker.length - 1, self.run.corpus.held_out
+
+        def sample(i: int) -> Sample:
+            tokens = torch.from_numpy(text.held_out_sample(i, seq=seq))
+            return self.engine.steps.data_step(self.maker, tokens, i, 0)
+
+        result = self.engine.evaluate(sample, self.run.evaluation_samples(seq, whole=whole))
         loss, perplexity, tokens = result.loss, result.perplexity, result.tokens
         self.metrics.write("evaluation", step=self.engine.done, loss=loss, perplexity=perplexity, tokens=tokens)
         text_part = "all" if whole else f"{tokens:,}"
@@ -124,6 +133,11 @@ class Loop:
             f"({text_part} tokens)"
         )
         return result
+
+    def _sample(self, text: Tokens, i: int, seed: int) -> Sample:
+        """Return sample i of a text."""
+        tokens = torch.from_numpy(text.sample(i, seq=self.maker.length - 1, seed=seed))
+        return self.engine.steps.data_step(self.maker, tokens, i, seed)
 
     def _save(self) -> None:
         plan, corpus = self.run.plan, self.run.corpus
@@ -199,7 +213,3 @@ class Loop:
 
 def _shown(value: float | str | bool) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).lower()
-
-
-def _sample(text: Tokens, i: int, seq: int, seed: int) -> torch.Tensor:
-    return torch.from_numpy(text.sample(i, seq=seq, seed=seed))

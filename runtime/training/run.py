@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import Model, vocabulary
+from megaloom.dsl.graph import Model, graph
 from megaloom.planner.contract.plan_json import save as save_plan
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
@@ -29,6 +29,7 @@ from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from . import data
 from .checkpoint_folder import cannot_save, latest, saved_step
 from .recipe import Recipe
+from .samples import SampleMaker
 from .training_run import Summary, TrainingRun
 
 SAVE_SECONDS = 300.0
@@ -43,15 +44,18 @@ def train(
     source: str = data.STDLIB,
     save_every: int = 100,
     evaluate_every: int = 100,
+    steps: object = None,
 ) -> Summary:
     """Train the plan's model on the text of `source`, starting from the last checkpoint in `folder` if there is one.
+
+    steps: an object with any of the methods of `Steps`, of a class that every process can import.
 
     Raise UserError for every problem that the user can solve. A first SIGINT or SIGTERM lets the ranks finish their
     step and save; then it is raised as KeyboardInterrupt or SystemExit.
     """
 
     def prepared() -> TrainingRun:
-        return prepare_run(plan, recipe, folder, source, save_every, evaluate_every)
+        return prepare_run(plan, recipe, folder, source, save_every, evaluate_every, steps)
 
     if started_by_launcher():
         join(plan.layout.world)
@@ -62,10 +66,16 @@ def train(
 
 
 def prepare_run(
-    plan: Plan, recipe: Recipe, folder: Path, source: str, save_every: int, evaluate_every: int
+    plan: Plan,
+    recipe: Recipe,
+    folder: Path,
+    source: str,
+    save_every: int,
+    evaluate_every: int,
+    steps: object = None,
 ) -> TrainingRun:
     """Check plan, options, checkpoint and text, and write the data and plan.json into the run folder."""
-    check_model(plan)
+    model = check_model(plan)
     for name, every in (("save-every", save_every), ("evaluate-every", evaluate_every)):
         if every < 1:
             raise UserError(f"--{name} must be at least 1, got {every}")
@@ -74,7 +84,7 @@ def prepare_run(
     latest(folder, fingerprint=plan.fingerprint)  # refuse another model's or a damaged one before any work
     corpus = data.gather(source, folder / "data")
     for text in (corpus.train, corpus.held_out):
-        text.windows(plan.workload.seq)
+        text.windows(SampleMaker.of(graph(model), plan.workload.seq).length - 1)
     save_plan(plan, folder / "plan.json")
     return TrainingRun(
         plan=plan,
@@ -83,19 +93,22 @@ def prepare_run(
         folder=folder,
         save_every=save_every,
         evaluate_every=evaluate_every,
+        steps=steps,
     )
 
 
 def check_model(plan: Plan) -> Model:
-    """Return the plan's model. Raise UserError if it has changed since, or its vocabulary has fewer than 256 tokens."""
+    """Return the plan's model. Raise UserError if it has changed since, or its vocabulary is too small for the text."""
     model, _ = find(plan.model)
     check_plan(plan, model)
     check_trainable(plan, model)
-    vocab = vocabulary(model)
-    if vocab < data.VOCAB:
+    maker = SampleMaker.of(graph(model), plan.workload.seq)
+    if maker.vocab < maker.needed_ids:
+        needed = f"its objective needs {maker.needed_ids - data.VOCAB} more" if maker.needed_ids > data.VOCAB else ""
         raise UserError(
-            f"{model.name} has a vocabulary of {vocab}; text is read as bytes, which are {data.VOCAB} tokens\n"
-            f'declare Dim("vocab", {data.VOCAB}) or more'
+            f"{model.name} has a vocabulary of {maker.vocab}; text is read as bytes, which are {data.VOCAB} tokens"
+            f"{', and ' + needed if needed else ''}\n"
+            f'declare Dim("vocab", {maker.needed_ids}) or more'
         )
     return model
 

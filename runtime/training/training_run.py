@@ -28,10 +28,13 @@ class TrainingRun:
     folder: Path
     save_every: int  # steps
     evaluate_every: int  # steps
+    steps: object = None  # with any of the methods of `Steps`
 
-    def evaluation_samples(self, *, whole: bool) -> int:
-        """Return the number of samples of an evaluation on the whole held-out text, or on a part of it."""
-        seq = self.plan.workload.seq
+    def evaluation_samples(self, seq: int, *, whole: bool) -> int:
+        """Return the number of samples of an evaluation on the whole held-out text, or on a part of it.
+
+        seq: the tokens of text that each sample moves on by.
+        """
         available = self.corpus.held_out.held_out_samples(seq)
         return available if whole else min(available, max(1, EVALUATION_TOKENS // seq))
 

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from megaloom.dsl import Attend, Drop, Split
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import Model, graph, primitives, vocabulary
+from megaloom.dsl.graph import Model, graph, primitives
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.module_kinds import runs_as_module
 from megaloom.planner.contract.plans import Plan, Stage
@@ -23,6 +23,7 @@ from megaloom.runtime.megatron import device
 from megaloom.runtime.reference.dropout import dropout_rate
 
 from .recipe import Recipe
+from .samples import Sample, SampleMaker
 
 
 @frozen
@@ -129,12 +130,16 @@ def short_run(plan: Plan, steps: int, seed: int) -> Curve:
     from .engine import Engine  # imports megatron-core, which the process that only starts ranks does not need
 
     model, _ = find(plan.model)
-    vocab, size = vocabulary(model), plan.workload.batch
+    size = plan.workload.batch
     engine = Engine.build(plan, model, Recipe(steps=max(steps, 10), seed=seed, warmup=0))
 
-    def sample(i: int) -> torch.Tensor:
+    maker = SampleMaker.of(engine.graph, plan.workload.seq)
+    vocab = maker.ids
+
+    def sample(i: int) -> Sample:
         generator = torch.Generator().manual_seed(seed + i)
-        return torch.randint(vocab, (plan.workload.seq + 1,), generator=generator)
+        text = torch.randint(vocab, (maker.length,), generator=generator)
+        return engine.steps.data_step(maker, text, i, seed)
 
     results = [engine.step(lambda i, first=k * size: sample(first + i)) for k in range(steps)]  # type: ignore[misc]
     return Curve(tuple(r.loss for r in results), tuple(r.grad_norm for r in results))

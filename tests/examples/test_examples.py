@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megaloom.dsl import Model, graph
+from megaloom.dsl import Model, graph, without_loss
 from megaloom.dsl.catalog import find
+from megaloom.dsl.graph import vocabulary
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
@@ -37,15 +38,18 @@ SMALL = [
 @pytest.mark.parametrize("m", SMALL, ids=lambda m: m.name)
 def test_a_new_model_knows_nothing_and_learns(m: Model) -> None:
     """Its first loss is that of a uniform guess; a step against the gradient of one batch makes it better at that."""
-    g = graph(m)
-    vocab = g.nodes[-1].shape["vocab"].known
+    g, vocab = graph(m), vocabulary(m)
     text = torch.randint(vocab, (16, 17), generator=torch.Generator().manual_seed(0))
     weights = {name: initial_weight(s, seed=1).requires_grad_() for name, s in g.weights.items()}
 
     def loss() -> torch.Tensor:
-        (logits,) = interpret(m, weights, {"tokens": text[:, :-1]})
+        batch = {"tokens": text[:, :-1], "labels": text[:, 1:]}
+        ((total, count),) = interpret(m, weights, batch)
+        (logits,) = interpret(without_loss(m), weights, batch)
         assert logits.shape == (16, 16, vocab)
-        return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        mean = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        torch.testing.assert_close((total / count).float(), mean)
+        return mean
 
     first = loss()
     assert abs(first.item() - log(vocab)) < 0.05

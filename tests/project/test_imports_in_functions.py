@@ -25,6 +25,8 @@ REASONS = {
     "runtime/megatron/device.py": "megatron-core is imported after its CUDA calls are replaced",
     "runtime/training/run.py": "the starting process does not load torch; its ranks do",
     "runtime/training/verify.py": "the starting process does not load torch; its ranks do",
+    "examples/scripts/own_loss.py": "a declaration imports torch only when it is trained",
+    "examples/scripts/own_steps.py": "a declaration imports torch only when it is trained",
     "examples/own_module.py": "a declaration imports torch only when it is trained",
 }
 

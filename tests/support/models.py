@@ -13,6 +13,7 @@ from megaloom.dsl import (
     LayerNorm,
     Model,
     MoE,
+    NextToken,
     Positions,
     SwiGLU,
     Unembed,
@@ -24,12 +25,15 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.examples.bert import bert
 from megaloom.examples.deepseek import deepseek, rotary
+from megaloom.examples.gemma2 import gemma2
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.gpt_oss import gpt_oss
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
 from megaloom.examples.qwen3 import qwen3
+from megaloom.examples.vit import vit
 
 
 def tiny_gpt() -> Model:
@@ -84,7 +88,7 @@ def tiny_parallel() -> Model:
     vocab, position, d = Dim("vocab", 127), Dim("position", 32), Dim("embed", 64)
     wte, wpe = weight("wte", d, vocab), weight("wpe", d, position)
     x = ids() >> Embed(wte) >> Positions(wpe) >> repeat(4, Parallel(Attention(heads=4), MLP(128)))
-    return model("tiny-parallel", x >> LayerNorm() >> Unembed(wte))
+    return model("tiny-parallel", x >> LayerNorm() >> Unembed(wte) >> NextToken())
 
 
 def tiny_mixtral() -> Model:
@@ -162,3 +166,22 @@ def byte_gpt() -> Model:
 def golden_llama() -> Model:
     """The model of the golden checkpoint. Its declaration must not change."""
     return llama("golden-llama", layers=1, heads=2, kv_heads=2, embed=8, ff=12, vocab=63)
+
+
+def tiny_bert() -> Model:
+    """Masked tokens, token types, norms after the layers; 130 ids, of which 129 is the mask's."""
+    return bert("tiny-bert", 4, 4, 64, 96, vocab=131, seq=32)
+
+
+def tiny_bert_pre_norm() -> Model:
+    return bert("tiny-bert-pre-norm", 4, 4, 64, 96, vocab=131, seq=32, pre_norm=True)
+
+
+def tiny_vit() -> Model:
+    """A class of an image of 9 patches."""
+    return vit("tiny-vit", 4, 4, 64, 96, patch=4, pixels=12, classes=11)
+
+
+def tiny_gemma2() -> Model:
+    """Caps on scores and on logits, windows, norms around the layers."""
+    return gemma2("tiny-gemma2", layers=4, heads=4, kv_heads=2, embed=64, ff=96, head_dim=16, window=8, vocab=127)

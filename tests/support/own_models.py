@@ -24,8 +24,10 @@ from megaloom.dsl import (
     Llama3Scaling,
     Lookup,
     Mamba2,
+    MaskedToken,
     Model,
     MoE,
+    NextToken,
     Normalize,
     PositionLookup,
     Positions,
@@ -55,11 +57,11 @@ VOCAB, EMBED = Dim("vocab", 127), Dim("embed", 64)  # 127 tokens: tables are pad
 FF, HEADS, CHANNELS = Dim("ff", 32), Dim("heads", 4), Dim("head_dim", 16)
 
 
-def lm(name: str, *layers: Layer) -> Model:
+def lm(name: str, *layers: Layer, loss: Layer | None = None) -> Model:
     """Return a language model of two blocks, each with these layers in residuals."""
     block = [residual(RMSNorm(), layer) for layer in layers]
     x = ids() >> Embed(weight("wte", VOCAB, EMBED)) >> repeat(2, *block)
-    return model(name, x >> RMSNorm() >> Unembed(weight("head", VOCAB, EMBED)))
+    return model(name, x >> RMSNorm() >> Unembed(weight("head", VOCAB, EMBED)) >> (loss or NextToken()))
 
 
 @frozen
@@ -248,13 +250,13 @@ def buffers() -> Model:
     """Return a model with sharded untrained weights, which are part of checkpoints."""
     tokens = ids()
     x = tokens >> Embed(weight("wte", VOCAB, EMBED)) >> Random(tokens) >> residual(RMSNorm(), MoE(RandomExpert(), 4, 2))
-    return model("buffers", x >> Unembed(weight("head", VOCAB, EMBED)))
+    return model("buffers", x >> Unembed(weight("head", VOCAB, EMBED)) >> NextToken())
 
 
 def own_tables(name: str, rows: int) -> Model:
     tokens = ids()
     x = tokens >> Embed(weight("wte", VOCAB, EMBED)) >> Hashed(tokens, rows) >> MLP(64)
-    return model(name, x >> Unembed(weight("head", VOCAB, EMBED)))
+    return model(name, x >> Unembed(weight("head", VOCAB, EMBED)) >> NextToken())
 
 
 def attention(**options: object) -> Attention:
@@ -287,7 +289,7 @@ def sinks() -> Model:
 
 
 def not_causal() -> Model:
-    return lm("not-causal", attention(causal=False, softcap=4.0, bias=True), SwiGLU(96))
+    return lm("not-causal", attention(causal=False, softcap=4.0, bias=True), SwiGLU(96), loss=MaskedToken())
 
 
 def latent() -> Model:
@@ -330,7 +332,9 @@ def some_experts() -> Model:
     wte = weight("wte", VOCAB, EMBED)
     moe = MoE(Gated(32), 4, 2, shared=SwiGLU(48), score="sigmoid", corrected=True, groups=2)
     block = residual(RMSNorm(), attention(sink=True)) >> residual(RMSNorm(plus_one=True), moe)
-    return model("some-experts", ids() >> Embed(wte) >> repeat(2, block) >> RMSNorm() >> Unembed(wte, bias=True))
+    return model(
+        "some-experts", ids() >> Embed(wte) >> repeat(2, block) >> RMSNorm() >> Unembed(wte, bias=True) >> NextToken()
+    )
 
 
 def balanced() -> Model:
@@ -403,4 +407,4 @@ def around() -> Model:
     block = residual(RMSNorm(plus_one=True), SwiGLU(64), RMSNorm(plus_one=True)) >> Softcap(2.0)
     x = ids() >> Embed(wte) >> Scale(3.0) >> Positions(weight("wpe", Dim("position", 40), EMBED, std=0.1), 2)
     x = x >> repeat(2, block)
-    return model("around", x * (x >> LayerNorm(bias=False)) + 2.0 * x >> Unembed(wte, bias=True))
+    return model("around", x * (x >> LayerNorm(bias=False)) + 2.0 * x >> Unembed(wte, bias=True) >> NextToken())

@@ -25,6 +25,7 @@ from megaloom.dsl import (
     model,
     saved,
     weight,
+    without_loss,
 )
 from megaloom.dsl.catalog import find
 from megaloom.dsl.facts.recompute import RECOMPUTE_MODULES
@@ -108,7 +109,7 @@ def test_a_model_keeps_its_blocks_and_what_is_around_them(recompute):
 
     Their 4 s b v of the fp32 logits is the loss's, which the dsl does not know. Ours keeps the token ids, 8 s b.
     """
-    tensors = saved(graph(dropping(5)).nodes, batch=B, seq=S, recompute=recompute)
+    tensors = saved(graph(without_loss(dropping(5))).nodes, batch=B, seq=S, recompute=recompute)
     each = {"none": 34 * SBH + LSE, "selective": 34 * SBH, "full": 2 * SBH}[recompute]
     assert nbytes(tensors) == 5 * each + 4 * SBH + 8 * S * B
 
@@ -192,7 +193,7 @@ def test_what_a_deepseek_keeps_in_all():
     megatron-core (6.67); with the two inside of latent attention there would be 7.62. Of SwiGLU 3.8: that is to the
     digit half of what the inputs of the second products have in bf16 (eight experts of 2048 channels in 61 layers).
     """
-    nodes = graph(find("deepseek-v3")[0]).nodes
+    nodes = graph(without_loss(find("deepseek-v3")[0])).nodes
 
     def gib(*modules: str) -> float:
         return nbytes(saved(nodes, batch=1, seq=4096, recompute="selective", modules=modules)) / GIB
@@ -250,7 +251,7 @@ def test_what_a_state_space_keeps():
 
 def test_an_encoder_and_its_decoder():
     """The output of the encoder, which every block of the decoder reads, is saved once."""
-    m = find("t5-base")[0]
+    m = without_loss(find("t5-base")[0])
     nodes, memory = graph(m).nodes, 2 * B * S * 768
     each = sum(nbytes(costs(n, batch=B, seq=S).saved) for n in nodes)
     assert each - nbytes(saved(nodes, batch=B, seq=S)) == (12 - 1) * memory

@@ -36,6 +36,7 @@ from megaloom.dsl import (
     Value,
     graph,
     params,
+    without_loss,
 )
 from megaloom.dsl.example_modules import example_modules
 from megaloom.dsl.hf.architectures import Reader, open_config, reader
@@ -138,7 +139,7 @@ def test_each_architecture_that_is_read_is_tested() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_logits_are_theirs(name: str) -> None:
     it = saved(name)
-    (logits,) = interpret(it.model, it.weights(), it.inputs)
+    (logits,) = interpret(without_loss(it.model), it.weights(), it.inputs)
     assert 0.3 < it.logits.std() < 30
     torch.testing.assert_close(logits, it.logits, rtol=0, atol=1e-5 * max(1.0, it.logits.std().item()))
 
@@ -188,7 +189,7 @@ OTHER: list[tuple[str, str, Any]] = [
 def test_another_value_is_another_model(name: str, field: str, value: object) -> None:
     it = saved(name)
     other = it.read(Config(dict(it.fields) | {field: value}, "config"), "other")
-    (logits,) = interpret(other, it.weights(), it.inputs)
+    (logits,) = interpret(without_loss(other), it.weights(), it.inputs)
     assert (logits - it.logits).abs().max() > 1e-3
 
 
@@ -230,5 +231,5 @@ def test_an_option_left_out_would_show(
 
     monkeypatch.setattr(oracle, "evaluate", without)
     it = saved(name)
-    (logits,) = interpret(it.model, it.weights(), it.inputs)
+    (logits,) = interpret(without_loss(it.model), it.weights(), it.inputs)
     assert (logits - it.logits).abs().max() > 1e-4

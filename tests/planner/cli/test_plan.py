@@ -17,12 +17,13 @@ from megaloom.planner.report.chrome_trace import replay
 from megaloom.planner.rules.plan_check import check_plan
 
 OWN = """
-from megaloom.dsl import Attention, Dim, Embed, Model, RMSNorm, SwiGLU, Unembed, ids, model, repeat, residual, weight
+from megaloom.dsl import Attention, Dim, Embed, Model, NextToken, RMSNorm, SwiGLU, Unembed
+from megaloom.dsl import ids, model, repeat, residual, weight
 
 def small() -> Model:
     wte = weight("wte", Dim("vocab", 256), Dim("embed", 64))
     block = residual(RMSNorm(), Attention(heads=4, rope=10_000)) >> residual(RMSNorm(), SwiGLU(128))
-    return model("small", ids() >> Embed(wte) >> repeat(4, block) >> RMSNorm() >> Unembed(wte))
+    return model("small", ids() >> Embed(wte) >> repeat(4, block) >> RMSNorm() >> Unembed(wte) >> NextToken())
 """
 
 

@@ -19,6 +19,7 @@ from megaloom.dsl import (
     Layer,
     LayerNorm,
     MoE,
+    NextToken,
     Unembed,
     Value,
     dot,
@@ -207,7 +208,7 @@ def test_a_message_says_what_and_where() -> None:
 )
 def test_key_value_heads_divide_or_repeat(kv: int, tp: int, rule: str) -> None:
     wte = weight("wte", Dim("vocab", 64), Dim("embed", 48))
-    m = model("gqa", ids() >> Embed(wte) >> residual(Attention(heads=12, kv_heads=kv)) >> Unembed(wte))
+    m = model("gqa", ids() >> Embed(wte) >> residual(Attention(heads=12, kv_heads=kv)) >> Unembed(wte) >> NextToken())
     machine = evolve(cluster("1xH100"), count=tp)
     refusals = [v.rule for v in violations(Layout(tp=tp), graph(m), Workload(seq=64, batch=8), machine)]
     assert refusals == ([rule] if rule else [])
@@ -225,7 +226,7 @@ class Wide(Layer):
 
 def four_devices(layer: Layer) -> tuple[Graph, Workload, Cluster]:
     wte = weight("wte", Dim("vocab", 64), Dim("embed", 48))
-    m = model("own", ids() >> Embed(wte) >> layer >> LayerNorm() >> Unembed(wte))
+    m = model("own", ids() >> Embed(wte) >> layer >> LayerNorm() >> Unembed(wte) >> NextToken())
     return graph(m), Workload(seq=64, batch=8), evolve(cluster("1xH100"), count=4)
 
 

@@ -98,7 +98,7 @@ def example() -> Plan:
         layout=Layout(pp=2, micro_batch=2),
         stages=tuple(
             Stage(
-                rank=i, chunk=0, start=30 * i, stop=30 + 47 * i, forward_seconds=1e-3, backward_seconds=2e-3, params=7
+                rank=i, chunk=0, start=30 * i, stop=30 + 49 * i, forward_seconds=1e-3, backward_seconds=2e-3, params=7
             )
             for i in range(2)
         ),
@@ -178,7 +178,7 @@ def test_a_plan_that_was_edited_into_none_is_refused() -> None:
         (evolve(plan, layout=evolve(plan.layout, sequence_parallel=True)), "[sp-tp]"),
         (evolve(plan, layout=evolve(plan.layout, vpp=2, pp=1, dp=2)), "[vpp-pp]"),
         (evolve(plan, workload=evolve(plan.workload, seq=4096)), "longer than the 1024 learned positions"),
-        (evolve(plan, stages=(first, evolve(last, stop=75))), "stages[1].stop is 75, and the graph has 77 nodes"),
+        (evolve(plan, stages=(first, evolve(last, stop=75))), "stages[1].stop is 75, and the graph has 79 nodes"),
         (
             evolve(plan, stages=(evolve(first, stop=31), evolve(last, start=31))),
             "stages[0].stop is 31, which is no cut point",
@@ -260,7 +260,7 @@ def broken(*path: str | int, value: Any) -> str:
         (broken("stages", value=[]), "stages must be pp 2 x vpp 1 = 2, got 0"),
         (broken("stages", 1, "params", value=None), "stages[1].params must be a whole number, got None"),
         (broken("stages", 1, "rank", value=0), "stages[1] must be chunk 0 of rank 1, got chunk 0 of 0"),
-        (broken("stages", 1, "start", value=31), "stages[1] must begin at node 30 and not be empty, got [31, 77)"),
+        (broken("stages", 1, "start", value=31), "stages[1] must begin at node 30 and not be empty, got [31, 79)"),
         (broken("reasons", value="because"), "reasons must be a list, got 'because'"),
         (
             broken("predicted", "breakdown", "bubble", value="x"),

@@ -180,8 +180,8 @@ def test_what_predicts_ahead_is_computed_again_with_all_blocks_only() -> None:
 def test_the_runtime_refuses_it_in_one_message() -> None:
     message = untrainable(graph(SMALL))
     assert message == (
-        "small has the inputs tokens and the outputs unembed.0, unembed.1",
-        "the runtime trains next-token models only: one input of token ids, ids(), and one output, of an Unembed",
+        "weight 'wte' is shared by embed.0, join.0",
+        "the runtime can tie one Embed with one Unembed",
     )
 
 

@@ -18,8 +18,10 @@ from megaloom.dsl import (
     LayerNorm,
     LinearScaling,
     Llama3Scaling,
+    MaskedToken,
     Model,
     MoE,
+    NextToken,
     Positions,
     RMSNorm,
     Rope,
@@ -67,6 +69,7 @@ def decoder(
     before: tuple[Layer, ...] = (),
     drop: float = 0.0,
     layers: int = 4,
+    loss: Layer | None = None,
 ) -> Model:
     """A small decoder with one thing or another about it."""
     vocab, d = Dim("vocab", 96), Dim("embed", 32)
@@ -74,7 +77,7 @@ def decoder(
     behind = (Dropout(drop),) if drop else ()
     x = chain(Embed(wte), *before)(ids())
     x = x >> repeat(layers, residual(norm, attention, *behind), residual(norm, ff, *behind))
-    return model("small", x >> (last or norm) >> Unembed(wte))
+    return model("small", x >> (last or norm) >> Unembed(wte) >> (loss or NextToken()))
 
 
 def options(m: Model, layout: Layout = Layout(), **more: Any) -> dict[str, Any]:  # noqa: B008
@@ -135,7 +138,7 @@ def test_megatron_lm_is_told_everything_about_a_layer(declared: Model, message: 
     [
         (decoder(Attention(heads=4, rope=10_000, softcap=30.0)), "softcap=30"),
         (decoder(Attention(heads=4, alibi=True)), "alibi=True"),
-        (decoder(Attention(heads=4, causal=False)), "causal=False"),
+        (decoder(Attention(heads=4, causal=False), loss=MaskedToken()), "MaskedToken"),
         (decoder(Attention(heads=4, rope=10_000, scale=0.5)), "scale=0.5"),
         (decoder(Attention(heads=4, rope=10_000.5)), "10000.5"),
         (decoder(Attention(heads=4, rope=Rope(10_000, scaling=YarnScaling(factor=4, original=64)))), "YarnScaling"),
@@ -240,7 +243,7 @@ def test_a_layout_is_refused_by_its_name(
 
 def test_what_is_not_trained_here_either_is_not_said_to_be() -> None:
     t5, _ = find("t5-small")
-    with pytest.raises(UserError, match=r"2 inputs.*\n`megaloom train` cannot run it either: t5-small has the inputs"):
+    with pytest.raises(UserError, match=r"2 inputs.*\n`megaloom train` cannot run it either: weight 'wte' is shared"):
         export_plan(plan_with(t5, Layout()), t5, Target.MEGATRON_LM)
     llama, _ = find(LLAMA)
     with pytest.raises(UserError, match="which cannot run this plan: the runtime does not train in fp8"):
@@ -279,7 +282,7 @@ def test_full_recompute_is_of_layers() -> None:
     """A block of two layers computes both again at once, which Megatron-LM does with all layers or none."""
     half = residual(NORM, ROPE) >> residual(NORM, SwiGLU(64))
     wte = weight("wte", Dim("vocab", 96), Dim("embed", 32))
-    declared = model("pairs", ids() >> Embed(wte) >> repeat(2, half, half) >> NORM >> Unembed(wte))
+    declared = model("pairs", ids() >> Embed(wte) >> repeat(2, half, half) >> NORM >> Unembed(wte) >> NextToken())
     assert options(declared)["num_layers"] == "4"
     with pytest.raises(UserError, match="blocks are not one layer each"):
         options(declared, Layout(recompute=FULL))

@@ -18,6 +18,7 @@ from megaloom.dsl import (
     Graph,
     Layer,
     MoE,
+    NextToken,
     Normalize,
     Rename,
     Rope,
@@ -50,7 +51,7 @@ from megaloom.planner.rules.padding import padding_refusal
 from megaloom.planner.rules.rule import Owner
 from megaloom.planner.rules.rules import violations
 
-OTHERS = ("t5", "bart", "llava", "vit", "bert", "gemma2")  # two inputs, images, or no plain logits at the end
+OTHERS = ("t5", "bart", "llava")  # shared weights, or hidden states of two widths
 WORK = Workload(seq=64, batch=8)
 
 
@@ -67,7 +68,7 @@ LATENT = MLA(heads=4, q_rank=None, kv_rank=8, nope=4, rope=4, v=4, positions=Rop
 
 def lm(mix: Layer) -> Graph:
     wte = weight("wte", Dim("vocab", 64), Dim("embed", 16))
-    return graph(model("own", ids() >> Embed(wte) >> residual(mix) >> Unembed(wte)))
+    return graph(model("own", ids() >> Embed(wte) >> residual(mix) >> Unembed(wte) >> NextToken()))
 
 
 def refused_rules(mix: Layer, ep: int, precision: str = "bf16") -> list[str]:

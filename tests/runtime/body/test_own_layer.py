@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attrs import evolve, frozen
 
 from megaloom.dsl import (
@@ -26,6 +25,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
 from megaloom.runtime.training import verify
+from tests.support.batches import next_token, random_text, with_mask
 from tests.support.paths import SUPPORT
 
 FILE = SUPPORT / "own_models.py"
@@ -71,8 +71,8 @@ LAYOUTS = {
 Curve = list[tuple[float, float]]
 
 
-def sample(i: int) -> torch.Tensor:
-    return torch.randint(VOCAB, (SEQ + 1,), generator=torch.Generator().manual_seed(i))
+def sample(i: int) -> dict[str, torch.Tensor]:
+    return next_token(random_text(i, VOCAB, SEQ))
 
 
 def laid(plan: Plan, layout: Layout) -> Plan:
@@ -95,7 +95,8 @@ def curves(plans: list[Plan]) -> list[Curve]:
     out = []
     for plan in plans:
         engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=3, seed=SEED, lr=1e-4, warmup=0))
-        results = [engine.step(lambda i, k=k: sample(k * BATCH + i)) for k in range(2)]
+        g = engine.graph
+        results = [engine.step(lambda i, k=k, g=g: with_mask(g, sample(k * BATCH + i))) for k in range(2)]
         out.append([(r.loss, r.grad_norm) for r in results])
         parallel_state.destroy_model_parallel()
     return out
@@ -105,9 +106,9 @@ def declared(plan: Plan) -> tuple[float, float]:
     """The first of these by the oracle."""
     m, _ = find(plan.model)
     weights = {k: initial_weight(s, SEED).requires_grad_(s.trained) for k, s in graph(m).weights.items()}
-    x = torch.stack([sample(i) for i in range(BATCH)])
-    (logits,) = interpret(m, weights, {"tokens": x[:, :-1]})
-    loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+    x = torch.stack([random_text(i, VOCAB, SEQ) for i in range(BATCH)])
+    ((total, count),) = interpret(m, weights, with_mask(graph(m), next_token(x)))
+    loss = total / count
     loss.backward()
     grads = [w.grad for w in weights.values() if w.grad is not None]
     return loss.item(), torch.nn.utils.get_total_norm(grads).item()

@@ -30,6 +30,7 @@ from megaloom.dsl import (
     Mamba2,
     Model,
     MoE,
+    NextToken,
     Rope,
     Unembed,
     YarnScaling,
@@ -58,7 +59,7 @@ def lm(attention: Attention, ff: Layer) -> Model:
     v, d = Dim("vocab", VOCAB), Dim("embed", 128)
     block = residual(LayerNorm(), attention) >> residual(LayerNorm(), ff)
     x = ids() >> Embed(weight("wte", v, d)) >> repeat(4, block)
-    return model("lm", x >> LayerNorm() >> Unembed(weight("head", v, d)))
+    return model("lm", x >> LayerNorm() >> Unembed(weight("head", v, d)) >> NextToken())
 
 
 MODELS = {

@@ -15,6 +15,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd  # noqa: E402
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: E402
 
+from megaloom.runtime.megatron import fused_loss  # noqa: E402
 from megaloom.runtime.modules import fused  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
@@ -50,7 +51,7 @@ def losses(tp, dtype, function):
     mine = logits.to(dtype).chunk(tp, -1)[dist.get_rank()]
     group = parallel_state.get_tensor_model_parallel_group()
     if function == "fused":
-        return graded(lambda x: fused.cross_entropy(x, labels, group), mine, gradient)
+        return graded(lambda x: fused_loss.cross_entropy(x, labels, group), mine, gradient)
     return graded(lambda x: vocab_parallel_cross_entropy(x.float().clone(), labels), mine, gradient)
 
 

@@ -6,11 +6,13 @@ import pytest
 from attrs import frozen
 
 from megaloom.dsl import (
+    Attention,
     Dim,
     Embed,
     Layer,
     Model,
     MoE,
+    NextToken,
     Positions,
     RMSNorm,
     SwiGLU,
@@ -45,11 +47,11 @@ def lm(*layers: Layer) -> Model:
     x = ids() >> Embed(WTE)
     for layer in layers:
         x = x >> layer
-    return model("lm", x >> Unembed(HEAD))
+    return model("lm", x >> Unembed(HEAD) >> NextToken())
 
 
 def added(by: Value) -> Model:
-    return model("lm", (ids() >> Embed(WTE)) + by >> Unembed(HEAD))
+    return model("lm", (ids() >> Embed(WTE)) + by >> Unembed(HEAD) >> NextToken())
 
 
 def both(x: Value) -> Model:
@@ -75,12 +77,16 @@ REFUSED = {
     ),
     "no logits": (
         model("lm", ids() >> Embed(WTE) >> RMSNorm()),
-        r"lm has the inputs tokens and the outputs rms_norm.0\n"
-        r"the runtime trains next-token models only: one input of token ids, ids\(\)",
+        "lm ends in rms_norm.0, not in a loss\nend it in a loss, such as `… >> Unembed",
+    ),
+    "a loss of the next token without a causal mask": (
+        lm(Attention(heads=2, causal=False)),
+        "attention.0 of lm is not causal, so each position reads the token that next_token.0 asks it to predict\n"
+        "set causal=True, or end the model in another loss",
     ),
     "two outputs": (
         both(ids() >> Embed(WTE)),
-        "lm has the inputs tokens and the outputs unembed.0, unembed.1\n",
+        "lm ends in unembed.0, unembed.1, not in a loss\n",
     ),
 }
 

@@ -16,6 +16,7 @@ from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
+from tests.support.batches import next_token, random_text
 from tests.support.paths import SUPPORT
 
 SEQ, BATCH, VOCAB = 32, 4, 127
@@ -26,8 +27,8 @@ TP2 = Layout(tp=2, sequence_parallel=True)
 OWN = f"{SUPPORT / 'own_models.py'}:balanced"  # layers whose bodies run
 
 
-def sample(i: int) -> torch.Tensor:
-    return torch.randint(VOCAB, (SEQ + 1,), generator=torch.Generator().manual_seed(i))
+def sample(i: int) -> dict[str, torch.Tensor]:
+    return next_token(random_text(i, VOCAB, SEQ))
 
 
 def declared(plan: Plan) -> tuple[list[float], list[float]]:
@@ -40,9 +41,9 @@ def declared(plan: Plan) -> tuple[list[float], list[float]]:
     watched = model(m.name, *m.outputs, *(n.value.args[0] for n in mixtures))
     losses, norms = [], []
     for step in range(RECIPE.steps):
-        x = torch.stack([sample(step * BATCH + i) for i in range(BATCH)])
-        logits, *routed = interpret(watched, weights, {"tokens": x[:, :-1]})
-        loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+        x = torch.stack([random_text(step * BATCH + i, VOCAB, SEQ) for i in range(BATCH)])
+        (total, count), *routed = interpret(watched, weights, next_token(x))
+        loss = total / count
         optimizer.zero_grad()
         for n, h in zip(mixtures, routed, strict=True):
             scores = h @ weights[f"{n.name}.router"] + weights.get(f"{n.name}.router_bias", 0.0)

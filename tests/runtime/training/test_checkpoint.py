@@ -25,6 +25,7 @@ from megaloom.runtime.training.checkpoint_folder import (
     read,
 )
 from megaloom.runtime.training.recipe import Recipe
+from tests.support.batches import next_token
 from tests.support.paths import SUPPORT, TESTS
 
 ROWS = 12
@@ -293,7 +294,7 @@ def trained(plan: Plan, run: Path, start: int, stop: int) -> list[tuple[float, f
     for step in range(start, stop):
         source = torch.Generator().manual_seed(step)
         tokens = torch.randint(127, (plan.workload.batch, plan.workload.seq + 1), generator=source)
-        result = engine.step(lambda i, tokens=tokens: tokens[i])
+        result = engine.step(lambda i, tokens=tokens: next_token(tokens[i]))
         results.append((result.loss, result.grad_norm, result.lr))
         if engine.done == 2:
             checkpoint.save(engine, run, manifest(2))
@@ -365,6 +366,6 @@ def continued(plan: Plan, run: Path) -> list[dict[str, float]]:
     steps = []
     for step in (2, 3):
         tokens = torch.arange(4 * 17).reshape(4, 17) * (step + 3) % 61
-        result = engine.step(lambda i, tokens=tokens: tokens[i])
+        result = engine.step(lambda i, tokens=tokens: next_token(tokens[i]))
         steps.append({"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr})
     return steps

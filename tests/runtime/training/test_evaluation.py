@@ -11,6 +11,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
+from tests.support.batches import next_token, random_text
 
 TP2 = Layout(tp=2, sequence_parallel=True)
 COUNTS = (1, 3, 4, 5, 11)  # of samples; a global batch has 4
@@ -24,8 +25,8 @@ LAYOUTS = {
 }
 
 
-def sample(i: int) -> torch.Tensor:
-    return torch.randint(127, (33,), generator=torch.Generator().manual_seed(i))
+def sample(i: int) -> dict[str, torch.Tensor]:
+    return next_token(random_text(i, 127, 32))
 
 
 def evaluated(plan: Plan, counts: tuple[int, ...], alone: bool = False) -> list[tuple[float, int]]:

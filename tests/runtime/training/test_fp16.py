@@ -13,6 +13,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training import verify
+from tests.support.batches import next_token
 
 TP2 = Layout(tp=2, sequence_parallel=True)
 DIVIDED = Layout(dp=2, shard="optimizer")
@@ -21,8 +22,8 @@ HUGE = 2.0**40  # every gradient overflows
 Row = tuple[float, bool, float | None]  # loss, skipped, loss scale after the step
 
 
-def sample(i: int) -> torch.Tensor:
-    return torch.arange(33) * (1 + i % 4) % 61
+def sample(i: int) -> dict[str, torch.Tensor]:
+    return next_token(torch.arange(33) * (1 + i % 4) % 61)
 
 
 def curve(plan: Plan, recipe: Recipe, steps: int, folder: Path | None = None) -> list[Row]:

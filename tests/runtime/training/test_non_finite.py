@@ -14,13 +14,14 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
+from tests.support.batches import next_token, random_text
 
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
 TP2 = Layout(tp=2, sequence_parallel=True)
 
 
-def sample(i: int) -> torch.Tensor:
-    return torch.randint(127, (33,), generator=torch.Generator().manual_seed(i))
+def sample(i: int) -> dict[str, torch.Tensor]:
+    return next_token(random_text(i, 127, 32))
 
 
 def state(engine: Any) -> list[torch.Tensor]:

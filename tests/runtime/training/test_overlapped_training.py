@@ -15,6 +15,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
+from tests.support.batches import next_token, random_text
 from tests.support.paths import SUPPORT
 
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
@@ -29,8 +30,8 @@ CASES = {  # tied weights, chunks that are asked for in turn, experts' own share
 }
 
 
-def sample(i: int) -> torch.Tensor:
-    return torch.randint(127, (33,), generator=torch.Generator().manual_seed(i))
+def sample(i: int) -> dict[str, torch.Tensor]:
+    return next_token(random_text(i, 127, 32))
 
 
 def curves(plans: list[Plan]) -> list[tuple[list[float], bool]]:

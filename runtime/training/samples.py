@@ -1,0 +1,267 @@
+"""Samples: the named tensors that a declaration asks for, made of text and of seeded synthetic images and classes.
+
+`SampleMaker.of(graph, seq).make(text, i, seed)` returns sample i by the names of the model's inputs, without the batch
+dim. Which tokens are masked, which spans are removed and what an image shows are pure functions of (seed, i): a run
+resumes from its number of consumed samples under any layout.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from megaloom.dsl import Classification, DType, Graph, MaskedScatter, MaskedToken, Node, SequenceToSequence
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.facts.primitives import program
+from megaloom.dsl.layers.losses import Stacked
+
+Sample = dict[str, Tensor]
+
+BYTES = 256  # ids of the text's tokens; ids above are free for masks
+MASKED = 0.15  # share of the tokens to predict (Devlin et al., arXiv:1810.04805, section 3.1)
+REPLACED, RANDOM = 0.8, 0.1  # of these, the share replaced by the mask's id, and by a random id
+NOISE, SPAN = 0.15, 3  # share of the tokens in removed spans, and their mean length (Raffel et al., arXiv:1910.10683)
+
+
+class Objective(Enum):
+    """The kind of labels that a sample has."""
+
+    NEXT = "the token after each position"
+    MASKED = "the tokens before masking"
+    SPANS = "the removed spans of the source"
+    CLASSES = "the class of an image or a text"
+
+
+def objective_of(graph: Graph) -> Objective:
+    """Return the objective of the samples of a model, by the classes of its losses. Other losses predict the next."""
+    ops = [n.op for n in graph.nodes if n.is_loss and not isinstance(n.op, Stacked)]
+    kinds = {
+        MaskedToken: Objective.MASKED,
+        SequenceToSequence: Objective.SPANS,
+        Classification: Objective.CLASSES,
+    }
+    return next((o for kind, o in kinds.items() if any(isinstance(op, kind) for op in ops)), Objective.NEXT)
+
+
+@frozen
+class SampleMaker:
+    """Makes the samples of one model."""
+
+    graph: Graph
+    seq: int
+    objective: Objective
+    vocab: int  # of the logits: ids, or classes
+
+    @classmethod
+    def of(cls, graph: Graph, seq: int) -> SampleMaker:
+        """Return the maker of a model's samples of `seq` tokens. Raise UserError if it predicts something else."""
+        (name,) = (graph.predictions[:1]) or ("",)
+        shape = graph.nodes[graph.index[name]].shape
+        if "vocab" not in shape:
+            raise UserError(
+                f"{name} of {graph.name} is {shape}, not logits with a dim `vocab`, so there are no labels for it\n"
+                "give steps with a data_step of your own"
+            )
+        return cls(graph, seq, objective_of(graph), shape["vocab"].known)
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens of text that a sample reads."""
+        return _text_length(self.seq) if self.objective is Objective.SPANS else self.seq + 1
+
+    @property
+    def needed_ids(self) -> int:
+        """Return the least vocabulary: the bytes, if the model reads text, and ids for masks or removed spans."""
+        match self.objective:
+            case Objective.MASKED:
+                return BYTES + 1
+            case Objective.SPANS:
+                return BYTES + _noise(self.length)[1]
+        reads_text = any(n.is_input and n.value.dtype is DType.INDEX for n in self._inputs())
+        return BYTES if reads_text and self.objective is Objective.NEXT else 0
+
+    def _inputs(self) -> list[Node]:
+        """Return the inputs that more than losses read."""
+        return [n for n in self.graph.nodes if n.is_input and n.name not in self.graph.only_for_losses]
+
+    @property
+    def ids(self) -> int:
+        """Return the number of ids that tokens of text may have."""
+        return self.vocab
+
+    def make(self, text: Tensor, i: int, seed: int) -> Sample:
+        """Return sample i. text: int64 [length]."""
+        random = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, i))))
+        parts = self._parts(text, random)
+        out: Sample = {}
+        for node in (n for n in self.graph.nodes if n.is_input):
+            out[node.name] = self._input(node, parts, random)
+        return out
+
+    def _parts(self, text: Tensor, random: np.random.Generator) -> dict[str, Tensor]:
+        """Return tokens, labels and mask [seq], of a source also its tokens [seq]; of a class its label []."""
+        seq = self.seq
+        match self.objective:
+            case Objective.MASKED:
+                return masked(text[:seq], random, self.vocab)
+            case Objective.SPANS:
+                return spans(text, random, self.vocab, seq)
+            case Objective.CLASSES:
+                label = torch.tensor(int(random.integers(self.vocab)))
+                return {"tokens": text[:seq], "labels": label, "mask": torch.ones(seq, dtype=torch.bool)}
+        tokens, labels = text[:seq].clone(), text[1 : seq + 1].clone()
+        token, count = _image_tokens(self.graph)
+        if count >= seq:
+            raise UserError(f"--seq {seq} has no room for text after {count} tokens of an image: use more")
+        tokens[:count], labels[: max(0, count - 1)] = token, token
+        return {"tokens": tokens, "labels": labels, "mask": labels != token if count else torch.ones_like(labels) > 0}
+
+    def _input(self, node: Node, parts: dict[str, Tensor], random: np.random.Generator) -> Tensor:
+        """Return the tensor of one input."""
+        shape, dtype = node.shape, node.value.dtype
+        if "height" in shape:
+            sizes = [d.known for d in shape if d.name != "batch"]
+            label = int(parts["labels"]) if parts["labels"].ndim == 0 else 0
+            return picture(label, sizes, random)
+        if dtype is DType.MASK:
+            return parts["mask"]
+        if dtype is DType.FLOAT32:
+            return torch.ones(self.seq)
+        if dtype is not DType.INDEX:
+            raise UserError(
+                f"the data has nothing for the input {node.name} {shape} of {self.graph.name}\n"
+                "give steps with a data_step of your own"
+            )
+        if node.name in self.graph.only_for_losses:
+            return parts["labels"]
+        if node.name != self._first_ids(node):
+            return torch.arange(self.seq) * 2 // self.seq  # two segments, such as BERT's token types
+        return parts["source" if "source" in shape else "tokens"]
+
+    def _first_ids(self, node: Node) -> str:
+        """Return the first input of ids of this shape that is read by more than losses: the text."""
+        return next(
+            n.name
+            for n in self.graph.nodes
+            if n.is_input
+            and n.shape == node.shape
+            and n.value.dtype is DType.INDEX
+            and n.name not in self.graph.only_for_losses
+        )
+
+
+def masked(text: Tensor, random: np.random.Generator, vocab: int) -> dict[str, Tensor]:
+    """Return tokens with some of them masked, the labels before, and a mask of those to predict: at least one.
+
+    The id of the mask is the first that is not a byte. Source: Devlin et al., arXiv:1810.04805, section 3.1.
+    """
+    seq = len(text)
+    chosen = random.random(seq) < MASKED
+    chosen[random.integers(seq)] = True
+    fate, others = random.random(seq), random.integers(min(vocab, BYTES), size=seq)
+    tokens = text.numpy().copy()
+    tokens[chosen & (fate < REPLACED)] = min(BYTES, vocab - 1)
+    swapped = chosen & (fate >= REPLACED) & (fate < REPLACED + RANDOM)
+    tokens[swapped] = others[swapped]
+    return {"tokens": torch.from_numpy(tokens), "labels": text.clone(), "mask": torch.from_numpy(chosen)}
+
+
+def _text_length(seq: int) -> int:
+    """Return the least number of tokens whose source, after spans are removed, fills `seq` positions."""
+    length = seq
+    while length - _noise(length)[0] + _noise(length)[1] < seq:
+        length += 1
+    return length
+
+
+def _noise(length: int) -> tuple[int, int]:
+    """Return the number of tokens in removed spans, and the number of spans."""
+    tokens = max(1, round(length * NOISE))
+    return tokens, max(1, round(tokens / SPAN))
+
+
+def spans(text: Tensor, random: np.random.Generator, vocab: int, seq: int) -> dict[str, Tensor]:
+    """Return the source with spans replaced by sentinels, and the target that has each sentinel and its span.
+
+    Sentinel k is id vocab - 1 - k. tokens: the target shifted by one, beginning with id 0. mask: the length of the
+    target. Source: Raffel et al., arXiv:1910.10683, section 3.1.4.
+    """
+    length, (noise, count) = len(text), _noise(len(text))
+    lengths, gaps = _cut(noise, count, random), _cut(length - noise, count, random)
+    source, target, at = [], [], 0
+    for k, (gap, span) in enumerate(zip(gaps, lengths, strict=True)):
+        sentinel = max(vocab - 1 - k, 0)
+        source += [*text[at : at + gap].tolist(), sentinel]
+        target += [sentinel, *text[at + gap : at + gap + span].tolist()]
+        at += gap + span
+    target = target[:seq]
+    labels = torch.tensor(target + [0] * (seq - len(target)))
+    return {
+        "source": torch.tensor(source[:seq]),
+        "tokens": torch.cat([torch.zeros(1, dtype=torch.int64), labels[:-1]]),
+        "labels": labels,
+        "mask": torch.arange(seq) < len(target),
+    }
+
+
+def _cut(total: int, count: int, random: np.random.Generator) -> list[int]:
+    """Return `count` random lengths of at least 1 that add up to `total`."""
+    cuts = np.sort(random.choice(total - 1, count - 1, replace=False)) + 1 if count > 1 else np.zeros(0, int)
+    lengths: list[int] = np.diff(np.concatenate([[0], cuts, [total]])).tolist()
+    return lengths
+
+
+def picture(label: int, sizes: list[int], random: np.random.Generator) -> Tensor:
+    """Return an image of a class: a pattern that the class determines, with noise."""
+    pattern = np.random.Generator(np.random.Philox(label)).standard_normal(sizes)
+    return torch.from_numpy((pattern + 0.5 * random.standard_normal(sizes)).astype(np.float32))
+
+
+def _image_tokens(graph: Graph) -> tuple[int, int]:
+    """Return the id of the tokens that images replace, and their number in a sequence; (0, 0) without images."""
+    for node in graph.nodes:
+        for step in program(node).steps:
+            if isinstance(op := step.value.op, MaskedScatter):
+                return op.token, step.value.args[1].shape.positions("embed").known
+    return 0, 0
+
+
+def check_sample(graph: Graph, sample: dict[str, Any], seq: int) -> None:
+    """Raise UserError unless a sample has the names, shapes and types of the model's inputs, and ids in its tables."""
+    inputs = {n.name: n for n in graph.nodes if n.is_input}
+    if missing := sorted(inputs.keys() - sample.keys()):
+        raise UserError(f"a sample lacks {', '.join(missing)}; {graph.name} has the inputs {', '.join(inputs)}")
+    if extra := sorted(sample.keys() - inputs.keys()):
+        raise UserError(f"a sample has {', '.join(extra)}; {graph.name} has the inputs {', '.join(inputs)} only")
+    for name, node in inputs.items():
+        x, want = sample[name], [d.size or seq for d in node.shape if d.name != "batch"]
+        if not isinstance(x, Tensor):
+            raise UserError(f"{name} of a sample is a {type(x).__name__}: it must be a tensor")
+        if list(x.shape) != want:
+            raise UserError(f"{name} of a sample has the shape {list(x.shape)}: {node.shape} needs {want}")
+        if (node.value.dtype is DType.INDEX) is x.is_floating_point():
+            needed = "int64 ids" if node.value.dtype is DType.INDEX else "floating-point numbers"
+            if node.value.dtype is not DType.MASK:
+                raise UserError(f"{name} of a sample is {x.dtype}: it must be {needed}")
+        if node.value.dtype is DType.MASK and not bool(x.any()):
+            raise UserError(f"{name} of a sample has no 1, so that nothing of it counts: mark at least one position")
+        if node.value.dtype is DType.INDEX and (rows := _rows(graph, node)) and int(x.max()) >= rows:
+            raise UserError(f"{name} of a sample has the id {int(x.max())}: {graph.name} has ids below {rows} there")
+
+
+def _rows(graph: Graph, node: Node) -> int | None:
+    """Return the rows of the smallest table that looks up the ids of an input, or the classes of its logits."""
+    rows = []
+    for reader in (n for n in graph.nodes if node.name in n.inputs):
+        p = program(reader)
+        entering = {id(v.source) for v, name in zip(p.inputs, reader.inputs, strict=True) if name == node.name}
+        for step in p.steps:
+            key = getattr(step.value.op, "key", None) or getattr(step.value.op, "over", None)
+            if any(id(a.source) in entering for a in step.value.args) and isinstance(key, str):
+                rows += [a.shape[key].known for a in step.value.args if key in a.shape]
+    return min(rows, default=None)

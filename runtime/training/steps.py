@@ -1,0 +1,100 @@
+"""The steps of a run that users may replace, by the names of NeMo's MegatronParallel.
+
+Write a class with any of these methods and pass an instance as `steps`: data_step makes the named tensors of a sample,
+training_step runs the model on a micro-batch and returns (loss_sum, weight_sum), validation_step and test_step do so
+without gradients. Training minimises sum of loss_sum / sum of weight_sum over the global batch, whatever the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from megaloom.dsl import Graph, StackLosses
+
+from .samples import Sample, SampleMaker
+
+MicroBatch = dict[str, Tensor]  # the named tensors of a micro-batch, [batch ..]; sequences are this cp rank's part
+Sums = tuple[Tensor, Tensor]  # loss_sum, weight_sum
+
+
+@frozen
+class Outputs:
+    """The values that the last pipeline stage returns for a micro-batch.
+
+    values: by node, the losses and what they read. Hidden states and logits are [seq, batch, ..] and this rank's part.
+    """
+
+    values: dict[str, Tensor]
+    loss_sum: Tensor  # of the declared losses, with their coefficients
+    weight_sum: Tensor
+
+
+Forward = Callable[[MicroBatch], Outputs | None]  # None on all stages but the last
+
+
+class Steps:
+    """The steps of the declared objective. Subclasses, and classes with some of these methods, replace them."""
+
+    def data_step(self, maker: SampleMaker, text: Tensor, i: int, seed: int) -> Sample:
+        """Return the named tensors of sample i, without a batch dim. text: tokens [maker.length]."""
+        return maker.make(text, i, seed)
+
+    def training_step(self, forward: Forward, batch: MicroBatch) -> Sums | None:
+        """Return (loss_sum, weight_sum) of a micro-batch on the last stage, None on the others. Call forward once."""
+        outputs = forward(batch)
+        return None if outputs is None else (outputs.loss_sum, outputs.weight_sum)
+
+    def validation_step(self, forward: Forward, batch: MicroBatch) -> Sums | None:
+        """Return (loss_sum, weight_sum) of a micro-batch of held-out data."""
+        return self.training_step(forward, batch)
+
+    def test_step(self, forward: Forward, batch: MicroBatch) -> Sums | None:
+        """Return (loss_sum, weight_sum) of a micro-batch of test data."""
+        return self.validation_step(forward, batch)
+
+
+def complete(steps: Any) -> Steps:
+    """Return steps with the default for each method that a plain class lacks."""
+    if isinstance(steps, Steps):
+        return steps
+    if steps is None:
+        return Steps()
+    names = [name for name in vars(Steps) if not name.startswith("_") and hasattr(steps, name)]
+    out = Steps()
+    for name in names:
+        setattr(out, name, getattr(steps, name))
+    return out
+
+
+@frozen
+class Losses:
+    """The losses of a model: the node at its end, and the name and coefficient of each loss."""
+
+    end: str
+    names: tuple[str, ...]
+    coefficients: tuple[float, ...]
+
+    @classmethod
+    def of(cls, graph: Graph) -> Losses:
+        """Return the losses of a graph that ends in one."""
+        node = graph.nodes[graph.index[graph.outputs[0]]]
+        op = node.value.source.op
+        if isinstance(op, StackLosses):
+            return cls(node.name, node.inputs, op.coefficients)
+        return cls(node.name, (node.name,), (1.0,))
+
+    def sums(self, end: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return loss_sum, weight_sum, and a report [losses + 1, 2]: the total, then each loss.
+
+        end: of the node at the end, [2] or [losses, 2]. ratios: for each loss, the weights of the first loss over its
+        own, in the global batch: so the quotient of the sums is the sum of coefficient * mean.
+        """
+        each = end.reshape(-1, 2)
+        coefficients = torch.tensor(self.coefficients, dtype=each.dtype, device=each.device) * ratios.to(each)
+        total, weight = (each[:, 0] * coefficients).sum(), each[0, 1].detach()
+        return total, weight, each.detach()

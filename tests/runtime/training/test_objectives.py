@@ -1,0 +1,157 @@
+"""Objectives: samples as pure functions, batches that are refused, and losses equal to those of the bodies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megaloom.dsl import Graph, graph
+from megaloom.dsl.catalog import find
+from megaloom.dsl.errors import UserError
+from megaloom.examples.llava import clip, llava
+from megaloom.examples.scripts import own_steps
+from megaloom.examples.t5 import t5_small
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime import Recipe
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.modules.initial_weights import initial_weight
+from megaloom.runtime.reference.interpret import interpret
+from megaloom.runtime.training.samples import BYTES, Sample, SampleMaker, check_sample
+from tests.support.models import tiny_bert, tiny_gpt, tiny_vit
+from tests.support.paths import ROOT, SUPPORT
+
+SEED, BATCH, SEQ = 7, 4, 32
+TP2 = Layout(tp=2, sequence_parallel=True)
+OWN = ROOT / "examples/scripts/own_loss.py"
+RUN = {
+    "masked tokens, TP2 SP": (f"{SUPPORT / 'models.py'}:tiny_bert", TP2),
+    "masked tokens, CP2 PP2": (f"{SUPPORT / 'models.py'}:tiny_bert_pre_norm", Layout(cp=2, pp=2)),
+    "classes, TP2 SP PP2": (f"{SUPPORT / 'models.py'}:tiny_vit", Layout(tp=2, sequence_parallel=True, pp=2)),
+    "capped logits, padded vocabulary, TP2 SP": (f"{SUPPORT / 'models.py'}:tiny_gemma2", TP2),
+    "z-loss, TP2 SP DP2": (f"{OWN}:with_z_loss", Layout(tp=2, sequence_parallel=True, dp=2)),
+    "z-loss, CP2": (f"{OWN}:with_z_loss", Layout(cp=2)),
+    "label smoothing, TP2 SP PP2": (f"{OWN}:with_label_smoothing", Layout(tp=2, sequence_parallel=True, pp=2)),
+    "weights by id, CP2 TP2": (f"{OWN}:with_weighted_lines", Layout(cp=2, tp=2)),
+}
+
+
+def text(i: int, count: int, ids: int) -> torch.Tensor:
+    """Return text i of random tokens."""
+    return torch.randint(min(ids, BYTES), (count,), generator=torch.Generator().manual_seed(i))
+
+
+def sample(g: Graph, i: int, seq: int = SEQ) -> Sample:
+    """Return sample i of a model."""
+    maker = SampleMaker.of(g, seq)
+    return maker.make(text(i, maker.length, maker.ids), i, SEED)
+
+
+def trained(plan: Plan) -> tuple[float, float]:
+    """Return on each rank the loss of the first step and the norm of its gradients."""
+    from megaloom.runtime.training.engine import Engine
+
+    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=3, seed=SEED, warmup=0))
+    result = engine.step(lambda i: sample(engine.graph, i))
+    return result.loss, result.grad_norm
+
+
+def declared(plan: Plan) -> tuple[float, float]:
+    """Return the loss and the gradient norm by the bodies, in one process."""
+    m, _ = find(plan.model)
+    g = graph(m)
+    weights = {k: initial_weight(s, SEED).requires_grad_(s.trained) for k, s in g.weights.items()}
+    samples = [sample(g, i) for i in range(BATCH)]
+    batch = {name: torch.stack([s[name] for s in samples]) for name in samples[0]}
+    (sums,) = interpret(m, weights, batch)
+    terms = sums.reshape(-1, 2)
+    op = g.nodes[-1].value.source.op
+    coefficients = torch.tensor(getattr(op, "coefficients", (1.0,)), dtype=terms.dtype)
+    loss = (coefficients * terms[:, 0] / terms[:, 1]).sum()
+    loss.backward()
+    grads = [w.grad for w in weights.values() if w.grad is not None]
+    return loss.item(), torch.nn.utils.get_total_norm(grads).item()
+
+
+@pytest.mark.parametrize("row", RUN)
+def test_a_layout_computes_the_declared_loss_and_its_gradients(row: str, plan_of: Any) -> None:
+    ref, layout = RUN[row]
+    plan = plan_of(ref, layout, batch=BATCH, seq=SEQ)
+    loss, norm = launcher.run(trained, (plan,), layout.world, timeout=120)[0]
+    want_loss, want_norm = declared(plan)
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    assert norm == pytest.approx(want_norm, rel=1e-5)
+
+
+def test_own_steps_train_on_pipeline_stages() -> None:
+    one, two = own_steps.main(1), own_steps.main(2)
+    assert one == pytest.approx(two, rel=1e-5)
+    assert len(set(one)) == 3
+
+
+@pytest.mark.parametrize("make", [tiny_gpt, tiny_bert, tiny_vit, t5_small], ids=lambda make: make.__name__)
+def test_samples_are_pure_functions_of_seed_and_index(make: Any) -> None:
+    g = graph(make())
+    first, second, other = sample(g, 3), sample(g, 3), sample(g, 4)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+    check_sample(g, first, SEQ)
+
+
+def test_masked_tokens_are_the_labels() -> None:
+    x = sample(graph(tiny_bert()), 1, seq=512)
+    changed = x["tokens"] != x["labels"]
+    assert not (changed & ~x["mask"]).any()
+    assert 0.1 < x["mask"].float().mean() < 0.2
+    assert 0.7 < (x["tokens"][x["mask"]] == 130).float().mean() < 0.9  # the last id is the mask's
+    assert x["types"].unique().tolist() == [0, 1]
+
+
+def test_removed_spans_and_the_rest_are_the_text() -> None:
+    g = graph(t5_small())
+    maker, x = SampleMaker.of(g, 64), sample(g, 1, seq=64)
+    target = x["labels"][x["mask"]].tolist()
+    assert x["tokens"].tolist()[: len(target)] == [0, *target[:-1]]
+    sentinels = [t for t in target if t >= BYTES]
+    assert sentinels == [32127 - k for k in range(len(sentinels))]
+    removed = {s: target[target.index(s) + 1 :] for s in sentinels}
+    whole: list[int] = []
+    for t in x["source_tokens"].tolist():
+        after = removed.get(t)
+        stop = next((i for i, u in enumerate(after) if u >= BYTES), len(after)) if after is not None else 0
+        whole += [t] if after is None else after[:stop]
+    assert whole[:64] == text(1, maker.length, maker.ids).tolist()[:64]
+
+
+def test_text_after_an_image_counts() -> None:
+    g = graph(llava("small", clip(1, 2, 16, 32, patch=4, pixels=8), 1, 2, 16, 32, vocab=300, token=299))
+    x = sample(g, 1)
+    assert (x["tokens"] == 299).sum() == 4
+    assert x["mask"].tolist() == [False] * 3 + [True] * (SEQ - 3)
+    assert x["image"].shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask": None}, "a sample lacks mask; tiny-bert has the inputs"),
+        ({"other": torch.zeros(SEQ)}, "a sample has other; tiny-bert has the inputs"),
+        (
+            {"tokens": torch.zeros(SEQ + 1, dtype=torch.int64)},
+            r"tokens of a sample has the shape \[33\]: .* needs \[32\]",
+        ),
+        ({"tokens": torch.zeros(SEQ)}, "tokens of a sample is torch.float32: it must be int64 ids"),
+        ({"tokens": torch.full((SEQ,), 131)}, "tokens of a sample has the id 131: tiny-bert has ids below 131 there"),
+        ({"types": torch.full((SEQ,), 2)}, "types of a sample has the id 2: tiny-bert has ids below 2 there"),
+        ({"labels": torch.full((SEQ,), 131)}, "labels of a sample has the id 131"),
+        ({"mask": torch.zeros(SEQ, dtype=torch.bool)}, "mask of a sample has no 1"),
+        ({"mask": [1] * SEQ}, "mask of a sample is a list: it must be a tensor"),
+    ],
+)
+def test_a_bad_sample_is_refused_before_the_step(change: dict[str, Any], message: str) -> None:
+    g = graph(tiny_bert())
+    bad = {name: x for name, x in {**sample(g, 0), **change}.items() if x is not None}
+    with pytest.raises(UserError, match=message):
+        check_sample(g, bad, SEQ)
