@@ -30,6 +30,7 @@ from megaloom.dsl import (
     Unembed,
 )
 from megaloom.dsl.facts.primitives import fitted, program
+from megaloom.dsl.sharding_table import SEQUENCES
 
 FEED_FORWARD = (MLP, SwiGLU, GeGLU, ClampedGLU)
 
@@ -53,7 +54,7 @@ def runs_as_module(node: Node, split: Split) -> bool:
 
 def _has_tokens(node: Node) -> bool:
     """True if the sequence of a node is that of the tokens, as modules assume under any layout."""
-    return "seq" in node.shape
+    return any(name in node.shape for name in SEQUENCES)
 
 
 def _needs_no_tokens(op: Op, split: Split) -> bool:

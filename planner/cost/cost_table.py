@@ -116,12 +116,11 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None
     """
     if nodes is None:
         batch, seq, split = layout.micro_batch, job.workload.seq, layout.split
-        precision, executed = job.workload.precision, job.capability.execution
-        facts = [
-            costs(n, batch=batch, seq=seq, split=split, losses=False, separate=not executed(n, split, precision).module)
-            for n in (kind.node for kind in job.structure.kinds)
-        ]
-        nodes = [node_cost(job, kind, of, layout, seq) for kind, of in zip(job.structure.kinds, facts, strict=True)]
+        nodes = []
+        for kind in job.structure.kinds:
+            separate = not job.capability.execution(kind.node, split, job.workload.precision).module
+            facts = costs(kind.node, batch=batch, seq=seq, split=split, losses=False, separate=separate)
+            nodes.append(node_cost(job, kind, facts, layout, seq))
     graph, seq, profile, precision = job.structure.graph, job.workload.seq, job.profile, job.workload.precision
     buffers = 0
     if profile.kernels.wgrad_fusion:
