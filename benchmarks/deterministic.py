@@ -51,6 +51,7 @@ def train_steps(plan: Plan, folder: Path, vocab: int, start: int) -> list[str]:
     from megaloom.runtime.training import checkpoint
     from megaloom.runtime.training.checkpoint_folder import Manifest, latest
     from megaloom.runtime.training.engine import Engine
+    from megaloom.runtime.training.samples import Sample, SampleMaker
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=STEPS, warmup=0, deterministic=True))
     if start:
@@ -58,9 +59,11 @@ def train_steps(plan: Plan, folder: Path, vocab: int, start: int) -> list[str]:
         assert saved
         checkpoint.load(engine, saved)
 
-    def sample(i: int) -> torch.Tensor:
+    maker = SampleMaker.of(engine.graph, plan.workload.seq)
+
+    def sample(i: int) -> Sample:
         generator = torch.Generator().manual_seed(i)
-        return torch.randint(vocab, (plan.workload.seq + 1,), generator=generator)
+        return maker.make(torch.randint(min(vocab, maker.ids), (maker.length,), generator=generator), i, 0)
 
     out = []
     for step in range(start, STEPS):

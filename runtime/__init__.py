@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .training.own_loop import Engine as Engine
+    from .training.own_loop import ParameterGroup as ParameterGroup
+    from .training.own_loop import shard as shard
     from .training.recipe import Recipe as Recipe
     from .training.run import train as train
     from .training.training_run import Summary as Summary
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
 
 # Public names and their modules. Each is imported on first use, so that `megaloom --help` loads no torch.
 EXPORTS = {
+    "Engine": "training.own_loop",
+    "ParameterGroup": "training.own_loop",
+    "shard": "training.own_loop",
     "Recipe": "training.recipe",
     "Summary": "training.training_run",
     "train": "training.run",

@@ -9,19 +9,23 @@ or a range of elements per data-parallel rank. Their own checkpoint formats cann
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import evolve, frozen
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+AVERAGE = "average"
+
+Averages = Mapping[int, Tensor]
+"""Averaged weights, by identity of the master weight."""
 
 
 @frozen(eq=False)
@@ -29,19 +33,19 @@ class ParameterState:
     """Optimizer state of one parameter on this rank: elements [start, stop) of master weight and moments."""
 
     param: nn.Parameter  # of the model
-    tensors: tuple[Tensor, ...]  # master weight and moments; empty if start == stop
+    tensors: tuple[Tensor, ...]  # master weight, moments, and the average if there is one; empty if start == stop
     start: int
     stop: int
     group: dist.ProcessGroup | None  # the ranks that hold the other elements; None if this rank holds all
 
-    def gathered(self) -> tuple[Tensor, ...]:
-        """Return master weight and moments in the parameter's shape. Every rank of the group calls it.
+    def gathered(self, count: int) -> tuple[Tensor, ...]:
+        """Return the `count` tensors in the parameter's shape. Every rank of the group calls it.
 
         Sharded state is gathered on the first rank of the group, which saves it; other ranks get tensors without data.
         """
         if self.group is None:
             return tuple(tensor.detach().view(self.param.shape) for tensor in self.tensors)
-        full = torch.zeros(1 + len(MOMENTS), self.param.numel(), device=self.param.device)
+        full = torch.zeros(count, self.param.numel(), device=self.param.device)
         for row, tensor in zip(full, self.tensors, strict=False):
             row[self.start : self.stop] = tensor.detach().view(-1)
         dist.reduce(full, group=self.group, group_dst=0)
@@ -54,8 +58,14 @@ class ParameterState:
             own.view(-1).copy_(full.reshape(-1)[self.start : self.stop])
 
 
-def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
+def parameter_states(optimizer: MegatronOptimizer, averages: Averages | None = None) -> Iterator[ParameterState]:
     """Yield the state of each trained parameter, in one order on all ranks that hold a part of it."""
+    for state in _parameter_states(optimizer):
+        average = (averages[id(state.tensors[0])],) if averages is not None and state.tensors else ()
+        yield evolve(state, tensors=(*state.tensors, *average))
+
+
+def _parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
     for one in optimizers_of(optimizer):
         if isinstance(one, DistributedOptimizer):
             yield from _sharded_states(one)
@@ -106,20 +116,23 @@ def _step_counters(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
 
 
 @torch.no_grad()
-def sharded_optimizer_state(model: dict[str, Any], optimizer: MegatronOptimizer, *, loading: bool) -> dict[str, Any]:
-    """Return master weights and moments as sharded tensors, sharded like the parameters of `model`.
+def sharded_optimizer_state(
+    model: dict[str, Any], optimizer: MegatronOptimizer, averages: Averages | None, *, loading: bool
+) -> dict[str, Any]:
+    """Return master weights, moments and averages as sharded tensors, sharded like the parameters of `model`.
 
     They hold this rank's values, or with `loading` empty tensors to load into.
     """
     names = {id(entry.data): name for name, entry in model.items()}
-    state: dict[str, Any] = {"model": {}, **{name: {} for name in MOMENTS}}
-    for one in parameter_states(optimizer):
+    kinds = MOMENTS if averages is None else (*MOMENTS, AVERAGE)
+    state: dict[str, Any] = {"model": {}, **{kind: {} for kind in kinds}}
+    for one in parameter_states(optimizer, averages):
         name = names[id(one.param)]
-        empty = (torch.empty_like(one.param, dtype=torch.float32, device="cpu") for _ in range(1 + len(MOMENTS)))
-        master, *moments = empty if loading else one.gathered()
+        empty = (torch.empty_like(one.param, dtype=torch.float32, device="cpu") for _ in range(1 + len(kinds)))
+        master, *others = empty if loading else one.gathered(1 + len(kinds))
         state["model"][name] = _with_data(model[name], master, "")
-        for kind, moment in zip(MOMENTS, moments, strict=True):
-            state[kind][name] = _with_data(model[name], moment, f"{kind}.")
+        for kind, tensor in zip(kinds, others, strict=True):
+            state[kind][name] = _with_data(model[name], tensor, f"{kind}.")
     for name in model.keys() - state["model"].keys():
         data = model[name].data
         is_buffer = isinstance(data, Tensor) and data.is_floating_point()  # megatron-core adds objects without data
@@ -135,13 +148,14 @@ def _with_data(entry: Any, data: Tensor, prefix: str) -> Any:
 
 @torch.no_grad()
 def restore_optimizer_state(
-    state: dict[str, Any], model: dict[str, Any], optimizer: MegatronOptimizer, *, steps: int
+    state: dict[str, Any], model: dict[str, Any], optimizer: MegatronOptimizer, averages: Averages | None, *, steps: int
 ) -> None:
     """Copy loaded state into the optimizer and set its step count. The model's parameters are not changed."""
     names = {id(entry.data): name for name, entry in model.items()}
-    for one in parameter_states(optimizer):
+    kinds = MOMENTS if averages is None else (*MOMENTS, AVERAGE)
+    for one in parameter_states(optimizer, averages):
         name = names[id(one.param)]
-        one.copy_from((state["model"][name], *(state[kind][name] for kind in MOMENTS)))
+        one.copy_from((state["model"][name], *(state[kind][name] for kind in kinds)))
     for counter in _step_counters(optimizer):
         previous = counter.get("step")
         counter["step"] = torch.full_like(previous, steps) if isinstance(previous, Tensor) else steps

@@ -1,4 +1,4 @@
-"""Initial weights: a pure function of seed, weight name and copy index. They do not depend on the layout.
+"""Initial weights: a pure function of seed, weight name and copy index, or given by name. No layout changes them.
 
 numpy draws them, not a `torch.Generator`. torch's CPU seed has only 32 bits, so two of the 200,000 matrices of a large
 mixture of experts would likely be equal, and its normals depend on the processor's instructions. numpy's PCG64 uses 128
@@ -7,13 +7,14 @@ bits of the digest, is as fast, and its normals (ziggurat method) are the same b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import sha256
 from math import prod
 
 import numpy as np
 import torch
 
-from megaloom.dsl import Slot, Weight
+from megaloom.dsl import Graph, Shape, Slot, UserError, Weight
 
 
 def initial_weight(slot: Slot, seed: int, index: int | None = None) -> torch.Tensor:
@@ -32,6 +33,27 @@ def initial_weight(slot: Slot, seed: int, index: int | None = None) -> torch.Ten
     for i in range(copies):
         out[i] = _draw(slot, seed, i, sizes)
     return torch.from_numpy(out.reshape([d.known for d in slot.dims]))
+
+
+def given_weight(slot: Slot, weights: Mapping[str, torch.Tensor], index: int | None = None) -> torch.Tensor:
+    """Return a weight, or one copy of it, from values by the names of `graph(model).weights`."""
+    full = weights[slot.name]
+    if index is None:
+        return full
+    return full.reshape(-1, *(d.known for d in slot.value.shape))[index]
+
+
+def check_weights(graph: Graph, weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise UserError unless `weights` has each weight of a model, in its shape, and nothing else."""
+    for name, slot in graph.weights.items():
+        if name not in weights:
+            given = ", ".join(weights) or "none"
+            raise UserError(f"no weight {name!r} {Shape(slot.dims)}; the names given are {given}")
+        sizes, expected = list(weights[name].shape), [d.known for d in slot.dims]
+        if sizes != expected:
+            raise UserError(f"weight {name!r} has shape {Shape(slot.dims)}, but the tensor given has sizes {sizes}")
+    if unknown := [name for name in weights if name not in graph.weights]:
+        raise UserError(f"model {graph.name!r} has no weight {unknown[0]!r}")
 
 
 def _draw(slot: Slot, seed: int, index: int, sizes: list[int]) -> np.ndarray:

@@ -55,6 +55,7 @@ class Manifest:
     fingerprint: str
     data: str  # digest of the corpus
     recipe: dict[str, float | str | bool]  # `Recipe.as_saved`
+    averaged: bool = False  # whether the checkpoint has averaged weights
     layout: str  # the layout under which the checkpoint was saved
     libraries: dict[str, str] = field(factory=lambda: {name: version(name) for name in ("torch", "megatron-core")})
     files: dict[str, SavedFile] = field(factory=dict)  # by file name; `save` fills it in

@@ -7,60 +7,49 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from attrs import define, field, frozen
 from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megaloom.dsl import (
-    DType,
     Graph,
     Model,
     Slot,
     UserError,
     graph,
 )
-from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_trainable
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import make_build_context
-from megaloom.runtime.megatron.kernels import zigzag
-from megaloom.runtime.megatron.optimizer_state import restore_optimizer_state, sharded_optimizer_state
+from megaloom.runtime.megatron.optimizer_state import AVERAGE, restore_optimizer_state, sharded_optimizer_state
 from megaloom.runtime.megatron.process_groups import ProcessGroups, create_process_groups
 from megaloom.runtime.modules import parameters
-from megaloom.runtime.modules.initial_weights import initial_weight
+from megaloom.runtime.modules.initial_weights import check_weights, given_weight, initial_weight
 from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.reference.dropout import MaskSource
 
-from .loss_weights import weight_sums
+from . import checkpoint
+from .averaged_weights import AveragedWeights
+from .checkpoint_folder import Manifest, latest
 from .optimizer import make_optimizer, make_scheduler, share_grad_scaler, wrap_in_ddp
+from .own_batches import Batch, captured_logits, gathered_logits, global_samples, samples_of
+from .parameter_groups import ParameterGroup, assign_groups, zero_frozen_gradients
+from .pipeline_run import MicroBatches, PipelineRun, Samples, Step
 from .recipe import Recipe
-from .samples import Sample, check_sample
-from .steps import Forward, Losses, MicroBatch, Outputs, Steps, Sums, complete
+from .samples import Sample, SampleMaker
+from .steps import Losses, Steps, complete
 from .weight_update import NonFiniteError, SharedGradScaler, first_bad_gradient, first_bad_output, update_weights
-
-Step = Callable[[Forward, MicroBatch], Sums | None]
-Samples = Callable[[int], Sample]  # maps i to sample i of a global batch: named tensors without a batch dim
-
-
-@frozen
-class MicroBatches:
-    """Micro-batches of one data-parallel rank. The loss of those that start at `stop` or later is not counted."""
-
-    starts: tuple[int, ...]  # the first sample of each
-    size: int  # samples of each
-    stop: int  # the last sample of all ranks, plus 1
 
 
 @frozen
@@ -99,11 +88,13 @@ class Engine:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     scaler: SharedGradScaler | None  # of fp16
-    losses: Losses
+    pipeline: PipelineRun
     steps: Steps
-    checked: bool = field(default=False, init=False)  # samples of a first micro-batch have been checked
-    weight_sum: Tensor = field(init=False)  # of the micro-batches of this step that this rank has run
+    parameter_groups: tuple[ParameterGroup, ...]
+    averages: AveragedWeights | None
     skipped: int = field(default=0, init=False)  # steps, of those done
+    loads_average: bool = field(default=False, init=False)  # whether the checkpoint to load has averaged weights
+    saved: Path | None = field(default=None, init=False)  # the checkpoint of the last `save` or `load`
     skipped_by_choice: int = field(default=0, init=False)  # steps that `Recipe.skip_non_finite` allowed
 
     @property
@@ -112,16 +103,28 @@ class Engine:
         return int(self.scheduler.num_steps)
 
     @classmethod
-    def build(cls, plan: Plan, model: Model, recipe: Recipe, steps: object = None) -> Engine:
+    def build(
+        cls,
+        plan: Plan,
+        model: Model,
+        recipe: Recipe,
+        steps: object = None,
+        *,
+        parameter_groups: Sequence[ParameterGroup] = (),
+        average: float | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> Engine:
         """Build this rank's model chunks, optimizer and schedule. Initial weights do not depend on the layout.
 
         torch.distributed must be initialized with as many ranks as the plan has. steps: an object with any of the
-        methods of `Steps`. Raise UserError for a plan that the runtime does not run.
+        methods of `Steps`. For the other options see `shard`. Raise UserError for a plan that the runtime does not run.
         """
         check_trainable(plan, model)
         if recipe.deterministic:
             device.use_deterministic_kernels()
         g, groups = graph(model), create_process_groups(plan.layout)
+        if weights is not None:
+            check_weights(g, weights)
         context = make_build_context(g, plan.layout, plan.workload, groups)
         config = context.config
         tensor_parallel.model_parallel_cuda_manual_seed(recipe.seed)
@@ -129,45 +132,68 @@ class Engine:
         model_chunks = [ModelChunk(g, s, context) for s in sorted(own_stages, key=lambda s: s.chunk)]
 
         def draw(slot: Slot, index: int | None) -> Tensor:
-            return initial_weight(slot, recipe.seed, index)
+            return initial_weight(slot, recipe.seed, index) if weights is None else given_weight(slot, weights, index)
 
         for chunk in model_chunks:
             for node, module in chunk.node_modules():
                 full = parameters.node_parameters(node, module, draw, groups)
                 parameters.fill_shards(module, full, groups)
         chunks = wrap_in_ddp(model_chunks, config, groups)
-        optimizer = make_optimizer(recipe, chunks, config, groups)
+        assign_groups(model_chunks, parameter_groups)
+        optimizer = make_optimizer(recipe, chunks, config, groups, parameter_groups)
         config.grad_scale_func = optimizer.scale_loss
         scaler = share_grad_scaler(recipe, optimizer, plan.workload.tokens) if config.fp16 else None
         scheduler = make_scheduler(recipe, optimizer)
-        engine = cls(plan, g, recipe, groups, chunks, optimizer, scheduler, scaler, Losses.of(g), complete(steps))
-        config.finalize_model_grads_func = engine._finalize_gradients
+        engine = cls(
+            plan,
+            g,
+            recipe,
+            groups,
+            chunks,
+            optimizer,
+            scheduler,
+            scaler,
+            PipelineRun(plan, g, groups, chunks, Losses.of(g)),
+            complete(steps),
+            tuple(parameter_groups),
+            None if average is None else AveragedWeights.of(optimizer, chunks, average),
+        )
+        config.finalize_model_grads_func = engine.pipeline.finalize_gradients
         if steps is not None:
             for chunk in model_chunks:
                 chunk.return_predictions()
         return engine
 
-    def step(self, samples: Samples) -> StepResult:
-        """Train on one global batch. `samples(i)` is called for this rank's samples only.
+    def step(self, batch: Batch | Samples) -> StepResult:
+        """Train on one global batch.
+
+        batch: the sequences of this data-parallel rank, named tensors [batch / dp ..] or token ids; all tp, cp and pp
+        ranks of it give the same. Or a function from i to sample i of the global batch, which is called for this rank's
+        samples only.
 
         No weight changes if the loss or a gradient is NaN or infinite. The step is then skipped if the loss scale of
         fp16 can be lowered, or the recipe allows it. Else raise NonFiniteError, which names rank, layer and parameter.
         """
+        plan = self.plan
+        samples = batch if callable(batch) else global_samples(self._samples_of(batch), plan.workload, plan.layout)
         self._seed_dropout()
         buffers = self._moving_buffers()
+        self._set_training(True)
         for chunk in self.chunks:
-            chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        part = self._microbatches_of(self.plan.workload.batch, self.plan.layout.micro_batch)
+        part = self.pipeline.microbatches_of(self.plan.workload.batch, self.plan.layout.micro_batch)
         loss = mean_loss(self._run(samples, part, self.steps.training_step, forward_only=False))
-        lr = self.optimizer.param_groups[0]["lr"]
+        zero_frozen_gradients(self.model_chunks, self.parameter_groups)
+        lr = self.scheduler.get_lr({})
         update = update_weights(self.optimizer, loss, self.recipe.clip_grad)
         if not update.done:
             for buffer, value in buffers:
                 buffer.copy_(value)
             self._check_skip(samples, part, loss, update.grad_norm)
             self.skipped += 1
+        elif self.averages:
+            self.averages.update()
         if self.scaler:
             self.scaler.settle(overflow=not update.done)
         self.scheduler.step(1)
@@ -198,142 +224,105 @@ class Engine:
             f"first at {first or 'the gradient norm'}"
         )
 
-    def evaluate(self, samples: Samples, count: int) -> EvaluationResult:
-        """Return the mean loss over `count` samples, any number, `samples(0)` to `samples(count - 1)`."""
+    def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:
+        """Return the mean loss over batches, each with any number of sequences.
+
+        Each data-parallel rank gives its own batches, and they may be fewer or smaller than those of other ranks.
+        """
+        self._set_training(False)
+        total, own, last = torch.zeros(1 + len(self.pipeline.losses.names), 2, dtype=torch.float64), iter(batches), None
+        while True:
+            samples = [] if (batch := next(own, None)) is None else self._samples_of(batch)
+            part = self.pipeline.own_part(len(samples))
+            if not part.starts:
+                return EvaluationResult(loss=mean_loss(total), tokens=round(float(total[0, 1])))
+            last = samples[-1] if samples else last
+            if last is None:
+                raise UserError("this data-parallel rank has no batch to evaluate, but others have; give it one")
+            rows = samples or [last]
+            with torch.no_grad():
+                total += self._run(rows.__getitem__, part, self.steps.validation_step, forward_only=True).cpu()
+
+    def logits(self, batch: Batch) -> Tensor | None:
+        """Return the logits [sequences, seq, vocab] for this data-parallel rank's sequences.
+
+        All ranks of the last pipeline stage return them, other ranks None. Every data-parallel rank gives a batch.
+        """
+        self._set_training(False)
+        samples = self._samples_of(batch)
+        part = self.pipeline.own_part(len(samples))
+        with torch.no_grad(), captured_logits(self.model_chunks) as captured:
+            self._run(samples.__getitem__, part, Steps().validation_step, forward_only=True)
+        if not self.groups.is_last_pipeline_rank:
+            return None
+        return gathered_logits(captured, self.graph, self.groups)[: len(samples)]
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the averaged weights, for `evaluate` and `logits`."""
+        if self.averages is None:
+            raise UserError("this engine has no averaged weights\ngive a decay: shard(…, average=0.999)")
+        return self.averages.in_model()
+
+    def save(self, run: Path) -> Path:
+        """Save the training state of all ranks as run/step-…, and return that folder. Every rank calls it.
+
+        A state that was loaded from this folder or saved there, without a step since, is not saved again.
+        """
+        folder = run / f"step-{self.done:06d}"
+        if self.saved == folder:
+            return folder
+        manifest = Manifest(
+            step=self.done,
+            samples=self.done * self.plan.workload.batch,
+            model=self.plan.model,
+            fingerprint=self.plan.fingerprint,
+            data="",
+            recipe=self.recipe.as_saved(),
+            averaged=self.averages is not None,
+            layout=str(self.plan.layout),
+        )
+        self.saved = checkpoint.save(self, run, manifest)
+        return self.saved
+
+    def load(self, run: Path) -> int:
+        """Load the last checkpoint of a run folder, saved under any layout, and return its step; 0 if there is none."""
+        if last := latest(run, fingerprint=self.plan.fingerprint):
+            self.loads_average = last.manifest.averaged
+            checkpoint.load(self, last)
+            self.saved = last.folder
+        return self.done
+
+    def _set_training(self, training: bool) -> None:
+        """Switch dropout and the balancing losses on or off."""
         for chunk in self.chunks:
-            chunk.eval()
+            chunk.train(training)
+
+    def _samples_of(self, batch: Batch) -> list[Sample]:
+        """Return the samples of a batch."""
+        seq = self.plan.workload.seq
+
+        def data_step(text: Tensor) -> Sample:
+            return self.steps.data_step(SampleMaker.of(self.graph, seq), text, self.done, self.recipe.seed)
+
+        return samples_of(batch, self.graph, seq, data_step)
+
+    def evaluate_samples(self, samples: Samples, count: int) -> EvaluationResult:
+        """Return the mean loss over `count` samples, any number, `samples(0)` to `samples(count - 1)`."""
+        self._set_training(False)
         layout, size = self.plan.layout, self.plan.workload.batch
         whole = count - count % size
-        parts = [self._microbatches_of(size, layout.micro_batch, first) for first in range(0, whole, size)]
+        parts = [self.pipeline.microbatches_of(size, layout.micro_batch, first) for first in range(0, whole, size)]
         if count > whole:
-            parts.append(self._microbatches_of(count - whole, 1, whole))
+            parts.append(self.pipeline.microbatches_of(count - whole, 1, whole))
         with torch.no_grad():
             sums = [self._run(samples, part, self.steps.validation_step, forward_only=True) for part in parts]
         total = torch.stack(sums).sum(0)
         return EvaluationResult(loss=mean_loss(total), tokens=round(float(total[0, 1])))
 
     def _run(self, samples: Samples, part: MicroBatches, step: Step, *, forward_only: bool) -> Tensor:
-        """Run micro-batches through the pipeline. Return (loss_sum, weight_sum) of all ranks.
-
-        After them come the sums of each loss: [1 + losses, 2], float64, equal on all ranks.
-        """
-        whole = [self._microbatch(samples, part, start) for start in part.starts]
-        counted = [batch for start, batch in zip(part.starts, whole, strict=True) if start < part.stop]
-        forward_step = partial(self._forward_step, step, self._ratios(counted))
-        masks = [MaskSource(self.recipe.seed, self.done, first_sample=start) for start in part.starts]
-        feed = list(zip(map(self._on_this_rank, whole), masks, strict=True))
-        feeds = [iter(feed) for _ in self.chunks]  # each chunk has its own iterator over all
-        self.weight_sum = torch.zeros((), dtype=torch.float64, device=device.current())
-        sums = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=feeds if len(feeds) > 1 else feeds[0],
-            model=self.chunks if len(feeds) > 1 else self.chunks[0],
-            num_microbatches=len(part.starts),
-            seq_length=self._sent_positions(),
-            micro_batch_size=part.size,
-            forward_only=forward_only,
-        )
-        total = torch.zeros(1 + len(self.losses.names), 2, dtype=torch.float64, device=device.current())
-        if self.groups.is_last_pipeline_rank and self.groups.tp_rank == 0:
-            for start, each in zip(part.starts, sums, strict=True):
-                if start < part.stop:
-                    total += each["sums"]
-        dist.all_reduce(total)
-        return total
-
-    def _sent_positions(self) -> int:
-        """Return the positions of the hidden states between stages, of which megatron-core sends 1 / cp, or / tp · cp.
-
-        Sequences that are not sharded, such as the patches of an image, count as often as megatron-core divides them.
-        """
-        layout, seq = self.plan.layout, self.plan.workload.seq
-        for stage in (s for s in self.plan.stages if s.start):
-            name = self.graph.live_values[stage.start][0]
-            d = self.graph.nodes[self.graph.index[name]].shape.positions("embed")
-            return seq if d.size is None else d.size * layout.cp * (layout.tp if layout.sequence_parallel else 1)
-        return seq
-
-    def _microbatches_of(self, samples: int, size: int, first: int = 0) -> MicroBatches:
-        """Return this rank's micro-batches of a number of samples.
-
-        Micro-batch k of data-parallel rank r is the global micro-batch k · dp + r. So the samples that share a
-        micro-batch do not depend on dp. All ranks have equally many, in whole groups of an interleaved schedule: some
-        may be beyond the last sample.
-        """
-        layout = self.plan.layout
-        count = -(-samples // (size * layout.dp))
-        if layout.vpp > 1:
-            count += -count % layout.microbatch_group_size
-        starts = (first + (k * layout.dp + self.groups.dp_rank) * size for k in range(count))
-        return MicroBatches(tuple(starts), size, first + samples)
-
-    def _microbatch(self, samples: Samples, part: MicroBatches, start: int) -> MicroBatch:
-        """Return a micro-batch as whole sequences, named tensors [size ..]. Beyond the last sample, repeat that one."""
-        own = [samples(min(start + j, part.stop - 1)) for j in range(part.size)]
-        for sample in own if not self.checked else ():
-            check_sample(self.graph, sample, self.plan.workload.seq)
-        self.checked = True
-        return {name: torch.stack([sample[name] for sample in own]) for name in own[0]}
-
-    def _on_this_rank(self, batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch on this rank's device, with its context-parallel part of each sequence."""
-        out, layout = {}, self.plan.layout
-        for name, x in batch.items():
-            value = self.graph.nodes[self.graph.index[name]].value
-            for i, d in enumerate(value.shape):
-                if d.name in SEQUENCES and layout.cp > 1:
-                    x = x.index_select(i, zigzag(x.shape[i], layout.cp, self.groups.cp_rank))
-            x = x.to(self.chunks[0].config.params_dtype) if value.dtype is DType.COMPUTE else x
-            out[name] = x.contiguous().to(device.current())
-        return out
-
-    def _ratios(self, whole: list[MicroBatch]) -> Tensor:
-        """Return, for each loss, the weights of the first loss over its own, summed over the global batch."""
-        names = self.losses.names
-        if len(names) == 1:
-            return torch.ones(1, dtype=torch.float64)
-        total = sum((weight_sums(self.graph, names, batch) for batch in whole), start=torch.zeros(len(names)).double())
-        total = total.to(device.current())
-        dist.all_reduce(total, group=self.groups.collection.dp)
-        return total[0] / total
-
-    def _forward_step(
-        self, step: Step, ratios: Tensor, feed: Iterator[tuple[MicroBatch, MaskSource]], chunk: DistributedDataParallel
-    ) -> tuple[Tensor, Any]:
-        """Run a micro-batch through a chunk. Return its output and the loss reduction, as the schedules ask."""
-        results: list[Any] = []
-        whole_batch, masks = next(feed)
-
-        def forward(batch: MicroBatch) -> Outputs | None:
-            results.append(out := chunk(**batch, masks=masks))
-            if not isinstance(out, dict):
-                return None
-            loss_sum, weight_sum, each = self.losses.sums(out[self.losses.end], ratios)
-            results.append(each)
-            return Outputs(out, loss_sum, weight_sum)
-
-        sums = step(forward, dict(whole_batch))
-        if not results:
-            raise UserError(f"{step.__qualname__} returned without a call of forward: call it once")
-        if not isinstance(results[0], dict):
-            return results[0], None
-        if sums is None:
-            raise UserError(f"{step.__qualname__} must return (loss_sum, weight_sum) where forward returns outputs")
-        return sums[0], partial(self._reduce_loss, torch.as_tensor(sums[1]), results[1])
-
-    def _reduce_loss(
-        self, weight_sum: Tensor, each: Tensor, loss_sum: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return a micro-batch's loss sum, the number of its backward passes, and a report of its sums."""
-        weight = weight_sum.detach().to(self.weight_sum)
-        self.weight_sum += weight
-        total = torch.stack([loss_sum.detach().to(weight), weight])
-        report = torch.cat([total[None], each.to(total)])
-        return loss_sum, torch.ones((), dtype=torch.int, device=report.device), {"sums": report}
-
-    def _finalize_gradients(self, chunks: list[Any], count: Tensor | None = None, **options: Any) -> None:
-        """Reduce the gradients of the step, divided by the sum of the weights of the global batch."""
-        finalize_model_grads(chunks, self.weight_sum, **options)
+        """Run micro-batches through the pipeline, with the dropout of this step. Return the sums of the losses."""
+        masks = MaskSource(self.recipe.seed, self.done, first_sample=0)
+        return self.pipeline.run(samples, part, step, masks, forward_only=forward_only)
 
     def _seed_dropout(self) -> None:
         """Seed the dropout of fused attention and of experts, whose masks depend on the layout, from the step number.
@@ -356,7 +345,8 @@ class Engine:
 
         Names, types and global shapes do not depend on the plan. With `loading`, tensors are empty, to load into.
         """
-        state = sharded_optimizer_state(self._parameters(), self.optimizer, loading=loading)
+        averages = self.averages.values if self.averages and (self.loads_average or not loading) else None
+        state = sharded_optimizer_state(self._parameters(), self.optimizer, averages, loading=loading)
         scale = {"loss_scale": self.scaler.state_dict()} if self.scaler else {}
         return {**state, "done": self.done, "skipped": self.skipped, **scale}
 
@@ -366,7 +356,10 @@ class Engine:
             chunk.load(loaded["model"])
         self.skipped = loaded.get("skipped", 0)
         updates = loaded["done"] - self.skipped
-        restore_optimizer_state(loaded, self._parameters(), self.optimizer, steps=updates)
+        averages = self.averages.values if self.averages and AVERAGE in loaded else None
+        restore_optimizer_state(loaded, self._parameters(), self.optimizer, averages, steps=updates)
+        if self.averages and averages is None:
+            self.averages.restart()
         if self.scaler and "loss_scale" in loaded:
             self.scaler.load_state_dict(loaded["loss_scale"])
         self.scheduler.step(loaded["done"] - self.done)

@@ -124,7 +124,10 @@ class Loop:
             tokens = torch.from_numpy(text.held_out_sample(i, seq=seq))
             return self.engine.steps.data_step(self.maker, tokens, i, 0)
 
-        result = self.engine.evaluate(sample, self.run.evaluation_samples(seq, whole=whole))
+        samples = self.run.evaluation_samples(seq, whole=whole)
+        if samples > self.run.evaluation_samples(seq, whole=False):
+            self.display.print(f"evaluating all {samples * seq:,} held-out tokens")
+        result = self.engine.evaluate_samples(sample, samples)
         loss, perplexity, tokens = result.loss, result.perplexity, result.tokens
         self.metrics.write("evaluation", step=self.engine.done, loss=loss, perplexity=perplexity, tokens=tokens)
         text_part = "all" if whole else f"{tokens:,}"

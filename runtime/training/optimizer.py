@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from megaloom.runtime.megatron.optimizer_state import optimizers_of
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.modules.model_chunk import ModelChunk
 
+from .parameter_groups import ParameterGroup, group_overrides
 from .recipe import Recipe, Schedule
 from .weight_update import SharedGradScaler
 
@@ -79,7 +81,11 @@ def _wait_for_weights(chunk: DistributedDataParallel, module: nn.Module, _: Any)
 
 
 def make_optimizer(
-    recipe: Recipe, chunks: list[DistributedDataParallel], config: TransformerConfig, groups: ProcessGroups
+    recipe: Recipe,
+    chunks: list[DistributedDataParallel],
+    config: TransformerConfig,
+    groups: ProcessGroups,
+    parameter_groups: Sequence[ParameterGroup] = (),
 ) -> MegatronOptimizer:
     """Return AdamW on fp32 master weights, its state sharded over data-parallel ranks if the layout says so."""
     return get_megatron_optimizer(
@@ -103,7 +109,8 @@ def make_optimizer(
         config_overrides={
             ParamKey(
                 name="*.bias", attr="constant", predicate=ParamPredicate("one_dim", lambda p: p.dim() == 1)
-            ): ParamGroupOverride(wd_mult=0.0)
+            ): ParamGroupOverride(wd_mult=0.0),
+            **group_overrides(parameter_groups, recipe),
         },
         use_gloo_process_groups=False,
     )

@@ -8,7 +8,8 @@ import importlib, pkgutil, sys
 for name in sys.argv[1:]:
     module = importlib.import_module(name)
     for info in pkgutil.walk_packages(getattr(module, "__path__", ()), name + "."):
-        importlib.import_module(info.name)
+        if ".scripts." not in info.name:  # programs may train
+            importlib.import_module(info.name)
 print(*{name.partition(".")[0] for name in sys.modules})
 """
 

@@ -61,6 +61,16 @@ def _own_layer() -> str:
     return _code("\n".join(source.splitlines()[first - 1 : layer.end_lineno]), "python")
 
 
+def _own_loop() -> str:
+    source = (ROOT / "examples" / "scripts" / "own_loop.py").read_text()
+    return _code(source[source.index("from pathlib") :].partition("\n\nif __name__")[0], "python")
+
+
+def _own_torch_module() -> str:
+    source = (ROOT / "examples" / "scripts" / "own_torch_module.py").read_text()
+    return _code(source[source.index("class Decoder") :].partition("\n\nif __name__")[0], "py")
+
+
 def _own_module() -> str:
     source = (ROOT / "examples" / "own_module.py").read_text()
     (layer,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
@@ -262,6 +272,8 @@ def _map() -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "own_layer": _own_layer,
     "own_module": _own_module,
+    "own_loop": _own_loop,
+    "own_torch_module": _own_torch_module,
     "plan": _plan,
     "accuracy": _accuracy,
     "families": _families,

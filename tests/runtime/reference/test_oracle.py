@@ -94,7 +94,7 @@ def trained(plan: Plan) -> tuple[float, list[float], list[float]]:
     from megaloom.runtime.training.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], RECIPE)
-    before = engine.evaluate(sample, BATCH).loss
+    before = engine.evaluate_samples(sample, BATCH).loss
     results = [engine.step(lambda i, k=k: sample(k * BATCH + i)) for k in range(RECIPE.steps)]
     return before, [r.loss for r in results], [r.grad_norm for r in results]
 

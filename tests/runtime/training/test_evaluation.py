@@ -37,9 +37,9 @@ def evaluated(plan: Plan, counts: tuple[int, ...], alone: bool = False) -> list[
     if alone:
         return [
             (r.loss, r.tokens)
-            for r in (engine.evaluate(lambda _, i=i: sample(i), 1) for i in range(max(counts)))  # type: ignore[misc]
+            for r in (engine.evaluate_samples(lambda _, i=i: sample(i), 1) for i in range(max(counts)))  # type: ignore[misc]
         ]
-    return [(r.loss, r.tokens) for r in (engine.evaluate(sample, count) for count in counts)]
+    return [(r.loss, r.tokens) for r in (engine.evaluate_samples(sample, count) for count in counts)]
 
 
 @pytest.mark.parametrize("case", LAYOUTS)

@@ -1,0 +1,189 @@
+"""One pass of a batch through the pipeline, by megatron-core's schedules: micro-batches in, sums of the losses out.
+
+`PipelineRun.run` takes samples by their index, splits them into micro-batches and each sequence over the
+context-parallel ranks, and runs the user's step on each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import define, evolve, field, frozen
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megaloom.dsl import DType, Graph, UserError
+from megaloom.dsl.sharding_table import SEQUENCES
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.megatron import device
+from megaloom.runtime.megatron.kernels import zigzag
+from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.reference.dropout import MaskSource
+
+from .loss_weights import weight_sums
+from .samples import Sample, check_sample
+from .steps import Forward, Losses, MicroBatch, Outputs, Sums
+
+Step = Callable[[Forward, MicroBatch], Sums | None]
+Samples = Callable[[int], Sample]  # maps i to sample i of a global batch: named tensors without a batch dim
+
+
+@frozen
+class MicroBatches:
+    """Micro-batches of one data-parallel rank. The loss of those that start at `stop` or later is not counted."""
+
+    starts: tuple[int, ...]  # the first sample of each
+    size: int  # samples of each
+    stop: int  # the last sample of all ranks, plus 1
+
+
+@define(eq=False)
+class PipelineRun:
+    """The pipeline of this rank: its model chunks, and what the schedules need to run them."""
+
+    plan: Plan
+    graph: Graph
+    groups: ProcessGroups
+    chunks: list[DistributedDataParallel]
+    losses: Losses
+    checked: bool = field(default=False, init=False)  # samples of a first micro-batch have been checked
+    weight_sum: Tensor = field(init=False)  # of the micro-batches of this pass that this rank has run
+
+    def own_part(self, count: int) -> MicroBatches:
+        """Return micro-batches of one sequence for this rank's own samples, on each rank as many as the most."""
+        longest = torch.tensor(count, device=device.current())
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        layout, most = self.plan.layout, int(longest)
+        if layout.vpp > 1:
+            most += -most % layout.microbatch_group_size
+        return MicroBatches(tuple(range(most)), 1, count)
+
+    def run(self, samples: Samples, part: MicroBatches, step: Step, masks: MaskSource, *, forward_only: bool) -> Tensor:
+        """Run micro-batches through the pipeline. Return (loss_sum, weight_sum) of all ranks.
+
+        After them come the sums of each loss: [1 + losses, 2], float64, equal on all ranks. masks: of dropout.
+        """
+        whole = [self._microbatch(samples, part, start) for start in part.starts]
+        counted = [batch for start, batch in zip(part.starts, whole, strict=True) if start < part.stop]
+        forward_step = partial(self._forward_step, step, self._ratios(counted))
+        feed = [
+            (self._on_this_rank(batch), evolve(masks, first_sample=start))
+            for start, batch in zip(part.starts, whole, strict=True)
+        ]
+        feeds = [iter(feed) for _ in self.chunks]  # each chunk has its own iterator over all
+        self.weight_sum = torch.zeros((), dtype=torch.float64, device=device.current())
+        sums = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=feeds if len(feeds) > 1 else feeds[0],
+            model=self.chunks if len(feeds) > 1 else self.chunks[0],
+            num_microbatches=len(part.starts),
+            seq_length=self._sent_positions(),
+            micro_batch_size=part.size,
+            forward_only=forward_only,
+        )
+        total = torch.zeros(1 + len(self.losses.names), 2, dtype=torch.float64, device=device.current())
+        if self.groups.is_last_pipeline_rank and self.groups.tp_rank == 0:
+            for start, each in zip(part.starts, sums, strict=True):
+                if start < part.stop:
+                    total += each["sums"]
+        dist.all_reduce(total)
+        return total
+
+    def _sent_positions(self) -> int:
+        """Return the positions of the hidden states between stages, of which megatron-core sends 1 / cp, or / tp · cp.
+
+        Sequences that are not sharded, such as the patches of an image, count as often as megatron-core divides them.
+        """
+        layout, seq = self.plan.layout, self.plan.workload.seq
+        for stage in (s for s in self.plan.stages if s.start):
+            name = self.graph.live_values[stage.start][0]
+            d = self.graph.nodes[self.graph.index[name]].shape.positions("embed")
+            return seq if d.size is None else d.size * layout.cp * (layout.tp if layout.sequence_parallel else 1)
+        return seq
+
+    def microbatches_of(self, samples: int, size: int, first: int = 0) -> MicroBatches:
+        """Return this rank's micro-batches of a number of samples.
+
+        Micro-batch k of data-parallel rank r is the global micro-batch k · dp + r. So the samples that share a
+        micro-batch do not depend on dp. All ranks have equally many, in whole groups of an interleaved schedule: some
+        may be beyond the last sample.
+        """
+        layout = self.plan.layout
+        count = -(-samples // (size * layout.dp))
+        if layout.vpp > 1:
+            count += -count % layout.microbatch_group_size
+        starts = (first + (k * layout.dp + self.groups.dp_rank) * size for k in range(count))
+        return MicroBatches(tuple(starts), size, first + samples)
+
+    def _microbatch(self, samples: Samples, part: MicroBatches, start: int) -> MicroBatch:
+        """Return a micro-batch as whole sequences, named tensors [size ..]. Beyond the last sample, repeat that one."""
+        own = [samples(min(start + j, part.stop - 1)) for j in range(part.size)]
+        for sample in own if not self.checked else ():
+            check_sample(self.graph, sample, self.plan.workload.seq)
+        self.checked = True
+        return {name: torch.stack([sample[name] for sample in own]) for name in own[0]}
+
+    def _on_this_rank(self, batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch on this rank's device, with its context-parallel part of each sequence."""
+        out, layout = {}, self.plan.layout
+        for name, x in batch.items():
+            value = self.graph.nodes[self.graph.index[name]].value
+            for i, d in enumerate(value.shape):
+                if d.name in SEQUENCES and layout.cp > 1:
+                    x = x.index_select(i, zigzag(x.shape[i], layout.cp, self.groups.cp_rank))
+            x = x.to(self.chunks[0].config.params_dtype) if value.dtype is DType.COMPUTE else x
+            out[name] = x.contiguous().to(device.current())
+        return out
+
+    def _ratios(self, whole: list[MicroBatch]) -> Tensor:
+        """Return, for each loss, the weights of the first loss over its own, summed over the global batch."""
+        names = self.losses.names
+        if len(names) == 1:
+            return torch.ones(1, dtype=torch.float64)
+        total = sum((weight_sums(self.graph, names, batch) for batch in whole), start=torch.zeros(len(names)).double())
+        total = total.to(device.current())
+        dist.all_reduce(total, group=self.groups.collection.dp)
+        return total[0] / total
+
+    def _forward_step(
+        self, step: Step, ratios: Tensor, feed: Iterator[tuple[MicroBatch, MaskSource]], chunk: DistributedDataParallel
+    ) -> tuple[Tensor, Any]:
+        """Run a micro-batch through a chunk. Return its output and the loss reduction, as the schedules ask."""
+        results: list[Any] = []
+        whole_batch, masks = next(feed)
+
+        def forward(batch: MicroBatch) -> Outputs | None:
+            results.append(out := chunk(**batch, masks=masks))
+            if not isinstance(out, dict):
+                return None
+            loss_sum, weight_sum, each = self.losses.sums(out[self.losses.end], ratios)
+            results.append(each)
+            return Outputs(out, loss_sum, weight_sum)
+
+        sums = step(forward, dict(whole_batch))
+        if not results:
+            raise UserError(f"{step.__qualname__} returned without a call of forward: call it once")
+        if not isinstance(results[0], dict):
+            return results[0], None
+        if sums is None:
+            raise UserError(f"{step.__qualname__} must return (loss_sum, weight_sum) where forward returns outputs")
+        return sums[0], partial(self._reduce_loss, torch.as_tensor(sums[1]), results[1])
+
+    def _reduce_loss(
+        self, weight_sum: Tensor, each: Tensor, loss_sum: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return a micro-batch's loss sum, the number of its backward passes, and a report of its sums."""
+        weight = weight_sum.detach().to(self.weight_sum)
+        self.weight_sum += weight
+        total = torch.stack([loss_sum.detach().to(weight), weight])
+        report = torch.cat([total[None], each.to(total)])
+        return loss_sum, torch.ones((), dtype=torch.int, device=report.device), {"sums": report}
+
+    def finalize_gradients(self, chunks: list[Any], count: Tensor | None = None, **options: Any) -> None:
+        """Reduce the gradients of the step, divided by the sum of the weights of the global batch."""
+        finalize_model_grads(chunks, self.weight_sum, **options)

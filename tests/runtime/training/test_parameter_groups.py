@@ -1,0 +1,72 @@
+"""Parameter groups by name: learning rate, weight decay, frozen; equal under every layout."""
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from megaloom.dsl.catalog import find
+from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime import ParameterGroup, Recipe, shard
+from megaloom.runtime.launch import launcher
+from tests.support.batches import next_token
+
+TP2 = Layout(tp=2, sequence_parallel=True)
+RECIPE = Recipe(steps=10, lr=1e-2, min_lr=1e-3, warmup=2, weight_decay=0.1)
+GROUPS = (
+    ParameterGroup("embed.*", frozen=True),
+    ParameterGroup("*.0.linear_fc1.*", lr=5e-3),
+    ParameterGroup("attention.*", lr=2e-2, weight_decay=0.5),
+)
+TOKENS = torch.randint(127, (12, 33), generator=torch.Generator().manual_seed(0))
+
+
+def trained(plan: Plan, groups: tuple[ParameterGroup, ...]) -> dict[str, Any]:
+    """On each rank: losses and norms of three steps, the settings of each parameter, and whether it has changed."""
+    from megaloom.runtime.training.parameter_groups import named_parameters
+
+    engine = shard(find(plan.model)[0], plan, RECIPE, parameter_groups=groups)
+    before = {name: p.detach().clone() for name, p in named_parameters(engine.model_chunks)}
+    results = [engine.step(lambda i, k=k: next_token(TOKENS[4 * k + i])) for k in range(3)]  # type: ignore[misc]
+    changed = {name: not torch.equal(p, before[name]) for name, p in named_parameters(engine.model_chunks)}
+    rate = engine.scheduler.get_lr({})
+    settings = {
+        (round(group["lr"] / rate, 6), round(group["weight_decay"], 6))
+        for one in engine.optimizer.chained_optimizers
+        for group in one.param_groups
+        if group["params"]
+    }
+    curve = [(r.loss, r.grad_norm) for r in results]
+    return {"curve": curve, "changed": changed, "settings": settings, "lr": results[-1].lr}
+
+
+@pytest.mark.parametrize("layout", [evolve(TP2, pp=2), Layout(dp=2, shard="optimizer")], ids=str)
+def test_groups_do_not_depend_on_the_layout(layout: Layout, plan_of: Any) -> None:
+    one, *_ = launcher.run(trained, (plan_of("tiny_llama", Layout()), GROUPS), 1, timeout=90)
+    plain, *_ = launcher.run(trained, (plan_of("tiny_llama", Layout()), ()), 1, timeout=90)
+    for rank in launcher.run(trained, (plan_of("tiny_llama", layout), GROUPS), layout.world, timeout=90):
+        assert rank["curve"] == [pytest.approx(step, abs=1e-5) for step in one["curve"]]
+        assert {name for name, changed in rank["changed"].items() if not changed} <= {"embed.0.weight"}
+        assert rank["settings"] <= one["settings"]
+        assert rank["lr"] == one["lr"] == plain["lr"]
+    assert not one["changed"]["embed.0.weight"]
+    assert one["curve"][0][0] == plain["curve"][0][0]
+    assert one["curve"][0][1] < plain["curve"][0][1]  # frozen gradients do not count
+    assert one["curve"][2] != plain["curve"][2]
+    assert one["settings"] == {(1.0, 0.1), (1.0, 0.0), (0.0, 0.1), (0.5, 0.1), (2.0, 0.5)}
+
+
+def refused(plan: Plan, groups: tuple[ParameterGroup, ...]) -> str:
+    with pytest.raises(UserError) as raised:
+        shard(find(plan.model)[0], plan, RECIPE, parameter_groups=groups)
+    return str(raised.value)
+
+
+def test_a_group_without_parameters_is_refused(plan_of: Any) -> None:
+    groups = (ParameterGroup("embed.*"), ParameterGroup("mlp.*", lr=1.0))
+    (message,) = set(launcher.run(refused, (plan_of("tiny_llama", Layout(pp=2)), groups), 2, timeout=90))
+    assert message.startswith("the parameter group 'mlp.*' matches no parameter that an earlier group has not matched")
+    assert "names are such as attention.0.linear_proj.weight, " in message
