@@ -47,11 +47,11 @@ def train_steps(plan: Plan, folder: Path, vocab: int, start: int) -> list[str]:
 
     Return loss and gradient norm of each step in hexadecimal, and then the hash of all weights and moments.
     """
+    from megaloom.runtime.engine.engine import Engine
+    from megaloom.runtime.engine.samples import Sample, SampleMaker
+    from megaloom.runtime.megatron import checkpoint
+    from megaloom.runtime.megatron.checkpoint_folder import Manifest, latest
     from megaloom.runtime.megatron.optimizer_state import parameter_states
-    from megaloom.runtime.training import checkpoint
-    from megaloom.runtime.training.checkpoint_folder import Manifest, latest
-    from megaloom.runtime.training.engine import Engine
-    from megaloom.runtime.training.samples import Sample, SampleMaker
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=STEPS, warmup=0, deterministic=True))
     if start:

@@ -40,10 +40,10 @@ from megaloom.planner import (
     plan,
 )
 from megaloom.planner.report.units import peak_memory
+from megaloom.runtime.engine.recipe import Recipe
+from megaloom.runtime.engine.samples import SampleMaker
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
-from megaloom.runtime.training.recipe import Recipe
-from megaloom.runtime.training.samples import SampleMaker
 
 GiB = 2**30
 STEPS, FIRST = 16, 6  # steps of a case, and the first ones, which compile kernels and are not counted
@@ -160,7 +160,7 @@ def planned(case: Case, count: int, name: str, precision: Precision) -> Plan:
 
 def trained(it: Plan, steps: int) -> tuple[list[float], float, float, float]:
     """Return for each rank the seconds of every step, peak GiB allocated and reserved by torch, and other GiB."""
-    from megaloom.runtime.training.engine import Engine
+    from megaloom.runtime.engine.engine import Engine
 
     model, _ = find(it.model)
     engine = Engine.build(it, model, Recipe(steps=steps))

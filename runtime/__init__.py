@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .training.own_loop import Engine as Engine
-    from .training.own_loop import ParameterGroup as ParameterGroup
-    from .training.own_loop import shard as shard
-    from .training.recipe import Recipe as Recipe
+    from .engine.own_loop import Engine as Engine
+    from .engine.own_loop import ParameterGroup as ParameterGroup
+    from .engine.own_loop import shard as shard
+    from .engine.recipe import Recipe as Recipe
     from .training.run import train as train
     from .training.training_run import Summary as Summary
     from .training.verify import Comparison as Comparison
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 # Public names and their modules. Each is imported on first use, so that `megaloom --help` loads no torch.
 EXPORTS = {
-    "Engine": "training.own_loop",
-    "ParameterGroup": "training.own_loop",
-    "shard": "training.own_loop",
-    "Recipe": "training.recipe",
+    "Engine": "engine.own_loop",
+    "ParameterGroup": "engine.own_loop",
+    "shard": "engine.own_loop",
+    "Recipe": "engine.recipe",
     "Summary": "training.training_run",
     "train": "training.run",
     "Comparison": "training.verify",

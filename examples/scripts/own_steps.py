@@ -63,9 +63,9 @@ def losses(best: Plan) -> list[float]:
     """Return the losses of three steps on this rank."""
     import torch
 
-    from megaloom.runtime.training.engine import Engine
-    from megaloom.runtime.training.recipe import Recipe
-    from megaloom.runtime.training.samples import SampleMaker
+    from megaloom.runtime.engine.engine import Engine
+    from megaloom.runtime.engine.recipe import Recipe
+    from megaloom.runtime.engine.samples import SampleMaker
 
     engine = Engine.build(best, decoder(), Recipe(steps=10, warmup=0), steps=SkipFirstTokens())
     maker = SampleMaker.of(engine.graph, best.workload.seq)

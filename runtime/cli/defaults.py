@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from megaloom.runtime.training.recipe import Recipe
+from megaloom.runtime.engine.recipe import Recipe
 
 DEFAULT_MODEL = "stdlib-gpt"
 STANDARD_LIBRARY = "stdlib"  # as in `data.STDLIB`, whose module loads numpy

@@ -25,7 +25,7 @@ from megaloom.planner.cli.main import app as planning
 from megaloom.planner.cli.process import run_and_flush
 from megaloom.planner.cli.validate import validate
 from megaloom.planner.contract.workload import Precision
-from megaloom.runtime.training.recipe import Recipe
+from megaloom.runtime.engine.recipe import Recipe
 
 from .defaults import DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY, TrainedPrecision
 from .printing import fail

@@ -1,1 +1,1 @@
-"""Adapters for megatron-core: CPU shim, process groups, build context, recompute, kernels, checkpoint writer."""
+"""Adapters for megatron-core: CPU shim, process groups, build context, recompute, kernels, checkpoints, optimizers."""

@@ -1,1 +1,1 @@
-"""Training: engine, loop, data, checkpoints, optimizer, metrics."""
+"""Training: runs, their loop, data, metrics, and the comparison of a plan with one process."""

@@ -16,16 +16,15 @@ from rich.console import Console
 
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
-from megaloom.runtime.megatron import device
+from megaloom.runtime.engine.engine import Engine, EvaluationResult
+from megaloom.runtime.engine.samples import Sample, SampleMaker
+from megaloom.runtime.engine.weight_update import NonFiniteError
+from megaloom.runtime.megatron import checkpoint, device
+from megaloom.runtime.megatron.checkpoint_folder import Checkpoint, Manifest, latest
 
-from . import checkpoint
-from .checkpoint_folder import Checkpoint, Manifest, latest
 from .data import Tokens
-from .engine import Engine, EvaluationResult
 from .metrics import InterruptibleConsole, MetricsFile, ProgressDisplay, StepMetrics, progress_display
-from .samples import Sample, SampleMaker
 from .training_run import RECENT_STEPS, Summary, TrainingRun
-from .weight_update import NonFiniteError
 
 
 def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:

@@ -23,13 +23,13 @@ from megaloom.dsl.graph import Model, graph
 from megaloom.planner.contract.plan_json import save as save_plan
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
+from megaloom.runtime.engine.recipe import Recipe
+from megaloom.runtime.engine.samples import SampleMaker
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
+from megaloom.runtime.megatron.checkpoint_folder import cannot_save, latest, saved_step
 
 from . import data
-from .checkpoint_folder import cannot_save, latest, saved_step
-from .recipe import Recipe
-from .samples import SampleMaker
 from .training_run import Summary, TrainingRun
 
 SAVE_SECONDS = 300.0

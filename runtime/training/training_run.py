@@ -7,9 +7,9 @@ from pathlib import Path
 from attrs import frozen
 
 from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.engine.recipe import Recipe
 
 from .data import Corpus
-from .recipe import Recipe
 
 RECENT_STEPS = 20
 """Steps over which the summary averages the training loss."""

@@ -18,12 +18,11 @@ from megaloom.planner.contract.module_kinds import runs_as_module
 from megaloom.planner.contract.plans import Plan, Stage
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
+from megaloom.runtime.engine.recipe import Recipe
+from megaloom.runtime.engine.samples import Sample, SampleMaker
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
 from megaloom.runtime.reference.dropout import dropout_rate
-
-from .recipe import Recipe
-from .samples import Sample, SampleMaker
 
 
 @frozen
@@ -127,7 +126,9 @@ def first_layout_dropout(model: Model, layout: Layout) -> str | None:
 
 def short_run(plan: Plan, steps: int, seed: int) -> Curve:
     """Train the plan's model for a few steps on this rank, on random tokens that do not depend on the layout."""
-    from .engine import Engine  # imports megatron-core, which the process that only starts ranks does not need
+    from megaloom.runtime.engine.engine import (
+        Engine,  # imports megatron-core, which the process that only starts ranks does not need
+    )
 
     model, _ = find(plan.model)
     size = plan.workload.batch

@@ -90,7 +90,7 @@ def curves(plans: list[Plan]) -> list[Curve]:
     """On each rank: the losses and the norms of the gradients of two steps, of each plan."""
     from megatron.core import parallel_state
 
-    from megaloom.runtime.training.engine import Engine
+    from megaloom.runtime.engine.engine import Engine
 
     out = []
     for plan in plans:

@@ -91,7 +91,7 @@ def balancing(op: MoE, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tens
 
 def trained(plan: Plan) -> tuple[float, list[float], list[float]]:
     """On each rank: the loss of the first batch before training on it, then losses and norms of the gradients."""
-    from megaloom.runtime.training.engine import Engine
+    from megaloom.runtime.engine.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], RECIPE)
     before = engine.evaluate_samples(sample, BATCH).loss

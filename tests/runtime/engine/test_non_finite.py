@@ -55,8 +55,8 @@ def poison(engine: Any, kind: str, node: str, parameter: str) -> Callable[[], No
 
 def failed(plan: Plan, kind: str, node: str, parameter: str, rank: int) -> tuple[str, bool]:
     """On each rank: the message of a step that is poisoned on one rank, and whether the state is unchanged."""
-    from megaloom.runtime.training.engine import Engine
-    from megaloom.runtime.training.weight_update import NonFiniteError
+    from megaloom.runtime.engine.engine import Engine
+    from megaloom.runtime.engine.weight_update import NonFiniteError
 
     engine = Engine.build(plan, find(plan.model)[0], RECIPE)
     engine.step(sample)
@@ -115,9 +115,9 @@ def test_what_is_not_finite_is_named_and_nothing_moves(case: str, plan_of: Any) 
 
 def skipping(plan: Plan, folder: Path, start: int) -> tuple[list[float], list[bool], int]:
     """On each rank: losses and skips of steps from `start` to 3; step 1 is poisoned, and saved after step 2."""
-    from megaloom.runtime.training import checkpoint
-    from megaloom.runtime.training.checkpoint_folder import Manifest, latest
-    from megaloom.runtime.training.engine import Engine
+    from megaloom.runtime.engine.engine import Engine
+    from megaloom.runtime.megatron import checkpoint
+    from megaloom.runtime.megatron.checkpoint_folder import Manifest, latest
 
     engine = Engine.build(plan, find(plan.model)[0], evolve(RECIPE, skip_non_finite=1))
     if start:
@@ -155,8 +155,8 @@ def test_steps_are_skipped_by_choice_and_counted(layout: Layout, plan_of: Any, t
 
 def twice(plan: Plan) -> str:
     """On each rank: the message of the second poisoned step, where one may be skipped."""
-    from megaloom.runtime.training.engine import Engine
-    from megaloom.runtime.training.weight_update import NonFiniteError
+    from megaloom.runtime.engine.engine import Engine
+    from megaloom.runtime.engine.weight_update import NonFiniteError
 
     engine = Engine.build(plan, find(plan.model)[0], evolve(RECIPE, skip_non_finite=1))
     poison(engine, "weight", "swiglu.0", "linear_fc1.weight")

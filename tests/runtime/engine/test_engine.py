@@ -22,7 +22,7 @@ def sample(i: int) -> dict[str, torch.Tensor]:
 
 def curve(plan: Plan, evaluating: bool) -> list[float]:
     """On each rank: the losses of three steps, maybe with an evaluation before each."""
-    from megaloom.runtime.training.engine import Engine
+    from megaloom.runtime.engine.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], RECIPE)
     losses = []
@@ -47,8 +47,8 @@ def test_an_evaluation_leaves_no_trace(layout: Layout, plan_of: Any) -> None:
 
 def masks(plan: Plan) -> tuple[tuple[int, ...], list[bytes]]:
     """On each rank: its place (dp, cp, pp, tp), and what was kept by each dropout of hidden states in two steps."""
+    from megaloom.runtime.engine.engine import Engine
     from megaloom.runtime.modules.layers import HiddenDropout
-    from megaloom.runtime.training.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], RECIPE)
     dropout_masks: list[bytes] = []
@@ -81,7 +81,7 @@ def test_each_share_of_the_hidden_states_has_its_own_dropout(layout: Layout, pla
 
 def padding(plan: Plan) -> list[float]:
     """On each rank: the greatest element of each table's last row, after three steps."""
-    from megaloom.runtime.training.engine import Engine
+    from megaloom.runtime.engine.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], RECIPE)
     for _ in range(3):

@@ -30,8 +30,9 @@ from megaloom.dsl import (
 )
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_trainable
-from megaloom.runtime.megatron import device
+from megaloom.runtime.megatron import checkpoint, device
 from megaloom.runtime.megatron.build_context import make_build_context
+from megaloom.runtime.megatron.checkpoint_folder import Manifest, latest
 from megaloom.runtime.megatron.optimizer_state import AVERAGE, restore_optimizer_state, sharded_optimizer_state
 from megaloom.runtime.megatron.process_groups import ProcessGroups, create_process_groups
 from megaloom.runtime.modules import parameters
@@ -39,9 +40,7 @@ from megaloom.runtime.modules.initial_weights import check_weights, given_weight
 from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.reference.dropout import MaskSource
 
-from . import checkpoint
 from .averaged_weights import AveragedWeights
-from .checkpoint_folder import Manifest, latest
 from .optimizer import make_optimizer, make_scheduler, share_grad_scaler, wrap_in_ddp
 from .own_batches import Batch, captured_logits, gathered_logits, global_samples, samples_of
 from .parameter_groups import ParameterGroup, assign_groups, zero_frozen_gradients

@@ -31,7 +31,7 @@ def sample(i: int) -> dict[str, torch.Tensor]:
 
 def evaluated(plan: Plan, counts: tuple[int, ...], alone: bool = False) -> list[tuple[float, int]]:
     """On each rank: loss and tokens of the first samples, for each count; `alone` evaluates sample by sample."""
-    from megaloom.runtime.training.engine import Engine
+    from megaloom.runtime.engine.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe())
     if alone:

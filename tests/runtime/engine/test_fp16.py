@@ -28,9 +28,9 @@ def sample(i: int) -> dict[str, torch.Tensor]:
 
 def curve(plan: Plan, recipe: Recipe, steps: int, folder: Path | None = None) -> list[Row]:
     """On each rank: train some steps; from the last checkpoint of a folder if there is one, else save one there."""
-    from megaloom.runtime.training import checkpoint
-    from megaloom.runtime.training.checkpoint_folder import Manifest, latest
-    from megaloom.runtime.training.engine import Engine
+    from megaloom.runtime.engine.engine import Engine
+    from megaloom.runtime.megatron import checkpoint
+    from megaloom.runtime.megatron.checkpoint_folder import Manifest, latest
 
     engine = Engine.build(plan, find(plan.model)[0], recipe)
     if found := folder and latest(folder, fingerprint=plan.fingerprint):
@@ -102,8 +102,8 @@ def test_an_overflow_at_the_smallest_scale_is_an_error(plan_of: Any) -> None:
 
 def refused(plan: Plan, recipe: Recipe) -> str:
     """On each rank: the message of the second step."""
-    from megaloom.runtime.training.engine import Engine
-    from megaloom.runtime.training.weight_update import NonFiniteError
+    from megaloom.runtime.engine.engine import Engine
+    from megaloom.runtime.engine.weight_update import NonFiniteError
 
     engine = Engine.build(plan, find(plan.model)[0], recipe)
     assert engine.step(sample).skipped

@@ -39,7 +39,7 @@ def curves(plans: list[Plan]) -> list[tuple[list[float], bool]]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from megaloom.runtime.training import optimizer
+    from megaloom.runtime.engine import optimizer
 
     optimizer.DistributedDataParallelConfig = partial(DistributedDataParallelConfig, bucket_size=PIECE)
     results = []
@@ -51,7 +51,7 @@ def curves(plans: list[Plan]) -> list[tuple[list[float], bool]]:
 
 def curve(plan: Plan) -> tuple[list[float], bool]:
     """Losses of three steps and of an evaluation after each; whether modules wait for their weights."""
-    from megaloom.runtime.training.engine import Engine
+    from megaloom.runtime.engine.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], RECIPE)
     losses = []

@@ -16,10 +16,10 @@ from megaloom.examples.t5 import t5_small
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
+from megaloom.runtime.engine.samples import BYTES, Sample, SampleMaker, check_sample
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
-from megaloom.runtime.training.samples import BYTES, Sample, SampleMaker, check_sample
 from tests.support.models import tiny_bert, tiny_gpt, tiny_vit
 from tests.support.paths import ROOT, SUPPORT
 
@@ -51,7 +51,7 @@ def sample(g: Graph, i: int, seq: int = SEQ) -> Sample:
 
 def trained(plan: Plan) -> tuple[float, float]:
     """Return on each rank the loss of the first step and the norm of its gradients."""
-    from megaloom.runtime.training.engine import Engine
+    from megaloom.runtime.engine.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=3, seed=SEED, warmup=0))
     result = engine.step(lambda i: sample(engine.graph, i))
