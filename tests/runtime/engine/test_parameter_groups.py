@@ -59,6 +59,16 @@ def test_groups_do_not_depend_on_the_layout(layout: Layout, plan_of: Any) -> Non
     assert one["settings"] == {(1.0, 0.1), (1.0, 0.0), (0.0, 0.1), (0.5, 0.1), (2.0, 0.5)}
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)
+def test_a_tied_table_has_one_group(layout: Layout, plan_of: Any) -> None:
+    """The table of the embedding is also that of the logits, on another stage a copy of it."""
+    groups = (ParameterGroup("embed.*", frozen=True),)
+    for rank in launcher.run(trained, (plan_of("tiny_gpt", layout), groups), layout.world, timeout=90):
+        tables = {name: changed for name, changed in rank["changed"].items() if name.startswith(("embed", "unembed"))}
+        assert tables == {"embed.0.weight": False}
+        assert any(rank["changed"].values())
+
+
 def refused(plan: Plan, groups: tuple[ParameterGroup, ...]) -> str:
     with pytest.raises(UserError) as raised:
         shard(find(plan.model)[0], plan, RECIPE, parameter_groups=groups)
