@@ -27,7 +27,7 @@ FLEX, FLEX_HALF = 1.03, 1033
 FLEX_BIAS, FLEX_SOFTCAP, FLEX_SINK = 0.83, 0.46, 0.91
 # Heads of more than 128 channels leave room for smaller blocks only: fitted to a step of Gemma 3 4B with 12 layers and
 # heads of 256 channels on an H100 with torch 2.11 (benchmarks/steps.py, 2026-11-22: 0.938 s).
-FLEX_CHANNELS, FLEX_WIDE = 128, 0.38
+FLEX_NARROW, FLEX_WIDE = 128, 0.38
 # Times that the kernels of a block of queries pass over its scores, forward and backward without recompute. Counted in
 # runtime/body/attention.py and runtime/reference/attention_scores.py. Forward: the product writes, the softmax reads
 # and writes, the second product reads. Backward: a product writes the gradient, the softmax reads two and writes one,
@@ -71,7 +71,7 @@ def _flex(work: Work, core: Core, device: Device, precision: Precision) -> Kerne
     biased = op.alibi or op.relative is not None
     shares = (FLEX, FLEX_SOFTCAP if op.softcap is not None else FLEX_BIAS if biased else FLEX_SINK if op.sink else 1.0)
     reached = peak * keys / (keys + FLEX_HALF) * channels * prod(shares)
-    reached *= FLEX_WIDE if work.k > FLEX_CHANNELS else 1.0
+    reached *= FLEX_WIDE if work.k > FLEX_NARROW else 1.0
     forward = max(work.flops / reached, traffic)
     return KernelSeconds(forward, max(ATTEND_BACKWARD * work.flops / reached, BACKWARD_TRAFFIC * traffic), 1, 1)
 

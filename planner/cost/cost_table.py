@@ -114,24 +114,22 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None
     loss has the logits and what the loss saves of them, its backward pass the gradients of logits and of the weights
     that make them.
     """
+    graph, seq, profile, precision = job.structure.graph, job.workload.seq, job.profile, job.workload.precision
+    sizes, split = Sizes(batch=layout.micro_batch, seq=seq), layout.split
     if nodes is None:
-        batch, seq, split = layout.micro_batch, job.workload.seq, layout.split
         nodes = []
         for kind in job.structure.kinds:
-            separate = not job.capability.execution(kind.node, split, job.workload.precision).module
-            facts = costs(kind.node, batch=batch, seq=seq, split=split, losses=False, separate=separate)
+            separate = not job.capability.execution(kind.node, split, precision).module
+            facts = costs(kind.node, batch=layout.micro_batch, seq=seq, split=split, losses=False, separate=separate)
             nodes.append(node_cost(job, kind, facts, layout, seq))
-    graph, seq, profile, precision = job.structure.graph, job.workload.seq, job.profile, job.workload.precision
-    buffers = 0
-    if profile.kernels.wgrad_fusion:
-        buffers += precision.nbytes * memory.product_weight_elements(job, layout)
+    fused = profile.kernels.wgrad_fusion
+    buffers = precision.nbytes * memory.product_weight_elements(job, layout) if fused else 0
     if layout.has_overlap(Overlap.TENSOR) and profile.buffers.tensor_overlap_buffers:
         gathered = memory.GATHERING * (1 if precision.narrow else precision.nbytes)
         tokens = layout.micro_batch * seq // layout.cp
         buffers += (gathered + memory.REDUCING * precision.nbytes) * tokens * job.structure.hidden_size
         buffers += (memory.STREAMS - 1) * ENGINE_WORKSPACE["fp8" in job.cluster.device.flops]
     ends = [graph.nodes[graph.index[name]] for name in job.structure.losses]
-    sizes, split = Sizes(batch=layout.micro_batch, seq=seq), layout.split
     logits = sum(program(node).local_elements(node.shape, (), sizes, split) for node in ends)
     weights = [program(node).local_elements(slot.dims, (), sizes, split) for node in ends for slot in node.weights]
     copies = 0 if precision is Precision.FP32 else profile.kernels.loss_saved_nbytes  # fp32 logits are not copied
@@ -237,13 +235,12 @@ def _add_kernels(
     stored, cores = execution.stores_scores, execution.body_cores(facts)
     for work in facts.work:
         core = cores.get(work)
-        beside = separate_seconds(work, device, precision)
+        beside = None if execution.module else separate_seconds(work, device, precision)
         priced = core_seconds(work, core, device, precision, cp) if core else beside if work.whole else None
-        inside = kind.in_recomputed_block
         took = kernels.kernel_seconds(
-            work, device, precision, profile, inside=inside, stored_scores=stored, priced=priced
+            work, device, precision, profile, inside=kind.in_recomputed_block, stored_scores=stored, priced=priced
         )
-        took = took if work.whole or execution.module else took.plus(beside)
+        took = took if beside is None or work.whole else took.plus(beside)
         launch_forward, launch_backward = took.forward_kernels * one, took.backward_kernels * one
         apart, alone = apart - took.fused_gradients, alone + took.fused_gradients * (work.count == 1)
         wait_forward = wait_backward = 0.0
@@ -251,9 +248,7 @@ def _add_kernels(
             experts = _expert_launch_seconds(job, facts, execution)
             wait_forward = profile.experts.dispatch_seconds + experts
             wait_backward = wait_forward + experts
-            if (
-                profile.experts.padded_tokens
-            ):  # the host knows the number of tokens of each expert, so it launches ahead
+            if profile.experts.padded_tokens:  # the host knows each expert's number of tokens, so it launches ahead
                 launch_forward, launch_backward = launch_forward + wait_forward, launch_backward + wait_backward
                 wait_forward = wait_backward = 0.0
         row[CostColumn.FORWARD] += took.forward + wait_forward
@@ -293,8 +288,8 @@ def _add_collectives(row: Rows, job: Job, kind: NodeKind, facts: Costs, layout: 
                 profile.attention.context_communication, c.kind, nbytes, queries, compute, c.backward, group, cluster
             )
         elif c.kind == "all_to_all" and c.axis == "ep" and profile.experts.deduplicated_dispatch:
-            steps = program(kind.node).steps
-            copies = max((s.value.op.top_k for s in steps if isinstance(s.value.op, Route)), default=1)
+            ops = [s.value.op for s in program(kind.node).steps]
+            copies = max((op.top_k for op in ops if isinstance(op, Route)), default=1)
             took = communication.deduplicated_seconds(nbytes, copies, group, cluster)
         else:
             took = communication.collective_seconds(c.kind, cluster, (nbytes, group))
