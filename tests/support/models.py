@@ -54,7 +54,7 @@ def dropouts(*, experts: bool = True) -> Model:
     plain = residual(LayerNorm(), Attention(heads=4, kv_heads=2), drop)
     sparse = plain >> residual(LayerNorm(), MoE(SwiGLU(48), experts=4, top_k=2) if experts else SwiGLU(48), drop)
     x = ids() >> Embed(wte) >> Positions(wpe) >> drop >> repeat(2, dense, sparse)
-    return model("dropouts", x >> LayerNorm() >> Unembed(wte), std=0.1)
+    return model("dropouts", x >> LayerNorm() >> Unembed(wte) >> NextToken(), std=0.1)
 
 
 def dense_dropouts() -> Model:

@@ -112,7 +112,7 @@ def test_a_result_that_cannot_travel():
 
 
 def test_no_ranks():
-    with pytest.raises(UserError, match="start at least 1"):
+    with pytest.raises(UserError, match="must be at least 1, got 0"):
         launcher.run(summed, (0,), 0)
 
 

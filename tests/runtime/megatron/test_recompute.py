@@ -80,7 +80,7 @@ def alive(names: set[str]) -> dict[tuple[str, str], int]:
             for p in stage.parameters():
                 torch.nn.init.normal_(p, std=0.02)
             with Watch() as watch:
-                loss = stage(tokens, tokens).sum()
+                loss = next(iter(stage(tokens=tokens, labels=tokens).values())).sum()
                 out[name, str(module)] = watch.nbytes
             loss.backward()
             parallel_state.destroy_model_parallel()
