@@ -18,6 +18,7 @@ from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.dropout import MaskSource
 from megaloom.runtime.reference.interpret import interpret
 from megaloom.runtime.training import verify
+from tests.support.batches import next_token
 
 SEED, BATCH, SEQ, VOCAB = 7, 4, 32, 127
 LAYOUTS = {
@@ -58,7 +59,11 @@ def first_loss(plan: Plan) -> tuple[float, float]:
     from megaloom.runtime.engine.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=3, seed=SEED))
-    return engine.evaluate(sample, BATCH).loss, engine.step(sample).loss
+
+    def samples(i: int) -> dict[str, torch.Tensor]:
+        return next_token(sample(i))
+
+    return engine.evaluate_samples(samples, BATCH).loss, engine.step(samples).loss
 
 
 def test_the_oracle_drops_the_same_elements(plan_of: Any) -> None:
