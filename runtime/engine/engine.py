@@ -181,7 +181,7 @@ class Engine:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        part = self.pipeline.microbatches_of(self.plan.workload.batch, self.plan.layout.micro_batch)
+        part = self.pipeline.microbatches_of(plan.workload.batch, plan.layout.micro_batch)
         loss = mean_loss(self._run(samples, part, self.steps.training_step, forward_only=False))
         zero_frozen_gradients(self.model_chunks, self.parameter_groups)
         lr = self.scheduler.get_lr({})
@@ -234,7 +234,7 @@ class Engine:
             samples = [] if (batch := next(own, None)) is None else self._samples_of(batch)
             part = self.pipeline.own_part(len(samples))
             if not part.starts:
-                return EvaluationResult(loss=mean_loss(total), tokens=round(float(total[0, 1])))
+                return evaluation_of(total)
             last = samples[-1] if samples else last
             if last is None:
                 raise UserError("this data-parallel rank has no batch to evaluate, but others have; give it one")
@@ -316,7 +316,7 @@ class Engine:
         with torch.no_grad():
             sums = [self._run(samples, part, self.steps.validation_step, forward_only=True) for part in parts]
         total = torch.stack(sums).sum(0)
-        return EvaluationResult(loss=mean_loss(total), tokens=round(float(total[0, 1])))
+        return evaluation_of(total)
 
     def _run(self, samples: Samples, part: MicroBatches, step: Step, *, forward_only: bool) -> Tensor:
         """Run micro-batches through the pipeline, with the dropout of this step. Return the sums of the losses."""
@@ -373,6 +373,11 @@ class Engine:
         if device.gpu_count():
             return int(torch.cuda.max_memory_allocated())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def evaluation_of(sums: Tensor) -> EvaluationResult:
+    """Return the mean loss and the number of tokens that these sums of `Engine._run` mean."""
+    return EvaluationResult(loss=mean_loss(sums), tokens=round(float(sums[0, 1])))
 
 
 def mean_loss(sums: Tensor) -> float:
