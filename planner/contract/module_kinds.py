@@ -46,7 +46,7 @@ def runs_as_module(node: Node, split: Split) -> bool:
     kind = next((t for t in type(op).__mro__ if t in MODULES), None)
     if kind is None:
         return hasattr(op, "module")
-    if not (_has_tokens(node) or _needs_no_tokens(op, split)):
+    if not (_has_tokens(node) or _needs_no_tokens(op, split)) or _is_other_dropout(node):
         return False
     has_body_of_kind = getattr(kind, "body", None) is getattr(type(op), "body", None)  # a subclass may override it
     return has_body_of_kind and MODULES[kind](op, split)
@@ -55,6 +55,11 @@ def runs_as_module(node: Node, split: Split) -> bool:
 def _has_tokens(node: Node) -> bool:
     """True if the sequence of a node is that of the tokens, as modules assume under any layout."""
     return any(name in node.shape for name in SEQUENCES)
+
+
+def _is_other_dropout(node: Node) -> bool:
+    """True for a Dropout of other values than hidden states, such as logits."""
+    return isinstance(node.op, Dropout) and [d.name for d in node.shape] != ["batch", "seq", "embed"]
 
 
 def _needs_no_tokens(op: Op, split: Split) -> bool:

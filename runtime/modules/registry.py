@@ -49,16 +49,11 @@ from .moe import Mixture
 def build_module(node: Node, context: BuildContext) -> nn.Module:
     """Return the torch module of a node. Raise UserError if the node cannot be trained."""
     execution = node_execution(node, context)
-    registered = (execution.module and not _is_other_dropout(node)) or _registered_elsewhere(node, context)
+    registered = execution.module or _registered_elsewhere(node, context)
     module = registered_module(node.op, context) if registered else None
     if isinstance(module, Mixture):
         module.experts.grouped = execution.grouped_experts
     return Body(node, context, execution) if module is None else module
-
-
-def _is_other_dropout(node: Node) -> bool:
-    """True for a Dropout of other values than hidden states, such as logits. Its body computes it."""
-    return isinstance(node.op, Dropout) and [d.name for d in node.shape] != ["batch", "seq", "embed"]
 
 
 def node_execution(node: Node, context: BuildContext) -> Execution:

@@ -8,6 +8,7 @@ from megaloom.dsl import (
     MLP,
     Attention,
     Dim,
+    Dropout,
     Embed,
     Layer,
     Mamba2,
@@ -17,6 +18,7 @@ from megaloom.dsl import (
     Rope,
     Split,
     SwiGLU,
+    Unembed,
     graph,
     ids,
     model,
@@ -38,6 +40,7 @@ from megaloom.planner.contract.capability import (
     needs_flex_attention,
 )
 from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.module_kinds import runs_as_module
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.capabilities import unfused_cores
@@ -59,7 +62,7 @@ def node_of(layer: Layer) -> Node:
 def execution(
     found: Capability, layer: Layer, split: Split = WHOLE, precision: Precision = Precision.BF16
 ) -> Execution:
-    """How a runtime runs a layer."""
+    """Return how a runtime runs a layer."""
     return found.execution(node_of(layer), split, precision)
 
 
@@ -135,3 +138,10 @@ def test_the_cost_model_prices_the_experts_that_the_runtime_has() -> None:
     grouped = evolve(a100, device=evolve(a100.device, name="another GPU"))
     slow, fast = (price(g, layout, devices, work).prediction.step_seconds for devices in (a100, grouped))
     assert slow > fast
+
+
+def test_a_module_drops_hidden_states_only() -> None:
+    table = weight("wte", Dim("vocab", 64), Dim("embed", 64))
+    logits = ids() >> Embed(table) >> Dropout(0.1) >> Unembed(table) >> Dropout(0.1)
+    nodes = [node for node in graph(model("m", logits)).nodes if isinstance(node.op, Dropout)]
+    assert [runs_as_module(node, WHOLE) for node in nodes] == [True, False]
