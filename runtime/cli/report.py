@@ -19,6 +19,9 @@ from megaloom.runtime.training.metrics import clock
 from megaloom.runtime.training.training_run import RECENT_STEPS, Summary
 from megaloom.runtime.training.verify import Comparison
 
+SHOWN_WEIGHTS = 10
+"""Most weights with different gradients that a report names."""
+
 
 def plan_report(plan: Plan) -> RenderableType:
     """Return the layout of a plan, its predictions and its reasons."""
@@ -85,14 +88,30 @@ def comparison_report(comparison: Comparison, plan: Plan) -> RenderableType:
     )
     for step, (a, b, c, d) in enumerate(rows, 1):
         table.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{a - b:+.1e}", f"{c:.6f}", f"{d:.6f}", f"{c - d:+.1e}")
-    verdict = "passed" if comparison.agrees else "FAILED"
     return Group(
         Text(f"{plan.model} under {plan.layout}, compared with a single process\n"),
         table,
+        *([_differing_gradients(comparison)] if comparison.differing else []),
         Text(
-            f"\n{verdict}: losses differ by at most {comparison.loss_error:.1e}, "
-            f"gradient norms by {comparison.norm_error:.1e}; "
+            f"\n{'passed' if comparison.agrees else 'FAILED'}: losses differ by at most {comparison.loss_error:.1e}, "
+            f"gradient norms by {comparison.norm_error:.1e}, the gradients of {len(comparison.gradients)} weights by "
+            f"{comparison.gradient_error:.1e} of their largest element; "
             f"the tolerance for {plan.workload.precision} over {device.backend()} is {comparison.tolerance:.0e}"
+        ),
+    )
+
+
+def _differing_gradients(comparison: Comparison) -> RenderableType:
+    """Return the weights whose gradients differ, largest difference first, and the layer to look at first."""
+    rows = sorted(comparison.differing, key=lambda d: -d.relative)
+    shown = [(d.weight, f"{d.relative:.1e}  in {d.layer}") for d in rows[:SHOWN_WEIGHTS]]
+    more = len(rows) - len(shown)
+    return Group(
+        Text(f"\ngradients of step 1 that differ ({len(rows)} of {len(comparison.gradients)} weights):"),
+        _pairs([*shown, *([("…", f"{more} more")] if more else [])]),
+        Text(
+            f"the last layer of the model among them is {comparison.differing[-1].layer}; "
+            "the backward pass runs from the last layer to the first, so look there first"
         ),
     )
 

@@ -41,6 +41,7 @@ from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.reference.dropout import MaskSource
 
 from .averaged_weights import AveragedWeights
+from .gradients import WeightGradient, gather_gradients
 from .optimizer import make_optimizer, make_scheduler, share_grad_scaler, wrap_in_ddp
 from .own_batches import Batch, captured_logits, gathered_logits, global_samples, samples_of
 from .parameter_groups import ParameterGroup, assign_groups, zero_frozen_gradients
@@ -173,22 +174,13 @@ class Engine:
         No weight changes if the loss or a gradient is NaN or infinite. The step is then skipped if the loss scale of
         fp16 can be lowered, or the recipe allows it. Else raise NonFiniteError, which names rank, layer and parameter.
         """
-        plan = self.plan
-        samples = batch if callable(batch) else global_samples(self._samples_of(batch), plan.workload, plan.layout)
-        self._seed_dropout()
+        samples, part = self._global_batch(batch)
         buffers = self._moving_buffers()
-        self._set_training(True)
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        part = self.pipeline.microbatches_of(plan.workload.batch, plan.layout.micro_batch)
-        loss = mean_loss(self._run(samples, part, self.steps.training_step, forward_only=False))
-        zero_frozen_gradients(self.model_chunks, self.parameter_groups)
+        loss = self._backward(samples, part)
         lr = self.scheduler.get_lr({})
         update = update_weights(self.optimizer, loss, self.recipe.clip_grad)
         if not update.done:
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            _restore(buffers)
             self._check_skip(samples, part, loss, update.grad_norm)
             self.skipped += 1
         elif self.averages:
@@ -198,6 +190,34 @@ class Engine:
         self.scheduler.step(1)
         scale = self.scaler.loss_scale if self.scaler else None
         return StepResult(loss, update.grad_norm, float(lr), not update.done, scale)
+
+    def gradients(self, batch: Batch | Samples) -> dict[str, WeightGradient] | None:
+        """Return the gradient of the mean loss by each trained weight on rank 0, None on other ranks.
+
+        Every rank calls it. Names and shapes are those of `graph(model).weights`. The shards of all ranks are gathered,
+        and nothing is clipped. batch: as in `step`. No weight changes; dropout is that of the next step.
+        """
+        buffers = self._moving_buffers()
+        self._backward(*self._global_batch(batch))
+        _restore(buffers)
+        return gather_gradients(self.chunks, self.groups, float(self.scaler.scale) if self.scaler else 1.0)
+
+    def _global_batch(self, batch: Batch | Samples) -> tuple[Samples, MicroBatches]:
+        """Return the samples of a global batch, and this rank's micro-batches of them."""
+        plan = self.plan
+        samples = batch if callable(batch) else global_samples(self._samples_of(batch), plan.workload, plan.layout)
+        return samples, self.pipeline.microbatches_of(plan.workload.batch, plan.layout.micro_batch)
+
+    def _backward(self, samples: Samples, part: MicroBatches) -> float:
+        """Run micro-batches forward and backward, reduce their gradients over the ranks, and return the mean loss."""
+        self._seed_dropout()
+        self._set_training(True)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = mean_loss(self._run(samples, part, self.steps.training_step, forward_only=False))
+        zero_frozen_gradients(self.model_chunks, self.parameter_groups)
+        return loss
 
     def _moving_buffers(self) -> list[tuple[Tensor, Tensor]]:
         """Return the expert biases, which the schedules move with the gradients, and their values."""
@@ -373,6 +393,12 @@ class Engine:
         if device.gpu_count():
             return int(torch.cuda.max_memory_allocated())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _restore(buffers: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy values back into buffers."""
+    for buffer, value in buffers:
+        buffer.copy_(value)
 
 
 def evaluation_of(sums: Tensor) -> EvaluationResult:

@@ -197,12 +197,14 @@ def fill_shards(module: nn.Module, full: Parameters, groups: ProcessGroups) -> N
     targets |= {name: b for name, b in module.named_buffers() if name in full}
     assert targets.keys() == full.keys(), f"{type(module).__name__} has {targets.keys()}, the layer {full.keys()}"
     for name, p in targets.items():
-        rank, size = (
-            (groups.tp_rank, groups.layout.tp)
-            if getattr(p, "allreduce", True)
-            else (groups.etp_rank, groups.layout.etp)
-        )
-        p.copy_(rank_shard(full[name], p, rank, size))
+        p.copy_(rank_shard(full[name], p, *shard_position(p, groups)))
+
+
+def shard_position(p: Tensor, groups: ProcessGroups) -> tuple[int, int]:
+    """Return this rank's index and the number of ranks that may shard a parameter: over etp for experts, else tp."""
+    if getattr(p, "allreduce", True):
+        return groups.tp_rank, groups.layout.tp
+    return groups.etp_rank, groups.layout.etp
 
 
 def rank_shard(full: Tensor, p: Tensor, rank: int, size: int) -> Tensor:

@@ -1,18 +1,28 @@
 """Verification: a plan computes what one process computes.
 
-`compare` trains a few steps under the plan and in one process, from one seed and on the same tokens. Only the layout
-differs. The command `megaloom verify` and the parity tests use it.
+`compare` runs a few steps under the plan and in one process, from one seed and on the same tokens. Only the layout
+differs. It compares the gradient of each weight in the first step, then losses and gradient norms. The command
+`megaloom verify` and the parity tests use it.
 """
 
 from __future__ import annotations
 
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import torch
 from attrs import evolve, frozen
+from torch import Tensor, nn
 
 from megaloom.dsl import Attend, Drop, Split
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import Model, graph, primitives
+from megaloom.dsl.graph import Graph, Model, graph, primitives
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.module_kinds import runs_as_module
 from megaloom.planner.contract.plans import Plan, Stage
@@ -24,6 +34,15 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
 from megaloom.runtime.reference.dropout import dropout_rate
 
+if TYPE_CHECKING:
+    from megaloom.runtime.engine.engine import Engine
+
+EPS = 1e-3
+"""Epsilon of Adam: its first step is about g / (|g| + EPS), which amplifies noise in g where g is not above EPS."""
+
+NOISE_MARGIN = 20.0
+"""Most by which the rounding noise of a gradient differs between layouts, over what a rounding of weights changes."""
+
 
 @frozen
 class Curve:
@@ -34,12 +53,32 @@ class Curve:
 
 
 @frozen
+class GradientDifference:
+    """The difference of a weight's gradient in the first step between two runs."""
+
+    weight: str  # as in `graph(model).weights`
+    layer: str
+    absolute: float  # largest difference of an element, on any rank that holds it
+    scale: float  # largest element; if the rounding of weights changes elements by more, that, as `scale_of` says
+
+    @property
+    def relative(self) -> float:
+        """Return the difference divided by the scale. Equal gradients of zero differ by 0."""
+        return self.absolute / self.scale if self.scale else math.inf if self.absolute else 0.0
+
+
+@frozen
 class Comparison:
-    """Two short runs and the tolerance for their difference: absolute for losses, relative for gradient norms."""
+    """Two short runs and the tolerance for their difference.
+
+    The tolerance is absolute for losses, relative for gradient norms, and relative to the weight's own scale for
+    gradients.
+    """
 
     planned: Curve
     reference: Curve
     tolerance: float
+    gradients: tuple[GradientDifference, ...] = ()  # in the order of the model
 
     @property
     def loss_error(self) -> float:
@@ -53,9 +92,19 @@ class Comparison:
         return max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
 
     @property
+    def gradient_error(self) -> float:
+        """Return the largest relative difference of a weight's gradient in the first step. NaN counts as infinite."""
+        return max((math.inf if math.isnan(d.relative) else d.relative for d in self.gradients), default=0.0)
+
+    @property
+    def differing(self) -> tuple[GradientDifference, ...]:
+        """Return the weights whose gradients differ by more than the tolerance, in the order of the model."""
+        return tuple(d for d in self.gradients if not d.relative <= self.tolerance)
+
+    @property
     def agrees(self) -> bool:
-        """Return whether losses and norms are within the tolerance. NaN never is."""
-        return self.loss_error <= self.tolerance and self.norm_error <= self.tolerance
+        """Return whether losses, norms and gradients are within the tolerance. NaN never is."""
+        return self.loss_error <= self.tolerance and self.norm_error <= self.tolerance and not self.differing
 
 
 def tolerance(precision: Precision) -> float:
@@ -74,7 +123,9 @@ def compare(
     within: float | None = None,
     timeout: float | None = None,
 ) -> Comparison:
-    """Train a few steps under a plan and under a reference plan, by default one process with the same micro-batches.
+    """Compare a few steps under a plan and under a reference plan, by default one process with the same micro-batches.
+
+    First the gradient of each weight in the first step, then losses and gradient norms of all steps.
 
     Raise UserError for a model with dropout whose masks depend on the layout, unless a reference is given.
     """
@@ -88,11 +139,13 @@ def compare(
             f"cannot verify a model with dropout in fused attention or in experts ({node}): its masks depend on the "
             "layout\nset this dropout to 0 and verify that model; other dropout has equal masks under every layout"
         )
-    planned, expected = (
-        launcher.run(short_run, (p, steps, seed), p.layout.world, timeout=timeout)[0]
-        for p in (plan, reference or single_process(plan, model))
-    )
-    return Comparison(planned, expected, tolerance(plan.workload.precision) if within is None else within)
+    with tempfile.TemporaryDirectory(prefix="megaloom-verify-") as folder:
+        file = Path(folder) / "gradients.pt"
+        planned = launcher.run(short_run, (plan, steps, seed, file), plan.layout.world, timeout=timeout)[0]
+        other = reference or single_process(plan, model)
+        arguments = (other, steps, seed, file)
+        expected, gradients = launcher.run(reference_run, arguments, other.layout.world, timeout=timeout)[0]
+    return Comparison(planned, expected, tolerance(plan.workload.precision) if within is None else within, gradients)
 
 
 def single_process(plan: Plan, model: Model) -> Plan:
@@ -124,23 +177,103 @@ def first_layout_dropout(model: Model, layout: Layout) -> str | None:
     return None
 
 
-def short_run(plan: Plan, steps: int, seed: int) -> Curve:
-    """Train the plan's model for a few steps on this rank, on random tokens that do not depend on the layout."""
+def short_run(plan: Plan, steps: int, seed: int, file: Path | None = None) -> Curve:
+    """Train the plan's model for a few steps on this rank, on random tokens that do not depend on the layout.
+
+    With a file, rank 0 first writes the gradients of the first step into it.
+    """
+    engine, samples = _engine_and_samples(plan, steps, seed)
+    if file is not None and (gradients := engine.gradients(partial(samples, 0))) is not None:
+        torch.save({name: (g.value, g.disagreement) for name, g in gradients.items()}, file)
+    return _curve(engine, samples, steps)
+
+
+def reference_run(plan: Plan, steps: int, seed: int, file: Path) -> tuple[Curve, tuple[GradientDifference, ...]]:
+    """Train as `short_run` does, and return the differences of the gradients in a file; rank 0 has them."""
+    engine, samples = _engine_and_samples(plan, steps, seed)
+    expected = engine.gradients(partial(samples, 0))
+    with rounded_weights(engine.model_chunks):
+        rounded = engine.gradients(partial(samples, 0))
+    differences: tuple[GradientDifference, ...] = ()
+    if expected is not None and rounded is not None:
+        noise = {name: _largest(g.value - expected[name].value) for name, g in rounded.items()}
+        values = {name: g.value for name, g in expected.items()}
+        planned = torch.load(file)
+        differences = gradient_differences(engine.graph, planned, values, noise, tolerance(plan.workload.precision))
+    return _curve(engine, samples, steps), differences
+
+
+def gradient_differences(
+    graph: Graph,
+    planned: Mapping[str, tuple[Tensor, float]],
+    expected: Mapping[str, Tensor],
+    noise: Mapping[str, float],
+    tolerance: float,
+) -> tuple[GradientDifference, ...]:
+    """Return the difference of each gradient, in the order of the model.
+
+    planned: gradients, and by how much ranks disagree on an element. noise: by how much the rounding of weights changes
+    an element. Raise UserError unless both have the same weights.
+    """
+    if planned.keys() != expected.keys():
+        raise UserError(f"only one run has the gradients of {', '.join(sorted(planned.keys() ^ expected.keys()))}")
+    layers = {slot.name: f"{n.name} ({type(n.op).__name__})" for n in reversed(graph.nodes) for slot in n.weights}
+    return tuple(
+        GradientDifference(
+            name,
+            layers[name],
+            _largest(value - expected[name]) + disagreement,
+            scale_of(expected[name], noise[name], tolerance),
+        )
+        for name, (value, disagreement) in planned.items()
+    )
+
+
+def scale_of(expected: Tensor, noise: float, tolerance: float) -> float:
+    """Return what the difference of a gradient is divided by: its largest element, or NOISE_MARGIN · noise / tolerance.
+
+    Some gradients are nothing but rounding noise: that of a key bias is zero, because a softmax ignores what is added
+    to all scores. Two correct layouts have different noise, which stays below NOISE_MARGIN times the measured one.
+    """
+    return max(_largest(expected), NOISE_MARGIN * noise / tolerance)
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+@contextmanager
+@torch.no_grad()
+def rounded_weights(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Round each weight to a neighbouring number inside the context: up or down, as its own digits decide."""
+    saved = [(p, p.clone()) for chunk in chunks for p in chunk.parameters()]
+    for p, _ in saved:
+        p.mul_(1 + torch.finfo(p.dtype).eps * torch.sin(1e4 * p.float()).sign())
+    try:
+        yield
+    finally:
+        for p, value in saved:
+            p.copy_(value)
+
+
+def _engine_and_samples(plan: Plan, steps: int, seed: int) -> tuple[Engine, Callable[[int, int], Sample]]:
+    """Return an engine, and a function from a step and i to sample i of its global batch."""
     from megaloom.runtime.engine.engine import (
         Engine,  # imports megatron-core, which the process that only starts ranks does not need
     )
 
     model, _ = find(plan.model)
-    size = plan.workload.batch
-    engine = Engine.build(plan, model, Recipe(steps=max(steps, 10), seed=seed, warmup=0))
-
+    engine = Engine.build(plan, model, Recipe(steps=max(steps, 10), seed=seed, warmup=0, eps=EPS))
     maker = SampleMaker.of(engine.graph, plan.workload.seq)
-    vocab = maker.ids
 
-    def sample(i: int) -> Sample:
+    def sample(step: int, i: int) -> Sample:
+        i += step * plan.workload.batch
         generator = torch.Generator().manual_seed(seed + i)
-        text = torch.randint(vocab, (maker.length,), generator=generator)
-        return engine.steps.data_step(maker, text, i, seed)
+        return engine.steps.data_step(maker, torch.randint(maker.ids, (maker.length,), generator=generator), i, seed)
 
-    results = [engine.step(lambda i, first=k * size: sample(first + i)) for k in range(steps)]  # type: ignore[misc]
+    return engine, sample
+
+
+def _curve(engine: Engine, samples: Callable[[int, int], Sample], steps: int) -> Curve:
+    results = [engine.step(partial(samples, step)) for step in range(steps)]
     return Curve(tuple(r.loss for r in results), tuple(r.grad_norm for r in results))
