@@ -33,6 +33,7 @@ from megaloom.dsl.layers.moe import MoE
 from megaloom.dsl.layers.multi_token_prediction import Join
 from megaloom.dsl.layers.norms import LayerNorm, RMSNorm
 from megaloom.dsl.ops.attention_core import Attend, RelativeBuckets
+from megaloom.dsl.ops.documents import DocumentIndices, DocumentPositions, documents
 from megaloom.dsl.ops.dot import Dot, dot
 from megaloom.dsl.ops.loss import CrossEntropy, Equals, LogSumExp, LossSums, StackLosses, Sum, is_loss, loss_sums
 from megaloom.dsl.ops.norm import Drop, Normalize
@@ -86,6 +87,7 @@ from .layer import (
     chain,
 )
 from .node import Node, Slot
+from .packing import packed
 from .value import (
     Affine,
     Clamp,
@@ -119,6 +121,8 @@ __all__ = [
     "CrossEntropy",
     "DType",
     "Dim",
+    "DocumentIndices",
+    "DocumentPositions",
     "Dot",
     "Drop",
     "Dropout",
@@ -190,6 +194,7 @@ __all__ = [
     "apply",
     "chain",
     "costs",
+    "documents",
     "dot",
     "fingerprint",
     "flops",
@@ -203,6 +208,7 @@ __all__ = [
     "loss_sums",
     "mask",
     "model",
+    "packed",
     "params",
     "read",
     "repeat",

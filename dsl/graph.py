@@ -191,7 +191,7 @@ class _Walk:
     def _check_input(self, v: Value) -> None:
         """Raise ShapeError if the program has another input of this name."""
         for n in self.nodes:
-            if n.op == v.op:
+            if isinstance(n.op, Input) and str(n.op) == str(v.op):
                 error = ShapeError(f"two inputs are named {n.name!r}: give each its own name, or use one input twice")
                 for value in (n.value, v):
                     add_location(error, f"input {n.name}", value.at)

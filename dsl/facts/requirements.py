@@ -5,6 +5,7 @@ from __future__ import annotations
 from attrs import frozen
 
 from megaloom.dsl.ops.attention_core import Attend, sequence_dim
+from megaloom.dsl.ops.documents import DocumentPositions
 from megaloom.dsl.ops.norm import Normalize
 from megaloom.dsl.ops.rope import Rope
 from megaloom.dsl.ops.sequence import Conv, Inside, Scan, Shift
@@ -50,7 +51,7 @@ def read_requirements(step: Step, split: Split) -> tuple[ReadRequirement, ...]:
                 ReadRequirement(frozenset({along}), heads=("groups", n) if "groups" in a.shape else None)
                 for a in v.args
             )
-        case Conv(along) | Shift(along) | Slice(along) | Concat(along):
+        case Conv(along) | Shift(along) | Slice(along) | Concat(along) | DocumentPositions(along):
             return tuple(ReadRequirement(frozenset({along})) for _ in v.args)
         case Select(dim, index) if index is not None:
             return (ReadRequirement(frozenset({dim})),)
@@ -74,6 +75,10 @@ def _has_whole_groups(op: Normalize, step: Step, split: Split) -> bool:
 def _attention(v: Value, op: Attend) -> tuple[ReadRequirement, ...]:
     """Return the requirements of attention: queries read all keys and values, masks depend on their positions."""
     q, k, *_ = v.args
-    positions = {sequence_dim(q.shape).name} if op.causal or op.alibi or op.relative else set()
+    located = op.causal or op.alibi or op.relative or op.documents
+    positions = {sequence_dim(q.shape).name} if located else set()
     keys = ReadRequirement(frozenset({sequence_dim(k.shape).name}), heads=("kv_heads", q.shape["heads"].known))
-    return ReadRequirement(offset_dims=frozenset(positions)), keys, keys, *(ReadRequirement() for _ in v.args[3:])
+    queries = ReadRequirement(offset_dims=frozenset(positions))
+    indices = (queries, ReadRequirement(keys.full_dims)) if op.documents else ()
+    others = v.args[3 : len(v.args) - len(indices)]
+    return queries, keys, keys, *(ReadRequirement() for _ in others), *indices

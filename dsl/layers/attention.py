@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attrs import field, fields, frozen
+from attrs import evolve, field, fields, frozen
 
 from megaloom.dsl.dims import Dim
 from megaloom.dsl.errors import ShapeError
@@ -23,6 +23,8 @@ class Attention(Layer):
     four projections. qkv_bias: of queries, keys and values only. qk_norm: a norm over head_dim, applied to queries and
     keys before the rotation. table: T5's learned biases by distance, [buckets heads]; layers that get one table share
     it. relative: the buckets of `table`. dropout: of the probabilities. The other fields are those of `Attend`.
+
+    With the side input `documents`, a token reads tokens of its own document only.
     """
 
     heads: int
@@ -63,11 +65,14 @@ class Attention(Layer):
             relative=self.relative,
         )
 
-    def body(self, x: Value, /, **side: Value) -> Value:
-        return self.attend(x, x)
+    def body(self, x: Value, /, documents: Value | None = None, **side: Value) -> Value:
+        return self.attend(x, x, () if documents is None else (documents, documents))
 
-    def attend(self, x: Value, memory: Value) -> Value:
-        """Return the attention of the positions of x to the positions of memory."""
+    def attend(self, x: Value, memory: Value, documents: tuple[Value, ...] = ()) -> Value:
+        """Return the attention of the positions of x to the positions of memory.
+
+        documents: the document indices of both, or none.
+        """
         e, h = x["embed"], Dim("heads", self.heads)
         g = Dim("kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
         c = Dim("head_dim", _head_dim(e, h) if self.head_dim is None else self.head_dim)
@@ -80,7 +85,8 @@ class Attention(Layer):
             rope = self.rope if isinstance(self.rope, Rope) else Rope(self.rope)
             q, k = apply(rope, q), apply(rope, k)
         sinks = [weight("sinks", h)] if self.sink else []
-        o = apply(self.core, q, k, v, *sinks, *([] if self.table is None else [self.table]))
+        others = [*sinks, *([] if self.table is None else [self.table]), *documents]
+        o = apply(evolve(self.core, documents=bool(documents)), q, k, v, *others)
         return project("o", o, e, over=("heads", "head_dim"), bias=self.bias)
 
 
@@ -88,7 +94,8 @@ class Attention(Layer):
 class CrossAttention(Layer):
     """Attention to the positions of the side input `memory` [batch source embed]; never causal.
 
-    The fields are those of `Attention`.
+    The fields are those of `Attention`. With the side inputs `documents` and `memory_documents`, a token reads the
+    positions of memory with the document index of its own.
     """
 
     heads: int
@@ -99,9 +106,20 @@ class CrossAttention(Layer):
     dropout: float = 0.0
     scale: float | None = None
 
-    def body(self, x: Value, /, memory: Value, **side: Value) -> Value:
+    def body(
+        self,
+        x: Value,
+        /,
+        memory: Value,
+        documents: Value | None = None,
+        memory_documents: Value | None = None,
+        **side: Value,
+    ) -> Value:
         own = {f.name: getattr(self, f.name) for f in fields(type(self)) if f.name != "at"}
-        return Attention(causal=False, **own).attend(x, memory)
+        if (documents is None) is not (memory_documents is None):
+            raise ShapeError("give both `documents` and `memory_documents` to cross-attention, or neither")
+        both = () if documents is None or memory_documents is None else (documents, memory_documents)
+        return Attention(causal=False, **own).attend(x, memory, both)
 
 
 def _head_dim(embed: Dim, heads: Dim) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from attrs import field, frozen
 
 from megaloom.dsl.dims import Dim
 from megaloom.dsl.layer import Layer
+from megaloom.dsl.ops.documents import DocumentPositions
 from megaloom.dsl.ops.dot import dot
 from megaloom.dsl.ops.shape import Patches
 from megaloom.dsl.ops.weight import Lookup, PositionLookup, weight
@@ -41,13 +42,23 @@ class PatchEmbed(Layer):
 
 @frozen
 class Positions(Layer):
-    """x plus a learned vector for each position: row i + offset of a table [position embed] at position i."""
+    """x plus a learned vector for each position: row i + offset of a table [position embed] at position i.
+
+    With the side input `documents`, positions restart at each document, unless `restart` is False.
+    """
 
     table: Value
     offset: int = 0
+    restart: bool = field(default=True, kw_only=True)
 
-    def body(self, x: Value, /, **side: Value) -> Value:
-        return x + apply(PositionLookup("position", self.offset), x, self.table)
+    def body(self, x: Value, /, documents: Value | None = None, **side: Value) -> Value:
+        if documents is None or not self.restart:
+            return x + apply(PositionLookup("position", self.offset), x, self.table)
+        return x + apply(
+            Lookup("position"),
+            apply(DocumentPositions(documents.shape.dims[1].name, self.offset), documents),
+            self.table,
+        )
 
 
 @frozen

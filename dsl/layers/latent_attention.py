@@ -41,7 +41,7 @@ class MLA(Layer):
         if not isinstance(positions, Rope):
             raise ShapeError(f"positions must be a Rope, such as Rope(10_000), got {positions!r}")
 
-    def body(self, x: Value, /, **side: Value) -> Value:
+    def body(self, x: Value, /, documents: Value | None = None, **side: Value) -> Value:
         e, h, g = x["embed"], Dim("heads", self.heads), Dim("kv_heads", self.heads)
         nope, rope, v = (Dim("head_dim", n) for n in (self.nope, self.rope, self.v))
         q = x
@@ -54,5 +54,6 @@ class MLA(Layer):
         k_rope = project("k_rope", x, rope)
         q = apply(Concat("head_dim"), q_nope, apply(self.positions, q_rope))
         k = apply(Concat("head_dim"), k_nope, apply(self.positions, k_rope))
-        o = apply(Attend(scale=self.scale), q, k, values)
+        indices = [] if documents is None else [documents, documents]
+        o = apply(Attend(scale=self.scale, documents=bool(indices)), q, k, values, *indices)
         return project("o", o, e, over=("heads", "head_dim"))

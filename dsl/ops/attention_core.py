@@ -5,6 +5,7 @@ from __future__ import annotations
 from attrs import frozen
 
 from megaloom.dsl.dims import (
+    BATCH,
     Dim,
     DType,
     Shape,
@@ -45,13 +46,14 @@ class Attend(Op):
 
     Query head i reads key/value head i * kv_heads / heads. The scores are never stored: the kernel saves the
     log-sum-exp of each row (Dao et al., arXiv:2205.14135). Arguments: q, k, v, then sinks [heads] with `sink`, then a
-    table [buckets heads] with `relative`.
+    table [buckets heads] with `relative`, then the document indices of queries and of keys with `documents`.
 
     causal: no position reads a later one. window: a position reads itself and the window - 1 positions before it
     (Beltagy et al., arXiv:2004.05150). scale: of the scores; None is head_dim^-0.5. softcap: scores become
     softcap * tanh(scores / softcap) (Gemma 2, arXiv:2408.00118). alibi: subtract slope * distance, one slope per head
     (Press et al., arXiv:2108.12409). sink: a learned score per head that takes probability but has no value (Xiao et
-    al., arXiv:2309.17453). relative: add a learned bias by distance.
+    al., arXiv:2309.17453). relative: add a learned bias by distance. documents: a query reads keys of its own document
+    only. Facts count the scores of all documents, as if a sequence were one: that is an upper bound.
     """
 
     causal: bool = True
@@ -62,6 +64,7 @@ class Attend(Op):
     alibi: bool = False
     sink: bool = False
     relative: RelativeBuckets | None = None
+    documents: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.window is not None and (self.window < 1 or not isinstance(self.window, int)):
@@ -84,10 +87,18 @@ class Attend(Op):
         wanted: list[tuple[Dim, ...]] = [(q["heads"],)] * self.sink
         if self.relative is not None:
             wanted.append((Dim("buckets", self.relative.buckets), q["heads"]))
+        if self.documents:
+            wanted += [(BATCH, sequence_dim(x)) for x in (q, k)]
         if wanted != [o.dims for o in others]:
             want, have = (", ".join(map(str, shapes)) or "nothing" for shapes in (map(Shape, wanted), others))
             raise ShapeError(f"attention needs {want} after queries, keys and values, got {have}")
         return Shape((*q.without("head_dim"), v["head_dim"]))
+
+    def dtype(self, *args: DType) -> DType:
+        others = args[:-2] if self.documents else args
+        if self.documents and any(a is not DType.INDEX for a in args[-2:]):
+            raise ShapeError("attention in documents needs their indices, an input such as documents()")
+        return super().dtype(*others)
 
     def flops(self, out: Shape, args: tuple[Shape, ...], size: Sizes) -> int:
         """Return the FLOPs of q kᵀ and of probabilities times v; masked pairs of a causal mask or window don't count.

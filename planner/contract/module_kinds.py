@@ -30,6 +30,7 @@ from megaloom.dsl import (
     Unembed,
 )
 from megaloom.dsl.facts.primitives import fitted, program
+from megaloom.dsl.ops.documents import reads_documents
 from megaloom.dsl.sharding_table import SEQUENCES
 
 FEED_FORWARD = (MLP, SwiGLU, GeGLU, ClampedGLU)
@@ -41,7 +42,7 @@ def runs_as_module(node: Node, split: Split) -> bool:
     A module shards every dim of its weights evenly. A body keeps dims whole that do not divide.
     """
     op = node.op
-    if fitted(program(node), split) is not program(node):
+    if fitted(program(node), split) is not program(node) or reads_documents(node.value):
         return False
     kind = next((t for t in type(op).__mro__ if t in MODULES), None)
     if kind is None:

@@ -31,6 +31,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
 
 from .export_rules import export_violations, shared_weight_users
+from .packing import document_mixing
 from .padding import padding_refusal
 from .rule import (
     Case,
@@ -134,6 +135,14 @@ def _loss_text(case: Case[Layout]) -> Words:
     return untrainable(case.graph) or ("", "")
 
 
+def _documents(case: Case[L]) -> Truth:
+    return document_mixing(case.graph) is None
+
+
+def _documents_text(case: Case[Layout]) -> Words:
+    return document_mixing(case.graph) or ("", "")
+
+
 def _experts(case: Case[L]) -> Truth:
     return case.layout.ep * case.layout.etp == 1 or unrouted_experts(case.graph) is None
 
@@ -220,6 +229,15 @@ RUNTIME_RULES = (
         source="there is nothing to minimise, or the model copies its input",
         holds=_loss,
         explain=_loss_text,
+    ),
+    Rule(
+        id="runtime-documents",
+        sentence="In a model with document indices, only attention reads other positions, and of one document only.",
+        fix="give the indices to all layers, or train without them",
+        owner=Owner.RUNTIME,
+        source="a packed sequence computes what its documents compute one by one",
+        holds=_documents,
+        explain=_documents_text,
     ),
     Rule(
         id="runtime-stages",

@@ -22,7 +22,7 @@ from megaloom.runtime.reference.attention_scores import alibi_slopes, finish_sco
 from megaloom.runtime.reference.dropout import MaskSource
 from megaloom.runtime.reference.tensors import broadcast
 
-from .flex import attend_by_flex
+from .flex import Documents, attend_by_flex
 
 
 @frozen
@@ -58,24 +58,35 @@ def attend(
     kernel: AttentionKernel, out: Value, *args: Tensor, local: LocalQueries, dropped: ScoreDropout | None = None
 ) -> Tensor:
     """Return attention of a rank's queries to all keys: a tensor with the dims of `out`."""
-    op, others = out.op, args[3:]
+    op = out.op
     assert isinstance(op, Attend)
+    others, indices = (args[3:-2], args[-2:]) if op.documents else (args[3:], None)
     queries = out.args[0].shape
     orders = [_heads_first(a.shape, queries) for a in out.args[:3]]
     q, k, v = (broadcast(t, a.shape, order) for t, a, order in zip(args, out.args, orders, strict=False))
     outer, (q, k, v) = q.shape[:-3], (t.reshape(-1, *t.shape[-3:]) for t in (q, k, v))
-    parts = zip(q.split([len(positions) for positions in local.ranges], 2), local.ranges, strict=True)
+    lengths = [len(positions) for positions in local.ranges]
+    documents: list[Documents] | list[None] = (
+        [None for _ in lengths] if indices is None else _documents(indices, lengths)
+    )
+    parts = zip(q.split(lengths, 2), local.ranges, documents, strict=True)
     if kernel is AttentionKernel.TORCH:
-        found = [_fused(op, x, k, v, at) for x, at in parts]
+        found = [_fused(op, x, k, v, at) for x, at, _ in parts]
     else:
         assert kernel in (AttentionKernel.FLEX, AttentionKernel.BLOCKS), f"a body has no {kernel}"
         slopes = alibi_slopes(local.heads)[local.first_head :][: q.shape[1]].to(q.device) if op.alibi else None
         if kernel is AttentionKernel.FLEX:
-            found = [attend_by_flex(op, slopes, others, k, v, x, at) for x, at in parts]
+            found = [attend_by_flex(op, slopes, others, k, v, x, at, each) for x, at, each in parts]
         else:
-            found = [y for x, at in parts for y in _in_blocks(op, slopes, dropped, others, k, v, x, at)]
+            found = [y for x, at, each in parts for y in _in_blocks(op, slopes, dropped, others, k, v, x, at, each)]
     y = found[0] if len(found) == 1 else torch.cat(found, 2)
     return broadcast(y.view(*outer, *y.shape[1:]), orders[0], out.shape)
+
+
+def _documents(indices: tuple[Tensor, ...], lengths: list[int]) -> list[Documents]:
+    """Return the document indices of each part of the queries, [b, part], with those of all keys, [b, keys]."""
+    of_queries, of_keys = indices
+    return [(part, of_keys) for part in of_queries.split(lengths, 1)]
 
 
 def _heads_first(shape: Shape, queries: Shape) -> list[str]:
@@ -98,11 +109,13 @@ def _in_blocks(
     v: Tensor,
     q: Tensor,
     positions: range,
+    documents: Documents | None,
 ) -> Iterator[Tensor]:
     """Yield the outputs of blocks of queries. Each reads the keys that its mask shows, and recomputes its scores."""
     for at, keys in query_blocks(op, positions, q.shape[0] * q.shape[1], k.shape[2]):
         part = slice(at.start - positions.start, at.stop - positions.start)
-        run = partial(_block, op, slopes, dropped, at, keys)
+        own = None if documents is None else (documents[0][:, part], documents[1][:, keys.start : keys.stop])
+        run = partial(_block, op, slopes, dropped, at, keys, own)
         args = q[:, :, part], k[:, :, keys.start : keys.stop], v[:, :, keys.start : keys.stop], *others
         if torch.is_grad_enabled():
             yield checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
@@ -116,6 +129,7 @@ def _block(
     dropped: ScoreDropout | None,
     queries: range,
     keys: range,
+    documents: Documents | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -127,7 +141,10 @@ def _block(
     scaled = q * (channels**-0.5 if op.scale is None else op.scale)
     scores = scaled.reshape(*shared, channels) @ k.transpose(-1, -2)
     offset = _positions(keys, q) - _positions(queries, q)[:, None]
-    scores = finish_scores(op, scores.view(batch, heads, rows, -1), *others, offset=offset, slopes=slopes)
+    scores, other = scores.view(batch, heads, rows, -1), None
+    if documents is not None:
+        other = (documents[0][:, :, None] != documents[1][:, None])[:, None]
+    scores = finish_scores(op, scores, *others, offset=offset, slopes=slopes, other_document=other)
     weights = scores.softmax(-1)[..., : len(keys)]
     weights = weights if dropped is None else dropped(weights, queries, keys)
     return (weights.reshape(*shared, len(keys)) @ v).view(batch, heads, rows, -1)

@@ -21,9 +21,18 @@ from megaloom.runtime.reference.attention_scores import bucket_indices
 
 MASK_BLOCK = 128  # queries and keys of a block of the mask
 
+Documents = tuple[Tensor, Tensor]  # document indices of queries [b, rows] and of keys [b, keys]
+
 
 def attend_by_flex(
-    op: Attend, slopes: Tensor | None, others: tuple[Tensor, ...], k: Tensor, v: Tensor, q: Tensor, positions: range
+    op: Attend,
+    slopes: Tensor | None,
+    others: tuple[Tensor, ...],
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    positions: range,
+    documents: Documents | None,
 ) -> Tensor:
     """Return attention of queries [b, heads, rows, c] at these positions to keys and values [b, kv_heads, keys, c]."""
     keys = visible_keys(op, positions, k.shape[2])
@@ -33,9 +42,7 @@ def attend_by_flex(
         k[:, :, keys.start : keys.stop],
         v[:, :, keys.start : keys.stop],
         score_mod=_score_change(op, slopes, others, positions, keys, q),
-        block_mask=_mask(op.window, len(positions), len(keys), keys.start - positions.start, q.device)
-        if op.causal
-        else None,
+        block_mask=_block_mask(op, positions, keys, documents, q.device),
         scale=op.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_lse=op.sink,
@@ -56,17 +63,42 @@ def _kernel() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
+def _block_mask(
+    op: Attend, positions: range, keys: range, documents: Documents | None, where: torch.device
+) -> BlockMask | None:
+    """Return the mask of a causal core, of one in documents, or of both; None if every query reads every key."""
+    first = keys.start - positions.start
+    if documents is None:
+        return _mask(op.window, len(positions), len(keys), first, where) if op.causal else None
+    of_queries, of_keys = documents[0], documents[1][:, keys.start : keys.stop]
+    in_order = _visible(op.window, first) if op.causal else None
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = of_queries[batch, query] == of_keys[batch, key]
+        return same if in_order is None else same & in_order(batch, head, query, key)
+
+    sizes = len(of_queries), None, len(positions), len(keys)
+    return create_block_mask(visible, *sizes, device=where, BLOCK_SIZE=MASK_BLOCK, _compile=where.type == "cuda")
+
+
 @lru_cache(maxsize=64)
 def _mask(window: int | None, queries: int, keys: int, first: int, where: torch.device) -> BlockMask:
     """Return a causal mask, whose first key is `first` positions after the first query."""
+
+    sizes = None, None, queries, keys
+    return create_block_mask(
+        _visible(window, first), *sizes, device=where, BLOCK_SIZE=MASK_BLOCK, _compile=where.type == "cuda"
+    )
+
+
+def _visible(window: int | None, first: int) -> Callable[..., Tensor]:
+    """Return whether a query reads a key of a causal core, by their indices."""
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = query - key - first
         return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
-    return create_block_mask(
-        visible, None, None, queries, keys, device=where, BLOCK_SIZE=MASK_BLOCK, _compile=where.type == "cuda"
-    )
+    return visible
 
 
 def _score_change(

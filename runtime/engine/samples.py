@@ -15,13 +15,23 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from megaloom.dsl import Classification, DType, Graph, MaskedScatter, MaskedToken, Node, SequenceToSequence
+from megaloom.dsl import (
+    Classification,
+    DocumentIndices,
+    DType,
+    Graph,
+    MaskedScatter,
+    MaskedToken,
+    Node,
+    SequenceToSequence,
+)
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.layers.losses import Stacked
 
 Sample = dict[str, Tensor]
 
+END = 0  # the token after each document of the text
 BYTES = 256  # ids of the text's tokens; ids above are free for masks
 MASKED = 0.15  # share of the tokens to predict (Devlin et al., arXiv:1810.04805, section 3.1)
 REPLACED, RANDOM = 0.8, 0.1  # of these, the share replaced by the mask's id, and by a random id
@@ -98,6 +108,8 @@ class SampleMaker:
         """Return sample i. text: int64 [length]."""
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, i))))
         parts = self._parts(text, random)
+        if self.objective is not Objective.SPANS:
+            parts["text"] = text[: self.seq]
         out: Sample = {}
         for node in (n for n in self.graph.nodes if n.is_input):
             out[node.name] = self._input(node, parts, random)
@@ -119,11 +131,22 @@ class SampleMaker:
         if count >= seq:
             raise UserError(f"--seq {seq} has no room for text after {count} tokens of an image: use more")
         tokens[:count], labels[: max(0, count - 1)] = token, token
-        return {"tokens": tokens, "labels": labels, "mask": labels != token if count else torch.ones_like(labels) > 0}
+        mask = labels != token if count else torch.ones_like(labels) > 0
+        if self.is_packed:  # the first token of a document is not predicted from another document
+            mask &= text[:seq] != END
+        return {"tokens": tokens, "labels": labels, "mask": mask}
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether the model reads document indices."""
+        return any(isinstance(n.op, DocumentIndices) for n in self.graph.nodes)
 
     def _input(self, node: Node, parts: dict[str, Tensor], random: np.random.Generator) -> Tensor:
         """Return the tensor of one input."""
         shape, dtype = node.shape, node.value.dtype
+        if isinstance(node.op, DocumentIndices) and "text" in parts:
+            ends = parts["text"] == END
+            return ends.cumsum(0) - ends.long()
         if "height" in shape:
             sizes = [d.known for d in shape if d.name != "batch"]
             label = int(parts["labels"]) if parts["labels"].ndim == 0 else 0
@@ -132,7 +155,7 @@ class SampleMaker:
             return parts["mask"]
         if dtype is DType.FLOAT32:
             return torch.ones(self.seq)
-        if dtype is not DType.INDEX:
+        if dtype is not DType.INDEX or isinstance(node.op, DocumentIndices):
             raise UserError(
                 f"the data has nothing for the input {node.name} {shape} of {self.graph.name}\n"
                 "give steps with a data_step of your own"
@@ -151,6 +174,7 @@ class SampleMaker:
             if n.is_input
             and n.shape == node.shape
             and n.value.dtype is DType.INDEX
+            and not isinstance(n.op, DocumentIndices)
             and n.name not in self.graph.only_for_losses
         )
 
@@ -250,6 +274,8 @@ def check_sample(graph: Graph, sample: dict[str, Any], seq: int) -> None:
                 raise UserError(f"{name} of a sample is {x.dtype}: it must be {needed}")
         if node.value.dtype is DType.MASK and not bool(x.any()):
             raise UserError(f"{name} of a sample has no 1, so that nothing of it counts: mark at least one position")
+        if isinstance(node.op, DocumentIndices) and bool((x.diff() < 0).any()):
+            raise UserError(f"{name} of a sample has decreasing indices: the tokens of a document follow one another")
         if node.value.dtype is DType.INDEX and (rows := _rows(graph, node)) and int(x.max()) >= rows:
             raise UserError(f"{name} of a sample has the id {int(x.max())}: {graph.name} has ids below {rows} there")
 

@@ -10,11 +10,19 @@ from torch import Tensor
 from megaloom.dsl import Attend, RelativeBuckets
 
 
-def finish_scores(op: Attend, scores: Tensor, *others: Tensor, offset: Tensor, slopes: Tensor | None = None) -> Tensor:
+def finish_scores(
+    op: Attend,
+    scores: Tensor,
+    *others: Tensor,
+    offset: Tensor,
+    slopes: Tensor | None = None,
+    other_document: Tensor | None = None,
+) -> Tensor:
     """Return the scores that the softmax reads, from scaled products of queries and keys [.., heads, queries, keys].
 
     others: the weights of the op beyond queries, keys and values. offset: the position of each key minus that of each
-    query, [queries, keys]. slopes: of the ALiBi bias of these heads. The score of a sink is added as a last key.
+    query, [queries, keys]. slopes: of the ALiBi bias of these heads. other_document: True where a key is not of the
+    query's document. The score of a sink is added as a last key.
     """
     if op.softcap is not None:
         scores = op.softcap * torch.tanh(scores / op.softcap)
@@ -25,6 +33,8 @@ def finish_scores(op: Attend, scores: Tensor, *others: Tensor, offset: Tensor, s
     if op.causal:
         hidden = (offset > 0) if op.window is None else (offset > 0) | (offset <= -op.window)
         scores = scores.masked_fill(hidden, -torch.inf)
+    if other_document is not None:
+        scores = scores.masked_fill(other_document, -torch.inf)
     if op.sink:
         scores = torch.cat((scores, others[0][:, None, None].expand(*scores.shape[:-1], 1)), -1)
     return scores

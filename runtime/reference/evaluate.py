@@ -20,6 +20,7 @@ from megaloom.dsl import (
     Concat,
     Conv,
     CrossEntropy,
+    DocumentPositions,
     Dot,
     Drop,
     Equals,
@@ -186,6 +187,7 @@ def attention(
     The dims are [batch .., heads, queries, keys].
     """
     q, k, v, *others = args
+    indices = [others.pop(-2), others.pop()] if op.documents else []
     rows, columns = (sequence_dim(a.shape).name for a in out.args[:2])
     renamed = {columns: "keys", "kv_heads": "heads"}  # key/value heads are repeated, one for each query head
     query = names(out.args[0].shape)
@@ -198,7 +200,13 @@ def attention(
     )
     count = k.shape[key.index("keys")]
     offset = torch.arange(count, device=q.device) - torch.arange(scores.shape[-2], device=q.device)[:, None]
-    scores = finish_scores(op, scores, *others, offset=offset, slopes=alibi_slopes(heads) if op.alibi else None)
+    other_document = None
+    if indices:
+        of_queries = broadcast(indices[0], out.args[-2].shape, score_dims)
+        of_keys = broadcast(indices[1], ["batch", "keys"], score_dims)
+        other_document = of_queries != of_keys
+    slopes = alibi_slopes(heads) if op.alibi else None
+    scores = finish_scores(op, scores, *others, offset=offset, slopes=slopes, other_document=other_document)
     weights = scores.softmax(-1)[..., :count]
     weights = weights if dropped is None else dropped(weights, score_dims)
     return einsum(weights, score_dims, v, value, names(out.shape))
@@ -305,6 +313,15 @@ def _(op: MaskedScatter, out: Value, *args: Tensor) -> Tensor:
     mask = broadcast(tokens == op.token, out.args[2].shape, out.shape)
     y = broadcast(y, out.args[1].shape, ["batch", out.args[1].shape.positions("embed").name, "embed"])
     return x.masked_scatter(mask.expand_as(x), y.to(x.dtype))
+
+
+@evaluate.register
+def _(op: DocumentPositions, out: Value, *args: Tensor) -> Tensor:
+    (indices,) = args
+    along = dim_index(out.shape, op.along)
+    position = broadcast(torch.arange(indices.shape[along], device=indices.device), [op.along], out.shape)
+    starts = indices != indices.roll(1, along)  # the maximum begins with position 0 in any case
+    return op.first + position - (position * starts).cummax(along).values
 
 
 @evaluate.register

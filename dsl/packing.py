@@ -1,0 +1,76 @@
+"""A model for packed sequences, made of one for sequences of one document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import evolve, fields
+
+from .errors import UserError
+from .graph import Model, graph
+from .layer import Layer
+from .ops.documents import DocumentIndices, documents
+from .ops.weight import Input, Weight
+from .value import Value, apply
+
+
+def packed(m: Model) -> Model:
+    """Return the model with an input `documents` [batch seq], which all its layers read: attention stays inside
+    documents, and learned positions restart. It has the weights of `m`. Raises UserError if `m` reads two sequences.
+    """
+    inputs = [n for n in graph(m).nodes if n.is_input]
+    if any(isinstance(n.op, DocumentIndices) for n in inputs):
+        return m
+    if any("source" in n.shape for n in inputs):
+        raise UserError(
+            f"{m.name} reads two sequences\ngive its layers the document indices of both: `documents` of its own, "
+            "`memory_documents` of the source"
+        )
+    rebuild = _Rebuild(documents())
+    return evolve(m, outputs=tuple(map(rebuild.value, m.outputs)))
+
+
+class _Rebuild:
+    """Applies the layers of a program again, with the side input `documents`."""
+
+    def __init__(self, indices: Value) -> None:
+        self.indices = indices
+        self.values: dict[int, Value] = {}
+
+    def value(self, v: Value) -> Value:
+        """Return the value of the new program."""
+        if id(v) not in self.values:
+            self.values[id(v)] = self.applied(v)
+        return self.values[id(v)]
+
+    def applied(self, v: Value) -> Value:
+        if isinstance(v.op, Input | Weight):
+            return v
+        if isinstance(v.op, Layer):
+            layer: Layer = self.part(v.op)
+            return self.value(v.args[0]) >> layer.given(documents=self.indices)
+        return apply(v.op, *map(self.value, v.args))
+
+    def part(self, it: Any) -> Any:
+        """Return a layer, or what is in its fields, with the values of the new program."""
+        if isinstance(it, Value):
+            return self.value(it)
+        if isinstance(it, tuple):
+            return tuple(map(self.part, it))
+        if isinstance(it, dict):
+            return {name: self.part(x) for name, x in it.items()}
+        if not isinstance(it, Layer):
+            return it
+        old = {f.name: getattr(it, f.name) for f in fields(type(it))}
+        new = {name: self.part(x) for name, x in old.items()}
+        changed = {name: x for name, x in new.items() if not _is_same(x, old[name])}
+        return evolve(it, **changed) if changed else it
+
+
+def _is_same(new: Any, old: Any) -> bool:
+    """Return whether a field holds the values that it held."""
+    if isinstance(old, tuple):
+        return all(map(_is_same, new, old))
+    if isinstance(old, dict):
+        return all(_is_same(new[name], x) for name, x in old.items())
+    return new is old
