@@ -10,14 +10,12 @@ from functools import lru_cache
 from megaloom.dsl import (
     Attend,
     Classification,
-    Embed,
     Graph,
     Layer,
     MaskedToken,
     Node,
     Route,
     Split,
-    Unembed,
 )
 from megaloom.dsl.facts.primitives import Program, program
 from megaloom.dsl.graph import primitives
@@ -30,7 +28,7 @@ from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
 
-from .export_rules import export_violations, shared_weight_users
+from .export_rules import export_violations
 from .packing import document_mixing
 from .padding import padding_refusal
 from .rule import (
@@ -43,6 +41,7 @@ from .rule import (
     Words,
     violated,
 )
+from .shared_weights import sharing_refusal
 
 OWN_RUNTIME = capability(Runtime.MEGALOOM, assumed_environment(Runtime.MEGALOOM, ""))
 TRAINED = OWN_RUNTIME.precisions
@@ -71,11 +70,6 @@ def untrainable(graph: Graph) -> Words | None:
             )
     if len(sizes := hidden_sizes(graph)) != 1:
         return f"{graph.name} has hidden states of sizes {sorted(sizes)}", "the runtime carries one size"
-    uses = shared_weight_users(graph)
-    for name, nodes in uses.items():
-        if [type(n.op) for n in nodes] != [Embed, Unembed] or len(uses) > 1:
-            users = ", ".join(n.name for n in nodes)
-            return f"weight {name!r} is shared by {users}", "the runtime can tie one Embed with one Unembed"
     return None
 
 
@@ -185,6 +179,19 @@ def _padding_text(case: Case[Layout]) -> Words:
     return _padding_refusal(case) or ("", "")
 
 
+def _sharing_refusal(case: Case[L]) -> Words | None:
+    assert isinstance(case.layout, Layout), "rules of the runtime look at one layout"
+    return sharing_refusal(case.graph, case.layout.split)
+
+
+def _sharing(case: Case[L]) -> Truth:
+    return _sharing_refusal(case) is None
+
+
+def _sharing_text(case: Case[Layout]) -> Words:
+    return _sharing_refusal(case) or ("", "")
+
+
 def _overlaps(case: Case[L]) -> Truth:
     holds: Truth = case.layout.microbatch_overlap_bits & ~int(OWN_RUNTIME.microbatch_overlaps) == 0
     return holds
@@ -265,6 +272,16 @@ RUNTIME_RULES = (
         source="the padding would be joined, sliced or counted in the mean as if it were data",
         holds=_padding,
         explain=_padding_text,
+    ),
+    Rule(
+        id="runtime-sharing",
+        sentence="The runtime shares a weight between layers that shard it alike, and compute with it by their bodies "
+        "or as the table of Embed, Positions or Unembed.",
+        fix="give each layer a weight of its own",
+        owner=Owner.RUNTIME,
+        source="one parameter has one shard on each device, and one place in a module",
+        holds=_sharing,
+        explain=_sharing_text,
     ),
     Rule(
         id="runtime-overlap",

@@ -10,7 +10,7 @@ from bisect import bisect_right
 import numpy as np
 from numpy.typing import NDArray
 
-from megaloom.dsl import MLA, Graph, Node
+from megaloom.dsl import MLA, Graph
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
@@ -28,15 +28,7 @@ from .rule import (
     all_of,
     violated,
 )
-
-
-def shared_weight_users(graph: Graph) -> dict[str, list[Node]]:
-    """Return the weights that several nodes use, by name, with those nodes."""
-    users: dict[str, list[Node]] = {}
-    for n in graph.nodes:
-        for slot in n.weights:
-            users.setdefault(slot.name, []).append(n)
-    return {name: nodes for name, nodes in users.items() if len(nodes) > 1}
+from .shared_weights import shared_weight_users
 
 
 def _gradients_reduced(case: Case[L]) -> Truth:

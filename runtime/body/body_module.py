@@ -78,6 +78,8 @@ class Body(nn.Module):
         self.overwrites_logits = False  # True if nothing but this loss reads the logits, which come from an Unembed
         self.names = {i: s.name.removeprefix(f"{node.name}.") for i, s in slots.items()}
         self.gathered_dims = {i: d for i, s in slots.items() if (d := self._gathered_dim(s)) is not None}
+        by_rows = {i for i, s in slots.items() if s.name in context.stored_by_rows and s.dims[-1].name != "embed"}
+        self.transposed_weights = frozenset(by_rows)  # stored as the embedding that shares them stores them
         for i, slot in slots.items():
             _register(self, self.names[i], self._local_weight(slot, context, i))
 
@@ -101,19 +103,20 @@ class Body(nn.Module):
         axes = table.axes(slot.outer, slot.value.shape)
         if i in self.gathered_dims:
             axes[slot.dims[self.gathered_dims[i]].name] = "tp"
-        degrees = [self.groups.layout.degrees.get(axes.get(d.name, ""), 1) for d in slot.dims]
-        sizes = [table.dims.get(d.name, EVEN).local(d.known, n) for d, n in zip(slot.dims, degrees, strict=True)]
+        dims = slot.dims[::-1] if i in self.transposed_weights else slot.dims
+        degrees = [self.groups.layout.degrees.get(axes.get(d.name, ""), 1) for d in dims]
+        sizes = [table.dims.get(d.name, EVEN).local(d.known, n) for d, n in zip(dims, degrees, strict=True)]
         values = torch.empty(sizes, dtype=context.config.params_dtype, device=device.current())
         p = nn.Parameter(values) if slot.trained else values
         axis = "etp" if of_expert else "tp"
-        sharded = next((k for k, d in enumerate(slot.dims) if axes.get(d.name) == axis and degrees[k] > 1), None)
+        sharded = next((k for k, d in enumerate(dims) if axes.get(d.name) == axis and degrees[k] > 1), None)
         if of_expert:
             # Expert gradients are reduced over the expert process groups (see `modules.moe`). A weight that etp does
             # not shard is replicated over etp: its gradients are added there, and count once in the gradient norm.
             p.allreduce, p.shared = False, sharded is None and context.groups.etp_rank > 0  # type: ignore[attr-defined]
         if of_expert or sharded is not None:
             tensor_parallel.set_tensor_model_parallel_attributes(p, True, -1 if sharded is None else sharded, 1)
-        pads = (d.name in axes and table.dims.get(d.name, EVEN).policy == "pad" for d in slot.dims)
+        pads = (d.name in axes and table.dims.get(d.name, EVEN).policy == "pad" for d in dims)
         p.pad_dim = next((k for k, pad in enumerate(pads) if pad), None)  # type: ignore[attr-defined]
         p.constant = slot.std == 0  # type: ignore[attr-defined]
         return p
@@ -133,8 +136,12 @@ class Body(nn.Module):
         return to_megatron_order(self.program.value, out.view_as(out))  # a view: recompute hooks stay on this tensor
 
     def full_weight(self, i: int) -> Tensor:
-        """Return a weight as this rank computes with it: gathered over tp if only its storage is sharded."""
+        """Return a weight as this rank computes with it, in declared order.
+
+        It is gathered over tp if only its storage is sharded.
+        """
         weight = self.get_parameter_or_buffer(self.names[i])
+        weight = weight.T if i in self.transposed_weights else weight
         if i not in self.gathered_dims:
             return weight
         gather = Transition(TransitionKind.SHARD_TO_REPLICATE, "tp")

@@ -38,6 +38,7 @@ from megaloom.runtime.megatron.process_groups import ProcessGroups, create_proce
 from megaloom.runtime.modules import parameters
 from megaloom.runtime.modules.initial_weights import check_weights, given_weight, initial_weight
 from megaloom.runtime.modules.model_chunk import ModelChunk
+from megaloom.runtime.modules.shared_weights import share_between_chunks, share_between_ranks
 from megaloom.runtime.reference.dropout import MaskSource
 
 from .averaged_weights import AveragedWeights
@@ -138,6 +139,9 @@ class Engine:
             for node, module in chunk.node_modules():
                 full = parameters.node_parameters(node, module, draw, groups)
                 parameters.fill_shards(module, full, groups)
+        uses = [chunk.shared for chunk in model_chunks]
+        share_between_chunks(uses)
+        shared_gradients = share_between_ranks(g, plan.stages, uses, groups)
         chunks = wrap_in_ddp(model_chunks, config, groups)
         assign_groups(model_chunks, parameter_groups)
         optimizer = make_optimizer(recipe, chunks, config, groups, parameter_groups)
@@ -153,7 +157,7 @@ class Engine:
             optimizer,
             scheduler,
             scaler,
-            PipelineRun(plan, g, groups, chunks, Losses.of(g)),
+            PipelineRun(plan, g, groups, chunks, Losses.of(g), shared_gradients),
             complete(steps),
             tuple(parameter_groups),
             None if average is None else AveragedWeights.of(optimizer, chunks, average),

@@ -5,7 +5,7 @@ They have the names and shapes of `graph(model).weights`, whatever the layout an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import accumulate
 from math import prod
 
@@ -17,6 +17,7 @@ from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from torch import Tensor, nn
 
 from megaloom.dsl import Node, Slot, UserError
+from megaloom.planner.rules.shared_weights import shared_weight_users
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.modules.initial_weights import given_weight
 from megaloom.runtime.modules.parameters import node_parameters, rank_shard, shard_position
@@ -44,12 +45,14 @@ def gather_gradients(
         _gather_buckets(chunk)
     own = {node.name: module for chunk in chunks for node, module in chunk.module.node_modules()}
     out: dict[str, WeightGradient] = {}
-    for node in (n for n in chunks[0].module.graph.nodes if any(s.trained for s in n.weights)):
+    graph = chunks[0].module.graph
+    shared = shared_weight_users(graph)
+    for node in (n for n in graph.nodes if any(s.trained for s in n.weights)):
         parts = _parts(node, own[node.name], groups, loss_scale) if node.name in own else []
         first = dist.get_rank() == 0
         gathered: list[list[Part]] = [[] for _ in range(dist.get_world_size())]
         dist.gather_object(parts, gathered if first else None)
-        for name, gradient in _assemble(node, [part for each in gathered for part in each]) if first else ():
+        for name, gradient in _assemble(node, shared, [part for each in gathered for part in each]) if first else ():
             out[name] = gradient if name not in out else _joined(out[name], gradient)
     return out if dist.get_rank() == 0 else None
 
@@ -98,8 +101,11 @@ def _numel(slot: Slot) -> int:
     return prod(d.known for d in slot.dims)
 
 
-def _assemble(node: Node, parts: Iterable[Part]) -> Iterable[tuple[str, WeightGradient]]:
-    """Yield the gradient of each trained weight of a node, from the parts of all ranks."""
+def _assemble(node: Node, shared: Container[str], parts: Iterable[Part]) -> Iterable[tuple[str, WeightGradient]]:
+    """Yield the gradient of each trained weight of a node, from the parts of all ranks.
+
+    A shared weight may have no parts here: then another node has its gradient.
+    """
     count = 1 + sum(map(_numel, node.weights))
     low, high = torch.full((count,), torch.inf), torch.full((count,), -torch.inf)
     for indices, gradient in parts:
@@ -110,7 +116,7 @@ def _assemble(node: Node, parts: Iterable[Part]) -> Iterable[tuple[str, WeightGr
     low, high = low[1:], high[1:]
     sizes = [_numel(s) for s in node.weights]
     for slot, least, most in zip(node.weights, low.split(sizes), high.split(sizes), strict=True):
-        if slot.trained:
+        if slot.trained and not (slot.name in shared and bool(torch.isinf(least).all())):
             if bool((least > most).any()):
                 raise _no_gradients(node)
             value = torch.where(least == most, least, (least + most) / 2)

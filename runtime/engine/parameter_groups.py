@@ -47,14 +47,12 @@ class _InGroup:
 def named_parameters(chunks: Sequence[ModelChunk]) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield this rank's parameters by NODE.PARAMETER, such as attention.0.linear_qkv.weight.
 
-    A table that the embedding shares with the logits has the name of the embedding, on each stage that holds it.
+    A weight that several layers share has the name of the first of them, on each stage that holds it.
     """
     for chunk in chunks:
         for node, module in chunk.node_modules():
-            embedding = chunk.tied[0] if chunk.tied is not None and node is chunk.tied[1] else None
             for name, p in module.named_parameters():
-                owner = embedding if embedding is not None and name == "weight" else node
-                yield f"{owner.name}.{name}", p
+                yield chunk.shared.owner_of(node, name), p
 
 
 def assign_groups(chunks: Sequence[ModelChunk], groups: Sequence[ParameterGroup]) -> None:

@@ -23,6 +23,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.kernels import zigzag
 from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.modules.shared_weights import SharedGradients
 from megaloom.runtime.reference.dropout import MaskSource
 
 from .loss_weights import weight_sums
@@ -51,6 +52,7 @@ class PipelineRun:
     groups: ProcessGroups
     chunks: list[DistributedDataParallel]
     losses: Losses
+    shared_gradients: SharedGradients
     checked: bool = field(default=False, init=False)  # samples of a first micro-batch have been checked
     weight_sum: Tensor = field(init=False)  # of the micro-batches of this pass that this rank has run
 
@@ -187,3 +189,4 @@ class PipelineRun:
     def finalize_gradients(self, chunks: list[Any], count: Tensor | None = None, **options: Any) -> None:
         """Reduce the gradients of the step, divided by the sum of the weights of the global batch."""
         finalize_model_grads(chunks, self.weight_sum, **options)
+        self.shared_gradients.sum()

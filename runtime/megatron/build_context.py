@@ -23,6 +23,7 @@ from megaloom.planner.contract.choices import Module
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.rules.capabilities import hidden_sizes, precision_refusal, untrainable
+from megaloom.planner.rules.shared_weights import sharing_refusal, stored_by_rows
 
 from .process_groups import ProcessGroups
 
@@ -31,11 +32,12 @@ DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precisi
 
 @frozen(eq=False)
 class BuildContext:
-    """Process groups, the configuration fields that all layers share, and the length of a sequence."""
+    """Process groups, the configuration fields that all layers share, the length of a sequence, shared tables."""
 
     groups: ProcessGroups
     shared_fields: dict[str, Any]  # of TransformerConfig
     seq: int  # tokens of a full sequence
+    stored_by_rows: frozenset[str] = frozenset()  # shared weights that are stored with `embed` last
     config: TransformerConfig = field(init=False)
 
     @property
@@ -58,7 +60,10 @@ def make_build_context(graph: Graph, layout: Layout, workload: Workload, groups:
     check_trainable(graph)
     if workload.precision not in DTYPES:
         raise UserError("\n".join(precision_refusal(workload)))
-    return BuildContext(groups, config_fields(graph, layout, workload), workload.seq)
+    context = BuildContext(groups, config_fields(graph, layout, workload), workload.seq, stored_by_rows(graph))
+    if wrong := sharing_refusal(graph, context.split):
+        raise UserError("\n".join(wrong))
+    return context
 
 
 def check_trainable(graph: Graph) -> None:

@@ -30,14 +30,14 @@ from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.layers.losses import Stacked
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Stage
-from megaloom.planner.rules.export_rules import shared_weight_users
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.recompute import SelectiveNodes, SelectiveRecompute
 from megaloom.runtime.reference.dropout import MaskSource
 
 from . import registry
-from .layers import HiddenDropout
+from .layers import HiddenDropout, Logits
+from .shared_weights import SharedUses
 
 FIRST_MASKS = MaskSource(seed=0, step=0, first_sample=0)
 
@@ -86,39 +86,12 @@ class ModelChunk(MegatronModule):
             if isinstance(module := self.modules_by_key[_key(n)], Body):
                 module.overwrites_logits = _reads_alone(graph, n)
         self.received: Tensor | None = None
-        self.tied = tied_embeddings(graph)
-        self.share_embeddings_and_output_weights = self.tied is not None
-        self._tie_weights()
-
-    def _tie_weights(self) -> None:
-        """Share the embedding table with the logits.
-
-        On one stage both use one parameter. On two stages there are two, which finalize_model_grads keeps equal.
-        """
-        if self.tied is None:
-            return
-        embed, unembed = (self._module(n) for n in self.tied)
-        if embed and unembed:
-            unembed.weight = embed.weight
-        elif copy := embed or unembed:
-            copy.weight.shared_embedding = True
-            copy.weight.shared = copy is unembed  # the gradient norm counts the embedding's copy only
-
-    def _module(self, node: Node) -> nn.Module | None:
-        """Return a node's module, or None if the node is in another chunk."""
-        key = _key(node)
-        return self.modules_by_key[key] if key in self.modules_by_key else None  # noqa: SIM401 (a ModuleDict has no get)
+        self.shared = SharedUses.of(graph, self.node_modules())
+        self.share_embeddings_and_output_weights = False  # `SharedGradients` adds up gradients of copies
 
     def set_input_tensor(self, tensors: Any) -> None:
         """Set the hidden states received from the previous stage; the schedules pass a list of one tensor."""
         self.received = tensors[0] if isinstance(tensors, list | tuple) else tensors
-
-    def shared_embedding_or_output_weight(self) -> Tensor | None:
-        """Return the tied weight, on the stages that hold it. megatron-core calls this."""
-        for n in self.tied or ():
-            if module := self._module(n):
-                return module.weight
-        return None
 
     def node_modules(self) -> Iterator[tuple[Node, nn.Module]]:
         """Yield the nodes of this chunk, each with its module."""
@@ -171,10 +144,11 @@ class ModelChunk(MegatronModule):
         out: dict[str, Any] = {}
         for n, module in self.node_modules():
             key = f"{prefix}{n.name}."
-            if isinstance(n.op, Unembed):
-                out |= self._logits_state(n, module, key, metadata)
+            if isinstance(module, Logits):
+                state = self._logits_state(module, key, metadata)
             else:
-                out |= self._state(module, key, sharded_offsets, metadata)
+                state = self._state(module, key, sharded_offsets, metadata)
+            out |= self.shared.saved_once(n, state, key)
         return out
 
     def _state(self, module: nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: dict[str, Any]) -> Any:
@@ -209,27 +183,16 @@ class ModelChunk(MegatronModule):
         for n, module in self.node_modules():
             prefix = f"{n.name}."
             own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-            module.load_state_dict(own, strict=not self._uses_embedding_weight(n))
+            repeated = any(map(self.shared.is_repeated, self.shared.of_node(n)))
+            module.load_state_dict(own, strict=not repeated)
 
-    def _uses_embedding_weight(self, node: Node) -> bool:
-        """Return whether a node is the logits and uses the embedding's parameter, held in this chunk."""
-        return self.tied is not None and node is self.tied[1] and self._module(self.tied[0]) is not None
-
-    def _logits_state(self, node: Node, module: nn.Module, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return the shards of the logits: table and bias, padded by layout. A tied table is a replica."""
+    def _logits_state(self, module: Logits, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Return the shards of the logits: table and bias, padded by layout."""
         groups = {"tp_group": self.groups.collection.tp, "dp_cp_group": metadata["dp_cp_group"]}
-        out: dict[str, Any] = {}
-        for name, p in module.named_parameters():
-            key, replica = f"{prefix}{name}", {}
-            if name == "weight" and self._uses_embedding_weight(node):
-                continue
-            if name == "weight" and self.tied is not None:
-                key = f"{self.tied[0].name}.weight"
-                replica = {"replica_id": (1, 0, metadata["dp_cp_group"].rank())}
-            out[f"{prefix}{name}"] = make_tp_sharded_tensor_for_checkpoint(
-                p, key, allow_shape_mismatch=True, **replica, **groups
-            )
-        return out
+        return {
+            prefix + name: make_tp_sharded_tensor_for_checkpoint(p, prefix + name, allow_shape_mismatch=True, **groups)
+            for name, p in module.named_parameters()
+        }
 
 
 def losses_of(graph: Graph) -> tuple[str, ...]:
@@ -251,16 +214,6 @@ def _reads_alone(graph: Graph, node: Node) -> bool:
 def _key(node: Node) -> str:
     """Return a node's name without dots, which torch does not allow in module names."""
     return node.name.replace(".", "_")
-
-
-def tied_embeddings(graph: Graph) -> tuple[Node, Node] | None:
-    """Return the embedding and the logits that share one table, or None.
-
-    No other nodes share weights: `make_build_context` refuses them.
-    """
-    for embed, unembed in shared_weight_users(graph).values():
-        return embed, unembed
-    return None
 
 
 def node_segments(nodes: list[Node], outputs: tuple[str, ...], layout: Layout) -> tuple[NodeSegment, ...]:

@@ -169,10 +169,8 @@ def node_parameters(node: Node, module: nn.Module, draw: Draw, groups: ProcessGr
     """Return the full parameters of a node's module, with the experts of this rank only. For a body, its weights."""
     slots = {s.name.removeprefix(node.name + "."): s for s in node.weights}
     if isinstance(module, Body):
-        return {
-            name: _body_weight(s, draw, groups, of_experts=name in module.expert_weight_names)
-            for name, s in slots.items()
-        }
+        full = {n: _body_weight(s, draw, groups, of_experts=n in module.expert_weight_names) for n, s in slots.items()}
+        return full | {n: full[n].T for n in (module.names[i] for i in module.transposed_weights)}
     local_experts = range(0)
     if isinstance(node.op, MoE):
         count = node.op.experts // groups.layout.ep

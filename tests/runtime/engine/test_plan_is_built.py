@@ -17,11 +17,17 @@ from tests.support.paths import ROOT, SUPPORT
 
 OWN = f"{SUPPORT / 'own_models.py'}:some_experts"
 ONE_HEAD = f"{SUPPORT / 'own_models.py'}:one_kv_head"
+SHARED = f"{SUPPORT / 'shared_models.py'}"
 LAYOUTS = {
     "whole": ("tiny_gpt", Layout(dp=4)),
     "vocabulary padded": ("tiny_gpt", Layout(dp=2, tp=2, sequence_parallel=True)),
     "tied over stages": ("tiny_gpt", Layout(pp=4)),
     "tied over chunks": ("tiny_gpt", Layout(tp=2, pp=2, vpp=2)),
+    "shared by blocks, over stages": (f"{SHARED}:albert", Layout(pp=4)),
+    "shared by blocks, over chunks": (f"{SHARED}:albert", Layout(pp=2, vpp=2, dp=2)),
+    "shared by blocks, vocabulary padded": (f"{SHARED}:albert", Layout(pp=2, vpp=2, tp=2)),
+    "shared by experts": (f"{SHARED}:sharing_experts", Layout(pp=2, vpp=2, dp=2)),
+    "an encoder and a decoder": (f"{SHARED}:tiny_t5", Layout(dp=2, tp=2)),
     "an own table for the logits": ("tiny_llama", Layout(tp=2, pp=2)),
     "fewer key/value heads than devices": ("tiny_llama", Layout(tp=4, sequence_parallel=True)),
     "fewer key/value heads than devices, by a body": (ONE_HEAD, Layout(tp=4, sequence_parallel=True)),
@@ -40,6 +46,7 @@ def built(plans: dict[str, Plan]) -> dict[str, list[int]]:
     from megaloom.runtime.megatron.build_context import make_build_context
     from megaloom.runtime.megatron.process_groups import create_process_groups
     from megaloom.runtime.modules.model_chunk import ModelChunk
+    from megaloom.runtime.modules.shared_weights import share_between_chunks
 
     out = {}
     for what, plan in plans.items():
@@ -49,6 +56,7 @@ def built(plans: dict[str, Plan]) -> dict[str, list[int]]:
         model_parallel_cuda_manual_seed(0)
         mine = [chunk for chunk in plan.stages if chunk.rank == groups.pp_rank]
         stages = [ModelChunk(g, chunk, context) for chunk in mine]
+        share_between_chunks([stage.shared for stage in stages])
         out[what] = [sum(p.numel() for p in stage.parameters()) for stage in stages]
         parallel_state.destroy_model_parallel()
     return out

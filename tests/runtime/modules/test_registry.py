@@ -43,6 +43,19 @@ class Inside(Layer):
         return x >> self.inner
 
 
+@frozen
+class WithModule(Layer):
+    """Hidden states times a given weight, by a torch module."""
+
+    scale: Value
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        return x * self.scale
+
+    def module(self, context: object) -> None:
+        raise AssertionError("refused before a module is built")
+
+
 def lm(*layers: Layer) -> Model:
     x = ids() >> Embed(WTE)
     for layer in layers:
@@ -67,9 +80,10 @@ REFUSED = {
         added(weight("offset", D)),
         r"the weight 'add.0.offset' \(.*test_registry.py:\d+\) is used outside of any layer\nthe runtime trains",
     ),
-    "positions shared by blocks": (
-        lm(repeat(2, Positions(WPE))),
-        "weight 'wpe' is shared by positions.0, positions.1\nthe runtime can tie one Embed with one Unembed",
+    "a weight shared by layers with torch modules": (
+        lm(repeat(2, WithModule(weight("scales", D)))),
+        "the weight 'scales' is shared by with_module.0, which has a torch module of its own, and with_module.1\n"
+        "leave out the method `module` of WithModule, or give it a weight of its own",
     ),
     "too few positions": (
         lm(Positions(weight("wpe", Dim("position", 8), D))),

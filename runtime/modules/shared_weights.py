@@ -1,0 +1,194 @@
+"""Weights that several graph nodes use: one parameter on each pipeline rank, one name in checkpoints.
+
+All nodes of a rank use one parameter, which belongs to the first chunk that uses the weight. Each other rank that uses
+it has a copy. Copies start with equal values, and `SharedGradients.sum` adds up their gradients in each step. The name
+and the one copy that counts in the gradient norm and in checkpoints are those of the first node of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+
+from megaloom.dsl import Graph, Node, UserError
+from megaloom.planner.contract.plans import Stage
+from megaloom.planner.rules.shared_weights import TABLES, shared_weight_users
+from megaloom.runtime.body.body_module import Body
+from megaloom.runtime.megatron.process_groups import ProcessGroups
+
+
+@frozen(eq=False)
+class SharedUse:
+    """A use of a shared weight by a node of a model chunk."""
+
+    weight: str  # name in the model
+    node: Node
+    module: nn.Module
+    parameter: str  # name in the module
+    owner: str  # NODE.PARAMETER of the first node of the graph
+    is_owner: bool  # True for that node
+
+    @property
+    def exists(self) -> bool:
+        """Return whether the module has this parameter or buffer."""
+        tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        return self.parameter in tensors
+
+    @property
+    def tensor(self) -> Tensor:
+        """Return the parameter, or the buffer if the weight is not trained."""
+        path, _, last = self.parameter.rpartition(".")
+        tensor = getattr(self.module.get_submodule(path), last)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def use(self, tensor: Tensor, *, owned: bool) -> None:
+        """Let the module compute with a tensor. If not owned, it is none of the module's parameters or buffers."""
+        path, _, last = self.parameter.rpartition(".")
+        module = self.module.get_submodule(path)
+        delattr(module, last)
+        if not owned:
+            object.__setattr__(module, last, tensor)
+        elif isinstance(tensor, nn.Parameter):
+            module.register_parameter(last, tensor)
+        else:
+            module.register_buffer(last, tensor)
+
+
+@frozen(eq=False)
+class SharedUses:
+    """The uses of shared weights in a model chunk, by weight, in the order of the graph."""
+
+    by_weight: dict[str, list[SharedUse]]
+
+    @classmethod
+    def of(cls, graph: Graph, modules: Iterable[tuple[Node, nn.Module]]) -> SharedUses:
+        """Return the uses in a chunk with these nodes, and let the uses of each weight have one parameter."""
+        users, uses = shared_weight_users(graph), dict[str, list[SharedUse]]()
+        for node, module in modules:
+            for name in (s.name for s in node.weights if s.name in users):
+                first = users[name][0]
+                owner = f"{first.name}.{'weight' if isinstance(first.op, TABLES) else name}"
+                parameter = name if isinstance(module, Body) else "weight"
+                use = SharedUse(name, node, module, parameter, owner, node is first)
+                if not use.exists:
+                    raise UserError(
+                        f"the weight {name!r} is shared by {first.name} and {users[name][1].name}, and the module "
+                        f"registered for {type(node.op).__name__} does not say which of its parameters that is\n"
+                        "give each layer a weight of its own, or do not register a module"
+                    )
+                uses.setdefault(name, []).append(use)
+        for first_use, *others in uses.values():
+            for use in others:
+                use.use(first_use.tensor, owned=True)
+        return cls(uses)
+
+    def of_node(self, node: Node) -> list[SharedUse]:
+        """Return the uses of a node."""
+        return [use for uses in self.by_weight.values() for use in uses if use.node is node]
+
+    def is_repeated(self, use: SharedUse) -> bool:
+        """Return whether another node of the chunk uses the weight before this one."""
+        return self.by_weight[use.weight][0] is not use
+
+    def owner_of(self, node: Node, parameter: str) -> str:
+        """Return the name of a parameter in checkpoints and parameter groups: NODE.PARAMETER of the first node."""
+        owners = (use.owner for use in self.of_node(node) if use.parameter == parameter)
+        return next(owners, f"{node.name}.{parameter}")
+
+    def saved_once(self, node: Node, state: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """Return the sharded state of a node without what another node of the chunk saves, and with copies as replicas.
+
+        prefix: of the names in the state, that of the node included.
+        """
+        outer = prefix.removesuffix(f"{node.name}.")
+        for use in self.of_node(node):
+            key = prefix + use.parameter
+            if key in state and self.is_repeated(use):
+                del state[key]
+            elif key in state:
+                shards = state[key]
+                replica = shards.replica_id if use.is_owner else (1, *shards.replica_id[1:])
+                state[key] = replace(shards, key=outer + use.owner, replica_id=replica)
+        return state
+
+
+@frozen(eq=False)
+class SharedGradients:
+    """The parameters of this rank that other pipeline ranks have copies of, each with the group of these ranks."""
+
+    parameters: tuple[tuple[nn.Parameter, dist.ProcessGroup], ...]
+
+    def sum(self) -> None:
+        """Add up the gradients of all copies. Every rank calls it, after the gradients are reduced over dp."""
+        for p, group in self.parameters:
+            dist.all_reduce(p.main_grad, group=group)  # type: ignore[attr-defined]
+
+
+def share_between_chunks(chunks: Sequence[SharedUses]) -> None:
+    """Let the chunks of a rank compute with one parameter of each weight. Their parameters have their values already.
+
+    The parameter belongs to the first chunk that uses it. That chunk runs first in the forward pass, so its weights are
+    gathered, and last in the backward pass, so the gradient is complete when it is reduced.
+    """
+    tensors: dict[str, Tensor] = {}
+    for chunk in chunks:
+        for name, uses in chunk.by_weight.items():
+            if name in tensors:
+                for use in uses:
+                    use.use(tensors[name], owned=False)
+            else:
+                tensors[name] = uses[0].tensor
+
+
+def share_between_ranks(
+    graph: Graph, stages: Sequence[Stage], chunks: Sequence[SharedUses], groups: ProcessGroups
+) -> SharedGradients:
+    """Return the parameters that pipeline ranks have copies of. Every rank calls it, before gradients have buffers.
+
+    A copy that another rank counts gets the attribute `shared`, which megatron-core's gradient norm reads.
+    `shared_embedding` gives each its own bucket, so that the distributed optimizer shards all copies alike.
+    """
+    own = {name: uses[0] for chunk in reversed(chunks) for name, uses in chunk.by_weight.items()}
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    parameters = []
+    for name, nodes in shared_weight_users(graph).items():
+        ranks = pipeline_ranks(graph, nodes, stages)
+        if len(ranks) == 1 or not graph.weights[name].trained:
+            continue
+        if ranks not in made:
+            made[ranks] = _group_of(ranks, groups)
+        group = made[ranks]
+        if group is not None:
+            p = own[name].tensor
+            assert isinstance(p, nn.Parameter)
+            p.shared_embedding, p.shared = True, not own[name].is_owner  # type: ignore[attr-defined]
+            parameters.append((p, group))
+    return SharedGradients(tuple(parameters))
+
+
+def pipeline_ranks(graph: Graph, nodes: Iterable[Node], stages: Iterable[Stage]) -> tuple[int, ...]:
+    """Return the pipeline ranks of the stages with any of these nodes, in order."""
+    indices = [graph.index[n.name] for n in nodes]
+    return tuple(sorted({s.rank for s in stages if any(s.start <= i < s.stop for i in indices)}))
+
+
+def _group_of(ranks: tuple[int, ...], groups: ProcessGroups) -> dist.ProcessGroup | None:
+    """Return the process group of these pipeline ranks with this rank's other indices; None on other pipeline ranks.
+
+    Every rank calls it. Pipeline ranks are the outermost axis of megatron-core's ranks.
+    """
+    pp, group = groups.layout.pp, None
+    if len(ranks) == pp:
+        return groups.of_axis("pp")
+    width = groups.layout.world // pp
+    for inner in range(width):
+        members = [rank * width + inner for rank in ranks]
+        made = dist.new_group(members)
+        group = made if dist.get_rank() in members else group
+    return group
