@@ -52,7 +52,9 @@ def train_by_plan(
     model: str = DEFAULT_MODEL,
     /,
     *,
-    data: str = STANDARD_LIBRARY,
+    data: Annotated[list[str], Parameter(consume_multiple=True)] = [STANDARD_LIBRARY],  # noqa: B006
+    split: str | None = None,
+    epochs: float | None = None,
     seq: int | None = None,
     batch: int | None = None,
     precision: TrainedPrecision | None = None,
@@ -71,7 +73,12 @@ def train_by_plan(
         A plan.json, or a model: file.py:name, a file.py with one model, package.module:name, one of the examples, or a
         Hugging Face config.json.
     data
-        "stdlib" (the text of Python's standard library), or a file or a folder of text.
+        "stdlib" (the text of Python's standard library), a file or a folder of text, or prefixes of indexed datasets:
+        A B, or with weights 0.3 A 0.7 B.
+    split
+        Shares of training, validation and test of indexed datasets. [default: 969,30,1]
+    epochs
+        Train for so many visits of the training text, instead of --steps.
     seq
         Tokens per sequence. [default: 128]
     batch
@@ -91,8 +98,49 @@ def train_by_plan(
     from .train_command import run_train
 
     load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
-    options = {"data": data, "out": out, "save_every": save_every, "evaluate_every": evaluate_every}
+    options = {"data": tuple(data), "split": split, "epochs": epochs, "out": out}
+    options |= {"save_every": save_every, "evaluate_every": evaluate_every}
     return run_train(model, load, options, recipe, fixed)
+
+
+@app.command(name="data")
+@unwrap_help
+def make_dataset(
+    sources: Annotated[tuple[str, ...], Parameter(name="source", negative="")],
+    /,
+    *,
+    output: Annotated[Path, Parameter(name=["-o", "--output"])],
+    tokenizer: str | None = None,
+    train_vocab: int | None = None,
+    key: str = "text",
+    workers: int | None = None,
+    append_eos: bool = False,
+) -> None:
+    """Tokenize text into an indexed dataset, OUTPUT.bin and OUTPUT.idx, that `megaloom train --data OUTPUT` reads.
+
+    A command that was stopped goes on where it was when it is repeated.
+
+    Parameters
+    ----------
+    sources
+        Text files, JSONL, Parquet, folders of them, folders that the library `datasets` has saved, or "stdlib".
+    output
+        Prefix of the dataset. Its tokenizer is saved as OUTPUT-tokenizer.
+    tokenizer
+        A tokenizer.json, a SentencePiece *.model, a Hugging Face folder, or "bytes".
+    train_vocab
+        Train a BPE tokenizer of so many tokens on the sources.
+    key
+        Key of the text, or of the messages of a conversation, in JSONL, Parquet and datasets.
+    workers
+        Processes. [default: the number of cores]
+    append_eos
+        End each document with the tokenizer's end-of-text token.
+    """
+    require_training_packages("data")
+    from .data_command import run_data
+
+    run_data(sources, output, tokenizer, train_vocab, key, workers, append_eos)
 
 
 @app.command

@@ -39,6 +39,7 @@ def plan_report(plan: Plan) -> RenderableType:
 
 def summary_report(summary: Summary, plan: Plan) -> RenderableType:
     """Return the results of a run, with the predictions of its plan."""
+    unit = summary.unit
     steps = f"{summary.step:,}" + (f" (resumed from {summary.resumed:,})" if summary.resumed else "")
     rows = [("steps", steps)]
     if summary.skipped:
@@ -51,17 +52,24 @@ def summary_report(summary: Summary, plan: Plan) -> RenderableType:
             ("step time", f"{summary.step_seconds:.3f} s (predicted {predicted.step_seconds:.3f} s)"),
             ("tokens/s/device", f"{rate:,.0f} (predicted {predicted.tokens_per_second_per_device:,.0f})"),
             ("MFU", f"{mfu:.1%} (predicted {predicted.mfu:.1%})"),
-            ("training loss", f"{summary.train_loss:.3f} nats per byte (mean of the last {RECENT_STEPS} steps)"),
+            (
+                "training loss",
+                f"{summary.train_loss:.3f} nats per {unit} (mean of the last {RECENT_STEPS} steps)",
+            ),
         ]
     if summary.held_out_loss is not None:
         bits = summary.held_out_loss / math.log(2)
         perplexity = math.exp(summary.held_out_loss)
         rows += [
-            ("held-out loss", f"{summary.held_out_loss:.3f} nats per byte, {bits:.3f} bits"),
+            ("held-out loss", f"{summary.held_out_loss:.3f} nats per {unit}, {bits:.3f} bits"),
             ("perplexity", f"{perplexity:.3f} over {summary.held_out_tokens:,} held-out tokens"),
         ]
+    if summary.test_loss is not None:
+        rows.append(("test loss", f"{summary.test_loss:.3f} nats per {unit}"))
+    if summary.unigram_entropy is not None:
+        text = f"{summary.unigram_entropy:.3f} nats per {unit} (held-out loss from {unit} frequencies alone)"
+        rows.append(("unigram entropy", text))
     rows += [
-        ("unigram entropy", f"{summary.unigram_entropy:.3f} nats per byte (held-out loss from byte frequencies alone)"),
         ("peak memory", _peak_memory(summary, plan)),
         ("checkpoint", str(summary.checkpoint)),
     ]

@@ -47,7 +47,8 @@ def run_train(
 ) -> int:
     """Train a model or a plan, and return the exit code.
 
-    load_options: seq, batch, precision, devices; None if not given. options: data, out, save_every, evaluate_every.
+    load_options: seq, batch, precision, devices; None if not given. options: data, split, epochs, out, save_every,
+    evaluate_every.
     """
     given = {name: value for name, value in {**load_options, **fixed_fields(fixed)}.items() if value is not None}
     is_plan = model.endswith(".json") and not describes(model)
@@ -57,14 +58,15 @@ def run_train(
     print_on_first_rank(plan_report(plan), *([note] if note else []))
     every = {name: options[name] for name in ("save_every", "evaluate_every")}
     try:
-        summary = train(plan, recipe, folder=folder, source=options["data"], **every)
+        data = {"source": options["data"], "split": options["split"], "epochs": options["epochs"]}
+        summary = train(plan, recipe, folder=folder, **data, **every)
     except KeyboardInterrupt:
         return fail(f"stopped; {_saved(folder)}", 130)
     except SystemExit as stop:  # a signal has ended the process
         return fail(f"stopped; {_saved(folder)}", int(stop.code or 0))
     if summary.stopped:  # this process is a rank and was sent the signal, or nobody reads its output
         return fail(f"stopped; {_saved(folder)}", 128 + summary.stopped)
-    resume = {**given, "data": options["data"], "out": options["out"], **asdict(recipe)}
+    resume = {**given, "data": options["data"], "split": options["split"], "out": options["out"], **asdict(recipe)}
     resume["steps"] = steps = 2 * max(recipe.steps, summary.step)
     parts = [f"\nto train further: {_command(model, resume)}"]
     if recipe.schedule.has_end and recipe.decay_steps is None:
@@ -125,7 +127,7 @@ def _cluster_name(count: int | None) -> str:
 
 def _command(model: str, options: Mapping[str, Any]) -> str:
     """Return the command line with the options that differ from the defaults."""
-    defaults = {**asdict(DEFAULT_RECIPE), "data": STANDARD_LIBRARY, "out": None, "steps": None}
+    defaults = {**asdict(DEFAULT_RECIPE), "data": (STANDARD_LIBRARY,), "split": None, "out": None, "steps": None}
     flags = [part for name, value in options.items() if value != defaults.get(name) for part in _flag(name, value)]
     return shlex.join([*_program(), "train", *([] if model == DEFAULT_MODEL else [model]), *flags])
 

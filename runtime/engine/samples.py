@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from megaloom.dsl import (
@@ -28,11 +28,12 @@ from megaloom.dsl import (
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.layers.losses import Stacked
+from megaloom.runtime.data.part import Window
+from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
 
 Sample = dict[str, Tensor]
 
-END = 0  # the token after each document of the text
-BYTES = 256  # ids of the text's tokens; ids above are free for masks
+END = 0  # the token after each document, of text that comes without its documents
 MASKED = 0.15  # share of the tokens to predict (Devlin et al., arXiv:1810.04805, section 3.1)
 REPLACED, RANDOM = 0.8, 0.1  # of these, the share replaced by the mask's id, and by a random id
 NOISE, SPAN = 0.15, 3  # share of the tokens in removed spans, and their mean length (Raffel et al., arXiv:1910.10683)
@@ -66,9 +67,12 @@ class SampleMaker:
     seq: int
     objective: Objective
     vocab: int  # of the logits: ids, or classes
+    text_ids: TokenIds = BYTE_IDS  # of the tokens of text
+    documents: Tensor | None = None  # of the text of one sample: the document of each token, [length]
+    counted: Tensor | None = None  # of the text of one sample: whether the token is predicted, [length]; None: all are
 
     @classmethod
-    def of(cls, graph: Graph, seq: int) -> SampleMaker:
+    def of(cls, graph: Graph, seq: int, text_ids: TokenIds = BYTE_IDS) -> SampleMaker:
         """Return the maker of a model's samples of `seq` tokens. Raise UserError if it predicts something else."""
         (name,) = (graph.predictions[:1]) or ("",)
         shape = graph.nodes[graph.index[name]].shape
@@ -77,7 +81,12 @@ class SampleMaker:
                 f"{name} of {graph.name} is {shape}, not logits with a dim `vocab`, so there are no labels for it\n"
                 "give steps with a data_step of your own"
             )
-        return cls(graph, seq, objective_of(graph), shape["vocab"].known)
+        return cls(graph, seq, objective_of(graph), shape["vocab"].known, text_ids)
+
+    def reading(self, window: Window) -> SampleMaker:
+        """Return the maker of one sample, which knows the documents of its text."""
+        counted = None if window.counted is None else torch.from_numpy(window.counted)
+        return evolve(self, documents=torch.from_numpy(window.documents), counted=counted)
 
     @property
     def length(self) -> int:
@@ -86,14 +95,21 @@ class SampleMaker:
 
     @property
     def needed_ids(self) -> int:
-        """Return the least vocabulary: the bytes, if the model reads text, and ids for masks or removed spans."""
+        """Return the least vocabulary: that of the text, if the model reads text, and ids for masks or spans."""
+        ids = self.text_ids
         match self.objective:
             case Objective.MASKED:
-                return BYTES + 1
+                return ids.vocab + (ids.mask is None)
             case Objective.SPANS:
-                return BYTES + _noise(self.length)[1]
+                spans = _noise(self.length)[1]
+                return ids.vocab + (spans if len(ids.sentinels) < spans else 0)
         reads_text = any(n.is_input and n.value.dtype is DType.INDEX for n in self._inputs())
-        return BYTES if reads_text and self.objective is Objective.NEXT else 0
+        return ids.vocab if reads_text and self.objective is Objective.NEXT else 0
+
+    @property
+    def counts_some(self) -> bool:
+        """Return whether the model has a mask, so that training can predict some of the tokens only."""
+        return any(n.is_input and n.value.dtype is DType.MASK for n in self.graph.nodes)
 
     def _inputs(self) -> list[Node]:
         """Return the inputs that more than losses read."""
@@ -109,7 +125,7 @@ class SampleMaker:
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, i))))
         parts = self._parts(text, random)
         if self.objective is not Objective.SPANS:
-            parts["text"] = text[: self.seq]
+            parts["documents"] = self._documents(text)[: self.seq]
         out: Sample = {}
         for node in (n for n in self.graph.nodes if n.is_input):
             out[node.name] = self._input(node, parts, random)
@@ -120,9 +136,9 @@ class SampleMaker:
         seq = self.seq
         match self.objective:
             case Objective.MASKED:
-                return masked(text[:seq], random, self.vocab)
+                return masked(text[:seq], random, self.vocab, self.text_ids)
             case Objective.SPANS:
-                return spans(text, random, self.vocab, seq)
+                return spans(text, random, self.vocab, seq, self.text_ids.sentinels)
             case Objective.CLASSES:
                 label = torch.tensor(int(random.integers(self.vocab)))
                 return {"tokens": text[:seq], "labels": label, "mask": torch.ones(seq, dtype=torch.bool)}
@@ -131,10 +147,20 @@ class SampleMaker:
         if count >= seq:
             raise UserError(f"--seq {seq} has no room for text after {count} tokens of an image: use more")
         tokens[:count], labels[: max(0, count - 1)] = token, token
-        mask = labels != token if count else torch.ones_like(labels) > 0
+        counted = labels != token if count else torch.ones_like(labels) > 0
+        if self.counted is not None:
+            counted &= self.counted[1 : seq + 1]
         if self.is_packed:  # the first token of a document is not predicted from another document
-            mask &= text[:seq] != END
-        return {"tokens": tokens, "labels": labels, "mask": mask}
+            documents = self._documents(text)
+            counted &= documents[1 : seq + 1] == documents[:seq]
+        return {"tokens": tokens, "labels": labels, "mask": counted}
+
+    def _documents(self, text: Tensor) -> Tensor:
+        """Return the document of each token of a text, [length]. Text that comes without them has END after each."""
+        if self.documents is not None:
+            return self.documents
+        ends = text == END
+        return ends.cumsum(0) - ends.long()
 
     @property
     def is_packed(self) -> bool:
@@ -144,9 +170,8 @@ class SampleMaker:
     def _input(self, node: Node, parts: dict[str, Tensor], random: np.random.Generator) -> Tensor:
         """Return the tensor of one input."""
         shape, dtype = node.shape, node.value.dtype
-        if isinstance(node.op, DocumentIndices) and "text" in parts:
-            ends = parts["text"] == END
-            return ends.cumsum(0) - ends.long()
+        if isinstance(node.op, DocumentIndices) and "documents" in parts:
+            return parts["documents"]
         if "height" in shape:
             sizes = [d.known for d in shape if d.name != "batch"]
             label = int(parts["labels"]) if parts["labels"].ndim == 0 else 0
@@ -179,17 +204,18 @@ class SampleMaker:
         )
 
 
-def masked(text: Tensor, random: np.random.Generator, vocab: int) -> dict[str, Tensor]:
+def masked(text: Tensor, random: np.random.Generator, vocab: int, ids: TokenIds = BYTE_IDS) -> dict[str, Tensor]:
     """Return tokens with some of them masked, the labels before, and a mask of those to predict: at least one.
 
-    The id of the mask is the first that is not a byte. Source: Devlin et al., arXiv:1810.04805, section 3.1.
+    The id of the mask is the tokenizer's, or the first one after its vocabulary. Source: Devlin et al.,
+    arXiv:1810.04805, section 3.1.
     """
     seq = len(text)
     chosen = random.random(seq) < MASKED
     chosen[random.integers(seq)] = True
-    fate, others = random.random(seq), random.integers(min(vocab, BYTES), size=seq)
+    fate, others = random.random(seq), random.integers(min(vocab, ids.vocab), size=seq)
     tokens = text.numpy().copy()
-    tokens[chosen & (fate < REPLACED)] = min(BYTES, vocab - 1)
+    tokens[chosen & (fate < REPLACED)] = min(ids.vocab if ids.mask is None else ids.mask, vocab - 1)
     swapped = chosen & (fate >= REPLACED) & (fate < REPLACED + RANDOM)
     tokens[swapped] = others[swapped]
     return {"tokens": torch.from_numpy(tokens), "labels": text.clone(), "mask": torch.from_numpy(chosen)}
@@ -209,17 +235,19 @@ def _noise(length: int) -> tuple[int, int]:
     return tokens, max(1, round(tokens / SPAN))
 
 
-def spans(text: Tensor, random: np.random.Generator, vocab: int, seq: int) -> dict[str, Tensor]:
+def spans(
+    text: Tensor, random: np.random.Generator, vocab: int, seq: int, sentinels: tuple[int, ...] = ()
+) -> dict[str, Tensor]:
     """Return the source with spans replaced by sentinels, and the target that has each sentinel and its span.
 
-    Sentinel k is id vocab - 1 - k. tokens: the target shifted by one, beginning with id 0. mask: the length of the
-    target. Source: Raffel et al., arXiv:1910.10683, section 3.1.4.
+    sentinels: ids of the tokenizer; if it has too few, sentinel k is id vocab - 1 - k. tokens: the target shifted by
+    one, beginning with id 0. mask: the length of the target. Source: Raffel et al., arXiv:1910.10683, section 3.1.4.
     """
     length, (noise, count) = len(text), _noise(len(text))
     lengths, gaps = _cut(noise, count, random), _cut(length - noise, count, random)
     source, target, at = [], [], 0
     for k, (gap, span) in enumerate(zip(gaps, lengths, strict=True)):
-        sentinel = max(vocab - 1 - k, 0)
+        sentinel = sentinels[k] if len(sentinels) >= count else max(vocab - 1 - k, 0)
         source += [*text[at : at + gap].tolist(), sentinel]
         target += [sentinel, *text[at + gap : at + gap + span].tolist()]
         at += gap + span

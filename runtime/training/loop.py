@@ -16,13 +16,13 @@ from rich.console import Console
 
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
+from megaloom.runtime.data.part import Part, Window
 from megaloom.runtime.engine.engine import Engine, EvaluationResult
 from megaloom.runtime.engine.samples import Sample, SampleMaker
 from megaloom.runtime.engine.weight_update import NonFiniteError
 from megaloom.runtime.megatron import checkpoint, device
 from megaloom.runtime.megatron.checkpoint_folder import Checkpoint, Manifest, latest
 
-from .data import Tokens
 from .metrics import InterruptibleConsole, MetricsFile, ProgressDisplay, StepMetrics, progress_display
 from .training_run import RECENT_STEPS, Summary, TrainingRun
 
@@ -67,7 +67,7 @@ class Loop:
 
     @maker.default
     def _maker(self) -> SampleMaker:
-        return SampleMaker.of(self.engine.graph, self.run.plan.workload.seq)
+        return SampleMaker.of(self.engine.graph, self.run.plan.workload.seq, self.run.corpus.ids)
 
     @samples.default
     def _samples(self) -> int:
@@ -81,24 +81,27 @@ class Loop:
         """Train to the last step, or until a signal asks to stop."""
         run, engine = self.run, self.engine
         self._print_resumed()
-        held_out, stopped = None, 0
+        held_out, test, stopped = None, None, 0
+        validation = run.corpus.validation
         while engine.done < run.recipe.steps and not stopped:
             self._train_step()
             last = engine.done == run.recipe.steps
             stopped = 0 if last else self._stop_signal()
             if engine.done % run.save_every == 0 or last or stopped:
                 self._save()
-            if engine.done % run.evaluate_every == 0 and not last and not stopped:
-                self._evaluate(whole=False)
-        if not stopped:
-            held_out = self._evaluate(whole=True)
-        return self._summary(held_out, stopped)
+            if validation and engine.done % run.evaluate_every == 0 and not last and not stopped:
+                self._evaluate(validation, "held-out", whole=False)
+        if not stopped and validation:
+            held_out = self._evaluate(validation, "held-out", whole=True)
+        if not stopped and run.corpus.test:
+            test = self._evaluate(run.corpus.test, "test", whole=True)
+        return self._summary(held_out, test, stopped)
 
     def _train_step(self) -> None:
-        workload, text, first = self.run.plan.workload, self.run.corpus.train, self.samples
+        workload, first = self.run.plan.workload, self.samples
         start = time.monotonic()
         try:
-            result = self.engine.step(lambda i: self._sample(text, first + i, self.run.recipe.seed))
+            result = self.engine.step(lambda i: self._training_sample(first + i))
         except NonFiniteError as error:
             raise UserError(f"{error}\n{self._diverged()}") from None
         seconds = time.monotonic() - start
@@ -115,31 +118,37 @@ class Loop:
         advice = f"try a --lr below {self.run.recipe.lr:g}, another --seed, or skip such steps with --skip-non-finite"
         return f"this step is not saved ({saved}); {advice}"
 
-    def _evaluate(self, *, whole: bool) -> EvaluationResult:
-        """Return the loss on the whole held-out text, or on samples of it, which are the same in each evaluation."""
-        seq, text = self.maker.length - 1, self.run.corpus.held_out
-
-        def sample(i: int) -> Sample:
-            tokens = torch.from_numpy(text.held_out_sample(i, seq=seq))
-            return self.engine.steps.data_step(self.maker, tokens, i, 0)
-
-        samples = self.run.evaluation_samples(seq, whole=whole)
-        if samples > self.run.evaluation_samples(seq, whole=False):
-            self.display.print(f"evaluating all {samples * seq:,} held-out tokens")
-        result = self.engine.evaluate_samples(sample, samples)
+    def _evaluate(self, part: Part, name: str, *, whole: bool) -> EvaluationResult:
+        """Return the loss on a part of the data, or on samples of it, which are the same in each evaluation."""
+        seq = self.maker.length - 1
+        samples = self.run.evaluation_samples(part, seq, whole=whole)
+        if samples > self.run.evaluation_samples(part, seq, whole=False):
+            self.display.print(f"evaluating all {samples * seq:,} {name} tokens")
+        result = self.engine.evaluate_samples(lambda i: self._sample(part.held_out_sample(i, seq=seq), i, 0), samples)
         loss, perplexity, tokens = result.loss, result.perplexity, result.tokens
-        self.metrics.write("evaluation", step=self.engine.done, loss=loss, perplexity=perplexity, tokens=tokens)
+        event = "test" if name == "test" else "evaluation"
+        self.metrics.write(event, step=self.engine.done, loss=loss, perplexity=perplexity, tokens=tokens)
         text_part = "all" if whole else f"{tokens:,}"
         self.display.print(
-            f"step {self.engine.done}  held-out loss {loss:.4f} nats per byte, perplexity {perplexity:.3f} "
-            f"({text_part} tokens)"
+            f"step {self.engine.done}  {name} loss {loss:.4f} nats per {self.run.corpus.ids.unit}, "
+            f"perplexity {perplexity:.3f} ({text_part} tokens)"
         )
         return result
 
-    def _sample(self, text: Tokens, i: int, seed: int) -> Sample:
-        """Return sample i of a text."""
-        tokens = torch.from_numpy(text.sample(i, seq=self.maker.length - 1, seed=seed))
-        return self.engine.steps.data_step(self.maker, tokens, i, seed)
+    def _training_sample(self, i: int) -> Sample:
+        """Return sample i of training."""
+        seed = self.run.recipe.seed
+        return self._sample(self.run.corpus.train.sample(i, seq=self.maker.length - 1, seed=seed), i, seed)
+
+    def _sample(self, window: Window, i: int, seed: int) -> Sample:
+        """Return the named tensors of sample i. Raise UserError for a token beyond the model's vocabulary."""
+        if self.maker.needed_ids and (highest := int(window.tokens.max())) >= self.maker.vocab:
+            raise UserError(
+                f"the data has the token {highest:,}, the model has a vocabulary of {self.maker.vocab:,}\n"
+                f'declare Dim("vocab", {highest + 1}) or more, or give data of its tokenizer'
+            )
+        maker = self.maker.reading(window)
+        return self.engine.steps.data_step(maker, torch.from_numpy(window.tokens), i, seed)
 
     def _save(self) -> None:
         plan, corpus = self.run.plan, self.run.corpus
@@ -191,8 +200,9 @@ class Loop:
             if name != "steps" and name in recipe and value != recipe[name]
         )
 
-    def _summary(self, held_out: EvaluationResult | None, stopped: int) -> Summary:
+    def _summary(self, held_out: EvaluationResult | None, test: EvaluationResult | None, stopped: int) -> Summary:
         assert self.saved, "a run ends with a checkpoint"
+        corpus = self.run.corpus
         peaks = [0] * dist.get_world_size()
         dist.all_gather_object(peaks, self.engine.peak_memory())
         recent = [step.loss for step in self.steps[-RECENT_STEPS:] if not step.skipped]
@@ -207,7 +217,9 @@ class Loop:
             train_loss=statistics.mean(recent) if recent else None,
             held_out_loss=held_out.loss if held_out else None,
             held_out_tokens=held_out.tokens if held_out else 0,
-            unigram_entropy=self.run.corpus.held_out.unigram_entropy(),
+            test_loss=test.loss if test else None,
+            unigram_entropy=corpus.validation.unigram_entropy() if corpus.validation else None,
+            unit=corpus.ids.unit,
             peak_nbytes=tuple(peaks),
             checkpoint=self.saved,
         )

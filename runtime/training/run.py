@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
@@ -23,13 +25,15 @@ from megaloom.dsl.graph import Model, graph
 from megaloom.planner.contract.plan_json import save as save_plan
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
+from megaloom.runtime.data.corpus import Corpus, open_corpus
+from megaloom.runtime.data.text_files import STDLIB
+from megaloom.runtime.data.token_ids import TokenIds
 from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.engine.samples import SampleMaker
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron.checkpoint_folder import cannot_save, latest, saved_step
 
-from . import data
 from .training_run import Summary, TrainingRun
 
 SAVE_SECONDS = 300.0
@@ -41,21 +45,27 @@ def train(
     recipe: Recipe,
     *,
     folder: Path,
-    source: str = data.STDLIB,
+    source: str | Sequence[str] = STDLIB,
+    split: str | None = None,
+    epochs: float | None = None,
     save_every: int = 100,
     evaluate_every: int = 100,
     steps: object = None,
 ) -> Summary:
     """Train the plan's model on the text of `source`, starting from the last checkpoint in `folder` if there is one.
 
-    steps: an object with any of the methods of `Steps`, of a class that every process can import.
+    source: "stdlib", a file or folder of text, or prefixes of indexed datasets, each after its weight if they have any.
+    split: shares of training, validation and test of indexed datasets, such as "969,30,1". epochs: train for as many
+    steps as visit the training text so often, instead of the recipe's. steps: an object with any of the methods of
+    `Steps`, of a class that every process can import.
 
     Raise UserError for every problem that the user can solve. A first SIGINT or SIGTERM lets the ranks finish their
     step and save; then it is raised as KeyboardInterrupt or SystemExit.
     """
 
     def prepared() -> TrainingRun:
-        return prepare_run(plan, recipe, folder, source, save_every, evaluate_every, steps)
+        words = (source,) if isinstance(source, str) else tuple(source)
+        return prepare_run(plan, recipe, folder, words, split, epochs, save_every, evaluate_every, steps)
 
     if started_by_launcher():
         join(plan.layout.world)
@@ -69,22 +79,26 @@ def prepare_run(
     plan: Plan,
     recipe: Recipe,
     folder: Path,
-    source: str,
+    source: Sequence[str],
+    split: str | None,
+    epochs: float | None,
     save_every: int,
     evaluate_every: int,
     steps: object = None,
 ) -> TrainingRun:
     """Check plan, options, checkpoint and text, and write the data and plan.json into the run folder."""
     model = check_model(plan)
+    maker = SampleMaker.of(graph(model), plan.workload.seq)
     for name, every in (("save-every", save_every), ("evaluate-every", evaluate_every)):
         if every < 1:
             raise UserError(f"--{name} must be at least 1, got {every}")
     if not started_by_launcher():
         launcher.check(plan.layout.world)
     latest(folder, fingerprint=plan.fingerprint)  # refuse another model's or a damaged one before any work
-    corpus = data.gather(source, folder / "data")
-    for text in (corpus.train, corpus.held_out):
-        text.windows(SampleMaker.of(graph(model), plan.workload.seq).length - 1)
+    corpus = open_corpus(source, split, folder / "data", lambda ids: check_vocabulary(ids, maker))
+    check_text(corpus, maker)
+    if epochs is not None:
+        recipe = evolve(recipe, steps=steps_of(epochs, corpus, maker.length - 1, plan.workload.batch))
     save_plan(plan, folder / "plan.json")
     return TrainingRun(
         plan=plan,
@@ -98,19 +112,49 @@ def prepare_run(
 
 
 def check_model(plan: Plan) -> Model:
-    """Return the plan's model. Raise UserError if it has changed since, or its vocabulary is too small for the text."""
+    """Return the plan's model. Raise UserError if it has changed since, or cannot be trained."""
     model, _ = find(plan.model)
     check_plan(plan, model)
     check_trainable(plan, model)
-    maker = SampleMaker.of(graph(model), plan.workload.seq)
-    if maker.vocab < maker.needed_ids:
-        needed = f"its objective needs {maker.needed_ids - data.VOCAB} more" if maker.needed_ids > data.VOCAB else ""
-        raise UserError(
-            f"{model.name} has a vocabulary of {maker.vocab}; text is read as bytes, which are {data.VOCAB} tokens"
-            f"{', and ' + needed if needed else ''}\n"
-            f'declare Dim("vocab", {maker.needed_ids}) or more'
-        )
     return model
+
+
+def check_vocabulary(ids: TokenIds, maker: SampleMaker) -> None:
+    """Raise UserError unless the model's vocabulary has all ids of the data."""
+    needed = evolve(maker, text_ids=ids).needed_ids
+    if maker.vocab < needed:
+        text = f"text is read as bytes, which are {ids.vocab} tokens"
+        if ids.unit != "byte":
+            text = f"the data's tokenizer has {ids.vocab:,} tokens ({ids.name})"
+        more = f", and its objective needs {needed - ids.vocab} more" if needed > ids.vocab else ""
+        raise UserError(
+            f"{maker.graph.name} has a vocabulary of {maker.vocab:,}; {text}{more}\n"
+            f'declare Dim("vocab", {needed}) or more'
+        )
+
+
+def check_text(corpus: Corpus, maker: SampleMaker) -> None:
+    """Raise UserError unless the model can train on the kind of data, and each part has enough text."""
+    seq = maker.length - 1
+    if corpus.counts_some and not maker.counts_some:
+        raise UserError(
+            f"the data are conversations, of which training predicts the assistant's tokens, and the loss of "
+            f"{maker.graph.name} has no mask\ndeclare NextToken(mask=mask())"
+        )
+    corpus.train.windows(seq)
+    for part in (corpus.validation, corpus.test):
+        if part and not part.held_out_samples(seq):
+            raise UserError(
+                f"the {part.name} text has {part.count:,} tokens, too few for --seq {seq:,}\n"
+                "give more text, another --split, or a smaller --seq"
+            )
+
+
+def steps_of(epochs: float, corpus: Corpus, seq: int, batch: int) -> int:
+    """Return the number of steps that visit the training text `epochs` times."""
+    if not 0 < epochs < 1e6:
+        raise UserError(f"--epochs {epochs:g} is out of range\ngive a number above 0, such as 1 or 0.5")
+    return math.ceil(epochs * corpus.train.windows(seq) / batch)
 
 
 def on_rank(run: TrainingRun) -> Summary:

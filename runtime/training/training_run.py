@@ -7,9 +7,9 @@ from pathlib import Path
 from attrs import frozen
 
 from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.data.corpus import Corpus
+from megaloom.runtime.data.part import Part
 from megaloom.runtime.engine.recipe import Recipe
-
-from .data import Corpus
 
 RECENT_STEPS = 20
 """Steps over which the summary averages the training loss."""
@@ -30,12 +30,13 @@ class TrainingRun:
     evaluate_every: int  # steps
     steps: object = None  # with any of the methods of `Steps`
 
-    def evaluation_samples(self, seq: int, *, whole: bool) -> int:
-        """Return the number of samples of an evaluation on the whole held-out text, or on a part of it.
+    @staticmethod
+    def evaluation_samples(part: Part, seq: int, *, whole: bool) -> int:
+        """Return the number of samples of an evaluation on a whole part of the data, or on some of it.
 
         seq: the tokens of text that each sample moves on by.
         """
-        available = self.corpus.held_out.held_out_samples(seq)
+        available = part.held_out_samples(seq)
         return available if whole else min(available, max(1, EVALUATION_TOKENS // seq))
 
 
@@ -51,8 +52,10 @@ class Summary:
     seconds: float  # of this run
     step_seconds: float | None  # median
     train_loss: float | None  # mean of the last steps, nats per token
-    held_out_loss: float | None  # nats per token; None if stopped
+    held_out_loss: float | None  # nats per token; None if stopped or no text is held out
     held_out_tokens: int  # whose loss it is the mean of
-    unigram_entropy: float  # of the held-out text, nats per token
+    test_loss: float | None = None  # nats per token, of the test part
+    unigram_entropy: float | None  # of the held-out text, nats per token
+    unit: str = "token"  # of text: byte or token
     peak_nbytes: tuple[int, ...]  # by rank
     checkpoint: Path

@@ -16,7 +16,8 @@ from megaloom.examples.t5 import t5_small
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
-from megaloom.runtime.engine.samples import BYTES, Sample, SampleMaker, check_sample
+from megaloom.runtime.data.token_ids import BYTES
+from megaloom.runtime.engine.samples import Sample, SampleMaker, check_sample
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret

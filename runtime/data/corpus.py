@@ -1,0 +1,171 @@
+"""The data of a run: training, validation and test parts of text files or of indexed datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+from attrs import frozen
+
+from megaloom.dsl.errors import UserError
+
+from .description import TOKENIZER_SUFFIX, Description, read_description
+from .indexed import INDEX, TOKENS, IndexedDataset, is_indexed, open_indexed, path_of
+from .part import Part
+from .split import DEFAULT_SPLIT, PARTS, TokenRange, parse_split, split_ranges
+from .text_files import gather
+from .token_ids import BYTE_IDS, TokenIds
+
+SCANNED_TOKENS = 2**28
+"""Most tokens of a dataset without a description that are read to find the largest id."""
+
+
+@frozen
+class Corpus:
+    """The data of a run. `digest` changes when any of its files changes."""
+
+    digest: str
+    train: Part
+    validation: Part | None
+    test: Part | None = None
+    ids: TokenIds = BYTE_IDS
+    tokenizer: Path | None = None  # folder; None for bytes, and for a dataset that Megatron-LM has written
+
+    @property
+    def counts_some(self) -> bool:
+        """Return whether training predicts only some of the tokens, such as the assistant's."""
+        return any(r.dataset.has_mask for r in self.train.ranges)
+
+
+@frozen
+class Blend:
+    """The sources of the option --data, and their weights if it gives any."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+def parse_blend(words: Sequence[str]) -> Blend:
+    """Return the sources and weights of --data: `A B`, or `0.3 A 0.7 B`. Raise UserError for a mixture of both."""
+    numbers = [_number(word) for word in words]
+    if not words:
+        raise UserError("--data names nothing\ngive a file or folder of text, or prefixes of indexed datasets")
+    if all(number is None for number in numbers):
+        return Blend(tuple(words), None)
+    weights = [number for number in numbers[::2] if number is not None]
+    if len(words) % 2 or len(weights) * 2 != len(words) or any(number is not None for number in numbers[1::2]):
+        raise UserError(
+            f"--data {' '.join(words)} is no blend\ngive a weight before each dataset (--data 0.3 A 0.7 B), or none"
+        )
+    if not all(0 < weight < float("inf") for weight in weights):
+        raise UserError(f"--data {' '.join(words)} has a weight that is not above 0\nleave that dataset out")
+    return Blend(tuple(words[1::2]), tuple(weights) if len(weights) > 1 else None)
+
+
+def _number(word: str) -> float | None:
+    """Return the number that a word is, unless a file or dataset has that name."""
+    try:
+        return None if Path(word).exists() or is_indexed(Path(word)) else float(word)
+    except ValueError:
+        return None
+
+
+def open_corpus(
+    words: Sequence[str], split: str | None, folder: Path, check: Callable[[TokenIds], None] = lambda ids: None
+) -> Corpus:
+    """Return the data of --data and --split. Raise UserError for bad data.
+
+    Text is copied into `folder`, after `check` has been called with its ids.
+    """
+    blend = parse_blend(words)
+    prefixes = [_prefix(name) for name in blend.names]
+    if all(is_indexed(prefix) for prefix in prefixes):
+        corpus = _indexed_corpus(prefixes, blend.weights, split or DEFAULT_SPLIT)
+        check(corpus.ids)
+        return corpus
+    if len(prefixes) == 1:
+        check(BYTE_IDS)
+        return _text_corpus(blend.names[0], split, folder)
+    name = next(n for n, prefix in zip(blend.names, prefixes, strict=True) if not is_indexed(prefix))
+    raise UserError(
+        f"--data {name} is no indexed dataset, of which --data takes several\n"
+        f"tokenize it: megaloom data {name} -o PREFIX --tokenizer FILE_OR_FOLDER"
+    )
+
+
+def _prefix(name: str) -> Path:
+    """Return the prefix that a name means: with or without .bin or .idx."""
+    path = Path(name).expanduser()
+    return path.with_suffix("") if path.suffix in (INDEX, TOKENS) and path.is_file() else path
+
+
+def _text_corpus(source: str, split: str | None, folder: Path) -> Corpus:
+    if split is not None:
+        raise UserError(
+            f"--split {split} is for indexed datasets; of text files, a hash of each path decides\n"
+            f"omit --split, or tokenize the text: megaloom data {source} -o PREFIX --tokenizer bytes"
+        )
+    text = gather(source, folder)
+    train, held_out = (TokenRange(dataset, 0, dataset.tokens) for dataset in (text.train, text.held_out))
+    return Corpus(text.digest, Part(PARTS[0], (train,)), Part(PARTS[1], (held_out,)))
+
+
+def _indexed_corpus(prefixes: list[Path], weights: tuple[float, ...] | None, split: str) -> Corpus:
+    shares, datasets = parse_split(split), [_checked(prefix) for prefix in prefixes]
+    descriptions = [read_description(prefix) for prefix in prefixes]
+    ids = _common_ids(datasets, descriptions)
+    if len({dataset.has_mask for dataset in datasets}) > 1:
+        raise UserError("--data blends conversations with text\ngive datasets of one kind")
+    whole, padding = datasets[0].has_mask, ids.pad or 0
+    train, *others = zip(*(split_ranges(dataset, shares) for dataset in datasets), strict=True)
+    held_out = [tuple(r for r in ranges if r.count) for ranges in others]
+    validation, test = (
+        Part(name, ranges, None, whole, padding) if ranges else None
+        for name, ranges in zip(PARTS[1:], held_out, strict=True)
+    )
+    digests = [_digest(d, x) for d, x in zip(datasets, descriptions, strict=True)]
+    folder = path_of(prefixes[0], TOKENIZER_SUFFIX)
+    return Corpus(
+        blake2b(repr((digests, weights, shares)).encode(), digest_size=16).hexdigest(),
+        Part(PARTS[0], train, weights, whole, padding),
+        validation,
+        test,
+        ids,
+        folder if folder.is_dir() else None,
+    )
+
+
+def _checked(prefix: Path) -> IndexedDataset:
+    """Return a dataset whose files are whole and have tokens."""
+    dataset = open_indexed(prefix)
+    dataset.check()
+    if not dataset.tokens:
+        raise UserError(f"{path_of(prefix, TOKENS)} is empty\ngive a dataset with tokens")
+    return dataset
+
+
+def _digest(dataset: IndexedDataset, description: Description | None) -> str:
+    """Return the digest of a dataset: of what it was made of, or of its files' sizes and times."""
+    stats = [path_of(dataset.prefix, suffix).stat() for suffix in (TOKENS, INDEX)]
+    return description.digest if description else repr([(s.st_size, s.st_mtime_ns) for s in stats])
+
+
+def _common_ids(datasets: list[IndexedDataset], descriptions: list[Description | None]) -> TokenIds:
+    """Return the ids of all datasets. Raise UserError if they were made with different tokenizers."""
+    described = [(d, x) for d, x in zip(datasets, descriptions, strict=True) if x is not None]
+    for dataset, description in described:
+        if dataset.tokens != description.tokens:
+            raise UserError(
+                f"{path_of(dataset.prefix, INDEX)} has {dataset.tokens:,} tokens, its description says "
+                f"{description.tokens:,}\nthe files are of two datasets: write them again"
+            )
+        if description.tokenizer != described[0][1].tokenizer:
+            raise UserError(
+                f"{dataset.prefix} and {described[0][0].prefix} were made with different tokenizers\n"
+                "give datasets of one tokenizer"
+            )
+    if described:
+        return described[0][1].ids
+    highest = max(int(dataset.array[:SCANNED_TOKENS].max()) for dataset in datasets)
+    return TokenIds(highest + 1, name=str(datasets[0].prefix))

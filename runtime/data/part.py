@@ -1,0 +1,190 @@
+"""A part of the data of a run, such as its training part. Sample i is a pure function of (seed, i).
+
+It needs no state, no index and no layout, so a run resumes from its count of consumed samples on any number of devices
+and with any batch size. Each epoch visits every window of the text once, in an order of its own.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from megaloom.dsl.errors import UserError
+
+from .indexed import IndexedDataset, Ints
+from .order import permuted, stable_hash
+from .split import TokenRange
+
+BLEND_PERIOD = 1000
+"""Samples after which a blend has exactly the shares of its datasets, which are therefore multiples of 1/1000."""
+COUNTED_TOKENS = 2**24
+"""Most tokens whose frequencies are counted."""
+
+
+@frozen(eq=False)
+class Window:
+    """Consecutive tokens of the data: a sample is made of them."""
+
+    tokens: Ints  # [length]
+    documents: Ints  # [length], the document of each token, counted from the first one's
+    counted: npt.NDArray[np.bool_] | None = None  # [length], whether training predicts the token; None: all of them
+
+
+@frozen
+class Part:
+    """A part of the data: ranges of one or several datasets.
+
+    With weights, sample i comes from dataset k with the share weights[k]. Without, an epoch has every window of all
+    ranges once. whole_documents: samples have whole documents, padded at their end, instead of cuts of the text.
+    """
+
+    name: str
+    ranges: tuple[TokenRange, ...]
+    weights: tuple[float, ...] | None = None
+    whole_documents: bool = False
+    padding: int = 0  # id of the tokens after the last whole document
+
+    @property
+    def count(self) -> int:
+        """Return the number of tokens."""
+        return sum(r.count for r in self.ranges)
+
+    def windows(self, seq: int) -> int:
+        """Return the number of samples in an epoch. Raise UserError if the text is too short for one."""
+        counts = self._windows(seq)
+        if not sum(counts) or (self.weights and not all(counts)):
+            short = next((r for r, n in zip(self.ranges, counts, strict=True) if not n), self.ranges[0])
+            raise UserError(
+                f"the {self.name} text has {short.count:,} tokens, too few for --seq {seq:,} ({short.dataset.prefix})\n"
+                f"give at least {2 * seq:,} tokens of text, or a smaller --seq"
+            )
+        return sum(counts)
+
+    def sample(self, i: int, *, seq: int, seed: int) -> Window:
+        """Return sample i of training, seq + 1 tokens.
+
+        Order and offset of the windows differ between epochs.
+        """
+        counts = self._windows(seq)
+        if self.weights:
+            k, i = self._blended(i)
+            counts = [count if k == each else 0 for each, count in enumerate(counts)]
+        epoch, index = divmod(i, sum(counts))
+        key = stable_hash(seed, epoch)
+        k, index = _located(permuted(index, sum(counts), key), counts)
+        if self.whole_documents:
+            return self._packed(k, index, seq)
+        return self._window(k, key % seq + seq * index, seq)
+
+    def held_out_samples(self, seq: int) -> int:
+        """Return the number of `held_out_sample`s."""
+        return sum(self._held_out(seq))
+
+    def held_out_sample(self, i: int, *, seq: int) -> Window:
+        """Return sample i of an evaluation, seq + 1 tokens.
+
+        All samples together predict each token once, except the first one of each dataset and at most seq - 1 tokens at
+        its end. The first samples come from everywhere in the text.
+        """
+        counts = self._held_out(seq)
+        k, index = _located(permuted(i, sum(counts), 0), counts)
+        return self._packed(k, index, seq) if self.whole_documents else self._window(k, seq * index, seq)
+
+    def _windows(self, seq: int) -> list[int]:
+        if self.whole_documents:
+            return self._held_out(seq)
+        return [max(0, r.count // seq - 1) for r in self.ranges]
+
+    def _held_out(self, seq: int) -> list[int]:
+        if self.whole_documents:
+            return [len(packed_documents(r.dataset, r.start, r.stop, seq + 1)) - 1 for r in self.ranges]
+        return [max(0, r.count - 1) // seq for r in self.ranges]
+
+    def _window(self, k: int, start: int, seq: int) -> Window:
+        """Return the tokens [start, start + seq + 1) of range k."""
+        span, dataset = self.ranges[k], self.ranges[k].dataset
+        first, stop = span.start + start, span.start + start + seq + 1
+        counted = None if dataset.mask is None else np.array(dataset.mask[first:stop])
+        return Window(dataset.array[first:stop].astype(np.int64), dataset.documents_of(first, stop), counted)
+
+    def _packed(self, k: int, index: int, seq: int) -> Window:
+        """Return whole documents of range k and padding: pack number `index`. A longer document is cut at its end."""
+        span, dataset = self.ranges[k], self.ranges[k].dataset
+        borders = packed_documents(dataset, span.start, span.stop, seq + 1)
+        start, stop = dataset.start(int(borders[index])), dataset.start(int(borders[index + 1]))
+        length = min(stop - start, seq + 1)
+        tokens, documents = np.full(seq + 1, self.padding), np.zeros(seq + 1, np.int64)
+        counted = np.zeros(seq + 1, np.bool_)
+        tokens[:length] = dataset.array[start : start + length]
+        documents[:length] = dataset.documents_of(start, start + length)
+        documents[length:] = documents[length - 1] + 1
+        counted[:length] = True if dataset.mask is None else dataset.mask[start : start + length]
+        counted[0] = False
+        counted[1:] &= documents[1:] == documents[:-1]  # the first token of a document has nothing before it
+        return Window(tokens, documents, counted)
+
+    @cached_property
+    def _period(self) -> tuple[Ints, Ints, Ints]:
+        """Return dataset and number in it of each sample of a period of a blend, and the samples of each dataset."""
+        assert self.weights
+        shares = np.array(self.weights) / sum(self.weights) * BLEND_PERIOD
+        counts = np.maximum(shares.astype(np.int64), 1)
+        while (left := BLEND_PERIOD - int(counts.sum())) != 0:
+            step = 1 if left > 0 else -1
+            counts[np.argmax(step * (shares - counts) - 1e9 * (counts + step < 1))] += step
+        times = np.concatenate([(np.arange(c) + 0.5) / c for c in counts])
+        order = np.argsort(times, kind="stable")
+        return (
+            np.repeat(np.arange(len(counts)), counts)[order],
+            np.concatenate([np.arange(c) for c in counts])[order],
+            counts,
+        )
+
+    def _blended(self, i: int) -> tuple[int, int]:
+        """Return dataset and number in the dataset of sample i of a blend."""
+        datasets, numbers, counts = self._period
+        period, at = divmod(i, BLEND_PERIOD)
+        k = int(datasets[at])
+        return k, period * int(counts[k]) + int(numbers[at])
+
+    def unigram_entropy(self) -> float:
+        """Return the entropy of the token frequencies, in nats per token: the best loss without any context.
+
+        It is that of the first tokens of each range, COUNTED_TOKENS at most.
+        """
+        most = COUNTED_TOKENS // len(self.ranges)
+        counted = np.concatenate([r.dataset.array[r.start : min(r.stop, r.start + most)] for r in self.ranges])
+        share = np.bincount(counted) / len(counted)
+        share = share[share > 0]
+        return float(-(share * np.log(share)).sum())
+
+
+def _located(index: int, counts: list[int]) -> tuple[int, int]:
+    """Return the range that has window number `index` of all ranges, and its number there."""
+    for k, count in enumerate(counts):
+        if index < count:
+            return k, index
+        index -= count
+    raise IndexError(index)
+
+
+@lru_cache(maxsize=64)
+def packed_documents(dataset: IndexedDataset, start: int, stop: int, capacity: int) -> Ints:
+    """Return the borders of packs of whole documents with at most `capacity` tokens, [packs + 1].
+
+    Pack p has the documents borders[p] to borders[p + 1] - 1 of the tokens [start, stop): as many as fit, in order. A
+    longer document is alone in its pack.
+    """
+    if stop == start:
+        return np.zeros(1, np.int64)
+    first, last = dataset.document_at(start), dataset.document_at(stop - 1) + 1
+    starts = np.append(np.array(dataset.offsets[first:last]) // dataset.token_nbytes, stop)
+    borders = [first]
+    while borders[-1] < last:
+        at = borders[-1] - first
+        end = int(np.searchsorted(starts, starts[at] + capacity, "right")) - 1
+        borders.append(first + max(end, at + 1))
+    return np.array(borders)

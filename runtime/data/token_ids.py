@@ -1,0 +1,28 @@
+"""The ids that a tokenizer gives to tokens, as far as samples need them."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+BYTES = 256
+
+
+@frozen
+class TokenIds:
+    """Number of ids and special ids of a tokenizer."""
+
+    vocab: int  # ids of text are below
+    eos: int | None = None  # ends a document
+    pad: int | None = None
+    mask: int | None = None
+    sentinels: tuple[int, ...] = ()  # replace removed spans, first one first
+    name: str = "bytes"
+
+    @property
+    def unit(self) -> str:
+        """Return the word for a token: byte or token."""
+        return "byte" if self.name == BYTE_IDS.name else "token"
+
+
+BYTE_IDS = TokenIds(BYTES, eos=0, pad=0)
+"""Text as bytes: one token per byte, and a zero byte after each file."""

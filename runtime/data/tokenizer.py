@@ -1,0 +1,232 @@
+"""Tokenizers: bytes, a tokenizer.json, a Hugging Face folder, a SentencePiece model, or BPE trained on the spot.
+
+`save_tokenizer` copies one into a folder of its own, and `load_tokenizer` reads that folder, so that whoever has the
+data has its tokenizer too.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from attrs import field, frozen
+
+from megaloom.dsl.errors import UserError
+
+from .indexed import smallest_token_type
+from .token_ids import BYTE_IDS, TokenIds
+
+JSON_NAME, MODEL_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
+COPIED = (JSON_NAME, MODEL_NAME, CONFIG_NAME, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+END_OF_TEXT = "<|endoftext|>"
+END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+"""Names of the token that ends a document, if a tokenizer.json comes without a tokenizer_config.json."""
+MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>")
+PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>")
+
+Tokens = npt.NDArray[np.integer]
+
+
+class TextTokenizer(Protocol):
+    """Turns text into tokens and back."""
+
+    @property
+    def ids(self) -> TokenIds:
+        """Return the number of ids and the special ids."""
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the tokens of each text, without special tokens."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special tokens."""
+
+
+@frozen
+class ByteTokenizer:
+    """One token per byte of UTF-8."""
+
+    ids: TokenIds = BYTE_IDS
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the bytes of each text. Surrogates stand for bytes that are no UTF-8."""
+        return [np.frombuffer(text.encode(errors="surrogateescape"), np.uint8) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of bytes; the zero byte ends a document and is left out."""
+        return bytes(t for t in tokens if 0 < t < BYTE_IDS.vocab).decode(errors="replace")
+
+
+@frozen
+class JsonTokenizer:
+    """A tokenizer.json, through the library `tokenizers`."""
+
+    backend: Any = field(repr=False)  # tokenizers.Tokenizer
+    ids: TokenIds
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the tokens of each text."""
+        kind = smallest_token_type(self.ids.vocab)
+        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(e.ids, kind) for e in encoded]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return str(self.backend.decode(list(tokens), skip_special_tokens=True))
+
+
+@frozen
+class SentencePieceTokenizer:
+    """A SentencePiece model, through the library `sentencepiece`."""
+
+    backend: Any = field(repr=False)  # sentencepiece.SentencePieceProcessor
+    ids: TokenIds
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the tokens of each text."""
+        return [np.array(e, smallest_token_type(self.ids.vocab)) for e in self.backend.encode(list(texts))]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return str(self.backend.decode([int(t) for t in tokens]))
+
+
+def load_tokenizer(source: str) -> TextTokenizer:
+    """Return the tokenizer "bytes", of a file tokenizer.json or *.model, or of a folder. Raise UserError if none is."""
+    if source == BYTE_IDS.name:
+        return ByteTokenizer()
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise UserError(
+            f"no tokenizer {source}\ngive --tokenizer a tokenizer.json, a *.model of SentencePiece, a Hugging Face "
+            f"folder, or {BYTE_IDS.name!r}"
+        )
+    try:
+        return _load(path)
+    except UserError:
+        raise
+    except Exception as error:  # the libraries raise bare Exception, RuntimeError, OSError, ValueError and more
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"cannot read the tokenizer {source}: {reason}") from None
+
+
+def _load(path: Path) -> TextTokenizer:
+    if path.is_file():
+        return _sentencepiece(path) if path.suffix == ".model" else _json(path.read_text(), path.name, {})
+    if (path / JSON_NAME).is_file():
+        return _json((path / JSON_NAME).read_text(), path.name, _special_tokens(path))
+    config = _special_tokens(path)
+    if (path / MODEL_NAME).is_file() and "tokenizer_class" not in config:
+        return _sentencepiece(path / MODEL_NAME)
+    return _json(transformers_tokenizer(path).backend_tokenizer.to_str(), path.name, config)
+
+
+def transformers_tokenizer(path: Path) -> Any:
+    """Return the tokenizer of a Hugging Face folder as transformers reads it. It runs no code of that folder."""
+    from transformers import AutoTokenizer  # takes seconds
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def _json(text: str, name: str, config: Mapping[str, Any]) -> JsonTokenizer:
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(text)
+    backend.no_truncation()
+    backend.no_padding()
+    known: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+
+    def named(key: str, *guesses: str) -> int | None:
+        names = [config[key]] if isinstance(config.get(key), str) else [] if config else guesses
+        return next((known[n] for n in names if n in known), None)
+
+    eos = named("eos_token", *END_NAMES)
+    spans = (known.get(f"<extra_id_{k}>") for k in range(len(known)))
+    sentinels = []
+    for id_ in spans:
+        if id_ is None:
+            break
+        sentinels.append(id_)
+    ids = TokenIds(
+        max(known.values()) + 1,
+        eos=named("sep_token") if eos is None else eos,
+        pad=named("pad_token", *PAD_NAMES),
+        mask=named("mask_token", *MASK_NAMES),
+        sentinels=tuple(sentinels),
+        name=name,
+    )
+    return JsonTokenizer(backend, ids)
+
+
+def _special_tokens(folder: Path) -> dict[str, Any]:
+    """Return the special tokens of a Hugging Face folder by role, and the other settings of its tokenizer."""
+    merged: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", CONFIG_NAME):
+        if (folder / name).is_file():
+            merged |= json.loads((folder / name).read_text())
+    return {k: v["content"] if isinstance(v, dict) and "content" in v else v for k, v in merged.items()}
+
+
+def _sentencepiece(path: Path) -> SentencePieceTokenizer:
+    from sentencepiece import SentencePieceProcessor
+
+    backend = SentencePieceProcessor(model_file=str(path))
+
+    def given(id_: int) -> int | None:
+        return id_ if id_ >= 0 else None
+
+    eos, pad = given(backend.eos_id()), given(backend.pad_id())
+    return SentencePieceTokenizer(backend, TokenIds(backend.vocab_size(), eos=eos, pad=pad, name=path.name))
+
+
+def save_tokenizer(source: str, folder: Path) -> None:
+    """Copy a tokenizer that `load_tokenizer` reads into `folder`, as transformers reads it too."""
+    path, tokenizer = Path(source).expanduser(), load_tokenizer(source)
+    folder.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        for name in COPIED:
+            if (path / name).is_file():
+                shutil.copyfile(path / name, folder / name)
+    elif path.suffix == ".model":
+        shutil.copyfile(path, folder / MODEL_NAME)
+    if isinstance(tokenizer, JsonTokenizer) and not (folder / JSON_NAME).exists():
+        tokenizer.backend.save(str(folder / JSON_NAME))
+    if isinstance(tokenizer, JsonTokenizer) and not (folder / CONFIG_NAME).exists():
+        _write_config(tokenizer, folder)
+
+
+def _write_config(tokenizer: JsonTokenizer, folder: Path) -> None:
+    """Write a tokenizer_config.json with the special tokens of a bare tokenizer.json."""
+    special = {"eos_token": tokenizer.ids.eos, "pad_token": tokenizer.ids.pad, "mask_token": tokenizer.ids.mask}
+    named = {key: tokenizer.backend.id_to_token(id_) for key, id_ in special.items() if id_ is not None}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2))
+
+
+def train_bpe(texts: Iterable[str], vocab: int, folder: Path) -> None:
+    """Train a byte-level BPE tokenizer of `vocab` tokens on texts, and save it in `folder`.
+
+    Every text can be encoded. Token 0 is `<|endoftext|>`, which ends a document. Raise UserError for too small a vocab.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    least = BYTE_IDS.vocab + 1
+    if vocab < least:
+        raise UserError(f"--train-vocab {vocab} is too small: the bytes and {END_OF_TEXT} are {least} tokens")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / JSON_NAME))
+    _write_config(_json(backend.to_str(), folder.name, {}), folder)
