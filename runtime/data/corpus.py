@@ -12,7 +12,7 @@ from megaloom.dsl.errors import UserError
 
 from .description import TOKENIZER_SUFFIX, Description, read_description
 from .indexed import INDEX, TOKENS, IndexedDataset, is_indexed, open_indexed, path_of
-from .part import Part
+from .part import DataPart
 from .split import DEFAULT_SPLIT, PARTS, TokenRange, parse_split, split_ranges
 from .text_files import gather
 from .token_ids import BYTE_IDS, TokenIds
@@ -26,9 +26,9 @@ class Corpus:
     """The data of a run. `digest` changes when any of its files changes."""
 
     digest: str
-    train: Part
-    validation: Part | None
-    test: Part | None = None
+    train: DataPart
+    validation: DataPart | None
+    test: DataPart | None = None
     ids: TokenIds = BYTE_IDS
     tokenizer: Path | None = None  # folder; None for bytes, and for a dataset that Megatron-LM has written
 
@@ -108,7 +108,7 @@ def _text_corpus(source: str, split: str | None, folder: Path) -> Corpus:
         )
     text = gather(source, folder)
     train, held_out = (TokenRange(dataset, 0, dataset.tokens) for dataset in (text.train, text.held_out))
-    return Corpus(text.digest, Part(PARTS[0], (train,)), Part(PARTS[1], (held_out,)))
+    return Corpus(text.digest, DataPart(PARTS[0], (train,)), DataPart(PARTS[1], (held_out,)))
 
 
 def _indexed_corpus(prefixes: list[Path], weights: tuple[float, ...] | None, split: str) -> Corpus:
@@ -121,14 +121,14 @@ def _indexed_corpus(prefixes: list[Path], weights: tuple[float, ...] | None, spl
     train, *others = zip(*(split_ranges(dataset, shares) for dataset in datasets), strict=True)
     held_out = [tuple(r for r in ranges if r.count) for ranges in others]
     validation, test = (
-        Part(name, ranges, None, whole, padding) if ranges else None
+        DataPart(name, ranges, None, whole, padding) if ranges else None
         for name, ranges in zip(PARTS[1:], held_out, strict=True)
     )
     digests = [_digest(d, x) for d, x in zip(datasets, descriptions, strict=True)]
     folder = path_of(prefixes[0], TOKENIZER_SUFFIX)
     return Corpus(
         blake2b(repr((digests, weights, shares)).encode(), digest_size=16).hexdigest(),
-        Part(PARTS[0], train, weights, whole, padding),
+        DataPart(PARTS[0], train, weights, whole, padding),
         validation,
         test,
         ids,

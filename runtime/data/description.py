@@ -13,7 +13,7 @@ from megaloom.dsl.errors import UserError
 from .indexed import path_of
 from .token_ids import BYTE_IDS, TokenIds
 
-VERSION = 1
+DESCRIPTION_VERSION = 1
 SUFFIX, TOKENIZER_SUFFIX = ".json", "-tokenizer"
 
 
@@ -21,7 +21,7 @@ SUFFIX, TOKENIZER_SUFFIX = ".json", "-tokenizer"
 class Description:
     """The contents of PREFIX.json."""
 
-    version: int = VERSION
+    version: int = DESCRIPTION_VERSION
     digest: str  # of sources, tokenizer and options
     sources: tuple[str, ...]
     documents: int
@@ -41,8 +41,10 @@ def read_description(prefix: Path) -> Description | None:
     path = path_of(prefix, SUFFIX)
     try:
         contents = json.loads(path.read_text())
-        if contents["version"] != VERSION:
-            raise UserError(f"{path} has version {contents['version']}; this megaloom reads version {VERSION}")
+        if contents["version"] != DESCRIPTION_VERSION:
+            raise UserError(
+                f"{path} has version {contents['version']}; this megaloom reads version {DESCRIPTION_VERSION}"
+            )
         return cattrs.structure(contents, Description)
     except FileNotFoundError:
         return None

@@ -27,7 +27,7 @@ TOKEN_TYPES: dict[int, str] = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "
 INDEX, TOKENS, MASK = ".idx", ".bin", ".mask"
 
 Ints = npt.NDArray[np.int64]
-Documents = Iterable[npt.NDArray[np.integer]]
+DocumentTokens = Iterable[npt.NDArray[np.integer]]
 
 
 @frozen
@@ -164,7 +164,7 @@ def smallest_token_type(vocab: int) -> str:
     return "u1" if vocab <= 256 else "u2" if vocab < 65500 else "i4"
 
 
-def write_indexed(documents: Documents, prefix: Path, token_type: str) -> IndexedDataset:
+def write_indexed(documents: DocumentTokens, prefix: Path, token_type: str) -> IndexedDataset:
     """Write documents as PREFIX.bin and PREFIX.idx, and return the dataset.
 
     Each file is complete or absent, and the index is written last.
@@ -172,7 +172,7 @@ def write_indexed(documents: Documents, prefix: Path, token_type: str) -> Indexe
     return write_index(write_tokens(documents, prefix, token_type), prefix, token_type)
 
 
-def write_tokens(documents: Documents, prefix: Path, token_type: str) -> Ints:
+def write_tokens(documents: DocumentTokens, prefix: Path, token_type: str) -> Ints:
     """Write the tokens of documents as PREFIX.bin, and return the length of each."""
     lengths = []
     tokens = path_of(prefix, TOKENS)

@@ -34,7 +34,7 @@ class Window:
 
 
 @frozen
-class Part:
+class DataPart:
     """A part of the data: ranges of one or several datasets.
 
     With weights, sample i comes from dataset k with the share weights[k]. Without, an epoch has every window of all

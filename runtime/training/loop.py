@@ -16,7 +16,7 @@ from rich.console import Console
 
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
-from megaloom.runtime.data.part import Part, Window
+from megaloom.runtime.data.part import DataPart, Window
 from megaloom.runtime.engine.engine import Engine, EvaluationResult
 from megaloom.runtime.engine.samples import Sample, SampleMaker
 from megaloom.runtime.engine.weight_update import NonFiniteError
@@ -118,7 +118,7 @@ class Loop:
         advice = f"try a --lr below {self.run.recipe.lr:g}, another --seed, or skip such steps with --skip-non-finite"
         return f"this step is not saved ({saved}); {advice}"
 
-    def _evaluate(self, part: Part, name: str, *, whole: bool) -> EvaluationResult:
+    def _evaluate(self, part: DataPart, name: str, *, whole: bool) -> EvaluationResult:
         """Return the loss on a part of the data, or on samples of it, which are the same in each evaluation."""
         seq = self.maker.length - 1
         samples = self.run.evaluation_samples(part, seq, whole=whole)

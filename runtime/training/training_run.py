@@ -8,7 +8,7 @@ from attrs import frozen
 
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.data.corpus import Corpus
-from megaloom.runtime.data.part import Part
+from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.engine.recipe import Recipe
 
 RECENT_STEPS = 20
@@ -31,7 +31,7 @@ class TrainingRun:
     steps: object = None  # with any of the methods of `Steps`
 
     @staticmethod
-    def evaluation_samples(part: Part, seq: int, *, whole: bool) -> int:
+    def evaluation_samples(part: DataPart, seq: int, *, whole: bool) -> int:
         """Return the number of samples of an evaluation on a whole part of the data, or on some of it.
 
         seq: the tokens of text that each sample moves on by.

@@ -31,7 +31,9 @@ REASONS = 4  # of "Why" that the README shows
 OURS = {"stdlib-gpt", "own-layer", "own-module"}  # small examples that nobody published
 COMMANDS = {
     "plan": "megaloom.planner.cli",
-    **dict.fromkeys(("train", "verify", "show", "measure", "explain", "export", "validate"), "megaloom.runtime.cli"),
+    **dict.fromkeys(
+        ("train", "data", "verify", "show", "measure", "explain", "export", "validate"), "megaloom.runtime.cli"
+    ),
 }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megaloom.dsl.errors import UserError
-from megaloom.runtime.data.part import Part
+from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.data.split import TokenRange
 from megaloom.runtime.data.text_files import HELD_OUT, gather, split_files
 
@@ -105,7 +105,7 @@ def test_the_standard_library_is_text_enough(tmp_path: Path) -> None:
     corpus = gather("stdlib", tmp_path)
     assert corpus.train.tokens > 10_000_000
     assert 0.02 < corpus.held_out.tokens / corpus.train.tokens < 0.1
-    assert 2.8 < Part("held-out", (TokenRange(corpus.held_out, 0, corpus.held_out.tokens),)).unigram_entropy() < 3.6
+    assert 2.8 < DataPart("held-out", (TokenRange(corpus.held_out, 0, corpus.held_out.tokens),)).unigram_entropy() < 3.6
 
 
 @pytest.mark.parametrize(
