@@ -54,7 +54,7 @@ class ModelStructure:
     kinds: tuple[NodeKind, ...]
     kind_of_node: NDArray[np.intp]  # [nodes] index into `kinds`
     recompute_parts: tuple[RecomputedBy, ...]  # sets of modules: a part is recomputed if any module of its set is
-    shared_weights: tuple[tuple[Slot, tuple[int, ...]], ...]  # weights that several nodes use, with those nodes
+    shared_weights: tuple[tuple[Slot, tuple[int, ...]], ...]  # trained weights of several nodes, with those nodes
     hidden_size: int  # width of each hidden state that crosses a stage boundary
     losses: Counter[str]  # nodes of logits, with the number of cross-entropies that are computed of them
 
@@ -189,7 +189,7 @@ def model_structure(graph: Graph) -> ModelStructure:
             known[key] = len(kinds)
             kinds.append(NodeKind(node, saved, under_full, losses[node.name]))
         kind_of_node.append(known[key])
-        for slot in node.weights:
+        for slot in (s for s in node.weights if s.trained):
             uses.setdefault(slot.name, []).append(i)
     shared = tuple((graph.weights[name], tuple(nodes)) for name, nodes in uses.items() if len(nodes) > 1)
     width = next((n.shape["embed"].known for n in graph.nodes if not n.is_input and "embed" in n.shape), 1)

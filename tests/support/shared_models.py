@@ -82,18 +82,19 @@ def two_heads() -> Model:
 
 @frozen
 class PlusPositions(Layer):
-    """x plus half of a learned vector for each position."""
+    """x plus the positive part of a learned vector for each position, times a given buffer."""
 
     table: Value
+    scales: Value
 
     def body(self, x: Value, /, **side: Value) -> Value:
-        return x + fn("relu", apply(PositionLookup("position"), x, self.table))
+        return x + fn("relu", apply(PositionLookup("position"), x, self.table)) * self.scales
 
 
 def positions_again() -> Model:
-    """Learned positions that blocks add once more."""
+    """Learned positions that blocks add once more, times a buffer that they share."""
     wte, wpe = weight("wte", VOCAB, EMBED), weight("wpe", Dim("position", 32), EMBED)
-    block = PlusPositions(wpe) >> residual(LayerNorm(), MLP(48))
+    block = PlusPositions(wpe, weight("scales", EMBED, trained=False, std=1.0)) >> residual(LayerNorm(), MLP(48))
     x = ids() >> Embed(wte) >> Positions(wpe) >> repeat(3, block) >> Positions(wpe)
     return model("positions-again", x >> LayerNorm() >> Unembed(wte) >> NextToken(), std=0.1)
 

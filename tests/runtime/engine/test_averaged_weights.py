@@ -14,6 +14,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe, shard
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token
+from tests.support.paths import SUPPORT
 
 TP2 = Layout(tp=2, sequence_parallel=True)
 DIVIDED = Layout(dp=2, shard="optimizer")
@@ -62,15 +63,26 @@ def by_definition(plan: Plan) -> list[tuple[float, float, float]]:
     return rows
 
 
+ALBERT = f"{SUPPORT / 'shared_models.py'}:albert"
+
+
 @pytest.mark.parametrize(
-    ("layout", "other"), [(evolve(TP2, pp=2), DIVIDED), (DIVIDED, TP2), (Layout(pp=2, vpp=2), Layout())], ids=str
+    ("name", "layout", "other"),
+    [
+        ("tiny_gpt", evolve(TP2, pp=2), DIVIDED),
+        ("tiny_gpt", DIVIDED, TP2),
+        (ALBERT, Layout(pp=2, vpp=2), evolve(DIVIDED, pp=2)),
+    ],
+    ids=str,
 )
-def test_averages_are_those_of_the_definition(layout: Layout, other: Layout, plan_of: Any, tmp_path: Path) -> None:
-    expected = launcher.run(by_definition, (plan_of("tiny_gpt", Layout()),), 1, timeout=90)[0]
-    rows = launcher.run(averaged, (plan_of("tiny_gpt", layout), tmp_path, 0), layout.world, timeout=90)[0]
+def test_averages_are_those_of_the_definition(
+    name: str, layout: Layout, other: Layout, plan_of: Any, tmp_path: Path
+) -> None:
+    expected = launcher.run(by_definition, (plan_of(name, Layout()),), 1, timeout=90)[0]
+    rows = launcher.run(averaged, (plan_of(name, layout), tmp_path, 0), layout.world, timeout=90)[0]
     assert rows == [pytest.approx(row, abs=2e-5) for row in expected]
     assert all(abs(average - plain) > 1e-3 for _, average, plain in rows)
-    resumed = launcher.run(averaged, (plan_of("tiny_gpt", other), tmp_path, 3), other.world, timeout=90)[0]
+    resumed = launcher.run(averaged, (plan_of(name, other), tmp_path, 3), other.world, timeout=90)[0]
     assert resumed == [pytest.approx(row, abs=2e-5) for row in expected[3:]]
 
 

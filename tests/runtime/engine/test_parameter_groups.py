@@ -13,6 +13,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import ParameterGroup, Recipe, shard
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token
+from tests.support.paths import SUPPORT
 
 TP2 = Layout(tp=2, sequence_parallel=True)
 RECIPE = Recipe(steps=10, lr=1e-2, min_lr=1e-3, warmup=2, weight_decay=0.1)
@@ -59,12 +60,17 @@ def test_groups_do_not_depend_on_the_layout(layout: Layout, plan_of: Any) -> Non
     assert one["settings"] == {(1.0, 0.1), (1.0, 0.0), (0.0, 0.1), (0.5, 0.1), (2.0, 0.5)}
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=str)
-def test_a_tied_table_has_one_group(layout: Layout, plan_of: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("tiny_gpt", Layout()), (f"{SUPPORT / 'shared_models.py'}:albert", Layout(pp=2, vpp=2))],
+    ids=str,
+)
+def test_a_tied_table_has_one_group(name: str, layout: Layout, plan_of: Any) -> None:
     """The table of the embedding is also that of the logits, on another stage a copy of it."""
     groups = (ParameterGroup("embed.*", frozen=True),)
-    for rank in launcher.run(trained, (plan_of("tiny_gpt", layout), groups), layout.world, timeout=90):
+    for rank in launcher.run(trained, (plan_of(name, layout), groups), layout.world, timeout=90):
         tables = {name: changed for name, changed in rank["changed"].items() if name.startswith(("embed", "unembed"))}
+        assert tables.pop("unembed.0.bias", True)
         assert tables == {"embed.0.weight": False}
         assert any(rank["changed"].values())
 

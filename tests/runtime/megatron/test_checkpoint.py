@@ -246,10 +246,17 @@ def cramped(run: Path) -> None:
 TP2, DIVIDED = Layout(tp=2, sequence_parallel=True), Layout(dp=2, shard="optimizer")
 OWN = f"{SUPPORT / 'own_models.py'}:some_experts"
 PADDED = f"{SUPPORT / 'own_models.py'}:hashed_odd"
+SHARED = f"{SUPPORT / 'shared_models.py'}"
 BUFFERS = f"{SUPPORT / 'own_models.py'}:buffers"
 RESHARDINGS = {
     "tied and padded, divided optimizer to TP2 SP PP2": ("tiny_gpt", DIVIDED, evolve(TP2, pp=2)),
     "tied and padded, TP2 SP PP2 to divided optimizer": ("tiny_gpt", evolve(TP2, pp=2), DIVIDED),
+    "shared by blocks, PP2 VPP2 with a divided optimizer to TP2 SP": (
+        f"{SHARED}:albert",
+        evolve(DIVIDED, pp=2, vpp=2),
+        TP2,
+    ),
+    "shared buffers, TP2 to PP2 VPP2": (f"{SHARED}:positions_again", Layout(tp=2), Layout(pp=2, vpp=2)),
     "PP2 VPP2 to PP4": ("deep_llama", Layout(pp=2, vpp=2), Layout(pp=4)),
     "TP4 with fewer KV heads to one process": ("tiny_llama", evolve(TP2, tp=4), Layout()),
     "experts, EP2 with a divided optimizer to one process": ("tiny_mixtral", evolve(DIVIDED, ep=2), Layout()),
