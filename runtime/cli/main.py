@@ -49,12 +49,13 @@ TRAINING_PACKAGES = ("torch", "megatron.core", "psutil")  # of the extra `train`
 @app.command(name="train")
 @unwrap_help
 def train_by_plan(
-    model: str = DEFAULT_MODEL,
+    model: str | None = None,
     /,
     *,
     data: Annotated[list[str], Parameter(consume_multiple=True)] = [STANDARD_LIBRARY],  # noqa: B006
     split: str | None = None,
     epochs: float | None = None,
+    weights: Annotated[Path | None, Parameter(name="--from")] = None,
     seq: int | None = None,
     batch: int | None = None,
     precision: TrainedPrecision | None = None,
@@ -71,7 +72,7 @@ def train_by_plan(
     ----------
     model
         A plan.json, or a model: file.py:name, a file.py with one model, package.module:name, one of the examples, or a
-        Hugging Face config.json.
+        Hugging Face config.json. [default: that of --from, else stdlib-gpt]
     data
         "stdlib" (the text of Python's standard library), a file or a folder of text, or prefixes of indexed datasets:
         A B, or with weights 0.3 A 0.7 B.
@@ -79,6 +80,8 @@ def train_by_plan(
         Shares of training, validation and test of indexed datasets. [default: 969,30,1]
     epochs
         Train for so many visits of the training text, instead of --steps.
+    weights
+        A Hugging Face folder with the initial weights: config.json and safetensors. [default: random weights]
     seq
         Tokens per sequence. [default: 128]
     batch
@@ -98,9 +101,9 @@ def train_by_plan(
     from .train_command import run_train
 
     load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
-    options = {"data": tuple(data), "split": split, "epochs": epochs, "out": out}
+    options = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
     options |= {"save_every": save_every, "evaluate_every": evaluate_every}
-    return run_train(model, load, options, recipe, fixed)
+    return run_train(model or (DEFAULT_MODEL if weights is None else str(weights)), load, options, recipe, fixed)
 
 
 @app.command(name="data")

@@ -48,7 +48,7 @@ def run_train(
     """Train a model or a plan, and return the exit code.
 
     load_options: seq, batch, precision, devices; None if not given. options: data, split, epochs, out, save_every,
-    evaluate_every.
+    evaluate_every, weights.
     """
     given = {name: value for name, value in {**load_options, **fixed_fields(fixed)}.items() if value is not None}
     is_plan = model.endswith(".json") and not describes(model)
@@ -59,7 +59,7 @@ def run_train(
     every = {name: options[name] for name in ("save_every", "evaluate_every")}
     try:
         data = {"source": options["data"], "split": options["split"], "epochs": options["epochs"]}
-        summary = train(plan, recipe, folder=folder, **data, **every)
+        summary = train(plan, recipe, folder=folder, weights=options["weights"], **data, **every)
     except KeyboardInterrupt:
         return fail(f"stopped; {_saved(folder)}", 130)
     except SystemExit as stop:  # a signal has ended the process

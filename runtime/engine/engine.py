@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,11 @@ from megaloom.runtime.megatron.checkpoint_folder import Manifest, latest
 from megaloom.runtime.megatron.optimizer_state import AVERAGE, restore_optimizer_state, sharded_optimizer_state
 from megaloom.runtime.megatron.process_groups import ProcessGroups, create_process_groups
 from megaloom.runtime.modules import parameters
-from megaloom.runtime.modules.initial_weights import check_weights, given_weight, initial_weight
+from megaloom.runtime.modules.initial_weights import GivenValues, check_weights, given_weight, initial_weight
 from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.modules.shared_weights import share_between_chunks, share_between_ranks
 from megaloom.runtime.reference.dropout import MaskSource
+from megaloom.runtime.weights.views import View
 
 from .averaged_weights import AveragedWeights
 from .gradients import WeightGradient, gather_gradients
@@ -113,7 +114,7 @@ class Engine:
         *,
         parameter_groups: Sequence[ParameterGroup] = (),
         average: float | None = None,
-        weights: Mapping[str, Tensor] | None = None,
+        weights: GivenValues | None = None,
     ) -> Engine:
         """Build this rank's model chunks, optimizer and schedule. Initial weights do not depend on the layout.
 
@@ -132,7 +133,7 @@ class Engine:
         own_stages = [s for s in plan.stages if s.rank == groups.pp_rank]
         model_chunks = [ModelChunk(g, s, context) for s in sorted(own_stages, key=lambda s: s.chunk)]
 
-        def draw(slot: Slot, index: int | None) -> Tensor:
+        def draw(slot: Slot, index: int | None) -> Tensor | View:
             return initial_weight(slot, recipe.seed, index) if weights is None else given_weight(slot, weights, index)
 
         for chunk in model_chunks:

@@ -82,7 +82,7 @@ def captured_logits(chunks: list[ModelChunk]) -> Iterator[list[Tensor]]:
     captured: list[Tensor] = []
 
     def keep_output(module: nn.Module, inputs: object, output: Tensor) -> None:
-        captured.append(output.detach())
+        captured.append(output.detach().clone())  # the loss may overwrite them
 
     name = logits_node(chunks[0].graph).name
     nodes = (item for chunk in chunks for item in chunk.node_modules())

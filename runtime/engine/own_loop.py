@@ -8,10 +8,9 @@ Importing this module prepares megatron-core for the devices of this machine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch import Tensor
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model
@@ -19,6 +18,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan
 from megaloom.runtime.launch.rendezvous import join
 from megaloom.runtime.megatron import device
+from megaloom.runtime.modules.initial_weights import GivenValues
 
 from .recipe import Recipe
 
@@ -36,14 +36,14 @@ def shard(
     steps: object = None,
     parameter_groups: Sequence[ParameterGroup] = (),
     average: float | None = None,
-    weights: Mapping[str, Tensor] | None = None,
+    weights: GivenValues | None = None,
 ) -> Engine:
     """Return this rank's part of a model under a plan, ready to train. Every rank of the plan calls it.
 
     steps: an object with any of the methods of `Steps`. parameter_groups: settings for parameters by their names.
     average: decay of a moving average of the weights, which `Engine.averaged_weights` gives the model for evaluation.
-    weights: initial values of all weights by the names of `graph(model).weights`, whole and equal on all ranks; without
-    them, random ones.
+    weights: initial values of all weights by the names of `graph(model).weights`, whole and equal on all ranks, as
+    tensors or as views of files, of which each rank reads its shards; without them, random ones.
 
     It initializes torch.distributed from the environment, unless that is done already. Raise UserError if the plan is
     for another model or another number of ranks, or if the runtime does not run it.

@@ -15,6 +15,10 @@ import numpy as np
 import torch
 
 from megaloom.dsl import Graph, Shape, Slot, UserError, Weight
+from megaloom.runtime.weights.views import View
+
+GivenValues = Mapping[str, torch.Tensor] | Mapping[str, View]
+"""Values of weights by the names of `graph(model).weights`: in memory, or views that are read shard by shard."""
 
 
 def initial_weight(slot: Slot, seed: int, index: int | None = None) -> torch.Tensor:
@@ -35,7 +39,7 @@ def initial_weight(slot: Slot, seed: int, index: int | None = None) -> torch.Ten
     return torch.from_numpy(out.reshape([d.known for d in slot.dims]))
 
 
-def given_weight(slot: Slot, weights: Mapping[str, torch.Tensor], index: int | None = None) -> torch.Tensor:
+def given_weight(slot: Slot, weights: GivenValues, index: int | None = None) -> torch.Tensor | View:
     """Return a weight, or one copy of it, from values by the names of `graph(model).weights`."""
     full = weights[slot.name]
     if index is None:
@@ -43,7 +47,7 @@ def given_weight(slot: Slot, weights: Mapping[str, torch.Tensor], index: int | N
     return full.reshape(-1, *(d.known for d in slot.value.shape))[index]
 
 
-def check_weights(graph: Graph, weights: Mapping[str, torch.Tensor]) -> None:
+def check_weights(graph: Graph, weights: GivenValues) -> None:
     """Raise UserError unless `weights` has each weight of a model, in its shape, and nothing else."""
     for name, slot in graph.weights.items():
         if name not in weights:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import singledispatch
 from math import prod
+from typing import Any, TypeVar
 
 import torch
 from attrs import evolve, frozen
@@ -36,9 +37,11 @@ from megaloom.dsl import (
 )
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.weights.views import View, values_of
 
-Draw = Callable[[Slot, int | None], Tensor]  # returns the full weight of a slot, or one copy of it
-Parameters = dict[str, Tensor]
+X = TypeVar("X", Tensor, View)
+Draw = Callable[[Slot, int | None], Any]  # returns the full weight of a slot, or one copy of it: a tensor or a View
+Parameters = dict[str, Any]  # tensors or views
 
 
 @frozen
@@ -50,8 +53,8 @@ class Weights:
     experts: range  # the experts that this rank holds
     index: int | None = None  # selects one expert
 
-    def __call__(self, name: str) -> Tensor:
-        """Return the full weight of this name."""
+    def __call__(self, name: str) -> Any:
+        """Return the full weight of this name, as a tensor or a view."""
         return self.draw(self.slots[name], self.index)
 
     def nested(self, name: str) -> Weights:
@@ -65,7 +68,9 @@ class Weights:
 def parameters(op: Op, w: Weights) -> Parameters:
     """Return the full parameters, by name, of the module that `registry.registered_module` builds for an op.
 
-    A layer with its own torch module has a method `parameters(self, w)` for them. Raise UserError if it is missing.
+    They are rearrangements of weights: functions of `w` here only permute, reshape, split and concatenate, so that they
+    serve tensors and views. A layer with its own torch module has a method `parameters(self, w)`, which gets tensors
+    and may compute anything. Raise UserError if it is missing.
     """
     method = getattr(op, "parameters", None)
     if method is None:
@@ -73,7 +78,7 @@ def parameters(op: Op, w: Weights) -> Parameters:
             f"{op} has its own torch module, but no method that computes the module's parameters\n"
             "write a method parameters(self, w) that returns them by name, such as {'weight': w('up').T}"
         )
-    return dict(method(w))
+    return dict(method(evolve(w, draw=lambda slot, index: values_of(w.draw(slot, index)))))
 
 
 @parameters.register(Dropout)
@@ -119,7 +124,7 @@ def _(op: Attention, w: Weights) -> Parameters:
     return out | {"linear_proj.bias": w("o_bias")} if op.bias else out
 
 
-def _by_group(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _by_group(q: Any, k: Any, v: Any) -> Any:
     """Return queries [heads, head_dim, …], keys and values [kv_heads, head_dim, …] as rows, group by group."""
     groups = k.shape[0]
     q = q.unflatten(0, (groups, q.shape[0] // groups))
@@ -178,7 +183,7 @@ def node_parameters(node: Node, module: nn.Module, draw: Draw, groups: ProcessGr
     return parameters(node.op, Weights(slots, draw, local_experts))
 
 
-def _body_weight(slot: Slot, draw: Draw, groups: ProcessGroups, *, of_experts: bool) -> Tensor:
+def _body_weight(slot: Slot, draw: Draw, groups: ProcessGroups, *, of_experts: bool) -> Any:
     """Return the full weight of a body; of expert weights, the experts of this rank only."""
     if not of_experts or groups.layout.ep == 1:
         return draw(slot, None)
@@ -190,12 +195,15 @@ def _body_weight(slot: Slot, draw: Draw, groups: ProcessGroups, *, of_experts: b
 
 @torch.no_grad()
 def fill_shards(module: nn.Module, full: Parameters, groups: ProcessGroups) -> None:
-    """Copy this rank's shard of each full parameter into the module, and of each buffer that `full` names."""
+    """Copy this rank's shard of each full parameter into the module, and of each buffer that `full` names.
+
+    Of a view only the shard is read, one parameter after the other.
+    """
     targets = dict(module.named_parameters())
     targets |= {name: b for name, b in module.named_buffers() if name in full}
     assert targets.keys() == full.keys(), f"{type(module).__name__} has {targets.keys()}, the layer {full.keys()}"
     for name, p in targets.items():
-        p.copy_(rank_shard(full[name], p, *shard_position(p, groups)))
+        p.copy_(values_of(rank_shard(full[name], p, *shard_position(p, groups))))
 
 
 def shard_position(p: Tensor, groups: ProcessGroups) -> tuple[int, int]:
@@ -205,7 +213,7 @@ def shard_position(p: Tensor, groups: ProcessGroups) -> tuple[int, int]:
     return groups.etp_rank, groups.layout.etp
 
 
-def rank_shard(full: Tensor, p: Tensor, rank: int, size: int) -> Tensor:
+def rank_shard(full: X, p: Tensor, rank: int, size: int) -> X:
     """Return this rank's shard of a full parameter, by the attributes that megatron-core sets on its parameters.
 
     `partition_dim` is the sharded dimension. A `partition_stride` of 2 means two halves (gate and up), each of them

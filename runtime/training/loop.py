@@ -22,6 +22,7 @@ from megaloom.runtime.engine.samples import Sample, SampleMaker
 from megaloom.runtime.engine.weight_update import NonFiniteError
 from megaloom.runtime.megatron import checkpoint, device
 from megaloom.runtime.megatron.checkpoint_folder import Checkpoint, Manifest, latest
+from megaloom.runtime.weights.given import open_folder
 
 from .metrics import InterruptibleConsole, MetricsFile, ProgressDisplay, StepMetrics, progress_display
 from .training_run import RECENT_STEPS, Summary, TrainingRun
@@ -35,7 +36,8 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
     model, _ = find(run.plan.model)
     resumed = latest(run.folder, fingerprint=run.plan.fingerprint)
     recipe = run.recipe.continuing(resumed.manifest.recipe) if resumed else run.recipe
-    engine = Engine.build(run.plan, model, recipe, run.steps)
+    given = open_folder(run.weights) if run.weights and not resumed else None
+    engine = Engine.build(run.plan, model, recipe, run.steps, weights=given.of(model) if given else None)
     if resumed:
         checkpoint.load(engine, resumed)
     first = dist.get_rank() == 0
@@ -43,6 +45,8 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
     console = InterruptibleConsole(signals) if first else Console(quiet=True)
     tokens = run.plan.workload.tokens
     with progress_display(console, steps=run.recipe.steps, done=engine.done, step_tokens=tokens) as display:
+        if given:
+            display.print(f"weights from {given.files}; the optimizer is fresh, and training starts at step 0")
         return Loop(run, engine, resumed, metrics, display, signals).run_to_end()
 
 
@@ -178,6 +182,8 @@ class Loop:
         saved, steps = self.resumed.manifest, self.run.recipe.steps
         progress = "the finished run" if saved.step >= steps else f"step {saved.step} of {steps}"
         self.display.print(f"resumed from {progress} ({self.resumed.folder})")
+        if self.run.weights:
+            self.display.print(f"--from {self.run.weights} is not read again: this run has started from it, or without")
         if not saved.has_comparable_fingerprint:
             self.display.print("saved by an earlier megaloom: its weights have the names and shapes of this model's")
         if saved.layout != str(self.run.plan.layout):

@@ -33,6 +33,7 @@ from megaloom.runtime.engine.samples import SampleMaker
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron.checkpoint_folder import cannot_save, latest, saved_step
+from megaloom.runtime.weights.given import open_folder
 
 from .training_run import Summary, TrainingRun
 
@@ -51,13 +52,15 @@ def train(
     save_every: int = 100,
     evaluate_every: int = 100,
     steps: object = None,
+    weights: Path | None = None,
 ) -> Summary:
     """Train the plan's model on the text of `source`, starting from the last checkpoint in `folder` if there is one.
 
     source: "stdlib", a file or folder of text, or prefixes of indexed datasets, each after its weight if they have any.
     split: shares of training, validation and test of indexed datasets, such as "969,30,1". epochs: train for as many
     steps as visit the training text so often, instead of the recipe's. steps: an object with any of the methods of
-    `Steps`, of a class that every process can import.
+    `Steps`, of a class that every process can import. weights: a Hugging Face folder with the initial weights, of which
+    each rank reads its shards.
 
     Raise UserError for every problem that the user can solve. A first SIGINT or SIGTERM lets the ranks finish their
     step and save; then it is raised as KeyboardInterrupt or SystemExit.
@@ -65,7 +68,7 @@ def train(
 
     def prepared() -> TrainingRun:
         words = (source,) if isinstance(source, str) else tuple(source)
-        return prepare_run(plan, recipe, folder, words, split, epochs, save_every, evaluate_every, steps)
+        return prepare_run(plan, recipe, folder, words, split, epochs, save_every, evaluate_every, steps, weights)
 
     if started_by_launcher():
         join(plan.layout.world)
@@ -85,8 +88,9 @@ def prepare_run(
     save_every: int,
     evaluate_every: int,
     steps: object = None,
+    weights: Path | None = None,
 ) -> TrainingRun:
-    """Check plan, options, checkpoint and text, and write the data and plan.json into the run folder."""
+    """Check plan, options, weights, checkpoint and text, and write the data and plan.json into the run folder."""
     model = check_model(plan)
     maker = SampleMaker.of(graph(model), plan.workload.seq)
     for name, every in (("save-every", save_every), ("evaluate-every", evaluate_every)):
@@ -94,7 +98,9 @@ def prepare_run(
             raise UserError(f"--{name} must be at least 1, got {every}")
     if not started_by_launcher():
         launcher.check(plan.layout.world)
-    latest(folder, fingerprint=plan.fingerprint)  # refuse another model's or a damaged one before any work
+    saved = latest(folder, fingerprint=plan.fingerprint)  # refuse another model's or a damaged one before any work
+    if weights is not None and saved is None:
+        open_folder(weights).check(model)
     corpus = open_corpus(source, split, folder / "data", lambda ids: check_vocabulary(ids, maker))
     check_text(corpus, maker)
     if epochs is not None:
@@ -108,6 +114,7 @@ def prepare_run(
         save_every=save_every,
         evaluate_every=evaluate_every,
         steps=steps,
+        weights=weights,
     )
 
 

@@ -29,6 +29,7 @@ class TrainingRun:
     save_every: int  # steps
     evaluate_every: int  # steps
     steps: object = None  # with any of the methods of `Steps`
+    weights: Path | None = None  # a Hugging Face folder with the initial weights; None for random ones
 
     @staticmethod
     def evaluation_samples(part: DataPart, seq: int, *, whole: bool) -> int:

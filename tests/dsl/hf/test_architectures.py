@@ -40,6 +40,7 @@ from megaloom.dsl.catalog import file_name, find
 from megaloom.dsl.hf.architectures import describes
 from megaloom.dsl.hf.fields import UNUSED, Config, rope, rotation
 from megaloom.dsl.hf.state_dict import from_checkpoint, to_checkpoint
+from megaloom.dsl.hf.tensor_check import check_values
 from megaloom.dsl.hf.tensor_names import (
     JOIN,
     Names,
@@ -285,7 +286,7 @@ def test_layers_are_told_apart_where_a_block_has_several() -> None:
     """Each iteration of the repeat is two layers to these names, and the last norm is outside of all."""
     m = tiny(3)
     weights = random(m)
-    stored = to_checkpoint(NAMES, m, weights)
+    stored = to_checkpoint(NAMES, m, weights, torch.cat)
     assert len(stored) == 2 + 6 * 3
     for i in range(6):
         assert torch.equal(stored[f"layers.{i}.norm.weight"], weights[f"rms_norm.{i}.scale"])
@@ -293,7 +294,7 @@ def test_layers_are_told_apart_where_a_block_has_several() -> None:
         assert torch.equal(stored[f"layers.{i}.gate_up.weight"], both)
         assert torch.equal(stored[f"layers.{i}.down.weight"], weights[f"swiglu.{i}.down"].T)
     assert torch.equal(stored["norm.weight"], weights["rms_norm.6.scale"])
-    back = from_checkpoint(NAMES, m, stored)
+    back = from_checkpoint(NAMES, m, stored, torch.cat)
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[n], w) for n, w in weights.items())
 
@@ -313,25 +314,25 @@ def test_joined_weights(axes: Any, expected: Any) -> None:
         WHOLE, {"layers.{layer}.": LAYER | {"gate_up.weight": Stored(("swiglu.0.gate", "swiglu.0.up"), axes)}}
     )
     weights = random(m)
-    stored = to_checkpoint(names, m, weights)
+    stored = to_checkpoint(names, m, weights, torch.cat)
     want = expected(*(weights[f"swiglu.1.{n}"].numpy() for n in ("gate", "up")))
     np.testing.assert_array_equal(stored["layers.1.gate_up.weight"].numpy(), want)
-    assert all(torch.equal(from_checkpoint(names, m, stored)[n], w) for n, w in weights.items())
+    assert all(torch.equal(from_checkpoint(names, m, stored, torch.cat)[n], w) for n, w in weights.items())
 
 
 def test_checkpoints_of_another_model() -> None:
     m = tiny()
-    stored = to_checkpoint(NAMES, m, random(m))
+    stored = to_checkpoint(NAMES, m, random(m), torch.cat)
     for change, message in (
-        ({"extra.bias": torch.ones(1)}, "model 'tiny' has no weights for the checkpoint's extra.bias"),
-        ({"norm.weight": torch.ones(5)}, r"the checkpoint's norm.weight has shape \[5\], this model needs \[4\]"),
-        ({"wte.weight": None}, "the checkpoint has no tensor 'wte.weight', which holds wte"),
+        ({"extra.bias": torch.ones(1)}, r"unknown: extra.bias \[1\]"),
+        ({"norm.weight": torch.ones(5)}, r"norm.weight has shape \[5\], not \[4\]"),
+        ({"wte.weight": None}, r"missing: wte.weight \[7, 4\], which holds wte$"),
     ):
         changed = {k: v for k, v in (stored | change).items() if v is not None}
         with pytest.raises(UserError, match=message):
-            from_checkpoint(NAMES, m, changed)
-    with pytest.raises(UserError, match=r"no tensor 'layers.4.norm.weight', which holds rms_norm.4"):
-        from_checkpoint(NAMES, tiny(3), stored)
+            from_checkpoint(NAMES, m, changed, torch.cat)
+    with pytest.raises(UserError, match=r"missing: layers.4.norm.weight \[4\], which holds rms_norm.4"):
+        from_checkpoint(NAMES, tiny(3), stored, torch.cat)
 
 
 def test_what_else_a_checkpoint_may_have() -> None:
@@ -341,12 +342,13 @@ def test_what_else_a_checkpoint_may_have() -> None:
     layers = {"layers.{layer}.": LAYER}
     beside = {"copies": {"head.weight": "wte.weight"}, "zero": ("bias",), "older": {"h.": "layers."}}
     names = Names(WHOLE, layers, unused=("layers.{layer}.mask", "layers.{beyond}.", "pooler."), **beside)
-    stored = {name.replace("layers.", "h."): x for name, x in to_checkpoint(names, m, weights).items()}
+    stored = {name.replace("layers.", "h."): x for name, x in to_checkpoint(names, m, weights, torch.cat).items()}
     one = torch.ones(1)
     stored |= {"head.weight": stored["wte.weight"].clone(), "bias": 0 * one, "h.1.mask": one, "pooler.weight": one}
     stored |= {"h.4.norm.weight": one, "layers.11.x": one}
-    back = from_checkpoint(names, m, stored)
+    back = from_checkpoint(names, m, stored, torch.cat)
     assert all(torch.equal(back[n], w) for n, w in weights.items())
+    check_values(names, m, stored, equal)
     for change, message in (
         (
             {"head.weight": stored["wte.weight"] + 1},
@@ -354,11 +356,34 @@ def test_what_else_a_checkpoint_may_have() -> None:
         ),
         ({"head.weight": one}, "head.weight differs from its wte.weight"),
         ({"bias": one}, "bias is not zero"),
-        ({"h.3.x": one}, "no weights for the checkpoint's layers.3.x"),
-        ({"masks.1": one}, "no weights for the checkpoint's masks.1"),
     ):
         with pytest.raises(UserError, match=message):
-            from_checkpoint(names, m, stored | change)
+            check_values(names, m, stored | change, equal)
+    for name, message in (("h.3.x", "unknown: layers.3.x"), ("masks.1", "unknown: masks.1")):
+        with pytest.raises(UserError, match=message):
+            from_checkpoint(names, m, stored | {name: one}, torch.cat)
+
+
+def equal(x: Tensor, y: Tensor | None) -> bool:
+    return torch.equal(x, torch.zeros_like(x) if y is None else y)
+
+
+def test_each_wrong_tensor_is_named_with_the_nearest() -> None:
+    m = tiny()
+    stored = to_checkpoint(NAMES, m, random(m), torch.cat)
+    stored["layers.1.down_proj.weight"] = stored.pop("layers.1.down.weight")
+    stored["layers.2.norm.weight"] = torch.ones(3)
+    stored |= {f"x.{i}": torch.ones(1) for i in range(22)}
+    with pytest.raises(UserError) as raised:
+        from_checkpoint(NAMES, m, stored, torch.cat)
+    first, *lines = str(raised.value).splitlines()
+    assert first == "the tensors of the checkpoint are not those of model 'tiny'"
+    assert lines[:3] == [
+        "missing: layers.1.down.weight [4, 6], which holds swiglu.1.down; the nearest is layers.1.down_proj.weight",
+        "layers.2.norm.weight has shape [3], not [4]",
+        "unknown: layers.1.down_proj.weight [4, 6]; the nearest is layers.1.down.weight",
+    ]
+    assert lines[3:] == [*(f"unknown: x.{i} [1]" for i in range(19)), "and 3 more"]
 
 
 def test_names_that_lack_some() -> None:
@@ -371,7 +396,7 @@ def test_names_that_lack_some() -> None:
         ),
     ):
         with pytest.raises(UserError, match=message):
-            to_checkpoint(names, tiny(), random(tiny()))
+            to_checkpoint(names, tiny(), random(tiny()), torch.cat)
 
 
 # Configs that were refused although transformers runs them

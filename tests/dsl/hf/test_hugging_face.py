@@ -6,7 +6,6 @@ configs/small/ holds a config.json of each architecture that is read, and of var
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -14,13 +13,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from attrs import evolve, frozen
-
-from tests.support.paths import TESTS
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here needs the network
-
 import torch
+from attrs import evolve, frozen
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -44,12 +38,7 @@ from megaloom.dsl.hf.fields import Config
 from megaloom.dsl.hf.state_dict import from_checkpoint, to_checkpoint
 from megaloom.runtime.reference import interpret as oracle
 from megaloom.runtime.reference.interpret import evaluate, interpret
-
-transformers = pytest.importorskip("transformers", reason="`make unit` installs it")
-transformers.logging.set_verbosity_error()
-
-SMALL = {path.stem: path for path in sorted(TESTS.glob("configs/small/*.json"))}
-VOCAB = 61  # of all of them
+from tests.support.hugging_face import SMALL, built, drawn, named
 
 # What no output depends on: the layers of an image encoder after the one that is read, a bias that is always zero.
 UNUSED = ("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.", "final_logits_bias")
@@ -68,7 +57,7 @@ class Saved:
     model: Model
 
     def weights(self) -> dict[str, Tensor]:
-        return from_checkpoint(self.read.names, self.model, self.checkpoint)
+        return from_checkpoint(self.read.names, self.model, self.checkpoint, torch.cat)
 
 
 @cache
@@ -86,44 +75,6 @@ def saved(name: str) -> Saved:
     with torch.no_grad():
         logits = theirs(**named(inputs)).logits
     return Saved(logits, inputs, theirs.num_parameters(), config.fields, checkpoint, read, model)
-
-
-def built(name: str) -> Any:
-    """Hugging Face's model of a small config, with random weights, biases and buffers."""
-    fields = json.loads(SMALL[name].read_text())
-    theirs_class = getattr(transformers, fields["architectures"][0])
-    theirs = theirs_class._from_config(theirs_class.config_class.from_dict(fields), attn_implementation="eager").eval()
-    if fields.get("tie_word_embeddings") is False:  # T5 makes two tables one, until it loads two that differ
-        theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.detach().clone())
-    noise = 0.1 if name.startswith("t5") else 0.2  # T5 does not scale its scores, so that they grow with all weights
-    with torch.no_grad():
-        for at, x in theirs.state_dict().items():
-            if at != "final_logits_bias":
-                x.add_(torch.randn_like(x) * noise)
-    return theirs
-
-
-def drawn(model: Model, seq: int = 23) -> dict[str, Tensor]:
-    """Random inputs for a model; where it reads an image, 16 of the tokens stand for its patches."""
-    wanted = {str(n.op) for n in graph(model).nodes if n.is_input}
-    inputs = {
-        "tokens": torch.randint(VOCAB - 1, (2, seq)),
-        "source_tokens": torch.randint(VOCAB, (2, seq + 6)),
-        "types": torch.randint(2, (2, seq)),
-        "image": torch.randn(2, 3, 16, 16),
-    }
-    if "image" in wanted:
-        at = torch.stack([torch.randperm(seq)[:16] for _ in range(2)])
-        inputs["tokens"] = inputs["tokens"].scatter(1, at, VOCAB - 1)
-    return {name: x for name, x in inputs.items() if name in wanted}
-
-
-def named(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs by Hugging Face's names."""
-    theirs = {"tokens": "input_ids", "types": "token_type_ids", "image": "pixel_values"}
-    if "source_tokens" in inputs:
-        theirs = {"tokens": "decoder_input_ids", "source_tokens": "input_ids"}
-    return {theirs[name]: x for name, x in inputs.items()}
 
 
 # Bart without its logits, what T5 was called before, and one of its version 1.1.
@@ -156,7 +107,7 @@ def test_what_is_given_back_is_what_was_taken(name: str) -> None:
     it = saved(name)
     weights = it.weights()
     assert weights.keys() == graph(it.model).weights.keys()
-    back = to_checkpoint(it.read.names, it.model, weights)
+    back = to_checkpoint(it.read.names, it.model, weights, torch.cat)
     assert all(torch.equal(it.checkpoint[n], x) for n, x in back.items())
     assert all(n.startswith(UNUSED) for n in it.checkpoint.keys() - back.keys())
 

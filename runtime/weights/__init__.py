@@ -1,0 +1,1 @@
+"""Weights in files: views that read slices, and Hugging Face folders."""

@@ -1,0 +1,298 @@
+"""Tensors that are read slice by slice: a view is a rearrangement of stored tensors, and nothing is read to make one.
+
+A view has the methods of torch tensors that rearrange: permute, reshape, narrow, select, flatten, unflatten, chunk, T;
+`torch.cat` and `torch.stack` accept views. `read` returns the values, and reads from the stored tensors only the boxes
+that they lie in. So one description of a rearrangement serves full tensors and shards of files too large for a host.
+
+A rearrangement is inverted by `solve`: it returns what the stored tensors are, if a view has given values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+Box = tuple[range, ...]
+"""A part of a tensor: for each dim a range of indices, of step 1."""
+
+
+@frozen(eq=False)
+class View:
+    """A tensor of given sizes and type whose values are not read yet."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, box: Box | None = None) -> Tensor:
+        """Return the values, or those of a part."""
+        return self._read(tuple(map(range, self.shape)) if box is None else box)
+
+    def _read(self, box: Box) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of dims."""
+        return len(self.shape)
+
+    @property
+    def T(self) -> View:  # noqa: N802 (torch's name)
+        """Return the view with its dims in reverse order."""
+        return self.permute(*reversed(range(self.ndim)))
+
+    def permute(self, *dims: Any) -> View:
+        """Return the view with its dims in another order, given one by one or as a tuple."""
+        order: tuple[int, ...] = tuple(dims[0]) if len(dims) == 1 and not isinstance(dims[0], int) else dims
+        return Permuted(tuple(self.shape[i] for i in order), self.dtype, self, order)
+
+    def reshape(self, *sizes: Any) -> View:
+        """Return the view with other sizes, given one by one or as a tuple; one of them may be -1."""
+        shape = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+        known = prod(n for n in shape if n != -1)
+        shape = tuple(prod(self.shape) // known if n == -1 else n for n in shape)
+        if prod(shape) != prod(self.shape):
+            raise ValueError(f"a tensor of sizes {list(self.shape)} cannot have the sizes {list(shape)}")
+        return self if shape == self.shape else Reshaped(shape, self.dtype, self)
+
+    def narrow(self, dim: int, start: int, length: int) -> View:
+        """Return `length` indices of a dim, from `start` on."""
+        dim %= self.ndim
+        if not 0 <= start <= start + length <= self.shape[dim]:
+            raise IndexError(f"{start} to {start + length} is out of range in dim {dim} of {list(self.shape)}")
+        if length == self.shape[dim]:
+            return self
+        return Narrowed((*self.shape[:dim], length, *self.shape[dim + 1 :]), self.dtype, self, dim, start)
+
+    def select(self, dim: int, index: int) -> View:
+        """Return one index of a dim, without the dim."""
+        dim %= self.ndim
+        return self.narrow(dim, index, 1).reshape((*self.shape[:dim], *self.shape[dim + 1 :]))
+
+    def unsqueeze(self, dim: int) -> View:
+        """Return the view with a dim of size 1 before this dim."""
+        dim %= self.ndim + 1
+        return self.reshape((*self.shape[:dim], 1, *self.shape[dim:]))
+
+    def flatten(self, start: int = 0, end: int = -1) -> View:
+        """Return the view with the dims from `start` to `end` merged."""
+        start, end = start % self.ndim, end % self.ndim
+        return self.reshape((*self.shape[:start], prod(self.shape[start : end + 1]), *self.shape[end + 1 :]))
+
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> View:
+        """Return the view with a dim split into several; one size may be -1."""
+        dim %= self.ndim
+        known = prod(n for n in sizes if n != -1)
+        split = (self.shape[dim] // known if n == -1 else n for n in sizes)
+        return self.reshape((*self.shape[:dim], *split, *self.shape[dim + 1 :]))
+
+    def chunk(self, count: int, dim: int = 0) -> tuple[View, ...]:
+        """Return `count` equal parts along a dim, which `count` divides."""
+        length, rest = divmod(self.shape[dim], count)
+        if rest:
+            raise ValueError(f"{count} does not divide dim {dim} of {list(self.shape)}")
+        return tuple(self.narrow(dim, i * length, length) for i in range(count))
+
+    def new_zeros(self, *sizes: Any) -> View:
+        """Return a view of zeros of this type."""
+        shape = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+        return source(shape, self.dtype, lambda box: torch.zeros([len(r) for r in box], dtype=self.dtype))
+
+    def __getitem__(self, key: Any) -> View:
+        """Return the view at an index, or with a new dim for each None; `:` keeps a dim."""
+        keys = key if isinstance(key, tuple) else (key,)
+        out, dim = self, 0
+        for k in keys:
+            if k is None:
+                out = out.unsqueeze(dim)
+            elif isinstance(k, int):
+                out, dim = out.select(dim, k % out.shape[dim]), dim - 1
+            elif k != slice(None):
+                raise TypeError(f"a view cannot be indexed by {k!r}")
+            dim += 1
+        return out
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Concatenate or stack views; other functions of torch are not rearrangements."""
+        options = kwargs or {}
+        if function is torch.cat:
+            return concatenated(*args, **options)
+        if function is torch.stack:
+            parts, dim = args[0], options.get("dim", args[1] if len(args) > 1 else 0)
+            return concatenated([x.unsqueeze(dim) for x in parts], dim)
+        return NotImplemented
+
+
+@frozen(eq=False)
+class Source(View):
+    """A stored tensor, with a function that reads a part of it. `key` names it in the result of `solve`."""
+
+    reader: Callable[[Box], Tensor]
+    key: Hashable = None
+
+    def _read(self, box: Box) -> Tensor:
+        return self.reader(box)
+
+
+@frozen(eq=False)
+class Permuted(View):
+    """A view with its dims in another order: dim i is dim order[i] of `of`."""
+
+    of: View
+    order: tuple[int, ...]
+
+    def _read(self, box: Box) -> Tensor:
+        return self.of.read(tuple(box[self.order.index(i)] for i in range(len(box)))).permute(self.order)
+
+
+@frozen(eq=False)
+class Narrowed(View):
+    """The indices of a dim from `start` on."""
+
+    of: View
+    dim: int
+    start: int
+
+    def _read(self, box: Box) -> Tensor:
+        moved = _shifted(box[self.dim], self.start)
+        return self.of.read((*box[: self.dim], moved, *box[self.dim + 1 :]))
+
+
+@frozen(eq=False)
+class Concatenated(View):
+    """Views one after the other along a dim."""
+
+    parts: tuple[View, ...]
+    dim: int
+
+    def _read(self, box: Box) -> Tensor:
+        out = torch.empty([len(r) for r in box], dtype=self.dtype)
+        here, at = box[self.dim], 0
+        for start, part in self.starts():
+            own = range(max(here.start, start), min(here.stop, start + part.shape[self.dim]))
+            if len(own):
+                inside = (*box[: self.dim], _shifted(own, -start), *box[self.dim + 1 :])
+                out.narrow(self.dim, at, len(own)).copy_(part.read(inside))
+                at += len(own)
+        return out
+
+    def starts(self) -> Iterator[tuple[int, View]]:
+        """Yield each part with its first index in the dim."""
+        sizes = [part.shape[self.dim] for part in self.parts]
+        return zip(accumulate(sizes, initial=0), self.parts, strict=False)
+
+
+@frozen(eq=False)
+class Reshaped(View):
+    """A view with its dims split and merged.
+
+    Dims that are split or merged together form a group. For each group, a box of the new dims lies in a range of flat
+    indices. The smallest box of the old dims that has this range is read, and the new box taken from it.
+    """
+
+    of: View
+
+    def _read(self, box: Box) -> Tensor:
+        old_box: list[range] = []
+        strides: list[int] = []  # of the new dims, in flat indices of their group
+        groups: list[tuple[int, int, int]] = []  # new dims, flat indices read, the first index of the new box
+        at = 0
+        for old, new in _groups(self.of.shape, self.shape):
+            here, own = box[at : at + len(new)], _strides(new)
+            at += len(new)
+            first = sum(r.start * s for r, s in zip(here, own, strict=True))
+            last = sum((r.stop - 1) * s for r, s in zip(here, own, strict=True))
+            covering = _covering_box(old, first, last)
+            begin = sum(r.start * s for r, s in zip(covering, _strides(old), strict=True))
+            old_box += covering
+            strides += own
+            groups.append((len(new), prod(map(len, covering)), first - begin))
+        flat = self.of.read(tuple(old_box)).reshape([count for _, count, _ in groups]).contiguous()
+        outer = [s for (n, *_), s in zip(groups, flat.stride(), strict=True) for _ in range(n)]
+        steps = [a * b for a, b in zip(outer, strides, strict=True)]
+        offset = sum(skip * s for (*_, skip), s in zip(groups, flat.stride(), strict=True))
+        return flat.as_strided([len(r) for r in box], steps, flat.storage_offset() + offset)
+
+
+def source(shape: Sequence[int], dtype: torch.dtype, reader: Callable[[Box], Tensor], key: Hashable = None) -> View:
+    """Return a view of a stored tensor, of which `reader` reads a part."""
+    return Source(tuple(shape), dtype, reader, key)
+
+
+def held(x: Tensor, key: Hashable = None) -> View:
+    """Return a view of a tensor in memory."""
+    return source(x.shape, x.dtype, lambda box: x[tuple(slice(r.start, r.stop) for r in box)], key)
+
+
+def concatenated(parts: Sequence[View], dim: int = 0) -> View:
+    """Return views one after the other along a dim."""
+    first, *others = parts
+    dim %= first.ndim
+    if any(x.shape[:dim] + x.shape[dim + 1 :] != first.shape[:dim] + first.shape[dim + 1 :] for x in others):
+        raise ValueError(f"sizes {[list(x.shape) for x in parts]} cannot be concatenated along dim {dim}")
+    if not others:
+        return first
+    size = sum(x.shape[dim] for x in parts)
+    dtype = first.dtype
+    for x in others:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return Concatenated((*first.shape[:dim], size, *first.shape[dim + 1 :]), dtype, tuple(parts), dim)
+
+
+def values_of(x: View | Tensor) -> Tensor:
+    """Return the values of a view; a tensor as it is."""
+    return x.read() if isinstance(x, View) else x
+
+
+def solve(view: View, value: View) -> dict[Hashable, View]:
+    """Return the stored tensors by their keys, if `view`, a rearrangement of all their elements, has this value."""
+    match view:
+        case Source():
+            return {view.key: value}
+        case Permuted():
+            return solve(view.of, value.permute(tuple(view.order.index(i) for i in range(view.ndim))))
+        case Reshaped():
+            return solve(view.of, value.reshape(view.of.shape))
+        case Concatenated():
+            parts = (solve(x, value.narrow(view.dim, start, x.shape[view.dim])) for start, x in view.starts())
+            return {key: part for found in parts for key, part in found.items()}
+    raise TypeError(f"{type(view).__name__} of a stored tensor leaves elements out: it has no inverse")
+
+
+def _shifted(r: range, by: int) -> range:
+    return range(r.start + by, r.stop + by)
+
+
+def _strides(sizes: Sequence[int]) -> list[int]:
+    """Return the flat distance between neighbours along each dim."""
+    return [prod(sizes[i + 1 :]) for i in range(len(sizes))]
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Yield the shortest runs of old and new dims that have equal products. Together they are all dims."""
+    i = j = 0
+    while i < len(old) or j < len(new):
+        end_i, end_j = i + 1, j + 1
+        while prod(old[i:end_i]) != prod(new[j:end_j]):
+            grow_old = prod(old[i:end_i]) < prod(new[j:end_j])
+            end_i, end_j = end_i + grow_old, end_j + (not grow_old)
+        if end_i >= len(old) or end_j >= len(new):  # dims of size 1 at the end belong to the last group
+            end_i, end_j = len(old), len(new)
+        yield old[i:end_i], new[j:end_j]
+        i, j = end_i, end_j
+
+
+def _covering_box(sizes: Sequence[int], first: int, last: int) -> list[range]:
+    """Return the smallest box of contiguous flat indices that has the flat indices `first` and `last`."""
+    out: list[range] = []
+    for size, stride in zip(sizes, _strides(sizes), strict=True):
+        several = any(len(r) > 1 for r in out)
+        out.append(range(size) if several else range(first // stride, last // stride + 1))
+        first, last = first % stride, last % stride
+    return out
