@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from megaloom.runtime.reference.dropout import dropout_rate
 
 if TYPE_CHECKING:
     from megaloom.runtime.engine.engine import Engine
+    from megaloom.runtime.engine.gradients import WeightGradient
 
 EPS = 1e-3
 """Epsilon of Adam: its first step is about g / (|g| + EPS), which amplifies noise in g where g is not above EPS."""
@@ -177,30 +178,70 @@ def first_layout_dropout(model: Model, layout: Layout) -> str | None:
     return None
 
 
+@frozen(eq=False)
+class ShortRun:
+    """A few steps from initial weights on this rank, on random batches that do not depend on the layout."""
+
+    engine: Engine
+    seed: int
+
+    @classmethod
+    def of(cls, plan: Plan, model: Model, steps: int, seed: int) -> ShortRun:
+        """Return a run whose optimizer does not amplify rounding noise."""
+        from megaloom.runtime.engine.engine import (
+            Engine,  # imports megatron-core, which the process that only starts ranks does not need
+        )
+
+        return cls(Engine.build(plan, model, Recipe(steps=max(steps, 10), seed=seed, warmup=0, eps=EPS)), seed)
+
+    def sample(self, step: int, i: int) -> Sample:
+        """Return sample i of the global batch of a step."""
+        engine = self.engine
+        maker, i = SampleMaker.of(engine.graph, engine.plan.workload.seq), step * engine.plan.workload.batch + i
+        generator = torch.Generator().manual_seed(self.seed + i)
+        text = torch.randint(maker.ids, (maker.length,), generator=generator)
+        return engine.steps.data_step(maker, text, i, self.seed)
+
+    def gradients(self) -> dict[str, WeightGradient] | None:
+        """Return the gradients of the first step, on rank 0."""
+        return self.engine.gradients(partial(self.sample, 0))
+
+    def noise(self, gradients: Mapping[str, WeightGradient] | None) -> dict[str, float]:
+        """Return, on rank 0, by how much an element of each of these gradients changes if weights are rounded."""
+        with rounded_weights(self.engine.model_chunks):
+            rounded = self.gradients()
+        if gradients is None or rounded is None:
+            return {}
+        return {name: _largest(g.value - gradients[name].value) for name, g in rounded.items()}
+
+    def curve(self, steps: int) -> Curve:
+        """Train for a few steps."""
+        results = [self.engine.step(partial(self.sample, step)) for step in range(steps)]
+        return Curve(tuple(r.loss for r in results), tuple(r.grad_norm for r in results))
+
+
 def short_run(plan: Plan, steps: int, seed: int, file: Path | None = None) -> Curve:
     """Train the plan's model for a few steps on this rank, on random tokens that do not depend on the layout.
 
     With a file, rank 0 first writes the gradients of the first step into it.
     """
-    engine, samples = _engine_and_samples(plan, steps, seed)
-    if file is not None and (gradients := engine.gradients(partial(samples, 0))) is not None:
+    run = ShortRun.of(plan, find(plan.model)[0], steps, seed)
+    if file is not None and (gradients := run.gradients()) is not None:
         torch.save({name: (g.value, g.disagreement) for name, g in gradients.items()}, file)
-    return _curve(engine, samples, steps)
+    return run.curve(steps)
 
 
 def reference_run(plan: Plan, steps: int, seed: int, file: Path) -> tuple[Curve, tuple[GradientDifference, ...]]:
     """Train as `short_run` does, and return the differences of the gradients in a file; rank 0 has them."""
-    engine, samples = _engine_and_samples(plan, steps, seed)
-    expected = engine.gradients(partial(samples, 0))
-    with rounded_weights(engine.model_chunks):
-        rounded = engine.gradients(partial(samples, 0))
+    run = ShortRun.of(plan, find(plan.model)[0], steps, seed)
+    expected = run.gradients()
+    noise = run.noise(expected)
     differences: tuple[GradientDifference, ...] = ()
-    if expected is not None and rounded is not None:
-        noise = {name: _largest(g.value - expected[name].value) for name, g in rounded.items()}
+    if expected is not None:
         values = {name: g.value for name, g in expected.items()}
-        planned = torch.load(file)
-        differences = gradient_differences(engine.graph, planned, values, noise, tolerance(plan.workload.precision))
-    return _curve(engine, samples, steps), differences
+        precision = plan.workload.precision
+        differences = gradient_differences(run.engine.graph, torch.load(file), values, noise, tolerance(precision))
+    return run.curve(steps), differences
 
 
 def gradient_differences(
@@ -254,26 +295,3 @@ def rounded_weights(chunks: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for p, value in saved:
             p.copy_(value)
-
-
-def _engine_and_samples(plan: Plan, steps: int, seed: int) -> tuple[Engine, Callable[[int, int], Sample]]:
-    """Return an engine, and a function from a step and i to sample i of its global batch."""
-    from megaloom.runtime.engine.engine import (
-        Engine,  # imports megatron-core, which the process that only starts ranks does not need
-    )
-
-    model, _ = find(plan.model)
-    engine = Engine.build(plan, model, Recipe(steps=max(steps, 10), seed=seed, warmup=0, eps=EPS))
-    maker = SampleMaker.of(engine.graph, plan.workload.seq)
-
-    def sample(step: int, i: int) -> Sample:
-        i += step * plan.workload.batch
-        generator = torch.Generator().manual_seed(seed + i)
-        return engine.steps.data_step(maker, torch.randint(maker.ids, (maker.length,), generator=generator), i, seed)
-
-    return engine, sample
-
-
-def _curve(engine: Engine, samples: Callable[[int, int], Sample], steps: int) -> Curve:
-    results = [engine.step(partial(samples, step)) for step in range(steps)]
-    return Curve(tuple(r.loss for r in results), tuple(r.grad_norm for r in results))

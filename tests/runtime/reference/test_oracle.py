@@ -4,25 +4,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attrs import evolve
 
-from megaloom.dsl import MoE, graph, model
 from megaloom.dsl.catalog import find
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
-from megaloom.runtime.modules.initial_weights import initial_weight
-from megaloom.runtime.reference.interpret import interpret
 from tests.support.batches import next_token, random_text
+from tests.support.oracle import Oracle, stacked
 from tests.support.paths import SUPPORT
 
 SEQ, BATCH, VOCAB = 32, 4, 127
 RECIPE = Recipe(steps=3, seed=7, lr=3e-3, min_lr=3e-3, warmup=0)
-NOT_DECAYED = ("scale", "shift", "bias", "sinks")  # how their names end
-MOVES = 1e-3  # by which a step moves the correction of an expert: arXiv:2412.19437, 4.2
 TP2 = Layout(tp=2, sequence_parallel=True)
 OWN = f"{SUPPORT / 'own_models.py'}:balanced"  # layers whose bodies run
 
@@ -33,60 +28,9 @@ def sample(i: int) -> dict[str, torch.Tensor]:
 
 def declared(plan: Plan) -> tuple[list[float], list[float]]:
     """Losses by the layers' own mathematics, and norms of the gradients, balancing losses included."""
-    m, _ = find(plan.model)
-    slots = graph(m).weights
-    weights = {k: initial_weight(s, RECIPE.seed).requires_grad_(s.trained) for k, s in slots.items()}
-    optimizer = adamw({k: w for k, w in weights.items() if slots[k].trained})
-    mixtures = [n for n in graph(m).nodes if isinstance(n.op, MoE)]
-    watched = model(m.name, *m.outputs, *(n.value.args[0] for n in mixtures))
-    losses, norms = [], []
-    for step in range(RECIPE.steps):
-        x = torch.stack([random_text(step * BATCH + i, VOCAB, SEQ) for i in range(BATCH)])
-        (total, count), *routed = interpret(watched, weights, next_token(x))
-        loss = total / count
-        optimizer.zero_grad()
-        for n, h in zip(mixtures, routed, strict=True):
-            scores = h @ weights[f"{n.name}.router"] + weights.get(f"{n.name}.router_bias", 0.0)
-            correction = weights.get(f"{n.name}.correction", torch.zeros(n.op.experts))
-            chosen = choice(n.op, scores.detach(), correction)
-            loss = loss + (balance := balancing(n.op, scores, chosen)) - balance.detach()
-            counts = chosen.sum((0, 1))
-            correction += MOVES * (counts.mean() - counts).sign()
-        loss.backward()
-        losses.append(loss.item())
-        norms.append(torch.nn.utils.clip_grad_norm_(weights.values(), RECIPE.clip_grad).item())
-        optimizer.step()
-    return losses, norms
-
-
-def choice(op: MoE, scores: torch.Tensor, correction: torch.Tensor) -> torch.Tensor:
-    """Return which experts each token goes to, [batch seq experts]: the best experts of the best groups."""
-    better = (scores.softmax(-1) if op.score == "softmax" else scores.sigmoid()) + correction
-    groups = better.unflatten(-1, (op.groups, -1))
-    if op.groups > 1:
-        worth = groups.sort(-1).values[..., -op.best :].sum(-1)
-        worst = worth.sort(-1).values[..., -op.top_groups, None]
-        groups = groups.where((worth >= worst)[..., None], -1.0)
-    best = groups.flatten(-2).topk(op.top_k).indices
-    return F.one_hot(best, op.experts).sum(2).double()
-
-
-def adamw(weights: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
-    """torch's own, as the recipe says."""
-    decayed, others = (
-        {"params": [w for k, w in weights.items() if k.endswith(NOT_DECAYED) is not decay], "weight_decay": amount}
-        for decay, amount in ((True, RECIPE.weight_decay), (False, 0.0))
-    )
-    return torch.optim.AdamW([decayed, others], RECIPE.lr, (RECIPE.beta1, RECIPE.beta2), RECIPE.eps)
-
-
-def balancing(op: MoE, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """The mean over micro-batches, here of one sequence, of E Σ f P, weighted: of scores [batch seq experts].
-
-    f is the share of the tokens' choices that an expert got, P its mean probability. Source: arXiv:2101.03961, eq. 4.
-    """
-    chances = scores.softmax(-1) if op.score == "softmax" else F.normalize(scores.sigmoid(), p=1, dim=-1)
-    return op.balance * op.experts * (chosen.mean(1) / op.top_k * chances.mean(1)).sum(-1).mean()
+    oracle = Oracle.of(find(plan.model)[0], RECIPE)
+    steps = [oracle.step(stacked(sample, range(k * BATCH, (k + 1) * BATCH))) for k in range(RECIPE.steps)]
+    return [s.loss for s in steps], [s.grad_norm for s in steps]
 
 
 def trained(plan: Plan) -> tuple[float, list[float], list[float]]:

@@ -1,0 +1,132 @@
+"""The oracle of a short run: what the declared mathematics and torch's AdamW make of the runtime's initial weights.
+
+`interpret` computes the layers in one process; this file adds what the runtime does around them: the sum of several
+losses, the balancing losses of experts, the correction of their scores after each step, weight decay and clipping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from attrs import define, frozen
+from torch import Tensor
+
+from megaloom.dsl import Model, MoE, Slot, graph, model
+from megaloom.runtime.engine.recipe import Recipe
+from megaloom.runtime.modules.initial_weights import initial_weight
+from megaloom.runtime.reference.dropout import MaskSource
+from megaloom.runtime.reference.interpret import interpret
+
+MOVES = 1e-3  # by which a step moves the correction of an expert: arXiv:2412.19437, 4.2
+
+Batch = Mapping[str, Tensor]
+
+
+@frozen
+class OracleStep:
+    """Loss and gradient norm of one step."""
+
+    loss: float
+    grad_norm: float
+
+
+@define(eq=False)
+class Oracle:
+    """A model by its bodies, its weights, and the optimizer that trains them."""
+
+    model: Model
+    recipe: Recipe
+    micro_batch: int
+    weights: dict[str, Tensor]
+    optimizer: torch.optim.Optimizer
+    done: int = 0
+
+    @classmethod
+    def of(cls, model: Model, recipe: Recipe, micro_batch: int = 1) -> Oracle:
+        """Return the oracle of a run with these initial weights."""
+        slots = graph(model).weights
+        weights = {k: initial_weight(s, recipe.seed).requires_grad_(s.trained) for k, s in slots.items()}
+        trained = [(s, weights[k]) for k, s in slots.items() if s.trained]
+        groups = (
+            {"params": [w for s, w in trained if is_decayed(s) is decay], "weight_decay": amount}
+            for decay, amount in ((True, recipe.weight_decay), (False, 0.0))
+        )
+        optimizer = torch.optim.AdamW(list(groups), recipe.lr, (recipe.beta1, recipe.beta2), recipe.eps)
+        return cls(model, recipe, micro_batch, weights, optimizer)
+
+    def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+        """Return the loss of a global batch, and its gradients by the names of the weights."""
+        return self._backward(batch)[:2]
+
+    def step(self, batch: Batch, lr: float | None = None) -> OracleStep:
+        """Train on a global batch."""
+        loss, _, choices = self._backward(batch)
+        norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self.recipe.clip_grad).item()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.lr if lr is None else lr
+        self.optimizer.step()
+        for name, chosen in choices.items():
+            counts = chosen.flatten(0, -2).sum(0)
+            self.weights[name] += MOVES * (counts.mean() - counts).sign()
+        self.done += 1
+        return OracleStep(loss, norm)
+
+    def _backward(self, batch: Batch) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+        """Return loss, gradients, and which experts the tokens went to, by the name of the correction."""
+        g = graph(self.model)
+        mixtures = [n for n in g.nodes if isinstance(n.op, MoE)]
+        watched = model(self.model.name, *self.model.outputs, *(n.value.args[0] for n in mixtures))
+        masks = MaskSource(self.recipe.seed, self.done, first_sample=0)
+        sums, *routed = interpret(watched, self.weights, batch, masks=masks)
+        op = g.nodes[g.index[g.outputs[0]]].value.source.op
+        terms = sums.reshape(-1, 2)
+        coefficients = torch.tensor(getattr(op, "coefficients", (1.0,)), dtype=terms.dtype)
+        loss = (coefficients * terms[:, 0] / terms[:, 1]).sum()
+        choices, total = {}, loss
+        for n, h in zip(mixtures, routed, strict=True):
+            scores = h @ self.weights[f"{n.name}.router"] + self.weights.get(f"{n.name}.router_bias", 0.0)
+            correction = self.weights.get(f"{n.name}.correction", torch.zeros(n.op.experts))
+            chosen = choice(n.op, scores.detach(), correction)
+            total = total + balancing(n.op, scores, chosen, self.micro_batch)
+            if n.op.corrected:
+                choices[f"{n.name}.correction"] = chosen
+        self.optimizer.zero_grad()
+        total.backward()
+        trained = {k: w for k, w in self.weights.items() if w.requires_grad}
+        found = {k: torch.zeros_like(w) if w.grad is None else w.grad for k, w in trained.items()}
+        return loss.item(), found, choices
+
+
+def is_decayed(slot: Slot) -> bool:
+    """Return whether weight decay applies: not to vectors, nor to weights that start constant."""
+    return len(slot.value.shape.dims) > 1 and slot.std != 0
+
+
+def choice(op: MoE, scores: Tensor, correction: Tensor) -> Tensor:
+    """Return which experts each token goes to, [batch seq experts]: the best experts of the best groups."""
+    better = (scores.softmax(-1) if op.score == "softmax" else scores.sigmoid()) + correction
+    groups = better.unflatten(-1, (op.groups, -1))
+    if op.groups > 1:
+        worth = groups.sort(-1).values[..., -op.best :].sum(-1)
+        worst = worth.sort(-1).values[..., -op.top_groups, None]
+        groups = groups.where((worth >= worst)[..., None], -1.0)
+    best = groups.flatten(-2).topk(op.top_k).indices
+    return F.one_hot(best, op.experts).sum(2).double()
+
+
+def balancing(op: MoE, scores: Tensor, chosen: Tensor, micro_batch: int) -> Tensor:
+    """Return the mean over micro-batches of E Σ f P, weighted. scores, chosen: [batch seq experts].
+
+    f is the share of the tokens' choices that an expert got, P its mean probability. Source: arXiv:2101.03961, eq. 4.
+    """
+    chances = scores.softmax(-1) if op.score == "softmax" else F.normalize(scores.sigmoid(), p=1, dim=-1)
+    shares, chances = (x.unflatten(0, (-1, micro_batch)).mean((1, 2)) for x in (chosen / op.top_k, chances))
+    return op.balance * op.experts * (shares * chances).sum(-1).mean()
+
+
+def stacked(sample: Callable[[int], Batch], indices: Sequence[int]) -> dict[str, Tensor]:
+    """Return these samples as one batch."""
+    samples = [sample(i) for i in indices]
+    return {name: torch.stack([s[name] for s in samples]) for name in samples[0]}

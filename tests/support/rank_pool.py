@@ -1,0 +1,234 @@
+"""Many short runs in one set of processes: each run has process groups of its own, so that starting ranks costs once.
+
+`run_cases` compares each case with one process and with the oracle, as `megaloom verify` does. Each distinct reference
+is computed once, by one of the processes in a world of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import asdict, frozen
+
+from megaloom.dsl import Model
+from megaloom.dsl.catalog import find
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.training.verify import (
+    Comparison,
+    Curve,
+    GradientDifference,
+    ShortRun,
+    gradient_differences,
+    single_process,
+    tolerance,
+)
+
+from .broken_collectives import BROKEN
+from .families import FAMILIES
+from .oracle import Oracle, stacked
+
+SEED, STEPS = 1234, 3
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)  # after one rank has failed, the others leave the run and go on
+
+
+@frozen(eq=False)
+class Case:
+    """One plan to compare."""
+
+    name: str
+    model: str  # a family, or a reference to a model
+    plan: Plan
+    dropout: float = 0.0
+    broken: str = ""  # a collective that is broken on purpose, of `broken_collectives`
+
+    def make(self) -> Model:
+        """Return the model."""
+        return FAMILIES[self.model].make(self.dropout) if self.model in FAMILIES else find(self.model)[0]
+
+    @property
+    def reference(self) -> str:
+        """Return a name of the single run that this case is compared with."""
+        work = self.plan.workload
+        parts = (self.model, self.dropout, self.plan.layout.micro_batch, work.seq, work.batch, work.precision)
+        return sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@frozen
+class Result:
+    """How far a case is from one process, and that process from the oracle."""
+
+    name: str
+    model: str
+    layout: str
+    loss_error: float = 0.0
+    norm_error: float = 0.0
+    gradient_error: float = 0.0
+    oracle_loss_error: float = 0.0
+    oracle_gradient_error: float = 0.0
+    differing: tuple[
+        str, ...
+    ] = ()  # weights whose gradients differ from one process, or that process's from the oracle
+    tolerance: float = 1e-5
+    losses: tuple[float, ...] = ()
+    error: str = ""
+    seconds: float = 0.0
+
+    @property
+    def agrees(self) -> bool:
+        """Return whether all differences are within the tolerance."""
+        errors = (self.loss_error, self.norm_error, self.gradient_error, self.oracle_loss_error)
+        within = all(e <= self.tolerance for e in (*errors, self.oracle_gradient_error))
+        return within and not self.error and not self.differing
+
+
+def run_cases(
+    cases: Sequence[Case], world: int, *, timeout: float | None = None, progress: Path | None = None
+) -> list[Result]:
+    """Compare all cases in `world` processes, and return the results in their order.
+
+    Each result is also appended to the file `progress` as soon as it is there, one JSON object a line.
+    """
+    with tempfile.TemporaryDirectory(prefix="megaloom-parity-") as folder:
+        arguments = (list(cases), folder, None if progress is None else str(progress.resolve()))
+        found = launcher.run(work, arguments, world, timeout=timeout)
+    by_case = {i: result for each in found for i, result in each.items()}
+    return [by_case[i] for i in range(len(cases))]
+
+
+def work(cases: list[Case], folder: str, progress: str | None) -> dict[int, Result]:
+    """Run on each process its references, then its part of the cases. Return the results of which it was rank 0."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    references = {case.reference: case for case in cases}
+    for i, (name, case) in enumerate(references.items()):
+        if i % size == rank:
+            with process_group(store, f"reference {name}", 0, 1):
+                outcome = attempt(partial(reference, case))
+            torch.save(outcome, Path(folder) / name)
+            store.set(f"done {name}", "")
+    out, first = {}, 0
+    for i, case in enumerate(cases):
+        members = [(first + k) % size for k in range(case.plan.layout.world)]
+        first = (members[-1] + 1) % size
+        if rank not in members:
+            continue
+        start = time.monotonic()
+        with process_group(store, f"case {i}", members.index(rank), len(members)):
+            outcome = attempt(partial(planned, case))
+        if rank == members[0]:
+            store.wait([f"done {case.reference}"], timedelta(minutes=10))
+            expected = torch.load(Path(folder) / case.reference, weights_only=False)
+            out[i] = compared(case, outcome, expected, time.monotonic() - start)
+            if progress is not None:
+                with Path(progress).open("a") as file:
+                    file.write(json.dumps(asdict(out[i])) + "\n")
+    return out
+
+
+@contextmanager
+def process_group(store: Any, name: str, rank: int, size: int) -> Iterator[None]:
+    """Make these processes a world of their own inside the context."""
+    from megatron.core import parallel_state
+
+    own = dist.PrefixStore(name, store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def attempt(call: Any) -> Any:
+    """Return the value of a call, or the text of its error."""
+    try:
+        return call()
+    except Exception:
+        return traceback.format_exc()
+
+
+def planned(case: Case) -> tuple[Curve, dict[str, tuple[torch.Tensor, float]] | None]:
+    """Return the curve under the plan, and on rank 0 the gradients with what ranks disagree on."""
+    with BROKEN[case.broken]():
+        run = ShortRun.of(case.plan, case.make(), STEPS, SEED)
+        gradients = run.gradients()
+        curve = run.curve(STEPS)
+    return curve, gradients and {name: (g.value, g.disagreement) for name, g in gradients.items()}
+
+
+def reference(case: Case) -> tuple[Curve, dict[str, torch.Tensor], dict[str, float], Comparison]:
+    """Return curve, gradients and their noise in one process, and how they differ from the oracle's."""
+    model = case.make()
+    run = ShortRun.of(single_process(case.plan, model), model, STEPS, SEED)
+    gradients = run.gradients()
+    assert gradients is not None
+    noise, curve = run.noise(gradients), run.curve(STEPS)
+    size, limit = case.plan.workload.batch, tolerance(case.plan.workload.precision)
+    oracle = Oracle.of(model, run.engine.recipe, case.plan.layout.micro_batch)
+    batches = [stacked(partial(run.sample, step), range(size)) for step in range(STEPS)]
+    _, declared = oracle.backward(batches[0])
+    values = {name: (g.value, g.disagreement) for name, g in gradients.items()}
+    differences = gradient_differences(run.engine.graph, values, declared, noise, limit)
+    steps = [oracle.step(batch, lr) for batch, lr in zip(batches, learning_rates(run), strict=True)]
+    exact = Curve(tuple(s.loss for s in steps), tuple(s.grad_norm for s in steps))
+    return curve, {k: g.value for k, g in gradients.items()}, noise, Comparison(curve, exact, limit, differences)
+
+
+def learning_rates(run: ShortRun) -> list[float]:
+    """Return the learning rates of the steps of a run."""
+    scheduler = run.engine.scheduler
+    done, out = scheduler.num_steps, []
+    for step in range(STEPS):
+        scheduler.num_steps = step
+        out.append(float(scheduler.get_lr({})))
+    scheduler.num_steps = done
+    return out
+
+
+def compared(case: Case, outcome: Any, expected: Any, seconds: float) -> Result:
+    """Return the result of a case from the values of `planned` and `reference`, or their errors."""
+    named = {"name": case.name, "model": case.model, "layout": str(case.plan.layout), "seconds": seconds}
+    for what, value in (("one process", expected), ("the layout", outcome)):
+        if isinstance(value, str):
+            return Result(**named, error=f"{what}: {value}")
+    (curve, gradients), (single, values, noise, oracle) = outcome, expected
+    limit = tolerance(case.plan.workload.precision)
+    differences = gradient_differences(case_graph(case), gradients, values, noise, limit)
+    found = Comparison(curve, single, limit, differences)
+    return Result(
+        **named,
+        loss_error=found.loss_error,
+        norm_error=found.norm_error,
+        gradient_error=found.gradient_error,
+        oracle_loss_error=oracle.loss_error,
+        oracle_gradient_error=oracle.gradient_error,
+        differing=(*map(text, found.differing), *(f"oracle: {text(d)}" for d in oracle.differing)),
+        tolerance=limit,
+        losses=curve.losses,
+    )
+
+
+def case_graph(case: Case) -> Any:
+    """Return the graph of a case's model."""
+    from megaloom.dsl import graph
+
+    return graph(case.make())
+
+
+def text(difference: GradientDifference) -> str:
+    """Return the weight and the difference of its gradient."""
+    return f"{difference.weight} {difference.relative:.1e}"
