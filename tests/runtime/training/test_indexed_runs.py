@@ -1,0 +1,120 @@
+"""Runs on indexed datasets: one order of samples under every layout and batch size, parts, conversations."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from megaloom.dsl import graph
+from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.layout import Layout
+from megaloom.runtime import Recipe, Summary, train
+from megaloom.runtime.data.corpus import open_corpus
+from megaloom.runtime.data.preprocess import Preprocessing, preprocess
+from megaloom.runtime.engine.samples import SampleMaker
+from megaloom.runtime.megatron.checkpoint_folder import checkpoint_folders, read
+from megaloom.runtime.training.run import check_text
+from tests.runtime.data.test_chat_template import CHATML, TALKS, with_template
+from tests.support.models import byte_llama
+from tests.support.paths import SUPPORT, TESTS
+
+RECIPE = Recipe(steps=4, lr=1e-2, warmup=1)
+CHAT_MODEL = f"{SUPPORT / 'chat_models.py'}:chat_decoder"
+
+
+def events(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(folder: Path) -> list[object]:
+    """Return the loss of each step."""
+    return [e["loss"] for e in events(folder) if e["event"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def blend(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two datasets of one BPE with 257 tokens, and their weights."""
+    folder = tmp_path_factory.mktemp("data")
+    first = Preprocessing(sources=(str(TESTS / "runtime"),), prefix=folder / "a", train_vocab=257, append_eos=True)
+    tokenizer = {"train_vocab": None, "tokenizer": str(folder / "a-tokenizer")}
+    for request in (first, evolve(first, sources=(str(TESTS / "planner"),), prefix=folder / "b", **tokenizer)):
+        preprocess(request, lambda text, done, total: None)
+    return ["2", str(folder / "a"), "1", str(folder / "b")]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, blend: list[str], plan_of) -> tuple[Path, Summary]:
+    """A run of four steps that saved every second, over two data-parallel processes."""
+    folder = tmp_path_factory.mktemp("run")
+    plan = plan_of("byte_llama", Layout(dp=2))
+    split = "94,4,2"
+    return folder, train(plan, RECIPE, folder=folder, source=blend, split=split, save_every=2, evaluate_every=3)
+
+
+def test_a_run_on_a_blend_is_evaluated_on_both_other_parts(
+    finished: tuple[Path, Summary], blend: list[str], tmp_path: Path
+) -> None:
+    folder, done = finished
+    corpus = open_corpus(blend, "94,4,2", tmp_path)
+    assert corpus.validation and corpus.test
+    assert done.unit == "token"
+    assert done.held_out_tokens == 32 * corpus.validation.held_out_samples(32)
+    kinds = [(e["event"], e["step"]) for e in events(folder) if e["event"] in ("evaluation", "test")]
+    assert kinds == [("evaluation", 3), ("evaluation", 4), ("test", 4)]
+    assert done.test_loss == events(folder)[-1]["loss"]
+    assert read(checkpoint_folders(folder)[-1]).manifest.data == corpus.digest
+    assert not (folder / "data").exists()  # an indexed dataset is read where it is
+
+
+def test_resumed_under_another_layout_it_reads_the_same_samples(
+    finished: tuple[Path, Summary], blend: list[str], plan_of, tmp_path: Path, capfd
+) -> None:
+    folder = shutil.copytree(finished[0], tmp_path / "run")
+    shutil.rmtree(folder / "step-000004")
+    done = train(plan_of("byte_llama", Layout(tp=2)), RECIPE, folder=folder, source=blend, split="94,4,2")
+    assert done.resumed == 2
+    assert curve(folder) == pytest.approx(curve(finished[0]), abs=1e-5)
+    assert done.test_loss == pytest.approx(finished[1].test_loss, abs=1e-5)
+    assert "data: " not in capfd.readouterr().out
+
+
+def test_resumed_with_another_batch_size_it_goes_on_at_the_next_sample(
+    finished: tuple[Path, Summary], blend: list[str], plan_of, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(finished[0], tmp_path / "run")
+    shutil.rmtree(folder / "step-000004")
+    plan = plan_of("byte_llama", Layout(), batch=2)
+    train(plan, evolve(RECIPE, steps=3), folder=folder, source=blend, split="94,4,2")
+    assert read(folder / "step-000003").manifest.samples == 2 * 4 + 2
+
+
+def test_a_run_on_conversations_learns_the_answers(plan_of, tmp_path: Path) -> None:
+    source, tokenizer = tmp_path / "talks.jsonl", with_template(tmp_path / "chatml", CHATML)
+    source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
+    request = Preprocessing(sources=(str(source),), prefix=tmp_path / "chats", tokenizer=str(tokenizer), key="messages")
+    preprocess(request, lambda text, done, total: None)
+    data = str(tmp_path / "chats")
+    plan = plan_of(CHAT_MODEL, Layout(), batch=2, seq=128)
+    done = train(
+        plan, Recipe(steps=1, lr=3e-2, warmup=1), folder=tmp_path / "run", source=data, split="80,20", epochs=4
+    )
+    assert done.step > 4  # epochs replace the steps of the recipe
+    losses = curve(tmp_path / "run")
+    assert losses[-1] < losses[0] - 1.5  # type: ignore[operator]
+    without_mask = SampleMaker.of(graph(byte_llama()), 128)
+    with pytest.raises(UserError, match=r"the data are conversations, .* the loss of byte-llama has no mask\n"):
+        check_text(open_corpus([data], "80,20", tmp_path), without_mask)
+
+
+def test_a_tokenizer_beyond_the_vocabulary_is_refused(blend: list[str], plan_of, tmp_path: Path) -> None:
+    message = r"tiny-llama has a vocabulary of 127; the data.s tokenizer has 257 tokens \(a-tokenizer\)\ndeclare"
+    with pytest.raises(UserError, match=message):
+        train(plan_of("tiny_llama", Layout()), RECIPE, folder=tmp_path, source=blend)
+    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+
+
+def test_epochs_must_be_positive(blend: list[str], plan_of, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--epochs 0 is out of range\ngive a number above 0"):
+        train(plan_of("byte_llama", Layout()), RECIPE, folder=tmp_path, source=blend, epochs=0)
