@@ -37,8 +37,10 @@ unit: $(VENV)/.parity  ## pytest alone (ARGS="-n0 -k ..." for options)
 light: .venv  ## build the wheel, install it without torch into a fresh environment, and plan there
 	@$(BIN)/python -m tests.support.light
 
-parity: .venv  ## slow, drawn campaigns: the golden predictions (all of them)
+parity: $(VENV)/.parity  ## slow campaigns: golden predictions, families x layouts, 300 drawn layouts (continues where it stopped)
 	$(BIN)/python -m tests.support.golden --check
+	$(BIN)/python -m tests.support.family_table
+	$(BIN)/python -m tests.support.parity
 
 format: .venv  ## rewrite the sources as lint wants them
 	$(BIN)/python -m ruff check --fix .

@@ -158,7 +158,7 @@ class Engine:
             optimizer,
             scheduler,
             scaler,
-            PipelineRun(plan, g, groups, chunks, Losses.of(g), shared_gradients),
+            PipelineRun(plan, g, groups, chunks, Losses.of(g, plan.layout.cp), shared_gradients),
             complete(steps),
             tuple(parameter_groups),
             None if average is None else AveragedWeights.of(optimizer, chunks, average),

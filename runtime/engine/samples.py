@@ -117,8 +117,9 @@ class SampleMaker:
 
     @property
     def ids(self) -> int:
-        """Return the number of ids that tokens of text may have."""
-        return self.vocab
+        """Return the number of ids that tokens of text may have: those below the id that images replace."""
+        token, count = _image_tokens(self.graph)
+        return token if count else self.vocab
 
     def make(self, text: Tensor, i: int, seed: int) -> Sample:
         """Return sample i. text: int64 [length]."""

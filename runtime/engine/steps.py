@@ -14,7 +14,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from megaloom.dsl import Graph, StackLosses
+from megaloom.dsl import Graph, LossSums, Node, StackLosses
+from megaloom.dsl.graph import primitives
+from megaloom.dsl.sharding_table import SEQUENCES
 
 from .samples import Sample, SampleMaker
 
@@ -78,15 +80,16 @@ class Losses:
     end: str
     names: tuple[str, ...]
     coefficients: tuple[float, ...]
+    copies: tuple[int, ...]  # context-parallel ranks that each compute the same sums, such as of one class per image
 
     @classmethod
-    def of(cls, graph: Graph) -> Losses:
-        """Return the losses of a graph that ends in one."""
+    def of(cls, graph: Graph, cp: int) -> Losses:
+        """Return the losses of a graph that ends in one. cp: context-parallel ranks."""
         node = graph.nodes[graph.index[graph.outputs[0]]]
         op = node.value.source.op
-        if isinstance(op, StackLosses):
-            return cls(node.name, node.inputs, op.coefficients)
-        return cls(node.name, (node.name,), (1.0,))
+        names = node.inputs if isinstance(op, StackLosses) else (node.name,)
+        copies = tuple(1 if _is_of_positions(graph.nodes[graph.index[name]]) else cp for name in names)
+        return cls(node.name, names, op.coefficients if isinstance(op, StackLosses) else (1.0,), copies)
 
     def sums(self, end: Tensor, ratios: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return loss_sum, weight_sum, and a report [losses + 1, 2]: the total, then each loss.
@@ -94,7 +97,23 @@ class Losses:
         end: of the node at the end, [2] or [losses, 2]. ratios: for each loss, the weights of the first loss over its
         own, in the global batch: so the quotient of the sums is the sum of coefficient * mean.
         """
-        each = end.reshape(-1, 2)
+        each = self._counted_once(end.reshape(-1, 2))
         coefficients = torch.tensor(self.coefficients, dtype=each.dtype, device=each.device) * ratios.to(each)
         total, weight = (each[:, 0] * coefficients).sum(), each[0, 1].detach()
         return total, weight, each.detach()
+
+    def _counted_once(self, each: Tensor) -> Tensor:
+        """Return sums [losses, 2] that add up over the context-parallel ranks, with the gradients that they have.
+
+        The gradient of a value that these ranks replicate is whole on each of them, so it is not divided.
+        """
+        if max(self.copies) == 1:
+            return each
+        copies = torch.tensor(self.copies, dtype=each.dtype, device=each.device)[:, None]
+        return each.detach() / copies + (each - each.detach())
+
+
+def _is_of_positions(loss: Node) -> bool:
+    """Return whether a loss adds up over the positions of sequences, which context-parallel ranks share."""
+    ends = [v for v, *_ in primitives(loss.value) if isinstance(v.op, LossSums)]
+    return any(d.name in SEQUENCES for v in ends for d in v.args[0].shape)

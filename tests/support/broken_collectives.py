@@ -6,12 +6,16 @@ collective, so none waits for another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from fnmatch import fnmatchcase
+from functools import wraps
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from attrs import frozen
 
@@ -39,6 +43,7 @@ def column_parallel_input_gradients() -> Iterator[None]:
 
     linear = layers.linear_with_grad_accumulation_and_async_allreduce
 
+    @wraps(linear)  # with its attribute `warned`
     def without(*args: Any, **options: Any) -> Any:
         return linear(*args, **{**options, "allreduce_dgrad": False})
 
@@ -49,8 +54,7 @@ def column_parallel_input_gradients() -> Iterator[None]:
 @contextmanager
 def sequence_parallel_gradients() -> Iterator[None]:
     """Leave the gradients of replicated parameters, which each tensor-parallel rank has for its tokens, unsummed."""
-    from megatron.core.distributed import finalize_model_grads
-
+    finalize_model_grads = import_module("megatron.core.distributed.finalize_model_grads")
     with patch.object(finalize_model_grads, "_allreduce_non_tensor_model_parallel_grads", _nothing):
         yield
 
@@ -107,8 +111,7 @@ def gradient_scaling() -> Iterator[None]:
 @contextmanager
 def tied_gradients() -> Iterator[None]:
     """Leave the gradients of the tied table on the first and the last stage apart."""
-    from megatron.core.distributed import finalize_model_grads
-
+    finalize_model_grads = import_module("megatron.core.distributed.finalize_model_grads")
     with patch.object(finalize_model_grads, "_allreduce_word_embedding_grads", _nothing):
         yield
 
@@ -134,8 +137,20 @@ def vocabulary_sums() -> Iterator[None]:
         if op == dist.ReduceOp.MAX:
             dist.all_reduce(x, op, group)
 
-    with patch.object(fused_loss, "dist", SimpleNamespace(all_reduce=all_reduce, ReduceOp=dist.ReduceOp)):
+    only_max = SimpleNamespace(all_reduce=all_reduce, ReduceOp=dist.ReduceOp)
+    theirs = import_module("megatron.core.tensor_parallel.cross_entropy")
+    with patch.object(fused_loss, "dist", only_max), patch.object(theirs, "torch", _Torch(only_max)):
         yield
+
+
+class _Torch:
+    """torch with another `torch.distributed`."""
+
+    def __init__(self, distributed: Any) -> None:
+        self.distributed = distributed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 @contextmanager
@@ -164,25 +179,9 @@ def send_order() -> Iterator[None]:
         yield
 
 
-BROKEN: dict[str, Break] = {
-    "": nullcontext,
-    "sums of row-parallel layers": row_parallel_sums,
-    "input gradients of column-parallel layers": column_parallel_input_gradients,
-    "gradients of replicated parameters under sequence parallelism": sequence_parallel_gradients,
-    "gradients over context-parallel ranks": context_parallel_gradients,
-    "scaling of gradients over data-parallel ranks": gradient_scaling,
-    "gradients of a tied table on two stages": tied_gradients,
-    "gradients of experts over their replicas": expert_gradients,
-    "order of tokens after the all-to-all of experts": expert_order,
-    "sums over a sharded vocabulary": vocabulary_sums,
-    "counts of the balancing loss": balancing_counts,
-    "order of sends between model chunks": send_order,
-}
-
-
 @frozen
 class Traits:
-    """What decides which collectives a case uses."""
+    """Layout and graph of a case, which decide the collectives that it uses."""
 
     layout: Layout
     graph: Graph
@@ -192,21 +191,70 @@ class Traits:
         """Return the mixtures of experts that run as megatron-core's modules."""
         return [n.op for n in self.graph.nodes if isinstance(n.op, MoE) and runs_as_module(n, self.layout.split)]
 
-    def uses(self, broken: str) -> bool:
-        """Return whether the layout of this model uses a collective."""
-        x, mixtures = self.layout, self.mixtures
-        replicas = x.tp * x.cp * x.dp // (x.ep * x.etp)
-        uses = {
-            "sums of row-parallel layers": x.tp > 1 and not x.sequence_parallel,
-            "input gradients of column-parallel layers": x.tp > 1 and not x.sequence_parallel,
-            "gradients of replicated parameters under sequence parallelism": x.sequence_parallel,
-            "gradients over context-parallel ranks": x.cp > 1 and x.dp == 1,
-            "scaling of gradients over data-parallel ranks": x.dp > 1,
-            "gradients of a tied table on two stages": x.pp > 1 and bool(shared_weight_users(self.graph)),
-            "gradients of experts over their replicas": bool(mixtures) and replicas > 1,
-            "order of tokens after the all-to-all of experts": x.ep > 1 and any(m.experts > x.ep for m in mixtures),
-            "sums over a sharded vocabulary": x.tp > 1,
-            "counts of the balancing loss": x.tp * x.cp > 1 and any(m.balance for m in mixtures),
-            "order of sends between model chunks": x.vpp > 1,
-        }
-        return uses[broken]
+
+@frozen
+class Broken:
+    """A collective that can be broken."""
+
+    breaks: Break
+    used: Callable[[Layout, Traits], bool]  # by a case
+    found: tuple[str, ...]  # patterns of the weights that must be reported; key biases have gradients of noise only
+    spared: tuple[str, ...] = ()  # patterns of the weights that must not be reported, unless they must
+
+    def mistakes(self, trained: Iterable[str], reported: Iterable[str]) -> list[str]:
+        """Return what is wrong with a report that names these weights."""
+        reported = set(reported)
+        due = {name for name in trained if _matches(name, self.found) and not name.endswith("k_bias")}
+        spared = {name for name in reported - due if _matches(name, self.spared)}
+        missing = [f"{name} is not reported" for name in sorted(due - reported)]
+        none = [] if due else ["no weight has a name that this collective should break"]
+        return none + missing + [f"{name} is reported, although it is right" for name in sorted(spared)]
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+NORMS = ("rms_norm.*", "layer_norm.*")  # of hidden states; those of queries and keys are named after their layer
+EXPERTS = ("*.experts.*",)
+
+BROKEN: dict[str, Broken] = {
+    "sums of row-parallel layers": Broken(
+        row_parallel_sums, lambda x, t: x.tp > 1 and not x.sequence_parallel, ("wte", *NORMS)
+    ),
+    "input gradients of column-parallel layers": Broken(
+        column_parallel_input_gradients, lambda x, t: x.tp > 1 and not x.sequence_parallel, ("wte", *NORMS)
+    ),
+    "gradients of replicated parameters under sequence parallelism": Broken(
+        sequence_parallel_gradients, lambda x, t: bool(x.sequence_parallel), NORMS, ("*.q", "*.o", "*.up", "*.down")
+    ),
+    "gradients over context-parallel ranks": Broken(
+        context_parallel_gradients, lambda x, t: x.cp > 1 and x.dp == 1, ("wte", *NORMS), EXPERTS
+    ),
+    "scaling of gradients over data-parallel ranks": Broken(gradient_scaling, lambda x, t: x.dp > 1, NORMS),
+    "gradients of a tied table on two stages": Broken(
+        tied_gradients, lambda x, t: x.pp > 1 and bool(shared_weight_users(t.graph)), ("wte",), ("*",)
+    ),
+    "gradients of experts over their replicas": Broken(
+        expert_gradients,
+        lambda x, t: bool(t.mixtures) and x.tp * x.cp * x.dp > x.ep * x.etp,
+        EXPERTS,
+        ("*",),
+    ),
+    "order of tokens after the all-to-all of experts": Broken(
+        expert_order, lambda x, t: x.ep > 1 and any(m.experts > x.ep for m in t.mixtures), EXPERTS
+    ),
+    "sums over a sharded vocabulary": Broken(vocabulary_sums, lambda x, t: x.tp > 1, NORMS),
+    "counts of the balancing loss": Broken(
+        balancing_counts,
+        lambda x, t: x.tp * x.cp > 1 and any(m.balance for m in t.mixtures),
+        ("*.router",),
+        ("head",),
+    ),
+    "order of sends between model chunks": Broken(send_order, lambda x, t: x.vpp > 1, ("wte",)),
+}
+
+
+def uses(layout: Layout, graph: Graph, broken: str) -> bool:
+    """Return whether a layout of a model uses a collective."""
+    return BROKEN[broken].used(layout, Traits(layout, graph))

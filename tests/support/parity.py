@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 
 from attrs import evolve, fields
+from cattrs import Converter
 
 from megaloom.dsl import Graph, Model, MoE, graph
 from megaloom.planner import violations
@@ -31,6 +32,7 @@ from .families import FAMILIES, SEQ
 from .paths import ROOT
 from .rank_pool import Case, Result, run_cases
 
+CONVERTER = Converter()
 PROGRESS = ROOT / ".parity"
 ATTEMPTS = 500  # layouts tried for one family before another is drawn
 POOL = 25  # draws that one set of processes runs
@@ -155,7 +157,8 @@ def explanation(r: Result) -> str:
     """Return what differs, or the error."""
     if r.error:
         return r.error.replace("\n", "\n  ")
-    named = f"; {', '.join(r.differing[:6])}" if r.differing else ""
+    weights = [*r.differing, *(f"{name} (from the oracle)" for name in r.oracle_differing)]
+    named = f"; {len(weights)} weights: {', '.join(weights[:6])}" if weights else ""
     return (
         f"losses {r.loss_error:.1e}, norms {r.norm_error:.1e}, gradients {r.gradient_error:.1e}; "
         f"one process from the oracle: losses {r.oracle_loss_error:.1e}, gradients {r.oracle_gradient_error:.1e}{named}"

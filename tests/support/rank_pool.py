@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
@@ -22,14 +22,13 @@ import torch
 import torch.distributed as dist
 from attrs import asdict, frozen
 
-from megaloom.dsl import Model
+from megaloom.dsl import Model, graph
 from megaloom.dsl.catalog import find
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training.verify import (
     Comparison,
     Curve,
-    GradientDifference,
     ShortRun,
     gradient_differences,
     single_process,
@@ -42,6 +41,7 @@ from .oracle import Oracle, stacked
 
 SEED, STEPS = 1234, 3
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)  # after one rank has failed, the others leave the run and go on
+PATIENCE = timedelta(minutes=15)  # for processes that are still busy with other cases
 
 
 @frozen(eq=False)
@@ -68,7 +68,7 @@ class Case:
 
 @frozen
 class Result:
-    """How far a case is from one process, and that process from the oracle."""
+    """Differences of a case from one process, and of that process from the oracle."""
 
     name: str
     model: str
@@ -78,9 +78,8 @@ class Result:
     gradient_error: float = 0.0
     oracle_loss_error: float = 0.0
     oracle_gradient_error: float = 0.0
-    differing: tuple[
-        str, ...
-    ] = ()  # weights whose gradients differ from one process, or that process's from the oracle
+    differing: tuple[str, ...] = ()  # weights whose gradients differ from those of one process
+    oracle_differing: tuple[str, ...] = ()  # weights whose gradients in one process differ from the oracle's
     tolerance: float = 1e-5
     losses: tuple[float, ...] = ()
     error: str = ""
@@ -91,7 +90,7 @@ class Result:
         """Return whether all differences are within the tolerance."""
         errors = (self.loss_error, self.norm_error, self.gradient_error, self.oracle_loss_error)
         within = all(e <= self.tolerance for e in (*errors, self.oracle_gradient_error))
-        return within and not self.error and not self.differing
+        return within and not self.error and not self.differing and not self.oracle_differing
 
 
 def run_cases(
@@ -99,17 +98,49 @@ def run_cases(
 ) -> list[Result]:
     """Compare all cases in `world` processes, and return the results in their order.
 
-    Each result is also appended to the file `progress` as soon as it is there, one JSON object a line.
+    Each result is also appended to the file `progress` as soon as it is there, one JSON object a line. If a process
+    dies, the cases that it ran are repeated one by one, and the rest goes on in new processes.
     """
-    with tempfile.TemporaryDirectory(prefix="megaloom-parity-") as folder:
-        arguments = (list(cases), folder, None if progress is None else str(progress.resolve()))
-        found = launcher.run(work, arguments, world, timeout=timeout)
-    by_case = {i: result for each in found for i, result in each.items()}
-    return [by_case[i] for i in range(len(cases))]
+    results: dict[int, Result] = {}
+    left, alone = list(range(len(cases))), list[int]()
+    while left or alone:
+        some = [alone.pop()] if alone else left
+        with tempfile.TemporaryDirectory(prefix="megaloom-parity-") as folder:
+            try:
+                launcher.run(work, ([cases[i] for i in some], folder), world, timeout=timeout)
+                error = ""
+            except launcher.RankError as failure:
+                error = str(failure)
+            started, found = written(Path(folder), [cases[i] for i in some])
+        started, found = {some[i] for i in started}, {some[i]: result for i, result in found.items()}
+        if error and not started:
+            raise RuntimeError(error)
+        if error and len(some) == 1:
+            found = {some[0]: failed(cases[some[0]], error)}
+        alone += sorted(started - found.keys())
+        left = [i for i in left if i not in started]
+        results |= found
+        if progress is not None:
+            with progress.open("a") as file:
+                file.writelines(json.dumps(asdict(result)) + "\n" for result in found.values())
+    return [results[i] for i in range(len(cases))]
 
 
-def work(cases: list[Case], folder: str, progress: str | None) -> dict[int, Result]:
-    """Run on each process its references, then its part of the cases. Return the results of which it was rank 0."""
+def written(folder: Path, cases: Sequence[Case]) -> tuple[set[int], dict[int, Result]]:
+    """Return which cases have started, and the results of those that have ended, from the files of the processes."""
+    started = {int(path.stem) for path in folder.glob("*.started")}
+    found = {int(path.stem): torch.load(path, weights_only=False) for path in folder.glob("*.result")}
+    found |= {int(path.stem): failed(cases[int(path.stem)], path.read_text()) for path in folder.glob("*.error")}
+    return started, found
+
+
+def failed(case: Case, error: str) -> Result:
+    """Return the result of a case that has ended in an error."""
+    return Result(case.name, case.model, str(case.plan.layout), error=error)
+
+
+def work(cases: list[Case], folder: str) -> None:
+    """Run on each process its references, then its part of the cases; the first rank of a case writes its result."""
     store: Any = dist.distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
@@ -120,23 +151,23 @@ def work(cases: list[Case], folder: str, progress: str | None) -> dict[int, Resu
                 outcome = attempt(partial(reference, case))
             torch.save(outcome, Path(folder) / name)
             store.set(f"done {name}", "")
-    out, first = {}, 0
+    first = 0
     for i, case in enumerate(cases):
         members = [(first + k) % size for k in range(case.plan.layout.world)]
         first = (members[-1] + 1) % size
         if rank not in members:
             continue
         start = time.monotonic()
+        (Path(folder) / f"{i}.started").touch()
         with process_group(store, f"case {i}", members.index(rank), len(members)):
             outcome = attempt(partial(planned, case))
+        if isinstance(outcome, str):
+            (Path(folder) / f"{i}.error").write_text(outcome)
         if rank == members[0]:
-            store.wait([f"done {case.reference}"], timedelta(minutes=10))
+            store.wait([f"done {case.reference}"], PATIENCE)
             expected = torch.load(Path(folder) / case.reference, weights_only=False)
-            out[i] = compared(case, outcome, expected, time.monotonic() - start)
-            if progress is not None:
-                with Path(progress).open("a") as file:
-                    file.write(json.dumps(asdict(out[i])) + "\n")
-    return out
+            result = compared(case, outcome, expected, time.monotonic() - start)
+            torch.save(result, Path(folder) / f"{i}.result")
 
 
 @contextmanager
@@ -145,6 +176,8 @@ def process_group(store: Any, name: str, rank: int, size: int) -> Iterator[None]
     from megatron.core import parallel_state
 
     own = dist.PrefixStore(name, store)
+    own.set(f"ready {rank}", "")
+    own.wait([f"ready {other}" for other in range(size)], PATIENCE)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
     try:
         yield
@@ -163,7 +196,7 @@ def attempt(call: Any) -> Any:
 
 def planned(case: Case) -> tuple[Curve, dict[str, tuple[torch.Tensor, float]] | None]:
     """Return the curve under the plan, and on rank 0 the gradients with what ranks disagree on."""
-    with BROKEN[case.broken]():
+    with BROKEN[case.broken].breaks() if case.broken else nullcontext():
         run = ShortRun.of(case.plan, case.make(), STEPS, SEED)
         gradients = run.gradients()
         curve = run.curve(STEPS)
@@ -207,7 +240,7 @@ def compared(case: Case, outcome: Any, expected: Any, seconds: float) -> Result:
             return Result(**named, error=f"{what}: {value}")
     (curve, gradients), (single, values, noise, oracle) = outcome, expected
     limit = tolerance(case.plan.workload.precision)
-    differences = gradient_differences(case_graph(case), gradients, values, noise, limit)
+    differences = gradient_differences(graph(case.make()), gradients, values, noise, limit)
     found = Comparison(curve, single, limit, differences)
     return Result(
         **named,
@@ -216,19 +249,8 @@ def compared(case: Case, outcome: Any, expected: Any, seconds: float) -> Result:
         gradient_error=found.gradient_error,
         oracle_loss_error=oracle.loss_error,
         oracle_gradient_error=oracle.gradient_error,
-        differing=(*map(text, found.differing), *(f"oracle: {text(d)}" for d in oracle.differing)),
+        differing=tuple(d.weight for d in found.differing),
+        oracle_differing=tuple(d.weight for d in oracle.differing),
         tolerance=limit,
         losses=curve.losses,
     )
-
-
-def case_graph(case: Case) -> Any:
-    """Return the graph of a case's model."""
-    from megaloom.dsl import graph
-
-    return graph(case.make())
-
-
-def text(difference: GradientDifference) -> str:
-    """Return the weight and the difference of its gradient."""
-    return f"{difference.weight} {difference.relative:.1e}"

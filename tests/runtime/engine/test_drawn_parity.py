@@ -1,0 +1,38 @@
+"""Drawn parity: families x options x layouts, and collectives that are broken on purpose in the same draws.
+
+`make parity` runs 300 draws. Here are the first 20 of at most 4 processes.
+"""
+
+from itertools import islice
+
+import pytest
+from attrs import evolve
+
+from megaloom.dsl import graph
+from tests.support.broken_collectives import BROKEN, uses
+from tests.support.parity import explanation, small_draws
+from tests.support.rank_pool import run_cases
+
+SEED, DRAWS = 1, 20
+
+
+@pytest.mark.timeout(400)
+def test_drawn_layouts_compute_what_one_process_and_the_oracle_compute() -> None:
+    results = run_cases(list(islice(small_draws(SEED), DRAWS)), 4, timeout=380)
+    wrong = [f"{r.name}: {r.model}, {r.layout}: {explanation(r)}" for r in results if not r.agrees]
+    assert not wrong, "\n".join([*wrong, "repeat with: python -m tests.support.parity --seed SEED --draw NUMBER"])
+    assert all(len(set(r.losses)) == 3 for r in results)  # the steps trained: a constant would be equal to itself
+
+
+@pytest.mark.timeout(400)
+def test_each_broken_collective_is_found_by_the_weights_that_it_breaks() -> None:
+    cases = [
+        evolve(next(c for c in small_draws(SEED) if uses(c.plan.layout, graph(c.make()), name)), broken=name)
+        for name in BROKEN
+    ]
+    results = run_cases(cases, 4, timeout=380)
+    for case, result in zip(cases, results, strict=True):
+        trained = [name for name, slot in graph(case.make()).weights.items() if slot.trained]
+        context = f"{case.broken}, {case.model}, {case.plan.layout}: {result.error}"
+        assert not BROKEN[case.broken].mistakes(trained, result.differing), context
+        assert result.gradient_error > 1e-2, context
