@@ -63,6 +63,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     rows = [value for r in reports for key, value in getattr(r, "user_properties", ()) if key == PARITY]
     if rows:
         terminalreporter.section("parity: 3 optimizer steps under a layout against one process")
-        terminalreporter.write_line(f"{'model':<18}{'layout':<68}{'loss differs by':>16}{'gradient norm':>16}")
-        for model, layout, loss, norm in sorted(rows):
-            terminalreporter.write_line(f"{model:<18}{layout:<68}{loss:>16.1e}{norm:>16.1e}")
+        terminalreporter.write_line(
+            f"{'model':<18}{'layout':<68}{'loss differs by':>16}{'gradient norm':>16}{'gradients':>16}"
+        )
+        for model, layout, loss, norm, gradient in sorted(rows):
+            terminalreporter.write_line(f"{model:<18}{layout:<68}{loss:>16.1e}{norm:>16.1e}{gradient:>16.1e}")

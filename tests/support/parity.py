@@ -30,7 +30,7 @@ from megaloom.planner.search.search import plan
 
 from .families import FAMILIES, SEQ
 from .paths import ROOT
-from .rank_pool import Case, Result, run_cases
+from .rank_pool import Case, Result, explanation, run_cases
 
 CONVERTER = Converter()
 PROGRESS = ROOT / ".parity"
@@ -151,18 +151,6 @@ def report_failures(results: Iterable[Result]) -> None:
         seed, _, number = r.name.removeprefix("draw ").partition(".")
         repeat = f"\n  repeat: python -m tests.support.parity --seed {seed} --draw {number}" if number else ""
         print(f"DIFFERS {r.name}: {r.model}, {r.layout}{repeat}\n  {explanation(r)}", flush=True)
-
-
-def explanation(r: Result) -> str:
-    """Return what differs, or the error."""
-    if r.error:
-        return r.error.replace("\n", "\n  ")
-    weights = [*r.differing, *(f"{name} (from the oracle)" for name in r.oracle_differing)]
-    named = f"; {len(weights)} weights: {', '.join(weights[:6])}" if weights else ""
-    return (
-        f"losses {r.loss_error:.1e}, norms {r.norm_error:.1e}, gradients {r.gradient_error:.1e}; "
-        f"one process from the oracle: losses {r.oracle_loss_error:.1e}, gradients {r.oracle_gradient_error:.1e}{named}"
-    )
 
 
 def main() -> int:

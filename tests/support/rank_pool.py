@@ -25,6 +25,7 @@ from attrs import asdict, frozen
 from megaloom.dsl import Model, graph
 from megaloom.dsl.catalog import find
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training.verify import (
     Comparison,
@@ -126,6 +127,26 @@ def run_cases(
     return [results[i] for i in range(len(cases))]
 
 
+def explanation(r: Result) -> str:
+    """Return what differs, or the error."""
+    if r.error:
+        return r.error.replace("\n", "\n  ")
+    weights = [*r.differing, *(f"{name} (from the oracle)" for name in r.oracle_differing)]
+    named = f"; {len(weights)} weights: {', '.join(weights[:6])}" if weights else ""
+    return (
+        f"losses {r.loss_error:.1e}, norms {r.norm_error:.1e}, gradients {r.gradient_error:.1e}; "
+        f"one process from the oracle: losses {r.oracle_loss_error:.1e}, gradients {r.oracle_gradient_error:.1e}{named}"
+    )
+
+
+def check(results: Sequence[Result]) -> None:
+    """Raise AssertionError that names the cases that differ, or whose losses are all equal: they did not train."""
+    wrong = [f"{r.name}: {r.model}, {r.layout}: {explanation(r)}" for r in results if not r.agrees]
+    assert not wrong, "\n".join(wrong)
+    constant = [r.name for r in results if len(set(r.losses)) < STEPS]
+    assert not constant, f"equal losses in all steps: {constant}"
+
+
 def written(folder: Path, cases: Sequence[Case]) -> tuple[set[int], dict[int, Result]]:
     """Return which cases have started, and the results of those that have ended, from the files of the processes."""
     started = {int(path.stem) for path in folder.glob("*.started")}
@@ -211,6 +232,8 @@ def reference(case: Case) -> tuple[Curve, dict[str, torch.Tensor], dict[str, flo
     assert gradients is not None
     noise, curve = run.noise(gradients), run.curve(STEPS)
     size, limit = case.plan.workload.batch, tolerance(case.plan.workload.precision)
+    if case.plan.workload.precision is not Precision.FP32:  # the oracle computes in fp32
+        return curve, {k: g.value for k, g in gradients.items()}, noise, Comparison(curve, curve, limit)
     oracle = Oracle.of(model, run.engine.recipe, case.plan.layout.micro_batch)
     batches = [stacked(partial(run.sample, step), range(size)) for step in range(STEPS)]
     _, declared = oracle.backward(batches[0])
