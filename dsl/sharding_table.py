@@ -25,25 +25,29 @@ Policy = Literal["even", "pad", "whole"]
 
 @frozen
 class Sharded:
-    """A dim's entry in the sharding table: its axis, its shard policy and, for padding, the multiple of each part."""
+    """A dim's entry in the sharding table: its axis, its shard policy and, for padding, the multiple of each part.
+
+    A multiple of None is the layout's to choose: `Split.vocab_multiple`.
+    """
 
     axis: str
     policy: Policy = "even"
-    multiple: int = 1
+    multiple: int | None = 1
 
     def divides(self, size: int, degree: int) -> bool:
         """Return whether a dim of this size is sharded over `degree` devices, rather than held whole by each."""
         return self.policy != "whole" or size % degree == 0
 
-    def local(self, size: int, degree: int) -> int:
-        """Return the size on one device, with its padding. An uneven share of an `even` dim is rounded up."""
+    def local(self, size: int, degree: int, split: Split) -> int:
+        """Return the size on one of `degree` devices, with padding. An uneven share of an `even` dim is rounded up."""
         if not self.divides(size, degree):
             return size
-        return -(-size // (degree * self.multiple)) * self.multiple
+        multiple = split.vocab_multiple if self.multiple is None else self.multiple
+        return -(-size // (degree * multiple)) * multiple
 
-    def physical(self, size: int, degree: int) -> int:
+    def physical(self, size: int, degree: int, split: Split) -> int:
         """Return the size of the whole dim as devices store it: `size`, with the padding if the policy is to pad."""
-        return self.local(size, degree) * degree if self.policy == "pad" else size
+        return self.local(size, degree, split) * degree if self.policy == "pad" else size
 
 
 SHARDING: Mapping[str, Sharded] = {
@@ -55,7 +59,7 @@ SHARDING: Mapping[str, Sharded] = {
     "kv_heads": Sharded("tp"),
     "groups": Sharded("tp"),
     "ff": Sharded("tp"),
-    "vocab": Sharded("tp", "pad"),  # Megatron-LM: --make-vocab-size-divisible-by, here 1
+    "vocab": Sharded("tp", "pad", None),  # Megatron-LM: --make-vocab-size-divisible-by
 }
 AXES_OF_TENSORS = ("tp", "cp", "ep", "etp")
 SEQUENCES = frozenset(name for name, sharded in SHARDING.items() if sharded.axis == "cp")
@@ -74,13 +78,17 @@ def _check_degree(_: object, attribute: Attribute[int], n: int) -> None:
 
 @frozen(kw_only=True, cache_hash=True)
 class Split:
-    """The degrees of the axes that shard tensors. Inside experts, etp takes the place of tp."""
+    """The degrees of the axes that shard tensors. Inside experts, etp takes the place of tp.
+
+    vocab_multiple: the number that the vocabulary on each device is padded to a multiple of.
+    """
 
     tp: int = field(default=1, validator=_check_degree)
     cp: int = field(default=1, validator=_check_degree)
     ep: int = field(default=1, validator=_check_degree)
     etp: int = field(default=1, validator=_check_degree)
     sequence_parallel: bool = False
+    vocab_multiple: int = 1
 
     def degree(self, axis: str) -> int:
         """Return the number of devices along an axis; 1 for an axis that shards no tensor."""
@@ -88,6 +96,11 @@ class Split:
 
 
 WHOLE = Split()
+
+
+def padded_vocabulary(size: int, split: Split) -> int:
+    """Return the size of a vocabulary as devices store it: a multiple of `vocab_multiple` x tp."""
+    return SHARDING["vocab"].physical(size, split.tp, split)
 
 
 @frozen
@@ -200,4 +213,4 @@ class Local(Sizes):
         if axis is None:
             return size
         degree = self.split.degree(axis) * (self.split.tp if axis == "cp" and self.sharded else 1)
-        return self.dims[d.name].local(size, degree)
+        return self.dims[d.name].local(size, degree, self.split)

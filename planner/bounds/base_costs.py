@@ -22,7 +22,10 @@ from megaloom.planner.cost.recompute import ModuleRecompute
 # the time of none. Sets of modules follow, in the order in which a search meets them.
 PLAIN, FULL, IDEAL = 0, 1, 2
 # Fields of a layout on which node costs depend, without recompute.
-NODE_COST_FIELDS = ("tp", "cp", "ep", "etp", "sequence_parallel", "micro_batch", "microbatch_overlap_bits")
+NODE_COST_FIELDS = (
+    *("tp", "cp", "ep", "etp", "sequence_parallel", "micro_batch", "microbatch_overlap_bits"),
+    "vocab_multiple",
+)
 TINY = 1e-300  # divisor in place of 0
 
 

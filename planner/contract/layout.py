@@ -30,6 +30,7 @@ from .choices import (
 if TYPE_CHECKING:
     from megaloom.dsl.sharding_table import Split
 
+VOCAB_MULTIPLE = 128  # as Megatron-LM's --make-vocab-size-divisible-by: matrix products over an odd size are slow
 MOST = 2**20  # of any degree or count: more than any published run had, and few enough to simulate
 
 
@@ -142,6 +143,14 @@ class LayoutFields(Generic[N]):
         "Communication that runs while devices compute: gradients, weights, tensor, experts; or none.",
         default=Factory(lambda self: default_overlaps(self.shard), takes_self=True),
         flag="--overlap",
+    )
+    vocab_multiple: N = _field(
+        int,
+        "vocab",
+        "Pad the vocabulary of each tensor-parallel rank to a multiple of this number; 1: no further than tp needs. "
+        "Default: 128.",
+        default=VOCAB_MULTIPLE,
+        minimum=1,
     )
 
     @property
@@ -267,7 +276,14 @@ class Layout(LayoutFields[int]):
         """Return the axes that shard tensors."""
         from megaloom.dsl.sharding_table import Split
 
-        return Split(tp=self.tp, cp=self.cp, ep=self.ep, etp=self.etp, sequence_parallel=self.sequence_parallel)
+        return Split(
+            tp=self.tp,
+            cp=self.cp,
+            ep=self.ep,
+            etp=self.etp,
+            sequence_parallel=self.sequence_parallel,
+            vocab_multiple=self.vocab_multiple,
+        )
 
     @property
     def recomputed_modules(self) -> tuple[Module, ...]:
@@ -293,4 +309,5 @@ class Layout(LayoutFields[int]):
         usual, now = {*OverlapSet(default_overlaps(self.shard))}, {*self.overlaps}
         words += [f"overlap {'+'.join(o for o in self.overlaps if o not in usual)}"] if now - usual else []
         words += [f"no overlap of {'+'.join(o for o in Overlap if o in usual - now)}"] if usual - now else []
+        words += [f"vocab multiple {self.vocab_multiple}"] if self.vocab_multiple != VOCAB_MULTIPLE else []
         return " ".join(words)

@@ -11,9 +11,9 @@ from .devices import Cluster
 from .layout import Layout
 from .workload import Runtime, Workload
 
-# 8: interval for within, shard for distributed_optimizer, and the environment; 7: overlaps; 6: runtime; 5: interval;
-# 4: the moment of each rank's peak memory.
-PLAN_VERSION = 8
+# 9: padding of the vocabulary; 8: interval for within, shard for distributed_optimizer, and the environment;
+# 7: overlaps; 6: runtime; 5: interval; 4: the moment of each rank's peak memory.
+PLAN_VERSION = 9
 
 
 class PlanError(UserError):

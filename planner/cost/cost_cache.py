@@ -151,7 +151,8 @@ class CostCache:
         out: dict[tuple[bool, bool], tuple[list[tuple[Layout, int]], Column]] = {}
         for seen in self._sensitivity:
             if (key := (seen.experts, seen.tokenwise)) not in out:
-                first, which = alike(x.tp, x.sequence_parallel, *tokens[seen.tokenwise], *experts[seen.experts])
+                sharding = (x.tp, x.sequence_parallel, x.vocab_multiple)
+                first, which = alike(*sharding, *tokens[seen.tokenwise], *experts[seen.experts])
                 out[key] = [self._simplest(seen, x[int(k)]) for k in first], which
         return out
 
@@ -167,7 +168,7 @@ class CostCache:
 
     def _cost(self, i: int, x: Layout, seq: int) -> NodeCost:
         """Return the cost of node kind i under a simplest layout."""
-        key = (i, x.tp, x.cp, x.ep, x.etp, x.sequence_parallel, x.micro_batch, x.overlaps, seq)
+        key = (i, x.split, x.micro_batch, x.overlaps, seq)
         if key not in self._costs:
             facts = self._affine_facts(i, x, seq).at(x.micro_batch * seq)
             self._costs[key] = node_cost(self.job, self.structure.kinds[i], facts, x, seq)
@@ -189,14 +190,15 @@ class CostCache:
             sequence_parallel=x.sequence_parallel,
             micro_batch=micro,
             overlaps=OverlapSet(inner),
+            vocab_multiple=x.vocab_multiple,
         )
         return simplest, seq
 
     def _affine_facts(self, i: int, layout: Layout, seq: int) -> AffineFacts:
         """Return the facts of node kind i under a layout's sharding."""
-        key = (i, layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
-        if key not in self._facts:
-            node, split = self.structure.kinds[i].node, layout.split
+        split = layout.split
+        if (key := (i, split)) not in self._facts:
+            node = self.structure.kinds[i].node
             batch = layout.micro_batch * self._sensitivity[i].share
             module = self.job.capability.execution(node, split, self.workload.precision).module
             one, two = (

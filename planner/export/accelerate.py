@@ -17,7 +17,7 @@ from attrs import fields
 from megaloom.dsl import MLP, Attention, Graph, Layer, LayerNorm
 from megaloom.dsl.show.formatting import declared
 from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Recompute
-from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.layout import VOCAB_MULTIPLE, Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
 
@@ -43,7 +43,7 @@ def config_yaml(plan: Plan, graph: Graph) -> str:
     return f"""# {graph.name} on {plan.cluster}: {plan.layout}
 # For Accelerate 1.15.0. Your script provides the model, sequences of {plan.workload.seq} tokens, and micro-batches
 # (per_device_train_batch_size) of {plan.layout.micro_batch}.
-{_overlaps(plan.layout)}compute_environment: LOCAL_MACHINE
+{_other_arguments(plan.layout)}compute_environment: LOCAL_MACHINE
 distributed_type: MEGATRON_LM
 mixed_precision: '{MIXED_PRECISION[precision]}'
 num_machines: {nodes}
@@ -53,13 +53,18 @@ megatron_lm_config:
 {keys}"""
 
 
-def _overlaps(x: Layout) -> str:
-    """Return a comment on overlap, for which the file has no keys; the script passes it to the plugin."""
-    options = [OVERLAP_OPTIONS[o].replace("-", "_") for o in x.overlaps if o in MICROBATCH_OVERLAPS or x.dp * x.cp > 1]
-    if not options:
+def _other_arguments(x: Layout) -> str:
+    """Return a comment on what the file has no keys for; the script passes it to the plugin."""
+    overlaps = [o for o in x.overlaps if o in MICROBATCH_OVERLAPS or x.dp * x.cp > 1]
+    arguments: dict[str, object] = {OVERLAP_OPTIONS[o].replace("-", "_"): True for o in overlaps}
+    what = ["overlap"] if arguments else []
+    if x.vocab_multiple != VOCAB_MULTIPLE:  # Megatron-LM's default
+        what.append("padding of the vocabulary")
+        arguments["make_vocab_size_divisible_by"] = x.vocab_multiple
+    if not arguments:
         return ""
-    arguments = ", ".join(f'"{name}": True' for name in options)
-    return f"# For the overlap of the plan, it passes MegatronLMPlugin(other_megatron_args={{{arguments}}}).\n"
+    items = ", ".join(f'"{name}": {value}' for name, value in arguments.items())
+    return f"# For the {' and '.join(what)} of the plan, it passes MegatronLMPlugin(other_megatron_args={{{items}}}).\n"
 
 
 def _check_model(m: DecoderModel) -> None:

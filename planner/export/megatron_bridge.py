@@ -41,6 +41,7 @@ MODEL_KEYS = {  # options of Megatron-LM whose value is a number, and their keys
     "hidden-dropout": "hidden_dropout",
     "init-method-std": "init_method_std",
     "seq-length": "seq_length",
+    "make-vocab-size-divisible-by": "make_vocab_size_divisible_by",
 }
 RECIPES = {  # of mixed precision
     Precision.BF16: "bf16_mixed",

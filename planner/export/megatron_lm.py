@@ -17,7 +17,7 @@ from megaloom.dsl.show.formatting import declared
 from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Module, Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.contract.workload import Precision, Workload
+from megaloom.planner.contract.workload import Precision
 from megaloom.planner.rules.export_rules import export_violations
 
 from .decoder import DecoderModel, read_decoder
@@ -48,7 +48,7 @@ def megatron_options(plan: Plan, graph: Graph, target: Target = Target.MEGATRON_
         refuse(target, f"{violation.message}: it computes wrong gradients [{violation.rule}]", violation.fix)
     stages = stage_layers(plan, model, graph, target)
     return MegatronOptions(
-        model=tuple(_model(model, plan.workload, target)),
+        model=tuple(_model(model, plan, target)),
         layout=(
             *_mesh(plan.layout, model),
             *_stages(plan.layout, stages),
@@ -58,7 +58,7 @@ def megatron_options(plan: Plan, graph: Graph, target: Target = Target.MEGATRON_
     )
 
 
-def _model(m: DecoderModel, workload: Workload, target: Target) -> Iterator[Option]:
+def _model(m: DecoderModel, plan: Plan, target: Target) -> Iterator[Option]:
     yield option("num-layers", len(m.layers))
     yield option("hidden-size", m.embed)
     if m.mtp:
@@ -71,9 +71,9 @@ def _model(m: DecoderModel, workload: Workload, target: Target) -> Iterator[Opti
     yield option("hidden-dropout", m.dropout)
     if m.std != INITIAL_STD:  # its default, too
         yield option("init-method-std", m.std)
-    yield option("seq-length", workload.seq)
-    yield option("max-position-embeddings", m.positions or workload.seq)
-    yield option("make-vocab-size-divisible-by", 1)  # no padding beyond a multiple of tp
+    yield option("seq-length", plan.workload.seq)
+    yield option("max-position-embeddings", m.positions or plan.workload.seq)
+    yield option("make-vocab-size-divisible-by", plan.layout.vocab_multiple)
     if not m.tied:
         yield option("untie-embeddings-and-output-weights")
 

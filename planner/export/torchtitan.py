@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from megaloom.dsl import Graph
+from megaloom.dsl.sharding_table import padded_vocabulary
 from megaloom.planner.contract.choices import MICROBATCH_OVERLAPS, Overlap, OverlapSet, Recompute, default_overlaps
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
@@ -37,6 +38,7 @@ def config_toml(plan: Plan, graph: Graph) -> str:
     recomputed_layers(plan.layout, m, Target.TORCHTITAN)
     _check_overlaps(plan.layout)
     _check_layout(plan.layout, flavor)
+    _check_vocabulary(plan.layout, m.vocab)
     nodes, each = machines(plan.cluster)
     tables: dict[str, dict[str, object]] = {
         "model": {"name": flavor.model, "flavor": flavor.name},
@@ -105,6 +107,12 @@ def _check_layout(x: Layout, flavor: Flavor) -> None:
         )
     if flavor.model == "qwen3" and x.pp > 1:
         _refuse(f"pp {x.pp} of {flavor.model}: it has no pipeline stages for that model", "plan with --pp 1")
+
+
+def _check_vocabulary(x: Layout, vocab: int) -> None:
+    """Refuse a padded vocabulary. Without a multiple, tp ranks have unequal parts, which cost what the largest does."""
+    if x.vocab_multiple > 1 and (padded := padded_vocabulary(vocab, x.split)) != vocab:
+        _refuse(f"a vocabulary padded from {vocab:,} to {padded:,}", "plan with --vocab-multiple 1")
 
 
 def _training(plan: Plan) -> Iterator[tuple[str, object]]:

@@ -39,5 +39,5 @@ def _padded_dims(step: Step, split: Split) -> Iterator[Dim]:
     for d in dict.fromkeys(d for v in (*step.value.args, step.value) for d in v.shape):
         if d.size is not None and d.name in step.axes:
             entry, degree = step.table.dims[d.name], split.degree(step.axes[d.name])
-            if entry.physical(d.known, degree) != d.known:
+            if entry.physical(d.known, degree, split) != d.known:
                 yield d

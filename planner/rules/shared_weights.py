@@ -92,8 +92,12 @@ def _local_sizes(node: Node, name: str, split: Split) -> tuple[tuple[str, int], 
     table = fitted(program(node), split, SHARED_BY_HEADS).table
     slot = _slot(node, name)
     axes = table.axes(slot.outer, slot.value.shape)
-    sharded = ((d, split.degree(axes[d.name])) if d.name in axes else (d, 1) for d in slot.dims)
-    return tuple((d.name, table.dims.get(d.name, Sharded("tp")).local(d.known, n)) for d, n in sharded)
+    sizes = []
+    for d in slot.dims:
+        entry = table.dims.get(d.name, Sharded("tp"))
+        size = entry.local(d.known, split.degree(axes[d.name]), split) if d.name in axes else d.known
+        sizes.append((d.name, size))
+    return tuple(sizes)
 
 
 def _text(sizes: tuple[tuple[str, int], ...]) -> str:

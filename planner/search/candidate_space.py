@@ -26,7 +26,7 @@ from megaloom.planner.contract.choices import (
     default_overlaps,
 )
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.layout import VOCAB_MULTIPLE, Layout
 from megaloom.planner.contract.layouts import NAMES, Column, Layouts, alike
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.requirements import model_requirements
@@ -79,6 +79,7 @@ def unchecked_base_layouts(
     zeros, ones = np.zeros(len(rows), dtype=np.int64), np.ones(len(rows), dtype=np.int64)
     columns = dict(zip(("tp", "pp", "cp", "dp", "etp", "ep", "sequence_parallel"), rows.T, strict=True))
     plain = {name: ones if name in ("vpp", "micro_batch") else zeros for name in NAMES}
+    plain["vocab_multiple"] = ones * fixed.get("vocab_multiple", VOCAB_MULTIPLE)
     degrees = Layouts(**plain | columns)
     first, which = alike(degrees.sequence_parallel, degrees.tp, degrees.ep)
     overlaps = [_column("overlaps", _inner_overlaps(degrees[int(i)], cluster, fixed, inner)) for i in first]

@@ -38,6 +38,7 @@ from megaloom.planner.contract.capability import Execution
 from megaloom.planner.rules.padding import padding_refusal
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import BuildContext, to_declared_order, to_megatron_order
+from megaloom.runtime.megatron.padded_shards import mark_padded
 from megaloom.runtime.reference.dropout import MaskSource, dropouts
 
 from .evaluation import Evaluation, LocalProgram
@@ -105,7 +106,11 @@ class Body(nn.Module):
             axes[slot.dims[self.gathered_dims[i]].name] = "tp"
         dims = slot.dims[::-1] if i in self.transposed_weights else slot.dims
         degrees = [self.groups.layout.degrees.get(axes.get(d.name, ""), 1) for d in dims]
-        sizes = [table.dims.get(d.name, EVEN).local(d.known, n) for d, n in zip(dims, degrees, strict=True)]
+        entries = [table.dims.get(d.name, EVEN) for d in dims]
+        sizes = [
+            entry.local(d.known, n, context.split) if d.name in axes else d.known
+            for entry, d, n in zip(entries, dims, degrees, strict=True)
+        ]
         values = torch.empty(sizes, dtype=context.config.params_dtype, device=device.current())
         p = nn.Parameter(values) if slot.trained else values
         axis = "etp" if of_expert else "tp"
@@ -116,8 +121,9 @@ class Body(nn.Module):
             p.allreduce, p.shared = False, sharded is None and context.groups.etp_rank > 0  # type: ignore[attr-defined]
         if of_expert or sharded is not None:
             tensor_parallel.set_tensor_model_parallel_attributes(p, True, -1 if sharded is None else sharded, 1)
-        pads = (d.name in axes and table.dims.get(d.name, EVEN).policy == "pad" for d in dims)
-        p.pad_dim = next((k for k, pad in enumerate(pads) if pad), None)  # type: ignore[attr-defined]
+        pads = (d.name in axes and entry.policy == "pad" for d, entry in zip(dims, entries, strict=True))
+        if (padded := next((k for k, pad in enumerate(pads) if pad), None)) is not None:
+            mark_padded(p, padded, dims[padded].known)
         p.constant = slot.std == 0  # type: ignore[attr-defined]
         return p
 

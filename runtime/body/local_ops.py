@@ -143,7 +143,7 @@ def sharded_loss(p: PlacedOp, v: Value, x: Tensor, *labels: Tensor, groups: Proc
     """
     assert isinstance(v.op, CrossEntropy | LogSumExp)
     shape, over = v.args[0].shape, dim_index(v.args[0].shape, v.op.over)
-    padding = _padding(shape[v.op.over], x, over, "tp", groups) if p.statistics_axes else None
+    padding = _padding(shape[v.op.over], x, over, "tp", groups)
     if padding is not None and not overwrites:  # an Unembed has hidden the padding
         x = x.masked_fill(padding, torch.finfo(x.dtype).min)
     x, group = x.movedim(over, -1), groups.collection.tp

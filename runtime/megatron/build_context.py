@@ -44,7 +44,7 @@ class BuildContext:
     def split(self) -> Split:
         """The degrees of the axes that shard tensors."""
         x = self.groups.layout
-        return Split(tp=x.tp, cp=x.cp, ep=x.ep, etp=x.etp, sequence_parallel=x.sequence_parallel)
+        return x.split
 
     @config.default
     def _config(self) -> TransformerConfig:

@@ -24,10 +24,11 @@ from megaloom.dsl import (
     UserError,
     Value,
 )
-from megaloom.dsl.sharding_table import SHARDING
+from megaloom.dsl.sharding_table import padded_vocabulary
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.kernels import CoreAttention, zigzag
+from megaloom.runtime.megatron.padded_shards import mark_padded
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.reference.dropout import MaskSource
 
@@ -40,17 +41,18 @@ LINEARS = mlp.MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParal
 
 
 class Embedding(VocabParallelEmbedding):
-    """Maps token ids [batch, seq] to hidden states. The table is padded to a multiple of tp."""
+    """Maps token ids [batch, seq] to hidden states. The table is padded as the plan says."""
 
     def __init__(self, table: Value, context: BuildContext) -> None:
         super().__init__(
-            SHARDING["vocab"].physical(table["vocab"].known, context.groups.layout.tp),
+            padded_vocabulary(table["vocab"].known, context.split),
             table["embed"].known,
             init_method=context.config.init_method,
             reduce_scatter_embeddings=context.config.sequence_parallel,
             config=context.config,
             tp_group=context.groups.collection.tp,
         )
+        mark_padded(self.weight, 0, table["vocab"].known)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = super().forward(ids)
@@ -65,7 +67,7 @@ class Logits(ColumnParallelLinear):
 
     def __init__(self, table: Value, bias: bool, context: BuildContext) -> None:
         vocab, tp = table["vocab"].known, context.groups.layout.tp
-        columns = SHARDING["vocab"].local(vocab, tp)
+        columns = padded_vocabulary(vocab, context.split) // tp
         super().__init__(
             table["embed"].known,
             columns * tp,
@@ -76,6 +78,8 @@ class Logits(ColumnParallelLinear):
             tp_group=context.groups.collection.tp,
         )
         self.vocab_columns = max(0, min(columns, vocab - context.groups.tp_rank * columns))
+        for p in self.parameters():
+            mark_padded(p, 0, vocab)
 
     def forward(self, x: Tensor) -> Tensor:
         y, _ = super().forward(x)

@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
 )
-from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_viewless_tensor
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
 from megaloom.dsl import Graph, Node, Unembed
@@ -32,6 +32,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Stage
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.build_context import BuildContext
+from megaloom.runtime.megatron.padded_shards import padded_shard
 from megaloom.runtime.megatron.recompute import SelectiveNodes, SelectiveRecompute
 from megaloom.runtime.reference.dropout import MaskSource
 
@@ -145,7 +146,10 @@ class ModelChunk(MegatronModule):
         for n, module in self.node_modules():
             key = f"{prefix}{n.name}."
             if isinstance(module, Logits):
-                state = self._logits_state(module, key, metadata)
+                state = {
+                    f"{key}{name}": padded_shard(f"{key}{name}", p, self.groups)
+                    for name, p in module.named_parameters()
+                }
             else:
                 state = self._state(module, key, sharded_offsets, metadata)
             out |= self.shared.saved_once(n, state, key)
@@ -154,18 +158,15 @@ class ModelChunk(MegatronModule):
     def _state(self, module: nn.Module, prefix: str, offsets: tuple[Any, ...], metadata: dict[str, Any]) -> Any:
         """Return a module's shards: as its own `sharded_state_dict` says, else by the attributes of its parameters."""
         groups = {"tp_group": self.groups.collection.tp, "dp_cp_group": metadata["dp_cp_group"]}
-        if hasattr(module, "sharded_state_dict"):
-            return sharded_state_dict_default(module, prefix, offsets, metadata, tp_group=groups["tp_group"])
         tensors = module.state_dict(keep_vars=True)
         experts = {k: p for k, p in tensors.items() if not getattr(p, "allreduce", True)}
-        padded = {k: p for k, p in tensors.items() if k not in experts and getattr(p, "pad_dim", None) is not None}
+        padded = {k: p for k, p in tensors.items() if k not in experts and hasattr(p, "pad_dim")}
+        if hasattr(module, "sharded_state_dict") and not padded:
+            return sharded_state_dict_default(module, prefix, offsets, metadata, tp_group=groups["tp_group"])
         state = {k: p for k, p in tensors.items() if k not in experts and k not in padded}
         tp_dims = {k: p.partition_dim for k, p in state.items() if getattr(p, "tensor_model_parallel", False)}
         dense = make_sharded_tensors_for_checkpoint(state, prefix, tp_dims, offsets, **groups)
-        for k, p in padded.items():  # the padding depends on tp
-            dense[prefix + k] = make_tp_sharded_tensor_for_checkpoint(
-                p, prefix + k, p.pad_dim, allow_shape_mismatch=True, **groups
-            )
+        dense |= {prefix + k: padded_shard(prefix + k, p, self.groups) for k, p in padded.items()}
         return dense | {prefix + k: self._expert_state(prefix + k, p) for k, p in experts.items()}
 
     def _expert_state(self, key: str, p: Tensor) -> ShardedTensor:
@@ -175,7 +176,7 @@ class ModelChunk(MegatronModule):
         if etp_dim >= 0:
             offsets.append((etp_dim, groups.etp_rank, layout.etp))
         replica = (0, 0 if etp_dim >= 0 else groups.etp_rank, groups.collection.expt_dp.rank())
-        padded = getattr(p, "pad_dim", None) is not None
+        padded = hasattr(p, "pad_dim")
         return ShardedTensor.from_rank_offsets(key, p, *offsets, replica_id=replica, allow_shape_mismatch=padded)
 
     def load(self, state: dict[str, Any]) -> None:
@@ -185,14 +186,6 @@ class ModelChunk(MegatronModule):
             own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
             repeated = any(map(self.shared.is_repeated, self.shared.of_node(n)))
             module.load_state_dict(own, strict=not repeated)
-
-    def _logits_state(self, module: Logits, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return the shards of the logits: table and bias, padded by layout."""
-        groups = {"tp_group": self.groups.collection.tp, "dp_cp_group": metadata["dp_cp_group"]}
-        return {
-            prefix + name: make_tp_sharded_tensor_for_checkpoint(p, prefix + name, allow_shape_mismatch=True, **groups)
-            for name, p in module.named_parameters()
-        }
 
 
 def losses_of(graph: Graph) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ from megaloom.dsl import (
     UserError,
 )
 from megaloom.runtime.body.body_module import Body
+from megaloom.runtime.megatron.padded_shards import with_padding
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.weights.views import View, values_of
 
@@ -219,12 +220,10 @@ def rank_shard(full: X, p: Tensor, rank: int, size: int) -> X:
     `partition_dim` is the sharded dimension. A `partition_stride` of 2 means two halves (gate and up), each of them
     sharded. Rows that pad the vocabulary are zero.
     """
-    dim = getattr(p, "partition_dim", -1)
-    if dim < 0 or size == 1:
+    dim, stride = getattr(p, "partition_dim", -1), getattr(p, "partition_stride", 1)
+    if dim < 0:  # not sharded, but perhaps padded
+        dim, size, rank = getattr(p, "pad_dim", None), 1, 0
+    if dim is None:
         return full
-    stride = p.partition_stride  # type: ignore[attr-defined]
-    missing = p.shape[dim] * size - full.shape[dim]
-    if missing:
-        padding = [missing if i == dim else n for i, n in enumerate(full.shape)]
-        full = torch.cat([full, full.new_zeros(padding)], dim)
-    return torch.cat([part.chunk(size, dim)[rank] for part in full.chunk(stride, dim)], dim)
+    full = with_padding(full, dim, p.shape[dim] * size)
+    return torch.cat([part.chunk(size, dim)[rank] for part in full.chunk(stride, dim)], dim) if size > 1 else full

@@ -150,7 +150,7 @@ def compare(
 
 
 def single_process(plan: Plan, model: Model) -> Plan:
-    """Return the plan of one process with the micro-batches of `plan` and a single stage."""
+    """Return the plan of one process with the micro-batches of `plan`, a single stage and no padding."""
     whole = Stage(
         rank=0,
         chunk=0,
@@ -160,7 +160,7 @@ def single_process(plan: Plan, model: Model) -> Plan:
         backward_seconds=sum(s.backward_seconds for s in plan.stages),
         params=0,
     )
-    return evolve(plan, layout=Layout(micro_batch=plan.layout.micro_batch), stages=(whole,))
+    return evolve(plan, layout=Layout(micro_batch=plan.layout.micro_batch, vocab_multiple=1), stages=(whole,))
 
 
 def first_layout_dropout(model: Model, layout: Layout) -> str | None:

@@ -294,6 +294,7 @@ def test_every_field_of_a_layout_is_known_here() -> None:
         *("dp", "tp", "pp", "vpp", "cp", "ep", "etp", "sequence_parallel", "micro_batch"),
         *("recompute", "recompute_modules", "recompute_layers", "microbatch_group", "shard"),
         "overlaps",
+        "vocab_multiple",
     }
 
 

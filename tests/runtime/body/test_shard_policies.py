@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from megaloom.dsl import Split, costs
+from megaloom.dsl import costs
 from megaloom.dsl.catalog import find
 from megaloom.dsl.graph import graph
 from megaloom.planner.contract.layout import Layout
@@ -60,7 +60,7 @@ def ranks(plan_of: Callable[..., Plan]) -> list[Counts]:
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_a_rank_holds_the_parameters_that_the_facts_count(case: tuple[str, int, int], ranks: list[Counts]) -> None:
     name, tp, etp = case
-    split = Split(tp=tp, etp=etp, sequence_parallel=tp > 1)
+    split = layout(tp, etp).split
     for n in graph(find(f"{FILE}:{name}")[0]).nodes:
         if not n.is_input:
             result = costs(n, batch=1, seq=32, split=split)
