@@ -24,11 +24,14 @@ def padding_refusal(node: Node, split: Split) -> Words | None:
         if isinstance(op, Weight | Input | Dot | Lookup | Drop | CrossEntropy | LogSumExp | Sum) or op.elementwise:
             continue
         for d in _padded_dims(step, split):
-            axis = step.axes[d.name]
+            axis, chosen = step.axes[d.name], step.table.dims[d.name].multiple is None
+            at = f"{node.name} ({getattr(node.op, 'at', '')}) applies {step.name} to {d}"
+            if chosen and split.vocab_multiple > 1:
+                multiple = f"{split.vocab_multiple} x {axis} {split.degree(axis)}"
+                return f"{at}, which is padded to a multiple of {multiple}", "use --vocab-multiple 1"
             entry = f'"{d.name}": Sharded("tp", "whole")'
             return (
-                f"{node.name} ({getattr(node.op, 'at', '')}) applies {step.name} to {d}, "
-                f"which is padded to divide by {axis} {split.degree(axis)}",
+                f"{at}, which is padded to divide by {axis} {split.degree(axis)}",
                 f"declare splits = {{{entry}}} in {type(node.op).__name__}, or use a {axis} that divides {d.size}",
             )
     return None
