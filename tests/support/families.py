@@ -71,27 +71,27 @@ CORRECTED = MoE(
 
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
-        lambda p: gpt("gpt2", 5, 4, 48, vocab=VOCAB, seq=SEQ, dropout=p, attention_dropout=0.0), 4.0, has_dropout=True
+        lambda p: gpt("gpt2", 5, 4, 48, vocab=VOCAB, seq=SEQ, dropout=p, attention_dropout=0.0), 2.0, has_dropout=True
     ),
     "starcoder": Family(
-        lambda p: starcoder("starcoder", 3, 6, 48, vocab=VOCAB, seq=SEQ, dropout=p), 4.0, has_dropout=True
+        lambda p: starcoder("starcoder", 3, 6, 48, vocab=VOCAB, seq=SEQ, dropout=p), 1.5, has_dropout=True
     ),
-    "bloom": Family(lambda p: bloom("bloom", 3, 4, 48, vocab=VOCAB, dropout=p), 4.0, has_dropout=True),
-    "llama": Family(lambda p: llama("llama", 5, 6, 2, 48, 80, vocab=VOCAB), 4.0),
-    "mistral": Family(lambda p: mistral("mistral", 3, 4, 2, 48, 80, vocab=VOCAB, rope=1e4, head_dim=16, window=9), 4.0),
-    "qwen2": Family(lambda p: qwen2("qwen2", 4, 6, 2, 48, 80, vocab=VOCAB, tied=True), 4.0),
-    "qwen3": Family(lambda p: qwen3("qwen3", 3, 4, 2, 48, SwiGLU(80), vocab=VOCAB, head_dim=16), 4.0),
+    "bloom": Family(lambda p: bloom("bloom", 3, 4, 48, vocab=VOCAB, dropout=p), 1.2, has_dropout=True),
+    "llama": Family(lambda p: llama("llama", 5, 6, 2, 48, 80, vocab=VOCAB), 1.2),
+    "mistral": Family(lambda p: mistral("mistral", 3, 4, 2, 48, 80, vocab=VOCAB, rope=1e4, head_dim=16, window=9), 0.8),
+    "qwen2": Family(lambda p: qwen2("qwen2", 4, 6, 2, 48, 80, vocab=VOCAB, tied=True), 1.4),
+    "qwen3": Family(lambda p: qwen3("qwen3", 3, 4, 2, 48, SwiGLU(80), vocab=VOCAB, head_dim=16), 0.8),
     "qwen3-moe": Family(
-        lambda p: qwen3("qwen3-moe", 3, 4, 2, 48, MoE(SwiGLU(40), 8, 2, balance=0.01), vocab=VOCAB, head_dim=16), 4.0
+        lambda p: qwen3("qwen3-moe", 3, 4, 2, 48, MoE(SwiGLU(40), 8, 2, balance=0.01), vocab=VOCAB, head_dim=16), 0.8
     ),
-    "nemotron": Family(lambda p: nemotron("nemotron", 4, 6, 3, 48, 80, vocab=VOCAB, std=0.05), 4.0),
+    "nemotron": Family(lambda p: nemotron("nemotron", 4, 6, 2, 48, 80, vocab=VOCAB, std=0.05), 0.8),
     "gemma2": Family(
-        lambda p: gemma2("gemma2", 3, 4, 2, 48, 80, head_dim=16, query_scale=16, window=9, vocab=VOCAB), 4.0
+        lambda p: gemma2("gemma2", 3, 4, 2, 48, 80, head_dim=16, query_scale=16, window=9, vocab=VOCAB), 2.0
     ),
     "gemma3": Family(
-        lambda p: gemma3("gemma3", 7, 4, 2, 48, 80, head_dim=16, query_scale=16, window=9, vocab=VOCAB), 4.0
+        lambda p: gemma3("gemma3", 7, 4, 2, 48, 80, head_dim=16, query_scale=16, window=9, vocab=VOCAB), 2.2
     ),
-    "mixtral": Family(lambda p: mixtral("mixtral", 3, 6, 2, 48, 80, experts=4, vocab=VOCAB), 4.0),
+    "mixtral": Family(lambda p: mixtral("mixtral", 3, 6, 2, 48, 80, experts=4, vocab=VOCAB), 0.8),
     "gpt-oss": Family(
         lambda p: gpt_oss(
             "gpt-oss",
@@ -108,12 +108,12 @@ FAMILIES: dict[str, Family] = {
             vocab=VOCAB,
             balance=0.01,
         ),
-        4.0,
+        0.8,
     ),
-    "deepseek-v2": Family(lambda p: _deepseek("deepseek-v2", GROUPED), 4.0),
-    "deepseek-v3": Family(lambda p: _deepseek("deepseek-v3", CORRECTED), 4.0),
-    "deepseek-v3-mtp": Family(lambda p: _deepseek("deepseek-v3-mtp", CORRECTED, mtp_layers=1), 6.0),
-    "mamba2": Family(lambda p: mamba2("mamba2", 5, 32, head_dim=8, state=12, groups=2, vocab=VOCAB), 4.0),
+    "deepseek-v2": Family(lambda p: _deepseek("deepseek-v2", GROUPED), 0.8),
+    "deepseek-v3": Family(lambda p: _deepseek("deepseek-v3", CORRECTED), 0.8),
+    "deepseek-v3-mtp": Family(lambda p: _deepseek("deepseek-v3-mtp", CORRECTED, mtp_layers=1), 0.8),
+    "mamba2": Family(lambda p: mamba2("mamba2", 5, 32, head_dim=8, state=12, groups=2, vocab=VOCAB), 1.2),
     "nemotron-h": Family(
         lambda p: nemotron_h(
             "nemotron-h",
@@ -124,25 +124,25 @@ FAMILIES: dict[str, Family] = {
             mlp=MLP(80, "relu2"),
             vocab=VOCAB,
         ),
-        4.0,
+        0.8,
     ),
     "bert": Family(
         lambda p: bert("bert", 3, 4, 48, 80, vocab=131, seq=SEQ, dropout=p, attention_dropout=0.0),
-        4.2,
+        4.3,
         has_dropout=True,
     ),
     "bert-pre-norm": Family(
         lambda p: bert(
             "bert-pre-norm", 4, 6, 48, 80, vocab=131, seq=SEQ, dropout=p, attention_dropout=0.0, pre_norm=True
         ),
-        4.2,
+        4.3,
         has_dropout=True,
     ),
     "vit": Family(lambda p: vit("vit", 3, 4, 48, 80, patch=4, pixels=12, classes=11, dropout=p), 1.0, has_dropout=True),
-    "t5": Family(lambda p: t5("t5", 3, 6, 48, MLP(80, "relu"), head_dim=8, vocab=300, buckets=8, distance=16), 5.0),
-    "bart": Family(lambda p: bart("bart", 3, 4, 48, 80, vocab=300, seq=SEQ), 5.0),
+    "t5": Family(lambda p: t5("t5", 3, 6, 48, MLP(80, "relu"), head_dim=8, vocab=300, buckets=8, distance=16), 4.5),
+    "bart": Family(lambda p: bart("bart", 3, 4, 48, 80, vocab=300, seq=SEQ), 3.5),
     "llava": Family(
-        lambda p: llava("llava", clip(2, 4, 48, 80, patch=4, pixels=8), 3, 6, 48, 80, vocab=VOCAB, token=126), 4.0
+        lambda p: llava("llava", clip(2, 4, 48, 80, patch=4, pixels=8), 3, 6, 48, 80, vocab=VOCAB, token=126), 1.0
     ),
 }
 
