@@ -90,6 +90,11 @@ class Graph:
         return cut_points(self.nodes, self.predictions, self.live_values)
 
     @cached_property
+    def hidden_sizes(self) -> frozenset[int]:
+        """The widths of the hidden states between layers."""
+        return frozenset(n.shape["embed"].known for n in self.nodes if "embed" in n.shape)
+
+    @cached_property
     def predictions(self) -> tuple[str, ...]:
         """The nodes that the losses read, such as logits; of an output that is no loss, the output itself."""
         return tuple(dict.fromkeys(self._predictions(self.outputs)))

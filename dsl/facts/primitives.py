@@ -121,6 +121,13 @@ class Program:
             yield v
 
 
+def output_sizes(node: Node, sizes: Mapping[str, int], split: Split) -> tuple[int, ...]:
+    """Return the sizes on one device of the dims of a node's output, in declared order."""
+    table = program(node).table
+    local = table.local(sizes, split, table.axes((), node.shape.dims))
+    return tuple(map(local.of, node.shape))
+
+
 def origin(v: Value) -> Value:
     """Return the value that a layer's output stands for: the output of its body, and so on down to an `Each`."""
     while v.body is not None and not isinstance(v.op, Each):

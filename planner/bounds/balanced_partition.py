@@ -57,7 +57,7 @@ def balanced_bounds(balance: Balance, lower_bounds: LowerBounds, bounded: Bounde
         some = np.flatnonzero(stages[first] == count).tolist()
         chosen = [partitions[i] for i in some]
         sums = np.array([table.stage_sums(bounds) for table, bounds in chosen])
-        extra = np.array([(table.boundary, table.workspace, table.library) for table, _ in chosen], dtype=float)
+        extra = np.array([(table.least_boundary, table.workspace, table.library) for table, _ in chosen], dtype=float)
         here = stages == count
         if lower_bounds.many[count] and (x.vpp[here] > 1).any():
             largest_saved = _largest_saved([table for table, _ in chosen], sums)
@@ -113,11 +113,11 @@ def _capped_nbytes(
     a stage are recomputed, because the sum over stages then depends on the partition.
     """
     x, cache, costs = bounded.layouts, lower_bounds.cache, lower_bounds.costs
-    structure, pp, (boundary, workspace, library) = cache.structure, int(x.pp[0]), extra.T
+    pp, (boundary, workspace, library) = int(x.pp[0]), extra.T
     activations = interleaved_memory.capped_activations(
         saved=sums[..., CostColumn.SAVED].sum(axis=1),
         stage=largest_saved,
-        received=boundary * structure.live_values[structure.cut_points[1:]].min(),
+        received=boundary,
         pp=pp,
         vpp=int(x.vpp[0]),
         m=x.microbatches(cache.workload.batch),

@@ -48,7 +48,7 @@ class BaseCosts:
     block_saved_nbytes: Rows  # [base layouts, 2, 2] most saved of a block, and all outside blocks; recompute as above
     params: Column  # [base layouts] dense elements on one device, each weight once
     expert_params: Column  # [base layouts] elements of experts on one device
-    send_seconds: Rows  # [base layouts] one send of hidden states between the two nearest stages
+    send_seconds: Rows  # [base layouts] the smallest send between the two nearest stages
     blocks: int  # blocks that `recompute_layers` counts
 
     def joined(self, more: BaseCosts) -> BaseCosts:
@@ -154,9 +154,13 @@ def _runtime(base: Layouts, cache: CostCache) -> Rows:
 
 
 def _send_seconds(base: Layouts, cache: CostCache) -> Rows:
-    """Return the seconds of one send of hidden states between the first two stages, which share a node if any do."""
-    width = cache.workload.precision.nbytes * cache.structure.hidden_size
-    nbytes = width * (base.micro_batch * cache.workload.seq // base.cp) // np.where(base.sequence_parallel, base.tp, 1)
+    """Return the seconds of the smallest send between the first two stages, which share a node if any do."""
+    structure, seq = cache.structure, cache.workload.seq
+    first, which = alike(base.micro_batch, base.cp, base.tp, base.sequence_parallel)
+    layouts = [base[int(i)] for i in first]
+    elements = [structure.boundary_elements(x.micro_batch, seq, x.split) for x in layouts]
+    least = np.array([e[structure.cut_points[1:]].min() for e in elements])
+    nbytes = cache.workload.precision.nbytes * least[which]
     first, which = alike(nbytes, base.pp, base.tp, base.sequence_parallel)
     scattered = cache.profile.overlap.scattered_sends
     values = [

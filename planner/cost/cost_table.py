@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
 
 from megaloom.dsl.dims import NBYTES, DType, Sizes
 from megaloom.dsl.facts.costs import Costs, costs
@@ -61,7 +62,7 @@ class CostTable:
 
     job: Job
     rows: Rows  # [kinds, columns]
-    boundary: int  # bytes of one hidden state that crosses a stage boundary
+    boundary: NDArray[np.int64]  # [nodes + 1] bytes that cross a stage boundary before each node
     workspace: int  # transient bytes of a backward pass: gradients of activations, and a recomputed block
     library: int  # bytes that libraries hold for the whole run
     loss: int  # transient bytes of the loss
@@ -74,6 +75,11 @@ class CostTable:
     def structure(self) -> ModelStructure:
         """Return the structure of the model."""
         return self.job.structure
+
+    @property
+    def least_boundary(self) -> int:
+        """Return the fewest bytes that cross a stage boundary."""
+        return int(self.boundary[self.structure.cut_points[1:]].min())
 
     @cached_property
     def total(self) -> Rows:
@@ -151,7 +157,6 @@ def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostT
     """
     bare, structure, seq = bare or bare_table(job, layout), job.structure, job.workload.seq
     rows, workspace = bare.rows.copy(), bare.workspace
-    hidden = job.workload.precision.nbytes * structure.hidden_size * (layout.micro_batch * seq // layout.cp)
     if layout.recompute is Recompute.SELECTIVE:
         repeated = bare.by_part[:, structure.recomputed_parts(layout.recomputed_modules)].sum(axis=1)
         rows[:, RECOMPUTE_COLUMNS] += repeated[:, : len(FORWARD_COLUMNS)]
@@ -170,7 +175,7 @@ def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostT
     return CostTable(
         job=job,
         rows=bare.rows if partial else rows,
-        boundary=hidden // (layout.tp if layout.sequence_parallel else 1),
+        boundary=job.workload.precision.nbytes * structure.boundary_elements(layout.micro_batch, seq, split),
         workspace=workspace,
         library=bare.library,
         loss=bare.loss,

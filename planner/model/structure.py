@@ -11,17 +11,20 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
+from megaloom.dsl.dims import Shape, Sizes
 from megaloom.dsl.facts.costs import logits_ports
-from megaloom.dsl.facts.primitives import program
+from megaloom.dsl.facts.primitives import output_sizes, program
 from megaloom.dsl.facts.recompute import RecomputedBy, modules_of_ops
 from megaloom.dsl.facts.saved import SavedPart, saved_parts
 from megaloom.dsl.graph import Graph
 from megaloom.dsl.node import Node, Slot
+from megaloom.dsl.sharding_table import Split
 from megaloom.planner.contract.choices import Module
 from megaloom.planner.contract.layouts import Rows
 
@@ -55,7 +58,7 @@ class ModelStructure:
     kind_of_node: NDArray[np.intp]  # [nodes] index into `kinds`
     recompute_parts: tuple[RecomputedBy, ...]  # sets of modules: a part is recomputed if any module of its set is
     shared_weights: tuple[tuple[Slot, tuple[int, ...]], ...]  # trained weights of several nodes, with those nodes
-    hidden_size: int  # width of each hidden state that crosses a stage boundary
+    hidden_size: int  # width of the widest hidden states
     losses: Counter[str]  # nodes of logits, with the number of cross-entropies that are computed of them
 
     @cached_property
@@ -71,9 +74,31 @@ class ModelStructure:
         return np.array([i for i in self.cut_points.tolist() if not inside[i]])
 
     @cached_property
-    def live_values(self) -> NDArray[np.intp]:
-        """Return the number of hidden states live before each node; the last entry is the number of predictions."""
-        return np.array([*(len(names) for names in self.graph.live_values), len(self.graph.predictions)])
+    def live_shapes(self) -> tuple[tuple[Node, ...], NDArray[np.int64]]:
+        """Return a node for each shape of the values that cross a stage boundary, and how many of each shape cross.
+
+        The numbers are those before each node where a stage may begin: [nodes + 1, shapes]. The last row is that of the
+        last stage.
+        """
+        live, index, shapes = self.graph.live_values, self.graph.index, dict[Shape, Node]()
+        for names in (live[i] for i in self.graph.cut_points):
+            for node in (self.graph.nodes[index[name]] for name in names):
+                shapes.setdefault(node.shape, node)
+        counts = np.zeros((len(self.graph.nodes) + 1, len(shapes)), dtype=np.int64)
+        for i in self.graph.cut_points:
+            found = Counter(self.graph.nodes[index[name]].shape for name in live[i])
+            counts[i] = counts[-1] = [found[shape] for shape in shapes]
+        return tuple(shapes.values()), counts
+
+    def boundary_elements(self, micro_batch: int, seq: int, split: Split) -> NDArray[np.int64]:
+        """Return the elements on one device of all values that cross a stage boundary before each node: [nodes + 1].
+
+        They are 0 before nodes where no stage may begin.
+        """
+        (nodes, counts), sizes = self.live_shapes, Sizes(batch=micro_batch, seq=seq, source=seq)
+        each = [prod(output_sizes(node, sizes, split)) for node in nodes]
+        elements: NDArray[np.int64] = counts @ np.array(each, dtype=np.int64)
+        return elements
 
     @cached_property
     def kind_counts(self) -> Rows:
@@ -192,7 +217,7 @@ def model_structure(graph: Graph) -> ModelStructure:
         for slot in (s for s in node.weights if s.trained):
             uses.setdefault(slot.name, []).append(i)
     shared = tuple((graph.weights[name], tuple(nodes)) for name, nodes in uses.items() if len(nodes) > 1)
-    width = next((n.shape["embed"].known for n in graph.nodes if not n.is_input and "embed" in n.shape), 1)
+    width = max(graph.hidden_sizes, default=1)
     return ModelStructure(graph, tuple(kinds), np.array(kind_of_node), _parts(kinds), shared, width, losses)
 
 

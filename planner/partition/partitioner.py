@@ -126,7 +126,7 @@ class PartitionProblem:
     @cached_property
     def received(self) -> Indices:
         """Return the bytes that a stage receives and saves, by the node where it begins: [nodes + 1]."""
-        return self.table.boundary * self.table.structure.live_values
+        return self.table.boundary
 
     @cached_property
     def p2p_buffers(self) -> Indices:
@@ -134,7 +134,7 @@ class PartitionProblem:
         return (
             (self.layout.pp > 1)
             * (memory.RECEIVE_BUFFERS + self.layout.pp * self.job.profile.buffers.stage_output_saved)
-            * np.maximum(self.table.boundary, self.received)
+            * np.maximum(self.table.least_boundary, self.received)
         )
 
 

@@ -68,8 +68,6 @@ def untrainable(graph: Graph) -> Words | None:
                 f"the weight {n.weights[0].name!r} ({n.weights[0].value.at}) is used outside of any layer",
                 "the runtime trains the weights of layers, such as the biases of MLP(…, bias=True)",
             )
-    if len(sizes := hidden_sizes(graph)) != 1:
-        return f"{graph.name} has hidden states of sizes {sorted(sizes)}", "the runtime carries one size"
     return None
 
 
@@ -90,11 +88,6 @@ def _sees_labels(graph: Graph) -> Words | None:
                     "set causal=True, or end the model in another loss, such as MaskedToken()",
                 )
     return None
-
-
-def hidden_sizes(graph: Graph) -> set[int]:
-    """Return the sizes of the hidden states between layers."""
-    return {n.shape["embed"].known for n in graph.nodes if "embed" in n.shape}
 
 
 @lru_cache(maxsize=16)
@@ -202,22 +195,6 @@ def _overlaps_text(case: Case[Layout]) -> Words:
     return f"the runtime does not run `--overlap {named}`", "use `--overlap gradients weights`, or export the plan"
 
 
-def _one_hidden_state(case: Case[L]) -> Truth:
-    several: Truth = case.layout.pp > 1
-    return _joined_cut(case.graph) is None or several == False  # noqa: E712 (arrays too)
-
-
-def _one_hidden_state_text(case: Case[Layout]) -> Words:
-    names = ", ".join(_joined_cut(case.graph) or ())
-    return f"with pp {case.layout.pp}, stages would send {names} together", "use pp 1, or export the plan"
-
-
-@lru_cache(maxsize=16)
-def _joined_cut(graph: Graph) -> tuple[str, ...] | None:
-    """Return the values of the first cut point that several hidden states cross; None if there is none."""
-    return next((graph.live_values[i] for i in graph.cut_points if len(graph.live_values[i]) > 1), None)
-
-
 RUNTIME_RULES = (
     Rule(
         id="runtime-precision",
@@ -245,15 +222,6 @@ RUNTIME_RULES = (
         source="a packed sequence computes what its documents compute one by one",
         holds=_documents,
         explain=_documents_text,
-    ),
-    Rule(
-        id="runtime-stages",
-        sentence="With pp above 1 the runtime trains models whose stages send one hidden state.",
-        fix="use pp 1, or export the plan",
-        owner=Owner.RUNTIME,
-        source="a stage sends one tensor",
-        holds=_one_hidden_state,
-        explain=_one_hidden_state_text,
     ),
     Rule(
         id="runtime-experts",

@@ -23,7 +23,9 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.kernels import zigzag
 from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.megatron.stage_communicator import StageCommunicator
 from megaloom.runtime.modules.shared_weights import SharedGradients
+from megaloom.runtime.modules.stage_boundary import StageBoundary
 from megaloom.runtime.reference.dropout import MaskSource
 
 from .loss_weights import weight_sums
@@ -84,9 +86,10 @@ class PipelineRun:
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
             model=self.chunks if len(feeds) > 1 else self.chunks[0],
             num_microbatches=len(part.starts),
-            seq_length=self._sent_positions(),
+            seq_length=self.plan.workload.seq,
             micro_batch_size=part.size,
             forward_only=forward_only,
+            **self._sends(part),
         )
         total = torch.zeros(1 + len(self.losses.names), 2, dtype=torch.float64, device=device.current())
         if self.groups.is_last_pipeline_rank and self.groups.tp_rank == 0:
@@ -96,17 +99,16 @@ class PipelineRun:
         dist.all_reduce(total)
         return total
 
-    def _sent_positions(self) -> int:
-        """Return the positions of the hidden states between stages, of which megatron-core sends 1 / cp, or / tp · cp.
-
-        Sequences that are not sharded, such as the patches of an image, count as often as megatron-core divides them.
-        """
+    def _sends(self, part: MicroBatches) -> dict[str, Any]:
+        """Return what the schedules send between stages by: a communicator that knows the size of each tensor."""
         layout, seq = self.plan.layout, self.plan.workload.seq
-        for stage in (s for s in self.plan.stages if s.start):
-            name = self.graph.live_values[stage.start][0]
-            d = self.graph.nodes[self.graph.index[name]].shape.positions("embed")
-            return seq if d.size is None else d.size * layout.cp * (layout.tp if layout.sequence_parallel else 1)
-        return seq
+        if layout.pp == 1:
+            return {}
+        starts = (*(s.start for s in self.plan.stages), self.plan.stages[-1].stop)
+        boundaries = (StageBoundary.of(self.graph, node, layout.split, seq) for node in starts)
+        elements = [part.size * sum(boundary.elements) for boundary in boundaries]
+        communicator = StageCommunicator(self.groups, self.chunks[0].config, elements, len(part.starts))
+        return {"p2p_communicator": communicator, "pg_collection": self.groups.collection}
 
     def microbatches_of(self, samples: int, size: int, first: int = 0) -> MicroBatches:
         """Return this rank's micro-batches of a number of samples.

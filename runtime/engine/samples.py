@@ -91,7 +91,13 @@ class SampleMaker:
     @property
     def length(self) -> int:
         """Return the number of tokens of text that a sample reads."""
-        return _text_length(self.seq) if self.objective is Objective.SPANS else self.seq + 1
+        return _text_length(self.source) if self.objective is Objective.SPANS else self.seq + 1
+
+    @property
+    def source(self) -> int:
+        """Return the number of tokens that an encoder reads: as declared, else that of the sequence."""
+        shapes = (n.shape for n in self._inputs() if "source" in n.shape)
+        return next((size for shape in shapes if (size := shape["source"].size)), self.seq)
 
     @property
     def needed_ids(self) -> int:
@@ -139,7 +145,7 @@ class SampleMaker:
             case Objective.MASKED:
                 return masked(text[:seq], random, self.vocab, self.text_ids)
             case Objective.SPANS:
-                return spans(text, random, self.vocab, seq, self.text_ids.sentinels)
+                return spans(text, random, self.vocab, seq, self.source, self.text_ids.sentinels)
             case Objective.CLASSES:
                 label = torch.tensor(int(random.integers(self.vocab)))
                 return {"tokens": text[:seq], "labels": label, "mask": torch.ones(seq, dtype=torch.bool)}
@@ -222,10 +228,10 @@ def masked(text: Tensor, random: np.random.Generator, vocab: int, ids: TokenIds 
     return {"tokens": torch.from_numpy(tokens), "labels": text.clone(), "mask": torch.from_numpy(chosen)}
 
 
-def _text_length(seq: int) -> int:
-    """Return the least number of tokens whose source, after spans are removed, fills `seq` positions."""
-    length = seq
-    while length - _noise(length)[0] + _noise(length)[1] < seq:
+def _text_length(source: int) -> int:
+    """Return the least number of tokens whose source, after spans are removed, fills `source` positions."""
+    length = source
+    while length - _noise(length)[0] + _noise(length)[1] < source:
         length += 1
     return length
 
@@ -237,12 +243,13 @@ def _noise(length: int) -> tuple[int, int]:
 
 
 def spans(
-    text: Tensor, random: np.random.Generator, vocab: int, seq: int, sentinels: tuple[int, ...] = ()
+    text: Tensor, random: np.random.Generator, vocab: int, seq: int, source_length: int, sentinels: tuple[int, ...] = ()
 ) -> dict[str, Tensor]:
     """Return the source with spans replaced by sentinels, and the target that has each sentinel and its span.
 
-    sentinels: ids of the tokenizer; if it has too few, sentinel k is id vocab - 1 - k. tokens: the target shifted by
-    one, beginning with id 0. mask: the length of the target. Source: Raffel et al., arXiv:1910.10683, section 3.1.4.
+    The source has `source_length` tokens. sentinels: ids of the tokenizer; if it has too few, sentinel k is id
+    vocab - 1 - k. tokens: the target shifted by one, beginning with id 0. mask: the length of the target. Source:
+    Raffel et al., arXiv:1910.10683, section 3.1.4.
     """
     length, (noise, count) = len(text), _noise(len(text))
     lengths, gaps = _cut(noise, count, random), _cut(length - noise, count, random)
@@ -255,7 +262,7 @@ def spans(
     target = target[:seq]
     labels = torch.tensor(target + [0] * (seq - len(target)))
     return {
-        "source": torch.tensor(source[:seq]),
+        "source": torch.tensor(source[:source_length]),
         "tokens": torch.cat([torch.zeros(1, dtype=torch.int64), labels[:-1]]),
         "labels": labels,
         "mask": torch.arange(seq) < len(target),

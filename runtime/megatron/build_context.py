@@ -5,24 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megaloom.dsl import (
     BATCH,
+    Dim,
     DType,
     Graph,
     Input,
     MoE,
+    Node,
     Split,
     UserError,
     Value,
 )
+from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.choices import Module
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
-from megaloom.planner.rules.capabilities import hidden_sizes, precision_refusal, untrainable
+from megaloom.planner.rules.capabilities import precision_refusal, untrainable
 from megaloom.planner.rules.shared_weights import sharing_refusal, stored_by_rows
 
 from .process_groups import ProcessGroups
@@ -32,7 +35,10 @@ DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precisi
 
 @frozen(eq=False)
 class BuildContext:
-    """Process groups, the configuration fields that all layers share, the length of a sequence, shared tables."""
+    """Process groups, the configuration fields that all layers share, the length of a sequence, shared tables.
+
+    `of_node` gives the context of one node, whose hidden states may have a width and a length of their own.
+    """
 
     groups: ProcessGroups
     shared_fields: dict[str, Any]  # of TransformerConfig
@@ -49,6 +55,14 @@ class BuildContext:
     @config.default
     def _config(self) -> TransformerConfig:
         return self.layer_config()
+
+    def of_node(self, node: Node) -> BuildContext:
+        """Return the context for the module of one node: with the width and the length of its hidden states."""
+        width = node.shape["embed"].known if "embed" in node.shape else self.config.hidden_size
+        seq = next((d.size for d in node.shape if d.name in SEQUENCES and d.size is not None), self.seq)
+        if (width, seq) == (self.config.hidden_size, self.seq):
+            return self
+        return evolve(self, shared_fields=self.shared_fields | {"hidden_size": width}, seq=seq)
 
     def layer_config(self, **layer: Any) -> TransformerConfig:
         """Return the configuration of one layer: the shared fields and its own."""
@@ -74,7 +88,10 @@ def check_trainable(graph: Graph) -> None:
 
 def config_fields(graph: Graph, layout: Layout, workload: Workload) -> dict[str, Any]:
     """Return the fields of TransformerConfig that a layout sets for all modules and for the schedules."""
-    dtype, hidden = DTYPES[workload.precision], hidden_size(graph)
+    dtype, hidden = (
+        DTYPES[workload.precision],
+        max(graph.hidden_sizes, default=1),
+    )
     mixtures = [n.op for n in graph.nodes if isinstance(n.op, MoE)]
     moe = mixtures[0] if mixtures else None
     # megatron-core recomputes these modules itself; `recompute` and `body` recompute the others.
@@ -144,12 +161,12 @@ def to_megatron_order(v: Value, x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous() if _is_hidden_state(v) else x
 
 
+def megatron_dims(v: Value) -> tuple[Dim, ...]:
+    """Return the dims of a value in the order in which it is passed between modules."""
+    batch, *rest = v.shape
+    return (rest[0], batch, *rest[1:]) if _is_hidden_state(v) else v.shape.dims
+
+
 def _is_hidden_state(v: Value) -> bool:
     computed = not isinstance(v.source.op, Input) and v.dtype is not DType.INDEX
     return computed and len(v.shape.dims) > 2 and v.shape.dims[0] == BATCH
-
-
-def hidden_size(graph: Graph) -> int:
-    """Return the size of the hidden states, which is equal for all layers."""
-    (size,) = hidden_sizes(graph)
-    return size

@@ -1,7 +1,7 @@
 """A model chunk: consecutive graph nodes of one pipeline rank, as one MegatronModule.
 
-megatron-core's schedules call it with a micro-batch, and set the hidden states received from the previous stage.
-Between stages one tensor [seq, batch, embed] is sent.
+megatron-core's schedules call it with a micro-batch, and set the tensor received from the previous stage: the hidden
+states that cross the boundary, packed (see `stage_boundary`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
 )
-from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
 from megaloom.dsl import Graph, Node, Unembed
@@ -39,6 +38,7 @@ from megaloom.runtime.reference.dropout import MaskSource
 from . import registry
 from .layers import HiddenDropout, Logits
 from .shared_weights import SharedUses
+from .stage_boundary import StageBoundary
 
 FIRST_MASKS = MaskSource(seed=0, step=0, first_sample=0)
 
@@ -66,8 +66,8 @@ class ModelChunk(MegatronModule):
     """The nodes [start, stop) of a graph as one module.
 
     Its inputs are the named tensors of a micro-batch, [batch ..], with this cp rank's part of each sequence, and the
-    source of dropout masks. It returns hidden states, or on the last stage the values of the nodes in `returns`, by
-    name: the loss at the end, and the losses that it adds.
+    source of dropout masks. It returns the hidden states that the next stage receives, packed, or on the last stage the
+    values of the nodes in `returns`, by name: the loss at the end, and the losses that it adds.
     """
 
     def __init__(self, graph: Graph, stage: Stage, context: BuildContext) -> None:
@@ -76,9 +76,10 @@ class ModelChunk(MegatronModule):
         self.model_type = ModelType.encoder_or_decoder
         self.vp_stage = stage.chunk if context.groups.layout.vpp > 1 else None
         self.pre_process, self.post_process = stage.start == 0, stage.stop == len(graph.nodes)
-        self.reads = () if self.pre_process else graph.live_values[stage.start]
+        begin, end = (StageBoundary.of(graph, node, context.split, context.seq) for node in (stage.start, stage.stop))
+        self.begin, self.end = begin, end
         self.returns = losses_of(graph)
-        self.writes = self.returns if self.post_process else graph.live_values[stage.stop]
+        self.writes = self.returns if self.post_process else end.names
         nodes = [n for n in graph.nodes[stage.start : stage.stop] if not n.is_input]
         self.segments = node_segments(nodes, self.writes, context.groups.layout)
         self.selective = SelectiveNodes.of(nodes, context.groups.layout.recomputed_modules)
@@ -102,16 +103,15 @@ class ModelChunk(MegatronModule):
 
     def forward(self, *, masks: MaskSource = FIRST_MASKS, **inputs: Tensor) -> Tensor | dict[str, Tensor]:
         values = dict(inputs)
-        if self.reads:
+        if not self.pre_process:
             assert self.received is not None, "the schedule sets the input tensor first"
-            # A view would keep its base tensor alive.
-            values[self.reads[0]] = make_viewless_tensor(self.received, requires_grad=True, keep_graph=True)
+            values.update(self.begin.unpack(self.received))
         for segment in self.segments:
             run, reads = partial(self._run_segment, segment, masks), (values[name] for name in segment.reads)
             recompute = segment.recompute and torch.is_grad_enabled()
             outputs = tensor_parallel.checkpoint(run, False, *reads) if recompute else run(*reads)
             values.update(zip(segment.writes, outputs, strict=True))
-        return {name: values[name] for name in self.writes} if self.post_process else values[self.writes[0]]
+        return {name: values[name] for name in self.writes} if self.post_process else self.end.pack(values)
 
     def return_predictions(self) -> None:
         """Return what the losses read as well, such as logits. They are then held until the backward pass ends."""

@@ -48,7 +48,7 @@ from .moe import Mixture
 
 def build_module(node: Node, context: BuildContext) -> nn.Module:
     """Return the torch module of a node. Raise UserError if the node cannot be trained."""
-    execution = node_execution(node, context)
+    context, execution = context.of_node(node), node_execution(node, context)
     registered = execution.module or _registered_elsewhere(node, context)
     module = registered_module(node.op, context) if registered else None
     if isinstance(module, Mixture):

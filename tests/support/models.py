@@ -6,6 +6,7 @@ from megaloom.dsl import (
     MLA,
     MLP,
     Attention,
+    CrossAttention,
     Dim,
     Dropout,
     Embed,
@@ -15,6 +16,7 @@ from megaloom.dsl import (
     MoE,
     NextToken,
     Positions,
+    SequenceToSequence,
     SwiGLU,
     Unembed,
     Value,
@@ -31,6 +33,7 @@ from megaloom.examples.gemma2 import gemma2
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.gpt_oss import gpt_oss
 from megaloom.examples.llama3 import llama
+from megaloom.examples.llava import clip, llava
 from megaloom.examples.mixtral import mixtral
 from megaloom.examples.qwen3 import qwen3
 from megaloom.examples.vit import vit
@@ -185,3 +188,22 @@ def tiny_vit() -> Model:
 def tiny_gemma2() -> Model:
     """Caps on scores and on logits, windows, norms around the layers."""
     return gemma2("tiny-gemma2", layers=4, heads=4, kv_heads=2, embed=64, ff=96, head_dim=16, window=8, vocab=127)
+
+
+def tiny_pair() -> Model:
+    """An encoder of width 32, which reads 24 tokens, and a decoder of width 64. They share no weights."""
+    wide, narrow = Dim("embed", 64), Dim("embed", 32)
+    whole, causal, cross = Attention(heads=4, causal=False), Attention(heads=4), CrossAttention(heads=4)
+    mlp = residual(LayerNorm(), MLP(96))
+    memory = ids("source_tokens", Dim("source", 24)) >> Embed(weight("source", Dim("vocab", 300), narrow))
+    memory = memory >> repeat(3, residual(LayerNorm(), whole) >> mlp) >> LayerNorm()
+    decoder = residual(LayerNorm(), causal) >> residual(LayerNorm(), cross) >> mlp
+    x = ids() >> Embed(weight("wte", Dim("vocab", 300), wide)) >> repeat(3, decoder).given(memory=memory)
+    head = Unembed(weight("head", Dim("vocab", 300), wide))
+    return model("tiny-pair", x >> LayerNorm() >> head >> SequenceToSequence())
+
+
+def tiny_llava() -> Model:
+    """An image encoder of width 32, a projector, and a decoder of width 64. An image has nine patches."""
+    image = clip(3, 4, 32, 48, patch=4, pixels=12)
+    return llava("tiny-llava", image, layers=4, heads=4, embed=64, ff=96, vocab=299, token=298)

@@ -31,6 +31,11 @@ RUN = {
     "masked tokens, TP2 SP": (f"{SUPPORT / 'models.py'}:tiny_bert", TP2),
     "masked tokens, CP2 PP2": (f"{SUPPORT / 'models.py'}:tiny_bert_pre_norm", Layout(cp=2, pp=2)),
     "classes, TP2 SP PP2": (f"{SUPPORT / 'models.py'}:tiny_vit", Layout(tp=2, sequence_parallel=True, pp=2)),
+    "text after an image, CP2 PP2": (f"{SUPPORT / 'models.py'}:tiny_llava", Layout(cp=2, pp=2)),
+    "an encoder and a decoder, TP2 SP PP2": (
+        f"{SUPPORT / 'models.py'}:tiny_pair",
+        Layout(tp=2, sequence_parallel=True, pp=2),
+    ),
     "capped logits, padded vocabulary, TP2 SP": (f"{SUPPORT / 'models.py'}:tiny_gemma2", TP2),
     "z-loss, TP2 SP DP2": (f"{OWN}:with_z_loss", Layout(tp=2, sequence_parallel=True, dp=2)),
     "z-loss, CP2": (f"{OWN}:with_z_loss", Layout(cp=2)),

@@ -117,6 +117,16 @@ LAYOUTS = {
         ),
     ),
     "recompute of whole modules": ("tiny_deepseek_v3", selective("mlp", "moe")),
+    "two hidden states, of two widths and lengths, PP4": ("tiny_pair", Layout(pp=4)),
+    "two hidden states, of two widths and lengths, TP2 SP PP2 VPP2": (
+        "tiny_pair",
+        Layout(tp=2, sequence_parallel=True, pp=2, vpp=2),
+    ),
+    "two hidden states, of two widths and lengths, CP2 PP2, recompute full": (
+        "tiny_pair",
+        Layout(cp=2, pp=2, recompute=Recompute.FULL),
+    ),
+    "image and text, PP2 VPP2": ("tiny_llava", Layout(pp=2, vpp=2)),
 }
 
 
