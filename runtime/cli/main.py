@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -144,6 +144,35 @@ def make_dataset(
     from .data_command import run_data
 
     run_data(sources, output, tokenizer, train_vocab, key, workers, append_eos)
+
+
+@app.command(name="evaluate")
+@unwrap_help
+def evaluate_last_checkpoint(
+    run: Path,
+    /,
+    *,
+    data: Annotated[list[str], Parameter(consume_multiple=True)],
+    part: Literal["all", "training", "validation", "test"] = "all",
+    split: str | None = None,
+) -> None:
+    """Print the loss and perplexity of the last checkpoint of a run on each source of data.
+
+    Parameters
+    ----------
+    run
+        The folder that `megaloom train` wrote.
+    data
+        Files or folders of text, "stdlib", or prefixes of indexed datasets.
+    part
+        The part of the data.
+    split
+        Shares of training, validation and test of indexed datasets. [default: 969,30,1]
+    """
+    require_training_packages("evaluate")
+    from .evaluate_command import run_evaluate
+
+    run_evaluate(run, data, part, split)
 
 
 @app.command

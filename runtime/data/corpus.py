@@ -11,7 +11,7 @@ from attrs import frozen
 from megaloom.dsl.errors import UserError
 
 from .description import TOKENIZER_SUFFIX, Description, read_description
-from .indexed import INDEX, TOKENS, IndexedDataset, is_indexed, open_indexed, path_of
+from .indexed import INDEX_SUFFIX, TOKENS, IndexedDataset, is_indexed, open_indexed, path_of
 from .part import DataPart
 from .split import DEFAULT_SPLIT, PARTS, TokenRange, parse_split, split_ranges
 from .text_files import gather
@@ -97,7 +97,7 @@ def open_corpus(
 def _prefix(name: str) -> Path:
     """Return the prefix that a name means: with or without .bin or .idx."""
     path = Path(name).expanduser()
-    return path.with_suffix("") if path.suffix in (INDEX, TOKENS) and path.is_file() else path
+    return path.with_suffix("") if path.suffix in (INDEX_SUFFIX, TOKENS) and path.is_file() else path
 
 
 def _text_corpus(source: str, split: str | None, folder: Path) -> Corpus:
@@ -147,7 +147,7 @@ def _checked(prefix: Path) -> IndexedDataset:
 
 def _digest(dataset: IndexedDataset, description: Description | None) -> str:
     """Return the digest of a dataset: of what it was made of, or of its files' sizes and times."""
-    stats = [path_of(dataset.prefix, suffix).stat() for suffix in (TOKENS, INDEX)]
+    stats = [path_of(dataset.prefix, suffix).stat() for suffix in (TOKENS, INDEX_SUFFIX)]
     return description.digest if description else repr([(s.st_size, s.st_mtime_ns) for s in stats])
 
 
@@ -157,7 +157,7 @@ def _common_ids(datasets: list[IndexedDataset], descriptions: list[Description |
     for dataset, description in described:
         if dataset.tokens != description.tokens:
             raise UserError(
-                f"{path_of(dataset.prefix, INDEX)} has {dataset.tokens:,} tokens, its description says "
+                f"{path_of(dataset.prefix, INDEX_SUFFIX)} has {dataset.tokens:,} tokens, its description says "
                 f"{description.tokens:,}\nthe files are of two datasets: write them again"
             )
         if description.tokenizer != described[0][1].tokenizer:

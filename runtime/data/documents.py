@@ -51,7 +51,7 @@ class Chunk:
 
 
 @frozen
-class Source:
+class DocumentSource:
     """A source cut into chunks. `digest` changes when any of its files changes."""
 
     name: str
@@ -59,19 +59,19 @@ class Source:
     chunks: tuple[Chunk, ...]
 
 
-def open_source(source: str) -> Source:
+def open_source(source: str) -> DocumentSource:
     """Return the chunks of "stdlib", a file or a folder. Raise UserError if it has no documents or is unreadable."""
     path = Path(source).expanduser()
     try:
         if source != STDLIB and path.is_dir() and ((path / SAVED_DATASET).exists() or (path / SAVED_SPLITS).exists()):
             names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
-            return Source(source, stat_digest(path, names), tuple(_dataset_chunks(path)))
+            return DocumentSource(source, stat_digest(path, names), tuple(_dataset_chunks(path)))
         if source != STDLIB and path.is_file() and (kind := _format(path, given=True)) is not Format.TEXT:
-            return Source(source, stat_digest(path.parent, [path.name]), tuple(_file_chunks(path, kind)))
+            return DocumentSource(source, stat_digest(path.parent, [path.name]), tuple(_file_chunks(path, kind)))
         root, names = text_files(source, tables=PARQUET_SUFFIX)
         if source == STDLIB:
             names = [name for name in names if _is_utf8(root / name)]  # four tests of encodings are not
-        return Source(source, stat_digest(root, names), tuple(_folder_chunks(root, names)))
+        return DocumentSource(source, stat_digest(root, names), tuple(_folder_chunks(root, names)))
     except OSError as error:
         raise unreadable(source, error) from None
 

@@ -24,7 +24,7 @@ from megaloom.dsl.errors import UserError
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 TOKEN_TYPES: dict[int, str] = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}  # 6 and 7 are floating-point
-INDEX, TOKENS, MASK = ".idx", ".bin", ".mask"
+INDEX_SUFFIX, TOKENS, MASK = ".idx", ".bin", ".mask"
 
 Ints = npt.NDArray[np.int64]
 DocumentTokens = Iterable[npt.NDArray[np.integer]]
@@ -107,12 +107,12 @@ def path_of(prefix: Path, suffix: str) -> Path:
 
 def is_indexed(prefix: Path) -> bool:
     """Return whether one of the two files of an indexed dataset exists."""
-    return any(path_of(prefix, suffix).is_file() for suffix in (INDEX, TOKENS))
+    return any(path_of(prefix, suffix).is_file() for suffix in (INDEX_SUFFIX, TOKENS))
 
 
 def open_indexed(prefix: Path) -> IndexedDataset:
     """Return the dataset PREFIX.bin and PREFIX.idx. Raise UserError if a file is missing, foreign or truncated."""
-    index, tokens = path_of(prefix, INDEX), path_of(prefix, TOKENS)
+    index, tokens = path_of(prefix, INDEX_SUFFIX), path_of(prefix, TOKENS)
     try:
         with index.open("rb") as file:
             header = file.read(HEADER.size)
@@ -120,7 +120,7 @@ def open_indexed(prefix: Path) -> IndexedDataset:
     except OSError as error:
         raise UserError(
             f"cannot read {error.filename}: {error.strerror}\n"
-            f"an indexed dataset is {prefix.name}{TOKENS} and {prefix.name}{INDEX} in one folder"
+            f"an indexed dataset is {prefix.name}{TOKENS} and {prefix.name}{INDEX_SUFFIX} in one folder"
         ) from None
     if len(header) < HEADER.size or not header.startswith(MAGIC):
         raise UserError(f"{index} is no index of a Megatron dataset\nwrite one with: megaloom data SOURCE -o PREFIX")
@@ -145,7 +145,7 @@ def open_indexed(prefix: Path) -> IndexedDataset:
 
 def _arrays(prefix: Path, sequences: int, documents: int) -> tuple[npt.NDArray[np.int32], Ints, Ints]:
     """Return lengths and byte offsets of the sequences, and the first sequence of each document with the end."""
-    raw = np.memmap(path_of(prefix, INDEX), np.uint8, "r")
+    raw = np.memmap(path_of(prefix, INDEX_SUFFIX), np.uint8, "r")
     lengths_end = HEADER.size + 4 * sequences
     offsets_end = lengths_end + 8 * sequences
     return (
@@ -156,7 +156,7 @@ def _arrays(prefix: Path, sequences: int, documents: int) -> tuple[npt.NDArray[n
 
 
 def _damaged(prefix: Path, problem: str) -> str:
-    return f"{path_of(prefix, INDEX)} {problem}\nthe file is damaged: write the dataset again"
+    return f"{path_of(prefix, INDEX_SUFFIX)} {problem}\nthe file is damaged: write the dataset again"
 
 
 def smallest_token_type(vocab: int) -> str:
@@ -188,11 +188,13 @@ def write_tokens(documents: DocumentTokens, prefix: Path, token_type: str) -> In
 def write_index(lengths: Ints, prefix: Path, token_type: str) -> IndexedDataset:
     """Write PREFIX.idx for documents of these lengths, whose tokens are in PREFIX.bin."""
     if len(lengths) and lengths.max() >= 2**31:
-        raise UserError(f"a document of {lengths.max():,} tokens is too long for {prefix}{INDEX}\nsplit that document")
+        raise UserError(
+            f"a document of {lengths.max():,} tokens is too long for {prefix}{INDEX_SUFFIX}\nsplit that document"
+        )
     (code,) = (code for code, name in TOKEN_TYPES.items() if name == token_type)
     count, ends = len(lengths), np.cumsum(lengths)
     size = np.dtype(token_type).itemsize
-    index = path_of(prefix, INDEX)
+    index = path_of(prefix, INDEX_SUFFIX)
     unfinished = unfinished_path(index)
     with unfinished.open("wb") as file:
         file.write(HEADER.pack(MAGIC, 1, code, count, count + 1))

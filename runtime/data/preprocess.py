@@ -27,9 +27,9 @@ from megaloom.dsl.errors import UserError
 
 from .chat_template import ChatTemplate, load_chat_template
 from .description import TOKENIZER_SUFFIX, Description, read_description, write_description
-from .documents import DEFAULT_KEY, Chunk, Document, Source, open_source, read_chunk
+from .documents import DEFAULT_KEY, Chunk, Document, DocumentSource, open_source, read_chunk
 from .indexed import (
-    INDEX,
+    INDEX_SUFFIX,
     MASK,
     TOKENS,
     is_indexed,
@@ -112,7 +112,7 @@ def preprocess(request: Preprocessing, show: ShowProgress) -> tuple[Description,
     return description, False
 
 
-def _digest(request: Preprocessing, sources: list[Source]) -> str:
+def _digest(request: Preprocessing, sources: list[DocumentSource]) -> str:
     """Return a digest of all that decides the contents of the dataset."""
     tokenizer = f"bpe {request.train_vocab}" if request.tokenizer is None else _contents(request.tokenizer)
     parts = (tokenizer, request.key, request.append_eos, [s.digest for s in sources])
@@ -136,7 +136,7 @@ def _finished(prefix: Path, digest: str) -> Description:
     if (known := read_description(prefix)) and known.digest == digest:
         return known
     raise UserError(
-        f"{path_of(prefix, INDEX)} exists, made of other sources or with other options\n"
+        f"{path_of(prefix, INDEX_SUFFIX)} exists, made of other sources or with other options\n"
         "choose another -o, or remove that dataset"
     )
 
@@ -171,7 +171,7 @@ def _discard_others(parts: Path, contents: str) -> None:
     name.write_text(digest)
 
 
-def _tokenizer_of(request: Preprocessing, parts: Path, sources: list[Source], show: ShowProgress) -> str:
+def _tokenizer_of(request: Preprocessing, parts: Path, sources: list[DocumentSource], show: ShowProgress) -> str:
     """Return "bytes" or the folder of the tokenizer, which is copied or trained unless an earlier call did so."""
     if request.tokenizer == BYTE_IDS.name:
         return BYTE_IDS.name
@@ -201,7 +201,9 @@ def _texts(chunks: list[Chunk], key: str, show: ShowProgress) -> Iterator[str]:
         show("training the tokenizer", done, total)
 
 
-def _tokenize(request: Preprocessing, tokenizer: str, parts: Path, sources: list[Source], show: ShowProgress) -> None:
+def _tokenize(
+    request: Preprocessing, tokenizer: str, parts: Path, sources: list[DocumentSource], show: ShowProgress
+) -> None:
     """Tokenize the chunks that have no part yet."""
     loaded = _cached_tokenizer(tokenizer)
     if request.append_eos and loaded.ids.eos is None:
@@ -213,7 +215,7 @@ def _tokenize(request: Preprocessing, tokenizer: str, parts: Path, sources: list
     tasks = [
         ChunkTask(chunk, _part(parts, i), tokenizer, request.key, request.append_eos) for i, chunk in enumerate(chunks)
     ]
-    left = [task for task in tasks if not path_of(task.out, INDEX).exists()]
+    left = [task for task in tasks if not path_of(task.out, INDEX_SUFFIX).exists()]
     total = sum(chunk.nbytes for chunk in chunks)
     done = total - sum(task.chunk.nbytes for task in left)
     show("tokenizing", done, total)
@@ -307,7 +309,9 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _join(request: Preprocessing, tokenizer: str, parts: Path, sources: list[Source], digest: str) -> Description:
+def _join(
+    request: Preprocessing, tokenizer: str, parts: Path, sources: list[DocumentSource], digest: str
+) -> Description:
     """Join the parts in order, write the tokenizer and the description beside them, and the index last."""
     count = sum(len(source.chunks) for source in sources)
     datasets = [each for i in range(count) if (each := open_indexed(_part(parts, i))).tokens]

@@ -25,6 +25,7 @@ from megaloom.runtime.megatron.checkpoint_folder import Checkpoint, Manifest, la
 from megaloom.runtime.weights.given import open_folder
 
 from .metrics import InterruptibleConsole, MetricsFile, ProgressDisplay, StepMetrics, progress_display
+from .run_data import sample_of
 from .training_run import RECENT_STEPS, Summary, TrainingRun
 
 
@@ -145,14 +146,7 @@ class Loop:
         return self._sample(self.run.corpus.train.sample(i, seq=self.maker.length - 1, seed=seed), i, seed)
 
     def _sample(self, window: Window, i: int, seed: int) -> Sample:
-        """Return the named tensors of sample i. Raise UserError for a token beyond the model's vocabulary."""
-        if self.maker.needed_ids and (highest := int(window.tokens.max())) >= self.maker.vocab:
-            raise UserError(
-                f"the data has the token {highest:,}, the model has a vocabulary of {self.maker.vocab:,}\n"
-                f'declare Dim("vocab", {highest + 1}) or more, or give data of its tokenizer'
-            )
-        maker = self.maker.reading(window)
-        return self.engine.steps.data_step(maker, torch.from_numpy(window.tokens), i, seed)
+        return sample_of(window, self.maker, self.engine.steps, i, seed)
 
     def _save(self) -> None:
         plan, corpus = self.run.plan, self.run.corpus

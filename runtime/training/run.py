@@ -1,6 +1,6 @@
 """A training run, started from the user's process: it launches the ranks or, under torchrun or srun, is one of them.
 
-    run/plan.json  run/data/  run/metrics.jsonl  run/step-000100/  run/step-000200/
+    run/plan.json  run/data/  run/tokenizer/  run/metrics.jsonl  run/step-000100/  run/step-000200/
 
 `train` checks everything that can be checked without training, then runs `loop.train_on_rank` on every rank.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import math
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,9 +25,7 @@ from megaloom.dsl.graph import Model, graph
 from megaloom.planner.contract.plan_json import save as save_plan
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
-from megaloom.runtime.data.corpus import Corpus, open_corpus
 from megaloom.runtime.data.text_files import STDLIB
-from megaloom.runtime.data.token_ids import TokenIds
 from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.engine.samples import SampleMaker
 from megaloom.runtime.launch import launcher
@@ -35,6 +33,7 @@ from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron.checkpoint_folder import cannot_save, latest, saved_step
 from megaloom.runtime.weights.given import open_folder
 
+from .run_data import DataOptions, as_sources, open_data, steps_of
 from .training_run import Summary, TrainingRun
 
 SAVE_SECONDS = 300.0
@@ -67,8 +66,8 @@ def train(
     """
 
     def prepared() -> TrainingRun:
-        words = (source,) if isinstance(source, str) else tuple(source)
-        return prepare_run(plan, recipe, folder, words, split, epochs, save_every, evaluate_every, steps, weights)
+        data = DataOptions(as_sources(source), split, epochs)
+        return prepare_run(plan, recipe, folder, data, save_every, evaluate_every, steps, weights)
 
     if started_by_launcher():
         join(plan.layout.world)
@@ -82,9 +81,7 @@ def prepare_run(
     plan: Plan,
     recipe: Recipe,
     folder: Path,
-    source: Sequence[str],
-    split: str | None,
-    epochs: float | None,
+    data: DataOptions,
     save_every: int,
     evaluate_every: int,
     steps: object = None,
@@ -101,10 +98,11 @@ def prepare_run(
     saved = latest(folder, fingerprint=plan.fingerprint)  # refuse another model's or a damaged one before any work
     if weights is not None and saved is None:
         open_folder(weights).check(model)
-    corpus = open_corpus(source, split, folder / "data", lambda ids: check_vocabulary(ids, maker))
-    check_text(corpus, maker)
-    if epochs is not None:
-        recipe = evolve(recipe, steps=steps_of(epochs, corpus, maker.length - 1, plan.workload.batch))
+    corpus = open_data(data, maker, folder / "data")
+    if data.epochs is not None:
+        recipe = evolve(recipe, steps=steps_of(data.epochs, corpus, maker, plan.workload.batch))
+    if corpus.tokenizer:
+        shutil.copytree(corpus.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
     save_plan(plan, folder / "plan.json")
     return TrainingRun(
         plan=plan,
@@ -124,44 +122,6 @@ def check_model(plan: Plan) -> Model:
     check_plan(plan, model)
     check_trainable(plan, model)
     return model
-
-
-def check_vocabulary(ids: TokenIds, maker: SampleMaker) -> None:
-    """Raise UserError unless the model's vocabulary has all ids of the data."""
-    needed = evolve(maker, text_ids=ids).needed_ids
-    if maker.vocab < needed:
-        text = f"text is read as bytes, which are {ids.vocab} tokens"
-        if ids.unit != "byte":
-            text = f"the data's tokenizer has {ids.vocab:,} tokens ({ids.name})"
-        more = f", and its objective needs {needed - ids.vocab} more" if needed > ids.vocab else ""
-        raise UserError(
-            f"{maker.graph.name} has a vocabulary of {maker.vocab:,}; {text}{more}\n"
-            f'declare Dim("vocab", {needed}) or more'
-        )
-
-
-def check_text(corpus: Corpus, maker: SampleMaker) -> None:
-    """Raise UserError unless the model can train on the kind of data, and each part has enough text."""
-    seq = maker.length - 1
-    if corpus.counts_some and not maker.counts_some:
-        raise UserError(
-            f"the data are conversations, of which training predicts the assistant's tokens, and the loss of "
-            f"{maker.graph.name} has no mask\ndeclare NextToken(mask=mask())"
-        )
-    corpus.train.windows(seq)
-    for part in (corpus.validation, corpus.test):
-        if part and not part.held_out_samples(seq):
-            raise UserError(
-                f"the {part.name} text has {part.count:,} tokens, too few for --seq {seq:,}\n"
-                "give more text, another --split, or a smaller --seq"
-            )
-
-
-def steps_of(epochs: float, corpus: Corpus, seq: int, batch: int) -> int:
-    """Return the number of steps that visit the training text `epochs` times."""
-    if not 0 < epochs < 1e6:
-        raise UserError(f"--epochs {epochs:g} is out of range\ngive a number above 0, such as 1 or 0.5")
-    return math.ceil(epochs * corpus.train.windows(seq) / batch)
 
 
 def on_rank(run: TrainingRun) -> Summary:

@@ -25,6 +25,7 @@ REASONS = {
     "runtime/data/tokenizer.py": "start-up time: transformers takes seconds, and each kind of tokenizer has a library",
     "runtime/megatron/cpu_shim.py": "megatron-core is imported after its CUDA calls are replaced",
     "runtime/megatron/device.py": "megatron-core is imported after its CUDA calls are replaced",
+    "runtime/training/evaluation.py": "the starting process does not load torch; its ranks do",
     "runtime/training/run.py": "the starting process does not load torch; its ranks do",
     "runtime/training/verify.py": "the starting process does not load torch; its ranks do",
     "examples/scripts/own_loss.py": "a declaration imports torch only when it is trained",

@@ -15,7 +15,8 @@ from megaloom.runtime.data.corpus import open_corpus
 from megaloom.runtime.data.preprocess import Preprocessing, preprocess
 from megaloom.runtime.engine.samples import SampleMaker
 from megaloom.runtime.megatron.checkpoint_folder import checkpoint_folders, read
-from megaloom.runtime.training.run import check_text
+from megaloom.runtime.training.evaluation import evaluate_run
+from megaloom.runtime.training.run_data import check_text
 from tests.runtime.data.test_chat_template import CHATML, TALKS, with_template
 from tests.support.models import byte_llama
 from tests.support.paths import SUPPORT, TESTS
@@ -65,7 +66,26 @@ def test_a_run_on_a_blend_is_evaluated_on_both_other_parts(
     assert kinds == [("evaluation", 3), ("evaluation", 4), ("test", 4)]
     assert done.test_loss == events(folder)[-1]["loss"]
     assert read(checkpoint_folders(folder)[-1]).manifest.data == corpus.digest
+    assert (folder / "tokenizer" / "tokenizer.json").exists()
     assert not (folder / "data").exists()  # an indexed dataset is read where it is
+
+
+def test_evaluated_by_dataset_it_has_the_loss_of_the_run(
+    finished: tuple[Path, Summary], blend: list[str], tmp_path: Path
+) -> None:
+    folder, done = finished
+    result = evaluate_run(folder, blend[1::2], part="validation", split="94,4,2")
+    assert (result.step, [x.name for x in result.losses]) == (4, blend[1::2])
+    tokens = sum(x.tokens for x in result.losses)
+    assert tokens == done.held_out_tokens
+    assert sum(x.loss * x.tokens for x in result.losses) / tokens == pytest.approx(done.held_out_loss, abs=1e-5)
+    with pytest.raises(UserError, match=r"the test part of .*a has 0 tokens, too few for sequences of 32\ngive more"):
+        evaluate_run(folder, [blend[1]], part="test", split="100")
+    with pytest.raises(UserError, match=r"is no run folder: it has no plan.json\ngive the folder"):
+        evaluate_run(tmp_path, [blend[1]])
+    shutil.copy(folder / "plan.json", tmp_path)
+    with pytest.raises(UserError, match=r"has no checkpoint\ntrain first: megaloom train .*plan.json"):
+        evaluate_run(tmp_path, [blend[1]])
 
 
 def test_resumed_under_another_layout_it_reads_the_same_samples(

@@ -1,0 +1,30 @@
+"""`megaloom evaluate`: the loss of a trained model on each source of data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from megaloom.runtime.training.evaluation import RunEvaluation, evaluate_run
+
+from .printing import print_on_first_rank
+
+
+def run_evaluate(folder: Path, sources: list[str], part: str, split: str | None) -> None:
+    """Evaluate the last checkpoint of a run, and print a table."""
+    evaluation = evaluate_run(folder, sources, part=part, split=split)
+    print_on_first_rank(Text(f"{folder}, step {evaluation.step}\n"), evaluation_table(evaluation))
+
+
+def evaluation_table(evaluation: RunEvaluation) -> Table:
+    """Return loss, perplexity and number of tokens of each source."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("data")
+    for name in ("loss", "unit", "perplexity", "tokens"):
+        table.add_column(name, justify="right")
+    for text in evaluation.losses:
+        loss, perplexity = f"{text.loss:.4f}", f"{text.perplexity:.3f}"
+        table.add_row(Text(text.name), loss, f"nats per {text.unit}", perplexity, f"{text.tokens:,}")
+    return table

@@ -1,0 +1,134 @@
+"""Evaluation of a trained model on data: the loss of each source, under the layout of the run's plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from attrs import evolve, frozen
+
+from megaloom.dsl.catalog import find
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import graph
+from megaloom.planner.contract.plan_json import load as load_plan
+from megaloom.planner.contract.plans import Plan
+from megaloom.planner.rules.plan_check import check_plan, check_trainable
+from megaloom.runtime.data.corpus import Corpus, open_corpus
+from megaloom.runtime.data.part import DataPart
+from megaloom.runtime.data.split import PARTS
+from megaloom.runtime.data.token_ids import TokenIds
+from megaloom.runtime.engine.recipe import Recipe
+from megaloom.runtime.engine.samples import Sample, SampleMaker
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.megatron.checkpoint_folder import latest
+
+from .run_data import check_vocabulary, sample_of
+
+ALL = "all"
+"""The part that has all documents."""
+
+
+@frozen
+class EvaluatedText:
+    """One source to evaluate."""
+
+    name: str
+    part: DataPart
+    ids: TokenIds
+
+
+@frozen
+class TextLoss:
+    """Mean loss on a source."""
+
+    name: str
+    loss: float  # nats per token
+    tokens: int  # predicted
+    unit: str  # byte or token
+
+    @property
+    def perplexity(self) -> float:
+        """Return e to the power of the loss; infinity if that is too large."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@frozen
+class RunEvaluation:
+    """Losses of the last checkpoint of a run."""
+
+    step: int
+    losses: tuple[TextLoss, ...]
+
+
+def evaluate_run(
+    folder: Path, sources: Sequence[str], *, part: str = ALL, split: str | None = None, timeout: float | None = None
+) -> RunEvaluation:
+    """Return the losses of a run's last checkpoint on each source: a file or folder of text, or an indexed dataset.
+
+    part: "all", or the training, validation or test part by `split`. Raise UserError for a folder that is no run, bad
+    data, or a machine without the devices of the plan.
+    """
+    plan, step = _trained(folder)
+    model, _ = find(plan.model)
+    check_plan(plan, model)
+    check_trainable(plan, model)
+    launcher.check(plan.layout.world)
+    maker = SampleMaker.of(graph(model), plan.workload.seq)
+    with TemporaryDirectory(prefix="megaloom-") as temporary:
+        texts = []
+        for i, source in enumerate(sources):
+            corpus = open_corpus([source], split, Path(temporary) / str(i), lambda ids: check_vocabulary(ids, maker))
+            texts.append(_text(source, corpus, part, maker))
+        losses = launcher.run(_losses_on_rank, (plan, folder, texts), plan.layout.world, timeout=timeout)[0]
+    return RunEvaluation(step, losses)
+
+
+def _trained(folder: Path) -> tuple[Plan, int]:
+    """Return the plan of a run folder, and the step of its last checkpoint."""
+    path = folder / "plan.json"
+    if not path.is_file():
+        raise UserError(f"{folder} is no run folder: it has no plan.json\ngive the folder that `megaloom train` wrote")
+    plan = load_plan(path)
+    last = latest(folder, fingerprint=plan.fingerprint)
+    if last is None:
+        raise UserError(f"{folder} has no checkpoint\ntrain first: megaloom train {path}")
+    return plan, last.manifest.step
+
+
+def _text(source: str, corpus: Corpus, part: str, maker: SampleMaker) -> EvaluatedText:
+    """Return the part of a source to evaluate. Raise UserError if it is too short."""
+    parts = dict(zip(PARTS, (corpus.train, corpus.validation, corpus.test), strict=True))
+    chosen = [p for name, p in parts.items() if p and part in (ALL, name)]
+    ranges = tuple(r for p in chosen for r in p.ranges)
+    text = evolve(corpus.train, name=part, ranges=ranges, weights=None)
+    if not ranges or not text.held_out_samples(maker.length - 1):
+        raise UserError(
+            f"the {part} part of {source} has {text.count:,} tokens, too few for sequences of {maker.seq:,}\n"
+            "give more text, or another --part or --split"
+        )
+    return EvaluatedText(source, text, corpus.ids)
+
+
+def _losses_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText]) -> tuple[TextLoss, ...]:
+    """Return the losses, which are equal on all ranks."""
+    from megaloom.runtime.engine.engine import Engine  # imports megatron-core, which the starting process does not need
+    from megaloom.runtime.megatron import checkpoint
+
+    model, _ = find(plan.model)
+    engine = Engine.build(plan, model, Recipe())
+    last = latest(folder, fingerprint=plan.fingerprint)
+    assert last, "checked before the ranks started"
+    checkpoint.load(engine, last)
+    losses = []
+    for text in texts:
+        maker = SampleMaker.of(engine.graph, plan.workload.seq, text.ids)
+        seq = maker.length - 1
+
+        def sample(i: int, text: EvaluatedText = text, maker: SampleMaker = maker, seq: int = seq) -> Sample:
+            return sample_of(text.part.held_out_sample(i, seq=seq), maker, engine.steps, i, 0)
+
+        result = engine.evaluate_samples(sample, text.part.held_out_samples(seq))
+        losses.append(TextLoss(text.name, result.loss, result.tokens, text.ids.unit))
+    return tuple(losses)

@@ -1,0 +1,87 @@
+"""The data of a run, checked against its model, and samples of it by number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from attrs import evolve, frozen
+
+from megaloom.dsl.errors import UserError
+from megaloom.runtime.data.corpus import Corpus, open_corpus
+from megaloom.runtime.data.part import Window
+from megaloom.runtime.data.text_files import STDLIB
+from megaloom.runtime.data.token_ids import TokenIds
+from megaloom.runtime.engine.samples import Sample, SampleMaker
+from megaloom.runtime.engine.steps import Steps
+
+
+@frozen
+class DataOptions:
+    """The options --data, --split and --epochs."""
+
+    sources: tuple[str, ...] = (STDLIB,)
+    split: str | None = None
+    epochs: float | None = None
+
+
+def open_data(options: DataOptions, maker: SampleMaker, folder: Path) -> Corpus:
+    """Return the data of a run. Raise UserError for bad data, or data that the model cannot train on."""
+    corpus = open_corpus(options.sources, options.split, folder, lambda ids: check_vocabulary(ids, maker))
+    check_text(corpus, maker)
+    return corpus
+
+
+def check_vocabulary(ids: TokenIds, maker: SampleMaker) -> None:
+    """Raise UserError unless the model's vocabulary has all ids of the data."""
+    needed = evolve(maker, text_ids=ids).needed_ids
+    if maker.vocab < needed:
+        text = f"text is read as bytes, which are {ids.vocab} tokens"
+        if ids.unit != "byte":
+            text = f"the data's tokenizer has {ids.vocab:,} tokens ({ids.name})"
+        more = f", and its objective needs {needed - ids.vocab} more" if needed > ids.vocab else ""
+        raise UserError(
+            f"{maker.graph.name} has a vocabulary of {maker.vocab:,}; {text}{more}\n"
+            f'declare Dim("vocab", {needed}) or more'
+        )
+
+
+def check_text(corpus: Corpus, maker: SampleMaker) -> None:
+    """Raise UserError unless the model can train on the kind of data, and each part has enough text."""
+    seq = maker.length - 1
+    if corpus.counts_some and not maker.counts_some:
+        raise UserError(
+            f"the data are conversations, of which training predicts the assistant's tokens, and the loss of "
+            f"{maker.graph.name} has no mask\ndeclare NextToken(mask=mask())"
+        )
+    corpus.train.windows(seq)
+    for part in (corpus.validation, corpus.test):
+        if part and not part.held_out_samples(seq):
+            raise UserError(
+                f"the {part.name} text has {part.count:,} tokens, too few for --seq {seq:,}\n"
+                "give more text, another --split, or a smaller --seq"
+            )
+
+
+def steps_of(epochs: float, corpus: Corpus, maker: SampleMaker, batch: int) -> int:
+    """Return the number of steps that visit the training text `epochs` times."""
+    if not 0 < epochs < 1e6:
+        raise UserError(f"--epochs {epochs:g} is out of range\ngive a number above 0, such as 1 or 0.5")
+    return math.ceil(epochs * corpus.train.windows(maker.length - 1) / batch)
+
+
+def sample_of(window: Window, maker: SampleMaker, steps: Steps, i: int, seed: int) -> Sample:
+    """Return the named tensors of sample i. Raise UserError for a token beyond the model's vocabulary."""
+    if maker.needed_ids and (highest := int(window.tokens.max())) >= maker.vocab:
+        raise UserError(
+            f"the data has the token {highest:,}, the model has a vocabulary of {maker.vocab:,}\n"
+            f'declare Dim("vocab", {highest + 1}) or more, or give data of its tokenizer'
+        )
+    return steps.data_step(maker.reading(window), torch.from_numpy(window.tokens), i, seed)
+
+
+def as_sources(source: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the words of --data: one source, or several with or without weights."""
+    return (source,) if isinstance(source, str) else tuple(source)
