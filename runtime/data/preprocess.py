@@ -7,27 +7,21 @@ are missing; at the end the parts are joined in order. So the dataset does not d
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import shutil
-import signal
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import cache
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from attrs import evolve, frozen
 
 from megaloom.dsl.errors import UserError
 
-from .chat_template import ChatTemplate, load_chat_template
+from .chunk_workers import ChunkTask, cached_tokenizer, tokenized
 from .description import TOKENIZER_SUFFIX, Description, read_description, write_description
-from .documents import DEFAULT_KEY, Chunk, Document, DocumentSource, open_source, read_chunk
+from .documents import DEFAULT_KEY, Chunk, DocumentSource, open_source, read_chunk
 from .indexed import (
     INDEX_SUFFIX,
     MASK,
@@ -38,17 +32,15 @@ from .indexed import (
     smallest_token_type,
     unfinished_path,
     write_index,
-    write_tokens,
 )
 from .token_ids import BYTE_IDS
-from .tokenizer import TextTokenizer, Tokens, load_tokenizer, save_tokenizer, train_bpe
+from .tokenizer import load_tokenizer, save_tokenizer, train_bpe
 
 PARTS_SUFFIX = ".parts"
 TRAINED_NBYTES = 256 * 2**20
 """Most text that a tokenizer is trained on. It comes from everywhere in the sources."""
-BATCH_CHARACTERS = 2**20
-"""Characters that a tokenizer encodes in one call."""
 
+Sources = list[DocumentSource]
 ShowProgress = Callable[[str, int, int], None]  # text, bytes done, bytes in all
 
 
@@ -72,17 +64,6 @@ class Preprocessing:
             raise UserError(f"--workers must be at least 1, got {self.workers}")
         if self.prefix.is_dir():
             raise UserError(f"-o {self.prefix} is a folder\ngive a prefix: -o {self.prefix / 'text'}")
-
-
-@frozen
-class ChunkTask:
-    """One chunk to tokenize, and the options that decide its tokens."""
-
-    chunk: Chunk
-    out: Path  # prefix of the part
-    tokenizer: str
-    key: str
-    append_eos: bool
 
 
 def preprocess(request: Preprocessing, show: ShowProgress) -> tuple[Description, bool]:
@@ -205,7 +186,7 @@ def _tokenize(
     request: Preprocessing, tokenizer: str, parts: Path, sources: list[DocumentSource], show: ShowProgress
 ) -> None:
     """Tokenize the chunks that have no part yet."""
-    loaded = _cached_tokenizer(tokenizer)
+    loaded = cached_tokenizer(tokenizer)
     if request.append_eos and loaded.ids.eos is None:
         raise UserError(
             f"the tokenizer {request.tokenizer} names no token that ends a document, which --append-eos needs\n"
@@ -219,99 +200,12 @@ def _tokenize(
     total = sum(chunk.nbytes for chunk in chunks)
     done = total - sum(task.chunk.nbytes for task in left)
     show("tokenizing", done, total)
-    for nbytes in _results(left, request.workers):
+    for nbytes in tokenized(left, request.workers):
         done += nbytes
         show("tokenizing", done, total)
 
 
-def _results(tasks: list[ChunkTask], workers: int) -> Iterator[int]:
-    """Yield the bytes of each task that is done, in any order. With one worker, this process does the work."""
-    if workers == 1 or len(tasks) < 2:
-        yield from map(tokenize_chunk, tasks)
-        return
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
-    pool = ProcessPoolExecutor(min(workers, len(tasks)), get_context("spawn"), _start_worker, (os.getpid(),))
-    try:
-        for future in as_completed([pool.submit(tokenize_chunk, task) for task in tasks]):
-            yield future.result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _start_worker(parent: int) -> None:
-    """Leave Ctrl-C to the parent, and end with it even if it is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-@cache
-def _cached_tokenizer(source: str) -> TextTokenizer:
-    """Return a tokenizer; a process loads it once."""
-    return load_tokenizer(source)
-
-
-@cache
-def _cached_chat_template(source: str) -> ChatTemplate:
-    """Return the chat template of a tokenizer; a process loads it once."""
-    return load_chat_template(source)
-
-
-def tokenize_chunk(task: ChunkTask) -> int:
-    """Write the documents of a chunk as an indexed dataset, with a mask if they are conversations. Return its bytes."""
-    token_type = smallest_token_type(_cached_tokenizer(task.tokenizer).ids.vocab)
-    masks: list[npt.NDArray[np.bool_]] = []
-
-    def tokens() -> Iterator[Tokens]:
-        for each, counted in _encoded(task):
-            if len(each):
-                if counted is not None:
-                    masks.append(counted)
-                yield each
-
-    lengths = write_tokens(tokens(), task.out, token_type)
-    if masks:
-        np.concatenate(masks).tofile(path_of(task.out, MASK))
-    write_index(lengths, task.out, token_type)
-    return task.chunk.nbytes
-
-
-def _encoded(task: ChunkTask) -> Iterator[tuple[Tokens, npt.NDArray[np.bool_] | None]]:
-    """Yield the tokens of each document, and of a conversation the tokens that training predicts."""
-    tokenizer = _cached_tokenizer(task.tokenizer)
-    end = np.array([tokenizer.ids.eos] if task.append_eos else [], np.int64)
-    kinds = set()
-    for batch in _batches(read_chunk(task.chunk, task.key, raw=task.tokenizer == BYTE_IDS.name)):
-        texts = [document for document in batch if isinstance(document, str)]
-        kinds |= {isinstance(document, str) for document in batch}
-        if len(kinds) > 1:
-            raise UserError(f"{task.chunk.files[0]} has texts and conversations under {task.key!r}: split the file")
-        if texts:
-            yield from ((np.append(each, end), None) for each in tokenizer.encode(texts))
-        else:
-            template = _cached_chat_template(task.tokenizer)
-            yield from (template.encode(document) for document in batch if not isinstance(document, str))
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Yield lists of documents of about BATCH_CHARACTERS."""
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document) if isinstance(document, str) else BATCH_CHARACTERS // 64
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _join(
-    request: Preprocessing, tokenizer: str, parts: Path, sources: list[DocumentSource], digest: str
-) -> Description:
+def _join(request: Preprocessing, tokenizer: str, parts: Path, sources: Sources, digest: str) -> Description:
     """Join the parts in order, write the tokenizer and the description beside them, and the index last."""
     count = sum(len(source.chunks) for source in sources)
     datasets = [each for i in range(count) if (each := open_indexed(_part(parts, i))).tokens]
@@ -322,7 +216,7 @@ def _join(
             if chats
             else f"no text in {', '.join(request.sources)}: every document is empty"
         )
-    ids, prefix = _cached_tokenizer(tokenizer).ids, request.prefix
+    ids, prefix = cached_tokenizer(tokenizer).ids, request.prefix
     if tokenizer != BYTE_IDS.name:
         ids = evolve(ids, name=path_of(prefix, TOKENIZER_SUFFIX).name)
     suffixes = (TOKENS, MASK) if True in chats else (TOKENS,)

@@ -32,7 +32,8 @@ OURS = {"stdlib-gpt", "own-layer", "own-module"}  # small examples that nobody p
 COMMANDS = {
     "plan": "megaloom.planner.cli",
     **dict.fromkeys(
-        ("train", "data", "verify", "show", "measure", "explain", "export", "validate"), "megaloom.runtime.cli"
+        ("data", "train", "evaluate", "verify", "show", "measure", "explain", "export", "validate"),
+        "megaloom.runtime.cli",
     ),
 }
 

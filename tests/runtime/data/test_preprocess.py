@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from megaloom.dsl.errors import UserError
-from megaloom.runtime.data import documents, preprocess
+from megaloom.runtime.data import chunk_workers, documents, preprocess
 from megaloom.runtime.data.description import Description
 from megaloom.runtime.data.indexed import open_indexed
 from megaloom.runtime.data.preprocess import Preprocessing
@@ -160,20 +160,20 @@ def test_a_killed_command_goes_on(tokenizer: Path, tmp_path: Path, small_chunks:
     request = Preprocessing(sources=(source,), prefix=tmp_path / "out", tokenizer=str(tokenizer))
     made(evolve(request, prefix=tmp_path / "whole"))
     done: list[str] = []
-    real = preprocess.tokenize_chunk
+    real = chunk_workers.tokenize_chunk
 
-    def dies(task: preprocess.ChunkTask) -> int:
+    def dies(task: chunk_workers.ChunkTask) -> int:
         if len(done) == 3:
             raise KeyboardInterrupt
         done.append(task.out.name)
         return real(task)
 
-    monkeypatch.setattr(preprocess, "tokenize_chunk", dies)
+    monkeypatch.setattr(chunk_workers, "tokenize_chunk", dies)
     with pytest.raises(KeyboardInterrupt):
         made(request)
     assert not (tmp_path / "out.idx").exists()
     left: list[str] = []
-    monkeypatch.setattr(preprocess, "tokenize_chunk", lambda task: (left.append(task.out.name), real(task))[1])
+    monkeypatch.setattr(chunk_workers, "tokenize_chunk", lambda task: (left.append(task.out.name), real(task))[1])
     made(request)
     assert left[0] == "000003"
     assert not set(left) & set(done)
