@@ -167,7 +167,7 @@ class PipelineRun:
                 return None
             loss_sum, weight_sum, each = self.losses.sums(out[self.losses.end], ratios)
             results.append(each)
-            return Outputs(out, loss_sum, weight_sum)
+            return Outputs({name: self._without_padding(name, x) for name, x in out.items()}, loss_sum, weight_sum)
 
         sums = step(forward, dict(whole_batch))
         if not results:
@@ -177,6 +177,15 @@ class PipelineRun:
         if sums is None:
             raise UserError(f"{step.__qualname__} must return (loss_sum, weight_sum) where forward returns outputs")
         return sums[0], partial(self._reduce_loss, torch.as_tensor(sums[1]), results[1])
+
+    def _without_padding(self, name: str, x: Tensor) -> Tensor:
+        """Return logits without the columns that pad the vocabulary on this rank; other values unchanged."""
+        shape = self.graph.nodes[self.graph.index[name]].shape
+        if "vocab" not in shape:
+            return x
+        vocab, columns = shape["vocab"].known, x.shape[-1]
+        first = self.groups.tp_rank * columns if columns < vocab else 0  # of all ranks, if they share the columns
+        return x.narrow(-1, 0, max(0, min(columns, vocab - first)))
 
     def _reduce_loss(
         self, weight_sum: Tensor, each: Tensor, loss_sum: Tensor

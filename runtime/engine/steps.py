@@ -28,7 +28,8 @@ Sums = tuple[Tensor, Tensor]  # loss_sum, weight_sum
 class Outputs:
     """The values that the last pipeline stage returns for a micro-batch.
 
-    values: by node, the losses and what they read. Hidden states and logits are [seq, batch, ..] and this rank's part.
+    values: by node, the losses and what they read. Hidden states and logits are [seq, batch, ..] and this rank's part,
+    logits without the columns that pad the vocabulary.
     """
 
     values: dict[str, Tensor]

@@ -8,21 +8,16 @@ import pytest
 import torch
 
 from megaloom.dsl import Graph, graph
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.examples.llava import clip, llava
 from megaloom.examples.scripts import own_steps
 from megaloom.examples.t5 import t5_small
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.plans import Plan
-from megaloom.runtime import Recipe
 from megaloom.runtime.data.token_ids import BYTES
 from megaloom.runtime.engine.samples import Sample, SampleMaker, check_sample
-from megaloom.runtime.launch import launcher
-from megaloom.runtime.modules.initial_weights import initial_weight
-from megaloom.runtime.reference.interpret import interpret
 from tests.support.models import tiny_bert, tiny_gpt, tiny_vit
 from tests.support.paths import ROOT, SUPPORT
+from tests.support.rank_pool import Case, check, run_cases
 
 SEED, BATCH, SEQ = 7, 4, 32
 TP2 = Layout(tp=2, sequence_parallel=True)
@@ -55,40 +50,10 @@ def sample(g: Graph, i: int, seq: int = SEQ) -> Sample:
     return maker.make(text(i, maker.length, maker.ids), i, SEED)
 
 
-def trained(plan: Plan) -> tuple[float, float]:
-    """Return on each rank the loss of the first step and the norm of its gradients."""
-    from megaloom.runtime.engine.engine import Engine
-
-    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=3, seed=SEED, warmup=0))
-    result = engine.step(lambda i: sample(engine.graph, i))
-    return result.loss, result.grad_norm
-
-
-def declared(plan: Plan) -> tuple[float, float]:
-    """Return the loss and the gradient norm by the bodies, in one process."""
-    m, _ = find(plan.model)
-    g = graph(m)
-    weights = {k: initial_weight(s, SEED).requires_grad_(s.trained) for k, s in g.weights.items()}
-    samples = [sample(g, i) for i in range(BATCH)]
-    batch = {name: torch.stack([s[name] for s in samples]) for name in samples[0]}
-    (sums,) = interpret(m, weights, batch)
-    terms = sums.reshape(-1, 2)
-    op = g.nodes[-1].value.source.op
-    coefficients = torch.tensor(getattr(op, "coefficients", (1.0,)), dtype=terms.dtype)
-    loss = (coefficients * terms[:, 0] / terms[:, 1]).sum()
-    loss.backward()
-    grads = [w.grad for w in weights.values() if w.grad is not None]
-    return loss.item(), torch.nn.utils.get_total_norm(grads).item()
-
-
-@pytest.mark.parametrize("row", RUN)
-def test_a_layout_computes_the_declared_loss_and_its_gradients(row: str, plan_of: Any) -> None:
-    ref, layout = RUN[row]
-    plan = plan_of(ref, layout, batch=BATCH, seq=SEQ)
-    loss, norm = launcher.run(trained, (plan,), layout.world, timeout=120)[0]
-    want_loss, want_norm = declared(plan)
-    assert loss == pytest.approx(want_loss, rel=1e-5)
-    assert norm == pytest.approx(want_norm, rel=1e-5)
+@pytest.mark.timeout(200)
+def test_layouts_compute_the_declared_losses_and_their_gradients(plan_of: Any) -> None:
+    plans = {row: plan_of(ref, layout, batch=BATCH, seq=SEQ) for row, (ref, layout) in RUN.items()}
+    check(run_cases([Case(row, plan.model, plan) for row, plan in plans.items()], 4, timeout=180))
 
 
 def test_own_steps_train_on_pipeline_stages() -> None:
