@@ -63,9 +63,7 @@ from megaloom.dsl.sharding_table import Sharded
 from .combine import (
     Block,
     Each,
-    Repeat,
     Residual,
-    repeat,
     residual,
 )
 from .dims import (
@@ -88,6 +86,7 @@ from .layer import (
 )
 from .node import Node, Slot
 from .packing import packed
+from .repetition import Repeat, repeat
 from .value import (
     Affine,
     Clamp,

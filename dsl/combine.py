@@ -1,10 +1,10 @@
-"""Combinators: layers made of layers. All but `Each` are transparent to the graph."""
+"""Combinators: layers made of layers. All but `Each` are transparent to the graph. `repeat` has its own module."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from attrs import field, frozen
+from attrs import frozen
 
 from megaloom.dsl.ops.shape import Select
 
@@ -44,31 +44,6 @@ class Block(Layer):
 
 
 @frozen
-class Repeat(Layer):
-    """A layer applied `times` times, each time with its own weights. Raises ShapeError if it changes the shape."""
-
-    times: int = field()
-    inner: Layer
-    transparent: ClassVar[bool] = True
-
-    @times.validator
-    def _at_least_once(self, _: object, times: int) -> None:
-        if isinstance(times, bool) or not isinstance(times, int) or times < 1:
-            raise ShapeError(f"repeat needs a whole number of times, at least 1, got {times!r}")
-
-    def body(self, x: Value, /, **side: Value) -> Value:
-        for _ in range(self.times):
-            y = Block(self.inner, at=self.at)(x, **side)
-            if y.shape != x.shape:
-                raise ShapeError(f"a repeated layer must keep the shape, but {x.shape} becomes {y.shape}")
-            x = y
-        return x
-
-    def __str__(self) -> str:
-        return f"repeat({self.times})"
-
-
-@frozen
 class Each(Layer):
     """One copy of a layer for each index of a dim, each with its own weights: [dim ..] to [dim ..]."""
 
@@ -89,11 +64,3 @@ class Each(Layer):
 def residual(*layers: Layer) -> Layer:
     """Return a layer that computes x + f(x), where f applies these layers in order."""
     return Residual(chain(*layers))
-
-
-def repeat(times: int, *layers: Layer) -> Layer:
-    """Return a layer that applies the chain of these layers `times` times, each time with its own weights.
-
-    Each iteration is a block: the unit of full recompute.
-    """
-    return Repeat(times, chain(*layers))

@@ -12,7 +12,7 @@ from functools import partial
 
 from attrs import define, field, frozen
 
-from megaloom.dsl.combine import Block, Repeat
+from megaloom.dsl.combine import Block
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.facts.costs import costs
 from megaloom.dsl.facts.positions import longest
@@ -20,6 +20,7 @@ from megaloom.dsl.graph import Model, graph
 from megaloom.dsl.layer import Layer
 from megaloom.dsl.node import Node, Slot
 from megaloom.dsl.ops.weight import Weight
+from megaloom.dsl.repetition import Repeat
 from megaloom.dsl.value import Value
 
 from .figures import (

@@ -42,7 +42,7 @@ def runs_as_module(node: Node, split: Split) -> bool:
     A module shards every dim of its weights evenly. A body keeps dims whole that do not divide.
     """
     op = node.op
-    if fitted(program(node), split) is not program(node) or reads_documents(node.value):
+    if fitted(program(node), split) is not program(node) or reads_documents(node.value) or _shares_weights(node):
         return False
     kind = next((t for t in type(op).__mro__ if t in MODULES), None)
     if kind is None:
@@ -51,6 +51,12 @@ def runs_as_module(node: Node, split: Split) -> bool:
         return False
     has_body_of_kind = getattr(kind, "body", None) is getattr(type(op), "body", None)  # a subclass may override it
     return has_body_of_kind and MODULES[kind](op, split)
+
+
+def _shares_weights(node: Node) -> bool:
+    """True if a layer has weights that other layers may have too, apart from the table of an embedding or of logits."""
+    tables = isinstance(node.op, (Embed, Positions, Unembed)) or hasattr(node.op, "module")
+    return not tables and any(not s.name.startswith(f"{node.name}.") for s in node.weights)
 
 
 def _has_tokens(node: Node) -> bool:

@@ -45,6 +45,7 @@ from megaloom.dsl.graph import primitives
 from megaloom.dsl.layers.losses import Stacked
 from megaloom.dsl.ops.weight import INITIAL_STD
 from megaloom.dsl.show.formatting import declared
+from megaloom.planner.rules.shared_weights import shared_weight_users
 
 from .target import Target, refuse
 
@@ -97,6 +98,10 @@ def read_decoder(graph: Graph, target: Target) -> DecoderModel:
     if len(inputs) != 1:
         names = ", ".join(n.name for n in inputs)
         refuse(target, f"a model of {len(inputs)} inputs ({names}): its decoder has one input, the tokens")
+    for name, users in shared_weight_users(graph).items():
+        if not any(isinstance(n.op, Embed | Unembed) for n in users):
+            first, other, *_ = (n.name for n in users)
+            refuse(target, f"the weight {name!r} that {first} and {other} share: its layers have weights of their own")
     walk = _Walk(graph, target, 1, inputs[0])
     embed = walk.take(Embed)
     positions = walk.optional(Positions)

@@ -209,7 +209,8 @@ def model_structure(graph: Graph) -> ModelStructure:
     losses = _cross_entropies(graph)
     modes = zip(saved_parts(graph.nodes), saved_parts(graph.nodes, "full"), strict=True)
     for i, ((node, saved), (_, under_full)) in enumerate(modes):
-        key = (id(program(node)), saved, under_full, losses[node.name])
+        shares = any(not s.name.startswith(f"{node.name}.") for s in node.weights)  # it runs by its body then
+        key = (id(program(node)), saved, under_full, losses[node.name], shares)
         if key not in known:
             known[key] = len(kinds)
             kinds.append(NodeKind(node, saved, under_full, losses[node.name]))

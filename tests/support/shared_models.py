@@ -71,6 +71,14 @@ def albert() -> Model:
     return model("albert", x >> LayerNorm() >> Unembed(table, bias=True) >> NextToken(), std=0.1)
 
 
+def albert_blocks() -> Model:
+    """Four blocks of built-in layers that share all weights, between a block with weights of its own and the logits."""
+    block = residual(LayerNorm(), Attention(heads=4, kv_heads=2)) >> residual(LayerNorm(), MLP(48, bias=True))
+    table = weight("table", VOCAB, EMBED, std=0.1)
+    x = ids() >> Embed(table) >> repeat(1, block) >> repeat(4, block, shared="block")
+    return model("albert-blocks", x >> LayerNorm() >> Unembed(table) >> NextToken(), std=0.1)
+
+
 def two_heads() -> Model:
     """Two heads on the table of the embedding: one predicts the next token, one the token after it."""
     table = weight("table", VOCAB, EMBED, std=0.1)

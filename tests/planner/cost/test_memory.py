@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaloom.dsl.catalog import find
-from megaloom.dsl.combine import repeat, residual
+from megaloom.dsl.combine import residual
 from megaloom.dsl.dims import Dim
 from megaloom.dsl.facts.parameters import params
 from megaloom.dsl.graph import graph, model
@@ -25,6 +25,7 @@ from megaloom.dsl.layers.norms import RMSNorm
 from megaloom.dsl.ops.attention_core import Attend
 from megaloom.dsl.ops.rope import Rope
 from megaloom.dsl.ops.weight import ids, weight
+from megaloom.dsl.repetition import repeat
 from megaloom.dsl.value import Value, apply, fn
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama

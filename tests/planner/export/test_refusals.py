@@ -56,6 +56,7 @@ from tests.support.exported import (
     parsed,
     plan_with,
 )
+from tests.support.shared_models import albert_blocks
 
 NORM, ROPE = RMSNorm(), Attention(heads=4, rope=10_000)
 
@@ -156,6 +157,7 @@ def test_megatron_lm_is_told_everything_about_a_layer(declared: Model, message: 
         (decoder(ff=moe(bias=True)), "biases"),
         (decoder(ff=MoE(MLP(32), 8, 2, shared=SwiGLU(48))), "shared experts"),
         (decoder(chain(ROPE, NORM)), "rms_norm.1, RMSNorm(), after attention.0"),
+        (albert_blocks(), "the weight 'block.layer_norm.0.scale' that layer_norm.2 and layer_norm.4 share"),
     ],
 )
 def test_megatron_lm_refuses_a_layer_by_its_name(declared: Model, names: str) -> None:

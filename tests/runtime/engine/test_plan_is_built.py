@@ -26,6 +26,7 @@ LAYOUTS = {
     "shared by blocks, over stages": (f"{SHARED}:albert", Layout(pp=4)),
     "shared by blocks, over chunks": (f"{SHARED}:albert", Layout(pp=2, vpp=2, dp=2)),
     "shared by blocks, vocabulary padded": (f"{SHARED}:albert", Layout(pp=2, vpp=2, tp=2)),
+    "built-in layers shared by blocks": (f"{SHARED}:albert_blocks", Layout(pp=2, vpp=2, tp=2)),
     "a buffer shared": (f"{SHARED}:positions_again", Layout(pp=2, vpp=2, dp=2)),
     "shared by experts": (f"{SHARED}:sharing_experts", Layout(pp=2, vpp=2, dp=2)),
     "an encoder and a decoder": (f"{SHARED}:tiny_t5", Layout(dp=2, tp=2)),

@@ -29,6 +29,7 @@ CASES = {
     "PP2 VPP2, chunks of a rank share, DP2 distributed optimizer": ("albert", evolve(OVERLAPPED, pp=2, vpp=2)),
     "PP2 VPP2, recompute full": ("albert", evolve(OVERLAPPED, pp=2, vpp=2, recompute="full")),
     "by rows and by columns, TP2 SP PP2": ("albert", evolve(SP, pp=2)),
+    "blocks of built-in layers, TP2 PP2 VPP2": ("albert_blocks", evolve(SP, pp=2, vpp=2)),
     "two heads on one table, PP2 DP2": ("two_heads", evolve(OVERLAPPED, pp=2)),
     "positions, PP2 TP2": ("positions_again", Layout(pp=2, tp=2)),
     "experts that share a matrix, PP2 CP2": ("sharing_experts", Layout(pp=2, cp=2)),
