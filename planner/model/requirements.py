@@ -13,6 +13,7 @@ from attrs import frozen
 from megaloom.dsl.facts.positions import longest
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.graph import Graph
+from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.choices import Module
 
 from .structure import model_structure
@@ -24,6 +25,7 @@ class ModelRequirements:
 
     divided_sizes: dict[tuple[str, str], tuple[int, ...]]  # (axis, dim) → sizes of the dim, which the axis must divide
     whole_sizes: dict[tuple[str, str], tuple[int, ...]]  # sizes that each device holds whole where it does not divide
+    lengths: tuple[int, ...]  # sizes of the sequence dims that have one, such as an encoder's
     learned_positions: tuple[int, ...]  # the longest sequence that each table of learned positions allows
     max_stages: int
     blocks: int  # repeated blocks in the model
@@ -65,6 +67,7 @@ def model_requirements(graph: Graph) -> ModelRequirements:
     return ModelRequirements(
         divided_sizes={key: tuple(sorted(values)) for key, values in sizes["even"].items()},
         whole_sizes={key: tuple(sorted(values)) for key, values in sizes["whole"].items()},
+        lengths=tuple(sorted({d.size for n in graph.nodes for d in n.shape if d.name in SEQUENCES and d.size})),
         learned_positions=tuple(sorted(longest(graph).values())),
         max_stages=len(graph.cut_points) + 1,
         blocks=len({node.block for node in graph.nodes} - {None}),

@@ -20,6 +20,7 @@ from .rule import (
     Rule,
     Truth,
     Words,
+    all_of,
 )
 
 
@@ -85,19 +86,28 @@ def _group_vpp_text(case: Case[Layout]) -> Words:
 
 
 def _seq(case: Case[L]) -> Truth:
-    x, seq = case.layout, case.workload.seq
+    x = case.layout
     zigzag, parts = np.where(x.cp > 1, 2 * x.cp, 1), np.where(x.sequence_parallel, x.cp * x.tp, 1)
-    holds: Truth = (seq % zigzag == 0) & (seq % parts == 0)
-    return holds
+    return all_of((seq % zigzag == 0) & (seq % parts == 0) for seq in _lengths(case))
+
+
+def _lengths(case: Case[L]) -> tuple[int, ...]:
+    """Return the lengths of the sequences that cp and sequence parallelism divide, the workload's first."""
+    return (case.workload.seq, *case.requirements.lengths)
 
 
 def _seq_text(case: Case[Layout]) -> Words:
-    x, seq = case.layout, case.workload.seq
+    x = case.layout
+    unit = lcm(2 * x.cp if x.cp > 1 else 1, x.cp * x.tp if x.sequence_parallel else 1)
+    seq = next(seq for seq in _lengths(case) if seq % unit)
     units = [f"2 x cp {x.cp}"] if x.cp > 1 else []
     if x.sequence_parallel:
         units.append(f"cp {x.cp} x tp {x.tp}" if x.cp > 1 else f"tp {x.tp}")
-    allowed = multiples(seq, lcm(2 * x.cp if x.cp > 1 else 1, x.cp * x.tp if x.sequence_parallel else 1))
-    return f"a sequence of {seq} is not a multiple of {' and '.join(units)}", f"use a sequence of {allowed}"
+    use = "use" if seq == case.workload.seq else "declare"
+    return (
+        f"a sequence of {seq} is not a multiple of {' and '.join(units)}",
+        f"{use} a sequence of {multiples(seq, unit)}",
+    )
 
 
 def _positions(case: Case[L]) -> Truth:

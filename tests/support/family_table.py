@@ -30,7 +30,7 @@ from .paths import ROOT
 from .rank_pool import SEED, Case, Result, process_group, run_cases
 
 PAGE = ROOT / "docs/develop/parity.md"
-BEGIN, END = "<!-- begin families -->", "<!-- end families -->"
+BEGIN, END = "<!-- begin family-table -->", "<!-- end family-table -->"
 STEPS, RANKS = 30, 4
 LOAD = Workload(seq=SEQ, batch=8, precision=Precision.FP32)
 SP = {"tp": 2, "sequence_parallel": True}

@@ -50,6 +50,7 @@ from megaloom.planner.rules.export_rules import export_violations
 from megaloom.planner.rules.padding import padding_refusal
 from megaloom.planner.rules.rule import Owner
 from megaloom.planner.rules.rules import violations
+from tests.support.models import tiny_pair
 
 WORK = Workload(seq=64, batch=8)
 
@@ -159,6 +160,14 @@ def test_what_megatron_core_computes_wrongly(mix: Layer, layout: Layout, rule: s
 
 def test_precisions() -> None:
     assert refused_rules(MoE(SwiGLU(16), 4, 2), 1, "fp8") == ["runtime-precision"]
+
+
+def test_layouts_divide_the_length_that_an_encoder_has_of_its_own() -> None:
+    g, machine = graph(tiny_pair()), cluster("16xH100")  # it reads 24 tokens, and writes as many as the workload says
+    assert violations(Layout(cp=4, dp=4), g, WORK, machine) == ()
+    (broken,) = violations(Layout(cp=8, dp=2), g, Workload(seq=64, batch=8), machine)
+    assert (broken.rule, broken.message) == ("seq", "a sequence of 24 is not a multiple of 2 x cp 8")
+    assert broken.fix == "declare a sequence of 16 or 32"
 
 
 @pytest.mark.parametrize("name", sorted(examples()))
