@@ -181,7 +181,6 @@ def v3_config(c: Config, name: str) -> Model:
 
 def _moe(c: Config, grouped: bool, *, balance: float, scale: float) -> MoE:
     c.only("moe_layer_freq", 1, default=1)
-    c.ignore("seq_aux")  # the balancing loss per sequence or per batch
     ff = c.whole("moe_intermediate_size")
     groups, top_groups = c.whole("n_group", 1), c.whole("topk_group", 1)
     return MoE(
@@ -189,6 +188,7 @@ def _moe(c: Config, grouped: bool, *, balance: float, scale: float) -> MoE:
         c.whole(c.first_present("n_routed_experts", "num_local_experts", "num_experts")),
         c.whole("num_experts_per_tok"),
         balance=balance,
+        balance_over="sequence" if c.flag("seq_aux", True) else "batch",
         shared=SwiGLU(c.whole("n_shared_experts") * ff),
         scale=scale,
         groups=groups if grouped else 1,

@@ -82,11 +82,11 @@ def qwen3_32b() -> Model:
 
 
 def qwen3_30b_a3b() -> Model:
-    return qwen3("qwen3-30b-a3b", 48, 32, 4, 2048, MoE(SwiGLU(768), 128, 8, balance=0.001))
+    return qwen3("qwen3-30b-a3b", 48, 32, 4, 2048, MoE(SwiGLU(768), 128, 8, balance=0.001, balance_over="batch"))
 
 
 def qwen3_235b_a22b() -> Model:
-    return qwen3("qwen3-235b-a22b", 94, 64, 4, 4096, MoE(SwiGLU(1536), 128, 8, balance=0.001))
+    return qwen3("qwen3-235b-a22b", 94, 64, 4, 4096, MoE(SwiGLU(1536), 128, 8, balance=0.001, balance_over="batch"))
 
 
 MIX = NORMS | ATTENTION | {f"self_attn.{n}_norm.weight": flat(f"attention.0.{n}_norm.scale") for n in "qk"}
@@ -114,6 +114,7 @@ def sparse_config(c: Config, name: str) -> Model:
         c.whole(c.first_present("num_experts", "num_local_experts")),
         c.whole("num_experts_per_tok"),
         balance=c.number("router_aux_loss_coef", 0.001),
+        balance_over="batch",  # Qwen3, arXiv:2505.09388, section 2
         normalize=c.flag("norm_topk_prob", False),
     )
     return _read(c, name, moe, head_dim=None)  # embed / heads if the config has none; dense models have 128

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from attrs import evolve, frozen
 
+from megaloom.dsl import MoE
 from megaloom.dsl.facts.costs import costs
 from megaloom.planner.contract.capability import AttentionKernel, Capability, assumed_environment, capability
 from megaloom.planner.contract.devices import Cluster
@@ -40,6 +41,15 @@ class Job:
         runtime = Runtime.MEGALOOM if self.profile is OWN else Runtime.MEGATRON
         found = capability(runtime, assumed_environment(runtime, self.cluster.device.name))
         return found if self.profile.attention.fused else evolve(found, fused_attention=AttentionKernel.STORED_SCORES)
+
+    @cached_property
+    def repeats_forward(self) -> bool:
+        """Return whether a step runs all forward passes twice: first to count the load of experts over the batch.
+
+        Only Megaloom's own runtime does. Megatron-LM balances over the micro-batches that it has run so far.
+        """
+        mixtures = (n.op for n in self.structure.graph.nodes if isinstance(n.op, MoE))
+        return self.profile is OWN and any(op.balance and op.balance_over == "batch" for op in mixtures)
 
     @cached_property
     def flops(self) -> int:

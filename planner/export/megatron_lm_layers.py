@@ -229,10 +229,17 @@ def expert_options(m: DecoderModel, target: Target) -> Iterator[Option]:
         if not _same_kind(moe.shared, moe.expert):
             refuse(target, f"shared experts of another kind than the routed ones: {declared(moe)}")
         yield option("moe-shared-expert-intermediate-size", moe.shared.ff)  # type: ignore[attr-defined]
-    yield option("moe-router-load-balancing-type", "aux_loss" if moe.balance else "none")
+    yield option("moe-router-load-balancing-type", _balancing(moe))
     if moe.balance:
         yield option("moe-aux-loss-coeff", moe.balance)
     yield option("moe-token-dispatcher-type", "alltoall")
+
+
+def _balancing(moe: MoE) -> str:
+    """Return the kind of balancing loss. Over the batch, Megatron-LM counts the micro-batches run so far."""
+    if not moe.balance:
+        return "none"
+    return "seq_aux_loss" if moe.balance_over == "sequence" else "global_aux_loss"
 
 
 def _router(moe: MoE, target: Target) -> Iterator[Option]:

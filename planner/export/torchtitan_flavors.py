@@ -38,7 +38,10 @@ def find_flavor(m: DecoderModel) -> Flavor | None:
 
 def _shape(m: DecoderModel) -> tuple[object, ...]:
     """Return everything that changes weights or FLOPs: all but rotary positions, eps and the balancing of experts."""
-    ffs = tuple(evolve(ff, balance=0.0, corrected=False, best=2) if isinstance(ff, MoE) else ff for ff in m.layers)
+    ffs = tuple(
+        evolve(ff, balance=0.0, balance_over="sequence", corrected=False, best=2) if isinstance(ff, MoE) else ff
+        for ff in m.layers
+    )
     table, norm = (m.vocab, m.embed, m.tied, m.positions, m.dropout), evolve(m.norm, eps=1e-5)
     return *table, norm, _attention_shape(m.attention, m.embed), m.mtp, ffs
 

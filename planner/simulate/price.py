@@ -137,6 +137,7 @@ def simulate(placed: Partition) -> Priced:
     seconds = placed.forward_seconds, placed.backward_seconds, placed.send_seconds
     last_backward = schedules.finish_times(*seconds, x.pp, m, x.microbatch_group)
     ends, blocked = [end_of_rank(placed, rank) for rank in range(x.pp)], placed.blocked_seconds
+    counting = counting_seconds(placed)
     computing: Rows = m * placed.stage_sums[:, STEP_COLUMNS].sum(axis=1).reshape(x.vpp, x.pp).sum(axis=0)
     busy = [float(computing[r]) + blocked[r] + ends[r].reducing + ends[r].updating for r in range(x.pp)]
     reduced = max(backward + end.reducing for backward, end in zip(last_backward, ends, strict=True))
@@ -149,6 +150,7 @@ def simulate(placed: Partition) -> Priced:
         "gradient communication": end.reduction + end.gathering,
         "tied-weight communication": end.tied,
         "optimizer": end.optimizer,
+        "load of experts": counting,
     }
     step, (low, high) = sum(parts.values()), job.spread
     flops = job.flops / step / x.world
@@ -158,12 +160,24 @@ def simulate(placed: Partition) -> Priced:
         tokens_per_second_per_device=job.workload.tokens / step / x.world,
         flops_per_second_per_device=flops,
         mfu=flops / job.cluster.device.flops[job.workload.precision],
-        bubble=max(0.0, 1 - sum(busy) / (x.pp * step)) if x.pp > 1 else 0.0,
+        bubble=max(0.0, 1 - (sum(busy) / x.pp + counting) / step) if x.pp > 1 else 0.0,
         breakdown={cause: part for cause, part in parts.items() if part},
         nbytes=tuple(peak.held for peak in placed.rank_peaks),
         moments=tuple(peak.moment for peak in placed.rank_peaks),
     )
     return Priced(placed, prediction, tuple(ends))
+
+
+def counting_seconds(placed: Partition) -> float:
+    """Return the seconds of the forward passes that count the load of experts over the batch; 0 if there are none.
+
+    The first micro-batch passes all stages, then each other one takes as long as the slowest rank.
+    """
+    problem, pp = placed.problem, placed.layout.pp
+    if not problem.job.repeats_forward:
+        return 0.0
+    ranks = [sum(placed.forward_seconds[rank::pp]) for rank in range(pp)]
+    return sum(ranks) + sum(placed.send_seconds) + (problem.microbatches - 1) * max(ranks)
 
 
 def end_of_rank(placed: Partition, rank: int) -> EndOfStep:

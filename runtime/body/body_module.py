@@ -41,6 +41,7 @@ from megaloom.runtime.megatron.build_context import BuildContext, to_declared_or
 from megaloom.runtime.megatron.padded_shards import mark_padded
 from megaloom.runtime.reference.dropout import MaskSource, dropouts
 
+from .balancing_loss import Balancing
 from .evaluation import Evaluation, LocalProgram
 from .local_ops import hide_padding
 from .recompute_regions import recompute_regions
@@ -132,10 +133,10 @@ class Body(nn.Module):
         """Return the names of the weights that each expert has of its own."""
         return frozenset(name for i, name in self.names.items() if i in self.local.expert_values)
 
-    def forward(self, *inputs: Tensor, masks: MaskSource) -> Tensor:
+    def forward(self, *inputs: Tensor, masks: MaskSource, balancing: Balancing | None = None) -> Tensor:
         entering = zip(self.program.inputs, inputs, strict=True)
         values = {id(v): to_declared_order(v, x) for v, x in entering}
-        evaluation = Evaluation(self.local, values, masks if self.training else None, self.overwrites_logits)
+        evaluation = Evaluation(self.local, values, masks if self.training else None, balancing, self.overwrites_logits)
         evaluation.values.update((i, self.full_weight(i)) for i in self.names)
         out = evaluation.run()
         out = hide_padding(self.program, out, self.groups) if self.logits else out

@@ -23,6 +23,7 @@ from megaloom.runtime.megatron.recompute import DiscardedOutput
 from megaloom.runtime.reference.dropout import MaskSource
 from megaloom.runtime.reference.tensors import dim_index
 
+from .balancing_loss import Balancing
 from .local_ops import evaluate_local
 from .recompute_regions import RecomputeRegion
 from .transitions import perform
@@ -55,6 +56,7 @@ class Evaluation:
     local: LocalProgram
     values: dict[int, Tensor]  # in the placement in which they were computed
     masks: MaskSource | None  # of dropout; None in an evaluation
+    balancing: Balancing | None = None  # balancing losses of the micro-batch
     overwrites_logits: bool = False  # nothing but this loss reads the logits, and an Unembed hides their padding
     transitioned: dict[tuple[int, Transitions], Tensor] = field(factory=dict)  # after transitions
     in_region: bool = False  # True while a recompute region runs
@@ -109,6 +111,7 @@ class Evaluation:
             masks=self.masks,
             dropout=local.dropouts.get(id(v), 0),
             balanced_moe=local.balanced_moe,
+            balancing=self.balancing,
             kernel=local.kernels.get(id(v)),
             overwrites_logits=self.overwrites_logits,
         )
@@ -137,7 +140,7 @@ class Evaluation:
     def run_region(self, region: RecomputeRegion) -> None:
         """Compute the outputs of a recompute region, saving only its inputs."""
         weights = {i: self.values[i] for i in self.local.slots}
-        function = partial(_region_outputs, self.local, region, weights, self.masks)
+        function = partial(_region_outputs, self.local, region, weights, self.masks, self.balancing)
         inputs = [self.value(v) for v in region.inputs]
         if region.output_saved:
             outputs = tensor_parallel.checkpoint(function, False, *inputs)
@@ -176,9 +179,14 @@ class Evaluation:
 
 
 def _region_outputs(
-    local: LocalProgram, region: RecomputeRegion, weights: dict[int, Tensor], masks: MaskSource | None, *inputs: Tensor
+    local: LocalProgram,
+    region: RecomputeRegion,
+    weights: dict[int, Tensor],
+    masks: MaskSource | None,
+    balancing: Balancing | None,
+    *inputs: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return the outputs of a region. It runs in the forward and the backward pass, so it keeps no evaluation alive."""
     entering = zip((id(v) for v in region.inputs), inputs, strict=True)
-    evaluation = Evaluation(local, {**weights, **dict(entering)}, masks, in_region=True)
+    evaluation = Evaluation(local, {**weights, **dict(entering)}, masks, balancing, in_region=True)
     return tuple(evaluation.value(v) for v in region.outputs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ import torch.nn.functional as F
 from attrs import evolve
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -52,7 +52,7 @@ from megaloom.runtime.reference.evaluate import evaluate
 from megaloom.runtime.reference.tensors import broadcast, dim_index, names
 
 from .attention import LocalQueries, ScoreDropout, attend
-from .balancing_loss import balancing_loss
+from .balancing_loss import Balancing
 from .convolution import convolve
 from .dispatch import combine_tokens, dispatch_tokens
 from .scan import chunked_scan
@@ -67,20 +67,21 @@ def evaluate_local(
     masks: MaskSource | None,
     dropout: int,
     balanced_moe: MoE | None,
+    balancing: Balancing | None,
     kernel: AttentionKernel | ScanKernel | None,
     overwrites_logits: bool,
 ) -> Tensor:
     """Return this rank's shard of the result of a primitive.
 
     masks: of dropout; None in an evaluation. dropout: the number of this primitive among those with dropout.
-    balanced_moe: the MoE whose balancing loss is added. kernel: that of an attention core or a scan.
+    balanced_moe: the MoE whose balancing loss is added. balancing: the losses of the micro-batch; None adds none.
+    kernel: that of an attention core or a scan.
     """
     match v.op:
         case Drop(rate):
             return _dropout(p, v, args[0], masks, dropout, groups) if rate and masks else args[0]
-        case Gate() if balanced_moe and masks and not p.step.outer:
-            token_groups = [groups.of_axis(name) for name in sorted(p.sharded_axes)]
-            return _with_balancing_loss(balanced_moe, v, evaluate(v.op, v, *args), args[0], token_groups)
+        case Gate() if balanced_moe and balancing and not p.step.outer:
+            return _with_balancing_loss(balancing, balanced_moe, p, evaluate(v.op, v, *args), args[0], groups)
         case Route() if groups.layout.ep * groups.layout.etp > 1:
             return dispatch_tokens(v, *args, groups=groups)
         case Combine() if groups.layout.ep * groups.layout.etp > 1:
@@ -188,14 +189,18 @@ def _padding(d: Dim, x: Tensor, i: int, axis: str, groups: ProcessGroups) -> Ten
     return (index >= d.known).view([-1 if k == i else 1 for k in range(x.ndim)])
 
 
-def _with_balancing_loss(op: MoE, v: Value, gate: Tensor, scores: Tensor, groups: list[Any]) -> Tensor:
+def _with_balancing_loss(
+    balancing: Balancing, op: MoE, p: PlacedOp, gate: Tensor, scores: Tensor, groups: ProcessGroups
+) -> Tensor:
     """Return the gate unchanged, with the gradient of the balancing loss added to its own."""
-    order = [*names(v.shape.without("experts")), "experts"]
+    v, layout = p.step.value, groups.layout
+    token_groups = [groups.of_axis(name) for name in sorted(p.sharded_axes)]
+    replicas = layout.tp * layout.cp // prod(group.size() for group in token_groups)
+    order = ["batch", *names(v.shape.without("batch", "experts")), "experts"]
     chosen, token_scores = (
-        broadcast(x, a.shape, order).flatten(0, -2) for x, a in ((gate.detach() != 0, v), (scores, v.args[0]))
+        broadcast(x, a.shape, order).flatten(1, -2) for x, a in ((gate.detach() != 0, v), (scores, v.args[0]))
     )
-    loss = balancing_loss(op, chosen, token_scores, groups)
-    return MoEAuxLossAutoScaler.apply(gate, loss)  # type: ignore[no-any-return]
+    return balancing.attach(op, gate, token_scores, chosen, token_groups, replicas)
 
 
 def _dropout(p: PlacedOp, v: Value, x: Tensor, masks: MaskSource, number: int, groups: ProcessGroups) -> Tensor:

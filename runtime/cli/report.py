@@ -14,6 +14,7 @@ from megaloom.dsl.facts.parameters import params
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.report.tables import layout_table, prediction_table
 from megaloom.planner.report.units import memory_unit, peak_memory
+from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.megatron import device
 from megaloom.runtime.training.metrics import clock
 from megaloom.runtime.training.training_run import RECENT_STEPS, Summary
@@ -39,7 +40,6 @@ def plan_report(plan: Plan) -> RenderableType:
 
 def summary_report(summary: Summary, plan: Plan) -> RenderableType:
     """Return the results of a run, with the predictions of its plan."""
-    unit = summary.unit
     steps = f"{summary.step:,}" + (f" (resumed from {summary.resumed:,})" if summary.resumed else "")
     rows = [("steps", steps)]
     if summary.skipped:
@@ -52,28 +52,43 @@ def summary_report(summary: Summary, plan: Plan) -> RenderableType:
             ("step time", f"{summary.step_seconds:.3f} s (predicted {predicted.step_seconds:.3f} s)"),
             ("tokens/s/device", f"{rate:,.0f} (predicted {predicted.tokens_per_second_per_device:,.0f})"),
             ("MFU", f"{mfu:.1%} (predicted {predicted.mfu:.1%})"),
-            (
-                "training loss",
-                f"{summary.train_loss:.3f} nats per {unit} (mean of the last {RECENT_STEPS} steps)",
-            ),
         ]
-    if summary.held_out_loss is not None:
-        bits = summary.held_out_loss / math.log(2)
-        perplexity = math.exp(summary.held_out_loss)
-        rows += [
-            ("held-out loss", f"{summary.held_out_loss:.3f} nats per {unit}, {bits:.3f} bits"),
-            ("perplexity", f"{perplexity:.3f} over {summary.held_out_tokens:,} held-out tokens"),
-        ]
-    if summary.test_loss is not None:
-        rows.append(("test loss", f"{summary.test_loss:.3f} nats per {unit}"))
+        rows += _training_loss(summary, summary.train_loss)
+    for name, result in (("held-out", summary.held_out), ("test", summary.test)):
+        if result:
+            rows += _evaluated_loss(name, result, summary)
     if summary.unigram_entropy is not None:
-        text = f"{summary.unigram_entropy:.3f} nats per {unit} (held-out loss from {unit} frequencies alone)"
+        word = summary.unit.removeprefix("nats per ")
+        text = f"{summary.unigram_entropy:.3f} {summary.unit} (held-out loss from {word} frequencies alone)"
         rows.append(("unigram entropy", text))
     rows += [
         ("peak memory", _peak_memory(summary, plan)),
         ("checkpoint", str(summary.checkpoint)),
     ]
     return Group(Text(), _pairs(rows))
+
+
+def _training_loss(summary: Summary, loss: float) -> list[tuple[str, str]]:
+    """Return the rows of the training loss and of its terms."""
+    whole = summary.held_out is None or summary.held_out.cross_entropy in (None, summary.held_out.loss)
+    unit = f" {summary.unit}" if whole and summary.unit else ""
+    rows = [("training loss", f"{loss:.3f}{unit} (mean of the last {RECENT_STEPS} steps)")]
+    return rows + [(f"  {name}", f"{value:.3f}") for name, value in summary.train_terms.items()]
+
+
+def _evaluated_loss(name: str, result: EvaluationResult, summary: Summary) -> list[tuple[str, str]]:
+    """Return the rows of a loss on held-out data, of its terms, and of the perplexity of predicted tokens."""
+    count = f"over {result.tokens:,} {name} {summary.counted}"
+    if result.cross_entropy is None:
+        rows = [(f"{name} loss", " ".join(filter(None, (f"{result.loss:.3f}", summary.unit, count))))]
+    elif result.loss != result.cross_entropy:
+        rows = [(f"{name} loss", f"{result.loss:.3f} {count}")]
+    else:
+        rows = [(f"{name} loss", f"{result.loss:.3f} {summary.unit}, {result.loss / math.log(2):.3f} bits")]
+    rows += [(f"  {term}", f"{value:.3f}") for term, value in result.terms.items()]
+    if result.perplexity is not None:
+        rows.append((f"{'' if name == 'held-out' else name + ' '}perplexity", f"{result.perplexity:.3f} {count}"))
+    return rows
 
 
 def _peak_memory(summary: Summary, plan: Plan) -> str:

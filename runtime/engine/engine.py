@@ -9,12 +9,13 @@ import math
 import resource
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -44,38 +45,17 @@ from megaloom.runtime.weights.views import View
 
 from .averaged_weights import AveragedWeights
 from .gradients import WeightGradient, gather_gradients
+from .loss_totals import LossTerms, LossTotals
 from .optimizer import make_optimizer, make_scheduler, share_grad_scaler, wrap_in_ddp
 from .own_batches import Batch, captured_logits, gathered_logits, global_samples, samples_of
 from .parameter_groups import ParameterGroup, assign_groups, zero_frozen_gradients
 from .pipeline_run import MicroBatches, PipelineRun, Samples, Step
 from .recipe import Recipe
+from .results import EvaluationResult, StepResult
+from .sample_checks import agreed
 from .samples import Sample, SampleMaker
-from .steps import Losses, Steps, complete
+from .steps import HeldOut, Steps, complete, held_out_step
 from .weight_update import NonFiniteError, SharedGradScaler, first_bad_gradient, first_bad_output, update_weights
-
-
-@frozen
-class StepResult:
-    """Result of one optimizer step, equal on all ranks."""
-
-    loss: float  # sum of weighted losses / sum of weights over the global batch; nats per token for a cross-entropy
-    grad_norm: float  # before clipping
-    lr: float
-    skipped: bool = False  # loss or gradients were not finite, so no weight has changed
-    loss_scale: float | None = None  # of fp16, after the step
-
-
-@frozen
-class EvaluationResult:
-    """Mean loss of an evaluation, equal on all ranks."""
-
-    loss: float  # nats per token
-    tokens: int  # predicted
-
-    @property
-    def perplexity(self) -> float:
-        """Return e to the power of the loss; infinity if that is too large."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 @define(eq=False)
@@ -158,7 +138,7 @@ class Engine:
             optimizer,
             scheduler,
             scaler,
-            PipelineRun(plan, g, groups, chunks, Losses.of(g, plan.layout.cp), shared_gradients),
+            PipelineRun(plan, g, groups, chunks, LossTerms.of(g, plan.layout.cp), shared_gradients),
             complete(steps),
             tuple(parameter_groups),
             None if average is None else AveragedWeights.of(optimizer, chunks, average),
@@ -181,7 +161,8 @@ class Engine:
         """
         samples, part = self._global_batch(batch)
         buffers = self._moving_buffers()
-        loss = self._backward(samples, part)
+        totals = self._backward(samples, part)
+        loss = totals.loss
         lr = self.scheduler.get_lr({})
         update = update_weights(self.optimizer, loss, self.recipe.clip_grad)
         if not update.done:
@@ -194,7 +175,7 @@ class Engine:
             self.scaler.settle(overflow=not update.done)
         self.scheduler.step(1)
         scale = self.scaler.loss_scale if self.scaler else None
-        return StepResult(loss, update.grad_norm, float(lr), not update.done, scale)
+        return StepResult(loss, update.grad_norm, float(lr), not update.done, scale, totals.means)
 
     def gradients(self, batch: Batch | Samples) -> dict[str, WeightGradient] | None:
         """Return the gradient of the mean loss by each trained weight on rank 0, None on other ranks.
@@ -210,19 +191,19 @@ class Engine:
     def _global_batch(self, batch: Batch | Samples) -> tuple[Samples, MicroBatches]:
         """Return the samples of a global batch, and this rank's micro-batches of them."""
         plan = self.plan
-        samples = batch if callable(batch) else global_samples(self._samples_of(batch), plan.workload, plan.layout)
+        samples = batch if callable(batch) else agreed(partial(self._own_samples, batch))
         return samples, self.pipeline.microbatches_of(plan.workload.batch, plan.layout.micro_batch)
 
-    def _backward(self, samples: Samples, part: MicroBatches) -> float:
-        """Run micro-batches forward and backward, reduce their gradients over the ranks, and return the mean loss."""
+    def _backward(self, samples: Samples, part: MicroBatches) -> LossTotals:
+        """Run micro-batches forward and backward, and reduce their gradients over the ranks."""
         self._seed_dropout()
         self._set_training(True)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss = mean_loss(self._run(samples, part, self.steps.training_step, forward_only=False))
+        totals = self._run(samples, part, self.steps.training_step, forward_only=False)
         zero_frozen_gradients(self.model_chunks, self.parameter_groups)
-        return loss
+        return totals
 
     def _moving_buffers(self) -> list[tuple[Tensor, Tensor]]:
         """Return the expert biases, which the schedules move with the gradients, and their values."""
@@ -248,24 +229,24 @@ class Engine:
             f"first at {first or 'the gradient norm'}"
         )
 
-    def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:
+    def evaluate(self, batches: Iterable[Batch], *, step: HeldOut = "validation") -> EvaluationResult:
         """Return the mean loss over batches, each with any number of sequences.
 
-        Each data-parallel rank gives its own batches, and they may be fewer or smaller than those of other ranks.
+        Each data-parallel rank gives its own batches, and they may be fewer or smaller than those of other ranks. step:
+        the one of the user's steps that runs, `validation_step` or `test_step`.
         """
         self._set_training(False)
-        total, own, last = torch.zeros(1 + len(self.pipeline.losses.names), 2, dtype=torch.float64), iter(batches), None
+        run = held_out_step(self.steps, step)
+        total, own, last = self.pipeline.terms.zero(device.current()), iter(batches), None
         while True:
-            samples = [] if (batch := next(own, None)) is None else self._samples_of(batch)
+            samples = agreed(partial(self._samples_of, next(own, ())))
             part = self.pipeline.own_part(len(samples))
             if not part.starts:
-                return evaluation_of(total)
+                return total.evaluation
             last = samples[-1] if samples else last
-            if last is None:
-                raise UserError("this data-parallel rank has no batch to evaluate, but others have; give it one")
-            rows = samples or [last]
+            rows = agreed(partial(_filled, samples, last))
             with torch.no_grad():
-                total += self._run(rows.__getitem__, part, self.steps.validation_step, forward_only=True).cpu()
+                total += self._run(rows.__getitem__, part, run, forward_only=True)
 
     def logits(self, batch: Batch) -> Tensor | None:
         """Return the logits [sequences, seq, vocab] for this data-parallel rank's sequences.
@@ -273,7 +254,7 @@ class Engine:
         All ranks of the last pipeline stage return them, other ranks None. Every data-parallel rank gives a batch.
         """
         self._set_training(False)
-        samples = self._samples_of(batch)
+        samples = agreed(partial(self._samples_of, batch))
         part = self.pipeline.own_part(len(samples))
         with torch.no_grad(), captured_logits(self.model_chunks) as captured:
             self._run(samples.__getitem__, part, Steps().validation_step, forward_only=True)
@@ -321,8 +302,14 @@ class Engine:
         for chunk in self.chunks:
             chunk.train(training)
 
-    def _samples_of(self, batch: Batch) -> list[Sample]:
-        """Return the samples of a batch."""
+    def _own_samples(self, batch: Batch) -> Samples:
+        """Return this data-parallel rank's samples of a step, by their index in the global batch."""
+        return global_samples(self._samples_of(batch), self.plan.workload, self.plan.layout)
+
+    def _samples_of(self, batch: Batch | tuple[()]) -> list[Sample]:
+        """Return the samples of a batch; () has none."""
+        if isinstance(batch, tuple) and not batch:
+            return []
         seq = self.plan.workload.seq
 
         def data_step(text: Tensor) -> Sample:
@@ -330,7 +317,7 @@ class Engine:
 
         return samples_of(batch, self.graph, seq, data_step)
 
-    def evaluate_samples(self, samples: Samples, count: int) -> EvaluationResult:
+    def evaluate_samples(self, samples: Samples, count: int, *, step: HeldOut = "validation") -> EvaluationResult:
         """Return the mean loss over `count` samples, any number, `samples(0)` to `samples(count - 1)`."""
         self._set_training(False)
         layout, size = self.plan.layout, self.plan.workload.batch
@@ -339,12 +326,11 @@ class Engine:
         if count > whole:
             parts.append(self.pipeline.microbatches_of(count - whole, 1, whole))
         with torch.no_grad():
-            sums = [self._run(samples, part, self.steps.validation_step, forward_only=True) for part in parts]
-        total = torch.stack(sums).sum(0)
-        return evaluation_of(total)
+            totals = [self._run(samples, part, held_out_step(self.steps, step), forward_only=True) for part in parts]
+        return sum(totals, start=self.pipeline.terms.zero(device.current())).evaluation
 
-    def _run(self, samples: Samples, part: MicroBatches, step: Step, *, forward_only: bool) -> Tensor:
-        """Run micro-batches through the pipeline, with the dropout of this step. Return the sums of the losses."""
+    def _run(self, samples: Samples, part: MicroBatches, step: Step, *, forward_only: bool) -> LossTotals:
+        """Run micro-batches through the pipeline, with the dropout of this step."""
         masks = MaskSource(self.recipe.seed, self.done, first_sample=0)
         return self.pipeline.run(samples, part, step, masks, forward_only=forward_only)
 
@@ -400,17 +386,14 @@ class Engine:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def _filled(samples: list[Sample], last: Sample | None) -> list[Sample]:
+    """Return samples for an evaluation; where a rank has none left, its last one, which does not count."""
+    if last is None:
+        raise UserError("this data-parallel rank has no batch to evaluate, but others have; give it one")
+    return samples or [last]
+
+
 def _restore(buffers: list[tuple[Tensor, Tensor]]) -> None:
     """Copy values back into buffers."""
     for buffer, value in buffers:
         buffer.copy_(value)
-
-
-def evaluation_of(sums: Tensor) -> EvaluationResult:
-    """Return the mean loss and the number of tokens that these sums of `Engine._run` mean."""
-    return EvaluationResult(loss=mean_loss(sums), tokens=round(float(sums[0, 1])))
-
-
-def mean_loss(sums: Tensor) -> float:
-    """Return the loss that these sums of `Engine._run` mean."""
-    return float(sums[0, 0] / sums[0, 1])

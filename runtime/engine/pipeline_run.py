@@ -1,4 +1,4 @@
-"""One pass of a batch through the pipeline, by megatron-core's schedules: micro-batches in, sums of the losses out.
+"""One pass of a batch through the pipeline, by megatron-core's schedules: micro-batches in, totals of the losses out.
 
 `PipelineRun.run` takes samples by their index, splits them into micro-batches and each sequence over the
 context-parallel ranks, and runs the user's step on each micro-batch.
@@ -20,6 +20,7 @@ from torch import Tensor
 from megaloom.dsl import DType, Graph, UserError
 from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.body.balancing_loss import Balancing
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.kernels import zigzag
 from megaloom.runtime.megatron.process_groups import ProcessGroups
@@ -28,9 +29,11 @@ from megaloom.runtime.modules.shared_weights import SharedGradients
 from megaloom.runtime.modules.stage_boundary import StageBoundary
 from megaloom.runtime.reference.dropout import MaskSource
 
+from .loss_totals import LossTerms, LossTotals
 from .loss_weights import weight_sums
-from .samples import Sample, check_sample
-from .steps import Forward, Losses, MicroBatch, Outputs, Sums
+from .sample_checks import agreed, check_sample
+from .samples import Sample
+from .steps import Forward, MicroBatch, Outputs, Sums
 
 Step = Callable[[Forward, MicroBatch], Sums | None]
 Samples = Callable[[int], Sample]  # maps i to sample i of a global batch: named tensors without a batch dim
@@ -53,7 +56,7 @@ class PipelineRun:
     graph: Graph
     groups: ProcessGroups
     chunks: list[DistributedDataParallel]
-    losses: Losses
+    terms: LossTerms
     shared_gradients: SharedGradients
     checked: bool = field(default=False, init=False)  # samples of a first micro-batch have been checked
     weight_sum: Tensor = field(init=False)  # of the micro-batches of this pass that this rank has run
@@ -67,17 +70,40 @@ class PipelineRun:
             most += -most % layout.microbatch_group_size
         return MicroBatches(tuple(range(most)), 1, count)
 
-    def run(self, samples: Samples, part: MicroBatches, step: Step, masks: MaskSource, *, forward_only: bool) -> Tensor:
-        """Run micro-batches through the pipeline. Return (loss_sum, weight_sum) of all ranks.
+    def run(
+        self, samples: Samples, part: MicroBatches, step: Step, masks: MaskSource, *, forward_only: bool
+    ) -> LossTotals:
+        """Run micro-batches through the pipeline. Return the totals of their losses, equal on all ranks.
 
-        After them come the sums of each loss: [1 + losses, 2], float64, equal on all ranks. masks: of dropout.
+        masks: of dropout. Losses that balance experts over the batch need the load of all micro-batches before the
+        first backward pass, so a forward pass of all comes first.
         """
-        whole = [self._microbatch(samples, part, start) for start in part.starts]
-        counted = [batch for start, batch in zip(part.starts, whole, strict=True) if start < part.stop]
-        forward_step = partial(self._forward_step, step, self._ratios(counted))
+        whole = agreed(lambda: [self._microbatch(samples, part, start) for start in part.starts])
+        weights = self._weights([b for start, b in zip(part.starts, whole, strict=True) if start < part.stop])
+        frequencies: dict[str, Tensor] = {}
+        if self.terms.over_batch and not forward_only:
+            with torch.no_grad():
+                frequencies = self._pass(whole, part, step, masks, weights, {}, forward_only=True).frequencies
+        return self._pass(whole, part, step, masks, weights, frequencies, forward_only=forward_only)
+
+    def _pass(
+        self,
+        whole: list[MicroBatch],
+        part: MicroBatches,
+        step: Step,
+        masks: MaskSource,
+        weights: Tensor,
+        frequencies: dict[str, Tensor],
+        *,
+        forward_only: bool,
+    ) -> LossTotals:
+        """Run these micro-batches, of whole sequences. weights: of `_weights`. frequencies: of experts, see `run`."""
+        *of_losses, sequences = weights.tolist()
+        forward_step = partial(self._forward_step, step, of_losses[0] / weights[:-1])
+        balancing = [Balancing(of_losses[0] / sequences, frequencies) for _ in whole]
         feed = [
-            (self._on_this_rank(batch), evolve(masks, first_sample=start))
-            for start, batch in zip(part.starts, whole, strict=True)
+            (self._on_this_rank(batch), {"masks": evolve(masks, first_sample=start), "balancing": losses})
+            for start, batch, losses in zip(part.starts, whole, balancing, strict=True)
         ]
         feeds = [iter(feed) for _ in self.chunks]  # each chunk has its own iterator over all
         self.weight_sum = torch.zeros((), dtype=torch.float64, device=device.current())
@@ -91,12 +117,21 @@ class PipelineRun:
             forward_only=forward_only,
             **self._sends(part),
         )
-        total = torch.zeros(1 + len(self.losses.names), 2, dtype=torch.float64, device=device.current())
-        if self.groups.is_last_pipeline_rank and self.groups.tp_rank == 0:
-            for start, each in zip(part.starts, sums, strict=True):
-                if start < part.stop:
-                    total += each["sums"]
-        dist.all_reduce(total)
+        return self._totals(part, [each["sums"] for each in sums], [losses.records for losses in balancing])
+
+    def _totals(self, part: MicroBatches, sums: list[Tensor], records: list[dict[str, Tensor]]) -> LossTotals:
+        """Return the totals of all ranks.
+
+        sums: of each micro-batch on the last stage, [1 + losses, 2]. records: of mixtures, for each micro-batch.
+        """
+        total, groups = self.terms.zero(device.current()), self.groups
+        for i, start in enumerate(part.starts):
+            if start < part.stop:
+                total.add_records(records[i])
+                if groups.is_last_pipeline_rank and groups.tp_rank == 0:
+                    total.add_losses(sums[i])
+                    total.add_sequences(part.size if groups.cp_rank == 0 else 0)
+        dist.all_reduce(total.sums)
         return total
 
     def _sends(self, part: MicroBatches) -> dict[str, Any]:
@@ -144,28 +179,39 @@ class PipelineRun:
             out[name] = x.contiguous().to(device.current())
         return out
 
-    def _ratios(self, whole: list[MicroBatch]) -> Tensor:
-        """Return, for each loss, the weights of the first loss over its own, summed over the global batch."""
-        names = self.losses.names
-        if len(names) == 1:
-            return torch.ones(1, dtype=torch.float64)
-        total = sum((weight_sums(self.graph, names, batch) for batch in whole), start=torch.zeros(len(names)).double())
+    def _weights(self, whole: list[MicroBatch]) -> Tensor:
+        """Return the sum of the weights of each loss over the global batch, then its sequences: float64 [losses + 1].
+
+        A model with one loss and no balancing loss needs none of them; they are 1.
+        """
+        names = self.terms.losses.names
+        if len(names) == 1 and not self.terms.balanced:
+            return torch.ones(2, dtype=torch.float64)
+        total = torch.zeros(len(names) + 1, dtype=torch.float64)
+        for batch in whole:
+            total[:-1] += weight_sums(self.graph, names, batch)
+            total[-1] += len(next(iter(batch.values())))
         total = total.to(device.current())
         dist.all_reduce(total, group=self.groups.collection.dp)
-        return total[0] / total
+        return total
 
     def _forward_step(
-        self, step: Step, ratios: Tensor, feed: Iterator[tuple[MicroBatch, MaskSource]], chunk: DistributedDataParallel
+        self,
+        step: Step,
+        ratios: Tensor,
+        feed: Iterator[tuple[MicroBatch, dict[str, Any]]],
+        chunk: DistributedDataParallel,
     ) -> tuple[Tensor, Any]:
         """Run a micro-batch through a chunk. Return its output and the loss reduction, as the schedules ask."""
         results: list[Any] = []
-        whole_batch, masks = next(feed)
+        whole_batch, options = next(feed)
 
         def forward(batch: MicroBatch) -> Outputs | None:
-            results.append(out := chunk(**batch, masks=masks))
+            results.append(out := chunk(**batch, **options))
             if not isinstance(out, dict):
                 return None
-            loss_sum, weight_sum, each = self.losses.sums(out[self.losses.end], ratios)
+            losses = self.terms.losses
+            loss_sum, weight_sum, each = losses.sums(out[losses.end], ratios)
             results.append(each)
             return Outputs({name: self._without_padding(name, x) for name, x in out.items()}, loss_sum, weight_sum)
 

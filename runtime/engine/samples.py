@@ -8,7 +8,6 @@ resumes from its number of consumed samples under any layout.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from megaloom.dsl import (
     Graph,
     MaskedScatter,
     MaskedToken,
+    NextToken,
     Node,
     SequenceToSequence,
 )
@@ -46,6 +46,11 @@ class Objective(Enum):
     MASKED = "the tokens before masking"
     SPANS = "the removed spans of the source"
     CLASSES = "the class of an image or a text"
+
+    @property
+    def predicts_text(self) -> bool:
+        """Return whether the losses are those of tokens of text."""
+        return self is not Objective.CLASSES
 
 
 def objective_of(graph: Graph) -> Objective:
@@ -116,6 +121,19 @@ class SampleMaker:
     def counts_some(self) -> bool:
         """Return whether the model has a mask, so that training can predict some of the tokens only."""
         return any(n.is_input and n.value.dtype is DType.MASK for n in self.graph.nodes)
+
+    @property
+    def unit(self) -> str:
+        """Return the unit of the loss; empty for a loss of the user's own."""
+        if not self.objective.predicts_text:
+            return "nats (classification)"
+        declared = any(isinstance(n.op, NextToken | MaskedToken | SequenceToSequence) for n in self.graph.nodes)
+        return f"nats per {self.text_ids.unit}" if declared else ""
+
+    @property
+    def counted_word(self) -> str:
+        """Return what a loss is a mean over."""
+        return "tokens" if self.objective.predicts_text else "samples"
 
     def _inputs(self) -> list[Node]:
         """Return the inputs that more than losses read."""
@@ -289,41 +307,3 @@ def _image_tokens(graph: Graph) -> tuple[int, int]:
             if isinstance(op := step.value.op, MaskedScatter):
                 return op.token, step.value.args[1].shape.positions("embed").known
     return 0, 0
-
-
-def check_sample(graph: Graph, sample: dict[str, Any], seq: int) -> None:
-    """Raise UserError unless a sample has the names, shapes and types of the model's inputs, and ids in its tables."""
-    inputs = {n.name: n for n in graph.nodes if n.is_input}
-    if missing := sorted(inputs.keys() - sample.keys()):
-        raise UserError(f"a sample lacks {', '.join(missing)}; {graph.name} has the inputs {', '.join(inputs)}")
-    if extra := sorted(sample.keys() - inputs.keys()):
-        raise UserError(f"a sample has {', '.join(extra)}; {graph.name} has the inputs {', '.join(inputs)} only")
-    for name, node in inputs.items():
-        x, want = sample[name], [d.size or seq for d in node.shape if d.name != "batch"]
-        if not isinstance(x, Tensor):
-            raise UserError(f"{name} of a sample is a {type(x).__name__}: it must be a tensor")
-        if list(x.shape) != want:
-            raise UserError(f"{name} of a sample has the shape {list(x.shape)}: {node.shape} needs {want}")
-        if (node.value.dtype is DType.INDEX) is x.is_floating_point():
-            needed = "int64 ids" if node.value.dtype is DType.INDEX else "floating-point numbers"
-            if node.value.dtype is not DType.MASK:
-                raise UserError(f"{name} of a sample is {x.dtype}: it must be {needed}")
-        if node.value.dtype is DType.MASK and not bool(x.any()):
-            raise UserError(f"{name} of a sample has no 1, so that nothing of it counts: mark at least one position")
-        if isinstance(node.op, DocumentIndices) and bool((x.diff() < 0).any()):
-            raise UserError(f"{name} of a sample has decreasing indices: the tokens of a document follow one another")
-        if node.value.dtype is DType.INDEX and (rows := _rows(graph, node)) and int(x.max()) >= rows:
-            raise UserError(f"{name} of a sample has the id {int(x.max())}: {graph.name} has ids below {rows} there")
-
-
-def _rows(graph: Graph, node: Node) -> int | None:
-    """Return the rows of the smallest table that looks up the ids of an input, or the classes of its logits."""
-    rows = []
-    for reader in (n for n in graph.nodes if node.name in n.inputs):
-        p = program(reader)
-        entering = {id(v.source) for v, name in zip(p.inputs, reader.inputs, strict=True) if name == node.name}
-        for step in p.steps:
-            key = getattr(step.value.op, "key", None) or getattr(step.value.op, "over", None)
-            if any(id(a.source) in entering for a in step.value.args) and isinstance(key, str):
-                rows += [a.shape[key].known for a in step.value.args if key in a.shape]
-    return min(rows, default=None)

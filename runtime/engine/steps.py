@@ -1,14 +1,15 @@
 """The steps of a run that users may replace, by the names of NeMo's MegatronParallel.
 
 Write a class with any of these methods and pass an instance as `steps`: data_step makes the named tensors of a sample,
-training_step runs the model on a micro-batch and returns (loss_sum, weight_sum), validation_step and test_step do so
-without gradients. Training minimises sum of loss_sum / sum of weight_sum over the global batch, whatever the layout.
+training_step runs the model on a micro-batch and returns (loss_sum, weight_sum). validation_step does so without
+gradients on held-out data during training, test_step after it. Training minimises sum of loss_sum / sum of weight_sum
+over the global batch, whatever the layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from attrs import frozen
@@ -40,6 +41,9 @@ class Outputs:
 Forward = Callable[[MicroBatch], Outputs | None]  # None on all stages but the last
 
 
+HeldOut = Literal["validation", "test"]
+
+
 class Steps:
     """The steps of the declared objective. Subclasses, and classes with some of these methods, replace them."""
 
@@ -53,11 +57,11 @@ class Steps:
         return None if outputs is None else (outputs.loss_sum, outputs.weight_sum)
 
     def validation_step(self, forward: Forward, batch: MicroBatch) -> Sums | None:
-        """Return (loss_sum, weight_sum) of a micro-batch of held-out data."""
+        """Return (loss_sum, weight_sum) of a micro-batch of held-out data during training."""
         return self.training_step(forward, batch)
 
     def test_step(self, forward: Forward, batch: MicroBatch) -> Sums | None:
-        """Return (loss_sum, weight_sum) of a micro-batch of test data."""
+        """Return (loss_sum, weight_sum) of a micro-batch of held-out data after training."""
         return self.validation_step(forward, batch)
 
 
@@ -72,6 +76,11 @@ def complete(steps: Any) -> Steps:
     for name in names:
         setattr(out, name, getattr(steps, name))
     return out
+
+
+def held_out_step(steps: Steps, step: HeldOut) -> Callable[[Forward, MicroBatch], Sums | None]:
+    """Return the step for held-out data: `validation_step` or `test_step`."""
+    return steps.test_step if step == "test" else steps.validation_step
 
 
 @frozen

@@ -29,6 +29,7 @@ from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.layers.losses import Stacked
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Stage
+from megaloom.runtime.body.balancing_loss import Balancing
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.build_context import BuildContext
 from megaloom.runtime.megatron.padded_shards import padded_shard
@@ -37,6 +38,7 @@ from megaloom.runtime.reference.dropout import MaskSource
 
 from . import registry
 from .layers import HiddenDropout, Logits
+from .moe import Mixture
 from .shared_weights import SharedUses
 from .stage_boundary import StageBoundary
 
@@ -65,9 +67,9 @@ class NodeSegment:
 class ModelChunk(MegatronModule):
     """The nodes [start, stop) of a graph as one module.
 
-    Its inputs are the named tensors of a micro-batch, [batch ..], with this cp rank's part of each sequence, and the
-    source of dropout masks. It returns the hidden states that the next stage receives, packed, or on the last stage the
-    values of the nodes in `returns`, by name: the loss at the end, and the losses that it adds.
+    Its inputs are the named tensors of a micro-batch, [batch ..], with this cp rank's part of each sequence, the source
+    of dropout masks, and the balancing losses. It returns the hidden states that the next stage receives, packed, or on
+    the last stage the values of the nodes in `returns`, by name: the loss at the end, and the losses that it adds.
     """
 
     def __init__(self, graph: Graph, stage: Stage, context: BuildContext) -> None:
@@ -101,13 +103,16 @@ class ModelChunk(MegatronModule):
             for n in segment.nodes:
                 yield n, self.modules_by_key[_key(n)]
 
-    def forward(self, *, masks: MaskSource = FIRST_MASKS, **inputs: Tensor) -> Tensor | dict[str, Tensor]:
+    def forward(
+        self, *, masks: MaskSource = FIRST_MASKS, balancing: Balancing | None = None, **inputs: Tensor
+    ) -> Tensor | dict[str, Tensor]:
         values = dict(inputs)
         if not self.pre_process:
             assert self.received is not None, "the schedule sets the input tensor first"
             values.update(self.begin.unpack(self.received))
         for segment in self.segments:
-            run, reads = partial(self._run_segment, segment, masks), (values[name] for name in segment.reads)
+            run = partial(self._run_segment, segment, masks, balancing)
+            reads = (values[name] for name in segment.reads)
             recompute = segment.recompute and torch.is_grad_enabled()
             outputs = tensor_parallel.checkpoint(run, False, *reads) if recompute else run(*reads)
             values.update(zip(segment.writes, outputs, strict=True))
@@ -124,15 +129,21 @@ class ModelChunk(MegatronModule):
                 if isinstance(module, Body):
                     module.overwrites_logits = False
 
-    def _run_segment(self, segment: NodeSegment, masks: MaskSource, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _run_segment(
+        self, segment: NodeSegment, masks: MaskSource, balancing: Balancing | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return the values that a segment writes, from those that it reads."""
         values = dict(zip(segment.reads, inputs, strict=True))
         selective = SelectiveRecompute(self.selective)
         for n, last_reads in zip(segment.nodes, segment.last_reads, strict=True):
-            module: Any = self.modules_by_key[_key(n)]
+            module = self.modules_by_key[_key(n)]
+            options: dict[str, Any] = {}
             if isinstance(module, Body | HiddenDropout):
-                module = partial(module.__call__, masks=masks.of(n.name))  # recompute runs with the same masks
-            values[n.name] = selective.run(n, module, *(values[name] for name in n.inputs))
+                options["masks"] = masks.of(n.name)
+            if isinstance(module, Body | Mixture) and balancing:
+                options["balancing"] = balancing.of(n.name)
+            run = partial(module.__call__, **options)  # recompute runs with the same options
+            values[n.name] = selective.run(n, run, *(values[name] for name in n.inputs))
             for name in last_reads:
                 del values[name]
         return tuple(values[name] for name in segment.writes)

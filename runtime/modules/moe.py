@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe import moe_layer
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from megaloom.dsl import MoE
 from megaloom.planner.contract.choices import Module
-from megaloom.runtime.body.balancing_loss import balancing_loss
+from megaloom.runtime.body.balancing_loss import Balancing
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.reference.routing import top_k_experts
@@ -46,7 +45,8 @@ class Mixture(moe_layer.MoELayer):
             self.experts.recompute_activations()
         self.to(device.current())  # the router creates its weight on the CPU
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, balancing: Balancing | None = None) -> Tensor:
+        self.router.balancing = balancing
         y, _ = super().forward(x)
         return y
 
@@ -67,6 +67,7 @@ class Router(TopKRouter):
     def __init__(self, op: MoE, config: TransformerConfig, pg_collection: Any) -> None:
         super().__init__(config, pg_collection)
         self.op = op
+        self.balancing: Balancing | None = None  # of the micro-batch that runs
         self.bias = nn.Parameter(torch.empty_like(self.weight[:, 0])) if op.bias else None
         if self.bias is not None:
             self.bias.sequence_parallel = config.sequence_parallel
@@ -77,7 +78,8 @@ class Router(TopKRouter):
         experts, weights = top_k_experts(self.op.gate, scores, *([self.expert_bias] if self.op.corrected else []))
         gate = torch.zeros_like(scores).scatter(-1, experts, weights)
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, experts, True)
-        if self.op.balance and self.training:
-            gate = MoEAuxLossAutoScaler.apply(gate, balancing_loss(self.op, chosen, scores, [self.tp_cp_group]))
+        if self.op.balance and self.balancing:
+            scores, selected = (x.view_as(logits).transpose(0, 1) for x in (scores, chosen))
+            gate = self.balancing.attach(self.op, gate, scores, selected, [self.tp_cp_group])
         self._apply_expert_bias(chosen)
         return gate, chosen

@@ -15,8 +15,10 @@ from torch import Tensor
 from megaloom.dsl import (
     Attend,
     Each,
+    Gate,
     Input,
     Model,
+    MoE,
     Node,
     Select,
     Shape,
@@ -27,9 +29,10 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.graph import primitives
 
+from .balancing import mean_balance
 from .dropout import MaskSource, dropout_rate, dropouts
 from .evaluate import attention, evaluate
-from .tensors import dim_index, names
+from .tensors import broadcast, dim_index, names
 
 
 def interpret(
@@ -38,11 +41,13 @@ def interpret(
     inputs: Mapping[str, Tensor],
     *,
     masks: MaskSource | None = None,
+    balancing: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the model's outputs, which are differentiable.
 
     weights: by the names of `graph(model).weights`. inputs: by name. masks: of dropout, for these inputs as one
-    micro-batch; None turns dropout off. Raises UserError if a weight or an input is missing or has another shape.
+    micro-batch; None turns dropout off. balancing: receives the balancing loss of each mixture of experts, without its
+    coefficient, by node. Raises UserError if a weight or an input is missing or has another shape.
     """
     g = graph(model)
     results: dict[str, Tensor] = {}
@@ -53,7 +58,17 @@ def interpret(
         if isinstance(node.op, Input):
             known[id(node.value)] = _given("input", node.op.name, node.shape, inputs)
         results[node.name] = _value(node.value, known, node, None if masks is None else masks.of(node.name))
+        if balancing is not None and isinstance(node.op, MoE) and node.op.balance:
+            balancing[node.name] = _balancing_loss(node.op, node, known)
     return tuple(results[name] for name in g.outputs)
+
+
+def _balancing_loss(op: MoE, node: Node, known: dict[int, Tensor]) -> Tensor:
+    """Return the balancing loss of a node that was evaluated."""
+    gate = next(v for v, *_ in primitives(node.value) if isinstance(v.op, Gate))
+    order = ["batch", *names(gate.shape.without("batch", "experts")), "experts"]
+    scores, weights = (broadcast(known[id(v)], v.shape, order).flatten(1, -2) for v in (gate.args[0], gate))
+    return mean_balance(op, scores, weights != 0)
 
 
 def _given(what: str, name: str, shape: Shape, values: Mapping[str, Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,14 +18,15 @@ from rich.console import Console
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.data.part import DataPart, Window
-from megaloom.runtime.engine.engine import Engine, EvaluationResult
+from megaloom.runtime.engine.engine import Engine
+from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.engine.samples import Sample, SampleMaker
 from megaloom.runtime.engine.weight_update import NonFiniteError
 from megaloom.runtime.megatron import checkpoint, device
 from megaloom.runtime.megatron.checkpoint_folder import Checkpoint, Manifest, latest
 from megaloom.runtime.weights.given import open_folder
 
-from .metrics import InterruptibleConsole, MetricsFile, ProgressDisplay, StepMetrics, progress_display
+from .metrics import InterruptibleConsole, MetricsFile, ProgressDisplay, StepMetrics, loss_text, progress_display
 from .run_data import sample_of
 from .training_run import RECENT_STEPS, Summary, TrainingRun
 
@@ -124,20 +126,25 @@ class Loop:
         return f"this step is not saved ({saved}); {advice}"
 
     def _evaluate(self, part: DataPart, name: str, *, whole: bool) -> EvaluationResult:
-        """Return the loss on a part of the data, or on samples of it, which are the same in each evaluation."""
+        """Return the loss on a part of the data, or on samples of it, which are the same in each evaluation.
+
+        The last evaluation of a run runs the user's test_step: on the test part, or on all held-out data if there is
+        no test part. The others run validation_step.
+        """
         seq = self.maker.length - 1
         samples = self.run.evaluation_samples(part, seq, whole=whole)
         if samples > self.run.evaluation_samples(part, seq, whole=False):
             self.display.print(f"evaluating all {samples * seq:,} {name} tokens")
-        result = self.engine.evaluate_samples(lambda i: self._sample(part.held_out_sample(i, seq=seq), i, 0), samples)
-        loss, perplexity, tokens = result.loss, result.perplexity, result.tokens
-        event = "test" if name == "test" else "evaluation"
-        self.metrics.write(event, step=self.engine.done, loss=loss, perplexity=perplexity, tokens=tokens)
-        text_part = "all" if whole else f"{tokens:,}"
-        self.display.print(
-            f"step {self.engine.done}  {name} loss {loss:.4f} nats per {self.run.corpus.ids.unit}, "
-            f"perplexity {perplexity:.3f} ({text_part} tokens)"
+        is_last = name == "test" or (whole and not self.run.corpus.test)
+        result = self.engine.evaluate_samples(
+            lambda i: self._sample(part.held_out_sample(i, seq=seq), i, 0),
+            samples,
+            step="test" if is_last else "validation",
         )
+        event = "test" if name == "test" else "evaluation"
+        self.metrics.write(event, step=self.engine.done, **asdict(result), perplexity=result.perplexity)
+        count = f"{'all ' if whole else ''}{result.tokens:,} {self.maker.counted_word}"
+        self.display.print(f"step {self.engine.done}  {name} {loss_text(result, self.maker.unit)} ({count})")
         return result
 
     def _training_sample(self, i: int) -> Sample:
@@ -202,10 +209,11 @@ class Loop:
 
     def _summary(self, held_out: EvaluationResult | None, test: EvaluationResult | None, stopped: int) -> Summary:
         assert self.saved, "a run ends with a checkpoint"
-        corpus = self.run.corpus
+        validation = self.run.corpus.validation if self.maker.objective.predicts_text else None
+        entropy = validation.unigram_entropy() if validation else None
         peaks = [0] * dist.get_world_size()
         dist.all_gather_object(peaks, self.engine.peak_memory())
-        recent = [step.loss for step in self.steps[-RECENT_STEPS:] if not step.skipped]
+        recent = [step for step in self.steps[-RECENT_STEPS:] if not step.skipped]
         return Summary(
             step=self.engine.done,
             resumed=self.resumed.manifest.step if self.resumed else None,
@@ -214,15 +222,21 @@ class Loop:
             tokens=len(self.steps) * self.run.plan.workload.tokens,
             seconds=time.monotonic() - self.start,
             step_seconds=statistics.median(step.seconds for step in self.steps) if self.steps else None,
-            train_loss=statistics.mean(recent) if recent else None,
-            held_out_loss=held_out.loss if held_out else None,
-            held_out_tokens=held_out.tokens if held_out else 0,
-            test_loss=test.loss if test else None,
-            unigram_entropy=corpus.validation.unigram_entropy() if corpus.validation else None,
-            unit=corpus.ids.unit,
+            train_loss=statistics.mean(step.loss for step in recent) if recent else None,
+            train_terms=_means([step.terms for step in recent]),
+            held_out=held_out,
+            test=test,
+            unigram_entropy=entropy,
+            unit=self.maker.unit,
+            counted=self.maker.counted_word,
             peak_nbytes=tuple(peaks),
             checkpoint=self.saved,
         )
+
+
+def _means(rows: list[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each term of some steps."""
+    return {name: statistics.mean(row[name] for row in rows) for name in (rows[0] if rows else {})}
 
 
 def _shown(value: float | str | bool) -> str:

@@ -12,15 +12,17 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from attrs import frozen
+from attrs import field, frozen
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
+
+from megaloom.runtime.engine.results import EvaluationResult
 
 PRINT_SECONDS = 5.0  # between progress lines in a pipe
 AVERAGED_STEPS = 20  # over which speed is averaged
@@ -32,13 +34,14 @@ class StepMetrics:
     """Metrics of one optimizer step. The fields are those of a "step" event in metrics.jsonl."""
 
     step: int
-    loss: float  # nats per token
+    loss: float
     grad_norm: float
     lr: float
     tokens: int  # consumed since the first step
     seconds: float
     skipped: bool = False  # loss or gradients were not finite, so no weight has changed
     loss_scale: float | None = None  # of fp16
+    terms: Mapping[str, float] = field(factory=dict)  # of the loss, if it has several, and the balancing loss
 
 
 class MetricsFile:
@@ -54,11 +57,18 @@ class MetricsFile:
             unfinished.replace(path)
             self.file = path.open("a", buffering=1)
 
-    def write(self, event: str, *, step: int, **values: float | str | None) -> None:
+    def write(self, event: str, *, step: int, **values: object) -> None:
         """Append one event. A value that is NaN or infinite, which JSON does not have, is written as null."""
-        finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
         if self.file:
-            self.file.write(json.dumps({"event": event, "step": step, **finite}) + "\n")
+            self.file.write(json.dumps({"event": event, "step": step, **_finite(values)}) + "\n")
+
+
+def _finite(values: Mapping[str, object]) -> dict[str, object]:
+    """Return the values that JSON can hold, with None for NaN and infinity."""
+    return {
+        name: _finite(v) if isinstance(v, Mapping) else None if isinstance(v, float) and not math.isfinite(v) else v
+        for name, v in values.items()
+    }
 
 
 def _complete_lines(path: Path) -> Iterator[str]:
@@ -107,6 +117,7 @@ class ProgressDisplay:
         mean = sum(self.recent_seconds) / len(self.recent_seconds)
         figures = [
             f"loss {step.loss:.4f}",
+            *(f"{name} {value:.4f}" for name, value in step.terms.items()),
             f"{self.step_tokens / mean:,.0f} tokens/s",
             f"{clock(time.monotonic() - self.start)} elapsed",
             f"{clock((self.steps - step.step) * mean)} left",
@@ -160,6 +171,16 @@ def progress_display(console: Console, *, steps: int, done: int, step_tokens: in
     # Redrawn at each step instead of by rich's own thread, which would take time from training.
     with Progress(*columns, console=console, auto_refresh=False, expand=True) as progress:
         yield LiveDisplay(console, progress, steps=steps, step_tokens=step_tokens, done=done)
+
+
+def loss_text(result: EvaluationResult, unit: str, digits: int = 4) -> str:
+    """Return the loss of an evaluation with its unit and its terms; of predicted tokens, their perplexity too."""
+    whole = result.cross_entropy in (None, result.loss)
+    parts = [f"loss {result.loss:.{digits}f}{f' {unit}' if whole and unit else ''}"]
+    parts += [f"{name} {value:.{digits}f}" for name, value in result.terms.items()]
+    if result.perplexity is not None:
+        parts.append(f"perplexity {result.perplexity:.3f}")
+    return ", ".join(parts)
 
 
 def clock(seconds: float) -> str:

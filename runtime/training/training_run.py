@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from attrs import frozen
@@ -10,6 +11,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.data.corpus import Corpus
 from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.engine.recipe import Recipe
+from megaloom.runtime.engine.results import EvaluationResult
 
 RECENT_STEPS = 20
 """Steps over which the summary averages the training loss."""
@@ -52,11 +54,12 @@ class Summary:
     tokens: int  # trained on in this run, without those before a resume
     seconds: float  # of this run
     step_seconds: float | None  # median
-    train_loss: float | None  # mean of the last steps, nats per token
-    held_out_loss: float | None  # nats per token; None if stopped or no text is held out
-    held_out_tokens: int  # whose loss it is the mean of
-    test_loss: float | None = None  # nats per token, of the test part
-    unigram_entropy: float | None  # of the held-out text, nats per token
-    unit: str = "token"  # of text: byte or token
+    train_loss: float | None  # mean of the last steps
+    train_terms: Mapping[str, float]  # of these steps, as in `StepResult`
+    held_out: EvaluationResult | None  # of all held-out data; None if stopped or nothing is held out
+    test: EvaluationResult | None = None  # of the test part
+    unigram_entropy: float | None  # of the held-out text, nats per token; None if the model predicts no tokens
+    unit: str = "nats per token"  # of the loss
+    counted: str = "tokens"  # what the loss is a mean over: tokens or samples
     peak_nbytes: tuple[int, ...]  # by rank
     checkpoint: Path

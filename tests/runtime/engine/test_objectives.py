@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from megaloom.dsl import Graph, graph
+from megaloom.dsl import Graph, Model, NextToken, graph, model, packed, token_weights, without_loss
 from megaloom.dsl.errors import UserError
+from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llava import clip, llava
 from megaloom.examples.scripts import own_steps
 from megaloom.examples.t5 import t5_small
 from megaloom.planner.contract.layout import Layout
 from megaloom.runtime.data.token_ids import BYTES
-from megaloom.runtime.engine.samples import Sample, SampleMaker, check_sample
+from megaloom.runtime.engine.sample_checks import check_sample
+from megaloom.runtime.engine.samples import Sample, SampleMaker
 from tests.support.models import tiny_bert, tiny_gpt, tiny_vit
 from tests.support.paths import ROOT, SUPPORT
 from tests.support.rank_pool import Case, check, run_cases
@@ -118,6 +120,8 @@ def test_text_after_an_image_counts() -> None:
         ({"types": torch.full((SEQ,), 2)}, "types of a sample has the id 2: tiny-bert has ids below 2 there"),
         ({"labels": torch.full((SEQ,), 131)}, "labels of a sample has the id 131"),
         ({"mask": torch.zeros(SEQ, dtype=torch.bool)}, "mask of a sample has no 1"),
+        ({"labels": torch.full((SEQ,), -100)}, "labels of a sample has the id -100: ids are 0 or more"),
+        ({"mask": torch.full((SEQ,), 2)}, "mask of a sample has numbers other than 0 and 1"),
         ({"mask": [1] * SEQ}, "mask of a sample is a list: it must be a tensor"),
     ],
 )
@@ -126,3 +130,33 @@ def test_a_bad_sample_is_refused_before_the_step(change: dict[str, Any], message
     bad = {name: x for name, x in {**sample(g, 0), **change}.items() if x is not None}
     with pytest.raises(UserError, match=message):
         check_sample(g, bad, SEQ)
+
+
+def weighted_gpt() -> Model:
+    """A decoder with weights of tokens."""
+    logits = without_loss(tiny_gpt()).outputs[0]
+    return model("weighted-gpt", logits >> NextToken(weights=token_weights()))
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "message"),
+    [
+        (tiny_vit, {"image": torch.zeros(3, 8, 9)}, r"image of a sample has the shape \[3, 8, 9\]"),
+        (tiny_vit, {"labels": torch.zeros(SEQ).long()}, r"labels of a sample has the shape \[32\]"),
+        (tiny_vit, {"image": torch.full((3, 12, 12), torch.nan)}, "image of a sample has a number that is NaN"),
+        (tiny_vit, {"image": torch.zeros(3, 12, 12).long()}, "image of a sample is torch.int64: it must be floating"),
+        (weighted_gpt, {"weights": torch.full((SEQ,), -1.0)}, "weights of a sample has a negative weight"),
+        (weighted_gpt, {"weights": torch.zeros(SEQ)}, "weights of a sample has a negative weight or none above 0"),
+        (lambda: packed(tiny_gpt()), {"documents": -torch.arange(SEQ)}, "documents of a sample has decreasing indices"),
+        (
+            lambda: packed(gpt("short", layers=1, heads=2, embed=16, vocab=127, seq=8)),
+            {"documents": torch.arange(SEQ) // 9},
+            "documents of a sample has a document of 9 tokens: positions.0 has 8 positions",
+        ),
+    ],
+)
+def test_bad_numbers_are_refused_before_the_step(make: Any, change: dict[str, Any], message: str) -> None:
+    g = graph(make())
+    good = sample(g, 0)
+    with pytest.raises(UserError, match=message):
+        check_sample(g, {**good, **change}, SEQ)

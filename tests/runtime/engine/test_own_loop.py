@@ -79,6 +79,7 @@ def messages(plan: Plan) -> list[str]:
         {**next_token(TOKENS[:2]), "labels": TOKENS[:1, 1:]},
         {**next_token(TOKENS[:2]), "labels": TOKENS[:2]},
         [TOKENS],
+        next_token(TOKENS[:2]) if engine.groups.dp_rank == 0 else {"tokens": TOKENS[:2, 1:]},
     ]
     out = []
     for batch in batches:
@@ -89,9 +90,8 @@ def messages(plan: Plan) -> list[str]:
 
 
 def test_wrong_batches_are_refused(plan_of: Any) -> None:
-    shape, rows, ids, floats, missing, lengths, labels, kind = launcher.run(
-        messages, (plan_of("tiny_llama", Layout(dp=2)),), 2, timeout=90
-    )[0]
+    first, second = launcher.run(messages, (plan_of("tiny_llama", Layout(dp=2)),), 2, timeout=90)
+    shape, rows, ids, floats, missing, lengths, labels, kind, of_other = first
     assert shape == "a batch of text has shape [sequences, 33], the tokens that a sample of 32 reads; got [4, 32]"
     assert rows.startswith("the batch has 4 sequences, but each data-parallel rank takes 2 a step (batch 4 / dp 2)\n")
     assert ids.startswith("token ids must be from 0 to 126; the batch has ids from 1")
@@ -100,6 +100,8 @@ def test_wrong_batches_are_refused(plan_of: Any) -> None:
     assert lengths == "the tensors of a batch have different numbers of sequences: {'tokens': 2, 'labels': 1}"
     assert labels.startswith("labels of a sample has the shape [33]")
     assert kind == "a batch is a tensor of token ids, or tensors by the names of inputs; got list"
+    assert second[-1].startswith("a sample lacks labels")
+    assert of_other == f"on rank 1: {second[-1]}"
 
 
 def wrong_world(plan: Plan) -> str:

@@ -60,11 +60,11 @@ def test_a_run_on_a_blend_is_evaluated_on_both_other_parts(
     folder, done = finished
     corpus = open_corpus(blend, "94,4,2", tmp_path)
     assert corpus.validation and corpus.test
-    assert done.unit == "token"
-    assert done.held_out_tokens == 32 * corpus.validation.held_out_samples(32)
+    assert done.unit == "nats per token"
+    assert done.held_out.tokens == 32 * corpus.validation.held_out_samples(32)
     kinds = [(e["event"], e["step"]) for e in events(folder) if e["event"] in ("evaluation", "test")]
     assert kinds == [("evaluation", 3), ("evaluation", 4), ("test", 4)]
-    assert done.test_loss == events(folder)[-1]["loss"]
+    assert done.test.loss == events(folder)[-1]["loss"]
     assert read(checkpoint_folders(folder)[-1]).manifest.data == corpus.digest
     assert (folder / "tokenizer" / "tokenizer.json").exists()
     assert not (folder / "data").exists()  # an indexed dataset is read where it is
@@ -96,7 +96,7 @@ def test_resumed_under_another_layout_it_reads_the_same_samples(
     done = train(plan_of("byte_llama", Layout(tp=2)), RECIPE, folder=folder, source=blend, split="94,4,2")
     assert done.resumed == 2
     assert curve(folder) == pytest.approx(curve(finished[0]), abs=1e-5)
-    assert done.test_loss == pytest.approx(finished[1].test_loss, abs=1e-5)
+    assert done.test.loss == pytest.approx(finished[1].test.loss, abs=1e-5)
     assert "data: " not in capfd.readouterr().out
 
 

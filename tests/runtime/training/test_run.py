@@ -52,11 +52,11 @@ def test_a_run_tells_what_it_came_to(finished: tuple[Path, Summary]) -> None:
     assert (done.step, done.resumed, done.stopped) == (6, None, False)
     assert done.tokens == 6 * 4 * 32
     assert done.train_loss == pytest.approx(sum(losses) / 6)
-    assert done.held_out_loss is not None
+    assert done.held_out is not None
     held_out = (folder / "data" / "held_out.bin").stat().st_size
-    assert done.held_out_tokens == (held_out - 1) // 32 * 32
+    assert done.held_out.tokens == (held_out - 1) // 32 * 32
     assert losses[-1] < losses[0] - 0.5  # it learns
-    assert done.held_out_loss < losses[0]
+    assert done.held_out.loss < losses[0]
     assert 2.5 < done.unigram_entropy < 4
     assert len(done.peak_nbytes) == 2
     assert min(done.peak_nbytes) > 100e6
@@ -64,8 +64,8 @@ def test_a_run_tells_what_it_came_to(finished: tuple[Path, Summary]) -> None:
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-000003", "step-000006"]
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = events[-1]
-    assert (last["loss"], last["tokens"]) == (done.held_out_loss, done.held_out_tokens)
-    assert last["perplexity"] == pytest.approx(exp(done.held_out_loss))
+    assert (last["loss"], last["tokens"]) == (done.held_out.loss, done.held_out.tokens)
+    assert last["perplexity"] == pytest.approx(exp(done.held_out.loss))
     assert [(e["event"], e["step"]) for e in events if e["event"] != "step"] == [
         ("checkpoint", 3),
         ("evaluation", 4),
@@ -83,7 +83,7 @@ def test_resumed_under_any_layout_it_computes_the_same(
     done = train(plan_of("byte_llama", layout), RECIPE, folder=folder, source=text)
     assert done.resumed == 3
     assert curve(folder) == pytest.approx(curve(finished[0]), abs=1e-5)
-    assert done.held_out_loss == pytest.approx(finished[1].held_out_loss, abs=1e-5)
+    assert done.held_out.loss == pytest.approx(finished[1].held_out.loss, abs=1e-5)
     output = capfd.readouterr().out
     assert f"resumed from step 3 of 6 ({folder}/step-000003)" in output
     assert ("layout: saved under dp2" in output) == (layout.dp == 1)
@@ -94,7 +94,7 @@ def test_a_finished_run_is_evaluated_again(finished: tuple[Path, Summary], text:
     folder, first = finished
     again = train(plan_of("byte_llama", Layout(dp=2)), RECIPE, folder=folder, source=text)
     assert (again.step, again.resumed, again.tokens, again.train_loss) == (6, 6, 0, None)
-    assert again.held_out_loss == first.held_out_loss
+    assert again.held_out.loss == first.held_out.loss
     assert "resumed from the finished run" in capfd.readouterr().out
 
 

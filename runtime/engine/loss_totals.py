@@ -1,0 +1,120 @@
+"""Sums of micro-batches over all ranks, and the means that they give: the loss, and each of its terms by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from megaloom.dsl import Graph, MaskedToken, MoE, NextToken, SequenceToSequence
+from megaloom.runtime.body.balancing_loss import record_size, recorded_balance, recorded_frequencies
+
+from .results import BALANCING, EvaluationResult
+from .steps import Losses
+
+
+@frozen
+class LossTerms:
+    """The terms of the training loss of a model."""
+
+    losses: Losses
+    balanced: tuple[tuple[str, MoE], ...]  # mixtures with a balancing loss, by node
+    predicts_tokens: str | None  # the loss that is the cross-entropy of the tokens
+
+    @classmethod
+    def of(cls, graph: Graph, cp: int) -> LossTerms:
+        """Return the terms of a graph that ends in a loss. cp: context-parallel ranks."""
+        losses = Losses.of(graph, cp)
+        balanced = tuple((n.name, n.op) for n in graph.nodes if isinstance(n.op, MoE) and n.op.balance)
+        ops = {name: graph.nodes[graph.index[name]].op for name in losses.names}
+        return cls(losses, balanced, next((name for name, op in ops.items() if _predicts_tokens(op)), None))
+
+    @property
+    def over_batch(self) -> bool:
+        """Return whether a load is balanced over the global batch."""
+        return any(op.balance_over == "batch" for _, op in self.balanced)
+
+    @property
+    def size(self) -> int:
+        """Return the numbers of `LossTotals.sums`."""
+        return 2 * (1 + len(self.losses.names)) + 1 + sum(record_size(op) for _, op in self.balanced)
+
+    def zero(self, device: torch.device | int | None = None) -> LossTotals:
+        """Return the totals of no micro-batch."""
+        return LossTotals(self, torch.zeros(self.size, dtype=torch.float64, device=device))
+
+
+@frozen(eq=False)
+class LossTotals:
+    """Sums over micro-batches: loss and weights of all losses together, of each, sequences, records of each mixture."""
+
+    terms: LossTerms
+    sums: Tensor  # float64 [terms.size]
+
+    def __add__(self, other: LossTotals) -> LossTotals:
+        return LossTotals(self.terms, self.sums + other.sums)
+
+    def add_losses(self, report: Tensor) -> None:
+        """Add the sums of a micro-batch, [1 + losses, 2], in place."""
+        self.sums[: report.numel()] += report.flatten()
+
+    def add_sequences(self, count: int) -> None:
+        """Count sequences, in place."""
+        self.sums[self._pairs] += count
+
+    def add_records(self, records: Mapping[str, Tensor]) -> None:
+        """Add what mixtures have recorded for a micro-batch, in place."""
+        for name, _, own in self._records():
+            if name in records:
+                own += records[name]
+
+    @property
+    def loss(self) -> float:
+        """Return the mean of the losses together."""
+        return float(self.sums[0] / self.sums[1])
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Return the mean of each loss, if there are several, and that of the balancing losses, if there are any."""
+        names = self.terms.losses.names
+        out = {name: self._mean(i) for i, name in enumerate(names)} if len(names) > 1 else {}
+        sequences = float(self.sums[self._pairs])
+        if balances := [recorded_balance(op, own, sequences) for _, op, own in self._records()]:
+            out[BALANCING] = sum(balances) / len(balances)
+        return out
+
+    @property
+    def frequencies(self) -> dict[str, Tensor]:
+        """Return the share of the choices of each expert, for the mixtures that are balanced over the batch."""
+        over_batch = ((name, op, own) for name, op, own in self._records() if op.balance_over == "batch")
+        return {name: recorded_frequencies(op, own) for name, op, own in over_batch}
+
+    @property
+    def evaluation(self) -> EvaluationResult:
+        """Return the result of an evaluation with these totals."""
+        name, names = self.terms.predicts_tokens, self.terms.losses.names
+        entropy = None if name is None else self._mean(names.index(name))
+        return EvaluationResult(self.loss, round(float(self.sums[1])), self.means, entropy)
+
+    def _mean(self, i: int) -> float:
+        """Return the mean of loss i."""
+        return float(self.sums[2 + 2 * i] / self.sums[3 + 2 * i])
+
+    @property
+    def _pairs(self) -> int:
+        """Return the index after the sums of losses and weights."""
+        return 2 * (1 + len(self.terms.losses.names))
+
+    def _records(self) -> list[tuple[str, MoE, Tensor]]:
+        """Return the mixtures and views of their sums."""
+        sizes = [record_size(op) for _, op in self.terms.balanced]
+        parts = self.sums[self._pairs + 1 :].split(sizes) if sizes else ()
+        return [(name, op, own) for (name, op), own in zip(self.terms.balanced, parts, strict=True)]
+
+
+def _predicts_tokens(op: Any) -> bool:
+    """Return whether a loss is the cross-entropy of the next token, of masked tokens, or of a target."""
+    return isinstance(op, MaskedToken | SequenceToSequence) or (isinstance(op, NextToken) and not op.offset)

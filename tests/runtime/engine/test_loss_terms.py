@@ -1,0 +1,91 @@
+"""Each term of the loss is reported by itself, and each of the three steps of the user runs where it should."""
+
+from __future__ import annotations
+
+import json
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaloom.dsl.catalog import find
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime import Recipe
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.training.run import train
+from tests.support.batches import next_token, random_text
+from tests.support.paths import ROOT
+
+Z_LOSS = f"{ROOT / 'examples/scripts/own_loss.py'}:with_z_loss"
+
+
+class Scaled:
+    """Steps whose losses are scaled, so that the result shows which of them ran."""
+
+    def training_step(self, forward: Any, batch: Any) -> Any:
+        return _scaled(forward(batch), 1)
+
+    def validation_step(self, forward: Any, batch: Any) -> Any:
+        return _scaled(forward(batch), 10)
+
+    def test_step(self, forward: Any, batch: Any) -> Any:
+        return _scaled(forward(batch), 100)
+
+
+def _scaled(outputs: Any, factor: float) -> Any:
+    return None if outputs is None else (factor * outputs.loss_sum, outputs.weight_sum)
+
+
+def terms(plan: Plan) -> list[dict[str, float]]:
+    """Return on each rank the loss and its terms, of a step and of an evaluation."""
+    from megaloom.runtime.engine.engine import Engine
+
+    engine = Engine.build(plan, find(plan.model)[0], Recipe(warmup=0))
+    sample = lambda i: next_token(random_text(i, 250, 32))  # noqa: E731
+    held_out = engine.evaluate_samples(sample, 4)
+    step = engine.step(sample)
+    assert held_out.perplexity == pytest.approx(exp(held_out.terms["next_token.0"]))
+    return [{"loss": x.loss, **x.terms} for x in (step, held_out)]
+
+
+def held_out_losses(plan: Plan) -> tuple[float, float]:
+    """Return the losses of two evaluations, by the validation step and by the test step."""
+    from megaloom.runtime.engine.engine import Engine
+
+    engine = Engine.build(plan, find(plan.model)[0], Recipe(warmup=0), Scaled())
+    sample = lambda i: next_token(random_text(i, 127, 32))  # noqa: E731
+    batch = {name: x[None] for name, x in sample(0).items()}
+    return engine.evaluate([batch]).loss, engine.evaluate([batch], step="test").loss
+
+
+def test_terms_of_a_weighted_sum_add_up_to_the_loss(plan_of: Any) -> None:
+    for layout in (Layout(micro_batch=2), Layout(pp=2)):
+        step, held_out = launcher.run(terms, (plan_of(Z_LOSS, layout),), layout.world, timeout=90)[0]
+        for row in (step, held_out):
+            assert row["loss"] == pytest.approx(row["next_token.0"] + 1e-4 * row["z_loss.0"], rel=1e-6)
+        assert step == pytest.approx(held_out, rel=1e-6)  # of the same samples and weights
+
+
+def test_the_test_step_evaluates_where_it_is_asked_for(plan_of: Any) -> None:
+    validation, test = launcher.run(held_out_losses, (plan_of("tiny_llama", Layout()),), 1, timeout=90)[0]
+    assert test == pytest.approx(10 * validation)
+
+
+def test_a_run_reports_terms_and_ends_with_the_test_step(
+    plan_of: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four\n" * 400)
+    plan = plan_of(Z_LOSS, Layout())
+    run = {"source": str(text), "evaluate_every": 1, "steps": Scaled()}
+    done = train(plan, Recipe(steps=2, lr=1e-9, min_lr=0.0), folder=tmp_path / "run", **run)
+    events = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [e["event"] for e in events if e["event"] != "checkpoint"] == ["step", "evaluation", "step", "evaluation"]
+    assert all(set(e["terms"]) == {"next_token.0", "z_loss.0"} for e in events if "terms" in e)
+    during, after = (e for e in events if e["event"] == "evaluation")
+    assert after["loss"] == pytest.approx(10 * during["loss"], rel=0.05)  # other samples
+    assert done.held_out is not None
+    assert done.held_out.terms == after["terms"]
+    assert "z_loss.0" in capfd.readouterr().out
