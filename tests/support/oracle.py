@@ -38,13 +38,12 @@ class Oracle:
 
     model: Model
     recipe: Recipe
-    micro_batch: int
     weights: dict[str, Tensor]
     optimizer: torch.optim.Optimizer
     done: int = 0
 
     @classmethod
-    def of(cls, model: Model, recipe: Recipe, micro_batch: int = 1) -> Oracle:
+    def of(cls, model: Model, recipe: Recipe) -> Oracle:
         """Return the oracle of a run with these initial weights."""
         slots = graph(model).weights
         weights = {k: initial_weight(s, recipe.seed).requires_grad_(s.trained) for k, s in slots.items()}
@@ -54,7 +53,7 @@ class Oracle:
             for decay, amount in ((True, recipe.weight_decay), (False, 0.0))
         )
         optimizer = torch.optim.AdamW(list(groups), recipe.lr, (recipe.beta1, recipe.beta2), recipe.eps)
-        return cls(model, recipe, micro_batch, weights, optimizer)
+        return cls(model, recipe, weights, optimizer)
 
     def backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         """Return the loss of a global batch, and its gradients by the names of the weights."""
@@ -89,7 +88,7 @@ class Oracle:
             scores = h @ self.weights[f"{n.name}.router"] + self.weights.get(f"{n.name}.router_bias", 0.0)
             correction = self.weights.get(f"{n.name}.correction", torch.zeros(n.op.experts))
             chosen = choice(n.op, scores.detach(), correction)
-            total = total + balancing(n.op, scores, chosen, self.micro_batch)
+            total = total + balancing(n.op, scores, chosen)
             if n.op.corrected:
                 choices[f"{n.name}.correction"] = chosen
         self.optimizer.zero_grad()
@@ -116,13 +115,17 @@ def choice(op: MoE, scores: Tensor, correction: Tensor) -> Tensor:
     return F.one_hot(best, op.experts).sum(2).double()
 
 
-def balancing(op: MoE, scores: Tensor, chosen: Tensor, micro_batch: int) -> Tensor:
-    """Return the mean over micro-batches of E Σ f P, weighted. scores, chosen: [batch seq experts].
+def balancing(op: MoE, scores: Tensor, chosen: Tensor) -> Tensor:
+    """Return the mean over sequences, or that of the batch, of E Σ f P, weighted. scores, chosen: [batch seq experts].
 
     f is the share of the tokens' choices that an expert got, P its mean probability. Source: arXiv:2101.03961, eq. 4.
+    Corrections and groups do not count in f where scores are corrected (arXiv:2412.19437, eq. 18).
     """
     chances = scores.softmax(-1) if op.score == "softmax" else F.normalize(scores.sigmoid(), p=1, dim=-1)
-    shares, chances = (x.unflatten(0, (-1, micro_batch)).mean((1, 2)) for x in (chosen / op.top_k, chances))
+    if op.corrected:
+        chosen = F.one_hot(scores.topk(op.top_k).indices, op.experts).sum(2).double()
+    tokens = (0, 1) if op.balance_over == "batch" else 1
+    shares, chances = (x.mean(tokens) for x in (chosen / op.top_k, chances))
     return op.balance * op.experts * (shares * chances).sum(-1).mean()
 
 

@@ -237,7 +237,7 @@ def reference(case: Case) -> tuple[Curve, dict[str, torch.Tensor], dict[str, flo
     size, limit = case.plan.workload.batch, tolerance(case.plan.workload.precision)
     if case.plan.workload.precision is not Precision.FP32:  # the oracle computes in fp32
         return curve, {k: g.value for k, g in gradients.items()}, noise, Comparison(curve, curve, limit)
-    oracle = Oracle.of(model, run.engine.recipe, case.plan.layout.micro_batch)
+    oracle = Oracle.of(model, run.engine.recipe)
     batches = [stacked(partial(run.sample, step), range(size)) for step in range(STEPS)]
     _, declared = oracle.backward(batches[0])
     values = {name: (g.value, g.disagreement) for name, g in gradients.items()}
