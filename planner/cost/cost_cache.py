@@ -29,6 +29,7 @@ from megaloom.dsl.value import (
     Op,
     Pointwise,
 )
+from megaloom.planner.contract.capability import Execution
 from megaloom.planner.contract.choices import Overlap, OverlapSet
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
@@ -115,7 +116,7 @@ class CostCache:
     profile: FrameworkProfile
     job: Job = field(init=False)
     _sensitivity: list[Sensitivity] = field(init=False)
-    _facts: dict[tuple[object, ...], AffineFacts] = field(factory=dict, init=False)
+    _facts: dict[tuple[object, ...], tuple[Execution, AffineFacts]] = field(factory=dict, init=False)
     _costs: dict[tuple[object, ...], NodeCost] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -170,8 +171,9 @@ class CostCache:
         """Return the cost of node kind i under a simplest layout."""
         key = (i, x.split, x.micro_batch, x.overlaps, seq)
         if key not in self._costs:
-            facts = self._affine_facts(i, x, seq).at(x.micro_batch * seq)
-            self._costs[key] = node_cost(self.job, self.structure.kinds[i], facts, x, seq)
+            execution, affine = self._affine_facts(i, x, seq)
+            facts = affine.at(x.micro_batch * seq)
+            self._costs[key] = node_cost(self.job, self.structure.kinds[i], facts, execution, x, seq)
         return self._costs[key]
 
     def _simplest(self, seen: Sensitivity, layout: Layout) -> tuple[Layout, int]:
@@ -194,18 +196,18 @@ class CostCache:
         )
         return simplest, seq
 
-    def _affine_facts(self, i: int, layout: Layout, seq: int) -> AffineFacts:
-        """Return the facts of node kind i under a layout's sharding."""
+    def _affine_facts(self, i: int, layout: Layout, seq: int) -> tuple[Execution, AffineFacts]:
+        """Return how the runtime runs node kind i under a layout's sharding, and its facts."""
         split = layout.split
         if (key := (i, split)) not in self._facts:
             node = self.structure.kinds[i].node
             batch = layout.micro_batch * self._sensitivity[i].share
-            module = self.job.capability.execution(node, split, self.workload.precision).module
+            execution = self.job.capability.execution(node, split, self.workload.precision)
             one, two = (
-                costs(node, batch=n, seq=seq, split=split, losses=False, separate=not module)
+                costs(node, batch=n, seq=seq, split=split, losses=False, separate=not execution.module)
                 for n in (batch, 2 * batch)
             )
-            self._facts[key] = AffineFacts.of(one, two, batch * seq)
+            self._facts[key] = execution, AffineFacts.of(one, two, batch * seq)
         return self._facts[key]
 
 

@@ -125,9 +125,10 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None
     if nodes is None:
         nodes = []
         for kind in job.structure.kinds:
-            separate = not job.capability.execution(kind.node, split, precision).module
+            execution = job.capability.execution(kind.node, split, precision)
+            separate = not execution.module
             facts = costs(kind.node, batch=layout.micro_batch, seq=seq, split=split, losses=False, separate=separate)
-            nodes.append(node_cost(job, kind, facts, layout, seq))
+            nodes.append(node_cost(job, kind, facts, execution, layout, seq))
     fused = profile.kernels.wgrad_fusion
     buffers = precision.nbytes * memory.product_weight_elements(job, layout) if fused else 0
     if layout.has_overlap(Overlap.TENSOR) and profile.buffers.tensor_overlap_buffers:
@@ -185,11 +186,10 @@ def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostT
     )
 
 
-def node_cost(job: Job, kind: NodeKind, facts: Costs, layout: Layout, seq: int) -> NodeCost:
-    """Return the cost of one node by its facts: FLOPs, collectives, saved activations and weights on one device."""
+def node_cost(job: Job, kind: NodeKind, facts: Costs, execution: Execution, layout: Layout, seq: int) -> NodeCost:
+    """Return the cost of one node on one device, by its facts and by how the runtime executes it."""
     row = np.zeros(len(CostColumn))
     by_part = np.zeros((len(job.structure.recompute_parts), len(MODULE_COLUMNS)))
-    execution = job.capability.execution(kind.node, layout.split, job.workload.precision)
     repeated = [
         *_add_kernels(row, job, kind, facts, execution, layout.cp),
         *_add_collectives(row, job, kind, facts, layout),
