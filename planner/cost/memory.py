@@ -116,9 +116,31 @@ class Peak:
         return sum(self.held.values())
 
 
+@frozen(eq=False)
+class RankPeaks:
+    """Moments at which the ranks hold most, and their bytes then by holder."""
+
+    moments: NDArray[np.intp]  # [ranks] numbers, -1 for the optimizer's step
+    names: tuple[str, ...]  # of the moments
+    holders: tuple[str, ...]
+    held: Column  # [holders, ranks] bytes
+
+    @property
+    def nbytes(self) -> Column:
+        """Return the bytes of all holders: [ranks]."""
+        total: Column = self.held.sum(axis=0)
+        return total
+
+    @property
+    def each(self) -> tuple[Peak, ...]:
+        """Return the peak of each rank."""
+        names, ranks = (*self.names, "optimizer step"), zip(self.moments.tolist(), self.held.T.tolist(), strict=True)
+        return tuple(Peak(names[moment], dict(zip(self.holders, nbytes, strict=True))) for moment, nbytes in ranks)
+
+
 def rank_peaks(
     sizes: NDArray[np.int64], workspace: int, loss: int, moments: Moments, layout: Layout, job: Job
-) -> tuple[Peak, ...]:
+) -> RankPeaks:
     """Return the peak memory of each pipeline rank over these moments and the optimizer's step.
 
     sizes: params, expert_params, saved and library of `StageMemory`, [stages, 4]. workspace, loss: transient bytes of a
@@ -134,21 +156,18 @@ def rank_peaks(
     passing += library.max(axis=0)[:, None]
     reserve = np.trunc(ALLOCATOR * (activations + passing + logits))
     holders = {"activations": activations, "workspace": passing, "logits": logits, "allocator": reserve}
-    holders["runtime"] = np.full_like(logits, communication.reserved_bytes(layout, job.cluster, job.profile))
+    holders["runtime"] = np.zeros_like(logits) + communication.reserved_bytes(layout, job.cluster, job.profile)
     total = np.trunc(rank_memory(holders["runtime"], activations, 1, passing + logits))
     if share := job.profile.buffers.graph_pool_share:  # CUDA graphs have memory of their own
         holders["graphs"] = np.trunc(share * activations)
         total += holders["graphs"]
-    order = np.insert(moments.order, count, -1, axis=1)
+    order = np.full((ranks, count + 1), -1)  # the name of the optimizer's step has number -1
+    order[:, :-1] = moments.order
     fullest = np.where(total == total.max(axis=1, keepdims=True), order, len(moments.names)).argmin(axis=1)
-    at, names = (np.arange(ranks), fullest), (*moments.names, "optimizer step")  # the last name has number -1
+    at = (np.arange(ranks), fullest)
     held = {"weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer}
     held |= {holder: nbytes[at] for holder, nbytes in holders.items()}
-    by_rank = np.array([*held.values()]).T.astype(np.int64).tolist()
-    return tuple(
-        Peak(names[number], dict(zip(held, nbytes, strict=True)))
-        for number, nbytes in zip(order[at].tolist(), by_rank, strict=True)
-    )
+    return RankPeaks(order[at], moments.names, tuple(held), np.array([*held.values()]).astype(np.int64))
 
 
 @frozen

@@ -159,8 +159,6 @@ def partition_within_limit(stages: SegmentSums, even: Indices, limit: MemoryLimi
     cap, count, size = fastest * SLOWEST_FACTOR, len(even) - 1, len(stages)
     if comb(size - 1, count - 1) <= ENUMERATED:
         return _best(stages, _every_partition(size, count), limit, cap)
-    if limit.infeasible_under(stages, cap):
-        return None
     near = limit.at_fullest_moments(even)
     mendable = near.deficit(even[None])[0] <= SMALL_DEFICIT * limit.ranks
     for attempt in (fastest, cap) if mendable else ():

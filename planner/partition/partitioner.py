@@ -43,6 +43,23 @@ WHOLE_BLOCKS = 1.001  # factor by which the slowest stage may be slower if all s
 StageBounds = tuple[int, ...]
 
 
+def segment_sums(table: CostTable, cuts: Indices, columns: Sequence[int]) -> SegmentSums:
+    """Return the sum of these columns of every stage between two of these cut points."""
+    key = (len(cuts), *columns)
+    if key not in table.known_sums:
+        rows = table.rows[:, columns].sum(axis=1)[table.structure.kind_of_node]
+        sums = np.concatenate([[0.0], np.cumsum(rows)])[cuts]
+        if table.recompute_rows is None:
+            table.known_sums[key] = SegmentSums(sums)
+        else:
+            extra = table.recompute_before[:, columns].sum(axis=1)
+            stop = table.structure.recompute_end(table.recompute_blocks)[cuts]
+            last = np.searchsorted(cuts, stop, side="right") - 1
+            table.known_sums[key] = SegmentSums(sums, extra[cuts], extra[stop], last)
+    known: SegmentSums = table.known_sums[key]
+    return known
+
+
 @frozen(eq=False, slots=False)
 class PartitionProblem:
     """A layout to partition into stages: its cost table, and the memory limit in bytes."""
@@ -79,20 +96,7 @@ class PartitionProblem:
 
     def segment_sums(self, columns: Sequence[int]) -> SegmentSums:
         """Return the sum of these columns of every stage."""
-        table, cuts = self.table, self.cut_points
-        key = (len(cuts), *columns)
-        if key not in table.known_sums:
-            rows = table.rows[:, columns].sum(axis=1)[table.structure.kind_of_node]
-            sums = np.concatenate([[0.0], np.cumsum(rows)])[cuts]
-            if table.recompute_rows is None:
-                table.known_sums[key] = SegmentSums(sums)
-            else:
-                extra = table.recompute_before[:, columns].sum(axis=1)
-                stop = table.structure.recompute_end(table.recompute_blocks)[cuts]
-                last = np.searchsorted(cuts, stop, side="right") - 1
-                table.known_sums[key] = SegmentSums(sums, extra[cuts], extra[stop], last)
-        known: SegmentSums = table.known_sums[key]
-        return known
+        return segment_sums(self.table, self.cut_points, columns)
 
     def within_limit(self, even: StageBounds) -> StageBounds | None:
         """Return a partition that fits, with a fast slowest stage; None if none is found. `even` is balanced."""
@@ -223,9 +227,18 @@ class Partition:
         out[:, 3] = table.library + problem.p2p_buffers[begin]
         return out
 
-    @cached_property
+    @property
     def rank_peaks(self) -> tuple[memory.Peak, ...]:
         """Return the peak memory of each pipeline rank."""
+        return self._rank_peaks.each
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        """Return the peak bytes of each pipeline rank."""
+        return tuple(self._rank_peaks.nbytes.tolist())
+
+    @cached_property
+    def _rank_peaks(self) -> memory.RankPeaks:
         return memory.rank_peaks(
             self._sizes,
             self.problem.table.workspace,
@@ -234,11 +247,6 @@ class Partition:
             self.layout,
             self.problem.job,
         )
-
-    @cached_property
-    def peaks(self) -> tuple[int, ...]:
-        """Return the peak bytes of each pipeline rank."""
-        return tuple(peak.nbytes for peak in self.rank_peaks)
 
     @property
     def deficit(self) -> int:

@@ -143,7 +143,7 @@ def simulate(placed: Partition) -> Priced:
     reduced = max(backward + end.reducing for backward, end in zip(last_backward, ends, strict=True))
     end_of_last = reduced + max(end.updating for end in ends)
     busiest = max(range(x.pp), key=busy.__getitem__)
-    columns, end = m * placed.stage_sums[busiest :: x.pp].sum(axis=0), ends[busiest]
+    peaks, columns, end = placed.rank_peaks, m * placed.stage_sums[busiest :: x.pp].sum(axis=0), ends[busiest]
     parts = {cause: float(columns[of].sum()) for cause, of in CAUSES.items()} | {
         "pipeline communication": blocked[busiest],
         "pipeline bubble": max(0.0, end_of_last - busy[busiest]) if x.pp > 1 else 0.0,
@@ -162,8 +162,8 @@ def simulate(placed: Partition) -> Priced:
         mfu=flops / job.cluster.device.flops[job.workload.precision],
         bubble=max(0.0, 1 - (sum(busy) / x.pp + counting) / step) if x.pp > 1 else 0.0,
         breakdown={cause: part for cause, part in parts.items() if part},
-        nbytes=tuple(peak.held for peak in placed.rank_peaks),
-        moments=tuple(peak.moment for peak in placed.rank_peaks),
+        nbytes=tuple(peak.held for peak in peaks),
+        moments=tuple(peak.moment for peak in peaks),
     )
     return Priced(placed, prediction, tuple(ends))
 

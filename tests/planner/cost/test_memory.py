@@ -90,7 +90,7 @@ def test_activations_are_those_of_the_fullest_moment(pp: int, vpp: int, rounds: 
     for step in timeline.rank_order(rank, pp, vpp, m):
         nbytes += sizes[step.stage // pp] * (-1 if step.backward else 1)
         most = max(most, nbytes)
-    peaks = memory.rank_peaks(stages.reshape(-1, 4), 0, 0, moments, layout, JOB)
+    peaks = memory.rank_peaks(stages.reshape(-1, 4), 0, 0, moments, layout, JOB).each
     assert peaks[rank].held["activations"] == most
 
 
@@ -121,7 +121,7 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
             if step.stage == pp * vpp - 1:
                 alive[f"loss of {name}"] = in_flight + loss + library
     moments = schedules.memory_moments(pp, vpp, m, group)
-    result = memory.rank_peaks(stages.reshape(-1, 4), workspace, loss, moments, layout, JOB)[rank]
+    result = memory.rank_peaks(stages.reshape(-1, 4), workspace, loss, moments, layout, JOB).each[rank]
     passing = sum(result.held[what] for what in ("activations", "workspace", "logits"))
     assert passing == max(alive.values()) == alive[result.moment]
 
