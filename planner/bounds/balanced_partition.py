@@ -7,6 +7,7 @@ seconds and the bytes are those of the balanced partition, by which the search o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 import numpy as np
 from attrs import frozen
@@ -16,7 +17,8 @@ from megaloom.planner.contract.layouts import Rows, alike
 from megaloom.planner.cost import memory
 from megaloom.planner.cost.columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.cost_table import CostTable
-from megaloom.planner.partition.partitioner import StageBounds
+from megaloom.planner.partition.local_search import SLOWEST_FACTOR
+from megaloom.planner.partition.partitioner import WHOLE_BLOCKS, StageBounds, segment_sums
 from megaloom.planner.pipeline import schedules
 
 from . import interleaved_memory, pipeline
@@ -58,9 +60,12 @@ def balanced_bounds(balance: Balance, lower_bounds: LowerBounds, bounded: Bounde
         chosen = [partitions[i] for i in some]
         sums = np.array([table.stage_sums(bounds) for table, bounds in chosen])
         extra = np.array([(table.least_boundary, table.workspace, table.library) for table, _ in chosen], dtype=float)
-        here = stages == count
-        if lower_bounds.many[count] and (x.vpp[here] > 1).any():
-            largest_saved = _largest_saved([table for table, _ in chosen], sums)
+        here, tables = stages == count, [table for table, _ in chosen]
+        slowest = sums[..., STEP_COLUMNS].sum(axis=2).max(axis=1)
+        if interleaved := bool((x.vpp[here] > 1).any()):
+            through = np.array([_least_seconds(*row) for row in zip(tables, slowest.tolist(), strict=True)])
+        if interleaved and lower_bounds.many[count]:
+            largest_saved = _largest_saved(tables, slowest)
         row = np.zeros(len(first), dtype=np.intp)
         row[some] = np.arange(len(some))
         for pp in np.flatnonzero(np.bincount(x.pp[here])).tolist():
@@ -70,7 +75,9 @@ def balanced_bounds(balance: Balance, lower_bounds: LowerBounds, bounded: Bounde
             if pp == count:
                 one_chunk = _one_chunk_seconds(lower_bounds, part, sums[table])
                 seconds[mine] = np.maximum(seconds[mine], one_chunk)
-            elif lower_bounds.many[count]:
+                continue
+            seconds[mine] = np.maximum(seconds[mine], _recompute_seconds(lower_bounds, part, through[table]))
+            if lower_bounds.many[count]:
                 expected[mine] = EXPECTED_SHARE * _interleaved_seconds(lower_bounds, part, sums[table])
                 capped = _capped_nbytes(lower_bounds, part, sums[table], extra[table], largest_saved[table])
                 least[mine] = np.maximum(least[mine], capped)
@@ -103,6 +110,40 @@ def _one_chunk_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums:
     return seconds
 
 
+def _recompute_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, through: Rows) -> Rows:
+    """Return a lower bound of interleaved layouts, for the partitions that the partitioner may choose.
+
+    Bound: step ≥ c T + d h + A, with c and d of `interleaved_multiples` and `through` ≤ T of `_least_seconds`.
+    """
+    x, m = bounded.layouts, bounded.layouts.microbatches(lower_bounds.cache.workload.batch)
+    multiples = (column.astype(float) for column in (x.pp, m, x.microbatch_group_size))
+    pp, microbatches, group = multiples
+    passes, sends = pipeline.pass_multiples(pp, x.vpp, microbatches, group)
+    seconds: Rows = passes * through + sends * lower_bounds.costs.send_seconds[bounded.base] + bounded.after
+    return seconds
+
+
+def _least_seconds(table: CostTable, slowest: float) -> float:
+    """Return the least T where only the first blocks of a stage are recomputed and no stage is too slow, else 0.
+
+    Bound: T ≥ T₀ + V(0), with T₀ the seconds without recompute and V(i) the least recompute after cut point i.
+    V(i) = min(e_i + min V(j) over i < j ≤ l_i, ρ_i + V(i + 1)). A stage from i ends after its recomputed blocks, which
+    take e_i again, or all its segments are recomputed, of which the first takes ρ_i again. [i, l_i) is the longest
+    stage from i that takes no longer than the partitioner accepts.
+    """
+    if table.recompute_rows is None:
+        return 0.0
+    stages = segment_sums(table, np.array(table.structure.cut_points), STEP_COLUMNS)
+    assert stages.extra is not None and stages.extra_end is not None
+    far = stages.farthest(interleaved_memory.SLACK * WHOLE_BLOCKS * SLOWEST_FACTOR * slowest)
+    longest = np.minimum(stages.extra_end, stages.extra[far]) - stages.extra
+    rows = zip(far[:-1].tolist(), longest[:-1].tolist(), np.diff(stages.extra).tolist(), strict=True)
+    least = [0.0] * (len(stages) + 1)
+    for i, (end, recompute, one) in reversed([*enumerate(rows)]):
+        least[i] = min(recompute + min(least[i + 1 : end + 1], default=inf), one + least[i + 1])
+    return float(stages.sums[-1]) + least[0]
+
+
 def _capped_nbytes(
     lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows, extra: Rows, largest_saved: Rows
 ) -> Rows:
@@ -128,17 +169,17 @@ def _capped_nbytes(
     return np.where(x.recompute_layers, 0.0, memory.rank_memory(state, activations / pp, 1.0, transient))
 
 
-def _largest_saved(tables: Sequence[CostTable], balanced: Rows) -> Rows:
+def _largest_saved(tables: Sequence[CostTable], slowest: Rows) -> Rows:
     """Return the most that a stage saves, by table, if no slower than the partitioner accepts: see `largest_stages`.
 
-    balanced: costs of the stages of the balanced partitions, [tables, stages, columns].
+    slowest: seconds of the slowest stage of each balanced partition.
     """
     structure, rows = tables[0].structure, np.array([table.rows for table in tables])
     columns = (rows[..., STEP_COLUMNS].sum(axis=2), rows[..., CostColumn.SAVED])
     sums = np.zeros((2, len(tables), len(structure.kind_of_node) + 1))
     sums[..., 1:] = np.cumsum([column[:, structure.kind_of_node] for column in columns], axis=2)
     seconds, saved = sums[..., structure.cut_points]
-    return interleaved_memory.largest_stages(seconds, saved, balanced[..., STEP_COLUMNS].sum(axis=2).max(axis=1))
+    return interleaved_memory.largest_stages(seconds, saved, slowest)
 
 
 def _peak_nbytes(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows, extra: Rows) -> Rows:

@@ -65,16 +65,31 @@ class BoundedLayouts:
 def large_batch_seconds(base: Layouts, cache: CostCache) -> Rows:
     """Return a lower bound of the step seconds of each base layout, from one price per device mesh: [base layouts].
 
-    Bound: step ≥ B / (d p) · lim T(b) / b, with global batch B, d data-parallel ranks, T(b) the seconds of a
-    micro-batch of b sequences. Some rank computes at least 1/p of the model for B/d sequences, and T(b) / b is never
-    below its limit: latencies, launches and rounding only add to it. See docs/concepts/bounds.md.
+    Bound: step ≥ c b · lim T(b) / b, with T(b) the seconds of a micro-batch of b sequences and c of `_least_passes`.
+    T(b) / b is never below its limit: latencies, launches and rounding only add to it. See docs/concepts/bounds.md.
     """
     sequences = LARGE_BATCH * base.cp  # equally many tokens on each device, so that most node costs are equal
     first, which = alike(*(getattr(base, name) for name in NODE_COST_FIELDS if name != "micro_batch"))
     rows = cache.rows(evolve(base, micro_batch=sequences).take(first))[0]
     per_sequence = rows[:, :, STEP_COLUMNS].sum(axis=2) @ cache.structure.kind_counts / sequences[first]
-    seconds: Rows = LARGE_BATCH_TOLERANCE * cache.workload.batch / (base.dp * base.pp) * per_sequence[which]
+    passes = _least_passes(base, _may_interleave(base, cache), cache.workload.batch)
+    seconds: Rows = LARGE_BATCH_TOLERANCE * passes * base.micro_batch * per_sequence[which]
     return seconds
+
+
+def _may_interleave(base: Layouts, cache: CostCache) -> NDArray[np.bool_]:
+    """Return whether base layouts may have several chunks a rank: enough stages, and micro-batches for all ranks."""
+    enough = base.microbatches(cache.workload.batch) >= base.pp
+    return enough & (base.pp > 1) & (2 * base.pp < len(cache.structure.cut_points))
+
+
+def _least_passes(base: Layouts, interleaved: NDArray[np.bool_], batch: int) -> Rows:
+    """Return c such that a step takes at least c T, for every layout of a base layout: [base layouts].
+
+    Bound: step ≥ m T / p, and of `one_chunk_multiple` where no layout may be interleaved.
+    """
+    pp, m = base.pp.astype(float), base.microbatches(batch).astype(float)
+    return np.where(interleaved, m / pp, pipeline.one_chunk_multiple(pp, m))
 
 
 @define(eq=False)
@@ -132,17 +147,17 @@ class LowerBounds:
     def ideal(self, first: int = 0) -> tuple[Rows, Rows]:
         """Return (seconds, nbytes) that no layout of a base layout goes below, for each from number `first` on.
 
-        Bound: step ≥ m T₀ / p and peak ≥ the bound of one chunk a rank, the optimizer distributed, and the fewest
-        activations of any recompute; T₀ has nothing recomputed. Every layout adds to these. See
-        docs/concepts/bounds.md.
+        Bound: step ≥ c T₀ with c of `_least_passes`, and peak ≥ the bound of one chunk a rank, the optimizer
+        distributed, and the fewest activations of any recompute; T₀ has nothing recomputed. Every layout adds to these.
+        See docs/concepts/bounds.md.
         """
         x, base = self.base_layouts.take(slice(first, None)), np.arange(first, len(self.base_layouts))
-        ones = np.ones(len(x), dtype=np.int64)
-        fast = evolve(x, recompute=int(Recompute.NONE) * ones, vpp=np.minimum(2, x.pp))
+        ones, interleaved = np.ones(len(x), dtype=np.int64), _may_interleave(x, self.cache)
+        fast = evolve(x, recompute=int(Recompute.NONE) * ones, vpp=1 + interleaved)
         small = evolve(x, vpp=ones, shard=np.minimum(1, x.dp * x.cp - 1))
-        m = x.microbatches(self.cache.workload.batch).astype(float)
+        passes = _least_passes(x, interleaved, self.cache.workload.batch)
         nbytes = np.minimum(self._nbytes(small, base, FULL), self._nbytes(small, base, IDEAL))
-        return self._pipeline_seconds(fast, base, m / x.pp), nbytes
+        return self._pipeline_seconds(fast, base, passes), nbytes
 
     def _pipeline_seconds(self, x: Layouts, base: Column, passes: Rows) -> Rows:
         """Return least seconds up to the last backward pass; `passes` micro-batches through the model are certain."""

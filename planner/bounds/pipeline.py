@@ -77,16 +77,24 @@ def first_backward_multiple(pp: FloatVector, microbatches: FloatVector, forward_
         return np.where((far > 0) & (inverse > 0), 1 + 1 / inverse, 1.0)
 
 
+def one_chunk_multiple(pp: FloatVector, microbatches: FloatVector) -> FloatVector:
+    """Return c such that a schedule without interleaving takes at least c T, for every partition: [layouts].
+
+    Bound: step ≥ T / (1 − (1 − 1/m)^p) ≥ m T / p. Rank r computes m t_r and waits for one micro-batch through all ranks
+    before it, which takes Σ_{s<r} t_s; the slowest rank is fastest when these sums are equal over ranks.
+    """
+    passes: FloatVector = 1 / (1 - (1 - 1 / microbatches) ** pp)
+    return passes
+
+
 def pass_multiples(
     pp: FloatVector, vpp: Counts, microbatches: FloatVector, group: FloatVector
 ) -> tuple[FloatVector, FloatVector]:
     """Return (c, d) such that a step takes at least c T + d h for every partition; all arrays are [layouts].
 
-    Bound: without interleaving step ≥ T / (1 − (1 − 1/m)^p) ≥ m T / p, with it step ≥ c T + d h of
-    `interleaved_multiples`. Rank r computes m t_r and waits for one micro-batch through all ranks before it, which
-    takes Σ_{s<r} t_s; the slowest rank is fastest when these sums are equal over ranks.
+    Bound: without interleaving `one_chunk_multiple`, with it step ≥ c T + d h of `interleaved_multiples`.
     """
-    passes: FloatVector = 1 / (1 - (1 - 1 / microbatches) ** pp)
+    passes = one_chunk_multiple(pp, microbatches)
     sends = np.zeros(len(passes))
     some = np.flatnonzero(vpp > 1)
     if len(some):

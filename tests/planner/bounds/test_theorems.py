@@ -86,8 +86,8 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     g = model(draw(st.sampled_from(["dense", "tied", "sparse"])), draw(st.integers(9, 13)))
     pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (3, 2), (4, 2)]))
-    m = pp * draw(st.integers(1, 4))
-    mode, layers = draw(st.sampled_from([("none", 0), ("selective", 0), ("full", 0), ("full", 1)]))
+    m = pp * draw(st.integers(1, 4)) if vpp > 1 else draw(st.integers(1, 4 * pp))
+    mode, layers = draw(st.sampled_from([("none", 0), ("selective", 0), ("full", 0), ("full", 1), ("full", 2)]))
     x = Layout(
         pp=pp,
         vpp=vpp,
@@ -117,6 +117,11 @@ def _finish(c: Case) -> bool:
 def _columns(c: Case) -> tuple[np.ndarray, ...]:
     x = c.layout
     return tuple(np.array([n], dtype=float) for n in (x.pp, c.m, min(x.microbatch_group_size, c.m)))
+
+
+def _one_chunk(c: Case) -> bool:
+    pp, m, _ = _columns(c)
+    return c.layout.vpp > 1 or float(pipeline.one_chunk_multiple(pp, m)[0]) * c.through <= c.passes * ABOVE
 
 
 def _passes(c: Case) -> bool:
@@ -223,6 +228,7 @@ def _interleaved_nbytes(c: Case) -> bool:
 
 THEOREMS: dict[str, Callable[[Case], bool]] = {
     "finish_bounds": _finish,
+    "one_chunk_multiple": _one_chunk,
     "pass_multiples": _passes,
     "interleaved_multiples": _interleaved,
     "first_backward_multiple": _first_backward,
