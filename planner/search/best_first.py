@@ -123,19 +123,18 @@ class Frontier:
 
     def feasible(self) -> Iterator[Partition]:
         """Yield partitions that fit the memory, the most promising first: without proof that none is faster."""
-        seen = 0
-        while True:
-            new, seen = sorted(entry for entry in self._heap if entry[1] > seen), self._pushed
-            for _, _, entry in new:
-                if isinstance(entry, PartitionedLayout):
-                    yield entry.partition
-                if not isinstance(entry, BalancedLayout) or not entry.may_fit:
-                    continue
-                if partition := self.candidates.pricer.even_if_it_fits(entry.layout):
+        others = []
+        while top := self.pop():
+            entry = top[1]
+            if isinstance(entry, PartitionedLayout):
+                yield entry.partition
+            elif isinstance(entry, BalancedLayout):
+                if entry.may_fit and (partition := self.candidates.pricer.even_if_it_fits(entry.layout)):
                     yield partition
-            while self._pushed == seen:
-                if not self._expand(inf):
-                    return
+                else:
+                    others.append(top)
+        for top in others:
+            self.push(*top)
 
     def _expand(self, seconds: float) -> bool:
         """Take one step that may bring an entry of at most this bound to the heap; False if there is none."""
