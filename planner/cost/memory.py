@@ -120,7 +120,7 @@ class Peak:
 class RankPeaks:
     """Moments at which the ranks hold most, and their bytes then by holder."""
 
-    moments: NDArray[np.intp]  # [ranks] numbers, -1 for the optimizer's step
+    moments: NDArray[np.intp]  # [ranks] numbers
     names: tuple[str, ...]  # of the moments
     holders: tuple[str, ...]
     held: Column  # [holders, ranks] bytes
@@ -128,14 +128,15 @@ class RankPeaks:
     @property
     def nbytes(self) -> Column:
         """Return the bytes of all holders: [ranks]."""
-        total: Column = self.held.sum(axis=0)
-        return total
+        return np.asarray(self.held.sum(axis=0))
 
     @property
     def each(self) -> tuple[Peak, ...]:
         """Return the peak of each rank."""
-        names, ranks = (*self.names, "optimizer step"), zip(self.moments.tolist(), self.held.T.tolist(), strict=True)
-        return tuple(Peak(names[moment], dict(zip(self.holders, nbytes, strict=True))) for moment, nbytes in ranks)
+        return tuple(
+            Peak(self.names[moment], dict(zip(self.holders, nbytes, strict=True)))
+            for moment, nbytes in zip(self.moments.tolist(), self.held.T.tolist(), strict=True)
+        )
 
 
 def rank_peaks(
@@ -167,7 +168,8 @@ def rank_peaks(
     at = (np.arange(ranks), fullest)
     held = {"weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer}
     held |= {holder: nbytes[at] for holder, nbytes in holders.items()}
-    return RankPeaks(order[at], moments.names, tuple(held), np.array([*held.values()]).astype(np.int64))
+    names = (*moments.names, "optimizer step")
+    return RankPeaks(order[at], names, tuple(held), np.array([*held.values()]).astype(np.int64))
 
 
 @frozen

@@ -92,11 +92,7 @@ class PartitionProblem:
     @cached_property
     def seconds(self) -> SegmentSums:
         """Return the seconds of one micro-batch, forward and backward, of every stage."""
-        return self.segment_sums(STEP_COLUMNS)
-
-    def segment_sums(self, columns: Sequence[int]) -> SegmentSums:
-        """Return the sum of these columns of every stage."""
-        return segment_sums(self.table, self.cut_points, columns)
+        return segment_sums(self.table, self.cut_points, STEP_COLUMNS)
 
     def within_limit(self, even: StageBounds) -> StageBounds | None:
         """Return a partition that fits, with a fast slowest stage; None if none is found. `even` is balanced."""
@@ -115,7 +111,7 @@ class PartitionProblem:
     def limits(self) -> MemoryLimit:
         """Return the memory of every stage against the limit. Each stage counts the weights that it shares."""
         columns, cuts = (CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.SAVED), self.cut_points
-        params, experts, saved = (self.segment_sums([column]) for column in columns)
+        params, experts, saved = (segment_sums(self.table, cuts, [column]) for column in columns)
         received, buffers, moments = self.received[cuts], self.p2p_buffers[cuts], self.moments
         transient = self.table.workspace * moments.backward + self.table.loss * moments.loss
         library = self.table.library

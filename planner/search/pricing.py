@@ -21,7 +21,6 @@ from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Runtime, Workload
-from megaloom.planner.cost.columns import STEP_COLUMNS
 from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.cost.cost_table import (
     BareTable,
@@ -240,7 +239,7 @@ class Pricer:
         cuts, new = self.structure.cut_points, dict[tuple[int, bool], dict[tuple[object, ...], SegmentSums]]()
         for x in layouts:
             if (key := _balance_key(x)) not in self._balanced:
-                sums = PartitionProblem(x, self.cost_table(x), self.capacity).segment_sums(STEP_COLUMNS)
+                sums = PartitionProblem(x, self.cost_table(x), self.capacity).seconds
                 new.setdefault((x.pp * x.vpp, sums.extra is None), {})[key] = sums
         for (count, _), chains in new.items():
             partitions = balance_all(ChainBatch.of(tuple(chains.values())), count)

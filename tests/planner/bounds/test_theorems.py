@@ -29,6 +29,7 @@ from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.cost.columns import STEP_COLUMNS, CostColumn
 from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.partition.partitioner import segment_sums
 from megaloom.planner.pipeline import schedules
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate.price import Priced
@@ -193,7 +194,7 @@ def _largest_stages(c: Case) -> bool:
     x, problem = c.layout, c.priced.partition.problem
     if x.vpp == 1 or x.recompute_layers:
         return True
-    seconds, saved = problem.seconds.sums, problem.segment_sums([CostColumn.SAVED]).sums
+    seconds, saved = problem.seconds.sums, segment_sums(problem.table, problem.cut_points, [CostColumn.SAVED]).sums
     (_, bounds), *_ = c.pricer.balance_all([x])
     slowest = problem.table.stage_sums(bounds)[:, STEP_COLUMNS].sum(axis=1).max()
     most = interleaved_memory.largest_stages(seconds[None], saved[None], np.array([slowest]))
