@@ -19,7 +19,7 @@ from attrs import evolve, frozen
 
 from megaloom.dsl.catalog import find
 from megaloom.planner import Precision, Workload, cluster, plan
-from megaloom.planner.bounds import base_costs, interleaved_memory, lower_bounds, pipeline
+from megaloom.planner.bounds import balanced_partition, base_costs, interleaved_memory, lower_bounds, pipeline
 from megaloom.planner.bounds.balanced_partition import BalancedBounds, balanced_bounds
 from megaloom.planner.bounds.pipeline import pass_multiples
 from megaloom.planner.search import best_first, candidates, pricing
@@ -59,7 +59,6 @@ def _balanced(name: str) -> Callable[..., BalancedBounds]:
     def weaker(balance: Any, bounds: Any, bounded: Any) -> BalancedBounds:
         whole = balanced_bounds(balance, bounds, bounded)
         plain = {
-            "seconds": bounded.seconds,
             "expected_seconds": whole.seconds,
             "nbytes": bounded.nbytes,
             "least_nbytes": bounded.nbytes,
@@ -77,7 +76,11 @@ REMOVALS = {
     "end_of_step_bound": Removal(lower_bounds, "end_of_step_bound", lambda x, *_: np.zeros((len(x), 2))),
     "sends": Removal(base_costs, "_send_seconds", lambda base, _: np.zeros(len(base))),
     "interleaved_nbytes": Removal(interleaved_memory, "interleaved_nbytes", lambda state, *_: np.zeros(len(state))),
-    "balanced seconds": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("seconds")),
+    "base layouts in 1F1B": Removal(lower_bounds, "_may_interleave", lambda base, _: base.pp > 1),
+    "recompute within the time cap": Removal(
+        balanced_partition, "_recompute_seconds", lambda _, bounded, __: bounded.seconds
+    ),
+    "balanced seconds": Removal(balanced_partition, "_one_chunk_seconds", lambda _, bounded, __: bounded.seconds),
     "expected seconds": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("expected_seconds")),
     "balanced bytes": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("nbytes")),
     "capped stages": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("least_nbytes")),
