@@ -5,7 +5,7 @@ They have the names and shapes of `graph(model).weights`, whatever the layout an
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from itertools import accumulate
 from math import prod
 
@@ -23,6 +23,9 @@ from megaloom.runtime.modules.initial_weights import given_weight
 from megaloom.runtime.modules.parameters import node_parameters, rank_shard, shard_position
 
 Part = tuple[Tensor, Tensor]  # indices of elements of the weights of a node, and their gradients, one-dimensional
+
+GATHERED = 2**24
+"""Elements of small weights that are gathered at once."""
 
 
 @frozen(eq=False)
@@ -47,14 +50,29 @@ def gather_gradients(
     out: dict[str, WeightGradient] = {}
     graph = chunks[0].module.graph
     shared = shared_weight_users(graph)
-    for node in (n for n in graph.nodes if any(s.trained for s in n.weights)):
-        parts = _parts(node, own[node.name], groups, loss_scale) if node.name in own else []
-        first = dist.get_rank() == 0
-        gathered: list[list[Part]] = [[] for _ in range(dist.get_world_size())]
+    first = dist.get_rank() == 0
+    for nodes in _batches([n for n in graph.nodes if any(s.trained for s in n.weights)]):
+        parts = [_parts(n, own[n.name], groups, loss_scale) if n.name in own else [] for n in nodes]
+        gathered: list[list[list[Part]]] = [[] for _ in range(dist.get_world_size())]
         dist.gather_object(parts, gathered if first else None)
-        for name, gradient in _assemble(node, shared, [part for each in gathered for part in each]) if first else ():
-            out[name] = gradient if name not in out else _joined(out[name], gradient)
+        for node, *each in zip(nodes, *gathered, strict=True) if first else ():
+            for name, gradient in _assemble(node, shared, [part for of_rank in each for part in of_rank]):
+                out[name] = gradient if name not in out else _joined(out[name], gradient)
     return out if dist.get_rank() == 0 else None
+
+
+def _batches(nodes: list[Node]) -> Iterator[list[Node]]:
+    """Yield consecutive nodes whose weights are gathered at once: one, or several with at most GATHERED elements."""
+    batch: list[Node] = []
+    count = 0
+    for node in nodes:
+        size = sum(map(_numel, node.weights))
+        if batch and count + size > GATHERED:
+            yield batch
+            batch, count = [], 0
+        batch, count = [*batch, node], count + size
+    if batch:
+        yield batch
 
 
 def _gather_buckets(chunk: DistributedDataParallel) -> None:

@@ -33,7 +33,7 @@ PAGE = ROOT / "docs/develop/parity.md"
 BEGIN, END = "<!-- begin family-table -->", "<!-- end family-table -->"
 STEPS, RANKS = 30, 4
 LOAD = Workload(seq=SEQ, batch=8, precision=Precision.FP32)
-SP = {"tp": 2, "sequence_parallel": True}
+SP = {"tp": 2, "sequence_parallel": True, "vocab_multiple": 8}  # each rank has tokens, and one has padding
 LAYOUTS = {
     "TP2 SP": Layout(**SP),
     "PP2": Layout(pp=2),

@@ -89,6 +89,7 @@ def drawn_layout(draw: Random, world: int, g: Graph) -> Layout:
         microbatch_group=draw.choice([0, 0, pp, 2 * pp]) if vpp > 1 else 0,
         shard=shard,
         overlaps=overlaps,
+        vocab_multiple=draw.choice([1, 8, 128]),
     )
 
 
