@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaloom.dsl import Attend, Dim, DType, Input, RelativeBuckets, Scan, Shape, Value, apply
+from megaloom.dsl import Attend, Dim, DType, Input, RelativeBuckets, Scan, Shape, Value, apply, documents
 from megaloom.planner.contract import attention_blocks, capability
 from megaloom.planner.contract.attention_blocks import local_ranges
 from megaloom.planner.contract.capability import AttentionKernel
@@ -27,6 +27,9 @@ OPS = {
     "ALiBi, not causal": Attend(alibi=True, causal=False),
     "sinks": Attend(sink=True, window=5),
     "relative": Attend(relative=RelativeBuckets(8, 16), causal=False),
+    "documents": Attend(documents=True),
+    "documents, not causal": Attend(documents=True, causal=False),
+    "documents, window, sinks": Attend(documents=True, window=5, sink=True),
     "all": Attend(sink=True, relative=RelativeBuckets(8, 16, False), alibi=True, softcap=4.0, window=9, scale=0.5),
 }
 PLAIN = ("causal", "not causal")
@@ -44,15 +47,23 @@ def attention(op: Attend, kv_heads: int, v_channels: int, source: bool = False) 
     c, d = Dim("head_dim", CHANNELS), Dim("head_dim", v_channels)
     shapes = [(batch, seq, h, c), (batch, keys, g, c), (batch, keys, g, d)]
     shapes += [(h,)] * op.sink + ([] if op.relative is None else [(Dim("buckets", 8), h)])
-    out = apply(op, *(tensor(str(i), *shape) for i, shape in enumerate(shapes)))
+    indices = [documents(str(i), d) for i, d in enumerate((seq, keys)) if op.documents]
+    out = apply(op, *(tensor(str(i), *shape) for i, shape in enumerate(shapes)), *indices)
     torch.manual_seed(0)
-    return out, [torch.randn([x.known for x in shape]).requires_grad_() for shape in shapes]
+    args = [torch.randn([x.known for x in shape]).requires_grad_() for shape in shapes]
+    own = [torch.randint(3, (BATCH, d.known)).cumsum(1) // 4 for d in (seq, keys) if op.documents]
+    return out, [*args, *(own[:1] * 2 if keys is seq else own)]
+
+
+def parameters(args: list[Tensor]) -> list[Tensor]:
+    """The arguments that have gradients: all but document indices."""
+    return [x for x in args if x.requires_grad]
 
 
 def gradients(y: Tensor, args: list[Tensor]) -> list[Tensor]:
     """The result, and the gradients of a sum that weighs each element differently."""
     weights = torch.linspace(-1, 1, y.numel()).view_as(y)
-    return [y.detach(), *torch.autograd.grad((y * weights).sum(), args)]
+    return [y.detach(), *torch.autograd.grad((y * weights).sum(), parameters(args))]
 
 
 def saved_elements(run: Callable[[], object]) -> list[int]:
@@ -94,14 +105,15 @@ def test_shards_of_queries_and_heads(name: str, kernel: AttentionKernel) -> None
         rows = torch.cat([torch.arange(SEQ)[at.start : at.stop] for at in ranges])
         for first in (0, HEADS // 2):
             heads = slice(first, first + HEADS // 2)
-            q, k, v, *others = args
+            (q, k, v, *others), indices = parameters(args), args[-2:] if op.documents else []
             part = [q[:, rows, heads], k[:, :, heads], v[:, :, heads], *(x[..., heads] for x in others)]
+            part += [x[:, at] for x, at in zip(indices, (rows, slice(None)), strict=False)]
             found = attend(kernel, out, *part, local=LocalQueries(ranges, first, HEADS))
             pieces.append((found, expected[:, rows, heads]))
     for found, want in pieces:
         torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
-    a = torch.autograd.grad(sum(x.square().sum() for x, _ in pieces), args, retain_graph=True)
-    b = torch.autograd.grad(expected.square().sum(), args)
+    a = torch.autograd.grad(sum(x.square().sum() for x, _ in pieces), parameters(args), retain_graph=True)
+    b = torch.autograd.grad(expected.square().sum(), parameters(args))
     for mine, theirs in zip(a, b, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
@@ -121,7 +133,7 @@ def test_attention_saves_no_scores(name: str) -> None:
     local = LocalQueries((range(SEQ),), 0, HEADS)
     out, args = attention(OPS[name], 2, CHANNELS)
     kept = saved_elements(lambda: attend(AttentionKernel.BLOCKS, out, *args, local=local))
-    assert sorted(kept) == sorted(x.numel() for x in args)
+    assert sorted(kept) == sorted(x.numel() for x in parameters(args))
     if name in PLAIN:
         rows = BATCH * SEQ * HEADS
         kept = saved_elements(lambda: attend(AttentionKernel.TORCH, out, *args, local=local))
@@ -138,6 +150,8 @@ def test_flex_attention_forward(name: str) -> None:
         for ranges in ((range(SEQ),), *(local_ranges(SEQ // 2, 2, rank) for rank in (0, 1))):
             rows = torch.cat([torch.arange(SEQ)[at.start : at.stop] for at in ranges])
             part = [args[0][:, rows].detach(), *(x.detach() for x in args[1:])]
+            if out.op.documents:
+                part[-2] = part[-2][:, rows]
             found = attend(AttentionKernel.FLEX, out, *part, local=LocalQueries(ranges, 0, HEADS))
             torch.testing.assert_close(found, expected[:, rows], rtol=1e-5, atol=1e-5)
 
