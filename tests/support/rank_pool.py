@@ -241,7 +241,8 @@ def reference(case: Case) -> tuple[Curve, dict[str, torch.Tensor], dict[str, flo
     batches = [stacked(partial(run.sample, step), range(size)) for step in range(STEPS)]
     _, declared = oracle.backward(batches[0])
     values = {name: (g.value, g.disagreement) for name, g in gradients.items()}
-    differences = gradient_differences(run.engine.graph, values, declared, noise, limit)
+    precision = case.plan.workload.precision
+    differences = gradient_differences(run.engine.graph, values, declared, noise, precision)
     steps = [oracle.step(batch, lr) for batch, lr in zip(batches, learning_rates(run), strict=True)]
     exact = Curve(tuple(s.loss for s in steps), tuple(s.grad_norm for s in steps))
     return curve, {k: g.value for k, g in gradients.items()}, noise, Comparison(curve, exact, limit, differences)
@@ -266,7 +267,8 @@ def compared(case: Case, outcome: Any, expected: Any, seconds: float) -> Result:
             return Result(**named, error=f"{what}: {value}")
     (curve, gradients), (single, values, noise, oracle) = outcome, expected
     limit = tolerance(case.plan.workload.precision)
-    differences = gradient_differences(graph(case.make()), gradients, values, noise, limit)
+    precision = case.plan.workload.precision
+    differences = gradient_differences(graph(case.make()), gradients, values, noise, precision)
     found = Comparison(curve, single, limit, differences)
     return Result(
         **named,
