@@ -24,7 +24,7 @@ from megaloom.runtime.modules.parameters import node_parameters, rank_shard, sha
 
 Part = tuple[Tensor, Tensor]  # indices of elements of the weights of a node, and their gradients, one-dimensional
 
-GATHERED = 2**24
+GATHERED_ELEMENTS = 2**24
 """Elements of small weights that are gathered at once."""
 
 
@@ -62,12 +62,12 @@ def gather_gradients(
 
 
 def _batches(nodes: list[Node]) -> Iterator[list[Node]]:
-    """Yield consecutive nodes whose weights are gathered at once: one, or several with at most GATHERED elements."""
+    """Yield consecutive nodes whose weights are gathered at once: one, or several with few elements."""
     batch: list[Node] = []
     count = 0
     for node in nodes:
         size = sum(map(_numel, node.weights))
-        if batch and count + size > GATHERED:
+        if batch and count + size > GATHERED_ELEMENTS:
             yield batch
             batch, count = [], 0
         batch, count = [*batch, node], count + size
