@@ -1,4 +1,4 @@
-"""The `megaloom` command: train, verify, plan, show, measure, validate, explain, export.
+"""The `megaloom` command: train, convert, verify, plan, show, measure, validate, explain, export.
 
 The options of each command are declared here. Its code is in a file of its own, which is imported when the command
 runs: `megaloom --help` must be quick, and only train, verify and measure need torch.
@@ -255,6 +255,38 @@ def show(
     from .show_command import run_show
 
     run_show(model, seq, batch, source, precision, svg, html)
+
+
+@app.command
+@unwrap_help
+def convert(
+    run: Path,
+    /,
+    *,
+    to: Literal["hf"],
+    output: Annotated[Path, Parameter(name=["-o", "--output"])],
+    config: Path | None = None,
+    precision: TrainedPrecision | None = None,
+) -> None:
+    """Write the weights of a run as a Hugging Face folder: config.json, safetensors, and the tokenizer if it has one.
+
+    Parameters
+    ----------
+    run
+        The folder of a run. Its last checkpoint is converted.
+    to
+        The form: hf, a Hugging Face folder.
+    output
+        The folder to write. It must not exist.
+    config
+        The config.json that describes the model, or a folder with one. [default: that from which the run started]
+    precision
+        Precision of the tensors. [default: that of the run]
+    """
+    require_training_packages("convert")
+    from .convert_command import run_convert
+
+    run_convert(run, output, config, None if precision is None else Precision(precision))
 
 
 def require_training_packages(command_name: str) -> None:

@@ -163,13 +163,13 @@ def _checkpoint_errors(message: Callable[[BaseException], str]) -> Iterator[None
 def _checksums(folder: Path) -> dict[str, int]:
     """Return the CRC of each file but the manifest, on every rank. Each rank reads some of the files."""
     names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST_NAME)
-    mine = {name: _crc32(folder / name) for name in names[dist.get_rank() :: dist.get_world_size()]}
+    mine = {name: crc32_of(folder / name) for name in names[dist.get_rank() :: dist.get_world_size()]}
     gathered: list[dict[str, int]] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return {name: crc32 for part in gathered for name, crc32 in part.items()}
 
 
-def _crc32(path: Path) -> int:
+def crc32_of(path: Path) -> int:
     """Return the CRC of a file. torch stores CRCs in its files but does not check them on loading."""
     value = 0
     with path.open("rb") as file:

@@ -32,6 +32,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron.checkpoint_folder import cannot_save, latest, saved_step
 from megaloom.runtime.weights.given import open_folder
+from megaloom.runtime.weights.kept_files import CONFIG, keep_files
 
 from .run_data import DataOptions, as_sources, open_data, steps_of
 from .training_run import Summary, TrainingRun
@@ -104,6 +105,8 @@ def prepare_run(
     if corpus.tokenizer:
         shutil.copytree(corpus.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
     save_plan(plan, folder / "plan.json")
+    config = Path(plan.model) if plan.model.endswith(".json") else None
+    keep_files(folder, config if weights is None else weights / CONFIG, corpus.tokenizer)
     return TrainingRun(
         plan=plan,
         recipe=recipe,

@@ -20,7 +20,7 @@ from megaloom.dsl.errors import UserError
 from .quantised import dequantised
 from .views import Box, View, source
 
-INDEX = "model.safetensors.index.json"
+SHARD_INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 STORED_DTYPES = {
     "F64": torch.float64,
@@ -65,18 +65,18 @@ def open_tensors(folder: Path, quantization: Mapping[str, Any] | None = None) ->
 
 def has_tensors(folder: Path) -> bool:
     """Return True if a folder has weights in safetensors files."""
-    return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
+    return (folder / SHARD_INDEX).is_file() or (folder / SINGLE).is_file()
 
 
 def _files(folder: Path) -> list[Path]:
     """Return the files with the tensors of a folder."""
-    if (folder / INDEX).is_file():
+    if (folder / SHARD_INDEX).is_file():
         try:
-            names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(set(json.loads((folder / SHARD_INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{folder / INDEX} is not an index of safetensors files: {error!r:.80}") from None
+            raise UserError(f"{folder / SHARD_INDEX} is not an index of safetensors files: {error!r:.80}") from None
         if outside := [name for name in names if Path(str(name)).name != name]:
-            raise UserError(f"{folder / INDEX} names {outside[0]!r}, which is not a file of its folder")
+            raise UserError(f"{folder / SHARD_INDEX} names {outside[0]!r}, which is not a file of its folder")
         files = [folder / name for name in names]
     else:
         files = [folder / SINGLE]
@@ -92,7 +92,7 @@ def _no_weights(folder: Path, absent: list[str]) -> str:
             "save it as safetensors: model.save_pretrained(FOLDER) in transformers"
         )
     also = f" and {len(absent) - 1} more files" if len(absent) > 1 else ""
-    return f"{folder} has no {absent[0]}{also}\nweights are read from {SINGLE}, or from the files in {INDEX}"
+    return f"{folder} has no {absent[0]}{also}\nweights are read from {SINGLE}, or from the files in {SHARD_INDEX}"
 
 
 def _views(file: Path) -> Iterator[tuple[str, View]]:

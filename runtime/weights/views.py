@@ -130,7 +130,7 @@ class View:
 
 
 @frozen(eq=False)
-class Source(View):
+class StoredView(View):
     """A stored tensor, with a function that reads a part of it. `key` names it in the result of `solve`."""
 
     reader: Callable[[Box], Tensor]
@@ -222,7 +222,7 @@ class Reshaped(View):
 
 def source(shape: Sequence[int], dtype: torch.dtype, reader: Callable[[Box], Tensor], key: Hashable = None) -> View:
     """Return a view of a stored tensor, of which `reader` reads a part."""
-    return Source(tuple(shape), dtype, reader, key)
+    return StoredView(tuple(shape), dtype, reader, key)
 
 
 def held(x: Tensor, key: Hashable = None) -> View:
@@ -253,7 +253,7 @@ def values_of(x: View | Tensor) -> Tensor:
 def solve(view: View, value: View) -> dict[Hashable, View]:
     """Return the stored tensors by their keys, if `view`, a rearrangement of all their elements, has this value."""
     match view:
-        case Source():
+        case StoredView():
             return {view.key: value}
         case Permuted():
             return solve(view.of, value.permute(tuple(view.order.index(i) for i in range(view.ndim))))

@@ -38,10 +38,7 @@ from megaloom.dsl.hf.fields import Config
 from megaloom.dsl.hf.state_dict import from_checkpoint, to_checkpoint
 from megaloom.runtime.reference import interpret as oracle
 from megaloom.runtime.reference.interpret import evaluate, interpret
-from tests.support.hugging_face import SMALL, built, drawn, named
-
-# What no output depends on: the layers of an image encoder after the one that is read, a bias that is always zero.
-UNUSED = ("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.", "final_logits_bias")
+from tests.support.hugging_face import SMALL, UNUSED, built, drawn, named
 
 
 @frozen

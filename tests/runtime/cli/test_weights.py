@@ -1,14 +1,16 @@
-"""Weights on the command line: `megaloom train --from`."""
+"""Weights on the command line: `megaloom train --from`, `megaloom convert`."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from megaloom.runtime.cli.main import main
 from tests.support.hugging_face import built
 
-OPTIONS = ("--devices", "1", "--seq", "16", "--batch", "2", "--steps", "1")
+OPTIONS = ("--devices", "1", "--seq", "16", "--batch", "2")
 
 
 def test_wrong_weights_are_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,9 +19,41 @@ def test_wrong_weights_are_refused_before_training(tmp_path: Path, capsys: pytes
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, folder / "model.safetensors")
-    assert main(["train", "--from", str(folder), "--out", str(tmp_path / "run"), *OPTIONS]) == 2
+    assert main(["train", "--from", str(folder), "--out", str(tmp_path / "run"), "--steps", "1", *OPTIONS]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"megaloom: --from {folder}: the tensors of the checkpoint are not those of model 'llama'",
         "missing: lm_head.weight [300, 32], which holds head",
     ]
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_weights_go_into_a_run_and_out_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Steps too small for bfloat16: the folder that is written has the bits of the one that was read."""
+    folder, run, out, text = (tmp_path / name for name in ("llama", "run", "out", "text.txt"))
+    built("llama", vocab_size=300).to(torch.bfloat16).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    train = ["train", "--from", str(folder), "--data", str(text), "--out", str(run), *OPTIONS, "--lr", "1e-12"]
+    assert main([*train, "--steps", "1"]) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert (
+        f"weights from {folder} (21 tensors of bfloat16); the optimizer is fresh, and training starts at step 0" in said
+    )
+    assert main(["convert", str(run), "--to", "hf", "-o", str(out), "--precision", "bf16"]) == 0
+    assert capfd.readouterr().out == f"wrote {out}: 21 tensors of bfloat16, of step 1\n"
+    before, after = (load_file(x / "model.safetensors") for x in (folder, out))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(x, after[name]) for name, x in before.items())
+    assert json.loads((out / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert main(["convert", str(run), "--to", "hf", "-o", str(out)]) == 2
+    assert "exists\nremove it, or give another folder with -o" in capfd.readouterr().err
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads((folder / "config.json").read_text()) | {"intermediate_size": 40}))
+    assert main(["convert", str(run), "--to", "hf", "-o", str(tmp_path / "b"), "--config", str(config)]) == 2
+    assert "down_proj.weight is [32, 40] there, and [32, 48] here" in capfd.readouterr().err
+    assert not (tmp_path / "b").exists()
+    assert main([*train, "--steps", "2"]) == 0
+    assert f"--from {folder} is not read again" in " ".join(capfd.readouterr().out.split())
+    assert main(["convert", str(folder), "--to", "hf", "-o", str(tmp_path / "c")]) == 2
+    assert f"{folder} is not a run folder: it has no plan.json" in capfd.readouterr().err

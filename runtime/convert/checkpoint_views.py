@@ -1,0 +1,60 @@
+"""The tensors of a checkpoint (megatron-core's torch_dist format) as views, without torch.distributed.
+
+Each rank has written chunks of each tensor. A view reads the chunks that its part lies in, and nothing else.
+"""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from megaloom.runtime.megatron.checkpoint import crc32_of
+from megaloom.runtime.megatron.checkpoint_folder import Checkpoint, CheckpointError, unusable
+from megaloom.runtime.weights.views import Box, View, source
+
+
+def checkpoint_views(checkpoint: Checkpoint) -> dict[str, View]:
+    """Return the tensors of a checkpoint by name. Raise CheckpointError if its files are not those that were saved."""
+    folder = checkpoint.folder
+    for name, file in checkpoint.manifest.files.items():
+        if crc32_of(folder / name) != file.crc32:
+            raise CheckpointError(unusable(folder, f"is damaged: the contents of {name} have changed"))
+    metadata = FileSystemReader(folder).read_metadata()
+    tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+    return {name: _view(folder, metadata, name, it) for name, it in tensors.items()}
+
+
+def _view(folder: Path, metadata: Metadata, name: str, stored: TensorStorageMetadata) -> View:
+    assert metadata.storage_data is not None
+
+    def reader(box: Box) -> Tensor:
+        out = torch.empty([len(r) for r in box], dtype=stored.properties.dtype)
+        for chunk in stored.chunks:
+            whole = [range(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+            common = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, whole, strict=True)]
+            if all(map(len, common)):
+                values = _chunk(folder, metadata, MetadataIndex(name, chunk.offsets))
+                out[_inside(common, list(box))] = values[_inside(common, whole)]
+        return out
+
+    return source(tuple(stored.size), stored.properties.dtype, reader)
+
+
+def _inside(part: list[range], of: list[range]) -> tuple[slice, ...]:
+    """Return the indices of a part of a box, counted from the begin of the box."""
+    return tuple(slice(r.start - o.start, r.stop - o.start) for r, o in zip(part, of, strict=True))
+
+
+def _chunk(folder: Path, metadata: Metadata, index: MetadataIndex) -> Tensor:
+    """Return a chunk, which a rank has written with `torch.save` into its file."""
+    place = metadata.storage_data[index]  # type: ignore[index]
+    with (folder / place.relative_path).open("rb") as file:
+        file.seek(place.offset)
+        values = torch.load(BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+    assert isinstance(values, Tensor)
+    return values

@@ -1,0 +1,133 @@
+"""Hugging Face folders from the weights of a run: config.json, safetensors shards, generation and tokenizer files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+from safetensors.torch import save_file
+
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import Model
+from megaloom.dsl.hf.architectures import open_config, reader
+from megaloom.dsl.hf.state_dict import to_checkpoint
+from megaloom.dsl.hf.tensor_layout import stored_tensors
+from megaloom.dsl.json_form import fingerprint
+from megaloom.runtime.weights.kept_files import copy_files
+from megaloom.runtime.weights.tensor_folder import SHARD_INDEX, SINGLE
+from megaloom.runtime.weights.views import View, concatenated
+
+SHARD_NBYTES = 5 * 10**9
+"""Most bytes of a file of tensors, unless one tensor is larger, as transformers writes them."""
+
+NOT_OF_THE_RESULT = ("quantization_config", "torch_dtype", "dtype")
+
+
+@frozen
+class DescribedModel:
+    """A config.json that describes a model, and what it says about the tensors."""
+
+    file: Path
+    fields: Mapping[str, Any]
+    model: Model
+
+    def check(self, model: Model) -> None:
+        """Raise UserError unless the config describes a model with the tensors of another one."""
+        names = reader(open_config(self.file)[0]).names
+        ours, theirs = ({t.name: t.shape for t in stored_tensors(names, m)} for m in (model, self.model))
+        differ = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
+        if differ:
+            name = min(differ)
+            raise UserError(
+                f"{self.file} describes another model than {model.name!r}: "
+                f"{name} is {_shown(theirs.get(name))} there, and {_shown(ours.get(name))} here"
+            )
+
+    def is_exact(self, model: Model) -> bool:
+        """Return True if the config describes this model in every detail, dropout included."""
+        return fingerprint(self.model) == fingerprint(model)
+
+
+def describe(file: Path) -> DescribedModel:
+    """Read a config.json, or the one of a folder. Raise UserError if it cannot be read."""
+    config, name = open_config(file)
+    return DescribedModel(Path(config.where), dict(config.fields), reader(config)(config, name))
+
+
+def write_folder(
+    description: DescribedModel, model: Model, weights: Mapping[str, View], folder: Path, dtype: torch.dtype
+) -> int:
+    """Write a Hugging Face folder, and return the number of its tensors. It is absent until it is whole.
+
+    weights: by the names of `graph(model).weights`; read tensor by tensor, at most one file of them in memory.
+    Raise UserError if the folder exists, or the disk is full.
+    """
+    names = reader(open_config(description.file)[0]).names
+    tensors = to_checkpoint(names, model, weights, concatenated)
+    with _published(folder) as unfinished:
+        _write_tensors(tensors, unfinished, dtype)
+        fields = {k: v for k, v in description.fields.items() if k not in NOT_OF_THE_RESULT}
+        fields["dtype"] = str(dtype).removeprefix("torch.")
+        (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        copy_files(description.file.parent, unfinished)
+    return len(tensors)
+
+
+@contextmanager
+def _published(folder: Path) -> Iterator[Path]:
+    """Return a folder to write in, which gets its name when all is written."""
+    if folder.exists():
+        raise UserError(f"{folder} exists\nremove it, or give another folder with -o")
+    unfinished = folder.with_name(f"{folder.name}.tmp")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        unfinished.rename(folder)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_tensors(tensors: Mapping[str, View], folder: Path, dtype: torch.dtype) -> None:
+    """Write tensors into one file, or into several and their index."""
+    shards = list(_shards(tensors, dtype.itemsize))
+    names = [SINGLE] if len(shards) == 1 else []
+    names = names or [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        values = {key: tensors[key].read().to(dtype).contiguous() for key in shard}
+        save_file(values, folder / name, {"format": "pt"})
+    if len(shards) > 1:
+        place = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        total = sum(_numel(view) * dtype.itemsize for view in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": place}
+        (folder / SHARD_INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(tensors: Mapping[str, View], itemsize: int) -> Iterator[list[str]]:
+    """Yield the names of the tensors of each file."""
+    shard: list[str] = []
+    nbytes = 0
+    for name, view in tensors.items():
+        size = _numel(view) * itemsize
+        if shard and nbytes + size > SHARD_NBYTES:
+            yield shard
+            shard, nbytes = [], 0
+        shard.append(name)
+        nbytes += size
+    yield shard
+
+
+def _numel(view: View) -> int:
+    return torch.Size(view.shape).numel()
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str(list(shape))

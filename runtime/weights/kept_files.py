@@ -1,0 +1,52 @@
+"""Files of a Hugging Face folder that a run keeps, so that its weights can be given back with them.
+
+run/hugging-face/   config.json, generation and tokenizer files
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+KEPT = "hugging-face"
+"""Folder of a run for these files."""
+
+CONFIG = "config.json"
+BESIDE = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+)
+"""Files of a Hugging Face folder that are copied unchanged."""
+
+
+def copy_files(source: Path, folder: Path) -> None:
+    """Copy the tokenizer and generation files of a Hugging Face folder, those that it has."""
+    for name in BESIDE:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def keep_files(run: Path, config: Path | None, tokenizer: Path | None) -> None:
+    """Copy into a run folder a config.json with the files beside it, and the files of a tokenizer's folder.
+
+    A run that has them already keeps its own.
+    """
+    kept = run / KEPT
+    if kept.exists() or (config is None and tokenizer is None):
+        return
+    kept.mkdir()
+    if config is not None:
+        shutil.copyfile(config, kept / CONFIG)
+        copy_files(config.parent, kept)
+    if tokenizer is not None:
+        copy_files(tokenizer, kept)
