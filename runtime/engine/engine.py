@@ -149,17 +149,17 @@ class Engine:
                 chunk.return_predictions()
         return engine
 
-    def step(self, batch: Batch | Samples) -> StepResult:
+    def step(self, batch: Batch | Samples, count: int | None = None) -> StepResult:
         """Train on one global batch.
 
         batch: the sequences of this data-parallel rank, named tensors [batch / dp ..] or token ids; all tp, cp and pp
         ranks of it give the same. Or a function from i to sample i of the global batch, which is called for this rank's
-        samples only.
+        samples only; count: their number, if it is not the plan's batch.
 
         No weight changes if the loss or a gradient is NaN or infinite. The step is then skipped if the loss scale of
         fp16 can be lowered, or the recipe allows it. Else raise NonFiniteError, which names rank, layer and parameter.
         """
-        samples, part = self._global_batch(batch)
+        samples, part = self._global_batch(batch, count)
         buffers = self._moving_buffers()
         totals = self._backward(samples, part)
         loss = totals.loss
@@ -188,11 +188,11 @@ class Engine:
         _restore(buffers)
         return gather_gradients(self.chunks, self.groups, float(self.scaler.scale) if self.scaler else 1.0)
 
-    def _global_batch(self, batch: Batch | Samples) -> tuple[Samples, MicroBatches]:
+    def _global_batch(self, batch: Batch | Samples, count: int | None = None) -> tuple[Samples, MicroBatches]:
         """Return the samples of a global batch, and this rank's micro-batches of them."""
         plan = self.plan
         samples = batch if callable(batch) else agreed(partial(self._own_samples, batch))
-        return samples, self.pipeline.microbatches_of(plan.workload.batch, plan.layout.micro_batch)
+        return samples, self.pipeline.microbatches_of(count or plan.workload.batch, plan.layout.micro_batch)
 
     def _backward(self, samples: Samples, part: MicroBatches) -> LossTotals:
         """Run micro-batches forward and backward, and reduce their gradients over the ranks."""

@@ -70,6 +70,12 @@ class Recipe:
     """Shape of the final decay of wsd."""
     final_decay_steps: int | None = field(default=None, validator=if_given(_within(1, 1e9)))
     """Steps of the final decay of wsd. [default: a tenth of the schedule]"""
+    rampup_batch: int | None = field(default=None, validator=if_given(_within(1, 1e9)))
+    """Sequences of the first steps, if the batch grows. [default: --batch from the start]"""
+    rampup_increment: int | None = field(default=None, validator=if_given(_within(1, 1e9)))
+    """Sequences by which the batch grows at a time. [default: --rampup-batch]"""
+    rampup_samples: int | None = field(default=None, validator=if_given(_within(1, 1e15)))
+    """Sequences after which the batch has its full size."""
     weight_decay: float = field(default=0.1, validator=_within(0, 1e3))
     """Weight decay of all parameters except norms and biases."""
     clip_grad: float = field(default=1.0, validator=_within(1e-12, 1e12))
@@ -100,12 +106,34 @@ class Recipe:
                 f"--min-loss-scale {self.min_loss_scale:g} is above --initial-loss-scale {self.initial_loss_scale:g}\n"
                 "give a smaller --min-loss-scale"
             )
+        if (self.rampup_batch is None) != (self.rampup_samples is None):
+            raise UserError("--rampup-batch and --rampup-samples belong together\ngive both, or neither")
         end, final = self.schedule_end, self.final_decay_steps
         if self.schedule is Schedule.WSD and final is not None and end is not None and final > end:
             raise UserError(
                 f"--final-decay-steps {final} is longer than the schedule, which ends at step {end}\n"
                 "give fewer steps, or a larger --decay-steps"
             )
+
+    def batch_at(self, samples: int, batch: int) -> int:
+        """Return the sequences of the step that begins after `samples` sequences; `batch` when the batch has grown.
+
+        The batch grows by equal increments, each after as many sequences. Source: megatron-core 0.16.1,
+        num_microbatches_calculator.py, RampupBatchsizeNumMicroBatchesCalculator. Raise UserError for a growth that does
+        not end at `batch`.
+        """
+        if self.rampup_batch is None or self.rampup_samples is None:
+            return batch
+        first, increment = self.rampup_batch, self.rampup_increment or self.rampup_batch
+        if first > batch or (batch - first) % increment:
+            raise UserError(
+                f"--rampup-batch {first} does not grow to a batch of {batch} in steps of {increment}\n"
+                f"give a --rampup-batch of at most {batch} and a --rampup-increment that divides the difference"
+            )
+        increments = (batch - first) // increment
+        if samples >= self.rampup_samples or not increments:
+            return batch
+        return first + samples * increments // self.rampup_samples * increment
 
     @property
     def schedule_end(self) -> int | None:

@@ -78,6 +78,7 @@ class Loop:
 
     @samples.default
     def _samples(self) -> int:
+        """Return the samples that were consumed before this run."""
         return self.resumed.manifest.samples if self.resumed else 0
 
     @saved.default
@@ -106,14 +107,16 @@ class Loop:
 
     def _train_step(self) -> None:
         workload, first = self.run.plan.workload, self.samples
+        batch = self.run.recipe.batch_at(first, workload.batch)
         start = time.monotonic()
         try:
-            result = self.engine.step(lambda i: self._training_sample(first + i))
+            result = self.engine.step(lambda i: self._training_sample(first + i), batch)
         except NonFiniteError as error:
             raise UserError(f"{error}\n{self._diverged()}") from None
         seconds = time.monotonic() - start
-        self.samples += workload.batch
+        self.samples += batch
         tokens = self.samples * workload.seq
+        self.display.step_tokens = batch * workload.seq
         step = StepMetrics(step=self.engine.done, **asdict(result), tokens=tokens, seconds=seconds)
         self.steps.append(step)
         self.metrics.write("step", **asdict(step))
@@ -219,7 +222,7 @@ class Loop:
             resumed=self.resumed.manifest.step if self.resumed else None,
             stopped=stopped,
             skipped=sum(step.skipped for step in self.steps),
-            tokens=len(self.steps) * self.run.plan.workload.tokens,
+            tokens=(self.samples - self._samples()) * self.run.plan.workload.seq,
             seconds=time.monotonic() - self.start,
             step_seconds=statistics.median(step.seconds for step in self.steps) if self.steps else None,
             train_loss=statistics.mean(step.loss for step in recent) if recent else None,

@@ -34,7 +34,7 @@ from megaloom.runtime.megatron.checkpoint_folder import cannot_save, latest, sav
 from megaloom.runtime.weights.given import open_folder
 from megaloom.runtime.weights.kept_files import CONFIG, keep_files
 
-from .run_data import DataOptions, as_sources, open_data, steps_of
+from .run_data import DataOptions, as_sources, check_rampup, open_data, steps_of
 from .training_run import Summary, TrainingRun
 
 SAVE_SECONDS = 300.0
@@ -94,6 +94,7 @@ def prepare_run(
     for name, every in (("save-every", save_every), ("evaluate-every", evaluate_every)):
         if every < 1:
             raise UserError(f"--{name} must be at least 1, got {every}")
+    check_rampup(recipe, plan)
     if not started_by_launcher():
         launcher.check(plan.layout.world)
     saved = latest(folder, fingerprint=plan.fingerprint)  # refuse another model's or a damaged one before any work
@@ -101,7 +102,7 @@ def prepare_run(
         open_folder(weights).check(model)
     corpus = open_data(data, maker, folder / "data")
     if data.epochs is not None:
-        recipe = evolve(recipe, steps=steps_of(data.epochs, corpus, maker, plan.workload.batch))
+        recipe = evolve(recipe, steps=steps_of(data.epochs, corpus, maker, recipe, plan.workload.batch))
     if corpus.tokenizer:
         shutil.copytree(corpus.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
     save_plan(plan, folder / "plan.json")

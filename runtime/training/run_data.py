@@ -10,10 +10,12 @@ import torch
 from attrs import evolve, frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.data.corpus import Corpus, open_corpus
 from megaloom.runtime.data.part import Window
 from megaloom.runtime.data.text_files import STDLIB
 from megaloom.runtime.data.token_ids import TokenIds
+from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.engine.samples import Sample, SampleMaker
 from megaloom.runtime.engine.steps import Steps
 
@@ -65,11 +67,29 @@ def check_text(corpus: Corpus, maker: SampleMaker) -> None:
             )
 
 
-def steps_of(epochs: float, corpus: Corpus, maker: SampleMaker, batch: int) -> int:
+def steps_of(epochs: float, corpus: Corpus, maker: SampleMaker, recipe: Recipe, batch: int) -> int:
     """Return the number of steps that visit the training text `epochs` times."""
     if not 0 < epochs < 1e6:
         raise UserError(f"--epochs {epochs:g} is out of range\ngive a number above 0, such as 1 or 0.5")
-    return math.ceil(epochs * corpus.train.windows(maker.length - 1) / batch)
+    wanted, samples, steps = epochs * corpus.train.windows(maker.length - 1), 0, 0
+    while samples < wanted and (size := recipe.batch_at(samples, batch)) < batch:
+        samples, steps = samples + size, steps + 1
+    return steps + max(0, math.ceil((wanted - samples) / batch))
+
+
+def check_rampup(recipe: Recipe, plan: Plan) -> None:
+    """Raise UserError unless each batch of a growing batch is whole micro-batches on every data-parallel rank."""
+    if recipe.rampup_batch is None:
+        return
+    layout, batch = plan.layout, plan.workload.batch
+    recipe.batch_at(0, batch)
+    unit = layout.micro_batch * layout.dp * (layout.microbatch_group_size if layout.vpp > 1 else 1)
+    for flag, size in (("batch", recipe.rampup_batch), ("increment", recipe.rampup_increment or recipe.rampup_batch)):
+        if size % unit:
+            raise UserError(
+                f"--rampup-{flag} {size} is not a multiple of {unit}, the sequences of a micro-batch on all "
+                f"data-parallel ranks\ngive a multiple of {unit}, or a smaller --micro-batch"
+            )
 
 
 def sample_of(window: Window, maker: SampleMaker, steps: Steps, i: int, seed: int) -> Sample:

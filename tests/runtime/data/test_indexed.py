@@ -7,16 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from megatron.core.datasets.blended_megatron_dataset_config import (
-    convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
-)
-from megatron.core.datasets.indexed_dataset import IndexedDataset as MegatronDataset
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.data.indexed import open_indexed, path_of, smallest_token_type, write_indexed
 from megaloom.runtime.data.split import parse_split, split_ranges
+from megaloom.runtime.megatron import device
+
+device.prepare()
+
+from megatron.core.datasets.blended_megatron_dataset_config import (  # noqa: E402
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.indexed_dataset import IndexedDataset as MegatronDataset  # noqa: E402
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: E402
 
 DOCUMENTS = [np.array(d) for d in ([5, 6, 7], [250], [1, 2, 3, 4], [0, 255])]
 

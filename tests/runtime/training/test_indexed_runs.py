@@ -16,7 +16,7 @@ from megaloom.runtime.data.preprocess import Preprocessing, preprocess
 from megaloom.runtime.engine.samples import SampleMaker
 from megaloom.runtime.megatron.checkpoint_folder import checkpoint_folders, read
 from megaloom.runtime.training.evaluation import evaluate_run
-from megaloom.runtime.training.run_data import check_text
+from megaloom.runtime.training.run_data import check_rampup, check_text
 from tests.runtime.data.test_chat_template import CHATML, TALKS, with_template
 from tests.support.models import byte_llama
 from tests.support.paths import SUPPORT, TESTS
@@ -108,6 +108,19 @@ def test_resumed_with_another_batch_size_it_goes_on_at_the_next_sample(
     plan = plan_of("byte_llama", Layout(), batch=2)
     train(plan, evolve(RECIPE, steps=3), folder=folder, source=blend, split="94,4,2")
     assert read(folder / "step-000003").manifest.samples == 2 * 4 + 2
+
+
+def test_a_batch_that_grows_reads_every_sample_once(blend: list[str], plan_of, tmp_path: Path) -> None:
+    recipe = evolve(RECIPE, rampup_batch=2, rampup_samples=8, steps=6)
+    assert [recipe.batch_at(n, 6) for n in (0, 2, 4, 8, 14)] == [2, 2, 4, 6, 6]
+    plan = plan_of("byte_llama", Layout(dp=2, micro_batch=1), batch=6)
+    done = train(plan, recipe, folder=tmp_path / "run", source=blend, split="94,4,2", save_every=3)
+    tokens = [e["tokens"] for e in events(tmp_path / "run") if e["event"] == "step"]
+    assert [n // 32 for n in tokens] == [2, 4, 8, 14, 20, 26]  # type: ignore[operator]
+    assert done.tokens == 26 * 32
+    assert read(tmp_path / "run" / "step-000003").manifest.samples == 8
+    with pytest.raises(UserError, match=r"--rampup-batch 3 is not a multiple of 2, the sequences"):
+        check_rampup(evolve(recipe, rampup_batch=3, rampup_increment=3), plan)
 
 
 def test_a_run_on_conversations_learns_the_answers(plan_of, tmp_path: Path) -> None:
