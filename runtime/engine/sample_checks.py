@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaloom.dsl import DocumentIndices, DocumentPositions, DType, Graph, Lookup, Node
+from megaloom.dsl import DocumentIndices, DocumentPositions, DType, Graph, Lookup, MaskedScatter, Node
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.facts.primitives import program
 from megaloom.runtime.megatron import device
@@ -52,6 +52,21 @@ def check_sample(graph: Graph, sample: Mapping[str, Any], seq: int) -> None:
         if list(x.shape) != want:
             raise UserError(f"{name} of a sample has the shape {list(x.shape)}: {node.shape} needs {want}")
         _check_numbers(graph, node, x)
+    _check_image_tokens(graph, sample)
+
+
+def _check_image_tokens(graph: Graph, sample: Mapping[str, Tensor]) -> None:
+    """Raise UserError unless the tokens of a sample have the id that an image replaces once for each vector."""
+    for node in graph.nodes:
+        names = {id(v.source): name for v, name in zip(program(node).inputs, node.inputs, strict=True)}
+        for v in (step.value for step in program(node).steps):
+            if isinstance(v.op, MaskedScatter) and (name := names.get(id(v.args[2].source), "")) in sample:
+                vectors, found = v.args[1].shape.positions("embed").known, int((sample[name] == v.op.token).sum())
+                if found != vectors:
+                    raise UserError(
+                        f"{name} of a sample has the id {v.op.token} {found} times: it stands for the {vectors} "
+                        "vectors of an image, once for each"
+                    )
 
 
 def _check_numbers(graph: Graph, node: Node, x: Tensor) -> None:

@@ -17,7 +17,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.runtime.data.token_ids import BYTES
 from megaloom.runtime.engine.sample_checks import check_sample
 from megaloom.runtime.engine.samples import Sample, SampleMaker
-from tests.support.models import tiny_bert, tiny_gpt, tiny_vit
+from tests.support.models import tiny_bert, tiny_gpt, tiny_llava, tiny_pair, tiny_vit
 from tests.support.paths import ROOT, SUPPORT
 from tests.support.rank_pool import Case, check, run_cases
 
@@ -160,3 +160,19 @@ def test_bad_numbers_are_refused_before_the_step(make: Any, change: dict[str, An
     good = sample(g, 0)
     with pytest.raises(UserError, match=message):
         check_sample(g, {**good, **change}, SEQ)
+
+
+def test_tokens_that_do_not_line_up_with_the_image_are_refused_before_the_step() -> None:
+    g = graph(tiny_llava())
+    whole = sample(g, 0)
+    check_sample(g, whole, SEQ)
+    fewer = torch.where(torch.arange(SEQ) == 3, 7, whole["tokens"])
+    with pytest.raises(UserError, match="tokens of a sample has the id 298 8 times: it stands for the 9 vectors"):
+        check_sample(g, {**whole, "tokens": fewer}, SEQ)
+
+
+def test_a_source_has_the_length_that_the_model_declares() -> None:
+    g = graph(tiny_pair())
+    x = sample(g, 3)
+    assert (x["source_tokens"].shape, x["tokens"].shape, x["labels"].shape) == ((24,), (SEQ,), (SEQ,))
+    check_sample(g, x, SEQ)
