@@ -23,6 +23,7 @@ from megaloom.dsl.hf.architectures import (
 from .errors import UserError, short_path
 from .example_modules import example_modules, hyphenated
 from .graph import Model
+from .model_file import is_model_file, load_model
 
 SUGGESTIONS = 8  # names of similar models that the error for an unknown model lists
 
@@ -30,11 +31,13 @@ SUGGESTIONS = 8  # names of similar models that the error for an unknown model l
 def find(ref: str) -> tuple[Model, str]:
     """Return the model that `ref` names, and its full reference, which names it in every process.
 
-    `ref` is `file.py:name`, a `file.py` with one model, `package.module:name`, the name of an example (`llama3-8b`), or
-    a Hugging Face config.json (any .json file, or a folder with a config.json). The name is that of a `Model`, or of a
-    function that needs no argument and returns one. A function that is found without its name must be annotated with
-    `-> Model`. Raises UserError that says what would work.
+    `ref` is `file.py:name`, a `file.py` with one model, `package.module:name`, the name of an example (`llama3-8b`), a
+    run folder or its model.json, or a Hugging Face config.json (any other .json file, or a folder with a config.json).
+    The name is that of a `Model`, or of a function that needs no argument and returns one. A function that is found
+    without its name must be annotated with `-> Model`. Raises UserError that says what would work.
     """
+    if (file := _model_file(ref)) is not None:
+        return load_model(file), str(file.resolve())
     if ref.endswith(".json") or (isfile(join(ref, "config.json")) and ref not in examples()):
         return read(ref), str(config_file(ref).resolve())
     location, _, name = ref.rpartition(":") if ":" in ref else (ref, "", "")
@@ -60,8 +63,17 @@ def find(ref: str) -> tuple[Model, str]:
     raise UserError(f"no model {ref!r}{suggestion}\nMODEL can be file.py:name, a config.json, or {names}")
 
 
+def _model_file(ref: str) -> Path | None:
+    """Return the model.json of a run folder, or the file itself if it is one; None for other references."""
+    path = Path(ref)
+    file = path / "model.json" if isfile(join(ref, "run.json")) else path
+    return file if file.suffix == ".json" and is_model_file(file) else None
+
+
 def file_name(ref: str) -> str:
     """Return the name for files and folders of the model with this full reference."""
+    if ref.endswith("model.json") and is_model_file(ref):
+        return Path(ref).parent.name
     return config_name(Path(ref)) if ref.endswith(".json") else hyphenated(ref.rpartition(":")[2])
 
 

@@ -147,7 +147,7 @@ class _Writer:
         if isinstance(it, Value):
             return self.reference(it)
         if isinstance(it, Dim):
-            return _dim(it)
+            return dim_form(it)
         if isinstance(it, tuple | list):
             return [self.form(part) for part in it]
         if isinstance(it, set | frozenset):
@@ -215,10 +215,11 @@ def _number(x: float) -> int | float | str:
 
 
 def _dims(dims: Shape | tuple[Dim, ...]) -> list[Any]:
-    return [_dim(d) for d in dims]
+    return [dim_form(d) for d in dims]
 
 
-def _dim(d: Dim) -> list[Any]:
+def dim_form(d: Dim) -> list[Any]:
+    """Return the form of a dim."""
     if d.of:
         return [d.name, None, str(d.share), _dims(d.of)]
     return [d.name] if d.size is None else [d.name, d.size]

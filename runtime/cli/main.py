@@ -15,7 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, ArgumentCollection, CycloptsError, Parameter
+from cyclopts.argument import update_argument_collection
 
 from megaloom.dsl.errors import UserError, full_message
 from megaloom.planner.cli.arguments import SEARCH_ALL, TrainedLayout, reject_fractions, unwrap_help, usage_error
@@ -30,13 +31,26 @@ from megaloom.runtime.engine.recipe import Recipe
 from .defaults import DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY, TrainedPrecision
 from .printing import fail
 
+
+def options_of_run(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Give `megaloom train RUN` the options with which the run was started, where the command line gives none."""
+    first = next((argument.tokens for argument in arguments if argument.index == 0), [])
+    if commands != ("train",) or not first or not Path(first[0].value, "run.json").is_file():
+        return
+    from megaloom.runtime.training.run_folder import load_options
+
+    folder = Path(first[0].value)
+    config = {name.replace("_", "-"): value for name, value in load_options(folder).items()}
+    update_argument_collection(config, str(folder / "run.json"), arguments, (), root_keys=(), allow_unknown=True)
+
+
 app = App(
     name="megaloom",
     help="Declare a model, plan how to lay it over devices, train it that way.",
     version_flags=[],
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # `main` prints it
-    config=reject_fractions,
+    config=[reject_fractions, options_of_run],
 )
 app["--help"].group = "Parameters"
 app.command(planning, name="plan")
@@ -63,6 +77,8 @@ def train_by_plan(
     out: Path | None = None,
     save_every: int = 100,
     evaluate_every: int = 100,
+    keep_last: int = 2,
+    keep_best: int = 0,
     recipe: Annotated[Recipe, Parameter(name="*", group="Recipe")] = DEFAULT_RECIPE,
     fixed: TrainedLayout = SEARCH_ALL,
 ) -> int:
@@ -71,8 +87,9 @@ def train_by_plan(
     Parameters
     ----------
     model
-        A plan.json, or a model: file.py:name, a file.py with one model, package.module:name, one of the examples, or a
-        Hugging Face config.json. [default: that of --from, else stdlib-gpt]
+        The folder of a run, which continues; a plan.json; or a model: file.py:name, a file.py with one model,
+        package.module:name, one of the examples, or a Hugging Face config.json. [default: that of --from, else
+        stdlib-gpt]
     data
         "stdlib" (the text of Python's standard library), a file or a folder of text, or prefixes of indexed datasets:
         A B, or with weights 0.3 A 0.7 B.
@@ -91,11 +108,16 @@ def train_by_plan(
     devices
         Number of devices. [default: all GPUs; 4 processes on CPU]
     out
-        Folder for checkpoints and metrics. [default: runs/MODEL]
+        Folder for checkpoints and metrics. [default: the run's, or runs/MODEL]
     save_every
         Steps between checkpoints.
     evaluate_every
         Steps between evaluations on held-out text.
+    keep_last
+        Newest checkpoints that are kept.
+    keep_best
+        Checkpoints with the least validation loss that are kept as well. Each is evaluated when it is saved, and its
+        folder is named after the loss.
     """
     require_training_packages("train")
     from .train_command import run_train
@@ -103,7 +125,46 @@ def train_by_plan(
     load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
     options = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
     options |= {"save_every": save_every, "evaluate_every": evaluate_every}
+    options |= {"keep_last": keep_last, "keep_best": keep_best}
     return run_train(model or (DEFAULT_MODEL if weights is None else str(weights)), load, options, recipe, fixed)
+
+
+@app.command(name="pack")
+@unwrap_help
+def pack_run(run: Path, /, *, output: Annotated[Path | None, Parameter(name=["-o", "--output"])] = None) -> None:
+    """Write a run into one file: model, plan, options and newest checkpoint.
+
+    Parameters
+    ----------
+    run
+        The folder of a run.
+    output
+        The file. [default: RUN.megaloom]
+    """
+    require_training_packages("pack")
+    from megaloom.runtime.training.artefact import pack
+
+    path = pack(run, output or run.with_name(f"{run.resolve().name}.megaloom"))
+    print(f"wrote {path}. Next: megaloom unpack {path}")
+
+
+@app.command(name="unpack")
+@unwrap_help
+def unpack_run(artefact: Path, /, *, output: Annotated[Path | None, Parameter(name=["-o", "--output"])] = None) -> None:
+    """Write the run in a file that `megaloom pack` wrote into a new folder.
+
+    Parameters
+    ----------
+    artefact
+        The file.
+    output
+        The folder. [default: runs/NAME]
+    """
+    require_training_packages("unpack")
+    from megaloom.runtime.training.artefact import unpack
+
+    folder = unpack(artefact, output or Path("runs") / artefact.stem)
+    print(f"wrote {folder}. Next: megaloom train {folder}")
 
 
 @app.command(name="data")

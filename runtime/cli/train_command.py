@@ -16,6 +16,7 @@ from attrs import asdict
 from megaloom.dsl.catalog import file_name, find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.hf.architectures import describes
+from megaloom.dsl.model_file import is_model_file
 from megaloom.planner.cli.arguments import FixedLayout, fixed_fields
 from megaloom.planner.contract.capability import differences
 from megaloom.planner.contract.choices import Shard
@@ -30,9 +31,10 @@ from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron import device
-from megaloom.runtime.megatron.checkpoint_folder import checkpoint_folders
+from megaloom.runtime.megatron.checkpoint_folder import Retention, checkpoint_folders
 from megaloom.runtime.megatron.environment import current_environment
 from megaloom.runtime.training.run import train
+from megaloom.runtime.training.run_folder import is_run, load_run
 from megaloom.runtime.training.verify import compare
 
 from .defaults import DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY
@@ -48,18 +50,22 @@ def run_train(
     """Train a model or a plan, and return the exit code.
 
     load_options: seq, batch, precision, devices; None if not given. options: data, split, epochs, out, save_every,
-    evaluate_every, weights.
+    evaluate_every, keep_last, keep_best, weights.
     """
     given = {name: value for name, value in {**load_options, **fixed_fields(fixed)}.items() if value is not None}
-    is_plan = model.endswith(".json") and not describes(model)
-    plan = _load_plan(model, given) if is_plan else _make_plan(model, load_options, fixed)
-    folder = options["out"] or Path("runs") / file_name(plan.model)
+    is_plan = model.endswith(".json") and not describes(model) and not is_model_file(model)
+    if is_run(model):
+        plan, folder = _decided(load_run(model).plan, model, given), options["out"] or Path(model)
+    else:
+        plan = _decided(load(model), model, given) if is_plan else _make_plan(model, load_options, fixed)
+        folder = options["out"] or Path("runs") / file_name(plan.model)
     note = differences(plan.environment, current_environment())
     print_on_first_rank(plan_report(plan), *([note] if note else []))
     every = {name: options[name] for name in ("save_every", "evaluate_every")}
     try:
         data = {"source": options["data"], "split": options["split"], "epochs": options["epochs"]}
-        summary = train(plan, recipe, folder=folder, weights=options["weights"], **data, **every)
+        retention = Retention(options["keep_last"], options["keep_best"])
+        summary = train(plan, recipe, folder=folder, weights=options["weights"], retention=retention, **data, **every)
     except KeyboardInterrupt:
         return fail(f"stopped; {_saved(folder)}", 130)
     except SystemExit as stop:  # a signal has ended the process
@@ -90,14 +96,13 @@ def _saved(folder: Path) -> str:
     return f"{last[0]} is saved; the same command continues from it" if last else "no step is saved yet"
 
 
-def _load_plan(path: str, given: Mapping[str, Any]) -> Plan:
-    """Return the plan of a file. Raise UserError if options are given that the plan already decides."""
-    plan = load(path)
+def _decided(plan: Plan, path: str, given: Mapping[str, Any]) -> Plan:
+    """Return the plan in a file or a run folder. Raise UserError if options are given that it already decides."""
     check_plan(plan, find(plan.model)[0])
     if given:
         flags = ", ".join(flag_of(name) for name in given)
         raise UserError(
-            f"{path} is a plan, which decides {flags}\nomit the option, or give the model instead of the plan"
+            f"{path} has a plan, which decides {flags}\nomit the option, or give the model instead of the plan"
         )
     return plan
 

@@ -73,9 +73,9 @@ def run(
     `entry` must be importable; `args` and values must be small and picklable. Rank 0 writes to this process's stdout
     and stderr. The output of another rank is shown only if it dies without a traceback.
 
-    timeout: seconds for the whole call. grace: seconds from a first SIGINT or SIGTERM, which ranks receive as SIGTERM,
-    to their end; a second signal ends them at once. Raise the first real error of any rank: its UserError, else a
-    RankError.
+    timeout: seconds for the whole call. grace: seconds from a first SIGINT, SIGTERM or SIGUSR1, which ranks receive as
+    SIGTERM, to their end; a second signal ends them at once. Ranks receive SIGUSR2 as it is. Raise the first real error
+    of any rank: its UserError, else a RankError.
     """
     check(world)
     if not device.gpu_count():
@@ -123,7 +123,7 @@ def _deferred_signals() -> Iterator[list[int]]:
     caught: list[int] = []
     before = {}
     if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             if signal.getsignal(number) != signal.SIG_IGN:  # ignored, as under nohup
                 before[number] = signal.signal(number, lambda number, frame: caught.append(number))
     try:
@@ -197,9 +197,12 @@ class Ranks:
                 os.killpg(self.processes[number].pid, signal.SIGKILL)
         return alive
 
-    def watch(self, caught: Sequence[int], deadline: float | None, grace: float) -> None:
+    def watch(self, caught: list[int], deadline: float | None, grace: float) -> None:
         """Return when all ranks have returned. Raise at the first failure, a signal or the deadline."""
         while self.running():
+            while signal.SIGUSR2 in caught:  # ranks that train save and go on
+                caught.remove(signal.SIGUSR2)
+                self.signal(signal.SIGUSR2)
             if caught:
                 # Once a rank has failed, the others cannot finish: stop waiting.
                 self.ask_to_end(grace, unless=lambda: len(caught) > 1 or bool(self.failures()))

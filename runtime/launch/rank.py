@@ -34,7 +34,7 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 EXIT_WAIT = datetime.timedelta(seconds=2)
 """Time that a finished rank waits for the others, whose last collectives may still read from it."""
 
-HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals from the parent, blocked until the rank has installed its handlers."""
 
 LOST_PEER = re.compile(
@@ -123,7 +123,7 @@ def _set_up_signals_and_output(context: RankContext) -> None:
 
     Ctrl-C on a terminal reaches every process; only the parent acts on it, and sends SIGTERM.
     """
-    for number in (signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _raise_interrupt)
     stack = context.file("stack").open("w")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import warnings
@@ -30,20 +29,20 @@ from torch.distributed.checkpoint.api import CheckpointException  # from any ran
 from megaloom.runtime.megatron import device
 
 from .checkpoint_folder import (
-    CONVERTER,
     MANIFEST_NAME,
     Checkpoint,
     CheckpointError,
     Manifest,
+    Retention,
     SavedFile,
     Space,
     cannot_save,
-    checkpoint_folders,
     first_sentence,
+    manifest_to_json,
     unusable,
 )
 
-KEPT_CHECKPOINTS = 2  # the newest, and one more in case the newest is damaged
+KEPT = Retention()
 
 
 class Stateful(Protocol):
@@ -56,13 +55,13 @@ class Stateful(Protocol):
         """Take over the tensors that were loaded into `sharded_state(loading=True)`."""
 
 
-def save(engine: Stateful, run: Path, manifest: Manifest) -> Path:
-    """Save the state of all ranks as run/step-…, then remove all but the last KEPT_CHECKPOINTS. Every rank calls it.
+def save(engine: Stateful, run: Path, manifest: Manifest, retention: Retention = KEPT) -> Path:
+    """Save the state of all ranks as run/step-…, then remove what is not kept. Every rank calls it.
 
     Raise CheckpointError if the checkpoint cannot be written. A save that was killed leaves a .tmp folder; the next
     save removes it.
     """
-    folder = run / f"step-{manifest.step:06d}"
+    folder = run / manifest.folder_name
     unfinished = folder.with_name(f"{folder.name}.tmp")
     first = dist.get_rank() == 0
     state = engine.sharded_state()
@@ -82,7 +81,7 @@ def save(engine: Stateful, run: Path, manifest: Manifest) -> Path:
         checksums = _checksums(unfinished)
         if first:  # other ranks do not touch the folder again: it may already be renamed
             _publish(unfinished, folder, manifest, checksums)
-            _remove_old(run)
+            _remove_old(run, retention)
         dist.barrier()
     return folder
 
@@ -181,17 +180,20 @@ def crc32_of(path: Path) -> int:
 def _publish(unfinished: Path, folder: Path, manifest: Manifest, checksums: dict[str, int]) -> None:
     """Write the manifest, flush everything to disk, and give the folder its final name."""
     files = {name: SavedFile((unfinished / name).stat().st_size, crc32) for name, crc32 in checksums.items()}
-    text = json.dumps(CONVERTER.unstructure(evolve(manifest, files=files)), indent=1)
-    (unfinished / MANIFEST_NAME).write_text(text)
+    (unfinished / MANIFEST_NAME).write_text(manifest_to_json(evolve(manifest, files=files)))
     for path in [*unfinished.iterdir(), unfinished]:
         _flush(path)
+    if folder.exists():  # a damaged one, which this run has skipped
+        aside = folder.with_name(f"{folder.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
     unfinished.rename(folder)
     _flush(folder.parent)
 
 
-def _remove_old(run: Path) -> None:
-    """Remove all but the newest checkpoints; each is renamed first, so that no half of one has a valid name."""
-    for old in checkpoint_folders(run)[:-KEPT_CHECKPOINTS]:
+def _remove_old(run: Path, retention: Retention) -> None:
+    """Remove the checkpoints that are not kept; each is renamed first, so that no half of one has a valid name."""
+    for old in retention.superseded(run):
         shutil.rmtree(old.rename(old.with_name(f"{old.name}.tmp")))
 
 

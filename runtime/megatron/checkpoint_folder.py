@@ -12,20 +12,21 @@ from __future__ import annotations
 import errno
 import json
 import re
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
 import cattrs
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from cattrs.strategies import configure_union_passthrough
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.json_form import is_current
 
-VERSION = 1
-"""Version of the files and of the manifest."""
+VERSION = 2
+"""Version of the files and of the manifest. The manifest of version 1 has no checksum."""
 MANIFEST_NAME = "checkpoint.json"
-FOLDER_NAME = re.compile(r"step-(\d{6,})")
+FOLDER_NAME = re.compile(r"step-(\d{6,})(?:-loss-(\d+\.\d+|inf|nan))?")
 NO_SPACE = {errno.ENOSPC: "no space left on the device", errno.EDQUOT: "disk quota exceeded"}
 CONVERTER = cattrs.Converter()
 """Reads and writes manifests."""
@@ -56,9 +57,16 @@ class Manifest:
     data: str  # digest of the corpus
     recipe: dict[str, float | str | bool]  # `Recipe.as_saved`
     averaged: bool = False  # whether the checkpoint has averaged weights
+    validation_loss: float | None = None  # nats per token; None if it was not evaluated
     layout: str  # the layout under which the checkpoint was saved
     libraries: dict[str, str] = field(factory=lambda: {name: version(name) for name in ("torch", "megatron-core")})
     files: dict[str, SavedFile] = field(factory=dict)  # by file name; `save` fills it in
+
+    @property
+    def folder_name(self) -> str:
+        """Return the name of the checkpoint's folder, such as step-000200 or step-000200-loss-1.2345."""
+        loss = "" if self.validation_loss is None else f"-loss-{self.validation_loss:.4f}"
+        return f"step-{self.step:06d}{loss}"
 
     @property
     def has_comparable_fingerprint(self) -> bool:
@@ -72,19 +80,58 @@ class Checkpoint:
 
     folder: Path
     manifest: Manifest
+    skipped: tuple[str, ...] = ()  # messages about newer ones that cannot be used
+
+
+@frozen
+class Retention:
+    """Checkpoints that a run keeps: the newest ones, and those with the least validation loss."""
+
+    last: int = 2  # the newest, and one more in case the newest is damaged
+    best: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        if self.last < 1 or self.best < 0:
+            name, least, value = ("last", 1, self.last) if self.last < 1 else ("best", 0, self.best)
+            raise UserError(f"--keep-{name} must be at least {least}, got {value}")
+
+    def superseded(self, run: Path) -> list[Path]:
+        """Return the whole checkpoints of a run that are not kept, oldest first. The newest is always kept."""
+        whole = [c for folder in checkpoint_folders(run) if isinstance(c := _read_or_problem(folder), Checkpoint)]
+        by_loss = [(c.manifest.validation_loss, c) for c in whole if c.manifest.validation_loss is not None]
+        best = [c for _, c in sorted(by_loss, key=lambda pair: (pair[0] != pair[0], pair[0], -pair[1].manifest.step))]
+        kept = {c.folder for c in (*whole[-self.last :], *best[: self.best])}
+        return [c.folder for c in whole if c.folder not in kept]
+
+
+def manifest_to_json(manifest: Manifest) -> str:
+    """Return the text of checkpoint.json, with a checksum of all else that is in it."""
+    raw = CONVERTER.unstructure(manifest)
+    return json.dumps({**raw, "checksum": _checksum(raw)}, indent=1)
+
+
+def _checksum(raw: dict[str, object]) -> str:
+    return sha256(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def latest(run: Path, *, fingerprint: str) -> Checkpoint | None:
-    """Return the newest checkpoint of a run folder, or None if there is none.
+    """Return the newest whole checkpoint of a run folder, or None if there is none. Its `skipped` names damaged ones.
 
-    Raise CheckpointError if the newest one is damaged or belongs to another model: resuming silently from an older one
-    would lose work, and starting anew would overwrite it. A fingerprint of an older form is not compared here; then
-    `load` compares the names and shapes of all weights.
+    Raise CheckpointError if all are damaged, or it belongs to another model: starting anew would overwrite it. A
+    fingerprint of an older form is not compared here; then `load` compares the names and shapes of all weights.
     """
-    folders = checkpoint_folders(run)
-    if not folders:
+    problems: list[CheckpointError] = []
+    checkpoint = None
+    for folder in reversed(checkpoint_folders(run)):
+        found = _read_or_problem(folder)
+        if isinstance(found, Checkpoint):
+            checkpoint = evolve(found, skipped=tuple(str(p).partition("\n")[0] for p in problems))
+            break
+        problems.append(found)
+    if checkpoint is None:
+        if problems:
+            raise problems[0]
         return None
-    checkpoint = read(folders[-1])
     manifest = checkpoint.manifest
     if manifest.has_comparable_fingerprint and manifest.fingerprint != fingerprint:
         raise CheckpointError(
@@ -95,14 +142,35 @@ def latest(run: Path, *, fingerprint: str) -> Checkpoint | None:
     return checkpoint
 
 
+def newest_whole(run: Path, *, fingerprint: str) -> Path | None:
+    """Return the folder of the newest whole checkpoint of a run, or None if there is none."""
+    checkpoint = latest(run, fingerprint=fingerprint)
+    return checkpoint.folder if checkpoint else None
+
+
+def _read_or_problem(folder: Path) -> Checkpoint | CheckpointError:
+    try:
+        return read(folder)
+    except CheckpointError as problem:
+        return problem
+
+
 def read(folder: Path) -> Checkpoint:
-    """Return the checkpoint in a folder. Raise CheckpointError if it is incomplete."""
+    """Return the checkpoint in a folder. Raise CheckpointError if it is incomplete or changed."""
     try:
         contents = json.loads((folder / MANIFEST_NAME).read_text())
         saved_version = contents.get("version") if isinstance(contents, dict) else None
-        if isinstance(saved_version, int) and saved_version != VERSION:
-            raise CheckpointError(unusable(folder, f"has format {saved_version}; this megaloom reads format {VERSION}"))
+        if isinstance(saved_version, int) and saved_version not in (1, VERSION):
+            known = f"formats 1 to {VERSION}"
+            raise CheckpointError(unusable(folder, f"has format {saved_version}; this megaloom reads {known}"))
+        checksum = contents.pop("checksum", None) if isinstance(contents, dict) else None
+        if saved_version != 1 and checksum != _checksum(contents):
+            raise ValueError("checksum")
         manifest = CONVERTER.structure(contents, Manifest)
+        if manifest.samples < 0 or not manifest.files or any(Path(name).name != name for name in manifest.files):
+            raise ValueError("samples or files")
+        if manifest.step != _step(folder):
+            raise CheckpointError(unusable(folder, f"is that of step {manifest.step}: its folder has another name"))
         wrong = [name for name, file in manifest.files.items() if not _has_size(folder / name, file.nbytes)]
     except OSError as error:
         raise CheckpointError(unusable(folder, f"has no readable {MANIFEST_NAME} ({error.strerror})")) from None
@@ -156,12 +224,14 @@ def first_sentence(error: BaseException) -> str:
 
 def checkpoint_folders(run: Path) -> list[Path]:
     """Return the step-… folders of a run, oldest first; unfinished ones have another name."""
-    steps = [(int(match[1]), path) for path in run.glob("step-*") if (match := FOLDER_NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(steps)]
+    folders = (path for path in run.glob("step-*") if FOLDER_NAME.fullmatch(path.name))
+    return sorted(folders, key=lambda path: (_step(path), path.name))
 
 
 def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+    match = FOLDER_NAME.fullmatch(folder.name)
+    assert match, f"{folder} is no checkpoint's folder"
+    return int(match[1])
 
 
 def _has_size(path: Path, nbytes: int) -> bool:

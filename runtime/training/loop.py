@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 import statistics
 import time
 from collections.abc import Mapping
@@ -94,11 +95,15 @@ class Loop:
         while engine.done < run.recipe.steps and not stopped:
             self._train_step()
             last = engine.done == run.recipe.steps
-            stopped = 0 if last else self._stop_signal()
-            if engine.done % run.save_every == 0 or last or stopped:
-                self._save()
-            if validation and engine.done % run.evaluate_every == 0 and not last and not stopped:
-                self._evaluate(validation, "held-out", whole=False)
+            stopped, save_asked = self._signals()
+            stopped = 0 if last else stopped
+            saves = engine.done % run.save_every == 0 or last or stopped or save_asked
+            evaluates = (engine.done % run.evaluate_every == 0 and not last) or (saves and run.retention.best)
+            result = None
+            if validation and evaluates and not stopped:
+                result = self._evaluate(validation, "held-out", whole=False)
+            if saves:
+                self._save(result)
         if not stopped and validation:
             held_out = self._evaluate(validation, "held-out", whole=True)
         if not stopped and run.corpus.test:
@@ -158,7 +163,8 @@ class Loop:
     def _sample(self, window: Window, i: int, seed: int) -> Sample:
         return sample_of(window, self.maker, self.engine.steps, i, seed)
 
-    def _save(self) -> None:
+    def _save(self, validation: EvaluationResult | None) -> None:
+        """Save a checkpoint. Where the best are kept, its folder is named after the validation loss."""
         plan, corpus = self.run.plan, self.run.corpus
         start = time.monotonic()
         manifest = Manifest(
@@ -169,20 +175,29 @@ class Loop:
             data=corpus.digest,
             recipe=self.engine.recipe.as_saved(),
             layout=str(plan.layout),
+            validation_loss=validation.loss if validation and self.run.retention.best else None,
         )
-        self.saved = checkpoint.save(self.engine, self.run.folder, manifest)
+        self.saved = checkpoint.save(self.engine, self.run.folder, manifest, self.run.retention)
         self.metrics.write("checkpoint", step=self.engine.done, seconds=time.monotonic() - start)
 
-    def _stop_signal(self) -> int:
-        """Return the signal that asked any rank to stop, or 0. Signals may reach ranks at different steps, or not."""
-        number = torch.tensor(max(self.signals, default=0), device=device.current())
-        dist.all_reduce(number, op=dist.ReduceOp.MAX)
-        return int(number)
+    def _signals(self) -> tuple[int, bool]:
+        """Return the signal that asked any rank to stop, or 0; and True if SIGUSR2 asked any rank to save.
+
+        Signals may reach ranks at different steps, or not.
+        """
+        stop = max((number for number in self.signals if number != signal.SIGUSR2), default=0)
+        numbers = torch.tensor([stop, self.signals.count(signal.SIGUSR2)], device=device.current())
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        while signal.SIGUSR2 in self.signals:
+            self.signals.remove(signal.SIGUSR2)
+        return int(numbers[0]), bool(numbers[1])
 
     def _print_resumed(self) -> None:
         """Print the checkpoint that the run starts from, and what has changed since."""
         if not self.resumed:
             return
+        for problem in self.resumed.skipped:
+            self.display.print(f"skipped: {problem}")
         saved, steps = self.resumed.manifest, self.run.recipe.steps
         progress = "the finished run" if saved.step >= steps else f"step {saved.step} of {steps}"
         self.display.print(f"resumed from {progress} ({self.resumed.folder})")

@@ -1,6 +1,6 @@
 """A training run, started from the user's process: it launches the ranks or, under torchrun or srun, is one of them.
 
-    run/plan.json  run/data/  run/tokenizer/  run/metrics.jsonl  run/step-000100/  run/step-000200/
+    run/model.json  run/plan.json  run/run.json  run/data/  run/tokenizer/  run/metrics.jsonl  run/step-000100/
 
 `train` checks everything that can be checked without training, then runs `loop.train_on_rank` on every rank.
 """
@@ -22,7 +22,7 @@ from attrs import evolve
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph
-from megaloom.planner.contract.plan_json import save as save_plan
+from megaloom.dsl.hf.architectures import describes
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
 from megaloom.runtime.data.text_files import STDLIB
@@ -30,11 +30,12 @@ from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.engine.samples import SampleMaker
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
-from megaloom.runtime.megatron.checkpoint_folder import cannot_save, latest, saved_step
+from megaloom.runtime.megatron.checkpoint_folder import Retention, cannot_save, latest, saved_step
 from megaloom.runtime.weights.given import open_folder
 from megaloom.runtime.weights.kept_files import CONFIG, keep_files
 
 from .run_data import DataOptions, as_sources, check_rampup, open_data, steps_of
+from .run_folder import save_run
 from .training_run import Summary, TrainingRun
 
 SAVE_SECONDS = 300.0
@@ -51,6 +52,7 @@ def train(
     epochs: float | None = None,
     save_every: int = 100,
     evaluate_every: int = 100,
+    retention: Retention = Retention(),  # noqa: B008 (frozen)
     steps: object = None,
     weights: Path | None = None,
 ) -> Summary:
@@ -62,13 +64,15 @@ def train(
     `Steps`, of a class that every process can import. weights: a Hugging Face folder with the initial weights, of which
     each rank reads its shards.
 
-    Raise UserError for every problem that the user can solve. A first SIGINT or SIGTERM lets the ranks finish their
-    step and save; then it is raised as KeyboardInterrupt or SystemExit.
+    retention: the checkpoints that are kept.
+
+    Raise UserError for every problem that the user can solve. A first SIGINT, SIGTERM or SIGUSR1 lets the ranks finish
+    their step and save; then it is raised as KeyboardInterrupt or SystemExit. After SIGUSR2 they save and go on.
     """
 
     def prepared() -> TrainingRun:
-        data = DataOptions(as_sources(source), split, epochs)
-        return prepare_run(plan, recipe, folder, data, save_every, evaluate_every, steps, weights)
+        data, every = DataOptions(as_sources(source), split, epochs), (save_every, evaluate_every)
+        return prepare_run(plan, recipe, folder, data, *every, retention, steps, weights)
 
     if started_by_launcher():
         join(plan.layout.world)
@@ -85,10 +89,11 @@ def prepare_run(
     data: DataOptions,
     save_every: int,
     evaluate_every: int,
+    retention: Retention,
     steps: object = None,
     weights: Path | None = None,
 ) -> TrainingRun:
-    """Check plan, options, weights, checkpoint and text, and write the data and plan.json into the run folder."""
+    """Check plan, options, weights, checkpoint and text, and write data, model, plan and options into the folder."""
     model = check_model(plan)
     maker = SampleMaker.of(graph(model), plan.workload.seq)
     for name, every in (("save-every", save_every), ("evaluate-every", evaluate_every)):
@@ -105,9 +110,17 @@ def prepare_run(
         recipe = evolve(recipe, steps=steps_of(data.epochs, corpus, maker, recipe, plan.workload.batch))
     if corpus.tokenizer:
         shutil.copytree(corpus.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
-    save_plan(plan, folder / "plan.json")
-    config = Path(plan.model) if plan.model.endswith(".json") else None
+    config = Path(plan.model) if describes(plan.model) else None
     keep_files(folder, config if weights is None else weights / CONFIG, corpus.tokenizer)
+    options = {
+        "data": [_absolute(word) for word in data.sources],
+        "split": data.split,
+        "save_every": save_every,
+        "evaluate_every": evaluate_every,
+        "keep_last": retention.last,
+        "keep_best": retention.best,
+    }
+    save_run(folder, plan, model, recipe, options)
     return TrainingRun(
         plan=plan,
         recipe=recipe,
@@ -115,9 +128,15 @@ def prepare_run(
         folder=folder,
         save_every=save_every,
         evaluate_every=evaluate_every,
+        retention=retention,
         steps=steps,
         weights=weights,
     )
+
+
+def _absolute(word: str) -> str:
+    """Return the absolute path of a file, a folder or an indexed dataset; other words as they are."""
+    return str(Path(word).resolve()) if Path(word).exists() or Path(f"{word}.idx").exists() else word
 
 
 def check_model(plan: Plan) -> Model:
@@ -173,9 +192,9 @@ def _broadcast_from_rank_0(make: Callable[[], TrainingRun]) -> TrainingRun:
 
 @contextmanager
 def _collected_signals() -> Iterator[list[int]]:
-    """Collect the signals that ask this rank to stop, instead of interrupting a step."""
+    """Collect the signals that ask this rank to save or to stop, instead of interrupting a step."""
     signals: list[int] = []
-    numbers = (signal.SIGTERM, signal.SIGINT) if started_by_launcher() else (signal.SIGTERM,)
+    numbers = (signal.SIGTERM, signal.SIGUSR2, *((signal.SIGINT, signal.SIGUSR1) if started_by_launcher() else ()))
     before = {number: signal.signal(number, lambda number, frame: signals.append(number)) for number in numbers}
     try:
         yield signals

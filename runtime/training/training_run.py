@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from attrs import frozen
+from attrs import field, frozen
 
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.data.corpus import Corpus
 from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.engine.results import EvaluationResult
+from megaloom.runtime.megatron.checkpoint_folder import Retention
 
 RECENT_STEPS = 20
 """Steps over which the summary averages the training loss."""
@@ -30,6 +31,7 @@ class TrainingRun:
     folder: Path
     save_every: int  # steps
     evaluate_every: int  # steps
+    retention: Retention = field(factory=Retention)
     steps: object = None  # with any of the methods of `Steps`
     weights: Path | None = None  # a Hugging Face folder with the initial weights; None for random ones
 

@@ -1,0 +1,110 @@
+"""A run in one file: a zip of model, plan, options, tokenizer and newest checkpoint. Packing and unpacking run no code.
+
+The file begins with artefact.json, which has the version. Only names that a run folder may have are unpacked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import stat
+import zipfile
+from pathlib import Path
+
+from megaloom.dsl.errors import UserError
+from megaloom.runtime.megatron.checkpoint_folder import newest_whole
+
+from .run_folder import MODEL_NAME, OPTIONS_NAME, PLAN_NAME, load_run
+
+VERSION = 1
+HEAD_NAME = "artefact.json"
+NAMES = re.compile(r"[A-Za-z0-9_][\w.-]*|(tokenizer|step-\d{6,}(-loss-[\w.]+)?)/\.?[A-Za-z0-9_][\w.-]*", re.ASCII)
+LARGEST_HEAD = 1 << 16  # bytes
+COPIED = 1 << 24  # bytes at a time
+
+
+def pack(run: Path, output: Path) -> Path:
+    """Write model, plan, options, metrics and newest whole checkpoint of a run into one file, and return it.
+
+    Raise UserError if the folder is no run, or the file cannot be written.
+    """
+    loaded = load_run(run)
+    folder = newest_whole(run, fingerprint=loaded.plan.fingerprint)
+    files = [run / name for name in (MODEL_NAME, PLAN_NAME, OPTIONS_NAME, "metrics.jsonl") if (run / name).is_file()]
+    files += sorted(path for path in (run / "tokenizer").glob("*") if path.is_file())
+    files += sorted(folder.iterdir()) if folder else []
+    unfinished = output.with_name(f".{output.name}.tmp")
+    head = {"version": VERSION, "fingerprint": loaded.plan.fingerprint}
+    try:
+        with zipfile.ZipFile(unfinished, "w") as archive:
+            archive.writestr(HEAD_NAME, json.dumps(head))
+            for path in files:
+                archive.write(path, path.relative_to(run).as_posix())
+        unfinished.replace(output)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise UserError(f"cannot write {output}: {error.strerror}\ngive another file with -o") from None
+    return output
+
+
+def unpack(artefact: Path, folder: Path) -> Path:
+    """Write the run in a file into a new folder, and return the folder.
+
+    Raise UserError if the file is damaged, of another version, or has a name that no run folder has, such as one with
+    "..". Nothing is written then.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists already\ngive a new folder with -o")
+    unfinished = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        with zipfile.ZipFile(artefact) as archive:
+            _check_head(artefact, archive)
+            entries = [_checked(artefact, info) for info in archive.infolist() if info.filename != HEAD_NAME]
+            if len({info.filename for info in entries}) < len(entries):
+                raise UserError(f"{artefact} has two files of one name\nget the file again from where it was packed")
+            unfinished.mkdir(parents=True)
+            for info in entries:
+                target = unfinished / info.filename
+                target.parent.mkdir(exist_ok=True)
+                with archive.open(info) as source, target.open("xb") as file:
+                    shutil.copyfileobj(source, file, COPIED)
+        load_run(unfinished)
+        if folder.exists():
+            folder.rmdir()
+        unfinished.rename(folder)
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+        raise UserError(f"{artefact} is damaged or no artefact: {error}\npack the run again") from None
+    except OSError as error:
+        raise UserError(f"cannot unpack {artefact} into {folder}: {error.strerror}\ngive another folder") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _check_head(artefact: Path, archive: zipfile.ZipFile) -> None:
+    """Raise UserError unless the archive is an artefact of this version."""
+    try:
+        with archive.open(HEAD_NAME) as file:
+            head = json.loads(file.read(LARGEST_HEAD))
+    except (KeyError, ValueError):
+        head = None
+    if not isinstance(head, dict):
+        raise UserError(f"{artefact} is a zip, but no artefact: it has no {HEAD_NAME}\npack a run: megaloom pack RUN")
+    if head.get("version") != VERSION:
+        raise UserError(
+            f"{artefact} has version {head.get('version')!r}; this megaloom reads version {VERSION}\n"
+            "unpack it with the megaloom that packed it, and pack it again"
+        )
+
+
+def _checked(artefact: Path, info: zipfile.ZipInfo) -> zipfile.ZipInfo:
+    """Return an entry of the archive. Raise UserError for a link, or a name that no run folder has."""
+    kind = stat.S_IFMT(info.external_attr >> 16)
+    if kind not in (0, stat.S_IFREG) or not NAMES.fullmatch(info.filename) or info.orig_filename != info.filename:
+        raise UserError(
+            f"{artefact} has an entry that no run folder has: {info.orig_filename!r:.80}\n"
+            "do not use this file; get it again from where it was packed"
+        )
+    return info

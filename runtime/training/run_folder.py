@@ -1,0 +1,115 @@
+"""What a run folder holds besides data and checkpoints: enough to load the run where its source file is missing.
+
+    run/model.json  the model    run/plan.json  the plan    run/run.json  recipe, data and other options
+
+`load_run` reads them and runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, fields, frozen
+
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import Graph, Model, graph
+from megaloom.dsl.json_form import fingerprint
+from megaloom.dsl.model_file import load_model, save_model
+from megaloom.planner.contract.plan_json import load as load_plan
+from megaloom.planner.contract.plan_json import save as save_plan
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.engine.recipe import Recipe
+
+VERSION = 1
+"""Version of run.json."""
+MODEL_NAME, PLAN_NAME, OPTIONS_NAME = "model.json", "plan.json", "run.json"
+RECIPE_FIELDS = frozenset(f.name for f in fields(Recipe))
+
+Options = Mapping[str, Any]
+"""Options of `megaloom train` by name, without those that the plan decides."""
+
+
+@frozen
+class LoadedRun:
+    """A run as its folder describes it. The plan's model is model.json in the folder."""
+
+    folder: Path
+    model: Model
+    plan: Plan
+    recipe: Recipe
+    options: Options  # of data and checkpoints
+
+    @property
+    def graph(self) -> Graph:
+        """Return the graph of the model."""
+        return graph(self.model)
+
+
+def save_run(folder: Path, plan: Plan, model: Model, recipe: Recipe, options: Options) -> None:
+    """Write model, plan and options into a run folder. A model that has no JSON form is left out."""
+    try:
+        if Path(plan.model).resolve() != (folder / MODEL_NAME).resolve():
+            unfinished = folder / f".{MODEL_NAME}.tmp"
+            save_model(model, unfinished)
+            os.replace(unfinished, folder / MODEL_NAME)
+    except UserError:
+        (folder / MODEL_NAME).unlink(missing_ok=True)
+    save_plan(plan, folder / PLAN_NAME)
+    given = {f.name: getattr(recipe, f.name) for f in fields(Recipe)}
+    raw = {"version": VERSION, "options": {n: v for n, v in {**given, **options}.items() if v is not None}}
+    unfinished = folder / f".{OPTIONS_NAME}.tmp"
+    unfinished.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    os.replace(unfinished, folder / OPTIONS_NAME)
+
+
+def is_run(path: str | Path) -> bool:
+    """Return True for the folder of a run."""
+    return (Path(path) / OPTIONS_NAME).is_file()
+
+
+def load_run(folder: str | Path) -> LoadedRun:
+    """Return the run in a folder. Raises UserError for a folder that is damaged or of another version."""
+    folder = Path(folder)
+    if not is_run(folder):
+        fix = f"unpack it: megaloom unpack {folder}" if folder.is_file() else "give a run's folder, such as runs/NAME"
+        raise UserError(f"{folder} is not the folder of a run: it has no {OPTIONS_NAME}\n{fix}")
+    options = load_options(folder)
+    if not (folder / MODEL_NAME).is_file():
+        raise UserError(
+            f"{folder} has no {MODEL_NAME}: its model has no JSON form\ngive the model's source: megaloom train FILE "
+            f"--out {folder}"
+        )
+    model, plan = load_model(folder / MODEL_NAME), load_plan(folder / PLAN_NAME)
+    if plan.fingerprint != fingerprint(model):
+        raise UserError(
+            f"{folder / PLAN_NAME} is the plan of another model than {MODEL_NAME}\ncopy the whole run folder again"
+        )
+    try:
+        recipe = Recipe(**{name: value for name, value in options.items() if name in RECIPE_FIELDS})
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{folder / OPTIONS_NAME} is damaged: {error}\ncopy the run folder again") from None
+    others = {name: value for name, value in options.items() if name not in RECIPE_FIELDS}
+    return LoadedRun(folder, model, evolve(plan, model=str((folder / MODEL_NAME).resolve())), recipe, others)
+
+
+def load_options(folder: Path) -> dict[str, Any]:
+    """Return the options in run.json. Raises UserError if it is damaged or of another version."""
+    path = folder / OPTIONS_NAME
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}\ngive the folder of a run") from None
+    except ValueError:
+        raw = None
+    if not isinstance(raw, dict) or not isinstance(raw.get("options"), dict):
+        raise UserError(f"{path} is damaged: it is not JSON with options\ncopy the run folder again")
+    if raw.get("version") != VERSION:
+        raise UserError(
+            f"{path} has version {raw.get('version')!r}; this megaloom reads version {VERSION}\n"
+            "install the megaloom that wrote it, or train anew from the model's source"
+        )
+    return dict(raw["options"])
