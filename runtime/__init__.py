@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from .engine.own_loop import ParameterGroup as ParameterGroup
     from .engine.own_loop import shard as shard
     from .engine.recipe import Recipe as Recipe
+    from .training.artefact import pack as pack
+    from .training.artefact import unpack as unpack
     from .training.run import train as train
+    from .training.run_folder import LoadedRun as LoadedRun
+    from .training.run_folder import load_run as load_run
     from .training.training_run import Summary as Summary
     from .training.verify import Comparison as Comparison
     from .training.verify import compare as compare
@@ -26,6 +30,10 @@ EXPORTS = {
     "Recipe": "engine.recipe",
     "Summary": "training.training_run",
     "train": "training.run",
+    "LoadedRun": "training.run_folder",
+    "load_run": "training.run_folder",
+    "pack": "training.artefact",
+    "unpack": "training.artefact",
     "Comparison": "training.verify",
     "compare": "training.verify",
 }

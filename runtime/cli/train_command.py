@@ -100,9 +100,9 @@ def _decided(plan: Plan, path: str, given: Mapping[str, Any]) -> Plan:
     """Return the plan in a file or a run folder. Raise UserError if options are given that it already decides."""
     check_plan(plan, find(plan.model)[0])
     if given:
-        flags = ", ".join(flag_of(name) for name in given)
+        flags, has = ", ".join(flag_of(name) for name in given), "is" if path.endswith(".json") else "has"
         raise UserError(
-            f"{path} has a plan, which decides {flags}\nomit the option, or give the model instead of the plan"
+            f"{path} {has} a plan, which decides {flags}\nomit the option, or give the model instead of the plan"
         )
     return plan
 

@@ -107,10 +107,11 @@ class Retention:
 def manifest_to_json(manifest: Manifest) -> str:
     """Return the text of checkpoint.json, with a checksum of all else that is in it."""
     raw = CONVERTER.unstructure(manifest)
-    return json.dumps({**raw, "checksum": _checksum(raw)}, indent=1)
+    return json.dumps({**raw, "checksum": manifest_checksum(raw)}, indent=1)
 
 
-def _checksum(raw: dict[str, object]) -> str:
+def manifest_checksum(raw: dict[str, object]) -> str:
+    """Return the checksum of the contents of checkpoint.json without it."""
     return sha256(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -164,7 +165,7 @@ def read(folder: Path) -> Checkpoint:
             known = f"formats 1 to {VERSION}"
             raise CheckpointError(unusable(folder, f"has format {saved_version}; this megaloom reads {known}"))
         checksum = contents.pop("checksum", None) if isinstance(contents, dict) else None
-        if saved_version != 1 and checksum != _checksum(contents):
+        if saved_version != 1 and checksum != manifest_checksum(contents):
             raise ValueError("checksum")
         manifest = CONVERTER.structure(contents, Manifest)
         if manifest.samples < 0 or not manifest.files or any(Path(name).name != name for name in manifest.files):

@@ -22,7 +22,11 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron.checkpoint_folder import (
     CheckpointError,
     Manifest,
+    Retention,
+    SavedFile,
     latest,
+    manifest_checksum,
+    manifest_to_json,
     read,
 )
 from tests.support.batches import next_token
@@ -131,8 +135,7 @@ def test_another_models_is_refused(two: Path) -> None:
 
 def test_an_older_fingerprint_is_left_to_the_comparison_of_weights(run: Path) -> None:
     """Fingerprints of another form cannot be compared: the names and shapes of all weights decide."""
-    path = run / "step-000020" / "checkpoint.json"
-    path.write_text(path.read_text().replace("1-feed", "feed"))
+    changed(run / "step-000020", fingerprint="feed")
     assert launcher.run(loaded, (run,), 1, timeout=60)[0][0] == 20
     with pytest.raises(
         CheckpointError, match=r"step-000020 cannot be loaded: .*Some keys found in the checkpoint are missing"
@@ -170,22 +173,85 @@ def cut(folder: Path) -> None:
         (lambda f: (f / "checkpoint.json").write_text("[]"), "has an invalid checkpoint.json"),
         (
             lambda f: (f / "checkpoint.json").write_text('{"version": 99}'),
-            "has format 99; this megaloom reads format 1",
+            "has format 99; this megaloom reads formats 1 to 2",
         ),
     ],
 )
-def test_a_damaged_one_is_named_with_what_would_work(run: Path, damage, message: str) -> None:
+def test_a_damaged_one_is_skipped_with_a_message(run: Path, damage, message: str) -> None:
     damage(run / "step-000020")
     with pytest.raises(CheckpointError, match=rf"checkpoint .*step-000020 {message}") as raised:
-        latest(run, fingerprint="1-feed")
+        read(run / "step-000020")
     assert "remove that folder to continue from step-000010, or choose another one with --out" in str(raised.value)
     assert isinstance(raised.value, UserError)
+    checkpoint = latest(run, fingerprint="1-feed")
+    assert checkpoint
+    assert checkpoint.folder.name == "step-000010"
+    assert re.search(message, checkpoint.skipped[0])
+    damage(run / "step-000010")
+    with pytest.raises(CheckpointError, match=rf"step-000020 {message}"):  # starting anew would overwrite them
+        latest(run, fingerprint="1-feed")
+
+
+def changed(folder: Path, **fields: object) -> None:
+    """Change fields of a checkpoint.json, with a checksum that fits."""
+    path = folder / "checkpoint.json"
+    raw = {name: value for name, value in {**json.loads(path.read_text()), **fields}.items() if name != "checksum"}
+    path.write_text(json.dumps({**raw, "checksum": manifest_checksum(raw)}))
+
+
+@pytest.mark.parametrize("fields", [{"samples": -5}, {"files": {}}, {"files": {"../x": {"nbytes": 1, "crc32": 1}}}])
+def test_a_manifest_that_no_save_writes_is_refused(run: Path, fields: dict[str, object]) -> None:
+    changed(run / "step-000020", **fields)
+    with pytest.raises(CheckpointError, match=r"has an invalid checkpoint\.json"):
+        read(run / "step-000020")
+
+
+def test_a_manifest_that_was_changed_is_refused(run: Path) -> None:
+    path = run / "step-000020" / "checkpoint.json"
+    path.write_text(path.read_text().replace('"samples": 160', '"samples": 168'))
+    with pytest.raises(CheckpointError, match=r"has an invalid checkpoint\.json"):
+        read(path.parent)
+
+
+def test_swapped_folders_are_no_checkpoints(run: Path) -> None:
+    """The newest would resume at the wrong step, and be the first that is removed."""
+    old, new = run / "step-000010", run / "step-000020"
+    old.rename(run / "aside")
+    new.rename(old)
+    (run / "aside").rename(new)
+    with pytest.raises(CheckpointError, match=r"step-000020 is that of step 10: its folder has another name"):
+        latest(run, fingerprint="1-feed")
+
+
+def test_a_save_moves_a_damaged_folder_of_its_name_aside(run: Path) -> None:
+    cut(run / "step-000020")
+    (names,) = launcher.run(saved, (run, (20,)), 1, timeout=60)
+    assert names == ["step-000010", "step-000020", "step-000020.damaged"]
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    losses = {1: 3.0, 2: 1.0, 3: float("nan"), 4: 2.0, 5: 2.5}
+    for step, loss in losses.items():
+        files = {".metadata": SavedFile(0, 0)}
+        made = evolve(manifest(step), validation_loss=loss, files=files)
+        (tmp_path / made.folder_name).mkdir()
+        (tmp_path / made.folder_name / ".metadata").touch()
+        (tmp_path / made.folder_name / "checkpoint.json").write_text(manifest_to_json(made))
+    assert (tmp_path / "step-000002-loss-1.0000").is_dir()
+    names = [path.name[:11] for path in Retention(last=1, best=2).superseded(tmp_path)]
+    assert names == ["step-000001", "step-000003"]
+    cut_folder = tmp_path / "step-000005-loss-2.5000"
+    (cut_folder / ".metadata").unlink()  # damaged: the newest whole one is then step 4
+    names = [path.name[:11] for path in Retention(last=1).superseded(tmp_path)]
+    assert names == ["step-000001", "step-000002", "step-000003"]
+    with pytest.raises(UserError, match="--keep-last must be at least 1, got 0"):
+        Retention(last=0)
 
 
 def test_another_format_is_refused(run: Path) -> None:
     path = run / "step-000020" / "checkpoint.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 7}))
-    with pytest.raises(CheckpointError, match="has format 7; this megaloom reads format 1"):
+    with pytest.raises(CheckpointError, match="has format 7; this megaloom reads formats 1 to 2"):
         read(path.parent)
 
 
