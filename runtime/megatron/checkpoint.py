@@ -42,7 +42,7 @@ from .checkpoint_folder import (
     unusable,
 )
 
-KEPT = Retention()
+DEFAULT_RETENTION = Retention()
 
 
 class Stateful(Protocol):
@@ -55,7 +55,7 @@ class Stateful(Protocol):
         """Take over the tensors that were loaded into `sharded_state(loading=True)`."""
 
 
-def save(engine: Stateful, run: Path, manifest: Manifest, retention: Retention = KEPT) -> Path:
+def save(engine: Stateful, run: Path, manifest: Manifest, retention: Retention = DEFAULT_RETENTION) -> Path:
     """Save the state of all ranks as run/step-…, then remove what is not kept. Every rank calls it.
 
     Raise CheckpointError if the checkpoint cannot be written. A save that was killed leaves a .tmp folder; the next

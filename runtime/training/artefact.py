@@ -21,7 +21,7 @@ VERSION = 1
 HEAD_NAME = "artefact.json"
 NAMES = re.compile(r"[A-Za-z0-9_][\w.-]*|(tokenizer|step-\d{6,}(-loss-[\w.]+)?)/\.?[A-Za-z0-9_][\w.-]*", re.ASCII)
 LARGEST_HEAD = 1 << 16  # bytes
-COPIED = 1 << 24  # bytes at a time
+COPIED_NBYTES = 1 << 24  # bytes at a time
 
 
 def pack(run: Path, output: Path) -> Path:
@@ -69,7 +69,7 @@ def unpack(artefact: Path, folder: Path) -> Path:
                 target = unfinished / info.filename
                 target.parent.mkdir(exist_ok=True)
                 with archive.open(info) as source, target.open("xb") as file:
-                    shutil.copyfileobj(source, file, COPIED)
+                    shutil.copyfileobj(source, file, COPIED_NBYTES)
         load_run(unfinished)
         if folder.exists():
             folder.rmdir()

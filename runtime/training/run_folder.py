@@ -1,4 +1,4 @@
-"""What a run folder holds besides data and checkpoints: enough to load the run where its source file is missing.
+"""Model, plan and options in a run folder: enough to load the run where its source file is missing.
 
     run/model.json  the model    run/plan.json  the plan    run/run.json  recipe, data and other options
 
