@@ -15,11 +15,11 @@ from pathlib import Path
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.megatron.checkpoint_folder import newest_whole
 
-from .run_folder import MODEL_NAME, OPTIONS_NAME, PLAN_NAME, load_run
+from .run_folder import MODEL_FILE, OPTIONS_NAME, PLAN_NAME, load_run
 
-VERSION = 1
+ARTEFACT_VERSION = 1
 HEAD_NAME = "artefact.json"
-NAMES = re.compile(r"[A-Za-z0-9_][\w.-]*|(tokenizer|step-\d{6,}(-loss-[\w.]+)?)/\.?[A-Za-z0-9_][\w.-]*", re.ASCII)
+PACKED = re.compile(r"[A-Za-z0-9_][\w.-]*|(tokenizer|step-\d{6,}(-loss-[\w.]+)?)/\.?[A-Za-z0-9_][\w.-]*", re.ASCII)
 LARGEST_HEAD = 1 << 16  # bytes
 COPIED_NBYTES = 1 << 24  # bytes at a time
 
@@ -31,11 +31,11 @@ def pack(run: Path, output: Path) -> Path:
     """
     loaded = load_run(run)
     folder = newest_whole(run, fingerprint=loaded.plan.fingerprint)
-    files = [run / name for name in (MODEL_NAME, PLAN_NAME, OPTIONS_NAME, "metrics.jsonl") if (run / name).is_file()]
+    files = [run / name for name in (MODEL_FILE, PLAN_NAME, OPTIONS_NAME, "metrics.jsonl") if (run / name).is_file()]
     files += sorted(path for path in (run / "tokenizer").glob("*") if path.is_file())
     files += sorted(folder.iterdir()) if folder else []
     unfinished = output.with_name(f".{output.name}.tmp")
-    head = {"version": VERSION, "fingerprint": loaded.plan.fingerprint}
+    head = {"version": ARTEFACT_VERSION, "fingerprint": loaded.plan.fingerprint}
     try:
         with zipfile.ZipFile(unfinished, "w") as archive:
             archive.writestr(HEAD_NAME, json.dumps(head))
@@ -92,9 +92,9 @@ def _check_head(artefact: Path, archive: zipfile.ZipFile) -> None:
         head = None
     if not isinstance(head, dict):
         raise UserError(f"{artefact} is a zip, but no artefact: it has no {HEAD_NAME}\npack a run: megaloom pack RUN")
-    if head.get("version") != VERSION:
+    if head.get("version") != ARTEFACT_VERSION:
         raise UserError(
-            f"{artefact} has version {head.get('version')!r}; this megaloom reads version {VERSION}\n"
+            f"{artefact} has version {head.get('version')!r}; this megaloom reads version {ARTEFACT_VERSION}\n"
             "unpack it with the megaloom that packed it, and pack it again"
         )
 
@@ -102,7 +102,7 @@ def _check_head(artefact: Path, archive: zipfile.ZipFile) -> None:
 def _checked(artefact: Path, info: zipfile.ZipInfo) -> zipfile.ZipInfo:
     """Return an entry of the archive. Raise UserError for a link, or a name that no run folder has."""
     kind = stat.S_IFMT(info.external_attr >> 16)
-    if kind not in (0, stat.S_IFREG) or not NAMES.fullmatch(info.filename) or info.orig_filename != info.filename:
+    if kind not in (0, stat.S_IFREG) or not PACKED.fullmatch(info.filename) or info.orig_filename != info.filename:
         raise UserError(
             f"{artefact} has an entry that no run folder has: {info.orig_filename!r:.80}\n"
             "do not use this file; get it again from where it was packed"

@@ -24,9 +24,9 @@ from megaloom.planner.contract.plan_json import save as save_plan
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.engine.recipe import Recipe
 
-VERSION = 1
+RUN_VERSION = 1
 """Version of run.json."""
-MODEL_NAME, PLAN_NAME, OPTIONS_NAME = "model.json", "plan.json", "run.json"
+MODEL_FILE, PLAN_NAME, OPTIONS_NAME = "model.json", "plan.json", "run.json"
 RECIPE_FIELDS = frozenset(f.name for f in fields(Recipe))
 
 Options = Mapping[str, Any]
@@ -52,15 +52,15 @@ class LoadedRun:
 def save_run(folder: Path, plan: Plan, model: Model, recipe: Recipe, options: Options) -> None:
     """Write model, plan and options into a run folder. A model that has no JSON form is left out."""
     try:
-        if Path(plan.model).resolve() != (folder / MODEL_NAME).resolve():
-            unfinished = folder / f".{MODEL_NAME}.tmp"
+        if Path(plan.model).resolve() != (folder / MODEL_FILE).resolve():
+            unfinished = folder / f".{MODEL_FILE}.tmp"
             save_model(model, unfinished)
-            os.replace(unfinished, folder / MODEL_NAME)
+            os.replace(unfinished, folder / MODEL_FILE)
     except UserError:
-        (folder / MODEL_NAME).unlink(missing_ok=True)
+        (folder / MODEL_FILE).unlink(missing_ok=True)
     save_plan(plan, folder / PLAN_NAME)
     given = {f.name: getattr(recipe, f.name) for f in fields(Recipe)}
-    raw = {"version": VERSION, "options": {n: v for n, v in {**given, **options}.items() if v is not None}}
+    raw = {"version": RUN_VERSION, "options": {n: v for n, v in {**given, **options}.items() if v is not None}}
     unfinished = folder / f".{OPTIONS_NAME}.tmp"
     unfinished.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
     os.replace(unfinished, folder / OPTIONS_NAME)
@@ -78,22 +78,22 @@ def load_run(folder: str | Path) -> LoadedRun:
         fix = f"unpack it: megaloom unpack {folder}" if folder.is_file() else "give a run's folder, such as runs/NAME"
         raise UserError(f"{folder} is not the folder of a run: it has no {OPTIONS_NAME}\n{fix}")
     options = load_options(folder)
-    if not (folder / MODEL_NAME).is_file():
+    if not (folder / MODEL_FILE).is_file():
         raise UserError(
-            f"{folder} has no {MODEL_NAME}: its model has no JSON form\ngive the model's source: megaloom train FILE "
+            f"{folder} has no {MODEL_FILE}: its model has no JSON form\ngive the model's source: megaloom train FILE "
             f"--out {folder}"
         )
-    model, plan = load_model(folder / MODEL_NAME), load_plan(folder / PLAN_NAME)
+    model, plan = load_model(folder / MODEL_FILE), load_plan(folder / PLAN_NAME)
     if plan.fingerprint != fingerprint(model):
         raise UserError(
-            f"{folder / PLAN_NAME} is the plan of another model than {MODEL_NAME}\ncopy the whole run folder again"
+            f"{folder / PLAN_NAME} is the plan of another model than {MODEL_FILE}\ncopy the whole run folder again"
         )
     try:
         recipe = Recipe(**{name: value for name, value in options.items() if name in RECIPE_FIELDS})
     except (TypeError, ValueError) as error:
         raise UserError(f"{folder / OPTIONS_NAME} is damaged: {error}\ncopy the run folder again") from None
     others = {name: value for name, value in options.items() if name not in RECIPE_FIELDS}
-    return LoadedRun(folder, model, evolve(plan, model=str((folder / MODEL_NAME).resolve())), recipe, others)
+    return LoadedRun(folder, model, evolve(plan, model=str((folder / MODEL_FILE).resolve())), recipe, others)
 
 
 def load_options(folder: Path) -> dict[str, Any]:
@@ -107,9 +107,9 @@ def load_options(folder: Path) -> dict[str, Any]:
         raw = None
     if not isinstance(raw, dict) or not isinstance(raw.get("options"), dict):
         raise UserError(f"{path} is damaged: it is not JSON with options\ncopy the run folder again")
-    if raw.get("version") != VERSION:
+    if raw.get("version") != RUN_VERSION:
         raise UserError(
-            f"{path} has version {raw.get('version')!r}; this megaloom reads version {VERSION}\n"
+            f"{path} has version {raw.get('version')!r}; this megaloom reads version {RUN_VERSION}\n"
             "install the megaloom that wrote it, or train anew from the model's source"
         )
     return dict(raw["options"])
