@@ -13,7 +13,7 @@ from math import prod
 
 from attrs import frozen
 
-from megaloom.dsl import Attend, Node, Op, Scan, Sizes, Split, Value
+from megaloom.dsl import Attend, Conv, Node, Op, Scan, Sizes, Split, Value
 from megaloom.dsl.facts.costs import Costs, Work
 from megaloom.dsl.facts.primitives import fitted, program
 
@@ -64,11 +64,35 @@ class ScanKernel(StrEnum):
 
     FUSED = "the fused kernel of mamba_ssm"
     CHUNKS = "matrix products over chunks of the sequence"  # the backward pass recomputes what is inside
+    COMPILED_CHUNKS = "matrix products over chunks of the sequence, compiled"  # the kernels between them are fused
 
     @property
     def recomputes(self) -> bool:
         """True if the backward pass recomputes the scan."""
-        return self is ScanKernel.CHUNKS
+        return self is not ScanKernel.FUSED
+
+
+class ConvolutionKernel(StrEnum):
+    """Implementation of one causal convolution along the sequence."""
+
+    FUSED = "the fused kernel of causal_conv1d"
+    SEPARATE = "a product and a sum for each entry of the kernel"
+    COMPILED = "products and sums, compiled to one kernel"
+
+    @property
+    def recomputes(self) -> bool:
+        """False: the backward pass reads what the forward pass saved."""
+        return False
+
+
+CoreKernel = AttentionKernel | ScanKernel | ConvolutionKernel
+BODY_KERNELS: tuple[CoreKernel, ...] = (
+    AttentionKernel.FLEX,
+    AttentionKernel.BLOCKS,
+    ScanKernel.CHUNKS,
+    ScanKernel.COMPILED_CHUNKS,
+    ConvolutionKernel.COMPILED,
+)
 
 
 @frozen(kw_only=True)
@@ -82,10 +106,10 @@ class Environment:
 
 @frozen(eq=False)
 class Core:
-    """An attention core or a selective scan of a node, and the kernel that computes it."""
+    """An attention core, a selective scan or a convolution of a node, and the kernel that computes it."""
 
     value: Value
-    kernel: AttentionKernel | ScanKernel
+    kernel: CoreKernel
 
 
 @frozen(kw_only=True, eq=False)
@@ -95,17 +119,22 @@ class Execution:
     module: bool  # a torch module computes the layer; else the runtime evaluates its body
     cores: tuple[Core, ...]  # in the order of the node's primitives
     grouped_experts: bool  # one kernel multiplies by the weights of all experts of a device
+    stacked_experts: bool  # it does so with a copy of the weights, in one tensor
 
     @property
     def recomputes_cores(self) -> bool:
         """True if the backward pass recomputes an attention core or a scan in any case."""
         return any(core.kernel.recomputes for core in self.cores)
 
+    @property
+    def holds_more(self) -> bool:
+        """True if kernels of the node may hold more in the backward pass than gradients of activations."""
+        return self.stacked_experts or any(core.kernel in BODY_KERNELS for core in self.cores)
+
     def body_cores(self, facts: Costs) -> dict[Work, Core]:
-        """Return the work of attention cores and scans whose kernel only bodies use."""
-        works = (w for w in facts.work if w.kind in ("attend", "scan"))
-        kernels = (AttentionKernel.FLEX, AttentionKernel.BLOCKS, ScanKernel.CHUNKS)
-        return {w: core for w, core in zip(works, self.cores, strict=True) if core.kernel in kernels}
+        """Return the work of the cores whose kernel only bodies use."""
+        works = (w for w in facts.work if w.kind in ("attend", "scan", "conv"))
+        return {w: core for w, core in zip(works, self.cores, strict=True) if core.kernel in BODY_KERNELS}
 
     @property
     def saves_two_outputs(self) -> bool:
@@ -130,17 +159,26 @@ class Capability:
     fuses_unequal_heads: bool  # so does plain attention whose values have another head size than its keys
     flex_attention: bool  # FlexAttention computes other attention
     scan: ScanKernel
+    convolution: ConvolutionKernel
     grouped_gemm: bool  # one kernel can multiply by the weights of several experts
 
     def execution(self, node: Node, split: Split, precision: Precision) -> Execution:
         """Return how the runtime runs a node whose tensors are sharded by this split."""
         module = self.all_modules or runs_as_module(node, split)
-        values = (step.value for step in program(node).steps if isinstance(step.value.op, Attend | Scan))
+        grouped = module and self._groups_experts(node, split, precision)
+        values = (step.value for step in program(node).steps if isinstance(step.value.op, Attend | Scan | Conv))
         return Execution(
             module=module,
-            cores=tuple(Core(v, self.scan if isinstance(v.op, Scan) else self._attention(v, module)) for v in values),
-            grouped_experts=self._groups_experts(node, split, precision),
+            cores=tuple(Core(v, self._kernel(v, module)) for v in values),
+            grouped_experts=grouped,
+            stacked_experts=grouped and not self.all_modules,
         )
+
+    def _kernel(self, v: Value, module: bool) -> CoreKernel:
+        """Return the kernel of one attention core, scan or convolution."""
+        if isinstance(v.op, Scan):
+            return self.scan
+        return self.convolution if isinstance(v.op, Conv) else self._attention(v, module)
 
     def _attention(self, v: Value, module: bool) -> AttentionKernel:
         """Return the kernel of one attention core."""
@@ -160,7 +198,7 @@ class Capability:
             return False
         experts = [w for w in _local_weights(node, split) if w.experts]
         products = [w for w in experts if len(w.sizes) == 2]
-        if not products or len(products) < len(experts):  # a bias follows its product, expert by expert
+        if not products:
             return False
         small = products[-1].experts > 1 and prod(products[-1].sizes) < GROUPED_ELEMENTS
         return small and all(size % GROUPED_ROW == 0 for w in products for size in w.sizes)
@@ -222,8 +260,10 @@ def capability(runtime: Runtime, environment: Environment) -> Capability:
             fuses_unequal_heads=True,
             flex_attention=False,
             scan=ScanKernel.FUSED,
+            convolution=ConvolutionKernel.FUSED,
             grouped_gemm=TRANSFORMER_ENGINE in environment.backends,
         )
+    compiles = environment.device != "CPU"  # there the runtime does not use torch.compile
     return Capability(
         # megatron-core has the other precisions only with Transformer Engine.
         precisions=(Precision.FP32, Precision.BF16, Precision.FP16),
@@ -232,7 +272,8 @@ def capability(runtime: Runtime, environment: Environment) -> Capability:
         all_modules=False,
         fuses_unequal_heads=environment.device != "CPU",  # there torch would store the scores
         flex_attention=FLEX_ATTENTION in environment.backends,
-        scan=ScanKernel.CHUNKS,
+        scan=ScanKernel.COMPILED_CHUNKS if compiles else ScanKernel.CHUNKS,
+        convolution=ConvolutionKernel.COMPILED if compiles else ConvolutionKernel.SEPARATE,
         grouped_gemm=GROUPED_GEMM in environment.backends,
     )
 

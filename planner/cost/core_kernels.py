@@ -1,6 +1,7 @@
-"""Cost of attention cores and scans by kernels that only bodies use: seconds, and transient bytes.
+"""Cost of attention, scans and convolutions by kernels that only bodies use: seconds, and transient bytes.
 
-They are those of runtime/body: FlexAttention, attention by blocks of queries, and scans by chunks of the sequence.
+They are those of runtime/body: FlexAttention, attention by blocks of queries, scans by chunks of the sequence, and
+compiled convolutions.
 `kernels` prices the others.
 """
 
@@ -8,11 +9,20 @@ from __future__ import annotations
 
 from math import prod
 
+from attrs import frozen
+
 from megaloom.dsl.dims import NBYTES, DType
-from megaloom.dsl.facts.costs import Work
+from megaloom.dsl.facts.costs import Costs, Work
 from megaloom.dsl.ops.attention_core import Attend
 from megaloom.planner.contract.attention_blocks import block_scores
-from megaloom.planner.contract.capability import SCAN_CHUNK, AttentionKernel, Core, ScanKernel
+from megaloom.planner.contract.capability import (
+    SCAN_CHUNK,
+    AttentionKernel,
+    ConvolutionKernel,
+    Core,
+    Execution,
+    ScanKernel,
+)
 from megaloom.planner.contract.devices import Device
 from megaloom.planner.contract.workload import Precision
 
@@ -41,24 +51,70 @@ SINK_PASSES = (4, 3)  # appended, and removed from the probabilities
 # scores. A soft cap also saves its result. Counted in tests/runtime/body/test_kernels_of_bodies.py.
 SCORES_ALIVE, SOFTCAP_ALIVE = 3, 1
 BLOCK_KERNELS = (10, 25)  # kernels of a block, forward and backward with recompute, most of them on few bytes
-# What the kernels of a scan read and write, forward and backward without recompute, counted by torch's dispatcher in
-# runtime/body/scan.py (tests/runtime/body/test_scan_traffic.py): bytes of fp32 decays and passes over numbers of the
-# precision for each pair of positions within a chunk; passes over x and over the states of the chunks; bytes of fp32
-# and passes for each position and head. The matrix products are apart: passes over pairs, x and states.
-PAIR_FP32_NBYTES, PAIR_PASSES = (24, 24), (3, 7)
-X_PASSES, STATE_PASSES = (15, 29), (4, 4)
-HEAD_FP32_NBYTES, HEAD_PASSES = (76, 180), (6, 14)
+
+
+@frozen(kw_only=True)
+class ScanTraffic:
+    """Memory traffic of the kernels of a scan in chunks, forward and backward without recompute.
+
+    pair_fp32_nbytes, head_fp32_nbytes: bytes of fp32 for each pair of positions within a chunk, and for each position
+    and head. Passes are over numbers of the precision: pairs, x, states of the chunks, positions and heads. Those of
+    the matrix products are apart. Alive: numbers held at once in the backward pass. kernels: backward with recompute.
+    """
+
+    pair_fp32_nbytes: tuple[int, int] = (0, 0)
+    pair_passes: tuple[int, int]
+    x_passes: tuple[int, int]
+    state_passes: tuple[int, int]
+    head_fp32_nbytes: tuple[int, int] = (0, 0)
+    head_passes: tuple[int, int] = (0, 0)
+    pairs_alive_fp32: int = 0
+    pairs_alive: int
+    x_alive: int = 0
+    states_alive: int = 0
+    kernels: tuple[int, int]
+
+
+SCAN_TRAFFIC = {
+    # Counted by torch's dispatcher in runtime/body/scan.py (tests/runtime/body/test_scan_traffic.py).
+    ScanKernel.CHUNKS: ScanTraffic(
+        pair_fp32_nbytes=(24, 24),
+        pair_passes=(3, 7),
+        x_passes=(15, 29),
+        state_passes=(4, 4),
+        head_fp32_nbytes=(76, 180),
+        head_passes=(6, 14),
+        pairs_alive_fp32=2,
+        pairs_alive=4,
+        kernels=(45, 145),
+    ),
+    # Measured with torch 2.11 on an H100 (benchmarks/steps.py, 2026-11-23) in bf16: 1.15 and 2.56 ms for 4 x 4,096
+    # positions, 64 heads of 64 channels and 128 states, 1.58 and 3.2 ms for 128 channels and 64 states.
+    ScanKernel.COMPILED_CHUNKS: ScanTraffic(
+        pair_passes=(3, 13),
+        x_passes=(6, 8),
+        state_passes=(4, 4),
+        pairs_alive=1,
+        x_alive=6,
+        states_alive=2,
+        kernels=(26, 76),
+    ),
+}
+# Passes of the matrix products of a scan over pairs, x and states.
 PRODUCT_PAIR_PASSES, PRODUCT_X_PASSES, PRODUCT_STATE_PASSES = (1, 2), (4, 8), (4, 8)
-PAIRS_ALIVE_FP32, PAIRS_ALIVE = 2, 4  # numbers alive at once for each pair in the backward pass
-SCAN_KERNELS = (45, 145)
+# Passes of a compiled convolution over its result, forward and backward, measured as above: 0.12 and 0.27 ms for
+# 4 x 4,096 positions of 4,096 channels in bf16. One kernel reads and writes; backward, sums read two tensors.
+CONV_PASSES, CONV_KERNELS = (2.8, 6.2), (2, 6)
 
 
 def core_seconds(work: Work, core: Core, device: Device, precision: Precision, cp: int) -> KernelSeconds:
-    """Return the seconds of one forward and one backward pass of an attention core or a scan."""
+    """Return the seconds of one forward and one backward pass of an attention core, a scan or a convolution."""
     if core.kernel is AttentionKernel.FLEX:
         return _flex(work, core, device, precision)
-    if core.kernel is ScanKernel.CHUNKS:
+    if isinstance(core.kernel, ScanKernel):
         return _chunks(work, core, device, precision, cp)
+    if isinstance(core.kernel, ConvolutionKernel):
+        return _convolution(work, device, precision)
     return _blocks(work, core, device, precision)
 
 
@@ -102,15 +158,23 @@ def _chunks(work: Work, core: Core, device: Device, precision: Precision, cp: in
     flops = 2 * pairs * (work.k + work.n * b["groups"].known / x["heads"].known)
     flops += 4 * positions * work.n * work.k + 2 * states * (work.m * cp // size)
     products = flops / _speed(size, work.k, size, positions // size, device, precision)
-    moved, multiplied = [], []
+    moved, multiplied, t = [], [], SCAN_TRAFFIC[ScanKernel(core.kernel)]
     for i in (0, 1):
-        wide = PAIR_FP32_NBYTES[i] * pairs + HEAD_FP32_NBYTES[i] * positions
-        passes = PAIR_PASSES[i] * pairs + X_PASSES[i] * channels + STATE_PASSES[i] * states + HEAD_PASSES[i] * positions
+        wide = t.pair_fp32_nbytes[i] * pairs + t.head_fp32_nbytes[i] * positions
+        passes = t.pair_passes[i] * pairs + t.x_passes[i] * channels
+        passes += t.state_passes[i] * states + t.head_passes[i] * positions
         moved.append((wide + passes * precision.nbytes) / device.moves)
         read = PRODUCT_PAIR_PASSES[i] * pairs + PRODUCT_X_PASSES[i] * channels + PRODUCT_STATE_PASSES[i] * states
         multiplied.append(max((i + 1) * products, read * precision.nbytes / device.moves))
     once = moved[0] + multiplied[0]
-    return KernelSeconds(once, once + moved[1] + multiplied[1], *SCAN_KERNELS)
+    return KernelSeconds(once, once + moved[1] + multiplied[1], *t.kernels)
+
+
+def _convolution(work: Work, device: Device, precision: Precision) -> KernelSeconds:
+    """Return the seconds of a compiled convolution along the sequence."""
+    result = work.elements // 2  # it reads about as many elements as it writes
+    forward, backward = (passes * result * precision.nbytes / device.moves for passes in CONV_PASSES)
+    return KernelSeconds(forward, backward, *CONV_KERNELS)
 
 
 def separate_seconds(work: Work, device: Device, precision: Precision) -> KernelSeconds:
@@ -125,12 +189,24 @@ def _speed(rows: int, columns: int, depth: int, count: int, device: Device, prec
     return peak * product_efficiency(rows, columns, depth, count, (columns, depth), device)
 
 
-def transient_bytes(work: Work, core: Core, precision: Precision, cp: int) -> int:
-    """Return the bytes that an attention core or a scan holds at once within its backward pass, and frees."""
-    if core.kernel is ScanKernel.CHUNKS:
-        pairs = work.count * work.m * cp * min(SCAN_CHUNK, work.m)
-        return pairs * (FP32 * PAIRS_ALIVE_FP32 + precision.nbytes * PAIRS_ALIVE)
-    if core.kernel is AttentionKernel.FLEX:
+def transient_bytes(facts: Costs, execution: Execution, precision: Precision, cp: int) -> int:
+    """Return the bytes that kernels of a node hold at once within its backward pass, and free."""
+    cores = (_core_bytes(work, core, precision, cp) for work, core in execution.body_cores(facts).items())
+    return max((*cores, _stacked_bytes(facts, precision) if execution.stacked_experts else 0))
+
+
+def _stacked_bytes(facts: Costs, precision: Precision) -> int:
+    """Return the bytes of the largest stack of expert weights: of all products that read the tokens, or of the last."""
+    weights = [w.count * w.k * w.n for w in facts.work if w.experts and w.kind == "dot"]
+    return precision.nbytes * max(sum(weights[:-1]), weights[-1])
+
+
+def _core_bytes(work: Work, core: Core, precision: Precision, cp: int) -> int:
+    if isinstance(core.kernel, ScanKernel):
+        t, positions, size = SCAN_TRAFFIC[core.kernel], work.count * work.m * cp, min(SCAN_CHUNK, work.m)
+        alive = t.pairs_alive * size + t.x_alive * work.k + t.states_alive * work.n * work.k // size
+        return positions * (FP32 * t.pairs_alive_fp32 * size + precision.nbytes * alive)
+    if core.kernel in (AttentionKernel.FLEX, ConvolutionKernel.COMPILED):
         return 0
     op = _attend(core)
     _, largest, _ = block_scores(op, work.count, work.m, work.n)

@@ -216,9 +216,8 @@ def node_cost(job: Job, kind: NodeKind, facts: Costs, execution: Execution, layo
     each = [memory.tensor_bytes(s, job.workload.precision) for s in facts.saved]
     full = kind.saved_under_full.tensors(facts.saved, facts.inputs)
     full_saved = sum(memory.tensor_bytes(s, job.workload.precision) for s in full)
-    cores = execution.body_cores(facts).items()
-    transient = (transient_bytes(work, core, job.workload.precision, layout.cp) for work, core in cores)
-    return NodeCost(row, by_part, full_saved, 2 * max(each, default=0) + max(transient, default=0))
+    transient = transient_bytes(facts, execution, job.workload.precision, layout.cp) if execution.holds_more else 0
+    return NodeCost(row, by_part, full_saved, 2 * max(each, default=0) + transient)
 
 
 Repeated = tuple[CostColumn, RecomputedBy, float]  # column, the modules any of which recompute it, amount

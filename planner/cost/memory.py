@@ -223,7 +223,7 @@ def saved_activations(
             continue
         modules = kind.saved.recomputed_by(s) if s.attention != "gathered" or execution.module else NO_MODULES
         yield CostColumn.SAVED, modules, tensor_bytes(s, precision, kind.in_recomputed_block)
-    if profile.kernels.only_swiglu_fused:
+    if profile.kernels.only_swiglu_fused and not execution.stacked_experts:  # whose gate is compiled
         for s in (s for s in facts.saved if s.eager_tensors):
             # Experts save one more, the weighted output (megatron-core 0.16.1, transformer/mlp.py: per_token_scale).
             nbytes = (s.eager_tensors + s.experts) * tensor_bytes(s, precision)

@@ -1,6 +1,7 @@
-"""Causal depthwise convolution of a body, as one product for each entry of its kernel.
+"""Causal depthwise convolution of a body: a sum of products with shifted positions, one for each entry of its kernel.
 
-torch's own convolution wants positions last, so that it would copy what projections leave with channels last.
+On GPUs `torch.compile` makes it one kernel. torch's own convolution wants positions last, so that it would copy what
+projections leave with channels last.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megaloom.dsl import Conv, Value
+from megaloom.runtime.megatron.fused_loss import compiled
 from megaloom.runtime.reference.tensors import broadcast
 
 
@@ -30,17 +33,30 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, taps: Tensor) -> Tensor:
         ctx.save_for_backward(x, taps)
-        y, count = x * taps[-1], x.shape[1]
-        for i in range(1, min(len(taps), count)):
-            y[:, i:].addcmul_(x[:, : count - i], taps[-1 - i])
-        return y
+        return compiled(_result)(x, taps)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x, taps = ctx.saved_tensors
-        of_x, of_taps, count = gradient * taps[-1], torch.zeros_like(taps), x.shape[1]
-        for i in range(min(len(taps), count)):
-            if i:
-                of_x[:, : count - i].addcmul_(gradient[:, i:], taps[-1 - i])
-            of_taps[-1 - i] = (gradient[:, i:] * x[:, : count - i]).sum((0, 1))
-        return of_x, of_taps
+        return compiled(_gradients)(*ctx.saved_tensors, gradient)
+
+
+def _result(x: Tensor, taps: Tensor) -> Tensor:
+    y = x * taps[-1]
+    for i in range(1, min(len(taps), x.shape[1])):
+        y = y + _delayed(x, i) * taps[-1 - i]
+    return y
+
+
+def _gradients(x: Tensor, taps: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the taps."""
+    of_x, of_taps = gradient * taps[-1], [(gradient * x).sum((0, 1))]
+    for i in range(1, min(len(taps), x.shape[1])):
+        of_x = of_x + _delayed(gradient, -i) * taps[-1 - i]
+        of_taps.append((gradient * _delayed(x, i)).sum((0, 1)))
+    unread = [torch.zeros_like(of_taps[0])] * (len(taps) - len(of_taps))  # the sequence is shorter than the kernel
+    return of_x, torch.stack([*unread, *of_taps[::-1]])
+
+
+def _delayed(x: Tensor, positions: int) -> Tensor:
+    """Return x [batch, seq, ..], with zeros before it, moved to later positions; to earlier ones if negative."""
+    return F.pad(x, (*(0, 0) * (x.ndim - 2), positions, -positions))

@@ -13,11 +13,11 @@ from attrs import define, field, frozen
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from megaloom.dsl import Each, MoE, Select, Slot, Value
+from megaloom.dsl import CrossEntropy, Each, LogSumExp, MoE, Select, Slot, Value
 from megaloom.dsl.facts.primitives import Program, origin
 from megaloom.dsl.facts.propagation import NodePlacement, PlacedOp, Transition, TransitionKind, Transitions
 from megaloom.dsl.graph import primitives
-from megaloom.planner.contract.capability import AttentionKernel, ScanKernel
+from megaloom.planner.contract.capability import CoreKernel
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.megatron.recompute import DiscardedOutput
 from megaloom.runtime.reference.dropout import MaskSource
@@ -38,7 +38,7 @@ class LocalProgram:
     slots: dict[int, Slot]  # of the weights
     expert_values: dict[int, bool]  # tensors that each expert has of its own; True if etp replicates the tensor
     regions: dict[int, RecomputeRegion]  # of recomputed primitives
-    kernels: dict[int, AttentionKernel | ScanKernel]  # of attention cores and scans
+    kernels: dict[int, CoreKernel]  # of attention cores, scans and convolutions
     balanced_moe: MoE | None  # the MoE whose balancing loss is added
     groups: ProcessGroups
     dropouts: dict[int, int]  # the number of each primitive with dropout
@@ -72,10 +72,13 @@ class Evaluation:
         self.free_discarded(out)
         return out
 
-    def read(self, v: Value, transitions: Transitions) -> Tensor:
-        """Return a value after transitions. Each transition of a value is performed once."""
+    def read(self, v: Value, transitions: Transitions, *, contiguous: bool = True) -> Tensor:
+        """Return a value after transitions. Each transition of a value is performed once.
+
+        contiguous: an input is made contiguous for all its readers, since products would each copy it.
+        """
         if not transitions:
-            if any(v is x for x in self.local.program.inputs):  # products would each copy what is not contiguous
+            if contiguous and any(v is x for x in self.local.program.inputs):
                 self.values[id(v)] = self.values[id(v)].contiguous()
             return self.value(v)
         key = id(origin(v)), transitions
@@ -102,7 +105,11 @@ class Evaluation:
     def run_op(self, p: PlacedOp) -> Tensor:
         """Return the result of one primitive, after the transitions of its arguments and of its result."""
         v, local = p.step.value, self.local
-        args = [self.read(a, self.transitions_of(p, a, before)) for a, before in zip(v.args, p.reads, strict=True)]
+        contiguous = not isinstance(v.op, CrossEntropy | LogSumExp)  # which read logits in the order of the modules
+        args = [
+            self.read(a, self.transitions_of(p, a, before), contiguous=contiguous)
+            for a, before in zip(v.args, p.reads, strict=True)
+        ]
         out = evaluate_local(
             p,
             v,

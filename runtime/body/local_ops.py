@@ -43,7 +43,7 @@ from megaloom.dsl.facts.propagation import PlacedOp, Transition, TransitionKind
 from megaloom.dsl.ops.attention_core import sequence_dim
 from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.attention_blocks import local_ranges
-from megaloom.planner.contract.capability import AttentionKernel, ScanKernel
+from megaloom.planner.contract.capability import AttentionKernel, CoreKernel, ScanKernel
 from megaloom.planner.contract.choices import Module
 from megaloom.runtime.megatron import fused_loss
 from megaloom.runtime.megatron.process_groups import ProcessGroups
@@ -68,7 +68,7 @@ def evaluate_local(
     dropout: int,
     balanced_moe: MoE | None,
     balancing: Balancing | None,
-    kernel: AttentionKernel | ScanKernel | None,
+    kernel: CoreKernel | None,
     overwrites_logits: bool,
 ) -> Tensor:
     """Return this rank's shard of the result of a primitive.
@@ -112,7 +112,7 @@ def evaluate_local(
         case Conv():
             return convolve(v, *args)
         case Scan():
-            assert kernel is ScanKernel.CHUNKS, f"a body has no {kernel}"
+            assert kernel in (ScanKernel.CHUNKS, ScanKernel.COMPILED_CHUNKS), f"a body has no {kernel}"
             return _recomputed(partial(chunked_scan, v), *args)
     return evaluate(v.op, v, *args)
 

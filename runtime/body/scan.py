@@ -1,7 +1,8 @@
 """The selective scan of Mamba-2 in chunks of the sequence, by matrix products.
 
 Within a chunk it is causal attention with decay; between chunks a state is passed on. Source: Dao and Gu,
-arXiv:2405.21060, section 6. Memory and work grow linearly with the sequence.
+arXiv:2405.21060, section 6. Memory and work grow linearly with the sequence. On GPUs `torch.compile` fuses the kernels
+between the products.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megaloom.dsl import Scan, Value
 from megaloom.planner.contract import capability
+from megaloom.runtime.megatron.fused_loss import compiled
 from megaloom.runtime.reference.tensors import broadcast
 
 
@@ -25,7 +27,8 @@ def chunked_scan(out: Value, *args: Tensor) -> Tensor:
     count = x.shape[1]
     size = min(capability.SCAN_CHUNK, count)
     x, dt, b, c = (_chunks(t, size) for t in (x, dt, b, c))
-    y = _scan(x, dt, a, b, c)
+    decay = (dt.float() * a.float()).cumsum(2)
+    y = compiled(scan_chunks)(x, dt, decay, decay[:, :, -1].cumsum(1), b, c)
     return broadcast(y.flatten(1, 2)[:, :count], order, out.shape)
 
 
@@ -36,11 +39,15 @@ def _chunks(x: Tensor, size: int) -> Tensor:
     return x.unflatten(1, (-1, size))
 
 
-def _scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return the scan of x [batch, chunks, size, heads, head_dim]; decay is computed in fp32."""
+def scan_chunks(x: Tensor, dt: Tensor, decay: Tensor, total: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return the scan of x [batch, chunks, size, heads, head_dim].
+
+    decay: fp32 sums of dt · a within each chunk, [batch, chunks, size, heads]. total: those of all positions up to the
+    end of each chunk, [batch, chunks, heads].
+    """
     groups = b.shape[3]
     x = (x * dt[..., None]).unflatten(3, (groups, -1))  # b c l g h p
-    decay = (dt.float() * a.float()).cumsum(2).unflatten(3, (groups, -1)).permute(0, 1, 3, 4, 2)  # b c g h l
+    decay = decay.unflatten(3, (groups, -1)).permute(0, 1, 3, 4, 2)  # b c g h l
     decay = decay.contiguous()  # else the decays between positions would have heads last, and copies would be slow
     inside = _decay_between(decay, decay).to(x.dtype)
     scores = torch.einsum("bclgn,bcmgn->bcglm", c, b)
@@ -48,7 +55,7 @@ def _scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     # The state at the end of each chunk of its own positions, and that of all chunks before each chunk.
     remaining = (decay[..., -1:] - decay).exp().to(x.dtype)
     states = torch.einsum("bclgn,bclghp->bcgnhp", b, x * remaining.permute(0, 1, 4, 2, 3)[..., None])
-    total = decay[..., -1].permute(0, 2, 3, 1).cumsum(-1)  # b g h c
+    total = total.unflatten(2, (groups, -1)).permute(0, 2, 3, 1)  # b g h c
     before = F.pad(total, (1, 0))[..., :-1]
     carried = _decay_between(before, total, strict=True).to(x.dtype)
     states = torch.einsum("bghcd,bdgnhp->bcgnhp", carried, states)

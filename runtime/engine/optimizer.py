@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import (
     MegatronOptimizer,
@@ -88,7 +89,7 @@ def make_optimizer(
     parameter_groups: Sequence[ParameterGroup] = (),
 ) -> MegatronOptimizer:
     """Return AdamW on fp32 master weights, its state sharded over data-parallel ranks if the layout says so."""
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=recipe.lr,
@@ -114,6 +115,16 @@ def make_optimizer(
         },
         use_gloo_process_groups=False,
     )
+    fuse_steps(optimizer)
+    return optimizer
+
+
+def fuse_steps(optimizer: MegatronOptimizer) -> None:
+    """Let torch's AdamW, which megatron-core takes where it finds no Transformer Engine, step in one fused kernel."""
+    for one in optimizers_of(optimizer):
+        if isinstance(one.optimizer, torch.optim.AdamW):
+            for group in one.optimizer.param_groups:
+                group["fused"] = True
 
 
 def share_grad_scaler(recipe: Recipe, optimizer: MegatronOptimizer, tokens: int) -> SharedGradScaler:

@@ -104,7 +104,7 @@ def _master_and_moments(optimizer: MegatronOptimizer, master: Tensor) -> tuple[T
     for name in MOMENTS:
         if name not in state:
             state[name] = torch.zeros_like(master, memory_format=torch.preserve_format).detach()
-    state.setdefault("step", torch.tensor(0.0))
+    state.setdefault("step", torch.zeros((), device=master.device))
     return (master, *(state[name] for name in MOMENTS))
 
 

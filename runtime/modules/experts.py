@@ -6,6 +6,7 @@ kernels of each expert wait for the host; a grouped product needs as few kernels
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from megatron.core.transformer import mlp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
+from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.recompute import DiscardedOutput
 
 
@@ -27,14 +29,25 @@ class Experts(SequentialMLP):
             # The dispatcher reduces the partial outputs of experts. On one device they would still ask for a reduction,
             # and megatron-core could not add their biases in place (mlp.py:247).
             expert.linear_fc2.explicit_expert_comm = True
-        self.activation = _activation_only(self.local_experts[0]).forward
+        self.activation = self._grouped_activation()
         self.recompute = self.grouped = False  # grouped: one kernel multiplies by the weights of all experts
+
+    def _grouped_activation(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Any]]:
+        """Return the function between the grouped products. megatron-core has a fused kernel of SwiGLU only."""
+        c = self.config
+        if not c.gated_linear_unit or c.bias_activation_fusion or not device.gpu_count():
+            return _activation_only(self.local_experts[0], bias=None).forward
+        gate = torch.compile(gated_units)  # for dynamic shapes as soon as the number of tokens changes
+        settings = c.activation_func, c.glu_linear_offset, c.activation_func_clamp_value
+        return lambda up, scales: (gate(up, scales, *settings), None)
 
     def recompute_activations(self) -> None:
         """Recompute the activations of all experts in the backward pass."""
         self.recompute = True
         for expert in self.local_experts:
-            expert.forward = partial(_forward_with_recompute, expert, _activation_only(expert))
+            expert.forward = partial(
+                _forward_with_recompute, expert, _activation_only(expert, bias=expert.linear_fc1.bias)
+            )
 
     def forward(self, x: Tensor, counts: Tensor, scales: Tensor) -> tuple[Tensor, None]:
         """Return the output for tokens [n, embed], sorted by expert, `counts` per expert, times the tokens' scales."""
@@ -42,12 +55,14 @@ class Experts(SequentialMLP):
             return super().forward(x, counts, scales)
         ends = counts.to(x.device).cumsum(0, dtype=torch.int32)
         up = grouped_product(x, ends, [e.linear_fc1.weight for e in self.local_experts])
+        up = add_biases(up, ends, [e.linear_fc1.bias for e in self.local_experts])
         if not self.recompute or not torch.is_grad_enabled():
             discarded, (h, _) = None, self.activation(up, scales)
         else:
             discarded = DiscardedOutput()
             (h,) = discarded.run(lambda up, scales: self.activation(up, scales)[:1], up, scales)
         y = grouped_product(h, ends, [e.linear_fc2.weight for e in self.local_experts])
+        y = add_biases(y, ends, [e.linear_fc2.bias for e in self.local_experts], scales)
         if discarded:
             discarded.free_after(y)
         return y, None
@@ -76,6 +91,33 @@ class GroupedProduct(torch.autograd.Function):
         return dx, None, *dw.unbind()
 
 
+def add_biases(x: Tensor, ends: Tensor, biases: list[Tensor | None], scales: Tensor | None = None) -> Tensor:
+    """Return tokens [n, m], sorted by expert up to `ends`, plus the bias [m] of each token's expert, if there are any.
+
+    scales: [n], by which a token's bias is multiplied. A product with rows of one 1 adds the biases and, in the
+    backward pass, sums their gradients.
+    """
+    if biases[0] is None:
+        return x
+    tokens = torch.arange(len(x), device=x.device, dtype=ends.dtype)
+    rows = nn.functional.one_hot(torch.searchsorted(ends, tokens, right=True), len(biases)).to(x.dtype)
+    rows = rows if scales is None else rows * scales[:, None].to(x.dtype)
+    return torch.addmm(x, rows, torch.stack([b for b in biases if b is not None]))
+
+
+def gated_units(
+    up: Tensor, scales: Tensor, activation: Callable[[Tensor], Tensor], offset: float, limit: float | None
+) -> Tensor:
+    """Return activation(gate) · (linear + offset) of up = [gate, linear] [n, 2 m], times the tokens' scales [n].
+
+    limit: the largest gate, and the largest absolute value of the linear half.
+    """
+    gate, linear = up.chunk(2, -1)
+    if limit is not None:
+        gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+    return (activation(gate) * (linear + offset) * scales[:, None]).to(up.dtype)
+
+
 class BiasOnly(nn.Module):
     """Stands for a linear layer whose product is already computed: returns its input and its bias."""
 
@@ -87,10 +129,10 @@ class BiasOnly(nn.Module):
         return x, self.bias
 
 
-def _activation_only(expert: mlp.MLP) -> mlp.MLP:
-    """Return a copy of an expert that computes only what is between its two matrix products."""
+def _activation_only(expert: mlp.MLP, bias: Tensor | None) -> mlp.MLP:
+    """Return a copy of an expert that computes what is between its two matrix products, after adding a bias."""
     activation = copy(expert)
-    activation._modules = {"linear_fc1": BiasOnly(expert.linear_fc1.bias), "linear_fc2": BiasOnly(None)}
+    activation._modules = {"linear_fc1": BiasOnly(bias), "linear_fc2": BiasOnly(None)}
     return activation
 
 

@@ -8,6 +8,7 @@ from .figures import coded, fitted, measured
 from .groups import ContextCommunication, Feature
 
 _H200 = "benchmarks/steps.py and benchmarks/kernels.py on an H200"
+_H100 = "profiles of DeepSeek-V3 and GPT-OSS layers on an H100, torch 2.11, 2026-11-23"
 
 
 # Kernels of torch.
@@ -61,6 +62,8 @@ MEGALOOM_KERNELS = Feature(
             ),
             "normalize": measured((1.7, 2.6), f"{_H200}: profiles of Llama 3.2 1B and GPT-3 1.3B"),
             "rope": measured((1.3, 1.4), f"{_H200}: compiled; profiles of Llama 3.2 1B and GPT-3 1.3B"),
+            "route": measured((1.8, 8.1), f"{_H100}: tokens are gathered, their gradients added by atomics"),
+            "combine": measured((5.2, 1.2), f"{_H100}: outputs are added by atomics, their gradients gathered"),
         },
         "launch_factor": measured(1.75, f"{_H200}: 24 us a kernel; the kernels that remain wait longer"),
         "loss_moved_nbytes": measured(
@@ -74,6 +77,10 @@ MEGALOOM_KERNELS = Feature(
         "grouped_launch_seconds": measured(
             0.055e-3, f"{_H200}: four layers of Qwen3 30B A3B with grouped GEMMs, 0.232 s for 8,192 tokens"
         ),
+    },
+    optimizer={
+        "step_moved_nbytes": coded(4 + 8 + 28, "gradient norm reads 4, scaling moves 8; torch.optim.AdamW(fused=True)"),
+        "step_held_nbytes": coded(0, "torch.optim, _fused_adamw: in place"),
     },
 )
 

@@ -31,6 +31,7 @@ from megaloom.planner.contract.capability import (
     GROUPED_GEMM,
     AttentionKernel,
     Capability,
+    ConvolutionKernel,
     Environment,
     Execution,
     ScanKernel,
@@ -92,8 +93,13 @@ def test_kernel_of_attention(layer: Layer, module: bool, on_gpu: str, on_cpu: st
 
 def test_kernel_of_scans() -> None:
     layer = Mamba2(heads=8, head_dim=16, state=8)
-    assert [core.kernel for core in execution(OWN, layer).cores] == [ScanKernel.CHUNKS]
-    assert [core.kernel for core in execution(MEGATRON, layer).cores] == [ScanKernel.FUSED]
+    scan_and_convolutions = {
+        OWN: (ScanKernel.COMPILED_CHUNKS, ConvolutionKernel.COMPILED),
+        ON_CPU: (ScanKernel.CHUNKS, ConvolutionKernel.SEPARATE),
+        MEGATRON: (ScanKernel.FUSED, ConvolutionKernel.FUSED),
+    }
+    for runtime, kernels in scan_and_convolutions.items():
+        assert {core.kernel for core in execution(runtime, layer).cores} == set(kernels)
 
 
 def test_a_plan_names_cores_without_a_fused_kernel() -> None:
@@ -112,7 +118,8 @@ def test_a_plan_names_cores_without_a_fused_kernel() -> None:
         (SwiGLU(96), WHOLE, Precision.BF16, True),
         (SwiGLU(96), WHOLE, Precision.FP32, False),
         (SwiGLU(96), Split(ep=8), Precision.BF16, False),  # one expert on each device
-        (MLP(96, bias=True), WHOLE, Precision.BF16, False),  # a bias follows each product
+        (MLP(96, bias=True), WHOLE, Precision.BF16, True),
+        (MLP(96, bias=True), Split(etp=2), Precision.BF16, False),  # its body computes this layer
         (SwiGLU(100), WHOLE, Precision.BF16, False),  # rows that are not aligned
         (SwiGLU(2**19), WHOLE, Precision.BF16, False),  # large products
         (SwiGLU(2**19), Split(etp=8), Precision.BF16, True),

@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megaloom.planner.contract.capability import SCAN_CHUNK
-from megaloom.planner.cost import core_kernels as counts
-from megaloom.runtime.body.scan import _scan
+from megaloom.planner.contract.capability import SCAN_CHUNK, ScanKernel
+from megaloom.planner.cost.core_kernels import SCAN_TRAFFIC
+from megaloom.runtime.body.scan import scan_chunks
 
 BATCH, CHUNKS, HEADS, CHANNELS, GROUPS, STATE = 2, 4, 12, 40, 2, 48
 
@@ -36,12 +36,14 @@ def test_bytes_of_a_scan() -> None:
     x, dt, b, c = (torch.randn(BATCH, CHUNKS, SCAN_CHUNK, *s, dtype=torch.bfloat16, requires_grad=True) for s in sizes)
     a = torch.zeros(HEADS, dtype=torch.bfloat16, requires_grad=True)
     with Traffic() as forward:
-        y = _scan(x, dt, a, b, c)
+        decay = (dt.float() * a.float()).cumsum(2)
+        y = scan_chunks(x, dt, decay, decay[:, :, -1].cumsum(1), b, c)
     with Traffic() as backward:
         torch.autograd.grad(y, (x, dt, a, b, c), torch.ones_like(y))
     positions = BATCH * CHUNKS * SCAN_CHUNK * HEADS
+    counts = SCAN_TRAFFIC[ScanKernel.CHUNKS]
     for i, measured in enumerate((forward.nbytes, backward.nbytes)):
-        passes = counts.PAIR_PASSES[i] * SCAN_CHUNK + counts.X_PASSES[i] * CHANNELS + counts.HEAD_PASSES[i]
-        passes += counts.STATE_PASSES[i] * CHANNELS * STATE / SCAN_CHUNK
-        wide = counts.PAIR_FP32_NBYTES[i] * SCAN_CHUNK + counts.HEAD_FP32_NBYTES[i]
+        passes = counts.pair_passes[i] * SCAN_CHUNK + counts.x_passes[i] * CHANNELS + counts.head_passes[i]
+        passes += counts.state_passes[i] * CHANNELS * STATE / SCAN_CHUNK
+        wide = counts.pair_fp32_nbytes[i] * SCAN_CHUNK + counts.head_fp32_nbytes[i]
         assert positions * (wide + 2 * passes) == pytest.approx(measured, rel=0.05)
