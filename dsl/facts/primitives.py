@@ -128,6 +128,11 @@ def output_sizes(node: Node, sizes: Mapping[str, int], split: Split) -> tuple[in
     return tuple(map(local.of, node.shape))
 
 
+def output_elements(nodes: Iterable[Node], sizes: Mapping[str, int], split: Split) -> list[int]:
+    """Return the elements on one device of the output of each node."""
+    return [prod(output_sizes(node, sizes, split)) for node in nodes]
+
+
 def origin(v: Value) -> Value:
     """Return the value that a layer's output stands for: the output of its body, and so on down to an `Each`."""
     while v.body is not None and not isinstance(v.op, Each):

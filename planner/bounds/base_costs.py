@@ -11,6 +11,8 @@ from collections.abc import Callable
 import numpy as np
 from attrs import evolve, fields_dict, frozen
 
+from megaloom.dsl.dims import Sizes
+from megaloom.dsl.facts.primitives import output_elements
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
 from megaloom.planner.cost import communication, memory
@@ -158,8 +160,10 @@ def _send_seconds(base: Layouts, cache: CostCache) -> Rows:
     structure, seq = cache.structure, cache.workload.seq
     first, which = alike(base.micro_batch, base.cp, base.tp, base.sequence_parallel)
     layouts = [base[int(i)] for i in first]
-    elements = [structure.boundary_elements(x.micro_batch, seq, x.split) for x in layouts]
-    least = np.array([e[structure.cut_points[1:]].min() for e in elements])
+    shapes, crossing = structure.live_shapes
+    sizes = (Sizes(batch=x.micro_batch, seq=seq, source=seq) for x in layouts)
+    elements = [output_elements(shapes, of, x.split) for of, x in zip(sizes, layouts, strict=True)]
+    least = (np.unique(crossing[structure.cut_points[1:]], axis=0) @ np.array(elements).T).min(axis=0)
     nbytes = cache.workload.precision.nbytes * least[which]
     first, which = alike(nbytes, base.pp, base.tp, base.sequence_parallel)
     scattered = cache.profile.overlap.scattered_sends

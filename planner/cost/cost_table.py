@@ -11,12 +11,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 from numpy.typing import NDArray
 
 from megaloom.dsl.dims import NBYTES, DType, Sizes
 from megaloom.dsl.facts.costs import Costs, costs
-from megaloom.dsl.facts.primitives import program
+from megaloom.dsl.facts.primitives import output_elements, program
 from megaloom.dsl.facts.recompute import NO_MODULES, RecomputedBy
 from megaloom.dsl.ops.routing import Route
 from megaloom.planner.contract.capability import Execution
@@ -28,7 +28,6 @@ from megaloom.planner.model.structure import ModelStructure, NodeKind
 
 from . import communication, kernels, memory
 from .columns import AXIS_COLUMNS, FORWARD_COLUMNS, MODULE_COLUMNS, RECOMPUTE_COLUMNS, CostColumn
-from .communication import process_group
 from .core_kernels import core_seconds, separate_seconds, transient_bytes
 from .job import ENGINE_WORKSPACE, Job
 from .profiles.groups import ONE_PASS
@@ -70,6 +69,7 @@ class CostTable:
     # Where only the first blocks of a stage are recomputed: what recompute adds to their rows, and their number.
     recompute_rows: Rows | None = None
     recompute_blocks: int = 0
+    known_sums: dict[tuple[int, ...], Any] = field(factory=dict, init=False)  # of segments, by cut points and columns
 
     @property
     def structure(self) -> ModelStructure:
@@ -101,11 +101,6 @@ class CostTable:
         return sums
 
     @cached_property
-    def known_sums(self) -> dict[tuple[int, ...], Any]:
-        """Return the sums over segments that partitions of this table share, by number of cut points and columns."""
-        return {}
-
-    @cached_property
     def recompute_before(self) -> Rows:
         """Return the sums of `recompute_rows` over all nodes before each node: [nodes + 1, columns]."""
         assert self.recompute_rows is not None
@@ -116,9 +111,8 @@ class CostTable:
 def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None) -> BareTable:
     """Return the costs of all node kinds without recompute. nodes: the cost of one node of each kind, if known.
 
-    A layout has buffers of tensor-parallel overlap, and of weights whose gradients are fused. The forward pass of the
-    loss has the logits and what the loss saves of them, its backward pass the gradients of logits and of the weights
-    that make them.
+    Buffers are those of tensor-parallel overlap and of weights whose gradients are fused. The loss holds, forward, the
+    logits and what it saves of them; backward, the gradients of logits and of the weights that make them.
     """
     graph, seq, profile, precision = job.structure.graph, job.workload.seq, job.profile, job.workload.precision
     sizes, split = Sizes(batch=layout.micro_batch, seq=seq), layout.split
@@ -126,11 +120,9 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None
         nodes = []
         for kind in job.structure.kinds:
             execution = job.capability.execution(kind.node, split, precision)
-            separate = not execution.module
-            facts = costs(kind.node, batch=layout.micro_batch, seq=seq, split=split, losses=False, separate=separate)
+            facts = costs(kind.node, **sizes, split=split, losses=False, separate=not execution.module)
             nodes.append(node_cost(job, kind, facts, execution, layout, seq))
-    fused = profile.kernels.wgrad_fusion
-    buffers = precision.nbytes * memory.product_weight_elements(job, layout) if fused else 0
+    buffers = precision.nbytes * memory.product_weight_elements(job, layout) if profile.kernels.wgrad_fusion else 0
     if layout.has_overlap(Overlap.TENSOR) and profile.buffers.tensor_overlap_buffers:
         gathered = memory.GATHERING * (1 if precision.narrow else precision.nbytes)
         tokens = layout.micro_batch * seq // layout.cp
@@ -171,12 +163,13 @@ def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostT
     if layout.has_overlap(Overlap.EXPERTS):
         workspace += int(structure.largest_block @ rows[:, CostColumn.SAVED])
     partial, nodes = layout.full_recompute and layout.recompute_layers > 0, structure.graph.nodes
-    sizes, split = Sizes(batch=layout.micro_batch, seq=seq), layout.split
+    sizes, split = Sizes(batch=layout.micro_batch, seq=seq, source=seq), layout.split
+    shapes, crossing = structure.live_shapes
     shared = [program(nodes[at[0]]).local_elements(w.dims, (), sizes, split) for w, at in structure.shared_weights]
     return CostTable(
         job=job,
         rows=bare.rows if partial else rows,
-        boundary=job.workload.precision.nbytes * structure.boundary_elements(layout.micro_batch, seq, split),
+        boundary=job.workload.precision.nbytes * (crossing @ output_elements(shapes, sizes, split)),
         workspace=workspace,
         library=bare.library,
         loss=bare.loss,
@@ -210,8 +203,11 @@ def node_cost(job: Job, kind: NodeKind, facts: Costs, execution: Execution, layo
         logits = program(kind.node).local_elements(kind.node.shape, (), sizes, layout.split)
         moved = job.profile.kernels.loss_moved_nbytes * logits * kind.cross_entropies
         row[[CostColumn.FORWARD, CostColumn.BACKWARD]] += moved / 2 / job.cluster.device.moves
-        nbytes, group = NBYTES[DType.FLOAT32] * (layout.micro_batch * seq // layout.cp), process_group("tp", layout)
-        took = communication.collective_seconds("all_reduce", job.cluster, (nbytes, group))
+        part = (
+            NBYTES[DType.FLOAT32] * (layout.micro_batch * seq // layout.cp),
+            communication.process_group("tp", layout),
+        )
+        took = communication.collective_seconds("all_reduce", job.cluster, part)
         row[CostColumn.TP_FORWARD] += 3 * kind.cross_entropies * took
     each = [memory.tensor_bytes(s, job.workload.precision) for s in facts.saved]
     full = kind.saved_under_full.tensors(facts.saved, facts.inputs)
@@ -283,7 +279,7 @@ def _add_collectives(row: Rows, job: Job, kind: NodeKind, facts: Costs, layout: 
     }
     attention = [w for w in facts.work if w.kind == "attend"]
     for c in facts.collectives:
-        nbytes, group = c.elements * precision.nbytes, process_group(c.axis, layout)
+        nbytes, group = c.elements * precision.nbytes, communication.process_group(c.axis, layout)
         if c.axis == "cp" and attention:
             passes = [kernels.kernel_seconds(w, cluster.slowest, precision) for w in attention]
             compute = sum(p.backward if c.backward else p.forward for p in passes)

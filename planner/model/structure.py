@@ -11,20 +11,18 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from math import prod
 
 import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from megaloom.dsl.dims import Shape, Sizes
+from megaloom.dsl.dims import Shape
 from megaloom.dsl.facts.costs import logits_ports
-from megaloom.dsl.facts.primitives import output_sizes, program
+from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.facts.recompute import RecomputedBy, modules_of_ops
 from megaloom.dsl.facts.saved import SavedPart, saved_parts
 from megaloom.dsl.graph import Graph
 from megaloom.dsl.node import Node, Slot
-from megaloom.dsl.sharding_table import Split
 from megaloom.planner.contract.choices import Module
 from megaloom.planner.contract.layouts import Rows
 
@@ -89,16 +87,6 @@ class ModelStructure:
             found = Counter(self.graph.nodes[index[name]].shape for name in live[i])
             counts[i] = counts[-1] = [found[shape] for shape in shapes]
         return tuple(shapes.values()), counts
-
-    def boundary_elements(self, micro_batch: int, seq: int, split: Split) -> NDArray[np.int64]:
-        """Return the elements on one device of all values that cross a stage boundary before each node: [nodes + 1].
-
-        They are 0 before nodes where no stage may begin.
-        """
-        (nodes, counts), sizes = self.live_shapes, Sizes(batch=micro_batch, seq=seq, source=seq)
-        each = [prod(output_sizes(node, sizes, split)) for node in nodes]
-        elements: NDArray[np.int64] = counts @ np.array(each, dtype=np.int64)
-        return elements
 
     @cached_property
     def kind_counts(self) -> Rows:

@@ -277,8 +277,7 @@ def partition(
     """Return the stages of a legal layout: balanced, and within the memory limit if a partition fits.
 
     They are whole blocks if such a partition fits and its slowest stage is hardly slower (WHOLE_BLOCKS). Interleaved
-    chunks are levelled between ranks. A search gives versions of `balanced` and `levelled` that remember, and the
-    balanced partition.
+    chunks are levelled between ranks. A search gives cached `balanced` and `levelled`, and the balanced partition.
     """
     chosen = even = even or Partition(problem, balance_stages(problem))
     blocks = evolve(problem, whole_blocks=True)

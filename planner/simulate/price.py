@@ -137,7 +137,7 @@ def simulate(placed: Partition) -> Priced:
     seconds = placed.forward_seconds, placed.backward_seconds, placed.send_seconds
     last_backward = schedules.finish_times(*seconds, x.pp, m, x.microbatch_group)
     ends, blocked = [end_of_rank(placed, rank) for rank in range(x.pp)], placed.blocked_seconds
-    counting = counting_seconds(placed)
+    counting = counting_seconds(placed) if job.repeats_forward else 0.0
     computing: Rows = m * placed.stage_sums[:, STEP_COLUMNS].sum(axis=1).reshape(x.vpp, x.pp).sum(axis=0)
     busy = [float(computing[r]) + blocked[r] + ends[r].reducing + ends[r].updating for r in range(x.pp)]
     reduced = max(backward + end.reducing for backward, end in zip(last_backward, ends, strict=True))
@@ -169,13 +169,11 @@ def simulate(placed: Partition) -> Priced:
 
 
 def counting_seconds(placed: Partition) -> float:
-    """Return the seconds of the forward passes that count the load of experts over the batch; 0 if there are none.
+    """Return the seconds of the forward passes that count the load of experts over the batch.
 
     The first micro-batch passes all stages, then each other one takes as long as the slowest rank.
     """
     problem, pp = placed.problem, placed.layout.pp
-    if not problem.job.repeats_forward:
-        return 0.0
     ranks = [sum(placed.forward_seconds[rank::pp]) for rank in range(pp)]
     return sum(ranks) + sum(placed.send_seconds) + (problem.microbatches - 1) * max(ranks)
 

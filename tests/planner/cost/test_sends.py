@@ -6,6 +6,8 @@ import pytest
 
 from megaloom.dsl import graph
 from megaloom.dsl.catalog import find
+from megaloom.dsl.dims import Sizes
+from megaloom.dsl.facts.primitives import output_elements
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.cost import communication
@@ -18,7 +20,8 @@ from megaloom.planner.search.pricing import Pricer
 def boundary_nbytes(ref: str, split_over: Layout) -> dict[tuple[str, ...], int]:
     """Return the bytes in bf16 that cross the boundary before each cut point, by the names of the values."""
     g = graph(find(ref)[0])
-    elements = model_structure(g).boundary_elements(2, 512, split_over.split)
+    shapes, crossing = model_structure(g).live_shapes
+    elements = crossing @ output_elements(shapes, Sizes(batch=2, seq=512, source=512), split_over.split)
     return {g.live_values[i]: 2 * int(elements[i]) for i in g.cut_points}
 
 

@@ -9,6 +9,8 @@ import torch
 
 from megaloom.dsl import Split, graph
 from megaloom.dsl.catalog import find
+from megaloom.dsl.dims import Sizes
+from megaloom.dsl.facts.primitives import output_elements
 from megaloom.planner.model.structure import model_structure
 from megaloom.runtime.megatron import device
 from tests.support.models import tiny_llava, tiny_pair
@@ -52,7 +54,8 @@ def test_nothing_crosses_the_ends_of_a_model() -> None:
 )
 def test_a_plan_prices_what_the_runtime_sends(ref: str, split: Split) -> None:
     g = graph(find(ref)[0])
-    priced = model_structure(g).boundary_elements(3, 1024, split)
+    shapes, crossing = model_structure(g).live_shapes
+    priced = crossing @ output_elements(shapes, Sizes(batch=3, seq=1024, source=1024), split)
     for node in g.cut_points:
         assert priced[node] == 3 * sum(StageBoundary.of(g, node, split, 1024).elements) > 0
     for a, b in pairwise((0, *g.cut_points)):
