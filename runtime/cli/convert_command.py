@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import Model, graph
-from megaloom.planner.contract.plan_json import load
+from megaloom.dsl.graph import graph
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
-from megaloom.planner.rules.plan_check import check_plan
 from megaloom.runtime.convert.checkpoint_views import checkpoint_views
 from megaloom.runtime.convert.hugging_face import DescribedModel, describe, write_folder
 from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.megatron.build_context import DTYPES
 from megaloom.runtime.megatron.checkpoint_folder import latest
+from megaloom.runtime.training.run_folder import plan_and_model
 from megaloom.runtime.weights.kept_files import CONFIG, KEPT
 
 from .printing import print_on_first_rank
@@ -23,7 +21,7 @@ from .printing import print_on_first_rank
 
 def run_convert(run: Path, output: Path, config: Path | None, precision: Precision | None) -> None:
     """Write the last checkpoint of a run as a Hugging Face folder."""
-    plan, model = _model_of(run)
+    plan, model = plan_and_model(run)
     checkpoint = latest(run, fingerprint=plan.fingerprint)
     if checkpoint is None:
         raise UserError(f"{run} has no checkpoint yet")
@@ -37,16 +35,6 @@ def run_convert(run: Path, output: Path, config: Path | None, precision: Precisi
     if not description.is_exact(model):
         lines.append(f"the config.json is {description.file}; it has other options than {plan.model}, such as dropout")
     print_on_first_rank(*lines)
-
-
-def _model_of(run: Path) -> tuple[Plan, Model]:
-    """Return the plan of a run folder, and its model."""
-    if not (run / "plan.json").is_file():
-        raise UserError(f"{run} is not a run folder: it has no plan.json")
-    plan = load(run / "plan.json")
-    model, _ = find(plan.model)
-    check_plan(plan, model)
-    return plan, model
 
 
 def _description(run: Path, plan: Plan, config: Path | None) -> DescribedModel:

@@ -24,7 +24,8 @@ def evaluation_table(evaluation: RunEvaluation) -> Table:
     table.add_column("data")
     for name in ("loss", "unit", "perplexity", "tokens"):
         table.add_column(name, justify="right")
-    for text in evaluation.losses:
-        loss, perplexity = f"{text.loss:.4f}", f"{text.perplexity:.3f}"
-        table.add_row(Text(text.name), loss, f"nats per {text.unit}", perplexity, f"{text.tokens:,}")
+    for source in evaluation.losses:
+        result = source.result
+        perplexity = "" if result.perplexity is None else f"{result.perplexity:.3f}"
+        table.add_row(Text(source.name), f"{result.loss:.4f}", source.unit, perplexity, f"{result.tokens:,}")
     return table

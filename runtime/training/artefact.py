@@ -14,12 +14,15 @@ from pathlib import Path
 
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.megatron.checkpoint_folder import newest_whole
+from megaloom.runtime.weights.kept_files import KEPT
 
 from .run_folder import MODEL_FILE, OPTIONS_NAME, PLAN_NAME, load_run
 
 ARTEFACT_VERSION = 1
 HEAD_NAME = "artefact.json"
-PACKED = re.compile(r"[A-Za-z0-9_][\w.-]*|(tokenizer|step-\d{6,}(-loss-[\w.]+)?)/\.?[A-Za-z0-9_][\w.-]*", re.ASCII)
+PACKED = re.compile(
+    r"[A-Za-z0-9_][\w.-]*|(tokenizer|hugging-face|step-\d{6,}(-loss-[\w.]+)?)/\.?[A-Za-z0-9_][\w.-]*", re.ASCII
+)
 LARGEST_HEAD = 1 << 16  # bytes
 COPIED_NBYTES = 1 << 24  # bytes at a time
 
@@ -32,7 +35,7 @@ def pack(run: Path, output: Path) -> Path:
     loaded = load_run(run)
     folder = newest_whole(run, fingerprint=loaded.plan.fingerprint)
     files = [run / name for name in (MODEL_FILE, PLAN_NAME, OPTIONS_NAME, "metrics.jsonl") if (run / name).is_file()]
-    files += sorted(path for path in (run / "tokenizer").glob("*") if path.is_file())
+    files += sorted(path for name in ("tokenizer", KEPT) for path in (run / name).glob("*") if path.is_file())
     files += sorted(folder.iterdir()) if folder else []
     unfinished = output.with_name(f".{output.name}.tmp")
     head = {"version": ARTEFACT_VERSION, "fingerprint": loaded.plan.fingerprint}

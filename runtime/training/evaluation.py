@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,20 +10,21 @@ from attrs import evolve, frozen
 
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import graph
-from megaloom.planner.contract.plan_json import load as load_plan
+from megaloom.dsl.graph import Model, graph
 from megaloom.planner.contract.plans import Plan
-from megaloom.planner.rules.plan_check import check_plan, check_trainable
+from megaloom.planner.rules.plan_check import check_trainable
 from megaloom.runtime.data.corpus import Corpus, open_corpus
 from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.data.split import PARTS
 from megaloom.runtime.data.token_ids import TokenIds
 from megaloom.runtime.engine.recipe import Recipe
+from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.engine.samples import Sample, SampleMaker
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron.checkpoint_folder import latest
 
 from .run_data import check_vocabulary, sample_of
+from .run_folder import PLAN_NAME, plan_and_model
 
 ALL = "all"
 """The part that has all documents."""
@@ -40,18 +40,12 @@ class EvaluatedText:
 
 
 @frozen
-class TextLoss:
-    """Mean loss on a source."""
+class SourceLoss:
+    """Losses on a source."""
 
     name: str
-    loss: float  # nats per token
-    tokens: int  # predicted
-    unit: str  # byte or token
-
-    @property
-    def perplexity(self) -> float:
-        """Return e to the power of the loss; infinity if that is too large."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+    result: EvaluationResult
+    unit: str  # of the loss, such as nats per token
 
 
 @frozen
@@ -59,7 +53,7 @@ class RunEvaluation:
     """Losses of the last checkpoint of a run."""
 
     step: int
-    losses: tuple[TextLoss, ...]
+    losses: tuple[SourceLoss, ...]
 
 
 def evaluate_run(
@@ -70,9 +64,7 @@ def evaluate_run(
     part: "all", or the training, validation or test part by `split`. Raise UserError for a folder that is no run, bad
     data, or a machine without the devices of the plan.
     """
-    plan, step = _trained(folder)
-    model, _ = find(plan.model)
-    check_plan(plan, model)
+    plan, model, step = _trained(folder)
     check_trainable(plan, model)
     launcher.check(plan.layout.world)
     maker = SampleMaker.of(graph(model), plan.workload.seq)
@@ -85,16 +77,13 @@ def evaluate_run(
     return RunEvaluation(step, losses)
 
 
-def _trained(folder: Path) -> tuple[Plan, int]:
-    """Return the plan of a run folder, and the step of its last checkpoint."""
-    path = folder / "plan.json"
-    if not path.is_file():
-        raise UserError(f"{folder} is no run folder: it has no plan.json\ngive the folder that `megaloom train` wrote")
-    plan = load_plan(path)
+def _trained(folder: Path) -> tuple[Plan, Model, int]:
+    """Return plan and model of a run folder, and the step of its last checkpoint."""
+    plan, model = plan_and_model(folder)
     last = latest(folder, fingerprint=plan.fingerprint)
     if last is None:
-        raise UserError(f"{folder} has no checkpoint\ntrain first: megaloom train {path}")
-    return plan, last.manifest.step
+        raise UserError(f"{folder} has no checkpoint\ntrain first: megaloom train {folder / PLAN_NAME}")
+    return plan, model, last.manifest.step
 
 
 def _text(source: str, corpus: Corpus, part: str, maker: SampleMaker) -> EvaluatedText:
@@ -111,7 +100,7 @@ def _text(source: str, corpus: Corpus, part: str, maker: SampleMaker) -> Evaluat
     return EvaluatedText(source, text, corpus.ids)
 
 
-def _losses_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText]) -> tuple[TextLoss, ...]:
+def _losses_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText]) -> tuple[SourceLoss, ...]:
     """Return the losses, which are equal on all ranks."""
     from megaloom.runtime.engine.engine import Engine  # imports megatron-core, which the starting process does not need
     from megaloom.runtime.megatron import checkpoint
@@ -130,5 +119,5 @@ def _losses_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText]) -> tup
             return sample_of(text.part.held_out_sample(i, seq=seq), maker, engine.steps, i, 0)
 
         result = engine.evaluate_samples(sample, text.part.held_out_samples(seq))
-        losses.append(TextLoss(text.name, result.loss, result.tokens, text.ids.unit))
+        losses.append(SourceLoss(text.name, result, maker.unit))
     return tuple(losses)

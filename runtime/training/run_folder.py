@@ -15,6 +15,7 @@ from typing import Any
 
 from attrs import evolve, fields, frozen
 
+from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph, Model, graph
 from megaloom.dsl.json_form import fingerprint
@@ -22,6 +23,7 @@ from megaloom.dsl.model_file import load_model, save_model
 from megaloom.planner.contract.plan_json import load as load_plan
 from megaloom.planner.contract.plan_json import save as save_plan
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.rules.plan_check import check_plan
 from megaloom.runtime.engine.recipe import Recipe
 
 RUN_VERSION = 1
@@ -94,6 +96,24 @@ def load_run(folder: str | Path) -> LoadedRun:
         raise UserError(f"{folder / OPTIONS_NAME} is damaged: {error}\ncopy the run folder again") from None
     others = {name: value for name, value in options.items() if name not in RECIPE_FIELDS}
     return LoadedRun(folder, model, evolve(plan, model=str((folder / MODEL_FILE).resolve())), recipe, others)
+
+
+def plan_and_model(folder: Path) -> tuple[Plan, Model]:
+    """Return the plan and the model of a run. A model without a JSON form is read from its source.
+
+    Raises UserError for a folder that is no run, and for a model that is not the plan's.
+    """
+    if (folder / MODEL_FILE).is_file():
+        run = load_run(folder)
+        return run.plan, run.model
+    if not (folder / PLAN_NAME).is_file():
+        raise UserError(
+            f"{folder} is no run folder: it has no {PLAN_NAME}\ngive the folder that `megaloom train` wrote"
+        )
+    plan = load_plan(folder / PLAN_NAME)
+    model, _ = find(plan.model)
+    check_plan(plan, model)
+    return plan, model
 
 
 def load_options(folder: Path) -> dict[str, Any]:

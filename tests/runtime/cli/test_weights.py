@@ -56,4 +56,4 @@ def test_weights_go_into_a_run_and_out_of_it(tmp_path: Path, capfd: pytest.Captu
     assert main([*train, "--steps", "2"]) == 0
     assert f"--from {folder} is not read again" in " ".join(capfd.readouterr().out.split())
     assert main(["convert", str(folder), "--to", "hf", "-o", str(tmp_path / "c")]) == 2
-    assert f"{folder} is not a run folder: it has no plan.json" in capfd.readouterr().err
+    assert f"{folder} is no run folder: it has no plan.json" in capfd.readouterr().err

@@ -76,9 +76,10 @@ def test_evaluated_by_dataset_it_has_the_loss_of_the_run(
     folder, done = finished
     result = evaluate_run(folder, blend[1::2], part="validation", split="94,4,2")
     assert (result.step, [x.name for x in result.losses]) == (4, blend[1::2])
-    tokens = sum(x.tokens for x in result.losses)
-    assert tokens == done.held_out_tokens
-    assert sum(x.loss * x.tokens for x in result.losses) / tokens == pytest.approx(done.held_out_loss, abs=1e-5)
+    results = [x.result for x in result.losses]
+    tokens = sum(x.tokens for x in results)
+    assert tokens == done.held_out.tokens
+    assert sum(x.loss * x.tokens for x in results) / tokens == pytest.approx(done.held_out.loss, abs=1e-5)
     with pytest.raises(UserError, match=r"the test part of .*a has 0 tokens, too few for sequences of 32\ngive more"):
         evaluate_run(folder, [blend[1]], part="test", split="100")
     with pytest.raises(UserError, match=r"is no run folder: it has no plan.json\ngive the folder"):
