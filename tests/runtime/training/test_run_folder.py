@@ -103,6 +103,8 @@ def test_no_run_is_named(tmp_path: Path) -> None:
 
 def test_a_packed_run_is_the_same_run(run: Path, tmp_path: Path) -> None:
     (run / "step-000003").mkdir()  # damaged, so it is left out
+    (run / "hugging-face").mkdir()
+    (run / "hugging-face" / "config.json").write_text("{}")
     again = unpack(pack(run, tmp_path / "run.megaloom"), tmp_path / "again")
     kept = sorted(p.relative_to(run).as_posix() for p in run.rglob("*") if p.is_file())
     assert sorted(p.relative_to(again).as_posix() for p in again.rglob("*") if p.is_file()) == kept
