@@ -32,7 +32,10 @@ OURS = {"stdlib-gpt", "own-layer", "own-module"}  # small examples that nobody p
 COMMANDS = {
     "plan": "megaloom.planner.cli",
     **dict.fromkeys(
-        ("data", "train", "evaluate", "convert", "verify", "show", "measure", "explain", "export", "validate"),
+        (
+            *("data", "train", "evaluate", "convert", "pack", "unpack"),
+            *("verify", "show", "measure", "explain", "export", "validate"),
+        ),
         "megaloom.runtime.cli",
     ),
 }
