@@ -31,13 +31,13 @@ lint: .venv  ## ruff, its formatter, and the import rules between packages and f
 types: .venv  ## mypy, strict for dsl, planner and examples
 	$(BIN)/python -m mypy
 
-unit: $(VENV)/.parity  ## pytest alone (ARGS="-n0 -k ..." for options)
+unit: .venv  ## pytest alone (ARGS="-n0 -k ..." for options)
 	$(BIN)/python -m pytest $(ARGS)
 
 light: .venv  ## build the wheel, install it without torch into a fresh environment, and plan there
 	@$(BIN)/python -m tests.support.light
 
-parity: $(VENV)/.parity  ## slow campaigns: golden predictions, families x layouts, 300 drawn layouts (continues where it stopped)
+parity: .venv  ## slow campaigns: golden predictions, families x layouts, 300 drawn layouts (continues where it stopped)
 	$(BIN)/python -m tests.support.golden --check
 	$(BIN)/python -m tests.support.family_table
 	$(BIN)/python -m tests.support.parity
@@ -67,8 +67,3 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev]'
 	@$(BIN)/python -m compileall -q dsl planner runtime examples  # also where commands may write nothing
 	@mv $(VENV)/.installing $@ && touch $@
-
-# What only the tests need, and takes as long again to install.
-$(VENV)/.parity: $(VENV)/.ready
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt --no-build-isolation -e '.[parity]'
-	@touch $@
