@@ -41,6 +41,7 @@ from megaloom.dsl import (
     residual,
     weight,
 )
+from megaloom.dsl.sharding_table import padded_vocabulary
 from megaloom.examples.gpt2 import gpt
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
@@ -182,7 +183,8 @@ def test_what_is_held(name: str, recompute: Recompute, measurements: dict[tuple[
     layout = Layout(micro_batch=BATCH, recompute=recompute)
     predicted = price(graph(MODELS[name]), layout, cluster("1xCPU"), WORK).prediction.nbytes[0]
     saved_nbytes, most = measurements[name, str(recompute)]
-    loss = 4 * BATCH * SEQ * VOCAB  # what the loss keeps of each logit, which is freed before the backward's peak
+    vocab = padded_vocabulary(VOCAB, layout.split)
+    loss = 4 * BATCH * SEQ * vocab  # what the loss keeps of each logit, which is freed before the backward's peak
     on_gpus = saved_nbytes - 4 * BATCH * SEQ * LAYERS * NORMS.get(name, 0)
     assert on_gpus == pytest.approx(predicted["activations"] + loss, rel=0.012)
     passing = sum(predicted[what] for what in ("activations", "workspace", "logits"))
