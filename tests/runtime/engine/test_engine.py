@@ -93,6 +93,6 @@ def padding(plan: Plan) -> list[float]:
 @pytest.mark.parametrize(("name", "tables"), [("tiny_gpt", 1), ("tiny_llama", 2)])
 def test_rows_that_pad_the_vocabulary_stay_zero(name: str, tables: int, plan_of: Any) -> None:
     """Of 127 tokens, the second of two ranks has 63 and a row of padding."""
-    real, padded = launcher.run(padding, (plan_of(name, Layout(tp=2)),), 2, timeout=60)
+    real, padded = launcher.run(padding, (plan_of(name, Layout(tp=2, vocab_multiple=1)),), 2, timeout=60)
     assert padded == [0.0] * tables
     assert min(real) > 0
