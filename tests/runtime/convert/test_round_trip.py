@@ -153,7 +153,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def check_round_trip(it: Case) -> None:
-    """The folder that is written has the tensors that were read, but for unused ones, and transformers loads them all."""
+    """The folder that is written has the tensors that were read, but for unused ones; transformers loads them all."""
     folder = written(it)
     before, after = tensors_of(it.folder), tensors_of(folder)
     assert {name for name, x in before.items() if name not in after or not torch.equal(x, after[name])} <= {
