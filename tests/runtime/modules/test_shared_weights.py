@@ -17,10 +17,12 @@ from megaloom.runtime.engine.samples import Sample, SampleMaker
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
+from megaloom.runtime.training.verify import EPS
 from tests.support.batches import random_text
 from tests.support.paths import SUPPORT
 
-RECIPE = Recipe(steps=10, seed=7, lr=1e-2, warmup=0)
+MODELS = SUPPORT / "shared_models.py"
+RECIPE = Recipe(steps=10, seed=7, lr=1e-2, warmup=0, eps=EPS)
 BATCH, SEQ, STEPS = 4, 32, 3
 SP = Layout(tp=2, sequence_parallel=True)
 OVERLAPPED = Layout(dp=2, shard="optimizer", overlaps=("gradients", "weights"))
@@ -35,6 +37,8 @@ CASES = {
     "experts that share a matrix, PP2 CP2": ("sharing_experts", Layout(pp=2, cp=2)),
     "encoder, decoder, logits, biases of attention, CP2 TP2 SP": ("tiny_t5", evolve(SP, cp=2)),
     "encoder, decoder, logits, TP2 DP2": ("tiny_bart", Layout(tp=2, dp=2, shard="optimizer")),
+    "encoder, decoder and logits on stages, PP2 VPP2 DP2": ("tiny_t5", evolve(OVERLAPPED, pp=2, vpp=2)),
+    "multi-token prediction on stages, EP2 PP2": ("tiny_mtp", Layout(dp=2, ep=2, pp=2)),
     "multi-token prediction, EP2 TP2 SP": ("tiny_mtp", evolve(SP, dp=2, ep=2)),
     "multi-token prediction, CP4": ("tiny_mtp", Layout(cp=4)),
 }
@@ -80,7 +84,10 @@ def declared(plan: Plan) -> tuple[float, dict[str, torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def plans(plan_of: Any) -> dict[str, Plan]:
-    return {case: plan_of(f"{SUPPORT / 'shared_models.py'}:{name}", layout) for case, (name, layout) in CASES.items()}
+    """Plans whose vocabularies are padded to a multiple of tp only, so that each rank has tokens."""
+    return {
+        case: plan_of(f"{MODELS}:{name}", evolve(layout, vocab_multiple=1)) for case, (name, layout) in CASES.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +98,7 @@ def results(plans: dict[str, Plan]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def single(plan_of: Any) -> dict[str, Any]:
     names = {name for name, _ in CASES.values()}
-    whole = {name: plan_of(f"{SUPPORT / 'shared_models.py'}:{name}", Layout()) for name in names}
+    whole = {name: plan_of(f"{MODELS}:{name}", Layout(vocab_multiple=1)) for name in names}
     return launcher.run(trained, (whole,), 1, timeout=240)[0]
 
 
