@@ -112,7 +112,7 @@ def test_run_again_after_its_end_it_says_so(done: tuple[Path, str], text: Path) 
     assert "recipe: lr was 0.01, is now 0.003, warmup was 2, is now 20" in result.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_stopped_it_saves_and_goes_on_from_there(number: signal.Signals, text: Path, tmp_path: Path) -> None:
     long = ("train", f"{MODELS}:byte_llama", "--data", text, *SMALL, "--steps")
     process = start(*long, 5000, cwd=tmp_path)
@@ -135,6 +135,22 @@ def test_stopped_it_saves_and_goes_on_from_there(number: signal.Signals, text: P
     again = run(*long, step + 1, cwd=tmp_path)
     assert again.returncode == 0
     assert f"resumed from step {step} of {step + 1} ({saved[1]})" in again.stdout
+
+
+def test_asked_to_save_it_saves_and_goes_on(text: Path, tmp_path: Path) -> None:
+    process = start("train", f"{MODELS}:byte_llama", "--data", text, *SMALL, "--steps", 5000, cwd=tmp_path)
+    assert process.stdout
+    next(line for line in process.stdout if line.startswith("step "))
+    process.send_signal(signal.SIGUSR2)
+    deadline = time.monotonic() + 60
+    while not (saved := list(tmp_path.glob("runs/*/step-??????"))):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGUSR1
+    assert saved[0].name not in err
 
 
 def test_its_reader_leaves_and_it_saves(text: Path, tmp_path: Path) -> None:
