@@ -190,12 +190,12 @@ def price() -> tuple[float, list[int]]:
     ends = one_forward_one_backward(forward, backward, LINK.latency + boundary / LINK.reached)
 
     # End of step: reduce-scatter fp32 gradients during the last backward pass, update the shards, all-gather bf16
-    # weights during the next forward pass. Unfused AdamW moves 92 bytes an element of a shard, and 6 more to make the
+    # weights during the next forward pass. Fused AdamW moves 40 bytes an element of a shard, and 6 more to make the
     # bf16 weight; fp32 gradients are set to zero. All ranks wait for the norm of all gradients.
     reduced = max(end + exposed(FP32, n, b) for end, n, b in zip(ends, params, backward, strict=True))
     norm = ring("all_reduce", FP32, TP * PP * DP)
     update = [
-        ((92 + 6) * n / DP + FP32 * n) / GPU.moves + norm + exposed(BF16, n, f)
+        ((40 + 6) * n / DP + FP32 * n) / GPU.moves + norm + exposed(BF16, n, f)
         for n, f in zip(params, forward, strict=True)
     ]
     seconds = reduced + max(update)
@@ -213,7 +213,7 @@ def price() -> tuple[float, list[int]]:
         loss = max((BF16 + 2) * logits, BF16 * (logits + VOCAB // TP * HIDDEN)) if rank == PP - 1 else 0
         # For the whole step: two cuBLAS workspaces, and three buffers of a hidden state for p2p sends.
         fixed = 2 * GPU.library_nbytes + 3 * boundary
-        transient = max(in_flight + 2 * BF16 * largest, in_flight + loss, 4 * n // DP) + fixed
+        transient = max(in_flight + 2 * BF16 * largest, in_flight + loss) + fixed
         peaks.append(int(state + ALLOCATED * transient))
     return seconds, peaks
 
