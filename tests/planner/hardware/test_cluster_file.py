@@ -166,7 +166,7 @@ def test_a_plan_for_a_files_cluster(
     monkeypatch.chdir(tmp_path / "there")
     seconds = []
     for gpus in ("8xH100", "8x../ours.toml"):
-        assert main(["gpt2", "--gpus", gpus, "--batch", "64", "-o", "plan.json"]) == 0
+        assert main(["gpt2-xl", "--gpus", gpus, "--batch", "64", "-o", "plan.json"]) == 0
         seconds.append(load("plan.json").predicted.breakdown["forward"])
     assert 1.3 * seconds[0] < seconds[1] < 2 * seconds[0]
     assert main(["gpt2", "--gpus", "none.toml"]) == 2
