@@ -50,7 +50,7 @@ from tests.planner.cli.test_plan import run
         (["gpt2", "--top", "0"], "--top must be at least 1, got 0"),
         (["gpt2", "-o", "missing/plan.json"], "in a directory that exists"),
         (["llama3-8b", "--gpus", "1xH100"], "no layout of llama3-8b on 1xH100 fits the memory"),
-        (["llama3-8b", "--gpus", "1..2xH100"], "no layout of llama3-8b on 2xH100 fits the memory"),
+        (["llama3-70b", "--gpus", "1..2xH100"], "no layout of llama3-70b on 2xH100 fits the memory"),
         (["gpt2", "--gpus", "8..16xH100", "--tp", "0"], "tp must be at least 1, got 0"),
         (
             ["gpt2", "--gpus", "8..16xH100", "-o", "plan.json"],

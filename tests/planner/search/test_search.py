@@ -204,13 +204,13 @@ def test_when_nothing_fits_the_nearest_miss_is_told() -> None:
     assert "pipeline rank 0 needs" in text
     assert "GiB more than" in text
     assert "\n24xH100 fits: " in text
-    assert "\n8xB300 fits: " in text
+    assert "\n8xB200 fits: " in text
     for message in re.findall(r"fits: (.*)", text):  # as one would lay it out: tensor parallelism stays in a node
         assert all(int(tp) <= 8 for tp in re.findall(r"tp(\d+)", message))
 
 
 def test_however_many_devices_it_takes() -> None:
-    with pytest.raises(UserError, match=r"\n128xH100 fits: "):
+    with pytest.raises(UserError, match=r"\n96xH100 fits: "):
         planned(llama3_405b(), "1xH100", Workload(seq=4096, batch=1))
 
 
@@ -224,7 +224,7 @@ def test_every_kind_of_change_is_tried() -> None:
     assert re.search(r"\na memory headroom of \d+% fits: ", missed("8xH100", headroom=0.8))
     assert re.search(r"\n1xB\d00 fits: mbs1", missed("1xH100"))
     assert re.search(r"\na sequence of [\d,]+ fits: ", missed("8xH100", seq=2**20))
-    both = missed("2xH100", tp=1, pp=1)
+    both = missed("2xH100", headroom=0.2, tp=1, pp=1)
     assert "on 2xH100 with --tp 1 --pp 1 fits the memory" in both
     assert "\n8xH100 fits: dp8 " in both
 
