@@ -127,8 +127,8 @@ class Execution:
         return any(core.kernel.recomputes for core in self.cores)
 
     @property
-    def holds_more(self) -> bool:
-        """True if kernels of the node may hold more in the backward pass than gradients of activations."""
+    def holds_extra(self) -> bool:
+        """True if kernels of the node hold memory of their own in the backward pass, beside gradients."""
         return self.stacked_experts or any(core.kernel in BODY_KERNELS for core in self.cores)
 
     def body_cores(self, facts: Costs) -> dict[Work, Core]:

@@ -212,7 +212,7 @@ def node_cost(job: Job, kind: NodeKind, facts: Costs, execution: Execution, layo
     each = [memory.tensor_bytes(s, job.workload.precision) for s in facts.saved]
     full = kind.saved_under_full.tensors(facts.saved, facts.inputs)
     full_saved = sum(memory.tensor_bytes(s, job.workload.precision) for s in full)
-    transient = transient_bytes(facts, execution, job.workload.precision, layout.cp) if execution.holds_more else 0
+    transient = transient_bytes(facts, execution, job.workload.precision, layout.cp) if execution.holds_extra else 0
     return NodeCost(row, by_part, full_saved, 2 * max(each, default=0) + transient)
 
 

@@ -6,8 +6,6 @@ are missing; at the end the parts are joined in order. So the dataset does not d
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ from megaloom.dsl.errors import UserError
 from .chunk_workers import ChunkTask, cached_tokenizer, tokenized
 from .description import TOKENIZER_SUFFIX, Description, read_description, write_description
 from .documents import DEFAULT_KEY, Chunk, DocumentSource, open_source, read_chunk
+from .folder_lock import locked_folder
 from .indexed import (
     INDEX_SUFFIX,
     MASK,
@@ -80,7 +79,8 @@ def preprocess(request: Preprocessing, show: ShowProgress) -> tuple[Description,
     if is_indexed(request.prefix):
         return _finished(request.prefix, digest), True
     parts = path_of(request.prefix, PARTS_SUFFIX)
-    with _locked(parts):
+    held = f"another `megaloom data` is writing {parts}\nwait until it ends"
+    with locked_folder(parts, held=held, choose="choose another -o"):
         _discard_others(parts, repr((digest, [source.chunks for source in sources])))
         try:
             tokenizer = _tokenizer_of(request, parts, sources, show)
@@ -120,22 +120,6 @@ def _finished(prefix: Path, digest: str) -> Description:
         f"{path_of(prefix, INDEX_SUFFIX)} exists, made of other sources or with other options\n"
         "choose another -o, or remove that dataset"
     )
-
-
-@contextlib.contextmanager
-def _locked(parts: Path) -> Iterator[None]:
-    """Hold the lock of the folder of parts, which is made. It ends with the process."""
-    try:
-        parts.mkdir(parents=True, exist_ok=True)
-        file = (parts / ".lock").open("w")
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename}: {error.strerror}\nchoose another -o") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another `megaloom data` is writing {parts}\nwait until it ends") from None
-        yield
 
 
 def _discard_others(parts: Path, contents: str) -> None:

@@ -103,13 +103,10 @@ def _text(source: str, corpus: Corpus, part: str, maker: SampleMaker) -> Evaluat
 def _losses_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText]) -> tuple[SourceLoss, ...]:
     """Return the losses, which are equal on all ranks."""
     from megaloom.runtime.engine.engine import Engine  # imports megatron-core, which the starting process does not need
-    from megaloom.runtime.megatron import checkpoint
 
     model, _ = find(plan.model)
     engine = Engine.build(plan, model, Recipe())
-    last = latest(folder, fingerprint=plan.fingerprint)
-    assert last, "checked before the ranks started"
-    checkpoint.load(engine, last)
+    engine.load(folder)
     losses = []
     for text in texts:
         maker = SampleMaker.of(engine.graph, plan.workload.seq, text.ids)

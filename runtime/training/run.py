@@ -8,11 +8,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from megaloom.dsl.graph import Model, graph
 from megaloom.dsl.hf.architectures import describes
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
+from megaloom.runtime.data.folder_lock import locked_folder
 from megaloom.runtime.data.text_files import STDLIB
 from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.engine.samples import SampleMaker
@@ -155,25 +155,13 @@ def on_rank(run: TrainingRun) -> Summary:
         return train_on_rank(run, signals)
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder, so that no second run writes there. The lock ends with the process.
+def locked(folder: Path) -> AbstractContextManager[None]:
+    """Return a context that holds the lock of a run folder, so that no second run writes there.
 
-    Raise UserError if another run holds it, or the folder cannot be created.
+    Entering raises UserError if another run holds it, or the folder cannot be created.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
-    except OSError as error:
-        raise UserError(f"cannot write in {folder}: {error.strerror}\nchoose a writable folder with --out") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another run is training in {folder}\nwait until it ends, or choose another folder with --out"
-            ) from None
-        yield
+    held = f"another run is training in {folder}\nwait until it ends, or choose another folder with --out"
+    return locked_folder(folder, held=held, choose="choose a writable folder with --out")
 
 
 def _broadcast_from_rank_0(make: Callable[[], TrainingRun]) -> TrainingRun:
