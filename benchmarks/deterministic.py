@@ -47,10 +47,10 @@ def train_steps(plan: Plan, folder: Path, vocab: int, start: int) -> list[str]:
 
     Return loss and gradient norm of each step in hexadecimal, and then the hash of all weights and moments.
     """
+    from megaloom.runtime.checkpoints import checkpoint
+    from megaloom.runtime.checkpoints.checkpoint_folder import Manifest, latest
     from megaloom.runtime.engine.engine import Engine
     from megaloom.runtime.engine.samples import Sample, SampleMaker
-    from megaloom.runtime.megatron import checkpoint
-    from megaloom.runtime.megatron.checkpoint_folder import Manifest, latest
     from megaloom.runtime.megatron.optimizer_state import parameter_states
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=STEPS, warmup=0, deterministic=True))

@@ -8,11 +8,11 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
+from megaloom.runtime.checkpoints.checkpoint_folder import latest
 from megaloom.runtime.convert.checkpoint_views import checkpoint_views
 from megaloom.runtime.convert.hugging_face import DescribedModel, describe, write_folder
 from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.megatron.build_context import DTYPES
-from megaloom.runtime.megatron.checkpoint_folder import latest
 from megaloom.runtime.training.run_folder import plan_and_model
 from megaloom.runtime.weights.kept_files import CONFIG, KEPT
 

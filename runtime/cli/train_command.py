@@ -27,11 +27,11 @@ from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.plan_check import check_plan
 from megaloom.planner.search.search import plan as search
+from megaloom.runtime.checkpoints.checkpoint_folder import Retention, checkpoint_folders
 from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron import device
-from megaloom.runtime.megatron.checkpoint_folder import Retention, checkpoint_folders
 from megaloom.runtime.megatron.environment import current_environment
 from megaloom.runtime.training.run import train
 from megaloom.runtime.training.run_folder import is_run, load_run

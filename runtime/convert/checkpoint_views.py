@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megaloom.runtime.megatron.checkpoint import crc32_of
-from megaloom.runtime.megatron.checkpoint_folder import Checkpoint, CheckpointError, unusable
+from megaloom.runtime.checkpoints.checkpoint import crc32_of
+from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, CheckpointError, unusable
 from megaloom.runtime.weights.views import Box, View, source
 
 

@@ -31,9 +31,10 @@ from megaloom.dsl import (
 )
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_trainable
-from megaloom.runtime.megatron import checkpoint, device
+from megaloom.runtime.checkpoints import checkpoint
+from megaloom.runtime.checkpoints.checkpoint_folder import Manifest, latest
+from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import make_build_context
-from megaloom.runtime.megatron.checkpoint_folder import Manifest, latest
 from megaloom.runtime.megatron.optimizer_state import AVERAGE, restore_optimizer_state, sharded_optimizer_state
 from megaloom.runtime.megatron.process_groups import ProcessGroups, create_process_groups
 from megaloom.runtime.modules import parameters

@@ -1,1 +1,1 @@
-"""Adapters for megatron-core: CPU shim, process groups, build context, recompute, kernels, checkpoints, optimizers."""
+"""Adapters for megatron-core: CPU shim, process groups, build context, recompute, kernels, optimizers."""

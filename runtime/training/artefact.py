@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 from megaloom.dsl.errors import UserError
-from megaloom.runtime.megatron.checkpoint_folder import newest_whole
+from megaloom.runtime.checkpoints.checkpoint_folder import newest_whole
 from megaloom.runtime.weights.kept_files import KEPT
 
 from .run_folder import MODEL_FILE, OPTIONS_NAME, PLAN_NAME, load_run

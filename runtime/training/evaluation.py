@@ -13,6 +13,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_trainable
+from megaloom.runtime.checkpoints.checkpoint_folder import latest
 from megaloom.runtime.data.corpus import Corpus, open_corpus
 from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.data.split import PARTS
@@ -21,7 +22,6 @@ from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.engine.samples import Sample, SampleMaker
 from megaloom.runtime.launch import launcher
-from megaloom.runtime.megatron.checkpoint_folder import latest
 
 from .run_data import check_vocabulary, sample_of
 from .run_folder import PLAN_NAME, plan_and_model

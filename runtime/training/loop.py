@@ -18,13 +18,14 @@ from rich.console import Console
 
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
+from megaloom.runtime.checkpoints import checkpoint
+from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, Manifest, latest
 from megaloom.runtime.data.part import DataPart, Window
 from megaloom.runtime.engine.engine import Engine
 from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.engine.samples import Sample, SampleMaker
 from megaloom.runtime.engine.weight_update import NonFiniteError
-from megaloom.runtime.megatron import checkpoint, device
-from megaloom.runtime.megatron.checkpoint_folder import Checkpoint, Manifest, latest
+from megaloom.runtime.megatron import device
 from megaloom.runtime.weights.given import open_folder
 
 from .metrics import InterruptibleConsole, MetricsFile, ProgressDisplay, StepMetrics, loss_text, progress_display

@@ -24,13 +24,13 @@ from megaloom.dsl.graph import Model, graph
 from megaloom.dsl.hf.architectures import describes
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
+from megaloom.runtime.checkpoints.checkpoint_folder import Retention, cannot_save, latest, saved_step
 from megaloom.runtime.data.folder_lock import locked_folder
 from megaloom.runtime.data.text_files import STDLIB
 from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.engine.samples import SampleMaker
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
-from megaloom.runtime.megatron.checkpoint_folder import Retention, cannot_save, latest, saved_step
 from megaloom.runtime.weights.given import open_folder
 from megaloom.runtime.weights.kept_files import CONFIG, keep_files
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from attrs import field, frozen
 
 from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.checkpoints.checkpoint_folder import Retention
 from megaloom.runtime.data.corpus import Corpus
 from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.engine.results import EvaluationResult
-from megaloom.runtime.megatron.checkpoint_folder import Retention
 
 RECENT_STEPS = 20
 """Steps over which the summary averages the training loss."""

@@ -25,11 +25,11 @@ from megaloom.dsl.hf.tensor_check import unknown_tensors
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.capabilities import untrainable
+from megaloom.runtime.checkpoints.checkpoint_folder import latest
 from megaloom.runtime.convert.checkpoint_views import checkpoint_views
 from megaloom.runtime.convert.hugging_face import describe, write_folder
 from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.launch import launcher
-from megaloom.runtime.megatron.checkpoint_folder import latest
 from megaloom.runtime.weights import tensor_folder
 from megaloom.runtime.weights.given import open_folder
 from tests.support.hugging_face import SMALL, UNUSED, built, drawn, named, transformers

@@ -28,9 +28,9 @@ def sample(i: int) -> dict[str, torch.Tensor]:
 
 def curve(plan: Plan, recipe: Recipe, steps: int, folder: Path | None = None) -> list[Row]:
     """On each rank: train some steps; from the last checkpoint of a folder if there is one, else save one there."""
+    from megaloom.runtime.checkpoints import checkpoint
+    from megaloom.runtime.checkpoints.checkpoint_folder import Manifest, latest
     from megaloom.runtime.engine.engine import Engine
-    from megaloom.runtime.megatron import checkpoint
-    from megaloom.runtime.megatron.checkpoint_folder import Manifest, latest
 
     engine = Engine.build(plan, find(plan.model)[0], recipe)
     if found := folder and latest(folder, fingerprint=plan.fingerprint):

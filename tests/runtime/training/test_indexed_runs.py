@@ -11,10 +11,10 @@ from megaloom.dsl import graph
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
 from megaloom.runtime import Recipe, Summary, train
+from megaloom.runtime.checkpoints.checkpoint_folder import checkpoint_folders, read
 from megaloom.runtime.data.corpus import open_corpus
 from megaloom.runtime.data.preprocess import Preprocessing, preprocess
 from megaloom.runtime.engine.samples import SampleMaker
-from megaloom.runtime.megatron.checkpoint_folder import checkpoint_folders, read
 from megaloom.runtime.training.evaluation import evaluate_run
 from megaloom.runtime.training.run_data import check_rampup, check_text
 from tests.runtime.data.test_chat_template import CHATML, TALKS, with_template

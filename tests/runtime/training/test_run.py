@@ -12,7 +12,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import PlanError
 from megaloom.runtime import Recipe, Summary, train
-from megaloom.runtime.megatron.checkpoint_folder import CheckpointError
+from megaloom.runtime.checkpoints.checkpoint_folder import CheckpointError
 from megaloom.runtime.training.metrics import MetricsFile, clock
 from megaloom.runtime.training.run import locked
 from tests.support.paths import TESTS

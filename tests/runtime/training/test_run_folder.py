@@ -15,8 +15,8 @@ from megaloom.dsl.json_form import fingerprint
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
+from megaloom.runtime.checkpoints.checkpoint_folder import Manifest, SavedFile, manifest_to_json
 from megaloom.runtime.engine.recipe import Recipe
-from megaloom.runtime.megatron.checkpoint_folder import Manifest, SavedFile, manifest_to_json
 from megaloom.runtime.training.artefact import pack, unpack
 from megaloom.runtime.training.run_folder import load_run, save_run
 

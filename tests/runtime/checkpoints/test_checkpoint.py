@@ -17,9 +17,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
-from megaloom.runtime.engine.recipe import Recipe
-from megaloom.runtime.launch import launcher
-from megaloom.runtime.megatron.checkpoint_folder import (
+from megaloom.runtime.checkpoints.checkpoint_folder import (
     CheckpointError,
     Manifest,
     Retention,
@@ -29,6 +27,8 @@ from megaloom.runtime.megatron.checkpoint_folder import (
     manifest_to_json,
     read,
 )
+from megaloom.runtime.engine.recipe import Recipe
+from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token
 from tests.support.paths import SUPPORT, TESTS
 
@@ -61,7 +61,7 @@ def manifest(step: int) -> Manifest:
 
 def saved(run: Path, steps: tuple[int, ...]) -> list[str]:
     """On each rank: save a table that holds its step."""
-    from megaloom.runtime.megatron import checkpoint
+    from megaloom.runtime.checkpoints import checkpoint
 
     for step in steps:
         table = Table(step)
@@ -72,7 +72,7 @@ def saved(run: Path, steps: tuple[int, ...]) -> list[str]:
 
 def loaded(run: Path) -> tuple[int, list[list[float]]]:
     """On each rank: its share of the newest table."""
-    from megaloom.runtime.megatron import checkpoint
+    from megaloom.runtime.checkpoints import checkpoint
 
     table = Table(0)
     result = latest(run, fingerprint="1-feed")
@@ -145,7 +145,7 @@ def test_an_older_fingerprint_is_left_to_the_comparison_of_weights(run: Path) ->
 
 def loaded_as_nothing(run: Path) -> None:
     """On each rank: load into a state that lacks a tensor of the checkpoint."""
-    from megaloom.runtime.megatron import checkpoint
+    from megaloom.runtime.checkpoints import checkpoint
 
     table = Table(0)
     table.sharded_state = lambda loading: {"done": 0}  # type: ignore[method-assign]
@@ -273,7 +273,7 @@ def test_one_that_lacks_a_tensor_is_refused(run: Path) -> None:
 
 def load_missing_tensor(run: Path) -> None:
     """On each rank, load a tensor that was never saved."""
-    from megaloom.runtime.megatron import checkpoint
+    from megaloom.runtime.checkpoints import checkpoint
 
     table = Table(0)
     state = table.sharded_state()
@@ -298,7 +298,7 @@ def test_a_save_without_room_leaves_the_earlier_ones(run: Path) -> None:
 
 def cramped(run: Path) -> None:
     """On each rank: a save, the second rank being unable to write more than some bytes."""
-    from megaloom.runtime.megatron import checkpoint
+    from megaloom.runtime.checkpoints import checkpoint
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
@@ -355,8 +355,8 @@ def test_training_goes_on_under_another_layout(case: str, plan_of, tmp_path: Pat
 
 def trained(plan: Plan, run: Path, start: int, stop: int) -> list[tuple[float, float]]:
     """On each rank: (loss, gradient norm, learning rate) of steps; saved after the second, loaded to start there."""
+    from megaloom.runtime.checkpoints import checkpoint
     from megaloom.runtime.engine.engine import Engine
-    from megaloom.runtime.megatron import checkpoint
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=10, warmup=3, lr=1e-2))
     outcome = latest(run, fingerprint="1-feed")
@@ -386,8 +386,8 @@ def test_bf16_masters_and_moments_come_along_to_the_bit(to: Precision, plan_of, 
 
 def copied(plan: Plan, run: Path, other: Path) -> None:
     """On each rank: load a checkpoint and save it again."""
+    from megaloom.runtime.checkpoints import checkpoint
     from megaloom.runtime.engine.engine import Engine
-    from megaloom.runtime.megatron import checkpoint
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe())
     result = latest(run, fingerprint="1-feed")
@@ -426,8 +426,8 @@ def test_the_golden_checkpoint_of_another_model_is_refused(plan_of) -> None:
 
 def continued(plan: Plan, run: Path) -> list[dict[str, float]]:
     """On each rank: steps 3 and 4 from a checkpoint of step 2."""
+    from megaloom.runtime.checkpoints import checkpoint
     from megaloom.runtime.engine.engine import Engine
-    from megaloom.runtime.megatron import checkpoint
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=10, warmup=3, lr=1e-2))
     outcome = latest(run, fingerprint=plan.fingerprint)
