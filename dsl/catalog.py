@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from inspect import isfunction, signature
 from os.path import exists, isdir, isfile, join
@@ -24,35 +24,42 @@ from .errors import UserError, short_path
 from .example_modules import example_modules, hyphenated
 from .graph import Model
 from .model_file import is_model_file, load_model
+from .settings.arguments import Arguments, checked_arguments
+from .settings.reference import label, split_reference, with_arguments
 
 SUGGESTIONS = 8  # names of similar models that the error for an unknown model lists
 
 
-def find(ref: str) -> tuple[Model, str]:
+def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B006 (a mapping)
     """Return the model that `ref` names, and its full reference, which names it in every process.
 
     `ref` is `file.py:name`, a `file.py` with one model, `package.module:name`, the name of an example (`llama3-8b`), a
     run folder or its model.json, or a Hugging Face config.json (any other .json file, or a folder with a config.json).
-    The name is that of a `Model`, or of a function that needs no argument and returns one. A function that is found
-    without its name must be annotated with `-> Model`. Raises UserError that says what would work.
+    The name is that of a `Model`, or of a function that returns one. A function that is found without its name must be
+    annotated with `-> Model`. Its arguments are `arguments` and those in `ref`, as in `file.py:name(layers=24)`; the
+    others need defaults. The full reference has them. Raises UserError that says what would work.
     """
+    ref, own = split_reference(ref)
+    arguments = {**own, **arguments}
     if (file := _model_file(ref)) is not None:
+        _refuse_arguments(str(file), arguments)
         return load_model(file), str(file.resolve())
     if ref.endswith(".json") or (isfile(join(ref, "config.json")) and ref not in examples()):
+        _refuse_arguments(ref, arguments)
         return read(ref), str(config_file(ref).resolve())
     location, _, name = ref.rpartition(":") if ":" in ref else (ref, "", "")
     if location.endswith(".py"):
         path = Path(location)
         if not isfile(location):
             raise UserError(f"no file {location!r}\n{WANTED}")
-        return _pick(_load(path), str(path.resolve()), name)
+        return _pick(_load(path), str(path.resolve()), name, arguments)
     if name:
-        return _pick(_import(location, ref), location, name)
+        return _pick(_import(location, ref), location, name, arguments)
     wanted = ref.lower().replace(".", "-").replace("_", "-")  # gpt3-1.3b is a model's own name
     for module in example_modules(wanted):
         for name in _models(module):
             if hyphenated(name) == wanted:
-                return _pick(module, module.__name__, name)
+                return _pick(module, module.__name__, name, arguments)
     if exists(ref):
         what = "a folder without a config.json" if isdir(ref) else "neither a .py nor a .json file"
         raise UserError(f"{ref} is {what}\n{WANTED}")
@@ -61,6 +68,14 @@ def find(ref: str) -> tuple[Model, str]:
     suggestion = f": did you mean {near[0]}?" if near else ""
     names = f"an example, such as {', '.join(near)}" if near else f"one of {', '.join(sorted(models))}"
     raise UserError(f"no model {ref!r}{suggestion}\nMODEL can be file.py:name, a config.json, or {names}")
+
+
+def _refuse_arguments(file: str, arguments: Arguments) -> None:
+    if arguments:
+        raise UserError(
+            f"{file} is not a function, so it takes no --set {next(iter(arguments))}\n"
+            "change a config.json itself, or give a file.py with a function `-> Model`"
+        )
 
 
 def _model_file(ref: str) -> Path | None:
@@ -72,9 +87,11 @@ def _model_file(ref: str) -> Path | None:
 
 def file_name(ref: str) -> str:
     """Return the name for files and folders of the model with this full reference."""
+    ref, arguments = split_reference(ref)
     if ref.endswith("model.json") and is_model_file(ref):
         return Path(ref).parent.name
-    return config_name(Path(ref)) if ref.endswith(".json") else hyphenated(ref.rpartition(":")[2])
+    name = config_name(Path(ref)) if ref.endswith(".json") else hyphenated(ref.rpartition(":")[2])
+    return f"{name}{label(arguments)}"
 
 
 def examples() -> dict[str, str]:
@@ -82,8 +99,8 @@ def examples() -> dict[str, str]:
     return {hyphenated(name): f"{m.__name__}:{name}" for m in example_modules() for name in _models(m)}
 
 
-def _models(module: ModuleType) -> dict[str, Model | Callable[[], Model]]:
-    """Return the models of a module: `Model` values, and functions `-> Model` that need no argument."""
+def _models(module: ModuleType, given: Collection[str] = ()) -> dict[str, Model | Callable[..., Model]]:
+    """Return the models of a module: `Model` values, and functions `-> Model` that need no argument but the given."""
     return {
         name: it
         for name, it in vars(module).items()
@@ -94,7 +111,7 @@ def _models(module: ModuleType) -> dict[str, Model | Callable[[], Model]]:
                 isfunction(it)
                 and it.__module__ == module.__name__
                 and it.__annotations__.get("return") in (Model, "Model")
-                and not _needed(it)
+                and not {*_needed(it)}.difference(given)
             )
         )
     }
@@ -106,8 +123,8 @@ def _needed(function: Callable[..., object]) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def _pick(module: ModuleType, location: str, name: str) -> tuple[Model, str]:
-    models = _models(module)
+def _pick(module: ModuleType, location: str, name: str, arguments: Arguments) -> tuple[Model, str]:
+    models = _models(module, arguments)
     if not name:
         if len(models) != 1:
             if not models:
@@ -115,13 +132,14 @@ def _pick(module: ModuleType, location: str, name: str) -> tuple[Model, str]:
             raise UserError(f"{location} has several models: name one as {location}:name; it has {', '.join(models)}")
         (name,) = models
     model = getattr(module, name, None)
-    if isfunction(model):
-        if needed := _needed(model):
-            raise UserError(
-                f"{location}:{name} needs {', '.join(needed)}: give each argument of this function a default"
-            )
+    if not isfunction(model):
+        given: Arguments = {}
+        if isinstance(model, Model):
+            _refuse_arguments(f"{location}:{name}", arguments)
+    else:
+        given = checked_arguments(model, arguments, f"{location}:{name}")
         try:
-            model = model()
+            model = model(**given)
         except UserError:
             raise
         except (Exception, SystemExit) as error:
@@ -131,7 +149,7 @@ def _pick(module: ModuleType, location: str, name: str) -> tuple[Model, str]:
     if not isinstance(model, Model):
         instead = f"it has {', '.join(models)}" if models else "write a function without arguments, `-> Model`"
         raise UserError(f"{location} has no model {name!r}: {instead}")
-    return model, f"{location}:{name}"
+    return model, with_arguments(f"{location}:{name}", given)
 
 
 def _import(name: str, ref: str) -> ModuleType:

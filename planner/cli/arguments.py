@@ -37,7 +37,8 @@ def usage_error(error: CycloptsError) -> str:
     name = error.argument.name if error.argument else ""
     if isinstance(error, CoercionError) and error.token and not error.msg and error.target_type in (int, float):
         kind = "whole number" if error.target_type is int else "number"
-        return f"{name} must be a {kind}, got {error.token.value!r}"
+        file = "" if error.token.source in ("", "cli") else f"{error.token.source}: "
+        return f"{file}{name} must be a {kind}, got {error.token.value!r}"
     if isinstance(error, CoercionError) and error.token and error.msg:
         return f"{name} {error.msg}"
     if isinstance(error, MissingArgumentError) and not error.tokens_so_far:

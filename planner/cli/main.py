@@ -19,6 +19,7 @@ from megaloom.planner.contract.workload import Precision, Runtime, Workload
 
 from .arguments import NOTHING_FIXED, FixedLayout, fixed_fields, parse_share, reject_fractions, unwrap_help, usage_error
 from .process import cyclic_gc_disabled, run_and_flush
+from .settings import SetOption, SettingsOption, model_arguments, options_of_settings
 
 if TYPE_CHECKING:
     from megaloom.planner.contract.devices import Cluster
@@ -30,7 +31,7 @@ app = App(
     version_flags=[],
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # `main` prints the message
-    config=reject_fractions,
+    config=[options_of_settings, reject_fractions],
 )
 app["--help"].group = "Parameters"
 
@@ -49,6 +50,8 @@ def find_plan(
     /,
     *,
     gpus: Annotated[str, Parameter(help=_GPUS_HELP)] = "8xH100",
+    words: SetOption = [],  # noqa: B006
+    settings: SettingsOption = None,
     seq: int | None = None,
     batch: int | None = None,
     precision: Precision = Precision.BF16,
@@ -114,7 +117,7 @@ def find_plan(
         if lint and not chosen:
             return print_rules(as_json)
         raise UserError(f"MODEL is missing\n{WANTED}")
-    declared, ref = find(model)
+    declared, ref = find(model, model_arguments(words, settings))
 
     def workload(machine: Cluster) -> Workload:
         return Workload(

@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from shlex import quote
 from typing import Any, NoReturn
 
 from attrs import asdict
@@ -117,4 +118,4 @@ def _command_of(raw: dict[str, Any], where: str) -> str:
         options = f"--gpus {cluster['count']}x{kind} --seq {w['seq']} --batch {w['batch']} --precision {w['precision']}"
     except (KeyError, TypeError):
         options = "--gpus …"
-    return f"plan {raw.get('model', 'MODEL')} {options} -o {where}"
+    return f"plan {quote(str(raw.get('model', 'MODEL')))} {options} -o {quote(where)}"

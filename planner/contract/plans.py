@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shlex import quote
+
 from attrs import Factory, frozen
 
 from megaloom.dsl.errors import UserError
@@ -53,7 +55,7 @@ class Plan:
     """Everything that the runtime needs. Stages are in model order: stage i is chunk i // pp of rank i % pp."""
 
     version: int
-    model: str  # where it is declared: "megaloom.examples.gpt2:gpt2" or "/path/file.py:name"
+    model: str  # its reference: "megaloom.examples.gpt2:gpt2" or "/path/file.py:name(layers=24)"
     fingerprint: str  # of the model's graph; the runtime refuses another one
     cluster: Cluster
     workload: Workload
@@ -70,4 +72,5 @@ class Plan:
 def plan_command(plan: Plan) -> str:
     """Return the command that makes a plan for the model, cluster and workload of this one."""
     w, runtime = plan.workload, "" if plan.runtime is Runtime.MEGALOOM else f" --runtime {plan.runtime}"
-    return f"plan {plan.model} --gpus {plan.cluster} --seq {w.seq} --batch {w.batch} --precision {w.precision}{runtime}"
+    load = f"--seq {w.seq} --batch {w.batch} --precision {w.precision}"
+    return f"plan {quote(plan.model)} --gpus {plan.cluster} {load}{runtime}"

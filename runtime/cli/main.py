@@ -24,6 +24,7 @@ from megaloom.planner.cli.explain import explain
 from megaloom.planner.cli.export import export
 from megaloom.planner.cli.main import app as planning
 from megaloom.planner.cli.process import run_and_flush
+from megaloom.planner.cli.settings import SetOption, SettingsOption, model_arguments, options_of_settings
 from megaloom.planner.cli.validate import validate
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.engine.recipe import Recipe
@@ -50,7 +51,7 @@ app = App(
     version_flags=[],
     help_format="plaintext",
     suppress_keyboard_interrupt=False,  # `main` prints it
-    config=[reject_fractions, options_of_run],
+    config=[options_of_settings, options_of_run, reject_fractions],
 )
 app["--help"].group = "Parameters"
 app.command(planning, name="plan")
@@ -70,6 +71,8 @@ def train_by_plan(
     split: str | None = None,
     epochs: float | None = None,
     weights: Annotated[Path | None, Parameter(name="--from")] = None,
+    words: SetOption = [],  # noqa: B006
+    settings: SettingsOption = None,
     seq: int | None = None,
     batch: int | None = None,
     precision: TrainedPrecision | None = None,
@@ -126,7 +129,9 @@ def train_by_plan(
     options = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
     options |= {"save_every": save_every, "evaluate_every": evaluate_every}
     options |= {"keep_last": keep_last, "keep_best": keep_best}
-    return run_train(model or (DEFAULT_MODEL if weights is None else str(weights)), load, options, recipe, fixed)
+    arguments = model_arguments(words, settings)
+    model = model or (DEFAULT_MODEL if weights is None else str(weights))
+    return run_train(model, arguments, load, options, recipe, fixed)
 
 
 @app.command(name="pack")
@@ -286,6 +291,8 @@ def show(
     model: str,
     /,
     *,
+    words: SetOption = [],  # noqa: B006
+    settings: SettingsOption = None,
     seq: int | None = None,
     batch: int = 1,
     source: int | None = None,
@@ -315,7 +322,7 @@ def show(
     """
     from .show_command import run_show
 
-    run_show(model, seq, batch, source, precision, svg, html)
+    run_show(model, model_arguments(words, settings), seq, batch, source, precision, svg, html)
 
 
 @app.command

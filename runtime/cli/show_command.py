@@ -9,6 +9,7 @@ from pathlib import Path
 from megaloom.dsl.catalog import find
 from megaloom.dsl.facts.positions import longest
 from megaloom.dsl.graph import graph
+from megaloom.dsl.settings.arguments import Arguments
 from megaloom.dsl.show import html as page
 from megaloom.dsl.show.outline import outline
 from megaloom.dsl.show.table import report
@@ -22,6 +23,7 @@ LONGEST_SEQ = 4096
 
 def run_show(
     model: str,
+    arguments: Arguments,
     seq: int | None,
     batch: int,
     source: int | None,
@@ -30,7 +32,7 @@ def run_show(
     html: Path | None,
 ) -> None:
     """Print the table of a model, and write its drawing and page if asked to."""
-    declared, _ = find(model)
+    declared, _ = find(model, arguments)
     tokens = min(LONGEST_SEQ, longest(graph(declared)).get("seq", LONGEST_SEQ)) if seq is None else seq
     model_outline = outline(declared, batch=batch, seq=tokens, source=source, element=precision.nbytes)
     if svg or html:

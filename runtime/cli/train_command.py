@@ -17,6 +17,8 @@ from megaloom.dsl.catalog import file_name, find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.hf.architectures import describes
 from megaloom.dsl.model_file import is_model_file
+from megaloom.dsl.settings.arguments import Arguments, as_words
+from megaloom.dsl.settings.reference import check_same
 from megaloom.planner.cli.arguments import FixedLayout, fixed_fields
 from megaloom.planner.contract.capability import differences
 from megaloom.planner.contract.choices import Shard
@@ -34,7 +36,7 @@ from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.environment import current_environment
 from megaloom.runtime.training.run import train
-from megaloom.runtime.training.run_folder import is_run, load_run
+from megaloom.runtime.training.run_folder import PLAN_NAME, is_run, load_run
 from megaloom.runtime.training.verify import compare
 
 from .defaults import DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY
@@ -45,19 +47,29 @@ DEFAULT_SEQ, DEFAULT_BATCH = 128, 32
 
 
 def run_train(
-    model: str, load_options: Mapping[str, Any], options: Mapping[str, Any], recipe: Recipe, fixed: FixedLayout
+    model: str,
+    arguments: Arguments,
+    load_options: Mapping[str, Any],
+    options: Mapping[str, Any],
+    recipe: Recipe,
+    fixed: FixedLayout,
 ) -> int:
     """Train a model or a plan, and return the exit code.
 
-    load_options: seq, batch, precision, devices; None if not given. options: data, split, epochs, out, save_every,
-    evaluate_every, keep_last, keep_best, weights.
+    arguments: those of the model's function. load_options: seq, batch, precision, devices; None if not given. options:
+    data, split, epochs, out, save_every, evaluate_every, keep_last, keep_best, weights.
     """
     given = {name: value for name, value in {**load_options, **fixed_fields(fixed)}.items() if value is not None}
     is_plan = model.endswith(".json") and not describes(model) and not is_model_file(model)
     if is_run(model):
+        check_same(load(Path(model) / PLAN_NAME).model, arguments, model)
         plan, folder = _decided(load_run(model).plan, model, given), options["out"] or Path(model)
     else:
-        plan = _decided(load(model), model, given) if is_plan else _make_plan(model, load_options, fixed)
+        if is_plan:
+            plan = _decided(load(model), model, given)
+            check_same(plan.model, arguments, model)
+        else:
+            plan = _make_plan(model, arguments, load_options, fixed)
         folder = options["out"] or Path("runs") / file_name(plan.model)
     note = differences(plan.environment, current_environment())
     print_on_first_rank(plan_report(plan), *([note] if note else []))
@@ -73,6 +85,7 @@ def run_train(
     if summary.stopped:  # this process is a rank and was sent the signal, or nobody reads its output
         return fail(f"stopped; {_saved(folder)}", 128 + summary.stopped)
     resume = {**given, "data": options["data"], "split": options["split"], "out": options["out"], **asdict(recipe)}
+    resume["set"] = () if is_plan or is_run(model) else as_words(arguments)
     resume["steps"] = steps = 2 * max(recipe.steps, summary.step)
     parts = [f"\nto train further: {_command(model, resume)}"]
     if recipe.schedule.has_end and recipe.decay_steps is None:
@@ -107,9 +120,9 @@ def _decided(plan: Plan, path: str, given: Mapping[str, Any]) -> Plan:
     return plan
 
 
-def _make_plan(model: str, load_options: Mapping[str, Any], fixed: FixedLayout) -> Plan:
+def _make_plan(model: str, arguments: Arguments, load_options: Mapping[str, Any], fixed: FixedLayout) -> Plan:
     """Return the fastest plan of a model for this machine, or for the job of which this process is a rank."""
-    declared, ref = find(model)
+    declared, ref = find(model, arguments)
     workload = Workload(
         seq=DEFAULT_SEQ if load_options["seq"] is None else load_options["seq"],
         batch=DEFAULT_BATCH if load_options["batch"] is None else load_options["batch"],
@@ -133,6 +146,7 @@ def _cluster_name(count: int | None) -> str:
 def _command(model: str, options: Mapping[str, Any]) -> str:
     """Return the command line with the options that differ from the defaults."""
     defaults = {**asdict(DEFAULT_RECIPE), "data": (STANDARD_LIBRARY,), "split": None, "out": None, "steps": None}
+    defaults["set"] = ()
     flags = [part for name, value in options.items() if value != defaults.get(name) for part in _flag(name, value)]
     return shlex.join([*_program(), "train", *([] if model == DEFAULT_MODEL else [model]), *flags])
 
@@ -144,9 +158,11 @@ def _program() -> list[str]:
     return ["megaloom"] if shutil.which("megaloom") else [os.path.relpath(sys.argv[0])]
 
 
-def _flag(name: str, value: object) -> tuple[str, ...]:
+def _flag(name: str, value: Any) -> tuple[str, ...]:
     """Return the command-line words of an option."""
     flag = flag_of(name)
+    if name == "set":
+        return tuple(part for word in value for part in (flag, word))
     if isinstance(value, bool | Shard):
         return (flag if value else f"--no-{flag.removeprefix('--')}",)
     return (flag, *(value or ("none",))) if isinstance(value, tuple) else (flag, str(value))

@@ -60,12 +60,20 @@ def save_run(folder: Path, plan: Plan, model: Model, recipe: Recipe, options: Op
             os.replace(unfinished, folder / MODEL_FILE)
     except UserError:
         (folder / MODEL_FILE).unlink(missing_ok=True)
-    save_plan(plan, folder / PLAN_NAME)
+    save_plan(_with_source(plan, folder), folder / PLAN_NAME)
     given = {f.name: getattr(recipe, f.name) for f in fields(Recipe)}
     raw = {"version": RUN_VERSION, "options": {n: v for n, v in {**given, **options}.items() if v is not None}}
     unfinished = folder / f".{OPTIONS_NAME}.tmp"
     unfinished.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
     os.replace(unfinished, folder / OPTIONS_NAME)
+
+
+def _with_source(plan: Plan, folder: Path) -> Plan:
+    """Return a plan whose model is the folder's own file with the reference that the plan in the folder has."""
+    if Path(plan.model).resolve() != (folder / MODEL_FILE).resolve() or not (folder / PLAN_NAME).is_file():
+        return plan
+    before = load_plan(folder / PLAN_NAME)
+    return evolve(plan, model=before.model) if before.fingerprint == plan.fingerprint else plan
 
 
 def is_run(path: str | Path) -> bool:

@@ -139,7 +139,7 @@ def test_a_name_that_is_no_model(write) -> None:
     path = write(TWO + "def sized(layers, embed=4) -> Model: ...\ndef five(): return 5\n")
     for name in ("absent", "wte", "five", "Model"):
         assert message(f"models.py:{name}") == f"{path} has no model '{name}': it has tiny, other"
-    needs = "needs layers: give each argument of this function a default"
+    needs = "needs layers: give each argument of this function a default, or a value with --set layers=…"
     assert message("models.py:sized") == f"{path}:sized {needs}"
     path = write(ONE + "def five() -> Model: return 5\n", "wrong.py")
     assert message("wrong.py:five") == f"{path}:five is annotated with `-> Model`, but returns 5"

@@ -14,6 +14,7 @@ REASONS = {
     "planner/cli/export.py": COMMAND,
     "planner/cli/main.py": COMMAND,
     "planner/cli/process.py": COMMAND,
+    "planner/cli/settings.py": COMMAND,
     "planner/cli/validate.py": COMMAND,
     "planner/contract/layout.py": "start-up time: `plan --help` lists the layout fields without loading dsl",
     "planner/contract/plan_json.py": "start-up time: cattrs, only for reading a plan",
