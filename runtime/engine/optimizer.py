@@ -22,6 +22,7 @@ from torch import nn
 
 from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.layout import Layout
+from megaloom.runtime.megatron.multi_tensor import use_foreach_kernels
 from megaloom.runtime.megatron.optimizer_state import optimizers_of
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.modules.model_chunk import ModelChunk
@@ -89,6 +90,7 @@ def make_optimizer(
     parameter_groups: Sequence[ParameterGroup] = (),
 ) -> MegatronOptimizer:
     """Return AdamW on fp32 master weights, its state sharded over data-parallel ranks if the layout says so."""
+    use_foreach_kernels()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",

@@ -99,11 +99,11 @@ def is_legal(layout: Layout, g: Graph, load: Workload) -> bool:
     return not violations(layout, g, load, devices) and not runtime_violations(layout, g, load, devices)
 
 
-def priced(model: Model, layout: Layout, load: Workload, draw: Random | None = None) -> Plan:
+def priced(model: Model, layout: Layout, load: Workload, draw: Random | None = None, device: str = "CPU") -> Plan:
     """Return the plan of a layout, with the planner's stages or, at times, drawn ones."""
     fixed = {f.name: getattr(layout, f.name) for f in fields(Layout)}
     g = graph(model)
-    best = plan(model, cluster(f"{layout.world}xCPU"), load, ref=g.name, fixed=fixed).best
+    best = plan(model, cluster(f"{layout.world}x{device}"), load, ref=g.name, fixed=fixed).best
     if draw is None or layout.pp == 1 or draw.random() < 0.7:
         return best
     cuts = sorted(draw.sample(g.cut_points, len(best.stages) - 1))

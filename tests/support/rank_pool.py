@@ -27,6 +27,7 @@ from megaloom.dsl.catalog import find
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.launch import launcher
+from megaloom.runtime.megatron import device
 from megaloom.runtime.training.verify import (
     Comparison,
     Curve,
@@ -202,7 +203,7 @@ def process_group(store: Any, name: str, rank: int, size: int) -> Iterator[None]
     own = dist.PrefixStore(name, store)
     own.set(f"ready {rank}", "")
     own.wait([f"ready {other}" for other in range(size)], PATIENCE)
-    dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(device.backend(), store=own, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
     try:
         yield
     finally:

@@ -1,0 +1,41 @@
+"""Norms, scaling and copies of many tensors by torch's foreach kernels, for megatron-core's optimizers.
+
+megatron-core takes them from Transformer Engine or Apex. Without these it loops over the tensors, and its norm waits
+for the GPU once for each (megatron-core 0.16.1, utils.py:1200). `use_foreach_kernels` replaces these loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core import utils
+from megatron.core.optimizer import clip_grads, optimizer
+from torch import Tensor
+
+
+def use_foreach_kernels() -> None:
+    """Replace megatron-core's loops over tensors. Functions of Transformer Engine or Apex stay."""
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _norm
+        clip_grads.multi_tensor_scale_impl = optimizer.multi_tensor_scale_impl = _scale
+    optimizer._multi_tensor_copy_this_to_that = _copy
+
+
+def _norm(chunk: int, overflow: Tensor, lists: Sequence[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+    """Return the 2-norm of all tensors of the first list, a tensor of one element."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).reshape(1), None
+
+
+def _scale(chunk: int, overflow: Tensor, lists: Sequence[list[Tensor]], factor: float) -> None:
+    """Write the tensors of the first list, times a factor, to those of the second."""
+    source, target = lists
+    if any(a is not b for a, b in zip(source, target, strict=True)):
+        torch._foreach_copy_(target, source)
+    torch._foreach_mul_(target, factor)
+
+
+def _copy(this: list[Tensor], that: list[Tensor], overflow_buf: Tensor | None = None) -> None:
+    """Copy the tensors `this` to `that`, which may have another type."""
+    if this:
+        torch._foreach_copy_(that, this)
