@@ -69,6 +69,29 @@ class Plan:
     )
 
 
+@frozen
+class Speed:
+    """Speed of a step, on each device."""
+
+    tokens_per_second: float
+    flops_per_second: float  # model FLOPs: no recompute, causal attention counted half
+    mfu: float
+
+
+def speed_of(plan: Plan, seconds: float, batch: int | None = None) -> Speed:
+    """Return the speed of a measured step of `batch` sequences, by default the plan's, in these seconds.
+
+    FLOPs and peak are those of the prediction: the facts of the model, and the datasheet of the cluster's device.
+    """
+    predicted = plan.predicted
+    factor = predicted.step_seconds / seconds * (batch or plan.workload.batch) / plan.workload.batch
+    return Speed(
+        predicted.tokens_per_second_per_device * factor,
+        predicted.flops_per_second_per_device * factor,
+        predicted.mfu * factor,
+    )
+
+
 def plan_command(plan: Plan) -> str:
     """Return the command that makes a plan for the model, cluster and workload of this one."""
     w, runtime = plan.workload, "" if plan.runtime is Runtime.MEGALOOM else f" --runtime {plan.runtime}"

@@ -11,12 +11,12 @@ from rich.text import Text
 
 from megaloom.dsl.catalog import find
 from megaloom.dsl.facts.parameters import params
-from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.plans import Plan, speed_of
 from megaloom.planner.report.tables import layout_table, prediction_table
 from megaloom.planner.report.units import memory_unit, peak_memory
 from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.megatron import device
-from megaloom.runtime.training.metrics import clock
+from megaloom.runtime.metrics.display import clock, device_word, tflops_text
 from megaloom.runtime.training.training_run import RECENT_STEPS, Summary
 from megaloom.runtime.training.verify import Comparison
 
@@ -45,13 +45,17 @@ def summary_report(summary: Summary, plan: Plan) -> RenderableType:
     if summary.skipped:
         rows.append(("skipped steps", f"{summary.skipped:,} (loss or gradients were not finite; no weight changed)"))
     if summary.step_seconds and summary.train_loss is not None:
-        predicted, rate = plan.predicted, plan.workload.tokens / summary.step_seconds / plan.layout.world
-        mfu = predicted.mfu * predicted.step_seconds / summary.step_seconds  # for equal FLOPs
+        predicted, speed, each = plan.predicted, speed_of(plan, summary.step_seconds), device_word(plan)
+        expected = tflops_text(predicted.flops_per_second_per_device)
         rows += [
             ("tokens", f"{summary.tokens:,} in {clock(summary.seconds)}"),
             ("step time", f"{summary.step_seconds:.3f} s (predicted {predicted.step_seconds:.3f} s)"),
-            ("tokens/s/device", f"{rate:,.0f} (predicted {predicted.tokens_per_second_per_device:,.0f})"),
-            ("MFU", f"{mfu:.1%} (predicted {predicted.mfu:.1%})"),
+            (
+                f"tokens/s/{each}",
+                f"{speed.tokens_per_second:,.0f} (predicted {predicted.tokens_per_second_per_device:,.0f})",
+            ),
+            (f"TFLOP/s/{each}", f"{tflops_text(speed.flops_per_second)} (predicted {expected})"),
+            ("MFU", f"{speed.mfu:.1%} (predicted {predicted.mfu:.1%})"),
         ]
         rows += _training_loss(summary, summary.train_loss)
     for name, result in (("held-out", summary.held_out), ("test", summary.test)):

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.plans import speed_of
 from megaloom.runtime.checkpoints import checkpoint
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, Manifest, latest
 from megaloom.runtime.data.part import DataPart, Window
@@ -26,9 +27,10 @@ from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.engine.samples import Sample, SampleMaker
 from megaloom.runtime.engine.weight_update import NonFiniteError
 from megaloom.runtime.megatron import device
+from megaloom.runtime.metrics.display import InterruptibleConsole, ProgressDisplay, loss_text, progress_display
+from megaloom.runtime.metrics.metrics_file import METRICS_NAME, MetricsFile, StepMetrics
 from megaloom.runtime.weights.given import open_folder
 
-from .metrics import InterruptibleConsole, MetricsFile, ProgressDisplay, StepMetrics, loss_text, progress_display
 from .run_data import sample_of
 from .training_run import RECENT_STEPS, Summary, TrainingRun
 
@@ -46,10 +48,9 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
     if resumed:
         checkpoint.load(engine, resumed)
     first = dist.get_rank() == 0
-    metrics = MetricsFile(run.folder / "metrics.jsonl" if first else None, last_step=engine.done)
+    metrics = MetricsFile(run.folder / METRICS_NAME if first else None, last_step=engine.done)
     console = InterruptibleConsole(signals) if first else Console(quiet=True)
-    tokens = run.plan.workload.tokens
-    with progress_display(console, steps=run.recipe.steps, done=engine.done, step_tokens=tokens) as display:
+    with progress_display(console, run.plan, steps=run.recipe.steps) as display:
         if given:
             display.print(f"weights from {given.files}; the optimizer is fresh, and training starts at step 0")
         return Loop(run, engine, resumed, metrics, display, signals).run_to_end()
@@ -121,12 +122,26 @@ class Loop:
             raise UserError(f"{error}\n{self._diverged()}") from None
         seconds = time.monotonic() - start
         self.samples += batch
-        tokens = self.samples * workload.seq
-        self.display.step_tokens = batch * workload.seq
-        step = StepMetrics(step=self.engine.done, **asdict(result), tokens=tokens, seconds=seconds)
+        speed = speed_of(self.run.plan, seconds, batch)
+        step = StepMetrics(
+            step=self.engine.done,
+            **asdict(result),
+            tokens=self.samples * workload.seq,
+            seconds=seconds,
+            tokens_per_second_per_device=speed.tokens_per_second,
+            flops_per_second_per_device=speed.flops_per_second,
+            mfu=speed.mfu,
+            peak_nbytes=self._largest_peak(),
+        )
         self.steps.append(step)
         self.metrics.write("step", **asdict(step))
         self.display.show_step(step)
+
+    def _largest_peak(self) -> int:
+        """Return the peak memory of the rank with the most, until now."""
+        peak = torch.tensor(self.engine.peak_memory(), device=device.current())
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return int(peak)
 
     def _diverged(self) -> str:
         """Return the last checkpoint and what to try after a loss or gradient that is not finite."""

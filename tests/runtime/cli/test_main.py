@@ -66,18 +66,24 @@ def test_train_shows_plan_progress_and_summary(done: tuple[Path, str]) -> None:
     plan = load(folder / "plan.json")
     assert all(reason in shown for reason in plan.reasons)
     assert "byte-llama: 78,208 parameters on 2xCPU" in shown
-    assert re.search(
-        r"step 6/6  loss \d\.\d+  [\d,]+ tokens/s  0:\d\d elapsed  0:00 left  grad norm \d.*  lr \d", shown
-    )
+    speed = r"[\d,]+ tokens/s/process  0\.\d+ TFLOP/s/process  MFU \d+\.\d%  memory \d+ MiB"
+    times = r"0:\d\d elapsed  0:00 left"
+    assert re.search(rf"step 6/6  loss \d\.\d+  lr \d\S+  grad norm \d\S+  {speed}  {times}\n", shown)
     assert re.search(r"held-out loss +\d\.\d{3} nats per byte, \d\.\d{3} bits", shown)
     assert re.search(r"perplexity +\d+\.\d{3} over [\d,]+ held-out tokens", shown)
     assert re.search(r"unigram entropy +\d\.\d{3} nats per byte", shown)
     assert re.search(r"step time +0\.\d{3} s \(predicted \d\.\d{3} s\)", shown)
-    assert re.search(r"tokens/s/device +[\d,]+ \(predicted [\d,]+\)", shown)
+    assert re.search(r"tokens/s/process +[\d,]+ \(predicted [\d,]+\)", shown)
+    assert re.search(r"TFLOP/s/process +0\.\d+ \(predicted 0\.\d+\)", shown)
     assert re.search(r"MFU +\d+\.\d% \(predicted \d+\.\d%\)", shown)
     assert re.search(r"peak memory +\d+\.\d MiB \(predicted \d+\.\d\)", shown)
-    assert "checkpoint       runs/byte-llama/step-000006" in shown
-    assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+    assert re.search(r"checkpoint +runs/byte-llama/step-000006", shown)
+    event = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert event["step"] == 1
+    for name in ("tokens_per_second_per_device", "flops_per_second_per_device", "mfu"):
+        expected = getattr(plan.predicted, name) * plan.predicted.step_seconds
+        assert event[name] * event["seconds"] == pytest.approx(expected)  # equal work
+    assert event["peak_nbytes"] > 2**20
 
 
 def test_the_command_to_go_on_goes_on(done: tuple[Path, str], tmp_path: Path) -> None:
@@ -91,7 +97,7 @@ def test_the_command_to_go_on_goes_on(done: tuple[Path, str], tmp_path: Path) ->
     result = run(*words, cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert "resumed from step 6 of 12 (runs/byte-llama/step-000006)" in result.stdout
-    assert "steps            12 (resumed from 6)" in result.stdout
+    assert re.search(r"steps +12 \(resumed from 6\)", result.stdout)
     assert "learning rate: its schedule ends at step 6; --decay-steps 12 would stretch it" in result.stdout
     events = map(json.loads, (tmp_path / "runs" / "byte-llama" / "metrics.jsonl").read_text().splitlines())
     rates = [event["lr"] for event in events if event["event"] == "step"]
@@ -180,7 +186,12 @@ def test_killed_it_leaves_nobody_and_nothing_broken(text: Path, tmp_path: Path) 
     assert "resumed from the finished run" in again.stdout
 
 
-def test_on_a_terminal_progress_is_one_line(text: Path, tmp_path: Path) -> None:
+def plain(shown: bytes) -> str:
+    """What a terminal was sent, without colours and movements of the cursor."""
+    return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown.decode())
+
+
+def test_on_a_terminal_all_figures_are_redrawn(text: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     args = ["train", f"{MODELS}:byte_llama", "--data", str(text), *SMALL, "--steps", "3"]
     env = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}
@@ -191,7 +202,8 @@ def test_on_a_terminal_progress_is_one_line(text: Path, tmp_path: Path) -> None:
         while chunk := os.read(ours, 4096):
             shown += chunk
     assert process.wait(timeout=60) == 0
-    assert re.search(r"\r.*step 2/3 .*\r.*step 3/3 .*loss \d.*tokens/s.*0:00 left", shown.decode())
+    assert re.search(r"step 3/3 .*0:00 left\s+loss \d.*lr \d.*grad norm \d.*\s+[\d,]+ tokens/s/process", plain(shown))
+    assert re.search(r"TFLOP/s/process  MFU \d+\.\d%  memory \d+ MiB", plain(shown))
     assert "held-out loss" in shown.decode()
     assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l")  # the cursor is there again
 

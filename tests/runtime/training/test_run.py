@@ -13,7 +13,8 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import PlanError
 from megaloom.runtime import Recipe, Summary, train
 from megaloom.runtime.checkpoints.checkpoint_folder import CheckpointError
-from megaloom.runtime.training.metrics import MetricsFile, clock
+from megaloom.runtime.metrics.display import clock
+from megaloom.runtime.metrics.metrics_file import MetricsFile
 from megaloom.runtime.training.run import locked
 from tests.support.paths import TESTS
 

@@ -1,0 +1,1 @@
+"""Metrics of a run: figures of each step, metrics.jsonl, the display, trackers, and times of a profiled step."""

@@ -1,0 +1,178 @@
+"""Progress of a run: figures redrawn on a terminal, lines in a pipe. Only rank 0 shows it."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime.engine.results import EvaluationResult
+
+from .metrics_file import StepMetrics
+
+PRINT_SECONDS = 5.0  # between progress lines in a pipe
+REDRAW_SECONDS = 0.1  # between drawings on a terminal
+AVERAGED_STEPS = 20  # over which speed is averaged
+GAP = "  "  # between figures
+
+
+class InterruptibleConsole(Console):
+    """A console that treats a closed pipe as a signal to stop, so that the run saves before it ends."""
+
+    def __init__(self, signals: list[int]) -> None:
+        super().__init__()
+        self.signals = signals
+
+    def on_broken_pipe(self) -> None:
+        """Stop printing, and record SIGPIPE. (rich would end the process without a checkpoint.)"""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is still buffered
+        self.signals.append(signal.SIGPIPE)
+
+
+class ProgressDisplay:
+    """Progress in a pipe: the first step, the last, and one line every PRINT_SECONDS between them."""
+
+    seconds_between = PRINT_SECONDS
+
+    def __init__(self, console: Console, plan: Plan, steps: int) -> None:
+        self.console, self.plan, self.steps = console, plan, steps
+        self.start, self.last_shown = time.monotonic(), -math.inf
+        self.recent: deque[StepMetrics] = deque(maxlen=AVERAGED_STEPS)
+        self.skipped = 0
+
+    def show_step(self, step: StepMetrics) -> None:
+        """Show the metrics of a step that is done, if enough time has passed."""
+        self.recent.append(step)
+        self.skipped += step.skipped
+        now = time.monotonic()
+        if now - self.last_shown >= self.seconds_between or step.step == self.steps:
+            self.last_shown = now
+            self.draw(step)
+
+    def draw(self, step: StepMetrics) -> None:
+        """Print the line of a step."""
+        parts = [f"step {step.step}/{self.steps}", *training_figures(step, self.skipped), *self.speed_figures()]
+        self.print(GAP.join([*parts, *self.times(step)]))
+
+    def speed_figures(self) -> list[str]:
+        """Return speed, the mean of the last steps, and memory."""
+        return speed_figures(self.plan, list(self.recent))
+
+    def times(self, step: StepMetrics) -> list[str]:
+        """Return the time since the start, and the time that is left at the mean speed of the last steps."""
+        mean = sum(each.seconds for each in self.recent) / len(self.recent)
+        left = clock((self.steps - step.step) * mean)
+        return [f"{clock(time.monotonic() - self.start)} elapsed", f"{left} left"]
+
+    def print(self, text: str) -> None:
+        """Print a line that stays on the screen."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveDisplay(ProgressDisplay):
+    """Progress on a terminal: a bar and all figures below it, redrawn in place."""
+
+    seconds_between = REDRAW_SECONDS
+
+    def __init__(self, console: Console, plan: Plan, steps: int, live: Live) -> None:
+        super().__init__(console, plan, steps)
+        self.live = live
+
+    def draw(self, step: StepMetrics) -> None:
+        """Redraw the bar and the figures."""
+        self.live.update(self.picture(step), refresh=True)
+
+    def picture(self, step: StepMetrics) -> RenderableType:
+        """Return the bar with the step and the times, and two rows of figures."""
+        head = Table.grid(expand=True, padding=(0, 1))
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True)
+        bar = ProgressBar(total=self.steps, completed=step.step)
+        head.add_row(Text(f"step {step.step}/{self.steps}"), bar, Text(GAP.join(self.times(step))))
+        rows = training_figures(step, self.skipped), self.speed_figures()
+        return Group(head, *(Padding(Text(GAP.join(row)), (0, 0, 0, 2)) for row in rows))
+
+
+def training_figures(step: StepMetrics, skipped: int) -> list[str]:
+    """Return loss and its terms, learning rate, gradient norm; loss scale and skipped steps where there are any."""
+    return [
+        f"loss {step.loss:.4f}",
+        *(f"{name} {value:.4f}" for name, value in step.terms.items()),
+        f"lr {step.lr:.1e}",
+        f"grad norm {step.grad_norm:.2f}",
+        *([] if step.loss_scale is None else [f"loss scale {step.loss_scale:g}"]),
+        *([f"{skipped} skipped"] if skipped else []),
+    ]
+
+
+def speed_figures(plan: Plan, steps: list[StepMetrics]) -> list[str]:
+    """Return tokens/s, TFLOP/s and MFU of each device, the mean of some steps, and the peak memory."""
+    seconds, each = sum(step.seconds for step in steps), device_word(plan)
+    means = [
+        sum(getattr(step, name) * step.seconds for step in steps) / seconds
+        for name in ("tokens_per_second_per_device", "flops_per_second_per_device", "mfu")
+    ]
+    return [
+        f"{means[0]:,.0f} tokens/s/{each}",
+        f"{tflops_text(means[1])} TFLOP/s/{each}",
+        f"MFU {means[2]:.1%}",
+        f"memory {nbytes_text(steps[-1].peak_nbytes)}",
+    ]
+
+
+def device_word(plan: Plan) -> str:
+    """Return "GPU", or "process" on CPU."""
+    return "process" if plan.cluster.device.name == "CPU" else "GPU"
+
+
+def tflops_text(flops: float) -> str:
+    """Return FLOP/s in TFLOP/s, with three digits."""
+    return f"{flops / 1e12:,.0f}" if flops >= 1e14 else f"{flops / 1e12:.3g}"
+
+
+def nbytes_text(nbytes: int) -> str:
+    """Return bytes in GiB, or MiB below 1 GiB."""
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
+
+
+@contextmanager
+def progress_display(console: Console, plan: Plan, *, steps: int) -> Iterator[ProgressDisplay]:
+    """Show progress up to step `steps`, on a terminal or in a pipe."""
+    if not console.is_terminal:
+        yield ProgressDisplay(console, plan, steps)
+        return
+    # Redrawn at steps instead of by rich's own thread, which would take time from training.
+    with Live(console=console, auto_refresh=False) as live:
+        yield LiveDisplay(console, plan, steps, live)
+
+
+def loss_text(result: EvaluationResult, unit: str, digits: int = 4) -> str:
+    """Return the loss of an evaluation with its unit and its terms; of predicted tokens, their perplexity too."""
+    whole = result.cross_entropy in (None, result.loss)
+    parts = [f"loss {result.loss:.{digits}f}{f' {unit}' if whole and unit else ''}"]
+    parts += [f"{name} {value:.{digits}f}" for name, value in result.terms.items()]
+    if result.perplexity is not None:
+        parts.append(f"perplexity {result.perplexity:.3f}")
+    return ", ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as minutes and seconds, or hours, minutes and seconds: 1:05, 2:03:07."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,0 +1,79 @@
+"""metrics.jsonl: one JSON object per event. Only rank 0 writes: losses are equal on all ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from attrs import field, frozen
+
+METRICS_NAME = "metrics.jsonl"
+
+
+@frozen(kw_only=True)
+class StepMetrics:
+    """Metrics of one optimizer step. The fields are those of a "step" event in metrics.jsonl."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int  # consumed since the first step
+    seconds: float
+    tokens_per_second_per_device: float
+    flops_per_second_per_device: float  # model FLOPs, as the plan counts them
+    mfu: float
+    peak_nbytes: int  # of the rank with the most, until now
+    skipped: bool = False  # loss or gradients were not finite, so no weight has changed
+    loss_scale: float | None = None  # of fp16
+    terms: Mapping[str, float] = field(factory=dict)  # of the loss, if it has several, and the balancing loss
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object per line, in the order of events, no step twice. Without a path, nothing."""
+
+    def __init__(self, path: Path | None, *, last_step: int) -> None:
+        """Open the file to append after `last_step`; lines of later steps, from an interrupted run, are dropped."""
+        self.file: IO[str] | None = None
+        if path:
+            lines = [line for line in _complete_lines(path) if _step_of(line) <= last_step]
+            unfinished = path.with_name(f"{path.name}.tmp")
+            unfinished.write_text("".join(lines))
+            unfinished.replace(path)
+            self.file = path.open("a", buffering=1)
+
+    def write(self, event: str, *, step: int, **values: object) -> None:
+        """Append one event. A value that is NaN or infinite, which JSON does not have, is written as null."""
+        if self.file:
+            self.file.write(json.dumps({"event": event, "step": step, **_finite(values)}) + "\n")
+
+
+def _finite(values: Mapping[str, object]) -> dict[str, object]:
+    """Return the values that JSON can hold, with None for NaN and infinity."""
+    return {
+        name: _finite(v) if isinstance(v, Mapping) else None if isinstance(v, float) and not math.isfinite(v) else v
+        for name, v in values.items()
+    }
+
+
+def _complete_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file, without a last one that was cut short; none if there is no file."""
+    if path.exists():
+        with path.open(errors="replace") as file:
+            yield from (line for line in file if line.endswith("\n"))
+
+
+def _step_of(line: str) -> float:
+    """Return the step of a line; infinity if the line is damaged, as after a power failure."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a metrics file; lines that are damaged are left out."""
+    return [json.loads(line) for line in _complete_lines(path) if _step_of(line) < math.inf]
