@@ -11,7 +11,12 @@ from __future__ import annotations
 
 import errno
 import json
+import math
+import os
 import re
+import shutil
+import zlib
+from collections.abc import Mapping
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +35,7 @@ FOLDER_NAME = re.compile(r"step-(\d{6,})(?:-loss-(\d+\.\d+|inf|nan))?")
 NO_SPACE = {errno.ENOSPC: "no space left on the device", errno.EDQUOT: "disk quota exceeded"}
 CONVERTER = cattrs.Converter()
 """Reads and writes manifests."""
+NONE_DAMAGED: Mapping[str, str] = {}
 configure_union_passthrough(int | float | str | bool, CONVERTER)
 
 
@@ -95,9 +101,13 @@ class Retention:
             name, least, value = ("last", 1, self.last) if self.last < 1 else ("best", 0, self.best)
             raise UserError(f"--keep-{name} must be at least {least}, got {value}")
 
-    def superseded(self, run: Path) -> list[Path]:
-        """Return the whole checkpoints of a run that are not kept, oldest first. The newest is always kept."""
-        whole = [c for folder in checkpoint_folders(run) if isinstance(c := _read_or_problem(folder), Checkpoint)]
+    def superseded(self, run: Path, saved: Path) -> list[Path]:
+        """Return the whole checkpoints of a run that are not kept, oldest first. The one just saved is always kept.
+
+        Later steps than the one just saved are of a checkpoint that could not be loaded: they neither count nor go.
+        """
+        folders = [folder for folder in checkpoint_folders(run) if _step(folder) <= _step(saved)]
+        whole = [c for folder in folders if isinstance(c := _read_or_problem(folder), Checkpoint)]
         by_loss = [(c.manifest.validation_loss, c) for c in whole if c.manifest.validation_loss is not None]
         best = [c for _, c in sorted(by_loss, key=lambda pair: (pair[0] != pair[0], pair[0], -pair[1].manifest.step))]
         kept = {c.folder for c in (*whole[-self.last :], *best[: self.best])}
@@ -115,8 +125,10 @@ def manifest_checksum(raw: dict[str, object]) -> str:
     return sha256(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def latest(run: Path, *, fingerprint: str) -> Checkpoint | None:
+def latest(run: Path, *, fingerprint: str, damaged: Mapping[str, str] = NONE_DAMAGED) -> Checkpoint | None:
     """Return the newest whole checkpoint of a run folder, or None if there is none. Its `skipped` names damaged ones.
+
+    Sizes of files are checked, contents are not. damaged: by name of a folder, a file whose contents have changed.
 
     Raise CheckpointError if all are damaged, or it belongs to another model: starting anew would overwrite it. A
     fingerprint of an older form is not compared here; then `load` compares the names and shapes of all weights.
@@ -125,6 +137,8 @@ def latest(run: Path, *, fingerprint: str) -> Checkpoint | None:
     checkpoint = None
     for folder in reversed(checkpoint_folders(run)):
         found = _read_or_problem(folder)
+        if folder.name in damaged and isinstance(found, Checkpoint):
+            found = changed_contents(folder, damaged[folder.name])
         if isinstance(found, Checkpoint):
             checkpoint = evolve(found, skipped=tuple(str(p).partition("\n")[0] for p in problems))
             break
@@ -141,6 +155,11 @@ def latest(run: Path, *, fingerprint: str) -> Checkpoint | None:
             "choose another folder with --out, or remove that one"
         )
     return checkpoint
+
+
+def changed_contents(folder: Path, name: str) -> CheckpointError:
+    """Return the error for a checkpoint of which a file has other contents than were saved."""
+    return CheckpointError(unusable(folder, f"is damaged: the contents of {name} have changed"))
 
 
 def newest_whole(run: Path, *, fingerprint: str) -> Path | None:
@@ -184,16 +203,48 @@ def read(folder: Path) -> Checkpoint:
     return Checkpoint(folder, manifest)
 
 
+def crc32_of(path: Path) -> int:
+    """Return the CRC of a file. torch stores CRCs in its files but does not check them on loading."""
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 24):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def publish(unfinished: Path, folder: Path, manifest: Manifest, checksums: Mapping[str, int]) -> None:
+    """Write the manifest, flush everything to disk, and give the folder its final name."""
+    files = {name: SavedFile((unfinished / name).stat().st_size, crc32) for name, crc32 in checksums.items()}
+    (unfinished / MANIFEST_NAME).write_text(manifest_to_json(evolve(manifest, files=files)))
+    for path in [*unfinished.iterdir(), unfinished]:
+        _flush(path)
+    if folder.exists():  # a damaged one, which this run has skipped
+        aside = folder.with_name(f"{folder.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+    unfinished.rename(folder)
+    _flush(folder.parent)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @frozen
 class Space:
     """Bytes that a checkpoint needs, and bytes that are free on its device."""
 
     needed: int
-    free: int
+    free: float  # infinity if unknown
 
     def __str__(self) -> str:
         size, unit = next(((n, u) for n, u in ((2**30, "GiB"), (2**20, "MiB")) if self.needed >= n), (2**10, "KiB"))
-        return f"needs {self.needed / size:.1f} {unit}, {self.free / size:.1f} free"
+        free = "" if math.isinf(self.free) else f", {self.free / size:.1f} free"
+        return f"needs {self.needed / size:.1f} {unit}{free}"
 
 
 def cannot_save(what: str, run: Path, error: BaseException, space: Space | None = None) -> str:

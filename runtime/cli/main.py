@@ -82,6 +82,7 @@ def train_by_plan(
     evaluate_every: int = 100,
     keep_last: int = 2,
     keep_best: int = 0,
+    async_save: bool | None = None,
     recipe: Annotated[Recipe, Parameter(name="*", group="Recipe")] = DEFAULT_RECIPE,
     fixed: TrainedLayout = SEARCH_ALL,
 ) -> int:
@@ -121,6 +122,8 @@ def train_by_plan(
     keep_best
         Checkpoints with the least validation loss that are kept as well. Each is evaluated when it is saved, and its
         folder is named after the loss.
+    async_save
+        Train on while a checkpoint is written, from a copy in host memory. [default: on GPUs]
     """
     require_training_packages("train")
     from .train_command import run_train
@@ -128,7 +131,7 @@ def train_by_plan(
     load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
     options = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
     options |= {"save_every": save_every, "evaluate_every": evaluate_every}
-    options |= {"keep_last": keep_last, "keep_best": keep_best}
+    options |= {"keep_last": keep_last, "keep_best": keep_best, "async_save": async_save}
     arguments = model_arguments(words, settings)
     model = model or (DEFAULT_MODEL if weights is None else str(weights))
     return run_train(model, arguments, load, options, recipe, fixed)

@@ -57,7 +57,7 @@ def run_train(
     """Train a model or a plan, and return the exit code.
 
     arguments: those of the model's function. load_options: seq, batch, precision, devices; None if not given. options:
-    data, split, epochs, out, save_every, evaluate_every, keep_last, keep_best, weights.
+    data, split, epochs, out, save_every, evaluate_every, keep_last, keep_best, async_save, weights.
     """
     given = {name: value for name, value in {**load_options, **fixed_fields(fixed)}.items() if value is not None}
     is_plan = model.endswith(".json") and not describes(model) and not is_model_file(model)
@@ -77,7 +77,8 @@ def run_train(
     try:
         data = {"source": options["data"], "split": options["split"], "epochs": options["epochs"]}
         retention = Retention(options["keep_last"], options["keep_best"])
-        summary = train(plan, recipe, folder=folder, weights=options["weights"], retention=retention, **data, **every)
+        saving = {"retention": retention, "asynchronous_saves": options["async_save"]}
+        summary = train(plan, recipe, folder=folder, weights=options["weights"], **saving, **data, **every)
     except KeyboardInterrupt:
         return fail(f"stopped; {_saved(folder)}", 130)
     except SystemExit as stop:  # a signal has ended the process

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megaloom.runtime.checkpoints.checkpoint import crc32_of
-from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, CheckpointError, unusable
+from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, changed_contents, crc32_of
 from megaloom.runtime.weights.views import Box, View, source
 
 
@@ -23,7 +22,7 @@ def checkpoint_views(checkpoint: Checkpoint) -> dict[str, View]:
     folder = checkpoint.folder
     for name, file in checkpoint.manifest.files.items():
         if crc32_of(folder / name) != file.crc32:
-            raise CheckpointError(unusable(folder, f"is damaged: the contents of {name} have changed"))
+            raise changed_contents(folder, name)
     metadata = FileSystemReader(folder).read_metadata()
     tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
     return {name: _view(folder, metadata, name, it) for name, it in tensors.items()}

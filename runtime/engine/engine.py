@@ -32,7 +32,8 @@ from megaloom.dsl import (
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_trainable
 from megaloom.runtime.checkpoints import checkpoint
-from megaloom.runtime.checkpoints.checkpoint_folder import Manifest, latest
+from megaloom.runtime.checkpoints.checkpoint_folder import Manifest
+from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import make_build_context
 from megaloom.runtime.megatron.optimizer_state import AVERAGE, restore_optimizer_state, sharded_optimizer_state
@@ -53,7 +54,6 @@ from .parameter_groups import ParameterGroup, assign_groups, zero_frozen_gradien
 from .pipeline_run import MicroBatches, PipelineRun, Samples, Step
 from .recipe import Recipe
 from .results import EvaluationResult, StepResult
-from .sample_checks import agreed
 from .samples import Sample, SampleMaker
 from .steps import HeldOut, Steps, complete, held_out_step
 from .weight_update import NonFiniteError, SharedGradScaler, first_bad_gradient, first_bad_output, update_weights
@@ -292,7 +292,7 @@ class Engine:
 
     def load(self, run: Path) -> int:
         """Load the last checkpoint of a run folder, saved under any layout, and return its step; 0 if there is none."""
-        if last := latest(run, fingerprint=self.plan.fingerprint):
+        if last := checkpoint.newest_sound(run, fingerprint=self.plan.fingerprint):
             self.loads_average = last.manifest.averaged
             checkpoint.load(self, last)
             self.saved = last.folder

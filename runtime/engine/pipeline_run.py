@@ -21,6 +21,7 @@ from megaloom.dsl import DType, Graph, UserError
 from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.body.balancing_loss import Balancing
+from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.kernels import zigzag
 from megaloom.runtime.megatron.process_groups import ProcessGroups
@@ -31,7 +32,7 @@ from megaloom.runtime.reference.dropout import MaskSource
 
 from .loss_totals import LossTerms, LossTotals
 from .loss_weights import weight_sums
-from .sample_checks import agreed, check_sample
+from .sample_checks import check_sample
 from .samples import Sample
 from .steps import Forward, MicroBatch, Outputs, Sums
 

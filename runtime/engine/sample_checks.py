@@ -1,41 +1,16 @@
-"""Checks of samples before a step: a clear message for tensors that the model cannot train on, raised on all ranks."""
+"""Checks of samples before a step: a clear message for tensors that the model cannot train on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megaloom.dsl import DocumentIndices, DocumentPositions, DType, Graph, Lookup, MaskedScatter, Node
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.facts.primitives import program
-from megaloom.runtime.megatron import device
-
-T = TypeVar("T")
-
-
-def agreed(make: Callable[[], T]) -> T:
-    """Return what `make` returns. If it raises UserError on any rank, raise that of the first such rank on all ranks.
-
-    Every rank calls it. So no rank waits in a collective for one that has refused its batch.
-    """
-    value: T | None = None
-    refusal = ""
-    try:
-        value = make()
-    except UserError as error:
-        refusal = str(error)
-    refused = torch.tensor(int(bool(refusal)), device=device.current())
-    dist.all_reduce(refused, op=dist.ReduceOp.MAX)
-    if not refused:
-        return value  # type: ignore[return-value]
-    refusals: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(refusals, refusal)
-    rank, text = next((rank, text) for rank, text in enumerate(refusals) if text)
-    raise UserError(text if refusal == text else f"on rank {rank}: {text}")
 
 
 def check_sample(graph: Graph, sample: Mapping[str, Any], seq: int) -> None:

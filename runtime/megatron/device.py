@@ -57,6 +57,13 @@ def current() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if gpu_count() else torch.device("cpu")
 
 
+def to_host(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in host memory. A copy from a GPU is in pinned memory; `torch.cuda.synchronize` completes it."""
+    if not x.is_cuda:
+        return x
+    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+
+
 def local_cluster() -> str:
     """Return this machine as a cluster name, such as "4xCPU" or "2xH200". Raise UserError for an unknown GPU."""
     return f"{device_count()}x{_known_preset(gpu_name()) if gpu_count() else 'CPU'}"

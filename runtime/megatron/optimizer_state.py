@@ -21,6 +21,8 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, Mega
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor, nn
 
+from . import device
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 AVERAGE = "average"
 
@@ -49,7 +51,7 @@ class ParameterState:
         for row, tensor in zip(full, self.tensors, strict=False):
             row[self.start : self.stop] = tensor.detach().view(-1)
         dist.reduce(full, group=self.group, group_dst=0)
-        result = full.to("cpu" if self.group.rank() == 0 else "meta")
+        result = device.to_host(full) if self.group.rank() == 0 else full.to("meta")
         return tuple(row.view(self.param.shape) for row in result)
 
     def copy_from(self, gathered: tuple[Tensor, ...]) -> None:
@@ -137,6 +139,8 @@ def sharded_optimizer_state(
         data = model[name].data
         is_buffer = isinstance(data, Tensor) and data.is_floating_point()  # megatron-core adds objects without data
         state["model"][name] = _with_data(model[name], data.float(), "") if is_buffer else model[name]
+    if device.gpu_count():
+        torch.cuda.synchronize()  # the copies in host memory are complete
     return state
 
 

@@ -64,7 +64,7 @@ def evaluate_run(
     part: "all", or the training, validation or test part by `split`. Raise UserError for a folder that is no run, bad
     data, or a machine without the devices of the plan.
     """
-    plan, model, step = _trained(folder)
+    plan, model = _trained(folder)
     check_trainable(plan, model)
     launcher.check(plan.layout.world)
     maker = SampleMaker.of(graph(model), plan.workload.seq)
@@ -73,17 +73,15 @@ def evaluate_run(
         for i, source in enumerate(sources):
             corpus = open_corpus([source], split, Path(temporary) / str(i), lambda ids: check_vocabulary(ids, maker))
             texts.append(_text(source, corpus, part, maker))
-        losses = launcher.run(_losses_on_rank, (plan, folder, texts), plan.layout.world, timeout=timeout)[0]
-    return RunEvaluation(step, losses)
+        return launcher.run(_evaluate_on_rank, (plan, folder, texts), plan.layout.world, timeout=timeout)[0]
 
 
-def _trained(folder: Path) -> tuple[Plan, Model, int]:
-    """Return plan and model of a run folder, and the step of its last checkpoint."""
+def _trained(folder: Path) -> tuple[Plan, Model]:
+    """Return plan and model of a run folder that has a checkpoint."""
     plan, model = plan_and_model(folder)
-    last = latest(folder, fingerprint=plan.fingerprint)
-    if last is None:
+    if latest(folder, fingerprint=plan.fingerprint) is None:
         raise UserError(f"{folder} has no checkpoint\ntrain first: megaloom train {folder / PLAN_NAME}")
-    return plan, model, last.manifest.step
+    return plan, model
 
 
 def _text(source: str, corpus: Corpus, part: str, maker: SampleMaker) -> EvaluatedText:
@@ -100,13 +98,13 @@ def _text(source: str, corpus: Corpus, part: str, maker: SampleMaker) -> Evaluat
     return EvaluatedText(source, text, corpus.ids)
 
 
-def _losses_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText]) -> tuple[SourceLoss, ...]:
-    """Return the losses, which are equal on all ranks."""
+def _evaluate_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText]) -> RunEvaluation:
+    """Return step and losses of the newest checkpoint that is not damaged. They are equal on all ranks."""
     from megaloom.runtime.engine.engine import Engine  # imports megatron-core, which the starting process does not need
 
     model, _ = find(plan.model)
     engine = Engine.build(plan, model, Recipe())
-    engine.load(folder)
+    step = engine.load(folder)
     losses = []
     for text in texts:
         maker = SampleMaker.of(engine.graph, plan.workload.seq, text.ids)
@@ -117,4 +115,4 @@ def _losses_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText]) -> tup
 
         result = engine.evaluate_samples(sample, text.part.held_out_samples(seq))
         losses.append(SourceLoss(text.name, result, maker.unit))
-    return tuple(losses)
+    return RunEvaluation(step, tuple(losses))

@@ -20,7 +20,8 @@ from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.plans import speed_of
 from megaloom.runtime.checkpoints import checkpoint
-from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, Manifest, latest
+from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, Manifest
+from megaloom.runtime.checkpoints.saver import Saver
 from megaloom.runtime.data.part import DataPart, Window
 from megaloom.runtime.engine.engine import Engine
 from megaloom.runtime.engine.results import EvaluationResult
@@ -41,7 +42,7 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
     `signals` holds the numbers of the signals that asked this rank to stop, as they arrive.
     """
     model, _ = find(run.plan.model)
-    resumed = latest(run.folder, fingerprint=run.plan.fingerprint)
+    resumed = checkpoint.newest_sound(run.folder, fingerprint=run.plan.fingerprint)
     recipe = run.recipe.continuing(resumed.manifest.recipe) if resumed else run.recipe
     given = open_folder(run.weights) if run.weights and not resumed else None
     engine = Engine.build(run.plan, model, recipe, run.steps, weights=given.of(model) if given else None)
@@ -71,7 +72,8 @@ class Loop:
     signals: list[int]
     maker: SampleMaker = field(init=False)
     samples: int = field(init=False)  # training samples consumed
-    saved: Path | None = field(init=False)  # the last checkpoint
+    saved: Path | None = field(init=False)  # the last whole checkpoint
+    saver: Saver = field(init=False)
     steps: list[StepMetrics] = field(factory=list, init=False)
     start: float = field(factory=time.monotonic, init=False)
 
@@ -83,6 +85,10 @@ class Loop:
     def _samples(self) -> int:
         """Return the samples that were consumed before this run."""
         return self.resumed.manifest.samples if self.resumed else 0
+
+    @saver.default
+    def _saver(self) -> Saver:
+        return Saver(self.run.folder, self.run.retention, self.run.asynchronous_saves)
 
     @saved.default
     def _saved(self) -> Path | None:
@@ -97,7 +103,7 @@ class Loop:
         while engine.done < run.recipe.steps and not stopped:
             self._train_step()
             last = engine.done == run.recipe.steps
-            stopped, save_asked = self._signals()
+            stopped, save_asked = self._agreed_signals()
             stopped = 0 if last else stopped
             saves = engine.done % run.save_every == 0 or last or stopped or save_asked
             evaluates = (engine.done % run.evaluate_every == 0 and not last) or (saves and run.retention.best)
@@ -106,6 +112,8 @@ class Loop:
                 result = self._evaluate(validation, "held-out", whole=False)
             if saves:
                 self._save(result)
+        self._finish_save()
+        self.saver.close()
         if not stopped and validation:
             held_out = self._evaluate(validation, "held-out", whole=True)
         if not stopped and run.corpus.test:
@@ -118,7 +126,8 @@ class Loop:
         start = time.monotonic()
         try:
             result = self.engine.step(lambda i: self._training_sample(first + i), batch)
-        except NonFiniteError as error:
+        except NonFiniteError as error:  # on all ranks
+            self._finish_save()
             raise UserError(f"{error}\n{self._diverged()}") from None
         seconds = time.monotonic() - start
         self.samples += batch
@@ -180,9 +189,9 @@ class Loop:
         return sample_of(window, self.maker, self.engine.steps, i, seed)
 
     def _save(self, validation: EvaluationResult | None) -> None:
-        """Save a checkpoint. Where the best are kept, its folder is named after the validation loss."""
+        """Save a checkpoint, or begin to. Where the best are kept, its folder is named after the validation loss."""
         plan, corpus = self.run.plan, self.run.corpus
-        start = time.monotonic()
+        self._finish_save()
         manifest = Manifest(
             step=self.engine.done,
             samples=self.samples,
@@ -193,19 +202,31 @@ class Loop:
             layout=str(plan.layout),
             validation_loss=validation.loss if validation and self.run.retention.best else None,
         )
-        self.saved = checkpoint.save(self.engine, self.run.folder, manifest, self.run.retention)
-        self.metrics.write("checkpoint", step=self.engine.done, seconds=time.monotonic() - start)
+        self.saver.start(self.engine, manifest)
+        if not self.run.asynchronous_saves:
+            self._finish_save()
 
-    def _signals(self) -> tuple[int, bool]:
+    def _finish_save(self) -> None:
+        """Wait until the checkpoint that is being written, if there is one, is whole on disk."""
+        if saved := self.saver.finish():
+            self.saved = saved.folder
+            seconds, stall = saved.seconds, saved.stall_seconds
+            self.metrics.write("checkpoint", step=saved.manifest.step, seconds=seconds, stall_seconds=stall)
+
+    def _agreed_signals(self) -> tuple[int, bool]:
         """Return the signal that asked any rank to stop, or 0; and True if SIGUSR2 asked any rank to save.
 
-        Signals may reach ranks at different steps, or not.
+        Signals may reach ranks at different steps, or not. A checkpoint that all ranks have written meanwhile is
+        finished.
         """
         stop = max((number for number in self.signals if number != signal.SIGUSR2), default=0)
-        numbers = torch.tensor([stop, self.signals.count(signal.SIGUSR2)], device=device.current())
+        save = self.signals.count(signal.SIGUSR2)
+        numbers = torch.tensor([stop, save, self.saver.is_writing], device=device.current())
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         while signal.SIGUSR2 in self.signals:
             self.signals.remove(signal.SIGUSR2)
+        if not numbers[2]:
+            self._finish_save()
         return int(numbers[0]), bool(numbers[1])
 
     def _print_resumed(self) -> None:

@@ -31,6 +31,7 @@ from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.engine.samples import SampleMaker
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
+from megaloom.runtime.megatron import device
 from megaloom.runtime.weights.given import open_folder
 from megaloom.runtime.weights.kept_files import CONFIG, keep_files
 
@@ -53,6 +54,7 @@ def train(
     save_every: int = 100,
     evaluate_every: int = 100,
     retention: Retention = Retention(),  # noqa: B008 (frozen)
+    asynchronous_saves: bool | None = None,
     steps: object = None,
     weights: Path | None = None,
 ) -> Summary:
@@ -64,7 +66,8 @@ def train(
     `Steps`, of a class that every process can import. weights: a Hugging Face folder with the initial weights, of which
     each rank reads its shards.
 
-    retention: the checkpoints that are kept.
+    retention: the checkpoints that are kept. asynchronous_saves: copy the state to host memory and train on while it is
+    written. By default on GPUs only: on CPU the copy would be in the memory that the plan counts.
 
     Raise UserError for every problem that the user can solve. A first SIGINT, SIGTERM or SIGUSR1 lets the ranks finish
     their step and save; then it is raised as KeyboardInterrupt or SystemExit. After SIGUSR2 they save and go on.
@@ -72,7 +75,7 @@ def train(
 
     def prepared() -> TrainingRun:
         data, every = DataOptions(as_sources(source), split, epochs), (save_every, evaluate_every)
-        return prepare_run(plan, recipe, folder, data, *every, retention, steps, weights)
+        return prepare_run(plan, recipe, folder, data, *every, retention, steps, weights, asynchronous_saves)
 
     if started_by_launcher():
         join(plan.layout.world)
@@ -92,6 +95,7 @@ def prepare_run(
     retention: Retention,
     steps: object = None,
     weights: Path | None = None,
+    asynchronous_saves: bool | None = None,
 ) -> TrainingRun:
     """Check plan, options, weights, checkpoint and text, and write data, model, plan and options into the folder."""
     model = check_model(plan)
@@ -119,6 +123,7 @@ def prepare_run(
         "evaluate_every": evaluate_every,
         "keep_last": retention.last,
         "keep_best": retention.best,
+        "async_save": asynchronous_saves,
     }
     save_run(folder, plan, model, recipe, options)
     return TrainingRun(
@@ -129,6 +134,7 @@ def prepare_run(
         save_every=save_every,
         evaluate_every=evaluate_every,
         retention=retention,
+        asynchronous_saves=bool(device.gpu_count()) if asynchronous_saves is None else asynchronous_saves,
         steps=steps,
         weights=weights,
     )

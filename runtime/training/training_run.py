@@ -32,6 +32,7 @@ class TrainingRun:
     save_every: int  # steps
     evaluate_every: int  # steps
     retention: Retention = field(factory=Retention)
+    asynchronous_saves: bool = False  # training goes on while a checkpoint is written
     steps: object = None  # with any of the methods of `Steps`
     weights: Path | None = None  # a Hugging Face folder with the initial weights; None for random ones
 

@@ -75,7 +75,7 @@ def loaded(run: Path) -> tuple[int, list[list[float]]]:
     from megaloom.runtime.checkpoints import checkpoint
 
     table = Table(0)
-    result = latest(run, fingerprint="1-feed")
+    result = checkpoint.newest_sound(run, fingerprint="1-feed")
     assert result
     checkpoint.load(table, result)
     return table.done, table.share.tolist()
@@ -238,11 +238,14 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         (tmp_path / made.folder_name / ".metadata").touch()
         (tmp_path / made.folder_name / "checkpoint.json").write_text(manifest_to_json(made))
     assert (tmp_path / "step-000002-loss-1.0000").is_dir()
-    names = [path.name[:11] for path in Retention(last=1, best=2).superseded(tmp_path)]
+    newest = tmp_path / "step-000005-loss-2.5000"
+    names = [path.name[:11] for path in Retention(last=1, best=2).superseded(tmp_path, newest)]
     assert names == ["step-000001", "step-000003"]
-    cut_folder = tmp_path / "step-000005-loss-2.5000"
-    (cut_folder / ".metadata").unlink()  # damaged: the newest whole one is then step 4
-    names = [path.name[:11] for path in Retention(last=1).superseded(tmp_path)]
+    step_4 = tmp_path / "step-000004-loss-2.0000"
+    names = [path.name[:11] for path in Retention(last=1).superseded(tmp_path, step_4)]
+    assert names == ["step-000001", "step-000002", "step-000003"]  # step 5 could not be loaded, or it would go on there
+    (newest / ".metadata").unlink()  # damaged: the newest whole one is then step 4
+    names = [path.name[:11] for path in Retention(last=1).superseded(tmp_path, newest)]
     assert names == ["step-000001", "step-000002", "step-000003"]
     with pytest.raises(UserError, match="--keep-last must be at least 1, got 0"):
         Retention(last=0)
@@ -255,13 +258,29 @@ def test_another_format_is_refused(run: Path) -> None:
         read(path.parent)
 
 
-def test_one_flipped_bit_is_found_when_loading(run: Path) -> None:
-    path = largest(run / "step-000020")
+def flip_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+def sound(run: Path) -> tuple[str, tuple[str, ...]]:
+    """On each rank: the name of the newest sound checkpoint, and the messages about newer ones."""
+    from megaloom.runtime.checkpoints import checkpoint
+
+    found = checkpoint.newest_sound(run, fingerprint="1-feed")
+    return (found.folder.name, found.skipped) if found else ("", ())
+
+
+def test_one_flipped_bit_is_found_and_the_older_one_is_loaded(run: Path) -> None:
+    flip_bit(largest(run / "step-000020"))
+    outcomes = launcher.run(sound, (run,), 2, timeout=60)
+    assert [name for name, _ in outcomes] == ["step-000010", "step-000010"]
+    for _, (message,) in outcomes:
+        assert re.search(r"step-000020 is damaged: the contents of .*distcp have changed$", message)
+    flip_bit(run / "step-000010" / "common.pt")  # nothing sound is left, and starting anew would overwrite them
     with pytest.raises(CheckpointError, match=r"step-000020 is damaged: the contents of .*distcp have changed\n"):
-        launcher.run(loaded, (run,), 2, timeout=60)
+        launcher.run(sound, (run,), 2, timeout=60)
 
 
 def test_one_that_lacks_a_tensor_is_refused(run: Path) -> None:

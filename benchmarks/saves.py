@@ -1,0 +1,103 @@
+"""Time for which a save stops training, synchronous and asynchronous, on this machine's devices.
+
+    python -m benchmarks.saves plan.json [FOLDER]
+
+It saves three times each way into FOLDER (by default a temporary one), with training steps between. The first
+asynchronous save also allocates pinned host memory. Steps during which a thread writes are timed apart.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from attrs import frozen
+
+from megaloom.dsl.catalog import find
+from megaloom.planner.contract.plan_json import load
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime import Recipe
+from megaloom.runtime.launch import launcher
+
+SAVES = 3
+
+
+@frozen
+class Times:
+    """Seconds of saves, and of the training steps between them."""
+
+    stalls: list[float]
+    whole: list[float]
+    steps: list[float]  # while nothing is written
+    steps_meanwhile: list[float]  # while a thread writes
+
+
+def main() -> int:
+    """Time saves of the plan named on the command line."""
+    plan = load(Path(sys.argv[1]))
+    with TemporaryDirectory(dir=sys.argv[2] if len(sys.argv) > 2 else None) as folder:
+        for asynchronous in (False, True):
+            run = Path(folder) / str(asynchronous)
+            times = launcher.run(time_saves, (plan, run, asynchronous), plan.layout.world)[0]
+            size = sum(path.stat().st_size for path in run.rglob("*") if path.is_file()) / 2**30
+            stalls, whole = (", ".join(f"{s:.3f}" for s in values) for values in (times.stalls, times.whole))
+            step, meanwhile = (statistics.median(s or [0.0]) for s in (times.steps, times.steps_meanwhile))
+            print(
+                f"{'asynchronous' if asynchronous else 'synchronous'}: {size:.2f} GiB, stall {stalls} s of {whole} s;"
+            )
+            print(f"  a step takes {step:.3f} s, while a checkpoint is written {meanwhile:.3f} s", flush=True)
+    return 0
+
+
+def time_saves(plan: Plan, run: Path, asynchronous: bool) -> Times:
+    """On each rank: save, and train until the checkpoint is written."""
+    from megaloom.runtime.checkpoints.checkpoint_folder import Manifest, Retention
+    from megaloom.runtime.checkpoints.saver import Saver
+    from megaloom.runtime.engine.engine import Engine
+    from megaloom.runtime.engine.samples import Sample, SampleMaker
+
+    engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=10**6))
+    maker, times = SampleMaker.of(engine.graph, plan.workload.seq), Times([], [], [], [])
+
+    def sample(i: int) -> Sample:
+        generator = torch.Generator().manual_seed(i)
+        return maker.make(torch.randint(maker.ids, (maker.length,), generator=generator), i, 0)
+
+    def step() -> float:
+        start = time.monotonic()
+        engine.step(sample)
+        return time.monotonic() - start
+
+    step()
+    saver = Saver(run, Retention(last=1), asynchronous)
+    for _ in range(SAVES):
+        for _ in range(3):
+            times.steps.append(step())
+        manifest = Manifest(
+            step=engine.done,
+            samples=0,
+            model=plan.model,
+            fingerprint=plan.fingerprint,
+            data="",
+            recipe={},
+            layout=str(plan.layout),
+        )
+        saver.start(engine, manifest)
+        for _ in range(3 if asynchronous else 0):
+            was_writing = saver.is_writing
+            seconds = step()
+            (times.steps_meanwhile if was_writing else times.steps).append(seconds)
+        saved = saver.finish()
+        assert saved
+        times.stalls.append(saved.stall_seconds)
+        times.whole.append(saved.seconds)
+    saver.close()
+    return times
+
+
+if __name__ == "__main__":
+    sys.exit(main())
