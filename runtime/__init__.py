@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from .engine.own_loop import ParameterGroup as ParameterGroup
     from .engine.own_loop import shard as shard
     from .engine.recipe import Recipe as Recipe
+    from .generation.generate import Generation as Generation
+    from .generation.generate import generate as generate
+    from .generation.settings import GenerationSettings as GenerationSettings
     from .training.artefact import pack as pack
     from .training.artefact import unpack as unpack
     from .training.run import train as train
@@ -28,6 +31,9 @@ EXPORTS = {
     "ParameterGroup": "engine.own_loop",
     "shard": "engine.own_loop",
     "Recipe": "engine.recipe",
+    "Generation": "generation.generate",
+    "GenerationSettings": "generation.settings",
+    "generate": "generation.generate",
     "Summary": "training.training_run",
     "train": "training.run",
     "LoadedRun": "training.run_folder",

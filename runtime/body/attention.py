@@ -62,7 +62,7 @@ def attend(
     assert isinstance(op, Attend)
     others, indices = (args[3:-2], args[-2:]) if op.documents else (args[3:], None)
     queries = out.args[0].shape
-    orders = [_heads_first(a.shape, queries) for a in out.args[:3]]
+    orders = [heads_first(a.shape, queries) for a in out.args[:3]]
     q, k, v = (broadcast(t, a.shape, order) for t, a, order in zip(args, out.args, orders, strict=False))
     outer, (q, k, v) = q.shape[:-3], (t.reshape(-1, *t.shape[-3:]) for t in (q, k, v))
     lengths = [len(positions) for positions in local.ranges]
@@ -89,7 +89,7 @@ def _documents(indices: tuple[Tensor, ...], lengths: list[int]) -> list[Document
     return [(part, of_keys) for part in of_queries.split(lengths, 1)]
 
 
-def _heads_first(shape: Shape, queries: Shape) -> list[str]:
+def heads_first(shape: Shape, queries: Shape) -> list[str]:
     """Return the names of the dims of queries, keys or values in the order [.., heads, positions, channels]."""
     last = ["kv_heads" if "kv_heads" in shape else "heads", sequence_dim(shape).name, "head_dim"]
     return [*(d.name for d in queries if d.name in shape and d.name not in last), *last]
@@ -115,7 +115,7 @@ def _in_blocks(
     for at, keys in query_blocks(op, positions, q.shape[0] * q.shape[1], k.shape[2]):
         part = slice(at.start - positions.start, at.stop - positions.start)
         own = None if documents is None else (documents[0][:, part], documents[1][:, keys.start : keys.stop])
-        run = partial(_block, op, slopes, dropped, at, keys, own)
+        run = partial(attend_block, op, slopes, dropped, at, keys, own)
         args = q[:, :, part], k[:, :, keys.start : keys.stop], v[:, :, keys.start : keys.stop], *others
         if torch.is_grad_enabled():
             yield checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
@@ -123,7 +123,7 @@ def _in_blocks(
             yield run(*args)
 
 
-def _block(
+def attend_block(
     op: Attend,
     slopes: Tensor | None,
     dropped: ScoreDropout | None,

@@ -104,13 +104,22 @@ class Evaluation:
 
     def run_op(self, p: PlacedOp) -> Tensor:
         """Return the result of one primitive, after the transitions of its arguments and of its result."""
-        v, local = p.step.value, self.local
+        v = p.step.value
         contiguous = not isinstance(v.op, CrossEntropy | LogSumExp)  # which read logits in the order of the modules
         args = [
             self.read(a, self.transitions_of(p, a, before), contiguous=contiguous)
             for a, before in zip(v.args, p.reads, strict=True)
         ]
-        out = evaluate_local(
+        out = self.computed(p, *args)
+        for transition in p.result:
+            assert transition.along is not None, "a transition of a result names its dim"
+            out = perform(transition, out, dim_index(v.shape, transition.along), self.local.groups)
+        return out
+
+    def computed(self, p: PlacedOp, *args: Tensor) -> Tensor:
+        """Return what a primitive computes from these arguments, before the transitions of its result."""
+        v, local = p.step.value, self.local
+        return evaluate_local(
             p,
             v,
             *args,
@@ -122,10 +131,6 @@ class Evaluation:
             kernel=local.kernels.get(id(v)),
             overwrites_logits=self.overwrites_logits,
         )
-        for transition in p.result:
-            assert transition.along is not None, "a transition of a result names its dim"
-            out = perform(transition, out, dim_index(v.shape, transition.along), local.groups)
-        return out
 
     def transitions_of(self, p: PlacedOp, v: Value, transitions: Transitions) -> Transitions:
         """Return the transitions of an argument of a primitive that the runtime performs here.

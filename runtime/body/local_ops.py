@@ -104,7 +104,7 @@ def evaluate_local(
             return evaluate(v.op, v, _zero_padding(p.step, v.args[0], args[0], over, groups))
         case Attend():
             assert isinstance(kernel, AttentionKernel)
-            local = _local_queries(p, v, args[0], groups)
+            local = local_queries(p, v, args[0], groups)
             dropped = ScoreDropout(masks, v.op.dropout, dropout, local) if v.op.dropout and masks else None
             run = partial(attend, kernel, v, local=local, dropped=dropped)
             recomputed = kernel.fused and Module.CORE_ATTN in groups.layout.recomputed_modules
@@ -124,7 +124,7 @@ def _recomputed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
 
-def _local_queries(p: PlacedOp, v: Value, q: Tensor, groups: ProcessGroups) -> LocalQueries:
+def local_queries(p: PlacedOp, v: Value, q: Tensor, groups: ProcessGroups) -> LocalQueries:
     """Return the positions and heads of this rank's queries."""
     shape = v.args[0].shape
     count, heads = (q.shape[dim_index(shape, name)] for name in (sequence_dim(shape).name, "heads"))

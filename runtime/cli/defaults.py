@@ -1,11 +1,13 @@
-"""Defaults and types of the options of `megaloom train`."""
+"""Defaults and types of the options of `megaloom train` and `megaloom generate`."""
 
 from typing import Literal
 
 from megaloom.runtime.engine.recipe import Recipe
+from megaloom.runtime.generation.settings import GenerationSettings
 
 DEFAULT_MODEL = "stdlib-gpt"
 STANDARD_LIBRARY = "stdlib"  # as in `data.STDLIB`, whose module loads numpy
 DEFAULT_RECIPE = Recipe()
+DEFAULT_GENERATION = GenerationSettings()
 TrainedPrecision = Literal["fp32", "bf16", "fp16"]
 """Precisions in which the runtime trains, without the import of its capability."""

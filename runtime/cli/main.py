@@ -1,7 +1,7 @@
-"""The `megaloom` command: train, convert, verify, plan, show, measure, validate, explain, export.
+"""The `megaloom` command: train, generate, convert, verify, plan, show, measure, validate, explain, export.
 
 The options of each command are declared here. Its code is in a file of its own, which is imported when the command
-runs: `megaloom --help` must be quick, and only train, verify and measure need torch.
+runs: `megaloom --help` must be quick, and only some commands need torch.
 
 Exit codes: 0; 1 for a failed verification or a failed rank; 2 for errors that the user can correct; 130 and 143 when
 stopped by SIGINT and SIGTERM. Errors go to stderr, once and without a traceback.
@@ -28,8 +28,9 @@ from megaloom.planner.cli.settings import SetOption, SettingsOption, model_argum
 from megaloom.planner.cli.validate import validate
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.engine.recipe import Recipe
+from megaloom.runtime.generation.settings import GenerationSettings
 
-from .defaults import DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY, TrainedPrecision
+from .defaults import DEFAULT_GENERATION, DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY, TrainedPrecision
 from .printing import fail
 
 
@@ -242,6 +243,56 @@ def evaluate_last_checkpoint(
     from .evaluate_command import run_evaluate
 
     run_evaluate(run, data, part, split)
+
+
+@app.command(name="generate")
+@unwrap_help
+def generate_text(
+    run: Path,
+    /,
+    *,
+    prompt: Annotated[list[str], Parameter(negative="", show_default=False)] = [],  # noqa: B006
+    prompt_file: Path | None = None,
+    chat: Annotated[bool, Parameter(negative="")] = False,
+    tp: int | None = None,
+    pp: int | None = None,
+    batch_size: int = 16,
+    precision: TrainedPrecision | None = None,
+    tokenizer: str | None = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    settings: Annotated[GenerationSettings, Parameter(name="*", group="Generation")] = DEFAULT_GENERATION,
+) -> None:
+    """Write text with a trained model. Without --prompt and --prompt-file, the prompt is standard input.
+
+    Parameters
+    ----------
+    run
+        The folder that `megaloom train` wrote, or a Hugging Face folder.
+    prompt
+        What the text begins with, or what an encoder reads. Repeat it for several prompts.
+    prompt_file
+        A file with one more prompt.
+    chat
+        A prompt is what the user says, in the chat template of the tokenizer.
+    tp
+        Tensor-parallel ranks. [default: as few devices as the model fits on]
+    pp
+        Pipeline ranks. [default: as few devices as the model fits on]
+    batch_size
+        Prompts that are written together.
+    precision
+        Precision of weights and activations. [default: that of the run]
+    tokenizer
+        A tokenizer.json, a SentencePiece *.model, a Hugging Face folder, or "bytes". [default: that of the run]
+    as_json
+        Print a JSON object for each sequence: prompt, text, tokens, reason, score.
+    """
+    require_training_packages("generate")
+    from .generate_command import run_generate
+
+    chosen = None if precision is None else Precision(precision)
+    files = (list(prompt), prompt_file)
+    run_generate(run, *files, settings, (tp, pp), chosen, tokenizer, batch_size, chat=chat, as_json=as_json)
 
 
 @app.command

@@ -47,6 +47,10 @@ class ChatTemplate:
                 counted |= (starts >= len(prompt)) & (starts < len(turn))
         return tokens, counted
 
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Return the text of messages, and of what the assistant's answer begins with."""
+        return self._render(messages, prompt=True)
+
     def _render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """Return the text of messages, with the prompt of the assistant's next turn if asked."""
         if not messages:

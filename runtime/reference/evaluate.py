@@ -40,6 +40,7 @@ from megaloom.dsl import (
     Route,
     Scan,
     Select,
+    Shape,
     Shift,
     Slice,
     StackLosses,
@@ -154,10 +155,20 @@ def _(op: PositionLookup, out: Value, *args: Tensor) -> Tensor:
 @evaluate.register
 def _(op: Rope, out: Value, *args: Tensor) -> Tensor:
     (x,) = args
-    shape, n, last = out.shape, op.rotated_channels(out.shape), dim_index(out.shape, "head_dim")
-    seq = sequence_dim(shape).name
-    rotation = _rotation(op, n, x.shape[dim_index(shape, seq)], x.dtype, x.device)
-    cos, sin = (broadcast(t, [seq, "head_dim"], shape) for t in rotation)
+    shape, seq = out.shape, sequence_dim(out.shape).name
+    rotation = _rotation(op, op.rotated_channels(shape), x.shape[dim_index(shape, seq)], x.dtype, x.device)
+    return _rotated(op, shape, x, *(broadcast(t, [seq, "head_dim"], shape) for t in rotation))
+
+
+def rotate_at(op: Rope, shape: Shape, x: Tensor, positions: Tensor) -> Tensor:
+    """Return x rotated where each row has positions of its own, [batch, seq]."""
+    rotation = _rotation_at(op, op.rotated_channels(shape), positions, x.dtype)
+    dims = ["batch", sequence_dim(shape).name, "head_dim"]
+    return _rotated(op, shape, x, *(broadcast(t, dims, shape) for t in rotation))
+
+
+def _rotated(op: Rope, shape: Shape, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    n, last = op.rotated_channels(shape), dim_index(shape, "head_dim")
     rotated, rest = x.split([n, x.shape[last] - n], last)
     pair_dim = last + 1 if op.interleaved else last  # index of the dim that holds the two channels of a pair
     a, b = rotated.unflatten(last, (-1, 2) if op.interleaved else (2, -1)).unbind(pair_dim)
@@ -168,10 +179,20 @@ def _(op: Rope, out: Value, *args: Tensor) -> Tensor:
 @lru_cache(maxsize=32)
 def _rotation(op: Rope, channels: int, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [positions, channels / 2], which all layers share."""
-    positions = torch.arange(count, device=device, dtype=torch.float64)
-    angles = torch.outer(positions, torch.tensor(op.frequencies(channels), device=device, dtype=torch.float64))
+    return _rotation_at(op, channels, torch.arange(count, device=device), dtype)
+
+
+def _rotation_at(op: Rope, channels: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [.., channels / 2] of positions [..]."""
+    angles = positions[..., None].double() * _frequencies(op, channels, positions.device)
     cos, sin = ((t * op.magnitude).to(dtype) for t in (angles.cos(), angles.sin()))
     return cos, sin
+
+
+@lru_cache(maxsize=32)
+def _frequencies(op: Rope, channels: int, device: torch.device) -> Tensor:
+    """Return the angle between neighbouring positions of each pair of channels, float64 [channels / 2]."""
+    return torch.tensor(op.frequencies(channels), device=device, dtype=torch.float64)
 
 
 @evaluate.register

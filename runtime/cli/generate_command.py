@@ -1,0 +1,76 @@
+"""`megaloom generate`: text that a trained model writes for prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from attrs import asdict
+
+from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.workload import Precision
+from megaloom.runtime.generation.generate import Generation, generate
+from megaloom.runtime.generation.settings import GenerationSettings
+
+
+def run_generate(
+    run: Path,
+    prompts: list[str],
+    prompt_file: Path | None,
+    settings: GenerationSettings,
+    layout: tuple[int | None, int | None],
+    precision: Precision | None,
+    tokenizer: str | None,
+    batch_size: int,
+    *,
+    chat: bool,
+    as_json: bool,
+) -> None:
+    """Generate, and print texts to stdout, a single one while it is written. Prompts and times go to stderr."""
+    given = prompts_of(prompts, prompt_file)
+    start, (tp, pp) = time.monotonic(), layout
+    single = len(given) * settings.copies == 1 and not as_json
+    found = generate(
+        run,
+        given,
+        settings,
+        tp=tp,
+        pp=pp,
+        precision=precision,
+        tokenizer=tokenizer,
+        chat=chat,
+        batch_size=batch_size,
+        stream=single,
+    )
+    for x in found:
+        if as_json:
+            print(json.dumps(asdict(x), ensure_ascii=False), flush=True)
+        elif not single:
+            print(f"\n> {x.prompt}", file=sys.stderr, flush=True)
+            print(x.text, flush=True)
+    print(summary(found, time.monotonic() - start), file=sys.stderr)
+
+
+def summary(found: tuple[Generation, ...], seconds: float) -> str:
+    """Return the number of tokens and the time that they took, the start of the processes included."""
+    tokens = sum(len(x.tokens) for x in found)
+    reasons = {x.reason for x in found}
+    why = f" (ended by {reasons.pop()})" if len(reasons) == 1 else ""
+    return f"{tokens:,} tokens in {seconds:.1f} s{why}"
+
+
+def prompts_of(prompts: list[str], file: Path | None) -> list[str]:
+    """Return the prompts: those given, the text of a file, or standard input if there are none."""
+    if file is not None:
+        try:
+            return [*prompts, file.read_text(encoding="utf-8")]
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
+            raise UserError(f"cannot read the prompt in {file}: {reason}") from None
+    if prompts:
+        return prompts
+    if sys.stdin.isatty():
+        raise UserError("there is no prompt\ngive --prompt TEXT, --prompt-file FILE, or text on standard input")
+    return [sys.stdin.read()]

@@ -1,0 +1,163 @@
+"""The part of a model that writes text: the nodes that its logits need, and which of them run for each new token.
+
+Nodes that depend on the written tokens are incremental: they run once for the prompt, then for each token. The others,
+such as an encoder, run once. Learned positions become lookups by position ids, since rows of a batch may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+from attrs import evolve, frozen
+
+from megaloom.dsl import (
+    DocumentIndices,
+    DType,
+    Each,
+    Graph,
+    Input,
+    Lookup,
+    Node,
+    PositionLookup,
+    UserError,
+    Value,
+    Weight,
+)
+from megaloom.dsl.dims import BATCH, Dim, Shape
+from megaloom.dsl.facts.primitives import Program
+from megaloom.dsl.graph import primitives
+from megaloom.dsl.value import Op, apply
+
+POSITIONS = "positions of the rows + "
+"""Begin of the names of the inputs of position ids; the offset follows."""
+
+
+@frozen
+class ByPositionIds(Op):
+    """A layer whose learned positions are looked up by position ids."""
+
+    layer: Op
+
+
+@frozen(eq=False, slots=False)
+class DecodingGraph:
+    """The nodes of a model that its logits need, in order, without inputs."""
+
+    graph: Graph
+    nodes: tuple[Node, ...]
+    logits: Node
+    sequence: Dim  # of the written tokens
+    tokens: str  # the input of written tokens
+    source: str | None  # the input of an encoder's tokens
+    documents: tuple[str, ...]  # inputs of document indices: all tokens are of one document
+    incremental: frozenset[str]  # names of nodes and inputs that depend on the written tokens
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Return the offsets of the inputs of position ids."""
+        names = {name for n in self.nodes for name in n.inputs if name.startswith(POSITIONS)}
+        return tuple(sorted(int(name.removeprefix(POSITIONS)) for name in names))
+
+    def live(self, index: int) -> tuple[Node, ...]:
+        """Return the nodes before `index` that a node from there on reads."""
+        read = {name for n in self.nodes[index:] for name in n.inputs}
+        return tuple(n for n in self.nodes[:index] if n.name in read) if index < len(self.nodes) else ()
+
+
+def decoding_graph(graph: Graph) -> DecodingGraph:
+    """Return the part of a model that writes text. Raise UserError if the model does not predict tokens in order."""
+    logits = graph.nodes[graph.index[graph.predictions[0]]]
+    positions = logits.shape.without("batch", "vocab").dims
+    if "vocab" not in logits.shape or len(positions) != 1:
+        raise UserError(
+            f"{graph.name} predicts {logits.name} {logits.shape}, not a token for each position, so it writes no text\n"
+            "give the run of a decoder, or of an encoder-decoder"
+        )
+    needed = {logits.name}
+    for n in reversed(graph.nodes):
+        needed.update(n.inputs if n.name in needed else ())
+    nodes = [n for n in graph.nodes if n.name in needed]
+    tokens, source, documents = _inputs(graph, nodes, positions[0])
+    incremental = {tokens, *documents}
+    for n in nodes:
+        if incremental.intersection(n.inputs):
+            incremental.add(n.name)
+    nodes = [_by_position_ids(n, positions[0]) if n.name in incremental else n for n in nodes if not n.is_input]
+    names = frozenset(incremental | {name for n in nodes for name in n.inputs if name.startswith(POSITIONS)})
+    return DecodingGraph(graph, tuple(nodes), logits, positions[0], tokens, source, documents, names)
+
+
+def _inputs(graph: Graph, nodes: list[Node], sequence: Dim) -> tuple[str, str | None, tuple[str, ...]]:
+    """Return the names of the inputs: written tokens, an encoder's tokens, document indices."""
+    inputs = [n for n in nodes if n.is_input]
+    documents = [n for n in inputs if isinstance(n.op, DocumentIndices) and sequence in n.shape.dims]
+    ids = [n for n in inputs if n.value.dtype is DType.INDEX and not isinstance(n.op, DocumentIndices)]
+    tokens = [n for n in ids if sequence in n.shape.dims]
+    sources = [n for n in ids if n not in tokens]
+    known = [*documents, *tokens[:1], *sources[:1]]
+    if not tokens or len(known) < len(inputs):
+        other = next((n for n in inputs if n not in known), None)
+        reads = "no tokens" if other is None else f"the input {other.name!r} {other.shape}"
+        raise UserError(f"{graph.name} reads {reads}, so text alone is not enough to generate from it")
+    return tokens[0].name, sources[0].name if sources else None, tuple(n.name for n in documents)
+
+
+def incremental_values(p: Program, reads: tuple[bool, ...]) -> frozenset[int]:
+    """Return the primitives of a program that depend on incremental inputs, by the identity of their values.
+
+    reads: for each input of the program, True if it is incremental.
+    """
+    known = {id(v): incremental for v, incremental in zip(p.inputs, reads, strict=True)}
+
+    def depends(v: Value) -> bool:
+        if id(v) not in known:
+            known[id(v)] = any(depends(a) for a in v.args) if v.body is None else depends(v.body)
+        return known[id(v)]
+
+    return frozenset(id(s.value) for s in p.steps if depends(s.value))
+
+
+def _by_position_ids(node: Node, sequence: Dim) -> Node:
+    """Return a node whose learned positions along the sequence are looked up by position ids."""
+    ids: dict[int, Value] = {}  # by offset
+
+    def lookup(v: Value) -> Value | None:
+        if not isinstance(v.op, PositionLookup) or v.shape.dims[0] != sequence:
+            return None
+        offset = v.op.offset
+        shape = Shape((BATCH, sequence))
+        given = ids.setdefault(offset, Value(Input(f"{POSITIONS}{offset}"), (), shape, dtype=DType.INDEX))
+        return apply(Lookup(v.op.key), given, v.args[1])
+
+    value = rebuilt(node.value, lookup)
+    if not ids:
+        return node
+    before, after = ([v for v, *_ in primitives(x) if isinstance(v.op, Weight)] for x in (node.value, value))
+    assert before == after, f"{node.name} uses its weights in another order with position ids"
+    value = evolve(value, args=(*value.args, *ids.values()))
+    names = (f"{POSITIONS}{offset}" for offset in ids)
+    return evolve(node, op=ByPositionIds(node.op), value=value, inputs=(*node.inputs, *names))
+
+
+def rebuilt(value: Value, replacement: Callable[[Value], Value | None]) -> Value:
+    """Return an applied layer in which primitives have their replacements; those without one stay as they are."""
+    done = {id(a): a for a in value.args}
+
+    def visit(v: Value) -> Value:
+        if id(v) not in done:
+            done[id(v)] = replacement(v) or changed(v)
+        return done[id(v)]
+
+    def changed(v: Value) -> Value:
+        if v.body is not None:
+            body, args = visit(v.body), tuple(map(visit, v.args))
+            if body is v.body:
+                return v
+            shape = Shape((v.shape.dims[0], *body.shape)) if isinstance(v.op, Each) else body.shape
+            return evolve(v, args=args, shape=shape, body=body)
+        args = tuple(map(visit, v.args))
+        same = all(a is b for a, b in zip(args, v.args, strict=True))
+        return v if same else evolve(v, args=args, shape=v.op.shape(*(a.shape for a in args)))
+
+    return changed(value)

@@ -1,0 +1,106 @@
+"""The choice after each step: the next token of each row. The rank that chooses tells the others.
+
+A row that ends has no parent. Rows of the next step are those of this one that go on, reordered and repeated by beam
+search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from attrs import field, frozen
+from torch import Tensor
+
+from megaloom.runtime.megatron import device
+
+from .settings import GenerationSettings
+
+ENDED = -1  # in place of a parent
+
+
+@frozen
+class Choice:
+    """Tokens, and for each the row of this step that it follows; ENDED if the sequence ends with it."""
+
+    parents: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def going_on(self) -> tuple[tuple[int, int], ...]:
+        """Return the rows that go on, each with its next token."""
+        return tuple((p, t) for p, t in zip(self.parents, self.tokens, strict=True) if p != ENDED)
+
+
+@frozen
+class Sequence:
+    """One finished sequence."""
+
+    prompt: int  # number of the prompt in its batch
+    number: int  # of the sequence among those of its prompt
+    tokens: tuple[int, ...]  # without the prompt, with the token that ended it
+    reason: str  # "eos", "stop" or "length"
+    score: float | None = None  # of beam search: log probability / length ** length_penalty
+
+
+@frozen
+class Ending:
+    """When a sequence ends: at a token, at a text, or at the largest length.
+
+    forced: the token with which each sequence begins, and that with which it ends at the largest length, if any.
+    """
+
+    settings: GenerationSettings
+    eos: frozenset[int]
+    decode: Callable[[tuple[int, ...]], str] = field(repr=False)
+    forced: tuple[tuple[int, ...], ...] = ()
+
+    def reason(self, tokens: tuple[int, ...]) -> str | None:
+        """Return why a sequence ends with these tokens; None if it goes on."""
+        if tokens[-1] in self.eos:
+            return "eos"
+        if self.settings.stop and any(text in self.decode(tokens) for text in self.settings.stop):
+            return "stop"
+        return "length" if len(tokens) >= self.most else None
+
+    @property
+    def most(self) -> int:
+        """Return the most tokens of a sequence."""
+        assert self.settings.max_new_tokens is not None, "the length is decided before"
+        return self.settings.max_new_tokens
+
+    def with_forced(self, scores: Tensor, length: int) -> Tensor:
+        """Return scores [rows, vocab] after `length` tokens: only a forced token remains, if there is one."""
+        first, last = self.forced or ((), ())
+        forced = (first if length == 0 else ()) or (last if length == self.most - 1 else ())
+        if not forced:
+            return scores
+        only = torch.full_like(scores, -torch.inf)
+        only[:, forced[0]] = 0.0
+        return only
+
+
+class Chooser(Protocol):
+    """Chooses the tokens of a batch, and collects the sequences that end."""
+
+    finished: list[Sequence]
+
+    def choose(self, logits: Tensor) -> Choice:
+        """Return the next tokens of rows whose logits are [rows, vocab]."""
+
+
+def broadcast_choice(choice: Choice | None, rows: int, source: int) -> Choice:
+    """Return on all ranks the choice of rank `source`, for at most `rows` rows. Other ranks give None."""
+    if dist.get_world_size() == 1:
+        assert choice is not None
+        return choice
+    message = torch.zeros(1 + 2 * rows, dtype=torch.int64, device=device.current())
+    if choice is not None:
+        count = len(choice.tokens)
+        values = torch.tensor([count, *choice.parents, *choice.tokens])
+        message[: len(values)] = values.to(message)
+    dist.broadcast(message, source)
+    count, *values = message.tolist()
+    return Choice(tuple(values[:count]), tuple(values[count : 2 * count]))

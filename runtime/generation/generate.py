@@ -1,0 +1,257 @@
+"""Generation of text from a trained model under a layout of its own, whatever layout it was trained under.
+
+`generate` checks everything that can be checked without the weights, then starts the ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from attrs import evolve, frozen
+
+from megaloom.dsl import UserError
+from megaloom.dsl.facts.positions import longest
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.workload import Precision
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.megatron import device
+
+device.prepare()
+
+from megaloom.runtime.decoding.decoder import Decoder  # noqa: E402 (it imports megatron-core)
+from megaloom.runtime.decoding.decoding_graph import DecodingGraph, decoding_graph  # noqa: E402
+from megaloom.runtime.decoding.mixing import check_decoding, first_after_mixing  # noqa: E402
+from megaloom.runtime.decoding.stages import Load, choose_layout, stage_bounds  # noqa: E402
+from megaloom.runtime.megatron.process_groups import create_process_groups  # noqa: E402
+
+from .batches import Prompt, choosing_rank, write_batch  # noqa: E402
+from .beam_search import BeamSearch  # noqa: E402
+from .chosen import Choice, Chooser, Ending  # noqa: E402
+from .chosen import Sequence as Written  # noqa: E402
+from .sampling import Sampler  # noqa: E402
+from .settings import GenerationSettings  # noqa: E402
+from .text import PromptText, TextStream  # noqa: E402
+from .trained_model import TrainedModel, open_trained  # noqa: E402
+
+DEFAULT_NEW_TOKENS = 128
+BATCH_SIZE = 16
+"""Prompts that are written together."""
+
+
+@frozen
+class Generation:
+    """One sequence that was written for a prompt."""
+
+    prompt: str
+    text: str  # without the prompt, special tokens and the text that ended it
+    tokens: tuple[int, ...]  # without those of the prompt, with the one that ended it
+    reason: str  # why it ended: "eos", "stop" or "length"
+    score: float | None = None  # of beam search: log probability / length ** length_penalty
+
+
+@frozen
+class Job:
+    """All that a rank must know."""
+
+    trained: TrainedModel
+    layout: Layout
+    precision: Precision
+    settings: GenerationSettings
+    prompts: tuple[Prompt, ...]
+    tokenizer: str
+    batch_size: int
+    eos: frozenset[int] = frozenset()
+    forced: tuple[tuple[int, ...], ...] = ()  # the first token, then the last one; each may be empty
+    stream: bool = False
+
+    @property
+    def batches(self) -> list[int]:
+        """Return the number of the first prompt of each batch."""
+        return list(range(0, len(self.prompts), self.batch_size))
+
+
+def generate(
+    run: str | Path,
+    prompts: str | Sequence[str | Sequence[int]],
+    settings: GenerationSettings | None = None,
+    *,
+    tp: int | None = None,
+    pp: int | None = None,
+    precision: Precision | None = None,
+    tokenizer: str | None = None,
+    chat: bool = False,
+    batch_size: int = BATCH_SIZE,
+    stream: bool = False,
+    timeout: float | None = None,
+) -> tuple[Generation, ...]:
+    """Return what a trained model writes for each prompt: `settings.num_return_sequences` sequences of each, in order.
+
+    run: the folder of a run, whose last checkpoint is used, or a Hugging Face folder. prompts: texts, or token ids. For
+    an encoder-decoder they are what the encoder reads. tp, pp: degrees of the layout; None takes the fewest devices on
+    which the model fits. precision: of weights and activations; None is that of the training. tokenizer: as in
+    `megaloom data`; None is that of the run. chat: a prompt is what the user says in the tokenizer's chat template.
+    batch_size: prompts that are written together. stream: print a single sequence while it is written.
+
+    Raise UserError for every problem that the user can solve.
+    """
+    given = [prompts] if isinstance(prompts, str) else list(prompts)
+    asked = Asked(tp, pp, precision, tokenizer, chat, batch_size, stream)
+    job = make_job(open_trained(Path(run)), given, settings or GenerationSettings(), asked)
+    launcher.check(job.layout.world)
+    job.trained.check()
+    ranks = launcher.run(generate_on_rank, (job,), job.layout.world, timeout=timeout)
+    return generations(job, given, next(found for found in ranks if found is not None))
+
+
+@frozen
+class Asked:
+    """Options of `generate`."""
+
+    tp: int | None = None
+    pp: int | None = None
+    precision: Precision | None = None
+    tokenizer: str | None = None
+    chat: bool = False
+    batch_size: int = BATCH_SIZE
+    stream: bool = False
+
+
+def make_job(
+    trained: TrainedModel, prompts: Sequence[str | Sequence[int]], settings: GenerationSettings, asked: Asked
+) -> Job:
+    """Return what ranks must know. Raise UserError for what they could not do."""
+    graph = decoding_graph(trained.graph)
+    check_decoding(graph)
+    text = PromptText.load(trained.tokenizer if asked.tokenizer is None else asked.tokenizer)
+    if not prompts:
+        raise UserError("there is no prompt\ngive --prompt TEXT, --prompt-file FILE, or text on standard input")
+    if asked.batch_size < 1:
+        raise UserError(f"--batch-size must be at least 1, got {asked.batch_size}")
+    encoded = tuple(_encoded(prompt, text, trained, graph, chat=asked.chat) for prompt in prompts)
+    settings = with_length(settings, encoded, graph)
+    load = Load(min(asked.batch_size, len(prompts)) * settings.copies, _positions(encoded, settings))
+    precision = trained.precision if asked.precision is None else asked.precision
+    return Job(
+        trained,
+        choose_layout(graph, load, precision, asked.tp, asked.pp),
+        precision,
+        settings,
+        encoded,
+        text.name,
+        asked.batch_size,
+        eos=frozenset(_eos(settings, trained, text, graph.logits.shape["vocab"].known)),
+        forced=(trained.special("forced_bos_token_id"), trained.special("forced_eos_token_id")) if graph.source else (),
+        stream=asked.stream and len(prompts) * settings.copies == 1,
+    )
+
+
+def generations(job: Job, prompts: Sequence[str | Sequence[int]], written: Sequence[Written]) -> tuple[Generation, ...]:
+    """Return sequences with their texts."""
+    text = PromptText.load(job.tokenizer)
+    shown = [prompt if isinstance(prompt, str) else text.decode(prompt) for prompt in prompts]
+    return tuple(
+        Generation(shown[x.prompt], text.written(_without_end(x), job.settings.stop), x.tokens, x.reason, x.score)
+        for x in written
+    )
+
+
+def generate_on_rank(job: Job) -> list[Written] | None:
+    """Return the sequences on the rank that chooses tokens, ordered by prompt and number; None on the others."""
+    graph = decoding_graph(job.trained.graph)
+    groups, bounds = create_process_groups(job.layout), stage_bounds(graph, job.layout)
+    decoder = Decoder.build(graph, bounds, first_after_mixing(graph), groups, job.precision, job.trained.weights())
+    source, text = choosing_rank(decoder), PromptText.load(job.tokenizer)
+    ending, found = Ending(job.settings, job.eos, text.decode, job.forced), list[Written]()
+    stream = TextStream(text, job.settings.stop, _print) if job.stream and torch.distributed.get_rank() == 0 else None
+
+    def show(choice: Choice) -> None:
+        if stream and choice.tokens[0] not in job.eos:
+            stream.add(choice.tokens[0])
+
+    with torch.compiler.set_stance("force_eager"):  # compiled kernels are for one length
+        for first in job.batches:
+            part = job.prompts[first : first + job.batch_size]
+            chooser = _chooser(job, ending, part, first)
+            write_batch(decoder, part, job.settings.copies, chooser, source, show)
+            found += [evolve(x, prompt=first + x.prompt) for x in chooser.finished]
+    if stream:
+        stream.end()
+        _print("\n")
+    return sorted(found, key=lambda x: (x.prompt, x.number)) if torch.distributed.get_rank() == source else None
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _chooser(job: Job, ending: Ending, prompts: Sequence[Prompt], first: int) -> Chooser:
+    """Return the chooser of a batch."""
+    tokens = [prompt.tokens for prompt in prompts]
+    return BeamSearch.of(ending, tokens) if job.settings.num_beams > 1 else Sampler.of(ending, tokens, first)
+
+
+def _without_end(x: Written) -> tuple[int, ...]:
+    """Return the tokens of a sequence without the one that ended it."""
+    return x.tokens[:-1] if x.reason == "eos" else x.tokens
+
+
+def _encoded(
+    prompt: str | Sequence[int], text: PromptText, trained: TrainedModel, graph: DecodingGraph, *, chat: bool
+) -> Prompt:
+    """Return the tokens of a prompt. Raise UserError if there are none, or the model does not have one of them."""
+    if isinstance(prompt, str):
+        tokens = text.chat(prompt) if chat else text.encode(prompt)
+    else:
+        tokens = tuple(int(t) for t in prompt)
+    tokens = tokens or trained.special("bos_token_id")[:1]
+    if not tokens:
+        raise UserError(
+            "a prompt is empty, and the tokenizer has no token that begins a text\ngive at least a character"
+        )
+    vocab = graph.logits.shape["vocab"].known
+    if not 0 <= min(tokens) <= max(tokens) < vocab:
+        raise UserError(
+            f"token {max(tokens)} of a prompt is beyond the vocabulary of {graph.graph.name}, {vocab:,} tokens\n"
+            f"give the tokenizer that the model was trained with: --tokenizer (here: {text.name})"
+        )
+    if graph.source is None:
+        return Prompt(tokens)
+    start = trained.special("decoder_start_token_id") or (0,)
+    return Prompt(start[:1], tokens)
+
+
+def with_length(settings: GenerationSettings, prompts: Sequence[Prompt], graph: DecodingGraph) -> GenerationSettings:
+    """Return settings whose number of tokens the model has positions for. Raise UserError if it has none."""
+    rows, name = longest(graph.graph), graph.graph.name
+    prompt, source = (max(len(x) for x in each) for each in zip(*((p.tokens, p.source or ()) for p in prompts)))  # noqa: B905
+    sources = [rows[d.name] for n in graph.graph.nodes if n.name == graph.source for d in n.shape if d.name in rows]
+    if sources and source > min(sources):
+        raise UserError(f"a prompt has {source:,} tokens, but the encoder of {name} has {min(sources):,} positions")
+    room = rows.get(graph.sequence.name, prompt + (settings.max_new_tokens or DEFAULT_NEW_TOKENS)) - prompt
+    if room < 1:
+        raise UserError(
+            f"a prompt has {prompt:,} tokens, but {name} has {prompt + room:,} positions\ngive a shorter prompt"
+        )
+    if settings.max_new_tokens is not None and settings.max_new_tokens > room:
+        raise UserError(
+            f"a prompt of {prompt:,} tokens and --max-new-tokens {settings.max_new_tokens} are more than the "
+            f"{prompt + room:,} positions of {name}\nuse --max-new-tokens {room} or less"
+        )
+    return evolve(settings, max_new_tokens=settings.max_new_tokens or min(DEFAULT_NEW_TOKENS, room))
+
+
+def _positions(prompts: Sequence[Prompt], settings: GenerationSettings) -> int:
+    """Return the most positions of a row."""
+    return max(max(len(p.tokens), len(p.source or ())) for p in prompts) + (settings.max_new_tokens or 0)
+
+
+def _eos(settings: GenerationSettings, trained: TrainedModel, text: PromptText, vocab: int) -> tuple[int, ...]:
+    """Return the tokens that end a sequence."""
+    if settings.eos_token_id is not None:
+        return tuple(text.token(str(name), vocab) for name in settings.eos_token_id)
+    own = text.tokenizer.ids.eos
+    return trained.special("eos_token_id") or (() if own is None else (own,))

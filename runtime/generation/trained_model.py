@@ -1,0 +1,103 @@
+"""A trained model to generate from: a run's folder, or a Hugging Face folder, with its tokenizer and special tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from megaloom.dsl import Graph, UserError, graph
+from megaloom.dsl.graph import Model
+from megaloom.dsl.hf.architectures import read
+from megaloom.planner.contract.workload import Precision
+from megaloom.runtime.checkpoints.checkpoint_folder import latest
+from megaloom.runtime.convert.checkpoint_views import checkpoint_views
+from megaloom.runtime.convert.run_weights import weights_of
+from megaloom.runtime.megatron import device
+from megaloom.runtime.modules.initial_weights import GivenValues
+from megaloom.runtime.training.run_folder import PLAN_NAME, is_run, plan_and_model
+from megaloom.runtime.weights.given import open_folder
+from megaloom.runtime.weights.kept_files import CONFIG, KEPT
+
+from .text import tokenizer_of
+
+FILES = ("config.json", "generation_config.json")
+"""Hugging Face files with special tokens; those of a later file have precedence."""
+
+
+@frozen
+class TrainedModel:
+    """A folder with a trained model."""
+
+    folder: Path
+    precision: Precision  # that it was trained in
+    is_run: bool
+
+    @property
+    def model(self) -> Model:
+        """Return the model."""
+        return plan_and_model(self.folder)[1] if self.is_run else read(self.folder)
+
+    @property
+    def graph(self) -> Graph:
+        """Return the model's graph."""
+        return graph(self.model)
+
+    @property
+    def tokenizer(self) -> str:
+        """Return the folder of the tokenizer, or "bytes"."""
+        folders = (self.folder / "tokenizer", self.folder / KEPT) if self.is_run else (self.folder,)
+        return tokenizer_of(folders)
+
+    def special(self, name: str) -> tuple[int, ...]:
+        """Return the ids of a special token, such as eos_token_id, by the Hugging Face files; none if they lack it."""
+        found: Any = None
+        for file in FILES:
+            path = (self.folder / KEPT if self.is_run else self.folder) / file
+            if path.is_file():
+                found = _fields(path).get(name, found)
+        ids = found if isinstance(found, list) else [found]
+        return tuple(i for i in ids if isinstance(i, int))
+
+    def check(self) -> None:
+        """Raise UserError if the folder has no weights, or damaged ones."""
+        if self.is_run:
+            self._checkpoint_weights(checked=True)
+        else:
+            open_folder(self.folder).check(self.model)
+
+    def weights(self) -> GivenValues:
+        """Return the weights as views, after `check`."""
+        return self._checkpoint_weights() if self.is_run else open_folder(self.folder).of(self.model)
+
+    def _checkpoint_weights(self, *, checked: bool = False) -> GivenValues:
+        """Return the weights of the last checkpoint. checked: compare the files with those that were saved."""
+        plan, model = plan_and_model(self.folder)
+        last = latest(self.folder, fingerprint=plan.fingerprint)
+        if last is None:
+            raise UserError(f"{self.folder} has no checkpoint\ntrain first: megaloom train {self.folder / PLAN_NAME}")
+        return weights_of(graph(model), checkpoint_views(last, checked=checked))
+
+
+def open_trained(folder: Path) -> TrainedModel:
+    """Return the trained model in a folder. Raise UserError if there is none."""
+    if (folder / PLAN_NAME).is_file() or is_run(folder):
+        return TrainedModel(folder, plan_and_model(folder)[0].workload.precision, True)
+    if (folder / CONFIG).is_file():
+        return TrainedModel(folder, Precision.BF16 if device.gpu_count() else Precision.FP32, False)
+    if folder.is_file():
+        raise UserError(f"{folder} is a file, not the folder of a run\nunpack it: megaloom unpack {folder}")
+    what = "is no run folder" if folder.is_dir() else "does not exist"
+    raise UserError(f"{folder} {what}\ngive the folder that `megaloom train` wrote, or a Hugging Face folder")
+
+
+def _fields(path: Path) -> Mapping[str, Any]:
+    """Return the fields of a JSON file. Raise UserError if it is damaged."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    return fields if isinstance(fields, dict) else {}

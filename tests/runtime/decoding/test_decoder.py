@@ -1,0 +1,130 @@
+"""Token by token, a decoder computes what the oracle computes on whole sequences, for each family and layout.
+
+Rows of unequal lengths are written together, repeated and reordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from megaloom.dsl import Model, graph
+from megaloom.dsl.graph import without_loss
+from megaloom.planner.contract.workload import Precision
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.modules.initial_weights import initial_weight
+from megaloom.runtime.reference.interpret import interpret
+from tests.support.families import FAMILIES, VOCAB
+
+LENGTHS, SOURCES, STEPS = (5, 2, 5, 11), (3, 6, 6, 4), 4
+REORDERED = (2, 0, 1, 1)  # rows after the second step
+
+
+@frozen
+class Difference:
+    """The largest difference of logits from the oracle's, over their standard deviation."""
+
+    family: str
+    layout: str
+    relative: float
+
+
+def model_of(name: str) -> Model:
+    return FAMILIES[name].make(0.0)
+
+
+def weights_of(m: Model) -> dict[str, Tensor]:
+    """Random weights; biases and scales are not constant."""
+    out = {}
+    for name, slot in graph(m).weights.items():
+        torch.manual_seed(sum(map(ord, name)))
+        x = initial_weight(slot, 7)
+        out[name] = x + 0.1 * torch.randn_like(x)
+    return out
+
+
+def oracle(m: Model, weights: Mapping[str, Tensor], tokens: list[int], source: list[int]) -> Tensor:
+    """The logits after the last token of one sequence, by evaluation of all its positions."""
+    g = graph(m)
+    inputs = {}
+    for n in g.nodes:
+        if n.is_input and n.name not in g.only_for_losses:
+            inputs[n.name] = torch.tensor([source if "source" in n.shape else tokens])
+    (logits, *_) = interpret(without_loss(m), weights, inputs)
+    return logits[0, -1]
+
+
+def differences(cases: list[tuple[str, int, int]]) -> list[Difference]:
+    """On each rank: write tokens under tp and pp, and compare logits on the rank that has them."""
+    from megatron.core import parallel_state
+
+    from megaloom.runtime.generation.generate import generate_on_rank  # noqa: F401 (prepares megatron-core)
+
+    out = []
+    for name, tp, pp in cases:
+        found = difference(name, tp, pp)
+        if found is not None:
+            out.append(Difference(name, f"tp{tp} pp{pp}", found))
+        parallel_state.destroy_model_parallel()
+    return out
+
+
+def difference(name: str, tp: int, pp: int) -> float | None:
+    from megaloom.runtime.decoding.decoder import Decoder
+    from megaloom.runtime.decoding.decoding_graph import decoding_graph
+    from megaloom.runtime.decoding.mixing import check_decoding, first_after_mixing
+    from megaloom.runtime.decoding.stages import generation_layout, stage_bounds
+    from megaloom.runtime.generation.batches import Prompt, begin_batch
+    from megaloom.runtime.megatron.process_groups import create_process_groups
+
+    m = model_of(name)
+    weights, layout = weights_of(m), generation_layout(tp, pp)
+    g, groups = decoding_graph(graph(m)), create_process_groups(layout)
+    check_decoding(g)
+    bounds = stage_bounds(g, layout)
+    decoder = Decoder.build(g, bounds, first_after_mixing(g), groups, Precision.FP32, weights)
+    torch.manual_seed(1)
+    written = [torch.randint(VOCAB, (n,)).tolist() for n in LENGTHS]
+    sources = [torch.randint(VOCAB, (n,)).tolist() if g.source else [] for n in SOURCES]
+    prompts = [Prompt(tuple(t), tuple(s) if g.source else None) for t, s in zip(written, sources, strict=True)]
+    worst = 0.0
+    with torch.no_grad():
+        logits, rows = begin_batch(decoder, prompts, 1)
+        for step in range(STEPS):
+            if logits is not None:
+                expected = torch.stack([oracle(m, weights, t, s) for t, s in zip(written, sources, strict=True)])
+                worst = max(worst, float((logits - expected).abs().max() / expected.std()))
+            if step == 2:
+                rows = rows.select(torch.tensor(REORDERED))
+                written, sources = [list(written[i]) for i in REORDERED], [sources[i] for i in REORDERED]
+            new = torch.randint(VOCAB, (len(LENGTHS),))
+            for t, token in zip(written, new.tolist(), strict=True):
+                t.append(token)
+            logits = decoder.step(new, rows)
+    return worst if logits is not None else None
+
+
+WRITERS = [name for name in FAMILIES if not name.startswith(("bert", "vit", "llava"))]
+
+
+def test_each_family_goes_on_token_by_token() -> None:
+    (found,) = launcher.run(differences, ([(name, 1, 1) for name in WRITERS],), 1, timeout=100)
+    assert len(found) == len(WRITERS)
+    assert not [x for x in found if not x.relative < 1e-4]
+
+
+LAYOUTS = [
+    *((name, 2, 2) for name in ("llama", "gpt2", "bloom", "gpt-oss", "mixtral", "deepseek-v3", "nemotron-h", "bart")),
+    *((name, 2, 2) for name in ("gemma2", "mamba2")),
+    ("t5", 1, 4),
+    ("llama", 1, 4),
+]
+
+
+def test_each_layout_goes_on_token_by_token() -> None:
+    ranks = launcher.run(differences, (LAYOUTS,), 4, timeout=100)
+    assert len(ranks[-1]) == len(LAYOUTS)
+    assert not [x for found in ranks for x in found if not x.relative < 1e-4]
