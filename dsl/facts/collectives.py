@@ -18,7 +18,7 @@ from megaloom.dsl.ops.routing import Combine, Route
 from megaloom.dsl.sharding_table import SEQUENCES, Split
 from megaloom.dsl.value import Value
 
-from .context_exchange import channel_exchanges, runs_along, shared_channels
+from .context_exchange import channel_exchanges, divides_channels, runs_along, shared_channels
 from .primitives import Program, Step, origin
 from .propagation import (
     NodePlacement,
@@ -55,9 +55,21 @@ class Collective:
     recomputed_by: RecomputedBy = NO_MODULES
 
 
-def collectives(program: Program, sizes: Mapping[str, int], split: Split) -> tuple[Collective, ...]:
-    """Return the forward and backward collectives of a node, including the reduction of its output."""
-    return tuple(_Count(program, sizes, split, propagate(program, split)).read())
+def collectives(
+    program: Program, sizes: Mapping[str, int], split: Split, *, separate: bool = False
+) -> tuple[Collective, ...]:
+    """Return the forward and backward collectives of a node, including the reduction of its output.
+
+    separate: torch runs the ops of the body one by one, and gathers sequences whose channels cp does not divide.
+    """
+    gathers = separate and gathers_sequence(program, split)
+    return tuple(_Count(program, sizes, split, propagate(program, split), gathers).read())
+
+
+def gathers_sequence(program: Program, split: Split) -> bool:
+    """Return whether each context-parallel rank runs the convolutions and scans of a body along whole sequences."""
+    along = split.cp > 1 and any(runs_along(step) for step in program.steps)
+    return along and not divides_channels(program, propagate(program, split).weights_only, split)
 
 
 @define
@@ -66,6 +78,7 @@ class _Count:
     sizes: Mapping[str, int]
     split: Split
     placement: NodePlacement
+    gathers: bool  # sequences of convolutions and scans, where cp does not divide their channels
     performed: set[tuple[int, Transitions]] = field(factory=set)  # a transition is performed once for all its readers
 
     def read(self) -> Iterator[Collective]:
@@ -74,7 +87,7 @@ class _Count:
                 yield from self.transition_collectives(placed.step, a, transitions)
             yield from self.along(placed)
         yield from self.transition_collectives(None, self.program.value, self.placement.output)
-        if self.split.cp > 1:
+        if self.split.cp > 1 and not self.gathers:
             for step, v in channel_exchanges(self.program, self.placement.weights_only):
                 yield from self.channel_exchange(step, v)
 
@@ -100,7 +113,7 @@ class _Count:
                 yield from self.reduce(step, v, transition)
             elif step is None or id(origin(v)) in self.placement.weights_only:
                 continue  # gradients of weights are added once a step
-            elif transition.axis == "cp" and runs_along(step):
+            elif transition.axis == "cp" and runs_along(step) and not self.gathers:
                 continue  # see `channel_exchange`
             elif transition.kind is TransitionKind.TO_REPLICATE and not (
                 isinstance(step.value.op, Attend) and transition.axis == "cp"

@@ -4,6 +4,8 @@ Convolution and scan run along the sequence. For them, each device holds the who
 an all-to-all changes from sequence shards to channel shards before, and another one back after. Elementwise ops in
 between keep the channel shards. megatron-core also exchanges the gate of Mamba, which is read after the scan
 (0.16.1, ssm/mamba_context_parallel.py).
+
+Where `cp` does not divide the channels (`divides_channels`), our runtime gathers the sequence instead.
 """
 
 from __future__ import annotations
@@ -11,12 +13,59 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 
 from megaloom.dsl.dims import Dim
+from megaloom.dsl.ops.norm import Drop
 from megaloom.dsl.ops.sequence import Conv, Scan
+from megaloom.dsl.sharding_table import Split
 from megaloom.dsl.value import Value
 
 from .primitives import Program, Step, origin
 
 SHARED = "groups"  # channels that several heads share: copied if a device has fewer than cp of them
+
+
+def values_by_channel(p: Program, weights_only: Container[int]) -> frozenset[int]:
+    """Return the values that are in channel shards, by their identity: of convolutions, scans, and ops in between.
+
+    `weights_only` are the values computed from weights alone.
+    """
+    out: set[int] = set()
+    for step in p.steps:
+        read = [a for a in step.value.args if id(origin(a)) not in weights_only]
+        between = step.value.op.elementwise and bool(read) and all(id(a.source) in out for a in read)
+        if runs_along(step) or between:
+            out.add(id(step.value))
+    return frozenset(out)
+
+
+def channel_dim(p: Program, v: Value) -> Dim | None:
+    """Return the dim of a value that is split into channel shards: the one that tp may shard."""
+    return next((d for d in v.shape if d.name in p.table.dims and p.table.dims[d.name].axis == "tp"), None)
+
+
+def channels_on_device(p: Program, d: Dim, split: Split) -> int:
+    """Return the channels of a dim on one device of the tp axis."""
+    return d.known // (split.tp if p.table.axis(d) == "tp" else 1)
+
+
+def divides_channels(p: Program, weights_only: Container[int], split: Split) -> bool:
+    """Return whether cp divides the channels of all exchanged values, or is a multiple of shared ones.
+
+    Heads whose shared channels lie on several devices of the tp axis are not exchanged, nor is dropout.
+    """
+    inside = values_by_channel(p, weights_only)
+    steps = [step for step in p.steps if id(step.value) in inside]
+    if any(step.outer or isinstance(step.value.op, Drop) for step in steps):
+        return False
+    for v in (x for step in steps for x in (step.value, *step.value.args) if id(origin(x)) not in weights_only):
+        d = channel_dim(p, v)
+        if d is None:
+            return False
+        count = channels_on_device(p, d, split)
+        if d.name == SHARED and (p.table.axis(d) != "tp" and split.tp > 1):
+            return False
+        if count % split.cp and not (d.name == SHARED and split.cp % count == 0):
+            return False
+    return True
 
 
 def channel_exchanges(p: Program, weights_only: Container[int]) -> Iterator[tuple[Step, Value]]:
@@ -25,18 +74,14 @@ def channel_exchanges(p: Program, weights_only: Container[int]) -> Iterator[tupl
     `weights_only` are the values computed from weights alone, which need none. If the output is in channel shards, it
     is exchanged after the last primitive.
     """
-    by_channel: set[int] = set()  # the sources of values in channel shards
+    by_channel = values_by_channel(p, weights_only)
     exchanged: set[tuple[int, bool]] = set()
     for step in p.steps:
-        v, mixes = step.value, runs_along(step)
-        read = [a for a in v.args if id(origin(a)) not in weights_only]
-        in_channels = mixes or (v.op.elementwise and bool(read) and all(id(a.source) in by_channel for a in read))
-        for a in read:
+        in_channels = id(step.value) in by_channel
+        for a in (a for a in step.value.args if id(origin(a)) not in weights_only):
             if (id(a.source) in by_channel) is not in_channels and (id(a.source), in_channels) not in exchanged:
                 exchanged.add((id(a.source), in_channels))
                 yield step, a
-        if in_channels:
-            by_channel.add(id(v))
     if id(p.value.source) in by_channel:
         yield p.steps[-1], p.value
 

@@ -28,7 +28,7 @@ from megaloom.dsl.sharding_table import (
 )
 from megaloom.dsl.value import Fusion, Value
 
-from .collectives import Collective, collectives
+from .collectives import Collective, collectives, gathers_sequence
 from .primitives import Program, Step, effective_split, fitted, fusion_of, program, separate_ops
 from .recompute import (
     CORE,
@@ -88,6 +88,7 @@ class Costs:
     """Costs of one graph node on one device, for one micro-batch. Each node counts the weights that it shares.
 
     saved: the tensors that its backward pass reads. inputs: its inputs. `saved_parts` says which of them count for it.
+    gathers_sequence: each context-parallel rank runs its convolutions and scans along whole sequences.
     """
 
     work: tuple[Work, ...]
@@ -96,6 +97,7 @@ class Costs:
     inputs: tuple[Saved, ...]
     params: int
     expert_params: int
+    gathers_sequence: bool = False
 
 
 def saved(
@@ -179,11 +181,12 @@ def _costs(p: Program, batch: int, seq: int, source: int, split: Split, separate
     dense, expert = _params(p, sizes, split)
     return Costs(
         work=tuple(_work(p, sizes, split)),
-        collectives=collectives(p, sizes, split),
+        collectives=collectives(p, sizes, split, separate=separate),
         saved=tuple(saved_tensors(p, sizes, split)),
         inputs=tuple(saved_inputs(p, sizes, split)),
         params=dense,
         expert_params=expert,
+        gathers_sequence=separate and gathers_sequence(p, split),
     )
 
 

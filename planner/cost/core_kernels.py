@@ -107,14 +107,18 @@ PRODUCT_PAIR_PASSES, PRODUCT_X_PASSES, PRODUCT_STATE_PASSES = (1, 2), (4, 8), (4
 CONV_PASSES, CONV_KERNELS = (2.8, 6.2), (2, 6)
 
 
-def core_seconds(work: Work, core: Core, device: Device, precision: Precision, cp: int) -> KernelSeconds:
-    """Return the seconds of one forward and one backward pass of an attention core, a scan or a convolution."""
+def core_seconds(work: Work, core: Core, device: Device, precision: Precision, cp: int, gathers: bool) -> KernelSeconds:
+    """Return the seconds of one forward and one backward pass of an attention core, a scan or a convolution.
+
+    gathers: each context-parallel rank runs along the whole sequence of all its channels, else of 1/cp of them.
+    """
+    copies = cp if gathers else 1
     if core.kernel is AttentionKernel.FLEX:
         return _flex(work, core, device, precision)
     if isinstance(core.kernel, ScanKernel):
-        return _chunks(work, core, device, precision, cp)
+        return _chunks(work, core, device, precision, cp, copies)
     if isinstance(core.kernel, ConvolutionKernel):
-        return _convolution(work, device, precision)
+        return _convolution(work, device, precision, copies)
     return _blocks(work, core, device, precision)
 
 
@@ -149,9 +153,9 @@ def _blocks(work: Work, core: Core, device: Device, precision: Precision) -> Ker
     return KernelSeconds(once, once + 2 * sum(products) + backward * moved, *(count * n for n in BLOCK_KERNELS))
 
 
-def _chunks(work: Work, core: Core, device: Device, precision: Precision, cp: int) -> KernelSeconds:
-    """Return the seconds of a scan in chunks. Each context-parallel rank scans the whole sequence."""
-    size, positions = min(SCAN_CHUNK, work.m), work.count * work.m * cp
+def _chunks(work: Work, core: Core, device: Device, precision: Precision, cp: int, copies: int) -> KernelSeconds:
+    """Return the seconds of a scan in chunks. Each context-parallel rank scans whole sequences."""
+    size, positions = min(SCAN_CHUNK, work.m * cp), work.count * work.m * copies
     x, b = (core.value.args[i].shape for i in (0, 3))
     pairs, channels, states = positions * size, positions * work.k, positions // size * work.n * work.k
     # Scores are those of a group of heads. The last product passes states from chunk to chunk.
@@ -170,9 +174,9 @@ def _chunks(work: Work, core: Core, device: Device, precision: Precision, cp: in
     return KernelSeconds(once, once + moved[1] + multiplied[1], *t.kernels)
 
 
-def _convolution(work: Work, device: Device, precision: Precision) -> KernelSeconds:
+def _convolution(work: Work, device: Device, precision: Precision, copies: int) -> KernelSeconds:
     """Return the seconds of a compiled convolution along the sequence."""
-    result = work.elements // 2  # it reads about as many elements as it writes
+    result = copies * work.elements // 2  # it reads about as many elements as it writes
     forward, backward = (passes * result * precision.nbytes / device.moves for passes in CONV_PASSES)
     return KernelSeconds(forward, backward, *CONV_KERNELS)
 
@@ -191,7 +195,8 @@ def _speed(rows: int, columns: int, depth: int, count: int, device: Device, prec
 
 def transient_bytes(facts: Costs, execution: Execution, precision: Precision, cp: int) -> int:
     """Return the bytes that kernels of a node hold at once within its backward pass, and free."""
-    cores = (_core_bytes(work, core, precision, cp) for work, core in execution.body_cores(facts).items())
+    copies = cp if facts.gathers_sequence else 1
+    cores = (_core_bytes(work, core, precision, cp, copies) for work, core in execution.body_cores(facts).items())
     return max((*cores, _stacked_bytes(facts, precision) if execution.stacked_experts else 0))
 
 
@@ -201,9 +206,9 @@ def _stacked_bytes(facts: Costs, precision: Precision) -> int:
     return precision.nbytes * max(sum(weights[:-1]), weights[-1])
 
 
-def _core_bytes(work: Work, core: Core, precision: Precision, cp: int) -> int:
+def _core_bytes(work: Work, core: Core, precision: Precision, cp: int, copies: int) -> int:
     if isinstance(core.kernel, ScanKernel):
-        t, positions, size = SCAN_TRAFFIC[core.kernel], work.count * work.m * cp, min(SCAN_CHUNK, work.m)
+        t, positions, size = SCAN_TRAFFIC[core.kernel], work.count * work.m * copies, min(SCAN_CHUNK, work.m * cp)
         alive = t.pairs_alive * size + t.x_alive * work.k + t.states_alive * work.n * work.k // size
         return positions * (FP32 * t.pairs_alive_fp32 * size + precision.nbytes * alive)
     if core.kernel in (AttentionKernel.FLEX, ConvolutionKernel.COMPILED):

@@ -11,7 +11,7 @@ from math import lcm
 from typing import Any
 
 import numpy as np
-from attrs import define, field, fields, frozen
+from attrs import define, evolve, field, fields, frozen
 
 from megaloom.dsl.dims import Shape, Sizes
 from megaloom.dsl.facts.costs import Costs, costs
@@ -95,7 +95,7 @@ class AffineFacts:
             )
             for name, each in self.facts
         }
-        return Costs(**lists, params=self.first.params, expert_params=self.first.expert_params)
+        return evolve(self.first, **lists)
 
 
 def _affine(a: Any, b: Any) -> AffineFact:

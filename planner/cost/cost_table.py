@@ -234,9 +234,9 @@ def _add_kernels(
     apart, alone = facts.params + facts.expert_params, 0  # gradients added by kernels of their own, by one product
     stored, cores = execution.stores_scores, execution.body_cores(facts)
     for work in facts.work:
-        core = cores.get(work)
+        core, whole = cores.get(work), facts.gathers_sequence
         beside = None if execution.module else separate_seconds(work, device, precision)
-        priced = core_seconds(work, core, device, precision, cp) if core else beside if work.whole else None
+        priced = core_seconds(work, core, device, precision, cp, whole) if core else beside if work.whole else None
         took = kernels.kernel_seconds(
             work, device, precision, profile, inside=kind.in_recomputed_block, stored_scores=stored, priced=priced
         )

@@ -25,6 +25,7 @@ from megaloom.dsl import (
     Value,
     Weight,
 )
+from megaloom.dsl.facts.context_exchange import divides_channels, values_by_channel
 from megaloom.dsl.facts.primitives import Program, fitted, program
 from megaloom.dsl.facts.propagation import (
     NodePlacement,
@@ -75,6 +76,7 @@ class Body(nn.Module):
             kernels={id(core.value): core.kernel for core in execution.cores},
             groups=self.groups,
             dropouts={id(v): i for i, v in enumerate(dropouts(self.program.value))},
+            by_channel=_by_channel(self.program, placement, split),
         )
         self.logits = isinstance(node.op, Unembed)
         self.overwrites_logits = False  # True if nothing but this loss reads the logits, which come from an Unembed
@@ -176,6 +178,12 @@ def _expert_values(p: Program, slots: dict[int, Slot], placement: NodePlacement)
         for i, outer, shape in (*weights, *derived)
         if p.table.among_experts(outer)
     }
+
+
+def _by_channel(p: Program, placement: NodePlacement, split: Split) -> frozenset[int]:
+    """Return the values that are in channel shards; none if context-parallel ranks gather sequences instead."""
+    exchanges = split.cp > 1 and divides_channels(p, placement.weights_only, split)
+    return values_by_channel(p, placement.weights_only) if exchanges else frozenset()
 
 
 def _register(module: nn.Module, name: str, tensor: Tensor) -> None:

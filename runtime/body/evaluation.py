@@ -13,10 +13,12 @@ from attrs import define, field, frozen
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from megaloom.dsl import CrossEntropy, Each, LogSumExp, MoE, Select, Slot, Value
+from megaloom.dsl import CrossEntropy, Dim, Each, LogSumExp, MoE, Select, Slot, Value
+from megaloom.dsl.facts.context_exchange import channel_dim, channels_on_device
 from megaloom.dsl.facts.primitives import Program, origin
 from megaloom.dsl.facts.propagation import NodePlacement, PlacedOp, Transition, TransitionKind, Transitions
 from megaloom.dsl.graph import primitives
+from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.capability import CoreKernel
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.megatron.recompute import DiscardedOutput
@@ -24,6 +26,7 @@ from megaloom.runtime.reference.dropout import MaskSource
 from megaloom.runtime.reference.tensors import dim_index
 
 from .balancing_loss import Balancing
+from .channel_exchange import channel_shard, channels_to_sequence, sequence_to_channels
 from .local_ops import evaluate_local
 from .recompute_regions import RecomputeRegion
 from .transitions import perform
@@ -42,11 +45,16 @@ class LocalProgram:
     balanced_moe: MoE | None  # the MoE whose balancing loss is added
     groups: ProcessGroups
     dropouts: dict[int, int]  # the number of each primitive with dropout
+    by_channel: frozenset[int]  # values of which each context-parallel rank has whole sequences of some channels
     placed_ops: dict[int, PlacedOp] = field(init=False)
 
     @placed_ops.default
     def _placed_ops(self) -> dict[int, PlacedOp]:
         return {id(p.step.value): p for p in self.placement.steps}
+
+    def channels_on_device(self, d: Dim) -> int:
+        """Return the channels of a dim on one rank of the tp axis."""
+        return channels_on_device(self.program, d, self.groups.layout.split)
 
 
 @define(eq=False)
@@ -59,6 +67,7 @@ class Evaluation:
     balancing: Balancing | None = None  # balancing losses of the micro-batch
     overwrites_logits: bool = False  # nothing but this loss reads the logits, and an Unembed hides their padding
     transitioned: dict[tuple[int, Transitions], Tensor] = field(factory=dict)  # after transitions
+    exchanged: dict[tuple[int, bool], Tensor] = field(factory=dict)  # True: in channel shards, else sequence shards
     in_region: bool = False  # True while a recompute region runs
     discarded: list[DiscardedOutput] = field(factory=list)
 
@@ -68,9 +77,40 @@ class Evaluation:
         for v in (p.step.value for p in self.local.placement.steps if not p.step.outer):
             if id(v) not in regions or v in regions[id(v)].outputs:
                 self.value(v)  # in program order, so that no recursion is deeper than one primitive
-        out = self.read(self.local.program.value, self.local.placement.output)
+        out = self.argument(None, self.local.program.value, self.local.placement.output)
         self.free_discarded(out)
         return out
+
+    def argument(self, reader: Value | None, v: Value, transitions: Transitions, *, contiguous: bool = True) -> Tensor:
+        """Return an argument of a primitive in the shards that it computes in. reader: None for the node's output."""
+        inside, from_inside = id(reader) in self.local.by_channel, id(v.source) in self.local.by_channel
+        if not inside and not from_inside:
+            return self.read(v, transitions, contiguous=contiguous)
+        others = tuple(t for t in transitions if t.axis != "cp" and self.local.groups.of_axis(t.axis).size() > 1)
+        if inside and from_inside:
+            assert not others, f"{v} has transitions between channel shards: {others}"
+            return self.value(v)
+        key = id(origin(v)), inside
+        if key not in self.exchanged:
+            x = self.read(v, others) if inside else self.value(v)
+            self.exchanged[key] = self.exchange(v, x, to_channels=inside)
+        x = self.exchanged[key]
+        for t in () if inside else others:
+            x = perform(t, x, None if t.along is None else dim_index(v.shape, t.along), self.local.groups)
+        return x
+
+    def exchange(self, v: Value, x: Tensor, *, to_channels: bool) -> Tensor:
+        """Return a value in channel shards instead of sequence shards, or the other way round."""
+        d, group = channel_dim(self.local.program, v), self.local.groups.of_axis("cp")
+        if d is None:
+            return x  # a weight that all channels share
+        channels = dim_index(v.shape, d.name)
+        seq = next((i for i, dim in enumerate(v.shape) if dim.name in SEQUENCES), None)
+        if seq is None:
+            return channel_shard(x, channels, group)
+        if to_channels:
+            return sequence_to_channels(x, seq, channels, group)
+        return channels_to_sequence(x, seq, channels, self.local.channels_on_device(d), group)
 
     def read(self, v: Value, transitions: Transitions, *, contiguous: bool = True) -> Tensor:
         """Return a value after transitions. Each transition of a value is performed once.
@@ -107,11 +147,11 @@ class Evaluation:
         v = p.step.value
         contiguous = not isinstance(v.op, CrossEntropy | LogSumExp)  # which read logits in the order of the modules
         args = [
-            self.read(a, self.transitions_of(p, a, before), contiguous=contiguous)
+            self.argument(v, a, self.transitions_of(p, a, before), contiguous=contiguous)
             for a, before in zip(v.args, p.reads, strict=True)
         ]
         out = self.computed(p, *args)
-        for transition in p.result:
+        for transition in () if id(v) in self.local.by_channel else p.result:
             assert transition.along is not None, "a transition of a result names its dim"
             out = perform(transition, out, dim_index(v.shape, transition.along), self.local.groups)
         return out
