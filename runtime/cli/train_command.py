@@ -32,6 +32,7 @@ from megaloom.planner.search.search import plan as search
 from megaloom.runtime.checkpoints.checkpoint_folder import Retention, checkpoint_folders
 from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.launch import launcher
+from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.environment import current_environment
@@ -60,17 +61,11 @@ def run_train(
     data, split, epochs, out, save_every, evaluate_every, keep_last, keep_best, async_save, weights.
     """
     given = {name: value for name, value in {**load_options, **fixed_fields(fixed)}.items() if value is not None}
-    is_plan = model.endswith(".json") and not describes(model) and not is_model_file(model)
-    if is_run(model):
-        check_same(load(Path(model) / PLAN_NAME).model, arguments, model)
-        plan, folder = _decided(load_run(model).plan, model, given), options["out"] or Path(model)
+    if started_by_launcher():
+        join()  # each rank reads files of its own: an error of one is raised on all
+        plan, folder = agreed(lambda: _plan_and_folder(model, arguments, load_options, options["out"], given, fixed))
     else:
-        if is_plan:
-            plan = _decided(load(model), model, given)
-            check_same(plan.model, arguments, model)
-        else:
-            plan = _make_plan(model, arguments, load_options, fixed)
-        folder = options["out"] or Path("runs") / file_name(plan.model)
+        plan, folder = _plan_and_folder(model, arguments, load_options, options["out"], given, fixed)
     note = differences(plan.environment, current_environment())
     print_on_first_rank(plan_report(plan), *([note] if note else []))
     every = {name: options[name] for name in ("save_every", "evaluate_every")}
@@ -86,7 +81,7 @@ def run_train(
     if summary.stopped:  # this process is a rank and was sent the signal, or nobody reads its output
         return fail(f"stopped; {_saved(folder)}", 128 + summary.stopped)
     resume = {**given, "data": options["data"], "split": options["split"], "out": options["out"], **asdict(recipe)}
-    resume["set"] = () if is_plan or is_run(model) else as_words(arguments)
+    resume["set"] = () if _is_plan(model) or is_run(model) else as_words(arguments)
     resume["steps"] = steps = 2 * max(recipe.steps, summary.step)
     parts = [f"\nto train further: {_command(model, resume)}"]
     if recipe.schedule.has_end and recipe.decay_steps is None:
@@ -94,6 +89,31 @@ def run_train(
         parts.append(f"the learning rate stays at {lowest:g}; --decay-steps {steps} stretches its schedule")
     print_on_first_rank(summary_report(summary, plan), *parts)
     return 0
+
+
+def _is_plan(model: str) -> bool:
+    """Return whether the argument MODEL names a plan.json."""
+    return model.endswith(".json") and not describes(model) and not is_model_file(model)
+
+
+def _plan_and_folder(
+    model: str,
+    arguments: Arguments,
+    load_options: Mapping[str, Any],
+    out: Path | None,
+    given: Mapping[str, Any],
+    fixed: FixedLayout,
+) -> tuple[Plan, Path]:
+    """Return the plan that MODEL has or is, or the fastest one for it, and the folder of the run."""
+    if is_run(model):
+        check_same(load(Path(model) / PLAN_NAME).model, arguments, model)
+        return _decided(load_run(model).plan, model, given), out or Path(model)
+    if _is_plan(model):
+        plan = _decided(load(model), model, given)
+        check_same(plan.model, arguments, model)
+    else:
+        plan = _make_plan(model, arguments, load_options, fixed)
+    return plan, out or Path("runs") / file_name(plan.model)
 
 
 def run_verify(path: Path, steps: int, seed: int) -> int:

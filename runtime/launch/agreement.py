@@ -1,8 +1,9 @@
-"""Agreement of ranks: an error of one rank is raised on all of them."""
+"""Agreement of ranks: an error of one rank is raised on all of them, and so are differences between ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.runtime.megatron import device
 
 T = TypeVar("T")
+SHOWN_DIFFERENCES = 3
 
 
 def agreed(make: Callable[[], T], *, names_rank: bool = True) -> T:
@@ -30,10 +32,30 @@ def agreed(make: Callable[[], T], *, names_rank: bool = True) -> T:
     dist.all_reduce(refused, op=dist.ReduceOp.MAX)
     if not refused:
         return value  # type: ignore[return-value]
-    own = None if refusal is None else (type(refusal), str(refusal))
-    refusals: list[tuple[type[UserError], str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(refusals, own)
-    rank, (kind, text) = next((rank, found) for rank, found in enumerate(refusals) if found)
-    if own and own[1] == text:
-        raise refusal or kind(text)
-    raise kind(f"on rank {rank}: {text}" if names_rank else text)
+    found = gathered(None if refusal is None else (type(refusal), str(refusal), socket.gethostname()))
+    rank, (kind, text, host) = next((rank, one) for rank, one in enumerate(found) if one)
+    if refusal and str(refusal) == text:
+        raise refusal
+    raise kind(f"on rank {rank} ({host}): {text}" if names_rank else text)
+
+
+def gathered(value: T) -> list[T]:
+    """Return the values of all ranks, in the order of ranks. Every rank calls it."""
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def check_equal(facts: Mapping[str, str], advice: str) -> None:
+    """Raise UserError on all ranks unless all have the same facts. Every rank calls it.
+
+    facts: a value by name, as the user knows it. The message names the first rank that differs from rank 0, its host,
+    and the facts that differ; `advice` is its last line.
+    """
+    (host, expected), *others = gathered((socket.gethostname(), dict(facts)))
+    for rank, (other, found) in enumerate(others, 1):
+        names = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+        if names:
+            shown = [f"{name} is {found.get(name)}, not {expected.get(name)}" for name in names[:SHOWN_DIFFERENCES]]
+            shown += [f"{len(names) - len(shown)} more"] * (len(names) > len(shown))
+            raise UserError(f"rank {rank} ({other}) differs from rank 0 ({host}): {'; '.join(shown)}\n{advice}")

@@ -11,7 +11,7 @@ import errno
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -30,11 +30,13 @@ from megaloom.runtime.data.text_files import STDLIB
 from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.engine.samples import SampleMaker
 from megaloom.runtime.launch import launcher
+from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron import device
 from megaloom.runtime.weights.given import open_folder
 from megaloom.runtime.weights.kept_files import CONFIG, keep_files
 
+from .rank_inputs import check_same_data, check_same_plan, check_shared_folder
 from .run_data import DataOptions, as_sources, check_rampup, open_data, steps_of
 from .run_folder import save_run
 from .training_run import Summary, TrainingRun
@@ -79,8 +81,9 @@ def train(
 
     if started_by_launcher():
         join(plan.layout.world)
-        with locked(folder) if dist.get_rank() == 0 else nullcontext():
-            return on_rank(_broadcast_from_rank_0(prepared))
+        given = {"data": as_sources(source), "split": split, "epochs": epochs, "out": folder}
+        check_same_plan(plan, recipe, given, weights)
+        return _train_as_rank(prepared, folder)
     with locked(folder), _advice_if_killed(folder):
         return launcher.run(on_rank, (prepared(),), plan.layout.world, grace=SAVE_SECONDS)[0]
 
@@ -170,18 +173,17 @@ def locked(folder: Path) -> AbstractContextManager[None]:
     return locked_folder(folder, held=held, choose="choose a writable folder with --out")
 
 
-def _broadcast_from_rank_0(make: Callable[[], TrainingRun]) -> TrainingRun:
-    """Return on all ranks what `make` returns on rank 0, or raise its UserError on all ranks."""
-    result: list[TrainingRun | UserError] = [UserError("rank 0 has sent nothing")]
-    if dist.get_rank() == 0:
-        try:
-            result = [make()]
-        except UserError as error:
-            result = [error]
-    dist.broadcast_object_list(result)
-    if isinstance(result[0], UserError):
-        raise result[0]
-    return result[0]
+def _train_as_rank(prepared: Callable[[], TrainingRun], folder: Path) -> Summary:
+    """Train on this rank, which torchrun or srun has started, once the ranks have compared their inputs."""
+    first = dist.get_rank() == 0
+    with ExitStack() as stack:
+        agreed(lambda: stack.enter_context(locked(folder)) if first else None, names_rank=False)
+        check_shared_folder(folder)
+        run = [agreed(lambda: prepared() if first else None, names_rank=False)]
+        dist.broadcast_object_list(run)
+        assert run[0]
+        check_same_data(run[0].corpus)
+        return on_rank(run[0])
 
 
 @contextmanager

@@ -1,0 +1,85 @@
+"""Ranks that read other files or have other options are refused before the first step, with rank and host."""
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+from attrs import evolve
+
+from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.plans import Plan
+from megaloom.runtime import Recipe
+from megaloom.runtime.data.corpus import open_corpus
+from megaloom.runtime.data.indexed import write_indexed
+from megaloom.runtime.launch import launcher
+from megaloom.runtime.training.rank_inputs import check_same_data, check_same_plan, check_shared_folder
+from tests.support.paths import SUPPORT
+
+
+def refusal(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def refusals(plan: Plan, folder: Path) -> list[str]:
+    """On each rank: the messages for inputs in which rank 1 differs."""
+    rank, options = dist.get_rank(), {"data": ("books",)}
+    layout = evolve(plan, layout=evolve(plan.layout, recompute=Recompute.FULL if rank else Recompute.NONE))
+    model = evolve(plan, model=f"{SUPPORT / 'models.py'}:{'byte_gpt' if rank else 'byte_llama'}")
+    missing = evolve(plan, model=str(folder / "nowhere.py") if rank else plan.model)
+    own = folder / str(rank)  # as the storage of a host
+    shutil.copytree(folder / "data", own)
+    (own / "data").mkdir()
+    os.chdir(own)
+    if rank:
+        tokens = np.memmap("changed.bin", np.uint16, "r+")
+        tokens[len(tokens) // 2] += 1
+        tokens.flush()
+    books, changed = (open_corpus([name], None, folder) for name in ("books", "changed"))
+    return [
+        refusal(lambda: check_same_plan(plan, Recipe(), options)),
+        refusal(lambda: check_shared_folder(folder)),
+        refusal(lambda: check_same_data(books)),
+        refusal(lambda: check_same_plan(layout, Recipe(), options)),
+        refusal(lambda: check_same_plan(model, Recipe(), options)),
+        refusal(lambda: check_same_plan(missing, Recipe(), options)),
+        refusal(lambda: check_same_plan(plan, Recipe(lr=0.1 if rank else 0.2, seed=rank), options)),
+        refusal(lambda: check_same_plan(plan, Recipe(), {"data": (f"books-{rank}",)})),
+        refusal(lambda: check_shared_folder(Path("data"))),
+        refusal(lambda: check_same_data(changed)),
+    ]
+
+
+def test_ranks_with_other_inputs_are_refused(plan_of, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("books", "changed"):
+        write_indexed([np.arange(5000, dtype=np.uint16)] * 10, tmp_path / "data" / name, "u2")
+    plan, host = plan_of("byte_llama", Layout(dp=2)), re.escape(socket.gethostname())
+    first, second = launcher.run(refusals, (plan, tmp_path), 2, timeout=60)
+    differs = rf"rank 1 \({host}\) differs from rank 0 \({host}\): "
+    expected = [
+        "",
+        "",
+        "",
+        differs + r"--recompute is full, not none\nstart all ranks with one command, .*",
+        differs + r"the model's fingerprint is 1-\w+, not 1-\w+\nstart .*",
+        rf"on rank 1 \({host}\): no file (.|\n)*",
+        differs + r"--lr is 0.1, not 0.2; --seed is 1, not 0\nstart .*",
+        differs + r"--data is books-1, not books-0\nstart .*",
+        rf"rank 1 \({host}\) does not see data of rank 0 \({host}\)\ngive --out on storage that all hosts share: .*",
+        differs + r"changed is 50,000 tokens with digest \w+, not 50,000 tokens with digest \w+\ncopy the dataset .*",
+    ]
+    for pattern, on_first, on_second in zip(expected, first, second, strict=True):
+        assert re.fullmatch(pattern, on_first)
+        assert on_second == on_first or on_first.endswith(on_second)  # a rank's own error does not name it
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "data"]
