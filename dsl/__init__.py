@@ -15,6 +15,7 @@ from megaloom.dsl.facts.costs import (
 from megaloom.dsl.facts.flops import Flops, flops
 from megaloom.dsl.facts.parameters import params
 from megaloom.dsl.hf.architectures import read
+from megaloom.dsl.hf.lora_targets import lora
 from megaloom.dsl.layers.attention import Attention, CrossAttention
 from megaloom.dsl.layers.embeddings import Embed, PatchEmbed, Positions, Unembed
 from megaloom.dsl.layers.latent_attention import MLA
@@ -60,6 +61,7 @@ from megaloom.dsl.ops.weight import (
 )
 from megaloom.dsl.sharding_table import Sharded
 
+from .adapters import Adapted
 from .combine import (
     Block,
     Each,
@@ -84,6 +86,7 @@ from .layer import (
     Named,
     chain,
 )
+from .low_rank import LoRA
 from .node import Node, Slot
 from .packing import packed
 from .repetition import Repeat, repeat
@@ -103,6 +106,7 @@ __all__ = [
     "MLP",
     "SEQ",
     "Activation",
+    "Adapted",
     "Affine",
     "Attend",
     "Attention",
@@ -141,6 +145,7 @@ __all__ = [
     "Linear",
     "LinearScaling",
     "Llama3Scaling",
+    "LoRA",
     "LogSumExp",
     "Lookup",
     "LossSums",
@@ -204,6 +209,7 @@ __all__ = [
     "image",
     "is_loss",
     "labels",
+    "lora",
     "loss_sums",
     "mask",
     "model",

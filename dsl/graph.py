@@ -26,6 +26,7 @@ from .layer import (
     held_values,
     op_name,
 )
+from .low_rank import LoRA
 from .node import Node, Slot
 from .pipeline_cuts import cut_points, live_values
 from .value import Value
@@ -39,13 +40,21 @@ class Model:
     """A name and the values that a program computes. Compare models by `fingerprint`.
 
     std: standard deviation of the initial values of weights that have none of their own. unused: fields of the
-    config.json that the model was read from, with their values, that have no effect on it.
+    config.json that the model was read from, with their values, that have no effect on it. lora: the adapters that were
+    added to the model `base`.
     """
 
     name: str
     outputs: tuple[Value, ...]
     std: float = INITIAL_STD
     unused: tuple[str, ...] = ()
+    base: Model | None = None
+    lora: LoRA | None = None
+
+    @property
+    def without_adapters(self) -> Model:
+        """The model itself, or the one that adapters were added to."""
+        return self.base or self
 
 
 def model(name: str, *outputs: Value, std: float = INITIAL_STD) -> Model:

@@ -1,10 +1,11 @@
 """A model as a file, which loads where the program that declared it is missing. Reading it runs no code.
 
     {"version": 1, "fingerprint": "1-…", "name": "m", "ops": [{"kind": "MLP", "fields": {"ff": 64}}, …],
-     "values": [{"op": 0, "args": [], "dims": [["batch"], ["seq"]], "dtype": "index"}, …], "outputs": [7]}
+     "values": [{"op": 0, "args": [], "dims": [["batch"], ["seq"]], "dtype": "index"}, …], "outputs": [7], "lora": null}
 
 `values` are all values of the program in order, bodies of layers included; `args` and `body` are positions in it. A
-layer that is not built in is its name, its shard policies and its body. A torch module of its own is left out.
+layer that is not built in is its name, its shard policies and its body. A torch module of its own is left out. Of a
+model with adapters, the file has the model without them, and `lora`, which says where they are.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ from pathlib import Path
 from sys import modules
 from typing import Any, ClassVar, NoReturn
 
-from attrs import NOTHING, field, fields, frozen, has
+from attrs import NOTHING, asdict, field, fields, frozen, has
 
+from .adapters import adapted
 from .dims import Dim, DType, Shape
 from .errors import ShapeError, UserError
 from .graph import Model
 from .json_form import BUILT_IN, JSON, dim_form, fingerprint, is_current
 from .layer import Layer, held_values
+from .low_rank import LoRA
 from .ops.weight import INITIAL_STD
 from .sharding_table import Sharded
 from .value import Op, Value
 
-VERSION = 1
-"""Version of the file."""
+VERSION = 2
+"""Version of the file. 2: adapters."""
+READ = (1, VERSION)
 
 
 @frozen
@@ -48,17 +52,18 @@ class LoadedLayer(Layer):
 
 def model_to_json(m: Model) -> JSON:
     """Return a model as JSON. Raises UserError for a field or a primitive that has no JSON form."""
-    writer = _Writer()
+    writer, identity, lora, m = _Writer(), fingerprint(m), m.lora, m.without_adapters
     values = [writer.value(v) for v in _in_order(m)]
     return {
         "version": VERSION,
-        "fingerprint": fingerprint(m),
+        "fingerprint": identity,
         "name": m.name,
         "std": m.std,
         "unused": list(m.unused),
         "ops": writer.ops,
         "values": values,
         "outputs": [writer.positions[id(v)] for v in m.outputs],
+        "lora": None if lora is None else asdict(lora),
     }
 
 
@@ -92,7 +97,7 @@ def model_from_json(raw: object, where: str) -> Model:
     advice = "declare the model again from its source, or install the megaloom that wrote this file"
     if not isinstance(raw, dict) or not isinstance(raw.get("fingerprint"), str) or "values" not in raw:
         raise UserError(f"{where} is not a model\ngive the model.json of a run folder")
-    if raw.get("version") != VERSION or not is_current(raw["fingerprint"]):
+    if raw.get("version") not in READ or not is_current(raw["fingerprint"]):
         made = f"version {raw.get('version')!r}, fingerprint {raw['fingerprint']:.20}"
         raise UserError(f"{where} is a model of another version of megaloom ({made})\n{advice}")
     try:
@@ -208,7 +213,8 @@ class _Reader:
         name, std, unused = self.raw["name"], self.raw.get("std", INITIAL_STD), self.raw["unused"]
         if not outputs or type(name) is not str or not isinstance(std, int | float):
             raise ValueError("name, std or outputs are wrong")
-        return Model(name, outputs, float(std), tuple(map(str, unused)))
+        m = Model(name, outputs, float(std), tuple(map(str, unused)))
+        return m if (lora := self.raw.get("lora")) is None else adapted(m, _lora(lora))
 
     def value(self, form: JSON) -> Value:
         """Return the value of a form."""
@@ -264,6 +270,12 @@ class _Reader:
             case "op":
                 return self.op(inner)
         raise ValueError(f"unknown form {what!r:.40}")
+
+
+def _lora(form: JSON) -> LoRA:
+    """Return the settings of adapters."""
+    nodes = {name: tuple(tuple(map(str, group)) for group in groups) for name, groups in form["nodes"].items()}
+    return LoRA(form["rank"], form["alpha"], tuple(map(str, form["targets"])), nodes)
 
 
 def _position(i: Any) -> int:

@@ -32,9 +32,19 @@ class Slot:
         return (*self.outer, *self.value.shape.dims)
 
     @property
-    def trained(self) -> bool:
-        """True for a parameter, False for a buffer."""
+    def is_parameter(self) -> bool:
+        """True for a parameter, trained or frozen; False for a buffer."""
         return isinstance(self.value.op, Weight) and self.value.op.trained
+
+    @property
+    def trained(self) -> bool:
+        """True for a parameter that training changes; False for a frozen one and for a buffer."""
+        return self.is_parameter and not self.frozen
+
+    @property
+    def frozen(self) -> bool:
+        """True for a parameter that training leaves as it is."""
+        return isinstance(self.value.op, Weight) and self.value.op.frozen
 
 
 @frozen(eq=False)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from attrs import evolve
 
-from attrs import evolve, fields
-
+from .adapters import adapted
 from .errors import UserError
 from .graph import Model, graph
 from .layer import Layer
 from .ops.documents import DocumentIndices, documents
 from .ops.weight import Input, Weight
+from .rewriting import with_values
 from .value import Value, apply
 
 
@@ -18,6 +18,8 @@ def packed(m: Model) -> Model:
     """Return the model with an input `documents` [batch seq], which all its layers read: attention stays inside
     documents, and learned positions restart. It has the weights of `m`. Raises UserError if `m` reads two sequences.
     """
+    if m.base is not None and m.lora is not None:
+        return adapted(packed(m.base), m.lora)
     inputs = [n for n in graph(m).nodes if n.is_input]
     if any(isinstance(n.op, DocumentIndices) for n in inputs):
         return m
@@ -47,30 +49,6 @@ class _Rebuild:
         if isinstance(v.op, Input | Weight):
             return v
         if isinstance(v.op, Layer):
-            layer: Layer = self.part(v.op)
+            layer: Layer = with_values(v.op, self.value)
             return self.value(v.args[0]) >> layer.given(documents=self.indices)
         return apply(v.op, *map(self.value, v.args))
-
-    def part(self, it: Any) -> Any:
-        """Return a layer, or what is in its fields, with the values of the new program."""
-        if isinstance(it, Value):
-            return self.value(it)
-        if isinstance(it, tuple):
-            return tuple(map(self.part, it))
-        if isinstance(it, dict):
-            return {name: self.part(x) for name, x in it.items()}
-        if not isinstance(it, Layer):
-            return it
-        old = {f.name: getattr(it, f.name) for f in fields(type(it))}
-        new = {name: self.part(x) for name, x in old.items()}
-        changed = {name: x for name, x in new.items() if not _is_same(x, old[name])}
-        return evolve(it, **changed) if changed else it
-
-
-def _is_same(new: Any, old: Any) -> bool:
-    """Return whether a field holds the values that it held."""
-    if isinstance(old, tuple):
-        return all(map(_is_same, new, old))
-    if isinstance(old, dict):
-        return all(_is_same(new[name], x) for name, x in old.items())
-    return new is old

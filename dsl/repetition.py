@@ -16,6 +16,7 @@ from .errors import ShapeError
 from .graph import primitives
 from .layer import Layer, chain, held_values, op_name
 from .ops.weight import Weight
+from .rewriting import rewritten
 from .value import Value
 
 
@@ -101,24 +102,8 @@ def _replace_weights(applied: Value, outside: Container[int], new: Mapping[int, 
 
     outside: identities of the values that the layer was given. new: by the identity of the weight that each replaces.
     """
-    done: dict[int, Value] = {}
-    todo = [applied]
-    while todo:  # without recursion: programs are deeper than Python's stack
-        v = todo.pop()
-        if id(v) in done:
-            continue
-        needs = () if id(v) in outside else (*v.args, *(() if v.body is None else (v.body,)))
-        missing = [a for a in needs if id(a) not in done]
-        if missing:
-            todo += [v, *missing]
-        elif id(v) in new:
-            done[id(v)] = new[id(v)]
-        else:
-            args = tuple(done[id(a)] for a in v.args) if needs else v.args
-            body = done[id(v.body)] if needs and v.body is not None else v.body
-            changed = body is not v.body or any(a is not b for a, b in zip(args, v.args, strict=True))
-            done[id(v)] = evolve(v, args=args, body=body) if changed else v
-    return done[id(applied)]
+    (out,) = rewritten((applied,), lambda old, copy: new.get(id(old), copy), outside)
+    return out
 
 
 def _layers(applied: Value, outside: Container[int]) -> Iterator[Value]:

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 
 from attrs import evolve, frozen
 
-from megaloom.dsl.dims import Sizes
+from megaloom.dsl.dims import Dim, Shape, Sizes
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.node import Node
 from megaloom.dsl.ops.attention_core import Attend
@@ -89,6 +89,7 @@ class Costs:
 
     saved: the tensors that its backward pass reads. inputs: its inputs. `saved_parts` says which of them count for it.
     gathers_sequence: each context-parallel rank runs its convolutions and scans along whole sequences.
+    params, expert_params: elements of trained weights, dense and of experts. frozen_params: elements of frozen weights.
     """
 
     work: tuple[Work, ...]
@@ -98,6 +99,7 @@ class Costs:
     params: int
     expert_params: int
     gathers_sequence: bool = False
+    frozen_params: int = 0
 
 
 def saved(
@@ -178,7 +180,7 @@ def _costs(p: Program, batch: int, seq: int, source: int, split: Split, separate
             raise UserError(f"{name} must be a whole number of at least 1, got {size!r}")
     renames = [s.value.op for s in p.steps if isinstance(s.value.op, Rename)]
     sizes.update({op.new: sizes[op.old] for op in renames if op.old in sizes})
-    dense, expert = _params(p, sizes, split)
+    dense, expert = _params(p, p.weights, sizes, split)
     return Costs(
         work=tuple(_work(p, sizes, split)),
         collectives=collectives(p, sizes, split, separate=separate),
@@ -187,13 +189,16 @@ def _costs(p: Program, batch: int, seq: int, source: int, split: Split, separate
         params=dense,
         expert_params=expert,
         gathers_sequence=separate and gathers_sequence(p, split),
+        frozen_params=sum(_params(p, p.frozen, sizes, split)),
     )
 
 
-def _params(p: Program, sizes: Sizes, split: Split) -> tuple[int, int]:
-    """Return the parameters of a node on one device: (dense, of experts)."""
+def _params(
+    p: Program, weights: Iterable[tuple[tuple[Dim, ...], Shape]], sizes: Sizes, split: Split
+) -> tuple[int, int]:
+    """Return the elements of weights of a node on one device: (dense, of experts)."""
     out = {False: 0, True: 0}
-    for outer, shape in p.weights:
+    for outer, shape in weights:
         n = p.local_elements(shape, outer, sizes, split) // p.head_copies(shape, outer, split)
         out[p.table.among_experts(outer)] += n
     return out[False], out[True]

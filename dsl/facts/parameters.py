@@ -1,4 +1,4 @@
-"""Parameters of a model, and its weights that are not trained."""
+"""Parameters of a model: all, those that training changes, and those that are frozen."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from megaloom.dsl.node import Node
 from megaloom.dsl.value import Value
 
 
-def params(x: Model | Node | Value, *, trained: bool = True) -> int:
+def params(x: Model | Node | Value, *, trained: bool | None = None) -> int:
     """Return the parameters of a model, a graph node, or all that a value is computed from; each distinct weight once.
 
-    trained: count the weights that training changes; False counts the others, such as buffers, which have neither
-    gradients nor optimizer state. Raises ShapeError for a layer alone, which has no sizes.
+    trained: True counts only the weights that training changes; False only the others, frozen ones and buffers, which
+    have neither gradients nor optimizer state. Raises ShapeError for a layer alone, which has no sizes.
     """
     if isinstance(x, Value):
         x = Model("", (x,))
     if not isinstance(x, Model | Node):
         raise ShapeError(f"{x} alone has no parameters: their sizes follow from what it is applied to, value >> layer")
     slots = graph(x).weights.values() if isinstance(x, Model) else x.weights
-    return sum(Sizes()(s.dims) for s in slots if s.trained is trained)
+    return sum(Sizes()(s.dims) for s in slots if (s.is_parameter if trained is None else s.trained is trained))
+
+
+def parameters_text(m: Model) -> str:
+    """Return the number of parameters as text, with that of the trained ones if others are frozen."""
+    whole, trained = params(m), params(m, trained=True)
+    return f"{whole:,} parameters" + (f", {trained:,} of them trained" if trained < whole else "")

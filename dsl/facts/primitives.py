@@ -62,14 +62,14 @@ class Step:
     @property
     def weights(self) -> tuple[Value, ...]:
         """The trained weights that it reads."""
-        return tuple(a for a in self.value.args if isinstance(a.op, Weight) and a.op.trained)
+        return tuple(a for a in self.value.args if isinstance(a.op, Weight) and a.op.trained and not a.op.frozen)
 
 
 @frozen(eq=False, slots=False)
 class Program:
     """The primitives of one node. Nodes with equal layers, shapes and weights have one program.
 
-    weights: for each, the dims of the copies around it, and its own shape.
+    weights, frozen: for each trained and each frozen weight, the dims of the copies around it, and its own shape.
     fused: values inside a chain of pointwise ops, which no kernel writes; by the identity of their source.
     data: values computed from data alone, which have no gradient; by the identity of their source.
     separate: each op is a kernel of its own, or several; there are no chains.
@@ -80,6 +80,7 @@ class Program:
     steps: tuple[Step, ...]
     inputs: tuple[Value, ...]
     weights: tuple[tuple[tuple[Dim, ...], Shape], ...]
+    frozen: tuple[tuple[tuple[Dim, ...], Shape], ...]
     fused: frozenset[int]
     data: frozenset[int]
     separate: bool = False
@@ -151,15 +152,18 @@ class _ProgramKey:
     op: Op
     inputs: tuple[tuple[Shape, DType, int, bool], ...]
     weights: tuple[tuple[tuple[Dim, ...], Shape], ...]
+    frozen: tuple[tuple[tuple[Dim, ...], Shape], ...]
     node: Node = field(eq=False)
 
 
 @lru_cache(maxsize=1 << 14)
 def program(node: Node) -> Program:
     """Return the program of a node. It is computed once for all nodes with equal layers, shapes and weights."""
-    args, weights = node.value.args, tuple((s.outer, s.value.shape) for s in node.weights if s.trained)
+    args = node.value.args
+    weights = tuple((s.outer, s.value.shape) for s in node.weights if s.trained)
+    frozen = tuple((s.outer, s.value.shape) for s in node.weights if s.frozen)
     inputs = tuple((a.shape, a.dtype, args.index(a), isinstance(a.source.op, Input)) for a in args)
-    return _program(_ProgramKey(node.op, inputs, weights, node))
+    return _program(_ProgramKey(node.op, inputs, weights, frozen, node))
 
 
 @lru_cache(maxsize=1 << 12)
@@ -168,7 +172,7 @@ def _program(key: _ProgramKey) -> Program:
     table = ShardingTable.of(_splits(value, {id(a) for a in value.args}))
     steps = tuple(Step(v, _name(v, path), outer, table) for v, path, outer in primitives(value))
     inputs = tuple(a for a in value.args if not isinstance(a.op, Weight))
-    return Program(value, table, steps, inputs, key.weights, _fused(value, steps), _data(inputs, steps))
+    return Program(value, table, steps, inputs, key.weights, key.frozen, _fused(value, steps), _data(inputs, steps))
 
 
 def effective_split(p: Program, split: Split) -> Split:

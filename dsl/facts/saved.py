@@ -282,6 +282,8 @@ def _weighs(v: Value) -> bool:
 
 def _entries(p: Program, v: Value) -> Iterator[Value]:
     saved_values = v.op.saved_values(v)
+    if isinstance(v.op, Dot) and any(isinstance(a.op, Weight) and a.op.frozen for a in v.args):
+        saved_values = tuple(a for a in v.args if isinstance(a.op, Weight))  # no weight gradient reads the input
     if p.separate:
         if isinstance(v.op, Scan):  # it runs again in the backward pass
             saved_values = v.args

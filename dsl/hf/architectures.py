@@ -23,7 +23,7 @@ from megaloom.dsl.graph import Model
 from megaloom.dsl.ops.weight import INITIAL_STD
 
 from .fields import Config, rope, rotation
-from .tensor_names import Names
+from .tensor_names import Names, checkpoint_tensors
 
 SIMILARITY = 0.7  # of names (difflib), from which a known architecture is suggested for an unknown one
 WANTED = "MODEL can be file.py:name, a Hugging Face config.json, or the name of an example, such as llama3-8b"
@@ -158,6 +158,16 @@ def _kind(architecture: str) -> str:
     return re.split("For|LMHead|WithLM|Model", architecture)[0].lower()
 
 
-def _readers() -> Iterator[Reader]:
-    for module in example_modules():
+def fitting_readers(model: Model) -> Iterator[Reader]:
+    """Yield the readers whose tensor names have a place for each weight of a model, first that of its name."""
+    for it in _readers(model.name):
+        try:
+            checkpoint_tensors(it.names, model)
+        except UserError:
+            continue
+        yield it
+
+
+def _readers(model: str = "") -> Iterator[Reader]:
+    for module in example_modules(model):
         yield from (it for it in vars(module).values() if isinstance(it, Reader))

@@ -33,14 +33,17 @@ class Input(Op):
 class Weight(Op):
     """A parameter, initialised from a normal distribution with this mean and standard deviation.
 
-    std: None is the standard deviation of the model that has the weight (see `model`). With `trained=False` it is a
-    buffer: it has no gradient and does not count as a parameter.
+    std: None is the standard deviation of the model that has the weight (see `model`). uniform: the distribution is
+    uniform instead. With `trained=False` it is a buffer: it has no gradient and does not count as a parameter. frozen:
+    it is a parameter that training leaves as it is, without gradient and optimizer state.
     """
 
     name: str
     mean: float = 0.0
     std: float | None = None
     trained: bool = True
+    uniform: bool = False
+    frozen: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -120,8 +123,10 @@ def token_weights(name: str = "weights", seq: Dim = SEQ) -> Value:
     return Value(Input(name), (), Shape((BATCH, seq)), dtype=DType.FLOAT32, at=caller())
 
 
-def weight(name: str, *dims: Dim, mean: float = 0.0, std: float | None = None, trained: bool = True) -> Value:
-    """Return a parameter of these dims, initialised as normal(mean, std); std 0 makes it constant.
+def weight(
+    name: str, *dims: Dim, mean: float = 0.0, std: float | None = None, trained: bool = True, uniform: bool = False
+) -> Value:
+    """Return a parameter of these dims, initialised as normal(mean, std), or uniform; std 0 makes it constant.
 
     std: None is the model's, by default 0.02. A weight that is used twice is shared. A weight made inside a layer's
     body belongs to each application of that layer. With `trained=False` it is a buffer. Raises ShapeError for a dim
@@ -134,4 +139,4 @@ def weight(name: str, *dims: Dim, mean: float = 0.0, std: float | None = None, t
     for d in dims:
         if isinstance(d, Dim) and d.size is None:
             raise ShapeError(f"dim {d.name} of weight {name!r} has no size: write Dim({d.name!r}, ...)")
-    return Value(Weight(name, mean, std, trained), (), Shape(dims), at=caller())
+    return Value(Weight(name, mean, std, trained, uniform), (), Shape(dims), at=caller())

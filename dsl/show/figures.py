@@ -78,8 +78,8 @@ def node_figures(g: Graph, paths: Mapping[str, RepeatPath], cost: Callable[[Node
 
 
 def size(slot: Slot) -> int:
-    """Return the number of parameters of a weight; 0 if it is not trained."""
-    return Sizes()(slot.dims) if slot.trained else 0
+    """Return the number of parameters of a weight; 0 for a buffer."""
+    return Sizes()(slot.dims) if slot.is_parameter else 0
 
 
 def _flops(c: Costs) -> Figures:

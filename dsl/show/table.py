@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megaloom.dsl.facts.parameters import parameters_text
+
 from .formatting import (
     OPERATIONS,
     Family,
@@ -89,7 +91,7 @@ def heading(o: Outline) -> str:
     """Return one line with the model's name, its parameters and the size of the batch."""
     sequences = f"{o.batch:,} sequences" if o.batch > 1 else "one sequence"
     source = "" if o.source is None else f", {o.source:,} at its source"
-    return f"{o.model.name}: {o.figures.params:,} parameters; for {sequences} of {o.seq:,} tokens{source}"
+    return f"{o.model.name}: {parameters_text(o.model)}; for {sequences} of {o.seq:,} tokens{source}"
 
 
 def footer(o: Outline, precision: str) -> str:

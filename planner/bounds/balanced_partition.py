@@ -15,7 +15,7 @@ from attrs import frozen
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows, alike
 from megaloom.planner.cost import memory
-from megaloom.planner.cost.columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
+from megaloom.planner.cost.columns import BACKWARD_COLUMNS, ELEMENTS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.partition.local_search import SLOWEST_FACTOR
 from megaloom.planner.partition.partitioner import WHOLE_BLOCKS, StageBounds, segment_sums
@@ -186,12 +186,10 @@ def _peak_nbytes(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows,
     """Return about the bytes of the rank with the most memory, at each rank's first backward pass."""
     x, cache = bounded.layouts, lower_bounds.cache
     pp, vpp = int(x.pp[0]), int(x.vpp[0])
-    params, experts = (
-        sums[..., column].reshape(-1, vpp, pp).sum(axis=1).ravel()
-        for column in (CostColumn.PARAMS, CostColumn.EXPERT_PARAMS)
-    )
+    params, experts, fixed = (sums[..., column].reshape(-1, vpp, pp).sum(axis=1).ravel() for column in ELEMENTS)
     ranks = x.take(np.repeat(np.arange(len(bounded)), pp))
-    state = memory.state_bytes(params, experts, ranks, cache.workload.precision, cache.profile)
+    precision, profile = cache.workload.precision, cache.profile
+    state = memory.state_bytes(params, experts, ranks, precision, profile, frozen_params=fixed)
     m = x.microbatches(cache.workload.batch)[:, None]
     group = np.minimum(x.microbatch_group_size[:, None], m)
     forwards = np.minimum(schedules.warmup(np.arange(pp), pp, vpp, m, group) + 1, m * vpp)

@@ -16,7 +16,7 @@ from megaloom.dsl.facts.primitives import output_elements
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
 from megaloom.planner.cost import communication, memory
-from megaloom.planner.cost.columns import FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
+from megaloom.planner.cost.columns import ELEMENTS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.cost.recompute import ModuleRecompute
 
@@ -103,7 +103,7 @@ def price_base_layouts(base: Layouts, cache: CostCache) -> BaseCosts:
     freed = np.where(in_block, saved - full_saved, 0.0)
     modules = ModuleRecompute.of(structure, parts, saved @ kinds)
     workspace = transient.max(axis=1) + cache.job.library_nbytes
-    params, experts = (column[distinct] for column in _parameters(rows, priced, cache))
+    params, experts, fixed = (column[distinct] for column in _parameters(rows, priced, cache))
     by_recompute = [(_extreme(t @ blocks.T, np.max), t @ outside) for t in (saved, full_saved)]
     return BaseCosts(
         seconds=np.array([t @ kinds for t in (plain, plain + repeated, plain)]).T[distinct],
@@ -111,7 +111,7 @@ def price_base_layouts(base: Layouts, cache: CostCache) -> BaseCosts:
         workspace_nbytes=np.array([workspace, workspace + saved @ structure.largest_block, workspace]).T[distinct],
         modules=modules,
         distinct=distinct,
-        state_nbytes=_state(base, params, experts, cache),
+        state_nbytes=_state(base, params, experts, fixed, cache),
         runtime_nbytes=_runtime(base, cache),
         block_seconds=_extreme(plain @ blocks.T, np.min)[distinct],
         recompute_seconds=_extreme(repeated @ blocks.T, np.min)[distinct],
@@ -126,24 +126,25 @@ def price_base_layouts(base: Layouts, cache: CostCache) -> BaseCosts:
     )
 
 
-def _parameters(rows: Rows, priced: Layouts, cache: CostCache) -> tuple[Column, Column]:
-    """Return the dense elements and the elements of experts of the whole model on one device, each weight once."""
-    structure, repeated = cache.structure, np.zeros(len(priced))
+def _parameters(rows: Rows, priced: Layouts, cache: CostCache) -> Column:
+    """Return the elements of the whole model on one device, each weight once: [dense, of experts, frozen; layouts]."""
+    structure, whole = cache.structure, rows[:, :, ELEMENTS].transpose(2, 0, 1) @ cache.structure.kind_counts
     if structure.shared_weights:
         first, which = alike(priced.tp, priced.cp, priced.sequence_parallel)
-        for i, (_, nodes) in enumerate(structure.shared_weights):
+        for i, (slot, nodes) in enumerate(structure.shared_weights):
             sizes = [cache.shared(priced[int(k)])[i] for k in first]
-            repeated += (len(nodes) - 1) * np.array(sizes)[which]
-    whole = rows[:, :, [CostColumn.PARAMS, CostColumn.EXPERT_PARAMS]].transpose(0, 2, 1) @ structure.kind_counts
-    return (whole[:, 0] - repeated).astype(np.int64), whole[:, 1].astype(np.int64)
+            whole[0 if slot.trained else 2] -= (len(nodes) - 1) * np.array(sizes)[which]
+    return np.asarray(whole.astype(np.int64))
 
 
-def _state(base: Layouts, params: Column, experts: Column, cache: CostCache) -> Rows:
+def _state(base: Layouts, params: Column, experts: Column, fixed: Column, cache: CostCache) -> Rows:
     """Return the bytes of weights, gradients and optimizer state, without and with the distributed optimizer."""
     out = []
     for on in (0, 1):
         layouts = evolve(base, shard=np.full(len(base), on))
-        out.append(memory.state_bytes(params, experts, layouts, cache.workload.precision, cache.profile).total)
+        precision, profile = cache.workload.precision, cache.profile
+        state = memory.state_bytes(params, experts, layouts, precision, profile, frozen_params=fixed)
+        out.append(state.total)
     return np.array(out, dtype=float).T
 
 

@@ -168,7 +168,7 @@ def print_report(found: Found, declared: Model, top: int, assumed: Sequence[str]
 
 
 def _head(found: Found, declared: Model, assumed: Sequence[str]) -> str:
-    from megaloom.dsl.facts.parameters import params
+    from megaloom.dsl.facts.parameters import parameters_text
     from megaloom.planner.cost.profiles.frameworks import PROFILES
 
     best = found.best
@@ -179,7 +179,7 @@ def _head(found: Found, declared: Model, assumed: Sequence[str]) -> str:
     ended = "" if found.gap is None else f", interrupted: {_gain_text(found.gap)}"
     runner = "" if best.runtime is Runtime.MEGALOOM else f", run by {PROFILES[best.runtime].name}"
     return (
-        f"{declared.name}: {params(declared):,} parameters on {cluster} ({nodes}){runner}; "
+        f"{declared.name}: {parameters_text(declared)} on {cluster} ({nodes}){runner}; "
         f"searched for {found.seconds:.1f} s{ended}\n"
         f"One step: {work}{tokens}{defaults}\n"
     )

@@ -60,11 +60,11 @@ def explain(
 
 def _loaded(name: str) -> tuple[Plan, Model]:
     """Return the plan in a file, and its model, which must not have changed since."""
-    from megaloom.dsl.catalog import find
     from megaloom.planner.contract.plan_json import load
+    from megaloom.planner.contract.planned_model import planned_model
     from megaloom.planner.rules.plan_check import check_plan
 
     plan = load(name)
-    model, _ = find(plan.model)
+    model = planned_model(plan)
     check_plan(plan, model)
     return plan, model

@@ -34,14 +34,14 @@ def export(
     output
         The file to write. [default: standard output]
     """
-    from megaloom.dsl.catalog import find
     from megaloom.dsl.errors import UserError
     from megaloom.planner.contract.plan_json import load
+    from megaloom.planner.contract.planned_model import planned_model
     from megaloom.planner.export.export import cut_for, export_plan
     from megaloom.planner.rules.plan_check import check_plan
 
     planned = load(plan)
-    declared, _ = find(planned.model)
+    declared = planned_model(planned)
     check_plan(planned, declared)
     exported = cut_for(to, planned, declared)
     text = export_plan(exported, declared, to, plan)

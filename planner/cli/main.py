@@ -17,6 +17,7 @@ from cyclopts import App, CycloptsError, Parameter
 from megaloom.planner.contract.known_devices import MEMORY
 from megaloom.planner.contract.workload import Precision, Runtime, Workload
 
+from .adapter_options import ADAPTERS, NO_ADAPTERS, AdapterOptions
 from .arguments import NOTHING_FIXED, FixedLayout, fixed_fields, parse_share, reject_fractions, unwrap_help, usage_error
 from .process import cyclic_gc_disabled, run_and_flush
 from .settings import SetOption, SettingsOption, model_arguments, options_of_settings
@@ -57,6 +58,7 @@ def find_plan(
     precision: Precision = Precision.BF16,
     runtime: Runtime = Runtime.MEGALOOM,
     fixed: FixedLayout = NOTHING_FIXED,
+    adapters: Annotated[AdapterOptions, ADAPTERS] = NO_ADAPTERS,
     memory_headroom: Annotated[float, Parameter(converter=parse_share)] = 0.05,
     lint: Annotated[bool, Parameter(negative="")] = False,
     pareto: Annotated[bool, Parameter(negative="")] = False,
@@ -118,6 +120,7 @@ def find_plan(
             return print_rules(as_json)
         raise UserError(f"MODEL is missing\n{WANTED}")
     declared, ref = find(model, model_arguments(words, settings))
+    declared = adapters.added_to(declared, ref)
 
     def workload(machine: Cluster) -> Workload:
         return Workload(

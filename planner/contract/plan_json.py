@@ -45,7 +45,9 @@ def plan_from_json(text: str, where: str) -> Plan:
     if not isinstance(raw, dict) or "version" not in raw or "stages" not in raw:
         raise PlanError(f"{where} is JSON, but not a plan\n{advice}")
     if raw["version"] == 8 and isinstance(raw.get("layout"), dict):  # it padded the vocabulary no further than needed
-        raw = raw | {"version": PLAN_VERSION, "layout": {**raw["layout"], "vocab_multiple": 1}}
+        raw = raw | {"version": 9, "layout": {**raw["layout"], "vocab_multiple": 1}}
+    if raw["version"] == 9:
+        raw = raw | {"version": PLAN_VERSION, "lora": None}
     if raw["version"] != PLAN_VERSION or isinstance(raw["version"], bool):
         raise PlanError(
             f"{where} is a plan of version {raw['version']!r}; this megaloom reads version {PLAN_VERSION}\n"

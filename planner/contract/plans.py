@@ -7,15 +7,16 @@ from shlex import quote
 from attrs import Factory, frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.low_rank import LoRA
 
 from .capability import Environment, assumed_environment
 from .devices import Cluster
 from .layout import Layout
 from .workload import Runtime, Workload
 
-# 9: padding of the vocabulary; 8: interval for within, shard for distributed_optimizer, and the environment;
+# 10: adapters; 9: padding of the vocabulary; 8: interval for within, shard for distributed_optimizer, environment;
 # 7: overlaps; 6: runtime; 5: interval; 4: the moment of each rank's peak memory.
-PLAN_VERSION = 9
+PLAN_VERSION = 10
 
 
 class PlanError(UserError):
@@ -67,6 +68,7 @@ class Plan:
     environment: Environment = Factory(
         lambda self: assumed_environment(self.runtime, self.cluster.device.name), takes_self=True
     )
+    lora: LoRA | None = None  # adapters that were added to the declared model
 
 
 @frozen
@@ -94,6 +96,9 @@ def speed_of(plan: Plan, seconds: float, batch: int | None = None) -> Speed:
 
 def plan_command(plan: Plan) -> str:
     """Return the command that makes a plan for the model, cluster and workload of this one."""
-    w, runtime = plan.workload, "" if plan.runtime is Runtime.MEGALOOM else f" --runtime {plan.runtime}"
+    w, more = plan.workload, "" if plan.runtime is Runtime.MEGALOOM else f" --runtime {plan.runtime}"
+    if plan.lora is not None:
+        targets = ",".join(plan.lora.targets)
+        more += f" --lora-rank {plan.lora.rank} --lora-alpha {plan.lora.alpha:g} --lora-targets {targets}"
     load = f"--seq {w.seq} --batch {w.batch} --precision {w.precision}"
-    return f"plan {quote(plan.model)} --gpus {plan.cluster} {load}{runtime}"
+    return f"plan {quote(plan.model)} --gpus {plan.cluster} {load}{more}"

@@ -21,6 +21,8 @@ from cattrs import (
 )
 from cattrs.gen import make_dict_structure_fn
 
+from megaloom.dsl.low_rank import LoRA
+
 from .layout import FIELDS, Layout
 
 T = TypeVar("T")
@@ -64,6 +66,8 @@ def _converter() -> Converter:
     converter.register_structure_hook_factory(partial(_made_of, dict), partial(_items, converter, dict))
     converter.register_structure_hook_factory(has, partial(_fields, converter))
     converter.register_structure_hook(Layout, lambda value, _: _layout(value))
+    whole = converter.get_structure_hook(LoRA)
+    converter.register_structure_hook(LoRA | None, lambda value, _: None if value is None else whole(value, LoRA))
     return converter
 
 

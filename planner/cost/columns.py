@@ -18,8 +18,9 @@ class CostColumn(IntEnum):
     CP_BACKWARD = 7
     EP_BACKWARD = 8
     SAVED = 9  # bytes of saved activations
-    PARAMS = 10  # elements of dense weights
+    PARAMS = 10  # elements of trained dense weights
     EXPERT_PARAMS = 11
+    FROZEN_PARAMS = 12  # elements of weights that are not trained
 
 
 FORWARD_COLUMNS = [CostColumn.FORWARD, CostColumn.TP_FORWARD, CostColumn.CP_FORWARD, CostColumn.EP_FORWARD]
@@ -36,3 +37,5 @@ AXIS_COLUMNS = {
     "ep": (CostColumn.EP_FORWARD, CostColumn.EP_BACKWARD),
     "etp": (CostColumn.EP_FORWARD, CostColumn.EP_BACKWARD),
 }
+# Elements of trained dense weights, of trained weights of experts, and of frozen weights.
+ELEMENTS = [CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.FROZEN_PARAMS]

@@ -130,7 +130,12 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None
         buffers += (memory.STREAMS - 1) * ENGINE_WORKSPACE["fp8" in job.cluster.device.flops]
     ends = [graph.nodes[graph.index[name]] for name in job.structure.losses]
     logits = sum(program(node).local_elements(node.shape, (), sizes, split) for node in ends)
-    weights = [program(node).local_elements(slot.dims, (), sizes, split) for node in ends for slot in node.weights]
+    weights = [
+        program(node).local_elements(slot.dims, (), sizes, split)
+        for node in ends
+        for slot in node.weights
+        if slot.trained
+    ]
     copies = 0 if precision is Precision.FP32 else profile.kernels.loss_saved_nbytes  # fp32 logits are not copied
     return BareTable(
         rows=np.array([node.row for node in nodes]),
@@ -196,6 +201,7 @@ def node_cost(job: Job, kind: NodeKind, facts: Costs, execution: Execution, layo
         if modules:
             by_part[job.structure.recompute_parts.index(modules), MODULE_COLUMNS.index(column)] += amount
     row[CostColumn.PARAMS], row[CostColumn.EXPERT_PARAMS] = facts.params, facts.expert_params
+    row[CostColumn.FROZEN_PARAMS] = facts.frozen_params
     if kind.has_loss:
         # Cross-entropy. Over a sharded vocabulary it all-reduces three fp32 numbers a token (megatron-core 0.16.1,
         # tensor_parallel/cross_entropy.py).

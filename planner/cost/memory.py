@@ -95,8 +95,9 @@ def rank_memory(state: Any, saved: Any, in_flight: Any, transient: Any) -> Any:
 class StageMemory:
     """Memory of one stage on one device."""
 
-    params: int  # elements of dense weights
-    expert_params: int  # elements of expert weights
+    params: int  # elements of trained dense weights
+    expert_params: int  # elements of trained expert weights
+    frozen_params: int  # elements of weights that are not trained
     saved: int  # bytes of saved activations of one micro-batch
     workspace: int  # transient bytes of a backward pass
     library: int  # bytes of libraries and receive buffers, for the whole run
@@ -144,12 +145,14 @@ def rank_peaks(
 ) -> RankPeaks:
     """Return the peak memory of each pipeline rank over these moments and the optimizer's step.
 
-    sizes: params, expert_params, saved and library of `StageMemory`, [stages, 4]. workspace, loss: transient bytes of a
-    backward pass and of the loss. Gradient reduction and weight gather need no more than their buffers, which are part
-    of the state. Of moments with equal bytes the first one counts, the optimizer's step before all.
+    sizes: params, expert_params, frozen_params, saved and library of `StageMemory`, [stages, 5]. workspace, loss:
+    transient bytes of a backward pass and of the loss. Gradient reduction and weight gather need no more than their
+    buffers, which are part of the state. Of moments with equal bytes the first one counts, the optimizer's step before
+    all.
     """
-    params, experts, saved, library = sizes.T.reshape(4, layout.vpp, layout.pp)
-    state = state_bytes(params.sum(axis=0), experts.sum(axis=0), layout, job.workload.precision, job.profile)
+    *elements, saved, library = sizes.T.reshape(5, layout.vpp, layout.pp)
+    params, experts, fixed = (each.sum(axis=0) for each in elements)
+    state = state_bytes(params, experts, layout, job.workload.precision, job.profile, frozen_params=fixed)
     ranks, count = moments.loss.shape
     activations, passing, logits = np.zeros((3, ranks, count + 1))  # the last moment is the optimizer's step
     activations[:, :-1] = (moments.in_flight @ saved.T[..., None])[..., 0]
@@ -193,17 +196,20 @@ def state_bytes(
     layout: Layout | Layouts,
     precision: Precision,
     profile: FrameworkProfile = OWN,
+    *,
+    frozen_params: Elements | int = 0,
 ) -> StateBytes[Elements]:
-    """Return the state of these elements of dense and expert weights. Numbers, or one entry for each layout or rank.
+    """Return the state of these elements of trained dense and expert weights, and of frozen ones.
 
-    The distributed optimizer shards its state over the copies of a weight; a shard is rounded up.
+    Numbers, or one entry for each layout or rank. Frozen weights have neither gradients nor optimizer state. The
+    distributed optimizer shards its state over the copies of a weight; a shard is rounded up.
     """
     settings, elements = profile.optimizer, params + expert_params
     sharded = 2 * settings.moment_nbytes + (0 if precision is Precision.FP32 else MASTER) + settings.extra_shard_nbytes
     dense: Any = layout.dense_shards  # numbers, or columns as the elements are
     experts: Any = layout.expert_shards
     return StateBytes(
-        weights=(settings.weight_nbytes or precision.nbytes) * elements,
+        weights=(settings.weight_nbytes or precision.nbytes) * (elements + frozen_params),
         gradients=(settings.gradient_nbytes + settings.extra_weight_nbytes) * elements,
         optimizer=-(-sharded * params // dense) - (-sharded * expert_params // experts),
         step=-(-settings.step_held_nbytes * params // dense) - (-settings.step_held_nbytes * expert_params // experts),

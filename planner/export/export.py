@@ -53,6 +53,8 @@ def export_plan(plan: Plan, model: Model, target: Target, path: str = "plan.json
         for limit in runtime_violations(plan.layout, g, plan.workload, plan.cluster):
             raise UserError(f"the Slurm job would run `megaloom train`, which cannot run this plan: {limit}")
         return train_job(plan, g.name, path)
+    if model.lora is not None:
+        raise UserError(f"exports to {target} have no low-rank adapters\n{TRAIN_INSTEAD}")
     with _runtime_limits_named(plan, g):
         return _writer(target)(plan, g)
 

@@ -55,7 +55,7 @@ class ModelStructure:
     kinds: tuple[NodeKind, ...]
     kind_of_node: NDArray[np.intp]  # [nodes] index into `kinds`
     recompute_parts: tuple[RecomputedBy, ...]  # sets of modules: a part is recomputed if any module of its set is
-    shared_weights: tuple[tuple[Slot, tuple[int, ...]], ...]  # trained weights of several nodes, with those nodes
+    shared_weights: tuple[tuple[Slot, tuple[int, ...]], ...]  # parameters of several nodes, with those nodes
     hidden_size: int  # width of the widest hidden states
     losses: Counter[str]  # nodes of logits, with the number of cross-entropies that are computed of them
 
@@ -154,16 +154,19 @@ class ModelStructure:
         """Return the number of nodes of each kind in the block with most nodes: [kinds]."""
         return max(self.distinct_blocks, key=lambda row: float(row.sum()), default=np.zeros(len(self.kinds)))
 
-    def repeated_elements(self, shared_elements: Sequence[int], bounds: Sequence[int], pp: int) -> list[int]:
+    def repeated_elements(
+        self, shared_elements: Sequence[int], bounds: Sequence[int], pp: int
+    ) -> dict[bool, NDArray[np.int64]]:
         """Return the elements that each stage counts of weights that it, or an earlier stage of its rank, has too.
 
-        shared_elements: elements on one device of each of `shared_weights`. bounds: stage boundaries, as node numbers.
+        Those of trained weights are under True, those of frozen ones under False: [stages]. shared_elements: elements
+        on one device of each of `shared_weights`. bounds: stage boundaries, as node numbers.
         """
-        repeated = [0] * (len(bounds) - 1)
-        for (_, nodes), elements in zip(self.shared_weights, shared_elements, strict=True):
+        repeated = {trained: np.zeros(len(bounds) - 1, dtype=np.int64) for trained in (True, False)}
+        for (slot, nodes), elements in zip(self.shared_weights, shared_elements, strict=True):
             seen: set[int] = set()
             for stage in stages_of(nodes, bounds):
-                repeated[stage] += elements * (stage % pp in seen)
+                repeated[slot.trained][stage] += elements * (stage % pp in seen)
                 seen.add(stage % pp)
         return repeated
 
@@ -203,7 +206,7 @@ def model_structure(graph: Graph) -> ModelStructure:
             known[key] = len(kinds)
             kinds.append(NodeKind(node, saved, under_full, losses[node.name]))
         kind_of_node.append(known[key])
-        for slot in (s for s in node.weights if s.trained):
+        for slot in (s for s in node.weights if s.is_parameter):
             uses.setdefault(slot.name, []).append(i)
     shared = tuple((graph.weights[name], tuple(nodes)) for name, nodes in uses.items() if len(nodes) > 1)
     width = max(graph.hidden_sizes, default=1)

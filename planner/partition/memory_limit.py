@@ -40,8 +40,9 @@ def capacity(cluster: Cluster, headroom: float = HEADROOM) -> int:
 class StageSizes:
     """Elements and bytes of each stage between two cut points, before the allocator's reserve."""
 
-    params: SegmentSums  # elements of dense weights
-    expert_params: SegmentSums  # elements of expert weights
+    params: SegmentSums  # elements of trained dense weights
+    expert_params: SegmentSums  # elements of trained expert weights
+    frozen_params: SegmentSums  # elements of weights that are not trained
     saved: SegmentSums  # bytes of saved activations of one micro-batch
     in_flight: Rows  # [ranks, moments, chunks] micro-batches in flight
     transient: Rows  # [ranks, moments] bytes
@@ -212,9 +213,12 @@ class MemoryLimit:
 def memory_limit(sizes: StageSizes, layout: Layout, job: Job, limit: float) -> MemoryLimit:
     """Return the memory of every stage against a limit in bytes."""
     n, precision, profile = 10**6, job.workload.precision, job.profile
-    elements = ((n, 0), (0, n))
-    dense, experts = (memory.state_bytes(*of, layout, precision, profile) for of in elements)
+    elements = ((n, 0, 0), (0, n, 0), (0, 0, n))
+    dense, experts, fixed = (
+        memory.state_bytes(a, b, layout, precision, profile, frozen_params=c) for a, b, c in elements
+    )
     state_sums = dense.total / n * sizes.params + experts.total / n * sizes.expert_params
+    state_sums = state_sums + fixed.total / n * sizes.frozen_params
     step_sums = dense.step / n * sizes.params + experts.step / n * sizes.expert_params
     reserved = communication.reserved_bytes(layout, job.cluster, profile)
     return MemoryLimit(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.cost import communication, memory
-from megaloom.planner.cost.columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
+from megaloom.planner.cost.columns import BACKWARD_COLUMNS, ELEMENTS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
 from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.cost.job import Job
 from megaloom.planner.cost.memory import StageMemory
@@ -110,12 +110,12 @@ class PartitionProblem:
     @cached_property
     def limits(self) -> MemoryLimit:
         """Return the memory of every stage against the limit. Each stage counts the weights that it shares."""
-        columns, cuts = (CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.SAVED), self.cut_points
-        params, experts, saved = (segment_sums(self.table, cuts, [column]) for column in columns)
+        columns, cuts = (*ELEMENTS, CostColumn.SAVED), self.cut_points
+        params, experts, fixed, saved = (segment_sums(self.table, cuts, [column]) for column in columns)
         received, buffers, moments = self.received[cuts], self.p2p_buffers[cuts], self.moments
         transient = self.table.workspace * moments.backward + self.table.loss * moments.loss
         library = self.table.library
-        sizes = StageSizes(params, experts, saved, moments.in_flight, transient, received, buffers, library)
+        sizes = StageSizes(params, experts, fixed, saved, moments.in_flight, transient, received, buffers, library)
         return memory_limit(sizes, self.layout, self.job, self.memory_limit)
 
     @property
@@ -199,28 +199,32 @@ class Partition:
             StageMemory(
                 params,
                 experts,
+                fixed,
                 saved,
                 workspace=self.problem.table.workspace,
                 library=library,
                 loss=self.problem.table.loss * (stop == self.bounds[-1]),
             )
-            for stop, (params, experts, saved, library) in zip(self.bounds[1:], self._sizes.tolist(), strict=True)
+            for stop, (params, experts, fixed, saved, library) in zip(
+                self.bounds[1:], self._sizes.tolist(), strict=True
+            )
         ]
 
     @cached_property
     def _sizes(self) -> NDArray[np.int64]:
-        """Return `params`, `expert_params`, `saved` and `library` of each stage: [stages, 4].
+        """Return `params`, `expert_params`, `frozen_params`, `saved` and `library` of each stage: [stages, 5].
 
         A weight that several nodes of a rank share is there once.
         """
         sums, problem, begin = self.stage_sums, self.problem, np.array(self.bounds[:-1])
         table = problem.table
-        out = np.empty((len(sums), 4), dtype=np.int64)
-        out[:, :3] = sums[:, [CostColumn.PARAMS, CostColumn.EXPERT_PARAMS, CostColumn.SAVED]]
+        out = np.empty((len(sums), 5), dtype=np.int64)
+        out[:, :4] = sums[:, [*ELEMENTS, CostColumn.SAVED]]
         if table.shared_elements:
-            out[:, 0] -= table.structure.repeated_elements(table.shared_elements, self.bounds, self.layout.pp)
-        out[:, 2] += problem.received[begin]
-        out[:, 3] = table.library + problem.p2p_buffers[begin]
+            repeated = table.structure.repeated_elements(table.shared_elements, self.bounds, self.layout.pp)
+            out[:, 0], out[:, 2] = out[:, 0] - repeated[True], out[:, 2] - repeated[False]
+        out[:, 3] += problem.received[begin]
+        out[:, 4] = table.library + problem.p2p_buffers[begin]
         return out
 
     @property

@@ -225,7 +225,8 @@ def fitting(pricer: Pricer, fixed: FixedAxes) -> Partition | None:
 def _state_fits(pricer: Pricer) -> bool:
     """Return True if all devices together can hold weights, gradients and optimizer state once."""
     part = pricer.partition(Layout()).stages[0]
-    once = state_bytes(part.params, part.expert_params, Layout(), pricer.workload.precision, pricer.profile)
+    elements, precision = (part.params, part.expert_params), pricer.workload.precision
+    once = state_bytes(*elements, Layout(), precision, pricer.profile, frozen_params=part.frozen_params)
     return once.total <= pricer.capacity * pricer.cluster.count
 
 

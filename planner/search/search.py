@@ -166,6 +166,7 @@ def plan(
             predicted=priced.prediction,
             reasons=(*reasons, *warnings),
             runtime=runtime,
+            lora=model.lora,
         )
 
     return Found(

@@ -48,7 +48,8 @@ def memory_tracks(priced: Priced) -> tuple[MemoryTrack, ...]:
     for rank in range(x.pp):
         mine = placed.stages[rank :: x.pp]
         params, experts = sum(s.params for s in mine), sum(s.expert_params for s in mine)
-        state = memory.state_bytes(params, experts, x, job.workload.precision, job.profile)
+        fixed = sum(s.frozen_params for s in mine)
+        state = memory.state_bytes(params, experts, x, job.workload.precision, job.profile, frozen_params=fixed)
         out.append(
             MemoryTrack(
                 bare=state.total + communication.reserved_bytes(x, job.cluster, job.profile),

@@ -100,7 +100,7 @@ class Priced:
                 stop=placed.bounds[i + 1],
                 forward_seconds=placed.forward_seconds[i],
                 backward_seconds=placed.backward_seconds[i],
-                params=stage.params + stage.expert_params,
+                params=stage.params + stage.expert_params + stage.frozen_params,
             )
             for i, stage in enumerate(placed.stages)
         )
@@ -185,7 +185,7 @@ def end_of_rank(placed: Partition, rank: int) -> EndOfStep:
     forward, backward = (sum(each[rank :: x.pp]) for each in (placed.forward_seconds, placed.backward_seconds))
     window = OverlapWindow(passes * backward, passes * forward)
     tied, shared = 0.0, zip(problem.table.structure.shared_weights, problem.table.shared_elements, strict=True)
-    for (_, nodes), elements in shared:
+    for (_, nodes), elements in ((use, n) for use, n in shared if use[0].trained):
         ranks = {stage % x.pp for stage in stages_of(nodes, placed.bounds)}
         if rank in ranks and len(ranks) > 1:
             stride = (max(ranks) - min(ranks)) // (len(ranks) - 1) * (x.world // x.pp)

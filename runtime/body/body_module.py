@@ -94,7 +94,7 @@ class Body(nn.Module):
         """
         tp = self.groups.layout.tp
         few_heads = any(d.name in SHARED_BY_HEADS and d.known < tp and tp % d.known == 0 for d in slot.value.shape)
-        if not few_heads or slot.outer or not slot.trained:
+        if not few_heads or slot.outer or not slot.is_parameter:
             return None
         return next((i for i, d in enumerate(slot.dims) if d.known % tp == 0), None)
 
@@ -115,7 +115,7 @@ class Body(nn.Module):
             for entry, d, n in zip(entries, dims, degrees, strict=True)
         ]
         values = torch.empty(sizes, dtype=context.config.params_dtype, device=device.current())
-        p = nn.Parameter(values) if slot.trained else values
+        p = nn.Parameter(values, requires_grad=slot.trained) if slot.is_parameter else values
         axis = "etp" if of_expert else "tp"
         sharded = next((k for k, d in enumerate(dims) if axes.get(d.name) == axis and degrees[k] > 1), None)
         if of_expert:

@@ -19,6 +19,7 @@ from cyclopts import App, ArgumentCollection, CycloptsError, Parameter
 from cyclopts.argument import update_argument_collection
 
 from megaloom.dsl.errors import UserError, full_message
+from megaloom.planner.cli.adapter_options import ADAPTERS, NO_ADAPTERS, AdapterOptions
 from megaloom.planner.cli.arguments import SEARCH_ALL, TrainedLayout, reject_fractions, unwrap_help, usage_error
 from megaloom.planner.cli.explain import explain
 from megaloom.planner.cli.export import export
@@ -85,6 +86,7 @@ def train_by_plan(
     keep_best: int = 0,
     async_save: bool | None = None,
     recipe: Annotated[Recipe, Parameter(name="*", group="Recipe")] = DEFAULT_RECIPE,
+    adapters: Annotated[AdapterOptions, ADAPTERS] = NO_ADAPTERS,
     fixed: TrainedLayout = SEARCH_ALL,
 ) -> int:
     """Plan a model for this machine, or take a plan, and train it on text. Repeat the command to continue the run.
@@ -135,7 +137,7 @@ def train_by_plan(
     options |= {"keep_last": keep_last, "keep_best": keep_best, "async_save": async_save}
     arguments = model_arguments(words, settings)
     model = model or (DEFAULT_MODEL if weights is None else str(weights))
-    return run_train(model, arguments, load, options, recipe, fixed)
+    return run_train(model, arguments, load, options, recipe, fixed, adapters)
 
 
 @app.command(name="pack")

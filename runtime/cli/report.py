@@ -9,8 +9,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from megaloom.dsl.catalog import find
-from megaloom.dsl.facts.parameters import params
+from megaloom.dsl.facts.parameters import parameters_text
+from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan, speed_of
 from megaloom.planner.report.tables import layout_table, prediction_table
 from megaloom.planner.report.units import memory_unit, peak_memory
@@ -26,9 +26,9 @@ SHOWN_WEIGHTS = 10
 
 def plan_report(plan: Plan) -> RenderableType:
     """Return the layout of a plan, its predictions and its reasons."""
-    model, _ = find(plan.model)
+    model = planned_model(plan)
     return Group(
-        Text(f"{model.name}: {params(model):,} parameters on {plan.cluster}\n"),
+        Text(f"{model.name}: {parameters_text(model)} on {plan.cluster}\n"),
         layout_table(plan),
         Text(),
         prediction_table(plan),

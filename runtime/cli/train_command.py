@@ -19,11 +19,13 @@ from megaloom.dsl.hf.architectures import describes
 from megaloom.dsl.model_file import is_model_file
 from megaloom.dsl.settings.arguments import Arguments, as_words
 from megaloom.dsl.settings.reference import check_same
+from megaloom.planner.cli.adapter_options import AdapterOptions
 from megaloom.planner.cli.arguments import FixedLayout, fixed_fields
 from megaloom.planner.contract.capability import differences
 from megaloom.planner.contract.choices import Shard
 from megaloom.planner.contract.layout import flag_of
 from megaloom.planner.contract.plan_json import load
+from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
@@ -54,6 +56,7 @@ def run_train(
     options: Mapping[str, Any],
     recipe: Recipe,
     fixed: FixedLayout,
+    adapters: AdapterOptions,
 ) -> int:
     """Train a model or a plan, and return the exit code.
 
@@ -61,11 +64,14 @@ def run_train(
     data, split, epochs, out, save_every, evaluate_every, keep_last, keep_best, async_save, weights.
     """
     given = {name: value for name, value in {**load_options, **fixed_fields(fixed)}.items() if value is not None}
+    given |= adapters.given
+
+    def chosen() -> tuple[Plan, Path]:
+        return _plan_and_folder(model, arguments, load_options, options["out"], given, fixed, adapters)
+
     if started_by_launcher():
         join()  # each rank reads files of its own: an error of one is raised on all
-        plan, folder = agreed(lambda: _plan_and_folder(model, arguments, load_options, options["out"], given, fixed))
-    else:
-        plan, folder = _plan_and_folder(model, arguments, load_options, options["out"], given, fixed)
+    plan, folder = agreed(chosen) if started_by_launcher() else chosen()
     note = differences(plan.environment, current_environment())
     print_on_first_rank(plan_report(plan), *([note] if note else []))
     every = {name: options[name] for name in ("save_every", "evaluate_every")}
@@ -103,6 +109,7 @@ def _plan_and_folder(
     out: Path | None,
     given: Mapping[str, Any],
     fixed: FixedLayout,
+    adapters: AdapterOptions,
 ) -> tuple[Plan, Path]:
     """Return the plan that MODEL has or is, or the fastest one for it, and the folder of the run."""
     if is_run(model):
@@ -112,7 +119,7 @@ def _plan_and_folder(
         plan = _decided(load(model), model, given)
         check_same(plan.model, arguments, model)
     else:
-        plan = _make_plan(model, arguments, load_options, fixed)
+        plan = _make_plan(model, arguments, load_options, fixed, adapters)
     return plan, out or Path("runs") / file_name(plan.model)
 
 
@@ -132,7 +139,7 @@ def _saved(folder: Path) -> str:
 
 def _decided(plan: Plan, path: str, given: Mapping[str, Any]) -> Plan:
     """Return the plan in a file or a run folder. Raise UserError if options are given that it already decides."""
-    check_plan(plan, find(plan.model)[0])
+    check_plan(plan, planned_model(plan))
     if given:
         flags, has = ", ".join(flag_of(name) for name in given), "is" if path.endswith(".json") else "has"
         raise UserError(
@@ -141,9 +148,16 @@ def _decided(plan: Plan, path: str, given: Mapping[str, Any]) -> Plan:
     return plan
 
 
-def _make_plan(model: str, arguments: Arguments, load_options: Mapping[str, Any], fixed: FixedLayout) -> Plan:
+def _make_plan(
+    model: str,
+    arguments: Arguments,
+    load_options: Mapping[str, Any],
+    fixed: FixedLayout,
+    adapters: AdapterOptions,
+) -> Plan:
     """Return the fastest plan of a model for this machine, or for the job of which this process is a rank."""
     declared, ref = find(model, arguments)
+    declared = adapters.added_to(declared, ref)
     workload = Workload(
         seq=DEFAULT_SEQ if load_options["seq"] is None else load_options["seq"],
         batch=DEFAULT_BATCH if load_options["batch"] is None else load_options["batch"],

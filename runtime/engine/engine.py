@@ -39,7 +39,13 @@ from megaloom.runtime.megatron.build_context import make_build_context
 from megaloom.runtime.megatron.optimizer_state import AVERAGE, restore_optimizer_state, sharded_optimizer_state
 from megaloom.runtime.megatron.process_groups import ProcessGroups, create_process_groups
 from megaloom.runtime.modules import parameters
-from megaloom.runtime.modules.initial_weights import GivenValues, check_weights, given_weight, initial_weight
+from megaloom.runtime.modules.initial_weights import (
+    GivenValues,
+    adapters_of,
+    check_weights,
+    given_weight,
+    initial_weight,
+)
 from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.modules.shared_weights import share_between_chunks, share_between_ranks
 from megaloom.runtime.reference.dropout import MaskSource
@@ -107,7 +113,7 @@ class Engine:
             device.use_deterministic_kernels()
         g, groups = graph(model), create_process_groups(plan.layout)
         if weights is not None:
-            check_weights(g, weights)
+            check_weights(g, weights, drawn=adapters_of(model))
         context = make_build_context(g, plan.layout, plan.workload, groups)
         config = context.config
         tensor_parallel.model_parallel_cuda_manual_seed(recipe.seed)
@@ -115,7 +121,9 @@ class Engine:
         model_chunks = [ModelChunk(g, s, context) for s in sorted(own_stages, key=lambda s: s.chunk)]
 
         def draw(slot: Slot, index: int | None) -> Tensor | View:
-            return initial_weight(slot, recipe.seed, index) if weights is None else given_weight(slot, weights, index)
+            if weights is None or slot.name not in weights:  # adapters are drawn
+                return initial_weight(slot, recipe.seed, index)
+            return given_weight(slot, weights, index)
 
         for chunk in model_chunks:
             for node, module in chunk.node_modules():
@@ -124,8 +132,8 @@ class Engine:
         uses = [chunk.shared for chunk in model_chunks]
         share_between_chunks(uses)
         shared_gradients = share_between_ranks(g, plan.stages, uses, groups)
-        chunks = wrap_in_ddp(model_chunks, config, groups)
         assign_groups(model_chunks, parameter_groups)
+        chunks = wrap_in_ddp(model_chunks, config, groups)
         optimizer = make_optimizer(recipe, chunks, config, groups, parameter_groups)
         config.grad_scale_func = optimizer.scale_loss
         scaler = share_grad_scaler(recipe, optimizer, plan.workload.tokens) if config.fp16 else None

@@ -5,7 +5,7 @@ They have the names and shapes of `graph(model).weights`, whatever the layout an
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from math import prod
 
@@ -17,7 +17,6 @@ from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from torch import Tensor, nn
 
 from megaloom.dsl import Node, Slot, UserError
-from megaloom.planner.rules.shared_weights import shared_weight_users
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.modules.initial_weights import given_weight
 from megaloom.runtime.modules.parameters import node_parameters, rank_shard, shard_position
@@ -49,14 +48,13 @@ def gather_gradients(
     own = {node.name: module for chunk in chunks for node, module in chunk.module.node_modules()}
     out: dict[str, WeightGradient] = {}
     graph = chunks[0].module.graph
-    shared = shared_weight_users(graph)
     first = dist.get_rank() == 0
     for nodes in _batches([n for n in graph.nodes if any(s.trained for s in n.weights)]):
         parts = [_parts(n, own[n.name], groups, loss_scale) if n.name in own else [] for n in nodes]
         gathered: list[list[list[Part]]] = [[] for _ in range(dist.get_world_size())]
         dist.gather_object(parts, gathered if first else None)
         for node, *each in zip(nodes, *gathered, strict=True) if first else ():
-            for name, gradient in _assemble(node, shared, [part for of_rank in each for part in of_rank]):
+            for name, gradient in _assemble(node, [part for of_rank in each for part in of_rank]):
                 out[name] = gradient if name not in out else _joined(out[name], gradient)
     return out if dist.get_rank() == 0 else None
 
@@ -119,10 +117,10 @@ def _numel(slot: Slot) -> int:
     return prod(d.known for d in slot.dims)
 
 
-def _assemble(node: Node, shared: Container[str], parts: Iterable[Part]) -> Iterable[tuple[str, WeightGradient]]:
+def _assemble(node: Node, parts: Iterable[Part]) -> Iterable[tuple[str, WeightGradient]]:
     """Yield the gradient of each trained weight of a node, from the parts of all ranks.
 
-    A shared weight may have no parts here: then another node has its gradient.
+    A weight may have no parts here: it is frozen by a parameter group, or shared and another node has its gradient.
     """
     count = 1 + sum(map(_numel, node.weights))
     low, high = torch.full((count,), torch.inf), torch.full((count,), -torch.inf)
@@ -134,7 +132,7 @@ def _assemble(node: Node, shared: Container[str], parts: Iterable[Part]) -> Iter
     low, high = low[1:], high[1:]
     sizes = [_numel(s) for s in node.weights]
     for slot, least, most in zip(node.weights, low.split(sizes), high.split(sizes), strict=True):
-        if slot.trained and not (slot.name in shared and bool(torch.isinf(least).all())):
+        if slot.trained and not bool(torch.isinf(least).all()):
             if bool((least > most).any()):
                 raise _no_gradients(node)
             value = torch.where(least == most, least, (least + most) / 2)

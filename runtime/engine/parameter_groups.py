@@ -1,7 +1,8 @@
 """Parameter groups by name: parameters with a learning rate or weight decay of their own, or frozen.
 
-`assign_groups` marks the parameters of this rank before the optimizer is made; `group_overrides` gives the optimizer
-what differs; `zero_frozen_gradients` runs before each update.
+`assign_groups` marks the parameters of this rank before DDP and the optimizer are made; frozen ones then have neither
+gradients nor optimizer state. `group_overrides` gives the optimizer what differs. `zero_frozen_gradients` runs before
+each update, for the few frozen parameters that have gradients.
 """
 
 from __future__ import annotations
@@ -76,6 +77,27 @@ def assign_groups(chunks: Sequence[ModelChunk], groups: Sequence[ParameterGroup]
                 f"the parameter group {group.names!r} matches no parameter that an earlier group has not matched\n"
                 f"names are such as {', '.join(known[:: max(1, len(known) // 4)][:4])}"
             )
+    for chunk in chunks:
+        _freeze(chunk, groups)
+
+
+def _freeze(chunk: ModelChunk, groups: Sequence[ParameterGroup]) -> None:
+    """Let frozen parameters have no gradients, where the others need none.
+
+    megatron-core computes no gradient of a bias whose weight has none, and copies of a shared weight add up theirs.
+    """
+    shared = {id(use.tensor) for uses in chunk.shared.by_weight.values() for use in uses}
+    for module in chunk.modules():
+        own = list(module.parameters(recurse=False))
+        if all(_is_frozen(p, groups) and id(p) not in shared for p in own):
+            chunk.has_frozen |= bool(own)
+            for p in own:
+                p.requires_grad_(False)
+
+
+def _is_frozen(p: nn.Parameter, groups: Sequence[ParameterGroup]) -> bool:
+    index = getattr(p, "parameter_group", None)
+    return index is not None and groups[index].frozen
 
 
 def group_overrides(groups: Sequence[ParameterGroup], recipe: Recipe) -> dict[ParamKey, ParamGroupOverride]:
@@ -94,6 +116,5 @@ def zero_frozen_gradients(chunks: Sequence[ModelChunk], groups: Sequence[Paramet
     """Set the gradients of frozen parameters to zero, so that they count neither in the norm nor in the moments."""
     if any(group.frozen for group in groups):
         for _, p in named_parameters(chunks):
-            index = getattr(p, "parameter_group", None)
-            if index is not None and groups[index].frozen:
+            if _is_frozen(p, groups) and p.requires_grad:
                 p.main_grad.zero_()  # type: ignore[attr-defined]

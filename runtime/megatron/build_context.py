@@ -108,7 +108,8 @@ def config_fields(graph: Graph, layout: Layout, workload: Workload) -> dict[str,
         # after each step if there are any.
         "moe_router_score_function": "sigmoid",
         "moe_router_dtype": "fp32",
-        "moe_router_enable_expert_bias": any(op.corrected for op in mixtures),
+        "moe_router_enable_expert_bias": any(op.corrected for op in mixtures)
+        and not any(s.frozen for s in graph.weights.values()),
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,

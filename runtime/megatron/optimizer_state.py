@@ -137,7 +137,8 @@ def sharded_optimizer_state(
             state[kind][name] = _with_data(model[name], tensor, f"{kind}.")
     for name in model.keys() - state["model"].keys():
         data = model[name].data
-        is_buffer = isinstance(data, Tensor) and data.is_floating_point()  # megatron-core adds objects without data
+        # Frozen parameters are saved as they are, and loaded in place. megatron-core adds objects without data.
+        is_buffer = isinstance(data, Tensor) and data.is_floating_point() and not isinstance(data, nn.Parameter)
         state["model"][name] = _with_data(model[name], data.float(), "") if is_buffer else model[name]
     if device.gpu_count():
         torch.cuda.synchronize()  # the copies in host memory are complete

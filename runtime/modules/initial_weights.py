@@ -7,14 +7,14 @@ bits of the digest, is as fast, and its normals (ziggurat method) are the same b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from hashlib import sha256
-from math import prod
+from math import prod, sqrt
 
 import numpy as np
 import torch
 
-from megaloom.dsl import Graph, Shape, Slot, UserError, Weight
+from megaloom.dsl import Graph, Model, Shape, Slot, UserError, Weight, graph
 from megaloom.runtime.weights.views import View
 
 GivenValues = Mapping[str, torch.Tensor] | Mapping[str, View]
@@ -22,7 +22,7 @@ GivenValues = Mapping[str, torch.Tensor] | Mapping[str, View]
 
 
 def initial_weight(slot: Slot, seed: int, index: int | None = None) -> torch.Tensor:
-    """Return the full initial float32 values of a weight, of dims `slot.dims`: normal with its mean and std.
+    """Return the full initial float32 values of a weight, of dims `slot.dims`, with its mean, std and distribution.
 
     With `index`, return one copy only, of dims `slot.value.shape`, without drawing the others. Copies are counted over
     `slot.outer` in row-major order. Raise IndexError if there is no such copy.
@@ -47,9 +47,19 @@ def given_weight(slot: Slot, weights: GivenValues, index: int | None = None) -> 
     return full.reshape(-1, *(d.known for d in slot.value.shape))[index]
 
 
-def check_weights(graph: Graph, weights: GivenValues) -> None:
-    """Raise UserError unless `weights` has each weight of a model, in its shape, and nothing else."""
+def adapters_of(model: Model) -> frozenset[str]:
+    """Return the names of the weights of adapters that were added to a model."""
+    return frozenset() if model.base is None else frozenset(graph(model).weights.keys() - graph(model.base).weights)
+
+
+def check_weights(graph: Graph, weights: GivenValues, drawn: Collection[str] = ()) -> None:
+    """Raise UserError unless `weights` has each weight of a model, in its shape, and nothing else.
+
+    drawn: names of weights that may be missing: they get random values.
+    """
     for name, slot in graph.weights.items():
+        if name not in weights and name in drawn:
+            continue
         if name not in weights:
             given = ", ".join(weights) or "none"
             raise UserError(f"no weight {name!r} {Shape(slot.dims)}; the names given are {given}")
@@ -66,7 +76,11 @@ def _draw(slot: Slot, seed: int, index: int, sizes: list[int]) -> np.ndarray:
     if slot.std == 0:
         return np.full(sizes, op.mean, np.float32)
     digest = sha256(f"{seed} {slot.name} {index}".encode()).digest()
-    values = np.random.Generator(np.random.PCG64(int.from_bytes(digest))).standard_normal(sizes, np.float32)
+    generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest)))
+    if op.uniform:  # between -1 and 1 the standard deviation is 1/sqrt(3)
+        values = (2 * generator.random(sizes, np.float32) - 1) * np.float32(sqrt(3))
+    else:
+        values = generator.standard_normal(sizes, np.float32)
     values *= np.float32(slot.std)
     values += np.float32(op.mean)
     return values

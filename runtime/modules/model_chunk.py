@@ -91,6 +91,7 @@ class ModelChunk(MegatronModule):
                 module.overwrites_logits = _reads_alone(graph, n)
         self.received: Tensor | None = None
         self.shared = SharedUses.of(graph, self.node_modules())
+        self.has_frozen = any(s.frozen for s in graph.weights.values())
         self.share_embeddings_and_output_weights = False  # `SharedGradients` adds up gradients of copies
 
     def set_input_tensor(self, tensors: Any) -> None:
@@ -143,7 +144,11 @@ class ModelChunk(MegatronModule):
             if isinstance(module, Body | Mixture) and balancing:
                 options["balancing"] = balancing.of(n.name)
             run = partial(module.__call__, **options)  # recompute runs with the same options
-            values[n.name] = selective.run(n, run, *(values[name] for name in n.inputs))
+            out = selective.run(n, run, *(values[name] for name in n.inputs))
+            if self.has_frozen and torch.is_grad_enabled() and out.is_floating_point():
+                # Recomputed segments and stages pass gradients on only if what enters them has gradients.
+                out.requires_grad_()
+            values[n.name] = out
             for name in last_reads:
                 del values[name]
         return tuple(values[name] for name in segment.writes)

@@ -31,6 +31,7 @@ from megaloom.dsl import (
     RMSNorm,
     SwiGLU,
     Unembed,
+    UserError,
 )
 from megaloom.dsl.facts.primitives import fitted, program
 from megaloom.planner.contract.capability import Execution
@@ -53,7 +54,13 @@ def build_module(node: Node, context: BuildContext) -> nn.Module:
     module = registered_module(node.op, context) if registered else None
     if isinstance(module, Mixture):
         module.experts.grouped = execution.grouped_experts
-    return Body(node, context, execution) if module is None else module
+    if module is None:
+        return Body(node, context, execution)
+    if any(s.frozen for s in node.weights):
+        if any(s.trained for s in node.weights):
+            raise UserError(f"{node.name} has frozen and trained weights, so it cannot run as a torch module")
+        module.requires_grad_(False)
+    return module
 
 
 def node_execution(node: Node, context: BuildContext) -> Execution:

@@ -8,9 +8,9 @@ from tempfile import TemporaryDirectory
 
 from attrs import evolve, frozen
 
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph
+from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_trainable
 from megaloom.runtime.checkpoints.checkpoint_folder import latest
@@ -102,7 +102,7 @@ def _evaluate_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText]) -> R
     """Return step and losses of the newest checkpoint that is not damaged. They are equal on all ranks."""
     from megaloom.runtime.engine.engine import Engine  # imports megatron-core, which the starting process does not need
 
-    model, _ = find(plan.model)
+    model = planned_model(plan)
     engine = Engine.build(plan, model, Recipe())
     step = engine.load(folder)
     losses = []

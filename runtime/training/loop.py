@@ -16,8 +16,8 @@ import torch.distributed as dist
 from attrs import asdict, define, field
 from rich.console import Console
 
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
+from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import speed_of
 from megaloom.runtime.checkpoints import checkpoint
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, Manifest
@@ -41,7 +41,7 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
 
     `signals` holds the numbers of the signals that asked this rank to stop, as they arrive.
     """
-    model, _ = find(run.plan.model)
+    model = planned_model(run.plan)
     resumed = checkpoint.newest_sound(run.folder, fingerprint=run.plan.fingerprint)
     recipe = run.recipe.continuing(resumed.manifest.recipe) if resumed else run.recipe
     given = open_folder(run.weights) if run.weights and not resumed else None

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from attrs import evolve
 
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph
 from megaloom.dsl.hf.architectures import describes
+from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
 from megaloom.runtime.checkpoints.checkpoint_folder import Retention, cannot_save, latest, saved_step
@@ -150,7 +150,7 @@ def _absolute(word: str) -> str:
 
 def check_model(plan: Plan) -> Model:
     """Return the plan's model. Raise UserError if it has changed since, or cannot be trained."""
-    model, _ = find(plan.model)
+    model = planned_model(plan)
     check_plan(plan, model)
     check_trainable(plan, model)
     return model

@@ -15,13 +15,13 @@ from typing import Any
 
 from attrs import evolve, fields, frozen
 
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph, Model, graph
 from megaloom.dsl.json_form import fingerprint
 from megaloom.dsl.model_file import load_model, save_model
 from megaloom.planner.contract.plan_json import load as load_plan
 from megaloom.planner.contract.plan_json import save as save_plan
+from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan
 from megaloom.runtime.engine.recipe import Recipe
@@ -119,7 +119,7 @@ def plan_and_model(folder: Path) -> tuple[Plan, Model]:
             f"{folder} is no run folder: it has no {PLAN_NAME}\ngive the folder that `megaloom train` wrote"
         )
     plan = load_plan(folder / PLAN_NAME)
-    model, _ = find(plan.model)
+    model = planned_model(plan)
     check_plan(plan, model)
     return plan, model
 

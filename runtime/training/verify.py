@@ -20,11 +20,11 @@ from attrs import evolve, frozen
 from torch import Tensor, nn
 
 from megaloom.dsl import Attend, Drop, Split
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph, Model, graph, primitives
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.module_kinds import runs_as_module
+from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan, Stage
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
@@ -134,7 +134,7 @@ def compare(
 
     Raise UserError for a model with dropout whose masks depend on the layout, unless a reference is given.
     """
-    model, _ = find(plan.model)
+    model = planned_model(plan)
     check_plan(plan, model)
     check_trainable(plan, model)
     if steps < 1:
@@ -229,7 +229,7 @@ def short_run(plan: Plan, steps: int, seed: int, file: Path | None = None) -> Cu
 
     With a file, rank 0 first writes the gradients of the first step into it.
     """
-    run = ShortRun.of(plan, find(plan.model)[0], steps, seed)
+    run = ShortRun.of(plan, planned_model(plan), steps, seed)
     if file is not None and (gradients := run.gradients()) is not None:
         torch.save({name: (g.value, g.disagreement) for name, g in gradients.items()}, file)
     return run.curve(steps)
@@ -237,7 +237,7 @@ def short_run(plan: Plan, steps: int, seed: int, file: Path | None = None) -> Cu
 
 def reference_run(plan: Plan, steps: int, seed: int, file: Path) -> tuple[Curve, tuple[GradientDifference, ...]]:
     """Train as `short_run` does, and return the differences of the gradients in a file; rank 0 has them."""
-    run = ShortRun.of(plan, find(plan.model)[0], steps, seed)
+    run = ShortRun.of(plan, planned_model(plan), steps, seed)
     expected = run.gradients()
     noise = run.noise(expected)
     differences: tuple[GradientDifference, ...] = ()

@@ -31,14 +31,15 @@ class GivenWeights:
     def check(self, model: Model) -> None:
         """Raise UserError unless a model has these tensors, in their shapes. Read those that repeat another one."""
         try:
+            model = model.without_adapters
             check_tensors(self.names, model, {name: view.shape for name, view in self.files.tensors.items()})
             check_values(self.names, model, self.files.tensors, equal)
         except UserError as error:
             raise UserError(f"--from {self.files.folder}: {error}") from None
 
     def of(self, model: Model) -> dict[str, View]:
-        """Return the weights of a model, which `check` has passed."""
-        return from_checkpoint(self.names, model, self.files.tensors, concatenated)
+        """Return the weights of a model, which `check` has passed, without those of adapters."""
+        return from_checkpoint(self.names, model.without_adapters, self.files.tensors, concatenated)
 
 
 def open_folder(folder: Path) -> GivenWeights:

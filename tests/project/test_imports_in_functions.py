@@ -10,6 +10,7 @@ REASONS = {
     "dsl/graph.py": "start-up time: networkx takes 0.2 s",
     "dsl/show/table.py": "start-up time: rich",
     "planner/cli/actions.py": COMMAND,
+    "planner/cli/adapter_options.py": COMMAND,
     "planner/cli/explain.py": COMMAND,
     "planner/cli/export.py": COMMAND,
     "planner/cli/main.py": COMMAND,

@@ -22,6 +22,7 @@ from megaloom.dsl import (
     Value,
     fn,
     ids,
+    lora,
     model,
     repeat,
     residual,
@@ -67,6 +68,20 @@ def dense_dropouts() -> Model:
 def tiny_llama() -> Model:
     """Two key/value heads for four query heads, rotary positions, an own table for the logits."""
     return llama("tiny-llama", layers=4, heads=4, kv_heads=2, embed=64, ff=96, vocab=127)
+
+
+def tiny_llama_lora() -> Model:
+    """Adapters on all matrices but one; that of the values has fewer heads than some layouts have tp ranks."""
+    return lora(tiny_llama(), 4, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+
+
+def tiny_gpt_lora() -> Model:
+    """One A for queries, keys and values, as GPT-2's c_attn has; the frozen table is shared."""
+    return lora(tiny_gpt(), 4, targets=("c_attn", "c_proj"))
+
+
+def tiny_experts_lora() -> Model:
+    return lora(tiny_deepseek_v3(), 4, targets=("q_a_proj", "q_b_proj", "o_proj"))
 
 
 def deep_llama() -> Model:

@@ -89,7 +89,7 @@ class Oracle:
             correction = self.weights.get(f"{n.name}.correction", torch.zeros(n.op.experts))
             chosen = choice(n.op, scores.detach(), correction)
             total = total + balancing(n.op, scores, chosen)
-            if n.op.corrected:
+            if n.op.corrected and self.model.lora is None:
                 choices[f"{n.name}.correction"] = chosen
         self.optimizer.zero_grad()
         total.backward()

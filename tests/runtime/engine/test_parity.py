@@ -127,6 +127,17 @@ LAYOUTS = {
         Layout(cp=2, pp=2, recompute=Recompute.FULL),
     ),
     "image and text, PP2 VPP2": ("tiny_llava", Layout(pp=2, vpp=2)),
+    "adapters, TP2 SP PP2": ("tiny_llama_lora", Layout(tp=2, sequence_parallel=True, pp=2)),
+    "adapters, TP4, fewer KV heads than TP": ("tiny_llama_lora", Layout(tp=4)),
+    "adapters, PP2 VPP2 DP2 distributed optimizer, recompute full": (
+        "tiny_gpt_lora",
+        Layout(pp=2, vpp=2, dp=2, shard="optimizer", recompute=Recompute.FULL),
+    ),
+    "adapters, CP2 DP2": ("tiny_llama_lora", Layout(cp=2, dp=2)),
+    "adapters beside experts, EP2 TP2 SP": (
+        "tiny_experts_lora",
+        Layout(dp=2, ep=2, tp=2, sequence_parallel=True),
+    ),
 }
 
 
@@ -173,6 +184,13 @@ def test_uneven_stages_compute_what_one_process_computes(plan_of: Any, measured:
     sizes = [s.stop - s.start for s in uneven.stages]
     assert len(set(sizes)) == 4
     measured({f"PP4 uneven {sizes}": ("deep_llama", uneven)})
+
+
+def test_stages_without_adapters_compute_what_one_process_computes(plan_of: Any, measured: Any) -> None:
+    """One stage holds the embedding alone, one the logits; both are frozen."""
+    cuts = graph(find(plan_of("tiny_gpt_lora", Layout(pp=4)).model)[0]).cut_points
+    plan = plan_of("tiny_gpt_lora", Layout(pp=4), cuts=(cuts[0], cuts[5], cuts[-1]))
+    measured({"adapters, PP4, frozen stages": ("tiny_gpt_lora", plan)})
 
 
 @pytest.mark.timeout(TIMEOUT + 20)

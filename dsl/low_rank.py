@@ -1,0 +1,38 @@
+"""The settings of low-rank adapters."""
+
+from __future__ import annotations
+
+from attrs import field, frozen
+
+from .errors import UserError
+
+WeightGroups = tuple[tuple[str, ...], ...]
+"""Weights of a layer that have adapters, by name. The weights of a group share the matrix A."""
+
+
+@frozen
+class LoRA:
+    """Low-rank adapters of a model: of which weights, their rank, and their scale alpha / rank (arXiv:2106.09685).
+
+    targets: names of matrices as PEFT has them, such as q_proj. nodes: the nodes with adapters, and their weights.
+    """
+
+    rank: int = field()
+    alpha: float = field(converter=float)
+    targets: tuple[str, ...]
+    nodes: dict[str, WeightGroups] = field(hash=False)
+
+    @rank.validator
+    def _at_least_one(self, _: object, rank: int) -> None:
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise UserError(f"the rank of adapters must be a whole number of at least 1, got {rank!r}")
+
+    @alpha.validator
+    def _positive(self, _: object, alpha: float) -> None:
+        if not 0 < alpha < float("inf"):
+            raise UserError(f"alpha of adapters must be a number above 0, got {alpha!r}")
+
+    @property
+    def scale(self) -> float:
+        """The factor of x A B."""
+        return self.alpha / self.rank
