@@ -36,7 +36,18 @@ app = App(
 )
 app["--help"].group = "Parameters"
 
-_MEGALOOM_COMMANDS = ("explain", "export", "measure", "pack", "show", "train", "unpack", "validate", "verify")
+_MEGALOOM_COMMANDS = (
+    "compare",
+    "explain",
+    "export",
+    "measure",
+    "pack",
+    "show",
+    "train",
+    "unpack",
+    "validate",
+    "verify",
+)
 _GPUS_HELP = (
     "Number and kind of devices: 64xH100. A range, 8..4096xH100, prints a scaling table. "
     f"Known: {', '.join(MEMORY)}. For another cluster, give a cluster file, 64xours.toml, "

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, ArgumentCollection, CycloptsError, Parameter
 from cyclopts.argument import update_argument_collection
@@ -21,6 +21,7 @@ from cyclopts.argument import update_argument_collection
 from megaloom.dsl.errors import UserError, full_message
 from megaloom.planner.cli.adapter_options import ADAPTERS, NO_ADAPTERS, AdapterOptions
 from megaloom.planner.cli.arguments import SEARCH_ALL, TrainedLayout, reject_fractions, unwrap_help, usage_error
+from megaloom.planner.cli.compare import compare
 from megaloom.planner.cli.explain import explain
 from megaloom.planner.cli.export import export
 from megaloom.planner.cli.main import app as planning
@@ -30,6 +31,7 @@ from megaloom.planner.cli.validate import validate
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.generation.settings import GenerationSettings
+from megaloom.runtime.metrics.watching import Watching
 
 from .defaults import DEFAULT_GENERATION, DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY, TrainedPrecision
 from .printing import fail
@@ -57,7 +59,7 @@ app = App(
 )
 app["--help"].group = "Parameters"
 app.command(planning, name="plan")
-for command in (validate, explain, export):
+for command in (validate, explain, export, compare):
     app.command(unwrap_help(command))
 
 TRAINING_PACKAGES = ("torch", "megatron.core", "psutil")  # of the extra `train` in pyproject.toml
@@ -85,6 +87,7 @@ def train_by_plan(
     keep_last: int = 2,
     keep_best: int = 0,
     async_save: bool | None = None,
+    profile: int | None = None,
     recipe: Annotated[Recipe, Parameter(name="*", group="Recipe")] = DEFAULT_RECIPE,
     adapters: Annotated[AdapterOptions, ADAPTERS] = NO_ADAPTERS,
     fixed: TrainedLayout = SEARCH_ALL,
@@ -127,16 +130,20 @@ def train_by_plan(
         folder is named after the loss.
     async_save
         Train on while a checkpoint is written, from a copy in host memory. [default: on GPUs]
+    profile
+        A step whose times on all ranks are written to RUN/trace-step-N.json.gz, beside the predicted ones. See
+        `megaloom compare`.
     """
     require_training_packages("train")
     from .train_command import run_train
 
     load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
-    options = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
+    options: dict[str, Any] = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
     options |= {"save_every": save_every, "evaluate_every": evaluate_every}
     options |= {"keep_last": keep_last, "keep_best": keep_best, "async_save": async_save}
     arguments = model_arguments(words, settings)
     model = model or (DEFAULT_MODEL if weights is None else str(weights))
+    options["watching"] = Watching(profile=profile)
     return run_train(model, arguments, load, options, recipe, fixed, adapters)
 
 

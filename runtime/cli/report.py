@@ -12,8 +12,9 @@ from rich.text import Text
 from megaloom.dsl.facts.parameters import parameters_text
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan, speed_of
+from megaloom.planner.cost.measured_memory import held_bytes
 from megaloom.planner.report.tables import layout_table, prediction_table
-from megaloom.planner.report.units import memory_unit, peak_memory
+from megaloom.planner.report.units import memory_unit, peak_memory, text_table
 from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.megatron import device
 from megaloom.runtime.metrics.display import clock, device_word, tflops_text
@@ -69,7 +70,33 @@ def summary_report(summary: Summary, plan: Plan) -> RenderableType:
         ("peak memory", _peak_memory(summary, plan)),
         ("checkpoint", str(summary.checkpoint)),
     ]
-    return Group(Text(), _pairs(rows))
+    return Group(Text(), _pairs(rows), *_stage_report(summary, plan))
+
+
+def _stage_report(summary: Summary, plan: Plan) -> list[RenderableType]:
+    """Return the table of stages: seconds of one micro-batch and memory of the fullest rank, beside the predicted."""
+    if not summary.stage_times:
+        return []
+    size, kind = memory_unit(plan), _memory_kind()
+    per_pipeline_rank = plan.layout.world // plan.layout.pp  # pp is the outermost axis of the device mesh
+    rows = []
+    for measured, stage in zip(summary.stage_times, plan.stages, strict=True):
+        own = summary.peak_nbytes[stage.rank * per_pipeline_rank :][:per_pipeline_rank]
+        memory = f"{size.of(max(own))} ({size.of(held_bytes(plan.predicted.nbytes[stage.rank], kind))})"
+        rows.append(
+            [
+                str(measured.stage),
+                str(stage.rank),
+                f"{1e3 * measured.forward_seconds:.2f} ({1e3 * stage.forward_seconds:.2f})",
+                f"{1e3 * measured.backward_seconds:.2f} ({1e3 * stage.backward_seconds:.2f})",
+                "" if stage.chunk else memory,
+            ]
+        )
+    head = ["stage", "rank", "forward ms (predicted)", "backward ms (predicted)", f"memory {size.name} (predicted)"]
+    return [
+        Text("\nOne micro-batch through each stage, and memory of each pipeline rank", "bold"),
+        text_table(head, rows),
+    ]
 
 
 def _training_loss(summary: Summary, loss: float) -> list[tuple[str, str]]:
@@ -97,8 +124,13 @@ def _evaluated_loss(name: str, result: EvaluationResult, summary: Summary) -> li
 
 def _peak_memory(summary: Summary, plan: Plan) -> str:
     size = memory_unit(plan)
-    kind, what = ("allocated", "") if device.gpu_count() else ("device", ", for the whole process with its libraries")
+    kind, what = _memory_kind(), "" if device.gpu_count() else ", for the whole process with its libraries"
     return f"{size.of(max(summary.peak_nbytes))} {size.name} (predicted {size.of(peak_memory(plan, kind))}){what}"
+
+
+def _memory_kind() -> str:
+    """Return what `Engine.peak_memory` counts, by the names of `held_bytes`."""
+    return "allocated" if device.gpu_count() else "device"
 
 
 def comparison_report(comparison: Comparison, plan: Plan) -> RenderableType:

@@ -15,6 +15,7 @@ from attrs import asdict
 
 from megaloom.dsl.catalog import file_name, find
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import graph
 from megaloom.dsl.hf.architectures import describes
 from megaloom.dsl.model_file import is_model_file
 from megaloom.dsl.settings.arguments import Arguments, as_words
@@ -26,9 +27,11 @@ from megaloom.planner.contract.choices import Shard
 from megaloom.planner.contract.layout import flag_of
 from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.planned_model import planned_model
-from megaloom.planner.contract.plans import Plan
+from megaloom.planner.contract.plans import Plan, PlanError
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
+from megaloom.planner.report.chrome_trace import replay, write_file
+from megaloom.planner.report.measured_step import read_trace, with_prediction
 from megaloom.planner.rules.plan_check import check_plan
 from megaloom.planner.search.search import plan as search
 from megaloom.runtime.checkpoints.checkpoint_folder import Retention, checkpoint_folders
@@ -78,7 +81,7 @@ def run_train(
     try:
         data = {"source": options["data"], "split": options["split"], "epochs": options["epochs"]}
         retention = Retention(options["keep_last"], options["keep_best"])
-        saving = {"retention": retention, "asynchronous_saves": options["async_save"]}
+        saving = {"retention": retention, "asynchronous_saves": options["async_save"], "watching": options["watching"]}
         summary = train(plan, recipe, folder=folder, weights=options["weights"], **saving, **data, **every)
     except KeyboardInterrupt:
         return fail(f"stopped; {_saved(folder)}", 130)
@@ -86,6 +89,8 @@ def run_train(
         return fail(f"stopped; {_saved(folder)}", int(stop.code or 0))
     if summary.stopped:  # this process is a rank and was sent the signal, or nobody reads its output
         return fail(f"stopped; {_saved(folder)}", 128 + summary.stopped)
+    if summary.trace:
+        _add_prediction(summary.trace, plan)
     resume = {**given, "data": options["data"], "split": options["split"], "out": options["out"], **asdict(recipe)}
     resume["set"] = () if _is_plan(model) or is_run(model) else as_words(arguments)
     resume["steps"] = steps = 2 * max(recipe.steps, summary.step)
@@ -129,6 +134,17 @@ def run_verify(path: Path, steps: int, seed: int) -> int:
     comparison = compare(plan, steps=steps, seed=seed)
     print_on_first_rank(comparison_report(comparison, plan))
     return 0 if comparison.agrees else 1
+
+
+def _add_prediction(path: Path, plan: Plan) -> None:
+    """Add the predicted step to the trace of a measured one. A plan of another cost model cannot be simulated."""
+    if int(os.environ.get("RANK", 0)):
+        return
+    g = graph(planned_model(plan))
+    try:
+        write_file(with_prediction(read_trace(path), plan, replay(plan, g), g), str(path))
+    except PlanError as error:
+        print_on_first_rank(f"{path} has no predicted step: {error}")
 
 
 def _saved(folder: Path) -> str:

@@ -9,6 +9,7 @@ import signal
 import statistics
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -30,10 +31,16 @@ from megaloom.runtime.engine.weight_update import NonFiniteError
 from megaloom.runtime.megatron import device
 from megaloom.runtime.metrics.display import InterruptibleConsole, ProgressDisplay, loss_text, progress_display
 from megaloom.runtime.metrics.metrics_file import METRICS_NAME, MetricsFile, StepMetrics
+from megaloom.runtime.metrics.stage_time import StageTime
+from megaloom.runtime.metrics.step_times import StepRecorder, gathered_units, stage_times
+from megaloom.runtime.metrics.trace_file import trace_path, write_trace
 from megaloom.runtime.weights.given import open_folder
 
 from .run_data import sample_of
 from .training_run import RECENT_STEPS, Summary, TrainingRun
+
+TIMED_STEP = 3
+"""The step of a run whose times by stage the summary shows: the first ones allocate memory and compile."""
 
 
 def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
@@ -76,10 +83,17 @@ class Loop:
     saver: Saver = field(init=False)
     steps: list[StepMetrics] = field(factory=list, init=False)
     start: float = field(factory=time.monotonic, init=False)
+    start_step: int = field(init=False)
+    stage_times: tuple[StageTime, ...] = field(default=(), init=False)
+    trace: Path | None = field(default=None, init=False)
 
     @maker.default
     def _maker(self) -> SampleMaker:
         return SampleMaker.of(self.engine.graph, self.run.plan.workload.seq, self.run.corpus.ids)
+
+    @start_step.default
+    def _start_step(self) -> int:
+        return self.engine.done
 
     @samples.default
     def _samples(self) -> int:
@@ -123,13 +137,17 @@ class Loop:
     def _train_step(self) -> None:
         workload, first = self.run.plan.workload, self.samples
         batch = self.run.recipe.batch_at(first, workload.batch)
-        start = time.monotonic()
-        try:
-            result = self.engine.step(lambda i: self._training_sample(first + i), batch)
-        except NonFiniteError as error:  # on all ranks
-            self._finish_save()
-            raise UserError(f"{error}\n{self._diverged()}") from None
-        seconds = time.monotonic() - start
+        recorder = self._recorder()
+        with recorder.recording() if recorder else nullcontext():
+            start = time.monotonic()
+            try:
+                result = self.engine.step(lambda i: self._training_sample(first + i), batch)
+            except NonFiniteError as error:  # on all ranks
+                self._finish_save()
+                raise UserError(f"{error}\n{self._diverged()}") from None
+            seconds = time.monotonic() - start
+        if recorder:
+            self._take_times(recorder)
         self.samples += batch
         speed = speed_of(self.run.plan, seconds, batch)
         step = StepMetrics(
@@ -145,6 +163,22 @@ class Loop:
         self.steps.append(step)
         self.metrics.write("step", **asdict(step))
         self.display.show_step(step)
+
+    def _recorder(self) -> StepRecorder | None:
+        """Return a recorder for the profiled step, and for an early step, whose times the summary shows."""
+        profiled = self.engine.done + 1 == self.run.watching.profile
+        early = len(self.steps) + 1 == min(TIMED_STEP, self.run.recipe.steps - self.start_step)
+        return StepRecorder(self.engine, nodes=profiled) if profiled or early else None
+
+    def _take_times(self, recorder: StepRecorder) -> None:
+        """Keep the times of a recorded step, and write its trace if it is the profiled one."""
+        ranks = gathered_units(recorder)
+        self.stage_times = self.stage_times or stage_times(ranks)
+        if self.engine.done == self.run.watching.profile:
+            self.trace = trace_path(self.run.folder, self.engine.done)
+            if dist.get_rank() == 0:
+                write_trace(self.run.folder, self.run.plan, self.engine.done, ranks)
+            self.display.print(f"step {self.engine.done}  trace {self.trace}")
 
     def _largest_peak(self) -> int:
         """Return the peak memory of the rank with the most, until now."""
@@ -286,6 +320,8 @@ class Loop:
             counted=self.maker.counted_word,
             peak_nbytes=tuple(peaks),
             checkpoint=self.saved,
+            stage_times=self.stage_times,
+            trace=self.trace,
         )
 
 

@@ -33,6 +33,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron import device
+from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.weights.given import open_folder
 from megaloom.runtime.weights.kept_files import CONFIG, keep_files
 
@@ -59,6 +60,7 @@ def train(
     asynchronous_saves: bool | None = None,
     steps: object = None,
     weights: Path | None = None,
+    watching: Watching = Watching(),  # noqa: B008 (frozen)
 ) -> Summary:
     """Train the plan's model on the text of `source`, starting from the last checkpoint in `folder` if there is one.
 
@@ -69,7 +71,8 @@ def train(
     each rank reads its shards.
 
     retention: the checkpoints that are kept. asynchronous_saves: copy the state to host memory and train on while it is
-    written. By default on GPUs only: on CPU the copy would be in the memory that the plan counts.
+    written. By default on GPUs only: on CPU the copy would be in the memory that the plan counts. watching: the step
+    whose trace is written, and trackers.
 
     Raise UserError for every problem that the user can solve. A first SIGINT, SIGTERM or SIGUSR1 lets the ranks finish
     their step and save; then it is raised as KeyboardInterrupt or SystemExit. After SIGUSR2 they save and go on.
@@ -77,7 +80,7 @@ def train(
 
     def prepared() -> TrainingRun:
         data, every = DataOptions(as_sources(source), split, epochs), (save_every, evaluate_every)
-        return prepare_run(plan, recipe, folder, data, *every, retention, steps, weights, asynchronous_saves)
+        return prepare_run(plan, recipe, folder, data, *every, retention, steps, weights, asynchronous_saves, watching)
 
     if started_by_launcher():
         join(plan.layout.world)
@@ -99,6 +102,7 @@ def prepare_run(
     steps: object = None,
     weights: Path | None = None,
     asynchronous_saves: bool | None = None,
+    watching: Watching = Watching(),  # noqa: B008 (frozen)
 ) -> TrainingRun:
     """Check plan, options, weights, checkpoint and text, and write data, model, plan and options into the folder."""
     model = check_model(plan)
@@ -110,11 +114,14 @@ def prepare_run(
     if not started_by_launcher():
         launcher.check(plan.layout.world)
     saved = latest(folder, fingerprint=plan.fingerprint)  # refuse another model's or a damaged one before any work
+    if data.epochs is None:
+        watching.check_steps(saved.manifest.step if saved else 0, recipe.steps)
     if weights is not None and saved is None:
         open_folder(weights).check(model)
     corpus = open_data(data, maker, folder / "data")
     if data.epochs is not None:
         recipe = evolve(recipe, steps=steps_of(data.epochs, corpus, maker, recipe, plan.workload.batch))
+        watching.check_steps(saved.manifest.step if saved else 0, recipe.steps)
     if corpus.tokenizer:
         shutil.copytree(corpus.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
     config = Path(plan.model) if describes(plan.model) else None
@@ -140,6 +147,7 @@ def prepare_run(
         asynchronous_saves=bool(device.gpu_count()) if asynchronous_saves is None else asynchronous_saves,
         steps=steps,
         weights=weights,
+        watching=watching,
     )
 
 

@@ -13,6 +13,8 @@ from megaloom.runtime.data.corpus import Corpus
 from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.engine.results import EvaluationResult
+from megaloom.runtime.metrics.stage_time import StageTime
+from megaloom.runtime.metrics.watching import Watching
 
 RECENT_STEPS = 20
 """Steps over which the summary averages the training loss."""
@@ -34,6 +36,7 @@ class TrainingRun:
     retention: Retention = field(factory=Retention)
     asynchronous_saves: bool = False  # training goes on while a checkpoint is written
     steps: object = None  # with any of the methods of `Steps`
+    watching: Watching = field(factory=Watching)
     weights: Path | None = None  # a Hugging Face folder with the initial weights; None for random ones
 
     @staticmethod
@@ -66,3 +69,5 @@ class Summary:
     counted: str = "tokens"  # what the loss is a mean over: tokens or samples
     peak_nbytes: tuple[int, ...]  # by rank
     checkpoint: Path
+    stage_times: tuple[StageTime, ...] = ()  # of one step, by stage; none if no step was done
+    trace: Path | None = None  # of the profiled step

@@ -11,6 +11,7 @@ REASONS = {
     "dsl/show/table.py": "start-up time: rich",
     "planner/cli/actions.py": COMMAND,
     "planner/cli/adapter_options.py": COMMAND,
+    "planner/cli/compare.py": COMMAND,
     "planner/cli/explain.py": COMMAND,
     "planner/cli/export.py": COMMAND,
     "planner/cli/main.py": COMMAND,

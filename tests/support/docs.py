@@ -34,7 +34,7 @@ COMMANDS = {
     **dict.fromkeys(
         (
             *("data", "train", "evaluate", "convert", "pack", "unpack"),
-            *("verify", "show", "measure", "explain", "export", "validate"),
+            *("verify", "show", "measure", "explain", "compare", "export", "validate"),
         ),
         "megaloom.runtime.cli",
     ),
