@@ -88,6 +88,7 @@ def train_by_plan(
     keep_best: int = 0,
     async_save: bool | None = None,
     profile: int | None = None,
+    distributed_timeout_minutes: float = 10.0,
     recipe: Annotated[Recipe, Parameter(name="*", group="Recipe")] = DEFAULT_RECIPE,
     adapters: Annotated[AdapterOptions, ADAPTERS] = NO_ADAPTERS,
     fixed: TrainedLayout = SEARCH_ALL,
@@ -133,6 +134,8 @@ def train_by_plan(
     profile
         A step whose times on all ranks are written to RUN/trace-step-N.json.gz, beside the predicted ones. See
         `megaloom compare`.
+    distributed_timeout_minutes
+        Minutes that ranks wait for one another before the run ends with an error.
     """
     require_training_packages("train")
     from .train_command import run_train
@@ -141,6 +144,7 @@ def train_by_plan(
     options: dict[str, Any] = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
     options |= {"save_every": save_every, "evaluate_every": evaluate_every}
     options |= {"keep_last": keep_last, "keep_best": keep_best, "async_save": async_save}
+    options["distributed_timeout_minutes"] = distributed_timeout_minutes
     arguments = model_arguments(words, settings)
     model = model or (DEFAULT_MODEL if weights is None else str(weights))
     options["watching"] = Watching(profile=profile)

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,13 @@ def run_train(
     """Train a model or a plan, and return the exit code.
 
     arguments: those of the model's function. load_options: seq, batch, precision, devices; None if not given. options:
-    data, split, epochs, out, save_every, evaluate_every, keep_last, keep_best, async_save, weights.
+    data, split, epochs, out, save_every, evaluate_every, keep_last, keep_best, async_save,
+    distributed_timeout_minutes, weights.
     """
+    minutes = options["distributed_timeout_minutes"]
+    if not 0 < minutes < 1e6:
+        raise UserError(f"--distributed-timeout-minutes {minutes:g} is out of range\ngive minutes above 0, such as 10")
+    timeout = timedelta(minutes=minutes)
     given = {name: value for name, value in {**load_options, **fixed_fields(fixed)}.items() if value is not None}
     given |= adapters.given
 
@@ -73,7 +79,7 @@ def run_train(
         return _plan_and_folder(model, arguments, load_options, options["out"], given, fixed, adapters)
 
     if started_by_launcher():
-        join()  # each rank reads files of its own: an error of one is raised on all
+        join(timeout=timeout)  # each rank reads files of its own: an error of one is raised on all
     plan, folder = agreed(chosen) if started_by_launcher() else chosen()
     note = differences(plan.environment, current_environment())
     print_on_first_rank(plan_report(plan), *([note] if note else []))
@@ -82,6 +88,7 @@ def run_train(
         data = {"source": options["data"], "split": options["split"], "epochs": options["epochs"]}
         retention = Retention(options["keep_last"], options["keep_best"])
         saving = {"retention": retention, "asynchronous_saves": options["async_save"], "watching": options["watching"]}
+        saving["distributed_timeout"] = timeout
         summary = train(plan, recipe, folder=folder, weights=options["weights"], **saving, **data, **every)
     except KeyboardInterrupt:
         return fail(f"stopped; {_saved(folder)}", 130)

@@ -23,8 +23,9 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ from megaloom.runtime.megatron import device
 
 from . import rank
 from .rank import Failure, RankContext, Returned
+from .rank_errors import RankError, ending_of, hang_text, names_of, only_waited
 from .rendezvous import started_by_launcher
 
 END_SECONDS = 2.0
@@ -49,17 +51,6 @@ RANKS_PER_CORE = 16
 Result = TypeVar("Result")
 
 
-class RankError(RuntimeError):
-    """A failed rank: its number, its traceback or how its process ended, and the signal that ended it, if one did."""
-
-    def __init__(self, rank: int, text: str, signal: int | None = None) -> None:
-        super().__init__(f"rank {rank} {text}")
-        self.rank, self.text, self.signal = rank, text, signal
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.rank, self.text, self.signal)
-
-
 def run(
     entry: Callable[..., Result],
     args: tuple[Any, ...],
@@ -67,15 +58,16 @@ def run(
     *,
     timeout: float | None = None,
     grace: float = END_SECONDS,
+    collective_timeout: timedelta = rank.COLLECTIVE_TIMEOUT,
 ) -> list[Result]:
     """Call `entry(*args)` on each of `world` ranks of this machine, and return the values in the order of ranks.
 
     `entry` must be importable; `args` and values must be small and picklable. Rank 0 writes to this process's stdout
     and stderr. The output of another rank is shown only if it dies without a traceback.
 
-    timeout: seconds for the whole call. grace: seconds from a first SIGINT, SIGTERM or SIGUSR1, which ranks receive as
-    SIGTERM, to their end; a second signal ends them at once. Ranks receive SIGUSR2 as it is. Raise the first real error
-    of any rank: its UserError, else a RankError.
+    timeout: seconds for the whole call. collective_timeout: time that ranks wait for one another. grace: seconds from a
+    first SIGINT, SIGTERM or SIGUSR1, which ranks receive as SIGTERM, to their end; a second signal ends them at once.
+    Ranks receive SIGUSR2 as it is. Raise the first real error of any rank: its UserError, else a RankError.
     """
     check(world)
     if not device.gpu_count():
@@ -87,7 +79,7 @@ def run(
         socket.create_server(("127.0.0.1", 0), backlog=4 * world) as server,
         ThreadPoolExecutor(1) as starter,
     ):
-        ranks = Ranks(world, Path(folder))
+        ranks = Ranks(world, Path(folder), collective_timeout)
         try:
             # Fork from a thread that has not computed: OpenMP's workers belong to the thread that created them, and a
             # forked copy of that thread would wait for them forever. The thread must live on: ranks die with it.
@@ -168,6 +160,7 @@ class Ranks:
 
     world: int
     folder: Path
+    collective_timeout: timedelta
     processes: list[Any] = field(factory=list, init=False)
     ended: dict[int, float] = field(factory=dict, init=False)  # rank -> time.monotonic() when its end was seen
 
@@ -183,7 +176,9 @@ class Ranks:
             # Block these until a rank has installed its own handlers; the inherited ones would swallow them.
             signal.pthread_sigmask(signal.SIG_BLOCK, rank.HANDLED_SIGNALS)
             for number in range(self.world):
-                rank_context = RankContext(number, self.world, port, str(self.folder), threads, os.getpid())
+                rank_context = RankContext(
+                    number, self.world, port, str(self.folder), threads, os.getpid(), self.collective_timeout
+                )
                 process = context.Process(target=rank.run_rank, args=(rank_context, job))
                 process.start()
                 self.processes.append(process)
@@ -229,7 +224,7 @@ class Ranks:
             code = self.processes[number].exitcode
             # NCCL and gloo may abort a process after a peer has ended.
             doubt = 1 if code == -signal.SIGABRT else 0
-            text = _ending(code) + self.last_output(number)
+            text = ending_of(code) + self.last_output(number)
             return Failure(number, self.ended[number], text, doubt, signal=-code if code < 0 else None)
 
     def values(self) -> list[Any]:
@@ -262,11 +257,13 @@ class Ranks:
         deadline = time.monotonic() + END_SECONDS
         while self.running() and all(failure.doubt for failure in self.failures()) and time.monotonic() < deadline:
             self.wait(0.05)
+        if (hanging := self.running()) and only_waited(self.failures()):
+            return self.hang_error(hanging)
         first = min(self.failures(), key=lambda failure: (failure.doubt, failure.when))
         returned = sorted(self.ended.keys() - {failure.rank for failure in self.failures()})
         text = first.text
         if first.doubt and returned:
-            text += f"\n{_names(returned)} had already returned: not all ranks call the same collectives"
+            text += f"\n{names_of(returned)} had already returned: not all ranks call the same collectives"
         return first.user or RankError(first.rank, text, first.signal)
 
     def timeout_error(self) -> RankError:
@@ -275,8 +272,14 @@ class Ranks:
         late = late or self.running()
         self.signal(signal.SIGUSR1)  # a rank writes its stack, even from inside a collective
         time.sleep(0.2)
-        text = f"timed out ({_names(late)} of {self.world} had not returned); stack:\n"
+        text = f"timed out ({names_of(late)} of {self.world} had not returned); stack:\n"
         return RankError(late[0], text + self.stack(late[0]))
+
+    def hang_error(self, hanging: list[int]) -> RankError:
+        """End ranks that the others have waited for, and return an error with the stack of the first."""
+        self.signal(signal.SIGABRT)  # a rank writes its stack, even if it handles other signals itself
+        self.wait(END_SECONDS)
+        return RankError(hanging[0], hang_text(hanging, self.collective_timeout, self.stack(hanging[0])))
 
     def signal(self, number: int) -> None:
         """Send a signal to all ranks that run."""
@@ -298,19 +301,3 @@ class Ranks:
         for process in self.processes:
             process.join(END_SECONDS)  # takes longer only if the kernel cannot end it
         self.running()
-
-
-def _names(ranks: Sequence[int]) -> str:
-    """Return "rank 1", "ranks 1 and 2", or "ranks 1, 2 and 4"."""
-    *most, last = map(str, ranks)
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
-
-
-def _ending(code: int) -> str:
-    """Return how a process ended that has written no outcome."""
-    if code >= 0:
-        return f"exited with status {code} without an error message"
-    killed = f"was killed ({signal.Signals(-code).name})"
-    if code == -signal.SIGKILL:
-        return killed + ", probably by the kernel because host memory ran out"
-    return killed

@@ -29,7 +29,7 @@ from megaloom.dsl.errors import UserError, full_message
 from megaloom.runtime.megatron import device
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
-"""Timeout of collectives: long enough for a checkpoint, short enough to notice a hang."""
+"""Timeout of collectives: long enough for a checkpoint, short enough to notice a hang. Megatron-LM's is as long."""
 
 EXIT_WAIT = datetime.timedelta(seconds=2)
 """Time that a finished rank waits for the others, whose last collectives may still read from it."""
@@ -43,6 +43,9 @@ LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 """Error messages of gloo, NCCL and the store on a rank that has lost a peer."""
+
+TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+"""Words in the errors of ranks that waited too long for one."""
 
 
 @frozen
@@ -74,6 +77,7 @@ class RankContext:
     folder: str
     threads: int
     parent: int
+    timeout: datetime.timedelta  # of collectives
 
     def file(self, suffix: str) -> Path:
         """Return the path of one of this rank's files."""
@@ -112,10 +116,15 @@ def _flush() -> None:
 def _die_with(parent: int) -> None:
     """Make the kernel end this rank with its parent, even if that is killed; own a process group for what it starts."""
     os.setpgid(0, 0)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
+
+
+def end_with_parent() -> None:
+    """Make the kernel kill this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _set_up_signals_and_output(context: RankContext) -> None:
@@ -152,8 +161,8 @@ def _call_entry(context: RankContext, job: bytes) -> tuple[bytes, dist.Store | N
         torch.set_num_threads(context.threads)
         device.prepare()  # before the job is unpickled, which may import megatron-core
         _set_environment(context)
-        store = dist.TCPStore("127.0.0.1", context.port, context.world, is_master=False, timeout=COLLECTIVE_TIMEOUT)
-        initialize(context.rank, context.world, context.rank, store)
+        store = dist.TCPStore("127.0.0.1", context.port, context.world, is_master=False, timeout=context.timeout)
+        initialize(context.rank, context.world, context.rank, store, context.timeout)
         entry, args = pickle.loads(job)
         return pickle.dumps(Returned(entry(*args))), store
     except KeyboardInterrupt:
@@ -172,11 +181,13 @@ def _set_environment(context: RankContext) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def initialize(rank: int, world: int, local: int, store: dist.Store | None) -> None:
+def initialize(
+    rank: int, world: int, local: int, store: dist.Store | None, timeout: datetime.timedelta = COLLECTIVE_TIMEOUT
+) -> None:
     """Initialize torch.distributed on this rank's device, number `local`. Without a store, use the environment."""
     if device.gpu_count():
         torch.cuda.set_device(local)
-    dist.init_process_group(device.backend(), rank=rank, world_size=world, store=store, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(device.backend(), rank=rank, world_size=world, store=store, timeout=timeout)
 
 
 def _wait_for_others(store: dist.Store, world: int) -> None:
@@ -195,8 +206,13 @@ def _failure(rank: int, error: BaseException) -> Failure:
     trace = error.__traceback__ and error.__traceback__.tb_next
     text = "failed:\n" + "".join(traceback.format_exception(type(error), error, trace)).rstrip()
     user = _portable(error) if isinstance(error, UserError) else None
-    doubt = 2 if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) else 0
+    doubt = 2 if is_lost_peer(error) else 0
     return Failure(rank, time.monotonic(), text, doubt, user)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error is that of a rank that has lost another one, or waited for it in vain."""
+    return isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
 
 
 def _portable(error: UserError) -> UserError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -24,10 +25,11 @@ def started_by_launcher() -> bool:
     return "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
 
 
-def join(world: int | None = None) -> None:
-    """Initialize torch.distributed from the environment.
+def join(world: int | None = None, timeout: timedelta = rank.COLLECTIVE_TIMEOUT) -> None:
+    """Initialize torch.distributed from the environment. Collectives fail after `timeout`.
 
-    Raise UserError if variables are missing, or the number of ranks is not `world`.
+    A rank of torchrun ends with its agent, even if that is killed. Raise UserError if variables are missing, or the
+    number of ranks is not `world`.
     """
     names = _from_slurm() if "RANK" not in os.environ else {}
     missing = [name for name in TORCHRUN if name not in os.environ and name not in names]
@@ -42,7 +44,9 @@ def join(world: int | None = None) -> None:
         raise UserError(f"the plan is for {world} ranks, but {size} were started; start {world}, or plan for {size}")
     device.prepare()
     if not dist.is_initialized():
-        rank.initialize(number, size, _own_gpu(local), None)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            rank.end_with_parent()
+        rank.initialize(number, size, _own_gpu(local), None, timeout)
 
 
 def _integer(name: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megaloom.dsl import UserError
 from megaloom.planner.contract.layout import Layout
+
+from . import device
 
 
 @frozen(eq=False)
@@ -75,6 +78,13 @@ def create_process_groups(layout: Layout) -> ProcessGroups:
     return ProcessGroups(layout, ProcessGroupCollection.use_mpu_process_groups())
 
 
+def collective_timeout() -> timedelta:
+    """Return the timeout of collectives of all ranks. Without it, a new group would have its backend's default."""
+    backend = dist.group.WORLD._get_backend(device.current())
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
 def _initialize(layout: Layout) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -84,6 +94,7 @@ def _initialize(layout: Layout) -> None:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=collective_timeout() / timedelta(minutes=1),
     )
 
 

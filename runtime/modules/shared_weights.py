@@ -19,7 +19,7 @@ from megaloom.dsl import Graph, Node, UserError
 from megaloom.planner.contract.plans import Stage
 from megaloom.planner.rules.shared_weights import TABLES, shared_weight_users
 from megaloom.runtime.body.body_module import Body
-from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.megatron.process_groups import ProcessGroups, collective_timeout
 
 
 @frozen(eq=False)
@@ -189,6 +189,6 @@ def _group_of(ranks: tuple[int, ...], groups: ProcessGroups) -> dist.ProcessGrou
     width = groups.layout.world // pp
     for inner in range(width):
         members = [rank * width + inner for rank in ranks]
-        made = dist.new_group(members)
+        made = dist.new_group(members, timeout=collective_timeout())
         group = made if dist.get_rank() in members else group
     return group

@@ -36,6 +36,7 @@ from megaloom.runtime.metrics.step_times import StepRecorder, gathered_units, st
 from megaloom.runtime.metrics.trace_file import trace_path, write_trace
 from megaloom.runtime.weights.given import open_folder
 
+from .failures import ended_if_stuck
 from .run_data import sample_of
 from .training_run import RECENT_STEPS, Summary, TrainingRun
 
@@ -115,7 +116,8 @@ class Loop:
         held_out, test, stopped = None, None, 0
         validation = run.corpus.validation
         while engine.done < run.recipe.steps and not stopped:
-            self._train_step()
+            with ended_if_stuck():
+                self._train_step()
             last = engine.done == run.recipe.steps
             stopped, save_asked = self._agreed_signals()
             stopped = 0 if last else stopped

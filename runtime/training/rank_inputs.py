@@ -11,10 +11,10 @@ from pathlib import Path
 import torch.distributed as dist
 from attrs import asdict
 
-from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.json_form import fingerprint
 from megaloom.planner.contract.layout import flag_of
+from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.data.corpus import Corpus
 from megaloom.runtime.data.indexed import INDEX_SUFFIX, TOKENS, open_indexed, path_of
@@ -31,7 +31,7 @@ def check_same_plan(plan: Plan, recipe: Recipe, options: Mapping[str, object], w
 
     Every rank calls it. weights: a Hugging Face folder, of which names and sizes of files are compared.
     """
-    own = agreed(lambda: fingerprint(find(plan.model)[0]))
+    own = agreed(lambda: fingerprint(planned_model(plan)))
     given = {**asdict(plan.layout), **asdict(plan.workload), **asdict(recipe), **options}
     stages = ", ".join(f"{s.start}-{s.stop}" for s in plan.stages)
     facts = {"the model's fingerprint": own, "the plan's model": plan.fingerprint, "the plan's stages": stages}

@@ -7,14 +7,13 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from attrs import evolve
 
@@ -24,19 +23,21 @@ from megaloom.dsl.hf.architectures import describes
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
-from megaloom.runtime.checkpoints.checkpoint_folder import Retention, cannot_save, latest, saved_step
+from megaloom.runtime.checkpoints.checkpoint_folder import Retention, latest
 from megaloom.runtime.data.folder_lock import locked_folder
 from megaloom.runtime.data.text_files import STDLIB
 from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.engine.samples import SampleMaker
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.agreement import agreed
+from megaloom.runtime.launch.rank import COLLECTIVE_TIMEOUT
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron import device
 from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.weights.given import open_folder
 from megaloom.runtime.weights.kept_files import CONFIG, keep_files
 
+from .failures import advice_if_rank_failed, errors_with_rank, memory_and_disk_advice
 from .rank_inputs import check_same_data, check_same_plan, check_shared_folder
 from .run_data import DataOptions, as_sources, check_rampup, open_data, steps_of
 from .run_folder import save_run
@@ -61,6 +62,7 @@ def train(
     steps: object = None,
     weights: Path | None = None,
     watching: Watching = Watching(),  # noqa: B008 (frozen)
+    distributed_timeout: timedelta = COLLECTIVE_TIMEOUT,
 ) -> Summary:
     """Train the plan's model on the text of `source`, starting from the last checkpoint in `folder` if there is one.
 
@@ -74,8 +76,11 @@ def train(
     written. By default on GPUs only: on CPU the copy would be in the memory that the plan counts. watching: the step
     whose trace is written, and trackers.
 
-    Raise UserError for every problem that the user can solve. A first SIGINT, SIGTERM or SIGUSR1 lets the ranks finish
-    their step and save; then it is raised as KeyboardInterrupt or SystemExit. After SIGUSR2 they save and go on.
+    distributed_timeout: time that ranks wait for one another before the run ends with an error.
+
+    Raise UserError for every problem that the user can solve, and RankError if a rank dies or hangs. A first SIGINT,
+    SIGTERM or SIGUSR1 lets the ranks finish their step and save; then it is raised as KeyboardInterrupt or SystemExit.
+    After SIGUSR2 they save and go on.
     """
 
     def prepared() -> TrainingRun:
@@ -83,12 +88,15 @@ def train(
         return prepare_run(plan, recipe, folder, data, *every, retention, steps, weights, asynchronous_saves, watching)
 
     if started_by_launcher():
-        join(plan.layout.world)
+        join(plan.layout.world, distributed_timeout)
         given = {"data": as_sources(source), "split": split, "epochs": epochs, "out": folder}
         check_same_plan(plan, recipe, given, weights)
-        return _train_as_rank(prepared, folder)
-    with locked(folder), _advice_if_killed(folder):
-        return launcher.run(on_rank, (prepared(),), plan.layout.world, grace=SAVE_SECONDS)[0]
+        with errors_with_rank(folder):
+            return _train_as_rank(prepared, folder)
+    with locked(folder), advice_if_rank_failed(folder):
+        return launcher.run(
+            on_rank, (prepared(),), plan.layout.world, grace=SAVE_SECONDS, collective_timeout=distributed_timeout
+        )[0]
 
 
 def prepare_run(
@@ -168,7 +176,7 @@ def on_rank(run: TrainingRun) -> Summary:
     """Train on this rank, and return the summary, which is equal on all ranks."""
     from .loop import train_on_rank  # imports megatron-core, which the process that only starts ranks does not need
 
-    with _collected_signals() as signals, _memory_and_disk_advice(run):
+    with _collected_signals() as signals, memory_and_disk_advice(run):
         return train_on_rank(run, signals)
 
 
@@ -205,45 +213,3 @@ def _collected_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _advice_if_killed(folder: Path) -> Iterator[None]:
-    """Add to the error of a killed rank what is saved and what may help."""
-    try:
-        yield
-    except launcher.RankError as error:
-        if error.signal != signal.SIGKILL:
-            raise
-        saved = saved_step(folder)
-        resume = "; the same command continues from it" if saved.endswith("is saved") else ""
-        first, _, rest = error.text.partition("\n")
-        text = f"{first}. {saved}{resume}. Try a smaller --micro-batch or --recompute full"
-        raise launcher.RankError(error.rank, f"{text}\n{rest}".rstrip(), error.signal) from None
-
-
-@contextmanager
-def _memory_and_disk_advice(run: TrainingRun) -> Iterator[None]:
-    """Turn a lack of device memory or of disk space into a UserError."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        on_device = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not on_device and "can't allocate memory" not in str(error):
-            raise
-        raise UserError(_out_of_memory(run.plan, error)) from error
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise UserError(cannot_save("metrics", run.folder, error)) from error
-
-
-def _out_of_memory(plan: Plan, error: BaseException) -> str:
-    workload, device = plan.workload, plan.cluster.device
-    predicted = max(sum(holders.values()) for holders in plan.predicted.nbytes)
-    return (
-        f"out of memory with {workload.batch} sequences of {workload.seq} tokens under {plan.layout}: "
-        f"{str(error).splitlines()[0]}\n"
-        f"the plan predicts {predicted / 2**30:.1f} of the {device.nbytes / 2**30:.1f} GiB of a {device.name}; "
-        "try a smaller --batch or --seq, --micro-batch 1, --recompute full, or more devices"
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import multiprocessing
 import os
 import signal
@@ -90,6 +91,21 @@ def test_a_timeout_names_who_was_still_running_and_where():
         launcher.run(hang, (1,), 2, timeout=1)
     assert "test_launcher.py" in caught.value.text and "in hang" in caught.value.text
     assert time.monotonic() - start < 10
+
+
+def hang_while_others_wait(on):
+    if dist.get_rank() == on:
+        time.sleep(1000)
+    dist.barrier()
+
+
+def test_a_rank_that_hangs_is_told_of_by_those_that_wait():
+    second = datetime.timedelta(seconds=1)
+    with pytest.raises(
+        RankError, match=r"^rank 1 hangs: the other ranks have waited 0\.01\d+ min .*; stack:\n"
+    ) as caught:
+        launcher.run(hang_while_others_wait, (1,), 3, timeout=30, collective_timeout=second)
+    assert "in hang_while_others_wait" in caught.value.text
 
 
 def absent_from_a_collective():
