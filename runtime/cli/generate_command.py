@@ -65,7 +65,7 @@ def prompts_of(prompts: list[str], file: Path | None) -> list[str]:
     """Return the prompts: those given, the text of a file, or standard input if there are none."""
     if file is not None:
         try:
-            return [*prompts, file.read_text(encoding="utf-8")]
+            return [*prompts, file.read_text(encoding="utf-8").removesuffix("\n")]
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
             raise UserError(f"cannot read the prompt in {file}: {reason}") from None
@@ -73,4 +73,4 @@ def prompts_of(prompts: list[str], file: Path | None) -> list[str]:
         return prompts
     if sys.stdin.isatty():
         raise UserError("there is no prompt\ngive --prompt TEXT, --prompt-file FILE, or text on standard input")
-    return [sys.stdin.read()]
+    return [sys.stdin.read().removesuffix("\n")]

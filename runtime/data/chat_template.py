@@ -61,13 +61,12 @@ class ChatTemplate:
             raise UserError(f"the chat template of {self.folder} refuses a conversation: {error}") from None
 
 
-def load_chat_template(source: str) -> ChatTemplate:
-    """Return the chat template of a tokenizer. Raise UserError if it has none."""
+def load_chat_template(source: str, wanted: str = "the documents are conversations") -> ChatTemplate:
+    """Return the chat template of a tokenizer. Raise UserError if it has none; `wanted` says why it is needed."""
     if source != BYTE_IDS.name and Path(source).is_dir():
         tokenizer = transformers_tokenizer(Path(source))
         if tokenizer.chat_template and tokenizer.is_fast:
             return ChatTemplate(tokenizer, source)
     raise UserError(
-        "the documents are conversations, and the tokenizer has no chat template\n"
-        "give --tokenizer a Hugging Face folder with a chat template"
+        f"{wanted}, and the tokenizer has no chat template\ngive --tokenizer a Hugging Face folder with a chat template"
     )

@@ -12,6 +12,7 @@ from functools import cached_property
 from attrs import evolve, frozen
 
 from megaloom.dsl import (
+    Attend,
     DocumentIndices,
     DType,
     Each,
@@ -27,6 +28,7 @@ from megaloom.dsl import (
 from megaloom.dsl.dims import BATCH, Dim, Shape
 from megaloom.dsl.facts.primitives import Program
 from megaloom.dsl.graph import primitives
+from megaloom.dsl.ops.attention_core import sequence_dim
 from megaloom.dsl.value import Op, apply
 
 POSITIONS = "positions of the rows + "
@@ -78,6 +80,7 @@ def decoding_graph(graph: Graph) -> DecodingGraph:
     for n in reversed(graph.nodes):
         needed.update(n.inputs if n.name in needed else ())
     nodes = [n for n in graph.nodes if n.name in needed]
+    _check_causal(graph, nodes, positions[0])
     tokens, source, documents = _inputs(graph, nodes, positions[0])
     incremental = {tokens, *documents}
     for n in nodes:
@@ -86,6 +89,18 @@ def decoding_graph(graph: Graph) -> DecodingGraph:
     nodes = [_by_position_ids(n, positions[0]) if n.name in incremental else n for n in nodes if not n.is_input]
     names = frozenset(incremental | {name for n in nodes for name in n.inputs if name.startswith(POSITIONS)})
     return DecodingGraph(graph, tuple(nodes), logits, positions[0], tokens, source, documents, names)
+
+
+def _check_causal(graph: Graph, nodes: list[Node], sequence: Dim) -> None:
+    """Raise UserError if the tokens of the sequence read later ones."""
+    for n in nodes:
+        for v, *_ in primitives(n.value):
+            whole = isinstance(v.op, Attend) and not v.op.causal
+            if whole and all(sequence_dim(a.shape) == sequence for a in v.args[:2]):
+                raise UserError(
+                    f"{n.name} of {graph.name} is not causal: tokens read later ones, so it writes no text\n"
+                    "give the run of a causal decoder, or of an encoder-decoder"
+                )
 
 
 def _inputs(graph: Graph, nodes: list[Node], sequence: Dim) -> tuple[str, str | None, tuple[str, ...]]:

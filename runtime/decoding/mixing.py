@@ -91,7 +91,7 @@ def _attention_refusal(v: Value, op: Attend, sequence: str) -> str | None:
     if sequence not in (queries, keys):
         return "attends to all tokens at once"
     if queries == keys:
-        return None if op.causal else "is not causal, so tokens read later ones"
+        return None  # it is causal: `decoding_graph` refuses others
     if queries != sequence:
         return "reads the written tokens from another sequence"
     located = op.causal or op.alibi or op.relative is not None

@@ -48,7 +48,7 @@ def choose_layout(graph: DecodingGraph, load: Load, precision: Precision, tp: in
     if tp is not None:
         _check_tp(graph.nodes, tp)
     if pp is not None and pp > len(graph.nodes):
-        raise UserError(f"--pp {pp} is more than the {len(graph.nodes)} layers of {graph.graph.name}\nuse --pp 1")
+        raise UserError(f"--pp {pp} is more than the {len(graph.nodes)} layers of {graph.graph.name}\nuse fewer")
     most = max(1, device.gpu_count(), (tp or 1) * (pp or 1))
     legal = [n for n in range(1, most + 1) if _undivided(graph.nodes, n) is None]
     candidates = [

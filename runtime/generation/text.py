@@ -36,7 +36,7 @@ class PromptText:
 
     def chat(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a conversation in which the user has said this, up to the assistant's turn."""
-        template = load_chat_template(self.name)
+        template = load_chat_template(self.name, "--chat is given")
         rendered = template.prompt([{"role": "user", "content": text}])
         return tuple(int(t) for t in self.tokenizer.encode([rendered])[0])
 

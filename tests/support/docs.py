@@ -33,7 +33,7 @@ COMMANDS = {
     "plan": "megaloom.planner.cli",
     **dict.fromkeys(
         (
-            *("data", "train", "evaluate", "convert", "pack", "unpack"),
+            *("data", "train", "evaluate", "generate", "convert", "pack", "unpack"),
             *("verify", "show", "measure", "explain", "compare", "export", "validate"),
         ),
         "megaloom.runtime.cli",

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaloom.runtime.cli.main import main
-from tests.support.hugging_face import built
+from tests.support.hugging_face import built, transformers
 
 OPTIONS = ("--devices", "1", "--seq", "16", "--batch", "2")
 
@@ -46,6 +46,7 @@ def test_weights_go_into_a_run_and_out_of_it(tmp_path: Path, capfd: pytest.Captu
     assert all(torch.equal(x, after[name]) for name, x in before.items())
     assert json.loads((out / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
     assert (out / "tokenizer.json").read_text() == "{}"
+    check_generation(folder, run, capfd)
     assert main(["convert", str(run), "--to", "hf", "-o", str(out)]) == 2
     assert "exists\nremove it, or give another folder with -o" in capfd.readouterr().err
     config = tmp_path / "config.json"
@@ -57,3 +58,17 @@ def test_weights_go_into_a_run_and_out_of_it(tmp_path: Path, capfd: pytest.Captu
     assert f"--from {folder} is not read again" in " ".join(capfd.readouterr().out.split())
     assert main(["convert", str(folder), "--to", "hf", "-o", str(tmp_path / "c")]) == 2
     assert f"{folder} is no run folder: it has no plan.json" in capfd.readouterr().err
+
+
+def check_generation(folder: Path, run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The run writes what transformers writes with the weights that it began with, under a layout of its own."""
+    prompt, count = "The quick", 6
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([list(prompt.encode())])
+    expected = theirs.generate(ids, max_new_tokens=count, do_sample=False)[0, ids.shape[1] :].tolist()
+    written = ["--prompt", prompt, "--max-new-tokens", str(count), "--tokenizer", "bytes", "--precision", "fp32"]
+    assert main(["generate", str(run), *written, "--tp", "2", "--pp", "2", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["tokens"] == expected
+    assert main(["generate", str(run), *written, "--pp", "2"]) == 0
+    assert capfd.readouterr().out == found["text"] + "\n"  # shown while it was written

@@ -1,0 +1,63 @@
+"""Draws follow the probabilities that are left, and depend on the seed and the numbers of a sequence only."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from megaloom.runtime.generation.chosen import ENDED, Choice, Ending
+from megaloom.runtime.generation.sampling import Sampler
+from megaloom.runtime.generation.settings import GenerationSettings
+
+PROBABILITIES = torch.tensor([0.4, 0.3, 0.2, 0.1])
+
+
+def sampler(prompts: int = 1, first: int = 0, **options: Any) -> Sampler:
+    settings = GenerationSettings(**{"max_new_tokens": 100, "do_sample": True} | options)
+    ending = Ending(settings, frozenset(), lambda tokens: "".join("abcd"[t] for t in tokens))
+    return Sampler.of(ending, [(0,)] * prompts, first)
+
+
+def drawn(count: int = 4000, **options: Any) -> list[float]:
+    """The share of each token in one draw of many sequences."""
+    choice = sampler(num_return_sequences=count, **options).choose(PROBABILITIES.log().expand(count, -1))
+    counts = Counter(choice.tokens)
+    return [counts[token] / count for token in range(4)]
+
+
+def near(found: list[float], expected: list[float]) -> bool:
+    return max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 0.03
+
+
+def test_draws_follow_probabilities() -> None:
+    assert near(drawn(), [0.4, 0.3, 0.2, 0.1])
+    assert near(drawn(top_k=2), [4 / 7, 3 / 7, 0, 0])
+    assert near(drawn(top_p=0.65), [4 / 7, 3 / 7, 0, 0])
+    squares = [16 / 30, 9 / 30, 4 / 30, 1 / 30]
+    assert near(drawn(temperature=0.5), squares)
+    assert drawn(top_k=1) == [1, 0, 0, 0]
+
+
+def test_a_draw_depends_on_seed_and_numbers_only() -> None:
+    logits = PROBABILITIES.log().expand(8, -1)
+    together = sampler(8, seed=3).choose(logits).tokens
+    alone = tuple(sampler(1, first=i, seed=3).choose(logits[:1]).tokens[0] for i in range(8))
+    assert together == alone
+    assert len(set(together)) > 1
+    assert together != sampler(8, seed=4).choose(logits).tokens
+
+
+def test_rows_end_at_a_text_or_at_the_largest_length() -> None:
+    greedy = sampler(2, do_sample=False, stop=("ba",), max_new_tokens=3)
+    one_hot = torch.eye(4)
+    assert greedy.choose(one_hot[[1, 1]]) == Choice((0, 1), (1, 1))
+    assert greedy.choose(one_hot[[0, 2]]) == Choice((ENDED, 1), (0, 2))
+    assert greedy.choose(one_hot[[3]]) == Choice((ENDED,), (3,))
+    assert [(x.prompt, x.tokens, x.reason) for x in greedy.finished] == [(0, (1, 0), "stop"), (1, (1, 2, 3), "length")]
+
+
+def test_forced_tokens_are_first_and_last() -> None:
+    settings = GenerationSettings(max_new_tokens=3)
+    chooser = Sampler.of(Ending(settings, frozenset(), str, ((3,), (2,))), [(0,)])
+    logits = PROBABILITIES.log()[None]
+    assert [chooser.choose(logits).tokens[0] for _ in range(3)] == [3, 0, 2]
