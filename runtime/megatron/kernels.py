@@ -123,9 +123,11 @@ class CoreAttention(MegatronModule):
 
 def zigzag(seq: int, cp: int, rank: int) -> Tensor:
     """Return the positions [seq / cp] that a context-parallel rank holds, in its order."""
+    if cp == 1:
+        return torch.arange(seq)
     assert seq % (2 * cp) == 0, f"{2 * cp} chunks of a sequence of {seq}"
     chunks = torch.arange(seq).chunk(2 * cp)
-    return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]]) if cp > 1 else torch.arange(seq)
+    return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]])
 
 
 def from_zigzag(x: Tensor, n: int) -> Tensor:

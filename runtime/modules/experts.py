@@ -32,14 +32,15 @@ class Experts(SequentialMLP):
         self.activation = self._grouped_activation()
         self.recompute = self.grouped = False  # grouped: one kernel multiplies by the weights of all experts
 
-    def _grouped_activation(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Any]]:
+    def _grouped_activation(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Return the function between the grouped products. megatron-core has a fused kernel of SwiGLU only."""
         c = self.config
         if not c.gated_linear_unit or c.bias_activation_fusion or not device.gpu_count():
-            return _activation_only(self.local_experts[0], bias=None).forward
+            whole = _activation_only(self.local_experts[0], bias=None)
+            return lambda up, scales: whole.forward(up, scales)[0]
         gate = torch.compile(gated_units)  # for dynamic shapes as soon as the number of tokens changes
         settings = c.activation_func, c.glu_linear_offset, c.activation_func_clamp_value
-        return lambda up, scales: (gate(up, scales, *settings), None)
+        return lambda up, scales: gate(up, scales, *settings)
 
     def recompute_activations(self) -> None:
         """Recompute the activations of all experts in the backward pass."""
@@ -57,10 +58,10 @@ class Experts(SequentialMLP):
         up = grouped_product(x, ends, [e.linear_fc1.weight for e in self.local_experts])
         up = add_biases(up, ends, [e.linear_fc1.bias for e in self.local_experts])
         if not self.recompute or not torch.is_grad_enabled():
-            discarded, (h, _) = None, self.activation(up, scales)
+            discarded, h = None, self.activation(up, scales)
         else:
             discarded = DiscardedOutput()
-            (h,) = discarded.run(lambda up, scales: self.activation(up, scales)[:1], up, scales)
+            (h,) = discarded.run(lambda up, scales: (self.activation(up, scales),), up, scales)
         y = grouped_product(h, ends, [e.linear_fc2.weight for e in self.local_experts])
         y = add_biases(y, ends, [e.linear_fc2.bias for e in self.local_experts], scales)
         if discarded:
