@@ -190,12 +190,7 @@ def _peak_nbytes(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows,
     ranks = x.take(np.repeat(np.arange(len(bounded)), pp))
     precision, profile = cache.workload.precision, cache.profile
     state = memory.state_bytes(params, experts, ranks, precision, profile, frozen_params=fixed)
-    m = x.microbatches(cache.workload.batch)[:, None]
-    group = np.minimum(x.microbatch_group_size[:, None], m)
-    forwards = np.minimum(schedules.warmup(np.arange(pp), pp, vpp, m, group) + 1, m * vpp)
-    rounds = (np.arange(3)[:, None] * vpp + np.arange(vpp))[None, :, :, None] * group[:, :, None, None]
-    limit = group[:, :, None, None] if vpp > 1 else m[:, :, None, None]
-    in_flight = np.clip(forwards[:, None, None] - rounds, 0, limit).sum(axis=1)
+    in_flight = schedules.first_in_flight(pp, vpp, x.microbatches(cache.workload.batch), x.microbatch_group)
     saved = sums[..., CostColumn.SAVED] + extra[:, :1] * (np.arange(pp * vpp) > 0)
     activations = (in_flight * saved.reshape(-1, vpp, pp)).sum(axis=1)
     resident = state.total.astype(float).reshape(-1, pp)

@@ -11,7 +11,7 @@ from math import inf
 import numpy as np
 from attrs import evolve
 
-from megaloom.planner.contract.choices import Overlap
+from megaloom.planner.contract.choices import Overlap, OverlapSet
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
 from megaloom.planner.cost.cost_cache import CostCache
@@ -19,32 +19,44 @@ from megaloom.planner.simulate.price import EndOfStep, OverlapWindow, end_of_ste
 
 EVERYTHING_HIDDEN = OverlapWindow(inf, inf)
 
+Ends = dict[tuple[int, ...], tuple[float, ...]]  # bounds by all that they depend on: elements, device mesh, sharding
 
-def end_of_step_bound(x: Layouts, base: Column, params: Column, experts: Column, cache: CostCache) -> Rows:
+
+def end_of_step_bound(x: Layouts, base: Column, params: Column, experts: Column, cache: CostCache, known: Ends) -> Rows:
     """Return seconds of (optimizer and weight gather, gradient reduction): [layouts, 2].
 
-    `params` and `experts` are the dense and expert elements of the whole model on one device, by base layout.
+    `params` and `experts` are the dense and expert elements of the whole model on one device, by base layout. `known`
+    are bounds of the same job so far; new ones are added.
 
     Bound: with P dense and Q expert elements, some rank holds P/p or more dense and Q/p or more expert elements, or its
     share of both together; the time of each phase grows with the elements. Communication that may overlap counts 0,
     except the last bucket of gathered weights, behind which no computation is left. See docs/concepts/bounds.md.
     """
     exposed = ~np.array([x.has_overlap(Overlap.WEIGHTS), x.has_overlap(Overlap.GRADIENTS)]).T
-    first, which = alike(base, x.shard)
-    serial, overlapped = (evolve(x, overlaps=np.full(len(x), bit)) for bit in (0, Overlap.WEIGHTS.bit))
+    columns = params[base], experts[base], x.pp, x.tp, x.dp * x.cp, x.ep, x.etp, x.shard
+    first, which = alike(*columns)
+    keys = list(zip(*(column[first].tolist() for column in columns), strict=True))
+    for i, key in zip(first.tolist(), keys, strict=True):
+        if key not in known:
+            known[key] = _least_ends(x[i], key[0] / x.pp[i], key[1] / x.pp[i], cache)
+    last_bucket, optimizer, *communication = np.array([known[key] for key in keys]).reshape(-1, 4)[which].T
+    out: Rows = np.array(communication).T * exposed
+    out[:, 0] += np.where(exposed[:, 0], optimizer, last_bucket)
+    return out
+
+
+def _least_ends(x: Layout, dense: float, sparse: float, cache: CostCache) -> tuple[float, ...]:
+    """Return the seconds up to the last bucket of gathered weights, of the optimizer, the gather and the reduction.
+
+    dense, sparse: mean elements of a rank.
+    """
+    serial, overlapped = (evolve(x, overlaps=OverlapSet(of)) for of in ((), (Overlap.WEIGHTS,)))
 
     def of_rank(dense: float, sparse: float, layout: Layout) -> EndOfStep:
         return end_of_step(dense, sparse, 0.0, layout, cache.job, EVERYTHING_HIDDEN)
 
-    rows = []
-    for i in first.tolist():
-        dense, sparse = float(params[base[i]]) / x.pp[i], float(experts[base[i]]) / x.pp[i]
-        mean, one_kind = of_rank(dense, sparse, serial[i]), list[EndOfStep]()
-        if x.shard[i]:
-            one_kind = [of_rank(a, b, overlapped[i]) for a, b in ((dense, 0.0), (0.0, sparse)) if a or b]
-        last_bucket = max([mean.optimizer, *(end.optimizer + end.gathering for end in one_kind)])
-        rows.append((last_bucket, mean.optimizer, mean.gathering, mean.reduction))
-    last_bucket, optimizer, *communication = np.array(rows).reshape(-1, 4)[which].T
-    out: Rows = np.array(communication).T * exposed
-    out[:, 0] += np.where(exposed[:, 0], optimizer, last_bucket)
-    return out
+    mean, one_kind = of_rank(dense, sparse, serial), list[EndOfStep]()
+    if x.distributed_optimizer:
+        one_kind = [of_rank(a, b, overlapped) for a, b in ((dense, 0.0), (0.0, sparse)) if a or b]
+    last_bucket = max([mean.optimizer, *(end.optimizer + end.gathering for end in one_kind)])
+    return last_bucket, mean.optimizer, mean.gathering, mean.reduction

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megaloom.planner.contract.layouts import Column, Rows, alike
+from megaloom.planner.contract.layouts import Column, Rows
 from megaloom.planner.cost.memory import rank_memory
 from megaloom.planner.partition.dynamic_program import FloatVector
 from megaloom.planner.partition.local_search import ENUMERATED, SLOWEST_FACTOR
@@ -59,26 +58,16 @@ def capped_activations(
     its input. All layouts have pp ranks of vpp chunks; m micro-batches, microbatch groups.
 
     Bound: Σ_s n_s a_s + received Σ_{s>0} n_s, with Σ a_s = saved and 0 ≤ a_s ≤ `stage`. n_s is in flight of stage s at
-    the backward pass at which its rank has most chunks in flight. The sum is least if stages are filled in the order
-    of n_s.
+    the first backward pass of its rank. The sum is least if stages are filled in the order of n_s.
     """
-    first, which = alike(m, group)
-    rows = [_in_flight(pp, vpp, *row) for row in zip(m[first].tolist(), group[first].tolist(), strict=True)]
-    in_flight, later = np.array([n for n, _ in rows])[which], np.array([n for _, n in rows])[which]
+    in_flight = schedules.first_in_flight(pp, vpp, m, group).reshape(len(m), -1)
+    later = in_flight[:, 1:].sum(axis=1)
+    in_flight.sort(axis=1)
     full = np.minimum(np.floor(saved / np.maximum(stage, TINY)), pp * vpp - 1).astype(np.int64)[:, None]
     before = np.take_along_axis(np.cumsum(in_flight, axis=1) - in_flight, full, axis=1)[:, 0]
     last = np.take_along_axis(in_flight, full, axis=1)[:, 0]
     least: FloatVector = before * stage + (saved - full[:, 0] * stage) * last + later * received
     return least
-
-
-@lru_cache(maxsize=1 << 12)
-def _in_flight(pp: int, vpp: int, m: int, group: int) -> tuple[FloatVector, float]:
-    """Return the micro-batches in flight of each stage, ascending, and their sum without the first stage's."""
-    moments = schedules.memory_moments(pp, vpp, m, group)
-    fullest = moments.in_flight[:, moments.backward].sum(axis=2).argmax(axis=1)
-    in_flight = moments.in_flight[np.arange(pp), fullest]
-    return np.sort(in_flight, axis=None), float(in_flight.sum() - in_flight[0, 0])
 
 
 def largest_stages(seconds: Rows, saved: Rows, slowest: FloatVector) -> FloatVector:

@@ -30,7 +30,7 @@ from .base_costs import (
     BaseCosts,
     price_base_layouts,
 )
-from .end_of_step import end_of_step_bound
+from .end_of_step import Ends, end_of_step_bound
 from .rank_memory import in_flight_means, least_rank_memory
 
 LARGE_BATCH = 1 << 20  # sequences of a micro-batch in which fixed costs and partly filled tiles no longer count
@@ -100,6 +100,7 @@ class LowerBounds:
     cache: CostCache
     costs: BaseCosts = field(init=False)
     many: NDArray[np.bool_] = field(init=False)  # for each number of stages, see `too_many_partitions`
+    _ends: Ends = field(factory=dict, init=False)
     _mode_of: Column = field(init=False)  # [sets of modules] mode in `costs`, 0 while it is not there
 
     def __attrs_post_init__(self) -> None:
@@ -135,7 +136,7 @@ class LowerBounds:
         See docs/concepts/bounds.md.
         """
         x, costs, m = layouts, self.costs, layouts.microbatches(self.cache.workload.batch)
-        after = end_of_step_bound(x, base, costs.params, costs.expert_params, self.cache)
+        after = end_of_step_bound(x, base, costs.params, costs.expert_params, self.cache, self._ends)
         passes, sends = pipeline.pass_multiples(
             x.pp.astype(float), x.vpp, m.astype(float), x.microbatch_group_size.astype(float)
         )
@@ -153,6 +154,7 @@ class LowerBounds:
         """
         x, base = self.base_layouts.take(slice(first, None)), np.arange(first, len(self.base_layouts))
         ones, interleaved = np.ones(len(x), dtype=np.int64), _may_interleave(x, self.cache)
+        x = evolve(x, recompute_layers=0 * ones)
         fast = evolve(x, recompute=int(Recompute.NONE) * ones, vpp=1 + interleaved)
         small = evolve(x, vpp=ones, shard=np.minimum(1, x.dp * x.cp - 1))
         passes = _least_passes(x, interleaved, self.cache.workload.batch)

@@ -143,8 +143,8 @@ def balance_all(chains: ChainBatch, count: int, ends: Indices | None = None) -> 
     A chain has at least `count` segments. ends: [count, cut points], the latest end of each stage.
     """
     size = chains.size
-    if count == 1 and ends is None:
-        return np.tile([0, size], (len(chains.each), 1))
+    if count in (1, size) and ends is None:  # there is one partition only
+        return np.tile(np.arange(0, size + 1, size // count), (len(chains.each), 1))
     caps = slowest_stage(chains, count)
     if chains.stages.extra is None and ends is None:
         return solve(chains, count, caps)
@@ -214,8 +214,8 @@ def boundary_ranges(far: Indices, count: int) -> tuple[Indices, Indices] | None:
 def ends_too_early(ends: Indices) -> bool:
     """Return True if stages with these latest ends, [stages, cut points], cannot reach the end of the chain."""
     size, done = len(ends[0]), 0
-    for end in ends:
-        done = max(done, int(end[: done + 1].max()))
+    for furthest in np.maximum.accumulate(ends, axis=1):
+        done = int(furthest[done])
         if done == size:
             return False
     return True
@@ -233,11 +233,14 @@ def solve(
     far = np.array([x.farthest(cap) for x, cap in zip(chains.each, (caps * TOLERANCE).tolist(), strict=True)])
     # The first and the last possible cut point of each boundary, [chains, count + 1], none of the stages empty.
     furthest, base = np.maximum.accumulate(far, axis=1), every * (size + 1)
+    reached = [furthest] * count
+    if ends is not None:
+        reached = [*np.maximum.accumulate(np.minimum(far[:, :-1], ends[:, None]), axis=2)]
     flat = (furthest + base[:, None]).ravel()
     nearest = flat.searchsorted(np.arange(len(flat))) - np.repeat(base, size + 1)
     latest, earliest = [np.zeros(len(far), dtype=np.intp)], [np.full(len(far), size)]
     for k in range(1, count + 1):
-        latest.append(np.minimum(furthest[every, latest[-1]], size - count + k))
+        latest.append(np.minimum(reached[k - 1][every, latest[-1]], size - count + k))
         earliest.append(np.maximum(nearest[base + earliest[-1]], count - k))
     first, last = np.array(earliest[::-1]).T, np.array(latest).T
     out = np.full((len(far), count + 1), -1)

@@ -23,7 +23,6 @@ from .dynamic_program import (
     FloatVector,
     Indices,
     SegmentSums,
-    ends_too_early,
     solve,
 )
 from .memory_limit import MemoryLimit
@@ -166,10 +165,7 @@ def partition_within_limit(stages: SegmentSums, even: Indices, limit: MemoryLimi
             cuts = _reduce_deficit(stages, even, near, attempt)
             if limit.deficit(cuts[None])[0] <= 0:
                 return level_within_limit(stages, _speed_up(stages, cuts, limit), limit)
-    ends = near.equal_share_ends
-    if ends_too_early(ends):
-        return None
-    cuts = solve(ChainBatch.of([stages]), count, np.array([cap]), ends)[0]
+    cuts = solve(ChainBatch.of([stages]), count, np.array([cap]), near.equal_share_ends)[0]
     if cuts[0] < 0 or limit.deficit(cuts[None])[0] > 0:
         return None
     return level_within_limit(stages, _speed_up(stages, cuts, limit), limit)

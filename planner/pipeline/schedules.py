@@ -15,7 +15,7 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from megaloom.planner.contract.layouts import Rows
+from megaloom.planner.contract.layouts import Column, Rows
 
 PERIODS = 4  # microbatch groups after which a schedule repeats its sets of micro-batches in flight
 EXACT = 1e-13  # relative tolerance for sums of the same seconds in another order
@@ -44,6 +44,20 @@ def warmup(rank: Any, pp: int, vpp: int, microbatches: Any, group: Any = 0) -> A
     later_ranks = pp - rank - 1
     limit = later_ranks if vpp == 1 else 2 * later_ranks + (vpp - 1) * (group + pp * (group == 0))
     return np.minimum(limit, microbatches * vpp)
+
+
+def first_in_flight(pp: int, vpp: int, microbatches: Column, group: Column) -> Column:
+    """Return the micro-batches in flight at each rank's first backward pass: [schedules] -> [schedules, chunks, ranks].
+
+    No rank ever has more in flight, over all its chunks. A rank runs a group of micro-batches in each chunk in turn,
+    then begins the next group, of which it has run fewer than pp in its first chunk by then.
+    """
+    m = microbatches[:, None, None]
+    size = np.minimum(group[:, None, None] + pp * (group[:, None, None] == 0), m) if vpp > 1 else m
+    forwards = np.minimum(warmup(np.arange(pp), pp, vpp, m, size) + 1, m * vpp)
+    before = np.arange(vpp)[:, None] * size  # forward passes of the first group before those of each chunk
+    first: Column = np.clip(forwards - before, 0, size) + np.clip(forwards - (before + vpp * size), 0, size)
+    return first
 
 
 @lru_cache(maxsize=256)

@@ -49,6 +49,7 @@ def sharing_refusal(graph: Graph, split: Split) -> Words | None:
     return next((refusal for refusal in refusals if refusal), None)
 
 
+@lru_cache(maxsize=16)
 def _shared_by_experts(graph: Graph) -> tuple[Node, Slot] | None:
     """Return the first weight that several experts use, with its node; None if there is none."""
     for n in (n for n in graph.nodes if n.weights):

@@ -34,7 +34,8 @@ from .device_meshes import (
 from .pricing import PartitionedLayout, Pricer
 
 BASES_AT_ONCE = 32  # base layouts that are opened together
-FIRST_BATCH, LARGEST_BATCH = 32, 512  # layouts that are balanced together
+SMALLEST_BATCH, LARGEST_BATCH = 64, 512  # number of these layouts
+BATCH_RATIO = 1.01  # layouts are balanced together with those whose bound is at most this multiple of the least one
 HORIZON_RATIO = 1.1  # the horizon lies this far beyond the least bound of all that is open
 
 
@@ -82,7 +83,6 @@ class Frontier:
     _unopened_seconds: Rows = field(factory=lambda: np.zeros(0))
     _opened: list[BoundedLayouts] = field(factory=list)  # layouts not yet balanced, each part by ascending bound
     _opened_seconds: float = inf  # least bound of these
-    _batch: int = FIRST_BATCH
     _limit: float = inf  # seconds above which a balanced layout waits until its expected time is the least
     _postponed: list[tuple[float, Entry]] = field(factory=list)  # of closed meshes
     _postponed_layouts: list[BoundedLayouts] = field(factory=list)
@@ -179,14 +179,12 @@ class Frontier:
         self._postpone()
         if not self._opened:
             return
-        every = np.concatenate([part.seconds[: self._batch] for part in self._opened])
-        last = min(self._batch, len(every)) - 1
-        most = np.partition(every, last)[last]
+        every = np.sort(np.concatenate([part.seconds[:LARGEST_BATCH] for part in self._opened]))[:LARGEST_BATCH]
+        most = max(every[:SMALLEST_BATCH][-1], every[every <= BATCH_RATIO * self._opened_seconds][-1])
         sizes = [int(np.searchsorted(part.seconds, most, side="right")) for part in self._opened]
         pairs = list(zip(self._opened, sizes, strict=True))
         batch = BoundedLayouts.joined([part.take(slice(n)) for part, n in pairs if n])
         self._set_opened([part.take(slice(n, None)) if n else part for part, n in pairs])
-        self._batch = min(2 * self._batch, LARGEST_BATCH)
         pricer = self.candidates.pricer
         bounds = balanced_partition.balanced_bounds(pricer.balance_all, self.candidates.lower_bounds, batch)
         each = (bounds.nbytes <= pricer.capacity, bounds.expected_seconds, bounds.least_nbytes <= pricer.capacity)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import islice
 from math import ceil
 from typing import Any
 
@@ -143,8 +144,8 @@ def chunk_counts(pp: int, blocks: int) -> tuple[int, ...]:
 
 def microbatch_groups(pp: int, microbatches: int) -> tuple[int, ...]:
     """Return the microbatch groups to try, 0 for pp: legal ones of a few sizes, or the smallest legal one."""
-    legal_sizes = [n for n in range(pp, microbatches + 1) if (microbatches % n or n) >= pp]
-    sizes = sorted({ceil(ratio * pp) for ratio in GROUP_RATIOS} & {*legal_sizes}) or legal_sizes[:1]
+    sizes = sorted(n for n in {ceil(ratio * pp) for ratio in GROUP_RATIOS} if _fills_ranks(n, pp, microbatches))
+    sizes = sizes or list(islice((n for n in range(pp, microbatches + 1) if _fills_ranks(n, pp, microbatches)), 1))
     return tuple(n if n != pp else 0 for n in sizes)
 
 
@@ -233,8 +234,12 @@ def _schedules(pp: int, m: int, blocks: int, stages: int, subset: int, key: Fixe
 
 
 def _valid_group(group: int, vpp: int, pp: int, m: int) -> bool:
-    size = group or pp
-    return group == 0 if vpp == 1 else pp <= size <= m and (m % size or size) >= pp
+    return group == 0 if vpp == 1 else _fills_ranks(group or pp, pp, m)
+
+
+def _fills_ranks(size: int, pp: int, m: int) -> bool:
+    """Return True if each microbatch group of this size, the last one too, has a micro-batch for each rank."""
+    return pp <= size <= m and (m % size or size) >= pp
 
 
 def _module_sets(present: tuple[Module, ...], fixed: FixedAxes) -> tuple[int, ...]:
