@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from html import escape
+from math import floor
 
 from rich.table import Table
 
@@ -135,8 +136,8 @@ def scatter_plot(plans: Sequence[Plan]) -> str:
     """Return a plot of step time against memory, with a line through the Pareto front. The best plan comes first."""
     size, time = memory_unit(plans[0]), time_unit(plans[0])
     memory, seconds = (
-        _axis([peak_memory(p) / size.size for p in plans]),
-        _axis([p.predicted.step_seconds / time.size for p in plans]),
+        axis_values([peak_memory(p) / size.size for p in plans]),
+        axis_values([p.predicted.step_seconds / time.size for p in plans]),
     )
 
     def at(plan: Plan) -> tuple[float, float]:
@@ -154,7 +155,7 @@ def scatter_plot(plans: Sequence[Plan]) -> str:
             f'<svg viewBox="0 0 {PLOT_WIDTH:g} {PLOT_HEIGHT:g}" width="{PLOT_WIDTH:g}" height="{PLOT_HEIGHT:g}"'
             ' role="img" '
             'aria-label="step time against memory">',
-            *_grid(memory, seconds),
+            *grid_lines(memory, seconds),
             _title(f"peak memory, {size.name}", f"translate({(LEFT_MARGIN + PLOT_WIDTH) / 2:g} {PLOT_HEIGHT - 8:g})"),
             _title(f"step time, {time.name}", f"translate(13 {(PLOT_HEIGHT - BOTTOM_MARGIN) / 2:g}) rotate(-90)"),
             f'<path class="front" d="{line}"/>',
@@ -187,19 +188,20 @@ def _stairs(points: Sequence[tuple[float, float]]) -> str:
     return f"M{x:.1f} {y:.1f}" + "".join(f"V{b:.1f}H{a:.1f}" for a, b in rest)
 
 
-def _grid(memory: Sequence[float], seconds: Sequence[float]) -> Iterable[str]:
+def grid_lines(across: Sequence[float], up: Sequence[float]) -> Iterable[str]:
+    """Yield the lines of a plot at these values of its axes, with the values beside them."""
     foot = PLOT_HEIGHT - BOTTOM_MARGIN
-    for i, value in enumerate(memory):
-        x = LEFT_MARGIN + i / (len(memory) - 1) * (PLOT_WIDTH - LEFT_MARGIN - 20)
+    for i, value in enumerate(across):
+        x = LEFT_MARGIN + i / (len(across) - 1) * (PLOT_WIDTH - LEFT_MARGIN - 20)
         yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="16" y2="{foot:g}"/>'
         yield f'<text x="{x:.1f}" y="{foot + 16:g}" text-anchor="middle">{value:g}</text>'
-    for i, value in enumerate(seconds):
-        y = foot - i / (len(seconds) - 1) * (foot - 16)
+    for i, value in enumerate(up):
+        y = foot - i / (len(up) - 1) * (foot - 16)
         yield f'<line class="grid" x1="{LEFT_MARGIN:g}" x2="{PLOT_WIDTH - 20:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text x="{LEFT_MARGIN - 8:g}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
 
 
-def _axis(values: Sequence[float]) -> list[float]:
+def axis_values(values: Sequence[float]) -> list[float]:
     """Return round numbers at even distances that enclose these values."""
     low, high = min(values), max(values)
     rough = max((high - low) / 4, abs(high) / 200, 1e-9)
@@ -207,7 +209,7 @@ def _axis(values: Sequence[float]) -> list[float]:
     while 10 * power <= rough:
         power *= 10
     gap = next(n * power for n in (1, 2, 2.5, 5, 10) if n * power >= rough * (1 - 1e-9))
-    first = int(low / gap - 0.25) if low / gap > 0.25 else 0
+    first = 0 if 0 <= low / gap <= 0.25 else floor(low / gap - 0.25)
     last = first + 1
     while last * gap < high + gap / 4:
         last += 1

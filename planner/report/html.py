@@ -71,7 +71,7 @@ def plan_page(plan: Plan, model: Model, result: Found | None = None) -> str:
     g = graph(model)
     priced = replay(plan, g)
     name, w = escape(model.name), plan.workload
-    style, scripts = _file("page.css"), "".join(f"<script>\n{_file(file)}</script>\n" for file in SCRIPTS)
+    style, scripts = page_style(), "".join(f"<script>\n{_file(file)}</script>\n" for file in SCRIPTS)
     subtitle = f"{w} per step, in {w.precision}; {plan.layout}"
     return f"""<!doctype html>
 <html lang="en">
@@ -93,6 +93,11 @@ def plan_page(plan: Plan, model: Model, result: Found | None = None) -> str:
 {scripts}</body>
 </html>
 """
+
+
+def page_style() -> str:
+    """Return the style of pages with charts, beside `SHARED_STYLE`."""
+    return _file("page.css")
 
 
 def save_page_and_trace(

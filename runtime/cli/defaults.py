@@ -4,10 +4,12 @@ from typing import Literal
 
 from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.generation.settings import GenerationSettings
+from megaloom.runtime.metrics.watching import Watching
 
 DEFAULT_MODEL = "stdlib-gpt"
 STANDARD_LIBRARY = "stdlib"  # as in `data.STDLIB`, whose module loads numpy
 DEFAULT_RECIPE = Recipe()
+NO_WATCHING = Watching()
 DEFAULT_GENERATION = GenerationSettings()
 TrainedPrecision = Literal["fp32", "bf16", "fp16"]
 """Precisions in which the runtime trains, without the import of its capability."""

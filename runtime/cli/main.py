@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import App, ArgumentCollection, CycloptsError, Parameter
 from cyclopts.argument import update_argument_collection
@@ -33,7 +33,14 @@ from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.generation.settings import GenerationSettings
 from megaloom.runtime.metrics.watching import Watching
 
-from .defaults import DEFAULT_GENERATION, DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY, TrainedPrecision
+from .defaults import (
+    DEFAULT_GENERATION,
+    DEFAULT_MODEL,
+    DEFAULT_RECIPE,
+    NO_WATCHING,
+    STANDARD_LIBRARY,
+    TrainedPrecision,
+)
 from .printing import fail
 
 
@@ -87,8 +94,8 @@ def train_by_plan(
     keep_last: int = 2,
     keep_best: int = 0,
     async_save: bool | None = None,
-    profile: int | None = None,
     distributed_timeout_minutes: float = 10.0,
+    watching: Annotated[Watching, Parameter(name="*", group="Watching")] = NO_WATCHING,
     recipe: Annotated[Recipe, Parameter(name="*", group="Recipe")] = DEFAULT_RECIPE,
     adapters: Annotated[AdapterOptions, ADAPTERS] = NO_ADAPTERS,
     fixed: TrainedLayout = SEARCH_ALL,
@@ -131,9 +138,6 @@ def train_by_plan(
         folder is named after the loss.
     async_save
         Train on while a checkpoint is written, from a copy in host memory. [default: on GPUs]
-    profile
-        A step whose times on all ranks are written to RUN/trace-step-N.json.gz, beside the predicted ones. See
-        `megaloom compare`.
     distributed_timeout_minutes
         Minutes that ranks wait for one another before the run ends with an error.
     """
@@ -141,14 +145,13 @@ def train_by_plan(
     from .train_command import run_train
 
     load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
-    options: dict[str, Any] = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
+    options = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
     options |= {"save_every": save_every, "evaluate_every": evaluate_every}
     options |= {"keep_last": keep_last, "keep_best": keep_best, "async_save": async_save}
     options["distributed_timeout_minutes"] = distributed_timeout_minutes
     arguments = model_arguments(words, settings)
     model = model or (DEFAULT_MODEL if weights is None else str(weights))
-    options["watching"] = Watching(profile=profile)
-    return run_train(model, arguments, load, options, recipe, fixed, adapters)
+    return run_train(model, arguments, load, {**options, "watching": watching}, recipe, fixed, adapters)
 
 
 @app.command(name="pack")
@@ -390,6 +393,28 @@ def show(
     from .show_command import run_show
 
     run_show(model, model_arguments(words, settings), seq, batch, source, precision, svg, html)
+
+
+@app.command
+@unwrap_help
+def report(run: Path, /, *, output: Annotated[Path | None, Parameter(name=["-o", "--output"])] = None) -> None:
+    """Draw the curves of a run as a web page: loss, learning rate, gradient norm, speed, memory, skipped steps.
+
+    Parameters
+    ----------
+    run
+        The folder of a run.
+    output
+        The file. [default: RUN/report.html]
+    """
+    require_training_packages("report")
+    from megaloom.planner.report.chrome_trace import write_file
+
+    from .run_page import run_page
+
+    path = output or run / "report.html"
+    write_file(run_page(run), str(path))
+    print(f"wrote {path}")
 
 
 @app.command

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from attrs import field, frozen
+
+from .trackers import Log, curves
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -35,8 +37,12 @@ class StepMetrics:
 class MetricsFile:
     """metrics.jsonl: one JSON object per line, in the order of events, no step twice. Without a path, nothing."""
 
-    def __init__(self, path: Path | None, *, last_step: int) -> None:
-        """Open the file to append after `last_step`; lines of later steps, from an interrupted run, are dropped."""
+    def __init__(self, path: Path | None, *, last_step: int, trackers: Sequence[Log] = ()) -> None:
+        """Open the file to append after `last_step`; lines of later steps, from an interrupted run, are dropped.
+
+        trackers: functions that take the numbers of each event too.
+        """
+        self.trackers = trackers
         self.file: IO[str] | None = None
         if path:
             lines = [line for line in _complete_lines(path) if _step_of(line) <= last_step]
@@ -49,6 +55,8 @@ class MetricsFile:
         """Append one event. A value that is NaN or infinite, which JSON does not have, is written as null."""
         if self.file:
             self.file.write(json.dumps({"event": event, "step": step, **_finite(values)}) + "\n")
+        for log in self.trackers:
+            log(step, curves(event, values))
 
 
 def _finite(values: Mapping[str, object]) -> dict[str, object]:

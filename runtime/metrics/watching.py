@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from attrs import frozen
@@ -11,11 +12,30 @@ from megaloom.dsl.errors import UserError
 
 @frozen(kw_only=True)
 class Watching:
-    """The options --profile, --tensorboard and --wandb."""
+    """Trace of a step, and trackers that take the metrics of a run."""
 
-    profile: int | None = None  # the step whose trace is written
-    tensorboard: Path | None = None  # folder of its event files
-    wandb: str | None = None  # project
+    profile: int | None = None
+    """A step whose times on all ranks are written to RUN/trace-step-N.json.gz, beside the predicted ones. See
+    `megaloom compare`."""
+    tensorboard: bool = False
+    """Write metrics for TensorBoard, into RUN/tensorboard."""
+    tensorboard_dir: Path | None = None
+    """Write metrics for TensorBoard into this folder."""
+    wandb: str | None = None
+    """Project of Weights & Biases that takes the metrics; WANDB_MODE=offline writes them into RUN/wandb."""
+
+    def tensorboard_folder(self, run: Path) -> Path | None:
+        """Return the folder for TensorBoard's files, or None."""
+        return self.tensorboard_dir or (run / "tensorboard" if self.tensorboard else None)
+
+    def check_packages(self) -> None:
+        """Raise UserError if the package of a tracker is not installed."""
+        trackers = (("tensorboard", self.tensorboard or self.tensorboard_dir), ("wandb", self.wandb))
+        for package, wanted in trackers:
+            if wanted and find_spec(package) is None:
+                raise UserError(
+                    f"--{package} needs the package {package}\ninstall it: pip install 'megaloom[{package}]'"
+                )
 
     def check_steps(self, done: int, steps: int) -> None:
         """Raise UserError unless the step to profile is one that a run from step `done` to `steps` does."""

@@ -34,6 +34,8 @@ from megaloom.runtime.metrics.metrics_file import METRICS_NAME, MetricsFile, Ste
 from megaloom.runtime.metrics.stage_time import StageTime
 from megaloom.runtime.metrics.step_times import StepRecorder, gathered_units, stage_times
 from megaloom.runtime.metrics.trace_file import trace_path, write_trace
+from megaloom.runtime.metrics.trackers import open_trackers
+from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.weights.given import open_folder
 
 from .failures import ended_if_stuck
@@ -57,9 +59,14 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
     if resumed:
         checkpoint.load(engine, resumed)
     first = dist.get_rank() == 0
-    metrics = MetricsFile(run.folder / METRICS_NAME if first else None, last_step=engine.done)
     console = InterruptibleConsole(signals) if first else Console(quiet=True)
-    with progress_display(console, run.plan, steps=run.recipe.steps) as display:
+    watching, about = run.watching if first else Watching(), {**recipe.as_saved(), "layout": str(run.plan.layout)}
+    with (
+        open_trackers(watching, run.folder, done=engine.done, options=about) as trackers,
+        progress_display(console, run.plan, steps=run.recipe.steps) as display,
+    ):
+        path = run.folder / METRICS_NAME if first else None
+        metrics = MetricsFile(path, last_step=engine.done, trackers=trackers)
         if given:
             display.print(f"weights from {given.files}; the optimizer is fresh, and training starts at step 0")
         return Loop(run, engine, resumed, metrics, display, signals).run_to_end()

@@ -119,6 +119,7 @@ def prepare_run(
         if every < 1:
             raise UserError(f"--{name} must be at least 1, got {every}")
     check_rampup(recipe, plan)
+    watching.check_packages()
     if not started_by_launcher():
         launcher.check(plan.layout.world)
     saved = latest(folder, fingerprint=plan.fingerprint)  # refuse another model's or a damaged one before any work
@@ -142,6 +143,9 @@ def prepare_run(
         "keep_last": retention.last,
         "keep_best": retention.best,
         "async_save": asynchronous_saves,
+        "tensorboard": watching.tensorboard or None,
+        "tensorboard_dir": None if watching.tensorboard_dir is None else str(watching.tensorboard_dir.resolve()),
+        "wandb": watching.wandb,
     }
     save_run(folder, plan, model, recipe, options)
     return TrainingRun(

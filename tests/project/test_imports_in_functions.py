@@ -28,6 +28,7 @@ REASONS = {
     "runtime/data/tokenizer.py": "start-up time: transformers takes seconds, and each kind of tokenizer has a library",
     "runtime/megatron/cpu_shim.py": "megatron-core is imported after its CUDA calls are replaced",
     "runtime/megatron/device.py": "megatron-core is imported after its CUDA calls are replaced",
+    "runtime/metrics/trackers.py": "the packages of trackers are extras",
     "runtime/training/evaluation.py": "the starting process does not load torch; its ranks do",
     "runtime/training/run.py": "the starting process does not load torch; its ranks do",
     "runtime/training/verify.py": "the starting process does not load torch; its ranks do",

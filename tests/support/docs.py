@@ -34,7 +34,7 @@ COMMANDS = {
     **dict.fromkeys(
         (
             *("data", "train", "evaluate", "generate", "convert", "pack", "unpack"),
-            *("verify", "show", "measure", "explain", "compare", "export", "validate"),
+            *("verify", "show", "measure", "explain", "compare", "report", "export", "validate"),
         ),
         "megaloom.runtime.cli",
     ),

@@ -27,7 +27,7 @@ from megaloom.planner import cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Workload
-from megaloom.planner.report.charts import _axis, pareto_front, scatter_plot
+from megaloom.planner.report.charts import axis_values, pareto_front, scatter_plot
 from megaloom.planner.report.chrome_trace import replay
 from megaloom.planner.report.html import TIME_STEPS, page_data, plan_page
 from megaloom.planner.search.search import Found
@@ -207,7 +207,7 @@ def test_all_plans_are_on_the_drawing(pairs: list[tuple[float, int]]) -> None:
 
 @given(st.lists(st.floats(0.001, 1e6), min_size=1, max_size=9))
 def test_an_axis_has_a_few_round_numbers_around_all(values: list[float]) -> None:
-    ticks = _axis(values)
+    ticks = axis_values(values)
     gaps = np.diff(ticks)
     assert 2 <= len(ticks) <= 9
     assert ticks[0] <= min(values) and max(values) <= ticks[-1]

@@ -27,6 +27,7 @@ from megaloom.planner.report.measured_step import (
 from megaloom.planner.report.step_comparison import by_layer
 from megaloom.runtime.cli.main import main
 from megaloom.runtime.engine.recipe import Recipe
+from megaloom.runtime.metrics.metrics_file import read_metrics
 from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.training.run import train
 from megaloom.runtime.training.training_run import Summary
@@ -49,7 +50,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory, plan_of: Any) -> tuple[Pa
     """A run folder whose step 3 was profiled, its plan, and its summary."""
     folder = tmp_path_factory.mktemp("profiled") / "run"
     plan = plan_of("stdlib-gpt(layers=8, embed=32, ff=64)", LAYOUT, batch=8)
-    recipe, watching = Recipe(steps=3), Watching(profile=3)
+    recipe, watching = Recipe(steps=3), Watching(profile=3, tensorboard=True)
     return folder, plan, train(plan, recipe, folder=folder, source=str(ROOT / "docs" / "guide"), watching=watching)
 
 
@@ -177,3 +178,12 @@ def test_a_step_that_the_run_does_not_do_is_refused(profiled: tuple[Path, Plan, 
     for step in (0, 3, 5):
         with pytest.raises(UserError, match=rf"--profile {step} is not a step of this run\ngive a step from 4 to 4"):
             train(plan, Recipe(steps=4), folder=folder, watching=Watching(profile=step))
+
+
+def test_trackers_have_the_steps(profiled: tuple[Path, Plan, Summary]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(profiled[0] / "tensorboard")).Reload()
+    losses = [e["loss"] for e in read_metrics(profiled[0] / "metrics.jsonl") if e["event"] == "step"]
+    assert [p.value for p in shown.Scalars("step/loss")] == pytest.approx(losses)
+    assert {"step/mfu", "step/peak_nbytes", "step/lr", "evaluation/loss"} <= set(shown.Tags()["scalars"])
