@@ -20,6 +20,8 @@ from megaloom.runtime.megatron import device
 from megaloom.runtime.reference.attention_scores import bucket_indices
 
 MASK_BLOCK = 128  # queries and keys of a block of the mask
+# For fewer than 128 queries torch takes a kernel of decoding, which refuses masks of the chunks of context parallelism.
+PREFILL = {"FORCE_USE_FLEX_ATTENTION": True}
 
 Documents = tuple[Tensor, Tensor]  # document indices of queries [b, rows] and of keys [b, keys]
 
@@ -46,6 +48,7 @@ def attend_by_flex(
         scale=op.scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_lse=op.sink,
+        kernel_options=PREFILL,
     )
     if not op.sink:
         return found  # type: ignore[no-any-return]

@@ -62,6 +62,7 @@ from .tensors import (
     dim_index,
     einsum,
     names,
+    product,
 )
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -91,7 +92,7 @@ def evaluate(op: Op, out: Value, *args: Tensor) -> Tensor:
 @evaluate.register
 def _(op: Dot, out: Value, *args: Tensor) -> Tensor:
     x, w = (names(a.shape) for a in out.args)
-    return einsum(args[0], x, args[1], w, names(out.shape))
+    return product(args[0], x, args[1], w, names(out.shape))
 
 
 @evaluate.register

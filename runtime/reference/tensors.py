@@ -23,9 +23,29 @@ def dim_index(shape: Shape, name: str) -> int:
 
 def broadcast(x: Tensor, have: Shape | Sequence[str], want: Shape | Sequence[str]) -> Tensor:
     """Return x with its dims `have` in the order `want`, and size 1 for each dim that x lacks."""
-    given, wanted = (names(s) if isinstance(s, Shape) else s for s in (have, want))
-    x = x.permute([given.index(name) for name in wanted if name in given])
-    return x[tuple(slice(None) if name in given else None for name in wanted)]
+    given, wanted = (names(s) if isinstance(s, Shape) else list(s) for s in (have, want))
+    if given == wanted:
+        return x  # a view would be one more node of autograd
+    order = [given.index(name) for name in wanted if name in given]
+    x = x if order == sorted(order) else x.permute(order)
+    for i, name in enumerate(wanted):
+        x = x if name in given else x.unsqueeze(i)
+    return x
+
+
+def product(x: Tensor, x_dims: list[str], y: Tensor, y_dims: list[str], out: list[str]) -> Tensor:
+    """Return the sum over the dims that are not in `out` of x times y.
+
+    The usual product with a weight is a matmul: it has fewer views for autograd than an einsum.
+    """
+    summed = [name for name in x_dims if name not in out]
+    k = len(summed)
+    kept = y_dims[k:]
+    fits = k and kept and x_dims[-k:] == summed == y_dims[:k] and out == [*x_dims[:-k], *kept]
+    if not fits or set(kept) & set(x_dims):
+        return einsum(x, x_dims, y, y_dims, out)
+    z = x.flatten(-k) @ y.flatten(k).flatten(0, k - 1)
+    return z if len(kept) == 1 else z.unflatten(-1, y.shape[k:])
 
 
 def einsum(x: Tensor, x_dims: list[str], y: Tensor, y_dims: list[str], out: list[str]) -> Tensor:
