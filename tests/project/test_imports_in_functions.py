@@ -30,6 +30,7 @@ REASONS = {
     "runtime/megatron/device.py": "megatron-core is imported after its CUDA calls are replaced",
     "runtime/metrics/trackers.py": "the packages of trackers are extras",
     "runtime/training/evaluation.py": "the starting process does not load torch; its ranks do",
+    "runtime/training/failures.py": "the starting process does not load torch; its ranks do",
     "runtime/training/run.py": "the starting process does not load torch; its ranks do",
     "runtime/training/verify.py": "the starting process does not load torch; its ranks do",
     "examples/scripts/own_loss.py": "a declaration imports torch only when it is trained",
