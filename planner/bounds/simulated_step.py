@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megaloom.planner.partition.partitioner import Partition
-from megaloom.planner.simulate.price import end_of_rank
+from megaloom.planner.simulate.price import end_of_rank, end_of_ranks
 
 from . import pipeline
 
@@ -20,6 +20,4 @@ def step_lower_bound(partition: Partition) -> float:
     ends = pipeline.finish_bounds(*seconds, x.pp, partition.problem.microbatches, x.microbatch_group)
     params = [sum(s.params + s.expert_params for s in partition.stages[r :: x.pp]) for r in range(x.pp)]
     ranks = sorted({int(ends.argmax()), int(np.argmax(params))})
-    after = [end_of_rank(partition, r) for r in ranks]
-    reduced = max(float(ends[r]) + end.reducing for r, end in zip(ranks, after, strict=True))
-    return reduced + max(end.updating for end in after)
+    return end_of_ranks([float(ends[r]) for r in ranks], [end_of_rank(partition, r) for r in ranks])

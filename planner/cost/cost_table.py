@@ -50,9 +50,11 @@ class BareTable:
     rows: Rows  # [kinds, columns]
     by_part: Rows  # [kinds, recompute parts, MODULE_COLUMNS]
     saved_under_full: Rows  # [kinds] bytes of saved activations under full recompute
+    boundary: NDArray[np.int64]  # [nodes + 1] bytes that cross a stage boundary before each node
     workspace: int  # transient bytes of a backward pass
     library: int  # bytes that libraries hold for the whole run
     loss: int  # transient bytes of the loss
+    shared_elements: tuple[int, ...]  # elements on one device of each weight that several nodes share
 
 
 @frozen(eq=False, slots=False)
@@ -80,11 +82,6 @@ class CostTable:
     def least_boundary(self) -> int:
         """Return the fewest bytes that cross a stage boundary."""
         return int(self.boundary[self.structure.cut_points[1:]].min())
-
-    @cached_property
-    def total(self) -> Rows:
-        """Return the sum over all nodes: [columns]."""
-        return self.structure.kind_counts @ self.rows
 
     @cached_property
     def by_node(self) -> Rows:
@@ -115,7 +112,7 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None
     logits and what it saves of them; backward, the gradients of logits and of the weights that make them.
     """
     graph, seq, profile, precision = job.structure.graph, job.workload.seq, job.profile, job.workload.precision
-    sizes, split = Sizes(batch=layout.micro_batch, seq=seq), layout.split
+    sizes, split = Sizes(batch=layout.micro_batch, seq=seq, source=seq), layout.split
     if nodes is None:
         nodes = []
         for kind in job.structure.kinds:
@@ -130,20 +127,19 @@ def bare_table(job: Job, layout: Layout, nodes: Sequence[NodeCost] | None = None
         buffers += (memory.STREAMS - 1) * ENGINE_WORKSPACE["fp8" in job.cluster.device.flops]
     ends = [graph.nodes[graph.index[name]] for name in job.structure.losses]
     logits = sum(program(node).local_elements(node.shape, (), sizes, split) for node in ends)
-    weights = [
-        program(node).local_elements(slot.dims, (), sizes, split)
-        for node in ends
-        for slot in node.weights
-        if slot.trained
-    ]
+    weights = [program(n).local_elements(s.dims, (), sizes, split) for n in ends for s in n.weights if s.trained]
     copies = 0 if precision is Precision.FP32 else profile.kernels.loss_saved_nbytes  # fp32 logits are not copied
+    shapes, crossing = job.structure.live_shapes
+    uses = ((graph.nodes[nodes[0]], weight) for weight, nodes in job.structure.shared_weights)
     return BareTable(
         rows=np.array([node.row for node in nodes]),
         by_part=np.array([node.by_part for node in nodes]),
         saved_under_full=np.array([node.saved_under_full for node in nodes]),
+        boundary=precision.nbytes * (crossing @ output_elements(shapes, sizes, split)),
         workspace=max(node.workspace for node in nodes),
         library=job.library_nbytes + buffers,
         loss=max((precision.nbytes + copies) * logits, precision.nbytes * (logits + max(weights, default=0))),
+        shared_elements=tuple(program(n).local_elements(w.dims, (), sizes, split) for n, w in uses),
     )
 
 
@@ -153,7 +149,7 @@ def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostT
     Recompute moves forward seconds to the backward pass and frees saved memory. What it recomputes of one block
     is in the workspace. With `--overlap experts` the workspace has a second block, whose forward pass runs meanwhile.
     """
-    bare, structure, seq = bare or bare_table(job, layout), job.structure, job.workload.seq
+    bare, structure = bare or bare_table(job, layout), job.structure
     rows, workspace = bare.rows.copy(), bare.workspace
     if layout.recompute is Recompute.SELECTIVE:
         repeated = bare.by_part[:, structure.recomputed_parts(layout.recomputed_modules)].sum(axis=1)
@@ -167,18 +163,15 @@ def cost_table(job: Job, layout: Layout, bare: BareTable | None = None) -> CostT
         rows[:, CostColumn.SAVED] = bare.saved_under_full
     if layout.has_overlap(Overlap.EXPERTS):
         workspace += int(structure.largest_block @ rows[:, CostColumn.SAVED])
-    partial, nodes = layout.full_recompute and layout.recompute_layers > 0, structure.graph.nodes
-    sizes, split = Sizes(batch=layout.micro_batch, seq=seq, source=seq), layout.split
-    shapes, crossing = structure.live_shapes
-    shared = [program(nodes[at[0]]).local_elements(w.dims, (), sizes, split) for w, at in structure.shared_weights]
+    partial = layout.full_recompute and layout.recompute_layers > 0
     return CostTable(
         job=job,
         rows=bare.rows if partial else rows,
-        boundary=job.workload.precision.nbytes * (crossing @ output_elements(shapes, sizes, split)),
+        boundary=bare.boundary,
         workspace=workspace,
         library=bare.library,
         loss=bare.loss,
-        shared_elements=tuple(shared),
+        shared_elements=bare.shared_elements,
         recompute_rows=rows - bare.rows if partial else None,
         recompute_blocks=layout.recompute_layers,
     )

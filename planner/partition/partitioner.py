@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 from attrs import evolve, frozen
@@ -93,6 +94,13 @@ class PartitionProblem:
     def seconds(self) -> SegmentSums:
         """Return the seconds of one micro-batch, forward and backward, of every stage."""
         return segment_sums(self.table, self.cut_points, STEP_COLUMNS)
+
+    @property
+    def balanced(self) -> StageBounds:
+        """Return the balanced partition, whatever memory it takes. There must be enough cut points."""
+        return tuple(
+            self.cut_points[balance_all(ChainBatch.of([self.seconds]), self.layout.pp * self.layout.vpp)[0]].tolist()
+        )
 
     def within_limit(self, even: StageBounds) -> StageBounds | None:
         """Return a partition that fits, with a fast slowest stage; None if none is found. `even` is balanced."""
@@ -197,17 +205,10 @@ class Partition:
         """Return the memory of each stage."""
         return [
             StageMemory(
-                params,
-                experts,
-                fixed,
-                saved,
-                workspace=self.problem.table.workspace,
-                library=library,
+                *(dense, experts, fixed, saved, self.problem.table.workspace, library),
                 loss=self.problem.table.loss * (stop == self.bounds[-1]),
             )
-            for stop, (params, experts, fixed, saved, library) in zip(
-                self.bounds[1:], self._sizes.tolist(), strict=True
-            )
+            for stop, (dense, experts, fixed, saved, library) in zip(self.bounds[1:], self._sizes.tolist(), strict=True)
         ]
 
     @cached_property
@@ -259,13 +260,6 @@ class Partition:
         return self.deficit <= 0
 
 
-def balanced(problem: PartitionProblem) -> StageBounds:
-    """Return the balanced partition, whatever memory it takes. There must be enough cut points."""
-    points, count = problem.cut_points, problem.layout.pp * problem.layout.vpp
-    assert count < len(points), "more stages than the graph can be cut into"
-    return tuple(points[balance_all(ChainBatch.of([problem.seconds]), count)[0]].tolist())
-
-
 def levelled(problem: PartitionProblem, even: StageBounds) -> StageBounds:
     """Return a partition into interleaved chunks whose ranks take about equal time, whatever memory it takes."""
     cuts = level_ranks(problem.seconds, problem.cut_points.searchsorted(even), problem.layout.pp)
@@ -274,14 +268,14 @@ def levelled(problem: PartitionProblem, even: StageBounds) -> StageBounds:
 
 def partition(
     problem: PartitionProblem,
-    balance_stages: Callable[[PartitionProblem], StageBounds] = balanced,
+    balance_stages: Callable[[PartitionProblem], StageBounds] = attrgetter("balanced"),
     level_chunks: Callable[[PartitionProblem, StageBounds], StageBounds] = levelled,
     even: Partition | None = None,
 ) -> Partition:
     """Return the stages of a legal layout: balanced, and within the memory limit if a partition fits.
 
     They are whole blocks if such a partition fits and its slowest stage is hardly slower (WHOLE_BLOCKS). Interleaved
-    chunks are levelled between ranks. A search gives cached `balanced` and `levelled`, and the balanced partition.
+    chunks are levelled between ranks. A search caches what the arguments give.
     """
     chosen = even = even or Partition(problem, balance_stages(problem))
     blocks = evolve(problem, whole_blocks=True)

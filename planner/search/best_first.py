@@ -36,7 +36,7 @@ from .pricing import PartitionedLayout, Pricer
 BASES_AT_ONCE = 32  # base layouts that are opened together
 SMALLEST_BATCH, LARGEST_BATCH = 64, 512  # number of these layouts
 BATCH_RATIO = 1.01  # layouts are balanced together with those whose bound is at most this multiple of the least one
-HORIZON_RATIO = 1.1  # the horizon lies this far beyond the least bound of all that is open
+HORIZON_RATIO = 1.05  # the horizon lies this far beyond the least bound of all that is open
 
 
 @frozen(eq=False, slots=False)

@@ -24,7 +24,7 @@ from . import candidate_space
 from .candidate_space import FixedAxes
 from .pricing import Pricer
 
-HORIZON_GROWTH = 1.2  # least factor by which the horizon moves
+HORIZON_GROWTH = 1.1  # least factor by which the horizon moves
 
 
 @define(eq=False)

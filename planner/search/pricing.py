@@ -42,7 +42,6 @@ from megaloom.planner.partition.partitioner import (
     Partition,
     PartitionProblem,
     StageBounds,
-    balanced,
     levelled,
     partition,
 )
@@ -221,10 +220,10 @@ class Pricer:
         return partition(even.problem, self._balance, self._level, even)
 
     def _balance(self, problem: PartitionProblem) -> StageBounds:
-        """Return `balanced`, which layouts with one cost table share."""
+        """Return the balanced partition, which layouts with one cost table share."""
         key = _balance_key(problem.layout, problem.whole_blocks)
         if key not in self._balanced:
-            self._balanced[key] = balanced(problem)
+            self._balanced[key] = problem.balanced
         return self._balanced[key]
 
     def _level(self, problem: PartitionProblem, even: StageBounds) -> StageBounds:
@@ -237,15 +236,16 @@ class Pricer:
     def balance_all(self, layouts: Sequence[Layout]) -> list[tuple[CostTable, StageBounds]]:
         """Return the cost tables and balanced partitions of these layouts; new partitions are solved together."""
         cuts, new = self.structure.cut_points, dict[tuple[int, bool], dict[tuple[object, ...], SegmentSums]]()
-        for x in layouts:
-            if (key := _balance_key(x)) not in self._balanced:
-                sums = PartitionProblem(x, self.cost_table(x), self.capacity).seconds
+        each = [(x, _balance_key(x), self.cost_table(x)) for x in layouts]
+        for x, key, table in each:
+            if key not in self._balanced:
+                sums = PartitionProblem(x, table, self.capacity).seconds
                 new.setdefault((x.pp * x.vpp, sums.extra is None), {})[key] = sums
         for (count, _), chains in new.items():
             partitions = balance_all(ChainBatch.of(tuple(chains.values())), count)
             for key, stages in zip(chains, partitions, strict=True):
                 self._balanced[key] = tuple(cuts[stages].tolist())
-        return [(self.cost_table(x), self._balanced[_balance_key(x)]) for x in layouts]
+        return [(table, self._balanced[key]) for _, key, table in each]
 
     def bound(self, layout: Layout) -> tuple[float, float]:
         """Return lower bounds of the step seconds and of the peak bytes of a layout, for every partition."""

@@ -7,6 +7,7 @@ device gets some 40 bytes of a token over PCIe while it computes, in a step of a
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from attrs import frozen
@@ -140,8 +141,7 @@ def simulate(placed: Partition) -> Priced:
     counting = counting_seconds(placed) if job.repeats_forward else 0.0
     computing: Rows = m * placed.stage_sums[:, STEP_COLUMNS].sum(axis=1).reshape(x.vpp, x.pp).sum(axis=0)
     busy = [float(computing[r]) + blocked[r] + ends[r].reducing + ends[r].updating for r in range(x.pp)]
-    reduced = max(backward + end.reducing for backward, end in zip(last_backward, ends, strict=True))
-    end_of_last = reduced + max(end.updating for end in ends)
+    end_of_last = end_of_ranks(last_backward, ends)
     busiest = max(range(x.pp), key=busy.__getitem__)
     peaks, columns, end = placed.rank_peaks, m * placed.stage_sums[busiest :: x.pp].sum(axis=0), ends[busiest]
     parts = {cause: float(columns[of].sum()) for cause, of in CAUSES.items()} | {
@@ -166,6 +166,12 @@ def simulate(placed: Partition) -> Priced:
         moments=tuple(peak.moment for peak in peaks),
     )
     return Priced(placed, prediction, tuple(ends))
+
+
+def end_of_ranks(last_backward: Iterable[float], ends: Sequence[EndOfStep]) -> float:
+    """Return when the last of these ranks ends its step, given the ends of their last backward passes."""
+    reduced = max(backward + end.reducing for backward, end in zip(last_backward, ends, strict=True))
+    return reduced + max(end.updating for end in ends)
 
 
 def counting_seconds(placed: Partition) -> float:

@@ -21,7 +21,7 @@ from megaloom.planner.contract.devices import GiB
 from megaloom.planner.cost.intervals import OTHER_CLASS, interval, run_class
 from megaloom.planner.cost.measured_memory import held_bytes, required_bytes, upper_bytes
 from megaloom.planner.cost.profiles.frameworks import DEEPSPEED_BF16, DEEPSPEED_FP16, NANOTRON
-from megaloom.planner.partition.partitioner import Partition, PartitionProblem, balanced
+from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate.price import Priced
@@ -157,7 +157,7 @@ def priced_as(run: TrainingRun) -> Priced:
             raise UserError(broken.message)
     fit = PartitionProblem(layout, pricer.cost_table(layout), pricer.capacity)
     bounds = STAGE_ASSIGNMENT.get(run.profile.name, evenly)(g, layout.pp * layout.vpp)
-    return pricer.simulate(Partition(fit, bounds) if bounds else Partition(fit, balanced(fit)))
+    return pricer.simulate(Partition(fit, bounds) if bounds else Partition(fit, fit.balanced))
 
 
 def _fullest(priced: Priced) -> int:

@@ -40,7 +40,7 @@ from megaloom.planner.cost.job import Job
 from megaloom.planner.cost.profiles.frameworks import MEGATRON, OWN
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.model.structure import model_structure
-from megaloom.planner.partition.partitioner import Partition, PartitionProblem, balanced
+from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.pipeline import schedules, timeline
 from megaloom.planner.search.candidate_space import base_layouts, variants
 from megaloom.planner.search.pricing import Pricer, price
@@ -194,7 +194,7 @@ def test_memory_as_measured(axes: dict[str, Any], seq: int, gib: float) -> None:
     profile = changed(MEGATRON, kernels={"loss_saved_nbytes": 0})  # Transformer Engine's loss works in place
     pricer = Pricer(g, cluster("8xB200"), Workload(seq=seq, batch=layout.dp * 4), profile)
     fit = PartitionProblem(layout, pricer.cost_table(layout), pricer.capacity)
-    result = Partition(fit, evenly(g, layout.pp) or balanced(fit))
+    result = Partition(fit, evenly(g, layout.pp) or fit.balanced)
     tensors = max(peak.nbytes - peak.held["runtime"] - peak.held["allocator"] for peak in result.rank_peaks)
     assert abs(tensors / GiB / gib - 1) < 0.01
 
@@ -234,7 +234,7 @@ def test_the_fast_form_is_the_peak() -> None:
         for profile in (OWN, changed(MEGATRON, optimizer={"step_held_nbytes": 16})):
             pricer = Pricer(legal_pricer.graph, legal_pricer.cluster, WORK, profile)
             fits = (PartitionProblem(x, pricer.cost_table(x), pricer.capacity) for x in layouts[::5])
-            for placed in (Partition(fit, balanced(fit)) for fit in fits):
+            for placed in (Partition(fit, fit.balanced) for fit in fits):
                 cuts = placed.problem.cut_points.searchsorted(placed.bounds)
                 peaks = placed.problem.limits.rank_peaks(cuts[None])[0]
                 if placed.problem.table.shared_elements:

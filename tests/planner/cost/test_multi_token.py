@@ -29,7 +29,7 @@ from megaloom.planner.export.export import export_plan
 from megaloom.planner.export.target import Target
 from megaloom.planner.export.whole_layers import cut_at_layers, pipeline_layout, stage_layers
 from megaloom.planner.hardware.cluster_names import cluster
-from megaloom.planner.partition.partitioner import Partition, PartitionProblem, balanced
+from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.rules.capabilities import untrainable
 from megaloom.planner.search.pricing import Pricer
 from megaloom.runtime.megatron import device
@@ -102,7 +102,7 @@ def test_megatron_core_takes_the_stages(model: Model, alone: bool) -> None:
         of = pricer(g, pp)
         fit = PartitionProblem(x, of.cost_table(x), of.capacity, whole_blocks=True)
         if pp * vpp < len(fit.cut_points):
-            stages = stage_layers(plan_with(model, x, cuts=balanced(fit)[1:-1]), read, g, Target.MEGATRON_LM)
+            stages = stage_layers(plan_with(model, x, cuts=fit.balanced[1:-1]), read, g, Target.MEGATRON_LM)
             expected = theirs()(pipeline_layout(stages), pp)
             assert expected.validate_layer_layout(len(read.layers), 1) == (stages[-1].mtp == 0)
             result.add(stages[-1].mtp == 0)
@@ -152,8 +152,8 @@ def test_what_the_search_asks_of_a_cut_holds_where_several_hidden_states_cross(g
         of = pricer(g, pp, work)
         fit = PartitionProblem(x, of.cost_table(x), of.capacity)
         for bounds in (
-            balanced(fit),
-            balanced(evolve(fit, whole_blocks=pp * vpp < len(of.structure.block_cut_points))),
+            fit.balanced,
+            evolve(fit, whole_blocks=pp * vpp < len(of.structure.block_cut_points)).balanced,
         ):
             placed = Partition(fit, bounds)
             crossed += (

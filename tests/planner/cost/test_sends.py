@@ -13,7 +13,7 @@ from megaloom.planner.contract.workload import Workload
 from megaloom.planner.cost import communication
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.model.structure import model_structure
-from megaloom.planner.partition.partitioner import Partition, PartitionProblem, balanced
+from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.search.pricing import Pricer
 
 
@@ -48,7 +48,7 @@ def test_each_send_takes_the_time_of_its_own_bytes(ref: str) -> None:
     x, machine = Layout(pp=16, micro_batch=2), cluster("16xH100")
     pricer = Pricer(graph(find(ref)[0]), machine, Workload(seq=512, batch=32))
     problem = PartitionProblem(x, pricer.cost_table(x), pricer.capacity)
-    placed, sent = Partition(problem, balanced(problem)), boundary_nbytes(ref, Layout())
+    placed, sent = Partition(problem, problem.balanced), boundary_nbytes(ref, Layout())
     names = [pricer.structure.graph.live_values[i] for i in placed.bounds[1:-1]]
     seconds = [communication.p2p_seconds(sent[each], k, x, machine, scattered=False) for k, each in enumerate(names)]
     assert placed.send_seconds == seconds

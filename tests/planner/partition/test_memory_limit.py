@@ -28,7 +28,7 @@ from megaloom.planner.partition.dynamic_program import (
     solve,
 )
 from megaloom.planner.partition.memory_limit import MemoryLimit
-from megaloom.planner.partition.partitioner import Partition, balanced, levelled
+from megaloom.planner.partition.partitioner import Partition, levelled
 from megaloom.planner.pipeline import schedules, timeline
 from megaloom.planner.search.pricing import Pricer
 
@@ -205,4 +205,4 @@ def test_stages_are_of_whole_layers_where_that_is_as_quick() -> None:
     for layout in (Layout(pp=2, tp=4, sequence_parallel=True), Layout(pp=4, tp=2), Layout(pp=4, tp=2, vpp=2)):
         even, placed = pricer._even(layout), pricer.partition(layout)
         whole, blocks = {*placed.bounds[1:-1]} <= begins, evolve(even.problem, whole_blocks=True)
-        assert whole or max(placed.seconds) < max(Partition(blocks, balanced(blocks)).seconds) / 1.001
+        assert whole or max(placed.seconds) < max(Partition(blocks, blocks.balanced).seconds) / 1.001
