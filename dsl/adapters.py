@@ -15,6 +15,7 @@ from .errors import ShapeError
 from .graph import Model, graph, primitives
 from .layer import Layer, is_layer, op_name
 from .low_rank import LoRA, WeightGroups
+from .node import Slot
 from .ops.dot import Dot, dot
 from .ops.weight import Weight, weight
 from .rewriting import rewritten
@@ -64,18 +65,18 @@ class Adapted(Layer):
             over = copy.op.over if isinstance(copy.op, Dot) else ()
             low = shared.get((group, id(x)))
             if low is None:
-                low = shared[group, id(x)] = self._low(x, w, over)
+                low = shared[group, id(x)] = self._low(x, w, over, self.groups[group][0])
             rank, out = Dim(RANK, self.rank), (d for d in w.shape if d.name not in over)
             return copy + dot(low, weight(f"{_own_name(w)}_lora_b", rank, *out, std=0.0), RANK)
 
         (out,) = rewritten((applied,), change, outside)
         return out
 
-    def _low(self, x: Value, w: Value, over: tuple[str, ...]) -> Value:
-        """Return (alpha / rank) x A."""
+    def _low(self, x: Value, w: Value, over: tuple[str, ...], name: str) -> Value:
+        """Return (alpha / rank) x A, where A has the name of the first matrix of its group."""
         dims = [w[name] for name in over]
         std = (3 * prod(d.known for d in dims)) ** -0.5
-        a = weight(f"{_own_name(w)}_lora_a", *dims, Dim(RANK, self.rank), std=std, uniform=True)
+        a = weight(f"{name.rpartition('.')[2]}_lora_a", *dims, Dim(RANK, self.rank), std=std, uniform=True)
         return (self.alpha / self.rank) * dot(x, a, *over)
 
     def __str__(self) -> str:
@@ -105,6 +106,24 @@ def adapted(m: Model, lora: LoRA) -> Model:
         return evolve(copy, op=layer, body=layer.of(copy))
 
     return evolve(m, outputs=rewritten(m.outputs, change), base=m, lora=lora)
+
+
+@frozen
+class AdapterSlots:
+    """The adapters of matrices of a node that share A: A, B of each matrix, and the names of the matrices."""
+
+    a: Slot
+    b: tuple[Slot, ...]
+    weights: tuple[str, ...]
+
+
+def adapter_slots(m: Model) -> Iterator[AdapterSlots]:
+    """Yield the adapters of a model in the order of its nodes; none for a model without."""
+    slots = graph(m).weights
+    for node, groups in ({} if m.lora is None else m.lora.nodes).items():
+        for group in groups:
+            names = tuple(f"{node}.{name}" for name in group)
+            yield AdapterSlots(slots[f"{names[0]}_lora_a"], tuple(slots[f"{n}_lora_b"] for n in names), names)
 
 
 def matrices(applied: Value) -> Iterator[tuple[int, str]]:

@@ -53,7 +53,7 @@ def to_checkpoint(
 
     concatenate: `torch.cat`, or a function with its arguments.
     """
-    return {t.name: _joined(weights, t, concatenate) for t in stored_tensors(names, model)}
+    return {t.name: joined(weights, t, concatenate) for t in stored_tensors(names, model)}
 
 
 def _split(tensor: TensorLike, t: StoredTensor) -> Iterator[TensorLike]:
@@ -69,7 +69,7 @@ def _split(tensor: TensorLike, t: StoredTensor) -> Iterator[TensorLike]:
         yield permuted.permute(tuple(x.order.index(i) for i in range(len(x.order))))
 
 
-def _joined(
+def joined(
     weights: Mapping[str, TensorLike], t: StoredTensor, concatenate: Callable[[Sequence[TensorLike], int], TensorLike]
 ) -> TensorLike:
     """Return the tensor that holds these weights."""
@@ -79,5 +79,5 @@ def _joined(
         one = weight if t.index is None else weight.select(slot.dims.index(t.index[0]), t.index[1])
         parts.append(one.permute(x.order).reshape(x.axes))
     at = t.layouts[0].joined
-    joined: TensorLike = (parts[0] if at is None else concatenate(parts, at)).reshape(t.shape)
-    return joined
+    tensor: TensorLike = (parts[0] if at is None else concatenate(parts, at)).reshape(t.shape)
+    return tensor

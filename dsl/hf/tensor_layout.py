@@ -57,7 +57,7 @@ def stored_tensors(names: Names, model: Model) -> Iterator[StoredTensor]:
     """Yield all tensors of a checkpoint of this model. Raises UserError for a weight that no tensor holds."""
     for t in checkpoint_tensors(names, model):
         indexed = next((d for d in t.slots[0].dims if f"{{{d.name}}}" in t.name), None)
-        layouts = tuple(_layout(t.axes, s, indexed) for s in t.slots)
+        layouts = tuple(weight_layout(t.axes, s, indexed) for s in t.slots)
         for index, name in _indexed_names(t, indexed):
             yield StoredTensor(name, t.slots, layouts, index)
 
@@ -71,7 +71,8 @@ def _indexed_names(t: Tensor, indexed: Dim | None) -> Iterator[tuple[tuple[Dim, 
         yield from (((indexed, i), name) for i, name in enumerate(names))
 
 
-def _layout(axes: Axes, slot: Slot, indexed: Dim | None) -> WeightLayout:
+def weight_layout(axes: Axes, slot: Slot, indexed: Dim | None) -> WeightLayout:
+    """Return the layout of a weight in a tensor with these axes. indexed: a dim that has one tensor per index."""
     dims = [d for d in slot.dims if d != indexed]
     named = [part for axis in axes for part in axis_parts(axis)]
     rest = [d.name for d in dims if d.name not in named]

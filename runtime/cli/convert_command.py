@@ -6,35 +6,48 @@ from pathlib import Path
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
+from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.checkpoints.checkpoint_folder import latest
+from megaloom.runtime.convert.adapters import with_merged_adapters, write_adapters
 from megaloom.runtime.convert.checkpoint_views import checkpoint_views
 from megaloom.runtime.convert.hugging_face import DescribedModel, describe, write_folder
 from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.megatron.build_context import DTYPES
-from megaloom.runtime.training.run_folder import plan_and_model
+from megaloom.runtime.training.run_folder import PLAN_NAME, plan_and_model
 from megaloom.runtime.weights.kept_files import CONFIG, KEPT
 
 from .printing import print_on_first_rank
 
 
-def run_convert(run: Path, output: Path, config: Path | None, precision: Precision | None) -> None:
-    """Write the last checkpoint of a run as a Hugging Face folder."""
+def run_convert(run: Path, to: str, output: Path, config: Path | None, precision: Precision | None) -> None:
+    """Write the last checkpoint of a run as a Hugging Face folder, or its adapters as PEFT does."""
     plan, model = plan_and_model(run)
     checkpoint = latest(run, fingerprint=plan.fingerprint)
     if checkpoint is None:
         raise UserError(f"{run} has no checkpoint yet")
     description = _description(run, plan, config)
-    description.check(model)
+    base = model.without_adapters
+    description.check(base)
     dtype = DTYPES[plan.workload.precision if precision is None else precision]
     weights = weights_of(graph(model), checkpoint_views(checkpoint))
-    count = write_folder(description, model, weights, output, dtype)
+    if to == "peft":
+        count = write_adapters(description.names, model, weights, output, dtype, _base(run))
+    else:
+        count = write_folder(description, base, with_merged_adapters(model, weights), output, dtype)
     kind = str(dtype).removeprefix("torch.")
-    lines = [f"wrote {output}: {count} tensors of {kind}, of step {checkpoint.manifest.step}"]
-    if not description.is_exact(model):
+    what = ", adapters merged" if to == "hf" and model.lora else ""
+    lines = [f"wrote {output}: {count} tensors of {kind}, of step {checkpoint.manifest.step}{what}"]
+    if not description.is_exact(base):
         lines.append(f"the config.json is {description.file}; it has other options than {plan.model}, such as dropout")
     print_on_first_rank(*lines)
+
+
+def _base(run: Path) -> str | None:
+    """Return the Hugging Face folder of the model of a run, if it was one."""
+    model = load(run / PLAN_NAME).model
+    return str(Path(model).parent) if Path(model).name == CONFIG else None
 
 
 def _description(run: Path, plan: Plan, config: Path | None) -> DescribedModel:

@@ -423,19 +423,19 @@ def convert(
     run: Path,
     /,
     *,
-    to: Literal["hf"],
+    to: Literal["hf", "peft"],
     output: Annotated[Path, Parameter(name=["-o", "--output"])],
     config: Path | None = None,
     precision: TrainedPrecision | None = None,
 ) -> None:
-    """Write the weights of a run as a Hugging Face folder: config.json, safetensors, and the tokenizer if it has one.
+    """Write the weights of a run as a Hugging Face folder: config.json, safetensors, tokenizer; or its adapters.
 
     Parameters
     ----------
     run
         The folder of a run. Its last checkpoint is converted.
     to
-        The form: hf, a Hugging Face folder.
+        The form: hf, a Hugging Face folder, with adapters merged; or peft, the adapters alone, as PEFT loads them.
     output
         The folder to write. It must not exist.
     config
@@ -446,7 +446,7 @@ def convert(
     require_training_packages("convert")
     from .convert_command import run_convert
 
-    run_convert(run, output, config, None if precision is None else Precision(precision))
+    run_convert(run, to, output, config, None if precision is None else Precision(precision))
 
 
 def require_training_packages(command_name: str) -> None:

@@ -18,6 +18,7 @@ from megaloom.dsl.graph import Model
 from megaloom.dsl.hf.architectures import open_config, reader
 from megaloom.dsl.hf.state_dict import to_checkpoint
 from megaloom.dsl.hf.tensor_layout import stored_tensors
+from megaloom.dsl.hf.tensor_names import Names
 from megaloom.dsl.json_form import fingerprint
 from megaloom.runtime.weights.kept_files import copy_files
 from megaloom.runtime.weights.tensor_folder import SHARD_INDEX, SINGLE
@@ -35,12 +36,12 @@ class DescribedModel:
 
     file: Path
     fields: Mapping[str, Any]
+    names: Names
     model: Model
 
     def check(self, model: Model) -> None:
         """Raise UserError unless the config describes a model with the tensors of another one."""
-        names = reader(open_config(self.file)[0]).names
-        ours, theirs = ({t.name: t.shape for t in stored_tensors(names, m)} for m in (model, self.model))
+        ours, theirs = ({t.name: t.shape for t in stored_tensors(self.names, m)} for m in (model, self.model))
         differ = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
         if differ:
             name = min(differ)
@@ -57,7 +58,7 @@ class DescribedModel:
 def describe(file: Path) -> DescribedModel:
     """Read a config.json, or the one of a folder. Raise UserError if it cannot be read."""
     config, name = open_config(file)
-    return DescribedModel(Path(config.where), dict(config.fields), reader(config)(config, name))
+    return DescribedModel(Path(config.where), dict(config.fields), reader(config).names, reader(config)(config, name))
 
 
 def write_folder(
@@ -68,9 +69,8 @@ def write_folder(
     weights: by the names of `graph(model).weights`; read tensor by tensor, at most one file of them in memory.
     Raise UserError if the folder exists, or the disk is full.
     """
-    names = reader(open_config(description.file)[0]).names
-    tensors = to_checkpoint(names, model, weights, concatenated)
-    with _published(folder) as unfinished:
+    tensors = to_checkpoint(description.names, model, weights, concatenated)
+    with published(folder) as unfinished:
         _write_tensors(tensors, unfinished, dtype)
         fields = {k: v for k, v in description.fields.items() if k not in NOT_OF_THE_RESULT}
         fields["dtype"] = str(dtype).removeprefix("torch.")
@@ -80,7 +80,7 @@ def write_folder(
 
 
 @contextmanager
-def _published(folder: Path) -> Iterator[Path]:
+def published(folder: Path) -> Iterator[Path]:
     """Return a folder to write in, which gets its name when all is written."""
     if folder.exists():
         raise UserError(f"{folder} exists\nremove it, or give another folder with -o")

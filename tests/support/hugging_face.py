@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaloom.dsl import Model, graph
+from megaloom.dsl import DType, Graph, Model, graph
 
 transformers = pytest.importorskip("transformers", reason="`make unit` installs it")
 transformers.logging.set_verbosity_error()
@@ -64,3 +64,14 @@ def named(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if "source_tokens" in inputs:
         theirs = {"tokens": "decoder_input_ids", "source_tokens": "input_ids"}
     return {theirs[name]: x for name, x in inputs.items()}
+
+
+def complete(g: Graph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return inputs, with ones for those that only a loss reads."""
+    batch, seq = 2, inputs["tokens"].shape[1] if "tokens" in inputs else 1
+    out = dict(inputs)
+    for n in g.nodes:
+        if n.is_input and n.name not in out:
+            sizes = [{"batch": batch, "seq": seq, "source": seq}.get(d.name) or d.known for d in n.shape]
+            out[n.name] = torch.ones(sizes, dtype=torch.int64 if n.value.dtype is DType.INDEX else torch.float32)
+    return out

@@ -18,8 +18,7 @@ from attrs import frozen
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megaloom.dsl import Graph, fingerprint, graph
-from megaloom.dsl.dims import DType
+from megaloom.dsl import fingerprint, graph
 from megaloom.dsl.hf.architectures import open_config, read, reader
 from megaloom.dsl.hf.tensor_check import unknown_tensors
 from megaloom.planner.contract.layout import Layout
@@ -32,7 +31,7 @@ from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.weights import tensor_folder
 from megaloom.runtime.weights.given import open_folder
-from tests.support.hugging_face import SMALL, UNUSED, built, drawn, named, transformers
+from tests.support.hugging_face import SMALL, UNUSED, built, complete, drawn, named, transformers
 
 SEQ = 24
 
@@ -61,17 +60,6 @@ def case(name: str, folder: Path, plan_of: Callable[..., Plan], layout: Layout) 
         logits = theirs(**named(inputs)).logits
     plan = plan_of(str(folder / "config.json"), layout, batch=2, seq=SEQ)
     return Case(folder, plan, inputs, complete(graph(m), inputs), logits)
-
-
-def complete(g: Graph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return inputs, with ones for those that only a loss reads."""
-    batch, seq = 2, inputs["tokens"].shape[1] if "tokens" in inputs else SEQ
-    out = dict(inputs)
-    for n in g.nodes:
-        if n.is_input and n.name not in out:
-            sizes = [{"batch": batch, "seq": seq, "source": seq}.get(d.name) or d.known for d in n.shape]
-            out[n.name] = torch.ones(sizes, dtype=torch.int64 if n.value.dtype is DType.INDEX else torch.float32)
-    return out
 
 
 @frozen
