@@ -6,7 +6,6 @@ such as an encoder, run once. Learned positions become lookups by position ids, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 
 from attrs import evolve, frozen
@@ -29,6 +28,7 @@ from megaloom.dsl.dims import BATCH, Dim, Shape
 from megaloom.dsl.facts.primitives import Program
 from megaloom.dsl.graph import primitives
 from megaloom.dsl.ops.attention_core import sequence_dim
+from megaloom.dsl.rewriting import rewritten
 from megaloom.dsl.value import Op, apply
 
 POSITIONS = "positions of the rows + "
@@ -137,15 +137,14 @@ def _by_position_ids(node: Node, sequence: Dim) -> Node:
     """Return a node whose learned positions along the sequence are looked up by position ids."""
     ids: dict[int, Value] = {}  # by offset
 
-    def lookup(v: Value) -> Value | None:
-        if not isinstance(v.op, PositionLookup) or v.shape.dims[0] != sequence:
-            return None
-        offset = v.op.offset
-        shape = Shape((BATCH, sequence))
-        given = ids.setdefault(offset, Value(Input(f"{POSITIONS}{offset}"), (), shape, dtype=DType.INDEX))
-        return apply(Lookup(v.op.key), given, v.args[1])
+    def change(v: Value, copy: Value) -> Value:
+        if isinstance(v.op, PositionLookup) and v.shape.dims[0] == sequence:
+            name, shape = f"{POSITIONS}{v.op.offset}", Shape((BATCH, sequence))
+            given = ids.setdefault(v.op.offset, Value(Input(name), (), shape, dtype=DType.INDEX))
+            return apply(Lookup(v.op.key), given, copy.args[1])
+        return copy if copy is v else evolve(copy, shape=_shape_of(copy))
 
-    value = rebuilt(node.value, lookup)
+    (value,) = rewritten([node.value], change, {id(a) for a in node.value.args})
     if not ids:
         return node
     before, after = ([v for v, *_ in primitives(x) if isinstance(v.op, Weight)] for x in (node.value, value))
@@ -155,24 +154,8 @@ def _by_position_ids(node: Node, sequence: Dim) -> Node:
     return evolve(node, op=ByPositionIds(node.op), value=value, inputs=(*node.inputs, *names))
 
 
-def rebuilt(value: Value, replacement: Callable[[Value], Value | None]) -> Value:
-    """Return an applied layer in which primitives have their replacements; those without one stay as they are."""
-    done = {id(a): a for a in value.args}
-
-    def visit(v: Value) -> Value:
-        if id(v) not in done:
-            done[id(v)] = replacement(v) or changed(v)
-        return done[id(v)]
-
-    def changed(v: Value) -> Value:
-        if v.body is not None:
-            body, args = visit(v.body), tuple(map(visit, v.args))
-            if body is v.body:
-                return v
-            shape = Shape((v.shape.dims[0], *body.shape)) if isinstance(v.op, Each) else body.shape
-            return evolve(v, args=args, shape=shape, body=body)
-        args = tuple(map(visit, v.args))
-        same = all(a is b for a, b in zip(args, v.args, strict=True))
-        return v if same else evolve(v, args=args, shape=v.op.shape(*(a.shape for a in args)))
-
-    return changed(value)
+def _shape_of(v: Value) -> Shape:
+    """Return the shape of a value by those of its body or its arguments, which may have a batch dim now."""
+    if v.body is None:
+        return v.op.shape(*(a.shape for a in v.args))
+    return Shape((v.shape.dims[0], *v.body.shape)) if isinstance(v.op, Each) else v.body.shape

@@ -113,13 +113,13 @@ def _conv_step(call: Call, args: tuple[Tensor, ...], kept: Kept | None) -> tuple
 
 
 def _scan_args(v: Value, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return x [rows, seq, groups, heads, head_dim], log decays and dt [rows, seq, groups, heads], b and c."""
+    """Return x [rows, seq, groups, heads, head_dim], log decays and dt [rows, seq, groups, heads], b and c, in fp32."""
     op = cast(Scan, v.op)
     order, state = ["batch", op.along, "heads", "head_dim"], ["batch", op.along, "groups", "state"]
     orders = (order, order[:3], ["heads"], state, state)
-    x, dt, a, b, c = (broadcast(t, w.shape, dims) for t, w, dims in zip(args, v.args, orders, strict=True))
+    x, dt, a, b, c = (broadcast(t, w.shape, dims).float() for t, w, dims in zip(args, v.args, orders, strict=True))
     groups = b.shape[2]
-    decay = (dt.float() * a.float()).unflatten(2, (groups, -1))
+    decay = (dt * a).unflatten(2, (groups, -1))
     return x.unflatten(2, (groups, -1)), decay, dt.unflatten(2, (groups, -1)), b, c
 
 
@@ -127,7 +127,7 @@ def _scan_begin(v: Value, args: tuple[Tensor, ...]) -> Kept | None:
     """Return the state after the last position: Σ_m exp(Σ_{j > m} dt_j a) dt_m x_m b_mᵀ."""
     x, decay, dt, b, _ = _scan_args(v, args)
     sums = decay.cumsum(1)
-    remaining = (sums[:, -1:] - sums).exp().to(x.dtype)
+    remaining = (sums[:, -1:] - sums).exp()
     return State(torch.einsum("blghp,blgn->bghpn", x * (dt * remaining)[..., None], b))
 
 
@@ -135,10 +135,10 @@ def _scan_step(call: Call, args: tuple[Tensor, ...], kept: Kept | None) -> tuple
     assert isinstance(kept, State)
     x, decay, dt, b, c = (t[:, 0] for t in _scan_args(call.value, args))
     added = (x * dt[..., None])[..., None] * b[:, :, None, None]
-    state = kept.values * decay.exp().to(x.dtype)[..., None, None] + added
-    y = (state * c[:, :, None, None]).sum(-1)
+    state = kept.values * decay.exp()[..., None, None] + added
+    y = (state * c[:, :, None, None]).sum(-1).flatten(1, 2)[:, None].to(args[0].dtype)
     op = cast(Scan, call.value.op)
-    return broadcast(y.flatten(1, 2)[:, None], ["batch", op.along, "heads", "head_dim"], call.value.shape), State(state)
+    return broadcast(y, ["batch", op.along, "heads", "head_dim"], call.value.shape), State(state)
 
 
 def _shift_order(v: Value) -> list[str]:

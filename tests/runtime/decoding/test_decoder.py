@@ -11,8 +11,31 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from megaloom.dsl import Model, graph
+from megaloom.dsl import (
+    Attention,
+    Dim,
+    DocumentIndices,
+    Embed,
+    Layer,
+    Model,
+    NextToken,
+    PositionLookup,
+    RMSNorm,
+    Shift,
+    Unembed,
+    Value,
+    apply,
+    fn,
+    graph,
+    ids,
+    model,
+    packed,
+    repeat,
+    residual,
+    weight,
+)
 from megaloom.dsl.graph import without_loss
+from megaloom.examples.own_layer import TokenShift
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.modules.initial_weights import initial_weight
@@ -33,7 +56,31 @@ class Difference:
 
 
 def model_of(name: str) -> Model:
-    return FAMILIES[name].make(0.0)
+    return OTHERS[name]() if name in OTHERS else FAMILIES[name].make(0.0)
+
+
+def own_layers() -> Model:
+    """A model of layers of the user's own, which read earlier tokens."""
+    d = Dim("embed", 24)
+    wte, wpe = weight("wte", Dim("vocab", VOCAB), d), weight("wpe", Dim("position", 40), d)
+    blocks = residual(RMSNorm(), TokenShift(36)) >> residual(RMSNorm(), PositionedAttention(4, wpe))
+    return model("own-layers", ids() >> Embed(wte) >> repeat(2, blocks) >> Unembed(wte) >> NextToken())
+
+
+@frozen
+class PositionedAttention(Layer):
+    """Attention with ALiBi in a window, after a function of learned positions two tokens before is added."""
+
+    heads: int
+    table: Value
+
+    def body(self, x: Value, /, **side: Value) -> Value:
+        located = fn("tanh", apply(PositionLookup("position", 1), x, self.table) * x)
+        y = x + 2.0 * apply(Shift("seq", -2), located)
+        return y >> Attention(heads=self.heads, alibi=True, window=6)
+
+
+OTHERS = {"own layers": own_layers, "packed": lambda: packed(FAMILIES["gpt2"].make(0.0))}
 
 
 def weights_of(m: Model) -> dict[str, Tensor]:
@@ -52,7 +99,8 @@ def oracle(m: Model, weights: Mapping[str, Tensor], tokens: list[int], source: l
     inputs = {}
     for n in g.nodes:
         if n.is_input and n.name not in g.only_for_losses:
-            inputs[n.name] = torch.tensor([source if "source" in n.shape else tokens])
+            given = torch.tensor([source if "source" in n.shape else tokens])
+            inputs[n.name] = torch.zeros_like(given) if isinstance(n.op, DocumentIndices) else given
     (logits, *_) = interpret(without_loss(m), weights, inputs)
     return logits[0, -1]
 
@@ -107,7 +155,7 @@ def difference(name: str, tp: int, pp: int) -> float | None:
     return worst if logits is not None else None
 
 
-WRITERS = [name for name in FAMILIES if not name.startswith(("bert", "vit", "llava"))]
+WRITERS = [*OTHERS, *(name for name in FAMILIES if not name.startswith(("bert", "vit", "llava")))]
 
 
 def test_each_family_goes_on_token_by_token() -> None:
@@ -120,6 +168,7 @@ LAYOUTS = [
     *((name, 2, 2) for name in ("gpt-oss", "deepseek-v3", "nemotron-h", "gemma2", "bart")),
     ("t5", 1, 4),
     ("bloom", 4, 1),
+    ("own layers", 2, 2),
 ]
 
 
