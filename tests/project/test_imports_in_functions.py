@@ -33,6 +33,8 @@ REASONS = {
     "runtime/training/failures.py": "the starting process does not load torch; its ranks do",
     "runtime/training/run.py": "the starting process does not load torch; its ranks do",
     "runtime/training/verify.py": "the starting process does not load torch; its ranks do",
+    "examples/scripts/compare_logits.py": "the starting process does not load torch; its ranks do",
+    "examples/scripts/small_llama.py": "`--help` does not wait for transformers",
     "examples/scripts/own_loss.py": "a declaration imports torch only when it is trained",
     "examples/scripts/own_steps.py": "a declaration imports torch only when it is trained",
     "examples/scripts/t5_over_stages.py": "the starting process does not load torch; its ranks do",
