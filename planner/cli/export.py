@@ -30,7 +30,7 @@ def export(
     to
         The program: megatron-lm (a shell script), megatron-bridge (overrides of a recipe), accelerate (a YAML file),
         torchtitan (a TOML file), slurm (a job for sbatch that runs `megaloom train`, or Megatron-LM if the plan was
-        made with --runtime megatron).
+        made with --runtime megatron), kubernetes (a PyTorchJob) and skypilot (a task) that run `megaloom train`.
     output
         The file to write. [default: standard output]
     """

@@ -1,1 +1,1 @@
-"""Plans written as files for other programs: Megatron-LM, Megatron-Bridge, Accelerate, torchtitan and Slurm."""
+"""Plans written as files for Megatron-LM, Megatron-Bridge, Accelerate, torchtitan, and as jobs of `megaloom train`."""

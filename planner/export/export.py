@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megaloom.planner.contract.workload import Runtime
 
-from .target import TRAIN_INSTEAD, Target
+from .target import LAUNCH_FILES, TRAIN_INSTEAD, Target, refuse
 
 if TYPE_CHECKING:
     from megaloom.dsl.graph import Graph, Model
@@ -48,20 +48,18 @@ def export_plan(plan: Plan, model: Model, target: Target, path: str = "plan.json
 
     g = graph(model)
     if _trains_here(target, plan):
-        from .slurm import train_job
-
         for limit in runtime_violations(plan.layout, g, plan.workload, plan.cluster):
-            raise UserError(f"the Slurm job would run `megaloom train`, which cannot run this plan: {limit}")
-        return train_job(plan, g.name, path)
-    if model.lora is not None:
-        raise UserError(f"exports to {target} have no low-rank adapters\n{TRAIN_INSTEAD}")
+            raise UserError(f"the {target.program} job would run `megaloom train`, which cannot run this plan: {limit}")
+        return _launch_file(target)(plan, g.name, path)
     with _runtime_limits_named(plan, g):
         return _writer(target)(plan, g)
 
 
 def _trains_here(target: Target, plan: Plan) -> bool:
     """Return whether the export is a job of `megaloom train`."""
-    return target is Target.SLURM and plan.runtime is Runtime.MEGALOOM
+    if target in LAUNCH_FILES - {Target.SLURM} and plan.runtime is not Runtime.MEGALOOM:
+        refuse(target, f"a plan made with --runtime {plan.runtime}", "plan without --runtime, or use --to slurm")
+    return target in LAUNCH_FILES and plan.runtime is Runtime.MEGALOOM
 
 
 def _options_of(target: Target) -> Target:
@@ -82,6 +80,17 @@ def _runtime_limits_named(plan: Plan, g: Graph) -> Iterator[None]:
             instead = f"`megaloom train` cannot run it either: {limit}"
             raise UserError(str(error).replace(TRAIN_INSTEAD, instead)) from None
         raise
+
+
+def _launch_file(target: Target) -> Callable[[Plan, str, str], str]:
+    """Return the function that writes a job of `megaloom train`."""
+    from . import cluster_jobs, slurm
+
+    return {
+        Target.SLURM: slurm.train_job,
+        Target.KUBERNETES: cluster_jobs.pytorch_job,
+        Target.SKYPILOT: cluster_jobs.sky_task,
+    }[target]
 
 
 def _writer(target: Target) -> Callable[[Plan, Graph], str]:

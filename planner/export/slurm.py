@@ -24,10 +24,15 @@ def machines(cluster: Cluster) -> tuple[int, int]:
     return cluster.count // each, each
 
 
+def check_gpus(cluster: Cluster, target: Target) -> None:
+    """Raise UserError for a cluster without GPUs: jobs ask for some."""
+    if cluster.device.name == "CPU":
+        refuse(target, f"{cluster}: its jobs ask for GPUs", "`megaloom train` starts processes on CPUs")
+
+
 def sbatch_header(cluster: Cluster, name: str) -> str:
     """Return the #SBATCH lines: one task per machine, which starts one process per device."""
-    if cluster.device.name == "CPU":
-        refuse(Target.SLURM, f"{cluster}: its jobs ask for GPUs", "`megaloom train` starts processes on CPUs")
+    check_gpus(cluster, Target.SLURM)
     nodes, each = machines(cluster)
     return f"""#SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
@@ -47,7 +52,7 @@ def train_job(plan: Plan, name: str, path: str) -> str:
 {sbatch_header(plan.cluster, name)}# Arguments after THIS_FILE go to `megaloom train`: --data, --steps, --lr, ...
 set -euo pipefail
 {MASTER_ADDR}
-srun torchrun --nnodes {nodes} --nproc-per-node {each} \\
+srun --kill-on-bad-exit=1 torchrun --nnodes {nodes} --nproc-per-node {each} \\
   --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$MASTER_ADDR:{PORT}" \\
   -m megaloom.runtime.cli train {shlex.quote(path)} "$@"
 """

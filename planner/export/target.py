@@ -16,6 +16,8 @@ class Target(StrEnum):
     ACCELERATE = "accelerate"
     TORCHTITAN = "torchtitan"
     SLURM = "slurm"
+    KUBERNETES = "kubernetes"
+    SKYPILOT = "skypilot"
 
     @property
     def program(self) -> str:
@@ -23,12 +25,17 @@ class Target(StrEnum):
         return _TITLES[self]
 
 
+LAUNCH_FILES = frozenset({Target.SLURM, Target.KUBERNETES, Target.SKYPILOT})
+"""Files that start `megaloom train` with the plan itself."""
+
 _TITLES = {
     Target.MEGATRON_LM: "Megatron-LM",
     Target.MEGATRON_BRIDGE: "Megatron-Bridge",
     Target.ACCELERATE: "Accelerate",
     Target.TORCHTITAN: "torchtitan",
     Target.SLURM: "Slurm",
+    Target.KUBERNETES: "Kubernetes",
+    Target.SKYPILOT: "SkyPilot",
 }
 
 

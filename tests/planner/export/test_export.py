@@ -306,7 +306,8 @@ def test_slurm_starts_megaloom_on_every_machine(tmp_path: Path) -> None:
     script = export_plan(plan, model, Target.SLURM, "runs/a plan.json")
     words = submitted(script, tmp_path, "--steps", "9")
     assert "#SBATCH --nodes=128\n" in script and "#SBATCH --gpus-per-node=4\n" in script  # an NVL72 is 18 machines
-    assert words[:5] == ["torchrun", "--nnodes", "128", "--nproc-per-node", "4"] and "n0:29500" in words
+    assert words[:2] == ["--kill-on-bad-exit=1", "torchrun"] and "n0:29500" in words
+    assert words[2:6] == ["--nnodes", "128", "--nproc-per-node", "4"]
     assert words[-6:] == ["-m", "megaloom.runtime.cli", "train", "runs/a plan.json", "--steps", "9"]
 
 
