@@ -18,7 +18,7 @@ from megaloom.dsl.facts.propagation import PlacedOp
 from megaloom.dsl.ops.attention_core import sequence_dim
 from megaloom.dsl.value import Op
 from megaloom.runtime.megatron.process_groups import ProcessGroups
-from megaloom.runtime.reference.evaluate import rotate_at
+from megaloom.runtime.reference.rotary import rotate_at
 from megaloom.runtime.reference.tensors import broadcast, names
 
 from .kept import Columns, Kept, Rows, State

@@ -6,7 +6,7 @@ The dims of every tensor are in the order of its `Value.shape`. The code is writ
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial, reduce, singledispatch
+from functools import partial, reduce, singledispatch
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,6 @@ from megaloom.dsl import (
     Route,
     Scan,
     Select,
-    Shape,
     Shift,
     Slice,
     StackLosses,
@@ -48,19 +47,19 @@ from megaloom.dsl import (
     UserError,
     Value,
 )
-from megaloom.dsl.ops.attention_core import sequence_dim
 
-from .attention_scores import alibi_slopes, finish_scores
+from .attention import attention
+from .rotary import rotate
 from .routing import (
     combine_expert_outputs,
     expert_capacity,
     tokens_by_expert,
     top_k_experts,
 )
+from .sequence import convolution, scan
 from .tensors import (
     broadcast,
     dim_index,
-    einsum,
     names,
     product,
 )
@@ -155,83 +154,12 @@ def _(op: PositionLookup, out: Value, *args: Tensor) -> Tensor:
 
 @evaluate.register
 def _(op: Rope, out: Value, *args: Tensor) -> Tensor:
-    (x,) = args
-    shape, seq = out.shape, sequence_dim(out.shape).name
-    rotation = _rotation(op, op.rotated_channels(shape), x.shape[dim_index(shape, seq)], x.dtype, x.device)
-    return _rotated(op, shape, x, *(broadcast(t, [seq, "head_dim"], shape) for t in rotation))
-
-
-def rotate_at(op: Rope, shape: Shape, x: Tensor, positions: Tensor) -> Tensor:
-    """Return x rotated where each row has positions of its own, [batch, seq]."""
-    rotation = _rotation_at(op, op.rotated_channels(shape), positions, x.dtype)
-    dims = ["batch", sequence_dim(shape).name, "head_dim"]
-    return _rotated(op, shape, x, *(broadcast(t, dims, shape) for t in rotation))
-
-
-def _rotated(op: Rope, shape: Shape, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    n, last = op.rotated_channels(shape), dim_index(shape, "head_dim")
-    rotated, rest = x.split([n, x.shape[last] - n], last)
-    pair_dim = last + 1 if op.interleaved else last  # index of the dim that holds the two channels of a pair
-    a, b = rotated.unflatten(last, (-1, 2) if op.interleaved else (2, -1)).unbind(pair_dim)
-    pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), pair_dim)
-    return torch.cat((pairs.flatten(last, last + 1), rest), last)
-
-
-@lru_cache(maxsize=32)
-def _rotation(op: Rope, channels: int, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [positions, channels / 2], which all layers share."""
-    return _rotation_at(op, channels, torch.arange(count, device=device), dtype)
-
-
-def _rotation_at(op: Rope, channels: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [.., channels / 2] of positions [..]."""
-    angles = positions[..., None].double() * _frequencies(op, channels, positions.device)
-    cos, sin = ((t * op.magnitude).to(dtype) for t in (angles.cos(), angles.sin()))
-    return cos, sin
-
-
-@lru_cache(maxsize=32)
-def _frequencies(op: Rope, channels: int, device: torch.device) -> Tensor:
-    """Return the angle between neighbouring positions of each pair of channels, float64 [channels / 2]."""
-    return torch.tensor(op.frequencies(channels), device=device, dtype=torch.float64)
+    return rotate(op, out.shape, *args)
 
 
 @evaluate.register
 def _(op: Attend, out: Value, *args: Tensor) -> Tensor:
     return attention(op, out, *args)
-
-
-def attention(
-    op: Attend, out: Value, *args: Tensor, dropped: Callable[[Tensor, list[str]], Tensor] | None = None
-) -> Tensor:
-    """Return attention. dropped: dropout of the probabilities, a function of them and the names of their dims.
-
-    The dims are [batch .., heads, queries, keys].
-    """
-    q, k, v, *others = args
-    indices = [others.pop(-2), others.pop()] if op.documents else []
-    rows, columns = (sequence_dim(a.shape).name for a in out.args[:2])
-    renamed = {columns: "keys", "kv_heads": "heads"}  # key/value heads are repeated, one for each query head
-    query = names(out.args[0].shape)
-    key, value = ([renamed.get(n, n) for n in names(a.shape)] for a in out.args[1:3])
-    heads = q.shape[query.index("heads")]
-    k, v = (t.repeat_interleave(heads // t.shape[i := n.index("heads")], i) for t, n in ((k, key), (v, value)))
-    score_dims = [*(n for n in query if n not in ("heads", rows, "head_dim")), "heads", rows, "keys"]
-    scores = einsum(q, query, k, key, score_dims) * (
-        q.shape[query.index("head_dim")] ** -0.5 if op.scale is None else op.scale
-    )
-    count = k.shape[key.index("keys")]
-    offset = torch.arange(count, device=q.device) - torch.arange(scores.shape[-2], device=q.device)[:, None]
-    other_document = None
-    if indices:
-        of_queries = broadcast(indices[0], out.args[-2].shape, score_dims)
-        of_keys = broadcast(indices[1], ["batch", "keys"], score_dims)
-        other_document = of_queries != of_keys
-    slopes = alibi_slopes(heads) if op.alibi else None
-    scores = finish_scores(op, scores, *others, offset=offset, slopes=slopes, other_document=other_document)
-    weights = scores.softmax(-1)[..., :count]
-    weights = weights if dropped is None else dropped(weights, score_dims)
-    return einsum(weights, score_dims, v, value, names(out.shape))
 
 
 @evaluate.register
@@ -260,34 +188,12 @@ def _(op: Rename, out: Value, *args: Tensor) -> Tensor:
 
 @evaluate.register
 def _(op: Conv, out: Value, *args: Tensor) -> Tensor:
-    x, kernel = args
-    channels = names(out.shape.without("batch", op.along))
-    order = ["batch", *channels, op.along]
-    taps = broadcast(kernel, out.args[1].shape, [*channels, "width"]).flatten(0, -2)[:, None]
-    padded = F.pad(broadcast(x, out.shape, order).flatten(1, -2), (taps.shape[-1] - 1, 0))
-    y = F.conv1d(padded, taps, groups=len(taps)).unflatten(
-        1, [x.shape[dim_index(out.shape, name)] for name in channels]
-    )
-    return broadcast(y, order, out.shape)
+    return convolution(op, out, *args)
 
 
 @evaluate.register
 def _(op: Scan, out: Value, *args: Tensor) -> Tensor:
-    """Return the state-space scan in its quadratic form (Mamba-2, Dao and Gu, arXiv:2405.21060, section 3).
-
-    y_l = Σ_{m ≤ l} (c_l · b_m) exp(Σ_{m < j ≤ l} dt_j a) dt_m x_m, which is causal attention of c to b with decay.
-    """
-    seq = op.along
-    state = ["batch", seq, "groups", "state"]
-    order = ["batch", seq, "heads", "head_dim"]
-    orders = (order, order[:3], ["heads"], state, state)
-    x, dt, a, b, c = (broadcast(t, v.shape, dims) for t, v, dims in zip(args, out.args, orders, strict=True))
-    b, c = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (b, c))
-    decay = (dt * a).cumsum(1).movedim(1, -1)
-    gaps = decay[..., :, None] - decay[..., None, :]
-    future = torch.ones(gaps.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
-    weights = torch.einsum("blhn,bmhn->bhlm", c, b) * gaps.masked_fill(future, -torch.inf).exp()
-    return broadcast(torch.einsum("bhlm,bmh,bmhp->blhp", weights, dt, x), order, out.shape)
+    return scan(op, out, *args)
 
 
 @evaluate.register

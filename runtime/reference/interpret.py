@@ -29,9 +29,10 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.graph import primitives
 
+from .attention import attention
 from .balancing import mean_balance
 from .dropout import MaskSource, dropout_rate, dropouts
-from .evaluate import attention, evaluate
+from .evaluate import evaluate
 from .tensors import broadcast, dim_index, names
 
 
