@@ -15,6 +15,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megaloom.runtime.launch.agreement import agreed
+from megaloom.runtime.weights.safe_pickle import check_files, only_weights
 
 from .checkpoint_folder import (
     Checkpoint,
@@ -68,7 +69,8 @@ def newest_sound(run: Path, *, fingerprint: str) -> Checkpoint | None:
 def load(engine: Stateful, checkpoint: Checkpoint) -> None:
     """Load a checkpoint, saved under any layout, into the engine's own layout. Every rank calls it.
 
-    Raise CheckpointError if its tensors are not those of the engine. Its bytes are not checked: `newest_sound` does.
+    Raise CheckpointError if its tensors are not those of the engine, UserError if a file could run code. Its bytes are
+    not checked: `newest_sound` does.
     """
     folder = checkpoint.folder
     # Without a comparable fingerprint, the checkpoint must have exactly the tensors of this model.
@@ -78,7 +80,8 @@ def load(engine: Stateful, checkpoint: Checkpoint) -> None:
     def message(error: BaseException) -> str:
         return unusable(folder, f"cannot be loaded: {first_sentence(error)}")
 
-    with checkpoint_errors(message), warnings.catch_warnings():
+    check_files(folder)
+    with checkpoint_errors(message), only_weights(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)  # megatron-core calls torch by an old name
         state = dist_checkpointing.load(engine.sharded_state(loading=True), str(folder), strict=strict)
     engine.load_state(state)

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a run: with_merged_adapters into the weights, or written in the format of PEFT."""
+"""Low-rank adapters of a run: merged into the weights, or written in the format of PEFT."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, changed_contents, crc32_of
+from megaloom.runtime.weights.safe_pickle import read_metadata
 from megaloom.runtime.weights.views import Box, View, source
 
 
@@ -26,7 +26,7 @@ def checkpoint_views(checkpoint: Checkpoint, *, checked: bool = True) -> dict[st
     for name, file in checkpoint.manifest.files.items() if checked else ():
         if crc32_of(folder / name) != file.crc32:
             raise changed_contents(folder, name)
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = read_metadata(folder)
     tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
     return {name: _view(folder, metadata, name, it) for name, it in tensors.items()}
 

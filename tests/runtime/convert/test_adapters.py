@@ -96,8 +96,8 @@ def check(it: Case, ours: Tensor) -> None:
     near = 2e-5 * max(1.0, float(ours.std()))
     with torch.no_grad():
         assert float((base(**named(it.inputs)).logits - ours).abs().max()) > 100 * near
-        whole = theirs_class.from_pretrained(it.folder / "hf", attn_implementation="eager").eval()
-        assert float((whole(**named(it.inputs)).logits - ours).abs().max()) < near
+        with_all = theirs_class.from_pretrained(it.folder / "hf", attn_implementation="eager").eval()
+        assert float((with_all(**named(it.inputs)).logits - ours).abs().max()) < near
         theirs = loaded(base, it.folder / "peft", mixture=it.name == "deepseek-v2").eval()
         assert float((theirs(**named(it.inputs)).logits - ours).abs().max()) < near
     adapters = peft.get_peft_model_state_dict(theirs)
