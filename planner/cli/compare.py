@@ -38,8 +38,8 @@ def compare(
     from megaloom.planner.contract.plan_json import load
     from megaloom.planner.contract.planned_model import planned_model
     from megaloom.planner.report.chrome_trace import replay
-    from megaloom.planner.report.measured_step import check_same_model, read_trace
-    from megaloom.planner.report.step_comparison import step_comparison, step_comparison_json
+    from megaloom.planner.report.measured.measured_step import check_same_model, read_trace
+    from megaloom.planner.report.measured.step_comparison import step_comparison, step_comparison_json
     from megaloom.planner.rules.plan_check import check_plan
 
     path, folder = (plan / "plan.json", plan) if plan.is_dir() else (plan, plan.parent)

@@ -32,7 +32,7 @@ from megaloom.planner.contract.plans import Plan, PlanError
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.report.chrome_trace import replay, write_file
-from megaloom.planner.report.measured_step import read_trace, with_prediction
+from megaloom.planner.report.measured.measured_step import read_trace, with_prediction
 from megaloom.planner.rules.plan_check import check_plan
 from megaloom.planner.search.search import plan as search
 from megaloom.runtime.checkpoints.checkpoint_folder import Retention, checkpoint_folders
@@ -100,6 +100,8 @@ def run_train(
         _add_prediction(summary.trace, plan)
     resume = {**given, "data": options["data"], "split": options["split"], "out": options["out"], **asdict(recipe)}
     resume["set"] = () if _is_plan(model) or is_run(model) else as_words(arguments)
+    trackers = {name: value for name, value in asdict(options["watching"]).items() if name != "profile"}
+    resume |= {name: value for name, value in trackers.items() if value}
     resume["steps"] = steps = 2 * max(recipe.steps, summary.step)
     parts = [f"\nto train further: {_command(model, resume)}"]
     if recipe.schedule.has_end and recipe.decay_steps is None:

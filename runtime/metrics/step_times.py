@@ -74,7 +74,7 @@ class StepRecorder:
     def __init__(self, engine: Engine, *, nodes: bool) -> None:
         self.engine, self.nodes = engine, nodes
         self.marks: list[_Mark] = []
-        self.passes: Counter[int] = Counter()  # forward passes of each chunk
+        self.passes: Counter[tuple[str, int]] = Counter()  # by name and chunk
         self.outputs: dict[int, dict[str, int | str]] = {}  # a pass by the id of its output
         self.current: dict[str, int | str] = {}  # the pass that runs
         self.running = FORWARD  # what a forward pass is for
@@ -146,16 +146,14 @@ class StepRecorder:
     def _forward(self, run: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Run one micro-batch forward through a chunk; `args` are those of megatron-core's `forward_step`."""
         chunk = next(i for i, each in enumerate(self.engine.chunks) if each is args[2])
-        training = torch.is_grad_enabled()
-        pp, rank = self.engine.plan.layout.pp, self.engine.groups.pp_rank
-        number = self.passes[chunk if training else -1 - chunk]
-        self.passes[chunk if training else -1 - chunk] += 1
-        self.current = {"microbatch": number, "chunk": chunk, "stage": chunk * pp + rank}
-        self.running = FORWARD if training else COUNTING
+        self.running = FORWARD if torch.is_grad_enabled() else COUNTING
+        stage = chunk * self.engine.plan.layout.pp + self.engine.groups.pp_rank
+        self.current = {"microbatch": self.passes[self.running, chunk], "chunk": chunk, "stage": stage}
+        self.passes[self.running, chunk] += 1
         start = _now()
         result = run(*args, **options)
         self.marks.append(_Mark(self.running, COMPUTE, start, _now(), self.current))
-        if training:
+        if self.running == FORWARD:
             self.outputs[id(_tensor(result[0]))] = self.current
         return result
 

@@ -39,7 +39,7 @@ class Watching:
 
     def check_steps(self, done: int, steps: int) -> None:
         """Raise UserError unless the step to profile is one that a run from step `done` to `steps` does."""
-        if self.profile is not None and not done < self.profile <= steps:
-            raise UserError(
-                f"--profile {self.profile} is not a step of this run\ngive a step from {done + 1} to {steps}"
-            )
+        if self.profile is None or done < self.profile <= steps:
+            return
+        fix = f"give a step from {done + 1} to {steps}" if done < steps else f"give more --steps than {steps}"
+        raise UserError(f"--profile {self.profile} is not a step of this run, which has done {done} steps\n{fix}")

@@ -15,7 +15,7 @@ from megaloom.planner.contract.choices import OverlapSet, Recompute, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.report.chrome_trace import replay, trace_json
-from megaloom.planner.report.measured_step import (
+from megaloom.planner.report.measured.measured_step import (
     KINDS,
     WAITING,
     MeasuredTrace,
@@ -24,7 +24,7 @@ from megaloom.planner.report.measured_step import (
     seconds_of_trace,
     with_prediction,
 )
-from megaloom.planner.report.step_comparison import by_layer
+from megaloom.planner.report.measured.step_comparison import by_layer
 from megaloom.runtime.cli.main import main
 from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.metrics.metrics_file import read_metrics
@@ -176,8 +176,11 @@ def test_compare_prints_where_they_differ(
 def test_a_step_that_the_run_does_not_do_is_refused(profiled: tuple[Path, Plan, Summary]) -> None:
     folder, plan, _ = profiled
     for step in (0, 3, 5):
-        with pytest.raises(UserError, match=rf"--profile {step} is not a step of this run\ngive a step from 4 to 4"):
+        says = rf"--profile {step} is not a step of this run, which has done 3 steps\ngive a step from 4 to 4"
+        with pytest.raises(UserError, match=says):
             train(plan, Recipe(steps=4), folder=folder, watching=Watching(profile=step))
+    with pytest.raises(UserError, match="give more --steps than 3"):
+        train(plan, Recipe(steps=3), folder=folder, watching=Watching(profile=4))
 
 
 def test_trackers_have_the_steps(profiled: tuple[Path, Plan, Summary]) -> None:

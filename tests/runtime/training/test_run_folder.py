@@ -13,6 +13,7 @@ from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.json_form import fingerprint
 from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
 from megaloom.runtime.checkpoints.checkpoint_folder import Manifest, SavedFile, manifest_to_json
@@ -150,3 +151,13 @@ def test_other_zips_are_refused(tmp_path: Path, head: str | None, says: str) -> 
     with pytest.raises(UserError, match="is damaged or no artefact"):
         unpack(tmp_path / "y.megaloom", tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def test_a_continued_run_keeps_the_reference_of_its_model(tmp_path: Path, plan_of: Callable[..., Plan]) -> None:
+    """The arguments of the model's function stay in plan.json, though a run loads its model from model.json."""
+    plan = plan_of("stdlib-gpt(layers=1)", Layout(dp=2))
+    save_run(tmp_path, plan, find(plan.model)[0], Recipe(), {})
+    loaded = load_run(tmp_path)
+    assert loaded.plan.model == str(tmp_path / "model.json")
+    save_run(tmp_path, loaded.plan, loaded.model, Recipe(), {})
+    assert load(tmp_path / "plan.json").model == "megaloom.examples.stdlib_gpt:stdlib_gpt(layers=1)"

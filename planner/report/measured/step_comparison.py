@@ -16,11 +16,11 @@ from rich.text import Text
 
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.report.to_json import JSON_VERSION
+from megaloom.planner.report.units import Unit, text_table
 from megaloom.planner.simulate.price import Priced
 
 from .measured_step import MeasuredTrace, StepSeconds, seconds_of_plan, seconds_of_trace
-from .to_json import JSON_VERSION
-from .units import Unit, text_table
 
 MAX_ROWS = 12  # layers that are shown
 MAX_RANKS = 16  # pipeline ranks that are shown

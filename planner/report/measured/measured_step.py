@@ -19,9 +19,8 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.cost.columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, STEP_COLUMNS
+from megaloom.planner.report.chrome_trace import COMPUTE_THREAD, SEND_THREAD, end_of_step_slices, trace_events
 from megaloom.planner.simulate.price import Priced
-
-from .chrome_trace import COMPUTE_THREAD, SEND_THREAD, end_of_step_slices, trace_events
 
 PREDICTED_PID = 1_000_000
 """Process number of the first predicted pipeline rank in a trace of both."""

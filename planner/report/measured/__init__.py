@@ -1,0 +1,1 @@
+"""Measured steps beside their predictions: traces that the runtime writes, their sums, and tables of differences."""
