@@ -5,6 +5,7 @@ Each rank has written chunks of each tensor. A view reads the chunks that its pa
 
 from __future__ import annotations
 
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 
@@ -55,8 +56,15 @@ def _inside(part: list[range], of: list[range]) -> tuple[slice, ...]:
 def _chunk(folder: Path, metadata: Metadata, index: MetadataIndex) -> Tensor:
     """Return a chunk, which a rank has written with `torch.save` into its file."""
     place = metadata.storage_data[index]  # type: ignore[index]
-    with (folder / place.relative_path).open("rb") as file:
-        file.seek(place.offset)
-        values = torch.load(BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+    path = folder / place.relative_path
+    return _read(path, path.stat().st_mtime_ns, place.offset, place.length)
+
+
+@lru_cache(maxsize=1)  # the experts of a mixture, and the matrices of an attention, are parts of one chunk
+def _read(path: Path, changed_at: int, offset: int, length: int) -> Tensor:
+    """Return the tensor at this place of a file. changed_at: nanoseconds."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        values = torch.load(BytesIO(file.read(length)), map_location="cpu", weights_only=True)
     assert isinstance(values, Tensor)
     return values

@@ -61,7 +61,7 @@ class Ending:
         """Return why a sequence ends with these tokens; None if it goes on."""
         if tokens[-1] in self.eos:
             return "eos"
-        if self.settings.stop and any(text in self.decode(tokens) for text in self.settings.stop):
+        if self.settings.stop_strings and any(x in self.decode(tokens) for x in self.settings.stop_strings):
             return "stop"
         return "length" if len(tokens) >= self.most else None
 

@@ -150,11 +150,10 @@ def make_job(
 
 def generations(job: Job, prompts: Sequence[str | Sequence[int]], written: Sequence[Written]) -> tuple[Generation, ...]:
     """Return sequences with their texts."""
-    text = PromptText.load(job.tokenizer)
+    text, stop = PromptText.load(job.tokenizer), job.settings.stop_strings
     shown = [prompt if isinstance(prompt, str) else text.decode(prompt) for prompt in prompts]
     return tuple(
-        Generation(shown[x.prompt], text.written(_without_end(x), job.settings.stop), x.tokens, x.reason, x.score)
-        for x in written
+        Generation(shown[x.prompt], text.written(_without_end(x), stop), x.tokens, x.reason, x.score) for x in written
     )
 
 
@@ -163,9 +162,9 @@ def generate_on_rank(job: Job) -> list[Written] | None:
     graph = decoding_graph(job.trained.graph)
     groups, bounds = create_process_groups(job.layout), stage_bounds(graph, job.layout)
     decoder = Decoder.build(graph, bounds, first_after_mixing(graph), groups, job.precision, job.trained.weights())
-    source, text = choosing_rank(decoder), PromptText.load(job.tokenizer)
+    rank, source, text = torch.distributed.get_rank(), choosing_rank(decoder), PromptText.load(job.tokenizer)
     ending, found = Ending(job.settings, job.eos, text.decode, job.forced), list[Written]()
-    stream = TextStream(text, job.settings.stop, _print) if job.stream and torch.distributed.get_rank() == 0 else None
+    stream = TextStream(text, job.settings.stop_strings, _print) if job.stream and rank == 0 else None
 
     def show(choice: Choice) -> None:
         if stream and choice.tokens[0] not in job.eos:
@@ -180,7 +179,7 @@ def generate_on_rank(job: Job) -> list[Written] | None:
     if stream:
         stream.end()
         _print("\n")
-    return sorted(found, key=lambda x: (x.prompt, x.number)) if torch.distributed.get_rank() == source else None
+    return sorted(found, key=lambda x: (x.prompt, x.number)) if rank == source else None
 
 
 def _print(text: str) -> None:

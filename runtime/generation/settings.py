@@ -76,7 +76,7 @@ class GenerationSettings:
     """Sequences for each prompt: samples, or the best beams."""
     eos_token_id: tuple[str, ...] | None = None
     """Tokens that end a sequence, by id or name. [default: those of the Hugging Face files, or of the tokenizer]"""
-    stop: tuple[str, ...] = ()
+    stop_strings: tuple[str, ...] = ()
     """Texts that end a sequence. They are not part of the text that is returned."""
     seed: int = field(default=0, validator=_at_least(0))
     """Seed of the draws of --do-sample."""
@@ -96,8 +96,8 @@ class GenerationSettings:
                 f"--num-return-sequences {self.num_return_sequences} needs as many beams, or samples\n"
                 f"add --num-beams {self.num_return_sequences} or --do-sample"
             )
-        if "" in self.stop:
-            raise UserError("--stop must not be empty: each text would end at once")
+        if "" in self.stop_strings:
+            raise UserError("--stop-strings must not be empty: each text would end at once")
 
     @property
     def copies(self) -> int:

@@ -35,6 +35,7 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.graph import without_loss
+from megaloom.dsl.hf.lora_targets import lora
 from megaloom.examples.own_layer import TokenShift
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.launch import launcher
@@ -80,7 +81,11 @@ class PositionedAttention(Layer):
         return y >> Attention(heads=self.heads, alibi=True, window=6)
 
 
-OTHERS = {"own layers": own_layers, "packed": lambda: packed(FAMILIES["gpt2"].make(0.0))}
+OTHERS = {
+    "own layers": own_layers,
+    "packed": lambda: packed(FAMILIES["gpt2"].make(0.0)),
+    "adapters": lambda: lora(FAMILIES["llama"].make(0.0), 3),
+}
 
 
 def weights_of(m: Model) -> dict[str, Tensor]:
@@ -169,6 +174,7 @@ LAYOUTS = [
     ("t5", 1, 4),
     ("bloom", 4, 1),
     ("own layers", 2, 2),
+    ("adapters", 2, 2),
 ]
 
 

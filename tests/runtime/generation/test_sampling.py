@@ -48,7 +48,7 @@ def test_a_draw_depends_on_seed_and_numbers_only() -> None:
 
 
 def test_rows_end_at_a_text_or_at_the_largest_length() -> None:
-    greedy = sampler(2, do_sample=False, stop=("ba",), max_new_tokens=3)
+    greedy = sampler(2, do_sample=False, stop_strings=("ba",), max_new_tokens=3)
     one_hot = torch.eye(4)
     assert greedy.choose(one_hot[[1, 1]]) == Choice((0, 1), (1, 1))
     assert greedy.choose(one_hot[[0, 2]]) == Choice((ENDED, 1), (0, 2))

@@ -20,7 +20,7 @@ WRONG = [
         "--num-return-sequences 2 needs as many beams, or samples\nadd --num-beams 2",
     ),
     ({"repetition_penalty": -1.0}, "--repetition-penalty must be above 0, got -1"),
-    ({"stop": ("",)}, "--stop must not be empty: each text would end at once"),
+    ({"stop_strings": ("",)}, "--stop-strings must not be empty: each text would end at once"),
 ]
 
 
