@@ -143,14 +143,18 @@ class Saver:
         """Wait until this rank's thread has ended. Call `finish` before."""
         self.thread.shutdown(wait=True)
 
+    def remove_unfinished(self) -> None:
+        """On rank 0, remove what interrupted saves and removals have left."""
+        if dist.get_rank() == 0:
+            if self.removal:
+                self.removal.exception()  # waits; what it could not remove goes here
+            _remove(list(self.run.glob("step-*.tmp")))
+
     def _prepare(self, unfinished: Path, space: Space) -> None:
-        """On rank 0, create the folder to write in, without what interrupted saves have left."""
+        """On rank 0, create the folder to write in."""
         if dist.get_rank():
             return
-        if self.removal:
-            self.removal.exception()  # waits; the next line removes what is left
-        for leftover in self.run.glob("step-*.tmp"):
-            shutil.rmtree(leftover)
+        self.remove_unfinished()
         unfinished.mkdir(parents=True)
         if _free_nbytes(self.run) < space.needed:
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -120,6 +120,7 @@ class Loop:
         """Train to the last step, or until a signal asks to stop."""
         run, engine = self.run, self.engine
         self._print_resumed()
+        self.saver.remove_unfinished()
         held_out, test, stopped = None, None, 0
         validation = run.corpus.validation
         while engine.done < run.recipe.steps and not stopped:

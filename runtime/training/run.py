@@ -40,7 +40,7 @@ from megaloom.runtime.weights.kept_files import CONFIG, keep_files
 from .failures import advice_if_rank_failed, errors_with_rank, memory_and_disk_advice
 from .rank_inputs import check_same_data, check_same_plan, check_shared_folder
 from .run_data import DataOptions, as_sources, check_rampup, open_data, steps_of
-from .run_folder import save_run
+from .run_folder import check_folder, save_run
 from .training_run import Summary, TrainingRun
 
 SAVE_SECONDS = 300.0
@@ -122,6 +122,7 @@ def prepare_run(
     watching.check_packages()
     if not started_by_launcher():
         launcher.check(plan.layout.world)
+    check_folder(folder)
     saved = latest(folder, fingerprint=plan.fingerprint)  # refuse another model's or a damaged one before any work
     if data.epochs is None:
         watching.check_steps(saved.manifest.step if saved else 0, recipe.steps)

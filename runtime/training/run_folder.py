@@ -30,6 +30,11 @@ RUN_VERSION = 1
 """Version of run.json."""
 MODEL_FILE, PLAN_NAME, OPTIONS_NAME = "model.json", "plan.json", "run.json"
 RECIPE_FIELDS = frozenset(f.name for f in fields(Recipe))
+FOREIGN = (
+    ("latest_checkpointed_iteration.txt", "a checkpoint of Megatron-LM", ""),
+    ("model*.safetensors", "a Hugging Face folder", "start from its weights with --from, and "),
+)
+"""Files of folders that other programs write: their pattern, their owner, and advice."""
 
 Options = Mapping[str, Any]
 """Options of `megaloom train` by name, without those that the plan decides."""
@@ -74,6 +79,15 @@ def _with_source(plan: Plan, folder: Path) -> Plan:
         return plan
     before = load_plan(folder / PLAN_NAME)
     return evolve(plan, model=before.model) if before.fingerprint == plan.fingerprint else plan
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UserError unless a run may write into a folder: it has a run of this version, or nothing of others."""
+    if is_run(folder):
+        load_options(folder)
+    for pattern, owner, fix in FOREIGN:
+        if any(folder.glob(pattern)):
+            raise UserError(f"{folder} has {pattern}, a file of {owner}\n{fix}choose another folder with --out")
 
 
 def is_run(path: str | Path) -> bool:

@@ -16,6 +16,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
+from megaloom.runtime import train
 from megaloom.runtime.checkpoints.checkpoint_folder import Manifest, SavedFile, manifest_to_json
 from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.training.artefact import pack, unpack
@@ -84,6 +85,29 @@ def test_a_damaged_folder_is_refused(run: Path, name: str, text: str, says: str)
     (run / name).write_text(text)
     with pytest.raises(UserError, match=says):
         load_run(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("run.json", '{"version": 99, "options": {}}', r"run\.json has version 99; this megaloom reads version 1\n"),
+        ("run.json", '{"version": 1, "opt', r"run\.json is damaged: it is not JSON with options\n"),
+        ("latest_checkpointed_iteration.txt", "100", r"a file of a checkpoint of Megatron-LM\nchoose another .*--out"),
+        (
+            "model-00001-of-00002.safetensors",
+            "",
+            r"a file of a Hugging Face folder\nstart from .* --from",
+        ),
+    ],
+)
+def test_training_writes_nothing_into_a_newer_or_foreign_folder(
+    tmp_path: Path, plan_of: Callable[..., Plan], name: str, text: str, says: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=says):
+        train(plan_of("byte_llama", Layout()), Recipe(steps=1), folder=tmp_path, source=__file__)
+    assert {path.name for path in tmp_path.iterdir()} - {".lock"} == {name}
+    assert (tmp_path / name).read_text() == text
 
 
 def test_another_models_plan_is_refused(run: Path, plan_of: Callable[..., Plan]) -> None:
