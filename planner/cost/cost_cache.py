@@ -2,12 +2,12 @@
 
 `CostCache.bare_table(layout)` gives the costs of all kinds, equal to those of `cost_table`. Most kinds see only some
 axes of a layout, and of a micro-batch only its number of tokens. The facts of a node are affine in that number, so that
-two evaluations give all others.
+two evaluations give all others; a sharding that only `large_batch_seconds` asks for takes one.
 """
 
 from __future__ import annotations
 
-from math import lcm
+from math import gcd, lcm
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from megaloom.dsl.ops.norm import Drop, Normalize
 from megaloom.dsl.ops.routing import Combine, Gate, Route
 from megaloom.dsl.ops.shape import Select
 from megaloom.dsl.ops.weight import Input, Lookup, Weight
-from megaloom.dsl.sharding_table import SEQUENCES
+from megaloom.dsl.sharding_table import SEQUENCES, Split
 from megaloom.dsl.value import (
     Affine,
     Clamp,
@@ -106,6 +106,20 @@ def _affine(a: Any, b: Any) -> AffineFact:
     return a, {k: x for k, x in values.items() if k not in slopes}, slopes
 
 
+@frozen
+class Evaluation:
+    """A number of tokens for which the facts of a node are evaluated."""
+
+    execution: Execution
+    batch: int
+    seq: int
+
+    def costs(self, node: Node, split: Split) -> Costs:
+        """Return the facts."""
+        separate = not self.execution.module
+        return costs(node, batch=self.batch, seq=self.seq, split=split, losses=False, separate=separate)
+
+
 @define(eq=False)
 class CostCache:
     """Costs of the node kinds of one job, kept from layout to layout."""
@@ -116,7 +130,8 @@ class CostCache:
     profile: FrameworkProfile
     job: Job = field(init=False)
     _sensitivity: list[Sensitivity] = field(init=False)
-    _facts: dict[tuple[object, ...], tuple[Execution, AffineFacts]] = field(factory=dict, init=False)
+    _first: dict[tuple[object, ...], tuple[Evaluation, Costs]] = field(factory=dict, init=False)
+    _facts: dict[tuple[object, ...], AffineFacts] = field(factory=dict, init=False)
     _costs: dict[tuple[object, ...], NodeCost] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -171,8 +186,7 @@ class CostCache:
         """Return the cost of node kind i under a simplest layout."""
         key = (i, x.split, x.micro_batch, x.overlaps, seq)
         if key not in self._costs:
-            execution, affine = self._affine_facts(i, x, seq)
-            facts = affine.at(x.micro_batch * seq)
+            execution, facts = self._facts_of(i, x, seq)
             self._costs[key] = node_cost(self.job, self.structure.kinds[i], facts, execution, x, seq)
         return self._costs[key]
 
@@ -196,19 +210,24 @@ class CostCache:
         )
         return simplest, seq
 
-    def _affine_facts(self, i: int, layout: Layout, seq: int) -> tuple[Execution, AffineFacts]:
-        """Return how the runtime runs node kind i under a layout's sharding, and its facts."""
-        split = layout.split
-        if (key := (i, split)) not in self._facts:
-            node = self.structure.kinds[i].node
-            batch = layout.micro_batch * self._sensitivity[i].share
+    def _facts_of(self, i: int, layout: Layout, seq: int) -> tuple[Execution, Costs]:
+        """Return how the runtime runs node kind i under a layout's sharding, and its facts.
+
+        The first number of tokens takes one evaluation, the second one another, all later ones none.
+        """
+        node, split, tokens = self.structure.kinds[i].node, layout.split, layout.micro_batch * seq
+        if (key := (i, split)) not in self._first:
             execution = self.job.capability.execution(node, split, self.workload.precision)
-            one, two = (
-                costs(node, batch=n, seq=seq, split=split, losses=False, separate=not execution.module)
-                for n in (batch, 2 * batch)
-            )
-            self._facts[key] = execution, AffineFacts.of(one, two, batch * seq)
-        return self._facts[key]
+            share = self._sensitivity[i].share
+            first = Evaluation(execution, layout.micro_batch * (share // gcd(share, tokens)), seq)
+            self._first[key] = first, first.costs(node, split)
+        first, facts = self._first[key]
+        if tokens == first.batch * first.seq:
+            return first.execution, facts
+        if key not in self._facts:
+            twice = evolve(first, batch=2 * first.batch)
+            self._facts[key] = AffineFacts.of(facts, twice.costs(node, split), first.batch * first.seq)
+        return first.execution, self._facts[key].at(tokens)
 
 
 def sensitivity(node: Node) -> Sensitivity:

@@ -78,7 +78,7 @@ class CostTable:
         """Return the structure of the model."""
         return self.job.structure
 
-    @property
+    @cached_property
     def least_boundary(self) -> int:
         """Return the fewest bytes that cross a stage boundary."""
         return int(self.boundary[self.structure.cut_points[1:]].min())

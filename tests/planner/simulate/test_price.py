@@ -15,8 +15,10 @@ from megaloom.dsl.graph import graph
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama, llama3_8b
 from megaloom.examples.mixtral import mixtral
+from megaloom.planner.bounds.lower_bounds import large_batch_seconds
 from megaloom.planner.contract.choices import Overlap, OverlapSet
 from megaloom.planner.contract.layout import Layout
+from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost import communication
 from megaloom.planner.cost.job import Job
@@ -102,6 +104,7 @@ def test_caches_change_no_price(name: str, runtime: Runtime) -> None:
     g, work, machine = graph(MODELS[name]), Workload(seq=64, batch=32), cluster("8xH100")
     pricer = Pricer(g, machine, work, PROFILES[runtime])
     job = Job(model_structure(g), work, machine, PROFILES[runtime])
+    large_batch_seconds(Layouts.of(LAYOUTS), pricer.cost_cache)  # as a search does first
     for layout in LAYOUTS:
         cached, pure = pricer.price(layout), price_layout(job, layout, pricer.capacity)
         assert pure.stages == cached.stages
