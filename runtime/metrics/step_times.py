@@ -90,9 +90,9 @@ class StepRecorder:
         """Record the step that runs inside. All ranks begin together."""
         with ExitStack() as stack:
             self._install(stack)
+            dist.all_reduce(torch.zeros(1, device=device.current()))
             if device.gpu_count():
                 torch.cuda.synchronize()
-            dist.barrier()
             self.base = _now()
             yield
             self.last = _now()
