@@ -18,8 +18,8 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
-from megaloom.planner.contract.choices import ModuleSet, OverlapSet, Recompute, Shard
-from megaloom.planner.contract.layout import FIELDS, LayoutField
+from megaloom.planner.contract.choices import LayoutField, ModuleSet, OverlapSet, Recompute, Shard
+from megaloom.planner.contract.layout import FIELDS
 
 _CommandT = TypeVar("_CommandT", bound=Callable[..., object])
 

@@ -1,4 +1,4 @@
-"""Enumerated values of layout fields: recompute mode, optimizer sharding, recomputed modules, overlaps.
+"""Values of layout fields: recompute mode, optimizer sharding, recomputed modules, overlaps; `LayoutField` reads them.
 
 The names of recompute modes and modules are those of `megaloom.dsl.facts.recompute`, which says what each of them
 recomputes. This file does not import the dsl, so that `plan --help` starts at once. Each value is an integer, so that
@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from enum import IntEnum, StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from attrs import frozen
 
 if TYPE_CHECKING:
     from numpy import int64
@@ -145,3 +147,39 @@ def default_overlaps(shard: N) -> N:
     """Return the mask of the overlaps that cost nothing, which a layout has unless it says otherwise."""
     mask: N = Overlap.GRADIENTS.bit + Overlap.WEIGHTS.bit * (shard == Shard.OPTIMIZER)
     return mask
+
+
+@frozen
+class LayoutField:
+    """Description of one field of a layout."""
+
+    name: str
+    kind: type[int]  # of its value in one layout: int, bool, or one of the classes above
+    minimum: int
+    maximum: int
+    flag: str  # on the command line
+    title: str  # of its column in reports
+    help: str
+
+    def parse(self, value: Any) -> int:
+        """Return the value that a user or a file gives for this field. Raises ValueError that says what is wrong."""
+        if self.kind in (int, bool):
+            if type(value) is not self.kind:
+                due = "true or false" if self.kind is bool else "a whole number"
+                raise ValueError(f"must be {due}, got {value!r:.40}")
+            return value
+        known, single = choice_names(self.kind), issubclass(self.kind, Recompute | Shard)
+        if not single and (isinstance(value, str) or not isinstance(value, Iterable)):
+            raise ValueError(f"must be a list of {', '.join(known)}; got {value!r:.40}")
+        for name in [value] if single else value:
+            if str(name) not in known:
+                due = f"one of {', '.join(known)}" if single else f"some of {', '.join(known)}, or none"
+                raise ValueError(f"must be {due}; got {str(name)!r:.40}")
+        number: int = self.kind(value)
+        return number
+
+    def plain(self, value: int) -> int | str | list[str]:
+        """Return the value of one layout as JSON has it."""
+        if isinstance(value, Recompute | Shard):
+            return str(value)
+        return [str(one) for one in value] if isinstance(value, ModuleSet | OverlapSet) else self.kind(value)

@@ -15,6 +15,7 @@ from attrs import Factory, field, fields, frozen
 from .choices import (
     DEFAULT_MODULES,
     MICROBATCH_OVERLAPS,
+    LayoutField,
     Module,
     ModuleSet,
     N,
@@ -22,7 +23,6 @@ from .choices import (
     OverlapSet,
     Recompute,
     Shard,
-    choice_names,
     default_overlaps,
     module_set,
 )
@@ -32,42 +32,6 @@ if TYPE_CHECKING:
 
 VOCAB_MULTIPLE = 128  # as Megatron-LM's --make-vocab-size-divisible-by: matrix products over an odd size are slow
 MOST = 2**20  # of any degree or count: more than any published run had, and few enough to simulate
-
-
-@frozen
-class LayoutField:
-    """Description of one field of a layout."""
-
-    name: str
-    kind: type[int]  # of its value in one layout: int, bool, or a class of `choices`
-    minimum: int
-    maximum: int
-    flag: str  # on the command line
-    title: str  # of its column in reports
-    help: str
-
-    def parse(self, value: Any) -> int:
-        """Return the value that a user or a file gives for this field. Raises ValueError that says what is wrong."""
-        if self.kind in (int, bool):
-            if type(value) is not self.kind:
-                due = "true or false" if self.kind is bool else "a whole number"
-                raise ValueError(f"must be {due}, got {value!r:.40}")
-            return value
-        known, single = choice_names(self.kind), issubclass(self.kind, Recompute | Shard)
-        if not single and (isinstance(value, str) or not isinstance(value, Iterable)):
-            raise ValueError(f"must be a list of {', '.join(known)}; got {value!r:.40}")
-        for name in [value] if single else value:
-            if str(name) not in known:
-                due = f"one of {', '.join(known)}" if single else f"some of {', '.join(known)}, or none"
-                raise ValueError(f"must be {due}; got {str(name)!r:.40}")
-        number: int = self.kind(value)
-        return number
-
-    def plain(self, value: int) -> int | str | list[str]:
-        """Return the value of one layout as JSON has it."""
-        if isinstance(value, Recompute | Shard):
-            return str(value)
-        return [str(one) for one in value] if isinstance(value, ModuleSet | OverlapSet) else self.kind(value)
 
 
 def _field(
