@@ -106,7 +106,7 @@ class Decoder:
     ) -> Tensor | None:
         """Run the nodes of this stage for which `runs` is true, between a receive and a send."""
         stage, start = self.groups.pp_rank, self.bounds[self.groups.pp_rank]
-        values = dict(inputs)
+        values, last_readers = dict(inputs), self.graph.last_readers
         if stage:
             live = filter(runs, self.graph.live(start))
             values |= {n.name: self._received(n, sizes, narrow=start > self.last_position) for n in live}
@@ -115,6 +115,7 @@ class Decoder:
                 values = {name: self._last_position(name, x) for name, x in values.items()}
             if runs(n.node):
                 values[n.node.name] = run(n, values, rows)
+            values = {name: x for name, x in values.items() if last_readers.get(name, i + 1) > i}
         if self.groups.is_last_pipeline_rank:
             return self._gathered(self._last_position(self.graph.logits.name, values[self.graph.logits.name]))
         for node in filter(runs, self.graph.live(self.bounds[stage + 1])):

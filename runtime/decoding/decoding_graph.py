@@ -61,6 +61,11 @@ class DecodingGraph:
         names = {name for n in self.nodes for name in n.inputs if name.startswith(POSITIONS)}
         return tuple(sorted(int(name.removeprefix(POSITIONS)) for name in names))
 
+    @cached_property
+    def last_readers(self) -> dict[str, int]:
+        """Return the index of the last node that reads each value; the logits have none."""
+        return {name: i for i, n in enumerate(self.nodes) for name in n.inputs}
+
     def live(self, index: int) -> tuple[Node, ...]:
         """Return the nodes before `index` that a node from there on reads."""
         read = {name for n in self.nodes[index:] for name in n.inputs}
