@@ -13,9 +13,11 @@ from megaloom.runtime.checkpoints.checkpoint_folder import latest
 from megaloom.runtime.convert.adapters import with_merged_adapters, write_adapters
 from megaloom.runtime.convert.checkpoint_views import checkpoint_views
 from megaloom.runtime.convert.hugging_face import DescribedModel, describe, write_folder
+from megaloom.runtime.convert.megatron_files import is_megatron
+from megaloom.runtime.convert.megatron_weights import read_megatron
 from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.megatron.build_context import DTYPES
-from megaloom.runtime.training.run_folder import PLAN_NAME, plan_and_model
+from megaloom.runtime.training.run_folder import PLAN_NAME, is_run, plan_and_model
 from megaloom.runtime.weights.kept_files import CONFIG, KEPT
 
 from .printing import print_on_first_rank
@@ -23,6 +25,9 @@ from .printing import print_on_first_rank
 
 def run_convert(run: Path, to: str, output: Path, config: Path | None, precision: Precision | None) -> None:
     """Write the last checkpoint of a run as a Hugging Face folder, or its adapters as PEFT does."""
+    if not is_run(run) and is_megatron(run):
+        _convert_megatron(run, to, output, config, precision)
+        return
     plan, model = plan_and_model(run)
     checkpoint = latest(run, fingerprint=plan.fingerprint)
     if checkpoint is None:
@@ -42,6 +47,21 @@ def run_convert(run: Path, to: str, output: Path, config: Path | None, precision
     if not description.is_exact(base):
         lines.append(f"the config.json is {description.file}; it has other options than {plan.model}, such as dropout")
     print_on_first_rank(*lines)
+
+
+def _convert_megatron(path: Path, to: str, output: Path, config: Path | None, precision: Precision | None) -> None:
+    """Write the weights of a checkpoint of Megatron-LM as a Hugging Face folder."""
+    if config is None or to != "hf":
+        raise UserError(
+            f"{path} is a checkpoint of Megatron-LM, whose weights are written with --to hf\n"
+            "give the config.json that describes its model with --config"
+        )
+    description = describe(config)
+    weights = read_megatron(path, description.model)
+    dtype = next(iter(weights.values())).dtype if precision is None else DTYPES[precision]
+    count = write_folder(description, description.model, weights, output, dtype)
+    kind = str(dtype).removeprefix("torch.")
+    print_on_first_rank(f"wrote {output}: {count} tensors of {kind}. Next: megaloom train --from {output}")
 
 
 def _base(run: Path) -> str | None:

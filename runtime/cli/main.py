@@ -433,7 +433,7 @@ def convert(
     Parameters
     ----------
     run
-        The folder of a run. Its last checkpoint is converted.
+        The folder of a run, whose last checkpoint is converted; or a checkpoint of Megatron-LM, with --config.
     to
         The form: hf, a Hugging Face folder, with adapters merged; or peft, the adapters alone, as PEFT loads them.
     output

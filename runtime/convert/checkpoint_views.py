@@ -27,6 +27,11 @@ def checkpoint_views(checkpoint: Checkpoint, *, checked: bool = True) -> dict[st
     for name, file in checkpoint.manifest.files.items() if checked else ():
         if crc32_of(folder / name) != file.crc32:
             raise changed_contents(folder, name)
+    return tensor_views(folder)
+
+
+def tensor_views(folder: Path) -> dict[str, View]:
+    """Return the tensors of a folder in the torch_dist format by name. Raise UserError if it is unsafe to read."""
     metadata = read_metadata(folder)
     tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
     return {name: _view(folder, metadata, name, it) for name, it in tensors.items()}

@@ -31,6 +31,17 @@ def weights_of(graph: Graph, tensors: Mapping[str, View]) -> dict[str, View]:
     return {name: _whole(slot, found) for name, slot in graph.weights.items()}
 
 
+def parameter_shapes(node: Node) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the whole parameters of a node that runs as a module, by name."""
+    return {name: tuple(x.shape) for name, x in parameters(node.op, Weights(_slots(node), _unknown, range(0))).items()}
+
+
+def _unknown(slot: Slot, index: int | None) -> View:
+    """Return a view that stands for a weight, or one copy of it."""
+    dims = slot.dims if index is None else slot.value.shape.dims
+    return source([d.known for d in dims], torch.float32, _unread, (slot.name, index))
+
+
 def _whole(slot: Slot, found: Mapping[tuple[str, int | None], View]) -> View:
     """Return a weight from its value, or from those of its copies."""
     if (whole := found.get((slot.name, None))) is not None:
@@ -60,15 +71,11 @@ def _of_body(node: Node, tensors: Mapping[str, View]) -> dict[tuple[str, int | N
 def _of_module(node: Node, tensors: Mapping[str, View]) -> dict[tuple[str, int | None], View]:
     """Return the weights of a node that ran as a module, solved from those parameters that the checkpoint has."""
 
-    def unknown(slot: Slot, index: int | None) -> View:
-        dims = slot.dims if index is None else slot.value.shape.dims
-        return source([d.known for d in dims], torch.float32, _unread, (slot.name, index))
-
     if parameters.dispatch(type(node.op)) is parameters.dispatch(object):
         return {}  # a layer's own method may compute anything
     experts = range(node.op.experts) if isinstance(node.op, MoE) else range(0)
     found: dict[tuple[str, int | None], View] = {}
-    for name, expression in parameters(node.op, Weights(_slots(node), unknown, experts)).items():
+    for name, expression in parameters(node.op, Weights(_slots(node), _unknown, experts)).items():
         for value in _stored(tensors, node.name, name):
             found |= solve(expression, _unpadded(value, expression.shape))  # type: ignore[arg-type]
     return found

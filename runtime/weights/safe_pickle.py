@@ -34,6 +34,11 @@ METADATA_CLASSES = frozenset(
         (f"{CHECKPOINT}.metadata", "TensorProperties"),
         (f"{CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
         (f"{CHECKPOINT}.filesystem", "_StorageInfo"),
+        (f"{CHECKPOINT}.planner", "SavePlan"),  # megatron-core keeps the plans of all ranks
+        (f"{CHECKPOINT}.planner", "WriteItem"),
+        (f"{CHECKPOINT}.planner", "WriteItemType"),
+        (f"{CHECKPOINT}.planner", "TensorWriteData"),
+        (f"{CHECKPOINT}.planner", "BytesIOWriteData"),
         ("torch.serialization", "_get_layout"),
         ("torch", "Size"),
         ("pathlib", "PosixPath"),
