@@ -50,8 +50,8 @@ def train_steps(plan: Plan, folder: Path, vocab: int, start: int) -> list[str]:
     from megaloom.runtime.checkpoints import checkpoint
     from megaloom.runtime.checkpoints.checkpoint_folder import Manifest, latest
     from megaloom.runtime.engine.engine import Engine
-    from megaloom.runtime.engine.samples import Sample, SampleMaker
     from megaloom.runtime.megatron.optimizer_state import parameter_states
+    from megaloom.runtime.samples.samples import Sample, SampleMaker
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=STEPS, warmup=0, deterministic=True))
     if start:

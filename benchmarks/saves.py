@@ -58,7 +58,7 @@ def time_saves(plan: Plan, run: Path, asynchronous: bool) -> Times:
     from megaloom.runtime.checkpoints.checkpoint_folder import Manifest, Retention
     from megaloom.runtime.checkpoints.saver import Saver
     from megaloom.runtime.engine.engine import Engine
-    from megaloom.runtime.engine.samples import Sample, SampleMaker
+    from megaloom.runtime.samples.samples import Sample, SampleMaker
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=10**6))
     maker, times = SampleMaker.of(engine.graph, plan.workload.seq), Times([], [], [], [])

@@ -40,10 +40,10 @@ from megaloom.planner import (
     plan,
 )
 from megaloom.planner.report.units import peak_memory
-from megaloom.runtime.engine.recipe import Recipe
-from megaloom.runtime.engine.samples import SampleMaker
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
+from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.samples.samples import SampleMaker
 
 GiB = 2**30
 STEPS, FIRST = 16, 6  # steps of a case, and the first ones, which compile kernels and are not counted

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from .engine.own_loop import Engine as Engine
     from .engine.own_loop import ParameterGroup as ParameterGroup
     from .engine.own_loop import shard as shard
-    from .engine.recipe import Recipe as Recipe
     from .generation.generate import Generation as Generation
     from .generation.generate import generate as generate
     from .generation.settings import GenerationSettings as GenerationSettings
+    from .optimizer.recipe import Recipe as Recipe
     from .training.artefact import pack as pack
     from .training.artefact import unpack as unpack
     from .training.run import train as train
@@ -30,7 +30,7 @@ EXPORTS = {
     "Engine": "engine.own_loop",
     "ParameterGroup": "engine.own_loop",
     "shard": "engine.own_loop",
-    "Recipe": "engine.recipe",
+    "Recipe": "optimizer.recipe",
     "Generation": "generation.generate",
     "GenerationSettings": "generation.settings",
     "generate": "generation.generate",

@@ -64,8 +64,8 @@ def losses(best: Plan) -> list[float]:
     import torch
 
     from megaloom.runtime.engine.engine import Engine
-    from megaloom.runtime.engine.recipe import Recipe
-    from megaloom.runtime.engine.samples import SampleMaker
+    from megaloom.runtime.optimizer.recipe import Recipe
+    from megaloom.runtime.samples.samples import SampleMaker
 
     engine = Engine.build(best, decoder(), Recipe(steps=10, warmup=0), steps=SkipFirstTokens())
     maker = SampleMaker.of(engine.graph, best.workload.seq)

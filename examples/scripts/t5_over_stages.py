@@ -28,7 +28,7 @@ def losses(made: Plan, steps: int) -> list[float]:
 
     from megaloom.runtime import Recipe
     from megaloom.runtime.engine.engine import Engine
-    from megaloom.runtime.engine.samples import SampleMaker
+    from megaloom.runtime.samples.samples import SampleMaker
 
     engine = Engine.build(made, small_t5(), Recipe(steps=steps, lr=5e-3, warmup=3))
     maker = SampleMaker.of(engine.graph, made.workload.seq)

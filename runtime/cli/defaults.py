@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.generation.settings import GenerationSettings
 from megaloom.runtime.metrics.watching import Watching
+from megaloom.runtime.optimizer.recipe import Recipe
 
 DEFAULT_MODEL = "stdlib-gpt"
 STANDARD_LIBRARY = "stdlib"  # as in `data.STDLIB`, whose module loads numpy

@@ -29,9 +29,9 @@ from megaloom.planner.cli.process import run_and_flush
 from megaloom.planner.cli.settings import SetOption, SettingsOption, model_arguments, options_of_settings
 from megaloom.planner.cli.validate import validate
 from megaloom.planner.contract.workload import Precision
-from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.generation.settings import GenerationSettings
 from megaloom.runtime.metrics.watching import Watching
+from megaloom.runtime.optimizer.recipe import Recipe
 
 from .defaults import (
     DEFAULT_GENERATION,

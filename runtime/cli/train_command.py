@@ -36,12 +36,12 @@ from megaloom.planner.report.measured.measured_step import read_trace, with_pred
 from megaloom.planner.rules.plan_check import check_plan
 from megaloom.planner.search.search import plan as search
 from megaloom.runtime.checkpoints.checkpoint_folder import Retention, checkpoint_folders
-from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.environment import current_environment
+from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.training.run import train
 from megaloom.runtime.training.run_folder import PLAN_NAME, is_run, load_run
 from megaloom.runtime.training.verify import compare

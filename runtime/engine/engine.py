@@ -48,21 +48,27 @@ from megaloom.runtime.modules.initial_weights import (
 )
 from megaloom.runtime.modules.model_chunk import ModelChunk
 from megaloom.runtime.modules.shared_weights import share_between_chunks, share_between_ranks
+from megaloom.runtime.optimizer.averaged_weights import AveragedWeights
+from megaloom.runtime.optimizer.optimizer import make_optimizer, make_scheduler, share_grad_scaler, wrap_in_ddp
+from megaloom.runtime.optimizer.parameter_groups import ParameterGroup, assign_groups, zero_frozen_gradients
+from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.optimizer.weight_update import (
+    NonFiniteError,
+    SharedGradScaler,
+    first_bad_gradient,
+    first_bad_output,
+    update_weights,
+)
 from megaloom.runtime.reference.dropout import MaskSource
+from megaloom.runtime.samples.samples import Sample, SampleMaker
 from megaloom.runtime.weights.views import View
 
-from .averaged_weights import AveragedWeights
 from .gradients import WeightGradient, gather_gradients
 from .loss_totals import LossTerms, LossTotals
-from .optimizer import make_optimizer, make_scheduler, share_grad_scaler, wrap_in_ddp
 from .own_batches import Batch, captured_logits, gathered_logits, global_samples, samples_of
-from .parameter_groups import ParameterGroup, assign_groups, zero_frozen_gradients
 from .pipeline_run import MicroBatches, PipelineRun, Samples, Step
-from .recipe import Recipe
 from .results import EvaluationResult, StepResult
-from .samples import Sample, SampleMaker
 from .steps import HeldOut, Steps, complete, held_out_step
-from .weight_update import NonFiniteError, SharedGradScaler, first_bad_gradient, first_bad_output, update_weights
 
 
 @define(eq=False)

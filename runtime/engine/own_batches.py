@@ -19,9 +19,8 @@ from megaloom.planner.contract.workload import Workload
 from megaloom.runtime.megatron.kernels import from_zigzag
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 from megaloom.runtime.modules.model_chunk import ModelChunk
-
-from .sample_checks import check_sample
-from .samples import Sample, SampleMaker
+from megaloom.runtime.samples.sample_checks import check_sample
+from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 Batch: TypeAlias = Mapping[str, Tensor] | Tensor
 """Named tensors [sequences ..] for the inputs of a model, or text, token ids [sequences, seq + 1]."""

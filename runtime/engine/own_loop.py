@@ -19,13 +19,13 @@ from megaloom.planner.rules.plan_check import check_plan
 from megaloom.runtime.launch.rendezvous import join
 from megaloom.runtime.megatron import device
 from megaloom.runtime.modules.initial_weights import GivenValues
-
-from .recipe import Recipe
+from megaloom.runtime.optimizer.recipe import Recipe
 
 device.prepare()
 
+from megaloom.runtime.optimizer.parameter_groups import ParameterGroup as ParameterGroup  # noqa: E402
+
 from .engine import Engine as Engine  # noqa: E402 (it imports megatron-core)
-from .parameter_groups import ParameterGroup as ParameterGroup  # noqa: E402
 
 
 def shard(

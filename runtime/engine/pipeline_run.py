@@ -29,11 +29,11 @@ from megaloom.runtime.megatron.stage_communicator import StageCommunicator
 from megaloom.runtime.modules.shared_weights import SharedGradients
 from megaloom.runtime.modules.stage_boundary import StageBoundary
 from megaloom.runtime.reference.dropout import MaskSource
+from megaloom.runtime.samples.sample_checks import check_sample
+from megaloom.runtime.samples.samples import Sample
 
 from .loss_totals import LossTerms, LossTotals
 from .loss_weights import weight_sums
-from .sample_checks import check_sample
-from .samples import Sample
 from .steps import Forward, MicroBatch, Outputs, Sums
 
 Step = Callable[[Forward, MicroBatch], Sums | None]

@@ -18,8 +18,7 @@ from torch import Tensor
 from megaloom.dsl import Graph, LossSums, Node, StackLosses
 from megaloom.dsl.graph import primitives
 from megaloom.dsl.sharding_table import SEQUENCES
-
-from .samples import Sample, SampleMaker
+from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 MicroBatch = dict[str, Tensor]  # the named tensors of a micro-batch, [batch ..]; sequences are this cp rank's part
 Sums = tuple[Tensor, Tensor]  # loss_sum, weight_sum

@@ -22,11 +22,12 @@ from megatron.core.pipeline_parallel import schedules
 from torch import Tensor, nn
 
 from megaloom.runtime.engine import engine as engine_module
-from megaloom.runtime.engine import pipeline_run, weight_update
+from megaloom.runtime.engine import pipeline_run
 from megaloom.runtime.engine.engine import Engine
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.stage_communicator import StageCommunicator
 from megaloom.runtime.modules.shared_weights import SharedGradients
+from megaloom.runtime.optimizer import weight_update
 
 from .stage_time import StageTime
 

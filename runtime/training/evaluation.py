@@ -18,10 +18,10 @@ from megaloom.runtime.data.corpus import Corpus, open_corpus
 from megaloom.runtime.data.part import DataPart
 from megaloom.runtime.data.split import PARTS
 from megaloom.runtime.data.token_ids import TokenIds
-from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.engine.results import EvaluationResult
-from megaloom.runtime.engine.samples import Sample, SampleMaker
 from megaloom.runtime.launch import launcher
+from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .run_data import check_vocabulary, sample_of
 from .run_folder import PLAN_NAME, plan_and_model

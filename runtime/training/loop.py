@@ -26,8 +26,6 @@ from megaloom.runtime.checkpoints.saver import Saver
 from megaloom.runtime.data.part import DataPart, Window
 from megaloom.runtime.engine.engine import Engine
 from megaloom.runtime.engine.results import EvaluationResult
-from megaloom.runtime.engine.samples import Sample, SampleMaker
-from megaloom.runtime.engine.weight_update import NonFiniteError
 from megaloom.runtime.megatron import device
 from megaloom.runtime.metrics.display import InterruptibleConsole, ProgressDisplay, loss_text, progress_display
 from megaloom.runtime.metrics.metrics_file import METRICS_NAME, MetricsFile, StepMetrics
@@ -36,6 +34,8 @@ from megaloom.runtime.metrics.step_times import StepRecorder, gathered_units, st
 from megaloom.runtime.metrics.trace_file import trace_path, write_trace
 from megaloom.runtime.metrics.trackers import open_trackers
 from megaloom.runtime.metrics.watching import Watching
+from megaloom.runtime.optimizer.weight_update import NonFiniteError
+from megaloom.runtime.samples.samples import Sample, SampleMaker
 from megaloom.runtime.weights.given import open_folder
 
 from .failures import ended_if_stuck

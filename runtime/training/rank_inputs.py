@@ -18,8 +18,8 @@ from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.data.corpus import Corpus
 from megaloom.runtime.data.indexed import INDEX_SUFFIX, TOKENS, open_indexed, path_of
-from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.launch.agreement import agreed, check_equal, gathered
+from megaloom.runtime.optimizer.recipe import Recipe
 
 SAME_COMMAND = "start all ranks with one command, and give every host the same files"
 BLOCKS, BLOCK_NBYTES = 64, 4096

@@ -26,14 +26,14 @@ from megaloom.planner.rules.plan_check import check_plan, check_trainable
 from megaloom.runtime.checkpoints.checkpoint_folder import Retention, latest
 from megaloom.runtime.data.folder_lock import locked_folder
 from megaloom.runtime.data.text_files import STDLIB
-from megaloom.runtime.engine.recipe import Recipe
-from megaloom.runtime.engine.samples import SampleMaker
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.launch.rank import COLLECTIVE_TIMEOUT
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
 from megaloom.runtime.megatron import device
 from megaloom.runtime.metrics.watching import Watching
+from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.samples.samples import SampleMaker
 from megaloom.runtime.weights.given import open_folder
 from megaloom.runtime.weights.kept_files import CONFIG, keep_files
 

@@ -15,9 +15,9 @@ from megaloom.runtime.data.corpus import Corpus, open_corpus
 from megaloom.runtime.data.part import Window
 from megaloom.runtime.data.text_files import STDLIB
 from megaloom.runtime.data.token_ids import TokenIds
-from megaloom.runtime.engine.recipe import Recipe
-from megaloom.runtime.engine.samples import Sample, SampleMaker
 from megaloom.runtime.engine.steps import Steps
+from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 
 @frozen

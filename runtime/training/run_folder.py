@@ -24,7 +24,7 @@ from megaloom.planner.contract.plan_json import save as save_plan
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan
-from megaloom.runtime.engine.recipe import Recipe
+from megaloom.runtime.optimizer.recipe import Recipe
 
 RUN_VERSION = 1
 """Version of run.json."""

@@ -11,10 +11,10 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.checkpoints.checkpoint_folder import Retention
 from megaloom.runtime.data.corpus import Corpus
 from megaloom.runtime.data.part import DataPart
-from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.metrics.stage_time import StageTime
 from megaloom.runtime.metrics.watching import Watching
+from megaloom.runtime.optimizer.recipe import Recipe
 
 RECENT_STEPS = 20
 """Steps over which the summary averages the training loss."""

@@ -28,11 +28,11 @@ from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan, Stage
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
-from megaloom.runtime.engine.recipe import Recipe
-from megaloom.runtime.engine.samples import Sample, SampleMaker
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
+from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.reference.dropout import dropout_rate
+from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 if TYPE_CHECKING:
     from megaloom.runtime.engine.engine import Engine

@@ -20,9 +20,9 @@ from attrs import frozen
 from megaloom.dsl import Graph, MoE, graph
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
-from megaloom.runtime.engine.recipe import Recipe
-from megaloom.runtime.engine.samples import Sample, SampleMaker
 from megaloom.runtime.launch import launcher
+from megaloom.runtime.optimizer.recipe import Recipe
+from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .families import FAMILIES, SEQ, trained_families
 from .parity import is_legal, priced, report_failures

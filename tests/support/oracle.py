@@ -14,8 +14,8 @@ from attrs import define, frozen
 from torch import Tensor
 
 from megaloom.dsl import Model, MoE, Slot, graph, model
-from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.modules.initial_weights import initial_weight
+from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.reference.dropout import MaskSource
 from megaloom.runtime.reference.interpret import interpret
 

@@ -27,8 +27,8 @@ from megaloom.runtime.checkpoints.checkpoint_folder import (
     manifest_to_json,
     read,
 )
-from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.launch import launcher
+from megaloom.runtime.optimizer.recipe import Recipe
 from tests.support.batches import next_token
 from tests.support.paths import SUPPORT, TESTS
 

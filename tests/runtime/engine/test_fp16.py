@@ -103,7 +103,7 @@ def test_an_overflow_at_the_smallest_scale_is_an_error(plan_of: Any) -> None:
 def refused(plan: Plan, recipe: Recipe) -> str:
     """On each rank: the message of the second step."""
     from megaloom.runtime.engine.engine import Engine
-    from megaloom.runtime.engine.weight_update import NonFiniteError
+    from megaloom.runtime.optimizer.weight_update import NonFiniteError
 
     engine = Engine.build(plan, find(plan.model)[0], recipe)
     assert engine.step(sample).skipped

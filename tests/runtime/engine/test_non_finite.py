@@ -56,7 +56,7 @@ def poison(engine: Any, kind: str, node: str, parameter: str) -> Callable[[], No
 def failed(plan: Plan, kind: str, node: str, parameter: str, rank: int) -> tuple[str, bool]:
     """On each rank: the message of a step that is poisoned on one rank, and whether the state is unchanged."""
     from megaloom.runtime.engine.engine import Engine
-    from megaloom.runtime.engine.weight_update import NonFiniteError
+    from megaloom.runtime.optimizer.weight_update import NonFiniteError
 
     engine = Engine.build(plan, find(plan.model)[0], RECIPE)
     engine.step(sample)
@@ -156,7 +156,7 @@ def test_steps_are_skipped_by_choice_and_counted(layout: Layout, plan_of: Any, t
 def twice(plan: Plan) -> str:
     """On each rank: the message of the second poisoned step, where one may be skipped."""
     from megaloom.runtime.engine.engine import Engine
-    from megaloom.runtime.engine.weight_update import NonFiniteError
+    from megaloom.runtime.optimizer.weight_update import NonFiniteError
 
     engine = Engine.build(plan, find(plan.model)[0], evolve(RECIPE, skip_non_finite=1))
     poison(engine, "weight", "swiglu.0", "linear_fc1.weight")

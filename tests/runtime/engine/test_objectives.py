@@ -15,8 +15,8 @@ from megaloom.examples.scripts import own_steps
 from megaloom.examples.t5 import t5_small
 from megaloom.planner.contract.layout import Layout
 from megaloom.runtime.data.token_ids import BYTES
-from megaloom.runtime.engine.sample_checks import check_sample
-from megaloom.runtime.engine.samples import Sample, SampleMaker
+from megaloom.runtime.samples.sample_checks import check_sample
+from megaloom.runtime.samples.samples import Sample, SampleMaker
 from tests.support.models import tiny_bert, tiny_gpt, tiny_llava, tiny_pair, tiny_vit
 from tests.support.paths import ROOT, SUPPORT
 from tests.support.rank_pool import Case, check, run_cases

@@ -39,7 +39,7 @@ def curves(plans: list[Plan]) -> list[tuple[list[float], bool]]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from megaloom.runtime.engine import optimizer
+    from megaloom.runtime.optimizer import optimizer
 
     optimizer.DistributedDataParallelConfig = partial(DistributedDataParallelConfig, bucket_size=PIECE)
     results = []

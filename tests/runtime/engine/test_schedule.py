@@ -10,8 +10,8 @@ from attrs import evolve
 
 from megaloom.dsl.errors import UserError
 from megaloom.runtime import Recipe
-from megaloom.runtime.engine.recipe import Schedule
 from megaloom.runtime.megatron import device
+from megaloom.runtime.optimizer.recipe import Schedule
 
 MIN, MAX, END = 0.1, 0.5, 20
 
@@ -19,7 +19,7 @@ MIN, MAX, END = 0.1, 0.5, 20
 def rates(recipe: Recipe, steps: int) -> list[float]:
     """Return the learning rates of the first steps."""
     device.prepare()
-    from megaloom.runtime.engine.optimizer import make_scheduler
+    from megaloom.runtime.optimizer.optimizer import make_scheduler
 
     optimizer: Any = torch.optim.SGD([torch.zeros(1)])
     scheduler = make_scheduler(recipe, optimizer)

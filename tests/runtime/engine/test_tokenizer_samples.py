@@ -8,7 +8,7 @@ from attrs import evolve
 from megaloom.dsl import Graph, graph
 from megaloom.runtime.data.part import Window
 from megaloom.runtime.data.token_ids import TokenIds
-from megaloom.runtime.engine.samples import Objective, SampleMaker
+from megaloom.runtime.samples.samples import Objective, SampleMaker
 from tests.support.chat_models import chat_decoder
 from tests.support.models import tiny_bert
 from tests.support.shared_models import tiny_t5

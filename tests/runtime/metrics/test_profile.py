@@ -26,9 +26,9 @@ from megaloom.planner.report.measured.measured_step import (
 )
 from megaloom.planner.report.measured.step_comparison import by_layer
 from megaloom.runtime.cli.main import main
-from megaloom.runtime.engine.recipe import Recipe
 from megaloom.runtime.metrics.metrics_file import read_metrics
 from megaloom.runtime.metrics.watching import Watching
+from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.training.run import train
 from megaloom.runtime.training.training_run import Summary
 from tests.support.paths import ROOT

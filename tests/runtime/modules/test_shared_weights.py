@@ -13,10 +13,10 @@ from megaloom.dsl.catalog import find
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
-from megaloom.runtime.engine.samples import Sample, SampleMaker
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
+from megaloom.runtime.samples.samples import Sample, SampleMaker
 from megaloom.runtime.training.verify import EPS
 from tests.support.batches import random_text
 from tests.support.paths import SUPPORT

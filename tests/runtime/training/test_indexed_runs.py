@@ -14,7 +14,7 @@ from megaloom.runtime import Recipe, Summary, train
 from megaloom.runtime.checkpoints.checkpoint_folder import checkpoint_folders, read
 from megaloom.runtime.data.corpus import open_corpus
 from megaloom.runtime.data.preprocess import Preprocessing, preprocess
-from megaloom.runtime.engine.samples import SampleMaker
+from megaloom.runtime.samples.samples import SampleMaker
 from megaloom.runtime.training.evaluation import evaluate_run
 from megaloom.runtime.training.run_data import check_rampup, check_text
 from tests.runtime.data.test_chat_template import CHATML, TALKS, with_template

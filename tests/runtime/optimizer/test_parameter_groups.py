@@ -27,7 +27,7 @@ TOKENS = torch.randint(127, (12, 33), generator=torch.Generator().manual_seed(0)
 
 def trained(plan: Plan, groups: tuple[ParameterGroup, ...]) -> dict[str, Any]:
     """On each rank: losses and norms of three steps, the settings of each parameter, and whether it has changed."""
-    from megaloom.runtime.engine.parameter_groups import named_parameters
+    from megaloom.runtime.optimizer.parameter_groups import named_parameters
 
     engine = shard(find(plan.model)[0], plan, RECIPE, parameter_groups=groups)
     before = {name: p.detach().clone() for name, p in named_parameters(engine.model_chunks)}

@@ -31,12 +31,11 @@ from megaloom.dsl.layers.losses import Stacked
 from megaloom.runtime.data.part import Window
 from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
 
+from .denoising import masked, noise_of, spans, text_length
+
 Sample = dict[str, Tensor]
 
 END = 0  # the token after each document, of text that comes without its documents
-MASKED = 0.15  # share of the tokens to predict (Devlin et al., arXiv:1810.04805, section 3.1)
-REPLACED, RANDOM = 0.8, 0.1  # of these, the share replaced by the mask's id, and by a random id
-NOISE, SPAN = 0.15, 3  # share of the tokens in removed spans, and their mean length (Raffel et al., arXiv:1910.10683)
 
 
 class Objective(Enum):
@@ -96,7 +95,7 @@ class SampleMaker:
     @property
     def length(self) -> int:
         """Return the number of tokens of text that a sample reads."""
-        return _text_length(self.source) if self.objective is Objective.SPANS else self.seq + 1
+        return text_length(self.source) if self.objective is Objective.SPANS else self.seq + 1
 
     @property
     def source(self) -> int:
@@ -112,8 +111,8 @@ class SampleMaker:
             case Objective.MASKED:
                 return ids.vocab + (ids.mask is None)
             case Objective.SPANS:
-                spans = _noise(self.length)[1]
-                return ids.vocab + (spans if len(ids.sentinels) < spans else 0)
+                count = noise_of(self.length)[1]
+                return ids.vocab + (count if len(ids.sentinels) < count else 0)
         reads_text = any(n.is_input and n.value.dtype is DType.INDEX for n in self._inputs())
         return ids.vocab if reads_text and self.objective is Objective.NEXT else 0
 
@@ -227,71 +226,6 @@ class SampleMaker:
             and not isinstance(n.op, DocumentIndices)
             and n.name not in self.graph.only_for_losses
         )
-
-
-def masked(text: Tensor, random: np.random.Generator, vocab: int, ids: TokenIds = BYTE_IDS) -> dict[str, Tensor]:
-    """Return tokens with some of them masked, the labels before, and a mask of those to predict: at least one.
-
-    The id of the mask is the tokenizer's, or the first one after its vocabulary. Source: Devlin et al.,
-    arXiv:1810.04805, section 3.1.
-    """
-    seq = len(text)
-    chosen = random.random(seq) < MASKED
-    chosen[random.integers(seq)] = True
-    fate, others = random.random(seq), random.integers(min(vocab, ids.vocab), size=seq)
-    tokens = text.numpy().copy()
-    tokens[chosen & (fate < REPLACED)] = min(ids.vocab if ids.mask is None else ids.mask, vocab - 1)
-    swapped = chosen & (fate >= REPLACED) & (fate < REPLACED + RANDOM)
-    tokens[swapped] = others[swapped]
-    return {"tokens": torch.from_numpy(tokens), "labels": text.clone(), "mask": torch.from_numpy(chosen)}
-
-
-def _text_length(source: int) -> int:
-    """Return the least number of tokens whose source, after spans are removed, fills `source` positions."""
-    length = source
-    while length - _noise(length)[0] + _noise(length)[1] < source:
-        length += 1
-    return length
-
-
-def _noise(length: int) -> tuple[int, int]:
-    """Return the number of tokens in removed spans, and the number of spans."""
-    tokens = max(1, round(length * NOISE))
-    return tokens, max(1, round(tokens / SPAN))
-
-
-def spans(
-    text: Tensor, random: np.random.Generator, vocab: int, seq: int, source_length: int, sentinels: tuple[int, ...] = ()
-) -> dict[str, Tensor]:
-    """Return the source with spans replaced by sentinels, and the target that has each sentinel and its span.
-
-    The source has `source_length` tokens. sentinels: ids of the tokenizer; if it has too few, sentinel k is id
-    vocab - 1 - k. tokens: the target shifted by one, beginning with id 0. mask: the length of the target. Source:
-    Raffel et al., arXiv:1910.10683, section 3.1.4.
-    """
-    length, (noise, count) = len(text), _noise(len(text))
-    lengths, gaps = _cut(noise, count, random), _cut(length - noise, count, random)
-    source, target, at = [], [], 0
-    for k, (gap, span) in enumerate(zip(gaps, lengths, strict=True)):
-        sentinel = sentinels[k] if len(sentinels) >= count else max(vocab - 1 - k, 0)
-        source += [*text[at : at + gap].tolist(), sentinel]
-        target += [sentinel, *text[at + gap : at + gap + span].tolist()]
-        at += gap + span
-    target = target[:seq]
-    labels = torch.tensor(target + [0] * (seq - len(target)))
-    return {
-        "source": torch.tensor(source[:source_length]),
-        "tokens": torch.cat([torch.zeros(1, dtype=torch.int64), labels[:-1]]),
-        "labels": labels,
-        "mask": torch.arange(seq) < len(target),
-    }
-
-
-def _cut(total: int, count: int, random: np.random.Generator) -> list[int]:
-    """Return `count` random lengths of at least 1 that add up to `total`."""
-    cuts = np.sort(random.choice(total - 1, count - 1, replace=False)) + 1 if count > 1 else np.zeros(0, int)
-    lengths: list[int] = np.diff(np.concatenate([[0], cuts, [total]])).tolist()
-    return lengths
 
 
 def picture(label: int, sizes: list[int], random: np.random.Generator) -> Tensor:

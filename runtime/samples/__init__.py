@@ -1,0 +1,1 @@
+"""Samples: the named tensors of one sequence, made from text, and their checks."""

@@ -1,0 +1,78 @@
+"""Targets of masked tokens (BERT) and of spans that sentinels replace (T5)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
+
+MASKED = 0.15  # share of the tokens to predict (Devlin et al., arXiv:1810.04805, section 3.1)
+REPLACED, RANDOM = 0.8, 0.1  # of these, the share replaced by the mask's id, and by a random id
+NOISE, SPAN = 0.15, 3  # share of the tokens in removed spans, and their mean length (Raffel et al., arXiv:1910.10683)
+
+
+def masked(text: Tensor, random: np.random.Generator, vocab: int, ids: TokenIds = BYTE_IDS) -> dict[str, Tensor]:
+    """Return tokens with some of them masked, the labels before, and a mask of those to predict: at least one.
+
+    The id of the mask is the tokenizer's, or the first one after its vocabulary. Source: Devlin et al.,
+    arXiv:1810.04805, section 3.1.
+    """
+    seq = len(text)
+    chosen = random.random(seq) < MASKED
+    chosen[random.integers(seq)] = True
+    fate, others = random.random(seq), random.integers(min(vocab, ids.vocab), size=seq)
+    tokens = text.numpy().copy()
+    tokens[chosen & (fate < REPLACED)] = min(ids.vocab if ids.mask is None else ids.mask, vocab - 1)
+    swapped = chosen & (fate >= REPLACED) & (fate < REPLACED + RANDOM)
+    tokens[swapped] = others[swapped]
+    return {"tokens": torch.from_numpy(tokens), "labels": text.clone(), "mask": torch.from_numpy(chosen)}
+
+
+def text_length(source: int) -> int:
+    """Return the least number of tokens whose source, after spans are removed, fills `source` positions."""
+    length = source
+    while length - noise_of(length)[0] + noise_of(length)[1] < source:
+        length += 1
+    return length
+
+
+def noise_of(length: int) -> tuple[int, int]:
+    """Return the number of tokens in removed spans, and the number of spans."""
+    tokens = max(1, round(length * NOISE))
+    return tokens, max(1, round(tokens / SPAN))
+
+
+def spans(
+    text: Tensor, random: np.random.Generator, vocab: int, seq: int, source_length: int, sentinels: tuple[int, ...] = ()
+) -> dict[str, Tensor]:
+    """Return the source with spans replaced by sentinels, and the target that has each sentinel and its span.
+
+    The source has `source_length` tokens. sentinels: ids of the tokenizer; if it has too few, sentinel k is id
+    vocab - 1 - k. tokens: the target shifted by one, beginning with id 0. mask: the length of the target. Source:
+    Raffel et al., arXiv:1910.10683, section 3.1.4.
+    """
+    length, (noise, count) = len(text), noise_of(len(text))
+    lengths, gaps = _cut(noise, count, random), _cut(length - noise, count, random)
+    source, target, at = [], [], 0
+    for k, (gap, span) in enumerate(zip(gaps, lengths, strict=True)):
+        sentinel = sentinels[k] if len(sentinels) >= count else max(vocab - 1 - k, 0)
+        source += [*text[at : at + gap].tolist(), sentinel]
+        target += [sentinel, *text[at + gap : at + gap + span].tolist()]
+        at += gap + span
+    target = target[:seq]
+    labels = torch.tensor(target + [0] * (seq - len(target)))
+    return {
+        "source": torch.tensor(source[:source_length]),
+        "tokens": torch.cat([torch.zeros(1, dtype=torch.int64), labels[:-1]]),
+        "labels": labels,
+        "mask": torch.arange(seq) < len(target),
+    }
+
+
+def _cut(total: int, count: int, random: np.random.Generator) -> list[int]:
+    """Return `count` random lengths of at least 1 that add up to `total`."""
+    cuts = np.sort(random.choice(total - 1, count - 1, replace=False)) + 1 if count > 1 else np.zeros(0, int)
+    lengths: list[int] = np.diff(np.concatenate([[0], cuts, [total]])).tolist()
+    return lengths
