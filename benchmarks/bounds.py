@@ -1,8 +1,8 @@
 """Gain of each lower bound: `python benchmarks/bounds.py [NAME ...]`, minutes.
 
 Each bound is replaced in turn by a weaker one that costs nothing. Printed are the layouts that the search then
-refines (bounds closely and partitions) and simulates, and its processor time, as multiples of the complete search. The
-best plan must stay.
+refines (bounds closely and partitions) and simulates, the node costs that it computes, and its processor time, as
+multiples of the complete search. The best plan must stay.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from time import process_time
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +23,7 @@ from megaloom.planner import Precision, Workload, cluster, plan
 from megaloom.planner.bounds import balanced_partition, base_costs, interleaved_memory, lower_bounds, pipeline
 from megaloom.planner.bounds.balanced_partition import BalancedBounds, balanced_bounds
 from megaloom.planner.bounds.pipeline import pass_multiples
+from megaloom.planner.cost import cost_cache
 from megaloom.planner.search import best_first, candidates, pricing
 from megaloom.planner.search.pricing import Pricer
 
@@ -88,21 +90,23 @@ REMOVALS = {
 }
 
 
-def counted(counts: Counter[str], name: str) -> Any:
-    """Return a patch of a method of `Pricer` that counts its calls."""
-    method = getattr(Pricer, name)
+def counted(counts: Counter[str], owner: Any, name: str) -> Any:
+    """Return a patch of a function of a class or module that counts its calls."""
+    function = getattr(owner, name)
 
     def counting(*args: Any) -> Any:
         counts[name] += 1
-        return method(*args)
+        return function(*args)
 
-    return patch.object(Pricer, name, counting)
+    return patch.object(owner, name, counting)
 
 
 def searched(name: str, machine: str, work: Workload) -> tuple[Counter[str], float, float]:
     """Return what a search counted, the step time of its best plan, and its processor seconds."""
     counts: Counter[str] = Counter()
-    with counted(counts, "refined"), counted(counts, "simulate"):
+    with ExitStack() as patches:
+        for owner, function in ((Pricer, "refined"), (Pricer, "simulate"), (cost_cache, "node_cost")):
+            patches.enter_context(counted(counts, owner, function))
         began = process_time()
         found = plan(find(name)[0], cluster(machine), work, ref="benchmark")
         return counts, found.best.predicted.step_seconds, process_time() - began
@@ -119,7 +123,7 @@ def compared(removal: Removal, case: tuple[str, str, Workload]) -> str:
         with patch.object(removal.owner, removal.name, removal.weaker):
             removed.append(searched(*case))
     (all_counts, best, _), (counts, step, _) = complete[0], removed[0]
-    ratios = [f"{key} {counts[key] / all_counts[key]:.2f}" for key in ("refined", "simulate")]
+    ratios = [f"{key} {counts[key] / all_counts[key]:.2f}" for key in ("refined", "simulate", "node_cost")]
     took, without = (min(seconds for *_, seconds in runs) for runs in (complete, removed))
     other = "" if abs(step / best - 1) < 1e-9 else "  another plan"
     return f"of {all_counts['refined']:>5}  {'  '.join(ratios)}  seconds {without / took:.2f} of {took:.2f}{other}"
