@@ -44,6 +44,8 @@ def run_convert(run: Path, to: str, output: Path, config: Path | None, precision
     kind = str(dtype).removeprefix("torch.")
     what = ", adapters merged" if to == "hf" and model.lora else ""
     lines = [f"wrote {output}: {count} tensors of {kind}, of step {checkpoint.manifest.step}{what}"]
+    if left := [name.format(beyond="N") for name in description.names.unused if "{beyond}" in name]:
+        lines.append(f"not written, since the model does not use such layers: {', '.join(left)}*")
     if not description.is_exact(base):
         lines.append(f"the config.json is {description.file}; it has other options than {plan.model}, such as dropout")
     print_on_first_rank(*lines)

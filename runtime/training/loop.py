@@ -69,6 +69,8 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
         metrics = MetricsFile(path, last_step=engine.done, trackers=trackers)
         if given:
             display.print(f"weights from {given.files}; the optimizer is fresh, and training starts at step 0")
+            for note in given.notes(model):
+                display.print(note)
         return Loop(run, engine, resumed, metrics, display, signals).run_to_end()
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from attrs import frozen
 
+from megaloom.dsl.comparison import OptionDifference, differing_options
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model
-from megaloom.dsl.hf.architectures import open_config, reader
+from megaloom.dsl.hf.architectures import open_config, read, reader
 from megaloom.dsl.hf.state_dict import from_checkpoint
 from megaloom.dsl.hf.tensor_check import check_tensors, check_values
 from megaloom.dsl.hf.tensor_names import Names
@@ -18,6 +19,7 @@ from megaloom.dsl.hf.tensor_names import Names
 from .tensor_folder import SINGLE, TensorFolder, open_tensors
 from .views import View, concatenated
 
+POSITION_OPTIONS = ("rope", "positions")  # options that a user may change on purpose
 COMPARED = 1 << 22  # elements that are compared at a time
 
 
@@ -27,15 +29,32 @@ class GivenWeights:
 
     files: TensorFolder
     names: Names
+    described: Model | None  # by the config.json; None if it has a field that is not read
 
     def check(self, model: Model) -> None:
-        """Raise UserError unless a model has these tensors, in their shapes. Read those that repeat another one."""
+        """Raise UserError unless a model has these tensors, in their shapes, and the options of the config.json.
+
+        Tensors that repeat another one are read. Positions may differ: see `notes`.
+        """
         try:
             model = model.without_adapters
             check_tensors(self.names, model, {name: view.shape for name, view in self.files.tensors.items()})
             check_values(self.names, model, self.files.tensors, equal)
         except UserError as error:
             raise UserError(f"--from {self.files.folder}: {error}") from None
+        if wrong := [d for d in self._differences(model) if not d.option.startswith(POSITION_OPTIONS)]:
+            raise UserError(
+                f"--from {self.files.folder}: its config.json describes another model than {model.name!r}: {wrong[0]}\n"
+                "give that folder as MODEL, or correct the option in MODEL"
+            )
+
+    def notes(self, model: Model) -> list[str]:
+        """Return what a user should know of positions that differ: they may be changed to train on longer texts."""
+        return [f"MODEL has other positions than {self.files.folder}: {d}" for d in self._differences(model)]
+
+    def _differences(self, model: Model) -> list[OptionDifference]:
+        described = self.described
+        return [] if described is None else list(differing_options(model.without_adapters, described))
 
     def of(self, model: Model) -> dict[str, View]:
         """Return the weights of a model, which `check` has passed, without those of adapters."""
@@ -49,7 +68,11 @@ def open_folder(folder: Path) -> GivenWeights:
     config, _ = open_config(folder)
     quantization = config.fields.get("quantization_config")
     files = open_tensors(folder, quantization if isinstance(quantization, Mapping) else None)
-    return GivenWeights(files, reader(config).names)
+    try:
+        described = read(folder)
+    except UserError:
+        described = None
+    return GivenWeights(files, reader(config).names, described)
 
 
 def equal(x: View, y: View | None) -> bool:

@@ -73,3 +73,26 @@ def test_files_that_cannot_be_read(folder: Path) -> None:
     shutil.rmtree(folder)
     with pytest.raises(UserError, match="no such folder"):
         open_folder(folder)
+
+
+def test_options_that_shapes_do_not_show_are_compared(folder: Path) -> None:
+    """Another epsilon is refused, another base of positions is noted; dropout does not count."""
+    given, fields = open_folder(folder), json.loads((folder / "config.json").read_text())
+    given.check(read({**fields, "attention_dropout": 0.5}))
+    assert given.notes(read(fields)) == []
+    with pytest.raises(UserError) as raised:
+        given.check(read({**fields, "rms_norm_eps": 0.5}))
+    assert "describes another model than" in str(raised.value)
+    assert "eps of rms_norm.0 is 0.5, there " in str(raised.value)
+    longer = read({**fields, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}})
+    given.check(longer)
+    (note,) = given.notes(longer)
+    assert note.startswith("MODEL has other positions than")
+    assert "rope of attention.0 is 77" in note
+
+
+def test_a_config_that_is_not_read_is_not_compared(folder: Path) -> None:
+    fields = json.loads((folder / "config.json").read_text())
+    m = read(folder)
+    (folder / "config.json").write_text(json.dumps({**fields, "strange_option": 3}))
+    open_folder(folder).check(m)
