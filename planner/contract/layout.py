@@ -259,7 +259,8 @@ class Layout(LayoutFields[int]):
         """Return what is recomputed, in words: `selective: core_attn`, `full, first 3 blocks of each stage`."""
         if self.selective_recompute:
             return f"{self.recompute}: {', '.join(self.recomputed_modules)}"
-        blocks = f", first {self.recompute_layers} blocks of each stage" if self.recompute_layers else ""
+        count = self.recompute_layers
+        blocks = f", first {f'{count} blocks' if count > 1 else 'block'} of each stage" if count else ""
         return f"{self.recompute}{blocks}"
 
     def __str__(self) -> str:
