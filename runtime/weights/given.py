@@ -20,6 +20,7 @@ from .tensor_folder import SINGLE, TensorFolder, open_tensors
 from .views import View, concatenated
 
 POSITION_OPTIONS = ("rope", "positions")  # options that a user may change on purpose
+MEGATRON_FILES = ("latest_checkpointed_iteration.txt", ".metadata", "mp_rank_*")
 COMPARED = 1 << 22  # elements that are compared at a time
 
 
@@ -65,6 +66,11 @@ def open_folder(folder: Path) -> GivenWeights:
     """Open a Hugging Face folder: config.json and safetensors files. Raise UserError if they cannot be read."""
     if not folder.is_dir():
         raise UserError(f"--from {folder}: no such folder\ngive a folder with config.json and {SINGLE}")
+    if any(path for pattern in MEGATRON_FILES for path in folder.glob(pattern)):
+        raise UserError(
+            f"--from {folder} is a checkpoint of Megatron-LM\n"
+            f"convert it first: megaloom convert {folder} --to hf --config config.json -o FOLDER"
+        )
     config, _ = open_config(folder)
     quantization = config.fields.get("quantization_config")
     files = open_tensors(folder, quantization if isinstance(quantization, Mapping) else None)

@@ -80,6 +80,23 @@ def logits_of(cases: list[Case]) -> list[Tensor | None]:
     return out
 
 
+def initial_logits_of(it: Case) -> Tensor | None:
+    """On each rank: the logits of an engine from the folder, whose adapters have their initial values."""
+    from megaloom.runtime import Recipe, shard
+
+    engine = shard(it.model(), it.plan, Recipe(steps=1), weights=open_folder(it.folder).of(it.model()))
+    return engine.logits(complete(graph(it.model()), it.inputs))
+
+
+def test_initial_adapters_change_nothing(plan_of: Any, tmp_path: Path) -> None:
+    """A is random and B zero, so the logits are those of the folder."""
+    it = case("llama", tmp_path / "llama", plan_of, Layout())
+    (ours,) = launcher.run(initial_logits_of, (it,), 1, timeout=100)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(it.folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(**named(it.inputs)).logits, ours, rtol=0, atol=2e-5)
+
+
 def check(it: Case, ours: Tensor) -> None:
     """What is written for PEFT and for transformers has the logits of the engine; without adapters they are others."""
     m, names = it.model(), reader(open_config(it.folder)[0]).names

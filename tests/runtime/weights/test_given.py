@@ -96,3 +96,9 @@ def test_a_config_that_is_not_read_is_not_compared(folder: Path) -> None:
     m = read(folder)
     (folder / "config.json").write_text(json.dumps({**fields, "strange_option": 3}))
     open_folder(folder).check(m)
+
+
+def test_a_checkpoint_of_megatron_lm_is_converted_first(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+    with pytest.raises(UserError, match=r"is a checkpoint of Megatron-LM\nconvert it first: megaloom convert"):
+        open_folder(tmp_path)
