@@ -6,6 +6,7 @@ import pickle
 import shutil
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,3 +93,20 @@ def test_damaged_files_are_named(checkpoint: Path) -> None:
     (checkpoint / ".metadata").write_bytes(b"\x80\x04 no pickle")
     with pytest.raises(UserError, match=r"\.metadata is damaged"):
         read_metadata(checkpoint)
+
+
+def test_a_run_with_malicious_metadata_is_neither_resumed_nor_converted(checkpoint: Path, tmp_path: Path) -> None:
+    """Whoever changes the file can correct its checksum too, so that nothing but the allow-list is in the way."""
+    from megaloom.runtime.convert.checkpoint_views import checkpoint_views  # isort: skip (prepares megatron-core)
+    from megaloom.runtime.checkpoints.checkpoint import load
+
+    target = tmp_path / "created"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Malicious(target)))
+    found: Any = SimpleNamespace(
+        folder=checkpoint, manifest=SimpleNamespace(files={}, has_comparable_fingerprint=True, step=2)
+    )
+    never: Any = None  # the engine is not asked for its state
+    for read in (lambda: load(never, found), lambda: checkpoint_views(found)):
+        with pytest.raises(UserError, match="which could run code"):
+            read()
+    assert not target.exists()
