@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from . import rank
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """The variables that torchrun sets and torch.distributed reads."""
+
+POLL_SECONDS = 0.02  # between looks at the store
 
 SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 """srun's names of torchrun's variables."""
@@ -44,9 +48,34 @@ def join(world: int | None = None, timeout: timedelta = rank.COLLECTIVE_TIMEOUT)
         raise UserError(f"the plan is for {world} ranks, but {size} were started; start {world}, or plan for {size}")
     device.prepare()
     if not dist.is_initialized():
+        store = None
         if "TORCHELASTIC_RUN_ID" in os.environ:
             rank.end_with_parent()
-        rank.initialize(number, size, _own_gpu(local), None, timeout)
+            store = _fresh_store(number, size, timeout)
+        rank.initialize(number, size, _own_gpu(local), store, timeout)
+
+
+def _fresh_store(number: int, size: int, timeout: timedelta) -> dist.Store:
+    """Return torchrun's store under a prefix that these processes share and no earlier ones have used.
+
+    The store outlives a restart (--max-restarts), and agents on several hosts count restarts differently: addresses of
+    dead processes would be found. So each rank writes a word of its own, and rank 0 answers it with the prefix.
+    """
+    store, _, _ = next(dist.rendezvous("env://", number, size, timeout=timeout))
+    own, names = secrets.token_hex(8), [f"megaloom/arrived/{other}" for other in range(size)]
+    store.set(names[number], own)
+    if number:
+        store.wait([f"megaloom/prefix/{own}"], timeout)
+        prefix = store.get(f"megaloom/prefix/{own}").decode()
+        store.set(f"megaloom/joined/{prefix}/{number}", "")
+        return dist.PrefixStore(prefix, store)
+    waiting, deadline = set(range(1, size)), time.monotonic() + timeout.total_seconds()
+    while waiting and time.monotonic() < deadline:
+        for other in [other for other in waiting if store.check([names[other]])]:
+            store.set(f"megaloom/prefix/{store.get(names[other]).decode()}", own)
+        waiting = {other for other in waiting if not store.check([f"megaloom/joined/{own}/{other}"])}
+        time.sleep(POLL_SECONDS)
+    return dist.PrefixStore(own, store)
 
 
 def _integer(name: str) -> int:
