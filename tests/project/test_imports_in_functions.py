@@ -24,6 +24,8 @@ REASONS = {
     "planner/export/target.py": "start-up time: `--help` lists the targets without loading dsl",
     "planner/hardware/cluster_names.py": "start-up time: a cluster file is read only if one is named",
     "runtime/cli/main.py": "start-up time, and torch may be missing: each command loads its own module",
+    "runtime/cli/run_commands.py": "start-up time, and torch may be missing: each command loads its own module",
+    "runtime/cli/training_commands.py": "start-up time, and torch may be missing: each command loads its own module",
     "runtime/data/documents.py": "start-up time: the libraries of a format are loaded for files of that format",
     "runtime/data/tokenizer.py": "start-up time: transformers takes seconds, and each kind of tokenizer has a library",
     "runtime/megatron/cpu_shim.py": "megatron-core is imported after its CUDA calls are replaced",

@@ -1,0 +1,238 @@
+"""Options of the commands that use a run or a model: evaluate, generate, convert, report, show, pack, unpack.
+
+Each imports its code when it runs: `megaloom --help` must be quick, and only some commands need torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from megaloom.planner.cli.arguments import unwrap_help
+from megaloom.planner.cli.settings import SetOption, SettingsOption, model_arguments
+from megaloom.planner.contract.workload import Precision
+from megaloom.runtime.generation.settings import GenerationSettings
+
+from .defaults import (
+    DEFAULT_GENERATION,
+    TrainedPrecision,
+)
+from .packages import require_training_packages
+
+
+@unwrap_help
+def evaluate_last_checkpoint(
+    run: Path,
+    /,
+    *,
+    data: Annotated[list[str], Parameter(consume_multiple=True)],
+    part: Literal["all", "training", "validation", "test"] = "all",
+    split: str | None = None,
+) -> None:
+    """Print the loss and perplexity of the last checkpoint of a run on each source of data.
+
+    Parameters
+    ----------
+    run
+        The folder that `megaloom train` wrote.
+    data
+        Files or folders of text, "stdlib", or prefixes of indexed datasets.
+    part
+        The part of the data.
+    split
+        Shares of training, validation and test of indexed datasets. [default: 969,30,1]
+    """
+    require_training_packages("evaluate")
+    from .evaluate_command import run_evaluate
+
+    run_evaluate(run, data, part, split)
+
+
+@unwrap_help
+def generate_text(
+    run: Path,
+    /,
+    *,
+    prompt: Annotated[list[str], Parameter(negative="", show_default=False)] = [],  # noqa: B006
+    prompt_file: Path | None = None,
+    chat: Annotated[bool, Parameter(negative="")] = False,
+    tp: int | None = None,
+    pp: int | None = None,
+    batch_size: int = 16,
+    precision: TrainedPrecision | None = None,
+    tokenizer: str | None = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    settings: Annotated[GenerationSettings, Parameter(name="*", group="Generation")] = DEFAULT_GENERATION,
+) -> None:
+    """Write text with a trained model. Without --prompt and --prompt-file, the prompt is standard input.
+
+    Parameters
+    ----------
+    run
+        The folder that `megaloom train` wrote, or a Hugging Face folder.
+    prompt
+        What the text begins with, or what an encoder reads. Repeat it for several prompts.
+    prompt_file
+        A file with one more prompt.
+    chat
+        A prompt is what the user says, in the chat template of the tokenizer.
+    tp
+        Tensor-parallel ranks. [default: as few devices as the model fits on]
+    pp
+        Pipeline ranks. [default: as few devices as the model fits on]
+    batch_size
+        Prompts that are written together.
+    precision
+        Precision of weights and activations. [default: that of the run]
+    tokenizer
+        A tokenizer.json, a SentencePiece *.model, a Hugging Face folder, or "bytes". [default: that of the run]
+    as_json
+        Print a JSON object for each sequence: prompt, text, tokens, reason, score.
+    """
+    require_training_packages("generate")
+    from .generate_command import run_generate
+
+    chosen = None if precision is None else Precision(precision)
+    files = (list(prompt), prompt_file)
+    run_generate(run, *files, settings, (tp, pp), chosen, tokenizer, batch_size, chat=chat, as_json=as_json)
+
+
+@unwrap_help
+def convert(
+    run: Path,
+    /,
+    *,
+    to: Literal["hf", "peft"],
+    output: Annotated[Path, Parameter(name=["-o", "--output"])],
+    config: Path | None = None,
+    precision: TrainedPrecision | None = None,
+) -> None:
+    """Write the weights of a run as a Hugging Face folder: config.json, safetensors, tokenizer; or its adapters.
+
+    Parameters
+    ----------
+    run
+        The folder of a run, whose last checkpoint is converted; or a checkpoint of Megatron-LM, with --config.
+    to
+        The form: hf, a Hugging Face folder, with adapters merged; or peft, the adapters alone, as PEFT loads them.
+    output
+        The folder to write. It must not exist.
+    config
+        The config.json that describes the model, or a folder with one. [default: that from which the run started]
+    precision
+        Precision of the tensors. [default: that of the run]
+    """
+    require_training_packages("convert")
+    from .convert_command import run_convert
+
+    run_convert(run, to, output, config, None if precision is None else Precision(precision))
+
+
+@unwrap_help
+def report(run: Path, /, *, output: Annotated[Path | None, Parameter(name=["-o", "--output"])] = None) -> None:
+    """Draw the curves of a run as a web page: loss, learning rate, gradient norm, speed, memory, skipped steps.
+
+    Parameters
+    ----------
+    run
+        The folder of a run.
+    output
+        The file. [default: RUN/report.html]
+    """
+    require_training_packages("report")
+    from megaloom.planner.report.chrome_trace import write_file
+
+    from .run_page import run_page
+
+    path = output or run / "report.html"
+    write_file(run_page(run), str(path))
+    print(f"wrote {path}")
+
+
+@unwrap_help
+def show(
+    model: str,
+    /,
+    *,
+    words: SetOption = [],  # noqa: B006
+    settings: SettingsOption = None,
+    seq: int | None = None,
+    batch: int = 1,
+    source: int | None = None,
+    precision: Precision = Precision.BF16,
+    svg: Path | None = None,
+    html: Path | None = None,
+) -> None:
+    """Print a model as a tree, repeats folded, with the shape, parameters, FLOPs and saved activations of each layer.
+
+    Parameters
+    ----------
+    model
+        file.py:name, a file.py with one model, package.module:name, one of the examples (llama3-8b), or a Hugging Face
+        config.json.
+    seq
+        Tokens per sequence. [default: 4096, or the model's learned positions if fewer]
+    batch
+        Sequences.
+    source
+        Tokens per sequence of an encoder. [default: --seq]
+    precision
+        Precision of activations.
+    svg
+        A file for a drawing of the model.
+    html
+        A file for a page with the drawing and the table.
+    """
+    from .show_command import run_show
+
+    run_show(model, model_arguments(words, settings), seq, batch, source, precision, svg, html)
+
+
+@unwrap_help
+def pack_run(run: Path, /, *, output: Annotated[Path | None, Parameter(name=["-o", "--output"])] = None) -> None:
+    """Write a run into one file: model, plan, options and newest checkpoint.
+
+    Parameters
+    ----------
+    run
+        The folder of a run.
+    output
+        The file. [default: RUN.megaloom]
+    """
+    require_training_packages("pack")
+    from megaloom.runtime.training.artefact import pack
+
+    path = pack(run, output or run.with_name(f"{run.resolve().name}.megaloom"))
+    print(f"wrote {path}. Next: megaloom unpack {path}")
+
+
+@unwrap_help
+def unpack_run(artefact: Path, /, *, output: Annotated[Path | None, Parameter(name=["-o", "--output"])] = None) -> None:
+    """Write the run in a file that `megaloom pack` wrote into a new folder.
+
+    Parameters
+    ----------
+    artefact
+        The file.
+    output
+        The folder. [default: runs/NAME]
+    """
+    require_training_packages("unpack")
+    from megaloom.runtime.training.artefact import unpack
+
+    folder = unpack(artefact, output or Path("runs") / artefact.stem)
+    print(f"wrote {folder}. Next: megaloom train {folder}")
+
+
+RUN_COMMANDS: dict[str, Callable[..., object]] = {
+    "evaluate": evaluate_last_checkpoint,
+    "generate": generate_text,
+    "convert": convert,
+    "report": report,
+    "show": show,
+    "pack": pack_run,
+    "unpack": unpack_run,
+}

@@ -1,0 +1,197 @@
+"""Options of the commands that train or prepare training: train, data, verify, measure.
+
+Each imports its code when it runs: `megaloom --help` must be quick, and only some commands need torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from megaloom.planner.cli.adapter_options import ADAPTERS, NO_ADAPTERS, AdapterOptions
+from megaloom.planner.cli.arguments import SEARCH_ALL, TrainedLayout, unwrap_help
+from megaloom.planner.cli.settings import SetOption, SettingsOption, model_arguments
+from megaloom.runtime.metrics.watching import Watching
+from megaloom.runtime.optimizer.recipe import Recipe
+
+from .defaults import (
+    DEFAULT_MODEL,
+    DEFAULT_RECIPE,
+    NO_WATCHING,
+    STANDARD_LIBRARY,
+    TrainedPrecision,
+)
+from .packages import require_training_packages
+
+
+@unwrap_help
+def train_by_plan(
+    model: str | None = None,
+    /,
+    *,
+    data: Annotated[list[str], Parameter(consume_multiple=True)] = [STANDARD_LIBRARY],  # noqa: B006
+    split: str | None = None,
+    epochs: float | None = None,
+    weights: Annotated[Path | None, Parameter(name="--from")] = None,
+    words: SetOption = [],  # noqa: B006
+    settings: SettingsOption = None,
+    seq: int | None = None,
+    batch: int | None = None,
+    precision: TrainedPrecision | None = None,
+    devices: int | None = None,
+    out: Path | None = None,
+    save_every: int = 100,
+    evaluate_every: int = 100,
+    keep_last: int = 2,
+    keep_best: int = 0,
+    async_save: bool | None = None,
+    distributed_timeout_minutes: float = 10.0,
+    watching: Annotated[Watching, Parameter(name="*", group="Watching")] = NO_WATCHING,
+    recipe: Annotated[Recipe, Parameter(name="*", group="Recipe")] = DEFAULT_RECIPE,
+    adapters: Annotated[AdapterOptions, ADAPTERS] = NO_ADAPTERS,
+    fixed: TrainedLayout = SEARCH_ALL,
+) -> int:
+    """Plan a model for this machine, or take a plan, and train it on text. Repeat the command to continue the run.
+
+    Parameters
+    ----------
+    model
+        The folder of a run, which continues; a plan.json; or a model: file.py:name, a file.py with one model,
+        package.module:name, one of the examples, or a Hugging Face config.json. [default: that of --from, else
+        stdlib-gpt]
+    data
+        "stdlib" (the text of Python's standard library), a file or a folder of text, or prefixes of indexed datasets:
+        A B, or with weights 0.3 A 0.7 B.
+    split
+        Shares of training, validation and test of indexed datasets. [default: 969,30,1]
+    epochs
+        Train for so many visits of the training text, instead of --steps.
+    weights
+        A Hugging Face folder with the initial weights: config.json and safetensors. [default: random weights]
+    seq
+        Tokens per sequence. [default: 128]
+    batch
+        Sequences per step, over all devices. [default: 32]
+    precision
+        Precision of activations and matrix products. [default: bf16 on GPUs, fp32 on CPU]
+    devices
+        Number of devices. [default: all GPUs; 4 processes on CPU]
+    out
+        Folder for checkpoints and metrics. [default: the run's, or runs/MODEL]
+    save_every
+        Steps between checkpoints.
+    evaluate_every
+        Steps between evaluations on held-out text.
+    keep_last
+        Newest checkpoints that are kept.
+    keep_best
+        Checkpoints with the least validation loss that are kept as well. Each is evaluated when it is saved, and its
+        folder is named after the loss.
+    async_save
+        Train on while a checkpoint is written, from a copy in host memory. [default: on GPUs]
+    distributed_timeout_minutes
+        Minutes that ranks wait for one another before the run ends with an error.
+    """
+    require_training_packages("train")
+    from .train_command import run_train
+
+    load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
+    options = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
+    options |= {"save_every": save_every, "evaluate_every": evaluate_every}
+    options |= {"keep_last": keep_last, "keep_best": keep_best, "async_save": async_save}
+    options["distributed_timeout_minutes"] = distributed_timeout_minutes
+    arguments = model_arguments(words, settings)
+    model = model or (DEFAULT_MODEL if weights is None else str(weights))
+    return run_train(model, arguments, load, {**options, "watching": watching}, recipe, fixed, adapters)
+
+
+@unwrap_help
+def make_dataset(
+    sources: Annotated[tuple[str, ...], Parameter(name="source", negative="")],
+    /,
+    *,
+    output: Annotated[Path, Parameter(name=["-o", "--output"])],
+    tokenizer: str | None = None,
+    train_vocab: int | None = None,
+    key: str = "text",
+    workers: int | None = None,
+    append_eos: bool = False,
+) -> None:
+    """Tokenize text into an indexed dataset, OUTPUT.bin and OUTPUT.idx, that `megaloom train --data OUTPUT` reads.
+
+    A command that was stopped goes on where it was when it is repeated.
+
+    Parameters
+    ----------
+    sources
+        Text files, JSONL, Parquet, folders of them, folders that the library `datasets` has saved, or "stdlib".
+    output
+        Prefix of the dataset. Its tokenizer is saved as OUTPUT-tokenizer.
+    tokenizer
+        A tokenizer.json, a SentencePiece *.model, a Hugging Face folder, or "bytes".
+    train_vocab
+        Train a BPE tokenizer of so many tokens on the sources.
+    key
+        Key of the text, or of the messages of a conversation, in JSONL, Parquet and datasets.
+    workers
+        Processes. [default: the number of cores]
+    append_eos
+        End each document with the tokenizer's end-of-text token.
+    """
+    require_training_packages("data")
+    from .data_command import run_data
+
+    run_data(sources, output, tokenizer, train_vocab, key, workers, append_eos)
+
+
+@unwrap_help
+def verify(plan: Path, /, *, steps: int = 3, seed: int = 1234) -> int:
+    """Run a plan and a single process on identical tokens, and compare losses. Exit code 1 if they differ.
+
+    Parameters
+    ----------
+    plan
+        A plan.json.
+    steps
+        Optimizer steps.
+    seed
+        Seed of the initial weights and the tokens.
+    """
+    require_training_packages("verify")
+    from .train_command import run_verify
+
+    return run_verify(plan, steps, seed)
+
+
+@unwrap_help
+def measure(
+    *,
+    gpus: int | None = None,
+    output: Annotated[Path, Parameter(name=["-o", "--output"])] = Path("profile.json"),
+) -> None:
+    """Measure matrix products, attention, memory and collectives on this machine, and write a device profile.
+
+    `plan MODEL --gpus profile.json` plans with it; 64xprofile.json stands for 64 such devices.
+
+    Parameters
+    ----------
+    gpus
+        Number of devices, which all work at once. [default: all GPUs; 4 processes on CPU]
+    output
+        The file for the profile.
+    """
+    require_training_packages("measure")
+    from .measure_command import run_measure
+
+    run_measure(gpus, output)
+
+
+TRAINING_COMMANDS: dict[str, Callable[..., object]] = {
+    "train": train_by_plan,
+    "data": make_dataset,
+    "verify": verify,
+    "measure": measure,
+}
