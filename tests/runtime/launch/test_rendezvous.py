@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import time
 
 import pytest
 import torch.distributed as dist
@@ -91,6 +92,26 @@ def test_joining(names, environment, tmp_path):
         rank.join(30)
         assert rank.exitcode == 0
         assert (tmp_path / str(number)).read_text() == "[0, 1]"
+
+
+def test_ranks_that_torchrun_restarts_find_each_other(environment, tmp_path):
+    """The store of torchrun's agent has what the ranks before them have left there."""
+    device.prepare()
+    agent = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environment(TORCHELASTIC_RUN_ID="7", TORCHELASTIC_USE_AGENT_STORE="True", MASTER_PORT=str(agent.port))
+    environment(MASTER_ADDR="localhost", WORLD_SIZE="2")
+    context = multiprocessing.get_context("fork")
+    for attempt in (0, 1):
+        (folder := tmp_path / str(attempt)).mkdir()
+        variables = [{"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(2)]
+        ranks = [context.Process(target=joined, args=(folder, n, given)) for n, given in enumerate(variables)]
+        for rank in reversed(ranks):
+            rank.start()
+            time.sleep(0.5 * attempt)  # the second one looks for the first one before that has written its address
+        for rank in ranks:
+            rank.join(30)
+        assert [rank.exitcode for rank in ranks] == [0, 0]
+        assert [(folder / str(n)).read_text() for n in range(2)] == ["[0, 1]"] * 2
 
 
 @pytest.mark.parametrize(
