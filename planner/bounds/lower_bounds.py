@@ -137,6 +137,7 @@ class LowerBounds:
         """
         x, costs, m = layouts, self.costs, layouts.microbatches(self.cache.workload.batch)
         after = end_of_step_bound(x, base, costs.params, costs.expert_params, self.cache, self._ends)
+        after[:, 0] += self._counting_seconds(x, base)
         passes, sends = pipeline.pass_multiples(
             x.pp.astype(float), x.vpp, m.astype(float), x.microbatch_group_size.astype(float)
         )
@@ -159,7 +160,17 @@ class LowerBounds:
         small = evolve(x, vpp=ones, shard=np.minimum(1, x.dp * x.cp - 1))
         passes = _least_passes(x, interleaved, self.cache.workload.batch)
         nbytes = np.minimum(self._nbytes(small, base, FULL), self._nbytes(small, base, IDEAL))
-        return self._pipeline_seconds(fast, base, passes), nbytes
+        return self._pipeline_seconds(fast, base, passes) + self._counting_seconds(x, base), nbytes
+
+    def _counting_seconds(self, x: Layouts, base: Column) -> Rows:
+        """Return the least seconds of the forward passes that count the load of experts, 0 where there are none.
+
+        Bound: C ≥ F + (m − 1) F / p, with F the forward seconds of one micro-batch. The first one passes all stages;
+        the slowest rank takes at least the mean for each other one.
+        """
+        m = x.microbatches(self.cache.workload.batch)
+        seconds: Rows = (1 + (m - 1) / x.pp) * self.costs.forward_seconds[base] * self.cache.job.repeats_forward
+        return seconds
 
     def _pipeline_seconds(self, x: Layouts, base: Column, passes: Rows) -> Rows:
         """Return least seconds up to the last backward pass; `passes` micro-batches through the model are certain."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megaloom.planner.partition.partitioner import Partition
-from megaloom.planner.simulate.price import end_of_rank, end_of_ranks
+from megaloom.planner.simulate.price import counting_seconds, end_of_rank, end_of_ranks
 
 from . import pipeline
 
@@ -20,4 +20,5 @@ def step_lower_bound(partition: Partition) -> float:
     ends = pipeline.finish_bounds(*seconds, x.pp, partition.problem.microbatches, x.microbatch_group)
     params = [sum(s.params + s.expert_params for s in partition.stages[r :: x.pp]) for r in range(x.pp)]
     ranks = sorted({int(ends.argmax()), int(np.argmax(params))})
-    return end_of_ranks([float(ends[r]) for r in ranks], [end_of_rank(partition, r) for r in ranks])
+    counting = counting_seconds(partition) if partition.problem.job.repeats_forward else 0.0
+    return counting + end_of_ranks([float(ends[r]) for r in ranks], [end_of_rank(partition, r) for r in ranks])
