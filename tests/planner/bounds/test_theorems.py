@@ -14,9 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaloom.dsl.graph import Graph, graph
+from megaloom.dsl.layers.mlp import SwiGLU
+from megaloom.dsl.layers.moe import MoE
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama
 from megaloom.examples.mixtral import mixtral
+from megaloom.examples.qwen3 import qwen3
 from megaloom.planner import bounds
 from megaloom.planner.bounds import balanced_partition, interleaved_memory, lower_bounds, pipeline
 from megaloom.planner.bounds.end_of_step import end_of_step_bound
@@ -42,6 +45,9 @@ def model(kind: str, layers: int) -> Graph:
     match kind:
         case "tied":
             return graph(gpt("tied", layers=layers, heads=4, embed=64, vocab=512, seq=64))
+        case "counting":  # a pass before the step counts the load of experts
+            experts = MoE(SwiGLU(96), 4, 2, balance=0.01, balance_over="batch")
+            return graph(qwen3("counting", layers, 4, 2, 64, experts))
         case "sparse":
             return graph(mixtral("sparse", layers=layers, heads=4, kv_heads=2, embed=64, ff=96, experts=4, vocab=512))
     return graph(llama("dense", layers=layers, heads=6, kv_heads=3, embed=96, ff=192, vocab=512))
@@ -85,7 +91,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    g = model(draw(st.sampled_from(["dense", "tied", "sparse"])), draw(st.integers(9, 13)))
+    g = model(draw(st.sampled_from(["dense", "tied", "sparse", "counting"])), draw(st.integers(9, 13)))
     pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (3, 2), (4, 2)]))
     m = pp * draw(st.integers(1, 4)) if vpp > 1 else draw(st.integers(1, 4 * pp))
     mode, layers = draw(st.sampled_from([("none", 0), ("selective", 0), ("full", 0), ("full", 1), ("full", 2)]))
