@@ -11,11 +11,10 @@ import torch.distributed as dist
 from attrs import frozen
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.constants import default_pg_timeout
 
 from megaloom.dsl import UserError
 from megaloom.planner.contract.layout import Layout
-
-from . import device
 
 
 @frozen(eq=False)
@@ -80,8 +79,9 @@ def create_process_groups(layout: Layout) -> ProcessGroups:
 
 def collective_timeout() -> timedelta:
     """Return the timeout of collectives of all ranks. Without it, a new group would have its backend's default."""
-    backend = dist.group.WORLD._get_backend(device.current())
-    timeout: timedelta = backend.options._timeout
+    world = dist.group.WORLD
+    options = world._get_backend(world._device_types[0]).options
+    timeout: timedelta = options._timeout if options else default_pg_timeout  # torch's fake backend has no options
     return timeout
 
 

@@ -14,7 +14,7 @@ from megaloom.planner.cli.main import main
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.cost.profiles.frameworks import OWN
 from megaloom.planner.export.export import export_plan
-from megaloom.planner.export.target import Target
+from megaloom.planner.export.target import LAUNCH_FILES, Target
 from megaloom.planner.rules.plan_check import check_plan
 from megaloom.planner.search.pricing import Pricer
 
@@ -66,8 +66,8 @@ def test_the_plan_has_the_adapters(tmp_path: Path, capsys: Any) -> None:
 
 
 def refused_export(plan: Plan) -> None:
-    for target in set(Target) - {Target.SLURM}:  # whose job is megaloom train
-        with pytest.raises(UserError, match="adapters"):
+    for target in set(Target) - LAUNCH_FILES:
+        with pytest.raises(UserError, match="with LoRA of rank 8|adapters"):
             export_plan(plan, planned_model(plan), target, "plan.json")
 
 

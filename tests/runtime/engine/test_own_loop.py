@@ -1,6 +1,7 @@
 """The engine in a loop of the user's own: batches of a data-parallel rank, evaluation, logits, checkpoints."""
 
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_wrong_batches_are_refused(plan_of: Any) -> None:
     assert labels.startswith("labels of a sample has the shape [33]")
     assert kind == "a batch is a tensor of token ids, or tensors by the names of inputs; got list"
     assert second[-1].startswith("a sample lacks labels")
-    assert of_other == f"on rank 1: {second[-1]}"
+    assert of_other == f"on rank 1 ({gethostname()}): {second[-1]}"
 
 
 def wrong_world(plan: Plan) -> str:
