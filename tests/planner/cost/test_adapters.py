@@ -67,7 +67,7 @@ def test_the_plan_has_the_adapters(tmp_path: Path, capsys: Any) -> None:
 
 def refused_export(plan: Plan) -> None:
     for target in set(Target) - LAUNCH_FILES:
-        with pytest.raises(UserError, match="with LoRA of rank 8|adapters"):
+        with pytest.raises(UserError, match=r"with LoRA of rank 8|adapters"):
             export_plan(plan, planned_model(plan), target, "plan.json")
 
 
