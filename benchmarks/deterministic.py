@@ -47,17 +47,13 @@ def train_steps(plan: Plan, folder: Path, vocab: int, start: int) -> list[str]:
 
     Return loss and gradient norm of each step in hexadecimal, and then the hash of all weights and moments.
     """
-    from megaloom.runtime.checkpoints import checkpoint
-    from megaloom.runtime.checkpoints.checkpoint_folder import Manifest, latest
     from megaloom.runtime.engine.engine import Engine
     from megaloom.runtime.megatron.optimizer_state import parameter_states
     from megaloom.runtime.samples.samples import Sample, SampleMaker
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=STEPS, warmup=0, deterministic=True))
     if start:
-        saved = latest(folder, fingerprint=plan.fingerprint)
-        assert saved
-        checkpoint.load(engine, saved)
+        assert engine.load(folder) == start
 
     maker = SampleMaker.of(engine.graph, plan.workload.seq)
 
@@ -70,16 +66,7 @@ def train_steps(plan: Plan, folder: Path, vocab: int, start: int) -> list[str]:
         result = engine.step(lambda i, step=step: sample(step * plan.workload.batch + i))  # type: ignore[misc]
         out.append(f"{result.loss.hex()} {result.grad_norm.hex()}")
         if engine.done == SAVED and not start:
-            manifest = Manifest(
-                step=SAVED,
-                samples=0,
-                model=plan.model,
-                fingerprint=plan.fingerprint,
-                data="",
-                recipe={},
-                layout=str(plan.layout),
-            )
-            checkpoint.save(engine, folder, manifest)
+            engine.save(folder)
     tensors = [t for one in parameter_states(engine.optimizer) for t in (one.param, *one.tensors)]
     digest = sha256()
     for tensor in tensors:

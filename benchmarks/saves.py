@@ -55,7 +55,7 @@ def main() -> int:
 
 def time_saves(plan: Plan, run: Path, asynchronous: bool) -> Times:
     """On each rank: save, and train until the checkpoint is written."""
-    from megaloom.runtime.checkpoints.checkpoint_folder import Manifest, Retention
+    from megaloom.runtime.checkpoints.checkpoint_folder import Retention
     from megaloom.runtime.checkpoints.saver import Saver
     from megaloom.runtime.engine.engine import Engine
     from megaloom.runtime.samples.samples import Sample, SampleMaker
@@ -77,16 +77,7 @@ def time_saves(plan: Plan, run: Path, asynchronous: bool) -> Times:
     for _ in range(SAVES):
         for _ in range(3):
             times.steps.append(step())
-        manifest = Manifest(
-            step=engine.done,
-            samples=0,
-            model=plan.model,
-            fingerprint=plan.fingerprint,
-            data="",
-            recipe={},
-            layout=str(plan.layout),
-        )
-        saver.start(engine, manifest)
+        saver.start(engine, engine.manifest())
         for _ in range(3 if asynchronous else 0):
             was_writing = saver.is_writing
             seconds = step()

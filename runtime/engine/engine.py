@@ -291,7 +291,12 @@ class Engine:
         folder = run / f"step-{self.done:06d}"
         if self.saved == folder:
             return folder
-        manifest = Manifest(
+        self.saved = checkpoint.save(self, run, self.manifest())
+        return self.saved
+
+    def manifest(self) -> Manifest:
+        """Return what a checkpoint of the present state says of itself. It knows of no data."""
+        return Manifest(
             step=self.done,
             samples=self.done * self.plan.workload.batch,
             model=self.plan.model,
@@ -301,8 +306,6 @@ class Engine:
             averaged=self.averages is not None,
             layout=str(self.plan.layout),
         )
-        self.saved = checkpoint.save(self, run, manifest)
-        return self.saved
 
     def load(self, run: Path) -> int:
         """Load the last checkpoint of a run folder, saved under any layout, and return its step; 0 if there is none."""

@@ -13,7 +13,7 @@ from megaloom.runtime.data.token_ids import BYTE_IDS
 from megaloom.runtime.data.tokenizer import JsonTokenizer, TextTokenizer, load_tokenizer
 
 UNFINISHED = "\ufffd"
-"""What a tokenizer decodes an incomplete character to."""
+"""The character that a tokenizer writes for bytes that are not a whole character."""
 
 
 @frozen

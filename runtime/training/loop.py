@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from attrs import asdict, define, field
+from attrs import asdict, define, evolve, field
 from rich.console import Console
 
 from megaloom.dsl.errors import UserError
@@ -236,16 +236,11 @@ class Loop:
 
     def _save(self, validation: EvaluationResult | None) -> None:
         """Save a checkpoint, or begin to. Where the best are kept, its folder is named after the validation loss."""
-        plan, corpus = self.run.plan, self.run.corpus
         self._finish_save()
-        manifest = Manifest(
-            step=self.engine.done,
+        manifest = evolve(
+            self.engine.manifest(),
             samples=self.samples,
-            model=plan.model,
-            fingerprint=plan.fingerprint,
-            data=corpus.digest,
-            recipe=self.engine.recipe.as_saved(),
-            layout=str(plan.layout),
+            data=self.run.corpus.digest,
             validation_loss=validation.loss if validation and self.run.retention.best else None,
         )
         self.saver.start(self.engine, manifest)

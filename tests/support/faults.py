@@ -59,7 +59,7 @@ class Moment:
 
 @frozen
 class Outcome:
-    """What became of a run that was killed."""
+    """The result of killing a run and continuing it."""
 
     saved: int  # the newest step whose save had ended
     resumed: int  # the step from which the command continued

@@ -45,7 +45,7 @@ def test_frozen_weights_have_weights_only(layout: Layout) -> None:
 
 
 def test_a_frozen_table_that_two_nodes_share_counts_once() -> None:
-    """All of GPT-2 on one device: its table is that of the embedding and of the logits."""
+    """GPT-2's embedding and logits share one table."""
     m = lora(find("gpt2")[0], 8)
     (stage,) = priced(m, Layout(vocab_multiple=1)).stages
     assert stage.params == params(m)

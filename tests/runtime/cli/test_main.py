@@ -187,7 +187,7 @@ def test_killed_it_leaves_nobody_and_nothing_broken(text: Path, tmp_path: Path) 
 
 
 def plain(shown: bytes) -> str:
-    """What a terminal was sent, without colours and movements of the cursor."""
+    """Return the text sent to a terminal, without colours and cursor movements."""
     return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown.decode())
 
 

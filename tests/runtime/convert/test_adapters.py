@@ -98,7 +98,7 @@ def test_initial_adapters_change_nothing(plan_of: Any, tmp_path: Path) -> None:
 
 
 def check(it: Case, ours: Tensor) -> None:
-    """What is written for PEFT and for transformers has the logits of the engine; without adapters they are others."""
+    """PEFT and transformers compute the engine's logits from the converted files, and others without the adapters."""
     m, names = it.model(), reader(open_config(it.folder)[0]).names
     checkpoint = latest(it.folder / "run", fingerprint=it.plan.fingerprint)
     assert checkpoint is not None

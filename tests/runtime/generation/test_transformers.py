@@ -44,7 +44,7 @@ def expected_of(name: str, folder: Path) -> Expected:
 
 
 def sequences_of(theirs: Any, options: dict[str, Any]) -> list[tuple[int, ...]]:
-    """What transformers writes for each prompt by itself, up to the token that ends it."""
+    """Return the tokens that transformers generates for each prompt by itself, up to the token that ends it."""
     out = []
     for prompt in PROMPTS:
         begin = 1 if theirs.config.is_encoder_decoder else len(prompt)

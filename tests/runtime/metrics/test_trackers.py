@@ -14,7 +14,7 @@ from megaloom.runtime.metrics.watching import Watching
 
 
 def write_steps(options: Watching, run: Path, first: int, last: int) -> None:
-    """What a run writes from step `first` to `last`: its losses are the number of the step."""
+    """Write metrics as a run does from step `first` to `last`. The loss of each step is its number."""
     with open_trackers(options, run, done=first - 1, options={"lr": 1e-3}) as logs:
         metrics = MetricsFile(run / "metrics.jsonl", last_step=first - 1, trackers=logs)
         for step in range(first, last + 1):
