@@ -26,6 +26,7 @@ from megaloom.dsl import (
 from megaloom.dsl.hf.architectures import Config, reads
 from megaloom.dsl.hf.tensor_names import (
     Names,
+    Stored,
     columns,
     flat,
     rows,
@@ -38,9 +39,11 @@ NORM = LayerNorm(1e-12)
 class Transform(Layer):
     """norm(gelu(dense(x))): the transformation of hidden states before the logits of masked tokens."""
 
+    norm: LayerNorm = NORM
+
     def body(self, x: Value, /, **side: Value) -> Value:
         h = x >> Linear(x["embed"], bias=True).named("dense")
-        return fn("gelu", h) >> NORM.named("norm")
+        return fn("gelu", h) >> self.norm.named("norm")
 
 
 def bert(
@@ -56,6 +59,7 @@ def bert(
     dropout: float = 0.0,
     attention_dropout: float | None = None,
     pre_norm: bool = False,
+    norm: LayerNorm = NORM,
 ) -> Model:
     """A BERT of any size. pre_norm: norms before the layers, as in Megatron-LM, instead of after.
 
@@ -69,15 +73,15 @@ def bert(
     attention = Attention(heads=heads, causal=False, bias=True, dropout=probabilities)
     mlp = MLP(ff, "gelu", bias=True)
     if pre_norm:
-        block = residual(NORM, attention, *drop) >> residual(NORM, mlp, *drop)
+        block = residual(norm, attention, *drop) >> residual(norm, mlp, *drop)
     else:
-        block = residual(attention, *drop) >> NORM >> residual(mlp, *drop) >> NORM
+        block = residual(attention, *drop) >> norm >> residual(mlp, *drop) >> norm
     x = ((ids() >> Embed(wte)) + (ids("types") >> Embed(kinds))) >> Positions(wpe)
-    x = x if pre_norm else x >> NORM
+    x = x if pre_norm else x >> norm
     x = x >> Dropout(dropout) if dropout else x
     x = x >> repeat(layers, block)
-    x = x >> NORM if pre_norm else x
-    return model(name, x >> Transform() >> Unembed(wte, bias=True) >> MaskedToken())
+    x = x >> norm if pre_norm else x
+    return model(name, x >> Transform(norm) >> Unembed(wte, bias=True) >> MaskedToken())
 
 
 def bert_base() -> Model:
@@ -93,61 +97,73 @@ def bert_large_pre_norm() -> Model:
     return bert("bert-large-pre-norm", 24, 16, 1024, 4096, pre_norm=True)
 
 
-NAMES = Names(
-    {
-        "bert.embeddings.word_embeddings.weight": columns("wte"),
-        "bert.embeddings.position_embeddings.weight": columns("wpe"),
-        "bert.embeddings.token_type_embeddings.weight": columns("types"),
-        "bert.embeddings.LayerNorm.weight": flat("layer_norm.0.scale"),
-        "bert.embeddings.LayerNorm.bias": flat("layer_norm.0.shift"),
-        "cls.predictions.transform.dense.weight": columns("transform.0.dense.weight"),
-        "cls.predictions.transform.dense.bias": flat("transform.0.dense.bias"),
-        "cls.predictions.transform.LayerNorm.weight": flat("transform.0.norm.scale"),
-        "cls.predictions.transform.LayerNorm.bias": flat("transform.0.norm.shift"),
-        "cls.predictions.bias": flat("unembed.0.bias"),
-    },
-    {
-        "bert.encoder.layer.{layer}.": {
-            "attention.self.query.weight": columns("attention.0.q"),
-            "attention.self.query.bias": flat("attention.0.q_bias"),
-            "attention.self.key.weight": columns("attention.0.k"),
-            "attention.self.key.bias": flat("attention.0.k_bias"),
-            "attention.self.value.weight": columns("attention.0.v"),
-            "attention.self.value.bias": flat("attention.0.v_bias"),
-            "attention.output.dense.weight": rows("attention.0.o"),
-            "attention.output.dense.bias": flat("attention.0.o_bias"),
-            "attention.output.LayerNorm.weight": flat("layer_norm.0.scale"),
-            "attention.output.LayerNorm.bias": flat("layer_norm.0.shift"),
-            "intermediate.dense.weight": columns("mlp.0.up"),
-            "intermediate.dense.bias": flat("mlp.0.up_bias"),
-            "output.dense.weight": rows("mlp.0.down"),
-            "output.dense.bias": flat("mlp.0.down_bias"),
-            "output.LayerNorm.weight": flat("layer_norm.1.scale"),
-            "output.LayerNorm.bias": flat("layer_norm.1.shift"),
-        }
-    },
-    unused=(
-        "bert.pooler.",
-        "cls.seq_relationship.",
-        "bert.embeddings.position_ids",
-    ),  # of other tasks
-    copies={
-        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-        "cls.predictions.decoder.bias": "cls.predictions.bias",
-    },
+OUTSIDE = {
+    "bert.embeddings.word_embeddings.weight": columns("wte"),
+    "bert.embeddings.position_embeddings.weight": columns("wpe"),
+    "bert.embeddings.token_type_embeddings.weight": columns("types"),
+    "cls.predictions.transform.dense.weight": columns("transform.0.dense.weight"),
+    "cls.predictions.transform.dense.bias": flat("transform.0.dense.bias"),
+    "cls.predictions.transform.LayerNorm.weight": flat("transform.0.norm.scale"),
+    "cls.predictions.transform.LayerNorm.bias": flat("transform.0.norm.shift"),
+    "cls.predictions.bias": flat("unembed.0.bias"),
+}
+LAYER = {
+    "attention.self.query.weight": columns("attention.0.q"),
+    "attention.self.query.bias": flat("attention.0.q_bias"),
+    "attention.self.key.weight": columns("attention.0.k"),
+    "attention.self.key.bias": flat("attention.0.k_bias"),
+    "attention.self.value.weight": columns("attention.0.v"),
+    "attention.self.value.bias": flat("attention.0.v_bias"),
+    "attention.output.dense.weight": rows("attention.0.o"),
+    "attention.output.dense.bias": flat("attention.0.o_bias"),
+    "intermediate.dense.weight": columns("mlp.0.up"),
+    "intermediate.dense.bias": flat("mlp.0.up_bias"),
+    "output.dense.weight": rows("mlp.0.down"),
+    "output.dense.bias": flat("mlp.0.down_bias"),
+}
+
+
+def _norm(prefix: str, index: int) -> dict[str, Stored]:
+    """Return the tensors of a norm."""
+    name = f"layer_norm.{index}"
+    return {f"{prefix}.weight": flat(f"{name}.scale"), f"{prefix}.bias": flat(f"{name}.shift")}
+
+
+def _names(outside: dict[str, Stored], layer: dict[str, Stored]) -> Names:
+    """Return the tensor names of an encoder with these norms."""
+    return Names(
+        OUTSIDE | outside,
+        {"bert.encoder.layer.{layer}.": LAYER | layer},
+        unused=("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids"),  # of other tasks
+        copies={
+            "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+            "cls.predictions.decoder.bias": "cls.predictions.bias",
+        },
+    )
+
+
+NAMES = _names(
+    _norm("bert.embeddings.LayerNorm", 0), _norm("attention.output.LayerNorm", 0) | _norm("output.LayerNorm", 1)
 )
-
-
+PRE_NORM_NAMES = _names(_norm("bert.encoder.ln", 0), _norm("attention.ln", 0) | _norm("ln", 1))
 POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
 
 
 @reads("BertForMaskedLM", names=NAMES)
 def config(c: Config, name: str) -> Model:
-    c.only("hidden_act", "gelu", default="gelu")
-    c.only("layer_norm_eps", 1e-12, default=1e-12)
     c.only("position_embedding_type", "absolute", default="absolute")
-    c.only("tie_word_embeddings", True, default=True)
     c.ignore("directionality", *(f"pooler_{of}" for of in POOLER))  # the pooler is not used
+    return _model(c, name, pre_norm=False)
+
+
+@reads("MegatronBertForMaskedLM", names=PRE_NORM_NAMES)
+def pre_norm_config(c: Config, name: str) -> Model:
+    return _model(c, name, pre_norm=True)
+
+
+def _model(c: Config, name: str, *, pre_norm: bool) -> Model:
+    c.only("hidden_act", "gelu", default="gelu")
+    c.only("tie_word_embeddings", True, default=True)
     return bert(
         name,
         layers=c.whole("num_hidden_layers"),
@@ -159,4 +175,6 @@ def config(c: Config, name: str) -> Model:
         types=c.whole("type_vocab_size", 2),
         dropout=c.rate("hidden_dropout_prob", 0.1),
         attention_dropout=c.rate("attention_probs_dropout_prob", 0.1),
+        pre_norm=pre_norm,
+        norm=LayerNorm(c.number("layer_norm_eps", 1e-12)),
     )
