@@ -13,11 +13,11 @@ from megaloom.runtime.checkpoints.checkpoint_folder import latest
 from megaloom.runtime.convert.adapters import with_merged_adapters, write_adapters
 from megaloom.runtime.convert.checkpoint_views import checkpoint_views
 from megaloom.runtime.convert.hugging_face import DescribedModel, describe, write_folder
-from megaloom.runtime.convert.megatron_files import is_megatron
 from megaloom.runtime.convert.megatron_weights import read_megatron
 from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.megatron.build_context import DTYPES
 from megaloom.runtime.training.run_folder import PLAN_NAME, is_run, plan_and_model
+from megaloom.runtime.weights.given import is_megatron
 from megaloom.runtime.weights.kept_files import CONFIG, KEPT
 
 from .printing import print_on_first_rank

@@ -45,6 +45,7 @@ from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.training.run import train
 from megaloom.runtime.training.run_folder import PLAN_NAME, is_run, load_run
 from megaloom.runtime.training.verify import compare
+from megaloom.runtime.weights.kept_files import CONFIG
 
 from .defaults import DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY
 from .printing import fail, print_on_first_rank
@@ -109,6 +110,18 @@ def run_train(
         parts.append(f"the learning rate stays at {lowest:g}; --decay-steps {steps} stretches its schedule")
     print_on_first_rank(summary_report(summary, plan), *parts)
     return 0
+
+
+def chosen_model(model: str | None, weights: Path | None) -> str:
+    """Return the argument MODEL or, without it, the folder that --from names. Raise UserError if that has no config."""
+    if model is not None:
+        return model
+    if weights is None:
+        return DEFAULT_MODEL
+    if not (weights / CONFIG).is_file():
+        what = f"has no {CONFIG}" if weights.is_dir() else "no such folder"
+        raise UserError(f"--from {weights}: {what}\ngive a folder with weights and {CONFIG}, or the model as MODEL")
+    return str(weights)
 
 
 def _is_plan(model: str) -> bool:

@@ -18,7 +18,6 @@ from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.optimizer.recipe import Recipe
 
 from .defaults import (
-    DEFAULT_MODEL,
     DEFAULT_RECIPE,
     NO_WATCHING,
     STANDARD_LIBRARY,
@@ -70,7 +69,8 @@ def train_by_plan(
     epochs
         Train for so many visits of the training text, instead of --steps.
     weights
-        A Hugging Face folder with the initial weights: config.json and safetensors. [default: random weights]
+        A Hugging Face folder with the initial weights: config.json and safetensors. Or a checkpoint of Megatron-LM.
+        [default: random weights]
     seq
         Tokens per sequence. [default: 128]
     batch
@@ -96,7 +96,7 @@ def train_by_plan(
         Minutes that ranks wait for one another before the run ends with an error.
     """
     require_training_packages("train")
-    from .train_command import run_train
+    from .train_command import chosen_model, run_train
 
     load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
     options = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
@@ -104,8 +104,9 @@ def train_by_plan(
     options |= {"keep_last": keep_last, "keep_best": keep_best, "async_save": async_save}
     options["distributed_timeout_minutes"] = distributed_timeout_minutes
     arguments = model_arguments(words, settings)
-    model = model or (DEFAULT_MODEL if weights is None else str(weights))
-    return run_train(model, arguments, load, {**options, "watching": watching}, recipe, fixed, adapters)
+    return run_train(
+        chosen_model(model, weights), arguments, load, {**options, "watching": watching}, recipe, fixed, adapters
+    )
 
 
 @unwrap_help

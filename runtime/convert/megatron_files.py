@@ -1,15 +1,19 @@
-"""Checkpoints that Megatron-LM has written, as views of whole tensors by the names of GPTModel on one rank.
+"""Checkpoints that Megatron-LM has written, as views of whole tensors by the names of its model on one rank.
 
     ROOT/latest_checkpointed_iteration.txt
     ROOT/iter_0000100/.metadata, *.distcp                                 torch_dist
-    ROOT/iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt                 one file a rank
+    ROOT/iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt           one file a rank, its experts in EEE
 
-Only weights are read, and no code is run. Layers are numbered over all pipeline ranks.
+Only weights are read, and no code is run. Layers are numbered over all pipeline ranks and model chunks, experts over
+all expert-parallel ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +21,27 @@ from torch import Tensor
 
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.weights.safe_pickle import METADATA, load_tensors
-from megaloom.runtime.weights.views import Box, View, concatenated, source
+from megaloom.runtime.weights.views import View, concatenated, held
 
 from .checkpoint_views import tensor_views
 
 LATEST = "latest_checkpointed_iteration.txt"
 RANK_FILE, RANK_FOLDERS = "model_optim_rng.pt", "mp_rank_*"
-LAYERS = "decoder.layers."
+# In torch_dist, equal layers are one tensor without a number, and so are experts.
+LAYER = re.compile(r"(?P<before>(?:de|en)coder\.layers\.)(?:(?P<number>\d+)\.)?(?P<rest>.+)")
+EXPERT = re.compile(r"(?P<before>.*\bmlp\.experts\.(?:local_)?experts\.)(?:(?P<number>\d+)\.)?(?P<rest>.+)")
+GROUPED = re.compile(r"(.*\bexperts\.)(linear_fc[12]\.(?:weight|bias))(\d+)")  # Transformer Engine's experts
 NOT_WEIGHTS = ("optimizer.", "rng_state", "rerun_state_machine_state")
 BY_ROWS = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias", "linear_qkv.weight", "linear_qkv.bias")
 IN_HALVES = ("linear_fc1.weight", "linear_fc1.bias")  # of a gated unit: each rank has rows of the gate, then of `up`
 BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
-# Transformer Engine's layers hold the norm in front of them.
-NORMS = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+RENAMED = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",  # Transformer Engine: norm and matrix in one layer
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    ".experts.experts.": ".experts.local_experts.",  # in torch_dist
 }
-
-
-def is_megatron(path: Path) -> bool:
-    """Return True for the folder of a checkpoint of Megatron-LM, or the folder with several."""
-    return (path / LATEST).is_file() or (path / METADATA).is_file() or any(path.glob(RANK_FOLDERS))
+ChunkWeights = list[list[dict[str, Tensor]]]
+"""Weights of one model chunk by expert-parallel rank and tensor-parallel rank."""
 
 
 def megatron_tensors(path: Path, *, gated: bool) -> dict[str, View]:
@@ -66,69 +70,103 @@ def _newest(path: Path) -> Path:
 
 
 def _plain(name: str) -> str:
-    """Return the name that a tensor has without Transformer Engine."""
-    for fused, plain in NORMS.items():
-        before, found, last = name.partition(fused)
-        if found:
-            return before + plain + last
+    """Return the name that a tensor has in the files of ranks, without Transformer Engine."""
+    for other, plain in RENAMED.items():
+        name = name.replace(other, plain)
     return name
 
 
 def _unstacked(tensors: Mapping[str, View]) -> Iterator[tuple[str, View]]:
-    """Yield the weights of a torch_dist checkpoint, one tensor for each layer."""
+    """Yield the weights of a torch_dist checkpoint, one tensor for each layer and expert."""
     for name, view in tensors.items():
-        if name.startswith(NOT_WEIGHTS):
-            continue
-        rest = name.removeprefix(LAYERS)
-        if rest == name or rest.partition(".")[0].isdigit():
-            yield name, view
-        else:  # of equal layers, one tensor for all
-            yield from ((f"{LAYERS}{i}.{rest}", view.select(0, i)) for i in range(view.shape[0]))
+        if not name.startswith(NOT_WEIGHTS):
+            for of_layer, one in _each(LAYER, name, view):
+                yield from _each(EXPERT, of_layer, one)
+
+
+def _each(numbered: re.Pattern[str], name: str, view: View) -> Iterator[tuple[str, View]]:
+    """Yield the tensors of the layers, or of the experts, that a tensor holds; any other tensor as it is."""
+    found = numbered.fullmatch(name)
+    if not found or found["number"]:
+        yield name, view
+    else:
+        for i in range(view.shape[0]):
+            yield f"{found['before']}{i}.{found['rest']}", view.select(0, i)
 
 
 def _joined_ranks(folder: Path, *, gated: bool) -> dict[str, View]:
     """Return the weights of the files of all ranks, joined over tensor-parallel ranks."""
     out: dict[str, View] = {}
     layers = 0
-    for stage in _stages(folder):
-        numbers = [int(name.removeprefix(LAYERS).partition(".")[0]) for name in stage[0] if name.startswith(LAYERS)]
-        for name in stage[0]:
-            if any(name not in rank for rank in stage):
-                raise UserError(f"{folder}: {name} is missing in the file of a tensor-parallel rank\ncopy it again")
-            number, _, rest = name.removeprefix(LAYERS).partition(".")
-            whole = f"{LAYERS}{layers + int(number)}.{rest}" if name.startswith(LAYERS) else name
-            out.setdefault(whole, _joined([_view(rank[name]) for rank in stage], name, gated=gated))
-        layers += max(numbers, default=-1) + 1
+    for by_expert in _stages(folder):
+        for ep, ranks in enumerate(by_expert):
+            experts = _count(EXPERT, ranks[0])
+            for name in ranks[0]:
+                if any(name not in rank for rank in ranks):
+                    raise UserError(f"{folder}: {name} is missing in the file of a tensor-parallel rank\ncopy it again")
+                whole = _moved(EXPERT, _moved(LAYER, name, layers), ep * experts)
+                if whole not in out:  # what is no expert is equal on all expert-parallel ranks
+                    out[whole] = _joined([held(rank[name]) for rank in ranks], name, gated=gated)
+        layers += _count(LAYER, by_expert[0][0])
     return out
 
 
-def _stages(folder: Path) -> Iterator[list[dict[str, Tensor]]]:
-    """Yield the weights of each model chunk in the order of the layers, by tensor-parallel rank."""
-    files: dict[int, dict[int, dict[str, Any]]] = {}
+def _count(numbered: re.Pattern[str], names: Iterable[str]) -> int:
+    """Return the number of layers, or of experts, that these names belong to."""
+    found = (numbered.fullmatch(name) for name in names)
+    return max((int(m["number"]) for m in found if m and m["number"]), default=-1) + 1
+
+
+def _moved(numbered: re.Pattern[str], name: str, by: int) -> str:
+    """Return a name with the number of its layer, or of its expert, increased."""
+    found = numbered.fullmatch(name)
+    return f"{found['before']}{int(found['number']) + by}.{found['rest']}" if found and found["number"] else name
+
+
+def _stages(folder: Path) -> Iterator[ChunkWeights]:
+    """Yield the weights of each model chunk, in the order of the layers."""
+    files = _rank_files(folder)
+    tp, pp, ep = (range(max(place[i] for place in files) + 1) for i in range(3))
+    if absent := next((place for place in product(tp, pp, ep) if place not in files), None):
+        ranks = ", ".join(f"{name}={n}" for name, n in zip(("tp", "pp", "ep"), absent, strict=True))
+        raise UserError(
+            f"{folder} has no {RANK_FILE} of rank {ranks}\ncopy the checkpoint again, or save it as torch_dist"
+        )
+    chunks = sorted(key for key in files[0, 0, 0] if key == "model" or key.removeprefix("model").isdigit())
+    for chunk, stage in product(chunks, pp):
+        yield [[_weights(folder, files[t, stage, e], chunk, stage) for t in tp] for e in ep]
+
+
+def _rank_files(folder: Path) -> dict[tuple[int, int, int], Mapping[str, Any]]:
+    """Return the contents of the files of ranks by tensor-, pipeline- and expert-parallel rank."""
+    files: dict[tuple[int, int, int], Mapping[str, Any]] = {}
     for path in sorted(folder.glob(RANK_FOLDERS)):
         numbers = path.name.removeprefix("mp_rank_").split("_")
-        if len(numbers) > 2 or not all(map(str.isdigit, numbers)):
-            raise UserError(
-                f"{path} is of an expert-parallel rank: such checkpoints are not read\nsave it as torch_dist"
-            )
-        tp, pp = int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else 0
-        files.setdefault(pp, {})[tp] = load_tensors(path / RANK_FILE)
+        if len(numbers) > 3 or not all(map(str.isdigit, numbers)):
+            raise UserError(f"{path} is no folder of a rank\nsave the checkpoint as torch_dist")
+        contents = load_tensors(path / RANK_FILE)
+        if not isinstance(contents, Mapping):
+            raise UserError(f"{path / RANK_FILE} has no weights\ncopy the checkpoint again")
+        args = contents.get("args")
+        sizes = vars(args) if isinstance(args, Namespace) else {}
+        tensor = sizes.get("tensor_model_parallel_size")
+        if (sizes.get("expert_tensor_parallel_size") or tensor) != tensor:
+            raise UserError(f"{folder}: experts with another tensor parallelism are not read\nsave it as torch_dist")
+        tp, *others = map(int, numbers)
+        only_ep = len(others) == 1 and sizes.get("pipeline_model_parallel_size") == 1
+        pp, ep = [0, *others] if only_ep else [*others, 0, 0][:2]
+        files[tp, pp, ep] = contents
     if not files:
         raise UserError(f"{folder} is no checkpoint of Megatron-LM: it has neither {METADATA} nor {RANK_FOLDERS}")
-    chunks = sorted(key for key in files[0][0] if key == "model" or key.removeprefix("model").isdigit())
-    for chunk in chunks:
-        for pp in sorted(files):
-            ranks = [files[pp][tp].get(chunk) for tp in sorted(files[pp])]
-            if not ranks or any(not isinstance(rank, Mapping) for rank in ranks):
-                raise UserError(f"{folder} has no weights {chunk!r} of pipeline rank {pp}\ncopy the checkpoint again")
-            yield [{k: v for k, v in rank.items() if isinstance(v, Tensor)} for rank in ranks if rank is not None]
+    return files
 
 
-def _view(tensor: Tensor) -> View:
-    def reader(box: Box) -> Tensor:
-        return tensor[tuple(slice(r.start, r.stop) for r in box)]
-
-    return source(tuple(tensor.shape), tensor.dtype, reader)
+def _weights(folder: Path, contents: Mapping[str, Any], chunk: str, stage: int) -> dict[str, Tensor]:
+    """Return the weights of a model chunk in the file of a rank."""
+    weights = contents.get(chunk)
+    if not isinstance(weights, Mapping):
+        raise UserError(f"{folder} has no weights {chunk!r} of pipeline rank {stage}\ncopy the checkpoint again")
+    return {GROUPED.sub(r"\1local_experts.\3.\2", k): v for k, v in weights.items() if isinstance(v, Tensor)}
 
 
 def _joined(parts: Sequence[View], name: str, *, gated: bool) -> View:

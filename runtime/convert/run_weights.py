@@ -33,7 +33,12 @@ def weights_of(graph: Graph, tensors: Mapping[str, View]) -> dict[str, View]:
 
 def parameter_shapes(node: Node) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the whole parameters of a node that runs as a module, by name."""
-    return {name: tuple(x.shape) for name, x in parameters(node.op, Weights(_slots(node), _unknown, range(0))).items()}
+    weights = Weights(_slots(node), _unknown, _experts(node))
+    return {name: tuple(x.shape) for name, x in parameters(node.op, weights).items()}
+
+
+def _experts(node: Node) -> range:
+    return range(node.op.experts if isinstance(node.op, MoE) else 0)
 
 
 def _unknown(slot: Slot, index: int | None) -> View:
@@ -73,9 +78,8 @@ def _of_module(node: Node, tensors: Mapping[str, View]) -> dict[tuple[str, int |
 
     if parameters.dispatch(type(node.op)) is parameters.dispatch(object):
         return {}  # a layer's own method may compute anything
-    experts = range(node.op.experts) if isinstance(node.op, MoE) else range(0)
     found: dict[tuple[str, int | None], View] = {}
-    for name, expression in parameters(node.op, Weights(_slots(node), _unknown, experts)).items():
+    for name, expression in parameters(node.op, Weights(_slots(node), _unknown, _experts(node))).items():
         for value in _stored(tensors, node.name, name):
             found |= solve(expression, _unpadded(value, expression.shape))  # type: ignore[arg-type]
     return found
@@ -83,12 +87,12 @@ def _of_module(node: Node, tensors: Mapping[str, View]) -> dict[tuple[str, int |
 
 def _stored(tensors: Mapping[str, View], node: str, name: str) -> Iterator[View]:
     """Yield the tensor of a module's parameter; none if another node has saved it, with which it is shared."""
-    index = None
-    if name.startswith(EXPERTS):
-        number, _, name = name.removeprefix(EXPERTS).partition(".")
-        index, name = int(number), STACKED + name
     if (view := tensors.get(f"{node}.{name}")) is not None:
-        yield view if index is None else view.select(0, index)
+        yield view
+    elif name.startswith(EXPERTS):
+        number, _, name = name.removeprefix(EXPERTS).partition(".")
+        if (view := tensors.get(f"{node}.{STACKED}{name}")) is not None:
+            yield view.select(0, int(number))
 
 
 def _unpadded(view: View, sizes: tuple[int, ...]) -> View:

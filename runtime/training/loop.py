@@ -36,9 +36,9 @@ from megaloom.runtime.metrics.trackers import open_trackers
 from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.optimizer.weight_update import NonFiniteError
 from megaloom.runtime.samples.samples import Sample, SampleMaker
-from megaloom.runtime.weights.given import open_folder
 
 from .failures import ended_if_stuck
+from .initial_weights import open_weights
 from .run_data import sample_of
 from .training_run import RECENT_STEPS, Summary, TrainingRun
 
@@ -54,7 +54,7 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
     model = planned_model(run.plan)
     resumed = checkpoint.newest_sound(run.folder, fingerprint=run.plan.fingerprint)
     recipe = run.recipe.continuing(resumed.manifest.recipe) if resumed else run.recipe
-    given = open_folder(run.weights) if run.weights and not resumed else None
+    given = open_weights(run.weights) if run.weights and not resumed else None
     engine = Engine.build(run.plan, model, recipe, run.steps, weights=given.of(model) if given else None)
     if resumed:
         checkpoint.load(engine, resumed)
@@ -68,7 +68,7 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
         path = run.folder / METRICS_NAME if first else None
         metrics = MetricsFile(path, last_step=engine.done, trackers=trackers)
         if given:
-            display.print(f"weights from {given.files}; the optimizer is fresh, and training starts at step 0")
+            display.print(f"weights from {given}; the optimizer is fresh, and training starts at step 0")
             for note in given.notes(model):
                 display.print(note)
         return Loop(run, engine, resumed, metrics, display, signals).run_to_end()

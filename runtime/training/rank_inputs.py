@@ -29,14 +29,14 @@ BLOCKS, BLOCK_NBYTES = 64, 4096
 def check_same_plan(plan: Plan, recipe: Recipe, options: Mapping[str, object], weights: Path | None = None) -> None:
     """Raise UserError on all ranks unless all have one plan, model, recipe and options, and initial weights.
 
-    Every rank calls it. weights: a Hugging Face folder, of which names and sizes of files are compared.
+    Every rank calls it. weights: a folder of weights, of which names and sizes of files are compared.
     """
     own = agreed(lambda: fingerprint(planned_model(plan)))
     given = {**asdict(plan.layout), **asdict(plan.workload), **asdict(recipe), **options}
     stages = ", ".join(f"{s.start}-{s.stop}" for s in plan.stages)
     facts = {"the model's fingerprint": own, "the plan's model": plan.fingerprint, "the plan's stages": stages}
     if weights is not None:
-        sizes = sorted((path.name, path.stat().st_size) for path in weights.glob("*") if path.is_file())
+        sizes = sorted((str(p.relative_to(weights)), p.stat().st_size) for p in weights.rglob("*") if p.is_file())
         facts[f"digest of {weights}"] = blake2b(repr(sizes).encode(), digest_size=6).hexdigest()
     check_equal({**facts, **{flag_of(name): _word(value) for name, value in given.items()}}, SAME_COMMAND)
 

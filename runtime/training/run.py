@@ -34,10 +34,10 @@ from megaloom.runtime.megatron import device
 from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.samples.samples import SampleMaker
-from megaloom.runtime.weights.given import open_folder
 from megaloom.runtime.weights.kept_files import CONFIG, keep_files
 
 from .failures import advice_if_rank_failed, errors_with_rank, memory_and_disk_advice
+from .initial_weights import open_weights
 from .rank_inputs import check_same_data, check_same_plan, check_shared_folder
 from .run_data import DataOptions, as_sources, check_rampup, open_data, steps_of
 from .run_folder import check_folder, save_run
@@ -69,8 +69,8 @@ def train(
     source: "stdlib", a file or folder of text, or prefixes of indexed datasets, each after its weight if they have any.
     split: shares of training, validation and test of indexed datasets, such as "969,30,1". epochs: train for as many
     steps as visit the training text so often, instead of the recipe's. steps: an object with any of the methods of
-    `Steps`, of a class that every process can import. weights: a Hugging Face folder with the initial weights, of which
-    each rank reads its shards.
+    `Steps`, of a class that every process can import. weights: a Hugging Face folder or a checkpoint of
+    Megatron-LM with the initial weights, of which each rank reads its shards.
 
     retention: the checkpoints that are kept. asynchronous_saves: copy the state to host memory and train on while it is
     written. By default on GPUs only: on CPU the copy would be in the memory that the plan counts. watching: the step
@@ -127,7 +127,7 @@ def prepare_run(
     if data.epochs is None:
         watching.check_steps(saved.manifest.step if saved else 0, recipe.steps)
     if weights is not None and saved is None:
-        open_folder(weights).check(model)
+        open_weights(weights).check(model)
     corpus = open_data(data, maker, folder / "data")
     if data.epochs is not None:
         recipe = evolve(recipe, steps=steps_of(data.epochs, corpus, maker, recipe, plan.workload.batch))
@@ -135,7 +135,9 @@ def prepare_run(
     if corpus.tokenizer:
         shutil.copytree(corpus.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
     config = Path(plan.model) if describes(plan.model) else None
-    keep_files(folder, config if weights is None else weights / CONFIG, corpus.tokenizer)
+    if weights is not None and (weights / CONFIG).is_file():
+        config = weights / CONFIG
+    keep_files(folder, config, corpus.tokenizer)
     options = {
         "data": [_absolute(word) for word in data.sources],
         "split": data.split,

@@ -37,7 +37,7 @@ class TrainingRun:
     asynchronous_saves: bool = False  # training goes on while a checkpoint is written
     steps: object = None  # with any of the methods of `Steps`
     watching: Watching = field(factory=Watching)
-    weights: Path | None = None  # a Hugging Face folder with the initial weights; None for random ones
+    weights: Path | None = None  # a folder with the initial weights; None for random ones
 
     @staticmethod
     def evaluation_samples(part: DataPart, seq: int, *, whole: bool) -> int:

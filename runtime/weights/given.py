@@ -21,6 +21,8 @@ from .views import View, concatenated
 
 POSITION_OPTIONS = ("rope", "positions")  # options that a user may change on purpose
 MEGATRON_FILES = ("latest_checkpointed_iteration.txt", ".metadata", "mp_rank_*")
+"""Files of a checkpoint of Megatron-LM, and of a folder with several."""
+
 COMPARED = 1 << 22  # elements that are compared at a time
 
 
@@ -31,6 +33,9 @@ class GivenWeights:
     files: TensorFolder
     names: Names
     described: Model | None  # by the config.json; None if it has a field that is not read
+
+    def __str__(self) -> str:
+        return str(self.files)
 
     def check(self, model: Model) -> None:
         """Raise UserError unless a model has these tensors, in their shapes, and the options of the config.json.
@@ -66,9 +71,9 @@ def open_folder(folder: Path) -> GivenWeights:
     """Open a Hugging Face folder: config.json and safetensors files. Raise UserError if they cannot be read."""
     if not folder.is_dir():
         raise UserError(f"--from {folder}: no such folder\ngive a folder with config.json and {SINGLE}")
-    if any(path for pattern in MEGATRON_FILES for path in folder.glob(pattern)):
+    if is_megatron(folder):
         raise UserError(
-            f"--from {folder} is a checkpoint of Megatron-LM\n"
+            f"{folder} is a checkpoint of Megatron-LM\n"
             f"convert it first: megaloom convert {folder} --to hf --config config.json -o FOLDER"
         )
     config, _ = open_config(folder)
@@ -79,6 +84,11 @@ def open_folder(folder: Path) -> GivenWeights:
     except UserError:
         described = None
     return GivenWeights(files, reader(config).names, described)
+
+
+def is_megatron(folder: Path) -> bool:
+    """Return True for the folder of a checkpoint of Megatron-LM, or the folder with several."""
+    return any(path for pattern in MEGATRON_FILES for path in folder.glob(pattern))
 
 
 def equal(x: View, y: View | None) -> bool:
