@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.moe import moe_layer, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -22,6 +22,9 @@ from megaloom.runtime.reference.routing import top_k_experts
 
 from .experts import Experts
 from .layers import LINEARS
+from .permutation import permute, unpermute
+
+token_dispatcher.permute, token_dispatcher.unpermute = permute, unpermute  # by gathers, not atomic additions
 
 
 class Mixture(moe_layer.MoELayer):

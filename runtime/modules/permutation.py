@@ -1,0 +1,90 @@
+"""Permutation of tokens to the order of their experts and back, where each token has `top_k` experts.
+
+megatron-core 0.16.1 adds the copies of a token to each other in memory, with atomic operations on bf16 numbers. Here
+the copies of a token are gathered and summed in one pass, in fp32 and in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import frozen
+from megatron.core.transformer.moe import moe_utils
+from torch import Tensor
+
+from megaloom.runtime.megatron.fused_loss import compiled
+
+
+@frozen(eq=False)
+class Permutation:
+    """The order of the copies of tokens: by expert, then by token."""
+
+    tokens: Tensor  # the token of each copy [copies]
+    copies: Tensor  # the positions of each token's copies [tokens, top_k]
+
+
+def permute(
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
+    num_out_tokens: int | Tensor | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+) -> tuple[Tensor, Tensor | None, Permutation | Tensor]:
+    """Return the copies of tokens [tokens, embed] in the order of their experts, their probabilities, and that order.
+
+    It has the arguments of megatron-core's function, which it calls where tokens may have fewer than `top_k` experts:
+    where the number of copies is a tensor. routing_map: True for the experts of each token, [tokens, experts].
+    """
+    if fused or drop_and_pad or not isinstance(num_out_tokens, int):
+        found: tuple[Tensor, Tensor | None, Tensor] = moe_utils.permute(
+            tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad
+        )
+        return found
+    by_expert = routing_map.T.contiguous()
+    index = torch.arange(len(tokens), device=tokens.device).expand_as(by_expert).masked_select(by_expert)
+    order = Permutation(index, index.argsort(stable=True).view(len(tokens), -1))
+    chosen = None if probs is None else probs.T.contiguous().masked_select(by_expert)
+    return _Copies.apply(tokens, order.tokens, order.copies), chosen, order
+
+
+def unpermute(copies: Tensor, order: Permutation | Tensor, restore_shape: torch.Size, **rest: Any) -> Tensor:
+    """Return the sum of each token's copies [copies, embed]: a tensor [tokens, embed]. order: that of `permute`."""
+    if isinstance(order, Tensor):
+        out: Tensor = moe_utils.unpermute(copies, order, restore_shape, **rest)
+        return out
+    assert rest.get("probs") is None, "experts multiply by the probabilities of their tokens"
+    out = _Sums.apply(copies, order.tokens, order.copies)
+    return out
+
+
+class _Copies(torch.autograd.Function):
+    """Autograd function of `permute`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, copies: Tensor) -> Tensor:
+        ctx.save_for_backward(copies)
+        return x.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return compiled(_sums)(*gradients, *ctx.saved_tensors), None, None
+
+
+class _Sums(torch.autograd.Function):
+    """Autograd function of `unpermute`."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, tokens: Tensor, copies: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        return compiled(_sums)(y, copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (tokens,) = ctx.saved_tensors
+        return gradients[0].index_select(0, tokens), None, None
+
+
+def _sums(y: Tensor, copies: Tensor) -> Tensor:
+    return y[copies].sum(1)

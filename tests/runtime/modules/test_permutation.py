@@ -1,0 +1,43 @@
+"""Tokens go to their experts and back as with megatron-core's functions: values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaloom.runtime.megatron import device
+
+device.prepare()
+
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
+
+from megaloom.runtime.modules import permutation  # noqa: E402
+
+TOKENS, EXPERTS, EMBED = 9, 5, 4
+
+
+def there_and_back(functions, x: Tensor, scores: Tensor, top_k: int) -> tuple[Tensor, ...]:
+    """Return copies and sums of tokens, and the gradients of tokens and scores."""
+    x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.detach().topk(top_k).indices, True)
+    copies, probs, order = functions.permute(x, chosen, scores, num_out_tokens=TOKENS * top_k)
+    y = functions.unpermute(copies.square() * probs[:, None], order, x.shape, routing_map=chosen)
+    return copies.detach(), y.detach(), *torch.autograd.grad((y * torch.arange(EMBED)).sum(), (x, scores))
+
+
+@pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
+def test_copies_and_sums_are_megatron_cores(top_k: int) -> None:
+    source = torch.Generator().manual_seed(top_k)
+    x = torch.randn(TOKENS, EMBED, generator=source, dtype=torch.float64)
+    scores = torch.rand(TOKENS, EXPERTS, generator=source, dtype=torch.float64)
+    ours, theirs = (there_and_back(functions, x, scores, top_k) for functions in (permutation, moe_utils))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_tokens_with_a_capacity_are_permuted_by_megatron_core() -> None:
+    chosen = torch.tensor([[True, False], [True, True], [False, False]])
+    copies, _, order = permutation.permute(torch.eye(3), chosen, num_out_tokens=chosen.sum())
+    assert isinstance(order, Tensor)
+    assert permutation.unpermute(copies, order, torch.Size([3, 3])).tolist() == [[1, 0, 0], [0, 2, 0], [0, 0, 0]]
