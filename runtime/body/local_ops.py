@@ -6,7 +6,6 @@ on padded dims. `evaluate_local` passes all other primitives to `reference.evalu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -31,6 +30,7 @@ from megaloom.dsl import (
     Lookup,
     MoE,
     Normalize,
+    Rope,
     Route,
     Scan,
     Shape,
@@ -46,6 +46,7 @@ from megaloom.planner.contract.capability import AttentionKernel, CoreKernel, Sc
 from megaloom.planner.contract.choices import Module
 from megaloom.runtime.megatron import fused_loss
 from megaloom.runtime.megatron.process_groups import ProcessGroups
+from megaloom.runtime.megatron.recompute import recomputed
 from megaloom.runtime.reference.dropout import MaskSource, dropout_rate
 from megaloom.runtime.reference.evaluate import evaluate
 from megaloom.runtime.reference.tensors import broadcast, dim_index, names
@@ -54,6 +55,7 @@ from .attention import LocalQueries, ScoreDropout, attend
 from .balancing_loss import Balancing
 from .convolution import convolve
 from .dispatch import combine_tokens, dispatch_tokens
+from .rotary import rotate_by_kernel
 from .scan import chunked_scan
 from .transitions import perform
 
@@ -97,6 +99,8 @@ def evaluate_local(
             return _local_norm(evolve(v.op, groups=v.op.groups // degree), v, *args)
         case Normalize():
             return _local_norm(v.op, v, *args)
+        case Rope():
+            return rotate_by_kernel(v.op, v.shape, *args)
         case CrossEntropy() | LogSumExp() if p.statistics_axes or groups.layout.tp == 1:
             return sharded_loss(p, v, *args, groups=groups, overwrites=overwrites_logits)
         case Sum(over):
@@ -106,48 +110,14 @@ def evaluate_local(
             local = local_queries(p, v, args[0], groups)
             dropped = ScoreDropout(masks, v.op.dropout, dropout, local) if v.op.dropout and masks else None
             run = partial(attend, kernel, v, local=local, dropped=dropped)
-            recomputed = kernel.fused and Module.CORE_ATTN in groups.layout.recomputed_modules
-            return _recomputed(run, *args) if recomputed else run(*args)
+            recompute = kernel.fused and Module.CORE_ATTN in groups.layout.recomputed_modules
+            return recomputed(run, *args) if recompute else run(*args)
         case Conv():
             return convolve(v, *args)
         case Scan():
             assert kernel in (ScanKernel.CHUNKS, ScanKernel.COMPILED_CHUNKS), f"a body has no {kernel}"
-            return _recomputed(partial(chunked_scan, v), *args)
+            return recomputed(partial(chunked_scan, v), *args)
     return evaluate(v.op, v, *args)
-
-
-def _recomputed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    """Return the function's result; the backward pass saves only the arguments and runs it again.
-
-    The function must read no other tensors that need gradients, and draw no random numbers.
-    """
-    if not torch.is_grad_enabled():
-        return function(*args)
-    out: Tensor = _Recomputed.apply(function, *args)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Recomputed(torch.autograd.Function):
-    """A function of tensors that saves its arguments only.
-
-    Unlike `torch.utils.checkpoint`, the forward pass runs without gradients, so that compiled kernels write no
-    intermediate results, and it has no hooks for saved tensors, which cost the host time.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-        ctx.function = function
-        ctx.save_for_backward(*args)
-        return function(*args)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        needed = ctx.needs_input_grad[1:]
-        args = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
-        with torch.enable_grad():
-            out = ctx.function(*args)
-        found = iter(torch.autograd.grad(out, [x for x in args if x.requires_grad], gradient))
-        return None, *(next(found) if need else None for need in needed)
 
 
 def local_queries(p: PlacedOp, v: Value, q: Tensor, groups: ProcessGroups) -> LocalQueries:

@@ -86,3 +86,37 @@ class DiscardedOutput:
         """
         for x in readers:
             self.checkpoint.discard_output_and_register_recompute(x)
+
+
+def recomputed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Return the function's result; the backward pass saves only the arguments and runs it again.
+
+    The function must read no other tensors that need gradients, and draw no random numbers.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args)
+    out: Tensor = _Recomputed.apply(function, *args)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Recomputed(torch.autograd.Function):
+    """A function of tensors that saves its arguments only.
+
+    Unlike `torch.utils.checkpoint`, the forward pass runs without gradients, so that compiled kernels write no
+    intermediate results, and it has no hooks for saved tensors, which cost the host time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*args)
+        return function(*args)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        needed = ctx.needs_input_grad[1:]
+        args = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            out = ctx.function(*args)
+        found = iter(torch.autograd.grad(out, [x for x in args if x.requires_grad], gradient))
+        return None, *(next(found) if need else None for need in needed)

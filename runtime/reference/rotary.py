@@ -15,25 +15,33 @@ from .tensors import broadcast, dim_index
 
 def rotate(op: Rope, shape: Shape, x: Tensor) -> Tensor:
     """Return x rotated by the positions from 0 on."""
-    seq = sequence_dim(shape).name
-    rotation = _rotation(op, op.rotated_channels(shape), x.shape[dim_index(shape, seq)], x.dtype, x.device)
-    return _rotated(op, shape, x, *(broadcast(t, [seq, "head_dim"], shape) for t in rotation))
+    return rotated(x, *rotation(op, shape, x), dim_index(shape, "head_dim"), op.interleaved)
 
 
 def rotate_at(op: Rope, shape: Shape, x: Tensor, positions: Tensor) -> Tensor:
     """Return x rotated where each row has positions of its own, [batch, seq]."""
-    rotation = _rotation_at(op, op.rotated_channels(shape), positions, x.dtype)
+    cos_and_sin = _rotation_at(op, op.rotated_channels(shape), positions, x.dtype)
     dims = ["batch", sequence_dim(shape).name, "head_dim"]
-    return _rotated(op, shape, x, *(broadcast(t, dims, shape) for t in rotation))
+    cos, sin = (broadcast(t, dims, shape) for t in cos_and_sin)
+    return rotated(x, cos, sin, dim_index(shape, "head_dim"), op.interleaved)
 
 
-def _rotated(op: Rope, shape: Shape, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    n, last = op.rotated_channels(shape), dim_index(shape, "head_dim")
-    rotated, rest = x.split([n, x.shape[last] - n], last)
-    pair_dim = last + 1 if op.interleaved else last  # index of the dim that holds the two channels of a pair
-    a, b = rotated.unflatten(last, (-1, 2) if op.interleaved else (2, -1)).unbind(pair_dim)
+def rotation(op: Rope, shape: Shape, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of x, at positions from 0 on. They have its dims, but half the rotated channels."""
+    seq = sequence_dim(shape).name
+    found = _rotation(op, op.rotated_channels(shape), x.shape[dim_index(shape, seq)], x.dtype, x.device)
+    cos, sin = (broadcast(t, [seq, "head_dim"], shape) for t in found)
+    return cos, sin
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, dim: int, interleaved: bool) -> Tensor:
+    """Return x with the first channels of `dim` rotated in pairs, by cosines and sines of one element for each pair."""
+    n = 2 * cos.shape[dim]
+    first, rest = x.split([n, x.shape[dim] - n], dim)
+    pair_dim = dim + 1 if interleaved else dim  # index of the dim that holds the two channels of a pair
+    a, b = first.unflatten(dim, (-1, 2) if interleaved else (2, -1)).unbind(pair_dim)
     pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), pair_dim)
-    return torch.cat((pairs.flatten(last, last + 1), rest), last)
+    return torch.cat((pairs.flatten(dim, dim + 1), rest), dim)
 
 
 @lru_cache(maxsize=32)
