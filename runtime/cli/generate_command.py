@@ -11,7 +11,7 @@ from attrs import asdict
 
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.workload import Precision
-from megaloom.runtime.generation.generate import Generation, generate
+from megaloom.runtime.generation.generate import Asked, Generation, timed_generate
 from megaloom.runtime.generation.settings import GenerationSettings
 
 
@@ -32,33 +32,23 @@ def run_generate(
     given = prompts_of(prompts, prompt_file)
     start, (tp, pp) = time.monotonic(), layout
     single = len(given) * settings.copies == 1 and not as_json
-    found = generate(
-        run,
-        given,
-        settings,
-        tp=tp,
-        pp=pp,
-        precision=precision,
-        tokenizer=tokenizer,
-        chat=chat,
-        batch_size=batch_size,
-        stream=single,
-    )
+    asked = Asked(tp, pp, precision, tokenizer, chat, batch_size, stream=single)
+    found, seconds = timed_generate(run, given, settings, asked)
     for x in found:
         if as_json:
             print(json.dumps(asdict(x), ensure_ascii=False), flush=True)
         elif not single:
             print(f"\n> {x.prompt}", file=sys.stderr, flush=True)
             print(x.text, flush=True)
-    print(summary(found, time.monotonic() - start), file=sys.stderr)
+    print(summary(found, seconds, time.monotonic() - start), file=sys.stderr)
 
 
-def summary(found: tuple[Generation, ...], seconds: float) -> str:
-    """Return the number of tokens and the time that they took, the start of the processes included."""
+def summary(found: tuple[Generation, ...], seconds: float, total: float) -> str:
+    """Return the number of tokens, the seconds of writing them, and those of the whole command."""
     tokens = sum(len(x.tokens) for x in found)
     reasons = {x.reason for x in found}
     why = f" (ended by {reasons.pop()})" if len(reasons) == 1 else ""
-    return f"{tokens:,} tokens in {seconds:.1f} s{why}"
+    return f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s{why}; {total:.1f} s with the start"
 
 
 def prompts_of(prompts: list[str], file: Path | None) -> list[str]:

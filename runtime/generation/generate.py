@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -99,11 +100,7 @@ def generate(
     """
     given = [prompts] if isinstance(prompts, str) else list(prompts)
     asked = Asked(tp, pp, precision, tokenizer, chat, batch_size, stream)
-    job = make_job(open_trained(Path(run)), given, settings or GenerationSettings(), asked)
-    launcher.check(job.layout.world)
-    job.trained.check()
-    ranks = launcher.run(generate_on_rank, (job,), job.layout.world, timeout=timeout)
-    return generations(job, given, next(found for found in ranks if found is not None))
+    return timed_generate(Path(run), given, settings or GenerationSettings(), asked, timeout=timeout)[0]
 
 
 @frozen
@@ -117,6 +114,23 @@ class Asked:
     chat: bool = False
     batch_size: int = BATCH_SIZE
     stream: bool = False
+
+
+def timed_generate(
+    run: Path,
+    prompts: Sequence[str | Sequence[int]],
+    settings: GenerationSettings,
+    asked: Asked,
+    *,
+    timeout: float | None = None,
+) -> tuple[tuple[Generation, ...], float]:
+    """Return what `generate` returns, and the seconds of writing: without the start of ranks and reading weights."""
+    job = make_job(open_trained(run), prompts, settings, asked)
+    launcher.check(job.layout.world)
+    job.trained.check()
+    ranks = launcher.run(generate_on_rank, (job,), job.layout.world, timeout=timeout)
+    written, seconds = next(found for found in ranks if found is not None)
+    return generations(job, prompts, written), seconds
 
 
 def make_job(
@@ -157,8 +171,11 @@ def generations(job: Job, prompts: Sequence[str | Sequence[int]], written: Seque
     )
 
 
-def generate_on_rank(job: Job) -> list[Written] | None:
-    """Return the sequences on the rank that chooses tokens, ordered by prompt and number; None on the others."""
+def generate_on_rank(job: Job) -> tuple[list[Written], float] | None:
+    """Return the sequences, ordered by prompt and number, and the seconds of writing them.
+
+    Ranks that choose no tokens return None.
+    """
     graph = decoding_graph(job.trained.graph)
     groups, bounds = create_process_groups(job.layout), stage_bounds(graph, job.layout)
     decoder = Decoder.build(graph, bounds, first_after_mixing(graph), groups, job.precision, job.trained.weights())
@@ -170,6 +187,7 @@ def generate_on_rank(job: Job) -> list[Written] | None:
         if stream and choice.tokens[0] not in job.eos:
             stream.add(choice.tokens[0])
 
+    start = time.monotonic()
     with torch.compiler.set_stance("force_eager"):  # compiled kernels are for one length
         for first in job.batches:
             part = job.prompts[first : first + job.batch_size]
@@ -179,7 +197,9 @@ def generate_on_rank(job: Job) -> list[Written] | None:
     if stream:
         stream.end()
         _print("\n")
-    return sorted(found, key=lambda x: (x.prompt, x.number)) if rank == source else None
+    if rank != source:
+        return None
+    return sorted(found, key=lambda x: (x.prompt, x.number)), time.monotonic() - start
 
 
 def _print(text: str) -> None:

@@ -69,7 +69,7 @@ def written_on_rank(folders: Sequence[Path], tp: int, pp: int) -> list[dict[str,
             job = make_job(open_trained(folder), PROMPTS, given, Asked(tp, pp, batch_size=2))
             found[setting] = generate_on_rank(job)
             parallel_state.destroy_model_parallel()
-        written = {name: [x.tokens for x in each] for name, each in found.items() if each is not None}
+        written = {name: [x.tokens for x in each[0]] for name, each in found.items() if each is not None}
         out.append(written or None)
     return out
 
