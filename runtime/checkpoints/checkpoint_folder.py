@@ -88,6 +88,11 @@ class Checkpoint:
     manifest: Manifest
     skipped: tuple[str, ...] = ()  # messages about newer ones that cannot be used
 
+    @property
+    def notes(self) -> list[str]:
+        """Return lines about newer checkpoints that cannot be used, and the one that is used instead."""
+        return [f"skipped: {problem}; using {self.folder.name}" for problem in self.skipped]
+
 
 @frozen
 class Retention:
@@ -138,7 +143,9 @@ def latest(run: Path, *, fingerprint: str, damaged: Mapping[str, str] = NONE_DAM
     for folder in reversed(checkpoint_folders(run)):
         found = _read_or_problem(folder)
         if folder.name in damaged and isinstance(found, Checkpoint):
-            found = changed_contents(folder, damaged[folder.name])
+            found = CheckpointError(
+                unusable(folder, f"is damaged: the contents of {damaged[folder.name]} have changed")
+            )
         if isinstance(found, Checkpoint):
             checkpoint = evolve(found, skipped=tuple(str(p).partition("\n")[0] for p in problems))
             break
@@ -157,15 +164,15 @@ def latest(run: Path, *, fingerprint: str, damaged: Mapping[str, str] = NONE_DAM
     return checkpoint
 
 
-def changed_contents(folder: Path, name: str) -> CheckpointError:
-    """Return the error for a checkpoint of which a file has other contents than were saved."""
-    return CheckpointError(unusable(folder, f"is damaged: the contents of {name} have changed"))
-
-
-def newest_whole(run: Path, *, fingerprint: str) -> Path | None:
-    """Return the folder of the newest whole checkpoint of a run, or None if there is none."""
-    checkpoint = latest(run, fingerprint=fingerprint)
-    return checkpoint.folder if checkpoint else None
+def newest_intact(run: Path, *, fingerprint: str) -> Checkpoint | None:
+    """Return the newest checkpoint whose files have the contents that were saved; the rest is as for `latest`."""
+    damaged: dict[str, str] = {}
+    while found := latest(run, fingerprint=fingerprint, damaged=damaged):
+        changed = next((n for n, f in found.manifest.files.items() if crc32_of(found.folder / n) != f.crc32), None)
+        if changed is None:
+            return found
+        damaged[found.folder.name] = changed
+    return None
 
 
 def _read_or_problem(folder: Path) -> Checkpoint | CheckpointError:

@@ -9,9 +9,9 @@ from megaloom.dsl.graph import graph
 from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
-from megaloom.runtime.checkpoints.checkpoint_folder import latest
+from megaloom.runtime.checkpoints.checkpoint_folder import newest_intact
 from megaloom.runtime.convert.adapters import with_merged_adapters, write_adapters
-from megaloom.runtime.convert.checkpoint_views import checkpoint_views
+from megaloom.runtime.convert.checkpoint_views import tensor_views
 from megaloom.runtime.convert.hugging_face import DescribedModel, describe, write_folder
 from megaloom.runtime.convert.megatron_weights import read_megatron
 from megaloom.runtime.convert.run_weights import weights_of
@@ -29,21 +29,21 @@ def run_convert(run: Path, to: str, output: Path, config: Path | None, precision
         _convert_megatron(run, to, output, config, precision)
         return
     plan, model = plan_and_model(run)
-    checkpoint = latest(run, fingerprint=plan.fingerprint)
+    checkpoint = newest_intact(run, fingerprint=plan.fingerprint)
     if checkpoint is None:
         raise UserError(f"{run} has no checkpoint yet")
     description = _description(run, plan, config)
     base = model.without_adapters
     description.check(base)
     dtype = DTYPES[plan.workload.precision if precision is None else precision]
-    weights = weights_of(graph(model), checkpoint_views(checkpoint))
+    weights = weights_of(graph(model), tensor_views(checkpoint.folder))
     if to == "peft":
         count = write_adapters(description.names, model, weights, output, dtype, _base(run))
     else:
         count = write_folder(description, base, with_merged_adapters(model, weights), output, dtype)
     kind = str(dtype).removeprefix("torch.")
     what = ", adapters merged" if to == "hf" and model.lora else ""
-    lines = [f"wrote {output}: {count} tensors of {kind}, of step {checkpoint.manifest.step}{what}"]
+    lines = [*checkpoint.notes, f"wrote {output}: {count} tensors of {kind}, of step {checkpoint.manifest.step}{what}"]
     if left := [name.format(beyond="N") for name in description.names.unused if "{beyond}" in name]:
         lines.append(f"not written, since the model does not use such layers: {', '.join(left)}*")
     if not description.is_exact(base):

@@ -15,7 +15,7 @@ from .printing import print_on_first_rank
 def run_evaluate(folder: Path, sources: list[str], part: str, split: str | None) -> None:
     """Evaluate the last checkpoint of a run, and print a table."""
     evaluation = evaluate_run(folder, sources, part=part, split=split)
-    print_on_first_rank(Text(f"{folder}, step {evaluation.step}\n"), evaluation_table(evaluation))
+    print_on_first_rank(*evaluation.notes, Text(f"{folder}, step {evaluation.step}\n"), evaluation_table(evaluation))
 
 
 def evaluation_table(evaluation: RunEvaluation) -> Table:

@@ -205,7 +205,7 @@ def pack_run(run: Path, /, *, output: Annotated[Path | None, Parameter(name=["-o
     require_training_packages("pack")
     from megaloom.runtime.training.artefact import pack
 
-    path = pack(run, output or run.with_name(f"{run.resolve().name}.megaloom"))
+    path = pack(run, output or run.with_name(f"{run.resolve().name}.megaloom"), print)
     print(f"wrote {path}. Next: megaloom unpack {path}")
 
 

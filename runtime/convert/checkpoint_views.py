@@ -13,21 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, changed_contents, crc32_of
 from megaloom.runtime.weights.safe_pickle import read_metadata
 from megaloom.runtime.weights.views import Box, View, source
-
-
-def checkpoint_views(checkpoint: Checkpoint, *, checked: bool = True) -> dict[str, View]:
-    """Return the tensors of a checkpoint by name.
-
-    checked: compare its files with those that were saved, which reads all. Raise CheckpointError if they differ.
-    """
-    folder = checkpoint.folder
-    for name, file in checkpoint.manifest.files.items() if checked else ():
-        if crc32_of(folder / name) != file.crc32:
-            raise changed_contents(folder, name)
-    return tensor_views(folder)
 
 
 def tensor_views(folder: Path) -> dict[str, View]:

@@ -128,6 +128,8 @@ def timed_generate(
     job = make_job(open_trained(run), prompts, settings, asked)
     launcher.check(job.layout.world)
     job.trained.check()
+    for note in job.trained.checkpoint.notes if job.trained.checkpoint else ():
+        print(note, file=sys.stderr)
     ranks = launcher.run(generate_on_rank, (job,), job.layout.world, timeout=timeout)
     written, seconds = next(found for found in ranks if found is not None)
     return generations(job, prompts, written), seconds

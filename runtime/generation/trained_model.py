@@ -13,8 +13,8 @@ from megaloom.dsl import Graph, UserError, graph
 from megaloom.dsl.graph import Model
 from megaloom.dsl.hf.architectures import read
 from megaloom.planner.contract.workload import Precision
-from megaloom.runtime.checkpoints.checkpoint_folder import latest
-from megaloom.runtime.convert.checkpoint_views import checkpoint_views
+from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, newest_intact
+from megaloom.runtime.convert.checkpoint_views import tensor_views
 from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.megatron import device
 from megaloom.runtime.modules.initial_weights import GivenValues
@@ -34,7 +34,12 @@ class TrainedModel:
 
     folder: Path
     precision: Precision  # that it was trained in
-    is_run: bool
+    checkpoint: Checkpoint | None = None  # of a run
+
+    @property
+    def is_run(self) -> bool:
+        """Return whether the folder is that of a run."""
+        return self.checkpoint is not None
 
     @property
     def model(self) -> Model:
@@ -63,31 +68,27 @@ class TrainedModel:
         return tuple(i for i in ids if isinstance(i, int))
 
     def check(self) -> None:
-        """Raise UserError if the folder has no weights, or damaged ones."""
-        if self.is_run:
-            self._checkpoint_weights(checked=True)
-        else:
+        """Raise UserError if a Hugging Face folder has no weights, or not those of its model."""
+        if not self.is_run:
             open_folder(self.folder).check(self.model)
 
     def weights(self) -> GivenValues:
         """Return the weights as views, after `check`."""
-        return self._checkpoint_weights() if self.is_run else open_folder(self.folder).of(self.model)
-
-    def _checkpoint_weights(self, *, checked: bool = False) -> GivenValues:
-        """Return the weights of the last checkpoint. checked: compare the files with those that were saved."""
-        plan, model = plan_and_model(self.folder)
-        last = latest(self.folder, fingerprint=plan.fingerprint)
-        if last is None:
-            raise UserError(f"{self.folder} has no checkpoint\ntrain first: megaloom train {self.folder / PLAN_NAME}")
-        return weights_of(graph(model), checkpoint_views(last, checked=checked))
+        if self.checkpoint is None:
+            return open_folder(self.folder).of(self.model)
+        return weights_of(self.graph, tensor_views(self.checkpoint.folder))
 
 
 def open_trained(folder: Path) -> TrainedModel:
     """Return the trained model in a folder. Raise UserError if there is none."""
     if (folder / PLAN_NAME).is_file() or is_run(folder):
-        return TrainedModel(folder, plan_and_model(folder)[0].workload.precision, True)
+        plan, _ = plan_and_model(folder)
+        checkpoint = newest_intact(folder, fingerprint=plan.fingerprint)
+        if checkpoint is None:
+            raise UserError(f"{folder} has no checkpoint\ntrain first: megaloom train {folder / PLAN_NAME}")
+        return TrainedModel(folder, plan.workload.precision, checkpoint)
     if (folder / CONFIG).is_file():
-        return TrainedModel(folder, Precision.BF16 if device.gpu_count() else Precision.FP32, False)
+        return TrainedModel(folder, Precision.BF16 if device.gpu_count() else Precision.FP32)
     if folder.is_file():
         raise UserError(f"{folder} is a file, not the folder of a run\nunpack it: megaloom unpack {folder}")
     what = "is no run folder" if folder.is_dir() else "does not exist"

@@ -10,10 +10,11 @@ import re
 import shutil
 import stat
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from megaloom.dsl.errors import UserError
-from megaloom.runtime.checkpoints.checkpoint_folder import newest_whole
+from megaloom.runtime.checkpoints.checkpoint_folder import newest_intact
 from megaloom.runtime.weights.kept_files import KEPT
 
 from .run_folder import MODEL_FILE, OPTIONS_NAME, PLAN_NAME, load_run
@@ -27,16 +28,19 @@ LARGEST_HEAD = 1 << 16  # bytes
 COPIED_NBYTES = 1 << 24  # bytes at a time
 
 
-def pack(run: Path, output: Path) -> Path:
-    """Write model, plan, options, metrics and newest whole checkpoint of a run into one file, and return it.
+def pack(run: Path, output: Path, say: Callable[[str], object] = str) -> Path:
+    """Write model, plan, options, metrics and newest intact checkpoint of a run into one file, and return it.
 
+    say: gets a line about each newer checkpoint that is damaged.
     Raise UserError if the folder is no run, or the file cannot be written.
     """
     loaded = load_run(run)
-    folder = newest_whole(run, fingerprint=loaded.plan.fingerprint)
+    checkpoint = newest_intact(run, fingerprint=loaded.plan.fingerprint)
+    for note in checkpoint.notes if checkpoint else ():
+        say(note)
     files = [run / name for name in (MODEL_FILE, PLAN_NAME, OPTIONS_NAME, "metrics.jsonl") if (run / name).is_file()]
     files += sorted(path for name in ("tokenizer", KEPT) for path in (run / name).glob("*") if path.is_file())
-    files += sorted(folder.iterdir()) if folder else []
+    files += sorted(checkpoint.folder.iterdir()) if checkpoint else []
     unfinished = output.with_name(f".{output.name}.tmp")
     head = {"version": ARTEFACT_VERSION, "fingerprint": loaded.plan.fingerprint}
     try:

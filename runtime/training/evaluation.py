@@ -50,9 +50,10 @@ class SourceLoss:
 
 @frozen
 class RunEvaluation:
-    """Losses of the last checkpoint of a run."""
+    """Losses of the newest checkpoint of a run that is not damaged."""
 
     step: int
+    notes: tuple[str, ...]  # about newer ones that are
     losses: tuple[SourceLoss, ...]
 
 
@@ -100,11 +101,13 @@ def _text(source: str, corpus: Corpus, part: str, maker: SampleMaker) -> Evaluat
 
 def _evaluate_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText]) -> RunEvaluation:
     """Return step and losses of the newest checkpoint that is not damaged. They are equal on all ranks."""
-    from megaloom.runtime.engine.engine import Engine  # imports megatron-core, which the starting process does not need
+    from megaloom.runtime.checkpoints import checkpoint  # imports megatron-core, as does the next
+    from megaloom.runtime.engine.engine import Engine
 
-    model = planned_model(plan)
-    engine = Engine.build(plan, model, Recipe())
-    step = engine.load(folder)
+    found = checkpoint.newest_sound(folder, fingerprint=plan.fingerprint)
+    assert found, f"{folder} had a checkpoint"
+    engine = Engine.build(plan, planned_model(plan), Recipe())
+    checkpoint.load(engine, found)
     losses = []
     for text in texts:
         maker = SampleMaker.of(engine.graph, plan.workload.seq, text.ids)
@@ -115,4 +118,4 @@ def _evaluate_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText]) -> R
 
         result = engine.evaluate_samples(sample, text.part.held_out_samples(seq))
         losses.append(SourceLoss(text.name, result, maker.unit))
-    return RunEvaluation(step, tuple(losses))
+    return RunEvaluation(found.manifest.step, tuple(found.notes), tuple(losses))

@@ -25,6 +25,7 @@ from megaloom.runtime.checkpoints.checkpoint_folder import (
     latest,
     manifest_checksum,
     manifest_to_json,
+    newest_intact,
     read,
 )
 from megaloom.runtime.launch import launcher
@@ -278,6 +279,9 @@ def test_one_flipped_bit_is_found_and_the_older_one_is_loaded(run: Path) -> None
     assert [name for name, _ in outcomes] == ["step-000010", "step-000010"]
     for _, (message,) in outcomes:
         assert re.search(r"step-000020 is damaged: the contents of .*distcp have changed$", message)
+    found = newest_intact(run, fingerprint="1-feed")
+    assert found and (found.folder.name, found.skipped) == outcomes[0]
+    assert found.notes == [f"skipped: {outcomes[0][1][0]}; using step-000010"]
     flip_bit(run / "step-000010" / "common.pt")  # nothing sound is left, and starting anew would overwrite them
     with pytest.raises(CheckpointError, match=r"step-000020 is damaged: the contents of .*distcp have changed\n"):
         launcher.run(sound, (run,), 2, timeout=60)

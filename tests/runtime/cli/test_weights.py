@@ -56,8 +56,21 @@ def test_weights_go_into_a_run_and_out_of_it(tmp_path: Path, capfd: pytest.Captu
     assert not (tmp_path / "b").exists()
     assert main([*train, "--steps", "2"]) == 0
     assert f"--from {folder} is not read again" in " ".join(capfd.readouterr().out.split())
+    check_damage(run, tmp_path / "d", capfd)
     assert main(["convert", str(folder), "--to", "hf", "-o", str(tmp_path / "c")]) == 2
     assert f"{folder} is no run folder: it has no plan.json" in capfd.readouterr().err
+
+
+def check_damage(run: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of two checkpoints the newer one is damaged: the older one is converted, and it is said."""
+    file = max((run / "step-000002").iterdir(), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert main(["convert", str(run), "--to", "hf", "-o", str(out)]) == 0
+    skipped, wrote = capfd.readouterr().out.splitlines()
+    assert skipped.endswith(f"step-000002 is damaged: the contents of {file.name} have changed; using step-000001")
+    assert wrote.endswith("of step 1")
 
 
 def check_generation(folder: Path, run: Path, capfd: pytest.CaptureFixture[str]) -> None:

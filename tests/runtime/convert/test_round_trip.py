@@ -25,7 +25,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.capabilities import untrainable
 from megaloom.runtime.checkpoints.checkpoint_folder import latest
-from megaloom.runtime.convert.checkpoint_views import checkpoint_views
+from megaloom.runtime.convert.checkpoint_views import tensor_views
 from megaloom.runtime.convert.hugging_face import describe, write_folder
 from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.launch import launcher
@@ -130,7 +130,7 @@ def written(it: Case) -> Path:
     m = read(it.folder)
     checkpoint = latest(it.folder / "run", fingerprint=fingerprint(m))
     assert checkpoint is not None
-    weights = weights_of(graph(m), checkpoint_views(checkpoint))
+    weights = weights_of(graph(m), tensor_views(checkpoint.folder))
     out = it.folder / "out"
     write_folder(describe(it.folder), m, weights, out, torch.float32)
     return out

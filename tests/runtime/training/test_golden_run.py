@@ -9,7 +9,7 @@ import torch
 from megaloom.dsl import fingerprint, graph
 from megaloom.planner.rules.plan_check import check_plan
 from megaloom.runtime.checkpoints.checkpoint_folder import latest
-from megaloom.runtime.convert.checkpoint_views import checkpoint_views
+from megaloom.runtime.convert.checkpoint_views import tensor_views
 from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.training.artefact import unpack
 from megaloom.runtime.training.run_folder import load_run
@@ -26,5 +26,5 @@ def test_an_artefact_of_version_1_loads(tmp_path: Path) -> None:
     assert run.recipe.steps == 2
     checkpoint = latest(folder, fingerprint=run.plan.fingerprint)
     assert checkpoint is not None
-    weights = weights_of(graph(run.model), checkpoint_views(checkpoint))
+    weights = weights_of(graph(run.model), tensor_views(checkpoint.folder))
     assert all(bool(torch.isfinite(view.read()).all()) for view in weights.values())

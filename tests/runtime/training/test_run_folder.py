@@ -4,6 +4,7 @@ import json
 import shutil
 import stat
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def run(tmp_path: Path, plan_of: Callable[..., Plan]) -> Path:
         data="",
         recipe={},
         layout="tp2",
-        files={".metadata": SavedFile(3, 0)},
+        files={".metadata": SavedFile(3, zlib.crc32(b"abc"))},
     )
     (step / "checkpoint.json").write_text(manifest_to_json(manifest))
     file.unlink()
@@ -130,7 +131,9 @@ def test_a_packed_run_is_the_same_run(run: Path, tmp_path: Path) -> None:
     (run / "step-000003").mkdir()  # damaged, so it is left out
     (run / "hugging-face").mkdir()
     (run / "hugging-face" / "config.json").write_text("{}")
-    again = unpack(pack(run, tmp_path / "run.megaloom"), tmp_path / "again")
+    said: list[str] = []
+    again = unpack(pack(run, tmp_path / "run.megaloom", said.append), tmp_path / "again")
+    assert not said  # the damaged one is older
     kept = sorted(p.relative_to(run).as_posix() for p in run.rglob("*") if p.is_file())
     assert sorted(p.relative_to(again).as_posix() for p in again.rglob("*") if p.is_file()) == kept
     assert all((again / name).read_bytes() == (run / name).read_bytes() for name in kept)

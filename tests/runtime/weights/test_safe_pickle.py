@@ -97,7 +97,7 @@ def test_damaged_files_are_named(checkpoint: Path) -> None:
 
 def test_a_run_with_malicious_metadata_is_neither_resumed_nor_converted(checkpoint: Path, tmp_path: Path) -> None:
     """Whoever changes the file can correct its checksum too, so that nothing but the allow-list is in the way."""
-    from megaloom.runtime.convert.checkpoint_views import checkpoint_views  # isort: skip (prepares megatron-core)
+    from megaloom.runtime.convert.checkpoint_views import tensor_views  # isort: skip (prepares megatron-core)
     from megaloom.runtime.checkpoints.checkpoint import load
 
     target = tmp_path / "created"
@@ -106,7 +106,7 @@ def test_a_run_with_malicious_metadata_is_neither_resumed_nor_converted(checkpoi
         folder=checkpoint, manifest=SimpleNamespace(files={}, has_comparable_fingerprint=True, step=2)
     )
     never: Any = None  # the engine is not asked for its state
-    for read in (lambda: load(never, found), lambda: checkpoint_views(found)):
+    for read in (lambda: load(never, found), lambda: tensor_views(checkpoint)):
         with pytest.raises(UserError, match="which could run code"):
             read()
     assert not target.exists()
