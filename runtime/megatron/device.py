@@ -6,12 +6,15 @@ CUDA context, so a process that only starts ranks holds no GPU memory.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import importlib
 import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -127,6 +130,7 @@ def prepare() -> None:
         finally:
             torch.compile = compile_
         cpu_shim.finish()
+        importlib.import_module("torch._dynamo")  # torch's optimizers import it: once, for all ranks that are forked
     _without_transformer_engine()
 
 
@@ -135,14 +139,28 @@ def _uncompiled(function: Any = None, **kwargs: Any) -> Any:
 
 
 def _import_megatron() -> None:
-    import megatron.core.dist_checkpointing
-    import megatron.core.distributed
-    import megatron.core.models.gpt
-    import megatron.core.optimizer
-    import megatron.core.pipeline_parallel.schedules
+    with _hidden("wandb"):  # megatron-core's inference logs to it; its import takes half a second
+        import megatron.core.dist_checkpointing
+        import megatron.core.distributed
+        import megatron.core.models.gpt
+        import megatron.core.optimizer
+        import megatron.core.pipeline_parallel.schedules
 
     if not gpu_count():
         megatron.core.jit.disable_jit_fuser()  # for modules of megatron-core that are imported later
+
+
+@contextlib.contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Let imports of an optional package fail inside the context, as if it were not installed."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
 
 def _silence_warnings() -> None:

@@ -16,6 +16,7 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.catalog import examples, find
 from megaloom.dsl.hf.architectures import WANTED
+from tests.support.limits import LIMIT
 
 HEAD = "from megaloom.dsl import *\n"
 TINY = HEAD + 'wte = weight("wte", Dim("vocab", 5), Dim("embed", 4))\n'
@@ -87,7 +88,7 @@ def test_a_reference_is_good_anywhere(write, tmp_path: Path) -> None:
     code += "print(fingerprint(find(sys.argv[1])[0]))"
     env = {"PYTHONPATH": ":".join(p for p in sys.path if p)}
     done = subprocess.run(
-        [sys.executable, "-c", code, ref], cwd="/", env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, ref], cwd="/", env=env, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.stdout.strip() == fingerprint(m), done.stderr
 

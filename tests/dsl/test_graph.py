@@ -46,6 +46,7 @@ from megaloom.dsl import (
 from megaloom.dsl.catalog import find
 from megaloom.dsl.graph import primitives
 from megaloom.examples.deepseek import deepseek_v3
+from tests.support.limits import LIMIT
 
 VOCAB, EMBED = Dim("vocab", 11), Dim("embed", 8)
 
@@ -348,7 +349,7 @@ from megaloom.dsl.catalog import find
 from megaloom.dsl import fingerprint
 print(*(fingerprint(find(ref)[0]) for ref in {refs}))"""
     env = {"PYTHONHASHSEED": hashseed, "PYTHONPATH": ":".join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=LIMIT)
     assert done.stdout.split() == [fingerprint(find(ref)[0]) for ref in refs], done.stderr
 
 

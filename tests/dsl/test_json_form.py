@@ -44,6 +44,7 @@ from megaloom.dsl.catalog import examples, find
 from megaloom.dsl.json_form import FORM_VERSION, is_current
 from megaloom.examples.deepseek import deepseek_v3
 from tests.dsl.test_graph import programs
+from tests.support.limits import LIMIT
 from tests.support.paths import TESTS
 
 GOLDEN = TESTS / "golden" / "graph_tiny.json"
@@ -180,4 +181,4 @@ def test_the_form_of_a_large_model_is_quick() -> None:
 
 def test_the_fingerprint_is_not_on_the_way_to_plan_help() -> None:
     code = "import sys, megaloom.dsl; assert not {'cattrs', 'networkx', 'numpy'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT)

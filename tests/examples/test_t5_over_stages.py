@@ -5,7 +5,6 @@ import pytest
 from megaloom.examples.scripts.t5_over_stages import main
 
 
-@pytest.mark.timeout(240)
 def test_four_stages_have_the_losses_of_one_process() -> None:
     curves = main()
     assert len(curves) == 30

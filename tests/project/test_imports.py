@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.support.limits import LIMIT
+
 LOAD = """
 import importlib, pkgutil, sys
 for name in sys.argv[1:]:
@@ -16,7 +18,7 @@ print(*{name.partition(".")[0] for name in sys.modules})
 
 def loaded(*names: str) -> set[str]:
     """The top-level packages in memory after importing these ones, with all their modules, in a fresh process."""
-    done = subprocess.run([sys.executable, "-c", LOAD, *names], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", LOAD, *names], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import LIMIT
 from tests.support.paths import ROOT
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -20,7 +21,7 @@ FOLDERS = tuple(sorted(path.parent.name for path in ROOT.glob("*/__init__.py")))
 def python(*args: str, cwd: Path, path: Path | None = None) -> str:
     """Return the output of this Python, run in `cwd` with `path` before the installed packages."""
     env = {**os.environ, "PYTHONPATH": str(path or "")}
-    done = subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

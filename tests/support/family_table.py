@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import evolve, frozen
 
 from megaloom.dsl import Graph, MoE, graph
 from megaloom.planner.contract.layout import Layout
@@ -33,6 +33,7 @@ PAGE = ROOT / "docs/develop/parity.md"
 BEGIN, END = "<!-- begin family-table -->", "<!-- end family-table -->"
 STEPS, RANKS = 30, 4
 LOAD = Workload(seq=SEQ, batch=8, precision=Precision.FP32)
+SMALL_LOAD = evolve(LOAD, batch=4)  # of `make test`
 SP = {"tp": 2, "sequence_parallel": True, "vocab_multiple": 8}  # each rank has tokens, and one has padding
 LAYOUTS = {
     "TP2 SP": Layout(**SP),
@@ -64,27 +65,30 @@ class Row:
         )
 
 
-def layouts_of(g: Graph) -> dict[str, Layout | None]:
+def layouts_of(g: Graph, load: Workload) -> dict[str, Layout | None]:
     """Return the six layouts of a model; None where one is not legal."""
     sparse = any(isinstance(n.op, MoE) for n in g.nodes)
     chosen = LAYOUTS if sparse else LAYOUTS | DENSE
-    return {name: layout if is_legal(layout, g, LOAD) else None for name, layout in chosen.items()}
+    return {name: layout if is_legal(layout, g, load) else None for name, layout in chosen.items()}
 
 
-def cases_of(family: str) -> dict[str, Case]:
-    """Return the cases of the legal layouts of a family."""
+def cases_of(family: str, choose: Callable[[list[str]], list[str]] = list, load: Workload = LOAD) -> dict[str, Case]:
+    """Return the cases of a family under the layouts that `choose` takes from the legal ones."""
     model = FAMILIES[family].make(0.0)
-    legal = {name: layout for name, layout in layouts_of(graph(model)).items() if layout is not None}
-    return {name: Case(f"{family}, {name}", family, priced(model, layout, LOAD)) for name, layout in legal.items()}
+    legal = {name: layout for name, layout in layouts_of(graph(model), load).items() if layout is not None}
+    plans = {name: priced(model, legal[name], load) for name in choose(list(legal))}
+    return {name: Case(f"{family}, {name}", family, plan) for name, plan in plans.items()}
 
 
 def two_cases_of(number: int, family: str) -> list[Case]:
-    """Return two of the cases of a family: mixed axes if legal, and another one by the number of the family."""
-    cases = cases_of(family)
-    last = cases.pop("mixed", None)
-    others = list(cases.values())
-    first = number % len(others)
-    return [others[first], last or others[(first + 1) % len(others)]]
+    """Return two small cases of a family: mixed axes if legal, and another one by the number of the family."""
+
+    def choose(names: list[str]) -> list[str]:
+        others = [name for name in names if name != "mixed"]
+        first = number % len(others)
+        return [others[first], "mixed" if "mixed" in names else others[(first + 1) % len(others)]]
+
+    return list(cases_of(family, choose, SMALL_LOAD).values())
 
 
 def table(families: Iterable[str]) -> list[Row]:

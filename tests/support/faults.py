@@ -36,12 +36,12 @@ from megaloom.runtime import Recipe, train
 from megaloom.runtime.checkpoints.checkpoint_folder import CheckpointError, checkpoint_folders, read
 from megaloom.runtime.launch.rank_errors import RankError
 from megaloom.runtime.megatron import device
+from tests.support.limits import LIMIT
 from tests.support.paths import SUPPORT, TESTS
 
 RESULTS = TESTS.parent / ".faults" / "moments.jsonl"
 LAYOUTS = (Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(dp=2, shard="optimizer"))
 STEPS, SAVE_EVERY, MOMENTS = 8, 2, 50
-SECONDS = 60.0  # in which a run or its end must come
 RECIPE = Recipe(steps=STEPS, lr=1e-2, warmup=2)
 
 
@@ -115,7 +115,7 @@ def outcome(moment: Moment, straight: list[float], text: Path, folder: Path) -> 
 def trained(moment: Moment, text: Path, folder: Path) -> int:
     """Train to the end in a process of its own, and return the step from which it continued."""
     with started(moment, text, folder) as (launcher, results):
-        launcher.join(SECONDS)
+        launcher.join(LIMIT)
         result = results.get() if not results.empty() else "it has not ended"
     if not isinstance(result, int):
         raise AssertionError(f"a run that nobody killed: {result}")
@@ -150,7 +150,7 @@ def _train(moment: Moment, text: Path, folder: Path, results: Any) -> None:
 
 def kill(launcher: Any, moment: Moment, folder: Path) -> list[str]:
     """Kill the process that started the ranks, or a rank, at the moment. Return the processes that do not end."""
-    parent, deadline = psutil.Process(launcher.pid), time.monotonic() + SECONDS
+    parent, deadline = psutil.Process(launcher.pid), time.monotonic() + LIMIT
     while not _reached(moment, folder) and launcher.is_alive() and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(moment.delay)
@@ -158,8 +158,8 @@ def kill(launcher: Any, moment: Moment, folder: Path) -> list[str]:
     victim = ranks[moment.count % len(ranks)] if ranks and moment.victim == "rank" else parent
     if launcher.is_alive():
         os.kill(victim.pid, signal.SIGKILL)
-    launcher.join(SECONDS)
-    _, alive = psutil.wait_procs([*ranks, parent], timeout=SECONDS / 6)
+    launcher.join(LIMIT)
+    _, alive = psutil.wait_procs([*ranks, parent], timeout=LIMIT)
     return [str(process) for process in alive]
 
 

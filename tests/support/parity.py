@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import count, islice, pairwise
 from pathlib import Path
 from random import Random
@@ -38,8 +39,10 @@ ATTEMPTS = 500  # layouts tried for one family before another is drawn
 POOL = 25  # draws that one set of processes runs
 WORLDS = (2, 4, 4, 4, 8)
 SMALL = 4  # processes of `make test`
+MOST_SEQUENCES = 8  # in a batch
 
 
+@cache
 def drawn(seed: int, number: int) -> Case:
     """Return a draw, determined by seed and number."""
     draw = Random(f"{seed} {number}")
@@ -52,9 +55,9 @@ def drawn(seed: int, number: int) -> Case:
         g = graph(model)
         if untrainable(g):
             continue
-        load = Workload(seq=SEQ, batch=8, precision=Precision.FP32)
         for _ in range(ATTEMPTS):
             layout = drawn_layout(draw, world, g)
+            load = load_of(layout)
             if is_legal(layout, g, load):
                 return Case(f"draw {seed}.{number}", name, priced(model, layout, load, draw), dropout)
 
@@ -91,6 +94,12 @@ def drawn_layout(draw: Random, world: int, g: Graph) -> Layout:
         overlaps=overlaps,
         vocab_multiple=draw.choice([1, 8, 128]),
     )
+
+
+def load_of(layout: Layout) -> Workload:
+    """Return two micro-batches for each pipeline rank, if they are at most MOST_SEQUENCES, else these."""
+    batch = 2 * layout.pp * layout.dp * layout.micro_batch
+    return Workload(seq=SEQ, batch=min(batch, MOST_SEQUENCES), precision=Precision.FP32)
 
 
 def is_legal(layout: Layout, g: Graph, load: Workload) -> bool:

@@ -16,6 +16,7 @@ from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.search.best_first import Frontier
 from megaloom.planner.simulate.price import Priced
 from tests.planner.cli.test_plan import run
+from tests.support.limits import LIMIT
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def command(code: str, *args: str) -> list[str]:
 def test_help_is_quick() -> None:
     heavy = "{'torch', 'numpy', 'networkx', 'cattrs', 'megaloom.dsl'} & set(sys.modules)"
     code = f"code = main(['--help'])\nassert not {heavy}, {heavy}\nsys.exit(code)"
-    output = subprocess.run(command(code), capture_output=True, text=True, timeout=60, check=True).stdout
+    output = subprocess.run(command(code), capture_output=True, text=True, timeout=LIMIT, check=True).stdout
     assert f"Known: {', '.join(PRESETS)}." in " ".join(output.replace("│", "").split())
 
 
@@ -119,7 +120,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     )
     assert plan.stdout is not None
     plan.stdout.close()
-    _, err = plan.communicate(timeout=60)
+    _, err = plan.communicate(timeout=LIMIT)
     assert (plan.returncode, err) == (0, b"")
 
 
@@ -135,5 +136,5 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
 def test_output_that_goes_nowhere_is_no_traceback(args: str, to: str, code: int, says: str, tmp_path: Path) -> None:
     program = shlex.join(command("sys.exit(main())"))
     line = f"set -o pipefail; {program} {args.format(tmp_path / 'plan.json')} {to}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (code, says)

@@ -18,6 +18,7 @@ from megaloom.planner.contract.workload import Runtime
 from megaloom.planner.export.export import cut_for, export_plan
 from megaloom.planner.export.target import Target
 from tests.support.exported import case, plan_with
+from tests.support.limits import LIMIT
 
 # Fields that we use, with the type of each. Kubeflow: kubeflow.org_pytorchjobs.yaml of training-operator 1.8 and the
 # pod specification of Kubernetes; * stands for a name of the user's. SkyPilot: docs/source/reference/yaml-spec.rst.
@@ -77,7 +78,9 @@ def started(command: list[str], folder: Path, **variables: str) -> list[str]:
     (folder / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (folder / "torchrun").chmod(0o755)
     env = {**os.environ, **variables, "PATH": f"{folder}:{os.environ['PATH']}"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, check=True, timeout=LIMIT
+    ).stdout.splitlines()
 
 
 def words(node: int, host: str, port: str, path: str) -> list[str]:
@@ -127,7 +130,7 @@ def test_a_slurm_job_has_options_of_sbatch() -> None:
     script = export_plan(plan, model, Target.SLURM)
     options = {line.split()[1].partition("=")[0] for line in script.splitlines() if line.startswith("#SBATCH")}
     assert options == SBATCH
-    subprocess.run(["bash", "-n", "-c", script], check=True, timeout=20)
+    subprocess.run(["bash", "-n", "-c", script], check=True, timeout=LIMIT)
 
 
 @pytest.mark.parametrize("target", [Target.KUBERNETES, Target.SKYPILOT])

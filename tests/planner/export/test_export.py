@@ -39,6 +39,7 @@ from tests.support.exported import (
     parser,
     plan_with,
 )
+from tests.support.limits import LIMIT
 from tests.support.paths import TESTS
 
 GOLDEN = TESTS / "golden"
@@ -104,7 +105,9 @@ def test_a_script_starts_what_it_says_on_every_machine(name: str, tmp_path: Path
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MEGATRON": "/m", "MASTER_ADDR": "node0"}
 
     def run(*given: str) -> list[str]:
-        done = subprocess.run(["bash", "-c", script, "it", *given], env=env, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            ["bash", "-c", script, "it", *given], env=env, capture_output=True, text=True, timeout=LIMIT
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
@@ -296,7 +299,7 @@ def submitted(script: str, tmp_path: Path, *given: str) -> list[str]:
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n[0-1]",
     }
-    done = subprocess.run(["bash", "-c", script, "it", *given], env=env, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["bash", "-c", script, "it", *given], env=env, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

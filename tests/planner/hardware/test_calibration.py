@@ -25,6 +25,7 @@ from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.runtime.calibrate import measure
 from megaloom.runtime.cli.main import main
 from megaloom.runtime.launch import launcher
+from tests.support.limits import LIMIT
 
 DONE = (
     *(
@@ -164,7 +165,7 @@ def test_groups_within_nodes_and_across(monkeypatch: pytest.MonkeyPatch) -> None
     assert list(measure._groups(4, 4)) == [(2, 1), (4, 1)]
     assert list(measure._groups(12, 6)) == [(2, 1), (6, 1), (2, 6)]
     monkeypatch.setattr(measure, "SERIES_SECONDS", 0.0)
-    for results in launcher.run(across, (), 4, timeout=60):
+    for results in launcher.run(across, (), 4, timeout=LIMIT):
         assert {(s.devices, s.stride) for s in results} == {(2, 2)}
 
 

@@ -32,6 +32,7 @@ from megaloom.planner.report.chrome_trace import replay
 from megaloom.planner.report.html import TIME_STEPS, page_data, plan_page
 from megaloom.planner.search.search import Found
 from megaloom.planner.search.search import plan as search
+from tests.support.limits import LIMIT
 from tests.support.paths import SUPPORT
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -240,9 +241,9 @@ def look(browser: str, tmp_path: Path) -> Callable[..., dict[str, Any]]:
             shown = tmp_path / "shown.html"
             shown.write_text(text, "utf-8")
             picture = f"--screenshot={Path(folder) / name}.png"
-            subprocess.run([browser, *flags, picture, shown.as_uri()], capture_output=True, timeout=60, check=True)
+            subprocess.run([browser, *flags, picture, shown.as_uri()], capture_output=True, timeout=LIMIT, check=True)
         done = subprocess.run(
-            [browser, *flags, "--dump-dom", probed.as_uri()], capture_output=True, text=True, timeout=60, check=True
+            [browser, *flags, "--dump-dom", probed.as_uri()], capture_output=True, text=True, timeout=LIMIT, check=True
         )
         answer = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.S)
         assert answer, done.stdout[-2000:] + done.stderr[-2000:]

@@ -23,6 +23,7 @@ from tests.support.legality import (
     Verdict,
     judged,
 )
+from tests.support.limits import LIMIT
 from tests.support.published import sample_runs
 
 COUNT, SEED = 2000, 20
@@ -31,7 +32,7 @@ UNDRAWN = {"precision", "recompute-blocks"}  # every drawn precision has a figur
 
 @pytest.fixture(scope="module")
 def verdicts() -> list[Verdict]:
-    return launcher.run(judged, (COUNT, SEED), 1, timeout=110)[0]
+    return launcher.run(judged, (COUNT, SEED), 1, timeout=LIMIT)[0]
 
 
 def test_the_rules_say_what_megatron_core_says(verdicts: list[Verdict]) -> None:

@@ -7,6 +7,7 @@ from megaloom.dsl.facts.costs import costs
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
 from tests.support.families import FAMILIES, SEQ
+from tests.support.limits import LIMIT
 from tests.support.parity import priced
 from tests.support.rank_pool import Case, check, run_cases
 
@@ -19,12 +20,11 @@ CASES = {
 }
 
 
-@pytest.mark.timeout(240)
 def test_layouts_compute_what_one_process_does() -> None:
     cases = []
     for name, (family, layout, _) in CASES.items():
         cases.append(Case(name, family, priced(FAMILIES[family].make(0.0), layout, LOAD)))
-    check(run_cases(cases, 4, timeout=200))
+    check(run_cases(cases, 4, timeout=LIMIT))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -26,6 +26,7 @@ from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
 from megaloom.runtime.training import verify
 from tests.support.batches import next_token, random_text, with_mask
+from tests.support.limits import LIMIT
 from tests.support.paths import SUPPORT
 
 FILE = SUPPORT / "own_models.py"
@@ -122,14 +123,14 @@ def plans(plan_of: Callable[..., Plan]) -> dict[str, Plan]:
 @pytest.fixture(scope="module")
 def expected(plans: dict[str, Plan]) -> dict[str, Curve]:
     """The first step by the oracle, the second by one process."""
-    results = launcher.run(curves, (list(plans.values()),), 1, timeout=100)[0]
+    results = launcher.run(curves, (list(plans.values()),), 1, timeout=LIMIT)[0]
     return {name: [declared(plans[name]), curve[1]] for name, curve in zip(plans, results, strict=True)}
 
 
 @pytest.mark.parametrize("row", LAYOUTS)
 def test_a_body_computes_the_declared_mathematics(row: str, plans: Any, expected: Any) -> None:
     layout, names = LAYOUTS[row]
-    results = launcher.run(curves, ([laid(plans[name], layout) for name in names],), layout.world, timeout=100)[0]
+    results = launcher.run(curves, ([laid(plans[name], layout) for name in names],), layout.world, timeout=LIMIT)[0]
     wrong = {}
     for name, curve in zip(names, results, strict=True):
         losses, norms = ([pair[i] for pair in curve] for i in (0, 1))
@@ -141,7 +142,7 @@ def test_a_body_computes_the_declared_mathematics(row: str, plans: Any, expected
 
 @pytest.mark.parametrize("name", ["own-layer", "own-module"])
 def test_the_examples_pass_verify(name: str, plan_of: Any) -> None:
-    comparison = verify.compare(plan_of(name, evolve(SP, pp=2)), timeout=60)
+    comparison = verify.compare(plan_of(name, evolve(SP, pp=2)), timeout=LIMIT)
     assert comparison.agrees, f"losses differ by {comparison.loss_error:.1e}, norms by {comparison.norm_error:.1e}"
 
 

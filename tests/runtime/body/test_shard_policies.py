@@ -11,6 +11,7 @@ from megaloom.dsl.graph import graph
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.launch import launcher
+from tests.support.limits import LIMIT
 from tests.support.paths import SUPPORT
 
 FILE = SUPPORT / "own_models.py"
@@ -54,7 +55,7 @@ def parameter_counts(plans: dict[str, Plan]) -> Counts:
 @pytest.fixture(scope="module")
 def ranks(plan_of: Callable[..., Plan]) -> list[Counts]:
     plans = {name: plan_of(f"{FILE}:{name}", Layout(), batch=4, seq=32) for name in MODELS}
-    return launcher.run(parameter_counts, (plans,), 4, timeout=120)
+    return launcher.run(parameter_counts, (plans,), 4, timeout=LIMIT)
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)

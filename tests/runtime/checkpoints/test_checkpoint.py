@@ -31,6 +31,7 @@ from megaloom.runtime.checkpoints.checkpoint_folder import (
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.optimizer.recipe import Recipe
 from tests.support.batches import next_token
+from tests.support.limits import LIMIT
 from tests.support.paths import SUPPORT, TESTS
 
 ROWS = 12
@@ -88,7 +89,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("run")
     (run / "step-000020.tmp").mkdir()
     (run / "step-000020.tmp" / "half").touch()
-    launcher.run(saved, (run, (10, 20)), 2, timeout=60)
+    launcher.run(saved, (run, (10, 20)), 2, timeout=LIMIT)
     return run
 
 
@@ -100,13 +101,13 @@ def run(two: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_loads_on_another_number_of_ranks(two: Path, world: int) -> None:
-    shares = launcher.run(loaded, (two,), world, timeout=60)
+    shares = launcher.run(loaded, (two,), world, timeout=LIMIT)
     assert [done for done, _ in shares] == [20] * world
     assert [row for _, share in shares for row in share] == [[200.0 * i] * 5 for i in range(ROWS)]
 
 
 def test_keeps_the_last_and_leaves_nothing_aside(tmp_path: Path) -> None:
-    (names,) = launcher.run(saved, (tmp_path, (1, 2, 3, 4)), 1, timeout=60)
+    (names,) = launcher.run(saved, (tmp_path, (1, 2, 3, 4)), 1, timeout=LIMIT)
     assert names == ["step-000003", "step-000004"]
 
 
@@ -137,11 +138,11 @@ def test_another_models_is_refused(two: Path) -> None:
 def test_an_older_fingerprint_is_left_to_the_comparison_of_weights(run: Path) -> None:
     """Fingerprints of another form cannot be compared: the names and shapes of all weights decide."""
     changed(run / "step-000020", fingerprint="feed")
-    assert launcher.run(loaded, (run,), 1, timeout=60)[0][0] == 20
+    assert launcher.run(loaded, (run,), 1, timeout=LIMIT)[0][0] == 20
     with pytest.raises(
         CheckpointError, match=r"step-000020 cannot be loaded: .*Some keys found in the checkpoint are missing"
     ):
-        launcher.run(loaded_as_nothing, (run,), 1, timeout=60)
+        launcher.run(loaded_as_nothing, (run,), 1, timeout=LIMIT)
 
 
 def loaded_as_nothing(run: Path) -> None:
@@ -226,7 +227,7 @@ def test_swapped_folders_are_no_checkpoints(run: Path) -> None:
 
 def test_a_save_moves_a_damaged_folder_of_its_name_aside(run: Path) -> None:
     cut(run / "step-000020")
-    (names,) = launcher.run(saved, (run, (20,)), 1, timeout=60)
+    (names,) = launcher.run(saved, (run, (20,)), 1, timeout=LIMIT)
     assert names == ["step-000010", "step-000020", "step-000020.damaged"]
 
 
@@ -275,7 +276,7 @@ def sound(run: Path) -> tuple[str, tuple[str, ...]]:
 
 def test_one_flipped_bit_is_found_and_the_older_one_is_loaded(run: Path) -> None:
     flip_bit(largest(run / "step-000020"))
-    outcomes = launcher.run(sound, (run,), 2, timeout=60)
+    outcomes = launcher.run(sound, (run,), 2, timeout=LIMIT)
     assert [name for name, _ in outcomes] == ["step-000010", "step-000010"]
     for _, (message,) in outcomes:
         assert re.search(r"step-000020 is damaged: the contents of .*distcp have changed$", message)
@@ -284,14 +285,14 @@ def test_one_flipped_bit_is_found_and_the_older_one_is_loaded(run: Path) -> None
     assert found.notes == [f"skipped: {outcomes[0][1][0]}; using step-000010"]
     flip_bit(run / "step-000010" / "common.pt")  # nothing sound is left, and starting anew would overwrite them
     with pytest.raises(CheckpointError, match=r"step-000020 is damaged: the contents of .*distcp have changed\n"):
-        launcher.run(sound, (run,), 2, timeout=60)
+        launcher.run(sound, (run,), 2, timeout=LIMIT)
 
 
 def test_one_that_lacks_a_tensor_is_refused(run: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"step-000020 cannot be loaded: .*other.*\nremove that folder to continue from"
     ):
-        launcher.run(load_missing_tensor, (run,), 2, timeout=60)
+        launcher.run(load_missing_tensor, (run,), 2, timeout=LIMIT)
 
 
 def load_missing_tensor(run: Path) -> None:
@@ -310,13 +311,13 @@ def test_a_save_without_room_leaves_the_earlier_ones(run: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"^cannot save step 30 in .*: (file too large|torch failed to write a file)\. "
     ) as raised:
-        launcher.run(cramped, (run,), 2, timeout=60)
+        launcher.run(cramped, (run,), 2, timeout=LIMIT)
     assert re.search(r"Step 20 is saved; .* and run the same command again$", str(raised.value))
     checkpoint = latest(run, fingerprint="1-feed")
     assert checkpoint
     assert checkpoint.folder.name == "step-000020"
     assert not list(run.glob("*.tmp"))
-    assert launcher.run(loaded, (run,), 1, timeout=60)[0][0] == 20
+    assert launcher.run(loaded, (run,), 1, timeout=LIMIT)[0][0] == 20
 
 
 def cramped(run: Path) -> None:
@@ -369,8 +370,8 @@ RESHARDINGS = {
 def test_training_goes_on_under_another_layout(case: str, plan_of, tmp_path: Path) -> None:
     """Weights, both moments of the optimizer, its count of steps, the learning rate, what dropout draws: all came."""
     name, before, after = RESHARDINGS[case]
-    straight = launcher.run(trained, (plan_of(name, before), tmp_path, 0, 4), before.world, timeout=90)[0]
-    resumed = launcher.run(trained, (plan_of(name, after), tmp_path, 2, 4), after.world, timeout=90)[0]
+    straight = launcher.run(trained, (plan_of(name, before), tmp_path, 0, 4), before.world, timeout=LIMIT)[0]
+    resumed = launcher.run(trained, (plan_of(name, after), tmp_path, 2, 4), after.world, timeout=LIMIT)[0]
     assert len(resumed) == 2
     for ours, theirs in zip(resumed, straight[2:], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
@@ -400,9 +401,9 @@ def trained(plan: Plan, run: Path, start: int, stop: int) -> list[tuple[float, f
 @pytest.mark.parametrize("to", [Precision.FP32, Precision.BF16])
 def test_bf16_masters_and_moments_come_along_to_the_bit(to: Precision, plan_of, tmp_path: Path) -> None:
     before, after = plan_of("tiny_gpt", DIVIDED, precision="bf16"), plan_of("tiny_gpt", TP2, precision=to)
-    launcher.run(trained, (before, tmp_path / "a", 0, 2), 2, timeout=90)
-    launcher.run(copied, (after, tmp_path / "a", tmp_path / "b"), 2, timeout=90)
-    names, different = launcher.run(differences, (tmp_path / "a", tmp_path / "b"), 1, timeout=60)[0]
+    launcher.run(trained, (before, tmp_path / "a", 0, 2), 2, timeout=LIMIT)
+    launcher.run(copied, (after, tmp_path / "a", tmp_path / "b"), 2, timeout=LIMIT)
+    names, different = launcher.run(differences, (tmp_path / "a", tmp_path / "b"), 1, timeout=LIMIT)[0]
     assert len(names) == 3 * (4 * 12 + 4)
     assert different == []
 
@@ -437,14 +438,14 @@ def test_the_golden_checkpoint_loads_and_training_goes_on(layout: Layout, plan_o
     """Saved before graphs had a JSON form: its fingerprint has another form, its weights have today's names."""
     expected = json.loads((GOLDEN / "expected.json").read_text())
     plan = plan_of("golden_llama", layout, seq=16)
-    steps = launcher.run(continued, (plan, GOLDEN), layout.world, timeout=90)[0]
+    steps = launcher.run(continued, (plan, GOLDEN), layout.world, timeout=LIMIT)[0]
     for step, golden in zip(steps, expected, strict=True):
         assert step == pytest.approx(golden, abs=1e-5)
 
 
 def test_the_golden_checkpoint_of_another_model_is_refused(plan_of) -> None:
     with pytest.raises(CheckpointError, match=r"step-000002 cannot be loaded: "):
-        launcher.run(continued, (plan_of("tiny_llama", Layout(), seq=16), GOLDEN), 1, timeout=90)
+        launcher.run(continued, (plan_of("tiny_llama", Layout(), seq=16), GOLDEN), 1, timeout=LIMIT)
 
 
 def continued(plan: Plan, run: Path) -> list[dict[str, float]]:

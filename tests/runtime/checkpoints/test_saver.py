@@ -9,8 +9,7 @@ import torch.distributed as dist
 from megaloom.runtime.checkpoints.checkpoint_folder import CheckpointError, Retention, checkpoint_folders
 from megaloom.runtime.launch import launcher
 from tests.runtime.checkpoints.test_checkpoint import ROWS, Table, loaded, manifest
-
-SECONDS = 60  # for a rank that waits
+from tests.support.limits import LIMIT
 
 
 def changed_meanwhile(run: Path) -> list[str]:
@@ -19,7 +18,7 @@ def changed_meanwhile(run: Path) -> list[str]:
     from megaloom.runtime.checkpoints.shard_writer import PlannedWriter
 
     hold, write = threading.Event(), PlannedWriter.write
-    PlannedWriter.write = lambda self: hold.wait(SECONDS) and write(self)  # type: ignore[method-assign,assignment]
+    PlannedWriter.write = lambda self: hold.wait(LIMIT) and write(self)  # type: ignore[method-assign,assignment]
     saver, before = Saver(run, Retention(last=1), asynchronous=True), []
     for step in (10, 20):
         hold.clear()
@@ -39,10 +38,10 @@ def changed_meanwhile(run: Path) -> list[str]:
 
 
 def test_it_has_the_state_of_its_step_and_counts_when_it_is_whole(tmp_path: Path) -> None:
-    for before in launcher.run(changed_meanwhile, (tmp_path,), 2, timeout=SECONDS):
+    for before in launcher.run(changed_meanwhile, (tmp_path,), 2, timeout=LIMIT):
         assert before == ["step-000010"]  # while step 20 was written
     assert [path.name for path in tmp_path.iterdir()] == ["step-000020"]  # one is kept
-    shares = launcher.run(loaded, (tmp_path,), 2, timeout=SECONDS)
+    shares = launcher.run(loaded, (tmp_path,), 2, timeout=LIMIT)
     assert [row[0] for _, share in shares for row in share] == [200.0 * i for i in range(ROWS)]
 
 
@@ -66,7 +65,7 @@ def failed_meanwhile(run: Path) -> str:
 
 
 def test_a_failure_in_the_background_is_raised_on_all_ranks(tmp_path: Path) -> None:
-    for message in launcher.run(failed_meanwhile, (tmp_path,), 2, timeout=SECONDS):
+    for message in launcher.run(failed_meanwhile, (tmp_path,), 2, timeout=LIMIT):
         assert message.startswith(f"cannot save step 20 in {tmp_path}: no space left on the device (needs 0.2 KiB, ")
         assert message.endswith("Step 10 is saved; free some space and run the same command again")
     assert [path.name for path in tmp_path.iterdir()] == ["step-000010"]

@@ -23,7 +23,8 @@ from megaloom.planner.rules.capabilities import OWN_RUNTIME
 from megaloom.runtime.cli.defaults import TrainedPrecision
 from megaloom.runtime.cli.main import main
 from megaloom.runtime.training.run import locked
-from tests.support.paths import SUPPORT, TESTS
+from tests.support.limits import LIMIT
+from tests.support.paths import SUPPORT
 
 MODELS = SUPPORT / "models.py"
 SMALL = ("--seq", "32", "--batch", "4", "--devices", "2", "--warmup", "2", "--lr", "1e-2")
@@ -39,14 +40,14 @@ def start(*args: object, cwd: Path) -> subprocess.Popen[str]:
 def run(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     process = start(*args, cwd=cwd)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=LIMIT)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
-    for path in TESTS.rglob("test_*.py"):
+    for path in Path(__file__).parent.glob("test_*.py"):
         shutil.copy(path, folder)
     return folder
 
@@ -129,7 +130,7 @@ def test_stopped_it_saves_and_goes_on_from_there(number: signal.Signals, text: P
     ranks = psutil.Process(process.pid).children(recursive=True)
     assert len(ranks) == 2
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 128 + number
     saved = re.fullmatch(
         r"megaloom: stopped; (runs/byte-llama/step-0*(\d+)) is saved; the same command continues from it\n", err
@@ -148,13 +149,13 @@ def test_asked_to_save_it_saves_and_goes_on(text: Path, tmp_path: Path) -> None:
     assert process.stdout
     next(line for line in process.stdout if line.startswith("step "))
     process.send_signal(signal.SIGUSR2)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT
     while not (saved := list(tmp_path.glob("runs/*/step-??????"))):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGUSR1)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 128 + signal.SIGUSR1
     assert saved[0].name not in err
 
@@ -167,7 +168,7 @@ def test_its_reader_leaves_and_it_saves(text: Path, tmp_path: Path) -> None:
     process.stdout.close()
     message = process.stderr.read()
     process.stderr.close()
-    assert process.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert process.wait(timeout=LIMIT) == 128 + signal.SIGPIPE
     assert re.fullmatch(r"megaloom: stopped; runs/byte-llama/step-\d+ is saved; the same .*\n", message), message
 
 
@@ -180,7 +181,7 @@ def test_killed_it_leaves_nobody_and_nothing_broken(text: Path, tmp_path: Path) 
     ranks = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
-    assert not psutil.wait_procs(ranks, timeout=10)[1]
+    assert not psutil.wait_procs(ranks, timeout=LIMIT)[1]
     again = run(*always, 1, cwd=tmp_path)
     assert (again.returncode, again.stderr) == (0, "")
     assert "resumed from the finished run" in again.stdout
@@ -201,7 +202,7 @@ def test_on_a_terminal_all_figures_are_redrawn(text: Path, tmp_path: Path) -> No
     with contextlib.suppress(OSError):  # how Linux says that the other side has closed it
         while chunk := os.read(ours, 4096):
             shown += chunk
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=LIMIT) == 0
     assert re.search(r"step 3/3 .*0:00 left\s+loss \d.*lr \d.*grad norm \d.*\s+[\d,]+ tokens/s/process", plain(shown))
     assert re.search(r"TFLOP/s/process  MFU \d+\.\d%  memory \d+ MiB", plain(shown))
     assert "held-out loss" in shown.decode()
@@ -369,7 +370,7 @@ def test_under_torchrun_it_is_one_of_many(text: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
     args = ["train", f"{MODELS}:byte_llama", "--data", str(text), "--seq", "32", "--batch", "4", "--steps", "3"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*torchrun, *args], text=True, capture_output=True, cwd=tmp_path, timeout=100, env=env)
+    done = subprocess.run([*torchrun, *args], text=True, capture_output=True, cwd=tmp_path, timeout=LIMIT, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("on 2xCPU") == 1
     assert done.stdout.count("to train further: ") == 1

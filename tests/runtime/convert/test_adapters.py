@@ -26,6 +26,7 @@ from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.weights.given import open_folder
 from tests.support.hugging_face import built, complete, drawn, named, transformers
+from tests.support.limits import LIMIT
 
 peft = pytest.importorskip("peft", reason="`make unit` installs it")
 
@@ -91,7 +92,7 @@ def initial_logits_of(it: Case) -> Tensor | None:
 def test_initial_adapters_change_nothing(plan_of: Any, tmp_path: Path) -> None:
     """A is random and B zero, so the logits are those of the folder."""
     it = case("llama", tmp_path / "llama", plan_of, Layout())
-    (ours,) = launcher.run(initial_logits_of, (it,), 1, timeout=100)
+    (ours,) = launcher.run(initial_logits_of, (it,), 1, timeout=LIMIT)
     theirs = transformers.LlamaForCausalLM.from_pretrained(it.folder, attn_implementation="eager").eval()
     with torch.no_grad():
         torch.testing.assert_close(theirs(**named(it.inputs)).logits, ours, rtol=0, atol=2e-5)
@@ -139,14 +140,14 @@ def loaded(base: Any, folder: Path, *, mixture: bool) -> Any:
 
 def test_logits_are_those_of_peft_and_of_merged_weights(plan_of: Any, tmp_path: Path) -> None:
     cases = [case(name, tmp_path / name, plan_of, Layout()) for name in TARGETS]
-    (found,) = launcher.run(logits_of, (cases,), 1, timeout=200)
+    (found,) = launcher.run(logits_of, (cases,), 1, timeout=LIMIT)
     for it, logits in zip(cases, found, strict=True):
         check(it, logits)
 
 
 def test_a_layout_writes_the_adapters_of_all_its_ranks(plan_of: Any, tmp_path: Path) -> None:
     it = case("llama", tmp_path / "llama", plan_of, Layout(tp=2, pp=2, sequence_parallel=True, vocab_multiple=1))
-    ranks = launcher.run(logits_of, ([it],), 4, timeout=200)
+    ranks = launcher.run(logits_of, ([it],), 4, timeout=LIMIT)
     check(it, ranks[-1][0])
 
 

@@ -21,6 +21,7 @@ from megaloom.runtime.convert.megatron_files import megatron_tensors
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training.initial_weights import open_weights
 from tests.support.hugging_face import built, transformers
+from tests.support.limits import LIMIT
 
 VOCAB, SEQ = 128, 16
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -148,8 +149,8 @@ def saved_by_ranks(root: Path) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     """A folder with both forms of each model and its config.json, and the logits."""
     root = tmp_path_factory.mktemp("megatron")
-    (logits,) = launcher.run(saved_whole, (root,), 1, timeout=100)
-    launcher.run(saved_by_ranks, (root,), 4, timeout=100)
+    (logits,) = launcher.run(saved_whole, (root,), 1, timeout=LIMIT)
+    launcher.run(saved_by_ranks, (root,), 4, timeout=LIMIT)
     for kind, (name, options) in CONFIGS.items():
         for form in ("dist", "legacy"):
             (root / kind / form / "latest_checkpointed_iteration.txt").write_text("100")

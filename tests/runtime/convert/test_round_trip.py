@@ -32,6 +32,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.weights import tensor_folder
 from megaloom.runtime.weights.given import open_folder
 from tests.support.hugging_face import SMALL, UNUSED, built, complete, drawn, named, transformers
+from tests.support.limits import LIMIT
 
 SEQ = 24
 
@@ -163,7 +164,7 @@ def test_each_family_goes_in_and_out(plan_of: Any, tmp_path: Path) -> None:
     built_cases = [case(name, tmp_path / name, plan_of, Layout()) for name in SMALL]
     cases = [it for it in built_cases if it is not None]
     assert len(cases) > 20
-    (outcomes,) = launcher.run(outcomes_of, (cases,), 1, timeout=300)
+    (outcomes,) = launcher.run(outcomes_of, (cases,), 1, timeout=LIMIT)
     assert not {name: x for name, x in differences(cases, outcomes).items() if not x < 1}
     for it in cases:
         check_round_trip(it)
@@ -174,7 +175,7 @@ def test_a_layout_reads_its_shards_and_goes_in_and_out(plan_of: Any, tmp_path: P
     layout = Layout(tp=2, pp=2, sequence_parallel=True, vocab_multiple=1)
     built_cases = [case(name, tmp_path / name, plan_of, layout) for name in ("llama", "gpt-oss")]
     cases = [it for it in built_cases if it is not None]
-    ranks = launcher.run(outcomes_of, (cases,), 4, timeout=300)
+    ranks = launcher.run(outcomes_of, (cases,), 4, timeout=LIMIT)
     assert max(differences(cases, ranks[-1]).values()) < 1
     for llama, gpt_oss in ranks:
         assert llama.read in (llama.held, llama.held - 32 * 4)  # the last row of the vocabulary is padding

@@ -42,6 +42,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
 from tests.support.families import FAMILIES, VOCAB
+from tests.support.limits import LIMIT
 
 LENGTHS, SOURCES, STEPS = (5, 2, 5, 11), (3, 6, 6, 4), 4
 REORDERED = (2, 0, 1, 1)  # rows after the second step
@@ -164,7 +165,7 @@ WRITERS = [*OTHERS, *(name for name in FAMILIES if not name.startswith(("bert", 
 
 
 def test_each_family_goes_on_token_by_token() -> None:
-    (found,) = launcher.run(differences, ([(name, 1, 1) for name in WRITERS],), 1, timeout=100)
+    (found,) = launcher.run(differences, ([(name, 1, 1) for name in WRITERS],), 1, timeout=LIMIT)
     assert len(found) == len(WRITERS)
     assert not [x for x in found if not x.relative < 1e-4]
 
@@ -179,6 +180,6 @@ LAYOUTS = [
 
 
 def test_each_layout_goes_on_token_by_token() -> None:
-    ranks = launcher.run(differences, (LAYOUTS,), 4, timeout=100)
+    ranks = launcher.run(differences, (LAYOUTS,), 4, timeout=LIMIT)
     assert len(ranks[-1]) == len(LAYOUTS)
     assert not [x for found in ranks for x in found if not x.relative < 1e-4]

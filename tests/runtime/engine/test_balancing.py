@@ -19,6 +19,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
 from tests.support.batches import next_token, random_text
+from tests.support.limits import LIMIT
 from tests.support.models import tiny_deepseek_v3
 
 SEED, BATCH, SEQ = 7, 4, 32
@@ -92,5 +93,5 @@ def declared(m: Model) -> list[float]:
 def test_a_layout_balances_as_the_reference_does(make: Any, row: str, plan_of: Any) -> None:
     layout = LAYOUTS[row]
     plan = plan_of(MODELS + make.__name__, layout, batch=BATCH, seq=SEQ)
-    got = launcher.run(trained, (plan,), layout.world, timeout=120)[0]
+    got = launcher.run(trained, (plan,), layout.world, timeout=LIMIT)[0]
     assert got == pytest.approx(declared(make()), rel=1e-6)

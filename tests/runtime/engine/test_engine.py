@@ -11,6 +11,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token, random_text
+from tests.support.limits import LIMIT
 
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
 TP2 = Layout(tp=2, sequence_parallel=True)
@@ -39,7 +40,7 @@ def test_an_evaluation_leaves_no_trace(layout: Layout, plan_of: Any) -> None:
     """Not in weights, gradients, nor what dropout draws: the losses are the same to the last bit."""
     plan = plan_of("tiny_gpt_dropout", layout)
     without, among = (
-        launcher.run(curve, (plan, evaluating), layout.world, timeout=60)[0] for evaluating in (False, True)
+        launcher.run(curve, (plan, evaluating), layout.world, timeout=LIMIT)[0] for evaluating in (False, True)
     )
     assert among == without
     assert len(set(without)) == 3
@@ -67,7 +68,7 @@ def masks(plan: Plan) -> tuple[tuple[int, ...], list[bytes]]:
 @pytest.mark.parametrize("layout", [Layout(dp=2, tp=2), Layout(cp=2), Layout(pp=2), Layout(pp=2, vpp=2), TP2], ids=str)
 def test_each_share_of_the_hidden_states_has_its_own_dropout(layout: Layout, plan_of: Any) -> None:
     """No two masks are alike, of ranks, layers, micro-batches or steps; only copies of a state are masked alike."""
-    results = launcher.run(masks, (plan_of("tiny_gpt_dropout", layout),), layout.world, timeout=60)
+    results = launcher.run(masks, (plan_of("tiny_gpt_dropout", layout),), layout.world, timeout=LIMIT)
     seen: set[bytes] = set()
     for (*_, tp), dropout_masks in results:
         if tp == 0 or layout.sequence_parallel:
@@ -93,6 +94,6 @@ def padding(plan: Plan) -> list[float]:
 @pytest.mark.parametrize(("name", "tables"), [("tiny_gpt", 1), ("tiny_llama", 2)])
 def test_rows_that_pad_the_vocabulary_stay_zero(name: str, tables: int, plan_of: Any) -> None:
     """Of 127 tokens, the second of two ranks has 63 and a row of padding."""
-    real, padded = launcher.run(padding, (plan_of(name, Layout(tp=2, vocab_multiple=1)),), 2, timeout=60)
+    real, padded = launcher.run(padding, (plan_of(name, Layout(tp=2, vocab_multiple=1)),), 2, timeout=LIMIT)
     assert padded == [0.0] * tables
     assert min(real) > 0

@@ -12,6 +12,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token, random_text
+from tests.support.limits import LIMIT
 
 TP2 = Layout(tp=2, sequence_parallel=True)
 COUNTS = (1, 3, 4, 5, 11)  # of samples; a global batch has 4
@@ -45,8 +46,8 @@ def evaluated(plan: Plan, counts: tuple[int, ...], alone: bool = False) -> list[
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_each_sample_counts_once(case: str, plan_of: Any) -> None:
     name, layout = LAYOUTS[case]
-    losses = [loss for loss, _ in launcher.run(evaluated, (plan_of(name, Layout()), COUNTS, True), 1, timeout=90)[0]]
-    ranks = launcher.run(evaluated, (plan_of(name, layout), COUNTS), layout.world, timeout=90)
+    losses = [loss for loss, _ in launcher.run(evaluated, (plan_of(name, Layout()), COUNTS, True), 1, timeout=LIMIT)[0]]
+    ranks = launcher.run(evaluated, (plan_of(name, layout), COUNTS), layout.world, timeout=LIMIT)
     assert all(rank == ranks[0] for rank in ranks)
     assert [tokens for _, tokens in ranks[0]] == [32 * count for count in COUNTS]
     means = [sum(losses[:count]) / count for count in COUNTS]

@@ -14,6 +14,7 @@ from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training import verify
 from tests.support.batches import next_token
+from tests.support.limits import LIMIT
 
 TP2 = Layout(tp=2, sequence_parallel=True)
 DIVIDED = Layout(dp=2, shard="optimizer")
@@ -45,7 +46,7 @@ def curve(plan: Plan, recipe: Recipe, steps: int, folder: Path | None = None) ->
 
 
 def trained(plan: Plan, recipe: Recipe = RECIPE, steps: int = 20, folder: Path | None = None) -> list[Row]:
-    return launcher.run(curve, (plan, recipe, steps, folder), plan.layout.world, timeout=90)[0]
+    return launcher.run(curve, (plan, recipe, steps, folder), plan.layout.world, timeout=LIMIT)[0]
 
 
 @pytest.mark.parametrize("name", ["tiny_llama", "tiny_mixtral"])
@@ -69,7 +70,7 @@ def test_it_learns_what_fp32_learns(name: str, plan_of: Any) -> None:
     ids=str,
 )
 def test_a_layout_computes_the_same_but_for_rounding(name: str, layout: Layout, plan_of: Any) -> None:
-    found = verify.compare(plan_of(name, layout, precision="fp16"), timeout=90)
+    found = verify.compare(plan_of(name, layout, precision="fp16"), timeout=LIMIT)
     assert found.agrees, f"losses differ by {found.loss_error:.1e}, norms by {found.norm_error:.1e}"
     assert found.loss_error > 0  # fp16 was used
 
@@ -94,7 +95,7 @@ def test_the_scale_grows_after_steps_without_an_overflow(plan_of: Any) -> None:
 
 def test_an_overflow_at_the_smallest_scale_is_an_error(plan_of: Any) -> None:
     recipe = evolve(RECIPE, initial_loss_scale=HUGE, min_loss_scale=HUGE / 2)
-    message = launcher.run(refused, (plan_of("tiny_llama", TP2, precision="fp16"), recipe), 2, timeout=90)[0]
+    message = launcher.run(refused, (plan_of("tiny_llama", TP2, precision="fp16"), recipe), 2, timeout=LIMIT)[0]
     assert message.startswith("step 2: loss ")
     assert "at the smallest loss scale, 5.49756e+11: training has diverged\nfirst at " in message
     assert "the gradient of " in message

@@ -16,6 +16,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
 from tests.support.batches import next_token, random_text
+from tests.support.limits import LIMIT
 from tests.support.paths import SUPPORT
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def not_asked(plan: Plan) -> tuple[dict[str, WeightGradient] | None, list[float]
 )
 def test_gradients_are_those_of_the_declaration(name: str, layout: Layout, plan_of: Any) -> None:
     plan = plan_of(name, layout)
-    (gradients, _), *others = launcher.run(asked, (plan,), layout.world, timeout=60)
+    (gradients, _), *others = launcher.run(asked, (plan,), layout.world, timeout=LIMIT)
     assert all(each is None for each, _ in others)
     assert gradients is not None
     m, _ = find(plan.model)
@@ -76,5 +77,5 @@ def test_gradients_are_those_of_the_declaration(name: str, layout: Layout, plan_
 @pytest.mark.parametrize("layout", [Layout(dp=2, shard="optimizer", overlaps=("gradients", "weights"))], ids=str)
 def test_asking_for_gradients_changes_no_step(layout: Layout, plan_of: Any) -> None:
     plan = plan_of("tiny_deepseek_v3", layout)
-    with_, without = (launcher.run(entry, (plan,), 2, timeout=60)[0][1] for entry in (asked, not_asked))
+    with_, without = (launcher.run(entry, (plan,), 2, timeout=LIMIT)[0][1] for entry in (asked, not_asked))
     assert with_ == without

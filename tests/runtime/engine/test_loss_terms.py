@@ -16,6 +16,7 @@ from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training.run import train
 from tests.support.batches import next_token, random_text
+from tests.support.limits import LIMIT
 from tests.support.paths import ROOT
 
 Z_LOSS = f"{ROOT / 'examples/scripts/own_loss.py'}:with_z_loss"
@@ -62,14 +63,14 @@ def held_out_losses(plan: Plan) -> tuple[float, float]:
 
 def test_terms_of_a_weighted_sum_add_up_to_the_loss(plan_of: Any) -> None:
     for layout in (Layout(micro_batch=2), Layout(pp=2)):
-        step, held_out = launcher.run(terms, (plan_of(Z_LOSS, layout),), layout.world, timeout=90)[0]
+        step, held_out = launcher.run(terms, (plan_of(Z_LOSS, layout),), layout.world, timeout=LIMIT)[0]
         for row in (step, held_out):
             assert row["loss"] == pytest.approx(row["next_token.0"] + 1e-4 * row["z_loss.0"], rel=1e-6)
         assert step == pytest.approx(held_out, rel=1e-6)  # of the same samples and weights
 
 
 def test_the_test_step_evaluates_where_it_is_asked_for(plan_of: Any) -> None:
-    validation, test = launcher.run(held_out_losses, (plan_of("tiny_llama", Layout()),), 1, timeout=90)[0]
+    validation, test = launcher.run(held_out_losses, (plan_of("tiny_llama", Layout()),), 1, timeout=LIMIT)[0]
     assert test == pytest.approx(10 * validation)
 
 

@@ -15,6 +15,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token, random_text
+from tests.support.limits import LIMIT
 
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
 TP2 = Layout(tp=2, sequence_parallel=True)
@@ -100,7 +101,7 @@ def test_what_is_not_finite_is_named_and_nothing_moves(case: str, plan_of: Any) 
 
     nodes = [n for n in graph(find(plan.model)[0]).nodes if layer in n.name.split(".")[0]]
     node = nodes[-1].name
-    results = launcher.run(failed, (plan, kind, node, parameter, rank), layout.world, timeout=90)
+    results = launcher.run(failed, (plan, kind, node, parameter, rank), layout.world, timeout=LIMIT)
     named = {
         "weight": f"the parameter {parameter} is not finite",
         "gradient": f"the gradient of {parameter} is not finite",
@@ -145,10 +146,10 @@ def skipping(plan: Plan, folder: Path, start: int) -> tuple[list[float], list[bo
 @pytest.mark.parametrize("layout", [TP2, Layout(dp=2, shard="optimizer")], ids=str)
 def test_steps_are_skipped_by_choice_and_counted(layout: Layout, plan_of: Any, tmp_path: Path) -> None:
     """Adam's count of steps has no skipped ones, also after a load under another layout."""
-    losses, skips, count = launcher.run(skipping, (plan_of("tiny_gpt", layout), tmp_path, 0), 2, timeout=90)[0]
+    losses, skips, count = launcher.run(skipping, (plan_of("tiny_gpt", layout), tmp_path, 0), 2, timeout=LIMIT)[0]
     assert skips == [False, True, False, False]
     assert count == 1
-    resumed, _, count = launcher.run(skipping, (plan_of("tiny_gpt", Layout()), tmp_path, 3), 1, timeout=90)[0]
+    resumed, _, count = launcher.run(skipping, (plan_of("tiny_gpt", Layout()), tmp_path, 3), 1, timeout=LIMIT)[0]
     assert resumed == pytest.approx(losses[3:], abs=1e-5)
     assert count == 1
 
@@ -167,5 +168,5 @@ def twice(plan: Plan) -> str:
 
 
 def test_no_more_steps_are_skipped_than_allowed(plan_of: Any) -> None:
-    message = launcher.run(twice, (plan_of("tiny_llama", Layout()),), 1, timeout=90)[0]
+    message = launcher.run(twice, (plan_of("tiny_llama", Layout()),), 1, timeout=LIMIT)[0]
     assert message.startswith("step 2: loss nan, gradient norm nan: training has diverged\nfirst at swiglu.0: ")

@@ -17,6 +17,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.runtime.data.token_ids import BYTES
 from megaloom.runtime.samples.sample_checks import check_sample
 from megaloom.runtime.samples.samples import Sample, SampleMaker
+from tests.support.limits import LIMIT
 from tests.support.models import tiny_bert, tiny_gpt, tiny_llava, tiny_pair, tiny_vit
 from tests.support.paths import ROOT, SUPPORT
 from tests.support.rank_pool import Case, check, run_cases
@@ -52,10 +53,9 @@ def sample(g: Graph, i: int, seq: int = SEQ) -> Sample:
     return maker.make(text(i, maker.length, maker.ids), i, SEED)
 
 
-@pytest.mark.timeout(200)
 def test_layouts_compute_the_declared_losses_and_their_gradients(plan_of: Any) -> None:
     plans = {row: plan_of(ref, layout, batch=BATCH, seq=SEQ) for row, (ref, layout) in RUN.items()}
-    check(run_cases([Case(row, plan.model, plan) for row, plan in plans.items()], 4, timeout=180))
+    check(run_cases([Case(row, plan.model, plan) for row, plan in plans.items()], 4, timeout=LIMIT))
 
 
 def test_own_steps_train_on_pipeline_stages() -> None:

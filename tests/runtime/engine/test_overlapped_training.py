@@ -16,6 +16,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token, random_text
+from tests.support.limits import LIMIT
 from tests.support.paths import SUPPORT
 
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
@@ -65,7 +66,7 @@ def curve(plan: Plan) -> tuple[list[float], bool]:
 def test_training_computes_the_same(case: str, plan_of: Any) -> None:
     name, layout = CASES[case]
     plans = [plan_of(name, evolve(layout, overlaps=on)) for on in SWITCHES]
-    results = launcher.run(curves, (plans,), layout.world, timeout=90)[0]
+    results = launcher.run(curves, (plans,), layout.world, timeout=LIMIT)[0]
     assert [waits for _, waits in results] == [False, False, True]
     none, gradients, weights = (losses for losses, _ in results)
     assert gradients == pytest.approx(none, rel=1e-6)  # the norm of gradients adds up their pieces in another order

@@ -15,6 +15,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe, shard
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token
+from tests.support.limits import LIMIT
 
 TP2 = Layout(tp=2, sequence_parallel=True)
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
@@ -54,8 +55,8 @@ def looped(plan: Plan, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_a_loop_computes_what_one_process_computes(case: str, plan_of: Any, tmp_path: Path) -> None:
     name, layout = LAYOUTS[case]
-    expected = launcher.run(looped, (plan_of(name, Layout()), tmp_path / "one"), 1, timeout=90)[0]
-    results = launcher.run(looped, (plan_of(name, layout), tmp_path / "many"), layout.world, timeout=90)
+    expected = launcher.run(looped, (plan_of(name, Layout()), tmp_path / "one"), 1, timeout=LIMIT)[0]
+    results = launcher.run(looped, (plan_of(name, layout), tmp_path / "many"), layout.world, timeout=LIMIT)
     whole = [rank["logits"] for rank in results if rank["logits"] is not None]
     assert len(whole) == layout.world // layout.pp
     for logits in whole:
@@ -91,7 +92,7 @@ def messages(plan: Plan) -> list[str]:
 
 
 def test_wrong_batches_are_refused(plan_of: Any) -> None:
-    first, second = launcher.run(messages, (plan_of("tiny_llama", Layout(dp=2)),), 2, timeout=90)
+    first, second = launcher.run(messages, (plan_of("tiny_llama", Layout(dp=2)),), 2, timeout=LIMIT)
     shape, rows, ids, floats, missing, lengths, labels, kind, of_other = first
     assert shape == "a batch of text has shape [sequences, 33], the tokens that a sample of 32 reads; got [4, 32]"
     assert rows.startswith("the batch has 4 sequences, but each data-parallel rank takes 2 a step (batch 4 / dp 2)\n")
@@ -112,5 +113,5 @@ def wrong_world(plan: Plan) -> str:
 
 
 def test_a_plan_for_other_ranks_is_refused(plan_of: Any) -> None:
-    message = launcher.run(wrong_world, (plan_of("tiny_llama", Layout(dp=2)),), 1, timeout=60)[0]
+    message = launcher.run(wrong_world, (plan_of("tiny_llama", Layout(dp=2)),), 1, timeout=LIMIT)[0]
     assert message.startswith("the plan is for 2 ranks, but 1 are running\n")

@@ -16,6 +16,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
 from tests.support import models
+from tests.support.limits import LIMIT
 
 SEED, BATCH, SEQ = 7, 4, 32
 ENDS = ((9, 32), (1, 17, 32), (32,), (5, 6, 20, 32))  # of the documents of each sequence
@@ -94,7 +95,7 @@ def trained(plan: Plan) -> tuple[float, dict[str, torch.Tensor] | None]:
 def test_packed_documents_train_as_if_each_were_a_sequence(row: str, plan_of: Any) -> None:
     make, layout = RUN[row]
     plan = plan_of(MODELS + make.__name__, layout, batch=BATCH, seq=SEQ)
-    loss, gradients = launcher.run(trained, (plan,), layout.world, timeout=120)[0]
+    loss, gradients = launcher.run(trained, (plan,), layout.world, timeout=LIMIT)[0]
     want_loss, want = one_by_one(make())
     assert loss == pytest.approx(want_loss, rel=1e-5)
     assert gradients is not None

@@ -22,9 +22,9 @@ from megaloom.runtime.training import verify
 from tests.support.broken_collectives import BROKEN
 from tests.support.families import trained_families
 from tests.support.family_table import two_cases_of
+from tests.support.limits import LIMIT
 from tests.support.rank_pool import Case, check, run_cases
 
-TIMEOUT = 280  # of one set of processes, on a busy machine
 PARTS = 4  # of the layouts, each in one set of processes
 
 
@@ -147,7 +147,7 @@ def measured(record_property: Callable[..., None], plan_of: Any) -> Callable[...
 
     def measure(rows: Mapping[str, tuple[str, Plan]]) -> None:
         cases = [Case(row, plan.model, plan) for row, (_, plan) in rows.items()]
-        results = run_cases(cases, 4, timeout=TIMEOUT)
+        results = run_cases(cases, 4, timeout=LIMIT)
         for (name, _), r in zip(rows.values(), results, strict=True):
             record_property("parity", (name, r.name, r.loss_error, r.norm_error, r.gradient_error))
         check(results)
@@ -155,7 +155,6 @@ def measured(record_property: Callable[..., None], plan_of: Any) -> Callable[...
     return measure
 
 
-@pytest.mark.timeout(TIMEOUT + 20)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_layouts_compute_what_one_process_and_the_oracle_compute(part: int, plan_of: Any, measured: Any) -> None:
     rows = dict(list(LAYOUTS.items())[part::PARTS])
@@ -169,7 +168,6 @@ def test_layouts_compute_what_one_process_and_the_oracle_compute(part: int, plan
     )
 
 
-@pytest.mark.timeout(TIMEOUT + 20)
 def test_bf16_computes_the_same_but_for_rounding(plan_of: Any, measured: Any) -> None:
     rows = ["DP2 distributed optimizer", "TP2 SP PP2 tied", "CP2", "EP2"]
     named = {f"{row}, bf16": LAYOUTS[row] for row in rows}
@@ -193,13 +191,12 @@ def test_stages_without_adapters_compute_what_one_process_computes(plan_of: Any,
     measured({"adapters, PP4, frozen stages": ("tiny_gpt_lora", plan)})
 
 
-@pytest.mark.timeout(TIMEOUT + 20)
 @pytest.mark.parametrize("part", range(3))
 def test_two_layouts_of_each_family_compute_what_one_process_and_the_oracle_compute(
     part: int, record_property: Callable[..., None]
 ) -> None:
     families = list(enumerate(trained_families()))[part::3]
-    results = run_cases([case for i, family in families for case in two_cases_of(i, family)], 4, timeout=TIMEOUT)
+    results = run_cases([case for i, family in families for case in two_cases_of(i, family)], 4, timeout=LIMIT)
     for r in results:
         record_property("parity", (r.model, r.name, r.loss_error, r.norm_error, r.gradient_error))
     check(results)
@@ -210,7 +207,7 @@ def test_recompute_with_dropout_changes_nothing(recompute: Recompute, plan_of: A
     """The second forward pass draws the dropout of the first: to the last bit on one layout."""
     saving = plan_of("tiny_gpt_dropout", Layout(tp=2, sequence_parallel=True))
     again = evolve(saving, layout=evolve(saving.layout, recompute=recompute))
-    comparison = verify.compare(again, reference=saving, within=0.0, timeout=90)
+    comparison = verify.compare(again, reference=saving, within=0.0, timeout=LIMIT)
     assert comparison.loss_error == 0.0
     assert comparison.norm_error == 0.0
 
@@ -220,7 +217,7 @@ def test_verify_names_the_weights_that_a_broken_collective_breaks(plan_of: Any) 
     plan = plan_of("tiny_llama", Layout(tp=2, sequence_parallel=True))
     device.prepare()
     with BROKEN["gradients of replicated parameters under sequence parallelism"].breaks():
-        comparison = verify.compare(plan, timeout=90)
+        comparison = verify.compare(plan, timeout=LIMIT)
     assert not comparison.agrees
     assert {d.layer.split()[1] for d in comparison.differing} == {"(RMSNorm)"}
     assert len(comparison.differing) == 9

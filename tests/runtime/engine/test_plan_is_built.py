@@ -13,6 +13,7 @@ from megaloom.dsl.graph import graph
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.launch import launcher
+from tests.support.limits import LIMIT
 from tests.support.paths import ROOT, SUPPORT
 
 OWN = f"{SUPPORT / 'own_models.py'}:some_experts"
@@ -71,7 +72,7 @@ def plans(plan_of: Callable[..., Any]) -> dict[str, Plan]:
 
 @pytest.fixture(scope="module")
 def counts(plans: dict[str, Plan]) -> list[dict[str, list[int]]]:
-    return launcher.run(built, (plans,), 4, timeout=120)
+    return launcher.run(built, (plans,), 4, timeout=LIMIT)
 
 
 @pytest.mark.parametrize("what", LAYOUTS)
@@ -84,7 +85,6 @@ def test_a_device_holds_the_parameters_that_the_plan_counts(
         assert counts_of_rank[what] == [s.params for s in planned if s.rank == rank // width]
 
 
-@pytest.mark.timeout(300)
 def test_what_searches_find_is_built_as_planned() -> None:
     """Some of the searches of the benchmark, of examples in their published sizes on up to 1,024 devices."""
     script = ROOT / "benchmarks" / "built.py"

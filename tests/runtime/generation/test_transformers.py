@@ -12,6 +12,7 @@ from attrs import frozen
 from megaloom.runtime.generation.settings import GenerationSettings
 from megaloom.runtime.launch import launcher
 from tests.support.hugging_face import built, transformers
+from tests.support.limits import LIMIT
 
 FAMILIES = ("llama", "gpt2", "gemma3", "mixtral", "deepseek-v3", "gpt-oss", "mamba2", "t5", "bart")
 PROMPTS = ((5, 17, 30), (8, 44, 2, 51, 9, 12, 33), (20,))
@@ -76,13 +77,13 @@ def written_on_rank(folders: Sequence[Path], tp: int, pp: int) -> list[dict[str,
 
 def test_sequences_are_those_of_transformers(tmp_path: Path) -> None:
     cases = [expected_of(name, tmp_path / name) for name in FAMILIES]
-    (found,) = launcher.run(written_on_rank, ([it.folder for it in cases], 1, 1), 1, timeout=100)
+    (found,) = launcher.run(written_on_rank, ([it.folder for it in cases], 1, 1), 1, timeout=LIMIT)
     for it, ours in zip(cases, found, strict=True):
         assert ours == it.sequences, it.folder.name
 
 
 def test_a_layout_writes_the_sequences_of_transformers(tmp_path: Path) -> None:
     cases = [expected_of(name, tmp_path / name) for name in ("llama", "t5")]
-    ranks = launcher.run(written_on_rank, ([it.folder for it in cases], 2, 2), 4, timeout=100)
+    ranks = launcher.run(written_on_rank, ([it.folder for it in cases], 2, 2), 4, timeout=LIMIT)
     assert list(ranks[2]) == [it.sequences for it in cases]
     assert ranks[0] == ranks[1] == ranks[3] == [None, None]

@@ -20,8 +20,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.runtime.launch import launcher, rank
 from megaloom.runtime.launch.launcher import RankError
 from megaloom.runtime.megatron import device
-
-pytestmark = pytest.mark.timeout(60)
+from tests.support.limits import LIMIT
 
 
 def summed(value):
@@ -33,7 +32,7 @@ def summed(value):
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_results_come_in_the_order_of_ranks(world):
     total = float(sum(range(world)) + 10 * world)
-    assert launcher.run(summed, (10,), world, timeout=30) == [(rank, world, total) for rank in range(world)]
+    assert launcher.run(summed, (10,), world, timeout=LIMIT) == [(rank, world, total) for rank in range(world)]
 
 
 def fail(how, on):
@@ -55,14 +54,14 @@ def fail(how, on):
 @pytest.mark.parametrize("on", [0, 2])
 def test_the_real_error_is_told_not_its_consequences(on):
     with pytest.raises(RankError, match=f"^rank {on} failed:\n") as caught:
-        launcher.run(fail, ("raise", on), 4, timeout=30)
+        launcher.run(fail, ("raise", on), 4, timeout=LIMIT)
     assert caught.value.rank == on and "ArithmeticError: a real error" in caught.value.text
     assert 'in fail\n    raise ArithmeticError("a real error")' in caught.value.text
 
 
 def test_a_user_error_stays_one():
     with pytest.raises(UserError, match=r"^a batch of 7 does not divide$"):
-        launcher.run(fail, ("user", 1), 2, timeout=30)
+        launcher.run(fail, ("user", 1), 2, timeout=LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_a_user_error_stays_one():
 )
 def test_a_process_that_ends_without_an_error(how, message):
     with pytest.raises(RankError, match=f"(?s)^{message}"):
-        launcher.run(fail, (how, 1), 3, timeout=30)
+        launcher.run(fail, (how, 1), 3, timeout=LIMIT)
 
 
 def hang(on):
@@ -90,7 +89,7 @@ def test_a_timeout_names_who_was_still_running_and_where():
     with pytest.raises(RankError, match=r"^rank 1 timed out \(rank 1 of 2 had not") as caught:
         launcher.run(hang, (1,), 2, timeout=1)
     assert "test_launcher.py" in caught.value.text and "in hang" in caught.value.text
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < LIMIT
 
 
 def hang_while_others_wait(on):
@@ -104,7 +103,7 @@ def test_a_rank_that_hangs_is_told_of_by_those_that_wait():
     with pytest.raises(
         RankError, match=r"^rank 1 hangs: the other ranks have waited 0\.01\d+ min .*; stack:\n"
     ) as caught:
-        launcher.run(hang_while_others_wait, (1,), 3, timeout=30, collective_timeout=second)
+        launcher.run(hang_while_others_wait, (1,), 3, timeout=LIMIT, collective_timeout=second)
     assert "in hang_while_others_wait" in caught.value.text
 
 
@@ -115,7 +114,7 @@ def absent_from_a_collective():
 
 def test_a_rank_that_returns_too_early_is_told_of():
     with pytest.raises(RankError, match="rank 0 had already returned: not all ranks call the same collectives"):
-        launcher.run(absent_from_a_collective, (), 2, timeout=30)
+        launcher.run(absent_from_a_collective, (), 2, timeout=LIMIT)
 
 
 def unpicklable():
@@ -124,7 +123,7 @@ def unpicklable():
 
 def test_a_result_that_cannot_travel():
     with pytest.raises(RankError, match=r"rank 0 failed:\n(.*\n)*.*unpicklable"):
-        launcher.run(unpicklable, (), 1, timeout=30)
+        launcher.run(unpicklable, (), 1, timeout=LIMIT)
 
 
 def test_no_ranks():
@@ -139,9 +138,9 @@ def threads():
 def test_ranks_share_the_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert [launcher.run(threads, (), world, timeout=30) for world in (1, 2, 4)] == [[6], [3] * 2, [1] * 4]
+    assert [launcher.run(threads, (), world, timeout=LIMIT) for world in (1, 2, 4)] == [[6], [3] * 2, [1] * 4]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert launcher.run(threads, (), 1, timeout=30) == [2]
+    assert launcher.run(threads, (), 1, timeout=LIMIT) == [2]
 
 
 def product():
@@ -156,7 +155,7 @@ def test_ranks_compute_on_several_threads_though_their_parent_did_so_before(monk
     torch.set_num_threads(2)
     expected = product()
     torch.set_num_threads(before)
-    assert launcher.run(product, (), 1, timeout=20) == [expected]
+    assert launcher.run(product, (), 1, timeout=LIMIT) == [expected]
 
 
 def note_and_sleep(folder):
@@ -179,8 +178,8 @@ def alive(pid):
         return False
 
 
-def until(true, seconds):
-    deadline = time.monotonic() + seconds
+def until(true):
+    deadline = time.monotonic() + LIMIT
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -191,13 +190,13 @@ def test_no_rank_outlives_the_process_that_started_it(number, code, tmp_path):
     device.prepare()
     parent = multiprocessing.get_context("fork").Process(target=start_sleepers, args=(tmp_path,))
     parent.start()
-    until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 20)
+    until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
     ranks = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
     assert all(map(alive, ranks))
     os.kill(parent.pid, number)
-    parent.join(20)
+    parent.join(LIMIT)
     assert parent.exitcode == code
-    until(lambda: not any(map(alive, ranks)), 5)
+    until(lambda: not any(map(alive, ranks)))
 
 
 def start_late(folder):
@@ -220,9 +219,9 @@ def test_a_signal_in_the_midst_of_the_start_is_heeded(tmp_path):
     device.prepare()
     parent = multiprocessing.get_context("fork").Process(target=start_late, args=(tmp_path,))
     parent.start()
-    until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 20)
+    until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
     os.kill(parent.pid, signal.SIGINT)
-    parent.join(20)
+    parent.join(LIMIT)
     assert parent.exitcode == 130
 
 
@@ -235,15 +234,15 @@ def start_a_sleeper(folder, then):
 @pytest.mark.parametrize("then", [None, signal.SIGKILL])
 def test_nothing_that_a_rank_started_outlives_it(then, tmp_path):
     with pytest.raises(RankError) if then else nullcontext():
-        launcher.run(start_a_sleeper, (tmp_path, then), 1, timeout=30)
-    until(lambda: not alive(int((tmp_path / "pid").read_text())), 5)
+        launcher.run(start_a_sleeper, (tmp_path, then), 1, timeout=LIMIT)
+    until(lambda: not alive(int((tmp_path / "pid").read_text())))
 
 
 def finish_on_request(folder, fails):
     requests = []
     signal.signal(signal.SIGTERM, lambda number, frame: requests.append(number))
     (folder / f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
-    until(lambda: requests, 20)
+    until(lambda: requests)
     time.sleep(0.5)
     if fails:
         raise UserError("no room to save")
@@ -264,9 +263,9 @@ def test_ranks_may_finish_what_they_do_when_they_are_interrupted(fails, code, tm
     device.prepare()
     parent = multiprocessing.get_context("fork").Process(target=start_finishers, args=(tmp_path, fails))
     parent.start()
-    until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 20)
+    until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
     os.kill(parent.pid, signal.SIGINT)
-    parent.join(20)
+    parent.join(LIMIT)
     assert parent.exitcode == code
     assert len(list(tmp_path.glob("*.saved"))) == (0 if fails else 2)
 

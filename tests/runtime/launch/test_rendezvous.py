@@ -20,8 +20,6 @@ from megaloom.runtime.launch.rendezvous import (
 )
 from megaloom.runtime.megatron import device
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def environment(monkeypatch):

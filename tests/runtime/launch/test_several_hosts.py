@@ -17,8 +17,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plan_json import save
 from megaloom.runtime.data.indexed import write_indexed
 from tests.support.hosts import two_hosts
-
-SECONDS = 90.0
+from tests.support.limits import LIMIT
 
 
 def test_the_death_of_a_host_ends_the_run(plan_of, tmp_path: Path) -> None:
@@ -42,12 +41,12 @@ def test_the_death_of_a_host_ends_the_run(plan_of, tmp_path: Path) -> None:
                 for i, host in enumerate(hosts)
             ]
             try:
-                deadline = time.monotonic() + SECONDS
+                deadline = time.monotonic() + LIMIT
                 while not (run / "step-000005").is_dir() and time.monotonic() < deadline:
                     assert nodes[0].poll() is None, nodes[0].communicate()[0]
                     time.sleep(0.05)
                 os.kill(nodes[1].pid, signal.SIGKILL)  # torchrun on the second host, and its rank with it
-                output, _ = nodes[0].communicate(timeout=SECONDS)
+                output, _ = nodes[0].communicate(timeout=LIMIT)
             finally:
                 for node in nodes:
                     if node.poll() is None:

@@ -13,8 +13,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.megatron import device
-
-pytestmark = pytest.mark.timeout(60)
+from tests.support.limits import LIMIT
 
 
 def test_a_machine_without_gpus():
@@ -89,12 +88,12 @@ def test_a_device_that_is_asked_for_is_still_given():
         "assert {t.device.type for t in made} == {'meta'}, made\n"
         "assert torch.empty(3, device='cuda').device.type == 'cpu'"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
 
 
 def test_random_states_are_kept_apart_and_restored_by_recomputation():
-    (first, again, common), (second, second_again, also_common) = launcher.run(states, (), 2, timeout=40)
+    (first, again, common), (second, second_again, also_common) = launcher.run(states, (), 2, timeout=LIMIT)
     assert torch.equal(first, again) and torch.equal(second, second_again)
     assert not torch.equal(first, second)
     assert torch.equal(common, also_common)
@@ -112,7 +111,7 @@ def uneven(lengths):
 @pytest.mark.parametrize("lengths", [(1, 3, 0), (2, 2, 2)])
 def test_gathering_and_scattering_parts_of_any_length(lengths):
     gathered = [float(rank) for rank, length in enumerate(lengths) for _ in range(length)]
-    for rank, (results, mine) in enumerate(launcher.run(uneven, (lengths,), 3, timeout=40)):
+    for rank, (results, mine) in enumerate(launcher.run(uneven, (lengths,), 3, timeout=LIMIT)):
         assert results == gathered
         assert mine == [[10.0**rank] * 2] * lengths[rank]
 
@@ -125,4 +124,4 @@ def router(dtype):
 
 
 def test_routing_in_float32_without_transformer_engine():
-    assert launcher.run(router, (torch.float32,), 1, timeout=40)[0] < 1e-6
+    assert launcher.run(router, (torch.float32,), 1, timeout=LIMIT)[0] < 1e-6

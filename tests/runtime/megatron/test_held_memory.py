@@ -50,6 +50,7 @@ from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.search.pricing import price
 from megaloom.runtime.launch import launcher
+from tests.support.limits import LIMIT
 
 SEQ, BATCH, VOCAB = 256, 4, 64
 YARN = YarnScaling(factor=4.0, original=16)
@@ -175,7 +176,7 @@ def measured() -> dict[tuple[str, str], tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def measurements() -> dict[tuple[str, str], tuple[int, int]]:
-    return launcher.run(measured, (), 1, timeout=120)[0]
+    return launcher.run(measured, (), 1, timeout=LIMIT)[0]
 
 
 @pytest.mark.parametrize(("name", "recompute"), CASES, ids=str)

@@ -17,8 +17,7 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megaloom.runtime.megatron.kernels import CoreAttention, Norm, zigzag  # noqa: E402
-
-pytestmark = pytest.mark.timeout(60)
+from tests.support.limits import LIMIT  # noqa: E402
 
 BATCH, HEADS, HEAD = 2, 4, 8
 
@@ -70,7 +69,7 @@ def parallel_attention(cp, seq, causal, kv_heads, dtype):
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_attention_and_its_gradients_equal_the_formula(cp, causal, kv_heads):
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-        for differences in launcher.run(parallel_attention, (cp, 24, causal, kv_heads, dtype), cp, timeout=40):
+        for differences in launcher.run(parallel_attention, (cp, 24, causal, kv_heads, dtype), cp, timeout=LIMIT):
             assert max(differences) < tolerance
 
 
@@ -85,7 +84,7 @@ def dropped(tp, cp, times):
 
 
 def test_tensor_parallel_ranks_drop_differently_and_nothing_in_evaluation():
-    (first, mask), (second, also_kept) = launcher.run(dropped, (2, 1, 64), 2, timeout=40)
+    (first, mask), (second, also_kept) = launcher.run(dropped, (2, 1, 64), 2, timeout=LIMIT)
     for out in (first, second):
         assert abs(out.mean() - 1) < 0.1 and (out[0] % 2 == 0).all()  # one key: it is dropped, or counts twice
     assert not torch.equal(first, second)
@@ -94,7 +93,7 @@ def test_tensor_parallel_ranks_drop_differently_and_nothing_in_evaluation():
 
 
 def test_context_parallel_ranks_drop_too():
-    for out, mask in launcher.run(dropped, (1, 2, 64), 2, timeout=40):
+    for out, mask in launcher.run(dropped, (1, 2, 64), 2, timeout=LIMIT):
         assert abs(out.mean() - 1) < 0.1 and out.std() > 0.01
         torch.testing.assert_close(mask, torch.ones_like(mask))
 

@@ -3,12 +3,13 @@
 import torch
 
 from megaloom.runtime.launch import launcher
+from tests.support.limits import LIMIT
 
 SHAPES = (3, 5), (7,), (), (2, 2, 2)
 
 
 def test_foreach_kernels_compute_what_the_loops_do() -> None:
-    assert launcher.run(_compare, (), 1, timeout=60) == [[]]
+    assert launcher.run(_compare, (), 1, timeout=LIMIT) == [[]]
 
 
 def _compare() -> list[str]:

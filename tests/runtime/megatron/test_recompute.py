@@ -13,6 +13,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Stage
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.runtime.launch import launcher
+from tests.support.limits import LIMIT
 from tests.support.paths import SUPPORT
 
 MODELS = SUPPORT / "models.py"
@@ -89,7 +90,7 @@ def alive(names: set[str]) -> dict[tuple[str, str], int]:
 
 @pytest.fixture(scope="module")
 def measurements() -> dict[tuple[str, str], int]:
-    return launcher.run(alive, ({name for name, _ in CASES},), 1, timeout=90)[0]
+    return launcher.run(alive, ({name for name, _ in CASES},), 1, timeout=LIMIT)[0]
 
 
 @pytest.mark.parametrize(("name", "module"), CASES)

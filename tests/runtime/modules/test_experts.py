@@ -11,6 +11,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training import verify
+from tests.support.limits import LIMIT
 
 LAYOUTS = {
     "EP2": ("tiny_mixtral", Layout(dp=2, ep=2, shard="optimizer")),
@@ -50,7 +51,7 @@ def test_experts_together_compute_what_each_does(row: str, plan_of: Any) -> None
     name, layout = LAYOUTS[row]
     plan = plan_of(name, layout)
     (one, none), (all_, some) = (
-        launcher.run(curves, (plan, grouped), layout.world, timeout=60)[0] for grouped in (False, True)
+        launcher.run(curves, (plan, grouped), layout.world, timeout=LIMIT)[0] for grouped in (False, True)
     )
     comparison = verify.Comparison(all_, one, 1e-6)
     assert comparison.agrees, f"losses differ by {comparison.loss_error:.1e}, norms by {comparison.norm_error:.1e}"

@@ -17,8 +17,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: 
 
 from megaloom.runtime.megatron import fused_loss  # noqa: E402
 from megaloom.runtime.modules import fused  # noqa: E402
-
-pytestmark = pytest.mark.timeout(60)
+from tests.support.limits import LIMIT  # noqa: E402
 
 SEQ, BATCH, VOCAB = 6, 3, 20
 
@@ -58,7 +57,9 @@ def losses(tp, dtype, function):
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_is_megatron_cores(tp, dtype):
-    results, expected = (launcher.run(losses, (tp, dtype, name), tp, timeout=40) for name in ("fused", "megatron-core"))
+    results, expected = (
+        launcher.run(losses, (tp, dtype, name), tp, timeout=LIMIT) for name in ("fused", "megatron-core")
+    )
     for ours, theirs in zip(results, expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert a.dtype is b.dtype

@@ -12,6 +12,7 @@ import torch
 
 from megaloom.dsl import Dim, Slot, weight
 from megaloom.runtime.modules.initial_weights import initial_weight
+from tests.support.limits import LIMIT
 
 D, F, E = Dim("embed", 8), Dim("ff", 3), Dim("experts", 4)
 PLAIN = Slot("mlp.0.up", weight("up", D, F))
@@ -34,7 +35,7 @@ def test_the_values_are_these() -> None:
 def test_other_processes_draw_the_same() -> None:
     def digest(hashseed: str, threads: str) -> str:
         env = {"PYTHONHASHSEED": hashseed, "OMP_NUM_THREADS": threads, "PYTHONPATH": ":".join(filter(None, sys.path))}
-        done = subprocess.run([sys.executable, "-c", DIGEST], env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", DIGEST], env=env, capture_output=True, text=True, timeout=LIMIT)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -29,6 +29,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Stage
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.runtime.launch import launcher
+from tests.support.limits import LIMIT
 
 SEQ = 32
 VOCAB, D = Dim("vocab", 64), Dim("embed", 16)
@@ -131,7 +132,7 @@ def messages() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def messages_by_model() -> dict[str, str]:
-    return launcher.run(messages, (), 1, timeout=60)[0]
+    return launcher.run(messages, (), 1, timeout=LIMIT)[0]
 
 
 @pytest.mark.parametrize("what", REFUSED)

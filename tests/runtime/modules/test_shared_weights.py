@@ -19,6 +19,7 @@ from megaloom.runtime.reference.interpret import interpret
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 from megaloom.runtime.training.verify import EPS
 from tests.support.batches import random_text
+from tests.support.limits import LIMIT
 from tests.support.paths import SUPPORT
 
 MODELS = SUPPORT / "shared_models.py"
@@ -92,17 +93,16 @@ def plans(plan_of: Any) -> dict[str, Plan]:
 
 @pytest.fixture(scope="module")
 def results(plans: dict[str, Plan]) -> dict[str, Any]:
-    return launcher.run(trained, (plans,), 4, timeout=240)[0]
+    return launcher.run(trained, (plans,), 4, timeout=LIMIT)[0]
 
 
 @pytest.fixture(scope="module")
 def single(plan_of: Any) -> dict[str, Any]:
     names = {name for name, _ in CASES.values()}
     whole = {name: plan_of(f"{MODELS}:{name}", Layout(vocab_multiple=1)) for name in names}
-    return launcher.run(trained, (whole,), 1, timeout=240)[0]
+    return launcher.run(trained, (whole,), 1, timeout=LIMIT)[0]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES)
 def test_each_use_adds_to_one_gradient(
     case: str, plans: dict[str, Plan], results: dict[str, Any], single: dict[str, Any]

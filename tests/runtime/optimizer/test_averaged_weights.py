@@ -14,6 +14,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe, shard
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token
+from tests.support.limits import LIMIT
 from tests.support.paths import SUPPORT
 
 TP2 = Layout(tp=2, sequence_parallel=True)
@@ -78,18 +79,18 @@ ALBERT = f"{SUPPORT / 'shared_models.py'}:albert"
 def test_averages_are_those_of_the_definition(
     name: str, layout: Layout, other: Layout, plan_of: Any, tmp_path: Path
 ) -> None:
-    expected = launcher.run(by_definition, (plan_of(name, Layout()),), 1, timeout=90)[0]
-    rows = launcher.run(averaged, (plan_of(name, layout), tmp_path, 0), layout.world, timeout=90)[0]
+    expected = launcher.run(by_definition, (plan_of(name, Layout()),), 1, timeout=LIMIT)[0]
+    rows = launcher.run(averaged, (plan_of(name, layout), tmp_path, 0), layout.world, timeout=LIMIT)[0]
     assert rows == [pytest.approx(row, abs=2e-5) for row in expected]
     assert all(abs(average - plain) > 1e-3 for _, average, plain in rows)
-    resumed = launcher.run(averaged, (plan_of(name, other), tmp_path, 3), other.world, timeout=90)[0]
+    resumed = launcher.run(averaged, (plan_of(name, other), tmp_path, 3), other.world, timeout=LIMIT)[0]
     assert resumed == [pytest.approx(row, abs=2e-5) for row in expected[3:]]
 
 
 def test_bf16_averages_are_fp32(plan_of: Any, tmp_path: Path) -> None:
     plan = plan_of("tiny_gpt", DIVIDED, precision="bf16")
-    rows = launcher.run(averaged, (plan, tmp_path, 0), 2, timeout=90)[0]
-    expected = launcher.run(by_definition, (plan_of("tiny_gpt", Layout()),), 1, timeout=90)[0]
+    rows = launcher.run(averaged, (plan, tmp_path, 0), 2, timeout=LIMIT)[0]
+    expected = launcher.run(by_definition, (plan_of("tiny_gpt", Layout()),), 1, timeout=LIMIT)[0]
     assert rows == [pytest.approx(row, abs=3e-2) for row in expected]
 
 
@@ -111,8 +112,8 @@ def continued(plan: Plan, folder: Path) -> tuple[float, float]:
 
 def test_averages_start_at_the_weights_of_a_checkpoint_without_them(plan_of: Any, tmp_path: Path) -> None:
     plan = plan_of("tiny_llama", TP2)
-    launcher.run(started, (plan, tmp_path), 2, timeout=90)
-    average, loss = launcher.run(continued, (plan, tmp_path), 2, timeout=90)[0]
+    launcher.run(started, (plan, tmp_path), 2, timeout=LIMIT)
+    average, loss = launcher.run(continued, (plan, tmp_path), 2, timeout=LIMIT)[0]
     assert average == loss
 
 
@@ -123,5 +124,5 @@ def refused(plan: Plan) -> str:
 
 
 def test_an_engine_without_averages_says_so(plan_of: Any) -> None:
-    message = launcher.run(refused, (plan_of("tiny_llama", Layout()),), 1, timeout=90)[0]
+    message = launcher.run(refused, (plan_of("tiny_llama", Layout()),), 1, timeout=LIMIT)[0]
     assert message.startswith("this engine has no averaged weights\ngive a decay")

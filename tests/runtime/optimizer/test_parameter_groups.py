@@ -13,6 +13,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import ParameterGroup, Recipe, shard
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token
+from tests.support.limits import LIMIT
 from tests.support.paths import SUPPORT
 
 TP2 = Layout(tp=2, sequence_parallel=True, vocab_multiple=1)  # each rank has rows of tokens, which change
@@ -46,9 +47,9 @@ def trained(plan: Plan, groups: tuple[ParameterGroup, ...]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", [evolve(TP2, pp=2), Layout(dp=2, shard="optimizer")], ids=str)
 def test_groups_do_not_depend_on_the_layout(layout: Layout, plan_of: Any) -> None:
-    one, *_ = launcher.run(trained, (plan_of("tiny_llama", Layout()), GROUPS), 1, timeout=90)
-    plain, *_ = launcher.run(trained, (plan_of("tiny_llama", Layout()), ()), 1, timeout=90)
-    for rank in launcher.run(trained, (plan_of("tiny_llama", layout), GROUPS), layout.world, timeout=90):
+    one, *_ = launcher.run(trained, (plan_of("tiny_llama", Layout()), GROUPS), 1, timeout=LIMIT)
+    plain, *_ = launcher.run(trained, (plan_of("tiny_llama", Layout()), ()), 1, timeout=LIMIT)
+    for rank in launcher.run(trained, (plan_of("tiny_llama", layout), GROUPS), layout.world, timeout=LIMIT):
         assert rank["curve"] == [pytest.approx(step, abs=1e-5) for step in one["curve"]]
         assert {name for name, changed in rank["changed"].items() if not changed} <= {"embed.0.weight"}
         assert rank["settings"] <= one["settings"]
@@ -68,7 +69,7 @@ def test_groups_do_not_depend_on_the_layout(layout: Layout, plan_of: Any) -> Non
 def test_a_tied_table_has_one_group(name: str, layout: Layout, plan_of: Any) -> None:
     """The table of the embedding is also that of the logits, on another stage a copy of it."""
     groups = (ParameterGroup("embed.*", frozen=True),)
-    for rank in launcher.run(trained, (plan_of(name, layout), groups), layout.world, timeout=90):
+    for rank in launcher.run(trained, (plan_of(name, layout), groups), layout.world, timeout=LIMIT):
         tables = {name: changed for name, changed in rank["changed"].items() if name.startswith(("embed", "unembed"))}
         assert tables.pop("unembed.0.bias", True)
         assert tables == {"embed.0.weight": False}
@@ -83,6 +84,6 @@ def refused(plan: Plan, groups: tuple[ParameterGroup, ...]) -> str:
 
 def test_a_group_without_parameters_is_refused(plan_of: Any) -> None:
     groups = (ParameterGroup("embed.*"), ParameterGroup("mlp.*", lr=1.0))
-    (message,) = set(launcher.run(refused, (plan_of("tiny_llama", Layout(pp=2)), groups), 2, timeout=90))
+    (message,) = set(launcher.run(refused, (plan_of("tiny_llama", Layout(pp=2)), groups), 2, timeout=LIMIT))
     assert message.startswith("the parameter group 'mlp.*' matches no parameter that an earlier group has not matched")
     assert "names are such as attention.0.linear_proj.weight, " in message

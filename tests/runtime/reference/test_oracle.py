@@ -13,6 +13,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token, random_text
+from tests.support.limits import LIMIT
 from tests.support.oracle import Oracle, stacked
 from tests.support.paths import SUPPORT
 
@@ -68,7 +69,7 @@ def trained(plan: Plan) -> tuple[float, list[float], list[float]]:
 )
 def test_the_runtime_computes_the_declared_mathematics(name: str, layout: Layout, plan_of: Any) -> None:
     plan = plan_of(name, layout)
-    before, losses, norms = launcher.run(trained, (plan,), layout.world, timeout=60)[0]
+    before, losses, norms = launcher.run(trained, (plan,), layout.world, timeout=LIMIT)[0]
     expected, expected_norms = declared(plan)
     assert before == pytest.approx(expected[0], abs=1e-5)
     assert losses == pytest.approx(expected, abs=1e-5)

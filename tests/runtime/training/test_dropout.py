@@ -19,6 +19,7 @@ from megaloom.runtime.reference.dropout import MaskSource
 from megaloom.runtime.reference.interpret import interpret
 from megaloom.runtime.training import verify
 from tests.support.batches import next_token
+from tests.support.limits import LIMIT
 from tests.support.rank_pool import Case, check, run_cases
 
 SEED, BATCH, SEQ, VOCAB = 7, 4, 32, 127
@@ -37,11 +38,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.timeout(200)
 def test_a_layout_drops_the_same_elements(plan_of: Any, record_property: Any) -> None:
     names = {row: "dropouts" if "SP" in row or "DP" in row else "dense_dropouts" for row in LAYOUTS}
     plans = {row: plan_of(names[row], layout) for row, layout in LAYOUTS.items()}
-    results = run_cases([Case(f"dropout, {row}", plan.model, plan) for row, plan in plans.items()], 4, timeout=180)
+    results = run_cases([Case(f"dropout, {row}", plan.model, plan) for row, plan in plans.items()], 4, timeout=LIMIT)
     for name, r in zip(names.values(), results, strict=True):
         record_property("parity", (name, r.name, r.loss_error, r.norm_error, r.gradient_error))
     check(results)
@@ -50,7 +50,7 @@ def test_a_layout_drops_the_same_elements(plan_of: Any, record_property: Any) ->
 
 def test_the_micro_batch_does_not_change_a_mask(plan_of: Any) -> None:
     one, two = (plan_of("dropouts", Layout(micro_batch=n)) for n in (1, 2))
-    assert verify.compare(two, reference=one, timeout=120).loss_error < 1e-6
+    assert verify.compare(two, reference=one, timeout=LIMIT).loss_error < 1e-6
 
 
 def sample(i: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_the_oracle_drops_the_same_elements(plan_of: Any) -> None:
     for masks in (None, MaskSource(SEED, step=0, first_sample=0)):
         (sums,) = interpret(m, weights, {"tokens": x[:, :-1], "labels": x[:, 1:]}, masks=masks)
         expected.append((sums[0] / sums[1]).item())
-    assert launcher.run(first_loss, (plan,), 2, timeout=60)[0] == pytest.approx(expected, abs=1e-6)
+    assert launcher.run(first_loss, (plan,), 2, timeout=LIMIT)[0] == pytest.approx(expected, abs=1e-6)
     assert abs(expected[0] - expected[1]) > 1e-3
 
 

@@ -34,13 +34,23 @@ def curve(folder: Path) -> list[object]:
     return [e["loss"] for e in events(folder) if e["event"] == "step"]
 
 
+def documents(folder: Path, file: Path) -> str:
+    """Write the functions of a folder's tests as documents, one JSON object a line, and return the file."""
+    functions = [text for path in sorted(folder.glob("test_*.py")) for text in path.read_text().split("\n\n\n")]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in functions))
+    return str(file)
+
+
 @pytest.fixture(scope="module")
 def blend(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two datasets of one BPE with 257 tokens, and their weights."""
     folder = tmp_path_factory.mktemp("data")
-    first = Preprocessing(sources=(str(TESTS / "runtime"),), prefix=folder / "a", train_vocab=257, append_eos=True)
+    sources = [
+        documents(TESTS / name, folder / f"{Path(name).name}.jsonl") for name in ("runtime/training", "planner/rules")
+    ]
+    first = Preprocessing(sources=(sources[0],), prefix=folder / "a", train_vocab=257, append_eos=True)
     tokenizer = {"train_vocab": None, "tokenizer": str(folder / "a-tokenizer")}
-    for request in (first, evolve(first, sources=(str(TESTS / "planner"),), prefix=folder / "b", **tokenizer)):
+    for request in (first, evolve(first, sources=(sources[1],), prefix=folder / "b", **tokenizer)):
         preprocess(request, lambda text, done, total: None)
     return ["2", str(folder / "a"), "1", str(folder / "b")]
 

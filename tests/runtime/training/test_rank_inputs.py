@@ -20,6 +20,7 @@ from megaloom.runtime.data.corpus import open_corpus
 from megaloom.runtime.data.indexed import write_indexed
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training.rank_inputs import check_same_data, check_same_plan, check_shared_folder
+from tests.support.limits import LIMIT
 from tests.support.paths import SUPPORT
 
 
@@ -65,7 +66,7 @@ def test_ranks_with_other_inputs_are_refused(plan_of, tmp_path: Path) -> None:
     for name in ("books", "changed"):
         write_indexed([np.arange(5000, dtype=np.uint16)] * 10, tmp_path / "data" / name, "u2")
     plan, host = plan_of("byte_llama", Layout(dp=2)), re.escape(socket.gethostname())
-    first, second = launcher.run(refusals, (plan, tmp_path), 2, timeout=60)
+    first, second = launcher.run(refusals, (plan, tmp_path), 2, timeout=LIMIT)
     differs = rf"rank 1 \({host}\) differs from rank 0 \({host}\): "
     expected = [
         "",

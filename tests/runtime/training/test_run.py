@@ -16,7 +16,6 @@ from megaloom.runtime.checkpoints.checkpoint_folder import CheckpointError
 from megaloom.runtime.metrics.display import clock
 from megaloom.runtime.metrics.metrics_file import MetricsFile
 from megaloom.runtime.training.run import locked
-from tests.support.paths import TESTS
 
 RECIPE = Recipe(steps=6, lr=1e-2, warmup=2)
 
@@ -33,7 +32,7 @@ def curve(folder: Path) -> list[float]:
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Some text to train on: this folder's."""
     folder = tmp_path_factory.mktemp("text")
-    for path in TESTS.rglob("test_*.py"):
+    for path in Path(__file__).parent.glob("test_*.py"):
         shutil.copy(path, folder)
     return str(folder)
 
