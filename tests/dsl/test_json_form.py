@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from cProfile import Profile
 from fractions import Fraction
-from time import perf_counter
+from pstats import Stats
 from typing import Any
 
 import pytest
@@ -169,13 +170,13 @@ def test_a_field_without_a_form_is_refused() -> None:
         fingerprint(built(object()))
 
 
-def test_the_form_of_a_large_model_is_quick() -> None:
+def test_the_form_of_a_large_model_takes_few_calls() -> None:
     m = deepseek_v3()
     g = graph(m)
-    start = perf_counter()
-    graph_to_json(g)
-    fingerprint(m)
-    assert perf_counter() - start < 0.3
+    with Profile() as profile:
+        graph_to_json(g)
+        fingerprint(m)
+    assert Stats(profile).total_calls < 500_000  # type: ignore[attr-defined]
     assert graph_to_json(evolve(g, name="other")) == graph_to_json(g) | {"name": "other"}
 
 
