@@ -12,10 +12,10 @@ from attrs import evolve, field, frozen
 
 from .dims import Dim
 from .errors import ShapeError
-from .graph import Model, graph, primitives
+from .graph import Model, graph
 from .layer import Layer, is_layer, op_name
 from .low_rank import LoRA, WeightGroups
-from .node import Slot
+from .node import Slot, primitives
 from .ops.dot import Dot, dot
 from .ops.weight import Weight, weight
 from .rewriting import rewritten

@@ -16,18 +16,12 @@ from attrs import define, evolve, field, frozen
 
 from megaloom.dsl.ops.weight import INITIAL_STD, Input, Weight
 
-from .combine import Block, Each
+from .combine import Block
 from .dims import Dim
 from .errors import ShapeError, UserError, add_location
-from .layer import (
-    Given,
-    Layer,
-    Named,
-    held_values,
-    op_name,
-)
+from .layer import Given, Layer, held_values, op_name
 from .low_rank import LoRA
-from .node import Node, Slot
+from .node import Node, Slot, primitives
 from .pipeline_cuts import cut_points, live_values
 from .value import Value
 
@@ -210,29 +204,6 @@ class _Walk:
                 for value in (n.value, v):
                     add_location(error, f"input {n.name}", value.at)
                 raise error
-
-
-def primitives(value: Value) -> Iterator[tuple[Value, str, tuple[Dim, ...]]]:
-    """Yield the primitives of an applied layer, arguments first: (value, path in the layer, dims of the copies)."""
-    outside = {id(a) for a in value.args if not isinstance(a.op, Weight)}
-    seen: set[int] = set()
-
-    def visit(v: Value, path: str, outer: tuple[Dim, ...]) -> Iterator[tuple[Value, str, tuple[Dim, ...]]]:
-        if id(v) in seen or id(v) in outside:
-            return
-        seen.add(id(v))
-        for a in v.args:
-            yield from visit(a, path, outer)
-        if v.body is None:
-            yield v, path, outer
-        elif isinstance(v.op, Each):
-            yield from visit(v.body, f"{path}{v.op.dim}.", (*outer, v.shape.dims[0]))
-        elif isinstance(v.op, Named):
-            yield from visit(v.body, f"{path}{v.op.name}.", outer)
-        else:
-            yield from visit(v.body, path, outer)
-
-    yield from visit(value, "", ())
 
 
 def _slots(

@@ -27,9 +27,9 @@ from attrs import NOTHING, fields, has
 
 from .dims import Dim, Shape
 from .errors import UserError
-from .graph import Graph, Model, graph, primitives, without_loss
+from .graph import Graph, Model, graph, without_loss
 from .layer import Layer
-from .node import Node
+from .node import Node, primitives
 from .ops.weight import INITIAL_STD, Weight
 from .value import Op, Value
 

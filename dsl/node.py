@@ -1,13 +1,17 @@
-"""The nodes of a graph: applied layers, with a slot for each of their weights."""
+"""The nodes of a graph: applied layers, with a slot for each of their weights, and the primitives that they apply."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from attrs import frozen
 
 from megaloom.dsl.ops.loss import is_loss
 from megaloom.dsl.ops.weight import INITIAL_STD, Input, Weight
 
+from .combine import Each
 from .dims import Dim, Shape
+from .layer import Named
 from .value import Op, Value
 
 
@@ -72,3 +76,26 @@ class Node:
     def is_loss(self) -> bool:
         """True if the node computes a loss, or the sum of several."""
         return is_loss(self.value)
+
+
+def primitives(value: Value) -> Iterator[tuple[Value, str, tuple[Dim, ...]]]:
+    """Yield the primitives of an applied layer, arguments first: (value, path in the layer, dims of the copies)."""
+    outside = {id(a) for a in value.args if not isinstance(a.op, Weight)}
+    seen: set[int] = set()
+
+    def visit(v: Value, path: str, outer: tuple[Dim, ...]) -> Iterator[tuple[Value, str, tuple[Dim, ...]]]:
+        if id(v) in seen or id(v) in outside:
+            return
+        seen.add(id(v))
+        for a in v.args:
+            yield from visit(a, path, outer)
+        if v.body is None:
+            yield v, path, outer
+        elif isinstance(v.op, Each):
+            yield from visit(v.body, f"{path}{v.op.dim}.", (*outer, v.shape.dims[0]))
+        elif isinstance(v.op, Named):
+            yield from visit(v.body, f"{path}{v.op.name}.", outer)
+        else:
+            yield from visit(v.body, path, outer)
+
+    yield from visit(value, "", ())

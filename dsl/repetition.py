@@ -13,8 +13,8 @@ from attrs import evolve, field, frozen
 
 from .combine import Block
 from .errors import ShapeError
-from .graph import primitives
 from .layer import Layer, chain, held_values, op_name
+from .node import primitives
 from .ops.weight import Weight
 from .rewriting import rewritten
 from .value import Value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megaloom.dsl.graph import Graph, primitives
+from megaloom.dsl.graph import Graph
+from megaloom.dsl.node import primitives
 from megaloom.dsl.ops.weight import PositionLookup
 
 

@@ -13,9 +13,8 @@ from attrs import evolve, field, frozen
 
 from megaloom.dsl.combine import Each
 from megaloom.dsl.dims import Dim, DType, Shape
-from megaloom.dsl.graph import primitives
 from megaloom.dsl.layer import Layer
-from megaloom.dsl.node import Node
+from megaloom.dsl.node import Node, primitives
 from megaloom.dsl.ops.attention_core import Attend
 from megaloom.dsl.ops.loss import is_loss
 from megaloom.dsl.ops.routing import Gate

@@ -17,7 +17,7 @@ from megaloom.dsl.facts.costs import Costs
 from megaloom.dsl.facts.primitives import program
 from megaloom.dsl.facts.recompute import CORE, NO_MODULES, RecomputedBy
 from megaloom.dsl.facts.saved import AttentionTensor, Saved
-from megaloom.dsl.graph import primitives
+from megaloom.dsl.node import primitives
 from megaloom.dsl.ops.dot import Dot
 from megaloom.dsl.ops.weight import Weight
 from megaloom.planner.contract.capability import Execution

@@ -41,8 +41,8 @@ from megaloom.dsl import (
     Unembed,
     Weight,
 )
-from megaloom.dsl.graph import primitives
 from megaloom.dsl.layers.losses import Stacked
+from megaloom.dsl.node import primitives
 from megaloom.dsl.ops.weight import INITIAL_STD
 from megaloom.dsl.show.formatting import declared
 from megaloom.planner.rules.shared_weights import shared_weight_users

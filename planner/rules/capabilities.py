@@ -18,8 +18,8 @@ from megaloom.dsl import (
     Split,
 )
 from megaloom.dsl.facts.primitives import Program, program
-from megaloom.dsl.graph import primitives
 from megaloom.dsl.layers.losses import Stacked
+from megaloom.dsl.node import primitives
 from megaloom.dsl.ops.attention_core import sequence_dim
 from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.capability import assumed_environment, capability

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megaloom.dsl import Attend, Conv, DocumentIndices, Graph, Node, Scan, Select, Shift, Value
-from megaloom.dsl.graph import primitives
+from megaloom.dsl.node import primitives
 from megaloom.dsl.sharding_table import SEQUENCES
 
 from .rule import Words

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from megaloom.dsl import Embed, Graph, Node, Positions, Slot, Split, Unembed, Weight
 from megaloom.dsl.facts.primitives import fitted, program
-from megaloom.dsl.graph import primitives
+from megaloom.dsl.node import primitives
 from megaloom.dsl.sharding_table import SHARED_BY_HEADS, Sharded
 from megaloom.planner.contract.module_kinds import runs_as_module
 

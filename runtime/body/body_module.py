@@ -33,7 +33,7 @@ from megaloom.dsl.facts.propagation import (
     TransitionKind,
     propagate,
 )
-from megaloom.dsl.graph import primitives
+from megaloom.dsl.node import primitives
 from megaloom.dsl.sharding_table import SHARED_BY_HEADS, Sharded
 from megaloom.planner.contract.capability import Execution
 from megaloom.planner.rules.padding import padding_refusal

@@ -17,7 +17,7 @@ from megaloom.dsl import CrossEntropy, Dim, Each, LogSumExp, MoE, Select, Slot, 
 from megaloom.dsl.facts.context_exchange import channel_dim, channels_on_device
 from megaloom.dsl.facts.primitives import Program, origin
 from megaloom.dsl.facts.propagation import NodePlacement, PlacedOp, Transition, TransitionKind, Transitions
-from megaloom.dsl.graph import primitives
+from megaloom.dsl.node import primitives
 from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.capability import CoreKernel
 from megaloom.runtime.megatron.process_groups import ProcessGroups

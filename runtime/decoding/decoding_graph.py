@@ -26,7 +26,7 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.dims import BATCH, Dim, Shape
 from megaloom.dsl.facts.primitives import Program
-from megaloom.dsl.graph import primitives
+from megaloom.dsl.node import primitives
 from megaloom.dsl.ops.attention_core import sequence_dim
 from megaloom.dsl.rewriting import rewritten
 from megaloom.dsl.value import Op, apply

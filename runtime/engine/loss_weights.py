@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megaloom.dsl import Graph, Input, LossSums, Node, Value, Weight
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import primitives
+from megaloom.dsl.node import primitives
 from megaloom.runtime.reference.evaluate import evaluate
 
 

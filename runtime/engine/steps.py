@@ -16,7 +16,7 @@ from attrs import frozen
 from torch import Tensor
 
 from megaloom.dsl import Graph, LossSums, Node, StackLosses
-from megaloom.dsl.graph import primitives
+from megaloom.dsl.node import primitives
 from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 

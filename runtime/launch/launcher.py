@@ -38,6 +38,7 @@ from megaloom.runtime.megatron import device
 
 from . import rank
 from .rank import Failure, RankContext, Returned
+from .rank_environment import rank_environment, threads_per_rank
 from .rank_errors import RankError, ending_of, hang_text, names_of, only_waited
 from .rendezvous import started_by_launcher
 
@@ -125,35 +126,6 @@ def _deferred_signals() -> Iterator[list[int]]:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-@contextlib.contextmanager
-def _default_environment(**variables: object) -> Iterator[None]:
-    """Set environment variables that are unset, for processes started inside the context."""
-    unset = {name: str(value) for name, value in variables.items() if name not in os.environ}
-    os.environ.update(unset)
-    try:
-        yield
-    finally:
-        for name in unset:
-            del os.environ[name]
-
-
-def _allocator_variables() -> dict[str, str]:
-    """Return the variables by which torch's allocator on GPUs extends segments, so that fragments can join.
-
-    Without them a request of 12 GiB failed beside 9 GiB of fragments. None if the user set one. torch before 2.9 reads
-    the second name only.
-    """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    if not device.gpu_count() or any(name in os.environ for name in names):
-        return {}
-    return dict.fromkeys(names, "expandable_segments:True")
-
-
-def _threads(world: int) -> int:
-    """Return the threads per rank, so that all ranks together use no more than the available cores."""
-    return int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // world))
-
-
 @define(eq=False)
 class Ranks:
     """The processes of one run, and the folder to which they write their outcomes."""
@@ -167,10 +139,8 @@ class Ranks:
     def start(self, port: int, job: bytes) -> None:
         """Start all processes. Each is on the list before the next one starts."""
         context: Any = multiprocessing.get_context("spawn" if device.gpu_count() else "fork")
-        threads = _threads(self.world)
-        # OpenMP and CUDA read these when a spawned rank loads them, before our code runs.
-        variables = {"OMP_NUM_THREADS": threads, "CUDA_DEVICE_MAX_CONNECTIONS": 1} | _allocator_variables()
-        with _default_environment(**variables), warnings.catch_warnings():
+        threads = threads_per_rank(self.world)
+        with rank_environment(threads), warnings.catch_warnings():
             # Python 3.12 warns about forking with other threads; our main thread only waits.
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
             # Block these until a rank has installed its own handlers; the inherited ones would swallow them.

@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from megaloom.dsl import Attend, Drop, Op, Value
-from megaloom.dsl.graph import primitives
+from megaloom.dsl.node import primitives
 
 INCREMENT = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, as a signed integer
 FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)

@@ -27,7 +27,7 @@ from megaloom.dsl import (
     Weight,
     graph,
 )
-from megaloom.dsl.graph import primitives
+from megaloom.dsl.node import primitives
 
 from .attention import attention
 from .balancing import mean_balance

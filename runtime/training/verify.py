@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from megaloom.dsl import Attend, Drop, Split
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.graph import Graph, Model, graph, primitives
+from megaloom.dsl.graph import Graph, Model, graph
+from megaloom.dsl.node import primitives
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.module_kinds import runs_as_module
 from megaloom.planner.contract.planned_model import planned_model
@@ -192,9 +193,7 @@ class ShortRun:
     @classmethod
     def of(cls, plan: Plan, model: Model, steps: int, seed: int) -> ShortRun:
         """Return a run whose optimizer does not amplify rounding noise."""
-        from megaloom.runtime.engine.engine import (
-            Engine,  # imports megatron-core, which the process that only starts ranks does not need
-        )
+        from megaloom.runtime.engine.engine import Engine  # it imports megatron-core, which only ranks need
 
         return cls(Engine.build(plan, model, Recipe(steps=max(steps, 10), seed=seed, warmup=0, eps=EPS)), seed)
 

@@ -44,7 +44,7 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.catalog import find
-from megaloom.dsl.graph import primitives
+from megaloom.dsl.node import primitives
 from megaloom.examples.deepseek import deepseek_v3
 from tests.support.limits import LIMIT
 

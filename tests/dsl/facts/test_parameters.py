@@ -26,8 +26,8 @@ import torch
 
 from megaloom.dsl import Attend, Drop, Model, fingerprint, graph, params, read
 from megaloom.dsl.catalog import examples, find
-from megaloom.dsl.graph import primitives
 from megaloom.dsl.hf.fields import DROPOUT
+from megaloom.dsl.node import primitives
 
 transformers = pytest.importorskip("transformers", reason="`make unit` installs it")
 

@@ -34,7 +34,7 @@ from megaloom.dsl import (
     read,
     weight,
 )
-from megaloom.dsl.graph import primitives
+from megaloom.dsl.node import primitives
 from megaloom.dsl.show.outline import outline
 from megaloom.dsl.show.table import footer
 from megaloom.runtime.modules.initial_weights import initial_weight

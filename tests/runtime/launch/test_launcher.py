@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megaloom.dsl.errors import UserError
-from megaloom.runtime.launch import launcher, rank
+from megaloom.runtime.launch import launcher, rank, rank_environment
 from megaloom.runtime.launch.launcher import RankError
 from megaloom.runtime.megatron import device
 from tests.support.limits import LIMIT
@@ -273,8 +273,8 @@ def test_ranks_may_finish_what_they_do_when_they_are_interrupted(fails, code, tm
 def test_allocator_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    assert launcher._allocator_variables() == {}  # on CPUs
-    monkeypatch.setattr(launcher.device, "gpu_count", lambda: 1)
-    assert set(launcher._allocator_variables().values()) == {"expandable_segments:True"}
+    assert rank_environment.allocator_variables() == {}  # on CPUs
+    monkeypatch.setattr(rank_environment.device, "gpu_count", lambda: 1)
+    assert set(rank_environment.allocator_variables().values()) == {"expandable_segments:True"}
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
-    assert launcher._allocator_variables() == {}
+    assert rank_environment.allocator_variables() == {}

@@ -1,0 +1,42 @@
+"""The environment variables of ranks: threads, connections to the GPU, and torch's allocator."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from megaloom.runtime.megatron import device
+
+
+@contextlib.contextmanager
+def rank_environment(threads: int) -> Iterator[None]:
+    """Set the variables of ranks that are unset, for processes started inside the context.
+
+    OpenMP and CUDA read them when a spawned rank loads them, before our code runs.
+    """
+    variables = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | allocator_variables()
+    unset = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(unset)
+    try:
+        yield
+    finally:
+        for name in unset:
+            del os.environ[name]
+
+
+def allocator_variables() -> dict[str, str]:
+    """Return the variables by which torch's allocator on GPUs extends segments, so that fragments can join.
+
+    Without them a request of 12 GiB failed beside 9 GiB of fragments. None if the user set one. torch before 2.9 reads
+    the second name only.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if not device.gpu_count() or any(name in os.environ for name in names):
+        return {}
+    return dict.fromkeys(names, "expandable_segments:True")
+
+
+def threads_per_rank(world: int) -> int:
+    """Return the threads per rank, so that all ranks together use no more than the available cores."""
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // world))
