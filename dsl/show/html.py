@@ -13,7 +13,7 @@ from .svg import MONO, SANS, svg
 from .table import COLUMN_TITLES, footer
 from .tree import TreeRow, tree_rows
 
-# Colours and fonts of all pages.
+# Colours and fonts of all documents.
 SHARED_STYLE = f"""
 :root {{ color-scheme: light dark; --ink: #1f2328; --dim: #57606a; --rule: #d0d7de; --paper: #ffffff }}
 @media (prefers-color-scheme: dark) {{
@@ -21,7 +21,7 @@ SHARED_STYLE = f"""
 }}
 body {{ margin: 0; background: var(--paper); color: var(--ink); font: 13px/1.5 {SANS} }}
 """
-PAGE_STYLE = f"""{SHARED_STYLE}main {{ display: flex; flex-wrap: wrap; align-items: flex-start }}
+MODEL_STYLE = f"""main {{ display: flex; flex-wrap: wrap; align-items: flex-start }}
 svg {{ max-width: 100%; height: auto; flex: none }}
 section {{ flex: 1 1 680px; min-width: 0; padding: 62px 28px 28px; box-sizing: border-box; overflow-x: auto }}
 table {{ border-collapse: collapse }}
@@ -40,17 +40,7 @@ def page(o: Outline, precision: str) -> str:
     """Return the text of the page."""
     names = "".join(f"<th>{escape(name.strip())}</th>" for name in COLUMN_TITLES)
     rows = "\n".join(map(_row, tree_rows(o)))
-    name = escape(o.model.name)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name}</title>
-<style>{PAGE_STYLE}</style>
-</head>
-<body>
-<main>
+    body = f"""<main>
 {svg(o)}<section>
 <table>
 <thead><tr>{names}</tr></thead>
@@ -61,7 +51,22 @@ def page(o: Outline, precision: str) -> str:
 <p>{escape(footer(o, precision))}</p>
 </section>
 </main>
-</body>
+"""
+    return document(o.model.name, MODEL_STYLE, body)
+
+
+def document(title: str, style: str, body: str) -> str:
+    """Return a whole HTML document with the shared style and its own. title: plain text; body: HTML."""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{SHARED_STYLE}{style}</style>
+</head>
+<body>
+{body}</body>
 </html>
 """
 

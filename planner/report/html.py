@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megaloom.dsl.graph import Graph, Model, graph
-from megaloom.dsl.show.html import SHARED_STYLE
+from megaloom.dsl.show.html import document
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.cost import communication
@@ -70,33 +70,23 @@ def plan_page(plan: Plan, model: Model, result: Found | None = None) -> str:
     """Return the text of the file. Raises PlanError if the plan was made with another cost model."""
     g = graph(model)
     priced = replay(plan, g)
-    name, w = escape(model.name), plan.workload
-    style, scripts = page_style(), "".join(f"<script>\n{_file(file)}</script>\n" for file in SCRIPTS)
+    title, w = f"{model.name} on {plan.cluster}", plan.workload
+    scripts = "".join(f"<script>\n{_file(file)}</script>\n" for file in SCRIPTS)
     subtitle = f"{w} per step, in {w.precision}; {plan.layout}"
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name} on {escape(str(plan.cluster))}</title>
-<style>{SHARED_STYLE}{style}</style>
-</head>
-<body>
-<main>
-<h1>{name} on {escape(str(plan.cluster))}</h1>
+    body = f"""<main>
+<h1>{escape(title)}</h1>
 <p>{escape(subtitle)}</p>
 {charts.tiles_html(prediction_table(plan))}
 {charts.table_html(layout_table(plan))}
 {"".join(_sections(plan, g, priced, result))}</main>
 <div id="tip" role="status" hidden></div>
 <script type="application/json" id="plan">{_json(page_data(plan, g, priced))}</script>
-{scripts}</body>
-</html>
-"""
+{scripts}"""
+    return document(title, page_style(), body)
 
 
 def page_style() -> str:
-    """Return the style of pages with charts, beside `SHARED_STYLE`."""
+    """Return the style of pages with charts, beside that of all documents."""
     return _file("page.css")
 
 

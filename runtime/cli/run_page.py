@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.show.html import SHARED_STYLE
+from megaloom.dsl.show.html import document
 from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.plans import Plan
@@ -33,30 +33,20 @@ def run_page(run: Path) -> str:
     steps = [event for event in events if event.get("event") == "step"]
     if not steps:
         raise UserError(f"{path} has no steps yet\ntrain first: megaloom train {run}")
-    name = escape(run.resolve().name)
+    title = run.resolve().name
     workload = f"{plan.workload} per step, in {plan.workload.precision}"
     subtitle = f"{plan.model} on {plan.cluster}; {workload}; {plan.layout}"
-    body = "".join(_section(*each) for each in _charts(plan, events, steps))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name}</title>
-<style>{SHARED_STYLE}{page_style()}</style>
-</head>
-<body>
-<main>
-<h1>{name}</h1>
+    sections = "".join(_section(*each) for each in _charts(plan, events, steps))
+    body = f"""<main>
+<h1>{escape(title)}</h1>
 <p>{escape(subtitle)}</p>
 {_tiles(plan, events, steps)}
 {table_html(layout_table(plan))}
 <div class="columns">
-{body}</div>
+{sections}</div>
 </main>
-</body>
-</html>
 """
+    return document(title, page_style(), body)
 
 
 def _tiles(plan: Plan, events: Sequence[Event], steps: Sequence[Event]) -> str:
