@@ -56,13 +56,12 @@ class Collective:
 
 
 def collectives(
-    program: Program, sizes: Mapping[str, int], split: Split, *, separate: bool = False
+    program: Program, sizes: Mapping[str, int], split: Split, *, gathers: bool = False
 ) -> tuple[Collective, ...]:
     """Return the forward and backward collectives of a node, including the reduction of its output.
 
-    separate: torch runs the ops of the body one by one, and gathers sequences whose channels cp does not divide.
+    gathers: see `Costs.gathers_sequence`.
     """
-    gathers = separate and gathers_sequence(program, split)
     return tuple(_Count(program, sizes, split, propagate(program, split), gathers).read())
 
 

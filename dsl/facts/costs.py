@@ -181,14 +181,15 @@ def _costs(p: Program, batch: int, seq: int, source: int, split: Split, separate
     renames = [s.value.op for s in p.steps if isinstance(s.value.op, Rename)]
     sizes.update({op.new: sizes[op.old] for op in renames if op.old in sizes})
     dense, expert = _params(p, p.weights, sizes, split)
+    gathers = separate and gathers_sequence(p, split)
     return Costs(
         work=tuple(_work(p, sizes, split)),
-        collectives=collectives(p, sizes, split, separate=separate),
+        collectives=collectives(p, sizes, split, gathers=gathers),
         saved=tuple(saved_tensors(p, sizes, split)),
         inputs=tuple(saved_inputs(p, sizes, split)),
         params=dense,
         expert_params=expert,
-        gathers_sequence=separate and gathers_sequence(p, split),
+        gathers_sequence=gathers,
         frozen_params=sum(_params(p, p.frozen, sizes, split)),
     )
 
