@@ -67,7 +67,7 @@ def train_steps(plan: Plan, folder: Path, vocab: int, start: int) -> list[str]:
         out.append(f"{result.loss.hex()} {result.grad_norm.hex()}")
         if engine.done == SAVED and not start:
             engine.save(folder)
-    tensors = [t for one in parameter_states(engine.optimizer) for t in (one.param, *one.tensors)]
+    tensors = [t for one in parameter_states(engine.state.optimizer) for t in (one.param, *one.tensors)]
     digest = sha256()
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

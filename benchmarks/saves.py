@@ -77,7 +77,7 @@ def time_saves(plan: Plan, run: Path, asynchronous: bool) -> Times:
     for _ in range(SAVES):
         for _ in range(3):
             times.steps.append(step())
-        saver.start(engine, engine.manifest())
+        saver.start(engine.state, engine.manifest())
         for _ in range(3 if asynchronous else 0):
             was_writing = saver.is_writing
             seconds = step()

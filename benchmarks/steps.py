@@ -176,7 +176,7 @@ def trained(it: Plan, steps: int) -> tuple[list[float], float, float, float]:
         reserved = torch.cuda.max_memory_reserved()
         free, total = torch.cuda.mem_get_info()
         beside = total - free - torch.cuda.memory_reserved()
-    return took, engine.peak_memory() / GiB, reserved / GiB, beside / GiB
+    return took, device.peak_memory() / GiB, reserved / GiB, beside / GiB
 
 
 HEAD = "model           seq GBS  layout                               s/step  planned     off" + (

@@ -71,6 +71,13 @@ def global_samples(samples: list[Sample], workload: Workload, layout: Layout) ->
     return lambda i: samples[i // (size * layout.dp) * size + i % size]
 
 
+def filled(samples: list[Sample], last: Sample | None) -> list[Sample]:
+    """Return samples for an evaluation; where a rank has none left, its last one, which does not count."""
+    if last is None:
+        raise UserError("this data-parallel rank has no batch to evaluate, but others have; give it one")
+    return samples or [last]
+
+
 def logits_node(graph: Graph) -> Node:
     """Return the node that computes the logits that the first loss reads."""
     return graph.nodes[graph.index[graph.predictions[0]]]

@@ -12,6 +12,7 @@ import functools
 import importlib
 import os
 import re
+import resource
 import sys
 import warnings
 from collections.abc import Iterator
@@ -65,6 +66,13 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
     if not x.is_cuda:
         return x
     return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+
+
+def peak_memory() -> int:
+    """Return the peak memory of this process in bytes: on a GPU what torch allocated, on CPU all of it."""
+    if gpu_count():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def local_cluster() -> str:

@@ -126,7 +126,7 @@ class StepRecorder:
             original = getattr(owner, name)
             setattr(owner, name, _wrapped(wrapper, original))
             stack.callback(setattr, owner, name, original)
-        for chunk in self.engine.chunks:
+        for chunk in self.engine.state.chunks:
             chunk.start_param_sync = partial(self._timed, GATHER, chunk.start_param_sync)
             stack.callback(delattr, chunk, "start_param_sync")
         for chunk in self.engine.model_chunks if self.nodes else ():
@@ -146,7 +146,7 @@ class StepRecorder:
 
     def _forward(self, run: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Run one micro-batch forward through a chunk; `args` are those of megatron-core's `forward_step`."""
-        chunk = next(i for i, each in enumerate(self.engine.chunks) if each is args[2])
+        chunk = next(i for i, each in enumerate(self.engine.state.chunks) if each is args[2])
         self.running = FORWARD if torch.is_grad_enabled() else COUNTING
         stage = chunk * self.engine.plan.layout.pp + self.engine.groups.pp_rank
         self.current = {"microbatch": self.passes[self.running, chunk], "chunk": chunk, "stage": stage}

@@ -57,7 +57,7 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
     given = open_weights(run.weights) if run.weights and not resumed else None
     engine = Engine.build(run.plan, model, recipe, run.steps, weights=given.of(model) if given else None)
     if resumed:
-        checkpoint.load(engine, resumed)
+        checkpoint.load(engine.state, resumed)
     first = dist.get_rank() == 0
     console = InterruptibleConsole(signals) if first else Console(quiet=True)
     watching, about = run.watching if first else Watching(), {**recipe.as_saved(), "layout": str(run.plan.layout)}
@@ -194,7 +194,7 @@ class Loop:
 
     def _largest_peak(self) -> int:
         """Return the peak memory of the rank with the most, until now."""
-        peak = torch.tensor(self.engine.peak_memory(), device=device.current())
+        peak = torch.tensor(device.peak_memory(), device=device.current())
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         return int(peak)
 
@@ -243,7 +243,7 @@ class Loop:
             data=self.run.corpus.digest,
             validation_loss=validation.loss if validation and self.run.retention.best else None,
         )
-        self.saver.start(self.engine, manifest)
+        self.saver.start(self.engine.state, manifest)
         if not self.run.asynchronous_saves:
             self._finish_save()
 
@@ -308,7 +308,7 @@ class Loop:
         validation = self.run.corpus.validation if self.maker.objective.predicts_text else None
         entropy = validation.unigram_entropy() if validation else None
         peaks = [0] * dist.get_world_size()
-        dist.all_gather_object(peaks, self.engine.peak_memory())
+        dist.all_gather_object(peaks, device.peak_memory())
         recent = [step for step in self.steps[-RECENT_STEPS:] if not step.skipped]
         return Summary(
             step=self.engine.done,

@@ -251,7 +251,7 @@ def reference(case: Case) -> tuple[Curve, dict[str, torch.Tensor], dict[str, flo
 
 def learning_rates(run: ShortRun) -> list[float]:
     """Return the learning rates of the steps of a run."""
-    scheduler = run.engine.scheduler
+    scheduler = run.engine.state.scheduler
     done, out = scheduler.num_steps, []
     for step in range(STEPS):
         scheduler.num_steps = step

@@ -386,7 +386,7 @@ def trained(plan: Plan, run: Path, start: int, stop: int) -> list[tuple[float, f
     outcome = latest(run, fingerprint="1-feed")
     assert bool(outcome) == bool(start)
     if outcome:
-        checkpoint.load(engine, outcome)
+        checkpoint.load(engine.state, outcome)
     results = []
     for step in range(start, stop):
         source = torch.Generator().manual_seed(step)
@@ -394,7 +394,7 @@ def trained(plan: Plan, run: Path, start: int, stop: int) -> list[tuple[float, f
         result = engine.step(lambda i, tokens=tokens: next_token(tokens[i]))
         results.append((result.loss, result.grad_norm, result.lr))
         if engine.done == 2:
-            checkpoint.save(engine, run, manifest(2))
+            checkpoint.save(engine.state, run, manifest(2))
     return results
 
 
@@ -416,8 +416,8 @@ def copied(plan: Plan, run: Path, other: Path) -> None:
     engine = Engine.build(plan, find(plan.model)[0], Recipe())
     result = latest(run, fingerprint="1-feed")
     assert result
-    checkpoint.load(engine, result)
-    checkpoint.save(engine, other, manifest(2))
+    checkpoint.load(engine.state, result)
+    checkpoint.save(engine.state, other, manifest(2))
 
 
 def differences(run: Path, other: Path) -> tuple[list[str], list[str]]:
@@ -456,7 +456,7 @@ def continued(plan: Plan, run: Path) -> list[dict[str, float]]:
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=10, warmup=3, lr=1e-2))
     outcome = latest(run, fingerprint=plan.fingerprint)
     assert outcome and not outcome.manifest.has_comparable_fingerprint
-    checkpoint.load(engine, outcome)
+    checkpoint.load(engine.state, outcome)
     steps = []
     for step in (2, 3):
         tokens = torch.arange(4 * 17).reshape(4, 17) * (step + 3) % 61

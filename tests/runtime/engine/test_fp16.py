@@ -35,13 +35,13 @@ def curve(plan: Plan, recipe: Recipe, steps: int, folder: Path | None = None) ->
 
     engine = Engine.build(plan, find(plan.model)[0], recipe)
     if found := folder and latest(folder, fingerprint=plan.fingerprint):
-        checkpoint.load(engine, found)
+        checkpoint.load(engine.state, found)
     results = [engine.step(sample) for _ in range(steps)]
     if folder and not found:
         manifest = Manifest(
             step=steps, samples=0, model="m", fingerprint=plan.fingerprint, data="", recipe={}, layout=str(plan.layout)
         )
-        checkpoint.save(engine, folder, manifest)
+        checkpoint.save(engine.state, folder, manifest)
     return [(r.loss, r.skipped, r.loss_scale) for r in results]
 
 

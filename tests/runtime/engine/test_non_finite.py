@@ -30,7 +30,7 @@ def state(engine: Any) -> list[torch.Tensor]:
     from megaloom.runtime.megatron.optimizer_state import parameter_states
 
     tensors = [t for chunk in engine.model_chunks for t in (*chunk.parameters(), *chunk.buffers())]
-    tensors += [t for one in parameter_states(engine.optimizer) for t in one.tensors]
+    tensors += [t for one in parameter_states(engine.state.optimizer) for t in one.tensors]
     return [t.detach().clone() for t in tensors]
 
 
@@ -124,7 +124,7 @@ def skipping(plan: Plan, folder: Path, start: int) -> tuple[list[float], list[bo
     if start:
         found = latest(folder, fingerprint=plan.fingerprint)
         assert found
-        checkpoint.load(engine, found)
+        checkpoint.load(engine.state, found)
     losses, skips = [], []
     for step in range(start, 4):
         node = next(n.name for chunk in engine.model_chunks for n, _ in chunk.node_modules() if "mlp" in n.name)
@@ -139,8 +139,8 @@ def skipping(plan: Plan, folder: Path, start: int) -> tuple[list[float], list[bo
             manifest = Manifest(
                 step=3, samples=12, model="m", fingerprint=plan.fingerprint, data="", recipe={}, layout=str(plan.layout)
             )
-            checkpoint.save(engine, folder, manifest)
-    return losses, skips, engine.skipped
+            checkpoint.save(engine.state, folder, manifest)
+    return losses, skips, engine.state.skipped
 
 
 @pytest.mark.parametrize("layout", [TP2, Layout(dp=2, shard="optimizer")], ids=str)

@@ -59,7 +59,7 @@ def curve(plan: Plan) -> tuple[list[float], bool]:
     for step in range(3):
         losses.append(engine.step(lambda i, step=step: sample(4 * step + i)).loss)
         losses.append(engine.evaluate_samples(sample, 4).loss)
-    return losses, all(chunk.use_forward_hook for chunk in engine.chunks)
+    return losses, all(chunk.use_forward_hook for chunk in engine.state.chunks)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -34,10 +34,10 @@ def trained(plan: Plan, groups: tuple[ParameterGroup, ...]) -> dict[str, Any]:
     before = {name: p.detach().clone() for name, p in named_parameters(engine.model_chunks)}
     results = [engine.step(lambda i, k=k: next_token(TOKENS[4 * k + i])) for k in range(3)]  # type: ignore[misc]
     changed = {name: not torch.equal(p, before[name]) for name, p in named_parameters(engine.model_chunks)}
-    rate = engine.scheduler.get_lr({})
+    rate = engine.state.scheduler.get_lr({})
     settings = {
         (round(group["lr"] / rate, 6), round(group["weight_decay"], 6))
-        for one in engine.optimizer.chained_optimizers
+        for one in engine.state.optimizer.chained_optimizers
         for group in one.param_groups
         if group["params"]
     }
