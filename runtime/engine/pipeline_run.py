@@ -223,7 +223,8 @@ class PipelineRun:
             return results[0], None
         if sums is None:
             raise UserError(f"{step.__qualname__} must return (loss_sum, weight_sum) where forward returns outputs")
-        return sums[0], partial(self._reduce_loss, torch.as_tensor(sums[1]), results[1])
+        loss_sum = sums[0].clone()  # the schedules free it, which they refuse for a view
+        return loss_sum, partial(self._reduce_loss, torch.as_tensor(sums[1]), results[1])
 
     def _without_padding(self, name: str, x: Tensor) -> Tensor:
         """Return logits without the columns that pad the vocabulary on this rank; other values unchanged."""

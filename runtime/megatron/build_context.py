@@ -126,6 +126,8 @@ def config_fields(graph: Graph, layout: Layout, workload: Workload) -> dict[str,
         # megatron-core's defaults compute wrong gradients with interleaving at two pipeline ranks.
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
+        # A stage does not keep its outputs: the plan counts one of them (RECEIVE_BUFFERS of planner/cost/memory.py).
+        "deallocate_pipeline_outputs": layout.pp > 1,
         "recompute_granularity": "selective" if recomputed else None,
         "recompute_modules": recomputed,
         # The loss is summed over tokens and divided once by the tokens of all ranks: correct under every layout.

@@ -44,9 +44,8 @@ class StageBoundary:
         return tuple(abs(prod(shape)) for shape in self.shapes)
 
     def pack(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Return the values as one tensor [elements]."""
-        flat = [values[name].reshape(-1) for name in self.names]
-        return flat[0] if len(flat) == 1 else torch.cat(flat)
+        """Return a copy of the values as one tensor [elements], which the schedules free when it is sent."""
+        return torch.cat([values[name].reshape(-1) for name in self.names])
 
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
         """Return the values that `pack` has packed, by name."""
