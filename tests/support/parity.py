@@ -1,4 +1,4 @@
-"""Drawn parity: family x options x layout, each compared with one process and with the oracle.
+"""Drawn parity: model x options x layout, each compared with one process and with the oracle.
 
 python -m tests.support.parity              # 300 draws; continues where an interrupted run stopped
 python -m tests.support.parity --draw 17    # repeat one draw
@@ -20,6 +20,7 @@ from attrs import evolve, fields
 from cattrs import Converter
 
 from megaloom.dsl import Graph, Model, MoE, graph
+from megaloom.dsl.catalog import find
 from megaloom.planner import violations
 from megaloom.planner.contract.choices import Module, Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
@@ -30,7 +31,7 @@ from megaloom.planner.rules.capabilities import runtime_violations, untrainable
 from megaloom.planner.search.search import plan
 
 from .families import FAMILIES, SEQ
-from .paths import ROOT
+from .paths import ROOT, SUPPORT
 from .rank_pool import Case, Result, explanation, run_cases
 
 CONVERTER = Converter()
@@ -38,6 +39,7 @@ PROGRESS = ROOT / ".parity"
 ATTEMPTS = 500  # layouts tried for one family before another is drawn
 POOL = 25  # draws that one set of processes runs
 WORLDS = (2, 4, 4, 4, 8)
+SHARING = ("albert", "albert_blocks", "two_heads", "positions_again", "sharing_experts", "scattered")
 SMALL = 4  # processes of `make test`
 MOST_SEQUENCES = 8  # in a batch
 
@@ -48,10 +50,7 @@ def drawn(seed: int, number: int) -> Case:
     draw = Random(f"{seed} {number}")
     world = draw.choice(WORLDS)
     while True:
-        name = draw.choice(list(FAMILIES))
-        family = FAMILIES[name]
-        dropout = 0.1 if family.has_dropout and draw.random() < 0.3 else 0.0
-        model = family.make(dropout)
+        name, dropout, model = drawn_model(draw, number)
         g = graph(model)
         if untrainable(g):
             continue
@@ -60,6 +59,17 @@ def drawn(seed: int, number: int) -> Case:
             load = load_of(layout)
             if is_legal(layout, g, load):
                 return Case(f"draw {seed}.{number}", name, priced(model, layout, load, draw), dropout)
+
+
+def drawn_model(draw: Random, number: int) -> tuple[str, float, Model]:
+    """Return the name, dropout and declaration of a model. Each seventh draw has a model with shared weights."""
+    if number % 7 == 6:
+        name = f"{SUPPORT / 'shared_models.py'}:{draw.choice(SHARING)}"
+        return name, 0.0, find(name)[0]
+    name = draw.choice(list(FAMILIES))
+    family = FAMILIES[name]
+    dropout = 0.1 if family.has_dropout and draw.random() < 0.3 else 0.0
+    return name, dropout, family.make(dropout)
 
 
 def small_draws(seed: int) -> Iterator[Case]:

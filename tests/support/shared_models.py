@@ -79,6 +79,19 @@ def albert_blocks() -> Model:
     return model("albert-blocks", x >> LayerNorm() >> Unembed(table) >> NextToken(), std=0.1)
 
 
+def scattered() -> Model:
+    """Six blocks, of which pairs that are not neighbours share a feed-forward layer."""
+    f = Dim("ff", 48)
+    first, second, third = (
+        SharedMlp(weight(f"up{k}", EMBED, f), weight(f"up_bias{k}", f, std=0.0), weight(f"down{k}", f, EMBED))
+        for k in range(3)
+    )
+    x = ids() >> Embed(weight("wte", VOCAB, EMBED, std=0.1))
+    for mlp in (first, second, first, third, second, third):
+        x = x >> residual(LayerNorm(), Attention(heads=4, kv_heads=2)) >> residual(LayerNorm(), mlp)
+    return model("scattered", x >> LayerNorm() >> Unembed(weight("head", VOCAB, EMBED)) >> NextToken(), std=0.1)
+
+
 def two_heads() -> Model:
     """Two heads on the table of the embedding: one predicts the next token, one the token after it."""
     table = weight("table", VOCAB, EMBED, std=0.1)
