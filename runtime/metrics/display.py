@@ -25,6 +25,7 @@ from .metrics_file import StepMetrics
 
 PRINT_SECONDS = 5.0  # between progress lines in a pipe
 REDRAW_SECONDS = 0.1  # between drawings on a terminal
+CLOCK_SECONDS = 60.0  # by which the clock of a machine moves before it is said
 AVERAGED_STEPS = 20  # over which speed is averaged
 GAP = "  "  # between figures
 
@@ -50,7 +51,7 @@ class ProgressDisplay:
 
     def __init__(self, console: Console, plan: Plan, steps: int) -> None:
         self.console, self.plan, self.steps = console, plan, steps
-        self.start, self.last_shown = time.monotonic(), -math.inf
+        self.start, self.last_shown, self.clock_offset = time.monotonic(), -math.inf, clock_offset()
         self.recent: deque[StepMetrics] = deque(maxlen=AVERAGED_STEPS)
         self.skipped = 0
 
@@ -62,6 +63,17 @@ class ProgressDisplay:
         if now - self.last_shown >= self.seconds_between or step.step == self.steps:
             self.last_shown = now
             self.draw(step)
+            self.name_moved_clock()
+
+    def name_moved_clock(self) -> None:
+        """Print how far the clock has moved since the last call, if it has."""
+        before, self.clock_offset = self.clock_offset, clock_offset()
+        moved = self.clock_offset - before
+        if abs(moved) >= CLOCK_SECONDS:
+            where = "ahead" if moved > 0 else "back"
+            self.print(
+                f"the clock of this machine has moved {where} by {clock(abs(moved))}; times here do not count it"
+            )
 
     def draw(self, step: StepMetrics) -> None:
         """Print the line of a step."""
@@ -169,6 +181,11 @@ def loss_text(result: EvaluationResult, unit: str, digits: int = 4) -> str:
     if result.perplexity is not None:
         parts.append(f"perplexity {result.perplexity:.3f}")
     return ", ".join(parts)
+
+
+def clock_offset() -> float:
+    """Return the seconds between the clock of this machine, which may be set, and the one that measures durations."""
+    return time.time() - time.monotonic()
 
 
 def clock(seconds: float) -> str:

@@ -29,6 +29,7 @@ from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.megatron import device
 from megaloom.runtime.metrics.display import InterruptibleConsole, ProgressDisplay, loss_text, progress_display
 from megaloom.runtime.metrics.metrics_file import METRICS_NAME, MetricsFile, StepMetrics
+from megaloom.runtime.metrics.slow_ranks import FIRST_STEP, SlowRanks
 from megaloom.runtime.metrics.stage_time import StageTime
 from megaloom.runtime.metrics.step_times import StepRecorder, gathered_units, stage_times
 from megaloom.runtime.metrics.trace_file import trace_path, write_trace
@@ -41,9 +42,6 @@ from .failures import ended_if_stuck
 from .initial_weights import open_weights
 from .run_data import sample_of
 from .training_run import RECENT_STEPS, Summary, TrainingRun
-
-TIMED_STEP = 3
-"""The step of a run whose times by stage the summary shows: the first ones allocate memory and compile."""
 
 
 def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
@@ -94,6 +92,7 @@ class Loop:
     steps: list[StepMetrics] = field(factory=list, init=False)
     start: float = field(factory=time.monotonic, init=False)
     start_step: int = field(init=False)
+    slow_ranks: SlowRanks = field(init=False)
     stage_times: tuple[StageTime, ...] = field(default=(), init=False)
     trace: Path | None = field(default=None, init=False)
 
@@ -109,6 +108,10 @@ class Loop:
     def _samples(self) -> int:
         """Return the samples that were consumed before this run."""
         return self.resumed.manifest.samples if self.resumed else 0
+
+    @slow_ranks.default
+    def _slow_ranks(self) -> SlowRanks:
+        return SlowRanks(self.engine.groups.pp_rank)
 
     @saver.default
     def _saver(self) -> Saver:
@@ -177,16 +180,23 @@ class Loop:
         self.display.show_step(step)
 
     def _recorder(self) -> StepRecorder | None:
-        """Return a recorder for the profiled step, and for an early step, whose times the summary shows."""
-        profiled = self.engine.done + 1 == self.run.watching.profile
-        early = len(self.steps) + 1 == min(TIMED_STEP, self.run.recipe.steps - self.start_step)
-        return StepRecorder(self.engine, nodes=profiled) if profiled or early else None
+        """Return a recorder for the profiled step, an early one, whose times the summary shows, and those compared."""
+        step, profiled = len(self.steps) + 1, self.engine.done + 1 == self.run.watching.profile
+        early = step == min(FIRST_STEP, self.run.recipe.steps - self.start_step)
+        return (
+            StepRecorder(self.engine, nodes=profiled) if profiled or early or self.slow_ranks.compares(step) else None
+        )
 
     def _take_times(self, recorder: StepRecorder) -> None:
-        """Keep the times of a recorded step, and write its trace if it is the profiled one."""
+        """Keep the times of a recorded step, name slow ranks, and write the trace if it is the profiled step."""
+        if self.slow_ranks.compares(len(self.steps) + 1) and (line := self.slow_ranks.take(recorder.units())):
+            self.display.print(line)
+        profiled = self.engine.done == self.run.watching.profile
+        if self.stage_times and not profiled:
+            return
         ranks = gathered_units(recorder)
         self.stage_times = self.stage_times or stage_times(ranks)
-        if self.engine.done == self.run.watching.profile:
+        if profiled:
             self.trace = trace_path(self.run.folder, self.engine.done)
             if dist.get_rank() == 0:
                 write_trace(self.run.folder, self.run.plan, self.engine.done, ranks)
