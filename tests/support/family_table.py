@@ -2,6 +2,7 @@
 
 python -m tests.support.family_table             # prints the table
 python -m tests.support.family_table --update    # and writes it into docs/develop/parity.md
+python -m tests.support.family_table --update t5 bart    # writes these rows only
 """
 
 from __future__ import annotations
@@ -155,10 +156,14 @@ def _cell(r: Result) -> str:
 
 
 def update(text: str, page: Path = PAGE) -> None:
-    """Write the table into the page."""
+    """Write the rows of a table into the page. Families that it lacks keep their rows."""
     before, rest = page.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    old, after = rest.split(END)
+    head, rows = text.splitlines()[:2], {}
+    for line in (*old.strip().splitlines()[2:], *text.splitlines()[2:]):
+        rows[line.split("|")[1].strip()] = line
+    table = "\n".join((*head, *(rows[family] for family in FAMILIES if family in rows)))
+    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
 
 
 def main() -> int:
@@ -169,7 +174,7 @@ def main() -> int:
     rows = table(options.families or trained_families())
     text = markdown(rows)
     print(text)
-    if options.update and not options.families:
+    if options.update:
         update(text)
     return 0 if all(row.agrees for row in rows) else 1
 
