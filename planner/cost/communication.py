@@ -214,10 +214,16 @@ def p2p_seconds(nbytes: float, stage: int, layout: Layout, cluster: Cluster, *, 
 def reserved_bytes(layout: Layout, cluster: Cluster, profile: FrameworkProfile) -> int:
     """Return the bytes that no tensor holds: the CUDA context, and the buffers of communicators.
 
-    Each axis of more than one device has a communicator; an all-to-all has channels for each pair of devices.
+    Each axis of more than one device has a communicator; an all-to-all has channels for each pair of devices. Those of
+    `Partition.copy_groups` come on top.
     """
     axes = ["tp", "cp", "dp", "pp", "ep", "etp", *(["edp"] if layout.ep * layout.etp > 1 else [])]
     link = cluster.inter if cluster.nodes > 1 else cluster.intra
     peers = 0 if profile.experts.deduplicated_dispatch else min(layout.ep, PEERS) - 1
     groups = sum(process_group(axis, layout).size > 1 for axis in axes)
-    return cluster.device.context_nbytes + link.group_nbytes * groups + link.peer_nbytes * peers
+    return cluster.device.context_nbytes + groups * group_nbytes(cluster) + link.peer_nbytes * peers
+
+
+def group_nbytes(cluster: Cluster) -> int:
+    """Return the bytes of the buffers of one communicator."""
+    return (cluster.inter if cluster.nodes > 1 else cluster.intra).group_nbytes

@@ -141,14 +141,20 @@ class RankPeaks:
 
 
 def rank_peaks(
-    sizes: NDArray[np.int64], workspace: int, loss: int, moments: Moments, layout: Layout, job: Job
+    sizes: NDArray[np.int64],
+    workspace: int,
+    loss: int,
+    moments: Moments,
+    layout: Layout,
+    job: Job,
+    copy_groups: NDArray[np.int64] | int = 0,
 ) -> RankPeaks:
     """Return the peak memory of each pipeline rank over these moments and the optimizer's step.
 
     sizes: params, expert_params, frozen_params, saved and library of `StageMemory`, [stages, 5]. workspace, loss:
-    transient bytes of a backward pass and of the loss. Gradient reduction and weight gather need no more than their
-    buffers, which are part of the state. Of moments with equal bytes the first one counts, the optimizer's step before
-    all.
+    transient bytes of a backward pass and of the loss. copy_groups: as in `Partition`, [ranks]. Gradient reduction and
+    weight gather need no more than their buffers, which are part of the state. Of moments with equal bytes the first
+    one counts, the optimizer's step before all.
     """
     *elements, saved, library = sizes.T.reshape(5, layout.vpp, layout.pp)
     params, experts, fixed = (each.sum(axis=0) for each in elements)
@@ -160,7 +166,9 @@ def rank_peaks(
     passing += library.max(axis=0)[:, None]
     reserve = np.trunc(ALLOCATOR * (activations + passing + logits))
     holders = {"activations": activations, "workspace": passing, "logits": logits, "allocator": reserve}
-    holders["runtime"] = np.zeros_like(logits) + communication.reserved_bytes(layout, job.cluster, job.profile)
+    groups = communication.group_nbytes(job.cluster) * np.asarray(copy_groups)[..., None]
+    reserved = communication.reserved_bytes(layout, job.cluster, job.profile) + groups
+    holders["runtime"] = np.zeros_like(logits) + reserved
     total = np.trunc(rank_memory(holders["runtime"], activations, 1, passing + logits))
     if share := job.profile.buffers.graph_pool_share:  # CUDA graphs have memory of their own
         holders["graphs"] = np.trunc(share * activations)

@@ -170,6 +170,11 @@ class ModelStructure:
                 seen.add(stage % pp)
         return repeated
 
+    def copies(self, bounds: Sequence[int], pp: int) -> dict[int, tuple[int, ...]]:
+        """Return the pipeline ranks that hold a copy of a trained weight, by its position in `shared_weights`."""
+        trained = ((i, nodes) for i, (slot, nodes) in enumerate(self.shared_weights) if slot.trained)
+        return {i: tuple(sorted({stage % pp for stage in stages_of(nodes, bounds)})) for i, nodes in trained}
+
     @property
     def modules(self) -> tuple[Module, ...]:
         """Return the modules of the model that selective recompute may name."""

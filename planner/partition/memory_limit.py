@@ -220,7 +220,9 @@ def memory_limit(sizes: StageSizes, layout: Layout, job: Job, limit: float) -> M
     state_sums = dense.total / n * sizes.params + experts.total / n * sizes.expert_params
     state_sums = state_sums + fixed.total / n * sizes.frozen_params
     step_sums = dense.step / n * sizes.params + experts.step / n * sizes.expert_params
-    reserved = communication.reserved_bytes(layout, job.cluster, profile)
+    copied = {nodes for slot, nodes in job.structure.shared_weights if slot.trained} if layout.pp > 2 else ()
+    groups = len(copied) * communication.group_nbytes(job.cluster)  # the most that a rank may need
+    reserved = communication.reserved_bytes(layout, job.cluster, profile) + groups
     return MemoryLimit(
         state=state_sums,
         at_step=memory.rank_memory(state_sums, 0 * sizes.saved, 0, step_sums),

@@ -23,6 +23,7 @@ from megaloom.planner.cost.job import Job
 from megaloom.planner.cost.memory import StageMemory
 from megaloom.planner.pipeline import schedules
 from megaloom.planner.pipeline.schedules import Moments
+from megaloom.planner.rules.shared_weights import groups_of_copies
 
 from .dynamic_program import (
     TOLERANCE,
@@ -240,14 +241,15 @@ class Partition:
 
     @cached_property
     def _rank_peaks(self) -> memory.RankPeaks:
-        return memory.rank_peaks(
-            self._sizes,
-            self.problem.table.workspace,
-            self.problem.table.loss,
-            self.problem.moments,
-            self.layout,
-            self.problem.job,
-        )
+        problem, transient = self.problem, (self.problem.table.workspace, self.problem.table.loss)
+        return memory.rank_peaks(self._sizes, *transient, problem.moments, self.layout, problem.job, self.copy_groups)
+
+    @cached_property
+    def copy_groups(self) -> NDArray[np.int64]:
+        """Return the number of process groups by which each rank reduces gradients of copies of weights: [ranks]."""
+        pp, copies = self.layout.pp, self.problem.table.structure.copies(self.bounds, self.layout.pp)
+        groups = groups_of_copies(copies.values(), pp)
+        return np.array([sum(rank in ranks for ranks in groups) for rank in range(pp)])
 
     @property
     def deficit(self) -> int:

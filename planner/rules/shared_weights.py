@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 from megaloom.dsl import Embed, Graph, Node, Positions, Slot, Split, Unembed, Weight
@@ -26,6 +27,15 @@ def shared_weight_users(graph: Graph) -> dict[str, list[Node]]:
         for slot in n.weights:
             users.setdefault(slot.name, []).append(n)
     return {name: nodes for name, nodes in users.items() if len(nodes) > 1}
+
+
+def groups_of_copies(ranks_of_weights: Iterable[tuple[int, ...]], pp: int) -> tuple[tuple[int, ...], ...]:
+    """Return the pipeline ranks of each process group that copies of weights need beside the groups of the axes.
+
+    ranks_of_weights: for each trained weight, the pipeline ranks that hold a copy, in order. Copies on all pipeline
+    ranks use the group of pp.
+    """
+    return tuple(dict.fromkeys(ranks for ranks in ranks_of_weights if 1 < len(ranks) < pp))
 
 
 def stored_by_rows(graph: Graph) -> frozenset[str]:

@@ -44,15 +44,15 @@ class MemoryTrack:
 def memory_tracks(priced: Priced) -> tuple[MemoryTrack, ...]:
     """Return the memory terms of each pipeline rank."""
     placed, job, x = priced.partition, priced.partition.problem.job, priced.layout
-    out = []
-    for rank in range(x.pp):
+    out, reserved = [], communication.reserved_bytes(x, job.cluster, job.profile)
+    for rank, groups in enumerate(placed.copy_groups.tolist()):
         mine = placed.stages[rank :: x.pp]
         params, experts = sum(s.params for s in mine), sum(s.expert_params for s in mine)
         fixed = sum(s.frozen_params for s in mine)
         state = memory.state_bytes(params, experts, x, job.workload.precision, job.profile, frozen_params=fixed)
         out.append(
             MemoryTrack(
-                bare=state.total + communication.reserved_bytes(x, job.cluster, job.profile),
+                bare=state.total + reserved + groups * communication.group_nbytes(job.cluster),
                 library=max(s.library for s in mine),
                 workspace=max(s.workspace for s in mine),
                 loss=mine[-1].loss,

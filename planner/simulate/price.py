@@ -26,7 +26,6 @@ from megaloom.planner.cost.columns import (
 from megaloom.planner.cost.communication import ProcessGroup
 from megaloom.planner.cost.cost_table import cost_table
 from megaloom.planner.cost.job import Job
-from megaloom.planner.model.structure import stages_of
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem, partition
 from megaloom.planner.pipeline import schedules
 from megaloom.planner.pipeline.timeline import Timeline, simulate_timeline
@@ -190,13 +189,13 @@ def end_of_rank(placed: Partition, rank: int) -> EndOfStep:
     passes = (min(x.microbatch_group_size, problem.microbatches) * (x.vpp - 1) + 1) / x.vpp  # in the overlap window
     forward, backward = (sum(each[rank :: x.pp]) for each in (placed.forward_seconds, placed.backward_seconds))
     window = OverlapWindow(passes * backward, passes * forward)
-    tied, shared = 0.0, zip(problem.table.structure.shared_weights, problem.table.shared_elements, strict=True)
-    for (_, nodes), elements in ((use, n) for use, n in shared if use[0].trained):
-        ranks = {stage % x.pp for stage in stages_of(nodes, placed.bounds)}
+    tied, table = 0.0, problem.table
+    for i, ranks in table.structure.copies(placed.bounds, x.pp).items():
         if rank in ranks and len(ranks) > 1:
             stride = (max(ranks) - min(ranks)) // (len(ranks) - 1) * (x.world // x.pp)
-            nbytes, group = problem.job.profile.optimizer.gradient_nbytes * elements, ProcessGroup(len(ranks), stride)
-            tied += communication.collective_seconds("all_reduce", problem.job.cluster, (nbytes, group))
+            nbytes = problem.job.profile.optimizer.gradient_nbytes * table.shared_elements[i]
+            part = nbytes, ProcessGroup(len(ranks), stride)
+            tied += communication.collective_seconds("all_reduce", problem.job.cluster, part)
     mine = placed.stages[rank :: x.pp]
     params, experts = sum(s.params for s in mine), sum(s.expert_params for s in mine)
     return end_of_step(params, experts, tied, x, problem.job, window)

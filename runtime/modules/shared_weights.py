@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megaloom.dsl import Graph, Node, UserError
 from megaloom.planner.contract.plans import Stage
-from megaloom.planner.rules.shared_weights import TABLES, shared_weight_users
+from megaloom.planner.rules.shared_weights import TABLES, groups_of_copies, shared_weight_users
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.megatron.process_groups import ProcessGroups, collective_timeout
 
@@ -155,16 +155,13 @@ def share_between_ranks(
     `shared_embedding` gives each its own bucket, so that the distributed optimizer shards all copies alike.
     """
     own = {name: uses[0] for chunk in reversed(chunks) for name, uses in chunk.by_weight.items()}
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    users = ((name, nodes) for name, nodes in shared_weight_users(graph).items() if graph.weights[name].trained)
+    ranks_of = {name: pipeline_ranks(graph, nodes, stages) for name, nodes in users}
+    made = {ranks: _group_of(ranks, groups) for ranks in groups_of_copies(ranks_of.values(), groups.layout.pp)}
     parameters = []
-    for name, nodes in shared_weight_users(graph).items():
-        ranks = pipeline_ranks(graph, nodes, stages)
-        if len(ranks) == 1 or not graph.weights[name].trained:
-            continue
-        if ranks not in made:
-            made[ranks] = _group_of(ranks, groups)
-        group = made[ranks]
-        if group is not None:
+    for name, ranks in ranks_of.items():
+        group = made[ranks] if ranks in made else groups.of_axis("pp")
+        if len(ranks) > 1 and group is not None:
             p = own[name].tensor
             assert isinstance(p, nn.Parameter)
             p.shared_embedding, p.shared = True, not own[name].is_owner  # type: ignore[attr-defined]
@@ -183,10 +180,7 @@ def _group_of(ranks: tuple[int, ...], groups: ProcessGroups) -> dist.ProcessGrou
 
     Every rank calls it. Pipeline ranks are the outermost axis of megatron-core's ranks.
     """
-    pp, group = groups.layout.pp, None
-    if len(ranks) == pp:
-        return groups.of_axis("pp")
-    width = groups.layout.world // pp
+    group, width = None, groups.layout.world // groups.layout.pp
     for inner in range(width):
         members = [rank * width + inner for rank in ranks]
         made = dist.new_group(members, timeout=collective_timeout())

@@ -64,3 +64,8 @@ def test_a_rank_holds_each_weight_once_and_reduces_those_that_others_hold(
                 nbytes = placed.problem.job.profile.optimizer.gradient_nbytes * elements(g, name)
                 expected += communication.collective_seconds("all_reduce", pricer.cluster, (nbytes, group))
         assert end_of_rank(placed, rank).tied == pytest.approx(expected, rel=1e-9)
+        shared = {frozenset(users[name]) for name in own if name in shared_weight_users(g)}
+        groups = sum(1 < len(ranks) < pp for ranks in shared)  # the group of pp is there already
+        usual = communication.reserved_bytes(layout, pricer.cluster, placed.problem.job.profile)
+        buffers = groups * pricer.cluster.intra.group_nbytes
+        assert placed.rank_peaks[rank].held["runtime"] == usual + buffers
