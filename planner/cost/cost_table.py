@@ -196,23 +196,30 @@ def node_cost(job: Job, kind: NodeKind, facts: Costs, execution: Execution, layo
     row[CostColumn.PARAMS], row[CostColumn.EXPERT_PARAMS] = facts.params, facts.expert_params
     row[CostColumn.FROZEN_PARAMS] = facts.frozen_params
     if kind.has_loss:
-        # Cross-entropy. Over a sharded vocabulary it all-reduces three fp32 numbers a token (megatron-core 0.16.1,
-        # tensor_parallel/cross_entropy.py).
-        sizes = Sizes(batch=layout.micro_batch, seq=seq)
-        logits = program(kind.node).local_elements(kind.node.shape, (), sizes, layout.split)
-        moved = job.profile.kernels.loss_moved_nbytes * logits * kind.cross_entropies
-        row[[CostColumn.FORWARD, CostColumn.BACKWARD]] += moved / 2 / job.cluster.device.moves
-        part = (
-            NBYTES[DType.FLOAT32] * (layout.micro_batch * seq // layout.cp),
-            communication.process_group("tp", layout),
-        )
-        took = communication.collective_seconds("all_reduce", job.cluster, part)
-        row[CostColumn.TP_FORWARD] += 3 * kind.cross_entropies * took
+        row += cross_entropy_costs(job, kind, layout, seq)
     each = [memory.tensor_bytes(s, job.workload.precision) for s in facts.saved]
     full = kind.saved_under_full.tensors(facts.saved, facts.inputs)
     full_saved = sum(memory.tensor_bytes(s, job.workload.precision) for s in full)
     transient = transient_bytes(facts, execution, job.workload.precision, layout.cp) if execution.holds_extra else 0
     return NodeCost(row, by_part, full_saved, 2 * max(each, default=0) + transient)
+
+
+def cross_entropy_costs(job: Job, kind: NodeKind, layout: Layout, seq: int) -> Rows:
+    """Return the costs of the cross-entropies of a node's output, which are counted with the node.
+
+    Over a sharded vocabulary each all-reduces three fp32 numbers a token (megatron-core 0.16.1,
+    tensor_parallel/cross_entropy.py).
+    """
+    row = np.zeros(len(CostColumn))
+    sizes = Sizes(batch=layout.micro_batch, seq=seq)
+    logits = program(kind.node).local_elements(kind.node.shape, (), sizes, layout.split)
+    moved = job.profile.kernels.loss_moved_nbytes * logits * kind.cross_entropies
+    row[[CostColumn.FORWARD, CostColumn.BACKWARD]] = moved / 2 / job.cluster.device.moves
+    part = (NBYTES[DType.FLOAT32] * (layout.micro_batch * seq // layout.cp), communication.process_group("tp", layout))
+    row[CostColumn.TP_FORWARD] = (
+        3 * kind.cross_entropies * communication.collective_seconds("all_reduce", job.cluster, part)
+    )
+    return row
 
 
 Repeated = tuple[CostColumn, RecomputedBy, float]  # column, the modules any of which recompute it, amount

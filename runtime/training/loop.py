@@ -69,6 +69,8 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
             display.print(f"weights from {given}; the optimizer is fresh, and training starts at step 0")
             for note in given.notes(model):
                 display.print(note)
+        if model.lora and not given and not resumed:
+            display.print("the frozen weights are random: give those that the adapters are for with --from FOLDER")
         return Loop(run, engine, resumed, metrics, display, signals).run_to_end()
 
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from attrs import evolve
+from attrs import asdict, evolve
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph
@@ -89,7 +89,9 @@ def train(
 
     if started_by_launcher():
         join(plan.layout.world, distributed_timeout)
-        given = {"data": as_sources(source), "split": split, "epochs": epochs, "out": folder}
+        given = {"data": as_sources(source), "split": split, "epochs": epochs, "out": folder, "from": weights}
+        given |= {"save_every": save_every, "evaluate_every": evaluate_every, "async_save": asynchronous_saves}
+        given |= {"keep_last": retention.last, "keep_best": retention.best, **asdict(watching)}
         check_same_plan(plan, recipe, given, weights)
         with errors_with_rank(folder):
             return _train_as_rank(prepared, folder)

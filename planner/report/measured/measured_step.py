@@ -17,8 +17,10 @@ from attrs import frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
+from megaloom.planner.contract.layouts import Rows
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.cost.columns import BACKWARD_COLUMNS, FORWARD_COLUMNS, STEP_COLUMNS
+from megaloom.planner.cost.cost_table import cross_entropy_costs
 from megaloom.planner.report.chrome_trace import COMPUTE_THREAD, SEND_THREAD, end_of_step_slices, trace_events
 from megaloom.planner.simulate.price import Priced
 
@@ -111,7 +113,7 @@ def _moved(event: Mapping[str, Any]) -> dict[str, Any]:
 
 def _predicted_nodes(plan: Plan, priced: Priced, graph: Graph) -> Iterator[dict[str, Any]]:
     """Yield the graph nodes inside the first micro-batch's passes; the others would make the file large."""
-    rows = priced.partition.problem.table.by_node
+    rows = node_costs(priced, graph)
     for rank, events in enumerate(priced.timeline.events):
         for step, start, end in events:
             if step.microbatch:
@@ -134,6 +136,22 @@ def _predicted_nodes(plan: Plan, priced: Priced, graph: Graph) -> Iterator[dict[
                     "args": args,
                 }
                 start = until
+
+
+def node_costs(priced: Priced, graph: Graph) -> Rows:
+    """Return the costs of each node, [nodes, columns], with those of a cross-entropy at the loss that computes it.
+
+    The cost model counts them with the layer of the logits.
+    """
+    problem = priced.partition.problem
+    structure, rows = problem.table.structure, problem.table.by_node.copy()
+    for i, kind in enumerate(structure.kinds[k] for k in structure.kind_of_node):
+        readers = [j for j, n in enumerate(graph.nodes) if n.is_loss and graph.nodes[i].name in n.inputs]
+        if kind.has_loss and readers:
+            moved = cross_entropy_costs(problem.job, kind, problem.layout, problem.job.workload.seq)
+            rows[i] -= moved
+            rows[readers] += moved / len(readers)
+    return rows
 
 
 def seconds_of_trace(trace: MeasuredTrace) -> StepSeconds:
@@ -165,7 +183,7 @@ def seconds_of_plan(plan: Plan, priced: Priced, graph: Graph) -> StepSeconds:
             own[it.name] += it.end - it.start
         own["load of experts"] += plan.predicted.breakdown.get("load of experts", 0.0)
         kinds.append(_with_waiting(own, step))
-    rows = microbatches * priced.partition.problem.table.by_node[:, STEP_COLUMNS].sum(axis=1)
+    rows = microbatches * node_costs(priced, graph)[:, STEP_COLUMNS].sum(axis=1)
     return StepSeconds(step, tuple(kinds), {n.name: float(s) for n, s in zip(graph.nodes, rows, strict=True)})
 
 

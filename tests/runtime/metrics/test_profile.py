@@ -14,6 +14,7 @@ from megaloom.dsl.catalog import find
 from megaloom.planner.contract.choices import OverlapSet, Recompute, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
+from megaloom.planner.cost.columns import STEP_COLUMNS
 from megaloom.planner.report.chrome_trace import replay, trace_json
 from megaloom.planner.report.measured.measured_step import (
     KINDS,
@@ -121,6 +122,10 @@ def test_seconds_add_up_and_have_the_predictions_parts(
         assert all({*kinds} == {*KINDS, WAITING} for kinds in one.kinds)
     passes = sum(rank["forward"] + rank["backward"] for rank in predicted.kinds)
     assert sum(predicted.nodes.values()) == pytest.approx(passes, rel=0.3)  # partial recompute is not in its rows
+    rows = priced.partition.problem.table.by_node[:, STEP_COLUMNS]
+    assert sum(predicted.nodes.values()) == pytest.approx(MICROBATCHES * rows.sum())
+    (loss,) = (n.name for n in g.nodes if n.is_loss)
+    assert predicted.nodes[loss] > 0 and measured.nodes[loss] > 0
     layers = by_layer(measured, predicted, priced, g)
     assert sum(row.measured for row in layers) == pytest.approx(sum(measured.nodes.values()))
     forward = [rank["forward"] for rank in measured.kinds]
