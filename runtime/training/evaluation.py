@@ -107,7 +107,7 @@ def _evaluate_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText]) -> R
     found = checkpoint.newest_sound(folder, fingerprint=plan.fingerprint)
     assert found, f"{folder} had a checkpoint"
     engine = Engine.build(plan, planned_model(plan), Recipe())
-    checkpoint.load(engine, found)
+    checkpoint.load(engine.state, found)
     losses = []
     for text in texts:
         maker = SampleMaker.of(engine.graph, plan.workload.seq, text.ids)
