@@ -9,6 +9,7 @@ from .groups import ContextCommunication, Feature
 
 _H200 = "benchmarks/steps.py and benchmarks/kernels.py on an H200"
 _H100 = "profiles of DeepSeek-V3 and GPT-OSS layers on an H100, torch 2.11, 2026-11-23"
+_SUMS = "one kernel reads all copies of tokens once and writes their sums"
 
 
 # Kernels of torch.
@@ -62,8 +63,8 @@ MEGALOOM_KERNELS = Feature(
             ),
             "normalize": measured((1.7, 2.6), f"{_H200}: profiles of Llama 3.2 1B and GPT-3 1.3B"),
             "rope": measured((1.3, 1.4), f"{_H200}: compiled; profiles of Llama 3.2 1B and GPT-3 1.3B"),
-            "route": measured((1.8, 8.1), f"{_H100}: tokens are gathered, their gradients added by atomics"),
-            "combine": measured((5.2, 1.2), f"{_H100}: outputs are added by atomics, their gradients gathered"),
+            "route": coded((1.8, 0.7), f"{_H100}: tokens are gathered; runtime/modules/permutation.py: {_SUMS}"),
+            "combine": coded((1.0, 1.2), f"runtime/modules/permutation.py: {_SUMS}; {_H100}: gradients are gathered"),
         },
         "launch_factor": measured(1.75, f"{_H200}: 24 us a kernel; the kernels that remain wait longer"),
         "loss_moved_nbytes": measured(
