@@ -28,10 +28,8 @@ SAVES = 3
 
 @frozen
 class Times:
-    """Seconds of saves, and of the training steps between them."""
+    """Seconds of the training steps between saves."""
 
-    stalls: list[float]
-    whole: list[float]
     steps: list[float]  # while nothing is written
     steps_meanwhile: list[float]  # while a thread writes
 
@@ -42,14 +40,11 @@ def main() -> int:
     with TemporaryDirectory(dir=sys.argv[2] if len(sys.argv) > 2 else None) as folder:
         for asynchronous in (False, True):
             run = Path(folder) / str(asynchronous)
+            print("asynchronous" if asynchronous else "synchronous", flush=True)
             times = launcher.run(time_saves, (plan, run, asynchronous), plan.layout.world)[0]
             size = sum(path.stat().st_size for path in run.rglob("*") if path.is_file()) / 2**30
-            stalls, whole = (", ".join(f"{s:.3f}" for s in values) for values in (times.stalls, times.whole))
             step, meanwhile = (statistics.median(s or [0.0]) for s in (times.steps, times.steps_meanwhile))
-            print(
-                f"{'asynchronous' if asynchronous else 'synchronous'}: {size:.2f} GiB, stall {stalls} s of {whole} s;"
-            )
-            print(f"  a step takes {step:.3f} s, while a checkpoint is written {meanwhile:.3f} s", flush=True)
+            print(f"  {size:.2f} GiB; a step takes {step:.3f} s, during a save {meanwhile:.3f} s", flush=True)
     return 0
 
 
@@ -61,7 +56,7 @@ def time_saves(plan: Plan, run: Path, asynchronous: bool) -> Times:
     from megaloom.runtime.samples.samples import Sample, SampleMaker
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=10**6))
-    maker, times = SampleMaker.of(engine.graph, plan.workload.seq), Times([], [], [], [])
+    maker, times = SampleMaker.of(engine.graph, plan.workload.seq), Times([], [])
 
     def sample(i: int) -> Sample:
         generator = torch.Generator().manual_seed(i)
@@ -84,8 +79,8 @@ def time_saves(plan: Plan, run: Path, asynchronous: bool) -> Times:
             (times.steps_meanwhile if was_writing else times.steps).append(seconds)
         saved = saver.finish()
         assert saved
-        times.stalls.append(saved.stall_seconds)
-        times.whole.append(saved.seconds)
+        if torch.distributed.get_rank() == 0:
+            print(f"  a save of {saved.seconds:.3f} s stops training for {saved.stall_seconds:.3f} s", flush=True)
     saver.close()
     return times
 
