@@ -41,10 +41,11 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.catalog import examples, find
+from megaloom.dsl.catalog import examples
 from megaloom.dsl.json_form import FORM_VERSION, is_current
 from megaloom.examples.deepseek import deepseek_v3
 from tests.dsl.test_graph import programs
+from tests.support.examples import example
 from tests.support.limits import LIMIT
 from tests.support.paths import TESTS
 
@@ -77,9 +78,9 @@ def test_the_form_of_a_tiny_graph(request: pytest.FixtureRequest) -> None:
     assert text == GOLDEN.read_text()
 
 
-@pytest.mark.parametrize("ref", examples())
-def test_every_example_has_a_form_that_json_keeps(ref: str) -> None:
-    form = graph_to_json(graph(find(ref)[0]))
+@pytest.mark.parametrize("name", examples())
+def test_every_example_has_a_form_that_json_keeps(name: str) -> None:
+    form = graph_to_json(graph(example(name)))
     assert json.loads(json.dumps(form, allow_nan=False)) == form
     assert form["version"] == FORM_VERSION
     assert all("body" not in node for node in form["nodes"] if node["kind"] in ("Attention", "MLA", "MoE", "MLP"))

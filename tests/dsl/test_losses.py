@@ -44,6 +44,7 @@ from megaloom.dsl import (
 from megaloom.dsl.catalog import examples, find
 from megaloom.planner.rules.capabilities import untrainable
 from megaloom.runtime.reference.interpret import interpret
+from tests.support.examples import example
 
 VOCAB, EMBED = Dim("vocab", 12), Dim("embed", 8)
 WTE = weight("wte", VOCAB, EMBED)
@@ -70,7 +71,7 @@ def mean(m: Model, **batch: torch.Tensor) -> float:
 
 def test_every_example_ends_in_a_loss_and_its_logits_are_reachable() -> None:
     for name in examples():
-        m, _ = find(name)
+        m = example(name)
         g = graph(m)
         (end,) = (g.nodes[g.index[name]] for name in g.outputs)
         assert end.is_loss

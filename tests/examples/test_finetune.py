@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.support.limits import LIMIT
 from tests.support.paths import ROOT
 
-SIZES = {"VOCAB": "512", "LAYERS": "2", "EMBED": "64", "SEQ": "64", "STEPS": "40", "STOP": "5"}
+SIZES = {"VOCAB": "512", "LAYERS": "2", "EMBED": "64", "SEQ": "64", "STEPS": "24", "STOP": "5"}
 MEGALOOM = {"PYTHON": sys.executable, "MEGALOOM": f"{sys.executable} -m megaloom.runtime.cli"}
 
 
@@ -20,8 +20,8 @@ def test_the_script_of_the_guide(tmp_path: Path) -> None:
     done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     stopped = re.search(r"stopped; out/run/step-(\d{6}) is saved", (tmp_path / "out" / "first.log").read_text())
-    resumed = re.search(r"resumed from step (\d+) of 40", done.stdout)
-    assert stopped and resumed and int(stopped[1]) == int(resumed[1]) < 40
+    resumed = re.search(r"resumed from step (\d+) of 24", done.stdout)
+    assert stopped and resumed and int(stopped[1]) == int(resumed[1]) < 24
     assert re.search(r"layout: saved under tp2 pp2 .*, now dp4", done.stdout)
     assert re.search(r"out/text +\d\.\d+ +nats per token", done.stdout)  # evaluate
     assert "24 tokens in" in done.stderr  # generate

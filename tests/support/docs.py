@@ -107,9 +107,11 @@ def _accuracy() -> str:
 def parameter_counts() -> dict[str, int]:
     """Return the number of parameters of each published model of the examples."""
     from megaloom.dsl import params
-    from megaloom.dsl.catalog import examples, find
+    from megaloom.dsl.catalog import examples
 
-    return {name: params(find(ref)[0]) for name, ref in examples().items() if name not in OURS}
+    from .examples import example
+
+    return {name: params(example(name)) for name in examples() if name not in OURS}
 
 
 def _families() -> str:
@@ -145,10 +147,11 @@ def _family_rows() -> Iterator[str]:
 def trained(name: str) -> bool:
     """Return whether the runtime trains the model of this name."""
     from megaloom.dsl import graph
-    from megaloom.dsl.catalog import find
     from megaloom.planner.rules.capabilities import untrainable
 
-    return untrainable(graph(find(name)[0])) is None
+    from .examples import example
+
+    return untrainable(graph(example(name))) is None
 
 
 def short(n: int) -> str:

@@ -25,9 +25,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing h
 import torch
 
 from megaloom.dsl import Attend, Drop, Model, fingerprint, graph, params, read
-from megaloom.dsl.catalog import examples, find
+from megaloom.dsl.catalog import examples
 from megaloom.dsl.hf.fields import DROPOUT
 from megaloom.dsl.node import primitives
+from tests.support.examples import example
 
 transformers = pytest.importorskip("transformers", reason="`make unit` installs it")
 
@@ -68,7 +69,7 @@ def test_a_config_is_the_model_of_that_name(name: str) -> None:
     """The examples have no dropout."""
     fields = json.loads(CONFIGS[name].read_text())
     fields |= dict.fromkeys(fields.keys() & set(DROPOUT.split()), 0.0)
-    assert fingerprint(read(fields)) == fingerprint(find(name)[0])
+    assert fingerprint(read(fields)) == fingerprint(example(name))
 
 
 def test_no_published_config_loses_dropout_or_initial_values() -> None:
@@ -94,7 +95,7 @@ def dropout_rates(m: Model) -> list[float]:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_as_published(name: str) -> None:
-    assert params(find(name)[0]) == PUBLISHED[name]
+    assert params(example(name)) == PUBLISHED[name]
 
 
 # The table of all of them
@@ -103,7 +104,7 @@ def test_parameters_are_as_published(name: str) -> None:
 @cache
 def counted() -> dict[str, int]:
     """The parameters of each published model of the examples."""
-    return {name: params(find(ref)[0]) for name, ref in examples().items() if name not in OURS}
+    return {name: params(example(name)) for name in examples() if name not in OURS}
 
 
 def rows() -> Iterator[str]:

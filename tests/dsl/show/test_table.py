@@ -55,6 +55,7 @@ from megaloom.dsl.show.tree import (
     tree_rows,
 )
 from megaloom.runtime.cli.main import main
+from tests.support.examples import example
 from tests.support.paths import TESTS
 
 GOLDEN = TESTS / "golden"
@@ -126,7 +127,7 @@ def test_golden(name: str, request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("name", [*sorted(examples()), "encoder-decoder"])
 def test_the_figures_add_up(name: str) -> None:
-    m = encoder_decoder() if name == "encoder-decoder" else find(name)[0]
+    m = encoder_decoder() if name == "encoder-decoder" else example(name)
     o = small(m)
     exact, saved_tensors = flops(m, batch=2, seq=64), saved(graph(m).nodes, batch=2, seq=64)
     assert o.figures == Figures(

@@ -31,6 +31,7 @@ from megaloom.planner.export.target import Target
 from megaloom.planner.export.whole_layers import StageLayers, pipeline_layout
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.runtime.megatron import device
+from tests.support.examples import example
 from tests.support.exported import (
     CASES,
     case,
@@ -71,7 +72,7 @@ def test_which_examples_megatron_lm_can_express(request: pytest.FixtureRequest) 
     """Each becomes a command line that Megatron-LM's parser takes, or is refused by a name in it."""
     lines: dict[str, str] = {}
     for name, ref in examples().items():
-        model, _ = find(ref)
+        model = example(name)
         text = exported_text(plan_with(model, Layout(dp=8)), model, Target.MEGATRON_LM)
         if taken := not text.startswith("refused: Megatron-LM cannot express "):
             assert parsed(text).num_layers == str(len(read_decoder(graph(model), Target.MEGATRON_LM).layers))

@@ -35,7 +35,7 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.catalog import examples, find
+from megaloom.dsl.catalog import examples
 from megaloom.dsl.sharding_table import Sharded
 from megaloom.planner.cli.main import main
 from megaloom.planner.contract.layout import Layout
@@ -50,6 +50,7 @@ from megaloom.planner.rules.export_rules import export_violations
 from megaloom.planner.rules.padding import padding_refusal
 from megaloom.planner.rules.rule import Owner
 from megaloom.planner.rules.rules import violations
+from tests.support.examples import example
 from tests.support.models import tiny_pair
 
 WORK = Workload(seq=64, batch=8)
@@ -172,7 +173,7 @@ def test_layouts_divide_the_length_that_an_encoder_has_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", sorted(examples()))
 def test_the_runtime_trains_all_examples(name: str) -> None:
-    g = graph(find(name)[0])
+    g = graph(example(name))
     assert unrouted_experts(g) is None
     for x in (Layout(), Layout(pp=2), Layout(pp=2, vpp=2)):
         assert runtime_violations(x, g, WORK, cluster(f"{x.world}xH100")) == ()
