@@ -31,8 +31,8 @@ REQUIRED: Final[Any] = object()
 # Fields that do not change what a model computes, by topic.
 STORAGE = """_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
     attn_implementation auto_map chunk_size_feed_forward dtype ep_size gradient_checkpointing internal_version
-    mamba_ssm_cache_dtype model_type num_logits_to_keep pretraining_tp quantization_config torch_dtype torchscript
-    transformers.js_config transformers_version use_bfloat16 use_cache use_mamba_kernels"""
+    mamba_ssm_cache_dtype model_type num_logits_to_keep pretraining_tp quantization_config tf_legacy_loss torch_dtype
+    torchscript transformers.js_config transformers_version use_bfloat16 use_cache use_mamba_kernels"""
 # Models with a table of positions read max_position_embeddings.
 TOKENS = """cls_token_id force_bos_token_to_be_generated mask_token_id max_position_embeddings prefix sep_token_id
     task_specific_params tokenizer_class unk_token_id"""

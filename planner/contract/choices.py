@@ -173,7 +173,8 @@ class LayoutField:
             raise ValueError(f"must be a list of {', '.join(known)}; got {value!r:.40}")
         for name in [value] if single else value:
             if str(name) not in known:
-                due = f"one of {', '.join(known)}" if single else f"some of {', '.join(known)}, or none"
+                none = ", or none" if self.kind is OverlapSet else ""
+                due = f"one of {', '.join(known)}" if single else f"some of {', '.join(known)}{none}"
                 raise ValueError(f"must be {due}; got {str(name)!r:.40}")
         number: int = self.kind(value)
         return number

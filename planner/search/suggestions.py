@@ -78,12 +78,14 @@ def legal_batches(
 
 
 def changes_text(changes: list[dict[str, Any]], fixed: FixedAxes) -> list[str]:
-    """Return a line for each of the first changes: `use --tp 2 instead of --tp 4`."""
+    """Return a line for each of the first changes: `use --tp 2 instead of --tp 4`, `drop --overlap tensor`."""
     lines = []
     for change in changes[:LISTED]:
-        old = fixed_text({name: fixed[name] for name in change})
-        emptied = all(isinstance(value, ModuleSet | OverlapSet) and not value for value in change.values())
-        lines.append(f"drop {old}" if emptied else f"use {fixed_text(change)} instead of {old}")
+        empty = {name for name, value in change.items() if isinstance(value, ModuleSet | OverlapSet) and not value}
+        kept = {name: value for name, value in change.items() if name not in empty}
+        parts = [f"use {fixed_text(kept)} instead of {fixed_text({name: fixed[name] for name in kept})}"] * bool(kept)
+        parts += [f"drop {fixed_text({name: fixed[name] for name in change if name in empty})}"] * bool(empty)
+        lines.append(", and ".join(parts))
     return lines
 
 

@@ -82,6 +82,8 @@ def test_modules_to_recompute_are_named_as_megatron_core_does(
             ["moe"],
             "[recompute-modules]\ndrop --recompute-modules moe\n",
         ),
+        (["moe", "--tp", "3"], "\nuse --tp 2 instead of --tp 3, and drop --recompute-modules moe\n"),
+        (["none"], "shared_experts, moe; got 'none'\n"),
         (["mlp", "--recompute", "full"], "names mlp [recompute-modules]"),
     ],
 )
