@@ -53,7 +53,7 @@ clean:  ## remove everything that make made; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# .installing is there until all is done, so an install that was cut short is begun anew.
+# .installing exists until the installation is complete; if one was interrupted, the next `make` removes it and starts again.
 .venv: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt

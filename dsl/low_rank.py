@@ -34,5 +34,5 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """The factor of x A B."""
+        """Return the factor on the product x A B that an adapter adds: alpha / rank."""
         return self.alpha / self.rank

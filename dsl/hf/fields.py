@@ -158,7 +158,7 @@ class Config:
                 yield name
 
     def unused(self) -> Iterator[str]:
-        """Yield the fields of training that were not read and are not 0, as `name = value`, also of objects inside."""
+        """Yield the unread training fields that are not 0, those of nested objects too, as `name = value`."""
         for name, value in self.fields.items():
             if name in self.parts:
                 yield from (f"{name}.{inner}" for inner in self.parts[name].unused())

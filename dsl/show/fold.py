@@ -138,7 +138,7 @@ def _best_repeat(signatures: Sequence[_Signature]) -> tuple[int, int]:
 def _repetitions(signatures: Sequence[_Signature], length: int) -> int:
     """Return how often the first `length` items occur consecutively.
 
-    Over all repetitions, each read must have one distance or one node name.
+    A repetition counts if each of its reads has the distance, or the node name, that it has in the first one.
     """
     head, times = signatures[:length], 1
     same = [(True, True) for signature in head for _ in signature.reads]

@@ -113,7 +113,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _command_of(raw: dict[str, Any], where: str) -> str:
-    """Return the command that makes a plan of another version anew, as far as its fields tell."""
+    """Return the `plan` command that replaces a plan of another version, with the options that its fields give."""
     try:
         w, cluster = raw["workload"], raw["cluster"]
         kind = cluster["source"] or cluster["device"]["name"]

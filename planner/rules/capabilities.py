@@ -285,11 +285,14 @@ def caveats(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) 
     case = (layout, graph, workload, cluster)
     own, export = runtime_violations(*case), export_violations(*case)
     found = [f"`megaloom train` cannot run this plan: {_refusal(v)}" for v in own]
-    if not own and (nodes := unfused_cores(graph, layout, workload, cluster)):
-        found.append(
-            f"`megaloom train` has no fused kernel for the core of {nodes[0].name} ({len(nodes)} such layers): it "
-            "computes attention by blocks of queries and scans by chunks. The prediction includes the slower kernels."
-        )
+    nodes = () if own else unfused_cores(graph, layout, workload, cluster)
+    attention = [n for n in nodes if any(isinstance(v.op, Attend) for v, *_ in primitives(n.value))]
+    for unfused, how in ((attention, "blocks of queries"), ([n for n in nodes if n not in attention], "chunks")):
+        if unfused:
+            found.append(
+                f"`megaloom train` has no fused kernel for {unfused[0].name} (layers of this kind: {len(unfused)}). It "
+                f"computes {'attention' if unfused is attention else 'scans'} by {how}, and the prediction includes it."
+            )
     return (*found, *(f"Exports to Megatron-LM are refused: {_refusal(v)}" for v in export))
 
 

@@ -30,7 +30,7 @@ from .candidate_space import FixedAxes, unchecked_layouts
 from .candidates import Candidates
 from .pricing import PartitionedLayout, Pricer
 from .reasons import deficit_text
-from .suggestions import changes_text, fixed_text, legal_batches, legal_changes, value_text
+from .suggestions import changes_text, fixed_text, legal_batches, legal_changes
 
 OF_A_STEP = {rule.id for rule in STEP_RULES}
 MAX_ILLEGAL = 2000  # illegal layouts that are compared for the one that is nearest to legal
@@ -134,7 +134,7 @@ def _other_values(pricer: Pricer, fixed: FixedAxes) -> Iterator[Change]:
         if (partition := fitting(pricer, others)) is not None:
             any_fits = True
             yield (
-                f"{name} {value_text(getattr(partition.layout, name))} instead of {value_text(fixed[name])}",
+                f"{fixed_text({name: getattr(partition.layout, name)})} instead of {fixed_text({name: fixed[name]})}",
                 partition,
             )
     if not any_fits and len(fixed) > 1 and (partition := fitting(pricer, {})) is not None:
@@ -163,20 +163,20 @@ def _less_headroom(pricer: Pricer, nearest: Partition) -> ChangedPricers:
     nbytes = pricer.cluster.device.nbytes
     headroom = int(100 * (1 - (nearest.deficit + nearest.problem.memory_limit) / nbytes)) / 100
     if 0 <= headroom < pricer.headroom:
-        yield f"a memory headroom of {headroom:.0%}", _with(pricer, headroom=headroom)
+        yield f"--memory-headroom {headroom:.0%}", _with(pricer, headroom=headroom)
 
 
 def _lower_precision(pricer: Pricer) -> ChangedPricers:
     """Yield bf16 in place of fp32."""
     if pricer.workload.precision is Precision.FP32:
-        yield "bf16", _with(pricer, workload=evolve(pricer.workload, precision=Precision.BF16))
+        yield "--precision bf16", _with(pricer, workload=evolve(pricer.workload, precision=Precision.BF16))
 
 
 def _more_devices(pricer: Pricer, fixed: FixedAxes) -> ChangedPricers:
     """Yield larger clusters of the same device, unless dp is fixed."""
     for times in GROWTH if "dp" not in fixed else ():
         if larger := _devices(pricer.cluster, pricer.cluster.count * times, pricer.cluster.kind):
-            yield str(larger), _with(pricer, cluster=larger)
+            yield f"--gpus {larger}", _with(pricer, cluster=larger)
 
 
 def _larger_devices(pricer: Pricer) -> ChangedPricers:
@@ -186,7 +186,7 @@ def _larger_devices(pricer: Pricer) -> ChangedPricers:
     larger = [kind for kind, device in devices.items() if device.nbytes > now.device.nbytes]
     for kind in sorted(larger, key=lambda kind: devices[kind].nbytes):
         if other := _devices(now, now.count, kind):
-            yield str(other), _with(pricer, cluster=other)
+            yield f"--gpus {other}", _with(pricer, cluster=other)
 
 
 def _shorter_sequences(pricer: Pricer) -> ChangedPricers:
@@ -195,7 +195,7 @@ def _shorter_sequences(pricer: Pricer) -> ChangedPricers:
     for divisor in SHORTER:
         if seq % divisor == 0:
             shorter = evolve(pricer.workload, seq=seq // divisor)
-            yield f"a sequence of {shorter.seq:,}", _with(pricer, workload=shorter)
+            yield f"--seq {shorter.seq}", _with(pricer, workload=shorter)
 
 
 def _devices(now: Cluster, count: int, kind: str) -> Cluster | None:

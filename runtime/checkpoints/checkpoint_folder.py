@@ -135,7 +135,7 @@ def latest(run: Path, *, fingerprint: str, damaged: Mapping[str, str] = NONE_DAM
 
     Sizes of files are checked, contents are not. damaged: by name of a folder, a file whose contents have changed.
 
-    Raise CheckpointError if all are damaged, or it belongs to another model: starting anew would overwrite it. A
+    Raise CheckpointError if all are damaged, or it belongs to another model: starting again at step 0 would overwrite it. A
     fingerprint of an older form is not compared here; then `load` compares the names and shapes of all weights.
     """
     problems: list[CheckpointError] = []
@@ -300,5 +300,5 @@ def _has_size(path: Path, nbytes: int) -> bool:
 def unusable(folder: Path, problem: str) -> str:
     """Return the message for a checkpoint that cannot be used."""
     older = [path for path in checkpoint_folders(folder.parent) if path < folder]
-    start = f"continue from {older[-1].name}" if older else "start anew"
+    start = f"continue from {older[-1].name}" if older else "start at step 0"
     return f"checkpoint {folder} {problem}\nremove that folder to {start}, or choose another one with --out"

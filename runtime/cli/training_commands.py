@@ -67,7 +67,7 @@ def train_by_plan(
     split
         Shares of training, validation and test of indexed datasets. [default: 969,30,1]
     epochs
-        Train for so many visits of the training text, instead of --steps.
+        Passes over the training text, instead of --steps.
     weights
         A Hugging Face folder with the initial weights: config.json and safetensors. Or a checkpoint of Megatron-LM.
         [default: random weights]
@@ -123,7 +123,7 @@ def make_dataset(
 ) -> None:
     """Tokenize text into an indexed dataset, OUTPUT.bin and OUTPUT.idx, that `megaloom train --data OUTPUT` reads.
 
-    A command that was stopped goes on where it was when it is repeated.
+    After an interruption, repeat the command: it continues where it stopped.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ def make_dataset(
     tokenizer
         A tokenizer.json, a SentencePiece *.model, a Hugging Face folder, or "bytes".
     train_vocab
-        Train a BPE tokenizer of so many tokens on the sources.
+        Train a BPE tokenizer with this number of tokens on the sources.
     key
         Key of the text, or of the messages of a conversation, in JSONL, Parquet and datasets.
     workers

@@ -36,7 +36,7 @@ Run = Callable[[DecodingNode, Mapping[str, Tensor], Rows], Tensor]
 
 @frozen(eq=False)
 class Decoder:
-    """The nodes of this rank, with their weights."""
+    """Decoding graph, and the nodes of this rank's stage with their weights."""
 
     graph: DecodingGraph
     bounds: tuple[int, ...]  # the first node of each stage, then the number of nodes

@@ -29,7 +29,7 @@ class Kept(Protocol):
 class Columns:
     """Tensors [rows, heads, columns, channels] that grow by a column for each position, such as keys and values.
 
-    window: only so many last columns are kept; None keeps all.
+    window: the number of last columns that are kept; None keeps all.
     """
 
     buffers: tuple[Tensor, ...]  # with room for more columns

@@ -64,7 +64,7 @@ def write_batch(
 
 
 def begin_batch(decoder: Decoder, prompts: Sequence[Prompt], copies: int) -> tuple[Tensor | None, Rows]:
-    """Return logits and state after the prompts, with so many rows of each prompt after one another.
+    """Return logits and state after the prompts: `copies` consecutive rows for each prompt.
 
     Prompts of equal lengths run together, so that none is padded.
     """

@@ -61,7 +61,7 @@ class GenerationSettings:
     temperature: float = field(default=1.0, validator=_positive)
     """Logits are divided by it. With --do-sample."""
     top_k: int | None = field(default=None, validator=_at_least(1))
-    """Draw from the so many most probable tokens. With --do-sample. [default: all]"""
+    """Draw from the K most probable tokens only. With --do-sample. [default: all]"""
     top_p: float = field(default=1.0, validator=_share)
     """Draw from the fewest most probable tokens that have this probability together. With --do-sample."""
     num_beams: int = field(default=1, validator=_at_least(1))

@@ -211,7 +211,7 @@ def _failure(rank: int, error: BaseException) -> Failure:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error is that of a rank that has lost another one, or waited for it in vain."""
+    """Return True if an error means that the rank lost its connection to another one, or timed out waiting for it."""
     return isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
 
 

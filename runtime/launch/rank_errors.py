@@ -43,7 +43,7 @@ def only_waited(failures: Sequence[Failure]) -> bool:
 
 
 def hang_text(ranks: Sequence[int], timeout: timedelta, stack: str) -> str:
-    """Return the text of the error for ranks that others have waited for in vain."""
+    """Return the text of the error for ranks for which the others waited until the timeout."""
     where = f"; stack:\n{stack}" if stack else ", and its process does not answer: it may be stopped"
     others = f" ({names_of(ranks)} hang)" if len(ranks) > 1 else ""
     waited = f"{timeout / timedelta(minutes=1):g} min (--distributed-timeout-minutes)"

@@ -203,14 +203,14 @@ def test_when_nothing_fits_the_nearest_miss_is_told() -> None:
     assert "no layout of llama3-70b on 8xH100 fits the memory" in text
     assert "pipeline rank 0 needs" in text
     assert "GiB more than" in text
-    assert "\n24xH100 fits: " in text
-    assert "\n8xB200 fits: " in text
+    assert "\n--gpus 24xH100 fits: " in text
+    assert "\n--gpus 8xB200 fits: " in text
     for message in re.findall(r"fits: (.*)", text):  # as one would lay it out: tensor parallelism stays in a node
         assert all(int(tp) <= 8 for tp in re.findall(r"tp(\d+)", message))
 
 
 def test_however_many_devices_it_takes() -> None:
-    with pytest.raises(UserError, match=r"\n96xH100 fits: "):
+    with pytest.raises(UserError, match=r"\n--gpus 96xH100 fits: "):
         planned(llama3_405b(), "1xH100", Workload(seq=4096, batch=1))
 
 
@@ -221,16 +221,16 @@ def test_every_kind_of_change_is_tried() -> None:
             plan(llama3_8b(), cluster(machine), work, ref="tests:model", fixed=fixed, headroom=headroom)
         return str(raised.value)
 
-    assert re.search(r"\na memory headroom of \d+% fits: ", missed("8xH100", headroom=0.8))
-    assert re.search(r"\n1xB\d00 fits: mbs1", missed("1xH100"))
-    assert re.search(r"\na sequence of [\d,]+ fits: ", missed("8xH100", seq=2**20))
+    assert re.search(r"\n--memory-headroom \d+% fits: ", missed("8xH100", headroom=0.8))
+    assert re.search(r"\n--gpus 1xB\d00 fits: mbs1", missed("1xH100"))
+    assert re.search(r"\n--seq \d+ fits: ", missed("8xH100", seq=2**20))
     both = missed("2xH100", headroom=0.2, tp=1, pp=1)
     assert "on 2xH100 with --tp 1 --pp 1 fits the memory" in both
-    assert "\n8xH100 fits: dp8 " in both
+    assert "\n--gpus 8xH100 fits: dp8 " in both
 
 
 def test_freeing_what_is_fixed_is_the_smallest_change() -> None:
-    with pytest.raises(UserError, match=r"recompute selective instead of none fits: mbs1 recompute"):
+    with pytest.raises(UserError, match=r"\n--recompute selective instead of --recompute none fits: mbs1 recompute"):
         planned(DENSE, small("1xH100", 17), Workload(seq=768, batch=1), recompute="none")
 
 
