@@ -135,8 +135,8 @@ def latest(run: Path, *, fingerprint: str, damaged: Mapping[str, str] = NONE_DAM
 
     Sizes of files are checked, contents are not. damaged: by name of a folder, a file whose contents have changed.
 
-    Raise CheckpointError if all are damaged, or it belongs to another model: starting again at step 0 would overwrite it. A
-    fingerprint of an older form is not compared here; then `load` compares the names and shapes of all weights.
+    Raise CheckpointError if all are damaged, or it belongs to another model: a run from step 0 would overwrite it.
+    A fingerprint of an older form is not compared here; then `load` compares the names and shapes of all weights.
     """
     problems: list[CheckpointError] = []
     checkpoint = None

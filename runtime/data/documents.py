@@ -1,7 +1,7 @@
 """Documents of a source: text files, JSONL, Parquet, or a folder that the library `datasets` has saved.
 
-`chunks_of(source)` cuts a source into chunks of about CHUNK_NBYTES, the same chunks each time, and `read_chunk` yields the documents
-of one. So chunks can be tokenized in any order by any number of processes.
+`chunks_of(source)` cuts a source into chunks of about CHUNK_NBYTES, the same chunks each time, and `read_chunk` yields
+the documents of one. So chunks can be tokenized in any order by any number of processes.
 """
 
 from __future__ import annotations

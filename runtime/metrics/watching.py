@@ -15,8 +15,7 @@ class Watching:
     """Trace of a step, and trackers that take the metrics of a run."""
 
     profile: int | None = None
-    """A step whose times on all ranks are written to RUN/trace-step-N.json.gz, beside the predicted ones. See
-    `megaloom compare`."""
+    """Record the times of this step on all ranks in RUN/trace-step-N.json.gz, which `megaloom compare` reads."""
     tensorboard: bool = False
     """Write metrics for TensorBoard, into RUN/tensorboard."""
     tensorboard_dir: Path | None = None
