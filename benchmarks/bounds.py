@@ -58,8 +58,8 @@ def _mean_of_one_chunk(pp: Any, vpp: Any, m: Any, group: Any) -> Any:
 def _balanced(name: str) -> Callable[..., BalancedBounds]:
     """Return `balanced_bounds` without one of its columns."""
 
-    def weaker(balance: Any, bounds: Any, bounded: Any) -> BalancedBounds:
-        whole = balanced_bounds(balance, bounds, bounded)
+    def weaker(balance: Any, bounds: Any, bounded: Any, limit: Any) -> BalancedBounds:
+        whole = balanced_bounds(balance, bounds, bounded, limit)
         plain = {
             "expected_seconds": whole.seconds,
             "nbytes": bounded.nbytes,
@@ -83,6 +83,9 @@ REMOVALS = {
         balanced_partition, "_recompute_seconds", lambda _, bounded, __: bounded.seconds
     ),
     "balanced seconds": Removal(balanced_partition, "_one_chunk_seconds", lambda _, bounded, __: bounded.seconds),
+    "slowest_within_limit": Removal(
+        balanced_partition, "slowest_within_limit", lambda _, __, ___, slowest, *____: slowest
+    ),
     "expected seconds": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("expected_seconds")),
     "balanced bytes": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("nbytes")),
     "capped stages": Removal(best_first.balanced_partition, "balanced_bounds", _balanced("least_nbytes")),

@@ -24,6 +24,7 @@ from megaloom.planner.pipeline import schedules
 from . import interleaved_memory, pipeline
 from .base_costs import NODE_COST_FIELDS, PLAIN
 from .lower_bounds import BoundedLayouts, LowerBounds
+from .one_chunk_memory import slowest_within_limit
 
 # Share of the balanced partition's bound that an interleaved layout is expected to need once the partitioner has moved
 # its stage boundaries: the gain is 1.6 % on average (partition/local_search.py), and hardly ever more than this where
@@ -44,14 +45,17 @@ class BalancedBounds:
     least_nbytes: Rows  # lower bound of it, for every partition that the partitioner may choose
 
 
-def balanced_bounds(balance: Balance, lower_bounds: LowerBounds, bounded: BoundedLayouts) -> BalancedBounds:
+def balanced_bounds(
+    balance: Balance, lower_bounds: LowerBounds, bounded: BoundedLayouts, limit: float
+) -> BalancedBounds:
     """Return closer bounds of these layouts; `balance` gives the balanced partitions of several layouts.
 
-    Bounds: see `_one_chunk_seconds` and `_capped_nbytes`. Interleaved layouts keep the bound of seconds that they have.
+    limit: bytes of a rank. Bounds: see `_one_chunk_seconds`, `slowest_within_limit`, `_recompute_seconds` and
+    `_capped_nbytes`. Where no partition fits, `least_nbytes` is above the limit.
     """
     x = bounded.layouts
     stages, seconds, nbytes = x.pp * x.vpp, bounded.seconds.copy(), bounded.nbytes.copy()
-    expected, least = np.zeros(len(bounded)), bounded.nbytes.copy()
+    expected, least, structure = np.zeros(len(bounded)), bounded.nbytes.copy(), lower_bounds.cache.structure
     first, which = alike(*(getattr(x, name) for name in (*NODE_COST_FIELDS, *RECOMPUTE_FIELDS)), stages)
     layouts = [x[i] for i in first.tolist()]
     partitions = balance(layouts)
@@ -73,8 +77,14 @@ def balanced_bounds(balance: Balance, lower_bounds: LowerBounds, bounded: Bounde
             part, table = bounded.take(mine), row[which[mine]]
             nbytes[mine] = np.maximum(nbytes[mine], _peak_nbytes(lower_bounds, part, sums[table], extra[table]))
             if pp == count:
-                one_chunk = _one_chunk_seconds(lower_bounds, part, sums[table])
-                seconds[mine] = np.maximum(seconds[mine], one_chunk)
+                stage = slowest[table]
+                if len(full := np.flatnonzero(nbytes[mine] > limit)) and not structure.shared_weights:
+                    runtime = lower_bounds.costs.runtime_nbytes[part.base[full]]
+                    rows = (part.layouts.take(full), tables, table[full], stage[full], runtime)
+                    stage[full] = slowest_within_limit(*rows, lower_bounds.cache.job, limit)
+                least[mine] = np.where(stage < inf, least[mine], np.maximum(least[mine], limit + 1))
+                stage = np.where(stage < inf, stage, slowest[table])
+                seconds[mine] = np.maximum(seconds[mine], _one_chunk_seconds(lower_bounds, part, stage))
                 continue
             seconds[mine] = np.maximum(seconds[mine], _recompute_seconds(lower_bounds, part, through[table]))
             if lower_bounds.many[count]:
@@ -94,16 +104,15 @@ def _interleaved_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, sum
     return seconds
 
 
-def _one_chunk_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, sums: Rows) -> Rows:
-    """Return a lower bound of layouts without interleaving, for every partition.
+def _one_chunk_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, slowest: Rows) -> Rows:
+    """Return a lower bound of layouts without interleaving, for every partition that fits the memory limit.
 
-    Bound: step ≥ max(m t, T + 2 (p − 1) h + (m − 1 − (min(p, m) − 1) φ) t) + A, with t the slowest stage of the
-    balanced partition. The slowest stage of every partition takes t or more, and the argument of
-    `first_backward_multiple` holds for its rank.
+    Bound: step ≥ max(m t, T + 2 (p − 1) h + (m − 1 − (min(p, m) − 1) φ) t) + A, with t = `slowest` seconds that the
+    slowest stage of every such partition takes at least. The argument of `first_backward_multiple` holds for its rank.
     """
     x, m = bounded.layouts, bounded.layouts.microbatches(lower_bounds.cache.workload.batch)
     costs = lower_bounds.costs
-    slowest, later_ranks = sums[..., STEP_COLUMNS].sum(axis=2).max(axis=1), np.minimum(x.pp, m) - 1
+    later_ranks = np.minimum(x.pp, m) - 1
     through = costs.seconds[bounded.base, PLAIN] + 2 * (x.pp - 1) * costs.send_seconds[bounded.base]
     waiting = through + (m - 1 - later_ranks * costs.forward_share[bounded.base]) * slowest
     seconds: Rows = np.maximum(waiting, m * slowest) + bounded.after

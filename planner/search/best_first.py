@@ -186,8 +186,9 @@ class Frontier:
         batch = BoundedLayouts.joined([part.take(slice(n)) for part, n in pairs if n])
         self._set_opened([part.take(slice(n, None)) if n else part for part, n in pairs])
         pricer = self.candidates.pricer
-        bounds = balanced_partition.balanced_bounds(pricer.balance_all, self.candidates.lower_bounds, batch)
-        each = (bounds.nbytes <= pricer.capacity, bounds.expected_seconds, bounds.least_nbytes <= pricer.capacity)
+        limit, lower_bounds = pricer.capacity, self.candidates.lower_bounds
+        bounds = balanced_partition.balanced_bounds(pricer.balance_all, lower_bounds, batch, limit)
+        each = (bounds.nbytes <= limit, bounds.expected_seconds, bounds.least_nbytes <= limit)
         rows = zip(bounds.seconds.tolist(), *(column.tolist() for column in each), strict=True)
         for i, (seconds, *row) in enumerate(rows):  # infeasible ones too: which layouts are opened next depends on them
             self.push(seconds, BalancedLayout(pricer, batch.layouts, i, *row))

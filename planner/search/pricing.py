@@ -85,7 +85,6 @@ class Pricer:
     _levelled: dict[tuple[object, ...], StageBounds] = field(factory=dict, init=False)
     _feasible: dict[Layout, bool] = field(factory=dict, init=False)
     _too_few: dict[Layout, int] = field(factory=dict, init=False)  # recompute_layers with which a layout does not fit
-    _too_large: dict[Layout, int] = field(factory=dict, init=False)  # micro-batch with which a layout does not fit
 
     def __attrs_post_init__(self) -> None:
         self.structure = model_structure(self.graph)
@@ -188,24 +187,11 @@ class Pricer:
         return lean.recompute_layers > self._too_few[key]
 
     def _may_fit(self, layout: Layout, even: Partition | None = None) -> bool:
-        """Return `PartitionProblem.feasible` of a layout.
-
-        Without interleaving, rank r has min(p - r, m) micro-batches in flight, of bytes in proportion to their size b.
-        m b is constant: a larger micro-batch needs no less memory. The least one that does not fit is remembered.
-        """
-        if layout in self._feasible:
-            return self._feasible[layout]
-        shared = bool(self.structure.shared_weights)
-        unsized = evolve(layout, micro_batch=1) if layout.vpp == 1 and not shared else layout
-        largest = self._too_large.get(unsized, layout.micro_batch + 1)
-        fits = False
-        if layout.micro_batch < largest:
-            even = even or self._even(layout)
-            fits = even.problem.feasible(even.bounds) or (shared and self._refine(even).fits)
-            if not fits:
-                self._too_large[unsized] = layout.micro_batch
-        self._feasible[layout] = fits
-        return fits
+        """Return `PartitionProblem.feasible` of a layout. Where weights are shared, the planner's partition may fit."""
+        if layout not in self._feasible:
+            even, shared = even or self._even(layout), bool(self.structure.shared_weights)
+            self._feasible[layout] = even.problem.feasible(even.bounds) or (shared and self._refine(even).fits)
+        return self._feasible[layout]
 
     @property
     def capacity(self) -> int:

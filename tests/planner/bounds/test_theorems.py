@@ -24,6 +24,7 @@ from megaloom.planner import bounds
 from megaloom.planner.bounds import balanced_partition, interleaved_memory, lower_bounds, pipeline
 from megaloom.planner.bounds.end_of_step import end_of_step_bound
 from megaloom.planner.bounds.lower_bounds import LowerBounds
+from megaloom.planner.bounds.one_chunk_memory import slowest_within_limit
 from megaloom.planner.bounds.rank_memory import in_flight_means, least_rank_memory
 from megaloom.planner.bounds.simulated_step import step_lower_bound
 from megaloom.planner.contract.choices import Recompute
@@ -178,8 +179,21 @@ def _large_batch(c: Case) -> bool:
 
 
 def _balanced(c: Case) -> bool:
-    bounds = balanced_partition.balanced_bounds(c.pricer.balance_all, c.bounds, c.bounds.bound(c.one, c.base))
+    bounded = c.bounds.bound(c.one, c.base)
+    bounds = balanced_partition.balanced_bounds(c.pricer.balance_all, c.bounds, bounded, c.pricer.capacity)
     return bounds.seconds[0] <= c.priced.seconds * ABOVE and bounds.least_nbytes[0] <= c.peak * (1 + 1e-6)
+
+
+def _slowest_within_limit(c: Case) -> bool:
+    """The partition of the case fits into its own peak."""
+    x, costs = c.layout, c.bounds.costs
+    if x.vpp > 1 or c.pricer.structure.shared_weights:
+        return True
+    ((table, stages),) = c.pricer.balance_all([x])
+    fastest = table.stage_sums(stages)[:, STEP_COLUMNS].sum(axis=1).max(keepdims=True)
+    job = c.pricer.cost_cache.job
+    slowest = slowest_within_limit(c.one, [table], c.base, fastest, costs.runtime_nbytes, job, c.peak)
+    return bool(fastest[0] <= slowest[0] <= max(c.priced.partition.seconds) * ABOVE)
 
 
 def _capped_activations(c: Case) -> bool:
@@ -246,6 +260,7 @@ THEOREMS: dict[str, Callable[[Case], bool]] = {
     "balanced_bounds": _balanced,
     "least_rank_memory": _least_rank,
     "interleaved_nbytes": _interleaved_nbytes,
+    "slowest_within_limit": _slowest_within_limit,
     "capped_activations": _capped_activations,
     "largest_stages": _largest_stages,
     "step_lower_bound": lambda c: step_lower_bound(c.priced.partition) <= c.priced.seconds * ABOVE,
