@@ -49,11 +49,16 @@ def descend(cuts: Indices, score: Score, donors: Donors) -> Indices:
         if not len(candidates):
             break
         scores = score(candidates)
-        best = int(scores.argmin())
+        best = _first(scores <= scores.min() * TOLERANCE)
         if scores[best] * TOLERANCE >= least:
             break
         least, cuts = float(scores[best]), candidates[best]
     return cuts
+
+
+def _first(among: NDArray[np.bool_]) -> int:
+    """Return the first index that is True. Of equal scores it is the same however a processor rounds sums."""
+    return int(among.argmax())
 
 
 @lru_cache(maxsize=1024)
@@ -131,8 +136,9 @@ def _slowest_donors(stages: SegmentSums, ranks: int) -> Donors:
 
     def donors(cuts: Indices) -> Indices:
         seconds = stages(cuts[:-1], cuts[1:])
-        rank = int(seconds.reshape(-1, ranks).sum(axis=0).argmax())
-        return np.array(sorted({*range(rank, len(seconds), ranks), int(seconds.argmax())}))
+        of_ranks = seconds.reshape(-1, ranks).sum(axis=0)
+        rank, stage = (_first(x * TOLERANCE >= x.max()) for x in (of_ranks, seconds))
+        return np.array(sorted({*range(rank, len(seconds), ranks), stage}))
 
     return donors
 
@@ -195,7 +201,8 @@ def _speed_up(stages: SegmentSums, cuts: Indices, limit: MemoryLimit) -> Indices
         return np.where(near.deficit(candidates) > 0, inf, _near_maximum(seconds))
 
     def donors(cuts: Indices) -> Indices:
-        return np.array([stages(cuts[:-1], cuts[1:]).argmax()])
+        seconds = stages(cuts[:-1], cuts[1:])
+        return np.array([_first(seconds * TOLERANCE >= seconds.max())])
 
     faster = descend(cuts, score, donors)
     return cuts if limit.deficit(faster[None])[0] > 0 else faster
@@ -216,5 +223,6 @@ def _best(stages: SegmentSums, candidates: Indices, limit: MemoryLimit, cap: flo
         return None
     good = np.flatnonzero(slowest <= slowest.min() * TOLERANCE)
     seconds = seconds[good].reshape(len(good), limit.chunks, limit.ranks)
-    chosen: Indices = candidates[good[step_score(seconds, seconds.max()).argmin()]]
+    scores = step_score(seconds, seconds.max())
+    chosen: Indices = candidates[good[_first(scores <= scores.min() * TOLERANCE)]]
     return chosen
