@@ -61,7 +61,6 @@ from megaloom.dsl.ops.weight import (
 )
 from megaloom.dsl.sharding_table import Sharded
 
-from .adapters import Adapted
 from .combine import (
     Block,
     Each,
@@ -77,8 +76,8 @@ from .dims import (
     Sizes,
 )
 from .errors import ShapeError, UserError
+from .files.json_form import fingerprint, graph_to_json
 from .graph import Graph, Model, graph, model, without_loss
-from .json_form import fingerprint, graph_to_json
 from .layer import (
     Chain,
     Given,
@@ -88,8 +87,9 @@ from .layer import (
 )
 from .low_rank import LoRA
 from .node import Node, Slot
-from .packing import packed
-from .repetition import Repeat, repeat
+from .transforms.adapters import Adapted
+from .transforms.packing import packed
+from .transforms.repetition import Repeat, repeat
 from .value import (
     Affine,
     Clamp,

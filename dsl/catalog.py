@@ -22,8 +22,8 @@ from megaloom.dsl.hf.architectures import (
 
 from .errors import UserError, short_path
 from .example_modules import example_modules, hyphenated
+from .files.model_file import is_model_file, load_model
 from .graph import Model
-from .model_file import is_model_file, load_model
 from .settings.arguments import Arguments, checked_arguments
 from .settings.reference import label, split_reference, with_arguments
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from attrs import frozen
 
-from megaloom.dsl.adapters import RANK, AdapterSlots, adapter_slots
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model
 from megaloom.dsl.node import Slot
+from megaloom.dsl.transforms.adapters import RANK, AdapterSlots, adapter_slots
 
 from .lora_targets import WEIGHT, matrix_modules
 from .tensor_layout import StoredTensor, weight_layout

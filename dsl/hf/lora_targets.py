@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 
 from attrs import frozen
 
-from megaloom.dsl.adapters import adapted, matrices
 from megaloom.dsl.errors import UserError, did_you_mean
 from megaloom.dsl.graph import Model, graph
 from megaloom.dsl.layer import Layer
@@ -14,6 +13,7 @@ from megaloom.dsl.layers.attention import Attention
 from megaloom.dsl.layers.moe import MoE
 from megaloom.dsl.low_rank import LoRA
 from megaloom.dsl.node import Node, Slot
+from megaloom.dsl.transforms.adapters import adapted, matrices
 
 from .architectures import fitting_readers
 from .tensor_names import Names, Square, checkpoint_tensors

@@ -20,7 +20,7 @@ from megaloom.dsl.graph import Model, graph
 from megaloom.dsl.layer import Layer
 from megaloom.dsl.node import Node, Slot
 from megaloom.dsl.ops.weight import Weight
-from megaloom.dsl.repetition import Repeat
+from megaloom.dsl.transforms.repetition import Repeat
 from megaloom.dsl.value import Value
 
 from .figures import (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megaloom.dsl.adapters import adapted
 from megaloom.dsl.catalog import find
 from megaloom.dsl.graph import Model
+from megaloom.dsl.transforms.adapters import adapted
 
 from .plans import Plan
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megaloom.dsl.files.json_form import fingerprint, is_current
 from megaloom.dsl.graph import Graph, Model, graph
-from megaloom.dsl.json_form import fingerprint, is_current
 from megaloom.planner.contract.plans import Plan, PlanError, plan_command
 from megaloom.planner.model.structure import model_structure
 

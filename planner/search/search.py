@@ -12,8 +12,8 @@ from time import perf_counter
 from attrs import define, field, frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_form import fingerprint
 from megaloom.dsl.graph import Model, graph
-from megaloom.dsl.json_form import fingerprint
 from megaloom.planner.contract.capability import assumed_environment, needs_flex_attention
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout

@@ -26,7 +26,7 @@ from attrs import evolve, field, frozen
 from cattrs.strategies import configure_union_passthrough
 
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.json_form import is_current
+from megaloom.dsl.files.json_form import is_current
 
 VERSION = 2
 """Version of the files and of the manifest. The manifest of version 1 has no checksum."""

@@ -46,7 +46,7 @@ def evaluate_last_checkpoint(
         Shares of training, validation and test of indexed datasets. [default: 969,30,1]
     """
     require_training_packages("evaluate")
-    from .evaluate_command import run_evaluate
+    from .commands.evaluate_command import run_evaluate
 
     run_evaluate(run, data, part, split)
 
@@ -93,7 +93,7 @@ def generate_text(
         Print a JSON object for each sequence: prompt, text, tokens, reason, score.
     """
     require_training_packages("generate")
-    from .generate_command import run_generate
+    from .commands.generate_command import run_generate
 
     chosen = None if precision is None else Precision(precision)
     files = (list(prompt), prompt_file)
@@ -126,7 +126,7 @@ def convert(
         Precision of the tensors. [default: that of the run]
     """
     require_training_packages("convert")
-    from .convert_command import run_convert
+    from .commands.convert_command import run_convert
 
     run_convert(run, to, output, config, None if precision is None else Precision(precision))
 
@@ -186,7 +186,7 @@ def show(
     html
         A file for a page with the drawing and the table.
     """
-    from .show_command import run_show
+    from .commands.show_command import run_show
 
     run_show(model, model_arguments(words, settings), seq, batch, source, precision, svg, html)
 

@@ -96,7 +96,7 @@ def train_by_plan(
         Minutes that ranks wait for one another before the run ends with an error.
     """
     require_training_packages("train")
-    from .train_command import chosen_model, run_train
+    from .commands.train_command import chosen_model, run_train
 
     load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
     options = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
@@ -143,7 +143,7 @@ def make_dataset(
         End each document with the tokenizer's end-of-text token.
     """
     require_training_packages("data")
-    from .data_command import run_data
+    from .commands.data_command import run_data
 
     run_data(sources, output, tokenizer, train_vocab, key, workers, append_eos)
 
@@ -162,7 +162,7 @@ def verify(plan: Path, /, *, steps: int = 3, seed: int = 1234) -> int:
         Seed of the initial weights and the tokens.
     """
     require_training_packages("verify")
-    from .train_command import run_verify
+    from .commands.train_command import run_verify
 
     return run_verify(plan, steps, seed)
 
@@ -185,7 +185,7 @@ def measure(
         The file for the profile.
     """
     require_training_packages("measure")
-    from .measure_command import run_measure
+    from .commands.measure_command import run_measure
 
     run_measure(gpus, output)
 

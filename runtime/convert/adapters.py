@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megaloom.dsl.adapters import RANK, adapter_slots
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph
 from megaloom.dsl.hf.adapter_tensors import adapted_modules, adapter_config
 from megaloom.dsl.hf.state_dict import joined
 from megaloom.dsl.hf.tensor_names import Names
 from megaloom.dsl.node import Slot
+from megaloom.dsl.transforms.adapters import RANK, adapter_slots
 from megaloom.runtime.weights.views import Box, View, concatenated, source
 
 from .hugging_face import published

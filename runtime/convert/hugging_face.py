@@ -14,12 +14,12 @@ from attrs import frozen
 from safetensors.torch import save_file
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_form import fingerprint
 from megaloom.dsl.graph import Model
 from megaloom.dsl.hf.architectures import open_config, reader
 from megaloom.dsl.hf.state_dict import to_checkpoint
 from megaloom.dsl.hf.tensor_layout import stored_tensors
 from megaloom.dsl.hf.tensor_names import Names
-from megaloom.dsl.json_form import fingerprint
 from megaloom.runtime.weights.kept_files import copy_files
 from megaloom.runtime.weights.tensor_folder import SHARD_INDEX, SINGLE
 from megaloom.runtime.weights.views import View, concatenated

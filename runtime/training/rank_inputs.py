@@ -12,7 +12,7 @@ import torch.distributed as dist
 from attrs import asdict
 
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.json_form import fingerprint
+from megaloom.dsl.files.json_form import fingerprint
 from megaloom.planner.contract.layout import flag_of
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan

@@ -16,9 +16,9 @@ from typing import Any
 from attrs import evolve, fields, frozen
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_form import fingerprint
+from megaloom.dsl.files.model_file import load_model, save_model
 from megaloom.dsl.graph import Graph, Model, graph
-from megaloom.dsl.json_form import fingerprint
-from megaloom.dsl.model_file import load_model, save_model
 from megaloom.planner.contract.plan_json import load as load_plan
 from megaloom.planner.contract.plan_json import save as save_plan
 from megaloom.planner.contract.planned_model import planned_model

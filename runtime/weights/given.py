@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from attrs import frozen
 
-from megaloom.dsl.comparison import OptionDifference, differing_options
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.comparison import OptionDifference, differing_options
 from megaloom.dsl.graph import Model
 from megaloom.dsl.hf.architectures import open_config, read, reader
 from megaloom.dsl.hf.state_dict import from_checkpoint

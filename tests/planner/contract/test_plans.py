@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaloom.dsl.catalog import find
-from megaloom.dsl.json_form import fingerprint
+from megaloom.dsl.files.json_form import fingerprint
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plan_json import load, plan_from_json, plan_to_json, save

@@ -25,7 +25,7 @@ from megaloom.dsl.layers.norms import RMSNorm
 from megaloom.dsl.ops.attention_core import Attend
 from megaloom.dsl.ops.rope import Rope
 from megaloom.dsl.ops.weight import ids, weight
-from megaloom.dsl.repetition import repeat
+from megaloom.dsl.transforms.repetition import repeat
 from megaloom.dsl.value import Value, apply, fn
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama

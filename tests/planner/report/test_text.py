@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaloom.dsl.catalog import find
+from megaloom.dsl.files.json_form import fingerprint
 from megaloom.dsl.graph import graph
-from megaloom.dsl.json_form import fingerprint
 from megaloom.dsl.show.printing import show
 from megaloom.planner.contract.choices import Recompute
 from megaloom.planner.contract.layout import Layout

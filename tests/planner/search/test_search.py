@@ -10,8 +10,8 @@ import pytest
 from attrs import evolve
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.json_form import fingerprint
 from megaloom.dsl.graph import Model, graph
-from megaloom.dsl.json_form import fingerprint
 from megaloom.examples.gpt2 import gpt, gpt2_xl
 from megaloom.examples.llama3 import (
     llama,

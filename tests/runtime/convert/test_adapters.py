@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megaloom.dsl import Model, UserError, fingerprint, graph, lora, read
-from megaloom.dsl.adapters import adapter_slots
 from megaloom.dsl.hf.architectures import open_config, reader
+from megaloom.dsl.transforms.adapters import adapter_slots
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.checkpoints.checkpoint_folder import latest

@@ -12,7 +12,7 @@ import pytest
 
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.json_form import fingerprint
+from megaloom.dsl.files.json_form import fingerprint
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.plans import Plan

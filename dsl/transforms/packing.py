@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from attrs import evolve
 
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import Model, graph
+from megaloom.dsl.layer import Layer
+from megaloom.dsl.ops.documents import DocumentIndices, documents
+from megaloom.dsl.ops.weight import Input, Weight
+from megaloom.dsl.rewriting import with_values
+from megaloom.dsl.value import Value, apply
+
 from .adapters import adapted
-from .errors import UserError
-from .graph import Model, graph
-from .layer import Layer
-from .ops.documents import DocumentIndices, documents
-from .ops.weight import Input, Weight
-from .rewriting import with_values
-from .value import Value, apply
 
 
 def packed(m: Model) -> Model:

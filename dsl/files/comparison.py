@@ -7,7 +7,8 @@ from typing import Any
 
 from attrs import frozen
 
-from .graph import Model, graph, without_loss
+from megaloom.dsl.graph import Model, graph, without_loss
+
 from .json_form import JSON, graph_to_json
 
 TRAINING_ONLY = frozenset({"dropout", "balance", "balance_over"})  # options that do not change what is computed

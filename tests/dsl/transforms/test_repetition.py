@@ -28,7 +28,7 @@ from megaloom.dsl import (
     residual,
     weight,
 )
-from megaloom.dsl.json_form import fingerprint, graph_to_json
+from megaloom.dsl.files.json_form import fingerprint, graph_to_json
 from megaloom.runtime.reference.interpret import interpret
 
 VOCAB, EMBED = Dim("vocab", 31), Dim("embed", 16)

@@ -11,13 +11,13 @@ from typing import ClassVar
 
 from attrs import evolve, field, frozen
 
-from .combine import Block
-from .errors import ShapeError
-from .layer import Layer, chain, held_values, op_name
-from .node import primitives
-from .ops.weight import Weight
-from .rewriting import rewritten
-from .value import Value
+from megaloom.dsl.combine import Block
+from megaloom.dsl.errors import ShapeError
+from megaloom.dsl.layer import Layer, chain, held_values, op_name
+from megaloom.dsl.node import primitives
+from megaloom.dsl.ops.weight import Weight
+from megaloom.dsl.rewriting import rewritten
+from megaloom.dsl.value import Value
 
 
 @frozen

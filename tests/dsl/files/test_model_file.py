@@ -8,8 +8,8 @@ import pytest
 from megaloom.dsl import costs, fingerprint, graph
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.json_form import graph_to_json
-from megaloom.dsl.model_file import load_model, model_from_json, model_to_json, save_model
+from megaloom.dsl.files.json_form import graph_to_json
+from megaloom.dsl.files.model_file import load_model, model_from_json, model_to_json, save_model
 from megaloom.dsl.sharding_table import Split
 from tests.support.paths import SUPPORT
 

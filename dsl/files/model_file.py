@@ -22,16 +22,17 @@ from typing import Any, ClassVar, NoReturn
 
 from attrs import NOTHING, asdict, field, fields, frozen, has
 
-from .adapters import adapted
-from .dims import Dim, DType, Shape
-from .errors import ShapeError, UserError
-from .graph import Model
+from megaloom.dsl.dims import Dim, DType, Shape
+from megaloom.dsl.errors import ShapeError, UserError
+from megaloom.dsl.graph import Model
+from megaloom.dsl.layer import Layer, held_values
+from megaloom.dsl.low_rank import LoRA
+from megaloom.dsl.ops.weight import INITIAL_STD
+from megaloom.dsl.sharding_table import Sharded
+from megaloom.dsl.transforms.adapters import adapted
+from megaloom.dsl.value import Op, Value
+
 from .json_form import BUILT_IN, JSON, dim_form, fingerprint, is_current
-from .layer import Layer, held_values
-from .low_rank import LoRA
-from .ops.weight import INITIAL_STD
-from .sharding_table import Sharded
-from .value import Op, Value
 
 VERSION = 2
 """Version of the file. 2: adapters."""

@@ -10,16 +10,16 @@ from math import prod
 
 from attrs import evolve, field, frozen
 
-from .dims import Dim
-from .errors import ShapeError
-from .graph import Model, graph
-from .layer import Layer, is_layer, op_name
-from .low_rank import LoRA, WeightGroups
-from .node import Slot, primitives
-from .ops.dot import Dot, dot
-from .ops.weight import Weight, weight
-from .rewriting import rewritten
-from .value import Value
+from megaloom.dsl.dims import Dim
+from megaloom.dsl.errors import ShapeError
+from megaloom.dsl.graph import Model, graph
+from megaloom.dsl.layer import Layer, is_layer, op_name
+from megaloom.dsl.low_rank import LoRA, WeightGroups
+from megaloom.dsl.node import Slot, primitives
+from megaloom.dsl.ops.dot import Dot, dot
+from megaloom.dsl.ops.weight import Weight, weight
+from megaloom.dsl.rewriting import rewritten
+from megaloom.dsl.value import Value
 
 RANK = "lora_rank"  # the dim between A and B
 

@@ -25,17 +25,17 @@ from typing import Any
 
 from attrs import NOTHING, fields, has
 
-from .dims import Dim, Shape
-from .errors import UserError
-from .graph import Graph, Model, graph, without_loss
-from .layer import Layer
-from .node import Node, primitives
-from .ops.weight import INITIAL_STD, Weight
-from .value import Op, Value
+from megaloom.dsl.dims import Dim, Shape
+from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import Graph, Model, graph, without_loss
+from megaloom.dsl.layer import Layer
+from megaloom.dsl.node import Node, primitives
+from megaloom.dsl.ops.weight import INITIAL_STD, Weight
+from megaloom.dsl.value import Op, Value
 
 # Raise it when the form changes, or when the mathematics of a built-in op or layer changes under an equal name.
 FORM_VERSION = 1
-BUILT_IN = (__package__ or "") + "."
+BUILT_IN = "megaloom.dsl."
 EXACT = 2**53  # whole floats up to here are written as integers
 
 JSON = dict[str, Any]

@@ -42,7 +42,7 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.catalog import examples
-from megaloom.dsl.json_form import FORM_VERSION, is_current
+from megaloom.dsl.files.json_form import FORM_VERSION, is_current
 from megaloom.examples.deepseek import deepseek_v3
 from tests.dsl.test_graph import programs
 from tests.support.examples import example

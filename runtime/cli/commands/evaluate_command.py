@@ -7,9 +7,8 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from megaloom.runtime.cli.printing import print_on_first_rank
 from megaloom.runtime.training.evaluation import RunEvaluation, evaluate_run
-
-from .printing import print_on_first_rank
 
 
 def run_evaluate(folder: Path, sources: list[str], part: str, split: str | None) -> None:

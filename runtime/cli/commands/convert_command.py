@@ -10,6 +10,7 @@ from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.checkpoints.checkpoint_folder import newest_intact
+from megaloom.runtime.cli.printing import print_on_first_rank
 from megaloom.runtime.convert.adapters import with_merged_adapters, write_adapters
 from megaloom.runtime.convert.checkpoint_views import tensor_views
 from megaloom.runtime.convert.hugging_face import DescribedModel, describe, write_folder
@@ -19,8 +20,6 @@ from megaloom.runtime.megatron.build_context import DTYPES
 from megaloom.runtime.training.run_folder import PLAN_NAME, is_run, plan_and_model
 from megaloom.runtime.weights.given import is_megatron
 from megaloom.runtime.weights.kept_files import CONFIG, KEPT
-
-from .printing import print_on_first_rank
 
 
 def run_convert(run: Path, to: str, output: Path, config: Path | None, precision: Precision | None) -> None:

@@ -15,8 +15,7 @@ from megaloom.dsl.show.outline import outline
 from megaloom.dsl.show.table import report
 from megaloom.dsl.show.tree import guides_for
 from megaloom.planner.contract.workload import Precision
-
-from .printing import print_on_first_rank
+from megaloom.runtime.cli.printing import print_on_first_rank
 
 LONGEST_SEQ = 4096
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from megaloom.runtime.cli.printing import print_on_first_rank
 from megaloom.runtime.data.description import TOKENIZER_SUFFIX, Description
 from megaloom.runtime.data.indexed import TOKENS, path_of
 from megaloom.runtime.data.preprocess import Preprocessing, ShowProgress, preprocess
-
-from .printing import print_on_first_rank
 
 
 def run_data(

@@ -16,9 +16,9 @@ from attrs import asdict
 
 from megaloom.dsl.catalog import file_name, find
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.files.model_file import is_model_file
 from megaloom.dsl.graph import graph
 from megaloom.dsl.hf.architectures import describes
-from megaloom.dsl.model_file import is_model_file
 from megaloom.dsl.settings.arguments import Arguments, as_words
 from megaloom.dsl.settings.reference import check_same
 from megaloom.planner.cli.adapter_options import AdapterOptions
@@ -36,6 +36,9 @@ from megaloom.planner.report.measured.measured_step import read_trace, with_pred
 from megaloom.planner.rules.plan_check import check_plan
 from megaloom.planner.search.search import plan as search
 from megaloom.runtime.checkpoints.checkpoint_folder import Retention, checkpoint_folders
+from megaloom.runtime.cli.defaults import DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY
+from megaloom.runtime.cli.printing import fail, print_on_first_rank
+from megaloom.runtime.cli.report import comparison_report, plan_report, summary_report
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.launch.rendezvous import join, started_by_launcher
@@ -46,10 +49,6 @@ from megaloom.runtime.training.run import train
 from megaloom.runtime.training.run_folder import PLAN_NAME, is_run, load_run
 from megaloom.runtime.training.verify import compare
 from megaloom.runtime.weights.kept_files import CONFIG
-
-from .defaults import DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY
-from .printing import fail, print_on_first_rank
-from .report import comparison_report, plan_report, summary_report
 
 DEFAULT_SEQ, DEFAULT_BATCH = 128, 32
 

@@ -23,7 +23,7 @@ from megaloom.dsl import (
 )
 from megaloom.dsl.catalog import find
 from megaloom.dsl.facts.parameters import parameters_text
-from megaloom.dsl.model_file import model_from_json, model_to_json
+from megaloom.dsl.files.model_file import model_from_json, model_to_json
 
 LLAMA = {"q_proj": 4096 + 4096, "k_proj": 4096 + 1024, "o_proj": 4096 + 4096, "down_proj": 14336 + 4096}
 
