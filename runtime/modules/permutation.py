@@ -1,7 +1,7 @@
 """Permutation of tokens to the order of their experts and back, where each token has `top_k` experts.
 
 megatron-core 0.16.1 adds the copies of a token to each other in memory, with atomic operations on bf16 numbers. Here
-the copies of a token are gathered and summed in one pass, in fp32 and in a fixed order.
+a GPU gathers and sums the copies of a token in one pass, in fp32 and in a fixed order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ class Permutation:
     """The order of the copies of tokens: by expert, then by token."""
 
     tokens: Tensor  # the token of each copy [copies]
-    copies: Tensor  # the positions of each token's copies [tokens, top_k]
 
 
 def permute(
@@ -44,9 +43,8 @@ def permute(
         return found
     by_expert = routing_map.T.contiguous()
     index = torch.arange(len(tokens), device=tokens.device).expand_as(by_expert).masked_select(by_expert)
-    order = Permutation(index, index.argsort(stable=True).view(len(tokens), -1))
     chosen = None if probs is None else probs.T.contiguous().masked_select(by_expert)
-    return _Copies.apply(tokens, order.tokens, order.copies), chosen, order
+    return _Copies.apply(tokens, index), chosen, Permutation(index)
 
 
 def unpermute(copies: Tensor, order: Permutation | Tensor, restore_shape: torch.Size, **rest: Any) -> Tensor:
@@ -55,30 +53,32 @@ def unpermute(copies: Tensor, order: Permutation | Tensor, restore_shape: torch.
         out: Tensor = moe_utils.unpermute(copies, order, restore_shape, **rest)
         return out
     assert rest.get("probs") is None, "experts multiply by the probabilities of their tokens"
-    out = _Sums.apply(copies, order.tokens, order.copies)
+    out = _Sums.apply(copies, order.tokens, restore_shape[0])
     return out
 
 
 class _Copies(torch.autograd.Function):
-    """Autograd function of `permute`."""
+    """Autograd function of `permute`. It saves the token of each copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, copies: Tensor) -> Tensor:
-        ctx.save_for_backward(copies)
+    def forward(ctx: Any, x: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.count = len(x)
         return x.index_select(0, tokens)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return compiled(_sums)(*gradients, *ctx.saved_tensors), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (tokens,) = ctx.saved_tensors
+        return _sums_by_token(gradients[0], tokens, ctx.count), None
 
 
 class _Sums(torch.autograd.Function):
-    """Autograd function of `unpermute`."""
+    """Autograd function of `unpermute`. It saves the token of each copy."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, tokens: Tensor, copies: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, tokens: Tensor, count: int) -> Tensor:
         ctx.save_for_backward(tokens)
-        return compiled(_sums)(y, copies)
+        return _sums_by_token(y, tokens, count)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -86,5 +86,16 @@ class _Sums(torch.autograd.Function):
         return gradients[0].index_select(0, tokens), None, None
 
 
-def _sums(y: Tensor, copies: Tensor) -> Tensor:
-    return y[copies].sum(1)
+def _sums_by_token(y: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """Return the sum of the copies [copies, embed] of each of `count` tokens, which have equally many.
+
+    A CPU adds them one after the other, in a fixed order and without a gathered tensor.
+    """
+    if not y.is_cuda:
+        return y.new_zeros(count, y.shape[1]).index_add_(0, tokens, y)
+    return compiled(gathered_sums)(y, tokens.argsort(stable=True).view(count, -1))
+
+
+def gathered_sums(y: Tensor, positions: Tensor) -> Tensor:
+    """Return the sum of the rows of y at each token's positions [tokens, top_k]."""
+    return y[positions].sum(1)

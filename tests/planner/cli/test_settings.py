@@ -9,7 +9,7 @@ from megaloom.dsl.catalog import find
 from megaloom.planner.contract.plan_json import load
 from megaloom.planner.rules.plan_check import check_plan
 from megaloom.runtime.cli import main as megaloom
-from megaloom.runtime.cli import train_command
+from megaloom.runtime.cli.commands import train_command
 from tests.planner.cli.test_plan import run
 
 SETTINGS = """

@@ -41,3 +41,10 @@ def test_tokens_with_a_capacity_are_permuted_by_megatron_core() -> None:
     copies, _, order = permutation.permute(torch.eye(3), chosen, num_out_tokens=chosen.sum())
     assert isinstance(order, Tensor)
     assert permutation.unpermute(copies, order, torch.Size([3, 3])).tolist() == [[1, 0, 0], [0, 2, 0], [0, 0, 0]]
+
+
+def test_a_gpu_sums_the_copies_that_a_cpu_adds() -> None:
+    tokens = torch.tensor([0, 2, 1, 2, 0, 1])  # by expert, then by token
+    y = torch.randn(len(tokens), EMBED, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sums = permutation.gathered_sums(y, tokens.argsort(stable=True).view(3, -1))
+    torch.testing.assert_close(sums, torch.zeros(3, EMBED, dtype=torch.float64).index_add(0, tokens, y))
