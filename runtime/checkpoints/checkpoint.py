@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -14,17 +15,17 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
-from megaloom.runtime.launch.agreement import agreed
+from megaloom.runtime.launch.agreement import agreed, gathered
 from megaloom.runtime.weights.safe_pickle import check_files, only_weights
 
 from .checkpoint_folder import (
     Checkpoint,
-    CheckpointError,
     Manifest,
     Retention,
-    crc32_of,
+    changed_files,
     first_sentence,
     latest,
+    newest_intact,
     unusable,
 )
 from .errors import checkpoint_errors
@@ -45,32 +46,20 @@ def save(engine: Stateful, run: Path, manifest: Manifest, retention: Retention =
     return saved.folder
 
 
-def newest_sound(run: Path, *, fingerprint: str) -> Checkpoint | None:
+def newest_on_ranks(run: Path, *, fingerprint: str) -> Checkpoint | None:
     """Return the newest checkpoint whose files are as they were saved, or None if there is none. Every rank calls it.
 
     Rank 0 chooses; each rank reads some of the files. Checkpoints that cannot be used are in `skipped`. Raise
     CheckpointError on all ranks if there are none but such, or they belong to another model.
     """
-    damaged: dict[str, str] = {}
-    while True:
-        found = [agreed(lambda: _choose(run, fingerprint, damaged), names_rank=False)]
-        dist.broadcast_object_list(found)
-        checkpoint = found[0]
-        if checkpoint is None:
-            return None
-        changed = agreed(partial(_changed_files, checkpoint))
-        gathered: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(gathered, changed)
-        if not any(gathered):
-            return checkpoint
-        damaged[checkpoint.folder.name] = next(name for part in gathered for name in part)
+    return newest_intact(run, fingerprint=fingerprint, find=_latest_on_ranks, changed=_changed_on_ranks)
 
 
 def load(engine: Stateful, checkpoint: Checkpoint) -> None:
     """Load a checkpoint, saved under any layout, into the engine's own layout. Every rank calls it.
 
     Raise CheckpointError if its tensors are not those of the engine, UserError if a file could run code. Its bytes are
-    not checked: `newest_sound` does.
+    not checked: `newest_on_ranks` does.
     """
     folder = checkpoint.folder
     # Without a comparable fingerprint, the checkpoint must have exactly the tensors of this model.
@@ -87,15 +76,19 @@ def load(engine: Stateful, checkpoint: Checkpoint) -> None:
     engine.load_state(state)
 
 
-def _choose(run: Path, fingerprint: str, damaged: dict[str, str]) -> Checkpoint | None:
-    """Return, on rank 0, the newest whole checkpoint that is not known to be damaged."""
-    return None if dist.get_rank() else latest(run, fingerprint=fingerprint, damaged=damaged)
+def _latest_on_ranks(run: Path, *, fingerprint: str, damaged: Mapping[str, str]) -> Checkpoint | None:
+    """Return what rank 0 finds with `latest`, on all ranks."""
+
+    def choose() -> Checkpoint | None:
+        return None if dist.get_rank() else latest(run, fingerprint=fingerprint, damaged=damaged)
+
+    found = [agreed(choose, names_rank=False)]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
-def _changed_files(checkpoint: Checkpoint) -> list[str]:
-    """Return those of this rank's share of the files whose contents are not those that were saved."""
-    files = sorted(checkpoint.manifest.files.items())[dist.get_rank() :: dist.get_world_size()]
-    try:
-        return [name for name, file in files if crc32_of(checkpoint.folder / name) != file.crc32]
-    except OSError as error:
-        raise CheckpointError(unusable(checkpoint.folder, f"cannot be read: {error.strerror}")) from None
+def _changed_on_ranks(checkpoint: Checkpoint) -> list[str]:
+    """Return the changed files of a checkpoint, of which each rank reads some."""
+    share = slice(dist.get_rank(), None, dist.get_world_size())
+    changed = agreed(partial(changed_files, checkpoint, share))
+    return [name for part in gathered(changed) for name in part]

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +36,7 @@ NO_SPACE = {errno.ENOSPC: "no space left on the device", errno.EDQUOT: "disk quo
 CONVERTER = cattrs.Converter()
 """Reads and writes manifests."""
 NONE_DAMAGED: Mapping[str, str] = {}
+ALL_FILES = slice(None)
 configure_union_passthrough(int | float | str | bool, CONVERTER)
 
 
@@ -164,14 +165,32 @@ def latest(run: Path, *, fingerprint: str, damaged: Mapping[str, str] = NONE_DAM
     return checkpoint
 
 
-def newest_intact(run: Path, *, fingerprint: str) -> Checkpoint | None:
-    """Return the newest checkpoint whose files have the contents that were saved; the rest is as for `latest`."""
+def changed_files(checkpoint: Checkpoint, share: slice = ALL_FILES) -> list[str]:
+    """Return the files whose contents are not those that were saved. share: those that are read, by order of names."""
+    files = sorted(checkpoint.manifest.files.items())[share]
+    try:
+        return [name for name, file in files if crc32_of(checkpoint.folder / name) != file.crc32]
+    except OSError as error:
+        raise CheckpointError(unusable(checkpoint.folder, f"cannot be read: {error.strerror}")) from None
+
+
+def newest_intact(
+    run: Path,
+    *,
+    fingerprint: str,
+    find: Callable[..., Checkpoint | None] = latest,
+    changed: Callable[[Checkpoint], Sequence[str]] = changed_files,
+) -> Checkpoint | None:
+    """Return the newest checkpoint whose files have the contents that were saved; the rest is as for `latest`.
+
+    find, changed: `latest` and `changed_files`, or what stands for them where several ranks share the work.
+    """
     damaged: dict[str, str] = {}
-    while found := latest(run, fingerprint=fingerprint, damaged=damaged):
-        changed = next((n for n, f in found.manifest.files.items() if crc32_of(found.folder / n) != f.crc32), None)
-        if changed is None:
+    while found := find(run, fingerprint=fingerprint, damaged=damaged):
+        files = changed(found)
+        if not files:
             return found
-        damaged[found.folder.name] = changed
+        damaged[found.folder.name] = files[0]
     return None
 
 

@@ -241,7 +241,7 @@ class Engine:
 
     def load(self, run: Path) -> int:
         """Load the last checkpoint of a run folder, saved under any layout, and return its step; 0 if there is none."""
-        if last := checkpoint.newest_sound(run, fingerprint=self.plan.fingerprint):
+        if last := checkpoint.newest_on_ranks(run, fingerprint=self.plan.fingerprint):
             self.state.loads_average = last.manifest.averaged
             checkpoint.load(self.state, last)
             self.saved = last.folder

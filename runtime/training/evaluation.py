@@ -104,7 +104,7 @@ def _evaluate_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText]) -> R
     from megaloom.runtime.checkpoints import checkpoint  # imports megatron-core, as does the next
     from megaloom.runtime.engine.engine import Engine
 
-    found = checkpoint.newest_sound(folder, fingerprint=plan.fingerprint)
+    found = checkpoint.newest_on_ranks(folder, fingerprint=plan.fingerprint)
     assert found, f"{folder} had a checkpoint"
     engine = Engine.build(plan, planned_model(plan), Recipe())
     checkpoint.load(engine.state, found)

@@ -50,7 +50,7 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
     `signals` holds the numbers of the signals that asked this rank to stop, as they arrive.
     """
     model = planned_model(run.plan)
-    resumed = checkpoint.newest_sound(run.folder, fingerprint=run.plan.fingerprint)
+    resumed = checkpoint.newest_on_ranks(run.folder, fingerprint=run.plan.fingerprint)
     recipe = run.recipe.continuing(resumed.manifest.recipe) if resumed else run.recipe
     given = open_weights(run.weights) if run.weights and not resumed else None
     engine = Engine.build(run.plan, model, recipe, run.steps, weights=given.of(model) if given else None)

@@ -77,7 +77,7 @@ def loaded(run: Path) -> tuple[int, list[list[float]]]:
     from megaloom.runtime.checkpoints import checkpoint
 
     table = Table(0)
-    result = checkpoint.newest_sound(run, fingerprint="1-feed")
+    result = checkpoint.newest_on_ranks(run, fingerprint="1-feed")
     assert result
     checkpoint.load(table, result)
     return table.done, table.share.tolist()
@@ -270,7 +270,7 @@ def sound(run: Path) -> tuple[str, tuple[str, ...]]:
     """On each rank: the name of the newest sound checkpoint, and the messages about newer ones."""
     from megaloom.runtime.checkpoints import checkpoint
 
-    found = checkpoint.newest_sound(run, fingerprint="1-feed")
+    found = checkpoint.newest_on_ranks(run, fingerprint="1-feed")
     return (found.folder.name, found.skipped) if found else ("", ())
 
 
