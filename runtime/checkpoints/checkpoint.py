@@ -20,7 +20,6 @@ from megaloom.runtime.weights.safe_pickle import check_files, only_weights
 
 from .checkpoint_folder import (
     Checkpoint,
-    Manifest,
     Retention,
     changed_files,
     first_sentence,
@@ -29,6 +28,7 @@ from .checkpoint_folder import (
     unusable,
 )
 from .errors import checkpoint_errors
+from .manifest import Manifest
 from .saver import Saver, Stateful
 
 DEFAULT_RETENTION = Retention()

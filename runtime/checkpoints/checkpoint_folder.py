@@ -1,7 +1,7 @@
-"""Checkpoints on disk: the manifest of each, and the messages about them. Free of torch.
+"""Checkpoints on disk: how they are found, read and checked, and the messages about them. Free of torch.
 
     run/step-000200/        complete, or absent: ranks write step-000200.tmp, and rank 0 renames it when all are done
-        checkpoint.json     the manifest, written last; it lists all other files with their sizes and CRCs
+        checkpoint.json     the manifest (`manifest.py`), written last
         ...                 files of megatron.core.dist_checkpointing (torch_dist format)
 
 A run folder belongs to one model. Checkpoints of another model are neither loaded nor overwritten.
@@ -17,68 +17,23 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 
 import cattrs
-from attrs import evolve, field, frozen
-from cattrs.strategies import configure_union_passthrough
+from attrs import evolve, frozen
 
 from megaloom.dsl.errors import UserError
-from megaloom.dsl.files.json_form import is_current
 
-VERSION = 2
-"""Version of the files and of the manifest. The manifest of version 1 has no checksum."""
-MANIFEST_NAME = "checkpoint.json"
+from .manifest import CONVERTER, MANIFEST_NAME, VERSION, Manifest, SavedFile, manifest_checksum, manifest_to_json
+
 FOLDER_NAME = re.compile(r"step-(\d{6,})(?:-loss-(\d+\.\d+|inf|nan))?")
 NO_SPACE = {errno.ENOSPC: "no space left on the device", errno.EDQUOT: "disk quota exceeded"}
-CONVERTER = cattrs.Converter()
-"""Reads and writes manifests."""
 NONE_DAMAGED: Mapping[str, str] = {}
 ALL_FILES = slice(None)
-configure_union_passthrough(int | float | str | bool, CONVERTER)
 
 
 class CheckpointError(UserError):
     """A checkpoint that is damaged, belongs to another model, or cannot be written."""
-
-
-@frozen
-class SavedFile:
-    """Size and checksum that a file of a checkpoint must have."""
-
-    nbytes: int
-    crc32: int
-
-
-@frozen(kw_only=True)
-class Manifest:
-    """The contents of checkpoint.json: model, progress, and all files of a checkpoint."""
-
-    version: int = VERSION
-    step: int
-    samples: int  # training samples consumed
-    model: str
-    fingerprint: str
-    data: str  # digest of the corpus
-    recipe: dict[str, float | str | bool]  # `Recipe.as_saved`
-    averaged: bool = False  # whether the checkpoint has averaged weights
-    validation_loss: float | None = None  # nats per token; None if it was not evaluated
-    layout: str  # the layout under which the checkpoint was saved
-    libraries: dict[str, str] = field(factory=lambda: {name: version(name) for name in ("torch", "megatron-core")})
-    files: dict[str, SavedFile] = field(factory=dict)  # by file name; `save` fills it in
-
-    @property
-    def folder_name(self) -> str:
-        """Return the name of the checkpoint's folder, such as step-000200 or step-000200-loss-1.2345."""
-        loss = "" if self.validation_loss is None else f"-loss-{self.validation_loss:.4f}"
-        return f"step-{self.step:06d}{loss}"
-
-    @property
-    def has_comparable_fingerprint(self) -> bool:
-        """Return whether `fingerprint` is a hash of the graph's current JSON form."""
-        return is_current(self.fingerprint)
 
 
 @frozen
@@ -118,17 +73,6 @@ class Retention:
         best = [c for _, c in sorted(by_loss, key=lambda pair: (pair[0] != pair[0], pair[0], -pair[1].manifest.step))]
         kept = {c.folder for c in (*whole[-self.last :], *best[: self.best])}
         return [c.folder for c in whole if c.folder not in kept]
-
-
-def manifest_to_json(manifest: Manifest) -> str:
-    """Return the text of checkpoint.json, with a checksum of all else that is in it."""
-    raw = CONVERTER.unstructure(manifest)
-    return json.dumps({**raw, "checksum": manifest_checksum(raw)}, indent=1)
-
-
-def manifest_checksum(raw: dict[str, object]) -> str:
-    """Return the checksum of the contents of checkpoint.json without it."""
-    return sha256(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def latest(run: Path, *, fingerprint: str, damaged: Mapping[str, str] = NONE_DAMAGED) -> Checkpoint | None:

@@ -29,7 +29,6 @@ from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.megatron import device
 
 from .checkpoint_folder import (
-    Manifest,
     Retention,
     Space,
     cannot_save,
@@ -37,6 +36,7 @@ from .checkpoint_folder import (
     publish,
 )
 from .errors import checkpoint_errors
+from .manifest import Manifest
 from .shard_writer import ShardWriter
 
 

@@ -20,7 +20,7 @@ from megaloom.dsl import Graph, Model, UserError, graph
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_trainable
 from megaloom.runtime.checkpoints import checkpoint
-from megaloom.runtime.checkpoints.checkpoint_folder import Manifest
+from megaloom.runtime.checkpoints.manifest import Manifest
 from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.build_context import make_build_context

@@ -19,15 +19,12 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.checkpoints.checkpoint_folder import (
     CheckpointError,
-    Manifest,
     Retention,
-    SavedFile,
     latest,
-    manifest_checksum,
-    manifest_to_json,
     newest_intact,
     read,
 )
+from megaloom.runtime.checkpoints.manifest import Manifest, SavedFile, manifest_checksum, manifest_to_json
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.optimizer.recipe import Recipe
 from tests.support.batches import next_token

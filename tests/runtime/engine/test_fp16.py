@@ -30,7 +30,8 @@ def sample(i: int) -> dict[str, torch.Tensor]:
 def curve(plan: Plan, recipe: Recipe, steps: int, folder: Path | None = None) -> list[Row]:
     """On each rank: train some steps; from the last checkpoint of a folder if there is one, else save one there."""
     from megaloom.runtime.checkpoints import checkpoint
-    from megaloom.runtime.checkpoints.checkpoint_folder import Manifest, latest
+    from megaloom.runtime.checkpoints.checkpoint_folder import latest
+    from megaloom.runtime.checkpoints.manifest import Manifest
     from megaloom.runtime.engine.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], recipe)

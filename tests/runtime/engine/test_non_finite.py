@@ -117,7 +117,8 @@ def test_what_is_not_finite_is_named_and_nothing_moves(case: str, plan_of: Any) 
 def skipping(plan: Plan, folder: Path, start: int) -> tuple[list[float], list[bool], int]:
     """On each rank: losses and skips of steps from `start` to 3; step 1 is poisoned, and saved after step 2."""
     from megaloom.runtime.checkpoints import checkpoint
-    from megaloom.runtime.checkpoints.checkpoint_folder import Manifest, latest
+    from megaloom.runtime.checkpoints.checkpoint_folder import latest
+    from megaloom.runtime.checkpoints.manifest import Manifest
     from megaloom.runtime.engine.engine import Engine
 
     engine = Engine.build(plan, find(plan.model)[0], evolve(RECIPE, skip_non_finite=1))

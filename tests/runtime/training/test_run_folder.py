@@ -18,7 +18,7 @@ from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
 from megaloom.runtime import train
-from megaloom.runtime.checkpoints.checkpoint_folder import Manifest, SavedFile, manifest_to_json
+from megaloom.runtime.checkpoints.manifest import Manifest, SavedFile, manifest_to_json
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.training.artefact import pack, unpack
 from megaloom.runtime.training.run_folder import load_run, save_run
