@@ -21,7 +21,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import speed_of
 from megaloom.runtime.checkpoints import checkpoint
-from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, Manifest
+from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint
 from megaloom.runtime.checkpoints.saver import Saver
 from megaloom.runtime.data.part import DataPart, Window
 from megaloom.runtime.engine.engine import Engine
@@ -29,10 +29,7 @@ from megaloom.runtime.engine.results import EvaluationResult
 from megaloom.runtime.megatron import device
 from megaloom.runtime.metrics.display import InterruptibleConsole, ProgressDisplay, loss_text, progress_display
 from megaloom.runtime.metrics.metrics_file import METRICS_NAME, MetricsFile, StepMetrics
-from megaloom.runtime.metrics.slow_ranks import FIRST_STEP, SlowRanks
-from megaloom.runtime.metrics.stage_time import StageTime
-from megaloom.runtime.metrics.step_times import StepRecorder, gathered_units, stage_times
-from megaloom.runtime.metrics.trace_file import trace_path, write_trace
+from megaloom.runtime.metrics.recorded_steps import RecordedSteps
 from megaloom.runtime.metrics.trackers import open_trackers
 from megaloom.runtime.metrics.watching import Watching
 from megaloom.runtime.optimizer.weight_update import NonFiniteError
@@ -40,6 +37,7 @@ from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .failures import ended_if_stuck
 from .initial_weights import open_weights
+from .resuming import resume_notes
 from .run_data import sample_of
 from .training_run import RECENT_STEPS, Summary, TrainingRun
 
@@ -93,27 +91,21 @@ class Loop:
     saver: Saver = field(init=False)
     steps: list[StepMetrics] = field(factory=list, init=False)
     start: float = field(factory=time.monotonic, init=False)
-    start_step: int = field(init=False)
-    slow_ranks: SlowRanks = field(init=False)
-    stage_times: tuple[StageTime, ...] = field(default=(), init=False)
-    trace: Path | None = field(default=None, init=False)
+    recorded: RecordedSteps = field(init=False)
 
     @maker.default
     def _maker(self) -> SampleMaker:
         return SampleMaker.of(self.engine.graph, self.run.plan.workload.seq, self.run.corpus.ids)
-
-    @start_step.default
-    def _start_step(self) -> int:
-        return self.engine.done
 
     @samples.default
     def _samples(self) -> int:
         """Return the samples that were consumed before this run."""
         return self.resumed.manifest.samples if self.resumed else 0
 
-    @slow_ranks.default
-    def _slow_ranks(self) -> SlowRanks:
-        return SlowRanks(self.engine.groups.pp_rank)
+    @recorded.default
+    def _recorded(self) -> RecordedSteps:
+        run = self.run
+        return RecordedSteps(self.engine, run.folder, last_step=run.recipe.steps, profile=run.watching.profile)
 
     @saver.default
     def _saver(self) -> Saver:
@@ -126,7 +118,8 @@ class Loop:
     def run_to_end(self) -> Summary:
         """Train to the last step, or until a signal asks to stop."""
         run, engine = self.run, self.engine
-        self._print_resumed()
+        for line in resume_notes(self.resumed, run, engine.recipe) if self.resumed else ():
+            self.display.print(line)
         self.saver.remove_unfinished()
         held_out, test, stopped = None, None, 0
         validation = run.corpus.validation
@@ -154,7 +147,7 @@ class Loop:
     def _train_step(self) -> None:
         workload, first = self.run.plan.workload, self.samples
         batch = self.run.recipe.batch_at(first, workload.batch)
-        recorder = self._recorder()
+        recorder = self.recorded.recorder()
         with recorder.recording() if recorder else nullcontext():
             start = time.monotonic()
             try:
@@ -163,8 +156,8 @@ class Loop:
                 self._finish_save()
                 raise UserError(f"{error}\n{self._diverged()}") from None
             seconds = time.monotonic() - start
-        if recorder:
-            self._take_times(recorder)
+        for line in self.recorded.take(recorder) if recorder else ():
+            self.display.print(line)
         self.samples += batch
         speed = speed_of(self.run.plan, seconds, batch)
         step = StepMetrics(
@@ -180,29 +173,6 @@ class Loop:
         self.steps.append(step)
         self.metrics.write("step", **asdict(step))
         self.display.show_step(step)
-
-    def _recorder(self) -> StepRecorder | None:
-        """Return a recorder for the profiled step, an early one, whose times the summary shows, and those compared."""
-        step, profiled = len(self.steps) + 1, self.engine.done + 1 == self.run.watching.profile
-        early = step == min(FIRST_STEP, self.run.recipe.steps - self.start_step)
-        return (
-            StepRecorder(self.engine, nodes=profiled) if profiled or early or self.slow_ranks.compares(step) else None
-        )
-
-    def _take_times(self, recorder: StepRecorder) -> None:
-        """Keep the times of a recorded step, name slow ranks, and write the trace if it is the profiled step."""
-        if self.slow_ranks.compares(len(self.steps) + 1) and (line := self.slow_ranks.take(recorder.units())):
-            self.display.print(line)
-        profiled = self.engine.done == self.run.watching.profile
-        if self.stage_times and not profiled:
-            return
-        ranks = gathered_units(recorder)
-        self.stage_times = self.stage_times or stage_times(ranks)
-        if profiled:
-            self.trace = trace_path(self.run.folder, self.engine.done)
-            if dist.get_rank() == 0:
-                write_trace(self.run.folder, self.run.plan, self.engine.done, ranks)
-            self.display.print(f"step {self.engine.done}  trace {self.trace}")
 
     def _largest_peak(self) -> int:
         """Return the peak memory of the rank with the most, until now."""
@@ -282,39 +252,6 @@ class Loop:
             self._finish_save()
         return int(numbers[0]), bool(numbers[1])
 
-    def _print_resumed(self) -> None:
-        """Print the checkpoint that the run starts from, and what has changed since."""
-        if not self.resumed:
-            return
-        for problem in self.resumed.skipped:
-            self.display.print(f"skipped: {problem}")
-        saved, steps = self.resumed.manifest, self.run.recipe.steps
-        progress = "the finished run" if saved.step >= steps else f"step {saved.step} of {steps}"
-        self.display.print(f"resumed from {progress} ({self.resumed.folder})")
-        if self.run.weights:
-            self.display.print(f"--from {self.run.weights} is not read again: this run has started from it, or without")
-        if not saved.has_comparable_fingerprint:
-            self.display.print("saved by an earlier megaloom: its weights have the names and shapes of this model's")
-        if saved.layout != str(self.run.plan.layout):
-            self.display.print(f"layout: saved under {saved.layout}, now {self.run.plan.layout}")
-        if changed := self._changed_options(saved):
-            self.display.print(f"recipe: {changed}")
-        end = self.engine.recipe.schedule_end
-        if self.engine.recipe.schedule.has_end and end is not None and end < steps:
-            self.display.print(
-                f"learning rate: its schedule ends at step {end}; --decay-steps {steps} would stretch it"
-            )
-        if saved.data != self.run.corpus.digest:
-            self.display.print(f"data: not the text of step {saved.step}, or its files have changed since")
-
-    def _changed_options(self, saved: Manifest) -> str:
-        recipe = self.engine.recipe.as_saved()
-        return ", ".join(
-            f"{name.replace('_', '-')} was {_shown(value)}, is now {_shown(recipe[name])}"
-            for name, value in saved.recipe.items()
-            if name != "steps" and name in recipe and value != recipe[name]
-        )
-
     def _summary(self, held_out: EvaluationResult | None, test: EvaluationResult | None, stopped: int) -> Summary:
         assert self.saved, "a run ends with a checkpoint"
         validation = self.run.corpus.validation if self.maker.objective.predicts_text else None
@@ -339,15 +276,11 @@ class Loop:
             counted=self.maker.counted_word,
             peak_nbytes=tuple(peaks),
             checkpoint=self.saved,
-            stage_times=self.stage_times,
-            trace=self.trace,
+            stage_times=self.recorded.stage_times,
+            trace=self.recorded.trace,
         )
 
 
 def _means(rows: list[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each term of some steps."""
     return {name: statistics.mean(row[name] for row in rows) for name in (rows[0] if rows else {})}
-
-
-def _shown(value: float | str | bool) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value).lower()
