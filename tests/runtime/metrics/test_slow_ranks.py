@@ -8,9 +8,13 @@ import pytest
 from rich.console import Console
 
 from megaloom.planner.contract.layout import Layout
-from megaloom.runtime.metrics import display, slow_ranks
-from megaloom.runtime.metrics.slow_ranks import RankTimes, SlowRanks, slow_line
-from megaloom.runtime.metrics.step_times import Unit
+from megaloom.runtime.megatron import device
+
+device.prepare()
+
+from megaloom.runtime.metrics import display, slow_ranks  # noqa: E402
+from megaloom.runtime.metrics.slow_ranks import RankTimes, SlowRanks, slow_line  # noqa: E402
+from megaloom.runtime.metrics.step_times import Unit  # noqa: E402
 
 
 def rank(number: int, stage: int, *seconds: float) -> RankTimes:
