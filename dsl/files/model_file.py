@@ -14,13 +14,10 @@ import json
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from fractions import Fraction
-from functools import cache
-from importlib import import_module
 from pathlib import Path
-from sys import modules
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
-from attrs import NOTHING, asdict, field, fields, frozen, has
+from attrs import NOTHING, asdict, fields, has
 
 from megaloom.dsl.dims import Dim, DType, Shape
 from megaloom.dsl.errors import ShapeError, UserError
@@ -28,27 +25,16 @@ from megaloom.dsl.graph import Model
 from megaloom.dsl.layer import Layer, held_values
 from megaloom.dsl.low_rank import LoRA
 from megaloom.dsl.ops.weight import INITIAL_STD
-from megaloom.dsl.sharding_table import Sharded
 from megaloom.dsl.transforms.adapters import adapted
 from megaloom.dsl.value import Op, Value
 
-from .json_form import BUILT_IN, JSON, dim_form, fingerprint, is_current
+from .built_in import built_in_kinds, is_built_in
+from .json_form import JSON, dim_form, fingerprint, is_current
+from .loaded_layer import LoadedLayer, loaded_kind
 
 VERSION = 2
 """Version of the file. 2: adapters."""
 READ = (1, VERSION)
-
-
-@frozen
-class LoadedLayer(Layer):
-    """A layer that was not built in, read from a file. Its body has been applied; its code is unknown."""
-
-    shown: str
-    number: int = field(repr=False)  # of the layer in its file: equal layers have one number
-    held: tuple[Value, ...] = field(default=(), repr=False)  # weights and other values in its fields
-
-    def __str__(self) -> str:
-        return self.shown
 
 
 def model_to_json(m: Model) -> JSON:
@@ -148,7 +134,7 @@ class _Writer:
     def op(self, op: Op) -> int:
         """Return the position of an op in `ops`."""
         if id(op) not in self.numbers:
-            form = self.own_layer(op) if isinstance(op, Layer) and not _built_in(op) else self.fields(op)
+            form = self.own_layer(op) if isinstance(op, Layer) and not is_built_in(op) else self.fields(op)
             self.numbers[id(op)] = len(self.ops)
             self.ops.append(form)
         return self.numbers[id(op)]
@@ -170,7 +156,7 @@ class _Writer:
 
     def fields(self, it: Any) -> JSON:
         """Return the class name of an op or attrs value with its changed fields."""
-        if not has(type(it)) or not _built_in(it):
+        if not has(type(it)) or not is_built_in(it):
             _refuse(it)
         out = {f.name: getattr(it, f.name) for f in fields(type(it)) if f.init}
         defaults = {f.name: f.default for f in fields(type(it))}
@@ -237,13 +223,13 @@ class _Reader:
     def own_layer(self, form: JSON) -> LoadedLayer:
         """Return a layer that was not built in."""
         splits = tuple((name, self.form(entry)) for name, entry in form["splits"].items())
-        kind = _loaded_kind(str(form["own"]), splits, bool(form["transparent"]), bool(form["module"]))
+        kind = loaded_kind(str(form["own"]), splits, bool(form["transparent"]), bool(form["module"]))
         held = tuple(self.values[_position(i)] for i in form["held"])
         return kind(str(form["shown"]), _position(form["number"]), held, at=str(form["at"]))
 
     def fields(self, form: JSON) -> Any:
         """Return an op or attrs value of a class of megaloom.dsl."""
-        kind = _kinds()[form["kind"]]
+        kind = built_in_kinds()[form["kind"]]
         if "enum" in form:
             return kind(form["enum"])
         return kind(**{name: self.form(value) for name, value in form["fields"].items()})
@@ -294,49 +280,6 @@ def _dim(form: Any) -> Dim:
         case [name, None, str(share), [*of]]:
             return Dim(name, None, Fraction(share), tuple(map(_dim, of)))
     raise ValueError(f"{form!r:.40} is not a dim")
-
-
-@cache
-def _loaded_kind(
-    name: str, splits: tuple[tuple[str, str | Sharded], ...], transparent: bool, module: bool
-) -> type[LoadedLayer]:
-    """Return the class of loaded layers with this name and these shard policies."""
-    body: dict[str, Any] = {"splits": dict(splits), "transparent": transparent, "__module__": "loaded"}
-    return type(name, (_WithModule if module else LoadedLayer,), body)
-
-
-class _WithModule(LoadedLayer):
-    """A layer that was declared with a torch module of its own."""
-
-    named_in_errors: ClassVar[bool] = True
-
-    def module(self, context: object) -> NoReturn:
-        """Raise UserError: the file has no torch module."""
-        raise UserError(
-            f"{self} was declared with a torch module of its own ({self.at}), which model.json does not hold\n"
-            "give the model's source instead of the run folder: megaloom train file.py:name --out FOLDER"
-        )
-
-
-@cache
-def _kinds() -> dict[str, type]:
-    """Return the ops, layers and values of megaloom.dsl by class name."""
-    found = [kind for kind in vars(import_module("megaloom.dsl")).values() if isinstance(kind, type)]
-    todo: list[type] = [Op]
-    while todo:
-        subclasses: list[type] = todo.pop().__subclasses__()
-        todo, found = todo + subclasses, found + subclasses
-    known = {kind.__name__: kind for kind in found if kind.__module__.startswith(BUILT_IN) and _is_current(kind)}
-    return {name: kind for name, kind in known.items() if has(kind) or issubclass(kind, Enum)}
-
-
-def _is_current(kind: type) -> bool:
-    """Return False for a class that attrs has replaced by one with slots."""
-    return getattr(modules.get(kind.__module__), kind.__name__, None) is kind
-
-
-def _built_in(it: object) -> bool:
-    return type(it).__module__.startswith(BUILT_IN) and type(it).__name__ in _kinds()
 
 
 def _refuse(it: object) -> NoReturn:
