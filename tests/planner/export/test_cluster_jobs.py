@@ -1,16 +1,21 @@
-"""Jobs of `megaloom train`: each has the fields that its program knows, and starts the plan on all its machines."""
+"""Jobs of `megaloom train`: its program's schema or parser accepts each, and it starts the plan on all its machines."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from attrs import evolve
+from kubeflow.training import ApiClient
 
 from megaloom.dsl import UserError
 from megaloom.planner.contract.layout import Layout
@@ -20,57 +25,56 @@ from megaloom.planner.export.target import Target
 from tests.support.exported import case, plan_with
 from tests.support.limits import LIMIT
 
-# Fields that we use, with the type of each. Kubeflow: kubeflow.org_pytorchjobs.yaml of training-operator 1.8 and the
-# pod specification of Kubernetes; * stands for a name of the user's. SkyPilot: docs/source/reference/yaml-spec.rst.
-POD = {
-    "containers": [
-        {
-            "name": str,
-            "image": str,
-            "workingDir": str,
-            "command": [str],
-            "resources": {"limits": {"*": int}},
-            "volumeMounts": [{"name": str, "mountPath": str}],
-        }
-    ],
-    "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}, "emptyDir": {"medium": str}}],
-}
-REPLICAS = {"replicas": int, "restartPolicy": str, "template": {"spec": POD}}
-PYTORCH_JOB = {
-    "apiVersion": str,
-    "kind": str,
-    "metadata": {"name": str},
-    "spec": {
-        "runPolicy": {"cleanPodPolicy": str, "backoffLimit": int},
-        "pytorchReplicaSpecs": {"Master": REPLICAS, "Worker": REPLICAS},
-    },
-}
-SKY_TASK = {
-    "name": str,
-    "workdir": str,
-    "num_nodes": int,
-    "resources": {"accelerators": str},
-    "file_mounts": {"*": {"name": str, "mode": str}},
-    "setup": str,
-    "run": str,
-}
-SBATCH = {"--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--exclusive", "--output"}  # man sbatch
+SLURM_CONF = """\
+ClusterName=test
+SlurmctldHost=localhost
+AuthType=auth/none
+GresTypes=gpu
+MessageTimeout=1
+TCPTimeout=1
+SlurmctldTimeout=1
+NodeName=node[1-128] Gres=gpu:8
+PartitionName=test Nodes=ALL Default=YES
+"""
+CHECK_SKY_TASK = """
+import json, sys
+from sky.utils import common_utils, schemas
+task = json.load(sys.stdin)
+common_utils.validate_schema(task, schemas.get_task_schema())
+common_utils.validate_schema(task["resources"], schemas.get_resources_schema())
+for store in task["file_mounts"].values():
+    common_utils.validate_schema(store, schemas.get_storage_schema())
+"""
 
 
-def unknown(value: Any, schema: Any, where: str = "") -> list[str]:
-    """Return the fields of a document that a schema does not have, or whose type is another."""
-    if isinstance(schema, type):
-        return [] if type(value) is schema else [f"{where}: {value!r}"]
-    if isinstance(schema, list):
-        return [p for item in value for p in unknown(item, schema[0], where)] if isinstance(value, list) else [where]
-    if not isinstance(value, dict):
-        return [where]
-    known = {key: schema.get(key, schema.get("*")) for key in value}
-    return [
-        problem
-        for key, below in known.items()
-        for problem in ([f"{where}.{key}"] if below is None else unknown(value[key], below, f"{where}.{key}"))
-    ]
+def check_pytorch_job(job: Any) -> None:
+    """Raise an error unless the models of Kubeflow's and Kubernetes' clients hold every field of a PyTorchJob."""
+    client = ApiClient()
+    held = client.sanitize_for_serialization(
+        client.deserialize(SimpleNamespace(data=json.dumps(job)), "KubeflowOrgV1PyTorchJob")
+    )
+    for replicas in held["spec"]["pytorchReplicaSpecs"].values():
+        limits = replicas["template"]["spec"]["containers"][0]["resources"]["limits"]
+        limits["nvidia.com/gpu"] = int(limits["nvidia.com/gpu"])  # a quantity, which the client makes a string
+    assert held == job
+
+
+def check_sky_task(task: Any, home: Path) -> None:
+    """Raise an error unless SkyPilot's schemas accept a task. SkyPilot writes files into `home` when it is imported."""
+    command = [sys.executable, "-c", CHECK_SKY_TASK]
+    env = {**os.environ, "HOME": str(home)}
+    done = subprocess.run(command, input=json.dumps(task), env=env, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+
+
+def check_slurm_job(script: str, folder: Path) -> None:
+    """Raise an error unless sbatch accepts the options of a job, which it parses before it looks for a controller."""
+    (folder / "job.sh").write_text(script)
+    (folder / "slurm.conf").write_text(SLURM_CONF)
+    env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+    command = ["sbatch", "--test-only", str(folder / "job.sh")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+    assert "Unable to contact slurm controller" in done.stderr, done.stderr
 
 
 def started(command: list[str], folder: Path, **variables: str) -> list[str]:
@@ -93,7 +97,7 @@ def test_a_pytorch_job_starts_the_plan_on_all_pods(tmp_path: Path) -> None:
     plan, model = case("deepseek-v3")
     assert cut_for(Target.KUBERNETES, plan, model) is plan
     job = yaml.safe_load(export_plan(plan, model, Target.KUBERNETES, "plans/a plan.json"))
-    assert unknown(job, PYTORCH_JOB) == []
+    check_pytorch_job(job)
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert re.fullmatch("[a-z0-9]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
     replicas = job["spec"]["pytorchReplicaSpecs"]
@@ -118,19 +122,41 @@ def test_one_machine_needs_no_workers() -> None:
 def test_a_sky_task_starts_the_plan_on_all_nodes(tmp_path: Path) -> None:
     plan, model = case("deepseek-v3")
     task = yaml.safe_load(export_plan(plan, model, Target.SKYPILOT, "a plan.json"))
-    assert unknown(task, SKY_TASK) == []
+    check_sky_task(task, tmp_path)
     assert (task["num_nodes"], task["resources"]) == (128, {"accelerators": "GB200:4"})
     given = {"SKYPILOT_NODE_RANK": "5", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
     told = started(["bash", "-euc", task["run"]], tmp_path, **given)
     assert told == [*words(5, "10.0.0.1", "29500", "a plan.json"), "--out", "/runs/deepseek-v3"]
 
 
-def test_a_slurm_job_has_options_of_sbatch() -> None:
+@pytest.mark.skipif(shutil.which("sbatch") is None, reason="no sbatch (Debian: slurm-client)")
+def test_sbatch_accepts_a_slurm_job(tmp_path: Path) -> None:
     plan, model = case("llama3-8b")
-    script = export_plan(plan, model, Target.SLURM)
-    options = {line.split()[1].partition("=")[0] for line in script.splitlines() if line.startswith("#SBATCH")}
-    assert options == SBATCH
-    subprocess.run(["bash", "-n", "-c", script], check=True, timeout=LIMIT)
+    for made in (plan, evolve(plan, runtime=Runtime.MEGATRON)):
+        script = export_plan(made, model, Target.SLURM)
+        check_slurm_job(script, tmp_path)
+        for wrong in (script.replace("--gpus-per-node=", "--gpu-per-node="), script.replace("--nodes=", "--nodes=x")):
+            with pytest.raises(AssertionError, match=r"unrecognized option|not a valid node count"):
+                check_slurm_job(wrong, tmp_path)
+
+
+def test_bash_parses_a_slurm_job() -> None:
+    plan, model = case("llama3-8b")
+    subprocess.run(["bash", "-n", "-c", export_plan(plan, model, Target.SLURM)], check=True, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("field", ["cleanPodPolicy", "restartPolicy", "workingDir", "emptyDir", "mountPath"])
+def test_a_misspelt_field_of_a_pytorch_job_is_found(field: str) -> None:
+    text = export_plan(*case("deepseek-v3"), Target.KUBERNETES)
+    with pytest.raises((AssertionError, ValueError)):
+        check_pytorch_job(yaml.safe_load(text.replace(f"{field}:", f"{field}s:")))
+
+
+@pytest.mark.parametrize("field", ["num_nodes", "accelerators", "mode"])
+def test_a_misspelt_field_of_a_sky_task_is_found(field: str, tmp_path: Path) -> None:
+    text = export_plan(*case("deepseek-v3"), Target.SKYPILOT)
+    with pytest.raises(AssertionError, match=f"did you mean '{field}'"):
+        check_sky_task(yaml.safe_load(text.replace(f"{field}:", f"{field}s:")), tmp_path)
 
 
 @pytest.mark.parametrize("target", [Target.KUBERNETES, Target.SKYPILOT])
