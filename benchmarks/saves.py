@@ -2,8 +2,8 @@
 
     python -m benchmarks.saves plan.json [FOLDER]
 
-It saves three times each way into FOLDER (by default a temporary one), with training steps between. The first
-asynchronous save also allocates pinned host memory. Steps during which a thread writes are timed apart.
+It saves three times each way into FOLDER (by default a temporary one), with training steps between: three, or as many
+as run until all threads have written. The first asynchronous save also allocates pinned host memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def main() -> int:
             times = launcher.run(time_saves, (plan, run, asynchronous), plan.layout.world)[0]
             size = sum(path.stat().st_size for path in run.rglob("*") if path.is_file()) / 2**30
             step, meanwhile = (statistics.median(s or [0.0]) for s in (times.steps, times.steps_meanwhile))
-            print(f"  {size:.2f} GiB; a step takes {step:.3f} s, during a save {meanwhile:.3f} s", flush=True)
+            during = f", during a save {meanwhile:.3f} s" if asynchronous else ""
+            print(f"  {size:.2f} GiB; a step takes {step:.3f} s{during}", flush=True)
     return 0
 
 
@@ -53,6 +54,7 @@ def time_saves(plan: Plan, run: Path, asynchronous: bool) -> Times:
     from megaloom.runtime.checkpoints.checkpoint_folder import Retention
     from megaloom.runtime.checkpoints.saver import Saver
     from megaloom.runtime.engine.engine import Engine
+    from megaloom.runtime.launch.agreement import gathered
     from megaloom.runtime.samples.samples import Sample, SampleMaker
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=10**6))
@@ -73,10 +75,8 @@ def time_saves(plan: Plan, run: Path, asynchronous: bool) -> Times:
         for _ in range(3):
             times.steps.append(step())
         saver.start(engine.state, engine.manifest())
-        for _ in range(3 if asynchronous else 0):
-            was_writing = saver.is_writing
-            seconds = step()
-            (times.steps_meanwhile if was_writing else times.steps).append(seconds)
+        while any(gathered(saver.is_writing)):
+            times.steps_meanwhile.append(step())
         saved = saver.finish()
         assert saved
         if torch.distributed.get_rank() == 0:

@@ -12,7 +12,7 @@ set -euo pipefail
 OUT=${1:-finetune}
 SOURCE=${SOURCE:-stdlib}                        # text: the standard library, a file, or a folder
 VOCAB=${VOCAB:-2048} LAYERS=${LAYERS:-4} EMBED=${EMBED:-128} HEADS=${HEADS:-4} SEQ=${SEQ:-128}
-DEVICES=${DEVICES:-4} FIRST=${FIRST:---tp 2 --pp 2} SECOND=${SECOND:---dp 4}
+DEVICES=${DEVICES:-4} FIRST=${FIRST---tp 2 --pp 2} SECOND=${SECOND---dp 4}
 STEPS=${STEPS:-60} STOP=${STOP:-20}             # steps in all; the first part stops after STOP
 SPLIT=${SPLIT:-90,5,5}                          # of the documents: training, validation, test
 PYTHON=${PYTHON:-python}

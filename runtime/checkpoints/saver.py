@@ -154,7 +154,8 @@ class Saver:
         """On rank 0, create the folder to write in."""
         if dist.get_rank():
             return
-        self.remove_unfinished()
+        if self.removal is None or self.removal.done() or _free_nbytes(self.run) < space.needed:
+            self.remove_unfinished()  # else its thread is at it, and training need not wait
         unfinished.mkdir(parents=True)
         if _free_nbytes(self.run) < space.needed:
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -94,4 +94,6 @@ def _host_copy(shard: ShardedBase) -> ShardedBase:
     if not isinstance(shard, ShardedTensor):
         return shard  # an object, which is pickled before `async_save` returns
     data = shard.data.detach()
+    if device.gpu_count() and data.is_pinned():
+        return shard  # a copy already, gathered from a sharded optimizer
     return replace(shard, data=device.to_host(data) if data.is_cuda else data.clone())
