@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from attrs import asdict, evolve, frozen
 from torch import Tensor
 
-from megaloom.dsl.facts.costs import Work
+from megaloom.dsl.facts.work import Work
 from megaloom.planner import Precision, cluster
 from megaloom.planner.contract.devices import Device
 from megaloom.planner.cost import kernels

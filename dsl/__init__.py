@@ -3,17 +3,12 @@
 if __name__ != "megaloom.dsl":
     raise ImportError("import megaloom.dsl, not dsl")
 
-from megaloom.dsl.facts.costs import (
-    Collective,
-    Costs,
-    Saved,
-    Split,
-    Work,
-    costs,
-    saved,
-)
+from megaloom.dsl.facts.collectives import Collective
+from megaloom.dsl.facts.costs import Costs, costs, saved
 from megaloom.dsl.facts.flops import Flops, flops
 from megaloom.dsl.facts.parameters import params
+from megaloom.dsl.facts.saved import Saved
+from megaloom.dsl.facts.work import Work
 from megaloom.dsl.hf.architectures import read
 from megaloom.dsl.hf.lora_targets import lora
 from megaloom.dsl.layers.attention import Attention, CrossAttention
@@ -59,7 +54,7 @@ from megaloom.dsl.ops.weight import (
     token_weights,
     weight,
 )
-from megaloom.dsl.sharding_table import Sharded
+from megaloom.dsl.sharding_table import Sharded, Split
 
 from .combine import (
     Block,

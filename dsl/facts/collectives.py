@@ -19,21 +19,10 @@ from megaloom.dsl.sharding_table import SEQUENCES, Split
 from megaloom.dsl.value import Value
 
 from .context_exchange import channel_exchanges, divides_channels, runs_along, shared_channels
+from .placement import NodePlacement, PlacedOp, Transition, TransitionKind, Transitions
 from .primitives import Program, Step, origin
-from .propagation import (
-    NodePlacement,
-    PlacedOp,
-    Transition,
-    TransitionKind,
-    Transitions,
-    propagate,
-)
-from .recompute import (
-    NO_MODULES,
-    RecomputedBy,
-    modules_of_node,
-    modules_of_ops,
-)
+from .propagation import propagate
+from .recompute import NO_MODULES, RecomputedBy, modules_of_node, modules_of_ops
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 

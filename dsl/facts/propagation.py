@@ -12,11 +12,10 @@ reads is Partial too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from enum import Enum
+from collections.abc import Iterator
 from functools import lru_cache
 
-from attrs import define, field, frozen
+from attrs import define, field
 
 from megaloom.dsl.combine import Each
 from megaloom.dsl.dims import Dim, DType
@@ -30,65 +29,9 @@ from megaloom.dsl.ops.weight import Input, Lookup, Weight
 from megaloom.dsl.sharding_table import SEQUENCES, Split
 from megaloom.dsl.value import Op, Pointwise, Value
 
+from .placement import NodePlacement, PlacedOp, Transition, TransitionKind, Transitions
 from .primitives import Program, Step, effective_split, origin
 from .requirements import ReadRequirement, read_requirements
-
-
-class TransitionKind(Enum):
-    """A change of the placement of a tensor over one axis, in the terms of PyTorch's DTensor, and of its gradient.
-
-    The text of a member is the transition of the tensor; then, after the semicolon, that of its gradient.
-    """
-
-    REDUCE_PARTIAL = "Partial → Replicate, or along a dim Partial → Shard(dim); Replicate, or Shard(dim) → Replicate"
-    TO_REPLICATE = "Replicate or Shard(dim) → Replicate, for sharded work; Partial → Replicate, or Partial → Shard(dim)"
-    SHARD_TO_REPLICATE = "Shard(dim) → Replicate, for work that all devices repeat; Replicate → Shard(dim)"
-    REPLICATE_TO_SHARD = "Replicate → Shard(dim); its shard, with zeros in the other shards"
-    SHARD_TO_ZERO_FILLED = "Shard(dim) → the whole dim with zeros in the other shards; Replicate → Shard(dim)"
-    REPLICATE_TO_HEADS = "Replicate → those key/value heads that the heads of the device share; zeros in the others"
-    REPLICATE_WEIGHT = "Replicate, a weight for work that all devices repeat; divided by the number of devices"
-
-
-@frozen
-class Transition:
-    """A change of placement over one axis. along: the sharded dim. heads: of REPLICATE_TO_HEADS, the query heads."""
-
-    kind: TransitionKind
-    axis: str
-    along: str | None = None
-    heads: int = 0
-
-
-Transitions = tuple[Transition, ...]
-
-
-@frozen(eq=False)
-class PlacedOp:
-    """A primitive with the transitions of each argument before it, and of its result after it.
-
-    sharded_axes: the axes over which the result is then sharded.
-    statistics_axes: the axes over which a norm or a cross-entropy adds its statistics.
-    """
-
-    step: Step
-    reads: tuple[Transitions, ...]
-    result: Transitions
-    sharded_axes: frozenset[str]
-    statistics_axes: tuple[str, ...] = ()
-
-
-@frozen(eq=False)
-class NodePlacement:
-    """The primitives of a node in order, and the transitions of its output.
-
-    partial: the contraction that computes each Partial value, by the identity of its source.
-    weights_only: values computed from weights alone, by identity.
-    """
-
-    steps: tuple[PlacedOp, ...]
-    output: Transitions
-    partial: Mapping[int, Step]
-    weights_only: frozenset[int]
 
 
 @lru_cache(maxsize=1 << 13)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from attrs import astuple, frozen
 
 from megaloom.dsl.dims import NBYTES, Sizes
-from megaloom.dsl.facts.costs import Costs, Saved
+from megaloom.dsl.facts.costs import Costs
+from megaloom.dsl.facts.saved import Saved
 from megaloom.dsl.graph import Graph
 from megaloom.dsl.node import Node, Slot
 

@@ -14,8 +14,9 @@ from math import prod
 from attrs import frozen
 
 from megaloom.dsl import Attend, Conv, Node, Op, Scan, Sizes, Split, Value
-from megaloom.dsl.facts.costs import Costs, Work
+from megaloom.dsl.facts.costs import Costs
 from megaloom.dsl.facts.primitives import fitted, program
+from megaloom.dsl.facts.work import Work
 
 from .choices import MICROBATCH_OVERLAPS, OverlapSet
 from .module_kinds import runs_as_module

@@ -12,7 +12,8 @@ from math import prod
 from attrs import frozen
 
 from megaloom.dsl.dims import NBYTES, DType
-from megaloom.dsl.facts.costs import Costs, Work
+from megaloom.dsl.facts.costs import Costs
+from megaloom.dsl.facts.work import Work
 from megaloom.dsl.ops.attention_core import Attend
 from megaloom.planner.contract.attention_blocks import block_scores
 from megaloom.planner.contract.capability import (

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from attrs import frozen
 
-from megaloom.dsl.facts.costs import Work
+from megaloom.dsl.facts.work import Work
 from megaloom.dsl.value import Fusion
 from megaloom.planner.contract.devices import Device
 from megaloom.planner.contract.workload import Precision

@@ -19,7 +19,7 @@ from attrs import asdict, evolve, frozen
 from rich.table import Table
 from rich.text import Text
 
-from megaloom.dsl.facts.costs import Work
+from megaloom.dsl.facts.work import Work
 from megaloom.planner.contract.devices import Cluster, Link
 from megaloom.planner.contract.workload import Precision
 from megaloom.planner.cost import communication, kernels

@@ -13,26 +13,11 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
-from megaloom.dsl import (
-    Layer,
-    MoE,
-    Node,
-    Route,
-    Slot,
-    Split,
-    Unembed,
-    UserError,
-    Value,
-    Weight,
-)
+from megaloom.dsl import Layer, MoE, Node, Route, Slot, Split, Unembed, UserError, Value, Weight
 from megaloom.dsl.facts.context_exchange import divides_channels, values_by_channel
+from megaloom.dsl.facts.placement import NodePlacement, Transition, TransitionKind
 from megaloom.dsl.facts.primitives import Program, fitted, program
-from megaloom.dsl.facts.propagation import (
-    NodePlacement,
-    Transition,
-    TransitionKind,
-    propagate,
-)
+from megaloom.dsl.facts.propagation import propagate
 from megaloom.dsl.node import primitives
 from megaloom.dsl.sharding_table import SHARED_BY_HEADS, Sharded
 from megaloom.planner.contract.capability import Execution

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megaloom.dsl import CrossEntropy, Dim, Each, LogSumExp, MoE, Select, Slot, Value
 from megaloom.dsl.facts.context_exchange import channel_dim, channels_on_device
+from megaloom.dsl.facts.placement import NodePlacement, PlacedOp, Transition, TransitionKind, Transitions
 from megaloom.dsl.facts.primitives import Program, origin
-from megaloom.dsl.facts.propagation import NodePlacement, PlacedOp, Transition, TransitionKind, Transitions
 from megaloom.dsl.node import primitives
 from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.capability import CoreKernel

@@ -37,8 +37,8 @@ from megaloom.dsl import (
     Sum,
     Value,
 )
+from megaloom.dsl.facts.placement import PlacedOp, Transition, TransitionKind
 from megaloom.dsl.facts.primitives import Program, Step
-from megaloom.dsl.facts.propagation import PlacedOp, Transition, TransitionKind
 from megaloom.dsl.ops.attention_core import sequence_dim
 from megaloom.dsl.sharding_table import SEQUENCES
 from megaloom.planner.contract.attention_blocks import local_ranges

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megaloom.dsl.facts.propagation import Transition, TransitionKind
+from megaloom.dsl.facts.placement import Transition, TransitionKind
 from megaloom.runtime.megatron.kernels import from_zigzag, zigzag
 from megaloom.runtime.megatron.process_groups import ProcessGroups
 

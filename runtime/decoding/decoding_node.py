@@ -9,8 +9,8 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from megaloom.dsl import Node, Value, Weight
+from megaloom.dsl.facts.placement import PlacedOp, Transitions
 from megaloom.dsl.facts.primitives import origin
-from megaloom.dsl.facts.propagation import PlacedOp, Transitions
 from megaloom.planner.contract.capability import AttentionKernel, Core, Execution
 from megaloom.runtime.body.body_module import Body
 from megaloom.runtime.body.evaluation import Evaluation

@@ -8,7 +8,7 @@ from attrs import evolve
 from torch import Tensor
 
 from megaloom.dsl import Attend, Value
-from megaloom.dsl.facts.propagation import PlacedOp
+from megaloom.dsl.facts.placement import PlacedOp
 from megaloom.planner.contract.capability import is_plain_attention
 from megaloom.runtime.body.attention import attend_block, heads_first
 from megaloom.runtime.body.local_ops import local_queries

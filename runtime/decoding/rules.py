@@ -14,7 +14,7 @@ from attrs import frozen
 from torch import Tensor
 
 from megaloom.dsl import Attend, Conv, DocumentPositions, Rope, Scan, Shift, Value
-from megaloom.dsl.facts.propagation import PlacedOp
+from megaloom.dsl.facts.placement import PlacedOp
 from megaloom.dsl.ops.attention_core import sequence_dim
 from megaloom.dsl.value import Op
 from megaloom.runtime.megatron.process_groups import ProcessGroups

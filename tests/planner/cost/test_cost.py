@@ -11,8 +11,8 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaloom.dsl.facts.costs import Work
 from megaloom.dsl.facts.flops import flops
+from megaloom.dsl.facts.work import Work
 from megaloom.dsl.graph import graph
 from megaloom.examples.gpt2 import gpt
 from megaloom.examples.llama3 import llama, llama3_1b

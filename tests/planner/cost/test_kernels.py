@@ -24,7 +24,7 @@ from megaloom.dsl import (
     model,
     weight,
 )
-from megaloom.dsl.facts.costs import Work
+from megaloom.dsl.facts.work import Work
 from megaloom.planner.cost.kernels import MEMORY_KERNELS
 
 

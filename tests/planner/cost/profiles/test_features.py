@@ -9,7 +9,8 @@ from attrs import evolve, fields
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaloom.dsl.facts.costs import Work, costs
+from megaloom.dsl.facts.costs import costs
+from megaloom.dsl.facts.work import Work
 from megaloom.dsl.graph import graph
 from megaloom.examples.gpt_oss import gpt_oss_20b
 from megaloom.examples.llama3 import llama3_8b
