@@ -213,13 +213,11 @@ def cross_entropy_costs(job: Job, kind: NodeKind, layout: Layout, seq: int) -> R
     row = np.zeros(len(CostColumn))
     sizes = Sizes(batch=layout.micro_batch, seq=seq)
     logits = program(kind.node).local_elements(kind.node.shape, (), sizes, layout.split)
-    moved = job.profile.kernels.loss_moved_nbytes * logits * kind.cross_entropies
-    row[[CostColumn.FORWARD, CostColumn.BACKWARD]] = moved / 2 / job.cluster.device.moves
+    took = kernels.cross_entropy_seconds(logits, job.cluster.device, job.workload.precision, job.profile)
     part = (NBYTES[DType.FLOAT32] * (layout.micro_batch * seq // layout.cp), communication.process_group("tp", layout))
-    row[CostColumn.TP_FORWARD] = (
-        3 * kind.cross_entropies * communication.collective_seconds("all_reduce", job.cluster, part)
-    )
-    return row
+    exchanged = 3 * communication.collective_seconds("all_reduce", job.cluster, part)
+    row[[CostColumn.FORWARD, CostColumn.BACKWARD, CostColumn.TP_FORWARD]] = took.forward, took.backward, exchanged
+    return kind.cross_entropies * row
 
 
 Repeated = tuple[CostColumn, RecomputedBy, float]  # column, the modules any of which recompute it, amount
