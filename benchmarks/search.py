@@ -23,7 +23,7 @@ from megaloom.planner.bounds.lower_bounds import LowerBounds
 from megaloom.planner.cost.cost_cache import CostCache
 from megaloom.planner.cost.profiles.frameworks import OWN
 from megaloom.planner.model.structure import model_structure
-from megaloom.planner.search.candidate_space import base_layouts, variants
+from megaloom.planner.search.candidate_space import CandidateSpace
 
 PLANS = (
     ("--help",),
@@ -41,12 +41,13 @@ def scored() -> tuple[int, int, float]:
     """Return (layouts scored, those of them that may fit, seconds)."""
     start = process_time()
     g, machine, work = graph(find("gpt3-175b")[0]), cluster("1024xH100"), Workload(seq=2048, batch=1536)
-    at = base_layouts(g, machine, work, {})
+    space = CandidateSpace(g, machine, work, {})
+    at = space.base_layouts()
     lower_bounds = LowerBounds(at, CostCache(model_structure(g), work, machine, OWN))
     count = fit = 0
     for first in range(0, len(at), AT_ONCE):
         indices = np.arange(first, min(first + AT_ONCE, len(at)))
-        layouts, base = variants(g, work, at.take(indices), {}, lower_bounds.module_sets(indices))
+        layouts, base = space.variants(at.take(indices), lower_bounds.module_sets(indices))
         bounds = lower_bounds.bound(layouts, indices[base])
         count += len(bounds)
         fit += int(np.count_nonzero(bounds.nbytes <= machine.device.nbytes))

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from megaloom.dsl.graph import Graph, Model
     from megaloom.planner.contract.devices import Cluster
     from megaloom.planner.contract.plans import Plan
-    from megaloom.planner.search.candidate_space import FixedAxes
     from megaloom.planner.search.search import Found
+    from megaloom.planner.search.variant_choices import FixedAxes
 
 
 def print_scaling(

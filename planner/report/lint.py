@@ -18,8 +18,9 @@ from megaloom.planner.rules.capabilities import RUNTIME_RULES, caveats, runtime_
 from megaloom.planner.rules.export_rules import EXPORT_RULES, export_violations
 from megaloom.planner.rules.rule import Owner, Rule
 from megaloom.planner.rules.rules import RANGE_RULES, RULES, violations
-from megaloom.planner.search.candidate_space import FixedAxes
+from megaloom.planner.search.candidate_space import CandidateSpace
 from megaloom.planner.search.suggestions import changes_text, legal_changes
+from megaloom.planner.search.variant_choices import FixedAxes
 
 HEADINGS = {
     Owner.CORE: "megatron-core 0.16.1 refuses, or fails at the source line in brackets",
@@ -51,7 +52,7 @@ def violations_text(graph: Graph, cluster: Cluster, workload: Workload, fixed: F
     layout = _layout(graph, cluster, workload, fixed)
     wrong = violations(layout, graph, workload, cluster)
     lines = [f"{layout}: {v.message} [{v.rule}]" for v in wrong]
-    changes = changes_text(legal_changes(graph, cluster, workload, fixed), fixed) if wrong else []
+    changes = changes_text(legal_changes(CandidateSpace(graph, cluster, workload, fixed)), fixed) if wrong else []
     return "\n".join([*lines, *(changes or [f"{v.rule}: {v.fix}" for v in wrong])])
 
 

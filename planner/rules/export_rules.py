@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megaloom.dsl import MLA, Graph
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Workload
 
 from .divisors import divisors, nearest
@@ -155,9 +151,3 @@ def export_violations(
 ) -> tuple[Violation, ...]:
     """Return the export rules that a layout breaks; `starts` are the first nodes of its stages."""
     return violated(EXPORT_RULES, Case(layout, graph, workload, cluster, starts))
-
-
-def exportable(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) -> NDArray[np.bool_]:
-    """Return a mask of the layouts that break no rule of exports to megatron-core."""
-    case = Case(layouts, graph, workload, cluster)
-    return np.broadcast_to(all_of(rule.holds(case) for rule in EXPORT_RULES), len(layouts))

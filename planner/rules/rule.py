@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from numpy.typing import NDArray
 
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
-from megaloom.planner.contract.layouts import Layouts
+from megaloom.planner.contract.layouts import NAMES, Layouts
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.requirements import ModelRequirements, model_requirements
 
@@ -89,6 +89,28 @@ def all_of(truths: Iterable[Truth]) -> Truth:
     for truth in truths:
         out = out & truth
     return out
+
+
+def legal(rules: Iterable[Rule], case: Case[Layouts]) -> NDArray[np.bool_]:
+    """Return a mask of the layouts that break none of these rules."""
+    out = np.ones(len(case.layout), dtype=bool)
+    for rule in rules:
+        out &= rule.holds(case)
+    return out
+
+
+def fields_read(rule: Rule, case: Case[Layouts]) -> frozenset[str]:
+    """Return the fields of layouts that a rule reads for this model, workload and cluster."""
+    read = set[str]()
+
+    class Recorder(Layouts):
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    columns = {name: getattr(case.layout, name) for name in NAMES}
+    rule.holds(evolve(case, layout=Recorder(**columns)))
+    return frozenset(read.intersection(NAMES))
 
 
 def violated(rules: Iterable[Rule], case: Case[Layout]) -> tuple[Violation, ...]:

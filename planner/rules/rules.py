@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import MOST, Layout
-from megaloom.planner.contract.layouts import Column, Layouts
+from megaloom.planner.contract.layouts import Column
 from megaloom.planner.contract.workload import Workload
 
 from .mesh import MESH_RULES
@@ -90,15 +87,6 @@ RANGE_RULES = (
     ),
 )
 RULES = (*MESH_RULES, *SIZE_RULES, *STEP_RULES, *OVERLAP_RULES)
-
-
-def legal(layouts: Layouts, graph: Graph, workload: Workload, cluster: Cluster) -> NDArray[np.bool_]:
-    """Return a mask of the layouts that break no rule."""
-    case = Case(layouts, graph, workload, cluster)
-    out = np.ones(len(layouts), dtype=bool)
-    for rule in (*RANGE_RULES, *RULES):
-        out &= rule.holds(case)
-    return out
 
 
 def violations(layout: Layout, graph: Graph, workload: Workload, cluster: Cluster) -> tuple[Violation, ...]:

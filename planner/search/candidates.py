@@ -18,11 +18,10 @@ from megaloom.planner.bounds.lower_bounds import (
     large_batch_seconds,
 )
 from megaloom.planner.contract.layouts import Column, Layouts, Rows
-from megaloom.planner.rules.export_rules import exportable
 
-from . import candidate_space
-from .candidate_space import FixedAxes
+from .candidate_space import CandidateSpace
 from .pricing import Pricer
+from .variant_choices import FixedAxes
 
 HORIZON_GROWTH = 1.1  # least factor by which the horizon moves
 
@@ -33,7 +32,9 @@ class Candidates:
 
     pricer: Pricer
     fixed: FixedAxes
-    base_layouts: Layouts = field(init=False)  # all, by ascending `large_batch_seconds`
+    space: CandidateSpace = field(init=False)
+    count: int = field(init=False)  # legal layouts
+    base_layouts: Layouts = field(init=False)  # all that have variants, by ascending `large_batch_seconds`
     horizon: float = 0.0  # seconds; `lower_bounds` has every base layout that may be faster
     bounded: int = 0  # base layouts up to the horizon, those in `lower_bounds`
     lower_bounds: LowerBounds = field(init=False)  # absent while `bounded` is 0
@@ -42,18 +43,13 @@ class Candidates:
 
     def __attrs_post_init__(self) -> None:
         p = self.pricer
-        base = candidate_space.base_layouts(p.graph, p.cluster, p.workload, self.fixed, p.inner)
-        if not p.own:
-            base = base.take(exportable(base, p.graph, p.workload, p.cluster))
+        self.space = p.space(self.fixed)
+        base = self.space.base_layouts()
+        counts = self.space.variant_counts(base)
+        base, self.count = base.take(counts > 0), int(counts.sum())
         self._least = large_batch_seconds(base, p.cost_cache) if len(base) else np.zeros(0)
         self.numbers = np.argsort(self._least, kind="stable")
         self.base_layouts, self._least = base.take(self.numbers), self._least[self.numbers]
-
-    @property
-    def count(self) -> int:
-        """Return the number of legal layouts."""
-        p = self.pricer
-        return candidate_space.count_variants(p.graph, p.workload, self.base_layouts, self.fixed, p.inner)
 
     def extend(self, seconds: float) -> None:
         """Move the horizon to this step time or further, so that at least one more base layout is bounded."""
@@ -77,11 +73,10 @@ class Candidates:
 
     def variants(self, base: Column) -> BoundedLayouts:
         """Return the layouts of these base layouts, without those whose recompute frees too little."""
-        p, lower_bounds = self.pricer, self.lower_bounds
-        bases, sets = lower_bounds.base_layouts.take(base), lower_bounds.module_sets(base)
-        layouts, rows = candidate_space.variants(p.graph, p.workload, bases, self.fixed, sets, p.inner)
+        lower_bounds = self.lower_bounds
+        layouts, rows = self.space.variants(lower_bounds.base_layouts.take(base), lower_bounds.module_sets(base))
         base = base[rows]
-        if "recompute" not in self.fixed:
+        if "recompute" not in self.fixed and not len(self.space.all_module_sets):
             worth = lower_bounds.worth_recomputing(layouts, base)
             layouts, base = layouts.take(worth), base[worth]
         return lower_bounds.bound(layouts, base)

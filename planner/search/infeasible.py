@@ -26,11 +26,11 @@ from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.rules.rule import Violation
 from megaloom.planner.rules.steps import STEP_RULES
 
-from .candidate_space import FixedAxes, unchecked_layouts
 from .candidates import Candidates
 from .pricing import PartitionedLayout, Pricer
 from .reasons import deficit_text
 from .suggestions import changes_text, fixed_text, legal_batches, legal_changes
+from .variant_choices import FixedAxes
 
 OF_A_STEP = {rule.id for rule in STEP_RULES}
 MAX_ILLEGAL = 2000  # illegal layouts that are compared for the one that is nearest to legal
@@ -73,15 +73,14 @@ def nothing_legal(pricer: Pricer, fixed: FixedAxes) -> str:
     It names the rules that the nearest layout breaks, then changes that are legal with all other fixed fields; where
     there are none, the fixes of the rules.
     """
-    g = pricer.graph
-    tried = ((x, pricer.broken(x)) for x in unchecked_layouts(g, pricer.cluster, pricer.workload, fixed))
+    g, space = pricer.graph, pricer.space(fixed)
+    tried = ((x, pricer.broken(x)) for x in space.unchecked_layouts())
     layout, broken = min(islice(tried, MAX_ILLEGAL), key=_distance_from_legal)
     condition = f" with {fixed_text(fixed)}" if fixed else ""
     lines = [f"no layout of {g.name} on {pricer.cluster}{condition} is legal. The nearest, {layout}, breaks:"]
     lines += [f"- {v.message} [{v.rule}]" for v in broken]
-    case = (g, pricer.cluster, pricer.workload, fixed)
-    changes = changes_text(legal_changes(*case, pricer.inner, not pricer.own), fixed)
-    if batches := legal_batches(*case, layout, pricer.inner, not pricer.own):
+    changes = changes_text(legal_changes(space), fixed)
+    if batches := legal_batches(space, layout):
         changes.append(f"use --batch {' or '.join(str(n) for n in batches)}")
     return "\n".join([*lines, *(changes or [f"{v.fix} [{v.rule}]" for v in broken])])
 
@@ -99,6 +98,8 @@ def _distance_from_legal(entry: tuple[Layout, tuple[Violation, ...]]) -> tuple[i
 def nothing_fits(pricer: Pricer, candidates: Candidates) -> str:
     """Return the message for a search in which nothing fits: the smallest deficit, and changes that help."""
     nearest, fixed = leanest(candidates), candidates.fixed
+    if nearest is None:
+        return nothing_legal(pricer, fixed)
     condition = f" with {fixed_text(fixed)}" if fixed else ""
     lines = [
         f"no layout of {pricer.graph.name} on {pricer.cluster}{condition} fits the memory",
@@ -113,14 +114,13 @@ def nothing_fits(pricer: Pricer, candidates: Candidates) -> str:
     return "\n".join([*lines, *(changes or ["use a smaller model, or devices with more memory"])])
 
 
-def leanest(candidates: Candidates) -> Partition:
-    """Return the layout with the smallest deficit, of those with the least bounds of memory."""
+def leanest(candidates: Candidates) -> Partition | None:
+    """Return the layout with the smallest deficit, of those with the least bounds of memory; None without layouts."""
     _, ideal = candidates.bound_all().ideal()
     bounded = candidates.variants(np.argsort(ideal, kind="stable")[:LEANEST])
     first = np.argsort(bounded.nbytes, kind="stable")[:LEANEST]
-    return min(
-        (candidates.pricer.partition(bounded.layouts[int(i)]) for i in first), key=lambda partition: partition.deficit
-    )
+    partitions = (candidates.pricer.partition(bounded.layouts[int(i)]) for i in first)
+    return min(partitions, key=lambda partition: partition.deficit, default=None)
 
 
 Change = tuple[str, Partition]  # the change, and a layout that fits with it
@@ -243,4 +243,4 @@ def _fast_or_leanest(candidates: Candidates) -> Partition | None:
             if isinstance(step, PartitionedLayout):
                 return step.partition
     last = leanest(candidates)
-    return last if last.fits else None
+    return last if last and last.fits else None

@@ -24,12 +24,6 @@ from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.requirements import model_requirements
 from megaloom.planner.rules.divisors import divisors
 
-from .candidate_space import (
-    FixedAxes,
-    chunk_counts,
-    micro_batch_sizes,
-    microbatch_groups,
-)
 from .pricing import Pricer
 from .reasons import (
     Rejected,
@@ -37,6 +31,7 @@ from .reasons import (
     deficit_text,
     refusal,
 )
+from .variant_choices import FixedAxes, chunk_counts, micro_batch_sizes, microbatch_groups
 
 MESH_AXES = ("dp", "tp", "pp", "cp")  # the axes whose product is the number of devices
 
@@ -80,7 +75,7 @@ def _steps(x: Layout, pricer: Pricer, fixed: FixedAxes) -> Iterator[Layout]:
                 if a != b:
                     yield _with(x, **{a: getattr(x, a) // factor, b: getattr(x, b) * factor})
     for name, values in (
-        ("micro_batch", micro_batch_sizes(x, pricer.workload, {})),
+        ("micro_batch", micro_batch_sizes(x.dp, pricer.workload, {})),
         ("vpp", chunk_counts(x.pp, needs.blocks)),
         ("ep", divisors(x.world // (x.pp * x.etp)) if needs.experts else (1,)),
     ):

@@ -50,7 +50,8 @@ from megaloom.planner.rules.rule import Violation
 from megaloom.planner.rules.rules import violations
 from megaloom.planner.simulate.price import Priced, simulate
 
-from .candidate_space import microbatch_groups
+from .candidate_space import CandidateSpace
+from .variant_choices import FixedAxes, microbatch_groups
 
 
 @frozen(eq=False)
@@ -99,6 +100,10 @@ class Pricer:
     def inner(self) -> tuple[Overlap, ...]:
         """Return the overlaps within a micro-batch that the framework supports."""
         return self.profile.overlap.supported
+
+    def space(self, fixed: FixedAxes) -> CandidateSpace:
+        """Return the space of layouts with these fields that the framework of this pricer may run."""
+        return CandidateSpace(self.graph, self.cluster, self.workload, fixed, self.inner, exported=not self.own)
 
     def broken(self, layout: Layout) -> tuple[Violation, ...]:
         """Return the rules that a layout breaks, for other runtimes with those that megatron-core computes wrongly."""
@@ -150,7 +155,7 @@ class Pricer:
         yield PartitionedLayout(partition, step_lower_bound(partition))
 
     def fewer_overlaps(self, layout: Layout) -> list[Layout]:
-        """Return the layout with one overlap less, or with none, if its balanced partition may fit only then.
+        """Return the legal layouts with one overlap less, or with none, if the balanced partition may fit only then.
 
         Where it fits, an overlap costs memory but no time.
         """
@@ -162,10 +167,11 @@ class Pricer:
         return [without_any] if without_any else leaner
 
     def _without(self, overlaps: list[Overlap], layout: Layout, deficit: int) -> Layout | None:
-        """Return the layout without these overlaps, if that frees the deficit."""
+        """Return the layout without these overlaps, if it is legal and frees the deficit."""
         other = evolve(layout, overlaps=OverlapSet(o for o in layout.overlaps if o not in overlaps))
         before, after = (table.library + table.workspace for table in map(self.cost_table, (layout, other)))
-        return other if deficit <= rank_memory(0, 0, 0, before - after) else None
+        enough = deficit <= rank_memory(0, 0, 0, before - after)
+        return other if enough and not self.broken(other) else None
 
     def may_fit(self, layout: Layout) -> bool:
         """Return False only if no partition of this layout fits the memory limit.

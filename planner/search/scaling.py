@@ -21,11 +21,11 @@ from megaloom.planner.partition.whole_blocks import with_cut_points_of
 from megaloom.planner.rules.rules import range_violations
 from megaloom.planner.simulate.price import Priced
 
-from .candidate_space import FixedAxes
 from .candidates import Candidates
 from .device_meshes import simplest
 from .pricing import Pricer
 from .search import search
+from .variant_choices import FixedAxes
 
 MEMORY_STEP = 0.8  # memory limit of the next layout of a Pareto front, as a share of the memory of the last one
 

@@ -30,7 +30,6 @@ from megaloom.planner.rules.rules import range_violations
 from megaloom.planner.simulate.price import Priced
 
 from .best_first import BalancedLayout, Frontier
-from .candidate_space import FixedAxes
 from .candidates import Candidates
 from .device_meshes import best_of_each_mesh, device_mesh
 from .infeasible import (
@@ -48,6 +47,7 @@ from .reasons import (
     other_reasons,
     slower_neighbours,
 )
+from .variant_choices import FixedAxes
 
 __all__ = ["Found", "Progress", "Rejected", "plan", "price", "search"]
 

@@ -12,42 +12,32 @@ from typing import Any
 import numpy as np
 from attrs import evolve
 
-from megaloom.dsl.graph import Graph
-from megaloom.planner.contract.choices import ModuleSet, Overlap, OverlapSet, Shard
-from megaloom.planner.contract.devices import Cluster
+from megaloom.planner.contract.choices import ModuleSet, OverlapSet, Shard
 from megaloom.planner.contract.layout import FIELDS, Layout
 from megaloom.planner.contract.layouts import Layouts, Rows
-from megaloom.planner.contract.workload import Workload
 from megaloom.planner.model.requirements import model_requirements
-from megaloom.planner.rules.export_rules import exportable
 
-from .candidate_space import FixedAxes, base_layouts, variants
+from .candidate_space import CandidateSpace
+from .variant_choices import FixedAxes
 
 MAX_CHANGED = 3  # fields that a suggestion changes at most
 BASES_A_STEP, MAX_BASES = 64, 1024  # base layouts whose variants are looked at, the nearest first
 LISTED = 4  # suggestions
 
 
-def legal_changes(
-    graph: Graph,
-    cluster: Cluster,
-    workload: Workload,
-    fixed: FixedAxes,
-    overlaps: tuple[Overlap, ...] = (),
-    exported: bool = False,
-) -> list[dict[str, Any]]:
+def legal_changes(space: CandidateSpace) -> list[dict[str, Any]]:
     """Return changes of fixed fields, as few fields each as possible, that make a layout legal.
 
     Each is the new value of one or more fields, the nearest to the user's. With the other fixed fields as they are, at
-    least one layout is legal. `overlaps` are those within a micro-batch that the framework supports. If the plan is
-    `exported`, the layout also breaks no export rule.
+    least one layout is legal.
     """
+    fixed = space.fixed
     for count in range(1, min(MAX_CHANGED, len(fixed)) + 1):
         changes = []
         for names in combinations(fixed, count):
             wanted = {name: fixed[name] for name in names}
             rest = {name: value for name, value in fixed.items() if name not in names}
-            layout = _nearest_legal(graph, cluster, workload, rest, wanted, overlaps, exported)
+            layout = _nearest_legal(evolve(space, fixed=rest), wanted)
             if layout is not None:
                 changes.append({name: getattr(layout, name) for name in names})
         if changes:
@@ -55,23 +45,16 @@ def legal_changes(
     return []
 
 
-def legal_batches(
-    graph: Graph,
-    cluster: Cluster,
-    workload: Workload,
-    fixed: FixedAxes,
-    layout: Layout,
-    overlaps: tuple[Overlap, ...] = (),
-    exported: bool = False,
-) -> list[int]:
+def legal_batches(space: CandidateSpace, layout: Layout) -> list[int]:
     """Return the nearest smaller and larger batch with which the fixed fields are legal; `layout` is one nearby."""
+    now = space.workload.batch
     units = (layout.dp, layout.dp * layout.micro_batch, layout.dp * layout.micro_batch * layout.pp)
     batches = []
     for step in (0, 1):
-        nearby = (unit * (workload.batch // unit + step) for unit in units)
-        for batch in dict.fromkeys(n for n in nearby if n not in (0, workload.batch)):
-            other = evolve(workload, batch=batch)
-            if _nearest_legal(graph, cluster, other, fixed, {}, overlaps, exported) is not None:
+        nearby = (unit * (now // unit + step) for unit in units)
+        for batch in dict.fromkeys(n for n in nearby if n not in (0, now)):
+            other = evolve(space, workload=evolve(space.workload, batch=batch))
+            if _nearest_legal(other, {}) is not None:
                 batches.append(batch)
                 break
     return batches
@@ -111,25 +94,14 @@ def value_text(value: object) -> str:
     return str(value) or "none"
 
 
-def _nearest_legal(
-    graph: Graph,
-    cluster: Cluster,
-    workload: Workload,
-    fixed: FixedAxes,
-    wanted: Mapping[str, Any],
-    overlaps: tuple[Overlap, ...],
-    exported: bool,
-) -> Layout | None:
+def _nearest_legal(space: CandidateSpace, wanted: Mapping[str, Any]) -> Layout | None:
     """Return a legal layout with the fixed fields whose other fields are close to the wanted values."""
-    base = base_layouts(graph, cluster, workload, fixed, overlaps)
-    if exported:
-        base = base.take(exportable(base, graph, workload, cluster))
+    base = space.base_layouts()
     order = np.argsort(_distance(base, wanted), kind="stable")[:MAX_BASES]
-    modules = len(model_requirements(graph).modules)
+    modules = len(model_requirements(space.graph).modules)
     for start in range(0, len(order), BASES_A_STEP):
         near = base.take(order[start : start + BASES_A_STEP])
-        sets = np.zeros((len(near), modules), dtype=np.int64)
-        layouts, _ = variants(graph, workload, near, fixed, sets, overlaps)
+        layouts, _ = space.variants(near, np.zeros((len(near), modules), dtype=np.int64))
         if len(layouts):
             return layouts[int(_distance(layouts, wanted).argmin())]
     return None

@@ -39,12 +39,8 @@ from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.divisors import divisors
 from megaloom.planner.rules.export_rules import export_violations
-from megaloom.planner.rules.rules import (
-    RANGE_RULES,
-    RULES,
-    legal,
-    violations,
-)
+from megaloom.planner.rules.rule import Case, legal
+from megaloom.planner.rules.rules import RANGE_RULES, RULES, violations
 
 
 @cache
@@ -300,7 +296,7 @@ def test_the_rules_say_the_same_of_many_layouts(name: str) -> None:
     layouts += [evolve(Layout(), **{axis: n}) for axis in ("dp", "tp", "pp", "cp") for n in degrees]
     for count in (1, 8, 12, 16):
         machine, work = evolve(cluster("1xH100"), count=count), Workload(seq=1024, batch=48)
-        allowed = legal(Layouts.of(layouts), example(name), work, machine)
+        allowed = legal((*RANGE_RULES, *RULES), Case(Layouts.of(layouts), example(name), work, machine))
         assert allowed.tolist() == [not violations(x, example(name), work, machine) for x in layouts]
         assert allowed.any()
 

@@ -42,7 +42,7 @@ from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.model.structure import model_structure
 from megaloom.planner.partition.partitioner import Partition, PartitionProblem
 from megaloom.planner.pipeline import schedules, timeline
-from megaloom.planner.search.candidate_space import base_layouts, variants
+from megaloom.planner.search.candidate_space import CandidateSpace
 from megaloom.planner.search.pricing import Pricer, price
 from megaloom.planner.validate.scoring import evenly
 from tests.support.profiles import changed
@@ -128,9 +128,10 @@ def test_the_peak_is_the_fullest_of_all_moments(pp: int, vpp: int, rounds: int, 
 
 def legal(name: str) -> tuple[Pricer, list[Layout]]:
     pricer = Pricer(graph(MODELS[name]), cluster("8xH100"), WORK)
-    at = base_layouts(pricer.graph, pricer.cluster, WORK, {})
+    space = CandidateSpace(pricer.graph, pricer.cluster, WORK, {})
+    at = space.base_layouts()
     family = LowerBounds(at, pricer.cost_cache).module_sets(np.arange(len(at)))
-    result, _ = variants(pricer.graph, WORK, at, {}, family)
+    result, _ = space.variants(at, family)
     return pricer, [result[i] for i in range(len(result))]
 
 

@@ -25,7 +25,6 @@ from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.partition.memory_limit import HEADROOM
 from megaloom.planner.partition.whole_blocks import with_cut_points_of
 from megaloom.planner.rules.rules import violations
-from megaloom.planner.search.candidate_space import variants
 from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.device_meshes import (
     TIE_RATIO,
@@ -79,16 +78,9 @@ def instances(draw: st.DrawFn) -> tuple[Graph, Cluster, Workload]:
 
 def legal(candidates: Candidates) -> list[Layout]:
     """Every layout of the search's space, by its rules alone: with all the overlap that may be, and with less."""
-    g, work, inner = candidates.pricer.graph, candidates.pricer.workload, candidates.pricer.inner
     lower_bounds = LowerBounds(candidates.base_layouts, candidates.pricer.cost_cache)
-    result, base = variants(
-        g,
-        work,
-        candidates.base_layouts,
-        candidates.fixed,
-        lower_bounds.module_sets(np.arange(len(candidates.base_layouts))),
-        inner,
-    )
+    every_base = np.arange(len(candidates.base_layouts))
+    result, base = candidates.space.variants(candidates.base_layouts, lower_bounds.module_sets(every_base))
     worth = lower_bounds.worth_recomputing(result, base)
     assert len(result) == candidates.count == len({result[i] for i in range(len(result))})
     most = [result[i] for i in range(len(result)) if worth[i]]

@@ -28,7 +28,6 @@ from megaloom.planner.contract.layout import FIELDS, Layout
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.rules import violations
-from megaloom.planner.search.candidate_space import variants
 from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.device_meshes import TIE_RATIO, device_mesh
 from megaloom.planner.search.pricing import Pricer
@@ -75,13 +74,8 @@ def test_nothing_legal_that_fits_is_quicker(model: Model, machine: Cluster) -> N
     pricer = Pricer(graph(model), machine, WORK)
     candidates = Candidates(pricer, {})
     lower_bounds = LowerBounds(candidates.base_layouts, pricer.cost_cache)
-    layouts, base = variants(
-        pricer.graph,
-        WORK,
-        candidates.base_layouts,
-        {},
-        lower_bounds.module_sets(np.arange(len(candidates.base_layouts))),
-    )
+    every_base = np.arange(len(candidates.base_layouts))
+    layouts, base = candidates.space.variants(candidates.base_layouts, lower_bounds.module_sets(every_base))
     legal = [layouts[i] for i in range(len(layouts))]
     assert len(legal) == candidates.count
     assert not any(violations(x, pricer.graph, WORK, machine) for x in legal)

@@ -14,6 +14,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.rules import range_violations, violations
+from megaloom.planner.search.candidate_space import CandidateSpace
 from megaloom.planner.search.candidates import Candidates
 from megaloom.planner.search.infeasible import checked_fixed, nothing_legal
 from megaloom.planner.search.pricing import Pricer
@@ -47,7 +48,7 @@ def test_suggested_values_are_legal_with_all_other_fixed_fields(
     pricer = Pricer(g, devices, work)
     if Candidates(pricer, fixed).count:
         return
-    for change in legal_changes(g, devices, work, fixed, pricer.inner):
+    for change in legal_changes(pricer.space(fixed)):
         assert set(change) <= set(fixed) and all(fixed[name] != value for name, value in change.items())
         candidates = Candidates(pricer, {**fixed, **change})
         assert candidates.count
@@ -59,6 +60,6 @@ def test_suggested_values_are_legal_with_all_other_fixed_fields(
 def test_vpp_1_is_not_suggested_with_a_fixed_microbatch_group() -> None:
     """A microbatch group needs interleaving."""
     fixed = checked_fixed({"microbatch_group": 5, "pp": 4, "vpp": 2})
-    changes = legal_changes(DENSE, cluster("4xH100"), Workload(seq=48, batch=8), fixed)
+    changes = legal_changes(CandidateSpace(DENSE, cluster("4xH100"), Workload(seq=48, batch=8), fixed))
     assert changes
     assert all(change.get("vpp") != 1 for change in changes if "microbatch_group" not in change)
