@@ -179,6 +179,11 @@ class Cluster:
         """Return the number of nodes."""
         return self.count // self.per_node
 
+    @property
+    def outer(self) -> Link:
+        """Return the link between devices of different nodes, or of the only node."""
+        return self.inter if self.nodes > 1 else self.intra
+
     @cached_property
     def slowest(self) -> Device:
         """Return the slowest device, which all others wait for in each step, where the power limit sets the clock."""

@@ -218,12 +218,7 @@ def reserved_bytes(layout: Layout, cluster: Cluster, profile: FrameworkProfile) 
     `Partition.copy_groups` come on top.
     """
     axes = ["tp", "cp", "dp", "pp", "ep", "etp", *(["edp"] if layout.ep * layout.etp > 1 else [])]
-    link = cluster.inter if cluster.nodes > 1 else cluster.intra
+    link = cluster.outer
     peers = 0 if profile.experts.deduplicated_dispatch else min(layout.ep, PEERS) - 1
     groups = sum(process_group(axis, layout).size > 1 for axis in axes)
-    return cluster.device.context_nbytes + groups * group_nbytes(cluster) + link.peer_nbytes * peers
-
-
-def group_nbytes(cluster: Cluster) -> int:
-    """Return the bytes of the buffers of one communicator."""
-    return (cluster.inter if cluster.nodes > 1 else cluster.intra).group_nbytes
+    return cluster.device.context_nbytes + groups * link.group_nbytes + link.peer_nbytes * peers

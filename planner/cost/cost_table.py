@@ -249,7 +249,7 @@ def _add_kernels(
         apart, alone = apart - took.fused_gradients, alone + took.fused_gradients * (work.count == 1)
         wait_forward = wait_backward = 0.0
         if work.kind == "route" and device.units > 1:
-            experts = _expert_launch_seconds(job, facts, execution)
+            experts = kernels.expert_launch_seconds(facts.work, profile, execution.grouped_experts)
             wait_forward = profile.experts.dispatch_seconds + experts
             wait_backward = wait_forward + experts
             if profile.experts.padded_tokens:  # the host knows each expert's number of tokens, so it launches ahead
@@ -265,13 +265,6 @@ def _add_kernels(
     width, passes = profile.optimizer.gradient_nbytes, profile.kernels.memory_passes.get("gradient", ONE_PASS)[1]
     added = (precision.nbytes + 2 * width) * max(0, apart) + 2 * width * alone
     row[CostColumn.BACKWARD] += passes * added / device.moves
-
-
-def _expert_launch_seconds(job: Job, facts: Costs, execution: Execution) -> float:
-    """Return the seconds that a forward pass of experts waits for the host, after the dispatch."""
-    experts, grouped = job.profile.experts, job.profile.experts.grouped_launch_seconds
-    each = grouped if grouped is not None and execution.grouped_experts else experts.launch_seconds
-    return max(w.count for w in facts.work if w.kind == "dot") * each
 
 
 def _add_collectives(row: Rows, job: Job, kind: NodeKind, facts: Costs, layout: Layout) -> Iterator[Repeated]:

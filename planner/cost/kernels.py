@@ -6,7 +6,7 @@ two times: its arithmetic and its memory traffic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from attrs import frozen
 
@@ -226,3 +226,13 @@ def product_efficiency(
         rounds = -(-(-(-m // tall) * -(-n // wide) * count) // units)
         best = max(best, speed * m * n * count / (rounds * units * tall * wide))
     return best * k / (k + depth)
+
+
+def expert_launch_seconds(works: Iterable[Work], profile: FrameworkProfile, grouped: bool) -> float:
+    """Return the seconds that a forward pass of experts waits for the host, after the dispatch.
+
+    works: of the node. grouped: one kernel computes the products of all experts.
+    """
+    experts = profile.experts
+    each = experts.grouped_launch_seconds if grouped else None
+    return max(w.count for w in works if w.kind == "dot") * (experts.launch_seconds if each is None else each)

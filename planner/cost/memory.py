@@ -166,7 +166,7 @@ def rank_peaks(
     passing += library.max(axis=0)[:, None]
     reserve = np.trunc(ALLOCATOR * (activations + passing + logits))
     holders = {"activations": activations, "workspace": passing, "logits": logits, "allocator": reserve}
-    groups = communication.group_nbytes(job.cluster) * np.asarray(copy_groups)[..., None]
+    groups = job.cluster.outer.group_nbytes * np.asarray(copy_groups)[..., None]
     reserved = communication.reserved_bytes(layout, job.cluster, job.profile) + groups
     holders["runtime"] = np.zeros_like(logits) + reserved
     total = np.trunc(rank_memory(holders["runtime"], activations, 1, passing + logits))

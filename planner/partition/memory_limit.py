@@ -221,7 +221,7 @@ def memory_limit(sizes: StageSizes, layout: Layout, job: Job, limit: float) -> M
     state_sums = state_sums + fixed.total / n * sizes.frozen_params
     step_sums = dense.step / n * sizes.params + experts.step / n * sizes.expert_params
     copied = {nodes for slot, nodes in job.structure.shared_weights if slot.trained} if layout.pp > 2 else ()
-    groups = len(copied) * communication.group_nbytes(job.cluster)  # the most that a rank may need
+    groups = len(copied) * job.cluster.outer.group_nbytes  # the most that a rank may need
     reserved = communication.reserved_bytes(layout, job.cluster, profile) + groups
     return MemoryLimit(
         state=state_sums,

@@ -25,19 +25,8 @@ from megaloom.planner.pipeline import schedules
 from megaloom.planner.pipeline.schedules import Moments
 from megaloom.planner.rules.shared_weights import groups_of_copies
 
-from .dynamic_program import (
-    TOLERANCE,
-    ChainBatch,
-    Indices,
-    SegmentSums,
-    balance,
-    balance_all,
-)
-from .local_search import (
-    level_ranks,
-    may_fit,
-    partition_within_limit,
-)
+from .dynamic_program import TOLERANCE, ChainBatch, Indices, SegmentSums, balance, balance_all
+from .local_search import level_ranks, may_fit, partition_within_limit
 from .memory_limit import MemoryLimit, StageSizes, memory_limit
 
 WHOLE_BLOCKS = 1.001  # factor by which the slowest stage may be slower if all stages then have whole blocks
@@ -241,15 +230,25 @@ class Partition:
 
     @cached_property
     def _rank_peaks(self) -> memory.RankPeaks:
-        problem, transient = self.problem, (self.problem.table.workspace, self.problem.table.loss)
-        return memory.rank_peaks(self._sizes, *transient, problem.moments, self.layout, problem.job, self.copy_groups)
+        return memory.rank_peaks(
+            *(self._sizes, self.problem.table.workspace, self.problem.table.loss, self.problem.moments),
+            *(self.layout, self.problem.job, self.copy_groups if self.copies else 0),
+        )
+
+    @cached_property
+    def copies(self) -> dict[int, tuple[int, ...]]:
+        """Return the pipeline ranks that hold a copy of a trained weight, by its position in `shared_weights`."""
+        return (
+            self.problem.table.structure.copies(self.bounds, self.layout.pp)
+            if self.problem.table.shared_elements
+            else {}
+        )
 
     @cached_property
     def copy_groups(self) -> NDArray[np.int64]:
         """Return the number of process groups by which each rank reduces gradients of copies of weights: [ranks]."""
-        pp, copies = self.layout.pp, self.problem.table.structure.copies(self.bounds, self.layout.pp)
-        groups = groups_of_copies(copies.values(), pp)
-        return np.array([sum(rank in ranks for ranks in groups) for rank in range(pp)])
+        groups = groups_of_copies(self.copies.values(), self.layout.pp)
+        return np.array([sum(rank in ranks for ranks in groups) for rank in range(self.layout.pp)])
 
     @property
     def deficit(self) -> int:

@@ -52,7 +52,7 @@ def memory_tracks(priced: Priced) -> tuple[MemoryTrack, ...]:
         state = memory.state_bytes(params, experts, x, job.workload.precision, job.profile, frozen_params=fixed)
         out.append(
             MemoryTrack(
-                bare=state.total + reserved + groups * communication.group_nbytes(job.cluster),
+                bare=state.total + reserved + groups * job.cluster.outer.group_nbytes,
                 library=max(s.library for s in mine),
                 workspace=max(s.workspace for s in mine),
                 loss=mine[-1].loss,

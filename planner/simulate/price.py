@@ -190,7 +190,7 @@ def end_of_rank(placed: Partition, rank: int) -> EndOfStep:
     forward, backward = (sum(each[rank :: x.pp]) for each in (placed.forward_seconds, placed.backward_seconds))
     window = OverlapWindow(passes * backward, passes * forward)
     tied, table = 0.0, problem.table
-    for i, ranks in table.structure.copies(placed.bounds, x.pp).items():
+    for i, ranks in placed.copies.items():
         if rank in ranks and len(ranks) > 1:
             stride = (max(ranks) - min(ranks)) // (len(ranks) - 1) * (x.world // x.pp)
             nbytes = problem.job.profile.optimizer.gradient_nbytes * table.shared_elements[i]
