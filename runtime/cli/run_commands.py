@@ -31,6 +31,7 @@ def evaluate_last_checkpoint(
     data: Annotated[list[str], Parameter(consume_multiple=True)],
     part: Literal["all", "training", "validation", "test"] = "all",
     split: str | None = None,
+    batches: int | None = None,
 ) -> None:
     """Print the loss and perplexity of the last checkpoint of a run on each source of data.
 
@@ -44,11 +45,13 @@ def evaluate_last_checkpoint(
         The part of the data.
     split
         Shares of training, validation and test of indexed datasets. [default: 969,30,1]
+    batches
+        Read only so many global batches of each source, from everywhere in it. [default: all]
     """
     require_training_packages("evaluate")
     from .commands.evaluate_command import run_evaluate
 
-    run_evaluate(run, data, part, split)
+    run_evaluate(run, data, part, split, batches)
 
 
 @unwrap_help

@@ -19,7 +19,11 @@ from megaloom.runtime.optimizer.recipe import Recipe
 
 from .defaults import (
     DEFAULT_RECIPE,
+    EVALUATE_EVERY,
+    KEEP_BEST,
+    KEEP_LAST,
     NO_WATCHING,
+    SAVE_EVERY,
     STANDARD_LIBRARY,
     TrainedPrecision,
 )
@@ -42,10 +46,11 @@ def train_by_plan(
     precision: TrainedPrecision | None = None,
     devices: int | None = None,
     out: Path | None = None,
-    save_every: int = 100,
-    evaluate_every: int = 100,
-    keep_last: int = 2,
-    keep_best: int = 0,
+    save_every: int = SAVE_EVERY,
+    evaluate_every: int = EVALUATE_EVERY,
+    evaluate_batches: int | None = None,
+    keep_last: int = KEEP_LAST,
+    keep_best: int = KEEP_BEST,
     async_save: bool | None = None,
     distributed_timeout_minutes: float = 10.0,
     watching: Annotated[Watching, Parameter(name="*", group="Watching")] = NO_WATCHING,
@@ -85,6 +90,8 @@ def train_by_plan(
         Steps between checkpoints.
     evaluate_every
         Steps between evaluations on held-out text.
+    evaluate_batches
+        Global batches of held-out text that each evaluation reads. [default: 65,536 tokens, and all text at the end]
     keep_last
         Newest checkpoints that are kept.
     keep_best
@@ -100,7 +107,7 @@ def train_by_plan(
 
     load = {"seq": seq, "batch": batch, "precision": precision, "devices": devices}
     options = {"data": tuple(data), "split": split, "epochs": epochs, "out": out, "weights": weights}
-    options |= {"save_every": save_every, "evaluate_every": evaluate_every}
+    options |= {"save_every": save_every, "evaluate_every": evaluate_every, "evaluate_batches": evaluate_batches}
     options |= {"keep_last": keep_last, "keep_best": keep_best, "async_save": async_save}
     options["distributed_timeout_minutes"] = distributed_timeout_minutes
     arguments = model_arguments(words, settings)

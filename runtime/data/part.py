@@ -57,8 +57,9 @@ class DataPart:
         counts = self._windows(seq)
         if not sum(counts) or (self.weights and not all(counts)):
             short = next((r for r, n in zip(self.ranges, counts, strict=True) if not n), self.ranges[0])
+            where = f" ({short.dataset.prefix})" if len(self.ranges) > 1 else ""
             raise UserError(
-                f"the {self.name} text has {short.count:,} tokens, too few for --seq {seq:,} ({short.dataset.prefix})\n"
+                f"the {self.name} text has {short.count:,} tokens, too few for --seq {seq:,}{where}\n"
                 f"give at least {2 * seq:,} tokens of text, or a smaller --seq"
             )
         return sum(counts)

@@ -58,13 +58,22 @@ class RunEvaluation:
 
 
 def evaluate_run(
-    folder: Path, sources: Sequence[str], *, part: str = ALL, split: str | None = None, timeout: float | None = None
+    folder: Path,
+    sources: Sequence[str],
+    *,
+    part: str = ALL,
+    split: str | None = None,
+    batches: int | None = None,
+    timeout: float | None = None,
 ) -> RunEvaluation:
     """Return the losses of a run's last checkpoint on each source: a file or folder of text, or an indexed dataset.
 
-    part: "all", or the training, validation or test part by `split`. Raise UserError for a folder that is no run, bad
-    data, or a machine without the devices of the plan.
+    part: "all", or the training, validation or test part by `split`. batches: global batches that are read of each
+    source, from everywhere in it; None for all. Raise UserError for a folder that is no run, bad data, or a machine
+    without the devices of the plan.
     """
+    if batches is not None and batches < 1:
+        raise UserError(f"--batches must be at least 1, got {batches}")
     plan, model = _trained(folder)
     check_trainable(plan, model)
     launcher.check(plan.layout.world)
@@ -74,7 +83,7 @@ def evaluate_run(
         for i, source in enumerate(sources):
             corpus = open_corpus([source], split, Path(temporary) / str(i), lambda ids: check_vocabulary(ids, maker))
             texts.append(_text(source, corpus, part, maker))
-        return launcher.run(_evaluate_on_rank, (plan, folder, texts), plan.layout.world, timeout=timeout)[0]
+        return launcher.run(_evaluate_on_rank, (plan, folder, texts, batches), plan.layout.world, timeout=timeout)[0]
 
 
 def _trained(folder: Path) -> tuple[Plan, Model]:
@@ -99,7 +108,7 @@ def _text(source: str, corpus: Corpus, part: str, maker: SampleMaker) -> Evaluat
     return EvaluatedText(source, text, corpus.ids)
 
 
-def _evaluate_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText]) -> RunEvaluation:
+def _evaluate_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText], batches: int | None) -> RunEvaluation:
     """Return step and losses of the newest checkpoint that is not damaged. They are equal on all ranks."""
     from megaloom.runtime.checkpoints import checkpoint  # imports megatron-core, as does the next
     from megaloom.runtime.engine.engine import Engine
@@ -116,6 +125,8 @@ def _evaluate_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText]) -> R
         def sample(i: int, text: EvaluatedText = text, maker: SampleMaker = maker, seq: int = seq) -> Sample:
             return sample_of(text.part.held_out_sample(i, seq=seq), maker, engine.steps, i, 0)
 
-        result = engine.evaluate_samples(sample, text.part.held_out_samples(seq))
+        samples = text.part.held_out_samples(seq)
+        samples = samples if batches is None else min(samples, batches * plan.workload.batch)
+        result = engine.evaluate_samples(sample, samples)
         losses.append(SourceLoss(text.name, result, maker.unit))
     return RunEvaluation(found.manifest.step, tuple(found.notes), tuple(losses))

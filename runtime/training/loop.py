@@ -133,15 +133,15 @@ class Loop:
             evaluates = (engine.done % run.evaluate_every == 0 and not last) or (saves and run.retention.best)
             result = None
             if validation and evaluates and not stopped:
-                result = self._evaluate(validation, "held-out", whole=False)
+                result = self._evaluate(validation, "held-out")
             if saves:
                 self._save(result)
         self._finish_save()
         self.saver.close()
         if not stopped and validation:
-            held_out = self._evaluate(validation, "held-out", whole=True)
+            held_out = self._evaluate(validation, "held-out", last=True)
         if not stopped and run.corpus.test:
-            test = self._evaluate(run.corpus.test, "test", whole=True)
+            test = self._evaluate(run.corpus.test, "test", last=True)
         return self._summary(held_out, test, stopped)
 
     def _train_step(self) -> None:
@@ -186,17 +186,18 @@ class Loop:
         advice = f"try a --lr below {self.run.recipe.lr:g}, another --seed, or skip such steps with --skip-non-finite"
         return f"this step is not saved ({saved}); {advice}"
 
-    def _evaluate(self, part: DataPart, name: str, *, whole: bool) -> EvaluationResult:
+    def _evaluate(self, part: DataPart, name: str, *, last: bool = False) -> EvaluationResult:
         """Return the loss on a part of the data, or on samples of it, which are the same in each evaluation.
 
-        The last evaluation of a run runs the user's test_step: on the test part, or on all held-out data if there is
-        no test part. The others run validation_step.
+        last: at the end of the run. That evaluation runs the user's test_step: on the test part, or on the held-out
+        data if there is no test part. The others run validation_step.
         """
         seq = self.maker.length - 1
-        samples = self.run.evaluation_samples(part, seq, whole=whole)
-        if samples > self.run.evaluation_samples(part, seq, whole=False):
+        samples = self.run.evaluation_samples(part, seq, last=last)
+        whole = last and samples == part.held_out_samples(seq)
+        if samples > self.run.evaluation_samples(part, seq, last=False):
             self.display.print(f"evaluating all {samples * seq:,} {name} tokens")
-        is_last = name == "test" or (whole and not self.run.corpus.test)
+        is_last = name == "test" or (last and not self.run.corpus.test)
         result = self.engine.evaluate_samples(
             lambda i: self._sample(part.held_out_sample(i, seq=seq), i, 0),
             samples,

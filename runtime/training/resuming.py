@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint
-from megaloom.runtime.checkpoints.manifest import Manifest
 from megaloom.runtime.optimizer.recipe import Recipe
 
 from .training_run import TrainingRun
+
+SAVING = ("split", "save_every", "evaluate_every", "evaluate_batches", "keep_last", "keep_best", "async_save")
+"""Options of data and checkpoints that a resumed run may change. Other data are found by their digest."""
 
 
 def resume_notes(resumed: Checkpoint, run: TrainingRun, recipe: Recipe) -> Iterator[str]:
@@ -24,8 +27,11 @@ def resume_notes(resumed: Checkpoint, run: TrainingRun, recipe: Recipe) -> Itera
         yield "saved by an earlier megaloom: its weights have the names and shapes of this model's"
     if saved.layout != str(run.plan.layout):
         yield f"layout: saved under {saved.layout}, now {run.plan.layout}"
-    if changed := _changed_options(saved, recipe):
+    new = recipe.as_saved()
+    if changed := _changed(saved.recipe, new, (n for n in saved.recipe if n in new and n != "steps")):
         yield f"recipe: {changed}"
+    if changed := _changed(run.options_before or {}, run.options, SAVING):
+        yield f"options: {changed}"
     end = recipe.schedule_end
     if recipe.schedule.has_end and end is not None and end < steps:
         yield f"learning rate: its schedule ends at step {end}; --decay-steps {steps} would stretch it"
@@ -33,14 +39,16 @@ def resume_notes(resumed: Checkpoint, run: TrainingRun, recipe: Recipe) -> Itera
         yield f"data: not the text of step {saved.step}, or its files have changed since"
 
 
-def _changed_options(saved: Manifest, recipe: Recipe) -> str:
-    new = recipe.as_saved()
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Return a text with the options of these names that differ. Those that are not given are None."""
     return ", ".join(
-        f"{name.replace('_', '-')} was {_shown(value)}, is now {_shown(new[name])}"
-        for name, value in saved.recipe.items()
-        if name != "steps" and name in new and value != new[name]
+        f"{name.replace('_', '-')} was {_shown(before.get(name))}, is now {_shown(now.get(name))}"
+        for name in names
+        if before.get(name) != now.get(name)
     )
 
 
-def _shown(value: float | str | bool) -> str:
+def _shown(value: float | str | bool | None) -> str:
+    if value is None:
+        return "not given"
     return f"{value:g}" if isinstance(value, float) else str(value).lower()

@@ -40,7 +40,7 @@ from .failures import advice_if_rank_failed, errors_with_rank, memory_and_disk_a
 from .initial_weights import open_weights
 from .rank_inputs import check_same_data, check_same_plan, check_shared_folder
 from .run_data import DataOptions, as_sources, check_rampup, open_data, steps_of
-from .run_folder import check_folder, save_run
+from .run_folder import check_folder, is_run, load_options, save_run
 from .training_run import Summary, TrainingRun
 
 SAVE_SECONDS = 300.0
@@ -57,6 +57,7 @@ def train(
     epochs: float | None = None,
     save_every: int = 100,
     evaluate_every: int = 100,
+    evaluate_batches: int | None = None,
     retention: Retention = Retention(),  # noqa: B008 (frozen)
     asynchronous_saves: bool | None = None,
     steps: object = None,
@@ -72,6 +73,9 @@ def train(
     `Steps`, of a class that every process can import. weights: a Hugging Face folder or a checkpoint of
     Megatron-LM with the initial weights, of which each rank reads its shards.
 
+    evaluate_batches: global batches of held-out text that each evaluation reads. By default 65,536 tokens, and all
+    of it at the end.
+
     retention: the checkpoints that are kept. asynchronous_saves: copy the state to host memory and train on while it is
     written. By default on GPUs only: on CPU the copy would be in the memory that the plan counts. watching: the step
     whose trace is written, and trackers.
@@ -83,15 +87,25 @@ def train(
     After SIGUSR2 they save and go on.
     """
 
+    new = not folder.exists()
+
     def prepared() -> TrainingRun:
-        data, every = DataOptions(as_sources(source), split, epochs), (save_every, evaluate_every)
-        return prepare_run(plan, recipe, folder, data, *every, retention, steps, weights, asynchronous_saves, watching)
+        data, every = DataOptions(as_sources(source), split, epochs), (save_every, evaluate_every, evaluate_batches)
+        with _removed_if_refused(folder, new):
+            return prepare_run(
+                plan, recipe, folder, data, *every, retention, steps, weights, asynchronous_saves, watching
+            )
 
     if started_by_launcher():
         join(plan.layout.world, distributed_timeout)
         given = {"data": as_sources(source), "split": split, "epochs": epochs, "out": folder, "from": weights}
         given |= {"save_every": save_every, "evaluate_every": evaluate_every, "async_save": asynchronous_saves}
-        given |= {"keep_last": retention.last, "keep_best": retention.best, **asdict(watching)}
+        given |= {
+            "evaluate_batches": evaluate_batches,
+            "keep_last": retention.last,
+            "keep_best": retention.best,
+            **asdict(watching),
+        }
         check_same_plan(plan, recipe, given, weights)
         with errors_with_rank(folder):
             return _train_as_rank(prepared, folder)
@@ -108,6 +122,7 @@ def prepare_run(
     data: DataOptions,
     save_every: int,
     evaluate_every: int,
+    evaluate_batches: int | None,
     retention: Retention,
     steps: object = None,
     weights: Path | None = None,
@@ -117,8 +132,12 @@ def prepare_run(
     """Check plan, options, weights, checkpoint and text, and write data, model, plan and options into the folder."""
     model = check_model(plan)
     maker = SampleMaker.of(graph(model), plan.workload.seq)
-    for name, every in (("save-every", save_every), ("evaluate-every", evaluate_every)):
-        if every < 1:
+    for name, every in (
+        ("save-every", save_every),
+        ("evaluate-every", evaluate_every),
+        ("evaluate-batches", evaluate_batches),
+    ):
+        if every is not None and every < 1:
             raise UserError(f"--{name} must be at least 1, got {every}")
     check_rampup(recipe, plan)
     watching.check_packages()
@@ -145,6 +164,7 @@ def prepare_run(
         "split": data.split,
         "save_every": save_every,
         "evaluate_every": evaluate_every,
+        "evaluate_batches": evaluate_batches,
         "keep_last": retention.last,
         "keep_best": retention.best,
         "async_save": asynchronous_saves,
@@ -152,6 +172,7 @@ def prepare_run(
         "tensorboard_dir": None if watching.tensorboard_dir is None else str(watching.tensorboard_dir.resolve()),
         "wandb": watching.wandb,
     }
+    before = load_options(folder) if is_run(folder) else None
     save_run(folder, plan, model, recipe, options)
     return TrainingRun(
         plan=plan,
@@ -160,12 +181,26 @@ def prepare_run(
         folder=folder,
         save_every=save_every,
         evaluate_every=evaluate_every,
+        evaluate_batches=evaluate_batches,
         retention=retention,
         asynchronous_saves=bool(device.gpu_count()) if asynchronous_saves is None else asynchronous_saves,
         steps=steps,
         weights=weights,
         watching=watching,
+        options_before=before,
+        options=options,
     )
+
+
+@contextmanager
+def _removed_if_refused(folder: Path, new: bool) -> Iterator[None]:
+    """Remove a folder that has no run yet if the block raises UserError. new: it did not exist before."""
+    try:
+        yield
+    except UserError:
+        if new and not is_run(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _absolute(word: str) -> str:

@@ -46,7 +46,7 @@ def check_vocabulary(ids: TokenIds, maker: SampleMaker) -> None:
         more = f", and its objective needs {needed - ids.vocab} more" if needed > ids.vocab else ""
         raise UserError(
             f"{maker.graph.name} has a vocabulary of {maker.vocab:,}; {text}{more}\n"
-            f'declare Dim("vocab", {needed}) or more'
+            f'declare Dim("vocab", {needed}) or more, or give --set vocab={needed} if the model has such an argument'
         )
 
 

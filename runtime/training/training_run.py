@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from attrs import field, frozen
 
@@ -20,7 +21,7 @@ RECENT_STEPS = 20
 """Steps over which the summary averages the training loss."""
 
 EVALUATION_TOKENS = 65536
-"""Most held-out tokens that an evaluation during training reads. The one at the end reads all."""
+"""Most held-out tokens that an evaluation during training reads by default. The one at the end reads all."""
 
 
 @frozen(kw_only=True)
@@ -33,20 +34,24 @@ class TrainingRun:
     folder: Path
     save_every: int  # steps
     evaluate_every: int  # steps
+    evaluate_batches: int | None = None  # of each evaluation; None: EVALUATION_TOKENS, and all at the end
     retention: Retention = field(factory=Retention)
     asynchronous_saves: bool = False  # training goes on while a checkpoint is written
     steps: object = None  # with any of the methods of `Steps`
     watching: Watching = field(factory=Watching)
     weights: Path | None = None  # a folder with the initial weights; None for random ones
+    options_before: Mapping[str, Any] | None = None  # of run.json, if the folder had one
+    options: Mapping[str, Any] = field(factory=dict)  # of data and checkpoints
 
-    @staticmethod
-    def evaluation_samples(part: DataPart, seq: int, *, whole: bool) -> int:
-        """Return the number of samples of an evaluation on a whole part of the data, or on some of it.
+    def evaluation_samples(self, part: DataPart, seq: int, *, last: bool) -> int:
+        """Return the number of samples of an evaluation on a part of the data.
 
-        seq: the tokens of text that each sample moves on by.
+        seq: the tokens of text that each sample moves on by. last: at the end of the run.
         """
         available = part.held_out_samples(seq)
-        return available if whole else min(available, max(1, EVALUATION_TOKENS // seq))
+        if self.evaluate_batches is not None:
+            return min(available, self.evaluate_batches * self.plan.workload.batch)
+        return available if last else min(available, max(1, EVALUATION_TOKENS // seq))
 
 
 @frozen(kw_only=True)

@@ -36,7 +36,15 @@ from megaloom.planner.report.measured.measured_step import read_trace, with_pred
 from megaloom.planner.rules.plan_check import check_plan
 from megaloom.planner.search.search import plan as search
 from megaloom.runtime.checkpoints.checkpoint_folder import Retention, checkpoint_folders
-from megaloom.runtime.cli.defaults import DEFAULT_MODEL, DEFAULT_RECIPE, STANDARD_LIBRARY
+from megaloom.runtime.cli.defaults import (
+    DEFAULT_MODEL,
+    DEFAULT_RECIPE,
+    EVALUATE_EVERY,
+    KEEP_BEST,
+    KEEP_LAST,
+    SAVE_EVERY,
+    STANDARD_LIBRARY,
+)
 from megaloom.runtime.cli.printing import fail, print_on_first_rank
 from megaloom.runtime.cli.report import comparison_report, plan_report, summary_report
 from megaloom.runtime.launch import launcher
@@ -65,7 +73,7 @@ def run_train(
     """Train a model or a plan, and return the exit code.
 
     arguments: those of the model's function. load_options: seq, batch, precision, devices; None if not given. options:
-    data, split, epochs, out, save_every, evaluate_every, keep_last, keep_best, async_save,
+    data, split, epochs, out, save_every, evaluate_every, evaluate_batches, keep_last, keep_best, async_save,
     distributed_timeout_minutes, weights.
     """
     minutes = options["distributed_timeout_minutes"]
@@ -83,7 +91,7 @@ def run_train(
     plan, folder = agreed(chosen) if started_by_launcher() else chosen()
     note = differences(plan.environment, current_environment())
     print_on_first_rank(plan_report(plan), *([note] if note else []))
-    every = {name: options[name] for name in ("save_every", "evaluate_every")}
+    every = {name: options[name] for name in ("save_every", "evaluate_every", "evaluate_batches")}
     try:
         data = {"source": options["data"], "split": options["split"], "epochs": options["epochs"]}
         retention = Retention(options["keep_last"], options["keep_best"])
@@ -99,6 +107,7 @@ def run_train(
     if summary.trace:
         _add_prediction(summary.trace, plan)
     resume = {**given, "data": options["data"], "split": options["split"], "out": options["out"], **asdict(recipe)}
+    resume |= {**every, **{name: options[name] for name in ("keep_last", "keep_best", "async_save")}}
     resume["set"] = () if _is_plan(model) or is_run(model) else as_words(arguments)
     trackers = {name: value for name, value in asdict(options["watching"]).items() if name != "profile"}
     resume |= {name: value for name, value in trackers.items() if value}
@@ -218,7 +227,8 @@ def _cluster_name(count: int | None) -> str:
 def _command(model: str, options: Mapping[str, Any]) -> str:
     """Return the command line with the options that differ from the defaults."""
     defaults = {**asdict(DEFAULT_RECIPE), "data": (STANDARD_LIBRARY,), "split": None, "out": None, "steps": None}
-    defaults["set"] = ()
+    defaults |= {"save_every": SAVE_EVERY, "evaluate_every": EVALUATE_EVERY}
+    defaults |= {"keep_last": KEEP_LAST, "keep_best": KEEP_BEST, "set": ()}
     flags = [part for name, value in options.items() if value != defaults.get(name) for part in _flag(name, value)]
     return shlex.join([*_program(), "train", *([] if model == DEFAULT_MODEL else [model]), *flags])
 

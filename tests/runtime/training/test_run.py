@@ -84,6 +84,7 @@ def test_resumed_under_any_layout_it_computes_the_same(
     assert done.resumed == 3
     assert curve(folder) == pytest.approx(curve(finished[0]), abs=1e-5)
     assert done.held_out.loss == pytest.approx(finished[1].held_out.loss, abs=1e-5)
+    assert done.held_out.tokens == finished[1].held_out.tokens
     output = capfd.readouterr().out
     assert f"resumed from step 3 of 6 ({folder}/step-000003)" in output
     assert ("layout: saved under dp2" in output) == (layout.dp == 1)
@@ -92,10 +93,13 @@ def test_resumed_under_any_layout_it_computes_the_same(
 
 def test_a_finished_run_is_evaluated_again(finished: tuple[Path, Summary], text: str, plan_of, capfd) -> None:
     folder, first = finished
-    again = train(plan_of("byte_llama", Layout(dp=2)), RECIPE, folder=folder, source=text)
+    options = {"save_every": 3, "evaluate_batches": 2}
+    again = train(plan_of("byte_llama", Layout(dp=2)), RECIPE, folder=folder, source=text, **options)
     assert (again.step, again.resumed, again.tokens, again.train_loss) == (6, 6, 0, None)
-    assert again.held_out.loss == first.held_out.loss
-    assert "resumed from the finished run" in capfd.readouterr().out
+    assert again.held_out.tokens == 2 * 4 * 32 < first.held_out.tokens
+    output = capfd.readouterr().out
+    assert "resumed from the finished run" in output
+    assert "options: evaluate-every was 4, is now 100, evaluate-batches was not given, is now 2\n" in output
 
 
 def contents(folder: Path) -> dict[Path, int]:
