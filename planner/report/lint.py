@@ -20,7 +20,7 @@ from megaloom.planner.rules.rule import Owner, Rule
 from megaloom.planner.rules.rules import RANGE_RULES, RULES, violations
 from megaloom.planner.search.candidate_space import CandidateSpace
 from megaloom.planner.search.suggestions import changes_text, legal_changes
-from megaloom.planner.search.variant_choices import FixedAxes
+from megaloom.planner.search.variant_choices import FixedAxes, implied
 
 HEADINGS = {
     Owner.CORE: "megatron-core 0.16.1 refuses, or fails at the source line in brackets",
@@ -76,6 +76,7 @@ def rules_json() -> list[dict[str, str]]:
 
 def _layout(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> Layout:
     """Return the layout with these fields. If free, dp takes the rest of the devices, and sp is on if that is legal."""
+    fixed = implied(fixed)
     layout = Layout(**fixed)
     if "dp" not in fixed:
         layout = Layout(**{**fixed, "dp": max(1, cluster.count // max(1, layout.tp * layout.pp * layout.cp))})

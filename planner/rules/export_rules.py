@@ -47,7 +47,7 @@ def _latent(case: Case[L]) -> Truth:
 def _latent_text(case: Case[Layout]) -> Words:
     return (
         f"latent attention has tp {case.layout.tp} without sequence parallelism",
-        "turn sequence_parallel on, or use tp 1",
+        "add --sequence-parallel, or use tp 1",
     )
 
 
@@ -127,7 +127,7 @@ EXPORT_RULES = (
     Rule(
         id="latent-sp",
         sentence="Latent attention with tp above 1 needs sequence parallelism.",
-        fix="turn sequence_parallel on, or use tp 1",
+        fix="add --sequence-parallel, or use tp 1",
         owner=Owner.EXPORTS,
         source="multi_latent_attention.py:616: the gradient of the keys that all heads share is not summed over tp",
         holds=_latent,

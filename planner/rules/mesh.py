@@ -103,7 +103,7 @@ def _sequence_parallel(case: Case[L]) -> Truth:
 
 
 def _sequence_parallel_text(case: Case[Layout]) -> Words:
-    return "sequence parallelism needs tp above 1, got 1", "use tp 2 or more, or turn sequence_parallel off"
+    return "sequence parallelism needs tp above 1, got 1", "use tp 2 or more, or --no-sequence-parallel"
 
 
 def _moe_sequence_parallel(case: Case[L]) -> Truth:
@@ -112,7 +112,7 @@ def _moe_sequence_parallel(case: Case[L]) -> Truth:
 
 
 def _moe_sequence_parallel_text(case: Case[Layout]) -> Words:
-    return f"experts with tp {case.layout.tp} need sequence parallelism", "turn sequence_parallel on, or use tp 1"
+    return f"experts with tp {case.layout.tp} need sequence parallelism", "add --sequence-parallel, or use tp 1"
 
 
 def _vpp(case: Case[L]) -> Truth:
@@ -187,7 +187,7 @@ MESH_RULES = (
     Rule(
         id="sp-tp",
         sentence="Sequence parallelism needs tp above 1.",
-        fix="turn sequence_parallel off, or use tp 2 or more",
+        fix="use --no-sequence-parallel, or tp 2 or more",
         owner=Owner.CORE,
         source="model_parallel_config.py:411",
         holds=_sequence_parallel,
@@ -196,7 +196,7 @@ MESH_RULES = (
     Rule(
         id="moe-sp",
         sentence="Experts with tp above 1 need sequence parallelism.",
-        fix="turn sequence_parallel on, or use tp 1",
+        fix="add --sequence-parallel, or use tp 1",
         owner=Owner.CORE,
         source="moe_layer.py:380",
         holds=_moe_sequence_parallel,

@@ -31,8 +31,8 @@ def _weights(case: Case[L]) -> Truth:
 
 def _weights_text(case: Case[Layout]) -> Words:
     if not case.layout.distributed_optimizer:
-        message = "`--overlap weights` needs the distributed optimizer, which gathers weights"
-        return message, "turn distributed_optimizer on, or leave weights out of `--overlap`"
+        message = "`--overlap weights` needs `--distributed-optimizer`, which gathers weights"
+        return message, "add --distributed-optimizer, or leave weights out of `--overlap`"
     return "`--overlap weights` needs `--overlap gradients`", "add gradients to `--overlap`"
 
 
@@ -43,7 +43,7 @@ def _tensor(case: Case[L]) -> Truth:
 
 def _tensor_text(case: Case[Layout]) -> Words:
     message = "`--overlap tensor` needs sequence parallelism"
-    return message, "turn sequence_parallel on, or leave tensor out of `--overlap`"
+    return message, "add --sequence-parallel, or leave tensor out of `--overlap`"
 
 
 def within_node(tp: int | Column, cluster: Cluster) -> Truth:
@@ -87,7 +87,7 @@ def _experts_recompute(case: Case[L]) -> Truth:
 
 def _experts_recompute_text(case: Case[Layout]) -> Words:
     message = "`--overlap experts` cannot be combined with `--recompute full`"
-    return message, "use recompute none or selective, or leave experts out of `--overlap`"
+    return message, "use --recompute none or selective, or leave experts out of `--overlap`"
 
 
 def _at_most_16_bits(workload: Workload) -> bool:
@@ -127,7 +127,7 @@ OVERLAP_RULES = (
     Rule(
         id="overlap-weights",
         sentence="`--overlap weights` needs `--distributed-optimizer` and `--overlap gradients`.",
-        fix="turn distributed_optimizer on and add gradients, or leave weights out of `--overlap`",
+        fix="add --distributed-optimizer and gradients, or leave weights out of `--overlap`",
         owner=Owner.CALLERS,
         source="Megatron-LM's validate_args",
         holds=_weights,
@@ -136,7 +136,7 @@ OVERLAP_RULES = (
     Rule(
         id="overlap-tensor",
         sentence="`--overlap tensor` needs `--sequence-parallel`.",
-        fix="turn sequence_parallel on, or leave tensor out of `--overlap`",
+        fix="add --sequence-parallel, or leave tensor out of `--overlap`",
         owner=Owner.CALLERS,
         source="Megatron-LM's validate_args",
         holds=_tensor,
@@ -173,7 +173,7 @@ OVERLAP_RULES = (
     Rule(
         id="overlap-experts-recompute",
         sentence="`--overlap experts` cannot be combined with `--recompute full`.",
-        fix="use recompute none or selective, or leave experts out of `--overlap`",
+        fix="use --recompute none or selective, or leave experts out of `--overlap`",
         owner=Owner.CORE,
         source="transformer_config.py:1871 and 1877",
         holds=_experts_recompute,

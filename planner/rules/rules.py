@@ -48,9 +48,14 @@ def _positive(case: Case[L]) -> Truth:
 def _positive_text(case: Case[Layout]) -> Words:
     name = next(name for name, amount in _amounts(case).items() if amount < (name not in MAY_BE_ZERO))
     return (
-        f"{name} must be at least {int(name not in MAY_BE_ZERO)}, got {_amounts(case)[name]}",
+        f"{_word(name)} must be at least {int(name not in MAY_BE_ZERO)}, got {_amounts(case)[name]}",
         f"use {int(name not in MAY_BE_ZERO)} or more",
     )
+
+
+def _word(name: str) -> str:
+    """Return the name of an amount as the command line writes it."""
+    return name.replace("_", "-")
 
 
 def _maximum(name: str) -> int:
@@ -63,7 +68,10 @@ def _plausible(case: Case[L]) -> Truth:
 
 def _plausible_text(case: Case[Layout]) -> Words:
     name = next(name for name, amount in _amounts(case).items() if amount > _maximum(name))
-    return f"{name} must be at most {_maximum(name):,}, got {_amounts(case)[name]}", f"use {_maximum(name):,} or less"
+    return (
+        f"{_word(name)} must be at most {_maximum(name):,}, got {_amounts(case)[name]}",
+        f"use {_maximum(name):,} or less",
+    )
 
 
 RANGE_RULES = (

@@ -32,9 +32,9 @@ def _batch(case: Case[L]) -> Truth:
 def _batch_text(case: Case[Layout]) -> Words:
     x, batch = case.layout, case.workload.batch
     unit = x.dp * x.micro_batch
-    fix = f"use a batch of {multiples(batch, unit)}"
+    fix = f"use --batch {multiples(batch, unit)}"
     if batch % x.dp == 0:
-        fix += f", or a micro-batch of {nearest(x.micro_batch, divisors(batch // x.dp))}"
+        fix += f", or --micro-batch {nearest(x.micro_batch, divisors(batch // x.dp))}"
     return f"a batch of {batch} is not a multiple of dp {x.dp} x micro-batch {x.micro_batch} = {unit}", fix
 
 
@@ -56,8 +56,8 @@ def _vpp_microbatches_text(case: Case[Layout]) -> Words:
     x, batch = case.layout, case.workload.batch
     unit, m = x.dp * x.micro_batch, x.microbatches(batch)
     message = f"vpp {x.vpp} runs micro-batches in groups of pp {x.pp}, but there are {m} of them"
-    other = f", a microbatch_group of {m}" if m > x.pp else ""
-    return message, f"use vpp 1{other}, or a batch of {multiples(batch, unit * x.pp)}"
+    other = f", --microbatch-group {m}" if m > x.pp else ""
+    return message, f"use vpp 1{other}, or --batch {multiples(batch, unit * x.pp)}"
 
 
 def _microbatch_group(case: Case[L]) -> Truth:
@@ -72,7 +72,7 @@ def _microbatch_group_text(case: Case[Layout]) -> Words:
     x, m = case.layout, case.layout.microbatches(case.workload.batch)
     allowed = [n for n in range(x.pp, m + 1) if _fills_pipeline(case, n)]
     message = f"{m} micro-batches in groups of {x.microbatch_group} leave a group smaller than pp {x.pp}"
-    return message, f"use a microbatch_group of {nearest(x.microbatch_group, allowed)}" if allowed else "use vpp 1"
+    return message, f"use --microbatch-group {nearest(x.microbatch_group, allowed)}" if allowed else "use vpp 1"
 
 
 def _group_vpp(case: Case[L]) -> Truth:
@@ -82,7 +82,7 @@ def _group_vpp(case: Case[L]) -> Truth:
 
 def _group_vpp_text(case: Case[Layout]) -> Words:
     group = case.layout.microbatch_group
-    return f"microbatch_group {group} needs vpp of at least 2, got 1", "use microbatch_group 0"
+    return f"`--microbatch-group {group}` needs vpp of at least 2, got 1", "use --microbatch-group 0"
 
 
 def _seq(case: Case[L]) -> Truth:
@@ -103,10 +103,10 @@ def _seq_text(case: Case[Layout]) -> Words:
     units = [f"2 x cp {x.cp}"] if x.cp > 1 else []
     if x.sequence_parallel:
         units.append(f"cp {x.cp} x tp {x.tp}" if x.cp > 1 else f"tp {x.tp}")
-    use = "use" if seq == case.workload.seq else "declare"
+    use = "use --seq" if seq == case.workload.seq else "declare a sequence of"
     return (
         f"a sequence of {seq} is not a multiple of {' and '.join(units)}",
-        f"{use} a sequence of {multiples(seq, unit)}",
+        f"{use} {multiples(seq, unit)}",
     )
 
 
@@ -125,7 +125,7 @@ def _recompute(case: Case[L]) -> Truth:
 
 
 def _recompute_text(case: Case[Layout]) -> Words:
-    return "full recompute recomputes blocks, but the model has no repeated blocks", "use recompute none or selective"
+    return "full recompute recomputes blocks, but the model has no repeated blocks", "use --recompute none or selective"
 
 
 def _recompute_layers(case: Case[L]) -> Truth:
@@ -142,7 +142,8 @@ def _recompute_none(case: Case[L]) -> Truth:
 
 def _recompute_layers_text(case: Case[Layout]) -> Words:
     n = case.layout.recompute_layers
-    return f"recompute_layers {n} needs recompute full", "use recompute full, or recompute_layers 0"
+    message = f"`--recompute-layers {n}` needs `--recompute full`"
+    return message, "use --recompute full, or --recompute-layers 0"
 
 
 CHECKED = (Module.MLA_UP_PROJ, Module.MOE_ACT)  # the modules whose presence megatron-core checks
@@ -165,9 +166,11 @@ def _recompute_modules(case: Case[L]) -> Truth:
 
 def _recompute_modules_text(case: Case[Layout]) -> Words:
     x, has = case.layout, case.requirements.modules
-    fix = f"use recompute selective with any of {', '.join(has)}, or recompute none" if has else "use recompute none"
+    fix = "use --recompute none"
+    if has:
+        fix = f"use --recompute-modules with any of {', '.join(has)}, or --recompute none"
     if x.unused_modules:
-        return f"recompute {x.recompute} recomputes no modules, but names {', '.join(x.recompute_modules)}", fix
+        return f"`--recompute {x.recompute}` recomputes no modules, but names {', '.join(x.recompute_modules)}", fix
     return f"the model has no {', '.join(m for m in x.recomputed_modules if m not in has)} to recompute", fix
 
 
@@ -184,7 +187,7 @@ STEP_RULES = (
     Rule(
         id="batch",
         sentence="dp x micro-batch divides the batch.",
-        fix="use another batch or micro-batch",
+        fix="use another --batch or --micro-batch",
         owner=Owner.CORE,
         source="num_microbatches_calculator.py:340",
         holds=_batch,
@@ -192,9 +195,9 @@ STEP_RULES = (
     ),
     Rule(
         id="vpp-microbatches",
-        sentence="With vpp above 1, pp divides the number of micro-batches, or microbatch_group sets another size of "
-        "groups.",
-        fix="use another batch, micro-batch or microbatch_group, or vpp 1",
+        sentence="With vpp above 1, pp divides the number of micro-batches, or `--microbatch-group` sets another "
+        "size of groups.",
+        fix="use another --batch, --micro-batch or --microbatch-group, or vpp 1",
         owner=Owner.CORE,
         source="schedules.py:1003 and 1015",
         holds=_vpp_microbatches,
@@ -203,7 +206,7 @@ STEP_RULES = (
     Rule(
         id="microbatch-group",
         sentence="Each group of micro-batches, also the last, has at least pp of them.",
-        fix="use a microbatch_group of at least pp that leaves no remainder, or one of at least pp",
+        fix="use a --microbatch-group of at least pp that leaves no remainder, or a remainder of at least pp",
         owner=Owner.CORE,
         source="schedules.py:1003 and 1015",
         holds=_microbatch_group,
@@ -211,8 +214,8 @@ STEP_RULES = (
     ),
     Rule(
         id="group-vpp",
-        sentence="`microbatch_group` needs vpp of at least 2.",
-        fix="use microbatch_group 0, or vpp 2 or more",
+        sentence="`--microbatch-group` needs vpp of at least 2.",
+        fix="use --microbatch-group 0, or vpp 2 or more",
         owner=Owner.PLANNER,
         source="megatron-core accepts it and ignores the groups",
         holds=_group_vpp,
@@ -221,7 +224,7 @@ STEP_RULES = (
     Rule(
         id="seq",
         sentence="The sequence is a multiple of 2 x cp (with cp above 1) and of cp x tp (with sequence parallelism).",
-        fix="use another sequence",
+        fix="use another --seq",
         owner=Owner.CORE,
         source="utils.py:2025; mappings.py:68 and 172",
         holds=_seq,
@@ -230,7 +233,7 @@ STEP_RULES = (
     Rule(
         id="positions",
         sentence="The sequence is no longer than the table of learned positions.",
-        fix="use a shorter sequence",
+        fix="use a smaller --seq",
         owner=Owner.CALLERS,
         source="Megatron-LM's validate_args",
         holds=_positions,
@@ -239,7 +242,7 @@ STEP_RULES = (
     Rule(
         id="recompute-blocks",
         sentence="Full recompute needs a model with repeated blocks.",
-        fix="use recompute none or selective",
+        fix="use --recompute none or selective",
         owner=Owner.PLANNER,
         source="megatron-core recomputes whole blocks, and the planner finds blocks by `repeat`",
         holds=_recompute,
@@ -247,8 +250,8 @@ STEP_RULES = (
     ),
     Rule(
         id="recompute-layers",
-        sentence="`recompute_layers` is 0 with selective recompute.",
-        fix="use recompute full, or recompute_layers 0",
+        sentence="`--recompute-layers` is 0 with `--recompute selective`.",
+        fix="use --recompute full, or --recompute-layers 0",
         owner=Owner.CORE,
         source="transformer_config.py:1182",
         holds=_recompute_layers,
@@ -256,8 +259,8 @@ STEP_RULES = (
     ),
     Rule(
         id="recompute-none",
-        sentence="`recompute_layers` is 0 without recompute.",
-        fix="use recompute full, or recompute_layers 0",
+        sentence="`--recompute-layers` is 0 with `--recompute none`.",
+        fix="use --recompute full, or --recompute-layers 0",
         owner=Owner.PLANNER,
         source="megatron-core accepts it and recomputes nothing",
         holds=_recompute_none,
@@ -267,7 +270,7 @@ STEP_RULES = (
         id="recompute-parts",
         sentence="Selective recompute of mla_up_proj needs latent attention; selective recompute of moe_act needs "
         "experts.",
-        fix="use modules that the model has, or recompute none",
+        fix="use modules that the model has, or --recompute none",
         owner=Owner.CORE,
         source="transformer_config.py:1214 and 1219",
         holds=_recompute_parts,
@@ -276,7 +279,7 @@ STEP_RULES = (
     Rule(
         id="recompute-modules",
         sentence="Selective recompute names modules that the model has.",
-        fix="use modules that the model has, or recompute none",
+        fix="use modules that the model has, or --recompute none",
         owner=Owner.PLANNER,
         source="megatron-core accepts others and recomputes nothing",
         holds=_recompute_modules,
@@ -285,7 +288,7 @@ STEP_RULES = (
     Rule(
         id="precision",
         sentence="The peak FLOP/s of the device is known for the precision.",
-        fix="use another precision or device",
+        fix="use another --precision or device",
         owner=Owner.PLANNER,
         source="without it, no step can be priced",
         holds=_precision,

@@ -41,6 +41,7 @@ from .variant_choices import (
     chunk_counts,
     column,
     field_choices,
+    implied,
     micro_batch_sizes,
     module_set_choices,
     recompute_choices,
@@ -120,7 +121,7 @@ class CandidateSpace:
 
     def unchecked_layouts(self) -> Iterator[Layout]:
         """Yield every layout that uses all devices and leaves no remainder in any degree, legal or not."""
-        fixed = self.fixed
+        fixed = implied(self.fixed)
         chosen = {name: value for name, value in fixed.items() if name in VARIANT_FIELDS}
         chosen.setdefault("overlaps", OverlapSet(default_overlaps(fixed.get("shard", Shard.NONE))))
         layouts = evolve(self, inner=())._unchecked_base_layouts()

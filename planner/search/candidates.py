@@ -21,7 +21,7 @@ from megaloom.planner.contract.layouts import Column, Layouts, Rows
 
 from .candidate_space import CandidateSpace
 from .pricing import Pricer
-from .variant_choices import FixedAxes
+from .variant_choices import FixedAxes, implied
 
 HORIZON_GROWTH = 1.1  # least factor by which the horizon moves
 
@@ -76,7 +76,7 @@ class Candidates:
         lower_bounds = self.lower_bounds
         layouts, rows = self.space.variants(lower_bounds.base_layouts.take(base), lower_bounds.module_sets(base))
         base = base[rows]
-        if "recompute" not in self.fixed and not len(self.space.all_module_sets):
+        if "recompute" not in implied(self.fixed) and not len(self.space.all_module_sets):
             worth = lower_bounds.worth_recomputing(layouts, base)
             layouts, base = layouts.take(worth), base[worth]
         return lower_bounds.bound(layouts, base)

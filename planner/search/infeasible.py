@@ -14,7 +14,7 @@ from attrs import evolve
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
-from megaloom.planner.contract.choices import Recompute
+from megaloom.planner.contract.choices import ModuleSet, OverlapSet
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import FIELDS, Layout
 from megaloom.planner.contract.workload import Precision
@@ -52,8 +52,6 @@ def checked_fixed(fixed: Mapping[str, Any]) -> FixedAxes:
             out[name] = FIELDS[name].parse(value)
         except ValueError as error:
             raise UserError(f"{FIELDS[name].flag} {error}") from None
-    if out.get("recompute_modules"):
-        out.setdefault("recompute", Recompute.SELECTIVE)
     return out
 
 
@@ -133,10 +131,11 @@ def _other_values(pricer: Pricer, fixed: FixedAxes) -> Iterator[Change]:
         others = {other: value for other, value in fixed.items() if other != name}
         if (partition := fitting(pricer, others)) is not None:
             any_fits = True
-            yield (
-                f"{fixed_text({name: getattr(partition.layout, name)})} instead of {fixed_text({name: fixed[name]})}",
-                partition,
-            )
+            value, now = getattr(partition.layout, name), fixed_text({name: fixed[name]})
+            if isinstance(value, ModuleSet | OverlapSet) and not value:
+                yield f"a layout without {now}", partition
+            else:
+                yield f"{fixed_text({name: value})} instead of {now}", partition
     if not any_fits and len(fixed) > 1 and (partition := fitting(pricer, {})) is not None:
         yield f"a layout without {fixed_text(fixed)}", partition
 

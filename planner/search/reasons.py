@@ -137,7 +137,8 @@ def difference_text(best: Prediction, other: Prediction) -> str:
     if other.step_seconds - best.step_seconds < TIE_SHARE * best.step_seconds:
         more = peak_nbytes(other) - peak_nbytes(best)
         needs_more = more > TIE_SHARE * peak_nbytes(best)
-        return f"equally fast, with {format_nbytes(more)} more memory" if needs_more else "equally fast, not simpler"
+        second = f"with {format_nbytes(more)} more memory" if needs_more else "and no simpler than the best plan"
+        return f"equally fast, {second}"
     seconds = cause_differences(best, other)
     most, least = max(seconds, key=seconds.__getitem__), min(seconds, key=seconds.__getitem__)
     text = f"{other.step_seconds / best.step_seconds - 1:.1%} slower: {most} +{format_seconds(seconds[most])}"

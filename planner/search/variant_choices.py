@@ -29,6 +29,11 @@ FixedAxes = Mapping[str, Any]  # the fields of a layout that the user has decide
 FixedValues = tuple[tuple[str, Any], ...]  # some of these, hashable
 
 
+def implied(fixed: FixedAxes) -> FixedAxes:
+    """Return the fixed fields, with selective recompute if they name its modules."""
+    return {"recompute": Recompute.SELECTIVE, **fixed} if fixed.get("recompute_modules") else fixed
+
+
 def micro_batch_sizes(dp: int, workload: Workload, fixed: FixedAxes) -> tuple[int, ...]:
     """Return the micro-batch sizes that divide the batch of each data-parallel rank, in ascending order."""
     return field_choices("micro_batch", fixed, divisors(max(1, workload.batch // dp)))

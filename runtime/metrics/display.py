@@ -72,7 +72,7 @@ class ProgressDisplay:
         if abs(moved) >= CLOCK_SECONDS:
             where = "ahead" if moved > 0 else "back"
             self.print(
-                f"the clock of this machine has moved {where} by {clock(abs(moved))}; times here do not count it"
+                f"the clock of this machine was set {where} by {clock(abs(moved))}; the times shown here do not change"
             )
 
     def draw(self, step: StepMetrics) -> None:

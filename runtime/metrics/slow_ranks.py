@@ -23,7 +23,7 @@ STEPS, EVERY = 3, 100
 """Steps that are compared together, and steps from one comparison to the next."""
 
 SLOW = 1.5
-"""A rank is slow if its passes take more than so many times the median of its stage, in each of these steps."""
+"""A rank is slow if its passes take more than this many times the median of its stage, in each of these steps."""
 
 
 @frozen
@@ -58,10 +58,8 @@ class SlowRanks:
 
 def slow_line(ranks: Sequence[RankTimes]) -> str | None:
     """Return a line that names slow ranks with their hosts; None if there are none."""
-    found = [f"rank {r.rank} ({r.host}) {ratio:.1f}" for r in ranks if (ratio := _ratio(r, ranks)) > SLOW]
-    if not found:
-        return None
-    return f"slow: forward and backward passes take, in times of the median of the stage: {', '.join(found)}"
+    found = [f"rank {r.rank} ({r.host}) {ratio:.1f}x" for r in ranks if (ratio := _ratio(r, ranks)) > SLOW]
+    return f"slow ranks (forward and backward time / median of their stage): {', '.join(found)}" if found else None
 
 
 def _ratio(rank: RankTimes, ranks: Sequence[RankTimes]) -> float:

@@ -48,7 +48,9 @@ def summary(found: tuple[Generation, ...], seconds: float, total: float) -> str:
     tokens = sum(len(x.tokens) for x in found)
     reasons = {x.reason for x in found}
     why = f" (ended by {reasons.pop()})" if len(reasons) == 1 else ""
-    return f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s{why}; {total:.1f} s with the start"
+    return (
+        f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s{why}; {total:.1f} s including start-up"
+    )
 
 
 def prompts_of(prompts: list[str], file: Path | None) -> list[str]:

@@ -33,7 +33,7 @@ from tests.support.limits import LIMIT
         (["gpt2", "--batch", "1000000000"], "1,048,576 or less"),
         (["gpt2", "--seq", 26 * "9"], "134,217,728 or less"),
         (["gpt2", "--tp", 26 * "9"], "1,048,576 or less"),
-        (["gpt2", "--recompute", "full", "--recompute-layers", "-1"], "recompute_layers must be at least 0, got -1"),
+        (["gpt2", "--recompute", "full", "--recompute-layers", "-1"], "recompute-layers must be at least 0, got -1"),
         (["gpt2", "--batch", "64.5"], "--batch must be a whole number, got '64.5'"),
         (["gpt2", "--seq", "4096"], "longer than the 1024 learned positions"),
         (["gpt2", "--tp", "8"], "use --tp 4 instead of --tp 8"),

@@ -153,7 +153,10 @@ def test_a_loser_names_the_cause_that_adds_most() -> None:
         difference_text(result.best.predicted, result.others[0].predicted)
         == "5.0% slower: tensor-parallel communication +375 ms, pipeline bubble −250 ms"
     )
-    assert difference_text(result.best.predicted, result.best.predicted) == "equally fast, not simpler"
+    assert (
+        difference_text(result.best.predicted, result.best.predicted)
+        == "equally fast, and no simpler than the best plan"
+    )
     predicted = result.best.predicted
     fuller = [{**nbytes, "weights": nbytes["weights"] + (3 << 29)} for nbytes in predicted.nbytes]
     other = evolve(result.best, predicted=evolve(predicted, nbytes=tuple(fuller)))

@@ -18,9 +18,9 @@ from tests.support.random_cases import Case, declared, drawn
 
 COUNT, SEED = 2000, 5
 SIZES = {"tp-heads", "tp-kv-heads", "tp-keys", "tp-width"}  # a tp that suits one must suit all
-NAMES = {"micro-batch": "micro_batch", "batch": "batch", "sequence": "seq", "devices": "count"}
-WORDS = r"dp|tp|pp|vpp|cp|ep|etp|batch|micro-batch|microbatch_group|sequence"
-NUMBERED = re.compile(rf"\b({WORDS})(?: of)? (\d+)(?: or (\d+))?")
+NAMES = {"micro-batch": "micro_batch", "microbatch-group": "microbatch_group", "sequence": "seq"}
+WORDS = r"dp|tp|pp|vpp|cp|ep|etp|batch|micro-batch|microbatch-group|seq|sequence"
+NUMBERED = re.compile(rf"(?<![\w-])(?:--)?({WORDS})(?: of)? (\d+)(?: or (\d+))?")
 DEVICES = re.compile(r"([\d,]+) devices")
 
 

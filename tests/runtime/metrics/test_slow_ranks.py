@@ -23,7 +23,7 @@ def rank(number: int, stage: int, *seconds: float) -> RankTimes:
 
 def test_ranks_are_compared_with_those_of_their_stage() -> None:
     ranks = [rank(0, 0, 1, 1, 1), rank(1, 0, 2, 2.5, 1.8), rank(2, 1, 9, 9, 9), rank(3, 1, 20, 9, 20)]
-    says = "slow: forward and backward passes take, in times of the median of the stage: rank 1 (host-1) 1.8"
+    says = "slow ranks (forward and backward time / median of their stage): rank 1 (host-1) 1.8x"
     assert slow_line(ranks) == says
     assert slow_line([rank(0, 0, 1), rank(1, 0, 1.2), rank(2, 1, 9)]) is None
 
@@ -37,7 +37,7 @@ def test_three_steps_are_compared_now_and_then(monkeypatch: pytest.MonkeyPatch) 
     lines = {step: watch.take(units) for step in range(1, 204) if watch.compares(step)}
     assert list(lines) == [3, 4, 5, 103, 104, 105, 203]
     assert {step for step, line in lines.items() if line} == {5, 105}
-    assert str(lines[5]).endswith("rank 0 (a) 2.0")
+    assert str(lines[5]).endswith("rank 0 (a) 2.0x")
 
 
 def test_a_clock_that_moves_is_named_and_changes_no_duration(plan_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +48,6 @@ def test_a_clock_that_moves_is_named_and_changes_no_duration(plan_of: Any, monke
         monkeypatch.setattr(display.time, "time", lambda moved=moved: now() + moved)
         shown.name_moved_clock()
         shown.name_moved_clock()
-    says = "the clock of this machine has moved {} by 2:00:00; times here do not count it\n"
+    says = "the clock of this machine was set {} by 2:00:00; the times shown here do not change\n"
     assert shown.console.file.getvalue() == says.format("back") + says.format("ahead")  # type: ignore[attr-defined]
     assert 0 <= time.monotonic() - shown.start < 60
