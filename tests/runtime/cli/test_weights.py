@@ -24,7 +24,7 @@ def test_wrong_weights_are_refused_before_training(tmp_path: Path, capsys: pytes
         f"megaloom: --from {folder}: the tensors of the checkpoint are not those of model 'llama'",
         "missing: lm_head.weight [300, 32], which holds head",
     ]
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    assert not (tmp_path / "run").exists()
 
 
 def test_weights_go_into_a_run_and_out_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
