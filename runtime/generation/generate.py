@@ -178,9 +178,18 @@ def generate_on_rank(job: Job) -> tuple[list[Written], float] | None:
 
     Ranks that choose no tokens return None.
     """
+    return write(job, decoder_of(job))
+
+
+def decoder_of(job: Job) -> Decoder:
+    """Return this rank's part of the model, with its weights. Every rank calls it."""
     graph = decoding_graph(job.trained.graph)
     groups, bounds = create_process_groups(job.layout), stage_bounds(graph, job.layout)
-    decoder = Decoder.build(graph, bounds, first_after_mixing(graph), groups, job.precision, job.trained.weights())
+    return Decoder.build(graph, bounds, first_after_mixing(graph), groups, job.precision, job.trained.weights())
+
+
+def write(job: Job, decoder: Decoder) -> tuple[list[Written], float] | None:
+    """Return the sequences and the seconds of writing them, as `generate_on_rank`. Every rank calls it."""
     rank, source, text = torch.distributed.get_rank(), choosing_rank(decoder), PromptText.load(job.tokenizer)
     ending, found = Ending(job.settings, job.eos, text.decode, job.forced), list[Written]()
     stream = TextStream(text, job.settings.stop_strings, _print) if job.stream and rank == 0 else None

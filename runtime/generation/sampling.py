@@ -6,13 +6,13 @@ number and the position only, not on the layout or on other rows of the batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 import numpy as np
 import torch
 from attrs import define, field
 from torch import Tensor
-from transformers.generation import logits_process
 
 from .chosen import ENDED, Choice, Ending, Sequence
 from .settings import GenerationSettings
@@ -53,7 +53,7 @@ class Sampler:
     def choose(self, logits: Tensor) -> Choice:
         """Return the next token of each row, and drop the rows that end."""
         settings = self.ending.settings
-        logits = penalized(logits, [(*row.context, *row.tokens) for row in self.rows], settings)
+        logits = penalized(logits, ((*row.context, *row.tokens) for row in self.rows), settings)
         logits = self.ending.with_forced(logits, len(self.rows[0].tokens))
         tokens = self._drawn(logits) if settings.do_sample else logits.argmax(-1).tolist()
         parents, going_on = [], []
@@ -78,10 +78,12 @@ class Sampler:
         return tokens
 
 
-def penalized(scores: Tensor, written: Items[tuple[int, ...]], settings: GenerationSettings) -> Tensor:
+def penalized(scores: Tensor, written: Iterable[tuple[int, ...]], settings: GenerationSettings) -> Tensor:
     """Return scores [rows, vocab] after the repetition penalty of the tokens of each row."""
     if settings.repetition_penalty == 1.0:
         return scores
+    from transformers.generation import logits_process
+
     process = logits_process.RepetitionPenaltyLogitsProcessor(settings.repetition_penalty)
     rows = zip(written, scores.split(1), strict=True)
     return torch.cat([process(torch.tensor([tokens], device=row.device), row) for tokens, row in rows])
@@ -89,6 +91,8 @@ def penalized(scores: Tensor, written: Items[tuple[int, ...]], settings: Generat
 
 def warped(logits: Tensor, settings: GenerationSettings) -> Tensor:
     """Return logits [rows, vocab] after temperature, top-k and top-p, in transformers' order."""
+    from transformers.generation import logits_process
+
     processes = [logits_process.TemperatureLogitsWarper(settings.temperature)] if settings.temperature != 1.0 else []
     if settings.top_k is not None:
         processes.append(logits_process.TopKLogitsWarper(settings.top_k))
