@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from fractions import Fraction
+from functools import cached_property
 from math import prod
 
 from attrs import field, frozen
@@ -70,6 +71,11 @@ class Shape:
     """
 
     dims: tuple[Dim, ...]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the dims."""
+        return tuple(d.name for d in self.dims)
 
     def __attrs_post_init__(self) -> None:
         for d in self.dims:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -115,7 +115,7 @@ def _in_blocks(
     for at, keys in query_blocks(op, positions, q.shape[0] * q.shape[1], k.shape[2]):
         part = slice(at.start - positions.start, at.stop - positions.start)
         own = None if documents is None else (documents[0][:, part], documents[1][:, keys.start : keys.stop])
-        run = partial(attend_block, op, slopes, dropped, at, keys, own)
+        run = partial(_attend_ranges, op, slopes, dropped, at, keys, own)
         args = q[:, :, part], k[:, :, keys.start : keys.stop], v[:, :, keys.start : keys.stop], *others
         if torch.is_grad_enabled():
             yield checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
@@ -123,7 +123,7 @@ def _in_blocks(
             yield run(*args)
 
 
-def attend_block(
+def _attend_ranges(
     op: Attend,
     slopes: Tensor | None,
     dropped: ScoreDropout | None,
@@ -131,23 +131,40 @@ def attend_block(
     keys: range,
     documents: Documents | None,
     q: Tensor,
+    *others: Tensor,
+) -> Tensor:
+    """Return attention of queries to keys in consecutive positions of the sequence."""
+    offset = _positions(keys, q) - _positions(queries, q)[:, None]
+    drop = None if dropped is None else partial(dropped, queries=queries, keys=keys)
+    return attend_block(op, slopes, drop, offset, documents, q, *others)
+
+
+def attend_block(
+    op: Attend,
+    slopes: Tensor | None,
+    drop: Callable[[Tensor], Tensor] | None,
+    offset: Tensor,
+    documents: Documents | None,
+    q: Tensor,
     k: Tensor,
     v: Tensor,
     *others: Tensor,
 ) -> Tensor:
-    """Return attention of queries [b, heads, rows, c] to keys and values [b, kv_heads, keys, c]."""
+    """Return attention of queries [b, heads, rows, c] to keys and values [b, kv_heads, keys, c].
+
+    drop: the dropout of probabilities. offset: the position of each key minus that of each query, [rows, keys].
+    """
     batch, heads, rows, channels = q.shape
     shared = (batch, k.shape[1], -1)  # heads that read one key head follow one another
     scaled = q * (channels**-0.5 if op.scale is None else op.scale)
     scores = scaled.reshape(*shared, channels) @ k.transpose(-1, -2)
-    offset = _positions(keys, q) - _positions(queries, q)[:, None]
     scores, other = scores.view(batch, heads, rows, -1), None
     if documents is not None:
         other = (documents[0][:, :, None] != documents[1][:, None])[:, None]
     scores = finish_scores(op, scores, *others, offset=offset, slopes=slopes, other_document=other)
-    weights = scores.softmax(-1)[..., : len(keys)]
-    weights = weights if dropped is None else dropped(weights, queries, keys)
-    return (weights.reshape(*shared, len(keys)) @ v).view(batch, heads, rows, -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    weights = weights if drop is None else drop(weights)
+    return (weights.reshape(*shared, k.shape[2]) @ v).view(batch, heads, rows, -1)
 
 
 def _positions(positions: range, like: Tensor) -> Tensor:

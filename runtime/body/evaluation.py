@@ -6,6 +6,7 @@ for the backward pass (see `local_ops`); the regions of `recompute_regions` save
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -27,7 +28,7 @@ from megaloom.runtime.reference.tensors import dim_index
 
 from .balancing_loss import Balancing
 from .channel_exchange import channel_shard, channels_to_sequence, sequence_to_channels
-from .local_ops import evaluate_local
+from .local_ops import local_function
 from .recompute_regions import RecomputeRegion
 from .transitions import perform
 
@@ -158,11 +159,14 @@ class Evaluation:
 
     def computed(self, p: PlacedOp, *args: Tensor) -> Tensor:
         """Return what a primitive computes from these arguments, before the transitions of its result."""
+        return self.function(p)(*args)
+
+    def function(self, p: PlacedOp) -> Callable[..., Tensor]:
+        """Return the function of its arguments that computes a primitive, before the transitions of its result."""
         v, local = p.step.value, self.local
-        return evaluate_local(
+        return local_function(
             p,
             v,
-            *args,
             groups=local.groups,
             masks=self.masks,
             dropout=local.dropouts.get(id(v), 0),

@@ -1,11 +1,12 @@
 """Evaluation of primitives on local shards, for those that differ from their evaluation on whole tensors.
 
 These are attention, scans, convolutions, dropout, routing, lookup in a sharded table, norms over sharded dims, and ops
-on padded dims. `evaluate_local` passes all other primitives to `reference.evaluate`.
+on padded dims. `local_function` returns the function of `reference.evaluate` for all other primitives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -60,10 +61,10 @@ from .scan import chunked_scan
 from .transitions import perform
 
 
-def evaluate_local(
+def local_function(
     p: PlacedOp,
     v: Value,
-    *args: Tensor,
+    *,
     groups: ProcessGroups,
     masks: MaskSource | None,
     dropout: int,
@@ -71,53 +72,65 @@ def evaluate_local(
     balancing: Balancing | None,
     kernel: CoreKernel | None,
     overwrites_logits: bool,
-) -> Tensor:
-    """Return this rank's shard of the result of a primitive.
+) -> Callable[..., Tensor]:
+    """Return the function of the arguments of a primitive that computes this rank's shard of its result.
 
     masks: of dropout; None in an evaluation. dropout: the number of this primitive among those with dropout.
     balanced_moe: the MoE whose balancing loss is added. balancing: the losses of the micro-batch; None adds none.
     kernel: that of an attention core or a scan.
     """
+    plain = partial(evaluate.dispatch(type(v.op)), v.op, v)
     match v.op:
         case Drop(rate):
-            return _dropout(p, v, args[0], masks, dropout, groups) if rate and masks else args[0]
+            return partial(_dropout, p, v, masks=masks, number=dropout, groups=groups) if rate and masks else plain
         case Gate() if balanced_moe and balancing and not p.step.outer:
-            return _with_balancing_loss(balancing, balanced_moe, p, evaluate(v.op, v, *args), args[0], groups)
+            return partial(_balanced_gate, balancing, balanced_moe, p, groups)
         case Route() if groups.layout.ep * groups.layout.etp > 1:
-            return dispatch_tokens(v, *args, groups=groups)
+            return partial(dispatch_tokens, v, groups=groups)
         case Combine() if groups.layout.ep * groups.layout.etp > 1:
-            return combine_tokens(v, *args, groups=groups)
-        case Dot(over):
-            x = _zero_padding(p.step, v.args[0], args[0], over, groups)
-            return evaluate(v.op, v, x, *args[1:])
+            return partial(combine_tokens, v, groups=groups)
+        case Dot(over) | Sum(over) if any(groups.layout.degrees.get(p.step.axes.get(d, ""), 1) > 1 for d in over):
+            return partial(_without_padding, p.step, v, over, groups)
         case Lookup(key) if p.step.axes.get(key) == "tp" and groups.layout.tp > 1:
-            return _sharded_lookup(v.op, v, *args, rank=groups.tp_rank)
+            return partial(_sharded_lookup, v.op, v, rank=groups.tp_rank)
         case Normalize() if p.statistics_axes:
-            return _sharded_norm(v.op, v, p, *args, groups=groups)
+            return partial(_sharded_norm, v.op, v, p, groups=groups)
         case Normalize(over) if v.op.groups > 1 and not p.result:  # this rank holds whole groups
             degree = groups.layout.degrees.get(p.step.axes.get(over[0], ""), 1)
-            return _local_norm(evolve(v.op, groups=v.op.groups // degree), v, *args)
+            return partial(_local_norm, evolve(v.op, groups=v.op.groups // degree), v)
         case Normalize():
-            return _local_norm(v.op, v, *args)
+            return partial(_local_norm, v.op, v)
         case Rope():
-            return rotate_by_kernel(v.op, v.shape, *args)
+            return partial(rotate_by_kernel, v.op, v.shape)
         case CrossEntropy() | LogSumExp() if p.statistics_axes or groups.layout.tp == 1:
-            return sharded_loss(p, v, *args, groups=groups, overwrites=overwrites_logits)
-        case Sum(over):
-            return evaluate(v.op, v, _zero_padding(p.step, v.args[0], args[0], over, groups))
+            return partial(sharded_loss, p, v, groups=groups, overwrites=overwrites_logits)
         case Attend():
             assert isinstance(kernel, AttentionKernel)
-            local = local_queries(p, v, args[0], groups)
-            dropped = ScoreDropout(masks, v.op.dropout, dropout, local) if v.op.dropout and masks else None
-            run = partial(attend, kernel, v, local=local, dropped=dropped)
-            recompute = kernel.fused and Module.CORE_ATTN in groups.layout.recomputed_modules
-            return recomputed(run, *args) if recompute else run(*args)
+            return partial(_attention, kernel, p, v, masks=masks, number=dropout, groups=groups)
         case Conv():
-            return convolve(v, *args)
+            return partial(convolve, v)
         case Scan():
             assert kernel in (ScanKernel.CHUNKS, ScanKernel.COMPILED_CHUNKS), f"a body has no {kernel}"
-            return recomputed(partial(chunked_scan, v), *args)
-    return evaluate(v.op, v, *args)
+            return partial(recomputed, partial(chunked_scan, v))
+    return plain
+
+
+def _attention(
+    kernel: AttentionKernel,
+    p: PlacedOp,
+    v: Value,
+    *args: Tensor,
+    masks: MaskSource | None,
+    number: int,
+    groups: ProcessGroups,
+) -> Tensor:
+    """Return the attention of this rank's queries. number: of its dropout in the node."""
+    assert isinstance(v.op, Attend)
+    local = local_queries(p, v, args[0], groups)
+    dropped = ScoreDropout(masks, v.op.dropout, number, local) if v.op.dropout and masks else None
+    run = partial(attend, kernel, v, local=local, dropped=dropped)
+    recompute = kernel.fused and Module.CORE_ATTN in groups.layout.recomputed_modules
+    return recomputed(run, *args) if recompute else run(*args)
 
 
 def local_queries(p: PlacedOp, v: Value, q: Tensor, groups: ProcessGroups) -> LocalQueries:
@@ -160,12 +173,14 @@ def sharded_loss(p: PlacedOp, v: Value, x: Tensor, *labels: Tensor, groups: Proc
     return out
 
 
-def _zero_padding(step: Step, v: Value, x: Tensor, over: tuple[str, ...], groups: ProcessGroups) -> Tensor:
-    """Return a value with zeros in the padding of the dims `over`, so that padding adds nothing to a sum over them."""
-    for i, d in enumerate(v.shape):
+def _without_padding(
+    step: Step, v: Value, over: tuple[str, ...], groups: ProcessGroups, x: Tensor, *others: Tensor
+) -> Tensor:
+    """Return a sum over the dims `over` of x, with zeros in their padding, so that it adds nothing to the sum."""
+    for i, d in enumerate(v.args[0].shape):
         if d.name in over and step.axes.get(d.name) in ("tp", "etp"):
             x = x if (padding := _padding(d, x, i, step.axes[d.name], groups)) is None else x.masked_fill(padding, 0)
-    return x
+    return evaluate(v.op, v, x, *others)
 
 
 def hide_padding(p: Program, logits: Tensor, groups: ProcessGroups) -> Tensor:
@@ -185,11 +200,12 @@ def _padding(d: Dim, x: Tensor, i: int, axis: str, groups: ProcessGroups) -> Ten
     return (index >= d.known).view([-1 if k == i else 1 for k in range(x.ndim)])
 
 
-def _with_balancing_loss(
-    balancing: Balancing, op: MoE, p: PlacedOp, gate: Tensor, scores: Tensor, groups: ProcessGroups
+def _balanced_gate(
+    balancing: Balancing, op: MoE, p: PlacedOp, groups: ProcessGroups, scores: Tensor, *correction: Tensor
 ) -> Tensor:
-    """Return the gate unchanged, with the gradient of the balancing loss added to its own."""
+    """Return a gate, with the gradient of the balancing loss added to its own."""
     v, layout = p.step.value, groups.layout
+    gate = evaluate(v.op, v, scores, *correction)
     token_groups = [groups.of_axis(name) for name in sorted(p.sharded_axes)]
     replicas = layout.tp * layout.cp // prod(group.size() for group in token_groups)
     order = ["batch", *names(v.shape.without("batch", "experts")), "experts"]
@@ -245,7 +261,7 @@ def _sharded_lookup(op: Lookup, v: Value, indices: Tensor, table: Tensor, *, ran
 
 def _local_norm(op: Normalize, v: Value, x: Tensor, *weights: Tensor) -> Tensor:
     """Return a norm over dims that are whole here: by torch's kernel where they are the last ones."""
-    if names(v.shape)[-len(op.over) :] != [*op.over]:
+    if v.shape.names[-len(op.over) :] != op.over:
         return evaluate(op, v, x, *weights)
     if op.groups == 1:
         return _plain_norm(op, x, len(op.over), *weights)

@@ -8,7 +8,8 @@ Every rank calls each with equal arguments. Ranks of the last stage get the logi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -73,26 +74,34 @@ class Decoder:
         """
         where, (count, length) = device.current(), tokens.shape
         positions = torch.arange(length, device=where).expand(count, length)
-        inputs = self._inputs(tokens, positions)
-        rows = Rows(torch.full((count,), length, device=where), length, None)
+        inputs = self._inputs(tokens.to(where), positions)
+        lengths = torch.full((count,), length, device=where)
+        rows = Rows(lengths, torch.zeros_like(lengths), length)
         sizes = {"batch": count, self.graph.sequence.name: length}
         if source is not None:
             rows.source_lengths = torch.full((count,), source.shape[1], device=where)
             rows.least_source = source.shape[1]
             inputs[self.graph.source or ""] = source.to(where)
             sizes |= dict.fromkeys(self._source_dims(), source.shape[1])
-        return self._run(inputs, sizes, rows, DecodingNode.begin, lambda n: True), rows
+        return self._run(inputs, sizes, rows, DecodingNode.begin, self.graph.names), rows
 
     def step(self, tokens: Tensor, rows: Rows) -> Tensor | None:
-        """Return the logits after one more token of each row, [rows], and add it to their state."""
-        rows.lengths, rows.columns = rows.lengths + 1, rows.columns + 1
-        inputs = self._inputs(tokens[:, None], (rows.lengths - 1)[:, None])
+        """Return the logits after one more token of each row, [rows], and add it to their state.
+
+        The next step may overwrite the logits.
+        """
+        rows.begin_step()
+        return rows.repeated.run(partial(self._step, rows), tokens.to(device.current()))
+
+    def _step(self, rows: Rows, tokens: Tensor) -> Tensor | None:
+        rows.count_position()
+        inputs = self._inputs(tokens[:, None], rows.positions)
         sizes = {"batch": len(tokens), self.graph.sequence.name: 1}
-        return self._run(inputs, sizes, rows, DecodingNode.step, lambda n: n.name in self.graph.incremental)
+        return self._run(inputs, sizes, rows, DecodingNode.step, self.graph.incremental)
 
     def _inputs(self, tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
         """Return the inputs of the model along the written tokens."""
-        inputs = {self.graph.tokens: tokens.to(device.current())}
+        inputs = {self.graph.tokens: tokens}
         inputs |= {name: torch.zeros_like(positions) for name in self.graph.documents}
         return inputs | {f"{POSITIONS}{offset}": positions + offset for offset in self.graph.offsets}
 
@@ -102,24 +111,26 @@ class Decoder:
         return [d.name for d in node.shape if d.name != "batch"]
 
     def _run(
-        self, inputs: dict[str, Tensor], sizes: dict[str, int], rows: Rows, run: Run, runs: Callable[[Node], bool]
+        self, inputs: dict[str, Tensor], sizes: dict[str, int], rows: Rows, run: Run, names: Container[str]
     ) -> Tensor | None:
-        """Run the nodes of this stage for which `runs` is true, between a receive and a send."""
+        """Run the nodes of this stage with these names, between a receive and a send."""
         stage, start = self.groups.pp_rank, self.bounds[self.groups.pp_rank]
-        values, last_readers = dict(inputs), self.graph.last_readers
+        values, last_reads = dict(inputs), self.graph.last_reads
         if stage:
-            live = filter(runs, self.graph.live(start))
+            live = (n for n in self.graph.live(start) if n.name in names)
             values |= {n.name: self._received(n, sizes, narrow=start > self.last_position) for n in live}
         for i, n in enumerate(self.nodes, start):
             if i == max(self.last_position, start):
                 values = {name: self._last_position(name, x) for name, x in values.items()}
-            if runs(n.node):
+            if n.node.name in names:
                 values[n.node.name] = run(n, values, rows)
-            values = {name: x for name, x in values.items() if last_readers.get(name, i + 1) > i}
+            for name in last_reads.get(i, ()):
+                values.pop(name, None)
         if self.groups.is_last_pipeline_rank:
             return self._gathered(self._last_position(self.graph.logits.name, values[self.graph.logits.name]))
-        for node in filter(runs, self.graph.live(self.bounds[stage + 1])):
-            dist.send(self._sent(node, values[node.name]), self._neighbour(1), group=self.groups.collection.pp)
+        for node in self.graph.live(self.bounds[stage + 1]):
+            if node.name in names:
+                dist.send(self._sent(node, values[node.name]), self._neighbour(1), group=self.groups.collection.pp)
         return None
 
     def _shape(self, name: str) -> Shape:

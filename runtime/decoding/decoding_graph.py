@@ -62,9 +62,15 @@ class DecodingGraph:
         return tuple(sorted(int(name.removeprefix(POSITIONS)) for name in names))
 
     @cached_property
-    def last_readers(self) -> dict[str, int]:
-        """Return the index of the last node that reads each value; the logits have none."""
-        return {name: i for i, n in enumerate(self.nodes) for name in n.inputs}
+    def names(self) -> frozenset[str]:
+        """Return the names of the nodes."""
+        return frozenset(n.name for n in self.nodes)
+
+    @cached_property
+    def last_reads(self) -> dict[int, tuple[str, ...]]:
+        """Return, by the index of a node, the values that no later node reads."""
+        last = {name: i for i, n in enumerate(self.nodes) for name in n.inputs}
+        return {i: tuple(name for name, at in last.items() if at == i) for i in set(last.values())}
 
     def live(self, index: int) -> tuple[Node, ...]:
         """Return the nodes before `index` that a node from there on reads."""

@@ -1,18 +1,24 @@
 """Tensors that ops keep of earlier positions, for each row of a batch: keys and values, last inputs, states.
 
 Rows of a batch are prompts, or the beams of prompts. `select` keeps, repeats and reorders them, `merge` joins batches.
-Prompts of different lengths are aligned at their end: a shorter row has padding in its first columns.
+Prompts of different lengths are aligned at their end: a shorter row has padding in its first columns. Steps write in
+place, and room for keys and values is added in blocks: attention reads all of it, and masks what no column has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from attrs import define, evolve, field, frozen
 from torch import Tensor
+
+from .repeated_step import RepeatedStep
+
+BLOCK_COLUMNS = 256
+"""Columns by which the capacity for keys and values grows."""
 
 
 class Kept(Protocol):
@@ -27,46 +33,60 @@ class Kept(Protocol):
 
 @define(eq=False)
 class Columns:
-    """Tensors [rows, heads, columns, channels] that grow by a column for each position, such as keys and values.
+    """Tensors [rows, heads, capacity, channels] with a column for each position, such as keys and values.
 
-    window: the number of last columns that are kept; None keeps all.
+    Column c is at index c % capacity. window: the number of last columns that are kept; None keeps all.
     """
 
-    buffers: tuple[Tensor, ...]  # with room for more columns
-    count: int
+    buffers: tuple[Tensor, ...]
+    count: int  # columns until now, those before the window included
     window: int | None = None
 
     @classmethod
     def of(cls, *tensors: Tensor, window: int | None = None) -> Columns:
         """Return tensors as they are, the last columns only if there is a window."""
-        count = tensors[0].shape[2]
-        kept = count if window is None else min(count, window)
-        return cls(tuple(x.narrow(2, count - kept, kept).clone() for x in tensors), kept, window)
+        whole = cls(tensors, tensors[0].shape[2], window)
+        return evolve(whole, buffers=whole._moved(min(whole.count, window or whole.count)))
 
-    def append(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Add a column to each tensor, and return all columns, those that leave the window included."""
-        if self.window is not None:
-            whole = tuple(torch.cat((x, new), 2) for x, new in zip(self.buffers, tensors, strict=True))
-            self.count = min(self.count + 1, self.window)
-            self.buffers = tuple(x.narrow(2, x.shape[2] - self.count, self.count) for x in whole)
-            return whole
-        if self.count == self.buffers[0].shape[2]:  # double the room, so that each column is copied twice on average
-            self.buffers = tuple(F.pad(x, (0, 0, 0, self.count)) for x in self.buffers)
-        for buffer, new in zip(self.buffers, tensors, strict=True):
-            buffer[:, :, self.count] = new[:, :, 0]
+    @property
+    def capacity(self) -> int:
+        """Return the number of columns for which there is room."""
+        return self.buffers[0].shape[2]
+
+    def begin_column(self) -> bool:
+        """Make room for one more column. Return True if that needed other buffers."""
+        full = self.count >= self.capacity != self.window
+        if full:
+            capacity = -(-(self.count + 1) // BLOCK_COLUMNS) * BLOCK_COLUMNS
+            self.buffers = self._moved(capacity if self.window is None else min(capacity, self.window))
         self.count += 1
-        return tuple(x.narrow(2, 0, self.count) for x in self.buffers)
+        return full
+
+    def write(self, index: Tensor, *tensors: Tensor) -> None:
+        """Write the newest column of each tensor, at index [1]."""
+        for buffer, new in zip(self.buffers, tensors, strict=True):
+            buffer.index_copy_(2, index, new)
 
     def select(self, rows: Tensor) -> Columns:
         """Return the columns of these rows."""
-        return evolve(self, buffers=tuple(x.narrow(2, 0, self.count).index_select(0, rows) for x in self.buffers))
+        return evolve(self, buffers=tuple(x.index_select(0, rows) for x in self.buffers))
 
     def merge(self, others: Sequence[Columns]) -> Columns:
         """Return the columns of several batches, zeros before those of shorter rows."""
         parts = (self, *others)
-        count = max(part.count for part in parts)
-        aligned = [[F.pad(x.narrow(2, 0, p.count), (0, 0, count - p.count, 0)) for x in p.buffers] for p in parts]
+        count, capacity = max(part.count for part in parts), max(part.capacity for part in parts)
+        aligned = [part._moved(capacity, count - part.count) for part in parts]
         return evolve(self, buffers=tuple(torch.cat(each) for each in zip(*aligned, strict=True)), count=count)
+
+    def _moved(self, capacity: int, by: int = 0) -> tuple[Tensor, ...]:
+        """Return copies of the buffers of another capacity, and each column `by` later."""
+        where = self.buffers[0].device
+        columns = torch.arange(max(0, self.count - min(capacity, self.capacity)), self.count, device=where)
+        sources, targets = columns % self.capacity, (columns + by) % capacity
+        zeros = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in self.buffers)
+        return tuple(
+            y.index_copy_(2, targets, x.index_select(2, sources)) for x, y in zip(self.buffers, zeros, strict=True)
+        )
 
 
 @frozen(eq=False)
@@ -74,6 +94,10 @@ class State:
     """A tensor [rows, ..] of a fixed size, such as a recurrent state or the last inputs of a convolution."""
 
     values: Tensor
+
+    def write(self, values: Tensor) -> None:
+        """Replace the values, in place."""
+        self.values.copy_(values)
 
     def select(self, rows: Tensor) -> State:
         """Return the values of these rows."""
@@ -117,29 +141,56 @@ def _extended(x: Tensor, dim: int, size: int) -> Tensor:
 
 @define(eq=False)
 class Rows:
-    """The state of a batch: what the ops of this rank keep, and how long each row is."""
+    """The state of a batch: what the ops of this rank keep, and how long each row is.
+
+    A step writes into these tensors, so that a CUDA graph can repeat it.
+    """
 
     lengths: Tensor  # int64 [rows]: tokens of each
-    columns: int  # of the longest row
-    source_lengths: Tensor | None  # int64 [rows]; None without an encoder
-    most_padding: int = 0  # columns before the shortest row, or more
+    padding: Tensor  # int64 [rows]: columns before each row
+    columns: int  # of the longest row, before the first step
+    source_lengths: Tensor | None = None  # int64 [rows]; None without an encoder
     least_source: int = 0  # tokens of the shortest source, or fewer
     kept: dict[tuple[str, object], Kept] = field(factory=dict)  # by node and op
+    shared: dict[Hashable, Tensor] = field(factory=dict)  # computed once in a step, for all layers
+    repeated: RepeatedStep = field(factory=RepeatedStep)
+
+    def begin_step(self) -> None:
+        """Make room for one more position of each row."""
+        grown = [x.begin_column() for x in self.kept.values() if isinstance(x, Columns)]
+        if any(grown):
+            self.repeated = RepeatedStep()  # a graph writes to the buffers with which it was captured
+
+    def count_position(self) -> None:
+        """Add one to the lengths, on the device, and forget what was computed for the position before."""
+        self.lengths += 1
+        self.shared.clear()
+
+    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor that all layers share in a step. The first one that reads it makes it."""
+        if key not in self.shared:
+            self.shared[key] = make()
+        return self.shared[key]
 
     @property
-    def padding(self) -> Tensor:
-        """Return the columns before each row, [rows]."""
-        return self.columns - self.lengths
+    def newest(self) -> Tensor:
+        """Return the newest column, [1]. It is the same for all rows, which are aligned at their end."""
+        return self.once("newest", lambda: (self.lengths + self.padding)[:1] - 1)
+
+    @property
+    def positions(self) -> Tensor:
+        """Return the position of the newest token of each row, [rows, 1]."""
+        return self.once("positions", lambda: (self.lengths - 1)[:, None])
 
     def select(self, rows: Tensor) -> Rows:
         """Return the state of these rows, in this order."""
-        lengths = None if self.source_lengths is None else self.source_lengths[rows]
+        sources = None if self.source_lengths is None else self.source_lengths[rows]
         kept = {key: x.select(rows) for key, x in self.kept.items()}
-        return evolve(self, lengths=self.lengths[rows], source_lengths=lengths, kept=kept)
+        return Rows(self.lengths[rows], self.padding[rows], self.columns, sources, self.least_source, kept)
 
 
 def merged(parts: Sequence[Rows]) -> Rows:
-    """Return the state of several batches as one. The rows of each batch are equally long."""
+    """Return the state of several batches as one, before their first step. The rows of each batch are equally long."""
     first, *others = parts
     if not others:
         return first
@@ -147,9 +198,9 @@ def merged(parts: Sequence[Rows]) -> Rows:
     columns = max(p.columns for p in parts)
     return Rows(
         torch.cat([p.lengths for p in parts]),
+        torch.cat([p.padding + (columns - p.columns) for p in parts]),
         columns,
         torch.cat(sources) if sources else None,
-        columns - min(p.columns for p in parts),
         min(p.least_source for p in parts),
         {key: x.merge([p.kept[key] for p in others]) for key, x in first.kept.items()},
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
 import torch
 import torch.nn.functional as F
-from attrs import evolve
+from attrs import evolve, frozen
 from torch import Tensor
 
 from megaloom.dsl import Attend, Value
@@ -26,49 +29,80 @@ def keys_and_values(v: Value, args: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]
     return k, w
 
 
-def attend_to_kept(p: PlacedOp, groups: ProcessGroups, rows: Rows, kept: Columns, args: tuple[Tensor, ...]) -> Tensor:
-    """Add the keys and values of the newest position, and return its attention to all columns that are kept."""
-    k, w = kept.append(*keys_and_values(p.step.value, args))
-    columns = range(rows.columns - k.shape[2], rows.columns)
-    hidden = None
-    if rows.most_padding > columns.start:
-        hidden = torch.arange(columns.start, columns.stop, device=k.device) < rows.padding[:, None]
-    return _attend(p, groups, args, k, w, columns, hidden)
+@frozen(eq=False)
+class NewQuery:
+    """An attention of one query of each row. orders: of the dims of queries, keys and values, as it computes."""
+
+    placed: PlacedOp
+    groups: ProcessGroups
+    op: Attend
+    plain: bool
+    orders: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, p: PlacedOp, groups: ProcessGroups) -> NewQuery:
+        """Return the attention of a primitive."""
+        v = p.step.value
+        assert isinstance(v.op, Attend)
+        # All that is kept is in the window, and all tokens are of one document.
+        plain = is_plain_attention(evolve(v.op, documents=False, dropout=0.0, window=None))
+        orders = tuple(tuple(heads_first(a.shape, v.args[0].shape)) for a in v.args[:3])
+        return cls(p, groups, v.op, plain, orders)
+
+    def to_kept(self, rows: Rows, kept: Columns, args: tuple[Tensor, ...]) -> Tensor:
+        """Keep the keys and values of the newest position, and return its attention to all columns that are kept."""
+        q, k, w = self._ordered(args)
+        capacity, where = kept.capacity, q.device
+        index = rows.once(("index", capacity), lambda: rows.newest % capacity)
+        kept.write(index, k, w)
+        # At index i is the column newest - (newest - i) % capacity; it is negative if there is none yet.
+        indices = rows.once(("indices", capacity), lambda: torch.arange(capacity, device=where))
+        offset = rows.once(("offset", capacity), lambda: -((index - indices) % capacity)[None])
+        hidden = rows.once(("hidden", capacity), lambda: rows.newest + offset < rows.padding[:, None])
+        return self._attend(rows, args, (q, *kept.buffers), offset, hidden)
+
+    def to_source(self, rows: Rows, args: tuple[Tensor, ...]) -> Tensor:
+        """Return the attention of the newest position to another sequence, which ends early for shorter sources."""
+        qkv, lengths = self._ordered(args), rows.source_lengths
+        count, hidden = qkv[1].shape[2], None
+        positions = rows.once(("source", count), lambda: torch.arange(count, device=qkv[0].device)[None])
+        if lengths is not None and rows.least_source < count:
+            hidden = rows.once(("ended", count), lambda: positions >= lengths[:, None])
+        return self._attend(rows, args, qkv, positions, hidden)
+
+    def _ordered(self, args: tuple[Tensor, ...]) -> list[Tensor]:
+        """Return queries, keys and values in the order of computation."""
+        pairs = zip(args, self.placed.step.value.args, self.orders, strict=False)
+        return [broadcast(x, a.shape, order) for x, a, order in pairs]
+
+    def _attend(
+        self, rows: Rows, args: tuple[Tensor, ...], qkv: Sequence[Tensor], offset: Tensor, hidden: Tensor | None
+    ) -> Tensor:
+        """Return the attention. offset: positions of the keys minus that of the query, [1, columns].
+
+        hidden: True where a row does not read a column, [rows, columns].
+        """
+        q, k, w = qkv
+        if self.plain:
+            # The heads that read one key head follow one another, so they are computed as queries of one head.
+            grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+            mask = None if hidden is None else rows.once((id(hidden), q.dtype), partial(_mask, hidden, q.dtype))
+            y = F.scaled_dot_product_attention(grouped, k, w, mask, scale=self.op.scale).reshape(*q.shape[:3], -1)
+        else:
+            slopes, documents = None, None if hidden is None else (torch.zeros_like(hidden[:, :1]), hidden)
+            if self.op.alibi:
+                local = local_queries(self.placed, self.placed.step.value, args[0], self.groups)
+                slopes = _slopes(local.heads, q.device)[local.first_head :][: q.shape[1]]
+            others = args[3:-2] if self.op.documents else args[3:]
+            y = attend_block(self.op, slopes, None, offset, documents, q, k, w, *others)
+        return broadcast(y, self.orders[0], self.placed.step.value.shape)
 
 
-def attend_to_source(p: PlacedOp, groups: ProcessGroups, rows: Rows, args: tuple[Tensor, ...]) -> Tensor:
-    """Return the attention of the newest position to another sequence, which ends early for shorter sources."""
-    k, w = keys_and_values(p.step.value, args)
-    columns, hidden = range(k.shape[2]), None
-    if rows.source_lengths is not None and rows.least_source < k.shape[2]:
-        hidden = torch.arange(k.shape[2], device=k.device) >= rows.source_lengths[:, None]
-    return _attend(p, groups, args, k, w, columns, hidden)
+def _mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is added to scores, [rows, 1, 1, columns]: -inf where a column is hidden."""
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, -torch.inf)[:, None, None]
 
 
-def _attend(
-    p: PlacedOp,
-    groups: ProcessGroups,
-    args: tuple[Tensor, ...],
-    k: Tensor,
-    w: Tensor,
-    columns: range,
-    hidden: Tensor | None,
-) -> Tensor:
-    """Return the attention of one query of each row. hidden: the columns that a row does not read, [rows, columns]."""
-    v = p.step.value
-    op = v.op
-    assert isinstance(op, Attend)
-    queries = v.args[0].shape
-    order = heads_first(queries, queries)
-    q = broadcast(args[0], queries, order)
-    if is_plain_attention(evolve(op, documents=False, dropout=0.0)):  # all tokens are of one document
-        mask = None if hidden is None else ~hidden[:, None, None]
-        y = F.scaled_dot_product_attention(q, k, w, mask, scale=op.scale, enable_gqa=q.shape[1] != k.shape[1])
-    else:
-        local = local_queries(p, v, args[0], groups)
-        slopes = alibi_slopes(local.heads)[local.first_head :][: q.shape[1]].to(q.device) if op.alibi else None
-        others = args[3:-2] if op.documents else args[3:]
-        newest = range(columns.stop - 1, columns.stop)
-        documents = None if hidden is None else (torch.zeros_like(hidden[:, :1]), hidden)
-        y = attend_block(op, slopes, None, newest, columns, documents, q, k, w, *others)
-    return broadcast(y, order, v.shape)
+@lru_cache(maxsize=32)
+def _slopes(heads: int, device: torch.device) -> Tensor:
+    return alibi_slopes(heads).to(device)

@@ -17,32 +17,23 @@ from megaloom.dsl import Attend, Conv, DocumentPositions, Rope, Scan, Shift, Val
 from megaloom.dsl.facts.placement import PlacedOp
 from megaloom.dsl.ops.attention_core import sequence_dim
 from megaloom.dsl.value import Op
+from megaloom.runtime.megatron import device
 from megaloom.runtime.megatron.process_groups import ProcessGroups
-from megaloom.runtime.reference.rotary import rotate_at
-from megaloom.runtime.reference.tensors import broadcast, names
+from megaloom.runtime.reference.rotary import frequencies, rotated, rotation_at
+from megaloom.runtime.reference.tensors import broadcast, dim_index, names
 
 from .kept import Columns, Kept, Rows, State
-from .new_query import attend_to_kept, attend_to_source, keys_and_values
-
-
-@frozen(eq=False)
-class Call:
-    """A primitive at one position of each row."""
-
-    placed: PlacedOp
-    groups: ProcessGroups
-    rows: Rows  # as they are after this position
-
-    @property
-    def value(self) -> Value:
-        """Return the value that the primitive computes."""
-        return self.placed.step.value
-
+from .new_query import NewQuery, keys_and_values
 
 Begin = Callable[[Value, tuple[Tensor, ...]], Kept | None]
 """From an op's value and its arguments at all positions of a prompt: what it keeps."""
-Advance = Callable[[Call, tuple[Tensor, ...], Kept | None], tuple[Tensor, Kept | None]]
-"""From an op's arguments at one position and what it kept: its result there, and what it keeps then."""
+RuleStep = Callable[[Rows, Kept | None, tuple[Tensor, ...]], Tensor]
+"""From the rows, what an op keeps, and its arguments at the newest position: its result there. It updates what is kept.
+
+Updates are in place, and nothing depends on numbers that the host reads, so that a CUDA graph can repeat a step.
+"""
+Advance = Callable[[PlacedOp, ProcessGroups], RuleStep]
+"""From a primitive and the process groups of this rank: the function that computes it at the newest position."""
 
 
 @frozen
@@ -56,33 +47,44 @@ class Rule:
 def _attend_begin(v: Value, args: tuple[Tensor, ...]) -> Kept | None:
     op = cast(Attend, v.op)
     queries, keys = (sequence_dim(a.shape).name for a in v.args[:2])
-    if queries != keys:
-        return None
-    return Columns.of(*keys_and_values(v, args), window=None if op.window is None else op.window - 1)
+    return Columns.of(*keys_and_values(v, args), window=op.window) if queries == keys else None
 
 
-def _attend_step(call: Call, args: tuple[Tensor, ...], kept: Kept | None) -> tuple[Tensor, Kept | None]:
-    if isinstance(kept, Columns):
-        return attend_to_kept(call.placed, call.groups, call.rows, kept, args), kept
-    return attend_to_source(call.placed, call.groups, call.rows, args), None
+def _attend(p: PlacedOp, groups: ProcessGroups) -> RuleStep:
+    query = NewQuery.of(p, groups)
+
+    def step(rows: Rows, kept: Kept | None, args: tuple[Tensor, ...]) -> Tensor:
+        if isinstance(kept, Columns):
+            return query.to_kept(rows, kept, args)
+        return query.to_source(rows, args)
+
+    return step
 
 
 def _nothing(v: Value, args: tuple[Tensor, ...]) -> Kept | None:
     return None
 
 
-def _positions(call: Call) -> Tensor:
-    """Return the position of each row's token, [rows, 1]."""
-    return (call.rows.lengths - 1)[:, None]
+def _rope(p: PlacedOp, groups: ProcessGroups) -> RuleStep:
+    v = p.step.value
+    op, dims = cast(Rope, v.op), ["batch", sequence_dim(v.shape).name, "head_dim"]
+    each = frequencies(op, op.rotated_channels(v.shape), device.current())
+    dim = dim_index(v.shape, "head_dim")
+
+    def step(rows: Rows, kept: Kept | None, args: tuple[Tensor, ...]) -> Tensor:
+        (x,) = args
+        key = id(each), op.magnitude, x.dtype
+        rotation = rows.once(key, lambda: torch.stack(rotation_at(op, each, rows.positions, x.dtype)))
+        cos, sin = (broadcast(t, dims, v.shape) for t in rotation)
+        return rotated(x, cos, sin, dim, op.interleaved)
+
+    return step
 
 
-def _rope_step(call: Call, args: tuple[Tensor, ...], kept: Kept | None) -> tuple[Tensor, Kept | None]:
-    return rotate_at(cast(Rope, call.value.op), call.value.shape, args[0], _positions(call)), None
-
-
-def _document_step(call: Call, args: tuple[Tensor, ...], kept: Kept | None) -> tuple[Tensor, Kept | None]:
-    op = cast(DocumentPositions, call.value.op)
-    return broadcast(_positions(call) + op.first, ["batch", op.along], call.value.shape), None
+def _document_positions(p: PlacedOp, groups: ProcessGroups) -> RuleStep:
+    v = p.step.value
+    op = cast(DocumentPositions, v.op)
+    return lambda rows, kept, args: broadcast(rows.positions + op.first, ["batch", op.along], v.shape)
 
 
 def _last(x: Tensor, count: int) -> State:
@@ -104,12 +106,18 @@ def _conv_begin(v: Value, args: tuple[Tensor, ...]) -> Kept | None:
     return _last(broadcast(args[0], v.args[0].shape, order), v.args[1].shape["width"].known - 1)
 
 
-def _conv_step(call: Call, args: tuple[Tensor, ...], kept: Kept | None) -> tuple[Tensor, Kept | None]:
-    v, (order, kernel_order) = call.value, _conv_order(call.value)
-    assert isinstance(kept, State)
-    x = torch.cat((kept.values, broadcast(args[0], v.args[0].shape, order)), 1)
-    y = (x * broadcast(args[1], v.args[1].shape, kernel_order)).sum(1, keepdim=True)
-    return broadcast(y, order, v.shape), State(x[:, 1:])
+def _conv(p: PlacedOp, groups: ProcessGroups) -> RuleStep:
+    v = p.step.value
+    order, kernel_order = _conv_order(v)
+
+    def step(rows: Rows, kept: Kept | None, args: tuple[Tensor, ...]) -> Tensor:
+        assert isinstance(kept, State)
+        x = torch.cat((kept.values, broadcast(args[0], v.args[0].shape, order)), 1)
+        kept.write(x[:, 1:])
+        y = (x * broadcast(args[1], v.args[1].shape, kernel_order)).sum(1, keepdim=True)
+        return broadcast(y, order, v.shape)
+
+    return step
 
 
 def _scan_args(v: Value, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -131,14 +139,19 @@ def _scan_begin(v: Value, args: tuple[Tensor, ...]) -> Kept | None:
     return State(torch.einsum("blghp,blgn->bghpn", x * (dt * remaining)[..., None], b))
 
 
-def _scan_step(call: Call, args: tuple[Tensor, ...], kept: Kept | None) -> tuple[Tensor, Kept | None]:
-    assert isinstance(kept, State)
-    x, decay, dt, b, c = (t[:, 0] for t in _scan_args(call.value, args))
-    added = (x * dt[..., None])[..., None] * b[:, :, None, None]
-    state = kept.values * decay.exp()[..., None, None] + added
-    y = (state * c[:, :, None, None]).sum(-1).flatten(1, 2)[:, None].to(args[0].dtype)
-    op = cast(Scan, call.value.op)
-    return broadcast(y, ["batch", op.along, "heads", "head_dim"], call.value.shape), State(state)
+def _scan(p: PlacedOp, groups: ProcessGroups) -> RuleStep:
+    v = p.step.value
+    op = cast(Scan, v.op)
+
+    def step(rows: Rows, kept: Kept | None, args: tuple[Tensor, ...]) -> Tensor:
+        assert isinstance(kept, State)
+        x, decay, dt, b, c = (t[:, 0] for t in _scan_args(v, args))
+        added = (x * dt[..., None])[..., None] * b[:, :, None, None]
+        kept.write(kept.values * decay.exp()[..., None, None] + added)
+        y = (kept.values * c[:, :, None, None]).sum(-1).flatten(1, 2)[:, None].to(args[0].dtype)
+        return broadcast(y, ["batch", op.along, "heads", "head_dim"], v.shape)
+
+    return step
 
 
 def _shift_order(v: Value) -> list[str]:
@@ -150,19 +163,25 @@ def _shift_begin(v: Value, args: tuple[Tensor, ...]) -> Kept | None:
     return _last(broadcast(args[0], v.args[0].shape, _shift_order(v)), -cast(Shift, v.op).by)
 
 
-def _shift_step(call: Call, args: tuple[Tensor, ...], kept: Kept | None) -> tuple[Tensor, Kept | None]:
-    v, order = call.value, _shift_order(call.value)
-    assert isinstance(kept, State)
-    x = torch.cat((kept.values, broadcast(args[0], v.args[0].shape, order)), 1)
-    return broadcast(x[:, :1], order, v.shape), State(x[:, 1:])
+def _shift(p: PlacedOp, groups: ProcessGroups) -> RuleStep:
+    v = p.step.value
+    order = _shift_order(v)
+
+    def step(rows: Rows, kept: Kept | None, args: tuple[Tensor, ...]) -> Tensor:
+        assert isinstance(kept, State)
+        x = torch.cat((kept.values, broadcast(args[0], v.args[0].shape, order)), 1)
+        kept.write(x[:, 1:])
+        return broadcast(x[:, :1], order, v.shape)
+
+    return step
 
 
 RULES: dict[type[Op], Rule] = {
-    Attend: Rule(_attend_begin, _attend_step),
-    Rope: Rule(_nothing, _rope_step),
-    DocumentPositions: Rule(_nothing, _document_step),
-    Conv: Rule(_conv_begin, _conv_step),
-    Scan: Rule(_scan_begin, _scan_step),
-    Shift: Rule(_shift_begin, _shift_step),
+    Attend: Rule(_attend_begin, _attend),
+    Rope: Rule(_nothing, _rope),
+    DocumentPositions: Rule(_nothing, _document_positions),
+    Conv: Rule(_conv_begin, _conv),
+    Scan: Rule(_scan_begin, _scan),
+    Shift: Rule(_shift_begin, _shift),
 }
 """The rules of ops that mix positions."""

@@ -56,11 +56,11 @@ def write_batch(
         shown(choice)
         if not choice.going_on:
             return
-        parents, tokens = (torch.tensor(each, device=device.current()) for each in zip(*choice.going_on, strict=True))
-        if parents.tolist() != list(range(count)):
-            rows = rows.select(parents)
+        parents, tokens = zip(*choice.going_on, strict=True)
+        if parents != tuple(range(count)):
+            rows = rows.select(torch.tensor(parents, device=device.current()))
         count = len(tokens)
-        logits = decoder.step(tokens, rows)
+        logits = decoder.step(torch.tensor(tokens), rows)
 
 
 def begin_batch(decoder: Decoder, prompts: Sequence[Prompt], copies: int) -> tuple[Tensor | None, Rows]:

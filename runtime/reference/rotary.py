@@ -18,14 +18,6 @@ def rotate(op: Rope, shape: Shape, x: Tensor) -> Tensor:
     return rotated(x, *rotation(op, shape, x), dim_index(shape, "head_dim"), op.interleaved)
 
 
-def rotate_at(op: Rope, shape: Shape, x: Tensor, positions: Tensor) -> Tensor:
-    """Return x rotated where each row has positions of its own, [batch, seq]."""
-    cos_and_sin = _rotation_at(op, op.rotated_channels(shape), positions, x.dtype)
-    dims = ["batch", sequence_dim(shape).name, "head_dim"]
-    cos, sin = (broadcast(t, dims, shape) for t in cos_and_sin)
-    return rotated(x, cos, sin, dim_index(shape, "head_dim"), op.interleaved)
-
-
 def rotation(op: Rope, shape: Shape, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of x, at positions from 0 on. They have its dims, but half the rotated channels."""
     seq = sequence_dim(shape).name
@@ -37,27 +29,28 @@ def rotation(op: Rope, shape: Shape, x: Tensor) -> tuple[Tensor, Tensor]:
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, dim: int, interleaved: bool) -> Tensor:
     """Return x with the first channels of `dim` rotated in pairs, by cosines and sines of one element for each pair."""
     n = 2 * cos.shape[dim]
-    first, rest = x.split([n, x.shape[dim] - n], dim)
+    if n < x.shape[dim]:
+        first, rest = x.split([n, x.shape[dim] - n], dim)
+        return torch.cat((rotated(first, cos, sin, dim, interleaved), rest), dim)
     pair_dim = dim + 1 if interleaved else dim  # index of the dim that holds the two channels of a pair
-    a, b = first.unflatten(dim, (-1, 2) if interleaved else (2, -1)).unbind(pair_dim)
+    a, b = x.unflatten(dim, (-1, 2) if interleaved else (2, -1)).unbind(pair_dim)
     pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), pair_dim)
-    return torch.cat((pairs.flatten(dim, dim + 1), rest), dim)
+    return pairs.flatten(dim, dim + 1)
 
 
 @lru_cache(maxsize=32)
 def _rotation(op: Rope, channels: int, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [positions, channels / 2], which all layers share."""
-    return _rotation_at(op, channels, torch.arange(count, device=device), dtype)
+    return rotation_at(op, frequencies(op, channels, device), torch.arange(count, device=device), dtype)
 
 
-def _rotation_at(op: Rope, channels: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [.., channels / 2] of positions [..]."""
-    angles = positions[..., None].double() * _frequencies(op, channels, positions.device)
-    cos, sin = ((t * op.magnitude).to(dtype) for t in (angles.cos(), angles.sin()))
-    return cos, sin
+def rotation_at(op: Rope, each: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [.., channels / 2] of positions [..]. each: the `frequencies`."""
+    angles = positions[..., None].double() * each
+    return (angles.cos() * op.magnitude).to(dtype), (angles.sin() * op.magnitude).to(dtype)
 
 
 @lru_cache(maxsize=32)
-def _frequencies(op: Rope, channels: int, device: torch.device) -> Tensor:
+def frequencies(op: Rope, channels: int, device: torch.device) -> Tensor:
     """Return the angle between neighbouring positions of each pair of channels, float64 [channels / 2]."""
     return torch.tensor(op.frequencies(channels), device=device, dtype=torch.float64)
