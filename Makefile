@@ -39,8 +39,8 @@ light: .venv  ## build the wheel, install it without torch into a fresh environm
 
 parity: .venv  ## slow campaigns: golden predictions, families x layouts, 300 drawn layouts (continues where it stopped)
 	$(BIN)/python -m tests.support.golden --check
-	$(BIN)/python -m tests.support.family_table
-	$(BIN)/python -m tests.support.parity
+	$(BIN)/python -m tests.support.parity.family_table
+	$(BIN)/python -m tests.support.parity.drawn
 
 faults: .venv  ## slow campaign: runs are killed at 50 drawn moments and continued (continues where it stopped)
 	$(BIN)/python -m tests.support.faults

@@ -13,7 +13,7 @@ from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.support.legality import judged
+from tests.support.legality.comparison import judged
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ import pytest
 from attrs import evolve, fields
 from hypothesis import settings
 
-from tests.support.paths import SUPPORT
+from tests.support.paths import TEST_MODELS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts: ranks and test workers share the cores
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background jobs ignore it, and pass that on
@@ -25,7 +25,7 @@ PARITY = "parity"  # the property under which a test records a row of the table
 
 @pytest.fixture(scope="session")
 def plan_of() -> Callable[..., Any]:
-    """A plan under a layout, priced by the planner, of a model of models.py, or of file.py:name or an-example.
+    """A plan under a layout, priced by the planner, of a model of small.py, or of file.py:name or an-example.
 
     `cuts` are stage borders of one's own.
     """
@@ -39,7 +39,7 @@ def plan_of() -> Callable[..., Any]:
         from megaloom.planner.hardware.cluster_names import cluster
         from megaloom.planner.search.search import plan
 
-        model, ref = find(f"{SUPPORT / 'models.py'}:{name}" if name.isidentifier() else name)
+        model, ref = find(f"{TEST_MODELS / 'small.py'}:{name}" if name.isidentifier() else name)
         workload = Workload(seq=seq, batch=batch, precision=Precision(precision))
         fixed = {f.name: getattr(layout, f.name) for f in fields(type(layout))}
         best = plan(model, cluster(f"{layout.world}xCPU"), workload, ref=ref, fixed=fixed).best

@@ -44,7 +44,7 @@ from megaloom.dsl import (
 from megaloom.dsl.catalog import examples, find
 from megaloom.planner.rules.capabilities import untrainable
 from megaloom.runtime.reference.interpret import interpret
-from tests.support.examples import example
+from tests.support.models.examples import example
 
 VOCAB, EMBED = Dim("vocab", 12), Dim("embed", 8)
 WTE = weight("wte", VOCAB, EMBED)

@@ -39,7 +39,7 @@ from megaloom.dsl import (
     weight,
 )
 from megaloom.dsl.catalog import examples
-from tests.support.examples import example
+from tests.support.models.examples import example
 
 
 def hidden():

@@ -10,11 +10,11 @@ from megaloom.planner import cluster, plan
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.runtime.launch import launcher
 from tests.support.limits import LIMIT
-from tests.support.paths import ROOT, SUPPORT
+from tests.support.paths import ROOT, TEST_MODELS
 
 
 def test_it_trains_and_continues(tmp_path: Path) -> None:
-    model, ref = find(f"{SUPPORT / 'models.py'}:byte_llama")
+    model, ref = find(f"{TEST_MODELS / 'small.py'}:byte_llama")
     workload = Workload(seq=32, batch=8, precision=Precision.FP32)
     fixed = {"dp": 2}
     made = plan(model, cluster("2xCPU"), workload, ref=ref, fixed=fixed).best

@@ -109,7 +109,7 @@ def parameter_counts() -> dict[str, int]:
     from megaloom.dsl import params
     from megaloom.dsl.catalog import examples
 
-    from .examples import example
+    from tests.support.models.examples import example
 
     return {name: params(example(name)) for name in examples() if name not in OURS}
 
@@ -149,7 +149,7 @@ def trained(name: str) -> bool:
     from megaloom.dsl import graph
     from megaloom.planner.rules.capabilities import untrainable
 
-    from .examples import example
+    from tests.support.models.examples import example
 
     return untrainable(graph(example(name))) is None
 

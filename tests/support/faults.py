@@ -37,7 +37,7 @@ from megaloom.runtime.checkpoints.checkpoint_folder import CheckpointError, chec
 from megaloom.runtime.launch.rank_errors import RankError
 from megaloom.runtime.megatron import device
 from tests.support.limits import LIMIT
-from tests.support.paths import SUPPORT, TESTS
+from tests.support.paths import TEST_MODELS, TESTS
 
 RESULTS = TESTS.parent / ".faults" / "moments.jsonl"
 LAYOUTS = (Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(dp=2, shard="optimizer"))
@@ -95,7 +95,7 @@ def drawn(number: int, seed: int = 1) -> Moment:
 
 def plan_of(layout: Layout) -> Plan:
     """Return the plan of a tiny model under a layout."""
-    model, ref = find(f"{SUPPORT / 'models.py'}:byte_llama")
+    model, ref = find(f"{TEST_MODELS / 'small.py'}:byte_llama")
     fixed = {f.name: getattr(layout, f.name) for f in fields(Layout)}
     workload = Workload(seq=32, batch=4, precision=Precision.FP32)
     return search(model, cluster(f"{layout.world}xCPU"), workload, ref=ref, fixed=fixed).best

@@ -14,7 +14,7 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from .golden_cases import CASES, QUICK, Case
+from tests.support.golden_cases import CASES, QUICK, Case
 
 ROOT = Path(__file__).parents[2]
 PREDICTIONS = ROOT / "tests" / "golden" / "predictions"

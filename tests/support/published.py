@@ -9,8 +9,7 @@ from typing import Any
 from megaloom.planner.validate.records import LeftOut, RunRecord, run_of_record
 from megaloom.planner.validate.run_files import shipped_records
 from megaloom.planner.validate.training_run import TrainingRun
-
-from .paths import TESTS
+from tests.support.paths import TESTS
 
 OLDER = TESTS / "data" / "older_schema_runs.jsonl"
 IDS = (TESTS / "data" / "sample_run_ids.txt").read_text().split()

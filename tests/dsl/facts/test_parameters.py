@@ -28,7 +28,7 @@ from megaloom.dsl import Attend, Drop, Model, fingerprint, graph, params, read
 from megaloom.dsl.catalog import examples
 from megaloom.dsl.hf.fields import DROPOUT
 from megaloom.dsl.node import primitives
-from tests.support.examples import example
+from tests.support.models.examples import example
 
 transformers = pytest.importorskip("transformers", reason="`make unit` installs it")
 

@@ -45,8 +45,8 @@ from megaloom.dsl.catalog import examples
 from megaloom.dsl.files.json_form import FORM_VERSION, is_current
 from megaloom.examples.deepseek import deepseek_v3
 from tests.dsl.test_graph import programs
-from tests.support.examples import example
 from tests.support.limits import LIMIT
+from tests.support.models.examples import example
 from tests.support.paths import TESTS
 
 GOLDEN = TESTS / "golden" / "graph_tiny.json"

@@ -11,9 +11,9 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_form import graph_to_json
 from megaloom.dsl.files.model_file import load_model, model_from_json, model_to_json, save_model
 from megaloom.dsl.sharding_table import Split
-from tests.support.paths import SUPPORT
+from tests.support.paths import TEST_MODELS
 
-OWN = SUPPORT / "own_models.py"
+OWN = TEST_MODELS / "own_layers.py"
 MODELS = ["gpt2", "own-module", "own-layer", "deepseek-v3-mtp", "mamba2-130m", "t5-small", "bert-base", "llava-7b"]
 OWN_MODELS = [f"{OWN}:{name}" for name in ("squared_510", "hashed_odd", "some_experts")]
 

@@ -38,7 +38,7 @@ from megaloom.dsl.hf.fields import Config
 from megaloom.dsl.hf.state_dict import from_checkpoint, to_checkpoint
 from megaloom.runtime.reference import interpret as oracle
 from megaloom.runtime.reference.interpret import evaluate, interpret
-from tests.support.hugging_face import SMALL, UNUSED, built, drawn, named
+from tests.support.models.hugging_face import SMALL, UNUSED, built, drawn, named
 
 
 @frozen

@@ -34,10 +34,10 @@ from megaloom.dsl.show.arrangement import CHARACTER_WIDTH, operator_sign, text_l
 from megaloom.dsl.show.html import page, save_files
 from megaloom.dsl.show.outline import Outline, leaves, outline
 from megaloom.dsl.show.svg import svg
-from tests.support.paths import SUPPORT
+from tests.support.paths import TEST_MODELS
 
 SVG = "{http://www.w3.org/2000/svg}"
-MODELS = SUPPORT / "models.py"
+MODELS = TEST_MODELS / "small.py"
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 Point = tuple[float, float]
 

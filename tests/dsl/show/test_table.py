@@ -55,7 +55,7 @@ from megaloom.dsl.show.tree import (
     tree_rows,
 )
 from megaloom.runtime.cli.main import main
-from tests.support.examples import example
+from tests.support.models.examples import example
 from tests.support.paths import TESTS
 
 GOLDEN = TESTS / "golden"

@@ -34,7 +34,7 @@ from megaloom.planner.rules.capabilities import untrainable
 from megaloom.planner.search.pricing import Pricer
 from megaloom.runtime.megatron import device
 from tests.support.exported import plan_with
-from tests.support.models import LATENT, tiny_llava
+from tests.support.models.small import LATENT, tiny_llava
 from tests.support.profiles import changed
 
 MOE = MoE(SwiGLU(32), 8, 4, shared=SwiGLU(32))

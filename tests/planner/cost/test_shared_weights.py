@@ -18,7 +18,7 @@ from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.rules.shared_weights import shared_weight_users
 from megaloom.planner.search.pricing import Pricer
 from megaloom.planner.simulate.price import end_of_rank
-from tests.support.shared_models import albert, albert_blocks, positions_again, tiny_t5
+from tests.support.models.shared_weights import albert, albert_blocks, positions_again, tiny_t5
 
 WORK = Workload(seq=32, batch=8)
 GRAPHS = [graph(make()) for make in (albert, albert_blocks, positions_again, tiny_t5)]

@@ -31,7 +31,6 @@ from megaloom.planner.export.target import Target
 from megaloom.planner.export.whole_layers import StageLayers, pipeline_layout
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.runtime.megatron import device
-from tests.support.examples import example
 from tests.support.exported import (
     CASES,
     case,
@@ -41,6 +40,7 @@ from tests.support.exported import (
     plan_with,
 )
 from tests.support.limits import LIMIT
+from tests.support.models.examples import example
 from tests.support.paths import TESTS
 
 GOLDEN = TESTS / "golden"

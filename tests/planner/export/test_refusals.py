@@ -56,7 +56,7 @@ from tests.support.exported import (
     parsed,
     plan_with,
 )
-from tests.support.shared_models import albert_blocks
+from tests.support.models.shared_weights import albert_blocks
 
 NORM, ROPE = RMSNorm(), Attention(heads=4, rope=10_000)
 

@@ -50,8 +50,8 @@ from megaloom.planner.rules.export_rules import export_violations
 from megaloom.planner.rules.padding import padding_refusal
 from megaloom.planner.rules.rule import Owner
 from megaloom.planner.rules.rules import violations
-from tests.support.examples import example
-from tests.support.models import tiny_pair
+from tests.support.models.examples import example
+from tests.support.models.small import tiny_pair
 
 WORK = Workload(seq=64, batch=8)
 

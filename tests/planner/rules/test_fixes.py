@@ -14,7 +14,7 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.rules import violations
-from tests.support.random_cases import Case, declared, drawn
+from tests.support.legality.random_cases import Case, declared, drawn
 
 COUNT, SEED = 2000, 5
 SIZES = {"tp-heads", "tp-kv-heads", "tp-keys", "tp-width"}  # a tp that suits one must suit all

@@ -16,7 +16,7 @@ from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.rule import Owner
 from megaloom.planner.rules.rules import RULES, violations
 from megaloom.runtime.launch import launcher
-from tests.support.legality import (
+from tests.support.legality.comparison import (
     CORE_ALONE,
     OURS,
     SOURCES,

@@ -9,7 +9,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.examples.mamba2 import mamba2_130m
 from megaloom.examples.t5 import t5_small
 from megaloom.planner.rules.packing import document_mixing
-from tests.support.models import tiny_gpt, tiny_vit
+from tests.support.models.small import tiny_gpt, tiny_vit
 
 
 def half_packed() -> Model:

@@ -6,10 +6,10 @@ from megaloom.dsl import Split, graph
 from megaloom.dsl.facts.costs import costs
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
-from tests.support.families import FAMILIES, SEQ
 from tests.support.limits import LIMIT
-from tests.support.parity import priced
-from tests.support.rank_pool import Case, check, run_cases
+from tests.support.parity.drawn import priced
+from tests.support.parity.families import FAMILIES, SEQ
+from tests.support.parity.rank_pool import Case, check, run_cases
 
 LOAD = Workload(seq=SEQ, batch=4, precision=Precision.FP32)
 CASES = {

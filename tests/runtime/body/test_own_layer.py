@@ -27,9 +27,9 @@ from megaloom.runtime.reference.interpret import interpret
 from megaloom.runtime.training import verify
 from tests.support.batches import next_token, random_text, with_mask
 from tests.support.limits import LIMIT
-from tests.support.paths import SUPPORT
+from tests.support.paths import TEST_MODELS
 
-FILE = SUPPORT / "own_models.py"
+FILE = TEST_MODELS / "own_layers.py"
 NAMES = [
     name
     for name, it in run_path(str(FILE)).items()

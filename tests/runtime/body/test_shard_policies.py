@@ -12,9 +12,9 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.launch import launcher
 from tests.support.limits import LIMIT
-from tests.support.paths import SUPPORT
+from tests.support.paths import TEST_MODELS
 
-FILE = SUPPORT / "own_models.py"
+FILE = TEST_MODELS / "own_layers.py"
 MODELS = ("squared_510", "squared_512", "hashed_odd")
 DEGREES = (1, 2, 4)
 Counts = dict[tuple[str, int, int], dict[str, tuple[int, int]]]  # (model, tp, etp) → node → dense and expert parameters

@@ -29,7 +29,7 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.optimizer.recipe import Recipe
 from tests.support.batches import next_token
 from tests.support.limits import LIMIT
-from tests.support.paths import SUPPORT, TESTS
+from tests.support.paths import TEST_MODELS, TESTS
 
 ROWS = 12
 
@@ -331,10 +331,10 @@ def cramped(run: Path) -> None:
 
 
 TP2, DIVIDED = Layout(tp=2, sequence_parallel=True), Layout(dp=2, shard="optimizer")
-OWN = f"{SUPPORT / 'own_models.py'}:some_experts"
-PADDED = f"{SUPPORT / 'own_models.py'}:hashed_odd"
-SHARED = f"{SUPPORT / 'shared_models.py'}"
-BUFFERS = f"{SUPPORT / 'own_models.py'}:buffers"
+OWN = f"{TEST_MODELS / 'own_layers.py'}:some_experts"
+PADDED = f"{TEST_MODELS / 'own_layers.py'}:hashed_odd"
+SHARED = f"{TEST_MODELS / 'shared_weights.py'}"
+BUFFERS = f"{TEST_MODELS / 'own_layers.py'}:buffers"
 RESHARDINGS = {
     "tied and padded, divided optimizer to TP2 SP PP2": ("tiny_gpt", DIVIDED, evolve(TP2, pp=2)),
     "tied and padded, TP2 SP PP2 to divided optimizer": ("tiny_gpt", evolve(TP2, pp=2), DIVIDED),

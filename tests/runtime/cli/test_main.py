@@ -24,9 +24,9 @@ from megaloom.runtime.cli.defaults import TrainedPrecision
 from megaloom.runtime.cli.main import main
 from megaloom.runtime.training.run import locked
 from tests.support.limits import LIMIT
-from tests.support.paths import SUPPORT
+from tests.support.paths import TEST_MODELS
 
-MODELS = SUPPORT / "models.py"
+MODELS = TEST_MODELS / "small.py"
 SMALL = ("--seq", "32", "--batch", "4", "--devices", "2", "--warmup", "2", "--lr", "1e-2")
 PROGRAM = "import sys; from megaloom.runtime.cli.main import main; sys.exit(main())"
 

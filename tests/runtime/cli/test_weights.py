@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaloom.runtime.cli.main import main
-from tests.support.hugging_face import built, transformers
+from tests.support.models.hugging_face import built, transformers
 
 OPTIONS = ("--devices", "1", "--seq", "16", "--batch", "2")
 

@@ -25,8 +25,8 @@ from megaloom.runtime.convert.hugging_face import describe, write_folder
 from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.weights.given import open_folder
-from tests.support.hugging_face import built, complete, drawn, named, transformers
 from tests.support.limits import LIMIT
+from tests.support.models.hugging_face import built, complete, drawn, named, transformers
 
 peft = pytest.importorskip("peft", reason="`make unit` installs it")
 

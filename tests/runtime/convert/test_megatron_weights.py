@@ -20,8 +20,8 @@ from megaloom.runtime.cli.main import main
 from megaloom.runtime.convert.megatron_files import megatron_tensors
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training.initial_weights import open_weights
-from tests.support.hugging_face import built, transformers
 from tests.support.limits import LIMIT
+from tests.support.models.hugging_face import built, transformers
 
 VOCAB, SEQ = 128, 16
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}

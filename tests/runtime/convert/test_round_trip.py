@@ -31,8 +31,8 @@ from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.weights import tensor_folder
 from megaloom.runtime.weights.given import open_folder
-from tests.support.hugging_face import SMALL, UNUSED, built, complete, drawn, named, transformers
 from tests.support.limits import LIMIT
+from tests.support.models.hugging_face import SMALL, UNUSED, built, complete, drawn, named, transformers
 
 SEQ = 24
 

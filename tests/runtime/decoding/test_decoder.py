@@ -41,8 +41,8 @@ from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
-from tests.support.families import FAMILIES, VOCAB
 from tests.support.limits import LIMIT
+from tests.support.parity.families import FAMILIES, VOCAB
 
 LENGTHS, SOURCES, STEPS = (5, 2, 5, 11), (3, 6, 6, 4), 4
 REORDERED = (2, 0, 1, 1)  # rows after the second step

@@ -20,7 +20,7 @@ from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
 from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
-from tests.support.models import tiny_deepseek_v3
+from tests.support.models.small import tiny_deepseek_v3
 
 SEED, BATCH, SEQ = 7, 4, 32
 TP2 = Layout(tp=2, sequence_parallel=True)

@@ -8,10 +8,10 @@ from itertools import islice
 from attrs import evolve
 
 from megaloom.dsl import graph
-from tests.support.broken_collectives import BROKEN, uses
 from tests.support.limits import LIMIT
-from tests.support.parity import small_draws
-from tests.support.rank_pool import check, run_cases
+from tests.support.parity.broken_collectives import BROKEN, uses
+from tests.support.parity.drawn import small_draws
+from tests.support.parity.rank_pool import check, run_cases
 
 SEED, DRAWS = 1, 20
 
@@ -20,7 +20,7 @@ def test_drawn_layouts_compute_what_one_process_and_the_oracle_compute() -> None
     try:
         check(run_cases(list(islice(small_draws(SEED), DRAWS)), 4, timeout=LIMIT))
     except AssertionError as error:
-        error.add_note("repeat with: python -m tests.support.parity --seed SEED --draw NUMBER")
+        error.add_note("repeat with: python -m tests.support.parity.drawn --seed SEED --draw NUMBER")
         raise
 
 

@@ -17,14 +17,14 @@ from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
 from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
-from tests.support.paths import SUPPORT
+from tests.support.paths import TEST_MODELS
 
 if TYPE_CHECKING:
     from megaloom.runtime.engine.gradients import WeightGradient
 
 RECIPE = Recipe(steps=10, seed=7, lr=1e-2, warmup=0)
 TP2 = Layout(tp=2, sequence_parallel=True)
-SOME_EXPERTS = f"{SUPPORT / 'own_models.py'}:some_experts"  # bodies and modules, a tied table with a bias
+SOME_EXPERTS = f"{TEST_MODELS / 'own_layers.py'}:some_experts"  # bodies and modules, a tied table with a bias
 
 
 def sample(i: int) -> dict[str, torch.Tensor]:

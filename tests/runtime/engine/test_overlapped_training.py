@@ -17,7 +17,7 @@ from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
-from tests.support.paths import SUPPORT
+from tests.support.paths import TEST_MODELS
 
 RECIPE = Recipe(steps=10, lr=1e-2, warmup=0)
 SHARES = Layout(dp=2, shard="optimizer")
@@ -27,7 +27,7 @@ CASES = {  # tied weights, chunks that are asked for in turn, experts' own share
     "tied": ("tiny_gpt", SHARES),
     "chunks": ("deep_llama", evolve(SHARES, pp=2, vpp=2)),
     "experts": ("tiny_mixtral", evolve(SHARES, ep=2, recompute="full")),
-    "bodies": (f"{SUPPORT / 'own_models.py'}:balanced", SHARES),
+    "bodies": (f"{TEST_MODELS / 'own_layers.py'}:balanced", SHARES),
 }
 
 

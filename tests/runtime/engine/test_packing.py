@@ -15,8 +15,8 @@ from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.modules.initial_weights import initial_weight
 from megaloom.runtime.reference.interpret import interpret
-from tests.support import models
 from tests.support.limits import LIMIT
+from tests.support.models import small
 
 SEED, BATCH, SEQ = 7, 4, 32
 ENDS = ((9, 32), (1, 17, 32), (32,), (5, 6, 20, 32))  # of the documents of each sequence
@@ -24,23 +24,23 @@ MODELS = f"{__file__}:"
 
 
 def packed_gpt() -> Model:
-    return packed(models.tiny_gpt())
+    return packed(small.tiny_gpt())
 
 
 def packed_llama() -> Model:
-    return packed(models.tiny_llama())
+    return packed(small.tiny_llama())
 
 
 def packed_bert() -> Model:
-    return packed(models.tiny_bert())
+    return packed(small.tiny_bert())
 
 
 def packed_gpt_oss() -> Model:
-    return packed(models.tiny_gpt_oss())
+    return packed(small.tiny_gpt_oss())
 
 
 def packed_latent() -> Model:
-    return packed(models.tiny_deepseek_v2())
+    return packed(small.tiny_deepseek_v2())
 
 
 RUN = {

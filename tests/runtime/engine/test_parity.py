@@ -19,11 +19,11 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.cli.report import comparison_report
 from megaloom.runtime.megatron import device
 from megaloom.runtime.training import verify
-from tests.support.broken_collectives import BROKEN
-from tests.support.families import trained_families
-from tests.support.family_table import two_cases_of
 from tests.support.limits import LIMIT
-from tests.support.rank_pool import Case, check, run_cases
+from tests.support.parity.broken_collectives import BROKEN
+from tests.support.parity.families import trained_families
+from tests.support.parity.family_table import two_cases_of
+from tests.support.parity.rank_pool import Case, check, run_cases
 
 PARTS = 4  # of the layouts, each in one set of processes
 

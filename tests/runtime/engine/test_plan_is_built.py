@@ -14,11 +14,11 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.launch import launcher
 from tests.support.limits import LIMIT
-from tests.support.paths import ROOT, SUPPORT
+from tests.support.paths import ROOT, TEST_MODELS
 
-OWN = f"{SUPPORT / 'own_models.py'}:some_experts"
-ONE_HEAD = f"{SUPPORT / 'own_models.py'}:one_kv_head"
-SHARED = f"{SUPPORT / 'shared_models.py'}"
+OWN = f"{TEST_MODELS / 'own_layers.py'}:some_experts"
+ONE_HEAD = f"{TEST_MODELS / 'own_layers.py'}:one_kv_head"
+SHARED = f"{TEST_MODELS / 'shared_weights.py'}"
 LAYOUTS = {
     "whole": ("tiny_gpt", Layout(dp=4)),
     "vocabulary padded": ("tiny_gpt", Layout(dp=2, tp=2, sequence_parallel=True)),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megaloom.runtime.cli.main import main
-from tests.support.hugging_face import VOCAB, built
+from tests.support.models.hugging_face import VOCAB, built
 
 
 @pytest.fixture(scope="module")

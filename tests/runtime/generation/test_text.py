@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.data.tokenizer import END_OF_TEXT, train_bpe
 from megaloom.runtime.generation.text import PromptText, TextStream
-from tests.support.hugging_face import transformers
+from tests.support.models.hugging_face import transformers
 
 BYTES = PromptText.load("bytes")
 

@@ -11,8 +11,8 @@ from attrs import frozen
 
 from megaloom.runtime.generation.settings import GenerationSettings
 from megaloom.runtime.launch import launcher
-from tests.support.hugging_face import built, transformers
 from tests.support.limits import LIMIT
+from tests.support.models.hugging_face import built, transformers
 
 FAMILIES = ("llama", "gpt2", "gemma3", "mixtral", "deepseek-v3", "gpt-oss", "mamba2", "t5", "bart")
 PROMPTS = ((5, 17, 30), (8, 44, 2, 51, 9, 12, 33), (20,))

@@ -14,9 +14,9 @@ from megaloom.planner.contract.plans import Stage
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.runtime.launch import launcher
 from tests.support.limits import LIMIT
-from tests.support.paths import SUPPORT
+from tests.support.paths import TEST_MODELS
 
-MODELS = SUPPORT / "models.py"
+MODELS = TEST_MODELS / "small.py"
 BATCH, SEQ = 2, 32
 NBYTES = {DType.COMPUTE: 4, DType.FLOAT32: 4, DType.INDEX: 8, DType.MASK: 1}
 # How many times what the facts say is freed, at the least and at the most: torch's own kernels keep twice a norm's

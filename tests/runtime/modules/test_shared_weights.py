@@ -20,9 +20,9 @@ from megaloom.runtime.samples.samples import Sample, SampleMaker
 from megaloom.runtime.training.verify import EPS
 from tests.support.batches import random_text
 from tests.support.limits import LIMIT
-from tests.support.paths import SUPPORT
+from tests.support.paths import TEST_MODELS
 
-MODELS = SUPPORT / "shared_models.py"
+MODELS = TEST_MODELS / "shared_weights.py"
 RECIPE = Recipe(steps=10, seed=7, lr=1e-2, warmup=0, eps=EPS)
 BATCH, SEQ, STEPS = 4, 32, 3
 SP = Layout(tp=2, sequence_parallel=True)

@@ -13,7 +13,7 @@ from megaloom.dsl.dims import Sizes
 from megaloom.dsl.facts.primitives import output_elements
 from megaloom.planner.model.structure import model_structure
 from megaloom.runtime.megatron import device
-from tests.support.models import tiny_llava, tiny_pair
+from tests.support.models.small import tiny_llava, tiny_pair
 
 device.prepare()
 

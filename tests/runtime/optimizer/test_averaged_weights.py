@@ -15,7 +15,7 @@ from megaloom.runtime import Recipe, shard
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token
 from tests.support.limits import LIMIT
-from tests.support.paths import SUPPORT
+from tests.support.paths import TEST_MODELS
 
 TP2 = Layout(tp=2, sequence_parallel=True)
 DIVIDED = Layout(dp=2, shard="optimizer")
@@ -64,7 +64,7 @@ def by_definition(plan: Plan) -> list[tuple[float, float, float]]:
     return rows
 
 
-ALBERT = f"{SUPPORT / 'shared_models.py'}:albert"
+ALBERT = f"{TEST_MODELS / 'shared_weights.py'}:albert"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from megaloom.runtime import ParameterGroup, Recipe, shard
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token
 from tests.support.limits import LIMIT
-from tests.support.paths import SUPPORT
+from tests.support.paths import TEST_MODELS
 
 TP2 = Layout(tp=2, sequence_parallel=True, vocab_multiple=1)  # each rank has rows of tokens, which change
 RECIPE = Recipe(steps=10, lr=1e-2, min_lr=1e-3, warmup=2, weight_decay=0.1)
@@ -63,7 +63,7 @@ def test_groups_do_not_depend_on_the_layout(layout: Layout, plan_of: Any) -> Non
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("tiny_gpt", Layout()), (f"{SUPPORT / 'shared_models.py'}:albert", Layout(pp=2, vpp=2))],
+    [("tiny_gpt", Layout()), (f"{TEST_MODELS / 'shared_weights.py'}:albert", Layout(pp=2, vpp=2))],
     ids=str,
 )
 def test_a_tied_table_has_one_group(name: str, layout: Layout, plan_of: Any) -> None:

@@ -14,13 +14,13 @@ from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 from tests.support.batches import next_token, random_text
 from tests.support.limits import LIMIT
-from tests.support.oracle import Oracle, stacked
-from tests.support.paths import SUPPORT
+from tests.support.parity.oracle import Oracle, stacked
+from tests.support.paths import TEST_MODELS
 
 SEQ, BATCH, VOCAB = 32, 4, 127
 RECIPE = Recipe(steps=3, seed=7, lr=3e-3, min_lr=3e-3, warmup=0)
 TP2 = Layout(tp=2, sequence_parallel=True)
-OWN = f"{SUPPORT / 'own_models.py'}:balanced"  # layers whose bodies run
+OWN = f"{TEST_MODELS / 'own_layers.py'}:balanced"  # layers whose bodies run
 
 
 def sample(i: int) -> dict[str, torch.Tensor]:

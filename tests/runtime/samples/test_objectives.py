@@ -18,23 +18,23 @@ from megaloom.runtime.data.token_ids import BYTES
 from megaloom.runtime.samples.sample_checks import check_sample
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 from tests.support.limits import LIMIT
-from tests.support.models import tiny_bert, tiny_gpt, tiny_llava, tiny_pair, tiny_vit
-from tests.support.paths import ROOT, SUPPORT
-from tests.support.rank_pool import Case, check, run_cases
+from tests.support.models.small import tiny_bert, tiny_gpt, tiny_llava, tiny_pair, tiny_vit
+from tests.support.parity.rank_pool import Case, check, run_cases
+from tests.support.paths import ROOT, TEST_MODELS
 
 SEED, BATCH, SEQ = 7, 4, 32
 TP2 = Layout(tp=2, sequence_parallel=True)
 OWN = ROOT / "examples/scripts/own_loss.py"
 RUN = {
-    "masked tokens, TP2 SP": (f"{SUPPORT / 'models.py'}:tiny_bert", TP2),
-    "masked tokens, CP2 PP2": (f"{SUPPORT / 'models.py'}:tiny_bert_pre_norm", Layout(cp=2, pp=2)),
-    "classes, TP2 SP PP2": (f"{SUPPORT / 'models.py'}:tiny_vit", Layout(tp=2, sequence_parallel=True, pp=2)),
-    "text after an image, CP2 PP2": (f"{SUPPORT / 'models.py'}:tiny_llava", Layout(cp=2, pp=2)),
+    "masked tokens, TP2 SP": (f"{TEST_MODELS / 'small.py'}:tiny_bert", TP2),
+    "masked tokens, CP2 PP2": (f"{TEST_MODELS / 'small.py'}:tiny_bert_pre_norm", Layout(cp=2, pp=2)),
+    "classes, TP2 SP PP2": (f"{TEST_MODELS / 'small.py'}:tiny_vit", Layout(tp=2, sequence_parallel=True, pp=2)),
+    "text after an image, CP2 PP2": (f"{TEST_MODELS / 'small.py'}:tiny_llava", Layout(cp=2, pp=2)),
     "an encoder and a decoder, TP2 SP PP2": (
-        f"{SUPPORT / 'models.py'}:tiny_pair",
+        f"{TEST_MODELS / 'small.py'}:tiny_pair",
         Layout(tp=2, sequence_parallel=True, pp=2),
     ),
-    "capped logits, padded vocabulary, TP2 SP": (f"{SUPPORT / 'models.py'}:tiny_gemma2", TP2),
+    "capped logits, padded vocabulary, TP2 SP": (f"{TEST_MODELS / 'small.py'}:tiny_gemma2", TP2),
     "z-loss, TP2 SP DP2": (f"{OWN}:with_z_loss", Layout(tp=2, sequence_parallel=True, dp=2)),
     "z-loss, CP2": (f"{OWN}:with_z_loss", Layout(cp=2)),
     "label smoothing, TP2 SP PP2": (f"{OWN}:with_label_smoothing", Layout(tp=2, sequence_parallel=True, pp=2)),

@@ -9,9 +9,9 @@ from megaloom.dsl import Graph, graph
 from megaloom.runtime.data.part import Window
 from megaloom.runtime.data.token_ids import TokenIds
 from megaloom.runtime.samples.samples import Objective, SampleMaker
-from tests.support.chat_models import chat_decoder
-from tests.support.models import tiny_bert
-from tests.support.shared_models import tiny_t5
+from tests.support.models.chat import chat_decoder
+from tests.support.models.shared_weights import tiny_t5
+from tests.support.models.small import tiny_bert
 
 SEQ = 48
 PLAIN = TokenIds(100, eos=0, name="x")

@@ -20,7 +20,7 @@ from megaloom.runtime.reference.interpret import interpret
 from megaloom.runtime.training import verify
 from tests.support.batches import next_token
 from tests.support.limits import LIMIT
-from tests.support.rank_pool import Case, check, run_cases
+from tests.support.parity.rank_pool import Case, check, run_cases
 
 SEED, BATCH, SEQ, VOCAB = 7, 4, 32, 127
 LAYOUTS = {

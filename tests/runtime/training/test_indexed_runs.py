@@ -18,11 +18,11 @@ from megaloom.runtime.samples.samples import SampleMaker
 from megaloom.runtime.training.evaluation import evaluate_run
 from megaloom.runtime.training.run_data import check_rampup, check_text
 from tests.runtime.data.test_chat_template import CHATML, TALKS, with_template
-from tests.support.models import byte_llama
-from tests.support.paths import SUPPORT, TESTS
+from tests.support.models.small import byte_llama
+from tests.support.paths import TEST_MODELS, TESTS
 
 RECIPE = Recipe(steps=4, lr=1e-2, warmup=1)
-CHAT_MODEL = f"{SUPPORT / 'chat_models.py'}:chat_decoder"
+CHAT_MODEL = f"{TEST_MODELS / 'chat.py'}:chat_decoder"
 
 
 def events(folder: Path) -> list[dict[str, object]]:

@@ -21,7 +21,7 @@ from megaloom.runtime.data.indexed import write_indexed
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training.rank_inputs import check_same_data, check_same_plan, check_shared_folder
 from tests.support.limits import LIMIT
-from tests.support.paths import SUPPORT
+from tests.support.paths import TEST_MODELS
 
 
 def refusal(check: Callable[[], None]) -> str:
@@ -36,7 +36,7 @@ def refusals(plan: Plan, folder: Path) -> list[str]:
     """On each rank: the messages for inputs in which rank 1 differs."""
     rank, options = dist.get_rank(), {"data": ("books",)}
     layout = evolve(plan, layout=evolve(plan.layout, recompute=Recompute.FULL if rank else Recompute.NONE))
-    model = evolve(plan, model=f"{SUPPORT / 'models.py'}:{'byte_gpt' if rank else 'byte_llama'}")
+    model = evolve(plan, model=f"{TEST_MODELS / 'small.py'}:{'byte_gpt' if rank else 'byte_llama'}")
     missing = evolve(plan, model=str(folder / "nowhere.py") if rank else plan.model)
     own = folder / str(rank)  # as the storage of a host
     shutil.copytree(folder / "data", own)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megaloom.dsl import UserError
 from megaloom.dsl.hf.architectures import read
 from megaloom.runtime.weights.given import open_folder
-from tests.support.hugging_face import built
+from tests.support.models.hugging_face import built
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Drawn parity: model x options x layout, each compared with one process and with the oracle.
 
-python -m tests.support.parity              # 300 draws; continues where an interrupted run stopped
-python -m tests.support.parity --draw 17    # repeat one draw
+python -m tests.support.parity.drawn              # 300 draws; continues where an interrupted run stopped
+python -m tests.support.parity.drawn --draw 17    # repeat one draw
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.rules.capabilities import runtime_violations, untrainable
 from megaloom.planner.search.search import plan
-
-from .families import FAMILIES, SEQ
-from .paths import ROOT, SUPPORT
-from .rank_pool import Case, Result, explanation, run_cases
+from tests.support.parity.families import FAMILIES, SEQ
+from tests.support.parity.rank_pool import Case, Result, explanation, run_cases
+from tests.support.paths import ROOT, TEST_MODELS
 
 CONVERTER = Converter()
 PROGRESS = ROOT / ".parity"
@@ -64,7 +63,7 @@ def drawn(seed: int, number: int) -> Case:
 def drawn_model(draw: Random, number: int) -> tuple[str, float, Model]:
     """Return the name, dropout and declaration of a model. Each seventh draw has a model with shared weights."""
     if number % 7 == 6:
-        name = f"{SUPPORT / 'shared_models.py'}:{draw.choice(SHARING)}"
+        name = f"{TEST_MODELS / 'shared_weights.py'}:{draw.choice(SHARING)}"
         return name, 0.0, find(name)[0]
     name = draw.choice(list(FAMILIES))
     family = FAMILIES[name]
@@ -169,7 +168,7 @@ def report_failures(results: Iterable[Result]) -> None:
     """Print the cases that differ, each with the command that repeats it."""
     for r in (r for r in results if not r.agrees):
         seed, _, number = r.name.removeprefix("draw ").partition(".")
-        repeat = f"\n  repeat: python -m tests.support.parity --seed {seed} --draw {number}" if number else ""
+        repeat = f"\n  repeat: python -m tests.support.parity.drawn --seed {seed} --draw {number}" if number else ""
         print(f"DIFFERS {r.name}: {r.model}, {r.layout}{repeat}\n  {explanation(r)}", flush=True)
 
 

@@ -13,8 +13,8 @@ from megaloom.planner.rules.export_rules import EXPORT_RULES, export_violations
 from megaloom.planner.rules.rule import Owner
 from megaloom.planner.rules.rules import RULES, violations
 from megaloom.runtime.megatron import device
-from tests.support.megatron import Refusal, refusal
-from tests.support.random_cases import Case, declared, drawn
+from tests.support.legality.megatron import Refusal, refusal
+from tests.support.legality.random_cases import Case, declared, drawn
 
 
 @frozen

@@ -24,8 +24,8 @@ from attrs import frozen
 
 from megaloom.planner.contract.choices import Overlap
 from megaloom.planner.contract.workload import Precision
-from tests.support.megatron_model import chunk
-from tests.support.random_cases import Case
+from tests.support.legality.megatron_model import chunk
+from tests.support.legality.random_cases import Case
 
 
 @frozen

@@ -1,7 +1,7 @@
 """Families on GPUs: what the kernels that only GPUs have compute, against one GPU and against the oracle on CPU.
 
-python -m tests.support.gpu_table             # all families; on a machine with two GPUs
-python -m tests.support.gpu_table gpt-oss t5  # some
+python -m tests.support.parity.gpu_table             # all families; on a machine with two GPUs
+python -m tests.support.parity.gpu_table gpt-oss t5  # some
 
 On a machine with one GPU only the layout "recompute" runs: the layers compute their outputs twice, and the gradients
 must be those without it and those of the oracle. The others are skipped.
@@ -22,11 +22,10 @@ from megaloom.planner.contract.choices import Recompute, Shard
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.runtime.megatron import device
-
-from . import gpu_models
-from .gpu_models import SEQ
-from .parity import is_legal, priced
-from .rank_pool import Case, Result, explanation, run_cases
+from tests.support.models import gpu as gpu_models
+from tests.support.models.gpu import SEQ
+from tests.support.parity.drawn import is_legal, priced
+from tests.support.parity.rank_pool import Case, Result, explanation, run_cases
 
 LAYOUTS = {
     "recompute": Layout(recompute=Recompute.FULL),

@@ -1,8 +1,8 @@
 """Families x six layouts: each family trains 30 steps, each layout computes what one process and the oracle compute.
 
-python -m tests.support.family_table             # prints the table
-python -m tests.support.family_table --update    # and writes it into docs/develop/parity.md
-python -m tests.support.family_table --update t5 bart    # writes these rows only
+python -m tests.support.parity.family_table                    # prints the table
+python -m tests.support.parity.family_table --update           # and writes it into docs/develop/parity.md
+python -m tests.support.parity.family_table --update t5 bart   # writes these rows only
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.samples.samples import Sample, SampleMaker
-
-from .families import FAMILIES, SEQ, trained_families
-from .parity import is_legal, priced, report_failures
-from .paths import ROOT
-from .rank_pool import SEED, Case, Result, process_group, run_cases
+from tests.support.parity.drawn import is_legal, priced, report_failures
+from tests.support.parity.families import FAMILIES, SEQ, trained_families
+from tests.support.parity.rank_pool import SEED, Case, Result, process_group, run_cases
+from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs/develop/parity.md"
 BEGIN, END = "<!-- begin family-table -->", "<!-- end family-table -->"

@@ -34,7 +34,7 @@ from megaloom.dsl.ops.weight import PositionLookup
 from megaloom.examples.bart import bart
 from megaloom.examples.deepseek import deepseek
 from megaloom.examples.t5 import t5
-from tests.support.models import LATENT
+from tests.support.models.small import LATENT
 
 VOCAB, EMBED = Dim("vocab", 127), Dim("embed", 32)
 

@@ -36,10 +36,9 @@ from megaloom.runtime.training.verify import (
     single_process,
     tolerance,
 )
-
-from .broken_collectives import BROKEN
-from .families import FAMILIES
-from .oracle import Oracle, stacked
+from tests.support.parity.broken_collectives import BROKEN
+from tests.support.parity.families import FAMILIES
+from tests.support.parity.oracle import Oracle, stacked
 
 SEED, STEPS = 1234, 3
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)  # after one rank has failed, the others leave the run and go on

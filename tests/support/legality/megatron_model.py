@@ -14,7 +14,7 @@ import torch
 from megaloom.planner.contract.choices import Overlap, Recompute
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Precision
-from tests.support.random_cases import (
+from tests.support.legality.random_cases import (
     HEAD_DIM,
     HIDDEN,
     KV_RANK,
