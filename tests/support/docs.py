@@ -108,7 +108,6 @@ def parameter_counts() -> dict[str, int]:
     """Return the number of parameters of each published model of the examples."""
     from megaloom.dsl import params
     from megaloom.dsl.catalog import examples
-
     from tests.support.models.examples import example
 
     return {name: params(example(name)) for name in examples() if name not in OURS}
@@ -148,7 +147,6 @@ def trained(name: str) -> bool:
     """Return whether the runtime trains the model of this name."""
     from megaloom.dsl import graph
     from megaloom.planner.rules.capabilities import untrainable
-
     from tests.support.models.examples import example
 
     return untrainable(graph(example(name))) is None
