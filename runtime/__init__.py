@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .training.run import train as train
     from .training.run_folder import LoadedRun as LoadedRun
     from .training.run_folder import load_run as load_run
+    from .training.run_folder import save_run as save_run
     from .training.training_run import Summary as Summary
     from .training.verify import Comparison as Comparison
     from .training.verify import compare as compare
@@ -38,6 +39,7 @@ EXPORTS = {
     "train": "training.run",
     "LoadedRun": "training.run_folder",
     "load_run": "training.run_folder",
+    "save_run": "training.run_folder",
     "pack": "training.artefact",
     "unpack": "training.artefact",
     "Comparison": "training.verify",

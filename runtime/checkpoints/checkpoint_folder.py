@@ -49,6 +49,13 @@ class Checkpoint:
         """Return lines about newer checkpoints that cannot be used, and the one that is used instead."""
         return [f"skipped: {problem}; using {self.folder.name}" for problem in self.skipped]
 
+    def check_averaged(self) -> None:
+        """Raise UserError if it has no averaged weights."""
+        if not self.manifest.averaged:
+            raise UserError(
+                f"{self.folder} has no averaged weights\nomit --averaged, or train with shard(…, average=0.999)"
+            )
+
 
 @frozen
 class Retention:

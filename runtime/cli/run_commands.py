@@ -32,6 +32,7 @@ def evaluate_last_checkpoint(
     part: Literal["all", "training", "validation", "test"] = "all",
     split: str | None = None,
     batches: int | None = None,
+    averaged: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Print the loss and perplexity of the last checkpoint of a run on each source of data.
 
@@ -47,11 +48,13 @@ def evaluate_last_checkpoint(
         Shares of training, validation and test of indexed datasets. [default: 969,30,1]
     batches
         Read only so many global batches of each source, from everywhere in it. [default: all]
+    averaged
+        Use the averaged weights that a training loop of your own has kept.
     """
     require_training_packages("evaluate")
     from .commands.evaluate_command import run_evaluate
 
-    run_evaluate(run, data, part, split, batches)
+    run_evaluate(run, data, part, split, batches, averaged=averaged)
 
 
 @unwrap_help
@@ -67,6 +70,7 @@ def generate_text(
     batch_size: int = 16,
     precision: TrainedPrecision | None = None,
     tokenizer: str | None = None,
+    averaged: Annotated[bool, Parameter(negative="")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
     settings: Annotated[GenerationSettings, Parameter(name="*", group="Generation")] = DEFAULT_GENERATION,
 ) -> None:
@@ -92,15 +96,20 @@ def generate_text(
         Precision of weights and activations. [default: that of the run]
     tokenizer
         A tokenizer.json, a SentencePiece *.model, a Hugging Face folder, or "bytes". [default: that of the run]
+    averaged
+        Use the averaged weights that a training loop of your own has kept.
     as_json
         Print a JSON object for each sequence: prompt, text, tokens, reason, score.
     """
     require_training_packages("generate")
+    from megaloom.runtime.generation.generate import Asked
+
     from .commands.generate_command import run_generate
 
     chosen = None if precision is None else Precision(precision)
     files = (list(prompt), prompt_file)
-    run_generate(run, *files, settings, (tp, pp), chosen, tokenizer, batch_size, chat=chat, as_json=as_json)
+    asked = Asked(tp, pp, chosen, tokenizer, chat, batch_size, averaged=averaged)
+    run_generate(run, *files, settings, asked, as_json=as_json)
 
 
 @unwrap_help
@@ -112,6 +121,7 @@ def convert(
     output: Annotated[Path, Parameter(name=["-o", "--output"])],
     config: Path | None = None,
     precision: TrainedPrecision | None = None,
+    averaged: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Write the weights of a run as a Hugging Face folder: config.json, safetensors, tokenizer; or its adapters.
 
@@ -127,11 +137,13 @@ def convert(
         The config.json that describes the model, or a folder with one. [default: that from which the run started]
     precision
         Precision of the tensors. [default: that of the run]
+    averaged
+        Write the averaged weights that a training loop of your own has kept.
     """
     require_training_packages("convert")
     from .commands.convert_command import run_convert
 
-    run_convert(run, to, output, config, None if precision is None else Precision(precision))
+    run_convert(run, to, output, config, None if precision is None else Precision(precision), averaged=averaged)
 
 
 @unwrap_help

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint
+from megaloom.runtime.megatron.optimizer_state import AVERAGE
 from megaloom.runtime.weights.safe_pickle import read_metadata
 from megaloom.runtime.weights.views import Box, View, source
 
@@ -22,6 +24,20 @@ def tensor_views(folder: Path) -> dict[str, View]:
     metadata = read_metadata(folder)
     tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
     return {name: _view(folder, metadata, name, it) for name, it in tensors.items()}
+
+
+def checkpoint_tensors(checkpoint: Checkpoint, *, averaged: bool = False) -> dict[str, View]:
+    """Return the tensors of a checkpoint of a run by name.
+
+    averaged: those of trained parameters are the averages that a loop of one's own has kept. Raise UserError if there
+    are none.
+    """
+    tensors = tensor_views(checkpoint.folder)
+    if not averaged:
+        return tensors
+    checkpoint.check_averaged()
+    prefix = f"{AVERAGE}."
+    return tensors | {k.removeprefix(prefix): x for k, x in tensors.items() if k.startswith(prefix)}
 
 
 def _view(folder: Path, metadata: Metadata, name: str, stored: TensorStorageMetadata) -> View:

@@ -86,6 +86,7 @@ def generate(
     chat: bool = False,
     batch_size: int = BATCH_SIZE,
     stream: bool = False,
+    averaged: bool = False,
     timeout: float | None = None,
 ) -> tuple[Generation, ...]:
     """Return what a trained model writes for each prompt: `settings.num_return_sequences` sequences of each, in order.
@@ -95,11 +96,12 @@ def generate(
     which the model fits. precision: of weights and activations; None is that of the training. tokenizer: as in
     `megaloom data`; None is that of the run. chat: a prompt is what the user says in the tokenizer's chat template.
     batch_size: prompts that are written together. stream: print a single sequence while it is written.
+    averaged: use the averaged weights of the checkpoint.
 
     Raise UserError for every problem that the user can solve.
     """
     given = [prompts] if isinstance(prompts, str) else list(prompts)
-    asked = Asked(tp, pp, precision, tokenizer, chat, batch_size, stream)
+    asked = Asked(tp, pp, precision, tokenizer, chat, batch_size, stream, averaged)
     return timed_generate(Path(run), given, settings or GenerationSettings(), asked, timeout=timeout)[0]
 
 
@@ -114,6 +116,7 @@ class Asked:
     chat: bool = False
     batch_size: int = BATCH_SIZE
     stream: bool = False
+    averaged: bool = False
 
 
 def timed_generate(
@@ -125,7 +128,7 @@ def timed_generate(
     timeout: float | None = None,
 ) -> tuple[tuple[Generation, ...], float]:
     """Return what `generate` returns, and the seconds of writing: without the start of ranks and reading weights."""
-    job = make_job(open_trained(run), prompts, settings, asked)
+    job = make_job(open_trained(run, averaged=asked.averaged), prompts, settings, asked)
     launcher.check(job.layout.world)
     job.trained.check()
     for note in job.trained.checkpoint.notes if job.trained.checkpoint else ():

@@ -14,7 +14,7 @@ from megaloom.dsl.graph import Model
 from megaloom.dsl.hf.architectures import read
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, newest_intact
-from megaloom.runtime.convert.checkpoint_views import tensor_views
+from megaloom.runtime.convert.checkpoint_views import checkpoint_tensors
 from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.megatron import device
 from megaloom.runtime.modules.initial_weights import GivenValues
@@ -35,6 +35,7 @@ class TrainedModel:
     folder: Path
     precision: Precision  # that it was trained in
     checkpoint: Checkpoint | None = None  # of a run
+    averaged: bool = False  # with its averaged weights
 
     @property
     def is_run(self) -> bool:
@@ -68,26 +69,33 @@ class TrainedModel:
         return tuple(i for i in ids if isinstance(i, int))
 
     def check(self) -> None:
-        """Raise UserError if a Hugging Face folder has no weights, or not those of its model."""
-        if not self.is_run:
+        """Raise UserError if a folder does not have these weights."""
+        if self.checkpoint is None:
             open_folder(self.folder).check(self.model)
+        else:
+            checkpoint_tensors(self.checkpoint, averaged=self.averaged)
 
     def weights(self) -> GivenValues:
         """Return the weights as views, after `check`."""
         if self.checkpoint is None:
             return open_folder(self.folder).of(self.model)
-        return weights_of(self.graph, tensor_views(self.checkpoint.folder))
+        return weights_of(self.graph, checkpoint_tensors(self.checkpoint, averaged=self.averaged))
 
 
-def open_trained(folder: Path) -> TrainedModel:
-    """Return the trained model in a folder. Raise UserError if there is none."""
+def open_trained(folder: Path, *, averaged: bool = False) -> TrainedModel:
+    """Return the trained model in a folder. Raise UserError if there is none.
+
+    averaged: with the averaged weights of the last checkpoint of a run.
+    """
     if (folder / PLAN_NAME).is_file() or is_run(folder):
         plan, _ = plan_and_model(folder)
         checkpoint = newest_intact(folder, fingerprint=plan.fingerprint)
         if checkpoint is None:
             raise UserError(f"{folder} has no checkpoint\ntrain first: megaloom train {folder / PLAN_NAME}")
-        return TrainedModel(folder, plan.workload.precision, checkpoint)
+        return TrainedModel(folder, plan.workload.precision, checkpoint, averaged)
     if (folder / CONFIG).is_file():
+        if averaged:
+            raise UserError(f"{folder} is a Hugging Face folder, which has no averaged weights\nomit --averaged")
         return TrainedModel(folder, Precision.BF16 if device.gpu_count() else Precision.FP32)
     if folder.is_file():
         raise UserError(f"{folder} is a file, not the folder of a run\nunpack it: megaloom unpack {folder}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -64,17 +65,19 @@ def evaluate_run(
     part: str = ALL,
     split: str | None = None,
     batches: int | None = None,
+    averaged: bool = False,
     timeout: float | None = None,
 ) -> RunEvaluation:
     """Return the losses of a run's last checkpoint on each source: a file or folder of text, or an indexed dataset.
 
     part: "all", or the training, validation or test part by `split`. batches: global batches that are read of each
-    source, from everywhere in it; None for all. Raise UserError for a folder that is no run, bad data, or a machine
-    without the devices of the plan.
+    source, from everywhere in it; None for all. averaged: evaluate the averaged weights.
+
+    Raise UserError for a folder that is no run, bad data, or a machine without the devices of the plan.
     """
     if batches is not None and batches < 1:
         raise UserError(f"--batches must be at least 1, got {batches}")
-    plan, model = _trained(folder)
+    plan, model = _trained(folder, averaged=averaged)
     check_trainable(plan, model)
     launcher.check(plan.layout.world)
     maker = SampleMaker.of(graph(model), plan.workload.seq)
@@ -83,14 +86,19 @@ def evaluate_run(
         for i, source in enumerate(sources):
             corpus = open_corpus([source], split, Path(temporary) / str(i), lambda ids: check_vocabulary(ids, maker))
             texts.append(_text(source, corpus, part, maker))
-        return launcher.run(_evaluate_on_rank, (plan, folder, texts, batches), plan.layout.world, timeout=timeout)[0]
+        return launcher.run(
+            _evaluate_on_rank, (plan, folder, texts, batches, averaged), plan.layout.world, timeout=timeout
+        )[0]
 
 
-def _trained(folder: Path) -> tuple[Plan, Model]:
-    """Return plan and model of a run folder that has a checkpoint."""
+def _trained(folder: Path, *, averaged: bool) -> tuple[Plan, Model]:
+    """Return plan and model of a run folder that has a checkpoint, with averaged weights if they are asked for."""
     plan, model = plan_and_model(folder)
-    if latest(folder, fingerprint=plan.fingerprint) is None:
+    found = latest(folder, fingerprint=plan.fingerprint)
+    if found is None:
         raise UserError(f"{folder} has no checkpoint\ntrain first: megaloom train {folder / PLAN_NAME}")
+    if averaged:
+        found.check_averaged()
     return plan, model
 
 
@@ -108,14 +116,19 @@ def _text(source: str, corpus: Corpus, part: str, maker: SampleMaker) -> Evaluat
     return EvaluatedText(source, text, corpus.ids)
 
 
-def _evaluate_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText], batches: int | None) -> RunEvaluation:
+def _evaluate_on_rank(
+    plan: Plan, folder: Path, texts: list[EvaluatedText], batches: int | None, averaged: bool
+) -> RunEvaluation:
     """Return step and losses of the newest checkpoint that is not damaged. They are equal on all ranks."""
     from megaloom.runtime.checkpoints import checkpoint  # imports megatron-core, as does the next
     from megaloom.runtime.engine.engine import Engine
 
     found = checkpoint.newest_on_ranks(folder, fingerprint=plan.fingerprint)
     assert found, f"{folder} had a checkpoint"
-    engine = Engine.build(plan, planned_model(plan), Recipe())
+    if averaged:
+        found.check_averaged()
+    engine = Engine.build(plan, planned_model(plan), Recipe(), average=0.0 if averaged else None)
+    engine.state.loads_average = averaged
     checkpoint.load(engine.state, found)
     losses = []
     for text in texts:
@@ -127,6 +140,7 @@ def _evaluate_on_rank(plan: Plan, folder: Path, texts: list[EvaluatedText], batc
 
         samples = text.part.held_out_samples(seq)
         samples = samples if batches is None else min(samples, batches * plan.workload.batch)
-        result = engine.evaluate_samples(sample, samples)
+        with engine.averaged_weights() if averaged else nullcontext():
+            result = engine.evaluate_samples(sample, samples)
         losses.append(SourceLoss(text.name, result, maker.unit))
     return RunEvaluation(found.manifest.step, tuple(found.notes), tuple(losses))

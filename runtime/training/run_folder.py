@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attrs import evolve, fields, frozen
@@ -38,6 +39,7 @@ FOREIGN = (
 
 Options = Mapping[str, Any]
 """Options of `megaloom train` by name, without those that the plan decides."""
+NO_OPTIONS: Options = MappingProxyType({})
 
 
 @frozen
@@ -56,8 +58,12 @@ class LoadedRun:
         return graph(self.model)
 
 
-def save_run(folder: Path, plan: Plan, model: Model, recipe: Recipe, options: Options) -> None:
-    """Write model, plan and options into a run folder. A model that has no JSON form is left out."""
+def save_run(folder: Path, plan: Plan, model: Model, recipe: Recipe, options: Options = NO_OPTIONS) -> None:
+    """Write model, plan and options into a run folder, for commands that use a run. One process calls it.
+
+    A model that has no JSON form is left out.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         if Path(plan.model).resolve() != (folder / MODEL_FILE).resolve():
             unfinished = folder / f".{MODEL_FILE}.tmp"

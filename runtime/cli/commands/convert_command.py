@@ -12,7 +12,7 @@ from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.checkpoints.checkpoint_folder import newest_intact
 from megaloom.runtime.cli.printing import print_on_first_rank
 from megaloom.runtime.convert.adapters import with_merged_adapters, write_adapters
-from megaloom.runtime.convert.checkpoint_views import tensor_views
+from megaloom.runtime.convert.checkpoint_views import checkpoint_tensors
 from megaloom.runtime.convert.hugging_face import DescribedModel, describe, write_folder
 from megaloom.runtime.convert.megatron_weights import read_megatron
 from megaloom.runtime.convert.run_weights import weights_of
@@ -22,7 +22,9 @@ from megaloom.runtime.weights.given import is_megatron
 from megaloom.runtime.weights.kept_files import CONFIG, KEPT
 
 
-def run_convert(run: Path, to: str, output: Path, config: Path | None, precision: Precision | None) -> None:
+def run_convert(
+    run: Path, to: str, output: Path, config: Path | None, precision: Precision | None, *, averaged: bool
+) -> None:
     """Write the last checkpoint of a run as a Hugging Face folder, or its adapters as PEFT does."""
     if not is_run(run) and is_megatron(run):
         _convert_megatron(run, to, output, config, precision)
@@ -35,7 +37,7 @@ def run_convert(run: Path, to: str, output: Path, config: Path | None, precision
     base = model.without_adapters
     description.check(base)
     dtype = DTYPES[plan.workload.precision if precision is None else precision]
-    weights = weights_of(graph(model), tensor_views(checkpoint.folder))
+    weights = weights_of(graph(model), checkpoint_tensors(checkpoint, averaged=averaged))
     if to == "peft":
         count = write_adapters(description.names, model, weights, output, dtype, _base(run))
     else:

@@ -11,9 +11,11 @@ from megaloom.runtime.cli.printing import print_on_first_rank
 from megaloom.runtime.training.evaluation import RunEvaluation, evaluate_run
 
 
-def run_evaluate(folder: Path, sources: list[str], part: str, split: str | None, batches: int | None) -> None:
+def run_evaluate(
+    folder: Path, sources: list[str], part: str, split: str | None, batches: int | None, *, averaged: bool
+) -> None:
     """Evaluate the last checkpoint of a run, and print a table."""
-    evaluation = evaluate_run(folder, sources, part=part, split=split, batches=batches)
+    evaluation = evaluate_run(folder, sources, part=part, split=split, batches=batches, averaged=averaged)
     print_on_first_rank(*evaluation.notes, Text(f"{folder}, step {evaluation.step}\n"), evaluation_table(evaluation))
 
 

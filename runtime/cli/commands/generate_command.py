@@ -7,10 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from attrs import asdict
+from attrs import asdict, evolve
 
 from megaloom.dsl.errors import UserError
-from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.generation.generate import Asked, Generation, timed_generate
 from megaloom.runtime.generation.settings import GenerationSettings
 
@@ -20,20 +19,15 @@ def run_generate(
     prompts: list[str],
     prompt_file: Path | None,
     settings: GenerationSettings,
-    layout: tuple[int | None, int | None],
-    precision: Precision | None,
-    tokenizer: str | None,
-    batch_size: int,
+    asked: Asked,
     *,
-    chat: bool,
     as_json: bool,
 ) -> None:
     """Generate, and print texts to stdout, a single one while it is written. Prompts and times go to stderr."""
     given = prompts_of(prompts, prompt_file)
-    start, (tp, pp) = time.monotonic(), layout
+    start = time.monotonic()
     single = len(given) * settings.copies == 1 and not as_json
-    asked = Asked(tp, pp, precision, tokenizer, chat, batch_size, stream=single)
-    found, seconds = timed_generate(run, given, settings, asked)
+    found, seconds = timed_generate(run, given, settings, evolve(asked, stream=single))
     for x in found:
         if as_json:
             print(json.dumps(asdict(x), ensure_ascii=False), flush=True)

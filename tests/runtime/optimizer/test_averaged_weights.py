@@ -9,10 +9,15 @@ from attrs import evolve
 
 from megaloom.dsl.catalog import find
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.graph import graph
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import Plan
-from megaloom.runtime import Recipe, shard
+from megaloom.runtime import Recipe, generate, save_run, shard
+from megaloom.runtime.checkpoints.checkpoint_folder import newest_intact
+from megaloom.runtime.convert.checkpoint_views import checkpoint_tensors
+from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.launch import launcher
+from megaloom.runtime.training.evaluation import evaluate_run
 from tests.support.batches import next_token
 from tests.support.limits import LIMIT
 from tests.support.paths import TEST_MODELS
@@ -94,6 +99,26 @@ def test_bf16_averages_are_fp32(plan_of: Any, tmp_path: Path) -> None:
     assert rows == [pytest.approx(row, abs=3e-2) for row in expected]
 
 
+def evaluated(plan: Plan, folder: Path) -> float:
+    """On one rank: the loss with the averaged weights of a checkpoint."""
+    model, checkpoint = find(plan.model)[0], newest_intact(folder, fingerprint=plan.fingerprint)
+    assert checkpoint
+    weights = weights_of(graph(model), checkpoint_tensors(checkpoint, averaged=True))
+    return shard(model, plan, RECIPE, weights=weights).evaluate_samples(held_out, 4).loss
+
+
+def test_commands_use_the_averages_of_a_checkpoint(plan_of: Any, tmp_path: Path) -> None:
+    plan = plan_of("byte_gpt", DIVIDED)
+    rows = launcher.run(averaged, (plan, tmp_path, 0), 2, timeout=LIMIT)[0]
+    loss = launcher.run(evaluated, (plan_of("byte_gpt", Layout()), tmp_path), 1, timeout=LIMIT)[0]
+    assert loss == pytest.approx(rows[2][1], abs=2e-5)
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 9)
+    save_run(tmp_path, plan, find(plan.model)[0], RECIPE)
+    losses = [evaluate_run(tmp_path, [str(text)], averaged=x).losses[0].result.loss for x in (True, False)]
+    assert abs(losses[0] - losses[1]) > 1e-3
+
+
 def started(plan: Plan, folder: Path) -> bool:
     """On each rank: save without averages."""
     plain = shard(find(plan.model)[0], plan, RECIPE)
@@ -113,6 +138,10 @@ def continued(plan: Plan, folder: Path) -> tuple[float, float]:
 def test_averages_start_at_the_weights_of_a_checkpoint_without_them(plan_of: Any, tmp_path: Path) -> None:
     plan = plan_of("tiny_llama", TP2)
     launcher.run(started, (plan, tmp_path), 2, timeout=LIMIT)
+    save_run(tmp_path, plan, find(plan.model)[0], RECIPE)
+    for use in (evaluate_run, generate):
+        with pytest.raises(UserError, match=r"step-000001 has no averaged weights\nomit --averaged"):
+            use(tmp_path, ["text"], averaged=True)
     average, loss = launcher.run(continued, (plan, tmp_path), 2, timeout=LIMIT)[0]
     assert average == loss
 
