@@ -72,18 +72,16 @@ def other_reasons(plan: Priced, best: Priced) -> tuple[str, ...]:
 
 
 def _wins(best: Priced, quickest: Priced, others: Sequence[Priced], legal: int) -> str:
-    took = f"{best.layout} takes {format_seconds(best.seconds)} a step, {best.prediction.mfu:.1%} MFU"
+    took = f"The plan ({best.layout}) takes {format_seconds(best.seconds)} a step, {best.prediction.mfu:.1%} MFU"
     if not others:
         return f"{took}: the only one of {legal:,} legal layouts that fits the memory."
     least = f", the fastest of {legal:,} legal layouts"
     if quickest.seconds < best.seconds:
-        least = (
-            f". {quickest.layout} is up to 0.1% faster but less simple; no other of {legal:,} legal layouts is faster"
-        )
+        least = f". The fastest of {legal:,} legal layouts ({quickest.layout}) is at most 0.1% faster, and less simple"
     next_ = min(others, key=lambda priced: priced.seconds)
     if next_.seconds <= best.seconds:
         return f"{took}{least}."
-    return f"{took}{least}. The next, {next_.layout}, is {difference_text(best.prediction, next_.prediction)}."
+    return f"{took}{least}. The next best ({next_.layout}) is {difference_text(best.prediction, next_.prediction)}."
 
 
 def _limits(plan: Priced) -> str:
@@ -100,7 +98,7 @@ def _memory(plan: Priced, cluster: Cluster) -> str:
     used, most = peak.nbytes, cluster.device.nbytes
     who = f"Pipeline rank {rank}, the one with the most memory," if plan.layout.pp > 1 else "Each device"
     share = f"{format_nbytes(used)} of {format_nbytes(most)} ({used / most:.0%})"
-    return f"{who} fills {share} at the {peak.moment}: {largest_holders(peak)}."
+    return f"{who} needs {share} at its peak, the {peak.moment}. The largest parts: {largest_holders(peak)}."
 
 
 def largest_holders(peak: Peak) -> str:
