@@ -10,7 +10,6 @@ from typing import Any
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.show.html import document
 from megaloom.planner.contract.devices import GiB
-from megaloom.planner.contract.plan_json import load
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.report.charts import legend_html, table_html, tiles_html
 from megaloom.planner.report.html import page_style
@@ -19,7 +18,7 @@ from megaloom.planner.report.tables import layout_table
 from megaloom.planner.report.units import peak_memory, text_table
 from megaloom.runtime.metrics.display import device_word, nbytes_text
 from megaloom.runtime.metrics.metrics_file import METRICS_NAME, read_metrics
-from megaloom.runtime.training.run_folder import PLAN_NAME
+from megaloom.runtime.training.run_folder import plan_of_run
 
 MEASURED, SECOND, PREDICTED = "var(--forward)", "var(--backward)", "var(--dim)"
 Event = dict[str, Any]
@@ -27,7 +26,7 @@ Event = dict[str, Any]
 
 def run_page(run: Path) -> str:
     """Return the page of a run folder. Raise UserError for a folder that is no run, or has no steps yet."""
-    plan = load(run / PLAN_NAME)
+    plan = plan_of_run(run)
     path = run / METRICS_NAME
     events = read_metrics(path)
     steps = [event for event in events if event.get("event") == "step"]

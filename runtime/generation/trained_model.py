@@ -18,7 +18,7 @@ from megaloom.runtime.convert.checkpoint_views import checkpoint_tensors
 from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.megatron import device
 from megaloom.runtime.modules.initial_weights import GivenValues
-from megaloom.runtime.training.run_folder import PLAN_NAME, is_run, plan_and_model
+from megaloom.runtime.training.run_folder import PLAN_NAME, is_run, no_checkpoint, plan_and_model
 from megaloom.runtime.weights.given import open_folder
 from megaloom.runtime.weights.kept_files import CONFIG, KEPT
 
@@ -91,7 +91,7 @@ def open_trained(folder: Path, *, averaged: bool = False) -> TrainedModel:
         plan, _ = plan_and_model(folder)
         checkpoint = newest_intact(folder, fingerprint=plan.fingerprint)
         if checkpoint is None:
-            raise UserError(f"{folder} has no checkpoint\ntrain first: megaloom train {folder / PLAN_NAME}")
+            raise no_checkpoint(folder)
         return TrainedModel(folder, plan.workload.precision, checkpoint, averaged)
     if (folder / CONFIG).is_file():
         if averaged:

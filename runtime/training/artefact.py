@@ -63,6 +63,8 @@ def unpack(artefact: Path, folder: Path) -> Path:
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already\ngive a new folder with -o")
+    if not artefact.is_file():
+        raise UserError(f"no file {artefact}\ngive a file that `megaloom pack` wrote")
     unfinished = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:

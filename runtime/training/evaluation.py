@@ -25,7 +25,7 @@ from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .run_data import check_vocabulary, sample_of
-from .run_folder import PLAN_NAME, plan_and_model
+from .run_folder import no_checkpoint, plan_and_model
 
 ALL = "all"
 """The part that has all documents."""
@@ -96,7 +96,7 @@ def _trained(folder: Path, *, averaged: bool) -> tuple[Plan, Model]:
     plan, model = plan_and_model(folder)
     found = latest(folder, fingerprint=plan.fingerprint)
     if found is None:
-        raise UserError(f"{folder} has no checkpoint\ntrain first: megaloom train {folder / PLAN_NAME}")
+        raise no_checkpoint(folder)
     if averaged:
         found.check_averaged()
     return plan, model

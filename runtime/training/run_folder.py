@@ -134,14 +134,25 @@ def plan_and_model(folder: Path) -> tuple[Plan, Model]:
     if (folder / MODEL_FILE).is_file():
         run = load_run(folder)
         return run.plan, run.model
+    plan = plan_of_run(folder)
+    model = planned_model(plan)
+    check_plan(plan, model)
+    return plan, model
+
+
+def plan_of_run(folder: Path) -> Plan:
+    """Return the plan in a run folder, which names the source of its model. Raises UserError for another folder."""
     if not (folder / PLAN_NAME).is_file():
         raise UserError(
             f"{folder} is no run folder: it has no {PLAN_NAME}\ngive the folder that `megaloom train` wrote"
         )
-    plan = load_plan(folder / PLAN_NAME)
-    model = planned_model(plan)
-    check_plan(plan, model)
-    return plan, model
+    return load_plan(folder / PLAN_NAME)
+
+
+def no_checkpoint(folder: Path) -> UserError:
+    """Return the error of a run that has no checkpoint."""
+    words = str(folder) if is_run(folder) else f"{folder / PLAN_NAME} --out {folder}"
+    return UserError(f"{folder} has no checkpoint\ntrain first: megaloom train {words}")
 
 
 def load_options(folder: Path) -> dict[str, Any]:

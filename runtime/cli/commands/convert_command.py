@@ -6,8 +6,6 @@ from pathlib import Path
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import graph
-from megaloom.planner.contract.plan_json import load
-from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.checkpoints.checkpoint_folder import newest_intact
 from megaloom.runtime.cli.printing import print_on_first_rank
@@ -17,7 +15,7 @@ from megaloom.runtime.convert.hugging_face import DescribedModel, describe, writ
 from megaloom.runtime.convert.megatron_weights import read_megatron
 from megaloom.runtime.convert.run_weights import weights_of
 from megaloom.runtime.megatron.build_context import DTYPES
-from megaloom.runtime.training.run_folder import PLAN_NAME, is_run, plan_and_model
+from megaloom.runtime.training.run_folder import is_run, no_checkpoint, plan_and_model, plan_of_run
 from megaloom.runtime.weights.given import is_megatron
 from megaloom.runtime.weights.kept_files import CONFIG, KEPT
 
@@ -32,8 +30,8 @@ def run_convert(
     plan, model = plan_and_model(run)
     checkpoint = newest_intact(run, fingerprint=plan.fingerprint)
     if checkpoint is None:
-        raise UserError(f"{run} has no checkpoint yet")
-    description = _description(run, plan, config)
+        raise no_checkpoint(run)
+    description = _description(run, config)
     base = model.without_adapters
     description.check(base)
     dtype = DTYPES[plan.workload.precision if precision is None else precision]
@@ -48,7 +46,8 @@ def run_convert(
     if left := [name.format(beyond="N") for name in description.names.unused if "{beyond}" in name]:
         lines.append(f"not written, since the model does not use such layers: {', '.join(left)}*")
     if not description.is_exact(base):
-        lines.append(f"the config.json is {description.file}; it has other options than {plan.model}, such as dropout")
+        source = plan_of_run(run).model
+        lines.append(f"the config.json is {description.file}; it has other options than {source}, such as dropout")
     print_on_first_rank(*lines)
 
 
@@ -69,16 +68,16 @@ def _convert_megatron(path: Path, to: str, output: Path, config: Path | None, pr
 
 def _base(run: Path) -> str | None:
     """Return the Hugging Face folder of the model of a run, if it was one."""
-    model = load(run / PLAN_NAME).model
+    model = plan_of_run(run).model
     return str(Path(model).parent) if Path(model).name == CONFIG else None
 
 
-def _description(run: Path, plan: Plan, config: Path | None) -> DescribedModel:
+def _description(run: Path, config: Path | None) -> DescribedModel:
     """Return the config.json that describes the model of a run."""
     kept = run / KEPT / CONFIG
     if config is None and not kept.is_file():
         raise UserError(
-            f"{run} has no Hugging Face config: its model is {plan.model}\n"
+            f"{run} has no Hugging Face config: its model is {plan_of_run(run).model}\n"
             "give the config.json that describes it with --config"
         )
     return describe(kept if config is None else config)

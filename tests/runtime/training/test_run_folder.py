@@ -139,6 +139,8 @@ def test_a_packed_run_is_the_same_run(run: Path, tmp_path: Path) -> None:
     assert all((again / name).read_bytes() == (run / name).read_bytes() for name in kept)
     with pytest.raises(UserError, match="exists already"):
         unpack(tmp_path / "run.megaloom", again)
+    with pytest.raises(UserError, match=r"no file .*nothing\ngive a file"):
+        unpack(tmp_path / "nothing", tmp_path / "new")
     with pytest.raises(UserError, match="unpack it: megaloom unpack"):
         load_run(tmp_path / "run.megaloom")
 
