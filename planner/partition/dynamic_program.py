@@ -1,8 +1,7 @@
 """Balanced partition of a chain of segments into stages, exact, by bisection and dynamic programming.
 
-A model is a chain of n segments; t(i, j) are the seconds of a stage that has the segments from cut point i to cut
-point j. `SegmentSums` gives t without a table of all pairs. `balance` minimises the slowest stage, then the sum of
-squares; `balance_all` does so for many chains at once.
+A model is a chain of n segments; t(i, j) are the seconds of a stage from cut point i to cut point j. `SegmentSums`
+gives t. `balance` minimises the slowest stage, then the sum of squares; `balance_all` does so for many chains.
 """
 
 from __future__ import annotations
@@ -40,6 +39,11 @@ class SegmentSums:
     def of(cls, segments: FloatVector) -> SegmentSums:
         """Return the sums of segments without extra cost."""
         return cls(np.concatenate([[0.0], np.cumsum(segments)]))
+
+    @property
+    def alone(self) -> ChainBatch:
+        """Return the batch of this chain alone."""
+        return ChainBatch((self,), self, np.zeros(1, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.sums) - 1
@@ -103,8 +107,6 @@ class ChainBatch:
     def of(cls, each: Sequence[SegmentSums]) -> ChainBatch:
         """Return a batch of these chains, of which all have an extra cost or none has."""
         start = len(each[0].sums) * np.arange(len(each))
-        if len(each) == 1:
-            return cls((each[0],), each[0], start)
         sums = np.concatenate([x.sums for x in each])
         if each[0].extra is None:
             return cls(tuple(each), SegmentSums(sums), start)
@@ -133,7 +135,7 @@ def balance(stages: SegmentSums, count: int, latest: LatestEnds | None = None) -
     ends = None if latest is None else np.array([latest(k) for k in range(count)])
     if ends is not None and ends_too_early(ends):
         return None
-    cuts = balance_all(ChainBatch.of([stages]), count, ends)[0]
+    cuts = balance_all(stages.alone, count, ends)[0]
     return None if cuts[0] < 0 else tuple(cuts.tolist())
 
 

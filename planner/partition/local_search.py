@@ -19,7 +19,6 @@ from megaloom.planner.contract.layouts import Rows
 
 from .dynamic_program import (
     TOLERANCE,
-    ChainBatch,
     FloatVector,
     Indices,
     SegmentSums,
@@ -171,7 +170,7 @@ def partition_within_limit(stages: SegmentSums, even: Indices, limit: MemoryLimi
             cuts = _reduce_deficit(stages, even, near, attempt)
             if limit.deficit(cuts[None])[0] <= 0:
                 return level_within_limit(stages, _speed_up(stages, cuts, limit), limit)
-    cuts = solve(ChainBatch.of([stages]), count, np.array([cap]), near.equal_share_ends)[0]
+    cuts = solve(stages.alone, count, np.array([cap]), near.equal_share_ends)[0]
     if cuts[0] < 0 or limit.deficit(cuts[None])[0] > 0:
         return None
     return level_within_limit(stages, _speed_up(stages, cuts, limit), limit)

@@ -25,7 +25,7 @@ from megaloom.planner.pipeline import schedules
 from megaloom.planner.pipeline.schedules import Moments
 from megaloom.planner.rules.shared_weights import groups_of_copies
 
-from .dynamic_program import TOLERANCE, ChainBatch, Indices, SegmentSums, balance, balance_all
+from .dynamic_program import TOLERANCE, Indices, SegmentSums, balance, balance_all
 from .local_search import level_ranks, may_fit, partition_within_limit
 from .memory_limit import MemoryLimit, StageSizes, memory_limit
 
@@ -88,9 +88,7 @@ class PartitionProblem:
     @property
     def balanced(self) -> StageBounds:
         """Return the balanced partition, whatever memory it takes. There must be enough cut points."""
-        return tuple(
-            self.cut_points[balance_all(ChainBatch.of([self.seconds]), self.layout.pp * self.layout.vpp)[0]].tolist()
-        )
+        return tuple(self.cut_points[balance_all(self.seconds.alone, self.layout.pp * self.layout.vpp)[0]].tolist())
 
     def within_limit(self, even: StageBounds) -> StageBounds | None:
         """Return a partition that fits, with a fast slowest stage; None if none is found. `even` is balanced."""
