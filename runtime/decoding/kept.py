@@ -8,7 +8,7 @@ place, and room for keys and values is added in blocks: attention reads all of i
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,8 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from .repeated_step import RepeatedStep
+
+Shared = TypeVar("Shared")
 
 BLOCK_COLUMNS = 256
 """Columns by which the capacity for keys and values grows."""
@@ -152,7 +154,7 @@ class Rows:
     source_lengths: Tensor | None = None  # int64 [rows]; None without an encoder
     least_source: int = 0  # tokens of the shortest source, or fewer
     kept: dict[tuple[str, object], Kept] = field(factory=dict)  # by node and op
-    shared: dict[Hashable, Tensor] = field(factory=dict)  # computed once in a step, for all layers
+    shared: dict[Hashable, Any] = field(factory=dict)  # computed once in a step, for all layers
     repeated: RepeatedStep = field(factory=RepeatedStep)
 
     def begin_step(self) -> None:
@@ -166,11 +168,12 @@ class Rows:
         self.lengths += 1
         self.shared.clear()
 
-    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor that all layers share in a step. The first one that reads it makes it."""
+    def once(self, key: Hashable, make: Callable[[], Shared]) -> Shared:
+        """Return what all layers share in a step, such as angles. The first one that reads it makes it."""
         if key not in self.shared:
             self.shared[key] = make()
-        return self.shared[key]
+        found: Shared = self.shared[key]
+        return found
 
     @property
     def newest(self) -> Tensor:

@@ -73,9 +73,12 @@ def _rope(p: PlacedOp, groups: ProcessGroups) -> RuleStep:
 
     def step(rows: Rows, kept: Kept | None, args: tuple[Tensor, ...]) -> Tensor:
         (x,) = args
-        key = id(each), op.magnitude, x.dtype
-        rotation = rows.once(key, lambda: torch.stack(rotation_at(op, each, rows.positions, x.dtype)))
-        cos, sin = (broadcast(t, dims, v.shape) for t in rotation)
+        key = id(each), op.magnitude, v.shape.names, x.dtype
+
+        def rotation() -> list[Tensor]:
+            return [broadcast(t, dims, v.shape) for t in rotation_at(op, each, rows.positions, x.dtype)]
+
+        cos, sin = rows.once(key, rotation)
         return rotated(x, cos, sin, dim, op.interleaved)
 
     return step

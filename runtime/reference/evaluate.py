@@ -90,8 +90,8 @@ def evaluate(op: Op, out: Value, *args: Tensor) -> Tensor:
 
 @evaluate.register
 def _(op: Dot, out: Value, *args: Tensor) -> Tensor:
-    x, w = (a.shape.names for a in out.args)
-    return product(args[0], x, args[1], w, out.shape.names)
+    x, w = out.args
+    return product(args[0], x.shape.names, args[1], w.shape.names, out.shape.names)
 
 
 @evaluate.register
