@@ -2,8 +2,8 @@
 
     python -m benchmarks.saves plan.json [FOLDER]
 
-It saves three times each way into FOLDER (by default a temporary one), with training steps between: three, or as many
-as run until all threads have written. The first asynchronous save also allocates pinned host memory.
+It saves three times each way into FOLDER (by default a temporary one), with ten training steps before each save, and as
+many after it as run until all threads have written. The first asynchronous save also allocates pinned host memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.runtime import Recipe
 from megaloom.runtime.launch import launcher
 
-SAVES = 3
+SAVES, STEPS_BETWEEN = 3, 10
 
 
 @frozen
@@ -72,15 +72,20 @@ def time_saves(plan: Plan, run: Path, asynchronous: bool) -> Times:
     step()
     saver = Saver(run, Retention(last=1), asynchronous)
     for _ in range(SAVES):
-        for _ in range(3):
+        for _ in range(STEPS_BETWEEN):
             times.steps.append(step())
         saver.start(engine.state, engine.manifest())
+        assert saver.pending
+        start = saver.pending.stall_seconds
         while any(gathered(saver.is_writing)):
             times.steps_meanwhile.append(step())
         saved = saver.finish()
         assert saved
         if torch.distributed.get_rank() == 0:
-            print(f"  a save of {saved.seconds:.3f} s stops training for {saved.stall_seconds:.3f} s", flush=True)
+            stall = saved.stall_seconds
+            print(
+                f"  a save of {saved.seconds:.3f} s stops training for {stall:.3f} s, {start:.3f} s of them at its start"
+            )
     saver.close()
     return times
 
