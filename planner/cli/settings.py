@@ -17,9 +17,10 @@ SET_HELP = (
     "Argument of the model's function, NAME=VALUE; repeat it for more. Names and types are those of the function."
 )
 SETTINGS_HELP = (
-    "TOML or YAML file: a table [model] with such arguments, and tables [plan], [train], [show] with options."
+    "TOML or YAML file: a table [model] with arguments of the model's function, and tables [plan], [train], [show] "
+    "with options."
 )
-SetOption = Annotated[list[str], Parameter(name="--set", negative="", help=SET_HELP)]
+SetOption = Annotated[list[str], Parameter(name="--set", negative="", show_default=False, help=SET_HELP)]
 SettingsOption = Annotated[Path | None, Parameter(name="--settings", help=SETTINGS_HELP)]
 
 

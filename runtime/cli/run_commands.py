@@ -28,7 +28,7 @@ def evaluate_last_checkpoint(
     run: Path,
     /,
     *,
-    data: Annotated[list[str], Parameter(consume_multiple=True)],
+    data: Annotated[list[str], Parameter(consume_multiple=True, negative="")],
     part: Literal["all", "training", "validation", "test"] = "all",
     split: str | None = None,
     batches: int | None = None,
@@ -47,7 +47,7 @@ def evaluate_last_checkpoint(
     split
         Shares of training, validation and test of indexed datasets. [default: 969,30,1]
     batches
-        Read only so many global batches of each source, from everywhere in it. [default: all]
+        Global batches to read of each source, spread over all of it. [default: all]
     averaged
         Use the averaged weights that a training loop of your own has kept.
     """
@@ -226,7 +226,7 @@ def pack_run(run: Path, /, *, output: Annotated[Path | None, Parameter(name=["-o
 
 @unwrap_help
 def unpack_run(artefact: Path, /, *, output: Annotated[Path | None, Parameter(name=["-o", "--output"])] = None) -> None:
-    """Write the run in a file that `megaloom pack` wrote into a new folder.
+    """Unpack a file of `megaloom pack` into a new folder, which is then a run as before.
 
     Parameters
     ----------

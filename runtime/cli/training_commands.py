@@ -35,7 +35,7 @@ def train_by_plan(
     model: str | None = None,
     /,
     *,
-    data: Annotated[list[str], Parameter(consume_multiple=True)] = [STANDARD_LIBRARY],  # noqa: B006
+    data: Annotated[list[str], Parameter(consume_multiple=True, negative="")] = [STANDARD_LIBRARY],  # noqa: B006
     split: str | None = None,
     epochs: float | None = None,
     weights: Annotated[Path | None, Parameter(name="--from")] = None,

@@ -71,7 +71,7 @@ class Recipe:
     final_decay_steps: int | None = field(default=None, validator=if_given(_within(1, 1e9)))
     """Steps of the final decay of wsd. [default: a tenth of the schedule]"""
     rampup_batch: int | None = field(default=None, validator=if_given(_within(1, 1e9)))
-    """Sequences of the first steps, if the batch grows. [default: --batch from the start]"""
+    """Global batch of the first steps, if it is to grow to --batch. [default: --batch from the start]"""
     rampup_increment: int | None = field(default=None, validator=if_given(_within(1, 1e9)))
     """Sequences by which the batch grows at a time. [default: --rampup-batch]"""
     rampup_samples: int | None = field(default=None, validator=if_given(_within(1, 1e15)))
