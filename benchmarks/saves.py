@@ -82,10 +82,8 @@ def time_saves(plan: Plan, run: Path, asynchronous: bool) -> Times:
         saved = saver.finish()
         assert saved
         if torch.distributed.get_rank() == 0:
-            stall = saved.stall_seconds
-            print(
-                f"  a save of {saved.seconds:.3f} s stops training for {stall:.3f} s, {start:.3f} s of them at its start"
-            )
+            start_and_end = f"{start:.3f} s at its start, {saved.stall_seconds - start:.3f} s at its end"
+            print(f"  a save of {saved.seconds:.3f} s stops training for {start_and_end}", flush=True)
     saver.close()
     return times
 
