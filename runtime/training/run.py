@@ -14,12 +14,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 from attrs import asdict, evolve
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph
 from megaloom.dsl.hf.architectures import describes
+from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
@@ -143,6 +145,7 @@ def prepare_run(
     watching.check_packages()
     if not started_by_launcher():
         launcher.check(plan.layout.world)
+        check_host_memory(plan)
     check_folder(folder)
     saved = latest(folder, fingerprint=plan.fingerprint)  # refuse another model's or a damaged one before any work
     if data.epochs is None:
@@ -214,6 +217,21 @@ def check_model(plan: Plan) -> Model:
     check_plan(plan, model)
     check_trainable(plan, model)
     return model
+
+
+def check_host_memory(plan: Plan) -> None:
+    """Raise UserError if the ranks run on CPUs and their weights, gradients and optimizer exceed the host's memory."""
+    layout = plan.layout
+    held = sum(
+        nbytes.get(name, 0) for nbytes in plan.predicted.nbytes for name in ("weights", "gradients", "optimizer")
+    )
+    needed, total = held * layout.world // layout.pp, psutil.virtual_memory().total
+    if not device.gpu_count() and needed > total:
+        raise UserError(
+            f"{layout.world} ranks need {needed / GiB:,.0f} GiB for weights, gradients and optimizer; this machine has "
+            f"no GPUs, and {total / GiB:,.0f} GiB of memory\n"
+            f"the plan is for {plan.cluster}: train there, or a smaller model here"
+        )
 
 
 def on_rank(run: TrainingRun) -> Summary:

@@ -13,9 +13,10 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.plans import PlanError
 from megaloom.runtime import Recipe, Summary, train
 from megaloom.runtime.checkpoints.checkpoint_folder import CheckpointError
+from megaloom.runtime.megatron import device
 from megaloom.runtime.metrics.display import clock
 from megaloom.runtime.metrics.metrics_file import MetricsFile
-from megaloom.runtime.training.run import locked
+from megaloom.runtime.training.run import check_host_memory, locked
 
 RECIPE = Recipe(steps=6, lr=1e-2, warmup=2)
 
@@ -100,6 +101,15 @@ def test_a_finished_run_is_evaluated_again(finished: tuple[Path, Summary], text:
     output = capfd.readouterr().out
     assert "resumed from the finished run" in output
     assert "options: evaluate-every was 4, is now 100, evaluate-batches was not given, is now 2\n" in output
+
+
+def test_a_model_beyond_the_memory_of_a_host_is_refused(plan_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("byte_llama", Layout(dp=2))
+    monkeypatch.setattr(device, "gpu_count", lambda: 0)
+    check_host_memory(plan)
+    large = evolve(plan, predicted=evolve(plan.predicted, nbytes=({"weights": 2**43, "activations": 2**50},)))
+    with pytest.raises(UserError, match=r"2 ranks need 16,384 GiB for weights.*\nthe plan is for 2xCPU: train there"):
+        check_host_memory(large)
 
 
 def contents(folder: Path) -> dict[Path, int]:
