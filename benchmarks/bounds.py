@@ -97,9 +97,9 @@ def counted(counts: Counter[str], owner: Any, name: str) -> Any:
     """Return a patch of a function of a class or module that counts its calls."""
     function = getattr(owner, name)
 
-    def counting(*args: Any) -> Any:
+    def counting(*args: Any, **options: Any) -> Any:
         counts[name] += 1
-        return function(*args)
+        return function(*args, **options)
 
     return patch.object(owner, name, counting)
 

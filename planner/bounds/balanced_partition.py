@@ -7,6 +7,7 @@ seconds and the bytes are those of the balanced partition, by which the search o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import inf
 
 import numpy as np
@@ -57,8 +58,7 @@ def balanced_bounds(
     stages, seconds, nbytes = x.pp * x.vpp, bounded.seconds.copy(), bounded.nbytes.copy()
     expected, least, structure = np.zeros(len(bounded)), bounded.nbytes.copy(), lower_bounds.cache.structure
     first, which = alike(*(getattr(x, name) for name in (*NODE_COST_FIELDS, *RECOMPUTE_FIELDS)), stages)
-    layouts = [x[i] for i in first.tolist()]
-    partitions = balance(layouts)
+    partitions = balance(x.each(first))
     for count in np.flatnonzero(np.bincount(stages)).tolist():
         some = np.flatnonzero(stages[first] == count).tolist()
         chosen = [partitions[i] for i in some]
@@ -133,15 +133,19 @@ def _recompute_seconds(lower_bounds: LowerBounds, bounded: BoundedLayouts, throu
 
 
 def _least_seconds(table: CostTable, slowest: float) -> float:
-    """Return the least T where only the first blocks of a stage are recomputed and no stage is too slow, else 0.
+    """Return the least T where only the first blocks of a stage are recomputed and no stage is too slow, else 0."""
+    return _least_recomputed(table, slowest) if table.recompute_rows is not None else 0.0
+
+
+@lru_cache(maxsize=1 << 9)
+def _least_recomputed(table: CostTable, slowest: float) -> float:
+    """Return the least T where the first blocks of a stage are recomputed and no stage is too slow.
 
     Bound: T ≥ T₀ + V(0), with T₀ the seconds without recompute and V(i) the least recompute after cut point i.
     V(i) = min(e_i + min V(j) over i < j ≤ l_i, ρ_i + V(i + 1)). A stage from i ends after its recomputed blocks, which
     take e_i again, or all its segments are recomputed, of which the first takes ρ_i again. [i, l_i) is the longest
     stage from i that takes no longer than the partitioner accepts.
     """
-    if table.recompute_rows is None:
-        return 0.0
     stages = segment_sums(table, np.array(table.structure.cut_points), STEP_COLUMNS)
     assert stages.extra is not None and stages.extra_end is not None
     far = stages.farthest(interleaved_memory.SLACK * WHOLE_BLOCKS * SLOWEST_FACTOR * slowest)

@@ -162,7 +162,7 @@ def _send_seconds(base: Layouts, cache: CostCache) -> Rows:
     """Return the seconds of the smallest send between the first two stages, which share a node if any do."""
     structure, seq = cache.structure, cache.workload.seq
     first, which = alike(base.micro_batch, base.cp, base.tp, base.sequence_parallel)
-    layouts = [base[int(i)] for i in first]
+    layouts = base.each(first)
     shapes, crossing = structure.live_shapes
     sizes = (Sizes(batch=x.micro_batch, seq=seq, source=seq) for x in layouts)
     elements = [output_elements(shapes, of, x.split) for of, x in zip(sizes, layouts, strict=True)]
@@ -171,7 +171,8 @@ def _send_seconds(base: Layouts, cache: CostCache) -> Rows:
     first, which = alike(nbytes, base.pp, base.tp, base.sequence_parallel)
     scattered = cache.profile.overlap.scattered_sends
     values = [
-        communication.p2p_seconds(int(nbytes[i]), 0, base[int(i)], cache.cluster, scattered=scattered) for i in first
+        communication.p2p_seconds(n, 0, x, cache.cluster, scattered=scattered)
+        for n, x in zip(nbytes[first].tolist(), base.each(first), strict=True)
     ]
     return np.array(values)[which]
 

@@ -39,7 +39,12 @@ class Layouts(LayoutFields[Column]):
         return len(self.dp)
 
     def __getitem__(self, i: int) -> Layout:
-        return Layout(**{name: spec.kind(int(getattr(self, name)[i])) for name, spec in FIELDS.items()})
+        return self.each(np.array([i]))[0]
+
+    def each(self, which: Column) -> list[Layout]:
+        """Return the layouts at these indices one by one."""
+        columns = ([*map(spec.kind, getattr(self, name)[which].tolist())] for name, spec in FIELDS.items())
+        return [Layout(**dict(zip(NAMES, row, strict=True))) for row in zip(*columns, strict=True)]
 
     def take(self, which: Column | NDArray[np.bool_] | slice) -> Layouts:
         """Return the layouts at these indices, or those for which a mask is true."""

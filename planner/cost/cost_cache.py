@@ -169,7 +169,7 @@ class CostCache:
             if (key := (seen.experts, seen.tokenwise)) not in out:
                 sharding = (x.tp, x.sequence_parallel, x.vocab_multiple)
                 first, which = alike(*sharding, *tokens[seen.tokenwise], *experts[seen.experts])
-                out[key] = [self._simplest(seen, x[int(k)]) for k in first], which
+                out[key] = [self._simplest(seen, layout) for layout in x.each(first)], which
         return out
 
     def shared(self, layout: Layout) -> tuple[int, ...]:

@@ -156,29 +156,30 @@ def rank_peaks(
     weight gather need no more than their buffers, which are part of the state. Of moments with equal bytes the first
     one counts, the optimizer's step before all.
     """
-    *elements, saved, library = sizes.T.reshape(5, layout.vpp, layout.pp)
-    params, experts, fixed = (each.sum(axis=0) for each in elements)
+    chunks = sizes.T.reshape(5, layout.vpp, layout.pp)
+    (params, experts, fixed), saved, library = chunks[:3].sum(axis=1), chunks[3], chunks[4]
     state = state_bytes(params, experts, layout, job.workload.precision, job.profile, frozen_params=fixed)
     ranks, count = moments.loss.shape
     activations, passing, logits = np.zeros((3, ranks, count + 1))  # the last moment is the optimizer's step
     activations[:, :-1] = (moments.in_flight @ saved.T[..., None])[..., 0]
     passing[:, :-1], passing[:, -1], logits[:, :-1] = workspace * moments.backward, state.step, loss * moments.loss
     passing += library.max(axis=0)[:, None]
-    reserve = np.trunc(ALLOCATOR * (activations + passing + logits))
-    holders = {"activations": activations, "workspace": passing, "logits": logits, "allocator": reserve}
-    groups = job.cluster.outer.group_nbytes * np.asarray(copy_groups)[..., None]
-    reserved = communication.reserved_bytes(layout, job.cluster, job.profile) + groups
-    holders["runtime"] = np.zeros_like(logits) + reserved
-    total = np.trunc(rank_memory(holders["runtime"], activations, 1, passing + logits))
-    if share := job.profile.buffers.graph_pool_share:  # CUDA graphs have memory of their own
-        holders["graphs"] = np.trunc(share * activations)
-        total += holders["graphs"]
+    groups = job.cluster.outer.group_nbytes * np.asarray(copy_groups)
+    reserved = communication.reserved_bytes(layout, job.cluster, job.profile) + groups + np.zeros(ranks)
+    total = np.trunc(rank_memory(reserved[:, None], activations, 1, passing + logits))
+    share = job.profile.buffers.graph_pool_share  # CUDA graphs have memory of their own
+    if share:
+        total += np.trunc(share * activations)
     order = np.full((ranks, count + 1), -1)  # the name of the optimizer's step has number -1
     order[:, :-1] = moments.order
     fullest = np.where(total == total.max(axis=1, keepdims=True), order, len(moments.names)).argmin(axis=1)
     at = (np.arange(ranks), fullest)
     held = {"weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer}
-    held |= {holder: nbytes[at] for holder, nbytes in holders.items()}
+    held |= {"activations": activations[at], "workspace": passing[at], "logits": logits[at]}
+    held["allocator"] = np.trunc(ALLOCATOR * (held["activations"] + held["workspace"] + held["logits"]))
+    held["runtime"] = reserved
+    if share:
+        held["graphs"] = np.trunc(share * held["activations"])
     names = (*moments.names, "optimizer step")
     return RankPeaks(order[at], names, tuple(held), np.array([*held.values()]).astype(np.int64))
 

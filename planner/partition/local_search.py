@@ -22,6 +22,7 @@ from .dynamic_program import (
     FloatVector,
     Indices,
     SegmentSums,
+    ends_too_early,
     solve,
 )
 from .memory_limit import MemoryLimit
@@ -164,13 +165,16 @@ def partition_within_limit(stages: SegmentSums, even: Indices, limit: MemoryLimi
     if comb(size - 1, count - 1) <= ENUMERATED:
         return _best(stages, _every_partition(size, count), limit, cap)
     near = limit.at_fullest_moments(even)
-    mendable = near.deficit(even[None])[0] <= SMALL_DEFICIT * limit.ranks
+    mendable = count <= MOST_STAGES and near.deficit(even[None])[0] <= SMALL_DEFICIT * limit.ranks
     for attempt in (fastest, cap) if mendable else ():
         if attempt > fastest or not limit.infeasible_under(stages, attempt):
             cuts = _reduce_deficit(stages, even, near, attempt)
             if limit.deficit(cuts[None])[0] <= 0:
                 return level_within_limit(stages, _speed_up(stages, cuts, limit), limit)
-    cuts = solve(stages.alone, count, np.array([cap]), near.equal_share_ends)[0]
+    ends = np.minimum(near.equal_share_ends, stages.farthest(cap * TOLERANCE)[:-1])
+    if ends_too_early(ends):
+        return None
+    cuts = solve(stages.alone, count, np.array([cap]), ends)[0]
     if cuts[0] < 0 or limit.deficit(cuts[None])[0] > 0:
         return None
     return level_within_limit(stages, _speed_up(stages, cuts, limit), limit)

@@ -290,7 +290,8 @@ def partition(
     if chosen.layout.vpp == 1 and chosen.fits:
         return chosen
     if chosen.layout.vpp > 1:
-        level = Partition(chosen.problem, level_chunks(chosen.problem, chosen.bounds))
+        bounds = level_chunks(chosen.problem, chosen.bounds)
+        level = chosen if bounds == chosen.bounds else Partition(chosen.problem, bounds)
         if level.fits:
             return level
     found = chosen.problem.within_limit(chosen.bounds)

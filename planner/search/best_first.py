@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import chain
 from math import inf
 
 import numpy as np
@@ -61,11 +60,13 @@ class BalancedLayout:
         return tuple(int(getattr(self.layouts, axis)[self.i]) for axis in MESH_FIELDS)
 
     @cached_property
-    def steps(self) -> Iterator[float | PartitionedLayout | Layout]:
-        """Yield layouts with less overlap that need less memory, then ever closer bounds, then the partition."""
-        if not self.may_fit and not self.feasible:
-            return iter(())
-        return chain(self.pricer.fewer_overlaps(self.layout) if self.may_fit else [], self.pricer.refined(self.layout))
+    def steps(self) -> Iterator[PartitionedLayout | Layout]:
+        """Yield layouts with less overlap that need less memory, then the partition if one fits."""
+        if self.may_fit:
+            yield from self.pricer.fewer_overlaps(self.layout)
+        if self.may_fit or self.feasible:
+            found = self.pricer.refined(self.layout, full=not self.may_fit)
+            yield from [found] if found else []
 
 
 Entry = Priced | PartitionedLayout | BalancedLayout

@@ -27,7 +27,7 @@ from megaloom.planner.rules.rule import Violation
 from megaloom.planner.rules.steps import STEP_RULES
 
 from .candidates import Candidates
-from .pricing import PartitionedLayout, Pricer
+from .pricing import Pricer
 from .reasons import deficit_text
 from .suggestions import changes_text, fixed_text, legal_batches, legal_changes
 from .variant_choices import FixedAxes
@@ -238,8 +238,7 @@ def _fast_or_leanest(candidates: Candidates) -> Partition | None:
     bounded = candidates.variants(order[np.argsort(seconds[order], kind="stable")][:FASTEST_BASES])
     feasible = np.flatnonzero(bounded.nbytes <= candidates.pricer.capacity)
     for i in feasible[np.argsort(bounded.seconds[feasible], kind="stable")][:MAX_TRIED].tolist():
-        for step in candidates.pricer.refined(bounded.layouts[i]):
-            if isinstance(step, PartitionedLayout):
-                return step.partition
+        if found := candidates.pricer.refined(bounded.layouts[i]):
+            return found.partition
     last = leanest(candidates)
     return last if last and last.fits else None

@@ -1,13 +1,12 @@
 """Prices of many layouts of one job: what layouts share is computed once.
 
 `Pricer` wraps the pure functions of `planner/simulate/price.py` with caches; its results are equal. `refined` gives
-lower bounds of a layout that get tighter, then its partition.
+a layout with its partition within the memory limit.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from attrs import define, evolve, field, frozen
@@ -16,7 +15,7 @@ from megaloom.dsl.graph import Graph
 from megaloom.planner.bounds.base_costs import node_cost_key
 from megaloom.planner.bounds.lower_bounds import LowerBounds
 from megaloom.planner.bounds.simulated_step import step_lower_bound
-from megaloom.planner.contract.choices import Overlap, OverlapSet, Shard
+from megaloom.planner.contract.choices import Overlap, OverlapSet
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
@@ -30,7 +29,6 @@ from megaloom.planner.cost.cost_table import (
 from megaloom.planner.cost.memory import rank_memory
 from megaloom.planner.cost.profiles.frameworks import OWN, PROFILES
 from megaloom.planner.cost.profiles.groups import FrameworkProfile
-from megaloom.planner.model.requirements import model_requirements
 from megaloom.planner.model.structure import ModelStructure, model_structure
 from megaloom.planner.partition.dynamic_program import (
     ChainBatch,
@@ -51,7 +49,7 @@ from megaloom.planner.rules.rules import violations
 from megaloom.planner.simulate.price import Priced, simulate
 
 from .candidate_space import CandidateSpace
-from .variant_choices import FixedAxes, microbatch_groups
+from .variant_choices import FixedAxes
 
 
 @frozen(eq=False)
@@ -84,8 +82,6 @@ class Pricer:
     _tables: dict[tuple[object, ...], CostTable] = field(factory=dict, init=False)
     _balanced: dict[tuple[object, ...], StageBounds] = field(factory=dict, init=False)
     _levelled: dict[tuple[object, ...], StageBounds] = field(factory=dict, init=False)
-    _feasible: dict[Layout, bool] = field(factory=dict, init=False)
-    _too_few: dict[Layout, int] = field(factory=dict, init=False)  # recompute_layers with which a layout does not fit
 
     def __attrs_post_init__(self) -> None:
         self.structure = model_structure(self.graph)
@@ -137,22 +133,18 @@ class Pricer:
         even = self._even(layout)
         return self._refine(even) if even.fits else None
 
-    def refined(self, layout: Layout) -> Iterator[float | PartitionedLayout]:
-        """Yield lower bounds of the step seconds of a legal layout, each larger than the last, then its partition.
+    def refined(self, layout: Layout, *, full: bool = False) -> PartitionedLayout | None:
+        """Return a legal layout with its partition and a lower bound of its step; None if none fits the memory limit.
 
-        There is no partition at the end if none fits the memory limit.
+        full: the balanced partition hardly fits, so it is cheaper to ask first whether any partition may. Where nodes
+        share weights, the planner's partition may fit though none seems to.
         """
-        if not self.may_fit(layout):
-            return
         even = self._even(layout)
-        if not even.fits:
-            if not self.structure.shared_weights and not self._may_fit(layout, even):
-                return
-            yield even.problem.microbatches * max(even.seconds)  # no partition has a faster slowest stage
+        known = self.structure.shared_weights or (not full and even.fits)
+        if not known and not even.problem.feasible(even.bounds):
+            return None
         partition = self._refine(even)
-        if not partition.fits:
-            return
-        yield PartitionedLayout(partition, step_lower_bound(partition))
+        return PartitionedLayout(partition, step_lower_bound(partition)) if partition.fits else None
 
     def fewer_overlaps(self, layout: Layout) -> list[Layout]:
         """Return the legal layouts with one overlap less, or with none, if the balanced partition may fit only then.
@@ -172,32 +164,6 @@ class Pricer:
         before, after = (table.library + table.workspace for table in map(self.cost_table, (layout, other)))
         enough = deficit <= rank_memory(0, 0, 0, before - after)
         return other if enough and not self.broken(other) else None
-
-    def may_fit(self, layout: Layout) -> bool:
-        """Return False only if no partition of this layout fits the memory limit.
-
-        It asks the layout with the optimizer's state sharded and the smallest microbatch group, which needs no more.
-        With more blocks recomputed a layout needs no more either, so the least number that may fit is remembered.
-        """
-        x, m = layout, layout.microbatches(self.workload.batch)
-        group = x.microbatch_group and microbatch_groups(x.pp, m)[0]
-        lean = evolve(x, shard=Shard(x.dp * x.cp > 1), microbatch_group=group)
-        if not lean.recompute_layers:
-            return self._may_fit(lean)
-        key = evolve(lean, recompute_layers=0)
-        if key not in self._too_few:
-            most = -(-model_requirements(self.graph).blocks // (x.pp * x.vpp))
-            self._too_few[key] = bisect_left(
-                range(1, most), True, key=lambda n: self._may_fit(evolve(lean, recompute_layers=n))
-            )
-        return lean.recompute_layers > self._too_few[key]
-
-    def _may_fit(self, layout: Layout, even: Partition | None = None) -> bool:
-        """Return `PartitionProblem.feasible` of a layout. Where weights are shared, the planner's partition may fit."""
-        if layout not in self._feasible:
-            even, shared = even or self._even(layout), bool(self.structure.shared_weights)
-            self._feasible[layout] = even.problem.feasible(even.bounds) or (shared and self._refine(even).fits)
-        return self._feasible[layout]
 
     @property
     def capacity(self) -> int:

@@ -245,9 +245,9 @@ class BranchAndBound:
     def _examine(self, frontier: Frontier, meshes: int = 0) -> bool:
         """Look more closely at the entry with the least bound; return False when the search has ended.
 
-        A balanced layout gets a better bound, or its partition; a partition is simulated; a simulated layout whose time
-        is the least bound of all is the best of its mesh. With `meshes`, the search ends once so many meshes are closed
-        and nothing left can tie with them.
+        A balanced layout gets its partition; a partition is simulated; a simulated layout whose time is the least bound
+        of all is the best of its mesh. With `meshes`, the search ends once so many meshes are closed and nothing left
+        can tie with them.
         """
         if (top := frontier.pop()) is None:
             return False
@@ -267,10 +267,8 @@ class BranchAndBound:
             frontier.push(seconds, entry)
             if "overlaps" not in frontier.candidates.fixed:
                 frontier.push(seconds, BalancedLayout(entry.pricer, Layouts.of([step]), 0, may_fit=True))
-        elif isinstance(step, PartitionedLayout):
-            frontier.push(max(seconds, ROUNDING * step.seconds), step)
         elif step is not None:
-            frontier.push(max(seconds, ROUNDING * step), entry)
+            frontier.push(max(seconds, ROUNDING * step.seconds), step)
         return True
 
     def fastest(self, count: int) -> list[Priced]:

@@ -206,4 +206,4 @@ def test_no_bound_rules_out_what_fits(case: tuple[Graph, Layout, Workload, float
     assert nbytes <= max(roomy.partition.peaks) * (1 + 1e-6)
     if priced.partition.fits:
         assert nbytes <= tight.capacity
-        assert tight.may_fit(x)
+        assert tight.refined(x) is not None
