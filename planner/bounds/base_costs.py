@@ -7,6 +7,7 @@ overlaps within a micro-batch. `price_base_layouts` computes many at once, as ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 import numpy as np
 from attrs import evolve, fields_dict, frozen
@@ -28,6 +29,7 @@ NODE_COST_FIELDS = (
     *("tp", "cp", "ep", "etp", "sequence_parallel", "micro_batch", "microbatch_overlap_bits"),
     "vocab_multiple",
 )
+NODE_COSTS_OF = attrgetter(*NODE_COST_FIELDS)
 TINY = 1e-300  # divisor in place of 0
 
 
@@ -87,7 +89,8 @@ class BaseCosts:
 
 def node_cost_key(layout: Layout) -> tuple[object, ...]:
     """Return the values of a layout on which node costs depend."""
-    return tuple(getattr(layout, name) for name in NODE_COST_FIELDS)
+    key: tuple[object, ...] = NODE_COSTS_OF(layout)
+    return key
 
 
 def price_base_layouts(base: Layouts, cache: CostCache) -> BaseCosts:

@@ -7,6 +7,7 @@ a layout with its partition within the memory limit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 from attrs import define, evolve, field, frozen
@@ -50,6 +51,8 @@ from megaloom.planner.simulate.price import Priced, simulate
 
 from .candidate_space import CandidateSpace
 from .variant_choices import FixedAxes
+
+RECOMPUTE_OF = attrgetter("recompute", "recompute_modules", "recompute_layers")
 
 
 @frozen(eq=False)
@@ -109,7 +112,7 @@ class Pricer:
     def cost_table(self, layout: Layout) -> CostTable:
         """Return the costs of all graph nodes under a layout."""
         axes = node_cost_key(layout)
-        key = (*axes, layout.recompute_text)
+        key = (*axes, *RECOMPUTE_OF(layout))
         if key not in self._tables:
             if axes not in self._bare:
                 self._bare[axes] = self.cost_cache.bare_table(layout)
@@ -214,4 +217,4 @@ class Pricer:
 
 def _balance_key(x: Layout, whole_blocks: bool = False) -> tuple[object, ...]:
     """Return everything that the balanced partition of a layout depends on."""
-    return (*node_cost_key(x), x.recompute_text, x.pp * x.vpp, whole_blocks)
+    return (*node_cost_key(x), *RECOMPUTE_OF(x), x.pp * x.vpp, whole_blocks)
