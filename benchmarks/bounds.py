@@ -1,7 +1,7 @@
 """Gain of each lower bound: `python benchmarks/bounds.py [NAME ...]`, minutes.
 
 Each bound is replaced in turn by a weaker one that costs nothing. Printed are the layouts that the search then
-refines (bounds closely and partitions) and simulates, the node costs that it computes, and its processor time, as
+refines (partitions within the memory limit) and simulates, the node costs that it computes, and its processor time, as
 multiples of the complete search. The best plan must stay.
 """
 
