@@ -69,7 +69,7 @@ class GenerationSettings:
     length_penalty: float = 1.0
     """Beam search divides the score of a sequence by its length to this power."""
     early_stopping: EarlyStopping = field(default=EarlyStopping.FALSE, converter=_early_stopping)
-    """When beam search stops: true, at --num-beams finished ones; false, by a heuristic; never, when none can improve."""
+    """When beam search stops: true, at --num-beams sequences; false, by a heuristic; never, when none can improve."""
     repetition_penalty: float = field(default=1.0, validator=_positive)
     """Above 1, tokens that are in the prompt or in what was written become less probable."""
     num_return_sequences: int = field(default=1, validator=_at_least(1))
