@@ -147,7 +147,7 @@ def _uncompiled(function: Any = None, **kwargs: Any) -> Any:
 
 
 def _import_megatron() -> None:
-    with _hidden("wandb"):  # megatron-core's inference logs to it; its import takes half a second
+    with _hidden("wandb"), _hidden("tensorboard"):  # it logs to them; importing both takes most of a second
         import megatron.core.dist_checkpointing
         import megatron.core.distributed
         import megatron.core.models.gpt
