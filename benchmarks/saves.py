@@ -56,6 +56,7 @@ def time_saves(plan: Plan, run: Path, asynchronous: bool) -> Times:
     from megaloom.runtime.engine.engine import Engine
     from megaloom.runtime.launch.agreement import gathered
     from megaloom.runtime.samples.samples import Sample, SampleMaker
+    from megaloom.runtime.training.loop import existing_objects_frozen
 
     engine = Engine.build(plan, find(plan.model)[0], Recipe(steps=10**6))
     maker, times = SampleMaker.of(engine.graph, plan.workload.seq), Times([], [])
@@ -71,19 +72,20 @@ def time_saves(plan: Plan, run: Path, asynchronous: bool) -> Times:
 
     step()
     saver = Saver(run, Retention(last=1), asynchronous)
-    for _ in range(SAVES):
-        for _ in range(STEPS_BETWEEN):
-            times.steps.append(step())
-        saver.start(engine.state, engine.manifest())
-        assert saver.pending
-        start = saver.pending.stall_seconds
-        while any(gathered(saver.is_writing)):
-            times.steps_meanwhile.append(step())
-        saved = saver.finish()
-        assert saved
-        if torch.distributed.get_rank() == 0:
-            start_and_end = f"{start:.3f} s at its start, {saved.stall_seconds - start:.3f} s at its end"
-            print(f"  a save of {saved.seconds:.3f} s stops training for {start_and_end}", flush=True)
+    with existing_objects_frozen():  # as in training
+        for _ in range(SAVES):
+            for _ in range(STEPS_BETWEEN):
+                times.steps.append(step())
+            saver.start(engine.state, engine.manifest())
+            assert saver.pending
+            start = saver.pending.stall_seconds
+            while any(gathered(saver.is_writing)):
+                times.steps_meanwhile.append(step())
+            saved = saver.finish()
+            assert saved
+            if torch.distributed.get_rank() == 0:
+                start_and_end = f"{start:.3f} s at its start, {saved.stall_seconds - start:.3f} s at its end"
+                print(f"  a save of {saved.seconds:.3f} s stops training for {start_and_end}", flush=True)
     saver.close()
     return times
 

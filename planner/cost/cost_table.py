@@ -18,6 +18,7 @@ from megaloom.dsl.dims import NBYTES, DType, Sizes
 from megaloom.dsl.facts.costs import Costs, costs
 from megaloom.dsl.facts.primitives import output_elements, program
 from megaloom.dsl.facts.recompute import NO_MODULES, RecomputedBy
+from megaloom.dsl.facts.work import Work
 from megaloom.dsl.ops.routing import Route
 from megaloom.planner.contract.capability import Execution
 from megaloom.planner.contract.choices import Module, Overlap, Recompute
@@ -213,7 +214,8 @@ def cross_entropy_costs(job: Job, kind: NodeKind, layout: Layout, seq: int) -> R
     row = np.zeros(len(CostColumn))
     sizes = Sizes(batch=layout.micro_batch, seq=seq)
     logits = program(kind.node).local_elements(kind.node.shape, (), sizes, layout.split)
-    took = kernels.cross_entropy_seconds(logits, job.cluster.device, job.workload.precision, job.profile)
+    work = Work("cross_entropy", kind.node.name, 0, 0, 0, elements=logits)
+    took = kernels.kernel_seconds(work, job.cluster.device, job.workload.precision, job.profile)
     part = (NBYTES[DType.FLOAT32] * (layout.micro_batch * seq // layout.cp), communication.process_group("tp", layout))
     exchanged = 3 * communication.collective_seconds("all_reduce", job.cluster, part)
     row[[CostColumn.FORWARD, CostColumn.BACKWARD, CostColumn.TP_FORWARD]] = took.forward, took.backward, exchanged

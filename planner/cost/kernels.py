@@ -114,7 +114,8 @@ def kernel_seconds(
 
     inside: the work is in a block, where products may have fewer than 16 bits. stored_scores: attention is not one
     fused kernel, but products and a softmax over all scores, which are saved. priced: its seconds without launches,
-    if known. A CPU process launches its own kernels, and a blocking framework waits for each, so that launches add.
+    if known. A CPU process launches its own kernels, and a blocking framework waits for each, so that launches add. The
+    elements of a `cross_entropy`, which is no work of a node, are its logits.
     """
     traffic = work.elements * precision.nbytes / device.moves
     if priced is not None:
@@ -133,6 +134,13 @@ def kernel_seconds(
     elif work.kind == "scan" and Precision.FP32 in device.flops:
         busy = max(work.flops / (device.flops[Precision.FP32] * SCAN), traffic)
         took = KernelSeconds(busy, SCAN_BACKWARD * busy, 1, 1)
+    elif work.kind == "cross_entropy" and device.units > 1:
+        half = profile.kernels.loss_moved_nbytes * work.elements / 2 / device.moves
+        took = KernelSeconds(half, half, 0, 0)
+    elif work.kind == "cross_entropy":
+        forward, backward = CPU_LOSS_NBYTES[precision.nbytes < Precision.FP32.nbytes]
+        each = work.elements / device.moves
+        took = KernelSeconds(forward * each, backward * each, *CPU_LOSS_KERNELS)
     else:
         forward, backward = profile.kernels.memory_passes.get(
             MEMORY_KERNELS.get((work.fusion, work.experts), work.kind), ONE_PASS
@@ -143,18 +151,6 @@ def kernel_seconds(
     one = device.launch_seconds
     forward, backward = took.forward + took.forward_kernels * one, took.backward + took.backward_kernels * one
     return KernelSeconds(forward, backward, 0, 0, took.fused_gradients)
-
-
-def cross_entropy_seconds(
-    logits: int, device: Device, precision: Precision, profile: FrameworkProfile
-) -> KernelSeconds:
-    """Return the seconds of a cross-entropy of so many logits, and of their gradient."""
-    if device.units > 1:
-        half = profile.kernels.loss_moved_nbytes * logits / 2 / device.moves
-        return KernelSeconds(half, half, 0, 0)
-    (forward, backward), nbytes = CPU_LOSS_KERNELS, CPU_LOSS_NBYTES[precision.nbytes < Precision.FP32.nbytes]
-    one, each = device.launch_seconds, logits / device.moves
-    return KernelSeconds(forward * one + nbytes[0] * each, backward * one + nbytes[1] * each, 0, 0)
 
 
 def _product(

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import statistics
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -69,7 +70,23 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
                 display.print(note)
         if model.lora and not given and not resumed:
             display.print("the frozen weights are random: give those that the adapters are for with --from FOLDER")
-        return Loop(run, engine, resumed, metrics, display, signals).run_to_end()
+        with existing_objects_frozen():
+            return Loop(run, engine, resumed, metrics, display, signals).run_to_end()
+
+
+@contextmanager
+def existing_objects_frozen() -> Iterator[None]:
+    """Exempt the Python objects that exist now from garbage collection.
+
+    A full collection visits half a million objects of imported modules and of the engine, for 0.2 s in the middle of a
+    step (CPython 3.11 and 3.12).
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @define
