@@ -215,7 +215,7 @@ def pack_run(run: Path, /, *, output: Annotated[Path | None, Parameter(name=["-o
     run
         The folder of a run.
     output
-        The file. [default: RUN.megaloom]
+        The file. It must not exist. [default: RUN.megaloom]
     """
     require_training_packages("pack")
     from megaloom.runtime.training.artefact import pack
@@ -233,7 +233,7 @@ def unpack_run(artefact: Path, /, *, output: Annotated[Path | None, Parameter(na
     artefact
         The file.
     output
-        The folder. [default: runs/NAME]
+        The folder, new or empty. [default: runs/NAME]
     """
     require_training_packages("unpack")
     from megaloom.runtime.training.artefact import unpack

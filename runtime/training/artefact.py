@@ -32,9 +32,11 @@ def pack(run: Path, output: Path, say: Callable[[str], object] = str) -> Path:
     """Write model, plan, options, metrics and newest intact checkpoint of a run into one file, and return it.
 
     say: gets a line about each newer checkpoint that is damaged.
-    Raise UserError if the folder is no run, or the file cannot be written.
+    Raise UserError if the folder is no run, or the file exists or cannot be written.
     """
     loaded = load_run(run)
+    if output.exists():
+        raise UserError(f"{output} exists\nremove it, or give another file with -o")
     checkpoint = newest_intact(run, fingerprint=loaded.plan.fingerprint)
     for note in checkpoint.notes if checkpoint else ():
         say(note)
@@ -62,7 +64,7 @@ def unpack(artefact: Path, folder: Path) -> Path:
     "..". Nothing is written then.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists already\ngive a new folder with -o")
+        raise UserError(f"{folder} exists\nremove it, or give another folder with -o")
     if not artefact.is_file():
         raise UserError(f"no file {artefact}\ngive a file that `megaloom pack` wrote")
     unfinished = folder.with_name(f".{folder.name}.tmp")

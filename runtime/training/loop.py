@@ -39,7 +39,7 @@ from megaloom.runtime.samples.samples import Sample, SampleMaker
 from .failures import ended_if_stuck
 from .initial_weights import open_weights
 from .resuming import resume_notes
-from .run_data import sample_of
+from .run_data import empty_validation, sample_of
 from .training_run import RECENT_STEPS, Summary, TrainingRun
 
 
@@ -70,6 +70,8 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
                 display.print(note)
         if model.lora and not given and not resumed:
             display.print("the frozen weights are random: give those that the adapters are for with --from FOLDER")
+        if empty := empty_validation(run.corpus, run.options.get("split")):
+            display.print(f"no held-out loss: {empty}; give it a larger share, such as --split 90,10")
         with existing_objects_frozen():
             return Loop(run, engine, resumed, metrics, display, signals).run_to_end()
 

@@ -41,7 +41,7 @@ from megaloom.runtime.weights.kept_files import CONFIG, keep_files
 from .failures import advice_if_rank_failed, errors_with_rank, memory_and_disk_advice
 from .initial_weights import open_weights
 from .rank_inputs import check_same_data, check_same_plan, check_shared_folder
-from .run_data import DataOptions, as_sources, check_rampup, open_data, steps_of
+from .run_data import DataOptions, as_sources, check_keep_best, check_rampup, open_data, steps_of
 from .run_folder import check_folder, is_run, load_options, save_run
 from .training_run import Summary, TrainingRun
 
@@ -153,6 +153,7 @@ def prepare_run(
     if weights is not None and saved is None:
         open_weights(weights).check(model)
     corpus = open_data(data, maker, folder / "data")
+    check_keep_best(corpus, data.split, retention.best)
     if data.epochs is not None:
         recipe = evolve(recipe, steps=steps_of(data.epochs, corpus, maker, recipe, plan.workload.batch))
         watching.check_steps(saved.manifest.step if saved else 0, recipe.steps)

@@ -13,6 +13,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.data.corpus import Corpus, open_corpus
 from megaloom.runtime.data.part import Window
+from megaloom.runtime.data.split import DEFAULT_SPLIT
 from megaloom.runtime.data.text_files import STDLIB
 from megaloom.runtime.data.token_ids import TokenIds
 from megaloom.runtime.engine.steps import Steps
@@ -65,6 +66,20 @@ def check_text(corpus: Corpus, maker: SampleMaker) -> None:
                 f"the {part.name} text has {part.count:,} tokens, too few for --seq {seq:,}\n"
                 "give more text, another --split, or a smaller --seq"
             )
+
+
+def empty_validation(corpus: Corpus, split: str | None) -> str | None:
+    """Return a text that says so if the validation part of the data is empty, else None. split: as given."""
+    return None if corpus.validation else f"the validation part of --split {split or DEFAULT_SPLIT} is empty"
+
+
+def check_keep_best(corpus: Corpus, split: str | None, best: int) -> None:
+    """Raise UserError if checkpoints are to be kept by their validation loss, and there is none."""
+    if best and (empty := empty_validation(corpus, split)):
+        raise UserError(
+            f"--keep-best {best} compares validation losses, and {empty}\n"
+            "give it a larger share, such as --split 90,10, or omit --keep-best"
+        )
 
 
 def steps_of(epochs: float, corpus: Corpus, maker: SampleMaker, recipe: Recipe, batch: int) -> int:

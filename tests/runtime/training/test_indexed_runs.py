@@ -11,7 +11,7 @@ from megaloom.dsl import graph
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
 from megaloom.runtime import Recipe, Summary, train
-from megaloom.runtime.checkpoints.checkpoint_folder import checkpoint_folders, read
+from megaloom.runtime.checkpoints.checkpoint_folder import Retention, checkpoint_folders, read
 from megaloom.runtime.data.corpus import open_corpus
 from megaloom.runtime.data.preprocess import Preprocessing, preprocess
 from megaloom.runtime.samples.samples import SampleMaker
@@ -132,6 +132,19 @@ def test_a_batch_that_grows_reads_every_sample_once(blend: list[str], plan_of, t
     assert read(tmp_path / "run" / "step-000003").manifest.samples == 8
     with pytest.raises(UserError, match=r"--rampup-batch 3 is not a multiple of 2, the sequences"):
         check_rampup(evolve(recipe, rampup_batch=3, rampup_increment=3), plan)
+
+
+def test_a_run_without_a_validation_part_says_so(blend: list[str], plan_of, tmp_path: Path, capfd) -> None:
+    plan, one_step = plan_of("byte_llama", Layout()), evolve(RECIPE, steps=1)
+    with pytest.raises(UserError, match=r"--keep-best 1 compares .* part of --split 9,0,1 is empty\ngive it a larger"):
+        train(plan, one_step, folder=tmp_path / "run", source=blend, split="9,0,1", retention=Retention(best=1))
+    assert not (tmp_path / "run").exists()
+    train(plan, one_step, folder=tmp_path / "run", source=blend, split="9,0,1")
+    lines = capfd.readouterr().out.splitlines()
+    assert [line for line in lines if "held-out" in line] == [
+        "no held-out loss: the validation part of --split 9,0,1 is empty; give it a larger share, such as --split 90,10"
+    ]
+    assert [e["event"] for e in events(tmp_path / "run")] == ["step", "checkpoint", "test"]
 
 
 def test_a_run_on_conversations_learns_the_answers(plan_of, tmp_path: Path) -> None:

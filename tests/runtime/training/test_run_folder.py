@@ -137,8 +137,12 @@ def test_a_packed_run_is_the_same_run(run: Path, tmp_path: Path) -> None:
     kept = sorted(p.relative_to(run).as_posix() for p in run.rglob("*") if p.is_file())
     assert sorted(p.relative_to(again).as_posix() for p in again.rglob("*") if p.is_file()) == kept
     assert all((again / name).read_bytes() == (run / name).read_bytes() for name in kept)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match=r"again exists\nremove it, or give another folder with -o"):
         unpack(tmp_path / "run.megaloom", again)
+    before = (tmp_path / "run.megaloom").read_bytes()
+    with pytest.raises(UserError, match=r"run.megaloom exists\nremove it, or give another file with -o"):
+        pack(run, tmp_path / "run.megaloom")
+    assert (tmp_path / "run.megaloom").read_bytes() == before
     with pytest.raises(UserError, match=r"no file .*nothing\ngive a file"):
         unpack(tmp_path / "nothing", tmp_path / "new")
     with pytest.raises(UserError, match="unpack it: megaloom unpack"):
