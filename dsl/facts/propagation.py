@@ -34,10 +34,26 @@ from .primitives import Program, Step, effective_split, origin
 from .requirements import ReadRequirement, read_requirements
 
 
-@lru_cache(maxsize=1 << 13)
 def propagate(program: Program, split: Split) -> NodePlacement:
-    """Return the transitions with which devices under a split compute a node."""
-    inference = _Inference(program, effective_split(program, split))
+    """Return the transitions with which devices under a split compute a node.
+
+    They depend on which axes have several devices, not on how many, but for norms over groups of channels.
+    """
+    split = effective_split(program, split)
+    if not _has_grouped_norms(program):
+        tp, cp, etp = (min(2, degree) for degree in (split.tp, split.cp, split.etp))
+        split = Split(tp=tp, cp=cp, etp=etp, sequence_parallel=split.sequence_parallel)
+    return _placement(program, split)
+
+
+@lru_cache(maxsize=1 << 12)
+def _has_grouped_norms(program: Program) -> bool:
+    return any(isinstance(op := step.value.op, Normalize) and op.groups > 1 for step in program.steps)
+
+
+@lru_cache(maxsize=1 << 13)
+def _placement(program: Program, split: Split) -> NodePlacement:
+    inference = _Inference(program, split)
     steps = tuple(inference.read())
     output = inference.reductions(program.value)
     return NodePlacement(
