@@ -17,13 +17,14 @@ from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Rows, alike
 from megaloom.planner.cost import memory
 from megaloom.planner.cost.columns import BACKWARD_COLUMNS, ELEMENTS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
+from megaloom.planner.cost.cost_cache import NODE_COST_FIELDS
 from megaloom.planner.cost.cost_table import CostTable
 from megaloom.planner.partition.local_search import SLOWEST_FACTOR
 from megaloom.planner.partition.partitioner import WHOLE_BLOCKS, StageBounds, segment_sums
 from megaloom.planner.pipeline import schedules
 
 from . import interleaved_memory, pipeline
-from .base_costs import NODE_COST_FIELDS, PLAIN
+from .base_costs import PLAIN
 from .lower_bounds import BoundedLayouts, LowerBounds
 from .one_chunk_memory import slowest_within_limit
 

@@ -7,29 +7,21 @@ overlaps within a micro-batch. `price_base_layouts` computes many at once, as ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 
 import numpy as np
 from attrs import evolve, fields_dict, frozen
 
 from megaloom.dsl.dims import Sizes
 from megaloom.dsl.facts.primitives import output_elements
-from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
 from megaloom.planner.cost import communication, memory
 from megaloom.planner.cost.columns import ELEMENTS, FORWARD_COLUMNS, STEP_COLUMNS, CostColumn
-from megaloom.planner.cost.cost_cache import CostCache
+from megaloom.planner.cost.cost_cache import NODE_COST_FIELDS, CostCache
 from megaloom.planner.cost.recompute import ModuleRecompute
 
 # Recompute modes, columns of the arrays below: nothing recomputed; all blocks; the memory of all modules recomputed at
 # the time of none. Sets of modules follow, in the order in which a search meets them.
 PLAIN, FULL, IDEAL = 0, 1, 2
-# Fields of a layout on which node costs depend, without recompute.
-NODE_COST_FIELDS = (
-    *("tp", "cp", "ep", "etp", "sequence_parallel", "micro_batch", "microbatch_overlap_bits"),
-    "vocab_multiple",
-)
-NODE_COSTS_OF = attrgetter(*NODE_COST_FIELDS)
 TINY = 1e-300  # divisor in place of 0
 
 
@@ -85,12 +77,6 @@ class BaseCosts:
             saved_nbytes=np.column_stack([self.saved_nbytes, self.saved_nbytes[:, PLAIN] - freed]),
             workspace_nbytes=np.column_stack([self.workspace_nbytes, self.workspace_nbytes[:, PLAIN] + workspace]),
         )
-
-
-def node_cost_key(layout: Layout) -> tuple[object, ...]:
-    """Return the values of a layout on which node costs depend."""
-    key: tuple[object, ...] = NODE_COSTS_OF(layout)
-    return key
 
 
 def price_base_layouts(base: Layouts, cache: CostCache) -> BaseCosts:

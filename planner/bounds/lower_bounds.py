@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megaloom.planner.contract.choices import Module, Recompute
 from megaloom.planner.contract.layouts import Column, Layouts, Rows, alike
 from megaloom.planner.cost.columns import STEP_COLUMNS
-from megaloom.planner.cost.cost_cache import CostCache
+from megaloom.planner.cost.cost_cache import NODE_COST_FIELDS, CostCache
 from megaloom.planner.cost.memory import rank_memory
 from megaloom.planner.partition.local_search import SLOWEST_FACTOR
 
@@ -24,7 +24,6 @@ from . import interleaved_memory, pipeline
 from .base_costs import (
     FULL,
     IDEAL,
-    NODE_COST_FIELDS,
     PLAIN,
     TINY,
     BaseCosts,

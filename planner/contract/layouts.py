@@ -39,11 +39,11 @@ class Layouts(LayoutFields[Column]):
         return len(self.dp)
 
     def __getitem__(self, i: int) -> Layout:
-        return self.each(np.array([i]))[0]
+        return Layout(**{name: getattr(self, name).item(i) for name in NAMES})
 
     def each(self, which: Column) -> list[Layout]:
         """Return the layouts at these indices one by one."""
-        columns = ([*map(spec.kind, getattr(self, name)[which].tolist())] for name, spec in FIELDS.items())
+        columns = (getattr(self, name)[which].tolist() for name in NAMES)
         return [Layout(**dict(zip(NAMES, row, strict=True))) for row in zip(*columns, strict=True)]
 
     def take(self, which: Column | NDArray[np.bool_] | slice) -> Layouts:

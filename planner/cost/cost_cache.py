@@ -8,6 +8,7 @@ two evaluations give all others; a sharding that only `large_batch_seconds` asks
 from __future__ import annotations
 
 from math import gcd, lcm
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,12 @@ from .cost_table import (
 from .job import Job
 from .profiles.groups import FrameworkProfile
 
+# Fields of a layout on which node costs depend, without recompute.
+NODE_COST_FIELDS = (
+    *("tp", "cp", "ep", "etp", "sequence_parallel", "micro_batch", "microbatch_overlap_bits"),
+    "vocab_multiple",
+)
+NODE_COSTS_OF = attrgetter(*NODE_COST_FIELDS)
 # Ops that may treat each token by itself.
 TOKENWISE = (Affine, Clamp, Combine, Dot, Drop, Gate, Input, Lookup, Normalize, Select, Pointwise, Route, Weight)
 COUNTED = ("work", "collectives", "saved", "inputs")  # the fields of `Costs` that depend on the tokens
@@ -169,7 +176,8 @@ class CostCache:
             if (key := (seen.experts, seen.tokenwise)) not in out:
                 sharding = (x.tp, x.sequence_parallel, x.vocab_multiple)
                 first, which = alike(*sharding, *tokens[seen.tokenwise], *experts[seen.experts])
-                out[key] = [self._simplest(seen, layout) for layout in x.each(first)], which
+                columns = (np.asarray(getattr(x, name))[first].tolist() for name in NODE_COST_FIELDS)
+                out[key] = [self._simplest(seen, *values) for values in zip(*columns, strict=True)], which
         return out
 
     def shared(self, layout: Layout) -> tuple[int, ...]:
@@ -180,7 +188,7 @@ class CostCache:
 
     def node_cost(self, i: int, layout: Layout) -> NodeCost:
         """Return the cost of node kind i under a layout, without recompute."""
-        return self._cost(i, *self._simplest(self._sensitivity[i], layout))
+        return self._cost(i, *self._simplest(self._sensitivity[i], *node_cost_key(layout)))
 
     def _cost(self, i: int, x: Layout, seq: int) -> NodeCost:
         """Return the cost of node kind i under a simplest layout."""
@@ -190,23 +198,36 @@ class CostCache:
             self._costs[key] = node_cost(self.job, self.structure.kinds[i], facts, execution, x, seq)
         return self._costs[key]
 
-    def _simplest(self, seen: Sensitivity, layout: Layout) -> tuple[Layout, int]:
-        """Return the simplest layout, and its sequence length, under which such a node costs what it does here."""
-        x, seq = layout, self.workload.seq
-        ep, etp = (x.ep, x.etp) if seen.experts else (1, 1)
-        inner = x.microbatch_overlap_bits if seen.experts else x.microbatch_overlap_bits & Overlap.TENSOR.bit
-        cp, micro = x.cp, x.micro_batch
+    def _simplest(
+        self,
+        seen: Sensitivity,
+        tp: int,
+        cp: int,
+        ep: int,
+        etp: int,
+        sequence_parallel: bool,
+        micro_batch: int,
+        overlap_bits: int,
+        vocab_multiple: int,
+    ) -> tuple[Layout, int]:
+        """Return the simplest layout, and its sequence length, under which such a node costs what it does here.
+
+        The other arguments are NODE_COST_FIELDS.
+        """
+        seq = self.workload.seq
+        if not seen.experts:
+            ep, etp, overlap_bits = 1, 1, overlap_bits & Overlap.TENSOR.bit
         if seen.tokenwise and seq % cp == 0:
-            seq, cp, micro = micro * (seq // cp), 1, 1
+            seq, cp, micro_batch = micro_batch * (seq // cp), 1, 1
         simplest = Layout(
-            tp=x.tp,
+            tp=tp,
             cp=cp,
             ep=ep,
             etp=etp,
-            sequence_parallel=x.sequence_parallel,
-            micro_batch=micro,
-            overlaps=OverlapSet(inner),
-            vocab_multiple=x.vocab_multiple,
+            sequence_parallel=sequence_parallel,
+            micro_batch=micro_batch,
+            overlaps=OverlapSet(overlap_bits),
+            vocab_multiple=vocab_multiple,
         )
         return simplest, seq
 
@@ -228,6 +249,12 @@ class CostCache:
             twice = evolve(first, batch=2 * first.batch)
             self._facts[key] = AffineFacts.of(facts, twice.costs(node, split), first.batch * first.seq)
         return first.execution, self._facts[key].at(tokens)
+
+
+def node_cost_key(layout: Layout) -> tuple[Any, ...]:
+    """Return the values of a layout on which node costs depend."""
+    key: tuple[Any, ...] = NODE_COSTS_OF(layout)
+    return key
 
 
 def sensitivity(node: Node) -> Sensitivity:

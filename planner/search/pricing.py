@@ -13,7 +13,6 @@ import numpy as np
 from attrs import define, evolve, field, frozen
 
 from megaloom.dsl.graph import Graph
-from megaloom.planner.bounds.base_costs import node_cost_key
 from megaloom.planner.bounds.lower_bounds import LowerBounds
 from megaloom.planner.bounds.simulated_step import step_lower_bound
 from megaloom.planner.contract.choices import Overlap, OverlapSet
@@ -21,7 +20,7 @@ from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.layouts import Layouts
 from megaloom.planner.contract.workload import Runtime, Workload
-from megaloom.planner.cost.cost_cache import CostCache
+from megaloom.planner.cost.cost_cache import CostCache, node_cost_key
 from megaloom.planner.cost.cost_table import (
     BareTable,
     CostTable,

@@ -265,7 +265,7 @@ THEOREMS: dict[str, Callable[[Case], bool]] = {
     "largest_stages": _largest_stages,
     "step_lower_bound": lambda c: step_lower_bound(c.priced.partition) <= c.priced.seconds * ABOVE,
 }
-NO_BOUNDS = {"price_base_layouts", "node_cost_key", "too_many_partitions", "in_flight_means"}  # what bounds are made of
+NO_BOUNDS = {"price_base_layouts", "too_many_partitions", "in_flight_means"}  # what bounds are made of
 STRUCTURE = {"LowerBounds.extend", "LowerBounds.module_sets", "LowerBounds.worth_recomputing"}
 
 
