@@ -169,15 +169,16 @@ class Partition:
     @cached_property
     def send_seconds(self) -> list[float]:
         """Return the seconds of the p2p send of one micro-batch from each stage to the next, either way."""
-        layout, job = self.layout, self.problem.job
-        nbytes = self.problem.received[list(self.bounds[1:-1])].tolist()
-        sends = [(n, stage % layout.pp) for stage, n in enumerate(nbytes)]
-        scattered = job.profile.overlap.scattered_sends
-        took = {
-            (n, rank): communication.p2p_seconds(n, rank, layout, job.cluster, scattered=scattered)
-            for n, rank in {*sends}
-        }
-        return [took[send] for send in sends]
+        return [
+            communication.p2p_seconds(
+                nbytes,
+                stage,
+                self.layout,
+                self.problem.job.cluster,
+                scattered=self.problem.job.profile.overlap.scattered_sends,
+            )
+            for stage, nbytes in enumerate(self.problem.received[list(self.bounds[1:-1])].tolist())
+        ]
 
     @property
     def blocked_seconds(self) -> list[float]:
