@@ -103,9 +103,9 @@ class Shape:
         """Return the sequence dim: the one dim besides batch and `channels`. Raises ShapeError if it is not one."""
         others = [d for d in self.dims if d.name not in ("batch", *channels)]
         if len(others) != 1 or others[0].of:
-            raise ShapeError(
-                f"{self} must have exactly one sequence dim, such as seq, besides {', '.join(('batch', *channels))}"
-            )
+            has = ", ".join(d.name for d in others) or "none"
+            unordered = ", and slots of experts have no order" if any(d.of for d in others) else ""
+            raise ShapeError(f"{self} must have exactly one sequence dim, such as seq: it has {has}{unordered}")
         return others[0]
 
     def without(self, *names: str) -> Shape:

@@ -256,7 +256,8 @@ def _duplicate_name(*pair: tuple[Slot, Node]) -> ShapeError:
     (slot, node), (_, other) = pair
     fix = "give each its own name"
     if node is other:
-        fix += f", or set `transparent = True` in {type(node.op).__name__}, so that each layer of its body is a node"
+        layer = type(node.op).__name__
+        fix += f", or set `transparent = True` in {layer}, so that each layer of its body has its own name"
     error = ShapeError(f"two weights are named {slot.name!r}: {fix}")
     for s, n in pair:
         add_location(error, n.name, s.value.at)

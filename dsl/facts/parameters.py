@@ -18,7 +18,10 @@ def params(x: Model | Node | Value, *, trained: bool | None = None) -> int:
     if isinstance(x, Value):
         x = Model("", (x,))
     if not isinstance(x, Model | Node):
-        raise ShapeError(f"{x} alone has no parameters: their sizes follow from what it is applied to, value >> layer")
+        raise ShapeError(
+            f"cannot count the parameters of {x} alone: their sizes follow from the value that it is applied to\n"
+            "write params(value >> layer)"
+        )
     slots = graph(x).weights.values() if isinstance(x, Model) else x.weights
     return sum(Sizes()(s.dims) for s in slots if (s.is_parameter if trained is None else s.trained is trained))
 

@@ -25,7 +25,7 @@ class OptionDifference:
 
     def __str__(self) -> str:
         values = ["the default" if x is None else x for x in (self.ours, self.theirs)]
-        return f"{self.option} of {self.node} is {values[0]}, there {values[1]}"
+        return f"{self.option} of {self.node} is {values[0]}, not {values[1]}"
 
 
 def differing_options(ours: Model, theirs: Model) -> Iterator[OptionDifference]:

@@ -38,7 +38,10 @@ def adapted_modules(names: Names, model: Model) -> Iterator[AdaptedModule]:
             yield _module(t, it)
     if left:
         (first, *_) = left
-        raise UserError(f"PEFT has no adapters of {', '.join(first)} alone: in this family they are a part of a matrix")
+        raise UserError(
+            f"PEFT cannot hold adapters of {', '.join(first)}, which Hugging Face stores as a part of a larger matrix\n"
+            "convert with --to hf, which merges adapters into the weights"
+        )
 
 
 def adapter_config(names: Names, model: Model) -> dict[str, Any]:
@@ -67,7 +70,10 @@ def _module(t: Tensor, it: AdapterSlots) -> AdaptedModule:
     dims = [_dims(axis, t) for axis in t.axes]
     read = next((i for i, names in enumerate(dims) if names == inputs), None)
     if len(dims) != 2 or read is None:
-        raise UserError(f"PEFT has no adapters of {path}: its matrix is not stored as inputs and outputs")
+        raise UserError(
+            f"PEFT cannot hold adapters of {path}: it is not stored as a matrix of inputs and outputs\n"
+            "convert with --to hf, which merges adapters into the weights"
+        )
     return AdaptedModule(
         path,
         _tensor(f"{PREFIX}{path}.lora_A{WEIGHT}", (it.a,), (RANK, t.axes[read])),

@@ -213,7 +213,7 @@ def rotation(
     if theta == 0:
         raise UserError(f"{c.where}: rope_theta must be more than 1, got 0")
     if own not in (None, theta):
-        raise c.unsupported("rope_theta", f"rope_parameters has another one: {own:g}")
+        raise c.unsupported("rope_theta", f"rope_parameters.rope_theta is {own:g}: give one of them, or equal ones")
     if head_dim is not None:
         part = scaling.number("partial_rotary_factor", c.number("partial_rotary_factor", part))
     channels = None if head_dim is None or part == 1 else int(head_dim * part)

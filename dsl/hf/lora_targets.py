@@ -63,7 +63,7 @@ def lora(
     that the model does not have, and for experts.
     """
     if model.lora is not None:
-        raise UserError(f"model {model.name!r} has adapters already")
+        raise UserError(f"model {model.name!r} has adapters already\nadd all of them at once")
     given = None if targets is None else tuple(dict.fromkeys(targets))
     modules = _modules(model, names, given or ())
     chosen = _default(model, modules) if given is None else given
@@ -74,7 +74,8 @@ def lora(
         for m in (m for m in found if isinstance(m.node.op, of)):
             groups.setdefault(m.node.name, []).append(m.weights)
     if not groups:
-        raise UserError(f"model {model.name!r} has no layers of that class with {', '.join(chosen)}")
+        classes = " or ".join(c.__name__ for c in (of if isinstance(of, tuple) else (of,)))
+        raise UserError(f"model {model.name!r} has no layer of class {classes} with {', '.join(chosen)}")
     order = graph(model).index
     nodes = {name: tuple(dict.fromkeys(groups[name])) for name in sorted(groups, key=order.__getitem__)}
     return adapted(model, LoRA(rank, 2 * rank if alpha is None else alpha, chosen, nodes))

@@ -84,14 +84,15 @@ class Attend(Op):
             raise ShapeError(f"queries {q} do not fit keys {k}: {q['head_dim']} is not {k['head_dim']}")
         if set(k.without("head_dim")) != set(v.without("head_dim")):
             raise ShapeError(f"keys {k} do not fit values {v}: they may differ in head_dim only")
-        wanted: list[tuple[Dim, ...]] = [(q["heads"],)] * self.sink
+        wanted = [("a sink", Shape((q["heads"],)))] * self.sink
         if self.relative is not None:
-            wanted.append((Dim("buckets", self.relative.buckets), q["heads"]))
+            wanted.append(("a table of biases", Shape((Dim("buckets", self.relative.buckets), q["heads"]))))
         if self.documents:
-            wanted += [(BATCH, sequence_dim(x)) for x in (q, k)]
-        if wanted != [o.dims for o in others]:
-            want, have = (", ".join(map(str, shapes)) or "nothing" for shapes in (map(Shape, wanted), others))
-            raise ShapeError(f"attention needs {want} after queries, keys and values, got {have}")
+            wanted += [("document indices", Shape((BATCH, sequence_dim(x)))) for x in (q, k)]
+        if [shape for _, shape in wanted] != others:
+            want = ", ".join(f"{what} {shape}" for what, shape in wanted) or "nothing"
+            have = ", ".join(map(str, others)) or "nothing"
+            raise ShapeError(f"after queries, keys and values attention needs {want}, got {have}")
         return Shape((*q.without("head_dim"), v["head_dim"]))
 
     def dtype(self, *args: DType) -> DType:

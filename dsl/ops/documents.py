@@ -35,7 +35,7 @@ class DocumentPositions(Op):
 
     def dtype(self, *args: DType) -> DType:
         if args[0] is not DType.INDEX:
-            raise ShapeError(f"{self} reads document indices, an input such as documents()")
+            raise ShapeError(f"{self} needs document indices, an input such as documents()")
         return DType.INDEX
 
 

@@ -89,7 +89,7 @@ class Equals(Op):
 
     def dtype(self, *args: DType) -> DType:
         if args[0] is not DType.INDEX:
-            raise ShapeError(f"{self} compares ids, such as labels()")
+            raise ShapeError(f"{self} needs ids, an input such as labels()")
         return DType.MASK
 
 
@@ -105,7 +105,7 @@ class LossSums(Op):
     def shape(self, *args: Shape) -> Shape:
         losses, *weights = args
         if len(weights) > 1:
-            raise ShapeError(f"the sums of losses take losses and optionally weights, got {len(args)} values")
+            raise ShapeError(f"loss_sums takes losses and optionally weights, got {len(args)} values")
         for w in weights:
             if not set(w) <= set(losses):
                 raise ShapeError(f"weights {w} do not fit losses {losses}: their dims must be dims of the losses")
@@ -130,7 +130,7 @@ class StackLosses(Op):
             if s.dims != (SUMS,):
                 raise ShapeError(f"cannot add {s} to a sum of losses: give values that end in a loss")
         if len(args) != len(self.coefficients):
-            raise ShapeError(f"{len(args)} losses need as many coefficients, got {len(self.coefficients)}")
+            raise ShapeError(f"{len(args)} losses need {len(args)} coefficients, got {len(self.coefficients)}")
         return Shape((Dim("losses", len(args)), SUMS))
 
     def dtype(self, *args: DType) -> DType:

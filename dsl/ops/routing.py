@@ -45,19 +45,23 @@ class Gate(Op):
         n = experts.known
         if not 1 <= self.top_k <= n:
             raise ShapeError(f"cannot choose {self.top_k} of {n} experts\ntop_k can be 1 to {n}")
-        if self.groups < 1 or n % self.groups or not 1 <= self.top_groups <= self.groups:
+        if self.groups < 1 or n % self.groups:
+            raise ShapeError(f"cannot divide {n} experts into {self.groups} groups\ngroups can be {divisors(n)}")
+        if not 1 <= self.top_groups <= self.groups:
             raise ShapeError(
-                f"cannot choose from {self.top_groups} of {self.groups} groups of {n} experts\n"
-                f"groups can be {divisors(n)}, top_groups 1 to groups"
+                f"cannot choose {self.top_groups} of {self.groups} groups\ntop_groups can be 1 to {self.groups}"
             )
         each = n // self.groups
         if self.top_k > each * self.top_groups:
             raise ShapeError(
-                f"cannot choose {self.top_k} experts from {self.top_groups} groups of {each}\n"
-                f"top_k can be 1 to {each * self.top_groups}"
+                f"cannot choose {self.top_k} experts: groups={self.groups} and top_groups={self.top_groups} leave "
+                f"{each * self.top_groups}\ntop_k can be 1 to {each * self.top_groups}"
             )
         if self.groups > 1 and not 1 <= self.best <= each:
-            raise ShapeError(f"cannot add the {self.best} best scores of a group of {each}\nbest can be 1 to {each}")
+            raise ShapeError(
+                f"cannot rank groups by their {self.best} best scores: each group has {each} of the {n} experts\n"
+                f"use best={each}, or fewer groups"
+            )
         if [c.dims for c in correction] != [(experts,)] * self.corrected:
             raise ShapeError(
                 f"Gate(corrected={self.corrected}) of scores {scores} needs "

@@ -27,7 +27,9 @@ class Conv(Op):
         x[self.along]
         channels = x.without("batch", self.along)
         if "width" not in kernel or kernel.without("width") != channels:
-            raise ShapeError(f"cannot convolve {x} with {kernel}: the kernel must be {channels} and a dim `width`")
+            raise ShapeError(
+                f"cannot convolve {x} with {kernel}: the kernel must be {channels} with one more dim, `width`"
+            )
         return x
 
     def flops(self, out: Shape, args: tuple[Shape, ...], size: Sizes) -> int:

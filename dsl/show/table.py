@@ -90,19 +90,19 @@ def _style(item: Item | None) -> str:
 def heading(o: Outline) -> str:
     """Return one line with the model's name, its parameters and the size of the batch."""
     sequences = f"{o.batch:,} sequences" if o.batch > 1 else "one sequence"
-    source = "" if o.source is None else f", {o.source:,} at its source"
+    source = "" if o.source is None else f", with {o.source:,} source tokens each"
     return f"{o.model.name}: {parameters_text(o.model)}; for {sequences} of {o.seq:,} tokens{source}"
 
 
 def footer(o: Outline, precision: str) -> str:
     """Return the FLOPs of a training step, the meaning of the saved columns, and the fields without effect."""
     f = o.figures
-    unused = f"\nnot used of the config.json: {', '.join(o.model.unused)}" if o.model.unused else ""
+    unused = f"\nfields of the config.json without effect: {', '.join(o.model.unused)}" if o.model.unused else ""
     passes = {"forward": f.forward, "dgrad": f.dgrad, "wgrad": f.wgrad}
     text = ", ".join(f"{name} {format_count(n, OPERATIONS)}" for name, n in passes.items())
     return (
         f"a training step: {format_count(sum(passes.values()), OPERATIONS)} FLOPs ({text})\n"
-        f"saved: what the backward pass reads, where nothing is recomputed, activations in {precision}{unused}"
+        f"saved: tensors kept for the backward pass if nothing is recomputed, with activations in {precision}{unused}"
     )
 
 

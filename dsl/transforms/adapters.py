@@ -52,7 +52,7 @@ class Adapted(Layer):
         places = {name: (i, name) for i, group in enumerate(self.groups) for name in group}
         if unknown := [name for name in places if name not in names.values()]:
             known = ", ".join(sorted(set(names.values())))
-            raise ShapeError(f"{self.inner} multiplies by no weight {unknown[0]!r}: it has {known or 'none'}")
+            raise ShapeError(f"{self.inner} has no matrix {unknown[0]!r} to adapt: it has {known or 'none'}")
         shared: dict[tuple[int, int], Value] = {}
 
         def change(old: Value, copy: Value) -> Value:
@@ -94,7 +94,7 @@ def adapted(m: Model, lora: LoRA) -> Model:
     wanted, nodes = dict(lora.nodes), graph(m).nodes
     groups = {id(n.value): wanted.pop(n.name) for n in nodes if n.name in wanted}
     if wanted:
-        raise ShapeError(f"model {m.name!r} has no {next(iter(wanted))} that adapters could be added to")
+        raise ShapeError(f"model {m.name!r} has no layer {next(iter(wanted))}, which is to have adapters")
 
     def change(old: Value, copy: Value) -> Value:
         if isinstance(copy.op, Weight):

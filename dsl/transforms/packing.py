@@ -26,8 +26,8 @@ def packed(m: Model) -> Model:
         return m
     if any("source" in n.shape for n in inputs):
         raise UserError(
-            f"{m.name} reads two sequences\ngive its layers the document indices of both: `documents` of its own, "
-            "`memory_documents` of the source"
+            f"cannot give {m.name} one input of document indices: it reads two sequences\n"
+            "give its layers both: `documents` of its own sequence, `memory_documents` of the source"
         )
     rebuild = _Rebuild(documents())
     return evolve(m, outputs=tuple(map(rebuild.value, m.outputs)))

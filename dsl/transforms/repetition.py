@@ -83,7 +83,8 @@ def _own_weights(applied: Value, outside: Container[int], prefix: str) -> dict[s
                 continue
             if outer:
                 raise ShapeError(
-                    f"{v.op} has a weight for each of {outer[0]}, which iterations of a repeat cannot share"
+                    f"iterations of a repeat cannot share {v.op}: it has weights for each of {outer[0]}\n"
+                    "omit `shared`, so that each iteration has its own weights"
                 )
             known.add(id(w))
             out[f"{prefix}.{name}.{kinds[name]}.{path}{w.op}"] = w

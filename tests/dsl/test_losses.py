@@ -155,7 +155,7 @@ def test_labels_do_not_change_where_a_stage_may_begin() -> None:
         (lambda: logits() >> NextToken(mask("y")), "labels of a cross-entropy must be ids"),
         (lambda: logits() >> Classification(), r"labels \[batch\] do not fit logits \[batch seq vocab=12\]"),
         (lambda: loss_sums(apply(LogSumExp("vocab"), logits()), logits()), "weights .* do not fit losses"),
-        (lambda: apply(Equals(3), logits()), "compares ids"),
+        (lambda: apply(Equals(3), logits()), "needs ids, an input such as labels"),
         (lambda: apply(CrossEntropy("classes"), logits(), labels()), "has no dim 'classes'"),
         (lambda: weighted_sum((1.0, logits())), r"cannot add \[batch seq vocab=12\] to a sum of losses"),
         (lambda: logits() >> WeightedSum((1.0, NextToken)), "NextToken is a class, not a layer"),

@@ -69,7 +69,7 @@ def test_latent_attention_divides_its_heads():
         ("tp", "all_reduce", False, S * 64): 1,
         ("tp", "all_reduce", True, S * 24): 1,  # of queries
         ("tp", "all_reduce", True, S * 20): 1,  # of keys and values
-        ("tp", "all_reduce", True, S * 4): 1,  # of the turning keys
+        ("tp", "all_reduce", True, S * 4): 1,  # of the rotated keys
     }
 
 

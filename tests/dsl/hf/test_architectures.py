@@ -252,7 +252,7 @@ def test_positions_that_are_not_known() -> None:
         ({"rope_scaling": {"type": "longrope"}}, 'type = "longrope" is not supported\nsupported: "default", "linear"'),
         (
             {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}},
-            "rope_theta = 1.0 is not supported\nrope_parameters has another",
+            "rope_theta = 1.0 is not supported\nrope_parameters.rope_theta is 2: give one",
         ),
     ):
         with pytest.raises(UserError, match=message):

@@ -116,7 +116,7 @@ def test_what_is_not_used_is_listed() -> None:
     m = read(small("mixtral", router_jitter_noise=0.01, hidden_dropout=0.2, resid_pdrop=0.0))
     assert m.unused == ("router_jitter_noise = 0.01", "hidden_dropout = 0.2")
     shown = footer(outline(m, batch=1, seq=16), "bf16").splitlines()
-    assert shown[-1] == "not used of the config.json: router_jitter_noise = 0.01, hidden_dropout = 0.2"
+    assert shown[-1] == "fields of the config.json without effect: router_jitter_noise = 0.01, hidden_dropout = 0.2"
     assert len(footer(outline(read(small("mixtral")), batch=1, seq=16), "bf16").splitlines()) == len(shown) - 1
 
 

@@ -253,7 +253,9 @@ def test_a_sequence_longer_than_the_positions() -> None:
     gpt2, _ = find("gpt2")
     assert longest(graph(gpt2)) == {"seq": 1024}
     assert longest(graph(find("llava-7b")[0])) == {}  # those of its image are no tokens
-    assert "of 1,024 tokens, 64 at its source" in printed(outline(encoder_decoder(), batch=1, seq=1024, source=64))
+    assert "of 1,024 tokens, with 64 source tokens each" in printed(
+        outline(encoder_decoder(), batch=1, seq=1024, source=64)
+    )
     with pytest.raises(UserError, match="seq 2048 is longer than the 1024 learned positions of gpt2\nuse --seq"):
         outline(gpt2, batch=1, seq=2048)
     for size in ({"batch": 0, "seq": 8}, {"batch": 1, "seq": 0}, {"batch": 1, "seq": 8, "source": -1}):

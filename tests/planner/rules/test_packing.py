@@ -39,5 +39,5 @@ def test_a_packed_model_has_the_weights_of_the_model() -> None:
     one, both = graph(tiny_gpt()), graph(packed(tiny_gpt()))
     assert {k: s.dims for k, s in one.weights.items()} == {k: s.dims for k, s in both.weights.items()}
     assert packed(m := packed(tiny_gpt())) is m
-    with pytest.raises(UserError, match="t5-small reads two sequences"):
+    with pytest.raises(UserError, match="t5-small one input of document indices: it reads two sequences"):
         packed(t5_small())
