@@ -146,7 +146,11 @@ def garbage_kept() -> Iterator[None]:
 
 def _gain_text(gain: float) -> str:
     """Return how much faster another layout may be than the best so far, as a share of the step time."""
-    return f"another layout may be at most {gain:.1%} faster" if gain < 1 else "other layouts not bounded yet"
+    return (
+        f"another layout may be at most {gain:.1%} faster"
+        if gain < 1
+        else "not yet known how much faster another layout may be"
+    )
 
 
 def default_seq(g: Graph) -> int:

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 class AdapterOptions:
     """Rank, scale and places of the adapters that are trained instead of the model's own weights."""
 
-    lora_rank: Annotated[int | None, Parameter(help="Train low-rank adapters of this rank; all else is frozen.")] = None
+    lora_rank: Annotated[
+        int | None, Parameter(help="Train low-rank adapters of this rank; other weights are frozen.")
+    ] = None
     lora_alpha: Annotated[
-        float | None, Parameter(help="Adapters are scaled by this over their rank. [default: 2 x rank]")
+        float | None,
+        Parameter(help="Scale of the adapters: their outputs are multiplied by alpha / rank. [default: 2 x rank]"),
     ] = None
     lora_targets: Annotated[
         tuple[str, ...] | None,

@@ -104,7 +104,7 @@ def find_plan(
     pareto
         Print the Pareto front of step time against memory. No plan is written.
     top
-        Number of layouts to show, each on another device mesh (tp, pp, cp, ep, etp, dp).
+        Number of layouts to show, each on a different device mesh (tp, pp, cp, ep, etp, dp).
     as_json
         Print JSON only. No plan is written without -o.
     output

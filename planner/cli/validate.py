@@ -27,8 +27,8 @@ def validate(
     markdown
         Print the scores as a Markdown table.
     by
-        Rows of that table: groups (source, GPU, precision and kind of model), sources, or kinds of runs. A kind has an
-        interval of its own; its row also has the scores of the models that no constant was fitted to.
+        Rows of that table: groups (source, GPU, precision and kind of model), sources, or kinds of runs, each of which
+        has its own 90 % interval. Rows of kinds also have the scores of the models that no constant was fitted to.
     """
     from megaloom.dsl.show.printing import show
     from megaloom.planner.validate import scoreboard

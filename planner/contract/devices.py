@@ -74,19 +74,21 @@ class Device:
     flops: dict[str, float] = field(hash=False, validator=_flops)  # peak FLOP/s of a matrix product, by Precision value
     nbytes: int = field(validator=_nbytes)  # memory
     bandwidth: float = field(validator=within(1e8, 1e14, "bytes/s"))  # peak of that memory, read + written
-    flops_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the peak"))
+    flops_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of flops"))
     """Share of `flops` that a large matrix product reaches."""
-    narrow_efficiency: float = field(default=1.0, validator=within(0.1, 1, "shares of that"))
+    narrow_efficiency: float = field(default=1.0, validator=within(0.1, 1, "shares of flops_efficiency"))
     """Factor on `flops_efficiency` for matrix products below 16 bits."""
-    nvfp4_efficiency: float = field(default=1.0, validator=within(0.1, 1, "shares of that"))
+    nvfp4_efficiency: float = field(
+        default=1.0, validator=within(0.1, 1, "shares of flops_efficiency * narrow_efficiency")
+    )
     """Factor on `flops_efficiency * narrow_efficiency` for matrix products of 4 bits."""
-    bandwidth_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the peak"))
+    bandwidth_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of bandwidth"))
     """Share of `bandwidth` that a large copy reaches."""
     launch_seconds: float = field(default=0.0, validator=within(0, 1, "seconds"))
     """Least time of one small kernel, with the launch by the host."""
-    attend_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the peak"))
+    attend_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of flops"))
     """Share of `flops` that fused attention reaches on long sequences, heads of 128, causal work counted half."""
-    sustained: float = field(default=1.0, validator=within(0.1, 1, "shares of the best"))
+    sustained: float = field(default=1.0, validator=within(0.1, 1, "shares of flops"))
     """Share of `flops` left in a training step, at the clock that the power limit allows."""
     units: int = field(default=1, validator=within(1, 10**6, "multiprocessors"))
     """Streaming multiprocessors (SMs)."""
@@ -112,7 +114,7 @@ class Link:
     bandwidth: float = field(validator=within(1e6, 1e13, "bytes/s"))  # of one device, one way
     latency: float = field(validator=within(0, 1, "seconds"))  # before the first byte
     hop: float = field(default=0.0, validator=within(0, 1, "seconds"))
-    efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of the bandwidth"))
+    efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of bandwidth"))
     group_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
     """Communication buffers of one process group, on each of its devices."""
     peer_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
@@ -140,27 +142,27 @@ class Cluster:
     inter: Link
     pod: int = field(default=0, validator=within(0, 10**6, "devices"))  # 0: all are in one
     oversubscription: float = field(default=1.0, validator=within(1, 1000, "times"))
-    failures: float = field(default=FAILURES, validator=within(0, 1, "interruptions by device and hour"))
+    failures: float = field(default=FAILURES, validator=within(0, 1, "interruptions per device and hour"))
     storage: float = field(default=STORAGE, validator=within(1e3, 1e12, "bytes/s of a device's checkpoint"))
     source: str = ""
     """The cluster file that declares it; empty for a preset."""
 
     def __attrs_post_init__(self) -> None:
         if self.count % self.per_node:
+            below = self.count // self.per_node * self.per_node
+            works = f"{below} or {below + self.per_node}" if below else f"{self.per_node}"
             raise UserError(
-                f"{self.count} devices do not fill nodes of {self.per_node}\n"
-                f"{self.count // self.per_node * self.per_node or self.per_node} or "
-                f"{-(-self.count // self.per_node) * self.per_node} would"
+                f"{self.count} devices are not a whole number of nodes of {self.per_node}\nuse {works} devices"
             )
         if self.oversubscription > 1 and not self.pod:
             raise UserError(
-                f"oversubscription = {self.oversubscription:g} of pods that are not given\n"
-                "pod is how many devices are below one set of switches"
+                f"oversubscription = {self.oversubscription:g} needs pod\n"
+                "give pod, the number of devices below one set of switches"
             )
         if self.pod < self.count and self.pod % self.per_node:
             raise UserError(
-                f"pods of {self.pod} devices do not hold whole nodes of {self.per_node}\n"
-                f"{max(1, self.pod // self.per_node) * self.per_node} would"
+                f"pod = {self.pod} is not a whole number of nodes of {self.per_node} devices\n"
+                f"use pod = {max(1, self.pod // self.per_node) * self.per_node}"
             )
         for link, port in zip((self.intra, self.inter), PORTS.get(self.device.name, ()), strict=False):
             self._no_faster(link, f"port of {a(self.device.name)}", PORT_TOLERANCE * port)

@@ -36,7 +36,7 @@ FP32 = NBYTES[DType.FLOAT32]
 # scores costs more: 310 TFLOP/s with ALiBi, 171 with a soft cap there, 340 with sinks on an H200.
 FLEX, FLEX_HALF = 1.03, 1033
 FLEX_BIAS, FLEX_SOFTCAP, FLEX_SINK = 0.83, 0.46, 0.91
-# Heads of more than 128 channels leave room for smaller blocks only: fitted to a step of Gemma 3 4B with 12 layers and
+# Heads of more than 128 channels fit smaller blocks only: fitted to a step of Gemma 3 4B with 12 layers and
 # heads of 256 channels on an H100 with torch 2.11 (benchmarks/steps.py, 2026-11-22: 0.938 s).
 FLEX_NARROW, FLEX_WIDE = 128, 0.38
 # Times that the kernels of a block of queries pass over its scores, forward and backward without recompute. Counted in

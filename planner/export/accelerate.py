@@ -59,12 +59,13 @@ def _other_arguments(x: Layout) -> str:
     arguments: dict[str, object] = {OVERLAP_OPTIONS[o].replace("-", "_"): True for o in overlaps}
     what = ["overlap"] if arguments else []
     if x.vocab_multiple != VOCAB_MULTIPLE:  # Megatron-LM's default
-        what.append("padding of the vocabulary")
+        what.append("vocabulary padding")
         arguments["make_vocab_size_divisible_by"] = x.vocab_multiple
     if not arguments:
         return ""
     items = ", ".join(f'"{name}": {value}' for name, value in arguments.items())
-    return f"# For the {' and '.join(what)} of the plan, it passes MegatronLMPlugin(other_megatron_args={{{items}}}).\n"
+    plugin = f"MegatronLMPlugin(other_megatron_args={{{items}}})"
+    return f"# For the plan's {' and '.join(what)}, your script passes {plugin}.\n"
 
 
 def _check_model(m: DecoderModel) -> None:

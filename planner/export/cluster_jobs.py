@@ -30,7 +30,7 @@ def pytorch_job(plan: Plan, name: str, path: str) -> str:
     workers = f"    Worker:\n{_replicas(nodes - 1, each, path, nodes)}" if nodes > 1 else ""
     return f"""# {name} on {plan.cluster}: {plan.layout}
 # kubectl apply -f THIS_FILE, on a cluster with Kubeflow's training operator
-# Give your image, which has megaloom[train], and your volume claim. The claim holds the plan, its model, data and runs.
+# Set `image` to one that has megaloom[train], and `claimName` to a volume claim with plan, model, data and runs.
 apiVersion: kubeflow.org/v1
 kind: PyTorchJob
 metadata:

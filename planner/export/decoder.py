@@ -124,7 +124,7 @@ def read_decoder(graph: Graph, target: Target) -> DecoderModel:
         walk.refuse("multi-token prediction with its own output weight", walk.here)
     for node in graph.nodes[walk.at :]:
         if node.name not in graph.only_for_losses:
-            walk.refuse("a node after the logits", node)
+            walk.refuse("a layer after the logits", node)
         if node.is_loss and not _is_next_token(node.op):
             walk.refuse("a loss other than that of the next token", node)
     if walk.dropout_rates - {first_dropout}:

@@ -27,7 +27,7 @@ def machines(cluster: Cluster) -> tuple[int, int]:
 def check_gpus(cluster: Cluster, target: Target) -> None:
     """Raise UserError for a cluster without GPUs: jobs ask for some."""
     if cluster.device.name == "CPU":
-        refuse(target, f"{cluster}: its jobs ask for GPUs", "`megaloom train` starts processes on CPUs")
+        refuse(target, f"{cluster}: its jobs ask for GPUs", "run `megaloom train` without a job")
 
 
 def sbatch_header(cluster: Cluster, name: str) -> str:

@@ -48,7 +48,7 @@ def config_toml(plan: Plan, graph: Graph) -> str:
     }
     head = f"""# {graph.name} on {plan.cluster}: {plan.layout}
 # For torchtitan 0.2.2: torchrun --nnodes {nodes} --nproc-per-node {each} ... -m torchtitan.train --job.config_file THIS
-# torchtitan's own model has {flavor.own}. That costs the same.
+# torchtitan's own model has {flavor.own}. That does not change the step time.
 # Add the tokenizer (model.hf_assets_path), data, steps and learning rate.
 """
     return head + "".join(f"\n[{name}]\n{_table(values)}" for name, values in tables.items())

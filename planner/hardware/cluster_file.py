@@ -111,7 +111,7 @@ def _device(path: str, base: Device, name: object, given: dict[str, Any]) -> Dev
                 path,
                 f"has device.{what} = {value:g}, but that of {a(name)} is {due:g}",
                 "give the share that is reached as flops_efficiency and bandwidth_efficiency, "
-                "or give another device another name",
+                "or set `name` if this is another device",
             )
     return device
 

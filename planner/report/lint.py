@@ -23,14 +23,13 @@ from megaloom.planner.search.suggestions import changes_text, legal_changes
 from megaloom.planner.search.variant_choices import FixedAxes, implied
 
 HEADINGS = {
-    Owner.CORE: "megatron-core 0.16.1 refuses, or fails at the source line in brackets",
-    Owner.CALLERS: "megatron-core leaves to its callers, who are named in brackets",
-    Owner.PLANNER: "megatron-core accepts, but the planner refuses, for the reason in brackets",
-    Owner.EXPORTS: (
-        "megatron-core accepts, but computes wrong gradients: our runtime corrects them, exports are refused"
-    ),
-    Owner.RUNTIME: "plans for other programs may have it, `megaloom train` cannot run it, for the reason in brackets",
+    Owner.CORE: "refused by megatron-core 0.16.1",
+    Owner.CALLERS: "refused by the callers of megatron-core, which does not check it",
+    Owner.PLANNER: "refused by the planner, though megatron-core accepts it",
+    Owner.EXPORTS: "refused by `megaloom export`: megatron-core computes wrong gradients, which our runtime corrects",
+    Owner.RUNTIME: "refused by `megaloom train`; plans for other programs may have it",
 }
+LEGEND = "Conditions of every legal layout. In brackets: the source line that checks it, or the reason."
 WIDTH = 116
 ALL_RULES = (*RANGE_RULES, *RULES, *EXPORT_RULES, *RUNTIME_RULES)
 
@@ -39,7 +38,7 @@ def rules_text() -> str:
     """Return every rule by owner: its id, its sentence, its fix, and the source."""
     margin = 2 + max(len(rule.id) for rule in ALL_RULES) + 2
     sections = ([head, *(_rule_text(r, margin) for r in ALL_RULES if r.owner is by)] for by, head in HEADINGS.items())
-    return "\n\n".join("\n".join(section) for section in sections)
+    return "\n\n".join((LEGEND, *("\n".join(section) for section in sections)))
 
 
 def _rule_text(rule: Rule, margin: int) -> str:

@@ -216,10 +216,11 @@ RUNTIME_RULES = (
     ),
     Rule(
         id="runtime-documents",
-        sentence="In a model with document indices, only attention reads other positions, and of one document only.",
+        sentence="In a model with document indices, only attention reads other positions, and those of the same "
+        "document only.",
         fix="give the indices to all layers, or train without them",
         owner=Owner.RUNTIME,
-        source="a packed sequence computes what its documents compute one by one",
+        source="a packed sequence must compute what its documents compute one by one",
         holds=_documents,
         explain=_documents_text,
     ),

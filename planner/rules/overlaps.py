@@ -189,7 +189,7 @@ OVERLAP_RULES = (
         explain=_experts_precision_text,
     ),
     Rule(
-        id="overlap-experts-ahead",
+        id="overlap-experts-mtp",
         sentence="`--overlap experts` allows at most one multi-token prediction block, and needs pp above 1 for it.",
         fix="use pp 2 or more, or leave experts out of `--overlap`",
         owner=Owner.CORE,

@@ -46,5 +46,5 @@ def _wrong_field(plan: Plan, g: Graph) -> str:
         return f"stages[{len(plan.stages) - 1}].stop is {plan.stages[-1].stop}, and the graph has {len(g.nodes)} nodes"
     for i, stage in enumerate(plan.stages[:-1]):
         if stage.stop not in g.cut_points:
-            return f"stages[{i}].stop is {stage.stop}, which is no cut point of the graph"
+            return f"stages[{i}].stop is {stage.stop}, which is not a cut point of the graph"
     return ""

@@ -57,7 +57,7 @@ KEPT_BY_CHOICES = frozenset((
     "positive", "plausible", "vpp-pp", "stages", "vpp-microbatches", "microbatch-group", "group-vpp",
     "recompute-blocks", "recompute-layers", "recompute-none", "recompute-parts", "recompute-modules",
     "overlap-weights", "overlap-tensor", "overlap-tensor-node", "overlap-experts", "overlap-experts-vpp",
-    "overlap-experts-recompute", "overlap-experts-precision", "overlap-experts-ahead",
+    "overlap-experts-recompute", "overlap-experts-precision", "overlap-experts-mtp",
 ))  # fmt: skip
 COUNTED_AT_ONCE = 1024  # base layouts whose variants are counted together
 

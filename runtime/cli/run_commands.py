@@ -85,7 +85,7 @@ def generate_text(
     prompt_file
         A file with one more prompt.
     chat
-        A prompt is what the user says, in the chat template of the tokenizer.
+        Put each prompt into the tokenizer's chat template, as the message of a user.
     tp
         Tensor-parallel ranks. [default: as few devices as the model fits on]
     pp
@@ -226,7 +226,7 @@ def pack_run(run: Path, /, *, output: Annotated[Path | None, Parameter(name=["-o
 
 @unwrap_help
 def unpack_run(artefact: Path, /, *, output: Annotated[Path | None, Parameter(name=["-o", "--output"])] = None) -> None:
-    """Unpack a file of `megaloom pack` into a new folder, which is then a run as before.
+    """Unpack a file that `megaloom pack` wrote into a new run folder.
 
     Parameters
     ----------

@@ -93,10 +93,10 @@ def train_by_plan(
     evaluate_batches
         Global batches of held-out text that each evaluation reads. [default: 65,536 tokens, and all text at the end]
     keep_last
-        Newest checkpoints that are kept.
+        Number of newest checkpoints to keep.
     keep_best
-        Checkpoints with the least validation loss that are kept as well. Each is evaluated when it is saved, and its
-        folder is named after the loss.
+        Number of checkpoints with the lowest validation loss to keep as well. Each is evaluated when it is saved, and
+        its folder is named after the loss.
     async_save
         Train on while a checkpoint is written, from a copy in host memory. [default: on GPUs]
     distributed_timeout_minutes

@@ -55,7 +55,7 @@ class GenerationSettings:
     """Settings of the choice of tokens and of the end of sequences, by the names of Hugging Face's GenerationConfig."""
 
     max_new_tokens: int | None = field(default=None, validator=_at_least(1))
-    """Most tokens of a sequence, without the prompt. [default: 128, or fewer if the model has no more positions]"""
+    """Maximum number of tokens after the prompt. [default: 128, or fewer if the model has no more positions]"""
     do_sample: bool = False
     """Draw tokens by their probabilities, instead of the most probable one."""
     temperature: float = field(default=1.0, validator=_positive)
@@ -63,7 +63,7 @@ class GenerationSettings:
     top_k: int | None = field(default=None, validator=_at_least(1))
     """Draw from the K most probable tokens only. With --do-sample. [default: all]"""
     top_p: float = field(default=1.0, validator=_share)
-    """Draw from the fewest most probable tokens that have this probability together. With --do-sample."""
+    """Draw from the most probable tokens only, as few as have this probability in sum. With --do-sample."""
     num_beams: int = field(default=1, validator=_at_least(1))
     """Beams of beam search; 1: no beam search."""
     length_penalty: float = 1.0

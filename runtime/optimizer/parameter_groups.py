@@ -74,7 +74,7 @@ def assign_groups(chunks: Sequence[ModelChunk], groups: Sequence[ParameterGroup]
         if i not in used_by_any:
             known = sorted({name for _, names in gathered for name in names})
             raise UserError(
-                f"the parameter group {group.names!r} matches no parameter that an earlier group has not matched\n"
+                f"the parameter group {group.names!r} matches no parameter, or only those of earlier groups\n"
                 f"names are such as {', '.join(known[:: max(1, len(known) // 4)][:4])}"
             )
     for chunk in chunks:

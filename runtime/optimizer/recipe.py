@@ -79,7 +79,7 @@ class Recipe:
     weight_decay: float = field(default=0.1, validator=_within(0, 1e3))
     """Weight decay of all parameters except norms and biases."""
     clip_grad: float = field(default=1.0, validator=_within(1e-12, 1e12))
-    """Gradient norms above this are clipped to it."""
+    """Largest gradient norm: larger gradients are scaled down to it."""
     beta1: float = field(default=0.9, validator=_within(0, 0.999999))
     """Decay of the first moment."""
     beta2: float = field(default=0.95, validator=_within(0, 0.999999))
@@ -87,7 +87,7 @@ class Recipe:
     eps: float = field(default=1e-8, validator=_within(0, 1))
     """Added to the square root of the second moment."""
     skip_non_finite: int = field(default=0, validator=_within(0, 1e9))
-    """Steps with a NaN or infinite loss or gradient that are skipped; one more ends the run."""
+    """Number of steps with a NaN or infinite loss or gradient to skip; one more ends the run."""
     initial_loss_scale: float = field(default=2.0**16, validator=_within(2.0**-24, 2.0**64))
     """fp16: scale of the mean loss in the first step."""
     min_loss_scale: float = field(default=1.0, validator=_within(2.0**-24, 2.0**64))

@@ -44,10 +44,10 @@ def run_convert(
     what = ", adapters merged" if to == "hf" and model.lora else ""
     lines = [*checkpoint.notes, f"wrote {output}: {count} tensors of {kind}, of step {checkpoint.manifest.step}{what}"]
     if left := [name.format(beyond="N") for name in description.names.unused if "{beyond}" in name]:
-        lines.append(f"not written, since the model does not use such layers: {', '.join(left)}*")
+        lines.append(f"not written: {', '.join(left)}*, since the model has no such layers")
     if not description.is_exact(base):
         source = plan_of_run(run).model
-        lines.append(f"the config.json is {description.file}; it has other options than {source}, such as dropout")
+        lines.append(f"config.json is that of {description.file}, whose options, such as dropout, differ from {source}")
     print_on_first_rank(*lines)
 
 

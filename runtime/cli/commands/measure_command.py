@@ -52,7 +52,7 @@ def run_measure(gpus: int | None, output: Path) -> None:
         raise UserError(f"cannot write {output}: {error.strerror}\nchoose another path with -o") from None
     title = f"{measured.count} x {driver_name}, measured in {measured.seconds:.0f} s; preset {base} and profile"
     if base == "CPU" and load > BUSY_LOAD * (cores := len(os.sched_getaffinity(0))):
-        title += f"\nOther programs are running (load {load:.1f} on {cores} cores): an idle machine is faster."
+        title += f"\nOther programs are running (load {load:.1f} on {cores} cores): measure again on an idle machine."
     footer = f"\nwrote {output}. Next: `plan MODEL --gpus {shlex.quote(str(output))}`"
     show(Group(Text(title + "\n"), calibration_table(samples, preset, cluster(str(output))), Text(footer)), sys.stdout)
 

@@ -186,7 +186,7 @@ CASES = [  # model, layout, workload and devices, the rule it breaks, its fix, a
         "none or selective",
         {"recompute": Recompute.SELECTIVE},
     ),
-    ("deepseek-v3-mtp", EXPERTS, {}, "overlap-experts-ahead", "use pp 2 or more", {"pp": 2, "vpp": 2}),
+    ("deepseek-v3-mtp", EXPERTS, {}, "overlap-experts-mtp", "use pp 2 or more", {"pp": 2, "vpp": 2}),
 ]
 
 

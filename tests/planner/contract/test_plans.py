@@ -182,7 +182,7 @@ def test_a_plan_that_was_edited_into_none_is_refused() -> None:
         (evolve(plan, stages=(first, evolve(last, stop=75))), "stages[1].stop is 75, and the graph has 79 nodes"),
         (
             evolve(plan, stages=(evolve(first, stop=31), evolve(last, start=31))),
-            "stages[0].stop is 31, which is no cut point",
+            "stages[0].stop is 31, which is not a cut point",
         ),
     ):
         with pytest.raises(PlanError) as caught:
@@ -297,7 +297,7 @@ def broken(*path: str | int, value: Any) -> str:
         (broken("layout", "shard", value="all"), "layout.shard must be one of none, optimizer; got 'all'"),
         (broken("layout", "overlaps", value=["all"]), "layout.overlaps must be some of gradients, weights, tensor"),
         (broken("environment", "device", value=3), "environment.device must be a text, got 3"),
-        (broken("cluster", "per_node", value=3), "cluster: 2 devices do not fill nodes of 3"),
+        (broken("cluster", "per_node", value=3), "cluster: 2 devices are not a whole number of nodes of 3\nuse 3"),
     ],
 )
 def test_damage_is_named(text: str, says: str) -> None:

@@ -74,9 +74,9 @@ def test_which_examples_megatron_lm_can_express(request: pytest.FixtureRequest) 
     for name, ref in examples().items():
         model = example(name)
         text = exported_text(plan_with(model, Layout(dp=8)), model, Target.MEGATRON_LM)
-        if taken := not text.startswith("refused: Megatron-LM cannot express "):
+        if exported := not text.startswith("refused: Megatron-LM cannot express "):
             assert parsed(text).num_layers == str(len(read_decoder(graph(model), Target.MEGATRON_LM).layers))
-        lines.setdefault(ref.partition(":")[0], f"{name}: {'taken' if taken else text.splitlines()[0]}\n")
+        lines.setdefault(ref.partition(":")[0], f"{name}: {'exported' if exported else text.splitlines()[0]}\n")
     assert agrees(GOLDEN / "export_families.txt", "".join(lines.values()), request)  # one of each family
 
 

@@ -111,7 +111,7 @@ def test_json_says_the_same(tmp_path: Path) -> None:
         ('base = "H100"\n[inter]\nbandwidth = 400e9', "faster than the port of an H100"),
         ('base = "H100"\nnics = 16', "faster than the port of an H100"),
         ('base = "H100"\n[inter]\nlatency = 5', "Link InfiniBand NDR: latency = 5 is not plausible"),
-        ('base = "H100"\ncount = 16\npod = 12', "pods of 12 devices do not hold whole nodes of 8"),
+        ('base = "H100"\ncount = 16\npod = 12', "pod = 12 is not a whole number of nodes of 8"),
         ('base = "H100"\noversubscription = 0.5', "oversubscription = 0.5 is not plausible"),
         ('base = "H100"\ncount = 12', "use 8 or 16, or describe"),
     ],

@@ -118,12 +118,12 @@ def test_the_implausible_is_refused() -> None:
         evolve(cluster("8xB200"), inter=dreamt)
     with pytest.raises(UserError, match="faster than the memory of a mine"):
         evolve(cluster("8xB200"), device=evolve(b200, name="mine"), inter=dreamt)
-    with pytest.raises(UserError, match="pods of 12 devices do not hold whole nodes of 8\n8 would"):
+    with pytest.raises(UserError, match="pod = 12 is not a whole number of nodes of 8 devices\nuse pod = 8"):
         evolve(cluster("64xB200"), pod=12)
     assert evolve(cluster("6xB200"), pod=32).levels == cluster("6xB200").levels
-    with pytest.raises(UserError, match="pod is how many devices"):
+    with pytest.raises(UserError, match="give pod, the number of devices"):
         evolve(cluster("64xB200"), oversubscription=2)
-    with pytest.raises(UserError, match="8 or 12 would"):
+    with pytest.raises(UserError, match="whole number of nodes of 4\nuse 8 or 12 devices"):
         evolve(cluster("8xB200"), count=10, per_node=4)
     with pytest.raises(UserError, match="count"):
         evolve(cluster("8xB200"), count=0)
