@@ -104,7 +104,7 @@ class DecodingNode:
     @cached_property
     def placed_weights(self) -> dict[Key, Tensor]:
         """Return the weights, and those that transitions move; `operations` adds these."""
-        return {i: x for i, x in self.weights.items()}  # noqa: C416 (its keys are wider)
+        return dict(self.weights.items())
 
     @cached_property
     def operations(self) -> tuple[tuple[Operation, ...], Key]:

@@ -2,7 +2,7 @@
 
 Rows of a batch are prompts, or the beams of prompts. `select` keeps, repeats and reorders them, `merge` joins batches.
 Prompts of different lengths are aligned at their end: a shorter row has padding in its first columns. Steps write in
-place, and room for keys and values is added in blocks: attention reads all of it, and masks what no column has.
+place. The capacity for keys and values grows in blocks: attention reads all of it, and masks empty columns.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Columns:
 
     @property
     def capacity(self) -> int:
-        """Return the number of columns for which there is room."""
+        """Return the number of columns that the buffers hold."""
         return self.buffers[0].shape[2]
 
     def begin_column(self) -> bool:
-        """Make room for one more column. Return True if that needed other buffers."""
+        """Count one more column, and enlarge full buffers. Return True if they are other tensors now."""
         full = self.count >= self.capacity != self.window
         if full:
             capacity = -(-(self.count + 1) // BLOCK_COLUMNS) * BLOCK_COLUMNS
@@ -158,7 +158,7 @@ class Rows:
     repeated: RepeatedStep = field(factory=RepeatedStep)
 
     def begin_step(self) -> None:
-        """Make room for one more position of each row."""
+        """Reserve memory for one more position of each row."""
         grown = [x.begin_column() for x in self.kept.values() if isinstance(x, Columns)]
         if any(grown):
             self.repeated = RepeatedStep()  # a graph writes to the buffers with which it was captured
