@@ -190,8 +190,8 @@ def _check_trainable(node: Node, p: Program, split: Split) -> None:
     at = f"{node.name} ({getattr(node.op, 'at', '')})"
     if any(isinstance(op, MoE) and op.balance for op in _layers(value) if op is not value.op):
         raise UserError(
-            f"{at} contains a MoE with a balancing loss; only a MoE that is a graph node of its own may have one\n"
-            "set balance=0 in it"
+            f"{at} contains a MoE with a balancing loss, which a MoE inside another layer cannot have\n"
+            "set balance=0 in that MoE"
         )
     routes = any(isinstance(v.op, Route) for v, *_ in primitives(value))
     for _, _, outer in primitives(value):

@@ -259,7 +259,7 @@ def checkpoint_folders(run: Path) -> list[Path]:
 
 def _step(folder: Path) -> int:
     match = FOLDER_NAME.fullmatch(folder.name)
-    assert match, f"{folder} is no checkpoint's folder"
+    assert match, f"{folder} is not the folder of a checkpoint"
     return int(match[1])
 
 

@@ -46,8 +46,8 @@ class DescribedModel:
         if differ:
             name = min(differ)
             raise UserError(
-                f"{self.file} describes another model than {model.name!r}: "
-                f"{name} is {_shown(theirs.get(name))} there, and {_shown(ours.get(name))} here"
+                f"{self.file} describes another model than {model.name!r}: tensor {name} is "
+                f"{_shown(theirs.get(name))} by the config, and {_shown(ours.get(name))} in the model"
             )
 
     def is_exact(self, model: Model) -> bool:

@@ -64,7 +64,7 @@ def _newest(path: Path) -> Path:
     step = (path / LATEST).read_text(encoding="utf-8").strip()
     if not step.isdigit():
         raise UserError(
-            f"{path / LATEST} has no number of an iteration, but {step!r:.40}\ngive one of the iter_ folders"
+            f"{path / LATEST} names {step!r:.40}, which is not an iteration\ngive the folder of the checkpoint itself"
         )
     return path / f"iter_{int(step):07d}"
 
@@ -143,7 +143,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int, int], Mapping[str, Any]]:
     for path in sorted(folder.glob(RANK_FOLDERS)):
         numbers = path.name.removeprefix("mp_rank_").split("_")
         if len(numbers) > 3 or not all(map(str.isdigit, numbers)):
-            raise UserError(f"{path} is no folder of a rank\nsave the checkpoint as torch_dist")
+            raise UserError(f"{path} is not the folder of a rank\nsave the checkpoint as torch_dist")
         contents = load_tensors(path / RANK_FILE)
         if not isinstance(contents, Mapping):
             raise UserError(f"{path / RANK_FILE} has no weights\ncopy the checkpoint again")
@@ -151,13 +151,13 @@ def _rank_files(folder: Path) -> dict[tuple[int, int, int], Mapping[str, Any]]:
         sizes = vars(args) if isinstance(args, Namespace) else {}
         tensor = sizes.get("tensor_model_parallel_size")
         if (sizes.get("expert_tensor_parallel_size") or tensor) != tensor:
-            raise UserError(f"{folder}: experts with another tensor parallelism are not read\nsave it as torch_dist")
+            raise UserError(f"{folder}: experts whose etp differs from tp are not read\nsave it as torch_dist")
         tp, *others = map(int, numbers)
         only_ep = len(others) == 1 and sizes.get("pipeline_model_parallel_size") == 1
         pp, ep = [0, *others] if only_ep else [*others, 0, 0][:2]
         files[tp, pp, ep] = contents
     if not files:
-        raise UserError(f"{folder} is no checkpoint of Megatron-LM: it has neither {METADATA} nor {RANK_FOLDERS}")
+        raise UserError(f"{folder} is not a checkpoint of Megatron-LM: it has neither {METADATA} nor {RANK_FOLDERS}")
     return files
 
 

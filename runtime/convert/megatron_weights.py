@@ -167,7 +167,7 @@ def _outside(n: Node, layers: str) -> str:
 
 def _unknown(n: Node) -> UserError:
     return UserError(
-        f"{n.name} is no layer of Megatron-LM's GPTModel or BertModel whose tensor names are known\n"
+        f"{n.name} is not a layer of Megatron-LM's GPTModel or BertModel whose tensor names are known\n"
         "each block must have a norm, attention, a norm, and a feed-forward layer or a mixture of experts"
     )
 

@@ -56,7 +56,7 @@ def parse_blend(words: Sequence[str]) -> Blend:
     weights = [number for number in numbers[::2] if number is not None]
     if len(words) % 2 or len(weights) * 2 != len(words) or any(number is not None for number in numbers[1::2]):
         raise UserError(
-            f"--data {' '.join(words)} is no blend\ngive a weight before each dataset (--data 0.3 A 0.7 B), or none"
+            f"--data {' '.join(words)} is not a blend\ngive a weight before each dataset (--data 0.3 A 0.7 B), or none"
         )
     if not all(0 < weight < float("inf") for weight in weights):
         raise UserError(f"--data {' '.join(words)} has a weight that is not above 0\nleave that dataset out")
@@ -89,7 +89,7 @@ def open_corpus(
         return _text_corpus(blend.names[0], split, folder)
     name = next(n for n, prefix in zip(blend.names, prefixes, strict=True) if not is_indexed(prefix))
     raise UserError(
-        f"--data {name} is no indexed dataset, of which --data takes several\n"
+        f"--data {name} is not an indexed dataset; several sources must all be indexed\n"
         f"tokenize it: megaloom data {name} -o PREFIX --tokenizer FILE_OR_FOLDER"
     )
 

@@ -128,7 +128,7 @@ def _parquet_chunks(path: Path) -> Iterator[Chunk]:
     try:
         metadata = ParquetFile(path).metadata
     except ArrowInvalid as error:
-        raise UserError(f"{path} is no Parquet file: {_first_line(error)}") from None
+        raise UserError(f"{path} is not a Parquet file: {_first_line(error)}") from None
     for group in range(metadata.num_row_groups):
         yield Chunk(Format.PARQUET, (str(path),), group, group + 1, metadata.row_group(group).total_byte_size)
 
@@ -205,9 +205,9 @@ def _jsonl(path: Path, chunk: Chunk, key: str) -> Iterator[Document]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise UserError(f"{_line(path, at)} is no JSON: {_first_line(error)}") from None
+                raise UserError(f"{_line(path, at)} is not JSON: {_first_line(error)}") from None
             if not isinstance(row, dict):
-                raise UserError(f"{_line(path, at)} is no JSON object\ngive one object per line, with a key {key!r}")
+                raise UserError(f"{_line(path, at)} is not a JSON object\ngive one object per line, with a key {key!r}")
             if key not in row:
                 _check_column(_line(path, at), row, key)
             yield _document(row[key], lambda at=at: _line(path, at), key)  # type: ignore[misc]

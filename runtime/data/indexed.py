@@ -123,7 +123,9 @@ def open_indexed(prefix: Path) -> IndexedDataset:
             f"an indexed dataset is {prefix.name}{TOKENS} and {prefix.name}{INDEX_SUFFIX} in one folder"
         ) from None
     if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise UserError(f"{index} is no index of a Megatron dataset\nwrite one with: megaloom data SOURCE -o PREFIX")
+        raise UserError(
+            f"{index} is not the index of a Megatron dataset\nwrite one with: megaloom data SOURCE -o PREFIX"
+        )
     _, version, code, sequences, ends = HEADER.unpack(header)
     if version != 1 or code not in TOKEN_TYPES or ends < 1:
         raise UserError(f"{index} has version {version} and token type {code}; this megaloom reads version 1, integers")

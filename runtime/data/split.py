@@ -37,7 +37,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
     shares = [*given, 0.0, 0.0][: max(3, len(given))]
     if len(shares) != 3 or not given or min(shares) < 0 or not 0 < sum(shares) < float("inf") or not shares[0]:
         raise UserError(
-            f"--split {text} is no split\ngive the shares of training, validation and test: --split {DEFAULT_SPLIT}"
+            f"--split {text} is not a split\ngive the shares of training, validation and test: --split {DEFAULT_SPLIT}"
         )
     return shares[0] / sum(shares), shares[1] / sum(shares), shares[2] / sum(shares)
 

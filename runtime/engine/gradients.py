@@ -141,8 +141,9 @@ def _assemble(node: Node, parts: Iterable[Part]) -> Iterable[tuple[str, WeightGr
 
 def _no_gradients(node: Node) -> UserError:
     return UserError(
-        f"{node.name}: the parameters of its module are not the elements of its weights in another order, so their "
-        "gradients have no names\nwrite a method parameters(self, w) that only permutes, stacks and joins weights"
+        f"cannot return the gradients of {node.name} by weight: the parameters of its module are not just the elements "
+        "of its weights in another order\n"
+        "write a method parameters(self, w) that only permutes, stacks and joins weights"
     )
 
 

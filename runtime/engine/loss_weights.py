@@ -32,7 +32,7 @@ def _weight_sum(node: Node, batch: dict[str, Tensor], sizes: dict[str, int]) -> 
     ends = [v for v, *_ in primitives(node.value) if isinstance(v.op, LossSums)]
     if len(ends) != 1:
         raise UserError(
-            f"{node.name} must end in one loss_sums(losses, weights), to be one of several losses or beside the "
+            f"{node.name} must end in one loss_sums(losses, weights), because the model has several losses or a "
             "balancing loss of experts"
         )
     losses, *weights = ends[0].args
@@ -58,8 +58,8 @@ def _value(v: Value, node: Node, batch: dict[str, Tensor], known: dict[int, Tens
             known[id(v)] = batch[v.op.name]
         elif isinstance(v.op, Weight):
             raise UserError(
-                f"the weights of {node.name} depend on the model's weight {v.op.name!r}: as one of several losses, or "
-                "beside the balancing loss of experts, it must have weights that are made of inputs alone"
+                f"the weights of {node.name} depend on the model's weight {v.op.name!r}; if a model has several losses "
+                "or a balancing loss of experts, weights of losses must be computed from inputs alone"
             )
         elif v.body is not None:
             known[id(v)] = _value(v.body, node, batch, known)

@@ -264,17 +264,17 @@ def with_length(settings: GenerationSettings, prompts: Sequence[Prompt], graph: 
     sources = [rows[d.name] for n in graph.graph.nodes if n.name == graph.source for d in n.shape if d.name in rows]
     if sources and source > min(sources):
         raise UserError(f"a prompt has {source:,} tokens, but the encoder of {name} has {min(sources):,} positions")
-    room = rows.get(graph.sequence.name, prompt + (settings.max_new_tokens or DEFAULT_NEW_TOKENS)) - prompt
-    if room < 1:
+    free = rows.get(graph.sequence.name, prompt + (settings.max_new_tokens or DEFAULT_NEW_TOKENS)) - prompt
+    if free < 1:
         raise UserError(
-            f"a prompt has {prompt:,} tokens, but {name} has {prompt + room:,} positions\ngive a shorter prompt"
+            f"a prompt has {prompt:,} tokens, but {name} has {prompt + free:,} positions\ngive a shorter prompt"
         )
-    if settings.max_new_tokens is not None and settings.max_new_tokens > room:
+    if settings.max_new_tokens is not None and settings.max_new_tokens > free:
         raise UserError(
             f"a prompt of {prompt:,} tokens and --max-new-tokens {settings.max_new_tokens} are more than the "
-            f"{prompt + room:,} positions of {name}\nuse --max-new-tokens {room} or less"
+            f"{prompt + free:,} positions of {name}\nuse --max-new-tokens {free} or less"
         )
-    return evolve(settings, max_new_tokens=settings.max_new_tokens or min(DEFAULT_NEW_TOKENS, room))
+    return evolve(settings, max_new_tokens=settings.max_new_tokens or min(DEFAULT_NEW_TOKENS, free))
 
 
 def _positions(prompts: Sequence[Prompt], settings: GenerationSettings) -> int:

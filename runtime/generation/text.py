@@ -61,7 +61,7 @@ class PromptText:
             special = [t.content for t in self.tokenizer.backend.get_added_tokens_decoder().values()]
             hint = did_you_mean(name, special)
             raise UserError(
-                f"--eos-token-id {name!r} is no token of {self.name}{hint}give the name of a token, or an id"
+                f"--eos-token-id {name!r} is not a token of {self.name}{hint}give the name of a token, or an id"
             )
         raise UserError(f"--eos-token-id {name!r} is not the id of a token\nthe tokens of {self.name} have no names")
 

@@ -99,7 +99,7 @@ def open_trained(folder: Path, *, averaged: bool = False) -> TrainedModel:
         return TrainedModel(folder, Precision.BF16 if device.gpu_count() else Precision.FP32)
     if folder.is_file():
         raise UserError(f"{folder} is a file, not the folder of a run\nunpack it: megaloom unpack {folder}")
-    what = "is no run folder" if folder.is_dir() else "does not exist"
+    what = "is not a run folder" if folder.is_dir() else "does not exist"
     raise UserError(f"{folder} {what}\ngive the folder that `megaloom train` wrote, or a Hugging Face folder")
 
 

@@ -169,7 +169,7 @@ class SampleMaker:
         tokens, labels = text[:seq].clone(), text[1 : seq + 1].clone()
         token, count = _image_tokens(self.graph)
         if count >= seq:
-            raise UserError(f"--seq {seq} has no room for text after {count} tokens of an image: use more")
+            raise UserError(f"--seq {seq} leaves no text after the {count} tokens of an image: use a larger --seq")
         tokens[:count], labels[: max(0, count - 1)] = token, token
         counted = labels != token if count else torch.ones_like(labels) > 0
         if self.counted is not None:

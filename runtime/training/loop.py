@@ -69,7 +69,7 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
             for note in given.notes(model):
                 display.print(note)
         if model.lora and not given and not resumed:
-            display.print("the frozen weights are random: give those that the adapters are for with --from FOLDER")
+            display.print("the frozen weights are random: give trained ones with --from FOLDER")
         if empty := empty_validation(run.corpus, run.options.get("split")):
             display.print(f"no held-out loss: {empty}; give it a larger share, such as --split 90,10")
         with existing_objects_frozen():

@@ -144,7 +144,7 @@ def plan_of_run(folder: Path) -> Plan:
     """Return the plan in a run folder, which names the source of its model. Raises UserError for another folder."""
     if not (folder / PLAN_NAME).is_file():
         raise UserError(
-            f"{folder} is no run folder: it has no {PLAN_NAME}\ngive the folder that `megaloom train` wrote"
+            f"{folder} is not a run folder: it has no {PLAN_NAME}\ngive the folder that `megaloom train` wrote"
         )
     return load_plan(folder / PLAN_NAME)
 

@@ -50,7 +50,7 @@ class GivenWeights:
             raise UserError(f"--from {self.files.folder}: {error}") from None
         if wrong := [d for d in self._differences(model) if not d.option.startswith(POSITION_OPTIONS)]:
             raise UserError(
-                f"--from {self.files.folder}: its config.json describes another model than {model.name!r}: {wrong[0]}\n"
+                f"--from {self.files.folder}: {model.name!r} is not the model of its config.json: {wrong[0]}\n"
                 "give that folder as MODEL, or correct the option in MODEL"
             )
 

@@ -85,7 +85,7 @@ def read_metadata(folder: Path) -> Metadata:
     except Exception as error:  # of a damaged pickle, any
         raise UserError(f"{path} is damaged: {type(error).__name__}\n{ADVICE}") from None
     if not isinstance(metadata, Metadata):
-        raise UserError(f"{path} is no metadata of a checkpoint\n{ADVICE}")
+        raise UserError(f"{path} is not the metadata of a checkpoint\n{ADVICE}")
     for place in places:
         if not isinstance(place, str) or Path(place).name != place:
             raise UserError(f"{path} names the file {str(place)!r:.80}, which is outside of its folder\n{ADVICE}")

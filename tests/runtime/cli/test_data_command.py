@@ -48,9 +48,9 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["data", "a.jsonl", "-o", "out", "--tokenizer", "bytes", "--key", "body", "--workers", "1"],
         "a.jsonl, line 1, has no 'body': give --key one of text",
     ),
-    "no run": (["evaluate", "books", "--data", "a.jsonl"], "books is no run folder: it has no plan.json"),
+    "no run": (["evaluate", "books", "--data", "a.jsonl"], "books is not a run folder: it has no plan.json"),
     "no data to evaluate on": (["evaluate", "books"], "--data is missing"),
-    "blend": (["train", "--data", "0.5", "books", "a.jsonl"], "--data 0.5 books a.jsonl is no blend\ngive a weight"),
+    "blend": (["train", "--data", "0.5", "books", "a.jsonl"], "--data 0.5 books a.jsonl is not a blend\ngive a weight"),
     "split of text": (["train", "--data", "books", "--split", "9,1"], "--split 9,1 is for indexed datasets"),
 }
 

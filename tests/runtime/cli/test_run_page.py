@@ -100,7 +100,7 @@ def test_a_run_without_steps_and_one_of_an_earlier_version(
     assert main(["report", str(tmp_path)]) == 2
     assert "metrics.jsonl has no steps yet\ntrain first: megaloom train" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none")]) == 2
-    assert "is no run folder: it has no plan.json" in capsys.readouterr().err
+    assert "is not a run folder: it has no plan.json" in capsys.readouterr().err
     line = {"event": "step", "step": 1, "loss": None, "lr": 0.1, "grad_norm": 1.0, "seconds": 1.0}
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(line)}\n{{damaged\n")
     assert main(["report", str(tmp_path)]) == 0

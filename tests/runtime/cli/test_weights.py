@@ -52,13 +52,13 @@ def test_weights_go_into_a_run_and_out_of_it(tmp_path: Path, capfd: pytest.Captu
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads((folder / "config.json").read_text()) | {"intermediate_size": 40}))
     assert main(["convert", str(run), "--to", "hf", "-o", str(tmp_path / "b"), "--config", str(config)]) == 2
-    assert "down_proj.weight is [32, 40] there, and [32, 48] here" in capfd.readouterr().err
+    assert "down_proj.weight is [32, 40] by the config, and [32, 48] in the model" in capfd.readouterr().err
     assert not (tmp_path / "b").exists()
     assert main([*train, "--steps", "2"]) == 0
     assert f"--from {folder} is not read again" in " ".join(capfd.readouterr().out.split())
     check_damage(run, tmp_path / "d", capfd)
     assert main(["convert", str(folder), "--to", "hf", "-o", str(tmp_path / "c")]) == 2
-    assert f"{folder} is no run folder: it has no plan.json" in capfd.readouterr().err
+    assert f"{folder} is not a run folder: it has no plan.json" in capfd.readouterr().err
 
 
 def check_damage(run: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> None:

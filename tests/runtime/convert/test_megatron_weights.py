@@ -201,7 +201,7 @@ def test_other_models_and_unsafe_files_are_refused(
     root = saved[0] / "gpt"
     other = built("gemma2").config
     other.save_pretrained(tmp_path / "gemma2")
-    assert "is no layer of Megatron-LM's GPTModel" in refusal(root / "dist", tmp_path / "gemma2", tmp_path, capsys)
+    assert "is not a layer of Megatron-LM's GPTModel" in refusal(root / "dist", tmp_path / "gemma2", tmp_path, capsys)
     folder = shutil.copytree(root / "legacy" / "iter_0000100", tmp_path / "unsafe")
     torch.save({"model": Path.touch}, folder / "mp_rank_00_000" / "model_optim_rng.pt")
     assert "which could run code" in refusal(folder, root / "config", tmp_path, capsys)

@@ -72,16 +72,20 @@ def test_text_is_bytes(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "split", "message"),
     [
-        (["0.3", "a", "b"], None, r"--data 0.3 a b is no blend\ngive a weight before each dataset"),
-        (["a", "0.3"], None, r"--data a 0.3 is no blend"),
+        (["0.3", "a", "b"], None, r"--data 0.3 a b is not a blend\ngive a weight before each dataset"),
+        (["a", "0.3"], None, r"--data a 0.3 is not a blend"),
         (["-1", "a", "1", "b"], None, r"has a weight that is not above 0\nleave that dataset out"),
         ([], None, r"--data names nothing"),
         (["a", "c"], None, r"c and a were made with different tokenizers\ngive datasets of one tokenizer"),
-        (["a", "text.txt"], None, r"--data text.txt is no indexed dataset, .*\ntokenize it: megaloom data text.txt -o"),
-        (["a", "nowhere"], None, r"--data nowhere is no indexed dataset"),
+        (
+            ["a", "text.txt"],
+            None,
+            r"--data text.txt is not an indexed dataset; .*\ntokenize it: megaloom data text.txt -o",
+        ),
+        (["a", "nowhere"], None, r"--data nowhere is not an indexed dataset"),
         (["nowhere"], None, r"no file or folder nowhere\ngive --data a file"),
         (["text.txt"], "9,1", r"--split 9,1 is for indexed datasets; of text files, a hash"),
-        (["a"], "x", r"--split x is no split\ngive the shares of training, validation and test: --split 969,30,1"),
+        (["a"], "x", r"--split x is not a split\ngive the shares of training, validation and test: --split 969,30,1"),
     ],
 )
 def test_what_is_refused(folder: Path, words: list[str], split: str | None, message: str) -> None:

@@ -94,8 +94,8 @@ def _cut(path: Path, nbytes: int) -> None:
             r"x.bin has 11 bytes; x.idx says 10 tokens of 2 bytes\none of",
         ),
         (lambda p: _cut(path_of(p, ".idx"), 60), r"x.idx has 60 bytes; its 4 sequences need 122\nthe file is damaged"),
-        (lambda p: _cut(path_of(p, ".idx"), 20), r"x.idx is no index of a Megatron dataset"),
-        (lambda p: path_of(p, ".idx").write_text("x" * 200), r"x.idx is no index of a Megatron dataset"),
+        (lambda p: _cut(path_of(p, ".idx"), 20), r"x.idx is not the index of a Megatron dataset"),
+        (lambda p: path_of(p, ".idx").write_text("x" * 200), r"x.idx is not the index of a Megatron dataset"),
         (lambda p: shutil.copy(path_of(p, ".bin"), path_of(p, ".mask")), r"x.mask has 20 bytes for 10 tokens"),
     ],
 )

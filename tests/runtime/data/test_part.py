@@ -153,7 +153,9 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "a,b", "0,1", "1,2,3,4", "-1,2", "nan,1", "inf,1"])
 def test_a_wrong_split_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"^--split .* is no split\ngive the shares of training, validation and test"):
+    with pytest.raises(
+        UserError, match=r"^--split .* is not a split\ngive the shares of training, validation and test"
+    ):
         parse_split(text)
 
 

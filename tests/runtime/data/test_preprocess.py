@@ -230,12 +230,12 @@ if __name__ == "__main__":
             r"line 2, has no 'text': give --key one of",
         ),
         (lambda p: p.write_text('{"txt": 1}\n'), r"line 1, has no 'text': did you mean txt\?\ngive --key one of txt"),
-        (lambda p: p.write_text('{"text": "a"}\n\n{"text": \n'), r"line 3, is no JSON: "),
-        (lambda p: p.write_text('["a"]\n'), r"line 1, is no JSON object"),
+        (lambda p: p.write_text('{"text": "a"}\n\n{"text": \n'), r"line 3, is not JSON: "),
+        (lambda p: p.write_text('["a"]\n'), r"line 1, is not a JSON object"),
         (lambda p: p.write_text('{"text": 3}\n'), r"line 1, has a int under 'text'\na document is a text, or"),
         (lambda p: p.write_text(""), r"a.jsonl is empty"),
         (lambda p: p.write_text('{"text": ""}\n'), r"no text in .*a.jsonl: every document is empty"),
-        (lambda p: p.write_text("Dear reader", "utf-16"), r"line 1, is no JSON"),
+        (lambda p: p.write_text("Dear reader", "utf-16"), r"line 1, is not JSON"),
         (lambda p: None, r"no file or folder .*a.jsonl"),
         (
             lambda p: p.write_text('{"text": "a"}\n{"text": [{"role": "user", "content": "x"}]}\n'),
@@ -275,7 +275,7 @@ def test_wrong_options_are_refused(options: dict[str, object], message: str, tmp
 
 def test_damaged_parquet_and_saved_splits_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1" + b"x" * 50)
-    with pytest.raises(UserError, match=r"a.parquet is no Parquet file: "):
+    with pytest.raises(UserError, match=r"a.parquet is not a Parquet file: "):
         documents.open_source(str(tmp_path / "a.parquet"))
     one = datasets.Dataset.from_dict({"text": TEXTS})
     datasets.DatasetDict(train=one, test=one).save_to_disk(str(tmp_path / "both"))

@@ -65,7 +65,7 @@ def test_a_model_that_writes_no_text_is_refused(
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path), "--prompt", " "]) == 2
-    assert capsys.readouterr().err.startswith(f"megaloom: {tmp_path} is no run folder\ngive the folder that")
+    assert capsys.readouterr().err.startswith(f"megaloom: {tmp_path} is not a run folder\ngive the folder that")
 
 
 def test_sequences_are_printed_as_json(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

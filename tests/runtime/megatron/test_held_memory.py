@@ -66,7 +66,7 @@ def lm(attention: Attention, ff: Layer) -> Model:
 
 MODELS = {
     "tied": gpt("tied", layers=4, heads=4, embed=128, vocab=VOCAB, seq=SEQ),
-    "turning": lm(Attention(heads=8, kv_heads=2, rope=10_000), MLP(512, "gelu_tanh")),
+    "rotary": lm(Attention(heads=8, kv_heads=2, rope=10_000), MLP(512, "gelu_tanh")),
     "relu": lm(Attention(heads=4), MLP(512, "relu")),
     "gated": lm(Attention(heads=4), GeGLU(256)),
     "sparse": lm(Attention(heads=4), MoE(MLP(256, "gelu_tanh"), experts=4, top_k=2)),
@@ -84,7 +84,7 @@ MODELS = {
 CASES = [
     ("tied", Recompute.NONE),
     ("tied", Recompute.FULL),
-    ("turning", Recompute.NONE),
+    ("rotary", Recompute.NONE),
     ("relu", Recompute.NONE),
     ("gated", Recompute.NONE),
     ("sparse", Recompute.NONE),

@@ -92,7 +92,7 @@ def test_evaluated_by_dataset_it_has_the_loss_of_the_run(
     assert sum(x.loss * x.tokens for x in results) / tokens == pytest.approx(done.held_out.loss, abs=1e-5)
     with pytest.raises(UserError, match=r"the test part of .*a has 0 tokens, too few for sequences of 32\ngive more"):
         evaluate_run(folder, [blend[1]], part="test", split="100")
-    with pytest.raises(UserError, match=r"is no run folder: it has no plan.json\ngive the folder"):
+    with pytest.raises(UserError, match=r"is not a run folder: it has no plan.json\ngive the folder"):
         evaluate_run(tmp_path, [blend[1]])
     shutil.copy(folder / "plan.json", tmp_path)
     with pytest.raises(UserError, match=r"has no checkpoint\ntrain first: megaloom train .*plan.json"):

@@ -82,8 +82,8 @@ def test_options_that_shapes_do_not_show_are_compared(folder: Path) -> None:
     assert given.notes(read(fields)) == []
     with pytest.raises(UserError) as raised:
         given.check(read({**fields, "rms_norm_eps": 0.5}))
-    assert "describes another model than" in str(raised.value)
-    assert "eps of rms_norm.0 is 0.5, there " in str(raised.value)
+    assert "is not the model of its config.json" in str(raised.value)
+    assert "eps of rms_norm.0 is 0.5, not " in str(raised.value)
     longer = read({**fields, "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}})
     given.check(longer)
     (note,) = given.notes(longer)
