@@ -102,27 +102,27 @@ class Config:
         return self._read(name, default, int, f"a whole number of at least {least}", lambda n: n >= least)
 
     def number(self, name: str, default: T = REQUIRED) -> float | T:
-        """Return a finite number of at least 0."""
+        """Return a field that holds a finite number of at least 0."""
         return self._read(name, default, float, "a number of at least 0", lambda x: 0 <= x < inf)
 
     def rate(self, name: str, default: float) -> float:
-        """Return the probability of a dropout."""
+        """Return a field that holds the probability of a dropout."""
         return self._read(name, default, float, "a number of at least 0 and below 1", lambda p: 0 <= p < 1)
 
     def flag(self, name: str, default: T = REQUIRED) -> bool | T:
-        """Return a boolean."""
+        """Return a field that holds true or false."""
         return self._read(name, default, bool, "true or false")
 
     def text(self, name: str, default: T = REQUIRED) -> str | T:
-        """Return a string."""
+        """Return a field that holds a string."""
         return self._read(name, default, str, "a string")
 
     def array(self, name: str, default: T = REQUIRED) -> list[Any] | T:
-        """Return an array."""
+        """Return a field that holds an array."""
         return self._read(name, default, list, "an array")
 
     def choice(self, name: str, meanings: Mapping[str, T], default: str = REQUIRED) -> T:
-        """Return the meaning of a string. Raises UserError if it has none."""
+        """Return the meaning of a field that holds a string. Raises UserError for a string without a meaning."""
         value = self.text(name, default)
         if value not in meanings:
             raise self.unsupported(name, f"supported: {', '.join(map(as_json, meanings))}")

@@ -41,7 +41,7 @@ ZERO = Figures()
 
 
 def total(parts: Iterable[Figures]) -> Figures:
-    """Return the sum of figures."""
+    """Return the sum of the figures of several nodes."""
     return sum(parts, ZERO)
 
 

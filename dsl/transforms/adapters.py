@@ -110,7 +110,7 @@ def adapted(m: Model, lora: LoRA) -> Model:
 
 @frozen
 class AdapterSlots:
-    """The adapters of matrices of a node that share A: A, B of each matrix, and the names of the matrices."""
+    """Low-rank adapters with one factor A: A, the factor B of each matrix, and the names of the matrices."""
 
     a: Slot
     b: tuple[Slot, ...]

@@ -1,4 +1,4 @@
-"""Closer bounds of layouts from their balanced partitions, the most even ones.
+"""Tighter lower bounds of layouts, from their balanced partitions: those whose slowest stage is fastest.
 
 `balanced_bounds` evaluates many layouts at once. Its seconds are a lower bound for every partition; the expected
 seconds and the bytes are those of the balanced partition, by which the search orders layouts.

@@ -39,7 +39,7 @@ BOUND_COLUMNS = ("base", "seconds", "nbytes", "after")
 
 @frozen(eq=False)
 class BoundedLayouts:
-    """Layouts with their lower bounds."""
+    """Layouts with lower bounds of their step seconds and of their memory."""
 
     layouts: Layouts
     base: Column  # number of the base layout of each
@@ -49,7 +49,7 @@ class BoundedLayouts:
 
     @classmethod
     def joined(cls, parts: Sequence[BoundedLayouts]) -> BoundedLayouts:
-        """Return the concatenation of several."""
+        """Return the layouts of several parts in one, in order."""
         columns = (np.concatenate([getattr(part, name) for part in parts]) for name in BOUND_COLUMNS)
         return cls(Layouts.joined([part.layouts for part in parts]), *columns)
 

@@ -251,7 +251,7 @@ def needs_flex_attention(nodes: Iterable[Node]) -> bool:
 
 
 def capability(runtime: Runtime, environment: Environment) -> Capability:
-    """Return what a runtime can do in an environment."""
+    """Return the precisions, overlaps and kernels that a runtime has on a device with these libraries."""
     if runtime is Runtime.MEGATRON:
         return Capability(
             precisions=tuple(Precision),

@@ -32,7 +32,7 @@ MIXED_PRECISION = {Precision.FP32: "no", Precision.BF16: "bf16", Precision.FP16:
 
 
 def config_yaml(plan: Plan, graph: Graph) -> str:
-    """Return the file. Raises UserError that names what no key expresses."""
+    """Return a plan as Accelerate's YAML file. Raises UserError that names what no key expresses."""
     precision, model = plan.workload.precision, read_decoder(graph, Target.ACCELERATE)
     if precision not in MIXED_PRECISION:
         refuse(Target.ACCELERATE, f"precision {precision}", f"plan with --precision {' or '.join(MIXED_PRECISION)}")

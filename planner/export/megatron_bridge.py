@@ -53,7 +53,7 @@ RECIPES = {  # of mixed precision
 
 
 def overrides(plan: Plan, graph: Graph) -> str:
-    """Return the overrides as text. Raises UserError that names what no key expresses."""
+    """Return a plan as overrides of a recipe, KEY=VALUE lines. Raises UserError that names what no key expresses."""
     return "".join(f"{key}={_hydra(value)}\n" for key, value in _pairs(plan, graph))
 
 

@@ -41,7 +41,7 @@ class MegatronOptions:
 
 
 def megatron_options(plan: Plan, graph: Graph, target: Target = Target.MEGATRON_LM) -> MegatronOptions:
-    """Return the plan as options. Raises UserError that names what no option expresses."""
+    """Return the options of Megatron-LM that run a plan. Raises UserError that names what no option expresses."""
     model = read_decoder(graph, target)
     starts = tuple(stage.start for stage in plan.stages)
     for violation in export_violations(plan.layout, graph, plan.workload, plan.cluster, starts):

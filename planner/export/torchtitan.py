@@ -28,7 +28,7 @@ TORCH_DTYPES = {Precision.BF16: "bfloat16", Precision.FP32: "float32"}
 
 
 def config_toml(plan: Plan, graph: Graph) -> str:
-    """Return the file. Raises UserError that names what torchtitan does otherwise."""
+    """Return a plan as torchtitan's TOML file. Raises UserError that names what torchtitan does otherwise."""
     m = read_decoder(graph, Target.TORCHTITAN)
     stages, flavor = stage_layers(plan, m, graph, Target.TORCHTITAN), find_flavor(m)
     if flavor is None:

@@ -27,7 +27,7 @@ class Slice(NamedTuple):
 
 @frozen
 class MemoryTrack:
-    """The terms of one pipeline rank's memory, in bytes."""
+    """The bytes of one pipeline rank, by how long they stay: the whole step, one pass, one micro-batch."""
 
     bare: int  # state, and what no tensor holds
     library: int  # libraries and receive buffers, for the whole step

@@ -30,7 +30,7 @@ class Coverage:
 
 
 def coverage(rows: Iterable[Predicted]) -> tuple[Coverage, ...]:
-    """Return a line for each class of runs, and one for all of them."""
+    """Return the interval and its coverage of each class of runs, then the coverage of all."""
     by: dict[str, list[Predicted]] = defaultdict(list)
     for p in rows:
         if p.training_run.step_seconds is not None:

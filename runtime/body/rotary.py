@@ -14,7 +14,7 @@ from megaloom.runtime.reference.tensors import dim_index
 
 
 def rotate_by_kernel(op: Rope, shape: Shape, x: Tensor) -> Tensor:
-    """Return what `reference.rotary.rotate` returns."""
+    """Return x with its pairs of channels rotated by position, equal to `reference.rotary.rotate`, in one kernel."""
     out: Tensor = _Rotate.apply(x, *rotation(op, shape, x), dim_index(shape, "head_dim"), op.interleaved)
     return out
 

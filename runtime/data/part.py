@@ -81,7 +81,7 @@ class DataPart:
         return self._window(k, key % seq + seq * index, seq)
 
     def held_out_samples(self, seq: int) -> int:
-        """Return the number of `held_out_sample`s."""
+        """Return the number of samples of an evaluation that reads all of the text once."""
         return sum(self._held_out(seq))
 
     def held_out_sample(self, i: int, *, seq: int) -> Window:

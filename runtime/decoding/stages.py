@@ -25,7 +25,7 @@ MOST_TP = 64  # tensor-parallel ranks that a message names
 
 @frozen
 class Load:
-    """The largest batch."""
+    """Size of the largest batch: its rows, and the positions of each."""
 
     rows: int
     positions: int  # of each row

@@ -26,7 +26,7 @@ class LossTerms:
 
     @classmethod
     def of(cls, graph: Graph, cp: int) -> LossTerms:
-        """Return the terms of a graph that ends in a loss. cp: context-parallel ranks."""
+        """Return the terms of the loss in which a graph ends. cp: the number of context-parallel ranks."""
         losses = Losses.of(graph, cp)
         balanced = tuple((n.name, n.op) for n in graph.nodes if isinstance(n.op, MoE) and n.op.balance)
         ops = {name: graph.nodes[graph.index[name]].op for name in losses.names}
@@ -39,7 +39,7 @@ class LossTerms:
 
     @property
     def size(self) -> int:
-        """Return the numbers of `LossTotals.sums`."""
+        """Return the length of `LossTotals.sums`."""
         return 2 * (1 + len(self.losses.names)) + 1 + sum(record_size(op) for _, op in self.balanced)
 
     def zero(self, device: torch.device | int | None = None) -> LossTotals:

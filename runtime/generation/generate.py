@@ -55,7 +55,7 @@ class Generation:
 
 @frozen
 class Job:
-    """All that a rank must know."""
+    """A generation as every rank needs it: model, layout, settings and encoded prompts."""
 
     trained: TrainedModel
     layout: Layout
@@ -141,7 +141,7 @@ def timed_generate(
 def make_job(
     trained: TrainedModel, prompts: Sequence[str | Sequence[int]], settings: GenerationSettings, asked: Asked
 ) -> Job:
-    """Return what ranks must know. Raise UserError for what they could not do."""
+    """Return the job of all ranks. Raise UserError for a model, prompts or options that cannot be generated from."""
     graph = decoding_graph(trained.graph)
     check_decoding(graph)
     text = PromptText.load(trained.tokenizer if asked.tokenizer is None else asked.tokenizer)

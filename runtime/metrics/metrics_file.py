@@ -35,7 +35,7 @@ class StepMetrics:
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object per line, in the order of events, no step twice. Without a path, nothing."""
+    """Writer of metrics.jsonl: a JSON object per event, in order, no step twice. Without a path it writes no file."""
 
     def __init__(self, path: Path | None, *, last_step: int, trackers: Sequence[Log] = ()) -> None:
         """Open the file to append after `last_step`; lines of later steps, from an interrupted run, are dropped.

@@ -54,7 +54,7 @@ class Unit:
 
     @property
     def seconds(self) -> float:
-        """Return its duration."""
+        """Return the duration."""
         return self.end - self.start
 
 

@@ -17,7 +17,7 @@ from .tensors import broadcast, einsum, names
 def attention(
     op: Attend, out: Value, *args: Tensor, dropped: Callable[[Tensor, list[str]], Tensor] | None = None
 ) -> Tensor:
-    """Return attention. dropped: dropout of the probabilities, a function of them and the names of their dims.
+    """Return softmax(q kᵀ) v. dropped: dropout of the probabilities, a function of them and the names of their dims.
 
     The dims are [batch .., heads, queries, keys].
     """

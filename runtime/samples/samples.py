@@ -88,7 +88,7 @@ class SampleMaker:
         return cls(graph, seq, objective_of(graph), shape["vocab"].known, text_ids)
 
     def reading(self, window: Window) -> SampleMaker:
-        """Return the maker of one sample, which knows the documents of its text."""
+        """Return the maker of the sample of this window, with its document boundaries and its predicted tokens."""
         counted = None if window.counted is None else torch.from_numpy(window.counted)
         return evolve(self, documents=torch.from_numpy(window.documents), counted=counted)
 

@@ -33,7 +33,7 @@ ALL = "all"
 
 @frozen
 class EvaluatedText:
-    """One source to evaluate."""
+    """One source of text to evaluate: its name, its tokens, and their vocabulary."""
 
     name: str
     part: DataPart
@@ -42,7 +42,7 @@ class EvaluatedText:
 
 @frozen
 class SourceLoss:
-    """Losses on a source."""
+    """The result of an evaluation on one source of text."""
 
     name: str
     result: EvaluationResult

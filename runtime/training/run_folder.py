@@ -88,7 +88,7 @@ def _with_source(plan: Plan, folder: Path) -> Plan:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UserError unless a run may write into a folder: it has a run of this version, or nothing of others."""
+    """Raise UserError for the folder of another version's run, and for one with files of other programs."""
     if is_run(folder):
         load_options(folder)
     for pattern, owner, fix in FOREIGN:

@@ -218,7 +218,7 @@ class ShortRun:
         return {name: _largest(g.value - gradients[name].value) for name, g in rounded.items()}
 
     def curve(self, steps: int) -> Curve:
-        """Train for a few steps."""
+        """Train for a few steps, and return their losses and gradient norms."""
         results = [self.engine.step(partial(self.sample, step)) for step in range(steps)]
         return Curve(tuple(r.loss for r in results), tuple(r.grad_norm for r in results))
 

@@ -70,7 +70,7 @@ class View:
         return Narrowed((*self.shape[:dim], length, *self.shape[dim + 1 :]), self.dtype, self, dim, start)
 
     def select(self, dim: int, index: int) -> View:
-        """Return one index of a dim, without the dim."""
+        """Return the view at one index of a dim; the result lacks that dim."""
         dim %= self.ndim
         return self.narrow(dim, index, 1).reshape((*self.shape[:dim], *self.shape[dim + 1 :]))
 

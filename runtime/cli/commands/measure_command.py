@@ -29,7 +29,7 @@ MEMORY_TOLERANCE = 0.1  # by which a GPU's memory may differ from its preset's
 
 
 def run_measure(gpus: int | None, output: Path) -> None:
-    """Measure, write the profile, and print it beside the preset."""
+    """Measure this machine, write its device profile, and print the figures beside those of its preset."""
     if output.suffix != ".json" or not output.resolve().parent.is_dir():
         raise UserError(f"cannot write a profile to {output}\ngive a name that ends in .json, in an existing folder")
     driver_name = device.gpu_name() if device.gpu_count() else "CPU"

@@ -207,7 +207,7 @@ def test_other_models_and_unsafe_files_are_refused(
     assert "which could run code" in refusal(folder, root / "config", tmp_path, capsys)
     (tmp_path / "latest").mkdir()
     (tmp_path / "latest" / "latest_checkpointed_iteration.txt").write_text("../x")
-    assert "has no number" in refusal(tmp_path / "latest", root / "config", tmp_path, capsys)
+    assert "which is not an iteration" in refusal(tmp_path / "latest", root / "config", tmp_path, capsys)
 
 
 def test_a_config_is_needed(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path, capsys: Any) -> None:
