@@ -1,4 +1,4 @@
-"""Copies of programs in which some values are others. Everything else is kept: ops, bodies, names."""
+"""Copies of programs in which some values are replaced. Everything else is kept: ops, bodies, names."""
 
 from __future__ import annotations
 

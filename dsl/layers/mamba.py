@@ -1,4 +1,4 @@
-"""Mamba-2."""
+"""Mamba-2: a selective state space with a causal convolution, a gate and a norm."""
 
 from __future__ import annotations
 

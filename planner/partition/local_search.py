@@ -1,4 +1,6 @@
-"""Partitions into several chunks a rank. The memory of a rank's chunks adds up, so no stage can be limited by itself.
+"""Partitions into several model chunks a rank, by enumeration or local search, within the memory limit.
+
+The memory of a rank's chunks adds up, so no stage can be limited by itself.
 
 `partition_within_limit` gives the partition with the fastest slowest stage of those that fit. Few partitions are all
 enumerated; of more, `descend` moves segments between stages as long as a score falls. `step_score` stands for the step

@@ -1,1 +1,1 @@
-"""The best layout: the space, lower bounds, prices, and why the winner wins."""
+"""Search for the fastest layout: its candidates, their prices, and the reasons for the layout that is found."""

@@ -1,4 +1,4 @@
-"""Messages for searches without a plan: fixed values that are no layout, break a rule, or do not fit the memory.
+"""Messages for searches without a plan: fixed values that no layout has, break a rule, or do not fit the memory.
 
 Each function returns the text of a UserError: what is wrong, where, and the smallest changes that help.
 """

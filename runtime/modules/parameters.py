@@ -1,4 +1,4 @@
-"""From the weights of a model to the parameters of its modules, and to this rank's shards of them.
+"""Conversion of the weights of a model to the parameters of its modules, and to this rank's shards of them.
 
 In the model, weights have layout-independent names (`attention.3.q`) and full shapes. `parameters` computes from them,
 for each class of layer, the full parameters of its megatron-core module. `fill_shards` copies this rank's shard of

@@ -1,4 +1,4 @@
-"""Attention with all scores at once."""
+"""Attention in plain torch, with the scores of all pairs of tokens in memory at once."""
 
 from __future__ import annotations
 
