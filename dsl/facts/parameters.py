@@ -29,4 +29,4 @@ def params(x: Model | Node | Value, *, trained: bool | None = None) -> int:
 def parameters_text(m: Model) -> str:
     """Return the number of parameters as text, with that of the trained ones if others are frozen."""
     whole, trained = params(m), params(m, trained=True)
-    return f"{whole:,} parameters" + (f", {trained:,} of them trained" if trained < whole else "")
+    return f"{whole:,} parameters" + (f" ({trained:,} trained)" if trained < whole else "")

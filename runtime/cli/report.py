@@ -103,7 +103,8 @@ def _training_loss(summary: Summary, loss: float) -> list[tuple[str, str]]:
     """Return the rows of the training loss and of its terms."""
     whole = summary.held_out is None or summary.held_out.cross_entropy in (None, summary.held_out.loss)
     unit = f" {summary.unit}" if whole and summary.unit else ""
-    rows = [("training loss", f"{loss:.3f}{unit} (mean of the last {RECENT_STEPS} steps)")]
+    count = min(RECENT_STEPS, summary.step - (summary.resumed or 0))
+    rows = [("training loss", f"{loss:.3f}{unit} (mean of the last {count} steps)")]
     return rows + [(f"  {name}", f"{value:.3f}") for name, value in summary.train_terms.items()]
 
 

@@ -14,7 +14,7 @@ from .description import TOKENIZER_SUFFIX, Description, read_description
 from .indexed import INDEX_SUFFIX, TOKENS, IndexedDataset, is_indexed, open_indexed, path_of
 from .part import DataPart
 from .split import DEFAULT_SPLIT, PARTS, TokenRange, parse_split, split_ranges
-from .text_files import gather
+from .text_files import STDLIB, gather
 from .token_ids import BYTE_IDS, TokenIds
 
 SCANNED_TOKENS = 2**28
@@ -88,6 +88,8 @@ def open_corpus(
         check(BYTE_IDS)
         return _text_corpus(blend.names[0], split, folder)
     name = next(n for n, prefix in zip(blend.names, prefixes, strict=True) if not is_indexed(prefix))
+    if name != STDLIB and not Path(name).expanduser().exists():
+        raise UserError(f"no file, folder or indexed dataset {name}\ngive --data prefixes of indexed datasets")
     raise UserError(
         f"--data {name} is not an indexed dataset; several sources must all be indexed\n"
         f"tokenize it: megaloom data {name} -o PREFIX --tokenizer FILE_OR_FOLDER"

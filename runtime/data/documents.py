@@ -249,7 +249,7 @@ def _document(value: Any, place: Callable[[], str], key: str) -> Document:
     if isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value):
         return value
     raise UserError(
-        f"{place()} has a {type(value).__name__} under {key!r}\n"
+        f"{place()} has a value of type {type(value).__name__} under {key!r}\n"
         "a document is a text, or a list of messages with role and content"
     )
 

@@ -1,9 +1,10 @@
-"""Lock of a folder that one process at a time may write."""
+"""A folder that one process at a time writes: its lock, and the errors of writing there."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,3 +29,15 @@ def locked_folder(folder: Path, *, held: str, choose: str) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(held) from None
         yield
+
+
+@contextlib.contextmanager
+def named_write_errors(folder: Path, fix: str) -> Iterator[None]:
+    """Turn an OSError of writing below a folder into a UserError with the folder, the reason and the advice `fix`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None and not Path(error.filename).is_relative_to(folder):
+            raise
+        reason = error.args[0][0][-1] if isinstance(error, shutil.Error) else error.strerror or error
+        raise UserError(f"cannot write in {folder}: {reason}\n{fix}") from None

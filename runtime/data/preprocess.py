@@ -20,7 +20,7 @@ from megaloom.dsl.errors import UserError
 from .chunk_workers import ChunkTask, cached_tokenizer, tokenized
 from .description import TOKENIZER_SUFFIX, Description, read_description, write_description
 from .documents import DEFAULT_KEY, Chunk, DocumentSource, open_source, read_chunk
-from .folder_lock import locked_folder
+from .folder_lock import locked_folder, named_write_errors
 from .indexed import (
     INDEX_SUFFIX,
     MASK,
@@ -80,7 +80,8 @@ def preprocess(request: Preprocessing, show: ShowProgress) -> tuple[Description,
         return _finished(request.prefix, digest), True
     parts = path_of(request.prefix, PARTS_SUFFIX)
     held = f"another `megaloom data` is writing {parts}\nwait until it ends"
-    with locked_folder(parts, held=held, choose="choose another -o"):
+    goes_on = "free some space and run the same command again: it continues where it stopped"
+    with named_write_errors(parts.parent, goes_on), locked_folder(parts, held=held, choose="choose another -o"):
         _discard_others(parts, repr((digest, [source.chunks for source in sources])))
         try:
             tokenizer = _tokenizer_of(request, parts, sources, show)

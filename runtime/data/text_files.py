@@ -71,7 +71,7 @@ def gather(source: str, folder: Path) -> GatheredText:
 
 def unreadable(source: str, error: OSError) -> UserError:
     """Return the error for a file or folder of a source that cannot be read."""
-    return UserError(f"cannot read --data {source}: {error.strerror}: {error.filename or source}")
+    return UserError(f"cannot read {source}: {error.strerror}: {error.filename or source}")
 
 
 def _gathered(folder: Path, digest: str) -> tuple[IndexedDataset, ...] | None:
@@ -132,7 +132,7 @@ def text_files(source: str, tables: str | None = None) -> tuple[Path, list[str]]
     else:
         root = Path(source).expanduser()
         if not root.exists():
-            raise UserError(f"no file or folder {source}\ngive --data a file or a folder of text, or {STDLIB!r}")
+            raise UserError(f"no file or folder {source}\ngive a file or a folder of text, or {STDLIB!r}")
         root, names = (root, list(_walk(root, hidden))) if root.is_dir() else (root.parent, [root.name])
     kinds = {name: TEXT if tables and name.endswith(tables) else _kind(root / name) for name in names}
     text = sorted(name for name, kind in kinds.items() if kind == TEXT)

@@ -39,6 +39,10 @@ class TextTokenizer(Protocol):
     def ids(self) -> TokenIds:
         """Return the number of ids and the special ids."""
 
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Return the id of each token, without tokens that were added to a trained tokenizer."""
+
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text, without special tokens."""
 
@@ -51,6 +55,11 @@ class ByteTokenizer:
     """One token per byte of UTF-8."""
 
     ids: TokenIds = BYTE_IDS
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Return the id of each byte."""
+        return {chr(i): i for i in range(self.ids.vocab)}
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the bytes of each text. Surrogates stand for bytes that are no UTF-8."""
@@ -67,6 +76,12 @@ class JsonTokenizer:
 
     backend: Any = field(repr=False)  # tokenizers.Tokenizer
     ids: TokenIds
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Return the id of each token of the model, without added ones."""
+        known: dict[str, int] = self.backend.get_vocab(with_added_tokens=False)
+        return known
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text."""
@@ -85,6 +100,11 @@ class SentencePieceTokenizer:
 
     backend: Any = field(repr=False)  # sentencepiece.SentencePieceProcessor
     ids: TokenIds
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Return the id of each piece."""
+        return {self.backend.id_to_piece(i): i for i in range(self.ids.vocab)}
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text."""
@@ -112,6 +132,12 @@ def load_tokenizer(source: str) -> TextTokenizer:
     except Exception as error:  # the libraries raise bare Exception, RuntimeError, OSError, ValueError and more
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"cannot read the tokenizer {source}: {reason}") from None
+
+
+def tokenizer_of(folders: Sequence[Path]) -> str:
+    """Return the first of these folders that has a tokenizer, or "bytes"."""
+    names = (JSON_NAME, MODEL_NAME, CONFIG_NAME)
+    return next((str(f) for f in folders if any((f / name).is_file() for name in names)), BYTE_IDS.name)
 
 
 def _load(path: Path) -> TextTokenizer:

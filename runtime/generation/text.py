@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from attrs import define, field, frozen
 
 from megaloom.dsl.errors import UserError, did_you_mean
 from megaloom.runtime.data.chat_template import load_chat_template
-from megaloom.runtime.data.token_ids import BYTE_IDS
 from megaloom.runtime.data.tokenizer import JsonTokenizer, TextTokenizer, load_tokenizer
 
 UNFINISHED = "\ufffd"
@@ -99,9 +97,3 @@ class TextStream:
         if len(text) > self.shown:
             self.show(text[self.shown :])
             self.shown = len(text)
-
-
-def tokenizer_of(folders: Sequence[Path]) -> str:
-    """Return the first of these folders that has a tokenizer, or "bytes"."""
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    return next((str(f) for f in folders if any((f / name).is_file() for name in names)), BYTE_IDS.name)

@@ -16,13 +16,12 @@ from megaloom.planner.contract.workload import Precision
 from megaloom.runtime.checkpoints.checkpoint_folder import Checkpoint, newest_intact
 from megaloom.runtime.convert.checkpoint_views import checkpoint_tensors
 from megaloom.runtime.convert.run_weights import weights_of
+from megaloom.runtime.data.tokenizer import tokenizer_of
 from megaloom.runtime.megatron import device
 from megaloom.runtime.modules.initial_weights import GivenValues
-from megaloom.runtime.training.run_folder import PLAN_NAME, is_run, no_checkpoint, plan_and_model
+from megaloom.runtime.training.run_folder import PLAN_NAME, TOKENIZER_NAME, is_run, no_checkpoint, plan_and_model
 from megaloom.runtime.weights.given import open_folder
 from megaloom.runtime.weights.kept_files import CONFIG, KEPT
-
-from .text import tokenizer_of
 
 FILES = ("config.json", "generation_config.json")
 """Hugging Face files with special tokens; those of a later file have precedence."""
@@ -55,7 +54,7 @@ class TrainedModel:
     @property
     def tokenizer(self) -> str:
         """Return the folder of the tokenizer, or "bytes"."""
-        folders = (self.folder / "tokenizer", self.folder / KEPT) if self.is_run else (self.folder,)
+        folders = (self.folder / TOKENIZER_NAME, self.folder / KEPT) if self.is_run else (self.folder,)
         return tokenizer_of(folders)
 
     def special(self, name: str) -> tuple[int, ...]:

@@ -11,13 +11,14 @@ import shutil
 import stat
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from megaloom.dsl.errors import UserError
 from megaloom.runtime.checkpoints.checkpoint_folder import newest_intact
 from megaloom.runtime.weights.kept_files import KEPT
 
-from .run_folder import MODEL_FILE, OPTIONS_NAME, PLAN_NAME, load_run
+from .run_folder import MODEL_FILE, OPTIONS_NAME, PLAN_NAME, TOKENIZER_NAME, load_run
 
 ARTEFACT_VERSION = 1
 HEAD_NAME = "artefact.json"
@@ -41,7 +42,7 @@ def pack(run: Path, output: Path, say: Callable[[str], object] = str) -> Path:
     for note in checkpoint.notes if checkpoint else ():
         say(note)
     files = [run / name for name in (MODEL_FILE, PLAN_NAME, OPTIONS_NAME, "metrics.jsonl") if (run / name).is_file()]
-    files += sorted(path for name in ("tokenizer", KEPT) for path in (run / name).glob("*") if path.is_file())
+    files += sorted(path for name in (TOKENIZER_NAME, KEPT) for path in (run / name).glob("*") if path.is_file())
     files += sorted(checkpoint.folder.iterdir()) if checkpoint else []
     unfinished = output.with_name(f".{output.name}.tmp")
     head = {"version": ARTEFACT_VERSION, "fingerprint": loaded.plan.fingerprint}
@@ -52,7 +53,8 @@ def pack(run: Path, output: Path, say: Callable[[str], object] = str) -> Path:
                 archive.write(path, path.relative_to(run).as_posix())
         unfinished.replace(output)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink()
         raise UserError(f"cannot write {output}: {error.strerror}\ngive another file with -o") from None
     return output
 

@@ -24,8 +24,8 @@ from megaloom.runtime.launch import launcher
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
-from .run_data import check_vocabulary, sample_of
-from .run_folder import no_checkpoint, plan_and_model
+from .run_data import check_tokenizer, check_vocabulary, sample_of
+from .run_folder import TOKENIZER_NAME, no_checkpoint, plan_and_model
 
 ALL = "all"
 """The part that has all documents."""
@@ -85,6 +85,7 @@ def evaluate_run(
         texts = []
         for i, source in enumerate(sources):
             corpus = open_corpus([source], split, Path(temporary) / str(i), lambda ids: check_vocabulary(ids, maker))
+            check_tokenizer(corpus, [source], folder / TOKENIZER_NAME, str(folder))
             texts.append(_text(source, corpus, part, maker))
         return launcher.run(
             _evaluate_on_rank, (plan, folder, texts, batches, averaged), plan.layout.world, timeout=timeout

@@ -37,7 +37,7 @@ from megaloom.runtime.optimizer.weight_update import NonFiniteError
 from megaloom.runtime.samples.samples import Sample, SampleMaker
 
 from .failures import ended_if_stuck
-from .initial_weights import open_weights
+from .initial_weights import open_weights, starting_notes
 from .resuming import resume_notes
 from .run_data import empty_validation, sample_of
 from .training_run import RECENT_STEPS, Summary, TrainingRun
@@ -64,12 +64,8 @@ def train_on_rank(run: TrainingRun, signals: list[int]) -> Summary:
     ):
         path = run.folder / METRICS_NAME if first else None
         metrics = MetricsFile(path, last_step=engine.done, trackers=trackers)
-        if given:
-            display.print(f"weights from {given}; the optimizer is fresh, and training starts at step 0")
-            for note in given.notes(model):
-                display.print(note)
-        if model.lora and not given and not resumed:
-            display.print("the frozen weights are random: give trained ones with --from FOLDER")
+        for note in starting_notes(run.plan, model, given) if not resumed else ():
+            display.print(note)
         if empty := empty_validation(run.corpus, run.options.get("split")):
             display.print(f"no held-out loss: {empty}; give it a larger share, such as --split 90,10")
         with existing_objects_frozen():
@@ -155,6 +151,8 @@ class Loop:
                 result = self._evaluate(validation, "held-out")
             if saves:
                 self._save(result)
+            if save_asked:
+                self.display.print(f"step {self.engine.done}  saving a checkpoint, as SIGUSR2 asks")
         self._finish_save()
         self.saver.close()
         if not stopped and validation:

@@ -26,8 +26,10 @@ from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.rules.plan_check import check_plan, check_trainable
 from megaloom.runtime.checkpoints.checkpoint_folder import Retention, latest
-from megaloom.runtime.data.folder_lock import locked_folder
+from megaloom.runtime.data.folder_lock import locked_folder, named_write_errors
 from megaloom.runtime.data.text_files import STDLIB
+from megaloom.runtime.data.token_ids import BYTE_IDS
+from megaloom.runtime.data.tokenizer import tokenizer_of
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.launch.agreement import agreed
 from megaloom.runtime.launch.rank import COLLECTIVE_TIMEOUT
@@ -41,8 +43,8 @@ from megaloom.runtime.weights.kept_files import CONFIG, keep_files
 from .failures import advice_if_rank_failed, errors_with_rank, memory_and_disk_advice
 from .initial_weights import open_weights
 from .rank_inputs import check_same_data, check_same_plan, check_shared_folder
-from .run_data import DataOptions, as_sources, check_keep_best, check_rampup, open_data, steps_of
-from .run_folder import check_folder, is_run, load_options, save_run
+from .run_data import DataOptions, as_sources, check_keep_best, check_rampup, check_tokenizer, open_data, steps_of
+from .run_folder import TOKENIZER_NAME, check_folder, is_run, load_options, save_run
 from .training_run import Summary, TrainingRun
 
 SAVE_SECONDS = 300.0
@@ -153,16 +155,21 @@ def prepare_run(
     if weights is not None and saved is None:
         open_weights(weights).check(model)
     corpus = open_data(data, maker, folder / "data")
+    if saved is not None:
+        check_tokenizer(corpus, data.sources, folder / TOKENIZER_NAME, f"the run in {folder}")
+    elif weights is not None:
+        check_tokenizer(corpus, data.sources, weights, f"--from {weights}")
     check_keep_best(corpus, data.split, retention.best)
     if data.epochs is not None:
         recipe = evolve(recipe, steps=steps_of(data.epochs, corpus, maker, recipe, plan.workload.batch))
         watching.check_steps(saved.manifest.step if saved else 0, recipe.steps)
     if corpus.tokenizer:
-        shutil.copytree(corpus.tokenizer, folder / "tokenizer", dirs_exist_ok=True)
+        shutil.copytree(corpus.tokenizer, folder / TOKENIZER_NAME, dirs_exist_ok=True)
     config = Path(plan.model) if describes(plan.model) else None
     if weights is not None and (weights / CONFIG).is_file():
         config = weights / CONFIG
-    keep_files(folder, config, corpus.tokenizer)
+    other = corpus.ids == BYTE_IDS and config is not None and tokenizer_of((config.parent,)) != BYTE_IDS.name
+    keep_files(folder, config, corpus.tokenizer, beside=not other)
     options = {
         "data": [_absolute(word) for word in data.sources],
         "split": data.split,
@@ -198,9 +205,13 @@ def prepare_run(
 
 @contextmanager
 def _removed_if_refused(folder: Path, new: bool) -> Iterator[None]:
-    """Remove a folder that has no run yet if the block raises UserError. new: it did not exist before."""
+    """Remove a folder that has no run yet if the block raises UserError. new: it did not exist before.
+
+    Raise UserError if the folder cannot be written.
+    """
     try:
-        yield
+        with named_write_errors(folder, "free some space, or choose another folder with --out"):
+            yield
     except UserError:
         if new and not is_run(folder):
             shutil.rmtree(folder, ignore_errors=True)

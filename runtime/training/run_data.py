@@ -15,7 +15,8 @@ from megaloom.runtime.data.corpus import Corpus, open_corpus
 from megaloom.runtime.data.part import Window
 from megaloom.runtime.data.split import DEFAULT_SPLIT
 from megaloom.runtime.data.text_files import STDLIB
-from megaloom.runtime.data.token_ids import TokenIds
+from megaloom.runtime.data.token_ids import BYTE_IDS, TokenIds
+from megaloom.runtime.data.tokenizer import load_tokenizer, tokenizer_of
 from megaloom.runtime.engine.steps import Steps
 from megaloom.runtime.optimizer.recipe import Recipe
 from megaloom.runtime.samples.samples import Sample, SampleMaker
@@ -48,6 +49,27 @@ def check_vocabulary(ids: TokenIds, maker: SampleMaker) -> None:
         raise UserError(
             f"{maker.graph.name} has a vocabulary of {maker.vocab:,}; {text}{more}\n"
             f'declare Dim("vocab", {needed}) or more, or give --set vocab={needed} if the model has such an argument'
+        )
+
+
+def check_tokenizer(corpus: Corpus, sources: Sequence[str], folder: Path, owner: str) -> None:
+    """Raise UserError if weights were trained with a tokenizer that is known, and it is not that of the data.
+
+    sources: the words of --data. folder: that of the tokenizer, if there is one. owner: a text that names the weights.
+    Tokens that were added to a trained tokenizer are not compared.
+    """
+    own, words = tokenizer_of((folder,)), " ".join(sources)
+    if own == BYTE_IDS.name:
+        return
+    if corpus.ids == BYTE_IDS:
+        raise UserError(
+            f"--data {words} is read as bytes, and {owner} has a tokenizer\n"
+            f"tokenize the text, and give --data PREFIX: megaloom data {words} -o PREFIX --tokenizer {own}"
+        )
+    if corpus.tokenizer and load_tokenizer(str(corpus.tokenizer)).vocabulary != load_tokenizer(own).vocabulary:
+        raise UserError(
+            f"--data {words} was made with another tokenizer ({corpus.tokenizer}) than that of {owner}\n"
+            f"tokenize the text again: megaloom data TEXT -o PREFIX --tokenizer {own}"
         )
 
 

@@ -30,6 +30,8 @@ from megaloom.runtime.optimizer.recipe import Recipe
 RUN_VERSION = 1
 """Version of run.json."""
 MODEL_FILE, PLAN_NAME, OPTIONS_NAME = "model.json", "plan.json", "run.json"
+TOKENIZER_NAME = "tokenizer"
+"""Folder of the tokenizer of the run's data. Bytes have none."""
 RECIPE_FIELDS = frozenset(f.name for f in fields(Recipe))
 FOREIGN = (
     ("latest_checkpointed_iteration.txt", "a checkpoint of Megatron-LM", ""),

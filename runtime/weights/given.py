@@ -32,7 +32,8 @@ class GivenWeights:
 
     files: TensorFolder
     names: Names
-    described: Model | None  # by the config.json; None if it has a field that is not read
+    described: Model | None  # by the config.json
+    unread: str = ""  # why the config.json describes no model, if it does not
 
     def __str__(self) -> str:
         return str(self.files)
@@ -55,8 +56,12 @@ class GivenWeights:
             )
 
     def notes(self, model: Model) -> list[str]:
-        """Return what a user should know of positions that differ: they may be changed to train on longer texts."""
-        return [f"MODEL has other positions than {self.files.folder}: {d}" for d in self._differences(model)]
+        """Return what a user should know of options that are not compared, or may differ.
+
+        Positions may be changed to train on longer texts.
+        """
+        notes = [f"MODEL has other positions than {self.files.folder}: {d}" for d in self._differences(model)]
+        return [f"the options of MODEL are not compared with those of --from: {self.unread}"] if self.unread else notes
 
     def _differences(self, model: Model) -> list[OptionDifference]:
         described = self.described
@@ -80,10 +85,10 @@ def open_folder(folder: Path) -> GivenWeights:
     quantization = config.fields.get("quantization_config")
     files = open_tensors(folder, quantization if isinstance(quantization, Mapping) else None)
     try:
-        described = read(folder)
-    except UserError:
-        described = None
-    return GivenWeights(files, reader(config).names, described)
+        described, unread = read(folder), ""
+    except UserError as error:
+        described, unread = None, str(error).partition("\n")[0]
+    return GivenWeights(files, reader(config).names, described, unread)
 
 
 def is_megatron(folder: Path) -> bool:

@@ -36,10 +36,10 @@ def copy_files(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def keep_files(run: Path, config: Path | None, tokenizer: Path | None) -> None:
+def keep_files(run: Path, config: Path | None, tokenizer: Path | None, *, beside: bool = True) -> None:
     """Copy into a run folder a config.json with the files beside it, and the files of a tokenizer's folder.
 
-    A run that has them already keeps its own.
+    beside: False if those files are of a tokenizer that the data do not have. A run that has files already keeps them.
     """
     kept = run / KEPT
     if kept.exists() or (config is None and tokenizer is None):
@@ -47,6 +47,7 @@ def keep_files(run: Path, config: Path | None, tokenizer: Path | None) -> None:
     kept.mkdir()
     if config is not None:
         shutil.copyfile(config, kept / CONFIG)
-        copy_files(config.parent, kept)
+        if beside:
+            copy_files(config.parent, kept)
     if tokenizer is not None:
         copy_files(tokenizer, kept)

@@ -50,7 +50,7 @@ def test_the_default_is_what_peft_adapts() -> None:
     assert gpt.lora.targets == ("c_attn",)
     assert gpt.lora.alpha == 16
     assert params(gpt, trained=True) == 12 * 8 * (768 + 3 * 768)
-    assert parameters_text(gpt) == "124,734,720 parameters, 294,912 of them trained"
+    assert parameters_text(gpt) == "124,734,720 parameters (294,912 trained)"
 
 
 def test_nodes_and_weights_keep_their_names() -> None:

@@ -247,7 +247,7 @@ BAD = {
     "no devices": (("train", "--devices", "0"), "the number of devices must be at least 1, got 0"),
     "missing data": (
         ("train", "--data", "nowhere"),
-        "no file or folder nowhere\ngive --data a file or a folder",
+        "no file or folder nowhere\ngive a file or a folder",
     ),
     "no steps": (("train", "--steps", "0"), "--steps 0 is out of range\ngive a value from 1 to"),
     "a rate that is no number": (("train", "--lr", "nan"), "--lr nan is out of range\ngive a value from"),

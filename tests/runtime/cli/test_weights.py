@@ -1,13 +1,16 @@
 """Weights on the command line: `megaloom train --from`, `megaloom convert`."""
 
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from megaloom.runtime.cli.main import main
+from megaloom.runtime.data.indexed import write_indexed
 from tests.support.models.hugging_face import built, transformers
 
 OPTIONS = ("--devices", "1", "--seq", "16", "--batch", "2")
@@ -29,11 +32,12 @@ def test_wrong_weights_are_refused_before_training(tmp_path: Path, capsys: pytes
 
 def test_weights_go_into_a_run_and_out_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Steps too small for bfloat16: the folder that is written has the bits of the one that was read."""
-    folder, run, out, text = (tmp_path / name for name in ("llama", "run", "out", "text.txt"))
+    folder, run, out, text = (tmp_path / name for name in ("llama", "run", "out", "text"))
     built("llama", vocab_size=300).to(torch.bfloat16).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
-    text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
-    train = ["train", "--from", str(folder), "--data", str(text), "--out", str(run), *OPTIONS, "--lr", "1e-12"]
+    write_indexed([np.frombuffer(b"The quick brown fox jumps over the lazy dog. " * 20, np.uint8)], text, "u1")
+    train = ["train", "--from", str(folder), "--data", str(text), "--split", "95,5", "--out", str(run), *OPTIONS]
+    train += ["--lr", "1e-12"]
     assert main([*train, "--steps", "1"]) == 0
     said = " ".join(capfd.readouterr().out.split())
     assert (
@@ -59,6 +63,41 @@ def test_weights_go_into_a_run_and_out_of_it(tmp_path: Path, capfd: pytest.Captu
     check_damage(run, tmp_path / "d", capfd)
     assert main(["convert", str(folder), "--to", "hf", "-o", str(tmp_path / "c")]) == 2
     assert f"{folder} is not a run folder: it has no plan.json" in capfd.readouterr().err
+
+
+def test_data_of_another_tokenizer_than_that_of_the_weights_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Text is not read as bytes then. Without --from the weights are random, which is said, and bytes are fine."""
+    folder, run, own, other = (tmp_path / name for name in ("llama", "run", "own", "other"))
+    (tmp_path / "text.txt").write_text("".join(f"{i} foxes and {i * i} dogs. " for i in range(400)))
+    (tmp_path / "second.txt").write_text("".join(f"{i} pipes or {i * i} ranks. " for i in range(400)))
+    text, second = str(tmp_path / "text.txt"), str(tmp_path / "second.txt")
+    built("llama", vocab_size=300).save_pretrained(folder)
+    assert main(["data", text, "-o", str(own), "--train-vocab", "290"]) == 0
+    assert main(["data", second, "-o", str(other), "--train-vocab", "290"]) == 0
+    shutil.copytree(tmp_path / "own-tokenizer", folder, dirs_exist_ok=True)
+    train = ["train", *OPTIONS, "--split", "90,10", "--steps", "1", "--out", str(run)]
+    from_folder = [*train, "--from", str(folder)]
+    assert main(["train", *OPTIONS, "--steps", "1", "--from", str(folder), "--data", text, "--out", str(run)]) == 2
+    assert capfd.readouterr().err == (
+        f"megaloom: --data {text} is read as bytes, and --from {folder} has a tokenizer\ntokenize the text, and give "
+        f"--data PREFIX: megaloom data {text} -o PREFIX --tokenizer {folder}\n"
+    )
+    assert main([*from_folder, "--data", str(other)]) == 2
+    assert f"was made with another tokenizer ({other}-tokenizer) than that of --from" in capfd.readouterr().err
+    assert not run.exists()
+    assert main([*from_folder, "--data", str(own)]) == 0
+    assert main(["train", str(run), "--data", str(other), "--split", "90,10", "--steps", "2"]) == 2
+    assert f"tokenizer ({other}-tokenizer) than that of the run in {run}\n" in capfd.readouterr().err
+    assert main(["evaluate", str(run), "--data", text]) == 2
+    assert f"--data {text} is read as bytes, and {run} has a tokenizer\n" in capfd.readouterr().err
+    assert main(["evaluate", str(run), "--data", str(own)]) == 0
+    random = tmp_path / "random"
+    assert main(["train", str(folder), *OPTIONS, "--steps", "1", "--data", text, "--out", str(random)]) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert f"the weights are random: --from {folder} would start from those in the folder" in said
+    assert [p.name for p in (random / "hugging-face").iterdir()] == ["config.json"]  # not the tokenizer
 
 
 def check_damage(run: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> None:

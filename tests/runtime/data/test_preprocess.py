@@ -232,7 +232,10 @@ if __name__ == "__main__":
         (lambda p: p.write_text('{"txt": 1}\n'), r"line 1, has no 'text': did you mean txt\?\ngive --key one of txt"),
         (lambda p: p.write_text('{"text": "a"}\n\n{"text": \n'), r"line 3, is not JSON: "),
         (lambda p: p.write_text('["a"]\n'), r"line 1, is not a JSON object"),
-        (lambda p: p.write_text('{"text": 3}\n'), r"line 1, has a int under 'text'\na document is a text, or"),
+        (
+            lambda p: p.write_text('{"text": 3}\n'),
+            r"line 1, has a value of type int under 'text'\na document is a text",
+        ),
         (lambda p: p.write_text(""), r"a.jsonl is empty"),
         (lambda p: p.write_text('{"text": ""}\n'), r"no text in .*a.jsonl: every document is empty"),
         (lambda p: p.write_text("Dear reader", "utf-16"), r"line 1, is not JSON"),

@@ -111,7 +111,7 @@ def test_the_standard_library_is_text_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda root: root / "nowhere", "no file or folder .*nowhere\ngive --data a file or a folder"),
+        (lambda root: root / "nowhere", "no file or folder .*nowhere\ngive a file or a folder"),
         (lambda root: root, r"no UTF-8 text in .*empty \(1 file: 1 empty\)"),
     ],
 )
@@ -133,7 +133,7 @@ def test_files_that_are_not_text_are_counted_by_kind(tmp_path: Path) -> None:
         gather(str(root), tmp_path / "run")
     assert {"1 unreadable", "1 UTF-16", "1 empty"} == set(str(raised.value).partition("files: ")[2][:-1].split(", "))
     (root / "text.txt").write_text("Dear reader")
-    with pytest.raises(UserError, match=r"^cannot read --data .*notes: "):  # text is there, but not all of it
+    with pytest.raises(UserError, match=r"^cannot read .*notes: "):  # text is there, but not all of it
         gather(str(root), tmp_path / "run")
 
 
@@ -153,6 +153,6 @@ def test_hidden_files_and_folders_that_cannot_be_listed_are_named(tmp_path: Path
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(UserError, match=r"^cannot read --data .*notes: Permission denied: .*notes/inner$"):
+    with pytest.raises(UserError, match=r"^cannot read .*notes: Permission denied: .*notes/inner$"):
         gather(str(root), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -1,14 +1,18 @@
 """Runs whose processes are killed, whose disk is full or whose folder is read-only. `make faults` kills 50 more."""
 
+import contextlib
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megaloom.dsl.errors import UserError
 from megaloom.planner.contract.layout import Layout
 from megaloom.runtime import Recipe, train
+from megaloom.runtime.data.indexed import write_indexed
+from megaloom.runtime.data.preprocess import Preprocessing, preprocess
 from tests.support.faults import Moment, outcome, references
 
 MOMENTS = {
@@ -64,3 +68,24 @@ def test_a_full_and_a_read_only_disk_are_named(
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(UserError, match=r"cannot write in .*other: Read-only file system\n.*--out"):
         train(plan, Recipe(steps=4), folder=small_disk / "other", source=str(text))
+
+
+def test_a_disk_that_is_full_before_anything_is_written(small_disk: Path, plan_of: Callable, tmp_path: Path) -> None:
+    text = Path(__file__).read_bytes() * 20
+    write_indexed([np.frombuffer(text, np.uint8)], tmp_path / "books", "u1")
+    with contextlib.suppress(OSError), (small_disk / "fill").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    plan, books = plan_of("byte_llama", Layout()), str(tmp_path / "books")
+    with pytest.raises(UserError) as raised:
+        train(plan, Recipe(steps=1), folder=small_disk / "run", source=books, split="9,1")
+    fix = "free some space, or choose another folder with --out"
+    assert str(raised.value) == f"cannot write in {small_disk}/run: No space left on device\n{fix}"
+    (tmp_path / "text.txt").write_bytes(text)
+    request = Preprocessing(sources=(str(tmp_path / "text.txt"),), prefix=small_disk / "a", tokenizer="bytes")
+    with pytest.raises(UserError, match=r"^cannot write in .*disk: No space left on device\nfree some space and run"):
+        preprocess(request, lambda text, done, total: None)
+    (small_disk / "fill").unlink()
+    assert not (small_disk / "run").exists()
+    preprocess(request, lambda text, done, total: None)
+    assert (small_disk / "a.bin").stat().st_size == len(text)

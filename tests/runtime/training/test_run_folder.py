@@ -143,6 +143,8 @@ def test_a_packed_run_is_the_same_run(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run.megaloom exists\nremove it, or give another file with -o"):
         pack(run, tmp_path / "run.megaloom")
     assert (tmp_path / "run.megaloom").read_bytes() == before
+    with pytest.raises(UserError, match=r"cannot write .*inside.megaloom: Not a directory\ngive another file with -o"):
+        pack(run, tmp_path / "run.megaloom" / "inside.megaloom")
     with pytest.raises(UserError, match=r"no file .*nothing\ngive a file"):
         unpack(tmp_path / "nothing", tmp_path / "new")
     with pytest.raises(UserError, match="unpack it: megaloom unpack"):

@@ -95,7 +95,11 @@ def test_a_config_that_is_not_read_is_not_compared(folder: Path) -> None:
     fields = json.loads((folder / "config.json").read_text())
     m = read(folder)
     (folder / "config.json").write_text(json.dumps({**fields, "strange_option": 3}))
-    open_folder(folder).check(m)
+    given = open_folder(folder)
+    given.check(m)
+    (note,) = given.notes(m)
+    assert note.startswith("the options of MODEL are not compared with those of --from: ")
+    assert "strange_option" in note
 
 
 def test_a_checkpoint_of_megatron_lm_is_converted_first(tmp_path: Path) -> None:
