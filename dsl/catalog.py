@@ -17,8 +17,10 @@ from megaloom.dsl.hf.architectures import (
     WANTED,
     config_file,
     config_name,
+    describes,
     read,
 )
+from megaloom.dsl.hf.conversations import for_conversations
 
 from .errors import UserError, short_path
 from .example_modules import example_modules, hyphenated
@@ -34,7 +36,8 @@ def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B00
     """Return the model that `ref` names, and its full reference, which names it in every process.
 
     `ref` is `file.py:name`, a `file.py` with one model, `package.module:name`, the name of an example (`llama3-8b`), a
-    run folder or its model.json, or a Hugging Face config.json (any other .json file, or a folder with a config.json).
+    run folder or its model.json, or a Hugging Face config.json (any other .json file, or a folder with a config.json),
+    whose one argument is `conversations`.
     The name is that of a `Model`, or of a function that returns one. A function that is found without its name must be
     annotated with `-> Model`. Its arguments are `arguments` and those in `ref`, as in `file.py:name(layers=24)`; the
     others need defaults. The full reference has them. Raises UserError that says what would work.
@@ -45,8 +48,10 @@ def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B00
         _refuse_arguments(str(file), arguments)
         return load_model(file), str(file.resolve())
     if ref.endswith(".json") or (isfile(join(ref, "config.json")) and ref not in examples()):
-        _refuse_arguments(ref, arguments)
-        return read(ref), str(config_file(ref).resolve())
+        _refuse_arguments(ref, {name: value for name, value in arguments.items() if name != "conversations"})
+        given = checked_arguments(_reads_conversations, arguments, ref)
+        model = for_conversations(read(ref)) if _reads_conversations(**given) else read(ref)
+        return model, with_arguments(str(config_file(ref).resolve()), given)
     location, _, name = ref.rpartition(":") if ":" in ref else (ref, "", "")
     if location.endswith(".py"):
         path = Path(location)
@@ -68,6 +73,17 @@ def find(ref: str, arguments: Arguments = {}) -> tuple[Model, str]:  # noqa: B00
     suggestion = f": did you mean {near[0]}?" if near else ""
     names = f"an example, such as {', '.join(near)}" if near else f"one of {', '.join(sorted(models))}"
     raise UserError(f"no model {ref!r}{suggestion}\nMODEL can be file.py:name, a config.json, or {names}")
+
+
+def _reads_conversations(conversations: bool = False) -> bool:
+    """Return the argument that a Hugging Face config.json takes: whether its model is to train on conversations."""
+    return conversations
+
+
+def config_of(ref: str) -> Path | None:
+    """Return the Hugging Face config.json that a full reference names; None for a model from elsewhere."""
+    path, _ = split_reference(ref)
+    return Path(path) if describes(path) else None
 
 
 def _refuse_arguments(file: str, arguments: Arguments) -> None:

@@ -42,8 +42,12 @@ def differing_options(ours: Model, theirs: Model) -> Iterator[OptionDifference]:
 
 
 def _nodes(m: Model) -> list[JSON]:
-    """Return the forms of the nodes of a model, without dropout and losses."""
-    return [n for n in graph_to_json(graph(without_loss(m)))["nodes"] if n["kind"] not in ("Dropout", "Input")]
+    """Return the forms of the nodes of a model, without dropout, inputs and losses."""
+    return [
+        n
+        for n in graph_to_json(graph(without_loss(m)))["nodes"]
+        if n["kind"] not in ("Dropout", "Input", "DocumentIndices")
+    ]
 
 
 def _differences(a: JSON, b: JSON) -> Iterator[tuple[str, Any, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from attrs import evolve
 
 from megaloom.dsl.errors import UserError
@@ -19,8 +21,13 @@ def packed(m: Model) -> Model:
     """Return the model with an input `documents` [batch seq], which all its layers read: attention stays inside
     documents, and learned positions restart. It has the weights of `m`. Raises UserError if `m` reads two sequences.
     """
+    return packed_with(m, lambda layer: layer)
+
+
+def packed_with(m: Model, change: Callable[[Layer], Layer]) -> Model:
+    """Return the packed model after `change` of each layer. Raises UserError as `packed`."""
     if m.base is not None and m.lora is not None:
-        return adapted(packed(m.base), m.lora)
+        return adapted(packed_with(m.base, change), m.lora)
     inputs = [n for n in graph(m).nodes if n.is_input]
     if any(isinstance(n.op, DocumentIndices) for n in inputs):
         return m
@@ -29,15 +36,16 @@ def packed(m: Model) -> Model:
             f"cannot give {m.name} one input of document indices: it reads two sequences\n"
             "give its layers both: `documents` of its own sequence, `memory_documents` of the source"
         )
-    rebuild = _Rebuild(documents())
+    rebuild = _Rebuild(documents(), change)
     return evolve(m, outputs=tuple(map(rebuild.value, m.outputs)))
 
 
 class _Rebuild:
-    """Applies the layers of a program again, with the side input `documents`."""
+    """Applies the layers of a program again, after a change, with the side input `documents`."""
 
-    def __init__(self, indices: Value) -> None:
+    def __init__(self, indices: Value, change: Callable[[Layer], Layer]) -> None:
         self.indices = indices
+        self.change = change
         self.values: dict[int, Value] = {}
 
     def value(self, v: Value) -> Value:
@@ -50,6 +58,6 @@ class _Rebuild:
         if isinstance(v.op, Input | Weight):
             return v
         if isinstance(v.op, Layer):
-            layer: Layer = with_values(v.op, self.value)
+            layer = self.change(with_values(v.op, self.value))
             return self.value(v.args[0]) >> layer.given(documents=self.indices)
         return apply(v.op, *map(self.value, v.args))

@@ -51,10 +51,12 @@ class AdapterOptions:
                 flag = next(iter(self.given)).replace("_", "-")
                 raise UserError(f"--{flag} needs the rank of the adapters\ngive --lora-rank 16")
             return model
-        from megaloom.dsl.hf.architectures import describes, open_config, reader
+        from megaloom.dsl.catalog import config_of
+        from megaloom.dsl.hf.architectures import open_config, reader
         from megaloom.dsl.hf.lora_targets import lora
 
-        names = reader(open_config(ref)[0]).names if describes(ref) else None
+        config = config_of(ref)
+        names = reader(open_config(config)[0]).names if config else None
         return lora(model, self.lora_rank, self.lora_alpha, targets=self.lora_targets, names=names)
 
 

@@ -17,6 +17,7 @@ from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_form import fingerprint
 from megaloom.dsl.graph import Model
 from megaloom.dsl.hf.architectures import open_config, reader
+from megaloom.dsl.hf.conversations import for_conversations, predicts_next_token
 from megaloom.dsl.hf.state_dict import to_checkpoint
 from megaloom.dsl.hf.tensor_layout import stored_tensors
 from megaloom.dsl.hf.tensor_names import Names
@@ -51,8 +52,14 @@ class DescribedModel:
             )
 
     def is_exact(self, model: Model) -> bool:
-        """Return True if the config describes this model in every detail, dropout included."""
-        return fingerprint(self.model) == fingerprint(model)
+        """Return True if the config describes this model in every detail, dropout included.
+
+        The inputs that conversations need do not count.
+        """
+        own = fingerprint(model)
+        return fingerprint(self.model) == own or (
+            predicts_next_token(self.model) and fingerprint(for_conversations(self.model)) == own
+        )
 
 
 def describe(file: Path) -> DescribedModel:

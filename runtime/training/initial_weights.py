@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megaloom.dsl.catalog import config_of
 from megaloom.dsl.graph import Model
-from megaloom.dsl.hf.architectures import describes
 from megaloom.planner.contract.plans import Plan
 from megaloom.runtime.weights.given import GivenWeights, is_megatron, open_folder
 from megaloom.runtime.weights.tensor_folder import has_tensors
@@ -27,11 +27,11 @@ def open_weights(folder: Path) -> GivenWeights | MegatronWeights:
 
 def starting_notes(plan: Plan, model: Model, given: GivenWeights | MegatronWeights | None) -> Iterator[str]:
     """Yield lines about the weights that a run starts from at step 0."""
-    folder = Path(plan.model).parent
+    config = config_of(plan.model)
     if given:
         yield f"weights from {given}; the optimizer is fresh, and training starts at step 0"
         yield from given.notes(model)
     elif model.lora:
         yield "the frozen weights are random: give trained ones with --from FOLDER"
-    elif describes(plan.model) and has_tensors(folder):
-        yield f"the weights are random: --from {folder} would start from those in the folder"
+    elif config and has_tensors(config.parent):
+        yield f"the weights are random: --from {config.parent} would start from those in the folder"

@@ -18,9 +18,9 @@ import psutil
 import torch.distributed as dist
 from attrs import asdict, evolve
 
+from megaloom.dsl.catalog import config_of
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Model, graph
-from megaloom.dsl.hf.architectures import describes
 from megaloom.planner.contract.devices import GiB
 from megaloom.planner.contract.planned_model import planned_model
 from megaloom.planner.contract.plans import Plan
@@ -165,7 +165,7 @@ def prepare_run(
         watching.check_steps(saved.manifest.step if saved else 0, recipe.steps)
     if corpus.tokenizer:
         shutil.copytree(corpus.tokenizer, folder / TOKENIZER_NAME, dirs_exist_ok=True)
-    config = Path(plan.model) if describes(plan.model) else None
+    config = config_of(plan.model)
     if weights is not None and (weights / CONFIG).is_file():
         config = weights / CONFIG
     other = corpus.ids == BYTE_IDS and config is not None and tokenizer_of((config.parent,)) != BYTE_IDS.name

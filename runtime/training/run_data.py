@@ -79,7 +79,8 @@ def check_text(corpus: Corpus, maker: SampleMaker) -> None:
     if corpus.counts_some and not maker.counts_some:
         raise UserError(
             f"the data are conversations, of which training predicts the assistant's tokens, and the loss of "
-            f"{maker.graph.name} has no mask\ndeclare NextToken(mask=mask())"
+            f"{maker.graph.name} has no mask\n"
+            "give --set conversations=true for a Hugging Face config.json, or declare NextToken(mask=mask())"
         )
     corpus.train.windows(seq)
     for part in (corpus.validation, corpus.test):

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaloom.runtime.cli.main import main
-from megaloom.runtime.data.indexed import write_indexed
+from megaloom.runtime.data.indexed import open_indexed, write_indexed
+from tests.runtime.data.test_chat_template import CHATML, TALKS, with_template
 from tests.support.models.hugging_face import built, transformers
 
 OPTIONS = ("--devices", "1", "--seq", "16", "--batch", "2")
@@ -98,6 +99,29 @@ def test_data_of_another_tokenizer_than_that_of_the_weights_are_refused(
     said = " ".join(capfd.readouterr().out.split())
     assert f"the weights are random: --from {folder} would start from those in the folder" in said
     assert [p.name for p in (random / "hugging-face").iterdir()] == ["config.json"]  # not the tokenizer
+
+
+def test_a_hugging_face_model_is_tuned_on_conversations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The argument `conversations` gives the model a mask and the documents of each token."""
+    folder, run, chats = tmp_path / "llama", tmp_path / "run", tmp_path / "chats"
+    source = tmp_path / "talks.jsonl"
+    source.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
+    built("llama", vocab_size=300).save_pretrained(folder)
+    shutil.copytree(with_template(tmp_path / "chatml", CHATML), folder, dirs_exist_ok=True)
+    assert main(["data", str(source), "-o", str(chats), "--key", "messages", "--tokenizer", str(folder)]) == 0
+    train = ["train", "--from", str(folder), "--data", str(chats), "--split", "80,20", "--out", str(run)]
+    train += ["--devices", "1", "--seq", "256", "--batch", "2", "--steps", "2"]
+    assert main(train) == 2
+    assert "give --set conversations=true for a Hugging Face config.json, or declare" in capfd.readouterr().err
+    assert main([*train, "--set", "conversations=true"]) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert "--set conversations=true" in said[said.index("to train further") :]
+    kept = sum(open_indexed(chats).mask[open_indexed(chats).start(16) :])  # of the last fifth of the documents
+    assert f"over {kept} held-out tokens" in said
+    assert main(["convert", str(run), "--to", "hf", "-o", str(tmp_path / "out")]) == 0
+    assert capfd.readouterr().out == f"wrote {tmp_path / 'out'}: 21 tensors of float32, of step 2\n"
+    assert main(["train", str(folder), "--set", "layers=2", "--out", str(run)]) == 2
+    assert "takes no --set layers" in capfd.readouterr().err
 
 
 def check_damage(run: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> None:
