@@ -58,6 +58,11 @@ class DataPart:
         if not sum(counts) or (self.weights and not all(counts)):
             short = next((r for r, n in zip(self.ranges, counts, strict=True) if not n), self.ranges[0])
             where = f" ({short.dataset.prefix})" if len(self.ranges) > 1 else ""
+            if self.whole_documents and short.count:
+                raise UserError(
+                    f"no conversation of the {self.name} data{where} has an answer within --seq {seq:,} tokens\n"
+                    "give a larger --seq, or shorter conversations"
+                )
             raise UserError(
                 f"the {self.name} text has {short.count:,} tokens, too few for --seq {seq:,}{where}\n"
                 f"give at least {2 * seq:,} tokens of text, or a smaller --seq"
@@ -101,7 +106,7 @@ class DataPart:
 
     def _held_out(self, seq: int) -> list[int]:
         if self.whole_documents:
-            return [len(packed_documents(r.dataset, r.start, r.stop, seq + 1)) - 1 for r in self.ranges]
+            return [len(packs(r.dataset, r.start, r.stop, seq + 1)) for r in self.ranges]
         return [max(0, r.count - 1) // seq for r in self.ranges]
 
     def _window(self, k: int, start: int, seq: int) -> Window:
@@ -114,8 +119,8 @@ class DataPart:
     def _packed(self, k: int, index: int, seq: int) -> Window:
         """Return whole documents of range k and padding: pack number `index`. A longer document is cut at its end."""
         span, dataset = self.ranges[k], self.ranges[k].dataset
-        borders = packed_documents(dataset, span.start, span.stop, seq + 1)
-        start, stop = dataset.start(int(borders[index])), dataset.start(int(borders[index + 1]))
+        first, last = packs(dataset, span.start, span.stop, seq + 1)[index]
+        start, stop = dataset.start(int(first)), dataset.start(int(last))
         length = min(stop - start, seq + 1)
         tokens, documents = np.full(seq + 1, self.padding), np.zeros(seq + 1, np.int64)
         counted = np.zeros(seq + 1, np.bool_)
@@ -170,6 +175,25 @@ def _located(index: int, counts: list[int]) -> tuple[int, int]:
             return k, index
         index -= count
     raise IndexError(index)
+
+
+@lru_cache(maxsize=64)
+def packs(dataset: IndexedDataset, start: int, stop: int, capacity: int) -> Ints:
+    """Return the first document of each pack and the one after its last, [packs, 2].
+
+    Packs of which training predicts no token are left out, such as one whose long prompt fills it.
+    """
+    borders = packed_documents(dataset, start, stop, capacity)
+    pairs = np.stack([borders[:-1], borders[1:]], axis=1)
+    if dataset.mask is None or not len(pairs):
+        return pairs
+    starts = np.array(dataset.offsets[borders[0] : borders[-1]]) // dataset.token_nbytes - start
+    counted = np.array(dataset.mask[start:stop])
+    counted[starts] = False  # nothing is before the first token of a document
+    totals = np.concatenate([[0], np.cumsum(counted)])
+    begins = np.append(starts, stop - start)[borders - borders[0]]
+    ends = np.minimum(begins[1:], begins[:-1] + capacity)
+    return pairs[totals[ends] > totals[begins[:-1]]]
 
 
 @lru_cache(maxsize=64)

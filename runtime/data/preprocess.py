@@ -201,6 +201,11 @@ def _join(request: Preprocessing, tokenizer: str, parts: Path, sources: Sources,
             if chats
             else f"no text in {', '.join(request.sources)}: every document is empty"
         )
+    if True in chats and not any(each.mask is not None and each.mask.any() for each in datasets):
+        raise UserError(
+            f"no message in {', '.join(request.sources)} has the role 'assistant', whose tokens training predicts\n"
+            "name the roles system, user and assistant"
+        )
     ids, prefix = cached_tokenizer(tokenizer).ids, request.prefix
     if tokenizer != BYTE_IDS.name:
         ids = evolve(ids, name=path_of(prefix, TOKENIZER_SUFFIX).name)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from attrs import evolve
 from transformers import AutoTokenizer
 
 from megaloom.dsl.errors import UserError
@@ -85,3 +86,26 @@ def test_conversations_are_packed_whole_with_their_mask(tmp_path: Path) -> None:
             assert window.counted[chosen].tolist() == data.mask[start : data.start(index + 1)].tolist()
             seen.append(index)
     assert sorted(seen) == list(range(16))
+
+
+def test_sequences_without_an_answer_are_left_out(tmp_path: Path) -> None:
+    """A prompt that fills the sequence leaves nothing to predict there. Without any answer there is no dataset."""
+    tokenizer, source = with_template(tmp_path / "chatml", CHATML), tmp_path / "talks.jsonl"
+    long = [{"role": "user", "content": "Why? " * 60}, {"role": "assistant", "content": "Why not?"}]
+    source.write_text("".join(json.dumps({"messages": t}) + "\n" for t in (TALKS[0], long, TALKS[1], long, TALKS[2])))
+    request = Preprocessing(sources=(str(source),), prefix=tmp_path / "out", tokenizer=str(tokenizer), key="messages")
+    preprocess(request, lambda text, done, total: None)
+    part = open_corpus([str(tmp_path / "out")], "100", tmp_path / "run").train
+    assert part.windows(seq=200) == 3
+    documents = [open_indexed(tmp_path / "out").document(i) for i in (0, 2, 4)]
+    begins = sorted(part.sample(i, seq=200, seed=1).tokens[:60].tolist() for i in range(3))
+    assert begins == sorted(document[:60].tolist() for document in documents)
+    assert all(part.sample(i, seq=200, seed=1).counted.any() for i in range(9))
+    assert part.windows(seq=2000) == 1
+    with pytest.raises(UserError, match=r"no conversation of the training data has an answer within --seq 16 tokens\n"):
+        part.windows(seq=16)
+    roles = [{"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Hi"}]
+    source.write_text(json.dumps({"messages": roles}) + "\n")
+    with pytest.raises(UserError, match=r"no message in .*talks.jsonl has the role 'assistant', .*\nname the roles"):
+        preprocess(evolve(request, prefix=tmp_path / "other"), lambda text, done, total: None)
+    assert not list(tmp_path.glob("other*"))
