@@ -23,6 +23,16 @@ from .token_ids import BYTE_IDS, TokenIds
 
 JSON_NAME, MODEL_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 COPIED = (JSON_NAME, MODEL_NAME, CONFIG_NAME, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+PARTS = (
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "config.json",
+)
+"""Other files from which transformers makes a tokenizer."""
 END_OF_TEXT = "<|endoftext|>"
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Names of the token that ends a document, if a tokenizer.json comes without a tokenizer_config.json."""
@@ -148,6 +158,8 @@ def _load(path: Path) -> TextTokenizer:
     config = _special_tokens(path)
     if (path / MODEL_NAME).is_file() and "tokenizer_class" not in config:
         return _sentencepiece(path / MODEL_NAME)
+    if not any((path / name).is_file() for name in (*COPIED, *PARTS)):
+        raise UserError(f"no tokenizer in {path}\ngive --tokenizer a folder with {JSON_NAME} or {MODEL_NAME}")
     return _json(transformers_tokenizer(path).backend_tokenizer.to_str(), path.name, config)
 
 

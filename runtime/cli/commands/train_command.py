@@ -59,6 +59,8 @@ from megaloom.runtime.training.verify import compare
 from megaloom.runtime.weights.kept_files import CONFIG
 
 DEFAULT_SEQ, DEFAULT_BATCH = 128, 32
+ADAPTERS = "adapter_config.json"
+"""File of a folder of adapters that PEFT has saved."""
 
 
 def run_train(
@@ -127,6 +129,16 @@ def chosen_model(model: str | None, weights: Path | None) -> str:
     if weights is None:
         return DEFAULT_MODEL
     if not (weights / CONFIG).is_file():
+        if is_run(weights):
+            raise UserError(
+                f"--from {weights}: this is a run, which continues with `megaloom train {weights}`\n"
+                f"to start anew from its weights: megaloom convert {weights} --to hf -o FOLDER, and --from FOLDER"
+            )
+        if (weights / ADAPTERS).is_file():
+            raise UserError(
+                f"--from {weights}: these are adapters of PEFT, which are not read\n"
+                "merge them into their model with PEFT's merge_and_unload, and give its folder"
+            )
         what = f"has no {CONFIG}" if weights.is_dir() else "no such folder"
         raise UserError(f"--from {weights}: {what}\ngive a folder with weights and {CONFIG}, or the model as MODEL")
     return str(weights)

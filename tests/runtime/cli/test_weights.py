@@ -31,6 +31,16 @@ def test_wrong_weights_are_refused_before_training(tmp_path: Path, capsys: pytes
     assert not (tmp_path / "run").exists()
 
 
+def test_folders_that_are_no_weights_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    assert main(["train", "--from", str(tmp_path), "--out", str(tmp_path / "new")]) == 2
+    assert f"this is a run, which continues with `megaloom train {tmp_path}`\nto start" in capsys.readouterr().err
+    (tmp_path / "run.json").rename(tmp_path / "adapter_config.json")
+    assert main(["train", "--from", str(tmp_path), "--out", str(tmp_path / "new")]) == 2
+    assert "these are adapters of PEFT, which are not read\nmerge them" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_weights_go_into_a_run_and_out_of_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Steps too small for bfloat16: the folder that is written has the bits of the one that was read."""
     folder, run, out, text = (tmp_path / name for name in ("llama", "run", "out", "text"))

@@ -266,6 +266,10 @@ def test_bad_jsonl_is_named_and_nothing_is_written(
         ({"tokenizer": "bytes", "train_vocab": 300}, r"give one of --tokenizer"),
         ({"tokenizer": "nowhere"}, r"no tokenizer nowhere\ngive --tokenizer a tokenizer.json, a \*.model"),
         ({"tokenizer": __file__}, r"cannot read the tokenizer .*test_preprocess.py: "),
+        (
+            {"tokenizer": str(Path(__file__).parent)},
+            r"no tokenizer in .*data\ngive --tokenizer a folder with tokenizer.json",
+        ),
         ({"tokenizer": "bytes", "workers": 0}, r"--workers must be at least 1, got 0"),
     ],
 )
