@@ -23,7 +23,7 @@ from .token_ids import BYTE_IDS, TokenIds
 
 JSON_NAME, MODEL_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 COPIED = (JSON_NAME, MODEL_NAME, CONFIG_NAME, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-PARTS = (
+OTHER_FILES = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
@@ -158,7 +158,7 @@ def _load(path: Path) -> TextTokenizer:
     config = _special_tokens(path)
     if (path / MODEL_NAME).is_file() and "tokenizer_class" not in config:
         return _sentencepiece(path / MODEL_NAME)
-    if not any((path / name).is_file() for name in (*COPIED, *PARTS)):
+    if not any((path / name).is_file() for name in (*COPIED, *OTHER_FILES)):
         raise UserError(f"no tokenizer in {path}\ngive --tokenizer a folder with {JSON_NAME} or {MODEL_NAME}")
     return _json(transformers_tokenizer(path).backend_tokenizer.to_str(), path.name, config)
 
