@@ -59,7 +59,7 @@ from megaloom.runtime.training.verify import compare
 from megaloom.runtime.weights.kept_files import CONFIG
 
 DEFAULT_SEQ, DEFAULT_BATCH = 128, 32
-ADAPTER_CONFIG = "adapter_config.json"
+PEFT_CONFIG = "adapter_config.json"
 """File of a folder of adapters that PEFT has saved."""
 
 
@@ -134,7 +134,7 @@ def chosen_model(model: str | None, weights: Path | None) -> str:
                 f"--from {weights}: this is a run, which continues with `megaloom train {weights}`\n"
                 f"to start anew from its weights: megaloom convert {weights} --to hf -o FOLDER, and --from FOLDER"
             )
-        if (weights / ADAPTER_CONFIG).is_file():
+        if (weights / PEFT_CONFIG).is_file():
             raise UserError(
                 f"--from {weights}: these are adapters of PEFT, which are not read\n"
                 "merge them into their model with PEFT's merge_and_unload, and give its folder"
