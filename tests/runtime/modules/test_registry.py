@@ -75,7 +75,7 @@ def both(x: Value) -> Model:
 REFUSED = {
     "a balancing loss inside a layer of one's own": (
         lm(Inside(MoE(SwiGLU(8), experts=2, top_k=1, balance=0.01))),
-        r"inside.0 \(.*test_registry.py:\d+\) contains a MoE with a balancing loss; .*\nset balance=0 in it",
+        r"inside.0 \(.*test_registry.py:\d+\) contains a MoE with a balancing loss, .*\nset balance=0 in that MoE",
     ),
     "a weight between layers": (
         added(weight("offset", D)),
