@@ -1,5 +1,6 @@
 """Shared fixtures: one thread per process, no deadline for generated examples, plans by layout, the parity table."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -17,10 +18,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background j
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are the same everywhere: processes over gloo
 
+gc.set_threshold(100_000, 50, 50)  # imported modules are many objects; to visit them often took a sixth of all tests
+
 settings.register_profile("megaloom", deadline=None)  # the machine is busy with other tests: a slow example is no bug
 settings.load_profile("megaloom")
 
 PARITY = "parity"  # the property under which a test records a row of the table
+
+# Of the tests, these take longest together with their fixtures. They run first, so that no worker ends alone with one.
+LONGEST = (
+    *("test_parity.py", "test_drawn_parity.py", "test_plan_is_built.py", "test_finetune.py", "test_shared_weights.py"),
+    *("test_checkpoint.py", "test_faults.py", "test_main.py", "test_run.py", "test_fp16.py", "test_own_layer.py"),
+)
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +64,17 @@ def plan_of() -> Callable[..., Any]:
 def pytest_addoption(parser: Any) -> None:
     """--update writes golden files anew instead of comparing with them."""
     parser.addoption("--update", action="store_true", help="write golden files anew instead of comparing with them")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order tests by the time they take: those of LONGEST, others that start processes, the rest."""
+
+    def order(item: pytest.Item) -> int:
+        if item.path.name in LONGEST:
+            return LONGEST.index(item.path.name)
+        return len(LONGEST) + ("runtime" not in item.path.parts)
+
+    items.sort(key=order)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import gc
 import io
 import multiprocessing.util
 import os
@@ -160,6 +161,7 @@ def _call_entry(context: RankContext, job: bytes) -> tuple[bytes, dist.Store | N
     try:
         torch.set_num_threads(context.threads)
         device.prepare()  # before the job is unpickled, which may import megatron-core
+        gc.freeze()  # what is imported stays: collections need not visit it, nor copy the pages of a forked process
         _set_environment(context)
         store = dist.TCPStore("127.0.0.1", context.port, context.world, is_master=False, timeout=context.timeout)
         initialize(context.rank, context.world, context.rank, store, context.timeout)
