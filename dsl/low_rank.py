@@ -12,15 +12,12 @@ WeightGroups = tuple[tuple[str, ...], ...]
 
 @frozen
 class LoRA:
-    """Low-rank adapters of a model: of which weights, their rank, and their scale alpha / rank (arXiv:2106.09685).
+    """Low-rank adapters of a model: of which weights, their rank, and their scale alpha / rank (arXiv:2106.09685)."""
 
-    targets: names of matrices as PEFT has them, such as q_proj. nodes: the nodes with adapters, and their weights.
-    """
-
-    rank: int = field()
-    alpha: float = field(converter=float)
-    targets: tuple[str, ...]
-    nodes: dict[str, WeightGroups] = field(hash=False)
+    rank: int = field()  # columns of A, rows of B
+    alpha: float = field(converter=float)  # the product x A B of an adapter is multiplied by alpha / rank
+    targets: tuple[str, ...]  # names of matrices as PEFT has them, such as q_proj
+    nodes: dict[str, WeightGroups] = field(hash=False)  # graph nodes with adapters, and their weights
 
     @rank.validator
     def _at_least_one(self, _: object, rank: int) -> None:

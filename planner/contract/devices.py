@@ -70,10 +70,10 @@ def _nbytes(owner: Device, attribute: Attribute[Any], value: int) -> None:
 class Device:
     """One accelerator, or one CPU process: peaks from its datasheet, and the measured shares of them."""
 
-    name: str
+    name: str  # such as H100
     flops: dict[str, float] = field(hash=False, validator=_flops)  # peak FLOP/s of a matrix product, by Precision value
-    nbytes: int = field(validator=_nbytes)  # memory
-    bandwidth: float = field(validator=within(1e8, 1e14, "bytes/s"))  # peak of that memory, read + written
+    nbytes: int = field(validator=_nbytes)  # bytes of its memory
+    bandwidth: float = field(validator=within(1e8, 1e14, "bytes/s"))  # peak bytes/s, read + written
     flops_efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of flops"))
     """Share of `flops` that a large matrix product reaches."""
     narrow_efficiency: float = field(default=1.0, validator=within(0.1, 1, "shares of flops_efficiency"))
@@ -110,11 +110,12 @@ class Link:
     `steps` are those of the collective after the first: n - 2 for an all-gather in a ring of n, 0 for a send.
     """
 
-    name: str
-    bandwidth: float = field(validator=within(1e6, 1e13, "bytes/s"))  # of one device, one way
-    latency: float = field(validator=within(0, 1, "seconds"))  # before the first byte
-    hop: float = field(default=0.0, validator=within(0, 1, "seconds"))
+    name: str  # such as NVLink 4
+    bandwidth: float = field(validator=within(1e6, 1e13, "bytes/s"))  # bytes/s of one device, one way
+    latency: float = field(validator=within(0, 1, "seconds"))  # seconds before the first byte
+    hop: float = field(default=0.0, validator=within(0, 1, "seconds"))  # seconds of each later step of a collective
     efficiency: float = field(default=1.0, validator=within(0.01, 1, "shares of bandwidth"))
+    """Share of `bandwidth` that a large message reaches."""
     group_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
     """Communication buffers of one process group, on each of its devices."""
     peer_nbytes: int = field(default=0, validator=within(0, 2**40, "bytes"))
@@ -135,15 +136,18 @@ class Cluster:
     all of them can send at full speed, that share is divided by `oversubscription`.
     """
 
-    device: Device
-    count: int = field(validator=within(1, 10**6, "devices"))
-    per_node: int = field(validator=within(1, 10**6, "devices"))
-    intra: Link
-    inter: Link
-    pod: int = field(default=0, validator=within(0, 10**6, "devices"))  # 0: all are in one
+    device: Device  # one of the devices, which are all alike
+    count: int = field(validator=within(1, 10**6, "devices"))  # number of devices
+    per_node: int = field(validator=within(1, 10**6, "devices"))  # devices of one node
+    intra: Link  # between devices of one node
+    inter: Link  # between devices of different nodes
+    pod: int = field(default=0, validator=within(0, 10**6, "devices"))  # devices of one pod; 0: all are in one
     oversubscription: float = field(default=1.0, validator=within(1, 1000, "times"))
+    """Factor by which the network beyond a pod is slower."""
     failures: float = field(default=FAILURES, validator=within(0, 1, "interruptions per device and hour"))
+    """Unexpected interruptions of a job, by device and hour."""
     storage: float = field(default=STORAGE, validator=within(1e3, 1e12, "bytes/s of a device's checkpoint"))
+    """Bytes per second of a checkpoint that a device's share of the storage takes."""
     source: str = ""
     """The cluster file that declares it; empty for a preset."""
 

@@ -29,22 +29,22 @@ class Stage:
 
     rank: int  # pipeline rank
     chunk: int  # number of this chunk on its rank, below vpp
-    start: int
-    stop: int
-    forward_seconds: float  # one micro-batch
-    backward_seconds: float
-    params: int  # elements on one device
+    start: int  # number of its first graph node
+    stop: int  # number of the graph node after its last one
+    forward_seconds: float  # of one micro-batch
+    backward_seconds: float  # of one micro-batch, with recompute
+    params: int  # elements of its weights on one device
 
 
 @frozen(kw_only=True)
 class Prediction:
     """Predicted time and memory of one optimizer step. The parts of `breakdown` add up to `step_seconds`."""
 
-    step_seconds: float
+    step_seconds: float  # of one optimizer step
     interval: tuple[float, float]  # seconds between which nine of ten measured steps lie
-    tokens_per_second_per_device: float
+    tokens_per_second_per_device: float  # tokens of the batch by second and device
     flops_per_second_per_device: float  # model FLOPs: no recompute, causal attention counted half
-    mfu: float
+    mfu: float  # these FLOPs as a share of the device's peak
     bubble: float  # share of the step in which a pipeline rank waits
     breakdown: dict[str, float]  # seconds by cause
     nbytes: tuple[dict[str, int], ...]  # peak memory of each pipeline rank, by holder
@@ -55,19 +55,20 @@ class Prediction:
 class Plan:
     """Everything that the runtime needs. Stages are in model order: stage i is chunk i // pp of rank i % pp."""
 
-    version: int
-    model: str  # its reference: "megaloom.examples.gpt2:gpt2" or "/path/file.py:name(layers=24)"
-    fingerprint: str  # of the model's graph; the runtime refuses another one
-    cluster: Cluster
-    workload: Workload
-    layout: Layout
-    stages: tuple[Stage, ...]
-    predicted: Prediction
+    version: int  # version of this form, see `PLAN_VERSION`
+    model: str  # reference of the model: "megaloom.examples.gpt2:gpt2" or "/path/file.py:name(layers=24)"
+    fingerprint: str  # hash of the model's graph; the runtime refuses another one
+    cluster: Cluster  # devices that the plan is for, and links between them
+    workload: Workload  # sequence length, global batch and number format
+    layout: Layout  # degrees of parallelism, and other choices of the planner
+    stages: tuple[Stage, ...]  # model chunks, in model order
+    predicted: Prediction  # time and memory of a step
     reasons: tuple[str, ...]  # why this layout, in sentences
     runtime: Runtime = Runtime.MEGALOOM  # the program that the prediction is for
     environment: Environment = Factory(
         lambda self: assumed_environment(self.runtime, self.cluster.device.name), takes_self=True
     )
+    """Device, torch and optional kernels for which the costs hold."""
     lora: LoRA | None = None  # adapters that were added to the declared model
 
 

@@ -49,7 +49,7 @@ class Workload:
 
     seq: int  # tokens of one sequence
     batch: int  # sequences of one step, over all devices: the global batch
-    precision: Precision = Precision.BF16
+    precision: Precision = Precision.BF16  # number format of matrix products
 
     @property
     def tokens(self) -> int:

@@ -209,13 +209,14 @@ def _plan_json() -> str:
             continue
         seen.add(kind)
         summary = (inspect.getdoc(kind) or "").splitlines()[0]
-        lines += [f"## {kind.__name__}", "", summary, "", "| field | type |", "|---|---|"]
+        lines += [f"## {kind.__name__}", "", summary, "", "| field | type | meaning |", "|---|---|---|"]
+        meanings = {name: f.help for name, f in FIELDS.items()} if kind is Layout else _meanings(kind)
         for f in fields(kind):
             if f.name.startswith("_") or not f.init:
                 continue
             # The annotation as written: cattrs replaces `f.type` when it first loads a plan.
             shown = FIELDS[f.name].kind.__name__ if kind is Layout else kind.__annotations__[f.name]
-            lines.append(f"| `{f.name}` | `{_cell(str(shown))}` |")
+            lines.append(f"| `{f.name}` | `{_cell(str(shown))}` | {_cell(meanings[f.name])} |")
             todo += [
                 k
                 for k in vars(sys.modules[kind.__module__]).values()
@@ -223,6 +224,22 @@ def _plan_json() -> str:
             ]
         lines += [""]
     return "\n".join(lines)
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """Return what the source of a class says of each field: the string after it, else the comment on its last line."""
+    source = dedent(inspect.getsource(kind))
+    lines, (owner,) = source.splitlines(), ast.parse(source).body
+    assert isinstance(owner, ast.ClassDef)
+    out = {}
+    for statement, following in zip(owner.body, [*owner.body[1:], ast.Pass()], strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            text = following.value.value if isinstance(following, ast.Expr) else None  # type: ignore[attr-defined]
+            comment = re.search(r"  # (.*)", lines[(statement.end_lineno or 1) - 1])
+            found = text or (comment[1] if comment else "")
+            assert found, f"{kind.__name__}.{statement.target.id} needs a comment that says what it is"
+            out[statement.target.id] = f"{found[0].upper()}{found[1:].rstrip('.')}."
+    return out
 
 
 def _python_api() -> str:
