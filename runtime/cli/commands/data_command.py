@@ -37,16 +37,19 @@ def run_data(
     )
     with _progress_bar() as show:
         description, was_there = preprocess(request, show)
-    print_on_first_rank(_summary(description, output, was_there))
+    print_on_first_rank(_summary(description, output, was_there, train_vocab))
 
 
-def _summary(description: Description, prefix: Path, was_there: bool) -> str:
+def _summary(description: Description, prefix: Path, was_there: bool, train_vocab: int | None) -> str:
     done = "is complete already" if was_there else "is written"
     tokenizer = "" if description.is_bytes else f", tokenizer {path_of(prefix, TOKENIZER_SUFFIX)}"
     kind = "conversations" if description.chat else "documents"
+    fewer = ""
+    if train_vocab is not None and description.ids.vocab < train_vocab:
+        fewer = f"the tokenizer has fewer tokens than --train-vocab {train_vocab}: the text has no more pairs to join\n"
     return (
         f"{path_of(prefix, TOKENS)} {done}: {description.documents:,} {kind}, {description.tokens:,} tokens, "
-        f"vocabulary {description.ids.vocab:,}{tokenizer}\n"
+        f"vocabulary {description.ids.vocab:,}{tokenizer}\n{fewer}"
         f"train on it with: megaloom train MODEL --data {prefix}"
     )
 

@@ -35,6 +35,16 @@ def test_several_sources_become_one_dataset(folder: Path, capsys: pytest.Capture
     )
 
 
+def test_a_trained_vocabulary_that_is_smaller_than_asked_for_says_why(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not main(["data", "books", "-o", "out", "--train-vocab", "300", "--workers", "1"])
+    shown = capsys.readouterr().out
+    assert "the tokenizer has fewer tokens than --train-vocab 300: the text has no more pairs to join\n" in shown
+    assert not main(["data", "books", "-o", "least", "--train-vocab", "257", "--workers", "1"])
+    assert "fewer tokens" not in capsys.readouterr().out
+
+
 BAD: dict[str, tuple[list[str], str]] = {
     "no source": (["data", "-o", "out"], "source is missing\n`megaloom data --help` lists the options"),
     "no output": (["data", "a.jsonl"], "-o is missing"),
