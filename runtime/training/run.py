@@ -112,7 +112,7 @@ def train(
         }
         check_same_plan(plan, recipe, given, weights)
         with errors_with_rank(folder):
-            return _train_as_rank(prepared, folder)
+            return _train_as_rank(prepared, folder, new)
     with locked(folder), advice_if_rank_failed(folder):
         return launcher.run(
             on_rank, (prepared(),), plan.layout.world, grace=SAVE_SECONDS, collective_timeout=distributed_timeout
@@ -263,8 +263,11 @@ def locked(folder: Path) -> AbstractContextManager[None]:
     return locked_folder(folder, held=held, choose="choose a writable folder with --out")
 
 
-def _train_as_rank(prepared: Callable[[], TrainingRun], folder: Path) -> Summary:
-    """Train on this rank, which torchrun or srun has started, once the ranks have compared their inputs."""
+def _train_as_rank(prepared: Callable[[], TrainingRun], folder: Path, new: bool) -> Summary:
+    """Train on this rank, which torchrun or srun has started, once the ranks have compared their inputs.
+
+    new: the folder did not exist before. It is removed if the ranks find different data.
+    """
     first = dist.get_rank() == 0
     with ExitStack() as stack:
         agreed(lambda: stack.enter_context(locked(folder)) if first else None, names_rank=False)
@@ -272,7 +275,12 @@ def _train_as_rank(prepared: Callable[[], TrainingRun], folder: Path) -> Summary
         run = [agreed(lambda: prepared() if first else None, names_rank=False)]
         dist.broadcast_object_list(run)
         assert run[0]
-        check_same_data(run[0].corpus)
+        try:
+            check_same_data(run[0].corpus)
+        except UserError:
+            if first and new:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
         return on_rank(run[0])
 
 

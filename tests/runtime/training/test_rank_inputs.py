@@ -6,6 +6,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from megaloom.runtime.data.corpus import open_corpus
 from megaloom.runtime.data.indexed import write_indexed
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training.rank_inputs import check_same_data, check_same_plan, check_shared_folder
+from megaloom.runtime.training.run import _train_as_rank
 from tests.support.limits import LIMIT
 from tests.support.paths import TEST_MODELS
 
@@ -84,3 +86,29 @@ def test_ranks_with_other_inputs_are_refused(plan_of, tmp_path: Path) -> None:
         assert re.fullmatch(pattern, on_first)
         assert on_second == on_first or on_first.endswith(on_second)  # a rank's own error does not name it
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "data"]
+
+
+def refused_runs(folder: Path) -> list[str]:
+    """On each rank: the messages for data that rank 1 has changed, in a folder for a new run and in one that exists."""
+    own = folder / str(dist.get_rank())
+    shutil.copytree(folder / "data", own)
+    os.chdir(own)
+    if dist.get_rank():
+        np.memmap("changed.bin", np.uint16, "r+")[25_000] += 1
+
+    def prepared(run: Path) -> SimpleNamespace:
+        (run / "plan.json").touch()
+        return SimpleNamespace(corpus=open_corpus(["changed"], None, folder))
+
+    runs = ((folder / "new", True), (folder / "old", False))
+    return [refusal(lambda run=run, new=new: _train_as_rank(lambda: prepared(run), run, new)) for run, new in runs]
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "old").mkdir()
+    write_indexed([np.arange(5000, dtype=np.uint16)] * 10, tmp_path / "data" / "changed", "u2")
+    for messages in launcher.run(refused_runs, (tmp_path,), 2, timeout=LIMIT):
+        assert all("copy the dataset to every host again" in message for message in messages)
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "old" / "plan.json").exists()
