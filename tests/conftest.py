@@ -18,7 +18,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background j
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are the same everywhere: processes over gloo
 
-gc.set_threshold(100_000, 50, 50)  # imported modules are many objects; to visit them often took a sixth of all tests
+gc.set_threshold(100_000, 50, 50)  # frequent collections took a sixth of all processor time
 
 settings.register_profile("megaloom", deadline=None)  # the machine is busy with other tests: a slow example is no bug
 settings.load_profile("megaloom")

@@ -31,8 +31,8 @@ class Stage:
     chunk: int  # number of this chunk on its rank, below vpp
     start: int  # number of its first graph node
     stop: int  # number of the graph node after its last one
-    forward_seconds: float  # of one micro-batch
-    backward_seconds: float  # of one micro-batch, with recompute
+    forward_seconds: float  # seconds of the forward pass of one micro-batch
+    backward_seconds: float  # seconds of the backward pass of one micro-batch, with recompute
     params: int  # elements of its weights on one device
 
 
@@ -40,11 +40,11 @@ class Stage:
 class Prediction:
     """Predicted time and memory of one optimizer step. The parts of `breakdown` add up to `step_seconds`."""
 
-    step_seconds: float  # of one optimizer step
+    step_seconds: float  # seconds of one optimizer step
     interval: tuple[float, float]  # seconds between which nine of ten measured steps lie
     tokens_per_second_per_device: float  # tokens of the batch by second and device
     flops_per_second_per_device: float  # model FLOPs: no recompute, causal attention counted half
-    mfu: float  # these FLOPs as a share of the device's peak
+    mfu: float  # model FLOPs per second as a share of the device's peak
     bubble: float  # share of the step in which a pipeline rank waits
     breakdown: dict[str, float]  # seconds by cause
     nbytes: tuple[dict[str, int], ...]  # peak memory of each pipeline rank, by holder

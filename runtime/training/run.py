@@ -266,19 +266,21 @@ def locked(folder: Path) -> AbstractContextManager[None]:
 def _train_as_rank(prepared: Callable[[], TrainingRun], folder: Path, new: bool) -> Summary:
     """Train on this rank, which torchrun or srun has started, once the ranks have compared their inputs.
 
-    new: the folder did not exist before. It is removed if the ranks find different data.
+    new: the folder did not exist when this command began. If it still holds no run, it is removed where the ranks'
+    data differ.
     """
     first = dist.get_rank() == 0
     with ExitStack() as stack:
         agreed(lambda: stack.enter_context(locked(folder)) if first else None, names_rank=False)
         check_shared_folder(folder)
+        removable = first and new and not is_run(folder)  # another command may have made a run meanwhile
         run = [agreed(lambda: prepared() if first else None, names_rank=False)]
         dist.broadcast_object_list(run)
         assert run[0]
         try:
             check_same_data(run[0].corpus)
         except UserError:
-            if first and new:
+            if removable:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         return on_rank(run[0])

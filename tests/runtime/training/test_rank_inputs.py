@@ -22,6 +22,7 @@ from megaloom.runtime.data.indexed import write_indexed
 from megaloom.runtime.launch import launcher
 from megaloom.runtime.training.rank_inputs import check_same_data, check_same_plan, check_shared_folder
 from megaloom.runtime.training.run import _train_as_rank
+from megaloom.runtime.training.run_folder import OPTIONS_NAME
 from tests.support.limits import LIMIT
 from tests.support.paths import TEST_MODELS
 
@@ -89,7 +90,7 @@ def test_ranks_with_other_inputs_are_refused(plan_of, tmp_path: Path) -> None:
 
 
 def refused_runs(folder: Path) -> list[str]:
-    """On each rank: the messages for data that rank 1 has changed, in a folder for a new run and in one that exists."""
+    """On each rank: the messages for data that rank 1 has changed, in a new folder and in two that must stay."""
     own = folder / str(dist.get_rank())
     shutil.copytree(folder / "data", own)
     os.chdir(own)
@@ -100,15 +101,18 @@ def refused_runs(folder: Path) -> list[str]:
         (run / "plan.json").touch()
         return SimpleNamespace(corpus=open_corpus(["changed"], None, folder))
 
-    runs = ((folder / "new", True), (folder / "old", False))
+    runs = ((folder / "new", True), (folder / "old", False), (folder / "of another command", True))
     return [refusal(lambda run=run, new=new: _train_as_rank(lambda: prepared(run), run, new)) for run, new in runs]
 
 
 def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "old").mkdir()
+    (tmp_path / "of another command").mkdir()
+    (tmp_path / "of another command" / OPTIONS_NAME).touch()
     write_indexed([np.arange(5000, dtype=np.uint16)] * 10, tmp_path / "data" / "changed", "u2")
     for messages in launcher.run(refused_runs, (tmp_path,), 2, timeout=LIMIT):
         assert all("copy the dataset to every host again" in message for message in messages)
     assert not (tmp_path / "new").exists()
     assert (tmp_path / "old" / "plan.json").exists()
+    assert (tmp_path / "of another command" / OPTIONS_NAME).exists()
