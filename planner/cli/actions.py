@@ -85,10 +85,11 @@ def print_rules(as_json: bool) -> int:
 def print_lint(g: Graph, machine: Cluster, workload: Workload, fixed: FixedAxes, as_json: bool) -> int:
     """Print the rules that a layout breaks, or all rules without a layout; return exit code 2 if it breaks one."""
     from megaloom.planner.report.lint import caveats_text, lint_json, violations_text
-    from megaloom.planner.search.infeasible import checked_fixed
+    from megaloom.planner.search.infeasible import check_ranges, checked_fixed
 
     if not (fixed := checked_fixed(fixed)):
         return print_rules(as_json)
+    check_ranges(fixed, g, workload, machine)
     if as_json:
         result = lint_json(g, machine, workload, fixed)
         print(json.dumps(result, indent=1))

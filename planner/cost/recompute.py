@@ -59,7 +59,8 @@ class ModuleRecompute:
         """Return the best n modules to recompute, as bits: [layouts, n]. `moe` comes after its parts."""
         modules = self.structure.modules
         each = [self._of((module,)) for module in modules]
-        seconds, freed = (np.array([one[i] for one in each]).reshape(len(modules), -1) for i in (0, 1))
+        shape = len(modules), len(self.saved)  # no module is a legal number of modules
+        seconds, freed = (np.array([one[i] for one in each]).reshape(shape) for i in (0, 1))
         worth = freed / np.maximum(seconds, np.finfo(float).tiny)
         if Module.MOE in modules:
             parts = [i for i, module in enumerate(modules) if module in (*MODULES_OF_MOE, Module.MOE)]

@@ -31,6 +31,7 @@ HEADINGS = {
 }
 LEGEND = "Conditions of every legal layout. In brackets: the source line that checks it, or the reason."
 WIDTH = 116
+FREE_DEGREES = ("tp", "pp", "cp", "vpp", "ep", "etp", "micro_batch")  # of a layout, 1 where the user gives none
 ALL_RULES = (*RANGE_RULES, *RULES, *EXPORT_RULES, *RUNTIME_RULES)
 
 
@@ -51,8 +52,17 @@ def violations_text(graph: Graph, cluster: Cluster, workload: Workload, fixed: F
     layout = _layout(graph, cluster, workload, fixed)
     wrong = violations(layout, graph, workload, cluster)
     lines = [f"{layout}: {v.message} [{v.rule}]" for v in wrong]
-    changes = changes_text(legal_changes(CandidateSpace(graph, cluster, workload, fixed)), fixed) if wrong else []
+    changes = _changes(CandidateSpace(graph, cluster, workload, fixed), layout) if wrong else []
     return "\n".join([*lines, *(changes or [f"{v.rule}: {v.fix}" for v in wrong])])
+
+
+def _changes(space: CandidateSpace, layout: Layout) -> list[str]:
+    """Return the smallest changes of what the user fixed, or of another degree, that make the layout legal.
+
+    A degree that the user left free is 1, as in the layout, unless a change says otherwise; dp takes what is left.
+    """
+    fixed = {**space.fixed, **{name: getattr(layout, name) for name in FREE_DEGREES if name not in space.fixed}}
+    return changes_text(legal_changes(evolve(space, fixed=fixed)), fixed)
 
 
 def caveats_text(graph: Graph, cluster: Cluster, workload: Workload, fixed: FixedAxes) -> str:

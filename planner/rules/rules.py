@@ -38,7 +38,8 @@ MAY_BE_ZERO = ("recompute_layers", "microbatch_group")  # 0 stands for the defau
 def _amounts(case: Case[L]) -> Mapping[str, int | Column]:
     """Return the numbers of a case that must be in range, by name."""
     x, w = case.layout, case.workload
-    return {**x.degrees, "seq": w.seq, "batch": w.batch, **{name: getattr(x, name) for name in MAY_BE_ZERO}}
+    counts = {name: getattr(x, name) for name in ("vocab_multiple", *MAY_BE_ZERO)}
+    return {**x.degrees, "seq": w.seq, "batch": w.batch, **counts}
 
 
 def _positive(case: Case[L]) -> Truth:
@@ -77,7 +78,8 @@ def _plausible_text(case: Case[Layout]) -> Words:
 RANGE_RULES = (
     Rule(
         id="positive",
-        sentence="Every degree, the micro-batch, the sequence and the batch are at least 1, and no count is below 0.",
+        sentence="Every degree, the micro-batch, the sequence, the batch and the multiple of the vocabulary are at "
+        "least 1, and no count is below 0.",
         fix="use 1 or more",
         owner=Owner.CORE,
         source="megatron-core divides by them",
@@ -86,7 +88,7 @@ RANGE_RULES = (
     ),
     Rule(
         id="plausible",
-        sentence=f"Degrees and the batch are at most {MOST:,}, and the sequence at most {LONGEST:,} tokens.",
+        sentence=f"Degrees, counts and the batch are at most {MOST:,}, and the sequence at most {LONGEST:,} tokens.",
         fix=f"use {MOST:,} or less, and {LONGEST:,} tokens or less",
         owner=Owner.PLANNER,
         source="larger steps cannot be simulated",

@@ -17,13 +17,14 @@ from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.choices import ModuleSet, OverlapSet
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.layout import FIELDS, Layout
-from megaloom.planner.contract.workload import Precision
+from megaloom.planner.contract.workload import Precision, Workload
 from megaloom.planner.cost.memory import state_bytes
 from megaloom.planner.hardware.cluster_names import cluster
 from megaloom.planner.hardware.presets import PRESETS
 from megaloom.planner.model.structure import model_structure
 from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.rules.rule import Violation
+from megaloom.planner.rules.rules import range_violations
 from megaloom.planner.rules.steps import STEP_RULES
 
 from .candidates import Candidates
@@ -55,8 +56,10 @@ def checked_fixed(fixed: Mapping[str, Any]) -> FixedAxes:
     return out
 
 
-def check_recompute_layers(fixed: FixedAxes, g: Graph) -> None:
-    """Raise UserError if more blocks are to be recomputed than the model has."""
+def check_ranges(fixed: FixedAxes, g: Graph, workload: Workload, machine: Cluster) -> None:
+    """Raise UserError for a fixed number out of range, before anything is computed with it."""
+    for violation in range_violations(Layout(**fixed), g, workload, machine):
+        raise UserError(str(violation))
     layers, blocks = fixed.get("recompute_layers", 0), model_structure(g).recomputable_blocks
     if blocks and layers > blocks:
         raise UserError(
@@ -166,9 +169,10 @@ def _less_headroom(pricer: Pricer, nearest: Partition) -> ChangedPricers:
 
 
 def _lower_precision(pricer: Pricer) -> ChangedPricers:
-    """Yield bf16 in place of fp32."""
-    if pricer.workload.precision is Precision.FP32:
-        yield "--precision bf16", _with(pricer, workload=evolve(pricer.workload, precision=Precision.BF16))
+    """Yield the 16-bit precisions of the device in place of fp32."""
+    for precision in (Precision.BF16, Precision.FP16) if pricer.workload.precision is Precision.FP32 else ():
+        if precision in pricer.cluster.device.flops:
+            yield f"--precision {precision}", _with(pricer, workload=evolve(pricer.workload, precision=precision))
 
 
 def _more_devices(pricer: Pricer, fixed: FixedAxes) -> ChangedPricers:

@@ -13,16 +13,15 @@ from attrs import frozen
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.graph import Graph
 from megaloom.planner.contract.devices import Cluster
-from megaloom.planner.contract.layout import Layout
 from megaloom.planner.contract.workload import Runtime, Workload
 from megaloom.planner.cost.profiles.frameworks import PROFILES
 from megaloom.planner.hardware.cluster_names import cluster, is_range
 from megaloom.planner.partition.whole_blocks import with_cut_points_of
-from megaloom.planner.rules.rules import range_violations
 from megaloom.planner.simulate.price import Priced
 
 from .candidates import Candidates
 from .device_meshes import simplest
+from .infeasible import check_ranges
 from .pricing import Pricer
 from .search import search
 from .variant_choices import FixedAxes
@@ -77,8 +76,7 @@ def scaling_points(
     """
     parted, shown = with_cut_points_of(graph, runtime), list[tuple[float, int]]()
     for machine in row:
-        for violation in range_violations(Layout(**fixed), graph, work(machine), machine):
-            raise UserError(str(violation))
+        check_ranges(fixed, graph, work(machine), machine)
         free, best = headroom, None
         while (priced := _best(Pricer(parted, machine, work(machine), PROFILES[runtime], free), fixed)) is not None:
             best, nbytes = priced, max(priced.partition.peaks)

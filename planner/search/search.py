@@ -26,7 +26,6 @@ from megaloom.planner.partition.memory_limit import HEADROOM
 from megaloom.planner.partition.partitioner import Partition
 from megaloom.planner.partition.whole_blocks import with_cut_points_of
 from megaloom.planner.rules.capabilities import caveats
-from megaloom.planner.rules.rules import range_violations
 from megaloom.planner.simulate.price import Priced
 
 from .best_first import BalancedLayout, Frontier
@@ -34,7 +33,7 @@ from .candidates import Candidates
 from .device_meshes import best_of_each_mesh, device_mesh
 from .infeasible import (
     PLAIN_AXES,
-    check_recompute_layers,
+    check_ranges,
     checked_fixed,
     nothing_fits,
     nothing_legal,
@@ -126,9 +125,7 @@ def plan(
     """
     began = perf_counter()
     chosen = checked_fixed(fixed or {})
-    check_recompute_layers(chosen, graph(model))
-    for violation in range_violations(Layout(**chosen), graph(model), workload, cluster):
-        raise UserError(str(violation))
+    check_ranges(chosen, graph(model), workload, cluster)
     pricer = Pricer(with_cut_points_of(graph(model), runtime), cluster, workload, PROFILES[runtime], headroom)
     solver, candidates, gap = BranchAndBound(on_progress), None, None
     try:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
+from megaloom.dsl import Dim, Embed, NextToken, Unembed, ids, model, weight
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.files.json_form import fingerprint
 from megaloom.dsl.graph import Model, graph
@@ -265,3 +266,11 @@ def test_a_published_choice_is_near_the_top() -> None:
     """GPT-2 XL on one node trains with data parallelism alone."""
     got = planned(gpt2_xl(), "8xH100", Workload(seq=1024, batch=512))
     assert got.best.layout.dp * got.best.layout.cp == 8
+
+
+def test_a_model_with_nothing_to_recompute_has_a_plan() -> None:
+    table = weight("table", Dim("vocab", 256), Dim("embed", 64))
+    bigram = model("bigram", ids() >> Embed(table) >> Unembed(table) >> NextToken())
+    assert planned(bigram, "8xH100").best.layout.world == 8
+    with pytest.raises(UserError, match="recompute"):
+        planned(bigram, "8xH100", recompute="full")
