@@ -196,7 +196,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    print(f"plan: {message}", file=sys.stderr)
+    from megaloom.dsl.quoting import shown_message
+
+    print(f"plan: {shown_message(message)}", file=sys.stderr)
     return code
 
 

@@ -10,12 +10,12 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from shlex import quote
 from typing import Any, NoReturn
 
 from attrs import asdict
 
 from megaloom.dsl.errors import UserError
+from megaloom.dsl.quoting import shell_word
 
 from .layout import FIELDS, Layout
 from .plans import PLAN_VERSION, Plan, PlanError
@@ -117,7 +117,8 @@ def _command_of(raw: dict[str, Any], where: str) -> str:
     try:
         w, cluster = raw["workload"], raw["cluster"]
         kind = cluster["source"] or cluster["device"]["name"]
-        options = f"--gpus {cluster['count']}x{kind} --seq {w['seq']} --batch {w['batch']} --precision {w['precision']}"
+        load = {"gpus": f"{cluster['count']}x{kind}", **{name: w[name] for name in ("seq", "batch", "precision")}}
+        options = " ".join(f"--{name} {shell_word(str(value))}" for name, value in load.items())
     except (KeyError, TypeError):
         options = "--gpus …"
-    return f"plan {quote(str(raw.get('model', 'MODEL')))} {options} -o {quote(where)}"
+    return f"plan {shell_word(str(raw.get('model', 'MODEL')))} {options} -o {shell_word(where)}"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from shlex import quote
-
 from attrs import Factory, frozen
 
 from megaloom.dsl.errors import UserError
 from megaloom.dsl.low_rank import LoRA
+from megaloom.dsl.quoting import shell_word
 
 from .capability import Environment, assumed_environment
 from .devices import Cluster
@@ -100,6 +99,6 @@ def plan_command(plan: Plan) -> str:
     w, more = plan.workload, "" if plan.runtime is Runtime.MEGALOOM else f" --runtime {plan.runtime}"
     if plan.lora is not None:
         targets = ",".join(plan.lora.targets)
-        more += f" --lora-rank {plan.lora.rank} --lora-alpha {plan.lora.alpha:g} --lora-targets {targets}"
+        more += f" --lora-rank {plan.lora.rank} --lora-alpha {plan.lora.alpha:g} --lora-targets {shell_word(targets)}"
     load = f"--seq {w.seq} --batch {w.batch} --precision {w.precision}"
-    return f"plan {quote(plan.model)} --gpus {plan.cluster} {load}{more}"
+    return f"plan {shell_word(plan.model)} --gpus {shell_word(str(plan.cluster))} {load}{more}"

@@ -23,6 +23,7 @@ from megaloom.planner.contract.workload import Precision
 
 from .decoder import DecoderModel, read_decoder
 from .megatron_lm import OVERLAP_OPTIONS
+from .quoting import title
 from .slurm import machines
 from .target import Target, refuse
 from .whole_layers import StageLayers, equal_layers, recomputed_layers, stage_layers
@@ -40,7 +41,7 @@ def config_yaml(plan: Plan, graph: Graph) -> str:
     nodes, per_node = machines(plan.cluster)
     keys = "".join(f"  megatron_lm_{key}: {_yaml(value)}\n" for key, value in _keys(plan, model, graph))
     address = "machine_rank: 0  # its number on each machine\nmain_process_ip: MACHINE_0\nmain_process_port: 29500\n"
-    return f"""# {graph.name} on {plan.cluster}: {plan.layout}
+    return f"""{title(plan, graph.name)}\
 # For Accelerate 1.15.0. Your script provides the model, sequences of {plan.workload.seq} tokens, and micro-batches
 # (per_device_train_batch_size) of {plan.layout.micro_batch}.
 {_other_arguments(plan.layout)}compute_environment: LOCAL_MACHINE

@@ -7,10 +7,10 @@ that it gives to each pod, pkg/controller.v1/pytorch/envvar.go; SkyPilot, docs/s
 from __future__ import annotations
 
 import json
-import shlex
 
 from megaloom.planner.contract.plans import Plan
 
+from .quoting import pod_command, shell_word, title
 from .slurm import PORT, check_gpus, machines
 from .target import Target
 
@@ -28,8 +28,7 @@ def pytorch_job(plan: Plan, name: str, path: str) -> str:
     check_gpus(plan.cluster, Target.KUBERNETES)
     nodes, each = machines(plan.cluster)
     workers = f"    Worker:\n{_replicas(nodes - 1, each, path, nodes)}" if nodes > 1 else ""
-    return f"""# {name} on {plan.cluster}: {plan.layout}
-# kubectl apply -f THIS_FILE, on a cluster with Kubeflow's training operator
+    return f"""{title(plan, name)}# kubectl apply -f THIS_FILE, on a cluster with Kubeflow's training operator
 # Set `image` to one that has megaloom[train], and `claimName` to a volume claim with plan, model, data and runs.
 apiVersion: kubeflow.org/v1
 kind: PyTorchJob
@@ -48,7 +47,7 @@ def _replicas(count: int, each: int, path: str, nodes: int) -> str:
     """Return the specification of equal pods."""
     command = (
         f"exec torchrun --nnodes {nodes} --nproc-per-node {each} --node-rank $RANK "
-        f"--master-addr $MASTER_ADDR --master-port $MASTER_PORT {TRAIN} {shlex.quote(path)}"
+        f"--master-addr $MASTER_ADDR --master-port $MASTER_PORT {TRAIN} {shell_word(path)}"
     )
     return f"""      replicas: {count}
       restartPolicy: OnFailure
@@ -58,7 +57,7 @@ def _replicas(count: int, each: int, path: str, nodes: int) -> str:
           - name: pytorch
             image: megaloom:latest
             workingDir: /workspace
-            command: ["bash", "-c", {json.dumps(command)}]
+            command: ["bash", "-c", {pod_command(command)}]
             resources:
               limits:
                 nvidia.com/gpu: {each}
@@ -91,8 +90,7 @@ def sky_task(plan: Plan, name: str, path: str) -> str:
     check_gpus(plan.cluster, Target.SKYPILOT)
     nodes, each = machines(plan.cluster)
     device = plan.cluster.device.name
-    return f"""# {name} on {plan.cluster}: {plan.layout}
-# sky launch THIS_FILE, in the folder of the plan and its model
+    return f"""{title(plan, name)}# sky launch THIS_FILE, in the folder of the plan and its model
 # Nodes share /runs: give your bucket, or a volume. Add --data to the last line.
 name: {_kubernetes_name(name)}
 workdir: .
@@ -108,5 +106,5 @@ setup: |
 run: |
   torchrun --nnodes {nodes} --nproc-per-node {each} --node-rank $SKYPILOT_NODE_RANK \\
     --master-addr "$(echo "$SKYPILOT_NODE_IPS" | head -n1)" --master-port {PORT} \\
-    {TRAIN} {shlex.quote(path)} --out /runs/{_kubernetes_name(name)}
+    {TRAIN} {shell_word(path)} --out /runs/{_kubernetes_name(name)}
 """

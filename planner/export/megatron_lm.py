@@ -23,6 +23,7 @@ from megaloom.planner.rules.export_rules import export_violations
 from .decoder import DecoderModel, read_decoder
 from .megatron_lm_layers import attention_options, expert_options, feed_forward_options
 from .option import Option, option
+from .quoting import title
 from .slurm import MASTER_ADDR, machines, sbatch_header
 from .target import Target, refuse
 from .whole_layers import StageLayers, equal_layers, pipeline_layout, recomputed_layers, stage_layers
@@ -171,8 +172,7 @@ def _script(plan: Plan, graph: Graph, sbatch: str) -> str:
     # Before Blackwell, collectives that overlap with computation need it, and Megatron-LM insists on it.
     queues = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if plan.layout.tp * plan.layout.cp > 1 else ""
     return f"""#!/usr/bin/env bash
-{sbatch}# {graph.name} on {plan.cluster}: {plan.layout}
-# For pretrain_gpt.py of Megatron-LM {RELEASE}. Set MEGATRON to its folder.
+{sbatch}{title(plan, graph.name)}# For pretrain_gpt.py of Megatron-LM {RELEASE}. Set MEGATRON to its folder.
 {_notes(model, nodes, bool(sbatch))}set -euo pipefail
 {MASTER_ADDR if sbatch else ""}{queues}
 MODEL=(

@@ -5,12 +5,11 @@ A plan for Megatron-core becomes a job that runs Megatron-LM: see `megatron_lm.s
 
 from __future__ import annotations
 
-import shlex
-
 from megaloom.planner.contract.devices import Cluster
 from megaloom.planner.contract.plans import Plan
 from megaloom.planner.hardware.presets import PRESETS
 
+from .quoting import job_name, shell_word, title
 from .target import Target, refuse
 
 PORT = 29500
@@ -34,6 +33,7 @@ def sbatch_header(cluster: Cluster, name: str) -> str:
     """Return the #SBATCH lines: one task per machine, which starts one process per device."""
     check_gpus(cluster, Target.SLURM)
     nodes, each = machines(cluster)
+    name = job_name(name)
     return f"""#SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
@@ -48,11 +48,11 @@ def train_job(plan: Plan, name: str, path: str) -> str:
     """Return the script for sbatch that trains by the plan in `path`, a file that every machine sees there."""
     nodes, each = machines(plan.cluster)
     return f"""#!/bin/bash
-# {name} on {plan.cluster}: {plan.layout}
-{sbatch_header(plan.cluster, name)}# Arguments after THIS_FILE go to `megaloom train`: --data, --steps, --lr, ...
+{title(plan, name)}{sbatch_header(plan.cluster, name)}\
+# Arguments after THIS_FILE go to `megaloom train`: --data, --steps, --lr, ...
 set -euo pipefail
 {MASTER_ADDR}
 srun --kill-on-bad-exit=1 torchrun --nnodes {nodes} --nproc-per-node {each} \\
   --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$MASTER_ADDR:{PORT}" \\
-  -m megaloom.runtime.cli train {shlex.quote(path)} "$@"
+  -m megaloom.runtime.cli train {shell_word(path)} "$@"
 """

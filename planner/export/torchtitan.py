@@ -19,6 +19,7 @@ from megaloom.planner.contract.plans import Plan
 from megaloom.planner.contract.workload import Precision
 
 from .decoder import read_decoder
+from .quoting import title
 from .slurm import machines
 from .target import TRAIN_INSTEAD, Target, refuse
 from .torchtitan_flavors import FLAVORS, Flavor, find_flavor
@@ -46,7 +47,7 @@ def config_toml(plan: Plan, graph: Graph) -> str:
         "parallelism": dict(_parallelism(plan.layout, stages)),
         "activation_checkpoint": {"mode": str(plan.layout.recompute)},
     }
-    head = f"""# {graph.name} on {plan.cluster}: {plan.layout}
+    head = f"""{title(plan, graph.name)}\
 # For torchtitan 0.2.2: torchrun --nnodes {nodes} --nproc-per-node {each} ... -m torchtitan.train --job.config_file THIS
 # torchtitan's own model has {flavor.own}. That does not change the step time.
 # Add the tokenizer (model.hf_assets_path), data, steps and learning rate.

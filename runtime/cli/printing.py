@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 
+from megaloom.dsl.quoting import shown_message
 from megaloom.dsl.show.printing import show
 
 if TYPE_CHECKING:
@@ -25,5 +26,5 @@ def fail(message: str, code: int = 2) -> int:
     """Print an error to stderr and return the exit code."""
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)  # show the cursor: a rank killed while it drew progress had hidden it
-    print(f"megaloom: {message}", file=sys.stderr)
+    print(f"megaloom: {shown_message(message)}", file=sys.stderr)
     return code
